@@ -1,0 +1,342 @@
+"""Compile csrc/ops/*.hip: one code object per file and architecture, each with a stamp beside it.
+
+    python csrc/build.py [--arch gfx942 ...] [--debug] [--force] [stem ...]
+
+builds in place (vllm_rocm_ops/code/<arch>/<stem>.co or .ptx); `pip install` calls `build` for the wheel. There is no list
+of ops: every file in csrc/ops is one. Kernels use clang builtins and csrc/device only, so that any clang with the target
+compiles them, without ROCm, CUDA or a GPU. For each architecture the first of these that really compiles a kernel is used:
+
+    $VLLM_ROCM_OPS_CLANG      a command; must compile for AMD, and is used for NVIDIA if it can
+    ROCm's clang              under $ROCM_PATH, /opt/rocm
+    a system clang            clang, then the newest clang-<version> of $PATH
+    ziglang                   from PyPI, a build requirement, so there is always one
+
+The stamp holds sources, flags and compiler. A fresh object is not rebuilt: the same sources and flags make it fresh, whoever
+compiled it, unless $VLLM_ROCM_OPS_CLANG names another compiler. $VLLM_ROCM_OPS_DEBUG=1 asks for debug builds, as --debug does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parent
+CODE = CSRC.parent / "vllm_rocm_ops" / "code"
+ARCHS = ("gfx942", "gfx950", "sm_90")
+
+# Version 5 is what both ROCm 6 and ROCm 7 load. Naming no xnack or sramecc setting makes an object that runs with any.
+CODE_OBJECT_VERSION = "-mcode-object-version=5"
+PROBE = """
+#if __clang_major__ < 20
+#error "clang 20 or later is needed: the first that knows all of gfx950"
+#endif
+extern "C" __attribute__((global)) void probe() {}
+"""
+
+
+class BuildError(RuntimeError):
+    """A compile that failed, or no compiler for an architecture; the text is all a user needs to see."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of the three steps: source to bitcode (PTX on NVIDIA), bitcode or assembler text to object, object to ELF."""
+
+    compile: tuple[str, ...]
+    lower: tuple[str, ...] = ()
+    link: tuple[str, ...] = ()
+
+
+def is_amd(arch: str) -> bool:
+    return arch.startswith("gfx")
+
+
+def suffix(arch: str) -> str:
+    """The suffix of a code object: linked ELF for AMD, PTX text for NVIDIA."""
+    return ".co" if is_amd(arch) else ".ptx"
+
+
+def flags(arch: str, debug: bool) -> Flags:
+    """The flags that make an object what it is; paths are not among them."""
+    optimise = ("-O1", "-g", "-fdebug-compilation-dir=.") if debug else ("-O3",)
+    # -nostdinc: no header of the machine that builds takes part, so every machine builds the same.
+    source = (*optimise, "-std=c++20", "-nostdinc", "-I.", "-Wall", "-Wextra", "--cuda-device-only")
+    source += ("-DVLLM_ROCM_OPS_DEBUG=1",) if debug else ()
+    if not is_amd(arch):
+        nvidia = (f"--cuda-gpu-arch={arch}", "--cuda-feature=+ptx87", "-nocudainc", "-nocudalib")
+        return Flags(compile=(*source, "-x", "cuda", *nvidia, "-Wno-unknown-cuda-version", "-S"))
+    amd = (f"--offload-arch={arch}", "-nogpuinc", "-nogpulib", CODE_OBJECT_VERSION, "-fuse-cuid=none")
+    return Flags(
+        compile=(*source, "-x", "hip", *amd, "--no-gpu-bundle-output", "-emit-llvm", "-c"),
+        lower=(*optimise, "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-nogpulib", CODE_OBJECT_VERSION, "-c"),
+        link=("-shared",),
+    )
+
+
+# Compilers
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A clang and the ld.lld that goes with it."""
+
+    name: str
+    clang: tuple[str, ...]
+    linker: tuple[str, ...]
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.version}"
+
+    @staticmethod
+    def from_command(command: Sequence[str]) -> Compiler:
+        """The clang that `command` starts, with the ld.lld it knows, or else ziglang's. OSError if it does not start."""
+
+        def ask(flag: str) -> str:
+            result = subprocess.run([*command, flag], check=False, capture_output=True, text=True)
+            if result.returncode:
+                raise OSError(f"{shlex.join([*command, flag])}: {(result.stderr or result.stdout).strip()}")
+            return result.stdout.partition("\n")[0].strip()
+
+        linker = ask("-print-prog-name=ld.lld")
+        linker_command = (linker,) if os.path.isabs(linker) else (*zig(), "ld.lld")
+        return Compiler(Path(command[0]).name, tuple(command), linker_command, ask("--version"))
+
+
+def zig() -> tuple[str, ...]:
+    """The zig binary of the ziglang package, or nothing."""
+    spec = importlib.util.find_spec("ziglang")
+    return (str(Path(spec.submodule_search_locations[0], "zig")),) if spec else ()
+
+
+def explicit_compiler() -> Compiler | None:
+    """What $VLLM_ROCM_OPS_CLANG names."""
+    command = shlex.split(os.environ.get("VLLM_ROCM_OPS_CLANG", ""))
+    try:
+        return Compiler.from_command(command) if command else None
+    except OSError as error:
+        raise BuildError(f"VLLM_ROCM_OPS_CLANG must be a clang, got {shlex.join(command)}\n{error}") from error
+
+
+def clang_paths() -> Iterator[str]:
+    """ROCm's and the system's clangs, best first, whatever they can do."""
+    for rocm in filter(None, (os.environ.get("ROCM_PATH"), "/opt/rocm")):
+        yield from (f"{rocm}/llvm/bin/clang", f"{rocm}/lib/llvm/bin/clang")
+    folders = dict.fromkeys(Path(folder).resolve() for folder in os.get_exec_path() if Path(folder).is_dir())
+    yield from (str(folder / "clang") for folder in folders)
+    numbered = {path for folder in folders for path in folder.glob("clang-*") if re.fullmatch(r"clang-\d+", path.name)}
+    yield from map(str, sorted(numbered, key=lambda path: int(path.name[6:]), reverse=True))
+
+
+def candidates() -> Iterator[Compiler]:
+    """The compilers to try after the explicit one."""
+    for path in dict.fromkeys(clang_paths()):
+        if os.access(path, os.X_OK):
+            try:
+                yield Compiler.from_command((path,))
+            except OSError:
+                continue  # a wrapper whose compiler is gone
+    if zig():
+        clang = Compiler.from_command((*zig(), "clang"))
+        yield Compiler(f"ziglang {importlib.metadata.version('ziglang')}", clang.clang, clang.linker, clang.version)
+
+
+@functools.cache
+def probe(compiler: Compiler, arch: str) -> str:
+    """Compile an empty kernel: "" if that works, else the compiler's message."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.hip")
+        source.write_text(PROBE)
+        try:
+            run_steps(compiler, source, arch, source.with_suffix(suffix(arch)))
+        except BuildError as error:
+            return str(error)
+    return ""
+
+
+@functools.cache
+def find_compiler(arch: str) -> Compiler:
+    """The first compiler that compiles a kernel for `arch`."""
+    explicit = explicit_compiler()
+    if explicit and is_amd(arch) and (message := probe(explicit, arch)):
+        raise BuildError(f"VLLM_ROCM_OPS_CLANG must compile for {arch}, got {explicit}\n{message}")
+    failures = []
+    for compiler in filter(None, (explicit, *candidates())):
+        if not (message := probe(compiler, arch)):
+            return compiler
+        failures.append(f"{compiler}\n{message}")
+    tried = "\n".join(failures) or "there is none"
+    raise BuildError(f"{arch}: no clang that compiles for it (`pip install ziglang` brings one). Tried:\n{tried}")
+
+
+# Compiling
+
+
+def run(command: Sequence[str], source: Path, arch: str) -> None:
+    """Run one step in csrc/ (its paths and so its output are then the same everywhere). Warnings pass through."""
+    result = subprocess.run(command, check=False, cwd=CSRC, capture_output=True, text=True)
+    if result.returncode:
+        shown = f"cd {CSRC} && {shlex.join(map(str, command))}"
+        raise BuildError(f"{source} does not compile for {arch}:\n{shown}\n{result.stderr}{result.stdout}")
+    sys.stderr.write(result.stderr)
+
+
+def run_steps(
+    compiler: Compiler, source: Path, arch: str, output: Path, defines: Iterable[str] = (), debug: bool = False
+) -> None:
+    """Source to `output` in the three steps that every clang can do, ziglang's too: its driver cannot start the linker."""
+    step = flags(arch, debug)
+    macros = [f"-D{define}" for define in defines]
+    bitcode, relocatable = output.with_suffix(".bc"), output.with_suffix(".o")
+    if not is_amd(arch):
+        run([*compiler.clang, *step.compile, *macros, source, "-o", output], source, arch)
+        return
+    if source.suffix == ".s":
+        lower = [*step.lower, "-x", "assembler", source]
+    else:
+        run([*compiler.clang, *step.compile, *macros, source, "-o", bitcode], source, arch)
+        lower = [*step.lower, "-x", "ir", bitcode]
+    run([*compiler.clang, *lower, "-o", relocatable], source, arch)
+    run([*compiler.linker, *step.link, relocatable, "-o", output], source, arch)
+
+
+def compile_source(
+    source_path: Path | str, arch: str, output_path: Path | str, defines: Iterable[str] = (), debug: bool = False
+) -> Compiler:
+    """Compile one HIP source, or AMD assembler text (.s), to `output_path`: all of it, or on a BuildError none of it."""
+    source, output = Path(source_path), Path(output_path).absolute()
+    source = source.relative_to(CSRC) if source.is_relative_to(CSRC) else source.absolute()
+    compiler = find_compiler(arch)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".") as folder:
+        unfinished = Path(folder, output.name)
+        run_steps(compiler, source, arch, unfinished, defines, debug)
+        unfinished.replace(output)
+    return compiler
+
+
+# Stamps
+
+
+def sources_hash(stem: str) -> str:
+    """sha256 over the op's file and all of csrc/device."""
+    digest = hashlib.sha256()
+    device = sorted(path for path in CSRC.glob("device/**/*") if path.is_file())
+    for path in (CSRC / "ops" / f"{stem}.hip", *device):
+        digest.update(f"{path.relative_to(CSRC).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def wanted_stamp(stem: str, arch: str, debug: bool) -> dict:
+    """What the stamp of a fresh object says; of the compiler, only if one is asked for by name."""
+    step = flags(arch, debug)
+    stamp = {"sources": sources_hash(stem), "arch": arch, "debug": debug}
+    stamp["flags"] = [*step.compile, *step.lower, *step.link]
+    if explicit_compiler():
+        stamp["compiler"] = str(find_compiler(arch))
+    return stamp
+
+
+def is_fresh(code_object: Path, stamp: dict) -> bool:
+    """Whether the object exists and its stamp says all that `stamp` says."""
+    try:
+        found = json.loads(code_object.with_suffix(".json").read_text())
+    except (OSError, ValueError):
+        return False
+    return code_object.exists() and stamp.items() <= found.items()
+
+
+# Building
+
+
+def stems() -> list[str]:
+    """Every op there is."""
+    return sorted(path.stem for path in CSRC.glob("ops/*.hip"))
+
+
+def make(stem: str, arch: str, output: Path, prebuilt: Path, debug: bool, force: bool) -> Path:
+    """Make sure that output/<arch>/<stem> is fresh: keep it, copy a fresh one from `prebuilt`, or compile it."""
+    name = f"{arch}/{stem}{suffix(arch)}"
+    code_object, stamp = output / name, wanted_stamp(stem, arch, debug)
+    if is_fresh(code_object, stamp) and not force:
+        return code_object
+    code_object.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=code_object.parent, prefix=".") as folder:
+        unfinished = Path(folder, code_object.name)
+        if is_fresh(prebuilt / name, stamp) and not force:
+            for extension in (code_object.suffix, ".json"):
+                shutil.copyfile((prebuilt / name).with_suffix(extension), unfinished.with_suffix(extension))
+        else:
+            compiler = compile_source(CSRC / "ops" / f"{stem}.hip", arch, unfinished, debug=debug)
+            stamp = stamp | {"compiler": str(compiler)}
+            unfinished.with_suffix(".json").write_text(json.dumps(stamp, indent=1) + "\n")
+            print(f"{name}  {compiler}", flush=True)
+        # In this order no stamp ever stands beside an object that is not its own.
+        code_object.with_suffix(".json").unlink(missing_ok=True)
+        unfinished.replace(code_object)
+        unfinished.with_suffix(".json").replace(code_object.with_suffix(".json"))
+    return code_object
+
+
+def remove_orphans(output: Path) -> None:
+    """Remove the objects of ops that are gone."""
+    for arch in ARCHS:
+        for path in (output / arch).glob("*.*"):
+            if path.is_file() and path.stem not in stems():
+                path.unlink()
+
+
+def build(
+    names: Sequence[str] = (),
+    archs: Sequence[str] = ARCHS,
+    output: Path = CODE,
+    prebuilt: Path = CODE,
+    debug: bool | None = None,
+    force: bool = False,
+) -> list[Path]:
+    """Bring the code objects of the ops `names` (default: of all ops) up to date in `output`, several at a time."""
+    if unknown := set(names) - set(stems()):
+        raise BuildError(f"stem must be one of {', '.join(stems())}, got {', '.join(sorted(unknown))}")
+    if debug is None:
+        debug = os.environ.get("VLLM_ROCM_OPS_DEBUG", "0") not in ("", "0")
+    if not names:
+        remove_orphans(output)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        jobs = [
+            pool.submit(make, stem, arch, output, prebuilt, debug, force) for stem in names or stems() for arch in archs
+        ]
+    if errors := [str(error) for job in jobs if (error := job.exception())]:
+        raise BuildError("\n".join(dict.fromkeys(errors)))
+    return [job.result() for job in jobs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stem", nargs="*", help="file stem in csrc/ops; default: all")
+    parser.add_argument("--arch", nargs="+", choices=ARCHS, default=ARCHS)
+    parser.add_argument("--debug", action="store_true", default=None, help="-O1 -g, and the kernels' assertions")
+    parser.add_argument("--force", action="store_true", help="compile fresh ones too")
+    arguments = parser.parse_args()
+    try:
+        build(arguments.stem, arguments.arch, debug=arguments.debug, force=arguments.force)
+    except BuildError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
