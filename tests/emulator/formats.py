@@ -1,0 +1,195 @@
+"""Number formats of CDNA3 and CDNA4: decode to float32 and encode from it, bit exact, vectorised over numpy arrays.
+
+Formats: CDNA4 ISA, section 7.3, tables 30 and 31; the FNUZ variants of gfx942 as torch.float8_e4m3fnuz and e5m2fnuz
+define them. The same two mnemonic words mean different formats on the two chips: `eight_bit("fp8", "gfx942")` is
+e4m3fnuz, on gfx950 it is e4m3fn.
+
+Rounding is to nearest even. The stochastic conversions add random bits below the last kept bit, then truncate
+(CDNA4 ISA, section 7.3, "Convert instructions come in two types").
+
+Overflow (CDNA4 ISA, section 7.3, "FP16_OVFL rule"): a value that rounds beyond the largest finite number, or an infinity,
+becomes infinity where the format has one and NaN where it has none; with FP16_OVFL set in MODE it becomes the largest
+finite number. NaN stays NaN. fp6 and fp4 have neither infinity nor NaN and always saturate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Format:
+    """A sign, exponent and mantissa format. `special` says which codes are not finite numbers:
+
+    `ieee`: the largest exponent holds infinity and NaN. `fn`: only the all-ones code of either sign is NaN.
+    `fnuz`: only the code of -0 is NaN. `finite`: none.
+    """
+
+    name: str
+    exponent: int
+    mantissa: int
+    bias: int
+    special: str
+
+    @property
+    def bits(self) -> int:
+        """Width of one code."""
+        return 1 + self.exponent + self.mantissa
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        """The float32 value of every code, indexed by code."""
+        codes = np.arange(1 << self.bits)
+        fraction = codes & ((1 << self.mantissa) - 1)
+        exponent = (codes >> self.mantissa) & ((1 << self.exponent) - 1)
+        sign = np.where(codes >> (self.bits - 1), -1.0, 1.0)
+        significand = fraction + np.where(exponent > 0, 1 << self.mantissa, 0)
+        values = sign * np.ldexp(significand, np.maximum(exponent, 1) - self.bias - self.mantissa)
+        values[self._nan_codes] = np.nan
+        if self.special == "ieee":
+            infinity = ((1 << self.exponent) - 1) << self.mantissa
+            values[[infinity, infinity | self._sign]] = np.inf, -np.inf
+        return values.astype(np.float32)
+
+    @property
+    def _sign(self) -> int:
+        return 1 << (self.bits - 1)
+
+    @cached_property
+    def _nan_codes(self) -> np.ndarray:
+        top = self._sign - 1
+        codes = {
+            "ieee": range(top - (1 << self.mantissa) + 2, top + 1),
+            "fn": [top],
+            "fnuz": [],
+            "finite": [],
+        }[self.special]
+        signed = [code | sign for sign in (0, self._sign) for code in codes]
+        return np.array(signed + [self._sign] * (self.special == "fnuz"), dtype=np.int64)
+
+    @cached_property
+    def _largest_code(self) -> int:
+        """The code of the largest finite number."""
+        taken = {"ieee": 1 << self.mantissa, "fn": 1, "fnuz": 0, "finite": 0}[self.special]
+        return self._sign - 1 - taken
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number."""
+        return float(self.values[self._largest_code])
+
+    def decode(self, codes: np.ndarray) -> np.ndarray:
+        """float32 values of integer codes."""
+        return self.values[codes]
+
+    def encode(
+        self, values: np.ndarray, *, saturate: bool = False, random: np.ndarray | None = None, random_bits: int = 0
+    ) -> np.ndarray:
+        """Codes of float32 values, as uint32.
+
+        `saturate` is FP16_OVFL. `random`: unsigned integers of `random_bits` bits, one per value, for stochastic
+        rounding: they are the fraction of one unit in the last kept place that is added before truncation.
+        """
+        word = np.asarray(values, dtype=np.float32).view(np.uint32)
+        magnitude = word & np.uint32(0x7FFFFFFF)
+        negative = word >> np.uint32(31) << np.uint32(self.bits - 1)
+        if random is None:
+            codes = self._nearest_even(magnitude)
+        else:
+            codes = self._stochastic(magnitude, random, random_bits)
+        codes = np.where(codes > self._largest_code, np.uint32(self._overflow_code(saturate)), codes)
+        codes = np.where(magnitude > np.uint32(0x7F800000), np.uint32(self._nan_code), codes)
+        if self.special == "fnuz":
+            return np.where(codes == 0, codes, codes | negative)
+        return codes | negative
+
+    @property
+    def _lowest(self) -> int:
+        """The exponent of the smallest normal number, and of the subnormal ones."""
+        return 1 - self.bias
+
+    def _nearest_even(self, magnitude: np.ndarray) -> np.ndarray:
+        dropped = 23 - self.mantissa
+        # Adding half a unit, less one if the kept part is even, carries into the exponent by itself.
+        odd = magnitude >> np.uint32(dropped) & np.uint32(1)
+        normal = (magnitude + odd + np.uint32((1 << (dropped - 1)) - 1)) >> np.uint32(dropped)
+        normal -= np.uint32((127 - self.bias) << self.mantissa)
+        # A float32 whose last place is the format's smallest step: the addition rounds.
+        step = np.ldexp(np.float32(1), self._lowest - self.mantissa + 23)
+        with np.errstate(all="ignore"):
+            subnormal = (magnitude.view(np.float32) + step).view(np.uint32) - step.view(np.uint32)
+        return np.where(magnitude < np.uint32((self._lowest + 127) << 23), subnormal, normal)
+
+    def _stochastic(self, magnitude: np.ndarray, random: np.ndarray, random_bits: int) -> np.ndarray:
+        finite = magnitude < np.uint32(0x7F800000)
+        exact = np.where(finite, magnitude, np.uint32(0)).view(np.float32).astype(np.float64)
+        exponent = np.maximum(np.frexp(exact)[1] - 1, self._lowest)
+        units = np.ldexp(exact, self.mantissa - exponent) + np.ldexp(random.astype(np.float64), -random_bits)
+        codes = units.astype(np.uint32) + ((exponent - self._lowest).astype(np.uint32) << np.uint32(self.mantissa))
+        return np.where(finite, codes, magnitude)
+
+    @property
+    def _nan_code(self) -> int:
+        if self.special == "ieee":
+            return self._sign - 1 if self.bits == 8 else self._largest_code + 1 + (1 << (self.mantissa - 1))
+        return {"fn": self._sign - 1, "fnuz": self._sign, "finite": self._largest_code}[self.special]
+
+    def _overflow_code(self, saturate: bool) -> int:
+        if saturate or self.special == "finite":
+            return self._largest_code
+        return self._largest_code + 1 if self.special == "ieee" else self._nan_code
+
+
+E4M3FNUZ = Format("e4m3fnuz", exponent=4, mantissa=3, bias=8, special="fnuz")
+E5M2FNUZ = Format("e5m2fnuz", exponent=5, mantissa=2, bias=16, special="fnuz")
+E4M3FN = Format("e4m3fn", exponent=4, mantissa=3, bias=7, special="fn")
+E5M2 = Format("e5m2", exponent=5, mantissa=2, bias=15, special="ieee")
+E2M3 = Format("e2m3", exponent=2, mantissa=3, bias=1, special="finite")
+E3M2 = Format("e3m2", exponent=3, mantissa=2, bias=3, special="finite")
+E2M1 = Format("e2m1", exponent=2, mantissa=1, bias=1, special="finite")
+F16 = Format("f16", exponent=5, mantissa=10, bias=15, special="ieee")
+BF16 = Format("bf16", exponent=8, mantissa=7, bias=127, special="ieee")
+
+_EIGHT_BIT = {
+    "gfx942": {"fp8": E4M3FNUZ, "bf8": E5M2FNUZ},
+    "gfx950": {"fp8": E4M3FN, "bf8": E5M2},
+}
+
+
+def eight_bit(word: str, arch: str) -> Format:
+    """The format that `fp8` or `bf8` in a mnemonic means on `arch`."""
+    return _EIGHT_BIT[arch][word]
+
+
+def convert_stochastic(values: np.ndarray, random: np.ndarray, word: str, arch: str, *, saturate: bool) -> np.ndarray:
+    """v_cvt_sr_fp8_f32 and v_cvt_sr_bf8_f32: `random` holds the 32-bit words of the second source.
+
+    The top 20 (fp8) or 21 (bf8) bits of the word count, as many as a normal number drops (CDNA pseudocode of both
+    instructions). That a subnormal result uses the same fraction of its own last place is taken from HIP's software
+    conversion; AMD documents no bits for it.
+    """
+    target = eight_bit(word, arch)
+    dropped = 23 - target.mantissa
+    random = np.asarray(random, dtype=np.uint32) >> np.uint32(32 - dropped)
+    return target.encode(values, saturate=saturate, random=random, random_bits=dropped)
+
+
+def decode_e8m0(codes: np.ndarray) -> np.ndarray:
+    """Scale factors 2^(code - 127) as float64; code 255 is NaN (CDNA4 ISA, section 7.2)."""
+    codes = np.asarray(codes)
+    return np.where(codes == 255, np.nan, np.ldexp(1.0, codes.astype(np.int64) - 127))
+
+
+def encode_e8m0(values: np.ndarray) -> np.ndarray:
+    """Codes of the powers of two nearest to float32 magnitudes, ties to the even code, as uint32; 255 beyond 2^127.
+
+    As torch.float8_e8m0fnu converts, which rounds every subnormal above 2^-127 up to 2^-126.
+    """
+    magnitude = np.asarray(values, dtype=np.float32).view(np.uint32) & np.uint32(0x7FFFFFFF)
+    exponent, fraction = magnitude >> np.uint32(23), magnitude & np.uint32(0x7FFFFF)
+    half = np.uint32(1 << 22)
+    up = (fraction > half) | ((fraction == half) & (exponent & np.uint32(1) == 1))
+    return np.minimum(exponent + up, np.uint32(255))
