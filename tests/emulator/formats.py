@@ -126,7 +126,7 @@ class Format:
     def _stochastic(self, magnitude: np.ndarray, random: np.ndarray, random_bits: int) -> np.ndarray:
         finite = magnitude < np.uint32(0x7F800000)
         exact = np.where(finite, magnitude, np.uint32(0)).view(np.float32).astype(np.float64)
-        exponent = np.maximum(np.frexp(exact)[1] - 1, self._lowest)
+        exponent = np.maximum((magnitude >> np.uint32(23)).astype(np.int64) - 127, self._lowest)
         units = np.ldexp(exact, self.mantissa - exponent) + np.ldexp(random.astype(np.float64), -random_bits)
         codes = units.astype(np.uint32) + ((exponent - self._lowest).astype(np.uint32) << np.uint32(self.mantissa))
         return np.where(finite, codes, magnitude)
@@ -184,12 +184,12 @@ def decode_e8m0(codes: np.ndarray) -> np.ndarray:
 
 
 def encode_e8m0(values: np.ndarray) -> np.ndarray:
-    """Codes of the powers of two nearest to float32 magnitudes, ties to the even code, as uint32; 255 beyond 2^127.
+    """Codes of the powers of two nearest to float32 magnitudes, ties upwards, as uint32; 255 beyond 2^127.
 
     As torch.float8_e8m0fnu converts, which rounds every subnormal above 2^-127 up to 2^-126.
     """
     magnitude = np.asarray(values, dtype=np.float32).view(np.uint32) & np.uint32(0x7FFFFFFF)
     exponent, fraction = magnitude >> np.uint32(23), magnitude & np.uint32(0x7FFFFF)
     half = np.uint32(1 << 22)
-    up = (fraction > half) | ((fraction == half) & (exponent & np.uint32(1) == 1))
+    up = (fraction > half) | ((fraction == half) & (exponent > 0))
     return np.minimum(exponent + up, np.uint32(255))
