@@ -1,0 +1,44 @@
+// What the hardware rounds, converts and approximates. Accuracies: CDNA3 ISA, section 12.8 "VOP1": 1 ulp for
+// v_rcp_f32, v_rsq_f32 and v_exp_f32.
+#pragma once
+
+namespace numerics {
+
+DEVICE float rcp_approx(float x) { return __builtin_amdgcn_rcpf(x); }
+DEVICE float rsqrt_approx(float x) { return __builtin_amdgcn_rsqf(x); }
+DEVICE float exp2_approx(float x) { return __builtin_amdgcn_exp2f(x); }
+
+// The arch's e4m3: FNUZ on gfx942, OCP from gfx950 on. kE4m3Max is the limit vLLM quantises to: 224, not 240, on FNUZ.
+#if defined(__gfx942__)
+constexpr float kE4m3Max = 224.0f;
+#else
+constexpr float kE4m3Max = 448.0f;
+#endif
+
+// Four floats in [-kE4m3Max, kE4m3Max] or NaN -> four e4m3 bytes, round to nearest even; NaN becomes +kE4m3Max, as vLLM's clamp does.
+// Not med3: it would make NaN the lower bound.
+DEVICE float clamp_e4m3(float x) {
+  return __builtin_fmaxf(__builtin_fminf(x, kE4m3Max), -kE4m3Max);
+}
+DEVICE u32 to_e4m3x4(f32x2 low, f32x2 high) {
+  int packed = __builtin_amdgcn_cvt_pk_fp8_f32(clamp_e4m3(low.x), clamp_e4m3(low.y), 0, false);
+  return __builtin_amdgcn_cvt_pk_fp8_f32(clamp_e4m3(high.x), clamp_e4m3(high.y), packed, true);
+}
+DEVICE u8 to_e4m3(float x) {
+  return u8(__builtin_amdgcn_cvt_pk_fp8_f32(clamp_e4m3(x), 0.0f, 0, false));
+}
+
+// Round to nearest even; a NaN that came from a bf16 or fp16 keeps its low bits clear, so the carry cannot reach its exponent.
+DEVICE u32 to_bf16x2(f32x2 x) {
+#if defined(__gfx942__)
+  u32 low = __builtin_bit_cast(u32, x.x), high = __builtin_bit_cast(u32, x.y);
+  low += ((low >> 16) & 1) + 0x7fff;
+  high += ((high >> 16) & 1) + 0x7fff;
+  return __builtin_amdgcn_perm(high, low, 0x07060302);
+#else
+  using bf16x2 = __bf16 __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(u32, __builtin_convertvector(x, bf16x2));
+#endif
+}
+
+}  // namespace numerics

@@ -1,0 +1,43 @@
+// e4m3 quantisation as vLLM does it: clamp to the format's limit, round to nearest even, scales at least
+// 1 / (limit * 512). csrc/.../quantization of vLLM 0.33 divides by a dynamic scale and multiplies by the inverse of a
+// static one; the two differ in the last bit, so both are here.
+#pragma once
+#include "vec.h"
+
+constexpr float kMinScale = 1.0f / (numerics::kE4m3Max * 512.0f);
+
+// numerator / denominator, correctly rounded, given inverse = 1 / denominator to within 1 ulp (Markstein: one residual step).
+DEVICE float divide(float numerator, float denominator, float inverse) {
+  float quotient = numerator * inverse;
+  return __builtin_fmaf(__builtin_fmaf(-quotient, denominator, numerator), inverse, quotient);
+}
+DEVICE f32x2 divide(f32x2 numerator, float denominator, float inverse) {
+  f32x2 d = {-denominator, -denominator}, r = {inverse, inverse};
+  f32x2 quotient = numerator * r;
+  return __builtin_elementwise_fma(__builtin_elementwise_fma(quotient, d, numerator), r, quotient);
+}
+
+// A dynamic scale as a divisor, with its inverse refined to what divide() needs. An infinite scale (a row with an
+// infinity in it) divides as the largest float does: finite elements become 0, infinities NaN, as in IEEE division.
+struct Scale {
+  float value, inverse;
+  DEVICE explicit Scale(float scale) : value(__builtin_fminf(scale, __FLT_MAX__)) {
+    float approx = numerics::rcp_approx(value);
+    inverse = __builtin_fmaf(__builtin_fmaf(-value, approx, 1.0f), approx, approx);
+  }
+};
+
+DEVICE float absmax_to_scale(float absmax) {
+  return __builtin_fmaxf(divide(absmax, numerics::kE4m3Max, 1.0f / numerics::kE4m3Max), kMinScale);
+}
+
+DEVICE u32x2 quantize(const Chunk& x, float inverse_scale) {
+  Chunk q;
+  for (int i = 0; i < kChunk / 2; ++i) q.pair[i] = x.pair[i] * inverse_scale;
+  return {numerics::to_e4m3x4(q.pair[0], q.pair[1]), numerics::to_e4m3x4(q.pair[2], q.pair[3])};
+}
+DEVICE u32x2 quantize(const Chunk& x, Scale scale) {
+  Chunk q;
+  for (int i = 0; i < kChunk / 2; ++i) q.pair[i] = divide(x.pair[i], scale.value, scale.inverse);
+  return {numerics::to_e4m3x4(q.pair[0], q.pair[1]), numerics::to_e4m3x4(q.pair[2], q.pair[3])};
+}

@@ -1,0 +1,28 @@
+// The only place that asks which vendor compiles this. amd/ and nvidia/ export the same names with the same meanings;
+// kernels include this file and what is built on it (vec.h, reduce.h, float8.h), never a vendor header.
+#pragma once
+
+#define DEVICE __attribute__((device, always_inline)) inline
+#define LDS __attribute__((shared))
+// A kernel entry point that is launched with at most `threads` threads per block.
+#define KERNEL(threads) extern "C" __attribute__((global, launch_bounds(threads))) void
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i64 = long long;
+using u32x2 = u32 __attribute__((ext_vector_type(2)));
+using u32x4 = u32 __attribute__((ext_vector_type(4)));
+using f32x2 = float __attribute__((ext_vector_type(2)));
+
+#if defined(__AMDGCN__)
+#include "amd/mem.h"
+#include "amd/numerics.h"
+#include "amd/sync.h"
+#include "amd/wave.h"
+#elif defined(__NVPTX__)
+#include "nvidia/mem.h"
+#include "nvidia/numerics.h"
+#include "nvidia/sync.h"
+#include "nvidia/wave.h"
+#endif

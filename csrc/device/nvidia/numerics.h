@@ -1,0 +1,25 @@
+#pragma once
+
+namespace numerics {
+
+DEVICE float rcp_approx(float x) { return __nvvm_rcp_approx_ftz_f(x); }
+DEVICE float rsqrt_approx(float x) { return __nvvm_rsqrt_approx_f(x); }
+DEVICE float exp2_approx(float x) { return __nvvm_ex2_approx_f(x); }
+
+constexpr float kE4m3Max = 448.0f;  // OCP
+
+// Four floats -> four e4m3 bytes, round to nearest even, saturating; NaN becomes +kE4m3Max, as vLLM's clamp does.
+DEVICE float clamp_e4m3(float x) { return __builtin_fminf(x, kE4m3Max); }  // the conversion saturates the other side
+DEVICE u32 to_e4m3x4(f32x2 low, f32x2 high) {
+  u32 first = u16(__nvvm_ff_to_e4m3x2_rn(clamp_e4m3(low.y), clamp_e4m3(low.x)));
+  u32 second = u16(__nvvm_ff_to_e4m3x2_rn(clamp_e4m3(high.y), clamp_e4m3(high.x)));
+  return first | second << 16;
+}
+DEVICE u8 to_e4m3(float x) { return u8(__nvvm_ff_to_e4m3x2_rn(0.0f, clamp_e4m3(x))); }
+
+DEVICE u32 to_bf16x2(f32x2 x) {
+  using bf16x2 = __bf16 __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(u32, __builtin_convertvector(x, bf16x2));
+}
+
+}  // namespace numerics

@@ -1,0 +1,54 @@
+// Element types of 16 bits and chunks of them: 8 elements, 16 bytes, the widest access a lane has.
+#pragma once
+#include "gpu.h"
+
+struct Bf16 {
+  DEVICE static f32x2 unpack(u32 pair) {
+    return {__builtin_bit_cast(float, pair << 16), __builtin_bit_cast(float, pair & 0xffff0000u)};
+  }
+  DEVICE static u32 pack(f32x2 x) { return numerics::to_bf16x2(x); }
+};
+
+struct F16 {
+  using Pair = _Float16 __attribute__((ext_vector_type(2)));
+  DEVICE static f32x2 unpack(u32 pair) { return __builtin_convertvector(__builtin_bit_cast(Pair, pair), f32x2); }
+  DEVICE static u32 pack(f32x2 x) { return __builtin_bit_cast(u32, __builtin_convertvector(x, Pair)); }
+};
+
+// x rounded to T and back.
+template <class T>
+DEVICE f32x2 round_to(f32x2 x) { return T::unpack(T::pack(x)); }
+template <class T>
+DEVICE float round_to(float x) { return round_to<T>(f32x2{x, x}).x; }
+
+template <class T>
+DEVICE float load_element(const void* row, i64 column) {
+  return T::unpack(mem::load<u16>((const u16*)row + column)).x;
+}
+template <class T>
+DEVICE void store_element(void* row, i64 column, float x) {
+  mem::store<u16>((u16*)row + column, u16(T::pack({x, x})));
+}
+
+constexpr int kChunk = 8;  // elements of a u32x4
+
+struct Chunk {  // 8 floats
+  f32x2 pair[kChunk / 2];
+};
+
+template <class T>
+DEVICE Chunk unpack(u32x4 packed) {
+  return {T::unpack(packed.x), T::unpack(packed.y), T::unpack(packed.z), T::unpack(packed.w)};
+}
+template <class T>
+DEVICE u32x4 pack(const Chunk& x) {
+  return {T::pack(x.pair[0]), T::pack(x.pair[1]), T::pack(x.pair[2]), T::pack(x.pair[3])};
+}
+
+DEVICE float max_abs(float bound, f32x2 x) {
+  return __builtin_fmaxf(__builtin_fmaxf(bound, __builtin_fabsf(x.x)), __builtin_fabsf(x.y));
+}
+DEVICE float max_abs(float bound, const Chunk& x) {
+  for (f32x2 pair : x.pair) bound = max_abs(bound, pair);
+  return bound;
+}

@@ -1,0 +1,307 @@
+// RMSNorm of rows, with an optional residual add in front and an optional e4m3 quantisation behind.
+//
+//     z = input + residual                   (residual := z, rounded to T)
+//     n = T(T(z * rsqrt(mean(z^2) + epsilon)) * weight)
+//     plain:     out = n
+//     static:    out = e4m3(n * (1 / scale))
+//     per token: scale[row] = max(min(absmax(n), scale_ub) / 448, min_scale);  out = e4m3(n / scale[row])
+//     per block: the same for each run of group_size columns
+//
+// Rounding follows vLLM 0.33's ops of the same names: plain and static take z rounded to T, the dynamic kinds take it
+// unrounded; n is rounded twice, as a multiplication in T is.
+//
+// Bytes per element: 2 (input) + 4 (residual, read and written) + 1 or 2 (out); some 10 flops. Up to about 64 rows the
+// time is latency, above it is HBM bandwidth. A block owns a row and keeps it in registers between the reductions; lane
+// by lane a thread owns chunks of 8 elements, thread t those at t, t + threads, ... All loads of a row, the weight's
+// too, are in flight before the first is used, and there is one barrier per reduction.
+#include "device/float8.h"
+#include "device/reduce.h"
+
+enum class Output { kPlain, kStatic, kPerToken, kPerBlock };
+
+struct Row {
+  const void* input;     // [hidden] T
+  void* residual;        // [hidden] T, updated, or null
+  const void* weight;    // [hidden] T, or null for ones
+  void* out;             // [hidden] T or e4m3
+  float* scale_out;      // per token: [1]; per block: [hidden / group_size], scale_stride apart
+  const float* scale;    // [1]; static kind
+  const float* scale_ub; // [1] or null; dynamic kinds
+  i64 scale_stride;
+  int hidden, threads, group_size;
+  float inverse_hidden, epsilon;
+};
+
+DEVICE float inverse_rms(float sum_of_squares, const Row& row) {
+  return numerics::rsqrt_approx(divide(sum_of_squares, float(row.hidden), row.inverse_hidden) + row.epsilon);
+}
+
+DEVICE float dynamic_scale(float absmax, const float* scale_ub) {
+  if (scale_ub) absmax = __builtin_fminf(absmax, *mem::global(scale_ub));
+  return absmax_to_scale(absmax);
+}
+
+// hidden is a multiple of 8 and at most threads * kChunks * 8; rows and weight are 16-byte aligned.
+template <class T, bool kResidual, Output kOutput, int kChunks>
+DEVICE void rms_norm_vector(const Row& row) {
+  constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;  // z is rounded before it is used
+  LDS static float sums[kMaxWaves], maxima[kMaxWaves];
+  const int waves = row.threads / wave::kLanes;
+
+  u32x4 input[kChunks], residual[kChunks], weight[kChunks];
+  int chunk[kChunks];
+  bool mine[kChunks];
+  for (int i = 0; i < kChunks; ++i) {
+    chunk[i] = wave::thread() + i * row.threads;
+    mine[i] = chunk[i] * kChunk < row.hidden;
+    input[i] = residual[i] = u32x4{};
+    if (mine[i]) {
+      input[i] = mem::load<u32x4>((const u32x4*)row.input + chunk[i]);
+      if constexpr (kResidual) residual[i] = mem::load<u32x4>((const u32x4*)row.residual + chunk[i]);
+    }
+  }
+  const u32 one = T::pack({1.0f, 1.0f});
+  for (int i = 0; i < kChunks; ++i) {
+    weight[i] = u32x4{one, one, one, one};
+    if (mine[i] && row.weight) weight[i] = mem::load<u32x4>((const u32x4*)row.weight + chunk[i]);
+  }
+  float inverse_scale = 0.0f;
+  if constexpr (kOutput == Output::kStatic) inverse_scale = 1.0f / *mem::global(row.scale);
+
+  // z: the row, rounded ones kept packed.
+  Chunk exact[kChunks];
+  f32x2 squares = {0.0f, 0.0f};
+  for (int i = 0; i < kChunks; ++i) {
+    Chunk z = unpack<T>(input[i]);
+    if constexpr (kResidual) {
+      Chunk r = unpack<T>(residual[i]);
+      for (int j = 0; j < kChunk / 2; ++j) z.pair[j] += r.pair[j];
+      u32x4 rounded = pack<T>(z);
+      if (mine[i]) mem::store((u32x4*)row.residual + chunk[i], rounded);
+      if constexpr (kRounded) z = unpack<T>(rounded);
+    }
+    for (f32x2 pair : z.pair) squares = __builtin_elementwise_fma(pair, pair, squares);
+    exact[i] = z;
+  }
+  const float rms = inverse_rms(reduce_block(squares.x + squares.y, 0.0f, sums, waves, Add{}), row);
+
+  u32x4 normed[kChunks];
+  float absmax = 0.0f;
+  for (int i = 0; i < kChunks; ++i) {
+    Chunk w = unpack<T>(weight[i]), n;
+    for (int j = 0; j < kChunk / 2; ++j) n.pair[j] = round_to<T>(exact[i].pair[j] * rms) * w.pair[j];
+    normed[i] = pack<T>(n);
+    if constexpr (kOutput == Output::kPlain) {
+      if (mine[i]) mem::store((u32x4*)row.out + chunk[i], normed[i]);
+    } else if constexpr (kOutput == Output::kStatic) {
+      if (mine[i]) mem::store((u32x2*)row.out + chunk[i], quantize(unpack<T>(normed[i]), inverse_scale));
+    } else if constexpr (kOutput == Output::kPerToken) {
+      absmax = max_abs(absmax, unpack<T>(normed[i]));
+    } else {
+      // A group is 8 or 16 neighbouring lanes' chunks.
+      float group_max = wave::reduce_group<8>(max_abs(0.0f, unpack<T>(normed[i])), 0.0f, Max{});
+      if (row.group_size == 128) group_max = wave::reduce_group<16>(group_max, 0.0f, Max{});
+      const float scale = dynamic_scale(group_max, row.scale_ub);
+      const int column = chunk[i] * kChunk;
+      if (mine[i]) {
+        mem::store((u32x2*)row.out + chunk[i], quantize(unpack<T>(normed[i]), Scale(scale)));
+        if (column % row.group_size == 0) mem::store(row.scale_out + column / row.group_size * row.scale_stride, scale);
+      }
+    }
+  }
+  if constexpr (kOutput == Output::kPerToken) {
+    const float scale = dynamic_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{}), row.scale_ub);
+    if (wave::thread() == 0) mem::store(row.scale_out, scale);
+    const Scale divisor(scale);
+    for (int i = 0; i < kChunks; ++i)
+      if (mine[i]) mem::store((u32x2*)row.out + chunk[i], quantize(unpack<T>(normed[i]), divisor));
+  }
+}
+
+// Any hidden size and alignment, one element per access; rereads the row from HBM instead of keeping it.
+template <class T, bool kResidual, Output kOutput>
+DEVICE void rms_norm_general(const Row& row) {
+  constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;
+  LDS static float sums[kMaxWaves], maxima[kMaxWaves];
+  const int waves = row.threads / wave::kLanes;
+
+  auto sum = [&](int column) {
+    float z = load_element<T>(row.input, column);
+    if constexpr (kResidual) z += load_element<T>(row.residual, column);
+    return z;
+  };
+  float squares = 0.0f;
+  for (int column = wave::thread(); column < row.hidden; column += row.threads) {
+    float z = sum(column);
+    if constexpr (kResidual && kRounded) {
+      z = round_to<T>(z);
+      store_element<T>(row.residual, column, z);
+    }
+    squares = __builtin_fmaf(z, z, squares);
+  }
+  const float rms = inverse_rms(reduce_block(squares, 0.0f, sums, waves, Add{}), row);
+
+  auto normed = [&](int column) {
+    // The rounded kinds have already left z in the residual.
+    float z = kResidual && kRounded ? load_element<T>(row.residual, column) : sum(column);
+    return round_to<T>(round_to<T>(z * rms) * (row.weight ? load_element<T>(row.weight, column) : 1.0f));
+  };
+  auto finish = [&](int column, const Scale& scale) {
+    float n = normed(column);
+    if constexpr (kResidual) store_element<T>(row.residual, column, sum(column));
+    mem::store((u8*)row.out + column, numerics::to_e4m3(divide(n, scale.value, scale.inverse)));
+  };
+
+  if constexpr (kOutput == Output::kPerBlock) {
+    const int lane = wave::lane();
+    for (int group = wave::index(); group * row.group_size < row.hidden; group += waves) {
+      const int end = (group + 1) * row.group_size;
+      float absmax = 0.0f;
+      for (int column = group * row.group_size + lane; column < end; column += wave::kLanes)
+        absmax = __builtin_fmaxf(absmax, __builtin_fabsf(normed(column)));
+      const float scale = dynamic_scale(wave::reduce(absmax, 0.0f, Max{}), row.scale_ub);
+      if (lane == 0) mem::store(row.scale_out + group * row.scale_stride, scale);
+      const Scale divisor(scale);
+      for (int column = group * row.group_size + lane; column < end; column += wave::kLanes) finish(column, divisor);
+    }
+  } else if constexpr (kOutput == Output::kPerToken) {
+    float absmax = 0.0f;
+    for (int column = wave::thread(); column < row.hidden; column += row.threads)
+      absmax = __builtin_fmaxf(absmax, __builtin_fabsf(normed(column)));
+    const float scale = dynamic_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{}), row.scale_ub);
+    if (wave::thread() == 0) mem::store(row.scale_out, scale);
+    const Scale divisor(scale);
+    for (int column = wave::thread(); column < row.hidden; column += row.threads) finish(column, divisor);
+  } else {
+    const float inverse_scale = kOutput == Output::kStatic ? 1.0f / *mem::global(row.scale) : 1.0f;
+    for (int column = wave::thread(); column < row.hidden; column += row.threads) {
+      float n = normed(column);
+      if constexpr (kOutput == Output::kPlain) store_element<T>(row.out, column, n);
+      else mem::store((u8*)row.out + column, numerics::to_e4m3(n * inverse_scale));
+    }
+  }
+}
+
+// kChunks == 0 is the general kernel.
+template <class T, bool kResidual, Output kOutput, int kChunks>
+DEVICE void rms_norm(const void* input, void* residual, const void* weight, void* out, float* scale_out,
+                     const float* scale, const float* scale_ub, i64 input_stride, i64 residual_stride,
+                     i64 scale_row_stride, i64 scale_stride, int hidden, int threads, int group_size,
+                     float inverse_hidden, float epsilon) {
+  constexpr int kOutBytes = kOutput == Output::kPlain ? 2 : 1;
+  const i64 index = wave::block_x();
+  Row row{(const u16*)input + index * input_stride,
+          kResidual ? (u16*)residual + index * residual_stride : nullptr,
+          weight,
+          (u8*)out + index * hidden * kOutBytes,
+          scale_out + index * scale_row_stride,
+          scale,
+          scale_ub,
+          scale_stride,
+          hidden,
+          threads,
+          group_size,
+          inverse_hidden,
+          epsilon};
+  if constexpr (kChunks == 0) rms_norm_general<T, kResidual, kOutput>(row);
+  else rms_norm_vector<T, kResidual, kOutput, kChunks>(row);
+}
+
+// clang-format off
+#define INSTANCE(threads, symbol, T, residual_add, output, chunks)                                                    \
+  KERNEL(threads) symbol(                                                                                             \
+      const void* input,      /* [rows, hidden] T, rows input_stride elements apart */                                \
+      void* residual,         /* [rows, hidden] T, rows residual_stride elements apart; null without */               \
+      const void* weight,     /* [hidden] T or null */                                                                \
+      void* out,              /* [rows, hidden] T or e4m3 */                                                          \
+      float* scale_out,       /* [rows, 1] or [rows, hidden / group_size], by the two strides; null without */        \
+      const float* scale,     /* [1]; static kind */                                                                  \
+      const float* scale_ub,  /* [1] or null */                                                                       \
+      i64 input_stride, i64 residual_stride, i64 scale_row_stride, i64 scale_stride,                                  \
+      int hidden, int threads_per_block, int group_size, float inverse_hidden, float epsilon) {                       \
+    rms_norm<T, residual_add, Output::output, chunks>(input, residual, weight, out, scale_out, scale, scale_ub,       \
+        input_stride, residual_stride, scale_row_stride, scale_stride, hidden, threads_per_block, group_size,         \
+        inverse_hidden, epsilon);                                                                                     \
+  }
+
+INSTANCE(1024, rms_norm_bf16_x1,                                          Bf16, false, kPlain,    1)
+INSTANCE(1024, rms_norm_bf16_x2,                                          Bf16, false, kPlain,    2)
+INSTANCE( 512, rms_norm_bf16_x4,                                          Bf16, false, kPlain,    4)
+INSTANCE( 256, rms_norm_bf16_x8,                                          Bf16, false, kPlain,    8)
+INSTANCE(1024, rms_norm_bf16_general,                                     Bf16, false, kPlain,    0)
+INSTANCE(1024, rms_norm_static_fp8_quant_bf16_x1,                         Bf16, false, kStatic,   1)
+INSTANCE(1024, rms_norm_static_fp8_quant_bf16_x2,                         Bf16, false, kStatic,   2)
+INSTANCE( 512, rms_norm_static_fp8_quant_bf16_x4,                         Bf16, false, kStatic,   4)
+INSTANCE( 256, rms_norm_static_fp8_quant_bf16_x8,                         Bf16, false, kStatic,   8)
+INSTANCE(1024, rms_norm_static_fp8_quant_bf16_general,                    Bf16, false, kStatic,   0)
+INSTANCE(1024, rms_norm_dynamic_per_token_quant_bf16_x1,                  Bf16, false, kPerToken, 1)
+INSTANCE(1024, rms_norm_dynamic_per_token_quant_bf16_x2,                  Bf16, false, kPerToken, 2)
+INSTANCE( 512, rms_norm_dynamic_per_token_quant_bf16_x4,                  Bf16, false, kPerToken, 4)
+INSTANCE( 256, rms_norm_dynamic_per_token_quant_bf16_x8,                  Bf16, false, kPerToken, 8)
+INSTANCE(1024, rms_norm_dynamic_per_token_quant_bf16_general,             Bf16, false, kPerToken, 0)
+INSTANCE(1024, rms_norm_per_block_quant_bf16_x1,                          Bf16, false, kPerBlock, 1)
+INSTANCE(1024, rms_norm_per_block_quant_bf16_x2,                          Bf16, false, kPerBlock, 2)
+INSTANCE( 512, rms_norm_per_block_quant_bf16_x4,                          Bf16, false, kPerBlock, 4)
+INSTANCE( 256, rms_norm_per_block_quant_bf16_x8,                          Bf16, false, kPerBlock, 8)
+INSTANCE(1024, rms_norm_per_block_quant_bf16_general,                     Bf16, false, kPerBlock, 0)
+INSTANCE(1024, fused_add_rms_norm_bf16_x1,                                Bf16, true,  kPlain,    1)
+INSTANCE(1024, fused_add_rms_norm_bf16_x2,                                Bf16, true,  kPlain,    2)
+INSTANCE( 512, fused_add_rms_norm_bf16_x4,                                Bf16, true,  kPlain,    4)
+INSTANCE( 256, fused_add_rms_norm_bf16_x8,                                Bf16, true,  kPlain,    8)
+INSTANCE(1024, fused_add_rms_norm_bf16_general,                           Bf16, true,  kPlain,    0)
+INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_bf16_x1,               Bf16, true,  kStatic,   1)
+INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_bf16_x2,               Bf16, true,  kStatic,   2)
+INSTANCE( 512, fused_add_rms_norm_static_fp8_quant_bf16_x4,               Bf16, true,  kStatic,   4)
+INSTANCE( 256, fused_add_rms_norm_static_fp8_quant_bf16_x8,               Bf16, true,  kStatic,   8)
+INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_bf16_general,          Bf16, true,  kStatic,   0)
+INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_bf16_x1,        Bf16, true,  kPerToken, 1)
+INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_bf16_x2,        Bf16, true,  kPerToken, 2)
+INSTANCE( 512, fused_add_rms_norm_dynamic_per_token_quant_bf16_x4,        Bf16, true,  kPerToken, 4)
+INSTANCE( 256, fused_add_rms_norm_dynamic_per_token_quant_bf16_x8,        Bf16, true,  kPerToken, 8)
+INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_bf16_general,   Bf16, true,  kPerToken, 0)
+INSTANCE(1024, fused_add_rms_norm_per_block_quant_bf16_x1,                Bf16, true,  kPerBlock, 1)
+INSTANCE(1024, fused_add_rms_norm_per_block_quant_bf16_x2,                Bf16, true,  kPerBlock, 2)
+INSTANCE( 512, fused_add_rms_norm_per_block_quant_bf16_x4,                Bf16, true,  kPerBlock, 4)
+INSTANCE( 256, fused_add_rms_norm_per_block_quant_bf16_x8,                Bf16, true,  kPerBlock, 8)
+INSTANCE(1024, fused_add_rms_norm_per_block_quant_bf16_general,           Bf16, true,  kPerBlock, 0)
+INSTANCE(1024, rms_norm_fp16_x1,                                          F16,  false, kPlain,    1)
+INSTANCE(1024, rms_norm_fp16_x2,                                          F16,  false, kPlain,    2)
+INSTANCE( 512, rms_norm_fp16_x4,                                          F16,  false, kPlain,    4)
+INSTANCE( 256, rms_norm_fp16_x8,                                          F16,  false, kPlain,    8)
+INSTANCE(1024, rms_norm_fp16_general,                                     F16,  false, kPlain,    0)
+INSTANCE(1024, rms_norm_static_fp8_quant_fp16_x1,                         F16,  false, kStatic,   1)
+INSTANCE(1024, rms_norm_static_fp8_quant_fp16_x2,                         F16,  false, kStatic,   2)
+INSTANCE( 512, rms_norm_static_fp8_quant_fp16_x4,                         F16,  false, kStatic,   4)
+INSTANCE( 256, rms_norm_static_fp8_quant_fp16_x8,                         F16,  false, kStatic,   8)
+INSTANCE(1024, rms_norm_static_fp8_quant_fp16_general,                    F16,  false, kStatic,   0)
+INSTANCE(1024, rms_norm_dynamic_per_token_quant_fp16_x1,                  F16,  false, kPerToken, 1)
+INSTANCE(1024, rms_norm_dynamic_per_token_quant_fp16_x2,                  F16,  false, kPerToken, 2)
+INSTANCE( 512, rms_norm_dynamic_per_token_quant_fp16_x4,                  F16,  false, kPerToken, 4)
+INSTANCE( 256, rms_norm_dynamic_per_token_quant_fp16_x8,                  F16,  false, kPerToken, 8)
+INSTANCE(1024, rms_norm_dynamic_per_token_quant_fp16_general,             F16,  false, kPerToken, 0)
+INSTANCE(1024, rms_norm_per_block_quant_fp16_x1,                          F16,  false, kPerBlock, 1)
+INSTANCE(1024, rms_norm_per_block_quant_fp16_x2,                          F16,  false, kPerBlock, 2)
+INSTANCE( 512, rms_norm_per_block_quant_fp16_x4,                          F16,  false, kPerBlock, 4)
+INSTANCE( 256, rms_norm_per_block_quant_fp16_x8,                          F16,  false, kPerBlock, 8)
+INSTANCE(1024, rms_norm_per_block_quant_fp16_general,                     F16,  false, kPerBlock, 0)
+INSTANCE(1024, fused_add_rms_norm_fp16_x1,                                F16,  true,  kPlain,    1)
+INSTANCE(1024, fused_add_rms_norm_fp16_x2,                                F16,  true,  kPlain,    2)
+INSTANCE( 512, fused_add_rms_norm_fp16_x4,                                F16,  true,  kPlain,    4)
+INSTANCE( 256, fused_add_rms_norm_fp16_x8,                                F16,  true,  kPlain,    8)
+INSTANCE(1024, fused_add_rms_norm_fp16_general,                           F16,  true,  kPlain,    0)
+INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_fp16_x1,               F16,  true,  kStatic,   1)
+INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_fp16_x2,               F16,  true,  kStatic,   2)
+INSTANCE( 512, fused_add_rms_norm_static_fp8_quant_fp16_x4,               F16,  true,  kStatic,   4)
+INSTANCE( 256, fused_add_rms_norm_static_fp8_quant_fp16_x8,               F16,  true,  kStatic,   8)
+INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_fp16_general,          F16,  true,  kStatic,   0)
+INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_fp16_x1,        F16,  true,  kPerToken, 1)
+INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_fp16_x2,        F16,  true,  kPerToken, 2)
+INSTANCE( 512, fused_add_rms_norm_dynamic_per_token_quant_fp16_x4,        F16,  true,  kPerToken, 4)
+INSTANCE( 256, fused_add_rms_norm_dynamic_per_token_quant_fp16_x8,        F16,  true,  kPerToken, 8)
+INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_fp16_general,   F16,  true,  kPerToken, 0)
+INSTANCE(1024, fused_add_rms_norm_per_block_quant_fp16_x1,                F16,  true,  kPerBlock, 1)
+INSTANCE(1024, fused_add_rms_norm_per_block_quant_fp16_x2,                F16,  true,  kPerBlock, 2)
+INSTANCE( 512, fused_add_rms_norm_per_block_quant_fp16_x4,                F16,  true,  kPerBlock, 4)
+INSTANCE( 256, fused_add_rms_norm_per_block_quant_fp16_x8,                F16,  true,  kPerBlock, 8)
+INSTANCE(1024, fused_add_rms_norm_per_block_quant_fp16_general,           F16,  true,  kPerBlock, 0)
+// clang-format on

@@ -1,0 +1,220 @@
+// SwiGLU activation of rows [gate | up], with an optional e4m3 quantisation behind.
+//
+//     y = gate * sigmoid(gate) * up
+//     plain:     out = T(T(gate * sigmoid(gate)) * up)
+//     static:    out = e4m3(y * (1 / scale))
+//     per token: scale[row] = max(min(absmax(y), scale_ub) / 448, min_scale);  out = e4m3(y / scale[row])
+//     per block: scale[row, group] = max(min(absmax(y) / 448, scale_ub), min_scale);  out = e4m3(y / scale[row, group])
+//
+// The quantised kinds stay in fp32 up to the only rounding, the plain kind rounds twice, and scale_ub bounds the
+// absolute maximum per token but the scale per block: all as vLLM's ops of the same names do it (0.33; per token: the
+// op of the same name on its main branch).
+//
+// Bytes per element: 4 (gate and up) + 1 or 2 (out); some 8 flops and two transcendentals. Without a row-wide maximum
+// nothing ties a row to a block, so columns are split over as many blocks as there are chunks for. The per-token kind
+// gives a row to a block, which keeps y in registers across its one barrier. Thread t of a block owns the chunks of 8
+// elements t, t + threads, ... of the block's columns.
+#include "device/float8.h"
+#include "device/reduce.h"
+
+enum class Output { kPlain, kStatic, kPerToken, kPerBlock };
+
+struct Row {
+  const void* gate;       // [hidden] T
+  const void* up;         // [hidden] T
+  void* out;              // [hidden] T or e4m3
+  float* scale_out;       // per token: [1]; per block: [hidden / group_size], scale_stride apart
+  const float* scale;     // [1]; static kind
+  const float* scale_ub;  // [1] or null; dynamic kinds
+  i64 scale_stride;
+  int hidden, threads, group_size;
+};
+
+// gate * sigmoid(gate), exp(-x) being exp2(-x * log2(e)). From gate = -88 down the sigmoid is 0 and the result -0.
+DEVICE float silu(float gate) {
+  return gate * numerics::rcp_approx(1.0f + numerics::exp2_approx(gate * -1.4426950408889634f));
+}
+DEVICE f32x2 silu(f32x2 gate) { return {silu(gate.x), silu(gate.y)}; }
+
+template <class T, bool kRounded>
+DEVICE Chunk silu_and_mul(u32x4 gate, u32x4 up) {
+  Chunk g = unpack<T>(gate), y = unpack<T>(up);
+  for (int i = 0; i < kChunk / 2; ++i) {
+    f32x2 activated = silu(g.pair[i]);
+    if constexpr (kRounded) activated = round_to<T>(activated);
+    y.pair[i] *= activated;
+  }
+  return y;
+}
+
+DEVICE float token_scale(float absmax, const float* scale_ub) {
+  if (scale_ub) absmax = __builtin_fminf(absmax, *mem::global(scale_ub));
+  return absmax_to_scale(absmax);
+}
+DEVICE float group_scale(float absmax, const float* scale_ub) {
+  float scale = absmax_to_scale(absmax);
+  if (scale_ub) scale = __builtin_fmaxf(__builtin_fminf(scale, *mem::global(scale_ub)), kMinScale);
+  return scale;
+}
+
+// hidden is a multiple of 8; gate, up and out are 16-byte aligned. Chunks `first` on, kChunks per thread.
+template <class T, Output kOutput, int kChunks>
+DEVICE void silu_and_mul_vector(const Row& row, int first) {
+  constexpr bool kPlain = kOutput == Output::kPlain;
+  u32x4 gate[kChunks], up[kChunks];
+  int chunk[kChunks];
+  bool mine[kChunks];
+  for (int i = 0; i < kChunks; ++i) {
+    chunk[i] = first + wave::thread() + i * row.threads;
+    mine[i] = chunk[i] * kChunk < row.hidden;
+    gate[i] = up[i] = u32x4{};
+    if (mine[i]) {
+      gate[i] = mem::load<u32x4>((const u32x4*)row.gate + chunk[i]);
+      up[i] = mem::load<u32x4>((const u32x4*)row.up + chunk[i]);
+    }
+  }
+  float inverse_scale = 0.0f;
+  if constexpr (kOutput == Output::kStatic) inverse_scale = 1.0f / *mem::global(row.scale);
+
+  Chunk y[kChunks];
+  float absmax = 0.0f;
+  for (int i = 0; i < kChunks; ++i) {
+    y[i] = silu_and_mul<T, kPlain>(gate[i], up[i]);
+    if constexpr (kPlain) {
+      if (mine[i]) mem::store((u32x4*)row.out + chunk[i], pack<T>(y[i]));
+    } else if constexpr (kOutput == Output::kStatic) {
+      if (mine[i]) mem::store((u32x2*)row.out + chunk[i], quantize(y[i], inverse_scale));
+    } else if constexpr (kOutput == Output::kPerToken) {
+      absmax = max_abs(absmax, y[i]);
+    } else {
+      // A group is 8 or 16 neighbouring lanes' chunks.
+      float group_max = wave::reduce_group<8>(max_abs(0.0f, y[i]), 0.0f, Max{});
+      if (row.group_size == 128) group_max = wave::reduce_group<16>(group_max, 0.0f, Max{});
+      const float scale = group_scale(group_max, row.scale_ub);
+      const int column = chunk[i] * kChunk;
+      if (mine[i]) {
+        mem::store((u32x2*)row.out + chunk[i], quantize(y[i], Scale(scale)));
+        if (column % row.group_size == 0) mem::store(row.scale_out + column / row.group_size * row.scale_stride, scale);
+      }
+    }
+  }
+  if constexpr (kOutput == Output::kPerToken) {
+    LDS static float maxima[kMaxWaves];
+    absmax = reduce_block(absmax, 0.0f, maxima, row.threads / wave::kLanes, Max{});
+    const float scale = token_scale(absmax, row.scale_ub);
+    if (wave::thread() == 0) mem::store(row.scale_out, scale);
+    const Scale divisor(scale);
+    for (int i = 0; i < kChunks; ++i)
+      if (mine[i]) mem::store((u32x2*)row.out + chunk[i], quantize(y[i], divisor));
+  }
+}
+
+// Any hidden size and alignment, a block per row, one element per access.
+template <class T, Output kOutput>
+DEVICE void silu_and_mul_general(const Row& row) {
+  auto activated = [&](int column) {
+    float y = silu(load_element<T>(row.gate, column));
+    if constexpr (kOutput == Output::kPlain) y = round_to<T>(y);
+    return y * load_element<T>(row.up, column);
+  };
+  auto store_divided = [&](int column, const Scale& scale) {
+    mem::store((u8*)row.out + column, numerics::to_e4m3(divide(activated(column), scale.value, scale.inverse)));
+  };
+  const int thread = wave::thread();
+  if constexpr (kOutput == Output::kPerBlock) {
+    const int lane = wave::lane();
+    for (int group = wave::index(); group * row.group_size < row.hidden; group += row.threads / wave::kLanes) {
+      const int end = (group + 1) * row.group_size;
+      float absmax = 0.0f;
+      for (int column = group * row.group_size + lane; column < end; column += wave::kLanes)
+        absmax = __builtin_fmaxf(absmax, __builtin_fabsf(activated(column)));
+      const float scale = group_scale(wave::reduce(absmax, 0.0f, Max{}), row.scale_ub);
+      if (lane == 0) mem::store(row.scale_out + group * row.scale_stride, scale);
+      const Scale divisor(scale);
+      for (int column = group * row.group_size + lane; column < end; column += wave::kLanes)
+        store_divided(column, divisor);
+    }
+  } else if constexpr (kOutput == Output::kPerToken) {
+    LDS static float maxima[kMaxWaves];
+    float absmax = 0.0f;
+    for (int column = thread; column < row.hidden; column += row.threads)
+      absmax = __builtin_fmaxf(absmax, __builtin_fabsf(activated(column)));
+    absmax = reduce_block(absmax, 0.0f, maxima, row.threads / wave::kLanes, Max{});
+    const float scale = token_scale(absmax, row.scale_ub);
+    if (thread == 0) mem::store(row.scale_out, scale);
+    const Scale divisor(scale);
+    for (int column = thread; column < row.hidden; column += row.threads) store_divided(column, divisor);
+  } else {
+    const float inverse_scale = kOutput == Output::kStatic ? 1.0f / *mem::global(row.scale) : 1.0f;
+    for (int column = thread; column < row.hidden; column += row.threads) {
+      float y = activated(column);
+      if constexpr (kOutput == Output::kPlain) store_element<T>(row.out, column, y);
+      else mem::store((u8*)row.out + column, numerics::to_e4m3(y * inverse_scale));
+    }
+  }
+}
+
+// kChunks == 0 is the general kernel.
+template <class T, Output kOutput, int kChunks>
+DEVICE void silu_and_mul_row(const void* input, void* out, float* scale_out, const float* scale, const float* scale_ub,
+                             i64 input_stride, i64 scale_row_stride, i64 scale_stride, int hidden, int threads,
+                             int group_size) {
+  constexpr int kOutBytes = kOutput == Output::kPlain ? 2 : 1;
+  const i64 index = wave::block_x();
+  const u16* gate = (const u16*)input + index * input_stride;
+  Row row{gate,
+          gate + hidden,
+          (u8*)out + index * hidden * kOutBytes,
+          scale_out + index * scale_row_stride,
+          scale,
+          scale_ub,
+          scale_stride,
+          hidden,
+          threads,
+          group_size};
+  if constexpr (kChunks == 0) silu_and_mul_general<T, kOutput>(row);
+  else silu_and_mul_vector<T, kOutput, kChunks>(row, wave::block_y() * threads * kChunks);
+}
+
+// clang-format off
+#define INSTANCE(threads, symbol, T, output, chunks)                                                                  \
+  KERNEL(threads) symbol(                                                                                             \
+      const void* input,      /* [rows, 2 * hidden] T, rows input_stride elements apart */                            \
+      void* out,              /* [rows, hidden] T or e4m3 */                                                          \
+      float* scale_out,       /* [rows, 1] or [rows, hidden / group_size], by the two strides; null without */        \
+      const float* scale,     /* [1]; static kind */                                                                  \
+      const float* scale_ub,  /* [1] or null */                                                                       \
+      i64 input_stride, i64 scale_row_stride, i64 scale_stride, int hidden, int threads_per_block, int group_size) {  \
+    silu_and_mul_row<T, Output::output, chunks>(input, out, scale_out, scale, scale_ub, input_stride,                 \
+        scale_row_stride, scale_stride, hidden, threads_per_block, group_size);                                       \
+  }
+
+INSTANCE(1024, silu_and_mul_bf16_x1,                         Bf16, kPlain,    1)
+INSTANCE(1024, silu_and_mul_bf16_x2,                         Bf16, kPlain,    2)
+INSTANCE(1024, silu_and_mul_bf16_general,                    Bf16, kPlain,    0)
+INSTANCE(1024, silu_and_mul_quant_bf16_x1,                   Bf16, kStatic,   1)
+INSTANCE(1024, silu_and_mul_quant_bf16_x2,                   Bf16, kStatic,   2)
+INSTANCE(1024, silu_and_mul_quant_bf16_general,              Bf16, kStatic,   0)
+INSTANCE(1024, silu_and_mul_per_token_quant_bf16_x1,         Bf16, kPerToken, 1)
+INSTANCE(1024, silu_and_mul_per_token_quant_bf16_x2,         Bf16, kPerToken, 2)
+INSTANCE( 512, silu_and_mul_per_token_quant_bf16_x4,         Bf16, kPerToken, 4)
+INSTANCE( 256, silu_and_mul_per_token_quant_bf16_x8,         Bf16, kPerToken, 8)
+INSTANCE(1024, silu_and_mul_per_token_quant_bf16_general,    Bf16, kPerToken, 0)
+INSTANCE(1024, silu_and_mul_per_block_quant_bf16_x1,         Bf16, kPerBlock, 1)
+INSTANCE(1024, silu_and_mul_per_block_quant_bf16_x2,         Bf16, kPerBlock, 2)
+INSTANCE(1024, silu_and_mul_per_block_quant_bf16_general,    Bf16, kPerBlock, 0)
+INSTANCE(1024, silu_and_mul_fp16_x1,                         F16,  kPlain,    1)
+INSTANCE(1024, silu_and_mul_fp16_x2,                         F16,  kPlain,    2)
+INSTANCE(1024, silu_and_mul_fp16_general,                    F16,  kPlain,    0)
+INSTANCE(1024, silu_and_mul_quant_fp16_x1,                   F16,  kStatic,   1)
+INSTANCE(1024, silu_and_mul_quant_fp16_x2,                   F16,  kStatic,   2)
+INSTANCE(1024, silu_and_mul_quant_fp16_general,              F16,  kStatic,   0)
+INSTANCE(1024, silu_and_mul_per_token_quant_fp16_x1,         F16,  kPerToken, 1)
+INSTANCE(1024, silu_and_mul_per_token_quant_fp16_x2,         F16,  kPerToken, 2)
+INSTANCE( 512, silu_and_mul_per_token_quant_fp16_x4,         F16,  kPerToken, 4)
+INSTANCE( 256, silu_and_mul_per_token_quant_fp16_x8,         F16,  kPerToken, 8)
+INSTANCE(1024, silu_and_mul_per_token_quant_fp16_general,    F16,  kPerToken, 0)
+INSTANCE(1024, silu_and_mul_per_block_quant_fp16_x1,         F16,  kPerBlock, 1)
+INSTANCE(1024, silu_and_mul_per_block_quant_fp16_x2,         F16,  kPerBlock, 2)
+INSTANCE(1024, silu_and_mul_per_block_quant_fp16_general,    F16,  kPerBlock, 0)
+// clang-format on

@@ -1,0 +1,11 @@
+"""Fast FP8 decode ops for AMD Instinct GPUs, and the vLLM plugin that puts them to use.
+
+The ops are `torch.ops.vllm_rocm_ops.<name>` and `vllm_rocm_ops.ops.<name>`; importing the package initialises no GPU
+and imports no vLLM.
+"""
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.op import reset_stats, stats
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "ops", "reset_stats", "stats"]

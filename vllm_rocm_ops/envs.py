@@ -1,0 +1,34 @@
+"""Every environment variable the package reads, read at the moment it is asked for: `envs.VLLM_ROCM_OPS_DISABLE`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, its value when unset, and what it means."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+VARIABLES = {
+    variable.name: variable
+    for variable in (
+        Variable("VLLM_ROCM_OPS_DISABLE", "", "comma list of ops that use the PyTorch reference; `all` for every op"),
+        Variable("VLLM_ROCM_OPS_SEAMS", "all", "comma list of the vLLM seams to install; `none` for no seam"),
+        Variable("VLLM_ROCM_OPS_HIP_LIBRARY", "", "path of the libamdhip64 to use instead of the one found"),
+        Variable("VLLM_ROCM_OPS_CLANG", "", "build: the clang that compiles device code, before all others"),
+        Variable("VLLM_ROCM_OPS_ARCHS", "gfx942,gfx950,sm_90", "build: comma list of the archs to compile for"),
+        Variable("VLLM_ROCM_OPS_DEBUG", "", "build: 1 compiles device code with line tables and little optimisation"),
+    )
+}
+
+
+def __getattr__(name: str) -> str:
+    if name not in VARIABLES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return os.environ.get(name, VARIABLES[name].default)

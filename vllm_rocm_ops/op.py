@@ -1,0 +1,346 @@
+"""What an op is.
+
+An op is one plain PyTorch function, its reference: that is the schema of the torch op, its implementation on CPU, the
+fallback on a GPU and, given float64, the oracle of its tests. Around it an `Op` holds what it takes to run kernels:
+
+    contract(a)             yields (argument, wanted, got, holds): what every caller must respect, else ValueError
+    allocate(a)             the outputs, unwritten; also the fake (meta) implementation
+    envelope(a, arch)       yields (rule, holds): what the kernels need; where one fails the reference runs, and says why
+    configs(a, arch)        all configurations that fit
+    default(a, arch)        the one to use, unless a tuned row of tables/<arch>/<op>.csv says better
+    plan(config, outputs, a, arch)  the launches
+    problem(a)              the sizes that a tuned row and a benchmark line are keyed by
+    cases()                 example inputs: tests, emulator and benchmarks draw from the same ones
+
+`a` is the named tuple of the op's arguments. All but `reference` see only shapes, strides, dtypes and alignment, so that
+`explain()` works on meta tensors without a GPU. What was decided for one such signature is kept: a repeated call binds
+pointers and launches.
+"""
+
+from __future__ import annotations
+
+import collections
+import csv
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import envs
+from vllm_rocm_ops import launch as launches
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.launch import Launch
+
+NAMESPACE = "vllm_rocm_ops"
+TABLES = Path(__file__).parent / "tables"
+REMEMBERED_SIGNATURES = 4096  # per op; a server sees a few dozen
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_counts: dict[str, dict[str, "_Count"]] = {}  # op -> kernel or "fallback: why" -> calls
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of inputs: `make(device, generator, fp8_dtype)` gives the op's arguments in order."""
+
+    name: str
+    make: Callable[[str, torch.Generator, torch.dtype], tuple]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a call runs what it runs. `launches` is empty where the reference runs."""
+
+    op: str
+    arch: str | None
+    launches: tuple[Launch, ...]
+    config: object
+    source: str
+    rules: tuple[tuple[str, bool], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} on {self.arch or 'cpu'}: {self.source}"]
+        lines += [f"  {'yes' if holds else 'NO '} {rule}" for rule, holds in self.rules]
+        lines += [f"  {launch.symbol} grid {launch.grid} block {launch.block}" for launch in self.launches]
+        return "\n".join(lines)
+
+
+def rows_of(tensor: torch.Tensor) -> int:
+    """How many rows of the last dimension a tensor has."""
+    return tensor.numel() // tensor.shape[-1] if tensor.shape[-1] else 0
+
+
+def row_stride(tensor: torch.Tensor) -> int | None:
+    """Elements between neighbouring rows of the last dimension; None where no single number says it."""
+    stride = None
+    for size, step in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1])):
+        if size == 1:
+            continue
+        if stride is None:
+            stride, expected = step, step * size
+        elif step != expected:
+            return None
+        else:
+            expected = step * size
+    return tensor.shape[-1] if stride is None else stride
+
+
+def aligned(tensor: torch.Tensor | None, size: int = 16) -> bool:
+    """Whether every row of the tensor starts at a multiple of `size` bytes."""
+    if tensor is None:
+        return True
+    address = 0 if tensor.is_meta else tensor.data_ptr()
+    return address % size == 0 and (row_stride(tensor) or 0) * tensor.element_size() % size == 0
+
+
+def describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} strides {list(tensor.stride())}"
+
+
+class _Count:
+    calls = 0
+
+
+class _Execution:
+    """What one signature of one op runs: the reference, or bound launches."""
+
+    def __init__(self, op: str, kernel: str, run: Callable[[tuple], object]):
+        self.run = run
+        self.count = _counts.setdefault(op, {}).setdefault(kernel, _Count())
+
+
+@dataclass(eq=False)
+class Op:
+    """One op; see the module's text for the parts. `mutates` names the arguments that it updates in place."""
+
+    reference: Callable
+    allocate: Callable
+    contract: Callable
+    envelope: Callable
+    configs: Callable
+    default: Callable
+    plan: Callable
+    problem: Callable
+    cases: Callable[[], Iterable[Case]]
+    mutates: tuple[str, ...] = ()
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.reference.__name__
+        self.__doc__ = self.reference.__doc__
+        parameters = inspect.signature(self.reference).parameters.values()
+        defaults = [p.default for p in parameters if p.default is not inspect.Parameter.empty]
+        self.Arguments = collections.namedtuple(f"{self.name}_arguments", [p.name for p in parameters], defaults=defaults)
+        self._defaults = (inspect.Parameter.empty,) * (len(parameters) - len(defaults)) + tuple(defaults)
+        self._executions: dict[tuple, _Execution] = {}
+        schema = torch.library.infer_schema(self.reference, mutates_args=self.mutates)
+        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+        _library.define(self.name + schema, tags=tags)
+        _library.impl(self.name, self._dispatch, "CPU")
+        _library.impl(self.name, self._dispatch, "CUDA")
+        torch.library.register_fake(
+            f"{NAMESPACE}::{self.name}", lambda *a, **k: self.allocate(self.Arguments(*a, **k)), lib=_library
+        )
+        self.torch_op = getattr(getattr(torch.ops, NAMESPACE), self.name).default
+
+    def __call__(self, *args, **kwargs):
+        return self.torch_op(*args, **kwargs)
+
+    def explain(self, *args, arch: str | Arch | None = None, **kwargs) -> Explanation:
+        """What a call with these arguments runs on `arch` (a name of arch.ARCHS; by default the arguments' device), and
+        why. The tensors may be on the meta device."""
+        a = self.Arguments(*args, **kwargs)
+        self._check(a)
+        if arch is None:
+            device = next(v.device for v in a if isinstance(v, torch.Tensor))
+            arch = archs.of_device(device.index) if device.type == "cuda" else None
+        elif isinstance(arch, str):
+            arch = archs.ARCHS[arch]
+        return self._choose(a, arch, self.allocate(a), require_code=False)
+
+    def tuned(self, a, arch: Arch):
+        """The configuration that the tuned table holds for this problem, or None."""
+        return _table(arch.name, self.name).get(tuple(str(v) for v in self.problem(a).values()))
+
+    def _check(self, a) -> None:
+        for argument, wanted, got, holds in self.contract(a):
+            if not holds:
+                raise ValueError(f"{self.name}: {argument} must be {wanted}, got {got}")
+
+    def _choose(self, a, arch: Arch | None, outputs, require_code: bool = True) -> Explanation:
+        def fallback(why: str, rules=()) -> Explanation:
+            return Explanation(self.name, arch and arch.name, (), None, f"fallback: {why}", tuple(rules))
+
+        disabled = envs.VLLM_ROCM_OPS_DISABLE.split(",")
+        if self.name in disabled or "all" in disabled:
+            return fallback("switched off by VLLM_ROCM_OPS_DISABLE")
+        if arch is None:
+            return fallback("PyTorch reference on this device")
+        rules = list(self.envelope(a, arch))
+        broken = [rule for rule, holds in rules if not holds]
+        if broken:
+            return fallback("not so: " + "; ".join(broken), rules)
+        config = self.tuned(a, arch)
+        source = "tuned" if config is not None else "default"
+        if config is None:
+            config = self.default(a, arch)
+        planned = tuple(self.plan(config, outputs, a, arch))
+        if require_code:
+            missing = {l.module for l in planned if not launches.code_object(l.module, arch.name).exists()}
+            if missing:
+                return fallback(f"no code object of {', '.join(sorted(missing))} for {arch.name}", rules)
+        return Explanation(self.name, arch.name, planned, config, f"{source} {config}", tuple(rules))
+
+    def _dispatch(self, *args):
+        args += self._defaults[len(args) :]
+        key = [launches.cpu_executor()]
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                key += (value.shape, value.stride(), value.dtype, value.data_ptr() & 15, value.device)
+            else:
+                key.append(value)
+        key = tuple(key)
+        execution = self._executions.get(key)
+        if execution is None:
+            if len(self._executions) >= REMEMBERED_SIGNATURES:
+                self._executions.clear()
+            execution = self._executions[key] = self._decide(self.Arguments(*args))
+        execution.count.calls += 1
+        return execution.run(args)
+
+    def _decide(self, a) -> _Execution:
+        """Checks the arguments once and binds what a call with this signature runs."""
+        self._check(a)
+        device = next(v.device for v in a if isinstance(v, torch.Tensor))
+        outputs = self.allocate(a)
+        if device.type == "cuda":
+            runtime, why = launches.runtime()
+            chosen = self._choose(a, archs.of_device(device.index), outputs)
+            if chosen.launches and runtime is None:
+                chosen = Explanation(self.name, chosen.arch, (), None, f"fallback: {why}", chosen.rules)
+            bind = functools.partial(_bind_device, runtime, device)
+        else:
+            executor = launches.cpu_executor()
+            chosen = self._choose(a, executor and executor.arch, outputs)
+            bind = functools.partial(_bind_executor, executor)
+        if not chosen.launches and not chosen.source.startswith("fallback"):
+            return _Execution(self.name, "nothing to do", lambda args: self.allocate(self.Arguments(*args)))
+        if not chosen.launches:
+            return _Execution(self.name, chosen.source, lambda args: self.reference(*args))
+        kernel = " + ".join(launch.symbol for launch in chosen.launches)
+        return _Execution(self.name, kernel, bind(chosen.launches, outputs, a))
+
+
+def _outputs(outputs) -> tuple[torch.Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _positions(launch: Launch, tensors: tuple) -> list[tuple[int, int]]:
+    """For each tensor of the launch's arguments: its slot there, and its place in `tensors` (outputs, then arguments)."""
+    place = {id(tensor): i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)}
+    return [(slot, place[id(arg)]) for slot, arg in enumerate(launch.args) if isinstance(arg, torch.Tensor)]
+
+
+def _allocator(outputs) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Allocates outputs like these again."""
+    specs = [(o.size(), o.stride(), o.dtype, o.device) for o in _outputs(outputs)]
+    return lambda: tuple(torch.empty_strided(z, s, dtype=t, device=d) for z, s, t, d in specs)
+
+
+def _bind_device(runtime, device: torch.device, planned: tuple[Launch, ...], outputs, a) -> Callable[[tuple], object]:
+    """Calls of one signature on a GPU: allocate, fill in the pointers, launch on the current stream."""
+    index = device.index
+    allocate = _allocator(outputs)
+    single = not isinstance(outputs, tuple)
+    bound = []
+    with torch.cuda.device(index):
+        for l in planned:
+            layout, values = launches.packer(l.args)
+            handle = runtime.load(str(launches.code_object(l.module, archs.of_device(index).name)), l.symbol, index)
+            bound.append(
+                (layout.pack, values, _positions(l, (*_outputs(outputs), *a)), (handle, *l.grid, *l.block, l.lds))
+            )
+    current_device, stream_of, launch = torch.cuda.current_device, torch._C._cuda_getCurrentRawStream, runtime.launch
+
+    def run(args: tuple):
+        new = allocate()
+        tensors = new + args
+        stream = stream_of(index)
+        for pack, values, positions, how in bound:
+            for slot, place in positions:
+                values[slot] = tensors[place].data_ptr()
+            launch(*how, stream, pack(*values))
+        return new[0] if single else new
+
+    def run_on_device(args: tuple):
+        if current_device() == index:
+            return run(args)
+        with torch.cuda.device(index):
+            return run(args)
+
+    return run_on_device
+
+
+def _bind_executor(executor, planned: tuple[Launch, ...], outputs, a) -> Callable[[tuple], object]:
+    """Calls of one signature on CPU tensors through `executor`."""
+    allocate = _allocator(outputs)
+    single = not isinstance(outputs, tuple)
+    positions = [_positions(l, (*_outputs(outputs), *a)) for l in planned]
+
+    def run(args: tuple):
+        new = allocate()
+        tensors = new + args
+        unwritten = new
+        for l, places in zip(planned, positions):
+            values = list(l.args)
+            for slot, place in places:
+                values[slot] = tensors[place]
+            executor.launch(Launch(l.module, l.symbol, l.grid, l.block, tuple(values), l.lds), unwritten)
+            unwritten = ()
+        return new[0] if single else new
+
+    return run
+
+
+@functools.lru_cache(maxsize=None)
+def _table(arch_name: str, op_name: str) -> dict[tuple[str, ...], object]:
+    """The tuned rows of one op on one arch: problem -> configuration. The columns of a row are the problem's sizes, then
+    `config.<field>` for each field of the configuration, then where the row comes from (`source`)."""
+    from vllm_rocm_ops import ops
+
+    path = TABLES / arch_name / f"{op_name}.csv"
+    if not path.exists():
+        return {}
+    config_type = typing.get_type_hints(getattr(ops, op_name).default)["return"]
+    rows = {}
+    for row in csv.DictReader(path.read_text().splitlines()):
+        config = {k.removeprefix("config."): int(v) for k, v in row.items() if k.startswith("config.")}
+        key = tuple(v for k, v in row.items() if k != "source" and not k.startswith("config."))
+        rows[key] = config_type(**config)
+    return rows
+
+
+def registered() -> Iterator[Op]:
+    """All ops, in the order of their registration."""
+    from vllm_rocm_ops import ops
+
+    return (value for value in vars(ops).values() if isinstance(value, Op))
+
+
+def stats() -> dict[str, dict[str, int]]:
+    """How often each op ran which kernel, or why it fell back: {op: {kernel or "fallback: why": calls}}. Replays of a
+    captured graph run no Python and are not counted."""
+    called = {op: {kernel: c.calls for kernel, c in kernels.items() if c.calls} for op, kernels in _counts.items()}
+    return {op: kernels for op, kernels in called.items() if kernels}
+
+
+def reset_stats() -> None:
+    """Sets all counts back to zero."""
+    for kernels in _counts.values():
+        for count in kernels.values():
+            count.calls = 0

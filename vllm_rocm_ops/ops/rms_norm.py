@@ -1,0 +1,189 @@
+"""RMSNorm with an optional residual add in front and an optional e4m3 quantisation behind; kernels: csrc/ops/rms_norm.hip.
+
+Names, arguments and roundings are those of vLLM 0.33's ops, but results are returned. `residual` is updated in place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import quantization
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.launch import I64, Launch
+from vllm_rocm_ops.op import Op, row_stride, rows_of
+from vllm_rocm_ops.ops import rows
+from vllm_rocm_ops.ops.rows import RowConfig
+
+__all__ = [
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_static_fp8_quant",
+    "rms_norm",
+    "rms_norm_dynamic_per_token_quant",
+    "rms_norm_per_block_quant",
+    "rms_norm_static_fp8_quant",
+]
+
+
+def _exact(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _add(input: Tensor, residual: Tensor | None) -> Tensor:
+    """input + residual unrounded, which the residual takes over, rounded."""
+    if residual is None:
+        return _exact(input)
+    z = _exact(input) + _exact(residual)
+    residual.copy_(z)
+    return z
+
+
+def _normalize(z: Tensor, weight: Tensor | None, epsilon: float, dtype: torch.dtype) -> Tensor:
+    """RMSNorm of z, rounded to dtype after the norm and again after the weight, as a product in dtype is."""
+    z = _exact(z)
+    n = (z * torch.rsqrt(z.square().mean(-1, keepdim=True) + epsilon)).to(dtype)
+    return n if weight is None else n * weight
+
+
+def _hidden(a) -> int:
+    return a.input.shape[-1]
+
+
+def _configs(a, arch: Arch) -> list[RowConfig]:
+    vector = rows.is_vector(_hidden(a), a.input, getattr(a, "residual", None), a.weight)
+    return list(rows.configs(_hidden(a), vector, (1, 2, 4, 8), arch))
+
+
+def _default(a, arch: Arch) -> RowConfig:
+    """Few rows: as many waves as a row can use, for latency. Many rows: small blocks with more bytes in flight each."""
+    fitting = _configs(a, arch)
+    if fitting[0].chunks == 0:
+        return fitting[0]
+    vector = fitting[:-1]
+    return vector[0] if rows_of(a.input) <= 2 * arch.compute_units else vector[-1]
+
+
+def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
+    if rows_of(a.input) == 0:
+        return []
+    out, scale_out = outputs if isinstance(outputs, tuple) else (outputs, None)
+    residual = getattr(a, "residual", None)
+    if residual is not None and not name.startswith("fused_add_"):
+        name = "fused_add_" + name
+    scale_row_stride, scale_stride = rows.scale_strides(scale_out)
+    hidden = _hidden(a)
+    args = (
+        a.input,
+        residual,
+        a.weight,
+        out,
+        scale_out,
+        getattr(a, "scale", None),
+        getattr(a, "scale_ub", None),
+        I64(row_stride(a.input)),
+        I64(0 if residual is None else row_stride(residual)),
+        I64(scale_row_stride),
+        I64(scale_stride),
+        hidden,
+        config.threads,
+        getattr(a, "group_size", 0),
+        1.0 / hidden,
+        float(a.epsilon),
+    )
+    symbol = rows.symbol(name, a.input.dtype, config)
+    return [Launch("rms_norm", symbol, (rows_of(a.input), 1, 1), (config.threads, 1, 1), args)]
+
+
+def _op(mutates: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
+    return lambda reference: Op(
+        reference,
+        allocate=lambda a: rows.allocate(a, _hidden(a)),
+        contract=lambda a: rows.contract(a, _hidden(a)),
+        envelope=lambda a, arch: rows.envelope(a, arch, _hidden(a)),
+        configs=_configs,
+        default=_default,
+        plan=functools.partial(_plan, reference.__name__),
+        problem=lambda a: rows.problem(a, _hidden(a)),
+        cases=functools.partial(rows.cases, reference, 1),
+        mutates=mutates,
+    )
+
+
+@_op()
+def rms_norm(input: Tensor, weight: Optional[Tensor], epsilon: float) -> Tensor:
+    """RMSNorm over the last dimension.
+
+    input [..., hidden] bf16 or fp16, rows may be strided; weight [hidden] or None for ones. Returns [..., hidden].
+    """
+    return _normalize(input, weight, epsilon, input.dtype)
+
+
+@_op(mutates=("residual",))
+def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Optional[Tensor], epsilon: float) -> Tensor:
+    """residual += input, in place, then RMSNorm of the (rounded) residual.
+
+    input, residual [..., hidden] bf16 or fp16; weight [hidden] or None for ones. Returns [..., hidden].
+    """
+    _add(input, residual)
+    return _normalize(residual, weight, epsilon, input.dtype)
+
+
+@_op()
+def rms_norm_static_fp8_quant(
+    input: Tensor, weight: Tensor, scale: Tensor, epsilon: float, quant_dtype: torch.dtype
+) -> Tensor:
+    """RMSNorm, then division by `scale` (float32, one element) and the cast to quant_dtype. Returns [..., hidden]."""
+    return quantization.static(_exact(_normalize(input, weight, epsilon, input.dtype)), scale, quant_dtype)
+
+
+@_op(mutates=("residual",))
+def fused_add_rms_norm_static_fp8_quant(
+    input: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float, quant_dtype: torch.dtype
+) -> Tensor:
+    """residual += input, in place, then `rms_norm_static_fp8_quant` of the (rounded) residual."""
+    _add(input, residual)
+    return quantization.static(_exact(_normalize(residual, weight, epsilon, input.dtype)), scale, quant_dtype)
+
+
+@_op(mutates=("residual",))
+def rms_norm_dynamic_per_token_quant(
+    input: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    quant_dtype: torch.dtype,
+    scale_ub: Optional[Tensor] = None,
+    residual: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm, then quantisation with one dynamic scale per row.
+
+    With `residual`, residual += input in place first; the norm sees the unrounded sum. scale_ub (float32, one element)
+    bounds the absolute maximum. Returns out [..., hidden] of quant_dtype and scale [rows, 1] float32.
+    """
+    n = _normalize(_add(input, residual), weight, epsilon, input.dtype)
+    return quantization.per_token(_exact(n), quant_dtype, scale_ub)
+
+
+@_op(mutates=("residual",))
+def rms_norm_per_block_quant(
+    input: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    quant_dtype: torch.dtype,
+    group_size: int = 128,
+    is_scale_transposed: bool = False,
+    scale_ub: Optional[Tensor] = None,
+    residual: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm, then quantisation with one dynamic scale per `group_size` columns of a row.
+
+    As `rms_norm_dynamic_per_token_quant`, but scale is [rows, hidden / group_size], column-major (strides (1, rows)) if
+    is_scale_transposed.
+    """
+    n = _normalize(_add(input, residual), weight, epsilon, input.dtype)
+    q, scale = quantization.per_token(_exact(n).unflatten(-1, (-1, group_size)), quant_dtype, scale_ub)
+    scales = rows.scales(input, rows_of(input), input.shape[-1] // group_size, is_scale_transposed)
+    return q.flatten(-2), scales.copy_(scale.view(scales.shape))

@@ -1,0 +1,216 @@
+"""What the ops on rows share: norms and activations, each plain or quantised per tensor, per token or per block.
+
+A kernel of theirs keeps a row, or a part of it, in the registers of a block: each thread owns `chunks` chunks of 8
+elements. Symbols end in the element type and the number of chunks, or in `general` for the kernel that takes any size
+and alignment.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.op import Case, aligned, describe, row_stride, rows_of
+from vllm_rocm_ops.quantization import LIMIT
+
+CHUNK = 8  # elements of a 16-byte access
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+GROUP_SIZES = (64, 128)
+MAX_THREADS = {0: 1024, 1: 1024, 2: 1024, 4: 512, 8: 256}  # by chunks; as the kernels' launch bounds say
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """A block has `threads` threads, each of which owns `chunks` chunks; chunks == 0 is the general kernel."""
+
+    threads: int
+    chunks: int
+
+
+def contract(a, hidden: int) -> Iterator[tuple[str, str, str, bool]]:
+    """What the callers of every op on rows must respect; `hidden` is the length of an output row."""
+    x = a.input
+    yield "input", "at least one-dimensional", f"{x.dim()} dimensions", x.dim() >= 1
+    for name, value in a._asdict().items():
+        if isinstance(value, Tensor):
+            yield name, f"on {x.device}", f"on {value.device}", value.device == x.device
+    if getattr(a, "weight", None) is not None:
+        holds = a.weight.shape == (hidden,) and a.weight.dtype == x.dtype
+        yield "weight", f"{_name(x.dtype)}[hidden={hidden}]", describe(a.weight), holds
+    residual = getattr(a, "residual", None)
+    if residual is not None:
+        holds = residual.shape == x.shape and residual.dtype == x.dtype
+        yield "residual", f"{_name(x.dtype)}{list(x.shape)} like input", describe(residual), holds
+    for name in ("scale", "scale_ub"):
+        value = getattr(a, name, None)
+        if value is not None:
+            holds = value.numel() == 1 and value.dtype == torch.float32
+            yield name, "float32 with one element", describe(value), holds
+    if hasattr(a, "quant_dtype"):
+        yield "quant_dtype", "float8_e4m3fn or float8_e4m3fnuz", _name(a.quant_dtype), a.quant_dtype in LIMIT
+    if hasattr(a, "group_size"):
+        yield "group_size", "positive", str(a.group_size), a.group_size > 0
+        wanted = f"a multiple of group_size={a.group_size} in its last output dimension"
+        yield "input", wanted, str(hidden), hidden % a.group_size == 0
+
+
+def envelope(a, arch: Arch, hidden: int) -> Iterator[tuple[str, bool]]:
+    """What the kernels need beyond the contract."""
+    x, residual, weight = a.input, getattr(a, "residual", None), getattr(a, "weight", None)
+    yield "input is bfloat16 or float16", x.dtype in ELEMENTS
+    yield "input's rows lie at one stride, their elements side by side", _is_rows(x)
+    yield "residual's rows lie at one stride, their elements side by side", residual is None or _is_rows(residual)
+    yield "residual's rows do not overlap", residual is None or rows_of(residual) <= 1 or row_stride(residual) >= hidden
+    yield "weight is contiguous", weight is None or weight.is_contiguous()
+    yield "hidden is at least 1 and below 2^30", 1 <= hidden < 2**30
+    yield "there are fewer than 2^31 rows", rows_of(x) < 2**31
+    if hasattr(a, "quant_dtype"):
+        yield f"{arch.name} converts to quant_dtype ({_name(arch.fp8_dtype)})", a.quant_dtype == arch.fp8_dtype
+    if hasattr(a, "group_size"):
+        yield f"group_size is one of {GROUP_SIZES}", a.group_size in GROUP_SIZES
+
+
+def allocate(a, hidden: int):
+    """The outputs: plain [..., hidden] in the input's dtype, or quantised, with the scales of the dynamic kinds behind."""
+    x = a.input
+    out = x.new_empty((*x.shape[:-1], hidden), dtype=getattr(a, "quant_dtype", x.dtype))
+    if not hasattr(a, "scale_ub"):
+        return out
+    rows = out.numel() // hidden if hidden else 0
+    groups = hidden // a.group_size if hasattr(a, "group_size") else 1
+    return out, scales(x, rows, groups, getattr(a, "is_scale_transposed", False))
+
+
+def scales(like: Tensor, rows: int, groups: int, transposed: bool) -> Tensor:
+    """[rows, groups] float32, column-major if transposed."""
+    if transposed:
+        return like.new_empty((groups, rows), dtype=torch.float32).t()
+    return like.new_empty((rows, groups), dtype=torch.float32)
+
+
+def problem(a, hidden: int) -> dict[str, object]:
+    """What a tuned row is keyed by."""
+    return {"dtype": ELEMENTS.get(a.input.dtype), "rows": a.input.numel() // a.input.shape[-1], "hidden": hidden}
+
+
+def is_vector(hidden: int, *tensors: Tensor | None) -> bool:
+    """Whether rows of `hidden` elements can be read and written in chunks."""
+    return hidden % CHUNK == 0 and all(aligned(tensor) for tensor in tensors)
+
+
+def configs(hidden: int, vector: bool, chunk_counts: tuple[int, ...], arch: Arch) -> Iterator[RowConfig]:
+    """The configurations that hold a whole row in one block, fewest chunks first, and the general one."""
+    if vector:
+        for chunks in chunk_counts:
+            threads = threads_for(hidden // CHUNK, chunks, arch)
+            if threads <= MAX_THREADS[chunks]:
+                yield RowConfig(threads, chunks)
+    yield RowConfig(min(threads_for(hidden, 4, arch), MAX_THREADS[0]), 0)
+
+
+def threads_for(pieces: int, pieces_per_thread: int, arch: Arch) -> int:
+    """Whole waves, enough to hold all pieces."""
+    waves = -(-pieces // (pieces_per_thread * arch.wave_lanes))
+    return max(waves, 1) * arch.wave_lanes
+
+
+def symbol(op_name: str, dtype: torch.dtype, config: RowConfig) -> str:
+    return f"{op_name}_{ELEMENTS[dtype]}_" + (f"x{config.chunks}" if config.chunks else "general")
+
+
+def scale_strides(scale_out: Tensor | None) -> tuple[int, int]:
+    """Elements between the scales of neighbouring rows, and of neighbouring groups."""
+    return (0, 0) if scale_out is None else scale_out.stride()
+
+
+def cases(reference: Callable, parts: int) -> Iterator[Case]:
+    """Inputs that reach every path: chunk counts and their tails, strides, the general kernel, corner values. A row of
+    input is `parts` times as long as a row of the output."""
+    parameters = inspect.signature(reference).parameters
+    grouped = "group_size" in parameters
+    whole = 128 if grouped else 1
+
+    def case(name: str, shape: tuple[int, ...], dtype=torch.bfloat16, fill=_random, padding=0, **given) -> Case:
+        return Case(name, functools.partial(_inputs, parameters, parts, shape, dtype, fill, padding, given))
+
+    for dtype, label in ELEMENTS.items():
+        yield case(f"{label}", (3, 4096), dtype)
+        yield case(f"{label}-corners", (5, 1024), dtype, fill=_corners)
+        yield case(f"{label}-general", (2, 384 if grouped else 333), dtype, padding=1)
+    for hidden in (whole, 8 * whole, 2048 - whole, 2048 + whole):
+        yield case(f"hidden{hidden}", (2, hidden))
+    yield case("hidden2040-tail" if not grouped else "hidden1920-tail", (2, 1920 if grouped else 2040))
+    yield case("one-row", (1, 7168))
+    yield case("no-rows", (0, 512))
+    yield case("strided", (4, 704 - 704 % whole), padding=64)
+    yield case("three-dimensional", (2, 3, 512), padding=8)
+    if parts == 1:
+        yield case("llama", (1, 16384))
+    if "weight" in parameters and "quant_dtype" not in parameters:
+        yield case("no-weight", (2, 512), weight=None)
+    if "scale_ub" in parameters:
+        yield case("scale_ub", (2, 512), scale_ub=0.004)
+    if "residual" in parameters and parameters["residual"].default is None:
+        yield case("no-residual", (3, 2048), residual=None)
+        yield case("no-residual-general", (2, 384), residual=None, padding=1)
+    if grouped:
+        yield case("group64", (2, 1024), group_size=64)
+        yield case("group64-general", (2, 192), group_size=64, padding=1)
+        yield case("transposed", (3, 1024), is_scale_transposed=True)
+
+
+def _inputs(parameters, parts, shape, dtype, fill, padding, given, device, generator, fp8_dtype) -> tuple:
+    """The arguments of one case, by the names of the reference's parameters."""
+    hidden = shape[-1]
+
+    def strided(columns: int) -> Tensor:
+        storage = torch.zeros((*shape[:-1], columns + padding), dtype=dtype)
+        storage[..., :columns] = fill((*shape[:-1], columns), dtype, generator)
+        return storage.to(device)[..., :columns]
+
+    makers = {
+        "input": lambda: strided(parts * hidden),
+        "residual": lambda: strided(hidden),
+        "weight": lambda: (torch.randn(hidden, generator=generator) * 0.2 + 1).to(dtype).to(device),
+        "epsilon": lambda: 1e-5,
+        "scale": lambda: torch.tensor([0.013], device=device),
+        "scale_ub": lambda: None,
+        "quant_dtype": lambda: fp8_dtype,
+        "group_size": lambda: 128,
+        "is_scale_transposed": lambda: False,
+    }
+
+    def value(name: str):
+        if name not in given:
+            return makers[name]()
+        return torch.tensor([given[name]], device=device) if name == "scale_ub" else given[name]
+
+    return tuple(value(name) for name in parameters)
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def _corners(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Rows with a spike in the last, the first and the middle column, of zeros, and with the largest finite values."""
+    x = torch.randn(shape, generator=generator)
+    for row, column in enumerate((-1, 0, shape[-1] // 2)):
+        x[row, column] = 300.0
+    x[3] = 0.0
+    x[4, ::7] = 60000.0
+    return x.to(dtype)
+
+
+def _is_rows(tensor: Tensor) -> bool:
+    return (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1) and row_stride(tensor) is not None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

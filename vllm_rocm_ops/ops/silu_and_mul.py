@@ -1,0 +1,167 @@
+"""SwiGLU activation with an optional e4m3 quantisation behind; kernels: csrc/ops/silu_and_mul.hip.
+
+Names, arguments and roundings are those of vLLM's ops, but results are returned.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import quantization
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.launch import I64, Launch
+from vllm_rocm_ops.op import Op, row_stride, rows_of
+from vllm_rocm_ops.ops import rows
+from vllm_rocm_ops.ops.rows import CHUNK, RowConfig
+
+__all__ = [
+    "silu_and_mul",
+    "silu_and_mul_per_block_quant",
+    "silu_and_mul_per_token_quant",
+    "silu_and_mul_quant",
+]
+
+
+def _silu(gate: Tensor) -> Tensor:
+    return gate / (1.0 + torch.exp(-gate))
+
+
+def _product(input: Tensor) -> Tensor:
+    """silu(gate) * up, unrounded."""
+    gate, up = (input if input.dtype == torch.float64 else input.float()).chunk(2, -1)
+    return _silu(gate) * up
+
+
+def _hidden(a) -> int:
+    return a.input.shape[-1] // 2
+
+
+def _contract(a):
+    yield "input", "[..., 2 * hidden]", str(list(a.input.shape)), a.input.dim() >= 1 and a.input.shape[-1] % 2 == 0
+    yield from rows.contract(a, _hidden(a))
+
+
+def _per_token(a) -> bool:
+    return hasattr(a, "scale_ub") and not hasattr(a, "group_size")
+
+
+def _configs(a, arch: Arch) -> list[RowConfig]:
+    vector = rows.is_vector(_hidden(a), a.input)
+    if _per_token(a):
+        return list(rows.configs(_hidden(a), vector, (1, 2, 4, 8), arch))
+    split = [RowConfig(threads, chunks) for chunks in (1, 2) for threads in (64, 128, 256, 512, 1024)]
+    general = list(rows.configs(_hidden(a), False, (), arch))
+    return (split if vector else []) + general
+
+
+def _default(a, arch: Arch) -> RowConfig:
+    """Per token: as the norms. Otherwise columns are split until there are a few blocks for every compute unit."""
+    fitting = _configs(a, arch)
+    if fitting[0].chunks == 0:
+        return fitting[0]
+    if _per_token(a):
+        vector = fitting[:-1]
+        return vector[0] if rows_of(a.input) <= 2 * arch.compute_units else vector[-1]
+    chunks = rows_of(a.input) * (_hidden(a) // CHUNK)
+    threads = 64
+    while threads < 256 and chunks >= threads * 8 * arch.compute_units:
+        threads *= 2
+    return RowConfig(threads, 1)
+
+
+def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
+    if rows_of(a.input) == 0:
+        return []
+    out, scale_out = outputs if isinstance(outputs, tuple) else (outputs, None)
+    scale_row_stride, scale_stride = rows.scale_strides(scale_out)
+    hidden = _hidden(a)
+    blocks = 1
+    if config.chunks and not _per_token(a):
+        blocks = -(-hidden // (CHUNK * config.chunks * config.threads))
+    args = (
+        a.input,
+        out,
+        scale_out,
+        getattr(a, "scale", None),
+        getattr(a, "scale_ub", None),
+        I64(row_stride(a.input)),
+        I64(scale_row_stride),
+        I64(scale_stride),
+        hidden,
+        config.threads,
+        getattr(a, "group_size", 0),
+    )
+    symbol = rows.symbol(name, a.input.dtype, config)
+    return [Launch("silu_and_mul", symbol, (rows_of(a.input), blocks, 1), (config.threads, 1, 1), args)]
+
+
+def _op(reference: Callable) -> Op:
+    return Op(
+        reference,
+        allocate=lambda a: rows.allocate(a, _hidden(a)),
+        contract=_contract,
+        envelope=lambda a, arch: rows.envelope(a, arch, _hidden(a)),
+        configs=_configs,
+        default=_default,
+        plan=functools.partial(_plan, reference.__name__),
+        problem=lambda a: rows.problem(a, _hidden(a)),
+        cases=functools.partial(rows.cases, reference, 2),
+    )
+
+
+@_op
+def silu_and_mul(input: Tensor) -> Tensor:
+    """silu(gate) * up, rounded after silu and after the product.
+
+    input [..., 2 * hidden] bf16 or fp16 holds gate, then up; rows may be strided. Returns [..., hidden].
+    """
+    gate, up = input.chunk(2, -1)
+    return _silu(gate if gate.dtype == torch.float64 else gate.float()).to(input.dtype) * up
+
+
+@_op
+def silu_and_mul_quant(input: Tensor, scale: Tensor, quant_dtype: torch.dtype) -> Tensor:
+    """silu(gate) * up in fp32, divided by `scale` (float32, one element), cast to quant_dtype.
+
+    input [..., 2 * hidden] bf16 or fp16. Returns [..., hidden].
+    """
+    return quantization.static(_product(input), scale, quant_dtype)
+
+
+@_op
+def silu_and_mul_per_token_quant(
+    input: Tensor, quant_dtype: torch.dtype, scale_ub: Optional[Tensor] = None
+) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up in fp32, quantised with one dynamic scale per row.
+
+    input [..., 2 * hidden] bf16 or fp16; scale_ub (float32, one element) bounds the absolute maximum. Returns
+    out [..., hidden] of quant_dtype and scale [rows, 1] float32.
+    """
+    return quantization.per_token(_product(input), quant_dtype, scale_ub)
+
+
+@_op
+def silu_and_mul_per_block_quant(
+    input: Tensor,
+    quant_dtype: torch.dtype,
+    group_size: int = 128,
+    is_scale_transposed: bool = False,
+    scale_ub: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up in fp32, quantised with one dynamic scale per `group_size` columns of a row.
+
+    input [..., 2 * hidden] bf16 or fp16; scale_ub (float32, one element) bounds the scale. Returns out [..., hidden]
+    of quant_dtype and scale [rows, hidden / group_size] float32, column-major (strides (1, rows)) if
+    is_scale_transposed.
+    """
+    y = _product(input).unflatten(-1, (-1, group_size))
+    scale = quantization.scale_of(quantization.absmax(y), quant_dtype)
+    if scale_ub is not None:
+        scale = quantization.at_least_minimum(scale.minimum(scale_ub.to(scale.dtype).reshape(())), quant_dtype)
+    scales = rows.scales(input, rows_of(input), input.shape[-1] // 2 // group_size, is_scale_transposed)
+    return quantization.cast(y / scale, quant_dtype).flatten(-2), scales.copy_(scale.view(scales.shape))

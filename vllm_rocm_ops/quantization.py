@@ -1,0 +1,47 @@
+"""e4m3 quantisation in plain PyTorch, with vLLM's conventions: the reference of every op that quantises.
+
+A scale is the factor that dequantises. Values are clamped to the limit of the format, which is 224 and not 240 for
+e4m3fnuz, so that NaN becomes the positive limit; dynamic scales are at least 1 / (limit * 512). vLLM 0.33 multiplies by
+the inverse of a static scale and divides by a dynamic one, and so does this.
+Given float64, everything is computed in float64 up to the cast.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LIMIT = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x clamped and rounded to nearest even."""
+    return x.nan_to_num(nan=LIMIT[dtype]).clamp(-LIMIT[dtype], LIMIT[dtype]).to(dtype)
+
+
+def absmax(x: torch.Tensor) -> torch.Tensor:
+    """max(abs(x)) over the last dimension, kept, NaNs ignored."""
+    return x.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1, keepdim=True)
+
+
+def static(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x / scale as vLLM rounds it; scale has one element."""
+    return cast(x * (1.0 / scale.to(x.dtype)).reshape(()), dtype)
+
+
+def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The dynamic scale of values whose absolute maximum is `largest`."""
+    return at_least_minimum(largest / LIMIT[dtype], dtype)
+
+
+def at_least_minimum(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The scale, or the smallest one that vLLM lets a dynamic scale be."""
+    return scale.clamp(min=1.0 / (LIMIT[dtype] * 512.0))
+
+
+def per_token(x: torch.Tensor, dtype: torch.dtype, scale_ub: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., hidden] -> (quantised, scale [rows, 1]); scale_ub, one element, bounds the absolute maximum."""
+    largest = absmax(x)
+    if scale_ub is not None:
+        largest = largest.minimum(scale_ub.to(largest.dtype).reshape(()))
+    scale = scale_of(largest, dtype)
+    return cast(x / scale, dtype), scale.reshape(-1, 1)
