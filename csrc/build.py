@@ -12,7 +12,8 @@ compiles them, without ROCm, CUDA or a GPU. For each architecture the first of t
     ziglang                   from PyPI, a build requirement, so there is always one
 
 The stamp holds sources, flags and compiler. A fresh object is not rebuilt: the same sources and flags make it fresh, whoever
-compiled it, unless $VLLM_ROCM_OPS_CLANG names another compiler. $VLLM_ROCM_OPS_DEBUG=1 asks for debug builds, as --debug does.
+compiled it, unless $VLLM_ROCM_OPS_CLANG names another compiler. $VLLM_ROCM_OPS_DEBUG=1 asks for debug builds, as --debug does,
+and $VLLM_ROCM_OPS_ARCHS, a comma list, for other architectures than all of them, as --arch does.
 """
 
 from __future__ import annotations
@@ -264,6 +265,12 @@ def is_fresh(code_object: Path, stamp: dict) -> bool:
 # Building
 
 
+def wanted_archs() -> list[str]:
+    """$VLLM_ROCM_OPS_ARCHS, by default all."""
+    wanted = os.environ.get("VLLM_ROCM_OPS_ARCHS") or ",".join(ARCHS)
+    return [arch.strip() for arch in wanted.split(",")]
+
+
 def stems() -> list[str]:
     """Every op there is."""
     return sorted(path.stem for path in CSRC.glob("ops/*.hip"))
@@ -303,15 +310,17 @@ def remove_orphans(output: Path) -> None:
 
 def build(
     names: Sequence[str] = (),
-    archs: Sequence[str] = ARCHS,
+    archs: Sequence[str] = (),
     output: Path = CODE,
     prebuilt: Path = CODE,
     debug: bool | None = None,
     force: bool = False,
 ) -> list[Path]:
     """Bring the code objects of the ops `names` (default: of all ops) up to date in `output`, several at a time."""
-    if unknown := set(names) - set(stems()):
-        raise BuildError(f"stem must be one of {', '.join(stems())}, got {', '.join(sorted(unknown))}")
+    archs = archs or wanted_archs()
+    for what, given, known in (("stem", names, stems()), ("arch", archs, ARCHS)):
+        if unknown := set(given) - set(known):
+            raise BuildError(f"{what} must be one of {', '.join(known)}, got {', '.join(sorted(unknown))}")
     if debug is None:
         debug = os.environ.get("VLLM_ROCM_OPS_DEBUG", "0") not in ("", "0")
     if not names:
@@ -328,7 +337,7 @@ def build(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stem", nargs="*", help="file stem in csrc/ops; default: all")
-    parser.add_argument("--arch", nargs="+", choices=ARCHS, default=ARCHS)
+    parser.add_argument("--arch", nargs="+", default=())
     parser.add_argument("--debug", action="store_true", default=None, help="-O1 -g, and the kernels' assertions")
     parser.add_argument("--force", action="store_true", help="compile fresh ones too")
     arguments = parser.parse_args()

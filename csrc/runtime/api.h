@@ -1,0 +1,81 @@
+// The part of HIP and of the CUDA driver API that loads a code object and launches a kernel, in our own declarations:
+// building needs no header of theirs. tests/test_runtime.py holds every line against the vendors' headers.
+#pragma once
+
+#include <type_traits>
+
+namespace api {
+
+using Result = int; // hipError_t, CUresult: enums of int's size; 0 is success
+using Module = struct ModuleObject*;
+using Function = struct FunctionObject*;
+using Stream = struct StreamObject*;
+using Context = struct ContextObject*; // CUDA's; HIP has a current device instead
+
+// X(our name, HIP's function, CUDA's function, type): what both have, with the same meaning.
+#define API_SHARED(X)                                                                                       \
+  X(init, hipInit, cuInit, Result(unsigned flags))                                                          \
+  X(count_devices, hipGetDeviceCount, cuDeviceGetCount, Result(int* count))                                 \
+  X(driver_version, hipDriverGetVersion, cuDriverGetVersion, Result(int* version))                          \
+  X(load_module, hipModuleLoadDataEx, cuModuleLoadDataEx,                                                   \
+    Result(Module*, const void* image, unsigned option_count, int* options, void** option_values))          \
+  X(get_function, hipModuleGetFunction, cuModuleGetFunction, Result(Function*, Module, const char* symbol)) \
+  X(launch_kernel, hipModuleLaunchKernel, cuLaunchKernel,                                                   \
+    Result(Function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, \
+           unsigned block_z, unsigned lds, Stream, void** arguments, void** extra))                         \
+  X(exchange_capture_mode, hipThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, Result(int* mode))
+
+// X(our name, the vendor's function, type): what one has in its own way.
+#define API_HIP(X)                                               \
+  X(get_device, hipGetDevice, Result(int* device))               \
+  X(set_device, hipSetDevice, Result(int device))                \
+  X(runtime_version, hipRuntimeGetVersion, Result(int* version)) \
+  X(error_name, hipGetErrorName, const char*(Result))            \
+  X(error_string, hipGetErrorString, const char*(Result))        \
+  X(clear_error, hipGetLastError, Result())
+
+#define API_CUDA(X)                                                                 \
+  X(error_name, cuGetErrorName, Result(Result, const char** text))                  \
+  X(error_string, cuGetErrorString, Result(Result, const char** text))              \
+  X(retain_primary_context, cuDevicePrimaryCtxRetain, Result(Context*, int device)) \
+  X(get_context, cuCtxGetCurrent, Result(Context*))                                 \
+  X(set_context, cuCtxSetCurrent, Result(Context))                                  \
+  X(set_attribute, cuFuncSetAttribute, Result(Function, int attribute, int value))
+
+// A table of function pointers for each list.
+#define API_SHARED_MEMBER(name, hip, cuda, type) std::add_pointer_t<type> name;
+#define API_MEMBER(name, symbol, type) std::add_pointer_t<type> name;
+struct Shared {
+  API_SHARED(API_SHARED_MEMBER)
+};
+struct Hip {
+  API_HIP(API_MEMBER)
+};
+struct Cuda {
+  API_CUDA(API_MEMBER)
+};
+
+// X(our name, the vendor's constant, value)
+#define API_HIP_CONSTANTS(X)                            \
+  X(kHipArguments, HIP_LAUNCH_PARAM_BUFFER_POINTER, 1)  \
+  X(kHipArgumentsSize, HIP_LAUNCH_PARAM_BUFFER_SIZE, 2) \
+  X(kHipArgumentsEnd, HIP_LAUNCH_PARAM_END, 3)          \
+  X(kHipCaptureRelaxed, hipStreamCaptureModeRelaxed, 2)
+
+#define API_CUDA_CONSTANTS(X)                                            \
+  X(kCudaArguments, CU_LAUNCH_PARAM_BUFFER_POINTER, 1)                   \
+  X(kCudaArgumentsSize, CU_LAUNCH_PARAM_BUFFER_SIZE, 2)                  \
+  X(kCudaArgumentsEnd, CU_LAUNCH_PARAM_END, 0)                           \
+  X(kCudaCaptureRelaxed, CU_STREAM_CAPTURE_MODE_RELAXED, 2)              \
+  X(kCudaErrorLog, CU_JIT_ERROR_LOG_BUFFER, 5)                           \
+  X(kCudaErrorLogBytes, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES, 6)           \
+  X(kCudaDynamicLds, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 8) \
+  X(kCudaInvalidContext, CUDA_ERROR_INVALID_CONTEXT, 201)
+
+#define API_CONSTANT(name, vendor, value) constexpr int name = value;
+API_HIP_CONSTANTS(API_CONSTANT)
+API_CUDA_CONSTANTS(API_CONSTANT)
+static_assert(kHipArguments == kCudaArguments && kHipArgumentsSize == kCudaArgumentsSize &&
+              kHipCaptureRelaxed == kCudaCaptureRelaxed);
+
+} // namespace api

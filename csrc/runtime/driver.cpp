@@ -1,0 +1,247 @@
+#include "driver.h"
+
+#include <dlfcn.h>
+#include <link.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <stdexcept>
+#include <vector>
+
+namespace {
+
+template <class Pointer>
+void look_up(Pointer& pointer, void* handle, const char* symbol) {
+  pointer = reinterpret_cast<Pointer>(dlsym(handle, symbol));
+  if (pointer == nullptr) throw std::runtime_error(std::string("has no ") + symbol);
+}
+
+#define LOOK_UP_SHARED_HIP(name, hip, cuda, type) look_up(shared_.name, handle, #hip);
+#define LOOK_UP_SHARED_CUDA(name, hip, cuda, type) look_up(shared_.name, handle, #cuda);
+#define LOOK_UP(name, symbol, type) look_up(own_.name, handle, #symbol);
+
+class HipDriver final : public Driver {
+ public:
+  HipDriver(const std::string& library, void* handle) : Driver(library) {
+    API_SHARED(LOOK_UP_SHARED_HIP)
+    API_HIP(LOOK_UP)
+  }
+  const char* backend() const override { return "hip"; }
+  std::map<std::string, std::string> versions() const override {
+    return {
+        {"library", library_}, {"driver", version(shared_.driver_version)}, {"runtime", version(own_.runtime_version)}};
+  }
+
+ private:
+  std::string version(api::Result (*query)(int*)) const {
+    int number = 0;
+    check(query(&number), "version");
+    return std::to_string(number / 10000000) + "." + std::to_string(number / 100000 % 100) + "." +
+           std::to_string(number % 100000);
+  }
+  std::string describe(api::Result result) const override {
+    own_.clear_error(); // or torch would find it in hipGetLastError and take it for an error of its own
+    return std::string(own_.error_string(result)) + " (" + own_.error_name(result) + ")";
+  }
+  api::Module load_image(const std::string& path, const void* image) const override {
+    api::Module module = nullptr;
+    check(shared_.load_module(&module, image, 0, nullptr, nullptr), path);
+    return module;
+  }
+  void on_device(int device, const std::function<void()>& action) const override {
+    struct Current {
+      const api::Hip& hip;
+      int device = 0;
+      ~Current() { hip.set_device(device); }
+    } before{own_};
+    check(own_.get_device(&before.device), "hipGetDevice");
+    check(own_.set_device(device), "device " + std::to_string(device));
+    action();
+  }
+  void* arguments_end() const override { return reinterpret_cast<void*>(api::kHipArgumentsEnd); }
+  // HIP takes any size that the device has.
+  unsigned lds_allowed() const override { return std::numeric_limits<unsigned>::max(); }
+  void allow_lds(Kernel&, unsigned) const override {}
+  bool repair(api::Result, const Kernel&) const override { return false; }
+
+  api::Hip own_;
+};
+
+class CudaDriver final : public Driver {
+ public:
+  CudaDriver(const std::string& library, void* handle) : Driver(library) {
+    API_SHARED(LOOK_UP_SHARED_CUDA)
+    API_CUDA(LOOK_UP)
+  }
+  const char* backend() const override { return "cuda"; }
+  std::map<std::string, std::string> versions() const override {
+    int number = 0;
+    check(shared_.driver_version(&number), "version");
+    return {{"library", library_},
+            {"driver", std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10)}};
+  }
+
+ private:
+  std::string describe(api::Result result) const override {
+    const char *name = "unknown error", *text = "";
+    own_.error_name(result, &name);
+    own_.error_string(result, &text);
+    return std::string(text) + " (" + name + ")";
+  }
+  api::Module load_image(const std::string& path, const void* image) const override {
+    api::Module module = nullptr;
+    std::vector<char> log(8192);
+    int options[] = {api::kCudaErrorLog, api::kCudaErrorLogBytes};
+    void* values[] = {log.data(), reinterpret_cast<void*>(log.size() - 1)};
+    check(shared_.load_module(&module, image, 2, options, values), path, log.data());
+    return module;
+  }
+  api::Context primary_context(int device) const {
+    api::Context context = nullptr;
+    check(own_.retain_primary_context(&context, device), "device " + std::to_string(device));
+    return context;
+  }
+  void on_device(int device, const std::function<void()>& action) const override {
+    struct Current {
+      const api::Cuda& cuda;
+      api::Context context = nullptr;
+      ~Current() { cuda.set_context(context); }
+    } before{own_};
+    check(own_.get_context(&before.context), "cuCtxGetCurrent");
+    check(own_.set_context(primary_context(device)), "device " + std::to_string(device));
+    action();
+  }
+  void* arguments_end() const override { return reinterpret_cast<void*>(api::kCudaArgumentsEnd); }
+  unsigned lds_allowed() const override { return 48 * 1024; }
+  void allow_lds(Kernel& kernel, unsigned lds) const override {
+    check(own_.set_attribute(kernel.function, api::kCudaDynamicLds, static_cast<int>(lds)),
+          kernel.name + ": " + std::to_string(lds) + " bytes of dynamic LDS");
+    kernel.lds_allowed = lds;
+  }
+  // A thread that has not used CUDA yet has no context; torch makes one only when it has to change the device.
+  bool repair(api::Result result, const Kernel& kernel) const override {
+    return result == api::kCudaInvalidContext && own_.set_context(primary_context(kernel.device)) == 0;
+  }
+
+  api::Cuda own_;
+};
+
+// The library of that name that this process has loaded already, wherever from: torch brings its own HIP.
+std::string loaded_library(const char* stem) {
+  struct Search {
+    const char* stem;
+    std::string path;
+  } search{stem, ""};
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, std::size_t, void* data) {
+        Search& search = *static_cast<Search*>(data);
+        std::string path = info->dlpi_name;
+        if (path.compare(path.rfind('/') + 1, std::strlen(search.stem), search.stem) != 0) return 0;
+        search.path = path;
+        return 1;
+      },
+      &search);
+  return search.path;
+}
+
+std::vector<std::string> hip_libraries() {
+  if (const char* library = std::getenv("VLLM_ROCM_OPS_HIP_LIBRARY")) return {library};
+  if (std::string loaded = loaded_library("libamdhip64"); !loaded.empty()) return {loaded};
+  std::vector<std::string> libraries = {"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"};
+  if (const char* rocm = std::getenv("ROCM_PATH")) libraries.push_back(std::string(rocm) + "/lib/libamdhip64.so");
+  libraries.push_back("/opt/rocm/lib/libamdhip64.so");
+  return libraries;
+}
+
+} // namespace
+
+void Driver::check(api::Result result, const std::string& what, const std::string& details) const {
+  if (result != 0) throw std::runtime_error(what + ": " + describe(result) + (details.empty() ? "" : "\n" + details));
+}
+
+int Driver::count_devices() const {
+  int devices = 0;
+  check(shared_.init(0), "no device");
+  check(shared_.count_devices(&devices), "no device");
+  if (devices == 0) throw std::runtime_error("no device");
+  return devices;
+}
+
+std::unique_ptr<Driver> Driver::find(std::string& status) {
+  std::vector<std::string> reasons;
+  std::unique_ptr<Driver> driver;
+  auto try_vendor = [&](auto make, const std::vector<std::string>& libraries) {
+    std::string missing;
+    for (const std::string& library : libraries) {
+      if (void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL)) {
+        try {
+          driver = make(library, handle);
+          int devices = driver->count_devices();
+          status = library + ": " + std::to_string(devices) + (devices == 1 ? " device" : " devices");
+          return true;
+        } catch (const std::runtime_error& error) {
+          reasons.push_back(library + ": " + error.what());
+          return false; // the library stays loaded: drivers do not survive dlclose
+        }
+      }
+      // A library that is there, but lacks one that it needs, says more than those that are not there.
+      std::string error = dlerror();
+      if (missing.empty() || error.compare(0, library.size(), library) != 0) missing = error;
+    }
+    reasons.push_back(missing);
+    return false;
+  };
+  auto hip = [](auto&... arguments) { return std::make_unique<HipDriver>(arguments...); };
+  auto cuda = [](auto&... arguments) { return std::make_unique<CudaDriver>(arguments...); };
+  if (try_vendor(hip, hip_libraries()) || try_vendor(cuda, {"libcuda.so.1"})) return driver;
+  for (const std::string& reason : reasons) status += (status.empty() ? "" : "; ") + reason;
+  return nullptr;
+}
+
+api::Module Driver::load_module(const std::string& path, int device) const {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw std::runtime_error(path + ": cannot be read");
+  const std::string image((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  api::Module module = nullptr;
+  on_device(device, [&] {
+    // A thread that captures a stream may not do what loading does, unless it says that this is not for the graph.
+    int mode = api::kHipCaptureRelaxed;
+    check(shared_.exchange_capture_mode(&mode), "capture mode");
+    struct Restore {
+      const api::Shared& shared;
+      int& mode;
+      ~Restore() { shared.exchange_capture_mode(&mode); }
+    } restore{shared_, mode};
+    module = load_image(path, image.c_str());
+  });
+  return module;
+}
+
+Kernel Driver::find_kernel(api::Module module, const std::string& path, const std::string& symbol, int device) const {
+  Kernel kernel{symbol + " of " + path, nullptr, device, lds_allowed()};
+  on_device(device, [&] { check(shared_.get_function(&kernel.function, module, symbol.c_str()), kernel.name); });
+  return kernel;
+}
+
+void Driver::launch(Kernel& kernel, const Geometry& g, api::Stream stream, void* arguments, std::size_t bytes) const {
+  if (g.lds > kernel.lds_allowed) allow_lds(kernel, g.lds);
+  void* extra[] = {reinterpret_cast<void*>(api::kHipArguments), arguments,
+                   reinterpret_cast<void*>(api::kHipArgumentsSize), &bytes, arguments_end()};
+  auto attempt = [&] {
+    return shared_.launch_kernel(kernel.function, g.grid_x, g.grid_y, g.grid_z, g.block_x, g.block_y, g.block_z, g.lds,
+                                 stream, nullptr, extra);
+  };
+  api::Result result = attempt();
+  if (result == 0) [[likely]]
+    return;
+  if (repair(result, kernel)) result = attempt();
+  auto size = [](unsigned x, unsigned y, unsigned z) {
+    return "[" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + "]";
+  };
+  check(result, kernel.name + ": launch of " + size(g.grid_x, g.grid_y, g.grid_z) + " blocks of " +
+                    size(g.block_x, g.block_y, g.block_z) + " threads with " + std::to_string(g.lds) +
+                    " bytes of dynamic LDS and " + std::to_string(bytes) + " bytes of arguments");
+}

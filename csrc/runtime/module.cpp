@@ -1,0 +1,89 @@
+// vllm_rocm_ops._C: load a kernel, launch it.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <tuple>
+
+#include "driver.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// What this process has loaded. Everything here runs under the GIL.
+struct Runtime {
+  std::string status;
+  std::unique_ptr<Driver> driver = Driver::find(status);
+  std::map<std::tuple<int, std::string>, api::Module> modules;              // by device, path
+  std::map<std::tuple<int, std::string, std::string>, std::size_t> handles; // by device, path, symbol
+  std::deque<Kernel> kernels;                                               // by handle
+
+  static Runtime& get() {
+    static Runtime* runtime = new Runtime; // never destroyed: drivers are gone before static destructors run
+    return *runtime;
+  }
+};
+
+Driver& driver() {
+  Runtime& runtime = Runtime::get();
+  if (!runtime.driver) throw std::runtime_error("no GPU: " + runtime.status);
+  return *runtime.driver;
+}
+
+std::size_t load(const std::string& path, const std::string& symbol, int device) {
+  Runtime& runtime = Runtime::get();
+  auto [entry, is_new] = runtime.handles.try_emplace({device, path, symbol});
+  if (!is_new) return entry->second;
+  try {
+    auto module = runtime.modules.find({device, path});
+    if (module == runtime.modules.end())
+      module = runtime.modules.emplace(std::tuple(device, path), driver().load_module(path, device)).first;
+    runtime.kernels.push_back(driver().find_kernel(module->second, path, symbol, device));
+  } catch (...) {
+    runtime.handles.erase(entry);
+    throw;
+  }
+  return entry->second = runtime.kernels.size() - 1;
+}
+
+void launch(std::size_t handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+            unsigned block_z, unsigned lds, std::uintptr_t stream, const py::bytes& packed_args) {
+  static Runtime& runtime = Runtime::get();
+  if (handle >= runtime.kernels.size())
+    throw std::out_of_range("launch: handle must be one that load returned, got " + std::to_string(handle));
+  runtime.driver->launch(runtime.kernels[handle], {grid_x, grid_y, grid_z, block_x, block_y, block_z, lds},
+                         reinterpret_cast<api::Stream>(stream), PyBytes_AS_STRING(packed_args.ptr()),
+                         static_cast<std::size_t>(PyBytes_GET_SIZE(packed_args.ptr())));
+}
+
+} // namespace
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "Loads code objects and launches kernels through HIP or CUDA, found at first use; no torch in it.";
+  module.def(
+      "backend",
+      []() -> std::optional<std::string> {
+        const auto& driver = Runtime::get().driver;
+        return driver ? std::optional<std::string>(driver->backend()) : std::nullopt;
+      },
+      "'hip', 'cuda', or None; status() says why. Finds and initialises the driver when first called.");
+  module.def(
+      "status", [] { return Runtime::get().status; }, "What was found, or each library tried and why it will not do.");
+  module.def(
+      "versions",
+      [] {
+        const auto& driver = Runtime::get().driver;
+        return driver ? driver->versions() : std::map<std::string, std::string>();
+      },
+      "{'library', 'driver', 'runtime'} of the backend; {} without one.");
+  module.def("load", &load, py::arg("path"), py::arg("symbol"), py::arg("device"),
+             "Load a kernel of a code object (or PTX) onto a device; returns its handle, the same one every time.");
+  module.def("launch", &launch, py::arg("handle"), py::arg("grid_x"), py::arg("grid_y"), py::arg("grid_z"),
+             py::arg("block_x"), py::arg("block_y"), py::arg("block_z"), py::arg("lds"), py::arg("stream"),
+             py::arg("packed_args"),
+             "Launch asynchronously on a stream (its handle as int) of the kernel's device. The grid is in blocks, "
+             "packed_args is the kernarg segment.");
+}

@@ -1,0 +1,61 @@
+"""Builds what pyproject.toml cannot say: code objects from csrc/ops and the extension vllm_rocm_ops._C from csrc/runtime.
+
+Neither needs ROCm, CUDA, a GPU or torch. Without a C++ compiler on the machine, ziglang's builds the extension.
+"""
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from pybind11.setup_helpers import Pybind11Extension
+from setuptools import setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "csrc"))
+import build  # noqa: E402
+
+
+class BuildCodeObjects(build_py):
+    """Adds the code objects to the package: into the wheel, or in place for an editable install."""
+
+    def run(self) -> None:
+        super().run()
+        output = build.CODE if self.editable_mode else Path(self.build_lib, "vllm_rocm_ops", "code")
+        self.code_objects = build.build(output=output.absolute())
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        stamped = [str(file) for path in self.code_objects for file in (path, path.with_suffix(".json"))]
+        return super().get_outputs(include_bytecode) + stamped
+
+
+class BuildExtension(build_ext):
+    """Builds with ziglang's compiler where there is no other."""
+
+    def run(self) -> None:
+        if "CXX" not in os.environ and not shutil.which("c++"):
+            compiler = shlex.join([*build.zig(), "c++"])
+            os.environ |= {
+                "CC": compiler,
+                "CXX": compiler,
+                "LDSHARED": f"{compiler} -shared",
+                "LDCXXSHARED": f"{compiler} -shared",
+            }
+        super().run()
+
+
+setup(
+    cmdclass={"build_py": BuildCodeObjects, "build_ext": BuildExtension},
+    ext_modules=[
+        Pybind11Extension(
+            "vllm_rocm_ops._C",
+            sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/runtime/*.cpp")),
+            depends=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/runtime/*.h")),
+            cxx_std=20,
+            extra_compile_args=["-O3", "-Wall", "-Wextra"],
+        )
+    ],
+)

@@ -1,0 +1,70 @@
+/* A libamdhip64 with two devices that launches nothing: it remembers what it was asked, and fails where its name says. */
+#include <string.h>
+
+enum { kSuccess = 0, kInvalidValue = 1, kNoDevice = 100, kInvalidImage = 200, kNotFound = 500 };
+
+int fake_devices = 2;
+int fake_device = 0;          /* the current one */
+int fake_loads = 0;           /* modules loaded */
+int fake_load_device = -1;    /* the device that was current at the last load */
+int fake_load_capture_mode = -1;
+int fake_capture_mode = 0;    /* global, as threads start */
+int fake_last_error = 0;
+struct {
+  void* function;
+  unsigned geometry[7];
+  void* stream;
+  void* parameters;
+  unsigned long long bytes;
+  unsigned char arguments[256];
+  void* end;
+} fake_launch;
+
+static int result(int code) {
+  if (code) fake_last_error = code;
+  return code;
+}
+
+int hipInit(unsigned flags) { return result(flags ? kInvalidValue : fake_devices ? kSuccess : kNoDevice); }
+int hipGetDeviceCount(int* count) { return *count = fake_devices, kSuccess; }
+int hipDriverGetVersion(int* version) { return *version = 70151831, kSuccess; }
+int hipRuntimeGetVersion(int* version) { return *version = 60443484, kSuccess; }
+int hipGetDevice(int* device) { return *device = fake_device, kSuccess; }
+int hipSetDevice(int device) {
+  if (device < 0 || device >= fake_devices) return result(101);
+  return fake_device = device, kSuccess;
+}
+const char* hipGetErrorName(int code) { return code == kNotFound ? "hipErrorNotFound" : "hipErrorOther"; }
+const char* hipGetErrorString(int code) { return code == kNotFound ? "named symbol not found" : "some other error"; }
+int hipGetLastError(void) {
+  int last = fake_last_error;
+  return fake_last_error = 0, last;
+}
+int hipThreadExchangeStreamCaptureMode(int* mode) {
+  int before = fake_capture_mode;
+  fake_capture_mode = *mode;
+  return *mode = before, kSuccess;
+}
+
+int hipModuleLoadDataEx(void** module, const char* image, unsigned options, int* names, void** values) {
+  (void)names, (void)values;
+  if (options || strncmp(image, "\177ELF", 4)) return result(kInvalidImage);
+  fake_load_device = fake_device, fake_load_capture_mode = fake_capture_mode;
+  *module = (void*)(long)(1000 + ++fake_loads);
+  return kSuccess;
+}
+int hipModuleGetFunction(void** function, void* module, const char* symbol) {
+  if (!strcmp(symbol, "missing")) return result(kNotFound);
+  *function = (void*)((long)module * 1000 + (long)strlen(symbol));
+  return kSuccess;
+}
+int hipModuleLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                          unsigned lds, void* stream, void** parameters, void** extra) {
+  unsigned geometry[7] = {gx, gy, gz, bx, by, bz, lds};
+  if (!gx || extra[0] != (void*)1 || extra[2] != (void*)2) return result(kInvalidValue);
+  fake_launch.function = function, fake_launch.stream = stream, fake_launch.parameters = parameters;
+  memcpy(fake_launch.geometry, geometry, sizeof geometry);
+  fake_launch.bytes = *(unsigned long long*)extra[3], fake_launch.end = extra[4];
+  memcpy(fake_launch.arguments, extra[1], fake_launch.bytes);
+  return kSuccess;
+}
