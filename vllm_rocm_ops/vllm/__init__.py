@@ -1,0 +1,18 @@
+"""Everything that knows vLLM. `register` is the entry point `vllm.general_plugins`.
+
+vLLM calls it once in every process (front end, engine core, each worker) and dies if it raises, so it never does.
+"""
+
+import logging
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+
+def register() -> None:
+    """Put the ops into vLLM, seam by seam. Idempotent, initialises no device, does nothing off ROCm and CPU."""
+    try:
+        from vllm_rocm_ops.vllm import seam
+
+        seam.install_all()
+    except Exception as error:  # noqa: BLE001  an exception here would end vLLM itself
+        logger.warning("vllm-rocm-ops is off: %s: %s", type(error).__name__, error)

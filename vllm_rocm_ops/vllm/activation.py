@@ -1,0 +1,65 @@
+"""Seam: vLLM's `SiluAndMul` runs our SwiGLU ops, quantizing too for a linear that takes quantized input."""
+
+from vllm_rocm_ops.vllm import seam
+
+
+def probe() -> None:
+    """`SiluAndMul` is an out-of-tree replaceable `CustomOp`, and vLLM's table of fused activations exists."""
+    from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.fusion import fused_act_quant
+
+    seam.require(issubclass(SiluAndMul, CustomOp), "SiluAndMul as a CustomOp")
+    seam.require("SiluAndMul" not in op_registry_oot, "a free SiluAndMul: another plugin has replaced it")
+    seam.require_parameters(CustomOp.dispatch_forward, "compile_native")
+    seam.require_parameters(SiluAndMul.forward_native, "x")
+    seam.require(isinstance(getattr(fused_act_quant, "_FUSED_ACT_QUANT", None), dict), "_FUSED_ACT_QUANT")
+    seam.require_parameters(fused_act_quant.maybe_fused_act_quant, "act_fn", "x", "linear")
+
+
+def install() -> None:
+    """Register the subclass under vLLM's public out-of-tree API, and its rows in vLLM's table of fused activations."""
+    import torch
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.fusion.fused_act_quant import _FUSED_ACT_QUANT
+
+    from vllm_rocm_ops.vllm import handover
+
+    @SiluAndMul.register_oot
+    class RocmOpsSiluAndMul(SiluAndMul):
+        """vLLM's SiluAndMul on our ops, for the inputs that they take."""
+
+        consumer: tuple[torch.nn.Module, str] | None = None
+        """The one linear that reads the result, as its parent and its name there."""
+
+        def dispatch_forward(self, compile_native: bool):
+            """Put our forward before the one that vLLM picked, compiled or not."""
+            self.vllm_forward = super().dispatch_forward(compile_native)
+            return self.rocm_ops_forward
+
+        def rocm_ops_forward(self, x):
+            """Our op, or vLLM's forward for an input outside the ops' envelope."""
+            if x.dtype not in handover.DTYPES:
+                return self.vllm_forward(x)
+            linear = None if self.consumer is None else getattr(*self.consumer)
+            key = handover.key_of(linear, x.shape[-1] // 2)
+            if key is not None:
+                return handover.silu_and_mul(linear, key, x)
+            return torch.ops.vllm_rocm_ops.silu_and_mul(x)
+
+    def fused(x, linear):
+        key = handover.key_of(linear, x.shape[-1] // 2)
+        if key is None or x.dtype not in handover.DTYPES:
+            return SiluAndMul.forward_native(x)
+        return handover.silu_and_mul(linear, key, x)
+
+    for key in handover.KEYS:
+        _FUSED_ACT_QUANT[RocmOpsSiluAndMul, key] = fused
+
+
+SEAM = seam.Seam(
+    name="activation",
+    replaces="SiluAndMul, through CustomOp.register_oot; its rows in layers/fusion/fused_act_quant.py",
+    probe=probe,
+    install=install,
+)

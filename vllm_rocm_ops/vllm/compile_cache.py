@@ -1,0 +1,42 @@
+"""Seam: a fingerprint of the ops in vLLM's configuration.
+
+vLLM's compile cache is keyed by its environment and configuration. It does not know what a plugin replaced, so a graph
+that was compiled without the ops, or with other ones, would be loaded and run. `additional_config` is hashed into the key.
+"""
+
+import hashlib
+import pathlib
+
+import vllm_rocm_ops
+from vllm_rocm_ops.vllm import seam
+
+
+def fingerprint() -> str:
+    """Version, active seams and a hash of the code objects' stamps."""
+    stamps = hashlib.sha256()
+    for stamp in sorted((pathlib.Path(vllm_rocm_ops.__file__).parent / "code").glob("*/*.json")):
+        stamps.update(stamp.read_bytes())
+    return f"{vllm_rocm_ops.__version__} {','.join(seam.active())} {stamps.hexdigest()[:16]}"
+
+
+def mark(vllm_config) -> None:
+    """Put the fingerprint into a configuration."""
+    seam.require(isinstance(vllm_config.additional_config, dict), "a dict as additional_config, which the ops need")
+    vllm_config.additional_config = {**vllm_config.additional_config, "vllm_rocm_ops": fingerprint()}
+
+
+def probe() -> None:
+    """`VllmConfig` has the hashed field, and the platform completes configurations."""
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
+
+    seam.require("additional_config" in VllmConfig.__dataclass_fields__, "VllmConfig.additional_config")
+    seam.require_parameters(current_platform.check_and_update_config, "vllm_config")
+
+
+SEAM = seam.Seam(
+    name="compile_cache",
+    replaces="nothing; adds a fingerprint to VllmConfig.additional_config, so that no stale compiled graph is loaded",
+    probe=probe,
+    install=lambda: seam.after_config(mark),
+)

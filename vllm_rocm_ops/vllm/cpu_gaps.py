@@ -1,0 +1,83 @@
+"""Seam, CPU only: what vLLM's CPU build lacks for FP8 models, so that they run, and are tested, on any machine."""
+
+from vllm_rocm_ops.vllm import seam
+
+
+def probe() -> None:
+    """The names that are replaced exist."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.fusion import fused_act_quant
+    from vllm.model_executor.layers.quantization.fbgemm_fp8 import FBGEMMFp8Config
+
+    seam.require_parameters(
+        _custom_ops.scaled_fp8_quant,
+        "input",
+        "scale",
+        "num_token_padding",
+        "scale_ub",
+        "use_per_token_if_dynamic",
+        "output",
+        "group_shape",
+    )
+    seam.require(isinstance(getattr(fused_act_quant, "_FUSED_ACT_QUANT", None), dict), "_FUSED_ACT_QUANT")
+    seam.require_parameters(FBGEMMFp8Config.__init__, "ignore_list", "input_scale_ub")
+
+
+def functionalize(vllm_config) -> None:
+    """Let Inductor keep in-place ops in place itself: vLLM turns that off and repairs it in a pass that CPU never runs."""
+    vllm_config.compilation_config.inductor_compile_config["enable_auto_functionalized_v2"] = True
+
+
+def install() -> None:
+    """Fill the gaps."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.fusion.fused_act_quant import _FUSED_ACT_QUANT
+    from vllm.model_executor.layers.quantization.fbgemm_fp8 import FBGEMMFp8Config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, kFp8StaticTensorSym
+
+    # Loading a checkpoint with one scale per tensor quantizes again, through an op that is an empty placeholder on CPU.
+    without_gap = _custom_ops.scaled_fp8_quant
+
+    def scaled_fp8_quant(
+        input,
+        scale=None,
+        num_token_padding=None,
+        scale_ub=None,
+        use_per_token_if_dynamic=False,
+        output=None,
+        group_shape=None,
+    ):
+        if input.device.type != "cpu" or group_shape not in (None, (-1, -1)) or output is not None:
+            return without_gap(
+                input, scale, num_token_padding, scale_ub, use_per_token_if_dynamic, output, group_shape
+            )
+        group = GroupShape.PER_TOKEN if use_per_token_if_dynamic and scale is None else GroupShape.PER_TENSOR
+        quant = QuantFP8(static=scale is not None, group_shape=group, num_token_padding=num_token_padding)
+        return quant.forward_native(input, scale, scale_ub)
+
+    _custom_ops.scaled_fp8_quant = scaled_fp8_quant
+
+    # vLLM's own fused row calls an op that CPU builds do not have.
+    _FUSED_ACT_QUANT.pop((SiluAndMul, kFp8StaticTensorSym), None)
+
+    # A CPU has no device capability, which reads as a GPU that needs Marlin.
+    construct = FBGEMMFp8Config.__init__
+
+    def __init__(self, *arguments, **keywords):
+        construct(self, *arguments, **keywords)
+        self.use_marlin = False
+
+    FBGEMMFp8Config.__init__ = __init__
+
+    seam.after_config(functionalize)
+
+
+SEAM = seam.Seam(
+    name="cpu_gaps",
+    replaces="_custom_ops.scaled_fp8_quant, FBGEMMFp8Config.use_marlin, enable_auto_functionalized_v2",
+    probe=probe,
+    install=install,
+    platforms=("cpu",),
+)

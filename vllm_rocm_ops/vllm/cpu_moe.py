@@ -1,0 +1,131 @@
+"""Seam, CPU only: FP8 128x128-block experts in plain PyTorch, so that FP8 models run, and are tested, on any machine."""
+
+import torch
+
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.cpu_linear import BLOCK, dequantize_blocks
+
+
+def probe() -> None:
+    """vLLM's table of FP8 expert backends and the experts' base class are as expected."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.oracle import fp8
+
+    seam.require_parameters(fp8.backend_to_kernel_cls, "backend")
+    seam.require({"TRITON", "CPU"} <= set(fp8.Fp8MoeBackend.__members__), "Fp8MoeBackend.TRITON and CPU")
+    seam.require_parameters(
+        modular_kernel.FusedMoEExpertsModular.apply,
+        *("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts"),
+        *("expert_map", "a1q_scale", "a2_scale", "workspace13", "workspace2", "expert_tokens_meta"),
+        "apply_router_weight_on_input",
+    )
+
+
+def install() -> None:
+    """vLLM has no registry for FP8 experts: answer for its TRITON backend, which leaves the weights as loaded."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.oracle import fp8
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        GroupShape,
+        kFp8Dynamic128Sym,
+        kFp8Static128BlockSym,
+    )
+
+    class ReferenceFp8BlockExperts(modular_kernel.FusedMoEExpertsModular):
+        """Each expert a pair of block-scaled linears with SwiGLU between them."""
+
+        def __init__(self, *arguments, **keywords):
+            super().__init__(*arguments, **keywords)
+            self.quant = QuantFP8(static=False, group_shape=GroupShape(1, BLOCK), use_ue8m0=False)
+
+        @property
+        def expects_unquantized_inputs(self):
+            return True
+
+        @staticmethod
+        def activation_format():
+            return modular_kernel.FusedMoEActivationFormat.Standard
+
+        @staticmethod
+        def _supports_current_device():
+            return True
+
+        @staticmethod
+        def _supports_no_act_and_mul():
+            return False
+
+        @staticmethod
+        def _supports_activation(activation):
+            return activation == MoEActivation.SILU
+
+        @staticmethod
+        def _supports_quant_scheme(weight_key, activation_key):
+            return (weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
+
+        @staticmethod
+        def _supports_parallel_config(config):
+            return not config.use_all2all_kernels
+
+        def workspace_shapes(self, M, N, K, *others):
+            return (0,), (0,), (M, K)
+
+        def finalize_weight_and_reduce_impl(self):
+            return TopKWeightAndReduceNoOP()
+
+        def linear(self, x, weight, scale):
+            data, x_scale = self.quant.forward_native(x)
+            values = data.float() * x_scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+            return (values @ dequantize_blocks(weight, scale).t()).to(x.dtype)
+
+        def apply(
+            self,
+            output,
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            activation,
+            global_num_experts,
+            expert_map,
+            a1q_scale,
+            a2_scale,
+            workspace13,
+            workspace2,
+            expert_tokens_meta,
+            apply_router_weight_on_input,
+        ):
+            total = torch.zeros(hidden_states.shape, dtype=torch.float32)
+            for expert in topk_ids.unique().tolist():
+                local = expert if expert_map is None else int(expert_map[expert])
+                if local < 0:
+                    continue
+                tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
+                gate, up = self.linear(hidden_states[tokens], w1[local], self.w1_scale[local]).chunk(2, -1)
+                inner = (torch.nn.functional.silu(gate.float()) * up.float()).to(hidden_states.dtype)
+                result = self.linear(inner, w2[local], self.w2_scale[local]).float()
+                if not apply_router_weight_on_input:
+                    result *= topk_weights[tokens, slots, None].float()
+                total.index_add_(0, tokens, result)
+            output.copy_(total)
+
+    instead = {
+        fp8.Fp8MoeBackend.TRITON: [ReferenceFp8BlockExperts],
+        # With AMX tiles these would come first and leave the activations unquantized.
+        fp8.Fp8MoeBackend.CPU: [],
+        getattr(fp8.Fp8MoeBackend, "CPU_W8A8", None): [],
+    }
+    classes = fp8.backend_to_kernel_cls
+    fp8.backend_to_kernel_cls = lambda backend: instead[backend] if backend in instead else classes(backend)
+
+
+SEAM = seam.Seam(
+    name="cpu_moe",
+    replaces="backend_to_kernel_cls of the FP8 expert backends",
+    probe=probe,
+    install=install,
+    platforms=("cpu",),
+)

@@ -1,0 +1,66 @@
+"""Seam: vLLM's `RMSNorm` runs our RMSNorm ops, quantizing too when a linear is linked to it (see links.py)."""
+
+from vllm_rocm_ops.vllm import seam
+
+
+def probe() -> None:
+    """`RMSNorm` is an out-of-tree replaceable `CustomOp` that picks its forward in `dispatch_forward`."""
+    from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    seam.require(issubclass(RMSNorm, CustomOp), "RMSNorm as a CustomOp")
+    seam.require("RMSNorm" not in op_registry_oot, "a free RMSNorm: another plugin has replaced it")
+    seam.require_parameters(CustomOp.dispatch_forward, "compile_native")
+    seam.require_parameters(RMSNorm.forward_native, "x", "residual")
+    seam.require_parameters(RMSNorm.__init__, "hidden_size", "eps", "var_hidden_size", "has_weight", "dtype")
+
+
+def install() -> None:
+    """Register the subclass under vLLM's public out-of-tree API."""
+    import torch
+    from vllm import envs
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    from vllm_rocm_ops.vllm import handover
+
+    ops = torch.ops.vllm_rocm_ops
+
+    @RMSNorm.register_oot
+    class RocmOpsRMSNorm(RMSNorm):
+        """vLLM's RMSNorm on our ops, for the inputs that they take."""
+
+        consumer: tuple[torch.nn.Module, str] | None = None
+        """The one linear that reads the result, as its parent and its name there."""
+
+        def dispatch_forward(self, compile_native: bool):
+            """Put our forward before the one that vLLM picked, compiled or not."""
+            self.vllm_forward = super().dispatch_forward(compile_native)
+            return self.vllm_forward if envs.VLLM_BATCH_INVARIANT else self.rocm_ops_forward
+
+        def rocm_ops_forward(self, x, residual=None):
+            """Our op, or vLLM's forward for an input outside the ops' envelope. Updates the residual in place."""
+            if (
+                self.variance_size_override is not None
+                or not self.has_weight
+                or x.dtype != self.weight.dtype
+                or x.dtype not in handover.DTYPES
+            ):
+                return self.vllm_forward(x, residual)
+            weight, epsilon = self.weight.data, self.variance_epsilon
+            linear = None if self.consumer is None else getattr(*self.consumer)
+            key = handover.key_of(linear, x.shape[-1])
+            if key is not None:
+                result = handover.rms_norm(linear, key, x, residual, weight, epsilon)
+            elif residual is None:
+                result = ops.rms_norm(x, weight, epsilon)
+            else:
+                result = ops.fused_add_rms_norm(x, residual, weight, epsilon)
+            return result if residual is None else (result, residual)
+
+
+SEAM = seam.Seam(
+    name="norm",
+    replaces="RMSNorm, through CustomOp.register_oot",
+    probe=probe,
+    install=install,
+)

@@ -1,0 +1,87 @@
+"""Seam: vLLM's own FP8 linear kernels take a `QuantizedActivation` and say so.
+
+`FP8ScaledMMLinearKernel.apply_weights` already takes one, but only a few of its subclasses advertise it; the block-scaled
+kernels never take one; and `Fp8LinearMethod` and `FBGEMMFp8LinearMethod` never pass the advertisement on to the layer.
+A kernel with an `apply_weights` of its own is left alone: it may quantize in its own way.
+"""
+
+from vllm_rocm_ops.vllm import seam
+
+
+def probe() -> None:
+    """Both kernel base classes have the methods that are wrapped, and the layers' capability is stored as expected."""
+    import torch
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
+    from vllm.model_executor.layers.fusion.quant_activation import (
+        as_quantized_activation,
+        expose_input_quant_key,
+        get_input_quant_key,
+    )
+
+    for kernel in (FP8ScaledMMLinearKernel, Fp8BlockScaledMMLinearKernel):
+        seam.require_parameters(kernel.apply_weights, "layer", "x", "bias")
+        seam.require_parameters(kernel.process_weights_after_loading, "layer")
+        seam.require_parameters(kernel.input_quant_key)
+    seam.require_parameters(Fp8BlockScaledMMLinearKernel.apply_block_scaled_mm, "A", "B", "As", "Bs")
+    seam.require(hasattr(Fp8BlockScaledMMLinearKernel, "apply_input_quant"), "apply_input_quant")
+    seam.require_parameters(as_quantized_activation, "x", "expected_key")
+    layer, kernel = torch.nn.Module(), type("Kernel", (), {"input_quant_key": lambda self: "key"})()
+    expose_input_quant_key(layer, kernel)
+    seam.require(get_input_quant_key(layer) == "key", "get_input_quant_key of what expose_input_quant_key stored")
+
+
+def install() -> None:
+    """Wrap the two base classes."""
+    from vllm import envs
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
+    from vllm.model_executor.layers.fusion.quant_activation import as_quantized_activation, expose_input_quant_key
+
+    from vllm_rocm_ops.vllm import handover
+
+    def advertise(base) -> None:
+        """Have kernels that use the base's `apply_weights` take what the ops make, and tell it to their layers."""
+        construct, prepare = base.__init__, base.process_weights_after_loading
+
+        def __init__(self, *arguments, **keywords):
+            construct(self, *arguments, **keywords)
+            key = self.config.activation_quant_key
+            plain = type(self).apply_weights is base.apply_weights and getattr(self, "apply_input_quant", True)
+            self.rocm_ops_input_key = key if plain and key in handover.KEYS else None
+
+        def process_weights_after_loading(self, layer):
+            prepare(self, layer)
+            if not envs.VLLM_BATCH_INVARIANT:  # its path through Fp8LinearMethod reads the input as a tensor
+                layer.vllm_rocm_ops_column_major_scales = self.quant_fp8.column_major_scales
+                expose_input_quant_key(layer, self)
+
+        base.__init__ = __init__
+        base.process_weights_after_loading = process_weights_after_loading
+        base.input_quant_key = lambda self: self.rocm_ops_input_key
+
+    quantize_and_multiply = Fp8BlockScaledMMLinearKernel.apply_weights
+
+    def apply_weights(self, layer, x, bias=None, **keywords):
+        activation = as_quantized_activation(x, self.input_quant_key())
+        if activation is None:
+            return quantize_and_multiply(self, layer, x, bias, **keywords)
+        params = self._get_layer_params(layer)
+        weight_scale = params.weight_scale if params.weight_scale_inv is None else params.weight_scale_inv
+        data = activation.data.view(-1, activation.data.shape[-1])
+        output = self.apply_block_scaled_mm(A=data, B=params.weight, As=activation.scale, Bs=weight_scale)
+        if bias is not None:
+            output = output + bias
+        return output.to(self.config.out_dtype).view(*activation.orig_shape[:-1], params.weight.shape[0])
+
+    Fp8BlockScaledMMLinearKernel.apply_weights = apply_weights
+    advertise(FP8ScaledMMLinearKernel)
+    advertise(Fp8BlockScaledMMLinearKernel)
+
+
+SEAM = seam.Seam(
+    name="quantized_input",
+    replaces="input_quant_key of FP8ScaledMMLinearKernel and Fp8BlockScaledMMLinearKernel; the latter's apply_weights",
+    probe=probe,
+    install=install,
+)

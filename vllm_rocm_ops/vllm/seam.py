@@ -1,0 +1,161 @@
+"""A seam is one place where vLLM takes our code instead of its own: one file in this folder with a `SEAM`.
+
+A seam is installed when it is asked for, is made for this platform, was tried on this vLLM version, and its probe finds
+every name and signature that it touches. Otherwise it stays off, vLLM's own code runs, and `status` says why.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import logging
+import re
+from collections.abc import Callable
+
+from vllm_rocm_ops import envs
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+NAMES = (
+    "compile_cache",
+    "cpu_gaps",
+    "cpu_linear",
+    "cpu_moe",
+    "quantized_input",
+    "norm",
+    "activation",
+    "links",
+)
+
+
+class Unavailable(Exception):
+    """A probe's answer when vLLM or the machine lacks what a seam needs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seam:
+    """One replacement inside vLLM.
+
+    `versions` are the first and last vLLM minor releases that the seam was tried on. `probe` raises when a name or a
+    signature that `install` relies on is missing; it changes nothing.
+    """
+
+    name: str
+    replaces: str
+    probe: Callable[[], None]
+    install: Callable[[], None]
+    platforms: tuple[str, ...] = ("rocm", "cpu")
+    versions: tuple[str, str] = ("0.30", "0.33")
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """What became of a seam in this process."""
+
+    name: str
+    replaces: str
+    on: bool
+    reason: str
+
+
+_status: dict[str, Status] = {}
+
+
+def status() -> list[Status]:
+    """What became of every seam, in the order of installation. Empty until `install_all` ran."""
+    return list(_status.values())
+
+
+def active() -> list[str]:
+    """The names of the seams that are on."""
+    return [entry.name for entry in _status.values() if entry.on]
+
+
+def load(name: str) -> Seam:
+    """The seam of that name. Imports its file, which imports no vLLM."""
+    return importlib.import_module(f"vllm_rocm_ops.vllm.{name}").SEAM
+
+
+def install_all() -> list[Status]:
+    """Install every seam that applies here, once per process, and say in one line what is on."""
+    if _status:
+        return status()
+    import vllm
+    from vllm.platforms import current_platform
+
+    platform = "rocm" if current_platform.is_rocm() else "cpu" if current_platform.is_cpu() else "other"
+    if platform == "other":
+        logger.debug("vllm-rocm-ops has nothing for this platform")
+        return []
+    for name in NAMES:
+        _status[name] = _install(load(name), platform, vllm.__version__)
+    logger.info("vllm-rocm-ops on %s: %s", platform, ", ".join(active()) or "every seam is off")
+    return status()
+
+
+def _install(seam: Seam, platform: str, version: str) -> Status:
+    def off(reason: str, level: int = logging.WARNING) -> Status:
+        logger.log(level, "vllm-rocm-ops: seam %s is off: %s. vLLM's own code runs.", seam.name, reason)
+        return Status(seam.name, seam.replaces, False, reason)
+
+    if not wanted(seam.name, envs.VLLM_ROCM_OPS_SEAMS):
+        return off(f"VLLM_ROCM_OPS_SEAMS={envs.VLLM_ROCM_OPS_SEAMS}", logging.INFO)
+    if platform not in seam.platforms:
+        return off(f"for {' and '.join(seam.platforms)} only", logging.DEBUG)
+    if not in_range(version, seam.versions):
+        return off(f"tried on vLLM {seam.versions[0]} to {seam.versions[1]}, this is {version}")
+    try:
+        seam.probe()
+        seam.install()
+    except Unavailable as error:
+        return off(str(error))
+    except Exception as error:  # noqa: BLE001  the other seams go on
+        return off(f"{type(error).__name__}: {error}")
+    return Status(seam.name, seam.replaces, True, f"vLLM {version}")
+
+
+def wanted(name: str, switch: str) -> bool:
+    """Whether the switch asks for a seam: "all", "none", names, or "-name" for all but that one; comma separated."""
+    words = [word.strip() for word in switch.split(",") if word.strip()]
+    unknown = {word.removeprefix("-") for word in words} - {"all", "none", *NAMES}
+    if unknown:
+        raise ValueError(f"VLLM_ROCM_OPS_SEAMS: {', '.join(sorted(unknown))} not in all, none, {', '.join(NAMES)}")
+    if f"-{name}" in words or "none" in words:
+        return False
+    return "all" in words or name in words or all(word.startswith("-") for word in words)
+
+
+def in_range(version: str, versions: tuple[str, str]) -> bool:
+    """Whether a vLLM version lies within two minor releases, both included. A version without numbers does not."""
+
+    def minor(text: str) -> tuple[int, int] | None:
+        numbers = re.match(r"(\d+)\.(\d+)", text)
+        return numbers and (int(numbers[1]), int(numbers[2]))
+
+    return minor(version) is not None and minor(versions[0]) <= minor(version) <= minor(versions[1])
+
+
+def require(holds: object, wanted: str) -> None:
+    """Raise `Unavailable` unless a condition of a probe holds."""
+    if not holds:
+        raise Unavailable(f"this vLLM lacks {wanted}")
+
+
+def require_parameters(function: Callable, *names: str) -> None:
+    """Raise `Unavailable` unless a callable has these parameters, `self` aside, in this order."""
+    found = [name for name in inspect.signature(function).parameters if name != "self"]
+    text = f"{function.__qualname__}({', '.join(names)}), it has ({', '.join(found)})"
+    require(tuple(found[: len(names)]) == names, text)
+
+
+def after_config(change: Callable[[object], None]) -> None:
+    """Have `change(vllm_config)` run each time that the platform has completed a `VllmConfig`."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    complete = platform.check_and_update_config
+
+    def check_and_update_config(cls, vllm_config):
+        complete(vllm_config)
+        change(vllm_config)
+
+    platform.check_and_update_config = classmethod(check_and_update_config)

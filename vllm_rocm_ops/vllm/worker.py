@@ -1,0 +1,22 @@
+"""What the ops and seams did inside a worker: `LLM(worker_extension_cls="vllm_rocm_ops.vllm.worker.Extension")`."""
+
+import dataclasses
+
+import vllm_rocm_ops
+from vllm_rocm_ops.vllm import seam
+
+
+class Extension:
+    """Methods for `llm.collective_rpc(name)`, one answer per worker."""
+
+    def vllm_rocm_ops_stats(self) -> dict[str, dict[str, int]]:
+        """`vllm_rocm_ops.stats()` of the worker."""
+        return vllm_rocm_ops.stats()
+
+    def vllm_rocm_ops_reset_stats(self) -> None:
+        """`vllm_rocm_ops.reset_stats()` in the worker."""
+        vllm_rocm_ops.reset_stats()
+
+    def vllm_rocm_ops_seams(self) -> list[dict]:
+        """The seams' status in the worker."""
+        return [dataclasses.asdict(entry) for entry in seam.status()]
