@@ -16,7 +16,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "csrc"))
-import build  # noqa: E402
+import build
 
 
 class BuildCodeObjects(build_py):

@@ -1,6 +1,6 @@
 """Compile csrc/ops/*.hip: one code object per file and architecture, each with a stamp beside it.
 
-    python csrc/build.py [--arch gfx942 ...] [--debug] [--force] [stem ...]
+    python csrc/build.py [--arch gfx942,gfx950] [--debug] [--force] [stem ...]
 
 builds in place (vllm_rocm_ops/code/<arch>/<stem>.co or .ptx); `pip install` calls `build` for the wheel. There is no list
 of ops: every file in csrc/ops is one. Kernels use clang builtins and csrc/device only, so that any clang with the target
@@ -39,6 +39,7 @@ from pathlib import Path
 CSRC = Path(__file__).resolve().parent
 CODE = CSRC.parent / "vllm_rocm_ops" / "code"
 ARCHS = ("gfx942", "gfx950", "sm_90")
+ROCM = "/opt/rocm"
 
 # Version 5 is what both ROCm 6 and ROCm 7 load. Naming no xnack or sramecc setting makes an object that runs with any.
 CODE_OBJECT_VERSION = "-mcode-object-version=5"
@@ -84,7 +85,15 @@ def flags(arch: str, debug: bool) -> Flags:
     amd = (f"--offload-arch={arch}", "-nogpuinc", "-nogpulib", CODE_OBJECT_VERSION, "-fuse-cuid=none")
     return Flags(
         compile=(*source, "-x", "hip", *amd, "--no-gpu-bundle-output", "-emit-llvm", "-c"),
-        lower=(*optimise, "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-nogpulib", CODE_OBJECT_VERSION, "-c"),
+        lower=(
+            *optimise,
+            "-Wno-unused-command-line-argument",
+            "--target=amdgcn-amd-amdhsa",
+            f"-mcpu={arch}",
+            "-nogpulib",
+            CODE_OBJECT_VERSION,
+            "-c",
+        ),
         link=("-shared",),
     )
 
@@ -136,7 +145,7 @@ def explicit_compiler() -> Compiler | None:
 
 def clang_paths() -> Iterator[str]:
     """ROCm's and the system's clangs, best first, whatever they can do."""
-    for rocm in filter(None, (os.environ.get("ROCM_PATH"), "/opt/rocm")):
+    for rocm in filter(None, (os.environ.get("ROCM_PATH"), ROCM)):
         yield from (f"{rocm}/llvm/bin/clang", f"{rocm}/lib/llvm/bin/clang")
     folders = dict.fromkeys(Path(folder).resolve() for folder in os.get_exec_path() if Path(folder).is_dir())
     yield from (str(folder / "clang") for folder in folders)
@@ -267,8 +276,7 @@ def is_fresh(code_object: Path, stamp: dict) -> bool:
 
 def wanted_archs() -> list[str]:
     """$VLLM_ROCM_OPS_ARCHS, by default all."""
-    wanted = os.environ.get("VLLM_ROCM_OPS_ARCHS") or ",".join(ARCHS)
-    return [arch.strip() for arch in wanted.split(",")]
+    return (os.environ.get("VLLM_ROCM_OPS_ARCHS") or ",".join(ARCHS)).split(",")
 
 
 def stems() -> list[str]:
@@ -337,7 +345,7 @@ def build(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stem", nargs="*", help="file stem in csrc/ops; default: all")
-    parser.add_argument("--arch", nargs="+", default=())
+    parser.add_argument("--arch", type=lambda text: text.split(","), default=(), help="comma list; default: all")
     parser.add_argument("--debug", action="store_true", default=None, help="-O1 -g, and the kernels' assertions")
     parser.add_argument("--force", action="store_true", help="compile fresh ones too")
     arguments = parser.parse_args()

@@ -1,0 +1,283 @@
+"""The build: which compiler, what it makes, when it makes it again, and what it leaves behind when it fails."""
+
+import importlib.util
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNEL = """
+#include "device/value.h"
+extern "C" __attribute__((global)) void add(float* p) { p[0] += VALUE; }
+#if VLLM_ROCM_OPS_DEBUG
+extern "C" __attribute__((global)) void debug_only() {}
+#endif
+"""
+
+
+def load_build(csrc: Path):
+    """csrc/build.py of that tree as a module of its own."""
+    spec = importlib.util.spec_from_file_location(f"build_{csrc.parent.name}", csrc / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_tree(root: Path):
+    """A source tree with one op, and its build module."""
+    for name, text in {"ops/add.hip": KERNEL, "device/value.h": "#define VALUE 1.0f\n"}.items():
+        path = root / "csrc" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    shutil.copy(ROOT / "csrc" / "build.py", root / "csrc" / "build.py")
+    return load_build(root / "csrc")
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """A tree of its own that uses ziglang, whatever else this machine has."""
+    for name in ("VLLM_ROCM_OPS_CLANG", "VLLM_ROCM_OPS_DEBUG", "VLLM_ROCM_OPS_ARCHS", "ROCM_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    module = make_tree(tmp_path / "tree")
+    monkeypatch.setattr(module, "ROCM", str(tmp_path / "absent"))
+    return module
+
+
+def wrapper(path: Path, version: str, build, extra: str = "") -> Path:
+    """A clang that calls itself `version`: ziglang's in disguise. `extra` is shell text in front of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    zig = build.zig()[0]
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "{version}" && exit\n{extra}\nexec {zig} clang "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def files(build) -> set[str]:
+    return {str(path.relative_to(build.CODE)) for path in build.CODE.rglob("*") if path.is_file()}
+
+
+def times(paths) -> list[int]:
+    return [path.stat().st_mtime_ns for path in paths]
+
+
+@pytest.mark.parametrize(("arch", "machine"), [("gfx942", 0x4C), ("gfx950", 0x4F)])
+def test_amd_object_is_what_rocm_6_and_7_load(build, tmp_path, arch, machine):
+    compiler = build.compile_source(build.CSRC / "ops/add.hip", arch, tmp_path / "add.co")
+    elf = (tmp_path / "add.co").read_bytes()
+    kind, elf_machine, flags = *struct.unpack_from("<HH", elf, 16), struct.unpack_from("<I", elf, 48)[0]
+    assert elf[:4] == b"\x7fELF" and elf[7] == 64, "OS ABI is AMD HSA"
+    assert elf[8] == 3, "ABI version 3 is code object version 5"
+    assert (kind, elf_machine) == (3, 224), "a linked (ET_DYN) AMDGPU object"
+    assert flags == 0x500 | machine, "any xnack, any sramecc"
+    assert b"\0add\0" in elf and b"\0add.kd\0" in elf and b"debug_only" not in elf
+    assert compiler.name.startswith("ziglang")
+
+
+def test_nvidia_object_is_ptx(build, tmp_path):
+    build.compile_source(build.CSRC / "ops/add.hip", "sm_90", tmp_path / "add.ptx")
+    ptx = (tmp_path / "add.ptx").read_text()
+    assert ".version 8.7" in ptx and ".target sm_90\n" in ptx and ".visible .entry add(" in ptx
+
+
+def test_compile_source_takes_defines_debug_and_assembler(build, tmp_path):
+    source = tmp_path / "kernel.hip"
+    source.write_text('extern "C" __attribute__((global)) void NAME() {}\n')
+    build.compile_source(source, "gfx942", tmp_path / "define.co", defines=["NAME=named_so"])
+    assert b"named_so.kd" in (tmp_path / "define.co").read_bytes()
+    build.compile_source(build.CSRC / "ops/add.hip", "gfx942", tmp_path / "debug.co", debug=True)
+    elf = (tmp_path / "debug.co").read_bytes()
+    assert b"debug_only.kd" in elf and b".debug_line" in elf and str(tmp_path).encode() not in elf
+    text = tmp_path / "text.s"
+    text.write_text(".text\n.globl start\nstart:\n  v_mov_b32 v0, 1000\n  s_endpgm\n")
+    build.compile_source(text, "gfx950", tmp_path / "text.co")
+    assert struct.pack("<II", 0x7E0002FF, 1000) in (tmp_path / "text.co").read_bytes()
+
+
+def test_the_same_source_gives_the_same_bytes_anywhere(build, tmp_path):
+    other = make_tree(tmp_path / "elsewhere")
+    other.ROCM = build.ROCM
+    for mine, theirs in zip(build.build(), other.build(), strict=True):
+        assert mine.read_bytes() == theirs.read_bytes()
+        assert mine.with_suffix(".json").read_text() == theirs.with_suffix(".json").read_text()
+
+
+def test_builds_every_file_for_every_arch_with_a_stamp(build):
+    paths = build.build()
+    assert files(build) == {
+        f"{arch}/add{suffix}"
+        for arch, code in (("gfx942", ".co"), ("gfx950", ".co"), ("sm_90", ".ptx"))
+        for suffix in (code, ".json")
+    }
+    stamp = json.loads(paths[0].with_suffix(".json").read_text())
+    assert set(stamp) == {"sources", "flags", "arch", "compiler", "debug"}
+    assert (stamp["arch"], stamp["debug"]) == ("gfx942", False)
+    assert stamp["compiler"].startswith("ziglang ") and "clang version" in stamp["compiler"]
+    assert "-O3" in stamp["flags"] and "-mcode-object-version=5" in stamp["flags"]
+
+
+def test_builds_again_only_what_changed(build):
+    paths = build.build()
+    before = times(paths)
+    assert times(build.build()) == before
+    build.build(archs=["gfx942"], force=True)
+    forced = times(paths)
+    assert [a != b for a, b in zip(forced, before, strict=True)] == [True, False, False]
+    for changed in ("ops/add.hip", "device/value.h"):
+        before = times(paths)
+        with (build.CSRC / changed).open("a") as file:
+            file.write("// changed\n")
+        assert all(a != b for a, b in zip(times(build.build()), before, strict=True)), changed
+    before = times(paths)
+    assert all(a != b for a, b in zip(times(build.build(debug=True)), before, strict=True))
+    assert "debug_only" in paths[2].read_text()
+    paths[0].unlink()
+    build.build(debug=True)
+    assert paths[0].exists()
+
+
+def test_environment_chooses_debug_and_archs(build, monkeypatch):
+    monkeypatch.setenv("VLLM_ROCM_OPS_DEBUG", "1")
+    monkeypatch.setenv("VLLM_ROCM_OPS_ARCHS", "sm_90")
+    (path,) = build.build()
+    assert json.loads(path.with_suffix(".json").read_text())["debug"] is True
+    assert files(build) == {"sm_90/add.ptx", "sm_90/add.json"}
+    monkeypatch.setenv("VLLM_ROCM_OPS_ARCHS", "gfx90a")
+    with pytest.raises(build.BuildError, match="arch must be one of gfx942, gfx950, sm_90, got gfx90a"):
+        build.build()
+
+
+def test_objects_built_elsewhere_are_used_as_they_are(build, tmp_path, monkeypatch):
+    paths = build.build()
+    for path in paths:
+        stamp = json.loads(path.with_suffix(".json").read_text())
+        path.with_suffix(".json").write_text(json.dumps(stamp | {"compiler": "another: clang version 23.0.0"}))
+        path.write_bytes(b"made elsewhere")
+    monkeypatch.setattr(build, "find_compiler", lambda arch: pytest.fail(f"compiled for {arch}"))
+    copies = build.build(output=tmp_path / "wheel")
+    assert [path.read_bytes() for path in (*build.build(), *copies)] == [b"made elsewhere"] * 6
+    assert "another: clang" in copies[0].with_suffix(".json").read_text()
+
+
+def test_a_compiler_asked_for_by_name_compiles_again(build, tmp_path, monkeypatch):
+    build.build()
+    clang = wrapper(tmp_path / "my-clang", "clang version 99", build)
+    monkeypatch.setenv("VLLM_ROCM_OPS_CLANG", str(clang))
+    build.find_compiler.cache_clear()
+    paths = build.build()
+    assert {json.loads(path.with_suffix(".json").read_text())["compiler"] for path in paths} == {
+        "my-clang: clang version 99"
+    }
+    before = times(paths)
+    assert times(build.build()) == before
+
+
+def test_a_failing_compile_says_all_and_leaves_nothing(build):
+    paths = build.build()
+    before = [path.read_bytes() for path in paths]
+    (build.CSRC / "ops/add.hip").write_text("#ifdef __NVPTX__\nint works;\n#else\nint x = nonsense;\n#endif\n")
+    (build.CSRC / "ops/good.hip").write_text(KERNEL)
+    with pytest.raises(build.BuildError) as error:
+        build.build()
+    text = str(error.value)
+    for arch in ("gfx942", "gfx950"):
+        assert f"ops/add.hip does not compile for {arch}:\ncd {build.CSRC} && " in text
+    assert "ops/add.hip:4:9: error: use of undeclared identifier 'nonsense'" in text
+    assert "--offload-arch=gfx942" in text and "sm_90" not in text
+    assert [path.read_bytes() for path in paths[:2]] == before[:2], "the old objects and their stamps stay together"
+    assert not build.is_fresh(paths[0], build.wanted_stamp("add", "gfx942", False))
+    assert build.is_fresh(paths[2], build.wanted_stamp("add", "sm_90", False))
+    assert files(build) == {
+        f"{arch}/{stem}{end}"
+        for arch in build.ARCHS
+        for stem in ("add", "good")
+        for end in (build.suffix(arch), ".json")
+    }
+    assert not list(build.CODE.glob("*/.*"))
+
+
+def test_a_failing_compile_into_an_empty_folder_leaves_it_empty(build, tmp_path):
+    (build.CSRC / "ops/add.hip").write_text("nonsense")
+    with pytest.raises(build.BuildError):
+        build.compile_source(build.CSRC / "ops/add.hip", "gfx942", tmp_path / "empty" / "add.co")
+    assert not list((tmp_path / "empty").iterdir())
+
+
+def test_objects_of_ops_that_are_gone_go_too(build):
+    build.build()
+    (build.CSRC / "ops/add.hip").rename(build.CSRC / "ops/plus.hip")
+    build.build()
+    assert {Path(name).stem for name in files(build)} == {"plus"}
+    with pytest.raises(build.BuildError, match="stem must be one of plus, got add"):
+        build.build(["add"])
+
+
+def test_the_compilers_are_tried_in_order(build, tmp_path, monkeypatch):
+    """Explicit, ROCm's, the system's newest, ziglang; each only for the architectures that it really compiles for."""
+    no_nvidia = 'case "$*" in *"-x cuda"*) echo no nvptx >&2; exit 1;; esac'
+    too_old = 'set -- "$@" -Wno-builtin-macro-redefined -U__clang_major__ -D__clang_major__=17'
+    folder = tmp_path / "bin"  # what $PATH is
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
+
+    def chosen() -> list[str]:
+        for cached in (build.find_compiler, build.probe):
+            cached.cache_clear()
+        return [build.find_compiler(arch).version for arch in build.ARCHS]
+
+    zig = build.Compiler.from_command((*build.zig(), "clang")).version
+    assert chosen() == [zig] * 3
+    wrapper(folder / "clang", "old", build, too_old)
+    assert chosen() == [zig] * 3
+    wrapper(folder / "clang-21", "clang 21", build)
+    wrapper(folder / "clang-9", "clang 9", build)
+    assert chosen() == ["clang 21"] * 3
+    wrapper(tmp_path / "rocm/lib/llvm/bin/clang", "ROCm", build, no_nvidia)
+    assert chosen() == ["ROCm", "ROCm", "clang 21"]
+    monkeypatch.setenv("VLLM_ROCM_OPS_CLANG", str(wrapper(tmp_path / "mine", "mine", build, no_nvidia)))
+    assert chosen() == ["mine", "mine", "clang 21"]
+
+
+def test_a_compiler_asked_for_by_name_must_work(build, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_ROCM_OPS_CLANG", str(tmp_path / "absent"))
+    with pytest.raises(build.BuildError, match="VLLM_ROCM_OPS_CLANG must be a clang, got .*absent"):
+        build.build()
+    broken = wrapper(tmp_path / "broken", "clang version 99", build, "[ $# -gt 1 ] && echo broken >&2 && exit 1")
+    monkeypatch.setenv("VLLM_ROCM_OPS_CLANG", str(broken))
+    with pytest.raises(build.BuildError, match="(?s)must compile for gfx942, got broken: clang version 99.*\nbroken"):
+        build.build(archs=["gfx942"])
+
+
+def test_without_any_compiler_the_message_names_all_tried(build, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "zig", tuple)
+    with pytest.raises(
+        build.BuildError, match="(?s)gfx942: no clang that compiles for it .*pip install ziglang.*there is none"
+    ):
+        build.find_compiler("gfx942")
+
+
+def test_command_line(build):
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(build.CSRC / "build.py"), *arguments]
+        return subprocess.run(command, check=False, capture_output=True, text=True)
+
+    assert "gfx950/add.co  " in run("--arch", "gfx950", "add").stdout
+    assert files(build) == {"gfx950/add.co", "gfx950/add.json"}
+    assert run("--arch", "gfx950").stdout == ""
+    (build.CSRC / "ops/add.hip").write_text("nonsense")
+    failed = run("--arch", "gfx942")
+    assert (
+        failed.returncode == 1 and "does not compile for gfx942" in failed.stderr and "Traceback" not in failed.stderr
+    )
+
+
+def test_checkout_builds():
+    """All of this checkout's ops, for all architectures."""
+    module = load_build(ROOT / "csrc")
+    paths = module.build()
+    assert len(paths) == len(module.stems()) * len(module.wanted_archs()) > 0
