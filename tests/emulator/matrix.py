@@ -1,0 +1,432 @@
+"""The matrix instructions of gfx942 and gfx950: V_MFMA, V_MFMA_SCALE and V_SMFMAC, as pure functions on register contents.
+
+`MATRIX[mnemonic]` says everything about one instruction. Its shape, blocks and formats are read from the mnemonic, as the
+ISA defines them; the table below adds only the cycles per chip, which also say where it exists. Everything else (register
+counts, layouts, semantics) follows from these. Adding an instruction is adding one row.
+
+Sources
+- Cycles: "Execution cycles" of AMD's matrix instruction calculator for gfx942; CDNA4 ISA, tables 28 and 33, for gfx950.
+  A pass is four cycles (section 7.6).
+- Layouts: CDNA4 ISA, section 7.1.4 (general formulas), 7.1.5.1 (8 bit and smaller), 7.5.1 (sparse). gfx942 follows the same
+  formulas: the tests compare every lane with the calculator's output.
+- Modifiers: CDNA4 ISA, section 7.1.6 (CBSZ, ABID, BLGP), 7.2 (block scales), 7.5 (sparse indices).
+
+Arithmetic. Products are exact, they and C are summed in float64, and the sum is rounded once, to nearest even. For fp8 the
+float64 sum is exact too, so this is the correctly rounded result, whatever the order. The hardware is a little worse, and
+no AMD document says how: Xie et al., "MMA-Sim" (arXiv:2511.10909), found by probing an MI300X that 8 products of f16 or
+bf16, or 16 of fp8, are aligned to the largest and cut to 24 fraction bits, then added to C and rounded. A kernel must not
+depend on either. f32 and f64 inputs are chained FMAs in the order of k there, and here (f64 in extended precision).
+Subnormals are kept everywhere: for inputs below 32 bits, for C and for D, the ISA says so whatever MODE is (section 7.4);
+for f32 inputs MODE decides, and the default of HIP kernels keeps them. NaN results are 0x7FC00000.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from .formats import E2M1, E2M3, E3M2, E4M3FN, E5M2, Format, decode_e8m0, eight_bit
+
+LANES = 64
+SCALE_BLOCK = 32  # values along k that share one e8m0 scale
+
+# mnemonic, cycles on gfx942 and on gfx950; "-" where the chip has no such instruction. `f8` stands for fp8 and for bf8.
+_TABLE = """
+v_mfma_f32_32x32x1_2b_f32         64 64
+v_mfma_f32_16x16x1_4b_f32         32 32
+v_mfma_f32_4x4x1_16b_f32           8  8
+v_mfma_f32_32x32x2_f32            64 64
+v_mfma_f32_16x16x4_f32            32 32
+v_mfma_f32_32x32x4_xf32           32  -
+v_mfma_f32_16x16x8_xf32           16  -
+v_mfma_f64_16x16x4_f64            32 64
+v_mfma_f64_4x4x4_4b_f64           16 32
+v_mfma_f32_32x32x4_2b_f16         64 64
+v_mfma_f32_16x16x4_4b_f16         32 32
+v_mfma_f32_4x4x4_16b_f16           8  8
+v_mfma_f32_32x32x8_f16            32 32
+v_mfma_f32_16x16x16_f16           16 16
+v_mfma_f32_32x32x16_f16            - 32
+v_mfma_f32_16x16x32_f16            - 16
+v_mfma_f32_32x32x4_2b_bf16        64 64
+v_mfma_f32_16x16x4_4b_bf16        32 32
+v_mfma_f32_4x4x4_16b_bf16          8  8
+v_mfma_f32_32x32x8_bf16           32 32
+v_mfma_f32_16x16x16_bf16          16 16
+v_mfma_f32_32x32x16_bf16           - 32
+v_mfma_f32_16x16x32_bf16           - 16
+v_mfma_i32_32x32x4_2b_i8          64 64
+v_mfma_i32_16x16x4_4b_i8          32 32
+v_mfma_i32_4x4x4_16b_i8            8  8
+v_mfma_i32_32x32x16_i8            32 32
+v_mfma_i32_16x16x32_i8            16 16
+v_mfma_i32_32x32x32_i8             - 32
+v_mfma_i32_16x16x64_i8             - 16
+v_mfma_f32_32x32x16_f8_f8         32 32
+v_mfma_f32_16x16x32_f8_f8         16 16
+v_mfma_f32_32x32x64_f8f6f4         - 32
+v_mfma_f32_16x16x128_f8f6f4        - 16
+v_mfma_scale_f32_32x32x64_f8f6f4   - 32
+v_mfma_scale_f32_16x16x128_f8f6f4  - 16
+v_smfmac_f32_32x32x16_f16         32 32
+v_smfmac_f32_16x16x32_f16         16 16
+v_smfmac_f32_32x32x32_f16          - 32
+v_smfmac_f32_16x16x64_f16          - 16
+v_smfmac_f32_32x32x16_bf16        32 32
+v_smfmac_f32_16x16x32_bf16        16 16
+v_smfmac_f32_32x32x32_bf16         - 32
+v_smfmac_f32_16x16x64_bf16         - 16
+v_smfmac_i32_32x32x32_i8          32 32
+v_smfmac_i32_16x16x64_i8          16 16
+v_smfmac_i32_32x32x64_i8           - 32
+v_smfmac_i32_16x16x128_i8          - 16
+v_smfmac_f32_32x32x32_f8_f8       32 32
+v_smfmac_f32_16x16x64_f8_f8       16 16
+v_smfmac_f32_32x32x64_f8_f8        - 32
+v_smfmac_f32_16x16x128_f8_f8       - 16
+"""
+
+# What CBSZ (for A) and BLGP (for B) select in the f8f6f4 instructions: CDNA4 ISA, section 7.1.5.
+_F8F6F4 = (E4M3FN, E5M2, E2M3, E3M2, E2M1)
+_BITS = {"f64": 64, "f32": 32, "xf32": 32, "i32": 32, "f16": 16, "bf16": 16, "i8": 8, "fp8": 8, "bf8": 8}
+_ACCUMULATOR = {"f32": np.float32, "i32": np.int32, "f64": np.float64}
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the elements of an operand are: `lane[x]` and `item[x]`, x being its coordinates.
+
+    A is indexed [block, i, k], B [block, j, k], C and D [block, i, j]. Item n of a lane is its bits [n * bits, (n + 1) * bits)
+    counted through the operand's registers.
+    """
+
+    lane: np.ndarray
+    item: np.ndarray
+    bits: int
+
+    @property
+    def items(self) -> int:
+        """Elements per lane."""
+        return self.lane.size // LANES
+
+    @property
+    def dwords(self) -> int:
+        """Registers of the operand."""
+        return self.items * self.bits // 32
+
+    @cached_property
+    def gather(self) -> np.ndarray:
+        """Positions of the elements in a flat [lane, item] array."""
+        return self.lane * self.items + self.item
+
+    @cached_property
+    def scatter(self) -> np.ndarray:
+        """The inverse: for every lane and item, the position of its element in the flat operand."""
+        inverse = np.empty(self.lane.size, dtype=np.int64)
+        inverse[self.gather.ravel()] = np.arange(self.lane.size)
+        return inverse
+
+    def through(self, lanes: np.ndarray) -> Layout:
+        """The layout when lane l reads the registers of lane `lanes[l]` instead of its own."""
+        return Layout(lanes[self.lane], self.item, self.bits)
+
+
+def input_layout(rows: int, blocks: int, k: int, bits: int) -> Layout:
+    """A (rows = M) or B (rows = N): CDNA4 ISA, 7.1.4.1.
+
+    A lane holds consecutive k. An operand of eight registers is two halves of four, each with its own half of k
+    (7.1.5.1 for f8f6f4, 7.5.1.3 for the B of the larger sparse instructions).
+    """
+    groups = LANES // (rows * blocks)
+    run = k // groups
+    if run * bits == 8 * 32:
+        run //= 2
+    block, row, k = np.ogrid[:blocks, :rows, :k]
+    lane = row + rows * (block + blocks * (k // run % groups))
+    item = k % run + run * (k // (run * groups))
+    return Layout(*np.broadcast_arrays(lane, item), bits)
+
+
+def output_layout(m: int, n: int, blocks: int, bits: int) -> Layout:
+    """C and D: CDNA4 ISA, 7.1.4.2.
+
+    Where one item of all lanes holds several rows of several blocks, which is so in v_mfma_f64_4x4x4_4b_f64 alone, the ISA
+    puts the rows of a block side by side, and AMD's calculator the blocks of a row. The calculator is followed: its order
+    is also that of the inputs.
+    """
+    height = 1 if bits == 64 else 4
+    blocks_per_item = -(-LANES * height // (n * m))
+    rows_per_item = LANES // blocks_per_item // n
+    row_groups = m // (height * rows_per_item)
+    block, i, j = np.ogrid[:blocks, :m, :n]
+    lane = j + n * (block % blocks_per_item + blocks_per_item * (i // height % rows_per_item))
+    item = i % height + height * (i // (height * rows_per_item) + row_groups * (block // blocks_per_item))
+    return Layout(*np.broadcast_arrays(lane, item), bits)
+
+
+_NAME = re.compile(
+    r"v_(?P<kind>mfma|mfma_scale|smfmac)_(?P<c_format>[a-z]+\d+)_(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)"
+    r"(?:_(?P<blocks>\d+)b)?_(?P<a_format>f8f6f4|[a-z]+\d+)(?:_(?P<b_format>[a-z]+\d+))?"
+)
+
+
+@dataclass(frozen=True)
+class MatrixInstruction:
+    """One matrix instruction: D[b] = A[b] B[b] + C[b] for `blocks` blocks of m x k times k x n."""
+
+    mnemonic: str
+    kind: str
+    c_format: str
+    m: int
+    n: int
+    k: int
+    blocks: int
+    a_format: str
+    b_format: str
+    _cycles: dict[str, int] = field(hash=False, compare=False)
+
+    @classmethod
+    def parse(cls, mnemonic: str, cycles: dict[str, int]) -> MatrixInstruction:
+        """Reads a mnemonic; `cycles` by chip."""
+        parts = _NAME.fullmatch(mnemonic).groupdict()
+        parts["b_format"] = parts["b_format"] or parts["a_format"]
+        parts |= {name: int(parts[name] or 1) for name in ("m", "n", "k", "blocks")}
+        return cls(mnemonic, **parts, _cycles=cycles)
+
+    @property
+    def archs(self) -> tuple[str, ...]:
+        """The chips that have it."""
+        return tuple(self._cycles)
+
+    @property
+    def sparse(self) -> bool:
+        """A holds two of every four values along k, and an index says which."""
+        return self.kind == "smfmac"
+
+    @property
+    def scaled(self) -> bool:
+        """A and B have one e8m0 scale per 32 values along k."""
+        return self.kind == "mfma_scale"
+
+    @property
+    def flops(self) -> int:
+        """Operations it stands for, with the zeros of a sparse A counted as AMD counts them."""
+        return 2 * self.m * self.n * self.k * self.blocks
+
+    def cycles(self, arch: str, cbsz: int = 0, blgp: int = 0) -> int:
+        """Cycles for which it occupies the matrix core; f8f6f4 takes twice as long if A or B is eight bits wide."""
+        eight = self.a_format == "f8f6f4" and min(cbsz, blgp) < 2
+        return self._cycles[arch] * (2 if eight else 1)
+
+    # Layouts
+
+    @lru_cache  # noqa: B019 - instructions live as long as the module
+    def a_layout(self, cbsz: int = 0) -> Layout:
+        """The layout of A; k counts the stored values, half of all, if A is sparse."""
+        bits = self._bits(self.a_format, cbsz)
+        return input_layout(self.m, self.blocks, self.k // 2 if self.sparse else self.k, bits)
+
+    @lru_cache  # noqa: B019
+    def b_layout(self, blgp: int = 0) -> Layout:
+        """The layout of B."""
+        return input_layout(self.n, self.blocks, self.k, self._bits(self.b_format, blgp))
+
+    @cached_property
+    def d_layout(self) -> Layout:
+        """The layout of C and D."""
+        return output_layout(self.m, self.n, self.blocks, _BITS[self.c_format])
+
+    def index_shift(self, cbsz: int = 0, abid: int = 0) -> int:
+        """Where a lane's 2-bit indices begin in its index register: CDNA4 ISA, 7.5. Index n belongs to item n of A."""
+        width = 2 * self.a_layout().items
+        return 0 if cbsz & 3 else abid % (32 // width) * width
+
+    @staticmethod
+    def _bits(format: str, selector: int) -> int:
+        return _F8F6F4[selector].bits if format == "f8f6f4" else _BITS[format]
+
+    # Semantics
+
+    def execute(
+        self,
+        a: np.ndarray,
+        b: np.ndarray,
+        c: np.ndarray,
+        *,
+        arch: str,
+        cbsz: int = 0,
+        abid: int = 0,
+        blgp: int = 0,
+        index: np.ndarray | None = None,
+        scale_a: np.ndarray | None = None,
+        scale_b: np.ndarray | None = None,
+        op_sel: int = 0,
+        op_sel_hi: int = 0,
+        saturate: bool = False,
+    ) -> np.ndarray:
+        """D's registers from those of A, B and C, all uint32[..., 64 lanes, dwords]; the leading axes are a batch.
+
+        A and B may have more registers than are read. `index` is the index register of a sparse instruction, `scale_a` and
+        `scale_b` are the scale registers of a scaled one, uint32[..., 64]; the byte of a scale that counts is
+        {op_sel_hi, op_sel}, bit 0 for A and bit 1 for B. `saturate` is FP16_OVFL of MODE: overflow gives the largest number.
+        """
+        if arch not in self._cycles:
+            raise ValueError(f"{self.mnemonic}: arch must be {' or '.join(self.archs)}, got {arch}")
+        a_layout, b_layout = self._permuted(cbsz, abid, blgp)
+        a = self._matrix(a, a_layout, self.a_format, cbsz, arch)
+        b = self._matrix(b, b_layout, self.b_format, blgp, arch)
+        c = self._accumulator(c)
+        if self.scaled:
+            a = a * self._scales(scale_a, self.m, op_sel & 1 | (op_sel_hi & 1) << 1)
+            b = b * self._scales(scale_b, self.n, op_sel >> 1 & 1 | op_sel_hi & 2)
+        if self.c_format == "f64":
+            a, b, c = (matrix * (-1.0 if blgp >> n & 1 else 1.0) for n, matrix in enumerate((a, b, c)))
+        with np.errstate(all="ignore"):
+            if self.sparse:
+                d = self._sparse_product(a, b, index, self.index_shift(cbsz, abid)) + c
+            elif self.a_format in ("f32", "f64"):
+                d = self._chain(a, b, c)
+            else:
+                d = np.matmul(a, b.swapaxes(-1, -2)) + c
+            return self._registers(d, saturate)
+
+    @lru_cache  # noqa: B019
+    def _permuted(self, cbsz: int, abid: int, blgp: int) -> tuple[Layout, Layout]:
+        """The layouts of A and B with the lanes that CBSZ, ABID and BLGP make the matrix core read."""
+        if self.sparse or self.a_format == "f8f6f4" or self.c_format == "f64":
+            if self.sparse and blgp or max(cbsz, blgp) >= len(_F8F6F4) and self.a_format == "f8f6f4":
+                raise ValueError(f"{self.mnemonic}: cbsz and blgp must name a format, got cbsz={cbsz} blgp={blgp}")
+            return self.a_layout(cbsz), self.b_layout(blgp)
+        a, b = self.a_layout(), self.b_layout()
+        if cbsz:
+            # The ISA (7.1.6.1) and AMD's calculator agree on a broadcast to all blocks only: one says that groups of
+            # lanes repeat, the other that each block repeats. No compiler emits a partial one by itself.
+            if 1 << cbsz != self.blocks or abid >= self.blocks:
+                raise ValueError(
+                    f"{self.mnemonic}: cbsz must be 0 or broadcast a block to all {self.blocks}, got {cbsz}:{abid}"
+                )
+            size = LANES >> cbsz
+            a = a.through(np.arange(LANES) % size + size * abid)
+        if blgp:
+            if self.blocks == 1 and self.a_format != "f32":  # "BLGP bits supported: False" in the calculator
+                raise ValueError(f"{self.mnemonic}: blgp must be 0, got {blgp}")
+            b = b.through(_lane_groups(blgp))
+        return a, b
+
+    def _matrix(self, registers: np.ndarray, layout: Layout, format: str, selector: int, arch: str) -> np.ndarray:
+        """The float64 matrix [..., block, row, k] in an input operand's registers."""
+        if registers.shape[-2] != LANES or registers.shape[-1] < layout.dwords:
+            wanted = f"[{LANES}, {layout.dwords}]"
+            raise ValueError(f"{self.mnemonic}: an operand must be {wanted} dwords, got {list(registers.shape[-2:])}")
+        registers = np.ascontiguousarray(registers[..., : layout.dwords], dtype=np.uint32)
+        if format == "f8f6f4":
+            items = _F8F6F4[selector]
+        else:
+            items = eight_bit(format, arch) if format in ("fp8", "bf8") else format
+        values = _decode(registers, items)
+        return values.reshape(*values.shape[:-2], -1)[..., layout.gather]
+
+    def _accumulator(self, registers: np.ndarray) -> np.ndarray:
+        layout = self.d_layout
+        if registers.shape[-2:] != (LANES, layout.dwords):
+            wanted = f"[{LANES}, {layout.dwords}]"
+            raise ValueError(f"{self.mnemonic}: c must be {wanted} dwords, got {list(registers.shape[-2:])}")
+        values = np.ascontiguousarray(registers, dtype=np.uint32).view(_ACCUMULATOR[self.c_format])
+        return values.reshape(*values.shape[:-2], -1)[..., layout.gather].astype(np.float64)
+
+    def _chain(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        """FMAs in the order of k, each rounded to the accumulator's format."""
+        narrow, wide = (np.float32, np.float64) if self.c_format == "f32" else (np.float64, np.longdouble)
+        a, b, d = a.astype(wide), b.astype(wide), c
+        for k in range(self.k):
+            d = (a[..., :, k, None] * b[..., None, :, k] + d).astype(narrow)
+        return d
+
+    def _sparse_product(self, a: np.ndarray, b: np.ndarray, index: np.ndarray, shift: int) -> np.ndarray:
+        """A B for a sparse A: each stored value meets the one value of B that its index names."""
+        layout = self.a_layout()
+        index = np.asarray(index, dtype=np.uint32).reshape(*a.shape[:-3], LANES, 1) >> np.uint32(shift)
+        chosen = index >> np.arange(0, 2 * layout.items, 2, dtype=np.uint32) & np.uint32(3)
+        if np.any(chosen[..., 0::2] >= chosen[..., 1::2]):
+            *_, lane, pair = np.argwhere(chosen[..., 0::2] >= chosen[..., 1::2])[0]
+            got = chosen.reshape(-1, LANES, layout.items // 2, 2)[:, lane, pair].tolist()[0]
+            raise ValueError(f"{self.mnemonic}: indices of a pair must ascend, got {got} in lane {lane}, pair {pair}")
+        k = chosen.reshape(*chosen.shape[:-2], -1)[..., layout.gather[0]] + 4 * (np.arange(self.k // 2) // 2)
+        # [..., i, stored k, j]: b is [..., block 0, j, k].
+        selected = np.take_along_axis(b.swapaxes(-1, -2), k.astype(np.int64)[..., None], axis=-2)
+        return np.matmul(a[..., 0, :, None, :], selected).swapaxes(-2, -3)
+
+    def _scales(self, registers: np.ndarray, rows: int, byte: int) -> np.ndarray:
+        """[..., 1, row, k] scale factors: lane row + rows * block of k holds the one of (row, block): CDNA4 ISA, 7.2.1."""
+        codes = np.asarray(registers, dtype=np.uint32) >> np.uint32(8 * byte) & np.uint32(0xFF)
+        factors = decode_e8m0(codes).reshape(*codes.shape[:-1], 1, self.k // SCALE_BLOCK, rows).swapaxes(-1, -2)
+        return np.repeat(factors, SCALE_BLOCK, axis=-1)
+
+    def _registers(self, d: np.ndarray, saturate: bool) -> np.ndarray:
+        """Rounds D and lays it out in registers."""
+        flat = d.reshape(*d.shape[:-3], -1)[..., self.d_layout.scatter]
+        if self.c_format == "i32":
+            if saturate:
+                flat = np.clip(flat, -(1 << 31), (1 << 31) - 1)
+            words = flat.astype(np.int64).astype(np.uint32)
+        else:
+            number = _ACCUMULATOR[self.c_format]
+            flat = flat.astype(number, order="C")
+            if saturate:
+                largest = np.finfo(number).max
+                np.clip(flat, -largest, largest, out=flat)
+            flat[np.isnan(flat)] = np.nan
+            words = flat.view(np.uint32)
+        return words.reshape(*d.shape[:-3], LANES, self.d_layout.dwords)
+
+
+def _lane_groups(blgp: int) -> np.ndarray:
+    """The lane whose B register each lane's place takes: CDNA4 ISA, table 29."""
+    lane = np.arange(LANES)
+    if blgp == 3:
+        return (lane + 16) % LANES
+    return lane % 32 + 32 * (blgp - 1) if blgp < 3 else lane % 16 + 16 * (blgp - 4)
+
+
+@lru_cache
+def _float64_values(format: Format) -> np.ndarray:
+    return format.values.astype(np.float64)
+
+
+def _decode(registers: np.ndarray, format: Format | str) -> np.ndarray:
+    """float64[..., 64, items] of uint32[..., 64, dwords]; numpy views count the bytes of a register from the lowest."""
+    if format == "f64":
+        return registers.view(np.float64)
+    if format == "f32":
+        return registers.view(np.float32).astype(np.float64)
+    if format == "xf32":  # ten fraction bits; MMA-Sim found that the others are cut off
+        return (registers & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+    if format == "i8":
+        return registers.view(np.int8).astype(np.float64)
+    if format == "f16":
+        return registers.view(np.float16).astype(np.float64)
+    if format == "bf16":
+        return (registers.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    codes = registers.view(np.uint8)
+    if format.bits == 4:
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+    elif format.bits == 6:  # three bytes hold four codes
+        triples = codes.reshape(*codes.shape[:-1], -1, 3).astype(np.uint32)
+        words = triples @ np.array([1, 1 << 8, 1 << 16], dtype=np.uint32)
+        codes = (words[..., None] >> np.array([0, 6, 12, 18], dtype=np.uint32) & 63).reshape(*codes.shape[:-1], -1)
+    return _float64_values(format)[codes]
+
+
+def _instructions():
+    for row in _TABLE.split("\n")[1:-1]:
+        mnemonic, *cycles = row.split()
+        cycles = {arch: int(cell) for arch, cell in zip(("gfx942", "gfx950"), cycles, strict=True) if cell != "-"}
+        pairs = [f"_{a}_{b}" for a in ("fp8", "bf8") for b in ("fp8", "bf8")] if mnemonic.endswith("_f8_f8") else [""]
+        for pair in pairs:
+            yield MatrixInstruction.parse(mnemonic.removesuffix("_f8_f8") + pair, cycles)
+
+
+MATRIX: dict[str, MatrixInstruction] = {instruction.mnemonic: instruction for instruction in _instructions()}

@@ -1,0 +1,510 @@
+"""The emulator's matrix instructions: layouts lane by lane, semantics against numpy, names against the decoder, and kernels."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulator import matrix
+from emulator.formats import Format, eight_bit
+from emulator.matrix import LANES, MATRIX, Layout, MatrixInstruction
+
+ISA = Path(__file__).parent / "data" / "isa" / "gfx942.txt"
+MIXED = ("e4m3fn", "e5m2", "e2m3", "e3m2", "e2m1")
+ARCH_CASES = [(name, arch) for name, instruction in MATRIX.items() for arch in instruction.archs]
+
+
+# Layouts of gfx942: AMD's matrix instruction calculator
+
+
+@cache
+def calculator() -> tuple[dict[str, list[str]], list[tuple[str, str, list[str], list[list[str]]]]]:
+    """The facts of every instruction, and (operand, mnemonic, columns, cells of 64 lanes) of every layout."""
+    facts, *layouts = re.sub(r"^#.*\n", "", ISA.read_text(), flags=re.MULTILINE).strip().split("\n\n")
+    parsed = []
+    for text in layouts:
+        names, columns, *lanes = text.split("\n")
+        operand, *mnemonics = names.split()
+        cells = [lane.split() for lane in lanes]
+        parsed += [(operand, mnemonic, columns.split(), cells) for mnemonic in mnemonics]
+    return {row.split()[0]: row.split()[1:] for row in facts.split("\n")}, parsed
+
+
+def bit_range(column: str) -> tuple[int, int]:
+    """First and last bit, counted through the operand's registers, of a column: v1, v0[15:8] or v[3:2]."""
+    register, low, high = re.fullmatch(r"v(\d*)(?:\[(?P<high>\d+):(?P<low>\d+)\])?", column).group(1, "low", "high")
+    if register == "":
+        return 32 * int(low), 32 * int(high) + 31
+    return 32 * int(register) + int(low or 0), 32 * int(register) + int(high or 31)
+
+
+def mismatches(layout: Layout, operand: str, columns: list[str], cells: list[list[str]], group: int = 1) -> list[str]:
+    """What a layout says otherwise than the calculator. `group`: places along k that a stored value can stand for, by pairs."""
+    wrong, seen = [], 0
+    for lane, column in itertools.product(range(LANES), range(len(columns))):
+        first, last = bit_range(columns[column])
+        cell = cells[lane][column]
+        row, place, end, block = re.fullmatch(r"(\d+),(\d+)(?:-(\d+))?(?:\.(\d+))?", cell).groups(default="0")
+        row, place, block = int(row), int(place), int(block)
+        if group == 1:
+            stored = [place]
+        else:
+            assert int(end) == place + 3 and place % 4 == 0
+            stored = [place // 2, place // 2 + 1]
+        if operand == "B":
+            where = [(block, place, row)]  # calculator: B[k][j]; layout: [block, j, k]
+        else:
+            where = [(block, row, k) for k in stored]
+        bits = [(int(layout.lane[x]), int(layout.item[x]) * layout.bits) for x in where]
+        expected = [(lane, first + n * layout.bits) for n in range(len(where))]
+        seen += len(where)
+        if bits != expected or last != expected[-1][1] + layout.bits - 1:
+            wrong.append(f"lane {lane} {columns[column]}: {cell}, got lane and bit {bits}")
+    if seen != layout.lane.size:
+        wrong.append(f"the calculator places {seen} elements, the layout {layout.lane.size}")
+    return wrong
+
+
+def layout_of(instruction: MatrixInstruction, operand: str) -> tuple[Layout, int]:
+    """An operand's layout, and the places along k per stored pair."""
+    if operand == "D":
+        return instruction.d_layout, 1
+    if operand == "B":
+        return instruction.b_layout(), 1
+    a = instruction.a_layout()
+    return (Layout(a.lane, a.item, 2) if operand == "index" else a), 4 if instruction.sparse else 1
+
+
+@pytest.mark.parametrize("mnemonic", [name for name, found in MATRIX.items() if "gfx942" in found.archs])
+def test_gfx942_layouts_are_the_calculators(mnemonic):
+    found = 0
+    for operand, name, columns, cells in calculator()[1]:
+        if name == mnemonic:
+            layout, group = layout_of(MATRIX[mnemonic], operand)
+            assert mismatches(layout, operand, columns, cells, group) == []
+            found += 1
+    assert found == (4 if MATRIX[mnemonic].sparse else 3)
+
+
+@pytest.mark.parametrize("operand", ["A", "B", "D", "index"])
+def test_a_wrong_lane_does_not_pass_the_comparison(operand):
+    """Swapping two lanes, or two items of one lane, of any layout is seen."""
+    for name in ("v_mfma_f32_16x16x32_fp8_fp8", "v_mfma_f32_4x4x4_16b_f16", "v_smfmac_f32_32x32x32_fp8_fp8"):
+        for found, mnemonic, columns, cells in calculator()[1]:
+            if mnemonic != name or found != operand:
+                continue
+            layout, group = layout_of(MATRIX[name], operand)
+            swap = np.arange(LANES)
+            swap[[5, 40]] = swap[[40, 5]]
+            assert len(mismatches(layout.through(swap), operand, columns, cells, group)) == 2 * len(columns)
+            item = np.where(layout.lane == 17, layout.item[::1] ^ 1, layout.item)
+            assert mismatches(replace(layout, item=item), operand, columns, cells, group)
+
+
+def test_gfx942_cycles_and_registers_are_the_calculators():
+    facts = calculator()[0]
+    assert set(facts) == {name for name, instruction in MATRIX.items() if "gfx942" in instruction.archs}
+    for name, expected in facts.items():
+        instruction = MATRIX[name]
+        layouts = instruction.a_layout(), instruction.b_layout(), instruction.d_layout
+        assert [instruction.cycles("gfx942"), *(layout.dwords for layout in layouts)] == [int(n) for n in expected]
+
+
+# Layouts of gfx950: the tables of the CDNA4 ISA document
+
+
+# Sections 7.1.5.1 and 7.5.1.3: for each run of registers, the first k that lanes 0-15, 16-31, 32-47 and 48-63 hold there.
+CDNA4_TABLES = [
+    ("v_mfma_f32_16x16x128_f8f6f4", "e2m1", {(0, 3): (0, 32, 64, 96)}),
+    ("v_mfma_f32_32x32x64_f8f6f4", "e2m1", {(0, 3): (0, 0, 32, 32)}),
+    ("v_mfma_f32_16x16x128_f8f6f4", "e2m3", {(0, 2): (0, 32, 64, 96), (3, 5): (16, 48, 80, 112)}),
+    ("v_mfma_f32_32x32x64_f8f6f4", "e3m2", {(0, 2): (0, 0, 32, 32), (3, 5): (16, 16, 48, 48)}),
+    ("v_mfma_f32_16x16x128_f8f6f4", "e4m3fn", {(0, 3): (0, 16, 32, 48), (4, 7): (64, 80, 96, 112)}),
+    ("v_mfma_f32_32x32x64_f8f6f4", "e5m2", {(0, 3): (0, 0, 16, 16), (4, 7): (32, 32, 48, 48)}),
+    ("v_mfma_f32_16x16x32_bf16", None, {(0, 3): (0, 8, 16, 24)}),
+    ("v_mfma_f32_32x32x16_bf16", None, {(0, 3): (0, 0, 8, 8)}),
+    ("v_mfma_i32_16x16x64_i8", None, {(0, 3): (0, 16, 32, 48)}),
+    ("v_mfma_i32_32x32x32_i8", None, {(0, 3): (0, 0, 16, 16)}),
+    ("v_smfmac_f32_16x16x64_bf16", None, {(0, 3): (0, 8, 16, 24), (4, 7): (32, 40, 48, 56)}),
+    ("v_smfmac_f32_32x32x32_bf16", None, {(0, 3): (0, 0, 8, 8), (4, 7): (16, 16, 24, 24)}),
+    ("v_smfmac_i32_16x16x128_i8", None, {(0, 3): (0, 16, 32, 48), (4, 7): (64, 80, 96, 112)}),
+    ("v_smfmac_f32_32x32x64_fp8_fp8", None, {(0, 3): (0, 0, 16, 16), (4, 7): (32, 32, 48, 48)}),
+]
+
+
+@pytest.mark.parametrize(
+    "mnemonic, format, table", CDNA4_TABLES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_gfx950_inputs_are_those_of_the_cdna4_isa(mnemonic, format, table):
+    instruction = MATRIX[mnemonic]
+    selector = MIXED.index(format) if format else 0
+    layouts = [(instruction.b_layout(selector), instruction.n)]
+    if not instruction.sparse:  # the tables above show the B of the sparse ones
+        layouts.append((instruction.a_layout(selector), instruction.m))
+    for layout, rows in layouts:
+        seen = 0
+        for (first, last), starts in table.items():
+            items = (last - first + 1) * 32 // layout.bits
+            for lane, item in itertools.product(range(LANES), range(items)):
+                x = 0, lane % rows, starts[lane // 16] + item
+                assert (layout.lane[x], layout.item[x]) == (lane, first * 32 // layout.bits + item)
+                seen += 1
+        assert seen == layout.lane.size
+
+
+@pytest.mark.parametrize("mnemonic", ["v_smfmac_f32_16x16x64_f16", "v_smfmac_f32_16x16x128_fp8_fp8"])
+def test_gfx950_sparse_pairs_registers_as_measured(mnemonic):
+    """Which item of B meets which item of A, as one-hot probes on an MI355X showed it.
+
+    With the first two of four places selected, item a of lane group g of A met item 16 * (g // 2) + 4 * (a % 8 // 2) + a % 2
+    of lane group 2 * (g % 2) + a // 8 of B for fp8; half as many items for f16 (public bring-up notes of a gfx950 kernel).
+    """
+    instruction = MATRIX[mnemonic]
+    half = instruction.a_layout().items // 2
+    a_layout, b_layout = instruction.a_layout(), instruction.b_layout()
+    for stored in range(instruction.k // 2):
+        group, a = a_layout.lane[0, 0, stored] // 16, a_layout.item[0, 0, stored]
+        dense = 4 * (stored // 2) + stored % 2
+        expected = 2 * half * (group // 2) + 4 * (a % half // 2) + a % 2, 2 * (group % 2) + a // half
+        assert (b_layout.item[0, 0, dense], b_layout.lane[0, 0, dense] // 16) == expected
+
+
+def test_gfx950_cycles_are_those_of_the_cdna4_isa():
+    """Table 28 and 33: 32x32 takes 32, 16x16 takes 16, except where k is smaller than the core's width, and f64."""
+    f8f6f4 = MATRIX["v_mfma_scale_f32_16x16x128_f8f6f4"], MATRIX["v_mfma_f32_32x32x64_f8f6f4"]
+    for cbsz, blgp in itertools.product(range(5), repeat=2):
+        slow = 2 if cbsz < 2 or blgp < 2 else 1
+        assert [instruction.cycles("gfx950", cbsz, blgp) for instruction in f8f6f4] == [16 * slow, 32 * slow]
+    rates = {
+        name: instruction.flops / instruction.cycles("gfx950")
+        for name, instruction in MATRIX.items()
+        if "gfx950" in instruction.archs
+    }
+    # The peak rates of the ISA's shapes, in flops per cycle and matrix core: 1024 for f16, twice that for 8 bits and sparse.
+    assert rates["v_mfma_f32_16x16x32_f16"] == rates["v_mfma_f32_32x32x16_bf16"] == 1024
+    assert rates["v_mfma_i32_16x16x64_i8"] == rates["v_smfmac_f32_16x16x64_f16"] == 2048
+    assert rates["v_smfmac_f32_32x32x64_fp8_bf8"] == 4096 and rates["v_mfma_f64_16x16x4_f64"] == 32
+
+
+# Semantics
+
+
+def decoded(format: str, selector: int, arch: str) -> Format | str:
+    """The number format of an operand."""
+    if format == "f8f6f4":
+        return matrix._F8F6F4[selector]
+    return eight_bit(format, arch) if format in ("fp8", "bf8") else format
+
+
+def pack(values: np.ndarray, layout: Layout, format: Format | str) -> np.ndarray:
+    """Registers of a matrix, bit by bit, independently of how `execute` unpacks them."""
+    plain = {"f32": (np.float32, np.uint32), "f64": (np.float64, np.uint64), "i32": (np.int32, np.uint32)}
+    plain |= {"xf32": plain["f32"], "i8": (np.int8, np.uint8), "f16": (np.float16, np.uint16)}
+    if isinstance(format, Format):
+        codes = format.encode(values.astype(np.float32))
+    elif format == "bf16":
+        codes = values.astype(np.float32).view(np.uint32) >> 16
+    else:
+        number, word = plain[format]
+        codes = values.astype(number).view(word)
+    registers = [0] * LANES
+    for x in np.ndindex(values.shape):
+        registers[layout.lane[x]] |= int(codes[x]) << (int(layout.item[x]) * layout.bits)
+    words = [[register >> 32 * n & 0xFFFFFFFF for n in range(layout.dwords)] for register in registers]
+    return np.array(words, dtype=np.uint32)
+
+
+def unpack(registers: np.ndarray, layout: Layout, format: str) -> np.ndarray:
+    """The accumulator matrix in registers."""
+    number = {"f32": np.float32, "f64": np.float64, "i32": np.int32}[format]
+    return np.ascontiguousarray(registers).view(number)[layout.lane, layout.item]
+
+
+def draw(rng: np.random.Generator, shape: tuple, format: Format | str) -> np.ndarray:
+    """Values that the format can hold exactly."""
+    if format == "i8":
+        return rng.integers(-128, 128, shape)
+    values = rng.standard_normal(shape)
+    if format == "f64":
+        return values
+    if format == "i32":
+        return rng.integers(-(1 << 20), 1 << 20, shape)
+    if isinstance(format, Format):
+        return format.values[format.encode(values.astype(np.float32))].astype(np.float64)
+    keep = {"f32": 0xFFFFFFFF, "xf32": 0xFFFFE000, "f16": 0xFFFFE000, "bf16": 0xFFFF0000}[format]
+    return (values.astype(np.float32).view(np.uint32) & np.uint32(keep)).view(np.float32).astype(np.float64)
+
+
+class Case:
+    """Random operands of one instruction, their registers, and the float64 result."""
+
+    def __init__(self, mnemonic: str, arch: str, cbsz: int = 0, abid: int = 0, blgp: int = 0, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        self.instruction = instruction = MATRIX[mnemonic]
+        self.options = {"arch": arch, "cbsz": cbsz, "abid": abid, "blgp": blgp}
+        blocks, m, n, k = instruction.blocks, instruction.m, instruction.n, instruction.k
+        mixed = instruction.a_format == "f8f6f4"
+        a_format = decoded(instruction.a_format, cbsz, arch)
+        b_format = decoded(instruction.b_format, blgp, arch)
+        stored = draw(rng, (blocks, m, k // 2 if instruction.sparse else k), a_format)
+        self.b = draw(rng, (blocks, n, k), b_format)
+        self.c = draw(rng, (blocks, m, n), instruction.c_format)
+        a_layout, b_layout = instruction.a_layout(cbsz if mixed else 0), instruction.b_layout(blgp if mixed else 0)
+        self.registers = (
+            pack(stored, a_layout, a_format),
+            pack(self.b, b_layout, b_format),
+            pack(self.c, instruction.d_layout, instruction.c_format),
+        )
+        self.a = stored
+        if instruction.sparse:
+            self.a = self._expand(rng, stored, a_layout)
+        if instruction.scaled:
+            self._scale(rng)
+        product = np.einsum("bik,bjk->bij", self.a, self.b)
+        self.magnitude = np.einsum("bik,bjk->bij", np.abs(self.a), np.abs(self.b)) + np.abs(self.c)
+        self.expected = product + self.c
+
+    def _expand(self, rng: np.random.Generator, stored: np.ndarray, layout: Layout) -> np.ndarray:
+        """The full A for random indices, which go into the selected set; the other sets hold a wrong one."""
+        instruction, pairs = self.instruction, np.array(list(itertools.combinations(range(4), 2)))
+        chosen = pairs[rng.integers(0, 6, stored.shape[:2] + (stored.shape[2] // 2,))].reshape(stored.shape)
+        full = np.zeros(stored.shape[:2] + (instruction.k,))
+        words = [0xEEEEEEEE] * LANES
+        shift = instruction.index_shift(self.options["cbsz"], self.options["abid"])
+        for x in np.ndindex(stored.shape):
+            lane, at = layout.lane[x], shift + 2 * int(layout.item[x])
+            words[lane] = words[lane] & ~(3 << at) | int(chosen[x]) << at
+            full[x[0], x[1], x[2] // 2 * 4 + chosen[x]] = stored[x]
+        self.options["index"] = np.array(words, dtype=np.uint32)
+        return full
+
+    def _scale(self, rng: np.random.Generator) -> None:
+        """Random scales in the second byte for A and the third for B, noise in the other bytes."""
+        instruction = self.instruction
+        for operand, rows, byte in (("a", instruction.m, 1), ("b", instruction.n, 2)):
+            exponent = rng.integers(117, 137, (rows, instruction.k // 32))
+            words = rng.integers(0, 1 << 32, LANES, dtype=np.uint32) & ~np.uint32(0xFF << 8 * byte)
+            for row, block in np.ndindex(exponent.shape):
+                words[row + rows * block] |= np.uint32(exponent[row, block] << 8 * byte)
+            self.options[f"scale_{operand}"] = words
+            scaled = getattr(self, operand) * np.repeat(np.ldexp(1.0, exponent - 127), 32, axis=1)
+            setattr(self, operand, scaled)
+        self.options |= {"op_sel": 0b01, "op_sel_hi": 0b10}
+
+    def run(self, **changed) -> np.ndarray:
+        """D as `execute` gives it."""
+        d = self.instruction.execute(*self.registers, **self.options | changed)
+        assert d.dtype == np.uint32 and d.shape == self.registers[2].shape
+        return unpack(d, self.instruction.d_layout, self.instruction.c_format)
+
+    def check(self, d: np.ndarray) -> None:
+        """Integers are exact, floats within the accumulator's rounding of the operands' magnitude."""
+        if self.instruction.c_format == "i32":
+            assert np.array_equal(d, self.expected)
+        else:
+            steps = self.instruction.k if self.instruction.a_format in ("f32", "f64") else 1
+            assert np.all(np.abs(d - self.expected) <= steps * np.finfo(d.dtype).eps * self.magnitude)
+
+
+@pytest.mark.parametrize("mnemonic, arch", ARCH_CASES)
+def test_random_matrices_match_numpy(mnemonic, arch):
+    case = Case(mnemonic, arch)
+    case.check(case.run())
+
+
+@pytest.mark.parametrize("mnemonic", [name for name, found in MATRIX.items() if found.a_format == "f8f6f4"])
+def test_f8f6f4_formats_mix(mnemonic):
+    for cbsz, blgp in itertools.product(range(5), repeat=2):
+        case = Case(mnemonic, "gfx950", cbsz=cbsz, blgp=blgp, seed=cbsz * 5 + blgp)
+        case.check(case.run())
+
+
+@pytest.mark.parametrize("mnemonic, arch", ARCH_CASES)
+def test_one_hot_operands_reach_one_element(mnemonic, arch):
+    """One 1 in A and one in B, at every k: it lands in D[i][j] alone, or nowhere if they stand at different k."""
+    instruction = MATRIX[mnemonic]
+    rng = np.random.default_rng(2)
+    a_format, b_format = (decoded(f, 0, arch) for f in (instruction.a_format, instruction.b_format))
+    options = {"arch": arch}
+    if instruction.sparse:
+        options["index"] = np.full(LANES, 0x44444444, np.uint32)  # the first two places of every four
+    if instruction.scaled:
+        options |= {"scale_a": np.full(LANES, 127, np.uint32), "scale_b": np.full(LANES, 127, np.uint32)}
+    c = np.zeros((LANES, instruction.d_layout.dwords), np.uint32)
+    a, b, places = [], [], []
+    for stored in range(instruction.k // 2 if instruction.sparse else instruction.k):
+        k = 4 * (stored // 2) + stored % 2 if instruction.sparse else stored
+        block, i, j = (int(rng.integers(size)) for size in (instruction.blocks, instruction.m, instruction.n))
+        other = (k + 1) % instruction.k
+        for b_k in {k, other}:
+            a_matrix = np.zeros(instruction.a_layout().lane.shape)
+            b_matrix = np.zeros(instruction.b_layout().lane.shape)
+            a_matrix[block, i, stored] = b_matrix[block, j, b_k] = 1
+            a.append(pack(a_matrix, instruction.a_layout(), a_format))
+            b.append(pack(b_matrix, instruction.b_layout(), b_format))
+            places.append((block, i, j) if b_k == k else None)
+    if instruction.sparse:
+        options["index"] = np.tile(options["index"], (len(a), 1))
+    if instruction.scaled:
+        options |= {name: np.tile(options[name], (len(a), 1)) for name in ("scale_a", "scale_b")}
+    batch = instruction.execute(np.array(a), np.array(b), np.tile(c, (len(a), 1, 1)), **options)
+    for d, place in zip(batch, places, strict=True):
+        expected = np.zeros((instruction.blocks, instruction.m, instruction.n))
+        if place:
+            expected[place] = 1
+        assert np.array_equal(unpack(d, instruction.d_layout, instruction.c_format), expected)
+
+
+@pytest.mark.parametrize(
+    "mnemonic", [name for name, found in MATRIX.items() if found.blocks > 1 and found.c_format != "f64"]
+)
+def test_broadcast_of_a_block_of_a(mnemonic):
+    """CDNA4 ISA, 7.1.6.1: with CBSZ = log2(blocks), all blocks use block ABID of A."""
+    blocks = MATRIX[mnemonic].blocks
+    for abid in (0, blocks - 1):
+        case = Case(mnemonic, "gfx942")
+        d = case.run(cbsz=blocks.bit_length() - 1, abid=abid)
+        case.a = np.broadcast_to(case.a[abid], case.a.shape)
+        case.magnitude = np.einsum("bik,bjk->bij", np.abs(case.a), np.abs(case.b)) + np.abs(case.c)
+        case.expected = np.einsum("bik,bjk->bij", case.a, case.b) + case.c
+        case.check(d)
+
+
+@pytest.mark.parametrize("blgp", range(8))
+def test_lane_group_permutation_of_b(blgp):
+    """CDNA4 ISA, table 29, on an instruction whose B is one register: lane l then reads what lane `source` holds."""
+    source = [
+        *(lambda l: l, lambda l: l % 32, lambda l: l % 32 + 32, lambda l: (l + 16) % 64),
+        *(lambda l: l % 16, lambda l: l % 16 + 16, lambda l: l % 16 + 32, lambda l: l % 16 + 48),
+    ][blgp]
+    case = Case("v_mfma_f32_16x16x1_4b_f32", "gfx942")
+    a, b, c = case.registers
+    moved = b[[source(lane) for lane in range(LANES)]]
+    plain = case.instruction.execute(a, moved, c, arch="gfx942")
+    assert np.array_equal(case.instruction.execute(a, b, c, arch="gfx942", blgp=blgp), plain)
+
+
+def test_f64_blgp_negates():
+    case = Case("v_mfma_f64_16x16x4_f64", "gfx942")
+    for blgp in range(8):
+        signs = [-1 if blgp >> n & 1 else 1 for n in range(3)]
+        expected = signs[0] * signs[1] * np.einsum("bik,bjk->bij", case.a, case.b) + signs[2] * case.c
+        assert np.allclose(case.run(blgp=blgp), expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "mnemonic, sets",
+    [
+        ("v_smfmac_f32_16x16x32_f16", 4),
+        ("v_smfmac_f32_32x32x32_fp8_bf8", 2),
+        ("v_smfmac_f32_16x16x64_bf16", 2),
+        ("v_smfmac_i32_32x32x64_i8", 1),
+    ],
+)
+def test_abid_chooses_the_set_of_indices(mnemonic, sets):
+    """CDNA4 ISA, 7.5: as many sets as fit into the index register; any CBSZ selects the first."""
+    arch = MATRIX[mnemonic].archs[0]
+    for abid in range(sets):
+        case = Case(mnemonic, arch, abid=abid, seed=abid)
+        case.check(case.run())
+        if abid:
+            assert not np.array_equal(case.run(abid=0), case.run())
+    case = Case(mnemonic, arch)
+    assert np.array_equal(case.run(cbsz=1, abid=sets - 1), case.run())
+
+
+def test_zeros_of_a_sparse_a_hide_infinities_of_b():
+    case = Case("v_smfmac_f32_16x16x32_f16", "gfx942")
+    case.b[0, 0, 2] = np.inf
+    registers = pack(case.b, case.instruction.b_layout(), "f16")
+    case.registers = case.registers[0], registers, case.registers[2]
+    case.options["index"] = np.full(LANES, 0x44444444, np.uint32)
+    assert np.isfinite(case.run()).all()
+    case.options["index"] = np.full(LANES, 0x88888888, np.uint32)
+    assert np.isinf(case.run()[0, :, 0]).all()
+
+
+def test_fp8_bytes_mean_what_the_arch_says():
+    instruction = MATRIX["v_mfma_f32_16x16x32_fp8_fp8"]
+    ones = np.full((LANES, 2), 0x38383838, np.uint32)  # 1.0 in e4m3fn, 0.5 in e4m3fnuz
+    c = np.zeros((LANES, 4), np.uint32)
+    for arch, expected in (("gfx942", 32 * 0.25), ("gfx950", 32.0)):
+        assert np.all(instruction.execute(ones, ones, c, arch=arch).view(np.float32) == expected)
+    minus_zero = np.full((LANES, 2), 0x80808080, np.uint32)
+    assert np.isnan(instruction.execute(minus_zero, ones, c, arch="gfx942").view(np.float32)).all()
+    assert np.all(instruction.execute(minus_zero, ones, c, arch="gfx950") == 0)
+
+
+def test_subnormals_nan_and_overflow():
+    instruction = MATRIX["v_mfma_f32_16x16x16_f16"]
+    tiny, largest = np.full((LANES, 2), 0x00010001, np.uint32), np.full((LANES, 2), 0x7BFF7BFF, np.uint32)
+    one, infinity = np.full((LANES, 2), 0x3C003C00, np.uint32), np.full((LANES, 2), 0x7C007C00, np.uint32)
+    zero = np.zeros((LANES, 4), np.uint32)
+    run = partial(instruction.execute, arch="gfx942")
+    assert np.all(run(tiny, one, zero).view(np.float32) == 16 * 2.0**-24)
+    assert np.all(run(tiny * 0, one, np.full((LANES, 4), 1, np.uint32)) == 1)  # a subnormal C stays
+    assert np.all(run(infinity, tiny * 0, zero) == 0x7FC00000)
+    nearly = np.full((LANES, 4), 0x7F7FFFFF, np.uint32)
+    assert np.all(run(largest, largest, nearly) == nearly)  # far below half a step of C
+    huge = MATRIX["v_mfma_f32_16x16x16_bf16"]
+    most = np.full((LANES, 2), 0x7F7F7F7F, np.uint32)
+    assert np.all(huge.execute(most, most, zero, arch="gfx942").view(np.float32) == np.inf)
+    assert np.all(huge.execute(most, most, zero, arch="gfx942", saturate=True) == 0x7F7FFFFF)
+
+
+def test_i32_wraps_or_saturates():
+    instruction = MATRIX["v_mfma_i32_16x16x32_i8"]
+    a = np.full((LANES, 2), 0x7F7F7F7F, np.uint32)
+    c = np.full((LANES, 4), 0x7FFFFFFF, np.uint32)
+    assert np.all(instruction.execute(a, a, c, arch="gfx942") == 0x7FFFFFFF + 32 * 127 * 127)
+    assert np.all(instruction.execute(a, a, c, arch="gfx942", saturate=True) == 0x7FFFFFFF)
+
+
+def test_e8m0_nan_reaches_its_block_only():
+    case = Case("v_mfma_scale_f32_16x16x128_f8f6f4", "gfx950")
+    case.options["scale_a"][3 + 16 * 2] |= 0xFF << 8  # row 3, k 64..95
+    d = case.run()
+    assert np.isnan(d[0, 3]).all() and np.isfinite(np.delete(d[0], 3, axis=0)).all()
+
+
+def test_batches_of_waves():
+    for mnemonic in ("v_mfma_f32_32x32x8_f16", "v_smfmac_f32_16x16x64_fp8_bf8", "v_mfma_scale_f32_32x32x64_f8f6f4"):
+        arch = MATRIX[mnemonic].archs[0]
+        cases = [Case(mnemonic, arch, seed=seed) for seed in range(3)]
+        stacked = [np.stack(operand) for operand in zip(*(case.registers for case in cases), strict=True)]
+        arrays = [name for name, value in cases[0].options.items() if isinstance(value, np.ndarray)]
+        options = cases[0].options | {name: np.stack([case.options[name] for case in cases]) for name in arrays}
+        d = cases[0].instruction.execute(*stacked, **options)
+        for case, wave in zip(cases, d, strict=True):
+            assert np.array_equal(wave, case.instruction.execute(*case.registers, **case.options))
+
+
+@pytest.mark.parametrize(
+    "mnemonic, options, message",
+    [
+        ("v_mfma_f32_16x16x32_f16", {"arch": "gfx942"}, "arch must be gfx950, got gfx942"),
+        ("v_mfma_f32_32x32x4_xf32", {"arch": "gfx950"}, "arch must be gfx942, got gfx950"),
+        ("v_mfma_f32_16x16x16_f16", {"blgp": 1}, "blgp must be 0, got 1"),
+        ("v_mfma_f32_16x16x16_f16", {"cbsz": 1}, "cbsz must be 0 or broadcast a block to all 1"),
+        ("v_mfma_f32_4x4x4_16b_f16", {"cbsz": 2}, "cbsz must be 0 or broadcast a block to all 16"),
+        ("v_mfma_f32_16x16x128_f8f6f4", {"arch": "gfx950", "cbsz": 5}, "cbsz and blgp must name a format"),
+        (
+            "v_smfmac_f32_16x16x32_f16",
+            {"index": np.full(LANES, 0x41, np.uint32)},
+            r"must ascend, got \[1, 0\] in lane 0, pair 0",
+        ),
+    ],
+)
+def test_what_the_hardware_does_not_define_is_an_error(mnemonic, options, message):
+    instruction = MATRIX[mnemonic]
+    layouts = instruction.a_layout(), instruction.b_layout(), instruction.d_layout
+    registers = [np.zeros((LANES, layout.dwords), np.uint32) for layout in layouts]
+    with pytest.raises(ValueError, match=f"{mnemonic}: .*{message}"):
+        instruction.execute(*registers, **{"arch": "gfx942"} | options)
+    with pytest.raises(ValueError, match="operand must be"):
+        instruction.execute(registers[0][:, :0], *registers[1:], arch=instruction.archs[0])
