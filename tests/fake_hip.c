@@ -1,14 +1,15 @@
-/* A libamdhip64 with two devices that launches nothing: it remembers what it was asked, and fails where its name says. */
+/* A libamdhip64 with two devices that launches nothing: it remembers what it was asked, and fails where its name says.
+ */
 #include <string.h>
 
-enum { kSuccess = 0, kInvalidValue = 1, kNoDevice = 100, kInvalidImage = 200, kNotFound = 500 };
+enum { kSuccess = 0, kInvalidValue = 1, kNoDevice = 100, kInvalidDevice = 101, kInvalidImage = 200, kNotFound = 500 };
 
 int fake_devices = 2;
-int fake_device = 0;          /* the current one */
-int fake_loads = 0;           /* modules loaded */
-int fake_load_device = -1;    /* the device that was current at the last load */
+int fake_device = 0;       /* the current one */
+int fake_loads = 0;        /* modules loaded */
+int fake_load_device = -1; /* the device that was current at the last load */
 int fake_load_capture_mode = -1;
-int fake_capture_mode = 0;    /* global, as threads start */
+int fake_capture_mode = 0; /* global, as threads start */
 int fake_last_error = 0;
 struct {
   void* function;
@@ -31,11 +32,28 @@ int hipDriverGetVersion(int* version) { return *version = 70151831, kSuccess; }
 int hipRuntimeGetVersion(int* version) { return *version = 60443484, kSuccess; }
 int hipGetDevice(int* device) { return *device = fake_device, kSuccess; }
 int hipSetDevice(int device) {
-  if (device < 0 || device >= fake_devices) return result(101);
+  if (device < 0 || device >= fake_devices) return result(kInvalidDevice);
   return fake_device = device, kSuccess;
 }
-const char* hipGetErrorName(int code) { return code == kNotFound ? "hipErrorNotFound" : "hipErrorOther"; }
-const char* hipGetErrorString(int code) { return code == kNotFound ? "named symbol not found" : "some other error"; }
+static const struct {
+  int code;
+  const char *name, *text;
+} kErrors[] = {{kInvalidValue, "hipErrorInvalidValue", "invalid argument"},
+               {kNoDevice, "hipErrorNoDevice", "no ROCm-capable device is detected"},
+               {kInvalidDevice, "hipErrorInvalidDevice", "invalid device ordinal"},
+               {kInvalidImage, "hipErrorInvalidImage", "device kernel image is invalid"},
+               {kNotFound, "hipErrorNotFound", "named symbol not found"}};
+static const int kErrorCount = sizeof kErrors / sizeof *kErrors;
+const char* hipGetErrorName(int code) {
+  for (int i = 0; i < kErrorCount; ++i)
+    if (kErrors[i].code == code) return kErrors[i].name;
+  return "hipErrorUnknown";
+}
+const char* hipGetErrorString(int code) {
+  for (int i = 0; i < kErrorCount; ++i)
+    if (kErrors[i].code == code) return kErrors[i].text;
+  return "unknown error";
+}
 int hipGetLastError(void) {
   int last = fake_last_error;
   return fake_last_error = 0, last;
