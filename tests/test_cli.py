@@ -1,0 +1,111 @@
+"""The command vllm-rocm-ops, here without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import vllm_rocm_ops
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import cli, envs, launch
+from vllm_rocm_ops import op as op_module
+
+COMMAND = [sys.executable, "-m", "vllm_rocm_ops.cli"]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, **environment}
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env=environment, check=False)
+
+
+def test_doctor_says_what_is_here_and_succeeds():
+    result = run("doctor", VLLM_ROCM_OPS_SEAMS="none")
+    assert result.returncode == 0, result.stderr
+    assert f"vllm-rocm-ops {vllm_rocm_ops.__version__} in" in result.stdout
+    for expected in (*archs.ARCHS, "VLLM_ROCM_OPS_SEAMS=none", *(op.name for op in op_module.registered())):
+        assert expected in result.stdout
+
+
+def test_doctor_json_holds_the_same_for_machines():
+    found = json.loads(run("doctor", "--json").stdout)
+    assert found["package"]["version"] == vllm_rocm_ops.__version__
+    assert list(found["code_objects"]) == list(archs.ARCHS)
+    for modules in found["code_objects"].values():
+        for stamp in modules.values():
+            assert stamp["compiler"]
+    assert (found["driver"]["backend"] is None) == bool(found["driver"]["status"] and not found["driver"]["versions"])
+    assert found["vllm"]["plugin"]
+    assert {seam["name"] for seam in found["vllm"]["seams"]} >= {"norm", "activation"}
+    assert all(seam["on"] or seam["reason"] for seam in found["vllm"]["seams"])
+
+
+def test_doctor_says_why_vllm_does_not_use_the_ops():
+    assert "VLLM_PLUGINS=other leaves out rocm_ops" in run("doctor", VLLM_PLUGINS="other").stdout
+    seams = json.loads(run("doctor", "--json", VLLM_ROCM_OPS_SEAMS="-norm").stdout)["vllm"]["seams"]
+    assert {seam["name"]: seam["on"] for seam in seams}["norm"] is False
+
+
+def test_doctor_without_vllm(monkeypatch):
+    find_spec = cli.importlib.util.find_spec
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "vllm" else find_spec(name))
+    found = cli.doctor()
+    assert found["vllm"]["why_off"] == "vLLM is not installed"
+    assert "vLLM is not installed" in cli.doctor_text(found)
+
+
+def test_doctor_survives_a_vllm_that_does_not_import(tmp_path):
+    (tmp_path / "vllm.py").write_text("raise RuntimeError('wrong torch')")
+    result = run("doctor", PYTHONPATH=str(tmp_path))
+    assert result.returncode == 0
+    assert "RuntimeError: wrong torch" in result.stdout
+
+
+def test_doctor_reports_missing_code_objects(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "CODE", tmp_path)
+    op = vllm_rocm_ops.ops.rms_norm
+    assert cli.what_runs(op, "gfx942") == "fallback: no code object of rms_norm for gfx942"
+    assert cli.find_code_objects("gfx942") == {}
+
+
+def test_doctor_reports_switches(monkeypatch):
+    monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "rms_norm")
+    assert "switched off by VLLM_ROCM_OPS_DISABLE" in cli.what_runs(vllm_rocm_ops.ops.rms_norm, "gfx942")
+    assert "VLLM_ROCM_OPS_DISABLE" in envs.VARIABLES
+
+
+@pytest.mark.parametrize("arch", archs.ARCHS)
+@pytest.mark.parametrize("op", list(op_module.registered()), ids=lambda op: op.name)
+def test_explain_takes_every_op_in_any_shape(op, arch):
+    explained = cli.explain(op, arch, (8, 2048), cli.DTYPES["fp16"])
+    assert explained.arch == arch
+    assert [launch.symbol for launch in explained.launches if "fp16" in launch.symbol], str(explained)
+    assert explained.launches[0].grid[0] == 8
+
+
+def test_explain_prints_rules_and_launch(capsys):
+    assert cli.main(["explain", "rms_norm", "--shape", "3x16384", "--dtype", "bf16", "--arch", "gfx950"]) == 0
+    printed = capsys.readouterr().out
+    assert "rms_norm on gfx950" in printed and "grid (3, 1, 1)" in printed
+    assert "yes weight is contiguous" in printed
+
+
+def test_explain_says_which_rule_does_not_hold(capsys):
+    arguments = ["--with", "quant_dtype=e4m3fn", "residual=none", "--arch", "gfx942"]
+    assert cli.main(["explain", "rms_norm_dynamic_per_token_quant", *arguments]) == 0
+    assert "NO  gfx942 converts to quant_dtype" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("weight=bf16[12]", "rms_norm: weight must be bfloat16[hidden=4096], got bfloat16[12]"),
+        ("epsilon=small", "epsilon must be a number, true, false, none, a dtype or dtype[shape], got small"),
+        ("nonsense=1", "nonsense"),
+        ("nonsense", "nonsense must be name=value"),
+    ],
+)
+def test_explain_refuses_with_a_plain_message(given, message, capsys):
+    assert cli.main(["explain", "rms_norm", "--with", given]) == 2
+    assert message in capsys.readouterr().err
