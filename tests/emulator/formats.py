@@ -94,6 +94,18 @@ class Format:
         rounding: they are the fraction of one unit in the last kept place that is added before truncation.
         """
         word = np.asarray(values, dtype=np.float32).view(np.uint32)
+        if random is None and self.bits <= 8:
+            # No boundary of rounding lies between a float32 and its upper half with the lower half's "is not zero" or-ed in.
+            return self._codes[bool(saturate)][word >> np.uint32(16) | (word & np.uint32(0xFFFF) != 0)]
+        return self._encode(word, saturate, random, random_bits)
+
+    @cached_property
+    def _codes(self) -> tuple[np.ndarray, np.ndarray]:
+        """The codes of all upper halves of a float32, without and with saturation."""
+        word = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+        return self._encode(word, False, None, 0), self._encode(word, True, None, 0)
+
+    def _encode(self, word: np.ndarray, saturate: bool, random: np.ndarray | None, random_bits: int) -> np.ndarray:
         magnitude = word & np.uint32(0x7FFFFFFF)
         negative = word >> np.uint32(31) << np.uint32(self.bits - 1)
         if random is None:
