@@ -6,24 +6,28 @@
 
 constexpr float kMinScale = 1.0f / (numerics::kE4m3Max * 512.0f);
 
-// numerator / denominator, correctly rounded, given inverse = 1 / denominator to within 1 ulp (Markstein: one residual step).
+// numerator / denominator, correctly rounded, given inverse = 1 / denominator to within 1 ulp: Markstein's residual step.
+// An infinite or NaN quotient has no residual and stays as it is.
 DEVICE float divide(float numerator, float denominator, float inverse) {
   float quotient = numerator * inverse;
-  return __builtin_fmaf(__builtin_fmaf(-quotient, denominator, numerator), inverse, quotient);
+  float refined = __builtin_fmaf(__builtin_fmaf(-quotient, denominator, numerator), inverse, quotient);
+  return refined == refined ? refined : quotient;
 }
 DEVICE f32x2 divide(f32x2 numerator, float denominator, float inverse) {
   f32x2 d = {-denominator, -denominator}, r = {inverse, inverse};
   f32x2 quotient = numerator * r;
-  return __builtin_elementwise_fma(__builtin_elementwise_fma(quotient, d, numerator), r, quotient);
+  f32x2 refined = __builtin_elementwise_fma(__builtin_elementwise_fma(quotient, d, numerator), r, quotient);
+  return {refined.x == refined.x ? refined.x : quotient.x, refined.y == refined.y ? refined.y : quotient.y};
 }
 
-// A dynamic scale as a divisor, with its inverse refined to what divide() needs. An infinite scale (a row with an
-// infinity in it) divides as the largest float does: finite elements become 0, infinities NaN, as in IEEE division.
+// A dynamic scale as a divisor, with its inverse refined to what divide() needs. By an infinite scale (of a row with an
+// infinity in it) finite elements become 0 and infinities NaN.
 struct Scale {
   float value, inverse;
   DEVICE explicit Scale(float scale) : value(__builtin_fminf(scale, __FLT_MAX__)) {
-    float approx = numerics::rcp_approx(value);
-    inverse = __builtin_fmaf(__builtin_fmaf(-value, approx, 1.0f), approx, approx);
+    float approx = numerics::rcp_approx(scale);
+    float refined = __builtin_fmaf(__builtin_fmaf(-scale, approx, 1.0f), approx, approx);
+    inverse = scale == value ? refined : 0.0f;
   }
 };
 

@@ -1,19 +1,21 @@
 // RMSNorm of rows, with an optional residual add in front and an optional e4m3 quantisation behind.
 //
 //     z = input + residual                   (residual := z, rounded to T)
-//     n = T(T(z * rsqrt(mean(z^2) + epsilon)) * weight)
+//     n = T(z * rsqrt(mean(z^2) + epsilon) * weight)
 //     plain:     out = n
 //     static:    out = e4m3(n * (1 / scale))
 //     per token: scale[row] = max(min(absmax(n), scale_ub) / 448, min_scale);  out = e4m3(n / scale[row])
 //     per block: the same for each run of group_size columns
 //
-// Rounding follows vLLM 0.33's ops of the same names: plain and static take z rounded to T, the dynamic kinds take it
-// unrounded; n is rounded twice, as a multiplication in T is.
+// Rounding follows vLLM 0.33.0's ops of the same names, as its wheel behaves: the plain and static kinds take z rounded to
+// T and round n once; the dynamic kinds take z unrounded and round n before the weight too.
 //
 // Bytes per element: 2 (input) + 4 (residual, read and written) + 1 or 2 (out); some 10 flops. Up to about 64 rows the
 // time is latency, above it is HBM bandwidth. A block owns a row and keeps it in registers between the reductions; lane
 // by lane a thread owns chunks of 8 elements, thread t those at t, t + threads, ... All loads of a row, the weight's
-// too, are in flight before the first is used, and there is one barrier per reduction.
+// too, are in flight before the first is used, and there is one barrier per reduction. A row is not split over blocks:
+// its sum of squares would need a barrier between blocks, which costs more than reading 64 KB in one block does. Nor do
+// the two reductions of the per-token kind share a barrier: the scale that vLLM computes depends on the rounded n.
 #include "device/float8.h"
 #include "device/reduce.h"
 
@@ -36,6 +38,14 @@ DEVICE float inverse_rms(float sum_of_squares, const Row& row) {
   return numerics::rsqrt_approx(divide(sum_of_squares, float(row.hidden), row.inverse_hidden) + row.epsilon);
 }
 
+// z * rms * weight, before the last rounding.
+template <class T, bool kRoundTwice>
+DEVICE f32x2 normalize(f32x2 z, float rms, f32x2 weight) {
+  f32x2 n = z * rms;
+  if constexpr (kRoundTwice) n = round_to<T>(n);
+  return n * weight;
+}
+
 DEVICE float dynamic_scale(float absmax, const float* scale_ub) {
   if (scale_ub) absmax = __builtin_fminf(absmax, *mem::global(scale_ub));
   return absmax_to_scale(absmax);
@@ -51,6 +61,7 @@ DEVICE void rms_norm_vector(const Row& row) {
   u32x4 input[kChunks], residual[kChunks], weight[kChunks];
   int chunk[kChunks];
   bool mine[kChunks];
+#pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     chunk[i] = wave::thread() + i * row.threads;
     mine[i] = chunk[i] * kChunk < row.hidden;
@@ -61,6 +72,7 @@ DEVICE void rms_norm_vector(const Row& row) {
     }
   }
   const u32 one = T::pack({1.0f, 1.0f});
+#pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     weight[i] = u32x4{one, one, one, one};
     if (mine[i] && row.weight) weight[i] = mem::load<u32x4>((const u32x4*)row.weight + chunk[i]);
@@ -71,6 +83,7 @@ DEVICE void rms_norm_vector(const Row& row) {
   // z: the row, rounded ones kept packed.
   Chunk exact[kChunks];
   f32x2 squares = {0.0f, 0.0f};
+#pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     Chunk z = unpack<T>(input[i]);
     if constexpr (kResidual) {
@@ -87,9 +100,10 @@ DEVICE void rms_norm_vector(const Row& row) {
 
   u32x4 normed[kChunks];
   float absmax = 0.0f;
+#pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     Chunk w = unpack<T>(weight[i]), n;
-    for (int j = 0; j < kChunk / 2; ++j) n.pair[j] = round_to<T>(exact[i].pair[j] * rms) * w.pair[j];
+    for (int j = 0; j < kChunk / 2; ++j) n.pair[j] = normalize<T, !kRounded>(exact[i].pair[j], rms, w.pair[j]);
     normed[i] = pack<T>(n);
     if constexpr (kOutput == Output::kPlain) {
       if (mine[i]) mem::store((u32x4*)row.out + chunk[i], normed[i]);
@@ -98,14 +112,15 @@ DEVICE void rms_norm_vector(const Row& row) {
     } else if constexpr (kOutput == Output::kPerToken) {
       absmax = max_abs(absmax, unpack<T>(normed[i]));
     } else {
-      // A group is 8 or 16 neighbouring lanes' chunks.
+      // A group is the chunks of 8 or 16 neighbouring lanes.
       float group_max = wave::reduce_group<8>(max_abs(0.0f, unpack<T>(normed[i])), 0.0f, Max{});
       if (row.group_size == 128) group_max = wave::reduce_group<16>(group_max, 0.0f, Max{});
       const float scale = dynamic_scale(group_max, row.scale_ub);
-      const int column = chunk[i] * kChunk;
       if (mine[i]) {
         mem::store((u32x2*)row.out + chunk[i], quantize(unpack<T>(normed[i]), Scale(scale)));
-        if (column % row.group_size == 0) mem::store(row.scale_out + column / row.group_size * row.scale_stride, scale);
+        const int log2_lanes = row.group_size == 128 ? 4 : 3;
+        if ((chunk[i] & ((1 << log2_lanes) - 1)) == 0)
+          mem::store(row.scale_out + (chunk[i] >> log2_lanes) * row.scale_stride, scale);
       }
     }
   }
@@ -113,6 +128,7 @@ DEVICE void rms_norm_vector(const Row& row) {
     const float scale = dynamic_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{}), row.scale_ub);
     if (wave::thread() == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
+#pragma unroll
     for (int i = 0; i < kChunks; ++i)
       if (mine[i]) mem::store((u32x2*)row.out + chunk[i], quantize(unpack<T>(normed[i]), divisor));
   }
@@ -144,7 +160,8 @@ DEVICE void rms_norm_general(const Row& row) {
   auto normed = [&](int column) {
     // The rounded kinds have already left z in the residual.
     float z = kResidual && kRounded ? load_element<T>(row.residual, column) : sum(column);
-    return round_to<T>(round_to<T>(z * rms) * (row.weight ? load_element<T>(row.weight, column) : 1.0f));
+    float weight = row.weight ? load_element<T>(row.weight, column) : 1.0f;
+    return round_to<T>(normalize<T, !kRounded>(f32x2{z, 0.0f}, rms, f32x2{weight, 0.0f})).x;
   };
   auto finish = [&](int column, const Scale& scale) {
     float n = normed(column);
@@ -227,81 +244,65 @@ DEVICE void rms_norm(const void* input, void* residual, const void* weight, void
 INSTANCE(1024, rms_norm_bf16_x1,                                          Bf16, false, kPlain,    1)
 INSTANCE(1024, rms_norm_bf16_x2,                                          Bf16, false, kPlain,    2)
 INSTANCE( 512, rms_norm_bf16_x4,                                          Bf16, false, kPlain,    4)
-INSTANCE( 256, rms_norm_bf16_x8,                                          Bf16, false, kPlain,    8)
 INSTANCE(1024, rms_norm_bf16_general,                                     Bf16, false, kPlain,    0)
 INSTANCE(1024, rms_norm_static_fp8_quant_bf16_x1,                         Bf16, false, kStatic,   1)
 INSTANCE(1024, rms_norm_static_fp8_quant_bf16_x2,                         Bf16, false, kStatic,   2)
 INSTANCE( 512, rms_norm_static_fp8_quant_bf16_x4,                         Bf16, false, kStatic,   4)
-INSTANCE( 256, rms_norm_static_fp8_quant_bf16_x8,                         Bf16, false, kStatic,   8)
 INSTANCE(1024, rms_norm_static_fp8_quant_bf16_general,                    Bf16, false, kStatic,   0)
 INSTANCE(1024, rms_norm_dynamic_per_token_quant_bf16_x1,                  Bf16, false, kPerToken, 1)
 INSTANCE(1024, rms_norm_dynamic_per_token_quant_bf16_x2,                  Bf16, false, kPerToken, 2)
 INSTANCE( 512, rms_norm_dynamic_per_token_quant_bf16_x4,                  Bf16, false, kPerToken, 4)
-INSTANCE( 256, rms_norm_dynamic_per_token_quant_bf16_x8,                  Bf16, false, kPerToken, 8)
 INSTANCE(1024, rms_norm_dynamic_per_token_quant_bf16_general,             Bf16, false, kPerToken, 0)
 INSTANCE(1024, rms_norm_per_block_quant_bf16_x1,                          Bf16, false, kPerBlock, 1)
 INSTANCE(1024, rms_norm_per_block_quant_bf16_x2,                          Bf16, false, kPerBlock, 2)
 INSTANCE( 512, rms_norm_per_block_quant_bf16_x4,                          Bf16, false, kPerBlock, 4)
-INSTANCE( 256, rms_norm_per_block_quant_bf16_x8,                          Bf16, false, kPerBlock, 8)
 INSTANCE(1024, rms_norm_per_block_quant_bf16_general,                     Bf16, false, kPerBlock, 0)
 INSTANCE(1024, fused_add_rms_norm_bf16_x1,                                Bf16, true,  kPlain,    1)
 INSTANCE(1024, fused_add_rms_norm_bf16_x2,                                Bf16, true,  kPlain,    2)
 INSTANCE( 512, fused_add_rms_norm_bf16_x4,                                Bf16, true,  kPlain,    4)
-INSTANCE( 256, fused_add_rms_norm_bf16_x8,                                Bf16, true,  kPlain,    8)
 INSTANCE(1024, fused_add_rms_norm_bf16_general,                           Bf16, true,  kPlain,    0)
 INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_bf16_x1,               Bf16, true,  kStatic,   1)
 INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_bf16_x2,               Bf16, true,  kStatic,   2)
 INSTANCE( 512, fused_add_rms_norm_static_fp8_quant_bf16_x4,               Bf16, true,  kStatic,   4)
-INSTANCE( 256, fused_add_rms_norm_static_fp8_quant_bf16_x8,               Bf16, true,  kStatic,   8)
 INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_bf16_general,          Bf16, true,  kStatic,   0)
 INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_bf16_x1,        Bf16, true,  kPerToken, 1)
 INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_bf16_x2,        Bf16, true,  kPerToken, 2)
 INSTANCE( 512, fused_add_rms_norm_dynamic_per_token_quant_bf16_x4,        Bf16, true,  kPerToken, 4)
-INSTANCE( 256, fused_add_rms_norm_dynamic_per_token_quant_bf16_x8,        Bf16, true,  kPerToken, 8)
 INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_bf16_general,   Bf16, true,  kPerToken, 0)
 INSTANCE(1024, fused_add_rms_norm_per_block_quant_bf16_x1,                Bf16, true,  kPerBlock, 1)
 INSTANCE(1024, fused_add_rms_norm_per_block_quant_bf16_x2,                Bf16, true,  kPerBlock, 2)
 INSTANCE( 512, fused_add_rms_norm_per_block_quant_bf16_x4,                Bf16, true,  kPerBlock, 4)
-INSTANCE( 256, fused_add_rms_norm_per_block_quant_bf16_x8,                Bf16, true,  kPerBlock, 8)
 INSTANCE(1024, fused_add_rms_norm_per_block_quant_bf16_general,           Bf16, true,  kPerBlock, 0)
 INSTANCE(1024, rms_norm_fp16_x1,                                          F16,  false, kPlain,    1)
 INSTANCE(1024, rms_norm_fp16_x2,                                          F16,  false, kPlain,    2)
 INSTANCE( 512, rms_norm_fp16_x4,                                          F16,  false, kPlain,    4)
-INSTANCE( 256, rms_norm_fp16_x8,                                          F16,  false, kPlain,    8)
 INSTANCE(1024, rms_norm_fp16_general,                                     F16,  false, kPlain,    0)
 INSTANCE(1024, rms_norm_static_fp8_quant_fp16_x1,                         F16,  false, kStatic,   1)
 INSTANCE(1024, rms_norm_static_fp8_quant_fp16_x2,                         F16,  false, kStatic,   2)
 INSTANCE( 512, rms_norm_static_fp8_quant_fp16_x4,                         F16,  false, kStatic,   4)
-INSTANCE( 256, rms_norm_static_fp8_quant_fp16_x8,                         F16,  false, kStatic,   8)
 INSTANCE(1024, rms_norm_static_fp8_quant_fp16_general,                    F16,  false, kStatic,   0)
 INSTANCE(1024, rms_norm_dynamic_per_token_quant_fp16_x1,                  F16,  false, kPerToken, 1)
 INSTANCE(1024, rms_norm_dynamic_per_token_quant_fp16_x2,                  F16,  false, kPerToken, 2)
 INSTANCE( 512, rms_norm_dynamic_per_token_quant_fp16_x4,                  F16,  false, kPerToken, 4)
-INSTANCE( 256, rms_norm_dynamic_per_token_quant_fp16_x8,                  F16,  false, kPerToken, 8)
 INSTANCE(1024, rms_norm_dynamic_per_token_quant_fp16_general,             F16,  false, kPerToken, 0)
 INSTANCE(1024, rms_norm_per_block_quant_fp16_x1,                          F16,  false, kPerBlock, 1)
 INSTANCE(1024, rms_norm_per_block_quant_fp16_x2,                          F16,  false, kPerBlock, 2)
 INSTANCE( 512, rms_norm_per_block_quant_fp16_x4,                          F16,  false, kPerBlock, 4)
-INSTANCE( 256, rms_norm_per_block_quant_fp16_x8,                          F16,  false, kPerBlock, 8)
 INSTANCE(1024, rms_norm_per_block_quant_fp16_general,                     F16,  false, kPerBlock, 0)
 INSTANCE(1024, fused_add_rms_norm_fp16_x1,                                F16,  true,  kPlain,    1)
 INSTANCE(1024, fused_add_rms_norm_fp16_x2,                                F16,  true,  kPlain,    2)
 INSTANCE( 512, fused_add_rms_norm_fp16_x4,                                F16,  true,  kPlain,    4)
-INSTANCE( 256, fused_add_rms_norm_fp16_x8,                                F16,  true,  kPlain,    8)
 INSTANCE(1024, fused_add_rms_norm_fp16_general,                           F16,  true,  kPlain,    0)
 INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_fp16_x1,               F16,  true,  kStatic,   1)
 INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_fp16_x2,               F16,  true,  kStatic,   2)
 INSTANCE( 512, fused_add_rms_norm_static_fp8_quant_fp16_x4,               F16,  true,  kStatic,   4)
-INSTANCE( 256, fused_add_rms_norm_static_fp8_quant_fp16_x8,               F16,  true,  kStatic,   8)
 INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_fp16_general,          F16,  true,  kStatic,   0)
 INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_fp16_x1,        F16,  true,  kPerToken, 1)
 INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_fp16_x2,        F16,  true,  kPerToken, 2)
 INSTANCE( 512, fused_add_rms_norm_dynamic_per_token_quant_fp16_x4,        F16,  true,  kPerToken, 4)
-INSTANCE( 256, fused_add_rms_norm_dynamic_per_token_quant_fp16_x8,        F16,  true,  kPerToken, 8)
 INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_fp16_general,   F16,  true,  kPerToken, 0)
 INSTANCE(1024, fused_add_rms_norm_per_block_quant_fp16_x1,                F16,  true,  kPerBlock, 1)
 INSTANCE(1024, fused_add_rms_norm_per_block_quant_fp16_x2,                F16,  true,  kPerBlock, 2)
 INSTANCE( 512, fused_add_rms_norm_per_block_quant_fp16_x4,                F16,  true,  kPerBlock, 4)
-INSTANCE( 256, fused_add_rms_norm_per_block_quant_fp16_x8,                F16,  true,  kPerBlock, 8)
 INSTANCE(1024, fused_add_rms_norm_per_block_quant_fp16_general,           F16,  true,  kPerBlock, 0)
 // clang-format on

@@ -2,13 +2,12 @@
 //
 //     y = gate * sigmoid(gate) * up
 //     plain:     out = T(T(gate * sigmoid(gate)) * up)
-//     static:    out = e4m3(y * (1 / scale))
+//     static:    out = e4m3(plain * (1 / scale))
 //     per token: scale[row] = max(min(absmax(y), scale_ub) / 448, min_scale);  out = e4m3(y / scale[row])
 //     per block: scale[row, group] = max(min(absmax(y) / 448, scale_ub), min_scale);  out = e4m3(y / scale[row, group])
 //
-// The quantised kinds stay in fp32 up to the only rounding, the plain kind rounds twice, and scale_ub bounds the
-// absolute maximum per token but the scale per block: all as vLLM's ops of the same names do it (0.33; per token: the
-// op of the same name on its main branch).
+// The dynamic kinds stay in fp32 up to the cast, and scale_ub bounds the absolute maximum per token but the scale per
+// block: all as vLLM's ops of the same names behave in the wheel of 0.33.0 (per token: as on its main branch).
 //
 // Bytes per element: 4 (gate and up) + 1 or 2 (out); some 8 flops and two transcendentals. Without a row-wide maximum
 // nothing ties a row to a block, so columns are split over as many blocks as there are chunks for. The per-token kind
@@ -43,6 +42,7 @@ DEVICE Chunk silu_and_mul(u32x4 gate, u32x4 up) {
     f32x2 activated = silu(g.pair[i]);
     if constexpr (kRounded) activated = round_to<T>(activated);
     y.pair[i] *= activated;
+    if constexpr (kRounded) y.pair[i] = round_to<T>(y.pair[i]);
   }
   return y;
 }
@@ -60,10 +60,11 @@ DEVICE float group_scale(float absmax, const float* scale_ub) {
 // hidden is a multiple of 8; gate, up and out are 16-byte aligned. Chunks `first` on, kChunks per thread.
 template <class T, Output kOutput, int kChunks>
 DEVICE void silu_and_mul_vector(const Row& row, int first) {
-  constexpr bool kPlain = kOutput == Output::kPlain;
+  constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;
   u32x4 gate[kChunks], up[kChunks];
   int chunk[kChunks];
   bool mine[kChunks];
+#pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     chunk[i] = first + wave::thread() + i * row.threads;
     mine[i] = chunk[i] * kChunk < row.hidden;
@@ -78,23 +79,25 @@ DEVICE void silu_and_mul_vector(const Row& row, int first) {
 
   Chunk y[kChunks];
   float absmax = 0.0f;
+#pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    y[i] = silu_and_mul<T, kPlain>(gate[i], up[i]);
-    if constexpr (kPlain) {
+    y[i] = silu_and_mul<T, kRounded>(gate[i], up[i]);
+    if constexpr (kOutput == Output::kPlain) {
       if (mine[i]) mem::store((u32x4*)row.out + chunk[i], pack<T>(y[i]));
     } else if constexpr (kOutput == Output::kStatic) {
       if (mine[i]) mem::store((u32x2*)row.out + chunk[i], quantize(y[i], inverse_scale));
     } else if constexpr (kOutput == Output::kPerToken) {
       absmax = max_abs(absmax, y[i]);
     } else {
-      // A group is 8 or 16 neighbouring lanes' chunks.
+      // A group is the chunks of 8 or 16 neighbouring lanes.
       float group_max = wave::reduce_group<8>(max_abs(0.0f, y[i]), 0.0f, Max{});
       if (row.group_size == 128) group_max = wave::reduce_group<16>(group_max, 0.0f, Max{});
       const float scale = group_scale(group_max, row.scale_ub);
-      const int column = chunk[i] * kChunk;
       if (mine[i]) {
         mem::store((u32x2*)row.out + chunk[i], quantize(y[i], Scale(scale)));
-        if (column % row.group_size == 0) mem::store(row.scale_out + column / row.group_size * row.scale_stride, scale);
+        const int log2_lanes = row.group_size == 128 ? 4 : 3;
+        if ((chunk[i] & ((1 << log2_lanes) - 1)) == 0)
+          mem::store(row.scale_out + (chunk[i] >> log2_lanes) * row.scale_stride, scale);
       }
     }
   }
@@ -104,6 +107,7 @@ DEVICE void silu_and_mul_vector(const Row& row, int first) {
     const float scale = token_scale(absmax, row.scale_ub);
     if (wave::thread() == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
+#pragma unroll
     for (int i = 0; i < kChunks; ++i)
       if (mine[i]) mem::store((u32x2*)row.out + chunk[i], quantize(y[i], divisor));
   }
@@ -113,9 +117,11 @@ DEVICE void silu_and_mul_vector(const Row& row, int first) {
 template <class T, Output kOutput>
 DEVICE void silu_and_mul_general(const Row& row) {
   auto activated = [&](int column) {
+    constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;
     float y = silu(load_element<T>(row.gate, column));
-    if constexpr (kOutput == Output::kPlain) y = round_to<T>(y);
-    return y * load_element<T>(row.up, column);
+    if constexpr (kRounded) y = round_to<T>(y);
+    y *= load_element<T>(row.up, column);
+    return kRounded ? round_to<T>(y) : y;
   };
   auto store_divided = [&](int column, const Scale& scale) {
     mem::store((u8*)row.out + column, numerics::to_e4m3(divide(activated(column), scale.value, scale.inverse)));
@@ -190,31 +196,25 @@ DEVICE void silu_and_mul_row(const void* input, void* out, float* scale_out, con
   }
 
 INSTANCE(1024, silu_and_mul_bf16_x1,                         Bf16, kPlain,    1)
-INSTANCE(1024, silu_and_mul_bf16_x2,                         Bf16, kPlain,    2)
 INSTANCE(1024, silu_and_mul_bf16_general,                    Bf16, kPlain,    0)
 INSTANCE(1024, silu_and_mul_quant_bf16_x1,                   Bf16, kStatic,   1)
-INSTANCE(1024, silu_and_mul_quant_bf16_x2,                   Bf16, kStatic,   2)
 INSTANCE(1024, silu_and_mul_quant_bf16_general,              Bf16, kStatic,   0)
 INSTANCE(1024, silu_and_mul_per_token_quant_bf16_x1,         Bf16, kPerToken, 1)
 INSTANCE(1024, silu_and_mul_per_token_quant_bf16_x2,         Bf16, kPerToken, 2)
 INSTANCE( 512, silu_and_mul_per_token_quant_bf16_x4,         Bf16, kPerToken, 4)
-INSTANCE( 256, silu_and_mul_per_token_quant_bf16_x8,         Bf16, kPerToken, 8)
+INSTANCE( 512, silu_and_mul_per_token_quant_bf16_x8,         Bf16, kPerToken, 8)
 INSTANCE(1024, silu_and_mul_per_token_quant_bf16_general,    Bf16, kPerToken, 0)
 INSTANCE(1024, silu_and_mul_per_block_quant_bf16_x1,         Bf16, kPerBlock, 1)
-INSTANCE(1024, silu_and_mul_per_block_quant_bf16_x2,         Bf16, kPerBlock, 2)
 INSTANCE(1024, silu_and_mul_per_block_quant_bf16_general,    Bf16, kPerBlock, 0)
 INSTANCE(1024, silu_and_mul_fp16_x1,                         F16,  kPlain,    1)
-INSTANCE(1024, silu_and_mul_fp16_x2,                         F16,  kPlain,    2)
 INSTANCE(1024, silu_and_mul_fp16_general,                    F16,  kPlain,    0)
 INSTANCE(1024, silu_and_mul_quant_fp16_x1,                   F16,  kStatic,   1)
-INSTANCE(1024, silu_and_mul_quant_fp16_x2,                   F16,  kStatic,   2)
 INSTANCE(1024, silu_and_mul_quant_fp16_general,              F16,  kStatic,   0)
 INSTANCE(1024, silu_and_mul_per_token_quant_fp16_x1,         F16,  kPerToken, 1)
 INSTANCE(1024, silu_and_mul_per_token_quant_fp16_x2,         F16,  kPerToken, 2)
 INSTANCE( 512, silu_and_mul_per_token_quant_fp16_x4,         F16,  kPerToken, 4)
-INSTANCE( 256, silu_and_mul_per_token_quant_fp16_x8,         F16,  kPerToken, 8)
+INSTANCE( 512, silu_and_mul_per_token_quant_fp16_x8,         F16,  kPerToken, 8)
 INSTANCE(1024, silu_and_mul_per_token_quant_fp16_general,    F16,  kPerToken, 0)
 INSTANCE(1024, silu_and_mul_per_block_quant_fp16_x1,         F16,  kPerBlock, 1)
-INSTANCE(1024, silu_and_mul_per_block_quant_fp16_x2,         F16,  kPerBlock, 2)
 INSTANCE(1024, silu_and_mul_per_block_quant_fp16_general,    F16,  kPerBlock, 0)
 // clang-format on

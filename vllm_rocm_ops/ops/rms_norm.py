@@ -1,6 +1,7 @@
 """RMSNorm with an optional residual add in front and an optional e4m3 quantisation behind; kernels: csrc/ops/rms_norm.hip.
 
-Names, arguments and roundings are those of vLLM 0.33's ops, but results are returned. `residual` is updated in place.
+Names, arguments and roundings are those of the ops in vLLM 0.33.0's wheel, but results are returned. `residual` is
+updated in place.
 """
 
 from __future__ import annotations
@@ -42,11 +43,20 @@ def _add(input: Tensor, residual: Tensor | None) -> Tensor:
     return z
 
 
-def _normalize(z: Tensor, weight: Tensor | None, epsilon: float, dtype: torch.dtype) -> Tensor:
-    """RMSNorm of z, rounded to dtype after the norm and again after the weight, as a product in dtype is."""
+def _scaled(z: Tensor, epsilon: float) -> Tensor:
     z = _exact(z)
-    n = (z * torch.rsqrt(z.square().mean(-1, keepdim=True) + epsilon)).to(dtype)
-    return n if weight is None else n * weight
+    return z * torch.rsqrt(z.square().mean(-1, keepdim=True) + epsilon)
+
+
+def _normalize(z: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    """RMSNorm of z in z's dtype, rounded once, as vLLM's plain and static ops do."""
+    n = _scaled(z, epsilon)
+    return (n if weight is None else n * weight).to(z.dtype)
+
+
+def _normalize_twice_rounded(z: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm of an unrounded z in weight's dtype, rounded before the weight too, as vLLM's dynamic ops do."""
+    return _scaled(z, epsilon).to(weight.dtype) * weight
 
 
 def _hidden(a) -> int:
@@ -55,16 +65,15 @@ def _hidden(a) -> int:
 
 def _configs(a, arch: Arch) -> list[RowConfig]:
     vector = rows.is_vector(_hidden(a), a.input, getattr(a, "residual", None), a.weight)
-    return list(rows.configs(_hidden(a), vector, (1, 2, 4, 8), arch))
+    return list(rows.configs(_hidden(a), vector, (1, 2, 4), arch))
 
 
 def _default(a, arch: Arch) -> RowConfig:
-    """Few rows: as many waves as a row can use, for latency. Many rows: small blocks with more bytes in flight each."""
+    """The fewest chunks per thread with at most 512 threads; measured on H200, it is within 5 % of the best everywhere.
+    Per block, where more waves hide the shuffles, the fewest chunks of all."""
     fitting = _configs(a, arch)
-    if fitting[0].chunks == 0:
-        return fitting[0]
-    vector = fitting[:-1]
-    return vector[0] if rows_of(a.input) <= 2 * arch.compute_units else vector[-1]
+    limit = rows.MAX_THREADS[1] if hasattr(a, "group_size") else 512
+    return next((c for c in fitting if c.threads <= limit), fitting[0])
 
 
 def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
@@ -119,7 +128,7 @@ def rms_norm(input: Tensor, weight: Optional[Tensor], epsilon: float) -> Tensor:
 
     input [..., hidden] bf16 or fp16, rows may be strided; weight [hidden] or None for ones. Returns [..., hidden].
     """
-    return _normalize(input, weight, epsilon, input.dtype)
+    return _normalize(input, weight, epsilon)
 
 
 @_op(mutates=("residual",))
@@ -129,7 +138,7 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Optional[Tensor]
     input, residual [..., hidden] bf16 or fp16; weight [hidden] or None for ones. Returns [..., hidden].
     """
     _add(input, residual)
-    return _normalize(residual, weight, epsilon, input.dtype)
+    return _normalize(residual, weight, epsilon)
 
 
 @_op()
@@ -137,7 +146,7 @@ def rms_norm_static_fp8_quant(
     input: Tensor, weight: Tensor, scale: Tensor, epsilon: float, quant_dtype: torch.dtype
 ) -> Tensor:
     """RMSNorm, then division by `scale` (float32, one element) and the cast to quant_dtype. Returns [..., hidden]."""
-    return quantization.static(_exact(_normalize(input, weight, epsilon, input.dtype)), scale, quant_dtype)
+    return quantization.static(_exact(_normalize(input, weight, epsilon)), scale, quant_dtype)
 
 
 @_op(mutates=("residual",))
@@ -146,7 +155,7 @@ def fused_add_rms_norm_static_fp8_quant(
 ) -> Tensor:
     """residual += input, in place, then `rms_norm_static_fp8_quant` of the (rounded) residual."""
     _add(input, residual)
-    return quantization.static(_exact(_normalize(residual, weight, epsilon, input.dtype)), scale, quant_dtype)
+    return quantization.static(_exact(_normalize(residual, weight, epsilon)), scale, quant_dtype)
 
 
 @_op(mutates=("residual",))
@@ -163,7 +172,7 @@ def rms_norm_dynamic_per_token_quant(
     With `residual`, residual += input in place first; the norm sees the unrounded sum. scale_ub (float32, one element)
     bounds the absolute maximum. Returns out [..., hidden] of quant_dtype and scale [rows, 1] float32.
     """
-    n = _normalize(_add(input, residual), weight, epsilon, input.dtype)
+    n = _normalize_twice_rounded(_add(input, residual), weight, epsilon)
     return quantization.per_token(_exact(n), quant_dtype, scale_ub)
 
 
@@ -183,7 +192,7 @@ def rms_norm_per_block_quant(
     As `rms_norm_dynamic_per_token_quant`, but scale is [rows, hidden / group_size], column-major (strides (1, rows)) if
     is_scale_transposed.
     """
-    n = _normalize(_add(input, residual), weight, epsilon, input.dtype)
+    n = _normalize_twice_rounded(_add(input, residual), weight, epsilon)
     q, scale = quantization.per_token(_exact(n).unflatten(-1, (-1, group_size)), quant_dtype, scale_ub)
     scales = rows.scales(input, rows_of(input), input.shape[-1] // group_size, is_scale_transposed)
     return q.flatten(-2), scales.copy_(scale.view(scales.shape))

@@ -22,7 +22,7 @@ from vllm_rocm_ops.quantization import LIMIT
 CHUNK = 8  # elements of a 16-byte access
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 GROUP_SIZES = (64, 128)
-MAX_THREADS = {0: 1024, 1: 1024, 2: 1024, 4: 512, 8: 256}  # by chunks; as the kernels' launch bounds say
+MAX_THREADS = {0: 1024, 1: 1024, 2: 1024, 4: 512, 8: 512}  # by chunks; as the kernels' launch bounds say
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,24 @@ __all__ = [
 ]
 
 
+def _exact(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def _silu(gate: Tensor) -> Tensor:
     return gate / (1.0 + torch.exp(-gate))
 
 
 def _product(input: Tensor) -> Tensor:
     """silu(gate) * up, unrounded."""
-    gate, up = (input if input.dtype == torch.float64 else input.float()).chunk(2, -1)
+    gate, up = _exact(input).chunk(2, -1)
     return _silu(gate) * up
+
+
+def _rounded_product(input: Tensor) -> Tensor:
+    """silu(gate) * up, rounded after silu and after the product."""
+    gate, up = input.chunk(2, -1)
+    return _silu(_exact(gate)).to(input.dtype) * up
 
 
 def _hidden(a) -> int:
@@ -54,24 +64,17 @@ def _configs(a, arch: Arch) -> list[RowConfig]:
     vector = rows.is_vector(_hidden(a), a.input)
     if _per_token(a):
         return list(rows.configs(_hidden(a), vector, (1, 2, 4, 8), arch))
-    split = [RowConfig(threads, chunks) for chunks in (1, 2) for threads in (64, 128, 256, 512, 1024)]
-    general = list(rows.configs(_hidden(a), False, (), arch))
-    return (split if vector else []) + general
+    split = [RowConfig(threads, 1) for threads in (128, 256, 512)] if vector else []
+    return split + list(rows.configs(_hidden(a), False, (), arch))
 
 
 def _default(a, arch: Arch) -> RowConfig:
-    """Per token: as the norms. Otherwise columns are split until there are a few blocks for every compute unit."""
+    """Per token, the fewest chunks per thread with at most 512 threads. Otherwise small blocks, to have more of them, until
+    there is work for all compute units. Measured on H200, either is within 5 % of the best."""
     fitting = _configs(a, arch)
-    if fitting[0].chunks == 0:
-        return fitting[0]
-    if _per_token(a):
-        vector = fitting[:-1]
-        return vector[0] if rows_of(a.input) <= 2 * arch.compute_units else vector[-1]
-    chunks = rows_of(a.input) * (_hidden(a) // CHUNK)
-    threads = 64
-    while threads < 256 and chunks >= threads * 8 * arch.compute_units:
-        threads *= 2
-    return RowConfig(threads, 1)
+    if _per_token(a) or fitting[0].chunks == 0:
+        return next((c for c in fitting if c.threads <= 512), fitting[0])
+    return fitting[1] if rows_of(a.input) * (_hidden(a) // CHUNK) >= 1024 * arch.compute_units else fitting[0]
 
 
 def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
@@ -120,17 +123,16 @@ def silu_and_mul(input: Tensor) -> Tensor:
 
     input [..., 2 * hidden] bf16 or fp16 holds gate, then up; rows may be strided. Returns [..., hidden].
     """
-    gate, up = input.chunk(2, -1)
-    return _silu(gate if gate.dtype == torch.float64 else gate.float()).to(input.dtype) * up
+    return _rounded_product(input)
 
 
 @_op
 def silu_and_mul_quant(input: Tensor, scale: Tensor, quant_dtype: torch.dtype) -> Tensor:
-    """silu(gate) * up in fp32, divided by `scale` (float32, one element), cast to quant_dtype.
+    """`silu_and_mul`, then division by `scale` (float32, one element) and the cast to quant_dtype.
 
     input [..., 2 * hidden] bf16 or fp16. Returns [..., hidden].
     """
-    return quantization.static(_product(input), scale, quant_dtype)
+    return quantization.static(_exact(_rounded_product(input)), scale, quant_dtype)
 
 
 @_op

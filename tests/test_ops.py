@@ -1,0 +1,128 @@
+"""Every op, every case, every configuration of its kernels, on every executor at hand.
+
+The executors: the GPU of this machine if it has one of ours, and the emulator with the gfx942 and gfx950 code that ships.
+A result is held against the reference in the same precision, step by step: each element may be off by at most one step of
+its format, few may be off at all, and against float64 the error may not be larger than the reference's by more than
+DESIGN's factors. What an op updates in place is compared bit for bit. Outputs start out as NaN, so that an element
+nobody wrote shows.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import launch, op
+
+OPS = list(op.registered())
+CASES = [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in OPS for c in o.cases()]
+OFF_BY_ONE = 0.01  # share of elements that may be off by one step
+FLOOR = 1e-6  # of the largest element: a few roundings of fp32
+
+
+def executors():
+    if torch.cuda.is_available() and archs.of_device(0) is not None:
+        yield pytest.param("cuda", id=archs.of_device(0).name)
+    else:
+        yield "gfx942"
+        yield "gfx950"
+
+
+@pytest.fixture(scope="module", params=executors())
+def executor(request):
+    """(device of the tensors, arch)"""
+    if request.param == "cuda":
+        yield "cuda", archs.of_device(0)
+        return
+    from emulator import Emulator
+
+    emulator = Emulator(request.param)
+    with launch.executor(emulator):
+        yield "cpu", emulator.arch
+
+
+@pytest.fixture(autouse=True)
+def outputs_start_as_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def generator_of(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+
+def clone(value, device: str = "cpu"):
+    """A copy with the same strides in storage of its own."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    extent = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride())) + 1 if value.numel() else 0
+    return value.as_strided((extent,), (1,)).clone().to(device).as_strided(value.shape, value.stride())
+
+
+def as_tuple(value):
+    return value if isinstance(value, tuple) else (value,)
+
+
+def steps(x: torch.Tensor) -> torch.Tensor:
+    """The position of each element in the ordered list of its format's values; both zeros are 0."""
+    width = 8 * x.element_size()
+    bits = x.contiguous().view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[width]).long() & (1 << width) - 1
+    sign = bits >> (width - 1)
+    magnitude = bits & (1 << (width - 1)) - 1
+    return torch.where(sign == 1, -magnitude, magnitude)
+
+
+def check(name: str, ours: torch.Tensor, reference: torch.Tensor, oracle: torch.Tensor) -> None:
+    ours = ours.cpu()
+    assert ours.shape == reference.shape and ours.dtype == reference.dtype and ours.stride() == reference.stride()
+    assert torch.equal(ours.isnan(), reference.isnan()), f"{name}: NaNs differ"
+    if ours.numel() == 0:
+        return
+    if ours.dtype != torch.float32:
+        off = (steps(ours) - steps(reference)).abs()
+        worst = off.argmax()
+        mine, theirs = ours.flatten()[worst].item(), reference.flatten()[worst].item()
+        assert off.max() <= 1, f"{name}: element {int(worst)} is {mine}, not {theirs}"
+        assert off.sum() <= max(OFF_BY_ONE * off.numel(), 2), f"{name}: {int(off.sum())} of {off.numel()} are off"
+    if ours.element_size() > 1:  # a cast to 8 bits is all rounding: the steps say more
+        largest = oracle.abs().nan_to_num(posinf=0.0).max()
+        error, allowed = ((x.double() - oracle).abs().nan_to_num() for x in (ours, reference))
+        assert error.max() <= 2 * allowed.max() + FLOOR * largest, f"{name}: error {error.max()}, not {allowed.max()}"
+        assert error.mean() <= 1.1 * allowed.mean() + FLOOR * largest, f"{name}: mean error {error.mean()}"
+
+
+def run_and_check(the_op, arguments: tuple, device: str) -> None:
+    """One call of the op against its reference and against its oracle, the reference in float64."""
+    reference_arguments, ours_arguments = [clone(v) for v in arguments], [clone(v, device) for v in arguments]
+    halves = (torch.bfloat16, torch.float16)
+    oracle_arguments = [v.double() if getattr(v, "dtype", None) in halves else v for v in reference_arguments]
+    oracle = as_tuple(the_op.reference(*[clone(v) for v in oracle_arguments]))
+    reference = as_tuple(the_op.reference(*reference_arguments))
+    ours = as_tuple(the_op(*ours_arguments))
+    for name, mine, theirs in zip(the_op.Arguments._fields, ours_arguments, reference_arguments):
+        if isinstance(mine, torch.Tensor):
+            left = mine.cpu()
+            assert torch.equal(left.nan_to_num(), theirs.nan_to_num()), f"{the_op.name}: leaves another {name}"
+    for i, (mine, theirs, exact) in enumerate(zip(ours, reference, oracle)):
+        check(f"{the_op.name} output {i}", mine, theirs, exact.double())
+
+
+@pytest.mark.parametrize("the_op, case", CASES)
+def test_case(the_op, case, executor, monkeypatch):
+    device, arch = executor
+    arguments = case.make("cpu", generator_of(case.name), arch.fp8_dtype)
+    a = the_op.Arguments(*arguments)
+    rows = op.rows_of(a.input)
+    for config in the_op.configs(a, arch):
+        monkeypatch.setattr(the_op, "default", lambda *_: config)
+        the_op._executions.clear()
+        op.reset_stats()
+        run_and_check(the_op, arguments, device)
+        (ran,) = op.stats()[the_op.name]
+        assert ran == (the_op.plan(config, the_op.allocate(a), a, arch)[0].symbol if rows else "nothing to do")
+    the_op._executions.clear()
