@@ -1,0 +1,127 @@
+"""What a launch executed: instructions, memory traffic, bank conflicts, cycles. Emulated numbers, never times.
+
+Issue cycles: a SIMD issues one instruction of a wave every 4 cycles; 64 lanes pass its 16-lane ALU in 4, transcendental
+and 64-bit instructions in 16 and 8; a matrix instruction takes 4 cycles per pass. Dependencies, waits and other waves are not
+modelled. (CDNA3 ISA chapter 1; AMD "MI300 CDNA3 ISA" 7.5 for passes.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+_TRANSCENDENTAL = ("v_exp", "v_log", "v_rcp", "v_rsq", "v_sqrt", "v_sin", "v_cos")
+_CONTROL = ("s_branch", "s_cbranch", "s_endpgm", "s_setpc", "s_swappc", "s_call")
+
+
+def instruction_class(ins) -> str:
+    """salu, smem, branch, wait, barrier, valu, transcendental, matrix, global, scratch or lds."""
+    name, encoding = ins.mnemonic, ins.encoding
+    if name.startswith(_CONTROL):
+        return "branch"
+    if name.startswith(("s_waitcnt", "s_nop", "s_sleep")):
+        return "wait"
+    if name == "s_barrier":
+        return "barrier"
+    if encoding in ("SMEM", "SCRATCH"):
+        return encoding.lower()
+    if encoding in ("GLOBAL", "FLAT", "MUBUF", "MTBUF"):
+        return "global"
+    if encoding == "DS":
+        return "lds"
+    if name.startswith(("v_mfma", "v_smfmac")):
+        return "matrix"
+    if name.startswith("v_"):
+        return "transcendental" if name.startswith(_TRANSCENDENTAL) else "valu"
+    return "salu"
+
+
+@dataclass
+class Counters:
+    """Sums over all waves of a launch."""
+
+    arch: str
+    instructions: Counter = field(default_factory=Counter)  # by class
+    mnemonics: Counter = field(default_factory=Counter)
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
+    lines_64: int = 0  # distinct 64-byte lines per access, summed
+    lines_128: int = 0
+    lds_accesses: int = 0
+    lds_cycles: int = 0
+    lds_conflict_cycles: int = 0  # cycles beyond those that a conflict-free access takes
+    matrix_cycles: int = 0
+    issue_cycles: int = 0
+    barriers: int = 0  # per block
+    loads_in_flight: int = 0  # most loads that one wave had outstanding
+    bytes_in_flight: int = 0  # most bytes per wave that they asked for
+    _patterns: dict = field(default_factory=dict, repr=False)
+
+    def vector_access(self, ins, w, addresses: np.ndarray, size: int) -> None:
+        """Counts a global access of the active lanes; `addresses` is 1-d."""
+        total = len(addresses) * size
+        if "store" in ins.mnemonic:
+            self.bytes_stored += total
+        else:
+            self.bytes_loaded += total
+        base = int(addresses[0]) & ~127
+        relative = addresses - np.uint64(base)
+        key = (size, w.full, relative.tobytes() if w.full else (relative.tobytes(), w.mask.tobytes()))
+        lines = self._patterns.get(key)
+        if lines is None:
+            rows = w.active()[0].astype(np.int64) << 48
+            ends = np.stack([relative, relative + np.uint64(size - 1)]).view(np.int64) & (1 << 47) - 1
+            lines = tuple(len(np.unique((ends >> shift) + rows)) for shift in (6, 7))
+            self._patterns[key] = lines
+        self.lines_64 += lines[0]
+        self.lines_128 += lines[1]
+
+    def lds_access(self, ins, w, addresses: np.ndarray, size: int) -> None:
+        """Counts an LDS access and its bank conflicts.
+
+        Lanes are served in consecutive groups that could fill all banks once: 32 lanes of 4 bytes on 32 banks (CDNA3 ISA
+        11.1), 64 banks on gfx950. A group takes as many cycles as the most distinct dwords that one bank must give.
+        """
+        banks = 64 if self.arch == "gfx950" else 32
+        relative = addresses - (int(addresses[0]) & -(4 * banks))
+        key = ("lds", size, w.full, relative.tobytes() if w.full else (relative.tobytes(), w.mask.tobytes()))
+        counted = self._patterns.get(key)
+        if counted is None:
+            counted = self._patterns[key] = self._bank_cycles(w, relative, size, banks)
+        self.lds_accesses += w.count
+        self.lds_cycles += counted[0]
+        self.lds_conflict_cycles += counted[0] - counted[1]
+
+    @staticmethod
+    def _bank_cycles(w, addresses, size: int, banks: int) -> tuple[int, int]:
+        rows, lanes = w.active()
+        dwords = max(1, size // 4)
+        group_lanes = max(1, banks // dwords)
+        groups = rows * 64 + lanes // group_lanes
+        words = (addresses >> 2)[:, None] + np.arange(dwords)
+        distinct = np.unique(np.stack([np.repeat(groups, dwords), words.ravel()]), axis=1)
+        per_bank, counts = np.unique(np.stack([distinct[0], distinct[1] % banks]), axis=1, return_counts=True)
+        _, first = np.unique(per_bank[0], return_index=True)
+        cycles = np.maximum.reduceat(counts, first)
+        return int(cycles.sum()), len(first)
+
+    def finish(self, code: list, counts: list[int]) -> None:
+        """Adds what follows from how often each instruction ran."""
+        for ins, count in zip(code, counts, strict=True):
+            if not count:
+                continue
+            kind = instruction_class(ins)
+            self.instructions[kind] += count
+            self.mnemonics[ins.mnemonic] += count
+            cycles = {"transcendental": 16}.get(kind, 4)
+            if kind == "valu" and ("_f64" in ins.mnemonic or "_u64_u32" in ins.mnemonic or "_i64_i32" in ins.mnemonic):
+                cycles = 8
+            if kind == "matrix":
+                from .matrix import MATRIX
+
+                entry = MATRIX.get(ins.mnemonic)
+                cycles = 4 * entry.passes if entry else 0
+                self.matrix_cycles += cycles * count
+            self.issue_cycles += cycles * count

@@ -1,0 +1,59 @@
+"""What the emulator reports. Every error names the kernel, the instruction, and the first block, wave and lane at fault."""
+
+from __future__ import annotations
+
+
+class EmulatorError(RuntimeError):
+    """A fault of the kernel under test. Subclasses say which kind."""
+
+
+class UnsupportedInstruction(EmulatorError):
+    """The emulator has no semantics for this instruction, or its bytes do not decode."""
+
+
+class LaunchError(EmulatorError):
+    """The launch does not fit the kernel: kernarg size, block size, LDS size."""
+
+
+class OutOfBounds(EmulatorError):
+    """A global access outside the memory that the launch's tensors cover."""
+
+
+class Misaligned(EmulatorError):
+    """An address that is not a multiple of what the access needs."""
+
+
+class LdsOutOfBounds(EmulatorError):
+    """An LDS access beyond the block's allocation."""
+
+
+class ScratchOutOfBounds(EmulatorError):
+    """A scratch access beyond the lane's allocation."""
+
+
+class Uninitialised(EmulatorError):
+    """A read of a register, of LDS, of scratch or of memory that nothing wrote."""
+
+
+class MissingWait(EmulatorError):
+    """A register or LDS byte used before the s_waitcnt that its load needs."""
+
+
+class LdsRace(EmulatorError):
+    """Two waves touch the same LDS, at least one writing, with no barrier between."""
+
+
+class GlobalRace(EmulatorError):
+    """Two waves touch the same memory, at least one writing, with nothing that orders them."""
+
+
+class DivergentBarrier(EmulatorError):
+    """A barrier that some waves of the block never reach."""
+
+
+class Deadlock(EmulatorError):
+    """No wave can make progress."""
+
+
+class RegisterOutOfRange(EmulatorError):
+    """A register beyond what the kernel descriptor allocates."""

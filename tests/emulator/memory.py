@@ -1,0 +1,430 @@
+"""Global memory and LDS, with the shadow state that the sanitizer needs.
+
+Global memory is the tensors of a launch, at virtual addresses 64 GiB apart, so that no pointer of one reaches another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from .errors import GlobalRace, LdsOutOfBounds, LdsRace, Misaligned, MissingWait, OutOfBounds, Uninitialised
+
+_SLOT = 36  # log2 of the distance of regions
+_WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+_ONES = {size: np.frombuffer(b"\1" * size, dtype)[0] for size, dtype in _WORD.items()}
+
+
+def _span(tensor) -> tuple[int, int]:
+    """First byte and end of the memory that a tensor's elements occupy."""
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _element_offsets(tensor) -> np.ndarray:
+    """Byte offsets of a tensor's elements from its first."""
+    offsets = np.zeros((1,), np.int64)
+    for n, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = (offsets[:, None] + np.arange(n) * stride).ravel()
+    return offsets * tensor.element_size()
+
+
+class Region:
+    """A range of memory: `data` are its bytes from `base` on, a multiple of 16; bytes `start` to `end` belong to it."""
+
+    def __init__(self, name: str, base: int, data: np.ndarray, start: int, end: int, writable: bool = True):
+        self.name, self.base, self.data = name, base, data
+        self.start, self.end, self.writable = start, end, writable
+        self.views = {size: data.view(dtype) for size, dtype in _WORD.items() if data.size % size == 0}
+        self.holes: np.ndarray | None = None  # prefix count of the bytes that belong to a tensor, if some do not
+        self.written: np.ndarray | None = None  # bytes written so far, if not all are
+        self.written_views: dict = {}
+        self.last: np.ndarray | None = None  # per granule: who wrote it last, and when
+
+    def track_writes(self) -> None:
+        """Starts with all bytes written."""
+        if self.written is None:
+            self.written = np.ones(self.data.size, np.uint8)
+            self.written_views = {s: self.written.view(t) for s, t in _WORD.items() if self.data.size % s == 0}
+
+
+class Space:
+    """The regions of a launch."""
+
+    def __init__(self, granule: int, races: bool):
+        self.regions: dict[int, Region] = {}
+        self.granule, self.races = granule, races
+        self.clock = 1
+        self.released = np.zeros(1, np.int64)
+        self.acquired = np.zeros(1, np.int64)
+        self.addresses: dict[int, int] = {}
+        self._keep: list = []
+
+    def add_bytes(self, name: str, content: bytes) -> int:
+        """A read-only region with a copy of `content`; returns its address."""
+        data = np.zeros(-(-max(len(content), 1) // 16) * 16, np.uint8)
+        data[: len(content)] = np.frombuffer(content, np.uint8)
+        slot = len(self.regions) + 1
+        self.regions[slot] = Region(name, slot << _SLOT, data, 0, len(content), writable=False)
+        return slot << _SLOT
+
+    def add_tensors(self, tensors: list, uninitialised: tuple) -> None:
+        """One region per group of tensors that overlap; `addresses` maps data_ptr to virtual addresses."""
+        spans = sorted(((*_span(t), t, name) for name, t in tensors), key=lambda s: s[:2])
+        spans = [span for span in spans if span[0] < span[1]]
+        groups: list[list] = []
+        for span in spans:
+            if groups and span[0] < max(s[1] for s in groups[-1]):
+                groups[-1].append(span)
+            else:
+                groups.append([span])
+        fresh = {(t.data_ptr(), t.shape, t.stride()) for t in uninitialised}
+        for group in groups:
+            self._add_group(group, fresh)
+
+    def _add_group(self, group: list, fresh: set) -> None:
+        start, end = group[0][0], max(span[1] for span in group)
+        low, high = start & ~15, -(-end // 16) * 16
+        data = np.ctypeslib.as_array((ctypes.c_ubyte * (high - low)).from_address(low))
+        slot = len(self.regions) + 1
+        base = slot << _SLOT | low & 0xFFF
+        name = " and ".join(dict.fromkeys(span[3] for span in group))
+        region = Region(name, base, data, start - low, end - low)
+        self.regions[slot] = region
+        self._keep.extend(span[2] for span in group)
+        belongs = np.zeros(high - low, bool)
+        for first, _, tensor, _ in group:
+            self.addresses[first] = base + first - low
+            size = tensor.element_size()
+            dense = tensor.is_contiguous()
+            if dense:
+                here = slice(first - low, first - low + tensor.numel() * size)
+            else:
+                here = (first - low + _element_offsets(tensor)[:, None] + np.arange(size)).ravel()
+            belongs[here] = True
+            if (tensor.data_ptr(), tensor.shape, tensor.stride()) in fresh:
+                region.track_writes()
+                region.written[here] = 0
+        if not belongs[start - low : end - low].all():
+            region.holes = np.concatenate([[0], np.cumsum(belongs)])
+
+    def address(self, tensor) -> int:
+        """The virtual address of a tensor of the launch; of an empty one, an address that nothing may touch."""
+        return self.addresses.get(tensor.data_ptr(), 1 << 47 | tensor.data_ptr() & 0xFFF)
+
+    # Checked accesses. `a` are the addresses of the active lanes, 1-d uint64; `where` names them for errors.
+
+    def find(self, a: np.ndarray, size: int, align: int, where) -> list:
+        """[(region, byte offsets, index into a or None for all, access size in bytes that divides all)]."""
+        low, high = int(a.min()), int(a.max())
+        bits = int(np.bitwise_or.reduce(a))
+        if bits & (align - 1):
+            bad = int(np.argmax(a & np.uint64(align - 1) != 0))
+            raise where(Misaligned, bad, f"address {int(a[bad]):#x} must be a multiple of {align}")
+        if low >> _SLOT == high >> _SLOT:
+            return [self._part(a, low, high, size, bits, None, where)]
+        parts = []
+        slots = a >> np.uint64(_SLOT)
+        for slot in np.unique(slots):
+            index = np.flatnonzero(slots == slot)
+            part = a[index]
+            parts.append(self._part(part, int(part.min()), int(part.max()), size, bits, index, where))
+        return parts
+
+    def _part(self, a, low: int, high: int, size: int, bits: int, index, where):
+        region = self.regions.get(low >> _SLOT)
+        unit = (bits | size) & -(bits | size)
+        unit = min(unit, 16)
+        if region is None:
+            bad = 0 if index is None else int(index[0])
+            raise where(OutOfBounds, bad, f"address {low:#x} is in no tensor of the launch")
+        if low - region.base < region.start or high - region.base + size > region.end:
+            offsets = a - np.uint64(region.base)
+            outside = (offsets.view(np.int64) < region.start) | (offsets.view(np.int64) + size > region.end)
+            bad = int(np.argmax(outside))
+            at = int(offsets.view(np.int64)[bad]) - region.start
+            raise where(
+                OutOfBounds,
+                bad if index is None else int(index[bad]),
+                f"{size} bytes at byte {at} of {region.name}, which has {region.end - region.start}",
+            )
+        offsets = (a - np.uint64(region.base)).view(np.int64)
+        if region.holes is not None:
+            inside = region.holes[offsets + size] - region.holes[offsets] == size
+            if not inside.all():
+                bad = int(np.argmin(inside))
+                at = int(offsets[bad]) - region.start
+                message = f"{size} bytes at byte {at} of {region.name} lie between its rows"
+                raise where(OutOfBounds, bad if index is None else int(index[bad]), message)
+        return region, offsets, index, unit
+
+    @staticmethod
+    def _units(offsets: np.ndarray, size: int, unit: int) -> np.ndarray:
+        units = offsets >> (unit.bit_length() - 1)
+        return units if size == unit else units[:, None] + np.arange(size // unit)
+
+    def load(self, a: np.ndarray, size: int, align: int, w, where, atomic: bool) -> np.ndarray:
+        """The bytes at each address, [n, size] as uint8."""
+        out = None
+        for region, offsets, index, unit in self.find(a, size, align, where):
+            units = self._units(offsets, size, unit)
+            values = np.ascontiguousarray(region.views[unit][units]).view(np.uint8).reshape(len(offsets), size)
+            if region.written is not None:
+                self._check_written(region, units, unit, size, index, where)
+            if region.last is not None and self.races and not atomic:
+                self._check_order(region, offsets, size, index, w, where, None)
+            if index is None:
+                return values
+            if out is None:
+                out = np.empty((len(a), size), np.uint8)
+            out[index] = values
+        return out
+
+    def _check_written(self, region, units, unit, size, index, where) -> None:
+        written = np.ascontiguousarray(region.written_views[unit][units]).view(np.uint8)
+        if not written.all():
+            bad = int(np.argmin(written.reshape(-1, size).all(axis=1)))
+            at = int(np.ravel(units)[bad * (size // unit)]) * unit - region.start
+            message = f"{size} bytes at byte {at} of {region.name} were never written"
+            raise where(Uninitialised, bad if index is None else int(index[bad]), message)
+
+    def store(self, a: np.ndarray, values: np.ndarray, align: int, w, where, atomic: bool) -> bool:
+        """Writes [n, size] uint8 values; returns whether any byte changed."""
+        size = values.shape[1]
+        changed = False
+        for region, offsets, index, unit in self.find(a, size, align, where):
+            if not region.writable:
+                raise where(OutOfBounds, 0 if index is None else int(index[0]), f"{region.name} is read-only")
+            mine = values if index is None else values[index]
+            units = self._units(offsets, size, unit)
+            new = np.ascontiguousarray(mine).view(_WORD[unit]).reshape(units.shape)
+            view = region.views[unit]
+            old = view[units]
+            if not changed:
+                changed = old.tobytes() != new.tobytes()
+            if self.races:
+                self._check_order(region, offsets, size, index, w, where, None if atomic else (old, new))
+            view[units] = new
+            if self.races:
+                self._stamp(region, offsets, size, index, w, where, None if atomic else (view, units, new))
+            if region.written is not None:
+                region.written_views[unit][units] = _ONES[unit]
+        self.clock += 1
+        return changed
+
+    # Races: `last` holds clock << 32 | barrier epoch << 20 | wave id + 1 of each granule's last writer.
+
+    def _granules(self, offsets, size):
+        shift = self.granule.bit_length() - 1
+        first = offsets >> shift
+        count = max(1, size >> shift)
+        return first[:, None] + np.arange(count)
+
+    def _check_order(self, region, offsets, size, index, w, where, values) -> None:
+        if region.last is None:
+            return
+        granules = self._granules(offsets, size)
+        last = region.last[granules]
+        if not last.any():
+            return
+        rows = where.rows if index is None else where.rows[index]
+        writer = (last & 0xFFFFF) - 1
+        me = w.id[rows][:, None]
+        suspect = (writer >= 0) & (writer != me)
+        if not suspect.any():
+            return
+        program = where.program
+        block = program.block_of[np.maximum(writer, 0)]
+        mine = w.block[rows][:, None]
+        time, epoch = last >> 32, last >> 20 & 0xFFF
+        same = block == mine
+        ordered = np.where(
+            same,
+            epoch < program.epochs[mine],
+            (self.released[block] > time) & (self.acquired[mine] > time),
+        )
+        suspect &= ~ordered
+        if values is not None and suspect.any():
+            old, new = values
+            differ = (np.ascontiguousarray(old).view(np.uint8) != np.ascontiguousarray(new).view(np.uint8)).reshape(
+                len(offsets), -1
+            )
+            suspect &= differ.any(axis=1)[:, None]
+        if suspect.any():
+            bad = int(np.argmax(suspect.any(axis=1)))
+            column = int(np.argmax(suspect[bad]))
+            at = int(offsets[bad]) - region.start
+            action = "overwritten" if values is not None else "read"
+            message = f"byte {at} of {region.name}, {action} here, was written by {program.wave_name(int(writer[bad, column]))}"
+            raise where(
+                GlobalRace, bad if index is None else int(index[bad]), message + " with nothing that orders the two"
+            )
+
+    def _stamp(self, region, offsets, size, index, w, where, values) -> None:
+        if region.last is None:
+            region.last = np.zeros(-(-region.data.size // self.granule), np.int64)
+        rows = where.rows if index is None else where.rows[index]
+        ids = w.id[rows] + 1
+        key = self.clock << 32 | (where.program.epochs[w.block[rows]] & 0xFFF) << 20 | ids
+        granules = self._granules(offsets, size)
+        region.last[granules] = key[:, None]
+        if values is None or w.count == 1:
+            return
+        other = region.last[granules] != key[:, None]
+        if other.any():
+            view, units, new = values
+            lost = np.ascontiguousarray(view[units]).view(np.uint8) != np.ascontiguousarray(new).view(np.uint8)
+            lost = lost.reshape(len(offsets), -1).any(axis=1) & other.any(axis=1)
+            if lost.any():
+                bad = int(np.argmax(lost))
+                winner = int(region.last[granules[bad]].max() & 0xFFFFF) - 1
+                message = f"byte {int(offsets[bad]) - region.start} of {region.name} is also written by "
+                message += f"{where.program.wave_name(winner)}, with another value and nothing that orders the two"
+                raise where(GlobalRace, bad if index is None else int(index[bad]), message)
+
+
+ATOMIC_WAVE, MANY_WAVES = 254, 255
+
+
+class Lds:
+    """The LDS of the resident blocks, one slot each. Shadow keys per granule: barrier epoch << 8 | wave; 0 is never."""
+
+    def __init__(self, slots: int, size: int, granule: int, races: bool):
+        self.size, self.granule, self.races = size, granule, races
+        self.stride = -(-max(size, 16) // 16) * 16
+        self.data = np.zeros(slots * self.stride, np.uint8)
+        self.views = {unit: self.data.view(dtype) for unit, dtype in _WORD.items()}
+        self.shift = granule.bit_length() - 1
+        count = slots * self.stride >> self.shift
+        self.writer = np.zeros(count, np.int32)
+        self.reader = np.zeros(count, np.int32)
+        self.in_flight = np.zeros(count, bool)
+
+    def clear(self, slot: int) -> None:
+        """Makes a slot's LDS unwritten, for a new block."""
+        here = slice(slot * self.stride >> self.shift, (slot + 1) * self.stride >> self.shift)
+        self.writer[here], self.reader[here], self.in_flight[here] = 0, 0, False
+
+    def locate(self, a: np.ndarray, size: int, align: int, slots: np.ndarray, where) -> np.ndarray:
+        """Byte positions in `data` of LDS addresses (1-d, int64), checked."""
+        low, high = int(a.min()), int(a.max())
+        if low < 0 or high + size > self.size:
+            bad = int(np.argmax((a < 0) | (a + size > self.size)))
+            raise where(LdsOutOfBounds, bad, f"{size} bytes at LDS address {int(a[bad])}, the block has {self.size}")
+        if align > 1 and int(np.bitwise_or.reduce(a)) & (align - 1):
+            bad = int(np.argmax(a & (align - 1) != 0))
+            raise where(Misaligned, bad, f"LDS address {int(a[bad])} must be a multiple of {align}")
+        return a + slots * self.stride
+
+    def _granules(self, positions, size):
+        first = positions >> self.shift
+        count = max(1, size >> self.shift)
+        return first if count == 1 else first[:, None] + np.arange(count)
+
+    def _unit(self, positions, size):
+        bits = int(np.bitwise_or.reduce(positions)) | size
+        unit = min(bits & -bits, 16)
+        units = positions >> (unit.bit_length() - 1)
+        return unit, units if unit == size else units[:, None] + np.arange(size // unit)
+
+    def load(self, positions, size: int, w, where) -> np.ndarray:
+        """[n, size] bytes."""
+        granules = self._granules(positions, size)
+        self._check(granules, w, where, positions, reading=True)
+        unit, units = self._unit(positions, size)
+        return np.ascontiguousarray(self.views[unit][units]).view(np.uint8).reshape(len(positions), size)
+
+    def store(self, positions, values, w, where) -> np.ndarray:
+        """Writes [n, size] bytes; returns the granules."""
+        size = values.shape[1]
+        granules = self._granules(positions, size)
+        self._check(granules, w, where, positions, reading=False)
+        unit, units = self._unit(positions, size)
+        self.views[unit][units] = np.ascontiguousarray(values).view(_WORD[unit]).reshape(units.shape)
+        self.mark(granules, w, where, positions)
+        return granules
+
+    def mark(self, granules, w, where, positions) -> None:
+        """Records the waves as writers."""
+        key = self._key(w, where, granules)
+        self.writer[granules] = key
+        if w.count > 1 and self.races:
+            lost = self.writer[granules] != key
+            if lost.any():
+                self._raise_race(lost, granules, where, positions, "two waves write it in the same instruction")
+
+    def _key(self, w, where, granules):
+        key = (where.program.epochs[w.block[where.rows]] << 8 | w.wave[where.rows]).astype(np.int32)
+        return key if granules.ndim == 1 else key[:, None]
+
+    def _check(self, granules, w, where, positions, reading: bool) -> None:
+        key = self._key(w, where, granules)
+        now = key & ~255
+        writer = self.writer[granules]
+        if reading and (writer == 0).any():
+            bad = self._first(writer == 0)
+            raise where(Uninitialised, bad, f"LDS address {int(positions[bad]) % self.stride} was never written")
+        flying = self.in_flight[granules]
+        if flying.any():
+            bad = self._first(flying)
+            raise where(
+                MissingWait, bad, f"a load to LDS address {int(positions[bad]) % self.stride} may still be under way"
+            )
+        if not self.races:
+            return
+        race = (writer >= now) & (writer != key)
+        if race.any():
+            verb = "read" if reading else "written"
+            self._raise_race(race, granules, where, positions, f"{verb} here, written by {{}} since the last barrier")
+        reader = self.reader[granules]
+        if reading:
+            new = np.where((reader >= now) & (reader != key), now | MANY_WAVES, key)
+            self.reader[granules] = new
+            if w.count > 1:  # lanes of other waves may have read the same granule in this very instruction
+                lost = self.reader[granules] != new
+                if lost.any():
+                    self.reader[granules[lost]] = np.broadcast_to(now, granules.shape)[lost] | MANY_WAVES
+        else:
+            race = (reader >= now) & (reader != key)
+            if race.any():
+                self._raise_race(race, granules, where, positions, "written here, read by {} since the last barrier")
+
+    @staticmethod
+    def _first(bad) -> int:
+        return int(np.argmax(bad if bad.ndim == 1 else bad.any(axis=1)))
+
+    def _raise_race(self, race, granules, where, positions, message: str) -> None:
+        bad = self._first(race)
+        column = 0 if race.ndim == 1 else int(np.argmax(race[bad]))
+        granule = granules[bad] if race.ndim == 1 else granules[bad, column]
+        source = self.reader if "read by" in message else self.writer
+        other = int(source[granule]) & 255
+        name = {ATOMIC_WAVE: "an atomic", MANY_WAVES: "other waves"}.get(other, f"wave {other}")
+        address = (int(granule) << self.shift) % self.stride
+        raise where(LdsRace, bad, f"LDS address {address}: " + message.format(name))
+
+    def check_atomic(self, positions, size: int, w, where) -> None:
+        """Atomics may meet each other, but no plain access of another wave."""
+        granules = self._granules(positions, size)
+        key = self._key(w, where, granules)
+        now = key & ~255
+        writer, reader = self.writer[granules], self.reader[granules]
+        if (writer == 0).any():
+            bad = self._first(writer == 0)
+            raise where(Uninitialised, bad, f"LDS address {int(positions[bad]) % self.stride} was never written")
+        if self.races:
+            race = (writer >= now) & (writer != key) & (writer & 255 != ATOMIC_WAVE)
+            if race.any():
+                self._raise_race(
+                    race, granules, where, positions, "changed by an atomic here, written by {} since the last barrier"
+                )
+            race = (reader >= now) & (reader != key)
+            if race.any():
+                self._raise_race(
+                    race, granules, where, positions, "changed by an atomic here, read by {} since the last barrier"
+                )
+        self.writer[granules] = now | ATOMIC_WAVE

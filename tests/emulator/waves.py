@@ -1,0 +1,138 @@
+"""The architectural state of waves that run in lockstep: one program counter, numpy arrays over [waves, 64 lanes]."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+LANES = 64
+ALL = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+SGPRS = 128
+
+
+@functools.cache
+def _everyone(count: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.repeat(np.arange(count), LANES), np.tile(np.arange(LANES), count)
+
+
+class Waves:
+    """Waves at one program counter.
+
+    `U[i]`, `I[i]`, `F[i]` are VGPR i (AGPR i - 256 from 256 on) as uint32, int32 and float32 [waves, 64]; `S[i]` is SGPR i
+    as uint32 [waves, 1], `S64[i]` the pair at i (even) as uint64. `mask` is EXEC as bool [waves, 64], `full` whether all
+    of it is set.
+    """
+
+    PER_WAVE = ("vgpr", "sgpr", "scc", "block", "wave", "id", "scratch")
+
+    def __init__(self, kernel, **state):
+        self.kernel = kernel
+        self.pc = 0
+        self.meet = -1  # the program counter at which waves that split off wait
+        self.executed = 0
+        self.order: list = []  # outstanding memory events, oldest first
+        self.pending: dict[int, object] = {}  # register code -> its outstanding event
+        self.undefined: set[int] = set()  # register codes that some lane never wrote
+        self.defined: dict[int, np.ndarray] = {}  # for those, the lanes that did
+        self.alert: set[int] = set()  # undefined and pending
+        self.mode = kernel.object.float_mode
+        self.progress = 0
+        for name in self.PER_WAVE:
+            setattr(self, name, state[name])
+        self._bind()
+
+    def _bind(self) -> None:
+        vgprs, agprs = self.kernel.object.vgprs, self.kernel.object.agprs
+        self.count = self.vgpr.shape[1]
+        self.U = self._named(list(self.vgpr), vgprs, agprs)
+        self.I = self._named(list(self.vgpr.view(np.int32)), vgprs, agprs)
+        self.F = self._named(list(self.vgpr.view(np.float32)), vgprs, agprs)
+        pairs = self.sgpr.view(np.uint64)
+        self.S = [self.sgpr[:, i : i + 1] for i in range(SGPRS)]
+        self.S64 = [pairs[:, i // 2 : i // 2 + 1] for i in range(SGPRS)]
+        self.exec_changed()
+
+    @staticmethod
+    def _named(rows: list, vgprs: int, agprs: int) -> list:
+        return rows[:vgprs] + [None] * (256 - vgprs) + rows[vgprs : vgprs + agprs]
+
+    @property
+    def flush32(self) -> bool:
+        """Whether f32 denormals are flushed (MODE.fp_denorm bits 0-1)."""
+        return not self.mode & 0x30
+
+    def exec_changed(self) -> None:
+        """Derives `mask` and `full` from EXEC; to be called by whatever writes it."""
+        self.full = bool((self.S64[126] == ALL).all())
+        self.mask = self.lanes(126)
+        self._active = None
+
+    def active(self) -> tuple[np.ndarray, np.ndarray]:
+        """Row and lane of every active lane, in order."""
+        if self._active is None:
+            self._active = _everyone(self.count) if self.full else np.nonzero(self.mask)
+        return self._active
+
+    def lanes(self, code: int) -> np.ndarray:
+        """The SGPR pair at `code` as one bool per lane."""
+        bits = self.sgpr[:, code : code + 2].copy().view(np.uint8)
+        return np.unpackbits(bits, axis=1, bitorder="little").view(bool)
+
+    @staticmethod
+    def bits(lanes: np.ndarray) -> np.ndarray:
+        """One bool per lane as a uint64 [waves, 1]."""
+        return np.packbits(lanes, axis=1, bitorder="little").view(np.uint64)
+
+    def write_scalar(self, code: int, value) -> None:
+        """Writes 32 bits to an SGPR, VCC, M0 or EXEC half."""
+        self.S[code][...] = value
+        if code >= 126:
+            self.exec_changed()
+
+    def write_pair(self, code: int, value) -> None:
+        """Writes 64 bits to an SGPR pair, VCC or EXEC."""
+        self.S64[code][...] = value
+        if code == 126:
+            self.exec_changed()
+
+    # Splitting and joining
+
+    def split(self, chosen: np.ndarray) -> Waves:
+        """Removes the chosen waves (bool [waves]) and returns them with the same program counter."""
+        whole = dict(self.__dict__)
+        other = object.__new__(Waves)
+        other.__dict__.update(whole)
+        for waves, keep in ((other, chosen), (self, ~chosen)):
+            waves.vgpr = np.ascontiguousarray(whole["vgpr"][:, keep])
+            for name in self.PER_WAVE[1:]:
+                setattr(waves, name, None if whole[name] is None else whole[name][keep])
+            waves.defined = {code: lanes[keep] for code, lanes in whole["defined"].items()}
+            waves.order = [event.part(keep) for event in whole["order"]]
+            waves.pending = {code: event for event in waves.order for code in event.registers}
+            waves.undefined, waves.alert = set(whole["undefined"]), set(whole["alert"])
+            waves._bind()
+        return other
+
+    def can_join(self, other: Waves) -> bool:
+        """Whether the two stand at the same place with the same loads in flight."""
+        return (
+            self.pc == other.pc
+            and self.mode == other.mode
+            and [event.registers for event in self.order] == [event.registers for event in other.order]
+        )
+
+    def join(self, other: Waves) -> None:
+        """Takes in `other`'s waves."""
+        for mine, theirs in zip(self.order, other.order, strict=True):
+            mine.join(theirs)
+        for code in self.undefined | other.undefined:
+            lanes = [w.defined.get(code, np.full((w.count, LANES), code not in w.undefined)) for w in (self, other)]
+            self.defined[code] = np.concatenate(lanes)
+        self.undefined |= other.undefined
+        self.alert = self.undefined | self.pending.keys()
+        self.vgpr = np.concatenate([self.vgpr, other.vgpr], axis=1)
+        for name in self.PER_WAVE[1:]:
+            mine = getattr(self, name)
+            setattr(self, name, mine if mine is None else np.concatenate([mine, getattr(other, name)]))
+        self._bind()
