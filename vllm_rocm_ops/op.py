@@ -135,7 +135,9 @@ class Op:
         self.__doc__ = self.reference.__doc__
         parameters = inspect.signature(self.reference).parameters.values()
         defaults = [p.default for p in parameters if p.default is not inspect.Parameter.empty]
-        self.Arguments = collections.namedtuple(f"{self.name}_arguments", [p.name for p in parameters], defaults=defaults)
+        self.Arguments = collections.namedtuple(
+            f"{self.name}_arguments", [p.name for p in parameters], defaults=defaults
+        )
         self._defaults = (inspect.Parameter.empty,) * (len(parameters) - len(defaults)) + tuple(defaults)
         self._executions: dict[tuple, _Execution] = {}
         schema = torch.library.infer_schema(self.reference, mutates_args=self.mutates)

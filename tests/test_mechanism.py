@@ -1,0 +1,273 @@
+"""The op mechanism: schemas, fakes, errors, fallbacks, explain, stats, tuned tables, argument packing, graphs, compile."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import vllm_rocm_ops
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import launch, op, ops
+from vllm_rocm_ops.launch import I64, Launch
+
+DEVICE = "cuda" if torch.cuda.is_available() and archs.of_device(0) is not None else "cpu"
+FP8 = archs.of_device(0).fp8_dtype if DEVICE == "cuda" else torch.float8_e4m3fn
+OPS = list(op.registered())
+each_op = pytest.mark.parametrize("the_op", OPS, ids=lambda o: o.name)
+
+
+class Recorder:
+    """An executor that keeps its launches and runs nothing."""
+
+    def __init__(self, name: str = "gfx942"):
+        self.arch, self.launches = archs.ARCHS[name], []
+
+    def launch(self, launch, uninitialised):
+        self.launches.append((launch, uninitialised))
+
+
+@pytest.fixture
+def recorder():
+    executor = Recorder()
+    with launch.executor(executor):
+        yield executor
+
+
+@pytest.fixture(autouse=True)
+def fresh_counts():
+    op.reset_stats()
+
+
+def example(the_op, device=DEVICE, fp8=FP8, case=0):
+    return list(the_op.cases())[case].make(device, torch.Generator().manual_seed(1), fp8)
+
+
+def norm_arguments(rows=4, hidden=256, dtype=torch.bfloat16, device="cpu"):
+    return torch.randn(rows, hidden, device=device).to(dtype), torch.ones(hidden, device=device, dtype=dtype), 1e-5
+
+
+# torch integration
+
+
+@each_op
+def test_opcheck(the_op):
+    torch.library.opcheck(the_op.torch_op, example(the_op))
+
+
+@each_op
+def test_schema_declares_what_it_mutates(the_op):
+    written = [a.name for a in the_op.torch_op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    assert written == (["residual"] if "residual" in the_op.Arguments._fields else [])
+
+
+@each_op
+def test_compile_fullgraph(the_op):
+    arguments, expected_arguments = example(the_op), example(the_op)
+    expected = the_op(*expected_arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *a: the_op.torch_op(*a), fullgraph=True, backend="aot_eager")
+    got = compiled(*arguments)
+    torch.testing.assert_close(as_floats(got), as_floats(expected), rtol=0, atol=0)
+    torch.testing.assert_close(as_floats(arguments), as_floats(expected_arguments), rtol=0, atol=0)
+
+
+def as_floats(values):
+    return [v.float() for v in (values if isinstance(values, tuple) else (values,)) if isinstance(v, torch.Tensor)]
+
+
+if DEVICE == "cuda":
+
+    @each_op
+    def test_graph_replay_follows_its_inputs(the_op):
+        arguments = example(the_op)
+        the_op(*arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = the_op(*arguments)
+        arguments[0].copy_(torch.randn_like(arguments[0]))
+        eager_arguments = [v.clone() if isinstance(v, torch.Tensor) else v for v in arguments]
+        graph.replay()
+        expected = the_op(*eager_arguments)
+        torch.testing.assert_close(as_floats(captured), as_floats(expected), rtol=0, atol=0)
+
+    @each_op
+    def test_same_bits_every_run(the_op):
+        results = set()
+        for _ in range(50):
+            results.add(tuple(v.cpu().numpy().tobytes() for v in as_floats(the_op(*example(the_op)))))
+        assert len(results) == 1
+
+
+# errors
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda x, w, e: ops.rms_norm(x, w[:-1], e),
+            r"rms_norm: weight must be bfloat16\[hidden=256\], got bfloat16\[255\]",
+        ),
+        (lambda x, w, e: ops.rms_norm(x, w.half(), e), r"rms_norm: weight must be bfloat16.*got float16\[256\]"),
+        (
+            lambda x, w, e: ops.fused_add_rms_norm(x, x[:2], w, e),
+            r"residual must be bfloat16\[4, 256\].*got bfloat16\[2, 256\]",
+        ),
+        (lambda x, w, e: ops.fused_add_rms_norm(x, x.float(), w, e), "residual must be bfloat16.*got float32"),
+        (
+            lambda x, w, e: ops.rms_norm_static_fp8_quant(x, w, torch.ones(2), e, FP8),
+            r"scale must be float32 with one element, got float32\[2\]",
+        ),
+        (
+            lambda x, w, e: ops.rms_norm_dynamic_per_token_quant(x, w, e, torch.int8),
+            "quant_dtype must be float8_e4m3fn or float8_e4m3fnuz, got int8",
+        ),
+        (
+            lambda x, w, e: ops.rms_norm_per_block_quant(x, w, e, FP8, 96),
+            "input must be a multiple of group_size=96 in its last output dimension, got 256",
+        ),
+        (lambda x, w, e: ops.rms_norm_per_block_quant(x, w, e, FP8, 0), "group_size must be positive, got 0"),
+        (
+            lambda x, w, e: ops.silu_and_mul(x[:, :255]),
+            r"silu_and_mul: input must be \[..., 2 \* hidden\], got \[4, 255\]",
+        ),
+    ],
+)
+def test_bad_input_names_op_argument_wanted_and_got(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(*norm_arguments())
+
+
+def test_nothing_is_written_before_an_error():
+    x, weight, epsilon = norm_arguments()
+    residual = x.clone()
+    with pytest.raises(ValueError):
+        ops.fused_add_rms_norm(x, residual, weight[:-1], epsilon)
+    assert torch.equal(residual, x)
+
+
+# fallbacks, explain and stats
+
+
+def test_envelope_rules_fall_back_and_say_why(recorder):
+    x, weight, epsilon = norm_arguments()
+    ops.rms_norm(x, weight, epsilon)
+    ops.rms_norm(x.float(), weight.float(), epsilon)
+    ops.rms_norm(x.t().contiguous().t(), weight, epsilon)
+    ops.rms_norm_static_fp8_quant(x, weight, torch.ones(1), epsilon, torch.float8_e4m3fn)
+    assert vllm_rocm_ops.stats() == {
+        "rms_norm": {
+            "rms_norm_bf16_x1": 1,
+            "fallback: not so: input is bfloat16 or float16": 1,
+            "fallback: not so: input's rows lie at one stride, their elements side by side": 1,
+        },
+        "rms_norm_static_fp8_quant": {"fallback: not so: gfx942 converts to quant_dtype (float8_e4m3fnuz)": 1},
+    }
+    assert [l.symbol for l, _ in recorder.launches] == ["rms_norm_bf16_x1"]
+
+
+def test_missing_code_object_falls_back(recorder, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "CODE", tmp_path)
+    ops.rms_norm(*norm_arguments(hidden=264))
+    assert list(op.stats()["rms_norm"]) == ["fallback: no code object of rms_norm for gfx942"]
+
+
+def test_an_op_can_be_switched_off(recorder, monkeypatch):
+    monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "silu_and_mul,rms_norm")
+    ops.rms_norm(*norm_arguments(hidden=272))
+    assert list(op.stats()["rms_norm"]) == ["fallback: switched off by VLLM_ROCM_OPS_DISABLE"]
+
+
+def test_no_rows_launch_nothing(recorder):
+    out = ops.rms_norm(*norm_arguments(rows=0))
+    assert out.shape == (0, 256) and not recorder.launches
+    assert op.stats()["rms_norm"] == {"nothing to do": 1}
+
+
+def test_a_repeated_signature_binds_new_pointers(recorder):
+    first, second = norm_arguments(), norm_arguments()
+    outs = [ops.rms_norm(*first), ops.rms_norm(*second)]
+    for (launched, unwritten), arguments, out in zip(recorder.launches, (first, second), outs):
+        assert launched.args[0] is arguments[0] and launched.args[2] is arguments[1] and launched.args[3] is out
+        assert unwritten == (out,)
+    assert op.stats()["rms_norm"] == {"rms_norm_bf16_x1": 2}
+
+
+def test_alignment_is_part_of_the_signature(recorder):
+    storage = torch.randn(1, 264).bfloat16()
+    for start in (0, 1):
+        ops.rms_norm(storage[:, start : start + 256], torch.ones(256).bfloat16(), 1e-5)
+    assert [l.symbol for l, _ in recorder.launches] == ["rms_norm_bf16_x1", "rms_norm_bf16_general"]
+
+
+@each_op
+@pytest.mark.parametrize("arch", archs.ARCHS)
+def test_explain_on_meta_tensors(the_op, arch):
+    arguments = example(the_op, "cpu", archs.ARCHS[arch].fp8_dtype)
+    meta = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in arguments]
+    explanation = the_op.explain(*meta, arch=arch)
+    assert explanation.launches and explanation.launches[0].symbol in str(explanation) and "default" in str(explanation)
+    assert all(holds for _, holds in explanation.rules)
+
+
+def test_explain_shows_the_rejected_rule():
+    explanation = ops.rms_norm.explain(torch.empty(2, 8), torch.empty(8), 1e-6, arch="gfx950")
+    assert not explanation.launches and "NO  input is bfloat16 or float16" in str(explanation)
+
+
+def test_tuned_row_replaces_the_default(tmp_path, monkeypatch):
+    monkeypatch.setattr(op, "TABLES", tmp_path)
+    op._table.cache_clear()
+    (tmp_path / "gfx942").mkdir()
+    rows = "dtype,rows,hidden,config.threads,config.chunks,source\nbf16,4,4096,256,2,a measurement\n"
+    (tmp_path / "gfx942" / "rms_norm.csv").write_text(rows)
+    try:
+        tuned = ops.rms_norm.explain(*norm_arguments(4, 4096), arch="gfx942")
+        other = ops.rms_norm.explain(*norm_arguments(5, 4096), arch="gfx942")
+    finally:
+        monkeypatch.undo()
+        op._table.cache_clear()
+    assert tuned.launches[0].symbol == "rms_norm_bf16_x2" and tuned.source.startswith("tuned")
+    assert other.launches[0].symbol == "rms_norm_bf16_x1" and other.source.startswith("default")
+
+
+# launches
+
+
+def test_arguments_are_packed_in_order_and_aligned():
+    tensor = torch.zeros(4)
+    packed = launch.pack((tensor, 7, None, 1.5, I64(-2), 3))
+    assert packed == struct.pack("<QixxxxQfxxxxqi", tensor.data_ptr(), 7, 0, 1.5, -2, 3)
+    with pytest.raises(TypeError, match="a kernel argument must be"):
+        launch.pack(("text",))
+
+
+def test_executors_nest():
+    outer, inner = Recorder(), Recorder("gfx950")
+    with launch.executor(outer):
+        with launch.executor(inner):
+            assert launch.cpu_executor() is inner
+        assert launch.cpu_executor() is outer
+    assert launch.cpu_executor() is None
+
+
+@each_op
+@pytest.mark.parametrize("arch_name", archs.ARCHS)
+def test_plans_fit_the_arch(the_op, arch_name):
+    """Whole waves, no more than 1024 threads, grids within limits, for every case and configuration."""
+    arch = archs.ARCHS[arch_name]
+    for case in the_op.cases():
+        a = the_op.Arguments(*case.make("meta", torch.Generator(), arch.fp8_dtype))
+        for config in the_op.configs(a, arch):
+            for l in the_op.plan(config, the_op.allocate(a), a, arch):
+                assert isinstance(l, Launch) and l.block[0] % arch.wave_lanes == 0 and l.block[0] <= 1024
+                assert l.grid[0] < 2**31 and l.grid[1] < 2**16 and l.grid[2] < 2**16 and l.lds <= arch.lds_bytes
+
+
+def test_import_initialises_no_gpu_and_imports_no_vllm():
+    code = "import sys, torch, vllm_rocm_ops; assert not torch.cuda.is_initialized() and 'vllm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
