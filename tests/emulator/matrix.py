@@ -23,12 +23,17 @@ for f32 inputs MODE decides, and the default of HIP kernels keeps them. NaN resu
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 
+from . import salu, vector
+from .decode import VGPR, Instruction, Operand
+from .errors import EmulatorError, UnsupportedInstruction
 from .formats import E2M1, E2M3, E3M2, E4M3FN, E5M2, Format, decode_e8m0, eight_bit
+from .valu import fma
 
 LANES = 64
 SCALE_BLOCK = 32  # values along k that share one e8m0 scale
@@ -173,7 +178,7 @@ _NAME = re.compile(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MatrixInstruction:
     """One matrix instruction: D[b] = A[b] B[b] + C[b] for `blocks` blocks of m x k times k x n."""
 
@@ -186,7 +191,7 @@ class MatrixInstruction:
     blocks: int
     a_format: str
     b_format: str
-    _cycles: dict[str, int] = field(hash=False, compare=False)
+    _cycles: dict[str, int]
 
     @classmethod
     def parse(cls, mnemonic: str, cycles: dict[str, int]) -> MatrixInstruction:
@@ -293,6 +298,10 @@ class MatrixInstruction:
                 d = np.matmul(a, b.swapaxes(-1, -2)) + c
             return self._registers(d, saturate)
 
+    def check_modifiers(self, cbsz: int = 0, abid: int = 0, blgp: int = 0) -> None:
+        """ValueError for modifiers that the hardware does not define."""
+        self._permuted(cbsz, abid, blgp)
+
     @lru_cache  # noqa: B019
     def _permuted(self, cbsz: int, abid: int, blgp: int) -> tuple[Layout, Layout]:
         """The layouts of A and B with the lanes that CBSZ, ABID and BLGP make the matrix core read."""
@@ -339,11 +348,15 @@ class MatrixInstruction:
 
     def _chain(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         """FMAs in the order of k, each rounded to the accumulator's format."""
-        narrow, wide = (np.float32, np.float64) if self.c_format == "f32" else (np.float64, np.longdouble)
-        a, b, d = a.astype(wide), b.astype(wide), c
+        a, b = a[..., :, None, :], b[..., None, :, :]
+        if self.c_format == "f64":
+            for k in range(self.k):
+                c = (a[..., k].astype(np.longdouble) * b[..., k] + c).astype(np.float64)
+            return c
+        a, b, c = (matrix.astype(np.float32) for matrix in (a, b, c))
         for k in range(self.k):
-            d = (a[..., :, k, None] * b[..., None, :, k] + d).astype(narrow)
-        return d
+            c = fma(a[..., k], b[..., k], c)
+        return c
 
     def _sparse_product(self, a: np.ndarray, b: np.ndarray, index: np.ndarray, shift: int) -> np.ndarray:
         """A B for a sparse A: each stored value meets the one value of B that its index names."""
@@ -430,3 +443,68 @@ def _instructions():
 
 
 MATRIX: dict[str, MatrixInstruction] = {instruction.mnemonic: instruction for instruction in _instructions()}
+
+
+# In the emulator
+
+
+def bind(ins: Instruction, program) -> Callable:
+    """A function on waves that executes one decoded instruction. EXEC does not matter to it (CDNA4 ISA, 7.1.2)."""
+    instruction = MATRIX.get(ins.mnemonic)
+    if instruction is None or program.arch not in instruction.archs:
+        raise UnsupportedInstruction(f"{ins.text}: {program.arch} has no such instruction")
+    if "src0" not in ins.operands:  # xf32, which the decoding tables know by name only
+        raise UnsupportedInstruction(f"{ins.text}: its operands cannot be decoded")
+    options = {name: ins.fields.get(name, 0) for name in ("cbsz", "abid", "blgp")}
+    try:
+        instruction.check_modifiers(**options)
+    except ValueError as error:
+        raise UnsupportedInstruction(str(error)) from error
+    a, b, last = (ins.operands[name] for name in ("src0", "src1", "src2"))
+    destination = ins.operands["vdst"]
+    reads = {"a": _registers(a, program), "b": _registers(b, program)}
+    if instruction.sparse:
+        reads |= {"c": _registers(destination, program), "index": _registers(last, program)}
+    else:
+        reads["c"] = _registers(last, program) if last.code >= VGPR else _constant(last, ins, instruction)
+    if instruction.scaled:
+        options |= {"op_sel": ins.fields["opsel"], "op_sel_hi": ins.fields["opsel_hi"]}
+        for name, code in (("scale_a", "scale_src0"), ("scale_b", "scale_src1")):
+            reads[name] = _scale(Operand(ins.fields[code], 1, "B32", 32), ins, program)
+    vector.check_allocated(destination, program)
+    first = vector.register(destination.code)
+
+    def run(w) -> None:
+        sources = {name: source(w) for name, source in reads.items()}
+        try:
+            d = instruction.execute(**sources, arch=program.arch, saturate=program.saturate, **options)
+        except ValueError as error:
+            raise program.error(EmulatorError, ins, w, 0, None, str(error)) from error
+        for n in range(destination.dwords):
+            w.U[first + n][...] = d[..., n]
+
+    return run
+
+
+def _registers(operand: Operand, program) -> Callable:
+    vector.check_allocated(operand, program)
+    first, count = vector.register(operand.code), operand.dwords
+    return lambda w: vector.words(w, first, count)
+
+
+def _constant(operand: Operand, ins: Instruction, instruction: MatrixInstruction) -> Callable:
+    """An inline constant for every element of C."""
+    value = salu.reader(operand, ins, _ACCUMULATOR[instruction.c_format])
+    count = instruction.d_layout.items
+    return lambda w: np.ascontiguousarray(np.broadcast_to(value(w), (w.count, LANES, count))).view(np.uint32)
+
+
+def _scale(operand: Operand, ins: Instruction, program) -> Callable:
+    """A scale register, or the exponent of a float constant: CDNA4 ISA, 7.2.1."""
+    if operand.code >= VGPR:
+        registers = _registers(operand, program)
+        return lambda w: registers(w)[..., 0]
+    exponent = salu.reader(operand, ins, np.uint32)
+    return lambda w: np.broadcast_to(
+        (exponent(w) >> np.uint32(23) & np.uint32(0xFF)) * np.uint32(0x01010101), (w.count, LANES)
+    )
