@@ -56,6 +56,7 @@ setup(
             depends=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/runtime/*.h")),
             cxx_std=20,
             extra_compile_args=["-O3", "-Wall", "-Wextra"],
+            extra_link_args=["-s"],
         )
     ],
 )

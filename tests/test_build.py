@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_rocm_ops.arch import ARCHS
+
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL = """
 #include "device/value.h"
@@ -274,6 +276,12 @@ def test_command_line(build):
     assert (
         failed.returncode == 1 and "does not compile for gfx942" in failed.stderr and "Traceback" not in failed.stderr
     )
+
+
+def test_the_package_knows_the_same_archs(build):
+    assert {name: build.suffix(name) for name in build.ARCHS} == {
+        arch.name: arch.code_suffix for arch in ARCHS.values()
+    }
 
 
 def test_checkout_builds():

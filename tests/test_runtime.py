@@ -5,14 +5,18 @@ import ctypes.util
 import importlib.util
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import timeit
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from test_build import load_build
 
-import vllm_rocm_ops
+from vllm_rocm_ops import arch
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "hip"  # what is downloaded stays there
@@ -34,7 +38,7 @@ class LastLaunch(ctypes.Structure):
 
 def extension() -> Path:
     """The built _C."""
-    return next(Path(vllm_rocm_ops.__file__).parent.glob("_C.*.so"))
+    return Path(importlib.util.find_spec("vllm_rocm_ops._C").origin)
 
 
 def fresh_runtime(folder: Path):
@@ -46,12 +50,30 @@ def fresh_runtime(folder: Path):
     return module
 
 
-@pytest.fixture(scope="session")
-def fake_library(tmp_path_factory) -> Path:
-    library = tmp_path_factory.mktemp("fake") / "libamdhip64.so"
-    command = [*host_compiler("cc"), "-shared", "-fPIC", "-O2", str(ROOT / "tests/fake_hip.c"), "-o", str(library)]
+def compile_fake(source: str, library: Path) -> Path:
+    """tests/<source> as a shared library."""
+    command = [*host_compiler("cc"), "-shared", "-fPIC", "-O2", str(ROOT / "tests" / source), "-o", str(library)]
     subprocess.run(command, check=True)
     return library
+
+
+def run_alone(code: str, **environment: str) -> str:
+    """The output of Python code in a process of its own, where `runtime` is _C, without the package and torch."""
+    start = f"""
+import ctypes, importlib.util
+spec = importlib.util.spec_from_file_location("_C", {str(extension())!r})
+runtime = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(runtime)
+"""
+    command, environment = [sys.executable, "-c", start + code], os.environ | environment
+    result = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.fixture(scope="session")
+def fake_library(tmp_path_factory) -> Path:
+    return compile_fake("fake_hip.c", tmp_path_factory.mktemp("fake") / "libamdhip64.so")
 
 
 @pytest.fixture
@@ -172,23 +194,15 @@ def test_no_device_is_a_status_and_no_failure(fake, tmp_path, code_object):
 def test_a_loaded_hip_is_shared(fake_library, tmp_path, monkeypatch):
     """torch has its own libamdhip64, at a path of its own; a second copy in the process would not know torch's streams."""
     monkeypatch.delenv("VLLM_ROCM_OPS_HIP_LIBRARY", raising=False)
-    code = f"""
-import ctypes, importlib.util
-torchs = ctypes.CDLL({str(fake_library)!r})
-spec = importlib.util.spec_from_file_location("_C", {str(extension())!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-print(module.status())
-"""
-    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert result.stdout.strip() == f"{fake_library}: 2 devices"
+    assert run_alone(f"ctypes.CDLL({str(fake_library)!r}); print(runtime.status())") == f"{fake_library}: 2 devices"
 
 
 def test_importing_opens_no_driver(fake_library, monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_HIP_LIBRARY", str(fake_library))
-    code = "import vllm_rocm_ops, vllm_rocm_ops._C; print(open('/proc/self/maps').read())"
+    code = "import torch, vllm_rocm_ops._C; print(torch.cuda.is_initialized(), open('/proc/self/maps').read())"
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "amdhip" not in result.stdout and "libcuda.so" not in result.stdout
+    assert "_C.cpython" in result.stdout and str(fake_library) not in result.stdout
+    assert result.stdout.startswith("False")
 
 
 def test_launch_is_cheap(runtime, code_object):
@@ -198,6 +212,56 @@ def test_launch_is_cheap(runtime, code_object):
     count = 20000
     seconds = min(timeit.repeat(lambda: runtime.launch(handle, 1, 1, 1, 64, 1, 1, 0, 7, arguments), number=count))
     assert seconds / count < 1.5e-6
+
+
+def test_cuda(tmp_path, code_object):
+    """CUDA's own ways: PTX with the assembler's log, contexts by thread, dynamic LDS above 48 KiB only if asked for."""
+    compile_fake("fake_cuda.c", tmp_path / "libcuda.so.1")
+    ptx = tmp_path / "kernel.ptx"
+    ptx.write_text(".version 8.7")
+    output = run_alone(
+        f"""
+from concurrent.futures import ThreadPoolExecutor
+cuda = ctypes.CDLL("libcuda.so.1")
+number = lambda name: ctypes.c_int.in_dll(cuda, name).value
+context = ctypes.c_void_p(1)
+print(runtime.backend(), runtime.status(), runtime.versions())
+try:
+    runtime.load({code_object!r}, "kernel", 0)
+except RuntimeError as error:
+    print(error)
+handle = runtime.load({str(ptx)!r}, "kernel", 0)
+cuda.cuCtxGetCurrent(ctypes.byref(context))
+print(bool(ctypes.c_void_p.in_dll(cuda, "fake_load_context")), context.value)
+launch = lambda lds, grid=2: runtime.launch(handle, grid, 1, 1, 64, 1, 1, lds, 0, b"12345678")
+launch(49152)
+with ThreadPoolExecutor(1) as pool:
+    pool.submit(launch, 0).result()
+print(number("fake_launches"), number("fake_attribute_calls"), number("fake_bytes"))
+launch(49153), launch(100), launch(65536), launch(65536)
+print(number("fake_launches"), number("fake_attribute_calls"), number("fake_lds_allowed"))
+for lds, grid in ((2**20, 1), (0, 0)):
+    try:
+        launch(lds, grid)
+    except RuntimeError as error:
+        print(error)
+""",
+        VLLM_ROCM_OPS_HIP_LIBRARY="absent.so",
+        LD_LIBRARY_PATH=str(tmp_path),
+    )
+    assert output.splitlines() == [
+        "cuda libcuda.so.1: 1 device {'driver': '13.1', 'library': 'libcuda.so.1'}",
+        f"{code_object}: a PTX JIT compilation failed (CUDA_ERROR_INVALID_PTX)",
+        "ptxas: line 1",
+        "True None",
+        "2 0 8",
+        "6 2 65536",
+        f"kernel of {ptx}: 1048576 bytes of dynamic LDS: other (CUDA_ERROR_OTHER)",
+        (
+            f"kernel of {ptx}: launch of [0, 1, 1] blocks of [64, 1, 1] threads with 0 bytes of dynamic LDS and "
+            "8 bytes of arguments: other (CUDA_ERROR_OTHER)"
+        ),
+    ]
 
 
 def download_debian(package: str) -> Path | None:
@@ -222,6 +286,7 @@ def download_debian(package: str) -> Path | None:
         subprocess.run([*apt, "download", *names], check=True, cwd=unpacked)
         for archive in unpacked.glob("*.deb"):
             subprocess.run(["dpkg", "-x", str(archive), str(unpacked)], check=True)
+            archive.unlink()
         unpacked.rename(root)
     return root if root.exists() else None
 
@@ -270,16 +335,101 @@ def test_amds_own_library_without_a_device(tmp_path):
             pytest.skip("no libamdhip64 on this machine, and no Debian package with it")
         (library,) = debian.glob("usr/lib/*/libamdhip64.so.5")
         search = str(library.parent)
-    code = f"""
-import importlib.util
-spec = importlib.util.spec_from_file_location("_C", {str(extension())!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-print(module.backend(), module.status(), sep="\\n")
-"""
-    environment = os.environ | {"VLLM_ROCM_OPS_HIP_LIBRARY": str(library), "LD_LIBRARY_PATH": search}
-    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    backend, status = result.stdout.splitlines()
+    output = run_alone(
+        "print(runtime.backend(), runtime.status(), sep='\\n')",
+        VLLM_ROCM_OPS_HIP_LIBRARY=str(library),
+        LD_LIBRARY_PATH=search,
+    )
+    backend, status = output.splitlines()
     assert backend in ("None", "cuda")
     assert backend == "cuda" or status.startswith(f"{library}: no device: hipError")
+
+
+class Gpu:
+    """The real thing: _C, torch's device, and tests/runtime_kernels.hip on it."""
+
+    def __init__(self):
+        from vllm_rocm_ops import _C
+
+        self.runtime, self.arch = _C, arch.of_device(torch.cuda.current_device())
+        tree = ROOT / "build" / "runtime_kernels" / "csrc"
+        (tree / "ops").mkdir(parents=True, exist_ok=True)
+        shutil.copytree(ROOT / "csrc/device", tree / "device", dirs_exist_ok=True)
+        shutil.copy(ROOT / "tests/runtime_kernels.hip", tree / "ops")
+        shutil.copy(ROOT / "csrc/build.py", tree)
+        (self.path,) = load_build(tree).build(archs=[self.arch.name])
+
+    def load(self, symbol: str) -> int:
+        return self.runtime.load(str(self.path), symbol, torch.cuda.current_device())
+
+    def scale(self, x: torch.Tensor, factor: float, offset: int) -> torch.Tensor:
+        out = torch.empty_like(x)
+        arguments = struct.pack("QQifq", x.data_ptr(), out.data_ptr(), x.numel(), factor, offset)
+        grid = (-(-x.numel() // 256), 1, 1)
+        self.runtime.launch(self.load("scale"), *grid, 256, 1, 1, 0, torch.cuda.current_stream().cuda_stream, arguments)
+        return out
+
+
+@pytest.fixture(scope="session")
+def gpu():
+    if not torch.cuda.is_available() or arch.of_device(torch.cuda.current_device()) is None:
+        pytest.skip("no GPU that there is code for")
+    return Gpu()
+
+
+def test_gpu_launch(gpu):
+    assert gpu.runtime.backend() == ("hip" if torch.version.hip else "cuda")
+    x = torch.randn(1000, device="cuda")
+    torch.testing.assert_close(gpu.scale(x, 2.5, 2**24), x * 2.5 + 2**24)
+
+
+def test_gpu_launch_from_a_thread_that_has_not_used_the_gpu(gpu):
+    x = torch.ones(300, device="cuda")
+    out = torch.zeros_like(x)
+    arguments = struct.pack("QQifq", x.data_ptr(), out.data_ptr(), 300, 3.0, 4)
+    handle = gpu.load("scale")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(gpu.runtime.launch, handle, 2, 1, 1, 256, 1, 1, 0, 0, arguments).result()
+    torch.cuda.synchronize()
+    assert (out == 7).all()
+
+
+def test_gpu_graph_captures_first_load_and_launch(gpu, tmp_path):
+    """A module may be loaded for the first time inside a capture, and a graph takes the launch."""
+    x = torch.ones(300, device="cuda")
+    gpu.path = Path(shutil.copy(gpu.path, tmp_path))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gpu.scale(x, 3.0, 4)
+    x.fill_(2.0)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (out == 10).all()
+
+
+def test_gpu_dynamic_lds_up_to_all_of_it(gpu):
+    x, out = torch.randn(256, device="cuda"), torch.empty(256, device="cuda")
+    handle, stream = gpu.load("through_lds"), torch.cuda.current_stream().cuda_stream
+    for size in (4096, gpu.arch.lds_bytes, 4096):
+        out.zero_()
+        arguments = struct.pack("QQi", x.data_ptr(), out.data_ptr(), size)
+        gpu.runtime.launch(handle, 1, 1, 1, 256, 1, 1, size, stream, arguments)
+        assert torch.equal(out, x)
+    with pytest.raises(RuntimeError, match="through_lds of .*dynamic LDS"):
+        gpu.runtime.launch(handle, 1, 1, 1, 256, 1, 1, 2**20, stream, bytes(20))
+    assert torch.equal(gpu.scale(x, 1.0, 0), x), "the failure left no error behind"
+
+
+def test_gpu_failures_are_the_drivers_words(gpu, tmp_path):
+    with pytest.raises(RuntimeError, match="absent of .*not found"):
+        gpu.load("absent")
+    bad = tmp_path / f"bad{gpu.path.suffix}"
+    bad.write_bytes(gpu.path.read_bytes()[:400] + b"nonsense")
+    with pytest.raises(RuntimeError) as error:
+        gpu.runtime.load(str(bad), "scale", torch.cuda.current_device())
+    assert str(error.value).startswith(f"{bad}: ")
+    if gpu.runtime.backend() == "cuda":
+        assert "ptxas" in str(error.value), "the assembler's own log"
+    with pytest.raises(RuntimeError, match="device 99: "):
+        gpu.runtime.load(str(gpu.path), "scale", 99)
+    torch.cuda.synchronize()

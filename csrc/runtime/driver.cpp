@@ -96,7 +96,8 @@ class CudaDriver final : public Driver {
     std::vector<char> log(8192);
     int options[] = {api::kCudaErrorLog, api::kCudaErrorLogBytes};
     void* values[] = {log.data(), reinterpret_cast<void*>(log.size() - 1)};
-    check(shared_.load_module(&module, image, 2, options, values), path, log.data());
+    api::Result result = shared_.load_module(&module, image, 2, options, values);
+    check(result, path, log.data());
     return module;
   }
   api::Context primary_context(int device) const {

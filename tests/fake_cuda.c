@@ -1,0 +1,54 @@
+/* A libcuda with one device that launches nothing. Contexts belong to threads, as CUDA's do. */
+#include <string.h>
+
+enum { kSuccess = 0, kInvalidValue = 1, kInvalidContext = 201, kInvalidPtx = 218, kNotFound = 500 };
+enum { kErrorLog = 5, kErrorLogBytes = 6, kMaxDynamicLds = 8, kDefaultLds = 48 * 1024 };
+
+static int primary;
+static __thread void* context;
+void* fake_load_context = 0;
+int fake_lds_allowed = kDefaultLds;
+int fake_attribute_calls = 0;
+int fake_launches = 0;
+unsigned long long fake_bytes = 0;
+
+int cuInit(unsigned flags) { return flags ? kInvalidValue : kSuccess; }
+int cuDeviceGetCount(int* count) { return *count = 1, kSuccess; }
+int cuDriverGetVersion(int* version) { return *version = 13010, kSuccess; }
+int cuDevicePrimaryCtxRetain(void** result, int device) {
+  return *result = &primary, device ? kInvalidValue : kSuccess;
+}
+int cuCtxGetCurrent(void** result) { return *result = context, kSuccess; }
+int cuCtxSetCurrent(void* value) { return context = value, kSuccess; }
+int cuThreadExchangeStreamCaptureMode(int* mode) { return *mode = 0, kSuccess; }
+int cuGetErrorName(int code, const char** text) {
+  return *text = code == kInvalidPtx ? "CUDA_ERROR_INVALID_PTX" : "CUDA_ERROR_OTHER", kSuccess;
+}
+int cuGetErrorString(int code, const char** text) {
+  return *text = code == kInvalidPtx ? "a PTX JIT compilation failed" : "other", kSuccess;
+}
+
+int cuModuleLoadDataEx(void** module, const char* image, unsigned count, int* options, void** values) {
+  if (!context) return kInvalidContext;
+  if (!strncmp(image, ".version", 8)) return fake_load_context = context, *module = &primary, kSuccess;
+  if (count == 2 && options[0] == kErrorLog && options[1] == kErrorLogBytes && (unsigned long)values[1] > 20)
+    strcpy(values[0], "ptxas: line 1");
+  return kInvalidPtx;
+}
+int cuModuleGetFunction(void** function, void* module, const char* symbol) {
+  return *function = module, strcmp(symbol, "missing") ? kSuccess : kNotFound;
+}
+int cuFuncSetAttribute(void* function, int attribute, int value) {
+  ++fake_attribute_calls;
+  if (!function || attribute != kMaxDynamicLds || value > 227 * 1024) return kInvalidValue;
+  return fake_lds_allowed = value, kSuccess;
+}
+int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                   unsigned lds, void* stream, void** parameters, void** extra) {
+  (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)stream;
+  if (!context) return kInvalidContext;
+  if (!function || !gx || (int)lds > fake_lds_allowed || parameters) return kInvalidValue;
+  if (extra[0] != (void*)1 || extra[2] != (void*)2 || extra[4] != 0) return kInvalidValue;
+  fake_bytes = *(unsigned long long*)extra[3];
+  return ++fake_launches, kSuccess;
+}
