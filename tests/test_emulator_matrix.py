@@ -1,20 +1,35 @@
-"""The emulator's matrix instructions: layouts lane by lane, semantics against numpy, names against the decoder, and kernels."""
+"""The emulator's matrix instructions: layouts lane by lane, semantics against numpy, names against the assembler."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import re
+import sys
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from emulator import matrix
-from emulator.formats import Format, eight_bit
+import torch
+from emulator import Emulator, matrix
+from emulator.decode import decode
+from emulator.errors import EmulatorError
+from emulator.formats import E2M1, E4M3FN, Format, eight_bit
 from emulator.matrix import LANES, MATRIX, Layout, MatrixInstruction
+from emulator.objects import CodeObject
 
-ISA = Path(__file__).parent / "data" / "isa" / "gfx942.txt"
+from vllm_rocm_ops import launch
+
+HERE = Path(__file__).resolve().parent
+ISA = HERE / "data" / "isa" / "gfx942.txt"
+
+_spec = importlib.util.spec_from_file_location("csrc_build", HERE.parent / "csrc" / "build.py")
+build = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)  # dataclasses look themselves up there
+_spec.loader.exec_module(build)
+
 MIXED = ("e4m3fn", "e5m2", "e2m3", "e3m2", "e2m1")
 ARCH_CASES = [(name, arch) for name, instruction in MATRIX.items() for arch in instruction.archs]
 
@@ -508,3 +523,362 @@ def test_what_the_hardware_does_not_define_is_an_error(mnemonic, options, messag
         instruction.execute(*registers, **{"arch": "gfx942"} | options)
     with pytest.raises(ValueError, match="operand must be"):
         instruction.execute(registers[0][:, :0], *registers[1:], arch=instruction.archs[0])
+
+
+# Names and operands: LLVM's assembler writes what the decoder reads
+
+
+def registers(first: int, count: int) -> str:
+    """A VGPR range as the assembler writes it."""
+    return f"v{first}" if count == 1 else f"v[{first}:{first + count - 1}]"
+
+
+def assembly(instruction: MatrixInstruction, cbsz: int = 0, blgp: int = 0) -> str:
+    """One instruction in assembler text: A from v0, B from v40, C and D in v80, then the index or the scales."""
+    a, b, d = instruction.a_layout(cbsz), instruction.b_layout(blgp), instruction.d_layout
+    a, b, d = (registers(first, layout.dwords) for first, layout in ((0, a), (40, b), (80, d)))
+    last = "v120" if instruction.sparse else d
+    scales = ", v121, v122" if instruction.scaled else ""
+    modifiers = f" cbsz:{cbsz}" * (cbsz > 0) + f" blgp:{blgp}" * (blgp > 0)
+    return f"{instruction.mnemonic} {d}, {a}, {b}, {last}{scales}{modifiers}"
+
+
+def assemble(folder: Path, arch: str, lines: list[str]):
+    """The decoded instructions of assembler text."""
+    source, output = folder / "matrix.s", folder / f"{arch}.co"
+    source.write_text("\n".join([".text", *lines, ""]))
+    build.compile_source(source, arch, output)
+    (text,) = (section for section in CodeObject(output)._sections if section["name"] == ".text")
+    code = output.read_bytes()[text["offset"] : text["offset"] + text["size"]]
+    return [found for found in decode(code, 0) if found.mnemonic != "s_nop"]
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_the_assembler_and_the_decoder_know_every_instruction(arch, tmp_path):
+    known = [instruction for instruction in MATRIX.values() if arch in instruction.archs]
+    found = assemble(tmp_path, arch, [line for instruction in known for line in (assembly(instruction), "s_nop 0")])
+    assert [instruction.mnemonic for instruction in found] == [instruction.mnemonic for instruction in known]
+    for instruction, decoded_one in zip(known, found, strict=True):
+        if instruction.a_format == "xf32":  # the decoding tables have its name only
+            continue
+        layouts = {"src0": instruction.a_layout(), "src1": instruction.b_layout(), "vdst": instruction.d_layout}
+        dwords = {name: decoded_one.operands[name].dwords for name in layouts}
+        assert dwords == {name: layout.dwords for name, layout in layouts.items()}
+
+
+class Registers:
+    """As much of a wave's state as a matrix instruction touches: 256 VGPRs and 256 AGPRs of two waves."""
+
+    count = 2
+
+    def __init__(self):
+        self.U = list(np.zeros((512, self.count, LANES), np.uint32))
+
+    def put(self, first: int, words: np.ndarray) -> None:
+        for n in range(words.shape[-1]):
+            self.U[first + n][...] = words[..., n]
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_decoded_instructions_execute_on_registers(arch, tmp_path):
+    program = SimpleNamespace(arch=arch, saturate=False, allocates=lambda code: True)
+    known = [
+        instruction for instruction in MATRIX.values() if arch in instruction.archs and instruction.a_format != "xf32"
+    ]
+    lines, cases = [], []
+    for n, instruction in enumerate(known):
+        sets = 32 // (2 * instruction.a_layout().items) if instruction.sparse else 1
+        cases.append(Case(instruction.mnemonic, arch, abid=sets - 1, seed=n))
+        abid = f" abid:{sets - 1}" if sets > 1 else ""
+        op_sel = " op_sel:[1,0,0] op_sel_hi:[0,1,0]" if instruction.scaled else ""
+        lines += [assembly(instruction) + abid + op_sel, "s_nop 0"]
+    for case, decoded_one in zip(cases, assemble(tmp_path, arch, lines), strict=True):
+        wave = Registers()
+        a, b, c = case.registers
+        for first, words in ((0, a), (40, b), (80, c)):
+            wave.put(first, words)
+        for first, name in ((120, "index"), (121, "scale_a"), (122, "scale_b")):
+            wave.put(first, case.options.get(name, np.zeros(LANES, np.uint32))[:, None])
+        matrix.bind(decoded_one, program)(wave)
+        expected = case.instruction.execute(a, b, c, **case.options)
+        actual = np.stack(wave.U[80 : 80 + c.shape[-1]], axis=-1)
+        assert np.array_equal(actual, np.stack([expected] * wave.count)), case.instruction.mnemonic
+
+
+def test_accumulation_registers_constants_and_mode(tmp_path):
+    """AGPR operands, an inline constant as C, and FP16_OVFL."""
+    lines = [
+        "v_mfma_f32_16x16x32_fp8_fp8 a[8:11], a[0:1], v[40:41], 1.0",
+        "v_mfma_i32_16x16x32_i8 v[8:11], v[0:1], a[40:41], -3",
+        "v_mfma_f64_16x16x4_f64 v[8:15], v[0:1], v[40:41], 0.5",
+    ]
+    found = assemble(tmp_path, "gfx942", lines)
+    cases = [Case(one.mnemonic, "gfx942") for one in found]
+    places = [(256, 40, 264, 1.0), (0, 296, 8, -3), (0, 40, 8, 0.5)]
+    for saturate, (case, decoded_one, (a, b, d, c)) in itertools.product(
+        (False, True), zip(cases, found, places, strict=True)
+    ):
+        wave = Registers()
+        wave.put(a, case.registers[0])
+        wave.put(b, case.registers[1])
+        program = SimpleNamespace(arch="gfx942", saturate=saturate, allocates=lambda code: True)
+        matrix.bind(decoded_one, program)(wave)
+        words = np.stack(wave.U[d : d + case.instruction.d_layout.dwords], axis=-1)[1]
+        case.expected = np.einsum("bik,bjk->bij", case.a, case.b) + c
+        case.check(unpack(words, case.instruction.d_layout, case.instruction.c_format))
+
+
+def test_the_decoder_reads_as_many_registers_as_the_formats_need(tmp_path):
+    cases = [
+        (MATRIX[name], cbsz, blgp) for name in MATRIX if "f8f6f4" in name for cbsz in range(5) for blgp in range(5)
+    ]
+    found = assemble(tmp_path, "gfx950", [line for case in cases for line in (assembly(*case), "s_nop 0")])
+    for (instruction, cbsz, blgp), decoded_one in zip(cases, found, strict=True):
+        a, b = instruction.a_layout(cbsz), instruction.b_layout(blgp)
+        assert [decoded_one.operands[name].dwords for name in ("src0", "src1")] == [a.dwords, b.dwords]
+        assert (decoded_one.fields["cbsz"], decoded_one.fields["blgp"]) == (cbsz, blgp)
+
+
+# Kernels: compiled from clang's builtins, run by the emulator. Each lane loads what the comment of its layout says, so the
+# layouts are stated a second time, as a kernel's author would.
+
+
+KERNELS = """
+typedef float f32x4 __attribute__((ext_vector_type(4)));
+typedef float f32x16 __attribute__((ext_vector_type(16)));
+typedef int i32x2 __attribute__((ext_vector_type(2)));
+typedef int i32x4 __attribute__((ext_vector_type(4)));
+typedef int i32x8 __attribute__((ext_vector_type(8)));
+typedef short i16x4 __attribute__((ext_vector_type(4)));
+#define KERNEL extern "C" __attribute__((global, amdgpu_flat_work_group_size(64, 64))) void
+#define LANE __builtin_amdgcn_workitem_id_x()
+
+// D[16 x 16]: lane holds column lane % 16, rows 4 * (lane / 16) ...
+template <typename V, typename T>
+__attribute__((device)) void store16(T* d, V v) {
+  for (int i = 0; i < 4; ++i) d[(LANE / 16 * 4 + i) * 16 + LANE % 16] = v[i];
+}
+// D[32 x 32]: lane holds column lane % 32, rows 4 * (lane / 32) + 8 * (v / 4) ...
+template <typename T>
+__attribute__((device)) void store32(T* d, f32x16 v) {
+  for (int i = 0; i < 16; ++i) d[(LANE / 32 * 4 + i / 4 * 8 + i % 4) * 32 + LANE % 32] = v[i];
+}
+
+// a [16][32], b [16][32] fp8
+KERNEL fp8(const char* a, const char* b, float* d) {
+  int at = LANE % 16 * 32 + LANE / 16 * 8;
+  store16(d, __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(*(long*)(a + at), *(long*)(b + at), f32x4(1), 0, 0, 0));
+}
+// a [32][8], b [32][8] bf16; twice, so that the second adds to the first
+KERNEL bf16(const short* a, const short* b, float* d) {
+  int at = LANE % 32 * 8 + LANE / 32 * 4;
+  i16x4 x = *(i16x4*)(a + at), y = *(i16x4*)(b + at);
+  f32x16 once = __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(x, y, f32x16(0), 0, 0, 0);
+  store32(d, __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(x, y, once, 0, 0, 0));
+}
+// a [16][32], b [16][32] i8, in accumulation registers
+KERNEL i8_agpr(const char* a, const char* b, int* d) {
+  int at = LANE % 16 * 32 + LANE / 16 * 8;
+  i32x4 acc = {0, 0, 0, 0};
+  long x = *(long*)(a + at), y = *(long*)(b + at);
+  asm volatile("v_mfma_i32_16x16x32_i8 %0, %1, %2, %0\\n s_nop 15\\n s_nop 15" : "+a"(acc) : "a"(x), "v"(y));
+  store16(d, acc);
+}
+// a [16][32] stored of [16][64], b [16][64] fp8, index [16][4] of 16 bits
+KERNEL sparse(const char* a, const char* b, const unsigned short* index, float* d) {
+  i32x2 x = *(i32x2*)(a + LANE % 16 * 32 + LANE / 16 * 8);
+  i32x4 y = *(i32x4*)(b + LANE % 16 * 64 + LANE / 16 * 16);
+  int which = index[LANE % 16 * 4 + LANE / 16] << 16;
+  store16(d, __builtin_amdgcn_smfmac_f32_16x16x64_fp8_fp8(x, y, f32x4(0), which, 0, 1));
+}
+#if __gfx950__
+// a [16][128], b [16][128] fp8, their scales [16][4]
+KERNEL mxfp8(const char* a, const char* b, const unsigned char* a_scale, const unsigned char* b_scale, float* d) {
+  int at = LANE % 16 * 128 + LANE / 16 * 16, scale = LANE % 16 * 4 + LANE / 16;
+  i32x8 x, y;
+  x.lo = *(i32x4*)(a + at), x.hi = *(i32x4*)(a + at + 64);
+  y.lo = *(i32x4*)(b + at), y.hi = *(i32x4*)(b + at + 64);
+  int x_scale = a_scale[scale] << 8, y_scale = b_scale[scale] << 24;
+  store16(d, __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(x, y, f32x4(0), 0, 0, 1, x_scale, 3, y_scale));
+}
+// a [32][64] fp4, low nibble first, its scales [32][2]; b [32][64] fp8, unscaled
+KERNEL mxfp4(const char* a, const char* b, const unsigned char* a_scale, float* d) {
+  i32x8 x = 0, y;
+  x.lo = *(i32x4*)(a + LANE % 32 * 32 + LANE / 32 * 16);
+  y.lo = *(i32x4*)(b + LANE % 32 * 64 + LANE / 32 * 16), y.hi = *(i32x4*)(b + LANE % 32 * 64 + LANE / 32 * 16 + 32);
+  int x_scale = a_scale[LANE % 32 * 2 + LANE / 32];
+  store32(d, __builtin_amdgcn_mfma_scale_f32_32x32x64_f8f6f4(x, y, f32x16(0), 4, 0, 0, x_scale, 0, 0x7f7f7f7f));
+}
+// a [16][128], b [16][128] fp4 without scales, twice in a row
+KERNEL fp4_twice(const char* a, const char* b, float* d) {
+  int at = LANE % 16 * 64 + LANE / 16 * 16;
+  i32x8 x = 0, y = 0;
+  x.lo = *(i32x4*)(a + at), y.lo = *(i32x4*)(b + at);
+  f32x4 once = __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(x, y, f32x4(0), 4, 4, 0, 0, 0, 0);
+  store16(d, __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(x, y, once, 4, 4, 0, 0, 0, 0));
+}
+// a [16][32], b [16][32] f16
+typedef _Float16 f16x8 __attribute__((ext_vector_type(8)));
+KERNEL f16(const _Float16* a, const _Float16* b, float* d) {
+  int at = LANE % 16 * 32 + LANE / 16 * 8;
+  store16(d, __builtin_amdgcn_mfma_f32_16x16x32_f16(*(f16x8*)(a + at), *(f16x8*)(b + at), f32x4(0), 0, 0, 0));
+}
+#endif
+"""
+
+
+@pytest.fixture(scope="module", params=["gfx942", "gfx950"])
+def device(request, tmp_path_factory):
+    """run(symbol, *args) launches one wave of a kernel above in the emulator."""
+    folder = tmp_path_factory.mktemp("code")
+    (folder / request.param).mkdir()
+    source = folder / "matrix.hip"
+    source.write_text(KERNELS)
+    build.compile_source(source, request.param, folder / request.param / "matrix.co")
+    emulator = Emulator(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "CODE", folder)
+
+        def run(symbol: str, *args: torch.Tensor) -> None:
+            emulator.launch(launch.Launch("matrix", symbol, (1, 1, 1), (LANES, 1, 1), args), (args[-1],))
+            cycles = sum(MATRIX[one].cycles(request.param, *FORMATS.get(symbol, ())) for one in BUILTINS[symbol])
+            assert emulator.last.matrix_cycles == cycles
+
+        yield request.param, run
+
+
+# The instructions that the kernels above become, and their formats if CBSZ and BLGP name them.
+FORMATS = {"mxfp4": (4, 0), "fp4_twice": (4, 4)}
+BUILTINS = {
+    "fp8": ["v_mfma_f32_16x16x32_fp8_fp8"],
+    "bf16": ["v_mfma_f32_32x32x8_bf16"] * 2,
+    "i8_agpr": ["v_mfma_i32_16x16x32_i8"],
+    "sparse": ["v_smfmac_f32_16x16x64_fp8_fp8"],
+    "mxfp8": ["v_mfma_scale_f32_16x16x128_f8f6f4"],
+    "mxfp4": ["v_mfma_scale_f32_32x32x64_f8f6f4"],
+    "fp4_twice": ["v_mfma_f32_16x16x128_f8f6f4"] * 2,
+    "f16": ["v_mfma_f32_16x16x32_f16"],
+}
+
+
+def test_builtins_become_instructions_of_the_table(device):
+    arch, _ = device
+    code = CodeObject(launch.code_object("matrix", arch))
+    for name, kernel in code.kernels.items():
+        found = decode(bytes(code.image[kernel.entry : kernel.entry + kernel.size]), kernel.entry)
+        assert [one.mnemonic for one in found if one.mnemonic in MATRIX] == BUILTINS[name]
+    assert set(code.kernels) == {name for name, found in BUILTINS.items() if arch in MATRIX[found[0]].archs}
+
+
+def random_codes(rng: np.random.Generator, shape: tuple, format: Format) -> tuple[torch.Tensor, np.ndarray]:
+    """Random bytes (pairs of nibbles) of a format, and their values."""
+    codes = format.encode(rng.standard_normal(shape).astype(np.float32)).astype(np.uint8)
+    stored = codes[..., 0::2] | codes[..., 1::2] << 4 if format.bits == 4 else codes
+    return torch.from_numpy(stored), format.values[codes].astype(np.float64)
+
+
+def close(d: torch.Tensor, expected: np.ndarray) -> bool:
+    return np.allclose(d.numpy(), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_fp8_kernel(device):
+    arch, run = device
+    rng = np.random.default_rng(0)
+    (a, a_values), (b, b_values) = (random_codes(rng, (16, 32), eight_bit("fp8", arch)) for _ in range(2))
+    d = torch.empty(16, 16)
+    run("fp8", a, b, d)
+    assert close(d, a_values @ b_values.T + 1)
+
+
+def test_bf16_kernel(device):
+    _, run = device
+    a, b = (torch.randn(32, 8, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(2))
+    d = torch.empty(32, 32)
+    run("bf16", a, b, d)
+    assert close(d, 2 * (a.double() @ b.double().T).numpy())
+
+
+def test_i8_kernel_with_accumulation_registers(device):
+    _, run = device
+    a, b = (
+        torch.randint(-128, 128, (16, 32), generator=torch.Generator().manual_seed(n)).to(torch.int8) for n in range(2)
+    )
+    d = torch.empty(16, 16, dtype=torch.int32)
+    run("i8_agpr", a, b, d)
+    assert torch.equal(d, a.int() @ b.int().T)
+
+
+def test_sparse_kernel(device):
+    arch, run = device
+    rng = np.random.default_rng(1)
+    format = eight_bit("fp8", arch)
+    (a, a_values), (b, b_values) = random_codes(rng, (16, 32), format), random_codes(rng, (16, 64), format)
+    chosen = np.array(list(itertools.combinations(range(4), 2)))[rng.integers(0, 6, (16, 16))]  # [row, four of k, 2]
+    full = np.zeros((16, 16, 4))
+    np.put_along_axis(full, chosen, a_values.reshape(16, 16, 2), axis=2)
+    nibbles = chosen[..., 0] | chosen[..., 1] << 2
+    index = (nibbles.reshape(16, 4, 4) << np.array([0, 4, 8, 12])).sum(-1).astype(np.uint16).view(np.int16)
+    d = torch.empty(16, 16)
+    run("sparse", a, b, torch.from_numpy(index), d)
+    assert close(d, full.reshape(16, 64) @ b_values.T)
+
+
+def test_a_wrong_sparse_index_names_the_instruction(device):
+    _, run = device
+    zeros = [torch.zeros(shape, dtype=torch.uint8) for shape in ((16, 32), (16, 64))]
+    index = torch.full((16, 4), 0x4444, dtype=torch.int16)
+    index[3, 2] = 0x4441
+    with pytest.raises(
+        EmulatorError, match=r"sparse\+0x\w+ `v_smfmac_f32_16x16x64_fp8_fp8 .*got \[1, 0\] in lane 35, pair 0"
+    ):
+        run("sparse", *zeros, index, torch.empty(16, 16))
+
+
+def random_scales(rng: np.random.Generator, rows: int, blocks: int) -> tuple[torch.Tensor, np.ndarray]:
+    """e8m0 scales, and what they multiply the values of each row by."""
+    codes = rng.integers(120, 134, (rows, blocks)).astype(np.uint8)
+    return torch.from_numpy(codes), np.repeat(np.ldexp(1.0, codes.astype(int) - 127), 32, axis=1)
+
+
+gfx950 = pytest.mark.parametrize("device", ["gfx950"], indirect=True)
+
+
+@gfx950
+def test_mxfp8_kernel(device):
+    _, run = device
+    rng = np.random.default_rng(2)
+    (a, a_values), (b, b_values) = (random_codes(rng, (16, 128), eight_bit("fp8", "gfx950")) for _ in range(2))
+    (a_scale, a_factors), (b_scale, b_factors) = (random_scales(rng, 16, 4) for _ in range(2))
+    d = torch.empty(16, 16)
+    run("mxfp8", a, b, a_scale, b_scale, d)
+    assert np.allclose(d.numpy(), (a_values * a_factors) @ (b_values * b_factors).T, rtol=1e-6, atol=1e-2)
+
+
+@gfx950
+def test_mxfp4_by_fp8_kernel(device):
+    _, run = device
+    rng = np.random.default_rng(3)
+    (a, a_values), (b, b_values) = random_codes(rng, (32, 64), E2M1), random_codes(rng, (32, 64), E4M3FN)
+    a_scale, a_factors = random_scales(rng, 32, 2)
+    d = torch.empty(32, 32)
+    run("mxfp4", a, b, a_scale, d)
+    assert close(d, (a_values * a_factors) @ b_values.T)
+
+
+@gfx950
+def test_consecutive_unscaled_f8f6f4_kernel(device):
+    _, run = device
+    rng = np.random.default_rng(4)
+    (a, a_values), (b, b_values) = (random_codes(rng, (16, 128), E2M1) for _ in range(2))
+    d = torch.empty(16, 16)
+    run("fp4_twice", a, b, d)
+    assert close(d, 2 * a_values @ b_values.T)
+
+
+@gfx950
+def test_wide_f16_kernel(device):
+    _, run = device
+    a, b = (torch.randn(16, 32, generator=torch.Generator().manual_seed(n)).half() for n in range(2))
+    d = torch.empty(16, 16)
+    run("f16", a, b, d)
+    assert close(d, (a.double() @ b.double().T).numpy())
