@@ -50,7 +50,7 @@ API_HIP(CHECK)
 API_SHARED(CHECK_SHARED_CUDA)
 API_CUDA(CHECK)
 #endif
-} // namespace api
+}  // namespace api
 
 // Some constants are pointers by cast, which no constant expression may hold: main compares them.
 #define DIFFERS(name, constant, value) || (std::uintptr_t)(constant) != value

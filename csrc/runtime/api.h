@@ -6,11 +6,11 @@
 
 namespace api {
 
-using Result = int; // hipError_t, CUresult: enums of int's size; 0 is success
+using Result = int;  // hipError_t, CUresult: enums of int's size; 0 is success
 using Module = struct ModuleObject*;
 using Function = struct FunctionObject*;
 using Stream = struct StreamObject*;
-using Context = struct ContextObject*; // CUDA's; HIP has a current device instead
+using Context = struct ContextObject*;  // CUDA's; HIP has a current device instead
 
 // X(our name, HIP's function, CUDA's function, type): what both have, with the same meaning.
 #define API_SHARED(X)                                                                                       \
@@ -78,4 +78,4 @@ API_CUDA_CONSTANTS(API_CONSTANT)
 static_assert(kHipArguments == kCudaArguments && kHipArgumentsSize == kCudaArgumentsSize &&
               kHipCaptureRelaxed == kCudaCaptureRelaxed);
 
-} // namespace api
+}  // namespace api

@@ -43,7 +43,7 @@ class HipDriver final : public Driver {
            std::to_string(number % 100000);
   }
   std::string describe(api::Result result) const override {
-    own_.clear_error(); // or torch would find it in hipGetLastError and take it for an error of its own
+    own_.clear_error();  // or torch would find it in hipGetLastError and take it for an error of its own
     return std::string(own_.error_string(result)) + " (" + own_.error_name(result) + ")";
   }
   api::Module load_image(const std::string& path, const void* image) const override {
@@ -157,7 +157,7 @@ std::vector<std::string> hip_libraries() {
   return libraries;
 }
 
-} // namespace
+}  // namespace
 
 void Driver::check(api::Result result, const std::string& what, const std::string& details) const {
   if (result != 0) throw std::runtime_error(what + ": " + describe(result) + (details.empty() ? "" : "\n" + details));
@@ -185,7 +185,7 @@ std::unique_ptr<Driver> Driver::find(std::string& status) {
           return true;
         } catch (const std::runtime_error& error) {
           reasons.push_back(library + ": " + error.what());
-          return false; // the library stays loaded: drivers do not survive dlclose
+          return false;  // the library stays loaded: drivers do not survive dlclose
         }
       }
       // A library that is there, but lacks one that it needs, says more than those that are not there.

@@ -11,16 +11,16 @@
 #include "api.h"
 
 struct Kernel {
-  std::string name; // "<symbol> of <path>", for messages
+  std::string name;  // "<symbol> of <path>", for messages
   api::Function function;
   int device;
-  unsigned lds_allowed; // a launch with more dynamic LDS bytes than this asks the driver first
+  unsigned lds_allowed;  // a launch with more dynamic LDS bytes than this asks the driver first
 };
 
 struct Geometry {
-  unsigned grid_x, grid_y, grid_z;    // blocks
-  unsigned block_x, block_y, block_z; // threads
-  unsigned lds;                       // dynamic LDS bytes
+  unsigned grid_x, grid_y, grid_z;     // blocks
+  unsigned block_x, block_y, block_z;  // threads
+  unsigned lds;                        // dynamic LDS bytes
 };
 
 // A vendor's library, initialised, with at least one device. What fails throws std::runtime_error in the driver's
@@ -31,7 +31,7 @@ class Driver {
   static std::unique_ptr<Driver> find(std::string& status);
 
   virtual ~Driver() = default;
-  virtual const char* backend() const = 0; // "hip" or "cuda"
+  virtual const char* backend() const = 0;  // "hip" or "cuda"
   virtual std::map<std::string, std::string> versions() const = 0;
 
   // A code object or PTX onto `device`. Allowed while a stream is being captured.
@@ -60,5 +60,5 @@ class Driver {
   api::Shared shared_;
 
  private:
-  int count_devices() const; // at least 1, or it throws
+  int count_devices() const;  // at least 1, or it throws
 };

@@ -17,12 +17,12 @@ namespace {
 struct Runtime {
   std::string status;
   std::unique_ptr<Driver> driver = Driver::find(status);
-  std::map<std::tuple<int, std::string>, api::Module> modules;              // by device, path
-  std::map<std::tuple<int, std::string, std::string>, std::size_t> handles; // by device, path, symbol
-  std::deque<Kernel> kernels;                                               // by handle
+  std::map<std::tuple<int, std::string>, api::Module> modules;               // by device, path
+  std::map<std::tuple<int, std::string, std::string>, std::size_t> handles;  // by device, path, symbol
+  std::deque<Kernel> kernels;                                                // by handle
 
   static Runtime& get() {
-    static Runtime* runtime = new Runtime; // never destroyed: drivers are gone before static destructors run
+    static Runtime* runtime = new Runtime;  // never destroyed: drivers are gone before static destructors run
     return *runtime;
   }
 };
@@ -59,7 +59,7 @@ void launch(std::size_t handle, unsigned grid_x, unsigned grid_y, unsigned grid_
                          static_cast<std::size_t>(PyBytes_GET_SIZE(packed_args.ptr())));
 }
 
-} // namespace
+}  // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Loads code objects and launches kernels through HIP or CUDA, found at first use; no torch in it.";
