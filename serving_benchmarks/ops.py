@@ -192,7 +192,7 @@ def run_case(benchmark: Benchmark, rows: int, hidden: int, dtype: torch.dtype, a
     graphs, kept = {}, []
     default = op.default
     for name, _, config in candidates:
-        op.default = lambda *_: config
+        op.default = lambda *_, config=config: config
         op._executions.clear()
         graphs[name] = capture(op, sets)
     op.default = default
@@ -260,7 +260,7 @@ def main() -> None:
     else:
         try:
             import vllm
-            import vllm._custom_ops  # noqa: F401
+            import vllm._custom_ops
 
             options.vllm = vllm.__version__
         except ImportError:

@@ -31,8 +31,13 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder():
+def recorder(tmp_path, monkeypatch):
+    """On an arch whose code objects are taken to exist."""
     executor = Recorder()
+    for module in ("rms_norm", "silu_and_mul"):
+        (tmp_path / executor.arch.name).mkdir(exist_ok=True)
+        (tmp_path / executor.arch.name / f"{module}.co").touch()
+    monkeypatch.setattr(launch, "CODE", tmp_path)
     with launch.executor(executor):
         yield executor
 
@@ -170,8 +175,8 @@ def test_envelope_rules_fall_back_and_say_why(recorder):
     assert [l.symbol for l, _ in recorder.launches] == ["rms_norm_bf16_x1"]
 
 
-def test_missing_code_object_falls_back(recorder, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "CODE", tmp_path)
+def test_missing_code_object_falls_back(recorder):
+    launch.code_object("rms_norm", recorder.arch.name).unlink()
     ops.rms_norm(*norm_arguments(hidden=264))
     assert list(op.stats()["rms_norm"]) == ["fallback: no code object of rms_norm for gfx942"]
 

@@ -30,7 +30,7 @@ ARCHS = {
 }
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def of_device(index: int) -> Arch | None:
     """The architecture of GPU `index` of this process, with its own count of compute units; None if it is not ours."""
     properties = torch.cuda.get_device_properties(index)

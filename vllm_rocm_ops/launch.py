@@ -9,9 +9,8 @@ import contextlib
 import functools
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -25,8 +24,7 @@ class I64(int):
     """An integer argument of 64 bits; a plain int has 32."""
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One kernel launch.
 
     `module` is the stem of csrc/ops/<module>.hip, `symbol` the kernel. `grid` counts blocks, `block` threads, `lds` bytes
@@ -104,7 +102,7 @@ def cpu_executor() -> Executor | None:
     return _executor
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def runtime():
     """The `_C` extension, or the reason why there is none."""
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -123,7 +122,7 @@ def _op(mutates: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
 
 
 @_op()
-def rms_norm(input: Tensor, weight: Optional[Tensor], epsilon: float) -> Tensor:
+def rms_norm(input: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     """RMSNorm over the last dimension.
 
     input [..., hidden] bf16 or fp16, rows may be strided; weight [hidden] or None for ones. Returns [..., hidden].
@@ -132,7 +131,7 @@ def rms_norm(input: Tensor, weight: Optional[Tensor], epsilon: float) -> Tensor:
 
 
 @_op(mutates=("residual",))
-def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Optional[Tensor], epsilon: float) -> Tensor:
+def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     """residual += input, in place, then RMSNorm of the (rounded) residual.
 
     input, residual [..., hidden] bf16 or fp16; weight [hidden] or None for ones. Returns [..., hidden].
@@ -164,8 +163,8 @@ def rms_norm_dynamic_per_token_quant(
     weight: Tensor,
     epsilon: float,
     quant_dtype: torch.dtype,
-    scale_ub: Optional[Tensor] = None,
-    residual: Optional[Tensor] = None,
+    scale_ub: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm, then quantisation with one dynamic scale per row.
 
@@ -184,8 +183,8 @@ def rms_norm_per_block_quant(
     quant_dtype: torch.dtype,
     group_size: int = 128,
     is_scale_transposed: bool = False,
-    scale_ub: Optional[Tensor] = None,
-    residual: Optional[Tensor] = None,
+    scale_ub: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm, then quantisation with one dynamic scale per `group_size` columns of a row.
 

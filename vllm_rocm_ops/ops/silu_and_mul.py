@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -137,7 +136,7 @@ def silu_and_mul_quant(input: Tensor, scale: Tensor, quant_dtype: torch.dtype) -
 
 @_op
 def silu_and_mul_per_token_quant(
-    input: Tensor, quant_dtype: torch.dtype, scale_ub: Optional[Tensor] = None
+    input: Tensor, quant_dtype: torch.dtype, scale_ub: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """silu(gate) * up in fp32, quantised with one dynamic scale per row.
 
@@ -153,7 +152,7 @@ def silu_and_mul_per_block_quant(
     quant_dtype: torch.dtype,
     group_size: int = 128,
     is_scale_transposed: bool = False,
-    scale_ub: Optional[Tensor] = None,
+    scale_ub: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """silu(gate) * up in fp32, quantised with one dynamic scale per `group_size` columns of a row.
 
