@@ -1,0 +1,427 @@
+"""Decode latency through vLLM's engine, with the ops and without.
+
+    python serving_benchmarks/latency.py --model tiny-llama llama-3.1-405b-fp8 --num-layers 4 --batch-size 1 8 32
+
+Random weights, no download. For each model, vLLM runs once with the plugin and once without it, each time in a process of
+its own with the same seed; every batch size gets warm-up and measured iterations of prompts of --input-len tokens that
+generate --output-len tokens. Reported is the median time per decoded token: from the engine's time stamps of a request's
+first and last token. The engine runs inside the measuring process (VLLM_ENABLE_V1_MULTIPROCESSING=1 gives it its own).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CONFIGS = HERE / "configs"
+PLUGIN = "rocm_ops"
+SIDES = {"without": "vLLM", "with": "vLLM + vllm-rocm-ops"}
+PERCENTILES = (10, 25, 50, 75, 90, 99)  # as in `vllm bench latency`
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shipped = ", ".join(sorted(path.name for path in CONFIGS.iterdir()))
+    add = parser.add_argument
+    add("--model", nargs="+", default=["tiny-llama"], help=f"folders with a config.json, or of: {shipped}")
+    add("--batch-size", type=int, nargs="+", default=[1], help="sequences decoded at a time; default: %(default)s")
+    add("--input-len", type=int, default=1, help="tokens of a prompt; default: %(default)s")
+    add("--output-len", type=int, default=128, help="tokens to generate, at least 2; default: %(default)s")
+    add("--num-iters", type=int, default=30, help="measured iterations; default: %(default)s")
+    add("--num-iters-warmup", type=int, default=10, help="iterations before; default: %(default)s")
+    add("--num-layers", type=int, help="layers to keep of each model; default: all")
+    add("--tensor-parallel-size", type=int, default=1, help="GPUs; default: %(default)s")
+    add("--dtype", default="auto", help="of activations; default: the model's")
+    add("--enforce-eager", action="store_true", help="no compilation, no graph capture")
+    add("--seed", type=int, default=0, help="of weights and prompts; default: %(default)s")
+    add("--side", nargs="+", choices=list(SIDES), default=list(SIDES), help="with the ops, without, or both (default)")
+    add("--random-experts", action="store_true", help="spread tokens over experts; random routers send all to the same")
+    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
+    add("--output-json", type=Path, default=HERE / "out" / "latency.json", help="default: %(default)s")
+    add("--plot", type=Path, default=HERE / "out" / "latency.png", help="default: %(default)s")
+    add("--worker", type=json.loads, help=argparse.SUPPRESS)  # a job of the processes that this one starts
+    arguments = parser.parse_args(argv)
+    for name, least in (("batch_size", 1), ("input_len", 1), ("output_len", 2), ("num_iters", 1)):
+        values = getattr(arguments, name)
+        if min(values if isinstance(values, list) else [values]) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {values}")
+    return arguments
+
+
+def find_model(name: str) -> Path:
+    """The folder of a model's config.json."""
+    for folder in (Path(name), CONFIGS / name):
+        if (folder / "config.json").is_file():
+            return folder.resolve()
+    raise SystemExit(f"--model must be a folder with a config.json or a name in {CONFIGS}, got {name}")
+
+
+# In the measuring process
+
+
+def measure(job: dict, report: Callable[[dict], None]) -> None:
+    """Runs one model on one side; reports every iteration and then the result."""
+    from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
+
+    with_ops = job["side"] == "with"
+    longest = job["input_len"] + job["output_len"]
+    settings = {
+        "model": job["model"],
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,  # the time stamps come with them
+        "max_model_len": -(-longest // 64) * 64,
+        "max_num_seqs": max(job["batch_sizes"]),
+        "tensor_parallel_size": job["tensor_parallel_size"],
+        "dtype": job["dtype"],
+        "enforce_eager": job["enforce_eager"],
+        "seed": job["seed"],
+    }
+    if job["tensor_parallel_size"] == 1:
+        settings["distributed_executor_backend"] = "uni"
+    if current_platform.is_cpu():
+        settings["gpu_memory_utilization"] = 0.3
+    if with_ops:
+        settings["worker_extension_cls"] = "vllm_rocm_ops.vllm.worker.Extension"
+    settings |= job["engine_args"]
+    if job["num_layers"]:
+        settings["hf_overrides"] = settings.get("hf_overrides", {}) | {"num_hidden_layers": job["num_layers"]}
+    llm = LLM(**settings)
+    if not with_ops and "vllm_rocm_ops" in sys.modules:
+        raise RuntimeError("the plugin was loaded on the side without it")
+
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    sampling = SamplingParams(temperature=0, max_tokens=job["output_len"], ignore_eos=True, detokenize=False)
+    batches = []
+    for batch_size in job["batch_sizes"]:
+        tokens = [[(7 * i + 31 * row + 3) % vocabulary for i in range(job["input_len"])] for row in range(batch_size)]
+        prompts = [{"prompt_token_ids": row} for row in tokens]
+        latencies, decode = [], []
+        for iteration in range(job["num_iters_warmup"] + job["num_iters"]):
+            start = time.perf_counter()
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+            latency = time.perf_counter() - start
+            spans = [output.metrics.last_token_ts - output.metrics.first_token_ts for output in outputs]
+            per_token = statistics.median(spans) / (job["output_len"] - 1)
+            if iteration >= job["num_iters_warmup"]:
+                latencies.append(latency)
+                decode.append(1e3 * per_token)
+            report({"batch_size": batch_size, "decode_ms": 1e3 * per_token})
+        batches.append({"batch_size": batch_size, "latencies": latencies, "decode_ms": decode})
+    result = {"batches": batches, "hardware": hardware(), "versions": versions()}
+    if with_ops:
+        result["op_stats"] = llm.collective_rpc("vllm_rocm_ops_stats")[0]
+        result["seams"] = llm.collective_rpc("vllm_rocm_ops_seams")[0]
+    report({"result": result})
+
+
+def hardware() -> str:
+    """What this ran on."""
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    cpu = next(
+        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ": CPU"
+    )
+    return f"{len(os.sched_getaffinity(0))} cores of {cpu.partition(': ')[2]}"
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part."""
+    import importlib.metadata
+
+    import torch
+    import vllm
+
+    found = {"python": sys.version.split()[0], "torch": torch.__version__, "vllm": vllm.__version__}
+    return found | {"hip": torch.version.hip or "", "vllm_rocm_ops": importlib.metadata.version("vllm-rocm-ops")}
+
+
+def worker(job: dict) -> None:
+    """The life of a measuring process: results go up a pipe as lines of JSON."""
+    with os.fdopen(job["pipe"], "w", buffering=1) as pipe:
+
+        def report(event: dict) -> None:
+            pipe.write(json.dumps(event) + "\n")
+
+        try:
+            measure(job, report)
+        except BaseException as error:  # noqa: BLE001  whatever it is, it is the result
+            traceback.print_exc()
+            report({"error": f"{type(error).__name__}: {error}".strip()})
+    # vLLM's processes have nothing to say any more.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+# In the process that the user started
+
+
+def environment(side: str) -> dict[str, str]:
+    """The environment of a measuring process. Without the ops: the plugins are all that are installed but ours."""
+    defaults = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    result = {**defaults, **os.environ}
+    allowed = os.environ.get("VLLM_PLUGINS")
+    names = {p.name for g in entry_points().groups if g.startswith("vllm.") for p in entry_points(group=g)}
+    names = names if allowed is None else set(allowed.split(","))
+    if side == "without":
+        result["VLLM_PLUGINS"] = ",".join(sorted(names - {PLUGIN}))
+    elif allowed is not None:
+        result["VLLM_PLUGINS"] = ",".join(sorted(names | {PLUGIN}))
+    return result
+
+
+def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
+    """Runs one measuring process; returns its result or {"error": why}."""
+    read_end, write_end = os.pipe()
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps({**job, "pipe": write_end})]
+    variables = environment(job["side"])
+    if job["random_experts"]:
+        variables["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env=variables, pass_fds=[write_end], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+    os.close(write_end)
+    final = {"error": f"the process ended early, see {log}"}
+    with os.fdopen(read_end) as pipe:
+        for line in pipe:
+            event = json.loads(line)
+            if "result" in event or "error" in event:
+                final = event.get("result", event)
+                break
+            on_event(event)
+    process.wait()
+    return final
+
+
+def summarise(job: dict, batch: dict) -> dict:
+    """One batch size of one side, in the form of `vllm bench latency` with what we add."""
+    import numpy
+
+    latencies = batch["latencies"]
+    return {
+        "model_id": job["name"],
+        "avg_latency": statistics.fmean(latencies),
+        "latencies": latencies,
+        "percentiles": {str(p): float(numpy.percentile(latencies, p)) for p in PERCENTILES},
+        "side": job["side"],
+        "batch_size": batch["batch_size"],
+        "input_len": job["input_len"],
+        "output_len": job["output_len"],
+        "num_layers": job["num_layers"],
+        "decode_ms_per_token": statistics.median(batch["decode_ms"]),
+        "decode_ms_percentiles": {str(p): float(numpy.percentile(batch["decode_ms"], p)) for p in PERCENTILES},
+    }
+
+
+def benchmark(arguments: argparse.Namespace) -> dict:
+    """Measures all models on all sides, one after the other."""
+    from tqdm import tqdm
+
+    jobs = [
+        {
+            "name": Path(name).name,
+            "model": str(find_model(name)),
+            "side": side,
+            "batch_sizes": arguments.batch_size,
+            **{
+                key: getattr(arguments, key)
+                for key in (
+                    *("input_len", "output_len", "num_iters", "num_iters_warmup", "num_layers", "tensor_parallel_size"),
+                    *("dtype", "enforce_eager", "seed", "random_experts", "engine_args"),
+                )
+            },
+        }
+        for name in arguments.model
+        for side in SIDES
+        if side in arguments.side
+    ]
+    iterations = len(arguments.batch_size) * (arguments.num_iters_warmup + arguments.num_iters)
+    report = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "hardware": None,
+        "versions": {},
+        "results": [],
+        "runs": [],
+    }
+    with tqdm(total=len(jobs) * iterations, unit="iter", dynamic_ncols=True, smoothing=0) as bar:
+        for number, job in enumerate(jobs):
+            bar.set_description(f"{job['name']} {job['side']} the ops: loading")
+
+            def on_event(event: dict, job=job) -> None:
+                bar.set_description(f"{job['name']} {job['side']} the ops, batch {event['batch_size']}")
+                bar.set_postfix_str(f"{event['decode_ms']:.2f} ms/token", refresh=False)
+                bar.update()
+
+            log = arguments.output_json.parent / "logs" / f"{job['name']}-{job['side']}.log"
+            found = run_side(job, log, on_event)
+            bar.update((number + 1) * iterations - bar.n)
+            run = {"model_id": job["name"], "side": job["side"], "log": str(log)}
+            if "error" not in found:
+                report["hardware"], report["versions"] = found["hardware"], found["versions"]
+                report["results"] += [summarise(job, batch) for batch in found["batches"]]
+            report["runs"].append(run | {k: found[k] for k in ("error", "op_stats", "seams") if k in found})
+        bar.set_description("done")
+        bar.set_postfix_str("")
+    return report
+
+
+def commit() -> str:
+    """The commit of this checkout, `+` if files differ from it, or nothing outside one."""
+    try:
+        git = ["git", "-C", str(HERE)]
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head.strip() + "+" * bool(changed)
+
+
+def pairs(report: dict) -> list[tuple[str, int, dict[str, dict]]]:
+    """(model, batch size, {side: result}), in the order of measurement."""
+    found: dict[tuple[str, int], dict[str, dict]] = {}
+    failed = [run["model_id"] for run in report["runs"] if "error" in run]
+    for result in report["results"]:
+        found.setdefault((result["model_id"], result["batch_size"]), {})[result["side"]] = result
+    for model in failed:
+        if not any(model == key[0] for key in found):
+            found[model, 0] = {}
+    return [(model, batch_size, sides) for (model, batch_size), sides in found.items()]
+
+
+def op_stats(report: dict) -> dict[str, dict]:
+    """By model: how often each op ran what."""
+    return {run["model_id"]: run["op_stats"] for run in report["runs"] if "op_stats" in run}
+
+
+def table(report: dict) -> str:
+    """The results, and under them why some are missing."""
+    measured = [side for side in SIDES if any(run["side"] == side for run in report["runs"])]
+    rows = [["model", "batch", *(f"{side} the ops" for side in measured), *(["ratio"] if len(measured) == 2 else [])]]
+    for model, batch_size, sides in pairs(report):
+        row = [model, str(batch_size or "-")]
+        for side in measured:
+            if side in sides:
+                spread = sides[side]["decode_ms_percentiles"]
+                row.append(f"{sides[side]['decode_ms_per_token']:.2f} ({spread['10']:.2f}-{spread['90']:.2f})")
+            else:
+                row.append(f"not runnable {side}")
+        if len(measured) == 2:
+            times = [sides[side]["decode_ms_per_token"] for side in measured if side in sides]
+            row.append(f"{times[0] / times[1]:.2f}x" if len(times) == 2 else "")
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    lines = ["Decode, ms per token: median (10th-90th percentile)", "", *lines]
+    for run in report["runs"]:
+        if "error" in run:
+            why = textwrap.shorten(run["error"], 300)
+            lines += ["", f"{run['model_id']} is not runnable {run['side']} the ops: {why}", f"  {run['log']}"]
+    calls = {model: {k for op in stats.values() for k in op} for model, stats in op_stats(report).items()}
+    for model, kernels in calls.items():
+        if not kernels:
+            lines += ["", f"{model}: vLLM called none of the ops; `vllm-rocm-ops doctor` says why"]
+    if calls and all(kernel.startswith("fallback") for kernels in calls.values() for kernel in kernels):
+        lines += [
+            "",
+            "No kernel of the ops ran: on this machine they are plain PyTorch, and the times say nothing of a GPU's.",
+        ]
+    return "\n".join(lines)
+
+
+def plot(report: dict, path: Path) -> None:
+    """Bars of the median with the 10th to 90th percentile; one panel per model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colors = {"without": "#9aa5b1", "with": "#c8102e"}
+    label = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
+    by_model: dict[str, list] = {}
+    for model, batch_size, sides in pairs(report):
+        if sides:
+            by_model.setdefault(model, []).append((batch_size, sides))
+    if not by_model:
+        return
+    figure, axes = pyplot.subplots(
+        1, len(by_model), figsize=(1.5 + 3.1 * len(by_model), 4.4), squeeze=False, layout="constrained"
+    )
+    asked = [side for side in SIDES if any(run["side"] == side for run in report["runs"])]
+    width = 0.8 / len(asked)
+    for axis, (model, batches) in zip(axes[0], by_model.items()):
+        for index, (_, sides) in enumerate(batches):
+            for place, side in enumerate(asked):
+                x = index + (place - (len(asked) - 1) / 2) * width
+                if side not in sides:
+                    axis.annotate("not runnable", (x, 0), (0, 6), rotation=90, **label, color="#777777")
+                    continue
+                value, spread = sides[side]["decode_ms_per_token"], sides[side]["decode_ms_percentiles"]
+                error = [[max(value - spread["10"], 0)], [max(spread["90"] - value, 0)]]
+                axis.bar(x, value, width * 0.92, color=colors[side])
+                axis.errorbar(x, value, yerr=error, color="#333333", capsize=3, linewidth=1)
+                axis.annotate(f"{value:.2f}", (x, max(value, spread["90"])), (0, 4), **label)
+        axis.set_xticks(range(len(batches)), [str(batch_size) for batch_size, _ in batches])
+        axis.set_xlim(-0.5, len(batches) - 0.5)
+        axis.set_xlabel("batch size")
+        axis.set_title(model, fontsize=11)
+        axis.margins(y=0.12)
+        axis.set_ylim(bottom=0)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", alpha=0.25)
+        axis.set_axisbelow(True)
+    axes[0][0].set_ylabel("decode, ms per token")
+    figure.suptitle("Decode latency: median, 10th to 90th percentile", fontsize=12, fontweight="bold")
+    result, versions = report["results"][0], report["versions"]
+    figure.legend(
+        [pyplot.Rectangle((0, 0), 1, 1, color=colors[side]) for side in asked],
+        [SIDES[side] for side in asked],
+        title=f"{report['hardware']}; vLLM {versions['vllm']}, torch {versions['torch']}; input {result['input_len']}, "
+        f"output {result['output_len']}, {len(result['latencies'])} iterations; random weights",
+        title_fontsize=8,
+        loc="outside lower center",
+        ncols=len(asked),
+        frameon=False,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    if arguments.worker:
+        worker(arguments.worker)
+    report = benchmark(arguments)
+    arguments.output_json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output_json.write_text(json.dumps(report, indent=1) + "\n")
+    plot(report, arguments.plot)
+    print(table(report))
+    print(f"\n{report['hardware']}\n{arguments.output_json}\n{arguments.plot}")
+    return int(any("error" in run and run["side"] == "with" for run in report["runs"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Sets up all that is needed, once, and measures decode with the ops and without:
+#   bash serving_benchmarks/quickstart.sh [options of latency.py]
+# On a GPU: the layers of Llama-3.1-405B and DeepSeek-V3 as they are, few of them. Without one: tiny models on the CPU.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/../tests/environment.sh"
+if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  defaults=(--model llama-3.1-405b-fp8 deepseek-v3 --num-layers 4 --batch-size 1 8 32)
+else
+  # One thread: it is enough for a tiny model, and threads that wait for each other make times on a busy machine random.
+  export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+  defaults=(--model tiny-llama tiny-llama-fp8 tiny-deepseek-v3-fp8 --batch-size 1 8 --enforce-eager
+    --output-len 32 --num-iters 5 --num-iters-warmup 1)
+fi
+exec "$python" serving_benchmarks/latency.py "${defaults[@]}" "$@"
