@@ -31,10 +31,10 @@ DEVICE u8 to_e4m3(float x) {
 // Round to nearest even; a NaN that came from a bf16 or fp16 keeps its low bits clear, so the carry cannot reach its exponent.
 DEVICE u32 to_bf16x2(f32x2 x) {
 #if defined(__gfx942__)
-  u32 low = __builtin_bit_cast(u32, x.x), high = __builtin_bit_cast(u32, x.y);
-  low += ((low >> 16) & 1) + 0x7fff;
-  high += ((high >> 16) & 1) + 0x7fff;
-  return __builtin_amdgcn_perm(high, low, 0x07060302);
+  // The vector is cast whole: clang 22 takes __builtin_bit_cast(u32, x.y) for x.x.
+  u32x2 bits = __builtin_bit_cast(u32x2, x);
+  bits += ((bits >> 16) & 1) + 0x7fff;
+  return __builtin_amdgcn_perm(bits.y, bits.x, 0x07060302);
 #else
   using bf16x2 = __bf16 __attribute__((ext_vector_type(2)));
   return __builtin_bit_cast(u32, __builtin_convertvector(x, bf16x2));
