@@ -121,7 +121,6 @@ class Counters:
             if kind == "matrix":
                 from .matrix import MATRIX
 
-                entry = MATRIX.get(ins.mnemonic)
-                cycles = 4 * entry.passes if entry else 0
+                cycles = MATRIX[ins.mnemonic].cycles(self.arch, ins.fields.get("cbsz", 0), ins.fields.get("blgp", 0))
                 self.matrix_cycles += cycles * count
             self.issue_cycles += cycles * count

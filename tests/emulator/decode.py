@@ -20,6 +20,7 @@ _ORDER = (
     "vdst sdst sdata vdata addr vaddr data data0 data1 src0 vsrc0 ssrc0 src1 vsrc1 ssrc1 src2 sbase saddr srsrc soffset"
 )
 _ORDER = {name: position for position, name in enumerate(_ORDER.split())}
+_SCALE_PREFIX = 0xD3AC  # the first dword's high half of V_MFMA_SCALE (CDNA4 ISA, VOP3PX2)
 _LITERAL_MNEMONICS = ("v_fmamk_", "v_fmaak_", "v_madmk_", "v_madak_")
 
 
@@ -65,7 +66,7 @@ class Instruction:
         parts = [str(self.operands[name]) for name in sorted(self.operands, key=_ORDER.__getitem__)]
         if "literal" in self.fields:
             parts = [f"{self.fields['literal']:#x}" if part in ("lit", "src[255]") else part for part in parts]
-        shown = {k: v for k, v in self.fields.items() if v and k not in ("literal", "opsel_hi", "opsel_hi2", "vsrc0")}
+        shown = {k: v for k, v in self.fields.items() if v and k not in ("literal", "vsrc0")}
         return (
             " ".join([self.mnemonic, ", ".join(parts), *(f"{k}:{v:#x}" for k, v in shown.items())])
             .replace("  ", " ")
@@ -81,6 +82,8 @@ class Instruction:
 
 def _decode(data: bytes, address: int) -> Instruction:
     inst = decode_inst(data, "cdna")
+    if type(inst).__name__ == "VOP3PX2" and inst._raw >> 16 & 0xFFFF != _SCALE_PREFIX:
+        inst = decode_inst(data[:8], "cdna")  # an 8-byte instruction that an unscaled f8f6f4 one follows
     name = type(inst).__name__
     encoding, _, variant = name.partition("_")
     variant = next((v for v in ("DPP16", "SDWA") if v in variant), "")

@@ -7,6 +7,7 @@ divides them splits the group, a common program counter joins it again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from .decode import AGPR, EXEC, M0, VCC, VGPR, Instruction, Operand, decode
 from .memory import Lds, Space
 from .objects import CodeObject, KernelObject
 from .salu import Diverge, Signal
+from .vector import dpp_lanes
 from .waves import LANES, SGPRS, Waves
 
 _SCALAR = ("SOP1", "SOP2", "SOPC", "SOPK", "SOPP")
@@ -48,7 +50,7 @@ class Program:
     # Binding
 
     def _bind(self, ins: Instruction):
-        """(function, all registers, read registers, written registers, whether it only copies bits)."""
+        """(function, all registers, read and written registers, their data flow, whether it ignores EXEC)."""
         try:
             if ins.encoding in _SCALAR:
                 run = salu.bind(ins, self)
@@ -63,7 +65,8 @@ class Program:
         except (KeyError, AttributeError, ImportError) as error:
             run = self._raising(errors.UnsupportedInstruction, ins, f"{type(error).__name__} {error}")
         reads, writes = effects(ins)
-        return run, frozenset(reads | writes), reads, writes, _copies(ins)
+        ignores_exec = ins.mnemonic.startswith(("v_mfma", "v_smfmac", "v_writelane"))
+        return run, frozenset(reads | writes), reads, writes, data_flow(ins, reads, writes), ignores_exec
 
     def _raising(self, kind, ins, message: str) -> Callable:
         def run(w):
@@ -170,7 +173,7 @@ class Program:
     def examine(self, w, at: int) -> Callable:
         """Checks an instruction that touches undefined or pending registers; returns what to do after it ran."""
         ins = self.instructions[at]
-        _, _, reads, writes, copies = self.bound[at]
+        _, _, reads, writes, flow, _ = self.bound[at]
         for code in (reads | writes) & w.pending.keys():
             event = w.pending[code]
             in_order = code not in reads and _memory_kind(ins) == event.kind and event.kind != "scalar"
@@ -179,30 +182,30 @@ class Program:
                 raise self.error(
                     errors.MissingWait, ins, w, 0, None, f"{name} is used before the s_waitcnt that its load needs"
                 )
-        suspects = reads & w.undefined
-        bad = None
-        for code in suspects:
-            defined = w.defined.get(code)
-            if code < VGPR:
-                wrong = np.ones((w.count, 1), bool) if defined is None else ~defined.any(axis=1, keepdims=True)
-            else:
-                wrong = w.mask if defined is None else w.mask & ~defined
-            if not wrong.any():
-                continue
-            if not copies:
-                row, lane = (int(i[0]) for i in np.nonzero(wrong))
-                name = Operand(code, 1, "", 32)
-                lane = None if code < VGPR else lane
-                raise self.error(errors.Uninitialised, ins, w, row, lane, f"{name} was never written")
-            bad = wrong if bad is None else bad | wrong
-        mask = w.mask
+        wrong = {code: lanes for code in reads & w.undefined if (lanes := self._undefined_lanes(w, ins, code)).any()}
+        if wrong and flow is None:
+            code, lanes = next(iter(wrong.items()))
+            row, lane = (int(i[0]) for i in np.nonzero(lanes))
+            name = Operand(code, 1, "", 32)
+            lane = None if code < VGPR else lane
+            raise self.error(errors.Uninitialised, ins, w, row, lane, f"{name} was never written")
+        if wrong and ins.mnemonic == "v_cndmask_b32":
+            wrong = self._selected(w, ins, wrong)
+        bad_of = {
+            code: functools.reduce(
+                np.logical_or, [wrong[c] for c in (flow or {}).get(code, reads) if c in wrong], False
+            )
+            for code in writes
+        }
+        mask = True if self.bound[at][5] else w.mask
 
         def after():
             for code in writes:
-                if bad is None and code not in w.undefined:
+                bad = bad_of[code]
+                if bad is False and code not in w.undefined:
                     continue
                 if code < VGPR:
-                    if bad is None:
+                    if bad is False:
                         w.undefined.discard(code)
                         w.defined.pop(code, None)
                     else:
@@ -212,7 +215,7 @@ class Program:
                     defined = w.defined.get(code)
                     if defined is None:
                         defined = np.full((w.count, LANES), code not in w.undefined)
-                    defined = np.where(mask, True if bad is None else ~bad, defined)
+                    defined = np.where(mask, np.logical_not(bad), defined)
                     w.defined[code] = defined
                     if defined.all():
                         w.undefined.discard(code)
@@ -225,6 +228,30 @@ class Program:
                     w.alert.discard(code)
 
         return after
+
+    @staticmethod
+    def _undefined_lanes(w, ins: Instruction, code: int) -> np.ndarray:
+        """The active lanes of a register that the instruction would read unwritten."""
+        defined = w.defined.get(code)
+        if code < VGPR:
+            return np.ones((w.count, LANES), bool) if defined is None else ~defined
+        if defined is None:
+            return w.mask
+        if ins.variant == "DPP16" and code in ins.operands["src0"].registers:
+            source, valid = dpp_lanes(ins.fields["dpp"])
+            return w.mask & valid & w.mask[:, source] & ~defined[:, source]
+        return w.mask & ~defined
+
+    @staticmethod
+    def _selected(w, ins: Instruction, wrong: dict) -> dict:
+        """Undefined lanes of V_CNDMASK: only the source that a lane selects counts."""
+        if ins.operands["src2"].code in wrong:
+            return wrong
+        chosen = w.lanes(ins.operands["src2"].code)
+        a, b = (operand.code for operand in ins.sources[:2])
+        if a == b:
+            return wrong
+        return {code: lanes & (chosen if code == b else ~chosen) for code, lanes in wrong.items()}
 
     # Running
 
@@ -511,12 +538,31 @@ def _memory_kind(ins: Instruction) -> str:
     )
 
 
-_COPIES = ("s_mov_b", "s_cselect", "v_readlane", "v_readfirstlane", "v_writelane", "v_pk_mov", "v_swap", "v_permlane")
+def data_flow(ins: Instruction, reads: frozenset[int], writes: frozenset[int]) -> dict[int, frozenset[int]] | None:
+    """Which source registers each written register depends on; None if an unwritten source is a fault in itself.
 
-
-def _copies(ins: Instruction) -> bool:
-    entry = valu.VECTOR.get(ins.mnemonic)
-    return bool(entry and "copies" in entry.flags) or ins.mnemonic.startswith(_COPIES)
+    Compilers compute with values that nothing wrote as long as nobody looks at the result, so arithmetic passes them on.
+    Looking is: an address, data that leave the wave, a comparison, scalar arithmetic, a matrix instruction.
+    """
+    name = ins.mnemonic
+    if name.startswith(("s_mov_b", "s_cselect", "ds_bpermute", "ds_permute", "ds_swizzle")):
+        return {code: reads for code in writes}
+    if not ins.encoding.startswith("VOP") or name.startswith(("v_cmp", "v_mfma", "v_smfmac")):
+        return None
+    vdst = ins.operands.get("vdst")
+    if vdst is None or vdst.dwords != 2 or name not in valu.HALVES:
+        return {code: reads for code in writes}
+    select = (ins.fields.get("opsel", 0), ins.fields.get("opsel_hi", 3) | ins.fields.get("opsel_hi2", 1) << 2)
+    flow: dict[int, frozenset[int]] = {}
+    for half in (0, 1):
+        sources = set()
+        for position, operand in enumerate(ins.sources):
+            if name == "v_pk_mov_b32" and position != half:
+                continue
+            chosen = half if name == "v_mov_b64" else select[0 if name == "v_pk_mov_b32" else half] >> position & 1
+            sources |= set(operand.registers[chosen : chosen + 1])
+        flow[vdst.code + half] = frozenset(sources)
+    return flow
 
 
 def effects(ins: Instruction) -> tuple[frozenset[int], frozenset[int]]:
@@ -543,6 +589,9 @@ def effects(ins: Instruction) -> tuple[frozenset[int], frozenset[int]]:
     entry, scalar = valu.VECTOR.get(name), salu.SCALAR.get(name)
     if (entry and "accumulates" in entry.flags) or name.startswith(("v_smfmac", "v_pk_fmac", "v_swap", "v_permlane")):
         reads |= set(operands["vdst"].registers)
+    for scale in ("scale_src0", "scale_src1"):
+        code = ins.fields.get(scale, 0)
+        reads |= {code} if code >= VGPR or code < 128 and scale in ins.fields else set()
     if name.startswith(("v_swap", "v_permlane")):
         writes |= set(operands["src0"].registers)
     if entry and "reads_vcc" in entry.flags or name.startswith("s_cbranch_vcc"):
@@ -636,7 +685,9 @@ class Emulator:
         expected = max((arg[".offset"] + arg[".size"] for arg in explicit), default=0)
         if len(content) != expected:
             raise errors.LaunchError(f"{launch.symbol}: args must be {expected} bytes, got {len(content)}")
-        return space.add_bytes("the kernel arguments", content.ljust(kernel.kernarg_size, b"\0"))
+        # the segment is allocated in 64-byte lines, and compilers read to their ends
+        size = -(-max(kernel.kernarg_size, 1) // 64) * 64
+        return space.add_bytes("the kernel arguments", content.ljust(size, b"\0"))
 
     def program(self, path: Path | str, symbol: str) -> Program:
         """The bound kernel; cached until the file changes."""

@@ -53,7 +53,6 @@ class Vector:
 
     carries: returns (result, lanes for sdst). accumulates: the old destination is the last source. arch: fn's first
     argument is the program (for .arch and .saturate). keeps: a partial write preserves the rest of the register.
-    copies: only moves bits, so that undefined lanes pass through unreported.
     """
 
     fn: Callable
@@ -596,10 +595,9 @@ def _signed24(a):
     return (a.view(I32) << I32(8)) >> I32(8)
 
 
-# Bit movers: an undefined source bit makes an undefined destination bit, not a fault
+# Bit movers
 
 entries(
-    "copies",
     v_mov_b32=lambda a: a,
     v_mov_b64=lambda a: a,
     v_accvgpr_read=lambda a: a,
@@ -844,6 +842,9 @@ for _type in ("i16", "u16"):
     for _name, _fn in {"add": np.add, "sub": np.subtract, "max": np.maximum, "min": np.minimum}.items():
         PACKED_OPS[f"v_pk_{_name}_{_type}"] = _fn
 
+
+# 64-bit results whose dwords depend on one dword of each source
+HALVES = {"v_mov_b64", "v_pk_mov_b32", *(name for name in PACKED_OPS if name.endswith("f32"))}
 
 # Binding
 
