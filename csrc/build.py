@@ -197,11 +197,11 @@ def find_compiler(arch: str) -> Compiler:
 # Compiling
 
 
-def run(command: Sequence[str], source: Path, arch: str) -> None:
+def run(command: Sequence[str | Path], output: Path, source: Path, arch: str) -> None:
     """Run one step in csrc/ (its paths and so its output are then the same everywhere). Warnings pass through."""
-    result = subprocess.run(command, check=False, cwd=CSRC, capture_output=True, text=True)
+    result = subprocess.run([*command, "-o", output], check=False, cwd=CSRC, capture_output=True, text=True)
     if result.returncode:
-        shown = f"cd {CSRC} && {shlex.join(map(str, command))}"
+        shown = f"cd {CSRC} && {shlex.join(map(str, command))} -o /dev/null"
         raise BuildError(f"{source} does not compile for {arch}:\n{shown}\n{result.stderr}{result.stdout}")
     sys.stderr.write(result.stderr)
 
@@ -211,18 +211,17 @@ def run_steps(
 ) -> None:
     """Source to `output` in the three steps that every clang can do, ziglang's too: its driver cannot start the linker."""
     step = flags(arch, debug)
-    macros = [f"-D{define}" for define in defines]
-    bitcode, relocatable = output.with_suffix(".bc"), output.with_suffix(".o")
+    compile = [*compiler.clang, *step.compile, *(f"-D{define}" for define in defines), source]
     if not is_amd(arch):
-        run([*compiler.clang, *step.compile, *macros, source, "-o", output], source, arch)
+        run(compile, output, source, arch)
         return
-    if source.suffix == ".s":
-        lower = [*step.lower, "-x", "assembler", source]
-    else:
-        run([*compiler.clang, *step.compile, *macros, source, "-o", bitcode], source, arch)
+    bitcode, relocatable = output.with_suffix(".bc"), output.with_suffix(".o")
+    lower = [*step.lower, "-x", "assembler", source]
+    if source.suffix != ".s":
+        run(compile, bitcode, source, arch)
         lower = [*step.lower, "-x", "ir", bitcode]
-    run([*compiler.clang, *lower, "-o", relocatable], source, arch)
-    run([*compiler.linker, *step.link, relocatable, "-o", output], source, arch)
+    run([*compiler.clang, *lower], relocatable, source, arch)
+    run([*compiler.linker, *step.link, relocatable], output, source, arch)
 
 
 def compile_source(

@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import os
 import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -191,7 +193,7 @@ def test_a_failing_compile_says_all_and_leaves_nothing(build):
     for arch in ("gfx942", "gfx950"):
         assert f"ops/add.hip does not compile for {arch}:\ncd {build.CSRC} && " in text
     assert "ops/add.hip:4:9: error: use of undeclared identifier 'nonsense'" in text
-    assert "--offload-arch=gfx942" in text and "sm_90" not in text
+    assert "--offload-arch=gfx942" in text and "-c ops/add.hip -o /dev/null\n" in text and "sm_90" not in text
     assert [path.read_bytes() for path in paths[:2]] == before[:2], "the old objects and their stamps stay together"
     assert not build.is_fresh(paths[0], build.wanted_stamp("add", "gfx942", False))
     assert build.is_fresh(paths[2], build.wanted_stamp("add", "sm_90", False))
@@ -289,3 +291,62 @@ def test_checkout_builds():
     module = load_build(ROOT / "csrc")
     paths = module.build()
     assert len(paths) == len(module.stems()) * len(module.wanted_archs()) > 0
+
+
+@pytest.mark.slow
+def test_sdist_and_wheel_in_a_clean_environment(tmp_path):
+    """The source distribution builds a wheel from nothing; installed, that works without the checkout."""
+    sdist = f"import setuptools.build_meta as backend; backend.build_sdist({str(tmp_path)!r})"
+    checkout = shutil.copytree(
+        ROOT, tmp_path / "checkout", ignore=shutil.ignore_patterns(".*", "build", "shared", "*.egg-info", "*.so")
+    )
+    subprocess.run([sys.executable, "-c", sdist], check=True, cwd=checkout, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    assert {"csrc/build.py", "csrc/device/gpu.h", "csrc/runtime/api.h"} <= names
+    assert not [name for name in names if name.endswith((".co", ".ptx", ".so"))]
+
+    def run(*command: str | Path) -> str:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        result = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, archive)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "linux" in wheel.name, "a platform wheel"
+
+    run(sys.executable, "-m", "venv", tmp_path / "clean")
+    python = tmp_path / "clean/bin/python"
+    run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel)
+    # torch and what it needs come from here; as bare folders of a .pth they bring no editable install along.
+    (site,) = (tmp_path / "clean/lib").glob("python*/site-packages")
+    (site / "torch.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    output = run(
+        python,
+        "-c",
+        """
+import torch, vllm_rocm_ops
+from importlib.metadata import distribution
+from vllm_rocm_ops import _C, launch
+print(vllm_rocm_ops.__file__)
+print(torch.ops.vllm_rocm_ops.silu_and_mul(torch.ones(2, 64)).shape)
+print(*sorted(str(path.relative_to(launch.CODE)) for path in launch.CODE.rglob("*.*")))
+print(*(entry.value for entry in distribution("vllm-rocm-ops").entry_points))
+print(_C.status())
+""",
+    )
+    package, shape, code, entries, status = output.splitlines()
+    assert Path(package) == site / "vllm_rocm_ops/__init__.py"
+    assert shape == "torch.Size([2, 32])"
+    build = load_build(ROOT / "csrc")
+    assert set(code.split()) == {
+        f"{arch}/{stem}{end}"
+        for arch in build.wanted_archs()
+        for stem in build.stems()
+        for end in (build.suffix(arch), ".json")
+    }
+    assert entries == "vllm_rocm_ops.cli:main vllm_rocm_ops.vllm:register"
+    assert status
+    assert "usage" in run(tmp_path / "clean/bin/vllm-rocm-ops", "--help")
