@@ -18,10 +18,9 @@ template <class Combine>
 DEVICE float reduce_block(float value, float identity, float* partials, int waves, Combine combine) {
   value = wave::reduce(value, identity, combine);
   if (waves == 1) return value;
-  int lane = wave::lane();
-  if (lane == 0) partials[wave::index()] = value;
-  block_barrier();  // hazard: a wave reads the parts that the others write
-  float part = lane < waves ? partials[lane] : identity;
-  if constexpr (kMaxWaves == 16) return wave::reduce_group<16>(part, identity, combine);
-  return wave::reduce(part, identity, combine);
+  if (wave::lane() == 0) partials[wave::index()] = value;
+  block_barrier(); // hazard: a wave reads the parts that the others write
+  // Each run of kMaxWaves lanes combines the parts for itself, so that every lane has the result.
+  int slot = wave::lane() % kMaxWaves;
+  return wave::reduce_group<kMaxWaves>(slot < waves ? partials[slot] : identity, identity, combine);
 }

@@ -21,7 +21,7 @@ DEVICE float butterfly(float value, Combine combine) {
   return value;
 }
 
-// Combines the values of each aligned run of kGroup lanes (2..16); every lane gets its run's result.
+// Combines the values of each aligned run of kGroup lanes (2..32); every lane gets its run's result.
 template <int kGroup, class Combine>
 DEVICE float reduce_group(float value, float /*identity*/, Combine combine) {
   return butterfly<1, kGroup>(value, combine);
