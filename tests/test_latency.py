@@ -1,0 +1,170 @@
+"""serving_benchmarks/latency.py: what it reports, and real runs of it with small models on this machine."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "serving_benchmarks" / "latency.py"
+
+spec = importlib.util.spec_from_file_location("latency", SCRIPT)
+latency = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(latency)
+
+SHRUNK = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "vocab_size": 512}
+"""What makes a real configuration small; its layers keep their kinds, its quantization stays."""
+
+
+def report(without: list[float] | None, with_ops: list[float], stats: dict) -> dict:
+    """A report of one model at batch size 8, from decode times in ms; without is None where that side failed."""
+    job = {"name": "model", "input_len": 1, "output_len": 128, "num_layers": None}
+    runs, results = [], []
+    for side, times in (("without", without), ("with", with_ops)):
+        run = {"model_id": "model", "side": side, "log": f"{side}.log"}
+        if times is None:
+            runs.append(run | {"error": "ValueError: no kernel\nfor this"})
+            continue
+        runs.append(run | ({"op_stats": stats} if side == "with" else {}))
+        batch = {"batch_size": 8, "latencies": [0.128 * t for t in times], "decode_ms": times}
+        results.append(latency.summarise({**job, "side": side}, batch))
+    versions = {"vllm": "0.32.0", "torch": "2.13.0"}
+    return {"results": results, "runs": runs, "hardware": "1 x GPU", "versions": versions}
+
+
+KERNELS = {"rms_norm": {"rms_norm_bf16_x1": 100, "fallback: PyTorch reference on this device": 1}}
+
+
+def test_summary_has_the_form_of_vllm_bench_latency():
+    [_, result] = report([4.0, 5.0, 6.0], [1.0, 2.0, 9.0], KERNELS)["results"]
+    assert result["decode_ms_per_token"] == 2.0
+    assert result["avg_latency"] == pytest.approx(0.128 * 4)
+    assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
+    assert result["percentiles"]["50"] == pytest.approx(0.256)
+    assert len(result["latencies"]) == 3
+
+
+def test_table_compares_medians():
+    text = latency.table(report([4.0, 5.0, 6.0], [2.0, 2.5, 3.0], KERNELS))
+    assert "5.00 (4.20-5.80)" in text and "2.50 (2.10-2.90)" in text and "2.00x" in text
+    assert "plain PyTorch" not in text
+
+
+def test_table_says_what_is_not_runnable_and_why():
+    text = latency.table(report(None, [2.0], KERNELS))
+    assert "not runnable without" in text
+    assert "model is not runnable without the ops: ValueError: no kernel for this" in text
+    assert "without.log" in text
+
+
+def test_table_admits_that_no_kernel_ran():
+    text = latency.table(report([4.0], [2.0], {"rms_norm": {"fallback: PyTorch reference on this device": 9}}))
+    assert "plain PyTorch" in text
+    assert "called none of the ops" in latency.table(report([4.0], [2.0], {}))
+
+
+@pytest.mark.parametrize("without", [[4.0, 5.0], None], ids=["both", "one-side"])
+def test_plot_is_a_png(tmp_path, without):
+    latency.plot(report(without, [2.0, 3.0], KERNELS), tmp_path / "folder" / "plot.png")
+    assert (tmp_path / "folder" / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sides_differ_in_our_plugin_alone(monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert "VLLM_PLUGINS" not in latency.environment("with")
+    assert latency.PLUGIN not in latency.environment("without")["VLLM_PLUGINS"].split(",")
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert latency.environment("with")["VLLM_PLUGINS"] == "other,rocm_ops"
+    assert latency.environment("without")["VLLM_PLUGINS"] == "other"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output-len", "1"], "--output-len must be at least 2, got 1"),
+        (["--batch-size", "4", "0"], "--batch-size must be at least 1, got [4, 0]"),
+    ],
+)
+def test_arguments_are_checked(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        latency.parse_arguments(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_model():
+    with pytest.raises(SystemExit, match="--model must be a folder with a config.json or a name in .*, got nothing"):
+        latency.find_model("nothing")
+
+
+def test_real_configurations_hold_the_published_sizes():
+    """The sizes that the issue's shapes are derived from: Llama-3.1-405B and DeepSeek-V3."""
+
+    def of(name: str, *keys: str) -> list:
+        config = json.loads((latency.find_model(name) / "config.json").read_text())
+        return [config[key] for key in keys]
+
+    sizes = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size")
+    assert of("llama-3.1-405b-fp8", *sizes, "num_key_value_heads") == [16384, 126, 53248, 128, 128256, 8]
+    assert of("deepseek-v3", *sizes, "n_routed_experts") == [7168, 61, 18432, 128, 129280, 256]
+
+
+def run(folder: pathlib.Path, *arguments: str) -> tuple[subprocess.CompletedProcess, dict]:
+    """Runs the script as a user does, with few and short iterations."""
+    few = ["--output-len", "4", "--num-iters", "2", "--num-iters-warmup", "1", "--enforce-eager"]
+    files = ["--output-json", str(folder / "latency.json"), "--plot", str(folder / "latency.png")]
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), *few, *files, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+    )
+    logs = "\n".join(log.read_text()[-2000:] for log in folder.glob("logs/*.log"))
+    assert (folder / "latency.json").exists(), result.stderr + logs
+    return result, json.loads((folder / "latency.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_model_runs_on_both_sides(tmp_path):
+    result, found = run(tmp_path, "--model", "tiny-llama", "--batch-size", "1", "2")
+    assert result.returncode == 0, result.stdout
+    assert [(r["side"], r["batch_size"]) for r in found["results"]] == [
+        *(("without", 1), ("without", 2), ("with", 1), ("with", 2))
+    ]
+    assert all(len(r["latencies"]) == 2 and r["decode_ms_per_token"] > 0 for r in found["results"])
+    without, with_ops = found["runs"]
+    assert "op_stats" not in without
+    assert {"fused_add_rms_norm", "silu_and_mul"} <= set(with_ops["op_stats"])
+    assert {seam["name"] for seam in with_ops["seams"] if seam["on"]} >= {"norm", "activation"}
+    assert (tmp_path / "latency.png").stat().st_size > 10_000
+    assert "x" in result.stdout and "tiny-llama" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_side_that_fails_is_reported(tmp_path):
+    """Three query heads cannot share two key-value heads."""
+    overrides = json.dumps({"hf_overrides": {"num_attention_heads": 3}})
+    result, found = run(tmp_path, "--model", "tiny-llama", "--side", "with", "--engine-args", overrides)
+    assert result.returncode == 1
+    assert "not runnable with" in result.stdout and found["results"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "layers", "overrides", "op"),
+    [
+        ("llama-3.1-405b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64}, "fused_add_rms_norm_static_fp8_quant"),
+        ("deepseek-v3", 4, {"num_key_value_heads": 8, "moe_intermediate_size": 128}, "silu_and_mul_per_block_quant"),
+    ],
+)
+def test_real_configurations_run(tmp_path, model, layers, overrides, op):
+    """Shrunk, but of the same kinds of layers: the quantised ops are called."""
+    engine_args = json.dumps({"hf_overrides": SHRUNK | overrides})
+    arguments = ["--num-layers", str(layers), "--side", "with", "--random-experts", "--engine-args", engine_args]
+    result, found = run(tmp_path, "--model", model, *arguments)
+    assert result.returncode == 0, result.stdout
+    assert op in found["runs"][0]["op_stats"]
