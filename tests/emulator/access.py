@@ -165,6 +165,11 @@ def _check_code(code: int, program) -> int:
     return register(code)
 
 
+def _first_register(operand: Operand, dwords: int, program) -> int:
+    """The register index of an operand's first dword; all of them must be allocated."""
+    return [_check_code(operand.code + n, program) for n in range(max(1, dwords))][0]  # noqa: RUF015 every one is checked
+
+
 def extend(values: np.ndarray, load: Load) -> np.ndarray:
     """[n, size] bytes as uint32 [n, dwords]."""
     if load.size >= 4:
@@ -315,7 +320,7 @@ def _bind_global(ins: Instruction, program):
 
 def _bind_global_load(ins, program, address, load: Load, destination: str):
     codes = tuple(_destination_codes(ins.operands[destination], load))
-    first = [_check_code(code, program) for code in codes][0]
+    first = _first_register(ins.operands[destination], len(codes), program)
     atomic = _atomicity(ins)
     align = min(load.size, 4)
 
@@ -334,7 +339,7 @@ def _bind_global_load(ins, program, address, load: Load, destination: str):
 
 
 def _bind_global_store(ins, program, address, size: int, shift: int, source: str):
-    first = [_check_code(ins.operands[source].code + n, program) for n in range(max(1, size // 4))][0]
+    first = _first_register(ins.operands[source], size // 4, program)
     atomic = _atomicity(ins)
 
     def run(w):
@@ -353,7 +358,7 @@ def _bind_global_store(ins, program, address, size: int, shift: int, source: str
 
 
 def _bind_global_atomic(ins, program, address, kind: str):
-    wide = kind.endswith("_x2") or kind.endswith("f64")
+    wide = kind.endswith(("_x2", "f64"))
     name = kind.removesuffix("_x2")
     swap = name == "cmpswap"
     if not swap and name not in ATOMICS:
@@ -362,7 +367,7 @@ def _bind_global_atomic(ins, program, address, kind: str):
     word, size = (U64, 8) if wide else (U32, 4)
     source = ins.operands["data" if "data" in ins.operands else "vdata"]
     returns = bool(ins.fields["sc0"])
-    destination = (ins.operands["vdst"] if "vdst" in ins.operands else source).code
+    destination = ins.operands.get("vdst", source).code
     codes = tuple(range(destination, destination + size // 4)) if returns else ()
     first = register(source.code)
     step = size // 4
@@ -403,7 +408,7 @@ def _bind_flat(ins, program, address, what):
     size, shift = (what.size, 0) if is_load else what
     operand = ins.operands["vdst" if is_load else "data"]
     codes = tuple(operand.code + n for n in range(max(1, size // 4)))
-    first = [_check_code(code, program) for code in codes][0]
+    first = _first_register(operand, size // 4, program)
     lds_high, private_high = APERTURES[235] >> 32, APERTURES[237] >> 32
 
     def run(w):
@@ -483,7 +488,7 @@ def _bind_scratch(ins: Instruction, program):
     scalar = ins.operands["saddr"].code if "saddr" in ins.operands else NO_ADDRESS
     operand = ins.operands["vdst" if is_load else "data"]
     codes = tuple(operand.code + n for n in range(max(1, size // 4)))
-    first = [_check_code(code, program) for code in codes][0]
+    first = _first_register(operand, size // 4, program)
 
     def run(w):
         rows, lanes = w.active()
@@ -554,7 +559,7 @@ def _bind_buffer(ins: Instruction, program):
     load = table[kind] if is_load else None
     size, shift = (load.size, 0) if is_load else table[kind]
     codes = tuple(ins.operands["vdata"].code + n for n in range(max(1, size // 4)))
-    first = [_check_code(code, program) for code in codes][0]
+    first = _first_register(ins.operands["vdata"], size // 4, program)
     unit = min(size, 4)
 
     def run(w):
@@ -601,7 +606,7 @@ def buffer_load(program, ins, w, address, inside, size: int) -> np.ndarray:
 
 
 def _bind_buffer_atomic(ins, program, kind: str, place):
-    size = 8 if kind.endswith("_x2") or kind.endswith("f64") else 4
+    size = 8 if kind.endswith(("_x2", "f64")) else 4
 
     def address(w):
         addresses, inside = place(w, size)
@@ -681,7 +686,7 @@ def _bind_ds(ins: Instruction, program):
         align = 16 if size == 12 else size
         per = max(1, size // 4)
         codes = tuple(ins.operands["vdst"].code + n for n in range(per * len(offsets)))
-        first = [_check_code(code, program) for code in codes][0]
+        first = _first_register(ins.operands["vdst"], len(codes), program)
 
         def run_read(w):
             rows, lanes = w.active()
@@ -700,7 +705,7 @@ def _bind_ds(ins: Instruction, program):
     size, shift = what
     align = 16 if size == 12 else size
     sources = [ins.operands[n] for n in ("data0", "data1") if n in ins.operands][: len(offsets)]
-    firsts = [[_check_code(o.code + n, program) for n in range(max(1, size // 4))][0] for o in sources]
+    firsts = [_first_register(o, size // 4, program) for o in sources]
 
     def run_write(w):
         rows, lanes = w.active()
@@ -808,7 +813,7 @@ def _bind_ds_transpose(ins, program, name: str):
     bits = int(name.rpartition("b")[2])
     size = 12 if bits == 6 else 8
     codes = tuple(ins.operands["vdst"].code + n for n in range(size // 4))
-    first = [_check_code(code, program) for code in codes][0]
+    first = _first_register(ins.operands["vdst"], size // 4, program)
     address = _check_code(ins.operands["addr"].code, program)
     offset = ins.fields["offset0"] | ins.fields["offset1"] << 8
 

@@ -206,23 +206,23 @@ entries(
     s_lshl4_add_u32=_shl_add(4),
 )
 for _size in ("b32", "b64"):
-    _logic = dict(
-        s_and=lambda a, b: a & b,
-        s_or=lambda a, b: a | b,
-        s_xor=lambda a, b: a ^ b,
-        s_andn2=lambda a, b: a & ~b,
-        s_orn2=lambda a, b: a | ~b,
-        s_nand=lambda a, b: ~(a & b),
-        s_nor=lambda a, b: ~(a | b),
-        s_xnor=lambda a, b: ~(a ^ b),
-        s_lshl=shl,
-        s_lshr=shr,
-        s_not=lambda a: ~a,
-        s_wqm=lambda a: _quads(a) * a.dtype.type(15),
-        s_bcnt0_i32=lambda a: popcount(~a),
-        s_bcnt1_i32=popcount,
-        s_quadmask=_quad_mask,
-    )
+    _logic = {
+        "s_and": lambda a, b: a & b,
+        "s_or": lambda a, b: a | b,
+        "s_xor": lambda a, b: a ^ b,
+        "s_andn2": lambda a, b: a & ~b,
+        "s_orn2": lambda a, b: a | ~b,
+        "s_nand": lambda a, b: ~(a & b),
+        "s_nor": lambda a, b: ~(a | b),
+        "s_xnor": lambda a, b: ~(a ^ b),
+        "s_lshl": shl,
+        "s_lshr": shr,
+        "s_not": lambda a: ~a,
+        "s_wqm": lambda a: _quads(a) * a.dtype.type(15),
+        "s_bcnt0_i32": lambda a: popcount(~a),
+        "s_bcnt1_i32": popcount,
+        "s_quadmask": _quad_mask,
+    }
     entries("nonzero", **{f"{name}_{_size}": fn for name, fn in _logic.items()})
 entries(
     "nonzero",

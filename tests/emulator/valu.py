@@ -708,7 +708,7 @@ for _type in ("f16", "f32", "f64"):
         }
     )
 for _byte in range(4):
-    VECTOR[f"v_cvt_f32_ubyte{_byte}"] = Vector(lambda a, s=U32(8 * _byte): (a >> s & U32(255)).astype(F32))
+    VECTOR[f"v_cvt_f32_ubyte{_byte}"] = Vector(lambda a, shift=8 * _byte: (a >> U32(shift) & U32(255)).astype(F32))
 
 # 8-bit floats; the formats follow the architecture
 
