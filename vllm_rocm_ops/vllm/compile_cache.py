@@ -34,9 +34,23 @@ def probe() -> None:
     seam.require_parameters(current_platform.check_and_update_config, "vllm_config")
 
 
+def install() -> None:
+    """Mark each configuration when the platform has completed it."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    complete = platform.check_and_update_config
+
+    def check_and_update_config(cls, vllm_config):
+        complete(vllm_config)
+        mark(vllm_config)
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+
+
 SEAM = seam.Seam(
     name="compile_cache",
     replaces="nothing; adds a fingerprint to VllmConfig.additional_config, so that no stale compiled graph is loaded",
     probe=probe,
-    install=lambda: seam.after_config(mark),
+    install=install,
 )

@@ -23,11 +23,6 @@ def probe() -> None:
     seam.require_parameters(FBGEMMFp8Config.__init__, "ignore_list", "input_scale_ub")
 
 
-def functionalize(vllm_config) -> None:
-    """Let Inductor keep in-place ops in place itself: vLLM turns that off and repairs it in a pass that CPU never runs."""
-    vllm_config.compilation_config.inductor_compile_config["enable_auto_functionalized_v2"] = True
-
-
 def install() -> None:
     """Fill the gaps."""
     from vllm import _custom_ops
@@ -50,9 +45,7 @@ def install() -> None:
         group_shape=None,
     ):
         if input.device.type != "cpu" or group_shape not in (None, (-1, -1)) or output is not None:
-            return without_gap(
-                input, scale, num_token_padding, scale_ub, use_per_token_if_dynamic, output, group_shape
-            )
+            return without_gap(input, scale, num_token_padding, scale_ub, use_per_token_if_dynamic, output, group_shape)
         group = GroupShape.PER_TOKEN if use_per_token_if_dynamic and scale is None else GroupShape.PER_TENSOR
         quant = QuantFP8(static=scale is not None, group_shape=group, num_token_padding=num_token_padding)
         return quant.forward_native(input, scale, scale_ub)
@@ -71,12 +64,10 @@ def install() -> None:
 
     FBGEMMFp8Config.__init__ = __init__
 
-    seam.after_config(functionalize)
-
 
 SEAM = seam.Seam(
     name="cpu_gaps",
-    replaces="_custom_ops.scaled_fp8_quant, FBGEMMFp8Config.use_marlin, enable_auto_functionalized_v2",
+    replaces="_custom_ops.scaled_fp8_quant, FBGEMMFp8Config.use_marlin, one row of _FUSED_ACT_QUANT",
     probe=probe,
     install=install,
     platforms=("cpu",),

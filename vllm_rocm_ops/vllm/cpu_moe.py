@@ -2,8 +2,49 @@
 
 import torch
 
+from vllm_rocm_ops import quantization
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.cpu_linear import BLOCK, dequantize_blocks
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x [m, k], quantized with a scale per row and 128 columns, times weight [n, k] transposed, in x's dtype."""
+    groups = x.float().unflatten(-1, (-1, BLOCK))
+    group_scale = quantization.scale_of(quantization.absmax(groups), weight.dtype)
+    values = quantization.cast(groups / group_scale, weight.dtype).float() * group_scale
+    return (values.flatten(-2) @ dequantize_blocks(weight, scale).t()).to(x.dtype)
+
+
+@torch.library.custom_op("vllm_rocm_ops_cpu::fp8_block_experts", mutates_args=())
+def fp8_block_experts(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w1_scale: torch.Tensor,
+    w2_scale: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+) -> torch.Tensor:
+    """The weighted sum over each row's experts of linear(SwiGLU(linear(x, w1)), w2); weights of None are ones."""
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    for expert in topk_ids.unique().tolist():
+        local = expert if expert_map is None else int(expert_map[expert])
+        if local < 0:
+            continue
+        tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = linear(x[tokens], w1[local], w1_scale[local]).float().chunk(2, -1)
+        inner = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+        result = linear(inner, w2[local], w2_scale[local]).float()
+        if topk_weights is not None:
+            result *= topk_weights[tokens, slots, None].float()
+        total.index_add_(0, tokens, result)
+    return total.to(x.dtype)
+
+
+@fp8_block_experts.register_fake
+def _(x, w1, w2, w1_scale, w2_scale, topk_weights, topk_ids, expert_map):
+    return torch.empty_like(x)
 
 
 def probe() -> None:
@@ -27,19 +68,10 @@ def install() -> None:
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.oracle import fp8
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
-    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-    from vllm.model_executor.layers.quantization.utils.quant_utils import (
-        GroupShape,
-        kFp8Dynamic128Sym,
-        kFp8Static128BlockSym,
-    )
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 
     class ReferenceFp8BlockExperts(modular_kernel.FusedMoEExpertsModular):
         """Each expert a pair of block-scaled linears with SwiGLU between them."""
-
-        def __init__(self, *arguments, **keywords):
-            super().__init__(*arguments, **keywords)
-            self.quant = QuantFP8(static=False, group_shape=GroupShape(1, BLOCK), use_ue8m0=False)
 
         @property
         def expects_unquantized_inputs(self):
@@ -69,16 +101,11 @@ def install() -> None:
         def _supports_parallel_config(config):
             return not config.use_all2all_kernels
 
-        def workspace_shapes(self, M, N, K, *others):
+        def workspace_shapes(self, M, N, K, *others, **more):
             return (0,), (0,), (M, K)
 
         def finalize_weight_and_reduce_impl(self):
             return TopKWeightAndReduceNoOP()
-
-        def linear(self, x, weight, scale):
-            data, x_scale = self.quant.forward_native(x)
-            values = data.float() * x_scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
-            return (values @ dequantize_blocks(weight, scale).t()).to(x.dtype)
 
         def apply(
             self,
@@ -98,19 +125,10 @@ def install() -> None:
             expert_tokens_meta,
             apply_router_weight_on_input,
         ):
-            total = torch.zeros(hidden_states.shape, dtype=torch.float32)
-            for expert in topk_ids.unique().tolist():
-                local = expert if expert_map is None else int(expert_map[expert])
-                if local < 0:
-                    continue
-                tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
-                gate, up = self.linear(hidden_states[tokens], w1[local], self.w1_scale[local]).chunk(2, -1)
-                inner = (torch.nn.functional.silu(gate.float()) * up.float()).to(hidden_states.dtype)
-                result = self.linear(inner, w2[local], self.w2_scale[local]).float()
-                if not apply_router_weight_on_input:
-                    result *= topk_weights[tokens, slots, None].float()
-                total.index_add_(0, tokens, result)
-            output.copy_(total)
+            weights = None if apply_router_weight_on_input else topk_weights
+            scales = self.w1_scale, self.w2_scale
+            op = torch.ops.vllm_rocm_ops_cpu.fp8_block_experts
+            output.copy_(op(hidden_states, w1, w2, *scales, weights, topk_ids, expert_map))
 
     instead = {
         fp8.Fp8MoeBackend.TRITON: [ReferenceFp8BlockExperts],

@@ -53,9 +53,7 @@ def rms_norm(
         data, scale = ops.rms_norm_dynamic_per_token_quant(x, weight, epsilon, QUANT_DTYPE, upper_bound, residual)
     else:
         column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
-        data, scale = ops.rms_norm_per_block_quant(
-            x, weight, epsilon, QUANT_DTYPE, GROUP, column_major, None, residual
-        )
+        data, scale = ops.rms_norm_per_block_quant(x, weight, epsilon, QUANT_DTYPE, GROUP, column_major, None, residual)
     return Handed(data, scale, x.dtype, data.shape, key)
 
 
@@ -66,7 +64,7 @@ def silu_and_mul(linear: torch.nn.Module, key: QuantKey, x: torch.Tensor) -> Han
         data = ops.silu_and_mul_quant(x, scale, QUANT_DTYPE)
     elif key == kFp8DynamicTokenSym:
         upper_bound = getattr(linear, "input_scale_ub", None)
-        data, scale = ops.silu_and_mul_dynamic_per_token_quant(x, QUANT_DTYPE, upper_bound)
+        data, scale = ops.silu_and_mul_per_token_quant(x, QUANT_DTYPE, upper_bound)
     else:
         column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
         data, scale = ops.silu_and_mul_per_block_quant(x, QUANT_DTYPE, GROUP, column_major)

@@ -145,17 +145,3 @@ def require_parameters(function: Callable, *names: str) -> None:
     found = [name for name in inspect.signature(function).parameters if name != "self"]
     text = f"{function.__qualname__}({', '.join(names)}), it has ({', '.join(found)})"
     require(tuple(found[: len(names)]) == names, text)
-
-
-def after_config(change: Callable[[object], None]) -> None:
-    """Have `change(vllm_config)` run each time that the platform has completed a `VllmConfig`."""
-    from vllm.platforms import current_platform
-
-    platform = type(current_platform)
-    complete = platform.check_and_update_config
-
-    def check_and_update_config(cls, vllm_config):
-        complete(vllm_config)
-        change(vllm_config)
-
-    platform.check_and_update_config = classmethod(check_and_update_config)

@@ -1,0 +1,225 @@
+"""Tiny random checkpoints of real architectures: small enough to load in no time, wide enough for 128x128 blocks.
+
+The lm_head's rows have very different lengths, so that greedy decoding has few near-ties: rounding noise then seldom
+changes a token, while a wrong op does.
+"""
+
+import json
+import pathlib
+
+import torch
+from safetensors.torch import save_file
+
+LIMIT = 448.0
+BLOCK = 128
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK = {
+    **LLAMA,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "attention_bias": False,
+    "num_nextn_predict_layers": 0,
+}
+del DEEPSEEK["head_dim"]
+
+ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True}
+QUANTIZATION = {
+    "bf16": None,
+    "static": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+    "token": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**ARGUMENTS, "strategy": "channel", "dynamic": False},
+                "input_activations": {**ARGUMENTS, "strategy": "token", "dynamic": True},
+                "output_activations": None,
+            }
+        },
+    },
+    "bounded": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1.5, "modules_to_not_convert": ["lm_head"]},
+    "block": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [BLOCK, BLOCK],
+        "ignored_layers": ["lm_head"],
+    },
+}
+"""Quantization flavour -> quantization_config. `bounded` is per token with an upper bound on the scale."""
+
+STATIC_INPUT_SCALE = {"qkv": 0.012, "o_proj": 0.006, "gate_up": 0.011, "down_proj": 0.02}
+
+
+def linear(generator: torch.Generator, rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+    return (torch.randn(rows, columns, generator=generator) * gain / columns**0.5).bfloat16()
+
+
+def norm(generator: torch.Generator, columns: int) -> torch.Tensor:
+    return (1 + 0.2 * torch.randn(columns, generator=generator)).bfloat16()
+
+
+def lm_head(generator: torch.Generator, rows: int, columns: int) -> torch.Tensor:
+    """Rows of lognormal length: the highest logit usually leads by far."""
+    lengths = torch.exp(0.6 * torch.randn(rows, 1, generator=generator))
+    return (linear(generator, rows, columns, 4.0).float() * lengths).bfloat16()
+
+
+def mlp(generator: torch.Generator, prefix: str, hidden: int, inner: int, gain: float = 1.0) -> dict[str, torch.Tensor]:
+    return {
+        f"{prefix}.gate_proj.weight": linear(generator, inner, hidden),
+        f"{prefix}.up_proj.weight": linear(generator, inner, hidden),
+        f"{prefix}.down_proj.weight": linear(generator, hidden, inner, gain),
+    }
+
+
+def llama_weights(config: dict) -> dict[str, torch.Tensor]:
+    """bf16 weights of a Llama."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    weights = {
+        "model.embed_tokens.weight": torch.randn(config["vocab_size"], hidden, generator=generator).bfloat16(),
+        "model.norm.weight": norm(generator, hidden),
+        "lm_head.weight": lm_head(generator, config["vocab_size"], hidden),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        weights |= {
+            f"{prefix}.self_attn.q_proj.weight": linear(generator, queries, hidden),
+            f"{prefix}.self_attn.k_proj.weight": linear(generator, keys, hidden),
+            f"{prefix}.self_attn.v_proj.weight": linear(generator, keys, hidden),
+            f"{prefix}.self_attn.o_proj.weight": linear(generator, hidden, queries, 0.7),
+            f"{prefix}.input_layernorm.weight": norm(generator, hidden),
+            f"{prefix}.post_attention_layernorm.weight": norm(generator, hidden),
+            **mlp(generator, f"{prefix}.mlp", hidden, config["intermediate_size"]),
+        }
+    return weights
+
+
+def deepseek_weights(config: dict) -> dict[str, torch.Tensor]:
+    """bf16 weights of a DeepSeek V3."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    query_rank, latent, experts = config["q_lora_rank"], config["kv_lora_rank"], config["n_routed_experts"]
+    weights = {
+        "model.embed_tokens.weight": torch.randn(config["vocab_size"], hidden, generator=generator).bfloat16(),
+        "model.norm.weight": norm(generator, hidden),
+        "lm_head.weight": lm_head(generator, config["vocab_size"], hidden),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        weights |= {
+            f"{prefix}.self_attn.q_a_proj.weight": linear(generator, query_rank, hidden),
+            f"{prefix}.self_attn.q_a_layernorm.weight": norm(generator, query_rank),
+            f"{prefix}.self_attn.q_b_proj.weight": linear(generator, heads * (nope + rope), query_rank),
+            f"{prefix}.self_attn.kv_a_proj_with_mqa.weight": linear(generator, latent + rope, hidden),
+            f"{prefix}.self_attn.kv_a_layernorm.weight": norm(generator, latent),
+            f"{prefix}.self_attn.kv_b_proj.weight": linear(generator, heads * (nope + value), latent),
+            f"{prefix}.self_attn.o_proj.weight": linear(generator, hidden, heads * value, 0.7),
+            f"{prefix}.input_layernorm.weight": norm(generator, hidden),
+            f"{prefix}.post_attention_layernorm.weight": norm(generator, hidden),
+        }
+        if layer < config["first_k_dense_replace"]:
+            weights |= mlp(generator, f"{prefix}.mlp", hidden, config["intermediate_size"])
+            continue
+        inner = config["moe_intermediate_size"]
+        weights[f"{prefix}.mlp.gate.weight"] = linear(generator, experts, hidden)
+        weights[f"{prefix}.mlp.gate.e_score_correction_bias"] = 0.3 * torch.randn(experts, generator=generator)
+        for expert in range(experts):
+            weights |= mlp(generator, f"{prefix}.mlp.experts.{expert}", hidden, inner, 0.5)
+        weights |= mlp(generator, f"{prefix}.mlp.shared_experts", hidden, inner * config["n_shared_experts"])
+    return weights
+
+
+def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [n, k] as e4m3fn with one scale per 128x128 block; partial blocks at the ends."""
+    rows, columns = weight.shape
+    blocks = -(-rows // BLOCK), -(-columns // BLOCK)
+    padded = torch.zeros(blocks[0] * BLOCK, blocks[1] * BLOCK)
+    padded[:rows, :columns] = weight.float()
+    tiles = padded.view(blocks[0], BLOCK, blocks[1], BLOCK)
+    scale = tiles.abs().amax((1, 3)) / LIMIT
+    data = (tiles / scale[:, None, :, None].clamp(min=1e-12)).to(torch.float8_e4m3fn)
+    return data.view(padded.shape)[:rows, :columns].contiguous(), scale
+
+
+def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.Tensor]:
+    """The linear layers' weights as e4m3fn with the scales that the flavour's checkpoints have."""
+    if flavour == "bf16":
+        return weights
+    result = {}
+    for name, weight in weights.items():
+        if "_proj" not in name:
+            result[name] = weight
+            continue
+        stem = name.removesuffix(".weight")
+        if flavour == "block":
+            result[name], result[f"{stem}.weight_scale_inv"] = quantize_blocks(weight)
+            continue
+        per_row = flavour in ("token", "bounded")
+        largest = weight.float().abs().amax(1, keepdim=True) if per_row else weight.float().abs().amax()
+        scale = largest / LIMIT
+        result[name], result[f"{stem}.weight_scale"] = (weight.float() / scale).to(torch.float8_e4m3fn), scale
+        if flavour == "static":
+            part = stem.rsplit(".", 1)[-1]
+            merged = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+            result[f"{stem}.input_scale"] = torch.tensor(STATIC_INPUT_SCALE[merged.get(part, part)])
+    return result
+
+
+def build(folder: pathlib.Path, model: str, flavour: str, **overrides) -> pathlib.Path:
+    """Write the checkpoint `model` ("llama" or "deepseek") in a quantization flavour; returns its folder."""
+    config = {**(LLAMA if model == "llama" else DEEPSEEK), **overrides}
+    weights = quantize((llama_weights if model == "llama" else deepseek_weights)(config), flavour)
+    if QUANTIZATION[flavour]:
+        config["quantization_config"] = QUANTIZATION[flavour]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+    contiguous = {name: weight.contiguous() for name, weight in weights.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

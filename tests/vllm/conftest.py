@@ -1,0 +1,136 @@
+"""Fixtures for the tests inside vLLM: tiny checkpoints, and engines that run them in processes of their own."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import checkpoints
+import plain
+import pytest
+import torch
+
+HERE = pathlib.Path(__file__).parent
+STEPS = 8
+FLAVOURS = {
+    # Seeds of the prompts. They were searched for with plain.py, so that in every step the best token leads by at least 3
+    # in log probability: rounding noise, which is below 1, then changes no token.
+    ("llama", "bf16"): (12, 22, 43),
+    ("llama", "static"): (79, 153, 199),
+    ("llama", "token"): (22, 43, 79),
+    ("llama", "bounded"): (100, 413, 640),
+    ("llama", "block"): (12, 79, 104),
+    ("deepseek", "bf16"): (22, 104, 175),
+    ("deepseek", "block"): (54, 104, 175),
+}
+STOCK = [("llama", "bf16"), ("llama", "token"), ("deepseek", "bf16")]
+"""What vLLM's CPU build runs without the plugin."""
+
+
+def prompts(flavour: tuple[str, str]) -> list[list[int]]:
+    """The prompts for a model in a flavour."""
+    result = []
+    for seed in FLAVOURS[flavour]:
+        generator = torch.Generator().manual_seed(seed)
+        length = int(torch.randint(4, 40, (), generator=generator))
+        result.append(torch.randint(3, checkpoints.LLAMA["vocab_size"], (length,), generator=generator).tolist())
+    return result
+
+
+class Engines:
+    """Builds checkpoints when they are wanted, and runs vLLM on them."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+
+    def checkpoint(self, flavour: tuple[str, str]) -> pathlib.Path:
+        """The folder of a model's checkpoint."""
+        path = self.folder / "-".join(flavour)
+        return path if path.exists() else checkpoints.build(path, *flavour)
+
+    def job(self, flavour: tuple[str, str], compiled: bool = False, **options) -> dict:
+        """What engine.py is asked for one model. vLLM's in-place rotary op for CPU, which eager mode would take, is wrong
+        for latent attention: its result differs from `forward_native` and from plain.py."""
+        engine = {} if compiled else {"enforce_eager": True}
+        engine["compilation_config"] = {"custom_ops": ["none" if compiled else "all", "-rotary_embedding"]}
+        if flavour[1] == "bounded":
+            engine["allow_deprecated_quantization"] = True
+        return {
+            "model": str(self.checkpoint(flavour)),
+            "prompts": prompts(flavour),
+            "max_tokens": STEPS,
+            "logprobs": None if compiled else 1,
+            "engine": engine,
+            **options,
+        }
+
+    def run(self, jobs: dict[str, dict], before: str = "", cache: str = "cache", **environment: str) -> dict[str, dict]:
+        """Run the jobs one after the other in one new process; its output is in the answers under "output"."""
+        request, answers = self.folder / "jobs.json", self.folder / "answers.json"
+        request.write_text(json.dumps({"before": before, "jobs": jobs}))
+        answers.unlink(missing_ok=True)
+        compiled = any(not job["engine"].get("enforce_eager") for job in jobs.values())
+        base = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CACHE_ROOT": str(self.folder / cache),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / cache / "inductor"),
+            "TORCHDYNAMO_DISABLE": "0" if compiled else "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        command = [sys.executable, str(HERE / "engine.py"), str(request), str(answers)]
+        options = {"capture_output": True, "text": True, "timeout": 900}
+        process = subprocess.run(command, check=False, env=base | environment, **options)
+        output = process.stdout + process.stderr
+        assert answers.exists(), output[-8000:]
+        result = json.loads(answers.read_text())
+        failed = [answer["error"] for answer in result.values() if "error" in answer]
+        assert not failed, failed[0] + output[-4000:]
+        return {**result, "output": output}
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory) -> Engines:
+    """One folder of checkpoints and caches for all tests."""
+    return Engines(tmp_path_factory.mktemp("vllm"))
+
+
+def _all(engines: Engines, flavours, compiled: bool = False, **environment: str) -> dict[str, dict]:
+    jobs = {"-".join(flavour): engines.job(flavour, compiled) for flavour in flavours}
+    return engines.run(jobs, **environment)
+
+
+@pytest.fixture(scope="session")
+def stock(engines) -> dict[str, dict]:
+    """vLLM without the plugin, eager."""
+    return _all(engines, STOCK, VLLM_PLUGINS="none")
+
+
+@pytest.fixture(scope="session")
+def eager(engines) -> dict[str, dict]:
+    """vLLM with the plugin, eager."""
+    return _all(engines, FLAVOURS)
+
+
+@pytest.fixture(scope="session")
+def compiled(engines) -> dict[str, dict]:
+    """vLLM with the plugin, compiled by Dynamo and Inductor."""
+    return _all(engines, [flavour for flavour in FLAVOURS if flavour[1] != "bounded"], compiled=True)
+
+
+@pytest.fixture(scope="session")
+def expected(engines):
+    """The logits that plain.py finds after each token that an engine generated, given the tokens before it."""
+    models = {}
+
+    def logits(flavour: tuple[str, str], tokens: list[list[int]]) -> list[torch.Tensor]:
+        if flavour not in models:
+            models[flavour] = plain.Model(engines.checkpoint(flavour))
+        sequences = zip(prompts(flavour), tokens)
+        return [models[flavour].logits(p + t[:-1], len(p))[len(p) - 1 :].log_softmax(-1) for p, t in sequences]
+
+    return logits

@@ -1,0 +1,122 @@
+"""Runs vLLM in a process of its own: `python engine.py jobs.json answers.json`. Each job is one model.
+
+The engine lives in this process, so a model takes about two seconds, the batches are the same every time, and what the
+ops did is at hand.
+"""
+
+import contextlib
+import gc
+import json
+import sys
+import traceback
+
+
+def generate(job: dict) -> dict:
+    """Load a model, generate greedily, and report tokens, log probabilities and what the ops did."""
+    from vllm import LLM, SamplingParams
+
+    import vllm_rocm_ops
+    from vllm_rocm_ops.vllm import seam
+
+    llm = LLM(
+        model=job["model"],
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        dtype=job.get("dtype", "bfloat16"),
+        seed=0,
+        distributed_executor_backend="uni",
+        gpu_memory_utilization=0.3,
+        worker_extension_cls="vllm_rocm_ops.vllm.worker.Extension",
+        **job.get("engine", {}),
+    )
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=job["max_tokens"],
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=job.get("logprobs"),
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    llm.collective_rpc("vllm_rocm_ops_reset_stats")
+    with emulated(job.get("emulate")), faulty(job.get("fault")):
+        outputs = [request.outputs[0] for request in llm.generate(prompts, sampling, use_tqdm=False)]
+    [stats] = llm.collective_rpc("vllm_rocm_ops_stats")
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    answer = {
+        "tokens": [list(output.token_ids) for output in outputs],
+        "logprobs": [
+            [step[token].logprob for step, token in zip(output.logprobs or (), output.token_ids)] for output in outputs
+        ],
+        "stats": stats,
+        "seams": {entry.name: entry.reason if not entry.on else "on" for entry in seam.status()},
+        "classes": sorted({type(module).__name__ for module in model.modules()}),
+        "version": vllm_rocm_ops.__version__,
+    }
+    del model, llm
+    release()
+    return answer
+
+
+@contextlib.contextmanager
+def emulated(arch: str | None):
+    """Have the ops run `arch`'s code objects in the emulator."""
+    if arch is None:
+        yield
+        return
+    from emulator import Emulator
+
+    from vllm_rocm_ops import launch
+
+    with launch.executor(Emulator(arch)):
+        yield
+
+
+@contextlib.contextmanager
+def faulty(fault: dict | None):
+    """Have the reference of one op be wrong: `fault["make"]` is the source of a function from the exact one to another."""
+    if fault is None:
+        yield
+        return
+    import torch
+
+    from vllm_rocm_ops import ops
+
+    op = getattr(ops, fault["op"])
+    exact = op.reference
+    op.reference = eval(fault["make"], {"torch": torch})(exact)
+    try:
+        yield
+    finally:
+        op.reference = exact
+
+
+def release() -> None:
+    """Forget a model, so that the next one starts as in a new process."""
+    import torch
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    torch._dynamo.reset()
+
+
+def main(jobs_path: str, answers_path: str) -> None:
+    with open(jobs_path) as file:
+        request = json.load(file)
+    if request.get("before"):
+        exec(request["before"])  # noqa: S102  a test's own preparation
+    answers = {}
+    for name, job in request["jobs"].items():
+        try:
+            answers[name] = generate(job)
+        except Exception:  # noqa: BLE001  the caller shows it; an engine that failed spoils the process
+            answers[name] = {"error": traceback.format_exc()}
+            break
+    with open(answers_path, "w") as file:
+        json.dump(answers, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,159 @@
+"""Llama and DeepSeek V3 in plain PyTorch, read from a checkpoint: what a tiny model must answer, found without vLLM.
+
+Written from the papers and the checkpoints' formats. It shares no code with the ops or with vLLM. Values are rounded to
+the model's dtype where a module hands them on; inside a module they are fp32.
+"""
+
+import json
+import pathlib
+
+import torch
+from safetensors.torch import load_file
+
+LIMIT = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
+BLOCK = 128
+
+
+class Model:
+    """A checkpoint and its forward pass. `quant_dtype` is the e4m3 format that activations are rounded to."""
+
+    def __init__(self, folder: pathlib.Path, quant_dtype: torch.dtype = torch.float8_e4m3fn):
+        self.config = json.loads((folder / "config.json").read_text())
+        self.weights = load_file(folder / "model.safetensors")
+        self.quant_dtype = quant_dtype
+        quantization = self.config.get("quantization_config") or {}
+        self.upper_bound = quantization.get("activation_scale_ub")
+        self.dtype = torch.bfloat16
+
+    def logits(self, tokens: list[int], prompt_length: int) -> torch.Tensor:
+        """The logits [tokens, vocabulary] after each token of a sequence."""
+        hidden = self.weights["model.embed_tokens.weight"][torch.tensor(tokens)]
+        residual = torch.zeros_like(hidden)
+        attention = self.latent_attention if "q_lora_rank" in self.config else self.attention
+        for layer in range(self.config["num_hidden_layers"]):
+            prefix = f"model.layers.{layer}"
+            normed, residual = self.norm(f"{prefix}.input_layernorm", hidden, residual)
+            hidden = attention(f"{prefix}.self_attn", normed, prompt_length)
+            normed, residual = self.norm(f"{prefix}.post_attention_layernorm", hidden, residual)
+            dense = layer < self.config.get("first_k_dense_replace", self.config["num_hidden_layers"])
+            hidden = (self.mlp if dense else self.experts)(f"{prefix}.mlp", normed)
+        normed, _ = self.norm("model.norm", hidden, residual)
+        return normed.float() @ self.weights["lm_head.weight"].float().t()
+
+    def norm(self, name: str, x: torch.Tensor, residual: torch.Tensor | None = None):
+        total = (x.float() + (0.0 if residual is None else residual.float())).to(self.dtype)
+        inverse = torch.rsqrt(total.float().pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        normed = (total.float() * inverse).to(self.dtype) * self.weights[f"{name}.weight"]
+        return normed if residual is None else (normed, total)
+
+    def linear(self, name: str, x: torch.Tensor, merged: tuple[str, ...] = ()) -> torch.Tensor:
+        """One linear layer; x may be fp32, which is rounded only once. `merged` names the layers that share one scale with it when scales are per tensor."""
+        weight = self.weights[f"{name}.weight"]
+        if weight.dtype == self.dtype:
+            return (x.to(self.dtype).float() @ weight.float().t()).to(self.dtype)
+        if f"{name}.weight_scale_inv" in self.weights:
+            values = self.rounded(x.unflatten(-1, (-1, BLOCK)).float(), None).flatten(-2)
+            return (values @ self.unblocked(name).t()).to(self.dtype)
+        scale = self.weights[f"{name}.weight_scale"].float()
+        if f"{name}.input_scale" not in self.weights:
+            values = self.rounded(x.float(), None, self.upper_bound)
+            return (values @ (weight.float() * scale.reshape(-1, 1)).t()).to(self.dtype)
+        names = merged or (name,)
+        largest = max(self.weights[f"{other}.weight_scale"] for other in names)
+        shared = self.rounded((weight.half() * scale.half()).float(), largest, dtype=weight.dtype)
+        values = self.rounded(x.float(), max(self.weights[f"{other}.input_scale"] for other in names))
+        return (values @ shared.t()).to(self.dtype)
+
+    def rounded(
+        self,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        upper_bound: float | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """x rounded to e4m3 in units of the scale, or of one scale for each row of the last dimension."""
+        dtype = dtype or self.quant_dtype
+        limit = LIMIT[dtype]
+        if scale is None:
+            largest = x.abs().amax(-1, keepdim=True).clamp(max=upper_bound or torch.inf)
+            scale = (largest / limit).clamp(min=1 / (limit * 512))
+        return (x / scale).clamp(-limit, limit).to(dtype).float() * scale
+
+    def unblocked(self, name: str) -> torch.Tensor:
+        """A weight with 128x128 block scales, in fp32."""
+        weight, scale = self.weights[f"{name}.weight"].float(), self.weights[f"{name}.weight_scale_inv"]
+        rows, columns = weight.shape
+        return weight * scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+
+    def mlp(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        both = f"{name}.gate_proj", f"{name}.up_proj"
+        gate, up = (self.linear(part, x, both).float() for part in both)
+        return self.linear(f"{name}.down_proj", gate / (1 + torch.exp(-gate)) * up)
+
+    def experts(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        groups = config["n_group"]
+        scores = torch.sigmoid((x.float() @ self.weights[f"{name}.gate.weight"].float().t()).to(self.dtype).float())
+        biased = scores + self.weights[f"{name}.gate.e_score_correction_bias"]
+        best_two = biased.unflatten(1, (groups, -1)).topk(2, -1).values.sum(-1)
+        kept = torch.zeros(len(x), groups, dtype=torch.bool)
+        kept.scatter_(1, best_two.topk(config["topk_group"], -1).indices, True)
+        kept = kept.repeat_interleave(config["n_routed_experts"] // groups, 1)
+        chosen = biased.masked_fill(~kept, -torch.inf).topk(config["num_experts_per_tok"], -1).indices
+        share = scores.gather(1, chosen)
+        share = share / share.sum(-1, keepdim=True) * config["routed_scaling_factor"]
+        total = torch.zeros(x.shape)
+        for expert in chosen.unique().tolist():
+            row, slot = (chosen == expert).nonzero(as_tuple=True)
+            total[row] += share[row, slot, None] * self.mlp(f"{name}.experts.{expert}", x[row]).float()
+        return (total + self.mlp(f"{name}.shared_experts", x).float()).to(self.dtype)
+
+    def attention(self, name: str, x: torch.Tensor, prompt_length: int) -> torch.Tensor:
+        heads, head_dim = self.config["num_attention_heads"], self.config["head_dim"]
+        merged = tuple(f"{name}.{part}_proj" for part in "qkv")
+        query, key, value = (self.linear(part, x, merged).unflatten(-1, (-1, head_dim)) for part in merged)
+        half = head_dim // 2
+        query, key = (self.rotated(t, t[..., :half], t[..., half:], interleaved=False) for t in (query, key))
+        repeat = heads // key.shape[1]
+        out = self.attend(query, key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1))
+        return self.linear(f"{name}.o_proj", out.flatten(-2))
+
+    def latent_attention(self, name: str, x: torch.Tensor, prompt_length: int) -> torch.Tensor:
+        config, heads = self.config, self.config["num_attention_heads"]
+        nope, rope, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
+        query = self.linear(f"{name}.q_b_proj", self.norm(f"{name}.q_a_layernorm", self.linear(f"{name}.q_a_proj", x)))
+        query = query.unflatten(-1, (heads, nope + rope))
+        latent = self.linear(f"{name}.kv_a_proj_with_mqa", x)
+        key_rope = latent[:, None, rank:]
+        latent = self.norm(f"{name}.kv_a_layernorm", latent[:, :rank])
+        query_rope, key_rope = (
+            self.rotated(t, t[..., 0::2], t[..., 1::2], interleaved=True) for t in (query[..., nope:], key_rope)
+        )
+        query = torch.cat([query[..., :nope], query_rope], -1)
+        # Prompts go through the linear layer; later tokens multiply by its weight, which then is not quantized twice.
+        weight = f"{name}.kv_b_proj"
+        quantized = f"{weight}.weight_scale_inv" in self.weights
+        exact = self.unblocked(weight).to(self.dtype) if quantized else self.weights[f"{weight}.weight"]
+        outputs = []
+        for expanded in (self.linear(weight, latent), (latent.float() @ exact.float().t()).to(self.dtype)):
+            key, value = expanded.unflatten(-1, (heads, -1)).split([nope, config["v_head_dim"]], -1)
+            outputs.append(self.attend(query, torch.cat([key, key_rope.expand(-1, heads, -1)], -1), value))
+        out = torch.cat([outputs[0][:prompt_length], outputs[1][prompt_length:]])
+        return self.linear(f"{name}.o_proj", out.flatten(-2))
+
+    def rotated(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        """Rotary embedding of x [tokens, heads, rope], given as its two halves."""
+        steps = torch.arange(first.shape[-1]) / first.shape[-1]
+        angles = torch.outer(torch.arange(len(x)).float(), self.config["rope_theta"] ** -steps)[:, None]
+        cos, sin = (f(angles).to(self.dtype).float() for f in (torch.cos, torch.sin))
+        first, second = first.float() * cos - second.float() * sin, second.float() * cos + first.float() * sin
+        both = torch.stack([first, second], -1).flatten(-2) if interleaved else torch.cat([first, second], -1)
+        return both.to(self.dtype)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Causal attention over [tokens, heads, width]."""
+        query, key, value = (t.float().transpose(0, 1) for t in (query, key, value))
+        scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        out = torch.softmax(scores.masked_fill(future, -torch.inf), -1) @ value
+        return out.transpose(0, 1).to(self.dtype)

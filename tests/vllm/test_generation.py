@@ -1,0 +1,136 @@
+"""vLLM generates with the ops in it: the same tokens, the ops called exactly as often as the model has places for them."""
+
+import importlib.metadata
+
+import checkpoints
+import plain
+import pytest
+import torch
+from conftest import FLAVOURS, STEPS, STOCK, prompts
+
+MODES = ("eager", "compiled")
+MODES_OF = [(mode, flavour) for mode in MODES for flavour in FLAVOURS if (mode, flavour[1]) != ("compiled", "bounded")]
+
+
+def identity(value) -> str:
+    return value if isinstance(value, str) else "-".join(value)
+
+
+def test_vllm_finds_the_plugin():
+    """The installed package has the entry point that vLLM looks for."""
+    [entry] = importlib.metadata.entry_points(group="vllm.general_plugins", name="rocm_ops")
+    assert entry.value == "vllm_rocm_ops.vllm:register"
+
+
+def expected_calls(flavour: tuple[str, str]) -> dict[str, int]:
+    """How often each op runs in one generation: places in the model, times steps."""
+    model, kind = flavour
+    layers = checkpoints.LLAMA["num_hidden_layers"] if model == "llama" else checkpoints.DEEPSEEK["num_hidden_layers"]
+    dense = layers if model == "llama" else checkpoints.DEEPSEEK["first_k_dense_replace"]
+    latent = 0 if model == "llama" else layers  # DeepSeek's norms of the two latents, one linked to a linear, one not
+    plain_norms, plain_add_norms = latent, 1 + layers - dense  # the last norm, and those in front of a router
+    linked, linked_add = 1 + latent, layers - 1 + dense
+    calls = {
+        "bf16": {
+            "rms_norm": plain_norms + linked,
+            "fused_add_rms_norm": plain_add_norms + linked_add,
+            "silu_and_mul": layers,
+        },
+        "static": {
+            "rms_norm_static_fp8_quant": linked,
+            "fused_add_rms_norm_static_fp8_quant": linked_add,
+            "silu_and_mul_quant": layers,
+        },
+        "token": {"rms_norm_dynamic_per_token_quant": linked + linked_add, "silu_and_mul_per_token_quant": layers},
+        "block": {"rms_norm_per_block_quant": linked + linked_add, "silu_and_mul_per_block_quant": layers},
+    }
+    calls["bounded"] = calls["token"]
+    per_step = calls[kind]
+    if kind != "bf16":
+        per_step = {"rms_norm": plain_norms, "fused_add_rms_norm": plain_add_norms, **per_step}
+    return {op: count * STEPS for op, count in per_step.items() if count}
+
+
+@pytest.mark.parametrize(("mode", "flavour"), MODES_OF, ids=identity)
+def test_ops_are_called(request, mode, flavour):
+    """Every norm and activation of the model runs our op, quantizing where a quantized linear reads the result."""
+    answer = request.getfixturevalue(mode)["-".join(flavour)]
+    assert {name for name, reason in answer["seams"].items() if reason != "on"} == set()
+    assert {op: sum(kernels.values()) for op, kernels in answer["stats"].items()} == expected_calls(flavour)
+
+
+@pytest.mark.parametrize(("mode", "flavour"), MODES_OF, ids=identity)
+def test_tokens_are_those_of_a_plain_computation(request, expected, mode, flavour):
+    """Each token is the best one of the plain PyTorch model, which read the same tokens before it."""
+    answer = request.getfixturevalue(mode)["-".join(flavour)]
+    agree(answer, expected(flavour, answer["tokens"]))
+
+
+def agree(answer: dict, plain_logprobs: list[torch.Tensor]) -> None:
+    """Raise unless tokens are equal and their log probabilities close to the plain model's."""
+    for tokens, logprobs, wanted in zip(answer["tokens"], answer["logprobs"], plain_logprobs):
+        assert tokens == wanted.argmax(-1).tolist()
+        assert len(tokens) == STEPS
+        if logprobs:
+            error = (torch.tensor(logprobs) - wanted[torch.arange(STEPS), tokens]).abs()
+            assert error.mean() < 0.2, error
+
+
+@pytest.mark.parametrize("flavour", STOCK, ids=identity)
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_those_of_stock_vllm(request, stock, mode, flavour):
+    """The plugin changes no token of a model that vLLM runs without it."""
+    name = "-".join(flavour)
+    assert stock[name]["stats"] == {}
+    assert request.getfixturevalue(mode)[name]["tokens"] == stock[name]["tokens"]
+
+
+FAULTS = {
+    "the residual is not added": (
+        ("llama", "bf16"),
+        "fused_add_rms_norm",
+        "lambda exact: lambda x, residual, *others: exact(x, torch.zeros_like(residual), *others)",
+    ),
+    "the residual is not updated": (
+        ("llama", "bf16"),
+        "fused_add_rms_norm",
+        "lambda exact: lambda x, residual, *others: exact(x, residual.clone(), *others)",
+    ),
+    "the scale is a quarter too large": (
+        ("llama", "token"),
+        "silu_and_mul_per_token_quant",
+        "lambda exact: lambda *arguments: (exact(*arguments)[0], exact(*arguments)[1] * 1.25)",
+    ),
+    "a group has its neighbour's scale": (
+        ("llama", "block"),
+        "silu_and_mul_per_block_quant",
+        "lambda exact: lambda *arguments: (exact(*arguments)[0], exact(*arguments)[1].roll(1, -1))",
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def faulty(engines):
+    """vLLM with ops that are wrong on purpose."""
+    jobs = {name: engines.job(flavour, fault={"op": op, "make": make}) for name, (flavour, op, make) in FAULTS.items()}
+    return engines.run(jobs)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_noticed(faulty, expected, fault):
+    """The comparison with the plain model is able to fail."""
+    flavour, *_ = FAULTS[fault]
+    with pytest.raises(AssertionError):
+        agree(faulty[fault], expected(flavour, faulty[fault]["tokens"]))
+
+
+def test_plain_model_has_no_near_ties(engines):
+    """The prompts are what conftest.py says of them: the plain model's best token always leads."""
+    for flavour in FLAVOURS:
+        model = plain.Model(engines.checkpoint(flavour))
+        for prompt in prompts(flavour):
+            tokens = list(prompt)
+            for _ in range(STEPS):
+                best = model.logits(tokens, len(prompt))[-1].log_softmax(-1).topk(2)
+                assert best.values[0] - best.values[1] >= 2.5, (flavour, len(prompt))
+                tokens.append(int(best.indices[0]))
