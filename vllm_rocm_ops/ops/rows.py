@@ -135,6 +135,7 @@ def cases(reference: Callable, parts: int) -> Iterator[Case]:
     parameters = inspect.signature(reference).parameters
     grouped = "group_size" in parameters
     whole = 128 if grouped else 1
+    optional_residual = "residual" in parameters and parameters["residual"].default is None
 
     def case(name: str, shape: tuple[int, ...], dtype=torch.bfloat16, fill=_random, padding=0, **given) -> Case:
         return Case(name, functools.partial(_inputs, parameters, parts, shape, dtype, fill, padding, given))
@@ -143,6 +144,9 @@ def cases(reference: Callable, parts: int) -> Iterator[Case]:
         yield case(f"{label}", (3, 4096), dtype)
         yield case(f"{label}-corners", (5, 1024), dtype, fill=_corners)
         yield case(f"{label}-general", (2, 384 if grouped else 333), dtype, padding=1)
+        if optional_residual:
+            yield case(f"{label}-no-residual", (3, 4096), dtype, residual=None)
+            yield case(f"{label}-no-residual-general", (2, 384), dtype, residual=None, padding=1)
     for hidden in (whole, 8 * whole, 2048 - whole, 2048 + whole):
         yield case(f"hidden{hidden}", (2, hidden))
     yield case("hidden2040-tail" if not grouped else "hidden1920-tail", (2, 1920 if grouped else 2040))
@@ -156,9 +160,6 @@ def cases(reference: Callable, parts: int) -> Iterator[Case]:
         yield case("no-weight", (2, 512), weight=None)
     if "scale_ub" in parameters:
         yield case("scale_ub", (2, 512), scale_ub=0.004)
-    if "residual" in parameters and parameters["residual"].default is None:
-        yield case("no-residual", (3, 2048), residual=None)
-        yield case("no-residual-general", (2, 384), residual=None, padding=1)
     if grouped:
         yield case("group64", (2, 1024), group_size=64)
         yield case("group64-general", (2, 192), group_size=64, padding=1)

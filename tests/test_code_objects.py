@@ -1,0 +1,54 @@
+"""What the gfx942 and gfx950 code objects that ship say of themselves, without running them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulator.objects import CodeObject
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import launch, op
+
+AMD = ("gfx942", "gfx950")
+
+
+def objects(arch: str) -> dict[str, CodeObject]:
+    return {path.stem: CodeObject(path) for path in sorted((launch.CODE / arch).glob("*.co"))}
+
+
+def planned(arch: archs.Arch):
+    """Every launch that any case of any op plans with any configuration."""
+    for the_op in op.registered():
+        for case in the_op.cases():
+            a = the_op.Arguments(*case.make("meta", torch.Generator(), arch.fp8_dtype))
+            for config in the_op.configs(a, arch):
+                yield from the_op.plan(config, the_op.allocate(a), a, arch)
+
+
+@pytest.mark.parametrize("arch", AMD)
+def test_plans_and_kernels_are_the_same(arch):
+    """Each planned symbol exists, takes just the arguments it is given, and may have as many threads; none is unused."""
+    kernels = {(module, name): k for module, o in objects(arch).items() for name, k in o.kernels.items()}
+    launches = {(l.module, l.symbol): l for l in planned(archs.ARCHS[arch])}
+    assert launches.keys() == kernels.keys()
+    for key, l in launches.items():
+        explicit = [a for a in kernels[key].metadata[".args"] if not a[".value_kind"].startswith("hidden")]
+        assert [a[".offset"] for a in explicit] == offsets(l.args), key
+        assert l.block[0] <= kernels[key].max_block, key
+
+
+def offsets(args: tuple) -> list[int]:
+    """Where each argument lies in the buffer: the layout of all before it and itself, less itself."""
+    sizes = [8 if a is None or isinstance(a, (torch.Tensor, launch.I64)) else 4 for a in args]
+    return [launch.packer(args[: i + 1])[0].size - size for i, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("arch", AMD)
+def test_kernels_keep_to_their_registers(arch):
+    """No spills, no scratch, little LDS."""
+    for code_object in objects(arch).values():
+        assert code_object.arch == arch
+        for name, kernel in code_object.kernels.items():
+            statistics = kernel.statistics
+            assert statistics["vgpr_spills"] == statistics["sgpr_spills"] == statistics["scratch"] == 0, name
+            assert statistics["lds"] <= 1024, name

@@ -1,0 +1,154 @@
+"""The op tests can fail: each bug planted below in a copy of the kernels is caught by the case named with it, as gfx942 or
+gfx950 code in the emulator, by a wrong result or by the emulator's own checks."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from emulator import Emulator
+from emulator.errors import EmulatorError
+from test_ops import generator_of, run_and_check
+
+from vllm_rocm_ops import launch, op, ops
+
+CSRC = Path(__file__).parent.parent / "csrc"
+
+# name: (file, text, what replaces it, op, case, arch, what must be said)
+BUGS = {
+    "barrier removed": (
+        "device/reduce.h",
+        "block_barrier(); // hazard",
+        "// hazard",
+        ops.rms_norm,
+        "bf16",
+        "gfx942",
+        "barrier",
+    ),
+    "lanes not combined": (
+        "device/amd/wave.h",
+        "dpp<0xB1>",
+        "dpp<0xE4>",
+        ops.rms_norm_dynamic_per_token_quant,
+        "bf16",
+        "gfx950",
+        "output",
+    ),
+    "two lanes swapped": (
+        "device/amd/numerics.h",
+        "0x07060302",
+        "0x03020706",
+        ops.silu_and_mul,
+        "bf16",
+        "gfx942",
+        "output 0: element",
+    ),
+    "last chunk dropped": (
+        "ops/rms_norm.hip",
+        "mine[i] = chunk[i] * kChunk < row.hidden;",
+        "mine[i] = (chunk[i] + 1) * kChunk < row.hidden;",
+        ops.rms_norm_static_fp8_quant,
+        "hidden2040-tail",
+        "gfx942",
+        "output 0",
+    ),
+    "one chunk too many": (
+        "ops/silu_and_mul.hip",
+        "mine[i] = chunk[i] * kChunk < row.hidden;",
+        "mine[i] = chunk[i] * kChunk <= row.hidden;",
+        ops.silu_and_mul_quant,
+        "hidden2040-tail",
+        "gfx942",
+        "argument",
+    ),
+    "last column dropped": (
+        "ops/rms_norm.hip",
+        "for (int column = wave::thread(); column < row.hidden; column += row.threads) finish(column, divisor);",
+        "for (int column = wave::thread(); column < row.hidden - 1; column += row.threads) finish(column, divisor);",
+        ops.rms_norm_dynamic_per_token_quant,
+        "bf16-general",
+        "gfx942",
+        "leaves another residual",
+    ),
+    "residual not stored": (
+        "ops/rms_norm.hip",
+        "if (mine[i]) mem::store((u32x4*)row.residual + chunk[i], rounded);",
+        "",
+        ops.fused_add_rms_norm,
+        "fp16",
+        "gfx950",
+        "leaves another residual",
+    ),
+    "scales of neighbouring groups": (
+        "ops/rms_norm.hip",
+        "(chunk[i] >> log2_lanes) * row.scale_stride",
+        "(chunk[i] >> log2_lanes)",
+        ops.rms_norm_per_block_quant,
+        "transposed",
+        "gfx942",
+        "is also written by",
+    ),
+    "no clamp": (
+        "device/amd/numerics.h",
+        "return __builtin_fmaxf(__builtin_fminf(x, kE4m3Max), -kE4m3Max);",
+        "return x;",
+        ops.rms_norm_static_fp8_quant,
+        "bf16-corners",
+        "gfx942",
+        "output 0",
+    ),
+    "limit of the other format": (
+        "device/amd/numerics.h",
+        "kE4m3Max = 224.0f",
+        "kE4m3Max = 240.0f",
+        ops.silu_and_mul_per_block_quant,
+        "bf16",
+        "gfx942",
+        "output",
+    ),
+    "weight before the rounding": (
+        "ops/rms_norm.hip",
+        "normalize<T, !kRounded>(exact[i]",
+        "normalize<T, kRounded>(exact[i]",
+        ops.rms_norm,
+        "bf16",
+        "gfx950",
+        "are off",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def source_copy(tmp_path_factory):
+    root = tmp_path_factory.mktemp("planted")
+    shutil.copytree(CSRC, root / "csrc")
+    return root
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_caught(bug, source_copy, monkeypatch):
+    file, text, replacement, the_op, case_name, arch, said = BUGS[bug]
+    path = source_copy / "csrc" / file
+    original = path.read_text()
+    assert text in original, f"the bug no longer fits {file}"
+    case = next(c for c in the_op.cases() if c.name == case_name)
+    emulator = Emulator(arch)
+    arguments = case.make("cpu", generator_of(case.name), emulator.arch.fp8_dtype)
+    module = the_op.explain(*arguments, arch=arch).launches[0].module
+    try:
+        path.write_text(original.replace(text, replacement))
+        build = [sys.executable, source_copy / "csrc" / "build.py", "--arch", arch, module]
+        subprocess.run(build, check=True, capture_output=True)
+    finally:
+        path.write_text(original)
+    monkeypatch.setattr(launch, "CODE", source_copy / "vllm_rocm_ops" / "code")
+    the_op._executions.clear()
+    try:
+        with launch.executor(emulator), pytest.raises((AssertionError, EmulatorError), match=said):
+            run_and_check(the_op, arguments, "cpu")
+    finally:
+        the_op._executions.clear()
+    assert op.stats()[the_op.name]
