@@ -11,6 +11,7 @@ int fake_load_device = -1; /* the device that was current at the last load */
 int fake_load_capture_mode = -1;
 int fake_capture_mode = 0; /* global, as threads start */
 int fake_last_error = 0;
+static const char* last_image; /* HIP's modules point into what they were loaded from */
 struct {
   void* function;
   unsigned geometry[7];
@@ -68,6 +69,7 @@ int hipModuleLoadDataEx(void** module, const char* image, unsigned options, int*
   (void)names, (void)values;
   if (options || strncmp(image, "\177ELF", 4)) return result(kInvalidImage);
   fake_load_device = fake_device, fake_load_capture_mode = fake_capture_mode;
+  last_image = image;
   *module = (void*)(long)(1000 + ++fake_loads);
   return kSuccess;
 }
@@ -79,6 +81,7 @@ int hipModuleGetFunction(void** function, void* module, const char* symbol) {
 int hipModuleLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                           unsigned lds, void* stream, void** parameters, void** extra) {
   unsigned geometry[7] = {gx, gy, gz, bx, by, bz, lds};
+  if (strncmp(last_image, "\177ELF", 4)) return result(kInvalidImage);
   if (!gx || extra[0] != (void*)1 || extra[2] != (void*)2) return result(kInvalidValue);
   fake_launch.function = function, fake_launch.stream = stream, fake_launch.parameters = parameters;
   memcpy(fake_launch.geometry, geometry, sizeof geometry);

@@ -9,7 +9,6 @@
 #include <iterator>
 #include <limits>
 #include <stdexcept>
-#include <vector>
 
 namespace {
 
@@ -149,7 +148,8 @@ std::string loaded_library(const char* stem) {
 }
 
 std::vector<std::string> hip_libraries() {
-  if (const char* library = std::getenv("VLLM_ROCM_OPS_HIP_LIBRARY")) return {library};
+  const char* explicit_library = std::getenv("VLLM_ROCM_OPS_HIP_LIBRARY");
+  if (explicit_library && *explicit_library) return {explicit_library};
   if (std::string loaded = loaded_library("libamdhip64"); !loaded.empty()) return {loaded};
   std::vector<std::string> libraries = {"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"};
   if (const char* rocm = std::getenv("ROCM_PATH")) libraries.push_back(std::string(rocm) + "/lib/libamdhip64.so");
@@ -202,10 +202,11 @@ std::unique_ptr<Driver> Driver::find(std::string& status) {
   return nullptr;
 }
 
-api::Module Driver::load_module(const std::string& path, int device) const {
+api::Module Driver::load_module(const std::string& path, int device) {
   std::ifstream file(path, std::ios::binary);
   if (!file) throw std::runtime_error(path + ": cannot be read");
-  const std::string image((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  auto image =
+      std::make_unique<const std::string>(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
   api::Module module = nullptr;
   on_device(device, [&] {
     // A thread that captures a stream may not do what loading does, unless it says that this is not for the graph.
@@ -216,8 +217,9 @@ api::Module Driver::load_module(const std::string& path, int device) const {
       int& mode;
       ~Restore() { shared.exchange_capture_mode(&mode); }
     } restore{shared_, mode};
-    module = load_image(path, image.c_str());
+    module = load_image(path, image->c_str());
   });
+  images_.push_back(std::move(image));
   return module;
 }
 

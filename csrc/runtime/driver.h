@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "api.h"
 
@@ -35,7 +36,7 @@ class Driver {
   virtual std::map<std::string, std::string> versions() const = 0;
 
   // A code object or PTX onto `device`. Allowed while a stream is being captured.
-  api::Module load_module(const std::string& path, int device) const;
+  api::Module load_module(const std::string& path, int device);
   Kernel find_kernel(api::Module module, const std::string& path, const std::string& symbol, int device) const;
   // Asynchronous, on `stream`, which is one of the kernel's device. `arguments`: the packed kernarg segment; it is
   // copied.
@@ -61,4 +62,7 @@ class Driver {
 
  private:
   int count_devices() const;  // at least 1, or it throws
+
+  // What was loaded: HIP's modules point into it for as long as they live.
+  std::vector<std::unique_ptr<const std::string>> images_;
 };
