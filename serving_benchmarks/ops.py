@@ -150,21 +150,16 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / us / 1000
 
 
-def differing(ours, theirs) -> float:
-    """The largest share of elements that differ, over the outputs."""
-    pairs = zip(ours, theirs) if isinstance(ours, tuple) else [(ours, theirs)]
-    shares = []
-    for a, b in pairs:
-        bits = torch.uint8 if a.element_size() == 1 else a.dtype
-        shares.append((a.view(bits) != b.view(bits)).float().mean().item())
-    return max(shares)
-
-
-def compare(benchmark: Benchmark, arguments: tuple) -> float:
-    """Share of elements of outputs and residual on which our op and vLLM's differ."""
+def compare(benchmark: Benchmark, arguments: tuple) -> dict[str, float]:
+    """How our op's results differ from vLLM's on the same inputs: the share of elements of the output, and of what is
+    updated in place, with other bits; and the largest relative difference of a scale."""
 
     def own() -> tuple:
         return tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in arguments)
+
+    def share(a: torch.Tensor, b: torch.Tensor) -> float:
+        bits = torch.uint8 if a.element_size() == 1 else torch.int16
+        return (a.view(bits) != b.view(bits)).float().mean().item()
 
     ours_args, vllm_args = own(), own()
     ours = benchmark.op(*ours_args)
@@ -172,9 +167,14 @@ def compare(benchmark: Benchmark, arguments: tuple) -> float:
     benchmark.vllm(theirs, vllm_args)
     if benchmark.op is ops.fused_add_rms_norm:  # vLLM's op returns in its input
         theirs = vllm_args[0]
-    shares = [differing(ours, theirs)]
-    shares += [differing(a, b) for a, b in zip(ours_args[1:], vllm_args[1:]) if isinstance(a, torch.Tensor)]
-    return max(shares)
+    result = {}
+    if isinstance(ours, tuple):
+        result["scale_relative"] = ((ours[1] - theirs[1]).abs() / theirs[1]).max().item()
+        ours, theirs = ours[0], theirs[0]
+    result["out"] = share(ours, theirs)
+    updated = [name in benchmark.op.mutates for name in benchmark.op.Arguments._fields]
+    result |= {"residual": share(a, b) for a, b, here in zip(ours_args, vllm_args, updated) if here and a is not None}
+    return result
 
 
 def run_case(benchmark: Benchmark, rows: int, hidden: int, dtype: torch.dtype, arch, options) -> list[dict]:
