@@ -19,6 +19,7 @@ and $VLLM_ROCM_OPS_ARCHS, a comma list, for other architectures than all of them
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -147,10 +148,12 @@ def clang_paths() -> Iterator[str]:
     """ROCm's and the system's clangs, best first, whatever they can do."""
     for rocm in filter(None, (os.environ.get("ROCM_PATH"), ROCM)):
         yield from (f"{rocm}/llvm/bin/clang", f"{rocm}/lib/llvm/bin/clang")
-    folders = dict.fromkeys(Path(folder).resolve() for folder in os.get_exec_path() if Path(folder).is_dir())
-    yield from (str(folder / "clang") for folder in folders)
-    numbered = {path for folder in folders for path in folder.glob("clang-*") if re.fullmatch(r"clang-\d+", path.name)}
-    yield from map(str, sorted(numbered, key=lambda path: int(path.name[6:]), reverse=True))
+    found = []
+    for folder in dict.fromkeys(map(os.path.realpath, filter(None, os.get_exec_path()))):
+        with contextlib.suppress(OSError):  # $PATH may name what is not there, or not ours to read
+            found += [f"{folder}/{name}" for name in os.listdir(folder) if re.fullmatch(r"clang(-\d+)?", name)]
+    # Stable: in each version, and among the plain ones, $PATH's order stays.
+    yield from sorted(found, key=lambda path: -int(path.rpartition("clang")[2].removeprefix("-") or sys.maxsize))
 
 
 def candidates() -> Iterator[Compiler]:
@@ -336,8 +339,9 @@ def build(
         jobs = [
             pool.submit(make, stem, arch, output, prebuilt, debug, force) for stem in names or stems() for arch in archs
         ]
-    if errors := [str(error) for job in jobs if (error := job.exception())]:
-        raise BuildError("\n".join(dict.fromkeys(errors)))
+    errors = [job.exception() for job in jobs]
+    if all(error is None or isinstance(error, BuildError) for error in errors) and any(errors):
+        raise BuildError("\n".join(dict.fromkeys(str(error) for error in errors if error)))
     return [job.result() for job in jobs]
 
 

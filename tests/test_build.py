@@ -226,7 +226,8 @@ def test_the_compilers_are_tried_in_order(build, tmp_path, monkeypatch):
     """Explicit, ROCm's, the system's newest, ziglang; each only for the architectures that it really compiles for."""
     no_nvidia = 'case "$*" in *"-x cuda"*) echo no nvptx >&2; exit 1;; esac'
     too_old = 'set -- "$@" -Wno-builtin-macro-redefined -U__clang_major__ -D__clang_major__=17'
-    folder = tmp_path / "bin"  # what $PATH is
+    folder = tmp_path / "bin"
+    monkeypatch.setenv("PATH", f"{tmp_path}/absent:{tmp_path}/tree/csrc/build.py::{folder}")  # not all are folders
     monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
 
     def chosen() -> list[str]:
@@ -238,8 +239,8 @@ def test_the_compilers_are_tried_in_order(build, tmp_path, monkeypatch):
     assert chosen() == [zig] * 3
     wrapper(folder / "clang", "old", build, too_old)
     assert chosen() == [zig] * 3
-    wrapper(folder / "clang-21", "clang 21", build)
-    wrapper(folder / "clang-9", "clang 9", build)
+    for version in (9, 21, 20):
+        wrapper(folder / f"clang-{version}", f"clang {version}", build)
     assert chosen() == ["clang 21"] * 3
     wrapper(tmp_path / "rocm/lib/llvm/bin/clang", "ROCm", build, no_nvidia)
     assert chosen() == ["ROCm", "ROCm", "clang 21"]
