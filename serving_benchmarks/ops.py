@@ -172,8 +172,9 @@ def compare(benchmark: Benchmark, arguments: tuple) -> dict[str, float]:
         result["scale_relative"] = ((ours[1] - theirs[1]).abs() / theirs[1]).max().item()
         ours, theirs = ours[0], theirs[0]
     result["out"] = share(ours, theirs)
-    updated = [name in benchmark.op.mutates for name in benchmark.op.Arguments._fields]
-    result |= {"residual": share(a, b) for a, b, here in zip(ours_args, vllm_args, updated) if here and a is not None}
+    for name, mine, vllms in zip(benchmark.op.Arguments._fields, ours_args, vllm_args):
+        if name in benchmark.op.mutates:
+            result[name] = share(mine, vllms)
     return result
 
 

@@ -238,11 +238,12 @@ def _signature(names: tuple[str, ...], hints: dict[str, object]) -> Callable[...
     loop over the arguments, and it is a fifth of a call's dispatch."""
     parts = ["executor"]
     for name in names:
-        seen = f"({name}.shape, {name}.stride(), {name}.dtype, {name}.data_ptr() & 15, {name}.device)"
+        layout = f"{name}.shape if {name}.is_contiguous() else ({name}.shape, {name}.stride())"
+        seen = f"{layout}, {name}.dtype, {name}.data_ptr() & 15, {name}.get_device()"
         if hints[name] is torch.Tensor:
             parts.append(seen)
         elif hints[name] == (torch.Tensor | None):
-            parts.append(f"{name} if {name} is None else {seen}")
+            parts.append(f"{name} if {name} is None else ({seen})")
         else:
             parts.append(name)
     return eval(f"lambda executor, {', '.join(names)}: ({', '.join(parts)})")
