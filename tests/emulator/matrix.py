@@ -502,11 +502,8 @@ def _constant(operand: Operand, ins: Instruction, instruction: MatrixInstruction
 
 
 def _scale(operand: Operand, ins: Instruction, program) -> Callable:
-    """A scale register, or the exponent of a float constant: CDNA4 ISA, 7.2.1."""
-    if operand.code >= VGPR:
-        registers = _registers(operand, program)
-        return lambda w: registers(w)[..., 0]
-    exponent = salu.reader(operand, ins, np.uint32)
-    return lambda w: np.broadcast_to(
-        (exponent(w) >> np.uint32(23) & np.uint32(0xFF)) * np.uint32(0x01010101), (w.count, LANES)
-    )
+    """A scale register. The ISA allows constants too (7.2.1), LLVM's assembler writes VGPRs only."""
+    if operand.code < VGPR:
+        raise UnsupportedInstruction(f"{ins.text}: a scale must be a VGPR, got {operand}")
+    registers = _registers(operand, program)
+    return lambda w: registers(w)[..., 0]
