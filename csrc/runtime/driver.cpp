@@ -151,10 +151,7 @@ std::vector<std::string> hip_libraries() {
   const char* explicit_library = std::getenv("VLLM_ROCM_OPS_HIP_LIBRARY");
   if (explicit_library && *explicit_library) return {explicit_library};
   if (std::string loaded = loaded_library("libamdhip64"); !loaded.empty()) return {loaded};
-  std::vector<std::string> libraries = {"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"};
-  if (const char* rocm = std::getenv("ROCM_PATH")) libraries.push_back(std::string(rocm) + "/lib/libamdhip64.so");
-  libraries.push_back("/opt/rocm/lib/libamdhip64.so");
-  return libraries;
+  return {"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "/opt/rocm/lib/libamdhip64.so"};
 }
 
 }  // namespace
