@@ -11,6 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,18 @@ _SCALAR = ("SOP1", "SOP2", "SOPC", "SOPK", "SOPP")
 _QUANTUM = 4096  # instructions that a group runs before others get their turn
 _GROUP = 64  # waves that start as one group
 _POISON = 0xFFA5A5A5  # a NaN in every float format
+
+
+class Bound(NamedTuple):
+    """An instruction ready to run."""
+
+    run: Callable
+    registers: frozenset[int]  # all that it touches, EXEC left out
+    reads: frozenset[int]
+    writes: frozenset[int]
+    flow: dict[int, frozenset[int]] | None  # see `data_flow`
+    ignores_exec: bool
+    fault: str = ""  # why it cannot run
 
 
 class Program:
@@ -49,8 +62,8 @@ class Program:
 
     # Binding
 
-    def _bind(self, ins: Instruction):
-        """(function, all registers, read and written registers, their data flow, whether it ignores EXEC)."""
+    def _bind(self, ins: Instruction) -> Bound:
+        fault = ""
         try:
             if ins.encoding in _SCALAR:
                 run = salu.bind(ins, self)
@@ -59,14 +72,16 @@ class Program:
             elif ins.encoding.startswith("VOP"):
                 run = valu.bind(ins, self)
             else:
-                raise errors.UnsupportedInstruction(f"{ins.mnemonic} {ins.words.hex()} {ins.fields.get('error', '')}")
+                raise errors.UnsupportedInstruction(f"{ins.words.hex()}: {ins.fields.get('error', ins.encoding)}")
         except errors.EmulatorError as error:
-            run = self._raising(type(error), ins, str(error))
-        except (KeyError, AttributeError, ImportError) as error:
-            run = self._raising(errors.UnsupportedInstruction, ins, f"{type(error).__name__} {error}")
-        reads, writes = effects(ins)
+            kind, fault = type(error), str(error)
+        except (KeyError, AttributeError) as error:
+            kind, fault = errors.UnsupportedInstruction, f"{type(error).__name__} {error}"
+        if fault:
+            run = self._raising(kind, ins, fault)
+        reads, writes = (frozenset(), frozenset()) if fault else effects(ins)
         ignores_exec = ins.mnemonic.startswith(("v_mfma", "v_smfmac", "v_writelane"))
-        return run, frozenset(reads | writes), reads, writes, data_flow(ins, reads, writes), ignores_exec
+        return Bound(run, reads | writes, reads, writes, data_flow(ins, reads, writes), ignores_exec, fault)
 
     def _raising(self, kind, ins, message: str) -> Callable:
         def run(w):
@@ -173,7 +188,7 @@ class Program:
     def examine(self, w, at: int) -> Callable:
         """Checks an instruction that touches undefined or pending registers; returns what to do after it ran."""
         ins = self.instructions[at]
-        _, _, reads, writes, flow, _ = self.bound[at]
+        _, _, reads, writes, flow, ignores_exec, _ = self.bound[at]
         for code in (reads | writes) & w.pending.keys():
             event = w.pending[code]
             in_order = code not in reads and _memory_kind(ins) == event.kind and event.kind != "scalar"
@@ -197,7 +212,7 @@ class Program:
             )
             for code in writes
         }
-        mask = True if self.bound[at][5] else w.mask
+        mask = True if ignores_exec else w.mask
 
         def after():
             for code in writes:

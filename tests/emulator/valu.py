@@ -299,7 +299,7 @@ def div_scale(s0, s1, s2):
             0,
             np.where(same_denominator, up, 0),
             up,
-            np.where(same_denominator, up, 0),
+            np.where(same_denominator, -up, 0),
             -up,
             np.where(same_numerator, up, 0),
             up,
@@ -312,9 +312,13 @@ def div_scale(s0, s1, s2):
 
 
 def div_fmas(a, b, c, scale):
-    """V_DIV_FMAS: lanes that VCC names are multiplied by 2^32 (2^64 in f64)."""
+    """V_DIV_FMAS: where VCC is set, undoes the scaling of one side, by 2^64 or 2^-64 (2^128 in f64) as the exponent of the
+    quotient c tells. CDNA's document prints a plain 2^32, which is not the inverse of V_DIV_SCALE; RDNA4's has this."""
+    wide = a.dtype == F64
     result = fma(a, b, c)
-    return np.where(scale, np.ldexp(result, 64 if a.dtype == F64 else 32), result)
+    up, middle = (128, 1023) if wide else (64, 127)
+    shift = np.where(_exponent(np.ascontiguousarray(c)) > middle, up, -up).astype(I32)
+    return np.where(scale, np.ldexp(result, shift), result)
 
 
 def div_fixup(s0, s1, s2):
