@@ -11,7 +11,9 @@ import logging
 import re
 from collections.abc import Callable
 
+from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import envs
+from vllm_rocm_ops import launch as launches
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -86,13 +88,28 @@ def install_all() -> list[Status]:
     if platform == "other":
         logger.debug("vllm-rocm-ops has nothing for this platform")
         return []
+    lack = lacks() if platform == "rocm" else ""
     for name in NAMES:
-        _status[name] = _install(load(name), platform, vllm.__version__)
+        _status[name] = _install(load(name), platform, vllm.__version__, lack)
     logger.info("vllm-rocm-ops on %s: %s", platform, ", ".join(active()) or "every seam is off")
     return status()
 
 
-def _install(seam: Seam, platform: str, version: str) -> Status:
+def lacks() -> str:
+    """Why there are no kernels for this ROCm machine; empty if there are. Asks vLLM, which initialises no GPU for it."""
+    from vllm.platforms import rocm
+
+    known = [name for name in archs.ARCHS if name.startswith("gfx")]
+    here = [name for name in known if getattr(rocm, f"on_{name}")()]
+    if not here:
+        return f"there are kernels for {' and '.join(known)} only"
+    code = launches.CODE / here[0]
+    return (
+        "" if any(code.glob("*")) else f"there are no code objects in {code}; this package was installed without them"
+    )
+
+
+def _install(seam: Seam, platform: str, version: str, lack: str) -> Status:
     def off(reason: str, level: int = logging.WARNING) -> Status:
         logger.log(level, "vllm-rocm-ops: seam %s is off: %s. vLLM's own code runs.", seam.name, reason)
         return Status(seam.name, seam.replaces, False, reason)
@@ -101,6 +118,8 @@ def _install(seam: Seam, platform: str, version: str) -> Status:
         return off(f"VLLM_ROCM_OPS_SEAMS={envs.VLLM_ROCM_OPS_SEAMS}", logging.INFO)
     if platform not in seam.platforms:
         return off(f"for {' and '.join(seam.platforms)} only", logging.DEBUG)
+    if lack:
+        return off(lack)
     if not in_range(version, seam.versions):
         return off(f"tried on vLLM {seam.versions[0]} to {seam.versions[1]}, this is {version}")
     try:

