@@ -553,6 +553,9 @@ def _memory_kind(ins: Instruction) -> str:
     )
 
 
+CARRYING = ("v_mad_u64_u32", "v_mad_i64_i32", "v_lshl_add_u64")
+
+
 def data_flow(ins: Instruction, reads: frozenset[int], writes: frozenset[int]) -> dict[int, frozenset[int]] | None:
     """Which source registers each written register depends on; None if an unwritten source is a fault in itself.
 
@@ -565,6 +568,9 @@ def data_flow(ins: Instruction, reads: frozenset[int], writes: frozenset[int]) -
     if not ins.encoding.startswith("VOP") or name.startswith(("v_cmp", "v_mfma", "v_smfmac")):
         return None
     vdst = ins.operands.get("vdst")
+    if name in CARRYING and vdst.dwords == 2:  # no low half depends on a high one
+        low = {code for operand in ins.sources for code in operand.registers[:1]}
+        return {vdst.code: frozenset(low), vdst.code + 1: reads}
     if vdst is None or vdst.dwords != 2 or name not in valu.HALVES:
         return {code: reads for code in writes}
     select = (ins.fields.get("opsel", 0), ins.fields.get("opsel_hi", 3) | ins.fields.get("opsel_hi2", 1) << 2)
