@@ -1,0 +1,144 @@
+"""Writes the generated parts of README.md, each between `<!-- name -->` and `<!-- /name -->`: python tests/readme.py"""
+
+import functools
+import json
+import pathlib
+import re
+import shlex
+import statistics
+import subprocess
+from collections.abc import Iterable
+
+import torch
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import cli, envs
+from vllm_rocm_ops import op as op_module
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "serving_benchmarks" / "results"
+EXAMPLE = "explain fused_add_rms_norm_static_fp8_quant --shape 1x16384 --arch gfx942"
+SHOWN_ROWS = (1, 8, 32, 128, 512, 2048)
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
+
+
+@functools.cache
+def launches_of(op, arch_name: str) -> tuple:
+    """(arguments, outputs, launch) for every launch of every case of an op in every configuration that fits."""
+    arch = archs.ARCHS[arch_name]
+    found = []
+    for case in op.cases():
+        a = op.Arguments(*case.make("meta", torch.Generator().manual_seed(0), arch.fp8_dtype))
+        if all(holds for _, holds in op.envelope(a, arch)):
+            outputs = op.allocate(a)
+            found += [
+                (a, outputs, launch) for config in op.configs(a, arch) for launch in op.plan(config, outputs, a, arch)
+            ]
+    return tuple(found)
+
+
+def switches() -> str:
+    rows = ((f"`{v.name}`", f"`{v.default}`" if v.default else "", v.meaning) for v in envs.VARIABLES.values())
+    return markdown(("variable", "default", "meaning"), rows)
+
+
+def op_table() -> str:
+    def short(dtype: torch.dtype) -> str:
+        return next(name for name, known in cli.DTYPES.items() if known == dtype)
+
+    def cell(op, arch: str) -> str:
+        found = launches_of(op, arch)
+        inputs = dict.fromkeys(short(a[0].dtype) for a, _, _ in found)
+        outputs = {short((o if isinstance(o, torch.Tensor) else o[0]).dtype) for _, o, _ in found}
+        kernels = len({launch.symbol for _, _, launch in found})
+        to = "" if outputs == set(inputs) else f" → {', '.join(sorted(outputs))}"
+        return f"{', '.join(inputs)}{to} ({kernels})"
+
+    header = ("op", "computes", *archs.ARCHS)
+    rows = (
+        (f"`{op.name}`", op.__doc__.strip().partition("\n")[0], *(cell(op, arch) for arch in archs.ARCHS))
+        for op in op_module.registered()
+    )
+    return markdown(header, rows)
+
+
+def explanation() -> str:
+    arguments = shlex.split(EXAMPLE)
+    options = dict(zip(arguments[2::2], arguments[3::2]))
+    op = next(op for op in op_module.registered() if op.name == arguments[1])
+    explained = cli.explain(op, options["--arch"], cli.parse_shape(options["--shape"]))
+    return f"```\n$ vllm-rocm-ops {EXAMPLE}\n{explained}\n```"
+
+
+def committed(path: pathlib.Path) -> int:
+    """When a file was last committed; later than all others if it never was."""
+    git = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct", "--", str(path)]
+    return int(subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip() or 2**62)
+
+
+def newest_lines(folder: pathlib.Path) -> dict[tuple[str, str], tuple[dict, pathlib.Path]]:
+    """The last measurement of every case on one GPU, and its file."""
+    newest = {}
+    for path in sorted(folder.glob("*.jsonl"), key=committed):
+        for line in map(json.loads, path.read_text().splitlines()):
+            newest[line["op"], line["case"]] = line, path
+    return newest
+
+
+def time(us: float | None) -> str:
+    return "" if us is None else f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
+
+
+def results() -> str:
+    """One table per GPU that has been measured: each op and size, beside the peer named in its row."""
+    tables = []
+    for folder in sorted(path for path in RESULTS.glob("*") if path.is_dir()):
+        newest = newest_lines(folder)
+        lines = [line for line, _ in newest.values()]
+        groups: dict[tuple[str, str], dict[int, dict]] = {}
+        for line in lines:
+            rows, *sizes = line["shape"].values()
+            groups.setdefault((line["op"], " x ".join(map(str, sizes))), {})[rows] = line
+        shown = [rows for rows in SHOWN_ROWS if any(rows in group for group in groups.values())]
+        body = []
+        for (op, size), group in groups.items():
+            peer = next(iter(next(iter(group.values()))["peers"]))
+            pairs = {rows: (line["us"], line["peers"].get(peer)) for rows, line in group.items()}
+            ratios = [theirs / ours for ours, theirs in pairs.values() if theirs]
+            cells = [" / ".join(map(time, pairs[rows])) if rows in pairs else "" for rows in shown]
+            versus = f"{statistics.geometric_mean(ratios):.2f}x {peer}, least {min(ratios):.2f}x"
+            body.append((f"`{op}`", size, *cells, versus))
+        versions = sorted({f"{k} {v}" for line in lines for k, v in line["versions"].items() if k in ("torch", "vllm")})
+        files = sorted({path for _, path in newest.values()})
+        sources = ", ".join(f"[{path.name}]({path.relative_to(ROOT).as_posix()})" for path in files)
+        bandwidth = statistics.median(line["copy_gb_s"] for line in lines)
+        header = ("op", "size", *(f"{rows} row{'s' * (rows > 1)}" for rows in shown), "all rows: geometric mean")
+        tables.append(
+            f"**{lines[0]['gpu']}**, {', '.join(versions)}; a copy reads and writes {bandwidth:.0f} GB/s. Microseconds, ours / "
+            f"peer.\nEvery case with every peer: {sources}\n\n" + markdown(header, body)
+        )
+    return "\n\n".join(tables) or "Nothing yet."
+
+
+BLOCKS = {"switches": switches, "ops": op_table, "explain": explanation, "results": results}
+
+
+def fresh(text: str) -> str:
+    """README's text with every generated part as it should be."""
+    for name, make in BLOCKS.items():
+        block = f"<!-- {name} -->\n{make()}\n<!-- /{name} -->"
+        text, count = re.subn(
+            rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, block=block: block, text, flags=re.DOTALL
+        )
+        if count != 1:
+            raise ValueError(f"README.md must have the part {name} once, has it {count} times")
+    return text
+
+
+if __name__ == "__main__":
+    README.write_text(fresh(README.read_text()))

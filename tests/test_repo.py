@@ -1,0 +1,240 @@
+"""The rules of the house, as tests."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import readme
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import envs, launch
+from vllm_rocm_ops import op as op_module
+
+ROOT = readme.ROOT
+LARGEST_FILE = 200_000
+
+FILES = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True).stdout
+FILES = [path for name in FILES.split("\0") if name and (path := ROOT / name).is_file()]
+"""What is in git."""
+
+
+def files(*patterns: str) -> list[pathlib.Path]:
+    """Files in git, by patterns relative to the root."""
+    return [path for path in FILES if any(path.relative_to(ROOT).match(pattern) for pattern in patterns)]
+
+
+def under(folder: str, *suffixes: str) -> list[pathlib.Path]:
+    return [path for path in FILES if path.is_relative_to(ROOT / folder) and path.suffix in suffixes]
+
+
+def name(path: pathlib.Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def without_comments(text: str) -> str:
+    """C++ without its comments."""
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+
+
+def code_strings(path: pathlib.Path) -> str:
+    """A Python file's names and strings, without comments and docstrings."""
+    tree = ast.parse(path.read_text())
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and node.body and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+# Vendors
+
+VENDOR_TOKENS = {
+    r"__builtin_amdgcn|__gfx\d|\bs_waitcnt\b": "csrc/device/amd/",
+    r"__nvvm_|__syncthreads|__nv_": "csrc/device/nvidia/",
+    r"__AMDGCN__|__NVPTX__|__HIP|__CUDA": "csrc/device/gpu.h",
+    r"\b(gfx\d+|sm_\d+)\b": "nowhere",
+}
+
+
+@pytest.mark.parametrize("tokens", VENDOR_TOKENS)
+def test_kernels_speak_of_vendors_only_in_device(tokens):
+    place = VENDOR_TOKENS[tokens]
+    found = [
+        f"{name(path)}: {match[0]}"
+        for path in under("csrc/device", ".h") + under("csrc/ops", ".hip")
+        if not name(path).startswith(place)
+        for match in re.finditer(tokens, without_comments(path.read_text()))
+    ]
+    assert not found
+
+
+def test_python_names_archs_only_in_their_registry():
+    """A spec asks the Arch for what it needs to know, never for its name."""
+    allowed = {"vllm_rocm_ops/arch.py", "vllm_rocm_ops/envs.py"}
+    pattern = rf"['\"].*?\b({'|'.join(archs.ARCHS)})\b"
+    found = [
+        name(path)
+        for path in under("vllm_rocm_ops", ".py")
+        if name(path) not in allowed and re.search(pattern, code_strings(path))
+    ]
+    assert not found
+
+
+def exported(vendor: str) -> set[str]:
+    """What csrc/device/<vendor> defines: functions, constants, types; with their namespace."""
+    names = set()
+    for path in under(f"csrc/device/{vendor}", ".h"):
+        text = without_comments(path.read_text())
+        namespace = re.search(r"^namespace (\w+)", text, re.MULTILINE)
+        prefix = f"{namespace[1]}::" if namespace else ""
+        names |= {prefix + n for n in re.findall(r"^DEVICE [^(=]*?(\w+)\(", text, re.MULTILINE)}
+        names |= {prefix + n for n in re.findall(r"^constexpr \w+ (\w+)", text, re.MULTILINE)}
+        names |= {prefix + n for n in re.findall(r"^using (\w+)", text, re.MULTILINE)}
+    return names
+
+
+def test_vendors_export_the_same_names():
+    """Only what a header needs for itself may be missing from the other vendor's."""
+    amd, nvidia = exported("amd"), exported("nvidia")
+    assert {path.name for path in under("csrc/device/amd", ".h")} == {p.name for p in under("csrc/device/nvidia", ".h")}
+    assert len(amd & nvidia) > 10
+    vendors = tuple(ROOT / "csrc" / "device" / vendor for vendor in ("amd", "nvidia"))
+    users = [path for path in under("csrc", ".h", ".hip") if path.parent not in vendors]
+    used = "\n".join(without_comments(path.read_text()) for path in users)
+    assert [n for n in sorted(amd ^ nvidia) if re.search(rf"\b{n}\b", used)] == []
+
+
+# Ops
+
+
+def test_every_kernel_file_has_its_spec():
+    specs = {path.stem for path in files("vllm_rocm_ops/ops/*.py")}
+    assert {path.stem for path in files("csrc/ops/*.hip")} <= specs
+
+
+@pytest.mark.parametrize("arch", archs.ARCHS)
+def test_every_kernel_belongs_to_a_plan_and_every_plan_has_its_kernel(arch):
+    """Over all cases, in all configurations: so the tests that run the cases run all kernels."""
+    planned: dict[str, set[str]] = {}
+    for op in op_module.registered():
+        for _, _, planned_launch in readme.launches_of(op, arch):
+            planned.setdefault(planned_launch.module, set()).add(planned_launch.symbol)
+    pattern = rb"\.visible \.entry (\w+)\(" if archs.ARCHS[arch].code_suffix == ".ptx" else rb"\0(\w+)\.kd(?=\0)"
+    compiled = {
+        path.stem: {symbol.decode() for symbol in re.findall(pattern, launch.code_object(path.stem, arch).read_bytes())}
+        for path in files("csrc/ops/*.hip")
+    }
+    assert planned == compiled
+
+
+def test_every_launch_fits_its_arch():
+    for op in op_module.registered():
+        for arch in archs.ARCHS.values():
+            for _, _, planned in readme.launches_of(op, arch.name):
+                assert 0 < planned.block[0] * planned.block[1] * planned.block[2] <= 1024
+                assert planned.lds <= arch.lds_bytes
+                assert all(0 < size < 2**31 for size in planned.grid)
+
+
+# Environment variables
+
+TEXT = (".py", ".sh", ".cpp", ".h", ".hip", ".md", ".toml")
+SCRIPTS = "serving_benchmarks"
+
+
+def test_environment_variables_are_declared_and_used():
+    def mentions(path: pathlib.Path) -> set[str]:
+        return set(re.findall(r"VLLM_ROCM_OPS_[A-Z_]*[A-Z]", path.read_text()))
+
+    product = [path for path in FILES if path.suffix in TEXT and not path.is_relative_to(ROOT / "tests")]
+    readers = [path for path in product if path.suffix in (".py", ".cpp") and name(path) != "vllm_rocm_ops/envs.py"]
+    assert set().union(*map(mentions, product)) == set(envs.VARIABLES)
+    assert set().union(*map(mentions, readers)) == set(envs.VARIABLES)
+
+
+def test_environment_is_read_in_one_place():
+    """doctor shows what is set; what runs before the package is installed has to look for itself."""
+    python = [path for path in FILES if path.suffix == ".py" and path.parts[len(ROOT.parts)] not in ("tests", SCRIPTS)]
+    readers = {name(path) for path in python if re.search(r"os\.(environ|getenv)", path.read_text())}
+    assert readers == {"vllm_rocm_ops/envs.py", "vllm_rocm_ops/cli.py", "csrc/build.py", "setup.py"}
+    for path in under("csrc/runtime", ".cpp", ".h"):
+        assert set(re.findall(r'getenv\("(\w+)"\)', path.read_text())) <= set(envs.VARIABLES)
+
+
+# Imports
+
+
+def test_importing_the_package_starts_nothing():
+    code = """
+import sys, vllm_rocm_ops, vllm_rocm_ops.vllm, torch
+loaded = [name for name in sys.modules if name.partition(".")[0] in ("vllm", "triton") or name == "vllm_rocm_ops._C"]
+assert not loaded, loaded
+assert not torch.cuda.is_initialized()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_only_the_vllm_folder_knows_vllm():
+    def imports_vllm(path: pathlib.Path) -> bool:
+        modules = []
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                modules.append(node.module)
+        return any(module.partition(".")[0] == "vllm" for module in modules)
+
+    outside = [path for path in under("vllm_rocm_ops", ".py") if path.parent.name != "vllm"]
+    assert [name(path) for path in outside if imports_vllm(path)] == ["vllm_rocm_ops/cli.py"]  # doctor asks its version
+
+
+# Files and style
+
+
+def test_no_file_is_a_drawer_for_everything():
+    banned = {"common", "utils", "util", "helpers", "helper", "misc", "v2", "new", "opt"}
+    assert [name(p) for p in FILES if banned & {part.partition(".")[0] for part in p.relative_to(ROOT).parts}] == []
+
+
+def test_no_binaries_and_nothing_large_in_git():
+    for path in FILES:
+        content = path.read_bytes()
+        assert len(content) <= LARGEST_FILE, f"{name(path)} has {len(content)} bytes"
+        assert b"\0" not in content, f"{name(path)} is binary"
+
+
+def test_nothing_is_left_for_later():
+    words = r"TO[D]O|FIX[M]E|XX[X]|pytest\.ski[p]\(|xfai[l]|NotImplemented[E]rror"
+    code = [path for path in FILES if path.suffix in (".py", ".h", ".hip", ".cpp", ".sh")]
+    assert [name(path) for path in code if re.search(words, path.read_text())] == []
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=["check", "format"])
+def test_ruff(command):
+    result = subprocess.run(
+        [sys.executable, "-m", "ruff", *command, str(ROOT)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_clang_format():
+    sources = [str(path) for path in FILES if path.suffix in (".h", ".hip", ".cpp", ".c")]
+    command = [str(pathlib.Path(sys.executable).parent / "clang-format"), "--dry-run", "--Werror", *sources]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_readme_is_fresh():
+    text = readme.README.read_text()
+    assert readme.fresh(text) == text, "run: python tests/readme.py"
+
+
+def test_readme_links_exist():
+    for target in re.findall(r"\]\(([^)#]+)\)", readme.README.read_text()):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+    for script in re.findall(r"(?:bash|python) ([\w/]+\.(?:sh|py))", readme.README.read_text()):
+        assert (ROOT / script).exists(), script
