@@ -107,11 +107,11 @@ def results() -> str:
         shown = [rows for rows in SHOWN_ROWS if any(rows in group for group in groups.values())]
         body = []
         for (op, size), group in groups.items():
-            peer = next(iter(next(iter(group.values()))["peers"]))
+            peer = next((peer for line in group.values() for peer in line["peers"]), None)
             pairs = {rows: (line["us"], line["peers"].get(peer)) for rows, line in group.items()}
             ratios = [theirs / ours for ours, theirs in pairs.values() if theirs]
             cells = [" / ".join(map(time, pairs[rows])) if rows in pairs else "" for rows in shown]
-            versus = f"{statistics.geometric_mean(ratios):.2f}x {peer}, least {min(ratios):.2f}x"
+            versus = f"{statistics.geometric_mean(ratios):.2f}x {peer}, least {min(ratios):.2f}x" if ratios else ""
             body.append((f"`{op}`", size, *cells, versus))
         versions = sorted({f"{k} {v}" for line in lines for k, v in line["versions"].items() if k in ("torch", "vllm")})
         files = sorted({path for _, path in newest.values()})
