@@ -556,6 +556,11 @@ def _memory_kind(ins: Instruction) -> str:
 CARRYING = ("v_mad_u64_u32", "v_mad_i64_i32", "v_lshl_add_u64")
 
 
+# 64-bit integer instructions: in the first set the low dword depends on low dwords alone, in the second the high on high ones
+_CARRY_UP = {"v_mad_u64_u32", "v_mad_i64_i32", "v_lshl_add_u64", "v_lshlrev_b64"}
+_CARRY_DOWN = {"v_lshrrev_b64", "v_ashrrev_i64"}
+
+
 def data_flow(ins: Instruction, reads: frozenset[int], writes: frozenset[int]) -> dict[int, frozenset[int]] | None:
     """Which source registers each written register depends on; None if an unwritten source is a fault in itself.
 
@@ -571,6 +576,11 @@ def data_flow(ins: Instruction, reads: frozenset[int], writes: frozenset[int]) -
     if name in CARRYING and vdst.dwords == 2:  # no low half depends on a high one
         low = {code for operand in ins.sources for code in operand.registers[:1]}
         return {vdst.code: frozenset(low), vdst.code + 1: reads}
+    if name in _CARRY_UP or name in _CARRY_DOWN:
+        ends = vdst.registers if name in _CARRY_UP else vdst.registers[::-1]
+        unused = 1 if name in _CARRY_UP else 0
+        near = reads - {o.registers[unused] for o in ins.sources if o.dwords == 2 and o.registers}
+        return {code: near if code == ends[0] else reads for code in writes}
     if vdst is None or vdst.dwords != 2 or name not in valu.HALVES:
         return {code: reads for code in writes}
     select = (ins.fields.get("opsel", 0), ins.fields.get("opsel_hi", 3) | ins.fields.get("opsel_hi2", 1) << 2)

@@ -55,13 +55,19 @@ def shr(a, b):
     return a >> _shift(b, _bits(a.dtype)).astype(a.dtype)
 
 
-def _add(a, b, carry=0):
-    wide = a.astype(U64) + b + np.asarray(carry, U64)
+def _add(a, b):
+    total = a + b
+    return total, total < a
+
+
+def _add_carry(carry, a, b):
+    wide = a.astype(U64) + b + carry
     return wide.astype(U32), wide >> U64(32) != 0
 
 
-def _sub(a, b, borrow=0):
-    return a - b - np.asarray(borrow, U32), a.astype(U64) < b.astype(U64) + np.asarray(borrow, U64)
+def _sub_borrow(borrow, a, b):
+    right = b.astype(U64) + borrow
+    return (a - right).astype(U32), a < right
 
 
 def _signed(fn):
@@ -165,11 +171,6 @@ def _shl_add(n: int):
     return run
 
 
-def _mask(a, b):
-    one = U64(1) if b.dtype.itemsize == 8 else U32(1)
-    return shl(shl(one, a) - one, b) if False else shl(((one << (a & 31).astype(one.dtype)) - one), b)
-
-
 def mul_hi(a, b):
     """The high 32 bits of the product."""
     return ((a.astype(I64) * b) >> 32).astype(I32) if a.dtype == I32 else ((a.astype(U64) * b) >> U64(32)).astype(U32)
@@ -191,9 +192,9 @@ entries(
 entries(
     "second",
     s_add_u32=_add,
-    s_sub_u32=_sub,
-    s_addc_u32__carries=lambda scc, a, b: _add(a, b, scc),
-    s_subb_u32__carries=lambda scc, a, b: _sub(a, b, scc),
+    s_sub_u32=lambda a, b: (a - b, a < b),
+    s_addc_u32__carries=_add_carry,
+    s_subb_u32__carries=_sub_borrow,
     s_add_i32=_signed(np.add),
     s_sub_i32=_signed(np.subtract),
     s_min_i32=lambda a, b: _select(a < b, a, b),

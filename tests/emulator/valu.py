@@ -11,6 +11,7 @@ exp2, log2, sqrt and division assumes (AMDGPULegalizerInfo.cpp).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -81,8 +82,8 @@ def fma(a, b, c):
     if a.dtype == F16:
         return total
     bits = total.view(U64)
-    doubtful = (bits & U64(0x1FFFFFFF) == U64(0x10000000)) | (np.abs(total) < 2.0**-125)
-    if np.count_nonzero(doubtful):
+    tie = bits & U64(0x1FFFFFFF) == U64(0x10000000)
+    if np.count_nonzero(tie) or np.count_nonzero((np.abs(total) < 2.0**-125) & (total != 0)):
         rest = total - product
         error = (product - (total - rest)) + (c - rest)
         # round to odd: an inexact sum gets an odd last bit, so that the second rounding sees which side it is on
@@ -224,29 +225,41 @@ def _align(unit: int):
     return run
 
 
-_PERM_SELECTORS = np.arange(16)
+@functools.cache
+def _permutation_plan(selector: int) -> tuple[tuple, int]:
+    """A V_PERM selector as moves: ((source, shift left, mask of the result), ...) and the constant bytes."""
+    moves: dict[tuple[int, int], int] = {}
+    constant = 0
+    for position in range(4):
+        select = selector >> 8 * position & 255
+        if select < 8:
+            key = (select >> 2, 8 * (position - (select & 3)))
+            moves[key] = moves.get(key, 0) | 255 << 8 * position
+        elif select > 12:
+            constant |= 255 << 8 * position
+    return tuple((source, shift, U32(mask)) for (source, shift), mask in moves.items()), constant
 
 
 def byte_permute(a, b, selectors):
     """V_PERM_B32: selectors 0-3 are b's bytes, 4-7 a's, 8-11 sign bytes of words, 12 zero, 13 up 0xff."""
+    first = int(selectors.flat[0])
+    if (selectors.size == 1 or (selectors == first).all()) and not any(
+        8 <= first >> s & 255 < 12 for s in (0, 8, 16, 24)
+    ):
+        moves, constant = _permutation_plan(first)
+        out = U32(constant)
+        for source, shift, mask in moves:
+            word = a if source else b
+            out = out | (word << U32(shift) if shift > 0 else word >> U32(-shift) if shift else word) & mask
+        return out + (a & U32(0)) if not moves else out
     wide = a.astype(U64) << U64(32) | b
     out = U32(0)
-    uniform = selectors.size == 1 or (selectors == selectors.flat[0]).all()
     for position in range(4):
         select = selectors >> U32(8 * position) & U32(255)
-        if uniform:
-            s = int(select.flat[0])
-            if s < 8:
-                byte = (wide >> U64(8 * s) & U64(255)).astype(U32)
-            elif s < 12:
-                byte = (wide >> U64(16 * (s - 8) + 15) & U64(1)).astype(U32) * U32(255)
-            else:
-                byte = np.full(np.shape(wide), 0 if s == 12 else 255, U32)
-        else:
-            plain = (wide >> (np.minimum(select, 7) * U32(8)).astype(U64) & U64(255)).astype(U32)
-            word = np.clip(select, 8, 11) - U32(8)
-            sign = (wide >> (word * U32(16) + U32(15)).astype(U64) & U64(1)).astype(U32) * U32(255)
-            byte = np.where(select < 8, plain, np.where(select < 12, sign, np.where(select == 12, U32(0), U32(255))))
+        plain = (wide >> (np.minimum(select, 7) * U32(8)).astype(U64) & U64(255)).astype(U32)
+        word = np.clip(select, 8, 11) - U32(8)
+        sign = (wide >> (word * U32(16) + U32(15)).astype(U64) & U64(1)).astype(U32) * U32(255)
+        byte = np.where(select < 8, plain, np.where(select < 12, sign, np.where(select == 12, U32(0), U32(255))))
         out = out | byte << U32(8 * position)
     return out
 
