@@ -144,7 +144,7 @@ def doctor_text(found: dict) -> str:
             (arch, ", ".join(modules) + debug, "; ".join(sorted(compilers))) if modules else (arch, "none", "")
         )
     section("code objects", *table(built))
-    section("vLLM", vllm["version"] or "none", *filter(None, [vllm["why_off"]]))
+    section("vLLM", *filter(None, [vllm["version"], vllm["why_off"]]))
     if not vllm["plugin"]:
         section(
             "", f"the entry point {PLUGIN} is not installed, so vLLM does not find the ops: pip install vllm-rocm-ops"
@@ -170,8 +170,8 @@ def doctor_text(found: dict) -> str:
 def explain(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype | None = None, **given) -> Explanation:
     """What the op runs on `arch` with arguments like those of its first case.
 
-    `shape` and `dtype` replace those of the first tensor, and what equals them in the others. `given` replaces whole
-    arguments by name. No memory is allocated, and no GPU is needed.
+    `shape` and `dtype` replace those of the first tensor, and what equals them in the others; the order of strides stays.
+    `given` replaces whole arguments by name. No memory is allocated, and no GPU is needed.
     """
     case = next(iter(op.cases()))
     example = op.Arguments(*case.make("meta", torch.Generator().manual_seed(0), archs.ARCHS[arch].fp8_dtype))
@@ -180,9 +180,13 @@ def explain(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype |
 
     def like(value: torch.Tensor) -> torch.Tensor:
         new_shape = shape if shape and value.shape == first.shape else [sizes.get(size, size) for size in value.shape]
-        return torch.empty(
-            new_shape, dtype=dtype if dtype and value.dtype == first.dtype else value.dtype, device="meta"
-        )
+        new_dtype = dtype if dtype and value.dtype == first.dtype else value.dtype
+        if (*new_shape, new_dtype) == (*value.shape, value.dtype):
+            return value
+        if len(new_shape) != value.dim():
+            return torch.empty(new_shape, dtype=new_dtype, device="meta")
+        outermost_first = sorted(range(value.dim()), key=value.stride, reverse=True)
+        return torch.empty_permuted(new_shape, outermost_first, dtype=new_dtype, device="meta")
 
     arguments = {k: like(v) if isinstance(v, torch.Tensor) else v for k, v in example._asdict().items()}
     return op.explain(**(arguments | given), arch=arch)
