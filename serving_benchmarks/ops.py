@@ -240,18 +240,18 @@ def commit() -> str:
         return "unknown"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ops", nargs="*", help="names of ops; all by default")
-    parser.add_argument("--rows", nargs="*", type=int, default=[2**i for i in range(12)])
-    parser.add_argument("--hidden", nargs="*", type=int, default=[16384, 7168])
-    parser.add_argument("--dtype", default="bfloat16")
+def parse(description: str, add_arguments: Callable):
+    """The options that the benchmarks of ops share, with vLLM's ops loaded if there are any; and this device's arch."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
     parser.add_argument("--vllm-library", help="path of vLLM's compiled ops, where vLLM itself is not installed")
     parser.add_argument("--vllm-version", default="")
     parser.add_argument("--sweep", action="store_true", help="time every configuration of our kernels")
     parser.add_argument("--commit", default=commit())
     parser.add_argument("--output", type=Path, help="the .jsonl file; by default under serving_benchmarks/results")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("these benchmarks time kernels: they need a GPU")
     arch = archs.of_device(0)
     if arch is None or launch.runtime()[0] is None:
         sys.exit(f"no kernels for this device: arch {arch}, {launch.runtime()[1]}")
@@ -268,12 +268,27 @@ def main() -> None:
             options.vllm = None
     options.versions = {"torch": torch.__version__, "vllm": options.vllm, "vllm_rocm_ops": vllm_rocm_ops.__version__}
     options.bandwidth = copy_bandwidth()
-    gpu = torch.cuda.get_device_name().replace(" ", "-").lower()
-    output = options.output or RESULTS / gpu / f"{datetime.date.today()}-{options.commit}.jsonl"
-    output.parent.mkdir(parents=True, exist_ok=True)
+    return options, arch
 
+
+def open_results(options, kind: str):
+    """The file that result lines are appended to."""
+    gpu = torch.cuda.get_device_name().replace(" ", "-").lower()
+    output = options.output or RESULTS / gpu / f"{datetime.date.today()}-{options.commit}-{kind}.jsonl"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return output.open("a")
+
+
+def main() -> None:
+    def add_arguments(parser) -> None:
+        parser.add_argument("--ops", nargs="*", help="names of ops; all by default")
+        parser.add_argument("--rows", nargs="*", type=int, default=[2**i for i in range(12)])
+        parser.add_argument("--hidden", nargs="*", type=int, default=[16384, 7168])
+        parser.add_argument("--dtype", default="bfloat16")
+
+    options, arch = parse(__doc__, add_arguments)
     ratios: dict[str, list[float]] = {}
-    with output.open("a") as file, torch.inference_mode():
+    with open_results(options, "ops") as file, torch.inference_mode():
         for benchmark in benchmarks(arch.fp8_dtype):
             if options.ops and benchmark.op.name not in options.ops:
                 continue

@@ -1,6 +1,7 @@
 // Compiles if every line of csrc/runtime/api.h is what the vendor's real header says. One vendor per compilation.
 #ifdef CHECK_HIP
 #define __HIP_PLATFORM_AMD__
+#define __HIP_DISABLE_CPP_FUNCTIONS__  // its overloads: an address of hipMalloc would be ambiguous
 #include <hip/hip_runtime_api.h>
 #else
 #include <cuda.h>

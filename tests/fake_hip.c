@@ -78,6 +78,26 @@ int hipModuleGetFunction(void** function, void* module, const char* symbol) {
   *function = (void*)((long)module * 1000 + (long)strlen(symbol));
   return kSuccess;
 }
+
+unsigned char fake_memory[64]; /* what the last allocation got */
+int fake_memory_capture_mode = -1, fake_streams = 0, fake_zeroed = 0, fake_waited = 0;
+int hipMalloc(void** memory, unsigned long bytes) {
+  if (bytes > sizeof fake_memory) return result(kInvalidValue);
+  memset(fake_memory, 0xff, sizeof fake_memory);
+  fake_memory_capture_mode = fake_capture_mode;
+  return *memory = fake_memory, kSuccess;
+}
+int hipStreamCreateWithFlags(void** stream, unsigned flags) {
+  if (flags != 1) return result(kInvalidValue);
+  return ++fake_streams, *stream = (void*)77, kSuccess;
+}
+int hipMemsetAsync(void* memory, int value, unsigned long bytes, void* stream) {
+  if (stream != (void*)77) return result(kInvalidValue);
+  return memset(memory, value, bytes), fake_zeroed = (int)bytes, kSuccess;
+}
+int hipStreamSynchronize(void* stream) { return fake_waited += stream == (void*)77, kSuccess; }
+int hipStreamDestroy(void* stream) { return fake_streams -= stream == (void*)77, kSuccess; }
+
 int hipModuleLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                           unsigned lds, void* stream, void** parameters, void** extra) {
   unsigned geometry[7] = {gx, gy, gz, bx, by, bz, lds};

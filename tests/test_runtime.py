@@ -132,6 +132,17 @@ def test_load_goes_to_the_device_and_is_cached(runtime, fake, code_object):
     assert (value(fake, "fake_loads"), value(fake, "fake_load_device")) == (2, 1)
 
 
+def test_zeroed_memory_is_zero_by_then(runtime, fake):
+    set_value(fake, "fake_device", 1)
+    address = runtime.zeroed(0, 48)
+    assert ctypes.string_at(address, 64) == bytes(48) + b"\xff" * 16
+    assert value(fake, "fake_memory_capture_mode") == 2, "allowed while a stream is captured"
+    assert (value(fake, "fake_zeroed"), value(fake, "fake_waited"), value(fake, "fake_streams")) == (48, 1, 0)
+    assert (value(fake, "fake_device"), value(fake, "fake_capture_mode")) == (1, 0), "all is as it was before"
+    with pytest.raises(RuntimeError, match="1000 bytes: invalid argument"):
+        runtime.zeroed(0, 1000)
+
+
 def test_launch_passes_everything_on(runtime, fake, code_object):
     runtime.load(code_object, "first", 0)
     handle = runtime.load(code_object, "second", 0)

@@ -24,12 +24,20 @@ class I64(int):
     """An integer argument of 64 bits; a plain int has 32."""
 
 
+class Workspace(int):
+    """An argument: so many bytes of HBM of the launch's own, unwritten."""
+
+
+class Counters(int):
+    """An argument: so many 32-bit counters of the stream's own, zero before the first launch and left zero by each."""
+
+
 class Launch(NamedTuple):
     """One kernel launch.
 
     `module` is the stem of csrc/ops/<module>.hip, `symbol` the kernel. `grid` counts blocks, `block` threads, `lds` bytes
-    of dynamic LDS. `args` become, in order and naturally aligned: tensor or None, a pointer; `I64`, 64 bits; int, 32
-    bits; float, fp32.
+    of dynamic LDS. `args` become, in order and naturally aligned: tensor, `Workspace`, `Counters` or None, a pointer;
+    `I64`, 64 bits; int, 32 bits; float, fp32. Executors see tensors in place of workspaces and counters.
     """
 
     module: str
@@ -52,7 +60,7 @@ def packer(args: tuple) -> tuple[struct.Struct, list]:
     """The layout of a kernel's arguments, and their values with tensors as 0: `layout.pack(*values)` is the buffer."""
     codes, values = "", []
     for arg in args:
-        if arg is None or isinstance(arg, torch.Tensor):
+        if arg is None or isinstance(arg, (torch.Tensor, Workspace, Counters)):
             code, value = "Q", 0
         elif isinstance(arg, I64):
             code, value = "q", int(arg)

@@ -34,7 +34,7 @@ from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import envs
 from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.launch import Launch
+from vllm_rocm_ops.launch import Counters, Launch, Workspace
 
 NAMESPACE = "vllm_rocm_ops"
 TABLES = Path(__file__).parent / "tables"
@@ -116,7 +116,8 @@ class _Execution:
 
 @dataclass(eq=False)
 class Op:
-    """One op; see the module's text for the parts. `mutates` names the arguments that it updates in place."""
+    """One op; see the module's text for the parts. `mutates` names the arguments that it updates in place; `sums` says
+    that results are long sums, which may cancel, so that their rounding errors are not a step or so of each result."""
 
     reference: Callable
     allocate: Callable
@@ -128,6 +129,7 @@ class Op:
     problem: Callable
     cases: Callable[[], Iterable[Case]]
     mutates: tuple[str, ...] = ()
+    sums: bool = False
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -253,35 +255,63 @@ def _outputs(outputs) -> tuple[torch.Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def _positions(launch: Launch, tensors: tuple) -> list[tuple[int, int]]:
-    """For each tensor of the launch's arguments: its slot there, and its place in `tensors` (outputs, then arguments)."""
-    place = {id(tensor): i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)}
-    return [(slot, place[id(arg)]) for slot, arg in enumerate(launch.args) if isinstance(arg, torch.Tensor)]
+def _buffers(planned: tuple[Launch, ...], outputs, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """What each call allocates: the outputs, then the launches' workspaces."""
+    sizes = [int(arg) for l in planned for arg in l.args if isinstance(arg, Workspace)]
+    return (*_outputs(outputs), *(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes))
 
 
-def _allocator(outputs) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Allocates outputs like these again."""
+def _allocator(buffers: tuple[torch.Tensor, ...]) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Allocates buffers like these again."""
     makers = [
-        functools.partial(torch.empty_strided, o.size(), o.stride(), dtype=o.dtype, device=o.device)
-        for o in _outputs(outputs)
+        functools.partial(torch.empty_strided, b.size(), b.stride(), dtype=b.dtype, device=b.device) for b in buffers
     ]
     return lambda: tuple([make() for make in makers])
+
+
+def _positions(planned: tuple[Launch, ...], buffers: tuple, a) -> list[list[tuple[int, int]]]:
+    """For each launch, for each pointer of its arguments that differs between calls: its slot there, and its place in
+    (*buffers, *a). Workspaces lie among the buffers in the order of their use."""
+    place = {id(tensor): i for i, tensor in enumerate((*buffers, *a)) if isinstance(tensor, torch.Tensor)}
+    workspace = len(buffers) - sum(isinstance(arg, Workspace) for l in planned for arg in l.args)
+    positions = []
+    for l in planned:
+        positions.append([])
+        for slot, arg in enumerate(l.args):
+            if isinstance(arg, torch.Tensor):
+                positions[-1].append((slot, place[id(arg)]))
+            elif isinstance(arg, Workspace):
+                positions[-1].append((slot, workspace))
+                workspace += 1
+    return positions
+
+
+def _counters(l: Launch) -> list[tuple[int, int]]:
+    """The slots of the launch's arguments that want counters, and how many."""
+    return [(slot, int(arg)) for slot, arg in enumerate(l.args) if isinstance(arg, Counters)]
 
 
 def _bind_device(runtime, device: torch.device, planned: tuple[Launch, ...], outputs, a) -> Callable[[tuple], object]:
     """Calls of one signature on a GPU: allocate, fill in the pointers, launch on the current stream."""
     index = device.index
-    allocate = _allocator(outputs)
-    single = not isinstance(outputs, tuple)
-    bound = []
+    buffers = _buffers(planned, outputs, device)
+    allocate, count, single = _allocator(buffers), len(_outputs(outputs)), not isinstance(outputs, tuple)
+    bound, counted = [], any(_counters(l) for l in planned)
     with torch.cuda.device(index):
-        for l in planned:
+        for l, positions in zip(planned, _positions(planned, buffers, a)):
             layout, values = launches.packer(l.args)
             handle = runtime.load(str(launches.code_object(l.module, archs.of_device(index).name)), l.symbol, index)
-            bound.append(
-                (layout.pack, values, _positions(l, (*_outputs(outputs), *a)), (handle, *l.grid, *l.block, l.lds))
-            )
+            bound.append((layout.pack, values, positions, (handle, *l.grid, *l.block, l.lds)))
+    counters: dict[int, list] = {}  # by stream, as launches on two streams may overlap; not torch's memory, of which a
+    # graph being captured would take charge
     current_device, stream_of, launch = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, runtime.launch
+
+    def set_counters(stream: int) -> None:
+        if stream not in counters:
+            counters[stream] = [[(slot, runtime.zeroed(index, 4 * n)) for slot, n in _counters(l)] for l in planned]
+        for (_, values, _, _), of_launch in zip(bound, counters[stream]):
+            for slot, address in of_launch:
+                values[slot] = address
 
     def run(args: tuple):
         if current_device() != index:
@@ -290,32 +320,38 @@ def _bind_device(runtime, device: torch.device, planned: tuple[Launch, ...], out
         new = allocate()
         tensors = new + args
         stream = stream_of(index)
+        if counted:
+            set_counters(stream)
         for pack, values, positions, how in bound:
             for slot, place in positions:
                 values[slot] = tensors[place].data_ptr()
             launch(*how, stream, pack(*values))
-        return new[0] if single else new
+        return new[0] if single else new[:count]
 
     return run
 
 
 def _bind_executor(executor, planned: tuple[Launch, ...], outputs, a) -> Callable[[tuple], object]:
     """Calls of one signature on CPU tensors through `executor`."""
-    allocate = _allocator(outputs)
-    single = not isinstance(outputs, tuple)
-    positions = [_positions(l, (*_outputs(outputs), *a)) for l in planned]
+    device = torch.device("cpu")
+    buffers = _buffers(planned, outputs, device)
+    allocate, count, single = _allocator(buffers), len(_outputs(outputs)), not isinstance(outputs, tuple)
+    counters = [[(slot, torch.zeros(n, dtype=torch.int32)) for slot, n in _counters(l)] for l in planned]
+    bound = list(zip(planned, _positions(planned, buffers, a), counters))
 
     def run(args: tuple):
         new = allocate()
         tensors = new + args
         unwritten = new
-        for l, places in zip(planned, positions):
+        for l, positions, zeroed in bound:
             values = list(l.args)
-            for slot, place in places:
+            for slot, place in positions:
                 values[slot] = tensors[place]
+            for slot, tensor in zeroed:
+                values[slot] = tensor
             executor.launch(Launch(l.module, l.symbol, l.grid, l.block, tuple(values), l.lds), unwritten)
             unwritten = ()
-        return new[0] if single else new
+        return new[0] if single else new[:count]
 
     return run
 

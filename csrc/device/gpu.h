@@ -4,8 +4,7 @@
 
 #define DEVICE __attribute__((device, always_inline)) inline
 #define LDS __attribute__((shared))
-// A kernel entry point that is launched with at most `threads` threads per block.
-#define KERNEL(threads) extern "C" __attribute__((global, launch_bounds(threads))) void
+// KERNEL(threads): a kernel entry point that is launched with at most `threads` threads per block.
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -14,14 +13,18 @@ using i64 = long long;
 using u32x2 = u32 __attribute__((ext_vector_type(2)));
 using u32x4 = u32 __attribute__((ext_vector_type(4)));
 using f32x2 = float __attribute__((ext_vector_type(2)));
+using f32x4 = float __attribute__((ext_vector_type(4)));
 
+#include "mem.h"
 #if defined(__AMDGCN__)
-#include "amd/mem.h"
+#define KERNEL(threads) extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, threads))) void
+#include "amd/mma.h"
 #include "amd/numerics.h"
 #include "amd/sync.h"
 #include "amd/wave.h"
 #elif defined(__NVPTX__)
-#include "nvidia/mem.h"
+#define KERNEL(threads) extern "C" __attribute__((global, launch_bounds(threads))) void
+#include "nvidia/mma.h"
 #include "nvidia/numerics.h"
 #include "nvidia/sync.h"
 #include "nvidia/wave.h"

@@ -19,7 +19,7 @@ DEVICE float reduce_block(float value, float identity, float* partials, int wave
   value = wave::reduce(value, identity, combine);
   if (waves == 1) return value;
   if (wave::lane() == 0) partials[wave::index()] = value;
-  block_barrier(); // hazard: a wave reads the parts that the others write
+  block_barrier();  // hazard: a wave reads the parts that the others write
   // Each run of kMaxWaves lanes combines the parts for itself, so that every lane has the result.
   int slot = wave::lane() % kMaxWaves;
   return wave::reduce_group<kMaxWaves>(slot < waves ? partials[slot] : identity, identity, combine);

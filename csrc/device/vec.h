@@ -17,9 +17,13 @@ struct F16 {
 
 // x rounded to T and back.
 template <class T>
-DEVICE f32x2 round_to(f32x2 x) { return T::unpack(T::pack(x)); }
+DEVICE f32x2 round_to(f32x2 x) {
+  return T::unpack(T::pack(x));
+}
 template <class T>
-DEVICE float round_to(float x) { return round_to<T>(f32x2{x, x}).x; }
+DEVICE float round_to(float x) {
+  return round_to<T>(f32x2{x, x}).x;
+}
 
 template <class T>
 DEVICE float load_element(const void* row, i64 column) {

@@ -22,13 +22,13 @@
 enum class Output { kPlain, kStatic, kPerToken, kPerBlock };
 
 struct Row {
-  const void* input;     // [hidden] T
-  void* residual;        // [hidden] T, updated, or null
-  const void* weight;    // [hidden] T, or null for ones
-  void* out;             // [hidden] T or e4m3
-  float* scale_out;      // per token: [1]; per block: [hidden / group_size], scale_stride apart
-  const float* scale;    // [1]; static kind
-  const float* scale_ub; // [1] or null; dynamic kinds
+  const void* input;      // [hidden] T
+  void* residual;         // [hidden] T, updated, or null
+  const void* weight;     // [hidden] T, or null for ones
+  void* out;              // [hidden] T or e4m3
+  float* scale_out;       // per token: [1]; per block: [hidden / group_size], scale_stride apart
+  const float* scale;     // [1]; static kind
+  const float* scale_ub;  // [1] or null; dynamic kinds
   i64 scale_stride;
   int hidden, threads, group_size;
   float inverse_hidden, epsilon;

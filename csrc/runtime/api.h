@@ -2,6 +2,7 @@
 // building needs no header of theirs. tests/test_runtime.py holds every line against the vendors' headers.
 #pragma once
 
+#include <cstddef>
 #include <type_traits>
 
 namespace api {
@@ -13,17 +14,20 @@ using Stream = struct StreamObject*;
 using Context = struct ContextObject*;  // CUDA's; HIP has a current device instead
 
 // X(our name, HIP's function, CUDA's function, type): what both have, with the same meaning.
-#define API_SHARED(X)                                                                                       \
-  X(init, hipInit, cuInit, Result(unsigned flags))                                                          \
-  X(count_devices, hipGetDeviceCount, cuDeviceGetCount, Result(int* count))                                 \
-  X(driver_version, hipDriverGetVersion, cuDriverGetVersion, Result(int* version))                          \
-  X(load_module, hipModuleLoadDataEx, cuModuleLoadDataEx,                                                   \
-    Result(Module*, const void* image, unsigned option_count, int* options, void** option_values))          \
-  X(get_function, hipModuleGetFunction, cuModuleGetFunction, Result(Function*, Module, const char* symbol)) \
-  X(launch_kernel, hipModuleLaunchKernel, cuLaunchKernel,                                                   \
-    Result(Function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, \
-           unsigned block_z, unsigned lds, Stream, void** arguments, void** extra))                         \
-  X(exchange_capture_mode, hipThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, Result(int* mode))
+#define API_SHARED(X)                                                                                                \
+  X(init, hipInit, cuInit, Result(unsigned flags))                                                                   \
+  X(count_devices, hipGetDeviceCount, cuDeviceGetCount, Result(int* count))                                          \
+  X(driver_version, hipDriverGetVersion, cuDriverGetVersion, Result(int* version))                                   \
+  X(load_module, hipModuleLoadDataEx, cuModuleLoadDataEx,                                                            \
+    Result(Module*, const void* image, unsigned option_count, int* options, void** option_values))                   \
+  X(get_function, hipModuleGetFunction, cuModuleGetFunction, Result(Function*, Module, const char* symbol))          \
+  X(launch_kernel, hipModuleLaunchKernel, cuLaunchKernel,                                                            \
+    Result(Function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,          \
+           unsigned block_z, unsigned lds, Stream, void** arguments, void** extra))                                  \
+  X(exchange_capture_mode, hipThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, Result(int* mode)) \
+  X(create_stream, hipStreamCreateWithFlags, cuStreamCreate, Result(Stream*, unsigned flags))                        \
+  X(wait_for_stream, hipStreamSynchronize, cuStreamSynchronize, Result(Stream))                                      \
+  X(destroy_stream, hipStreamDestroy, cuStreamDestroy_v2, Result(Stream))
 
 // X(our name, the vendor's function, type): what one has in its own way.
 #define API_HIP(X)                                               \
@@ -32,7 +36,9 @@ using Context = struct ContextObject*;  // CUDA's; HIP has a current device inst
   X(runtime_version, hipRuntimeGetVersion, Result(int* version)) \
   X(error_name, hipGetErrorName, const char*(Result))            \
   X(error_string, hipGetErrorString, const char*(Result))        \
-  X(clear_error, hipGetLastError, Result())
+  X(clear_error, hipGetLastError, Result())                      \
+  X(allocate, hipMalloc, Result(void** memory, std::size_t))     \
+  X(set_bytes, hipMemsetAsync, Result(void*, int value, std::size_t, Stream))
 
 #define API_CUDA(X)                                                                 \
   X(error_name, cuGetErrorName, Result(Result, const char** text))                  \
@@ -40,7 +46,9 @@ using Context = struct ContextObject*;  // CUDA's; HIP has a current device inst
   X(retain_primary_context, cuDevicePrimaryCtxRetain, Result(Context*, int device)) \
   X(get_context, cuCtxGetCurrent, Result(Context*))                                 \
   X(set_context, cuCtxSetCurrent, Result(Context))                                  \
-  X(set_attribute, cuFuncSetAttribute, Result(Function, int attribute, int value))
+  X(set_attribute, cuFuncSetAttribute, Result(Function, int attribute, int value))  \
+  X(allocate, cuMemAlloc_v2, Result(unsigned long long* memory, std::size_t))       \
+  X(set_bytes, cuMemsetD8Async, Result(unsigned long long, unsigned char value, std::size_t, Stream))
 
 // A table of function pointers for each list.
 #define API_SHARED_MEMBER(name, hip, cuda, type) std::add_pointer_t<type> name;
@@ -60,13 +68,15 @@ struct Cuda {
   X(kHipArguments, HIP_LAUNCH_PARAM_BUFFER_POINTER, 1)  \
   X(kHipArgumentsSize, HIP_LAUNCH_PARAM_BUFFER_SIZE, 2) \
   X(kHipArgumentsEnd, HIP_LAUNCH_PARAM_END, 3)          \
-  X(kHipCaptureRelaxed, hipStreamCaptureModeRelaxed, 2)
+  X(kHipCaptureRelaxed, hipStreamCaptureModeRelaxed, 2) \
+  X(kHipNonBlocking, hipStreamNonBlocking, 1)
 
 #define API_CUDA_CONSTANTS(X)                                            \
   X(kCudaArguments, CU_LAUNCH_PARAM_BUFFER_POINTER, 1)                   \
   X(kCudaArgumentsSize, CU_LAUNCH_PARAM_BUFFER_SIZE, 2)                  \
   X(kCudaArgumentsEnd, CU_LAUNCH_PARAM_END, 0)                           \
   X(kCudaCaptureRelaxed, CU_STREAM_CAPTURE_MODE_RELAXED, 2)              \
+  X(kCudaNonBlocking, CU_STREAM_NON_BLOCKING, 1)                         \
   X(kCudaErrorLog, CU_JIT_ERROR_LOG_BUFFER, 5)                           \
   X(kCudaErrorLogBytes, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES, 6)           \
   X(kCudaDynamicLds, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 8) \
@@ -76,6 +86,6 @@ struct Cuda {
 API_HIP_CONSTANTS(API_CONSTANT)
 API_CUDA_CONSTANTS(API_CONSTANT)
 static_assert(kHipArguments == kCudaArguments && kHipArgumentsSize == kCudaArgumentsSize &&
-              kHipCaptureRelaxed == kCudaCaptureRelaxed);
+              kHipCaptureRelaxed == kCudaCaptureRelaxed && kHipNonBlocking == kCudaNonBlocking);
 
 }  // namespace api

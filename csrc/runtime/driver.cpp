@@ -60,6 +60,14 @@ class HipDriver final : public Driver {
     check(own_.set_device(device), "device " + std::to_string(device));
     action();
   }
+  void* allocate(std::size_t bytes) const override {
+    void* memory = nullptr;
+    check(own_.allocate(&memory, bytes), std::to_string(bytes) + " bytes");
+    return memory;
+  }
+  api::Result set_zero(void* memory, std::size_t bytes, api::Stream stream) const override {
+    return own_.set_bytes(memory, 0, bytes, stream);
+  }
   void* arguments_end() const override { return reinterpret_cast<void*>(api::kHipArgumentsEnd); }
   // HIP takes any size that the device has.
   unsigned lds_allowed() const override { return std::numeric_limits<unsigned>::max(); }
@@ -113,6 +121,14 @@ class CudaDriver final : public Driver {
     check(own_.get_context(&before.context), "cuCtxGetCurrent");
     check(own_.set_context(primary_context(device)), "device " + std::to_string(device));
     action();
+  }
+  void* allocate(std::size_t bytes) const override {
+    unsigned long long memory = 0;
+    check(own_.allocate(&memory, bytes), std::to_string(bytes) + " bytes");
+    return reinterpret_cast<void*>(memory);
+  }
+  api::Result set_zero(void* memory, std::size_t bytes, api::Stream stream) const override {
+    return own_.set_bytes(reinterpret_cast<unsigned long long>(memory), 0, bytes, stream);
   }
   void* arguments_end() const override { return reinterpret_cast<void*>(api::kCudaArgumentsEnd); }
   unsigned lds_allowed() const override { return 48 * 1024; }
@@ -205,8 +221,13 @@ api::Module Driver::load_module(const std::string& path, int device) {
   auto image =
       std::make_unique<const std::string>(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
   api::Module module = nullptr;
+  on_device_uncaptured(device, [&] { module = load_image(path, image->c_str()); });
+  images_.push_back(std::move(image));
+  return module;
+}
+
+void Driver::on_device_uncaptured(int device, const std::function<void()>& action) const {
   on_device(device, [&] {
-    // A thread that captures a stream may not do what loading does, unless it says that this is not for the graph.
     int mode = api::kHipCaptureRelaxed;
     check(shared_.exchange_capture_mode(&mode), "capture mode");
     struct Restore {
@@ -214,10 +235,22 @@ api::Module Driver::load_module(const std::string& path, int device) {
       int& mode;
       ~Restore() { shared.exchange_capture_mode(&mode); }
     } restore{shared_, mode};
-    module = load_image(path, image->c_str());
+    action();
   });
-  images_.push_back(std::move(image));
-  return module;
+}
+
+void* Driver::zeroed_memory(int device, std::size_t bytes) const {
+  void* memory = nullptr;
+  on_device_uncaptured(device, [&] {
+    memory = allocate(bytes);
+    api::Stream stream = nullptr;  // one of its own: the default stream would wait for others, and they for it
+    check(shared_.create_stream(&stream, api::kHipNonBlocking), "stream");
+    api::Result result = set_zero(memory, bytes, stream);
+    if (result == 0) result = shared_.wait_for_stream(stream);
+    shared_.destroy_stream(stream);
+    check(result, "zeroing " + std::to_string(bytes) + " bytes");
+  });
+  return memory;
 }
 
 Kernel Driver::find_kernel(api::Module module, const std::string& path, const std::string& symbol, int device) const {

@@ -38,6 +38,8 @@ class Driver {
   // A code object or PTX onto `device`. Allowed while a stream is being captured.
   api::Module load_module(const std::string& path, int device);
   Kernel find_kernel(api::Module module, const std::string& path, const std::string& symbol, int device) const;
+  // Memory of `device` that is zero when this returns; it is kept for good. Allowed while a stream is being captured.
+  void* zeroed_memory(int device, std::size_t bytes) const;
   // Asynchronous, on `stream`, which is one of the kernel's device. `arguments`: the packed kernarg segment; it is
   // copied.
   void launch(Kernel& kernel, const Geometry& geometry, api::Stream stream, void* arguments, std::size_t bytes) const;
@@ -48,6 +50,8 @@ class Driver {
   virtual api::Module load_image(const std::string& path, const void* image) const = 0;
   // Run with `device` current; what was current before is so again afterwards.
   virtual void on_device(int device, const std::function<void()>& action) const = 0;
+  virtual void* allocate(std::size_t bytes) const = 0;
+  virtual api::Result set_zero(void* memory, std::size_t bytes, api::Stream stream) const = 0;
   virtual void* arguments_end() const = 0;
   virtual unsigned lds_allowed() const = 0;
   virtual void allow_lds(Kernel& kernel, unsigned lds) const = 0;
@@ -62,6 +66,8 @@ class Driver {
 
  private:
   int count_devices() const;  // at least 1, or it throws
+  // As on_device; a thread that captures a stream may do in it what is not for the graph: load and allocate.
+  void on_device_uncaptured(int device, const std::function<void()>& action) const;
 
   // What was loaded: HIP's modules point into it for as long as they live.
   std::vector<std::unique_ptr<const std::string>> images_;

@@ -59,6 +59,10 @@ void launch(std::size_t handle, unsigned grid_x, unsigned grid_y, unsigned grid_
                          static_cast<std::size_t>(PyBytes_GET_SIZE(packed_args.ptr())));
 }
 
+std::uintptr_t zeroed(int device, std::size_t bytes) {
+  return reinterpret_cast<std::uintptr_t>(driver().zeroed_memory(device, bytes));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -81,6 +85,8 @@ PYBIND11_MODULE(_C, module) {
       "{'library', 'driver', 'runtime'} of the backend; {} without one.");
   module.def("load", &load, py::arg("path"), py::arg("symbol"), py::arg("device"),
              "Load a kernel of a code object (or PTX) onto a device; returns its handle, the same one every time.");
+  module.def("zeroed", &zeroed, py::arg("device"), py::arg("bytes"),
+             "The address of so many bytes of a device's memory, zero by now and never freed.");
   module.def("launch", &launch, py::arg("handle"), py::arg("grid_x"), py::arg("grid_y"), py::arg("grid_z"),
              py::arg("block_x"), py::arg("block_y"), py::arg("block_z"), py::arg("lds"), py::arg("stream"),
              py::arg("packed_args"),

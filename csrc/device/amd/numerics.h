@@ -17,16 +17,12 @@ constexpr float kE4m3Max = 448.0f;
 
 // Four floats in [-kE4m3Max, kE4m3Max] or NaN -> four e4m3 bytes, round to nearest even; NaN becomes +kE4m3Max, as vLLM's clamp does.
 // Not med3: it would make NaN the lower bound.
-DEVICE float clamp_e4m3(float x) {
-  return __builtin_fmaxf(__builtin_fminf(x, kE4m3Max), -kE4m3Max);
-}
+DEVICE float clamp_e4m3(float x) { return __builtin_fmaxf(__builtin_fminf(x, kE4m3Max), -kE4m3Max); }
 DEVICE u32 to_e4m3x4(f32x2 low, f32x2 high) {
   int packed = __builtin_amdgcn_cvt_pk_fp8_f32(clamp_e4m3(low.x), clamp_e4m3(low.y), 0, false);
   return __builtin_amdgcn_cvt_pk_fp8_f32(clamp_e4m3(high.x), clamp_e4m3(high.y), packed, true);
 }
-DEVICE u8 to_e4m3(float x) {
-  return u8(__builtin_amdgcn_cvt_pk_fp8_f32(clamp_e4m3(x), 0.0f, 0, false));
-}
+DEVICE u8 to_e4m3(float x) { return u8(__builtin_amdgcn_cvt_pk_fp8_f32(clamp_e4m3(x), 0.0f, 0, false)); }
 
 // Round to nearest even; a NaN that came from a bf16 or fp16 keeps its low bits clear, so the carry cannot reach its exponent.
 DEVICE u32 to_bf16x2(f32x2 x) {

@@ -23,10 +23,10 @@ DEVICE float dpp(float identity, float value) {
 template <int kGroup, class Combine>
 DEVICE float reduce_group(float value, float identity, Combine combine) {
   static_assert(kGroup == 2 || kGroup == 4 || kGroup == 8 || kGroup == 16, "a DPP row has 16 lanes");
-  value = combine(value, dpp<0xB1>(identity, value));                                    // quad_perm [1,0,3,2]
-  if constexpr (kGroup >= 4) value = combine(value, dpp<0x4E>(identity, value));         // quad_perm [2,3,0,1]
-  if constexpr (kGroup >= 8) value = combine(value, dpp<0x141>(identity, value));        // row_half_mirror
-  if constexpr (kGroup >= 16) value = combine(value, dpp<0x140>(identity, value));       // row_mirror
+  value = combine(value, dpp<0xB1>(identity, value));                               // quad_perm [1,0,3,2]
+  if constexpr (kGroup >= 4) value = combine(value, dpp<0x4E>(identity, value));    // quad_perm [2,3,0,1]
+  if constexpr (kGroup >= 8) value = combine(value, dpp<0x141>(identity, value));   // row_half_mirror
+  if constexpr (kGroup >= 16) value = combine(value, dpp<0x140>(identity, value));  // row_mirror
   return value;
 }
 

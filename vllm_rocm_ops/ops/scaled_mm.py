@@ -1,0 +1,202 @@
+"""FP8 matrix product with scales per tensor or per row, for few tokens; kernels: csrc/ops/scaled_mm.hip."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
+from vllm_rocm_ops.op import Case, Op, describe
+
+__all__ = ["scaled_mm"]
+
+OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+ROWS = (16, 32)  # of b per block
+TOKENS = (8, 16, 32, 64)  # the most that a kernel takes
+DEPTH = 64  # bytes of K that a wave reads of each row at a time
+MAX_THREADS = 256  # as the kernels' launch bounds say
+MAX_SLICES = 16
+
+
+@dataclass(frozen=True)
+class SkinnyConfig:
+    """A block has `waves` waves and owns `rows` rows of b and one of `slices` slices of K."""
+
+    waves: int
+    rows: int
+    slices: int
+
+
+def _sizes(a) -> tuple[int, int, int]:
+    """M, N, K."""
+    return a.a.shape[0], a.b.shape[1], a.a.shape[1]
+
+
+def _allocate(a) -> Tensor:
+    return a.a.new_empty((a.a.shape[0], a.b.shape[1]), dtype=a.out_dtype)
+
+
+def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    fp8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+    yield "a", "[M, K] float8_e4m3", describe(a.a), a.a.dim() == 2 and a.a.dtype in fp8
+    holds = a.b.dim() == 2 and a.b.dtype == a.a.dtype and a.b.shape[0] == a.a.shape[1]
+    yield "b", f"{a.a.dtype} [K={a.a.shape[1]}, N] like a", describe(a.b), holds
+    for name, scale, rows in (("scale_a", a.scale_a, a.a.shape[0]), ("scale_b", a.scale_b, a.b.shape[1])):
+        holds = scale.dtype == torch.float32 and scale.numel() in (1, rows)
+        yield name, f"float32 with 1 or {rows} elements", describe(scale), holds
+    yield "out_dtype", "bfloat16, float16 or float32", str(a.out_dtype), a.out_dtype in OUT_TYPES
+    if a.bias is not None:
+        holds = a.bias.shape == (a.b.shape[1],) and a.bias.dtype == a.out_dtype
+        yield "bias", f"{a.out_dtype} [N={a.b.shape[1]}]", describe(a.bias), holds
+    for name, value in a._asdict().items():
+        if isinstance(value, Tensor):
+            yield name, f"on {a.a.device}", f"on {value.device}", value.device == a.a.device
+
+
+def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    m, n, k = _sizes(a)
+    yield f"{arch.name} multiplies a's dtype ({arch.fp8_dtype})", a.a.dtype == arch.fp8_dtype
+    yield f"M is at most {TOKENS[-1]}", m <= TOKENS[-1]
+    yield "N and K are at least 1 and below 2^31", 0 < n < 2**31 and 0 < k < 2**31
+    yield "K is a multiple of 16", k % 16 == 0
+    for name, rows in (("a", a.a), ("b", a.b.t())):
+        address = 0 if rows.is_meta else rows.data_ptr()
+        holds = rows.shape[1] == 1 or rows.stride(1) == 1
+        yield f"{name} has K innermost", holds
+        yield (
+            f"rows of {name} are 16-byte aligned",
+            address % 16 == 0 and (rows.shape[0] == 1 or rows.stride(0) % 16 == 0),
+        )
+    yield "scales and bias are contiguous", all(t is None or t.is_contiguous() for t in (a.scale_a, a.scale_b, a.bias))
+
+
+def _tokens(m: int) -> int:
+    return next(tokens for tokens in TOKENS if tokens >= m)
+
+
+def _configs(a, arch: Arch) -> list[SkinnyConfig]:
+    m, n, k = _sizes(a)
+    most = MAX_THREADS // arch.wave_lanes
+    rows = [r for r in ROWS if r == ROWS[0] or (_tokens(m) <= 16 and n > ROWS[0])]
+    slices = [s for s in (1, 2, 4, 8, MAX_SLICES) if s == 1 or k >= s * DEPTH]
+    return [SkinnyConfig(w, r, s) for w in (most // 2, most) for r in rows for s in slices]
+
+
+def _default(a, arch: Arch) -> SkinnyConfig:
+    """Slices until every compute unit has two blocks, as long as a wave has a few runs to pipeline."""
+    m, n, k = _sizes(a)
+    waves = MAX_THREADS // arch.wave_lanes
+    tiles = -(-n // ROWS[0])
+    slices = 1
+    while slices < MAX_SLICES and tiles * slices < 2 * arch.compute_units and k >= 2 * slices * waves * 4 * DEPTH:
+        slices *= 2
+    return SkinnyConfig(waves, ROWS[0], slices)
+
+
+def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+    m, n, k = _sizes(a)
+    if m == 0:
+        return []
+    tokens = _tokens(m)
+    threads = config.waves * arch.wave_lanes
+    tiles = -(-n // config.rows)
+    slice = -(-k // (config.slices * DEPTH)) * DEPTH
+    slices = -(-k // slice)
+    args = (
+        a.a,
+        a.b,
+        out,
+        Workspace(slices * m * n * 4) if slices > 1 else None,
+        Counters(tiles) if slices > 1 else None,
+        a.scale_a,
+        a.scale_b,
+        a.bias,
+        I64(a.a.stride(0) if m > 1 else k),
+        I64(a.b.stride(1) if n > 1 else k),
+        m,
+        n,
+        k,
+        int(a.scale_a.numel() > 1),
+        int(a.scale_b.numel() > 1),
+        OUT_TYPES[a.out_dtype],
+        slices,
+        slice,
+        threads,
+    )
+    lds = config.waves * config.rows * max(tokens, 16) * 4
+    symbol = f"scaled_mm_skinny_{config.rows}x{tokens}"
+    return [Launch("scaled_mm", symbol, (tiles, slices, 1), (threads, 1, 1), args, lds)]
+
+
+def _cases() -> Iterator[Case]:
+    """Every instance, all slice counts with their tails, M around the tiles, scales and bias in every mix, padding."""
+
+    def case(name: str, m: int, n: int, k: int, **given) -> Case:
+        return Case(name, functools.partial(_inputs, m, n, k, given))
+
+    for m in (1, 7, 8, 9, 16, 17, 33, 64):
+        yield case(f"m{m}", m, 48, 1024)
+    yield case("per-tensor", 3, 40, 256, per_row=False)
+    yield case("bias-fp16", 4, 33, 512, out_dtype=torch.float16, bias=True)
+    yield case("fp32-out", 2, 16, 320, out_dtype=torch.float32, bias=True)
+    yield case("padded", 5, 32, 512, padding=256)
+    yield case("k-tail", 2, 32, 16 * 67)
+    yield case("one-column", 2, 1, 128)
+    yield case("shortest-k", 2, 17, 16)
+    yield case("spikes", 2, 32, 1040, spikes=True)
+    yield case("no-tokens", 0, 32, 64)
+
+
+def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
+    def rows(count: int) -> Tensor:
+        values = torch.randn(count, k, generator=generator)
+        if given.get("spikes"):
+            values = values * 0.01
+            values[:, [0, k // 2, k - 1]] = torch.tensor([100.0, -100.0, 50.0])
+        storage = torch.zeros(count, k + given.get("padding", 0))
+        storage[:, :k] = values
+        return storage.to(fp8_dtype).to(device)[:, :k]
+
+    per_row = given.get("per_row", True)
+    out_dtype = given.get("out_dtype", torch.bfloat16)
+    scale_a = torch.rand(m if per_row else 1, 1, generator=generator).to(device) + 0.5
+    scale_b = torch.rand(n if per_row else 1, 1, generator=generator).to(device) * 0.01
+    bias = torch.randn(n, generator=generator).to(out_dtype).to(device) if given.get("bias") else None
+    return rows(m), rows(n).t(), scale_a, scale_b, out_dtype, bias
+
+
+def _op(reference) -> Op:
+    return Op(
+        reference,
+        allocate=_allocate,
+        contract=_contract,
+        envelope=_envelope,
+        configs=_configs,
+        default=_default,
+        plan=_plan,
+        problem=lambda a: dict(zip("mnk", _sizes(a))),
+        cases=_cases,
+        sums=True,
+    )
+
+
+@_op
+def scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Optional[Tensor] = None
+) -> Tensor:
+    """(a @ b) * scale_a * scale_b^T + bias, summed in fp32.
+
+    a [M, K] and b [K, N] are e4m3 of one format with K innermost (b is the view `weight.t()`), rows may be strided;
+    scale_a has 1 or M elements, scale_b 1 or N, float32; bias [N] is of out_dtype: bf16, fp16 or fp32. Returns [M, N].
+    """
+    exact = torch.float64 if out_dtype == torch.float64 else torch.float32
+    product = (a.to(exact) @ b.to(exact)) * scale_a.to(exact).reshape(-1, 1) * scale_b.to(exact).reshape(1, -1)
+    if bias is not None:
+        product = product + bias.to(exact)
+    return product.to(out_dtype)
