@@ -106,7 +106,7 @@ def main(jobs_path: str, answers_path: str) -> None:
     with open(jobs_path) as file:
         request = json.load(file)
     if request.get("before"):
-        exec(request["before"])  # noqa: S102  a test's own preparation
+        exec(request["before"], {})  # noqa: S102  a test's own preparation
     answers = {}
     for name, job in request["jobs"].items():
         try:

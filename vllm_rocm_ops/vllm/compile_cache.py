@@ -5,10 +5,13 @@ that was compiled without the ops, or with other ones, would be loaded and run. 
 """
 
 import hashlib
+import logging
 import pathlib
 
 import vllm_rocm_ops
 from vllm_rocm_ops.vllm import seam
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
 def fingerprint() -> str:
@@ -16,13 +19,16 @@ def fingerprint() -> str:
     stamps = hashlib.sha256()
     for stamp in sorted((pathlib.Path(vllm_rocm_ops.__file__).parent / "code").glob("*/*.json")):
         stamps.update(stamp.read_bytes())
-    return f"{vllm_rocm_ops.__version__} {','.join(seam.active())} {stamps.hexdigest()[:16]}"
+    return f"{vllm_rocm_ops.__version__} with {', '.join(seam.active())}; code {stamps.hexdigest()[:16]}"
 
 
 def mark(vllm_config) -> None:
-    """Put the fingerprint into a configuration."""
-    seam.require(isinstance(vllm_config.additional_config, dict), "a dict as additional_config, which the ops need")
+    """Put the fingerprint into a configuration, and into the log: only now vLLM has set logging up."""
+    if not isinstance(vllm_config.additional_config, dict):
+        logger.warning("vllm-rocm-ops: additional_config is no dict. After an update, clear vLLM's compile cache.")
+        return
     vllm_config.additional_config = {**vllm_config.additional_config, "vllm_rocm_ops": fingerprint()}
+    logger.info("vllm-rocm-ops %s", fingerprint())
 
 
 def probe() -> None:

@@ -78,7 +78,7 @@ def load(name: str) -> Seam:
 
 
 def install_all() -> list[Status]:
-    """Install every seam that applies here, once per process, and say in one line what is on."""
+    """Install every seam that applies here, once per process."""
     if _status:
         return status()
     import vllm
@@ -91,7 +91,6 @@ def install_all() -> list[Status]:
     lack = lacks() if platform == "rocm" else ""
     for name in NAMES:
         _status[name] = _install(load(name), platform, vllm.__version__, lack)
-    logger.info("vllm-rocm-ops on %s: %s", platform, ", ".join(active()) or "every seam is off")
     return status()
 
 

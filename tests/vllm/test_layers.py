@@ -1,0 +1,171 @@
+"""Our RMSNorm and SiluAndMul as vLLM's layers: what they take, what they leave to vLLM, and what they hand over."""
+
+import pytest
+import torch
+
+import vllm_rocm_ops
+from vllm_rocm_ops.vllm import register
+
+ROWS, HIDDEN = 5, 256
+
+
+@pytest.fixture(autouse=True)
+def config():
+    """vLLM's layers are made within a configuration."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+
+    register()
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu")), check_compile=False):
+        vllm_rocm_ops.reset_stats()
+        yield
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def norm(dtype: torch.dtype = torch.bfloat16, **options):
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    layer = RMSNorm(HIDDEN, dtype=dtype, **options)
+    layer.weight.data = 1 + 0.1 * random(HIDDEN, dtype=dtype)
+    return layer
+
+
+def linear(key: str, **attributes) -> torch.nn.Module:
+    """What a layer of vLLM's looks like to a producer of its input: one linear, named `linear` in its parent."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    parent = torch.nn.Module()
+    parent.linear = torch.nn.Module()
+    vars(parent.linear).update({"_input_quant_key": getattr(quant_utils, key), **attributes})
+    return parent
+
+
+def test_norm_adds_to_the_residual_in_place():
+    """The op is called, and the residual that comes back is the one that went in."""
+    layer, x, residual = norm(), random(ROWS, HIDDEN), 2 * random(ROWS, HIDDEN)
+    expected = layer.vllm_forward(x.clone(), residual.clone())
+    out, returned = layer(x, residual)
+    assert returned is residual
+    assert torch.equal(residual, expected[1])
+    torch.testing.assert_close(out, expected[0], atol=0.04, rtol=0.01)
+    assert vllm_rocm_ops.stats().keys() == {"fused_add_rms_norm"}
+
+
+def test_norm_of_heads_in_a_wider_row():
+    """Queries are normalized head by head inside the output of a wider projection."""
+    layer, qkv = norm(), random(ROWS, 4 * HIDDEN)
+    heads = qkv[:, : 2 * HIDDEN].unflatten(-1, (2, HIDDEN))
+    torch.testing.assert_close(layer(heads), layer.vllm_forward(heads), atol=0.04, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"var_hidden_size": HIDDEN // 2}, torch.bfloat16),
+        ({"has_weight": False}, torch.bfloat16),
+        ({"dtype": torch.float32}, torch.bfloat16),
+        ({"dtype": torch.float32}, torch.float32),
+    ],
+)
+def test_norm_leaves_the_rest_to_vllm(options, dtype):
+    """A partial variance, no weight, a weight of another dtype and fp32 run vLLM's own forward."""
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    layer, x = norm(**options), random(ROWS, HIDDEN, dtype=dtype)
+    assert torch.equal(layer(x), RMSNorm.forward_native(layer, x))
+    assert vllm_rocm_ops.stats() == {}
+
+
+def test_batch_invariance_is_vllms(monkeypatch):
+    """Our split of a row over blocks depends on the number of rows, so VLLM_BATCH_INVARIANT keeps vLLM's norm."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    layer = norm()
+    assert layer._forward_method == layer.vllm_forward
+
+
+def test_activation():
+    """SwiGLU runs our op; fp32 runs vLLM's own forward."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    layer, x = SiluAndMul(), random(ROWS, 2 * HIDDEN)
+    torch.testing.assert_close(layer(x), SiluAndMul.forward_native(x), atol=0.02, rtol=0.01)
+    assert vllm_rocm_ops.stats().keys() == {"silu_and_mul"}
+    vllm_rocm_ops.reset_stats()
+    layer(x.float())
+    assert vllm_rocm_ops.stats() == {}
+
+
+KINDS = {
+    "kFp8StaticTensorSym": {"input_scale": torch.tensor(0.02)},
+    "kFp8DynamicTokenSym": {"input_scale_ub": torch.tensor(0.5)},
+    "kFp8Dynamic128Sym": {"vllm_rocm_ops_column_major_scales": True},
+}
+
+
+def restored(handed) -> torch.Tensor:
+    """What a linear reads in a quantized activation, in fp32."""
+    scale = handed.scale
+    if scale.dim() == 2 and scale.shape[1] > 1:
+        scale = scale.repeat_interleave(128, 1)
+    return handed.data.float() * scale
+
+
+@pytest.mark.parametrize("key", KINDS)
+@pytest.mark.parametrize("residual", [False, True])
+def test_norm_hands_over_quantized(key, residual):
+    """A linked norm gives its linear e4m3, within e4m3's rounding of the plain result, in the scales it asks for."""
+    layer, x, r = norm(), random(ROWS, HIDDEN), random(ROWS, HIDDEN) if residual else None
+    plain = layer(x, r.clone())[0] if residual else layer(x)
+    layer.consumer = (linear(key, **KINDS[key]), "linear")
+    handed = layer(x, r)[0] if residual else layer(x)
+    check(handed, plain, key)
+
+
+@pytest.mark.parametrize("key", KINDS)
+def test_activation_hands_over_quantized(key):
+    """So does an activation, linked by us or by vLLM's own table."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.fusion.fused_act_quant import maybe_fused_act_quant
+
+    layer, x = SiluAndMul(), random(ROWS, 2 * HIDDEN)
+    plain, parent = layer(x), linear(key, **KINDS[key])
+    check(maybe_fused_act_quant(layer, x, parent.linear), plain, key)
+    layer.consumer = (parent, "linear")
+    check(layer(x), plain, key)
+
+
+def check(handed, plain: torch.Tensor, key: str) -> None:
+    """Raise unless a quantized activation is the plain one, rounded."""
+    from vllm.platforms import current_platform
+
+    assert handed.data.dtype == current_platform.fp8_dtype()
+    assert (handed.shape, handed.orig_dtype) == (plain.shape, plain.dtype)
+    wanted = plain.float()
+    if key == "kFp8DynamicTokenSym":
+        assert handed.scale.shape == (ROWS, 1)
+        assert handed.scale.max() <= 0.5 / 448  # the upper bound holds
+        wanted = wanted.clamp(-0.5, 0.5)
+    elif key == "kFp8Dynamic128Sym":
+        assert (handed.scale.shape, handed.scale.stride()) == ((ROWS, HIDDEN // 128), (1, ROWS))
+    torch.testing.assert_close(restored(handed), wanted, atol=0.01, rtol=0.07)
+
+
+def test_an_adapter_gets_unquantized_input():
+    """LoRA wraps a linear after the links are set; its layer needs the activation itself."""
+    layer, parent = norm(), linear("kFp8DynamicTokenSym")
+    layer.consumer = (parent, "linear")
+    wrapper = torch.nn.Module()
+    wrapper.base_layer, wrapper.requires_unquantized_input = parent.linear, True
+    parent.linear = wrapper
+    assert isinstance(layer(random(ROWS, HIDDEN)), torch.Tensor)
+
+
+def test_columns_that_do_not_fill_groups_stay_unquantized():
+    """128-group scales need whole groups."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    layer = SiluAndMul()
+    layer.consumer = (linear("kFp8Dynamic128Sym"), "linear")
+    assert isinstance(layer(random(ROWS, 2 * 192)), torch.Tensor)

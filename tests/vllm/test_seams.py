@@ -1,0 +1,147 @@
+"""A seam that does not fit is off, alone, and says so in one line; vLLM generates all the same."""
+
+import re
+
+import pytest
+
+from vllm_rocm_ops import vllm as plugin
+from vllm_rocm_ops.vllm import seam
+
+MODEL = ("llama", "token")
+
+
+def lines_about(output: str) -> dict[str, str]:
+    """Seam -> why it is off, as logged; each seam at most once."""
+    found = re.findall(r"vllm-rocm-ops: seam (\w+) is off: (.*)\. vLLM's own code runs\.", output)
+    assert len(found) == len(dict(found)), found
+    return dict(found)
+
+
+def test_broken_seams_are_off_and_the_others_on(engines, expected):
+    """One seam's vLLM function has other parameters, one seam's installation raises, one is switched off."""
+    before = """
+import dataclasses
+from vllm.model_executor.layers.fusion import fused_act_quant
+from vllm_rocm_ops.vllm import norm
+known = fused_act_quant.maybe_fused_act_quant
+fused_act_quant.maybe_fused_act_quant = lambda activation, x, linear: known(activation, x, linear)
+norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
+"""
+    answers = engines.run({"broken": engines.job(MODEL)}, before=before, VLLM_ROCM_OPS_SEAMS="-links")
+    answer = answers["broken"]
+    off = {name: reason for name, reason in answer["seams"].items() if reason != "on"}
+    assert off.keys() == {"activation", "norm", "links"}
+    assert off["activation"].startswith("this vLLM lacks ") and "(act_fn, x, linear), it has" in off["activation"]
+    assert off["norm"] == "IndexError: list index out of range"
+    assert off["links"] == "VLLM_ROCM_OPS_SEAMS=-links"
+    assert lines_about(answers["output"]) == {name: off[name] for name in ("activation", "norm")}
+    assert answer["stats"] == {}
+    assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(MODEL, answer["tokens"])]
+
+
+def test_an_unknown_vllm_is_left_alone(engines, stock):
+    """Outside the releases that the seams were tried on, nothing is replaced."""
+    before = "import vllm\nvllm.__version__ = '0.99.0'"
+    answers = engines.run({"new": engines.job(MODEL)}, before=before)
+    reason = "tried on vLLM 0.30 to 0.33, this is 0.99.0"
+    assert answers["new"]["seams"] == dict.fromkeys(seam.NAMES, reason)
+    assert lines_about(answers["output"]) == dict.fromkeys(seam.NAMES, reason)
+    assert answers["new"]["tokens"] == stock["-".join(MODEL)]["tokens"]
+
+
+COMPILE_AS_ON_ROCM = """
+import torch
+from vllm.config import CompilationMode
+from vllm.platforms import current_platform
+from vllm_rocm_ops import vllm as holder
+
+current_platform.import_kernels()
+holder.library = torch.library.Library("_C", "FRAGMENT")
+for op in (
+    "fused_add_rms_norm_static_fp8_quant",
+    "fused_qk_norm_rope",
+    "rms_norm_dynamic_per_token_quant",
+    "rms_norm_static_fp8_quant",
+    "silu_and_mul",
+    "silu_and_mul_quant",
+):
+    if not hasattr(torch.ops._C, op):
+        holder.library.define(op + "(Tensor! out) -> ()")
+
+platform = type(current_platform)
+complete = platform.check_and_update_config
+
+def check_and_update_config(cls, vllm_config):
+    config = vllm_config.compilation_config
+    mode = config.mode
+    complete(vllm_config)
+    if mode == CompilationMode.VLLM_COMPILE:
+        config.mode, config.ir_enable_torch_wrap, config.compile_sizes = mode, True, config.compile_sizes or []
+        for option in ("dce", "cpp.dynamic_threads"):
+            config.inductor_compile_config.pop(option, None)
+
+platform.check_and_update_config = classmethod(check_and_update_config)
+"""
+"""CPU's platform replaces vLLM's own compilation, with its cache and its passes, by a plain one: undo that. The passes
+name ops that CPU builds lack."""
+
+
+def test_stale_compiled_graphs_are_not_run(engines, expected):
+    """vLLM loads a graph that was compiled without the plugin, unless the plugin marks the configuration."""
+
+    def run(flavour: tuple[str, str], seams: str) -> dict:
+        options = {"VLLM_ROCM_OPS_SEAMS": seams, "cache": "stale"}
+        return engines.run({"it": engines.job(flavour, compiled=True)}, before=COMPILE_AS_ON_ROCM, **options)["it"]
+
+    flavour = "llama", "bf16"
+    assert run(flavour, "none")["stats"] == {}
+    assert run(flavour, "-compile_cache")["stats"] == {}, "vLLM knows plugins now: the seam can go"
+    answer = run(flavour, "all")
+    assert answer["stats"].keys() == {"rms_norm", "fused_add_rms_norm", "silu_and_mul"}
+    assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(flavour, answer["tokens"])]
+
+
+def test_register_never_raises(monkeypatch, caplog):
+    """An exception in a plugin's entry point ends vLLM."""
+    monkeypatch.setattr(seam, "install_all", lambda: 1 / 0)
+    with caplog.at_level("WARNING", logger="vllm.vllm_rocm_ops"):
+        plugin.register()
+    assert "vllm-rocm-ops is off: ZeroDivisionError: division by zero" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("switch", "wanted"),
+    [
+        ("all", set(seam.NAMES)),
+        ("", set(seam.NAMES)),
+        ("none", set()),
+        ("norm, activation", {"norm", "activation"}),
+        ("-norm", set(seam.NAMES) - {"norm"}),
+        ("all,-norm,-links", set(seam.NAMES) - {"norm", "links"}),
+    ],
+)
+def test_switch(switch, wanted):
+    """VLLM_ROCM_OPS_SEAMS names seams to keep, or to leave out."""
+    assert {name for name in seam.NAMES if seam.wanted(name, switch)} == wanted
+
+
+def test_switch_refuses_unknown_names():
+    """A typo does not silently switch everything off."""
+    with pytest.raises(ValueError, match="VLLM_ROCM_OPS_SEAMS: norms not in all, none, compile_cache"):
+        seam.wanted("norm", "norms")
+
+
+@pytest.mark.parametrize(
+    ("version", "inside"),
+    [
+        ("0.30.0", True),
+        ("0.33.1+rocm724", True),
+        ("0.29.9", False),
+        ("0.34.0rc1", False),
+        ("1.30.0", False),
+        ("dev", False),
+    ],
+)
+def test_version_range(version, inside):
+    """Both ends of the range belong to it; a version that cannot be read does not."""
+    assert seam.in_range(version, ("0.30", "0.33")) is inside
