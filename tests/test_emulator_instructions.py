@@ -176,6 +176,8 @@ class Case:
     whole: bool = False
     ulp: int = 0
     floats: bool = True
+    denormals: bool = True
+    lds: int = 0
 
 
 CASES: list[Case] = []
@@ -804,6 +806,59 @@ case(
     archs=("gfx950",),
 )
 
+# Transposing reads of LDS: a row of 16 lanes holds a k x 16 matrix, lane j gets column j
+for _bits in (16, 8, 4):
+
+    def columns_of(all_, bits=_bits):
+        out = []
+        for lane in LANES:
+            row = lane & ~15
+            stream = sum((all_[0][row + i] | all_[1][row + i] << 32) << 64 * i for i in range(16))
+            element = lambda n, stream=stream: stream >> n * bits & ((1 << bits) - 1)
+            out.append(words64(sum(element(r * 16 + (lane & 15)) << r * bits for r in range(64 // bits))))
+        return out
+
+    case(
+        f"read_tr_b{_bits}",
+        f"v_lshlrev_b32 v8, 3, v0\n ds_write_b64 v8, v[2:3]\n ds_read_b64_tr_b{_bits} v[10:11], v8\n s_waitcnt lgkmcnt(0)",
+        columns_of,
+        whole=True,
+        archs=("gfx950",),
+        lds=512,
+    )
+
+# f32 denormals follow MODE: off in the descriptor, then on again by s_setreg
+case("flush", "v_mul_f32 v10, 1.0, v2", lambda _, v: flushed(v[0]), denormals=False)
+case(
+    "flush_add",
+    "v_add_f32 v10, v2, v3",
+    lambda _, v: flushed(arithmetic(lambda a, b: a + b)(flushed(v[0]), flushed(v[1]))),
+    denormals=False,
+)
+case(
+    "setreg_denormals",
+    "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 4, 2), 3\n v_mul_f32 v10, 1.0, v2\n s_getreg_b32 s10, hwreg(HW_REG_MODE, 4, 2)\n v_mov_b32 v11, s10",
+    lambda _, v: [v[0], 3],
+    denormals=False,
+)
+
+
+def flushed(bits: int) -> int:
+    return bits & 0x80000000 if 0 < abs(f32(bits)) < 2.0**-126 else bits
+
+
+# Register indexing
+case(
+    "indexed_read",
+    "s_mov_b32 s10, 2\n s_set_gpr_idx_on s10, gpr_idx(SRC0)\n v_mov_b32 v10, v2\n s_set_gpr_idx_off",
+    lambda _, v: v[2],
+)
+case(
+    "indexed_write",
+    "s_mov_b32 s10, 1\n s_set_gpr_idx_on s10, gpr_idx(DST)\n v_mov_b32 v10, v2\n s_set_gpr_idx_off",
+    lambda _, v: [OLD, v[0]],
+)
+
 # Scalar; s10.. from lane 5 of v2, v3
 LANE5 = (
     "v_readlane_b32 s10, v2, 5\n v_readlane_b32 s11, v3, 5\n v_readlane_b32 s12, v4, 37\n v_readlane_b32 s13, v5, 37\n"
@@ -916,7 +971,11 @@ def objects(tmp_path_factory):
     folder = tmp_path_factory.mktemp("instructions")
     out = {}
     for arch in ("gfx942", "gfx950"):
-        kernels = [Kernel(f"case_{c.name}", PROLOGUE + "  " + c.body + EPILOGUE) for c in CASES if arch in c.archs]
+        kernels = [
+            Kernel(f"case_{c.name}", PROLOGUE + "  " + c.body + EPILOGUE, lds=c.lds, denormals=c.denormals)
+            for c in CASES
+            if arch in c.archs
+        ]
         out[arch] = (Emulator(arch), assemble(kernels, arch, folder))
     return out
 

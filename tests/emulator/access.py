@@ -332,7 +332,7 @@ def _bind_global_load(ins, program, address, load: Load, destination: str):
             deliver(w, first, extend(values, load), load)
             program.counters.vector_access(ins, w, a, load.size)
             if atomic:
-                program.acquire(w)
+                program.space.synchronise(w, rows, a, release=False, acquire=True)
         program.issue(w, ins, Event("vm", codes, size=load.size))
 
     return run
@@ -348,7 +348,7 @@ def _bind_global_store(ins, program, address, size: int, shift: int, source: str
             a = lanes_of(w, address(w))
             values = collect(w, first, size, shift)
             if atomic:
-                program.release(w)
+                program.space.synchronise(w, rows, a, release=True, acquire=False)
             if program.space.store(a, values, min(size, 4), w, Site(program, ins, w, rows, lanes), atomic):
                 program.progress()
             program.counters.vector_access(ins, w, a, size)
@@ -379,7 +379,7 @@ def _bind_global_atomic(ins, program, address, kind: str):
             site = Site(program, ins, w, rows, lanes)
             data = collect(w, first, size, 0).view(word)[:, 0]
             compare = collect(w, first + step, size, 0).view(word)[:, 0] if swap else None
-            program.release(w)
+            program.space.synchronise(w, rows, a, release=True, acquire=True)
             old = np.empty(len(a), word)
             for region, offsets, index, _ in program.space.find(a, size, size, site):
                 chosen = slice(None) if index is None else index
@@ -392,7 +392,6 @@ def _bind_global_atomic(ins, program, address, kind: str):
                 if program.space.races:
                     program.space._stamp(region, offsets, size, index, w, site, None)
             program.space.clock += 1
-            program.acquire(w)
             program.progress()
             if returns:
                 deliver(w, register(destination), old.view(np.uint8).reshape(-1, size).view(U32), Load(size))
@@ -513,10 +512,8 @@ def _bind_scratch(ins: Instruction, program):
 
 def _bind_buffer(ins: Instruction, program):
     name = ins.mnemonic.removeprefix("buffer_")
-    if name == "wbl2":
-        return program.release
-    if name == "inv":
-        return program.acquire
+    if name in ("wbl2", "inv"):  # caches are coherent here
+        return lambda w: None
     action, _, kind = name.partition("_")
     resource = ins.operands["srsrc"].code
     scalar = reader(ins.operands["soffset"], ins, U32)
@@ -808,8 +805,7 @@ def swizzle_lanes(offset: int) -> np.ndarray:
 
 
 def _bind_ds_transpose(ins, program, name: str):
-    """DS_READ_B64_TR_B16/B8/B4 and DS_READ_B96_TR_B6 (CDNA4 ISA 11.?): in each row of 16 lanes, lane i reads 64 (96) bits at
-    its own address; the 16 x n matrix of elements is then transposed as the matrix units need it."""
+    """DS_READ_B64_TR_B16 / B8 / B4 and DS_READ_B96_TR_B6: each row of 16 lanes reads a tile, each lane gets a column of it."""
     bits = int(name.rpartition("b")[2])
     size = 12 if bits == 6 else 8
     codes = tuple(ins.operands["vdst"].code + n for n in range(size // 4))
@@ -836,8 +832,9 @@ def _bind_ds_transpose(ins, program, name: str):
 def transpose_rows(values: np.ndarray, bits: int) -> np.ndarray:
     """The data movement of ds_read_*_tr_*: [n * 16 lanes, bytes] -> the same shape.
 
-    A row's 16 lanes hold, in lane order, 16 * k elements (k = 64 / bits); they are a k x 16 matrix, row-major; lane j
-    receives column j.
+    A row's 16 lanes hold, in lane order, 16 * k elements (k = 4, 8 or 16 of 16, 8 or 4 and 6 bits); they are a k x 16 matrix,
+    row-major; lane j receives column j. For 16 bits so described by Modular's ds_read_tr16_b64_row, for 8 bits as two
+    interleaved 8 x 8 transposes, which is the same; for 4 and 6 bits by analogy.
     """
     stream = np.unpackbits(values, axis=1, bitorder="little")
     per_lane = stream.shape[1] // bits

@@ -98,14 +98,19 @@ amdhsa.kernels:{metadata}
 """
 
 
+def build_module():
+    """csrc/build.py, which compiles."""
+    name = "csrc_build"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, _BUILD)
+        sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
 def assemble(kernels: list[Kernel], arch: str, folder: Path) -> Path:
     """Assembles and links the kernels; returns the code object."""
-    spec = importlib.util.spec_from_file_location("csrc_build", _BUILD)
-    build = sys.modules.get(spec.name)
-    if build is None:
-        build = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(build)
     text, output = folder / f"{arch}.s", folder / f"{arch}.co"
     text.write_text(source(kernels, arch))
-    build.compile_source(text, arch, output)
+    build_module().compile_source(text, arch, output)
     return output

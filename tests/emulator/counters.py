@@ -79,27 +79,34 @@ class Counters:
         self.lines_128 += lines[1]
 
     def lds_access(self, ins, w, addresses: np.ndarray, size: int) -> None:
-        """Counts an LDS access and its bank conflicts.
+        """Counts an LDS access and its bank conflicts: 32 banks of 4 bytes on gfx942, 64 on gfx950.
 
-        Lanes are served in consecutive groups that could fill all banks once: 32 lanes of 4 bytes on 32 banks (CDNA3 ISA
-        11.1), 64 banks on gfx950. A group takes as many cycles as the most distinct dwords that one bank must give.
+        Lanes are served in groups whose data could fill all banks once: 32 lanes of 4 bytes, 16 of 8, 8 of 16 on gfx942. A
+        group takes as many cycles as the most distinct dwords that one bank must give. Groups are consecutive lanes, but
+        for 16-byte reads on gfx942 (composable_kernel, "Understanding AMD GPU LDS and Bank Conflicts"). No document
+        tells gfx950's groups: they are taken to be consecutive.
         """
         banks = 64 if self.arch == "gfx950" else 32
+        crossed = size == 16 and banks == 32 and "read" in ins.mnemonic
         relative = addresses - (int(addresses[0]) & -(4 * banks))
-        key = ("lds", size, w.full, relative.tobytes() if w.full else (relative.tobytes(), w.mask.tobytes()))
+        key = ("lds", crossed, size, w.full, relative.tobytes() if w.full else (relative.tobytes(), w.mask.tobytes()))
         counted = self._patterns.get(key)
         if counted is None:
-            counted = self._patterns[key] = self._bank_cycles(w, relative, size, banks)
+            counted = self._patterns[key] = self._bank_cycles(w, relative, size, banks, crossed)
         self.lds_accesses += w.count
         self.lds_cycles += counted[0]
         self.lds_conflict_cycles += counted[0] - counted[1]
 
     @staticmethod
-    def _bank_cycles(w, addresses, size: int, banks: int) -> tuple[int, int]:
+    def _bank_cycles(w, addresses, size: int, banks: int, crossed: bool) -> tuple[int, int]:
+        """Cycles of an access, and how many it would take without conflicts."""
         rows, lanes = w.active()
         dwords = max(1, size // 4)
-        group_lanes = max(1, banks // dwords)
-        groups = rows * 64 + lanes // group_lanes
+        group = lanes // max(1, banks // dwords)
+        if crossed:  # quads of lanes 0 and 5, 1 and 4, 2 and 7, 3 and 6 of each half
+            quad = lanes % 32 // 4
+            group = lanes // 32 * 4 + np.where(quad < 4, quad, quad - 4 ^ 1)
+        groups = rows * 64 + group
         words = (addresses >> 2)[:, None] + np.arange(dwords)
         distinct = np.unique(np.stack([np.repeat(groups, dwords), words.ravel()]), axis=1)
         per_bank, counts = np.unique(np.stack([distinct[0], distinct[1] % banks]), axis=1, return_counts=True)

@@ -7,7 +7,7 @@ and 512-767 AGPRs.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tinygrad.renderer.amd import decode_inst
@@ -80,7 +80,18 @@ class Instruction:
         return [self.operands[n] for group in names for n in group if n in self.operands]
 
 
+_known: dict[bytes, Instruction] = {}  # by the instruction's own bytes
+
+
 def _decode(data: bytes, address: int) -> Instruction:
+    for size in (4, 8, 16):  # the first dword decides the size, so that no key is the beginning of another instruction
+        if found := _known.get(data[:size]):
+            return replace(found, address=address)
+    instruction = _decode_new(data, address)
+    return _known.setdefault(instruction.words, instruction)
+
+
+def _decode_new(data: bytes, address: int) -> Instruction:
     inst = decode_inst(data, "cdna")
     if type(inst).__name__ == "VOP3PX2" and inst._raw >> 16 & 0xFFFF != _SCALE_PREFIX:
         inst = decode_inst(data[:8], "cdna")  # an 8-byte instruction that an unscaled f8f6f4 one follows
@@ -180,9 +191,23 @@ def decode(code: bytes, address: int) -> list[Instruction]:
         try:
             instruction = _decode(window, address + at)
         except (ValueError, KeyError, RuntimeError) as error:
-            fields = {"error": str(error)}
-            instruction = Instruction(address + at, 4, "undecodable", "", "", {}, {}, window[:4])
-            object.__setattr__(instruction, "fields", fields)
+            instruction = Instruction(address + at, 4, "undecodable", "", "", {}, {"error": str(error)}, window[:4])
         instructions.append(instruction)
         at += instruction.size
-    return instructions
+    return _mark_indexed(instructions)
+
+
+def _mark_indexed(instructions: list[Instruction]) -> list[Instruction]:
+    """Tells the instructions under VGPR indexing (CDNA3 ISA, S_SET_GPR_IDX_ON), which compilers turn on around each."""
+    mode, marked = 0, []
+    for instruction in instructions:
+        if instruction.mnemonic == "s_set_gpr_idx_on":
+            operands = dict(instruction.operands)
+            mode = operands.pop("ssrc1").code & 15  # the field holds the mode, not an operand
+            instruction = replace(instruction, operands=operands, fields={**instruction.fields, "gpr_idx": mode})
+        elif instruction.mnemonic == "s_set_gpr_idx_off":
+            mode = 0
+        elif mode and instruction.encoding.startswith("VOP"):
+            instruction = replace(instruction, fields={**instruction.fields, "gpr_idx": mode})
+        marked.append(instruction)
+    return marked

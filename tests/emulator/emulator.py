@@ -54,7 +54,7 @@ class Program:
         entry, size = self.object.entry, self.object.size
         self.instructions = decode(bytes(code.image[entry : entry + size]), entry)
         self.index = {ins.address: i for i, ins in enumerate(self.instructions)}
-        self.bound = [self._bind(ins) for ins in self.instructions]
+        self.bound: list[Bound | None] = [None] * len(self.instructions)  # bound when first executed
         self.space_granule = min(
             [_narrowest(ins.mnemonic, ("global", "buffer", "flat")) for ins in self.instructions] + [4]
         )
@@ -62,7 +62,8 @@ class Program:
 
     # Binding
 
-    def _bind(self, ins: Instruction) -> Bound:
+    def bind(self, ins: Instruction) -> Bound:
+        """Resolves an instruction's operands once, for all its executions."""
         fault = ""
         try:
             if ins.encoding in _SCALAR:
@@ -130,14 +131,6 @@ class Program:
     def progress(self) -> None:
         """Something changed that another wave may be waiting for."""
         self.last_progress = self.steps
-
-    def release(self, w) -> None:
-        """The blocks' earlier writes become visible to whoever acquires later."""
-        self.space.released[w.block] = self.space.clock + 1
-
-    def acquire(self, w) -> None:
-        """The blocks see what was released before."""
-        self.space.acquired[w.block] = self.space.clock + 1
 
     def issue(self, w, ins, event: Event) -> None:
         """Records a memory operation that s_waitcnt has to wait for."""
@@ -286,8 +279,7 @@ class Program:
         self.arrived = np.zeros(blocks, np.int64)
         self.ended = np.zeros(blocks, np.int64)
         self.block_of = np.arange(blocks * self.waves_per_block) // self.waves_per_block
-        space.released = np.zeros(blocks, np.int64)
-        space.acquired = np.zeros(blocks, np.int64)
+        space.blocks = blocks
         lds = kernel.lds + launch.lds
         resident = min(blocks, options.resident_blocks(kernel, self.waves_per_block, lds))
         self.lds = Lds(resident, lds, self.lds_granule, options.races)
@@ -419,6 +411,8 @@ class Program:
                 steps += 1
                 counts[pc] += count
                 entry = bound[pc]
+                if entry is None:
+                    entry = bound[pc] = self.bind(self.instructions[pc])
                 alert = w.alert
                 if alert and not entry[1].isdisjoint(alert):
                     after = self.examine(w, pc)
@@ -633,6 +627,13 @@ def effects(ins: Instruction) -> tuple[frozenset[int], frozenset[int]]:
             writes.clear()
     if name == "s_setreg_b32":
         reads, writes = reads | writes, set()
+    if "gpr_idx" in ins.fields:  # which registers an indexed move touches is not known here
+        if "vdst" not in operands:
+            writes = {M0}
+        elif ins.fields["gpr_idx"] & 1:
+            reads = {M0}
+        else:
+            reads, writes = reads | {M0}, set()
     if "_lds_" in name or (ins.encoding == "MUBUF" and ins.fields.get("lds")):
         reads.add(M0)
     beyond = {EXEC, EXEC + 1} | set(range(108, 124)) | set(range(102, 106)) | {125}

@@ -58,9 +58,12 @@ class Space:
     def __init__(self, granule: int, races: bool):
         self.regions: dict[int, Region] = {}
         self.granule, self.races = granule, races
+        self.blocks = 1
         self.clock = 1
-        self.released = np.zeros(1, np.int64)
-        self.acquired = np.zeros(1, np.int64)
+        self.seen: dict[
+            int, np.ndarray
+        ] = {}  # block -> per block the clock up to which its writes are ordered before here
+        self.left: dict[int, np.ndarray] = {}  # address -> the same, as the last atomics there leave it
         self.addresses: dict[int, int] = {}
         self._keep: list = []
 
@@ -245,7 +248,7 @@ class Space:
         ordered = np.where(
             same,
             epoch < program.epochs[mine],
-            (self.released[block] > time) & (self.acquired[mine] > time),
+            self._seen_by(mine, block) > time,
         )
         suspect &= ~ordered
         if values is not None and suspect.any():
@@ -263,6 +266,33 @@ class Space:
             raise where(
                 GlobalRace, bad if index is None else int(index[bad]), message + " with nothing that orders the two"
             )
+
+    def _seen_by(self, mine: np.ndarray, writer: np.ndarray) -> np.ndarray:
+        """The clock up to which block `mine` has seen block `writer`."""
+        mine, writer = np.broadcast_arrays(mine, writer)
+        out = np.zeros(mine.shape, np.int64)
+        for block in np.unique(mine):
+            if int(block) in self.seen:
+                here = mine == block
+                out[here] = self.seen[int(block)][writer[here]]
+        return out
+
+    def synchronise(self, w, rows: np.ndarray, addresses: np.ndarray, release: bool, acquire: bool) -> None:
+        """Atomics order blocks: what a block did before one is seen by those whose atomics follow at that address. Every
+        atomic and every access with sc1 counts as release and acquire, whatever fences stand around it."""
+        if not self.races or self.blocks == 1:
+            return
+        pairs = dict.fromkeys(zip(w.block[rows].tolist(), addresses.tolist(), strict=True))
+        for block, address in pairs:
+            seen = self.seen.get(block)
+            left = self.left.get(address)
+            if acquire and left is not None:
+                seen = self.seen[block] = left.copy() if seen is None else np.maximum(seen, left)
+            if release:
+                left = np.zeros(self.blocks, np.int64) if left is None else left
+                left = left if seen is None else np.maximum(left, seen)
+                left[block] = self.clock + 1
+                self.left[address] = left
 
     def _stamp(self, region, offsets, size, index, w, where, values) -> None:
         if region.last is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .decode import EXEC, Instruction, Operand
+from .decode import EXEC, M0, Instruction, Operand
 from .errors import UnsupportedInstruction
 from .waves import ALL
 
@@ -500,6 +500,16 @@ def _bind_save_exec(ins: Instruction, fn, keeps_result: bool):
     return run
 
 
+def _bind_index_mode(ins: Instruction, program):
+    """S_SET_GPR_IDX_ON: the index goes to M0[7:0]; `decode` has told the instructions that follow."""
+    read = reader(ins.operands["ssrc0"], ins, U32)
+
+    def run(w):
+        w.S[M0][...] = w.S[M0] & ~U32(255) | read(w) & U32(255)
+
+    return run
+
+
 def bind(ins: Instruction, program) -> Callable:
     """Resolves a scalar instruction to a function on waves."""
     name = ins.mnemonic
@@ -511,6 +521,8 @@ def bind(ins: Instruction, program) -> Callable:
         raise UnsupportedInstruction(name)
     if name in ("s_getpc_b64", "s_setpc_b64", "s_swappc_b64", "s_call_b64"):
         return _bind_pc(ins, program)
+    if name == "s_set_gpr_idx_on":
+        return _bind_index_mode(ins, program)
     if name.startswith(("s_getreg", "s_setreg")):
         return _bind_hwreg(ins, program)
     for suffix, keeps in (("_saveexec_b64", False), ("_wrexec_b64", True)):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import formats
-from .decode import VCC, VGPR, Instruction, Operand
+from .decode import M0, VCC, VGPR, Instruction, Operand
 from .errors import UnsupportedInstruction
 from .salu import bit_field, find_first_one, leading_signs, leading_zeros, mul_hi, popcount, reader, reverse_bits
 from .vector import (
@@ -869,6 +869,8 @@ HALVES = {"v_mov_b64", "v_pk_mov_b32", *(name for name in PACKED_OPS if name.end
 def bind(ins: Instruction, program) -> Callable:
     """Resolves a vector instruction to a function on waves."""
     name = ins.mnemonic
+    if "gpr_idx" in ins.fields:
+        return _bind_indexed_move(ins, program)
     if family := special(name):
         return family(ins, program)
     if name in PACKED_OPS:
@@ -1059,6 +1061,24 @@ def _packed_half(operand: Operand, ins: Instruction, program, dtype, chosen: int
 
 
 # Instructions that are not a function of one lane
+
+
+def _bind_indexed_move(ins, program):
+    """V_MOV_B32 under S_SET_GPR_IDX_ON: M0[7:0] is added to the VGPR number of source 0 (mode bit 0) or of the result (bit 3)."""
+    mode, source, destination = ins.fields["gpr_idx"], ins.sources[0], ins.operands["vdst"]
+    if ins.mnemonic != "v_mov_b32" or ins.variant or mode not in (1, 8):
+        raise UnsupportedInstruction(f"{ins.text} under VGPR indexing")
+    value = read(source, ins, program, U32)
+
+    def run(w):
+        for n in range(w.count):
+            index = int(w.S[M0][n, 0]) & 255
+            at, to = source.code + index * (mode == 1), destination.code + index * (mode == 8)
+            check_allocated(Operand(to if mode == 8 else at, 1, "B32", 32), program)
+            values = w.U[register(at)][n] if mode == 1 else np.broadcast_to(value(w), (w.count, 64))[n]
+            np.copyto(w.U[register(to)][n], values, where=w.mask[n])
+
+    return run
 
 
 def _bind_pk_mov(ins, program):
