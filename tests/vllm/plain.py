@@ -10,17 +10,19 @@ import pathlib
 import torch
 from safetensors.torch import load_file
 
-LIMIT = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
+LIMIT = 448.0
 BLOCK = 128
 
 
 class Model:
-    """A checkpoint and its forward pass. `quant_dtype` is the e4m3 format that activations are rounded to."""
+    """A checkpoint and its forward pass.
 
-    def __init__(self, folder: pathlib.Path, quant_dtype: torch.dtype = torch.float8_e4m3fn):
+    Everything is quantized to e4m3fn. gfx942's e4m3fnuz, with its scales twice as large, stands for the same values.
+    """
+
+    def __init__(self, folder: pathlib.Path):
         self.config = json.loads((folder / "config.json").read_text())
         self.weights = load_file(folder / "model.safetensors")
-        self.quant_dtype = quant_dtype
         quantization = self.config.get("quantization_config") or {}
         self.upper_bound = quantization.get("activation_scale_ub")
         self.dtype = torch.bfloat16
@@ -60,24 +62,16 @@ class Model:
             return (values @ (weight.float() * scale.reshape(-1, 1)).t()).to(self.dtype)
         names = merged or (name,)
         largest = max(self.weights[f"{other}.weight_scale"] for other in names)
-        shared = self.rounded((weight.half() * scale.half()).float(), largest, dtype=weight.dtype)
+        shared = self.rounded((weight.half() * scale.half()).float(), largest)
         values = self.rounded(x.float(), max(self.weights[f"{other}.input_scale"] for other in names))
         return (values @ shared.t()).to(self.dtype)
 
-    def rounded(
-        self,
-        x: torch.Tensor,
-        scale: torch.Tensor | None,
-        upper_bound: float | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
+    def rounded(self, x: torch.Tensor, scale: torch.Tensor | None, upper_bound: float | None = None) -> torch.Tensor:
         """x rounded to e4m3 in units of the scale, or of one scale for each row of the last dimension."""
-        dtype = dtype or self.quant_dtype
-        limit = LIMIT[dtype]
         if scale is None:
             largest = x.abs().amax(-1, keepdim=True).clamp(max=upper_bound or torch.inf)
-            scale = (largest / limit).clamp(min=1 / (limit * 512))
-        return (x / scale).clamp(-limit, limit).to(dtype).float() * scale
+            scale = (largest / LIMIT).clamp(min=1 / (LIMIT * 512))
+        return (x / scale).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn).float() * scale
 
     def unblocked(self, name: str) -> torch.Tensor:
         """A weight with 128x128 block scales, in fp32."""

@@ -3,10 +3,11 @@
 import importlib.metadata
 
 import checkpoints
-import plain
 import pytest
 import torch
-from conftest import FLAVOURS, STEPS, STOCK, prompts
+from conftest import FLAVOURS, STEPS, STOCK
+
+pytestmark = pytest.mark.slow
 
 MODES = ("eager", "compiled")
 MODES_OF = [(mode, flavour) for mode in MODES for flavour in FLAVOURS if (mode, flavour[1]) != ("compiled", "bounded")]
@@ -85,6 +86,27 @@ def test_tokens_are_those_of_stock_vllm(request, stock, mode, flavour):
     assert request.getfixturevalue(mode)[name]["tokens"] == stock[name]["tokens"]
 
 
+GFX942_FORMAT = """
+import torch
+from vllm.platforms.cpu import CpuPlatform
+CpuPlatform.fp8_dtype = classmethod(lambda cls: torch.float8_e4m3fnuz)
+CpuPlatform.is_fp8_fnuz = classmethod(lambda cls: True)
+"""
+
+
+def test_gfx942_code_runs_inside_vllm(engines, expected):
+    """Every op of a generation runs its gfx942 code object in the emulator, in gfx942's e4m3fnuz, and tokens are right."""
+    flavours = [("llama", kind) for kind in ("static", "token", "block")]
+    jobs = {"-".join(flavour): engines.job(flavour, emulate="gfx942") for flavour in flavours}
+    answers = engines.run(jobs, before=GFX942_FORMAT)
+    for flavour in flavours:
+        answer = answers["-".join(flavour)]
+        kernels = {kernel for counts in answer["stats"].values() for kernel in counts}
+        assert not [kernel for kernel in kernels if kernel.startswith("fallback")]
+        assert {op: sum(counts.values()) for op, counts in answer["stats"].items()} == expected_calls(flavour)
+        agree(answer, expected(flavour, answer["tokens"]))
+
+
 FAULTS = {
     "the residual is not added": (
         ("llama", "bf16"),
@@ -122,15 +144,3 @@ def test_a_planted_fault_is_noticed(faulty, expected, fault):
     flavour, *_ = FAULTS[fault]
     with pytest.raises(AssertionError):
         agree(faulty[fault], expected(flavour, faulty[fault]["tokens"]))
-
-
-def test_plain_model_has_no_near_ties(engines):
-    """The prompts are what conftest.py says of them: the plain model's best token always leads."""
-    for flavour in FLAVOURS:
-        model = plain.Model(engines.checkpoint(flavour))
-        for prompt in prompts(flavour):
-            tokens = list(prompt)
-            for _ in range(STEPS):
-                best = model.logits(tokens, len(prompt))[-1].log_softmax(-1).topk(2)
-                assert best.values[0] - best.values[1] >= 2.5, (flavour, len(prompt))
-                tokens.append(int(best.indices[0]))

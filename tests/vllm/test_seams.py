@@ -17,6 +17,7 @@ def lines_about(output: str) -> dict[str, str]:
     return dict(found)
 
 
+@pytest.mark.slow
 def test_broken_seams_are_off_and_the_others_on(engines, expected):
     """One seam's vLLM function has other parameters, one seam's installation raises, one is switched off."""
     before = """
@@ -39,6 +40,7 @@ norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
     assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(MODEL, answer["tokens"])]
 
 
+@pytest.mark.slow
 def test_an_unknown_vllm_is_left_alone(engines, stock):
     """Outside the releases that the seams were tried on, nothing is replaced."""
     before = "import vllm\nvllm.__version__ = '0.99.0'"
@@ -86,6 +88,7 @@ platform.check_and_update_config = classmethod(check_and_update_config)
 name ops that CPU builds lack."""
 
 
+@pytest.mark.slow
 def test_stale_compiled_graphs_are_not_run(engines, expected):
     """vLLM loads a graph that was compiled without the plugin, unless the plugin marks the configuration."""
 

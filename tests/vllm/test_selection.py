@@ -17,6 +17,8 @@ import zipfile
 import pytest
 import selection
 
+pytestmark = pytest.mark.slow
+
 HERE = pathlib.Path(__file__).parent
 BUILD = HERE.parents[1] / "build"
 RELEASES = {
