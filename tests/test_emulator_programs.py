@@ -280,3 +280,27 @@ def test_gemm_without_its_barrier(gemm):
 def test_gemm_that_sums_before_all_parts_are_there(gemm):
     with pytest.raises((errors.GlobalRace, errors.Uninitialised), match="argument"):
         gemm(4, "EVERY_BLOCK_SUMS")
+
+
+# Three dimensions, and the hidden arguments of hipcc's blockDim and gridDim
+
+SHAPE = """
+extern "C" __attribute__((global)) void shape(unsigned* out) {
+  unsigned x = __builtin_amdgcn_workitem_id_x(), y = __builtin_amdgcn_workitem_id_y(), z = __builtin_amdgcn_workitem_id_z();
+  unsigned bx = __builtin_amdgcn_workgroup_id_x(), by = __builtin_amdgcn_workgroup_id_y(), bz = __builtin_amdgcn_workgroup_id_z();
+  unsigned sx = __builtin_amdgcn_workgroup_size_x(), sy = __builtin_amdgcn_workgroup_size_y(), sz = __builtin_amdgcn_workgroup_size_z();
+  unsigned block = (bz * 2 + by) * 3 + bx;
+  out[block * 60 + (z * sy + y) * sx + x] = block << 24 | z << 16 | y << 8 | x | sz << 28;
+}
+"""
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_three_dimensions(arch, tmp_path):
+    (tmp_path / "shape.hip").write_text(SHAPE)
+    build.compile_source(tmp_path / "shape.hip", arch, tmp_path / "shape.co")
+    output = torch.zeros(2, 2, 3, 3, 4, 5, dtype=torch.int32)  # blocks z y x, threads z y x
+    Emulator(arch).run(tmp_path / "shape.co", Launch("", "shape", (3, 2, 2), (5, 4, 3), (output,)), (output,))
+    bz, by, bx, z, y, x = np.indices(output.shape)
+    expected = ((bz * 2 + by) * 3 + bx) << 24 | z << 16 | y << 8 | x | 3 << 28
+    assert np.array_equal(output.numpy().view(np.uint32), expected)

@@ -8,6 +8,7 @@ Data moves when the instruction issues; the destination is then forbidden until 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,28 +23,34 @@ from .waves import LANES, SGPRS
 
 
 class Event:
-    """An outstanding memory operation. `registers` arrive when it is done; `granules` are LDS that it writes."""
+    """An outstanding memory operation. `registers` arrive when it is done; `granules` [n, k] are the LDS that it writes, one
+    row for each active lane, whose wave `rows` [n] tells."""
 
-    __slots__ = ("granules", "kind", "lgkm", "load", "registers", "scalar", "size", "vm")
+    __slots__ = ("granules", "kind", "lgkm", "load", "registers", "rows", "scalar", "size", "vm")
 
-    def __init__(self, kind: str, registers=(), granules=None, size: int = 0, load: bool = True):
-        self.kind, self.registers, self.granules, self.size, self.load = kind, tuple(registers), granules, size, load
+    def __init__(self, kind: str, registers=(), size: int = 0, load: bool = True, granules=None, rows=None):
+        self.kind, self.registers, self.size, self.load = kind, tuple(registers), size, load
+        self.granules, self.rows = granules, rows
         self.vm = kind in ("vm", "flat")
         self.lgkm = kind in ("lds", "scalar", "flat")
         self.scalar = kind == "scalar"
 
-    def part(self, keep) -> Event:
-        """The event as part of its waves see it."""
-        other = object.__new__(Event)
-        for name in self.__slots__:
-            setattr(other, name, getattr(self, name))
+    def part(self, keep: np.ndarray) -> Event:
+        """The event as the waves that `keep` (bool [waves]) names see it."""
+        other = copy.copy(self)
+        if self.granules is not None:
+            chosen = keep[self.rows]
+            other.granules, other.rows = self.granules[chosen], (np.cumsum(keep) - 1)[self.rows[chosen]]
         return other
 
-    def join(self, other: Event) -> None:
-        """Takes in another part of the same waves' event."""
-        if other.granules is not None and self.granules is not other.granules:
-            parts = [self.granules, other.granules]
-            self.granules = np.concatenate([p.ravel() for p in parts])
+    def join(self, other: Event, waves: int) -> None:
+        """Takes in the same event of further waves; `waves` were here before."""
+        if self.granules is None or other.granules is None:
+            theirs = other.granules, None if other.rows is None else other.rows + waves
+            self.granules, self.rows = theirs if self.granules is None else (self.granules, self.rows)
+            return
+        self.granules = np.concatenate([self.granules, other.granules])
+        self.rows = np.concatenate([self.rows, other.rows + waves])
 
 
 class Site:
@@ -639,10 +646,10 @@ def _bind_load_to_lds(ins, program, address, size: int, immediate: int, place):
                 values = np.ascontiguousarray(extend(values, load)).view(np.uint8)
             base = (w.S[M0][rows, 0] & U32(0x3FFFF if program.arch == "gfx950" else 0xFFFF)).astype(I64)
             positions = program.lds.locate(base + offset + lanes * step, step, 4, program.slots[w.block[rows]], site)
-            granules = program.lds.store(positions, values, w, site)
+            granules = program.lds.store(positions, values, w, site).reshape(len(rows), -1)
             program.lds.in_flight[granules] = True
             program.counters.vector_access(ins, w, a, size)
-        program.issue(w, ins, Event("vm", (), granules, size))
+        program.issue(w, ins, Event("vm", size=size, granules=granules, rows=None if granules is None else rows))
 
     return run
 
@@ -712,11 +719,13 @@ def _bind_ds(ins: Instruction, program):
             written = []
             for at, first in zip(offsets, firsts, strict=True):
                 where, a = positions(w, at, size, align, site)
-                written.append(program.lds.store(where, collect(w, first, size, shift), w, site).ravel())
+                written.append(program.lds.store(where, collect(w, first, size, shift), w, site).reshape(len(rows), -1))
                 program.counters.lds_access(ins, w, a, size)
-            granules = np.concatenate(written)
+            granules = np.concatenate(written, axis=1)
             program.progress()
-        program.issue(w, ins, Event("lds", (), granules, size, load=False))
+        program.issue(
+            w, ins, Event("lds", size=size, load=False, granules=granules, rows=None if granules is None else rows)
+        )
 
     return run_write
 

@@ -116,6 +116,7 @@ class Counters:
 
     def finish(self, code: list, counts: list[int]) -> None:
         """Adds what follows from how often each instruction ran."""
+        self._patterns.clear()
         for ins, count in zip(code, counts, strict=True):
             if not count:
                 continue

@@ -108,7 +108,9 @@ class Program:
     def error(self, kind, ins, w, row: int, lane: int | None, message: str) -> errors.EmulatorError:
         """An error that says where it happened."""
         where = self.wave_name(int(w.id[row])) + ("" if lane is None else f", lane {lane}")
-        return kind(f"{self.object.name}+{ins.address - self.object.entry:#x} `{ins.text}`, {where}: {message}")
+        error = kind(f"{self.object.name}+{ins.address - self.object.entry:#x} `{ins.text}`, {where}: {message}")
+        error.located = True
+        return error
 
     def wave_name(self, wave: int) -> str:
         """The block and wave of a wave number."""
@@ -340,7 +342,8 @@ class Program:
         vgpr = np.full((kernel.vgprs + kernel.agprs, count, LANES), _POISON, np.uint32)
         thread = wave[:, None] * LANES + np.arange(LANES)
         x, y, _ = self.block_size
-        vgpr[0] = thread % x | thread // x % y << 10 | thread // x // y << 20
+        axes = kernel.rsrc2 >> 11 & 3  # ENABLE_VGPR_WORKITEM_ID: x, xy or xyz, packed
+        vgpr[0] = thread % x | (thread // x % y << 10 if axes else 0) | (thread // x // y << 20 if axes > 1 else 0)
         sgpr = np.full((count, SGPRS), _POISON, np.uint32)
         known = self._set_sgprs(sgpr, block)
         sgpr.view(np.uint64)[:, EXEC // 2] = Waves.bits(thread < self.threads)[:, 0]
@@ -422,7 +425,7 @@ class Program:
                     result = entry[0](w)
                 if result is None:
                     pc += 1
-                elif result >= 0 if type(result) is int else False:
+                elif type(result) is int and result >= 0:
                     pc = result
                 elif result == Signal.YIELD:
                     pc += 1
@@ -443,6 +446,14 @@ class Program:
                     w.pc = pc
                     self._meet(w)
                     count = w.count
+        except errors.EmulatorError as error:
+            if error.located:
+                raise
+            raise self.error(type(error), self.instructions[pc], w, 0, None, str(error)) from error
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # what no instruction here foresaw
+            ins = self.instructions[min(pc, len(self.instructions) - 1)]
+            message = f"{type(error).__name__}: {error}"
+            raise self.error(errors.UnsupportedInstruction, ins, w, 0, None, message) from error
         finally:
             self.steps += steps
         w.pc = pc
@@ -652,9 +663,8 @@ class Options:
     lds_bytes: int = 65536
 
     def resident_blocks(self, kernel: KernelObject, waves_per_block: int, lds: int) -> int:
-        """Blocks that the chip holds at once: limited by registers (512 per lane and SIMD), 8 waves per SIMD, and LDS."""
-        waves = 4 * min(8, 512 // kernel.registers)
-        blocks = max(1, waves // waves_per_block)
+        """Blocks that the chip holds at once, as registers and LDS limit them."""
+        blocks = max(1, 4 * kernel.waves_per_simd // waves_per_block)
         if lds:
             blocks = max(1, min(blocks, self.lds_bytes // lds))
         return blocks * self.compute_units
@@ -719,7 +729,14 @@ class Emulator:
             raise errors.LaunchError(f"{launch.symbol}: args must be {expected} bytes, got {len(content)}")
         # the segment is allocated in 64-byte lines, and compilers read to their ends
         size = -(-max(kernel.kernarg_size, 1) // 64) * 64
-        return space.add_bytes("the kernel arguments", content.ljust(size, b"\0"))
+        content = bytearray(content.ljust(size, b"\0"))
+        for arg in kernel.metadata.get(".args", ()):
+            kind, axis = arg[".value_kind"][:-2], "xyz".find(arg[".value_kind"][-1])
+            hidden = {"hidden_block_count": launch.grid, "hidden_group_size": launch.block}
+            if kind in hidden:
+                value = hidden[kind][axis].to_bytes(arg[".size"], "little")
+                content[arg[".offset"] : arg[".offset"] + arg[".size"]] = value
+        return space.add_bytes("the kernel arguments", bytes(content))
 
     def program(self, path: Path | str, symbol: str) -> Program:
         """The bound kernel; cached until the file changes."""

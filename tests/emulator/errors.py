@@ -6,6 +6,8 @@ from __future__ import annotations
 class EmulatorError(RuntimeError):
     """A fault of the kernel under test. Subclasses say which kind."""
 
+    located = False  # whether the text names the place
+
 
 class UnsupportedInstruction(EmulatorError):
     """The emulator has no semantics for this instruction, or its bytes do not decode."""

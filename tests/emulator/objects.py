@@ -96,6 +96,11 @@ class KernelObject:
         return max(0, self.registers - self.vgprs)
 
     @property
+    def waves_per_simd(self) -> int:
+        """Waves that the registers let one SIMD hold: 512 per lane, at most 8 waves (CDNA3 ISA 3.6)."""
+        return min(8, 512 // self.registers)
+
+    @property
     def float_mode(self) -> int:
         """MODE's low byte: round modes in bits 0-3, denormal modes of f32 and of f64/f16 in bits 4-7."""
         return (self.rsrc1 >> 12) & 0xFF

@@ -125,7 +125,7 @@ class Waves:
     def join(self, other: Waves) -> None:
         """Takes in `other`'s waves."""
         for mine, theirs in zip(self.order, other.order, strict=True):
-            mine.join(theirs)
+            mine.join(theirs, self.count)
         for code in self.undefined | other.undefined:
             lanes = [w.defined.get(code, np.full((w.count, LANES), code not in w.undefined)) for w in (self, other)]
             self.defined[code] = np.concatenate(lanes)
