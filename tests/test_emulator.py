@@ -149,6 +149,11 @@ KERNELS = [
         + "global_store_dword v1, v0, s[6:7]\n v_mov_b32 v2, 0\n s_waitcnt vmcnt(0)\n global_load_dword v3, v2, s[6:7]\n s_waitcnt vmcnt(0)",
     ),
     Kernel(
+        "write_after_read_race",  # every block reads its neighbour's word, then writes its own
+        LOAD_POINTERS
+        + "s_xor_b32 s8, s2, 1\n s_lshl_b32 s8, s8, 2\n s_lshl_b32 s9, s2, 2\n v_mov_b32 v1, s8\n v_mov_b32 v2, s9\n global_load_dword v3, v1, s[4:5]\n s_waitcnt vmcnt(0)\n v_add_u32 v3, 1, v3\n global_store_dword v2, v3, s[4:5]",
+    ),
+    Kernel(
         "global_through_barrier",
         LOAD_POINTERS
         + "v_lshlrev_b32 v1, 2, v0\n global_store_dword v1, v0, s[6:7]\n"
@@ -526,6 +531,8 @@ def test_global_races(device, seed):
         device.run("wave_race", block=128, emulator=emulator)
     with pytest.raises((errors.GlobalRace, errors.Uninitialised), match="byte 0 of argument 1"):
         device.run("read_race", grid=4, emulator=emulator)
+    with pytest.raises(errors.GlobalRace, match="argument 0"):
+        device.run("write_after_read_race", grid=4, emulator=emulator)
     source = torch.zeros(256, dtype=torch.int32)
     device.run("global_through_barrier", source, block=256, emulator=emulator)
     assert torch.equal(source, arange(256) ^ 64)

@@ -18,8 +18,8 @@ from . import formats
 from .decode import M0, NO_ADDRESS, VGPR, Instruction, Operand
 from .errors import ScratchOutOfBounds, Uninitialised, UnsupportedInstruction
 from .salu import APERTURES, reader
-from .vector import F16, F32, F64, I32, I64, U16, U32, U64, check_allocated, dpp_lanes, pair, read, register
-from .waves import LANES, SGPRS
+from .vector import F16, F32, F64, I32, I64, U16, U32, U64, check_allocated, dpp_lanes, pair, register
+from .waves import LANES
 
 
 class Event:
@@ -391,6 +391,7 @@ def _bind_global_atomic(ins, program, address, kind: str):
             for region, offsets, index, _ in program.space.find(a, size, size, site):
                 chosen = slice(None) if index is None else index
                 units = offsets >> (size.bit_length() - 1)
+                region.stored = True
                 if region.written is not None:
                     program.space._check_written(region, units, size, size, index, site)
                 old[chosen] = update(
@@ -771,7 +772,6 @@ def _bind_ds_lanes(ins, program, name: str):
     destination = _check_code(code, program)
     offset = ins.fields["offset0"] | ins.fields["offset1"] << 8
     if name == "swizzle_b32":
-        source = _check_code((ins.operands.get("data0") or ins.operands["addr"]).code, program)
         source = _check_code(ins.operands["addr"].code, program)
         table = swizzle_lanes(offset)
 
@@ -866,6 +866,3 @@ BINDERS = {
 def bind(ins: Instruction, program) -> Callable:
     """Resolves a memory instruction to a function on waves."""
     return BINDERS[ins.encoding](ins, program)
-
-
-__all__ = ["ATOMICS", "SGPRS", "Event", "Site", "bind", "read"]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import access, errors, salu, valu
-from .access import Event, Site
+from .access import Event
 from .counters import Counters
 from .decode import AGPR, EXEC, M0, VCC, VGPR, Instruction, Operand, decode
 from .memory import Lds, Space
@@ -54,6 +54,7 @@ class Program:
         entry, size = self.object.entry, self.object.size
         self.instructions = decode(bytes(code.image[entry : entry + size]), entry)
         self.index = {ins.address: i for i, ins in enumerate(self.instructions)}
+        self.stored: set[str] | None = None  # the arguments that launches so far wrote to
         self.bound: list[Bound | None] = [None] * len(self.instructions)  # bound when first executed
         self.space_granule = min(
             [_narrowest(ins.mnemonic, ("global", "buffer", "flat")) for ins in self.instructions] + [4]
@@ -282,6 +283,7 @@ class Program:
         self.ended = np.zeros(blocks, np.int64)
         self.block_of = np.arange(blocks * self.waves_per_block) // self.waves_per_block
         space.blocks = blocks
+        space.watch(self.stored)
         lds = kernel.lds + launch.lds
         resident = min(blocks, options.resident_blocks(kernel, self.waves_per_block, lds))
         self.lds = Lds(resident, lds, self.lds_granule, options.races)
@@ -295,6 +297,7 @@ class Program:
             while self.next_blocks or self.queue or self.waiting:
                 self._turn()
         self.counters.finish(self.instructions, self.counts)
+        self.stored = space.stored_names() | (self.stored or set())
         return self.counters
 
     def _turn(self) -> None:
@@ -753,6 +756,3 @@ class Emulator:
                 raise errors.LaunchError(f"{path} must hold {symbol}, got {sorted(code.kernels)}")
             self._programs[key] = Program(code, symbol, self.arch.name)
         return self._programs[key]
-
-
-__all__ = ["Emulator", "Options", "Program", "Site"]

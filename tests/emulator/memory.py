@@ -12,6 +12,7 @@ import numpy as np
 from .errors import GlobalRace, LdsOutOfBounds, LdsRace, Misaligned, MissingWait, OutOfBounds, Uninitialised
 
 _SLOT = 36  # log2 of the distance of regions
+_WATCHED = 1 << 24  # readers are remembered in regions of up to so many bytes
 _WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _ONES = {size: np.frombuffer(b"\1" * size, dtype)[0] for size, dtype in _WORD.items()}
 
@@ -44,6 +45,9 @@ class Region:
         self.written: np.ndarray | None = None  # bytes written so far, if not all are
         self.written_views: dict = {}
         self.last: np.ndarray | None = None  # per granule: who wrote it last, and when
+        self.readers: np.ndarray | None = None  # who read it last, and who before
+        self.watched = False  # whether readers are remembered
+        self.stored = False  # whether this launch wrote to it
 
     def track_writes(self) -> None:
         """Starts with all bytes written."""
@@ -115,6 +119,16 @@ class Space:
         if not belongs[start - low : end - low].all():
             region.holes = np.concatenate([[0], np.cumsum(belongs)])
 
+    def watch(self, stored: set[str] | None) -> None:
+        """Remembers readers in the regions that hold one of the named tensors; None: in all."""
+        for region in self.regions.values():
+            known = stored is None or not stored.isdisjoint(region.name.split(" and "))
+            region.watched = self.races and region.writable and known and region.data.size <= _WATCHED
+
+    def stored_names(self) -> set[str]:
+        """The tensors of the regions that were written to."""
+        return {name for region in self.regions.values() if region.stored for name in region.name.split(" and ")}
+
     def address(self, tensor) -> int:
         """The virtual address of a tensor of the launch; of an empty one, an address that nothing may touch."""
         return self.addresses.get(tensor.data_ptr(), 1 << 47 | tensor.data_ptr() & 0xFFF)
@@ -178,8 +192,10 @@ class Space:
             values = np.ascontiguousarray(region.views[unit][units]).view(np.uint8).reshape(len(offsets), size)
             if region.written is not None:
                 self._check_written(region, units, unit, size, index, where)
-            if region.last is not None and self.races and not atomic:
+            if self.races and not atomic:
                 self._check_order(region, offsets, size, index, w, where, None)
+                if region.watched and where.lanes is not None:
+                    self._stamp_readers(region, offsets, size, index, w, where)
             if index is None:
                 return values
             if out is None:
@@ -200,6 +216,7 @@ class Space:
         size = values.shape[1]
         changed = False
         for region, offsets, index, unit in self.find(a, size, align, where):
+            region.stored = True
             if not region.writable:
                 raise where(OutOfBounds, 0 if index is None else int(index[0]), f"{region.name} is read-only")
             mine = values if index is None else values[index]
@@ -209,8 +226,8 @@ class Space:
             old = view[units]
             if not changed:
                 changed = old.tobytes() != new.tobytes()
-            if self.races:
-                self._check_order(region, offsets, size, index, w, where, None if atomic else (old, new))
+            if self.races and not atomic:
+                self._check_order(region, offsets, size, index, w, where, (old, new))
             view[units] = new
             if self.races:
                 self._stamp(region, offsets, size, index, w, where, None if atomic else (view, units, new))
@@ -219,7 +236,7 @@ class Space:
         self.clock += 1
         return changed
 
-    # Races: `last` holds clock << 32 | barrier epoch << 20 | wave id + 1 of each granule's last writer.
+    # Races: `last` holds clock << 32 | barrier epoch << 20 | wave id + 1 of each granule's last writer, `readers` of readers.
 
     def _granules(self, offsets, size):
         shift = self.granule.bit_length() - 1
@@ -228,44 +245,57 @@ class Space:
         return first[:, None] + np.arange(count)
 
     def _check_order(self, region, offsets, size, index, w, where, values) -> None:
-        if region.last is None:
-            return
-        granules = self._granules(offsets, size)
-        last = region.last[granules]
-        if not last.any():
-            return
+        """Refuses an access that nothing orders after another wave's: a read after a write; a write (`values` are the old and
+        the new bytes) after a write of something else, or after a read."""
         rows = where.rows if index is None else where.rows[index]
-        writer = (last & 0xFFFFF) - 1
-        me = w.id[rows][:, None]
-        suspect = (writer >= 0) & (writer != me)
-        if not suspect.any():
-            return
-        program = where.program
-        block = program.block_of[np.maximum(writer, 0)]
-        mine = w.block[rows][:, None]
-        time, epoch = last >> 32, last >> 20 & 0xFFF
-        same = block == mine
-        ordered = np.where(
-            same,
-            epoch < program.epochs[mine],
-            self._seen_by(mine, block) > time,
-        )
-        suspect &= ~ordered
-        if values is not None and suspect.any():
-            old, new = values
-            differ = (np.ascontiguousarray(old).view(np.uint8) != np.ascontiguousarray(new).view(np.uint8)).reshape(
-                len(offsets), -1
-            )
-            suspect &= differ.any(axis=1)[:, None]
+        granules = self._granules(offsets, size)
+        changed = True
+        if values is not None:
+            old, new = (np.ascontiguousarray(x).view(np.uint8).reshape(len(offsets), -1) for x in values)
+            changed = (old != new).any(axis=1)[:, None]
+        kinds = [("written", region.last)] if region.last is not None else []
+        if values is not None and region.readers is not None:
+            kinds += [("read", readers) for readers in region.readers]
+        for kind, keys in kinds:
+            who = keys[granules]
+            suspect = self._unordered(who, w, rows, where.program) & changed
+            if suspect.any():
+                bad = int(np.argmax(suspect.any(axis=1)))
+                other = int(who[bad, np.argmax(suspect[bad])] & 0xFFFFF) - 1
+                action = "read" if values is None else "overwritten"
+                message = f"byte {int(offsets[bad]) - region.start} of {region.name}, {action} here, was {kind} by "
+                message += f"{where.program.wave_name(other)} with nothing that orders the two"
+                raise where(GlobalRace, bad if index is None else int(index[bad]), message)
+
+    def _unordered(self, keys, w, rows, program) -> np.ndarray:
+        """Where a granule's last access is another wave's, and not before this one: no barrier in the block, no atomics
+        between blocks."""
+        suspect = keys != 0
         if suspect.any():
-            bad = int(np.argmax(suspect.any(axis=1)))
-            column = int(np.argmax(suspect[bad]))
-            at = int(offsets[bad]) - region.start
-            action = "overwritten" if values is not None else "read"
-            message = f"byte {at} of {region.name}, {action} here, was written by {program.wave_name(int(writer[bad, column]))}"
-            raise where(
-                GlobalRace, bad if index is None else int(index[bad]), message + " with nothing that orders the two"
-            )
+            suspect &= (keys & 0xFFFFF) - 1 != w.id[rows][:, None]
+        if not suspect.any():
+            return suspect
+        block = program.block_of[np.maximum((keys & 0xFFFFF) - 1, 0)]
+        mine = w.block[rows][:, None]
+        same = (keys >> 20 & 0xFFF) < program.epochs[mine]
+        return suspect & ~np.where(block == mine, same, self._seen_by(mine, block) > keys >> 32)
+
+    def _stamp_readers(self, region, offsets, size, index, w, where) -> None:
+        """Remembers each granule's last reader, and the last one before that was another wave."""
+        if region.readers is None:
+            region.readers = np.zeros((2, -(-region.data.size // self.granule)), np.int64)
+        rows = where.rows if index is None else where.rows[index]
+        granules = self._granules(offsets, size)
+        key = self._key(w, rows, where.program)[:, None]
+        last, before = region.readers
+        old = last[granules]
+        another = (old & 0xFFFFF) != (key & 0xFFFFF)
+        if another.any():
+            before[granules[another]] = old[another]
+        last[granules] = key
+
+    def _key(self, w, rows, program) -> np.ndarray:
+        return self.clock << 32 | (program.epochs[w.block[rows]] & 0xFFF) << 20 | w.id[rows] + 1
 
     def _seen_by(self, mine: np.ndarray, writer: np.ndarray) -> np.ndarray:
         """The clock up to which block `mine` has seen block `writer`."""
@@ -298,8 +328,7 @@ class Space:
         if region.last is None:
             region.last = np.zeros(-(-region.data.size // self.granule), np.int64)
         rows = where.rows if index is None else where.rows[index]
-        ids = w.id[rows] + 1
-        key = self.clock << 32 | (where.program.epochs[w.block[rows]] & 0xFFF) << 20 | ids
+        key = self._key(w, rows, where.program)
         granules = self._granules(offsets, size)
         region.last[granules] = key[:, None]
         if values is None or w.count == 1:

@@ -13,7 +13,6 @@ import numpy as np
 
 from .decode import EXEC, M0, Instruction, Operand
 from .errors import UnsupportedInstruction
-from .waves import ALL
 
 U32, I32, U64, I64 = np.uint32, np.int32, np.uint64, np.int64
 
@@ -594,6 +593,3 @@ def _writer(code: int, dwords: int):
             w.exec_changed()
 
     return write64 if dwords == 2 else write32
-
-
-__all__ = ["ALL", "APERTURES", "SCALAR", "Diverge", "Signal", "bind", "constant", "reader"]

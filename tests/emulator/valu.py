@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import formats
-from .decode import M0, VCC, VGPR, Instruction, Operand
+from .decode import M0, VCC, Instruction, Operand
 from .errors import UnsupportedInstruction
-from .salu import bit_field, find_first_one, leading_signs, leading_zeros, mul_hi, popcount, reader, reverse_bits
+from .salu import find_first_one, leading_signs, leading_zeros, mul_hi, popcount, reader, reverse_bits
 from .vector import (
     F16,
     F32,
@@ -1352,6 +1352,3 @@ def special(name: str) -> Callable | None:
     if name.startswith(("v_mfma_", "v_smfmac_")):
         return _bind_matrix
     return SPECIAL.get(name)
-
-
-__all__ = ["VECTOR", "VGPR", "bind", "bit_field", "special"]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from . import salu
-from .decode import VCC, VGPR, Instruction, Operand
+from .decode import VGPR, Instruction, Operand
 from .errors import UnsupportedInstruction
 from .waves import LANES
 
@@ -358,6 +358,3 @@ def sdwa_write(operand: Operand, ins: Instruction, program) -> Callable:
         store(w, low << U32(shift), lanes)
 
     return run
-
-
-__all__ = ["MASK", "VCC", "Dpp", "read", "write"]
