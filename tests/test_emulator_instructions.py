@@ -806,6 +806,110 @@ case(
     archs=("gfx950",),
 )
 
+
+# LDS
+def lds(name: str, body: str, expected: Callable, **options) -> None:
+    """v8 is this thread's slot of 16 bytes."""
+    case("ds_" + name, "v_lshlrev_b32 v8, 4, v0\n" + body + "\n s_waitcnt lgkmcnt(0)", expected, lds=16 * 64, **options)
+
+
+lds(
+    "b128",
+    "v_mov_b64 v[14:15], v[2:3]\n v_mov_b64 v[16:17], v[4:5]\n ds_write_b128 v8, v[14:17]\n ds_read_b128 v[10:13], v8",
+    lambda _, v: v[:4],
+)
+lds(
+    "b96",
+    "v_mov_b64 v[14:15], v[2:3]\n v_mov_b32 v16, v4\n ds_write_b96 v8, v[14:16]\n ds_read_b96 v[10:12], v8",
+    lambda _, v: [*v[:3], OLD],
+)
+lds(
+    "write2",
+    "ds_write2_b32 v8, v2, v3 offset0:1 offset1:3\n ds_read2_b32 v[10:11], v8 offset0:3 offset1:1",
+    lambda _, v: [v[1], v[0]],
+)
+lds(
+    "write2_b64",
+    "ds_write2_b64 v8, v[2:3], v[4:5] offset1:1\n ds_read2_b64 v[10:13], v8 offset0:1",
+    lambda _, v: [*v[2:4], *v[:2]],
+)
+lds(
+    "st64",
+    "v_lshlrev_b32 v8, 2, v0\n ds_write2st64_b32 v8, v2, v3 offset0:1 offset1:2\n ds_read2st64_b32 v[10:11], v8 offset0:2 offset1:1",
+    lambda _, v: [v[1], v[0]],
+)
+lds(
+    "bytes",
+    "ds_write_b32 v8, v2\n ds_read_i8 v10, v8 offset:1\n ds_read_u16 v11, v8 offset:2\n ds_read_u8_d16_hi v12, v8 offset:3",
+    lambda _, v: [
+        (v[0] >> 8 & 255) - ((v[0] >> 8 & 128) << 1) & 0xFFFFFFFF,
+        v[0] >> 16,
+        OLD & 0xFFFF | v[0] >> 24 << 16,
+    ],
+)
+lds(
+    "narrow_writes",
+    "ds_write_b32 v8, v2\n ds_write_b8 v8, v3 offset:1\n ds_write_b16_d16_hi v8, v3 offset:2\n ds_read_b32 v10, v8",
+    lambda _, v: v[0] & 255 | (v[1] & 255) << 8 | v[1] & 0xFFFF0000,
+)
+lds(
+    "atomics",
+    "ds_write_b32 v8, v2\n ds_max_rtn_i32 v10, v8, v3\n ds_sub_rtn_u32 v11, v8, v4\n ds_cmpst_rtn_b32 v12, v8, v5, v6\n ds_read_b32 v13, v8",
+    lambda _, v: [
+        v[0],
+        high := max(i32(v[0]), i32(v[1])) & 0xFFFFFFFF,
+        low := high - v[2] & 0xFFFFFFFF,
+        v[4] if low == v[3] else low,
+    ],
+)
+lds(
+    "exchange",
+    "ds_write_b64 v8, v[2:3]\n ds_wrxchg_rtn_b64 v[10:11], v8, v[4:5]\n ds_read_b64 v[12:13], v8",
+    lambda _, v: [*v[:4]],
+)
+lds(
+    "add_f32",
+    "ds_write_b32 v8, v2\n ds_add_f32 v8, v3\n ds_read_b32 v10, v8",
+    lambda _, v: arithmetic(lambda a, b: a + b)(v[0], v[1]),
+)
+
+
+# Loads straight to LDS, wider than a dword on gfx950; s[4:5] are the inputs: lane l gets bytes 16 l to 16 l + 15 of row 0 on
+def loaded(all_, words: int):
+    flat = [x for row in all_ for x in row]
+    return [flat[words * lane : words * (lane + 1)] for lane in LANES]
+
+
+lds(
+    "load_x4",
+    "s_mov_b32 m0, 0\n global_load_lds_dwordx4 v8, s[4:5]\n s_waitcnt vmcnt(0)\n ds_read_b128 v[10:13], v8",
+    lambda all_: loaded(all_, 4),
+    whole=True,
+    archs=("gfx950",),
+)
+lds(
+    "load_x3",
+    "v_mul_u32_u24 v8, 12, v0\n s_mov_b32 m0, 0\n global_load_lds_dwordx3 v8, s[4:5]\n s_waitcnt vmcnt(0)\n ds_read2_b32 v[10:11], v8 offset1:1\n ds_read_b32 v12, v8 offset:8",
+    lambda all_: loaded(all_, 3),
+    whole=True,
+    archs=("gfx950",),
+)
+RESOURCE = "s_mov_b64 s[8:9], s[4:5]\n s_movk_i32 s10, 0x600\n s_mov_b32 s11, 0x27000\n s_mov_b32 m0, 0\n"
+lds(
+    "buffer_x4",
+    RESOURCE + "buffer_load_dwordx4 v8, s[8:11], 0 offen lds\n s_waitcnt vmcnt(0)\n ds_read_b128 v[10:13], v8",
+    lambda all_: loaded(all_, 4),
+    whole=True,
+    archs=("gfx950",),
+)
+lds(
+    "buffer_dword",
+    RESOURCE
+    + "v_lshlrev_b32 v8, 2, v0\n s_movk_i32 s12, 256\n buffer_load_dword v8, s[8:11], s12 offen lds\n s_waitcnt vmcnt(0)\n ds_read_b32 v10, v8",
+    lambda all_: [all_[1][lane] for lane in LANES],
+    whole=True,
+)
+
 # Transposing reads of LDS: a row of 16 lanes holds a k x 16 matrix, lane j gets column j
 for _bits in (16, 8, 4):
 

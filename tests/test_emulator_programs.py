@@ -304,3 +304,38 @@ def test_three_dimensions(arch, tmp_path):
     bz, by, bx, z, y, x = np.indices(output.shape)
     expected = ((bz * 2 + by) * 3 + bx) << 24 | z << 16 | y << 8 | x | 3 << 28
     assert np.array_equal(output.numpy().view(np.uint32), expected)
+
+
+# Calls, and one pointer type for LDS, scratch and global memory
+
+CALLS = """
+static __attribute__((device, noinline)) float total(const float* values, int count) {
+  float sum = 0;
+  for (int i = 0; i < count; i++) sum += values[i];
+  return sum;
+}
+
+extern "C" __attribute__((global)) void calls(const float* in, float* out) {
+  static __attribute__((shared)) float tile[64];
+  int thread = __builtin_amdgcn_workitem_id_x();
+  float own[8];
+  for (int i = 0; i < 8; i++) own[i] = in[(thread + i) & 63];
+  tile[thread] = in[thread];
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  out[thread] = total(tile, 64) + 2 * total(in, 64) + 4 * total(own, 1 + (thread & 7));
+}
+"""
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_calls_with_generic_pointers(arch, tmp_path):
+    (tmp_path / "calls.hip").write_text(CALLS)
+    build.compile_source(tmp_path / "calls.hip", arch, tmp_path / "calls.co")
+    source, output = torch.arange(64).float(), torch.zeros(64)
+    counters = Emulator(arch).run(
+        tmp_path / "calls.co", Launch("", "calls", (1, 1, 1), (64, 1, 1), (source, output)), (output,)
+    )
+    own = [sum((thread + i) % 64 for i in range(1 + thread % 8)) for thread in range(64)]
+    assert output.tolist() == [3 * sum(range(64)) + 4 * value for value in own]
+    assert counters.mnemonics["s_swappc_b64"] >= 3 and counters.mnemonics["flat_load_dword"]

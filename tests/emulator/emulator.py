@@ -122,8 +122,21 @@ class Program:
     # State that instructions ask for
 
     def index_of(self, address: int) -> int:
-        """The instruction at a virtual address."""
-        return self.index[address - self.base]
+        """The index of the instruction at a virtual address; a function that is called is decoded at its first call."""
+        offset = address - self.base
+        if offset not in self.index:
+            spans = [
+                (start, size) for start, size in self.code_object.symbols.values() if start <= offset < start + size
+            ]
+            if not spans:
+                raise errors.OutOfBounds(f"a jump to {address:#x}, where no function is")
+            start, size = spans[0]
+            called = decode(bytes(self.code_object.image[start : start + size]), start)
+            self.index.update((ins.address, len(self.instructions) + i) for i, ins in enumerate(called))
+            self.instructions += called
+            self.bound += [None] * len(called)
+            self.counts += [0] * len(called)
+        return self.index[offset]
 
     def hwreg(self, w, register: int) -> int:
         """S_GETREG's view: MODE and XCC_ID, 0 for the rest."""

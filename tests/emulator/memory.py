@@ -346,7 +346,8 @@ class Space:
                 raise where(GlobalRace, bad if index is None else int(index[bad]), message)
 
 
-ATOMIC_WAVE, MANY_WAVES = 254, 255
+# Low byte of an LDS shadow key: the wave, with a bit for atomics; or several waves.
+WAVE, ATOMIC, MANY_ATOMICS, MANY_WAVES = 31, 32, 254, 255
 
 
 class Lds:
@@ -435,7 +436,7 @@ class Lds:
             )
         if not self.races:
             return
-        race = (writer >= now) & (writer != key)
+        race = (writer >= now) & (writer & WAVE != key & WAVE)
         if race.any():
             verb = "read" if reading else "written"
             self._raise_race(race, granules, where, positions, f"{verb} here, written by {{}} since the last barrier")
@@ -462,7 +463,8 @@ class Lds:
         granule = granules[bad] if race.ndim == 1 else granules[bad, column]
         source = self.reader if "read by" in message else self.writer
         other = int(source[granule]) & 255
-        name = {ATOMIC_WAVE: "an atomic", MANY_WAVES: "other waves"}.get(other, f"wave {other}")
+        atomic = "an atomic of " if other & ATOMIC else ""
+        name = {MANY_ATOMICS: "atomics", MANY_WAVES: "other waves"}.get(other, f"{atomic}wave {other & WAVE}")
         address = (int(granule) << self.shift) % self.stride
         raise where(LdsRace, bad, f"LDS address {address}: " + message.format(name))
 
@@ -476,7 +478,7 @@ class Lds:
             bad = self._first(writer == 0)
             raise where(Uninitialised, bad, f"LDS address {int(positions[bad]) % self.stride} was never written")
         if self.races:
-            race = (writer >= now) & (writer != key) & (writer & 255 != ATOMIC_WAVE)
+            race = (writer >= now) & (writer & WAVE != key & WAVE) & (writer & ATOMIC == 0)
             if race.any():
                 self._raise_race(
                     race, granules, where, positions, "changed by an atomic here, written by {} since the last barrier"
@@ -486,4 +488,8 @@ class Lds:
                 self._raise_race(
                     race, granules, where, positions, "changed by an atomic here, read by {} since the last barrier"
                 )
-        self.writer[granules] = now | ATOMIC_WAVE
+        met = (writer >= now) & (writer & WAVE != key & WAVE)
+        new = np.where(met, now | MANY_ATOMICS, key | ATOMIC).astype(np.int32)
+        self.writer[granules] = new
+        lost = self.writer[granules] != new  # another wave's lane met this one in this very instruction
+        self.writer[granules[lost]] = np.broadcast_to(now, granules.shape)[lost] | MANY_ATOMICS
