@@ -44,10 +44,10 @@ def offsets(args: tuple) -> list[int]:
 
 @pytest.mark.parametrize("arch", AMD)
 def test_kernels_keep_to_their_registers(arch):
-    """No spills, no scratch, little LDS."""
+    """No spills, no scratch, no more LDS than there is."""
     for code_object in objects(arch).values():
         assert code_object.arch == arch
         for name, kernel in code_object.kernels.items():
             statistics = kernel.statistics
             assert statistics["vgpr_spills"] == statistics["sgpr_spills"] == statistics["scratch"] == 0, name
-            assert statistics["lds"] <= 1024, name
+            assert statistics["lds"] <= archs.ARCHS[arch].lds_bytes, name

@@ -21,8 +21,8 @@ CSRC = Path(__file__).parent.parent / "csrc"
 BUGS = {
     "barrier removed": (
         "device/reduce.h",
-        "block_barrier(); // hazard",
-        "// hazard",
+        "block_barrier();  // hazard: a wave",
+        "// a wave",
         ops.rms_norm,
         "bf16",
         "gfx942",
@@ -109,6 +109,33 @@ BUGS = {
         "gfx942",
         "output",
     ),
+    "tokens of two lanes swapped": (
+        "device/amd/mma.h",
+        "DEVICE int token(int lane) { return lane % 16; }",
+        "DEVICE int token(int lane) { return (lane ^ 1) % 16; }",
+        ops.scaled_mm,
+        "m16",
+        "gfx942",
+        "error",
+    ),
+    "last slice missing": (
+        "ops/scaled_mm.hip",
+        "for (int s = 0; s < p.slices; ++s)",
+        "for (int s = 0; s < p.slices - 1; ++s)",
+        ops.scaled_mm,
+        "long-k",
+        "gfx950",
+        "error",
+    ),
+    "counter left behind": (
+        "device/arrive.h",
+        "if (arrived == blocks)",
+        "if (false)",
+        ops.scaled_mm,
+        "long-k",
+        "gfx942",
+        "NaNs differ",
+    ),
     "weight before the rounding": (
         "ops/rms_norm.hip",
         "normalize<T, !kRounded>(exact[i]",
@@ -148,7 +175,8 @@ def test_planted_bug_is_caught(bug, source_copy, monkeypatch):
     the_op._executions.clear()
     try:
         with launch.executor(emulator), pytest.raises((AssertionError, EmulatorError), match=said):
-            run_and_check(the_op, arguments, "cpu")
+            for _ in range(2):  # what a call leaves behind shows in the next
+                run_and_check(the_op, arguments, "cpu")
     finally:
         the_op._executions.clear()
     assert op.stats()[the_op.name]

@@ -6,11 +6,12 @@
 // flops: 2 * M * N * K. Up to 64 tokens the time is that of reading the weight, so all that counts is to keep enough
 // loads in flight on every compute unit until the end.
 //
-// The grid is (tiles of N, slices of K). A block owns kRowTiles * 16 weight rows and one slice of K; its waves take turns at
-// runs of kUnroll * 64 bytes of the slice, each loading the next run before it multiplies the one at hand. Weights go from
-// HBM to registers, 16 bytes per lane; tokens come the same way, out of the cache. The waves' sums meet in LDS. With one
-// slice they are the result; else each block leaves its sums in HBM and the last block of a tile to arrive adds the slices
-// up in order, so that the same inputs give the same bits.
+// The work is divided into items: 16 rows of b times a slice of K. A block takes items in turn, neighbouring blocks
+// neighbouring slices. Its waves alternate along K at runs of kUnroll * 64 bytes per row: 16 bytes per lane straight from HBM
+// to registers, tokens likewise out of the cache. A wave always has the next run under way, past the end of an item the
+// first run of the next, so that the stream never stops for the end of an item. There the waves' sums meet in LDS. With
+// one slice they are the result; else each block leaves them in HBM, and the last block of the same rows to arrive adds
+// the slices up in order, so that the same inputs give the same bits.
 #include "device/arrive.h"
 #include "device/vec.h"
 
@@ -18,8 +19,8 @@ struct Product {
   const u8* a;           // [M, K] e4m3, rows a_stride bytes apart
   const u8* b;           // [N, K] e4m3, rows b_stride bytes apart
   void* out;             // [M, N] of out_type
-  float* partials;       // [slices, M, N]; null with one slice
-  u32* counters;         // [tiles of N], 0; null with one slice
+  float* partials;       // [tiles of 16 rows of b, slices, M, 16]; null with one slice
+  u32* counters;         // [tiles of 16 rows of b], 0; null with one slice
   const float* scale_a;  // [M] or [1]
   const float* scale_b;  // [N] or [1]
   const void* bias;      // [N] of out_type, or null
@@ -28,7 +29,7 @@ struct Product {
   int scale_a_step, scale_b_step;  // 1, or 0 for one scale
   int out_type;                    // 0 bf16, 1 fp16, 2 fp32
   int slices, slice;               // slices of K, and the bytes of one: a multiple of 64
-  int threads;
+  int items, blocks;               // items of work, and blocks that share them
 };
 
 DEVICE float load_output_type(const void* row, i64 column, int type) {
@@ -42,128 +43,157 @@ DEVICE void store_output_type(void* row, i64 column, float x, int type) {
   else mem::store((float*)row + column, x);
 }
 
-DEVICE void finish(const Product& p, int m, int n, float sum) {
-  float x = sum * mem::load<float>(p.scale_a + m * p.scale_a_step) * mem::load<float>(p.scale_b + n * p.scale_b_step);
-  if (p.bias) x += load_output_type(p.bias, n, p.out_type);
-  store_output_type(p.out, i64(m) * p.n + n, x, p.out_type);
-}
+constexpr int kWaves = 4, kThreads = kWaves * wave::kLanes;
 
-template <int kRowTiles, int kTokenTiles, int kUnroll>
-struct Run {  // what one wave loads at a time
-  mma::Weights weights[kUnroll][kRowTiles];
-  u32x4 tokens[kUnroll][kTokenTiles];
-};
-
-template <int kRowTiles, int kMaxTokens>
+template <int kMaxTokens>
 DEVICE void scaled_mm_skinny(const Product& p) {
   constexpr int kTokenTiles = (kMaxTokens + mma::kTokens - 1) / mma::kTokens;
+  constexpr int kRows = mma::kRows, kTokens = kTokenTiles * mma::kTokens;
   constexpr int kUnroll = kTokenTiles <= 2 ? 4 : kTokenTiles == 4 ? 2 : 1;
-  constexpr int kRunBytes = kUnroll * mma::kDepth;
-  constexpr int kRows = kRowTiles * mma::kRows, kTokens = kTokenTiles * mma::kTokens;
-  LDS extern float sums[];  // [waves, kTokens, kRows]
-  const int lane = wave::lane(), waves = p.threads / wave::kLanes;
-  const int first_row = wave::block_x() * kRows;
-  const int begin = wave::block_y() * p.slice, end = begin + p.slice < p.k ? begin + p.slice : p.k;
+  constexpr int kRun = kUnroll * mma::kDepth, kStep = kWaves * kRun;
+  constexpr int kResults = kRows * kTokens / kThreads;  // of a tile, per thread
+  LDS static float sums[2][kWaves][kTokens * kRows];  // of this item and of the last: a slow wave may still read those
+  const int lane = wave::lane(), wave_offset = wave::index() * kRun;
 
-  // Rows past the last read the last one, whose sums are then dropped; tokens past the last are zero.
-  const u8* weight[kRowTiles][mma::kWeightLoads];
-  const u8* token[kTokenTiles];
+  const u8* token[kTokenTiles];  // tokens past the last are zero
   bool is_token[kTokenTiles];
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r)
+  for (int t = 0; t < kTokenTiles; ++t) {
+    const int m = t * mma::kTokens + mma::token(lane);
+    is_token[t] = m < p.m;
+    token[t] = p.a + i64(is_token[t] ? m : 0) * p.a_stride + mma::depth(lane);
+  }
+  struct Run {  // what a wave loads at a time
+    mma::Weights weights[kUnroll];
+    u32x4 tokens[kUnroll][kTokenTiles];
+  };
+  struct Item {  // a tile of rows times a slice of K, and where in it this wave reads
+    int index, tile, slice, at, end;
+    const u8* weight[mma::kWeightLoads];
+  };
+  // Rows past the last read the last one, and their sums are dropped.
+  auto start = [&](int index) __attribute__((always_inline)) {
+    Item item{index, index / p.slices, 0, 0, 0, {}};
+    item.slice = index - item.tile * p.slices;
+    item.at = item.slice * p.slice + wave_offset;
+    item.end = (item.slice + 1) * p.slice < p.k ? (item.slice + 1) * p.slice : p.k;
 #pragma unroll
     for (int l = 0; l < mma::kWeightLoads; ++l) {
-      int row = first_row + r * mma::kRows + mma::weight_row(lane, l);
-      weight[r][l] = p.b + i64(row < p.n ? row : p.n - 1) * p.b_stride + mma::depth(lane);
+      const int row = item.tile * kRows + mma::weight_row(lane, l);
+      item.weight[l] = p.b + i64(row < p.n ? row : p.n - 1) * p.b_stride + mma::depth(lane);
     }
-#pragma unroll
-  for (int t = 0; t < kTokenTiles; ++t) {
-    int index = t * mma::kTokens + mma::token(lane);
-    is_token[t] = index < p.m;
-    token[t] = p.a + i64(is_token[t] ? index : 0) * p.a_stride + mma::depth(lane);
-  }
-
-  using Run = Run<kRowTiles, kTokenTiles, kUnroll>;
-  auto load = [&](Run& run, int at) {
+    return item;
+  };
+  auto load = [&](Run& run, const Item& item) __attribute__((always_inline)) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int k = at + u * mma::kDepth;
-      const bool inside = k + mma::depth(lane) < end;  // K is a multiple of 16
+      const int k = item.at + u * mma::kDepth;
+      const bool inside = k + mma::depth(lane) < item.end;  // K is a multiple of 16
 #pragma unroll
-      for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-        for (int l = 0; l < mma::kWeightLoads; ++l)
-          run.weights[u][r].load[l] = inside ? mem::load_once<u32x4>(weight[r][l] + k) : u32x4{};
+      for (int l = 0; l < mma::kWeightLoads; ++l)
+        run.weights[u].load[l] = inside ? mem::load_once<u32x4>(item.weight[l] + k) : u32x4{};
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t)
         run.tokens[u][t] = inside && is_token[t] ? mem::load<u32x4>(token[t] + k) : u32x4{};
     }
   };
-  mma::Accumulator accumulator[kRowTiles][kTokenTiles] = {};
-  auto multiply = [&](const Run& run) {
+
+  // Results: thread t finishes those at t, t + kThreads, ... of [kTokens, kRows].
+  int m[kResults], row[kResults];
+  float scale_a[kResults];
+#pragma unroll
+  for (int j = 0; j < kResults; ++j) {
+    const int index = wave::thread() + j * kThreads;
+    m[j] = index / kRows, row[j] = index % kRows;
+    scale_a[j] = m[j] < p.m ? mem::load<float>(p.scale_a + m[j] * p.scale_a_step) : 0.0f;
+  }
+
+  mma::Accumulator accumulator[kTokenTiles] = {};
+  int parity = 0;
+  auto finish = [&](const Item& item) __attribute__((always_inline)) {
+    int n[kResults];
+    float scale_b[kResults], bias[kResults];
+#pragma unroll
+    for (int j = 0; j < kResults; ++j) {
+      n[j] = item.tile * kRows + row[j];
+      const bool exists = m[j] < p.m && n[j] < p.n;
+      if (!exists) n[j] = -1;
+      scale_b[j] = exists ? mem::load<float>(p.scale_b + n[j] * p.scale_b_step) : 0.0f;
+      bias[j] = exists && p.bias ? load_output_type(p.bias, n[j], p.out_type) : 0.0f;
+    }
+    float* mine = sums[parity][wave::index()];
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        mine[(t * mma::kTokens + mma::Accumulator::token(lane, i)) * kRows + mma::Accumulator::row(lane, i)] =
+            accumulator[t].sum[i];
+      accumulator[t] = {};
+    }
+    block_barrier();  // hazard: a wave's sums are read before it has written them
+    float sum[kResults];
+#pragma unroll
+    for (int j = 0; j < kResults; ++j) {
+      sum[j] = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWaves; ++w) sum[j] += sums[parity][w][m[j] * kRows + row[j]];
+    }
+    parity ^= 1;
+    if (p.slices > 1) {
+      const int size = p.m * kRows;
+      float* partials = p.partials + i64(item.tile) * p.slices * size;  // of the tile: [slices, M, kRows]
+#pragma unroll
+      for (int j = 0; j < kResults; ++j)
+        if (n[j] >= 0) mem::store(partials + item.slice * size + m[j] * kRows + row[j], sum[j]);
+      if (!is_last_block(p.counters + item.tile, p.slices)) return;
+#pragma unroll
+      for (int j = 0; j < kResults; ++j) {
+        sum[j] = 0.0f;
+        if (n[j] < 0) continue;
+#pragma unroll 8
+        for (int s = 0; s < p.slices; ++s) sum[j] += mem::load<float>(partials + s * size + m[j] * kRows + row[j]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kResults; ++j)
+      if (n[j] >= 0)
+        store_output_type(p.out, i64(m[j]) * p.n + n[j], sum[j] * scale_a[j] * scale_b[j] + bias[j], p.out_type);
+  };
+
+  // One run is multiplied while the next one is under way. All waves take equally many: zeros past the slice.
+  Item item = start(wave::block_x());
+  auto step = [&](const Run& now, Run& next) __attribute__((always_inline)) {
+    Item following = item;
+    following.at += kStep;
+    const bool ends = following.at - wave_offset >= (item.slice + 1) * p.slice;
+    const bool more = !ends || item.index + p.blocks < p.items;
+    if (ends && more) following = start(item.index + p.blocks);
+    if (more) load(next, following);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)
 #pragma unroll
-      for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-        for (int t = 0; t < kTokenTiles; ++t) mma::multiply_add(accumulator[r][t], run.weights[u][r], run.tokens[u][t]);
+      for (int t = 0; t < kTokenTiles; ++t) mma::multiply_add(accumulator[t], now.weights[u], now.tokens[u][t]);
+    if (ends) finish(item);
+    item = following;
+    return more;
   };
-  const int step = waves * kRunBytes;
-  Run now, next;
-  int at = begin + wave::index() * kRunBytes;
-  if (at < end) load(now, at);
-  for (; at < end; at += 2 * step) {
-    if (at + step < end) load(next, at + step);
-    multiply(now);
-    if (at + 2 * step < end) load(now, at + 2 * step);
-    if (at + step < end) multiply(next);
-  }
-
-  float* mine = sums + wave::index() * kRows * kTokens;
-#pragma unroll
-  for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int row = r * mma::kRows + mma::Accumulator::row(lane, i);
-        mine[(t * mma::kTokens + mma::Accumulator::token(lane, i)) * kRows + row] = accumulator[r][t].sum[i];
-      }
-  block_barrier();  // hazard: a wave's sums are read before it has written them
-
-  auto for_each_result = [&](auto action) {
-    for (int index = wave::thread(); index < kRows * kTokens; index += p.threads) {
-      const int n = first_row + index % kRows, m = index / kRows;
-      if (n < p.n && m < p.m) action(index, m, n);
-    }
-  };
-  for_each_result([&](int index, int m, int n) {
-    float sum = 0.0f;
-    for (int w = 0; w < waves; ++w) sum += sums[w * kRows * kTokens + index];
-    if (p.slices == 1) finish(p, m, n, sum);
-    else mem::store(p.partials + (i64(wave::block_y()) * p.m + m) * p.n + n, sum);
-  });
-  if (p.slices == 1 || !is_last_block(p.counters + wave::block_x(), p.slices)) return;
-  for_each_result([&](int, int m, int n) {
-    float sum = 0.0f;
-    for (int s = 0; s < p.slices; ++s) sum += mem::load<float>(p.partials + (i64(s) * p.m + m) * p.n + n);
-    finish(p, m, n, sum);
-  });
+  Run even, odd;
+  load(even, item);
+  while (step(even, odd) && step(odd, even)) {}
 }
 
 // clang-format off
-#define INSTANCE(symbol, rows, tokens)                                                                                \
-  KERNEL(256) symbol(const u8* a, const u8* b, void* out, float* partials, u32* counters, const float* scale_a,       \
-                     const float* scale_b, const void* bias, i64 a_stride, i64 b_stride, int m, int n, int k,         \
-                     int scale_a_step, int scale_b_step, int out_type, int slices, int slice, int threads) {          \
-    scaled_mm_skinny<rows / mma::kRows, tokens>(Product{a, b, out, partials, counters, scale_a, scale_b, bias,        \
-        a_stride, b_stride, m, n, k, scale_a_step, scale_b_step, out_type, slices, slice, threads});                  \
+#define INSTANCE(symbol, tokens)                                                                                      \
+  KERNEL(kThreads) symbol(const u8* a, const u8* b, void* out, float* partials, u32* counters, const float* scale_a,  \
+                          const float* scale_b, const void* bias, i64 a_stride, i64 b_stride, int m, int n, int k,    \
+                          int scale_a_step, int scale_b_step, int out_type, int slices, int slice, int items,         \
+                          int blocks) {                                                                               \
+    scaled_mm_skinny<tokens>(Product{a, b, out, partials, counters, scale_a, scale_b, bias, a_stride, b_stride, m, n, \
+        k, scale_a_step, scale_b_step, out_type, slices, slice, items, blocks});                                      \
   }
 
-INSTANCE(scaled_mm_skinny_16x8, 16, 8)
-INSTANCE(scaled_mm_skinny_16x16, 16, 16)
-INSTANCE(scaled_mm_skinny_16x32, 16, 32)
-INSTANCE(scaled_mm_skinny_16x64, 16, 64)
-INSTANCE(scaled_mm_skinny_32x8, 32, 8)
-INSTANCE(scaled_mm_skinny_32x16, 32, 16)
+INSTANCE(scaled_mm_skinny_8, 8)
+INSTANCE(scaled_mm_skinny_16, 16)
+INSTANCE(scaled_mm_skinny_32, 32)
+INSTANCE(scaled_mm_skinny_64, 64)
 // clang-format on
