@@ -55,9 +55,8 @@ def op_table() -> str:
         found = launches_of(op, arch)
         inputs = dict.fromkeys(short(a[0].dtype) for a, _, _ in found)
         outputs = {short((o if isinstance(o, torch.Tensor) else o[0]).dtype) for _, o, _ in found}
-        kernels = len({launch.symbol for _, _, launch in found})
         to = "" if outputs == set(inputs) else f" → {', '.join(sorted(outputs))}"
-        return f"{', '.join(inputs)}{to} ({kernels})"
+        return f"{', '.join(inputs)}{to}"
 
     header = ("op", "computes", *archs.ARCHS)
     rows = (
