@@ -218,7 +218,9 @@ void gemm(const short* a, const short* b, float* c, float* parts, unsigned* coun
       to[(long)(block_m * 64 + wave * 16 + (lane >> 4) * 4 + i) * n + block_n * 64 + j * 16 + (lane & 15)] = sum[j][i];
   if (splits == 1) return;
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent");
+#ifndef COUNTED_TOO_EARLY
   barrier();
+#endif
   if (thread == 0)
     arrived = __hip_atomic_fetch_add(&counters[block_m * (n / 64) + block_n], 1u, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_AGENT);
   barrier();
@@ -277,9 +279,10 @@ def test_gemm_without_its_barrier(gemm):
         gemm(1, "NO_BARRIER")
 
 
-def test_gemm_that_sums_before_all_parts_are_there(gemm):
+@pytest.mark.parametrize("fault", ["EVERY_BLOCK_SUMS", "COUNTED_TOO_EARLY"])
+def test_gemm_that_sums_before_all_parts_are_there(gemm, fault):
     with pytest.raises((errors.GlobalRace, errors.Uninitialised), match="argument"):
-        gemm(4, "EVERY_BLOCK_SUMS")
+        gemm(4, fault)
 
 
 # Three dimensions, and the hidden arguments of hipcc's blockDim and gridDim

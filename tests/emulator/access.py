@@ -339,7 +339,7 @@ def _bind_global_load(ins, program, address, load: Load, destination: str):
             deliver(w, first, extend(values, load), load)
             program.counters.vector_access(ins, w, a, load.size)
             if atomic:
-                program.space.synchronise(w, rows, a, release=False, acquire=True)
+                program.space.synchronise(w, Site(program, ins, w, rows, lanes), a, release=False, acquire=True)
         program.issue(w, ins, Event("vm", codes, size=load.size))
 
     return run
@@ -355,7 +355,7 @@ def _bind_global_store(ins, program, address, size: int, shift: int, source: str
             a = lanes_of(w, address(w))
             values = collect(w, first, size, shift)
             if atomic:
-                program.space.synchronise(w, rows, a, release=True, acquire=False)
+                program.space.synchronise(w, Site(program, ins, w, rows, lanes), a, release=True, acquire=False)
             if program.space.store(a, values, min(size, 4), w, Site(program, ins, w, rows, lanes), atomic):
                 program.progress()
             program.counters.vector_access(ins, w, a, size)
@@ -386,7 +386,7 @@ def _bind_global_atomic(ins, program, address, kind: str):
             site = Site(program, ins, w, rows, lanes)
             data = collect(w, first, size, 0).view(word)[:, 0]
             compare = collect(w, first + step, size, 0).view(word)[:, 0] if swap else None
-            program.space.synchronise(w, rows, a, release=True, acquire=True)
+            program.space.synchronise(w, site, a, release=True, acquire=True)
             old = np.empty(len(a), word)
             for region, offsets, index, _ in program.space.find(a, size, size, site):
                 chosen = slice(None) if index is None else index

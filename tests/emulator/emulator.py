@@ -295,7 +295,6 @@ class Program:
         self.arrived = np.zeros(blocks, np.int64)
         self.ended = np.zeros(blocks, np.int64)
         self.block_of = np.arange(blocks * self.waves_per_block) // self.waves_per_block
-        space.blocks = blocks
         space.watch(self.stored)
         lds = kernel.lds + launch.lds
         resident = min(blocks, options.resident_blocks(kernel, self.waves_per_block, lds))
@@ -542,6 +541,8 @@ class Program:
                 opened.append(group.split(ready))
         self.counters.barriers += int(complete.sum())
         self.epochs[complete] += 1
+        for block in np.flatnonzero(complete).tolist():
+            self.space.pass_barrier(block, range(block * self.waves_per_block, (block + 1) * self.waves_per_block))
         self.arrived[complete] = 0
         self.progress()
         if self.rng is not None:

@@ -6,6 +6,7 @@ Global memory is the tensors of a launch, at virtual addresses 64 GiB apart, so 
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import numpy as np
 
@@ -62,12 +63,11 @@ class Space:
     def __init__(self, granule: int, races: bool):
         self.regions: dict[int, Region] = {}
         self.granule, self.races = granule, races
-        self.blocks = 1
         self.clock = 1
-        self.seen: dict[
-            int, np.ndarray
-        ] = {}  # block -> per block the clock up to which its writes are ordered before here
+        # wave -> per wave the clock up to which what that one did comes before this one
+        self.seen: dict[int, np.ndarray] = {}
         self.left: dict[int, np.ndarray] = {}  # address -> the same, as the last atomics there leave it
+        self.barriers: dict[int, int] = {}  # block -> the clock of its last barrier
         self.addresses: dict[int, int] = {}
         self._keep: list = []
 
@@ -269,16 +269,17 @@ class Space:
 
     def _unordered(self, keys, w, rows, program) -> np.ndarray:
         """Where a granule's last access is another wave's, and not before this one: no barrier in the block, no atomics
-        between blocks."""
+        that hand over."""
         suspect = keys != 0
+        other = np.maximum((keys & 0xFFFFF) - 1, 0)
+        me = w.id[rows][:, None]
         if suspect.any():
-            suspect &= (keys & 0xFFFFF) - 1 != w.id[rows][:, None]
+            suspect &= other != me
         if not suspect.any():
             return suspect
-        block = program.block_of[np.maximum((keys & 0xFFFFF) - 1, 0)]
-        mine = w.block[rows][:, None]
-        same = (keys >> 20 & 0xFFF) < program.epochs[mine]
-        return suspect & ~np.where(block == mine, same, self._seen_by(mine, block) > keys >> 32)
+        block = w.block[rows][:, None]
+        after_barrier = (program.block_of[other] == block) & ((keys >> 20 & 0xFFF) < program.epochs[block])
+        return suspect & ~after_barrier & (self._seen_by(me, other) <= keys >> 32)
 
     def _stamp_readers(self, region, offsets, size, index, w, where) -> None:
         """Remembers each granule's last reader, and the last one before that was another wave."""
@@ -297,32 +298,41 @@ class Space:
     def _key(self, w, rows, program) -> np.ndarray:
         return self.clock << 32 | (program.epochs[w.block[rows]] & 0xFFF) << 20 | w.id[rows] + 1
 
-    def _seen_by(self, mine: np.ndarray, writer: np.ndarray) -> np.ndarray:
-        """The clock up to which block `mine` has seen block `writer`."""
-        mine, writer = np.broadcast_arrays(mine, writer)
+    def _seen_by(self, mine: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """The clock up to which wave `mine` has seen wave `other`."""
+        mine, other = np.broadcast_arrays(mine, other)
         out = np.zeros(mine.shape, np.int64)
-        for block in np.unique(mine):
-            if int(block) in self.seen:
-                here = mine == block
-                out[here] = self.seen[int(block)][writer[here]]
+        if self.seen:
+            for wave in np.unique(mine).tolist():
+                if wave in self.seen:
+                    here = mine == wave
+                    out[here] = self.seen[wave][other[here]]
         return out
 
-    def synchronise(self, w, rows: np.ndarray, addresses: np.ndarray, release: bool, acquire: bool) -> None:
-        """Atomics order blocks: what a block did before one is seen by those whose atomics follow at that address. Every
-        atomic and every access with sc1 counts as release and acquire, whatever fences stand around it."""
-        if not self.races or self.blocks == 1:
+    def synchronise(self, w, site, addresses: np.ndarray, release: bool, acquire: bool) -> None:
+        """Atomics order waves: what one did, and its block before the last barrier, is seen by those whose atomics follow at
+        that address. Every atomic and every access with sc1 counts as release and acquire, whatever fences stand around."""
+        program = site.program
+        if not self.races or len(program.block_of) == 1:
             return
-        pairs = dict.fromkeys(zip(w.block[rows].tolist(), addresses.tolist(), strict=True))
-        for block, address in pairs:
-            seen = self.seen.get(block)
-            left = self.left.get(address)
+        for wave, address in dict.fromkeys(zip(w.id[site.rows].tolist(), addresses.tolist(), strict=True)):
+            seen, left = self.seen.get(wave), self.left.get(address)
             if acquire and left is not None:
-                seen = self.seen[block] = left.copy() if seen is None else np.maximum(seen, left)
+                seen = self.seen[wave] = left if seen is None else np.maximum(seen, left)
             if release:
-                left = np.zeros(self.blocks, np.int64) if left is None else left
-                left = left if seen is None else np.maximum(left, seen)
-                left[block] = self.clock + 1
-                self.left[address] = left
+                mine = np.zeros(len(program.block_of), np.int64) if seen is None else seen.copy()
+                block = program.block_of[wave]
+                mates = slice(block * program.waves_per_block, (block + 1) * program.waves_per_block)
+                mine[mates] = np.maximum(mine[mates], self.barriers.get(int(block), 0))
+                mine[wave] = self.clock + 1
+                self.left[address] = mine if left is None else np.maximum(mine, left)
+
+    def pass_barrier(self, block: int, waves: range) -> None:
+        """All that a block's waves have seen, each of them sees after a barrier."""
+        self.barriers[block] = self.clock
+        known = [self.seen[wave] for wave in waves if wave in self.seen]
+        if known:
+            self.seen.update(dict.fromkeys(waves, functools.reduce(np.maximum, known)))
 
     def _stamp(self, region, offsets, size, index, w, where, values) -> None:
         if region.last is None:
