@@ -106,10 +106,11 @@ def results() -> str:
         shown = [rows for rows in SHOWN_ROWS if any(rows in group for group in groups.values())]
         body = []
         for (op, size), group in groups.items():
-            peer = next((peer for line in group.values() for peer in line["peers"]), None)
-            pairs = {rows: (line["us"], line["peers"].get(peer)) for rows, line in group.items()}
+            best = {rows: min(line["peers"], key=line["peers"].get, default=None) for rows, line in group.items()}
+            pairs = {rows: (line["us"], line["peers"].get(best[rows])) for rows, line in group.items()}
             ratios = [theirs / ours for ours, theirs in pairs.values() if theirs]
             cells = [" / ".join(map(time, pairs[rows])) if rows in pairs else "" for rows in shown]
+            peer = " or ".join(sorted({name.split()[0] for name in best.values() if name}))
             versus = f"{statistics.geometric_mean(ratios):.2f}x {peer}, least {min(ratios):.2f}x" if ratios else ""
             body.append((f"`{op}`", size, *cells, versus))
         versions = sorted({f"{k} {v}" for line in lines for k, v in line["versions"].items() if k in ("torch", "vllm")})
@@ -119,7 +120,7 @@ def results() -> str:
         header = ("op", "size", *(f"{rows} row{'s' * (rows > 1)}" for rows in shown), "all rows: geometric mean")
         tables.append(
             f"**{lines[0]['gpu']}**, {', '.join(versions)}; a copy reads and writes {bandwidth:.0f} GB/s. Microseconds, ours / "
-            f"peer.\nEvery case with every peer: {sources}\n\n" + markdown(header, body)
+            f"best peer.\nEvery case with every peer: {sources}\n\n" + markdown(header, body)
         )
     return "\n\n".join(tables) or "Nothing yet."
 
