@@ -1,5 +1,7 @@
 """Fixtures for the tests inside vLLM: tiny checkpoints, and engines that run them in processes of their own."""
 
+import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
@@ -43,6 +45,7 @@ class Engines:
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
+        self.number = itertools.count()
 
     def checkpoint(self, flavour: tuple[str, str]) -> pathlib.Path:
         """The folder of a model's checkpoint."""
@@ -65,11 +68,18 @@ class Engines:
             **options,
         }
 
+    def run_on_two_cores(self, jobs: dict[str, dict], **options: str) -> dict[str, dict]:
+        """`run` in two processes at once, each with every other job."""
+        halves = [dict(itertools.islice(jobs.items(), start, None, 2)) for start in range(2)]
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(lambda half: self.run(half, **options), halves)
+        return first | second
+
     def run(self, jobs: dict[str, dict], before: str = "", cache: str = "cache", **environment: str) -> dict[str, dict]:
         """Run the jobs one after the other in one new process; its output is in the answers under "output"."""
-        request, answers = self.folder / "jobs.json", self.folder / "answers.json"
+        number = next(self.number)
+        request, answers = self.folder / f"jobs-{number}.json", self.folder / f"answers-{number}.json"
         request.write_text(json.dumps({"before": before, "jobs": jobs}))
-        answers.unlink(missing_ok=True)
         compiled = any(not job["engine"].get("enforce_eager") for job in jobs.values())
         base = {
             **os.environ,
@@ -99,27 +109,23 @@ def engines(tmp_path_factory) -> Engines:
     return Engines(tmp_path_factory.mktemp("vllm"))
 
 
-def _all(engines: Engines, flavours, compiled: bool = False, **environment: str) -> dict[str, dict]:
-    jobs = {"-".join(flavour): engines.job(flavour, compiled) for flavour in flavours}
-    return engines.run(jobs, **environment)
-
-
 @pytest.fixture(scope="session")
 def stock(engines) -> dict[str, dict]:
     """vLLM without the plugin, eager."""
-    return _all(engines, STOCK, VLLM_PLUGINS="none")
+    return engines.run_on_two_cores({"-".join(f): engines.job(f) for f in STOCK}, VLLM_PLUGINS="none")
 
 
 @pytest.fixture(scope="session")
 def eager(engines) -> dict[str, dict]:
     """vLLM with the plugin, eager."""
-    return _all(engines, FLAVOURS)
+    return engines.run_on_two_cores({"-".join(f): engines.job(f) for f in FLAVOURS})
 
 
 @pytest.fixture(scope="session")
 def compiled(engines) -> dict[str, dict]:
     """vLLM with the plugin, compiled by Dynamo and Inductor."""
-    return _all(engines, [flavour for flavour in FLAVOURS if flavour[1] != "bounded"], compiled=True)
+    flavours = [f for f in FLAVOURS if f[1] != "bounded"]
+    return engines.run_on_two_cores({"-".join(f): engines.job(f, compiled=True) for f in flavours})
 
 
 @pytest.fixture(scope="session")

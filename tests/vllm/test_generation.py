@@ -98,7 +98,7 @@ def test_gfx942_code_runs_inside_vllm(engines, expected):
     """Every op of a generation runs its gfx942 code object in the emulator, in gfx942's e4m3fnuz, and tokens are right."""
     flavours = [("llama", kind) for kind in ("static", "token", "block")]
     jobs = {"-".join(flavour): engines.job(flavour, emulate="gfx942") for flavour in flavours}
-    answers = engines.run(jobs, before=GFX942_FORMAT)
+    answers = engines.run_on_two_cores(jobs, before=GFX942_FORMAT)
     for flavour in flavours:
         answer = answers["-".join(flavour)]
         kernels = {kernel for counts in answer["stats"].values() for kernel in counts}
@@ -135,7 +135,7 @@ FAULTS = {
 def faulty(engines):
     """vLLM with ops that are wrong on purpose."""
     jobs = {name: engines.job(flavour, fault={"op": op, "make": make}) for name, (flavour, op, make) in FAULTS.items()}
-    return engines.run(jobs)
+    return engines.run_on_two_cores(jobs)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -1,4 +1,8 @@
-"""Seam: vLLM's `RMSNorm` runs our RMSNorm ops, quantizing too when a linear is linked to it (see links.py)."""
+"""Seam: vLLM's `RMSNorm` runs our RMSNorm ops, quantizing too when a linear is linked to it (see links.py).
+
+vLLM's compiler passes that look for its own RMSNorm (AITER's all-reduce with RMSNorm, its dual RMSNorm for latent
+attention) then find none. `VLLM_ROCM_OPS_SEAMS=-norm` brings them back, so that both can be measured.
+"""
 
 from vllm_rocm_ops.vllm import seam
 
