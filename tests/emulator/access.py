@@ -1,9 +1,10 @@
 """Memory instructions: SMEM, FLAT, GLOBAL, SCRATCH, MUBUF and DS.
 
-Source: AMD Instinct MI300 (CDNA3) ISA chapters 7 (scalar memory), 9 (vector memory, buffer addressing and range checking),
-10 (flat) and 11 (LDS), sections 12.6 and 12.13 to 12.16; CDNA4 ISA for loads to LDS of 96 and 128 bits and ds_read_*_tr_*.
+Source: AMD Instinct MI300 (CDNA3) ISA, chapters "Scalar Memory Operations", "Vector Memory Operations" (buffer addressing and
+range checking), "Flat Memory Instructions" and "Data Share Operations"; CDNA4 ISA for loads to LDS of 96 and 128 bits.
 
-Data moves when the instruction issues; the destination is then forbidden until s_waitcnt says that it has arrived.
+Data moves when the instruction issues; the destination is then forbidden until s_waitcnt says that it has arrived. A store
+has read its data by then: GFX9 needs no wait before a store's source is overwritten.
 """
 
 from __future__ import annotations
@@ -531,7 +532,7 @@ def _bind_buffer(ins: Instruction, program):
     offset_i = register(vector + (1 if idxen else 0))
 
     def place(w, size: int):
-        """Addresses of the active lanes and, per dword, whether it is in range. Section 9.1.5."""
+        """Addresses of the active lanes and, per dword, whether it is in range."""
         rows, _ = w.active()
         base = (w.S64[resource] & U64(0xFFFF_FFFF_FFFF))[rows, 0]
         word1, records, word3 = (w.S[resource + n][rows, 0].astype(I64) for n in (1, 2, 3))
@@ -625,7 +626,7 @@ def _bind_buffer_atomic(ins, program, kind: str, place):
 
 
 def _bind_load_to_lds(ins, program, address, size: int, immediate: int, place):
-    """Loads to LDS: lane i of a wave writes M0 + inst_offset + i * size (CDNA3 ISA 9.1.9; sizes 12 and 16 are CDNA4's)."""
+    """Loads to LDS: lane i of a wave writes M0 + inst_offset + i * size (sizes 12 and 16 are CDNA4's)."""
     step = max(size, 4)
     offset = _signed_offset(ins, 13) if ins.encoding == "GLOBAL" else immediate
     load = LOADS[

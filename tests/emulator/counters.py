@@ -1,8 +1,8 @@
 """What a launch executed: instructions, memory traffic, bank conflicts, cycles. Emulated numbers, never times.
 
 Issue cycles: a SIMD issues one instruction of a wave every 4 cycles; 64 lanes pass its 16-lane ALU in 4, transcendental
-and 64-bit instructions in 16 and 8; a matrix instruction takes 4 cycles per pass. Dependencies, waits and other waves are not
-modelled. (CDNA3 ISA chapter 1; AMD "MI300 CDNA3 ISA" 7.5 for passes.)
+and 64-bit instructions in 16 and 8; a matrix instruction takes its own. Dependencies, waits and other waves are not
+modelled. matrix.py has the matrix instructions' cycles.
 """
 
 from __future__ import annotations

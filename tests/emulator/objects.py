@@ -97,7 +97,7 @@ class KernelObject:
 
     @property
     def waves_per_simd(self) -> int:
-        """Waves that the registers let one SIMD hold: 512 per lane, at most 8 waves (CDNA3 ISA 3.6)."""
+        """Waves that the registers let one SIMD hold: 512 per lane, at most 8 waves (CDNA3 white paper)."""
         return min(8, 512 // self.registers)
 
     @property

@@ -1,7 +1,7 @@
 """Scalar instructions: SOP1, SOP2, SOPC, SOPK, SOPP.
 
-Source: AMD Instinct MI300 (CDNA3) ISA, chapter 5 "Scalar ALU Operations" and sections 12.1 to 12.5; the CDNA4 ISA repeats
-them. Values are numpy arrays [waves, 1] of the operand's type. A new instruction is one entry in `SCALAR`.
+Source: AMD Instinct MI300 (CDNA3) ISA, chapters "Scalar ALU Operations" and "Instructions"; the CDNA4 ISA
+repeats them. Values are numpy arrays [waves, 1] of the operand's type. A new instruction is one entry in `SCALAR`.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def mul_hi(a, b):
     return ((a.astype(I64) * b) >> 32).astype(I32) if a.dtype == I32 else ((a.astype(U64) * b) >> U64(32)).astype(U32)
 
 
-# 12.1 SOP2
+# SOP2
 entries(
     s_cselect_b32__carries=lambda scc, a, b: np.where(scc, a, b),
     s_cselect_b64__carries=lambda scc, a, b: np.where(scc, a, b),
@@ -233,7 +233,7 @@ entries(
     s_bfe_u64=bit_field,
     s_bfe_i64=bit_field,
     s_absdiff_i32=lambda a, b: np.abs(a.astype(I64) - b).astype(I32),
-    # 12.3 SOP1
+    # SOP1
     s_abs_i32=np.abs,
 )
 entries(
@@ -258,7 +258,7 @@ entries(
     s_bitset0_b64__accumulates=lambda a, d: d & ~(U64(1) << (a & 63).astype(U64)),
     s_bitset1_b64__accumulates=lambda a, d: d | U64(1) << (a & 63).astype(U64),
     s_bitreplicate_b64_b32=_replicate,
-    # 12.2 SOPK
+    # SOPK
     s_movk_i32=lambda k: k,
     s_mulk_i32__accumulates=lambda k, d: k * d,
 )
@@ -266,7 +266,7 @@ entries("second", s_addk_i32__accumulates=lambda k, d: _signed(np.add)(k, d))
 del SCALAR["s_cmov_b32"], SCALAR["s_cmov_b64"]
 for _name in ("s_cmov_b32", "s_cmov_b64", "s_cmovk_i32"):
     SCALAR[_name] = Scalar(lambda scc, a, d: np.where(scc, a, d), carries=True, accumulates=True)
-# 12.4 SOPC, and SOPK's comparisons, whose left side is the destination field
+# SOPC, and SOPK's comparisons, whose left side is the destination field
 _COMPARE = {
     "eq": np.equal,
     "lg": np.not_equal,
@@ -284,7 +284,7 @@ for _value in (0, 1):
     for _size in (32, 64):
         SCALAR[f"s_bitcmp{_value}_b{_size}"] = Scalar(lambda a, b, v=_value: (shr(a, b) & a.dtype.type(1)) == v, "only")
 
-# 12.3 SOP1: EXEC is saved to the destination, then combined with the source.
+# SOP1: EXEC is saved to the destination, then combined with the source.
 SAVE_EXEC = {
     "and": lambda s, e: s & e,
     "or": lambda s, e: s | e,

@@ -1,6 +1,7 @@
 """Vector ALU instructions: VOP1, VOP2, VOP3, VOP3P, VOPC.
 
-Sources: AMD Instinct MI300 (CDNA3) ISA sections 12.7 to 12.12 and AMD's pseudocode there; CDNA4 ISA for gfx950's additions.
+Sources: AMD Instinct MI300 (CDNA3) ISA, chapter 12 "Instructions", its sections on VOP1, VOP2, VOP3, VOP3P and VOPC with AMD's
+pseudocode; CDNA4 ISA for gfx950's additions.
 A new instruction is one entry in `VECTOR`: a function on numpy arrays of the operand types that the decoding tables give
 (`F32` float32, `B32` uint32, `M64` one bool per lane, anything packed or 8-bit: raw uint32).
 
@@ -481,7 +482,7 @@ def exclusive_popcount(upper: bool):
     return lambda a, b: popcount(a & part) + b
 
 
-# 12.8 VOP2 and its VOP3 forms: 32-bit floats
+# VOP2 and its VOP3 forms: 32-bit floats
 
 entries(
     v_add_f32=np.add,
@@ -646,7 +647,7 @@ entries(
 )
 
 
-# 12.7 VOP1: conversions, rounding, transcendentals
+# VOP1: conversions, rounding, transcendentals
 
 entries(
     v_nop=lambda: None,
@@ -788,7 +789,7 @@ def _stochastic(target, a, random):
     return target.encode(np.ascontiguousarray(a), random=random >> U32(32 - dropped), random_bits=dropped)
 
 
-# 12.9 VOPC
+# VOPC
 
 _COMPARE = {
     "f": lambda a, b: np.zeros(np.broadcast_shapes(a.shape, b.shape), bool),
@@ -816,7 +817,7 @@ for _prefix in ("v_cmp", "v_cmpx"):
     for _type in ("f16", "f32", "f64"):
         VECTOR[f"{_prefix}_class_{_type}"] = Vector(float_class)
 
-# 12.10 VOP3P
+# VOP3P
 
 entries(
     v_dot2_f32_f16=dot2_f16,
@@ -1049,7 +1050,7 @@ def _packed_half(operand: Operand, ins: Instruction, program, dtype, chosen: int
         value = reader(Operand(operand.code, 1, "", 16), ins, dtype)
         if not chosen:
             return value
-        # integers are sign-extended to 32 bits, floats occupy the low half (CDNA3 ISA 6.2)
+        # integers are sign-extended to 32 bits, floats occupy the low half (CDNA3 ISA, VOP3P)
         word = reader(Operand(operand.code, 1, "I32", 32), ins, U32)(None)
         high = (
             (word >> U32(16)).astype(U16).view(dtype)

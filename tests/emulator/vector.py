@@ -1,7 +1,7 @@
 """How a vector instruction reaches its operands: VGPRs, AGPRs, SGPRs, constants; modifiers; DPP and SDWA; EXEC on writes.
 
-Source: AMD Instinct MI300 (CDNA3) ISA, chapter 6 "Vector ALU Operations" (6.2 operands and modifiers), sections 13.3.4
-to 13.3.9 (VOP1, VOP2, VOP3, SDWA, DPP encodings).
+Source: AMD Instinct MI300 (CDNA3) ISA, chapter "Vector ALU Operations" (operands and modifiers), and the encodings of VOP1,
+VOP2, VOP3, SDWA and DPP in "Microcode Formats".
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def write_lanes(operand: Operand, and_exec: bool) -> Callable:
     return run
 
 
-# DPP: CDNA3 ISA 13.3.9 "DPP", table of DPP_CTRL values
+# DPP: CDNA3 ISA "DPP", table of DPP_CTRL values
 
 
 def dpp_lanes(control: int) -> tuple[np.ndarray, np.ndarray]:
@@ -306,7 +306,7 @@ class Dpp:
         return lanes if readable is None else lanes & readable
 
 
-# SDWA: CDNA3 ISA 13.3.6
+# SDWA: CDNA3 ISA "SDWA"
 
 _SELECT = {0: (0, 8), 1: (8, 8), 2: (16, 8), 3: (24, 8), 4: (0, 16), 5: (16, 16), 6: (0, 32)}
 
