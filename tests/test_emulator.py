@@ -495,6 +495,8 @@ def test_unwritten_values(device):
     what = Launch("", "copy", (1, 1, 1), (64, 1, 1), (fresh, torch.zeros(64, dtype=torch.int32)))
     with pytest.raises(errors.Uninitialised, match="4 bytes at byte 0 of argument 0 were never written"):
         device.emulator.run(device.path, what, (fresh,))
+    with pytest.raises(errors.Uninitialised):  # also if the launch got another view of it
+        device.emulator.run(device.path, what, (fresh.view(8, 8)[1:],))
 
 
 def test_bounds_of_lds_scratch_and_registers(device):

@@ -35,6 +35,14 @@ def _element_offsets(tensor) -> np.ndarray:
     return offsets * tensor.element_size()
 
 
+def _bytes_of(tensor, low: int):
+    """The index of a tensor's bytes in memory that starts at address `low`."""
+    first, size = tensor.data_ptr() - low, tensor.element_size()
+    if tensor.is_contiguous():
+        return slice(first, first + tensor.numel() * size)
+    return (first + _element_offsets(tensor)[:, None] + np.arange(size)).ravel()
+
+
 class Region:
     """A range of memory: `data` are its bytes from `base` on, a multiple of 16; bytes `start` to `end` belong to it."""
 
@@ -89,11 +97,10 @@ class Space:
                 groups[-1].append(span)
             else:
                 groups.append([span])
-        fresh = {(t.data_ptr(), t.shape, t.stride()) for t in uninitialised}
         for group in groups:
-            self._add_group(group, fresh)
+            self._add_group(group, uninitialised)
 
-    def _add_group(self, group: list, fresh: set) -> None:
+    def _add_group(self, group: list, uninitialised: tuple) -> None:
         start, end = group[0][0], max(span[1] for span in group)
         low, high = start & ~15, -(-end // 16) * 16
         data = np.ctypeslib.as_array((ctypes.c_ubyte * (high - low)).from_address(low))
@@ -106,18 +113,14 @@ class Space:
         belongs = np.zeros(high - low, bool)
         for first, _, tensor, _ in group:
             self.addresses[first] = base + first - low
-            size = tensor.element_size()
-            dense = tensor.is_contiguous()
-            if dense:
-                here = slice(first - low, first - low + tensor.numel() * size)
-            else:
-                here = (first - low + _element_offsets(tensor)[:, None] + np.arange(size)).ravel()
-            belongs[here] = True
-            if (tensor.data_ptr(), tensor.shape, tensor.stride()) in fresh:
-                region.track_writes()
-                region.written[here] = 0
+            belongs[_bytes_of(tensor, low)] = True
         if not belongs[start - low : end - low].all():
             region.holes = np.concatenate([[0], np.cumsum(belongs)])
+        for tensor in uninitialised:
+            first, last = _span(tensor)
+            if start <= first < last <= end:
+                region.track_writes()
+                region.written[_bytes_of(tensor, low)] = 0
 
     def watch(self, stored: set[str] | None) -> None:
         """Remembers readers in the regions that hold one of the named tensors; None: in all."""
