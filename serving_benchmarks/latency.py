@@ -11,10 +11,12 @@ first and last token. The engine runs inside the measuring process (VLLM_ENABLE_
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,6 +31,7 @@ HERE = Path(__file__).resolve().parent
 CONFIGS = HERE / "configs"
 PLUGIN = "rocm_ops"
 SIDES = {"without": "vLLM", "with": "vLLM + vllm-rocm-ops"}
+SECONDS_TO_END = 30
 PERCENTILES = (10, 25, 50, 75, 90, 99)  # as in `vllm bench latency`
 
 
@@ -165,9 +168,6 @@ def worker(job: dict) -> None:
         except BaseException as error:  # noqa: BLE001  whatever it is, it is the result
             traceback.print_exc()
             report({"error": f"{type(error).__name__}: {error}".strip()})
-    # vLLM's processes have nothing to say any more.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 # In the process that the user started
@@ -197,18 +197,31 @@ def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, env=variables, pass_fds=[write_end], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            command,
+            env=variables,
+            pass_fds=[write_end],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     os.close(write_end)
     final = {"error": f"the process ended early, see {log}"}
-    with os.fdopen(read_end) as pipe:
-        for line in pipe:
-            event = json.loads(line)
-            if "result" in event or "error" in event:
-                final = event.get("result", event)
-                break
-            on_event(event)
-    process.wait()
+    try:
+        with os.fdopen(read_end) as pipe:
+            for line in pipe:
+                event = json.loads(line)
+                if "result" in event or "error" in event:
+                    final = event.get("result", event)
+                    break
+                on_event(event)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS_TO_END)
+    finally:
+        # The next side needs the GPUs: nothing of this one may stay, its workers neither.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     return final
 
 
@@ -414,6 +427,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     if arguments.worker:
         worker(arguments.worker)
+        return 0
     report = benchmark(arguments)
     arguments.output_json.parent.mkdir(parents=True, exist_ok=True)
     arguments.output_json.write_text(json.dumps(report, indent=1) + "\n")

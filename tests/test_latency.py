@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -110,6 +111,31 @@ def test_real_configurations_hold_the_published_sizes():
     sizes = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size")
     assert of("llama-3.1-405b-fp8", *sizes, "num_key_value_heads") == [16384, 126, 53248, 128, 128256, 8]
     assert of("deepseek-v3", *sizes, "n_routed_experts") == [7168, 61, 18432, 128, 129280, 256]
+
+
+STUB = """
+import json, os, subprocess, sys
+job = json.loads(sys.argv[2])
+worker = subprocess.Popen(["sleep", "600"], pass_fds=[job["pipe"]])
+with os.fdopen(job["pipe"], "w") as pipe:
+    pipe.write(json.dumps({"batch_size": 1, "decode_ms": 2.0}) + "\\n")
+    pipe.write(json.dumps({"result": {"worker": worker.pid}}) + "\\n")
+"""
+
+
+def test_no_process_outlives_its_side(tmp_path, monkeypatch):
+    """A worker that vLLM forgets would keep its GPU memory from the other side."""
+    (tmp_path / "stub.py").write_text(STUB)
+    monkeypatch.setattr(latency, "__file__", str(tmp_path / "stub.py"))
+    events = []
+    found = latency.run_side({"side": "with", "random_experts": False}, tmp_path / "log", events.append)
+    assert events == [{"batch_size": 1, "decode_ms": 2.0}]
+    stat = pathlib.Path(f"/proc/{found['worker']}/stat")
+    for _ in range(100):  # until init has reaped it
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("the worker still runs")
 
 
 def run(folder: pathlib.Path, *arguments: str) -> tuple[subprocess.CompletedProcess, dict]:
