@@ -619,7 +619,9 @@ def test_metadata(device):
 
 def test_shipped_objects_bind_completely():
     """No kernel of the package holds an instruction that the emulator lacks."""
-    for path in sorted(launch.CODE.glob("gfx*/*.co")):
+    paths = sorted(launch.CODE.glob("gfx*/*.co"))
+    assert paths, "python csrc/build.py has not run"
+    for path in paths:
         emulator, seen = Emulator(path.parent.name), set()
         for symbol in CodeObject(path).kernels:
             program = emulator.program(path, symbol)

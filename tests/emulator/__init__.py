@@ -10,7 +10,7 @@ What it checks, as subclasses of `EmulatorError` that name kernel, instruction, 
 
 What it does not see: caches (memory is coherent, so that a missing cache write-back or invalidation stays unseen), the
 strength of atomics (each counts as acquire and release), the s_nop that some instruction pairs need, halves of a register of
-which only the other half was written.
+which only the other half was written. It rounds to nearest even and keeps f16 and f64 denormals, whatever MODE says.
 """
 
 from .emulator import Emulator

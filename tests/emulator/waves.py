@@ -26,24 +26,22 @@ class Waves:
 
     PER_WAVE = ("vgpr", "sgpr", "scc", "block", "wave", "id", "scratch")
 
-    def __init__(self, kernel, **state):
-        self.kernel = kernel
+    def __init__(self, program, **state):
+        self.program = program
         self.pc = 0
         self.meet = -1  # the program counter at which waves that split off wait
-        self.executed = 0
         self.order: list = []  # outstanding memory events, oldest first
         self.pending: dict[int, object] = {}  # register code -> its outstanding event
         self.undefined: set[int] = set()  # register codes that some lane never wrote
         self.defined: dict[int, np.ndarray] = {}  # for those, the lanes that did
         self.alert: set[int] = set()  # undefined and pending
-        self.mode = kernel.object.float_mode
-        self.progress = 0
+        self.mode = program.object.float_mode
         for name in self.PER_WAVE:
             setattr(self, name, state[name])
         self._bind()
 
     def _bind(self) -> None:
-        vgprs, agprs = self.kernel.object.vgprs, self.kernel.object.agprs
+        vgprs, agprs = self.program.object.vgprs, self.program.object.agprs
         self.count = self.vgpr.shape[1]
         self.U = self._named(list(self.vgpr), vgprs, agprs)
         self.I = self._named(list(self.vgpr.view(np.int32)), vgprs, agprs)
