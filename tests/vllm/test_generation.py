@@ -5,7 +5,7 @@ import importlib.metadata
 import checkpoints
 import pytest
 import torch
-from conftest import FLAVOURS, STEPS, STOCK
+from engines import FLAVOURS, STEPS, STOCK
 
 pytestmark = pytest.mark.slow
 

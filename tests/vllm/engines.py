@@ -1,0 +1,101 @@
+"""Tiny checkpoints, and engines that run them in processes of their own."""
+
+import concurrent.futures
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import checkpoints
+import torch
+
+HERE = pathlib.Path(__file__).parent
+STEPS = 8
+FLAVOURS = {
+    # Seeds of the prompts. They were searched for with plain.py, so that in every step the best token leads by at least 3
+    # in log probability: rounding noise, which is below 1, then changes no token.
+    ("llama", "bf16"): (12, 22, 43),
+    ("llama", "static"): (79, 153, 199),
+    ("llama", "token"): (22, 43, 79),
+    ("llama", "bounded"): (100, 413, 640),
+    ("llama", "block"): (12, 79, 104),
+    ("deepseek", "bf16"): (22, 104, 175),
+    ("deepseek", "block"): (54, 104, 175),
+}
+STOCK = [("llama", "bf16"), ("llama", "token"), ("deepseek", "bf16")]
+"""What vLLM's CPU build runs without the plugin."""
+
+
+def prompts(flavour: tuple[str, str]) -> list[list[int]]:
+    """The prompts for a model in a flavour."""
+    result = []
+    for seed in FLAVOURS[flavour]:
+        generator = torch.Generator().manual_seed(seed)
+        length = int(torch.randint(4, 40, (), generator=generator))
+        result.append(torch.randint(3, checkpoints.LLAMA["vocab_size"], (length,), generator=generator).tolist())
+    return result
+
+
+class Engines:
+    """Builds checkpoints when they are wanted, and runs vLLM on them."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        self.number = itertools.count()
+
+    def checkpoint(self, flavour: tuple[str, str]) -> pathlib.Path:
+        """The folder of a model's checkpoint."""
+        path = self.folder / "-".join(flavour)
+        return path if path.exists() else checkpoints.build(path, *flavour)
+
+    def job(self, flavour: tuple[str, str], compiled: bool = False, **options) -> dict:
+        """What engine.py is asked for one model. vLLM's in-place rotary op for CPU, which eager mode would take, is wrong
+        for latent attention: its result differs from `forward_native` and from plain.py."""
+        engine = {} if compiled else {"enforce_eager": True}
+        engine["compilation_config"] = {"custom_ops": ["none" if compiled else "all", "-rotary_embedding"]}
+        if flavour[1] == "bounded":
+            engine["allow_deprecated_quantization"] = True
+        return {
+            "model": str(self.checkpoint(flavour)),
+            "prompts": prompts(flavour),
+            "max_tokens": STEPS,
+            "logprobs": None if compiled else 1,
+            "engine": engine,
+            **options,
+        }
+
+    def run_on_two_cores(self, jobs: dict[str, dict], **options: str) -> dict[str, dict]:
+        """`run` in two processes at once, each with every other job."""
+        halves = [dict(itertools.islice(jobs.items(), start, None, 2)) for start in range(2)]
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(lambda half: self.run(half, **options), halves)
+        return first | second
+
+    def run(self, jobs: dict[str, dict], before: str = "", cache: str = "cache", **environment: str) -> dict[str, dict]:
+        """Run the jobs one after the other in one new process; its output is in the answers under "output"."""
+        number = next(self.number)
+        request, answers = self.folder / f"jobs-{number}.json", self.folder / f"answers-{number}.json"
+        request.write_text(json.dumps({"before": before, "jobs": jobs}))
+        compiled = any(not job["engine"].get("enforce_eager") for job in jobs.values())
+        base = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CACHE_ROOT": str(self.folder / cache),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / cache / "inductor"),
+            "TORCHDYNAMO_DISABLE": "0" if compiled else "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        command = [sys.executable, str(HERE / "engine.py"), str(request), str(answers)]
+        options = {"capture_output": True, "text": True, "timeout": 900}
+        process = subprocess.run(command, check=False, env=base | environment, **options)
+        output = process.stdout + process.stderr
+        assert answers.exists(), output[-8000:]
+        result = json.loads(answers.read_text())
+        failed = [answer["error"] for answer in result.values() if "error" in answer]
+        assert not failed, failed[0] + output[-4000:]
+        return {**result, "output": output}
