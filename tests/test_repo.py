@@ -228,6 +228,12 @@ def test_clang_format():
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("script", files("*.sh", ".ci/*"), ids=name)
+def test_shell_scripts_parse(script):
+    result = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 def test_readme_is_fresh():
     text = readme.README.read_text()
     assert readme.fresh(text) == text, "run: python tests/readme.py"
