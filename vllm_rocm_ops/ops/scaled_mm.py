@@ -16,8 +16,7 @@ from vllm_rocm_ops.op import Case, Op, describe
 __all__ = ["scaled_mm"]
 
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-ROWS = 16  # of b in a tile
-TOKENS = (8, 16, 32, 64)  # the most that a kernel takes
+ROWS = {8: 16, 16: 32, 32: 32, 64: 16}  # of b in a tile, by the most tokens that a kernel takes
 DEPTH = 64  # bytes of K that a slice is a multiple of
 WAVES = 4  # of a block
 SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -62,7 +61,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     m, n, k = _sizes(a)
     yield f"{arch.name} multiplies a's dtype ({arch.fp8_dtype})", a.a.dtype == arch.fp8_dtype
-    yield f"M is at most {TOKENS[-1]}", m <= TOKENS[-1]
+    yield f"M is at most {max(ROWS)}", m <= max(ROWS)
     yield "N and K are at least 1 and below 2^31", 0 < n < 2**31 and 0 < k < 2**31
     yield "K is a multiple of 16", k % 16 == 0
     for name, rows in (("a", a.a), ("b", a.b.t())):
@@ -77,15 +76,20 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 
 def _tokens(m: int) -> int:
-    return next(tokens for tokens in TOKENS if tokens >= m)
+    return next(tokens for tokens in ROWS if tokens >= m)
+
+
+def _tiles(a) -> int:
+    m, n, _ = _sizes(a)
+    return -(-n // ROWS[_tokens(m)])
 
 
 def _configs(a, arch: Arch) -> list[SkinnyConfig]:
-    _, n, k = _sizes(a)
+    _, _, k = _sizes(a)
     configs = []
     for slices in SLICES:
         if slices == 1 or k >= slices * DEPTH:
-            blocks = min(-(-n // ROWS) * slices, RESIDENT * arch.compute_units)
+            blocks = min(_tiles(a) * slices, RESIDENT * arch.compute_units)
             configs += [SkinnyConfig(slices, b) for b in sorted({-(-blocks // RESIDENT), blocks})]
     return configs
 
@@ -93,25 +97,24 @@ def _configs(a, arch: Arch) -> list[SkinnyConfig]:
 def _default(a, arch: Arch) -> SkinnyConfig:
     """The fewest slices that give nearly every compute unit two items, unless they would be too short to stream; all the
     blocks that are resident at once. Measured on H200, M = 1 and 8: within 4 % of the best of all that was tried."""
-    _, n, k = _sizes(a)
-    tiles = -(-n // ROWS)
+    _, _, k = _sizes(a)
     long_enough = [s for s in SLICES if s == 1 or k >= s * SHORTEST_SLICE]
-    slices = next((s for s in long_enough if tiles * s >= 1.9 * arch.compute_units), long_enough[-1])
-    return SkinnyConfig(slices, min(tiles * slices, RESIDENT * arch.compute_units))
+    slices = next((s for s in long_enough if _tiles(a) * s >= 1.9 * arch.compute_units), long_enough[-1])
+    return SkinnyConfig(slices, min(_tiles(a) * slices, RESIDENT * arch.compute_units))
 
 
 def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     m, n, k = _sizes(a)
     if m == 0:
         return []
-    tiles, threads = -(-n // ROWS), WAVES * arch.wave_lanes
+    tiles, rows, threads = _tiles(a), ROWS[_tokens(m)], WAVES * arch.wave_lanes
     slice = -(-k // (config.slices * DEPTH)) * DEPTH
     slices = -(-k // slice)
     args = (
         a.a,
         a.b,
         out,
-        Workspace(slices * tiles * ROWS * m * 4) if slices > 1 else None,
+        Workspace(slices * tiles * rows * m * 4) if slices > 1 else None,
         Counters(tiles) if slices > 1 else None,
         a.scale_a,
         a.scale_b,
@@ -130,7 +133,7 @@ def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
         min(config.blocks, tiles * slices),
     )
     grid = (min(config.blocks, tiles * slices), 1, 1)
-    return [Launch("scaled_mm", f"scaled_mm_skinny_{_tokens(m)}", grid, (threads, 1, 1), args)]
+    return [Launch("scaled_mm", f"scaled_mm_skinny_{rows}x{_tokens(m)}", grid, (threads, 1, 1), args)]
 
 
 def _cases() -> Iterator[Case]:
