@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import struct
 import subprocess
 import sys
@@ -229,20 +231,146 @@ def test_explain_shows_the_rejected_rule():
     assert not explanation.launches and "NO  input is bfloat16 or float16" in str(explanation)
 
 
-def test_tuned_row_replaces_the_default(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name, compute_units",
+    [("gfx942", 304), ("MI300X", 304), ("MI325X", 304), ("MI308X", 80), ("gfx942:80", 80), ("MI355X", 256)],
+)
+def test_archs_and_products_are_known_by_name(name, compute_units):
+    arch = archs.named(name)
+    assert arch.compute_units == compute_units and archs.named(str(arch)) == arch
+    assert arch == dataclasses.replace(archs.ARCHS[arch.name], compute_units=compute_units)
+    assert ops.rms_norm.explain(*norm_arguments(), arch=name).arch == str(arch)
+
+
+@pytest.mark.parametrize("name", ["gfx90a", "gfx942:", "gfx942:0", "gfx942:80:1", "MI308X:80", ""])
+def test_unknown_archs_are_refused(name):
+    with pytest.raises(ValueError, match="arch must be one of gfx942, .*, MI355X or like gfx942:80, got " + name):
+        archs.named(name)
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """An empty folder in place of the tuned tables."""
     monkeypatch.setattr(op, "TABLES", tmp_path)
     op._table.cache_clear()
     (tmp_path / "gfx942").mkdir()
-    rows = "dtype,rows,hidden,config.threads,config.chunks,source\nbf16,4,4096,256,2,a measurement\n"
-    (tmp_path / "gfx942" / "rms_norm.csv").write_text(rows)
-    try:
-        tuned = ops.rms_norm.explain(*norm_arguments(4, 4096), arch="gfx942")
-        other = ops.rms_norm.explain(*norm_arguments(5, 4096), arch="gfx942")
-    finally:
-        monkeypatch.undo()
-        op._table.cache_clear()
+    yield tmp_path / "gfx942"
+    op._table.cache_clear()
+
+
+def test_tuned_row_replaces_the_default(tables):
+    rows = "dtype,rows,hidden,compute_units,config.threads,config.chunks,source\nbf16,4,4096,304,256,2,a measurement\n"
+    (tables / "rms_norm.csv").write_text(rows)
+    tuned = ops.rms_norm.explain(*norm_arguments(4, 4096), arch="gfx942")
+    others = [
+        ops.rms_norm.explain(*norm_arguments(5, 4096), arch="gfx942"),
+        ops.rms_norm.explain(*norm_arguments(4, 4096), arch="MI308X"),
+        ops.rms_norm.explain(*norm_arguments(4, 4096), arch="gfx950"),
+    ]
     assert tuned.launches[0].symbol == "rms_norm_bf16_x2" and tuned.source.startswith("tuned")
-    assert other.launches[0].symbol == "rms_norm_bf16_x1" and other.source.startswith("default")
+    for other in others:
+        assert other.launches[0].symbol == "rms_norm_bf16_x1" and other.source.startswith("default")
+
+
+def test_a_table_without_compute_units_is_an_error(tables):
+    (tables / "rms_norm.csv").write_text("dtype,rows,hidden,config.threads,config.chunks\nbf16,4,4096,256,2\n")
+    with pytest.raises(KeyError, match="compute_units"):
+        ops.rms_norm.explain(*norm_arguments(4, 4096), arch="gfx942")
+
+
+def test_shipped_tables_have_their_columns_and_no_row_twice():
+    for path in op.TABLES.glob("*/*.csv"):
+        the_op = next(o for o in OPS if o.name == path.stem)
+        key = ("compute_units", *the_op.problem(the_op.Arguments(*example(the_op, "meta"))))
+        rows = list(csv.DictReader(path.read_text().splitlines()))
+        assert len(op._table(the_op, path.parent.name, key)) == len(rows) and all(row["source"] for row in rows)
+
+
+# costs
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    parts: int
+
+
+def split_configs(a, arch) -> list[Split]:
+    return [Split(parts) for parts in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]
+
+
+def split_cost(config: Split, a, arch) -> dict[str, float]:
+    waves = -(-config.parts // arch.compute_units)
+    return {"read": waves * a.input.numel() / config.parts, "combine": 2.0 * config.parts}
+
+
+@pytest.fixture(scope="module")
+def split_op():
+    """An op with a cost and no default."""
+
+    def split_sum(input: torch.Tensor) -> torch.Tensor:
+        return input.sum(-1)
+
+    return op.Op(
+        split_sum,
+        allocate=lambda a: a.input.new_empty(a.input.shape[:-1]),
+        contract=lambda a: (),
+        envelope=lambda a, arch: (("input has a row", a.input.dim() > 0),),
+        configs=split_configs,
+        plan=lambda config, out, a, arch: [
+            Launch("m", f"split_sum_{config.parts}", (1, 1, 1), (64, 1, 1), (a.input, out))
+        ],
+        problem=lambda a: {"elements": a.input.numel()},
+        cases=lambda: (),
+        cost=split_cost,
+    )
+
+
+def test_the_cheapest_configuration_is_the_default(split_op):
+    explanation = split_op.explain(torch.empty(1, 1 << 15, device="meta"), arch="gfx942")
+    assert explanation.config == Split(128) and explanation.launches[0].symbol == "split_sum_128"
+    assert explanation.considered[0] == (Split(128), {"read": 256.0, "combine": 256.0})
+    costs = [sum(terms.values()) for _, terms in explanation.considered]
+    assert costs == sorted(costs) and len(costs) == 10
+    assert split_op.explain(torch.empty(1, 1 << 15, device="meta"), arch="MI308X").config == Split(64)
+
+
+def test_explain_shows_the_configurations_considered(split_op, tables):
+    x = torch.empty(1, 1 << 15, device="meta")
+    lines = str(split_op.explain(x, arch="gfx942")).splitlines()
+    assert lines[2:6] == [
+        "  split_sum_128 grid (1, 1, 1) block (64, 1, 1)",
+        "  of 10 configurations, by the model's microseconds:",
+        "  *   512.00  Split(parts=128): read 256.00 + combine 256.00",
+        "      640.00  Split(parts=64): read 512.00 + combine 128.00",
+    ]
+    assert len(lines) == 4 + op.EXPLAINED_CONFIGS
+    (tables / "split_sum.csv").write_text("compute_units,elements,config.parts,source\n304,32768,1,a measurement\n")
+    op._table.cache_clear()
+    tuned = split_op.explain(x, arch="gfx942")
+    lines = str(tuned).splitlines()
+    assert tuned.source == "tuned Split(parts=1)" and len(lines) == 5 + op.EXPLAINED_CONFIGS
+    assert lines[-1] == "  * 32770.00  Split(parts=1): read 32768.00 + combine 2.00"
+
+
+def test_a_default_of_its_own_wins_over_the_cost(split_op, monkeypatch):
+    monkeypatch.setattr(split_op, "default", lambda a, arch: Split(2))
+    explanation = split_op.explain(torch.empty(1, 1 << 15, device="meta"), arch="gfx942")
+    assert explanation.config == Split(2) and explanation.considered[0][0] == Split(128)
+
+
+def test_an_op_without_cost_shows_none():
+    explanation = ops.rms_norm.explain(*norm_arguments(), arch="gfx942")
+    assert explanation.considered == () and "microseconds" not in str(explanation)
+
+
+def test_nothing_is_considered_where_the_reference_runs(split_op):
+    assert split_op.explain(torch.empty((), device="meta"), arch="gfx942").considered == ()
+
+
+def test_an_op_needs_a_default_or_a_cost():
+    parts = dict.fromkeys(("allocate", "contract", "envelope", "configs", "plan", "problem", "cases"))
+    with pytest.raises(TypeError, match="norm_arguments must have a default or a cost"):
+        op.Op(norm_arguments, **parts)
 
 
 # launches

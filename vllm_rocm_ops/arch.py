@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import re
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +12,8 @@ import torch
 
 @dataclass(frozen=True)
 class Arch:
-    """One GPU architecture, or one product of it where `compute_units` differs from the usual."""
+    """One GPU architecture, or one product of it where `compute_units` differs from the usual. `str` gives the name that
+    `named` takes."""
 
     name: str
     wave_lanes: int
@@ -19,15 +22,30 @@ class Arch:
     lds_bytes: int
     code_suffix: str
 
+    def __str__(self) -> str:
+        usual = self.compute_units == ARCHS[self.name].compute_units
+        return self.name if usual else f"{self.name}:{self.compute_units}"
+
 
 ARCHS = {
     arch.name: arch
     for arch in (
-        Arch("gfx942", 64, torch.float8_e4m3fnuz, 304, 64 * 1024, ".co"),  # MI300X, MI325X
-        Arch("gfx950", 64, torch.float8_e4m3fn, 256, 160 * 1024, ".co"),  # MI355X
+        Arch("gfx942", 64, torch.float8_e4m3fnuz, 304, 64 * 1024, ".co"),
+        Arch("gfx950", 64, torch.float8_e4m3fn, 256, 160 * 1024, ".co"),
         Arch("sm_90", 32, torch.float8_e4m3fn, 132, 227 * 1024, ".ptx"),  # development only
     )
 }
+PRODUCTS = {"MI300X": "gfx942", "MI325X": "gfx942", "MI308X": "gfx942:80", "MI355X": "gfx950"}
+
+
+def named(name: str) -> Arch:
+    """The architecture that a name says: one of `ARCHS` with its usual count of compute units, followed by a colon and
+    another count, or one of `PRODUCTS`. Raises ValueError."""
+    match = re.fullmatch(r"(\w+)(?::([1-9]\d*))?", PRODUCTS.get(name, name))
+    if match is None or match[1] not in ARCHS:
+        raise ValueError(f"arch must be one of {', '.join((*ARCHS, *PRODUCTS))} or like gfx942:80, got {name}")
+    arch = ARCHS[match[1]]
+    return dataclasses.replace(arch, compute_units=int(match[2] or arch.compute_units))
 
 
 @functools.cache
@@ -41,4 +59,4 @@ def of_device(index: int) -> Arch | None:
     arch = ARCHS.get(name)
     if arch is None:
         return None
-    return Arch(**{**vars(arch), "compute_units": properties.multi_processor_count})
+    return dataclasses.replace(arch, compute_units=properties.multi_processor_count)

@@ -7,7 +7,9 @@ fallback on a GPU and, given float64, the oracle of its tests. Around it an `Op`
     allocate(a)             the outputs, unwritten; also the fake (meta) implementation
     envelope(a, arch)       yields (rule, holds): what the kernels need; where one fails the reference runs, and says why
     configs(a, arch)        all configurations that fit
-    default(a, arch)        the one to use, unless a tuned row of tables/<arch>/<op>.csv says better
+    cost(config, a, arch)   what one is expected to take: terms by name, in microseconds of a model of the GPU
+    default(a, arch)        the one to use, unless a tuned row of tables/<arch>/<op>.csv says better; where an op has none,
+                            the one of the least cost
     plan(config, outputs, a, arch)  the launches
     problem(a)              the sizes that a tuned row and a benchmark line are keyed by
     cases()                 example inputs: tests, emulator and benchmarks draw from the same ones
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import collections
 import csv
+import dataclasses
 import functools
 import inspect
 import typing
@@ -39,6 +42,7 @@ from vllm_rocm_ops.launch import Counters, Launch, Workspace
 NAMESPACE = "vllm_rocm_ops"
 TABLES = Path(__file__).parent / "tables"
 REMEMBERED_SIGNATURES = 4096  # per op; a server sees a few dozen
+EXPLAINED_CONFIGS = 8  # the cheapest, which an explanation's text shows
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _counts: dict[str, dict[str, _Count]] = {}  # op -> kernel or "fallback: why" -> calls
@@ -54,7 +58,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a call runs what it runs. `launches` is empty where the reference runs."""
+    """Why a call runs what it runs. `launches` is empty where the reference runs. `considered` are all configurations with
+    their costs, the cheapest first, where the op has a cost."""
 
     op: str
     arch: str | None
@@ -62,11 +67,19 @@ class Explanation:
     config: object
     source: str
     rules: tuple[tuple[str, bool], ...] = ()
+    considered: tuple[tuple[object, dict[str, float]], ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.op} on {self.arch or 'cpu'}: {self.source}"]
         lines += [f"  {'yes' if holds else 'NO '} {rule}" for rule, holds in self.rules]
         lines += [f"  {launch.symbol} grid {launch.grid} block {launch.block}" for launch in self.launches]
+        if self.considered:
+            lines.append(f"  of {len(self.considered)} configurations, by the model's microseconds:")
+        for place, (config, terms) in enumerate(self.considered):
+            if place < EXPLAINED_CONFIGS or config == self.config:
+                mark, cost = "*" if config == self.config else " ", sum(terms.values())
+                parts = " + ".join(f"{term} {value:.2f}" for term, value in terms.items())
+                lines.append(f"  {mark} {cost:8.2f}  {config}: {parts}")
         return "\n".join(lines)
 
 
@@ -111,7 +124,12 @@ class _Execution:
 
     def __init__(self, op: str, kernel: str, run: Callable[[tuple], object]):
         self.run = run
+        self.is_fallback = kernel.startswith("fallback")
         self.count = _counts.setdefault(op, {}).setdefault(kernel, _Count())
+
+    def __call__(self, args: tuple):
+        self.count.calls += 1
+        return self.run(args)
 
 
 @dataclass(eq=False)
@@ -124,10 +142,11 @@ class Op:
     contract: Callable
     envelope: Callable
     configs: Callable
-    default: Callable
     plan: Callable
     problem: Callable
     cases: Callable[[], Iterable[Case]]
+    default: Callable | None = None
+    cost: Callable | None = None
     mutates: tuple[str, ...] = ()
     sums: bool = False
     name: str = field(init=False)
@@ -135,6 +154,9 @@ class Op:
     def __post_init__(self) -> None:
         self.name = self.reference.__name__
         self.__doc__ = self.reference.__doc__
+        if self.default is None and self.cost is None:
+            raise TypeError(f"{self.name} must have a default or a cost")
+        self.default = self.default or self.cheapest
         parameters = inspect.signature(self.reference).parameters.values()
         defaults = [p.default for p in parameters if p.default is not inspect.Parameter.empty]
         self.Arguments = collections.namedtuple(
@@ -157,20 +179,33 @@ class Op:
         return self.torch_op(*args, **kwargs)
 
     def explain(self, *args, arch: str | Arch | None = None, **kwargs) -> Explanation:
-        """What a call with these arguments runs on `arch` (a name of arch.ARCHS; by default the arguments' device), and
-        why. The tensors may be on the meta device."""
+        """What a call with these arguments runs on `arch` (a name that arch.named takes; by default the arguments' device),
+        and why. The tensors may be on the meta device."""
         a = self.Arguments(*args, **kwargs)
         self._check(a)
         if arch is None:
             device = next(v.device for v in a if isinstance(v, torch.Tensor))
             arch = archs.of_device(device.index) if device.type == "cuda" else None
         elif isinstance(arch, str):
-            arch = archs.ARCHS[arch]
-        return self._choose(a, arch, self.allocate(a), require_code=False)
+            arch = archs.named(arch)
+        chosen = self._choose(a, arch, self.allocate(a), require_code=False)
+        return dataclasses.replace(chosen, considered=self.considered(a, arch)) if chosen.config else chosen
 
     def tuned(self, a, arch: Arch):
-        """The configuration that the tuned table holds for this problem, or None."""
-        return _table(arch.name, self.name).get(tuple(str(v) for v in self.problem(a).values()))
+        """The configuration that the tuned table holds for this problem on so many compute units, or None."""
+        key = {"compute_units": arch.compute_units, **self.problem(a)}
+        return _table(self, arch.name, tuple(key)).get(tuple(str(v) for v in key.values()))
+
+    def considered(self, a, arch: Arch) -> tuple[tuple[object, dict[str, float]], ...]:
+        """All configurations with their costs, the cheapest first; nothing where the op has no cost."""
+        if self.cost is None:
+            return ()
+        costs = [(config, self.cost(config, a, arch)) for config in self.configs(a, arch)]
+        return tuple(sorted(costs, key=lambda entry: sum(entry[1].values())))
+
+    def cheapest(self, a, arch: Arch):
+        """The configuration of the least cost, the first of equals."""
+        return self.considered(a, arch)[0][0]
 
     def _check(self, a) -> None:
         for argument, wanted, got, holds in self.contract(a):
@@ -179,7 +214,7 @@ class Op:
 
     def _choose(self, a, arch: Arch | None, outputs, require_code: bool = True) -> Explanation:
         def fallback(why: str, rules=()) -> Explanation:
-            return Explanation(self.name, arch and arch.name, (), None, f"fallback: {why}", tuple(rules))
+            return Explanation(self.name, arch and str(arch), (), None, f"fallback: {why}", tuple(rules))
 
         disabled = envs.VLLM_ROCM_OPS_DISABLE.split(",")
         if self.name in disabled or "all" in disabled:
@@ -199,18 +234,31 @@ class Op:
             missing = {l.module for l in planned if not launches.code_object(l.module, arch.name).exists()}
             if missing:
                 return fallback(f"no code object of {', '.join(sorted(missing))} for {arch.name}", rules)
-        return Explanation(self.name, arch.name, planned, config, f"{source} {config}", tuple(rules))
+        return Explanation(self.name, str(arch), planned, config, f"{source} {config}", tuple(rules))
+
+    def run_kernels(self, *args):
+        """What a call returns where kernels take these arguments. None, with nothing done, where the reference would run or
+        the arguments break the contract: for callers that then have something better than the reference."""
+        args += self._defaults[len(args) :]
+        try:
+            execution = self._execution(args)
+        except ValueError:
+            return None
+        return None if execution.is_fallback else execution(args)
 
     def _dispatch(self, *args):
         args += self._defaults[len(args) :]
+        return self._execution(args)(args)
+
+    def _execution(self, args: tuple) -> _Execution:
+        """What a call with this signature runs; decided the first time."""
         key = self._signature(launches.cpu_executor(), *args)
         execution = self._executions.get(key)
         if execution is None:
             if len(self._executions) >= REMEMBERED_SIGNATURES:
                 self._executions.clear()
             execution = self._executions[key] = self._decide(self.Arguments(*args))
-        execution.count.calls += 1
-        return execution.run(args)
+        return execution
 
     def _decide(self, a) -> _Execution:
         """Checks the arguments once and binds what a call with this signature runs."""
@@ -357,20 +405,18 @@ def _bind_executor(executor, planned: tuple[Launch, ...], outputs, a) -> Callabl
 
 
 @functools.cache
-def _table(arch_name: str, op_name: str) -> dict[tuple[str, ...], object]:
-    """The tuned rows of one op on one arch: problem -> configuration. The columns of a row are the problem's sizes, then
-    `config.<field>` for each field of the configuration, then where the row comes from (`source`)."""
-    from vllm_rocm_ops import ops
-
-    path = TABLES / arch_name / f"{op_name}.csv"
+def _table(op: Op, arch_name: str, key: tuple[str, ...]) -> dict[tuple[str, ...], object]:
+    """An op's tuned rows for one arch: values of the key's columns -> configuration. The columns of a row are
+    `compute_units` (products of one arch differ in it), the problem's sizes, `config.<field>` for each field of the
+    configuration, and where the row comes from (`source`)."""
+    path = TABLES / arch_name / f"{op.name}.csv"
     if not path.exists():
         return {}
-    config_type = typing.get_type_hints(getattr(ops, op_name).default)["return"]
+    (config_type,) = typing.get_args(typing.get_type_hints(op.configs)["return"])
     rows = {}
     for row in csv.DictReader(path.read_text().splitlines()):
         config = {k.removeprefix("config."): int(v) for k, v in row.items() if k.startswith("config.")}
-        key = tuple(v for k, v in row.items() if k != "source" and not k.startswith("config."))
-        rows[key] = config_type(**config)
+        rows[tuple(row[column] for column in key)] = config_type(**config)
     return rows
 
 
