@@ -576,7 +576,20 @@ def test_memory_counters(device):
 
 def test_loads_in_flight(device):
     counters = device.run("in_flight", arange(256))
-    assert counters.loads_in_flight == 3 and counters.bytes_in_flight == 64 * 40
+    assert counters.loads_in_flight == 3 and counters.bytes_in_flight == {"argument 0": 64 * 40}
+
+
+def test_some_blocks_of_a_launch(device):
+    """The others do not run, and what the chosen ones moved is counted by tensor and block."""
+    emulator = Emulator(device.arch, traffic=True)
+    source, output = arange(8 * 64), torch.full((8 * 64,), -1, dtype=torch.int32)
+    what = Launch("", "copy", (8, 1, 1), (64, 1, 1), (source, output))
+    counters = emulator.run(device.path, what, (), range(2, 5))
+    assert torch.equal(output[128:320], source[128:320]) and (output[:128] == -1).all() and (output[320:] == -1).all()
+    assert counters.bytes_loaded == counters.bytes_stored == 3 * 256
+    traffic = counters.traffic
+    assert traffic.bytes_stored == {"argument 1": 3 * 256} and traffic.lines_loaded("argument 1") == 0
+    assert 6 <= traffic.lines_loaded("argument 0") <= 9  # tensors start at multiples of 64 bytes
 
 
 def test_bank_conflicts(device):

@@ -25,12 +25,12 @@ from .waves import LANES
 
 class Event:
     """An outstanding memory operation. `registers` arrive when it is done; `granules` [n, k] are the LDS that it writes, one
-    row for each active lane, whose wave `rows` [n] tells."""
+    row for each active lane, whose wave `rows` [n] tells. `region` names the memory that `size` bytes per lane come from."""
 
-    __slots__ = ("granules", "kind", "lgkm", "load", "registers", "rows", "scalar", "size", "vm")
+    __slots__ = ("granules", "kind", "lgkm", "load", "region", "registers", "rows", "scalar", "size", "vm")
 
-    def __init__(self, kind: str, registers=(), size: int = 0, load: bool = True, granules=None, rows=None):
-        self.kind, self.registers, self.size, self.load = kind, tuple(registers), size, load
+    def __init__(self, kind: str, registers=(), size: int = 0, load: bool = True, granules=None, rows=None, region=""):
+        self.kind, self.registers, self.size, self.load, self.region = kind, tuple(registers), size, load, region
         self.granules, self.rows = granules, rows
         self.vm = kind in ("vm", "flat")
         self.lgkm = kind in ("lds", "scalar", "flat")
@@ -334,14 +334,16 @@ def _bind_global_load(ins, program, address, load: Load, destination: str):
 
     def run(w):
         rows, lanes = w.active()
+        region = ""
         if len(rows):
             a = lanes_of(w, address(w))
+            region = program.space.name_at(a[0])
             values = program.space.load(a, load.size, align, w, Site(program, ins, w, rows, lanes), atomic)
             deliver(w, first, extend(values, load), load)
             program.counters.vector_access(ins, w, a, load.size)
             if atomic:
                 program.space.synchronise(w, Site(program, ins, w, rows, lanes), a, release=False, acquire=True)
-        program.issue(w, ins, Event("vm", codes, size=load.size))
+        program.issue(w, ins, Event("vm", codes, size=load.size, region=region))
 
     return run
 
@@ -570,8 +572,10 @@ def _bind_buffer(ins: Instruction, program):
 
     def run(w):
         rows, lanes = w.active()
+        region = ""
         if len(rows):
             address, inside = place(w, size)
+            region = program.space.name_at(address[0])
             if is_load:
                 values = buffer_load(program, ins, w, address, inside, size)
                 deliver(w, first, extend(values, load), load)
@@ -590,7 +594,7 @@ def _bind_buffer(ins: Instruction, program):
                             program.space.store(address[chosen] + U64(4 * n), piece, unit, w, part, _atomicity(ins))
                             program.progress()
             program.counters.vector_access(ins, w, address, size)
-        program.issue(w, ins, Event("vm", codes if is_load else (), size=size, load=is_load))
+        program.issue(w, ins, Event("vm", codes if is_load else (), size=size, load=is_load, region=region))
 
     return run
 
@@ -635,7 +639,7 @@ def _bind_load_to_lds(ins, program, address, size: int, immediate: int, place):
 
     def run(w):
         rows, lanes = w.active()
-        granules = None
+        granules, region = None, ""
         if len(rows):
             site = Site(program, ins, w, rows, lanes)
             if place:
@@ -651,7 +655,9 @@ def _bind_load_to_lds(ins, program, address, size: int, immediate: int, place):
             granules = program.lds.store(positions, values, w, site).reshape(len(rows), -1)
             program.lds.in_flight[granules] = True
             program.counters.vector_access(ins, w, a, size)
-        program.issue(w, ins, Event("vm", size=size, granules=granules, rows=None if granules is None else rows))
+            region = program.space.name_at(a[0])
+        where = None if granules is None else rows
+        program.issue(w, ins, Event("vm", size=size, granules=granules, rows=where, region=region))
 
     return run
 

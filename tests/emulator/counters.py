@@ -38,6 +38,26 @@ def instruction_class(ins) -> str:
     return "salu"
 
 
+class Traffic:
+    """What the blocks of a launch moved of each tensor, by the name of its region."""
+
+    def __init__(self):
+        self.bytes_stored: Counter = Counter()
+        self._lines: dict[str, list[np.ndarray]] = {}  # of each access of a region: block << 40 | 128-byte line
+
+    def load(self, region: str, offsets: np.ndarray, blocks: np.ndarray) -> None:
+        """Counts a load at these byte offsets of a region, each for the block beside it."""
+        self._lines.setdefault(region, []).append(blocks << 40 | offsets >> 7)
+
+    def store(self, region: str, bytes_stored: int) -> None:
+        """Counts a store."""
+        self.bytes_stored[region] += bytes_stored
+
+    def lines_loaded(self, region: str) -> int:
+        """How many distinct 128-byte lines of a region each block loaded from, summed over the blocks."""
+        return len(np.unique(np.concatenate(self._lines[region]))) if region in self._lines else 0
+
+
 @dataclass
 class Counters:
     """Sums over all waves of a launch."""
@@ -56,7 +76,8 @@ class Counters:
     issue_cycles: int = 0
     barriers: int = 0  # per block
     loads_in_flight: int = 0  # most loads that one wave had outstanding
-    bytes_in_flight: int = 0  # most bytes per wave that they asked for
+    bytes_in_flight: Counter = field(default_factory=Counter)  # most bytes per wave that they asked for, by region
+    traffic: Traffic | None = None  # if asked for
     _patterns: dict = field(default_factory=dict, repr=False)
 
     def vector_access(self, ins, w, addresses: np.ndarray, size: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from . import access, errors, salu, valu
 from .access import Event
-from .counters import Counters
+from .counters import Counters, Traffic
 from .decode import AGPR, EXEC, M0, VCC, VGPR, Instruction, Operand, decode
 from .memory import Lds, Space
 from .objects import CodeObject, KernelObject
@@ -154,11 +154,13 @@ class Program:
         for code in event.registers:
             w.pending[code] = event
         w.alert.update(event.registers)
-        counters = self.counters
-        loads = [e.size for e in w.order if e.load and e.vm]
+        if not (event.load and event.vm):
+            return
+        counters, region = self.counters, event.region
+        loads = [e for e in w.order if e.load and e.vm]
         counters.loads_in_flight = max(counters.loads_in_flight, len(loads))
-        if loads and sum(loads) * LANES > counters.bytes_in_flight:
-            counters.bytes_in_flight = sum(loads) * LANES
+        in_flight = sum(e.size for e in loads if e.region == region) * LANES
+        counters.bytes_in_flight[region] = max(counters.bytes_in_flight[region], in_flight)
 
     def wait(self, w, vm: int, lgkm: int) -> None:
         """S_WAITCNT: at most `vm` vector and `lgkm` LDS or scalar operations stay outstanding. Vector memory returns in
@@ -279,15 +281,15 @@ class Program:
 
     # Running
 
-    def launch(self, launch, space: Space, kernarg: int, options: Options) -> Counters:
-        """Runs all blocks."""
+    def launch(self, launch, space: Space, kernarg: int, options: Options, chosen: Sequence[int] | None) -> Counters:
+        """Runs the chosen blocks, by default all."""
         kernel = self.object
         threads = int(np.prod(launch.block))
         self.grid, self.block_size, self.threads = launch.grid, launch.block, threads
         self.waves_per_block = -(-threads // LANES)
         blocks = int(np.prod(launch.grid))
         self.space, self.kernarg, self.options = space, kernarg, options
-        self.counters = Counters(self.arch)
+        self.counters = Counters(self.arch, traffic=space.traffic)
         self.counts = [0] * len(self.instructions)
         self.steps = self.last_progress = 0
         self.rng = None if options.seed is None else np.random.default_rng(options.seed)
@@ -297,12 +299,12 @@ class Program:
         self.block_of = np.arange(blocks * self.waves_per_block) // self.waves_per_block
         space.watch(self.stored)
         lds = kernel.lds + launch.lds
-        resident = min(blocks, options.resident_blocks(kernel, self.waves_per_block, lds))
+        order = np.arange(blocks) if chosen is None else np.array(chosen)
+        resident = min(len(order), options.resident_blocks(kernel, self.waves_per_block, lds))
         self.lds = Lds(resident, lds, self.lds_granule, options.races)
         self.slots = np.full(blocks, -1, np.int64)
         self.free_slots = list(range(resident))[::-1]
-        order = np.arange(blocks) if self.rng is None else self.rng.permutation(blocks)
-        self.next_blocks = deque(order.tolist())
+        self.next_blocks = deque((order if self.rng is None else self.rng.permutation(order)).tolist())
         self.queue: deque[Waves] = deque()
         self.waiting: list[Waves] = []
         with np.errstate(all="ignore"):
@@ -671,11 +673,12 @@ def effects(ins: Instruction) -> tuple[frozenset[int], frozenset[int]]:
 @dataclasses.dataclass(frozen=True)
 class Options:
     """races: report races. seed: run waves in a random order instead of together. patience: instructions without progress
-    before a deadlock is reported. compute_units and lds_bytes: the chip, for how many blocks are resident at once."""
+    before a deadlock is reported. traffic: count what each block moves of each tensor. compute_units and lds_bytes: the chip, for how many blocks are resident at once."""
 
     races: bool = True
     seed: int | None = None
     patience: int = 200_000
+    traffic: bool = False
     compute_units: int = 304
     lds_bytes: int = 65536
 
@@ -690,14 +693,15 @@ class Options:
 class Emulator:
     """A CPU device for one architecture: an executor of `vllm_rocm_ops.launch.Launch`.
 
-    `last` is the last launch's `Counters`, `history` those of all launches with their symbols.
+    `options` are those of `Options`. `last` is the last launch's `Counters`, `history` those of all launches with their
+    symbols.
     """
 
-    def __init__(self, arch_name: str, *, races: bool = True, seed: int | None = None, patience: int = 200_000):
+    def __init__(self, arch_name: str, **options):
         from vllm_rocm_ops.arch import ARCHS
 
         self.arch = ARCHS[arch_name]
-        self.options = Options(races, seed, patience, self.arch.compute_units, self.arch.lds_bytes)
+        self.options = Options(compute_units=self.arch.compute_units, lds_bytes=self.arch.lds_bytes, **options)
         self.last: Counters | None = None
         self.history: list[tuple[str, Counters]] = []
         self._objects: dict[tuple, CodeObject] = {}
@@ -709,8 +713,8 @@ class Emulator:
 
         self.run(code_object(launch.module, self.arch.name), launch, uninitialised)
 
-    def run(self, path: Path | str, launch, uninitialised: tuple = ()) -> Counters:
-        """Runs a launch of the code object at `path`."""
+    def run(self, path: Path | str, launch, uninitialised: tuple = (), blocks: Sequence[int] | None = None) -> Counters:
+        """Runs a launch of the code object at `path`; of its blocks only those given, as if the others were late."""
         program = self.program(path, launch.symbol)
         kernel = program.object
         threads = int(np.prod(launch.block))
@@ -724,10 +728,10 @@ class Emulator:
             )
         if not int(np.prod(launch.grid)):
             raise errors.LaunchError(f"{launch.symbol}: grid must be positive, got {launch.grid}")
-        space = Space(program.space_granule, self.options.races)
+        space = Space(program.space_granule, self.options.races, Traffic() if self.options.traffic else None)
         assert space.add_bytes("the code object", bytes(program.code_object.relocated(program.base))) == program.base
         kernarg = self._kernarg(space, launch, kernel, uninitialised)
-        self.last = program.launch(launch, space, kernarg, self.options)
+        self.last = program.launch(launch, space, kernarg, self.options, blocks)
         self.history.append((launch.symbol, self.last))
         return self.last
 

@@ -68,9 +68,9 @@ class Region:
 class Space:
     """The regions of a launch."""
 
-    def __init__(self, granule: int, races: bool):
+    def __init__(self, granule: int, races: bool, traffic=None):
         self.regions: dict[int, Region] = {}
-        self.granule, self.races = granule, races
+        self.granule, self.races, self.traffic = granule, races, traffic
         self.clock = 1
         # wave -> per wave the clock up to which what that one did comes before this one
         self.seen: dict[int, np.ndarray] = {}
@@ -136,6 +136,11 @@ class Space:
         """The virtual address of a tensor of the launch; of an empty one, an address that nothing may touch."""
         return self.addresses.get(tensor.data_ptr(), 1 << 47 | tensor.data_ptr() & 0xFFF)
 
+    def name_at(self, address) -> str:
+        """The name of the region at an address."""
+        region = self.regions.get(int(address) >> _SLOT)
+        return region.name if region else ""
+
     # Checked accesses. `a` are the addresses of the active lanes, 1-d uint64; `where` names them for errors.
 
     def find(self, a: np.ndarray, size: int, align: int, where) -> list:
@@ -195,6 +200,8 @@ class Space:
             values = np.ascontiguousarray(region.views[unit][units]).view(np.uint8).reshape(len(offsets), size)
             if region.written is not None:
                 self._check_written(region, units, unit, size, index, where)
+            if self.traffic is not None and where.lanes is not None:
+                self.traffic.load(region.name, offsets, w.block[where.rows if index is None else where.rows[index]])
             if self.races and not atomic:
                 self._check_order(region, offsets, size, index, w, where, None)
                 if region.watched and where.lanes is not None:
@@ -220,6 +227,8 @@ class Space:
         changed = False
         for region, offsets, index, unit in self.find(a, size, align, where):
             region.stored = True
+            if self.traffic is not None:
+                self.traffic.store(region.name, len(offsets) * size)
             if not region.writable:
                 raise where(OutOfBounds, 0 if index is None else int(index[0]), f"{region.name} is read-only")
             mine = values if index is None else values[index]
