@@ -272,6 +272,12 @@ def test_tuned_row_replaces_the_default(tables):
         assert other.launches[0].symbol == "rms_norm_bf16_x1" and other.source.startswith("default")
 
 
+def test_a_tuned_row_that_does_not_fit_is_no_configuration(tables):
+    rows = "dtype,rows,hidden,compute_units,config.threads,config.chunks,source\nbf16,4,4096,304,100,7,a slip\n"
+    (tables / "rms_norm.csv").write_text(rows)
+    assert ops.rms_norm.explain(*norm_arguments(4, 4096), arch="gfx942").source.startswith("default")
+
+
 def test_a_table_without_compute_units_is_an_error(tables):
     (tables / "rms_norm.csv").write_text("dtype,rows,hidden,config.threads,config.chunks\nbf16,4,4096,256,2\n")
     with pytest.raises(KeyError, match="compute_units"):
@@ -283,7 +289,7 @@ def test_shipped_tables_have_their_columns_and_no_row_twice():
         the_op = next(o for o in OPS if o.name == path.stem)
         key = ("compute_units", *the_op.problem(the_op.Arguments(*example(the_op, "meta"))))
         rows = list(csv.DictReader(path.read_text().splitlines()))
-        assert len(op._table(the_op, path.parent.name, key)) == len(rows) and all(row["source"] for row in rows)
+        assert len(op._table(path.parent.name, the_op.name, key)) == len(rows) and all(row["source"] for row in rows)
 
 
 # costs

@@ -192,9 +192,12 @@ class Op:
         return dataclasses.replace(chosen, considered=self.considered(a, arch)) if chosen.config else chosen
 
     def tuned(self, a, arch: Arch):
-        """The configuration that the tuned table holds for this problem on so many compute units, or None."""
+        """The configuration that the tuned table holds for this problem on so many compute units; None if there is no row, or
+        none that fits."""
         key = {"compute_units": arch.compute_units, **self.problem(a)}
-        return _table(self, arch.name, tuple(key)).get(tuple(str(v) for v in key.values()))
+        row = _table(arch.name, self.name, tuple(key)).get(tuple(str(v) for v in key.values()))
+        fitting = () if row is None else self.configs(a, arch)
+        return next((config for config in fitting if dataclasses.asdict(config) == row), None)
 
     def considered(self, a, arch: Arch) -> tuple[tuple[object, dict[str, float]], ...]:
         """All configurations with their costs, the cheapest first; nothing where the op has no cost."""
@@ -405,19 +408,14 @@ def _bind_executor(executor, planned: tuple[Launch, ...], outputs, a) -> Callabl
 
 
 @functools.cache
-def _table(op: Op, arch_name: str, key: tuple[str, ...]) -> dict[tuple[str, ...], object]:
-    """An op's tuned rows for one arch: values of the key's columns -> configuration. The columns of a row are
-    `compute_units` (products of one arch differ in it), the problem's sizes, `config.<field>` for each field of the
-    configuration, and where the row comes from (`source`)."""
-    path = TABLES / arch_name / f"{op.name}.csv"
-    if not path.exists():
-        return {}
-    (config_type,) = typing.get_args(typing.get_type_hints(op.configs)["return"])
-    rows = {}
-    for row in csv.DictReader(path.read_text().splitlines()):
-        config = {k.removeprefix("config."): int(v) for k, v in row.items() if k.startswith("config.")}
-        rows[tuple(row[column] for column in key)] = config_type(**config)
-    return rows
+def _table(arch_name: str, op_name: str, key: tuple[str, ...]) -> dict[tuple[str, ...], dict[str, int]]:
+    """The tuned rows of one op on one arch: values of the key's columns -> fields of the configuration. The columns of a row
+    are `compute_units` (products of one arch differ in it), the problem's sizes, `config.<field>` for each field, and where
+    the row comes from (`source`)."""
+    path = TABLES / arch_name / f"{op_name}.csv"
+    rows = csv.DictReader(path.read_text().splitlines() if path.exists() else ())
+    fields = [name for name in rows.fieldnames or () if name.startswith("config.")]
+    return {tuple(row[k] for k in key): {f.removeprefix("config."): int(row[f]) for f in fields} for row in rows}
 
 
 def registered() -> Iterator[Op]:
