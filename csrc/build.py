@@ -81,7 +81,7 @@ def flags(arch: str, debug: bool) -> Flags:
     source = (*optimise, "-std=c++20", "-nostdinc", "-I.", "-Wall", "-Wextra", "--cuda-device-only")
     source += ("-DVLLM_ROCM_OPS_DEBUG=1",) if debug else ()
     if not is_amd(arch):
-        nvidia = (f"--cuda-gpu-arch={arch}", "--cuda-feature=+ptx87", "-nocudainc", "-nocudalib")
+        nvidia = (f"--cuda-gpu-arch={arch}a", "--cuda-feature=+ptx87", "-nocudainc", "-nocudalib")
         return Flags(compile=(*source, "-x", "cuda", *nvidia, "-Wno-unknown-cuda-version", "-S"))
     amd = (f"--offload-arch={arch}", "-nogpuinc", "-nogpulib", CODE_OBJECT_VERSION, "-fuse-cuid=none")
     return Flags(

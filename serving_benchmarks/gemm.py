@@ -1,20 +1,26 @@
-"""Time the FP8 products of Llama-3.1-405B and DeepSeek-V3 decode on this GPU beside cuBLASLt or hipBLASLt and vLLM.
+"""Time the matrix products of Llama-3.1-405B and DeepSeek-V3 decode on this GPU beside cuBLASLt or hipBLASLt and vLLM.
 
-    python serving_benchmarks/gemm.py [--m M ...] [--vllm-library PATH] [--sweep]
+    python serving_benchmarks/gemm.py [--ops NAME ...] [--m M ...] [--shuffled] [--vllm-library PATH] [--sweep]
 
 Weights are rotated so that each call finds its own in HBM; otherwise as ops.py, whose options and output this shares. The
-peers are `torch._scaled_mm` and vLLM's `cutlass_scaled_mm`, per tensor and per row, best first.
+peers are `torch._scaled_mm` and vLLM's `cutlass_scaled_mm`, per tensor, per row and per block, and `torch.matmul`, best first.
+`--shuffled` gives our ops their weights in fragment order.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from ops import capture, measure, open_results, parse
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.ops import gemm
 
 # (N, K): layers of Llama-3.1-405B at TP 8, then of DeepSeek-V3 at TP 8
 SHAPES = {
@@ -30,94 +36,173 @@ SHAPES = {
     "deepseek shared gate_up": (512, 7168),
     "deepseek shared down": (7168, 256),
 }
+UNQUANTIZED_SHAPES = {
+    "llama lm_head": (16032, 16384),
+    "deepseek lm_head": (16160, 7168),
+    "deepseek router": (256, 7168),
+}
 ROTATED_BYTES = 400_000_000
 
 
-def inputs(m: int, n: int, k: int, fp8: torch.dtype) -> tuple:
-    a, b = (torch.randn(rows, k, device="cuda").to(fp8) for rows in (m, n))
+@dataclass(frozen=True)
+class Benchmark:
+    """One op as it is timed: `inputs(m, n, k, fp8)` gives its arguments, `peers(n, vllm)` calls that take the same."""
+
+    op: Op
+    shapes: dict[str, tuple[int, int]]
+    inputs: Callable
+    peers: Callable
+    weight: int = 1  # its place among the arguments
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def row_inputs(m: int, n: int, k: int, fp8: torch.dtype) -> tuple:
     scale_a, scale_b = torch.rand(m, 1, device="cuda") + 0.5, torch.rand(n, 1, device="cuda") * 0.01
-    return a, b.t(), scale_a, scale_b, torch.bfloat16, None
+    return random(m, k, dtype=fp8), random(n, k, dtype=fp8).t(), scale_a, scale_b, torch.bfloat16, None
 
 
-def peers(options, n: int) -> dict:
-    """Name -> a call with the op's arguments."""
+def row_peers(n: int, vllm) -> dict[str, Callable]:
     calls = {
         "torch rowwise": lambda a, b, sa, sb, t, _: torch._scaled_mm(a, b, sa, sb.t(), out_dtype=t),
         "torch tensorwise": lambda a, b, sa, sb, t, _: torch._scaled_mm(a, b, sa[:1], sb[:1], out_dtype=t),
     }
-    if options.vllm:
+    if vllm:
         cutlass = torch.ops._C.cutlass_scaled_mm
-
-        def rowwise(a, b, sa, sb, t, _):
-            cutlass(a.new_empty((a.shape[0], n), dtype=t), a, b, sa, sb, None)
-
-        def tensorwise(a, b, sa, sb, t, _):
-            cutlass(a.new_empty((a.shape[0], n), dtype=t), a, b, sa[:1], sb[:1], None)
-
-        calls |= {"vllm rowwise": rowwise, "vllm tensorwise": tensorwise}
+        calls["vllm rowwise"] = lambda a, b, sa, sb, t, _: cutlass(out(a, n, t), a, b, sa, sb, None)
+        calls["vllm tensorwise"] = lambda a, b, sa, sb, t, _: cutlass(out(a, n, t), a, b, sa[:1], sb[:1], None)
     return calls
 
 
+def block_inputs(m: int, n: int, k: int, fp8: torch.dtype) -> tuple:
+    scale_a = torch.rand(-(-k // 128), m, device="cuda").t() + 0.5  # column-major, as the peers want it
+    scale_b = torch.rand(-(-n // 128), -(-k // 128), device="cuda") * 0.01
+    return random(m, k, dtype=fp8), random(n, k, dtype=fp8), scale_a, scale_b, torch.bfloat16
+
+
+def block_peers(n: int, vllm) -> dict[str, Callable]:
+    calls = {"torch blockwise": lambda a, b, sa, sb, t: torch._scaled_mm(a, b.t(), sa, sb.t(), out_dtype=t)}
+    if vllm:
+        cutlass, padded = torch.ops._C.cutlass_scaled_mm, {}
+
+        def blockwise(a, b, sa, sb, t):
+            if len(a) % 4 and id(a) not in padded:  # it takes multiples of 4 tokens; the padding is not timed
+                rows = -(-len(a) // 4) * 4
+                more = sa.new_ones(sa.shape[1], rows).t()
+                more[: len(a)] = sa
+                padded[id(a)] = a.new_zeros(rows, a.shape[1]), more
+            a, sa = padded.get(id(a), (a, sa))
+            cutlass(out(a, n, t), a, b.t(), sa, sb.t(), None)
+
+        calls["vllm blockwise"] = blockwise
+    return calls
+
+
+def out(a: torch.Tensor, n: int, dtype: torch.dtype) -> torch.Tensor:
+    return a.new_empty((len(a), n), dtype=dtype)
+
+
+def unquantized_inputs(m: int, n: int, k: int, fp8: torch.dtype) -> tuple:
+    return random(m, k, dtype=torch.bfloat16), random(n, k, dtype=torch.bfloat16)
+
+
+BENCHMARKS = (
+    Benchmark(ops.scaled_mm, SHAPES, row_inputs, row_peers),
+    Benchmark(ops.block_scaled_mm, SHAPES, block_inputs, block_peers),
+    Benchmark(
+        ops.unquantized_gemm,
+        UNQUANTIZED_SHAPES,
+        unquantized_inputs,
+        lambda n, vllm: {"torch": torch.nn.functional.linear},
+    ),
+)
+
+
+def time_case(benchmark: Benchmark, layer: str, m: int, n: int, k: int, arch, options) -> list[dict]:
+    """A line per configuration: the default, or all of them in a sweep."""
+    op, inputs = benchmark.op, functools.partial(benchmark.inputs, m, n, k, arch.fp8_dtype)
+    sets = [inputs()]
+    weight_bytes = sets[0][benchmark.weight].nbytes
+    sets += [inputs() for _ in range(max(3, math.ceil(ROTATED_BYTES / weight_bytes)) - 1)]
+    ours = sets
+    if options.shuffled:
+        place = benchmark.weight
+        weights = [s[place] if s[place].is_contiguous() else s[place].t() for s in sets]
+        ours = [(*s[:place], gemm.shuffle_weight(w), *s[place + 1 :]) for s, w in zip(sets, weights)]
+    a = op.Arguments(*ours[0])
+    configs = op.configs(a, arch) if options.sweep else [op.explain(*ours[0]).config]
+    graphs, default = {}, op.default
+    for config in configs:
+        op.default = lambda *_, config=config: config
+        op._executions.clear()
+        graphs[str(config)] = capture(op, ours)
+    op.default = default
+    op._executions.clear()
+    calls, broken = benchmark.peers(n, options.vllm), {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = capture(call, sets)
+        except (RuntimeError, ValueError) as error:
+            broken[name] = str(error).splitlines()[0]
+    times = measure(graphs, len(sets))
+    result = op(*ours[0])
+    exact = op.reference(*(torch.float64 if v is torch.bfloat16 else v for v in ours[0]))
+    bytes_of_call = weight_bytes + sets[0][0].nbytes + result.nbytes
+    return [
+        {
+            "op": op.name,
+            "case": f"{layer} {m}x{n}x{k}" + " shuffled" * options.shuffled,
+            "shape": {"m": m, "n": n, "k": k},
+            "gpu": torch.cuda.get_device_name(),
+            "us": round(times[str(config)], 3),
+            "peers": {name: round(times[name], 3) for name in times if name in calls},
+            "unavailable": broken,
+            "floor_us": round(bytes_of_call / options.bandwidth / 1000, 3),
+            "bandwidth_gb_s": round(bytes_of_call / times[str(config)] / 1000, 1),
+            "copy_gb_s": round(options.bandwidth, 1),
+            "kernel": str(config),
+            "relative_error": ((result.double() - exact).norm() / exact.double().norm()).item(),
+            "versions": options.versions,
+            "commit": options.commit,
+        }
+        for config in configs
+    ]
+
+
 def main() -> None:
-    options, arch = parse(
-        __doc__, lambda parser: parser.add_argument("--m", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64])
-    )
-    op, ratios = ops.scaled_mm, []
+    def add_arguments(parser) -> None:
+        parser.add_argument("--ops", nargs="*", help="names of ops; all by default")
+        parser.add_argument("--m", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+        parser.add_argument("--shuffled", action="store_true", help="weights of ours in fragment order")
+
+    options, arch = parse(__doc__, add_arguments)
     with open_results(options, "gemm") as file, torch.inference_mode():
-        for layer, (n, k) in SHAPES.items():
-            for m in options.m:
-                sets = [inputs(m, n, k, arch.fp8_dtype) for _ in range(max(3, math.ceil(ROTATED_BYTES / (n * k))))]
-                a = op.Arguments(*sets[0])
-                configs = op.configs(a, arch) if options.sweep else [op.explain(*sets[0]).config]
-                graphs, default = {}, op.default
-                for config in configs:
-                    op.default = lambda *_, config=config: config
-                    op._executions.clear()
-                    graphs[str(config)] = capture(op, sets)
-                op.default = default
-                op._executions.clear()
-                broken = {}
-                for name, call in peers(options, n).items():
-                    try:
-                        graphs[name] = capture(call, sets)
-                    except RuntimeError as error:
-                        broken[name] = str(error).splitlines()[0]
-                times = measure(graphs, len(sets))
-                error = (op(*sets[0]).double() - op.reference(*sets[0][:4], torch.float64)).abs().max().item()
-                bytes_of_call = n * k + m * k + 2 * m * n
-                of_peers = {name: round(times[name], 3) for name in times if name in peers(options, n)}
-                for config in configs:
-                    us = times[str(config)]
-                    line = {
-                        "op": op.name,
-                        "case": f"{layer} {m}x{n}x{k}",
-                        "shape": {"m": m, "n": n, "k": k},
-                        "gpu": torch.cuda.get_device_name(),
-                        "us": round(us, 3),
-                        "peers": of_peers,
-                        "unavailable": broken,
-                        "floor_us": round(bytes_of_call / options.bandwidth / 1000, 3),
-                        "bandwidth_gb_s": round(bytes_of_call / us / 1000, 1),
-                        "copy_gb_s": round(options.bandwidth, 1),
-                        "kernel": str(config),
-                        "max_error": error,
-                        "versions": options.versions,
-                        "commit": options.commit,
-                    }
-                    file.write(json.dumps(line) + "\n")
-                    best = min(of_peers, key=of_peers.get)
-                    print(
-                        f"{line['case']:36} {us:8.2f} us  {best} {of_peers[best]:8.2f}  floor {line['floor_us']:7.2f} {config}"
-                    )
+        for benchmark in BENCHMARKS:
+            if options.ops and benchmark.op.name not in options.ops:
+                continue
+            ratios = []
+            for layer, (n, k) in benchmark.shapes.items():
+                for m in options.m:
+                    lines = time_case(benchmark, layer, m, n, k, arch, options)
+                    file.writelines(json.dumps(line) + "\n" for line in lines)
+                    for line in sorted(lines, key=lambda line: line["us"])[:3]:
+                        best = min(line["peers"], key=line["peers"].get, default=None)
+                        us = line["peers"].get(best, math.nan)
+                        print(
+                            f"{line['case']:38} {line['us']:7.2f}  {best} {us:7.2f}  floor {line['floor_us']:6.2f} "
+                            f"{line['kernel']}  error {line['relative_error']:.1e}",
+                            flush=True,
+                        )
                     if not options.sweep:
-                        ratios.append((m, of_peers[best] / us))
-                del sets
-                torch.cuda.empty_cache()
-    for low, high in ((1, 16), (32, 64)):
-        of_range = [ratio for m, ratio in ratios if low <= m <= high]
-        if of_range:
-            mean = math.exp(sum(map(math.log, of_range)) / len(of_range))
-            print(f"M {low}..{high}: {mean:.2f}x the best peer as a geometric mean, least {min(of_range):.2f}x")
+                        ratios.append((m, us / line["us"]))
+                    torch.cuda.empty_cache()
+            for low, high in ((1, 16), (32, 64)):
+                of_range = [ratio for m, ratio in ratios if low <= m <= high]
+                if of_range:
+                    mean = math.exp(sum(map(math.log, of_range)) / len(of_range))
+                    print(f"{benchmark.op.name} M {low}..{high}: {mean:.2f}x the best peer, least {min(of_range):.2f}x")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ class Arch:
     fp8_dtype: torch.dtype
     compute_units: int
     lds_bytes: int
+    bandwidth_gb_s: float  # of HBM, reading
     code_suffix: str
 
     def __str__(self) -> str:
@@ -30,9 +31,9 @@ class Arch:
 ARCHS = {
     arch.name: arch
     for arch in (
-        Arch("gfx942", 64, torch.float8_e4m3fnuz, 304, 64 * 1024, ".co"),
-        Arch("gfx950", 64, torch.float8_e4m3fn, 256, 160 * 1024, ".co"),
-        Arch("sm_90", 32, torch.float8_e4m3fn, 132, 227 * 1024, ".ptx"),  # development only
+        Arch("gfx942", 64, torch.float8_e4m3fnuz, 304, 64 * 1024, 5300.0, ".co"),
+        Arch("gfx950", 64, torch.float8_e4m3fn, 256, 160 * 1024, 8000.0, ".co"),
+        Arch("sm_90", 32, torch.float8_e4m3fn, 132, 227 * 1024, 4200.0, ".ptx"),  # development only
     )
 }
 PRODUCTS = {"MI300X": "gfx942", "MI325X": "gfx942", "MI308X": "gfx942:80", "MI355X": "gfx950"}

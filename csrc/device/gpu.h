@@ -15,15 +15,21 @@ using u32x4 = u32 __attribute__((ext_vector_type(4)));
 using f32x2 = float __attribute__((ext_vector_type(2)));
 using f32x4 = float __attribute__((ext_vector_type(4)));
 
+struct E4m3;  // element types: the arch's e4m3, and those of vec.h
+struct Bf16;
+struct F16;
+
 #include "mem.h"
 #if defined(__AMDGCN__)
 #define KERNEL(threads) extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, threads))) void
+#include "amd/buffer.h"
 #include "amd/mma.h"
 #include "amd/numerics.h"
 #include "amd/sync.h"
 #include "amd/wave.h"
 #elif defined(__NVPTX__)
 #define KERNEL(threads) extern "C" __attribute__((global, launch_bounds(threads))) void
+#include "nvidia/buffer.h"
 #include "nvidia/mma.h"
 #include "nvidia/numerics.h"
 #include "nvidia/sync.h"

@@ -1,36 +1,87 @@
-// The matrix instruction of skinny products: 16 weight rows x 16 tokens, fp8, fp32 accumulation
-// (v_mfma_f32_16x16x32_fp8_fp8; CDNA3 ISA, section 7.4 "Dense matrix fused-multiply-add").
+// Products of weight rows, streamed through registers, with tokens that lie in LDS: 16 rows per wave, fp32 accumulation.
+// v_mfma_f32_16x16x32_fp8_fp8, v_mfma_f32_16x16x16_bf16, _f16 (CDNA3 ISA, section 7.4 "Dense matrix fused-multiply-add"),
+// v_mfma_f32_16x16x32_bf16, _f16 on gfx950.
 #pragma once
 
 namespace mma {
 
-constexpr int kRows = 16;        // weight rows of a tile
-constexpr int kTokens = 16;      // tokens of a tile
-constexpr int kDepth = 64;       // bytes of K that one 16-byte load per lane covers: two instructions' worth
-constexpr int kWeightLoads = 1;  // 16-byte loads of weights per lane, tile and kDepth
+constexpr int kRows = 16;   // weight rows of a wave
+constexpr int kWaves = 4;   // of a block, each with rows of its own
+constexpr int kDepth = 64;  // bytes of K of a step: 16 of each row per lane
+constexpr int kLoads = 1;   // 16-byte loads of weights per lane and step
 
-// Lane l holds row (or token) l % 16, bytes 16 * (l / 16) on. An instruction takes 8 bytes per lane; which K they are does not
-// matter as long as weights and tokens agree.
-DEVICE int weight_row(int lane, int /*load*/) { return lane % 16; }
-DEVICE int token(int lane) { return lane % 16; }
+// Lane l holds row (or token) l % 16, bytes 16 * (l / 16) on. Which K an instruction takes from a lane does not matter as
+// long as weights and tokens agree.
+DEVICE int row(int lane, int /*load*/) { return lane % 16; }
 DEVICE int depth(int lane) { return lane / 16 * 16; }
 
 struct Weights {
-  u32x4 load[kWeightLoads];
+  u32x4 load[kLoads];
 };
 
+// Tokens of a step in LDS: kTokens * 64 bytes, in the order in which lanes read them: [kTokens / 16][depth / 16][16 tokens][16].
+struct Piece {  // 16 bytes of one token
+  int token, depth;
+};
+DEVICE Piece piece(int index) { return {index / 64 * 16 + index % 16, index / 16 % 4 * 16}; }
+template <int kTokens>
+DEVICE void store_piece(u8* step, int index, u32x4 bytes) {
+  *(u32x4*)(step + index * 16) = bytes;
+}
+DEVICE void tokens_barrier() { block_barrier(); }
+
+template <int kTokens>
 struct Accumulator {
-  f32x4 sum;  // lane l: token l % 16, weight rows 4 * (l / 16) + i
-  DEVICE static int row(int lane, int i) { return lane / 16 * 4 + i; }
-  DEVICE static int token(int lane, int /*i*/) { return lane % 16; }
+  static constexpr int kValues = kTokens / 4;  // per lane
+  f32x4 tile[kTokens / 16];
+  DEVICE float& operator[](int value) { return ((float*)tile)[value]; }
+  DEVICE static int token(int lane, int value) { return value / 4 * 16 + lane % 16; }
+  DEVICE static int row(int lane, int value) { return lane / 16 * 4 + value % 4; }
 };
 
-DEVICE void multiply_add(Accumulator& accumulator, const Weights& weights, u32x4 tokens) {
-  using Halves = i64 __attribute__((ext_vector_type(2)));
-  Halves w = __builtin_bit_cast(Halves, weights.load[0]), t = __builtin_bit_cast(Halves, tokens);
+template <class Type>
+DEVICE f32x4 multiply_add(f32x4 sum, u32x4 weights, u32x4 tokens);
+
+using Halves = i64 __attribute__((ext_vector_type(2)));  // of 16 bytes
+
+template <>
+DEVICE f32x4 multiply_add<E4m3>(f32x4 sum, u32x4 weights, u32x4 tokens) {
+  Halves w = __builtin_bit_cast(Halves, weights), t = __builtin_bit_cast(Halves, tokens);
   i64 w0 = w.x, w1 = w.y, t0 = t.x, t1 = t.y;
-  accumulator.sum = __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(w0, t0, accumulator.sum, 0, 0, 0);
-  accumulator.sum = __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(w1, t1, accumulator.sum, 0, 0, 0);
+  sum = __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(w0, t0, sum, 0, 0, 0);
+  return __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(w1, t1, sum, 0, 0, 0);
+}
+template <>
+DEVICE f32x4 multiply_add<Bf16>(f32x4 sum, u32x4 weights, u32x4 tokens) {
+#if defined(__gfx942__)
+  using Short8 = short __attribute__((ext_vector_type(8)));
+  Short8 w = __builtin_bit_cast(Short8, weights), t = __builtin_bit_cast(Short8, tokens);
+  sum = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(w.lo, t.lo, sum, 0, 0, 0);
+  return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(w.hi, t.hi, sum, 0, 0, 0);
+#else
+  using BFloat8 = __bf16 __attribute__((ext_vector_type(8)));
+  BFloat8 w = __builtin_bit_cast(BFloat8, weights), t = __builtin_bit_cast(BFloat8, tokens);
+  return __builtin_amdgcn_mfma_f32_16x16x32_bf16(w, t, sum, 0, 0, 0);
+#endif
+}
+template <>
+DEVICE f32x4 multiply_add<F16>(f32x4 sum, u32x4 weights, u32x4 tokens) {
+  using Half8 = _Float16 __attribute__((ext_vector_type(8)));
+  Half8 w = __builtin_bit_cast(Half8, weights), t = __builtin_bit_cast(Half8, tokens);
+#if defined(__gfx942__)
+  sum = __builtin_amdgcn_mfma_f32_16x16x16f16(w.lo, t.lo, sum, 0, 0, 0);
+  return __builtin_amdgcn_mfma_f32_16x16x16f16(w.hi, t.hi, sum, 0, 0, 0);
+#else
+  return __builtin_amdgcn_mfma_f32_16x16x32_f16(w, t, sum, 0, 0, 0);
+#endif
+}
+
+// Adds the product of the wave's rows and a step's tokens. All waves of the block call it together.
+template <class Type, int kTokens>
+DEVICE void multiply_add(Accumulator<kTokens>& sum, const Weights& weights, const u8* step) {
+  const u32x4* tokens = (const u32x4*)step + wave::lane();
+#pragma unroll
+  for (int t = 0; t < kTokens / 16; ++t) sum.tile[t] = multiply_add<Type>(sum.tile[t], weights.load[0], tokens[t * 64]);
 }
 
 }  // namespace mma

@@ -1,43 +1,100 @@
-// The matrix instruction of skinny products: 16 weight rows x 8 tokens, fp8, fp32 accumulation
-// (mma.sync.m16n8k32; PTX ISA, section 9.7.14.5 "Matrix fragments for mma.m16n8k32").
+// Products of weight rows, streamed through registers, with tokens that lie in LDS: 16 rows per wave, fp32 accumulation.
+// wgmma.mma_async of the four warps of a block with A in registers (PTX ISA, section 9.7.15 "Asynchronous warpgroup level
+// matrix instructions"). mma.sync is no way on this arch: its fp8 form is unpacked to fp16 again for every instruction.
 #pragma once
 
 namespace mma {
 
-constexpr int kRows = 16;        // weight rows of a tile
-constexpr int kTokens = 8;       // tokens of a tile
-constexpr int kDepth = 64;       // bytes of K that one 16-byte load per lane covers: two instructions' worth
-constexpr int kWeightLoads = 2;  // 16-byte loads of weights per lane, tile and kDepth
+constexpr int kRows = 16;   // weight rows of a wave
+constexpr int kWaves = 4;   // of a block, each with rows of its own: a warpgroup
+constexpr int kDepth = 64;  // bytes of K of a step: 16 of each row per lane
+constexpr int kLoads = 2;   // 16-byte loads of weights per lane and step
 
-// Lane l holds rows l / 4 and l / 4 + 8 (or token l / 4), bytes 16 * (l % 4) on. An instruction takes 8 bytes per lane and
-// row; which K they are does not matter as long as weights and tokens agree.
-DEVICE int weight_row(int lane, int load) { return lane / 4 + 8 * load; }
-DEVICE int token(int lane) { return lane / 4; }
+// Lane l holds rows l / 4 and l / 4 + 8, bytes 16 * (l % 4) on. An instruction takes 8 bytes per lane and row, words 0 and 1, or
+// 2 and 3; which K they are does not matter as long as weights and tokens agree.
+DEVICE int row(int lane, int load) { return lane / 4 + 8 * load; }
 DEVICE int depth(int lane) { return lane % 4 * 16; }
 
 struct Weights {
-  u32x4 load[kWeightLoads];
+  u32x4 load[kLoads];
 };
 
-struct Accumulator {
-  f32x4 sum;  // lane l: weight rows l / 4 and l / 4 + 8, tokens 2 * (l % 4) and the next
-  DEVICE static int row(int lane, int i) { return lane / 4 + i / 2 * 8; }
-  DEVICE static int token(int lane, int i) { return lane % 4 * 2 + i % 2; }
+// Tokens of a step in LDS: [4 words of a lane's 16 bytes][kTokens][4 lanes][4], K-major core matrices of 8 tokens x 16 bytes
+// without swizzle, so that word w of a lane meets word w of its weights.
+struct Piece {  // 16 bytes of one token
+  int token, depth;
 };
-
-DEVICE void multiply_add_half(f32x4& sum, u32 w0, u32 w1, u32 w2, u32 w3, u32 t0, u32 t1) {
-  float a = sum.x, b = sum.y, c = sum.z, d = sum.w;
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(a), "+f"(b), "+f"(c), "+f"(d)
-      : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(t0), "r"(t1));
-  sum = f32x4{a, b, c, d};
+DEVICE Piece piece(int index) { return {index / 4, index % 4 * 16}; }
+template <int kTokens>
+DEVICE void store_piece(u8* step, int index, u32x4 bytes) {
+  u32* word = (u32*)step + index;
+  word[0] = bytes.x, word[kTokens * 4] = bytes.y, word[kTokens * 8] = bytes.z, word[kTokens * 12] = bytes.w;
 }
-DEVICE void multiply_add(Accumulator& accumulator, const Weights& weights, u32x4 tokens) {
+// A block barrier that also shows what was written to LDS to the matrix units, which read it by another path.
+DEVICE void tokens_barrier() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  block_barrier();
+}
+
+template <int kTokens>
+struct Accumulator {
+  static constexpr int kValues = kTokens / 2;  // per lane
+  float sum[kValues];
+  DEVICE float& operator[](int value) { return sum[value]; }
+  DEVICE static int token(int lane, int value) { return value / 4 * 8 + lane % 4 * 2 + value % 2; }
+  DEVICE static int row(int lane, int value) { return lane / 4 + value / 2 % 2 * 8; }
+};
+
+template <class Type, int kValues>
+DEVICE void wgmma(float (&sum)[kValues], u32 w0, u32 w1, u32 w2, u32 w3, i64 descriptor);
+
+// clang-format off
+#define SUMS_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WGMMA(n, sums, a0, a1, a2, a3, tokens, types, transpose, ...)                                                  \
+  asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n" #n types " {" sums "}, {%" #a0 \
+               ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #tokens ", p, 1, 1" transpose ";}"                                 \
+               : __VA_ARGS__ : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "l"(descriptor))
+#define SUMS_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define SUMS_32 SUMS_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define SUMS_64 SUMS_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define INSTRUCTIONS(Type, types, transpose)                                                                          \
+  template <> DEVICE void wgmma<Type, 8>(float (&d)[8], u32 w0, u32 w1, u32 w2, u32 w3, i64 descriptor) { \
+    WGMMA(16, SUMS_16, 8, 9, 10, 11, 12, types, transpose, SUMS_8(0));                                                \
+  }                                                                                                                   \
+  template <> DEVICE void wgmma<Type, 16>(float (&d)[16], u32 w0, u32 w1, u32 w2, u32 w3, i64 descriptor) { \
+    WGMMA(32, SUMS_32, 16, 17, 18, 19, 20, types, transpose, SUMS_8(0), SUMS_8(8));                                   \
+  }                                                                                                                   \
+  template <> DEVICE void wgmma<Type, 32>(float (&d)[32], u32 w0, u32 w1, u32 w2, u32 w3, i64 descriptor) { \
+    WGMMA(64, SUMS_64, 32, 33, 34, 35, 36, types, transpose, SUMS_8(0), SUMS_8(8), SUMS_8(16), SUMS_8(24));           \
+  }
+INSTRUCTIONS(E4m3, "k32.f32.e4m3.e4m3", "")
+INSTRUCTIONS(Bf16, "k16.f32.bf16.bf16", ", 0")
+INSTRUCTIONS(F16, "k16.f32.f16.f16", ", 0")
+#undef INSTRUCTIONS
+#undef SUMS_64
+#undef SUMS_32
+#undef SUMS_16
+#undef WGMMA
+#undef SUMS_8
+// clang-format on
+
+// Where the matrix units find 32 bytes of each token: address, then the distances between core matrices along K and along
+// the tokens, all in 16 bytes (PTX ISA, section 9.7.15.5.1 "Matrix descriptor").
+template <int kTokens>
+DEVICE i64 descriptor(const u8* tokens) {
+  using Address = const __attribute__((address_space(3))) u8*;
+  const u32 address = u32(i64((Address)tokens));
+  return i64(address >> 4) | i64(kTokens) << 16 | i64(8) << 32;
+}
+
+// Adds the product of the wave's rows and a step's tokens. All waves of the block call it together.
+template <class Type, int kTokens>
+DEVICE void multiply_add(Accumulator<kTokens>& sum, const Weights& weights, const u8* step) {
   u32x4 low = weights.load[0], high = weights.load[1];
-  multiply_add_half(accumulator.sum, low.x, high.x, low.y, high.y, tokens.x, tokens.y);
-  multiply_add_half(accumulator.sum, low.z, high.z, low.w, high.w, tokens.z, tokens.w);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  wgmma<Type>(sum.sum, low.x, high.x, low.y, high.y, descriptor<kTokens>(step));
+  wgmma<Type>(sum.sum, low.z, high.z, low.w, high.w, descriptor<kTokens>(step + kTokens * 32));
+  asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
 }  // namespace mma

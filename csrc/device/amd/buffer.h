@@ -1,0 +1,29 @@
+// Loads at 32-bit offsets from a base that all lanes of a wave share. A lane that must not load gets zeros without a branch,
+// behind which the compiler could no longer count the loads in flight: its offset is sent out of the buffer's range
+// (CDNA3 ISA, section 9.1.5.2 "Range checking").
+#pragma once
+
+namespace mem {
+
+using Buffer = __amdgpu_buffer_rsrc_t;
+
+// The 2 GB from `base` on; `base` is the same in all lanes.
+DEVICE Buffer buffer(const void* base) {
+  constexpr int kRawData = 0x00027000;  // DATA_FORMAT 32: no swizzle, no thread index
+  return __builtin_amdgcn_make_buffer_rsrc((void*)base, 0, 0x80000000u, kRawData);
+}
+// 16 bytes at base + lane_offset + offset, or zeros; `offset` is the same in all lanes.
+DEVICE u32x4 load_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
+  return __builtin_amdgcn_raw_buffer_load_b128(from, inside ? lane_offset : -1, offset, 0);
+}
+// The same for what is read once: it should not displace what is read again.
+DEVICE u32x4 load_once_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
+  constexpr int kNonTemporal = 2;
+  return __builtin_amdgcn_raw_buffer_load_b128(from, inside ? lane_offset : -1, offset, kNonTemporal);
+}
+DEVICE float load_float_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
+  u32 bits = __builtin_amdgcn_raw_buffer_load_b32(from, inside ? lane_offset : -1, offset, 0);
+  return __builtin_bit_cast(float, bits);
+}
+
+}  // namespace mem

@@ -1,0 +1,21 @@
+// Loads at 32-bit offsets from a base that all lanes of a wave share. A lane that must not load gets zeros.
+#pragma once
+
+namespace mem {
+
+using Buffer = const u8*;
+
+DEVICE Buffer buffer(const void* base) { return (Buffer)base; }
+// 16 bytes at base + lane_offset + offset, or zeros; `offset` is the same in all lanes.
+DEVICE u32x4 load_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
+  return inside ? load<u32x4>(from + lane_offset + offset) : u32x4{};
+}
+// The same for what is read once: it should not displace what is read again.
+DEVICE u32x4 load_once_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
+  return inside ? load_once<u32x4>(from + lane_offset + offset) : u32x4{};
+}
+DEVICE float load_float_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
+  return inside ? load<float>(from + lane_offset + offset) : 0.0f;
+}
+
+}  // namespace mem

@@ -1,0 +1,16 @@
+// Matrix product in bf16 or fp16, few tokens times a weight that is streamed once; see device/skinny.h.
+//
+//     out[m, n] = T(sum_k x[m, k] * weight[n, k] + bias[n])
+//
+// Sums are fp32.
+#include "device/skinny.h"
+
+#define INSTANCE(symbol, type, tokens) \
+  KERNEL(mma::kWaves* wave::kLanes) symbol(Product product) { multiply_skinny<type, tokens, Scales::kNone>(product); }
+
+INSTANCE(unquantized_gemm_bf16_skinny_16, Bf16, 16)
+INSTANCE(unquantized_gemm_bf16_skinny_32, Bf16, 32)
+INSTANCE(unquantized_gemm_bf16_skinny_64, Bf16, 64)
+INSTANCE(unquantized_gemm_fp16_skinny_16, F16, 16)
+INSTANCE(unquantized_gemm_fp16_skinny_32, F16, 32)
+INSTANCE(unquantized_gemm_fp16_skinny_64, F16, 64)

@@ -1,0 +1,114 @@
+"""FP8 matrix product with a scale per 1x128 of the activations and per 128x128 of the weight, as DeepSeek has them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.launch import Launch
+from vllm_rocm_ops.op import Case, Op, describe
+from vllm_rocm_ops.ops import gemm
+from vllm_rocm_ops.ops.gemm import BLOCK, SkinnyConfig
+from vllm_rocm_ops.quantization import LIMIT
+
+__all__ = ["block_scaled_mm"]
+
+UNIT = BLOCK // gemm.STEP  # steps of a block of K
+SCALES = (torch.float32, torch.float8_e8m0fnu)
+
+
+def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    yield "a", "e4m3 [M, K]", describe(a.a), a.a.dim() == 2 and a.a.dtype in LIMIT
+    k = a.a.shape[1]
+    wanted = f"{a.a.dtype} [N, K={k}] or a shuffled weight of this K"
+    yield "b", wanted, describe(a.b), a.b.dtype == a.a.dtype and gemm.is_weight(a.b, k)
+    m, n, blocks = a.a.shape[0], gemm.weight(a.b).rows, -(-k // BLOCK)
+    for name, scale, shape in (("scale_a", a.scale_a, (m, blocks)), ("scale_b", a.scale_b, (-(-n // BLOCK), blocks))):
+        holds = scale.shape == shape and scale.dtype in SCALES
+        yield name, f"float32 or float8_e8m0fnu {list(shape)}", describe(scale), holds
+    yield "out_dtype", "bfloat16, float16 or float32", str(a.out_dtype), a.out_dtype in gemm.OUT_TYPES
+    for name in ("b", "scale_a", "scale_b"):
+        tensor = getattr(a, name)
+        yield name, f"on {a.a.device}", f"on {tensor.device}", tensor.device == a.a.device
+
+
+def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    yield f"{arch.name} multiplies a's dtype ({arch.fp8_dtype})", a.a.dtype == arch.fp8_dtype
+    yield "scales are float32", a.scale_a.dtype == a.scale_b.dtype == torch.float32
+    yield "scale_b's blocks of K lie side by side", a.scale_b.stride(1) == 1 or a.scale_b.shape[1] == 1
+    reach = sum((size - 1) * stride for size, stride in zip(a.scale_a.shape, a.scale_a.stride()))
+    yield "scale_a reaches over fewer than 2^29 elements", reach < 2**29
+    yield from gemm.envelope(gemm.activations(a.a), gemm.weight(a.b))
+
+
+def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+    scale_a, scale_b = (a.scale_a, *a.scale_a.stride()), (a.scale_b, a.scale_b.stride(0))
+    operands = gemm.activations(a.a), gemm.weight(a.b)
+    return gemm.launch("block_scaled_mm", config, out, *operands, scale_a, scale_b, None, arch, UNIT)
+
+
+def _cases() -> Iterator[Case]:
+    """Every instance, shared tiles, M, N and K around tiles and blocks, both orders of scale_a."""
+
+    def case(name: str, m: int, n: int, k: int, **given) -> Case:
+        return Case(name, functools.partial(_inputs, m, n, k, given))
+
+    for m in (1, 5, 16, 17, 33, 64):
+        yield case(f"m{m}", m, 192, 1024)
+    yield case("column-major-scales", 3, 130, 640, transposed=True)
+    yield case("odd-sizes", 2, 200, 128 * 3 + 48)
+    yield case("shuffled", 5, 144, 704, shuffled=True)
+    yield case("fp32-out", 2, 64, 256, out_dtype=torch.float32)
+    yield case("padded", 5, 96, 512, padding=256)
+    yield case("shortest-k", 2, 17, 16)
+    yield case("no-tokens", 0, 32, 128)
+
+
+def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
+    def rows(count: int) -> Tensor:
+        storage = torch.zeros(count, k + given.get("padding", 0))
+        storage[:, :k] = torch.randn(count, k, generator=generator)
+        return storage.to(fp8_dtype).to(device)[:, :k]
+
+    def scales(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator).to(device) + 0.5
+
+    blocks = -(-k // BLOCK)
+    scale_a = scales(blocks, m).t() if given.get("transposed") else scales(m, blocks)
+    b = gemm.shuffle_weight(rows(n)) if given.get("shuffled") else rows(n)
+    return rows(m), b, scale_a, scales(-(-n // BLOCK), blocks), given.get("out_dtype", torch.bfloat16)
+
+
+def _op(reference) -> Op:
+    return Op(
+        reference,
+        allocate=lambda a: a.a.new_empty((a.a.shape[0], gemm.weight(a.b).rows), dtype=a.out_dtype),
+        contract=_contract,
+        envelope=_envelope,
+        configs=lambda a, arch: gemm.configs(gemm.weight(a.b), arch, UNIT),
+        cost=lambda config, a, arch: gemm.cost(config, gemm.weight(a.b), arch, UNIT),
+        plan=_plan,
+        problem=lambda a: gemm.problem(gemm.activations(a.a), gemm.weight(a.b)),
+        cases=_cases,
+        sums=True,
+    )
+
+
+@_op
+def block_scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """a @ b^T with every product of 128 of K scaled, summed in fp32.
+
+    a [M, K] and b [N, K] are e4m3 of one format with K innermost (b also as `shuffle_weight(b)`), rows may be strided;
+    scale_a [M, ceil(K / 128)] in either order of memory, scale_b [ceil(N / 128), ceil(K / 128)], float32 or float8_e8m0fnu;
+    out_dtype is bf16, fp16 or fp32. Returns [M, N].
+    """
+    exact = torch.float64 if out_dtype == torch.float64 else torch.float32
+    weight = gemm.plain_weight(b)
+    n, k = weight.shape
+    values = a.to(exact) * scale_a.to(exact).repeat_interleave(BLOCK, 1)[:, :k]
+    scales = scale_b.to(exact).repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+    return (values @ (weight.to(exact) * scales).t()).to(out_dtype)

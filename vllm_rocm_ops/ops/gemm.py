@@ -1,0 +1,193 @@
+"""What the products of activations with a weight share: sizes, weight layouts, and the skinny kernels of csrc/device/skinny.h.
+
+A weight is plain, [N, K] with K innermost and rows at any stride of 16 bytes, or in fragment order, as `shuffle_weight`
+leaves it, where each wave reads contiguous kilobytes. An op takes either in the same argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
+from vllm_rocm_ops.op import describe, row_stride, rows_of
+
+OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+TOKENS = (16, 32, 64)  # the most that a kernel takes
+ROWS = 64  # of the weight in a tile: those of a block
+STEP = 64  # bytes of K
+FRAGMENT_ROWS, FRAGMENT_BYTES = 16, 16
+BLOCK = 128  # of K and of N per block scale
+SHORTEST = 4  # steps: with fewer a block is over before it streams
+RING = 8  # steps that a block has in flight
+RESIDENT = 4  # blocks of a compute unit
+LATENCY_US, SHARING_US = 1.0, 0.8
+
+
+@dataclass(frozen=True)
+class SkinnyConfig:
+    """The steps of all tiles are divided evenly over `blocks` blocks."""
+
+    blocks: int
+
+
+def shuffle_weight(weight: Tensor) -> Tensor:
+    """A weight [N, K] in fragment order: [N / 16, K / (64 bytes), 4, 16, 16 bytes]. N must be a multiple of 16, K of 64 bytes."""
+    n, k = weight.shape
+    in_step, in_piece = STEP // weight.element_size(), FRAGMENT_BYTES // weight.element_size()
+    if n % FRAGMENT_ROWS or k % in_step:
+        wanted = f"[a multiple of {FRAGMENT_ROWS}, a multiple of {in_step}]"
+        raise ValueError(f"shuffle_weight: weight must be {wanted}, got {describe(weight)}")
+    pieces = weight.reshape(n // FRAGMENT_ROWS, FRAGMENT_ROWS, k // in_step, STEP // FRAGMENT_BYTES, in_piece)
+    return pieces.permute(0, 2, 3, 1, 4).contiguous()
+
+
+def plain_weight(b: Tensor) -> Tensor:
+    """A weight as [N, K], from [N, K] or fragment order."""
+    if b.dim() == 2:
+        return b
+    tiles, steps, pieces, rows, in_piece = b.shape
+    return b.permute(0, 3, 1, 2, 4).reshape(tiles * rows, steps * pieces * in_piece)
+
+
+class Operand(NamedTuple):
+    """An argument of a product as rows along K. `k` and `stride`, from row to row, count bytes; the stride is None where
+    no single number says it, and 0 in fragment order."""
+
+    tensor: Tensor
+    rows: int
+    k: int
+    stride: int | None
+
+    @property
+    def is_shuffled(self) -> bool:
+        return self.tensor.dim() == 5
+
+
+def activations(a: Tensor) -> Operand:
+    """a [..., K]."""
+    size, stride = a.element_size(), row_stride(a)
+    return Operand(a, rows_of(a), a.shape[-1] * size, None if stride is None or a.stride(-1) != 1 else stride * size)
+
+
+def weight(b: Tensor, transposed: bool = False) -> Operand:
+    """b [N, K], or [K, N] if transposed, or in fragment order."""
+    if b.dim() == 5:
+        tiles, steps, pieces, rows, in_piece = b.shape
+        return Operand(b, tiles * rows, steps * pieces * in_piece * b.element_size(), 0)
+    return activations(b.t() if transposed else b)._replace(tensor=b)
+
+
+def is_weight(b: Tensor, k: int, transposed: bool = False) -> bool:
+    """Whether a tensor is a weight of so many elements along K, in either layout."""
+    if b.dim() == 2:
+        return b.shape[0 if transposed else 1] == k
+    fragment = (STEP // FRAGMENT_BYTES, FRAGMENT_ROWS, FRAGMENT_BYTES // b.element_size())
+    return b.dim() == 5 and b.shape[2:] == fragment and weight(b).k == k * b.element_size()
+
+
+def problem(a: Operand, b: Operand) -> dict[str, int]:
+    """What a tuned row is keyed by."""
+    return {"m": a.rows, "n": b.rows, "k": a.k // a.tensor.element_size()}
+
+
+def envelope(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:
+    """What the skinny kernels need."""
+    yield f"M is at most {TOKENS[-1]}", a.rows <= TOKENS[-1]
+    yield "N and K are at least 1, N * K is below 2^36", b.rows > 0 and 0 < a.k < 2**27 and b.rows * a.k < 2**36
+    yield "rows are a multiple of 16 bytes long", a.k % 16 == 0
+    for name, operand in (("a", a), ("b", b)):
+        yield f"{name} is 16-byte aligned", operand.tensor.data_ptr() % 16 == 0
+        if operand.is_shuffled:
+            yield f"{name} in fragment order is contiguous", operand.tensor.is_contiguous()
+        else:
+            yield f"{name}'s rows lie at one stride, a multiple of 16 bytes below 32 MB", _is_stride(operand.stride)
+
+
+def _is_stride(stride: int | None) -> bool:
+    return stride is not None and stride % 16 == 0 and 0 <= stride < 2**25
+
+
+def _units(b: Operand, unit: int) -> tuple[int, int]:
+    """Tiles, and the units of one: `unit` steps, which no border between blocks parts."""
+    return -(-b.rows // ROWS), -(-b.k // (STEP * unit))
+
+
+def configs(b: Operand, arch: Arch, unit: int = 1) -> list[SkinnyConfig]:
+    """A block per tile, or as many as the compute units hold at once, each with enough to stream."""
+    tiles, per_tile = _units(b, unit)
+    most = max(tiles * per_tile * unit // max(SHORTEST, unit), 1)
+    blocks = {min(arch.compute_units * i, most) for i in range(1, RESIDENT + 1)}
+    blocks |= {tiles} if tiles <= RESIDENT * arch.compute_units else set()
+    return [SkinnyConfig(count) for count in sorted(blocks)]
+
+
+def cost(config: SkinnyConfig, b: Operand, arch: Arch, unit: int = 1) -> dict[str, float]:
+    """The time of a configuration by a model of the GPU, in microseconds: the bytes of the compute unit that has most, at the
+    rate that its loads in flight allow, and the meeting of blocks that share tiles."""
+    tiles, per_tile = _units(b, unit)
+    per_block = -(-tiles * per_tile // config.blocks) * unit * STEP * ROWS
+    blocks = -(-config.blocks // arch.compute_units)  # of a compute unit
+    rate = min(arch.bandwidth_gb_s * 1e3 / arch.compute_units, blocks * RING * STEP * ROWS / LATENCY_US)  # bytes / us
+    sharing = 0.0 if config.blocks == tiles else SHARING_US * (2 + config.blocks / tiles / 16)
+    return {"streaming": per_block * blocks / rate, "sharing": sharing}
+
+
+def launch(
+    module: str,
+    config: SkinnyConfig,
+    out: Tensor,
+    a: Operand,
+    b: Operand,
+    scale_a: tuple[Tensor | None, int, int],
+    scale_b: tuple[Tensor | None, int],
+    bias: Tensor | None,
+    arch: Arch,
+    unit: int = 1,
+    kind: str = "",
+) -> list[Launch]:
+    """The launch of csrc/ops/<module>.hip's skinny kernel of that kind. Scales come with their strides: between rows of a
+    and blocks of its K; between rows of b, or blocks of them."""
+    if a.rows == 0:
+        return []
+    tiles, per_tile = _units(b, unit)
+    tokens = next(tokens for tokens in TOKENS if tokens >= a.rows)
+    units, longer = divmod(tiles * per_tile, config.blocks)
+    is_shared = longer > 0 or units % per_tile != 0
+    if b.is_shuffled:
+        fragment = FRAGMENT_ROWS * FRAGMENT_BYTES
+        row, piece, step, tile = FRAGMENT_BYTES, fragment, FRAGMENT_ROWS * STEP, FRAGMENT_ROWS * b.k
+    else:
+        row, piece, step, tile = b.stride, FRAGMENT_BYTES, STEP, FRAGMENT_ROWS * b.stride
+    args = (
+        a.tensor,
+        b.tensor,
+        out,
+        Workspace(config.blocks * 2 * ROWS * tokens * 4) if is_shared else None,
+        Counters(tiles) if is_shared else None,
+        scale_a[0],
+        scale_b[0],
+        bias,
+        I64(tile),
+        a.stride,
+        row,
+        piece,
+        step,
+        a.rows,
+        b.rows,
+        a.k,
+        *scale_a[1:],
+        *scale_b[1:],
+        OUT_TYPES[out.dtype],
+        per_tile * unit,
+        units,
+        longer,
+    )
+    threads = ROWS // FRAGMENT_ROWS * arch.wave_lanes
+    symbol = "_".join(filter(None, (module, kind, "skinny", str(tokens))))
+    return [Launch(module, symbol, (config.blocks, 1, 1), (threads, 1, 1), args)]

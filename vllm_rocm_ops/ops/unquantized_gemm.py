@@ -1,0 +1,100 @@
+"""Matrix product in bf16 or fp16 for few tokens: lm_head, routers, and what else stays unquantised."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.launch import Launch
+from vllm_rocm_ops.op import Case, Op, describe
+from vllm_rocm_ops.ops import gemm
+from vllm_rocm_ops.ops.gemm import SkinnyConfig
+
+__all__ = ["unquantized_gemm"]
+
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    yield "x", "at least one-dimensional, floating point", describe(a.x), a.x.dim() >= 1 and a.x.is_floating_point()
+    k = a.x.shape[-1]
+    wanted = f"{a.x.dtype} [N, K={k}] or a shuffled weight of this K"
+    yield "weight", wanted, describe(a.weight), a.weight.dtype == a.x.dtype and gemm.is_weight(a.weight, k)
+    n = gemm.weight(a.weight).rows
+    if a.bias is not None:
+        holds = a.bias.shape == (n,) and a.bias.dtype == a.x.dtype
+        yield "bias", f"{a.x.dtype} [N={n}]", describe(a.bias), holds
+    for name, tensor in a._asdict().items():
+        if isinstance(tensor, Tensor):
+            yield name, f"on {a.x.device}", f"on {tensor.device}", tensor.device == a.x.device
+
+
+def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    yield "x is bfloat16 or float16", a.x.dtype in ELEMENTS
+    yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
+    yield from gemm.envelope(gemm.activations(a.x), gemm.weight(a.weight))
+
+
+def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+    operands = gemm.activations(a.x), gemm.weight(a.weight)
+    kind = ELEMENTS[a.x.dtype]
+    return gemm.launch("unquantized_gemm", config, out, *operands, (None, 0, 0), (None, 0), a.bias, arch, kind=kind)
+
+
+def _cases() -> Iterator[Case]:
+    """Every instance, shared tiles, M, N and K around tiles, bias, strides."""
+
+    def case(name: str, m: int, n: int, k: int, **given) -> Case:
+        return Case(name, functools.partial(_inputs, m, n, k, given))
+
+    for dtype, kind in ELEMENTS.items():
+        for m in (1, 16, 17, 33, 64):
+            yield case(f"{kind}-m{m}", m, 80, 512, dtype=dtype)
+    yield case("bias", 4, 33, 256, bias=True)
+    yield case("k-tail", 2, 32, 8 * 67)
+    yield case("shuffled", 3, 144, 352, shuffled=True)
+    yield case("padded", 5, 32, 256, padding=128)
+    yield case("sequences", (2, 3), 32, 64)
+    yield case("no-tokens", 0, 32, 64)
+
+
+def _inputs(tokens, n, k, given, device, generator, fp8_dtype) -> tuple:
+    dtype = given.get("dtype", torch.bfloat16)
+
+    def rows(*shape: int) -> Tensor:
+        storage = torch.zeros(*shape, k + given.get("padding", 0))
+        storage[..., :k] = torch.randn(*shape, k, generator=generator)
+        return storage.to(dtype).to(device)[..., :k]
+
+    weight = gemm.shuffle_weight(rows(n)) if given.get("shuffled") else rows(n)
+    bias = torch.randn(n, generator=generator).to(dtype).to(device) if given.get("bias") else None
+    return rows(*(tokens if isinstance(tokens, tuple) else (tokens,))), weight, bias
+
+
+def _op(reference) -> Op:
+    return Op(
+        reference,
+        allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], gemm.weight(a.weight).rows)),
+        contract=_contract,
+        envelope=_envelope,
+        configs=lambda a, arch: gemm.configs(gemm.weight(a.weight), arch),
+        cost=lambda config, a, arch: gemm.cost(config, gemm.weight(a.weight), arch),
+        plan=_plan,
+        problem=lambda a: gemm.problem(gemm.activations(a.x), gemm.weight(a.weight)),
+        cases=_cases,
+        sums=True,
+    )
+
+
+@_op
+def unquantized_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias, summed in fp32: torch.nn.functional.linear.
+
+    x [..., K] and weight [N, K] (also as `shuffle_weight(weight)`) are of one dtype with K innermost, rows may be strided;
+    bias [N] is of the same. Returns [..., N] of the same.
+    """
+    return torch.nn.functional.linear(x, gemm.plain_weight(weight), bias)
