@@ -2,6 +2,8 @@
 // v_mfma_f32_16x16x32_fp8_fp8, v_mfma_f32_16x16x16_bf16, _f16 (CDNA3 ISA, section 7.4 "Dense matrix fused-multiply-add"),
 // v_mfma_f32_16x16x32_bf16, _f16 on gfx950.
 #pragma once
+#include "sync.h"
+#include "wave.h"
 
 namespace mma {
 

@@ -5,6 +5,8 @@
 
 namespace tile {
 
+constexpr int kDies = 8;  // XCDs, among which the hardware deals a launch's blocks in turn
+
 constexpr int kLoadRows = 16;   // rows that one 16-byte load per lane covers, 64 bytes of each
 constexpr int kLaneTokens = 1;  // tokens of a patch that a lane has sums of
 

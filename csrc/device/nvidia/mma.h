@@ -2,6 +2,8 @@
 // wgmma.mma_async of the four warps of a block with A in registers (PTX ISA, section 9.7.15 "Asynchronous warpgroup level
 // matrix instructions"). mma.sync is no way on this arch: its fp8 form is unpacked to fp16 again for every instruction.
 #pragma once
+#include "sync.h"
+#include "wave.h"
 
 namespace mma {
 
