@@ -25,7 +25,8 @@ from .waves import LANES
 
 class Event:
     """An outstanding memory operation. `registers` arrive when it is done; `granules` [n, k] are the LDS that it writes, one
-    row for each active lane, whose wave `rows` [n] tells. `region` names the memory that `size` bytes per lane come from."""
+    row for each active lane, whose wave `rows` [n] tells. `region` names the memory that each wave, on average, has `size`
+    bytes from."""
 
     __slots__ = ("granules", "kind", "lgkm", "load", "region", "registers", "rows", "scalar", "size", "vm")
 
@@ -266,7 +267,7 @@ def _bind_scalar(ins: Instruction, program):
         w.sgpr[:, destination : destination + count] = words
         if destination + count > 126:
             w.exec_changed()
-        program.issue(w, ins, Event("scalar", registers, size=size))
+        program.issue(w, ins, Event("scalar", registers))
 
     def _scalar_buffer(w, address, site):
         start = w.S64[base][:, 0] & U64(0xFFFF_FFFF_FFFF)
@@ -334,16 +335,16 @@ def _bind_global_load(ins, program, address, load: Load, destination: str):
 
     def run(w):
         rows, lanes = w.active()
-        region = ""
+        region, moved = "", 0
         if len(rows):
             a = lanes_of(w, address(w))
-            region = program.space.name_at(a[0])
+            region, moved = program.space.name_at(a[0]), len(rows) * load.size // w.count
             values = program.space.load(a, load.size, align, w, Site(program, ins, w, rows, lanes), atomic)
             deliver(w, first, extend(values, load), load)
             program.counters.vector_access(ins, w, a, load.size)
             if atomic:
                 program.space.synchronise(w, Site(program, ins, w, rows, lanes), a, release=False, acquire=True)
-        program.issue(w, ins, Event("vm", codes, size=load.size, region=region))
+        program.issue(w, ins, Event("vm", codes, size=moved, region=region))
 
     return run
 
@@ -362,7 +363,7 @@ def _bind_global_store(ins, program, address, size: int, shift: int, source: str
             if program.space.store(a, values, min(size, 4), w, Site(program, ins, w, rows, lanes), atomic):
                 program.progress()
             program.counters.vector_access(ins, w, a, size)
-        program.issue(w, ins, Event("vm", size=size, load=False))
+        program.issue(w, ins, Event("vm", load=False))
 
     return run
 
@@ -407,7 +408,7 @@ def _bind_global_atomic(ins, program, address, kind: str):
             if returns:
                 deliver(w, register(destination), old.view(np.uint8).reshape(-1, size).view(U32), Load(size))
             program.counters.vector_access(ins, w, a, size)
-        program.issue(w, ins, Event("vm", codes, size=size))
+        program.issue(w, ins, Event("vm", codes))
 
     return run
 
@@ -454,7 +455,7 @@ def _bind_flat(ins, program, address, what):
                     program.progress()
             if is_load:
                 deliver(w, first, extend(values, what), what)
-        program.issue(w, ins, Event("flat", codes if is_load else (), size=size, load=is_load))
+        program.issue(w, ins, Event("flat", codes if is_load else (), load=is_load))
 
     return run
 
@@ -513,7 +514,7 @@ def _bind_scratch(ins: Instruction, program):
                 deliver(w, first, extend(_scratch_load(w, offsets, size, site), load), load)
             else:
                 _scratch_store(w, offsets, collect(w, first, size, shift), site)
-        program.issue(w, ins, Event("vm", codes if is_load else (), size=size, load=is_load))
+        program.issue(w, ins, Event("vm", codes if is_load else (), load=is_load))
 
     return run
 
@@ -572,10 +573,10 @@ def _bind_buffer(ins: Instruction, program):
 
     def run(w):
         rows, lanes = w.active()
-        region = ""
+        region, moved = "", 0
         if len(rows):
             address, inside = place(w, size)
-            region = program.space.name_at(address[0])
+            region, moved = program.space.name_at(address[0]), int(inside.sum()) * unit // w.count
             if is_load:
                 values = buffer_load(program, ins, w, address, inside, size)
                 deliver(w, first, extend(values, load), load)
@@ -594,7 +595,7 @@ def _bind_buffer(ins: Instruction, program):
                             program.space.store(address[chosen] + U64(4 * n), piece, unit, w, part, _atomicity(ins))
                             program.progress()
             program.counters.vector_access(ins, w, address, size)
-        program.issue(w, ins, Event("vm", codes if is_load else (), size=size, load=is_load, region=region))
+        program.issue(w, ins, Event("vm", codes if is_load else (), size=moved, load=is_load, region=region))
 
     return run
 
@@ -639,15 +640,17 @@ def _bind_load_to_lds(ins, program, address, size: int, immediate: int, place):
 
     def run(w):
         rows, lanes = w.active()
-        granules, region = None, ""
+        granules, region, moved = None, "", 0
         if len(rows):
             site = Site(program, ins, w, rows, lanes)
             if place:
                 a, inside = place(w, size)
                 values = buffer_load(program, ins, w, a, inside, size)
+                moved = int(inside.sum()) * min(size, 4) // w.count
             else:
                 a = lanes_of(w, address(w))
                 values = program.space.load(a, size, min(size, 4), w, site, False)
+                moved = len(rows) * size // w.count
             if size < 4:
                 values = np.ascontiguousarray(extend(values, load)).view(np.uint8)
             base = (w.S[M0][rows, 0] & U32(0x3FFFF if program.arch == "gfx950" else 0xFFFF)).astype(I64)
@@ -657,7 +660,7 @@ def _bind_load_to_lds(ins, program, address, size: int, immediate: int, place):
             program.counters.vector_access(ins, w, a, size)
             region = program.space.name_at(a[0])
         where = None if granules is None else rows
-        program.issue(w, ins, Event("vm", size=size, granules=granules, rows=where, region=region))
+        program.issue(w, ins, Event("vm", size=moved, granules=granules, rows=where, region=region))
 
     return run
 
@@ -711,7 +714,7 @@ def _bind_ds(ins: Instruction, program):
                     program.counters.lds_access(ins, w, a, size)
                 for n, values in enumerate(parts):
                     deliver(w, first + n * per, extend(values, what), what)
-            program.issue(w, ins, Event("lds", codes, size=size))
+            program.issue(w, ins, Event("lds", codes))
 
         return run_read
     size, shift = what
@@ -731,9 +734,7 @@ def _bind_ds(ins: Instruction, program):
                 program.counters.lds_access(ins, w, a, size)
             granules = np.concatenate(written, axis=1)
             program.progress()
-        program.issue(
-            w, ins, Event("lds", size=size, load=False, granules=granules, rows=None if granules is None else rows)
-        )
+        program.issue(w, ins, Event("lds", load=False, granules=granules, rows=None if granules is None else rows))
 
     return run_write
 
@@ -768,7 +769,7 @@ def _bind_ds_atomic(ins, program, name: str, positions, offset: int):
                 deliver(w, register(destination), old.view(np.uint8).reshape(-1, size).view(U32), Load(size))
             program.counters.lds_access(ins, w, a, size)
             program.progress()
-        program.issue(w, ins, Event("lds", codes, size=size))
+        program.issue(w, ins, Event("lds", codes))
 
     return run
 
@@ -804,7 +805,7 @@ def _bind_ds_lanes(ins, program, name: str):
 
     def run(w):
         np.copyto(w.U[destination], move(w), where=w.mask)
-        program.issue(w, ins, Event("lds", (code,), size=4))
+        program.issue(w, ins, Event("lds", (code,)))
 
     return run
 
@@ -840,7 +841,7 @@ def _bind_ds_transpose(ins, program, name: str):
         words = transpose_rows(values, bits).view(U32)
         deliver(w, first, words, Load(size))
         program.counters.lds_access(ins, w, a, size)
-        program.issue(w, ins, Event("lds", codes, size=size))
+        program.issue(w, ins, Event("lds", codes))
 
     return run
 

@@ -159,7 +159,7 @@ class Program:
         counters, region = self.counters, event.region
         loads = [e for e in w.order if e.load and e.vm]
         counters.loads_in_flight = max(counters.loads_in_flight, len(loads))
-        in_flight = sum(e.size for e in loads if e.region == region) * LANES
+        in_flight = sum(e.size for e in loads if e.region == region)
         counters.bytes_in_flight[region] = max(counters.bytes_in_flight[region], in_flight)
 
     def wait(self, w, vm: int, lgkm: int) -> None:
