@@ -38,7 +38,8 @@ def _element_offsets(tensor) -> np.ndarray:
 def _bytes_of(tensor, low: int):
     """The index of a tensor's bytes in memory that starts at address `low`."""
     first, size = tensor.data_ptr() - low, tensor.element_size()
-    if tensor.is_contiguous():
+    outermost_first = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    if tensor.permute(outermost_first).is_contiguous():
         return slice(first, first + tensor.numel() * size)
     return (first + _element_offsets(tensor)[:, None] + np.arange(size)).ravel()
 
