@@ -43,6 +43,7 @@ class Traffic:
 
     def __init__(self):
         self.bytes_stored: Counter = Counter()
+        self._waits, self._in_flight = 0, Counter()
         self._lines: dict[str, list[np.ndarray]] = {}  # of each access of a region: block << 40 | 128-byte line
 
     def load(self, region: str, offsets: np.ndarray, blocks: np.ndarray) -> None:
@@ -52,6 +53,16 @@ class Traffic:
     def store(self, region: str, bytes_stored: int) -> None:
         """Counts a store."""
         self.bytes_stored[region] += bytes_stored
+
+    def wait(self, events: list, waves: int) -> None:
+        """Counts a wait of so many waves for memory, with these events outstanding."""
+        self._waits += waves
+        for event in events:
+            self._in_flight[event.region] += event.size * waves
+
+    def bytes_in_flight(self, region: str) -> float:
+        """How many bytes of a region a wave has asked for when it waits for memory, on average."""
+        return self._in_flight[region] / max(self._waits, 1)
 
     def lines_loaded(self, region: str) -> int:
         """How many distinct 128-byte lines of a region each block loaded from, summed over the blocks."""

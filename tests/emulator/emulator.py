@@ -174,6 +174,8 @@ class Program:
             excess_lgkm = 0
         if excess_vm <= 0 and excess_lgkm <= 0:
             return
+        if excess_vm > 0 and self.counters.traffic is not None:
+            self.counters.traffic.wait(order, w.count)
         kept = []
         for event in order:
             if event.vm and excess_vm > 0:
