@@ -7,7 +7,7 @@ modelled. matrix.py has the matrix instructions' cycles.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,11 +39,12 @@ def instruction_class(ins) -> str:
 
 
 class Traffic:
-    """What the blocks of a launch moved of each tensor, by the name of its region."""
+    """What the blocks of a launch of so many waves moved of each tensor, by the name of its region."""
 
-    def __init__(self):
+    def __init__(self, waves: int):
         self.bytes_stored: Counter = Counter()
-        self._waits, self._in_flight = 0, Counter()
+        self._waits = np.zeros(waves, np.int64)
+        self._in_flight: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(waves, np.int64))
         self._lines: dict[str, list[np.ndarray]] = {}  # of each access of a region: block << 40 | 128-byte line
 
     def load(self, region: str, offsets: np.ndarray, blocks: np.ndarray) -> None:
@@ -54,15 +55,16 @@ class Traffic:
         """Counts a store."""
         self.bytes_stored[region] += bytes_stored
 
-    def wait(self, events: list, waves: int) -> None:
-        """Counts a wait of so many waves for memory, with these events outstanding."""
-        self._waits += waves
+    def wait(self, events: list, waves: np.ndarray) -> None:
+        """Counts a wait of these waves for memory, with these events outstanding."""
+        self._waits[waves] += 1
         for event in events:
-            self._in_flight[event.region] += event.size * waves
+            self._in_flight[event.region][waves] += event.size
 
     def bytes_in_flight(self, region: str) -> float:
-        """How many bytes of a region a wave has asked for when it waits for memory, on average."""
-        return self._in_flight[region] / max(self._waits, 1)
+        """How many bytes of a region a wave has asked for when it waits for memory, on average over its waits; summed over the
+        waves."""
+        return float((self._in_flight[region] / np.maximum(self._waits, 1)).sum())
 
     def lines_loaded(self, region: str) -> int:
         """How many distinct 128-byte lines of a region each block loaded from, summed over the blocks."""

@@ -175,7 +175,7 @@ class Program:
         if excess_vm <= 0 and excess_lgkm <= 0:
             return
         if excess_vm > 0 and self.counters.traffic is not None:
-            self.counters.traffic.wait(order, w.count)
+            self.counters.traffic.wait(order, w.id)
         kept = []
         for event in order:
             if event.vm and excess_vm > 0:
@@ -730,7 +730,9 @@ class Emulator:
             )
         if not int(np.prod(launch.grid)):
             raise errors.LaunchError(f"{launch.symbol}: grid must be positive, got {launch.grid}")
-        space = Space(program.space_granule, self.options.races, Traffic() if self.options.traffic else None)
+        waves = int(np.prod(launch.grid)) * -(-threads // LANES)
+        traffic = Traffic(waves) if self.options.traffic else None
+        space = Space(program.space_granule, self.options.races, traffic)
         assert space.add_bytes("the code object", bytes(program.code_object.relocated(program.base))) == program.base
         kernarg = self._kernarg(space, launch, kernel, uninitialised)
         self.last = program.launch(launch, space, kernarg, self.options, blocks)
