@@ -83,7 +83,12 @@ def block_inputs(m: int, n: int, k: int, fp8: torch.dtype) -> tuple:
 
 
 def block_peers(n: int, vllm) -> dict[str, Callable]:
-    calls = {"torch blockwise": lambda a, b, sa, sb, t: torch._scaled_mm(a, b.t(), sa, sb.t(), out_dtype=t)}
+    def torch_blockwise(a, b, sa, sb, t):
+        if sb.shape[1] % 4:
+            raise ValueError("it reads weight scales past their end unless K is a multiple of 512")
+        torch._scaled_mm(a, b.t(), sa, sb.t(), out_dtype=t)
+
+    calls = {"torch blockwise": torch_blockwise}
     if vllm:
         cutlass, padded = torch.ops._C.cutlass_scaled_mm, {}
 

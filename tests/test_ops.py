@@ -21,6 +21,7 @@ OPS = list(op.registered())
 CASES = [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in OPS for c in o.cases()]
 OFF_BY_ONE = 0.01  # share of elements that may be off by one step
 FLOOR = 1e-6  # of the largest element: a few roundings of fp32
+SUMS_FLOOR = {"sm_90": 2.0**-11}  # wgmma keeps 14 bits of a sum of e4m3 products
 
 
 def executors():
@@ -77,7 +78,9 @@ def steps(x: torch.Tensor) -> torch.Tensor:
     return torch.where(sign == 1, -magnitude, magnitude)
 
 
-def check(name: str, ours: torch.Tensor, reference: torch.Tensor, oracle: torch.Tensor, steps_apart: bool) -> None:
+def check(
+    name: str, ours: torch.Tensor, reference: torch.Tensor, oracle: torch.Tensor, steps_apart: bool, floor: float
+) -> None:
     ours = ours.cpu()
     assert ours.shape == reference.shape and ours.dtype == reference.dtype and ours.stride() == reference.stride()
     assert torch.equal(ours.isnan(), reference.isnan()), f"{name}: NaNs differ"
@@ -92,8 +95,8 @@ def check(name: str, ours: torch.Tensor, reference: torch.Tensor, oracle: torch.
     if ours.element_size() > 1:  # a cast to 8 bits is all rounding: the steps say more
         largest = oracle.abs().nan_to_num(posinf=0.0).max()
         error, allowed = ((x.double() - oracle).abs().nan_to_num() for x in (ours, reference))
-        assert error.max() <= 2 * allowed.max() + FLOOR * largest, f"{name}: error {error.max()}, not {allowed.max()}"
-        assert error.mean() <= 1.1 * allowed.mean() + FLOOR * largest, f"{name}: mean error {error.mean()}"
+        assert error.max() <= 2 * allowed.max() + floor * largest, f"{name}: error {error.max()}, not {allowed.max()}"
+        assert error.mean() <= 1.1 * allowed.mean() + floor * largest, f"{name}: mean error {error.mean()}"
 
 
 def in_float64(value):
@@ -114,8 +117,9 @@ def run_and_check(the_op, arguments: tuple, device: str) -> None:
         if isinstance(mine, torch.Tensor):
             left, expected = mine.cpu().float().nan_to_num(), theirs.float().nan_to_num()
             assert torch.equal(left, expected), f"{the_op.name}: leaves another {name}"
+    floor = SUMS_FLOOR.get(archs.of_device(0).name, FLOOR) if the_op.sums and device == "cuda" else FLOOR
     for i, (mine, theirs, exact) in enumerate(zip(ours, reference, oracle)):
-        check(f"{the_op.name} output {i}", mine, theirs, exact.double(), not the_op.sums)
+        check(f"{the_op.name} output {i}", mine, theirs, exact.double(), not the_op.sums, floor)
 
 
 @pytest.mark.parametrize("the_op, case", CASES)
@@ -123,12 +127,15 @@ def test_case(the_op, case, executor, monkeypatch):
     device, arch = executor
     arguments = case.make("cpu", generator_of(case.name), arch.fp8_dtype)
     a = the_op.Arguments(*arguments)
-    for config in the_op.configs(a, arch):
+    for config in the_op.configs(a, arch) or [None]:
         monkeypatch.setattr(the_op, "default", lambda *_, config=config: config)
         the_op._executions.clear()
         op.reset_stats()
         run_and_check(the_op, arguments, device)
         (ran,) = op.stats()[the_op.name]
+        if config is None:
+            assert ran.startswith("fallback")  # no kernel of this arch takes it
+            continue
         planned = the_op.plan(config, the_op.allocate(a), a, arch)
         assert ran == (" + ".join(l.symbol for l in planned) or "nothing to do")
     the_op._executions.clear()

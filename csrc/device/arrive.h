@@ -3,17 +3,21 @@
 #include "gpu.h"
 
 // Called by all threads of each of `blocks` blocks that share `counter` (0 before the first arrives, 0 again after the
-// last). True in the last block to arrive, which then sees all that the others wrote to HBM before they called.
-DEVICE bool is_last_block(u32* counter, u32 blocks) {
-  LDS static u32 arrived;
-  __scoped_atomic_thread_fence(__ATOMIC_RELEASE, __MEMORY_SCOPE_DEVICE);  // this thread's results, before its count
-  block_barrier();                                                        // hazard: counted before all threads wrote
+// last). True in the last block to arrive, which then sees all that the others wrote to HBM before they called. `arrived` is
+// LDS that no thread uses after it called.
+DEVICE bool is_last_block(u32* counter, u32 blocks, u32& arrived) {
+  device_release();  // this thread's results, before its count
+  block_barrier();   // hazard: counted before all threads wrote
   if (wave::thread() == 0) {
     arrived = __scoped_atomic_fetch_add(counter, 1u, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE) + 1;
     if (arrived == blocks) __scoped_atomic_store_n(counter, 0u, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
   }
   block_barrier();  // hazard: `arrived` is read before it is written
   if (arrived != blocks) return false;
-  __scoped_atomic_thread_fence(__ATOMIC_ACQUIRE, __MEMORY_SCOPE_DEVICE);  // before the others' results are read
+  device_acquire();  // before the others' results are read
   return true;
+}
+DEVICE bool is_last_block(u32* counter, u32 blocks) {
+  LDS static u32 arrived;
+  return is_last_block(counter, blocks, arrived);
 }

@@ -5,11 +5,13 @@
 // Bytes: those of b, little else; flops: 2 * M * N * K. Up to 64 tokens the time is that of reading b, so all that counts is to
 // keep enough loads in flight on every compute unit, from the first cycle to the last.
 //
-// A block of mma::kWaves waves multiplies 64 rows of b, 16 per wave, with all tokens. A step is 64 bytes of K, a tile 64 rows
-// over all of K. The steps of all tiles, one tile after the other, are divided evenly over the blocks, wherever tiles begin
-// or end, so that every compute unit streams as much as any other. Each lane keeps a ring of kRing steps in registers: once a step is
-// multiplied, the step kRing further on is loaded into its place, past the end of a tile the next tile's, so that kRing - 1
-// steps are always in flight. Tokens come through LDS, kChunk steps at a time, double-buffered.
+// A block has 64 rows of b at a time, with all tokens: 16 for each of mma::kWaves waves that multiply; one wave more brings
+// the tokens. A step is 64 bytes of K, a tile 64 rows over all of K. The steps of all tiles, one tile after the other, are
+// divided evenly over the blocks, wherever tiles begin or end, so that every compute unit streams as much as any other. A lane
+// that multiplies keeps a ring of kRing steps in registers: once a step is multiplied, the step kRing further on is loaded into
+// its place, past the end of a tile the next tile's, so that kRing - 1 steps are always in flight. Tokens come through LDS, kChunk
+// steps at a time, double-buffered, by a wave of their own because whoever shows LDS to the matrix units, or counts the
+// loads that it waits for, would wait for the stream.
 //
 // A tile that one block has alone it finishes from its registers. Of a shared tile, each block leaves its sums in HBM, and the
 // last to arrive adds them up in the order of K: no atomics on values, the same bits every run.
@@ -51,47 +53,132 @@ DEVICE void store_output_type(void* row, i64 column, float x, int type) {
   else mem::store((float*)row + column, x);
 }
 
-template <class Type, int kTokens, Scales kScales>
-DEVICE void multiply_skinny(const Product& p) {
-  constexpr int kRing = 8, kRows = mma::kWaves * mma::kRows, kThreads = mma::kWaves * wave::kLanes;
-  constexpr int kChunk = kRing * 16 / kTokens;
-  constexpr int kPieces = kChunk * kTokens * 4 / kThreads;  // 16-byte pieces of a chunk per thread
-  constexpr int kStepBytes = kTokens * mma::kDepth, kChunkScales = kChunk * mma::kDepth / kScaleBlock * kTokens;
-  constexpr int kUnit = kScales == Scales::kBlock ? kScaleBlock / mma::kDepth : 1;  // steps that blocks never part
-  static_assert(kChunkScales <= kThreads, "a thread brings at most one scale");
-  using Sum = mma::Accumulator<kTokens>;
-  LDS alignas(128) static u8 tokens[2][kChunk * kStepBytes];
-  LDS static float scales_a[2][kScales == Scales::kBlock ? kChunkScales : 1];
-  const int lane = wave::lane(), thread = wave::thread(), block = wave::block_x();
+constexpr int kTileRows = mma::kWaves * mma::kRows, kSkinnyThreads = (mma::kWaves + 1) * wave::kLanes;
 
-  auto first_step = [&](int b) __attribute__((always_inline)) {
-    return kUnit * (b * p.units + (b < p.longer ? b : p.longer));
-  };
-  auto block_of = [&](int step) __attribute__((always_inline)) {
+struct Group {  // kRing steps of a tile; those past the end are of no tile
+  int tile, step, end;
+};
+
+// Which steps this block has. kUnit steps are never parted.
+template <int kUnit, int kRing>
+struct Share {
+  const Product& p;
+  const int block = wave::block_x(), first = first_step(block), last = first_step(block + 1);
+
+  DEVICE int first_step(int b) const { return kUnit * (b * p.units + (b < p.longer ? b : p.longer)); }
+  DEVICE int block_of(int step) const {
     const int unit = step / kUnit, in_longer = p.longer * (p.units + 1);
     return unit < in_longer ? unit / (p.units + 1) : p.longer + (unit - in_longer) / p.units;
-  };
-  const int first = first_step(block), last = first_step(block + 1);
+  }
+  DEVICE Group begin() const {
+    const int tile = first / p.steps, step = first - tile * p.steps, end = last - tile * p.steps;
+    return {tile, step, end < p.steps ? end : p.steps};
+  }
+  // With end <= 0 past the last.
+  DEVICE Group after(const Group& now) const {
+    if (now.step + kRing < now.end) return {now.tile, now.step + kRing, now.end};
+    const int tile = now.tile + 1, end = last - tile * p.steps;
+    return {tile, 0, end < p.steps ? end : p.steps};
+  }
+  DEVICE int first_sharer(int tile) const { return block_of(tile * p.steps); }
+  DEVICE int last_sharer(int tile) const { return block_of(tile * p.steps + p.steps - 1); }
+  // Where block b leaves its sums of a tile: it shares at most two, the one that it starts in and the one that it ends in.
+  DEVICE int place(int b, int tile) const { return b * 2 + (first_step(b) < tile * p.steps); }
+};
 
-  struct Group {  // kRing steps of a tile; those past the end are of no tile
-    int tile, step, end;
+template <class Type, int kTokens, Scales kScales>
+struct Skinny {
+  static constexpr int kRing = 8, kChunk = kRing * 16 / kTokens, kChunks = kRing / kChunk;
+  static constexpr int kUnit = kScales == Scales::kBlock ? kScaleBlock / mma::kDepth : 1;
+  static constexpr int kStepBytes = kTokens * mma::kDepth, kStepPieces = kTokens * 4;
+  static constexpr int kChunkScales = kScales == Scales::kBlock ? kChunk / kUnit * kTokens : 0;
+  using Sum = mma::Accumulator<kTokens>;
+  struct Buffer {
+    alignas(128) u8 tokens[kChunk * kStepBytes];
+    float scales_a[kChunkScales + 1];
   };
-  auto following = [&](const Group& now) __attribute__((always_inline)) {
-    Group next{now.tile, now.step + kRing, now.end};
-    if (next.step < next.end) return next;
-    next.tile += 1, next.step = 0, next.end = last - next.tile * p.steps;
-    if (next.end > p.steps) next.end = p.steps;
-    return next;  // with end <= 0 past the last
-  };
+
+  const Product& p;
+  Buffer* buffers;  // [2] in LDS
+  const Share<kUnit, kRing> share{p};
+  const int lane = wave::lane();
+
+  // The wave that brings the tokens. What it stores into a buffer while the others still read the other one, all see
+  // after the barrier; who came to that has read what the next store overwrites.
+  DEVICE void bring_tokens() const {
+    constexpr int kAhead = kChunks > 1 ? 2 : 1;  // chunks on their way
+    constexpr int kPieces = kChunk * kStepPieces / wave::kLanes,
+                  kLaneScales = (kChunkScales + wave::kLanes - 1) / wave::kLanes;
+    struct Chunk {
+      u32x4 piece[kPieces];
+      float scale_a[kLaneScales + 1];
+    };
+    const mem::Buffer a = mem::buffer(p.a), scales = mem::buffer(p.scale_a);
+    auto load = [&](Chunk& chunk, const Group& group, int u) __attribute__((always_inline)) {
+      const int step = group.step + u, bytes = step < group.end ? p.k - step * mma::kDepth : 0;
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) {
+        const int index = lane + j * wave::kLanes;
+        const mma::Piece piece = mma::piece(index % kStepPieces);
+        const int k = index / kStepPieces * mma::kDepth + piece.depth;
+        const bool inside = piece.token < p.m && k < bytes;
+        chunk.piece[j] = mem::load_or_zero(a, piece.token * p.a_stride + k, step * mma::kDepth, inside);
+      }
+#pragma unroll
+      for (int j = 0; j < kLaneScales; ++j) {
+        const int index = lane + j * wave::kLanes, token = index % kTokens, block_k = index / kTokens;
+        const bool inside = token < p.m && index < kChunkScales && block_k * kScaleBlock < bytes;
+        const int at = (token * p.scale_a_row + block_k * p.scale_a_k) * 4;
+        chunk.scale_a[j] = mem::load_float_or_zero(scales, at, step / kUnit * p.scale_a_k * 4, inside);
+      }
+    };
+    auto store = [&](const Chunk& chunk, Buffer& buffer) __attribute__((always_inline)) {
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) {
+        const int index = lane + j * wave::kLanes;
+        u8* step = buffer.tokens + index / kStepPieces * kStepBytes;
+        mma::store_piece<kTokens>(step, index % kStepPieces, chunk.piece[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < kLaneScales; ++j)
+        if (lane + j * wave::kLanes < kChunkScales) buffer.scales_a[lane + j * wave::kLanes] = chunk.scale_a[j];
+      mma::show_pieces();
+    };
+
+    Group now = share.begin();
+    Chunk chunks[kAhead];
+#pragma unroll
+    for (int c = 0; c < kAhead; ++c) load(chunks[c], now, c * kChunk);
+    int filled = 0;
+    while (true) {
+      const Group next = share.after(now);
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        store(chunks[c % kAhead], buffers[filled]);
+        block_barrier();  // hazard: tokens are read before they are written
+        filled ^= 1;
+        const int ahead = c + kAhead;
+        load(chunks[c % kAhead], ahead < kChunks ? now : next, ahead % kChunks * kChunk);
+      }
+      if (next.tile != now.tile) is_last_sharer(now.tile);
+      if (next.end <= 0) return;
+      now = next;
+    }
+  }
+
+  // By all threads of the block: false if a later block finishes the tile.
+  DEVICE bool is_last_sharer(int tile) const {
+    const int sharers = share.last_sharer(tile) - share.first_sharer(tile) + 1;
+    return sharers == 1 || is_last_block(p.counters + tile, sharers);
+  }
 
   struct Slot {
     mma::Weights weights;
-    float scale_b;  // of the slot's kScaleBlock of K, in every other slot
+    float scale_b;  // of a unit, in its first slot
   };
-  Slot ring[kRing];
   // Rows past the last read the last one, and their sums are dropped.
-  auto load = [&](Slot& slot, const Group& group, int u) __attribute__((always_inline)) {
-    const int step = group.step + u, rows = p.n - group.tile * kRows;
+  DEVICE void load(Slot& slot, const Group& group, int u) const {
+    const int step = group.step + u, rows = p.n - group.tile * kTileRows;
     const int bytes = (group.end * mma::kDepth < p.k ? group.end * mma::kDepth : p.k) - step * mma::kDepth;
     const mem::Buffer weights = mem::buffer(p.b + group.tile * mma::kWaves * p.b_tile);
 #pragma unroll
@@ -101,120 +188,113 @@ DEVICE void multiply_skinny(const Product& p) {
       const int at = row / mma::kRows * int(p.b_tile) + row % mma::kRows * p.b_row + mma::depth(lane) / 16 * p.b_depth;
       slot.weights.load[l] = mem::load_once_or_zero(weights, at, step * p.b_step, mma::depth(lane) < bytes);
     }
-    if constexpr (kScales == Scales::kBlock) {
-      const float* scales = p.scale_b + i64(group.tile * kRows / kScaleBlock) * p.scale_b_row;
-      const int block_k = step * mma::kDepth / kScaleBlock;
-      if (u % kUnit == 0) slot.scale_b = mem::load_float_or_zero(mem::buffer(scales), 0, block_k * 4, 0 < bytes);
+    if (kScales == Scales::kBlock && u % kUnit == 0) {
+      const float* scales = p.scale_b + i64(group.tile * kTileRows / kScaleBlock) * p.scale_b_row;
+      slot.scale_b = mem::load_float_or_zero(mem::buffer(scales), 0, step / kUnit * 4, 0 < bytes);
     }
-  };
-
-  struct Chunk {  // of the tokens, on its way to LDS
-    u32x4 piece[kPieces];
-    float scale_a;
-  };
-  Chunk chunk;
-  auto load_chunk = [&](const Group& group, int u) __attribute__((always_inline)) {
-    const int step = group.step + u, bytes = step < group.end ? p.k - step * mma::kDepth : 0;
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      const int index = thread + j * kThreads, in_chunk = index / (kTokens * 4);
-      const mma::Piece piece = mma::piece(index % (kTokens * 4));
-      const int k = in_chunk * mma::kDepth + piece.depth;
-      chunk.piece[j] = mem::load_or_zero(mem::buffer(p.a), piece.token * p.a_stride + k, step * mma::kDepth,
-                                         piece.token < p.m && k < bytes);
-    }
-    if constexpr (kScales == Scales::kBlock) {
-      const int token = thread % kTokens, block_k = thread / kTokens;
-      const bool inside = token < p.m && thread < kChunkScales && block_k * kScaleBlock < bytes;
-      chunk.scale_a =
-          mem::load_float_or_zero(mem::buffer(p.scale_a), (token * p.scale_a_row + block_k * p.scale_a_k) * 4,
-                                  step * mma::kDepth / kScaleBlock * p.scale_a_k * 4, inside);
-    }
-  };
-  auto store_chunk = [&](int buffer) __attribute__((always_inline)) {
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      const int index = thread + j * kThreads, in_chunk = index / (kTokens * 4);
-      mma::store_piece<kTokens>(tokens[buffer] + in_chunk * kStepBytes, index % (kTokens * 4), chunk.piece[j]);
-    }
-    if (kScales == Scales::kBlock && thread < kChunkScales) scales_a[buffer][thread] = chunk.scale_a;
-  };
-
-  // What the block has of a tile is summed up: it is finished here, or with the other blocks' sums by the last to arrive.
-  auto finish = [&](Sum& sum, int tile) __attribute__((always_inline)) {
-    const int begin = tile * p.steps, from = block_of(begin), to = block_of(begin + p.steps - 1);
-    if (from != to) {
-      // A block has sums of at most two tiles that it shares: the one it starts in, and the one it ends in.
-      auto values = [&](int b) __attribute__((always_inline)) {
-        const int place = b * 2 + (first_step(b) < begin);
-        return p.partials + i64(place) * Sum::kValues * kThreads + thread;
-      };
-      float* mine = values(block);
-#pragma unroll
-      for (int v = 0; v < Sum::kValues; ++v) mem::store(mine + v * kThreads, sum[v]);
-      if (!is_last_block(p.counters + tile, to - from + 1)) return;
-#pragma unroll
-      for (int v = 0; v < Sum::kValues; ++v) sum[v] = 0.0f;
-#pragma unroll 4
-      for (int b = from; b <= to; ++b) {
-        const float* theirs = values(b);
-#pragma unroll
-        for (int v = 0; v < Sum::kValues; ++v) sum[v] += mem::load<float>(theirs + v * kThreads);
-      }
-    }
-#pragma unroll
-    for (int v = 0; v < Sum::kValues; ++v) {
-      const int m = Sum::token(lane, v), n = tile * kRows + wave::index() * mma::kRows + Sum::row(lane, v);
-      if (m >= p.m || n >= p.n) continue;
-      float x = sum[v];
-      if constexpr (kScales == Scales::kRow)
-        x *= mem::load<float>(p.scale_a + m * p.scale_a_row) * mem::load<float>(p.scale_b + i64(n) * p.scale_b_row);
-      if (p.bias) x += load_output_type(p.bias, n, p.out_type);
-      store_output_type(p.out, i64(m) * p.n + n, x, p.out_type);
-    }
-  };
-
-  Group now{first / p.steps, 0, 0};
-  now.step = first - now.tile * p.steps;
-  now.end = last - now.tile * p.steps < p.steps ? last - now.tile * p.steps : p.steps;
-  load_chunk(now, 0);
-#pragma unroll
-  for (int u = 0; u < kRing; ++u) load(ring[u], now, u);
-  Sum sum = {}, block_sum = {};
-  int buffer = 0;
-  while (true) {
-    const Group next = following(now);
-#pragma unroll
-    for (int u = 0; u < kRing; ++u) {
-      if (u % kChunk == 0) {
-        buffer ^= 1;
-        store_chunk(buffer);
-        // Hazard: tokens are read before they are written. Those of the last chunk but one, which these overwrite, have
-        // been read by all waves that came to the last barrier.
-        mma::tokens_barrier();
-        if (u + kChunk < kRing) load_chunk(now, u + kChunk);
-        else load_chunk(next, 0);
-      }
-      if (now.step + u < now.end) {
-        Sum& of_step = kScales == Scales::kBlock ? block_sum : sum;
-        mma::multiply_add<Type>(of_step, ring[u].weights, tokens[buffer] + u % kChunk * kStepBytes);
-        if (kScales == Scales::kBlock && u % kUnit == kUnit - 1) {
-          const float* scales = scales_a[buffer] + u % kChunk / kUnit * kTokens;
-#pragma unroll
-          for (int v = 0; v < Sum::kValues; ++v)
-            sum[v] += block_sum[v] * (scales[Sum::token(lane, v)] * ring[u / kUnit * kUnit].scale_b);
-          block_sum = {};
-        }
-      }
-      if (u % kUnit != kUnit - 1) continue;
-#pragma unroll
-      for (int done = u + 1 - kUnit; done <= u; ++done) load(ring[done], next, done);
-    }
-    if (next.tile != now.tile) {
-      finish(sum, now.tile);
-      sum = {};
-    }
-    if (next.end <= 0) return;
-    now = next;
   }
+
+  DEVICE void multiply() const {
+    Group now = share.begin();
+    Slot ring[kRing];
+#pragma unroll
+    for (int u = 0; u < kRing; ++u) load(ring[u], now, u);
+    Sum sum = {}, unit_sum = {};
+    int filled = 0;
+    while (true) {
+      const Group next = share.after(now);
+#pragma unroll
+      for (int u = 0; u < kRing; ++u) {
+        if (u % kChunk == 0) {
+          block_barrier();  // hazard: tokens are read before they are written
+          filled ^= 1;
+        }
+        const Buffer& buffer = buffers[filled ^ 1];
+        if (now.step + u < now.end) {
+          const u8* tokens = buffer.tokens + u % kChunk * kStepBytes;
+          mma::multiply_add<Type>(kScales == Scales::kBlock ? unit_sum : sum, ring[u].weights, tokens);
+          if (kScales == Scales::kBlock && u % kUnit == kUnit - 1) {
+            const float* scales = buffer.scales_a + u % kChunk / kUnit * kTokens;
+            sum.add_scaled(unit_sum, scales, ring[u + 1 - kUnit].scale_b);
+            unit_sum = {};
+          }
+        }
+        if (u % kUnit != kUnit - 1) continue;
+#pragma unroll
+        for (int done = u + 1 - kUnit; done <= u; ++done) load(ring[done], next, done);
+      }
+      if (next.tile != now.tile) {
+        finish(sum, now.tile);
+        sum = {};
+      }
+      if (next.end <= 0) return;
+      now = next;
+    }
+  }
+
+  // What the block has of a tile is summed up.
+  DEVICE void finish(Sum& sum, int tile) const {
+    constexpr int kSums = sizeof(Sum) / sizeof(f32x4), kThreads = mma::kWaves * wave::kLanes;
+    const int row = tile * kTileRows + wave::index() * mma::kRows;
+    // All at once and first: they arrive while the blocks meet.
+    float scale_a[Sum::kLaneTokens], scale_b[Sum::kLaneRows], bias[Sum::kLaneRows] = {};
+#pragma unroll
+    for (int i = 0; i < Sum::kLaneTokens; ++i) {
+      const int m = Sum::token(lane, i);
+      if (kScales == Scales::kRow)
+        scale_a[i] = mem::load_float_or_zero(mem::buffer(p.scale_a), m * p.scale_a_row * 4, 0, m < p.m);
+    }
+#pragma unroll
+    for (int j = 0; j < Sum::kLaneRows; ++j) {
+      const int in_tile = Sum::row(lane, j);
+      const float* scales = p.scale_b + i64(row) * p.scale_b_row;
+      if (kScales == Scales::kRow)
+        scale_b[j] = mem::load_float_or_zero(mem::buffer(scales), in_tile * p.scale_b_row * 4, 0, row + in_tile < p.n);
+      if (p.bias && row + in_tile < p.n) bias[j] = load_output_type(p.bias, row + in_tile, p.out_type);
+    }
+    const int from = share.first_sharer(tile), to = share.last_sharer(tile);
+    if (from != to) {
+      auto sums_of = [&](int b) __attribute__((always_inline)) {
+        return (f32x4*)p.partials + i64(share.place(b, tile)) * kSums * kThreads + wave::thread();
+      };
+      f32x4* mine = sums_of(share.block);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) mem::store(mine + i * kThreads, sum.sum[i]);
+      if (!is_last_sharer(tile)) return;
+      sum = {};
+      constexpr int kAtOnce = kSums < 4 ? 8 / kSums : 2;  // blocks whose sums are loaded together
+#pragma unroll 1
+      for (int b = from; b <= to; b += kAtOnce) {
+        f32x4 theirs[kAtOnce][kSums];
+#pragma unroll
+        for (int other = 0; other < kAtOnce; ++other)
+#pragma unroll
+          for (int i = 0; i < kSums; ++i)
+            theirs[other][i] = mem::load<f32x4>(sums_of(b + other <= to ? b + other : to) + i * kThreads);
+#pragma unroll
+        for (int other = 0; other < kAtOnce; ++other)
+#pragma unroll
+          for (int i = 0; i < kSums; ++i)
+            if (b + other <= to) sum.sum[i] += theirs[other][i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < Sum::kLaneTokens; ++i)
+#pragma unroll
+      for (int j = 0; j < Sum::kLaneRows; ++j) {
+        const int m = Sum::token(lane, i), n = row + Sum::row(lane, j);
+        float x = sum.at(i, j);
+        if constexpr (kScales == Scales::kRow) x *= scale_a[i] * scale_b[j];
+        if (m < p.m && n < p.n) store_output_type(p.out, i64(m) * p.n + n, x + bias[j], p.out_type);
+      }
+  }
+};
+
+template <class Type, int kTokens, Scales kScales>
+DEVICE void multiply_skinny(const Product& p) {
+  using Kernel = Skinny<Type, kTokens, kScales>;
+  LDS static typename Kernel::Buffer buffers[2];
+  const Kernel kernel{p, buffers};
+  if (wave::index() < mma::kWaves) kernel.multiply();
+  else kernel.bring_tokens();
 }

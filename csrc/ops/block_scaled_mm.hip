@@ -6,7 +6,7 @@
 #include "device/skinny.h"
 
 #define INSTANCE(symbol, tokens) \
-  KERNEL(mma::kWaves* wave::kLanes) symbol(Product product) { multiply_skinny<E4m3, tokens, Scales::kBlock>(product); }
+  KERNEL(kSkinnyThreads) symbol(Product product) { multiply_skinny<E4m3, tokens, Scales::kBlock>(product); }
 
 INSTANCE(block_scaled_mm_skinny_16, 16)
 INSTANCE(block_scaled_mm_skinny_32, 32)

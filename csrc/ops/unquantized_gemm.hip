@@ -6,7 +6,7 @@
 #include "device/skinny.h"
 
 #define INSTANCE(symbol, type, tokens) \
-  KERNEL(mma::kWaves* wave::kLanes) symbol(Product product) { multiply_skinny<type, tokens, Scales::kNone>(product); }
+  KERNEL(kSkinnyThreads) symbol(Product product) { multiply_skinny<type, tokens, Scales::kNone>(product); }
 
 INSTANCE(unquantized_gemm_bf16_skinny_16, Bf16, 16)
 INSTANCE(unquantized_gemm_bf16_skinny_32, Bf16, 32)

@@ -21,6 +21,7 @@ OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TOKENS = (16, 32, 64)  # the most that a kernel takes
 ROWS = 64  # of the weight in a tile: those of a block
 STEP = 64  # bytes of K
+WAVES = 5  # of a block: four multiply, one brings the tokens
 FRAGMENT_ROWS, FRAGMENT_BYTES = 16, 16
 BLOCK = 128  # of K and of N per block scale
 SHORTEST = 4  # steps: with fewer a block is over before it streams
@@ -188,6 +189,6 @@ def launch(
         units,
         longer,
     )
-    threads = ROWS // FRAGMENT_ROWS * arch.wave_lanes
+    threads = WAVES * arch.wave_lanes
     symbol = "_".join(filter(None, (module, kind, "skinny", str(tokens))))
     return [Launch(module, symbol, (config.blocks, 1, 1), (threads, 1, 1), args)]

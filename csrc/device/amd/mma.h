@@ -30,15 +30,20 @@ template <int kTokens>
 DEVICE void store_piece(u8* step, int index, u32x4 bytes) {
   *(u32x4*)(step + index * 16) = bytes;
 }
-DEVICE void tokens_barrier() { block_barrier(); }
+DEVICE void show_pieces() {}  // to the matrix units, before the barrier
 
 template <int kTokens>
 struct Accumulator {
-  static constexpr int kValues = kTokens / 4;  // per lane
-  f32x4 tile[kTokens / 16];
-  DEVICE float& operator[](int value) { return ((float*)tile)[value]; }
-  DEVICE static int token(int lane, int value) { return value / 4 * 16 + lane % 16; }
-  DEVICE static int row(int lane, int value) { return lane / 16 * 4 + value % 4; }
+  static constexpr int kLaneTokens = kTokens / 16, kLaneRows = 4;
+  f32x4 sum[kTokens / 16];  // [kLaneTokens][kLaneRows]
+  DEVICE float at(int token, int row) const { return sum[token][row]; }
+  // Adds sums times the scale of their token, out of LDS, and of the weight.
+  DEVICE void add_scaled(const Accumulator& unit, const float* scales, float scale) {
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) sum[i] += unit.sum[i] * (scales[token(wave::lane(), i)] * scale);
+  }
+  DEVICE static int token(int lane, int i) { return i * 16 + lane % 16; }
+  DEVICE static int row(int lane, int i) { return lane / 16 * 4 + i; }
 };
 
 template <class Type>
@@ -78,12 +83,12 @@ DEVICE f32x4 multiply_add<F16>(f32x4 sum, u32x4 weights, u32x4 tokens) {
 #endif
 }
 
-// Adds the product of the wave's rows and a step's tokens. All waves of the block call it together.
+// Adds the product of the wave's rows and a step's tokens. All waves that multiply call it together.
 template <class Type, int kTokens>
 DEVICE void multiply_add(Accumulator<kTokens>& sum, const Weights& weights, const u8* step) {
   const u32x4* tokens = (const u32x4*)step + wave::lane();
 #pragma unroll
-  for (int t = 0; t < kTokens / 16; ++t) sum.tile[t] = multiply_add<Type>(sum.tile[t], weights.load[0], tokens[t * 64]);
+  for (int t = 0; t < kTokens / 16; ++t) sum.sum[t] = multiply_add<Type>(sum.sum[t], weights.load[0], tokens[t * 64]);
 }
 
 }  // namespace mma

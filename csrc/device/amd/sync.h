@@ -7,3 +7,7 @@ DEVICE void block_barrier() {
   __builtin_amdgcn_s_barrier();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
 }
+
+// What this thread wrote is seen by all of the device that acquire after.
+DEVICE void device_release() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent"); }
+DEVICE void device_acquire() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }

@@ -32,19 +32,24 @@ DEVICE void store_piece(u8* step, int index, u32x4 bytes) {
   u32* word = (u32*)step + index;
   word[0] = bytes.x, word[kTokens * 4] = bytes.y, word[kTokens * 8] = bytes.z, word[kTokens * 12] = bytes.w;
 }
-// A block barrier that also shows what was written to LDS to the matrix units, which read it by another path.
-DEVICE void tokens_barrier() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  block_barrier();
-}
+// To the matrix units, which read LDS by another path, before the barrier. Not by waves that stream: it waits for their loads.
+DEVICE void show_pieces() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 template <int kTokens>
 struct Accumulator {
-  static constexpr int kValues = kTokens / 2;  // per lane
-  float sum[kValues];
-  DEVICE float& operator[](int value) { return sum[value]; }
-  DEVICE static int token(int lane, int value) { return value / 4 * 8 + lane % 4 * 2 + value % 2; }
-  DEVICE static int row(int lane, int value) { return lane / 4 + value / 2 % 2 * 8; }
+  static constexpr int kLaneTokens = kTokens / 4, kLaneRows = 2;
+  f32x4 sum[kTokens / 8];  // [kTokens / 8][kLaneRows][2 tokens]
+  DEVICE float at(int token, int row) const { return sum[token / 2][row * 2 + token % 2]; }
+  // Adds sums times the scale of their token, out of LDS, and of the weight.
+  DEVICE void add_scaled(const Accumulator& unit, const float* scales, float scale) {
+#pragma unroll
+    for (int i = 0; i < kTokens / 8; ++i) {
+      f32x2 of = *(const f32x2*)(scales + token(wave::lane(), i * 2)) * scale;
+      sum[i] += unit.sum[i] * f32x4{of.x, of.y, of.x, of.y};
+    }
+  }
+  DEVICE static int token(int lane, int i) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+  DEVICE static int row(int lane, int i) { return lane / 4 + i * 8; }
 };
 
 template <class Type, int kValues>
@@ -89,13 +94,24 @@ DEVICE i64 descriptor(const u8* tokens) {
   return i64(address >> 4) | i64(kTokens) << 16 | i64(8) << 32;
 }
 
-// Adds the product of the wave's rows and a step's tokens. All waves of the block call it together.
+// Weights as an instruction wants them, in registers in a row. Without an operation that the assembler cannot see through, it
+// copies them there as soon as they are loaded, which waits for the load: the ring would have nothing in flight.
+DEVICE u32 settle(u32 word) {
+  u32 settled;
+  asm volatile("xor.b32 %0, %1, %2;" : "=r"(settled) : "r"(word), "r"(__nvvm_read_ptx_sreg_ctaid_z()));  // 0
+  return settled;
+}
+
+// Adds the product of the wave's rows and a step's tokens. All waves that multiply call it together.
 template <class Type, int kTokens>
 DEVICE void multiply_add(Accumulator<kTokens>& sum, const Weights& weights, const u8* step) {
-  u32x4 low = weights.load[0], high = weights.load[1];
+  const u32x4 low = weights.load[0], high = weights.load[1];
+  float(&values)[kTokens / 2] = *(float(*)[kTokens / 2]) & sum;
+  const u32 w0 = settle(low.x), w1 = settle(high.x), w2 = settle(low.y), w3 = settle(high.y);
+  const u32 w4 = settle(low.z), w5 = settle(high.z), w6 = settle(low.w), w7 = settle(high.w);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-  wgmma<Type>(sum.sum, low.x, high.x, low.y, high.y, descriptor<kTokens>(step));
-  wgmma<Type>(sum.sum, low.z, high.z, low.w, high.w, descriptor<kTokens>(step + kTokens * 32));
+  wgmma<Type>(values, w0, w1, w2, w3, descriptor<kTokens>(step));
+  wgmma<Type>(values, w4, w5, w6, w7, descriptor<kTokens>(step + kTokens * 32));
   asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
