@@ -53,7 +53,7 @@ DEVICE void store_output_type(void* row, i64 column, float x, int type) {
   else mem::store((float*)row + column, x);
 }
 
-constexpr int kTileRows = mma::kWaves * mma::kRows, kSkinnyThreads = (mma::kWaves + 1) * wave::kLanes;
+constexpr int kTileRows = mma::kWaves * mma::kRows;
 
 struct Group {  // kRing steps of a tile; those past the end are of no tile
   int tile, step, end;
@@ -88,9 +88,13 @@ struct Share {
 
 template <class Type, int kTokens, Scales kScales>
 struct Skinny {
-  static constexpr int kRing = 8, kChunk = kRing * 16 / kTokens, kChunks = kRing / kChunk;
+  static constexpr int kRing = 8, kStepBytes = kTokens * mma::kDepth, kStepPieces = kTokens * 4;
+  static constexpr int kChunk = mma::kChunkBytes / kStepBytes < 4 ? mma::kChunkBytes / kStepBytes : 4;
+  static constexpr int kChunks = kRing / kChunk;  // even, so that a group starts in the first buffer
+  static constexpr int kBringers =
+      (kChunk * kStepPieces + mma::kMaxPieces * wave::kLanes - 1) / (mma::kMaxPieces * wave::kLanes);
+  static constexpr int kThreads = (mma::kWaves + kBringers) * wave::kLanes;
   static constexpr int kUnit = kScales == Scales::kBlock ? kScaleBlock / mma::kDepth : 1;
-  static constexpr int kStepBytes = kTokens * mma::kDepth, kStepPieces = kTokens * 4;
   static constexpr int kChunkScales = kScales == Scales::kBlock ? kChunk / kUnit * kTokens : 0;
   using Sum = mma::Accumulator<kTokens>;
   struct Buffer {
@@ -103,22 +107,24 @@ struct Skinny {
   const Share<kUnit, kRing> share{p};
   const int lane = wave::lane();
 
-  // The wave that brings the tokens. What it stores into a buffer while the others still read the other one, all see
-  // after the barrier; who came to that has read what the next store overwrites.
+  // The waves that bring the tokens, two chunks ahead in registers. What they store into a buffer while the others still
+  // read the other one, all see after the barrier; who came to that has read what the next store overwrites. Tokens are zero
+  // past the end of K, and past the block's end of a tile.
   DEVICE void bring_tokens() const {
-    constexpr int kAhead = kChunks > 1 ? 2 : 1;  // chunks on their way
-    constexpr int kPieces = kChunk * kStepPieces / wave::kLanes,
-                  kLaneScales = (kChunkScales + wave::kLanes - 1) / wave::kLanes;
+    constexpr int kLanes = kBringers * wave::kLanes, kPieces = kChunk * kStepPieces / kLanes;
+    constexpr int kLaneScales = (kChunkScales + kLanes - 1) / kLanes;
+    static_assert(kPieces * kLanes == kChunk * kStepPieces && kChunks % 2 == 0);
     struct Chunk {
       u32x4 piece[kPieces];
       float scale_a[kLaneScales + 1];
     };
+    const int bringer = wave::thread() - mma::kWaves * wave::kLanes;
     const mem::Buffer a = mem::buffer(p.a), scales = mem::buffer(p.scale_a);
     auto load = [&](Chunk& chunk, const Group& group, int u) __attribute__((always_inline)) {
-      const int step = group.step + u, bytes = step < group.end ? p.k - step * mma::kDepth : 0;
+      const int step = group.step + u, bytes = bytes_left(group, u);
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) {
-        const int index = lane + j * wave::kLanes;
+        const int index = bringer + j * kLanes;
         const mma::Piece piece = mma::piece(index % kStepPieces);
         const int k = index / kStepPieces * mma::kDepth + piece.depth;
         const bool inside = piece.token < p.m && k < bytes;
@@ -126,7 +132,7 @@ struct Skinny {
       }
 #pragma unroll
       for (int j = 0; j < kLaneScales; ++j) {
-        const int index = lane + j * wave::kLanes, token = index % kTokens, block_k = index / kTokens;
+        const int index = bringer + j * kLanes, token = index % kTokens, block_k = index / kTokens;
         const bool inside = token < p.m && index < kChunkScales && block_k * kScaleBlock < bytes;
         const int at = (token * p.scale_a_row + block_k * p.scale_a_k) * 4;
         chunk.scale_a[j] = mem::load_float_or_zero(scales, at, step / kUnit * p.scale_a_k * 4, inside);
@@ -135,35 +141,38 @@ struct Skinny {
     auto store = [&](const Chunk& chunk, Buffer& buffer) __attribute__((always_inline)) {
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) {
-        const int index = lane + j * wave::kLanes;
+        const int index = bringer + j * kLanes;
         u8* step = buffer.tokens + index / kStepPieces * kStepBytes;
         mma::store_piece<kTokens>(step, index % kStepPieces, chunk.piece[j]);
       }
 #pragma unroll
       for (int j = 0; j < kLaneScales; ++j)
-        if (lane + j * wave::kLanes < kChunkScales) buffer.scales_a[lane + j * wave::kLanes] = chunk.scale_a[j];
+        if (bringer + j * kLanes < kChunkScales) buffer.scales_a[bringer + j * kLanes] = chunk.scale_a[j];
       mma::show_pieces();
     };
 
     Group now = share.begin();
-    Chunk chunks[kAhead];
-#pragma unroll
-    for (int c = 0; c < kAhead; ++c) load(chunks[c], now, c * kChunk);
-    int filled = 0;
+    Chunk chunks[2];
+    load(chunks[0], now, 0);
+    load(chunks[1], now, kChunk);
     while (true) {
       const Group next = share.after(now);
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        store(chunks[c % kAhead], buffers[filled]);
+        store(chunks[c % 2], buffers[c % 2]);
         block_barrier();  // hazard: tokens are read before they are written
-        filled ^= 1;
-        const int ahead = c + kAhead;
-        load(chunks[c % kAhead], ahead < kChunks ? now : next, ahead % kChunks * kChunk);
+        load(chunks[c % 2], c + 2 < kChunks ? now : next, (c + 2) % kChunks * kChunk);
       }
       if (next.tile != now.tile) is_last_sharer(now.tile);
       if (next.end <= 0) return;
       now = next;
     }
+  }
+
+  // Of the block's part of a row of the group's tile, from step u on.
+  DEVICE int bytes_left(const Group& group, int u) const {
+    const int end = group.end * mma::kDepth;
+    return (end < p.k ? end : p.k) - (group.step + u) * mma::kDepth;
   }
 
   // By all threads of the block: false if a later block finishes the tile.
@@ -172,56 +181,67 @@ struct Skinny {
     return sharers == 1 || is_last_block(p.counters + tile, sharers);
   }
 
-  struct Slot {
-    mma::Weights weights;
-    float scale_b;  // of a unit, in its first slot
+  // Where a lane reads a group. Rows past the last read the last one, and their sums are dropped.
+  struct Place {
+    mem::Cursor weights[mma::kLoads];
+    const float* scales_b;
+    int bytes;  // from the lane's place on
   };
-  // Rows past the last read the last one, and their sums are dropped.
-  DEVICE void load(Slot& slot, const Group& group, int u) const {
-    const int step = group.step + u, rows = p.n - group.tile * kTileRows;
-    const int bytes = (group.end * mma::kDepth < p.k ? group.end * mma::kDepth : p.k) - step * mma::kDepth;
-    const mem::Buffer weights = mem::buffer(p.b + group.tile * mma::kWaves * p.b_tile);
+  DEVICE Place place(const Group& group) const {
+    const int rows = p.n - group.tile * kTileRows;
+    const u8* base = p.b + group.tile * mma::kWaves * p.b_tile + i64(group.step) * p.b_step;
+    Place place;
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l) {
       int row = wave::index() * mma::kRows + mma::row(lane, l);
       if (row >= rows) row = rows - 1;
-      const int at = row / mma::kRows * int(p.b_tile) + row % mma::kRows * p.b_row + mma::depth(lane) / 16 * p.b_depth;
-      slot.weights.load[l] = mem::load_once_or_zero(weights, at, step * p.b_step, mma::depth(lane) < bytes);
+      const int offset = row / mma::kRows * int(p.b_tile) + row % mma::kRows * p.b_row;
+      place.weights[l] = mem::cursor(base, offset + mma::depth(lane) / 16 * p.b_depth);
     }
+    place.scales_b = p.scale_b + i64(group.tile * kTileRows / kScaleBlock) * p.scale_b_row + group.step / kUnit;
+    place.bytes = bytes_left(group, 0) - mma::depth(lane);
+    return place;
+  }
+
+  struct Slot {
+    mma::Weights weights = {};
+    float scale_b = 0.0f;  // of a unit, in its first slot
+  };
+  DEVICE void load(Slot& slot, const Place& place, int u) const {
+#pragma unroll
+    for (int l = 0; l < mma::kLoads; ++l)
+      mem::refill(slot.weights.load[l], place.weights[l], u * p.b_step, u * mma::kDepth < place.bytes);
     if (kScales == Scales::kBlock && u % kUnit == 0) {
-      const float* scales = p.scale_b + i64(group.tile * kTileRows / kScaleBlock) * p.scale_b_row;
-      slot.scale_b = mem::load_float_or_zero(mem::buffer(scales), 0, step / kUnit * 4, 0 < bytes);
+      const bool inside = u * mma::kDepth < place.bytes + mma::depth(lane);
+      slot.scale_b = mem::load_float_or_zero(mem::buffer(place.scales_b), 0, u / kUnit * 4, inside);
     }
   }
 
   DEVICE void multiply() const {
     Group now = share.begin();
     Slot ring[kRing];
+    {
+      const Place first = place(now);
 #pragma unroll
-    for (int u = 0; u < kRing; ++u) load(ring[u], now, u);
+      for (int u = 0; u < kRing; ++u) load(ring[u], first, u);
+    }
     Sum sum = {}, unit_sum = {};
-    int filled = 0;
     while (true) {
       const Group next = share.after(now);
+      const Place ahead = place(next);
 #pragma unroll
       for (int u = 0; u < kRing; ++u) {
-        if (u % kChunk == 0) {
-          block_barrier();  // hazard: tokens are read before they are written
-          filled ^= 1;
-        }
-        const Buffer& buffer = buffers[filled ^ 1];
-        if (now.step + u < now.end) {
-          const u8* tokens = buffer.tokens + u % kChunk * kStepBytes;
-          mma::multiply_add<Type>(kScales == Scales::kBlock ? unit_sum : sum, ring[u].weights, tokens);
-          if (kScales == Scales::kBlock && u % kUnit == kUnit - 1) {
-            const float* scales = buffer.scales_a + u % kChunk / kUnit * kTokens;
-            sum.add_scaled(unit_sum, scales, ring[u + 1 - kUnit].scale_b);
-            unit_sum = {};
-          }
-        }
+        if (u % kChunk == 0) block_barrier();  // hazard: tokens are read before they are written
+        const Buffer& buffer = buffers[u / kChunk % 2];
+        const u8* tokens = buffer.tokens + u % kChunk * kStepBytes;
+        mma::multiply_add<Type>(kScales == Scales::kBlock ? unit_sum : sum, ring[u].weights, tokens);
         if (u % kUnit != kUnit - 1) continue;
+        if constexpr (kScales == Scales::kBlock) {
+          sum.add_scaled(unit_sum, buffer.scales_a + u % kChunk / kUnit * kTokens, ring[u + 1 - kUnit].scale_b);
+          unit_sum = {};
+        }
 #pragma unroll
-        for (int done = u + 1 - kUnit; done <= u; ++done) load(ring[done], next, done);
+        for (int done = u + 1 - kUnit; done <= u; ++done) load(ring[done], ahead, done);
       }
       if (next.tile != now.tile) {
         finish(sum, now.tile);
@@ -234,7 +254,7 @@ struct Skinny {
 
   // What the block has of a tile is summed up.
   DEVICE void finish(Sum& sum, int tile) const {
-    constexpr int kSums = sizeof(Sum) / sizeof(f32x4), kThreads = mma::kWaves * wave::kLanes;
+    constexpr int kSums = sizeof(Sum) / sizeof(f32x4), kSummers = mma::kWaves * wave::kLanes;
     const int row = tile * kTileRows + wave::index() * mma::kRows;
     // All at once and first: they arrive while the blocks meet.
     float scale_a[Sum::kLaneTokens], scale_b[Sum::kLaneRows], bias[Sum::kLaneRows] = {};
@@ -255,11 +275,11 @@ struct Skinny {
     const int from = share.first_sharer(tile), to = share.last_sharer(tile);
     if (from != to) {
       auto sums_of = [&](int b) __attribute__((always_inline)) {
-        return (f32x4*)p.partials + i64(share.place(b, tile)) * kSums * kThreads + wave::thread();
+        return (f32x4*)p.partials + i64(share.place(b, tile)) * kSums * kSummers + wave::thread();
       };
       f32x4* mine = sums_of(share.block);
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) mem::store(mine + i * kThreads, sum.sum[i]);
+      for (int i = 0; i < kSums; ++i) mem::store(mine + i * kSummers, sum.sum[i]);
       if (!is_last_sharer(tile)) return;
       sum = {};
       constexpr int kAtOnce = kSums < 4 ? 8 / kSums : 2;  // blocks whose sums are loaded together
@@ -270,7 +290,7 @@ struct Skinny {
         for (int other = 0; other < kAtOnce; ++other)
 #pragma unroll
           for (int i = 0; i < kSums; ++i)
-            theirs[other][i] = mem::load<f32x4>(sums_of(b + other <= to ? b + other : to) + i * kThreads);
+            theirs[other][i] = mem::load<f32x4>(sums_of(b + other <= to ? b + other : to) + i * kSummers);
 #pragma unroll
         for (int other = 0; other < kAtOnce; ++other)
 #pragma unroll
@@ -290,11 +310,11 @@ struct Skinny {
   }
 };
 
-template <class Type, int kTokens, Scales kScales>
-DEVICE void multiply_skinny(const Product& p) {
-  using Kernel = Skinny<Type, kTokens, kScales>;
-  LDS static typename Kernel::Buffer buffers[2];
-  const Kernel kernel{p, buffers};
-  if (wave::index() < mma::kWaves) kernel.multiply();
-  else kernel.bring_tokens();
-}
+// A kernel of that name.
+#define SKINNY(symbol, type, tokens, scales)                                 \
+  KERNEL((Skinny<type, tokens, scales>::kThreads)) symbol(Product product) { \
+    LDS static Skinny<type, tokens, scales>::Buffer buffers[2];              \
+    const Skinny<type, tokens, scales> kernel{product, buffers};             \
+    if (wave::index() < mma::kWaves) kernel.multiply();                      \
+    else kernel.bring_tokens();                                              \
+  }

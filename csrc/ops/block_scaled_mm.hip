@@ -5,9 +5,6 @@
 // a and b are e4m3 of the arch's format, scales fp32, sums fp32: the products of 128 of K are summed first, then scaled.
 #include "device/skinny.h"
 
-#define INSTANCE(symbol, tokens) \
-  KERNEL(kSkinnyThreads) symbol(Product product) { multiply_skinny<E4m3, tokens, Scales::kBlock>(product); }
-
-INSTANCE(block_scaled_mm_skinny_16, 16)
-INSTANCE(block_scaled_mm_skinny_32, 32)
-INSTANCE(block_scaled_mm_skinny_64, 64)
+SKINNY(block_scaled_mm_skinny_16, E4m3, 16, Scales::kBlock)
+SKINNY(block_scaled_mm_skinny_32, E4m3, 32, Scales::kBlock)
+SKINNY(block_scaled_mm_skinny_64, E4m3, 64, Scales::kBlock)

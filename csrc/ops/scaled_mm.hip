@@ -5,9 +5,6 @@
 // a and b are e4m3 of the arch's format, scales fp32, one or one per row; sums are fp32.
 #include "device/skinny.h"
 
-#define INSTANCE(symbol, tokens) \
-  KERNEL(kSkinnyThreads) symbol(Product product) { multiply_skinny<E4m3, tokens, Scales::kRow>(product); }
-
-INSTANCE(scaled_mm_skinny_16, 16)
-INSTANCE(scaled_mm_skinny_32, 32)
-INSTANCE(scaled_mm_skinny_64, 64)
+SKINNY(scaled_mm_skinny_16, E4m3, 16, Scales::kRow)
+SKINNY(scaled_mm_skinny_32, E4m3, 32, Scales::kRow)
+SKINNY(scaled_mm_skinny_64, E4m3, 64, Scales::kRow)

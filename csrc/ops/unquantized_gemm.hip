@@ -5,12 +5,9 @@
 // Sums are fp32.
 #include "device/skinny.h"
 
-#define INSTANCE(symbol, type, tokens) \
-  KERNEL(kSkinnyThreads) symbol(Product product) { multiply_skinny<type, tokens, Scales::kNone>(product); }
-
-INSTANCE(unquantized_gemm_bf16_skinny_16, Bf16, 16)
-INSTANCE(unquantized_gemm_bf16_skinny_32, Bf16, 32)
-INSTANCE(unquantized_gemm_bf16_skinny_64, Bf16, 64)
-INSTANCE(unquantized_gemm_fp16_skinny_16, F16, 16)
-INSTANCE(unquantized_gemm_fp16_skinny_32, F16, 32)
-INSTANCE(unquantized_gemm_fp16_skinny_64, F16, 64)
+SKINNY(unquantized_gemm_bf16_skinny_16, Bf16, 16, Scales::kNone)
+SKINNY(unquantized_gemm_bf16_skinny_32, Bf16, 32, Scales::kNone)
+SKINNY(unquantized_gemm_bf16_skinny_64, Bf16, 64, Scales::kNone)
+SKINNY(unquantized_gemm_fp16_skinny_16, F16, 16, Scales::kNone)
+SKINNY(unquantized_gemm_fp16_skinny_32, F16, 32, Scales::kNone)
+SKINNY(unquantized_gemm_fp16_skinny_64, F16, 64, Scales::kNone)

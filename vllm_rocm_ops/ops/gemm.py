@@ -21,7 +21,7 @@ OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TOKENS = (16, 32, 64)  # the most that a kernel takes
 ROWS = 64  # of the weight in a tile: those of a block
 STEP = 64  # bytes of K
-WAVES = 5  # of a block: four multiply, one brings the tokens
+WAVES = 4  # of a block that multiply
 FRAGMENT_ROWS, FRAGMENT_BYTES = 16, 16
 BLOCK = 128  # of K and of N per block scale
 SHORTEST = 4  # steps: with fewer a block is over before it streams
@@ -119,6 +119,11 @@ def _units(b: Operand, unit: int) -> tuple[int, int]:
     return -(-b.rows // ROWS), -(-b.k // (STEP * unit))
 
 
+def _bringers(tokens: int, arch: Arch) -> int:
+    """Waves of a block that bring the tokens."""
+    return 2 if arch.wave_lanes == 32 and tokens == 64 else 1
+
+
 def configs(b: Operand, arch: Arch, unit: int = 1) -> list[SkinnyConfig]:
     """A block per tile, or as many as the compute units hold at once, each with enough to stream."""
     tiles, per_tile = _units(b, unit)
@@ -189,6 +194,6 @@ def launch(
         units,
         longer,
     )
-    threads = WAVES * arch.wave_lanes
+    threads = (WAVES + _bringers(tokens, arch)) * arch.wave_lanes
     symbol = "_".join(filter(None, (module, kind, "skinny", str(tokens))))
     return [Launch(module, symbol, (config.blocks, 1, 1), (threads, 1, 1), args)]

@@ -26,4 +26,15 @@ DEVICE float load_float_or_zero(Buffer from, int lane_offset, int offset, bool i
   return __builtin_bit_cast(float, bits);
 }
 
+// Where a lane reads on in a stream.
+struct Cursor {
+  Buffer base;
+  int lane_offset;
+};
+DEVICE Cursor cursor(const void* base, int lane_offset) { return {buffer(base), lane_offset}; }
+// The 16 bytes `offset` further on, read once, in place of `value`. Where not inside, `value` is zero or what it was.
+DEVICE void refill(u32x4& value, const Cursor& at, int offset, bool inside) {
+  value = load_once_or_zero(at.base, at.lane_offset, offset, inside);
+}
+
 }  // namespace mem

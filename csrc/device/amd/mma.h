@@ -7,10 +7,12 @@
 
 namespace mma {
 
-constexpr int kRows = 16;   // weight rows of a wave
-constexpr int kWaves = 4;   // of a block, each with rows of its own
-constexpr int kDepth = 64;  // bytes of K of a step: 16 of each row per lane
-constexpr int kLoads = 1;   // 16-byte loads of weights per lane and step
+constexpr int kRows = 16;              // weight rows of a wave
+constexpr int kWaves = 4;              // of a block, each with rows of its own
+constexpr int kDepth = 64;             // bytes of K of a step: 16 of each row per lane
+constexpr int kLoads = 1;              // 16-byte loads of weights per lane and step
+constexpr int kChunkBytes = 8 * 1024;  // the most that LDS gives a chunk of tokens
+constexpr int kMaxPieces = 8;          // of a chunk that a lane brings
 
 // Lane l holds row (or token) l % 16, bytes 16 * (l / 16) on. Which K an instruction takes from a lane does not matter as
 // long as weights and tokens agree.

@@ -18,4 +18,13 @@ DEVICE float load_float_or_zero(Buffer from, int lane_offset, int offset, bool i
   return inside ? load<float>(from + lane_offset + offset) : 0.0f;
 }
 
+// Where a lane reads on in a stream.
+using Cursor = const u8*;
+
+DEVICE Cursor cursor(const void* base, int lane_offset) { return (Cursor)base + lane_offset; }
+// The 16 bytes `offset` further on, read once, in place of `value`. Where not inside, `value` is zero or what it was.
+DEVICE void refill(u32x4& value, Cursor at, int offset, bool inside) {
+  if (inside) value = load_once<u32x4>(at + offset);
+}
+
 }  // namespace mem

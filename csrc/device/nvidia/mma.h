@@ -7,10 +7,12 @@
 
 namespace mma {
 
-constexpr int kRows = 16;   // weight rows of a wave
-constexpr int kWaves = 4;   // of a block, each with rows of its own: a warpgroup
-constexpr int kDepth = 64;  // bytes of K of a step: 16 of each row per lane
-constexpr int kLoads = 2;   // 16-byte loads of weights per lane and step
+constexpr int kRows = 16;               // weight rows of a wave
+constexpr int kWaves = 4;               // of a block, each with rows of its own: a warpgroup
+constexpr int kDepth = 64;              // bytes of K of a step: 16 of each row per lane
+constexpr int kLoads = 2;               // 16-byte loads of weights per lane and step
+constexpr int kChunkBytes = 16 * 1024;  // the most that LDS gives a chunk of tokens
+constexpr int kMaxPieces = 16;          // of a chunk that a lane brings
 
 // Lane l holds rows l / 4 and l / 4 + 8, bytes 16 * (l % 4) on. An instruction takes 8 bytes per lane and row, words 0 and 1, or
 // 2 and 3; which K they are does not matter as long as weights and tokens agree.
@@ -106,7 +108,7 @@ DEVICE u32 settle(u32 word) {
 template <class Type, int kTokens>
 DEVICE void multiply_add(Accumulator<kTokens>& sum, const Weights& weights, const u8* step) {
   const u32x4 low = weights.load[0], high = weights.load[1];
-  float(&values)[kTokens / 2] = *(float(*)[kTokens / 2]) & sum;
+  float (&values)[kTokens / 2] = *(float (*)[kTokens / 2]) & sum;
   const u32 w0 = settle(low.x), w1 = settle(high.x), w2 = settle(low.y), w3 = settle(high.y);
   const u32 w4 = settle(low.z), w5 = settle(high.z), w6 = settle(low.w), w7 = settle(high.w);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
