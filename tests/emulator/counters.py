@@ -55,15 +55,15 @@ class Traffic:
         """Counts a store."""
         self.bytes_stored[region] += bytes_stored
 
-    def wait(self, events: list, waves: np.ndarray) -> None:
-        """Counts a wait of these waves for memory, with these events outstanding."""
-        self._waits[waves] += 1
-        for event in events:
+    def wait(self, waves: np.ndarray, before: list, after: list) -> None:
+        """Counts a wait of these waves for memory, with these events outstanding before and after it."""
+        self._waits[waves] += 2
+        for event in (*before, *after):
             self._in_flight[event.region][waves] += event.size
 
     def bytes_in_flight(self, region: str) -> float:
-        """How many bytes of a region a wave has asked for when it waits for memory, on average over its waits; summed over the
-        waves."""
+        """How many bytes of a region a wave has in flight while it waits for memory: the mean of before and after, on average
+        over its waits; summed over the waves."""
         return float((self._in_flight[region] / np.maximum(self._waits, 1)).sum())
 
     def lines_loaded(self, region: str) -> int:

@@ -174,8 +174,7 @@ class Program:
             excess_lgkm = 0
         if excess_vm <= 0 and excess_lgkm <= 0:
             return
-        if excess_vm > 0 and self.counters.traffic is not None:
-            self.counters.traffic.wait(order, w.id)
+        waits_for_memory = excess_vm > 0
         kept = []
         for event in order:
             if event.vm and excess_vm > 0:
@@ -194,6 +193,8 @@ class Program:
                         w.alert.discard(code)
             if event.granules is not None and event.kind == "vm":
                 self.lds.in_flight[event.granules] = False
+        if waits_for_memory and self.counters.traffic is not None:
+            self.counters.traffic.wait(w.id, order, kept)
         w.order = kept
 
     # Sanitizer of registers
