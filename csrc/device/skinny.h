@@ -27,19 +27,19 @@ struct Product {
   const u8* a;           // [M, K], rows a_stride bytes apart
   const u8* b;           // [N, K], or in fragment order [N / 16, K bytes / 64, 4, 16 rows, 16 bytes]
   void* out;             // [M, N] of out_type
-  float* partials;       // [blocks, 2, values of a lane, threads]; null if no tile is shared
+  float* partials;       // [blocks, 2, values of a thread, threads]; null if no tile is shared
   u32* counters;         // [tiles], 0; null if no tile is shared
   const float* scale_a;  // kRow: [M] or [1]; kBlock: [M, K / 128]
   const float* scale_b;  // kRow: [N] or [1]; kBlock: [N / 128, K / 128]
   const void* bias;      // [N] of out_type, or null
   i64 b_tile;            // bytes between 16 rows of b and the next 16
-  int a_stride, b_row, b_depth,
-      b_step;   // bytes between tokens; between rows of b, 16 bytes of a step and the next 16, steps
-  int m, n, k;  // k in bytes
+  int a_stride;          // bytes between tokens
+  int b_row, b_step;  // bytes between rows of b, and between steps; the four 16-byte pieces of a step lie evenly in it
+  int m, n, k;        // k in bytes
   int scale_a_row, scale_a_k, scale_b_row;  // elements between the scales of tokens, of K's blocks, of b's rows
   int out_type;                             // 0 bf16, 1 fp16, 2 fp32
   int steps;                                // of a tile
-  int units, longer;                        // of a block; the first `longer` blocks have one more
+  int unit, units, longer;  // steps that blocks never part; of those a block has; the first `longer` one more
 };
 
 DEVICE float load_output_type(const void* row, i64 column, int type) {
@@ -55,19 +55,19 @@ DEVICE void store_output_type(void* row, i64 column, float x, int type) {
 
 constexpr int kTileRows = mma::kWaves * mma::kRows;
 
-struct Group {  // kRing steps of a tile; those past the end are of no tile
+struct Group {  // steps of a tile; those past the end are of no tile
   int tile, step, end;
 };
 
-// Which steps this block has. kUnit steps are never parted.
-template <int kUnit, int kRing>
+// Which steps this block has.
+template <int kGroup>
 struct Share {
   const Product& p;
   const int block = wave::block_x(), first = first_step(block), last = first_step(block + 1);
 
-  DEVICE int first_step(int b) const { return kUnit * (b * p.units + (b < p.longer ? b : p.longer)); }
+  DEVICE int first_step(int b) const { return p.unit * (b * p.units + (b < p.longer ? b : p.longer)); }
   DEVICE int block_of(int step) const {
-    const int unit = step / kUnit, in_longer = p.longer * (p.units + 1);
+    const int unit = step / p.unit, in_longer = p.longer * (p.units + 1);
     return unit < in_longer ? unit / (p.units + 1) : p.longer + (unit - in_longer) / p.units;
   }
   DEVICE Group begin() const {
@@ -76,7 +76,7 @@ struct Share {
   }
   // With end <= 0 past the last.
   DEVICE Group after(const Group& now) const {
-    if (now.step + kRing < now.end) return {now.tile, now.step + kRing, now.end};
+    if (now.step + kGroup < now.end) return {now.tile, now.step + kGroup, now.end};
     const int tile = now.tile + 1, end = last - tile * p.steps;
     return {tile, 0, end < p.steps ? end : p.steps};
   }
@@ -84,6 +84,83 @@ struct Share {
   DEVICE int last_sharer(int tile) const { return block_of(tile * p.steps + p.steps - 1); }
   // Where block b leaves its sums of a tile: it shares at most two, the one that it starts in and the one that it ends in.
   DEVICE int place(int b, int tile) const { return b * 2 + (first_step(b) < tile * p.steps); }
+};
+
+// The end of a tile: value [i][j] of a thread is of token token(i) and row row(j) of b.
+template <Scales kScales, int kLaneTokens, int kLaneRows, int kGroup>
+struct Finish {
+  static constexpr int kValues = kLaneTokens * kLaneRows, kThreads = mma::kWaves * wave::kLanes;
+  const Product& p;
+  const Share<kGroup>& share;
+  int tile = 0, from = 0, to = 0;  // and the first and the last block that share it
+  int row[kLaneRows] = {}, token[kLaneTokens] = {};
+  float scale_a[kLaneTokens] = {}, scale_b[kLaneRows] = {}, bias[kLaneRows] = {};
+
+  // When a tile begins, so that what is loaded and divided here is there when it ends.
+  template <class Row, class Token>
+  DEVICE void begin(int tile_, Token token_of, Row row_of) {
+    tile = tile_, from = share.first_sharer(tile), to = share.last_sharer(tile);
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      token[i] = token_of(i);
+      if (kScales == Scales::kRow)
+        scale_a[i] = mem::load_float_or_zero(mem::buffer(p.scale_a), token[i] * p.scale_a_row * 4, 0, token[i] < p.m);
+    }
+#pragma unroll
+    for (int j = 0; j < kLaneRows; ++j) {
+      row[j] = row_of(j), scale_b[j] = 0.0f, bias[j] = 0.0f;
+      if (row[j] >= p.n) continue;
+      if (kScales == Scales::kRow) scale_b[j] = mem::load<float>(p.scale_b + i64(row[j]) * p.scale_b_row);
+      if (p.bias) bias[j] = load_output_type(p.bias, row[j], p.out_type);
+    }
+  }
+
+  // By all threads of the block: false if a later block finishes the tile.
+  DEVICE static bool is_last(const Product& p, int tile, int from, int to) {
+    return from == to || is_last_block(p.counters + tile, to - from + 1);
+  }
+
+  DEVICE float* sums_of(int b) const {
+    return p.partials + i64(share.place(b, tile)) * kValues * kThreads + wave::thread();
+  }
+
+  DEVICE void end(float (&sum)[kLaneTokens][kLaneRows]) const {
+    if (from != to) {
+      float* mine = sums_of(share.block);
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) mem::store(mine + v * kThreads, sum[v / kLaneRows][v % kLaneRows]);
+      if (!is_last(p, tile, from, to)) return;
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) sum[v / kLaneRows][v % kLaneRows] = 0.0f;
+      constexpr int kAtOnce = kValues < 8    ? 32 / kValues
+                              : kValues < 16 ? 4
+                                             : 2;  // blocks whose sums are loaded together
+#pragma unroll 1
+      for (int b = from; b <= to; b += kAtOnce) {
+        float theirs[kAtOnce][kValues];
+#pragma unroll
+        for (int other = 0; other < kAtOnce; ++other) {
+          const float* of_other = sums_of(b + other <= to ? b + other : to);
+#pragma unroll
+          for (int v = 0; v < kValues; ++v) theirs[other][v] = mem::load<float>(of_other + v * kThreads);
+        }
+#pragma unroll
+        for (int other = 0; other < kAtOnce; ++other)
+#pragma unroll
+          for (int v = 0; v < kValues; ++v)
+            if (b + other <= to) sum[v / kLaneRows][v % kLaneRows] += theirs[other][v];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i)
+#pragma unroll
+      for (int j = 0; j < kLaneRows; ++j) {
+        float x = sum[i][j];
+        if constexpr (kScales == Scales::kRow) x *= scale_a[i] * scale_b[j];
+        if (token[i] < p.m && row[j] < p.n)
+          store_output_type(p.out, i64(token[i]) * p.n + row[j], x + bias[j], p.out_type);
+      }
+  }
 };
 
 template <class Type, int kTokens, Scales kScales>
@@ -102,9 +179,11 @@ struct Skinny {
     float scales_a[kChunkScales + 1];
   };
 
+  using Tile = Finish<kScales, Sum::kLaneTokens, Sum::kLaneRows, kRing>;
+
   const Product& p;
   Buffer* buffers;  // [2] in LDS
-  const Share<kUnit, kRing> share{p};
+  const Share<kRing> share{p};
   const int lane = wave::lane();
 
   // The waves that bring the tokens, two chunks ahead in registers. What they store into a buffer while the others still
@@ -163,7 +242,7 @@ struct Skinny {
         block_barrier();  // hazard: tokens are read before they are written
         load(chunks[c % 2], c + 2 < kChunks ? now : next, (c + 2) % kChunks * kChunk);
       }
-      if (next.tile != now.tile) is_last_sharer(now.tile);
+      if (next.tile != now.tile) Tile::is_last(p, now.tile, share.first_sharer(now.tile), share.last_sharer(now.tile));
       if (next.end <= 0) return;
       now = next;
     }
@@ -173,12 +252,6 @@ struct Skinny {
   DEVICE int bytes_left(const Group& group, int u) const {
     const int end = group.end * mma::kDepth;
     return (end < p.k ? end : p.k) - (group.step + u) * mma::kDepth;
-  }
-
-  // By all threads of the block: false if a later block finishes the tile.
-  DEVICE bool is_last_sharer(int tile) const {
-    const int sharers = share.last_sharer(tile) - share.first_sharer(tile) + 1;
-    return sharers == 1 || is_last_block(p.counters + tile, sharers);
   }
 
   // Where a lane reads a group. Rows past the last read the last one, and their sums are dropped.
@@ -196,7 +269,7 @@ struct Skinny {
       int row = wave::index() * mma::kRows + mma::row(lane, l);
       if (row >= rows) row = rows - 1;
       const int offset = row / mma::kRows * int(p.b_tile) + row % mma::kRows * p.b_row;
-      place.weights[l] = mem::cursor(base, offset + mma::depth(lane) / 16 * p.b_depth);
+      place.weights[l] = mem::cursor(base, offset + mma::depth(lane) / 16 * (p.b_step / 4));
     }
     place.scales_b = p.scale_b + i64(group.tile * kTileRows / kScaleBlock) * p.scale_b_row + group.step / kUnit;
     place.bytes = bytes_left(group, 0) - mma::depth(lane);
@@ -226,6 +299,8 @@ struct Skinny {
       for (int u = 0; u < kRing; ++u) load(ring[u], first, u);
     }
     Sum sum = {}, unit_sum = {};
+    Tile tile{p, share};
+    begin_tile(tile, now.tile);
     while (true) {
       const Group next = share.after(now);
       const Place ahead = place(next);
@@ -244,69 +319,138 @@ struct Skinny {
         for (int done = u + 1 - kUnit; done <= u; ++done) load(ring[done], ahead, done);
       }
       if (next.tile != now.tile) {
-        finish(sum, now.tile);
+        end_tile(tile, sum);
         sum = {};
+        if (next.end > 0) begin_tile(tile, next.tile);
       }
       if (next.end <= 0) return;
       now = next;
     }
   }
 
-  // What the block has of a tile is summed up.
-  DEVICE void finish(Sum& sum, int tile) const {
-    constexpr int kSums = sizeof(Sum) / sizeof(f32x4), kSummers = mma::kWaves * wave::kLanes;
-    const int row = tile * kTileRows + wave::index() * mma::kRows;
-    // All at once and first: they arrive while the blocks meet.
-    float scale_a[Sum::kLaneTokens], scale_b[Sum::kLaneRows], bias[Sum::kLaneRows] = {};
-#pragma unroll
-    for (int i = 0; i < Sum::kLaneTokens; ++i) {
-      const int m = Sum::token(lane, i);
-      if (kScales == Scales::kRow)
-        scale_a[i] = mem::load_float_or_zero(mem::buffer(p.scale_a), m * p.scale_a_row * 4, 0, m < p.m);
-    }
-#pragma unroll
-    for (int j = 0; j < Sum::kLaneRows; ++j) {
-      const int in_tile = Sum::row(lane, j);
-      const float* scales = p.scale_b + i64(row) * p.scale_b_row;
-      if (kScales == Scales::kRow)
-        scale_b[j] = mem::load_float_or_zero(mem::buffer(scales), in_tile * p.scale_b_row * 4, 0, row + in_tile < p.n);
-      if (p.bias && row + in_tile < p.n) bias[j] = load_output_type(p.bias, row + in_tile, p.out_type);
-    }
-    const int from = share.first_sharer(tile), to = share.last_sharer(tile);
-    if (from != to) {
-      auto sums_of = [&](int b) __attribute__((always_inline)) {
-        return (f32x4*)p.partials + i64(share.place(b, tile)) * kSums * kSummers + wave::thread();
-      };
-      f32x4* mine = sums_of(share.block);
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) mem::store(mine + i * kSummers, sum.sum[i]);
-      if (!is_last_sharer(tile)) return;
-      sum = {};
-      constexpr int kAtOnce = kSums < 4 ? 8 / kSums : 2;  // blocks whose sums are loaded together
-#pragma unroll 1
-      for (int b = from; b <= to; b += kAtOnce) {
-        f32x4 theirs[kAtOnce][kSums];
-#pragma unroll
-        for (int other = 0; other < kAtOnce; ++other)
-#pragma unroll
-          for (int i = 0; i < kSums; ++i)
-            theirs[other][i] = mem::load<f32x4>(sums_of(b + other <= to ? b + other : to) + i * kSummers);
-#pragma unroll
-        for (int other = 0; other < kAtOnce; ++other)
-#pragma unroll
-          for (int i = 0; i < kSums; ++i)
-            if (b + other <= to) sum.sum[i] += theirs[other][i];
-      }
-    }
+  DEVICE void begin_tile(Tile& tile, int index) const {
+    const int first_row = index * kTileRows + wave::index() * mma::kRows;
+    tile.begin(
+        index, [&](int i) __attribute__((always_inline)) { return Sum::token(lane, i); },
+        [&](int j) __attribute__((always_inline)) { return first_row + Sum::row(lane, j); });
+  }
+  DEVICE void end_tile(const Tile& tile, const Sum& sum) const {
+    float values[Sum::kLaneTokens][Sum::kLaneRows];
 #pragma unroll
     for (int i = 0; i < Sum::kLaneTokens; ++i)
 #pragma unroll
-      for (int j = 0; j < Sum::kLaneRows; ++j) {
-        const int m = Sum::token(lane, i), n = row + Sum::row(lane, j);
-        float x = sum.at(i, j);
-        if constexpr (kScales == Scales::kRow) x *= scale_a[i] * scale_b[j];
-        if (m < p.m && n < p.n) store_output_type(p.out, i64(m) * p.n + n, x + bias[j], p.out_type);
+      for (int j = 0; j < Sum::kLaneRows; ++j) values[i][j] = sum.at(i, j);
+    tile.end(values);
+  }
+};
+
+// For few tokens and small weights: a tile has 16 rows of b and is shared by fewer blocks. The waves take K in turns, 128
+// bytes at a time, each lane with a ring of weights and tokens in registers, and meet in LDS at the end of a tile.
+template <class Type, int kTokens, Scales kScales>
+struct Narrow {
+  static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kTurn = 2;
+  static constexpr int kRing = mma::kLoads + kTiles <= 3 ? 8 : 4, kThreads = mma::kWaves * wave::kLanes;
+  static constexpr int kUnit = kTurn * mma::kWaves;
+  using Tile = Finish<kScales, kTiles, 1, kRing * mma::kWaves>;
+  struct Buffer {
+    f32x4 sum[2][mma::kWaves][kTiles][wave::kLanes];  // of this tile and of the last, which a slow wave may still read
+  };
+
+  const Product& p;
+  Buffer& buffer;  // in LDS
+  const Share<kRing * mma::kWaves> share{p};
+  const int lane = wave::lane();
+
+  struct Place {  // where a lane reads a group
+    mem::Cursor weights[mma::kLoads];
+    int k, bytes;  // of the wave's first turn; from the lane's place in it on
+  };
+  DEVICE Place place(const Group& group) const {
+    const int rows = p.n - group.tile * mma::kRows, end = group.end * mma::kDepth;
+    const int step = group.step + wave::index() * kTurn;
+    const u8* base = p.b + group.tile * p.b_tile + i64(step) * p.b_step;
+    Place place;
+#pragma unroll
+    for (int l = 0; l < mma::kLoads; ++l) {
+      const int row = mma::row(lane, l) < rows ? mma::row(lane, l) : rows - 1;
+      place.weights[l] = mem::cursor(base, row * p.b_row + mma::depth(lane) / 16 * (p.b_step / 4));
+    }
+    place.k = step * mma::kDepth;
+    place.bytes = (end < p.k ? end : p.k) - place.k - mma::depth(lane);
+    return place;
+  }
+
+  struct Slot {
+    mma::Weights weights = {};
+    u32x4 tokens[kTiles];
+  };
+  DEVICE void load(Slot& slot, const Place& place, int u) const {
+    const int step = u / kTurn * kUnit + u % kTurn;
+    const bool inside = step * mma::kDepth < place.bytes;
+#pragma unroll
+    for (int l = 0; l < mma::kLoads; ++l) mem::refill(slot.weights.load[l], place.weights[l], step * p.b_step, inside);
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      const int token = t * mma::kTileTokens + mma::tile_token(lane);
+      slot.tokens[t] = mem::load_or_zero(mem::buffer(p.a), token * p.a_stride + mma::depth(lane),
+                                         place.k + step * mma::kDepth, inside && token < p.m);
+    }
+  }
+
+  DEVICE void multiply() const {
+    Group now = share.begin();
+    Slot ring[kRing];
+    {
+      const Place first = place(now);
+#pragma unroll
+      for (int u = 0; u < kRing; ++u) load(ring[u], first, u);
+    }
+    f32x4 sum[kTiles] = {};
+    int parity = 0;
+    Tile tile{p, share};
+    begin_tile(tile, now.tile);
+    while (true) {
+      const Group next = share.after(now);
+      const Place ahead = place(next);
+#pragma unroll
+      for (int u = 0; u < kRing; ++u) {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) sum[t] = mma::multiply_tile<Type>(sum[t], ring[u].weights, ring[u].tokens[t]);
+        load(ring[u], ahead, u);
       }
+      if (next.tile != now.tile) {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          buffer.sum[parity][wave::index()][t][lane] = sum[t];
+          sum[t] = f32x4{};
+        }
+        block_barrier();  // hazard: the waves' sums are read before they are written
+        end_tile(tile, parity);
+        parity ^= 1;
+        if (next.end > 0) begin_tile(tile, next.tile);
+      }
+      if (next.end <= 0) return;
+      now = next;
+    }
+  }
+
+  // Each wave ends with one of the four values that the lanes of all waves have of a tile.
+  DEVICE void begin_tile(Tile& tile, int index) const {
+    const int value = wave::index();
+    tile.begin(
+        index,
+        [&](int t) __attribute__((always_inline)) { return t * mma::kTileTokens + mma::value_token(lane, value); },
+        [&](int) __attribute__((always_inline)) { return index * mma::kRows + mma::value_row(lane, value); });
+  }
+  DEVICE void end_tile(const Tile& tile, int parity) const {
+    float values[kTiles][1];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      values[t][0] = 0.0f;
+#pragma unroll
+      for (int w = 0; w < mma::kWaves; ++w) values[t][0] += ((float*)&buffer.sum[parity][w][t][lane])[wave::index()];
+    }
+    tile.end(values);
   }
 };
 
@@ -317,4 +461,10 @@ struct Skinny {
     const Skinny<type, tokens, scales> kernel{product, buffers};             \
     if (wave::index() < mma::kWaves) kernel.multiply();                      \
     else kernel.bring_tokens();                                              \
+  }
+#define NARROW(symbol, type, tokens, scales)                                    \
+  KERNEL((Narrow<type, tokens, scales>::kThreads), 3) symbol(Product product) { \
+    LDS static Narrow<type, tokens, scales>::Buffer buffer;                     \
+    const Narrow<type, tokens, scales> kernel{product, buffer};                 \
+    kernel.multiply();                                                          \
   }

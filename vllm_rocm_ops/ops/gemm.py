@@ -18,10 +18,9 @@ from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
 from vllm_rocm_ops.op import describe, row_stride, rows_of
 
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-TOKENS = (16, 32, 64)  # the most that a kernel takes
-ROWS = 64  # of the weight in a tile: those of a block
+TOKENS = {64: (16, 32, 64), 16: (8, 16)}  # the most that a kernel takes, by the rows of the weight in a tile
 STEP = 64  # bytes of K
-WAVES = 4  # of a block that multiply
+NARROW_UNIT = 8  # steps of a unit with 16 rows: two for each wave
 FRAGMENT_ROWS, FRAGMENT_BYTES = 16, 16
 BLOCK = 128  # of K and of N per block scale
 SHORTEST = 4  # steps: with fewer a block is over before it streams
@@ -32,8 +31,11 @@ LATENCY_US, SHARING_US = 1.0, 0.8
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """The steps of all tiles are divided evenly over `blocks` blocks."""
+    """The steps of all tiles of `rows` rows of the weight are divided evenly over `blocks` blocks, or the tiles if they are to
+    stay whole. With 64 rows, each wave of a block has 16 of them; with 16, the waves take K in turns."""
 
+    rows: int
+    whole: int
     blocks: int
 
 
@@ -99,7 +101,7 @@ def problem(a: Operand, b: Operand) -> dict[str, int]:
 
 def envelope(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:
     """What the skinny kernels need."""
-    yield f"M is at most {TOKENS[-1]}", a.rows <= TOKENS[-1]
+    yield f"M is at most {TOKENS[64][-1]}", a.rows <= TOKENS[64][-1]
     yield "N and K are at least 1, N * K is below 2^36", b.rows > 0 and 0 < a.k < 2**27 and b.rows * a.k < 2**36
     yield "rows are a multiple of 16 bytes long", a.k % 16 == 0
     for name, operand in (("a", a), ("b", b)):
@@ -114,34 +116,42 @@ def _is_stride(stride: int | None) -> bool:
     return stride is not None and stride % 16 == 0 and 0 <= stride < 2**25
 
 
-def _units(b: Operand, unit: int) -> tuple[int, int]:
-    """Tiles, and the units of one: `unit` steps, which no border between blocks parts."""
-    return -(-b.rows // ROWS), -(-b.k // (STEP * unit))
+def _division(config: SkinnyConfig, b: Operand, unit: int) -> tuple[int, int, int]:
+    """Tiles, the steps of one, and the steps that no border between blocks parts. Steps of a tile are a multiple of those."""
+    unit = unit if config.rows == 64 else NARROW_UNIT
+    steps = -(-b.k // (STEP * unit)) * unit
+    return -(-b.rows // config.rows), steps, steps if config.whole else unit
 
 
-def _bringers(tokens: int, arch: Arch) -> int:
-    """Waves of a block that bring the tokens."""
-    return 2 if arch.wave_lanes == 32 and tokens == 64 else 1
+def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1, narrow: bool = True) -> list[SkinnyConfig]:
+    """As many blocks as the compute units hold at once, one to four each, with whole tiles or parted ones."""
+    found = []
+    for rows, tokens in TOKENS.items():
+        if a.rows > tokens[-1] or (rows == 16 and not narrow):
+            continue
+        for whole in (1, 0):
+            tiles, steps, unit_steps = _division(SkinnyConfig(rows, whole, 1), b, unit)
+            most = tiles if whole else max(tiles * steps // max(SHORTEST, unit_steps), 1)
+            blocks = {min(arch.compute_units * i, most) for i in range(1, RESIDENT + 1)}
+            found += [SkinnyConfig(rows, whole, count) for count in sorted(blocks)]
+    return found
 
 
-def configs(b: Operand, arch: Arch, unit: int = 1) -> list[SkinnyConfig]:
-    """A block per tile, or as many as the compute units hold at once, each with enough to stream."""
-    tiles, per_tile = _units(b, unit)
-    most = max(tiles * per_tile * unit // max(SHORTEST, unit), 1)
-    blocks = {min(arch.compute_units * i, most) for i in range(1, RESIDENT + 1)}
-    blocks |= {tiles} if tiles <= RESIDENT * arch.compute_units else set()
-    return [SkinnyConfig(count) for count in sorted(blocks)]
-
-
-def cost(config: SkinnyConfig, b: Operand, arch: Arch, unit: int = 1) -> dict[str, float]:
+def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1) -> dict[str, float]:
     """The time of a configuration by a model of the GPU, in microseconds: the bytes of the compute unit that has most, at the
     rate that its loads in flight allow, and the meeting of blocks that share tiles."""
-    tiles, per_tile = _units(b, unit)
-    per_block = -(-tiles * per_tile // config.blocks) * unit * STEP * ROWS
+    tiles, steps, unit_steps = _division(config, b, unit)
+    per_block = -(-tiles * steps // (unit_steps * config.blocks)) * unit_steps * STEP * config.rows
     blocks = -(-config.blocks // arch.compute_units)  # of a compute unit
-    rate = min(arch.bandwidth_gb_s * 1e3 / arch.compute_units, blocks * RING * STEP * ROWS / LATENCY_US)  # bytes / us
-    sharing = 0.0 if config.blocks == tiles else SHARING_US * (2 + config.blocks / tiles / 16)
+    rate = min(arch.bandwidth_gb_s * 1e3 / arch.compute_units, blocks * RING * STEP * 64 / LATENCY_US)  # bytes / us
+    sharing = 0.0 if config.whole else SHARING_US * (2 + config.blocks / tiles / 16)
     return {"streaming": per_block * blocks / rate, "sharing": sharing}
+
+
+def _waves(config: SkinnyConfig, tokens: int, arch: Arch) -> int:
+    """Of a block: four multiply; with 64 rows, others bring the tokens."""
+    bringers = 0 if config.rows == 16 else 2 if arch.wave_lanes == 32 and tokens == 64 else 1
+    return 4 + bringers
 
 
 def launch(
@@ -161,20 +171,19 @@ def launch(
     and blocks of its K; between rows of b, or blocks of them."""
     if a.rows == 0:
         return []
-    tiles, per_tile = _units(b, unit)
-    tokens = next(tokens for tokens in TOKENS if tokens >= a.rows)
-    units, longer = divmod(tiles * per_tile, config.blocks)
-    is_shared = longer > 0 or units % per_tile != 0
+    tiles, steps, unit = _division(config, b, unit)
+    tokens = next(tokens for tokens in TOKENS[config.rows] if tokens >= a.rows)
+    units, longer = divmod(tiles * steps // unit, config.blocks)
+    is_shared = not config.whole
     if b.is_shuffled:
-        fragment = FRAGMENT_ROWS * FRAGMENT_BYTES
-        row, piece, step, tile = FRAGMENT_BYTES, fragment, FRAGMENT_ROWS * STEP, FRAGMENT_ROWS * b.k
+        row, step, tile = FRAGMENT_BYTES, FRAGMENT_ROWS * STEP, FRAGMENT_ROWS * b.k
     else:
-        row, piece, step, tile = b.stride, FRAGMENT_BYTES, STEP, FRAGMENT_ROWS * b.stride
+        row, step, tile = b.stride, STEP, FRAGMENT_ROWS * b.stride
     args = (
         a.tensor,
         b.tensor,
         out,
-        Workspace(config.blocks * 2 * ROWS * tokens * 4) if is_shared else None,
+        Workspace(config.blocks * 2 * config.rows * max(tokens, 16) * 4) if is_shared else None,
         Counters(tiles) if is_shared else None,
         scale_a[0],
         scale_b[0],
@@ -182,7 +191,6 @@ def launch(
         I64(tile),
         a.stride,
         row,
-        piece,
         step,
         a.rows,
         b.rows,
@@ -190,10 +198,12 @@ def launch(
         *scale_a[1:],
         *scale_b[1:],
         OUT_TYPES[out.dtype],
-        per_tile * unit,
+        steps,
+        unit,
         units,
         longer,
     )
-    threads = (WAVES + _bringers(tokens, arch)) * arch.wave_lanes
-    symbol = "_".join(filter(None, (module, kind, "skinny", str(tokens))))
+    threads = _waves(config, tokens, arch) * arch.wave_lanes
+    shape = "skinny" if config.rows == 64 else "narrow"
+    symbol = "_".join(filter(None, (module, kind, shape, str(tokens))))
     return [Launch(module, symbol, (config.blocks, 1, 1), (threads, 1, 1), args)]

@@ -85,6 +85,17 @@ DEVICE f32x4 multiply_add<F16>(f32x4 sum, u32x4 weights, u32x4 tokens) {
 #endif
 }
 
+// The same with the tokens in registers, by one wave alone: lane l holds token l % 16 of a tile, bytes 16 * (l / 16) on.
+constexpr int kTileTokens = 16;
+DEVICE int tile_token(int lane) { return lane % 16; }
+template <class Type>
+DEVICE f32x4 multiply_tile(f32x4 sum, const Weights& weights, u32x4 tokens) {
+  return multiply_add<Type>(sum, weights.load[0], tokens);
+}
+// Of which token of the tile and which row value i of a lane is.
+DEVICE int value_token(int lane, int /*i*/) { return lane % 16; }
+DEVICE int value_row(int lane, int i) { return lane / 16 * 4 + i; }
+
 // Adds the product of the wave's rows and a step's tokens. All waves that multiply call it together.
 template <class Type, int kTokens>
 DEVICE void multiply_add(Accumulator<kTokens>& sum, const Weights& weights, const u8* step) {

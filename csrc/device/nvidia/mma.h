@@ -1,6 +1,7 @@
 // Products of weight rows, streamed through registers, with tokens that lie in LDS: 16 rows per wave, fp32 accumulation.
 // wgmma.mma_async of the four warps of a block with A in registers (PTX ISA, section 9.7.15 "Asynchronous warpgroup level
-// matrix instructions"). mma.sync is no way on this arch: its fp8 form is unpacked to fp16 again for every instruction.
+// matrix instructions"); and of one warp alone with both in registers, mma.sync (section 9.7.14.5), whose fp8 form this arch
+// unpacks to fp16 again for every instruction.
 #pragma once
 #include "sync.h"
 #include "wave.h"
@@ -116,5 +117,33 @@ DEVICE void multiply_add(Accumulator<kTokens>& sum, const Weights& weights, cons
   wgmma<Type>(values, w4, w5, w6, w7, descriptor<kTokens>(step + kTokens * 32));
   asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
+
+// One wave alone with the tokens in registers: lane l holds token l / 4 of a tile, bytes 16 * (l % 4) on.
+constexpr int kTileTokens = 8;
+DEVICE int tile_token(int lane) { return lane / 4; }
+template <class Type>
+DEVICE f32x4 mma_sync(f32x4 sum, u32 w0, u32 w1, u32 w2, u32 w3, u32 t0, u32 t1);
+// clang-format off
+#define INSTRUCTION(Type, types)                                                                                       \
+  template <> DEVICE f32x4 mma_sync<Type>(f32x4 sum, u32 w0, u32 w1, u32 w2, u32 w3, u32 t0, u32 t1) {                 \
+    float a = sum.x, b = sum.y, c = sum.z, d = sum.w;                                                                  \
+    asm volatile("mma.sync.aligned.m16n8" types " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"      \
+                 : "+f"(a), "+f"(b), "+f"(c), "+f"(d) : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(t0), "r"(t1));          \
+    return {a, b, c, d};                                                                                               \
+  }
+INSTRUCTION(E4m3, "k32.row.col.f32.e4m3.e4m3.f32")
+INSTRUCTION(Bf16, "k16.row.col.f32.bf16.bf16.f32")
+INSTRUCTION(F16, "k16.row.col.f32.f16.f16.f32")
+#undef INSTRUCTION
+// clang-format on
+template <class Type>
+DEVICE f32x4 multiply_tile(f32x4 sum, const Weights& weights, u32x4 tokens) {
+  const u32x4 low = weights.load[0], high = weights.load[1];
+  sum = mma_sync<Type>(sum, low.x, high.x, low.y, high.y, tokens.x, tokens.y);
+  return mma_sync<Type>(sum, low.z, high.z, low.w, high.w, tokens.z, tokens.w);
+}
+// Of which token of the tile and which row value i of a lane is.
+DEVICE int value_token(int lane, int i) { return lane % 4 * 2 + i % 2; }
+DEVICE int value_row(int lane, int i) { return lane / 4 + i / 2 * 8; }
 
 }  // namespace mma
