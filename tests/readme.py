@@ -80,10 +80,10 @@ def committed(path: pathlib.Path) -> int:
     return int(subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip() or 2**62)
 
 
-def newest_lines(folder: pathlib.Path) -> dict[tuple[str, str], tuple[dict, pathlib.Path]]:
-    """The last measurement of every case on one GPU, and its file."""
+def newest_lines(folder: pathlib.Path, kinds: Iterable[str]) -> dict[tuple[str, str], tuple[dict, pathlib.Path]]:
+    """The last line of every case in a folder's results of these kinds, and its file."""
     newest = {}
-    for path in sorted(folder.glob("*.jsonl"), key=committed):
+    for path in sorted((path for kind in kinds for path in folder.glob(f"*-{kind}.jsonl")), key=committed):
         for line in map(json.loads, path.read_text().splitlines()):
             newest[line["op"], line["case"]] = line, path
     return newest
@@ -93,12 +93,18 @@ def time(us: float | None) -> str:
     return "" if us is None else f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
 
+def links(paths: Iterable[pathlib.Path]) -> str:
+    return ", ".join(f"[{path.name}]({path.relative_to(ROOT).as_posix()})" for path in sorted(set(paths)))
+
+
 def results() -> str:
     """One table per GPU that has been measured: each op and size, beside the peer named in its row."""
     tables = []
     for folder in sorted(path for path in RESULTS.glob("*") if path.is_dir()):
-        newest = newest_lines(folder)
+        newest = newest_lines(folder, ("ops", "gemm"))
         lines = [line for line, _ in newest.values()]
+        if not lines:
+            continue
         groups: dict[tuple[str, str], dict[int, dict]] = {}
         for line in lines:
             rows, *sizes = line["shape"].values()
@@ -114,8 +120,7 @@ def results() -> str:
             versus = f"{statistics.geometric_mean(ratios):.2f}x {peer}, least {min(ratios):.2f}x" if ratios else ""
             body.append((f"`{op}`", size, *cells, versus))
         versions = sorted({f"{k} {v}" for line in lines for k, v in line["versions"].items() if k in ("torch", "vllm")})
-        files = sorted({path for _, path in newest.values()})
-        sources = ", ".join(f"[{path.name}]({path.relative_to(ROOT).as_posix()})" for path in files)
+        sources = links(path for _, path in newest.values())
         bandwidth = statistics.median(line["copy_gb_s"] for line in lines)
         header = ("op", "size", *(f"{rows} row{'s' * (rows > 1)}" for rows in shown), "all rows: geometric mean")
         tables.append(
@@ -125,7 +130,61 @@ def results() -> str:
     return "\n\n".join(tables) or "Nothing yet."
 
 
-BLOCKS = {"switches": switches, "ops": op_table, "explain": explanation, "results": results}
+OF_A_KERNEL = {
+    "waves per block": lambda line: f"{line['waves_per_block']}",
+    "VGPRs": lambda line: f"{line['vgprs']}",
+    "AGPRs": lambda line: f"{line['agprs']}",
+    "SGPRs": lambda line: f"{line['sgprs']}",
+    "spills": lambda line: f"{line['vgpr_spills'] + line['sgpr_spills']}",
+    "LDS bytes": lambda line: f"{line['lds']}",
+    "waves that a compute unit holds": lambda line: f"{line['occupancy']}",
+}
+OF_A_LAYER = {
+    "waves per compute unit": lambda line: f"{line['waves_per_compute_unit']:.0f}",
+    "KB in flight per compute unit": lambda line: f"{line['bytes_in_flight_per_compute_unit'] / 1024:.0f}",
+    "HBM bytes / least": lambda line: f"{line['hbm_bytes_over_minimum']:.2f}",
+    "LDS cycles lost to banks": lambda line: f"{100 * line['lds_conflicts']:.0f} %",
+    "issue cycles per byte": lambda line: f"{line['issue_cycles_per_byte']:.2f}",
+    "matrix cycles per byte": lambda line: f"{line['matrix_cycles_per_byte']:.2f}",
+}
+
+
+def each(values: Iterable[str]) -> str:
+    """All values, or the one that they are."""
+    values = list(values)
+    return values[0] if len(set(values)) == 1 else " / ".join(values)
+
+
+def static() -> str:
+    """Two tables per arch: its GEMM kernels, and the layers of decode with a value for each M."""
+    tables = []
+    for folder in sorted(path for path in RESULTS.glob("*") if path.is_dir()):
+        newest = newest_lines(folder, ("static",))
+        if not newest:
+            continue
+        lines = [line for line, _ in newest.values()]
+        layers: dict[tuple[str, str], list[dict]] = {}
+        for line in lines:
+            shape = line["shape"]
+            layers.setdefault((line["case"].rpartition(" ")[0], f"{shape['n']} x {shape['k']}"), []).append(line)
+        tokens = ", ".join(dict.fromkeys(str(line["shape"]["m"]) for line in lines))
+        kernels = {line["kernel"]: line for line in lines}
+        of_kernels = [(f"`{name}`", *(show(line) for show in OF_A_KERNEL.values())) for name, line in kernels.items()]
+        of_layers = [
+            (*layer, *(each(map(show, group)) for show in OF_A_LAYER.values())) for layer, group in layers.items()
+        ]
+        tables.append(
+            f"**{folder.name}**, static and emulated, never a time; M = {tokens}. A byte at HBM's full rate takes as long as"
+            f" {lines[0]['cycles_per_byte_at_bandwidth']:.2f} issue cycles.\nEvery layer and M with its kernel:"
+            f" {links(path for _, path in newest.values())}\n\n"
+            + markdown(("kernel", *OF_A_KERNEL), of_kernels)
+            + "\n\n"
+            + markdown(("layer", "N x K", *OF_A_LAYER), of_layers)
+        )
+    return "\n\n".join(tables) or "Nothing yet."
+
+
+BLOCKS = {"switches": switches, "ops": op_table, "explain": explanation, "results": results, "static": static}
 
 
 def fresh(text: str) -> str:

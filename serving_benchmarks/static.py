@@ -1,0 +1,162 @@
+"""What can be known of the decode layers' kernels on gfx942 and gfx950 without such a GPU. Static and emulated, never a time.
+
+    python serving_benchmarks/static.py [--arch gfx942 gfx950] [--m 1 8 16 64] [--blocks 64]
+
+One line per FP8 layer of Llama-3.1-405B and DeepSeek-V3 at TP 8 and M goes to
+serving_benchmarks/results/<arch>/<date>-<commit>-static.jsonl. This is a tool of the development: it needs the repository, as it
+runs the code objects that ship in the tests' emulator.
+
+Static, from the code object and the launch: registers, spills, LDS, the waves that a compute unit can hold (`occupancy`: whole
+blocks, as registers and LDS allow) and those that it has of this launch on average.
+
+Emulated: the launch is the real one, of the real shape, on tensors of zeros, as nothing that is counted depends on values. Of
+its blocks the emulator runs some, in runs of neighbours, which share tiles, from all over the grid; sums over them are scaled
+up to all blocks.
+- Bytes in flight per compute unit: what a wave has outstanding of the weight while it waits for memory (the mean of before and
+  after), on average over its waits; summed over the waves that a compute unit has.
+- HBM bytes over minimum: of the weight, the 128-byte lines that each block loads from, once per block; of the partial sums in
+  the workspace, what is stored, and as much again for the one time that it is loaded. The minimum is every input and output
+  once, and all but the weight is taken to be just that: many blocks read the activations, from caches.
+- LDS conflicts: cycles lost to banks, as a share of all LDS cycles.
+- Issue cycles and matrix cycles: of all SIMDs, per byte of the weight that the blocks loaded. `cycles_per_byte_at_bandwidth` is
+  what the chip has: more issue cycles than that, and HBM waits for instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+from decode_shapes import DecodeShape, decode_shapes
+from ops import RESULTS, commit
+
+from vllm_rocm_ops import cli, launch
+from vllm_rocm_ops.launch import Counters, Launch, Workspace
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from emulator import Emulator
+
+MODELS = ("llama405b_tp8", "dsv3_tp8")
+LINE_BYTES = 128
+NEIGHBOURS = 16  # blocks that are emulated side by side: of four waves, as many as the emulator runs in lockstep
+SIMDS = 4  # of a compute unit
+CLOCK_GHZ = {"gfx942": 2.1, "gfx950": 2.4}  # peak, of MI300X and MI355X
+
+
+def executable(planned: Launch) -> Launch:
+    """The launch with tensors in place of its workspaces and counters."""
+
+    def tensor(arg):
+        if isinstance(arg, Workspace):
+            return torch.empty(arg, dtype=torch.uint8)
+        return torch.zeros(arg, dtype=torch.int32) if isinstance(arg, Counters) else arg
+
+    return planned._replace(args=tuple(map(tensor, planned.args)))
+
+
+def sample(grid: int, most: int) -> list[int]:
+    """About so many blocks of a grid: runs of neighbours, spread evenly."""
+    if grid <= most:
+        return list(range(grid))
+    runs = max(most // NEIGHBOURS, 1)
+    starts = ((2 * run + 1) * grid // (2 * runs) - NEIGHBOURS // 2 for run in range(runs))
+    return [start + i for start in starts for i in range(NEIGHBOURS)]
+
+
+def study(shape: DecodeShape, emulator: Emulator, options) -> dict:
+    """The line of one shape; its op must plan a single launch."""
+    arch = emulator.arch
+    op, arguments = shape.call("cpu", arch.fp8_dtype)
+    explained = op.explain(*arguments, arch=arch)
+    (planned,) = explained.launches
+    inputs = [tensor for tensor in arguments if isinstance(tensor, torch.Tensor)]
+    weight = max(inputs, key=lambda tensor: tensor.nbytes)
+    region = f"argument {next(i for i, arg in enumerate(planned.args) if arg is weight)}"
+    workspaces = [f"argument {i}" for i, arg in enumerate(planned.args) if isinstance(arg, Workspace)]
+    code = launch.code_object(planned.module, arch.name)
+    kernel = emulator.program(code, planned.symbol).object
+
+    grid = math.prod(planned.grid)
+    blocks = sample(grid, options.blocks)
+    counters = emulator.run(code, executable(planned), (), blocks)
+
+    waves = math.prod(planned.block) // arch.wave_lanes
+    lds = kernel.lds + planned.lds
+    one_unit = dataclasses.replace(emulator.options, compute_units=1)
+    held = one_unit.resident_blocks(kernel, waves, lds)  # blocks of a compute unit
+    blocks_per_unit = min(held, grid / arch.compute_units)
+    in_flight = counters.traffic.bytes_in_flight(region) / len(blocks) * blocks_per_unit
+    outputs = [arg for arg in planned.args if isinstance(arg, torch.Tensor) and all(arg is not i for i in inputs)]
+    minimum = sum(tensor.nbytes for tensor in (*inputs, *outputs))
+    weight_bytes = counters.traffic.lines_loaded(region) * LINE_BYTES
+    partial_bytes = sum(counters.traffic.bytes_stored[workspace] for workspace in workspaces)
+    hbm = minimum - weight.nbytes + (weight_bytes + 2 * partial_bytes) * grid / len(blocks)
+    return {
+        "op": op.name,
+        "case": f"{shape.model} {shape.layer} {shape.m}x{shape.n}x{shape.k}",
+        "shape": {"m": shape.m, "n": shape.n, "k": shape.k},
+        "arch": arch.name,
+        "evidence": "static and emulated, never a time",
+        "kernel": planned.symbol,
+        "config": str(explained.config),
+        "blocks": grid,
+        "blocks_emulated": len(blocks),
+        "waves_per_block": waves,
+        **{name: value for name, value in kernel.statistics.items() if name not in ("kernarg", "max_block")},
+        "lds": lds,
+        "occupancy": held * waves,
+        "waves_per_compute_unit": round(blocks_per_unit * waves, 2),
+        "bytes_in_flight_per_compute_unit": round(in_flight),
+        "weight_bytes": weight.nbytes,
+        "hbm_bytes_over_minimum": round(hbm / minimum, 4),
+        "lds_conflicts": round(counters.lds_conflict_cycles / max(counters.lds_cycles, 1), 4),
+        "issue_cycles_per_byte": round(counters.issue_cycles / weight_bytes, 4),
+        "matrix_cycles_per_byte": round(counters.matrix_cycles / weight_bytes, 4),
+        "cycles_per_byte_at_bandwidth": round(
+            SIMDS * arch.compute_units * CLOCK_GHZ[arch.name] / arch.bandwidth_gb_s, 4
+        ),
+        "compiler": cli.find_code_objects(arch.name)[planned.module].get("compiler"),
+        "commit": options.commit,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", nargs="+", choices=list(CLOCK_GHZ), default=list(CLOCK_GHZ))
+    parser.add_argument("--m", nargs="+", type=int, default=[1, 8, 16, 64])
+    parser.add_argument("--layers", nargs="+", help="names of layers; all by default")
+    parser.add_argument("--blocks", type=int, default=64, help="about how many blocks of a launch are emulated")
+    parser.add_argument("--commit", default=commit())
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results' folders")
+    options = parser.parse_args()
+    shapes = [
+        shape
+        for shape in decode_shapes()
+        if shape.model in MODELS and shape.weight_bytes_per_element == 1 and shape.count_per_step
+        if shape.m in options.m and (not options.layers or shape.layer in options.layers)
+    ]
+    for arch in options.arch:
+        emulator = Emulator(arch, races=False, traffic=True)
+        path = options.output / arch / f"{datetime.date.today()}-{options.commit}-static.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            for shape in shapes:
+                line = study(shape, emulator, options)
+                file.write(json.dumps(line) + "\n")
+                print(
+                    f"{arch} {line['case']:52} {line['kernel']:28}"
+                    f" {line['bytes_in_flight_per_compute_unit'] / 1024:5.1f} KB in flight,"
+                    f" {line['hbm_bytes_over_minimum']:.3f} of the bytes, {line['issue_cycles_per_byte']:.3f} issue and"
+                    f" {line['matrix_cycles_per_byte']:.3f} matrix cycles per byte",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""serving_benchmarks/static.py: what it says of a small layer is what the code object holds and the whole grid does."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from emulator import CodeObject
+
+from vllm_rocm_ops import launch
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+COUNTED = (
+    "hbm_bytes_over_minimum",
+    "issue_cycles_per_byte",
+    "matrix_cycles_per_byte",
+    "bytes_in_flight_per_compute_unit",
+)
+
+
+def lines(folder: pathlib.Path, arch: str, blocks: int) -> list[dict]:
+    command = [sys.executable, str(ROOT / "serving_benchmarks" / "static.py"), "--arch", arch, "--m", "1", "64"]
+    command += ["--layers", "shared gate_up", "--blocks", str(blocks), "--output", str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
+    [path] = (folder / arch).glob("*-static.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_some_blocks_stand_for_all(arch, tmp_path):
+    for whole, sampled in zip(
+        lines(tmp_path / "whole", arch, 10**6), lines(tmp_path / "sampled", arch, 32), strict=True
+    ):
+        assert whole["blocks_emulated"] == whole["blocks"] > sampled["blocks_emulated"] == 32
+        for name in COUNTED:
+            assert sampled[name] == pytest.approx(whole[name], rel=0.1), name
+        assert whole["hbm_bytes_over_minimum"] >= 1 and whole["bytes_in_flight_per_compute_unit"] > 0
+        kernel = CodeObject(launch.code_object(whole["op"], arch)).kernels[whole["kernel"]]
+        assert (
+            kernel.statistics.items() >= {name: whole[name] for name in ("vgprs", "agprs", "sgprs", "scratch")}.items()
+        )
+        assert whole["waves_per_compute_unit"] <= whole["occupancy"] <= 32
