@@ -18,8 +18,9 @@ class Variable:
 VARIABLES = {
     variable.name: variable
     for variable in (
-        Variable("VLLM_ROCM_OPS_DISABLE", "", "comma list of ops that use the PyTorch reference; `all` for every op"),
+        Variable("VLLM_ROCM_OPS_DISABLE", "", "comma list of ops whose kernels are not used; `all` for every op"),
         Variable("VLLM_ROCM_OPS_SEAMS", "all", "comma list of the vLLM seams to install; `none` for no seam"),
+        Variable("VLLM_ROCM_OPS_SHUFFLE", "0", "1 shuffles FP8 weights for our GEMMs, which then serve all tokens"),
         Variable("VLLM_ROCM_OPS_HIP_LIBRARY", "", "path of the libamdhip64 to use instead of the one found"),
         Variable("VLLM_ROCM_OPS_CLANG", "", "build: the clang that compiles device code, before all others"),
         Variable("VLLM_ROCM_OPS_ARCHS", "gfx942,gfx950,sm_90", "build: comma list of the archs to compile for"),

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 LIMIT = 448.0
 BLOCK = 128
+GROUP = 32
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -62,6 +63,7 @@ DEEPSEEK = {
 del DEEPSEEK["head_dim"]
 
 ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True}
+MX_ARGUMENTS = {**ARGUMENTS, "strategy": "group", "group_size": GROUP, "scale_dtype": "torch.uint8"}
 QUANTIZATION = {
     "bf16": None,
     "static": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
@@ -86,6 +88,20 @@ QUANTIZATION = {
         "fmt": "e4m3",
         "weight_block_size": [BLOCK, BLOCK],
         "ignored_layers": ["lm_head"],
+    },
+    "mxfp8": {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp8-quantized",
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**MX_ARGUMENTS, "dynamic": False},
+                "input_activations": {**MX_ARGUMENTS, "dynamic": True},
+                "output_activations": None,
+            }
+        },
     },
 }
 """Quantization flavour -> quantization_config. `bounded` is per token with an upper bound on the scale."""
@@ -187,6 +203,14 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return data.view(padded.shape)[:rows, :columns].contiguous(), scale
 
 
+def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [n, k] as e4m3fn with one e8m0 scale per 32 of k: the smallest power of two that loses no group's largest."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    exponent = torch.ceil(torch.log2(groups.abs().amax(-1, keepdim=True) / LIMIT))
+    data = (groups / torch.exp2(exponent)).to(torch.float8_e4m3fn)
+    return data.flatten(1), (exponent.squeeze(-1) + 127).to(torch.uint8)
+
+
 def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.Tensor]:
     """The linear layers' weights as e4m3fn with the scales that the flavour's checkpoints have."""
     if flavour == "bf16":
@@ -199,6 +223,9 @@ def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.
         stem = name.removesuffix(".weight")
         if flavour == "block":
             result[name], result[f"{stem}.weight_scale_inv"] = quantize_blocks(weight)
+            continue
+        if flavour == "mxfp8":
+            result[name], result[f"{stem}.weight_scale"] = quantize_groups(weight)
             continue
         per_row = flavour in ("token", "bounded")
         largest = weight.float().abs().amax(1, keepdim=True) if per_row else weight.float().abs().amax()

@@ -20,7 +20,8 @@ FLAVOURS = {
     ("llama", "static"): (79, 153, 199),
     ("llama", "token"): (22, 43, 79),
     ("llama", "bounded"): (100, 413, 640),
-    ("llama", "block"): (12, 79, 104),
+    ("llama", "block"): (12, 79, 153),
+    ("llama", "mxfp8"): (43, 79, 87),
     ("deepseek", "bf16"): (22, 104, 175),
     ("deepseek", "block"): (54, 104, 175),
 }

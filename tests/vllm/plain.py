@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 LIMIT = 448.0
 BLOCK = 128
+GROUP = 32
 
 
 class Model:
@@ -57,6 +58,10 @@ class Model:
             values = self.rounded(x.unflatten(-1, (-1, BLOCK)).float(), None).flatten(-2)
             return (values @ self.unblocked(name).t()).to(self.dtype)
         scale = self.weights[f"{name}.weight_scale"].float()
+        if self.weights[f"{name}.weight_scale"].dtype == torch.uint8:
+            groups = weight.float().unflatten(-1, (-1, GROUP)) * torch.exp2(scale - 127)[..., None]
+            values = self.rounded_to_powers(x.float().unflatten(-1, (-1, GROUP)))
+            return (values.flatten(-2) @ groups.flatten(-2).t()).to(self.dtype)
         if f"{name}.input_scale" not in self.weights:
             values = self.rounded(x.float(), None, self.upper_bound)
             return (values @ (weight.float() * scale.reshape(-1, 1)).t()).to(self.dtype)
@@ -72,6 +77,11 @@ class Model:
             largest = x.abs().amax(-1, keepdim=True).clamp(max=upper_bound or torch.inf)
             scale = (largest / LIMIT).clamp(min=1 / (LIMIT * 512))
         return (x / scale).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn).float() * scale
+
+    def rounded_to_powers(self, x: torch.Tensor) -> torch.Tensor:
+        """x rounded to e4m3 in units of a power of two for each row of the last dimension, such that none is clamped."""
+        unit = torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1, keepdim=True).clamp(min=2.0**-118) / LIMIT)))
+        return (x / unit).to(torch.float8_e4m3fn).float() * unit
 
     def unblocked(self, name: str) -> torch.Tensor:
         """A weight with 128x128 block scales, in fp32."""

@@ -6,6 +6,7 @@ vLLM's own selection code runs on its own ROCm platform class. What it asks of t
 
 import importlib.abc
 import importlib.machinery
+import inspect
 import itertools
 import json
 import os
@@ -98,9 +99,10 @@ def layers(torch) -> dict[str, str]:
 
 
 def linear_kernels(torch) -> dict[str, str]:
-    """The FP8 linear kernels, and which quantized input they take."""
+    """The linear kernels, what vLLM's kernel is that they hold, and which quantized input they take."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.quantization.utils import quant_utils as keys
+    from vllm.model_executor.layers.utils import dispatch_unquantized_gemm
 
     cases = {
         "linear static": (keys.kFp8StaticTensorSym, keys.kFp8StaticTensorSym),
@@ -110,25 +112,33 @@ def linear_kernels(torch) -> dict[str, str]:
         "linear block": (keys.kFp8Static128BlockSym, keys.kFp8Dynamic128Sym),
     }
     names = {value: name for name, value in vars(keys).items() if name.startswith("kFp8")}
-    answer = {}
+    unquantized = dispatch_unquantized_gemm()
+    answer = {"linear unquantized": f"{unquantized.__module__}.{unquantized.__name__}"}
+
+    def add(name: str, kernel) -> None:
+        stock = getattr(kernel, "stock", None)
+        holds = f" holds {type(stock).__name__}" if stock is not None else ""
+        taken = names.get(kernel.input_quant_key(), "no quantized input")
+        answer[name] = f"{type(kernel).__name__}{holds} takes {taken}"
+
+    shape = {"weight_shape": (16384, 16384)}
+    known = inspect.signature(linear.init_mxfp8_linear_kernel).parameters
+    add("linear mxfp8", linear.init_mxfp8_linear_kernel(**{k: v for k, v in shape.items() if k in known}))
     for name, (weight_key, input_key) in cases.items():
         kernel = linear.init_fp8_linear_kernel(
             activation_quant_key=input_key,
             weight_quant_key=weight_key,
-            weight_shape=(16384, 16384),
             input_dtype=torch.bfloat16,
             out_dtype=torch.bfloat16,
             module_name="test",
+            **shape,
         )
-        taken = names.get(kernel.input_quant_key(), "no quantized input")
-        answer[name] = f"{type(kernel).__name__} takes {taken}"
+        add(name, kernel)
     return answer
 
 
 def experts(torch) -> dict[str, str]:
     """The experts of a DeepSeek V3, FP8 and bf16."""
-    import inspect
-
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
     from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized

@@ -1,5 +1,6 @@
 """vLLM generates with the ops in it: the same tokens, the ops called exactly as often as the model has places for them."""
 
+import concurrent.futures
 import importlib.metadata
 
 import checkpoints
@@ -23,7 +24,7 @@ def test_vllm_finds_the_plugin():
     assert entry.value == "vllm_rocm_ops.vllm:register"
 
 
-def expected_calls(flavour: tuple[str, str]) -> dict[str, int]:
+def expected_calls(flavour: tuple[str, str], steps: int = STEPS) -> dict[str, int]:
     """How often each op runs in one generation: places in the model, times steps."""
     model, kind = flavour
     layers = checkpoints.LLAMA["num_hidden_layers"] if model == "llama" else checkpoints.DEEPSEEK["num_hidden_layers"]
@@ -31,6 +32,7 @@ def expected_calls(flavour: tuple[str, str]) -> dict[str, int]:
     latent = 0 if model == "llama" else layers  # DeepSeek's norms of the two latents, one linked to a linear, one not
     plain_norms, plain_add_norms = latent, 1 + layers - dense  # the last norm, and those in front of a router
     linked, linked_add = 1 + latent, layers - 1 + dense
+    linears = 4 * layers + latent  # two around attention, or three; two of a feed-forward
     calls = {
         "bf16": {
             "rms_norm": plain_norms + linked,
@@ -41,22 +43,35 @@ def expected_calls(flavour: tuple[str, str]) -> dict[str, int]:
             "rms_norm_static_fp8_quant": linked,
             "fused_add_rms_norm_static_fp8_quant": linked_add,
             "silu_and_mul_quant": layers,
+            "scaled_mm": linears,
         },
-        "token": {"rms_norm_dynamic_per_token_quant": linked + linked_add, "silu_and_mul_per_token_quant": layers},
-        "block": {"rms_norm_per_block_quant": linked + linked_add, "silu_and_mul_per_block_quant": layers},
+        "token": {
+            "rms_norm_dynamic_per_token_quant": linked + linked_add,
+            "silu_and_mul_per_token_quant": layers,
+            "scaled_mm": linears,
+        },
+        "block": {
+            "rms_norm_per_block_quant": linked + linked_add,
+            "silu_and_mul_per_block_quant": layers,
+            "block_scaled_mm": linears,
+        },
     }
     calls["bounded"] = calls["token"]
+    calls["mxfp8"] = {**calls["bf16"], "mxfp8_scaled_mm": linears}  # no op makes this format, so nothing is linked
     per_step = calls[kind]
-    if kind != "bf16":
+    if kind not in ("bf16", "mxfp8"):
         per_step = {"rms_norm": plain_norms, "fused_add_rms_norm": plain_add_norms, **per_step}
-    return {op: count * STEPS for op, count in per_step.items() if count}
+    total = {op: count * steps for op, count in per_step.items() if count}
+    if kind == "block" and not torch.cpu._is_amx_tile_supported():  # with AMX, attention reads that weight itself
+        total["block_scaled_mm"] += latent  # expands the latents of the prompts, in the first step
+    return total
 
 
 @pytest.mark.parametrize(("mode", "flavour"), MODES_OF, ids=identity)
 def test_ops_are_called(request, mode, flavour):
-    """Every norm and activation of the model runs our op, quantizing where a quantized linear reads the result."""
+    """Every norm, activation and quantized linear of the model runs our op, and no other quantizes where one can do both."""
     answer = request.getfixturevalue(mode)["-".join(flavour)]
-    assert {name for name, reason in answer["seams"].items() if reason != "on"} == set()
+    assert {name for name, reason in answer["seams"].items() if reason != "on"} == {"unquantized_linear"}
     assert {op: sum(kernels.values()) for op, kernels in answer["stats"].items()} == expected_calls(flavour)
 
 
@@ -67,13 +82,13 @@ def test_tokens_are_those_of_a_plain_computation(request, expected, mode, flavou
     agree(answer, expected(flavour, answer["tokens"]))
 
 
-def agree(answer: dict, plain_logprobs: list[torch.Tensor]) -> None:
+def agree(answer: dict, plain_logprobs: list[torch.Tensor], steps: int = STEPS) -> None:
     """Raise unless tokens are equal and their log probabilities close to the plain model's."""
     for tokens, logprobs, wanted in zip(answer["tokens"], answer["logprobs"], plain_logprobs):
         assert tokens == wanted.argmax(-1).tolist()
-        assert len(tokens) == STEPS
+        assert len(tokens) == steps
         if logprobs:
-            error = (torch.tensor(logprobs) - wanted[torch.arange(STEPS), tokens]).abs()
+            error = (torch.tensor(logprobs) - wanted[torch.arange(steps), tokens]).abs()
             assert error.mean() < 0.2, error
 
 
@@ -94,17 +109,58 @@ CpuPlatform.is_fp8_fnuz = classmethod(lambda cls: True)
 """
 
 
+EMULATED_STEPS = 3
+
+
+def all_in(stats: dict[str, dict[str, int]]) -> dict[str, int]:
+    """How often each op ran, where each ran kernels only."""
+    assert not [(op, kernel) for op in stats for kernel in stats[op] if kernel.startswith("fallback")]
+    return {op: sum(counts.values()) for op, counts in stats.items()}
+
+
 def test_gfx942_code_runs_inside_vllm(engines, expected):
     """Every op of a generation runs its gfx942 code object in the emulator, in gfx942's e4m3fnuz, and tokens are right."""
     flavours = [("llama", kind) for kind in ("static", "token", "block")]
-    jobs = {"-".join(flavour): engines.job(flavour, emulate="gfx942") for flavour in flavours}
+    options = {"emulate": "gfx942", "max_tokens": EMULATED_STEPS}
+    jobs = {"-".join(flavour): engines.job(flavour, **options) for flavour in flavours}
     answers = engines.run_on_two_cores(jobs, before=GFX942_FORMAT)
     for flavour in flavours:
         answer = answers["-".join(flavour)]
-        kernels = {kernel for counts in answer["stats"].values() for kernel in counts}
-        assert not [kernel for kernel in kernels if kernel.startswith("fallback")]
-        assert {op: sum(counts.values()) for op, counts in answer["stats"].items()} == expected_calls(flavour)
-        agree(answer, expected(flavour, answer["tokens"]))
+        assert all_in(answer["stats"]) == expected_calls(flavour, EMULATED_STEPS)
+        agree(answer, expected(flavour, answer["tokens"]), EMULATED_STEPS)
+
+
+MANY_TOKENS_TO_VLLM = """
+import torch
+from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
+from vllm.model_executor.layers import vocab_parallel_embedding
+from vllm_rocm_ops.vllm import held, scaled_linear, unquantized_linear
+
+held.choose = lambda *_: ChannelWiseTorchFP8ScaledMMLinearKernel
+scaled_linear.MOST_TOKENS = 16
+op = torch.ops.vllm_rocm_ops.unquantized_linear
+torch.ops.vllm.rocm_unquantized_gemm = torch.nn.functional.linear
+vocab_parallel_embedding.dispatch_unquantized_gemm = lambda: lambda layer, x, weight, bias=None: op(x, weight, bias)
+"""
+"""As on ROCm: our kernel holds one of vLLM's, the prompts have too many tokens for ours, and ours makes the logits."""
+
+
+def test_gfx950_code_and_vllms_kernels_share_a_model(engines, expected):
+    """One compiled graph runs vLLM's kernels for the prompts and our gfx950 code after them; MX-FP8 is all ours."""
+    token, mx = ("llama", "token"), ("llama", "mxfp8")
+    options = {"emulate": "gfx950", "max_tokens": EMULATED_STEPS}
+    jobs = [
+        ({"it": engines.job(token, compiled=True, **options)}, MANY_TOKENS_TO_VLLM),
+        ({"it": engines.job(mx, **options)}, ""),
+    ]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        shared, alone = pool.map(lambda job: engines.run(job[0], before=job[1])["it"], jobs)
+    after_prompts = expected_calls(token, EMULATED_STEPS - 1)["scaled_mm"]
+    ours = {"scaled_mm": after_prompts, "unquantized_gemm": EMULATED_STEPS}
+    assert all_in(shared["stats"]) == expected_calls(token, EMULATED_STEPS) | ours
+    agree(shared, expected(token, shared["tokens"]), EMULATED_STEPS)
+    assert all_in(alone["stats"]) == expected_calls(mx, EMULATED_STEPS)
+    agree(alone, expected(mx, alone["tokens"]), EMULATED_STEPS)
 
 
 FAULTS = {
@@ -122,6 +178,21 @@ FAULTS = {
         ("llama", "token"),
         "silu_and_mul_per_token_quant",
         "lambda exact: lambda *arguments: (exact(*arguments)[0], exact(*arguments)[1] * 2)",
+    ),
+    "a linear layer leaves the scale of its output channels out": (
+        ("llama", "token"),
+        "scaled_mm",
+        "lambda exact: lambda a, b, scale_a, scale_b, *others: exact(a, b, scale_a, scale_b.mean(), *others)",
+    ),
+    "a linear layer has the block scales of the next rows": (
+        ("llama", "block"),
+        "block_scaled_mm",
+        "lambda exact: lambda a, b, scale_a, scale_b, *others: exact(a, b, scale_a, scale_b.roll(1, 0), *others)",
+    ),
+    "the scale of 32 values is taken for the next 32": (
+        ("llama", "mxfp8"),
+        "mxfp8_scaled_mm",
+        "lambda exact: lambda a, b, scale_a, *others: exact(a, b, scale_a.roll(1, 1), *others)",
     ),
     "a group has its neighbour's scale": (
         ("llama", "block"),

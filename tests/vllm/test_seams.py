@@ -19,23 +19,29 @@ def lines_about(output: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_broken_seams_are_off_and_the_others_on(engines, expected):
-    """One seam's vLLM function has other parameters, one seam's installation raises, one is switched off."""
+    """Two seams' vLLM functions have other parameters, one seam's installation raises, one is switched off."""
     before = """
 import dataclasses
+from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers.fusion import fused_act_quant
 from vllm_rocm_ops.vllm import norm
 known = fused_act_quant.maybe_fused_act_quant
 fused_act_quant.maybe_fused_act_quant = lambda activation, x, linear: known(activation, x, linear)
+choose = linear.choose_scaled_mm_linear_kernel
+linear.choose_scaled_mm_linear_kernel = lambda **keywords: choose(**keywords)
 norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
 """
     answers = engines.run({"broken": engines.job(MODEL)}, before=before, VLLM_ROCM_OPS_SEAMS="-links")
     answer = answers["broken"]
     off = {name: reason for name, reason in answer["seams"].items() if reason != "on"}
-    assert off.keys() == {"activation", "norm", "links"}
+    broken = {"activation", "norm", "scaled_linear", "block_scaled_linear", "mxfp8_linear"}
+    assert off.keys() == broken | {"links", "unquantized_linear"}
     assert off["activation"].startswith("this vLLM lacks ") and "(act_fn, x, linear), it has" in off["activation"]
     assert off["norm"] == "IndexError: list index out of range"
     assert off["links"] == "VLLM_ROCM_OPS_SEAMS=-links"
-    assert lines_about(answers["output"]) == {name: off[name] for name in ("activation", "norm")}
+    assert "(config, possible_kernels), it has (keywords)" in off["scaled_linear"]
+    assert off["unquantized_linear"] == "for rocm only"
+    assert lines_about(answers["output"]) == {name: off[name] for name in broken}
     assert answer["stats"] == {}
     assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(MODEL, answer["tokens"])]
 
@@ -46,8 +52,9 @@ def test_an_unknown_vllm_is_left_alone(engines, stock):
     before = "import vllm\nvllm.__version__ = '0.99.0'"
     answers = engines.run({"new": engines.job(MODEL)}, before=before)
     reason = "tried on vLLM 0.30 to 0.33, this is 0.99.0"
-    assert answers["new"]["seams"] == dict.fromkeys(seam.NAMES, reason)
-    assert lines_about(answers["output"]) == dict.fromkeys(seam.NAMES, reason)
+    here = [name for name in seam.NAMES if "cpu" in seam.load(name).platforms]
+    off = {name: answers["new"]["seams"][name] for name in here}
+    assert off == lines_about(answers["output"]) == dict.fromkeys(here, reason)
     assert answers["new"]["tokens"] == stock["-".join(MODEL)]["tokens"]
 
 

@@ -29,7 +29,8 @@ RELEASES = {
 }
 """Minor release -> where its Python files are from. Only those are used: they are the same for every platform."""
 MACHINES = [(arch, aiter) for arch in selection.ARCHS for aiter in selection.AITER]
-PLUGIN_SEAMS = ["compile_cache", "quantized_input", "norm", "activation", "links"]
+LINEAR_SEAMS = ["scaled_linear", "block_scaled_linear", "mxfp8_linear", "unquantized_linear"]
+PLUGIN_SEAMS = ["compile_cache", "quantized_input", *LINEAR_SEAMS, "norm", "activation", "links"]
 
 
 def python_files(requirement: str) -> pathlib.Path:
@@ -103,7 +104,7 @@ def test_seams_are_on(selected, release, arch, aiter):
     """Every seam but those for CPU is on, in every release, and our classes are the ones that vLLM makes."""
     with_plugin = selected[release][f"{arch} aiter={aiter} with"]
     assert with_plugin["seams on"].split(", ") == PLUGIN_SEAMS
-    assert with_plugin["seams off"].split(", ") == ["cpu_gaps", "cpu_linear", "cpu_moe"]
+    assert with_plugin["seams off"].split(", ") == ["cpu_gaps", "cpu_moe"]
     assert with_plugin["RMSNorm()"] == "RocmOpsRMSNorm.rocm_ops_forward"
     assert with_plugin["SiluAndMul()"] == "RocmOpsSiluAndMul.rocm_ops_forward"
     assert with_plugin["fingerprint"] == "True"
@@ -111,11 +112,28 @@ def test_seams_are_on(selected, release, arch, aiter):
 
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(("arch", "aiter"), MACHINES)
-def test_linear_experts_and_attention_stay_vllms(selected, release, arch, aiter):
-    """The plugin has vLLM's own kernels take quantized input; it replaces none of them yet."""
+def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
+    """Our kernels come first, hold the one that vLLM would have chosen, and take quantized input; gfx942 has no MX-FP8."""
+    without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
+    ours = {"static": "Scaled", "dynamic": "Scaled", "per token": "Scaled", "fbgemm": "Scaled", "block": "BlockScaled"}
+    if arch == "gfx950":
+        ours["mxfp8"] = "Mxfp8"
+    taken = {"static": "kFp8StaticTensorSym", "block": "kFp8Dynamic128Sym"}
+    taken |= dict.fromkeys(("per token", "fbgemm"), "kFp8DynamicTokenSym")
+    for kind, name in ours.items():
+        stock = without[f"linear {kind}"].split()[0]
+        takes = taken.get(kind, "no quantized input")
+        assert with_plugin[f"linear {kind}"] == f"RocmOps{name}Linear holds {stock} takes {takes}"
+    if arch == "gfx942":
+        assert with_plugin["linear mxfp8"] == without["linear mxfp8"]
+    assert with_plugin["linear unquantized"].startswith("vllm_rocm_ops.vllm.unquantized_linear.")
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(("arch", "aiter"), MACHINES)
+def test_experts_and_attention_stay_vllms(selected, release, arch, aiter):
+    """The plugin replaces none of them yet."""
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
     for what in without:
-        if what.startswith(("linear", "experts", "latent", "fp8")):
-            assert with_plugin[what].split()[0] == without[what].split()[0]
-    takes = [with_plugin[f"linear {kind}"].split()[-1] for kind in ("static", "per token", "fbgemm", "block")]
-    assert takes == ["kFp8StaticTensorSym", "kFp8DynamicTokenSym", "kFp8DynamicTokenSym", "kFp8Dynamic128Sym"]
+        if what.startswith(("experts", "latent", "fp8")):
+            assert with_plugin[what] == without[what]

@@ -9,17 +9,20 @@ import logging
 import pathlib
 
 import vllm_rocm_ops
+from vllm_rocm_ops import envs
 from vllm_rocm_ops.vllm import seam
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
 def fingerprint() -> str:
-    """Version, active seams and a hash of the code objects' stamps."""
+    """Version, active seams, the weights' order and a hash of the code objects' stamps."""
     stamps = hashlib.sha256()
     for stamp in sorted((pathlib.Path(vllm_rocm_ops.__file__).parent / "code").glob("*/*.json")):
         stamps.update(stamp.read_bytes())
-    return f"{vllm_rocm_ops.__version__} with {', '.join(seam.active())}; code {stamps.hexdigest()[:16]}"
+    order = "shuffled" if envs.VLLM_ROCM_OPS_SHUFFLE == "1" else "plain"
+    what = f"{', '.join(seam.active())}; {order} weights; code {stamps.hexdigest()[:16]}"
+    return f"{vllm_rocm_ops.__version__} with {what}"
 
 
 def mark(vllm_config) -> None:

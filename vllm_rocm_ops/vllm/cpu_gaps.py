@@ -4,7 +4,8 @@ from vllm_rocm_ops.vllm import seam
 
 
 def probe() -> None:
-    """The names that are replaced exist."""
+    """The names that are replaced or called exist."""
+    import torch
     from vllm import _custom_ops
     from vllm.model_executor.layers.fusion import fused_act_quant
     from vllm.model_executor.layers.quantization.fbgemm_fp8 import FBGEMMFp8Config
@@ -21,10 +22,12 @@ def probe() -> None:
     )
     seam.require(isinstance(getattr(fused_act_quant, "_FUSED_ACT_QUANT", None), dict), "_FUSED_ACT_QUANT")
     seam.require_parameters(FBGEMMFp8Config.__init__, "ignore_list", "input_scale_ub")
+    seam.require(hasattr(torch.cpu, "_init_amx"), "a torch with torch.cpu._init_amx")
 
 
 def install() -> None:
     """Fill the gaps."""
+    import torch
     from vllm import _custom_ops
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.fusion.fused_act_quant import _FUSED_ACT_QUANT
@@ -54,6 +57,9 @@ def install() -> None:
 
     # vLLM's own fused row calls an op that CPU builds do not have.
     _FUSED_ACT_QUANT.pop((SiluAndMul, kFp8StaticTensorSym), None)
+
+    # vLLM's attention uses AMX tiles, which Linux grants a process that asks. Products in fp32 ask; not every model has any.
+    torch.cpu._init_amx()
 
     # A CPU has no device capability, which reads as a GPU that needs Marlin.
     construct = FBGEMMFp8Config.__init__

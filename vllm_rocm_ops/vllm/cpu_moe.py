@@ -2,17 +2,17 @@
 
 import torch
 
-from vllm_rocm_ops import quantization
+from vllm_rocm_ops import ops, quantization
+from vllm_rocm_ops.ops.gemm import BLOCK
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.cpu_linear import BLOCK, dequantize_blocks
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """x [m, k], quantized with a scale per row and 128 columns, times weight [n, k] transposed, in x's dtype."""
     groups = x.float().unflatten(-1, (-1, BLOCK))
     group_scale = quantization.scale_of(quantization.absmax(groups), weight.dtype)
-    values = quantization.cast(groups / group_scale, weight.dtype).float() * group_scale
-    return (values.flatten(-2) @ dequantize_blocks(weight, scale).t()).to(x.dtype)
+    values = quantization.cast(groups / group_scale, weight.dtype).flatten(-2)
+    return ops.block_scaled_mm.reference(values, weight, group_scale.squeeze(-1), scale, x.dtype)
 
 
 @torch.library.custom_op("vllm_rocm_ops_cpu::fp8_block_experts", mutates_args=())

@@ -5,6 +5,8 @@ kernels never take one; and `Fp8LinearMethod` and `FBGEMMFp8LinearMethod` never 
 A kernel with an `apply_weights` of its own is left alone: it may quantize in its own way.
 """
 
+import functools
+
 from vllm_rocm_ops.vllm import seam
 
 
@@ -44,12 +46,14 @@ def install() -> None:
         """Have kernels that use the base's `apply_weights` take what the ops make, and tell it to their layers."""
         construct, prepare = base.__init__, base.process_weights_after_loading
 
+        @functools.wraps(construct)
         def __init__(self, *arguments, **keywords):
             construct(self, *arguments, **keywords)
             key = self.config.activation_quant_key
             plain = type(self).apply_weights is base.apply_weights and getattr(self, "apply_input_quant", True)
             self.rocm_ops_input_key = key if plain and key in handover.KEYS else None
 
+        @functools.wraps(prepare)
         def process_weights_after_loading(self, layer):
             prepare(self, layer)
             if not envs.VLLM_BATCH_INVARIANT:  # its path through Fp8LinearMethod reads the input as a tensor
@@ -62,6 +66,7 @@ def install() -> None:
 
     quantize_and_multiply = Fp8BlockScaledMMLinearKernel.apply_weights
 
+    @functools.wraps(quantize_and_multiply)
     def apply_weights(self, layer, x, bias=None, **keywords):
         activation = as_quantized_activation(x, self.input_quant_key())
         if activation is None:

@@ -20,9 +20,12 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 NAMES = (
     "compile_cache",
     "cpu_gaps",
-    "cpu_linear",
     "cpu_moe",
     "quantized_input",
+    "scaled_linear",
+    "block_scaled_linear",
+    "mxfp8_linear",
+    "unquantized_linear",
     "norm",
     "activation",
     "links",

@@ -1,0 +1,412 @@
+"""Our linear kernels in vLLM: what they compute, which calls they leave to the kernel of vLLM's that they hold, and how."""
+
+import pytest
+import torch
+from emulator import Emulator
+
+import vllm_rocm_ops
+from vllm_rocm_ops import launch
+from vllm_rocm_ops.ops.gemm import shuffle_weight
+from vllm_rocm_ops.vllm import (
+    block_scaled_linear,
+    held,
+    mxfp8_linear,
+    register,
+    scaled_linear,
+    seam,
+    unquantized_linear,
+)
+
+N, K = 256, 256
+FEW, MANY = 5, 65
+FP8 = torch.float8_e4m3fn
+CHOOSE = held.choose
+
+
+@pytest.fixture(autouse=True)
+def config():
+    """vLLM's layers are made within a configuration."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+
+    register()
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu")), check_compile=False):
+        vllm_rocm_ops.reset_stats()
+        yield
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+class Stock:
+    """Makes a kernel class of vLLM's: it answers with zeros, keeps what it was asked in `calls`, and does not prepare weights
+    otherwise than its base class."""
+
+    @classmethod
+    def of(cls, base: type) -> type:
+        supported = classmethod(lambda cls, *_: (True, None))
+        return type(cls.__name__, (cls, base), {"is_supported": supported, "can_implement": supported, "calls": []})
+
+    def apply_scaled_mm(self, **arguments):
+        self.calls.append(arguments)
+        return torch.zeros(arguments["output_shape"], dtype=arguments["out_dtype"])
+
+    def apply_block_scaled_mm(self, **arguments):
+        self.calls.append(arguments)
+        return torch.zeros(arguments["A"].shape[0], N, dtype=self.config.out_dtype)
+
+
+class MxStock(Stock):
+    """Merges scales, as vLLM's kernel for gfx950 does where 32 rows share theirs."""
+
+    def process_weights_after_loading(self, layer):
+        layer.weight_scale = torch.nn.Parameter(layer.weight_scale.data[::32].contiguous(), requires_grad=False)
+
+    def apply_weights(self, layer, x, bias=None):
+        self.calls.append({"B": layer.weight, "bias": bias})
+        return torch.zeros(x.shape[0], N, dtype=x.dtype)
+
+
+KINDS = {
+    "static": ("kFp8StaticTensorSym", "kFp8StaticTensorSym"),
+    "dynamic": ("kFp8StaticTensorSym", "kFp8DynamicTensorSym"),
+    "channel": ("kFp8StaticChannelSym", "kFp8DynamicTokenSym"),
+    "channel-static": ("kFp8StaticChannelSym", "kFp8StaticTensorSym"),
+    "fbgemm": ("kFp8StaticTokenSym", "kFp8DynamicTokenSym"),
+    "block": ("kFp8Static128BlockSym", "kFp8Dynamic128Sym"),
+    "mxfp8": None,
+}
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """A function that makes a layer of a kind with its kernel, which holds `stock`, if given, as on ROCm; and the layer's
+    exact weight, in fp32."""
+
+    def make(kind: str, stock: type | None = None, k: int = K, marks: tuple[str, ...] = ()):
+        from vllm.model_executor.kernels import linear
+        from vllm.model_executor.layers.quantization.utils import quant_utils
+
+        if stock is not None:
+            from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
+            from vllm.model_executor.kernels.linear.scaled_mm import (
+                Fp8BlockScaledMMLinearKernel,
+                FP8ScaledMMLinearKernel,
+            )
+
+            bases = {"block": Fp8BlockScaledMMLinearKernel, "mxfp8": Mxfp8LinearKernel}
+            stock = (MxStock if kind == "mxfp8" else stock).of(bases.get(kind, FP8ScaledMMLinearKernel))
+        monkeypatch.setattr(held, "choose", lambda *_: stock)
+        monkeypatch.setattr(held, "_kernels", {})
+        layer, weight = torch.nn.Module(), random(N, k).to(FP8)
+        vars(layer).update(dict.fromkeys(marks, True))
+        layer.input_scale = torch.tensor(0.02) if "static" in kind else None
+        layer.input_scale_ub = None
+        if kind == "mxfp8":
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+            scale = (120 + torch.arange(N // 32 * k // 32) % 5).view(N // 32, -1).repeat_interleave(32, 0)
+            layer.weight_scale = torch.nn.Parameter(scale.byte(), requires_grad=False)
+            exact = weight.float() * torch.exp2(layer.weight_scale.float() - 127).repeat_interleave(32, 1)
+            kernel = linear.init_mxfp8_linear_kernel(weight_shape=(N, k))
+        else:
+            keys = [getattr(quant_utils, name) for name in KINDS[kind]]
+            if kind == "block":
+                layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+                layer.weight_scale_inv = torch.nn.Parameter(
+                    random(N // 128, -(-k // 128)).abs() / 8, requires_grad=False
+                )
+                scale = layer.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :k]
+            else:
+                layer.weight = torch.nn.Parameter(weight.t(), requires_grad=False)
+                per_tensor = KINDS[kind][0] == "kFp8StaticTensorSym"
+                scale = torch.tensor(0.01) if per_tensor else random(N, 1).abs() / 8
+                layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+            exact = weight.float() * scale
+            kernel = linear.init_fp8_linear_kernel(
+                activation_quant_key=keys[1],
+                weight_quant_key=keys[0],
+                weight_shape=(N, k),
+                input_dtype=torch.bfloat16,
+                out_dtype=torch.bfloat16,
+            )
+        assert type(kernel).__name__.startswith("RocmOps")
+        kernel.process_weights_after_loading(layer)
+        return layer, kernel, exact
+
+    return make
+
+
+def close(output: torch.Tensor, x: torch.Tensor, exact: torch.Tensor) -> None:
+    """Raise unless an output is x @ exact^T within the rounding of x to e4m3."""
+    wanted = x.float() @ exact.t()
+    error = (output.float() - wanted).abs()
+    assert output.dtype == x.dtype
+    assert error.mean() < 0.05 * wanted.abs().mean(), error.mean()
+
+
+OPS = dict.fromkeys(KINDS, "scaled_mm") | {"block": "block_scaled_mm", "mxfp8": "mxfp8_scaled_mm"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products(make, kind):
+    """Without a kernel of vLLM's, our op serves any number of tokens, in any number of dimensions, with a bias."""
+    layer, kernel, exact = make(kind)
+    bias = random(N).bfloat16()
+    for shape in ((FEW, K), (MANY, K), (2, 3, K)):
+        x = random(*shape).bfloat16()
+        output = kernel.apply_weights(layer, x, bias)
+        assert output.shape == (*shape[:-1], N)
+        close(output - bias, x, exact)
+    assert vllm_rocm_ops.stats()[OPS[kind]] == {"fallback: PyTorch reference on this device": 3}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_tokens_are_ours_and_many_are_vllms(make, kind):
+    """The kernel that is held gets just what it would get without us; nothing else of ours runs then."""
+    layer, kernel, exact = make(kind, Stock)
+    x = random(FEW, K).bfloat16()
+    with launch.executor(Emulator("gfx950")):
+        close(kernel.apply_weights(layer, x), x, exact)
+        assert list(vllm_rocm_ops.stats()) == [OPS[kind]]
+        assert not kernel.stock.calls
+        vllm_rocm_ops.reset_stats()
+        output = kernel.apply_weights(layer, random(MANY, K).bfloat16())
+    assert output.shape == (MANY, N)
+    assert not output.any()
+    assert vllm_rocm_ops.stats() == {}
+    [call] = kernel.stock.calls
+    assert call["B"] is layer.weight
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arch", [None, "gfx942", "gfx950"])
+def test_what_our_kernels_do_not_take_is_vllms(make, kind, arch, monkeypatch):
+    """Our op's PyTorch reference never runs where vLLM has a kernel: without code for the device, for e4m3fn on gfx942,
+    and switched off on gfx950."""
+    if arch == "gfx950":
+        monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", OPS[kind])
+    layer, kernel, _ = make(kind, Stock)
+    with launch.executor(arch and Emulator(arch)):
+        kernel.apply_weights(layer, random(FEW, K).bfloat16())
+    assert len(kernel.stock.calls) == 1
+    assert vllm_rocm_ops.stats() == {}
+
+
+def test_what_our_op_refuses_is_vllms(make):
+    """A bias of another dtype breaks our contract, but perhaps not that of vLLM's kernel."""
+    layer, kernel, _ = make("channel", Stock)
+    with launch.executor(Emulator("gfx950")):
+        kernel.apply_weights(layer, random(FEW, K).bfloat16(), torch.zeros(N))
+    [call] = kernel.stock.calls
+    assert call["bias"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["static", "channel", "block"])
+def test_quantized_input_is_taken(make, kind):
+    """A layer says which quantized input it takes, and an input in that form is not quantized again."""
+    from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
+
+    from vllm_rocm_ops.vllm import handover
+
+    layer, kernel, exact = make(kind, Stock)
+    key = get_input_quant_key(layer)
+    assert key == kernel.config.activation_quant_key
+    gate_up = random(FEW, 2 * K).bfloat16()
+    handed = handover.silu_and_mul(layer, key, gate_up)
+    vllm_rocm_ops.reset_stats()
+    with launch.executor(Emulator("gfx950")):
+        output = kernel.apply_weights(layer, handed)
+    assert list(vllm_rocm_ops.stats()) == [OPS[kind]]
+    close(output, torch.ops.vllm_rocm_ops.silu_and_mul(gate_up), exact)
+
+
+class Shuffling(Stock):
+    """Leaves the weight as AITER's kernels for tuned shapes do."""
+
+    def process_weights_after_loading(self, layer):
+        rows = layer.weight.data.t()
+        layer.weight = torch.nn.Parameter(shuffle_weight(rows).view(rows.shape), requires_grad=False)
+
+
+class Untransposing(Stock):
+    """Leaves the weight as AITER's kernel for any shape does."""
+
+    def process_weights_after_loading(self, layer):
+        layer.weight = torch.nn.Parameter(layer.weight.data.t(), requires_grad=False)
+
+
+class Repacking(Stock):
+    """Leaves the weight in an order that we do not know."""
+
+    def process_weights_after_loading(self, layer):
+        layer.weight = torch.nn.Parameter(layer.weight.data.t().flip(0), requires_grad=False)
+
+
+@pytest.mark.parametrize("stock", [Shuffling, Untransposing, Repacking])
+def test_the_weight_is_read_as_vllms_kernel_left_it(make, stock):
+    """In its rows, in fragments, or, if in any other order, not at all."""
+    layer, kernel, exact = make("channel", stock)
+    x = random(FEW, K).bfloat16()
+    with launch.executor(Emulator("gfx950")):
+        output = kernel.apply_weights(layer, x)
+        few = len(kernel.stock.calls)
+        kernel.apply_weights(layer, random(MANY, K).bfloat16())
+    if stock is Repacking:
+        assert few == 1
+    else:
+        assert few == 0
+        close(output, x, exact)
+    assert all(call["B"] is layer.weight or call["B"].equal(layer.weight) for call in kernel.stock.calls)
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_weights_are_shuffled_on_request(make, kind, monkeypatch):
+    """Then ours serves every number of tokens; but a weight that latent attention reads stays as it is."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
+    layer, kernel, exact = make(kind, Stock)
+    shape = layer.weight.shape
+    rows = layer.weight if kind == "block" else layer.weight.t()
+    assert kernel.stock is None
+    with launch.executor(Emulator("gfx950")):
+        for tokens in (FEW, MANY):
+            x = random(tokens, K).bfloat16()
+            close(kernel.apply_weights(layer, x), x, exact)
+    layer, kernel, _ = make(kind, Stock, marks=("_cpu_skip_gemm_dispatch",))
+    plain = layer.weight if kind == "block" else layer.weight.t()
+    assert kernel.stock is not None
+    assert layer.weight.shape == shape
+    assert torch.equal(shuffle_weight(plain.data).flatten().view(torch.uint8), rows.data.flatten().view(torch.uint8))
+
+
+def test_a_kernel_that_quantizes_its_input_itself_keeps_the_layer():
+    """We would not know what it makes of its input, and so do not stand before it."""
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
+
+    own = type("Own", (FP8ScaledMMLinearKernel,), {"apply_weights": lambda self, layer, x, bias=None: x})
+    possible, why = held.can_hold(own, FP8ScaledMMLinearKernel)
+    assert (possible, why) == (False, "leaves the layer to Own, which quantizes its input itself")
+
+
+def test_batch_invariance_is_left_to_vllm(monkeypatch):
+    """Our sums depend on the number of tokens."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not held.is_supported()[0]
+
+
+def test_vllm_chooses_what_is_held(make):
+    """From its own table, in its own way, without ours; and the table is as before then."""
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import current_platform
+
+    kernels = linear._POSSIBLE_FP8_KERNELS[current_platform._enum]
+    before = list(kernels)
+    _, kernel, _ = make("channel")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(current_platform), "is_rocm", lambda self: True)
+        stock = CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8")
+        patch.setenv("VLLM_DISABLED_KERNELS", ",".join(other.__name__ for other in before[1:]))
+        nothing = CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8")
+    assert stock in before[1:]
+    assert nothing is None
+    assert kernels == before
+    assert CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8") is None  # on CPU
+
+
+@pytest.mark.parametrize("shape", [(FEW, K), (17, K), (2, 3, K), (K,)])
+@pytest.mark.parametrize("arch", [None, "gfx942"])
+def test_unquantized_layers(shape, arch, monkeypatch):
+    """At most 16 tokens are ours where there are kernels; all else is asked of vLLM's own op, with the same arguments."""
+    x, weight, bias = random(*shape).bfloat16(), random(N, K).bfloat16(), random(N).bfloat16()
+    calls = []
+
+    def stock(*arguments):
+        calls.append(arguments)
+        return torch.nn.functional.linear(*arguments)
+
+    monkeypatch.setattr(torch.ops.vllm, "rocm_unquantized_gemm", stock)
+    with launch.executor(arch and Emulator(arch)):
+        output = torch.ops.vllm_rocm_ops.unquantized_linear(x, weight, bias)
+    torch.testing.assert_close(output, torch.nn.functional.linear(x, weight, bias), atol=0.1, rtol=0.02)
+    ours = arch is not None and shape != (17, K)
+    assert (len(calls), list(vllm_rocm_ops.stats())) == ((0, ["unquantized_gemm"]) if ours else (1, []))
+
+
+@pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
+def test_one_graph_serves_every_number_of_tokens(make, kind):
+    """What runs is decided inside one op, with the tokens of the call, not when a graph is compiled."""
+    layer, kernel, exact = make(kind, Stock)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: kernel.apply_weights(layer, x), backend=backend, dynamic=True, fullgraph=True)
+    with launch.executor(Emulator("gfx950")):
+        for tokens in (MANY, FEW, 64):
+            x = random(tokens, K).bfloat16()
+            torch._dynamo.mark_dynamic(x, 0)
+            output = run(x)
+            if tokens != MANY:
+                close(output, x, exact)
+    assert len(kernel.stock.calls) == 1
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
+def test_fake_results_are_like_real_ones(make, kind):
+    """A fake result has the shape, strides and dtype of the real one."""
+    layer, kernel, _ = make(kind, Stock)
+    for tokens in (FEW, MANY):
+        x = random(tokens, K).bfloat16()
+        if kind == "mxfp8":
+            name, arguments = "mxfp8_linear", (x, layer.weight, layer.weight_scale, None)
+        else:
+            data, scale = kernel.quant_fp8(x)
+            weight_scale = layer.weight_scale if kind == "channel" else layer.weight_scale_inv
+            options = (None, torch.bfloat16, False) if kind == "channel" else (torch.bfloat16,)
+            name, arguments = OPS[kind].replace("_mm", "_linear"), (data, layer.weight, scale, weight_scale, *options)
+        op = getattr(torch.ops.vllm_rocm_ops, name).default
+        torch.library.opcheck(op, (*arguments, kernel.stock_name), test_utils="test_faketensor")
+
+
+BROKEN = {
+    scaled_linear: "_POSSIBLE_FP8_KERNELS",
+    block_scaled_linear: "_POSSIBLE_FP8_BLOCK_KERNELS",
+    mxfp8_linear: "_POSSIBLE_MXFP8_KERNELS",
+}
+
+
+@pytest.mark.parametrize("module", BROKEN, ids=lambda module: module.SEAM.name)
+def test_a_probe_notices_other_tables_and_signatures(module, monkeypatch):
+    """The seam is off then, and says what is missing."""
+    from vllm.model_executor.kernels import linear
+
+    module.probe()
+    with monkeypatch.context() as patch:
+        patch.delattr(linear, BROKEN[module])
+        with pytest.raises(seam.Unavailable, match=f"this vLLM lacks {BROKEN[module]}"):
+            module.probe()
+    monkeypatch.setattr(linear, "choose_scaled_mm_linear_kernel", lambda kernels: None)
+    with pytest.raises(seam.Unavailable, match=r"\(config, possible_kernels\), it has \(kernels\)"):
+        module.probe()
+
+
+def test_the_probe_for_unquantized_layers_notices_another_dispatch(monkeypatch):
+    """On CPU vLLM's dispatch gives layers another function, as a vLLM would that no longer looks ours up."""
+    from vllm.model_executor.layers import utils
+
+    with pytest.raises(seam.Unavailable, match="this vLLM lacks rocm_unquantized_gemm in its dispatch"):
+        unquantized_linear.probe()
+    monkeypatch.setattr(utils, "dispatch_unquantized_gemm", lambda: utils.rocm_unquantized_gemm)
+    unquantized_linear.probe()
+
+
+def test_the_order_of_weights_is_in_the_fingerprint(monkeypatch):
+    """A graph that was compiled for plain weights is not loaded for shuffled ones."""
+    from vllm_rocm_ops.vllm import compile_cache
+
+    plain = compile_cache.fingerprint()
+    monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
+    assert compile_cache.fingerprint() != plain

@@ -1,0 +1,113 @@
+"""Seam: FP8 linear layers with scales per 128x128 block of the weight run our `block_scaled_mm` for few tokens.
+
+vLLM's own kernel, where there is one, is held for the rest (held.py), prepares the weight and says how the input is
+quantized. With `VLLM_ROCM_OPS_SHUFFLE=1` ours serves any number of tokens, see scaled_linear.py.
+"""
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.ops.gemm import BLOCK, shuffle_weight
+from vllm_rocm_ops.vllm import held, seam
+
+MOST_TOKENS = 64  # that ours wins
+
+
+def block_scaled_linear(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, stock: str
+) -> Tensor:
+    """`block_scaled_mm`, or what the kernel that is held as `stock` makes of the same arguments."""
+
+    def theirs() -> Tensor:
+        return held.held(stock).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
+
+    return held.ours_or(theirs, ops.block_scaled_mm, MOST_TOKENS, a, b, scale_a, scale_b, out_dtype)
+
+
+def _fake(a, b, scale_a, scale_b, out_dtype, stock):
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+held.define(block_scaled_linear, _fake)
+
+
+def probe() -> None:
+    """vLLM's table of kernels, its choice among them and their base class are as expected."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+
+    seam.require(isinstance(getattr(linear, "_POSSIBLE_FP8_BLOCK_KERNELS", None), dict), "_POSSIBLE_FP8_BLOCK_KERNELS")
+    seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
+    seam.require_parameters(Fp8BlockScaledMMLinearKernel.__init__, "config")
+    seam.require_parameters(Fp8BlockScaledMMLinearKernel.is_supported, "compute_capability")
+    seam.require_parameters(Fp8BlockScaledMMLinearKernel.can_implement, "config")
+    seam.require_parameters(Fp8BlockScaledMMLinearKernel.process_weights_after_loading, "layer")
+    seam.require_parameters(Fp8BlockScaledMMLinearKernel.apply_weights, "layer", "x", "bias")
+    seam.require_parameters(Fp8BlockScaledMMLinearKernel.apply_block_scaled_mm, "A", "B", "As", "Bs")
+
+
+def install() -> None:
+    """Put our kernel first in vLLM's table: its `register_linear_kernel` appends, and knows no block kernels before 0.33."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.model_executor.utils import replace_parameter
+    from vllm.platforms import current_platform
+
+    table = linear._POSSIBLE_FP8_BLOCK_KERNELS
+
+    class RocmOpsBlockScaledLinear(Fp8BlockScaledMMLinearKernel):
+        """`block_scaled_mm`, and the kernel that vLLM would choose without it."""
+
+        @classmethod
+        def is_supported(cls, compute_capability=None):
+            return held.is_supported()
+
+        @classmethod
+        def can_implement(cls, config):
+            weight, activation = (
+                key.scale.group_shape for key in (config.weight_quant_key, config.activation_quant_key)
+            )
+            if (*weight, *activation) != (BLOCK, BLOCK, 1, BLOCK):
+                return False, f"takes blocks of {BLOCK}x{BLOCK} and groups of {BLOCK} only"
+            possible, why = super().can_implement(config)
+            return held.can_hold(cls.stock_class(config), Fp8BlockScaledMMLinearKernel) if possible else (False, why)
+
+        @classmethod
+        def stock_class(cls, config):
+            """The kernel that vLLM would choose without ours."""
+            return held.choose(cls, config, table, "fp8_block_w8a8")
+
+        def __init__(self, config):
+            super().__init__(config)
+            stock = self.stock_class(config)
+            self.stock = stock and stock(config)
+            self.in_fragments = False
+            if self.stock is not None:
+                self.quant_fp8, self.use_triton = self.stock.quant_fp8, self.stock.use_triton
+                self.stock_name = held.hold(self.stock)
+
+        def process_weights_after_loading(self, layer):
+            prepare = super() if self.stock is None else self.stock
+            prepare.process_weights_after_loading(layer)
+            params = self._get_layer_params(layer)
+            if held.wants_fragments(layer, params.weight):
+                replace_parameter(layer, params.WEIGHT, shuffle_weight(params.weight.data).view(params.weight.shape))
+                self.in_fragments, self.stock = True, None
+
+        def apply_block_scaled_mm(self, A, B, As, Bs):
+            out_dtype = self.config.out_dtype
+            if self.stock is None:
+                weight = held.fragments_of(B) if self.in_fragments else B
+                return torch.ops.vllm_rocm_ops.block_scaled_mm(A, weight, As, Bs, out_dtype)
+            return torch.ops.vllm_rocm_ops.block_scaled_linear(A, B, As, Bs, out_dtype, self.stock_name)
+
+    table.setdefault(current_platform._enum, []).insert(0, RocmOpsBlockScaledLinear)
+
+
+SEAM = seam.Seam(
+    name="block_scaled_linear",
+    replaces="the first row of _POSSIBLE_FP8_BLOCK_KERNELS",
+    probe=probe,
+    install=install,
+)

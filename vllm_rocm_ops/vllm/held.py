@@ -1,0 +1,131 @@
+"""Our linear kernels hold vLLM's own kernel for the same layer, for the calls that ours do not win.
+
+Which of the two runs is decided when a call runs, inside one opaque torch op: a compiled graph serves every number of
+tokens, and a captured graph is captured per batch size, with what was decided for it. The op names the kernel that is held
+by its class and configuration. These are the same in every process, so graphs from vLLM's compile cache find it, and equal
+layers compile to equal graphs; a kernel keeps no more than them, weights are the op's arguments.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import envs
+from vllm_rocm_ops.op import NAMESPACE, Op
+from vllm_rocm_ops.ops.gemm import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP, shuffle_weight
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_kernels: dict[str, object] = {}
+
+
+def define(function: Callable, fake: Callable) -> None:
+    """Make a function the torch op of its name."""
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+    name = function.__name__
+    _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=tags)
+    _library.impl(name, function, "CPU")
+    _library.impl(name, function, "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+
+
+def is_supported() -> tuple[bool, str]:
+    """A kernel's answer: ours sum in an order that depends on the number of tokens."""
+    from vllm import envs as vllm_envs
+
+    return not vllm_envs.VLLM_BATCH_INVARIANT, "is not batch invariant"
+
+
+@contextlib.contextmanager
+def without(kernels: list[type], ours: type):
+    """vLLM's list of kernels as it is without ours."""
+    place = kernels.index(ours)
+    del kernels[place]
+    try:
+        yield
+    finally:
+        kernels.insert(place, ours)
+
+
+def choose(ours: type, config, table: dict, quantization: str) -> type | None:
+    """The kernel that vLLM would choose without ours, on ROCm; None where there is none, and on CPU, where our ops'
+    references are what is tested."""
+    from vllm.model_executor.kernels.linear import choose_scaled_mm_linear_kernel
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_rocm():
+        return None
+    with without(table[current_platform._enum], ours):
+        try:
+            return choose_scaled_mm_linear_kernel(config, table, quantization=quantization)
+        except ValueError:
+            return None
+
+
+def can_hold(stock: type | None, base: type) -> tuple[bool, str]:
+    """A kernel's answer: it can hold one that gets its input from the base class that both have."""
+    plain = stock is None or stock.apply_weights is base.apply_weights
+    return plain, "" if plain else f"leaves the layer to {stock.__name__}, which quantizes its input itself"
+
+
+def hold(kernel: object) -> str:
+    """The name by which `held` finds a kernel."""
+    name = f"{type(kernel).__name__} {kernel.config}"
+    _kernels.setdefault(name, kernel)
+    return name
+
+
+def held(name: str) -> object:
+    """A kernel that some layer of this process holds."""
+    return _kernels[name]
+
+
+def ours_or(stock: Callable[[], Tensor], op: Op, most_tokens: int, *arguments) -> Tensor:
+    """Our op, where its kernels take the arguments and the first has at most so many rows; else `stock()`."""
+    tokens = arguments[0].numel() // max(arguments[0].shape[-1], 1)
+    output = op.run_kernels(*arguments) if tokens <= most_tokens else None
+    return stock() if output is None else output
+
+
+def rows_of(weight: Tensor) -> Tensor:
+    """A weight as [N, K], given so or as the view [K, N] that vLLM makes of it for some kernels."""
+    return weight if weight.stride(-1) == 1 else weight.t()
+
+
+def has_fragments(weight: Tensor) -> bool:
+    """Whether a weight [N, K] can be in fragment order."""
+    return weight.shape[0] % FRAGMENT_ROWS == 0 and weight.shape[1] * weight.element_size() % STEP == 0
+
+
+def fragments_of(weight: Tensor) -> Tensor:
+    """A weight that is [N, K] or [K, N] by its shape, but lies in fragment order, in the shape of `shuffle_weight`."""
+    rows = rows_of(weight)
+    (n, k), size = rows.shape, weight.element_size()
+    return rows.view(
+        n // FRAGMENT_ROWS, k * size // STEP, STEP // FRAGMENT_BYTES, FRAGMENT_ROWS, FRAGMENT_BYTES // size
+    )
+
+
+def order(weight: Tensor, before: Tensor) -> str | None:
+    """How a kernel of vLLM's left a weight that was `before`: "plain", in "fragments" as some of AITER's do, or unknown."""
+    weight, before = rows_of(weight), rows_of(before)
+    if weight.shape != before.shape or weight.dtype != before.dtype:
+        return None
+    if torch.equal(weight.view(torch.uint8), before.view(torch.uint8)):
+        return "plain"
+    if has_fragments(weight) and weight.is_contiguous():
+        shuffled = shuffle_weight(before)
+        if torch.equal(fragments_of(weight).view(torch.uint8), shuffled.view(torch.uint8)):
+            return "fragments"
+    return None
+
+
+def wants_fragments(layer: torch.nn.Module, weight: Tensor) -> bool:
+    """Whether to put a layer's weight in fragment order: asked for, possible, and nothing but the kernel reads it."""
+    read_elsewhere = (
+        "_cpu_skip_gemm_dispatch",
+        "is_bmm",
+    )  # by latent attention, which marks its projection so; by DeepSeek V4
+    asked = envs.VLLM_ROCM_OPS_SHUFFLE == "1" and not any(getattr(layer, mark, False) for mark in read_elsewhere)
+    return asked and has_fragments(rows_of(weight))

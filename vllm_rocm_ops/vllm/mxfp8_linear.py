@@ -1,0 +1,113 @@
+"""Seam: MX-FP8 linear layers (e4m3fn with one e8m0 scale per 32 of K) run our `mxfp8_scaled_mm` for few tokens.
+
+On ROCm only gfx950 multiplies this format. There vLLM's own kernel is held for the rest (held.py) and prepares the weight,
+of which 32 rows may then share their scales; both read that.
+"""
+
+import types
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm import held, seam
+
+MOST_TOKENS = 64  # that ours wins
+GROUP = 32
+
+
+def mxfp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, stock: str) -> Tensor:
+    """`mxfp8_scaled_mm` of x [M, K], quantized, and weight [N, K], or what the kernel that is held as `stock` makes of x."""
+
+    def theirs() -> Tensor:
+        layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
+        return held.held(stock).apply_weights(layer, x, bias)
+
+    if x.shape[0] > MOST_TOKENS:
+        return theirs()
+    a, scale_a = torch.ops.vllm.mxfp8_quantize(x, False, 0)
+    return held.ours_or(theirs, ops.mxfp8_scaled_mm, MOST_TOKENS, a, weight, scale_a, weight_scale, x.dtype, bias)
+
+
+def _fake(x, weight, weight_scale, bias, stock):
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+held.define(mxfp8_linear, _fake)
+
+
+def probe() -> None:
+    """vLLM's table of kernels, its choice among them, their base class and its quantization op are as expected."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
+    from vllm.model_executor.layers.quantization.utils import mxfp8_utils
+
+    seam.require(isinstance(getattr(linear, "_POSSIBLE_MXFP8_KERNELS", None), dict), "_POSSIBLE_MXFP8_KERNELS")
+    seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
+    seam.require_parameters(Mxfp8LinearKernel.__init__, "c")
+    seam.require_parameters(Mxfp8LinearKernel.is_supported, "compute_capability")
+    seam.require_parameters(Mxfp8LinearKernel.can_implement, "c")
+    seam.require_parameters(Mxfp8LinearKernel.process_weights_after_loading, "layer")
+    seam.require_parameters(Mxfp8LinearKernel.apply_weights, "layer", "x", "bias")
+    seam.require(mxfp8_utils.MXFP8_BLOCK_SIZE == GROUP, f"groups of {GROUP}")
+    seam.require(hasattr(torch.ops.vllm, "mxfp8_quantize"), "torch.ops.vllm.mxfp8_quantize")
+
+
+def install() -> None:
+    """Put our kernel first in vLLM's table: its `register_linear_kernel` appends it to one that takes everything."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
+    from vllm.model_executor.utils import replace_parameter
+    from vllm.platforms import current_platform
+
+    table = linear._POSSIBLE_MXFP8_KERNELS
+
+    class RocmOpsMxfp8Linear(Mxfp8LinearKernel):
+        """`mxfp8_scaled_mm`, and the kernel that vLLM would choose without it."""
+
+        supports_pre_processed_weights = True  # as of the kernels that it may hold: preparing only rewrites parameters
+
+        @classmethod
+        def is_supported(cls, compute_capability=None):
+            if not (current_platform.is_cpu() or current_platform.supports_mx()):
+                return False, "needs the scaled matrix instructions of gfx950"
+            return held.is_supported()
+
+        @classmethod
+        def can_implement(cls, c):
+            return True, None
+
+        def __init__(self, c):
+            super().__init__(c)
+            stock = held.choose(type(self), c, table, "mxfp8")
+            self.stock = stock and stock(c)
+            self.stock_name = stock and held.hold(self.stock)
+
+        def process_weights_after_loading(self, layer):
+            if self.stock is not None:
+                self.stock.process_weights_after_loading(layer)
+                return
+            n, k = layer.weight.shape
+            replace_parameter(layer, "weight", layer.weight.data.contiguous())
+            replace_parameter(layer, "weight_scale", layer.weight_scale.data[:n, : k // GROUP].contiguous())
+
+        def apply_weights(self, layer, x, bias=None):
+            if self.stock is not None and layer.weight.dtype != torch.float8_e4m3fn:  # it keeps some in bf16
+                return self.stock.apply_weights(layer, x, bias)
+            tokens, weight, weight_scale = x.reshape(-1, x.shape[-1]), layer.weight, layer.weight_scale
+            if self.stock is None:
+                a, scale_a = torch.ops.vllm.mxfp8_quantize(tokens, False, 0)
+                output = torch.ops.vllm_rocm_ops.mxfp8_scaled_mm(a, weight, scale_a, weight_scale, x.dtype, bias)
+            else:
+                output = torch.ops.vllm_rocm_ops.mxfp8_linear(tokens, weight, weight_scale, bias, self.stock_name)
+            return output.view(*x.shape[:-1], output.shape[-1])
+
+    table.setdefault(current_platform._enum, []).insert(0, RocmOpsMxfp8Linear)
+
+
+SEAM = seam.Seam(
+    name="mxfp8_linear",
+    replaces="the first row of _POSSIBLE_MXFP8_KERNELS",
+    probe=probe,
+    install=install,
+)

@@ -1,0 +1,137 @@
+"""Seam: FP8 linear layers with scales per tensor, per token or per output channel run our `scaled_mm` for few tokens.
+
+vLLM's own kernel, where there is one, is held for the rest (held.py) and prepares the weight, so the layout suits both:
+rows of K, on ROCm often padded, or the order of AITER's tuned kernels, which is our fragment order. With
+`VLLM_ROCM_OPS_SHUFFLE=1` every weight is put in fragment order at loading. No other kernel of vLLM's reads that, so ours
+then serves any number of tokens; off by default, because vLLM's are better at many.
+"""
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.ops.gemm import shuffle_weight
+from vllm_rocm_ops.vllm import held, seam
+
+MOST_TOKENS = 64  # that ours wins
+
+
+def scaled_linear(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    in_fragments: bool,
+    stock: str,
+) -> Tensor:
+    """`scaled_mm`, or what the kernel that is held as `stock` makes of the same arguments. The weight b is as that left it."""
+
+    def theirs() -> Tensor:
+        shape = [a.shape[0], b.numel() // a.shape[1]]
+        return held.held(stock).apply_scaled_mm(
+            A=a, B=b, out_dtype=out_dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=shape
+        )
+
+    return held.ours_or(
+        theirs, ops.scaled_mm, MOST_TOKENS, a, _weight(b, in_fragments), scale_a, scale_b, out_dtype, bias
+    )
+
+
+def _weight(b: Tensor, in_fragments: bool) -> Tensor:
+    """A weight as `scaled_mm` takes it."""
+    return held.fragments_of(b) if in_fragments else held.rows_of(b).t()
+
+
+def _fake(a, b, scale_a, scale_b, bias, out_dtype, in_fragments, stock):
+    return a.new_empty((a.shape[0], b.numel() // a.shape[1]), dtype=out_dtype)
+
+
+held.define(scaled_linear, _fake)
+
+
+def probe() -> None:
+    """vLLM's table of kernels, its choice among them and their base class are as expected."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
+
+    seam.require(isinstance(getattr(linear, "_POSSIBLE_FP8_KERNELS", None), dict), "_POSSIBLE_FP8_KERNELS")
+    seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
+    seam.require_parameters(FP8ScaledMMLinearKernel.is_supported, "compute_capability")
+    seam.require_parameters(FP8ScaledMMLinearKernel.can_implement, "c")
+    seam.require_parameters(FP8ScaledMMLinearKernel.process_weights_after_loading, "layer")
+    seam.require_parameters(FP8ScaledMMLinearKernel.apply_weights, "layer", "x", "bias")
+    names = ("A", "B", "out_dtype", "As", "Bs", "bias", "output_shape")
+    seam.require_parameters(FP8ScaledMMLinearKernel.apply_scaled_mm, *names)
+
+
+def install() -> None:
+    """Put our kernel first in vLLM's table: its `register_linear_kernel` appends it to kernels that take everything."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
+    from vllm.model_executor.utils import replace_parameter
+    from vllm.platforms import current_platform
+
+    table = linear._POSSIBLE_FP8_KERNELS
+
+    class RocmOpsScaledLinear(FP8ScaledMMLinearKernel):
+        """`scaled_mm`, and the kernel that vLLM would choose without it."""
+
+        @classmethod
+        def is_supported(cls, compute_capability=None):
+            return held.is_supported()
+
+        @classmethod
+        def can_implement(cls, c):
+            if c.activation_quant_key.scale.group_shape.is_per_group():
+                return False, "takes no scales per group"
+            return held.can_hold(cls.stock_class(c), FP8ScaledMMLinearKernel)
+
+        @classmethod
+        def stock_class(cls, c):
+            """The kernel that vLLM would choose without ours."""
+            return held.choose(cls, c, table, "fp8_w8a8")
+
+        def __init__(self, c, layer_param_names):
+            super().__init__(c, layer_param_names)
+            stock = self.stock_class(c)
+            self.stock = stock and stock(c, layer_param_names)
+            self.stock_name = stock and held.hold(self.stock)
+            self.order = "plain"
+
+        def process_weights_after_loading(self, layer):
+            name = self.layer_param_names[0]
+            before = getattr(layer, name).data
+            if self.stock is not None:
+                self.stock.process_weights_after_loading(layer)
+            super().process_weights_after_loading(layer)
+            weight = getattr(layer, name).data
+            self.order = held.order(weight, before)
+            if self.order == "plain" and held.wants_fragments(layer, weight):
+                rows = held.rows_of(weight)
+                replace_parameter(layer, name, shuffle_weight(rows).view(rows.shape).t())
+                self.order, self.stock = "fragments", None
+
+        def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
+            in_fragments = self.order == "fragments"
+            if self.stock is None:
+                weight = _weight(B, in_fragments)
+                output = torch.ops.vllm_rocm_ops.scaled_mm(A, weight, As, Bs, out_dtype, bias)
+            elif self.order is not None:
+                arguments = A, B, As, Bs, bias, out_dtype, in_fragments, self.stock_name
+                output = torch.ops.vllm_rocm_ops.scaled_linear(*arguments)
+            else:
+                arguments = {"A": A, "B": B, "As": As, "Bs": Bs, "bias": bias, "output_shape": output_shape}
+                output = self.stock.apply_scaled_mm(out_dtype=out_dtype, **arguments)
+            return output.view(*output_shape[:-1], output.shape[-1])
+
+    table.setdefault(current_platform._enum, []).insert(0, RocmOpsScaledLinear)
+
+
+SEAM = seam.Seam(
+    name="scaled_linear",
+    replaces="the first row of _POSSIBLE_FP8_KERNELS",
+    probe=probe,
+    install=install,
+)
