@@ -171,6 +171,7 @@ struct Skinny {
   static constexpr int kBringers =
       (kChunk * kStepPieces + mma::kMaxPieces * wave::kLanes - 1) / (mma::kMaxPieces * wave::kLanes);
   static constexpr int kThreads = (mma::kWaves + kBringers) * wave::kLanes;
+  static constexpr int kResident = kTokens == 16 && kScales != Scales::kBlock ? 3 : kTokens == 64 ? 1 : 2;  // blocks
   static constexpr int kUnit = kScales == Scales::kBlock ? kScaleBlock / mma::kDepth : 1;
   static constexpr int kChunkScales = kScales == Scales::kBlock ? kChunk / kUnit * kTokens : 0;
   using Sum = mma::Accumulator<kTokens>;
@@ -344,26 +345,25 @@ struct Skinny {
   }
 };
 
-// For few tokens and small weights: a tile has 16 rows of b and is shared by fewer blocks. The waves take K in turns, 128
-// bytes at a time, each lane with a ring of weights and tokens in registers, and meet in LDS at the end of a tile.
+// For few tokens and small weights: a tile has 16 rows of b and is shared by fewer blocks. The waves take K in turns, 256
+// bytes at a time, each lane with weights and tokens in registers, and meet in LDS at the end of a tile.
 template <class Type, int kTokens, Scales kScales>
 struct Narrow {
-  static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kTurn = 2;
-  static constexpr int kRing = mma::kLoads + kTiles <= 3 ? 8 : 4, kThreads = mma::kWaves * wave::kLanes;
-  static constexpr int kUnit = kTurn * mma::kWaves;
-  using Tile = Finish<kScales, kTiles, 1, kRing * mma::kWaves>;
+  static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kTurn = 4;
+  static constexpr int kThreads = mma::kWaves * wave::kLanes, kUnit = kTurn * mma::kWaves;
+  using Tile = Finish<kScales, kTiles, 1, kUnit>;
   struct Buffer {
     f32x4 sum[2][mma::kWaves][kTiles][wave::kLanes];  // of this tile and of the last, which a slow wave may still read
   };
 
   const Product& p;
   Buffer& buffer;  // in LDS
-  const Share<kRing * mma::kWaves> share{p};
+  const Share<kUnit> share{p};
   const int lane = wave::lane();
 
   struct Place {  // where a lane reads a group
     mem::Cursor weights[mma::kLoads];
-    int k, bytes;  // of the wave's first turn; from the lane's place in it on
+    int k, bytes;  // of the wave's turn; from the lane's place in it on
   };
   DEVICE Place place(const Group& group) const {
     const int rows = p.n - group.tile * mma::kRows, end = group.end * mma::kDepth;
@@ -380,44 +380,42 @@ struct Narrow {
     return place;
   }
 
-  struct Slot {
-    mma::Weights weights = {};
-    u32x4 tokens[kTiles];
+  struct Turn {
+    mma::Weights weights[kTurn] = {};
+    u32x4 tokens[kTurn][kTiles];
   };
-  DEVICE void load(Slot& slot, const Place& place, int u) const {
-    const int step = u / kTurn * kUnit + u % kTurn;
-    const bool inside = step * mma::kDepth < place.bytes;
+  DEVICE void load(Turn& turn, const Group& group) const {
+    const Place from = place(group);
 #pragma unroll
-    for (int l = 0; l < mma::kLoads; ++l) mem::refill(slot.weights.load[l], place.weights[l], step * p.b_step, inside);
+    for (int u = 0; u < kTurn; ++u) {
+      const bool inside = u * mma::kDepth < from.bytes;
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      const int token = t * mma::kTileTokens + mma::tile_token(lane);
-      slot.tokens[t] = mem::load_or_zero(mem::buffer(p.a), token * p.a_stride + mma::depth(lane),
-                                         place.k + step * mma::kDepth, inside && token < p.m);
+      for (int l = 0; l < mma::kLoads; ++l) mem::refill(turn.weights[u].load[l], from.weights[l], u * p.b_step, inside);
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const int token = t * mma::kTileTokens + mma::tile_token(lane);
+        turn.tokens[u][t] = mem::load_or_zero(mem::buffer(p.a), token * p.a_stride + mma::depth(lane),
+                                              from.k + u * mma::kDepth, inside && token < p.m);
+      }
     }
   }
 
+  // A turn is multiplied while the next one is under way.
   DEVICE void multiply() const {
     Group now = share.begin();
-    Slot ring[kRing];
-    {
-      const Place first = place(now);
-#pragma unroll
-      for (int u = 0; u < kRing; ++u) load(ring[u], first, u);
-    }
+    Turn even, odd;
+    load(even, now);
     f32x4 sum[kTiles] = {};
     int parity = 0;
     Tile tile{p, share};
     begin_tile(tile, now.tile);
-    while (true) {
+    auto step = [&](const Turn& turn, Turn& following) __attribute__((always_inline)) {
       const Group next = share.after(now);
-      const Place ahead = place(next);
+      load(following, next);
 #pragma unroll
-      for (int u = 0; u < kRing; ++u) {
+      for (int u = 0; u < kTurn; ++u)
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) sum[t] = mma::multiply_tile<Type>(sum[t], ring[u].weights, ring[u].tokens[t]);
-        load(ring[u], ahead, u);
-      }
+        for (int t = 0; t < kTiles; ++t) sum[t] = mma::multiply_tile<Type>(sum[t], turn.weights[u], turn.tokens[u][t]);
       if (next.tile != now.tile) {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
@@ -429,9 +427,10 @@ struct Narrow {
         parity ^= 1;
         if (next.end > 0) begin_tile(tile, next.tile);
       }
-      if (next.end <= 0) return;
       now = next;
-    }
+      return next.end > 0;
+    };
+    while (step(even, odd) && step(odd, even)) {}
   }
 
   // Each wave ends with one of the four values that the lanes of all waves have of a tile.
@@ -455,16 +454,17 @@ struct Narrow {
 };
 
 // A kernel of that name.
-#define SKINNY(symbol, type, tokens, scales)                                 \
-  KERNEL((Skinny<type, tokens, scales>::kThreads)) symbol(Product product) { \
-    LDS static Skinny<type, tokens, scales>::Buffer buffers[2];              \
-    const Skinny<type, tokens, scales> kernel{product, buffers};             \
-    if (wave::index() < mma::kWaves) kernel.multiply();                      \
-    else kernel.bring_tokens();                                              \
+#define SKINNY(symbol, type, tokens, scales)                                                  \
+  KERNEL((Skinny<type, tokens, scales>::kThreads), (Skinny<type, tokens, scales>::kResident)) \
+  symbol(Product product) {                                                                   \
+    LDS static Skinny<type, tokens, scales>::Buffer buffers[2];                               \
+    const Skinny<type, tokens, scales> kernel{product, buffers};                              \
+    if (wave::index() < mma::kWaves) kernel.multiply();                                       \
+    else kernel.bring_tokens();                                                               \
   }
-#define NARROW(symbol, type, tokens, scales)                                    \
-  KERNEL((Narrow<type, tokens, scales>::kThreads), 3) symbol(Product product) { \
-    LDS static Narrow<type, tokens, scales>::Buffer buffer;                     \
-    const Narrow<type, tokens, scales> kernel{product, buffer};                 \
-    kernel.multiply();                                                          \
+#define NARROW(symbol, type, tokens, scales)                                 \
+  KERNEL((Narrow<type, tokens, scales>::kThreads)) symbol(Product product) { \
+    LDS static Narrow<type, tokens, scales>::Buffer buffer;                  \
+    const Narrow<type, tokens, scales> kernel{product, buffer};              \
+    kernel.multiply();                                                       \
   }

@@ -20,7 +20,7 @@ from vllm_rocm_ops.op import describe, row_stride, rows_of
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TOKENS = {64: (16, 32, 64), 16: (8, 16)}  # the most that a kernel takes, by the rows of the weight in a tile
 STEP = 64  # bytes of K
-NARROW_UNIT = 8  # steps of a unit with 16 rows: two for each wave
+NARROW_UNIT = 16  # steps of a unit with 16 rows: four for each wave
 FRAGMENT_ROWS, FRAGMENT_BYTES = 16, 16
 BLOCK = 128  # of K and of N per block scale
 SHORTEST = 4  # steps: with fewer a block is over before it streams
@@ -150,7 +150,7 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
 
 def _waves(config: SkinnyConfig, tokens: int, arch: Arch) -> int:
     """Of a block: four multiply; with 64 rows, others bring the tokens."""
-    bringers = 0 if config.rows == 16 else 2 if arch.wave_lanes == 32 and tokens == 64 else 1
+    bringers = 0 if config.rows == 16 else tokens // 16 if arch.wave_lanes == 32 else 1
     return 4 + bringers
 
 
