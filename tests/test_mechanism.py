@@ -217,13 +217,19 @@ def test_alignment_is_part_of_the_signature(recorder):
 
 
 @each_op
-@pytest.mark.parametrize("arch", archs.ARCHS)
-def test_explain_on_meta_tensors(the_op, arch):
-    arguments = example(the_op, "cpu", archs.ARCHS[arch].fp8_dtype)
-    meta = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in arguments]
-    explanation = the_op.explain(*meta, arch=arch)
-    assert explanation.launches and explanation.launches[0].symbol in str(explanation) and "default" in str(explanation)
-    assert all(holds for _, holds in explanation.rules)
+def test_explain_on_meta_tensors(the_op):
+    """Every op has kernels for an arch; for another it names the rule that is broken."""
+    explanations = []
+    for arch in archs.ARCHS.values():
+        meta = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in example(the_op, "cpu", arch.fp8_dtype)]
+        explanations.append(the_op.explain(*meta, arch=arch.name))
+    for explanation in explanations:
+        text = str(explanation)
+        if explanation.launches:
+            assert explanation.launches[0].symbol in text and "default" in text and "NO " not in text
+        else:
+            assert "fallback: not so" in text and "NO " in text
+    assert any(explanation.launches for explanation in explanations)
 
 
 def test_explain_shows_the_rejected_rule():
