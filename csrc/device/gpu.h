@@ -23,15 +23,19 @@ struct F16;
 #if defined(__AMDGCN__)
 #define KERNEL(threads) extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, threads))) void
 #include "amd/buffer.h"
+#include "amd/lds_async.h"
 #include "amd/mma.h"
 #include "amd/numerics.h"
 #include "amd/sync.h"
+#include "amd/tile_mma.h"
 #include "amd/wave.h"
 #elif defined(__NVPTX__)
 #define KERNEL(threads) extern "C" __attribute__((global, launch_bounds(threads))) void
 #include "nvidia/buffer.h"
+#include "nvidia/lds_async.h"
 #include "nvidia/mma.h"
 #include "nvidia/numerics.h"
 #include "nvidia/sync.h"
+#include "nvidia/tile_mma.h"
 #include "nvidia/wave.h"
 #endif

@@ -3,6 +3,8 @@
 // times the instructions, and LDS for one buffer of a tile instead of two: there a copy waits in registers until its place
 // in LDS is free.
 #pragma once
+#include "buffer.h"
+#include "wave.h"
 
 namespace lds {
 
@@ -20,7 +22,10 @@ struct Copy {  // under way
 DEVICE Copy start_copy(mem::Buffer from, int lane_offset, int offset, bool inside, Local<u8>* /*to*/) {
   return {mem::load_or_zero(from, lane_offset, offset, inside)};
 }
-// All copies of this wave that were started before are in LDS, once finish_copy was called for each.
+// Copies form groups, each of those that were started since the last one ended.
+DEVICE void end_group() {}
+// This wave's copies, but for the last kGroups groups, are in LDS once finish_copy was called for each.
+template <int kGroups>
 DEVICE void wait_for_copies() {}
 DEVICE void finish_copy(const Copy& copy, Local<u8>* to) { ((Local<u32x4>*)to)[wave::lane()] = copy.data; }
 
@@ -29,13 +34,35 @@ DEVICE void finish_copy(const Copy& copy, Local<u8>* to) { ((Local<u32x4>*)to)[w
 constexpr int kBuffers = 2;
 
 struct Copy {};
+// In assembler, as compilers differ in what they know of this instruction and how long they wait for it. M0, which no other
+// instruction here uses, is the place in LDS, and needs a wait state (CDNA4 ISA, section 4.5 "Manually inserted wait states").
 DEVICE Copy start_copy(mem::Buffer from, int lane_offset, int offset, bool inside, Local<u8>* to) {
-  __builtin_amdgcn_raw_ptr_buffer_load_lds(from, to, 16, inside ? lane_offset : -1, offset, 0, 0);
+  asm volatile("s_mov_b32 m0, %0\n\ts_nop 0\n\tbuffer_load_dwordx4 %1, %2, %3 offen lds" ::"s"(u32(i64(to))),
+               "v"(inside ? lane_offset : -1), "s"(from), "s"(offset)
+               : "memory");
   return {};
 }
-DEVICE void wait_for_copies() { __builtin_amdgcn_s_waitcnt(0x0f70); }  // vmcnt(0): CDNA4 ISA, section 4.4
+DEVICE void end_group() {}
+template <int kGroups>
+DEVICE void wait_for_copies() {
+  static_assert(kGroups == 0, "other loads are counted with the copies");
+  __builtin_amdgcn_s_waitcnt(0x0f70);  // vmcnt(0): CDNA4 ISA, section 4.4
+}
 DEVICE void finish_copy(const Copy&, Local<u8>*) {}
 
 #endif
+
+// Rows of 8 chunks of 16 bytes lie in LDS one after the other, chunk c of row r at c ^ swizzle(r).
+#if defined(__gfx942__)
+// 32 banks are one row. The 8 lanes that ds_write_b128 serves together write one row, those of ds_read_b128 read eight, half of
+// them one chunk further on (composable_kernel, "Understanding AMD GPU LDS and Bank Conflicts").
+DEVICE int swizzle(int row) { return row % 8; }
+#else
+// 64 banks are two rows. The 16 lanes that ds_read_b128 serves together read 16 rows, all at one chunk, or as HipKittens found
+// (analysis/paper_experiments/phases) rows 4 to 11 at its neighbour: no conflict either way.
+DEVICE int swizzle(int row) { return row / 2 % 8; }
+#endif
+// Of rows that come from HBM in fragment order, so many lie together, chunk by chunk: those of one read.
+constexpr int kTogether = 16;
 
 }  // namespace lds

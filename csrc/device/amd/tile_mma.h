@@ -1,78 +1,132 @@
-// The matrix instruction of tiled products on a patch of 16 tokens x 32 weight rows, 128 bytes of K at a time: fp8, fp32
-// accumulation (v_mfma_f32_16x16x32_fp8_fp8, CDNA3 ISA, section 7; v_mfma_f32_16x16x128_f8f6f4 with unit scales, CDNA4 ISA,
-// section 7: twice the rate of the former).
+// Products of panels of tokens and of weight rows, 128 bytes of K: fp8, fp32 accumulation, by patches of 16 tokens x 32 weight
+// rows (v_mfma_f32_16x16x32_fp8_fp8, CDNA3 ISA, section 7; v_mfma_f32_16x16x128_f8f6f4 with unit scales, CDNA4 ISA, section 7:
+// twice the rate of the former).
 #pragma once
+#include "../panel.h"
 
 namespace tile {
 
-constexpr int kDies = 8;  // XCDs, among which the hardware deals a launch's blocks in turn
+constexpr int kDies = 8;          // XCDs, among which the hardware deals a launch's blocks in turn
+constexpr int kWaveTokens = 64;   // of the tile that a wave multiplies
+constexpr int kPatchTokens = 16;  // Patch
+constexpr int kPatchRows = 32;
+constexpr int kLaneTokens = 1;  // that a lane has sums of
 
-constexpr int kLoadRows = 16;   // rows that one 16-byte load per lane covers, 64 bytes of each
-constexpr int kLaneTokens = 1;  // tokens of a patch that a lane has sums of
-
-// Lane l reads row l % 16 at chunk l / 16 of each half of K. Which K the hardware takes these bytes for does not matter as
-// long as tokens and weights agree.
-DEVICE int load_row(int lane) { return lane % 16; }
-DEVICE int load_chunk(int lane) { return lane / 16; }
-
-// The swizzle of LDS rows of 8 chunks: chunk c of row r lies at c ^ swizzle(r).
-#if defined(__gfx942__)
-// 32 banks are one row. The 8 lanes served together by ds_write_b128 are one row, by ds_read_b128 eight rows, half of them a
-// chunk on (composable_kernel, "Understanding AMD GPU LDS and Bank Conflicts").
-DEVICE int swizzle(int row) { return row % 8; }
-#else
-// 64 banks are two rows. The 16 lanes served together are 16 rows at one chunk, or as HipKittens found (analysis/
-// paper_experiments/phases) rows 0-3 and 12-15 at one and 4-11 at its neighbour: no conflict either way.
-DEVICE int swizzle(int row) { return row / 2 % 8; }
-#endif
-
-struct Tokens {
-  u32x4 chunk[1][2];  // [rows / kLoadRows][half of K]
-};
-struct Weights {
-  u32x4 chunk[2][2];
-};
-// Lane l has the sums of token l % 16 and the 8 weight rows from 8 * (l / 16) on.
+// Lane l has the sums of token l % 16 and of 8 weight rows, from 8 * (l / 16) on.
 struct Patch {
   f32x4 sum[2];
   DEVICE float get(int /*token*/, int row) const { return sum[row / 4][row % 4]; }
 };
 DEVICE int patch_token(int lane, int /*token*/) { return lane % 16; }
 DEVICE int patch_row(int lane) { return lane / 16 * 8; }
-
-// So that these 8 are neighbours, LDS row r of each 32 holds this weight row: the instruction gives lane l rows 4 * (l / 16) on
-// of each half.
+// So that these 8 are neighbours, this weight row is row `row` of each 32 of a panel: an instruction gives lane l the sums of
+// 4 rows of its 16, from 4 * (l / 16) on.
 DEVICE int weight_row(int row) { return row % 16 / 4 * 8 + row / 16 * 4 + row % 4; }
 
-DEVICE void multiply_add(Patch& patch, const Tokens& tokens, const Weights& weights) {
+// A lane's bytes of 16 rows: of row l % 16, 16 bytes of each half of K, the (l / 16)-th. Which K an instruction takes them for
+// does not matter, as long as tokens and weights agree.
+struct Fragment {
+  u32x4 half[2];
+};
+
 #if defined(__gfx942__)
-  using Halves = i64 __attribute__((ext_vector_type(2)));
+constexpr int kPatchInstructions = 8;  // of multiply_add
+#else
+#define HAS_LARGE_TILES 1  // room in LDS for two buffers of 256 x 256
+constexpr int kPatchInstructions = 2;
+#endif
+DEVICE void multiply_add(Patch& patch, const Fragment& tokens, const Fragment (&weights)[2]) {
+#if defined(__gfx942__)
+  using Words = i64 __attribute__((ext_vector_type(2)));
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const Halves t = __builtin_bit_cast(Halves, tokens.chunk[0][half]);
+  for (int i = 0; i < 4; ++i) {
+    const Words t = __builtin_bit_cast(Words, tokens.half[i / 2]);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const Halves w = __builtin_bit_cast(Halves, weights.chunk[row][half]);
-        patch.sum[row] = __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(w[i], t[i], patch.sum[row], 0, 0, 0);
-      }
+    for (int row = 0; row < 2; ++row) {
+      const Words w = __builtin_bit_cast(Words, weights[row].half[i / 2]);
+      patch.sum[row] = __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(w[i % 2], t[i % 2], patch.sum[row], 0, 0, 0);
     }
   }
 #else
   using Operand = int __attribute__((ext_vector_type(8)));
-  const auto operand = [](const u32x4(&chunk)[2]) __attribute__((always_inline)) {
-    return __builtin_bit_cast(Operand, __builtin_shufflevector(chunk[0], chunk[1], 0, 1, 2, 3, 4, 5, 6, 7));
-  };
+  constexpr int kE4m3 = 0, kUnitScale = 0;
 #pragma unroll
   for (int row = 0; row < 2; ++row)
     patch.sum[row] = __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(
-        operand(weights.chunk[row]), operand(tokens.chunk[0]), patch.sum[row], /*e4m3*/ 0, /*e4m3*/ 0, 0, 0, 0, 0);
+        __builtin_bit_cast(Operand, weights[row]), __builtin_bit_cast(Operand, tokens), patch.sum[row], kE4m3, kE4m3, 0,
+        kUnitScale, 0, kUnitScale);
 #endif
 }
-DEVICE void add_scaled(Patch& patch, const Patch& other, const float (&scale)[kLaneTokens]) {
+
+// A wave's share of a tile: kM x kN patches. With kTurns, the two waves of a block on each SIMD take turns: one half of a block's
+// waves read fragments while the other half multiplies.
+template <int kM, int kN, bool kTurns>
+struct Multiplier {
+  int tokens_at[2], weights_at[2];  // where the lane reads its halves of a panel's rows
+
+  DEVICE Multiplier(int first_token, int first_row, bool weights_by_piece) {
 #pragma unroll
-  for (int row = 0; row < 2; ++row) patch.sum[row] += other.sum[row] * scale[0];
-}
+    for (int half = 0; half < 2; ++half) {
+      const int row = wave::lane() % 16, piece = wave::lane() / 16 + half * kPieces / 2;
+      tokens_at[half] = Place{first_token + row, piece}.index(false) * kPiece;
+      weights_at[half] = Place{first_row + row, piece}.index(weights_by_piece) * kPiece;
+    }
+  }
+  DEVICE static Fragment read(const lds::Local<u8>* panel, const int (&at)[2], int rows) {
+    Fragment fragment;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      fragment.half[half] = *(const lds::Local<u32x4>*)(panel + at[half] + rows * kDepth);
+    return fragment;
+  }
+  // Hazards: the half that runs ahead reads a panel before the other half's copies of it have landed: so each wave waits for
+  // its own before it reads the last fragments of the panel before, and then changes turns. And it fills a panel that the
+  // other half still reads: but it starts that only after a turn in which the other half has read its last fragments there.
+  DEVICE static void change_turns() {
+    if constexpr (kTurns) {
+      __builtin_amdgcn_sched_barrier(0);
+      block_barrier();
+      __builtin_amdgcn_sched_barrier(0);
+    }
+  }
+  // Adds the product of two panels, times the scale of each token if kScaled.
+  template <bool kScaled>
+  DEVICE void multiply_add(Patch (&sums)[kM][kN], const lds::Local<u8>* tokens, const lds::Local<u8>* weights,
+                           const float (&scale)[kM][kLaneTokens]) const {
+    Fragment token[kM];
+#pragma unroll
+    for (int i = 0; i < kM; ++i) token[i] = read(tokens, tokens_at, i * 16);
+#pragma unroll
+    for (int j = 0; j < kN; ++j) {
+      const Fragment weight[2] = {read(weights, weights_at, j * 32), read(weights, weights_at, j * 32 + 16)};
+      if (kTurns && j == kN - 1) lds::wait_for_copies<0>();
+      change_turns();
+      if constexpr (!kScaled) {
+#pragma unroll
+        for (int i = 0; i < kM; ++i) tile::multiply_add(sums[i][j], token[i], weight);
+        change_turns();
+      } else {
+        // The sums of one patch are scaled while those of the next are on their way through the matrix core.
+        Patch product[2];
+        constexpr int kMatrix = 8, kVector = 2;
+        auto add_scaled = [&](int i) __attribute__((always_inline)) {
+          sums[i][j].sum[0] += product[i % 2].sum[0] * scale[i][0];
+          sums[i][j].sum[1] += product[i % 2].sum[1] * scale[i][0];
+        };
+#pragma unroll
+        for (int i = 0; i < kM; ++i) {
+          product[i % 2] = {};
+          tile::multiply_add(product[i % 2], token[i], weight);
+          __builtin_amdgcn_sched_group_barrier(kMatrix, kPatchInstructions, 0);
+          if (i == 0) continue;
+          add_scaled(i - 1);
+          __builtin_amdgcn_sched_group_barrier(kVector, 4, 0);
+        }
+        change_turns();
+        add_scaled(kM - 1);
+      }
+    }
+  }
+};
 
 }  // namespace tile

@@ -1,0 +1,40 @@
+// Copies from HBM to LDS (shared memory), 16 bytes per lane, past the registers (cp.async; PTX ISA, section 9.7.9.25.3
+// "Non-bulk copy").
+#pragma once
+#include "buffer.h"
+#include "wave.h"
+
+namespace lds {
+
+template <class T>
+using Local = __attribute__((address_space(3))) T;
+
+constexpr int kBuffers = 3;  // places in LDS that the copies of a loop take in turn
+
+struct Copy {};  // under way
+// Lane l copies the 16 bytes at from + lane_offset + offset, or zeros, to `to` + 16 * l; `offset` and `to` are the wave's.
+DEVICE Copy start_copy(mem::Buffer from, int lane_offset, int offset, bool inside, Local<u8>* to) {
+  const u32 address = u32(i64(to + wave::lane() * 16));
+  const u8* source = from + (inside ? lane_offset + offset : 0);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(mem::global(source)),
+               "r"(inside ? 16 : 0)
+               : "memory");
+  return {};
+}
+// Copies form groups, each of those that were started since the last one ended.
+DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// This wave's copies, but for the last kGroups groups, are in LDS once finish_copy was called for each; also for the matrix
+// units, which read LDS by another path.
+template <int kGroups>
+DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;\n\tfence.proxy.async.shared::cta;" ::"n"(kGroups) : "memory");
+}
+DEVICE void finish_copy(const Copy&, Local<u8>*) {}
+
+// Rows of 8 chunks of 16 bytes lie in LDS one after the other, chunk c of row r at c ^ swizzle(r): the matrix units' 128-byte
+// swizzle (PTX ISA, section 9.7.15.5.1 "Shared memory matrix layout").
+DEVICE int swizzle(int row) { return row % 8; }
+// Of rows that come from HBM in fragment order, so many lie together, chunk by chunk: the matrix units' core matrices.
+constexpr int kTogether = 8;
+
+}  // namespace lds

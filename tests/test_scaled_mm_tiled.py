@@ -1,0 +1,77 @@
+"""The tiled kernels at the sizes that the contest of RadeonFlow's GEMM asked for: of each product the last tile, which has the
+tails, by the blocks of the configuration that the model chooses."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from emulator import Emulator
+from test_ops import FLOOR, check, generator_of
+
+from vllm_rocm_ops import launch
+from vllm_rocm_ops.launch import Counters, Workspace
+from vllm_rocm_ops.ops import gemm, scaled_mm_tiled
+from vllm_rocm_ops.ops.gemm import BLOCK
+
+DIES = 8
+
+with (Path(__file__).parent.parent / "serving_benchmarks" / "contest_shapes.csv").open() as file:
+    SHAPES = [(int(row["m"]), int(row["n"]), int(row["k"])) for row in csv.DictReader(file)]
+
+
+def e4m3(rows: int, k: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Values of all magnitudes up to 16, in either format, and no NaN."""
+    magnitude = torch.randint(0, 88, (rows, k), generator=generator, dtype=torch.uint8)
+    sign = torch.randint(0, 2, (rows, k), generator=generator, dtype=torch.uint8) * 128
+    return torch.where(magnitude > 0, magnitude | sign, 0).view(dtype)
+
+
+def blocks_of_tile(tile: int, tiles: int, slices: int) -> list[int]:
+    """The hardware deals blocks to the dies in turn; each die takes neighbouring pieces of work, slice by slice."""
+    blocks = tiles * slices
+    block_of_piece = np.concatenate([np.arange(die, blocks, DIES) for die in range(DIES)])
+    return [int(block_of_piece[s * tiles + tile]) for s in range(slices)]
+
+
+@pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_last_tile_of_contest_shape(m, n, k, arch_name):
+    emulator = Emulator(arch_name)
+    arch, generator = emulator.arch, generator_of(f"{m} {n} {k}")
+    a, b = (e4m3(rows, k, generator, arch.fp8_dtype) for rows in (m, n))
+    scale_a = torch.rand(-(-k // BLOCK), m, generator=generator).t() + 0.5  # column-major, as the contest has them
+    scale_b = torch.rand(-(-n // BLOCK), -(-k // BLOCK), generator=generator) + 0.5
+    out = torch.full((m, n), float("nan"), dtype=torch.bfloat16)
+    operands = gemm.activations(a), gemm.weight(b)
+    config = min(
+        scaled_mm_tiled.configs(*operands, arch),
+        key=lambda config: sum(scaled_mm_tiled.cost(config, *operands, arch).values()),
+    )
+    scales = (scale_a, *scale_a.stride()), (scale_b, scale_b.stride(0))
+    (planned,) = scaled_mm_tiled.launches(config, out, *operands, *scales, None, arch, block_scales=True)
+    tiles = planned.grid[0] // config.slices
+
+    def memory(arg):
+        if isinstance(arg, Workspace):
+            return torch.full((arg // 4,), float("nan"))
+        return torch.zeros(arg, dtype=torch.int32) if isinstance(arg, Counters) else arg
+
+    args = tuple(memory(arg) for arg in planned.args)
+    path = launch.code_object(planned.module, arch_name)
+    emulator.run(path, planned._replace(args=args), blocks=blocks_of_tile(tiles - 1, tiles, config.slices))
+
+    rows, columns = (m - 1) // config.tokens * config.tokens, (n - 1) // config.rows * config.rows
+    assert out[:rows].isnan().all() and out[rows:, :columns].isnan().all(), "only the last tile is written"
+
+    def reference(exact: torch.dtype) -> torch.Tensor:
+        tokens = a[rows:].to(exact) * scale_a[rows:].to(exact).repeat_interleave(BLOCK, 1)[:, :k]
+        of_rows = scale_b.to(exact).repeat_interleave(BLOCK, 0)[columns:n].repeat_interleave(BLOCK, 1)[:, :k]
+        return tokens @ (b[columns:].to(exact) * of_rows).t()
+
+    tile = out[rows:, columns:].contiguous()
+    check("tile", tile, reference(torch.float32).bfloat16(), reference(torch.float64), steps_apart=False, floor=FLOOR)
+    assert emulator.last.lds_conflict_cycles == 0

@@ -1,0 +1,144 @@
+"""What the ops scaled_mm and block_scaled_mm share for many tokens: the tiled kernels of csrc/ops/scaled_mm_tiled.hip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
+from vllm_rocm_ops.ops.gemm import FRAGMENT_BYTES, FRAGMENT_ROWS, OUT_TYPES, STEP, Operand
+
+MODULE = "scaled_mm_tiled"
+TILES = ((64, 128), (128, 128), (256, 256))  # of the output: tokens, rows of the weight
+THREADS = {128: 256, 256: 512}  # of a block, by the rows of its tile
+RESIDENT = {128: 2, 256: 1}  # blocks that a compute unit runs at once
+SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
+PANEL = 128  # bytes of K that a block holds in LDS at a time
+GROUP = 8  # tiles along M whose blocks run next to each other
+
+# The model of `cost`. No AMD GPU was there to measure: rates are shares of what the chips are built for.
+FLOPS_PER_BYTE = 500  # that the matrix cores do while HBM brings a byte: about so on all archs
+RATE = {64: 0.35, 128: 0.45, 256: 0.55}  # of that, by the tokens of a tile: the larger, the fewer operands are read
+ALONE = 0.6  # of the rate, while one block of two is there
+LATENCY_US = 2.0  # from a block's first load to its first product, and from its last to its results
+SHARING_US = 2.0  # for the last block of a tile to arrive and see the others' sums
+SHARING_GB_S = 100.0  # at which one block reads them
+
+
+@dataclass(frozen=True)
+class TiledConfig:
+    """Tiles of `tokens` times `rows` results; K is cut into `slices`, each a block's."""
+
+    tokens: int
+    rows: int
+    slices: int
+
+
+def envelope(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:
+    """What the tiled kernels need beyond what the skinny ones do."""
+    for name, operand, rows in (("a", a, max(t for t, _ in TILES)), ("b", b, max(r for _, r in TILES))):
+        reach = rows * (operand.stride or operand.k) + operand.k
+        yield f"{rows} rows of {name} reach over less than 2 GB", reach < 2**31
+    yield "M and N are below 2^30, M * N is below 2^42", max(a.rows, b.rows) < 2**30 and a.rows * b.rows < 2**42
+
+
+def _tiles(config: TiledConfig, a: Operand, b: Operand) -> tuple[int, int]:
+    return -(-a.rows // config.tokens), -(-b.rows // config.rows)
+
+
+def _panels(a: Operand) -> int:
+    return -(-a.k // PANEL)
+
+
+def _fits(tokens: int, rows: int, arch: Arch) -> bool:
+    """Whether LDS holds two panels of a tile, and eight waves its sums, 128 per lane."""
+    return 2 * (tokens + rows) * PANEL <= arch.lds_bytes and tokens * rows <= 8 * arch.wave_lanes * 128
+
+
+def configs(a: Operand, b: Operand, arch: Arch) -> list[TiledConfig]:
+    """Every tile size; K cut as long as there are no more blocks than run at once."""
+    found = []
+    for tokens, rows in TILES:
+        if not _fits(tokens, rows, arch):
+            continue
+        for slices in SLICES:
+            config = TiledConfig(tokens, rows, slices)
+            tiles_m, tiles_n = _tiles(config, a, b)
+            at_once = RESIDENT[rows] * arch.compute_units
+            if slices == 1 or (slices <= _panels(a) and tiles_m * tiles_n * slices <= at_once):
+                found.append(config)
+    return found
+
+
+def cost(config: TiledConfig, a: Operand, b: Operand, arch: Arch) -> dict[str, float]:
+    """The time of a configuration by a model of the GPU, in microseconds: the products of the compute unit that has most, or
+    the bytes that HBM brings if they take longer; what blocks wait for while nothing else runs; the meeting of slices."""
+    tiles_m, tiles_n = _tiles(config, a, b)
+    results, resident = config.tokens * config.rows, RESIDENT[config.rows]
+    blocks = -(-tiles_m * tiles_n * config.slices // arch.compute_units)  # of a compute unit
+    alone = blocks % resident
+    bandwidth = arch.bandwidth_gb_s * 1e3  # bytes / us
+    rate = RATE[config.tokens] * FLOPS_PER_BYTE * bandwidth / arch.compute_units  # flops / us
+    of_block = 2 * results * PANEL * -(-_panels(a) // config.slices) / rate
+    bytes_moved = (a.rows + b.rows) * a.k + 2 * a.rows * b.rows
+    return {
+        "multiplying": max((blocks - alone + alone / ALONE) * of_block, bytes_moved / bandwidth),
+        "latency": -(-blocks // resident) * LATENCY_US,
+        "sharing": 0.0 if config.slices == 1 else SHARING_US + config.slices * results * 4 / (SHARING_GB_S * 1e3),
+    }
+
+
+def launches(
+    config: TiledConfig,
+    out: Tensor,
+    a: Operand,
+    b: Operand,
+    scale_a: tuple[Tensor, int, int],
+    scale_b: tuple[Tensor, int],
+    bias: Tensor | None,
+    arch: Arch,
+    block_scales: bool,
+) -> list[Launch]:
+    """The launches of a product: out [M, N] is written row by row. Scales come with the elements between them: from row to row
+    of a (0 for one scale) and from block to block of its K; from row to row of b, or block of rows."""
+    if a.rows == 0:
+        return []
+    tiles_m, tiles_n = _tiles(config, a, b)
+    tiles, slices = tiles_m * tiles_n, config.slices
+    if b.is_shuffled:
+        fragment = FRAGMENT_ROWS * FRAGMENT_BYTES
+        layout = (I64(FRAGMENT_ROWS * b.k), FRAGMENT_BYTES, fragment, FRAGMENT_ROWS * STEP)
+    else:
+        layout = (I64(FRAGMENT_ROWS * b.stride), b.stride, FRAGMENT_BYTES, STEP)
+    args = (
+        a.tensor,
+        b.tensor,
+        out,
+        Workspace(tiles * slices * config.tokens * config.rows * 4) if slices > 1 else None,
+        Counters(tiles) if slices > 1 else None,
+        scale_a[0],
+        scale_b[0],
+        bias,
+        I64(a.stride),
+        *layout,
+        a.rows,
+        b.rows,
+        a.k,
+        *scale_a[1:],
+        *scale_b[1:],
+        OUT_TYPES[out.dtype],
+        tiles_m,
+        tiles_n,
+        slices,
+        GROUP,
+    )
+    buffers = arch.lds_bytes // (
+        4 * 128 * PANEL
+    )  # kBuffers of csrc/device/*/lds_async.h: as many as leave room for two blocks
+    kind = "block" if block_scales else "row"
+    symbol = f"{MODULE}_{kind}_{config.tokens}x{config.rows}"
+    lds = (config.tokens + config.rows) * PANEL * buffers
+    return [Launch(MODULE, symbol, (tiles * slices, 1, 1), (THREADS[config.rows], 1, 1), args, lds)]
