@@ -82,8 +82,6 @@ struct Share {
   }
   DEVICE int first_sharer(int tile) const { return block_of(tile * p.steps); }
   DEVICE int last_sharer(int tile) const { return block_of(tile * p.steps + p.steps - 1); }
-  // Where block b leaves its sums of a tile: it shares at most two, the one that it starts in and the one that it ends in.
-  DEVICE int place(int b, int tile) const { return b * 2 + (first_step(b) < tile * p.steps); }
 };
 
 // The end of a tile: value [i][j] of a thread is of token token(i) and row row(j) of b.
@@ -93,6 +91,7 @@ struct Finish {
   const Product& p;
   const Share<kGroup>& share;
   int tile = 0, from = 0, to = 0;  // and the first and the last block that share it
+  int ends_here = 0;               // 1 if the first began in an earlier tile
   int row[kLaneRows] = {}, token[kLaneTokens] = {};
   float scale_a[kLaneTokens] = {}, scale_b[kLaneRows] = {}, bias[kLaneRows] = {};
 
@@ -100,6 +99,7 @@ struct Finish {
   template <class Row, class Token>
   DEVICE void begin(int tile_, Token token_of, Row row_of) {
     tile = tile_, from = share.first_sharer(tile), to = share.last_sharer(tile);
+    ends_here = share.first_step(from) < tile * p.steps;
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) {
       token[i] = token_of(i);
@@ -120,8 +120,9 @@ struct Finish {
     return from == to || is_last_block(p.counters + tile, to - from + 1);
   }
 
+  // Where block b leaves its sums. It shares at most two tiles: the one that it starts in, and the one that it ends in.
   DEVICE float* sums_of(int b) const {
-    return p.partials + i64(share.place(b, tile)) * kValues * kThreads + wave::thread();
+    return p.partials + i64(b * 2 + (b == from ? ends_here : 0)) * kValues * kThreads + wave::thread();
   }
 
   DEVICE void end(float (&sum)[kLaneTokens][kLaneRows]) const {
@@ -171,7 +172,7 @@ struct Skinny {
   static constexpr int kBringers =
       (kChunk * kStepPieces + mma::kMaxPieces * wave::kLanes - 1) / (mma::kMaxPieces * wave::kLanes);
   static constexpr int kThreads = (mma::kWaves + kBringers) * wave::kLanes;
-  static constexpr int kResident = kTokens == 16 && kScales != Scales::kBlock ? 3 : kTokens == 64 ? 1 : 2;  // blocks
+  static constexpr int kResident = kTokens == 64 ? 1 : 2;  // blocks
   static constexpr int kUnit = kScales == Scales::kBlock ? kScaleBlock / mma::kDepth : 1;
   static constexpr int kChunkScales = kScales == Scales::kBlock ? kChunk / kUnit * kTokens : 0;
   using Sum = mma::Accumulator<kTokens>;
@@ -255,56 +256,51 @@ struct Skinny {
     return (end < p.k ? end : p.k) - (group.step + u) * mma::kDepth;
   }
 
-  // Where a lane reads a group. Rows past the last read the last one, and their sums are dropped.
-  struct Place {
+  // Where a lane reads a tile. Rows past the last read the last one, and their sums are dropped.
+  struct Stream {
     mem::Cursor weights[mma::kLoads];
     const float* scales_b;
-    int bytes;  // from the lane's place on
   };
-  DEVICE Place place(const Group& group) const {
-    const int rows = p.n - group.tile * kTileRows;
-    const u8* base = p.b + group.tile * mma::kWaves * p.b_tile + i64(group.step) * p.b_step;
-    Place place;
+  DEVICE Stream stream(int tile) const {
+    const int rows = p.n - tile * kTileRows;
+    Stream stream;
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l) {
       int row = wave::index() * mma::kRows + mma::row(lane, l);
       if (row >= rows) row = rows - 1;
       const int offset = row / mma::kRows * int(p.b_tile) + row % mma::kRows * p.b_row;
-      place.weights[l] = mem::cursor(base, offset + mma::depth(lane) / 16 * (p.b_step / 4));
+      stream.weights[l] =
+          mem::cursor(p.b + tile * mma::kWaves * p.b_tile, offset + mma::depth(lane) / 16 * (p.b_step / 4));
     }
-    place.scales_b = p.scale_b + i64(group.tile * kTileRows / kScaleBlock) * p.scale_b_row + group.step / kUnit;
-    place.bytes = bytes_left(group, 0) - mma::depth(lane);
-    return place;
+    stream.scales_b = p.scale_b + i64(tile * kTileRows / kScaleBlock) * p.scale_b_row;
+    return stream;
   }
 
   struct Slot {
     mma::Weights weights = {};
     float scale_b = 0.0f;  // of a unit, in its first slot
   };
-  DEVICE void load(Slot& slot, const Place& place, int u) const {
+  DEVICE void load(Slot& slot, const Stream& stream, const Group& group, int u) const {
+    const int bytes = bytes_left(group, 0) - u * mma::kDepth;
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l)
-      mem::refill(slot.weights.load[l], place.weights[l], u * p.b_step, u * mma::kDepth < place.bytes);
-    if (kScales == Scales::kBlock && u % kUnit == 0) {
-      const bool inside = u * mma::kDepth < place.bytes + mma::depth(lane);
-      slot.scale_b = mem::load_float_or_zero(mem::buffer(place.scales_b), 0, u / kUnit * 4, inside);
-    }
+      mem::refill(slot.weights.load[l], stream.weights[l], (group.step + u) * p.b_step, mma::depth(lane) < bytes);
+    if (kScales == Scales::kBlock && u % kUnit == 0)
+      slot.scale_b = mem::load_float_or_zero(mem::buffer(stream.scales_b), 0, (group.step + u) / kUnit * 4, 0 < bytes);
   }
 
   DEVICE void multiply() const {
     Group now = share.begin();
+    Stream ahead = stream(now.tile);
     Slot ring[kRing];
-    {
-      const Place first = place(now);
 #pragma unroll
-      for (int u = 0; u < kRing; ++u) load(ring[u], first, u);
-    }
+    for (int u = 0; u < kRing; ++u) load(ring[u], ahead, now, u);
     Sum sum = {}, unit_sum = {};
     Tile tile{p, share};
     begin_tile(tile, now.tile);
     while (true) {
       const Group next = share.after(now);
-      const Place ahead = place(next);
+      if (next.tile != now.tile) ahead = stream(next.tile);
 #pragma unroll
       for (int u = 0; u < kRing; ++u) {
         if (u % kChunk == 0) block_barrier();  // hazard: tokens are read before they are written
@@ -317,7 +313,7 @@ struct Skinny {
           unit_sum = {};
         }
 #pragma unroll
-        for (int done = u + 1 - kUnit; done <= u; ++done) load(ring[done], ahead, done);
+        for (int done = u + 1 - kUnit; done <= u; ++done) load(ring[done], ahead, next, done);
       }
       if (next.tile != now.tile) {
         end_tile(tile, sum);
@@ -345,11 +341,11 @@ struct Skinny {
   }
 };
 
-// For few tokens and small weights: a tile has 16 rows of b and is shared by fewer blocks. The waves take K in turns, 256
-// bytes at a time, each lane with weights and tokens in registers, and meet in LDS at the end of a tile.
+// For few tokens and small weights: a tile has 16 rows of b and is shared by fewer blocks. The waves take K in turns of
+// kTurn steps, each lane with weights and tokens in registers, and meet in LDS at the end of a tile.
 template <class Type, int kTokens, Scales kScales>
 struct Narrow {
-  static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kTurn = 4;
+  static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kTurn = mma::kTurn;
   static constexpr int kThreads = mma::kWaves * wave::kLanes, kUnit = kTurn * mma::kWaves;
   using Tile = Finish<kScales, kTiles, 1, kUnit>;
   struct Buffer {
@@ -361,41 +357,39 @@ struct Narrow {
   const Share<kUnit> share{p};
   const int lane = wave::lane();
 
-  struct Place {  // where a lane reads a group
+  struct Stream {  // where a lane reads a tile
     mem::Cursor weights[mma::kLoads];
-    int k, bytes;  // of the wave's turn; from the lane's place in it on
   };
-  DEVICE Place place(const Group& group) const {
-    const int rows = p.n - group.tile * mma::kRows, end = group.end * mma::kDepth;
-    const int step = group.step + wave::index() * kTurn;
-    const u8* base = p.b + group.tile * p.b_tile + i64(step) * p.b_step;
-    Place place;
+  DEVICE Stream stream(int tile) const {
+    const int rows = p.n - tile * mma::kRows;
+    Stream stream;
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l) {
       const int row = mma::row(lane, l) < rows ? mma::row(lane, l) : rows - 1;
-      place.weights[l] = mem::cursor(base, row * p.b_row + mma::depth(lane) / 16 * (p.b_step / 4));
+      stream.weights[l] = mem::cursor(p.b + tile * p.b_tile, row * p.b_row + mma::depth(lane) / 16 * (p.b_step / 4));
     }
-    place.k = step * mma::kDepth;
-    place.bytes = (end < p.k ? end : p.k) - place.k - mma::depth(lane);
-    return place;
+    return stream;
   }
 
   struct Turn {
     mma::Weights weights[kTurn] = {};
     u32x4 tokens[kTurn][kTiles];
   };
-  DEVICE void load(Turn& turn, const Group& group) const {
-    const Place from = place(group);
+  DEVICE void load(Turn& turn, const Stream& stream, const Group& group) const {
+    const int first = group.step + wave::index() * kTurn, end = group.end * mma::kDepth;
+    const int bytes = (end < p.k ? end : p.k) - first * mma::kDepth - mma::depth(lane);
 #pragma unroll
     for (int u = 0; u < kTurn; ++u) {
-      const bool inside = u * mma::kDepth < from.bytes;
+      const int step = first + u;
+      const bool inside = u * mma::kDepth < bytes;
 #pragma unroll
-      for (int l = 0; l < mma::kLoads; ++l) mem::refill(turn.weights[u].load[l], from.weights[l], u * p.b_step, inside);
+      for (int l = 0; l < mma::kLoads; ++l)
+        mem::refill(turn.weights[u].load[l], stream.weights[l], step * p.b_step, inside);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         const int token = t * mma::kTileTokens + mma::tile_token(lane);
         turn.tokens[u][t] = mem::load_or_zero(mem::buffer(p.a), token * p.a_stride + mma::depth(lane),
-                                              from.k + u * mma::kDepth, inside && token < p.m);
+                                              step * mma::kDepth, inside && token < p.m);
       }
     }
   }
@@ -403,15 +397,17 @@ struct Narrow {
   // A turn is multiplied while the next one is under way.
   DEVICE void multiply() const {
     Group now = share.begin();
+    Stream ahead = stream(now.tile);
     Turn even, odd;
-    load(even, now);
+    load(even, ahead, now);
     f32x4 sum[kTiles] = {};
     int parity = 0;
     Tile tile{p, share};
     begin_tile(tile, now.tile);
     auto step = [&](const Turn& turn, Turn& following) __attribute__((always_inline)) {
       const Group next = share.after(now);
-      load(following, next);
+      if (next.tile != now.tile) ahead = stream(next.tile);
+      load(following, ahead, next);
 #pragma unroll
       for (int u = 0; u < kTurn; ++u)
 #pragma unroll

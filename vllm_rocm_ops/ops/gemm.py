@@ -20,7 +20,7 @@ from vllm_rocm_ops.op import describe, row_stride, rows_of
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TOKENS = {64: (16, 32, 64), 16: (8, 16)}  # the most that a kernel takes, by the rows of the weight in a tile
 STEP = 64  # bytes of K
-NARROW_UNIT = 16  # steps of a unit with 16 rows: four for each wave
+NARROW_UNIT = {64: 32, 32: 16}  # steps of a unit with 16 rows, a turn of each wave, by the lanes of a wave
 FRAGMENT_ROWS, FRAGMENT_BYTES = 16, 16
 BLOCK = 128  # of K and of N per block scale
 SHORTEST = 4  # steps: with fewer a block is over before it streams
@@ -116,9 +116,9 @@ def _is_stride(stride: int | None) -> bool:
     return stride is not None and stride % 16 == 0 and 0 <= stride < 2**25
 
 
-def _division(config: SkinnyConfig, b: Operand, unit: int) -> tuple[int, int, int]:
+def _division(config: SkinnyConfig, b: Operand, unit: int, arch: Arch) -> tuple[int, int, int]:
     """Tiles, the steps of one, and the steps that no border between blocks parts. Steps of a tile are a multiple of those."""
-    unit = unit if config.rows == 64 else NARROW_UNIT
+    unit = unit if config.rows == 64 else NARROW_UNIT[arch.wave_lanes]
     steps = -(-b.k // (STEP * unit)) * unit
     return -(-b.rows // config.rows), steps, steps if config.whole else unit
 
@@ -130,7 +130,7 @@ def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1, narrow: bool = Tr
         if a.rows > tokens[-1] or (rows == 16 and not narrow):
             continue
         for whole in (1, 0):
-            tiles, steps, unit_steps = _division(SkinnyConfig(rows, whole, 1), b, unit)
+            tiles, steps, unit_steps = _division(SkinnyConfig(rows, whole, 1), b, unit, arch)
             most = tiles if whole else max(tiles * steps // max(SHORTEST, unit_steps), 1)
             blocks = {min(arch.compute_units * i, most) for i in range(1, RESIDENT + 1)}
             found += [SkinnyConfig(rows, whole, count) for count in sorted(blocks)]
@@ -140,7 +140,7 @@ def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1, narrow: bool = Tr
 def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1) -> dict[str, float]:
     """The time of a configuration by a model of the GPU, in microseconds: the bytes of the compute unit that has most, at the
     rate that its loads in flight allow, and the meeting of blocks that share tiles."""
-    tiles, steps, unit_steps = _division(config, b, unit)
+    tiles, steps, unit_steps = _division(config, b, unit, arch)
     per_block = -(-tiles * steps // (unit_steps * config.blocks)) * unit_steps * STEP * config.rows
     blocks = -(-config.blocks // arch.compute_units)  # of a compute unit
     rate = min(arch.bandwidth_gb_s * 1e3 / arch.compute_units, blocks * RING * STEP * 64 / LATENCY_US)  # bytes / us
@@ -171,7 +171,7 @@ def launch(
     and blocks of its K; between rows of b, or blocks of them."""
     if a.rows == 0:
         return []
-    tiles, steps, unit = _division(config, b, unit)
+    tiles, steps, unit = _division(config, b, unit, arch)
     tokens = next(tokens for tokens in TOKENS[config.rows] if tokens >= a.rows)
     units, longer = divmod(tiles * steps // unit, config.blocks)
     is_shared = not config.whole

@@ -13,6 +13,7 @@ constexpr int kDepth = 64;             // bytes of K of a step: 16 of each row p
 constexpr int kLoads = 1;              // 16-byte loads of weights per lane and step
 constexpr int kChunkBytes = 8 * 1024;  // the most that LDS gives a chunk of tokens
 constexpr int kMaxPieces = 8;          // of a chunk that a lane brings
+constexpr int kTurn = 8;               // steps that a wave takes at a time where waves take turns
 
 // Lane l holds row (or token) l % 16, bytes 16 * (l / 16) on. Which K an instruction takes from a lane does not matter as
 // long as weights and tokens agree.
@@ -102,6 +103,10 @@ DEVICE void multiply_add(Accumulator<kTokens>& sum, const Weights& weights, cons
   const u32x4* tokens = (const u32x4*)step + wave::lane();
 #pragma unroll
   for (int t = 0; t < kTokens / 16; ++t) sum.sum[t] = multiply_add<Type>(sum.sum[t], weights.load[0], tokens[t * 64]);
+  // The compiler must not move what is loaded next over these registers ahead of their last use: it would go to others, and
+  // the copy from there would wait for it.
+#pragma unroll
+  for (int t = 0; t < kTokens / 16; ++t) asm volatile("" : "+v"(sum.sum[t])::"memory");
 }
 
 }  // namespace mma
