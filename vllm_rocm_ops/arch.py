@@ -21,6 +21,7 @@ class Arch:
     compute_units: int
     lds_bytes: int
     bandwidth_gb_s: float  # of HBM, reading
+    block_scales: bool  # matrix instructions take an e8m0 scale per 32 of K: MX formats
     code_suffix: str
 
     def __str__(self) -> str:
@@ -31,9 +32,9 @@ class Arch:
 ARCHS = {
     arch.name: arch
     for arch in (
-        Arch("gfx942", 64, torch.float8_e4m3fnuz, 304, 64 * 1024, 5300.0, ".co"),
-        Arch("gfx950", 64, torch.float8_e4m3fn, 256, 160 * 1024, 8000.0, ".co"),
-        Arch("sm_90", 32, torch.float8_e4m3fn, 132, 227 * 1024, 4200.0, ".ptx"),  # development only
+        Arch("gfx942", 64, torch.float8_e4m3fnuz, 304, 64 * 1024, 5300.0, False, ".co"),
+        Arch("gfx950", 64, torch.float8_e4m3fn, 256, 160 * 1024, 8000.0, True, ".co"),
+        Arch("sm_90", 32, torch.float8_e4m3fn, 132, 227 * 1024, 4200.0, False, ".ptx"),  # development only
     )
 }
 PRODUCTS = {"MI300X": "gfx942", "MI325X": "gfx942", "MI308X": "gfx942:80", "MI355X": "gfx950"}

@@ -4,7 +4,8 @@
 
 #define DEVICE __attribute__((device, always_inline)) inline
 #define LDS __attribute__((shared))
-// KERNEL(threads): a kernel entry point that is launched with at most `threads` threads per block.
+// KERNEL(threads[, blocks]): a kernel entry point that is launched with at most `threads` threads per block; where the compiler
+// can be asked for it, with registers for so many blocks at once.
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -21,19 +22,21 @@ struct F16;
 
 #include "mem.h"
 #if defined(__AMDGCN__)
-#define KERNEL(threads) extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, threads))) void
+#define KERNEL(threads, ...) extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, threads))) void
 #include "amd/buffer.h"
 #include "amd/lds_async.h"
 #include "amd/mma.h"
+#include "amd/mx.h"
 #include "amd/numerics.h"
 #include "amd/sync.h"
 #include "amd/tile_mma.h"
 #include "amd/wave.h"
 #elif defined(__NVPTX__)
-#define KERNEL(threads) extern "C" __attribute__((global, launch_bounds(threads))) void
+#define KERNEL(threads, ...) extern "C" __attribute__((global, launch_bounds(threads __VA_OPT__(, ) __VA_ARGS__))) void
 #include "nvidia/buffer.h"
 #include "nvidia/lds_async.h"
 #include "nvidia/mma.h"
+#include "nvidia/mx.h"
 #include "nvidia/numerics.h"
 #include "nvidia/sync.h"
 #include "nvidia/tile_mma.h"
