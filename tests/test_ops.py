@@ -139,3 +139,19 @@ def test_case(the_op, case, executor, monkeypatch):
         planned = the_op.plan(config, the_op.allocate(a), a, arch)
         assert ran == (" + ".join(l.symbol for l in planned) or "nothing to do")
     the_op._executions.clear()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU; test_same_bits.py is its like in the emulator")
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_same_bits_in_1000_calls(m):
+    """A product whose K is divided over blocks, which arrive in another order in every call."""
+    from vllm_rocm_ops import ops
+
+    n, k, fp8 = 2304, 16384, archs.of_device(0).fp8_dtype
+    a, b = (torch.randn(rows, k, device="cuda").to(fp8) for rows in (m, n))
+    scale_a, scale_b = torch.rand(m, 1, device="cuda"), torch.rand(n, 1, device="cuda")
+    first = ops.scaled_mm(a, b.t(), scale_a, scale_b, torch.bfloat16)
+    differ = torch.zeros((), device="cuda")
+    for _ in range(1000):
+        differ += (ops.scaled_mm(a, b.t(), scale_a, scale_b, torch.bfloat16) != first).sum()
+    assert "fallback" not in str(op.stats()["scaled_mm"]) and differ == 0
