@@ -1,0 +1,280 @@
+"""Matrix product of MX-FP8 tensors: e4m3fn with one e8m0 scale per 32 of K; kernels: csrc/ops/mxfp8_scaled_mm.hip."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.launch import Counters, Launch, Workspace
+from vllm_rocm_ops.op import Case, Op, aligned, describe, row_stride
+from vllm_rocm_ops.ops.gemm import OUT_TYPES
+
+__all__ = ["mxfp8_scaled_mm"]
+
+BLOCK = 32  # of K per scale; of N, where neighbouring rows of b share theirs
+SCALES = (torch.uint8, torch.float8_e8m0fnu)
+PAIR = 256  # bytes of K of a unit
+WAVES = 4  # of a block
+
+
+class Kernel(NamedTuple):
+    """What there is to know of one: rows of b in a tile, blocks that a compute unit runs at once, units that a block loads
+    ahead."""
+
+    rows: int
+    resident: int
+    ahead: int
+
+
+STREAMS = {16: Kernel(64, 3, 3), 32: Kernel(64, 3, 3), 64: Kernel(64, 2, 3)}  # by the tokens of a tile
+TILES = {64: Kernel(64, 4, 1), 128: Kernel(128, 2, 1)}
+
+# The model behind `cost`; of a compute unit its clock, and what its cache and its matrix cores do in each.
+LATENCY_US, SHARING_US = 1.0, 0.8
+CLOCK_MHZ, CACHE_BYTES, FLOPS = 2400, 64, 8192
+
+
+@dataclass(frozen=True)
+class MxConfig:
+    """Tiles of up to `tokens` tokens, whose units are divided evenly over `blocks` blocks. With `streams` 1, b goes from HBM
+    to registers, with 0 both operands go through LDS."""
+
+    tokens: int
+    streams: int
+    blocks: int
+
+    @property
+    def kernel(self) -> Kernel:
+        return (STREAMS if self.streams else TILES)[self.tokens]
+
+
+def _sizes(a) -> tuple[int, int, int]:
+    """M, N, K."""
+    return *a.a.shape[:1], *a.b.shape
+
+
+def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    fp8 = torch.float8_e4m3fn
+    holds = a.a.dim() == 2 and a.a.dtype == fp8 and a.a.shape[1] % BLOCK == 0
+    yield "a", f"float8_e4m3fn [M, K a multiple of {BLOCK}]", describe(a.a), holds
+    k = a.a.shape[1]
+    yield "b", f"float8_e4m3fn [N, K={k}]", describe(a.b), a.b.dim() == 2 and a.b.dtype == fp8 and a.b.shape[1] == k
+    m, n, _ = _sizes(a)
+    of_b = dict.fromkeys((n, -(-n // BLOCK)))
+    for name, scale, rows in (("scale_a", a.scale_a, (m,)), ("scale_b", a.scale_b, of_b)):
+        wanted = " or ".join(f"[{r}, {k // BLOCK}]" for r in rows)
+        holds = scale.dtype in SCALES and scale.shape in [(r, k // BLOCK) for r in rows]
+        yield name, f"uint8 or float8_e8m0fnu {wanted}", describe(scale), holds
+    yield "out_dtype", "bfloat16, float16 or float32", str(a.out_dtype), a.out_dtype in OUT_TYPES
+    if a.bias is not None:
+        holds = a.bias.shape == (n,) and a.bias.dtype == a.out_dtype
+        yield "bias", f"{a.out_dtype} [N={n}]", describe(a.bias), holds
+    for name, tensor in a._asdict().items():
+        if isinstance(tensor, Tensor):
+            yield name, f"on {a.a.device}", f"on {tensor.device}", tensor.device == a.a.device
+
+
+def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    m, n, k = _sizes(a)
+    yield f"{arch.name}'s matrix instructions take block scales", arch.block_scales
+    yield "N and K are at least 1, M * N * K is below 2^50", n > 0 and k > 0 and m * n * k < 2**50
+    for name in ("a", "b", "scale_a", "scale_b"):
+        rows = getattr(a, name)
+        yield f"{name} has K innermost", rows.shape[1] == 1 or rows.stride(1) == 1
+        yield f"{name}'s rows are less than 16 MB apart", max(row_stride(rows), k) < 2**24
+    for name in ("a", "b"):
+        yield f"rows of {name} are 16-byte aligned", aligned(getattr(a, name))
+    yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
+
+
+def _has_words(a) -> bool:
+    """Whether the scales of every 128 of K are aligned words."""
+    return a.a.shape[1] % (4 * BLOCK) == 0 and aligned(a.scale_a, 4) and aligned(a.scale_b, 4)
+
+
+def _units(config: MxConfig, a) -> tuple[int, int]:
+    """Tiles, and units of each."""
+    m, n, k = _sizes(a)
+    return -(-m // config.tokens) * -(-n // config.kernel.rows), -(-k // PAIR)
+
+
+def _is_shared(config: MxConfig, a) -> bool:
+    """Whether blocks share tiles."""
+    tiles, pairs = _units(config, a)
+    return tiles * pairs % config.blocks != 0 or tiles * pairs // config.blocks % pairs != 0
+
+
+def _configs(a, arch: Arch) -> list[MxConfig]:
+    """The kernels that take so many tokens; of each a block per tile, blocks for all compute units up to a few times, and a
+    block for every unit or two."""
+    if not arch.block_scales:
+        return []
+    m, _, _ = _sizes(a)
+    fitting = [(64, 0)]
+    if _has_words(a):
+        fitting += [(tokens, 1) for tokens in STREAMS if tokens >= m][:1] or [(128, 0)]
+    configs = []
+    for tokens, streams in fitting:
+        any_number = MxConfig(tokens, streams, 1)
+        (tiles, pairs), resident = _units(any_number, a), any_number.kernel.resident
+        units, most = max(tiles * pairs, 1), resident * arch.compute_units
+        blocks = {min(arch.compute_units * i, units) for i in range(1, resident + 1)}
+        blocks |= {max(tiles, 1), min(-(-units // 2), most)}
+        configs += [MxConfig(tokens, streams, count) for count in sorted(blocks)]
+    return configs
+
+
+def _cost(config: MxConfig, a, arch: Arch) -> dict[str, float]:
+    """The time of the compute unit that has most, by a model: for each unit what takes longest of its bytes of b out of HBM,
+    all its bytes out of the cache, its flops, and the wait for what is under way; and the meeting of blocks that share tiles."""
+    m, (tiles, pairs) = a.a.shape[0], _units(config, a)
+    tokens, (rows, resident, ahead) = config.tokens, config.kernel
+    blocks = -(-config.blocks // arch.compute_units)  # of a compute unit
+    hbm = arch.bandwidth_gb_s * 1e3 / arch.compute_units  # bytes / us
+    of_unit = max(
+        rows * (PAIR + PAIR // BLOCK) / -(-m // tokens) / hbm if m else 0.0,
+        (tokens + rows) * PAIR / CACHE_BYTES / CLOCK_MHZ,
+        2 * tokens * rows * PAIR / FLOPS / CLOCK_MHZ,
+        LATENCY_US / (ahead * min(blocks, resident)),
+    )
+    sharing = 0.0
+    if _is_shared(config, a):
+        sums = blocks * 2 * rows * min(tokens, m) * 4  # bytes written, and read again
+        sharing = SHARING_US * (2 + config.blocks / tiles / 16) + sums / hbm
+    return {"multiplying": -(-tiles * pairs // config.blocks) * blocks * of_unit, "sharing": sharing}
+
+
+def _plan(config: MxConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+    m, n, k = _sizes(a)
+    if m == 0:
+        return []
+    tiles, pairs = _units(config, a)
+    units, longer = divmod(tiles * pairs, config.blocks)
+    shared = _is_shared(config, a)
+    args = (
+        a.a,
+        a.b,
+        out,
+        Workspace(config.blocks * 2 * config.tokens * config.kernel.rows * 4) if shared else None,
+        Counters(tiles) if shared else None,
+        a.scale_a,
+        a.scale_b,
+        a.bias,
+        *(row_stride(tensor) for tensor in (a.a, a.b, a.scale_a, a.scale_b)),
+        0 if a.scale_b.shape[0] == n else BLOCK.bit_length() - 1,
+        m,
+        n,
+        k,
+        OUT_TYPES[a.out_dtype],
+        -(-m // config.tokens),
+        units,
+        longer,
+    )
+    symbol = f"mxfp8_scaled_mm_{'stream' if config.streams else 'tile'}_{config.tokens}"
+    symbol += "" if _has_words(a) else "_bytes"
+    return [Launch("mxfp8_scaled_mm", symbol, (config.blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1), args)]
+
+
+def _cases() -> Iterator[Case]:
+    """Every instance, tiles shared by one, two and many blocks, M, N and K around tiles and units, strides, odd scales."""
+
+    def case(name: str, m: int, n: int, k: int, **given) -> Case:
+        return Case(name, functools.partial(_inputs, m, n, k, given))
+
+    for m in range(1, 18):
+        yield case(f"m{m}", m, 48, 512)
+    for m in (33, 64, 65, 130):
+        yield case(f"m{m}", m, 80, 768)
+    yield case("m530", 530, 40, 128)
+    yield case("tiles", 3, 200, 1280)
+    yield case("long-k", 2, 32, 4096)
+    for k in (32, 96, 128, 352, 384, 1152):
+        yield case(f"k{k}", 5, 40, k)
+    yield case("k-tail-m70", 70, 130, 416)
+    yield case("one-column", 2, 1, 256)
+    yield case("bias-fp16", 4, 33, 512, out_dtype=torch.float16, bias=True)
+    yield case("bias-fp32-m70", 70, 68, 256, out_dtype=torch.float32, bias=True)
+    yield case("padded", 5, 72, 512, padding=256)
+    yield case("padded-m65", 65, 72, 256, padding=64)
+    yield case("scales-32-rows", 20, 96, 512, shared_scales=True)
+    yield case("scales-e8m0", 2, 40, 256, scale_dtype=torch.float8_e8m0fnu)
+    yield case("scales-extreme", 17, 70, 512, extreme=True)
+    yield case("scales-extreme-m66", 66, 70, 512, extreme=True)
+    yield case("spikes", 2, 32, 1280, spikes=True)
+    yield case("no-tokens", 0, 32, 64)
+
+
+def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
+    def rows(count: int) -> Tensor:
+        values = torch.randn(count, k, generator=generator)
+        if given.get("spikes"):
+            values = values * 0.01
+            values[:, [0, k // 2, k - 1]] = torch.tensor([100.0, -100.0, 50.0])
+        storage = torch.full((count, k + given.get("padding", 0)), torch.nan)  # what lies between rows must not matter
+        storage[:, :k] = values
+        return storage.to(torch.float8_e4m3fn).to(device)[:, :k]
+
+    def scales(count: int) -> Tensor:
+        drawn = torch.randint(120, 134, (count, k // BLOCK), generator=generator, dtype=torch.uint8)
+        storage = torch.full((count, k // BLOCK + given.get("padding", 0) // BLOCK), 255, dtype=torch.uint8)
+        storage[:, : k // BLOCK] = drawn
+        return storage
+
+    of_a, of_b = scales(m), scales(-(-n // BLOCK) if given.get("shared_scales") else n)
+    if given.get("extreme"):
+        of_a[:, 0], of_b[:, 0] = 254, 0
+        of_a[:, 1], of_b[:, 1] = 0, 254
+        of_a[:, 2], of_b[:, 2] = 0, 0
+        of_a[:, 3:8] = 127
+        of_a[1, 9] = of_b[n - 1, 15] = of_b[3, 2] = 255
+    scale_dtype = given.get("scale_dtype", torch.uint8)
+    scale_a, scale_b = (s.view(scale_dtype).to(device)[:, : k // BLOCK] for s in (of_a, of_b))
+    out_dtype = given.get("out_dtype", torch.bfloat16)
+    bias = torch.randn(n, generator=generator).to(out_dtype).to(device) if given.get("bias") else None
+    return rows(m), rows(n), scale_a, scale_b, out_dtype, bias
+
+
+def _op(reference) -> Op:
+    return Op(
+        reference,
+        allocate=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[0]), dtype=a.out_dtype),
+        contract=_contract,
+        envelope=_envelope,
+        configs=_configs,
+        cost=_cost,
+        plan=_plan,
+        problem=lambda a: dict(zip("mnk", _sizes(a))),
+        cases=_cases,
+        sums=True,
+    )
+
+
+def _scaled(values: Tensor, scales: Tensor) -> Tensor:
+    """The numbers that MX-FP8 rows stand for, exactly."""
+    exponents = scales.view(torch.uint8).to(torch.float64)
+    factors = torch.exp2(exponents - 127).masked_fill(exponents == 255, torch.nan)
+    return values.to(torch.float64) * factors.repeat_interleave(BLOCK, 1)
+
+
+@_op
+def mxfp8_scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """a @ b^T + bias of MX-FP8 tensors: a scale 2^(s - 127) per 32 of K, 255 for NaN. Kernels sum in fp32.
+
+    a [M, K] and b [N, K] are e4m3fn with K innermost and a multiple of 32, rows may be strided; scale_a [M, K / 32] and
+    scale_b [N, K / 32], or [ceil(N / 32), K / 32] where 32 rows share theirs, are uint8 or float8_e8m0fnu, as vLLM has them;
+    bias [N] is of out_dtype: bf16, fp16 or fp32. Returns [M, N].
+    """
+    if scale_b.shape[0] != b.shape[0]:
+        scale_b = scale_b.view(torch.uint8).repeat_interleave(BLOCK, 0)[: b.shape[0]]
+    product = _scaled(a, scale_a) @ _scaled(b, scale_b).t()
+    if bias is not None:
+        product = product + bias.to(torch.float64)
+    return product.to(out_dtype)
