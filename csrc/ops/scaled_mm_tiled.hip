@@ -258,7 +258,7 @@ INSTANCE(scaled_mm_tiled_row_64x128,    256, 64,  128, false)
 INSTANCE(scaled_mm_tiled_row_128x128,   256, 128, 128, false)
 INSTANCE(scaled_mm_tiled_block_64x128,  256, 64,  128, true)
 INSTANCE(scaled_mm_tiled_block_128x128, 256, 128, 128, true)
-#if HAS_LARGE_TILES
+#ifdef HAS_LARGE_TILES
 INSTANCE(scaled_mm_tiled_row_256x256,   512, 256, 256, false)
 INSTANCE(scaled_mm_tiled_block_256x256, 512, 256, 256, true)
 #endif
