@@ -10,10 +10,11 @@
 // one block has alone it finishes from its registers. Of a shared tile, each block leaves its sums in HBM, and the last to
 // arrive adds them up in the order of K: the same bits every run.
 //
-// Static, on gfx950: the streams for 16, 32 and 64 tokens have 144, 160 and 202 registers, so 3, 3 and 2 waves per SIMD; the tiles of
-// 64 and 128 have 124 and 236, so 4 and 2. Emulated: when a wave that streams waits, 14 KB of b are in flight for it on average,
-// 16 KB at most; no LDS access meets a bank conflict.
+// Static, on gfx950: the streams for 16, 32 and 64 tokens have 144, 160 and 202 registers, so 3, 3 and 2 waves per SIMD; the
+// tiles of 64 and 128 have 118 and 240, so 4 and 2. Emulated: when a wave that streams waits, 14 KB of b are in flight for it on
+// average, 16 KB at most; no LDS access meets a bank conflict.
 #include "device/arrive.h"
+#include "device/tile.h"
 #include "device/vec.h"
 
 #ifdef HAS_BLOCK_SCALED_MMA
@@ -29,9 +30,8 @@ struct Product {
   const void* bias;   // [N] of out_type, or null
   int a_stride, b_stride, scale_a_stride, scale_b_stride, scale_b_shift;
   int m, n, k;
-  int out_type;       // 0 bf16, 1 fp16, 2 fp32
-  int m_tiles;        // tiles along M, which are neighbours
-  int units, longer;  // of a block; the first `longer` blocks have one more
+  int out_type;               // 0 bf16, 1 fp16, 2 fp32
+  int blocks, units, longer;  // units of a block; the first `longer` blocks have one more
 };
 
 constexpr int kWaves = 4, kThreads = kWaves * wave::kLanes;
@@ -218,14 +218,16 @@ DEVICE void stream(const Product& p) {
 
 // Any number of tokens: tiles of kSide rows and as many tokens, each wave a quarter, kTiles x kTiles instructions wide. Both
 // operands come to LDS, half a unit at a time, double-buffered, in the order in which lanes read them: no bank conflicts. The
-// two halves after those in LDS are under way to registers.
+// two halves after those in LDS are under way to registers. Neighbouring tiles are the work of one die, for its cache.
 template <int kTiles, bool kWords>
 DEVICE void multiply_tiles(const Product& p) {
   constexpr int kSide = 2 * kTiles * mx::kRows, kQuads = kTiles * kTiles;
   enum { kTokens, kWeights, kOperands };
   LDS static u32x4 halves[2][kOperands][2 * kTiles][2][wave::kLanes];
   using Scales = mx::Scales<kWords>;
-  const int lane = wave::lane(), block = wave::block_x();
+  constexpr int kGroup = 8;  // tiles along M: see tile::Position
+  const int lane = wave::lane(), block = tile::work_of(wave::block_x(), p.blocks);
+  const int tiles_m = (p.m + kSide - 1) / kSide, tiles_n = (p.n + kSide - 1) / kSide;
   const int last = first_unit(p, block + 1), pairs = units_of_tile(p);
   // The wave's quarter, and what it brings to LDS of each half unit: one of two pieces of every other 16 rows.
   const int token_rows = wave::index() % 2 * kTiles, weight_rows = wave::index() / 2 * kTiles;
@@ -234,7 +236,8 @@ DEVICE void multiply_tiles(const Product& p) {
   for (int unit = first_unit(p, block); unit < last;) {
     const int tile = unit / pairs, begin = unit - tile * pairs;
     const int end = last - unit < pairs - begin ? begin + last - unit : pairs;
-    const int m0 = tile % p.m_tiles * kSide, n0 = tile / p.m_tiles * kSide;
+    const tile::Position position(tile, tiles_m, tiles_n, kGroup);
+    const int m0 = position.m * kSide, n0 = position.n * kSide;
     const mem::Buffer a = mem::buffer(p.a + i64(m0) * p.a_stride), b = mem::buffer(p.b + i64(n0) * p.b_stride);
     const mem::Buffer scale_a = mem::buffer(p.scale_a + i64(m0) * p.scale_a_stride);
     const mem::Buffer scale_b = mem::buffer(p.scale_b + i64(n0 >> p.scale_b_shift) * p.scale_b_stride);

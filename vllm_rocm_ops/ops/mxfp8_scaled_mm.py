@@ -172,7 +172,7 @@ def _plan(config: MxConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
         n,
         k,
         OUT_TYPES[a.out_dtype],
-        -(-m // config.tokens),
+        config.blocks,
         units,
         longer,
     )
