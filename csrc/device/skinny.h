@@ -133,9 +133,7 @@ struct Finish {
       if (!is_last(p, tile, from, to)) return;
 #pragma unroll
       for (int v = 0; v < kValues; ++v) sum[v / kLaneRows][v % kLaneRows] = 0.0f;
-      constexpr int kAtOnce = kValues < 8    ? 32 / kValues
-                              : kValues < 16 ? 4
-                                             : 2;  // blocks whose sums are loaded together
+      constexpr int kAtOnce = kValues < 4 ? 8 / kValues : 2;  // blocks whose sums are loaded together
 #pragma unroll 1
       for (int b = from; b <= to; b += kAtOnce) {
         float theirs[kAtOnce][kValues];
@@ -388,8 +386,8 @@ struct Narrow {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         const int token = t * mma::kTileTokens + mma::tile_token(lane);
-        turn.tokens[u][t] = mem::load_or_zero(mem::buffer(p.a), token * p.a_stride + mma::depth(lane),
-                                              step * mma::kDepth, inside && token < p.m);
+        turn.tokens[u][t] = mem::load_or_zero(mem::buffer(p.a), token * p.a_stride + mma::depth(lane) + u * mma::kDepth,
+                                              first * mma::kDepth, inside && token < p.m);
       }
     }
   }
@@ -458,9 +456,9 @@ struct Narrow {
     if (wave::index() < mma::kWaves) kernel.multiply();                                       \
     else kernel.bring_tokens();                                                               \
   }
-#define NARROW(symbol, type, tokens, scales)                                 \
-  KERNEL((Narrow<type, tokens, scales>::kThreads)) symbol(Product product) { \
-    LDS static Narrow<type, tokens, scales>::Buffer buffer;                  \
-    const Narrow<type, tokens, scales> kernel{product, buffer};              \
-    kernel.multiply();                                                       \
+#define NARROW(symbol, type, tokens, scales)                                    \
+  KERNEL((Narrow<type, tokens, scales>::kThreads), 3) symbol(Product product) { \
+    LDS static Narrow<type, tokens, scales>::Buffer buffer;                     \
+    const Narrow<type, tokens, scales> kernel{product, buffer};                 \
+    kernel.multiply();                                                          \
   }

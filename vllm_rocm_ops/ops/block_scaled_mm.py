@@ -12,7 +12,9 @@ from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.op import Case, Op, describe
 from vllm_rocm_ops.ops import gemm
-from vllm_rocm_ops.ops.gemm import BLOCK, SkinnyConfig
+from vllm_rocm_ops.ops import scaled_mm_tiled as tiled
+from vllm_rocm_ops.ops.gemm import BLOCK
+from vllm_rocm_ops.ops.scaled_mm_tiled import TiledConfig
 from vllm_rocm_ops.quantization import LIMIT
 
 __all__ = ["block_scaled_mm"]
@@ -42,13 +44,36 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "scale_b's blocks of K lie side by side", a.scale_b.stride(1) == 1 or a.scale_b.shape[1] == 1
     reach = sum((size - 1) * stride for size, stride in zip(a.scale_a.shape, a.scale_a.stride()))
     yield "scale_a reaches over fewer than 2^29 elements", reach < 2**29
-    yield from gemm.envelope(gemm.activations(a.a), gemm.weight(a.b))
+    operands = _operands(a)
+    yield from gemm.envelope(*operands)
+    if tiled.is_for(operands[0]):
+        yield from tiled.envelope(*operands)
 
 
-def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+def _operands(a) -> tuple[gemm.Operand, gemm.Operand]:
+    return gemm.activations(a.a), gemm.weight(a.b)
+
+
+def _configs(a, arch: Arch) -> list:
+    operands = _operands(a)
+    return (
+        tiled.configs(*operands, arch)
+        if tiled.is_for(operands[0])
+        else gemm.configs(*operands, arch, UNIT, narrow=False)
+    )
+
+
+def _cost(config, a, arch: Arch) -> dict[str, float]:
+    if isinstance(config, TiledConfig):
+        return tiled.cost(config, *_operands(a), arch)
+    return gemm.cost(config, *_operands(a), arch, UNIT)
+
+
+def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
     scale_a, scale_b = (a.scale_a, *a.scale_a.stride()), (a.scale_b, a.scale_b.stride(0))
-    operands = gemm.activations(a.a), gemm.weight(a.b)
-    return gemm.launch("block_scaled_mm", config, out, *operands, scale_a, scale_b, None, arch, UNIT)
+    if isinstance(config, TiledConfig):
+        return tiled.launches(config, out, *_operands(a), scale_a, scale_b, None, arch, block_scales=True)
+    return gemm.launch("block_scaled_mm", config, out, *_operands(a), scale_a, scale_b, None, arch, UNIT)
 
 
 def _cases() -> Iterator[Case]:
@@ -66,6 +91,10 @@ def _cases() -> Iterator[Case]:
     yield case("padded", 5, 96, 512, padding=256)
     yield case("shortest-k", 2, 17, 16)
     yield case("no-tokens", 0, 32, 128)
+    yield case("tiles", 65, 131, 400, out_dtype=torch.float16)
+    yield case("tiles-padded", 129, 257, 528, padding=256, transposed=True)
+    yield case("tiles-shuffled", 70, 272, 320, shuffled=True, out_dtype=torch.float32)
+    yield case("tiles-long", 66, 100, 1680)
 
 
 def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
@@ -89,10 +118,10 @@ def _op(reference) -> Op:
         allocate=lambda a: a.a.new_empty((a.a.shape[0], gemm.weight(a.b).rows), dtype=a.out_dtype),
         contract=_contract,
         envelope=_envelope,
-        configs=lambda a, arch: gemm.configs(gemm.activations(a.a), gemm.weight(a.b), arch, UNIT, narrow=False),
-        cost=lambda config, a, arch: gemm.cost(config, gemm.activations(a.a), gemm.weight(a.b), arch, UNIT),
+        configs=_configs,
+        cost=_cost,
         plan=_plan,
-        problem=lambda a: gemm.problem(gemm.activations(a.a), gemm.weight(a.b)),
+        problem=lambda a: gemm.problem(*_operands(a)),
         cases=_cases,
         sums=True,
     )

@@ -12,7 +12,8 @@ from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.op import Case, Op, describe
 from vllm_rocm_ops.ops import gemm
-from vllm_rocm_ops.ops.gemm import SkinnyConfig
+from vllm_rocm_ops.ops import scaled_mm_tiled as tiled
+from vllm_rocm_ops.ops.scaled_mm_tiled import TiledConfig
 from vllm_rocm_ops.quantization import LIMIT
 
 __all__ = ["scaled_mm"]
@@ -48,13 +49,30 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"{arch.name} multiplies a's dtype ({arch.fp8_dtype})", a.a.dtype == arch.fp8_dtype
     rest = [t for t in (a.scale_a, a.scale_b, a.bias) if t is not None]
     yield "scales and bias are contiguous", all(t.is_contiguous() for t in rest)
-    yield from gemm.envelope(gemm.activations(a.a), _weight(a))
+    operands = _operands(a)
+    yield from gemm.envelope(*operands)
+    if tiled.is_for(operands[0]):
+        yield from tiled.envelope(*operands)
 
 
-def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+def _operands(a) -> tuple[gemm.Operand, gemm.Operand]:
+    return gemm.activations(a.a), _weight(a)
+
+
+def _configs(a, arch: Arch) -> list:
+    operands = _operands(a)
+    return (tiled if tiled.is_for(operands[0]) else gemm).configs(*operands, arch)
+
+
+def _cost(config, a, arch: Arch) -> dict[str, float]:
+    return (tiled if isinstance(config, TiledConfig) else gemm).cost(config, *_operands(a), arch)
+
+
+def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
     scale_a, scale_b = (a.scale_a, int(a.scale_a.numel() > 1), 0), (a.scale_b, int(a.scale_b.numel() > 1))
-    operands = gemm.activations(a.a), _weight(a)
-    return gemm.launch("scaled_mm", config, out, *operands, scale_a, scale_b, a.bias, arch)
+    if isinstance(config, TiledConfig):
+        return tiled.launches(config, out, *_operands(a), scale_a, scale_b, a.bias, arch, block_scales=False)
+    return gemm.launch("scaled_mm", config, out, *_operands(a), scale_a, scale_b, a.bias, arch)
 
 
 def _cases() -> Iterator[Case]:
@@ -65,7 +83,7 @@ def _cases() -> Iterator[Case]:
 
     for m in (*range(1, 18), 32, 33, 64):
         yield case(f"m{m}", m, 48, 1024)
-    yield case("tiles", 3, 200, 1600)
+    yield case("four-tiles", 3, 200, 1600)
     yield case("shuffled", 5, 80, 640, shuffled=True)
     yield case("per-tensor", 3, 40, 256, per_row=False)
     yield case("bias-fp16", 4, 33, 512, out_dtype=torch.float16, bias=True)
@@ -77,6 +95,10 @@ def _cases() -> Iterator[Case]:
     yield case("shortest-k", 2, 17, 16)
     yield case("spikes", 2, 32, 1040, spikes=True)
     yield case("no-tokens", 0, 32, 64)
+    yield case("tiles", 65, 131, 400, out_dtype=torch.float16)
+    yield case("tiles-padded", 129, 257, 528, padding=256, per_row=False)
+    yield case("tiles-shuffled", 70, 272, 320, shuffled=True, out_dtype=torch.float32, bias=True)
+    yield case("tiles-long", 66, 100, 1680, spikes=True)
 
 
 def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
@@ -104,10 +126,10 @@ def _op(reference) -> Op:
         allocate=_allocate,
         contract=_contract,
         envelope=_envelope,
-        configs=lambda a, arch: gemm.configs(gemm.activations(a.a), _weight(a), arch),
-        cost=lambda config, a, arch: gemm.cost(config, gemm.activations(a.a), _weight(a), arch),
+        configs=_configs,
+        cost=_cost,
         plan=_plan,
-        problem=lambda a: gemm.problem(gemm.activations(a.a), _weight(a)),
+        problem=lambda a: gemm.problem(*_operands(a)),
         cases=_cases,
         sums=True,
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
-from vllm_rocm_ops.ops.gemm import FRAGMENT_BYTES, FRAGMENT_ROWS, OUT_TYPES, STEP, Operand
+from vllm_rocm_ops.ops.gemm import FRAGMENT_BYTES, FRAGMENT_ROWS, MOST_TOKENS, OUT_TYPES, STEP, Operand
 
 MODULE = "scaled_mm_tiled"
 TILES = ((64, 128), (128, 128), (256, 256))  # of the output: tokens, rows of the weight
@@ -35,6 +35,11 @@ class TiledConfig:
     tokens: int
     rows: int
     slices: int
+
+
+def is_for(a: Operand) -> bool:
+    """Whether these kernels are the ones for so many tokens."""
+    return a.rows > MOST_TOKENS
 
 
 def envelope(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:

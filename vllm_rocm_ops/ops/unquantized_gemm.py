@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.op import Case, Op, describe
+from vllm_rocm_ops.op import Case, Op, describe, rows_of
 from vllm_rocm_ops.ops import gemm
 from vllm_rocm_ops.ops.gemm import SkinnyConfig
 
@@ -35,6 +35,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "x is bfloat16 or float16", a.x.dtype in ELEMENTS
+    yield f"M is at most {gemm.MOST_TOKENS}", rows_of(a.x) <= gemm.MOST_TOKENS
     yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
     yield from gemm.envelope(gemm.activations(a.x), gemm.weight(a.weight))
 
