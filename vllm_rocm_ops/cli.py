@@ -174,7 +174,7 @@ def explain(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype |
     `given` replaces whole arguments by name. No memory is allocated, and no GPU is needed.
     """
     case = next(iter(op.cases()))
-    example = op.Arguments(*case.make("meta", torch.Generator().manual_seed(0), archs.ARCHS[arch].fp8_dtype))
+    example = op.Arguments(*case.make("meta", torch.Generator().manual_seed(0), archs.named(arch).fp8_dtype))
     first = next(value for value in example if isinstance(value, torch.Tensor))
     sizes = dict(zip(reversed(first.shape), reversed(shape or first.shape)))
 
@@ -223,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--json", action="store_true", help="for machines")
     command = commands.add_parser("explain", help="which kernel a call runs, and why; needs no GPU")
     command.add_argument("op", choices=[op.name for op in op_module.registered()], metavar="op")
-    command.add_argument("--arch", choices=list(archs.ARCHS), default=next(iter(archs.ARCHS)))
+    command.add_argument("--arch", default=next(iter(archs.ARCHS)), help="like gfx942, gfx942:80 or MI308X")
     command.add_argument("--shape", type=parse_shape, default=(), help="of the first tensor, e.g. 1x16384")
     command.add_argument("--dtype", choices=list(DTYPES), help="of the first tensor")
     example = "other arguments, e.g. residual=none weight=bf16[7168] group_size=64"

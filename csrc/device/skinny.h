@@ -347,7 +347,8 @@ struct Narrow {
   static constexpr int kThreads = mma::kWaves * wave::kLanes, kUnit = kTurn * mma::kWaves;
   using Tile = Finish<kScales, kTiles, 1, kUnit>;
   struct Buffer {
-    f32x4 sum[2][mma::kWaves][kTiles][wave::kLanes];  // of this tile and of the last, which a slow wave may still read
+    float sum[2][mma::kWaves][kTiles][4]
+             [wave::kLanes];  // of this tile and of the last, which a slow wave may still read
   };
 
   const Product& p;
@@ -413,7 +414,8 @@ struct Narrow {
       if (next.tile != now.tile) {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
-          buffer.sum[parity][wave::index()][t][lane] = sum[t];
+#pragma unroll
+          for (int value = 0; value < 4; ++value) buffer.sum[parity][wave::index()][t][value][lane] = sum[t][value];
           sum[t] = f32x4{};
         }
         block_barrier();  // hazard: the waves' sums are read before they are written
@@ -441,7 +443,7 @@ struct Narrow {
     for (int t = 0; t < kTiles; ++t) {
       values[t][0] = 0.0f;
 #pragma unroll
-      for (int w = 0; w < mma::kWaves; ++w) values[t][0] += ((float*)&buffer.sum[parity][w][t][lane])[wave::index()];
+      for (int w = 0; w < mma::kWaves; ++w) values[t][0] += buffer.sum[parity][w][t][wave::index()][lane];
     }
     tile.end(values);
   }

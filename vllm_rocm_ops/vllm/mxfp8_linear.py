@@ -70,7 +70,7 @@ def install() -> None:
         @classmethod
         def is_supported(cls, compute_capability=None):
             if not (current_platform.is_cpu() or current_platform.supports_mx()):
-                return False, "needs the scaled matrix instructions of gfx950"
+                return False, "needs matrix instructions that take block scales"
             return held.is_supported()
 
         @classmethod

@@ -33,8 +33,8 @@ struct Cursor {
 };
 DEVICE Cursor cursor(const void* base, int lane_offset) { return {buffer(base), lane_offset}; }
 // The 16 bytes `offset` further on, read once, in place of `value`. Where not inside, `value` is zero or what it was.
-DEVICE void refill(u32x4& value, const Cursor& at, int offset, bool inside) {
-  value = load_once_or_zero(at.base, at.lane_offset, offset, inside);
+DEVICE void refill(u32x4& value, const Cursor& from, int offset, bool inside) {
+  value = load_once_or_zero(from.base, from.lane_offset, offset, inside);
 }
 
 }  // namespace mem

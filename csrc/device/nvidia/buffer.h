@@ -19,12 +19,14 @@ DEVICE float load_float_or_zero(Buffer from, int lane_offset, int offset, bool i
 }
 
 // Where a lane reads on in a stream.
-using Cursor = const u8*;
+struct Cursor {
+  const u8* at;
+};
 
-DEVICE Cursor cursor(const void* base, int lane_offset) { return (Cursor)base + lane_offset; }
+DEVICE Cursor cursor(const void* base, int lane_offset) { return {(const u8*)base + lane_offset}; }
 // The 16 bytes `offset` further on, read once, in place of `value`. Where not inside, `value` is zero or what it was.
-DEVICE void refill(u32x4& value, Cursor at, int offset, bool inside) {
-  if (inside) value = load_once<u32x4>(at + offset);
+DEVICE void refill(u32x4& value, const Cursor& from, int offset, bool inside) {
+  if (inside) value = load_once<u32x4>(from.at + offset);
 }
 
 }  // namespace mem
