@@ -108,7 +108,8 @@ def results() -> str:
         groups: dict[tuple[str, str], dict[int, dict]] = {}
         for line in lines:
             rows, *sizes = line["shape"].values()
-            groups.setdefault((line["op"], " x ".join(map(str, sizes))), {})[rows] = line
+            layout = ", shuffled" if line["case"].endswith("shuffled") else ""
+            groups.setdefault((line["op"], " x ".join(map(str, sizes)) + layout), {})[rows] = line
         shown = [rows for rows in SHOWN_ROWS if any(rows in group for group in groups.values())]
         body = []
         for (op, size), group in groups.items():
