@@ -83,7 +83,10 @@ def committed(path: pathlib.Path) -> int:
 def newest_lines(folder: pathlib.Path, kinds: Iterable[str]) -> dict[tuple[str, str], tuple[dict, pathlib.Path]]:
     """The last line of every case in a folder's results of these kinds, and its file."""
     newest = {}
-    for path in sorted((path for kind in kinds for path in folder.glob(f"*-{kind}.jsonl")), key=committed):
+    for path in sorted(
+        (path for kind in kinds for path in folder.glob(f"*-{kind}.jsonl")),
+        key=lambda path: (committed(path), path.name),
+    ):
         for line in map(json.loads, path.read_text().splitlines()):
             newest[line["op"], line["case"]] = line, path
     return newest
