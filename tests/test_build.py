@@ -87,7 +87,7 @@ def test_amd_object_is_what_rocm_6_and_7_load(build, tmp_path, arch, machine):
 def test_nvidia_object_is_ptx(build, tmp_path):
     build.compile_source(build.CSRC / "ops/add.hip", "sm_90", tmp_path / "add.ptx")
     ptx = (tmp_path / "add.ptx").read_text()
-    assert ".version 8.7" in ptx and ".target sm_90\n" in ptx and ".visible .entry add(" in ptx
+    assert ".version 8.7" in ptx and ".target sm_90a\n" in ptx and ".visible .entry add(" in ptx
 
 
 def test_compile_source_takes_defines_debug_and_assembler(build, tmp_path):

@@ -223,7 +223,11 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--json", action="store_true", help="for machines")
     command = commands.add_parser("explain", help="which kernel a call runs, and why; needs no GPU")
     command.add_argument("op", choices=[op.name for op in op_module.registered()], metavar="op")
-    command.add_argument("--arch", default=next(iter(archs.ARCHS)), help="like gfx942, gfx942:80 or MI308X")
+    command.add_argument(
+        "--arch",
+        default=next(iter(archs.ARCHS)),
+        help="an architecture, or one and its count of compute units, or a product",
+    )
     command.add_argument("--shape", type=parse_shape, default=(), help="of the first tensor, e.g. 1x16384")
     command.add_argument("--dtype", choices=list(DTYPES), help="of the first tensor")
     example = "other arguments, e.g. residual=none weight=bf16[7168] group_size=64"

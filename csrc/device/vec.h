@@ -34,6 +34,18 @@ DEVICE void store_element(void* row, i64 column, float x) {
   mem::store<u16>((u16*)row + column, u16(T::pack({x, x})));
 }
 
+// Elements of a type that is only known at run time: 0 bf16, 1 fp16, 2 fp32.
+DEVICE float load_output(const void* row, i64 column, int type) {
+  if (type == 0) return load_element<Bf16>(row, column);
+  if (type == 1) return load_element<F16>(row, column);
+  return mem::load<float>((const float*)row + column);
+}
+DEVICE void store_output(void* row, i64 column, float x, int type) {
+  if (type == 0) store_element<Bf16>(row, column, x);
+  else if (type == 1) store_element<F16>(row, column, x);
+  else mem::store((float*)row + column, x);
+}
+
 constexpr int kChunk = 8;  // elements of a u32x4
 
 struct Chunk {  // 8 floats

@@ -89,11 +89,6 @@ DEVICE bool add_slices(Sums<D>& sums, const Product& p, int tile_index, int slic
   return true;
 }
 
-DEVICE float load_output(const void* row, i64 at, int type) {
-  if (type == 0) return load_element<Bf16>(row, at);
-  if (type == 1) return load_element<F16>(row, at);
-  return mem::load<float>((const float*)row + at);
-}
 // The first `count` of 8 neighbouring results; 16 bytes at a time if `aligned`.
 DEVICE void store_outputs(void* out, i64 at, const Chunk& x, int count, bool aligned, int type) {
   const bool whole = aligned && count >= kChunk;
