@@ -421,3 +421,9 @@ def test_plans_fit_the_arch(the_op, arch_name):
 def test_import_initialises_no_gpu_and_imports_no_vllm():
     code = "import sys, torch, vllm_rocm_ops; assert not torch.cuda.is_initialized() and 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tensors_on_two_devices_are_refused():
+    x, weight = torch.ones(2, 256, dtype=torch.bfloat16), torch.ones(256, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ValueError, match="rms_norm: weight must be on cpu, got on meta"):
+        ops.rms_norm.explain(x, weight, 1e-6, arch="gfx942")

@@ -138,8 +138,8 @@ BUGS = {
     ),
     "the neighbouring block's scale": (
         "device/skinny.h",
-        "(group.step + u) / kUnit * 4",
-        "((group.step + u) / kUnit ^ 1) * 4",
+        "0, step / kUnit * 4, 0 < bytes",
+        "0, (step / kUnit ^ 1) * 4, 0 < bytes",
         ops.block_scaled_mm,
         "m5",
         "gfx942",

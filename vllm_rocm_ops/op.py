@@ -3,7 +3,8 @@
 An op is one plain PyTorch function, its reference: that is the schema of the torch op, its implementation on CPU, the
 fallback on a GPU and, given float64, the oracle of its tests. Around it an `Op` holds what it takes to run kernels:
 
-    contract(a)             yields (argument, wanted, got, holds): what every caller must respect, else ValueError
+    contract(a)             yields (argument, wanted, got, holds): what every caller must respect, else ValueError; that all
+                            tensors are on one device goes without saying
     allocate(a)             the outputs, unwritten; also the fake (meta) implementation
     envelope(a, arch)       yields (rule, holds): what the kernels need; where one fails the reference runs, and says why
     configs(a, arch)        all configurations that fit
@@ -211,6 +212,11 @@ class Op:
         return self.considered(a, arch)[0][0]
 
     def _check(self, a) -> None:
+        tensors = {name: value for name, value in a._asdict().items() if isinstance(value, torch.Tensor)}
+        device = next(iter(tensors.values())).device
+        for name, tensor in tensors.items():
+            if tensor.device != device:
+                raise ValueError(f"{self.name}: {name} must be on {device}, got on {tensor.device}")
         for argument, wanted, got, holds in self.contract(a):
             if not holds:
                 raise ValueError(f"{self.name}: {argument} must be {wanted}, got {got}")

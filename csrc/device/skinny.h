@@ -5,7 +5,7 @@
 // Bytes: those of b, little else; flops: 2 * M * N * K. Up to 64 tokens the time is that of reading b, so all that counts is to
 // keep enough loads in flight on every compute unit, from the first cycle to the last.
 //
-// A block has 64 rows of b at a time, with all tokens: 16 for each of mma::kWaves waves that multiply; one wave more brings
+// A block has 64 rows of b at a time, with all tokens: 16 for each of mma::kWaves waves that multiply; further waves bring
 // the tokens. A step is 64 bytes of K, a tile 64 rows over all of K. The steps of all tiles, one tile after the other, are
 // divided evenly over the blocks, wherever tiles begin or end, so that every compute unit streams as much as any other. A lane
 // that multiplies keeps a ring of kRing steps in registers: once a step is multiplied, the step kRing further on is loaded into
@@ -69,9 +69,32 @@ struct Share {
     const int tile = now.tile + 1, end = last - tile * p.steps;
     return {tile, 0, end < p.steps ? end : p.steps};
   }
+  // Bytes of a row of the group's tile that are the block's, from a step of it on.
+  DEVICE int bytes_left(const Group& group, int step) const {
+    const int end = group.end * mma::kDepth;
+    return (end < p.k ? end : p.k) - step * mma::kDepth;
+  }
   DEVICE int first_sharer(int tile) const { return block_of(tile * p.steps); }
   DEVICE int last_sharer(int tile) const { return block_of(tile * p.steps + p.steps - 1); }
 };
+
+// Where a lane reads a tile of b. Rows past the last read the last one, and their sums are dropped.
+struct TileWeights {
+  mem::Cursor weights[mma::kLoads];
+};
+DEVICE TileWeights tile_weights(const Product& p, int first_row, int wave_row) {
+  const int lane = wave::lane(), rows = p.n - first_row;
+  TileWeights tile;
+#pragma unroll
+  for (int l = 0; l < mma::kLoads; ++l) {
+    int row = wave_row + mma::row(lane, l);
+    if (row >= rows) row = rows - 1;
+    const int offset = row / mma::kRows * int(p.b_tile) + row % mma::kRows * p.b_row;
+    tile.weights[l] =
+        mem::cursor(p.b + first_row / mma::kRows * p.b_tile, offset + mma::depth(lane) / 16 * (p.b_step / 4));
+  }
+  return tile;
+}
 
 // The end of a tile: value [i][j] of a thread is of token token(i) and row row(j) of b.
 template <Scales kScales, int kLaneTokens, int kLaneRows, int kGroup>
@@ -188,7 +211,7 @@ struct Skinny {
     const int bringer = wave::thread() - mma::kWaves * wave::kLanes;
     const mem::Buffer a = mem::buffer(p.a), scales = mem::buffer(p.scale_a);
     auto load = [&](Chunk& chunk, const Group& group, int u) __attribute__((always_inline)) {
-      const int step = group.step + u, bytes = bytes_left(group, u);
+      const int step = group.step + u, bytes = share.bytes_left(group, step);
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) {
         const int index = bringer + j * kLanes;
@@ -236,30 +259,12 @@ struct Skinny {
     }
   }
 
-  // Of the block's part of a row of the group's tile, from step u on.
-  DEVICE int bytes_left(const Group& group, int u) const {
-    const int end = group.end * mma::kDepth;
-    return (end < p.k ? end : p.k) - (group.step + u) * mma::kDepth;
-  }
-
-  // Where a lane reads a tile. Rows past the last read the last one, and their sums are dropped.
-  struct Stream {
-    mem::Cursor weights[mma::kLoads];
+  struct Stream : TileWeights {
     const float* scales_b;
   };
   DEVICE Stream stream(int tile) const {
-    const int rows = p.n - tile * kTileRows;
-    Stream stream;
-#pragma unroll
-    for (int l = 0; l < mma::kLoads; ++l) {
-      int row = wave::index() * mma::kRows + mma::row(lane, l);
-      if (row >= rows) row = rows - 1;
-      const int offset = row / mma::kRows * int(p.b_tile) + row % mma::kRows * p.b_row;
-      stream.weights[l] =
-          mem::cursor(p.b + tile * mma::kWaves * p.b_tile, offset + mma::depth(lane) / 16 * (p.b_step / 4));
-    }
-    stream.scales_b = p.scale_b + i64(tile * kTileRows / kScaleBlock) * p.scale_b_row;
-    return stream;
+    const float* scales_b = p.scale_b + i64(tile * kTileRows / kScaleBlock) * p.scale_b_row;
+    return {tile_weights(p, tile * kTileRows, wave::index() * mma::kRows), scales_b};
   }
 
   struct Slot {
@@ -267,12 +272,12 @@ struct Skinny {
     float scale_b = 0.0f;  // of a unit, in its first slot
   };
   DEVICE void load(Slot& slot, const Stream& stream, const Group& group, int u) const {
-    const int bytes = bytes_left(group, 0) - u * mma::kDepth;
+    const int step = group.step + u, bytes = share.bytes_left(group, step);
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l)
-      mem::refill(slot.weights.load[l], stream.weights[l], (group.step + u) * p.b_step, mma::depth(lane) < bytes);
+      mem::refill(slot.weights.load[l], stream.weights[l], step * p.b_step, mma::depth(lane) < bytes);
     if (kScales == Scales::kBlock && u % kUnit == 0)
-      slot.scale_b = mem::load_float_or_zero(mem::buffer(stream.scales_b), 0, (group.step + u) / kUnit * 4, 0 < bytes);
+      slot.scale_b = mem::load_float_or_zero(mem::buffer(stream.scales_b), 0, step / kUnit * 4, 0 < bytes);
   }
 
   DEVICE void multiply() const {
@@ -349,27 +354,14 @@ struct Narrow {
   const Share<kUnit> share{p};
   const int lane = wave::lane();
 
-  struct Stream {  // where a lane reads a tile
-    mem::Cursor weights[mma::kLoads];
-  };
-  DEVICE Stream stream(int tile) const {
-    const int rows = p.n - tile * mma::kRows;
-    Stream stream;
-#pragma unroll
-    for (int l = 0; l < mma::kLoads; ++l) {
-      const int row = mma::row(lane, l) < rows ? mma::row(lane, l) : rows - 1;
-      stream.weights[l] = mem::cursor(p.b + tile * p.b_tile, row * p.b_row + mma::depth(lane) / 16 * (p.b_step / 4));
-    }
-    return stream;
-  }
+  DEVICE TileWeights stream(int tile) const { return tile_weights(p, tile * mma::kRows, 0); }
 
   struct Turn {
     mma::Weights weights[kTurn] = {};
     u32x4 tokens[kTurn][kTiles];
   };
-  DEVICE void load(Turn& turn, const Stream& stream, const Group& group) const {
-    const int first = group.step + wave::index() * kTurn, end = group.end * mma::kDepth;
-    const int bytes = (end < p.k ? end : p.k) - first * mma::kDepth - mma::depth(lane);
+  DEVICE void load(Turn& turn, const TileWeights& stream, const Group& group) const {
+    const int first = group.step + wave::index() * kTurn, bytes = share.bytes_left(group, first) - mma::depth(lane);
 #pragma unroll
     for (int u = 0; u < kTurn; ++u) {
       const int step = first + u;
@@ -389,7 +381,7 @@ struct Narrow {
   // A turn is multiplied while the next one is under way.
   DEVICE void multiply() const {
     Group now = share.begin();
-    Stream ahead = stream(now.tile);
+    TileWeights ahead = stream(now.tile);
     Turn even, odd;
     load(even, ahead, now);
     f32x4 sum[kTiles] = {};

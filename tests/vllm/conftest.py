@@ -5,6 +5,20 @@ import pytest
 import torch
 from engines import FLAVOURS, STOCK, Engines, prompts
 
+import vllm_rocm_ops
+from vllm_rocm_ops.vllm import register
+
+
+@pytest.fixture
+def configuration():
+    """vLLM's layers are made within a configuration."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+
+    register()
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu")), check_compile=False):
+        vllm_rocm_ops.reset_stats()
+        yield
+
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory) -> Engines:

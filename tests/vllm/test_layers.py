@@ -4,20 +4,11 @@ import pytest
 import torch
 
 import vllm_rocm_ops
-from vllm_rocm_ops.vllm import register
 
 ROWS, HIDDEN = 5, 256
 
 
-@pytest.fixture(autouse=True)
-def config():
-    """vLLM's layers are made within a configuration."""
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-
-    register()
-    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu")), check_compile=False):
-        vllm_rocm_ops.reset_stats()
-        yield
+pytestmark = pytest.mark.usefixtures("configuration")
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

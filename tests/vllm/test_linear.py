@@ -11,7 +11,6 @@ from vllm_rocm_ops.vllm import (
     block_scaled_linear,
     held,
     mxfp8_linear,
-    register,
     scaled_linear,
     seam,
     unquantized_linear,
@@ -23,15 +22,7 @@ FP8 = torch.float8_e4m3fn
 CHOOSE = held.choose
 
 
-@pytest.fixture(autouse=True)
-def config():
-    """vLLM's layers are made within a configuration."""
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-
-    register()
-    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu")), check_compile=False):
-        vllm_rocm_ops.reset_stats()
-        yield
+pytestmark = pytest.mark.usefixtures("configuration")
 
 
 def random(*shape: int) -> torch.Tensor:

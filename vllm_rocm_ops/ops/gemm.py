@@ -45,7 +45,7 @@ LIMITS = {
     },
 }
 IN_FLIGHT = {16: 24 * 1024, 64: 32 * 1024}  # bytes that a block of a kernel has under way, by its rows
-# Fitted to all configurations of the decode shapes on H200, whose best this misses by 0.9 % as a mean, 11 % at most.
+# Fitted to all configurations of the decode shapes on H200: `serving_benchmarks/gemm.py --sweep`.
 LATENCY_US, SHARING_US, HBM_SHARE = 2.0, 3.0, 0.95
 MOST_RESIDENT = 3
 MOST_TOKENS = TOKENS[64][-1]
@@ -116,6 +116,12 @@ def is_weight(b: Tensor, k: int, transposed: bool = False) -> bool:
     return b.dim() == 5 and b.shape[2:] == fragment and weight(b).k == k * b.element_size()
 
 
+def bias_contract(bias: Tensor | None, n: int, dtype: torch.dtype) -> Iterator[tuple[str, str, str, bool]]:
+    """What a bias must be, where there is one."""
+    if bias is not None:
+        yield "bias", f"{dtype} [N={n}]", describe(bias), bias.shape == (n,) and bias.dtype == dtype
+
+
 def problem(a: Operand, b: Operand) -> dict[str, int]:
     """What a tuned row is keyed by."""
     return {"m": a.rows, "n": b.rows, "k": a.k // a.tensor.element_size()}
@@ -137,6 +143,11 @@ def _is_stride(stride: int | None) -> bool:
     return stride is not None and stride % 16 == 0 and 0 <= stride < 2**25
 
 
+def padded(rows: Tensor, padding: int) -> Tensor:
+    """A copy whose rows have so many zeros more behind them: what cases cut views with a row stride from."""
+    return torch.nn.functional.pad(rows, (0, padding))
+
+
 def _division(config: SkinnyConfig, b: Operand, unit: int, arch: Arch) -> tuple[int, int, int]:
     """Tiles, the steps of one, and the steps that no border between blocks parts. Steps of a tile are a multiple of those."""
     unit = unit if config.rows == 64 else NARROW_UNIT[arch.wave_lanes]
@@ -145,7 +156,7 @@ def _division(config: SkinnyConfig, b: Operand, unit: int, arch: Arch) -> tuple[
 
 
 def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1, narrow: bool = True) -> list[SkinnyConfig]:
-    """As many blocks as the compute units hold at once, one to four each, with whole tiles or parted ones."""
+    """As many blocks as the compute units hold at once, one to three each, with whole tiles or parted ones."""
     found = []
     for rows, tokens in TOKENS.items():
         if a.rows > tokens[-1] or (rows == 16 and not narrow):

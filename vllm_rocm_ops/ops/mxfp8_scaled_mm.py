@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import Counters, Launch, Workspace
 from vllm_rocm_ops.op import Case, Op, aligned, describe, row_stride
-from vllm_rocm_ops.ops.gemm import OUT_TYPES
+from vllm_rocm_ops.ops.gemm import OUT_TYPES, bias_contract
 
 __all__ = ["mxfp8_scaled_mm"]
 
@@ -72,12 +72,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         holds = scale.dtype in SCALES and scale.shape in [(r, k // BLOCK) for r in rows]
         yield name, f"uint8 or float8_e8m0fnu {wanted}", describe(scale), holds
     yield "out_dtype", "bfloat16, float16 or float32", str(a.out_dtype), a.out_dtype in OUT_TYPES
-    if a.bias is not None:
-        holds = a.bias.shape == (n,) and a.bias.dtype == a.out_dtype
-        yield "bias", f"{a.out_dtype} [N={n}]", describe(a.bias), holds
-    for name, tensor in a._asdict().items():
-        if isinstance(tensor, Tensor):
-            yield name, f"on {a.a.device}", f"on {tensor.device}", tensor.device == a.a.device
+    yield from bias_contract(a.bias, n, a.out_dtype)
 
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:

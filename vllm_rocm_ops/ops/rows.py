@@ -37,9 +37,6 @@ def contract(a, hidden: int) -> Iterator[tuple[str, str, str, bool]]:
     """What the callers of every op on rows must respect; `hidden` is the length of an output row."""
     x = a.input
     yield "input", "at least one-dimensional", f"{x.dim()} dimensions", x.dim() >= 1
-    for name, value in a._asdict().items():
-        if isinstance(value, Tensor):
-            yield name, f"on {x.device}", f"on {value.device}", value.device == x.device
     if getattr(a, "weight", None) is not None:
         holds = a.weight.shape == (hidden,) and a.weight.dtype == x.dtype
         yield "weight", f"{_name(x.dtype)}[hidden={hidden}]", describe(a.weight), holds

@@ -33,12 +33,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         holds = scale.dtype == torch.float32 and scale.numel() in (1, rows)
         yield name, f"float32 with 1 or {rows} elements", describe(scale), holds
     yield "out_dtype", "bfloat16, float16 or float32", str(a.out_dtype), a.out_dtype in gemm.OUT_TYPES
-    if a.bias is not None:
-        holds = a.bias.shape == (n,) and a.bias.dtype == a.out_dtype
-        yield "bias", f"{a.out_dtype} [N={n}]", describe(a.bias), holds
-    for name, tensor in a._asdict().items():
-        if isinstance(tensor, Tensor):
-            yield name, f"on {a.a.device}", f"on {tensor.device}", tensor.device == a.a.device
+    yield from gemm.bias_contract(a.bias, n, a.out_dtype)
 
 
 def _allocate(a) -> Tensor:
@@ -107,9 +102,7 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
         if given.get("spikes"):
             values = values * 0.01
             values[:, [0, k // 2, k - 1]] = torch.tensor([100.0, -100.0, 50.0])
-        storage = torch.zeros(count, k + given.get("padding", 0))
-        storage[:, :k] = values
-        return storage.to(fp8_dtype).to(device)[:, :k]
+        return gemm.padded(values, given.get("padding", 0)).to(fp8_dtype).to(device)[:, :k]
 
     per_row = given.get("per_row", True)
     out_dtype = given.get("out_dtype", torch.bfloat16)

@@ -25,12 +25,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     wanted = f"{a.x.dtype} [N, K={k}] or a shuffled weight of this K"
     yield "weight", wanted, describe(a.weight), a.weight.dtype == a.x.dtype and gemm.is_weight(a.weight, k)
     n = gemm.weight(a.weight).rows
-    if a.bias is not None:
-        holds = a.bias.shape == (n,) and a.bias.dtype == a.x.dtype
-        yield "bias", f"{a.x.dtype} [N={n}]", describe(a.bias), holds
-    for name, tensor in a._asdict().items():
-        if isinstance(tensor, Tensor):
-            yield name, f"on {a.x.device}", f"on {tensor.device}", tensor.device == a.x.device
+    yield from gemm.bias_contract(a.bias, n, a.x.dtype)
 
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -67,9 +62,8 @@ def _inputs(tokens, n, k, given, device, generator, fp8_dtype) -> tuple:
     dtype = given.get("dtype", torch.bfloat16)
 
     def rows(*shape: int) -> Tensor:
-        storage = torch.zeros(*shape, k + given.get("padding", 0))
-        storage[..., :k] = torch.randn(*shape, k, generator=generator)
-        return storage.to(dtype).to(device)[..., :k]
+        values = torch.randn(*shape, k, generator=generator)
+        return gemm.padded(values, given.get("padding", 0)).to(dtype).to(device)[..., :k]
 
     weight = gemm.shuffle_weight(rows(n)) if given.get("shuffled") else rows(n)
     bias = torch.randn(n, generator=generator).to(dtype).to(device) if given.get("bias") else None

@@ -1,4 +1,4 @@
-"""Our linear kernels hold vLLM's own kernel for the same layer, for the calls that ours do not win.
+"""Our linear kernels hold vLLM's own kernel for the same layer, for the calls that ours leave to it.
 
 Which of the two runs is decided when a call runs, inside one opaque torch op: a compiled graph serves every number of
 tokens, and a captured graph is captured per batch size, with what was decided for it. The op names the kernel that is held
@@ -123,9 +123,7 @@ def order(weight: Tensor, before: Tensor) -> str | None:
 
 def wants_fragments(layer: torch.nn.Module, weight: Tensor) -> bool:
     """Whether to put a layer's weight in fragment order: asked for, possible, and nothing but the kernel reads it."""
-    read_elsewhere = (
-        "_cpu_skip_gemm_dispatch",
-        "is_bmm",
-    )  # by latent attention, which marks its projection so; by DeepSeek V4
+    # By latent attention, which marks its projection so; by DeepSeek V4.
+    read_elsewhere = ("_cpu_skip_gemm_dispatch", "is_bmm")
     asked = envs.VLLM_ROCM_OPS_SHUFFLE == "1" and not any(getattr(layer, mark, False) for mark in read_elsewhere)
     return asked and has_fragments(rows_of(weight))
