@@ -1,6 +1,7 @@
 """All ops: `vllm_rocm_ops.ops.<name>`. A new op is one file here, one in csrc/ops, and one line below."""
 
 from vllm_rocm_ops.ops.block_scaled_mm import *
+from vllm_rocm_ops.ops.fused_experts import *
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import *
 from vllm_rocm_ops.ops.rms_norm import *
 from vllm_rocm_ops.ops.scaled_mm import *
