@@ -25,7 +25,7 @@ class I64(int):
 
 
 class Workspace(int):
-    """An argument: so many bytes of HBM of the launch's own, unwritten."""
+    """An argument: so many bytes of HBM, unwritten, of this call's launches that name the same object."""
 
 
 class Counters(int):

@@ -314,8 +314,12 @@ def _outputs(outputs) -> tuple[torch.Tensor, ...]:
 
 def _buffers(planned: tuple[Launch, ...], outputs, device: torch.device) -> tuple[torch.Tensor, ...]:
     """What each call allocates: the outputs, then the launches' workspaces."""
-    sizes = [int(arg) for l in planned for arg in l.args if isinstance(arg, Workspace)]
-    return (*_outputs(outputs), *(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes))
+    return (*_outputs(outputs), *(torch.empty(w, dtype=torch.uint8, device=device) for w in _workspaces(planned)))
+
+
+def _workspaces(planned: tuple[Launch, ...]) -> list[Workspace]:
+    """The launches' workspaces. One that several of them name is one."""
+    return list({id(arg): arg for l in planned for arg in l.args if isinstance(arg, Workspace)}.values())
 
 
 def _allocator(buffers: tuple[torch.Tensor, ...]) -> Callable[[], tuple[torch.Tensor, ...]]:
@@ -328,19 +332,12 @@ def _allocator(buffers: tuple[torch.Tensor, ...]) -> Callable[[], tuple[torch.Te
 
 def _positions(planned: tuple[Launch, ...], buffers: tuple, a) -> list[list[tuple[int, int]]]:
     """For each launch, for each pointer of its arguments that differs between calls: its slot there, and its place in
-    (*buffers, *a). Workspaces lie among the buffers in the order of their use."""
+    (*buffers, *a). The workspaces are the last of the buffers."""
     place = {id(tensor): i for i, tensor in enumerate((*buffers, *a)) if isinstance(tensor, torch.Tensor)}
-    workspace = len(buffers) - sum(isinstance(arg, Workspace) for l in planned for arg in l.args)
-    positions = []
-    for l in planned:
-        positions.append([])
-        for slot, arg in enumerate(l.args):
-            if isinstance(arg, torch.Tensor):
-                positions[-1].append((slot, place[id(arg)]))
-            elif isinstance(arg, Workspace):
-                positions[-1].append((slot, workspace))
-                workspace += 1
-    return positions
+    workspaces = _workspaces(planned)
+    place |= {id(workspace): len(buffers) - len(workspaces) + i for i, workspace in enumerate(workspaces)}
+    pointers = (torch.Tensor, Workspace)
+    return [[(slot, place[id(arg)]) for slot, arg in enumerate(l.args) if isinstance(arg, pointers)] for l in planned]
 
 
 def _counters(l: Launch) -> list[tuple[int, int]]:

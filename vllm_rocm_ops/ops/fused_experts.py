@@ -11,9 +11,9 @@ from torch import Tensor
 
 from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.launch import I64, Launch, Workspace
+from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.op import Case, Op, describe
-from vllm_rocm_ops.ops.gemm import BLOCK, OUT_TYPES
+from vllm_rocm_ops.ops.gemm import BLOCK
 from vllm_rocm_ops.quantization import LIMIT
 
 __all__ = ["fused_experts"]
