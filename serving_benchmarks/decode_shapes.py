@@ -2,9 +2,8 @@
 
     python serving_benchmarks/decode_shapes.py > tests/data/decode_kernels.csv
 
-decode_shapes.csv holds, for Llama-3.1-405B FP8 and DeepSeek-V3 as one rank of each way to divide them sees them, the layers
-with a weight [N, K] that M tokens are multiplied with, and how often a step has each. Left out is what is no linear GEMM of
-ours: routed experts, attention, and the bf16 batched products that MLA absorbs (W_UK and W_UV).
+The shapes are those of Llama-3.1-405B FP8 and DeepSeek-V3 as one rank of each way to divide them sees them. Left out is what
+is no product with one weight [N, K]: norms, activations, routed experts.
 """
 
 from __future__ import annotations
@@ -12,50 +11,62 @@ from __future__ import annotations
 import csv
 import math
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import ops
-from vllm_rocm_ops.op import Op
-from vllm_rocm_ops.ops.gemm import BLOCK
+from vllm_rocm_ops import model_layers
+from vllm_rocm_ops.model_layers import LayerCall
 
 GPUS = ("gfx942", "gfx942:80", "gfx950", "sm_90")
+MODELS = {
+    "llama405b_tp8": ("llama-3.1-405b-fp8", 8),
+    "llama405b_tp4": ("llama-3.1-405b-fp8", 4),
+    "dsv3_tp8": ("deepseek-v3", 8),
+    "dsv3_tp4": ("deepseek-v3", 4),
+    "dsv3_dp_ep": ("deepseek-v3", 1),
+}
+TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 
 class DecodeShape(NamedTuple):
-    """One line of decode_shapes.csv."""
+    """One linear layer of a model with m tokens."""
 
     model: str
-    layer: str
+    call: LayerCall
     m: int
     n: int
     k: int
-    weight_bytes_per_element: int
-    count_per_step: int
 
-    def call(self, device: str, fp8_dtype: torch.dtype) -> tuple[Op, tuple]:
-        """The op, and arguments of zeros on a device: bf16 layers as they are; FP8 with scales per token and per channel in
-        Llama, per 1x128 and 128x128 in DeepSeek."""
-        m, n, k = self.m, self.n, self.k
-        if self.weight_bytes_per_element == 2:
-            a, b = (torch.zeros(rows, k, dtype=torch.bfloat16, device=device) for rows in (m, n))
-            return ops.unquantized_gemm, (a, b)
-        a, b = (torch.zeros(rows, k, dtype=torch.uint8, device=device).view(fp8_dtype) for rows in (m, n))
-        if self.model.startswith("llama"):
-            scales = (torch.zeros(rows, 1, device=device) for rows in (m, n))
-            return ops.scaled_mm, (a, b.t(), *scales, torch.bfloat16)
-        scales = (torch.zeros(rows, -(-k // BLOCK), device=device) for rows in (m, -(-n // BLOCK)))
-        return ops.block_scaled_mm, (a, b, *scales, torch.bfloat16)
+    @property
+    def layer(self) -> str:
+        return self.call.layer
+
+    def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
+        """The op's arguments; tensors are zeros, or on the meta device."""
+        on_meta = self.call.case(self.m).make("meta", torch.Generator(), fp8_dtype)
+        if device == "meta":
+            return on_meta
+        return tuple(torch.zeros_like(v, device=device) if isinstance(v, torch.Tensor) else v for v in on_meta)
+
+
+def linear_layers(model: str) -> Iterator[tuple[LayerCall, int, int]]:
+    """The linear layers of one of `MODELS`, each with its N and K."""
+    name, tp = MODELS[model]
+    for call in model_layers.calls(model_layers.read(name), tp):
+        arguments = call.case(1).make("meta", torch.Generator(), torch.float8_e4m3fn)
+        sizes = call.op.problem(call.op.Arguments(*arguments))
+        if list(sizes) == ["m", "n", "k"]:
+            yield call, sizes["n"], sizes["k"]
 
 
 def decode_shapes() -> list[DecodeShape]:
-    """All lines of decode_shapes.csv."""
-    with Path(__file__).with_suffix(".csv").open() as file:
-        _, *lines = csv.reader(file)
-    return [DecodeShape(model, layer, *map(int, numbers)) for model, layer, *numbers in lines]
+    """Every linear layer of every model with every number of tokens."""
+    return [
+        DecodeShape(model, call, m, n, k) for model in MODELS for call, n, k in linear_layers(model) for m in TOKENS
+    ]
 
 
 def kernels() -> list[list[str]]:
@@ -64,8 +75,7 @@ def kernels() -> list[list[str]]:
     for shape in decode_shapes():
         found = []
         for arch in map(archs.named, GPUS):
-            op, arguments = shape.call("meta", arch.fp8_dtype)
-            chosen = op.explain(*arguments, arch=arch)
+            chosen = shape.call.op.explain(*shape.arguments("meta", arch.fp8_dtype), arch=arch)
             found.append(" + ".join(f"{l.symbol} x{math.prod(l.grid)}" for l in chosen.launches) or chosen.source)
         table.append([shape.model, shape.layer, *map(str, (shape.m, shape.n, shape.k)), *found])
     return table

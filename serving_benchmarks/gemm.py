@@ -16,32 +16,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from decode_shapes import linear_layers
 from ops import capture, measure, open_results, parse
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.ops import gemm
 
-# (N, K): layers of Llama-3.1-405B at TP 8, then of DeepSeek-V3 at TP 8
-SHAPES = {
-    "llama qkv": (2304, 16384),
-    "llama o": (16384, 2048),
-    "llama gate_up": (13312, 16384),
-    "llama down": (16384, 6656),
-    "deepseek q_a + kv_a": (2112, 7168),
-    "deepseek q_b": (3072, 1536),
-    "deepseek o": (7168, 2048),
-    "deepseek dense gate_up": (4608, 7168),
-    "deepseek dense down": (7168, 2304),
-    "deepseek shared gate_up": (512, 7168),
-    "deepseek shared down": (7168, 256),
-}
-UNQUANTIZED_SHAPES = {
-    "llama lm_head": (16032, 16384),
-    "deepseek lm_head": (16160, 7168),
-    "deepseek router": (256, 7168),
-}
+MODELS = {"llama": "llama405b_tp8", "deepseek": "dsv3_tp8"}
 ROTATED_BYTES = 400_000_000
+
+
+def shapes(quantized: bool) -> dict[str, tuple[int, int]]:
+    """(N, K) of the layers of a decode step whose weights are FP8, or of the others."""
+    return {
+        f"{name} {call.layer}": (n, k)
+        for name, model in MODELS.items()
+        for call, n, k in linear_layers(model)
+        if call.count and (call.op is not ops.unquantized_gemm) == quantized
+    }
 
 
 @dataclass(frozen=True)
@@ -114,11 +107,11 @@ def unquantized_inputs(m: int, n: int, k: int, fp8: torch.dtype) -> tuple:
 
 
 BENCHMARKS = (
-    Benchmark(ops.scaled_mm, SHAPES, row_inputs, row_peers),
-    Benchmark(ops.block_scaled_mm, SHAPES, block_inputs, block_peers),
+    Benchmark(ops.scaled_mm, shapes(quantized=True), row_inputs, row_peers),
+    Benchmark(ops.block_scaled_mm, shapes(quantized=True), block_inputs, block_peers),
     Benchmark(
         ops.unquantized_gemm,
-        UNQUANTIZED_SHAPES,
+        shapes(quantized=False),
         unquantized_inputs,
         lambda n, vllm: {"torch": torch.nn.functional.linear},
     ),

@@ -28,7 +28,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-CONFIGS = HERE / "configs"
+CONFIGS = HERE.parent / "vllm_rocm_ops" / "models"
 PLUGIN = "rocm_ops"
 SIDES = {"without": "vLLM", "with": "vLLM + vllm-rocm-ops"}
 SECONDS_TO_END = 30

@@ -36,7 +36,7 @@ import torch
 from decode_shapes import DecodeShape, decode_shapes
 from ops import RESULTS, commit
 
-from vllm_rocm_ops import cli, launch
+from vllm_rocm_ops import cli, launch, ops
 from vllm_rocm_ops.launch import Counters, Launch, Workspace
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -72,7 +72,7 @@ def sample(grid: int, most: int) -> list[int]:
 def study(shape: DecodeShape, emulator: Emulator, options) -> dict:
     """The line of one shape; its op must plan a single launch."""
     arch = emulator.arch
-    op, arguments = shape.call("cpu", arch.fp8_dtype)
+    op, arguments = shape.call.op, shape.arguments("cpu", arch.fp8_dtype)
     explained = op.explain(*arguments, arch=arch)
     (planned,) = explained.launches
     inputs = [tensor for tensor in arguments if isinstance(tensor, torch.Tensor)]
@@ -138,7 +138,7 @@ def main() -> None:
     shapes = [
         shape
         for shape in decode_shapes()
-        if shape.model in MODELS and shape.weight_bytes_per_element == 1 and shape.count_per_step
+        if shape.model in MODELS and shape.call.op is not ops.unquantized_gemm and shape.call.count
         if shape.m in options.m and (not options.layers or shape.layer in options.layers)
     ]
     for arch in options.arch:

@@ -1,0 +1,194 @@
+"""What a step of a model calls, from its config.json."""
+
+import json
+
+import pytest
+import torch
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import model_layers, ops
+from vllm_rocm_ops.model_layers import calls, read
+
+LLAMA = "llama-3.1-405b-fp8"
+
+
+def found(config: dict, tp: int = 1) -> dict[str, list[tuple]]:
+    """Layer -> (op's name, what its problem is without tokens, calls per step), one for each kind of call."""
+    layers: dict[str, list[tuple]] = {}
+    for call in calls(config, tp):
+        arguments = call.case(1).make("meta", torch.Generator(), torch.float8_e4m3fn)
+        _, *sizes = [v for v in call.op.problem(call.op.Arguments(*arguments)).values() if isinstance(v, int)]
+        layers.setdefault(call.layer, []).append((call.op.name, *sizes, call.count))
+    return layers
+
+
+def test_llama_at_tp8():
+    static = "fused_add_rms_norm_static_fp8_quant"
+    assert found(read(LLAMA), 8) == {
+        "input norm": [("rms_norm_static_fp8_quant", 16384, 1), (static, 16384, 125)],
+        "qkv": [("scaled_mm", 2304, 16384, 126)],
+        "o": [("scaled_mm", 16384, 2048, 126)],
+        "post-attention norm": [(static, 16384, 126)],
+        "gate_up": [("scaled_mm", 13312, 16384, 126)],
+        "SwiGLU": [("silu_and_mul_quant", 6656, 126)],
+        "down": [("scaled_mm", 16384, 6656, 126)],
+        "final norm": [("fused_add_rms_norm", 16384, 1)],
+        "lm_head": [("unquantized_gemm", 16032, 16384, 1)],
+    }
+
+
+def test_deepseek_at_tp8():
+    layers = found(read("deepseek-v3"), 8)
+    assert layers["input norm"] == [("rms_norm_per_block_quant", 7168, 1), ("rms_norm_per_block_quant", 7168, 60)]
+    assert layers["kv_b (prefill)"] == [("block_scaled_mm", 4096, 512, 0)]
+    assert layers["post-attention norm"] == [("fused_add_rms_norm", 7168, 58)]  # two readers: not quantised
+    assert layers["dense post-attention norm"] == [("rms_norm_per_block_quant", 7168, 3)]
+    assert layers["router"] == [("unquantized_gemm", 256, 7168, 58)]
+    assert layers["shared SwiGLU"] == [("silu_and_mul_per_block_quant", 256, 58)]
+    assert layers["q_a norm"] == [("rms_norm_per_block_quant", 1536, 61)]
+
+
+def test_weights_add_up_to_the_model():
+    """405.85 billion parameters less the embedding's 2.10; the ranks of TP 8 have an eighth each."""
+    for tp in (1, 8):
+        products = [
+            layer for kinds in found(read(LLAMA), tp).values() for layer in kinds if layer[0].endswith(("mm", "gemm"))
+        ]
+        assert sum(n * k * count for _, n, k, count in products) * tp == pytest.approx(403.75e9, rel=1e-4)
+
+
+QUANTIZED = {
+    "fp8 static": ({"quant_method": "fp8", "activation_scheme": "static"}, "static_fp8_quant", 1),
+    "fp8 dynamic": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fused_add_rms_norm", 1),
+    "fbgemm": ({"quant_method": "fbgemm_fp8"}, "dynamic_per_token_quant", 4),
+    "compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {
+                "group_0": {
+                    "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
+                    "input_activations": {"type": "float", "num_bits": 8, "dynamic": True, "strategy": "token"},
+                }
+            },
+            "ignore": ["lm_head"],
+        },
+        "dynamic_per_token_quant",
+        4,
+    ),
+    "quark": (
+        {
+            "quant_method": "quark",
+            "global_quant_config": {
+                "weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
+                "input_tensors": {"dtype": "fp8_e4m3", "is_dynamic": False, "qscheme": "per_tensor"},
+            },
+            "exclude": ["lm_head"],
+        },
+        "static_fp8_quant",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantization_decides_ops_and_scales(name):
+    quantization, norm, scales = QUANTIZED[name]
+    by_layer = {call.layer: call for call in calls(read(LLAMA) | {"quantization_config": quantization}, 8)}
+    assert by_layer["input norm"].op.name.endswith(norm)
+    gate_up = by_layer["gate_up"]
+    a = gate_up.op.Arguments(*gate_up.case(4).make("meta", torch.Generator(), torch.float8_e4m3fn))
+    assert gate_up.op is ops.scaled_mm and a.scale_a.shape == (scales, 1)
+
+
+def test_layers_that_a_checkpoint_leaves_unquantized():
+    """As in Meta's own FP8 checkpoint: no attention, and neither the first nor the last layer's MLP."""
+    ignored = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(126) for name in "qkvo"]
+    ignored += [f"model.layers.{i}.mlp.{name}_proj" for i in (0, 125) for name in ("gate", "up", "down")]
+    config = read(LLAMA) | {"quantization_config": {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ignored}}
+    layers = found(config, 8)
+    assert layers["qkv"] == [("unquantized_gemm", 2304, 16384, 126)]
+    assert layers["gate_up"] == [("unquantized_gemm", 13312, 16384, 2), ("scaled_mm", 13312, 16384, 124)]
+    assert layers["SwiGLU"] == [("silu_and_mul", 6656, 2), ("silu_and_mul_per_token_quant", 6656, 124)]
+
+
+@pytest.mark.parametrize("pattern", ["re:.*self_attn.*", "*.self_attn.*"])
+def test_patterns_of_ignored_layers(pattern):
+    config = read(LLAMA) | {"quantization_config": {"quant_method": "fp8", "ignored_layers": [pattern]}}
+    layers = found(config, 8)
+    assert layers["o"][0][0] == "unquantized_gemm" and layers["down"][0][0] == "scaled_mm"
+
+
+@pytest.mark.parametrize("arch", archs.ARCHS)
+@pytest.mark.parametrize("model", model_layers.shipped())
+def test_every_call_has_arguments_that_its_op_takes(model, arch):
+    for call in calls(read(model)):
+        arguments = call.case(3).make("meta", torch.Generator(), archs.ARCHS[arch].fp8_dtype)
+        assert call.op.explain(*arguments, arch=arch).launches, call.layer
+
+
+def test_arguments_run():
+    """Random ones on CPU, through the references: shapes and types fit together."""
+    for model in ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8"):
+        for call in calls(read(model)):
+            generator = torch.Generator().manual_seed(0)
+            result = call.op(*call.case(2).make("cpu", generator, torch.float8_e4m3fn))
+            first = result[0] if isinstance(result, tuple) else result
+            assert first.shape[0] == 2 and not first.float().isnan().any(), call.layer
+
+
+def test_a_model_is_a_file_a_folder_or_a_name(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(read("tiny-llama")))
+    assert read(str(path)) == read(str(tmp_path)) == read("tiny-llama")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "config.json is not JSON"),
+        ("{}", "config.json is no model's configuration: it has no architectures"),
+        ("[]", "config.json is no model's configuration"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read(str(tmp_path))
+
+
+def test_unknown_models_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match="model must be a config.json, a folder with one, or one of deepseek-v3, llama"
+    ):
+        read(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "tp", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            1,
+            "architectures must have one of LlamaForCausalLM, .* got GPT2LMHead",
+        ),
+        ({}, 3, "tp must divide num_attention_heads=128, got 3"),
+        ({}, 0, "tp must divide num_attention_heads=128, got 0"),
+        ({"num_key_value_heads": 6}, 4, "tp must divide num_key_value_heads=6 or be a multiple of it, got 4"),
+        ({"quantization_config": {"quant_method": "awq"}}, 1, "quant_method must be one of fp8, .*, got awq"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+            1,
+            "blocks of the weight must be 128 x 128, got 64 x 64",
+        ),
+    ],
+)
+def test_what_is_not_known_is_refused(change, tp, message):
+    with pytest.raises(ValueError, match=message):
+        calls(read(LLAMA) | change, tp)
+
+
+def test_a_missing_size_is_named():
+    config = read(LLAMA)
+    del config["hidden_size"]
+    with pytest.raises(ValueError, match="the configuration of LlamaForCausalLM lacks hidden_size"):
+        calls(config)

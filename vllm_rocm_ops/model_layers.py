@@ -1,0 +1,375 @@
+"""What one rank calls in a step of a model: each op with its arguments, from a Hugging Face config.json and the division.
+
+`calls(read(model), tp, ep)` lists them as vLLM with this package runs them: linear layers, and the norms and activations
+around them, which quantise for the one linear that reads their result (see vllm/models.py). What runs no op of ours is
+left out: attention, rotary embeddings, collectives, and in DeepSeek the bf16 products that latent attention absorbs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.ops.gemm import BLOCK
+
+SHIPPED = Path(__file__).parent / "models"
+VOCABULARY_UNIT = 64  # vLLM pads to a multiple
+
+# How a linear layer is quantised: weights are e4m3 in all but the first.
+UNQUANTIZED = "none"
+STATIC = "static"  # one scale for the input, known beforehand
+TENSOR = "tensor"  # one scale for the input, found by vLLM
+TOKEN = "token"  # a scale per token and per output channel
+BLOCKS = "block"  # a scale per 1x128 of the input and per 128x128 of the weight
+
+
+class Inputs(NamedTuple):
+    """What arguments are made with: random ones with the generator, on its device; on the meta device none."""
+
+    device: str
+    generator: torch.Generator
+    fp8_dtype: torch.dtype
+    dtype: torch.dtype
+
+    def values(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Normally distributed, of the model's dtype or another."""
+        return self._tensor(torch.randn, shape, dtype or self.dtype)
+
+    def scales(self, *shape: int) -> Tensor:
+        """float32 in [0.5, 1.5)."""
+        scales = self._tensor(torch.rand, shape, torch.float32)
+        return scales if scales.is_meta else scales + 0.5
+
+    def _tensor(self, random: Callable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.device == "meta":
+            return torch.empty(shape, dtype=dtype, device="meta")
+        drawn = random(shape, generator=self.generator, device=self.generator.device)
+        return drawn.to(dtype).to(self.device)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of an op. `arguments(tokens, inputs, *parameters)` makes the op's arguments; `count` is how often a decode step
+    has the call, 0 if only prefill has it."""
+
+    layer: str
+    op: Op
+    arguments: Callable[..., tuple]
+    parameters: tuple
+    dtype: torch.dtype
+    count: int = 1
+
+    def case(self, tokens: int) -> Case:
+        """The call with so many tokens, as a case of its op. On a GPU the generator may be one of that GPU."""
+
+        def make(device: str, generator: torch.Generator, fp8_dtype: torch.dtype) -> tuple:
+            return self.arguments(tokens, Inputs(device, generator, fp8_dtype, self.dtype), *self.parameters)
+
+        return Case(f"{self.layer} {tokens}", make)
+
+
+# Models
+
+
+def shipped() -> list[str]:
+    """The names of the models whose config.json is part of the package."""
+    return sorted(path.parent.name for path in SHIPPED.glob("*/config.json"))
+
+
+def read(model: str) -> dict:
+    """The configuration of a model: a config.json, a folder with one, or a shipped name. Raises ValueError."""
+    candidates = (Path(model), Path(model) / "config.json", SHIPPED / model / "config.json")
+    path = next((path for path in candidates if path.is_file()), None)
+    if path is None:
+        wanted = f"a config.json, a folder with one, or one of {', '.join(shipped())}"
+        raise ValueError(f"model must be {wanted}, got {model}")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict) or "architectures" not in config:
+        raise ValueError(f"{path} is no model's configuration: it has no architectures")
+    return config
+
+
+def calls(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
+    """All calls of one rank, equal ones once with their count. Layers are divided over `tp` GPUs; routed experts too, or,
+    whole, over `ep` GPUs. Raises ValueError for a model that is not known or cannot be divided so."""
+    names = config["architectures"]
+    family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    if family is None:
+        raise ValueError(f"architectures must have one of {', '.join(FAMILIES)}, got {', '.join(names)}")
+    try:
+        found = Counter(family(_Model(config, tp, ep)))
+    except KeyError as error:
+        raise ValueError(f"the configuration of {names[0]} lacks {error.args[0]}") from None
+    return [dataclasses.replace(call, count=call.count * times) for call, times in found.items()]
+
+
+class _Model:
+    """A configuration and how it is divided."""
+
+    def __init__(self, config: dict, tp: int, ep: int | None):
+        self.config, self.tp, self.ep = config, tp, ep or tp
+        self.hidden: int = config["hidden_size"]
+        name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+        self.dtype = torch.float16 if name == "float16" else torch.bfloat16
+        self._quantization, self._ignored = _quantization(config.get("quantization_config") or {})
+
+    def __getitem__(self, key: str) -> int:
+        return self.config[key]
+
+    def part(self, key: str, unit: int = 1) -> int:
+        """A rank's part of a size, which is padded to a multiple of `unit`."""
+        size = -(-self.config[key] // unit) * unit
+        if self.tp < 1 or size % self.tp:
+            raise ValueError(f"tp must divide {key}={size}, got {self.tp}")
+        return size // self.tp
+
+    def quantization(self, *modules: str) -> str:
+        """How the linear layer that holds these modules of the checkpoint is quantised."""
+        return UNQUANTIZED if all(map(self._ignored, modules)) else self._quantization
+
+    def _call(self, layer: str, op: Op, arguments: Callable, *parameters, count: int = 1) -> LayerCall:
+        return LayerCall(layer, op, arguments, parameters, self.dtype, count)
+
+    def linear(self, layer: str, n: int, k: int, quantization: str, count: int = 1) -> LayerCall:
+        """A product with a weight [n, k] of the rank."""
+        if quantization == UNQUANTIZED:
+            return self._call(layer, ops.unquantized_gemm, _unquantized, n, k, count=count)
+        if quantization == BLOCKS:
+            return self._call(layer, ops.block_scaled_mm, _block_scaled, n, k, count=count)
+        return self._call(layer, ops.scaled_mm, _scaled, n, k, quantization == TOKEN, count=count)
+
+    def norm(self, layer: str, hidden: int, quantization: str = UNQUANTIZED, residual: bool = True) -> LayerCall:
+        """An RMSNorm, of `residual += input` if there is a residual, quantised for a linear that is quantised so."""
+        plain = ops.fused_add_rms_norm if residual else ops.rms_norm
+        static = ops.fused_add_rms_norm_static_fp8_quant if residual else ops.rms_norm_static_fp8_quant
+        op, arguments = {
+            STATIC: (static, _static_norm),
+            TOKEN: (ops.rms_norm_dynamic_per_token_quant, _token_norm),
+            BLOCKS: (ops.rms_norm_per_block_quant, _block_norm),
+        }.get(quantization, (plain, _norm))
+        return self._call(layer, op, arguments, hidden, residual, self.config["rms_norm_eps"])
+
+    def activation(self, layer: str, hidden: int, quantization: str) -> LayerCall:
+        """SwiGLU with so many columns of output, quantised for a linear that is quantised so."""
+        op, arguments = {
+            STATIC: (ops.silu_and_mul_quant, _static_activation),
+            TOKEN: (ops.silu_and_mul_per_token_quant, _dynamic_activation),
+            BLOCKS: (ops.silu_and_mul_per_block_quant, _dynamic_activation),
+        }.get(quantization, (ops.silu_and_mul, _activation))
+        return self._call(layer, op, arguments, hidden)
+
+    def mlp(self, layer: str, module: str, intermediate: int) -> Iterator[LayerCall]:
+        """gate_up, SwiGLU and down with so many columns between them."""
+        down = self.quantization(f"{module}.down_proj")
+        gate_up = self.quantization(f"{module}.gate_proj", f"{module}.up_proj")
+        yield self.linear(f"{layer}gate_up", 2 * intermediate, self.hidden, gate_up)
+        yield self.activation(f"{layer}SwiGLU", intermediate, down)
+        yield self.linear(f"{layer}down", self.hidden, intermediate, down)
+
+    def head(self) -> Iterator[LayerCall]:
+        """What follows the layers."""
+        yield self.norm("final norm", self.hidden)
+        yield self.linear("lm_head", self.part("vocab_size", VOCABULARY_UNIT), self.hidden, UNQUANTIZED)
+
+
+def _llama(model: _Model) -> Iterator[LayerCall]:
+    heads, kv_heads = model.part("num_attention_heads"), model["num_key_value_heads"]
+    if kv_heads % model.tp and model.tp % kv_heads:
+        raise ValueError(f"tp must divide num_key_value_heads={kv_heads} or be a multiple of it, got {model.tp}")
+    kv_heads = max(kv_heads // model.tp, 1)
+    head_dim = model.config.get("head_dim") or model.hidden // model["num_attention_heads"]
+    intermediate = model.part("intermediate_size")
+    for i in range(model["num_hidden_layers"]):
+        module = f"model.layers.{i}"
+        qkv = model.quantization(*(f"{module}.self_attn.{name}_proj" for name in "qkv"))
+        gate_up = model.quantization(f"{module}.mlp.gate_proj", f"{module}.mlp.up_proj")
+        yield model.norm("input norm", model.hidden, qkv, residual=i > 0)
+        yield model.linear("qkv", (heads + 2 * kv_heads) * head_dim, model.hidden, qkv)
+        o = model.quantization(f"{module}.self_attn.o_proj")
+        yield model.linear("o", model.hidden, heads * head_dim, o)
+        yield model.norm("post-attention norm", model.hidden, gate_up)
+        yield from model.mlp("", f"{module}.mlp", intermediate)
+    yield from model.head()
+
+
+def _deepseek(model: _Model) -> Iterator[LayerCall]:
+    heads = model.part("num_attention_heads")
+    q_rank, kv_rank, rope = model["q_lora_rank"], model["kv_lora_rank"], model["qk_rope_head_dim"]
+    nope, v = model["qk_nope_head_dim"], model["v_head_dim"]
+    kv_a = kv_rank + rope
+    for i in range(model["num_hidden_layers"]):
+        module = f"model.layers.{i}"
+        attention = f"{module}.self_attn"
+        if q_rank is None:
+            yield model.norm("input norm", model.hidden, residual=i > 0)
+            q = model.quantization(f"{attention}.q_proj")
+            yield model.linear("q", heads * (nope + rope), model.hidden, q)
+            kv = model.quantization(f"{attention}.kv_a_proj_with_mqa")
+            yield model.linear("kv_a (replicated)", kv_a, model.hidden, kv)
+        else:
+            latent = model.quantization(f"{attention}.q_a_proj", f"{attention}.kv_a_proj_with_mqa")
+            q_b = model.quantization(f"{attention}.q_b_proj")
+            yield model.norm("input norm", model.hidden, latent, residual=i > 0)
+            yield model.linear("fused q_a+kv_a (replicated)", q_rank + kv_a, model.hidden, latent)
+            yield model.norm("q_a norm", q_rank, q_b, residual=False)
+            yield model.linear("q_b", heads * (nope + rope), q_rank, q_b)
+        yield model.norm("kv_a norm", kv_rank, residual=False)
+        kv_b = model.quantization(f"{attention}.kv_b_proj")
+        yield model.linear("kv_b (prefill)", heads * (nope + v), kv_rank, kv_b, count=0)
+        yield model.linear("o", model.hidden, heads * v, model.quantization(f"{attention}.o_proj"))
+        if _has_experts(model, i):
+            yield model.norm("post-attention norm", model.hidden)  # read by the router and by experts
+            yield model.linear("router", model["n_routed_experts"], model.hidden, UNQUANTIZED)
+            if model.config.get("n_shared_experts"):
+                intermediate = model.part("moe_intermediate_size") * model["n_shared_experts"]
+                yield from model.mlp("shared ", f"{module}.mlp.shared_experts", intermediate)
+        else:
+            gate_up = model.quantization(f"{module}.mlp.gate_proj", f"{module}.mlp.up_proj")
+            yield model.norm("dense post-attention norm", model.hidden, gate_up)
+            yield from model.mlp("dense ", f"{module}.mlp", model.part("intermediate_size"))
+    yield from model.head()
+
+
+def _has_experts(model: _Model, layer: int) -> bool:
+    first, every = model["first_k_dense_replace"], model.config.get("moe_layer_freq", 1)
+    return bool(model.config.get("n_routed_experts")) and layer >= first and layer % every == 0
+
+
+FAMILIES: dict[str, Callable[[_Model], Iterator[LayerCall]]] = {
+    "LlamaForCausalLM": _llama,
+    "DeepseekV2ForCausalLM": _deepseek,
+    "DeepseekV3ForCausalLM": _deepseek,
+}
+
+
+# Quantisation
+
+
+def _quantization(config: dict) -> tuple[str, Callable[[str], bool]]:
+    """How linear layers are quantised by a `quantization_config`, and which modules are not. Raises ValueError."""
+    method = config.get("quant_method")
+    if method is None:
+        return UNQUANTIZED, lambda module: True
+    if method not in METHODS:
+        raise ValueError(f"quant_method must be one of {', '.join(METHODS)}, got {method}")
+    quantization, ignored = METHODS[method](config)
+    return quantization, functools.partial(_matches, tuple(ignored or ()))
+
+
+def _matches(patterns: tuple[str, ...], module: str) -> bool:
+    """Whether a module is named by a list: in full, by its last part, as `re:<expression>`, or with wildcards."""
+    return any(
+        re.match(pattern[3:], module)
+        if pattern.startswith("re:")
+        else fnmatch.fnmatchcase(module, pattern) or module.endswith("." + pattern)
+        for pattern in patterns
+    )
+
+
+def _fp8(config: dict) -> tuple[str, list[str] | None]:
+    ignored = config.get("ignored_layers") or config.get("modules_to_not_convert")
+    block = config.get("weight_block_size")
+    if block is not None:
+        return _blocks(block), ignored
+    return STATIC if config.get("activation_scheme") == "static" else TENSOR, ignored
+
+
+def _blocks(size: list[int]) -> str:
+    if list(size) != [BLOCK, BLOCK]:
+        raise ValueError(f"blocks of the weight must be {BLOCK} x {BLOCK}, got {' x '.join(map(str, size))}")
+    return BLOCKS
+
+
+def _compressed_tensors(config: dict) -> tuple[str, list[str] | None]:
+    groups = list(config["config_groups"].values())
+    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations") or {}
+    if len(groups) != 1 or {(q.get("type"), q.get("num_bits")) for q in (weights, inputs)} != {("float", 8)}:
+        raise ValueError("compressed-tensors must have one group, with weights and inputs in 8-bit float")
+    if weights.get("strategy") == "block":
+        return _blocks(weights["block_structure"]), config.get("ignore")
+    return TOKEN if inputs.get("dynamic") else STATIC, config.get("ignore")
+
+
+def _quark(config: dict) -> tuple[str, list[str] | None]:
+    whole = config["global_quant_config"]
+    weights, inputs = whole.get("weight") or {}, whole.get("input_tensors") or {}
+    if {q.get("dtype") for q in (weights, inputs)} != {"fp8_e4m3"} or config.get("layer_quant_config"):
+        raise ValueError("quark must have weights and inputs in fp8_e4m3, the same in all layers")
+    if not inputs.get("is_dynamic"):
+        return STATIC, config.get("exclude")
+    return TOKEN if inputs.get("qscheme") == "per_channel" else TENSOR, config.get("exclude")
+
+
+METHODS: dict[str, Callable[[dict], tuple[str, list[str] | None]]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": lambda config: (TOKEN, config.get("modules_to_not_convert")),
+    "compressed-tensors": _compressed_tensors,
+    "quark": _quark,
+}
+
+
+# Arguments of the ops, in their order
+
+
+def _scaled(tokens: int, inputs: Inputs, n: int, k: int, per_row: bool) -> tuple:
+    a, b = (inputs.values(rows, k, dtype=inputs.fp8_dtype) for rows in (tokens, n))
+    scales = (inputs.scales(rows if per_row else 1, 1) for rows in (tokens, n))
+    return a, b.t(), *scales, inputs.dtype
+
+
+def _block_scaled(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
+    a, b = (inputs.values(rows, k, dtype=inputs.fp8_dtype) for rows in (tokens, n))
+    blocks = -(-k // BLOCK)
+    return a, b, inputs.scales(tokens, blocks), inputs.scales(-(-n // BLOCK), blocks), inputs.dtype
+
+
+def _unquantized(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
+    return inputs.values(tokens, k), inputs.values(n, k)
+
+
+def _norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    rows = [inputs.values(tokens, hidden) for _ in range(2 if residual else 1)]
+    return *rows, inputs.values(hidden), epsilon
+
+
+def _static_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    *tensors, epsilon = _norm(tokens, inputs, hidden, residual, epsilon)
+    return *tensors, inputs.scales(1), epsilon, inputs.fp8_dtype
+
+
+def _token_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    x, *rest, weight, epsilon = _norm(tokens, inputs, hidden, residual, epsilon)
+    return x, weight, epsilon, inputs.fp8_dtype, None, *(rest or [None])
+
+
+def _block_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    *quantized, upper_bound, rest = _token_norm(tokens, inputs, hidden, residual, epsilon)
+    return *quantized, BLOCK, False, upper_bound, rest
+
+
+def _activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
+    return (inputs.values(tokens, 2 * hidden),)
+
+
+def _static_activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
+    return inputs.values(tokens, 2 * hidden), inputs.scales(1), inputs.fp8_dtype
+
+
+def _dynamic_activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
+    return inputs.values(tokens, 2 * hidden), inputs.fp8_dtype
