@@ -29,10 +29,6 @@ struct Row {
   int hidden, threads, group_size;
 };
 
-// gate * sigmoid(gate), exp(-x) being exp2(-x * log2(e)). From gate = -88 down the sigmoid is 0 and the result -0.
-DEVICE float silu(float gate) {
-  return gate * numerics::rcp_approx(1.0f + numerics::exp2_approx(gate * -1.4426950408889634f));
-}
 DEVICE f32x2 silu(f32x2 gate) { return {silu(gate.x), silu(gate.y)}; }
 
 template <class T, bool kRounded>

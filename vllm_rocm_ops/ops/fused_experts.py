@@ -5,20 +5,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.launch import Launch
+from vllm_rocm_ops.launch import I64, Launch, Workspace
 from vllm_rocm_ops.op import Case, Op, describe
-from vllm_rocm_ops.ops.gemm import BLOCK
+from vllm_rocm_ops.ops.fused_experts_quantize import Rows, quantize
+from vllm_rocm_ops.ops.gemm import BLOCK, OUT_TYPES
 from vllm_rocm_ops.quantization import LIMIT
 
 __all__ = ["fused_experts"]
 
 HALVES = (torch.bfloat16, torch.float16)
+MODULE = "fused_experts"
+MOST_TOKENS, MOST_SLOTS = 64, 32  # that blocks group in LDS
+NO_EXPERT = 2**15 - 1
+TILE_ROWS, GATE_UP_ROWS = 16, 8  # of weights in a tile; of these the gate rows
+TILE_TOKENS = {32: 8, 64: 16}  # by the lanes of a wave
+GROUP = 128  # bytes of K that a wave takes at a time
+RESIDENT = 3  # blocks of gate_up on a compute unit
+STREAMING_SHARE = {1: 0.85, 2: 0.75}  # of the bandwidth, by the tiles of tokens
+LAUNCH_US = 2.0
 
 
 def intermediate(a) -> int:
@@ -114,21 +125,135 @@ def _dequantized(values: Tensor, scale: Tensor | None, exact: torch.dtype) -> Te
 
 @dataclass(frozen=True)
 class StreamedConfig:
-    """For few tokens: blocks stream the weights of an expert for `tokens` of its tokens at a time."""
+    """For few tokens: an expert's weights are streamed once for so many tiles of its tokens."""
 
-    tokens: int
+    tiles: int
 
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    yield "kernels are not written yet", False
+    experts, n, h = a.w1.shape
+    size = a.w1.element_size()
+    yield f"{arch.name} multiplies the weights' dtype", a.w1.dtype in (*HALVES, arch.fp8_dtype)
+    yield "H and I are multiples of 16 bytes, I of 8", h * size % 16 == n // 2 * size % 16 == n // 2 % 8 == 0
+    for name in ("hidden", "w1", "w2"):
+        tensor = getattr(a, name)
+        holds = tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0
+        holds = holds and all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
+        yield f"{name}'s rows are contiguous and 16-byte aligned", holds
+    for name in ("w1", "w2"):
+        weight = getattr(a, name)
+        yield f"an expert's {name} reaches over less than 2 GB", weight.shape[1] * weight.stride(1) * size < 2**31
+    for name in ("topk_weights", "topk_ids", "hidden_scale", "w1_scale", "w2_scale", "act_scale", "expert_map"):
+        tensor = getattr(a, name)
+        yield f"{name} is contiguous", tensor is None or tensor.is_contiguous()
+    yield f"there are fewer than {NO_EXPERT} experts", experts < NO_EXPERT
+    yield (
+        f"M is at most {MOST_TOKENS}, with at most {MOST_SLOTS} experts each",
+        (a.hidden.shape[0] <= MOST_TOKENS and slots(a) <= MOST_SLOTS),
+    )
 
 
-def _configs(a, arch: Arch) -> list:
-    return []
+class Tokens(NamedTuple):
+    """What a product multiplies with weights: rows so many bytes apart, and their scales, so many elements apart. Without
+    scales, bf16 rows are quantised per 1x128 by the product itself where its weights have scales per block."""
+
+    rows: Tensor | Workspace
+    row_bytes: int
+    scale: Tensor | Workspace | None = None
+    scale_row: int = 0
 
 
-def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
-    return []
+def _hidden(a, arch: Arch) -> tuple[Tokens, list[Launch]]:
+    """The tokens of the first product, and the launch that quantises them if there must be one."""
+    x = a.hidden
+    if x.dtype in LIMIT:
+        return Tokens(x, x.stride(0), a.hidden_scale, 0 if a.hidden_scale.numel() == 1 else a.hidden_scale.shape[1]), []
+    return _tokens(a, Rows(x, *x.shape, x.stride(0), x.dtype), a.hidden_scale, None, arch)
+
+
+def _tokens(a, x: Rows, static: Tensor | None, present: Workspace | None, arch: Arch) -> tuple[Tokens, list[Launch]]:
+    per_block = scheme(a.w1, a.w1_scale) == "block"
+    if a.w1.dtype in HALVES or (per_block and static is None and x.dtype == torch.bfloat16):
+        return Tokens(x.buffer, x.stride * x.dtype.itemsize), []
+    quantized = quantize(x, per_block, static, arch, present)
+    return Tokens(quantized.values, x.columns, quantized.scale, quantized.scale_row), [quantized.launch]
+
+
+def _configs(a, arch: Arch) -> list[StreamedConfig]:
+    on_the_way = scheme(a.w1, a.w1_scale) == "block" and a.hidden.dtype == a.out_dtype == torch.bfloat16
+    return [
+        StreamedConfig(tiles) for tiles in ((1,) if on_the_way and a.hidden_scale is a.act_scale is None else (1, 2))
+    ]
+
+
+def _cost(config: StreamedConfig, a, arch: Arch) -> dict[str, float]:
+    """The time to stream the experts that so many tokens hit if all are as likely, and again if an expert has more tokens than a
+    tile; two tiles take registers that keep loads in flight."""
+    experts, m = len(a.w1), a.hidden.shape[0]
+    hit = experts * (1.0 - (1.0 - slots(a) / experts) ** m) if slots(a) < experts else experts
+    passes = max(1.0, m * slots(a) / max(hit, 1.0) / (config.tiles * TILE_TOKENS[arch.wave_lanes]))
+    expert_bytes = (a.w1.numel() + a.w2.numel()) // experts * a.w1.element_size()
+    rate = arch.bandwidth_gb_s * 1e3 * STREAMING_SHARE[config.tiles]
+    return {"streaming": hit * passes * expert_bytes / rate, "launches": 2 * LAUNCH_US}
+
+
+def _plan(config: StreamedConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+    m, h = a.hidden.shape
+    if m == 0:
+        return []
+    inner, pairs = intermediate(a), m * slots(a)
+    act = Rows(Workspace(pairs * inner * 2), pairs, inner, inner, a.out_dtype)
+    hidden, quantize_hidden = _hidden(a, arch)
+    present = Workspace(4)
+    activations, quantize_act = _tokens(a, act, a.act_scale, present, arch)
+    blocks = min(pairs * (inner // GATE_UP_ROWS), RESIDENT * arch.compute_units)
+    groups = -(-inner * a.w1.element_size() // GROUP)
+    together = 2 if pairs >= 16 and groups % 2 == 0 else 1
+    stage = functools.partial(_stage, config, a, arch)
+    gate_up = stage("gate_up", hidden, a.w1, a.w1_scale, act.buffer, present if quantize_act else None, blocks, blocks)
+    down = stage("down", activations, a.w2, a.w2_scale, out, None, -(-h // TILE_ROWS), together)
+    return [*quantize_hidden, gate_up, *quantize_act, down]
+
+
+def _stage(config, a, arch, name, tokens, weight, scale, out, present, blocks, step) -> Launch:
+    """The launch of one of the two products."""
+    experts, rows, k = weight.shape
+    m, kind, size = a.hidden.shape[0], scheme(weight, scale), weight.element_size()
+    padded = -(-m * slots(a) // 4) * 4
+    lds = 14 * padded + 16 + (4 * 4 * m * TILE_ROWS if name == "down" else 0)
+    args = (
+        tokens.rows,
+        weight,
+        out,
+        tokens.scale,
+        scale,
+        a.topk_ids,
+        a.topk_weights,
+        present,
+        a.expert_map,
+        I64(weight.stride(0) * size),
+        I64(0 if scale is None else scale.numel() // experts),
+        tokens.row_bytes,
+        weight.stride(1) * size,
+        m,
+        rows,
+        k * size,
+        tokens.scale_row,
+        {"none": 0, "tensor": 0, "channel": 1, "block": -(-k // BLOCK)}[kind],
+        a.topk_ids.shape[1],
+        a.shared_experts,
+        experts - a.shared_experts,
+        0 if a.expert_map is None else len(a.expert_map),
+        a.topk_ids.element_size() // 4,
+        2**20 // slots(a) + 1,
+        OUT_TYPES[a.out_dtype],
+        int(a.apply_router_weight_on_input == (name == "gate_up")),
+        step,
+    )
+    on_the_way = kind == "block" and tokens.scale is None
+    named = {"none": "bf16" if weight.dtype == torch.bfloat16 else "fp16", "block": "block"}.get(kind, "row")
+    variant = f"{named}_from_bf16_1" if on_the_way else f"{named}_{config.tiles}"
+    return Launch(MODULE, f"{MODULE}_{name}_{variant}", (blocks, 1, 1), (4 * arch.wave_lanes, 1, 1), args, lds)
 
 
 def _problem(a) -> dict[str, int]:
@@ -219,7 +344,7 @@ def _op(reference) -> Op:
         contract=_contract,
         envelope=_envelope,
         configs=_configs,
-        cost=lambda config, a, arch: {},
+        cost=_cost,
         plan=_plan,
         problem=_problem,
         cases=_cases,

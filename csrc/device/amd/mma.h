@@ -13,6 +13,7 @@ constexpr int kDepth = 64;             // bytes of K of a step: 16 of each row p
 constexpr int kLoads = 1;              // 16-byte loads of weights per lane and step
 constexpr int kChunkBytes = 8 * 1024;  // the most that LDS gives a chunk of tokens
 constexpr int kMaxPieces = 8;          // of a chunk that a lane brings
+constexpr int kRing = 4;               // groups of steps of a wave in registers where each wave has its own
 constexpr int kTurn = 8;               // steps that a wave takes at a time where waves take turns
 
 // Lane l holds row (or token) l % 16, bytes 16 * (l / 16) on. Which K an instruction takes from a lane does not matter as
@@ -96,6 +97,17 @@ DEVICE f32x4 multiply_tile(f32x4 sum, const Weights& weights, u32x4 tokens) {
 // Of which token of the tile and which row value i of a lane is.
 DEVICE int value_token(int lane, int /*i*/) { return lane % 16; }
 DEVICE int value_row(int lane, int i) { return lane / 16 * 4 + i; }
+constexpr int kValueTokens = 1;  // of a lane: that of value i is number i % kValueTokens
+// Of a tile, the rows of a lane's values 0 and 1 are in one half, those of values 2 and 3 in the other, with equal places there.
+DEVICE int half(int row) { return row / 2 % 2; }
+DEVICE int half_row(int row) { return row / 4 * 2 + row % 2; }
+// Combines over the lanes that hold the same token, and gives a lane what those of the token of its value i have.
+template <class Combine>
+DEVICE float reduce_tile_token(float value, Combine combine) {
+  value = combine(value, wave::from_lane(value, wave::lane() ^ 16));
+  return combine(value, wave::from_lane(value, wave::lane() ^ 32));
+}
+DEVICE float of_value_token(float value, int /*i*/) { return value; }
 
 // Adds the product of the wave's rows and a step's tokens. All waves that multiply call it together.
 template <class Type, int kTokens>

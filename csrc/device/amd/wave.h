@@ -12,16 +12,46 @@ DEVICE int index() { return __builtin_amdgcn_readfirstlane(thread() / kLanes); }
 DEVICE int block_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE int block_y() { return __builtin_amdgcn_workgroup_id_y(); }
 
-template <int kControl, int kRowMask = 0xf>
-DEVICE float dpp(float identity, float value) {
-  return __builtin_bit_cast(float, __builtin_amdgcn_update_dpp(__builtin_bit_cast(int, identity),
-                                                               __builtin_bit_cast(int, value), kControl, kRowMask, 0xf,
-                                                               /*bound_ctrl=*/false));
+// A value that all lanes have alike, in a scalar register.
+DEVICE int uniform(int value) { return __builtin_amdgcn_readfirstlane(value); }
+// How many lanes say yes, and how many of those below this one.
+DEVICE int count(bool yes) { return __builtin_popcountll(__builtin_amdgcn_ballot_w64(yes)); }
+DEVICE int count_below(bool yes) {
+  const unsigned long long all = __builtin_amdgcn_ballot_w64(yes);
+  return __builtin_amdgcn_mbcnt_hi(u32(all >> 32), __builtin_amdgcn_mbcnt_lo(u32(all), 0));
+}
+// The value that another lane has.
+DEVICE float from_lane(float value, int lane) {
+  return __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(lane * 4, __builtin_bit_cast(int, value)));
+}
+
+// The value of one lane, the same one for all, in every lane (in a scalar register). T, here and below, is float, int or u32.
+template <class T>
+DEVICE T read(T value, int lane) {
+  return __builtin_bit_cast(T, __builtin_amdgcn_readlane(__builtin_bit_cast(int, value), lane));
+}
+
+template <int kControl, int kRowMask = 0xf, class T>
+DEVICE T dpp(T identity, T value) {
+  return __builtin_bit_cast(T, __builtin_amdgcn_update_dpp(__builtin_bit_cast(int, identity),
+                                                           __builtin_bit_cast(int, value), kControl, kRowMask, 0xf,
+                                                           /*bound_ctrl=*/false));
+}
+
+// The value of a lane in the other half of each aligned run of 2 * kHalf lanes (kHalf 1..8); which one does not matter where all
+// lanes of a half have the same.
+template <int kHalf, class T>
+DEVICE T other_half(T value) {
+  static_assert(kHalf == 1 || kHalf == 2 || kHalf == 4 || kHalf == 8, "a DPP row has 16 lanes");
+  if constexpr (kHalf == 1) return dpp<0xB1>(value, value);        // quad_perm [1,0,3,2]
+  else if constexpr (kHalf == 2) return dpp<0x4E>(value, value);   // quad_perm [2,3,0,1]
+  else if constexpr (kHalf == 4) return dpp<0x141>(value, value);  // row_half_mirror
+  else return dpp<0x140>(value, value);                            // row_mirror
 }
 
 // Combines the values of each aligned run of kGroup lanes (2..16); every lane gets its run's result.
-template <int kGroup, class Combine>
-DEVICE float reduce_group(float value, float identity, Combine combine) {
+template <int kGroup, class T, class Combine>
+DEVICE T reduce_group(T value, T identity, Combine combine) {
   static_assert(kGroup == 2 || kGroup == 4 || kGroup == 8 || kGroup == 16, "a DPP row has 16 lanes");
   value = combine(value, dpp<0xB1>(identity, value));                               // quad_perm [1,0,3,2]
   if constexpr (kGroup >= 4) value = combine(value, dpp<0x4E>(identity, value));    // quad_perm [2,3,0,1]
@@ -31,12 +61,20 @@ DEVICE float reduce_group(float value, float identity, Combine combine) {
 }
 
 // Combines the values of all 64 lanes; every lane gets the result (in a scalar register).
-template <class Combine>
-DEVICE float reduce(float value, float identity, Combine combine) {
+template <class T, class Combine>
+DEVICE T reduce(T value, T identity, Combine combine) {
   value = reduce_group<16>(value, identity, combine);
   value = combine(value, dpp<0x142, 0xa>(identity, value));  // row_bcast15: rows 1 and 3 take rows 0 and 2
   value = combine(value, dpp<0x143, 0xc>(identity, value));  // row_bcast31: rows 2 and 3 take row 1
-  return __builtin_bit_cast(float, __builtin_amdgcn_readlane(__builtin_bit_cast(int, value), kLanes - 1));
+  return read(value, kLanes - 1);
 }
+
+// The largest of all lanes' values, in every lane.
+DEVICE u32 maximum(u32 value) {
+  return reduce(value, 0u, [](u32 a, u32 b) __attribute__((always_inline)) { return a > b ? a : b; });
+}
+
+// The first lane where it holds; in one there must be.
+DEVICE int first_lane(bool holds) { return __builtin_ctzll(__builtin_amdgcn_ballot_w64(holds)); }
 
 }  // namespace wave

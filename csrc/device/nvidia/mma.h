@@ -14,6 +14,7 @@ constexpr int kDepth = 64;              // bytes of K of a step: 16 of each row 
 constexpr int kLoads = 2;               // 16-byte loads of weights per lane and step
 constexpr int kChunkBytes = 16 * 1024;  // the most that LDS gives a chunk of tokens
 constexpr int kMaxPieces = 8;           // of a chunk that a lane brings
+constexpr int kRing = 3;                // groups of steps of a wave in registers where each wave has its own
 constexpr int kTurn = 4;                // steps that a wave takes at a time where waves take turns
 
 // Lane l holds rows l / 4 and l / 4 + 8, bytes 16 * (l % 4) on. An instruction takes 8 bytes per lane and row, words 0 and 1, or
@@ -146,5 +147,15 @@ DEVICE f32x4 multiply_tile(f32x4 sum, const Weights& weights, u32x4 tokens) {
 // Of which token of the tile and which row value i of a lane is.
 DEVICE int value_token(int lane, int i) { return lane % 4 * 2 + i % 2; }
 DEVICE int value_row(int lane, int i) { return lane / 4 + i / 2 * 8; }
+constexpr int kValueTokens = 2;  // of a lane: that of value i is number i % kValueTokens
+// Of a tile, the rows of a lane's values 0 and 1 are in one half, those of values 2 and 3 in the other, with equal places there.
+DEVICE int half(int row) { return row / 8; }
+DEVICE int half_row(int row) { return row % 8; }
+// Combines over the lanes that hold the same token, and gives a lane what those of the token of its value i have.
+template <class Combine>
+DEVICE float reduce_tile_token(float value, Combine combine) {
+  return wave::reduce_group<4>(value, 0.0f, combine);
+}
+DEVICE float of_value_token(float value, int i) { return wave::from_lane(value, value_token(wave::lane(), i) * 4); }
 
 }  // namespace mma

@@ -12,25 +12,54 @@ DEVICE int index() { return thread() / kLanes; }
 DEVICE int block_x() { return __nvvm_read_ptx_sreg_ctaid_x(); }
 DEVICE int block_y() { return __nvvm_read_ptx_sreg_ctaid_y(); }
 
-template <int kFirst, int kGroup, class Combine>
-DEVICE float butterfly(float value, Combine combine) {
-  for (int step = kFirst; step < kGroup; step *= 2) {
-    int other = __nvvm_shfl_sync_bfly_i32(~0u, __builtin_bit_cast(int, value), step, kLanes - 1);
-    value = combine(value, __builtin_bit_cast(float, other));
-  }
-  return value;
+// A value that all lanes have alike.
+DEVICE int uniform(int value) { return value; }
+// How many lanes say yes, and how many of those below this one.
+DEVICE int count(bool yes) { return __builtin_popcount(__nvvm_vote_ballot_sync(~0u, yes)); }
+DEVICE int count_below(bool yes) {
+  return __builtin_popcount(u32(__nvvm_vote_ballot_sync(~0u, yes)) & ((1u << lane()) - 1));
+}
+// The value that another lane has.
+DEVICE float from_lane(float value, int lane) {
+  int other = __nvvm_shfl_sync_idx_i32(~0u, __builtin_bit_cast(int, value), lane, kLanes - 1);
+  return __builtin_bit_cast(float, other);
+}
+
+// The value of one lane, the same one for all, in every lane. T, here and below, is float, int or u32.
+template <class T>
+DEVICE T read(T value, int lane) {
+  return __builtin_bit_cast(T, __nvvm_shfl_sync_idx_i32(~0u, __builtin_bit_cast(int, value), lane, kLanes - 1));
+}
+
+// The value of a lane in the other half of each aligned run of 2 * kHalf lanes (kHalf 1..16); which one does not matter where all
+// lanes of a half have the same.
+template <int kHalf, class T>
+DEVICE T other_half(T value) {
+  return __builtin_bit_cast(T, __nvvm_shfl_sync_bfly_i32(~0u, __builtin_bit_cast(int, value), kHalf, kLanes - 1));
+}
+
+template <int kFirst, int kGroup, class T, class Combine>
+DEVICE T butterfly(T value, Combine combine) {
+  if constexpr (kFirst >= kGroup) return value;
+  else return butterfly<2 * kFirst, kGroup>(combine(value, other_half<kFirst>(value)), combine);
 }
 
 // Combines the values of each aligned run of kGroup lanes (2..32); every lane gets its run's result.
-template <int kGroup, class Combine>
-DEVICE float reduce_group(float value, float /*identity*/, Combine combine) {
+template <int kGroup, class T, class Combine>
+DEVICE T reduce_group(T value, T /*identity*/, Combine combine) {
   return butterfly<1, kGroup>(value, combine);
 }
 
 // Combines the values of all 32 lanes; every lane gets the result.
-template <class Combine>
-DEVICE float reduce(float value, float /*identity*/, Combine combine) {
+template <class T, class Combine>
+DEVICE T reduce(T value, T /*identity*/, Combine combine) {
   return butterfly<1, kLanes>(value, combine);
 }
+
+// The largest of all lanes' values, in every lane.
+DEVICE u32 maximum(u32 value) { return __nvvm_redux_sync_umax(value, ~0u); }
+
+// The first lane where it holds; in one there must be.
+DEVICE int first_lane(bool holds) { return __builtin_ctz(__nvvm_vote_ballot_sync(~0u, holds)); }
 
 }  // namespace wave
