@@ -7,9 +7,7 @@
 // and out of the caches (1 / kTileM + 1 / kTileN) / 2 per flop.
 //
 // A block owns a tile of the output, or a slice of K of one: then each block leaves its sums in HBM, and the last to arrive
-// adds them up in the order of K, so that the same inputs give the same bits. Its waves divide the tile among them: each has
-// kWaveTokens of its rows, and all columns or a share of them. Panels, 128 bytes of K of all rows, go from HBM to LDS while the
-// panel before is multiplied (device/panel.h, device/*/lds_async.h); from there each wave reads its fragments once.
+// adds them up in the order of K, so that the same inputs give the same bits. device/tiled.h multiplies.
 //
 // Two blocks of 64 x 128 or 128 x 128 share a compute unit: while one waits for a panel or at a barrier, the other multiplies.
 // 256 x 256, for which gfx950 has the LDS, halves what a product reads out of the caches but leaves a compute unit one block. So
@@ -22,7 +20,7 @@
 //   LDS cycles                        576        768                 192        256         768
 //   LDS bank conflicts                0          0                   0          0           0
 #include "device/arrive.h"
-#include "device/tile.h"
+#include "device/tiled.h"
 #include "device/vec.h"
 
 struct Product {
@@ -43,24 +41,7 @@ struct Product {
   int tiles_m, tiles_n, slices, group;  // of the output and of K; group: see tile::Position
 };
 
-constexpr int kScaleBlock = 128;  // of K, and of weight rows
-extern LDS
-__attribute__((aligned(1024))) u8 dynamic_lds[];  // [kBuffers][tokens, then weight rows of a panel]: device/panel.h
-
-// What is whose: a block's tile, and its waves' shares of it.
-template <int kM, int kN, int kBlockThreads>
-struct Division {
-  static constexpr int kTileM = kM, kTileN = kN, kThreads = kBlockThreads;
-  static constexpr int kWaveM = tile::kWaveTokens, kWavesM = kM / kWaveM;
-  static constexpr int kWavesN = kThreads / wave::kLanes / kWavesM, kWaveN = kN / kWavesN;
-  static constexpr int kPatchesM = kWaveM / tile::kPatchTokens, kPatchesN = kWaveN / tile::kPatchRows;
-  static constexpr bool kTurns = kThreads > 256;
-  static_assert(kScaleBlock % kWaveN == 0, "a wave needs one weight scale at a time");
-  DEVICE static int wave_m() { return wave::index() % kWavesM * kWaveM; }
-  DEVICE static int wave_n() { return wave::index() / kWavesM * kWaveN; }
-};
-template <class D>
-using Sums = tile::Patch[D::kPatchesM][D::kPatchesN];
+using tile::Division, tile::Sums;
 
 // Leaves a slice's sums in HBM. In the last block of the tile to arrive, makes them the sums of all slices and returns true.
 template <class D>
@@ -126,8 +107,7 @@ DEVICE void store_results(const Sums<D>& sums, const Product& p, int first_m, in
     }
 #pragma unroll
     for (int i = 0; i < D::kPatchesM * tile::kLaneTokens; ++i) {
-      const int patch = i / tile::kLaneTokens, token = i % tile::kLaneTokens;
-      const int m = first_m + patch * tile::kPatchTokens + tile::patch_token(wave::lane(), token);
+      const int patch = i / tile::kLaneTokens, token = i % tile::kLaneTokens, m = first_m + D::token(i);
       if (m >= p.m) continue;
       const float scale_a = kBlockScales ? 1.0f : mem::load<float>(p.scale_a + i64(m) * p.scale_a_row);
       Chunk x;
@@ -144,7 +124,6 @@ DEVICE void store_results(const Sums<D>& sums, const Product& p, int first_m, in
 
 template <class D, bool kBlockScales>
 DEVICE void multiply_tiled(const Product& p) {
-  constexpr int kPanelA = D::kTileM * tile::kDepth, kBuffer = kPanelA + D::kTileN * tile::kDepth;
   const int tiles = p.tiles_m * p.tiles_n, work = tile::work_of(wave::block_x(), tiles * p.slices);
   const int slice = work / tiles, tile_index = work % tiles;
   const tile::Position position(tile_index, p.tiles_m, p.tiles_n, p.group);
@@ -161,83 +140,20 @@ DEVICE void multiply_tiled(const Product& p) {
     return row / tile::kPatchRows * tile::kPatchRows + tile::weight_row(row % tile::kPatchRows);
   });
 
-  struct Scales {  // of a panel's kScaleBlock of K
-    float a[D::kPatchesM][tile::kLaneTokens], b;
-  };
-  mem::Buffer scales_a, scales_b;
-  int scale_at[D::kPatchesM][tile::kLaneTokens];  // bytes; of tokens past the last those of the last
-  if constexpr (kBlockScales) {
-    static_assert(kScaleBlock == tile::kDepth);
-    const int n = first_n + D::wave_n(), block_n = (n < p.n ? n : p.n - 1) / kScaleBlock;
-    scales_a = mem::buffer(p.scale_a + i64(first_m) * p.scale_a_row);
-    scales_b = mem::buffer(p.scale_b + i64(block_n) * p.scale_b_row);
-#pragma unroll
-    for (int i = 0; i < D::kPatchesM; ++i)
-#pragma unroll
-      for (int t = 0; t < tile::kLaneTokens; ++t) {
-        const int m = D::wave_m() + i * tile::kPatchTokens + tile::patch_token(wave::lane(), t);
-        scale_at[i][t] = (first_m + m < p.m ? m : p.m - 1 - first_m) * p.scale_a_row * 4;
-      }
-  }
-  auto* lds = (lds::Local<u8>*)dynamic_lds;
-  auto start = [&](int panel, int buffer, Scales& scales) __attribute__((always_inline)) {
-    fill_a.start(panel, p.k, lds + buffer * kBuffer);
-    fill_b.start(panel, p.k, lds + buffer * kBuffer + kPanelA);
-    if constexpr (kBlockScales) {
-      scales.b = mem::load_float_or_zero(scales_b, 0, panel * 4, true);
-#pragma unroll
-      for (int i = 0; i < D::kPatchesM; ++i)
-#pragma unroll
-        for (int t = 0; t < tile::kLaneTokens; ++t)
-          scales.a[i][t] = mem::load_float_or_zero(scales_a, scale_at[i][t], panel * p.scale_a_k * 4, true);
-    }
-  };
-
-  // While a panel is multiplied, the next kAhead are under way.
-  constexpr int kAhead = lds::kBuffers > 1 ? lds::kBuffers - 1 : 1;
-  const tile::Multiplier<D::kPatchesM, D::kPatchesN, D::kTurns> multiplier(D::wave_m(), D::wave_n(),
-                                                                           b_layout.by_piece());
   Sums<D> sums = {};
-  Scales scales[kAhead + 1];
-  int panel = first;
-  auto step = [&](int i) __attribute__((always_inline)) {  // i is (panel - first) % (kAhead + 1)
-    const int buffer = i % lds::kBuffers, next = (i + kAhead) % (kAhead + 1);
-    auto* here = lds + buffer * kBuffer;
-    if constexpr (!D::kTurns) {
-      if (lds::kBuffers == 1 && panel != first)
-        block_barrier();  // hazard: filled while others still read the last panel
-      lds::wait_for_copies<kAhead - 1>();
-      fill_a.finish(here);
-      fill_b.finish(here + kPanelA);
-      block_barrier();  // hazard: read before all waves have filled it; the next one filled while others still read there
-    }
-    if (panel + kAhead < last) start(panel + kAhead, next % lds::kBuffers, scales[next]);
-    lds::end_group();
-    float scale[D::kPatchesM][tile::kLaneTokens];
-    if constexpr (kBlockScales) {
-#pragma unroll
-      for (int j = 0; j < D::kPatchesM; ++j)
-#pragma unroll
-        for (int t = 0; t < tile::kLaneTokens; ++t) scale[j][t] = scales[i].a[j][t] * scales[i].b;
-    }
-    multiplier.template multiply_add<kBlockScales>(sums, here, here + kPanelA, scale);
-    return ++panel < last;
+  auto multiply = [&](const auto& scaling) __attribute__((always_inline)) {
+    tile::multiply_panels<D, E4m3>(sums, fill_a, fill_b, b_layout.by_piece(), scaling, first, last, p.k);
   };
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    if (first + i < last) start(first + i, i % lds::kBuffers, scales[i]);
-    lds::end_group();
+  if constexpr (kBlockScales) {
+    const int n = first_n + D::wave_n(), block_n = (n < p.n ? n : p.n - 1) / kScaleBlock;
+    tile::BlockScales<D, false> scales;
+    scales.init(p.scale_a + i64(first_m) * p.scale_a_row, p.scale_a_row, p.scale_a_k,
+                p.scale_b + i64(block_n) * p.scale_b_row,
+                [&](int m) { return first_m + m < p.m ? m : p.m - 1 - first_m; });  // past the last the last
+    multiply(scales);
+  } else {
+    multiply(tile::Unscaled{});
   }
-  const bool is_late = wave::thread() >= D::kThreads / 2;
-  if constexpr (D::kTurns) {
-    lds::wait_for_copies<0>();
-    block_barrier();  // hazard: the first panel is read before all waves have filled it
-    if (is_late) multiplier.change_turns();
-  }
-  for (bool more = true; more;)
-#pragma unroll
-    for (int i = 0; more && i <= kAhead; ++i) more = step(i);
-  if (D::kTurns && !is_late) multiplier.change_turns();
 
   if (p.slices > 1 && !add_slices<D>(sums, p, tile_index, slice)) return;
   store_results<D, kBlockScales>(sums, p, first_m + D::wave_m(), first_n + D::wave_n());

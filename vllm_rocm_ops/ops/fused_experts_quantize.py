@@ -57,4 +57,4 @@ def quantize(
     args = (x.buffer, values, written, static, present, I64(x.stride), x.columns, threads)
     symbol = f"{MODULE}_{kind}_{ELEMENTS[x.dtype]}"
     launch = Launch(MODULE, symbol, (x.count, parts, 1), (threads, 1, 1), args)
-    return Quantized(launch, values, scale, 0 if kind == "static" else runs, 1)
+    return Quantized(launch, values, scale, *((0, 0) if kind == "static" else (runs, 1)))

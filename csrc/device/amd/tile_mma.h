@@ -1,8 +1,9 @@
-// Products of panels of tokens and of weight rows, 128 bytes of K: fp8, fp32 accumulation, by patches of 16 tokens x 32 weight
-// rows (v_mfma_f32_16x16x32_fp8_fp8, CDNA3 ISA, section 7; v_mfma_f32_16x16x128_f8f6f4 with unit scales, CDNA4 ISA, section 7:
-// twice the rate of the former).
+// Products of panels of tokens and of weight rows, 128 bytes of K, fp32 accumulation, by patches of 16 tokens x 32 weight rows:
+// bf16, fp16 as in mma.h, fp8 (v_mfma_f32_16x16x32_fp8_fp8, CDNA3 ISA, section 7; v_mfma_f32_16x16x128_f8f6f4 with unit scales,
+// CDNA4 ISA, section 7: twice the rate of the former).
 #pragma once
 #include "../panel.h"
+#include "mma.h"
 
 namespace tile {
 
@@ -30,12 +31,21 @@ struct Fragment {
 };
 
 #if defined(__gfx942__)
-constexpr int kPatchInstructions = 8;  // of multiply_add
+constexpr int kPatchInstructions = 8;  // of multiply_add<E4m3>
 #else
 #define HAS_LARGE_TILES 1  // room in LDS for two buffers of 256 x 256
 constexpr int kPatchInstructions = 2;
 #endif
+template <class Type>
 DEVICE void multiply_add(Patch& patch, const Fragment& tokens, const Fragment (&weights)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int row = 0; row < 2; ++row)
+      patch.sum[row] = mma::multiply_add<Type>(patch.sum[row], weights[row].half[half], tokens.half[half]);
+}
+template <>
+DEVICE void multiply_add<E4m3>(Patch& patch, const Fragment& tokens, const Fragment (&weights)[2]) {
 #if defined(__gfx942__)
   using Words = i64 __attribute__((ext_vector_type(2)));
 #pragma unroll
@@ -60,7 +70,7 @@ DEVICE void multiply_add(Patch& patch, const Fragment& tokens, const Fragment (&
 
 // A wave's share of a tile: kM x kN patches. With kTurns, the two waves of a block on each SIMD take turns: one half of a block's
 // waves read fragments while the other half multiplies.
-template <int kM, int kN, bool kTurns>
+template <class Type, int kM, int kN, bool kTurns>
 struct Multiplier {
   int tokens_at[2], weights_at[2];  // where the lane reads its halves of a panel's rows
 
@@ -89,10 +99,10 @@ struct Multiplier {
       __builtin_amdgcn_sched_barrier(0);
     }
   }
-  // Adds the product of two panels, times the scale of each token if kScaled.
+  // Adds the product of two panels, times factors if kScaled: those of a lane's first 4 weight rows of a patch, and of its last 4.
   template <bool kScaled>
   DEVICE void multiply_add(Patch (&sums)[kM][kN], const lds::Local<u8>* tokens, const lds::Local<u8>* weights,
-                           const float (&scale)[kM][kLaneTokens]) const {
+                           const float (&factor)[kN][2][kM][kLaneTokens]) const {
     Fragment token[kM];
 #pragma unroll
     for (int i = 0; i < kM; ++i) token[i] = read(tokens, tokens_at, i * 16);
@@ -103,20 +113,20 @@ struct Multiplier {
       change_turns();
       if constexpr (!kScaled) {
 #pragma unroll
-        for (int i = 0; i < kM; ++i) tile::multiply_add(sums[i][j], token[i], weight);
+        for (int i = 0; i < kM; ++i) tile::multiply_add<Type>(sums[i][j], token[i], weight);
         change_turns();
       } else {
         // The sums of one patch are scaled while those of the next are on their way through the matrix core.
         Patch product[2];
         constexpr int kMatrix = 8, kVector = 2;
         auto add_scaled = [&](int i) __attribute__((always_inline)) {
-          sums[i][j].sum[0] += product[i % 2].sum[0] * scale[i][0];
-          sums[i][j].sum[1] += product[i % 2].sum[1] * scale[i][0];
+          sums[i][j].sum[0] += product[i % 2].sum[0] * factor[j][0][i][0];
+          sums[i][j].sum[1] += product[i % 2].sum[1] * factor[j][1][i][0];
         };
 #pragma unroll
         for (int i = 0; i < kM; ++i) {
           product[i % 2] = {};
-          tile::multiply_add(product[i % 2], token[i], weight);
+          tile::multiply_add<Type>(product[i % 2], token[i], weight);
           __builtin_amdgcn_sched_group_barrier(kMatrix, kPatchInstructions, 0);
           if (i == 0) continue;
           add_scaled(i - 1);

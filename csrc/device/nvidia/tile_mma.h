@@ -1,5 +1,5 @@
-// Products of panels of tokens and of weight rows, 128 bytes of K: fp8, fp32 accumulation, by four waves together, which read
-// both out of LDS (wgmma.mma_async.m64nNk32; PTX ISA, section 9.7.15 "Asynchronous warpgroup level matrix instructions").
+// Products of panels of tokens and of weight rows, 128 bytes of K, fp8, bf16 or fp16, fp32 accumulation, by four waves together,
+// which read both out of LDS (wgmma.mma_async.m64nN; PTX ISA, section 9.7.15 "Asynchronous warpgroup level matrix instructions").
 #pragma once
 #include "../panel.h"
 
@@ -32,15 +32,23 @@ DEVICE int weight_row(int row) { return row % 8 / 2 * 8 + row / 8 * 2 + row % 2;
 #define SUMS_64 SUMS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "\
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 // d += or, if not `add`, = a product of 32 bytes of K.
-DEVICE void wgmma(float (&d)[32], i64 tokens, i64 weights, int add) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" SUMS_32
-               "}, %32, %33, p, 1, 1;}" : SUMS_16(0), SUMS_16(16) : "l"(tokens), "l"(weights), "n"(add));
-}
-DEVICE void wgmma(float (&d)[64], i64 tokens, i64 weights, int add) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" SUMS_64
-               "}, %64, %65, p, 1, 1;}"
-               : SUMS_16(0), SUMS_16(16), SUMS_16(32), SUMS_16(48) : "l"(tokens), "l"(weights), "n"(add));
-}
+template <class Type, int kValues>
+DEVICE void wgmma(float (&d)[kValues], i64 tokens, i64 weights, int add);
+#define INSTRUCTIONS(Type, types, transpose)                                                                          \
+  template <> DEVICE void wgmma<Type, 32>(float (&d)[32], i64 tokens, i64 weights, int add) {                         \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64" types " {" SUMS_32       \
+                 "}, %32, %33, p, 1, 1" transpose ";}"                                                                \
+                 : SUMS_16(0), SUMS_16(16) : "l"(tokens), "l"(weights), "n"(add));                                    \
+  }                                                                                                                   \
+  template <> DEVICE void wgmma<Type, 64>(float (&d)[64], i64 tokens, i64 weights, int add) {                         \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128" types " {" SUMS_64      \
+                 "}, %64, %65, p, 1, 1" transpose ";}"                                                                \
+                 : SUMS_16(0), SUMS_16(16), SUMS_16(32), SUMS_16(48) : "l"(tokens), "l"(weights), "n"(add));          \
+  }
+INSTRUCTIONS(E4m3, "k32.f32.e4m3.e4m3", "")
+INSTRUCTIONS(Bf16, "k16.f32.bf16.bf16", ", 0, 0")
+INSTRUCTIONS(F16, "k16.f32.f16.f16", ", 0, 0")
+#undef INSTRUCTIONS
 // Sums are there after this, not before.
 #define WAIT "wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;"
 DEVICE void wait(float (&d)[32]) { asm volatile(WAIT : SUMS_16(0), SUMS_16(16) :: "memory"); }
@@ -52,7 +60,7 @@ DEVICE void wait(float (&d)[64]) { asm volatile(WAIT : SUMS_16(0), SUMS_16(16), 
 // clang-format on
 
 // A wave's share of a tile: kM x kN patches.
-template <int kM, int kN, bool kTurns>
+template <class Type, int kM, int kN, bool kTurns>
 struct Multiplier {
   static_assert(kM == 1 && !kTurns);
   // Descriptors, in 16 bytes: from bit 16 on the distance of core matrices along K, of no meaning with swizzle, from bit 32 on
@@ -66,23 +74,24 @@ struct Multiplier {
         weights_at((first_row * kDepth / 16) | kEightRows | (weights_by_piece ? kCoreMatrix << 16 : kSwizzle)),
         weights_step(weights_by_piece ? 2 * kCoreMatrix : 2) {}
   DEVICE static void change_turns() {}
-  // Adds the product of two panels, times the scale of each token if kScaled. The matrix units sum up with some 14 bits, so
-  // that their sums are of 128 of K only (DeepSeek-V3 Technical Report, section 3.3.2).
+  // Adds the product of two panels, times factors if kScaled: those of a lane's first 4 weight rows of a patch, and of its last 4.
+  // The matrix units sum up e4m3 with some 14 bits, so that their sums are of 128 of K only (DeepSeek-V3 Technical Report, section 3.3.2).
   template <bool kScaled>
   DEVICE void multiply_add(Patch (&sums)[kM][kN], const lds::Local<u8>* tokens, const lds::Local<u8>* weights,
-                           const float (&scale)[kM][kLaneTokens]) const {
+                           const float (&factor)[kN][2][kM][kLaneTokens]) const {
     float product[kN * 16];
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     const i64 token = tokens_at + (u32(i64(tokens)) >> 4), weight = weights_at + (u32(i64(weights)) >> 4);
-    wgmma(product, token, weight, 0);
+    wgmma<Type>(product, token, weight, 0);
 #pragma unroll
-    for (int step = 1; step < kDepth / 32; ++step) wgmma(product, token + step * 2, weight + step * weights_step, 1);
+    for (int step = 1; step < kDepth / 32; ++step)
+      wgmma<Type>(product, token + step * 2, weight + step * weights_step, 1);
     wait(product);
-    const f32x4 scales = kScaled ? f32x4{scale[0][0], scale[0][0], scale[0][1], scale[0][1]} : f32x4{1, 1, 1, 1};
 #pragma unroll
     for (int i = 0; i < kN * 4; ++i) {
       const f32x4 p = {product[i * 4], product[i * 4 + 1], product[i * 4 + 2], product[i * 4 + 3]};
-      sums[0][i / 4].sum[i % 4] += kScaled ? p * scales : p;
+      const auto& of = factor[i / 4][i % 4 / 2][0];
+      sums[0][i / 4].sum[i % 4] += kScaled ? p * f32x4{of[0], of[0], of[1], of[1]} : p;
     }
   }
 };
