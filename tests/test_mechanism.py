@@ -14,7 +14,7 @@ from torch.testing._internal.optests.generate_tests import DEFAULT_TEST_UTILS
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch, op, ops
+from vllm_rocm_ops import envs, launch, op, ops
 from vllm_rocm_ops.launch import I64, Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() and archs.of_device(0) is not None else "cpu"
@@ -256,11 +256,13 @@ def test_unknown_archs_are_refused(name):
 
 @pytest.fixture
 def tables(tmp_path, monkeypatch):
-    """An empty folder in place of the tuned tables."""
-    monkeypatch.setattr(op, "TABLES", tmp_path)
+    """An empty folder in place of the tuned tables, and none of the user's."""
+    monkeypatch.setattr(op, "TABLES", tmp_path / "shipped")
+    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "users"))
     op._table.cache_clear()
-    (tmp_path / "gfx942").mkdir()
-    yield tmp_path / "gfx942"
+    for folder in ("shipped", "users"):
+        (tmp_path / folder / "gfx942").mkdir(parents=True)
+    yield tmp_path / "shipped" / "gfx942"
     op._table.cache_clear()
 
 
@@ -290,12 +292,60 @@ def test_a_table_without_compute_units_is_an_error(tables):
         ops.rms_norm.explain(*norm_arguments(4, 4096), arch="gfx942")
 
 
+NORM_HEADER = "compute_units,dtype,rows,hidden,config.threads,config.chunks,source\n"
+
+
+def explained_norm() -> op.Explanation:
+    op._table.cache_clear()
+    return ops.rms_norm.explain(*norm_arguments(4, 4096), arch="gfx942")
+
+
+def test_the_users_row_wins_over_the_shipped_one(tables):
+    users = tables.parents[1] / "users" / "gfx942" / "rms_norm.csv"
+    (tables / "rms_norm.csv").write_text(NORM_HEADER + "304,bf16,4,4096,256,2,shipped\n")
+    assert explained_norm().launches[0].symbol == "rms_norm_bf16_x2"
+    users.write_text(NORM_HEADER + "304,bf16,4,4096,128,4,mine\n")
+    assert explained_norm().launches[0].symbol == "rms_norm_bf16_x4"
+    users.write_text(NORM_HEADER + "304,bf16,4,4096,,,nothing is better\n")
+    assert explained_norm().launches[0].symbol == "rms_norm_bf16_x2"
+    users.write_text(NORM_HEADER + "304,bf16,4,4096,100,7,made by another version\n")
+    assert explained_norm().launches[0].symbol == "rms_norm_bf16_x2"
+
+
+@pytest.mark.parametrize(
+    "text", ["compute_units,source\n304,old\n", NORM_HEADER.replace(",rows", "") + "304,bf16\n", "nonsense\n1\n"]
+)
+def test_a_users_table_that_is_not_one_is_left_out_with_a_warning(tables, text):
+    (tables.parents[1] / "users" / "gfx942" / "rms_norm.csv").write_text(text)
+    with pytest.warns(UserWarning, match="rms_norm.csv is not used"):
+        assert explained_norm().source.startswith("default")
+
+
+def test_the_users_tables_are_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.delenv("VLLM_ROCM_OPS_TABLES", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert envs.tables() == tmp_path / "vllm-rocm-ops" / "tables"
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert envs.tables() == tmp_path / ".config" / "vllm-rocm-ops" / "tables"
+    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "mine"))
+    assert envs.tables() == tmp_path / "mine"
+
+
+def test_running_a_configuration_wins_over_rows_and_default(tables):
+    (tables / "rms_norm.csv").write_text(NORM_HEADER + "304,bf16,4,4096,256,2,shipped\n")
+    config = explained_norm().config
+    with ops.rms_norm.running(dataclasses.replace(config, threads=128, chunks=4)):
+        assert explained_norm().launches[0].symbol == "rms_norm_bf16_x4"
+    assert explained_norm().config == config
+
+
 def test_shipped_tables_have_their_columns_and_no_row_twice():
     for path in op.TABLES.glob("*/*.csv"):
         the_op = next(o for o in OPS if o.name == path.stem)
         key = ("compute_units", *the_op.problem(the_op.Arguments(*example(the_op, "meta"))))
         rows = list(csv.DictReader(path.read_text().splitlines()))
-        assert len(op._table(path.parent.name, the_op.name, key)) == len(rows) and all(row["source"] for row in rows)
+        assert len(op._table(path, key)) == len(rows) and all(row["source"] for row in rows)
 
 
 # costs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ VARIABLES = {
         Variable("VLLM_ROCM_OPS_DISABLE", "", "comma list of ops whose kernels are not used; `all` for every op"),
         Variable("VLLM_ROCM_OPS_SEAMS", "all", "comma list of the vLLM seams to install; `none` for no seam"),
         Variable("VLLM_ROCM_OPS_SHUFFLE", "0", "1 shuffles FP8 weights for our GEMMs, which then serve all tokens"),
+        Variable(
+            "VLLM_ROCM_OPS_TABLES", "", "folder of your tuned tables; `~/.config/vllm-rocm-ops/tables` by default"
+        ),
         Variable("VLLM_ROCM_OPS_HIP_LIBRARY", "", "path of the libamdhip64 to use instead of the one found"),
         Variable("VLLM_ROCM_OPS_CLANG", "", "build: the clang that compiles device code, before all others"),
         Variable("VLLM_ROCM_OPS_ARCHS", "gfx942,gfx950,sm_90", "build: comma list of the archs to compile for"),
@@ -33,3 +37,11 @@ def __getattr__(name: str) -> str:
     if name not in VARIABLES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return os.environ.get(name, VARIABLES[name].default)
+
+
+def tables() -> Path:
+    """The folder of the user's tuned tables, which `vllm-rocm-ops tune` writes."""
+    folder = __getattr__("VLLM_ROCM_OPS_TABLES")
+    if folder:
+        return Path(folder)
+    return Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config"), "vllm-rocm-ops", "tables")

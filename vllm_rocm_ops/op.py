@@ -9,8 +9,8 @@ fallback on a GPU and, given float64, the oracle of its tests. Around it an `Op`
     envelope(a, arch)       yields (rule, holds): what the kernels need; where one fails the reference runs, and says why
     configs(a, arch)        all configurations that fit
     cost(config, a, arch)   what one is expected to take: terms by name, in microseconds of a model of the GPU
-    default(a, arch)        the one to use, unless a tuned row of tables/<arch>/<op>.csv says better; where an op has none,
-                            the one of the least cost
+    default(a, arch)        the one to use, unless a row of a tuned table <arch>/<op>.csv, the user's or a shipped one, says better;
+                            where an op has none, the one of the least cost
     plan(config, outputs, a, arch)  the launches
     problem(a)              the sizes that a tuned row and a benchmark line are keyed by
     cases()                 example inputs: tests, emulator and benchmarks draw from the same ones
@@ -23,14 +23,17 @@ pointers and launches.
 from __future__ import annotations
 
 import collections
+import contextlib
 import csv
 import dataclasses
 import functools
 import inspect
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -192,13 +195,34 @@ class Op:
         chosen = self._choose(a, arch, self.allocate(a), require_code=False)
         return dataclasses.replace(chosen, considered=self.considered(a, arch)) if chosen.config else chosen
 
-    def tuned(self, a, arch: Arch):
-        """The configuration that the tuned table holds for this problem on so many compute units; None if there is no row, or
-        none that fits."""
+    def tuned_row(self, a, arch: Arch, folders: tuple[Path, ...] | None = None) -> TunedRow | None:
+        """The row that the tuned tables hold for this problem on so many compute units, of the first folder (the user's, then
+        the shipped one) that has one whose configuration fits."""
         key = {"compute_units": arch.compute_units, **self.problem(a)}
-        row = _table(arch.name, self.name, tuple(key)).get(tuple(str(v) for v in key.values()))
-        fitting = () if row is None else self.configs(a, arch)
-        return next((config for config in fitting if dataclasses.asdict(config) == row), None)
+        values = tuple(str(v) for v in key.values())
+        for folder in folders or (envs.tables(), TABLES):
+            path = folder / arch.name / f"{self.name}.csv"
+            row = _table(path, tuple(key)).get(values)
+            for config in self.configs(a, arch) if row else ():
+                if config_fields(config) == row.fields:
+                    return TunedRow(config, row.source, path)
+        return None
+
+    def tuned(self, a, arch: Arch):
+        """The configuration of the tuned row, if there is one."""
+        row = self.tuned_row(a, arch)
+        return row and row.config
+
+    @contextlib.contextmanager
+    def running(self, config) -> Iterator[None]:
+        """Within it, calls that kernels take run this configuration, whatever tables and default say."""
+        self.tuned = lambda a, arch: config
+        self._executions.clear()
+        try:
+            yield
+        finally:
+            del self.tuned
+            self._executions.clear()
 
     def considered(self, a, arch: Arch) -> tuple[tuple[object, dict[str, float]], ...]:
         """All configurations with their costs, the cheapest first; nothing where the op has no cost."""
@@ -410,15 +434,49 @@ def _bind_executor(executor, planned: tuple[Launch, ...], outputs, a) -> Callabl
     return run
 
 
+class TunedRow(NamedTuple):
+    """A configuration from a tuned table, and where the row and the table come from."""
+
+    config: object
+    source: str
+    path: Path
+
+
+class _Row(NamedTuple):
+    fields: dict[str, str]
+    source: str
+
+
+def config_fields(config) -> dict[str, str]:
+    """A configuration as a tuned row holds it."""
+    return {name: str(value) for name, value in dataclasses.asdict(config).items()}
+
+
 @functools.cache
-def _table(arch_name: str, op_name: str, key: tuple[str, ...]) -> dict[tuple[str, ...], dict[str, int]]:
-    """The tuned rows of one op on one arch: values of the key's columns -> fields of the configuration. The columns of a row
-    are `compute_units` (products of one arch differ in it), the problem's sizes, `config.<field>` for each field, and where
-    the row comes from (`source`)."""
-    path = TABLES / arch_name / f"{op_name}.csv"
-    rows = csv.DictReader(path.read_text().splitlines() if path.exists() else ())
-    fields = [name for name in rows.fieldnames or () if name.startswith("config.")]
-    return {tuple(row[k] for k in key): {f.removeprefix("config."): int(row[f]) for f in fields} for row in rows}
+def _table(path: Path, key: tuple[str, ...]) -> dict[tuple[str, ...], _Row]:
+    """The tuned rows of one op on one arch, by the values of the key's columns. The columns of a row are `compute_units`
+    (products of one arch differ in it), the problem's sizes, `config.<field>` for each field, empty where the configuration has
+    no such field, and where the row comes from (`source`). Empty in all of them: nothing is better than what ships. A user's
+    table that does not have these columns is not used, with a warning; a shipped one must."""
+    if not path.exists():
+        return {}
+    try:
+        with path.open(newline="") as file:
+            lines = list(csv.DictReader(file))
+        configs = [{f.removeprefix("config."): v for f, v in l.items() if v and f.startswith("config.")} for l in lines]
+        return {tuple(l[k] for k in key): _Row(fields, l["source"]) for l, fields in zip(lines, configs)}
+    except (KeyError, TypeError, AttributeError, ValueError, csv.Error, OSError) as error:
+        if path.is_relative_to(TABLES):
+            raise
+        warnings.warn(f"{path} is not used: {type(error).__name__} {error}", stacklevel=2)
+        return {}
+
+
+def forget_tables() -> None:
+    """Has tables that have changed read again, for calls already seen too."""
+    _table.cache_clear()
+    for op in registered():
+        op._executions.clear()
 
 
 def registered() -> Iterator[Op]:
