@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from emulator import Emulator
 from emulator.errors import EmulatorError
-from test_ops import generator_of, run_and_check
 
 from vllm_rocm_ops import launch, op, ops
+from vllm_rocm_ops.correctness import generator_of, run_and_check
 
 CSRC = Path(__file__).parent.parent / "csrc"
 
