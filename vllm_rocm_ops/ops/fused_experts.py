@@ -14,13 +14,13 @@ from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import I64, Launch, Workspace
 from vllm_rocm_ops.op import Case, Op, describe
+from vllm_rocm_ops.ops.experts import HALVES, intermediate, scale_strides, scheme, slots
 from vllm_rocm_ops.ops.fused_experts_quantize import Rows, quantize
 from vllm_rocm_ops.ops.gemm import BLOCK, OUT_TYPES
 from vllm_rocm_ops.quantization import LIMIT
 
 __all__ = ["fused_experts"]
 
-HALVES = (torch.bfloat16, torch.float16)
 MODULE = "fused_experts"
 MOST_TOKENS, MOST_SLOTS = 64, 32  # that blocks group in LDS
 NO_EXPERT = 2**15 - 1
@@ -30,30 +30,6 @@ GROUP = 128  # bytes of K that a wave takes at a time
 RESIDENT = 3  # blocks of gate_up on a compute unit
 STREAMING_SHARE = {1: 0.85, 2: 0.75}  # of the bandwidth, by the tiles of tokens
 LAUNCH_US = 2.0
-
-
-def intermediate(a) -> int:
-    """Columns between the two products."""
-    return a.w1.shape[1] // 2
-
-
-def slots(a) -> int:
-    """Experts that a token goes to."""
-    return a.topk_ids.shape[1] + a.shared_experts
-
-
-def scheme(weight: Tensor, scale: Tensor | None) -> str:
-    """How a weight [E, N, K] is scaled: "none", "tensor", "channel" or "block"; "unknown" where its scale fits none."""
-    if scale is None:
-        return "none"
-    experts, n, k = weight.shape
-    shapes = {
-        (experts,): "tensor",
-        (experts, n): "channel",
-        (experts, n, 1): "channel",
-        (experts, -(-n // BLOCK), -(-k // BLOCK)): "block",
-    }
-    return shapes.get(tuple(scale.shape), "unknown")
 
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
@@ -219,6 +195,7 @@ def _stage(config, a, arch, name, tokens, weight, scale, out, present, blocks, s
     """The launch of one of the two products."""
     experts, rows, k = weight.shape
     m, kind, size = a.hidden.shape[0], scheme(weight, scale), weight.element_size()
+    scale_expert, scale_row = scale_strides(weight, scale)
     padded = -(-m * slots(a) // 4) * 4
     lds = 14 * padded + 16 + (4 * 4 * m * TILE_ROWS if name == "down" else 0)
     args = (
@@ -232,14 +209,14 @@ def _stage(config, a, arch, name, tokens, weight, scale, out, present, blocks, s
         present,
         a.expert_map,
         I64(weight.stride(0) * size),
-        I64(0 if scale is None else scale.numel() // experts),
+        I64(scale_expert),
         tokens.row_bytes,
         weight.stride(1) * size,
         m,
         rows,
         k * size,
         tokens.scale_row,
-        {"none": 0, "tensor": 0, "channel": 1, "block": -(-k // BLOCK)}[kind],
+        scale_row,
         a.topk_ids.shape[1],
         a.shared_experts,
         experts - a.shared_experts,

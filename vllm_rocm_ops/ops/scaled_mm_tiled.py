@@ -63,6 +63,11 @@ def _fits(tokens: int, rows: int, arch: Arch) -> bool:
     return 2 * (tokens + rows) * PANEL <= arch.lds_bytes and tokens * rows <= 8 * arch.wave_lanes * 128
 
 
+def lds_bytes(tokens: int, rows: int, arch: Arch) -> int:
+    """What a block needs: kBuffers of csrc/device/*/lds_async.h, as many as leave room for two blocks of 128 x 128."""
+    return (tokens + rows) * PANEL * (arch.lds_bytes // (4 * 128 * PANEL))
+
+
 def configs(a: Operand, b: Operand, arch: Arch) -> list[TiledConfig]:
     """Every tile size; K cut as long as there are no more blocks than run at once."""
     found = []
@@ -140,10 +145,7 @@ def launches(
         slices,
         GROUP,
     )
-    buffers = arch.lds_bytes // (
-        4 * 128 * PANEL
-    )  # kBuffers of csrc/device/*/lds_async.h: as many as leave room for two blocks
     kind = "block" if block_scales else "row"
     symbol = f"{MODULE}_{kind}_{config.tokens}x{config.rows}"
-    lds = (config.tokens + config.rows) * PANEL * buffers
+    lds = lds_bytes(config.tokens, config.rows, arch)
     return [Launch(MODULE, symbol, (tiles * slices, 1, 1), (THREADS[config.rows], 1, 1), args, lds)]

@@ -1,0 +1,335 @@
+// The experts of a mixture-of-experts layer for many tokens: the pairs of each expert in tiles, their operands through LDS.
+//
+//     sort:     the pairs of a token and an expert that it goes to, in the order of the experts; their tiles
+//     gate_up:  act[position] = silu(gate) * up,  gate, up = w1[expert] @ hidden[token]
+//     down:     results[pair] = w2[expert] @ act[position]
+//     combine:  out[token] = sum over the token's pairs of weight * results[pair]
+//
+// Pair number token * slots + slot; slots are the topk chosen experts, then the shared ones. A position is a place among the
+// sorted pairs; pairs whose id is no expert of ours have none. Flops: 6 * pairs * H * I; bytes: the weights of the experts hit,
+// and of each pair some H * 5 + I * 6.
+//
+// How many tiles there are only the device knows: grids are for the most that there can be, and blocks without a tile leave. A
+// block of gate_up or down owns a tile: up to kTileM pairs of one expert times kTileN of its weight rows; device/tiled.h
+// multiplies. In gate_up half of these are gate rows, the other half the up rows that go with them, so that a lane has the sums
+// of 4 of either and ends with activations. Positions keep the order of the pairs and sums that of the slots, so that the same
+// inputs give the same bits.
+//
+// sort: each block finds the place of one expert's pairs by itself. It counts the ids of all experts, in LDS, then its waves,
+// each of which has a part of the ids, write those that are the block's to their places. Bytes: E * ids, out of the caches.
+#include "device/reduce.h"
+#include "device/tiled.h"
+#include "device/vec.h"
+
+using i32x4 = int __attribute__((ext_vector_type(4)));
+using tile::Division, tile::Sums;
+enum class Scales { kNone, kRow, kBlock };
+
+struct Routing {
+  const u32* ids;         // [tokens, topk], id_words words each
+  const int* expert_map;  // [mapped], or null
+  int tokens, topk, shared, routed, mapped, id_words;
+  DEVICE int slots() const { return topk + shared; }
+};
+
+// Of what every id says, the expert; -1 if it is none of ours.
+template <int kIds>
+DEVICE void load_experts(const Routing& p, const int (&at)[kIds], int end, int (&expert)[kIds]) {
+#pragma unroll
+  for (int i = 0; i < kIds; ++i) expert[i] = at[i] < end ? mem::load<int>(p.ids + i64(at[i]) * p.id_words) : -1;
+  if (p.expert_map) {
+#pragma unroll
+    for (int i = 0; i < kIds; ++i) {
+      const bool known = expert[i] >= 0 && expert[i] < p.mapped;
+      expert[i] = known ? mem::load<int>(p.expert_map + expert[i]) : -1;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kIds; ++i)
+    if (expert[i] >= p.routed) expert[i] = -1;
+}
+
+struct Sort {
+  Routing routing;
+  int* sorted;  // [pairs]: the pair at each position
+  i32x4*
+      tiles;  // [1 + tiles]: how many pairs have a position, and how many tiles there are; then of each tile its expert, its
+              // first position, and the one behind the expert's last
+  int experts, tile;  // and pairs of a tile
+};
+
+constexpr int kMostExperts = 1024, kSortThreads = 1024, kBatch = 4;
+
+struct Sum {
+  DEVICE int operator()(int a, int b) const { return a + b; }
+};
+
+KERNEL(kSortThreads) fused_experts_tiled_sort(Sort p) {
+  constexpr int kWaves = kSortThreads / wave::kLanes, kStep = kBatch * wave::kLanes;
+  LDS static int counts[kMostExperts], of_waves[kWaves];
+  const Routing& routing = p.routing;
+  const int expert = wave::block_x(), tokens = routing.tokens, topk = routing.topk, shared = expert - routing.routed;
+  const int ids = tokens * topk, of_wave = (ids + kWaves * kStep - 1) / (kWaves * kStep) * kStep;
+  const int first = wave::index() * of_wave, end = first + of_wave < ids ? first + of_wave : ids;
+  auto for_all = [&](auto what) __attribute__((always_inline)) {
+    for (int base = first; base < end; base += kStep) {
+      int at[kBatch], found[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) at[i] = base + i * wave::kLanes + wave::lane();
+      load_experts(routing, at, end, found);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) what(at[i], found[i]);
+    }
+  };
+
+  for (int i = wave::thread(); i < routing.routed; i += kSortThreads) counts[i] = 0;
+  block_barrier();  // hazard: counted on before they are zero
+  int mine = 0;
+  for_all([&](int, int found) __attribute__((always_inline)) {
+    if (found >= 0) __scoped_atomic_fetch_add(counts + found, 1, __ATOMIC_RELAXED, __MEMORY_SCOPE_WRKGRP);
+    mine += wave::count(found == expert);
+  });
+  if (wave::lane() == 0) of_waves[wave::index()] = mine;
+  block_barrier();  // hazard: counts are read before all are there
+
+  int position = 0, tile = 0;  // the first of this expert
+  for (int i = wave::lane(); i < routing.routed && i < expert; i += wave::kLanes)
+    position += counts[i], tile += (counts[i] + p.tile - 1) / p.tile;
+  position = wave::reduce(position, 0, Sum{}), tile = wave::reduce(tile, 0, Sum{});
+  const bool is_shared = shared >= 0;
+  if (is_shared) position += shared * tokens, tile += shared * ((tokens + p.tile - 1) / p.tile);
+  const int count = is_shared ? tokens : counts[expert], tiles = (count + p.tile - 1) / p.tile;
+  for (int i = wave::thread(); i < tiles; i += kSortThreads)
+    mem::store(p.tiles + 1 + tile + i, i32x4{expert, position + i * p.tile, position + count, 0});
+  if (expert == p.experts - 1 && wave::thread() == 0) mem::store(p.tiles, i32x4{position + count, tile + tiles, 0, 0});
+
+  if (is_shared) {
+    for (int i = wave::thread(); i < tokens; i += kSortThreads)
+      mem::store(p.sorted + position + i, i * routing.slots() + topk + shared);
+  } else {
+    const int before = wave::lane() < wave::index() ? of_waves[wave::lane()] : 0;
+    position += wave::reduce(before, 0, Sum{});
+    for_all([&](int at, int found) __attribute__((always_inline)) {
+      const bool is_mine = found == expert;
+      const int to = position + wave::count_below(is_mine);
+      if (is_mine) mem::store(p.sorted + to, int(u32(at) / topk * routing.slots() + u32(at) % topk));
+      position += wave::count(is_mine);
+    });
+  }
+}
+
+struct Product {
+  const u8* a;           // gate_up: [tokens, K], rows a_stride bytes apart; down: [positions, K]
+  const u8* b;           // [experts, N, K], b_expert and b_row bytes apart
+  void* out;             // gate_up: [positions, N / 2] of out_type; down: [pairs, N] fp32
+  const int* sorted;     // [positions]
+  const i32x4* tiles;    // [1 + tiles]: as in Sort
+  const float* scale_a;  // row: [rows of a] or [1]; block: [rows of a, ceil(K / 128)]; null without
+  const float* scale_b;  // row: [experts, N] or [experts]; block: [experts, ceil(N / 128), ceil(K / 128)]; null without
+  const float* router;   // gate_up: [tokens, topk], what sums are multiplied with; null for ones
+  i64 a_stride, b_expert, scale_b_expert;
+  int b_row, n, k;
+  int scale_a_row, scale_a_k,
+      scale_b_row;            // elements from scale to scale: of rows or blocks of rows, and of a's blocks of K
+  int slots, topk, out_type;  // 0 bf16, 1 fp16
+  int tiles_n;                // of weight rows
+};
+
+constexpr int kGroup = 8;  // see tile::Position
+
+// A tile: pairs of one expert, from position `first` on.
+struct Run {
+  int expert, first, count;
+};
+
+// A wave's sums; n is the first gate row of these.
+template <class D, Scales kScales>
+DEVICE void store_activations(const Sums<D>& sums, const Product& p, const Run& run, int first_n) {
+  constexpr int kRows = kChunk / 2;
+  const int inner = p.n / 2;
+  const float* scales_b = p.scale_b + run.expert * p.scale_b_expert;
+#pragma unroll
+  for (int j = 0; j < D::kPatchesN; ++j) {
+    const int n = first_n + (j * tile::kPatchRows + tile::patch_row(wave::lane())) / 2;
+    if (n >= inner) continue;
+    float of_gate[kRows], of_up[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if constexpr (kScales != Scales::kRow) continue;
+      of_gate[r] = mem::load<float>(scales_b + (n + r) * p.scale_b_row);
+      of_up[r] = mem::load<float>(scales_b + (inner + n + r) * p.scale_b_row);
+    }
+#pragma unroll
+    for (int i = 0; i < D::kPatchesM * tile::kLaneTokens; ++i) {
+      const int m = D::wave_m() + D::token(i);
+      if (m >= run.count) continue;
+      const int pair = mem::load<int>(p.sorted + run.first + m), token = u32(pair) / p.slots,
+                slot = pair - token * p.slots;
+      const float scale_a = kScales == Scales::kRow ? mem::load<float>(p.scale_a + i64(token) * p.scale_a_row) : 1.0f;
+      const float weight = p.router && slot < p.topk ? mem::load<float>(p.router + i64(token) * p.topk + slot) : 1.0f;
+      float y[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const tile::Patch& patch = sums[i / tile::kLaneTokens][j];
+        float gate = patch.get(i % tile::kLaneTokens, r), up = patch.get(i % tile::kLaneTokens, kRows + r);
+        if constexpr (kScales == Scales::kRow) gate = gate * scale_a * of_gate[r], up = up * scale_a * of_up[r];
+        y[r] = silu(gate * weight) * (up * weight);
+      }
+      const f32x2 low = {y[0], y[1]}, high = {y[2], y[3]};
+      const u32x2 packed =
+          p.out_type == 0 ? u32x2{Bf16::pack(low), Bf16::pack(high)} : u32x2{F16::pack(low), F16::pack(high)};
+      mem::store((u16*)p.out + i64(run.first + m) * inner + n, packed);
+    }
+  }
+}
+
+// A wave's sums, whose first weight row is first_n.
+template <class D, Scales kScales>
+DEVICE void store_results(const Sums<D>& sums, const Product& p, const Run& run, int first_n) {
+  const float* scales_b = p.scale_b + run.expert * p.scale_b_expert;
+#pragma unroll
+  for (int j = 0; j < D::kPatchesN; ++j) {
+    const int n = first_n + j * tile::kPatchRows + tile::patch_row(wave::lane());
+    if (n >= p.n) continue;
+    float scale_b[kChunk];
+#pragma unroll
+    for (int r = 0; r < kChunk; ++r)
+      scale_b[r] = kScales == Scales::kRow ? mem::load<float>(scales_b + (n + r) * p.scale_b_row) : 1.0f;
+#pragma unroll
+    for (int i = 0; i < D::kPatchesM * tile::kLaneTokens; ++i) {
+      const int m = D::wave_m() + D::token(i);
+      if (m >= run.count) continue;
+      const i64 pair = mem::load<int>(p.sorted + run.first + m), row = run.first + m;
+      const float scale_a = kScales == Scales::kRow ? mem::load<float>(p.scale_a + row * p.scale_a_row) : 1.0f;
+#pragma unroll
+      for (int v = 0; v < kChunk / 4; ++v) {
+        f32x4 x;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          x[r] = sums[i / tile::kLaneTokens][j].get(i % tile::kLaneTokens, v * 4 + r);
+          if constexpr (kScales == Scales::kRow) x[r] = x[r] * scale_a * scale_b[v * 4 + r];
+        }
+        mem::store((float*)p.out + pair * p.n + n + v * 4, x);
+      }
+    }
+  }
+}
+
+template <class Type, class D, Scales kScales, bool kGated>
+DEVICE void multiply_experts(const Product& p) {
+  const int tiles = mem::load<i32x4>(p.tiles).y, blocks = tiles * p.tiles_n;
+  if (wave::block_x() >= blocks) return;
+  const tile::Position position(tile::work_of(wave::block_x(), blocks), tiles, p.tiles_n, kGroup);
+  const i32x4 found = mem::load<i32x4>(p.tiles + 1 + position.m);
+  const int count = found.z - found.y < D::kTileM ? found.z - found.y : D::kTileM;
+  const Run run = {wave::uniform(found.x), wave::uniform(found.y), wave::uniform(count)};
+  constexpr int kRowsN = kGated ? D::kTileN / 2 : D::kTileN;  // of gate, in gate_up
+  const int rows_n = kGated ? p.n / 2 : p.n, first_n = position.n * kRowsN;
+  const int wave_n = first_n + (kGated ? D::wave_n() / 2 : D::wave_n());
+
+  // The row of a, from a's or from the tile's first one on, that token m of the tile has; past the last that of the last.
+  auto row_of_a = [&](int m) __attribute__((always_inline)) {
+    const int inside = m < run.count ? m : run.count - 1;
+    return kGated ? int(u32(mem::load<int>(p.sorted + run.first + inside)) / p.slots) : inside;
+  };
+  const i64 first_a = kGated ? 0 : run.first;
+  constexpr int kAll = 0x7fffffff;
+  tile::Filler<D::kTileM, D::kThreads> fill_a;
+  tile::Filler<D::kTileN, D::kThreads> fill_b;
+  const tile::Layout a_layout{16 * p.a_stride, int(p.a_stride), tile::kPiece, 4 * tile::kPiece};
+  const tile::Layout b_layout{16 * i64(p.b_row), p.b_row, tile::kPiece, 4 * tile::kPiece};
+  fill_a.init(p.a + first_a * p.a_stride, a_layout, kAll, row_of_a);
+  fill_b.init(p.b + run.expert * p.b_expert, b_layout, kAll, [&](int row) {
+    const int in_tile = row / tile::kPatchRows * tile::kPatchRows + tile::weight_row(row % tile::kPatchRows);
+    constexpr int kHalf = kChunk / 2;
+    const int n = first_n + (kGated ? in_tile / kChunk * kHalf + in_tile % kHalf : in_tile);
+    return (n < rows_n ? n : rows_n - 1) + (kGated && in_tile % kChunk >= kHalf ? rows_n : 0);
+  });
+
+  Sums<D> sums = {};
+  auto multiply = [&](const auto& scaling) __attribute__((always_inline)) {
+    const int panels = (p.k + tile::kDepth - 1) / tile::kDepth;
+    tile::multiply_panels<D, Type>(sums, fill_a, fill_b, b_layout.by_piece(), scaling, 0, panels, p.k);
+  };
+  if constexpr (kScales == Scales::kBlock) {
+    auto block_of = [&](int n) { return (n < p.n ? n : p.n - 1) / kScaleBlock * p.scale_b_row; };
+    const float* scales_b = p.scale_b + run.expert * p.scale_b_expert;
+    tile::BlockScales<D, kGated> scales;
+    if constexpr (kGated) {
+      scales.init(p.scale_a, p.scale_a_row, p.scale_a_k, scales_b, row_of_a);
+      scales.b_at[0] = block_of(wave_n < rows_n ? wave_n : rows_n - 1) * 4;
+#pragma unroll
+      for (int j = 0; j < D::kPatchesN; ++j)
+        scales.b_at[1 + j] = block_of(rows_n + wave_n + j * tile::kPatchRows / 2) * 4;
+    } else {
+      scales.init(p.scale_a + first_a * p.scale_a_row, p.scale_a_row, p.scale_a_k, scales_b + block_of(wave_n),
+                  row_of_a);
+    }
+    multiply(scales);
+  } else {
+    multiply(tile::Unscaled{});
+  }
+  if constexpr (kGated) store_activations<D, kScales>(sums, p, run, wave_n);
+  else store_results<D, kScales>(sums, p, run, wave_n);
+}
+
+// clang-format off
+#define INSTANCE(symbol, Type, tile_m, scales, gated)                                       \
+  KERNEL(256) symbol(Product product) {                                                     \
+    multiply_experts<Type, Division<tile_m, 128, 256>, Scales::scales, gated>(product);     \
+  }
+
+INSTANCE(fused_experts_tiled_gate_up_block_64,  E4m3, 64,  kBlock, true)
+INSTANCE(fused_experts_tiled_gate_up_block_128, E4m3, 128, kBlock, true)
+INSTANCE(fused_experts_tiled_gate_up_row_64,    E4m3, 64,  kRow,   true)
+INSTANCE(fused_experts_tiled_gate_up_row_128,   E4m3, 128, kRow,   true)
+INSTANCE(fused_experts_tiled_gate_up_bf16_64,   Bf16, 64,  kNone,  true)
+INSTANCE(fused_experts_tiled_gate_up_bf16_128,  Bf16, 128, kNone,  true)
+INSTANCE(fused_experts_tiled_gate_up_fp16_64,   F16,  64,  kNone,  true)
+INSTANCE(fused_experts_tiled_gate_up_fp16_128,  F16,  128, kNone,  true)
+INSTANCE(fused_experts_tiled_down_block_64,     E4m3, 64,  kBlock, false)
+INSTANCE(fused_experts_tiled_down_block_128,    E4m3, 128, kBlock, false)
+INSTANCE(fused_experts_tiled_down_row_64,       E4m3, 64,  kRow,   false)
+INSTANCE(fused_experts_tiled_down_row_128,      E4m3, 128, kRow,   false)
+INSTANCE(fused_experts_tiled_down_bf16_64,      Bf16, 64,  kNone,  false)
+INSTANCE(fused_experts_tiled_down_bf16_128,     Bf16, 128, kNone,  false)
+INSTANCE(fused_experts_tiled_down_fp16_64,      F16,  64,  kNone,  false)
+INSTANCE(fused_experts_tiled_down_fp16_128,     F16,  128, kNone,  false)
+// clang-format on
+
+struct Combine {
+  Routing routing;
+  const float* results;  // [pairs, columns]
+  const float* router;   // [tokens, topk], or null for ones
+  void* out;             // [tokens, columns] of out_type
+  int columns, out_type;
+};
+
+constexpr int kCombineThreads = 256;
+
+KERNEL(kCombineThreads) fused_experts_tiled_combine(Combine p) {
+  const Routing& routing = p.routing;
+  const i64 token = wave::block_x();
+  const int column = (wave::block_y() * kCombineThreads + wave::thread()) * kChunk;
+  if (column >= p.columns) return;
+  const mem::Buffer results = mem::buffer(p.results + token * routing.slots() * p.columns);
+  f32x4 low = {}, high = {};
+  auto add = [&](int slot, bool present, float weight) __attribute__((always_inline)) {
+    const int row = slot * p.columns * 4;
+    const u32x4 first = mem::load_or_zero(results, column * 4, row, present);
+    const u32x4 second = mem::load_or_zero(results, column * 4 + 16, row, present);
+    low += __builtin_bit_cast(f32x4, first) * weight;
+    high += __builtin_bit_cast(f32x4, second) * weight;
+  };
+#pragma unroll 4
+  for (int slot = 0; slot < routing.topk; ++slot) {
+    const int at[1] = {int(token) * routing.topk + slot};
+    int expert[1];
+    load_experts(routing, at, at[0] + 1, expert);
+    const bool present = expert[0] >= 0;
+    add(slot, present, !present ? 0.0f : p.router ? mem::load<float>(p.router + at[0]) : 1.0f);
+  }
+  for (int slot = routing.topk; slot < routing.slots(); ++slot) add(slot, true, 1.0f);
+  const Chunk sum = {{low.lo, low.hi, high.lo, high.hi}};
+  mem::store((u16*)p.out + token * p.columns + column, p.out_type == 0 ? pack<Bf16>(sum) : pack<F16>(sum));
+}

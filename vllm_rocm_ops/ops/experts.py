@@ -1,0 +1,41 @@
+"""What the kernels of fused_experts share: sizes, and how weights are scaled. `a` are the op's arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.ops.gemm import BLOCK
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def intermediate(a) -> int:
+    """Columns between the two products."""
+    return a.w1.shape[1] // 2
+
+
+def slots(a) -> int:
+    """Experts that a token goes to."""
+    return a.topk_ids.shape[1] + a.shared_experts
+
+
+def scheme(weight: Tensor, scale: Tensor | None) -> str:
+    """How a weight [E, N, K] is scaled: "none", "tensor", "channel" or "block"; "unknown" where its scale fits none."""
+    if scale is None:
+        return "none"
+    experts, n, k = weight.shape
+    shapes = {
+        (experts,): "tensor",
+        (experts, n): "channel",
+        (experts, n, 1): "channel",
+        (experts, -(-n // BLOCK), -(-k // BLOCK)): "block",
+    }
+    return shapes.get(tuple(scale.shape), "unknown")
+
+
+def scale_strides(weight: Tensor, scale: Tensor | None) -> tuple[int, int]:
+    """Elements of a contiguous scale from expert to expert, and from row, or block of rows, to the next."""
+    experts, _, k = weight.shape
+    rows = {"none": 0, "tensor": 0, "channel": 1, "block": -(-k // BLOCK)}
+    return 0 if scale is None else scale.numel() // experts, rows[scheme(weight, scale)]

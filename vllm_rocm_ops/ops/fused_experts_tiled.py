@@ -1,0 +1,186 @@
+"""The experts of fused_experts for many tokens: the kernels of csrc/ops/fused_experts_tiled.hip."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.launch import I64, Launch, Workspace
+from vllm_rocm_ops.ops.experts import HALVES, intermediate, scale_strides, scheme, slots
+from vllm_rocm_ops.ops.fused_experts_quantize import MOST_COLUMNS, Rows, quantize
+from vllm_rocm_ops.ops.gemm import OUT_TYPES
+from vllm_rocm_ops.ops.rows import CHUNK
+from vllm_rocm_ops.ops.scaled_mm_tiled import ALONE, FLOPS_PER_BYTE, LATENCY_US, PANEL, RATE, RESIDENT, lds_bytes
+from vllm_rocm_ops.quantization import LIMIT
+
+MODULE = "fused_experts_tiled"
+TOKENS, ROWS = (64, 128), 128  # of a tile: pairs of one expert, rows of its weight
+THREADS, SORT_THREADS, COMBINE_THREADS = 256, 1024, 256
+MOST_EXPERTS = 1024
+LAUNCH_US = 2.0
+
+
+@dataclass(frozen=True)
+class TiledConfig:
+    """Tiles of `tokens` pairs of one expert."""
+
+    tokens: int
+
+
+class Operand(NamedTuple):
+    """Rows of tokens so many bytes apart, and their scales, if any, so many elements apart: from row to row, and from one of 128
+    columns to the next."""
+
+    rows: Tensor | Workspace
+    row_bytes: int
+    scale: Tensor | Workspace | None = None
+    scale_row: int = 0
+    scale_run: int = 0
+
+
+def envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    """What the tiled kernels need beyond what the streamed ones do."""
+    (m, h), inner, experts = a.hidden.shape, intermediate(a), len(a.w1)
+    yield f"there are at most {MOST_EXPERTS} experts", experts <= MOST_EXPERTS
+    row_bytes = max(h * a.w1.element_size(), a.hidden.stride(0) * a.hidden.element_size())
+    yield "hidden reaches over less than 2 GB", m * row_bytes < 2**31
+    yield "a token has a slot, and there are fewer than 2^28 pairs", 0 < slots(a) and m * slots(a) < 2**28
+    kind = scheme(a.w1, a.w1_scale)
+    yield "out_dtype is that of weights without scales", kind != "none" or a.out_dtype == a.w1.dtype
+    columns = [h] if a.hidden_scale is None else []
+    columns += [inner] if a.act_scale is None else []
+    holds = kind not in ("tensor", "channel") or max(columns, default=0) <= MOST_COLUMNS
+    yield f"what is quantised per token has at most {MOST_COLUMNS} columns", holds
+
+
+def configs(a, arch: Arch) -> list[TiledConfig]:
+    """Every tile size."""
+    return [TiledConfig(tokens) for tokens in TOKENS]
+
+
+def _expected_tiles(config: TiledConfig, a) -> float:
+    """Tiles of tokens if all experts are as likely. Half a tile of each expert is empty, on average, unless it has few."""
+    m, routed = a.hidden.shape[0], len(a.w1) - a.shared_experts
+    of_all = routed if a.expert_map is None else max(len(a.expert_map), routed)
+    each = m * a.topk_ids.shape[1] / max(of_all, 1)
+    of_expert = max(1.0 - math.exp(-each), each / config.tokens + 0.5 if each > 1.0 else 0.0)
+    return routed * of_expert + a.shared_experts * -(-m // config.tokens)
+
+
+def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
+    """The time by the model of scaled_mm_tiled, in microseconds: per product the multiplying of the compute unit that has most, or
+    the bytes that HBM brings if they take longer; and what the other launches move."""
+    (m, h), inner, size = a.hidden.shape, intermediate(a), a.w1.element_size()
+    pairs, tiles = m * slots(a), _expected_tiles(config, a)
+    bandwidth = arch.bandwidth_gb_s * 1e3  # bytes / us
+    # A panel of bf16 has half the products, and takes as long.
+    rate = RATE[config.tokens] * FLOPS_PER_BYTE * bandwidth / arch.compute_units
+    hit = min(1.0, tiles / len(a.w1))
+    terms = {}
+    for name, weight, rows, k in (("gate_up", a.w1, 2 * inner, h), ("down", a.w2, h, inner)):
+        blocks = math.ceil(tiles * -(-rows // ROWS) / arch.compute_units)
+        alone = blocks % RESIDENT[ROWS]
+        of_block = 2 * config.tokens * ROWS * PANEL * -(-k * size // PANEL) / rate
+        moved = weight.numel() * size * hit + pairs * (k * size + rows * 4)
+        terms[name] = max((blocks - alone + alone / ALONE) * of_block, moved / bandwidth)
+        terms[name] += -(-blocks // RESIDENT[ROWS]) * LATENCY_US
+    terms["rest"] = (pairs * (h * 4 + inner * 3) + m * h * 5) / bandwidth + 4 * LAUNCH_US
+    return terms
+
+
+def _quantized(
+    a, x: Rows, static: Tensor | None, present: Workspace | None, arch: Arch
+) -> tuple[Operand, list[Launch]]:
+    """Rows as the next product takes them, and the launch that quantises them if it does not take them as they are."""
+    if a.w1.dtype in HALVES:
+        return Operand(x.buffer, x.stride * x.dtype.itemsize), []
+    q = quantize(x, scheme(a.w1, a.w1_scale) == "block", static, arch, present)
+    return Operand(q.values, x.columns, q.scale, q.scale_row, q.scale_run), [q.launch]
+
+
+def _hidden(a, arch: Arch) -> tuple[Operand, list[Launch]]:
+    x, scale = a.hidden, a.hidden_scale
+    if x.dtype not in LIMIT:
+        return _quantized(a, Rows(x, *x.shape, x.stride(0), x.dtype), scale, None, arch)
+    row = 0 if scale.numel() == 1 else scale.shape[1]
+    return Operand(x, x.stride(0), scale, row, int(scheme(a.w1, a.w1_scale) == "block")), []
+
+
+def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+    """The launches of a call: out [M, H] is contiguous."""
+    (m, h), inner, topk = a.hidden.shape, intermediate(a), a.topk_ids.shape[1]
+    if m == 0:
+        return []
+    pairs, experts = m * slots(a), len(a.w1)
+    routing = (
+        a.topk_ids,
+        a.expert_map,
+        m,
+        topk,
+        a.shared_experts,
+        experts - a.shared_experts,
+        0 if a.expert_map is None else len(a.expert_map),
+        a.topk_ids.element_size() // 4,
+    )
+    most_tiles = min(pairs, pairs // config.tokens + experts)
+    order, tiles = Workspace(pairs * 4), Workspace((1 + most_tiles) * 16)
+    sort = Launch(
+        MODULE,
+        f"{MODULE}_sort",
+        (experts, 1, 1),
+        (SORT_THREADS, 1, 1),
+        (*routing, order, tiles, experts, config.tokens),
+    )
+    act = Rows(Workspace(pairs * inner * a.out_dtype.itemsize), pairs, inner, inner, a.out_dtype)
+    results = Workspace(pairs * h * 4)
+    tokens, quantize_hidden = _hidden(a, arch)
+    activations, quantize_act = _quantized(a, act, a.act_scale, tiles, arch)  # tiles begin with the number of rows
+
+    def product(name: str, x: Operand, weight: Tensor, scale: Tensor | None, to, router, tiles_n: int) -> Launch:
+        _, rows, k = weight.shape
+        size, (scale_expert, scale_row) = weight.element_size(), scale_strides(weight, scale)
+        args = (
+            x.rows,
+            weight,
+            to,
+            order,
+            tiles,
+            x.scale,
+            scale,
+            router,
+            I64(x.row_bytes),
+            I64(weight.stride(0) * size),
+            I64(scale_expert),
+            weight.stride(1) * size,
+            rows,
+            k * size,
+            x.scale_row,
+            x.scale_run,
+            scale_row,
+            slots(a),
+            topk,
+            OUT_TYPES[a.out_dtype],
+            tiles_n,
+        )
+        none = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+        kind = none.get(weight.dtype, "block" if scheme(weight, scale) == "block" else "row")
+        symbol, lds = f"{MODULE}_{name}_{kind}_{config.tokens}", lds_bytes(config.tokens, ROWS, arch)
+        return Launch(MODULE, symbol, (most_tiles * tiles_n, 1, 1), (THREADS, 1, 1), args, lds)
+
+    on_input, on_output = (a.topk_weights, None) if a.apply_router_weight_on_input else (None, a.topk_weights)
+    gate_up = product("gate_up", tokens, a.w1, a.w1_scale, act.buffer, on_input, -(-inner // (ROWS // 2)))
+    down = product("down", activations, a.w2, a.w2_scale, results, None, -(-h // ROWS))
+    combine = Launch(
+        MODULE,
+        f"{MODULE}_combine",
+        (m, -(-h // (CHUNK * COMBINE_THREADS)), 1),
+        (COMBINE_THREADS, 1, 1),
+        (*routing, results, on_output, out, h, OUT_TYPES[a.out_dtype]),
+    )
+    return [sort, *quantize_hidden, gate_up, *quantize_act, down, combine]
