@@ -1,12 +1,14 @@
-"""The command `vllm-rocm-ops`: what is installed and used here, and why a call runs the kernel it runs."""
+"""The command `vllm-rocm-ops`: what is installed and used here, why a call runs the kernel it runs, and how fast."""
 
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib.metadata
 import importlib.util
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -16,10 +18,12 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import envs
+from vllm_rocm_ops import bench, envs, model_layers, tune
 from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops import op as op_module
+from vllm_rocm_ops.clock import GpuClock
 from vllm_rocm_ops.op import Explanation, Op
+from vllm_rocm_ops.vllm.peers import peers
 
 PLUGIN = "rocm_ops"
 DTYPES = {
@@ -44,6 +48,7 @@ def doctor() -> dict:
         "driver": find_driver(),
         "gpus": gpus,
         "code_objects": {arch: find_code_objects(arch) for arch in archs.ARCHS},
+        "tables": {"yours": find_tables(envs.tables()), "shipped": find_tables(op_module.TABLES)},
         "vllm": find_vllm(),
         "environment": {name: os.environ[name] for name in envs.VARIABLES if name in os.environ},
         "ops": {
@@ -67,7 +72,8 @@ def find_gpus() -> list[dict]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         arch = archs.of_device(index)
-        gpus.append({"name": properties.name, "arch": arch.name if arch else None})
+        units = properties.multi_processor_count
+        gpus.append({"name": properties.name, "arch": arch.name if arch else None, "compute_units": units})
     return gpus
 
 
@@ -76,6 +82,16 @@ def find_code_objects(arch: str) -> dict[str, dict]:
     suffix = archs.ARCHS[arch].code_suffix
     stamps = {path.stem: path.with_suffix(".json") for path in sorted((launches.CODE / arch).glob("*" + suffix))}
     return {module: json.loads(path.read_text()) if path.exists() else {} for module, path in stamps.items()}
+
+
+def find_tables(folder: Path) -> dict:
+    """A folder of tuned tables: how many rows it has that change a configuration, by arch and op."""
+    rows: dict[str, dict[str, int]] = {}
+    for path in sorted(folder.glob("*/*.csv")):
+        with path.open(newline="", errors="replace") as file:
+            changing = [row for row in csv.DictReader(file) if any(row[k] for k in row if k and "config." in k)]
+        rows.setdefault(path.parent.name, {})[path.stem] = len(changing)
+    return {"folder": str(folder), "rows": rows}
 
 
 def find_vllm() -> dict:
@@ -116,6 +132,12 @@ def what_runs(op: Op, arch: str) -> str:
     return " + ".join(launch.symbol for launch in explained.launches)
 
 
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines with the rows' cells in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
 def doctor_text(found: dict) -> str:
     """What `doctor` found, for people."""
     lines = []
@@ -123,10 +145,6 @@ def doctor_text(found: dict) -> str:
     def section(title: str, first: str, *more: str) -> None:
         lines.append(f"{title:<14}{first}")
         lines.extend(" " * 14 + line for line in more)
-
-    def table(rows: list[tuple[str, ...]]) -> list[str]:
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
     package, driver, vllm, pytorch = found["package"], found["driver"], found["vllm"], found["torch"]
     section("vllm-rocm-ops", f"{package['version']} in {package['path']}")
@@ -144,6 +162,11 @@ def doctor_text(found: dict) -> str:
             (arch, ", ".join(modules) + debug, "; ".join(sorted(compilers))) if modules else (arch, "none", "")
         )
     section("code objects", *table(built))
+    tuned = []
+    for whose, tables in found["tables"].items():
+        counts = [f"{op} {rows}" for by_op in tables["rows"].values() for op, rows in by_op.items()]
+        tuned.append((whose, ", ".join(counts) or "no rows", tables["folder"]))
+    section("tuned tables", *table(tuned))
     section("vLLM", *filter(None, [vllm["version"], vllm["why_off"]]))
     if not vllm["plugin"]:
         section(
@@ -214,15 +237,109 @@ def parse_argument(text: str) -> tuple[str, object]:
         raise ValueError(f"{name} must be a number, true, false, none, a dtype or dtype[shape], got {value}") from None
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The entry point `vllm-rocm-ops`."""
+# a model
+
+
+def explain_model(config: dict, arch: str, batches: tuple[int, ...], tp: int, ep: int | None) -> list[tuple[str, ...]]:
+    """A table of what each call of a rank runs on `arch`: the layer, calls per step, op, batch sizes, kernels, their blocks at
+    each size, and the configuration with the reason for it; a line for sizes that differ in blocks alone. Needs no GPU."""
+    lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
+    known = archs.named(arch)
+    for call in model_layers.calls(config, tp, ep):
+        same: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        for batch in batches:
+            arguments = call.case(batch).make("meta", torch.Generator(), known.fp8_dtype)
+            explained = call.op.explain(*arguments, arch=known)
+            row = call.op.tuned_row(call.op.Arguments(*arguments), known) if explained.launches else None
+            kernel = " + ".join(launch.symbol for launch in explained.launches) or "PyTorch"
+            blocks = "+".join(str(math.prod(launch.grid)) for launch in explained.launches)
+            why = f"{explained.source}: {row.path}: {row.source}" if row else explained.source
+            same.setdefault((kernel, why), []).append((batch, blocks))
+        for (kernel, why), sizes in same.items():
+            tokens, blocks = (",".join(map(str, column)) for column in zip(*sizes))
+            lines.append((call.layer, str(call.count), call.op.name, tokens, kernel, blocks, why))
+    return lines
+
+
+def parse_batches(text: str) -> tuple[int, ...]:
+    """'1,8,64' -> (1, 8, 64)."""
+    try:
+        batches = tuple(int(size) for size in text.split(","))
+    except ValueError:
+        batches = ()
+    if not batches or min(batches) < 1:
+        raise argparse.ArgumentTypeError(f"must be positive numbers with commas between them, got {text}")
+    return batches
+
+
+def tune_model(arguments: argparse.Namespace) -> None:
+    """Finds and keeps the best configurations for a model on this GPU."""
+    clock = GpuClock()
+    calls = model_layers.calls(model_layers.read(arguments.model), arguments.tp, arguments.ep)
+    calls = [call for call in calls if arguments.op in (None, call.op.name)]
+    decode, refused = tune.problems([call for call in calls if call.count], arguments.batch or tune.DECODE, clock.arch)
+    prefill, more = tune.problems(calls, tune.PREFILL if arguments.prefill else (), clock.arch)
+    done = tune.tune(
+        [*decode, *prefill],
+        clock,
+        envs.tables(),
+        peers=(lambda op: {}) if arguments.no_peers else peers,
+        force=arguments.force,
+        on=torch.cuda.get_device_name(),
+        log=sys.stderr,
+    )
+    print(tune.summary(done, refused | more, clock))
+
+
+def bench_cases(arguments: argparse.Namespace) -> int:
+    """Prints what the ops' cases, or a model's calls, give and take here; 1 if a result is wrong."""
+    try:
+        clock = GpuClock()
+    except RuntimeError as error:
+        if arguments.hbm or arguments.profile:
+            raise
+        clock = None
+        print(f"The ops run their PyTorch reference here ({error}): no kernel is checked, nothing is timed.")
+    if arguments.hbm:
+        for line in bench.hbm(clock, vllm_rocm_ops.ops.unquantized_gemm):
+            print(line, flush=True)
+        return 0
+    cases = [(op, case) for op in op_module.registered() for case in op.cases()]
+    if arguments.model:
+        calls = model_layers.calls(model_layers.read(arguments.model), arguments.tp, arguments.ep)
+        cases = [(call.op, call.case(batch)) for call in calls for batch in arguments.batch or (1,)]
+    cases = bench.select(cases, arguments.op or "*", arguments.case or "*")
+    lines = []
+    print(bench.HEADER)
+    with torch.inference_mode():
+        for line in bench.run(cases, clock, once=arguments.once, profile=arguments.profile):
+            lines.append(line)
+            print(line, flush=True)
+    print(bench.summary(lines))
+    return int(any(line.wrong for line in lines))
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="vllm-rocm-ops", description=__doc__)
     parser.add_argument("--version", action="version", version=vllm_rocm_ops.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
+    names = [op.name for op in op_module.registered()]
+
+    def add_model(command: argparse.ArgumentParser, required: bool, batches: str) -> None:
+        shipped = ", ".join(model_layers.shipped())
+        add = command.add_argument
+        add("--model", required=required, help=f"a config.json, a folder with one, or of: {shipped}")
+        add("--tp", type=int, default=1, help="GPUs that each layer is divided over; default: 1")
+        ep = "routed experts stay whole and are divided over the GPUs of --tp, or so many"
+        add("--ep", type=int, nargs="?", const=0, metavar="GPUS", help=ep)
+        add("--batch", type=parse_batches, metavar="N,N,...", help=f"tokens of a step; default: {batches}")
+
     command = commands.add_parser("doctor", help="what is installed and used here, and what is not and why")
     command.add_argument("--json", action="store_true", help="for machines")
-    command = commands.add_parser("explain", help="which kernel a call runs, and why; needs no GPU")
-    command.add_argument("op", choices=[op.name for op in op_module.registered()], metavar="op")
+
+    command = commands.add_parser("explain", help="which kernel a call, or a model's calls, run, and why; needs no GPU")
+    command.add_argument("op", nargs="?", choices=names, metavar="op", help="one of: " + ", ".join(names))
+    add_model(command, False, "1")
     command.add_argument(
         "--arch",
         default=next(iter(archs.ARCHS)),
@@ -232,18 +349,54 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--dtype", choices=list(DTYPES), help="of the first tensor")
     example = "other arguments, e.g. residual=none weight=bf16[7168] group_size=64"
     command.add_argument("--with", nargs="+", default=(), metavar="NAME=VALUE", dest="given", help=example)
+
+    command = commands.add_parser("tune", help="find and keep the best configurations for a model on this GPU")
+    add_model(command, True, f"1, 2, 4, 8, 16, 24, ... {tune.DECODE[-1]}, as vLLM captures graphs")
+    command.add_argument("--op", choices=names, metavar="OP", help="this one only")
+    command.add_argument("--prefill", action="store_true", help=f"also {', '.join(map(str, tune.PREFILL))} tokens")
+    command.add_argument("--force", action="store_true", help="measure again what has a row")
+    command.add_argument("--no-peers", action="store_true", help="leave out PyTorch's, vLLM's and AITER's own ops")
+
+    command = commands.add_parser("bench", help="run the ops' test cases, or a model's calls: right, and how fast?")
+    add_model(command, False, "1")
+    command.add_argument("--op", metavar="PATTERN", help="ops of such names, e.g. 'rms_norm*'")
+    command.add_argument("--case", metavar="PATTERN", help="cases of such names, e.g. 'm16'")
+    mode = command.add_mutually_exclusive_group()
+    mode.add_argument("--once", action="store_true", help="call each case once and check it; time nothing")
+    mode.add_argument("--profile", action="store_true", help="only call each case a few times, for a profiler")
+    mode.add_argument("--hbm", action="store_true", help="the bandwidth of this GPU's memory instead")
+
     arguments = parser.parse_args(argv)
-    if arguments.command == "doctor":
-        found = doctor()
-        print(json.dumps(found, indent=1) if arguments.json else doctor_text(found))
-        return 0
+    if arguments.command == "explain" and (arguments.op is None) == (arguments.model is None):
+        parser.error("explain takes an op or --model")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The entry point `vllm-rocm-ops`."""
+    arguments = parse_arguments(argv)
     try:
-        given = dict(parse_argument(text) for text in arguments.given)
-        op = getattr(vllm_rocm_ops.ops, arguments.op)
-        print(explain(op, arguments.arch, arguments.shape, DTYPES.get(arguments.dtype), **given))
-    except (TypeError, ValueError) as error:
-        print(error, file=sys.stderr)
+        if arguments.command == "doctor":
+            found = doctor()
+            print(json.dumps(found, indent=1) if arguments.json else doctor_text(found))
+        elif arguments.command == "tune":
+            tune_model(arguments)
+        elif arguments.command == "bench":
+            return bench_cases(arguments)
+        elif arguments.model:
+            config = model_layers.read(arguments.model)
+            rows = explain_model(config, arguments.arch, arguments.batch or (1,), arguments.tp, arguments.ep)
+            print("\n".join(table(rows)))
+        else:
+            given = dict(parse_argument(text) for text in arguments.given)
+            op = getattr(vllm_rocm_ops.ops, arguments.op)
+            print(explain(op, arguments.arch, arguments.shape, DTYPES.get(arguments.dtype), **given))
+    except (TypeError, ValueError, RuntimeError) as error:
+        print(f"{arguments.command}: {error}" if isinstance(error, RuntimeError) else error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped; what was measured is kept", file=sys.stderr)
+        return 130
     return 0
 
 

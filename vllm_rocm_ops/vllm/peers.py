@@ -1,0 +1,207 @@
+"""What else is installed that computes what an op does, to be timed beside it: PyTorch, vLLM's compiled ops, AITER.
+
+`torch._scaled_mm` is hipBLASLt on ROCm and cuBLASLt on CUDA. Nothing here is called by the ops.
+"""
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from vllm_rocm_ops.op import Op
+
+
+class Peer(NamedTuple):
+    """`call` takes what `prepare` makes of the op's arguments; only `call` is timed. Either may raise for what it does not
+    take."""
+
+    call: Callable[..., object]
+    prepare: Callable[..., tuple] = lambda *arguments: arguments
+
+
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError)
+
+
+def peers(op: Op) -> dict[str, Peer]:
+    """The peers of an op, by name."""
+    found = dict(PYTORCH.get(op.name, {"torch": Peer(op.reference)}))
+    vllm = vllm_call(op)
+    if vllm is not None:
+
+        def prepare(*arguments):
+            a = op.Arguments(*arguments)
+            return op.allocate(a), a
+
+        found["vllm"] = Peer(vllm, prepare)
+    for name, peer, is_there in OTHERS.get(op.name, ()):
+        if is_there():
+            found[name] = peer
+    return found
+
+
+@functools.cache
+def load() -> None:
+    """Registers vLLM's compiled ops if vLLM is installed."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("vllm._custom_ops")
+
+
+# vLLM's ops that write into tensors: (torch.ops._C, outputs, arguments)
+
+ROWS = {
+    "rms_norm": lambda c, out, a: c.rms_norm(out, a.input, a.weight, a.epsilon),
+    "fused_add_rms_norm": lambda c, out, a: c.fused_add_rms_norm(a.input, a.residual, a.weight, a.epsilon),
+    "rms_norm_static_fp8_quant": lambda c, out, a: c.rms_norm_static_fp8_quant(
+        out, a.input, a.weight, a.scale, a.epsilon
+    ),
+    "fused_add_rms_norm_static_fp8_quant": lambda c, out, a: c.fused_add_rms_norm_static_fp8_quant(
+        out, a.input, a.residual, a.weight, a.scale, a.epsilon
+    ),
+    "rms_norm_dynamic_per_token_quant": lambda c, out, a: c.rms_norm_dynamic_per_token_quant(
+        out[0], a.input, a.weight, out[1], a.epsilon, a.scale_ub, a.residual
+    ),
+    "rms_norm_per_block_quant": lambda c, out, a: c.rms_norm_per_block_quant(
+        out[0], a.input, a.weight, out[1], a.epsilon, a.scale_ub, a.residual, a.group_size, a.is_scale_transposed
+    ),
+    "silu_and_mul": lambda c, out, a: c.silu_and_mul(out, a.input),
+    "silu_and_mul_quant": lambda c, out, a: c.silu_and_mul_quant(out, a.input, a.scale),
+    "silu_and_mul_per_block_quant": lambda c, out, a: c.silu_and_mul_per_block_quant(
+        out[0], a.input, out[1], a.group_size, a.scale_ub, a.is_scale_transposed
+    ),
+}
+
+
+def vllm_call(op: Op) -> Callable[[object, tuple], None] | None:
+    """vLLM's op of the same name as a function of our op's outputs, which it writes, and arguments; None where it has none.
+    It normalises `fused_add_rms_norm` in place, into the input."""
+    load()
+    if op.name not in ROWS or not hasattr(torch.ops._C, op.name):
+        return None
+    return lambda outputs, arguments: ROWS[op.name](torch.ops._C, outputs, op.Arguments(*arguments))
+
+
+# Products: peers take the op's arguments
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"it takes {what}")
+
+
+def _torch_scaled(a, b, sa, sb, dtype, bias=None):
+    return torch._scaled_mm(a, b, sa, sb.t() if sb.numel() > 1 else sb, bias=bias, out_dtype=dtype)
+
+
+def _torch_tensorwise(a, b, sa, sb, dtype, bias=None):
+    """With one scale each in place of the given ones: another product, but the speed that these kernels have."""
+    _require(sb.numel() > 1, "scales per token and channel; with others it is the same as torch")
+    return torch._scaled_mm(a, b, sa[:1], sb[:1], bias=bias, out_dtype=dtype)
+
+
+def _torch_blocks(a, b, sa, sb, dtype):
+    _require(sb.shape[1] % 4 == 0, "a K of a multiple of 512, or it reads weight scales past their end")
+    return torch._scaled_mm(a, b.t(), sa, sb.t(), out_dtype=dtype)
+
+
+def _column_major(a, b, sa, sb, dtype):
+    """Scales of the activations as cuBLASLt and vLLM's block kernels want them."""
+    return a, b, sa.t().contiguous().t(), sb, dtype
+
+
+def _cutlass(a, b, sa, sb, dtype, bias=None):
+    torch.ops._C.cutlass_scaled_mm(a.new_empty((len(a), b.shape[1]), dtype=dtype), a, b, sa, sb, bias)
+
+
+def _cutlass_tensorwise(a, b, sa, sb, dtype, bias=None):
+    _require(sb.numel() > 1, "scales per token and channel; with others it is the same as vllm")
+    _cutlass(a, b, sa[:1], sb[:1], dtype, bias)
+
+
+def _padded_blocks(a, b, sa, sb, dtype):
+    """Padded to a multiple of 4 tokens, which vLLM's kernel takes."""
+    missing = -len(a) % 4
+    if missing:
+        a = torch.cat([a.view(torch.uint8), a.new_zeros(missing, a.shape[1], dtype=torch.uint8)]).view(a.dtype)
+        sa = torch.cat([sa, sa.new_ones(missing, sa.shape[1])])
+    return _column_major(a, b, sa, sb, dtype)
+
+
+def _cutlass_blocks(a, b, sa, sb, dtype):
+    torch.ops._C.cutlass_scaled_mm(a.new_empty((len(a), len(b)), dtype=dtype), a, b.t(), sa, sb.t(), None)
+
+
+def _rocm_tensorwise(a, b, sa, sb, dtype, bias=None):
+    _require(sb.numel() == 1, "one scale per tensor")
+    kernels = importlib.import_module("vllm.model_executor.kernels.linear.scaled_mm.rocm")
+    return kernels.rocm_per_tensor_float_w8a8_scaled_mm_impl(a, b, dtype, sa, sb, bias)
+
+
+def _triton_blocks(a, b, sa, sb, dtype):
+    kernels = importlib.import_module("vllm.model_executor.layers.quantization.utils.fp8_utils")
+    return kernels.w8a8_triton_block_scaled_mm(a, b, sa, sb, [128, 128], dtype)
+
+
+def _aiter_rows(a, b, sa, sb, dtype, bias=None):
+    _require(sb.numel() > 1, "scales per token and channel")
+    return importlib.import_module("aiter").gemm_a8w8_CK(a, b.t(), sa, sb, bias, dtype)
+
+
+def _aiter_shuffled(a, b, sa, sb, dtype, bias=None):
+    weight = importlib.import_module("aiter.ops.shuffle").shuffle_weight(b.t().contiguous(), layout=(16, 16))
+    return a, weight, sa, sb, dtype, bias
+
+
+def _aiter_shuffled_rows(a, b, sa, sb, dtype, bias=None):
+    _require(sb.numel() > 1, "scales per token and channel")
+    return importlib.import_module("aiter").gemm_a8w8_bpreshuffle(a, b, sa, sb, bias, dtype)
+
+
+def _aiter_blocks(a, b, sa, sb, dtype):
+    return importlib.import_module("aiter").gemm_a8w8_blockscale(a, b, sa, sb, dtype=dtype)
+
+
+def _rocm_unquantized(x, weight, bias=None):
+    importlib.import_module("vllm.model_executor.layers.utils")
+    return torch.ops.vllm.rocm_unquantized_gemm(x, weight, bias)
+
+
+def _has_cutlass() -> bool:
+    load()
+    return hasattr(torch.ops._C, "cutlass_scaled_mm")
+
+
+def _has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def _has_vllm_rocm() -> bool:
+    return torch.version.hip is not None and _has_vllm()
+
+
+def _has_aiter() -> bool:
+    return torch.version.hip is not None and importlib.util.find_spec("aiter") is not None
+
+
+PYTORCH: dict[str, dict[str, Peer]] = {
+    "scaled_mm": {"torch": Peer(_torch_scaled), "torch tensorwise": Peer(_torch_tensorwise)},
+    "block_scaled_mm": {"torch": Peer(_torch_blocks, _column_major)},
+    "unquantized_gemm": {"torch": Peer(torch.nn.functional.linear)},
+}
+OTHERS: dict[str, tuple[tuple[str, Peer, Callable[[], bool]], ...]] = {
+    "scaled_mm": (
+        ("vllm", Peer(_cutlass), _has_cutlass),
+        ("vllm tensorwise", Peer(_cutlass_tensorwise), _has_cutlass),
+        ("vllm rocm", Peer(_rocm_tensorwise), _has_vllm_rocm),
+        ("aiter", Peer(_aiter_rows), _has_aiter),
+        ("aiter shuffled", Peer(_aiter_shuffled_rows, _aiter_shuffled), _has_aiter),
+    ),
+    "block_scaled_mm": (
+        ("vllm", Peer(_cutlass_blocks, _padded_blocks), _has_cutlass),
+        ("vllm triton", Peer(_triton_blocks), _has_vllm),
+        ("aiter", Peer(_aiter_blocks), _has_aiter),
+    ),
+    "unquantized_gemm": (("vllm rocm", Peer(_rocm_unquantized), _has_vllm_rocm),),
+}
