@@ -244,7 +244,8 @@ def parse(description: str, add_arguments: Callable):
     """The options that the benchmarks of ops share, with vLLM's ops loaded if there are any; and this device's arch."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--vllm-library", help="path of vLLM's compiled ops, where vLLM itself is not installed")
+    parser.add_argument("--vllm-path", help="folder to import vLLM from, where it is not installed")
+    parser.add_argument("--vllm-library", help="path of vLLM's compiled ops, where there is no more of vLLM")
     parser.add_argument("--vllm-version", default="")
     parser.add_argument("--sweep", action="store_true", help="time every configuration of our kernels")
     parser.add_argument("--commit", default=commit())
@@ -255,6 +256,8 @@ def parse(description: str, add_arguments: Callable):
     arch = archs.of_device(0)
     if arch is None or launch.runtime()[0] is None:
         sys.exit(f"no kernels for this device: arch {arch}, {launch.runtime()[1]}")
+    if options.vllm_path:
+        sys.path.insert(0, options.vllm_path)
     if options.vllm_library:
         torch.ops.load_library(options.vllm_library)
         options.vllm = options.vllm_version or "library"
@@ -265,6 +268,8 @@ def parse(description: str, add_arguments: Callable):
 
             options.vllm = vllm.__version__
         except ImportError:
+            if options.vllm_path:
+                raise
             options.vllm = None
     options.versions = {"torch": torch.__version__, "vllm": options.vllm, "vllm_rocm_ops": vllm_rocm_ops.__version__}
     options.bandwidth = copy_bandwidth()
