@@ -274,11 +274,9 @@ def main() -> None:
         for name in options.cases:
             case, ratios = CASES[name], []
             weights = make_weights(case, dtype)
-            vllm = (
-                VllmMoe(case, with_shared(case, weights, make_tokens(1, torch.Generator()))[0])
-                if options.vllm
-                else None
-            )
+            vllm = None
+            if options.vllm and not options.vllm_library:
+                vllm = VllmMoe(case, with_shared(case, weights, make_tokens(1, torch.Generator()))[0])
             for m in options.m:
                 lines = time_case(name, case, weights, m, vllm, arch, options)
                 file.writelines(json.dumps(line) + "\n" for line in lines)
