@@ -7,6 +7,7 @@ namespace numerics {
 DEVICE float rcp_approx(float x) { return __builtin_amdgcn_rcpf(x); }
 DEVICE float rsqrt_approx(float x) { return __builtin_amdgcn_rsqf(x); }
 DEVICE float exp2_approx(float x) { return __builtin_amdgcn_exp2f(x); }
+DEVICE float log2_approx(float x) { return __builtin_amdgcn_logf(x); }
 
 // The arch's e4m3: FNUZ on gfx942, OCP from gfx950 on. kE4m3Max is the limit vLLM quantises to: 224, not 240, on FNUZ.
 #if defined(__gfx942__)

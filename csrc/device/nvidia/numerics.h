@@ -5,6 +5,7 @@ namespace numerics {
 DEVICE float rcp_approx(float x) { return __nvvm_rcp_approx_ftz_f(x); }
 DEVICE float rsqrt_approx(float x) { return __nvvm_rsqrt_approx_f(x); }
 DEVICE float exp2_approx(float x) { return __nvvm_ex2_approx_f(x); }
+DEVICE float log2_approx(float x) { return __nvvm_lg2_approx_f(x); }
 
 constexpr float kE4m3Max = 448.0f;  // OCP
 

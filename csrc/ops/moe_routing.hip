@@ -1,0 +1,344 @@
+// Which experts a token goes to, with which weights; and the two losses that keep a router balanced.
+//
+//     scores  = softmax(logits) or sigmoid(logits)
+//     choice  = logits, or scores + bias where there is a bias
+//     groups:   those topk_group with the largest max(choice), or with a bias, sum of the two largest choices
+//     ids     = the topk experts of these groups with the largest choice, in that order
+//     weights = scores[ids], or scores[ids] / (sum(scores[ids]) + epsilon); times scale
+//
+//     router_z_loss       = scale * sum over tokens of logsumexp(logits)^2
+//     load_balancing_loss = scale * sum over experts of sum(softmax(logits)) * how often ids name the expert
+//
+// Of equals the smaller index comes first. A NaN logit is -inf, a choice of NaN or -inf the lowest finite number, so that every
+// row has topk experts. Logits order experts as their scores do, but do not become equal by rounding.
+//
+// Bytes: those of the logits, little beside a launch; flops: some 20 per expert. What counts is the latency of one token: a wave
+// has it alone, with the experts in registers, and meets no barrier. The lanes are divided evenly among the groups, and those of
+// a group share its experts: each has up to kValues neighbouring ones, so that smaller indices lie in lower lanes. topk times the
+// wave finds the largest choice, the first lane that has it, and what that lane knows of it.
+//
+// For a loss, tokens are dealt to all waves in turn. The sums of a block's waves meet in LDS, those of the blocks in HBM, where the
+// last block to arrive adds them up: always in the same order, so that the same input gives the same bits.
+#include "device/arrive.h"
+#include "device/reduce.h"
+
+constexpr float kInfinity = __builtin_inff(), kLowest = -__FLT_MAX__;
+constexpr int kWaves = 4;  // of a block
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+// Which experts a lane has.
+struct Share {
+  int group, first, count;
+};
+
+DEVICE Share share_of(int lane, int groups, int group_size, int log2_lanes) {
+  const int per_lane = (group_size + (1 << log2_lanes) - 1) >> log2_lanes, group = lane >> log2_lanes;
+  const int begin = (lane - (group << log2_lanes)) * per_lane, left = group_size - begin;
+  const int count = left < per_lane ? left : per_lane;
+  return {group, group * group_size + begin, group < groups && count > 0 ? count : 0};
+}
+
+// How elements lie in HBM.
+template <class T>
+struct Element {
+  using Bits = u16;
+  DEVICE static float value(u32 bits) { return T::unpack(bits).x; }
+};
+template <>
+struct Element<float> {
+  using Bits = u32;
+  DEVICE static float value(u32 bits) { return __builtin_bit_cast(float, bits); }
+};
+
+template <class T>
+DEVICE const void* row_of(const void* rows, i64 row, i64 stride) {
+  return (const typename Element<T>::Bits*)rows + row * stride;
+}
+
+// A lane's elements of a row, one access each. They are converted later, so that what is loaded after them need not wait.
+template <class T, int kValues>
+struct Elements {
+  u32 bits[kValues];
+
+  DEVICE void load(const void* row, const Share& mine, int experts) {
+    using Bits = typename Element<T>::Bits;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const int expert = mine.first + i;
+      bits[i] = mem::load<Bits>((const Bits*)row + (expert < experts ? expert : experts - 1));
+    }
+  }
+  DEVICE float value(int i) const { return Element<T>::value(bits[i]); }
+  // -inf for NaN, and where the lane has none.
+  DEVICE void logits(float (&x)[kValues], const Share& mine) const {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      x[i] = value(i);
+      if (i >= mine.count || x[i] != x[i]) x[i] = -kInfinity;
+    }
+  }
+};
+
+// exp(logits - maximum) over a wave, and its sum. The largest logit, infinite or not, becomes 1.
+template <int kValues>
+struct Exponentials {
+  float value[kValues], maximum, sum;
+  DEVICE Exponentials(const float (&logits)[kValues], int count) {
+    maximum = -kInfinity, sum = 0.0f;
+#pragma unroll
+    for (float x : logits) maximum = __builtin_fmaxf(maximum, x);
+    maximum = wave::reduce(maximum, -kInfinity, Max{});
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const float x = logits[i] == maximum ? 1.0f : numerics::exp2_approx((logits[i] - maximum) * kLog2E);
+      value[i] = i < count ? x : 0.0f;
+      sum += value[i];
+    }
+    sum = wave::reduce(sum, 0.0f, Add{});
+  }
+};
+
+// The two largest of a group's choices, from those of its lanes.
+struct Top {
+  float first, second;
+  DEVICE void insert(float x) {
+    second = __builtin_fmaxf(second, __builtin_fminf(first, x));
+    first = __builtin_fmaxf(first, x);
+  }
+  template <int kHalf>
+  DEVICE void combine() {
+    const float other_first = wave::other_half<kHalf>(first), other_second = wave::other_half<kHalf>(second);
+    insert(other_first);
+    second = __builtin_fmaxf(second, other_second);
+  }
+};
+
+struct Routing {
+  const void* logits;  // [tokens, experts] T, rows stride elements apart
+  const float* bias;   // [experts], or null
+  float* weights;      // [tokens, topk]
+  int* ids;            // [tokens, topk]
+  i64 stride, tokens;
+  int experts, topk, is_sigmoid, renormalize;
+  int groups, topk_group;      // groups that there are, and that are chosen from
+  int group_size, log2_lanes;  // experts of a group, and its lanes
+  float epsilon, scale;
+};
+
+// The number of groups that come before this lane's.
+template <int kValues>
+DEVICE int groups_before(const float (&choice)[kValues], const Routing& p, int group) {
+  Top top = {-kInfinity, -kInfinity};
+#pragma unroll
+  for (float x : choice) top.insert(x);
+  if (p.log2_lanes >= 1) top.combine<1>();
+  if (p.log2_lanes >= 2) top.combine<2>();
+  if (p.log2_lanes >= 3) top.combine<4>();
+  if (p.log2_lanes >= 4) top.combine<8>();
+  const float score = p.bias ? top.first + top.second : top.first;
+  int before = 0;
+  for (int g = 0; g < p.groups; ++g) {
+    const float other = wave::read(score, g << p.log2_lanes);
+    before += other > score || (other == score && g < group);
+  }
+  return before;
+}
+
+// Unsigned numbers in the order of floats; 0 is none of them.
+DEVICE u32 ordered(float x) {
+  const u32 bits = __builtin_bit_cast(u32, x);
+  return bits ^ (bits >> 31 ? ~0u : 1u << 31);
+}
+
+template <class T, int kValues>
+DEVICE void route(const Routing& p) {
+  // Spare waves of the last block repeat the last token.
+  const i64 place = i64(wave::block_x()) * kWaves + wave::index();
+  const i64 token = place < p.tokens ? place : p.tokens - 1;
+  const int lane = wave::lane();
+  const Share mine = share_of(lane, p.groups, p.group_size, p.log2_lanes);
+  Elements<T, kValues> logits;
+  Elements<float, kValues> bias;
+  logits.load(row_of<T>(p.logits, token, p.stride), mine, p.experts);
+  if (p.bias) bias.load(p.bias, mine, p.experts);
+  float choice[kValues], score[kValues];
+  logits.logits(choice, mine);
+
+  if (p.is_sigmoid) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i)
+      score[i] = numerics::rcp_approx(1.0f + numerics::exp2_approx(choice[i] * -kLog2E));
+  } else {
+    const Exponentials<kValues> e(choice, mine.count);
+    const float inverse = 1.0f / e.sum;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) score[i] = e.value[i] * inverse;
+  }
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    if (p.bias) choice[i] = score[i] + bias.value(i);
+    choice[i] = i < mine.count ? __builtin_fmaxf(choice[i], kLowest) + 0.0f : -kInfinity;  // + 0: -0 becomes 0
+  }
+  const bool is_in = p.topk_group == p.groups || groups_before(choice, p, mine.group) < p.topk_group;
+  u32 key[kValues];
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) key[i] = is_in && i < mine.count ? ordered(choice[i]) : 0;
+
+  // Lane r keeps what round r finds.
+  float weight = 0.0f, sum = 0.0f;
+  int id = 0;
+  for (int round = 0; round < p.topk; ++round) {
+    u32 largest = key[0];
+    float its_score = score[0];
+    int its_place = 0;
+#pragma unroll
+    for (int i = 1; i < kValues; ++i) {
+      const bool larger = key[i] > largest;
+      largest = larger ? key[i] : largest;
+      its_score = larger ? score[i] : its_score;
+      its_place = larger ? i : its_place;
+    }
+    const int winner = wave::first_lane(largest == wave::maximum(largest));
+    const float found = wave::read(its_score, winner);
+    const int expert = wave::read(mine.first + its_place, winner);
+    sum += found;
+    if (lane == round) weight = found, id = expert;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i)
+      if (mine.first + i == expert) key[i] = 0;
+  }
+  if (p.renormalize) {
+    sum += p.epsilon;
+    weight /= sum > 0.0f ? sum : 1.0f;
+  }
+  if (lane < p.topk) {
+    mem::store(p.weights + token * p.topk + lane, weight * p.scale);
+    mem::store(p.ids + token * p.topk + lane, id);
+  }
+}
+
+constexpr int kMostExperts = 512, kLog2Lanes = __builtin_ctz(wave::kLanes);
+
+struct Loss {
+  const void* logits;  // [tokens, experts] T, rows stride elements apart
+  const int* ids;      // [tokens, topk]; null for the z loss
+  float* loss;         // [1]
+  float* sums;         // [blocks] of squares, or [blocks, experts] of probabilities
+  u32* counts;         // [blocks, experts]; null for the z loss
+  u32* counter;        // [1], 0
+  i64 stride, tokens;
+  int experts, topk, blocks;
+  float scale;
+
+  DEVICE Share share() const { return share_of(wave::lane(), 1, experts, kLog2Lanes); }
+  DEVICE i64 first_token() const { return i64(wave::block_x()) * kWaves + wave::index(); }
+  DEVICE i64 tokens_apart() const { return i64(blocks) * kWaves; }
+};
+
+template <class T, int kValues>
+DEVICE void router_z_loss(const Loss& p) {
+  LDS static float parts[kMaxWaves], totals[kMaxWaves];
+  const Share mine = p.share();
+  const int thread = wave::thread();
+  float sum = 0.0f;
+  for (i64 token = p.first_token(); token < p.tokens; token += p.tokens_apart()) {
+    Elements<T, kValues> row;
+    row.load(row_of<T>(p.logits, token, p.stride), mine, p.experts);
+    float logits[kValues];
+    row.logits(logits, mine);
+    const Exponentials<kValues> e(logits, mine.count);
+    const float log_sum = e.maximum + numerics::log2_approx(e.sum) * kLn2;
+    sum += log_sum * log_sum;
+  }
+  sum = reduce_block(wave::lane() == 0 ? sum : 0.0f, 0.0f, parts, kWaves, Add{});
+  if (thread == 0) mem::store(p.sums + wave::block_x(), sum);
+  if (!is_last_block(p.counter, p.blocks)) return;
+  float total = 0.0f;
+  for (int block = thread; block < p.blocks; block += kWaves * wave::kLanes) total += mem::load<float>(p.sums + block);
+  total = reduce_block(total, 0.0f, totals, kWaves, Add{});
+  if (thread == 0) mem::store(p.loss, total * p.scale);
+}
+
+template <class T, int kValues>
+DEVICE void load_balancing_loss(const Loss& p) {
+  LDS static float probabilities[kWaves][kMostExperts], totals[kMaxWaves];
+  LDS static u32 counts[kWaves][kMostExperts];
+  constexpr int kThreads = kWaves * wave::kLanes;
+  const Share mine = p.share();
+  const int thread = wave::thread();
+  float probability[kValues] = {};
+  u32 count[kValues] = {};
+  for (i64 token = p.first_token(); token < p.tokens; token += p.tokens_apart()) {
+    Elements<T, kValues> row;
+    row.load(row_of<T>(p.logits, token, p.stride), mine, p.experts);
+    float logits[kValues];
+    row.logits(logits, mine);
+    const Exponentials<kValues> e(logits, mine.count);
+    const float inverse = 1.0f / e.sum;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) probability[i] += e.value[i] * inverse;
+    for (int slot = 0; slot < p.topk; ++slot) {
+      const int place = mem::load<int>(p.ids + token * p.topk + slot) - mine.first;
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) count[i] += place == i;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kValues; ++i)
+    if (i < mine.count) {
+      probabilities[wave::index()][mine.first + i] = probability[i];
+      counts[wave::index()][mine.first + i] = count[i];
+    }
+  block_barrier();  // hazard: sums and counts are read before the other waves wrote theirs
+  const i64 first = i64(wave::block_x()) * p.experts;
+  for (int expert = thread; expert < p.experts; expert += kThreads) {
+    float sum = 0.0f;
+    u32 number = 0;
+#pragma unroll
+    for (int w = 0; w < kWaves; ++w) sum += probabilities[w][expert], number += counts[w][expert];
+    mem::store(p.sums + first + expert, sum);
+    mem::store(p.counts + first + expert, number);
+  }
+  if (!is_last_block(p.counter, p.blocks)) return;
+  float total = 0.0f;
+  for (int expert = thread; expert < p.experts; expert += kThreads) {
+    float sum = 0.0f;
+    u32 number = 0;
+    for (int block = 0; block < p.blocks; ++block) {
+      sum += mem::load<float>(p.sums + i64(block) * p.experts + expert);
+      number += mem::load<u32>(p.counts + i64(block) * p.experts + expert);
+    }
+    total += sum * float(number);
+  }
+  total = reduce_block(total, 0.0f, totals, kWaves, Add{});
+  if (thread == 0) mem::store(p.loss, total * p.scale);
+}
+
+// clang-format off
+KERNEL(256) moe_topk_bf16_x2(Routing p) { route<Bf16, 2>(p); }
+KERNEL(256) moe_topk_bf16_x4(Routing p) { route<Bf16, 4>(p); }
+KERNEL(256) moe_topk_bf16_x8(Routing p) { route<Bf16, 8>(p); }
+KERNEL(256) moe_topk_bf16_x16(Routing p) { route<Bf16, 16>(p); }
+KERNEL(256) moe_topk_fp16_x2(Routing p) { route<F16, 2>(p); }
+KERNEL(256) moe_topk_fp16_x4(Routing p) { route<F16, 4>(p); }
+KERNEL(256) moe_topk_fp16_x8(Routing p) { route<F16, 8>(p); }
+KERNEL(256) moe_topk_fp16_x16(Routing p) { route<F16, 16>(p); }
+KERNEL(256) moe_topk_fp32_x2(Routing p) { route<float, 2>(p); }
+KERNEL(256) moe_topk_fp32_x4(Routing p) { route<float, 4>(p); }
+KERNEL(256) moe_topk_fp32_x8(Routing p) { route<float, 8>(p); }
+KERNEL(256) moe_topk_fp32_x16(Routing p) { route<float, 16>(p); }
+
+KERNEL(256) router_z_loss_bf16_x4(Loss p) { router_z_loss<Bf16, 4>(p); }
+KERNEL(256) router_z_loss_bf16_x16(Loss p) { router_z_loss<Bf16, 16>(p); }
+KERNEL(256) router_z_loss_fp16_x4(Loss p) { router_z_loss<F16, 4>(p); }
+KERNEL(256) router_z_loss_fp16_x16(Loss p) { router_z_loss<F16, 16>(p); }
+KERNEL(256) router_z_loss_fp32_x4(Loss p) { router_z_loss<float, 4>(p); }
+KERNEL(256) router_z_loss_fp32_x16(Loss p) { router_z_loss<float, 16>(p); }
+
+KERNEL(256) load_balancing_loss_bf16_x4(Loss p) { load_balancing_loss<Bf16, 4>(p); }
+KERNEL(256) load_balancing_loss_bf16_x16(Loss p) { load_balancing_loss<Bf16, 16>(p); }
+KERNEL(256) load_balancing_loss_fp16_x4(Loss p) { load_balancing_loss<F16, 4>(p); }
+KERNEL(256) load_balancing_loss_fp16_x16(Loss p) { load_balancing_loss<F16, 16>(p); }
+KERNEL(256) load_balancing_loss_fp32_x4(Loss p) { load_balancing_loss<float, 4>(p); }
+KERNEL(256) load_balancing_loss_fp32_x16(Loss p) { load_balancing_loss<float, 16>(p); }
+// clang-format on
