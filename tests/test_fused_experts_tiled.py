@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
 import torch
 from emulator import Emulator
-from test_ops import generator_of, outputs_start_as_nan, run_and_check
 
 from vllm_rocm_ops import launch, op, ops
+from vllm_rocm_ops.correctness import generator_of, run_and_check, unwritten_is_nan
+from vllm_rocm_ops.launch import Workspace
 from vllm_rocm_ops.op import Case
 from vllm_rocm_ops.ops import fused_experts_tiled as tiled
 
 OP = ops.fused_experts
-assert outputs_start_as_nan  # a fixture of every test here
 
 
 def case(name: str, m: int, topk: int, experts: int, hidden: int, intermediate: int, **given) -> Case:
@@ -47,7 +48,7 @@ def emulator(request, monkeypatch):
     monkeypatch.setattr(OP, "envelope", tiled.envelope)
     monkeypatch.setattr(OP, "configs", tiled.configs)
     monkeypatch.setattr(OP, "plan", tiled.launches)
-    with launch.executor(emulator):
+    with launch.executor(emulator), unwritten_is_nan():
         OP._executions.clear()
         yield emulator
         OP._executions.clear()
@@ -61,3 +62,89 @@ def test_case(case, config, emulator, monkeypatch):
     run_and_check(OP, case.make("cpu", generator_of(case.name), emulator.arch.fp8_dtype), "cpu")
     (ran,) = op.stats()[OP.name]
     assert ran == "nothing to do" or f"_{config.tokens} + {tiled.MODULE}_combine" in ran
+
+
+def test_any_order_gives_the_same_bits(emulator, monkeypatch):
+    """Waves run one by one, in another order in each call."""
+    monkeypatch.setattr(OP, "default", lambda *_: tiled.TiledConfig(64))
+    repeated = case("block-m70", 70, 3, 4, 128, 80, mapped=True, shared_experts=1)
+    arguments = repeated.make("cpu", generator_of(repeated.name), emulator.arch.fp8_dtype)
+    found = set()
+    for seed in (None, *range(4)):
+        emulator.options = dataclasses.replace(emulator.options, seed=seed)
+        found.add(OP(*arguments).view(torch.int16).numpy().tobytes())
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("skewed", [False, True], ids=["even", "skewed"])
+def test_pairs_are_sorted(skewed, arch_name):
+    """More ids than the waves of a block take at a time; of some experts, among them the first, the last and a shared one."""
+    emulator = Emulator(arch_name, seed=0)  # which finds a missing barrier before an atomic
+    m, topk, experts, shared, routed = 2111, 5, 40, 2, 38
+    ids = torch.randint(-2, 60, (m, topk), generator=generator_of("ids"))
+    if skewed:
+        ids[ids % 3 > 0] = 4
+    expert_map = torch.randperm(60, generator=generator_of("map")).int()  # to 38 and above: to no expert
+    hidden, w1, w2 = (torch.empty(s, dtype=torch.bfloat16) for s in ((m, 8), (experts, 32, 8), (experts, 8, 16)))
+    weights = torch.empty(m, topk)
+    a = OP.Arguments(hidden, w1, w2, weights, ids, torch.bfloat16, expert_map=expert_map, shared_experts=shared)
+    sort = tiled.launches(tiled.TiledConfig(64), OP.allocate(a), a, emulator.arch)[0]
+    memory = [torch.full((arg // 4,), -7, dtype=torch.int32) for arg in sort.args if isinstance(arg, Workspace)]
+    order, tiles = memory
+    places = iter(memory)
+    args = tuple(next(places) if isinstance(arg, Workspace) else arg for arg in sort.args)
+    blocks = [0, 4, 17, routed - 1, routed, experts - 1]
+    emulator.run(launch.code_object(sort.module, arch_name), sort._replace(args=args), blocks=blocks)
+
+    known = (ids >= 0) & (ids < 60)
+    expert_of = torch.where(known, expert_map.long()[ids.clamp(0, 59)], -1)
+    expert_of = torch.where(expert_of < routed, expert_of, -1)
+    expert_of = torch.cat((expert_of, torch.arange(routed, experts).expand(m, shared)), 1).flatten()
+    counts = [int((expert_of == expert).sum()) for expert in range(experts)]
+    first, first_tile, expected, expected_tiles = 0, 0, torch.full_like(order, -7), torch.full_like(tiles, -7)
+    expected_tiles = expected_tiles.view(-1, 4)
+    for expert, count in enumerate(counts):
+        if expert in blocks:
+            expected[first : first + count] = (expert_of == expert).nonzero().flatten()
+            for i, at in enumerate(range(first, first + count, 64)):
+                expected_tiles[1 + first_tile + i] = torch.tensor([expert, at, first + count, 0])
+        first, first_tile = first + count, first_tile + -(-count // 64)
+    expected_tiles[0] = torch.tensor([first, first_tile, 0, 0])
+    assert torch.equal(order, expected) and torch.equal(tiles.view(-1, 4), expected_tiles)
+    assert 1 + first_tile <= len(expected_tiles)
+
+
+def contest(x, router, gate, up, down, topk: int):
+    """The contest's layer in float64: softmax of the router's logits, the topk largest of these, unchanged, as weights of these
+    experts' outputs, down(silu(gate(x)) * up(x)); and the last expert's output for every token. Linear layers [out, in]."""
+    x, router, gate, up, down = (t.double() for t in (x, router, gate, up, down))
+    scores = torch.softmax(x @ router.t(), -1)
+    out = torch.zeros_like(x)
+    for i, token in enumerate(x):
+
+        def expert(e: int, token=token) -> torch.Tensor:
+            return down[e] @ (torch.nn.functional.silu(gate[e] @ token) * (up[e] @ token))
+
+        weights, chosen = torch.topk(scores[i], topk)
+        out[i] = expert(len(gate) - 1) + sum(w * expert(int(e)) for w, e in zip(weights, chosen))
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("experts, m", [(4, 70), (8, 66), (32, 96)])
+def test_contest_layer(experts, m, dtype, emulator, monkeypatch):
+    """A layer like the contest's, smaller: topk 4 of 4, 8 and 32 experts and one that all tokens go to, in its types, to the
+    contest's tolerance."""
+    monkeypatch.setattr(OP, "default", lambda *_: tiled.TiledConfig(64))
+    generator, topk, hidden, inner = generator_of(f"{experts} {dtype}"), 4, 224, 64
+
+    def linear(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+
+    x, router = torch.randn(m, hidden, generator=generator).to(dtype), linear(experts, hidden)
+    gate, up = linear(experts + 1, inner, hidden), linear(experts + 1, inner, hidden)
+    down = linear(experts + 1, hidden, inner)
+    weights, ids = torch.topk(torch.softmax(x.double() @ router.double().t(), -1), topk)
+    ours = OP(x, torch.cat((gate, up), 1), down, weights.float(), ids, dtype, shared_experts=1)
+    torch.testing.assert_close(ours.double(), contest(x, router, gate, up, down, topk), rtol=1e-2, atol=1e-2)

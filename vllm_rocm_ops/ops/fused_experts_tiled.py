@@ -64,20 +64,21 @@ def configs(a, arch: Arch) -> list[TiledConfig]:
     return [TiledConfig(tokens) for tokens in TOKENS]
 
 
-def _expected_tiles(config: TiledConfig, a) -> float:
-    """Tiles of tokens if all experts are as likely. Half a tile of each expert is empty, on average, unless it has few."""
-    m, routed = a.hidden.shape[0], len(a.w1) - a.shared_experts
+def _expected(config: TiledConfig, a) -> tuple[float, float]:
+    """Pairs of our experts and their tiles, if all experts are as likely. Half a tile of each is empty, unless it has few."""
+    m, shared = a.hidden.shape[0], a.shared_experts
+    routed = len(a.w1) - shared
     of_all = routed if a.expert_map is None else max(len(a.expert_map), routed)
     each = m * a.topk_ids.shape[1] / max(of_all, 1)
-    of_expert = max(1.0 - math.exp(-each), each / config.tokens + 0.5 if each > 1.0 else 0.0)
-    return routed * of_expert + a.shared_experts * -(-m // config.tokens)
+    tiles = max(1.0 - math.exp(-each), each / config.tokens + 0.5 if each > 1.0 else 0.0)
+    return routed * each + shared * m, routed * tiles + shared * -(-m // config.tokens)
 
 
 def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
     """The time by the model of scaled_mm_tiled, in microseconds: per product the multiplying of the compute unit that has most, or
     the bytes that HBM brings if they take longer; and what the other launches move."""
     (m, h), inner, size = a.hidden.shape, intermediate(a), a.w1.element_size()
-    pairs, tiles = m * slots(a), _expected_tiles(config, a)
+    pairs, tiles = _expected(config, a)
     bandwidth = arch.bandwidth_gb_s * 1e3  # bytes / us
     # A panel of bf16 has half the products, and takes as long.
     rate = RATE[config.tokens] * FLOPS_PER_BYTE * bandwidth / arch.compute_units
