@@ -14,8 +14,10 @@ from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import I64, Launch, Workspace
 from vllm_rocm_ops.op import Case, Op, describe
+from vllm_rocm_ops.ops import fused_experts_tiled as tiled
 from vllm_rocm_ops.ops.experts import HALVES, intermediate, scale_strides, scheme, slots
 from vllm_rocm_ops.ops.fused_experts_quantize import Rows, quantize
+from vllm_rocm_ops.ops.fused_experts_tiled import TiledConfig
 from vllm_rocm_ops.ops.gemm import BLOCK, OUT_TYPES
 from vllm_rocm_ops.quantization import LIMIT
 
@@ -23,11 +25,13 @@ __all__ = ["fused_experts"]
 
 MODULE = "fused_experts"
 MOST_TOKENS, MOST_SLOTS = 64, 32  # that blocks group in LDS
+TILED_FROM = 33  # tokens
 NO_EXPERT = 2**15 - 1
 TILE_ROWS, GATE_UP_ROWS = 16, 8  # of weights in a tile; of these the gate rows
 TILE_TOKENS = {32: 8, 64: 16}  # by the lanes of a wave
 GROUP = 128  # bytes of K that a wave takes at a time
-RESIDENT = 3  # blocks of gate_up on a compute unit
+UNIT = 4  # groups of down's K that a wave takes at a time
+RESIDENT = {1: 3, 2: 2}  # blocks of gate_up on a compute unit, by the tiles of tokens
 STREAMING_SHARE = {1: 0.85, 2: 0.75}  # of the bandwidth, by the tiles of tokens
 LAUNCH_US = 2.0
 
@@ -123,15 +127,16 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
         tensor = getattr(a, name)
         yield f"{name} is contiguous", tensor is None or tensor.is_contiguous()
     yield f"there are fewer than {NO_EXPERT} experts", experts < NO_EXPERT
-    yield (
-        f"M is at most {MOST_TOKENS}, with at most {MOST_SLOTS} experts each",
-        (a.hidden.shape[0] <= MOST_TOKENS and slots(a) <= MOST_SLOTS),
-    )
+    if not _is_streamed(a):
+        yield from tiled.envelope(a, arch)
+
+
+def _is_streamed(a) -> bool:
+    return a.hidden.shape[0] <= MOST_TOKENS and slots(a) <= MOST_SLOTS
 
 
 class Tokens(NamedTuple):
-    """What a product multiplies with weights: rows so many bytes apart, and their scales, so many elements apart. Without
-    scales, bf16 rows are quantised per 1x128 by the product itself where its weights have scales per block."""
+    """What a product multiplies with weights: rows so many bytes apart, and their scales, so many elements apart."""
 
     rows: Tensor | Workspace
     row_bytes: int
@@ -139,65 +144,66 @@ class Tokens(NamedTuple):
     scale_row: int = 0
 
 
-def _hidden(a, arch: Arch) -> tuple[Tokens, list[Launch]]:
-    """The tokens of the first product, and the launch that quantises them if there must be one."""
-    x = a.hidden
-    if x.dtype in LIMIT:
-        return Tokens(x, x.stride(0), a.hidden_scale, 0 if a.hidden_scale.numel() == 1 else a.hidden_scale.shape[1]), []
-    return _tokens(a, Rows(x, *x.shape, x.stride(0), x.dtype), a.hidden_scale, None, arch)
-
-
 def _tokens(a, x: Rows, static: Tensor | None, present: Workspace | None, arch: Arch) -> tuple[Tokens, list[Launch]]:
-    per_block = scheme(a.w1, a.w1_scale) == "block"
-    if a.w1.dtype in HALVES or (per_block and static is None and x.dtype == torch.bfloat16):
+    """The tokens of a product as its kernel takes them, and the launch that quantises them if there must be one."""
+    if a.w1.dtype in HALVES:
         return Tokens(x.buffer, x.stride * x.dtype.itemsize), []
-    quantized = quantize(x, per_block, static, arch, present)
+    quantized = quantize(x, scheme(a.w1, a.w1_scale) == "block", static, arch, present)
     return Tokens(quantized.values, x.columns, quantized.scale, quantized.scale_row), [quantized.launch]
 
 
-def _configs(a, arch: Arch) -> list[StreamedConfig]:
-    on_the_way = scheme(a.w1, a.w1_scale) == "block" and a.hidden.dtype == a.out_dtype == torch.bfloat16
-    return [
-        StreamedConfig(tiles) for tiles in ((1,) if on_the_way and a.hidden_scale is a.act_scale is None else (1, 2))
-    ]
+def _hidden(a, arch: Arch) -> tuple[Tokens, list[Launch]]:
+    x = a.hidden
+    if x.dtype not in LIMIT:
+        return _tokens(a, Rows(x, *x.shape, x.stride(0), x.dtype), a.hidden_scale, None, arch)
+    scale_row = 0 if a.hidden_scale.numel() == 1 else a.hidden_scale.shape[1]
+    return Tokens(x, x.stride(0), a.hidden_scale, scale_row), []
 
 
-def _cost(config: StreamedConfig, a, arch: Arch) -> dict[str, float]:
+def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:
+    streamed = [StreamedConfig(tiles) for tiles in (1, 2)] if _is_streamed(a) else []
+    can_tile = all(holds for _, holds in tiled.envelope(a, arch))
+    return streamed + (tiled.configs(a, arch) if can_tile and a.hidden.shape[0] >= TILED_FROM else [])
+
+
+def _cost(config: StreamedConfig | TiledConfig, a, arch: Arch) -> dict[str, float]:
     """The time to stream the experts that so many tokens hit if all are as likely, and again if an expert has more tokens than a
     tile; two tiles take registers that keep loads in flight."""
+    if isinstance(config, TiledConfig):
+        return tiled.cost(config, a, arch)
     experts, m = len(a.w1), a.hidden.shape[0]
     hit = experts * (1.0 - (1.0 - slots(a) / experts) ** m) if slots(a) < experts else experts
     passes = max(1.0, m * slots(a) / max(hit, 1.0) / (config.tiles * TILE_TOKENS[arch.wave_lanes]))
     expert_bytes = (a.w1.numel() + a.w2.numel()) // experts * a.w1.element_size()
     rate = arch.bandwidth_gb_s * 1e3 * STREAMING_SHARE[config.tiles]
-    return {"streaming": hit * passes * expert_bytes / rate, "launches": 2 * LAUNCH_US}
+    launches = 2 if a.w1.dtype in HALVES else 3 if a.hidden.dtype in LIMIT else 4
+    return {"streaming": hit * passes * expert_bytes / rate, "launches": launches * LAUNCH_US}
 
 
-def _plan(config: StreamedConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+def _plan(config: StreamedConfig | TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+    if isinstance(config, TiledConfig):
+        return tiled.launches(config, out, a, arch)
     m, h = a.hidden.shape
     if m == 0:
         return []
     inner, pairs = intermediate(a), m * slots(a)
-    act = Rows(Workspace(pairs * inner * 2), pairs, inner, inner, a.out_dtype)
+    act, present = Workspace(pairs * inner * 2), Workspace(4)
     hidden, quantize_hidden = _hidden(a, arch)
-    present = Workspace(4)
-    activations, quantize_act = _tokens(a, act, a.act_scale, present, arch)
-    blocks = min(pairs * (inner // GATE_UP_ROWS), RESIDENT * arch.compute_units)
+    activation, quantize_act = _tokens(a, Rows(act, pairs, inner, inner, a.out_dtype), a.act_scale, present, arch)
+    tiles = inner // GATE_UP_ROWS
+    blocks = min(pairs * tiles, RESIDENT[config.tiles] * arch.compute_units)
     groups = -(-inner * a.w1.element_size() // GROUP)
-    together = 2 if pairs >= 16 and groups % 2 == 0 else 1
+    unit = min(UNIT, groups)
     stage = functools.partial(_stage, config, a, arch)
-    gate_up = stage("gate_up", hidden, a.w1, a.w1_scale, act.buffer, present if quantize_act else None, blocks, blocks)
-    down = stage("down", activations, a.w2, a.w2_scale, out, None, -(-h // TILE_ROWS), together)
+    gate_up = stage("gate_up", hidden, a.w1, a.w1_scale, act, present if quantize_act else None, blocks, blocks, tiles)
+    down = stage("down", activation, a.w2, a.w2_scale, out, None, -(-h // TILE_ROWS), unit, -(-groups // unit))
     return [*quantize_hidden, gate_up, *quantize_act, down]
 
 
-def _stage(config, a, arch, name, tokens, weight, scale, out, present, blocks, step) -> Launch:
+def _stage(config, a, arch, name, tokens, weight, scale, out, present, blocks, step, per_item) -> Launch:
     """The launch of one of the two products."""
     experts, rows, k = weight.shape
     m, kind, size = a.hidden.shape[0], scheme(weight, scale), weight.element_size()
-    scale_expert, scale_row = scale_strides(weight, scale)
-    padded = -(-m * slots(a) // 4) * 4
-    lds = 14 * padded + 16 + (4 * 4 * m * TILE_ROWS if name == "down" else 0)
     args = (
         tokens.rows,
         weight,
@@ -208,15 +214,14 @@ def _stage(config, a, arch, name, tokens, weight, scale, out, present, blocks, s
         a.topk_weights,
         present,
         a.expert_map,
-        I64(weight.stride(0) * size),
-        I64(scale_expert),
+        *(I64(n) for n in (weight.stride(0) * size, scale_strides(weight, scale)[0])),
         tokens.row_bytes,
         weight.stride(1) * size,
         m,
         rows,
         k * size,
         tokens.scale_row,
-        scale_row,
+        scale_strides(weight, scale)[1],
         a.topk_ids.shape[1],
         a.shared_experts,
         experts - a.shared_experts,
@@ -226,11 +231,13 @@ def _stage(config, a, arch, name, tokens, weight, scale, out, present, blocks, s
         OUT_TYPES[a.out_dtype],
         int(a.apply_router_weight_on_input == (name == "gate_up")),
         step,
+        per_item,
+        2**31 // per_item + 1 - 2**32 * (per_item == 1),  # as the 32 bits of an unsigned int
     )
-    on_the_way = kind == "block" and tokens.scale is None
+    lds = 16 * ((m * slots(a) + 4) // 4 * 4) + 16 + (4 * 4 * m * TILE_ROWS if name == "down" else 0)
     named = {"none": "bf16" if weight.dtype == torch.bfloat16 else "fp16", "block": "block"}.get(kind, "row")
-    variant = f"{named}_from_bf16_1" if on_the_way else f"{named}_{config.tiles}"
-    return Launch(MODULE, f"{MODULE}_{name}_{variant}", (blocks, 1, 1), (4 * arch.wave_lanes, 1, 1), args, lds)
+    symbol = f"{MODULE}_{name}_{named}_{config.tiles}"
+    return Launch(MODULE, symbol, (blocks, 1, 1), (4 * arch.wave_lanes, 1, 1), args, lds)
 
 
 def _problem(a) -> dict[str, int]:
