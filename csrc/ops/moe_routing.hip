@@ -217,7 +217,7 @@ DEVICE void route(const Routing& p) {
   }
 }
 
-constexpr int kMostExperts = 512, kLog2Lanes = __builtin_ctz(wave::kLanes);
+constexpr int kLog2Lanes = __builtin_ctz(wave::kLanes);
 
 struct Loss {
   const void* logits;  // [tokens, experts] T, rows stride elements apart
@@ -235,8 +235,9 @@ struct Loss {
   DEVICE i64 tokens_apart() const { return i64(blocks) * kWaves; }
 };
 
-template <class T, int kValues>
+template <class T, int kExperts>
 DEVICE void router_z_loss(const Loss& p) {
+  constexpr int kValues = kExperts / wave::kLanes;
   LDS static float parts[kMaxWaves], totals[kMaxWaves];
   const Share mine = p.share();
   const int thread = wave::thread();
@@ -259,10 +260,11 @@ DEVICE void router_z_loss(const Loss& p) {
   if (thread == 0) mem::store(p.loss, total * p.scale);
 }
 
-template <class T, int kValues>
+template <class T, int kExperts>
 DEVICE void load_balancing_loss(const Loss& p) {
-  LDS static float probabilities[kWaves][kMostExperts], totals[kMaxWaves];
-  LDS static u32 counts[kWaves][kMostExperts];
+  constexpr int kValues = kExperts / wave::kLanes;
+  LDS static float probabilities[kWaves][kExperts], totals[kMaxWaves];
+  LDS static u32 counts[kWaves][kExperts];
   constexpr int kThreads = kWaves * wave::kLanes;
   const Share mine = p.share();
   const int thread = wave::thread();
@@ -328,17 +330,17 @@ KERNEL(256) moe_topk_fp32_x4(Routing p) { route<float, 4>(p); }
 KERNEL(256) moe_topk_fp32_x8(Routing p) { route<float, 8>(p); }
 KERNEL(256) moe_topk_fp32_x16(Routing p) { route<float, 16>(p); }
 
-KERNEL(256) router_z_loss_bf16_x4(Loss p) { router_z_loss<Bf16, 4>(p); }
-KERNEL(256) router_z_loss_bf16_x16(Loss p) { router_z_loss<Bf16, 16>(p); }
-KERNEL(256) router_z_loss_fp16_x4(Loss p) { router_z_loss<F16, 4>(p); }
-KERNEL(256) router_z_loss_fp16_x16(Loss p) { router_z_loss<F16, 16>(p); }
-KERNEL(256) router_z_loss_fp32_x4(Loss p) { router_z_loss<float, 4>(p); }
-KERNEL(256) router_z_loss_fp32_x16(Loss p) { router_z_loss<float, 16>(p); }
+KERNEL(256) router_z_loss_bf16_256(Loss p) { router_z_loss<Bf16, 256>(p); }
+KERNEL(256) router_z_loss_bf16_512(Loss p) { router_z_loss<Bf16, 512>(p); }
+KERNEL(256) router_z_loss_fp16_256(Loss p) { router_z_loss<F16, 256>(p); }
+KERNEL(256) router_z_loss_fp16_512(Loss p) { router_z_loss<F16, 512>(p); }
+KERNEL(256) router_z_loss_fp32_256(Loss p) { router_z_loss<float, 256>(p); }
+KERNEL(256) router_z_loss_fp32_512(Loss p) { router_z_loss<float, 512>(p); }
 
-KERNEL(256) load_balancing_loss_bf16_x4(Loss p) { load_balancing_loss<Bf16, 4>(p); }
-KERNEL(256) load_balancing_loss_bf16_x16(Loss p) { load_balancing_loss<Bf16, 16>(p); }
-KERNEL(256) load_balancing_loss_fp16_x4(Loss p) { load_balancing_loss<F16, 4>(p); }
-KERNEL(256) load_balancing_loss_fp16_x16(Loss p) { load_balancing_loss<F16, 16>(p); }
-KERNEL(256) load_balancing_loss_fp32_x4(Loss p) { load_balancing_loss<float, 4>(p); }
-KERNEL(256) load_balancing_loss_fp32_x16(Loss p) { load_balancing_loss<float, 16>(p); }
+KERNEL(256) load_balancing_loss_bf16_256(Loss p) { load_balancing_loss<Bf16, 256>(p); }
+KERNEL(256) load_balancing_loss_bf16_512(Loss p) { load_balancing_loss<Bf16, 512>(p); }
+KERNEL(256) load_balancing_loss_fp16_256(Loss p) { load_balancing_loss<F16, 256>(p); }
+KERNEL(256) load_balancing_loss_fp16_512(Loss p) { load_balancing_loss<F16, 512>(p); }
+KERNEL(256) load_balancing_loss_fp32_256(Loss p) { load_balancing_loss<float, 256>(p); }
+KERNEL(256) load_balancing_loss_fp32_512(Loss p) { load_balancing_loss<float, 512>(p); }
 // clang-format on

@@ -25,8 +25,9 @@ __all__ = ["grouped_topk", "load_balancing_loss", "router_z_loss", "topk_sigmoid
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SCORES = ("softmax", "sigmoid")
 EPSILON = 1e-20  # beside the sum that weights of grouped_topk are divided by
-MOST_EXPERTS, MOST_TOPK = 512, 32  # a lane keeps one of the topk
-TOPK_VALUES, LOSS_VALUES = (2, 4, 8, 16), (4, 16)  # the most experts of a lane, by kernel
+TOPK_VALUES = (2, 4, 8, 16)  # the most experts of a lane, by kernel of the topk
+LOSS_EXPERTS = (256, 512)  # the most experts, by kernel of a loss
+MOST_TOPK = 32  # a lane keeps one
 MOST_GROUP_LANES = 16
 WAVES = 4  # of a block; of moe_topk, each with a token
 
@@ -93,9 +94,9 @@ class TopkConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """A lane has up to so many experts; the tokens are dealt to so many blocks."""
+    """There are up to so many experts; the tokens are dealt to so many blocks."""
 
-    values: int
+    experts: int
     blocks: int
 
 
@@ -107,17 +108,16 @@ def _logits_contract(name: str, x: Tensor) -> Iterator[tuple[str, str, str, bool
 def _logits_envelope(name: str, x: Tensor) -> Iterator[tuple[str, bool]]:
     yield f"{name} is bfloat16, float16 or float32", x.dtype in ELEMENTS
     yield f"the elements of {name}'s rows lie side by side", x.stride(-1) == 1 or x.shape[-1] == 1
-    yield f"there are at most {MOST_EXPERTS} experts", x.shape[-1] <= MOST_EXPERTS
+    yield f"there are at most {LOSS_EXPERTS[-1]} experts", x.shape[-1] <= LOSS_EXPERTS[-1]
     yield "there are fewer than 2^31 rows", x.shape[0] < 2**31
 
 
 def _fitting(needed: int, kernels: tuple[int, ...]) -> list[int]:
-    """The smallest kernel in which a lane has so many experts; none if there is none."""
-    return [values for values in kernels if values >= needed][:1]
+    """What the smallest kernel takes that takes so many; nothing if none does."""
+    return [most for most in kernels if most >= needed][:1]
 
 
-def _launch(kind: str, dtype: torch.dtype, config, blocks: int, args: tuple, arch: Arch) -> Launch:
-    symbol = f"{kind}_{ELEMENTS[dtype]}_x{config.values}"
+def _launch(symbol: str, blocks: int, args: tuple, arch: Arch) -> Launch:
     return Launch("moe_routing", symbol, (blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1), args)
 
 
@@ -201,7 +201,7 @@ def _topk_plan(is_sigmoid: Callable[..., bool], epsilon: float, config: TopkConf
         epsilon,
         float(getattr(a, "routed_scaling_factor", 1.0)),
     )
-    return [_launch("moe_topk", x.dtype, config, -(-tokens // WAVES), args, arch)]
+    return [_launch(f"moe_topk_{ELEMENTS[x.dtype]}_x{config.values}", -(-tokens // WAVES), args, arch)]
 
 
 def _topk_op(is_sigmoid: Callable[..., bool], epsilon: float, cases: Callable) -> Callable[[Callable], Op]:
@@ -337,8 +337,8 @@ def _loss_envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 def _loss_configs(a, arch: Arch) -> list[LossConfig]:
     m, experts = a.logits.shape
     most = max(min(-(-m // WAVES), arch.compute_units), 1)
-    fitting = _fitting(-(-experts // arch.wave_lanes), LOSS_VALUES)
-    return [LossConfig(values, blocks) for values in fitting for blocks in sorted({1, most})]
+    fitting = _fitting(experts, LOSS_EXPERTS)
+    return [LossConfig(taken, blocks) for taken in fitting for blocks in sorted({1, most})]
 
 
 def _loss_plan(name: str, config: LossConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
@@ -364,7 +364,7 @@ def _loss_plan(name: str, config: LossConfig, out: Tensor, a, arch: Arch) -> lis
         config.blocks,
         scale,
     )
-    return [_launch(name, x.dtype, config, config.blocks, args, arch)]
+    return [_launch(f"{name}_{ELEMENTS[x.dtype]}_{config.experts}", config.blocks, args, arch)]
 
 
 def _loss_cases(with_ids: bool) -> Iterator[Case]:
