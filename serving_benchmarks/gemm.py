@@ -3,8 +3,8 @@
     python serving_benchmarks/gemm.py [--ops NAME ...] [--m M ...] [--shuffled] [--vllm-library PATH] [--sweep]
 
 Weights are rotated so that each call finds its own in HBM; otherwise as ops.py, whose options and output this shares. The
-peers are `torch._scaled_mm` and vLLM's `cutlass_scaled_mm`, per tensor, per row and per block, and `torch.matmul`, best first.
-`--shuffled` gives our ops their weights in fragment order.
+peers are those of vllm_rocm_ops/vllm/peers.py: PyTorch, vLLM and AITER, as far as installed. `--shuffled` gives our ops their
+weights in fragment order.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ops import capture, measure, open_results, parse
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.ops import gemm
+from vllm_rocm_ops.vllm.peers import peers
 
 MODELS = {"llama": "llama405b_tp8", "deepseek": "dsv3_tp8"}
 ROTATED_BYTES = 400_000_000
@@ -39,12 +40,11 @@ def shapes(quantized: bool) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One op as it is timed: `inputs(m, n, k, fp8)` gives its arguments, `peers(n, vllm)` calls that take the same."""
+    """One op as it is timed: `inputs(m, n, k, fp8)` gives its arguments."""
 
     op: Op
     shapes: dict[str, tuple[int, int]]
     inputs: Callable
-    peers: Callable
     weight: int = 1  # its place among the arguments
 
 
@@ -57,49 +57,10 @@ def row_inputs(m: int, n: int, k: int, fp8: torch.dtype) -> tuple:
     return random(m, k, dtype=fp8), random(n, k, dtype=fp8).t(), scale_a, scale_b, torch.bfloat16, None
 
 
-def row_peers(n: int, vllm) -> dict[str, Callable]:
-    calls = {
-        "torch rowwise": lambda a, b, sa, sb, t, _: torch._scaled_mm(a, b, sa, sb.t(), out_dtype=t),
-        "torch tensorwise": lambda a, b, sa, sb, t, _: torch._scaled_mm(a, b, sa[:1], sb[:1], out_dtype=t),
-    }
-    if vllm:
-        cutlass = torch.ops._C.cutlass_scaled_mm
-        calls["vllm rowwise"] = lambda a, b, sa, sb, t, _: cutlass(out(a, n, t), a, b, sa, sb, None)
-        calls["vllm tensorwise"] = lambda a, b, sa, sb, t, _: cutlass(out(a, n, t), a, b, sa[:1], sb[:1], None)
-    return calls
-
-
 def block_inputs(m: int, n: int, k: int, fp8: torch.dtype) -> tuple:
-    scale_a = torch.rand(-(-k // 128), m, device="cuda").t() + 0.5  # column-major, as the peers want it
+    scale_a = torch.rand(-(-k // 128), m, device="cuda").t() + 0.5  # column-major, as most peers want it
     scale_b = torch.rand(-(-n // 128), -(-k // 128), device="cuda") * 0.01
     return random(m, k, dtype=fp8), random(n, k, dtype=fp8), scale_a, scale_b, torch.bfloat16
-
-
-def block_peers(n: int, vllm) -> dict[str, Callable]:
-    def torch_blockwise(a, b, sa, sb, t):
-        if sb.shape[1] % 4:
-            raise ValueError("it reads weight scales past their end unless K is a multiple of 512")
-        torch._scaled_mm(a, b.t(), sa, sb.t(), out_dtype=t)
-
-    calls = {"torch blockwise": torch_blockwise}
-    if vllm:
-        cutlass, padded = torch.ops._C.cutlass_scaled_mm, {}
-
-        def blockwise(a, b, sa, sb, t):
-            if len(a) % 4 and id(a) not in padded:  # it takes multiples of 4 tokens; the padding is not timed
-                rows = -(-len(a) // 4) * 4
-                more = sa.new_ones(sa.shape[1], rows).t()
-                more[: len(a)] = sa
-                padded[id(a)] = a.new_zeros(rows, a.shape[1]), more
-            a, sa = padded.get(id(a), (a, sa))
-            cutlass(out(a, n, t), a, b.t(), sa, sb.t(), None)
-
-        calls["vllm blockwise"] = blockwise
-    return calls
-
-
-def out(a: torch.Tensor, n: int, dtype: torch.dtype) -> torch.Tensor:
-    return a.new_empty((len(a), n), dtype=dtype)
 
 
 def unquantized_inputs(m: int, n: int, k: int, fp8: torch.dtype) -> tuple:
@@ -107,14 +68,9 @@ def unquantized_inputs(m: int, n: int, k: int, fp8: torch.dtype) -> tuple:
 
 
 BENCHMARKS = (
-    Benchmark(ops.scaled_mm, shapes(quantized=True), row_inputs, row_peers),
-    Benchmark(ops.block_scaled_mm, shapes(quantized=True), block_inputs, block_peers),
-    Benchmark(
-        ops.unquantized_gemm,
-        shapes(quantized=False),
-        unquantized_inputs,
-        lambda n, vllm: {"torch": torch.nn.functional.linear},
-    ),
+    Benchmark(ops.scaled_mm, shapes(quantized=True), row_inputs),
+    Benchmark(ops.block_scaled_mm, shapes(quantized=True), block_inputs),
+    Benchmark(ops.unquantized_gemm, shapes(quantized=False), unquantized_inputs),
 )
 
 
@@ -131,17 +87,13 @@ def time_case(benchmark: Benchmark, layer: str, m: int, n: int, k: int, arch, op
         ours = [(*s[:place], gemm.shuffle_weight(w), *s[place + 1 :]) for s, w in zip(sets, weights)]
     a = op.Arguments(*ours[0])
     configs = op.configs(a, arch) if options.sweep else [op.explain(*ours[0]).config]
-    graphs, default = {}, op.default
+    graphs, broken = {}, {}
     for config in configs:
-        op.default = lambda *_, config=config: config
-        op._executions.clear()
-        graphs[str(config)] = capture(op, ours)
-    op.default = default
-    op._executions.clear()
-    calls, broken = benchmark.peers(n, options.vllm), {}
-    for name, call in calls.items():
+        with op.running(config):
+            graphs[str(config)] = capture(op, ours)
+    for name, peer in peers(op).items():
         try:
-            graphs[name] = capture(call, sets)
+            graphs[name] = capture(peer.call, [peer.prepare(*arguments) for arguments in sets])
         except (RuntimeError, ValueError) as error:
             broken[name] = str(error).splitlines()[0]
     times = measure(graphs, len(sets))
@@ -155,7 +107,7 @@ def time_case(benchmark: Benchmark, layer: str, m: int, n: int, k: int, arch, op
             "shape": {"m": m, "n": n, "k": k},
             "gpu": torch.cuda.get_device_name(),
             "us": round(times[str(config)], 3),
-            "peers": {name: round(times[name], 3) for name in times if name in calls},
+            "peers": {name: round(times[name], 3) for name in times if name in peers(op)},
             "unavailable": broken,
             "floor_us": round(bytes_of_call / options.bandwidth / 1000, 3),
             "bandwidth_gb_s": round(bytes_of_call / times[str(config)] / 1000, 1),

@@ -3,8 +3,8 @@
     python serving_benchmarks/ops.py [--ops NAME ...] [--rows M ...] [--hidden H ...] [--vllm-library PATH] [--sweep]
 
 One line per case goes to serving_benchmarks/results/<gpu>/<date>-<commit>.jsonl. Every variant of a case runs in a CUDA or
-HIP graph that calls it once on each of many sets of inputs, together larger than the last-level cache, so that every
-call finds cold caches; the graphs of all variants are replayed in turn, and the median counts. `--sweep` times every
+HIP graph that calls it once on each of many sets of inputs; the graphs of all variants are replayed in turn, each after
+other memory has filled the last-level cache, so that every call finds cold caches; the median counts. `--sweep` times every
 configuration of our kernels instead of the default, which is how defaults and tuned rows are found. Results of vLLM's
 op on the same inputs are compared with ours, and the share of elements that differ is part of the line.
 """
@@ -26,22 +26,22 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops import clock, launch, ops
+from vllm_rocm_ops.clock import capture
 from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.vllm import peers
 
 RESULTS = Path(__file__).parent / "results"
-REPLAYS = 15
 EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One op as it is timed: `inputs(rows, hidden, dtype)` gives its arguments, `vllm(outputs, args)` calls vLLM's op of
-    the same name (None where vLLM has none), `bytes_per_element` counts HBM traffic per element of the output."""
+    """One op as it is timed: `inputs(rows, hidden, dtype)` gives its arguments, `bytes_per_element` counts HBM traffic per
+    element of the output."""
 
     op: Op
     inputs: Callable
-    vllm: Callable | None
     bytes_per_element: float
 
 
@@ -64,82 +64,25 @@ def benchmarks(fp8: torch.dtype) -> list[Benchmark]:
 
         return inputs
 
-    v = torch.ops._C
     return [
-        Benchmark(
-            ops.fused_add_rms_norm,
-            lambda *k: (*norm(*k), EPSILON),
-            lambda out, a: v.fused_add_rms_norm(a[0], a[1], a[2], EPSILON),
-            8,
-        ),
-        Benchmark(
-            ops.fused_add_rms_norm_static_fp8_quant,
-            lambda *k: (*norm(*k), scale(), EPSILON, fp8),
-            lambda out, a: v.fused_add_rms_norm_static_fp8_quant(out, *a[:5]),
-            7,
-        ),
-        Benchmark(
-            ops.rms_norm_dynamic_per_token_quant,
-            dynamic(),
-            lambda out, a: v.rms_norm_dynamic_per_token_quant(out[0], a[0], a[1], out[1], EPSILON, None, a[5]),
-            7,
-        ),
-        Benchmark(
-            ops.rms_norm_per_block_quant,
-            dynamic(128, False),
-            lambda out, a: v.rms_norm_per_block_quant(out[0], a[0], a[1], out[1], EPSILON, None, a[7], 128, False),
-            7 + 4 / 128,
-        ),
-        Benchmark(
-            ops.silu_and_mul,
-            lambda m, h, t: (tensor(m, 2 * h, dtype=t),),
-            lambda out, a: v.silu_and_mul(out, a[0]),
-            6,
-        ),
-        Benchmark(
-            ops.silu_and_mul_quant,
-            lambda m, h, t: (tensor(m, 2 * h, dtype=t), scale(), fp8),
-            lambda out, a: v.silu_and_mul_quant(out, a[0], a[1]),
-            5,
-        ),
-        Benchmark(
-            ops.silu_and_mul_per_token_quant,
-            lambda m, h, t: (tensor(m, 2 * h, dtype=t), fp8, None),
-            None,
-            5,
-        ),
+        Benchmark(ops.fused_add_rms_norm, lambda *k: (*norm(*k), EPSILON), 8),
+        Benchmark(ops.fused_add_rms_norm_static_fp8_quant, lambda *k: (*norm(*k), scale(), EPSILON, fp8), 7),
+        Benchmark(ops.rms_norm_dynamic_per_token_quant, dynamic(), 7),
+        Benchmark(ops.rms_norm_per_block_quant, dynamic(128, False), 7 + 4 / 128),
+        Benchmark(ops.silu_and_mul, lambda m, h, t: (tensor(m, 2 * h, dtype=t),), 6),
+        Benchmark(ops.silu_and_mul_quant, lambda m, h, t: (tensor(m, 2 * h, dtype=t), scale(), fp8), 5),
+        Benchmark(ops.silu_and_mul_per_token_quant, lambda m, h, t: (tensor(m, 2 * h, dtype=t), fp8, None), 5),
         Benchmark(
             ops.silu_and_mul_per_block_quant,
             lambda m, h, t: (tensor(m, 2 * h, dtype=t), fp8, 128, False, None),
-            lambda out, a: v.silu_and_mul_per_block_quant(out[0], a[0], out[1], 128, None, False),
             5 + 4 / 128,
         ),
     ]
 
 
-def capture(call: Callable, sets: list[tuple]) -> torch.cuda.CUDAGraph:
-    """A graph of one call per set of inputs."""
-    call(*sets[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for arguments in sets:
-            call(*arguments)
-    return graph
-
-
 def measure(graphs: dict[str, torch.cuda.CUDAGraph], calls: int) -> dict[str, float]:
     """Median microseconds per call of each graph; the graphs take turns."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(REPLAYS):
-        for name, graph in graphs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) * 1000 / calls)
-    return {name: statistics.median(t) for name, t in times.items()}
+    return {name: statistics.median(times) for name, times in clock.replays(graphs, calls).items()}
 
 
 def copy_bandwidth() -> float:
@@ -164,7 +107,7 @@ def compare(benchmark: Benchmark, arguments: tuple) -> dict[str, float]:
     ours_args, vllm_args = own(), own()
     ours = benchmark.op(*ours_args)
     theirs = benchmark.op.allocate(benchmark.op.Arguments(*vllm_args))
-    benchmark.vllm(theirs, vllm_args)
+    peers.vllm_call(benchmark.op)(theirs, vllm_args)
     if benchmark.op is ops.fused_add_rms_norm:  # vLLM's op returns in its input
         theirs = vllm_args[0]
     result = {}
@@ -190,23 +133,19 @@ def run_case(benchmark: Benchmark, rows: int, hidden: int, dtype: torch.dtype, a
     if options.sweep:
         candidates = [(str(c), op.plan(c, op.allocate(a), a, arch), c) for c in op.configs(a, arch)]
 
-    graphs, kept = {}, []
-    default = op.default
+    graphs = {}
     for name, _, config in candidates:
-        op.default = lambda *_, config=config: config
-        op._executions.clear()
-        graphs[name] = capture(op, sets)
-    op.default = default
-    op._executions.clear()
-    peers = []
-    if benchmark.vllm and options.vllm:
+        with op.running(config):
+            graphs[name] = capture(op, sets)
+    timed_peers = []
+    vllm = peers.vllm_call(op)
+    if vllm is not None:
         outputs = [op.allocate(op.Arguments(*s)) for s in sets]
-        kept.append(outputs)
-        graphs["vllm"] = capture(benchmark.vllm, list(zip(outputs, sets)))
-        peers.append("vllm")
+        graphs["vllm"] = capture(vllm, list(zip(outputs, sets)))
+        timed_peers.append("vllm")
     if not options.sweep and count * rows * hidden < 1 << 30:
         graphs["torch"] = capture(op.reference, sets)
-        peers.append("torch")
+        timed_peers.append("torch")
     times = measure(graphs, count)
     lines = []
     for name, launches, _ in candidates:
@@ -218,12 +157,12 @@ def run_case(benchmark: Benchmark, rows: int, hidden: int, dtype: torch.dtype, a
                 "shape": {"rows": rows, "hidden": hidden},
                 "gpu": torch.cuda.get_device_name(),
                 "us": round(us, 3),
-                "peers": {peer: round(times[peer], 3) for peer in peers},
+                "peers": {peer: round(times[peer], 3) for peer in timed_peers},
                 "floor_us": round(bytes_of_call / options.bandwidth / 1000, 3),
                 "bandwidth_gb_s": round(bytes_of_call / us / 1000, 1),
                 "copy_gb_s": round(options.bandwidth, 1),
                 "kernel": f"{launches[0].symbol} {launches[0].grid} {launches[0].block}",
-                "differs_from_vllm": compare(benchmark, sets[0]) if "vllm" in peers else None,
+                "differs_from_vllm": compare(benchmark, sets[0]) if "vllm" in timed_peers else None,
                 "versions": options.versions,
                 "commit": options.commit,
             }
@@ -301,9 +240,9 @@ def main() -> None:
                 for rows in options.rows:
                     for line in run_case(benchmark, rows, hidden, getattr(torch, options.dtype), arch, options):
                         file.write(json.dumps(line) + "\n")
-                        peers = " ".join(f"{k} {v:8.2f}" for k, v in line["peers"].items())
+                        shown = " ".join(f"{k} {v:8.2f}" for k, v in line["peers"].items())
                         print(
-                            f"{line['op']:36} {line['case']:20} {line['us']:8.2f} us  {peers}  floor {line['floor_us']:7.2f}"
+                            f"{line['op']:36} {line['case']:20} {line['us']:8.2f} us  {shown}  floor {line['floor_us']:7.2f}"
                             f"  differs {line['differs_from_vllm']}  {line['kernel']}",
                             flush=True,
                         )

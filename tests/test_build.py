@@ -350,4 +350,5 @@ print(_C.status())
     }
     assert entries == "vllm_rocm_ops.cli:main vllm_rocm_ops.vllm:register"
     assert status
-    assert "usage" in run(tmp_path / "clean/bin/vllm-rocm-ops", "--help")
+    explained = run(tmp_path / "clean/bin/vllm-rocm-ops", "explain", "--model", "deepseek-v3", "--tp", "8")
+    assert "lm_head" in explained and "fallback" not in explained

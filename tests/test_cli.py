@@ -125,3 +125,67 @@ def test_explain_says_which_rule_does_not_hold(capsys):
 def test_explain_refuses_with_a_plain_message(given, message, capsys):
     assert cli.main(["explain", "rms_norm", "--with", given]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "MI308X", "sm_90"])
+@pytest.mark.parametrize("model", ["llama-3.1-405b-fp8", "deepseek-v3"])
+def test_explain_takes_a_model(model, arch, capsys):
+    assert cli.main(["explain", "--model", model, "--tp", "8", "--batch", "1,8,64", "--arch", arch]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["layer", "calls", "op", "tokens", "kernel", "blocks", "configuration"]
+    layers = {line[: header.index("calls")].strip() for line in lines}
+    assert {"o", "input norm", "final norm", "lm_head"} <= layers and len(layers) >= 9
+    assert not [line for line in lines if "fallback" in line]
+
+
+def test_explain_of_a_model_says_which_row_and_which_rule(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
+    (tmp_path / "gfx942").mkdir()
+    table = tmp_path / "gfx942" / "scaled_mm.csv"
+    table.write_text(
+        "compute_units,m,n,k,config.rows,config.whole,config.blocks,source\n304,8,2304,16384,64,0,304,mine\n"
+    )
+    op_module.forget_tables()
+    assert cli.main(["explain", "--model", "llama-3.1-405b-fp8", "--tp", "8", "--batch", "8,128"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [tuned] = [line for line in lines if line.startswith("qkv") and " 8  " in line]
+    assert tuned.endswith(f"tuned SkinnyConfig(rows=64, whole=0, blocks=304): {table}: mine")
+    [refused] = [line for line in lines if line.startswith("lm_head") and " 128 " in line]
+    assert refused.endswith("fallback: not so: M is at most 64")
+    found = cli.doctor()["tables"]
+    assert found["yours"] == {"folder": str(tmp_path), "rows": {"gfx942": {"scaled_mm": 1}}}
+    assert f"yours    scaled_mm 1  {tmp_path}" in cli.doctor_text(cli.doctor())
+    op_module.forget_tables()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nothing"], "model must be a config.json, a folder with one, or one of deepseek-v3, llama"),
+        (["--model", "deepseek-v3", "--tp", "3"], "tp must divide num_attention_heads=128, got 3"),
+        (["--model", "deepseek-v3", "--arch", "gfx90a"], "arch must be one of gfx942"),
+    ],
+)
+def test_explain_of_a_model_refuses_with_a_plain_message(arguments, message, capsys):
+    assert cli.main(["explain", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain"], "explain takes an op or --model"),
+        (["explain", "rms_norm", "--model", "deepseek-v3"], "explain takes an op or --model"),
+        (
+            ["explain", "--model", "deepseek-v3", "--batch", "1,x"],
+            "must be positive numbers with commas between them, got 1,x",
+        ),
+        (["tune", "--model", "deepseek-v3", "--batch", "0"], "must be positive numbers"),
+        (["tune"], "the following arguments are required: --model"),
+        (["bench", "--once", "--profile"], "not allowed with"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert message in capsys.readouterr().err

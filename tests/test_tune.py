@@ -1,6 +1,5 @@
 """The tuner: what it measures, which rows it writes, and that they win. Clocks: the emulator's cycles, and a script."""
 
-import contextlib
 import csv
 import dataclasses
 import io
@@ -75,7 +74,7 @@ class ScriptedClock:
         return 1
 
     def prepare(self, call, sets):
-        with launch.executor(self), contextlib.suppress(NotImplementedError):
+        with launch.executor(self):
             call(*sets[0])
         return len(sets)
 

@@ -40,13 +40,13 @@ class Line:
         return statistics.median(self.samples)
 
     def __str__(self) -> str:
-        verdict = {None: "right", "": ""}.get(self.wrong, f"WRONG: {self.wrong}")
+        verdict = {None: "right", "": ""}.get(self.wrong, "WRONG")
         text = f"{self.op:36} {self.case:24} {verdict:6}"
         if self.samples:
             text += f" {min(self.samples):9.2f} {self.median:9.2f} {max(self.samples):9.2f}"
             text += f" {self.bytes_moved / self.median / 1e3:8.0f}"
             text += f" {self.flops / self.median / 1e6:8.1f}" if self.flops else " " * 9
-        return f"{text}  {self.kernel}"
+        return f"{text}  {self.kernel}" + (f": {self.wrong}" if self.wrong else "")
 
 
 HEADER = (
@@ -73,7 +73,7 @@ def run(
         generator = correctness.generator_of(case.name)
         arguments = case.make("cpu", generator, fp8_dtype)
         on_device = tuple(correctness.clone(value, device) for value in arguments)
-        explained = op.explain(*on_device)
+        explained = op.explain(*on_device, arch=clock and clock.arch)
         kernel = " + ".join(launch.symbol for launch in explained.launches) or explained.source
         if profile:
             for _ in range(PROFILED_CALLS):

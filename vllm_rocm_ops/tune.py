@@ -237,8 +237,8 @@ def summary(done: Tuned, refused: Mapping[str, str], clock: Clock) -> str:
         if ratios:
             mean = statistics.geometric_mean(ratios)
             lines.append(f"  {op}: {mean:.2f}x the best peer as a geometric mean, least {min(ratios):.2f}x")
-    unavailable = {name: why for result in results for name, why in result.unavailable.items()}
-    lines += [f"  not everywhere available: {name}: {why}" for name, why in unavailable.items()]
+    unavailable = {(r.problem.op.name, name): why for r in results for name, why in r.unavailable.items()}
+    lines += [f"  {op}: not in all shapes: {name}: {why}" for (op, name), why in unavailable.items()]
     for why in dict.fromkeys(refused.values()):
         shapes = [shape for shape in refused if refused[shape] == why]
         lines.append(f"  no kernel for {shapes[0]}{f' and {len(shapes) - 1} more' if shapes[1:] else ''}: {why}")

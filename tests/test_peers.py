@@ -1,0 +1,72 @@
+"""What is timed beside the ops. Most of it needs a GPU: here, that arguments and names fit."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from vllm_rocm_ops import model_layers, op, ops
+from vllm_rocm_ops.correctness import as_tuple, clone
+from vllm_rocm_ops.vllm.peers import OTHERS, PYTORCH, ROWS, peers, vllm_call
+
+TINY = ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8")
+CALLS = [call for model in TINY for call in model_layers.calls(model_layers.read(model)) if call.count]
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def test_peers_are_named_after_ops():
+    names = {o.name for o in op.registered()}
+    assert {*ROWS, *PYTORCH, *OTHERS} <= names
+
+
+@pytest.mark.parametrize(
+    "call", [c for c in CALLS if c.op is not ops.block_scaled_mm], ids=lambda call: f"{call.op.name}-{call.layer}"
+)
+def test_every_op_has_pytorch_as_a_peer_that_computes_the_same(call):
+    arguments = call.case(4).make("cpu", GENERATOR, torch.float8_e4m3fn)
+    peer = peers(call.op)["torch"]
+    theirs = peer.call(*peer.prepare(*map(clone, arguments)))
+    ours = call.op.reference(*map(clone, arguments))
+    for mine, other in zip(as_tuple(ours), as_tuple(theirs), strict=True):
+        torch.testing.assert_close(mine.float(), other.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_block_peers_get_whole_fours_of_tokens_and_their_layout_of_scales():
+    arguments = (torch.ones(3, 256).to(torch.float8_e4m3fn), torch.ones(128, 256).to(torch.float8_e4m3fn))
+    arguments += (torch.rand(3, 2), torch.rand(1, 2), torch.bfloat16)
+    [cutlass] = [peer for name, peer, _ in OTHERS["block_scaled_mm"] if name == "vllm"]
+    a, b, scale_a, *_ = cutlass.prepare(*arguments)
+    assert a.shape == (4, 256) and not a[3].float().any() and torch.equal(a[:3].float(), arguments[0].float())
+    assert scale_a.shape == (4, 2) and scale_a.stride() == (1, 4) and torch.equal(scale_a[:3], arguments[2])
+    assert b is arguments[1]
+
+
+def test_peers_say_what_they_do_not_take():
+    per_tensor = (None, None, None, torch.ones(1, 1), torch.bfloat16)
+    per_row = ("vllm tensorwise", "aiter", "aiter shuffled")
+    found = [peer for name, peer, _ in OTHERS["scaled_mm"] if name in per_row]
+    for peer in (PYTORCH["scaled_mm"]["torch tensorwise"], *found):
+        with pytest.raises(ValueError, match="it takes scales per token and channel"):
+            peer.call(*per_tensor)
+    with pytest.raises(ValueError, match="it takes a K of a multiple of 512"):
+        PYTORCH["block_scaled_mm"]["torch"].call(None, None, None, torch.ones(1, 3), torch.bfloat16)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllms_own_ops_on_cpu_compute_the_same():
+    """vLLM for CPU has a few of them: their arguments are in the right order."""
+    tried = []
+    for call in CALLS:
+        run = vllm_call(call.op)
+        if run is None:
+            continue
+        arguments = call.case(4).make("cpu", GENERATOR, torch.float8_e4m3fn)
+        ours, theirs = list(map(clone, arguments)), list(map(clone, arguments))
+        outputs = call.op.allocate(call.op.Arguments(*theirs))
+        run(outputs, theirs)
+        if call.op is ops.fused_add_rms_norm:
+            outputs = theirs[0]
+        for mine, other in zip(as_tuple(call.op.reference(*ours)), as_tuple(outputs), strict=True):
+            torch.testing.assert_close(mine.float(), other.float(), rtol=2e-2, atol=2e-2)
+        tried.append(call.op.name)
+    assert {"rms_norm", "fused_add_rms_norm", "silu_and_mul"} <= set(tried), tried
