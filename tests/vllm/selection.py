@@ -137,15 +137,13 @@ def linear_kernels(torch) -> dict[str, str]:
     return answer
 
 
-def experts(torch) -> dict[str, str]:
-    """The experts of a DeepSeek V3, FP8 and bf16."""
+def moe_config(torch, **options):
+    """The configuration of a mixture-of-experts layer, DeepSeek V3's but for `options`."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
-    from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 
     known = inspect.signature(FusedMoEConfig).parameters
-    options = {
+    deepseek = {
         "num_experts": 256,
         "experts_per_token": 8,
         "hidden_dim": 7168,
@@ -159,10 +157,39 @@ def experts(torch) -> dict[str, str]:
         "routing_method": RoutingMethodType.DeepSeekV3,
         "max_num_tokens": 512,
     }
-    config = FusedMoEConfig(**{name: value for name, value in options.items() if name in known})
-    _, quantized = fp8.select_fp8_moe_backend(config, kFp8Static128BlockSym, kFp8Dynamic128Sym)
-    _, plain = unquantized.select_unquantized_moe_backend(config)
-    return {"experts fp8 block": quantized.__name__, "experts bf16": plain.__name__}
+    return FusedMoEConfig(**{name: value for name, value in (deepseek | options).items() if name in known})
+
+
+def experts(torch) -> dict[str, str]:
+    """The experts of a DeepSeek V3 in several quantizations, with routing of vLLM's own, and where the user names a backend;
+    and what vLLM's experts are that they hold."""
+    from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp8, unquantized
+    from vllm.model_executor.layers.quantization import fp8 as method
+    from vllm.model_executor.layers.quantization.utils import quant_utils as keys
+
+    answer = {}
+
+    def add(name: str, select, *arguments) -> None:
+        backend, chosen = select(*arguments)
+        stock = getattr(chosen, "stock_class", lambda: None)()
+        holds = f" holds {stock.__name__}" if stock else ""
+        answer[f"experts {name}"] = f"{chosen.__name__}{holds} as {backend.name}"
+
+    block, config = (keys.kFp8Static128BlockSym, keys.kFp8Dynamic128Sym), moe_config(torch)
+    add("fp8 block", method.select_fp8_moe_backend, config, *block)
+    add("fp8 channel", fp8.select_fp8_moe_backend, config, keys.kFp8StaticChannelSym, keys.kFp8DynamicTokenSym)
+    add("fp8 static", fp8.select_fp8_moe_backend, config, keys.kFp8StaticTensorSym, keys.kFp8StaticTensorSym)
+    add("fp8 dynamic", fp8.select_fp8_moe_backend, config, keys.kFp8StaticTensorSym, keys.kFp8DynamicTensorSym)
+    add("mxfp8", mxfp8.select_mxfp8_moe_backend, config)
+    add("bf16", unquantized.select_unquantized_moe_backend, config)
+    custom = moe_config(torch, routing_method=RoutingMethodType.Custom)
+    add("fp8 block, custom routing", fp8.select_fp8_moe_backend, custom, *block)
+    add("bf16, custom routing", unquantized.select_unquantized_moe_backend, custom)
+    named = moe_config(torch, moe_backend="triton")
+    add("fp8 block, named triton", fp8.select_fp8_moe_backend, named, *block)
+    add("bf16, named triton", unquantized.select_unquantized_moe_backend, named)
+    return answer
 
 
 def attention(torch) -> dict[str, str]:

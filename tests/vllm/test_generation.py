@@ -61,6 +61,8 @@ def expected_calls(flavour: tuple[str, str], steps: int = STEPS) -> dict[str, in
     per_step = calls[kind]
     if kind not in ("bf16", "mxfp8"):
         per_step = {"rms_norm": plain_norms, "fused_add_rms_norm": plain_add_norms, **per_step}
+    routers = layers - dense
+    per_step = {**per_step, "grouped_topk": routers, "fused_experts": routers}
     total = {op: count * steps for op, count in per_step.items() if count}
     if kind == "block" and not torch.cpu._is_amx_tile_supported():  # with AMX, attention reads that weight itself
         total["block_scaled_mm"] += latent  # expands the latents of the prompts, in the first step
@@ -90,6 +92,27 @@ def agree(answer: dict, plain_logprobs: list[torch.Tensor], steps: int = STEPS) 
         if logprobs:
             error = (torch.tensor(logprobs) - wanted[torch.arange(steps), tokens]).abs()
             assert error.mean() < 0.2, error
+
+
+EXPERTS = [flavour for flavour in FLAVOURS if flavour[0] == "deepseek"]
+
+
+@pytest.fixture(scope="session")
+def routed_by_vllm(engines) -> dict[str, dict]:
+    """vLLM's own routing in front of our experts."""
+    jobs = {"-".join(flavour): engines.job(flavour) for flavour in EXPERTS}
+    return engines.run_on_two_cores(jobs, VLLM_ROCM_OPS_SEAMS="-routing_experts")
+
+
+@pytest.mark.parametrize("flavour", EXPERTS, ids=identity)
+def test_experts_answer_the_same_with_and_without_routing(routed_by_vllm, eager, flavour):
+    """Whether vLLM or our experts route, tokens and their log probabilities are the same; the op's calls tell which did."""
+    theirs, ours = (answers["-".join(flavour)] for answers in (routed_by_vllm, eager))
+    assert theirs["tokens"] == ours["tokens"]
+    torch.testing.assert_close(torch.tensor(theirs["logprobs"]), torch.tensor(ours["logprobs"]), atol=0.05, rtol=0)
+    calls = {op: sum(kernels.values()) for op, kernels in theirs["stats"].items()}
+    assert {**calls, "grouped_topk": calls["fused_experts"]} == expected_calls(flavour)
+    assert "grouped_topk" not in calls
 
 
 @pytest.mark.parametrize("flavour", STOCK, ids=identity)
@@ -193,6 +216,21 @@ FAULTS = {
         ("llama", "mxfp8"),
         "mxfp8_scaled_mm",
         "lambda exact: lambda a, b, scale_a, *others: exact(a, b, scale_a.roll(1, 1), *others)",
+    ),
+    "experts end with the weight of the next one": (
+        ("deepseek", "block"),
+        "fused_experts",
+        "lambda exact: lambda hidden, w1, w2, *others: exact(hidden, w1, w2.roll(1, 0), *others)",
+    ),
+    "the experts of a token weigh the same": (
+        ("deepseek", "bf16"),
+        "fused_experts",
+        "lambda exact: lambda hidden, w1, w2, weights, *others: exact(hidden, w1, w2, torch.ones_like(weights), *others)",
+    ),
+    "tokens are routed without the bias": (
+        ("deepseek", "bf16"),
+        "grouped_topk",
+        "lambda exact: lambda *arguments: exact(*arguments[:-1], torch.zeros_like(arguments[-1]))",
     ),
     "a group has its neighbour's scale": (
         ("llama", "block"),

@@ -30,7 +30,8 @@ RELEASES = {
 """Minor release -> where its Python files are from. Only those are used: they are the same for every platform."""
 MACHINES = [(arch, aiter) for arch in selection.ARCHS for aiter in selection.AITER]
 LINEAR_SEAMS = ["scaled_linear", "block_scaled_linear", "mxfp8_linear", "unquantized_linear"]
-PLUGIN_SEAMS = ["compile_cache", "quantized_input", *LINEAR_SEAMS, "norm", "activation", "links"]
+EXPERT_SEAMS = ["fp8_experts", "unquantized_experts", "routing_experts"]
+PLUGIN_SEAMS = ["compile_cache", "quantized_input", *LINEAR_SEAMS, *EXPERT_SEAMS, "norm", "activation", "links"]
 
 
 def python_files(requirement: str) -> pathlib.Path:
@@ -104,7 +105,7 @@ def test_seams_are_on(selected, release, arch, aiter):
     """Every seam but those for CPU is on, in every release, and our classes are the ones that vLLM makes."""
     with_plugin = selected[release][f"{arch} aiter={aiter} with"]
     assert with_plugin["seams on"].split(", ") == PLUGIN_SEAMS
-    assert with_plugin["seams off"].split(", ") == ["cpu_gaps", "cpu_moe"]
+    assert with_plugin["seams off"].split(", ") == ["cpu_gaps"]
     assert with_plugin["RMSNorm()"] == "RocmOpsRMSNorm.rocm_ops_forward"
     assert with_plugin["SiluAndMul()"] == "RocmOpsSiluAndMul.rocm_ops_forward"
     assert with_plugin["fingerprint"] == "True"
@@ -131,9 +132,26 @@ def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
 
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(("arch", "aiter"), MACHINES)
-def test_experts_and_attention_stay_vllms(selected, release, arch, aiter):
-    """The plugin replaces none of them yet."""
+def test_experts_are_ours(selected, release, arch, aiter):
+    """Our experts come first, hold the ones of vLLM that read weights as loaded, and route unless the routing is the model's
+    own. Neither AITER's switch is before them; a backend that the user names is, and MX-FP8 is vLLM's."""
+    without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
+    kinds = {"fp8 block": "Fp8", "fp8 channel": "Fp8", "fp8 static": "Fp8", "fp8 dynamic": "Fp8", "bf16": "Unquantized"}
+    for kind, name in kinds.items():
+        assert with_plugin[f"experts {kind}"] == f"RocmOpsRouting{name}Experts holds TritonExperts as TRITON"
+    for kind in ("fp8 block", "bf16"):
+        assert without[f"experts {kind}"].startswith("Aiter" if aiter == "1" else "TritonExperts")
+        holds = f"RocmOps{kinds[kind]}Experts holds TritonExperts as TRITON"
+        assert with_plugin[f"experts {kind}, custom routing"] == holds
+        assert with_plugin[f"experts {kind}, named triton"] == "TritonExperts as TRITON"
+    assert with_plugin["experts mxfp8"] == without["experts mxfp8"]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(("arch", "aiter"), MACHINES)
+def test_attention_stays_vllms(selected, release, arch, aiter):
+    """The plugin does not replace it yet."""
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
     for what in without:
-        if what.startswith(("experts", "latent", "fp8")):
+        if what.startswith(("latent", "fp8")):
             assert with_plugin[what] == without[what]

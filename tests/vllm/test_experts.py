@@ -1,0 +1,415 @@
+"""Our experts in vLLM's mixture-of-experts layers: what they compute, which calls they leave to the experts that they hold, which
+layers they serve."""
+
+import typing
+
+import pytest
+import selection
+import torch
+from torch import Tensor
+
+import vllm_rocm_ops
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm import experts, fp8_experts, routing_experts, unquantized_experts
+
+EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 8, 3, 256, 128, 5
+GROUPS, TOPK_GROUP, SCALE = 4, 2, 1.5
+LIMIT, BLOCK = 448.0, 128
+KINDS = {
+    "block": ("kFp8Static128BlockSym", "kFp8Dynamic128Sym"),
+    "channel": ("kFp8StaticChannelSym", "kFp8DynamicTokenSym"),
+    "tensor": ("kFp8StaticTensorSym", "kFp8DynamicTensorSym"),
+    "static": ("kFp8StaticTensorSym", "kFp8StaticTensorSym"),
+    "bf16": (None, None),
+}
+
+pytestmark = pytest.mark.usefixtures("configuration")
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def config(**options):
+    """A small layer's configuration."""
+    sizes = {"num_experts": EXPERTS, "num_local_experts": EXPERTS, "num_logical_experts": EXPERTS}
+    sizes |= {"experts_per_token": TOPK, "hidden_dim": HIDDEN, "intermediate_size": INNER}
+    return selection.moe_config(torch, **{**sizes, **options})
+
+
+def select(kind: str, **options) -> type:
+    """The experts that vLLM selects."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    if kind == "bf16":
+        return unquantized_fused_moe_method.select_unquantized_moe_backend(moe_config=config(**options))[1]
+    keys = [getattr(quant_utils, name) for name in KINDS[kind]]
+    return fp8.select_fp8_moe_backend(config(**options), *keys)[1]
+
+
+class Layer:
+    """The weights of a layer in a quantization, what vLLM keeps of them, and their exact values."""
+
+    def __init__(self, kind: str):
+        from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig, fp8_w8a8_moe_quant_config
+
+        self.kind = kind
+        self.w1, w1_scale, self.exact1 = self.quantized(random(EXPERTS, 2 * INNER, HIDDEN) * HIDDEN**-0.5)
+        self.w2, w2_scale, self.exact2 = self.quantized(random(EXPERTS, HIDDEN, INNER) * INNER**-0.5)
+        if kind == "bf16":
+            self.quant_config = FusedMoEQuantConfig.make()
+            return
+        self.static = (torch.tensor(0.01), torch.tensor(0.005)) if kind == "static" else (None, None)
+        per_token, block = kind == "channel", [BLOCK, BLOCK] if kind == "block" else None
+        self.quant_config = fp8_w8a8_moe_quant_config(
+            w1_scale,
+            w2_scale,
+            *self.static,
+            per_act_token_quant=per_token,
+            per_out_ch_quant=per_token,
+            block_shape=block,
+        )
+
+    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """A weight's values, their scales as vLLM keeps them, and both in fp32."""
+        if self.kind == "bf16":
+            return weight.bfloat16(), None, weight.bfloat16().float()
+        tiles = {"block": (BLOCK, BLOCK), "channel": (1, weight.shape[2])}.get(self.kind, weight.shape[1:])
+        split = weight.unflatten(2, (-1, tiles[1])).unflatten(1, (-1, tiles[0]))
+        scale = split.abs().amax((2, 4)) / LIMIT
+        values = (split / scale[:, :, None, :, None]).to(torch.float8_e4m3fn)
+        exact = (values.float() * scale[:, :, None, :, None]).reshape(weight.shape)
+        return values.reshape(weight.shape), scale.flatten() if tiles == weight.shape[1:] else scale, exact
+
+    def rounded(self, x: Tensor, which: int) -> Tensor:
+        """An input of the first or the second product as that sees it."""
+        if self.kind == "bf16":
+            return x
+        groups = x.unflatten(-1, (-1, BLOCK if self.kind == "block" else x.shape[-1]))
+        scale = self.static[which] if self.kind == "static" else groups.abs().amax(-1, keepdim=True) / LIMIT
+        return ((groups / scale).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+
+    def plain(
+        self, hidden: Tensor, weights: Tensor, ids: Tensor, on_input: bool = False, within=range(EXPERTS)
+    ) -> Tensor:
+        """What the experts that are in `within` add up to, one token and expert after the other."""
+        total = torch.zeros(len(hidden), HIDDEN)
+        for token, slot in torch.cartesian_prod(torch.arange(len(hidden)), torch.arange(ids.shape[1])).tolist():
+            expert, weight = int(ids[token, slot]), float(weights[token, slot])
+            if expert not in within:
+                continue
+            x = hidden[token].float() * (weight if on_input else 1.0)
+            gate, up = (self.exact1[expert] @ self.rounded(x, 0)).chunk(2)
+            inner = (torch.nn.functional.silu(gate) * up).bfloat16().float()
+            total[token] += (self.exact2[expert] @ self.rounded(inner, 1)) * (1.0 if on_input else weight)
+        return total
+
+
+def kernel(layer: Layer, experts_class: type, **options):
+    """vLLM's kernel around experts, as its quantization methods make it."""
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized
+
+    if layer.kind == "bf16":
+        backend = unquantized.UnquantizedMoeBackend.TRITON
+        return unquantized.make_unquantized_moe_kernel(layer.quant_config, config(**options), backend, experts_class)
+    return fp8.make_fp8_moe_kernel(layer.quant_config, config(**options), experts_class, fp8.Fp8MoeBackend.TRITON)
+
+
+def modular(kind: str) -> type:
+    """Our class without routing."""
+    return (unquantized_experts if kind == "bf16" else fp8_experts).OURS[-1]
+
+
+def call(layer: Layer, made, weights: Tensor, ids: Tensor, hidden: Tensor, **options) -> Tensor:
+    """A call as vLLM's layer makes it, after its router."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    common = {"activation": MoEActivation.SILU, "global_num_experts": EXPERTS, "expert_map": None}
+    common |= {"apply_router_weight_on_input": False}
+    arguments = {"w1": layer.w1, "w2": layer.w2, "topk_weights": weights, "topk_ids": ids}
+    return made.apply(hidden_states=hidden, **(arguments | common | options))
+
+
+def call_with_logits(layer: Layer, made, logits: Tensor, bias: Tensor, hidden: Tensor, **options) -> Tensor:
+    """A call of experts that route, as vLLM's layer makes it."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    common = {"activation": MoEActivation.SILU, "global_num_experts": EXPERTS, "expert_map": None}
+    common |= {"apply_router_weight_on_input": False, "num_expert_group": GROUPS, "topk_group": TOPK_GROUP}
+    common |= {"routed_scaling_factor": SCALE, "e_score_correction_bias": bias, "routing_sink": None}
+    return made.apply_monolithic(hidden, layer.w1, layer.w2, logits, **(common | options))
+
+
+def routed(topk: int = TOPK, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
+    """Weights and ids for some tokens."""
+    ids = random(tokens, EXPERTS).topk(topk).indices.int()
+    return random(tokens, topk).abs() + 0.5, ids
+
+
+def inputs(tokens: int = TOKENS) -> Tensor:
+    return random(tokens, HIDDEN).bfloat16()
+
+
+def vllm_routes(logits: Tensor, bias: Tensor | None, **options) -> tuple[Tensor, Tensor]:
+    """What vLLM's own router answers, in order of experts."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    groups = {"use_grouped_topk": True, "num_expert_group": GROUPS, "topk_group": TOPK_GROUP, "scoring_func": "sigmoid"}
+    scale = {"routed_scaling_factor": SCALE, "e_score_correction_bias": bias}
+    router = CPURouter(TOPK, EXPERTS, **(groups | scale | options))
+    return in_order(*router.select_experts(logits, logits))
+
+
+def in_order(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    order = ids.argsort(1)
+    return weights.gather(1, order), ids.gather(1, order)
+
+
+def close(result: Tensor, wanted: Tensor) -> None:
+    """Raise unless a bf16 result is what fp32 finds, up to roundings of e4m3 that fall to the other side."""
+    assert result.dtype == torch.bfloat16
+    error = (result.float() - wanted).abs().max() / wanted.abs().max()
+    assert error < 0.02, error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_routed_tokens(kind):
+    """A layer whose tokens vLLM has routed is the plain computation, in every quantization."""
+    layer, (weights, ids), hidden = Layer(kind), routed(), inputs()
+    close(call(layer, kernel(layer, modular(kind)), weights, ids, hidden), layer.plain(hidden, weights, ids))
+    assert {op: sum(kernels.values()) for op, kernels in vllm_rocm_ops.stats().items()} == {"fused_experts": 1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_routing_too(kind):
+    """Experts that route do what vLLM's router and our other experts do."""
+    layer, hidden, logits, bias = Layer(kind), inputs(), random(TOKENS, EXPERTS), random(EXPERTS) * 0.1
+    result = call_with_logits(layer, kernel(layer, select(kind)), logits, bias, hidden)
+    close(result, layer.plain(hidden, *vllm_routes(logits, bias)))
+    assert vllm_rocm_ops.stats().keys() == {"grouped_topk", "fused_experts"}
+
+
+@pytest.mark.parametrize("kind", ["block", "bf16"])
+def test_experts_of_other_ranks(kind):
+    """Each rank adds up its own experts, given which are here; together they are all."""
+    layer, (weights, ids), hidden = Layer(kind), routed(), inputs()
+    logits, bias = random(TOKENS, EXPERTS), random(EXPERTS) * 0.1
+    routes = vllm_routes(logits, bias)
+    for here in (range(0, EXPERTS, 2), range(1, EXPERTS, 2)):
+        expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
+        expert_map[list(here)] = torch.arange(EXPERTS // 2, dtype=torch.int32)
+        share = Layer(kind)
+        share.w1, share.w2 = layer.w1[list(here)], layer.w2[list(here)]
+        if kind == "block":
+            for weight in (share.quant_config._w1, share.quant_config._w2):
+                weight.scale = weight.scale[list(here)]
+        result = call(share, kernel(share, modular(kind)), weights, ids, hidden, expert_map=expert_map)
+        close(result, layer.plain(hidden, weights, ids, within=here))
+        result = call_with_logits(share, kernel(share, select(kind)), logits, bias, hidden, expert_map=expert_map)
+        close(result, layer.plain(hidden, *routes, within=here))
+
+
+@pytest.mark.parametrize("kind", ["channel", "bf16"])
+def test_weights_on_the_input(kind):
+    """vLLM weights the input of experts that do not route; those that do weight it themselves."""
+    layer, (weights, ids), hidden = Layer(kind), routed(topk=1), inputs()
+    on_input = {"apply_router_weight_on_input": True}
+    result = call(layer, kernel(layer, modular(kind)), weights, ids, hidden, **on_input)
+    close(result, layer.plain(hidden, weights, ids, on_input=True))
+    logits, bias = random(TOKENS, EXPERTS), random(EXPERTS) * 0.1
+    made = kernel(layer, select(kind, experts_per_token=1), experts_per_token=1)
+    weights, ids = ops.grouped_topk(logits, 1, True, GROUPS, TOPK_GROUP, "sigmoid", SCALE, bias)
+    result = call_with_logits(layer, made, logits, bias, hidden, **on_input)
+    close(result, layer.plain(hidden, weights, ids, on_input=True))
+
+
+ROUTERS = {
+    "DeepSeekV3": {"renormalize": True},
+    "RenormalizeNaive": {"scoring_func": "softmax", "renormalize": True},
+    "Default": {"scoring_func": "softmax", "renormalize": False},
+    "RenormalizeNaive without groups": {"scoring_func": "softmax", "renormalize": True, "use_grouped_topk": False},
+    "Default without groups": {"scoring_func": "softmax", "renormalize": False, "use_grouped_topk": False},
+}
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_routes(router):
+    """Tokens go where vLLM's routers send them, with the same weights."""
+    from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
+
+    options, logits = dict(ROUTERS[router]), random(TOKENS, EXPERTS)
+    method, grouped = router.split()[0], "groups" not in router
+    assert method in RoutingMethodType.__members__
+    bias = random(EXPERTS) * 0.1 if method == "DeepSeekV3" else None
+    wanted = vllm_routes(logits, bias, **options)
+    groups = (GROUPS, TOPK_GROUP) if grouped else (None, None)
+    found = in_order(*routing_experts.route(routing_experts.METHODS[method], TOPK, logits, *groups, bias, SCALE))
+    assert torch.equal(found[1], wanted[1])
+    torch.testing.assert_close(found[0], wanted[0])
+
+
+@pytest.fixture
+def stock(monkeypatch):
+    """Has our classes hold experts that answer with ones and keep what they were asked."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+    class Stock(experts.Predicates, modular_kernel.FusedMoEExpertsModular):
+        calls: typing.ClassVar = []
+        expects_unquantized_inputs = False
+        schemes = ()
+
+        def workspace_shapes(self, M, N, K, topk, *others, **more):
+            return (M, topk, N), (M, topk, K), (M, K)
+
+        def finalize_weight_and_reduce_impl(self):
+            return TopKWeightAndReduceNoOP()
+
+        def apply(self, output, *arguments, **keywords):
+            names = experts.APPLY[1:]
+            self.calls.append(dict(zip(names, arguments)) | keywords)
+            output.fill_(1.0)
+
+    for ours in fp8_experts.OURS + unquantized_experts.OURS:
+        monkeypatch.setattr(ours, "stock_class", staticmethod(lambda: Stock))
+    return Stock
+
+
+FORMS = ("modular", "monolithic")
+
+
+def calls_of(
+    form: str, kind: str, stock, tokens: int = TOKENS, on_input: bool = False
+) -> tuple[Tensor, list, Layer, tuple]:
+    """One call of a layer that holds experts of vLLM's: the result, what was left to those, the layer, hidden and routes."""
+    layer, hidden, topk = Layer(kind), inputs(tokens), 1 if on_input else TOPK
+    options = {"apply_router_weight_on_input": on_input}
+    if form == "modular":
+        weights, ids = routed(topk, tokens)
+        result = call(layer, kernel(layer, modular(kind)), weights, ids, hidden, **options)
+    else:
+        logits, bias = random(tokens, EXPERTS), random(EXPERTS) * 0.1
+        ours = (unquantized_experts if kind == "bf16" else fp8_experts).OURS[0]
+        made = kernel(layer, ours, experts_per_token=topk)
+        result = call_with_logits(layer, made, logits, bias, hidden, **options)
+        weights, ids = ops.grouped_topk(logits, topk, True, GROUPS, TOPK_GROUP, "sigmoid", SCALE, bias)
+    return result, stock.calls, layer, (hidden, weights, ids)
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize("kind", ["channel", "static", "bf16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_no_kernel_takes_is_vllms(stock, form, kind, on_input):
+    """On CPU our kernels take nothing: the experts that are held get the call, as vLLM would have made it. (It cannot quantize
+    in groups there.)"""
+    from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
+
+    result, [made], layer, (hidden, weights, ids) = calls_of(form, kind, stock, on_input=on_input)
+    assert torch.equal(result, torch.ones_like(hidden))
+    if on_input:
+        hidden = hidden * weights.bfloat16()
+    quant = layer.quant_config
+    how = quant.quant_dtype, quant.per_act_token_quant, quant.block_shape
+    values, scale = moe_kernel_quantize_input(hidden, quant.a1_scale, *how)
+    assert made["hidden_states"].dtype == values.dtype
+    assert torch.equal(made["hidden_states"].float(), values.float())
+    assert scale is made["a1q_scale"] is None or torch.equal(made["a1q_scale"], scale)
+    assert made["w1"] is layer.w1
+    assert made["w2"] is layer.w2
+    assert torch.equal(made["topk_weights"], weights)
+    assert torch.equal(made["topk_ids"], ids)
+    assert made["a2_scale"] is quant.a2_scale
+    assert made["workspace13"].shape == (TOKENS, ids.shape[1], 2 * INNER)
+    assert made["workspace2"].shape == (TOKENS, ids.shape[1], HIDDEN)
+    assert made["apply_router_weight_on_input"] is on_input
+    assert "fused_experts" not in vllm_rocm_ops.stats()
+
+
+@pytest.mark.parametrize("tokens", [1, experts.MOST_TOKENS, experts.MOST_TOKENS + 1])
+@pytest.mark.parametrize("form", FORMS)
+def test_few_tokens_are_ours(stock, monkeypatch, form, tokens):
+    """With so many tokens ours runs where its kernels take them; with more, what is held."""
+    monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
+    result, left, layer, routes = calls_of(form, "channel", stock, tokens)
+    assert len(left) == (tokens > experts.MOST_TOKENS)
+    if not left:
+        close(result, layer.plain(*routes))
+
+
+def parallel(**options):
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+
+    alone = vars(FusedMoEParallelConfig.make_no_parallel())
+    return {"moe_parallel_config": FusedMoEParallelConfig(**(alone | options))}
+
+
+def method(name: str):
+    from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
+
+    return {"routing_method": RoutingMethodType[name]}
+
+
+@pytest.mark.parametrize("kind", ["block", "bf16"])
+def test_which_layers_route(kind):
+    """A layer routes itself, unless its routing is another or changes at run time."""
+    spread = {"use_ep": True, "ep_size": 2}
+    for options in ({}, parallel(tp_size=2), parallel(**spread), {"router_logits_dtype": torch.float32}):
+        assert select(kind, **options).__name__.startswith("RocmOpsRouting")
+    others = [method("Custom"), method("Simulated"), method("Unspecified"), parallel(enable_eplb=True, **spread)]
+    for options in (*others, {"num_experts": 1024}):
+        assert select(kind, **options) is modular(kind)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_kernels_take_all_that_route(arch):
+    """No layer that routes itself runs a reference of the routing ops on a GPU."""
+    most, topk = routing_experts.MOST_EXPERTS, routing_experts.MOST_TOPK
+    logits, bias = (torch.empty(*shape, most, device="meta") for shape in ((TOKENS,), ()))
+    grouped = ops.grouped_topk.explain(logits, topk, True, GROUPS, TOPK_GROUP, "sigmoid", SCALE, bias, arch=arch)
+    for explained in (grouped, ops.topk_softmax.explain(logits, topk, True, arch=arch)):
+        assert all(holds for _, holds in explained.rules), explained.rules
+
+
+def test_what_keeps_routing_with_vllm():
+    """vLLM's router reports where tokens went, and Quark's layers call no experts that route."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+    from vllm.model_executor.layers.quantization.quark import quark, quark_moe
+
+    current, base = get_current_vllm_config(), FusedMoEMethodBase.apply_monolithic
+    assert quark_moe.QuarkW8A8Fp8MoEMethod.apply_monolithic is base, "it does now: that rule can go"
+    current.quant_config = quark.QuarkConfig({}, None)
+    assert select("block") is modular("block")
+    current.quant_config = None
+    assert select("block") is not modular("block")
+    current.aux_output_config.enable_return_routed_experts = True
+    assert select("block") is modular("block")
+
+
+def test_which_layers_stay_vllms(monkeypatch):
+    """The user's choice, what the op does not compute, and tokens that move between ranks are vLLM's."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    moved = parallel(dp_size=2), parallel(dp_size=2, use_ep=True, ep_size=2), parallel(pcp_size=2)
+    refused = [
+        {"activation": MoEActivation.GELU},
+        {"has_bias": True},
+        {"swiglu_limit": 7.0},
+        {"in_dtype": torch.float32},
+        {"is_lora_enabled": True},
+        *moved,
+    ]
+
+    def is_ours(**options) -> bool:
+        from vllm.model_executor.layers.quantization.utils import quant_utils
+
+        keys = [getattr(quant_utils, name) for name in KINDS["block"]]
+        return experts.first_of(fp8_experts.OURS, config(**options), *keys) is not None
+
+    assert is_ours()
+    assert not is_ours(moe_backend="triton")
+    assert [options for options in refused if is_ours(**options)] == []
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not is_ours()

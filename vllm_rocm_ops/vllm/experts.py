@@ -1,0 +1,231 @@
+"""Our experts in vLLM's mixture-of-experts layers. They hold vLLM's own for the calls that ours leave to it.
+
+vLLM has no registry for experts: its functions that select them are wrapped, in every module that imported them. Ours come
+before all others, AITER's too, where the user named no backend and ours can serve the layer. The weights stay as loaded,
+which is vLLM's tag TRITON, and what is held are vLLM's experts for that tag. AITER's read shuffled weights, so they cannot
+be held; `--moe-backend aiter` keeps them instead of ours.
+
+Which of the two runs is decided when a call runs: on ROCm vLLM runs the whole layer in one opaque op of its own, so this is
+Python outside of compiled graphs, and a captured graph has what was decided for its batch size. On CPU, where Dynamo traces
+the layer, nothing is held and our op's reference serves.
+
+Tensor parallelism needs nothing here: a rank has its share of each expert, and vLLM sums over the ranks. With experts spread
+over ranks `expert_map` says which are here. Where tokens move between ranks, for data parallelism, vLLM keeps its own
+experts: it moves them quantized, ours would want them unquantized. Shared experts are linear layers of their own, with our
+kernels for those; vLLM folds them into the routed ones with AITER's experts only (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS),
+and such a layer stays AITER's. So the op's `shared_experts` is not reached from here. MX-FP8 experts have a selection of
+their own, which is left alone: `fused_experts` takes no scales of 32 values.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.ops.fused_experts import HALVES
+from vllm_rocm_ops.vllm import held, seam
+
+MOST_TOKENS = 64  # that ours take; where they win on AMD was not measured
+
+APPLY = (
+    *("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts"),
+    *("expert_map", "a1q_scale", "a2_scale", "workspace13", "workspace2", "expert_tokens_meta"),
+    "apply_router_weight_on_input",
+)
+"""The parameters of `FusedMoEExpertsModular.apply`."""
+
+
+def run(
+    experts,
+    theirs: Callable[[], Tensor] | None,
+    hidden: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    apply_router_weight_on_input: bool,
+) -> Tensor:
+    """`fused_experts` with the scales that vLLM keeps in `experts`, or `theirs()` where that is better."""
+    scales = experts.w1_scale, experts.w2_scale, experts.a1_scale, experts.a2_scale
+    routing = topk_weights, topk_ids, hidden.dtype
+    arguments = hidden, w1, w2, *routing, *scales, expert_map, 0, apply_router_weight_on_input
+    if theirs is None:
+        return torch.ops.vllm_rocm_ops.fused_experts(*arguments)
+    return held.ours_or(theirs, ops.fused_experts, MOST_TOKENS, *arguments)
+
+
+def probe(oracle, select: str, *parameters: str) -> None:
+    """vLLM's base class of experts, and the module that selects them, are as expected."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
+
+    base = modular_kernel.FusedMoEExpertsModular
+    seam.require_parameters(getattr(oracle, select), *parameters)
+    seam.require_parameters(oracle.backend_to_kernel_cls, "backend")
+    seam.require_parameters(base.__init__, "moe_config", "quant_config")
+    seam.require_parameters(base.apply, *APPLY)
+    seam.require_parameters(base.workspace_shapes, "M", "N", "K")
+    config = "moe_config", "weight_key", "activation_key", "activation_format"
+    seam.require_parameters(base.is_supported_config, "cls", *config)
+    seam.require_parameters(no_dp_ep._quantize_input, "a1", "quant_config", "defer_input_quant")
+    seam.require("SILU" in MoEActivation.__members__, "MoEActivation.SILU")
+
+
+def replace(theirs: Callable, ours: Callable) -> None:
+    """Put our function in the place of vLLM's, in every module that has it."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(theirs.__name__) is theirs:
+            setattr(module, theirs.__name__, ours)
+
+
+def first_of(ours: list[type], config, weight_key=None, activation_key=None) -> type | None:
+    """The first of our classes that can serve a layer; None where the user named a backend, or none can."""
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
+
+    if config.moe_backend != "auto":
+        return None
+    asked = config, weight_key, activation_key, FusedMoEActivationFormat.Standard
+    return next((candidate for candidate in ours if candidate.is_supported_config(candidate, *asked)[0]), None)
+
+
+def stock_class(oracle, backend) -> type | None:
+    """The experts that vLLM has for a backend, on ROCm; None on CPU."""
+    from vllm.platforms import current_platform
+
+    return oracle.backend_to_kernel_cls(backend)[0] if current_platform.is_rocm() else None
+
+
+def modular(name: str, schemes: tuple, oracle, backend) -> type:
+    """Our class of experts for tokens that vLLM has routed, for quantization schemes (weight key, activation key).
+
+    `apply` writes into a buffer of vLLM's, so our result is copied.
+    """
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import _quantize_input
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+    class RocmOpsExperts(Predicates, modular_kernel.FusedMoEExpertsModular):
+        def __init__(self, moe_config, quant_config):
+            super().__init__(moe_config, quant_config)
+            stock = self.stock_class()
+            self.stock = stock and stock(moe_config, quant_config)
+
+        def workspace_shapes(self, M, N, K, *others, **more):
+            if self.stock is None:
+                return (0,), (0,), (M, K)
+            return self.stock.workspace_shapes(M, N, K, *others, **more)
+
+        def finalize_weight_and_reduce_impl(self):
+            return TopKWeightAndReduceNoOP()
+
+        def apply(
+            self,
+            output,
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            activation,
+            global_num_experts,
+            expert_map,
+            a1q_scale,
+            a2_scale,
+            workspace13,
+            workspace2,
+            expert_tokens_meta,
+            apply_router_weight_on_input,
+        ):
+            def theirs() -> Tensor:
+                quantized, scale = _quantize_input(
+                    hidden_states, self.quant_config, self.stock.expects_unquantized_inputs
+                )
+                self.stock.apply(
+                    output,
+                    quantized,
+                    w1,
+                    w2,
+                    topk_weights,
+                    topk_ids,
+                    activation,
+                    global_num_experts,
+                    expert_map,
+                    scale,
+                    a2_scale,
+                    workspace13,
+                    workspace2,
+                    expert_tokens_meta,
+                    apply_router_weight_on_input,
+                )
+                return output
+
+            # What is to be weighted on input has been, by vLLM.
+            weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+            leave = None if self.stock is None else theirs
+            result = run(self, leave, hidden_states, w1, w2, weights, topk_ids, expert_map, False)
+            if result is not output:
+                output.copy_(result)
+
+    return finished(RocmOpsExperts, name, schemes, oracle, backend)
+
+
+def finished(made: type, name: str, schemes: tuple, oracle, backend) -> type:
+    """A class of experts with its name, and what `Predicates` asks for."""
+    made.__name__ = made.__qualname__ = name
+    made.schemes, made.stock_class = schemes, staticmethod(lambda: stock_class(oracle, backend))
+    return made
+
+
+class Predicates:
+    """What our experts answer when vLLM asks what they serve. `schemes` are pairs of weight and activation key, `stock_class()`
+    is what they hold."""
+
+    @property
+    def expects_unquantized_inputs(self):
+        return True
+
+    @staticmethod
+    def activation_format():
+        from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
+
+        return FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def is_supported_config(experts_class, moe_config, weight_key, activation_key, activation_format):
+        from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
+
+        asked = moe_config, weight_key, activation_key, activation_format
+        supported, why = FusedMoEExperts.is_supported_config(experts_class, *asked)
+        if not supported:
+            return supported, why
+        extras = ("has_bias", "swiglu_limit", "swiglu_alpha", "swiglu_beta", "aiter_fmoe_shared_expert_enabled")
+        extra = next((name for name in extras if getattr(moe_config, name)), None)
+        if extra or moe_config.in_dtype not in HALVES:
+            return False, f"{experts_class.__name__} does not support {extra or moe_config.in_dtype}"
+        stock = experts_class.stock_class()
+        return (True, None) if stock is None else stock.is_supported_config(stock, *asked)
+
+    @staticmethod
+    def _supports_current_device():
+        return True
+
+    @staticmethod
+    def _supports_no_act_and_mul():
+        return False
+
+    @classmethod
+    def _supports_quant_scheme(cls, weight_key, activation_key):
+        return (weight_key, activation_key) in cls.schemes
+
+    @staticmethod
+    def _supports_activation(activation):
+        return activation.name == "SILU"
+
+    @staticmethod
+    def _supports_parallel_config(config):
+        moves_tokens = config.use_all2all_kernels or getattr(config, "use_passthrough_all2all", False)
+        return not moves_tokens and config.dp_size == 1 and config.pcp_size == 1

@@ -1,0 +1,56 @@
+"""Seam: FP8 experts run our `fused_experts` for few tokens, see experts.py: with scales per 128x128 block, tensor or channel.
+
+Activations are quantized as vLLM does, but for the dynamic scheme per tensor: ours have one scale per token then.
+"""
+
+from vllm_rocm_ops.vllm import experts, seam
+
+OURS: list[type] = []
+"""Our classes, the first to be asked first."""
+
+
+def probe() -> None:
+    """vLLM's selection of FP8 experts and their base class are as expected."""
+    from vllm.model_executor.layers.fused_moe.oracle import fp8
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    experts.probe(fp8, "select_fp8_moe_backend", "config", "weight_key", "activation_key")
+    seam.require("TRITON" in fp8.Fp8MoeBackend.__members__, "Fp8MoeBackend.TRITON")
+    for weight, activation in SCHEMES:
+        seam.require(hasattr(quant_utils, weight) and hasattr(quant_utils, activation), f"{weight} and {activation}")
+
+
+SCHEMES = (
+    ("kFp8Static128BlockSym", "kFp8Dynamic128Sym"),
+    ("kFp8StaticChannelSym", "kFp8DynamicTokenSym"),
+    ("kFp8StaticTensorSym", "kFp8DynamicTokenSym"),
+    ("kFp8StaticTensorSym", "kFp8DynamicTensorSym"),
+    ("kFp8StaticTensorSym", "kFp8StaticTensorSym"),
+)
+"""vLLM's names of what weights and activations can be."""
+
+
+def install() -> None:
+    """Ask our experts first."""
+    from vllm.model_executor.layers.fused_moe.oracle import fp8
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    schemes = tuple(tuple(getattr(quant_utils, key) for key in scheme) for scheme in SCHEMES)
+    OURS.append(experts.modular("RocmOpsFp8Experts", schemes, fp8, fp8.Fp8MoeBackend.TRITON))
+    theirs = fp8.select_fp8_moe_backend
+
+    def select_fp8_moe_backend(config, weight_key, activation_key, *others, **more):
+        ours = experts.first_of(OURS, config, weight_key, activation_key)
+        if ours is None:
+            return theirs(config, weight_key, activation_key, *others, **more)
+        return fp8.Fp8MoeBackend.TRITON, ours
+
+    experts.replace(theirs, select_fp8_moe_backend)
+
+
+SEAM = seam.Seam(
+    name="fp8_experts",
+    replaces="select_fp8_moe_backend of fused_moe/oracle/fp8.py",
+    probe=probe,
+    install=install,
+)

@@ -1,0 +1,166 @@
+"""Seam: our experts route tokens too, where vLLM lets them: `grouped_topk` or `topk_softmax`, then `fused_experts`.
+
+vLLM calls such experts monolithic. Against the seams fp8_experts and unquantized_experts alone, whose classes it puts itself
+before, that saves the kernels of vLLM's routing and two copies of the result. Layers that are balanced over ranks while they
+run, report where tokens went, or were quantized by Quark are routed by vLLM.
+"""
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.ops.fused_experts import HALVES
+from vllm_rocm_ops.vllm import experts, fp8_experts, seam, unquantized_experts
+
+MOST_EXPERTS, MOST_TOPK = 512, 32  # of a layer; the kernels of both ops take as many
+
+METHODS = {"DeepSeekV3": ("sigmoid", True), "RenormalizeNaive": ("softmax", True), "Default": ("softmax", False)}
+"""Of vLLM's methods of routing: how logits become scores, and whether the weights of a token are to sum to one."""
+
+APPLY = (
+    *("hidden_states", "w1", "w2", "router_logits", "activation", "global_num_experts", "expert_map", "a1q_scale"),
+    *("apply_router_weight_on_input", "num_expert_group", "e_score_correction_bias", "routed_scaling_factor"),
+    "topk_group",
+)
+"""The parameters of `FusedMoEExpertsMonolithic.apply`."""
+
+
+def route(
+    method: tuple[str, bool],
+    topk: int,
+    router_logits: Tensor,
+    num_expert_group: int | None,
+    topk_group: int | None,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Weights and ids, as vLLM's router gives them for these arguments of a layer."""
+    scoring_func, renormalize = method
+    if bias is None and (not num_expert_group or (num_expert_group == 1 and scale == 1.0)):
+        weights, ids = torch.ops.vllm_rocm_ops.topk_softmax(router_logits, topk, renormalize)
+        padding = is_padding(len(ids)) if ids.is_cuda else None
+        return weights, ids if padding is None else ids.masked_fill(padding[:, None], -1)
+    groups, among = num_expert_group or 1, router_logits.shape[-1]
+    groups = (groups, topk_group) if groups < among and among % groups == 0 else (1, 1)
+    return torch.ops.vllm_rocm_ops.grouped_topk(router_logits, topk, renormalize, *groups, scoring_func, scale, bias)
+
+
+def is_padding(tokens: int) -> Tensor | None:
+    """Which tokens only fill a captured graph: vLLM's routers without groups send them to no expert."""
+    from vllm.model_executor.layers.fused_moe.router import fused_topk_router
+
+    return fused_topk_router._get_padding_mask(tokens)
+
+
+def kept_by() -> str:
+    """What of vLLM's configuration keeps routing with vLLM; empty if nothing does."""
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config()
+    outputs = getattr(config, "aux_output_config", config.model_config)  # from 0.31 on; before
+    if getattr(outputs, "enable_return_routed_experts", False):
+        return "a report of where tokens went"
+    quark = config.quant_config is not None and config.quant_config.get_name() == "quark"
+    return "a layer of Quark's, which calls no experts that route" if quark else ""
+
+
+def monolithic(modular: type) -> type:
+    """Our class of experts that route tokens, for what a modular one serves."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
+
+    class RocmOpsRoutingExperts(experts.Predicates, modular_kernel.FusedMoEExpertsMonolithic):
+        schemes, stock_class = modular.schemes, staticmethod(modular.stock_class)
+
+        def __init__(self, moe_config, quant_config):
+            super().__init__(moe_config, quant_config)
+            self.method, self.topk = METHODS[moe_config.routing_method.name], moe_config.experts_per_token
+            stock, self.stock = self.stock_class(), None
+            if stock is not None:
+                prepare = no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular()
+                self.stock = modular_kernel.FusedMoEKernel(prepare, stock(moe_config, quant_config))
+
+        @staticmethod
+        def is_supported_config(experts_class, moe_config, weight_key, activation_key, activation_format):
+            if moe_config.num_experts > MOST_EXPERTS or moe_config.experts_per_token > MOST_TOPK:
+                return False, f"{experts_class.__name__} does not support that many experts"
+            if kept_by():
+                return False, f"{experts_class.__name__} does not support {kept_by()}"
+            asked = moe_config, weight_key, activation_key, activation_format
+            return experts.Predicates.is_supported_config(experts_class, *asked)
+
+        @staticmethod
+        def _supports_routing_method(routing_method, weight_key, activation_key):
+            return routing_method.name in METHODS
+
+        @staticmethod
+        def _supports_router_logits_dtype(router_logits_dtype, routing_method):
+            return router_logits_dtype in (*HALVES, torch.float32)
+
+        @staticmethod
+        def _supports_parallel_config(config):
+            return experts.Predicates._supports_parallel_config(config) and not config.enable_eplb
+
+        def apply(
+            self,
+            hidden_states,
+            w1,
+            w2,
+            router_logits,
+            activation,
+            global_num_experts,
+            expert_map,
+            a1q_scale,
+            apply_router_weight_on_input,
+            num_expert_group=None,
+            e_score_correction_bias=None,
+            routed_scaling_factor=None,
+            topk_group=None,
+            routing_replay_out=None,
+        ):
+            scale = 1.0 if routed_scaling_factor is None else routed_scaling_factor
+            groups = num_expert_group, topk_group, e_score_correction_bias, scale
+            weights, ids = route(self.method, self.topk, router_logits, *groups)
+
+            def theirs() -> Tensor:
+                how = activation, global_num_experts, expert_map, apply_router_weight_on_input
+                return self.stock.apply(hidden_states, w1, w2, weights, ids, *how)
+
+            leave = None if self.stock is None else theirs
+            return experts.run(
+                self, leave, hidden_states, w1, w2, weights, ids, expert_map, apply_router_weight_on_input
+            )
+
+    RocmOpsRoutingExperts.__name__ = RocmOpsRoutingExperts.__qualname__ = modular.__name__.replace("Ops", "OpsRouting")
+    return RocmOpsRoutingExperts
+
+
+def probe() -> None:
+    """One of the seams whose classes this one comes before is on, and vLLM's class of such experts is as expected."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
+    from vllm.model_executor.layers.fused_moe.router import fused_topk_router
+
+    if not fp8_experts.OURS + unquantized_experts.OURS:
+        raise seam.Unavailable("it needs fp8_experts or unquantized_experts")
+    seam.require_parameters(modular_kernel.FusedMoEExpertsMonolithic.apply, *APPLY)
+    calls = "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts", "expert_map"
+    seam.require_parameters(modular_kernel.FusedMoEKernel.apply, *calls, "apply_router_weight_on_input")
+    seam.require_parameters(modular_kernel.FusedMoEKernel.__init__, "prepare_finalize", "fused_experts")
+    seam.require_parameters(no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular)
+    seam.require_parameters(fused_topk_router._get_padding_mask, "num_tokens")
+    seam.require(METHODS.keys() <= set(RoutingMethodType.__members__), f"RoutingMethodType with {', '.join(METHODS)}")
+
+
+def install() -> None:
+    """Ask ours that route first."""
+    for ours in (fp8_experts.OURS, unquantized_experts.OURS):
+        ours[:0] = [monolithic(modular) for modular in ours]
+
+
+SEAM = seam.Seam(
+    name="routing_experts",
+    replaces="routing in the layers of fp8_experts and unquantized_experts",
+    probe=probe,
+    install=install,
+)

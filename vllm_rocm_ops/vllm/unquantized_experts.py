@@ -1,0 +1,37 @@
+"""Seam: experts in bf16 and fp16 run our `fused_experts` for few tokens, see experts.py."""
+
+from vllm_rocm_ops.vllm import experts, seam
+
+OURS: list[type] = []
+"""Our classes, the first to be asked first."""
+
+
+def probe() -> None:
+    """vLLM's selection of unquantized experts and their base class are as expected."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    experts.probe(unquantized, "select_unquantized_moe_backend", "moe_config")
+    seam.require("TRITON" in unquantized.UnquantizedMoeBackend.__members__, "UnquantizedMoeBackend.TRITON")
+
+
+def install() -> None:
+    """Ask our experts first."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    backend = unquantized.UnquantizedMoeBackend.TRITON
+    OURS.append(experts.modular("RocmOpsUnquantizedExperts", ((None, None),), unquantized, backend))
+    theirs = unquantized.select_unquantized_moe_backend
+
+    def select_unquantized_moe_backend(moe_config):
+        ours = experts.first_of(OURS, moe_config)
+        return theirs(moe_config) if ours is None else (backend, ours)
+
+    experts.replace(theirs, select_unquantized_moe_backend)
+
+
+SEAM = seam.Seam(
+    name="unquantized_experts",
+    replaces="select_unquantized_moe_backend of fused_moe/oracle/unquantized.py",
+    probe=probe,
+    install=install,
+)
