@@ -271,6 +271,69 @@ BUGS = {
         "gfx950",
         "barrier",
     ),
+    "weights of another expert": (
+        "ops/fused_experts_tiled.hip",
+        "p.b + run.expert * p.b_expert",
+        "p.b + (run.expert ^ 1) * p.b_expert",
+        ops.fused_experts,
+        "bf16-m70",
+        "gfx942",
+        "error",
+    ),
+    "last pair dropped": (
+        "ops/fused_experts_tiled.hip",
+        "first + of_wave : ids;",
+        "first + of_wave : ids - 1;",
+        ops.fused_experts,
+        "bf16-m70",
+        "gfx950",
+        "error",
+    ),
+    "weight applied twice": (
+        "ops/fused_experts_tiled.hip",
+        "high += __builtin_bit_cast(f32x4, second) * weight;",
+        "high += __builtin_bit_cast(f32x4, second) * weight * weight;",
+        ops.fused_experts,
+        "bf16-m70",
+        "gfx942",
+        "error",
+    ),
+    "tiles of the last expert not counted": (
+        "ops/fused_experts_tiled.hip",
+        "i32x4{position + count, tile + tiles, 0, 0}",
+        "i32x4{position + count, tile, 0, 0}",
+        ops.fused_experts,
+        "bf16-m70",
+        "gfx942",
+        "error",
+    ),
+    "counts read before they are there": (
+        "ops/fused_experts_tiled.hip",
+        "block_barrier();  // hazard: counts are read",
+        "// counts are read",
+        ops.fused_experts,
+        "bf16-m70",
+        "gfx942",
+        "barrier",
+    ),
+    "gate scales for up rows": (
+        "ops/fused_experts_tiled.hip",
+        "block_of(rows_n + wave_n + j",
+        "block_of(wave_n + j",
+        ops.fused_experts,
+        "block-m65",
+        "gfx950",
+        "error",
+    ),
+    "scale of the next run": (
+        "ops/fused_experts_quantize.hip",
+        "i64(row) * runs + first / kLanes",
+        "i64(row) * runs + (first / kLanes + 1) % runs",
+        ops.fused_experts,
+        "block-m65",
+        "gfx942",
+        "error",
+    ),
     "weight before the rounding": (
         "ops/rms_norm.hip",
         "normalize<T, !kRounded>(exact[i]",
@@ -370,6 +433,69 @@ BUGS = {
         "gfx942",
         "error",
     ),
+    "expert of the neighbour": (
+        "ops/fused_experts.hip",
+        "p.weights + item.expert * p.expert_bytes",
+        "p.weights + (item.expert ^ 1) * p.expert_bytes",
+        ops.fused_experts,
+        "block",
+        "gfx942",
+        "error",
+    ),
+    "last pair not among the items": (
+        "ops/fused_experts.hip",
+        "lists.items[items] = pairs;",
+        "lists.items[items] = pairs - 1;",
+        ops.fused_experts,
+        "block-m1",
+        "gfx950",
+        "error",
+    ),
+    "tokens past a tile forgotten": (
+        "ops/fused_experts.hip",
+        "rank % kItem == 0;",
+        "rank == 0;",
+        ops.fused_experts,
+        "block-m17-one-expert",
+        "gfx942",
+        "error",
+    ),
+    "router weight on input and output": (
+        "ops/fused_experts.hip",
+        "const float weight = p.weigh ? lists.router[pair] : 1.0f;",
+        "const float weight = lists.router[pair];",
+        ops.fused_experts,
+        "block-input-weight",
+        "gfx950",
+        "error",
+    ),
+    "repeated expert as a pair of its own": (
+        "ops/fused_experts.hip",
+        "if (other < slot) expert = kNone;",
+        "if (other < slot) continue;",
+        ops.fused_experts,
+        "block-repeated",
+        "gfx942",
+        "error",
+    ),
+    "gate and up sums without a barrier": (
+        "ops/fused_experts.hip",
+        "block_barrier();  // hazard: the waves' sums are read before they are written\n    // Each",
+        "// Each",
+        ops.fused_experts,
+        "bf16",
+        "gfx942",
+        "read here",
+    ),
+    "sums of a wave missing": (
+        "ops/fused_experts.hip",
+        "for (int w = 0; w < mma::kWaves; ++w) total",
+        "for (int w = 1; w < mma::kWaves; ++w) total",
+        ops.fused_experts,
+        "fp16",
+        "gfx950",
+        "error",
+    ),
 }
 
 
@@ -389,10 +515,10 @@ def test_planted_bug_is_caught(bug, source_copy, monkeypatch):
     case = next(c for c in the_op.cases() if c.name == case_name)
     emulator = Emulator(arch)
     arguments = case.make("cpu", generator_of(case.name), emulator.arch.fp8_dtype)
-    module = the_op.explain(*arguments, arch=arch).launches[0].module
+    modules = {l.module for l in the_op.explain(*arguments, arch=arch).launches}
     try:
         path.write_text(original.replace(text, replacement))
-        build = [sys.executable, source_copy / "csrc" / "build.py", "--arch", arch, module]
+        build = [sys.executable, source_copy / "csrc" / "build.py", "--arch", arch, *modules]
         subprocess.run(build, check=True, capture_output=True)
     finally:
         path.write_text(original)
