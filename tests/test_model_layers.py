@@ -48,6 +48,29 @@ def test_deepseek_at_tp8():
     assert layers["q_a norm"] == [("rms_norm_per_block_quant", 1536, 61)]
 
 
+@pytest.mark.parametrize(
+    ("tp", "ep", "here", "intermediate"),
+    [(8, None, 256, 256), (8, 0, 32, 2048), (1, 8, 32, 2048), (1, None, 256, 2048)],
+)
+def test_experts_are_divided_or_stay_whole(tp, ep, here, intermediate):
+    by_layer = {call.layer: call for call in calls(read("deepseek-v3"), tp, ep)}
+    experts, routing = by_layer["experts"], by_layer["routing"]
+    a = experts.op.Arguments(*experts.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
+    assert experts.count == routing.count == 58 and a.topk_ids.shape == (3, 8)
+    assert a.w1.shape == (here, 2 * intermediate, 7168) and a.w2.shape == (here, 7168, intermediate)
+    assert a.w1_scale.shape == (here, 2 * intermediate // 128, 56) and (a.expert_map is None) == (here == 256)
+    a = routing.op.Arguments(*routing.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
+    assert (a.topk, a.renormalize, a.num_expert_group, a.topk_group) == (8, True, 8, 4)
+    assert (a.scoring_func, a.routed_scaling_factor) == ("sigmoid", 2.5) and a.e_score_correction_bias.shape == (256,)
+
+
+def test_each_token_goes_to_experts_of_its_own():
+    experts = next(call for call in calls(read("tiny-deepseek-v3-fp8"), 1, 4) if call.layer == "experts")
+    a = experts.op.Arguments(*experts.case(50).make("cpu", torch.Generator().manual_seed(0), torch.float8_e4m3fn))
+    assert all(len(set(row)) == len(row) for row in a.topk_ids.tolist())
+    assert a.expert_map.tolist() == [0, 1, 2, 3] + 12 * [-1] and {*a.topk_ids.flatten().tolist()} == set(range(16))
+
+
 def test_weights_add_up_to_the_model():
     """405.85 billion parameters less the embedding's 2.10; the ranks of TP 8 have an eighth each."""
     for tp in (1, 8):
@@ -176,6 +199,11 @@ def test_unknown_models_are_refused(tmp_path):
         ({"num_key_value_heads": 6}, 4, "tp must divide num_key_value_heads=6 or be a multiple of it, got 4"),
         ({"quantization_config": {"quant_method": "awq"}}, 1, "quant_method must be one of fp8, .*, got awq"),
         (
+            {"architectures": ["DeepseekV3ForCausalLM"]},
+            1,
+            "the configuration of DeepseekV3ForCausalLM lacks q_lora_rank",
+        ),
+        (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
             1,
             "blocks of the weight must be 128 x 128, got 64 x 64",
@@ -192,3 +220,8 @@ def test_a_missing_size_is_named():
     del config["hidden_size"]
     with pytest.raises(ValueError, match="the configuration of LlamaForCausalLM lacks hidden_size"):
         calls(config)
+
+
+def test_experts_that_cannot_be_divided_so_are_refused():
+    with pytest.raises(ValueError, match="ep must divide n_routed_experts=256, got 7"):
+        calls(read("deepseek-v3"), 1, 7)

@@ -1,8 +1,8 @@
 """What one rank calls in a step of a model: each op with its arguments, from a Hugging Face config.json and the division.
 
-`calls(read(model), tp, ep)` lists them as vLLM with this package runs them: linear layers, and the norms and activations
-around them, which quantise for the one linear that reads their result (see vllm/models.py). What runs no op of ours is
-left out: attention, rotary embeddings, collectives, and in DeepSeek the bf16 products that latent attention absorbs.
+`calls(read(model), tp, ep)` lists them as vLLM with this package runs them: linear layers; the norms and activations around
+them, which quantise for the one linear that reads their result (see vllm/models.py); routing and experts. What runs no op of
+ours is left out: attention, rotary embeddings, collectives, and in DeepSeek the bf16 products that latent attention absorbs.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def read(model: str) -> dict:
 
 def calls(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
     """All calls of one rank, equal ones once with their count. Layers are divided over `tp` GPUs; routed experts too, or,
-    whole, over `ep` GPUs. Raises ValueError for a model that is not known or cannot be divided so."""
+    whole, over `ep` GPUs, 0 for those of `tp`. Raises ValueError for a model that is not known or cannot be divided so."""
     names = config["architectures"]
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if family is None:
@@ -123,7 +123,7 @@ class _Model:
     """A configuration and how it is divided."""
 
     def __init__(self, config: dict, tp: int, ep: int | None):
-        self.config, self.tp, self.ep = config, tp, ep or tp
+        self.config, self.tp, self.ep = config, tp, tp if ep == 0 else ep
         self.hidden: int = config["hidden_size"]
         name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
         self.dtype = torch.float16 if name == "float16" else torch.bfloat16
@@ -182,6 +182,25 @@ class _Model:
         yield self.activation(f"{layer}SwiGLU", intermediate, down)
         yield self.linear(f"{layer}down", self.hidden, intermediate, down)
 
+    def experts(self, module: str) -> Iterator[LayerCall]:
+        """The choice of experts for each token, and the experts that the rank has of all."""
+        experts, topk = self["n_routed_experts"], self["num_experts_per_tok"]
+        groups = self.config.get("n_group") or 1, self.config.get("topk_group") or 1
+        scoring, scale = self.config.get("scoring_func", "softmax"), self.config.get("routed_scaling_factor", 1.0)
+        has_bias = self.config.get("topk_method") == "noaux_tc"
+        how = experts, topk, bool(self.config.get("norm_topk_prob")), *groups, scoring, scale, has_bias
+        yield self._call("routing", ops.grouped_topk, _routing, *how)
+        here, intermediate = experts, self["moe_intermediate_size"]
+        if self.ep is None:
+            intermediate = self.part("moe_intermediate_size")
+        elif self.ep < 1 or experts % self.ep:
+            raise ValueError(f"ep must divide n_routed_experts={experts}, got {self.ep}")
+        else:
+            here = experts // self.ep
+        quantization = self.quantization(*(f"{module}.0.{name}_proj" for name in ("gate", "up", "down")))
+        sizes = experts, here, topk, self.hidden, intermediate
+        yield self._call("experts", ops.fused_experts, _experts, *sizes, quantization)
+
     def head(self) -> Iterator[LayerCall]:
         """What follows the layers."""
         yield self.norm("final norm", self.hidden)
@@ -236,6 +255,7 @@ def _deepseek(model: _Model) -> Iterator[LayerCall]:
         if _has_experts(model, i):
             yield model.norm("post-attention norm", model.hidden)  # read by the router and by experts
             yield model.linear("router", model["n_routed_experts"], model.hidden, UNQUANTIZED)
+            yield from model.experts(f"{module}.mlp.experts")
             if model.config.get("n_shared_experts"):
                 intermediate = model.part("moe_intermediate_size") * model["n_shared_experts"]
                 yield from model.mlp("shared ", f"{module}.mlp.shared_experts", intermediate)
@@ -373,3 +393,32 @@ def _static_activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
 
 def _dynamic_activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
     return inputs.values(tokens, 2 * hidden), inputs.fp8_dtype
+
+
+def _routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool, *rest) -> tuple:
+    *how, has_bias = rest
+    return inputs.values(tokens, experts), topk, renormalize, *how, inputs.scales(experts) if has_bias else None
+
+
+def _experts(
+    tokens: int, inputs: Inputs, experts: int, here: int, topk: int, hidden: int, intermediate: int, quantization: str
+) -> tuple:
+    """Each token goes to `topk` of all experts, all as likely; the rank has the first of them."""
+    w1, w2 = (here, 2 * intermediate, hidden), (here, hidden, intermediate)
+    weight_dtype = None if quantization == UNQUANTIZED else inputs.fp8_dtype
+
+    def scale(weight: tuple[int, int, int]) -> Tensor | None:
+        if quantization == UNQUANTIZED:
+            return None
+        _, n, k = weight
+        of_one = {BLOCKS: (-(-n // BLOCK), -(-k // BLOCK)), TOKEN: (n,)}.get(quantization, ())
+        return inputs.scales(here, *of_one)
+
+    weights, ids = inputs.scales(tokens, experts).topk(topk)
+    expert_map = None
+    if here < experts:
+        numbers = torch.arange(experts, dtype=torch.int32, device=weights.device)
+        expert_map = torch.where(numbers < here, numbers, -1)
+    static = [inputs.scales(1) if quantization == STATIC else None for _ in range(2)]
+    values = inputs.values(tokens, hidden), *(inputs.values(*size, dtype=weight_dtype) for size in (w1, w2))
+    return *values, weights, ids.int(), inputs.dtype, scale(w1), scale(w2), *static, expert_map
