@@ -11,6 +11,7 @@ from vllm_rocm_ops.vllm.peers import OTHERS, PYTORCH, ROWS, peers, vllm_call
 
 TINY = ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8")
 CALLS = [call for model in TINY for call in model_layers.calls(model_layers.read(model)) if call.count]
+ON_GPUS = (ops.block_scaled_mm, ops.fused_experts)  # alone PyTorch multiplies so, or nothing of it does
 GENERATOR = torch.Generator().manual_seed(0)
 
 
@@ -20,7 +21,7 @@ def test_peers_are_named_after_ops():
 
 
 @pytest.mark.parametrize(
-    "call", [c for c in CALLS if c.op is not ops.block_scaled_mm], ids=lambda call: f"{call.op.name}-{call.layer}"
+    "call", [c for c in CALLS if c.op not in ON_GPUS], ids=lambda call: f"{call.op.name}-{call.layer}"
 )
 def test_every_op_has_pytorch_as_a_peer_that_computes_the_same(call):
     arguments = call.case(4).make("cpu", GENERATOR, torch.float8_e4m3fn)
@@ -70,3 +71,25 @@ def test_vllms_own_ops_on_cpu_compute_the_same():
             torch.testing.assert_close(mine.float(), other.float(), rtol=2e-2, atol=2e-2)
         tried.append(call.op.name)
     assert {"rms_norm", "fused_add_rms_norm", "silu_and_mul"} <= set(tried), tried
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllms_routing_is_the_same():
+    call = next(call for call in CALLS if call.op is ops.grouped_topk)
+    logits, *how = call.case(16).make("cpu", GENERATOR, torch.float8_e4m3fn)
+    arguments = logits.float(), *how  # of bf16, vLLM's plain PyTorch makes bf16
+    ours = call.op(*arguments)
+    peer = peers(call.op)["vllm"]
+    theirs = peer.call(*peer.prepare(*arguments))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.sort(1).values, other.sort(1).values.to(mine.dtype), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("model", ["tiny-deepseek-v3", "tiny-deepseek-v3-fp8"])
+def test_vllms_experts_get_what_they_take(model):
+    call = next(call for call in model_layers.calls(model_layers.read(model), 1, 4) if call.op is ops.fused_experts)
+    arguments = call.case(5).make("cpu", GENERATOR, torch.float8_e4m3fn)
+    tensors, how = peers(call.op)["vllm"].prepare(*arguments)
+    assert tensors[0].shape == (5, 512) and how["global_num_experts"] == 16 and how["expert_map"] is arguments[10]
+    assert how["quant_config"].block_shape == ([128, 128] if model.endswith("fp8") else None)

@@ -11,7 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_rocm_ops import ops
 from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.ops.fused_experts import scheme
+from vllm_rocm_ops.ops.gemm import BLOCK
 
 
 class Peer(NamedTuple):
@@ -20,9 +23,6 @@ class Peer(NamedTuple):
 
     call: Callable[..., object]
     prepare: Callable[..., tuple] = lambda *arguments: arguments
-
-
-FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError)
 
 
 def peers(op: Op) -> dict[str, Peer]:
@@ -141,7 +141,7 @@ def _rocm_tensorwise(a, b, sa, sb, dtype, bias=None):
 
 def _triton_blocks(a, b, sa, sb, dtype):
     kernels = importlib.import_module("vllm.model_executor.layers.quantization.utils.fp8_utils")
-    return kernels.w8a8_triton_block_scaled_mm(a, b, sa, sb, [128, 128], dtype)
+    return kernels.w8a8_triton_block_scaled_mm(a, b, sa, sb, [BLOCK, BLOCK], dtype)
 
 
 def _aiter_rows(a, b, sa, sb, dtype, bias=None):
@@ -168,6 +168,40 @@ def _rocm_unquantized(x, weight, bias=None):
     return torch.ops.vllm.rocm_unquantized_gemm(x, weight, bias)
 
 
+# Mixtures of experts
+
+
+def _vllm_experts(*arguments) -> tuple:
+    """What vLLM's functional fused experts take, with its default tiles or those of the files that it ships."""
+    a = ops.fused_experts.Arguments(*arguments)
+    _require(a.shared_experts == 0, "shared experts as experts of their own")
+    config = importlib.import_module("vllm.model_executor.layers.fused_moe.config")
+    workspace = importlib.import_module("vllm.v1.worker.workspace")
+    if not workspace.is_workspace_manager_initialized():
+        workspace.init_workspace_manager(a.w1.device)
+    kind = scheme(a.w1, a.w1_scale)
+    quantization = config.FUSED_MOE_UNQUANTIZED_CONFIG
+    if kind != "none":
+        how = {"per_act_token_quant": kind == "channel", "per_out_ch_quant": kind == "channel"}
+        how["block_shape"] = [BLOCK, BLOCK] if kind == "block" else None
+        quantization = config.fp8_w8a8_moe_quant_config(a.w1_scale, a.w2_scale, a.hidden_scale, a.act_scale, **how)
+    common = {"quant_config": quantization, "expert_map": a.expert_map}
+    if a.expert_map is not None:
+        common["global_num_experts"] = len(a.expert_map)
+    common["apply_router_weight_on_input"] = a.apply_router_weight_on_input
+    return (a.hidden, a.w1, a.w2, a.topk_weights, a.topk_ids), common
+
+
+def _call_vllm_experts(tensors: tuple, common: dict):
+    kernels = importlib.import_module("vllm.model_executor.layers.fused_moe.fused_moe")
+    return kernels.fused_experts(*tensors, **common)
+
+
+def _vllm_grouped_topk(gating_output, *how):
+    router = importlib.import_module("vllm.model_executor.layers.fused_moe.router.grouped_topk_router")
+    return router.grouped_topk(gating_output, gating_output, *how)
+
+
 def _has_cutlass() -> bool:
     load()
     return hasattr(torch.ops._C, "cutlass_scaled_mm")
@@ -189,6 +223,7 @@ PYTORCH: dict[str, dict[str, Peer]] = {
     "scaled_mm": {"torch": Peer(_torch_scaled), "torch tensorwise": Peer(_torch_tensorwise)},
     "block_scaled_mm": {"torch": Peer(_torch_blocks, _column_major)},
     "unquantized_gemm": {"torch": Peer(torch.nn.functional.linear)},
+    "fused_experts": {},  # the reference goes through all experts, one by one
 }
 OTHERS: dict[str, tuple[tuple[str, Peer, Callable[[], bool]], ...]] = {
     "scaled_mm": (
@@ -203,5 +238,7 @@ OTHERS: dict[str, tuple[tuple[str, Peer, Callable[[], bool]], ...]] = {
         ("vllm triton", Peer(_triton_blocks), _has_vllm),
         ("aiter", Peer(_aiter_blocks), _has_aiter),
     ),
+    "fused_experts": (("vllm", Peer(_call_vllm_experts, _vllm_experts), _has_vllm),),
+    "grouped_topk": (("vllm", Peer(_vllm_grouped_topk), _has_vllm),),
     "unquantized_gemm": (("vllm rocm", Peer(_rocm_unquantized), _has_vllm_rocm),),
 }
