@@ -244,6 +244,13 @@ def test_what_no_kernel_takes_is_counted():
     assert refused and all("M is at most 64" in why for why in refused.values())
 
 
+def test_nothing_is_tuned_without_code(monkeypatch, tmp_path):
+    """Else all configurations were the reference, and as fast as each other."""
+    monkeypatch.setattr(launch, "CODE", tmp_path)
+    found, refused = tune.problems(model_layers.calls(config_of_model()), (8,), ScriptedClock.arch)
+    assert found == [] and all("no code object of" in why for why in refused.values())
+
+
 def test_a_problem_of_many_layers_is_one():
     """The first layer's norm and the others' have one key: that of the call of which there are more is measured."""
     norms = problems_of(ops.rms_norm_per_block_quant)

@@ -73,7 +73,7 @@ def run(
         generator = correctness.generator_of(case.name)
         arguments = case.make("cpu", generator, fp8_dtype)
         on_device = tuple(correctness.clone(value, device) for value in arguments)
-        explained = op.explain(*on_device, arch=clock and clock.arch)
+        explained = op.explain(*on_device, arch=clock and clock.arch, require_code=True)
         kernel = " + ".join(launch.symbol for launch in explained.launches) or explained.source
         if profile:
             for _ in range(PROFILED_CALLS):

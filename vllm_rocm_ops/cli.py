@@ -123,13 +123,8 @@ def find_vllm() -> dict:
 
 def what_runs(op: Op, arch: str) -> str:
     """The kernel that the op's first case runs on `arch`, or "fallback: why"."""
-    explained = explain(op, arch)
-    if not explained.launches:
-        return explained.source
-    for launch in explained.launches:
-        if not launches.code_object(launch.module, arch).exists():
-            return f"fallback: no code object of {launch.module} for {arch}"
-    return " + ".join(launch.symbol for launch in explained.launches)
+    explained = explain(op, arch, require_code=True)
+    return " + ".join(launch.symbol for launch in explained.launches) or explained.source
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:
@@ -213,6 +208,12 @@ def explain(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype |
 
     arguments = {k: like(v) if isinstance(v, torch.Tensor) else v for k, v in example._asdict().items()}
     return op.explain(**(arguments | given), arch=arch)
+
+
+def usual_arch() -> str:
+    """The architecture of this machine's first GPU if there are kernels for it, else the first of all."""
+    arch = archs.of_device(0) if torch.cuda.is_available() else None
+    return str(arch or next(iter(archs.ARCHS)))
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -340,11 +341,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     command = commands.add_parser("explain", help="which kernel a call, or a model's calls, run, and why; needs no GPU")
     command.add_argument("op", nargs="?", choices=names, metavar="op", help="one of: " + ", ".join(names))
     add_model(command, False, "1")
-    command.add_argument(
-        "--arch",
-        default=next(iter(archs.ARCHS)),
-        help="an architecture, or one and its count of compute units, or a product",
-    )
+    arch = "an architecture, or one and its count of compute units, or a product; default: this machine's GPU, else "
+    command.add_argument("--arch", help=arch + next(iter(archs.ARCHS)))
     command.add_argument("--shape", type=parse_shape, default=(), help="of the first tensor, e.g. 1x16384")
     command.add_argument("--dtype", choices=list(DTYPES), help="of the first tensor")
     example = "other arguments, e.g. residual=none weight=bf16[7168] group_size=64"
@@ -385,12 +383,14 @@ def main(argv: list[str] | None = None) -> int:
             return bench_cases(arguments)
         elif arguments.model:
             config = model_layers.read(arguments.model)
-            rows = explain_model(config, arguments.arch, arguments.batch or (1,), arguments.tp, arguments.ep)
+            rows = explain_model(
+                config, arguments.arch or usual_arch(), arguments.batch or (1,), arguments.tp, arguments.ep
+            )
             print("\n".join(table(rows)))
         else:
             given = dict(parse_argument(text) for text in arguments.given)
             op = getattr(vllm_rocm_ops.ops, arguments.op)
-            print(explain(op, arguments.arch, arguments.shape, DTYPES.get(arguments.dtype), **given))
+            print(explain(op, arguments.arch or usual_arch(), arguments.shape, DTYPES.get(arguments.dtype), **given))
     except (TypeError, ValueError, RuntimeError) as error:
         print(f"{arguments.command}: {error}" if isinstance(error, RuntimeError) else error, file=sys.stderr)
         return 2

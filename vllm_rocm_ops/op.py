@@ -182,9 +182,9 @@ class Op:
     def __call__(self, *args, **kwargs):
         return self.torch_op(*args, **kwargs)
 
-    def explain(self, *args, arch: str | Arch | None = None, **kwargs) -> Explanation:
+    def explain(self, *args, arch: str | Arch | None = None, require_code: bool = False, **kwargs) -> Explanation:
         """What a call with these arguments runs on `arch` (a name that arch.named takes; by default the arguments' device),
-        and why. The tensors may be on the meta device."""
+        and why. The tensors may be on the meta device. With `require_code`, kernels must have been built too."""
         a = self.Arguments(*args, **kwargs)
         self._check(a)
         if arch is None:
@@ -192,7 +192,7 @@ class Op:
             arch = archs.of_device(device.index) if device.type == "cuda" else None
         elif isinstance(arch, str):
             arch = archs.named(arch)
-        chosen = self._choose(a, arch, self.allocate(a), require_code=False)
+        chosen = self._choose(a, arch, self.allocate(a), require_code)
         return dataclasses.replace(chosen, considered=self.considered(a, arch)) if chosen.config else chosen
 
     def tuned_row(self, a, arch: Arch, folders: tuple[Path, ...] | None = None) -> TunedRow | None:
@@ -245,7 +245,7 @@ class Op:
             if not holds:
                 raise ValueError(f"{self.name}: {argument} must be {wanted}, got {got}")
 
-    def _choose(self, a, arch: Arch | None, outputs, require_code: bool = True) -> Explanation:
+    def _choose(self, a, arch: Arch | None, outputs, require_code: bool) -> Explanation:
         def fallback(why: str, rules=()) -> Explanation:
             return Explanation(self.name, arch and str(arch), (), None, f"fallback: {why}", tuple(rules))
 
@@ -300,13 +300,13 @@ class Op:
         outputs = self.allocate(a)
         if device.type == "cuda":
             runtime, why = launches.runtime()
-            chosen = self._choose(a, archs.of_device(device.index), outputs)
+            chosen = self._choose(a, archs.of_device(device.index), outputs, require_code=True)
             if chosen.launches and runtime is None:
                 chosen = Explanation(self.name, chosen.arch, (), None, f"fallback: {why}", chosen.rules)
             bind = functools.partial(_bind_device, runtime, device)
         else:
             executor = launches.cpu_executor()
-            chosen = self._choose(a, executor and executor.arch, outputs)
+            chosen = self._choose(a, executor and executor.arch, outputs, require_code=True)
             bind = functools.partial(_bind_executor, executor)
         if not chosen.launches and not chosen.source.startswith("fallback"):
             return _Execution(self.name, "nothing to do", lambda args: self.allocate(self.Arguments(*args)))

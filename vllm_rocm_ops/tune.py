@@ -80,7 +80,7 @@ def problems(
             a = call.op.Arguments(*arguments)
             key = {"compute_units": arch.compute_units, **call.op.problem(a)}
             problem = Problem(call.op, call.layer, case, {name: str(value) for name, value in key.items()})
-            explained = call.op.explain(*arguments, arch=arch)
+            explained = call.op.explain(*arguments, arch=arch, require_code=True)
             if explained.launches:
                 found.setdefault((call.op.name, *problem.key.items()), problem)
             else:
