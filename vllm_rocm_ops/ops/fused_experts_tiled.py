@@ -52,7 +52,11 @@ def envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "hidden reaches over less than 2 GB", m * row_bytes < 2**31
     yield "a token has a slot, and there are fewer than 2^28 pairs", 0 < slots(a) and m * slots(a) < 2**28
     kind = scheme(a.w1, a.w1_scale)
+    scales = [scale for scale in (a.w1_scale, a.w2_scale) if scale is not None]
+    yield "scales of the weights are float32", all(scale.dtype == torch.float32 for scale in scales)
     yield "out_dtype is that of weights without scales", kind != "none" or a.out_dtype == a.w1.dtype
+    once = not a.apply_router_weight_on_input or a.topk_ids.shape[1] == 1  # an id that a token repeats is another pair
+    yield "weights on the input are those of one expert a token", once
     columns = [h] if a.hidden_scale is None else []
     columns += [inner] if a.act_scale is None else []
     holds = kind not in ("tensor", "channel") or max(columns, default=0) <= MOST_COLUMNS
