@@ -59,6 +59,15 @@ def test_case(case, config, emulator, monkeypatch):
     assert ran == "nothing to do" or f"_{config.tokens} + {tiled.MODULE}_combine" in ran
 
 
+def test_few_tokens_with_many_experts_each(emulator):
+    """More than the other kernels take."""
+    arguments = case("block-many-slots", 3, 40, 44, 128, 16).make("cpu", generator_of("many"), emulator.arch.fp8_dtype)
+    op.reset_stats()
+    run_and_check(OP, arguments, "cpu")
+    (ran,) = op.stats()[OP.name]
+    assert tiled.MODULE in ran
+
+
 def test_any_order_gives_the_same_bits(emulator, monkeypatch):
     """Waves run one by one, in another order in each call."""
     monkeypatch.setattr(OP, "default", lambda *_: tiled.TiledConfig(64))

@@ -163,7 +163,8 @@ def _hidden(a, arch: Arch) -> tuple[Tokens, list[Launch]]:
 def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:
     streamed = [StreamedConfig(tiles) for tiles in (1, 2)] if _is_streamed(a) else []
     can_tile = all(holds for _, holds in tiled.envelope(a, arch))
-    return streamed + (tiled.configs(a, arch) if can_tile and a.hidden.shape[0] >= TILED_FROM else [])
+    is_worth = not streamed or a.hidden.shape[0] >= TILED_FROM
+    return streamed + (tiled.configs(a, arch) if can_tile and is_worth else [])
 
 
 def _cost(config: StreamedConfig | TiledConfig, a, arch: Arch) -> dict[str, float]:
