@@ -113,6 +113,40 @@ QUANTIZED = {
 }
 
 
+MXFP8 = {
+    "mxfp8": {"quant_method": "mxfp8"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]},
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "config_groups": {
+            "group_0": {
+                name: {
+                    "type": "float",
+                    "num_bits": 8,
+                    "strategy": "group",
+                    "group_size": 32,
+                    "scale_dtype": "torch.uint8",
+                }
+                for name in ("weights", "input_activations")
+            }
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", MXFP8)
+def test_mx_fp8(name):
+    by_layer = {call.layer: call for call in calls(read("tiny-llama") | {"quantization_config": MXFP8[name]})}
+    assert by_layer["input norm"].op is ops.fused_add_rms_norm and by_layer["lm_head"].op is ops.unquantized_gemm
+    down = by_layer["down"]
+    assert down.op is ops.mxfp8_scaled_mm
+    generator = torch.Generator().manual_seed(0)
+    result = down.op(*down.case(3).make("cpu", generator, torch.float8_e4m3fnuz))
+    assert result.shape == (3, 512) and result.isfinite().all()
+    explained = down.op.explain(*down.case(3).make("meta", generator, torch.float8_e4m3fn), arch="gfx950")
+    assert explained.launches
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantization_decides_ops_and_scales(name):
     quantization, norm, scales = QUANTIZED[name]
@@ -202,6 +236,11 @@ def test_unknown_models_are_refused(tmp_path):
             {"architectures": ["DeepseekV3ForCausalLM"]},
             1,
             "the configuration of DeepseekV3ForCausalLM lacks q_lora_rank",
+        ),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+            1,
+            "modelopt must have MXFP8 for its quant_algo, got NVFP4",
         ),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},

@@ -24,6 +24,7 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.op import Case, Op
 from vllm_rocm_ops.ops.gemm import BLOCK
+from vllm_rocm_ops.ops.mxfp8_scaled_mm import BLOCK as MX_BLOCK
 
 SHIPPED = Path(__file__).parent / "models"
 VOCABULARY_UNIT = 64  # vLLM pads to a multiple
@@ -34,6 +35,7 @@ STATIC = "static"  # one scale for the input, known beforehand
 TENSOR = "tensor"  # one scale for the input, found by vLLM
 TOKEN = "token"  # a scale per token and per output channel
 BLOCKS = "block"  # a scale per 1x128 of the input and per 128x128 of the weight
+MX = "mx"  # an e8m0 scale per 32 of both; e4m3fn on every GPU
 
 
 class Inputs(NamedTuple):
@@ -52,6 +54,10 @@ class Inputs(NamedTuple):
         """float32 in [0.5, 1.5)."""
         scales = self._tensor(torch.rand, shape, torch.float32)
         return scales if scales.is_meta else scales + 0.5
+
+    def exponents(self, *shape: int) -> Tensor:
+        """e8m0 scales as uint8, of 2^-2 to 2^3."""
+        return (self.scales(*shape) * 6 + 122).to(torch.uint8)
 
     def _tensor(self, random: Callable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.device == "meta":
@@ -152,6 +158,8 @@ class _Model:
             return self._call(layer, ops.unquantized_gemm, _unquantized, n, k, count=count)
         if quantization == BLOCKS:
             return self._call(layer, ops.block_scaled_mm, _block_scaled, n, k, count=count)
+        if quantization == MX:
+            return self._call(layer, ops.mxfp8_scaled_mm, _mx_scaled, n, k, count=count)
         return self._call(layer, ops.scaled_mm, _scaled, n, k, quantization == TOKEN, count=count)
 
     def norm(self, layer: str, hidden: int, quantization: str = UNQUANTIZED, residual: bool = True) -> LayerCall:
@@ -321,9 +329,18 @@ def _compressed_tensors(config: dict) -> tuple[str, list[str] | None]:
     weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations") or {}
     if len(groups) != 1 or {(q.get("type"), q.get("num_bits")) for q in (weights, inputs)} != {("float", 8)}:
         raise ValueError("compressed-tensors must have one group, with weights and inputs in 8-bit float")
+    if {(q.get("strategy"), q.get("group_size"), q.get("scale_dtype")) for q in (weights, inputs)} == {MX_STRATEGY}:
+        return MX, config.get("ignore")
     if weights.get("strategy") == "block":
         return _blocks(weights["block_structure"]), config.get("ignore")
     return TOKEN if inputs.get("dynamic") else STATIC, config.get("ignore")
+
+
+def _modelopt(config: dict) -> tuple[str, list[str] | None]:
+    algorithm = config.get("quant_algo")
+    if algorithm != "MXFP8":
+        raise ValueError(f"modelopt must have MXFP8 for its quant_algo, got {algorithm}")
+    return MX, config.get("ignore") or config.get("exclude_modules")
 
 
 def _quark(config: dict) -> tuple[str, list[str] | None]:
@@ -336,11 +353,14 @@ def _quark(config: dict) -> tuple[str, list[str] | None]:
     return TOKEN if inputs.get("qscheme") == "per_channel" else TENSOR, config.get("exclude")
 
 
+MX_STRATEGY = ("group", MX_BLOCK, "torch.uint8")
 METHODS: dict[str, Callable[[dict], tuple[str, list[str] | None]]] = {
     "fp8": _fp8,
     "fbgemm_fp8": lambda config: (TOKEN, config.get("modules_to_not_convert")),
     "compressed-tensors": _compressed_tensors,
     "quark": _quark,
+    "modelopt": _modelopt,
+    "mxfp8": lambda config: (MX, config.get("ignored_layers") or config.get("modules_to_not_convert")),
 }
 
 
@@ -357,6 +377,11 @@ def _block_scaled(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
     a, b = (inputs.values(rows, k, dtype=inputs.fp8_dtype) for rows in (tokens, n))
     blocks = -(-k // BLOCK)
     return a, b, inputs.scales(tokens, blocks), inputs.scales(-(-n // BLOCK), blocks), inputs.dtype
+
+
+def _mx_scaled(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
+    a, b = (inputs.values(rows, k, dtype=torch.float8_e4m3fn) for rows in (tokens, n))
+    return a, b, *(inputs.exponents(rows, k // MX_BLOCK) for rows in (tokens, n)), inputs.dtype
 
 
 def _unquantized(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
@@ -405,12 +430,14 @@ def _experts(
 ) -> tuple:
     """Each token goes to `topk` of all experts, all as likely; the rank has the first of them."""
     w1, w2 = (here, 2 * intermediate, hidden), (here, hidden, intermediate)
-    weight_dtype = None if quantization == UNQUANTIZED else inputs.fp8_dtype
+    weight_dtype = {UNQUANTIZED: None, MX: torch.float8_e4m3fn}.get(quantization, inputs.fp8_dtype)
 
     def scale(weight: tuple[int, int, int]) -> Tensor | None:
         if quantization == UNQUANTIZED:
             return None
         _, n, k = weight
+        if quantization == MX:
+            return inputs.exponents(here, n, k // MX_BLOCK)
         of_one = {BLOCKS: (-(-n // BLOCK), -(-k // BLOCK)), TOKEN: (n,)}.get(quantization, ())
         return inputs.scales(here, *of_one)
 
