@@ -111,17 +111,22 @@ def read(model: str) -> dict:
     return config
 
 
-def calls(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
-    """All calls of one rank, equal ones once with their count. Layers are divided over `tp` GPUs; routed experts too, or,
-    whole, over `ep` GPUs, 0 for those of `tp`. Raises ValueError for a model that is not known or cannot be divided so."""
+def sequence(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
+    """All calls of one rank in the order of a step. Layers are divided over `tp` GPUs; routed experts too, or, whole, over `ep`
+    GPUs, 0 for those of `tp`. Raises ValueError for a model that is not known or cannot be divided so."""
     names = config["architectures"]
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if family is None:
         raise ValueError(f"architectures must have one of {', '.join(FAMILIES)}, got {', '.join(names)}")
     try:
-        found = Counter(family(_Model(config, tp, ep)))
+        return list(family(_Model(config, tp, ep)))
     except KeyError as error:
         raise ValueError(f"the configuration of {names[0]} lacks {error.args[0]}") from None
+
+
+def calls(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
+    """All calls of `sequence`, equal ones once with their count."""
+    found = Counter(sequence(config, tp, ep))
     return [dataclasses.replace(call, count=call.count * times) for call, times in found.items()]
 
 
