@@ -12,9 +12,9 @@ import torch
 from emulator import Emulator
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import cli, clock, launch, model_layers, ops, tune
+from vllm_rocm_ops import bench, cli, clock, launch, model_layers, ops, tune
 from vllm_rocm_ops import op as op_module
-from vllm_rocm_ops.vllm.peers import Peer
+from vllm_rocm_ops.vllm.peers import Peer, peers
 
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1} | {
     "head_dim": 64,
@@ -190,6 +190,16 @@ def test_a_shipped_row_is_what_must_be_beaten(folders):
     assert problem.op.explain(*example(problem, measured.arch), arch=measured.arch).config == default
 
 
+def test_in_the_shipped_tables_a_row_must_beat_the_default(folders):
+    """Else a row that is as good as before would lose to itself."""
+    [problem, *_] = problems_of(LINEAR)
+    default, other = other_config(problem)
+    measured = ScriptedClock(lambda what, _: {default: 100.0, other: 50.0}.get(what, 200.0))
+    for _ in range(2):
+        tune.tune([problem], measured, op_module.TABLES, force=True)
+        assert problem.op.explain(*example(problem, measured.arch), arch=measured.arch).config == other
+
+
 def test_a_second_run_goes_on_where_the_first_stopped(folders):
     wanted = problems_of(LINEAR)
     stop = ScriptedClock(lambda what, turn: 100.0)
@@ -267,6 +277,22 @@ def test_inputs_exceed_the_cache_within_reason():
     assert clock.calls_of_graph(200_000_000) == 4
     assert clock.calls_of_graph(40_000_000) == 16
     assert clock.calls_of_graph(0) == clock.calls_of_graph(1000) == clock.MOST_CALLS
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU")
+def test_on_a_gpu_all_is_timed_and_rows_win(folders):
+    gpu = clock.GpuClock()
+    wanted, _ = tune.problems(model_layers.calls(config_of_model()), (1, 8), gpu.arch)
+    done = tune.tune(wanted, gpu, folders / "users", peers)
+    assert wanted and all(result.now > 0 and result.best > 0 for result in done.results)
+    assert all(result.peers for result in done.results if result.problem.op is ops.unquantized_gemm)
+    for result in done.results:
+        explained = result.problem.op.explain(*example(result.problem, gpu.arch), arch=gpu.arch)
+        assert explained.source.startswith("default" if result.config is None else "tuned")
+    found = bench.bandwidths(gpu, ops.unquantized_gemm, 1 << 26)
+    assert all(100 < gb_s < 2 * gpu.arch.bandwidth_gb_s for gb_s in found.values()), found
+    lines = list(bench.run([(ops.rms_norm, case) for case in ops.rms_norm.cases()], gpu))
+    assert all(line.wrong is None for line in lines) and any(line.samples for line in lines)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what there is not")

@@ -200,7 +200,7 @@ class Op:
         the shipped one) that has one whose configuration fits."""
         key = {"compute_units": arch.compute_units, **self.problem(a)}
         values = tuple(str(v) for v in key.values())
-        for folder in folders or (envs.tables(), TABLES):
+        for folder in (envs.tables(), TABLES) if folders is None else folders:
             path = folder / arch.name / f"{self.name}.csv"
             row = _table(path, tuple(key)).get(values)
             for config in self.configs(a, arch) if row else ():

@@ -96,12 +96,12 @@ def inputs(case: Case, clock: Clock) -> list[tuple]:
     return [case.make(clock.device, generator, clock.arch.fp8_dtype) for _ in range(count)]
 
 
-def measure(problem: Problem, clock: Clock, peers: Mapping[str, object]) -> Result:
-    """Times all configurations of a problem and its peers."""
+def measure(problem: Problem, clock: Clock, peers: Mapping[str, object], folder: Path) -> Result:
+    """Times all configurations of a problem and its peers, for a row in the tables of a folder."""
     op, arch = problem.op, clock.arch
     sets = inputs(problem.case, clock)
     a = op.Arguments(*sets[0])
-    shipped = op.tuned_row(a, arch, (op_module.TABLES,))
+    shipped = op.tuned_row(a, arch, () if folder == op_module.TABLES else (op_module.TABLES,))
     now = shipped.config if shipped else op.default(a, arch)
     prepared: dict[object, object] = {}
     for config in dict.fromkeys((now, *op.configs(a, arch))):
@@ -187,7 +187,7 @@ def tune(
     left = [problem for problem in wanted if force or not table(problem.op).has(problem.key)]
     results, start = [], time.monotonic()
     for place, problem in enumerate(left):
-        result = measure(problem, clock, peers(problem.op))
+        result = measure(problem, clock, peers(problem.op), folder)
         results.append(result)
         table(problem.op).put(problem.key, result.config, source(result, clock, on))
         if log:
