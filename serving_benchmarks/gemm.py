@@ -94,8 +94,8 @@ def time_case(benchmark: Benchmark, layer: str, m: int, n: int, k: int, arch, op
     for name, peer in peers(op).items():
         try:
             graphs[name] = capture(peer.call, [peer.prepare(*arguments) for arguments in sets])
-        except (RuntimeError, ValueError) as error:
-            broken[name] = str(error).splitlines()[0]
+        except Exception as error:  # noqa: BLE001  whatever a peer says, it is not available
+            broken[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     times = measure(graphs, len(sets))
     result = op(*ours[0])
     exact = op.reference(*(torch.float64 if v is torch.bfloat16 else v for v in ours[0]))
