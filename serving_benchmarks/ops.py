@@ -180,16 +180,19 @@ def commit() -> str:
 
 
 def parse(description: str, add_arguments: Callable):
-    """The options that the benchmarks of ops share, with vLLM's ops loaded if there are any; and this device's arch."""
+    """The options that the benchmarks of ops share, with vLLM's ops loaded if there are any; and this device's arch. A benchmark
+    with a `--device` gets no arch for "cpu", where it times nothing."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--vllm-path", help="folder to import vLLM from, where it is not installed")
-    parser.add_argument("--vllm-library", help="path of vLLM's compiled ops, where there is no more of vLLM")
+    parser.add_argument("--vllm-library", nargs="*", help="paths of vLLM's compiled ops, where there is no more of vLLM")
     parser.add_argument("--vllm-version", default="")
     parser.add_argument("--sweep", action="store_true", help="time every configuration of our kernels")
     parser.add_argument("--commit", default=commit())
     parser.add_argument("--output", type=Path, help="the .jsonl file; by default under serving_benchmarks/results")
     options = parser.parse_args()
+    if getattr(options, "device", "cuda") == "cpu":
+        return options, None
     if not torch.cuda.is_available():
         sys.exit("these benchmarks time kernels: they need a GPU")
     arch = archs.of_device(0)
@@ -198,7 +201,8 @@ def parse(description: str, add_arguments: Callable):
     if options.vllm_path:
         sys.path.insert(0, options.vllm_path)
     if options.vllm_library:
-        torch.ops.load_library(options.vllm_library)
+        for library in options.vllm_library:
+            torch.ops.load_library(library)
         options.vllm = options.vllm_version or "library"
     else:
         try:

@@ -112,12 +112,14 @@ def _column_major(a, b, sa, sb, dtype):
 
 
 def _cutlass(a, b, sa, sb, dtype, bias=None):
-    torch.ops._C.cutlass_scaled_mm(a.new_empty((len(a), b.shape[1]), dtype=dtype), a, b, sa, sb, bias)
+    out = a.new_empty((len(a), b.shape[1]), dtype=dtype)
+    torch.ops._C.cutlass_scaled_mm(out, a, b, sa, sb, bias)
+    return out
 
 
 def _cutlass_tensorwise(a, b, sa, sb, dtype, bias=None):
     _require(sb.numel() > 1, "scales per token and channel; with others it is the same as vllm")
-    _cutlass(a, b, sa[:1], sb[:1], dtype, bias)
+    return _cutlass(a, b, sa[:1], sb[:1], dtype, bias)
 
 
 def _padded_blocks(a, b, sa, sb, dtype):
@@ -130,7 +132,7 @@ def _padded_blocks(a, b, sa, sb, dtype):
 
 
 def _cutlass_blocks(a, b, sa, sb, dtype):
-    torch.ops._C.cutlass_scaled_mm(a.new_empty((len(a), len(b)), dtype=dtype), a, b.t(), sa, sb.t(), None)
+    return _cutlass(a, b.t(), sa, sb.t(), dtype)
 
 
 def _rocm_tensorwise(a, b, sa, sb, dtype, bias=None):
