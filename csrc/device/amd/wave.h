@@ -20,9 +20,10 @@ DEVICE int count_below(bool yes) {
   const unsigned long long all = __builtin_amdgcn_ballot_w64(yes);
   return __builtin_amdgcn_mbcnt_hi(u32(all >> 32), __builtin_amdgcn_mbcnt_lo(u32(all), 0));
 }
-// The value that another lane has.
-DEVICE float from_lane(float value, int lane) {
-  return __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(lane * 4, __builtin_bit_cast(int, value)));
+// The value that another lane has. T, here and below, is float, int or u32.
+template <class T>
+DEVICE T from_lane(T value, int lane) {
+  return __builtin_bit_cast(T, __builtin_amdgcn_ds_bpermute(lane * 4, __builtin_bit_cast(int, value)));
 }
 
 // The value of one lane, the same one for all, in every lane (in a scalar register). T, here and below, is float, int or u32.

@@ -19,13 +19,13 @@ DEVICE int count(bool yes) { return __builtin_popcount(__nvvm_vote_ballot_sync(~
 DEVICE int count_below(bool yes) {
   return __builtin_popcount(u32(__nvvm_vote_ballot_sync(~0u, yes)) & ((1u << lane()) - 1));
 }
-// The value that another lane has.
-DEVICE float from_lane(float value, int lane) {
-  int other = __nvvm_shfl_sync_idx_i32(~0u, __builtin_bit_cast(int, value), lane, kLanes - 1);
-  return __builtin_bit_cast(float, other);
+// The value that another lane has. T, here and below, is float, int or u32.
+template <class T>
+DEVICE T from_lane(T value, int lane) {
+  return __builtin_bit_cast(T, __nvvm_shfl_sync_idx_i32(~0u, __builtin_bit_cast(int, value), lane, kLanes - 1));
 }
 
-// The value of one lane, the same one for all, in every lane. T, here and below, is float, int or u32.
+// The value of one lane, the same one for all, in every lane.
 template <class T>
 DEVICE T read(T value, int lane) {
   return __builtin_bit_cast(T, __nvvm_shfl_sync_idx_i32(~0u, __builtin_bit_cast(int, value), lane, kLanes - 1));
