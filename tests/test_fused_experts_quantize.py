@@ -14,23 +14,20 @@ from vllm_rocm_ops.ops.fused_experts_quantize import Rows
 from vllm_rocm_ops.ops.gemm import BLOCK
 
 
-def run(x: torch.Tensor, arch_name: str, per_block=False, static=None, present=None):
+def run(x: torch.Tensor, arch_name: str, weights="channel", static=None, present=None):
     """Values and scales, as the emulator leaves them in memory that was filled with 0xff."""
     emulator = Emulator(arch_name)
     rows = Rows(x, len(x), x.shape[1], x.stride(0), x.dtype)
-    planned = fused_experts_quantize.quantize(rows, per_block, static, emulator.arch, present)
-    memory = {id(a): torch.full((a,), 0xFF, dtype=torch.uint8) for a in planned.launch.args if isinstance(a, Workspace)}
-    args = tuple(memory.get(id(a), a) for a in planned.launch.args)
-    emulator.run(launch.code_object(planned.launch.module, arch_name), planned.launch._replace(args=args))
-    values = memory[id(planned.values)].view(emulator.arch.fp8_dtype).reshape(x.shape)
+    written, planned = fused_experts_quantize.quantize(rows, weights, static, emulator.arch, present)
+    memory = {id(a): torch.full((a,), 0xFF, dtype=torch.uint8) for a in planned.args if isinstance(a, Workspace)}
+    args = tuple(memory.get(id(a), a) for a in planned.args)
+    emulator.run(launch.code_object(planned.module, arch_name), planned._replace(args=args))
+    values = memory[id(written.rows)].view(emulator.arch.fp8_dtype).reshape(x.shape)
     if static is not None:
-        assert planned.scale is static and planned.scale_row == 0
+        assert written.scale is static and written.scale_row == 0
         return values, None, emulator.arch.fp8_dtype
-    return (
-        values,
-        memory[id(planned.scale)].view(torch.float32).reshape(len(x), planned.scale_row),
-        emulator.arch.fp8_dtype,
-    )
+    scale = memory[id(written.scale)].view(torch.uint8 if weights == "mx" else torch.float32)
+    return values, scale.reshape(len(x), written.scale_row), emulator.arch.fp8_dtype
 
 
 def rows_of(m: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -52,7 +49,7 @@ def test_rows_are_quantised(columns, dtype, arch_name):
     expected, expected_scale = quantization.per_token(x.float(), fp8, None)
     assert torch.equal(scale, expected_scale) and same(values, expected)
 
-    values, scale, _ = run(x, arch_name, per_block=True)
+    values, scale, _ = run(x, arch_name, "block")
     blocks = torch.nn.functional.pad(x.float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
     expected_scale = quantization.scale_of(quantization.absmax(blocks), fp8)
     assert torch.equal(scale, expected_scale[..., 0])
@@ -63,8 +60,34 @@ def test_rows_are_quantised(columns, dtype, arch_name):
     assert same(values, quantization.static(x.float(), static, fp8))
 
 
-@pytest.mark.parametrize("per_block", [False, True])
-def test_rows_that_are_not_there_stay_untouched(per_block):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [32, 96, 2080, 4128])
+def test_rows_are_quantised_per_32(columns, dtype):
+    """Also where a maximum is the limit times a power of two, one step more or less, as large or small as it can be, or infinite."""
+    x = rows_of(8, columns, dtype)
+    limits, largest = torch.tensor([448.0, 3.5, 2.0**-10 * 1.75], dtype=dtype), torch.finfo(dtype).max
+    up, down = (torch.nextafter(limits, torch.tensor(to, dtype=dtype)) for to in (largest, 0.0))
+    corners = (limits[0], up[0], down[0], -up[1], down[1], up[2], largest, -torch.inf)
+    for row, corner in enumerate(corners):
+        x[row, :16] = x[row, :16].clamp(-1e-4, 1e-4)
+        x[row, 16:32], x[row, 16 + row] = 0.0, corner
+    x[1, :16] = torch.finfo(dtype).tiny  # and the smallest that are not 0
+    values, scale, _ = run(x, "gfx950", "mx")
+    expected, expected_scale = quantization.mx(x.float())
+    assert torch.equal(scale, expected_scale) and same(values, expected)
+
+
+def test_scales_of_32_are_those_of_the_definition():
+    """All of bfloat16: the least scale of a power of two under which a value is at most 448."""
+    x = torch.arange(1, 0x7F80, dtype=torch.int16).view(torch.bfloat16).double()
+    values, scale = quantization.mx(x.repeat_interleave(32).reshape(-1, 32))
+    exact = torch.exp2(scale.double() - 127)
+    assert (x[:, None] / exact <= 448).all() and ((x[:, None] / exact > 224) | (scale == 0)).all()
+    assert torch.equal(values[:, :1].double(), (x[:, None] / exact).to(torch.float8_e4m3fn).double())
+
+
+@pytest.mark.parametrize("weights", ["channel", "block"])
+def test_rows_that_are_not_there_stay_untouched(weights):
     x = rows_of(4, 208, torch.bfloat16)
-    values, scale, _ = run(x, "gfx942", per_block, present=torch.tensor([2], dtype=torch.int32))
+    values, scale, _ = run(x, "gfx942", weights, present=torch.tensor([2], dtype=torch.int32))
     assert (values.view(torch.uint8)[2:] == 0xFF).all() and scale[2:].isnan().all() and not scale[:2].isnan().any()

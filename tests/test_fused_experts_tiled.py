@@ -24,7 +24,9 @@ def case(name: str, m: int, topk: int, experts: int, hidden: int, intermediate: 
     return Case(name, functools.partial(any_case.make.func, m, topk, experts, hidden, intermediate, given))
 
 
-FEW = [case for case in OP.cases() if case.make.args[0] < TILED_FROM]  # which the op itself gives to other kernels
+FEW = [  # which the op itself gives to other kernels
+    case for case in OP.cases() if case.make.args[0] < TILED_FROM and case.make.args[-1].get("scheme") != "mx"
+]
 CASES = [
     case("block-m129-one-expert", 129, 1, 3, 128, 128, one=True),
     case("block-m200", 200, 2, 4, 256, 192, shared_experts=1, ids=torch.int64),

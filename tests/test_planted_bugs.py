@@ -496,6 +496,42 @@ BUGS = {
         "gfx950",
         "error",
     ),
+    "block scales of the neighbouring lanes": (
+        "ops/fused_experts.hip",
+        "return kMx ? mma::depth(lane) / 16 : 0;",
+        "return kMx ? (mma::depth(lane) / 16 + 1) % 4 : 0;",
+        ops.fused_experts,
+        "mx",
+        "gfx950",
+        "error",
+    ),
+    "block scales of the first rows": (
+        "ops/fused_experts.hip",
+        "kMx ? mma::row(lane, i) :",
+        "kMx ? mma::value_row(lane, i) :",
+        ops.fused_experts,
+        "mx-m1",
+        "gfx950",
+        "error",
+    ),
+    "block scales of tokens for those of weights": (
+        "ops/fused_experts.hip",
+        "group.scale_b[0], group.tokens[0][t], group.tokens[1][t],\n                                     group.scale_a[t][0]",
+        "group.scale_a[t][0], group.tokens[0][t], group.tokens[1][t],\n                                     group.scale_b[0]",
+        ops.fused_experts,
+        "mx-quantized",
+        "gfx950",
+        "error",
+    ),
+    "block scale too small": (
+        "ops/fused_experts_quantize.hip",
+        "return exponent > 8 ? exponent - 8 : 0;",
+        "return exponent > 8 ? exponent - 9 : 0;",
+        ops.fused_experts,
+        "mx",
+        "gfx950",
+        "error",
+    ),
 }
 
 

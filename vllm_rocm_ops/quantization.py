@@ -8,9 +8,13 @@ Given float64, everything is computed in float64 up to the cast.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 LIMIT = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
+MX_BLOCK = 32  # values that share a scale of an MX format
+MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -45,3 +49,22 @@ def per_token(x: torch.Tensor, dtype: torch.dtype, scale_ub: torch.Tensor | None
         largest = largest.minimum(scale_ub.to(largest.dtype).reshape(()))
     scale = scale_of(largest, dtype)
     return cast(x / scale, dtype), scale.reshape(-1, 1)
+
+
+def mx(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, columns] -> e4m3fn, and a scale 2^(s - 127) per 32 columns, uint8 s: the least that keeps the largest of them within
+    the limit. Of infinities the scale is that of the largest float32, which they then exceed again."""
+    fp8, single = torch.float8_e4m3fn, torch.finfo(torch.float32)
+    blocks = x.unflatten(1, (-1, MX_BLOCK))
+    fraction, exponent = torch.frexp(absmax(blocks).clamp(single.tiny, single.max))
+    limit_fraction, limit_exponent = math.frexp(LIMIT[fp8])
+    scale = (exponent - limit_exponent + (fraction > limit_fraction) + 127).clamp(0, 254)
+    values = cast(blocks * torch.exp2(127.0 - scale).to(x.dtype), fp8).flatten(1)
+    return values, scale[..., 0].to(torch.uint8)
+
+
+def mx_numbers(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The numbers in float64 that MX-FP8 values [rows, columns] with scales [rows, columns / 32] stand for, exactly; 255 is NaN."""
+    exponents = scales.view(torch.uint8).to(torch.float64)
+    factors = torch.exp2(exponents - 127).masked_fill(exponents == 255, torch.nan)
+    return values.to(torch.float64) * factors.repeat_interleave(MX_BLOCK, 1)

@@ -19,7 +19,7 @@
 #include "arrive.h"
 #include "vec.h"
 
-enum class Scales { kNone, kRow, kBlock };
+enum class Scales { kNone, kRow, kBlock, kMx };  // kMx: e8m0 scales, which the matrix instruction takes (amd/mx.h)
 
 constexpr int kScaleBlock = 128;  // of K per scale of kBlock, and rows of b
 

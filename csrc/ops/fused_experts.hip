@@ -20,19 +20,19 @@
 #include "device/skinny.h"
 
 struct Experts {
-  const u8* tokens;       // [rows, K]; gate_up: hidden, a row per token; down: act, a row per pair, in their order
-  const u8* weights;      // [experts, N, K]
-  void* out;              // gate_up: [pairs, N / 2]; down: [tokens, N]; of out_type
-  const float* scale_a;   // block: [rows, ceil(K / 128)]; row: [rows] or [1]
-  const float* scale_b;   // block: [experts, ceil(N / 128), ceil(K / 128)]; row: [experts, N] or [experts]
-  const u32* ids;         // [tokens, topk], id_words words each
-  const float* router;    // [tokens, topk]: the weights of the pairs
-  int* present;           // gate_up: [1], becomes the number of act's rows; or null
-  const int* expert_map;  // [mapped], or null
-  i64 expert_bytes, expert_scales;  // from an expert to the next: bytes of weights, elements of scale_b
+  const u8* tokens;   // [rows, K]; gate_up: hidden, a row per token; down: act, a row per pair, in their order
+  const u8* weights;  // [E, N, K]
+  void* out;          // gate_up: [pairs, N / 2]; down: [tokens, N]; of out_type
+  const u8* scale_a;  // block: [rows, ceil(K / 128)]; row: [rows] or [1]; mx: [rows, K / 32]
+  const u8* scale_b;  // block: [E, ceil(N / 128), ceil(K / 128)]; row: [E, N] or [E]; mx: [E, N, K / 32]; of E experts
+  const u32* ids;     // [tokens, topk], id_words words each
+  const float* router;              // [tokens, topk]: the weights of the pairs
+  int* present;                     // gate_up: [1], becomes the number of act's rows; or null
+  const int* expert_map;            // [mapped], or null
+  i64 expert_bytes, expert_scales;  // from an expert to the next: bytes of weights and of scale_b
   int token_bytes, row_bytes;       // from row to row
   int m, n, k;                      // tokens, rows of an expert's weight, bytes of K
-  int scale_a_row, scale_b_row;     // elements between scales
+  int scale_a_row, scale_b_row;     // bytes between scales
   int topk, shared, routed, mapped, id_words;
   int per_slot;  // 2^20 / slots, rounded up
   int out_type;  // 0 bf16, 1 fp16
@@ -42,7 +42,7 @@ struct Experts {
   u32 per_item_inverse;
 };
 
-constexpr int kSteps = 2, kGroup = kSteps * mma::kDepth, kNone = 0x7fff, kFirst = 0x8000;
+constexpr int kSteps = 2, kGroup = kSteps * mma::kDepth, kMxBlock = 32, kNone = 0x7fff, kFirst = 0x8000;
 constexpr int kThreads = mma::kWaves * wave::kLanes;
 static_assert(kGroup == kScaleBlock);
 extern LDS __attribute__((aligned(16))) u8 dynamic_lds[];
@@ -132,17 +132,35 @@ DEVICE int group_pairs(const Experts& p, const Lists& lists) {
   return wave::uniform(*lists.count);
 }
 
+// A scale in a lane's registers.
+template <Scales>
+struct Factor {
+  using Type = float;
+  DEVICE static float load_or_zero(mem::Buffer from, int lane_offset, int offset, bool inside) {
+    return mem::load_float_or_zero(from, lane_offset, offset, inside);
+  }
+};
+#ifdef HAS_BLOCK_SCALED_MMA
+template <>
+struct Factor<Scales::kMx> {
+  using Type = u8;
+  DEVICE static u8 load_or_zero(mem::Buffer from, int lane_offset, int offset, bool inside) {
+    return mx::load_scale_or_zero(from, lane_offset, offset, inside);
+  }
+};
+#endif
+
 // What a lane has in registers of a group of K, and how it gets there.
 template <class T, Scales kScales, bool kPaired, int kTiles, int kRing>
 struct Stream {
   static constexpr int kItem = kTiles * mma::kTileTokens, kTileOut = kPaired ? mma::kRows / 2 : mma::kRows;
-  static constexpr bool kBlock = kScales == Scales::kBlock;
-  static constexpr int kScalesB = kBlock ? kPaired ? 2 : 1 : 4;
+  static constexpr bool kBlock = kScales == Scales::kBlock, kMx = kScales == Scales::kMx;
+  static constexpr int kScalesB = kMx ? 1 : kBlock ? kPaired ? 2 : 1 : 4;
 
   struct Group {
     mma::Weights weights[kSteps] = {};
     u32x4 tokens[kSteps][kTiles];
-    float scale_a[kTiles][mma::kValueTokens], scale_b[kScalesB];
+    typename Factor<kScales>::Type scale_a[kTiles][mma::kValueTokens], scale_b[kScalesB];
   };
   struct Run {  // an item's tile
     mem::Cursor weights[mma::kLoads];
@@ -161,6 +179,8 @@ struct Stream {
     else row += tile * kTileOut;
     return row < p.n ? row : p.n - 1;
   }
+  // The block of 32 of a group whose scale this lane has.
+  DEVICE int mx_block() const { return kMx ? mma::depth(lane) / 16 : 0; }
   // The row of tokens and of scale_a that belongs to a place in the order of the pairs.
   DEVICE int token_row(int place) const { return kPaired ? lists.pairs[place] * p.per_slot >> 20 : place; }
 
@@ -174,8 +194,8 @@ struct Stream {
     run.scales_b = mem::buffer(p.scale_b + item.expert * p.expert_scales);
 #pragma unroll
     for (int i = 0; i < kScalesB; ++i) {
-      const int row = row_of(tile, mma::value_row(kBlock ? 0 : lane, kBlock ? 2 * i : i));
-      run.scale_b[i] = (kBlock ? row / kScaleBlock : row) * p.scale_b_row * 4;
+      const int row = row_of(tile, kMx ? mma::row(lane, i) : mma::value_row(kBlock ? 0 : lane, kBlock ? 2 * i : i));
+      run.scale_b[i] = (kBlock ? row / kScaleBlock : row) * p.scale_b_row + mx_block();
     }
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -184,7 +204,7 @@ struct Stream {
 #pragma unroll
       for (int i = 0; i < mma::kValueTokens; ++i) {
         const int of_value = first + mma::value_token(lane, i);
-        run.scale_a[t][i] = of_value < item.end ? token_row(of_value) * p.scale_a_row * 4 : -1;
+        run.scale_a[t][i] = of_value < item.end ? token_row(of_value) * p.scale_a_row + mx_block() : -1;
       }
     }
     return run;
@@ -207,24 +227,33 @@ struct Stream {
       }
     }
     if constexpr (kScales != Scales::kNone) {
-      const int block = kBlock ? k / kScaleBlock * 4 : 0;
-      const bool there = more && (!kBlock || k < p.k);
+      const int block = kMx ? k / kMxBlock : kBlock ? k / kScaleBlock * 4 : 0;
+      const bool there = more && (kScales == Scales::kRow || k + mx_block() * kMxBlock < p.k);
 #pragma unroll
       for (int i = 0; i < kScalesB; ++i)
-        group.scale_b[i] = mem::load_float_or_zero(run.scales_b, run.scale_b[i], block, there);
+        group.scale_b[i] = Factor<kScales>::load_or_zero(run.scales_b, run.scale_b[i], block, there);
       const mem::Buffer scales = mem::buffer(p.scale_a);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t)
 #pragma unroll
         for (int i = 0; i < mma::kValueTokens; ++i) {
           const int at = run.scale_a[t][i];
-          group.scale_a[t][i] = mem::load_float_or_zero(scales, at, block, there && at >= 0);
+          group.scale_a[t][i] = Factor<kScales>::load_or_zero(scales, at, block, there && at >= 0);
         }
     }
   }
   DEVICE void multiply(f32x4 (&sum)[kTiles], const Group& group) const {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
+#ifdef HAS_BLOCK_SCALED_MMA
+      if constexpr (kMx) {
+        static_assert(kSteps == 2 && mma::kLoads == 1);
+        const u32x4 low = group.weights[0].load[0], high = group.weights[1].load[0];
+        sum[t] = mx::multiply_add<0>(sum[t], low, high, group.scale_b[0], group.tokens[0][t], group.tokens[1][t],
+                                     group.scale_a[t][0]);
+        continue;
+      }
+#endif
       f32x4 part = kBlock ? f32x4{} : sum[t];
 #pragma unroll
       for (int u = 0; u < kSteps; ++u) part = mma::multiply_tile<T>(part, group.weights[u], group.tokens[u][t]);
@@ -395,4 +424,7 @@ INSTANCES(block, E4m3, Scales::kBlock)
 INSTANCES(row,   E4m3, Scales::kRow)
 INSTANCES(bf16,  Bf16, Scales::kNone)
 INSTANCES(fp16,  F16,  Scales::kNone)
+#ifdef HAS_BLOCK_SCALED_MMA
+INSTANCES(mx,    E4m3, Scales::kMx)
+#endif
 // clang-format on

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.ops.gemm import BLOCK
+from vllm_rocm_ops.quantization import MX_BLOCK, MX_SCALES
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -21,10 +22,14 @@ def slots(a) -> int:
 
 
 def scheme(weight: Tensor, scale: Tensor | None) -> str:
-    """How a weight [E, N, K] is scaled: "none", "tensor", "channel" or "block"; "unknown" where its scale fits none."""
+    """How a weight [E, N, K] is scaled: "none", "tensor", "channel", "block" (of 128x128, all float32), or "mx" (e8m0 per 1x32);
+    "unknown" where its scale fits none."""
     if scale is None:
         return "none"
     experts, n, k = weight.shape
+    if scale.dtype in MX_SCALES:
+        holds = weight.dtype == torch.float8_e4m3fn and scale.shape == (experts, n, k / MX_BLOCK)
+        return "mx" if holds else "unknown"
     shapes = {
         (experts,): "tensor",
         (experts, n): "channel",
@@ -37,5 +42,5 @@ def scheme(weight: Tensor, scale: Tensor | None) -> str:
 def scale_strides(weight: Tensor, scale: Tensor | None) -> tuple[int, int]:
     """Elements of a contiguous scale from expert to expert, and from row, or block of rows, to the next."""
     experts, _, k = weight.shape
-    rows = {"none": 0, "tensor": 0, "channel": 1, "block": -(-k // BLOCK)}
+    rows = {"none": 0, "tensor": 0, "channel": 1, "block": -(-k // BLOCK), "mx": k // MX_BLOCK}
     return 0 if scale is None else scale.numel() // experts, rows[scheme(weight, scale)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from vllm_rocm_ops.launch import I64, Launch, Workspace
 from vllm_rocm_ops.op import Case, Op, describe
 from vllm_rocm_ops.ops import fused_experts_tiled as tiled
 from vllm_rocm_ops.ops.experts import HALVES, intermediate, scale_strides, scheme, slots
-from vllm_rocm_ops.ops.fused_experts_quantize import Rows, quantize
+from vllm_rocm_ops.ops.fused_experts_quantize import Rows, hidden_operand, operand
 from vllm_rocm_ops.ops.fused_experts_tiled import TiledConfig
 from vllm_rocm_ops.ops.gemm import BLOCK, OUT_TYPES
-from vllm_rocm_ops.quantization import LIMIT
+from vllm_rocm_ops.quantization import LIMIT, MX_BLOCK, MX_SCALES
 
 __all__ = ["fused_experts"]
 
@@ -55,37 +55,45 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "topk_weights", f"float32 {list(a.topk_ids.shape)}", describe(a.topk_weights), holds
     for name, weight, scale in (("w1_scale", a.w1, a.w1_scale), ("w2_scale", a.w2, a.w2_scale)):
         needed = weight.dtype in LIMIT
-        wanted = "float32 [E], [E, N] or [E, ceil(N / 128), ceil(K / 128)]" if needed else "None"
-        holds = (scale is not None) == needed and scheme(weight, scale) != "unknown"
-        holds = holds and (scale is None or scale.dtype == torch.float32)
-        yield name, wanted, "None" if scale is None else describe(scale), holds
-    same = (scheme(a.w1, a.w1_scale) == "block") == (scheme(a.w2, a.w2_scale) == "block")
-    yield "w1_scale and w2_scale", "both or neither per block", describe(a.w1), same
+        wanted = (
+            "float32 [E], [E, N] or [E, ceil(N / 128), ceil(K / 128)], or, with e4m3fn, e8m0 or uint8 [E, N, K / 32]"
+        )
+        kind = scheme(weight, scale)
+        holds = (scale is not None) == needed and kind != "unknown"
+        holds = holds and (scale is None or kind == "mx" or scale.dtype == torch.float32)
+        yield name, wanted if needed else "None", "None" if scale is None else describe(scale), holds
+    kind, of_w2 = scheme(a.w1, a.w1_scale), scheme(a.w2, a.w2_scale)
+    same = kind == of_w2 or not {kind, of_w2} & {"block", "mx"}
+    yield "w1_scale and w2_scale", "both or neither per 128x128, or per 1x32", f"per {kind} and per {of_w2}", same
     if a.hidden_scale is not None or quantized:
         scale = a.hidden_scale
-        shapes = ((m, -(-h // BLOCK)),) if scheme(a.w1, a.w1_scale) == "block" else ((m, 1), (1,), ())
-        shapes = shapes if quantized else ((1,), ())
-        holds = scale is not None and a.w1.dtype in LIMIT and tuple(scale.shape) in shapes
-        holds = holds and scale.dtype == torch.float32
-        got = "None" if scale is None else describe(scale)
-        yield "hidden_scale", f"float32, one of {', '.join(str(list(s)) for s in shapes)}", got, holds
+        shapes = {"block": ((m, -(-h // BLOCK)),), "mx": ((m, h // MX_BLOCK),)}.get(kind, ((m, 1), (1,), ()))
+        shapes = shapes if quantized else () if kind == "mx" else ((1,), ())
+        dtypes = MX_SCALES if kind == "mx" else (torch.float32,)
+        holds = scale is not None and a.w1.dtype in LIMIT and tuple(scale.shape) in shapes and scale.dtype in dtypes
+        wanted = (
+            f"{' or '.join(map(str, dtypes))}, one of {', '.join(str(list(s)) for s in shapes)}" if shapes else "None"
+        )
+        yield "hidden_scale", wanted, "None" if scale is None else describe(scale), holds
     if a.act_scale is not None:
-        holds = a.w1.dtype in LIMIT and a.act_scale.numel() == 1 and a.act_scale.dtype == torch.float32
-        yield "act_scale", "float32, one element, with e4m3 weights", describe(a.act_scale), holds
+        holds = a.w1.dtype in LIMIT and a.act_scale.numel() == 1 and a.act_scale.dtype == torch.float32 and kind != "mx"
+        yield "act_scale", "float32, one element, with e4m3 weights not scaled per 1x32", describe(a.act_scale), holds
     if a.expert_map is not None:
         holds = a.expert_map.dim() == 1 and a.expert_map.dtype == torch.int32
         yield "expert_map", "int32 [global experts]", describe(a.expert_map), holds
     yield "shared_experts", f"0 to E={experts}", str(a.shared_experts), 0 <= a.shared_experts <= experts
 
 
-def _quantized(x: Tensor, dtype: torch.dtype, per_block: bool, scale: Tensor | None) -> Tensor:
-    """x as the products see it: quantised with its static scale, or a dynamic one per 128 columns or per row, and back."""
+def _quantized(x: Tensor, dtype: torch.dtype, kind: str, scale: Tensor | None) -> Tensor:
+    """x as the products see it: quantised with its static scale, or a dynamic one per 32 or 128 columns or per row, and back."""
     if scale is not None:
         return quantization.static(x, scale, dtype).to(x.dtype) * scale.to(x.dtype).reshape(())
+    if kind == "mx":
+        return quantization.mx_numbers(*quantization.mx(x)).to(x.dtype)
     rows, k = x.shape
     groups = (
         torch.nn.functional.pad(x, (0, -k % BLOCK)).reshape(rows, -(-k // BLOCK), BLOCK)
-        if per_block
+        if kind == "block"
         else x.unsqueeze(1)
     )
     dynamic = quantization.scale_of(quantization.absmax(groups), dtype)
@@ -94,10 +102,11 @@ def _quantized(x: Tensor, dtype: torch.dtype, per_block: bool, scale: Tensor | N
 
 def _dequantized(values: Tensor, scale: Tensor | None, exact: torch.dtype) -> Tensor:
     """values [N, K] of one expert times its scale."""
-    values = values.to(exact)
     if scale is None:
-        return values
-    scale = scale.to(exact)
+        return values.to(exact)
+    if scale.dtype in MX_SCALES:
+        return quantization.mx_numbers(values, scale).to(exact)
+    values, scale = values.to(exact), scale.to(exact)
     if scale.dim() == 2 and scale.shape != (len(values), 1):
         scale = scale.repeat_interleave(BLOCK, 0)[: len(values)].repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
     return values * (scale.reshape(-1, 1) if scale.dim() == 1 else scale)
@@ -127,7 +136,10 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
         tensor = getattr(a, name)
         yield f"{name} is contiguous", tensor is None or tensor.is_contiguous()
     yield f"there are fewer than {NO_EXPERT} experts", experts < NO_EXPERT
-    if not _is_streamed(a):
+    if scheme(a.w1, a.w1_scale) == "mx":
+        yield f"{arch.name}'s matrix instructions take block scales", arch.block_scales
+        yield f"with a scale per 32 of K, {MOST_TOKENS} tokens and {MOST_SLOTS} slots at most", _is_streamed(a)
+    elif not _is_streamed(a):
         yield from tiled.envelope(a, arch)
 
 
@@ -135,34 +147,11 @@ def _is_streamed(a) -> bool:
     return a.hidden.shape[0] <= MOST_TOKENS and slots(a) <= MOST_SLOTS
 
 
-class Tokens(NamedTuple):
-    """What a product multiplies with weights: rows so many bytes apart, and their scales, so many elements apart."""
-
-    rows: Tensor | Workspace
-    row_bytes: int
-    scale: Tensor | Workspace | None = None
-    scale_row: int = 0
-
-
-def _tokens(a, x: Rows, static: Tensor | None, present: Workspace | None, arch: Arch) -> tuple[Tokens, list[Launch]]:
-    """The tokens of a product as its kernel takes them, and the launch that quantises them if there must be one."""
-    if a.w1.dtype in HALVES:
-        return Tokens(x.buffer, x.stride * x.dtype.itemsize), []
-    quantized = quantize(x, scheme(a.w1, a.w1_scale) == "block", static, arch, present)
-    return Tokens(quantized.values, x.columns, quantized.scale, quantized.scale_row), [quantized.launch]
-
-
-def _hidden(a, arch: Arch) -> tuple[Tokens, list[Launch]]:
-    x = a.hidden
-    if x.dtype not in LIMIT:
-        return _tokens(a, Rows(x, *x.shape, x.stride(0), x.dtype), a.hidden_scale, None, arch)
-    scale_row = 0 if a.hidden_scale.numel() == 1 else a.hidden_scale.shape[1]
-    return Tokens(x, x.stride(0), a.hidden_scale, scale_row), []
-
-
 def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:
-    streamed = [StreamedConfig(tiles) for tiles in (1, 2)] if _is_streamed(a) else []
-    can_tile = all(holds for _, holds in tiled.envelope(a, arch))
+    is_mx = scheme(a.w1, a.w1_scale) == "mx"
+    takes = arch.block_scales or not is_mx
+    streamed = [StreamedConfig(tiles) for tiles in (1, 2)] if takes and _is_streamed(a) else []
+    can_tile = not is_mx and all(holds for _, holds in tiled.envelope(a, arch))
     is_worth = not streamed or a.hidden.shape[0] >= TILED_FROM
     return streamed + (tiled.configs(a, arch) if can_tile and is_worth else [])
 
@@ -189,8 +178,8 @@ def _plan(config: StreamedConfig | TiledConfig, out: Tensor, a, arch: Arch) -> l
         return []
     inner, pairs = intermediate(a), m * slots(a)
     act, present = Workspace(pairs * inner * 2), Workspace(4)
-    hidden, quantize_hidden = _hidden(a, arch)
-    activation, quantize_act = _tokens(a, Rows(act, pairs, inner, inner, a.out_dtype), a.act_scale, present, arch)
+    hidden, quantize_hidden = hidden_operand(a, arch)
+    activation, quantize_act = operand(a, Rows(act, pairs, inner, inner, a.out_dtype), a.act_scale, arch, present)
     tiles = inner // GATE_UP_ROWS
     blocks = min(pairs * tiles, RESIDENT[config.tiles] * arch.compute_units)
     groups = -(-inner * a.w1.element_size() // GROUP)
@@ -205,6 +194,8 @@ def _stage(config, a, arch, name, tokens, weight, scale, out, present, blocks, s
     """The launch of one of the two products."""
     experts, rows, k = weight.shape
     m, kind, size = a.hidden.shape[0], scheme(weight, scale), weight.element_size()
+    scale_size = 0 if scale is None else scale.element_size()
+    scale_expert, scale_row = (scale_size * n for n in scale_strides(weight, scale))
     args = (
         tokens.rows,
         weight,
@@ -215,14 +206,15 @@ def _stage(config, a, arch, name, tokens, weight, scale, out, present, blocks, s
         a.topk_weights,
         present,
         a.expert_map,
-        *(I64(n) for n in (weight.stride(0) * size, scale_strides(weight, scale)[0])),
+        I64(weight.stride(0) * size),
+        I64(scale_expert),
         tokens.row_bytes,
         weight.stride(1) * size,
         m,
         rows,
         k * size,
-        tokens.scale_row,
-        scale_strides(weight, scale)[1],
+        tokens.scale_row * scale_size,
+        scale_row,
         a.topk_ids.shape[1],
         a.shared_experts,
         experts - a.shared_experts,
@@ -236,7 +228,9 @@ def _stage(config, a, arch, name, tokens, weight, scale, out, present, blocks, s
         2**31 // per_item + 1 - 2**32 * (per_item == 1),  # as the 32 bits of an unsigned int
     )
     lds = 16 * ((m * slots(a) + 4) // 4 * 4) + 16 + (4 * 4 * m * TILE_ROWS if name == "down" else 0)
-    named = {"none": "bf16" if weight.dtype == torch.bfloat16 else "fp16", "block": "block"}.get(kind, "row")
+    named = {"none": "bf16" if weight.dtype == torch.bfloat16 else "fp16", "block": "block", "mx": "mx"}.get(
+        kind, "row"
+    )
     symbol = f"{MODULE}_{name}_{named}_{config.tiles}"
     return Launch(MODULE, symbol, (blocks, 1, 1), (4 * arch.wave_lanes, 1, 1), args, lds)
 
@@ -272,13 +266,19 @@ def _cases() -> Iterator[Case]:
     yield case("channel-m70", 70, 2, 3, 208, 80, scheme="channel", out_dtype=torch.float16)
     yield case("channel-static-m65", 65, 2, 4, 144, 96, scheme="channel", static=True)
     yield case("fp16-m70", 70, 2, 4, 136, 72, scheme="none", out_dtype=torch.float16, shared_experts=1)
+    yield case("mx", 3, 2, 8, 256, 128, scheme="mx")
+    yield case("mx-m1", 1, 3, 8, 416, 96, scheme="mx", shared_experts=1)
+    yield case("mx-m17-one-expert", 17, 1, 4, 288, 160, scheme="mx", one=True, out_dtype=torch.float16)
+    yield case("mx-quantized", 5, 2, 4, 160, 224, scheme="mx", quantized=True)
+    yield case("mx-m40-map", 40, 3, 5, 128, 64, scheme="mx", mapped=True, shared_experts=1, scale_dtype=MX_SCALES[1])
+    yield case("mx-m65", 65, 2, 4, 64, 32, scheme="mx")
     yield case("no-tokens", 0, 2, 4, 128, 128)
 
 
 def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp8_dtype) -> tuple:
     kind, shared = given.get("scheme", "block"), given.get("shared_experts", 0)
     out_dtype = given.get("out_dtype", torch.bfloat16)
-    dtype = out_dtype if kind == "none" else fp8_dtype
+    dtype = {"none": out_dtype, "mx": torch.float8_e4m3fn}.get(kind, fp8_dtype)
 
     def rand(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator).to(device)
@@ -286,7 +286,13 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
+    def mx_scale(*shape: int, times: float = 1.0) -> Tensor:
+        exponents = torch.randint(-2, 3, shape, generator=generator) + round(math.log2(times))
+        return (exponents + 127).to(torch.uint8).view(given.get("scale_dtype", torch.uint8)).to(device)
+
     def scale(n: int, k: int, times: float) -> Tensor | None:
+        if kind == "mx":
+            return mx_scale(experts, n, k // MX_BLOCK, times=times)
         shape = {"block": (-(-n // BLOCK), -(-k // BLOCK)), "channel": (n,), "tensor": (), "none": None}[kind]
         return None if shape is None else (rand(experts, *shape) + 0.5) * times
 
@@ -306,7 +312,8 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
         expert_map = expert_map.to(device)
     x, x_scale = randn(m, hidden).to(out_dtype), None
     if given.get("quantized"):
-        x, x_scale = randn(m, hidden).to(dtype), rand(m, -(-hidden // BLOCK)) + 0.5
+        x = randn(m, hidden).to(dtype)
+        x_scale = mx_scale(m, hidden // MX_BLOCK) if kind == "mx" else rand(m, -(-hidden // BLOCK)) + 0.5
     if given.get("static"):
         x_scale = torch.full((1,), 0.02).to(device)
     return (
@@ -366,17 +373,20 @@ def fused_experts(
 
     e4m3 weights come with float32 scales, [E], [E, N], or [E, ceil(N / 128), ceil(K / 128)]. With scales per block, hidden and
     the activation are quantised per 1x128, else per token or, given a static scale of one element, hidden_scale or act_scale,
-    by that; e4m3 hidden has its scales [M, ceil(H / 128)], [M, 1] or [1]. Between the products the activation is of
-    out_dtype, bf16 or fp16. Returns [M, H].
+    by that; e4m3 hidden has its scales [M, ceil(H / 128)], [M, 1] or [1]. MX-FP8 weights, e4m3fn, come with scales 2^(s - 127)
+    [E, N, K / 32], uint8 or float8_e8m0fnu, hidden and the activation are then quantised per 1x32 (quantization.py), and e4m3fn
+    hidden has its scales [M, H / 32]. Between the products the activation is of out_dtype, bf16 or fp16. Returns [M, H].
     """
     exact = torch.float64 if out_dtype == torch.float64 else torch.float32
-    per_block = scheme(w1, w1_scale) == "block"
+    kind = scheme(w1, w1_scale)
     x = hidden.to(exact)
-    if hidden.dtype in LIMIT:
+    if hidden.dtype in LIMIT and kind == "mx":
+        x = quantization.mx_numbers(hidden, hidden_scale).to(exact)
+    elif hidden.dtype in LIMIT:
         scale = hidden_scale.to(exact)
-        x = x * (scale.repeat_interleave(BLOCK, 1)[:, : hidden.shape[1]] if per_block else scale)
+        x = x * (scale.repeat_interleave(BLOCK, 1)[:, : hidden.shape[1]] if kind == "block" else scale)
     elif w1.dtype in LIMIT:
-        x = _quantized(x, w1.dtype, per_block, hidden_scale)
+        x = _quantized(x, w1.dtype, kind, hidden_scale)
     routed = len(w1) - shared_experts
     local = topk_ids.long()
     if expert_map is not None:
@@ -395,7 +405,7 @@ def fused_experts(
         gate, up = gate_up.chunk(2, 1)
         inner = (gate / (1.0 + torch.exp(-gate)) * up).to(out_dtype).to(exact)
         if w1.dtype in LIMIT:
-            inner = _quantized(inner, w1.dtype, per_block, act_scale)
+            inner = _quantized(inner, w1.dtype, kind, act_scale)
         result = inner @ w2_values.t()
         if not apply_router_weight_on_input:
             result = result * weight[:, None]

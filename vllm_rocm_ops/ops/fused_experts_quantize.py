@@ -1,4 +1,4 @@
-"""The quantisation of rows in front of each product of fused_experts; kernels: csrc/ops/fused_experts_quantize.hip."""
+"""The tokens of each product of fused_experts: as they are, or quantised ahead by csrc/ops/fused_experts_quantize.hip."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import I64, Launch, Workspace
+from vllm_rocm_ops.ops.experts import HALVES, scheme
 from vllm_rocm_ops.ops.gemm import BLOCK
 from vllm_rocm_ops.ops.rows import CHUNK, ELEMENTS
+from vllm_rocm_ops.quantization import LIMIT, MX_BLOCK
 
 MODULE = "fused_experts_quantize"
 THREADS = 256  # of a block at most, but for those that have a row to themselves
@@ -29,32 +31,53 @@ class Rows(NamedTuple):
     dtype: torch.dtype
 
 
-class Quantized(NamedTuple):
-    """The launch, and what it writes: e4m3 values [count, columns] and float32 scales; the elements from one row's scale to the
-    next row's, and from one of 128 columns to the next."""
+class Operand(NamedTuple):
+    """What a product multiplies with weights: rows so many bytes apart, and their scales, if any, so many elements apart: from row
+    to row, and from one run of columns to the next."""
 
-    launch: Launch
-    values: Workspace
-    scale: Tensor | Workspace
-    scale_row: int
-    scale_run: int
+    rows: Tensor | Workspace
+    row_bytes: int
+    scale: Tensor | Workspace | None = None
+    scale_row: int = 0
+    scale_run: int = 0
 
 
 def quantize(
-    x: Rows, per_block: bool, static: Tensor | None, arch: Arch, present: Tensor | Workspace | None = None
-) -> Quantized:
-    """x divided by the static scale if there is one, else by a scale per 128 columns or per row. `present`, an int32 on the
-    device, says how many of the rows there are; the others are neither read nor written."""
-    kind = "static" if static is not None else "block" if per_block else "token"
+    x: Rows, weights: str, static: Tensor | None, arch: Arch, present: Tensor | Workspace | None = None
+) -> tuple[Operand, Launch]:
+    """x in e4m3 and the launch that writes it: divided by the static scale if there is one, else by scales as go with how the
+    weights are scaled: float32 per 128 columns with "block", e8m0 per 32 columns with "mx", else float32 per row. `present`, an
+    int32 on the device, says how many of the rows there are; the others are neither read nor written."""
+    runs_of = {"block": BLOCK, "mx": MX_BLOCK}
+    kind = "static" if static is not None else weights if weights in runs_of else "token"
     chunks, lanes = -(-x.columns // CHUNK), arch.wave_lanes
     most = max(ROW_THREADS, -(-chunks // ROW_CHUNKS)) if kind == "token" else THREADS
     threads = -(-min(chunks, most) // lanes) * lanes
     parts = 1 if kind == "token" else -(-chunks // threads)
-    runs = -(-x.columns // BLOCK) if kind == "block" else 1
+    runs = -(-x.columns // runs_of.get(kind, x.columns))
     values = Workspace(x.count * x.columns)
-    scale = Workspace(x.count * runs * 4) if static is None else static
+    scale = Workspace(x.count * runs * (1 if kind == "mx" else 4)) if static is None else static
     written = scale if static is None else None
     args = (x.buffer, values, written, static, present, I64(x.stride), x.columns, threads)
     symbol = f"{MODULE}_{kind}_{ELEMENTS[x.dtype]}"
     launch = Launch(MODULE, symbol, (x.count, parts, 1), (threads, 1, 1), args)
-    return Quantized(launch, values, scale, *((0, 0) if kind == "static" else (runs, 1)))
+    return Operand(values, x.columns, scale, *((0, 0) if kind == "static" else (runs, 1))), launch
+
+
+def operand(
+    a, x: Rows, static: Tensor | None, arch: Arch, present: Workspace | None = None
+) -> tuple[Operand, list[Launch]]:
+    """x as a product of fused_experts takes it, and the launch that quantises it if the weights want that."""
+    if a.w1.dtype in HALVES:
+        return Operand(x.buffer, x.stride * x.dtype.itemsize), []
+    quantized, launch = quantize(x, scheme(a.w1, a.w1_scale), static, arch, present)
+    return quantized, [launch]
+
+
+def hidden_operand(a, arch: Arch) -> tuple[Operand, list[Launch]]:
+    """The same of the op's argument `hidden`."""
+    x, scale = a.hidden, a.hidden_scale
+    if x.dtype not in LIMIT:
+        return operand(a, Rows(x, *x.shape, x.stride(0), x.dtype), scale, arch)
+    row = 0 if scale.numel() == 1 else scale.shape[1]
+    return Operand(x, x.stride(0), scale, row, int(scheme(a.w1, a.w1_scale) in ("block", "mx"))), []

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import I64, Launch, Workspace
-from vllm_rocm_ops.ops.experts import HALVES, intermediate, scale_strides, scheme, slots
-from vllm_rocm_ops.ops.fused_experts_quantize import MOST_COLUMNS, Rows, quantize
+from vllm_rocm_ops.ops.experts import intermediate, scale_strides, scheme, slots
+from vllm_rocm_ops.ops.fused_experts_quantize import MOST_COLUMNS, Operand, Rows, hidden_operand, operand
 from vllm_rocm_ops.ops.gemm import OUT_TYPES
 from vllm_rocm_ops.ops.rows import CHUNK
 from vllm_rocm_ops.ops.scaled_mm_tiled import ALONE, FLOPS_PER_BYTE, LATENCY_US, PANEL, RATE, RESIDENT, lds_bytes
-from vllm_rocm_ops.quantization import LIMIT
 
 MODULE = "fused_experts_tiled"
 TOKENS, ROWS = (64, 128), 128  # of a tile: pairs of one expert, rows of its weight
@@ -31,17 +29,6 @@ class TiledConfig:
     """Tiles of `tokens` pairs of one expert."""
 
     tokens: int
-
-
-class Operand(NamedTuple):
-    """Rows of tokens so many bytes apart, and their scales, if any, so many elements apart: from row to row, and from one of 128
-    columns to the next."""
-
-    rows: Tensor | Workspace
-    row_bytes: int
-    scale: Tensor | Workspace | None = None
-    scale_row: int = 0
-    scale_run: int = 0
 
 
 def envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -99,24 +86,6 @@ def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
     return terms
 
 
-def _quantized(
-    a, x: Rows, static: Tensor | None, present: Workspace | None, arch: Arch
-) -> tuple[Operand, list[Launch]]:
-    """Rows as the next product takes them, and the launch that quantises them if it does not take them as they are."""
-    if a.w1.dtype in HALVES:
-        return Operand(x.buffer, x.stride * x.dtype.itemsize), []
-    q = quantize(x, scheme(a.w1, a.w1_scale) == "block", static, arch, present)
-    return Operand(q.values, x.columns, q.scale, q.scale_row, q.scale_run), [q.launch]
-
-
-def _hidden(a, arch: Arch) -> tuple[Operand, list[Launch]]:
-    x, scale = a.hidden, a.hidden_scale
-    if x.dtype not in LIMIT:
-        return _quantized(a, Rows(x, *x.shape, x.stride(0), x.dtype), scale, None, arch)
-    row = 0 if scale.numel() == 1 else scale.shape[1]
-    return Operand(x, x.stride(0), scale, row, int(scheme(a.w1, a.w1_scale) == "block")), []
-
-
 def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     """The launches of a call: out [M, H] is contiguous."""
     (m, h), inner, topk = a.hidden.shape, intermediate(a), a.topk_ids.shape[1]
@@ -144,8 +113,8 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     )
     act = Rows(Workspace(pairs * inner * a.out_dtype.itemsize), pairs, inner, inner, a.out_dtype)
     results = Workspace(pairs * h * 4)
-    tokens, quantize_hidden = _hidden(a, arch)
-    activations, quantize_act = _quantized(a, act, a.act_scale, tiles, arch)  # tiles begin with the number of rows
+    tokens, quantize_hidden = hidden_operand(a, arch)
+    activations, quantize_act = operand(a, act, a.act_scale, arch, tiles)  # tiles begin with the number of rows
 
     def product(name: str, x: Operand, weight: Tensor, scale: Tensor | None, to, router, tiles_n: int) -> Launch:
         _, rows, k = weight.shape

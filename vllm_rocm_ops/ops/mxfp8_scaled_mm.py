@@ -14,11 +14,13 @@ from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import Counters, Launch, Workspace
 from vllm_rocm_ops.op import Case, Op, aligned, describe, row_stride
 from vllm_rocm_ops.ops.gemm import OUT_TYPES, bias_contract
+from vllm_rocm_ops.quantization import (
+    MX_BLOCK as BLOCK,
+)  # of K per scale; of N, where neighbouring rows of b share theirs
+from vllm_rocm_ops.quantization import MX_SCALES, mx_numbers
 
 __all__ = ["mxfp8_scaled_mm"]
 
-BLOCK = 32  # of K per scale; of N, where neighbouring rows of b share theirs
-SCALES = (torch.uint8, torch.float8_e8m0fnu)
 PAIR = 256  # bytes of K of a unit
 WAVES = 4  # of a block
 
@@ -69,7 +71,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     of_b = dict.fromkeys((n, -(-n // BLOCK)))
     for name, scale, rows in (("scale_a", a.scale_a, (m,)), ("scale_b", a.scale_b, of_b)):
         wanted = " or ".join(f"[{r}, {k // BLOCK}]" for r in rows)
-        holds = scale.dtype in SCALES and scale.shape in [(r, k // BLOCK) for r in rows]
+        holds = scale.dtype in MX_SCALES and scale.shape in [(r, k // BLOCK) for r in rows]
         yield name, f"uint8 or float8_e8m0fnu {wanted}", describe(scale), holds
     yield "out_dtype", "bfloat16, float16 or float32", str(a.out_dtype), a.out_dtype in OUT_TYPES
     yield from bias_contract(a.bias, n, a.out_dtype)
@@ -250,13 +252,6 @@ def _op(reference) -> Op:
     )
 
 
-def _scaled(values: Tensor, scales: Tensor) -> Tensor:
-    """The numbers that MX-FP8 rows stand for, exactly."""
-    exponents = scales.view(torch.uint8).to(torch.float64)
-    factors = torch.exp2(exponents - 127).masked_fill(exponents == 255, torch.nan)
-    return values.to(torch.float64) * factors.repeat_interleave(BLOCK, 1)
-
-
 @_op
 def mxfp8_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
@@ -269,7 +264,7 @@ def mxfp8_scaled_mm(
     """
     if scale_b.shape[0] != b.shape[0]:
         scale_b = scale_b.view(torch.uint8).repeat_interleave(BLOCK, 0)[: b.shape[0]]
-    product = _scaled(a, scale_a) @ _scaled(b, scale_b).t()
+    product = mx_numbers(a, scale_a) @ mx_numbers(b, scale_b).t()
     if bias is not None:
         product = product + bias.to(torch.float64)
     return product.to(out_dtype)

@@ -6,6 +6,8 @@
 // lower and its upper 64 of K (section 7.1.5.1), and from lane l the scale of the (l / 16)-th of its blocks of 32 (section 7.2.1).
 // Instruction i of a pair gets pieces i and i + 2: then its blocks are 2i, 2i + 1, 2i + 4 and 2i + 5 of the pair's eight, and
 // what lane l has to supply for both instructions lies in one word, two bytes apart, where op_sel chooses.
+//
+// One instruction alone, 128 bytes of K, takes pieces 0 and 1: then its blocks are 0 to 3, and what lane l has to supply is one byte.
 #pragma once
 
 #if defined(__gfx950__)
@@ -43,6 +45,12 @@ struct Scales {
     else return loaded[0] | loaded[1] << 16;
   }
 };
+
+// The scale of a lane for one instruction alone: of block lane / 16 of its row, or token. It stays a byte until its use: the
+// compiler would widen it, and so wait for it, wherever paths join.
+DEVICE u8 load_scale_or_zero(mem::Buffer from, int lane_offset, int offset, bool inside) {
+  return __builtin_amdgcn_raw_buffer_load_b8(from, inside ? lane_offset : -1, offset, 0);
+}
 
 // Adds the product of instruction kIndex of a pair. Of the sum, lane l has token l % 16, weight rows 4 * (l / 16) to + 3.
 template <int kIndex>
