@@ -182,6 +182,7 @@ def _vllm_experts(*arguments) -> tuple:
     if not workspace.is_workspace_manager_initialized():
         workspace.init_workspace_manager(a.w1.device)
     kind = scheme(a.w1, a.w1_scale)
+    _require(kind != "mx", "scales of float32")
     quantization = config.FUSED_MOE_UNQUANTIZED_CONFIG
     if kind != "none":
         how = {"per_act_token_quant": kind == "channel", "per_out_ch_quant": kind == "channel"}
