@@ -6,7 +6,7 @@
 // A pair is a token and an expert that it goes to. Bytes: the weights of the experts hit, little else.
 //
 // Nothing is sorted ahead: every block groups the pairs by expert in LDS for itself, which takes less time than a launch.
-// An item is an expert with up to kItem of its tokens; experts without tokens are no item and cost nothing. A tile is 16 rows
+// An item is an expert with up to kTileTokens of its tokens; experts without tokens are no item and cost nothing. A tile is 16 rows
 // of weights: the waves of a block take its K in groups of 128 bytes in turns, each lane with weights and tokens in
 // registers, kRing groups in flight. gate_up: a tile has 8 gate rows and the 8 up rows that belong to them, so that a lane ends
 // with both; blocks take the tiles of all items in turn, and the waves meet in LDS at the end of each. down: a
@@ -42,23 +42,24 @@ struct Experts {
   u32 per_item_inverse;
 };
 
-constexpr int kSteps = 2, kGroup = kSteps * mma::kDepth, kMxBlock = 32, kNone = 0x7fff, kFirst = 0x8000;
+constexpr int kSteps = 2, kGroup = kSteps * mma::kDepth, kMxBlock = 32, kNone = 0x7fff, kBegins = 0x8000,
+              kFewPairs = 128;
 constexpr int kThreads = mma::kWaves * wave::kLanes;
 static_assert(kGroup == kScaleBlock);
 extern LDS __attribute__((aligned(16))) u8 dynamic_lds[];
 
 // The pairs in the order of their experts, in LDS.
 struct Lists {
-  u32* keys;      // [pairs]: expert << 16 | pair
-  float* router;  // [pairs]: their weights
-  u32* items;     // [items + 1]: expert << 16 | place of the first pair
-  u16* pairs;     // [places]
-  u16* experts;   // [places]: expert, and kFirst where an item begins
-  int* count;     // of items
-  DEVICE Lists(u8* lds, int pairs_) {
-    const int padded = (pairs_ + 4) / 4 * 4;
-    keys = (u32*)lds, router = (float*)(keys + padded), items = (u32*)(router + padded);
-    pairs = (u16*)(items + padded), experts = pairs + padded, count = (int*)(experts + padded);
+  int* count;            // of items
+  u32* items;            // [items + 1]: expert << 16 | place of the first pair
+  u32* of;               // [experts]: pairs, then pairs << 16 | place of the first
+  float* router;         // [pairs]: their weights
+  u32* keys;             // [pairs]: expert << 16 | pair
+  u16 *pairs, *sorting;  // [places]
+  DEVICE Lists(u8* lds, int pairs_, int experts) {
+    const int padded = (pairs_ + 2) / 2 * 2;
+    count = (int*)lds, items = (u32*)(count + 1), of = items + padded, router = (float*)(of + experts);
+    keys = (u32*)(router + padded), pairs = (u16*)(keys + padded), sorting = pairs + padded;
   }
 };
 
@@ -70,10 +71,9 @@ struct Item {
   }
 };
 
-// Groups the pairs, in items of up to kItem tokens. Of pairs of one token with one expert the first has the weight of all.
-template <int kItem>
-DEVICE int group_pairs(const Experts& p, const Lists& lists) {
-  const int slots = p.topk + p.shared, pairs = p.m * slots, padded = (pairs + 3) / 4 * 4;
+// The expert of each pair into its key. Of pairs of one token with one expert the first has the weight of all.
+DEVICE void find_experts(const Experts& p, const Lists& lists, int pairs) {
+  const int slots = p.topk + p.shared;
   u32* ids = lists.items;  // until there are items
   for (int pair = wave::thread(); pair < pairs; pair += kThreads) {
     const int token = pair * p.per_slot >> 20, slot = pair - token * slots, at = token * p.topk + slot;
@@ -82,10 +82,10 @@ DEVICE int group_pairs(const Experts& p, const Lists& lists) {
     lists.router[pair] = routed ? mem::load<float>(p.router + at) : 1.0f;
   }
   block_barrier();  // hazard: ids are read before all are written
-  for (int pair = wave::thread(); pair < padded; pair += kThreads) {
+  for (int pair = wave::thread(); pair < pairs; pair += kThreads) {
     const int token = pair * p.per_slot >> 20, first = token * slots, slot = pair - first;
-    int expert = pair < pairs ? p.routed + slot - p.topk : kNone;
-    if (pair < pairs && slot < p.topk) {
+    int expert = p.routed + slot - p.topk;
+    if (slot < p.topk) {
       const int id = ids[pair];
       expert = id;
       if (p.expert_map) expert = id >= 0 && id < p.mapped ? mem::load<int>(p.expert_map + id) : kNone;
@@ -98,36 +98,99 @@ DEVICE int group_pairs(const Experts& p, const Lists& lists) {
     }
     lists.keys[pair] = u32(expert) << 16 | pair;
   }
+}
+
+// Few pairs: each counts those that come before it.
+DEVICE void sort_by_comparing(const Lists& lists, int pairs) {
   block_barrier();  // hazard: keys are read before all are written
   for (int pair = wave::thread(); pair < pairs; pair += kThreads) {
     const u32 key = lists.keys[pair], first_key = key & 0xffff0000u;
     int before = 0, place = 0;  // pairs of lower experts; and those of this one that come first
-    for (int other = 0; other < padded; other += 4) {
-      const u32x4 keys = *(const u32x4*)(lists.keys + other);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) before += keys[i] < first_key, place += keys[i] < key;
+#pragma unroll 4
+    for (int other = 0; other < pairs; ++other) {
+      const u32 of_other = lists.keys[other];
+      before += of_other < first_key, place += of_other < key;
     }
-    const int expert = key >> 16, rank = place - before;
-    const bool first = expert == kNone ? rank == 0 : rank % kItem == 0;
+    const int rank = place - before;
+    const bool begins = key >> 16 == kNone ? rank == 0 : rank % mma::kTileTokens == 0;
     lists.pairs[place] = u16(pair);
-    lists.experts[place] = u16(expert | (first ? kFirst : 0));
+    lists.sorting[place] = u16(key >> 16 | (begins ? kBegins : 0));
   }
   block_barrier();  // hazard: the order is read before it is written
-  if (wave::index() == 0) {
-    int items = 0;
-    for (int base = 0; base < pairs; base += wave::kLanes) {
-      const int place = base + wave::lane(), expert = place < pairs ? lists.experts[place] : 0;
-      const bool first = expert & kFirst;
-      const int item = items + wave::count_below(first);
-      if (first) lists.items[item] = u32(expert & kNone) << 16 | place;
-      items += wave::count(first);
-    }
-    const bool absent = (lists.experts[pairs - 1] & kNone) == kNone;  // those end the last item
-    if (wave::lane() == 0) {
-      if (!absent) lists.items[items] = pairs;
-      *lists.count = items - absent;
-    }
+  if (wave::index() != 0) return;
+  int items = 0;
+  for (int base = 0; base < pairs; base += wave::kLanes) {
+    const int place = base + wave::lane(), expert = place < pairs ? lists.sorting[place] : 0;
+    const bool begins = expert & kBegins;
+    const int item = items + wave::count_below(begins);
+    if (begins) lists.items[item] = u32(expert & kNone) << 16 | place;
+    items += wave::count(begins);
   }
+  const bool absent = (lists.sorting[pairs - 1] & kNone) == kNone;  // those end the last item
+  if (wave::lane() == 0) {
+    if (!absent) lists.items[items] = pairs;
+    *lists.count = items - absent;
+  }
+}
+
+// Many pairs: their experts are counted.
+DEVICE void sort_by_counting(const Lists& lists, int pairs, int experts) {
+  for (int i = wave::thread(); i < experts; i += kThreads) lists.of[i] = 0;
+  block_barrier();  // hazard: counted on before it is zero; keys are read before all are written
+  for (int pair = wave::thread(); pair < pairs; pair += kThreads) {
+    const int expert = lists.keys[pair] >> 16;
+    if (expert == kNone) continue;
+    const u32 rank = __scoped_atomic_fetch_add(lists.of + expert, 1u, __ATOMIC_RELAXED, __MEMORY_SCOPE_WRKGRP);
+    lists.pairs[pair] = u16(rank);
+  }
+  block_barrier();  // hazard: counts are read before all are counted
+  if (wave::index() == 0) {
+    const int each = (experts + wave::kLanes - 1) / wave::kLanes,
+              lane = wave::lane();  // neighbouring experts of a lane
+    const int first = lane * each, end = first + each < experts ? first + each : experts;
+    u32 mine = 0;  // items << 16 | pairs
+    for (int i = first; i < end; ++i)
+      mine += lists.of[i] + ((lists.of[i] + mma::kTileTokens - 1) / mma::kTileTokens << 16);
+    u32 sum = mine;
+    for (int step = 1; step < wave::kLanes; step *= 2) {
+      const u32 below = wave::from_lane(sum, (lane - step) & (wave::kLanes - 1));
+      if (lane >= step) sum += below;
+    }
+    int item = (sum - mine) >> 16, place = (sum - mine) & 0xffff;
+    for (int i = first; i < end; ++i) {
+      const int count = lists.of[i];
+      for (int begin = 0; begin < count; begin += mma::kTileTokens)
+        lists.items[item++] = u32(i) << 16 | (place + begin);
+      lists.of[i] = u32(count) << 16 | place;
+      place += count;
+    }
+    if (lane == wave::kLanes - 1) lists.items[item] = place, *lists.count = item;
+  }
+  block_barrier();  // hazard: places are read before they are written
+  for (int pair = wave::thread(); pair < pairs; pair += kThreads) {
+    const int expert = lists.keys[pair] >> 16;
+    if (expert != kNone) lists.sorting[(lists.of[expert] & 0xffff) + lists.pairs[pair]] = u16(pair);
+  }
+  block_barrier();  // hazard: an expert's pairs are read before all are written; ranks are overwritten while they are read
+  // Ranks are in the order in which waves came to count; places are in that of the pairs.
+  for (int pair = wave::thread(); pair < pairs; pair += kThreads) {
+    const int expert = lists.keys[pair] >> 16;
+    if (expert == kNone) continue;
+    const u32 of = lists.of[expert];
+    const u16* others = lists.sorting + (of & 0xffff);
+    int place = of & 0xffff;
+#pragma clang loop unroll(disable) vectorize(disable)  // pairs of u16 would be loaded as words, aligned or not
+    for (int i = 0; i < int(of >> 16); ++i) place += others[i] < pair;
+    lists.pairs[place] = u16(pair);
+  }
+}
+
+// Groups the pairs in items of up to kTileTokens tokens, in the order of experts and pairs; how many items there are.
+DEVICE int group_pairs(const Experts& p, const Lists& lists) {
+  const int pairs = p.m * (p.topk + p.shared);
+  find_experts(p, lists, pairs);
+  if (pairs <= kFewPairs) sort_by_comparing(lists, pairs);
+  else sort_by_counting(lists, pairs, p.routed + p.shared);
   block_barrier();  // hazard: items are read before they are written
   return wave::uniform(*lists.count);
 }
@@ -151,23 +214,23 @@ struct Factor<Scales::kMx> {
 #endif
 
 // What a lane has in registers of a group of K, and how it gets there.
-template <class T, Scales kScales, bool kPaired, int kTiles, int kRing>
+template <class T, Scales kScales, bool kPaired, int kRing>
 struct Stream {
-  static constexpr int kItem = kTiles * mma::kTileTokens, kTileOut = kPaired ? mma::kRows / 2 : mma::kRows;
+  static constexpr int kTileOut = kPaired ? mma::kRows / 2 : mma::kRows;
   static constexpr bool kBlock = kScales == Scales::kBlock, kMx = kScales == Scales::kMx;
   static constexpr int kScalesB = kMx ? 1 : kBlock ? kPaired ? 2 : 1 : 4;
 
   struct Group {
     mma::Weights weights[kSteps] = {};
-    u32x4 tokens[kSteps][kTiles];
-    typename Factor<kScales>::Type scale_a[kTiles][mma::kValueTokens], scale_b[kScalesB];
+    u32x4 tokens[kSteps];
+    typename Factor<kScales>::Type scale_a[mma::kValueTokens], scale_b[kScalesB];
   };
   struct Run {  // an item's tile
     mem::Cursor weights[mma::kLoads];
     mem::Buffer scales_b;
-    int scale_b[kScalesB];                   // bytes
-    int token[kTiles];                       // bytes to the lane's token; -1 for none
-    int scale_a[kTiles][mma::kValueTokens];  // bytes; -1 for none
+    int scale_b[kScalesB];           // bytes
+    int token;                       // bytes to the lane's token; -1 for none
+    int scale_a[mma::kValueTokens];  // bytes; -1 for none
   };
 
   const Experts& p;
@@ -197,15 +260,12 @@ struct Stream {
       const int row = row_of(tile, kMx ? mma::row(lane, i) : mma::value_row(kBlock ? 0 : lane, kBlock ? 2 * i : i));
       run.scale_b[i] = (kBlock ? row / kScaleBlock : row) * p.scale_b_row + mx_block();
     }
+    const int place = item.first + mma::tile_token(lane);
+    run.token = place < item.end ? token_row(place) * p.token_bytes + mma::depth(lane) : -1;
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      const int first = item.first + t * mma::kTileTokens, place = first + mma::tile_token(lane);
-      run.token[t] = place < item.end ? token_row(place) * p.token_bytes + mma::depth(lane) : -1;
-#pragma unroll
-      for (int i = 0; i < mma::kValueTokens; ++i) {
-        const int of_value = first + mma::value_token(lane, i);
-        run.scale_a[t][i] = of_value < item.end ? token_row(of_value) * p.scale_a_row + mx_block() : -1;
-      }
+    for (int i = 0; i < mma::kValueTokens; ++i) {
+      const int of_value = item.first + mma::value_token(lane, i);
+      run.scale_a[i] = of_value < item.end ? token_row(of_value) * p.scale_a_row + mx_block() : -1;
     }
     return run;
   }
@@ -220,11 +280,7 @@ struct Stream {
 #pragma unroll
       for (int l = 0; l < mma::kLoads; ++l)
         mem::refill(group.weights[u].load[l], run.weights[l], k + u * mma::kDepth, inside);
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        const bool there = inside && run.token[t] >= 0;
-        group.tokens[u][t] = mem::load_or_zero(tokens, run.token[t] + u * mma::kDepth, k, there);
-      }
+      group.tokens[u] = mem::load_or_zero(tokens, run.token + u * mma::kDepth, k, inside && run.token >= 0);
     }
     if constexpr (kScales != Scales::kNone) {
       const int block = kMx ? k / kMxBlock : kBlock ? k / kScaleBlock * 4 : 0;
@@ -234,44 +290,36 @@ struct Stream {
         group.scale_b[i] = Factor<kScales>::load_or_zero(run.scales_b, run.scale_b[i], block, there);
       const mem::Buffer scales = mem::buffer(p.scale_a);
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-        for (int i = 0; i < mma::kValueTokens; ++i) {
-          const int at = run.scale_a[t][i];
-          group.scale_a[t][i] = Factor<kScales>::load_or_zero(scales, at, block, there && at >= 0);
-        }
+      for (int i = 0; i < mma::kValueTokens; ++i)
+        group.scale_a[i] = Factor<kScales>::load_or_zero(scales, run.scale_a[i], block, there && run.scale_a[i] >= 0);
     }
   }
-  DEVICE void multiply(f32x4 (&sum)[kTiles], const Group& group) const {
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
+
+  DEVICE f32x4 multiply(f32x4 sum, const Group& group) const {
 #ifdef HAS_BLOCK_SCALED_MMA
-      if constexpr (kMx) {
-        static_assert(kSteps == 2 && mma::kLoads == 1);
-        const u32x4 low = group.weights[0].load[0], high = group.weights[1].load[0];
-        sum[t] = mx::multiply_add<0>(sum[t], low, high, group.scale_b[0], group.tokens[0][t], group.tokens[1][t],
-                                     group.scale_a[t][0]);
-        continue;
-      }
-#endif
-      f32x4 part = kBlock ? f32x4{} : sum[t];
-#pragma unroll
-      for (int u = 0; u < kSteps; ++u) part = mma::multiply_tile<T>(part, group.weights[u], group.tokens[u][t]);
-      if (!kBlock) sum[t] = part;
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (kBlock)
-          sum[t][i] += part[i] * (group.scale_a[t][i % mma::kValueTokens] * group.scale_b[kPaired ? i / 2 : 0]);
+    if constexpr (kMx) {
+      static_assert(kSteps == 2 && mma::kLoads == 1);
+      const u32x4 low = group.weights[0].load[0], high = group.weights[1].load[0];
+      return mx::multiply_add<0>(sum, low, high, group.scale_b[0], group.tokens[0], group.tokens[1], group.scale_a[0]);
     }
+#endif
+    f32x4 part = kBlock ? f32x4{} : sum;
+#pragma unroll
+    for (int u = 0; u < kSteps; ++u) part = mma::multiply_tile<T>(part, group.weights[u], group.tokens[u]);
+    if (!kBlock) return part;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      sum[i] += part[i] * (group.scale_a[i % mma::kValueTokens] * group.scale_b[kPaired ? i / 2 : 0]);
+    return sum;
   }
 
   // At the end of a run, with its last group.
-  DEVICE float result(const f32x4& sum, const Group& last, int t, int i) const {
-    if (kScales != Scales::kRow) return sum[i];
-    return sum[i] * (last.scale_a[t][i % mma::kValueTokens] * last.scale_b[i]);
+  DEVICE float result(const f32x4& sum, const Group& last, int i) const {
+    if constexpr (kScales != Scales::kRow) return sum[i];
+    else return sum[i] * (last.scale_a[i % mma::kValueTokens] * last.scale_b[i]);
   }
 
-  // Goes through all groups that `walk` gives, and calls end(walk, sums, last group) with the last of each run.
+  // Goes through all groups that `walk` gives, and calls end(walk, sum, last group) with the last of each run.
   template <class Walk, class End>
   DEVICE void go(Walk walk, End end) const {
     if (!walk.more()) return;
@@ -285,15 +333,14 @@ struct Stream {
     reading = run(ahead.item(), ahead.tile());
 #pragma unroll
     for (int i = 0; i < kRing - 1; ++i) load_next(ring[i]);
-    f32x4 sum[kTiles] = {};
+    f32x4 sum = {};
     auto step = [&](Group& group, Group& free) __attribute__((always_inline)) {
       load_next(free);
-      multiply(sum, group);
+      sum = multiply(sum, group);
       const Walk done = walk;
       if (walk.next()) {
         end(done, sum, group);
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) sum[t] = f32x4{};
+        sum = f32x4{};
       }
       return walk.more();
     };
@@ -322,33 +369,31 @@ struct TileWalk {
   }
 };
 
-template <class T, Scales kScales, int kTiles>
+template <class T, Scales kScales>
 DEVICE void gate_up(const Experts& p) {
-  using S = Stream<T, kScales, true, kTiles, mma::kRing>;
+  using S = Stream<T, kScales, true, mma::kRing>;
   // Of this tile, and of the last, which a slow wave may still read.
-  LDS static float sums[2][mma::kWaves][kTiles][4][wave::kLanes];
-  const Lists lists(dynamic_lds, p.m * (p.topk + p.shared));
-  const int items = group_pairs<S::kItem>(p, lists);
+  LDS static float sums[2][mma::kWaves][4][wave::kLanes];
+  const Lists lists(dynamic_lds, p.m * (p.topk + p.shared), p.routed + p.shared);
+  const int items = group_pairs(p, lists);
   if (p.present && wave::block_x() == 0 && wave::thread() == 0) mem::store<int>(p.present, lists.items[items] & 0xffff);
   const S stream{p, lists};
   int parity = 0;
-  auto end_tile = [&](const TileWalk& walk, const f32x4(&sum)[kTiles],
+  auto end_tile = [&](const TileWalk& walk, const f32x4& sum,
                       const typename S::Group& last) __attribute__((always_inline)) {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[parity][wave::index()][t][i][stream.lane] = stream.result(sum[t], last, t, i);
+    for (int i = 0; i < 4; ++i) sums[parity][wave::index()][i][stream.lane] = stream.result(sum, last, i);
     block_barrier();  // hazard: the waves' sums are read before they are written
-    // Each of the first waves has one gate value and the up value of a lane.
-    const int t = wave::index() / 2, i = wave::index() % 2;
+    // Each of the first two waves has one gate value and the up value of a lane.
+    const int i = wave::index();
     const Item item(lists, walk.item());
-    const int place = item.first + t * mma::kTileTokens + mma::value_token(stream.lane, i);
-    if (t < kTiles && place < item.end) {
+    const int place = item.first + mma::value_token(stream.lane, i);
+    if (i < 2 && place < item.end) {
       float gate = 0.0f, up = 0.0f;
 #pragma unroll
       for (int w = 0; w < mma::kWaves; ++w) {
-        gate += sums[parity][w][t][i][stream.lane];
-        up += sums[parity][w][t][i + 2][stream.lane];
+        gate += sums[parity][w][i][stream.lane];
+        up += sums[parity][w][i + 2][stream.lane];
       }
       const float weight = p.weigh ? lists.router[lists.pairs[place]] : 1.0f;
       const int column = walk.tile() * S::kTileOut + mma::half_row(mma::value_row(stream.lane, i));
@@ -374,30 +419,31 @@ struct UnitWalk {
   }
 };
 
-template <class T, Scales kScales, int kTiles>
+template <class T, Scales kScales>
 DEVICE void down(const Experts& p) {
-  using S = Stream<T, kScales, false, kTiles, mma::kRing - 1>;
+  using S = Stream<T, kScales, false, mma::kRing - 1>;
   const int of_wave = p.m * mma::kRows, pairs = p.m * (p.topk + p.shared);
-  const Lists lists(dynamic_lds + mma::kWaves * of_wave * 4, pairs);
+  const Lists lists(dynamic_lds + mma::kWaves * of_wave * 4, pairs, p.routed + p.shared);
   float* sums = (float*)dynamic_lds;  // [waves, tokens, rows]
   float* mine = sums + wave::index() * of_wave;
   for (int i = wave::lane(); i < of_wave; i += wave::kLanes) mine[i] = 0.0f;
-  const int items = group_pairs<S::kItem>(p, lists);
+  const int items = group_pairs(p, lists);
   const S stream{p, lists};
-  auto end_unit = [&](const UnitWalk& walk, const f32x4(&sum)[kTiles],
-                      const typename S::Group& last) __attribute__((always_inline)) {
-    const Item item(lists, walk.item());
+  auto end_unit = [&](const UnitWalk& walk, const f32x4& sum, const typename S::Group& last)
+                      __attribute__((always_inline)) {
+                        const Item item(lists, walk.item());
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
+                        for (int v = 0; v < mma::kValueTokens; ++v) {
+                          const int place = item.first + mma::value_token(stream.lane, v);
+                          if (place >= item.end) continue;
+                          const int pair = lists.pairs[place];
+                          const float weight = p.weigh ? lists.router[pair] : 1.0f;
+                          float* of_token = mine + (pair * p.per_slot >> 20) * mma::kRows;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int place = item.first + t * mma::kTileTokens + mma::value_token(stream.lane, i);
-        if (place >= item.end) continue;
-        const int pair = lists.pairs[place], token = pair * p.per_slot >> 20;
-        const float weight = p.weigh ? lists.router[pair] : 1.0f;
-        mine[token * mma::kRows + mma::value_row(stream.lane, i)] += weight * stream.result(sum[t], last, t, i);
-      }
-  };
+                          for (int i = v; i < 4; i += mma::kValueTokens)
+                            of_token[mma::value_row(stream.lane, i)] += weight * stream.result(sum, last, i);
+                        }
+                      };
   stream.go(UnitWalk{p, items * p.per_item, wave::index()}, end_unit);
   block_barrier();  // hazard: the waves' sums are read before they are written
   for (int i = wave::thread(); i < of_wave; i += kThreads) {
@@ -410,15 +456,9 @@ DEVICE void down(const Experts& p) {
 }
 
 // clang-format off
-#define INSTANCE(kernel, kind, tiles, resident, ...)                                         \
-  KERNEL((kThreads), resident) fused_experts_##kernel##_##kind##_##tiles(Experts experts) {  \
-    kernel<__VA_ARGS__, tiles>(experts);                                                     \
-  }
-#define INSTANCES(kind, ...)                 \
-  INSTANCE(gate_up, kind, 1, 3, __VA_ARGS__) \
-  INSTANCE(gate_up, kind, 2, 2, __VA_ARGS__) \
-  INSTANCE(down, kind, 1, 4, __VA_ARGS__)    \
-  INSTANCE(down, kind, 2, 3, __VA_ARGS__)
+#define INSTANCES(kind, ...)                                                                                   \
+  KERNEL((kThreads), 3) fused_experts_gate_up_##kind(Experts experts) { gate_up<__VA_ARGS__>(experts); }       \
+  KERNEL((kThreads), 4) fused_experts_down_##kind(Experts experts) { down<__VA_ARGS__>(experts); }
 
 INSTANCES(block, E4m3, Scales::kBlock)
 INSTANCES(row,   E4m3, Scales::kRow)

@@ -44,3 +44,10 @@ def scale_strides(weight: Tensor, scale: Tensor | None) -> tuple[int, int]:
     experts, _, k = weight.shape
     rows = {"none": 0, "tensor": 0, "channel": 1, "block": -(-k // BLOCK), "mx": k // MX_BLOCK}
     return 0 if scale is None else scale.numel() // experts, rows[scheme(weight, scale)]
+
+
+def expected(a) -> tuple[int, float]:
+    """All experts that tokens choose from, here or not, and the tokens that each gets if all are as likely."""
+    routed = len(a.w1) - a.shared_experts
+    of_all = max(routed if a.expert_map is None else len(a.expert_map), routed, 1)
+    return of_all, a.topk_ids.numel() / of_all

@@ -15,7 +15,7 @@ from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import I64, Launch, Workspace
 from vllm_rocm_ops.op import Case, Op, describe
 from vllm_rocm_ops.ops import fused_experts_tiled as tiled
-from vllm_rocm_ops.ops.experts import HALVES, intermediate, scale_strides, scheme, slots
+from vllm_rocm_ops.ops.experts import HALVES, expected, intermediate, scale_strides, scheme, slots
 from vllm_rocm_ops.ops.fused_experts_quantize import Rows, hidden_operand, operand
 from vllm_rocm_ops.ops.fused_experts_tiled import TiledConfig
 from vllm_rocm_ops.ops.gemm import BLOCK, OUT_TYPES
@@ -31,8 +31,7 @@ TILE_ROWS, GATE_UP_ROWS = 16, 8  # of weights in a tile; of these the gate rows
 TILE_TOKENS = {32: 8, 64: 16}  # by the lanes of a wave
 GROUP = 128  # bytes of K that a wave takes at a time
 UNIT = 4  # groups of down's K that a wave takes at a time
-RESIDENT = {1: 3, 2: 2}  # blocks of gate_up on a compute unit, by the tiles of tokens
-STREAMING_SHARE = {1: 0.85, 2: 0.75}  # of the bandwidth, by the tiles of tokens
+RESIDENT = {3: 0.9, 2: 0.8}  # of the bandwidth, by the blocks of gate_up on a compute unit: measured on H200
 LAUNCH_US = 2.0
 
 
@@ -114,9 +113,9 @@ def _dequantized(values: Tensor, scale: Tensor | None, exact: torch.dtype) -> Te
 
 @dataclass(frozen=True)
 class StreamedConfig:
-    """For few tokens: an expert's weights are streamed once for so many tiles of its tokens."""
+    """For few tokens: blocks stream the weights of the experts that are hit, so many on a compute unit for the first product."""
 
-    tiles: int
+    resident: int
 
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -150,24 +149,24 @@ def _is_streamed(a) -> bool:
 def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:
     is_mx = scheme(a.w1, a.w1_scale) == "mx"
     takes = arch.block_scales or not is_mx
-    streamed = [StreamedConfig(tiles) for tiles in (1, 2)] if takes and _is_streamed(a) else []
+    streamed = [StreamedConfig(resident) for resident in RESIDENT] if takes and _is_streamed(a) else []
     can_tile = not is_mx and all(holds for _, holds in tiled.envelope(a, arch))
     is_worth = not streamed or a.hidden.shape[0] >= TILED_FROM
     return streamed + (tiled.configs(a, arch) if can_tile and is_worth else [])
 
 
 def _cost(config: StreamedConfig | TiledConfig, a, arch: Arch) -> dict[str, float]:
-    """The time to stream the experts that so many tokens hit if all are as likely, and again if an expert has more tokens than a
-    tile; two tiles take registers that keep loads in flight."""
+    """The time to stream the experts that are hit if all are as likely, again for each further tile of an expert's tokens."""
     if isinstance(config, TiledConfig):
         return tiled.cost(config, a, arch)
-    experts, m = len(a.w1), a.hidden.shape[0]
-    hit = experts * (1.0 - (1.0 - slots(a) / experts) ** m) if slots(a) < experts else experts
-    passes = max(1.0, m * slots(a) / max(hit, 1.0) / (config.tiles * TILE_TOKENS[arch.wave_lanes]))
-    expert_bytes = (a.w1.numel() + a.w2.numel()) // experts * a.w1.element_size()
-    rate = arch.bandwidth_gb_s * 1e3 * STREAMING_SHARE[config.tiles]
+    m, (of_all, each), tile = a.hidden.shape[0], expected(a), TILE_TOKENS[arch.wave_lanes]
+    hit = 1.0 - (1.0 - min(a.topk_ids.shape[1] / of_all, 1.0)) ** m
+    routed = (len(a.w1) - a.shared_experts) * max(hit, each / tile)
+    expert_bytes = (a.w1.numel() + a.w2.numel()) // len(a.w1) * a.w1.element_size()
+    rate = arch.bandwidth_gb_s * 1e3 * RESIDENT[config.resident]
     launches = 2 if a.w1.dtype in HALVES else 3 if a.hidden.dtype in LIMIT else 4
-    return {"streaming": hit * passes * expert_bytes / rate, "launches": launches * LAUNCH_US}
+    streamed = routed + a.shared_experts * -(-m // tile)
+    return {"streaming": streamed * expert_bytes / rate, "launches": launches * LAUNCH_US}
 
 
 def _plan(config: StreamedConfig | TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
@@ -181,16 +180,16 @@ def _plan(config: StreamedConfig | TiledConfig, out: Tensor, a, arch: Arch) -> l
     hidden, quantize_hidden = hidden_operand(a, arch)
     activation, quantize_act = operand(a, Rows(act, pairs, inner, inner, a.out_dtype), a.act_scale, arch, present)
     tiles = inner // GATE_UP_ROWS
-    blocks = min(pairs * tiles, RESIDENT[config.tiles] * arch.compute_units)
+    blocks = min(pairs * tiles, config.resident * arch.compute_units)
     groups = -(-inner * a.w1.element_size() // GROUP)
     unit = min(UNIT, groups)
-    stage = functools.partial(_stage, config, a, arch)
+    stage = functools.partial(_stage, a, arch)
     gate_up = stage("gate_up", hidden, a.w1, a.w1_scale, act, present if quantize_act else None, blocks, blocks, tiles)
     down = stage("down", activation, a.w2, a.w2_scale, out, None, -(-h // TILE_ROWS), unit, -(-groups // unit))
     return [*quantize_hidden, gate_up, *quantize_act, down]
 
 
-def _stage(config, a, arch, name, tokens, weight, scale, out, present, blocks, step, per_item) -> Launch:
+def _stage(a, arch, name, tokens, weight, scale, out, present, blocks, step, per_item) -> Launch:
     """The launch of one of the two products."""
     experts, rows, k = weight.shape
     m, kind, size = a.hidden.shape[0], scheme(weight, scale), weight.element_size()
@@ -227,11 +226,10 @@ def _stage(config, a, arch, name, tokens, weight, scale, out, present, blocks, s
         per_item,
         2**31 // per_item + 1 - 2**32 * (per_item == 1),  # as the 32 bits of an unsigned int
     )
-    lds = 16 * ((m * slots(a) + 4) // 4 * 4) + 16 + (4 * 4 * m * TILE_ROWS if name == "down" else 0)
-    named = {"none": "bf16" if weight.dtype == torch.bfloat16 else "fp16", "block": "block", "mx": "mx"}.get(
-        kind, "row"
-    )
-    symbol = f"{MODULE}_{name}_{named}_{config.tiles}"
+    lists = 16 * ((m * slots(a) + 2) // 2 * 2) + 4 * experts + 4
+    lds = lists + (4 * 4 * m * TILE_ROWS if name == "down" else 0)
+    kinds = {"none": "bf16" if weight.dtype == torch.bfloat16 else "fp16", "tensor": "row", "channel": "row"}
+    symbol = f"{MODULE}_{name}_{kinds.get(kind, kind)}"
     return Launch(MODULE, symbol, (blocks, 1, 1), (4 * arch.wave_lanes, 1, 1), args, lds)
 
 

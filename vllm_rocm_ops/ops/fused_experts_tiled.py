@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import I64, Launch, Workspace
-from vllm_rocm_ops.ops.experts import intermediate, scale_strides, scheme, slots
+from vllm_rocm_ops.ops.experts import expected, intermediate, scale_strides, scheme, slots
 from vllm_rocm_ops.ops.fused_experts_quantize import MOST_COLUMNS, Operand, Rows, hidden_operand, operand
 from vllm_rocm_ops.ops.gemm import OUT_TYPES
 from vllm_rocm_ops.ops.rows import CHUNK
@@ -59,8 +59,7 @@ def _expected(config: TiledConfig, a) -> tuple[float, float]:
     """Pairs of our experts and their tiles, if all experts are as likely. Half a tile of each is empty, unless it has few."""
     m, shared = a.hidden.shape[0], a.shared_experts
     routed = len(a.w1) - shared
-    of_all = routed if a.expert_map is None else max(len(a.expert_map), routed)
-    each = m * a.topk_ids.shape[1] / max(of_all, 1)
+    _, each = expected(a)
     tiles = max(1.0 - math.exp(-each), each / config.tokens + 0.5 if each > 1.0 else 0.0)
     return routed * each + shared * m, routed * tiles + shared * -(-m // config.tokens)
 
