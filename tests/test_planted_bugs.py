@@ -453,7 +453,7 @@ BUGS = {
     ),
     "tokens past a tile forgotten": (
         "ops/fused_experts.hip",
-        "rank % kItem == 0;",
+        "rank % mma::kTileTokens == 0;",
         "rank == 0;",
         ops.fused_experts,
         "block-m17-one-expert",
@@ -516,8 +516,8 @@ BUGS = {
     ),
     "block scales of tokens for those of weights": (
         "ops/fused_experts.hip",
-        "group.scale_b[0], group.tokens[0][t], group.tokens[1][t],\n                                     group.scale_a[t][0]",
-        "group.scale_a[t][0], group.tokens[0][t], group.tokens[1][t],\n                                     group.scale_b[0]",
+        "group.scale_b[0], group.tokens[0], group.tokens[1], group.scale_a[0]",
+        "group.scale_a[0], group.tokens[0], group.tokens[1], group.scale_b[0]",
         ops.fused_experts,
         "mx-quantized",
         "gfx950",
