@@ -6,6 +6,9 @@ Random weights, no download. For each model, vLLM runs once with the plugin and 
 its own with the same seed; every batch size gets warm-up and measured iterations of prompts of --input-len tokens that
 generate --output-len tokens. Reported is the median time per decoded token: from the engine's time stamps of a request's
 first and last token. The engine runs inside the measuring process (VLLM_ENABLE_V1_MULTIPROCESSING=1 gives it its own).
+
+`--rank-of 8` stands in for eight GPUs on one: heads, widths and vocabulary are what one of eight tensor parallel ranks has, and
+there are no collectives. On an NVIDIA GPU the ops need VLLM_ROCM_OPS_ON_NVIDIA=1. What failed is reported with its log's end.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -32,32 +36,44 @@ CONFIGS = HERE.parent / "vllm_rocm_ops" / "models"
 PLUGIN = "rocm_ops"
 SIDES = {"without": "vLLM", "with": "vLLM + vllm-rocm-ops"}
 SECONDS_TO_END = 30
+LINES_OF_A_FAILURE = 40
 PERCENTILES = (10, 25, 50, 75, 90, 99)  # as in `vllm bench latency`
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
+"""What tensor parallel ranks share of a config.json; of key-value heads each has one at least."""
+
+
+def add_model_arguments(add: Callable) -> None:
+    """The options that say which models run, and how."""
     shipped = ", ".join(sorted(path.name for path in CONFIGS.iterdir()))
-    add = parser.add_argument
     add("--model", nargs="+", default=["tiny-llama"], help=f"folders with a config.json, or of: {shipped}")
-    add("--batch-size", type=int, nargs="+", default=[1], help="sequences decoded at a time; default: %(default)s")
-    add("--input-len", type=int, default=1, help="tokens of a prompt; default: %(default)s")
-    add("--output-len", type=int, default=128, help="tokens to generate, at least 2; default: %(default)s")
-    add("--num-iters", type=int, default=30, help="measured iterations; default: %(default)s")
-    add("--num-iters-warmup", type=int, default=10, help="iterations before; default: %(default)s")
     add("--num-layers", type=int, help="layers to keep of each model; default: all")
+    add("--rank-of", type=int, default=1, help="tensor parallel ranks that the model is one of; default: %(default)s")
     add("--tensor-parallel-size", type=int, default=1, help="GPUs; default: %(default)s")
     add("--dtype", default="auto", help="of activations; default: the model's")
     add("--enforce-eager", action="store_true", help="no compilation, no graph capture")
     add("--seed", type=int, default=0, help="of weights and prompts; default: %(default)s")
     add("--side", nargs="+", choices=list(SIDES), default=list(SIDES), help="with the ops, without, or both (default)")
     add("--random-experts", action="store_true", help="spread tokens over experts; random routers send all to the same")
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add_model_arguments(add)
+    add("--batch-size", type=int, nargs="+", default=[1], help="sequences decoded at a time; default: %(default)s")
+    add("--input-len", type=int, default=1, help="tokens of a prompt; default: %(default)s")
+    add("--output-len", type=int, default=128, help="tokens to generate, at least 2; default: %(default)s")
+    add("--num-iters", type=int, default=30, help="measured iterations; default: %(default)s")
+    add("--num-iters-warmup", type=int, default=10, help="iterations before; default: %(default)s")
+    add("--timeout", type=float, default=3600, help="seconds that one side of one model may take; default: %(default)s")
     add("--engine-args", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     add("--output-json", type=Path, default=HERE / "out" / "latency.json", help="default: %(default)s")
     add("--plot", type=Path, default=HERE / "out" / "latency.png", help="default: %(default)s")
     add("--worker", type=json.loads, help=argparse.SUPPRESS)  # a job of the processes that this one starts
     arguments = parser.parse_args(argv)
-    for name, least in (("batch_size", 1), ("input_len", 1), ("output_len", 2), ("num_iters", 1)):
+    for name, least in (("batch_size", 1), ("input_len", 1), ("output_len", 2), ("num_iters", 1), ("rank_of", 1)):
         values = getattr(arguments, name)
         if min(values if isinstance(values, list) else [values]) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {values}")
@@ -70,6 +86,26 @@ def find_model(name: str) -> Path:
         if (folder / "config.json").is_file():
             return folder.resolve()
     raise SystemExit(f"--model must be a folder with a config.json or a name in {CONFIGS}, got {name}")
+
+
+def overrides(model: Path, num_layers: int | None, rank_of: int) -> dict[str, int]:
+    """What replaces values of a model's config.json: so many layers, and of each the share of one of `rank_of` ranks."""
+    config = json.loads((model / "config.json").read_text())
+    result = {"num_hidden_layers": num_layers} if num_layers else {}
+    if rank_of == 1:
+        return result
+    for name in DIVIDED:
+        if name not in config:
+            continue
+        share, rest = divmod(config[name], rank_of)
+        if name == "num_key_value_heads":
+            share, rest = max(share, 1), rest if share else 0
+        if rest:
+            raise SystemExit(f"--rank-of must divide {name}={config[name]} of {model.name}, got {rank_of}")
+        result[name] = share
+    if "kv_lora_rank" not in config:  # a head keeps its size, which would follow from the number of heads
+        result["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return result
 
 
 # In the measuring process
@@ -102,8 +138,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
     if with_ops:
         settings["worker_extension_cls"] = "vllm_rocm_ops.vllm.worker.Extension"
     settings |= job["engine_args"]
-    if job["num_layers"]:
-        settings["hf_overrides"] = settings.get("hf_overrides", {}) | {"num_hidden_layers": job["num_layers"]}
+    settings["hf_overrides"] = job["overrides"] | settings.get("hf_overrides", {})
     llm = LLM(**settings)
     if not with_ops and "vllm_rocm_ops" in sys.modules:
         raise RuntimeError("the plugin was loaded on the side without it")
@@ -206,7 +241,9 @@ def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
             start_new_session=True,
         )
     os.close(write_end)
-    final = {"error": f"the process ended early, see {log}"}
+    final = {"error": "the process ended early"}
+    overdue = threading.Timer(job["timeout"], os.killpg, (process.pid, signal.SIGKILL))
+    overdue.start()
     try:
         with os.fdopen(read_end) as pipe:
             for line in pipe:
@@ -218,11 +255,19 @@ def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(SECONDS_TO_END)
     finally:
+        overdue.cancel()
         # The next side needs the GPUs: nothing of this one may stay, its workers neither.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    if "error" in final:
+        final["log_tail"] = tail(log)
     return final
+
+
+def tail(log: Path) -> list[str]:
+    """The last lines of a log."""
+    return log.read_text(errors="replace").splitlines()[-LINES_OF_A_FAILURE:]
 
 
 def summarise(job: dict, batch: dict) -> dict:
@@ -240,6 +285,7 @@ def summarise(job: dict, batch: dict) -> dict:
         "input_len": job["input_len"],
         "output_len": job["output_len"],
         "num_layers": job["num_layers"],
+        "rank_of": job["rank_of"],
         "decode_ms_per_token": statistics.median(batch["decode_ms"]),
         "decode_ms_percentiles": {str(p): float(numpy.percentile(batch["decode_ms"], p)) for p in PERCENTILES},
     }
@@ -255,11 +301,20 @@ def benchmark(arguments: argparse.Namespace) -> dict:
             "model": str(find_model(name)),
             "side": side,
             "batch_sizes": arguments.batch_size,
+            "overrides": overrides(find_model(name), arguments.num_layers, arguments.rank_of),
             **{
                 key: getattr(arguments, key)
                 for key in (
-                    *("input_len", "output_len", "num_iters", "num_iters_warmup", "num_layers", "tensor_parallel_size"),
-                    *("dtype", "enforce_eager", "seed", "random_experts", "engine_args"),
+                    *("input_len", "output_len", "num_iters", "num_iters_warmup", "num_layers", "rank_of"),
+                    *(
+                        "tensor_parallel_size",
+                        "dtype",
+                        "enforce_eager",
+                        "seed",
+                        "random_experts",
+                        "engine_args",
+                        "timeout",
+                    ),
                 )
             },
         }
@@ -293,7 +348,9 @@ def benchmark(arguments: argparse.Namespace) -> dict:
             if "error" not in found:
                 report["hardware"], report["versions"] = found["hardware"], found["versions"]
                 report["results"] += [summarise(job, batch) for batch in found["batches"]]
-            report["runs"].append(run | {k: found[k] for k in ("error", "op_stats", "seams") if k in found})
+            kept = ("error", "log_tail", "op_stats", "seams")
+            report["runs"].append(run | {k: found[k] for k in kept if k in found})
+            arguments.output_json.write_text(json.dumps(report, indent=1) + "\n")  # what is measured stays measured
         bar.set_description("done")
         bar.set_postfix_str("")
     return report
@@ -409,10 +466,11 @@ def plot(report: dict, path: Path) -> None:
     axes[0][0].set_ylabel("decode, ms per token")
     figure.suptitle("Decode latency: median, 10th to 90th percentile", fontsize=12, fontweight="bold")
     result, versions = report["results"][0], report["versions"]
+    rank = f", as one of {result['rank_of']} ranks without collectives" if result["rank_of"] > 1 else ""
     figure.legend(
         [pyplot.Rectangle((0, 0), 1, 1, color=colors[side]) for side in asked],
         [SIDES[side] for side in asked],
-        title=f"{report['hardware']}; vLLM {versions['vllm']}, torch {versions['torch']}; input {result['input_len']}, "
+        title=f"{report['hardware']}{rank}; vLLM {versions['vllm']}, torch {versions['torch']}; input {result['input_len']}, "
         f"output {result['output_len']}, {len(result['latencies'])} iterations; random weights",
         title_fontsize=8,
         loc="outside lower center",
@@ -429,8 +487,6 @@ def main(argv: list[str] | None = None) -> int:
         worker(arguments.worker)
         return 0
     report = benchmark(arguments)
-    arguments.output_json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output_json.write_text(json.dumps(report, indent=1) + "\n")
     plot(report, arguments.plot)
     print(table(report))
     print(f"\n{report['hardware']}\n{arguments.output_json}\n{arguments.plot}")

@@ -23,7 +23,7 @@ SHRUNK = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8
 
 def report(without: list[float] | None, with_ops: list[float], stats: dict) -> dict:
     """A report of one model at batch size 8, from decode times in ms; without is None where that side failed."""
-    job = {"name": "model", "input_len": 1, "output_len": 128, "num_layers": None}
+    job = {"name": "model", "input_len": 1, "output_len": 128, "num_layers": None, "rank_of": 1}
     runs, results = [], []
     for side, times in (("without", without), ("with", with_ops)):
         run = {"model_id": "model", "side": side, "log": f"{side}.log"}
@@ -128,7 +128,8 @@ def test_no_process_outlives_its_side(tmp_path, monkeypatch):
     (tmp_path / "stub.py").write_text(STUB)
     monkeypatch.setattr(latency, "__file__", str(tmp_path / "stub.py"))
     events = []
-    found = latency.run_side({"side": "with", "random_experts": False}, tmp_path / "log", events.append)
+    job = {"side": "with", "random_experts": False, "timeout": 60}
+    found = latency.run_side(job, tmp_path / "log", events.append)
     assert events == [{"batch_size": 1, "decode_ms": 2.0}]
     stat = pathlib.Path(f"/proc/{found['worker']}/stat")
     for _ in range(100):  # until init has reaped it
@@ -136,6 +137,41 @@ def test_no_process_outlives_its_side(tmp_path, monkeypatch):
             return
         time.sleep(0.05)
     raise AssertionError("the worker still runs")
+
+
+@pytest.mark.parametrize(
+    "ends", ["print('the reason'); sys.exit(3)", "print('the reason', flush=True); time.sleep(600)"]
+)
+def test_what_failed_is_reported_with_the_end_of_its_log(tmp_path, monkeypatch, ends):
+    """Also a side that takes too long."""
+    (tmp_path / "stub.py").write_text(f"import sys, time\nprint('lines\\n' * 99)\n{ends}")
+    monkeypatch.setattr(latency, "__file__", str(tmp_path / "stub.py"))
+    found = latency.run_side({"side": "with", "random_experts": False, "timeout": 3}, tmp_path / "log", print)
+    assert found["error"] == "the process ended early"
+    assert found["log_tail"][-1] == "the reason" and len(found["log_tail"]) == latency.LINES_OF_A_FAILURE
+
+
+def test_a_rank_has_its_share_of_a_model():
+    """The shapes of the issue's tables: Llama-3.1-405B and DeepSeek-V3 over eight ranks."""
+    assert latency.overrides(latency.find_model("llama-3.1-405b-fp8"), 4, 8) == {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "intermediate_size": 6656,
+        "vocab_size": 16032,
+    }
+    assert latency.overrides(latency.find_model("deepseek-v3"), None, 8) == {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 2304,
+        "moe_intermediate_size": 256,
+        "vocab_size": 16160,
+    }
+    assert latency.overrides(latency.find_model("deepseek-v3"), None, 1) == {}
+    assert latency.overrides(latency.find_model("tiny-llama"), None, 8)["num_key_value_heads"] == 1
+    with pytest.raises(SystemExit, match="--rank-of must divide num_attention_heads=8 of tiny-llama, got 3"):
+        latency.overrides(latency.find_model("tiny-llama"), None, 3)
 
 
 def run(folder: pathlib.Path, *arguments: str) -> tuple[subprocess.CompletedProcess, dict]:
