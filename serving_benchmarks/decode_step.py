@@ -510,6 +510,7 @@ def build(model: str, options, fp8_dtype: torch.dtype, seed: int = 0) -> Rank:
 def run_model(model: str, options, arch, ranks: int) -> None:
     """Appends a line of results per batch; without an arch, where nothing is timed, prints one."""
     own = torch.distributed.get_rank() if ranks > 1 else 0
+    torch.cuda.empty_cache()  # of what was before, as there is little room
     rank = build(model, options, arch.fp8_dtype if arch else torch.float8_e4m3fn, own)
     called = {part.op for layer in rank.layers for part in layer.values()}
     stock = {op.name: Stock(op, options.device) for op in called}
@@ -517,13 +518,19 @@ def run_model(model: str, options, arch, ranks: int) -> None:
     left_out = [] if moe else ["moe"]
     if ranks == 1 and options.tp * rank.groups > 1:
         left_out.append("collectives")
+    named = f"{model} tp{options.tp}" + f" ep{options.ep}" * (options.ep is not None) + f", context {options.context}"
+    named += f", {options.layers} layers" * bool(options.layers) + ", as config.json" * (
+        options.quantization == "config"
+    )
+    named += f", ours {','.join(sorted(options.ours))}" * (options.ours != frozenset(REPLACEABLE))
+    named += ", shared expert folded" * options.fold_shared + f", {ranks} ranks" * (ranks > 1)
     for batch in options.batch:
         inputs = Inputs(rank, batch, options.context)
         paths = {"stock": frozenset(), "ours": options.ours}
         steps = {path: Step(rank, inputs, ours, stock, moe, ranks) for path, ours in paths.items()}
         logits = {path: step.take_down()[0] for path, step in steps.items()}
         check(logits)
-        name = f"{model} tp{options.tp}" + f" ep{options.ep}" * (options.ep is not None) + f" batch {batch}"
+        name = f"{named}, batch {batch}"
         if arch is None:
             calls = ", ".join(f"{path} {len(step.taken)} calls" for path, step in steps.items())
             print(f"{name}: {calls}, {inputs.bytes} bytes, finite, differ by {difference(logits):.1e}")
@@ -575,7 +582,7 @@ def run_model(model: str, options, arch, ranks: int) -> None:
 def table(line: dict) -> str:
     """A line of results, as text."""
     times = {"stock": line["peers"]["stock"], "ours": line["us"]}
-    rows = [f"{line['case']}, context {line['shape']['context']}, {line['shape']['layers']} layers"]
+    rows = [line["case"]]
     for path, us in times.items():
         rows.append(
             f"  {path:6} {us:10.1f} us  {line['tokens_per_s'][path]:9.1f} tokens/s  {line['launches'][path] or '?'} launches  "

@@ -31,7 +31,7 @@ FILLS = {  # of kinds: colour, hatch
     "rest": ("#ffffff", ""),
 }
 USUAL_BATCH = 32
-LEAST_LABELLED = 0.04  # of a bar
+LABELLED = {"across": 0.08, "upright": 0.015}  # the least part of a bar that has a label so
 
 
 def read(paths: Iterable[Path]) -> dict[str, dict[int, dict]]:
@@ -40,9 +40,8 @@ def read(paths: Iterable[Path]) -> dict[str, dict[int, dict]]:
     for path in paths:
         for line in map(json.loads, path.read_text().splitlines()):
             if line["op"] == "decode_step":
-                shape = line["shape"]
-                what = f"{line['case'].partition(' batch ')[0]}, context {shape['context']}, {shape['layers']} layers"
-                found.setdefault(what, {})[shape["batch"]] = line
+                what = line["case"].rpartition(", batch ")[0]
+                found.setdefault(what, {})[line["shape"]["batch"]] = line
     if not found:
         raise ValueError(f"there is no decode step in {', '.join(map(str, paths))}")
     return {what: dict(sorted(lines.items())) for what, lines in found.items()}
@@ -89,8 +88,8 @@ def share(what: str, line: dict, pyplot):
             color, hatch = FILLS[kind]
             part = us / total
             axis.barh(place, part, left=left, color=color, hatch=hatch, edgecolor="black", linewidth=0.8)
-            if part >= LEAST_LABELLED:
-                _label(axis, left + part / 2, place, f"{kind}\n{100 * part:.0f} %", part < 2 * LEAST_LABELLED)
+            if part >= LABELLED["upright"]:
+                _label(axis, left + part / 2, place, f"{kind} {100 * part:.0f} %", part < LABELLED["across"])
             left += part
     steps = {path: f"{path}\n{_step_us(line, path) / 1000:.2f} ms" for path in PATHS}
     axis.set_yticks(range(len(PATHS)), [steps[path] for path in PATHS])

@@ -1,7 +1,7 @@
 """What runs in a decode step where ours does not: vLLM's choice of kernels, as functions of the arguments of our ops.
 
-For each op the first of a list that takes the arguments: vLLM's compiled ops and what else peers.py knows, as far as loaded,
-then PyTorch. Quantisation of what no op of ours quantises is here too, for both sides.
+For each op the first of a list that takes the arguments and computes what the op's reference does: vLLM's compiled ops and what
+else peers.py knows, as far as loaded, then PyTorch. Quantisation of what no op of ours quantises is here too, for both sides.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops, quantization
+from vllm_rocm_ops.correctness import as_tuple, clone
 from vllm_rocm_ops.op import Op, rows_of
 from vllm_rocm_ops.ops import rows
 from vllm_rocm_ops.ops.gemm import BLOCK
 from vllm_rocm_ops.quantization import LIMIT
 from vllm_rocm_ops.vllm import peers
 
+UNCHECKED = ("fused_experts", "grouped_topk")  # the reference goes through all experts; equal experts come in any order
+MOST_DIFFERENCE = 0.05  # of the norms of results
 REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError, ImportError)
 PREFERRED = {
     "scaled_mm": ("vllm", "vllm rocm", "torch"),
@@ -105,6 +108,7 @@ def candidates(op: Op) -> Iterator[tuple[str, Callable]]:
     run = peers.vllm_call(op)
     if run is not None:
         yield "vllm", _rows(op, run)
+        yield "vllm, of a contiguous copy", lambda x, *others: _rows(op, run)(x.contiguous(), *others)
     if op is ops.silu_and_mul_per_token_quant and has("silu_and_mul") and has("dynamic_per_token_scaled_fp8_quant"):
         yield "vllm silu_and_mul + dynamic_per_token_scaled_fp8_quant", _silu_and_mul_then_quantise
     if op is ops.grouped_topk and has("grouped_topk", "_moe_C"):
@@ -119,7 +123,8 @@ def candidates(op: Op) -> Iterator[tuple[str, Callable]]:
 
 
 class Stock:
-    """An op as vLLM computes it. The first call with arguments of these shapes finds what takes them; `used` names what ran."""
+    """An op as vLLM computes it. The first call with arguments so laid out finds what takes them; `used` names what ran, each
+    with what was refused before."""
 
     def __init__(self, op: Op, device: str):
         self.op, self.used = op, {}
@@ -131,17 +136,34 @@ class Stock:
         return bool(self.candidates)
 
     def __call__(self, *arguments):
-        key = tuple(value.shape for value in arguments if isinstance(value, Tensor))
-        if key in self._chosen:
-            return self._chosen[key](*arguments)
+        key = tuple((value.shape, value.stride()) for value in arguments if isinstance(value, Tensor))
+        if key not in self._chosen:
+            self._chosen[key] = self._choose(arguments)
+        return self._chosen[key](*arguments)
+
+    def _choose(self, arguments: tuple) -> Callable:
         refused = []
         for name, call in self.candidates:
             try:
-                result = call(*arguments)
+                if call is not self.op.reference:
+                    result = call(*_copies(arguments))
+                    if self.op.name not in UNCHECKED:
+                        _check(result, self.op.reference(*_copies(arguments)))
             except REFUSALS as error:
                 refused.append(f"{name}: {type(error).__name__} {str(error).partition(chr(10))[0]}")
                 continue
-            self._chosen[key] = call
             self.used[name] = refused
-            return result
-        raise RuntimeError(f"nothing computes {self.op.name} of {[list(shape) for shape in key]}: {'; '.join(refused)}")
+            return call
+        raise RuntimeError(f"nothing computes {self.op.name}: {'; '.join(refused)}")
+
+
+def _copies(arguments: tuple) -> tuple:
+    return tuple(clone(value, value.device) if isinstance(value, Tensor) else value for value in arguments)
+
+
+def _check(result, expected) -> None:
+    """Raises ValueError for a result that is another."""
+    for mine, wanted in zip(as_tuple(result), as_tuple(expected), strict=True):
+        off = ((mine.float() - wanted.float()).norm() / wanted.float().norm()).item()
+        if not off <= MOST_DIFFERENCE:
+            raise ValueError(f"its result is off by {off:.2f} of the reference's")
