@@ -1,7 +1,7 @@
-"""What vLLM would select on ROCm: `python selection.py answers.json`, with one vLLM's Python files first on PYTHONPATH.
+"""What vLLM would select on a GPU: `python selection.py answers.json`, with one vLLM's Python files first on PYTHONPATH.
 
-vLLM's own selection code runs on its own ROCm platform class. What it asks of the machine is faked: the arch, and that
-`aiter` is installed. Each combination runs in a fork, because vLLM reads the arch and AITER's switches when it is imported.
+vLLM's own selection code runs on its own platform class. What it asks of the machine is faked: the arch, on ROCm that `aiter`
+is installed, on CUDA that vLLM's kernels are. Each machine is a fork, because vLLM reads all that when it is imported.
 """
 
 import importlib.abc
@@ -16,15 +16,19 @@ import types
 ARCHS = ("gfx942", "gfx950")
 AITER = ("0", "1")
 PLUGIN = ("without", "with")
+NVIDIA = ("without", "with", "asked")  # asked: with VLLM_ROCM_OPS_ON_NVIDIA=1
 
 _library = None  # holds the definition of an op of vLLM's extension, which is not there
 
 
-class Aiter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for the `aiter` package: every submodule exists, and every function in it answers that nothing is tuned."""
+class Pretended(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stands in for packages: every submodule exists, and functions answer None, or `aiter`'s that nothing is tuned."""
+
+    def __init__(self, *packages: str):
+        self.packages = packages
 
     def find_spec(self, name, path=None, target=None):
-        found = name == "aiter" or name.startswith("aiter.")
+        found = any(name == package or name.startswith(package + ".") for package in self.packages)
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
 
     def create_module(self, spec):
@@ -33,20 +37,52 @@ class Aiter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         for table in ("", "_BPRESHUFFLE", "_BLOCKSCALE_BPRESHUFFLE"):
             setattr(module.AITER_CONFIGS, f"AITER_CONFIG_GEMM_A8W8{table}_FILE", os.devnull)
         module.get_gemm_config = lambda *_: (None, False)
-        module.__getattr__ = lambda name: lambda *arguments, **keywords: None
+        module.__getattr__ = self.function
         return module
+
+    @staticmethod
+    def function(name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *arguments, **keywords: None
 
     def exec_module(self, module):
         pass
 
 
-def fake_machine(arch: str, aiter: str) -> None:
+def fake_nvidia() -> None:
+    """Make torch look like it has an H200, and vLLM's platform be CUDA's, with its own kernels and Triton's, without DeepGEMM."""
+    import torch
+
+    device = types.SimpleNamespace(total_memory=140 << 30, multi_processor_count=132, major=9, minor=0)
+    torch.cuda.get_device_properties = lambda *_: device
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_name = lambda *_: "NVIDIA H200"
+    torch.version.cuda = "13.0"
+    compiled = ("_C", "_C_stable_libtorch", "_moe_C", "_moe_C_stable_libtorch", "vllm_flash_attn")
+    sys.meta_path.insert(0, Pretended(*(f"vllm.{name}" for name in compiled)))
+    global _library
+    _library = torch.library.Library("_C", "FRAGMENT")
+    _library.define("silu_and_mul(Tensor! out, Tensor input) -> ()")
+
+    import vllm.platforms
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+
+    vllm.platforms._current_platform = vllm.platforms.current_platform = NonNvmlCudaPlatform()
+
+    from vllm import _custom_ops
+
+    for name in ("scaled_mm_supports_fp8", "scaled_mm_supports_block_fp8", "group_gemm_supported"):
+        setattr(_custom_ops, f"cutlass_{name}", lambda capability: True)
+
+
+def fake_amd(arch: str, aiter: str) -> None:
     """Make torch and the environment look like a ROCm machine, and vLLM's platform be ROCm's."""
     import torch
 
     os.environ["VLLM_ROCM_USE_AITER"] = aiter
     if aiter == "1":
-        sys.meta_path.insert(0, Aiter())
+        sys.meta_path.insert(0, Pretended("aiter"))
     device = types.SimpleNamespace(
         gcnArchName=arch, total_memory=192 << 30, multi_processor_count=304, major=9, minor=4
     )
@@ -71,7 +107,8 @@ def select(plugin: str) -> dict[str, str]:
 
     from vllm_rocm_ops.vllm import register, seam
 
-    if plugin == "with":
+    os.environ["VLLM_ROCM_OPS_ON_NVIDIA"] = str(int(plugin == "asked"))
+    if plugin != "without":
         register()
     config = VllmConfig(device_config=DeviceConfig("cpu"))
     answer = {
@@ -234,11 +271,18 @@ def forked(function, *arguments):
     return answer
 
 
-def on_machine(arch: str, aiter: str) -> dict[str, dict[str, str]]:
-    fake_machine(arch, aiter)
+def on_amd(arch: str, aiter: str) -> dict[str, dict[str, str]]:
+    fake_amd(arch, aiter)
     import vllm.config  # noqa: F401  once for both forks
 
     return {f"{arch} aiter={aiter} {plugin}": forked(select, plugin) for plugin in PLUGIN}
+
+
+def on_nvidia() -> dict[str, dict[str, str]]:
+    fake_nvidia()
+    import vllm.config  # noqa: F401  once for all forks
+
+    return {f"nvidia {plugin}": forked(select, plugin) for plugin in NVIDIA}
 
 
 def main(answers_path: str) -> None:
@@ -247,7 +291,8 @@ def main(answers_path: str) -> None:
 
     answers = {}
     for arch, aiter in itertools.product(ARCHS, AITER):
-        answers |= forked(on_machine, arch, aiter)
+        answers |= forked(on_amd, arch, aiter)
+    answers |= forked(on_nvidia)
     with open(answers_path, "w") as file:
         json.dump(answers, file)
 

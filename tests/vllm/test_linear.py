@@ -284,6 +284,16 @@ def test_batch_invariance_is_left_to_vllm(monkeypatch):
     assert not held.is_supported()[0]
 
 
+def test_a_kernel_that_quantizes_its_input_is_not_held(make):
+    """Whether in an `apply_weights` of its own, or behind the one that both have."""
+    _, kernel, _ = make("block", Stock)
+    stock, base = type(kernel.stock), type(kernel.stock).__bases__[-1]
+    assert held.can_hold(stock, base)[0]
+    for own in ({"apply_input_quant": False}, {"apply_weights": lambda self, layer, x, bias=None: x}):
+        possible, why = held.can_hold(type("Other", (stock,), own), base)
+        assert not possible and why == "leaves the layer to Other, which quantizes its input itself"
+
+
 def test_vllm_chooses_what_is_held(make):
     """From its own table, in its own way, without ours; and the table is as before then."""
     from vllm.model_executor.kernels import linear
@@ -293,7 +303,7 @@ def test_vllm_chooses_what_is_held(make):
     before = list(kernels)
     _, kernel, _ = make("channel")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(current_platform), "is_rocm", lambda self: True)
+        patch.setattr(seam, "served_platform", lambda: "rocm")
         stock = CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8")
         patch.setenv("VLLM_DISABLED_KERNELS", ",".join(other.__name__ for other in before[1:]))
         nothing = CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8")

@@ -1,6 +1,7 @@
 """A seam that does not fit is off, alone, and says so in one line; vLLM generates all the same."""
 
 import re
+import types
 
 import pytest
 
@@ -40,7 +41,7 @@ norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
     assert off["norm"] == "IndexError: list index out of range"
     assert off["links"] == "VLLM_ROCM_OPS_SEAMS=-links"
     assert "(config, possible_kernels), it has (keywords)" in off["scaled_linear"]
-    assert off["unquantized_linear"] == "for rocm only"
+    assert off["unquantized_linear"] == "for rocm and cuda only"
     assert lines_about(answers["output"]) == {name: off[name] for name in broken}
     assert answer["stats"] == {}
     assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(MODEL, answer["tokens"])]
@@ -155,3 +156,39 @@ def test_switch_refuses_unknown_names():
 def test_version_range(version, inside):
     """Both ends of the range belong to it; a version that cannot be read does not."""
     assert seam.in_range(version, ("0.30", "0.33")) is inside
+
+
+class Machine:
+    """What the seams ask of vLLM's platform, here CUDA's."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def is_cuda(self) -> bool:
+        return True
+
+    def get_device_capability(self):
+        return types.SimpleNamespace(to_int=lambda: self.capability)
+
+
+@pytest.mark.parametrize(
+    ("switch", "capability", "platform", "lack"),
+    [
+        (None, 90, None, ""),
+        ("0", 90, None, ""),
+        ("1", 90, "cuda", ""),
+        ("1", 100, "cuda", "there are kernels for sm_90 only"),
+    ],
+)
+def test_nvidia_has_to_be_asked_for(switch, capability, platform, lack, monkeypatch):
+    """And then has what was compiled for it."""
+    from vllm import platforms
+
+    monkeypatch.delenv("VLLM_ROCM_OPS_ON_NVIDIA", raising=False)
+    if switch is not None:
+        monkeypatch.setenv("VLLM_ROCM_OPS_ON_NVIDIA", switch)
+    monkeypatch.setattr(platforms, "_current_platform", Machine(capability))
+    monkeypatch.setattr(platforms, "current_platform", Machine(capability), raising=False)
+    assert seam.served_platform() == platform
+    if platform is not None:
+        assert seam.lacks(platform) == lack

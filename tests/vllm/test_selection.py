@@ -1,4 +1,4 @@
-"""What vLLM selects on MI300X and MI355X, in every release that the seams were tried on, with and without the plugin.
+"""What vLLM selects on MI300X and MI355X, and on H200 where the plugin is asked for there, in every release that the seams were tried on, with and without the plugin.
 
 vLLM's own code answers, on a faked machine (selection.py). The answers are in selection.csv; when they change, this test
 writes the new ones beside the build, to be looked at and copied.
@@ -109,6 +109,37 @@ def test_seams_are_on(selected, release, arch, aiter):
     assert with_plugin["RMSNorm()"] == "RocmOpsRMSNorm.rocm_ops_forward"
     assert with_plugin["SiluAndMul()"] == "RocmOpsSiluAndMul.rocm_ops_forward"
     assert with_plugin["fingerprint"] == "True"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_nvidia_is_left_alone(selected, release):
+    """Not one answer differs there with the plugin installed."""
+    without, with_plugin = (selected[release][f"nvidia {plugin}"] for plugin in ("without", "with"))
+    assert with_plugin == without
+    assert with_plugin["seams on"] == with_plugin["seams off"] == ""
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_nvidia_is_served_where_it_is_asked_for(selected, release):
+    """VLLM_ROCM_OPS_ON_NVIDIA=1: ours come first, and hold what vLLM would have chosen for CUDA."""
+    without, asked = (selected[release][f"nvidia {plugin}"] for plugin in ("without", "asked"))
+    assert asked["seams on"].split(", ") == [name for name in PLUGIN_SEAMS if name != "mxfp8_linear"]
+    assert asked["RMSNorm()"] == "RocmOpsRMSNorm.rocm_ops_forward"
+    assert asked["SiluAndMul()"] == "RocmOpsSiluAndMul.rocm_ops_forward"
+    assert asked["fingerprint"] == "True"
+    assert without["linear unquantized"] == "vllm.model_executor.layers.utils.default_unquantized_gemm"
+    assert asked["linear unquantized"].startswith("vllm_rocm_ops.vllm.unquantized_linear.")
+    for kind, (ours, stock, takes) in {
+        "static": ("Scaled", "CutlassFP8ScaledMMLinearKernel", "kFp8StaticTensorSym"),
+        "per token": ("Scaled", "CutlassFP8ScaledMMLinearKernel", "kFp8DynamicTokenSym"),
+        "block": ("BlockScaled", "CutlassFp8BlockScaledMMKernel", "kFp8Dynamic128Sym"),
+    }.items():
+        assert without[f"linear {kind}"].startswith(stock)
+        assert asked[f"linear {kind}"] == f"RocmOps{ours}Linear holds {stock} takes {takes}"
+    for kind, name in {"fp8 block": "Fp8", "fp8 channel": "Fp8", "fp8 static": "Fp8", "bf16": "Unquantized"}.items():
+        assert asked[f"experts {kind}"] == f"RocmOpsRouting{name}Experts holds TritonExperts as TRITON"
+    for what in ("linear mxfp8", "experts mxfp8", "latent attention", "experts fp8 block, named triton"):
+        assert asked[what] == without[what]
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -9,7 +9,8 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
 def register() -> None:
-    """Put the ops into vLLM, seam by seam. Idempotent, initialises no device, does nothing off ROCm and CPU."""
+    """Put the ops into vLLM, seam by seam. Idempotent, initialises no device, does nothing elsewhere than on ROCm, CPU and,
+    where it is asked for, NVIDIA."""
     try:
         from vllm_rocm_ops.vllm import seam
 

@@ -93,10 +93,8 @@ def first_of(ours: list[type], config, weight_key=None, activation_key=None) -> 
 
 
 def stock_class(oracle, backend) -> type | None:
-    """The experts that vLLM has for a backend, on ROCm; None on CPU."""
-    from vllm.platforms import current_platform
-
-    return oracle.backend_to_kernel_cls(backend)[0] if current_platform.is_rocm() else None
+    """The experts that vLLM has for a backend, on a GPU; None on CPU."""
+    return None if seam.served_platform() == "cpu" else oracle.backend_to_kernel_cls(backend)[0]
 
 
 def modular(name: str, schemes: tuple, oracle, backend) -> type:

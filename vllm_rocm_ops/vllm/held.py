@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm_rocm_ops import envs
 from vllm_rocm_ops.op import NAMESPACE, Op
 from vllm_rocm_ops.ops.gemm import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP, shuffle_weight
+from vllm_rocm_ops.vllm import seam
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _kernels: dict[str, object] = {}
@@ -49,12 +50,12 @@ def without(kernels: list[type], ours: type):
 
 
 def choose(ours: type, config, table: dict, quantization: str) -> type | None:
-    """The kernel that vLLM would choose without ours, on ROCm; None where there is none, and on CPU, where our ops'
+    """The kernel that vLLM would choose without ours, on a GPU; None where there is none, and on CPU, where our ops'
     references are what is tested."""
     from vllm.model_executor.kernels.linear import choose_scaled_mm_linear_kernel
     from vllm.platforms import current_platform
 
-    if not current_platform.is_rocm():
+    if seam.served_platform() == "cpu":
         return None
     with without(table[current_platform._enum], ours):
         try:
@@ -65,7 +66,7 @@ def choose(ours: type, config, table: dict, quantization: str) -> type | None:
 
 def can_hold(stock: type | None, base: type) -> tuple[bool, str]:
     """A kernel's answer: it can hold one that gets its input from the base class that both have."""
-    plain = stock is None or stock.apply_weights is base.apply_weights
+    plain = stock is None or (stock.apply_weights is base.apply_weights and getattr(stock, "apply_input_quant", True))
     return plain, "" if plain else f"leaves the layer to {stock.__name__}, which quantizes its input itself"
 
 

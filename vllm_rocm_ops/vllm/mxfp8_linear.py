@@ -110,4 +110,5 @@ SEAM = seam.Seam(
     replaces="the first row of _POSSIBLE_MXFP8_KERNELS",
     probe=probe,
     install=install,
+    platforms=("rocm", "cpu"),
 )

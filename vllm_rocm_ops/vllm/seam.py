@@ -2,6 +2,9 @@
 
 A seam is installed when it is asked for, is made for this platform, was tried on this vLLM version, and its probe finds
 every name and signature that it touches. Otherwise it stays off, vLLM's own code runs, and `status` says why.
+
+On NVIDIA nothing is installed, but for `VLLM_ROCM_OPS_ON_NVIDIA=1`: then vLLM's CUDA platform is served as its ROCm one is,
+by the code for development, so that a model can be measured with the ops and without.
 """
 
 import dataclasses
@@ -50,7 +53,7 @@ class Seam:
     replaces: str
     probe: Callable[[], None]
     install: Callable[[], None]
-    platforms: tuple[str, ...] = ("rocm", "cpu")
+    platforms: tuple[str, ...] = ("rocm", "cuda", "cpu")
     versions: tuple[str, str] = ("0.30", "0.33")
 
 
@@ -87,24 +90,40 @@ def install_all() -> list[Status]:
     if _status:
         return status()
     import vllm
-    from vllm.platforms import current_platform
 
-    platform = "rocm" if current_platform.is_rocm() else "cpu" if current_platform.is_cpu() else "other"
-    if platform == "other":
+    platform = served_platform()
+    if platform is None:
         logger.debug("vllm-rocm-ops has nothing for this platform")
         return []
-    lack = lacks() if platform == "rocm" else ""
+    lack = lacks(platform)
     for name in NAMES:
         _status[name] = _install(load(name), platform, vllm.__version__, lack)
     return status()
 
 
-def lacks() -> str:
-    """Why there are no kernels for this ROCm machine; empty if there are. Asks vLLM, which initialises no GPU for it."""
-    from vllm.platforms import rocm
+def served_platform() -> str | None:
+    """vLLM's platform as `Seam.platforms` names it, where any seam is made for it and, on NVIDIA, asked for."""
+    from vllm.platforms import current_platform
 
-    known = [name for name in archs.ARCHS if name.startswith("gfx")]
-    here = [name for name in known if getattr(rocm, f"on_{name}")()]
+    if current_platform.is_cuda():
+        return "cuda" if envs.VLLM_ROCM_OPS_ON_NVIDIA == "1" else None
+    return "rocm" if current_platform.is_rocm() else "cpu" if current_platform.is_cpu() else None
+
+
+def lacks(platform: str) -> str:
+    """Why there are no kernels for this machine; empty if there are, or on CPU. Asks vLLM, which initialises no GPU."""
+    if platform == "cpu":
+        return ""
+    known = [name for name in archs.ARCHS if name.startswith("gfx") == (platform == "rocm")]
+    if platform == "rocm":
+        from vllm.platforms import rocm
+
+        here = [name for name in known if getattr(rocm, f"on_{name}")()]
+    else:
+        from vllm.platforms import current_platform
+
+        capability = current_platform.get_device_capability()
+        here = [name for name in known if capability and name == f"sm_{capability.to_int()}"]
     if not here:
         return f"there are kernels for {' and '.join(known)} only"
     code = launches.CODE / here[0]

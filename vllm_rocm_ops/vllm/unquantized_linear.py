@@ -1,7 +1,7 @@
-"""Seam, ROCm only: linear layers in bf16 and fp16, as lm_head and routers are, run our `unquantized_gemm` for few tokens.
+"""Seam, GPUs only: linear layers in bf16 and fp16, as lm_head and routers are, run our `unquantized_gemm` for few tokens.
 
-vLLM's own op, with its own choice of kernels, serves the rest. Compiler passes for AITER that look for that op beside a
-norm no longer find it; where our norm is in place they do not find that either. On CPU vLLM's own layers run.
+vLLM's own function serves the rest: on ROCm an op with its own choice of kernels, on CUDA PyTorch's. Compiler passes for
+AITER that look for that op beside a norm no longer find it; where our norm is in place they do not find that either.
 """
 
 import torch
@@ -14,9 +14,11 @@ MOST_TOKENS = 16  # that ours takes; where it wins on AMD was not measured
 
 
 def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`unquantized_gemm`, or what vLLM's own op makes of the same arguments."""
+    """`unquantized_gemm`, or what vLLM's own function makes of the same arguments."""
 
     def theirs() -> Tensor:
+        if replaced() == "default_unquantized_gemm":
+            return torch.nn.functional.linear(x, weight, bias)
         return torch.ops.vllm.rocm_unquantized_gemm(x, weight, bias)
 
     return held.ours_or(theirs, ops.unquantized_gemm, MOST_TOKENS, x, weight, bias)
@@ -29,14 +31,20 @@ def _fake(x, weight, bias):
 held.define(unquantized_linear, _fake)
 
 
+def replaced() -> str:
+    """The name of vLLM's function for such layers on this platform."""
+    from vllm.platforms import current_platform
+
+    return "default_unquantized_gemm" if current_platform.is_cuda() else "rocm_unquantized_gemm"
+
+
 def probe() -> None:
-    """vLLM's function for ROCm is what its dispatch gives to layers, and calls an op."""
+    """vLLM's function for this platform is what its dispatch gives to layers, and the one for ROCm calls an op."""
     from vllm.model_executor.layers import utils
 
-    seam.require_parameters(utils.rocm_unquantized_gemm, "layer", "x", "weight", "bias")
-    seam.require(
-        utils.dispatch_unquantized_gemm() is utils.rocm_unquantized_gemm, "rocm_unquantized_gemm in its dispatch"
-    )
+    theirs = getattr(utils, replaced())
+    seam.require_parameters(theirs, "layer", "x", "weight", "bias")
+    seam.require(utils.dispatch_unquantized_gemm() is theirs, f"{replaced()} in its dispatch")
     seam.require(hasattr(torch.ops.vllm, "rocm_unquantized_gemm"), "torch.ops.vllm.rocm_unquantized_gemm")
 
 
@@ -45,20 +53,21 @@ def install() -> None:
     from vllm import envs
     from vllm.model_executor.layers import utils
 
-    theirs = utils.rocm_unquantized_gemm
+    name = replaced()
+    theirs = getattr(utils, name)
 
-    def rocm_unquantized_gemm(layer, x, weight, bias=None):
+    def unquantized_gemm(layer, x, weight, bias=None):
         if envs.VLLM_BATCH_INVARIANT or not x.is_cuda:
             return theirs(layer, x, weight, bias)
         return torch.ops.vllm_rocm_ops.unquantized_linear(x, weight, bias)
 
-    utils.rocm_unquantized_gemm = rocm_unquantized_gemm
+    setattr(utils, name, unquantized_gemm)
 
 
 SEAM = seam.Seam(
     name="unquantized_linear",
-    replaces="rocm_unquantized_gemm of model_executor/layers/utils.py",
+    replaces="rocm_unquantized_gemm, on CUDA default_unquantized_gemm, of model_executor/layers/utils.py",
     probe=probe,
     install=install,
-    platforms=("rocm",),
+    platforms=("rocm", "cuda"),
 )
