@@ -185,7 +185,9 @@ def parse(description: str, add_arguments: Callable):
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--vllm-path", help="folder to import vLLM from, where it is not installed")
-    parser.add_argument("--vllm-library", nargs="*", help="paths of vLLM's compiled ops, where there is no more of vLLM")
+    parser.add_argument(
+        "--vllm-library", nargs="*", help="paths of vLLM's compiled ops, where there is no more of vLLM"
+    )
     parser.add_argument("--vllm-version", default="")
     parser.add_argument("--sweep", action="store_true", help="time every configuration of our kernels")
     parser.add_argument("--commit", default=commit())

@@ -134,6 +134,32 @@ def results() -> str:
     return "\n\n".join(tables) or "Nothing yet."
 
 
+def decode() -> str:
+    """One table per GPU on which decode steps were timed; nothing where there was none."""
+    tables = []
+    for folder in sorted(path for path in RESULTS.glob("*") if path.is_dir()):
+        newest = newest_lines(folder, ("decode_step",))
+        if not newest:
+            continue
+        body = []
+        for line, _ in sorted(
+            newest.values(), key=lambda found: (found[0]["case"].rpartition(" ")[0], found[0]["shape"]["batch"])
+        ):
+            what, _, batch = line["case"].rpartition(", batch ")
+            stock, ours = line["peers"]["stock"], line["us"]
+            milliseconds = (f"{us / 1000:.2f}" for us in (stock, ours, line["floor_us"]))
+            launches = " / ".join(str(line["launches"][path] or "?") for path in ("stock", "ours"))
+            body.append((what, batch, *milliseconds, f"{stock / ours:.2f}x", launches, ", ".join(line["left_out"])))
+        [line, _], *_ = newest.values()
+        header = ("step", "batch", "stock ms", "ours ms", "floor ms", "ratio", "launches, stock / ours", "left out")
+        tables.append(
+            "A whole decode step of one rank, all layers in one graph, vLLM's kernels (stock) beside the same step with ours,"
+            f" by `python serving_benchmarks/decode_step.py`.\n**{line['gpu']}**, torch {line['versions']['torch']}, vllm"
+            f" {line['versions']['vllm']}: {links(path for _, path in newest.values())}\n\n" + markdown(header, body)
+        )
+    return "\n\n".join(tables)
+
+
 OF_A_KERNEL = {
     "waves per block": lambda line: f"{line['waves_per_block']}",
     "VGPRs": lambda line: f"{line['vgprs']}",
@@ -188,7 +214,14 @@ def static() -> str:
     return "\n\n".join(tables) or "Nothing yet."
 
 
-BLOCKS = {"switches": switches, "ops": op_table, "explain": explanation, "results": results, "static": static}
+BLOCKS = {
+    "switches": switches,
+    "ops": op_table,
+    "explain": explanation,
+    "results": results,
+    "decode": decode,
+    "static": static,
+}
 
 
 def fresh(text: str) -> str:

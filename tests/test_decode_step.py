@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import readme
 import torch
 
 from vllm_rocm_ops import arch as archs
@@ -372,6 +373,20 @@ def test_a_figure_is_as_high_as_its_kinds(results):
         for line in lines.values():
             for path, of in figures.stacks(line).items():
                 assert sum(of.values()) == pytest.approx(sum(line["kinds_alone_us"][path].values()))
+
+
+def test_the_readme_has_a_table_where_there_are_results(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme, "committed", lambda path: 0)
+    assert readme.decode() == ""
+    (tmp_path / "made-up-gpu").mkdir()
+    (tmp_path / "made-up-gpu" / results.name).write_text(results.read_text())
+    rows = readme.decode().splitlines()
+    assert "**Made-up GPU**, torch 2.11.0, vllm 0.33.0: " in rows[1] and results.name in rows[1]
+    line = json.loads(results.read_text().splitlines()[1])
+    assert rows[-1].startswith("| tiny-llama-fp8 tp2, context 8 | 2 | ")
+    assert f"| {line['peers']['stock'] / line['us']:.2f}x | 40 / 40 | collectives |" in rows[-1]
 
 
 @pytest.mark.parametrize("script", ["decode_step.py", "figures.py"])
