@@ -86,7 +86,8 @@ def time_case(benchmark: Benchmark, layer: str, m: int, n: int, k: int, arch, op
         weights = [s[place] if s[place].is_contiguous() else s[place].t() for s in sets]
         ours = [(*s[:place], gemm.shuffle_weight(w), *s[place + 1 :]) for s, w in zip(sets, weights)]
     a = op.Arguments(*ours[0])
-    configs = op.configs(a, arch) if options.sweep else [op.explain(*ours[0]).config]
+    chosen = op.explain(*ours[0]).config
+    configs = op.configs(a, arch) if options.sweep else [chosen]
     graphs, broken = {}, {}
     for config in configs:
         with op.running(config):
@@ -113,6 +114,7 @@ def time_case(benchmark: Benchmark, layer: str, m: int, n: int, k: int, arch, op
             "bandwidth_gb_s": round(bytes_of_call / times[str(config)] / 1000, 1),
             "copy_gb_s": round(options.bandwidth, 1),
             "kernel": str(config),
+            "chosen": config == chosen,
             "relative_error": ((result.double() - exact).norm() / exact.double().norm()).item(),
             "versions": options.versions,
             "commit": options.commit,
@@ -132,7 +134,7 @@ def main() -> None:
         for benchmark in BENCHMARKS:
             if options.ops and benchmark.op.name not in options.ops:
                 continue
-            ratios = []
+            ratios, missed = [], []
             for layer, (n, k) in benchmark.shapes.items():
                 for m in options.m:
                     lines = time_case(benchmark, layer, m, n, k, arch, options)
@@ -145,14 +147,18 @@ def main() -> None:
                             f"{line['kernel']}  error {line['relative_error']:.1e}",
                             flush=True,
                         )
-                    if not options.sweep:
-                        ratios.append((m, us / line["us"]))
+                    us = next(line["us"] for line in lines if line["chosen"])
+                    missed.append(math.log(us / min(line["us"] for line in lines)))
+                    ratios.append((m, min(lines[0]["peers"].values(), default=math.nan) / us))
                     torch.cuda.empty_cache()
             for low, high in ((1, 16), (32, 64)):
                 of_range = [ratio for m, ratio in ratios if low <= m <= high]
                 if of_range:
                     mean = math.exp(sum(map(math.log, of_range)) / len(of_range))
                     print(f"{benchmark.op.name} M {low}..{high}: {mean:.2f}x the best peer, least {min(of_range):.2f}x")
+            if options.sweep and missed:
+                mean = math.exp(sum(missed) / len(missed))
+                print(f"{benchmark.op.name}: the chosen configurations take {mean:.3f}x the time of the best ones")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from vllm_rocm_ops.op import describe, row_stride, rows_of
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TOKENS = {64: (16, 32, 64), 16: (8, 16)}  # the most that a kernel takes, by the rows of the weight in a tile
 STEP = 64  # bytes of K
-NARROW_UNIT = {64: 32, 32: 16}  # steps of a unit with 16 rows, a turn of each wave, by the lanes of a wave
+NARROW_UNIT = 8  # steps of a unit with 16 rows, a turn of each wave
 FRAGMENT_ROWS, FRAGMENT_BYTES = 16, 16
 BLOCK = 128  # of K and of N per block scale
 SHORTEST = 4  # steps: with fewer a block is over before it streams
@@ -30,24 +30,24 @@ SHORTEST = 4  # steps: with fewer a block is over before it streams
 # H200; on AMD they keep up with HBM.
 LIMITS = {
     32: {
-        (16, 8): (3, math.inf),
+        (16, 8): (4, math.inf),
         (16, 16): (3, 20e3),
         (64, 16): (2, math.inf),
         (64, 32): (2, math.inf),
         (64, 64): (1, 12e3),
     },
     64: {
-        (16, 8): (3, math.inf),
-        (16, 16): (3, math.inf),
+        (16, 8): (4, math.inf),
+        (16, 16): (4, math.inf),
         (64, 16): (3, math.inf),
         (64, 32): (3, math.inf),
         (64, 64): (2, math.inf),
     },
 }
-IN_FLIGHT = {16: 24 * 1024, 64: 32 * 1024}  # bytes that a block of a kernel has under way, by its rows
-# Fitted to all configurations of the decode shapes on H200: `serving_benchmarks/gemm.py --sweep`.
-LATENCY_US, SHARING_US, HBM_SHARE = 2.0, 3.0, 0.95
-MOST_RESIDENT = 3
+IN_FLIGHT = {32: {16: 16 * 1024, 64: 32 * 1024}, 64: {16: 24 * 1024, 64: 32 * 1024}}  # bytes that a block has under way
+# Fitted to all configurations of the decode shapes on H200: `serving_benchmarks/gemm.py --sweep` says what the choice costs.
+LATENCY_US, SHARING_US, HBM_SHARE = 2.0, {16: 5.0, 64: 6.0}, 0.85
+MOST_RESIDENT = 4
 MOST_TOKENS = TOKENS[64][-1]
 
 
@@ -148,21 +148,21 @@ def padded(rows: Tensor, padding: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, padding))
 
 
-def _division(config: SkinnyConfig, b: Operand, unit: int, arch: Arch) -> tuple[int, int, int]:
+def _division(config: SkinnyConfig, b: Operand, unit: int) -> tuple[int, int, int]:
     """Tiles, the steps of one, and the steps that no border between blocks parts. Steps of a tile are a multiple of those."""
-    unit = unit if config.rows == 64 else NARROW_UNIT[arch.wave_lanes]
+    unit = unit if config.rows == 64 else NARROW_UNIT
     steps = -(-b.k // (STEP * unit)) * unit
     return -(-b.rows // config.rows), steps, steps if config.whole else unit
 
 
 def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1, narrow: bool = True) -> list[SkinnyConfig]:
-    """As many blocks as the compute units hold at once, one to three each, with whole tiles or parted ones."""
+    """As many blocks as the compute units hold at once, one to four each, with whole tiles or parted ones."""
     found = []
     for rows, tokens in TOKENS.items():
         if a.rows > tokens[-1] or (rows == 16 and not narrow):
             continue
         for whole in (1, 0):
-            tiles, steps, unit_steps = _division(SkinnyConfig(rows, whole, 1), b, unit, arch)
+            tiles, steps, unit_steps = _division(SkinnyConfig(rows, whole, 1), b, unit)
             most = tiles if whole else max(tiles * steps // max(SHORTEST, unit_steps), 1)
             blocks = {min(arch.compute_units * i, most) for i in range(1, MOST_RESIDENT + 1)}
             found += [SkinnyConfig(rows, whole, count) for count in sorted(blocks)]
@@ -170,18 +170,22 @@ def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1, narrow: bool = Tr
 
 
 def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1) -> dict[str, float]:
-    """The time of a configuration by a model of the GPU, in microseconds: the bytes of the compute unit that has most, at the
-    rate that its loads in flight allow; and what blocks that share tiles leave, load, and wait for."""
-    tiles, steps, unit_steps = _division(config, b, unit, arch)
+    """The time of a configuration by a model of the GPU, in microseconds: that of all bytes, or of those of the blocks that
+    follow each other, at the rate that a block's loads in flight allow; and what blocks that share tiles wait for and move."""
+    tiles, steps, unit_steps = _division(config, b, unit)
     tokens = _tokens(config, a)
     resident, keeps_up = LIMITS[arch.wave_lanes][config.rows, tokens]
     per_block = -(-tiles * steps // (unit_steps * config.blocks)) * unit_steps * STEP * config.rows
-    blocks = -(-config.blocks // arch.compute_units)  # of a compute unit
+    rounds = -(-config.blocks // (resident * arch.compute_units))
     hbm = HBM_SHARE * arch.bandwidth_gb_s * 1e3  # bytes a microsecond
-    rate = min(hbm / arch.compute_units, min(blocks, resident) * IN_FLIGHT[config.rows] / LATENCY_US, keeps_up)
-    terms = {"streaming": per_block * blocks / rate}
+    streaming = (
+        b.rows * b.k / hbm,
+        rounds * per_block * LATENCY_US / IN_FLIGHT[arch.wave_lanes][config.rows],
+        -(-config.blocks // arch.compute_units) * per_block / keeps_up,
+    )
+    terms = {"streaming": max(streaming)}
     if not config.whole:
-        terms["sharing"] = SHARING_US
+        terms["sharing"] = SHARING_US[config.rows]
         terms["partials"] = 2 * _partial_bytes(config, tokens) / hbm
     return terms
 
@@ -219,7 +223,7 @@ def launch(
     and blocks of its K; between rows of b, or blocks of them."""
     if a.rows == 0:
         return []
-    tiles, steps, unit = _division(config, b, unit, arch)
+    tiles, steps, unit = _division(config, b, unit)
     tokens = _tokens(config, a)
     units, longer = divmod(tiles * steps // unit, config.blocks)
     is_shared = not config.whole

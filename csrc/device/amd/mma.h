@@ -14,7 +14,6 @@ constexpr int kLoads = 1;              // 16-byte loads of weights per lane and 
 constexpr int kChunkBytes = 8 * 1024;  // the most that LDS gives a chunk of tokens
 constexpr int kMaxPieces = 8;          // of a chunk that a lane brings
 constexpr int kRing = 4;               // groups of steps of a wave in registers where each wave has its own
-constexpr int kTurn = 8;               // steps that a wave takes at a time where waves take turns
 
 // Lane l holds row (or token) l % 16, bytes 16 * (l / 16) on. Which K an instruction takes from a lane does not matter as
 // long as weights and tokens agree.

@@ -15,7 +15,6 @@ constexpr int kLoads = 2;               // 16-byte loads of weights per lane and
 constexpr int kChunkBytes = 16 * 1024;  // the most that LDS gives a chunk of tokens
 constexpr int kMaxPieces = 8;           // of a chunk that a lane brings
 constexpr int kRing = 3;                // groups of steps of a wave in registers where each wave has its own
-constexpr int kTurn = 4;                // steps that a wave takes at a time where waves take turns
 
 // Lane l holds rows l / 4 and l / 4 + 8, bytes 16 * (l % 4) on. An instruction takes 8 bytes per lane and row, words 0 and 1, or
 // 2 and 3; which K they are does not matter as long as weights and tokens agree.
