@@ -17,6 +17,7 @@
 // last to arrive adds them up in the order of K: no atomics on values, the same bits every run.
 #pragma once
 #include "arrive.h"
+#include "scale.h"
 #include "vec.h"
 
 enum class Scales { kNone, kRow, kBlock, kMx };  // kMx: e8m0 scales, which the matrix instruction takes (amd/mx.h)
@@ -29,7 +30,7 @@ struct Product {
   void* out;             // [M, N] of out_type
   float* partials;       // [blocks, 2, values of a thread, threads]; null if no tile is shared
   u32* counters;         // [tiles], 0; null if no tile is shared
-  const float* scale_a;  // kRow: [M] or [1]; kBlock: [M, K / 128]
+  const float* scale_a;  // kRow: [M] or [1]; kBlock: [M, K / 128], of a type of scale.h
   const float* scale_b;  // kRow: [N] or [1]; kBlock: [N / 128, K / 128]
   const void* bias;      // [N] of out_type, or null
   i64 b_tile;            // bytes between 16 rows of b and the next 16
@@ -173,7 +174,7 @@ struct Finish {
   }
 };
 
-template <class Type, int kTokens, Scales kScales>
+template <class Type, int kTokens, Scales kScales, class Scale = Fp32Scale>
 struct Skinny {
   static constexpr int kRing = 8, kStepBytes = kTokens * mma::kDepth, kStepPieces = kTokens * 4;
   static constexpr int kChunk = mma::kChunkBytes / kStepBytes < 4 ? mma::kChunkBytes / kStepBytes : 4;
@@ -206,7 +207,7 @@ struct Skinny {
     static_assert(kPieces * kLanes == kChunk * kStepPieces && kChunks % 2 == 0);
     struct Chunk {
       u32x4 piece[kPieces];
-      float scale_a[kLaneScales + 1];
+      typename Scale::Loaded scale_a[kLaneScales + 1];
     };
     const int bringer = wave::thread() - mma::kWaves * wave::kLanes;
     const mem::Buffer a = mem::buffer(p.a), scales = mem::buffer(p.scale_a);
@@ -224,8 +225,8 @@ struct Skinny {
       for (int j = 0; j < kLaneScales; ++j) {
         const int index = bringer + j * kLanes, token = index % kTokens, block_k = index / kTokens;
         const bool inside = token < p.m && index < kChunkScales && block_k * kScaleBlock < bytes;
-        const int at = (token * p.scale_a_row + block_k * p.scale_a_k) * 4;
-        chunk.scale_a[j] = mem::load_float_or_zero(scales, at, step / kUnit * p.scale_a_k * 4, inside);
+        const int at = (token * p.scale_a_row + block_k * p.scale_a_k) * Scale::kBytes;
+        chunk.scale_a[j] = Scale::load_or_zero(scales, at, step / kUnit * p.scale_a_k * Scale::kBytes, inside);
       }
     };
     auto store = [&](const Chunk& chunk, Buffer& buffer) __attribute__((always_inline)) {
@@ -237,7 +238,7 @@ struct Skinny {
       }
 #pragma unroll
       for (int j = 0; j < kLaneScales; ++j)
-        if (bringer + j * kLanes < kChunkScales) buffer.scales_a[bringer + j * kLanes] = chunk.scale_a[j];
+        if (bringer + j * kLanes < kChunkScales) buffer.scales_a[bringer + j * kLanes] = Scale::value(chunk.scale_a[j]);
       mma::show_pieces();
     };
 
@@ -260,16 +261,16 @@ struct Skinny {
   }
 
   struct Stream : TileWeights {
-    const float* scales_b;
+    const typename Scale::Type* scales_b;
   };
   DEVICE Stream stream(int tile) const {
-    const float* scales_b = p.scale_b + i64(tile * kTileRows / kScaleBlock) * p.scale_b_row;
+    const auto* scales_b = (const typename Scale::Type*)p.scale_b + i64(tile * kTileRows / kScaleBlock) * p.scale_b_row;
     return {tile_weights(p, tile * kTileRows, wave::index() * mma::kRows), scales_b};
   }
 
   struct Slot {
     mma::Weights weights = {};
-    float scale_b = 0.0f;  // of a unit, in its first slot
+    typename Scale::Loaded scale_b = 0;  // of a unit, in its first slot
   };
   DEVICE void load(Slot& slot, const Stream& stream, const Group& group, int u) const {
     const int step = group.step + u, bytes = share.bytes_left(group, step);
@@ -277,7 +278,7 @@ struct Skinny {
     for (int l = 0; l < mma::kLoads; ++l)
       mem::refill(slot.weights.load[l], stream.weights[l], step * p.b_step, mma::depth(lane) < bytes);
     if (kScales == Scales::kBlock && u % kUnit == 0)
-      slot.scale_b = mem::load_float_or_zero(mem::buffer(stream.scales_b), 0, step / kUnit * 4, 0 < bytes);
+      slot.scale_b = Scale::load_or_zero(mem::buffer(stream.scales_b), 0, step / kUnit * Scale::kBytes, 0 < bytes);
   }
 
   DEVICE void multiply() const {
@@ -300,7 +301,8 @@ struct Skinny {
         mma::multiply_add<Type>(kScales == Scales::kBlock ? unit_sum : sum, ring[u].weights, tokens);
         if (u % kUnit != kUnit - 1) continue;
         if constexpr (kScales == Scales::kBlock) {
-          sum.add_scaled(unit_sum, buffer.scales_a + u % kChunk / kUnit * kTokens, ring[u + 1 - kUnit].scale_b);
+          const float scale_b = Scale::value(ring[u + 1 - kUnit].scale_b);
+          sum.add_scaled(unit_sum, buffer.scales_a + u % kChunk / kUnit * kTokens, scale_b);
           unit_sum = {};
         }
 #pragma unroll
@@ -333,7 +335,7 @@ struct Skinny {
 };
 
 // For few tokens and small weights: a tile has 16 rows of b and is shared by fewer blocks. The waves take K in turns of
-// kTurn steps, each lane with weights and tokens of kRing turns in registers, and meet in LDS at the end of a tile.
+// kTurn steps, each lane with weights and tokens in registers, and meet in LDS at the end of a tile.
 //
 // Up to 8 tokens the sparse instruction (v_smfmac_f32_16x16x64_fp8_fp8, a token over two rows, each with two of every four
 // bytes) does what two dense ones do. Built and emulated on gfx942, 8 x 64 x 2048, it halves matrix cycles per byte of weight from
@@ -341,7 +343,7 @@ struct Skinny {
 // saves nobody waits for, so the dense one stays.
 template <class Type, int kTokens, Scales kScales>
 struct Narrow {
-  static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kTurn = 2, kRing = mma::kRing;
+  static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kTurn = mma::kTurn;
   static constexpr int kThreads = mma::kWaves * wave::kLanes, kUnit = kTurn * mma::kWaves;
   using Tile = Finish<kScales, kTiles, 1, kUnit>;
   struct Buffer {
@@ -378,30 +380,24 @@ struct Narrow {
     }
   }
 
-  // A turn is multiplied while the next kRing - 1 are under way.
+  // A turn is multiplied while the next one is under way.
   DEVICE void multiply() const {
-    Group now = share.begin(), ahead = now;
-    TileWeights streaming = stream(ahead.tile);
-    Turn ring[kRing];
-    auto load_next = [&](Turn& turn) __attribute__((always_inline)) {
-      load(turn, streaming, ahead);
-      const int tile = ahead.tile;
-      ahead = share.after(ahead);
-      if (ahead.tile != tile) streaming = stream(ahead.tile);
-    };
-#pragma unroll
-    for (int i = 0; i < kRing - 1; ++i) load_next(ring[i]);
+    Group now = share.begin();
+    TileWeights ahead = stream(now.tile);
+    Turn even, odd;
+    load(even, ahead, now);
     f32x4 sum[kTiles] = {};
     int parity = 0;
     Tile tile{p, share};
     begin_tile(tile, now.tile);
-    auto step = [&](const Turn& turn, Turn& free) __attribute__((always_inline)) {
-      load_next(free);
+    auto step = [&](const Turn& turn, Turn& following) __attribute__((always_inline)) {
+      const Group next = share.after(now);
+      if (next.tile != now.tile) ahead = stream(next.tile);
+      load(following, ahead, next);
 #pragma unroll
       for (int u = 0; u < kTurn; ++u)
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) sum[t] = mma::multiply_tile<Type>(sum[t], turn.weights[u], turn.tokens[u][t]);
-      const Group next = share.after(now);
       if (next.tile != now.tile) {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
@@ -417,10 +413,7 @@ struct Narrow {
       now = next;
       return next.end > 0;
     };
-    for (bool more = true; more;)
-#pragma unroll
-      for (int i = 0; i < kRing; ++i)
-        if (more) more = step(ring[i], ring[(i + kRing - 1) % kRing]);
+    while (step(even, odd) && step(odd, even)) {}
   }
 
   // Each wave ends with one of the four values that the lanes of all waves have of a tile.
@@ -443,18 +436,18 @@ struct Narrow {
   }
 };
 
-// A kernel of that name.
-#define SKINNY(symbol, type, tokens, scales)                                                  \
-  KERNEL((Skinny<type, tokens, scales>::kThreads), (Skinny<type, tokens, scales>::kResident)) \
-  symbol(Product product) {                                                                   \
-    LDS static Skinny<type, tokens, scales>::Buffer buffers[2];                               \
-    const Skinny<type, tokens, scales> kernel{product, buffers};                              \
-    if (wave::index() < mma::kWaves) kernel.multiply();                                       \
-    else kernel.bring_tokens();                                                               \
+// A kernel of that name; `...` are its Scales and, of kBlock, their type.
+#define SKINNY(symbol, type, tokens, ...)                                                               \
+  KERNEL((Skinny<type, tokens, __VA_ARGS__>::kThreads), (Skinny<type, tokens, __VA_ARGS__>::kResident)) \
+  symbol(Product product) {                                                                             \
+    LDS static Skinny<type, tokens, __VA_ARGS__>::Buffer buffers[2];                                    \
+    const Skinny<type, tokens, __VA_ARGS__> kernel{product, buffers};                                   \
+    if (wave::index() < mma::kWaves) kernel.multiply();                                                 \
+    else kernel.bring_tokens();                                                                         \
   }
-#define NARROW(symbol, type, tokens, scales)                                                      \
-  KERNEL((Narrow<type, tokens, scales>::kThreads), tokens == 8 ? 4 : 3) symbol(Product product) { \
-    LDS static Narrow<type, tokens, scales>::Buffer buffer;                                       \
-    const Narrow<type, tokens, scales> kernel{product, buffer};                                   \
-    kernel.multiply();                                                                            \
+#define NARROW(symbol, type, tokens, scales)                                    \
+  KERNEL((Narrow<type, tokens, scales>::kThreads), 3) symbol(Product product) { \
+    LDS static Narrow<type, tokens, scales>::Buffer buffer;                     \
+    const Narrow<type, tokens, scales> kernel{product, buffer};                 \
+    kernel.multiply();                                                          \
   }

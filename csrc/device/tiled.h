@@ -4,6 +4,7 @@
 // bytes of K of all rows, go from HBM to LDS while the panel before is multiplied (panel.h, */lds_async.h); from there each wave
 // reads its fragments once (*/tile_mma.h).
 #pragma once
+#include "scale.h"
 #include "tile.h"
 
 constexpr int kScaleBlock = 128;  // of K, and of weight rows
@@ -44,13 +45,13 @@ struct Unscaled {
 
 // Scales of each kScaleBlock of K: of tokens and of weight rows. The lower halves of a lane's rows have the first scale of the
 // weights; the upper ones too, or with kHalves one for each patch.
-template <class D, bool kHalves>
+template <class D, bool kHalves, class Scale = Fp32Scale>
 struct BlockScales {
   static_assert(kScaleBlock == kDepth);
   static constexpr bool kScaled = true;
   static constexpr int kWeights = kHalves ? 1 + D::kPatchesN : 1;
   struct Panel {
-    float a[D::kPatchesM][kLaneTokens], b[kWeights];
+    typename Scale::Loaded a[D::kPatchesM][kLaneTokens], b[kWeights];
   };
   mem::Buffer a, b;
   int a_at[D::kPatchesM][kLaneTokens], b_at[kWeights];  // bytes
@@ -58,23 +59,25 @@ struct BlockScales {
 
   // `row_of` gives the row of `tokens` that a token of the tile has.
   template <class RowOf>
-  DEVICE void init(const float* tokens, int row, int k, const float* weights, RowOf row_of) {
+  DEVICE void init(const typename Scale::Type* tokens, int row, int k, const typename Scale::Type* weights,
+                   RowOf row_of) {
     a = mem::buffer(tokens), b = mem::buffer(weights), a_k = k;
     b_at[0] = 0;
 #pragma unroll
     for (int i = 0; i < D::kPatchesM; ++i)
 #pragma unroll
-      for (int t = 0; t < kLaneTokens; ++t) a_at[i][t] = row_of(D::wave_m() + D::token(i * kLaneTokens + t)) * row * 4;
+      for (int t = 0; t < kLaneTokens; ++t)
+        a_at[i][t] = row_of(D::wave_m() + D::token(i * kLaneTokens + t)) * row * Scale::kBytes;
   }
   DEVICE Panel load(int panel) const {
     Panel scales;
 #pragma unroll
-    for (int j = 0; j < kWeights; ++j) scales.b[j] = mem::load_float_or_zero(b, b_at[j], panel * 4, true);
+    for (int j = 0; j < kWeights; ++j) scales.b[j] = Scale::load_or_zero(b, b_at[j], panel * Scale::kBytes, true);
 #pragma unroll
     for (int i = 0; i < D::kPatchesM; ++i)
 #pragma unroll
       for (int t = 0; t < kLaneTokens; ++t)
-        scales.a[i][t] = mem::load_float_or_zero(a, a_at[i][t], panel * a_k * 4, true);
+        scales.a[i][t] = Scale::load_or_zero(a, a_at[i][t], panel * a_k * Scale::kBytes, true);
     return scales;
   }
   DEVICE void multiply(const Panel& scales, Factors<D>& factors) const {
@@ -86,7 +89,7 @@ struct BlockScales {
         for (int i = 0; i < D::kPatchesM; ++i)
 #pragma unroll
           for (int t = 0; t < kLaneTokens; ++t)
-            factors[j][half][i][t] = scales.a[i][t] * scales.b[kHalves && half ? 1 + j : 0];
+            factors[j][half][i][t] = Scale::value(scales.a[i][t]) * Scale::value(scales.b[kHalves && half ? 1 + j : 0]);
   }
 };
 

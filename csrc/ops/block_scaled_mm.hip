@@ -2,9 +2,22 @@
 //
 //     out[m, n] = T(sum_j scale_a[m, j] * scale_b[n / 128, j] * sum_{k in block j} a[m, k] * b[n, k])
 //
-// a and b are e4m3 of the arch's format, scales fp32, sums fp32: the products of 128 of K are summed first, then scaled.
+// a and b are e4m3 of the arch's format, scales fp32 or both e8m0, sums fp32: the products of 128 of K are summed first, then
+// scaled. Where only one of the scales is e8m0, it is widened to fp32 beforehand; these kernels and the tiled ones stay few.
 #include "device/skinny.h"
 
 SKINNY(block_scaled_mm_skinny_16, E4m3, 16, Scales::kBlock)
 SKINNY(block_scaled_mm_skinny_32, E4m3, 32, Scales::kBlock)
 SKINNY(block_scaled_mm_skinny_64, E4m3, 64, Scales::kBlock)
+SKINNY(block_scaled_mm_e8m0_skinny_16, E4m3, 16, Scales::kBlock, E8m0Scale)
+SKINNY(block_scaled_mm_e8m0_skinny_32, E4m3, 32, Scales::kBlock, E8m0Scale)
+SKINNY(block_scaled_mm_e8m0_skinny_64, E4m3, 64, Scales::kBlock, E8m0Scale)
+
+// Each thread one of `count` scales, [count / blocks, blocks] in either; row_stride and block_stride are those of the e8m0 ones.
+KERNEL(256)
+block_scaled_mm_widen(const u8* scales, float* widened, i64 row_stride, i64 block_stride, int blocks, int count) {
+  const int at = wave::block_x() * 256 + wave::thread();
+  if (at >= count) return;
+  const u8* scale = scales + at / blocks * row_stride + at % blocks * block_stride;
+  mem::store(widened + at, E8m0Scale::value(mem::load<u8>(scale)));
+}

@@ -3,8 +3,8 @@
 //     rows:    out[m, n] = T(scale_a[m] * scale_b[n] * sum_k a[m, k] * b[n, k] + bias[n])
 //     blocks:  out[m, n] = T(sum_j scale_a[m, j] * scale_b[n / 128, j] * sum_{k in block j of 128} a[m, k] * b[n, k] + bias[n])
 //
-// a and b are e4m3 of the arch's format, scales and sums fp32. Flops: 2 * M * N * K; bytes: M * K + N * K + M * N * sizeof(T),
-// and out of the caches (1 / kTileM + 1 / kTileN) / 2 per flop.
+// a and b are e4m3 of the arch's format, sums fp32, scales fp32, those of blocks also e8m0. Flops: 2 * M * N * K; bytes:
+// M * K + N * K + M * N * sizeof(T), and out of the caches (1 / kTileM + 1 / kTileN) / 2 per flop.
 //
 // A block owns a tile of the output, or a slice of K of one: then each block leaves its sums in HBM, and the last to arrive
 // adds them up in the order of K, so that the same inputs give the same bits. device/tiled.h multiplies.
@@ -29,7 +29,7 @@ struct Product {
   void* out;             // [M, N] of out_type
   float* partials;       // [tiles, slices, values of a thread / 4, threads, 4]; null with one slice
   u32* counters;         // [tiles], 0; null with one slice
-  const float* scale_a;  // rows: [M] or [1]; blocks: [M, ceil(K / 128)]
+  const float* scale_a;  // rows: [M] or [1]; blocks: [M, ceil(K / 128)], of a type of device/scale.h
   const float* scale_b;  // rows: [N] or [1]; blocks: [ceil(N / 128), ceil(K / 128)]
   const void* bias;      // [N] of out_type, or null
   i64 a_stride, b_tile;
@@ -122,7 +122,7 @@ DEVICE void store_results(const Sums<D>& sums, const Product& p, int first_m, in
   }
 }
 
-template <class D, bool kBlockScales>
+template <class D, bool kBlockScales, class Scale = Fp32Scale>
 DEVICE void multiply_tiled(const Product& p) {
   const int tiles = p.tiles_m * p.tiles_n, work = tile::work_of(wave::block_x(), tiles * p.slices);
   const int slice = work / tiles, tile_index = work % tiles;
@@ -146,9 +146,10 @@ DEVICE void multiply_tiled(const Product& p) {
   };
   if constexpr (kBlockScales) {
     const int n = first_n + D::wave_n(), block_n = (n < p.n ? n : p.n - 1) / kScaleBlock;
-    tile::BlockScales<D, false> scales;
-    scales.init(p.scale_a + i64(first_m) * p.scale_a_row, p.scale_a_row, p.scale_a_k,
-                p.scale_b + i64(block_n) * p.scale_b_row,
+    using Type = typename Scale::Type;
+    tile::BlockScales<D, false, Scale> scales;
+    scales.init((const Type*)p.scale_a + i64(first_m) * p.scale_a_row, p.scale_a_row, p.scale_a_k,
+                (const Type*)p.scale_b + i64(block_n) * p.scale_b_row,
                 [&](int m) { return first_m + m < p.m ? m : p.m - 1 - first_m; });  // past the last the last
     multiply(scales);
   } else {
@@ -160,17 +161,20 @@ DEVICE void multiply_tiled(const Product& p) {
 }
 
 // clang-format off
-#define INSTANCE(symbol, threads, tile_m, tile_n, block_scales)                    \
-  KERNEL(threads) symbol(Product product) {                                        \
-    multiply_tiled<Division<tile_m, tile_n, threads>, block_scales>(product);      \
+#define INSTANCE(symbol, threads, tile_m, tile_n, ...)                       \
+  KERNEL(threads) symbol(Product product) {                                  \
+    multiply_tiled<Division<tile_m, tile_n, threads>, __VA_ARGS__>(product); \
   }
 
-INSTANCE(scaled_mm_tiled_row_64x128,    256, 64,  128, false)
-INSTANCE(scaled_mm_tiled_row_128x128,   256, 128, 128, false)
-INSTANCE(scaled_mm_tiled_block_64x128,  256, 64,  128, true)
-INSTANCE(scaled_mm_tiled_block_128x128, 256, 128, 128, true)
+INSTANCE(scaled_mm_tiled_row_64x128,         256, 64,  128, false)
+INSTANCE(scaled_mm_tiled_row_128x128,        256, 128, 128, false)
+INSTANCE(scaled_mm_tiled_block_64x128,       256, 64,  128, true)
+INSTANCE(scaled_mm_tiled_block_128x128,      256, 128, 128, true)
+INSTANCE(scaled_mm_tiled_block_e8m0_64x128,  256, 64,  128, true, E8m0Scale)
+INSTANCE(scaled_mm_tiled_block_e8m0_128x128, 256, 128, 128, true, E8m0Scale)
 #ifdef HAS_LARGE_TILES
-INSTANCE(scaled_mm_tiled_row_256x256,   512, 256, 256, false)
-INSTANCE(scaled_mm_tiled_block_256x256, 512, 256, 256, true)
+INSTANCE(scaled_mm_tiled_row_256x256,        512, 256, 256, false)
+INSTANCE(scaled_mm_tiled_block_256x256,      512, 256, 256, true)
+INSTANCE(scaled_mm_tiled_block_e8m0_256x256, 512, 256, 256, true, E8m0Scale)
 #endif
 // clang-format on

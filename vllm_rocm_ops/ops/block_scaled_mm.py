@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.launch import Launch
+from vllm_rocm_ops.launch import I64, Launch, Workspace
 from vllm_rocm_ops.op import Case, Op, describe
 from vllm_rocm_ops.ops import gemm
 from vllm_rocm_ops.ops import scaled_mm_tiled as tiled
@@ -20,7 +20,8 @@ from vllm_rocm_ops.quantization import LIMIT
 __all__ = ["block_scaled_mm"]
 
 UNIT = BLOCK // gemm.STEP  # steps of a block of K
-SCALES = (torch.float32, torch.float8_e8m0fnu)
+E8M0 = torch.float8_e8m0fnu
+THREADS = 256  # of a block that widens
 
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
@@ -30,14 +31,13 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "b", wanted, describe(a.b), a.b.dtype == a.a.dtype and gemm.is_weight(a.b, k)
     m, n, blocks = a.a.shape[0], gemm.weight(a.b).rows, -(-k // BLOCK)
     for name, scale, shape in (("scale_a", a.scale_a, (m, blocks)), ("scale_b", a.scale_b, (-(-n // BLOCK), blocks))):
-        holds = scale.shape == shape and scale.dtype in SCALES
+        holds = scale.shape == shape and scale.dtype in (torch.float32, E8M0)
         yield name, f"float32 or float8_e8m0fnu {list(shape)}", describe(scale), holds
     yield "out_dtype", "bfloat16, float16 or float32", str(a.out_dtype), a.out_dtype in gemm.OUT_TYPES
 
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"{arch.name} multiplies a's dtype ({arch.fp8_dtype})", a.a.dtype == arch.fp8_dtype
-    yield "scales are float32", a.scale_a.dtype == a.scale_b.dtype == torch.float32
     yield "scale_b's blocks of K lie side by side", a.scale_b.stride(1) == 1 or a.scale_b.shape[1] == 1
     reach = sum((size - 1) * stride for size, stride in zip(a.scale_a.shape, a.scale_a.stride()))
     yield "scale_a reaches over fewer than 2^29 elements", reach < 2**29
@@ -67,14 +67,35 @@ def _cost(config, a, arch: Arch) -> dict[str, float]:
 
 
 def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
-    scale_a, scale_b = (a.scale_a, *a.scale_a.stride()), (a.scale_b, a.scale_b.stride(0))
+    if a.a.shape[0] == 0:
+        return []
+    alike = a.scale_a.dtype == a.scale_b.dtype
+    scale_a, widening_a = _loadable(a.scale_a, alike)
+    scale_b, widening_b = _loadable(a.scale_b, alike)
+    scales, is_e8m0 = (scale_a, scale_b[:2]), alike and a.scale_a.dtype == E8M0
     if isinstance(config, TiledConfig):
-        return tiled.launches(config, out, *_operands(a), scale_a, scale_b, None, arch, block_scales=True)
-    return gemm.launch("block_scaled_mm", config, out, *_operands(a), scale_a, scale_b, None, arch, UNIT)
+        kind = "block_e8m0" if is_e8m0 else "block"
+        product = tiled.launches(config, out, *_operands(a), *scales, None, arch, kind)
+    else:
+        kind = "e8m0" if is_e8m0 else ""
+        product = gemm.launch("block_scaled_mm", config, out, *_operands(a), *scales, None, arch, UNIT, kind)
+    return widening_a + widening_b + product
+
+
+def _loadable(scale: Tensor, alike: bool) -> tuple[tuple[Tensor | Workspace, int, int], list[Launch]]:
+    """Scales as the kernels take them, with their strides: as they are where both are alike, else as float32; and the launch
+    that widens them, if it takes one."""
+    if alike or scale.dtype != E8M0:
+        return (scale, *scale.stride()), []
+    count, blocks = scale.numel(), scale.shape[1]
+    widened = Workspace(count * 4)
+    args = (scale, widened, *map(I64, scale.stride()), blocks, count)
+    grid = (-(-count // THREADS), 1, 1)
+    return (widened, blocks, 1), [Launch("block_scaled_mm", "block_scaled_mm_widen", grid, (THREADS, 1, 1), args)]
 
 
 def _cases() -> Iterator[Case]:
-    """Every instance, shared tiles, M, N and K around tiles and blocks, both orders of scale_a."""
+    """Every instance, shared tiles, M, N and K around tiles and blocks, both orders of scale_a, both types of scales."""
 
     def case(name: str, m: int, n: int, k: int, **given) -> Case:
         return Case(name, functools.partial(_inputs, m, n, k, given))
@@ -92,6 +113,15 @@ def _cases() -> Iterator[Case]:
     yield case("tiles-padded", 129, 257, 528, padding=256, transposed=True)
     yield case("tiles-shuffled", 70, 272, 320, shuffled=True, out_dtype=torch.float32)
     yield case("tiles-long", 66, 100, 1680)
+    both = {"e8m0_a": True, "e8m0_b": True}
+    yield case("e8m0", 3, 130, 640, **both)
+    yield case("e8m0-m17-odd-sizes", 17, 200, 128 * 3 + 48, transposed=True, **both)
+    yield case("e8m0-m64", 64, 272, 1024, out_dtype=torch.float32, **both)
+    yield case("e8m0-a", 5, 192, 528, transposed=True, e8m0_a=True)
+    yield case("e8m0-b", 2, 300, 1024, e8m0_b=True)
+    yield case("e8m0-tiles", 70, 131, 400, transposed=True, **both)
+    yield case("e8m0-tiles-long", 129, 257, 1680, **both)
+    yield case("e8m0-b-tiles", 66, 131, 272, e8m0_b=True)
 
 
 def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
@@ -99,13 +129,16 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
         values = torch.randn(count, k, generator=generator)
         return gemm.padded(values, given.get("padding", 0)).to(fp8_dtype).to(device)[:, :k]
 
-    def scales(*shape: int) -> Tensor:
+    def scales(*shape: int, e8m0: bool) -> Tensor:
+        if e8m0:  # 2^-3 to 2^3
+            return torch.randint(124, 131, shape, generator=generator, dtype=torch.uint8).to(device).view(E8M0)
         return torch.rand(shape, generator=generator).to(device) + 0.5
 
-    blocks = -(-k // BLOCK)
-    scale_a = scales(blocks, m).t() if given.get("transposed") else scales(m, blocks)
+    blocks, e8m0_a, e8m0_b = -(-k // BLOCK), given.get("e8m0_a", False), given.get("e8m0_b", False)
+    scale_a = scales(blocks, m, e8m0=e8m0_a).t() if given.get("transposed") else scales(m, blocks, e8m0=e8m0_a)
     b = gemm.shuffle_weight(rows(n)) if given.get("shuffled") else rows(n)
-    return rows(m), b, scale_a, scales(-(-n // BLOCK), blocks), given.get("out_dtype", torch.bfloat16)
+    scale_b = scales(-(-n // BLOCK), blocks, e8m0=e8m0_b)
+    return rows(m), b, scale_a, scale_b, given.get("out_dtype", torch.bfloat16)
 
 
 def _op(reference) -> Op:

@@ -106,14 +106,15 @@ def launches(
     out: Tensor,
     a: Operand,
     b: Operand,
-    scale_a: tuple[Tensor, int, int],
-    scale_b: tuple[Tensor, int],
+    scale_a: tuple[Tensor | Workspace, int, int],
+    scale_b: tuple[Tensor | Workspace, int],
     bias: Tensor | None,
     arch: Arch,
-    block_scales: bool,
+    kind: str,
 ) -> list[Launch]:
     """The launches of a product: out [M, N] is written row by row. Scales come with the elements between them: from row to row
-    of a (0 for one scale) and from block to block of its K; from row to row of b, or block of rows."""
+    of a (0 for one scale) and from block to block of its K; from row to row of b, or block of rows. `kind` is "row", "block" or
+    "block_e8m0"."""
     if a.rows == 0:
         return []
     tiles_m, tiles_n = _tiles(config, a, b)
@@ -145,7 +146,6 @@ def launches(
         slices,
         GROUP,
     )
-    kind = "block" if block_scales else "row"
     symbol = f"{MODULE}_{kind}_{config.tokens}x{config.rows}"
     lds = lds_bytes(config.tokens, config.rows, arch)
     return [Launch(MODULE, symbol, (tiles * slices, 1, 1), (THREADS[config.rows], 1, 1), args, lds)]

@@ -25,6 +25,9 @@ DEVICE float load_float_or_zero(Buffer from, int lane_offset, int offset, bool i
   u32 bits = __builtin_amdgcn_raw_buffer_load_b32(from, inside ? lane_offset : -1, offset, 0);
   return __builtin_bit_cast(float, bits);
 }
+DEVICE u32 load_byte_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
+  return __builtin_amdgcn_raw_buffer_load_b8(from, inside ? lane_offset : -1, offset, 0);
+}
 
 // Where a lane reads on in a stream.
 struct Cursor {

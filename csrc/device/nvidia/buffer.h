@@ -17,6 +17,9 @@ DEVICE u32x4 load_once_or_zero(Buffer from, int lane_offset, int offset, bool in
 DEVICE float load_float_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
   return inside ? load<float>(from + lane_offset + offset) : 0.0f;
 }
+DEVICE u32 load_byte_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
+  return inside ? load<u8>(from + lane_offset + offset) : 0;
+}
 
 // Where a lane reads on in a stream.
 struct Cursor {
