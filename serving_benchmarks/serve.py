@@ -1,0 +1,302 @@
+"""Serving through `vllm serve` and `vllm bench serve`, with the ops and without.
+
+    python serving_benchmarks/serve.py --model llama-3.1-405b-fp8 deepseek-v3 --num-layers 8 --tensor-parallel-size 8 --request-rate 1 4 16 inf
+
+Random weights, no download, and a tokenizer that is made up: a word per token. For each model one server runs with the plugin
+and one without it, one after the other. Of every server each request rate asks --num-prompts prompts of --input-len tokens,
+--output-len tokens each. Every rate of every side is a line of JSON, with percentiles of the times to the first token (TTFT), per
+token after it (TPOT) and between tokens (ITL), and throughputs; a server that does not come up is a line with its log's end.
+
+`--rank-of` and VLLM_ROCM_OPS_ON_NVIDIA are as in latency.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import latency
+from latency import SIDES
+
+VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+METRICS = ("ttft", "tpot", "itl")
+PERCENTILES = (50, 90, 99)
+RPC = "/collective_rpc"  # of servers in vLLM's development mode: what a worker's extension answers
+
+
+class Failure(Exception):
+    """A server or a client that did not do its work."""
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    latency.add_model_arguments(add)
+    add("--request-rate", type=float, nargs="+", default=[float("inf")], help="per second; default: all at once")
+    add("--num-prompts", type=int, default=64, help="requests at each rate; default: %(default)s")
+    add("--num-warmups", type=int, default=4, help="requests before each rate; default: %(default)s")
+    add("--max-concurrency", type=int, help="requests that may run at a time; default: any")
+    add("--input-len", type=int, default=128, help="tokens of a prompt; default: %(default)s")
+    add("--output-len", type=int, default=128, help="tokens to generate, at least 2; default: %(default)s")
+    add("--server-args", type=shlex.split, default=[], metavar="TEXT", help="more arguments of vllm serve")
+    add("--start-timeout", type=float, default=1800, help="seconds for a server to come up; default: %(default)s")
+    add("--timeout", type=float, default=1800, help="seconds for one rate; default: %(default)s")
+    add("--output", type=Path, help="the .jsonl file; by default under serving_benchmarks/results")
+    add("--logs", type=Path, default=latency.HERE / "out" / "logs", help="default: %(default)s")
+    arguments = parser.parse_args(argv)
+    for name, least in (("num_prompts", 1), ("input_len", 1), ("output_len", 2), ("rank_of", 1)):
+        if getattr(arguments, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
+    if min(arguments.request_rate) <= 0:
+        parser.error(f"--request-rate must be positive, got {arguments.request_rate}")
+    return arguments
+
+
+@contextlib.contextmanager
+def model_folder(model: Path, changed: dict[str, int]) -> Iterator[Path]:
+    """A folder with the model's config.json and a tokenizer of as many words as it has tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    config = json.loads((model / "config.json").read_text()) | changed
+    words = {f"w{token}": token for token in range(config["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, model.name)
+        folder.mkdir()
+        shutil.copy(model / "config.json", folder)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+        yield folder
+
+
+def machine() -> dict:
+    """The hardware and the versions that take part, asked in a process of its own: it may not keep memory of a GPU."""
+    code = (
+        "import json, latency, torch\n"
+        "gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'\n"
+        "print(json.dumps({'gpu': gpu, 'hardware': latency.hardware(), 'versions': latency.versions()}))"
+    )
+    environment = latency.environment("without")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=latency.HERE, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"vLLM does not import here:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def server_command(folder: Path, side: str, port: int, changed: dict, on_cpu: bool, arguments) -> list[str]:
+    """The command of one server."""
+    longest = -(-(arguments.input_len + arguments.output_len + 8) // 64) * 64
+    command = [*VLLM, "serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy"]
+    command += ["--max-model-len", str(longest), "--no-enable-prefix-caching", "--dtype", arguments.dtype]
+    command += ["--seed", str(arguments.seed), "--tensor-parallel-size", str(arguments.tensor_parallel_size)]
+    if changed:
+        command += ["--hf-overrides", json.dumps(changed)]
+    if arguments.tensor_parallel_size == 1:
+        command += ["--distributed-executor-backend", "uni"]
+    if arguments.enforce_eager:
+        command += ["--enforce-eager"]
+    if on_cpu:
+        command += ["--gpu-memory-utilization", "0.3"]
+    if side == "with":
+        command += ["--worker-extension-cls", "vllm_rocm_ops.vllm.worker.Extension"]
+    return command + arguments.server_args
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers at a URL that all is well."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def running(command: list[str], environment: dict[str, str], port: int, log: Path, limit: float) -> Iterator[str]:
+    """A server that is up, at the URL that is yielded; afterwards none of its processes is left. Raises Failure."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + limit
+    try:
+        while not answers(f"{url}/health"):
+            if process.poll() is not None:
+                raise Failure(f"the server ended with exit status {process.returncode} before it was up")
+            if time.monotonic() > end:
+                raise Failure(f"the server was not up after {limit:g} s")
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(latency.SECONDS_TO_END)
+        # The next server needs the GPUs: nothing of this one may stay, its workers neither.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def ask(folder: Path, url: str, rate: float, environment: dict[str, str], log: Path, arguments) -> dict:
+    """What `vllm bench serve` found at one request rate. Raises Failure."""
+    result = folder / "result.json"
+    result.unlink(missing_ok=True)
+    command = [*VLLM, "bench", "serve", "--backend", "vllm", "--base-url", url, "--model", str(folder), "--seed", "0"]
+    command += ["--dataset-name", "random", "--random-input-len", str(arguments.input_len)]
+    command += ["--random-output-len", str(arguments.output_len), "--num-prompts", str(arguments.num_prompts)]
+    command += ["--num-warmups", str(arguments.num_warmups), "--request-rate", str(rate), "--ignore-eos"]
+    command += ["--percentile-metrics", ",".join(METRICS), "--metric-percentiles", ",".join(map(str, PERCENTILES))]
+    command += ["--temperature", "0", "--disable-tqdm", "--save-result", "--result-dir", str(folder)]
+    command += ["--result-filename", result.name]
+    if arguments.max_concurrency:
+        command += ["--max-concurrency", str(arguments.max_concurrency)]
+    with log.open("a") as output:
+        try:
+            subprocess.run(
+                command, env=environment, stdout=output, stderr=output, timeout=arguments.timeout, check=True
+            )
+        except subprocess.TimeoutExpired:
+            raise Failure(f"the client was not done after {arguments.timeout:g} s") from None
+        except subprocess.CalledProcessError as error:
+            raise Failure(f"the client ended with exit status {error.returncode}") from None
+    found = json.loads(result.read_text())
+    if found["completed"] < arguments.num_prompts:
+        raise Failure(f"{found['completed']} of {arguments.num_prompts} requests were answered")
+    return found
+
+
+def op_stats(url: str) -> dict:
+    """How often each op ran what in the first worker; nothing where the server does not tell."""
+    body = json.dumps({"method": "vllm_rocm_ops_stats"}).encode()
+    request = urllib.request.Request(url + RPC, body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)["results"][0]
+    except OSError:
+        return {}
+
+
+def line_of(found: dict) -> dict:
+    """What a line of results has of what `vllm bench serve` found; times in ms."""
+    line = {
+        "duration_s": found["duration"],
+        "requests_per_s": found["request_throughput"],
+        "output_tokens_per_s": found["output_throughput"],
+        "total_tokens_per_s": found["total_token_throughput"],
+    }
+    for metric in METRICS:
+        percentiles = {f"p{percentile}": found[f"p{percentile}_{metric}_ms"] for percentile in PERCENTILES}
+        line[f"{metric}_ms"] = {"mean": found[f"mean_{metric}_ms"], **percentiles}
+    return line
+
+
+def serve(model: Path, side: str, common: dict, arguments) -> Iterator[dict]:
+    """The lines of one model on one side: one for each rate, or one that says why there are none."""
+    changed = latency.overrides(model, arguments.num_layers, arguments.rank_of)
+    logs = {part: arguments.logs / f"{model.name}-{side}-{part}.log" for part in ("server", "client")}
+    defaults = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = defaults | latency.environment(side) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    if arguments.random_experts:
+        environment["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random"
+    line = {"model": model.name, "side": side, **common}
+    logs["server"].parent.mkdir(parents=True, exist_ok=True)
+    logs["client"].write_text("")
+    blamed, port = logs["server"], free_port()
+    try:
+        with model_folder(model, changed) as folder:
+            command = server_command(folder, side, port, changed, common["gpu"] == "CPU", arguments)
+            with running(command, environment, port, logs["server"], arguments.start_timeout) as url:
+                for rate in arguments.request_rate:
+                    blamed = logs["client"]
+                    found = ask(folder, url, rate, environment, blamed, arguments)
+                    stats = {"op_stats": op_stats(url)} if side == "with" else {}
+                    yield {**line, "request_rate": str(rate), **line_of(found), **stats}
+    except Failure as error:
+        yield {**line, "error": str(error), "log_tail": latency.tail(blamed), "log": str(blamed)}
+
+
+def table(lines: list[dict]) -> str:
+    """The results, the sides of a rate under each other, and why some are missing."""
+    rows = [["model", "rate", "side", "TTFT p50 (p99) ms", "TPOT p50 (p99) ms", "ITL p99 ms", "tokens/s", "TPOT ratio"]]
+    measured = [line for line in lines if "error" not in line]
+    keys = dict.fromkeys((line["model"], line["request_rate"]) for line in measured)
+    for model, rate in keys:
+        sides = {line["side"]: line for line in measured if (line["model"], line["request_rate"]) == (model, rate)}
+        for side in (side for side in SIDES if side in sides):
+            line = sides[side]
+            ttft, tpot = (f"{line[name]['p50']:.2f} ({line[name]['p99']:.2f})" for name in ("ttft_ms", "tpot_ms"))
+            ratio = ""
+            if side == "with" and len(sides) == 2:
+                ratio = f"{sides['without']['tpot_ms']['p50'] / line['tpot_ms']['p50']:.2f}x"
+            rest = [f"{line['itl_ms']['p99']:.2f}", f"{line['output_tokens_per_s']:.1f}", ratio]
+            rows.append([model, rate, side, ttft, tpot, *rest])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    for line in lines:
+        if "error" in line:
+            text += ["", f"{line['model']} {line['side']} the ops: {line['error']}", *line["log_tail"], line["log"]]
+    return "\n".join(text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    models = [latency.find_model(name) for name in arguments.model]
+    here, commit = machine(), latency.commit().replace("+", "-dirty")
+    shape = (
+        "num_layers",
+        "rank_of",
+        "tensor_parallel_size",
+        "input_len",
+        "output_len",
+        "num_prompts",
+        "random_experts",
+    )
+    common = {**here, "commit": commit, **{name: getattr(arguments, name) for name in shape}}
+    common |= {"server_args": arguments.server_args, "enforce_eager": arguments.enforce_eager}
+    name = f"{datetime.date.today()}-{commit}-serve.jsonl"
+    output = arguments.output or latency.HERE / "results" / here["gpu"].replace(" ", "-").lower() / name
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lines = []
+    with output.open("a") as file:
+        for model in models:
+            for side in (side for side in SIDES if side in arguments.side):
+                for line in serve(model, side, common, arguments):
+                    lines.append(line)
+                    file.write(json.dumps(line) + "\n")
+                    file.flush()
+    print(table(lines))
+    print(f"\n{here['hardware']}\n{output}")
+    return int(any("error" in line and line["side"] == "with" for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
