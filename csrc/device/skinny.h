@@ -335,7 +335,7 @@ struct Skinny {
 };
 
 // For few tokens and small weights: a tile has 16 rows of b and is shared by fewer blocks. The waves take K in turns of
-// kTurn steps, each lane with weights and tokens in registers, and meet in LDS at the end of a tile.
+// kTurn steps, each lane with weights and tokens of kRing turns in registers, and meet in LDS at the end of a tile.
 //
 // Up to 8 tokens the sparse instruction (v_smfmac_f32_16x16x64_fp8_fp8, a token over two rows, each with two of every four
 // bytes) does what two dense ones do. Built and emulated on gfx942, 8 x 64 x 2048, it halves matrix cycles per byte of weight from
@@ -343,7 +343,7 @@ struct Skinny {
 // saves nobody waits for, so the dense one stays.
 template <class Type, int kTokens, Scales kScales>
 struct Narrow {
-  static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kTurn = mma::kTurn;
+  static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kTurn = 2, kRing = mma::kRing;
   static constexpr int kThreads = mma::kWaves * wave::kLanes, kUnit = kTurn * mma::kWaves;
   using Tile = Finish<kScales, kTiles, 1, kUnit>;
   struct Buffer {
@@ -380,24 +380,30 @@ struct Narrow {
     }
   }
 
-  // A turn is multiplied while the next one is under way.
+  // A turn is multiplied while the next kRing - 1 are under way.
   DEVICE void multiply() const {
-    Group now = share.begin();
-    TileWeights ahead = stream(now.tile);
-    Turn even, odd;
-    load(even, ahead, now);
+    Group now = share.begin(), ahead = now;
+    TileWeights streaming = stream(ahead.tile);
+    Turn ring[kRing];
+    auto load_next = [&](Turn& turn) __attribute__((always_inline)) {
+      load(turn, streaming, ahead);
+      const int tile = ahead.tile;
+      ahead = share.after(ahead);
+      if (ahead.tile != tile) streaming = stream(ahead.tile);
+    };
+#pragma unroll
+    for (int i = 0; i < kRing - 1; ++i) load_next(ring[i]);
     f32x4 sum[kTiles] = {};
     int parity = 0;
     Tile tile{p, share};
     begin_tile(tile, now.tile);
-    auto step = [&](const Turn& turn, Turn& following) __attribute__((always_inline)) {
-      const Group next = share.after(now);
-      if (next.tile != now.tile) ahead = stream(next.tile);
-      load(following, ahead, next);
+    auto step = [&](const Turn& turn, Turn& free) __attribute__((always_inline)) {
+      load_next(free);
 #pragma unroll
       for (int u = 0; u < kTurn; ++u)
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) sum[t] = mma::multiply_tile<Type>(sum[t], turn.weights[u], turn.tokens[u][t]);
+      const Group next = share.after(now);
       if (next.tile != now.tile) {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
@@ -413,7 +419,10 @@ struct Narrow {
       now = next;
       return next.end > 0;
     };
-    while (step(even, odd) && step(odd, even)) {}
+    for (bool more = true; more;)
+#pragma unroll
+      for (int i = 0; i < kRing; ++i)
+        if (more) more = step(ring[i], ring[(i + kRing - 1) % kRing]);
   }
 
   // Each wave ends with one of the four values that the lanes of all waves have of a tile.
@@ -445,9 +454,9 @@ struct Narrow {
     if (wave::index() < mma::kWaves) kernel.multiply();                                                 \
     else kernel.bring_tokens();                                                                         \
   }
-#define NARROW(symbol, type, tokens, scales)                                    \
-  KERNEL((Narrow<type, tokens, scales>::kThreads), 3) symbol(Product product) { \
-    LDS static Narrow<type, tokens, scales>::Buffer buffer;                     \
-    const Narrow<type, tokens, scales> kernel{product, buffer};                 \
-    kernel.multiply();                                                          \
+#define NARROW(symbol, type, tokens, scales)                                                      \
+  KERNEL((Narrow<type, tokens, scales>::kThreads), tokens == 8 ? 4 : 3) symbol(Product product) { \
+    LDS static Narrow<type, tokens, scales>::Buffer buffer;                                       \
+    const Narrow<type, tokens, scales> kernel{product, buffer};                                   \
+    kernel.multiply();                                                                            \
   }
