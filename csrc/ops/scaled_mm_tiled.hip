@@ -17,6 +17,7 @@
 //   matrix cycles of a SIMD           512        1024                256        512         2048
 //   other issue cycles, rows          258        314                 234        290         756
 //                       blocks        382        532                 400        588         1728
+//                       blocks, e8m0  462        604                 418        652         1856
 //   LDS cycles                        576        768                 192        256         768
 //   LDS bank conflicts                0          0                   0          0           0
 #include "device/arrive.h"
