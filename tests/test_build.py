@@ -330,17 +330,19 @@ def test_sdist_and_wheel_in_a_clean_environment(tmp_path):
         """
 import torch, vllm_rocm_ops
 from importlib.metadata import distribution
-from vllm_rocm_ops import _C, launch
+from vllm_rocm_ops import _C, launch, patch
 print(vllm_rocm_ops.__file__)
 print(torch.ops.vllm_rocm_ops.silu_and_mul(torch.ones(2, 64)).shape)
 print(*sorted(str(path.relative_to(launch.CODE)) for path in launch.CODE.rglob("*.*")))
 print(*(entry.value for entry in distribution("vllm-rocm-ops").entry_points))
 print(_C.status())
+print(*sorted(path.name for path in patch.folder().glob("vllm-*/*.patch")))
 """,
     )
-    package, shape, code, entries, status = output.splitlines()
+    package, shape, code, entries, status, patches = output.splitlines()
     assert Path(package) == site / "vllm_rocm_ops/__init__.py"
     assert shape == "torch.Size([2, 32])"
+    assert patches.split() == sorted(path.name for path in ROOT.glob("patches/vllm-*/*.patch"))
     build = load_build(ROOT / "csrc")
     assert set(code.split()) == {
         f"{arch}/{stem}{end}"

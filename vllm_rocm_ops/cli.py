@@ -18,7 +18,7 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import bench, envs, model_layers, tune
+from vllm_rocm_ops import bench, envs, model_layers, patch, tune
 from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.clock import GpuClock
@@ -50,6 +50,7 @@ def doctor() -> dict:
         "code_objects": {arch: find_code_objects(arch) for arch in archs.ARCHS},
         "tables": {"yours": find_tables(envs.tables()), "shipped": find_tables(op_module.TABLES)},
         "vllm": find_vllm(),
+        "patches": patch.find(),
         "environment": {name: os.environ[name] for name in envs.VARIABLES if name in os.environ},
         "ops": {
             op.name: {arch: what_runs(op, arch) for arch in dict.fromkeys(known or archs.ARCHS)}
@@ -172,6 +173,11 @@ def doctor_text(found: dict) -> str:
             ("on" if s["on"] else "off", s["name"], s["replaces"] if s["on"] else s["reason"]) for s in vllm["seams"]
         ]
         section("seams", *table(seams))
+    patches = [
+        ("applied" if row["applied"] else "not applied", row["name"], row["reason"] or row["loss"])
+        for row in found["patches"]["patches"]
+    ]
+    section("patches", *(table(patches) or [f"none: {found['patches']['why_none']}"]))
     if found["environment"]:
         section("environment", *(f"{name}={value}" for name, value in found["environment"].items()))
     ops = []
@@ -355,6 +361,22 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     command.add_argument("--force", action="store_true", help="measure again what has a row")
     command.add_argument("--no-peers", action="store_true", help="leave out PyTorch's, vLLM's and AITER's own ops")
 
+    command = commands.add_parser(
+        "patch", help="apply what no plugin reaches to the installed vLLM, or undo it; optional"
+    )
+    command.add_argument("patch", nargs="*", help="names or numbers of patches; default: all")
+    mode = command.add_mutually_exclusive_group()
+    for action, meaning in {
+        "list": "what there is, what is applied, and what is lost without it; the default",
+        "apply": "apply what is not; all or nothing",
+        "revert": "undo what is applied; all or nothing",
+        "check": "as --list; fails if a patch cannot be applied",
+    }.items():
+        mode.add_argument(
+            f"--{action}", action="store_const", dest="action", const=action, default="list", help=meaning
+        )
+    command.add_argument("--vllm", metavar="PATH", help="the folder of vLLM's package; default: where Python finds it")
+
     command = commands.add_parser("bench", help="run the ops' test cases, or a model's calls: right, and how fast?")
     add_model(command, False, "1")
     command.add_argument("--op", metavar="PATTERN", help="ops of such names, e.g. 'rms_norm*'")
@@ -377,6 +399,8 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.command == "doctor":
             found = doctor()
             print(json.dumps(found, indent=1) if arguments.json else doctor_text(found))
+        elif arguments.command == "patch":
+            return patch.run(arguments.action, arguments.vllm, arguments.patch)
         elif arguments.command == "tune":
             tune_model(arguments)
         elif arguments.command == "bench":
