@@ -487,9 +487,13 @@ def main(argv: list[str] | None = None) -> int:
         worker(arguments.worker)
         return 0
     report = benchmark(arguments)
-    plot(report, arguments.plot)
     print(table(report))
-    print(f"\n{report['hardware']}\n{arguments.output_json}\n{arguments.plot}")
+    print(f"\n{report['hardware']}\n{arguments.output_json}")
+    try:
+        plot(report, arguments.plot)
+        print(arguments.plot)
+    except ImportError as error:
+        print(f"no plot: {error}")
     return int(any("error" in run and run["side"] == "with" for run in report["runs"]))
 
 
