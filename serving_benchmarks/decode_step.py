@@ -1,25 +1,28 @@
 """Time a whole decode step of Llama-3.1-405B-FP8 and DeepSeek-V3, one rank's shard with random weights, on this GPU.
 
-    python serving_benchmarks/decode_step.py [--model NAME ...] [--tp N] [--ep N] [--batch M ...] [--context N] [--layers N]
-        [--ours KINDS | --stock KINDS] [--vllm-library PATH ...] [--vllm-path DIR]
+    python serving_benchmarks/decode_step.py [--model NAME ...] [--tp N] [--ep N] [--batch M ...] [--context N]
+        [--layers N] [--ours KINDS | --stock KINDS] [--vllm-library PATH ...] [--vllm-path DIR]
     torchrun --nproc-per-node N serving_benchmarks/decode_step.py --tp N        # with real collectives
 
-Two paths of the same step with the same weights: `stock`, what vLLM's kernels compute (stock.py), and `ours`, which takes our ops
-for the kinds that `--ours` names, or for all but those of `--stock`. Each is one captured graph of all layers, every layer
-with weights of its own; graphs are replayed in turn, caches cold at the start of a step, and the median counts. Experts are
-left out of both paths where there is no vLLM to compute them.
+Two paths of the same step with the same weights: `stock`, what vLLM's kernels compute (stock.py), and `ours`, which
+takes our ops for the kinds that `--ours` names, or for all but those of `--stock`. Each is one captured graph of all
+layers, every layer with weights of its own; graphs are replayed in turn, caches cold at the start of a step, and the
+median counts. Experts are left out of both paths where there is no vLLM to compute them.
 
-The time of a kind is that of a graph of its calls alone, of all layers, on the inputs that they have in the step. Alone it finds
-its inputs less often in a cache and its neighbours do not overlap with it, so the kinds do not add up to the step exactly;
-leaving a kind out of the step would change what its neighbours find as well, and gives differences of large numbers.
+The time of a kind is that of a graph of its calls alone, of all layers, on the inputs that they have in the step. Alone
+it finds its inputs less often in a cache and its neighbours do not overlap with it, so the kinds do not add up to the
+step exactly; leaving a kind out of the step would change what its neighbours find as well, and gives differences of
+large numbers.
 
-The same on both sides, so that nothing is compared: attention in plain PyTorch over a bf16 cache of `--context` tokens, which all
-sequences have, with the rotation of that one position as a product; quantisation that no norm or activation does; collectives,
-which only torchrun starts; the rest. A copy stands for the embedding, a rank's own part of the vocabulary for all of it. Tokens go to
-random experts, all as likely, whatever the router chose. With `--ep` of more than `--tp` (attention for the rank's own sequences, experts
-for those of all ranks), a rank alone has random tokens in place of the others'. Per-tensor scales are taken as known beforehand.
+The same on both sides, so that nothing is compared: attention in plain PyTorch over a bf16 cache of `--context` tokens,
+which all sequences have, with the rotation of that one position as a product; quantisation that no norm or activation
+does; collectives, which only torchrun starts, all ranks with the same weights; the rest. A copy stands for the
+embedding, a rank's own part of the vocabulary for all of it. Tokens go to random experts, all as likely, whatever the
+router chose. With `--ep` of more than `--tp` (attention for the rank's own sequences, experts for those of all ranks),
+a rank alone has random tokens in place of the others'. Per-tensor scales are taken as known beforehand.
 
-The floor is the time to read all weights, of the experts those that are hit, and the cache once, at the bandwidth of a copy.
+The floor is the time to read all weights, of the experts those that are hit, and the cache once, at the bandwidth of a
+copy.
 On the CPU (`--device cpu`) both paths run the ops' references once, without a graph, and nothing is timed.
 """
 
@@ -57,7 +60,7 @@ def kind_of(call: LayerCall) -> str:
 
 
 class Part(NamedTuple):
-    """One call of a layer: `given` are its op's arguments, whose weights stay and whose activations each step replaces."""
+    """One call of a layer: `given` are its op's arguments, whose weights stay; each step replaces activations."""
 
     op: Op
     kind: str
@@ -72,14 +75,14 @@ class Part(NamedTuple):
 class Rank:
     """The layers of one rank: for each the parts by name, and last what follows the layers."""
 
-    def __init__(self, config: dict, tp: int, ep: int | None, device: str, fp8_dtype: torch.dtype, seed: int = 0):
+    def __init__(self, config: dict, tp: int, ep: int | None, device: str, fp8_dtype: torch.dtype):
         if ep and ep % tp:
             raise ValueError(f"ep must be a multiple of tp={tp}, got {ep}")
         calls = model_layers.sequence(config, tp, ep)
         self.config, self.tp, self.device, self.dtype = config, tp, device, calls[0].dtype
         self.groups = (ep or tp) // tp  # of ranks with sequences of their own
         self.folds_shared = False
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.generator = torch.Generator(device).manual_seed(0)
         self.layers: list[dict[str, Part]] = []
         self.absorbed: list[tuple[Tensor, Tensor]] = []  # by layer, W_UK [heads, nope, rank] and W_UV [heads, rank, v]
         for call in calls:
@@ -111,7 +114,7 @@ class Rank:
         return drawn.normal_(0.0, scale, generator=self.generator)
 
     def fold_shared(self) -> None:
-        """Has the routed experts hold the shared one as their last, of which its own parts become views. Raises ValueError."""
+        """Has the routed experts hold the shared one as their last, of which its parts are views. Raises ValueError."""
         self.folds_shared = True
         for layer in self.layers:
             if "experts" not in layer or "shared gate_up" not in layer:
@@ -158,8 +161,8 @@ def rotation(rank: Rank, size: int, position: int) -> Tensor:
 
 
 class GroupedAttention:
-    """Of one layer: qkv [M, (heads + 2 kv_heads) * head_dim] -> [M, heads * head_dim], over a cache [M, kv_heads, context,
-    head_dim] each of keys and values, whose last place the step writes."""
+    """Of one layer: qkv [M, (heads + 2 kv_heads) * head_dim] -> [M, heads * head_dim], over a cache [M, kv_heads,
+    context, head_dim] each of keys and values, whose last place the step writes."""
 
     def __init__(self, rank: Rank, layer: int, batch: int, context: int):
         of_o, of_qkv = (_sizes(rank.layers[layer][name]) for name in ("o", "qkv"))
@@ -182,8 +185,8 @@ class GroupedAttention:
 
 
 class LatentAttention:
-    """Of one layer: q [M, heads * (nope + rope)], normed kv [M, rank] and k_pe [M, rope] -> [M, heads * v], over a cache
-    [M, context, rank + rope], whose last place the step writes."""
+    """Of one layer: q [M, heads * (nope + rope)], normed kv [M, rank] and k_pe [M, rope] -> [M, heads * v], over a
+    cache [M, context, rank + rope], whose last place the step writes."""
 
     def __init__(self, rank: Rank, layer: int, batch: int, context: int):
         self.w_uk, self.w_uv = rank.absorbed[layer]
@@ -226,6 +229,7 @@ class Inputs:
     """What the two paths of a step share besides weights: hidden states, caches, and which experts tokens go to."""
 
     def __init__(self, rank: Rank, batch: int, context: int):
+        rank.generator.manual_seed(1)  # the same on all ranks, whatever they have drawn
         self.batch, self.context, self.tokens = batch, context, batch * rank.groups
         family = LatentAttention if rank.absorbed else GroupedAttention
         self.attention = [family(rank, layer, batch, context) for layer in range(len(rank.layers) - 1)]
@@ -250,8 +254,9 @@ class Inputs:
 
 
 class Step:
-    """One path of a decode step; a call returns logits and tokens. `ours` are the kinds that our ops compute; `stock`, by the
-    op's name, computes the others. Without `moe` there are no routed experts. What `take_down` calls is in `calls`."""
+    """One path of a decode step; a call returns logits and tokens. `ours` are the kinds that our ops compute; `stock`,
+    by the op's name, computes the others. Without `moe` there are no routed experts. What `take_down` calls is in
+    `calls`."""
 
     def __init__(
         self,
@@ -400,7 +405,7 @@ def latent(step: Step, layer: int, x: Tensor, residual: Tensor) -> Tensor:
 
 
 def launches(step: Step) -> int | None:
-    """How many kernels and copies a step starts on the GPU, counted by the profiler; None where it does not run or sees none."""
+    """How many kernels and copies a step starts on the GPU, counted by the profiler; None where that sees none."""
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             step()
@@ -423,9 +428,11 @@ def check(logits: dict[str, Tensor]) -> None:
             raise RuntimeError(f"{path} has logits that are not finite")
 
 
-def of_kind(calls: list[Call], kind: str) -> Callable[[], None]:
-    own = [call for call in calls if call.kind == kind]
-    return lambda: [call() for call in own] and None
+def run_kind(calls: list[Call], kind: str) -> None:
+    """The calls of a kind, in order."""
+    for call in calls:
+        if call.kind == kind:
+            call()
 
 
 def time_step(steps: dict[str, Step]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
@@ -435,7 +442,7 @@ def time_step(steps: dict[str, Step]) -> tuple[dict[str, float], dict[str, dict[
         graphs[path, None] = capture(step, [()])
         for kind in KINDS:
             if any(call.kind == kind for call in step.taken):
-                graphs[path, kind] = capture(of_kind(step.taken, kind), [()])
+                graphs[path, kind] = capture(run_kind, [(step.taken, kind)])
     times = measure(graphs, 1)
     alone = {path: {kind: us for (of, kind), us in times.items() if of == path and kind} for path in steps}
     return {path: times[path, None] for path in steps}, alone
@@ -491,7 +498,7 @@ def main() -> None:
         torch.distributed.destroy_process_group()
 
 
-def build(model: str, options, fp8_dtype: torch.dtype, seed: int = 0) -> Rank:
+def build(model: str, options, fp8_dtype: torch.dtype) -> Rank:
     """One rank's layers, as the options divide and shorten the model. Raises SystemExit."""
     try:
         config = model_layers.read(model)
@@ -499,7 +506,7 @@ def build(model: str, options, fp8_dtype: torch.dtype, seed: int = 0) -> Rank:
             config |= {"quantization_config": PER_TOKEN} if "quantization_config" in config else {}
         if options.layers:
             config |= {"num_hidden_layers": options.layers}
-        rank = Rank(config, options.tp, options.ep, options.device, fp8_dtype, seed)
+        rank = Rank(config, options.tp, options.ep, options.device, fp8_dtype)
         if options.fold_shared:
             rank.fold_shared()
     except ValueError as error:
@@ -507,30 +514,37 @@ def build(model: str, options, fp8_dtype: torch.dtype, seed: int = 0) -> Rank:
     return rank
 
 
+def name_of(model: str, options, ranks: int) -> str:
+    """What is timed, but for the batch size: what differs from the defaults is said."""
+    parts = {
+        f"{model} tp{options.tp}" + f" ep{options.ep}" * (options.ep is not None): True,
+        f"context {options.context}": True,
+        f"{options.layers} layers": options.layers,
+        "quantised as its config.json": options.quantization == "config",
+        f"ours {','.join(sorted(options.ours))}": options.ours != frozenset(REPLACEABLE),
+        "shared expert folded": options.fold_shared,
+        f"{ranks} ranks": ranks > 1,
+    }
+    return ", ".join(part for part, is_said in parts.items() if is_said)
+
+
 def run_model(model: str, options, arch, ranks: int) -> None:
     """Appends a line of results per batch; without an arch, where nothing is timed, prints one."""
-    own = torch.distributed.get_rank() if ranks > 1 else 0
     torch.cuda.empty_cache()  # of what was before, as there is little room
-    rank = build(model, options, arch.fp8_dtype if arch else torch.float8_e4m3fn, own)
+    rank = build(model, options, arch.fp8_dtype if arch else torch.float8_e4m3fn)
     called = {part.op for layer in rank.layers for part in layer.values()}
     stock = {op.name: Stock(op, options.device) for op in called}
     moe = bool(stock.get(ops.fused_experts.name, True))
     left_out = [] if moe else ["moe"]
     if ranks == 1 and options.tp * rank.groups > 1:
         left_out.append("collectives")
-    named = f"{model} tp{options.tp}" + f" ep{options.ep}" * (options.ep is not None) + f", context {options.context}"
-    named += f", {options.layers} layers" * bool(options.layers) + ", as config.json" * (
-        options.quantization == "config"
-    )
-    named += f", ours {','.join(sorted(options.ours))}" * (options.ours != frozenset(REPLACEABLE))
-    named += ", shared expert folded" * options.fold_shared + f", {ranks} ranks" * (ranks > 1)
     for batch in options.batch:
         inputs = Inputs(rank, batch, options.context)
         paths = {"stock": frozenset(), "ours": options.ours}
         steps = {path: Step(rank, inputs, ours, stock, moe, ranks) for path, ours in paths.items()}
         logits = {path: step.take_down()[0] for path, step in steps.items()}
         check(logits)
-        name = f"{named}, batch {batch}"
+        name = f"{name_of(model, options, ranks)}, batch {batch}"
         if arch is None:
             calls = ", ".join(f"{path} {len(step.taken)} calls" for path, step in steps.items())
             print(f"{name}: {calls}, {inputs.bytes} bytes, finite, differ by {difference(logits):.1e}")
@@ -571,7 +585,7 @@ def run_model(model: str, options, arch, ranks: int) -> None:
             "versions": options.versions,
             "commit": options.commit,
         }
-        if own == 0:
+        if ranks == 1 or torch.distributed.get_rank() == 0:
             with open_results(options, "decode_step") as file:
                 file.write(json.dumps(line) + "\n")
             print(table(line), flush=True)
@@ -584,9 +598,10 @@ def table(line: dict) -> str:
     times = {"stock": line["peers"]["stock"], "ours": line["us"]}
     rows = [line["case"]]
     for path, us in times.items():
+        launched, share = line["launches"][path] or "?", 100 * line["share_of_floor"][path]
         rows.append(
-            f"  {path:6} {us:10.1f} us  {line['tokens_per_s'][path]:9.1f} tokens/s  {line['launches'][path] or '?'} launches  "
-            f"{100 * line['share_of_floor'][path]:5.1f} % of the floor's speed"
+            f"  {path:6} {us:10.1f} us  {line['tokens_per_s'][path]:9.1f} tokens/s  {launched} launches  "
+            f"{share:5.1f} % of the floor's speed"
         )
     rows.append(
         f"  {times['stock'] / times['ours']:.2f}x; floor {line['floor_us']:.1f} us; differ by {line['differs']:.1e}"

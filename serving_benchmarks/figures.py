@@ -2,9 +2,9 @@
 
     python serving_benchmarks/figures.py RESULTS.jsonl ... [--batch M] [--output DIR]
 
-Two figures per model and division, each as PNG and SVG: `-share`, the kinds' shares of the time at one batch size, and `-batches`, their
-times stacked over all batch sizes. Kinds are timed alone, so that a stack is not exactly the step, which a diamond marks. Fills
-differ in hatches too, and are labelled where there is room.
+Two figures per model and division, each as PNG and SVG: `-share`, the kinds' shares of the time at one batch size, and
+`-batches`, their times stacked over all batch sizes. Kinds are timed alone, so that a stack is not exactly the step,
+which a diamond marks. Fills differ in hatches too, and are labelled where there is room.
 """
 
 from __future__ import annotations

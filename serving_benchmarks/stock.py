@@ -1,7 +1,8 @@
 """What runs in a decode step where ours does not: vLLM's choice of kernels, as functions of the arguments of our ops.
 
-For each op the first of a list that takes the arguments and computes what the op's reference does: vLLM's compiled ops and what
-else peers.py knows, as far as loaded, then PyTorch. Quantisation of what no op of ours quantises is here too, for both sides.
+For each op the first of a list that takes the arguments and computes what the op's reference does: vLLM's compiled ops
+and what else peers.py knows, as far as loaded, then PyTorch. Quantisation of what no op of ours quantises is here too,
+for both sides.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ def candidates(op: Op) -> Iterator[tuple[str, Callable]]:
 
 
 class Stock:
-    """An op as vLLM computes it. The first call with arguments so laid out finds what takes them; `used` names what ran, each
-    with what was refused before."""
+    """An op as vLLM computes it. The first call with arguments so laid out finds what takes them; `used` names what
+    ran, each with what was refused before."""
 
     def __init__(self, op: Op, device: str):
         self.op, self.used = op, {}
