@@ -250,6 +250,29 @@ def test_the_weight_is_read_as_vllms_kernel_left_it(make, stock):
     assert all(call["B"] is layer.weight or call["B"].equal(layer.weight) for call in kernel.stock.calls)
 
 
+class PowersOfTwo(Stock):
+    """Leaves scales in e8m0, as vLLM's Triton kernel does, which widens them in every call."""
+
+    def process_weights_after_loading(self, layer):
+        scale = layer.weight_scale_inv.data.to(torch.float8_e8m0fnu)
+        layer.weight_scale_inv = torch.nn.Parameter(scale, requires_grad=False)
+
+
+def test_e8m0_scales_of_weights_are_widened_once(make):
+    """Before the first call, for our kernel and vLLM's."""
+    layer, kernel, _ = make("block", PowersOfTwo)
+    scale = layer.weight_scale_inv
+    assert scale.dtype == torch.float32 and scale.equal(scale.to(torch.float8_e8m0fnu).float())
+    exact = layer.weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :K]
+    x = random(FEW, K).bfloat16()
+    with launch.executor(Emulator("gfx950")):
+        close(kernel.apply_weights(layer, x), x, exact)
+        kernel.apply_weights(layer, random(MANY, K).bfloat16())
+    assert list(vllm_rocm_ops.stats()) == ["block_scaled_mm"]
+    [call] = kernel.stock.calls
+    assert call["Bs"] is layer.weight_scale_inv
+
+
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_weights_are_shuffled_on_request(make, kind, monkeypatch):
     """Then ours serves every number of tokens; but a weight that latent attention reads stays as it is."""

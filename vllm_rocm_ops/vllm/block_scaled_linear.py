@@ -91,6 +91,8 @@ def install() -> None:
             prepare = super() if self.stock is None else self.stock
             prepare.process_weights_after_loading(layer)
             params = self._get_layer_params(layer)
+            if params.block_scale.dtype == torch.float8_e8m0fnu:  # at once, as inputs' scales are float32
+                replace_parameter(layer, params.block_scale_attr, params.block_scale.data.float())
             if held.wants_fragments(layer, params.weight):
                 replace_parameter(layer, params.WEIGHT, shuffle_weight(params.weight.data).view(params.weight.shape))
                 self.in_fragments, self.stock = True, None
