@@ -40,7 +40,7 @@ from torch import Tensor
 
 from vllm_rocm_ops import model_layers, ops
 from vllm_rocm_ops.model_layers import LayerCall
-from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.op import Op, reset_stats, stats
 
 MODELS = ("llama-3.1-405b-fp8", "deepseek-v3")
 REPLACEABLE = ("norm", "linear", "activation", "routing", "moe", "lm_head")
@@ -542,7 +542,9 @@ def run_model(model: str, options, arch, ranks: int) -> None:
         inputs = Inputs(rank, batch, options.context)
         paths = {"stock": frozenset(), "ours": options.ours}
         steps = {path: Step(rank, inputs, ours, stock, moe, ranks) for path, ours in paths.items()}
+        reset_stats()
         logits = {path: step.take_down()[0] for path, step in steps.items()}
+        kernels = stats()
         check(logits)
         name = f"{name_of(model, options, ranks)}, batch {batch}"
         if arch is None:
@@ -576,6 +578,7 @@ def run_model(model: str, options, arch, ranks: int) -> None:
             "copy_gb_s": round(options.bandwidth, 1),
             "kinds_alone_us": {path: {kind: round(us, 3) for kind, us in of.items()} for path, of in alone.items()},
             "ours": sorted(options.ours),
+            "kernels": kernels,
             "stock": {name: chosen.used for name, chosen in stock.items() if chosen.used},
             "left_out": left_out,
             "fold_shared": options.fold_shared,
@@ -611,6 +614,10 @@ def table(line: dict) -> str:
         if kind in alone["stock"] or kind in alone["ours"]:
             both = (alone[path].get(kind, 0.0) for path in times)
             rows.append(f"  {kind:14}" + "".join(f"{us:10.1f}" for us in both))
+    for op, kernels in line["kernels"].items():
+        rows += [
+            f"  {op} {kernel}, {calls} calls" for kernel, calls in kernels.items() if kernel.startswith("fallback")
+        ]
     rows.append("  " + "left out: " + ", ".join(line["left_out"]) if line["left_out"] else "  nothing is left out")
     return "\n".join(rows)
 

@@ -23,6 +23,7 @@ sys.path.remove(str(SCRIPTS))
 
 E4M3 = torch.float8_e4m3fn
 LLAMA, DEEPSEEK = "tiny-llama-fp8", "tiny-deepseek-v3-fp8"
+TOKEN_LLAMA = model_layers.read(LLAMA) | {"quantization_config": decode_step.PER_TOKEN}
 
 
 def options(**given) -> argparse.Namespace:
@@ -247,9 +248,10 @@ def weight_bytes(config: dict, tp: int, experts_hit: int) -> int:
 
 
 def test_the_floor_is_all_weights_and_the_cache():
-    config = model_layers.read(LLAMA) | {"quantization_config": decode_step.PER_TOKEN}
     inputs = steps(LLAMA, batch=3, tp=2, context=8)["ours"].inputs
-    assert inputs.bytes == weight_bytes(config, 2, 0) + 4 * 2 * 3 * 8 * 64 * 2  # layers, k and v, batch, context, head
+    assert (
+        inputs.bytes == weight_bytes(TOKEN_LLAMA, 2, 0) + 4 * 2 * 3 * 8 * 64 * 2
+    )  # layers, k and v, batch, context, head
 
     inputs = steps(DEEPSEEK, batch=40, tp=2, context=8)["ours"].inputs  # 160 pairs: no expert of 16 without a token
     latent = 4 * (2 * 40 * 8 * 576 + 2 * 8 * 2 * 128 * 512)  # layers: cache; W_UK and W_UV
@@ -347,7 +349,10 @@ def test_a_line_says_what_was_measured(results):
     assert set(line["kinds_alone_us"]["ours"]) == {*decode_step.KINDS} - {"routing", "moe", "collectives"}
     assert line["launches"] == line["calls"] == {"stock": 40, "ours": 40}
     assert line["stock"]["scaled_mm"] == {"reference": []}
+    assert set(line["kernels"]) == {call.op.name for call in model_layers.calls(TOKEN_LLAMA)}
+    assert set(lines[3]["kernels"]) == {"fused_add_rms_norm", "rms_norm", "rms_norm_per_block_quant"}
     text = decode_step.table(line)
+    assert "scaled_mm fallback: PyTorch reference on this device, 16 calls" in text
     assert f"{line['peers']['stock'] / line['us']:.2f}x" in text and "left out: collectives" in text
 
 
