@@ -10,7 +10,7 @@ from torch import Tensor
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import experts, fp8_experts, routing_experts, unquantized_experts
+from vllm_rocm_ops.vllm import experts, fp8_experts, mxfp8_experts, routing_experts, unquantized_experts
 
 EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 8, 3, 256, 128, 5
 GROUPS, TOPK_GROUP, SCALE = 4, 2, 1.5
@@ -20,8 +20,11 @@ KINDS = {
     "channel": ("kFp8StaticChannelSym", "kFp8DynamicTokenSym"),
     "tensor": ("kFp8StaticTensorSym", "kFp8DynamicTensorSym"),
     "static": ("kFp8StaticTensorSym", "kFp8StaticTensorSym"),
+    "mx": mxfp8_experts.SCHEME,
     "bf16": (None, None),
 }
+ROUTING = [kind for kind in KINDS if kind != "mx"]
+SEAMS = {"bf16": unquantized_experts, "mx": mxfp8_experts}  # the others are fp8_experts
 
 pytestmark = pytest.mark.usefixtures("configuration")
 
@@ -41,10 +44,13 @@ def select(kind: str, **options) -> type:
     """The experts that vLLM selects."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
     from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization.online import mxfp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
     if kind == "bf16":
         return unquantized_fused_moe_method.select_unquantized_moe_backend(moe_config=config(**options))[1]
+    if kind == "mx":
+        return mxfp8.select_mxfp8_moe_backend(config=config(**options))[1]
     keys = [getattr(quant_utils, name) for name in KINDS[kind]]
     return fp8.select_fp8_moe_backend(config(**options), *keys)[1]
 
@@ -61,6 +67,12 @@ class Layer:
         if kind == "bf16":
             self.quant_config = FusedMoEQuantConfig.make()
             return
+        if kind == "mx":
+            scales = {"w1_scale": w1_scale, "w2_scale": w2_scale}
+            self.quant_config = FusedMoEQuantConfig.make(
+                "mxfp8", **scales, block_shape=[1, 32], is_scale_swizzled=False
+            )
+            return
         self.static = (torch.tensor(0.01), torch.tensor(0.005)) if kind == "static" else (None, None)
         per_token, block = kind == "channel", [BLOCK, BLOCK] if kind == "block" else None
         self.quant_config = fp8_w8a8_moe_quant_config(
@@ -76,6 +88,9 @@ class Layer:
         """A weight's values, their scales as vLLM keeps them, and both in fp32."""
         if self.kind == "bf16":
             return weight.bfloat16(), None, weight.bfloat16().float()
+        if self.kind == "mx":
+            values, scale = torch.ops.vllm.mxfp8_quantize(weight, False, 0)
+            return values, scale, values.float() * torch.exp2(scale.float() - 127).repeat_interleave(32, -1)
         tiles = {"block": (BLOCK, BLOCK), "channel": (1, weight.shape[2])}.get(self.kind, weight.shape[1:])
         split = weight.unflatten(2, (-1, tiles[1])).unflatten(1, (-1, tiles[0]))
         scale = split.abs().amax((2, 4)) / LIMIT
@@ -87,6 +102,9 @@ class Layer:
         """An input of the first or the second product as that sees it."""
         if self.kind == "bf16":
             return x
+        if self.kind == "mx":
+            values, scale = torch.ops.vllm.mxfp8_quantize(x[None], False, 0)
+            return (values.float() * torch.exp2(scale.float() - 127).repeat_interleave(32, -1))[0]
         groups = x.unflatten(-1, (-1, BLOCK if self.kind == "block" else x.shape[-1]))
         scale = self.static[which] if self.kind == "static" else groups.abs().amax(-1, keepdim=True) / LIMIT
         return ((groups / scale).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
@@ -114,12 +132,13 @@ def kernel(layer: Layer, experts_class: type, **options):
     if layer.kind == "bf16":
         backend = unquantized.UnquantizedMoeBackend.TRITON
         return unquantized.make_unquantized_moe_kernel(layer.quant_config, config(**options), backend, experts_class)
-    return fp8.make_fp8_moe_kernel(layer.quant_config, config(**options), experts_class, fp8.Fp8MoeBackend.TRITON)
+    backend = fp8.Fp8MoeBackend.TRITON_MXFP8 if layer.kind == "mx" else fp8.Fp8MoeBackend.TRITON
+    return fp8.make_fp8_moe_kernel(layer.quant_config, config(**options), experts_class, backend)
 
 
 def modular(kind: str) -> type:
     """Our class without routing."""
-    return (unquantized_experts if kind == "bf16" else fp8_experts).OURS[-1]
+    return SEAMS.get(kind, fp8_experts).OURS[-1]
 
 
 def call(layer: Layer, made, weights: Tensor, ids: Tensor, hidden: Tensor, **options) -> Tensor:
@@ -182,7 +201,7 @@ def test_routed_tokens(kind):
     assert {op: sum(kernels.values()) for op, kernels in vllm_rocm_ops.stats().items()} == {"fused_experts": 1}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROUTING)
 def test_routing_too(kind):
     """Experts that route do what vLLM's router and our other experts do."""
     layer, hidden, logits, bias = Layer(kind), inputs(), random(TOKENS, EXPERTS), random(EXPERTS) * 0.1
@@ -261,6 +280,11 @@ def stock(monkeypatch):
         expects_unquantized_inputs = False
         schemes = ()
 
+        def __init__(self, moe_config, quant_config):
+            super().__init__(moe_config, quant_config)
+            if quant_config.quant_dtype == "mxfp8":  # as vLLM's for that do
+                quant_config._w1.scale = quant_config._w2.scale = None
+
         def workspace_shapes(self, M, N, K, topk, *others, **more):
             return (M, topk, N), (M, topk, K), (M, K)
 
@@ -272,7 +296,7 @@ def stock(monkeypatch):
             self.calls.append(dict(zip(names, arguments)) | keywords)
             output.fill_(1.0)
 
-    for ours in fp8_experts.OURS + unquantized_experts.OURS:
+    for ours in fp8_experts.OURS + mxfp8_experts.OURS + unquantized_experts.OURS:
         monkeypatch.setattr(ours, "stock_class", staticmethod(lambda: Stock))
     return Stock
 
@@ -328,11 +352,11 @@ def test_what_no_kernel_takes_is_vllms(stock, form, kind, on_input):
 
 
 @pytest.mark.parametrize("tokens", [1, experts.MOST_TOKENS, experts.MOST_TOKENS + 1])
-@pytest.mark.parametrize("form", FORMS)
-def test_few_tokens_are_ours(stock, monkeypatch, form, tokens):
+@pytest.mark.parametrize("form, kind", [*((form, "channel") for form in FORMS), ("modular", "mx")])
+def test_few_tokens_are_ours(stock, monkeypatch, form, kind, tokens):
     """With so many tokens ours runs where its kernels take them; with more, what is held."""
     monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
-    result, left, layer, routes = calls_of(form, "channel", stock, tokens)
+    result, left, layer, routes = calls_of(form, kind, stock, tokens)
     assert len(left) == (tokens > experts.MOST_TOKENS)
     if not left:
         close(result, layer.plain(*routes))

@@ -30,7 +30,7 @@ RELEASES = {
 """Minor release -> where its Python files are from. Only those are used: they are the same for every platform."""
 MACHINES = [(arch, aiter) for arch in selection.ARCHS for aiter in selection.AITER]
 LINEAR_SEAMS = ["scaled_linear", "block_scaled_linear", "mxfp8_linear", "unquantized_linear"]
-EXPERT_SEAMS = ["fp8_experts", "unquantized_experts", "routing_experts"]
+EXPERT_SEAMS = ["fp8_experts", "mxfp8_experts", "unquantized_experts", "routing_experts"]
 PLUGIN_SEAMS = ["compile_cache", "quantized_input", *LINEAR_SEAMS, *EXPERT_SEAMS, "norm", "activation", "links"]
 
 
@@ -123,7 +123,7 @@ def test_nvidia_is_left_alone(selected, release):
 def test_nvidia_is_served_where_it_is_asked_for(selected, release):
     """VLLM_ROCM_OPS_ON_NVIDIA=1: ours come first, and hold what vLLM would have chosen for CUDA."""
     without, asked = (selected[release][f"nvidia {plugin}"] for plugin in ("without", "asked"))
-    assert asked["seams on"].split(", ") == [name for name in PLUGIN_SEAMS if name != "mxfp8_linear"]
+    assert asked["seams on"].split(", ") == [name for name in PLUGIN_SEAMS if "mxfp8" not in name]
     assert asked["RMSNorm()"] == "RocmOpsRMSNorm.rocm_ops_forward"
     assert asked["SiluAndMul()"] == "RocmOpsSiluAndMul.rocm_ops_forward"
     assert asked["fingerprint"] == "True"
@@ -165,7 +165,8 @@ def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
 @pytest.mark.parametrize(("arch", "aiter"), MACHINES)
 def test_experts_are_ours(selected, release, arch, aiter):
     """Our experts come first, hold the ones of vLLM that read weights as loaded, and route unless the routing is the model's
-    own. Neither AITER's switch is before them; a backend that the user names is, and MX-FP8 is vLLM's."""
+    own. Neither AITER's switch is before them; a backend that the user names is. Those of MX-FP8 do not route, and are ours
+    where the GPU multiplies it."""
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
     kinds = {"fp8 block": "Fp8", "fp8 channel": "Fp8", "fp8 static": "Fp8", "fp8 dynamic": "Fp8", "bf16": "Unquantized"}
     for kind, name in kinds.items():
@@ -175,7 +176,8 @@ def test_experts_are_ours(selected, release, arch, aiter):
         holds = f"RocmOps{kinds[kind]}Experts holds TritonExperts as TRITON"
         assert with_plugin[f"experts {kind}, custom routing"] == holds
         assert with_plugin[f"experts {kind}, named triton"] == "TritonExperts as TRITON"
-    assert with_plugin["experts mxfp8"] == without["experts mxfp8"]
+    stock = without["experts mxfp8"]
+    assert with_plugin["experts mxfp8"] == (f"RocmOpsMxfp8Experts holds {stock}" if arch == "gfx950" else stock)
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -13,10 +13,11 @@ Tensor parallelism needs nothing here: a rank has its share of each expert, and 
 over ranks `expert_map` says which are here. Where tokens move between ranks, for data parallelism, vLLM keeps its own
 experts: it moves them quantized, ours would want them unquantized. Shared experts are linear layers of their own, with our
 kernels for those; vLLM folds them into the routed ones with AITER's experts only (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS),
-and such a layer stays AITER's. So the op's `shared_experts` is not reached from here. MX-FP8 experts have a selection of
-their own, which is left alone: `fused_experts` takes no scales of 32 values.
+and such a layer stays AITER's. So the op's `shared_experts` is not reached from here.
 """
 
+import copy
+import dataclasses
 import sys
 from collections.abc import Callable
 
@@ -94,7 +95,13 @@ def first_of(ours: list[type], config, weight_key=None, activation_key=None) -> 
 
 def stock_class(oracle, backend) -> type | None:
     """The experts that vLLM has for a backend, on a GPU; None on CPU."""
-    return None if seam.served_platform() == "cpu" else oracle.backend_to_kernel_cls(backend)[0]
+    classes = getattr(oracle, "_mxfp8_backend_to_kernel_cls", oracle.backend_to_kernel_cls)  # of backends that it adds
+    return None if seam.served_platform() == "cpu" else classes(backend)[0]
+
+
+def copy_of(quant_config):
+    """A configuration of the same scales: vLLM's MX-FP8 experts take them out of theirs."""
+    return dataclasses.replace(quant_config, _w1=copy.copy(quant_config._w1), _w2=copy.copy(quant_config._w2))
 
 
 def modular(name: str, schemes: tuple, oracle, backend) -> type:
@@ -110,7 +117,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
         def __init__(self, moe_config, quant_config):
             super().__init__(moe_config, quant_config)
             stock = self.stock_class()
-            self.stock = stock and stock(moe_config, quant_config)
+            self.stock = stock and stock(moe_config, copy_of(quant_config))
 
         def workspace_shapes(self, M, N, K, *others, **more):
             if self.stock is None:

@@ -29,6 +29,7 @@ NAMES = (
     "mxfp8_linear",
     "unquantized_linear",
     "fp8_experts",
+    "mxfp8_experts",
     "unquantized_experts",
     "routing_experts",
     "norm",
