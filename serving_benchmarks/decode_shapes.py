@@ -52,10 +52,10 @@ class DecodeShape(NamedTuple):
         return tuple(torch.zeros_like(v, device=device) if isinstance(v, torch.Tensor) else v for v in on_meta)
 
 
-def linear_layers(model: str) -> Iterator[tuple[LayerCall, int, int]]:
-    """The linear layers of one of `MODELS`, each with its N and K."""
+def linear_layers(model: str, **changes) -> Iterator[tuple[LayerCall, int, int]]:
+    """The linear layers of one of `MODELS`, with changes of its configuration, each with its N and K."""
     name, tp = MODELS[model]
-    for call in model_layers.calls(model_layers.read(name), tp):
+    for call in model_layers.calls(model_layers.read(name) | changes, tp):
         arguments = call.case(1).make("meta", torch.Generator(), torch.float8_e4m3fn)
         sizes = call.op.problem(call.op.Arguments(*arguments))
         if list(sizes) == ["m", "n", "k"]:

@@ -1,10 +1,11 @@
 """What can be known of the decode layers' kernels on gfx942 and gfx950 without such a GPU. Static and emulated, never a time.
 
-    python serving_benchmarks/static.py [--arch gfx942 gfx950] [--m 1 8 16 64] [--blocks 64]
+    python serving_benchmarks/static.py [--arch gfx942 gfx950] [--m 1 8 16 64] [--weights plain mxfp8] [--blocks 64]
 
-One line per FP8 layer of Llama-3.1-405B and DeepSeek-V3 at TP 8 and M goes to
-serving_benchmarks/results/<arch>/<date>-<commit>-static.jsonl. This is a tool of the development: it needs the repository, as it
-runs the code objects that ship in the tests' emulator.
+One line per FP8 layer of Llama-3.1-405B and DeepSeek-V3 at TP 8, form of its weight and M goes to
+serving_benchmarks/results/<arch>/<date>-<commit>-static.jsonl. Weights are as in the checkpoint (plain), as if it were in MX-FP8,
+where the arch has that, or, if asked for, those of the checkpoint in fragment order (shuffled). This is a tool of the development:
+it needs the repository, as it runs the code objects that ship in the tests' emulator.
 
 Static, from the code object and the launch: registers, spills, LDS, the waves that a compute unit can hold (`occupancy`: whole
 blocks, as registers and LDS allow) and those that it has of this launch on average.
@@ -33,16 +34,18 @@ import sys
 from pathlib import Path
 
 import torch
-from decode_shapes import DecodeShape, decode_shapes
+from decode_shapes import DecodeShape, linear_layers
 from ops import RESULTS, commit
 
 from vllm_rocm_ops import cli, launch, ops
 from vllm_rocm_ops.launch import Counters, Launch, Workspace
+from vllm_rocm_ops.ops.gemm import shuffle_weight
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from emulator import Emulator
 
 MODELS = ("llama405b_tp8", "dsv3_tp8")
+PLAIN, MXFP8, SHUFFLED = WEIGHTS = ("plain", "mxfp8", "shuffled")
 LINE_BYTES = 128
 NEIGHBOURS = 16  # blocks that are emulated side by side: of four waves, as many as the emulator runs in lockstep
 SIMDS = 4  # of a compute unit
@@ -69,14 +72,30 @@ def sample(grid: int, most: int) -> list[int]:
     return [start + i for start in starts for i in range(NEIGHBOURS)]
 
 
-def study(shape: DecodeShape, emulator: Emulator, options) -> dict:
+def shapes(weights: str, options) -> list[DecodeShape]:
+    """The FP8 layers of decode with their numbers of tokens."""
+    changes = {"quantization_config": {"quant_method": "mxfp8"}} if weights == MXFP8 else {}
+    return [
+        DecodeShape(model, call, m, n, k)
+        for model in MODELS
+        for call, n, k in linear_layers(model, **changes)
+        if call.op is not ops.unquantized_gemm and call.count and (not options.layers or call.layer in options.layers)
+        for m in options.m
+    ]
+
+
+def study(shape: DecodeShape, weights: str, emulator: Emulator, options) -> dict:
     """The line of one shape; its op must plan a single launch."""
     arch = emulator.arch
     op, arguments = shape.call.op, shape.arguments("cpu", arch.fp8_dtype)
+    place = max((i for i, v in enumerate(arguments) if isinstance(v, torch.Tensor)), key=lambda i: arguments[i].nbytes)
+    weight = arguments[place]
+    if weights == SHUFFLED:
+        weight = shuffle_weight(weight if weight.is_contiguous() else weight.t())
+        arguments = (*arguments[:place], weight, *arguments[place + 1 :])
     explained = op.explain(*arguments, arch=arch)
     (planned,) = explained.launches
     inputs = [tensor for tensor in arguments if isinstance(tensor, torch.Tensor)]
-    weight = max(inputs, key=lambda tensor: tensor.nbytes)
     region = f"argument {next(i for i, arg in enumerate(planned.args) if arg is weight)}"
     workspaces = [f"argument {i}" for i, arg in enumerate(planned.args) if isinstance(arg, Workspace)]
     code = launch.code_object(planned.module, arch.name)
@@ -99,7 +118,7 @@ def study(shape: DecodeShape, emulator: Emulator, options) -> dict:
     hbm = minimum - weight.nbytes + (weight_bytes + 2 * partial_bytes) * grid / len(blocks)
     return {
         "op": op.name,
-        "case": f"{shape.model} {shape.layer} {shape.m}x{shape.n}x{shape.k}",
+        "case": f"{shape.model} {shape.layer}{f', {weights}' * (weights != PLAIN)} {shape.m}x{shape.n}x{shape.k}",
         "shape": {"m": shape.m, "n": shape.n, "k": shape.k},
         "arch": arch.name,
         "evidence": "static and emulated, never a time",
@@ -131,26 +150,22 @@ def main() -> None:
     parser.add_argument("--arch", nargs="+", choices=list(CLOCK_GHZ), default=list(CLOCK_GHZ))
     parser.add_argument("--m", nargs="+", type=int, default=[1, 8, 16, 64])
     parser.add_argument("--layers", nargs="+", help="names of layers; all by default")
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=(PLAIN, MXFP8))
     parser.add_argument("--blocks", type=int, default=64, help="about how many blocks of a launch are emulated")
     parser.add_argument("--commit", default=commit())
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results' folders")
     options = parser.parse_args()
-    shapes = [
-        shape
-        for shape in decode_shapes()
-        if shape.model in MODELS and shape.call.op is not ops.unquantized_gemm and shape.call.count
-        if shape.m in options.m and (not options.layers or shape.layer in options.layers)
-    ]
     for arch in options.arch:
         emulator = Emulator(arch, races=False, traffic=True)
         path = options.output / arch / f"{datetime.date.today()}-{options.commit}-static.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
-            for shape in shapes:
-                line = study(shape, emulator, options)
+            studied = [w for w in options.weights if w != MXFP8 or emulator.arch.block_scales]
+            for weights, shape in ((w, shape) for w in studied for shape in shapes(w, options)):
+                line = study(shape, weights, emulator, options)
                 file.write(json.dumps(line) + "\n")
                 print(
-                    f"{arch} {line['case']:52} {line['kernel']:28}"
+                    f"{arch} {line['case']:62} {line['kernel']:28}"
                     f" {line['bytes_in_flight_per_compute_unit'] / 1024:5.1f} KB in flight,"
                     f" {line['hbm_bytes_over_minimum']:.3f} of the bytes, {line['issue_cycles_per_byte']:.3f} issue and"
                     f" {line['matrix_cycles_per_byte']:.3f} matrix cycles per byte",

@@ -11,6 +11,7 @@ from emulator import CodeObject
 from vllm_rocm_ops import launch
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+FORMS = {"plain": "", "shuffled": ", shuffled", "mxfp8": ", mxfp8"}  # of weights, and the names of their lines
 COUNTED = (
     "hbm_bytes_over_minimum",
     "issue_cycles_per_byte",
@@ -21,7 +22,7 @@ COUNTED = (
 
 def lines(folder: pathlib.Path, arch: str, blocks: int) -> list[dict]:
     command = [sys.executable, str(ROOT / "serving_benchmarks" / "static.py"), "--arch", arch, "--m", "1", "64"]
-    command += ["--layers", "shared gate_up", "--blocks", str(blocks), "--output", str(folder)]
+    command += ["--layers", "shared gate_up", "--weights", *FORMS, "--blocks", str(blocks), "--output", str(folder)]
     subprocess.run(command, check=True, capture_output=True)
     [path] = (folder / arch).glob("*-static.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -29,9 +30,11 @@ def lines(folder: pathlib.Path, arch: str, blocks: int) -> list[dict]:
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_some_blocks_stand_for_all(arch, tmp_path):
-    for whole, sampled in zip(
-        lines(tmp_path / "whole", arch, 10**6), lines(tmp_path / "sampled", arch, 32), strict=True
-    ):
+    of_all, of_some = lines(tmp_path / "whole", arch, 10**6), lines(tmp_path / "sampled", arch, 32)
+    forms = [name for form, name in FORMS.items() if form != "mxfp8" or arch == "gfx950"]
+    cases = [f"dsv3_tp8 shared gate_up{form} {m}x512x7168" for form in forms for m in (1, 64)]
+    assert [line["case"] for line in of_all] == cases
+    for whole, sampled in zip(of_all, of_some, strict=True):
         assert whole["blocks_emulated"] == whole["blocks"] > sampled["blocks_emulated"] == 32
         for name in COUNTED:
             assert sampled[name] == pytest.approx(whole[name], rel=0.1), name
