@@ -52,7 +52,6 @@ def install() -> None:
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.utils import replace_parameter
-    from vllm.platforms import current_platform
 
     table = linear._POSSIBLE_FP8_BLOCK_KERNELS
 
@@ -104,7 +103,7 @@ def install() -> None:
                 return torch.ops.vllm_rocm_ops.block_scaled_mm(A, weight, As, Bs, out_dtype)
             return torch.ops.vllm_rocm_ops.block_scaled_linear(A, B, As, Bs, out_dtype, self.stock_name)
 
-    table.setdefault(current_platform._enum, []).insert(0, RocmOpsBlockScaledLinear)
+    held.put_first(RocmOpsBlockScaledLinear, table, "fp8_block")
 
 
 SEAM = seam.Seam(

@@ -76,6 +76,20 @@ def probe(oracle, select: str, *parameters: str) -> None:
     seam.require("SILU" in MoEActivation.__members__, "MoEActivation.SILU")
 
 
+def registers(oracle) -> bool:
+    """Whether vLLM asks a registry for experts before it selects its own, see patches/."""
+    return hasattr(oracle, "select_registered_experts")
+
+
+def prefer(made: type, ours: list[type]) -> None:
+    """Ask a class of ours before the others of ours: in our list, and in vLLM's registry where there is one."""
+    ours.insert(0, made)
+    if registers(made.oracle):
+        from vllm.model_executor.layers.fused_moe.oracle.registry import register_moe_experts
+
+        register_moe_experts(made, made.backend, priority=len(ours))
+
+
 def replace(theirs: Callable, ours: Callable) -> None:
     """Put our function in the place of vLLM's, in every module that has it."""
     for module in list(sys.modules.values()):
@@ -182,6 +196,7 @@ def finished(made: type, name: str, schemes: tuple, oracle, backend) -> type:
     """A class of experts with its name, and what `Predicates` asks for."""
     made.__name__ = made.__qualname__ = name
     made.schemes, made.stock_class = schemes, staticmethod(lambda: stock_class(oracle, backend))
+    made.oracle, made.backend = oracle, backend
     return made
 
 

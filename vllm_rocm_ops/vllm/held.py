@@ -7,6 +7,7 @@ layers compile to equal graphs; a kernel keeps no more than them, weights are th
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -36,6 +37,17 @@ def is_supported() -> tuple[bool, str]:
     from vllm import envs as vllm_envs
 
     return not vllm_envs.VLLM_BATCH_INVARIANT, "is not batch invariant"
+
+
+def put_first(ours: type, table: dict, kind: str) -> None:
+    """Have vLLM ask our kernel before its own: through its registration where that can, see patches/, else in its table."""
+    from vllm.model_executor.kernels.linear import register_linear_kernel
+    from vllm.platforms import current_platform
+
+    if "prepend" in inspect.signature(register_linear_kernel).parameters:
+        register_linear_kernel(ours, current_platform._enum, kind, prepend=True)
+    else:
+        table.setdefault(current_platform._enum, []).insert(0, ours)
 
 
 @contextlib.contextmanager

@@ -102,7 +102,7 @@ def install() -> None:
                 output = torch.ops.vllm_rocm_ops.mxfp8_linear(tokens, weight, weight_scale, bias, self.stock_name)
             return output.view(*x.shape[:-1], output.shape[-1])
 
-    table.setdefault(current_platform._enum, []).insert(0, RocmOpsMxfp8Linear)
+    held.put_first(RocmOpsMxfp8Linear, table, "mxfp8")
 
 
 SEAM = seam.Seam(

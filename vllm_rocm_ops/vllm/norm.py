@@ -1,8 +1,10 @@
-"""Seam: vLLM's `RMSNorm` runs our RMSNorm ops, quantizing too when a linear is linked to it (see links.py).
+"""Seam: vLLM's `RMSNorm` runs our RMSNorm ops, quantizing too when a linear is linked to it (see links.py and patches/).
 
 vLLM's compiler passes that look for its own RMSNorm (AITER's all-reduce with RMSNorm, its dual RMSNorm for latent
 attention) then find none. `VLLM_ROCM_OPS_SEAMS=-norm` brings them back, so that both can be measured.
 """
+
+import importlib.util
 
 from vllm_rocm_ops.vllm import seam
 
@@ -42,7 +44,11 @@ def install() -> None:
             return self.vllm_forward if envs.VLLM_BATCH_INVARIANT else self.rocm_ops_forward
 
         def rocm_ops_forward(self, x, residual=None):
-            """Our op, or vLLM's forward for an input outside the ops' envelope. Updates the residual in place."""
+            """Our op for the consumer that the norm is linked to."""
+            return self.for_linear(x, residual, None if self.consumer is None else getattr(*self.consumer))
+
+        def for_linear(self, x, residual, linear):
+            """Our op for a linear, or vLLM's forward for an input outside the ops' envelope. Updates the residual in place."""
             if (
                 self.variance_size_override is not None
                 or not self.has_weight
@@ -51,7 +57,6 @@ def install() -> None:
             ):
                 return self.vllm_forward(x, residual)
             weight, epsilon = self.weight.data, self.variance_epsilon
-            linear = None if self.consumer is None else getattr(*self.consumer)
             key = handover.key_of(linear, x.shape[-1])
             if key is not None:
                 result = handover.rms_norm(linear, key, x, residual, weight, epsilon)
@@ -60,6 +65,12 @@ def install() -> None:
             else:
                 result = ops.fused_add_rms_norm(x, residual, weight, epsilon)
             return result if residual is None else (result, residual)
+
+    # A vLLM that offers norms the linear that reads their result, see patches/.
+    table = "vllm.model_executor.layers.fusion.fused_norm_quant"
+    if importlib.util.find_spec(table) and not envs.VLLM_BATCH_INVARIANT:
+        rows = dict.fromkeys(((RocmOpsRMSNorm, key) for key in handover.KEYS), RocmOpsRMSNorm.for_linear)
+        importlib.import_module(table)._FUSED_NORM_QUANT.update(rows)
 
 
 SEAM = seam.Seam(

@@ -70,6 +70,7 @@ def monolithic(modular: type) -> type:
 
     class RocmOpsRoutingExperts(experts.Predicates, modular_kernel.FusedMoEExpertsMonolithic):
         schemes, stock_class = modular.schemes, staticmethod(modular.stock_class)
+        oracle, backend = modular.oracle, modular.backend
 
         def __init__(self, moe_config, quant_config):
             super().__init__(moe_config, quant_config)
@@ -155,7 +156,8 @@ def probe() -> None:
 def install() -> None:
     """Ask ours that route first."""
     for ours in (fp8_experts.OURS, unquantized_experts.OURS):
-        ours[:0] = [monolithic(modular) for modular in ours]
+        for modular in ours[::-1]:
+            experts.prefer(monolithic(modular), ours)
 
 
 SEAM = seam.Seam(

@@ -71,7 +71,6 @@ def install() -> None:
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
     from vllm.model_executor.utils import replace_parameter
-    from vllm.platforms import current_platform
 
     table = linear._POSSIBLE_FP8_KERNELS
 
@@ -126,7 +125,7 @@ def install() -> None:
                 output = self.stock.apply_scaled_mm(out_dtype=out_dtype, **arguments)
             return output.view(*output_shape[:-1], output.shape[-1])
 
-    table.setdefault(current_platform._enum, []).insert(0, RocmOpsScaledLinear)
+    held.put_first(RocmOpsScaledLinear, table, "fp8")
 
 
 SEAM = seam.Seam(

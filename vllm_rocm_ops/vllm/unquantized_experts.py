@@ -19,7 +19,9 @@ def install() -> None:
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
     backend = unquantized.UnquantizedMoeBackend.TRITON
-    OURS.append(experts.modular("RocmOpsUnquantizedExperts", ((None, None),), unquantized, backend))
+    experts.prefer(experts.modular("RocmOpsUnquantizedExperts", ((None, None),), unquantized, backend), OURS)
+    if experts.registers(unquantized):
+        return
     theirs = unquantized.select_unquantized_moe_backend
 
     def select_unquantized_moe_backend(moe_config):

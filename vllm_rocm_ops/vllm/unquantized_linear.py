@@ -1,7 +1,8 @@
 """Seam, GPUs only: linear layers in bf16 and fp16, as lm_head and routers are, run our `unquantized_gemm` for few tokens.
 
 vLLM's own function serves the rest: on ROCm an op with its own choice of kernels, on CUDA PyTorch's. Compiler passes for
-AITER that look for that op beside a norm no longer find it; where our norm is in place they do not find that either.
+AITER that look for that op beside a norm no longer find it, unless vLLM has the patch for it, see patches/; where our norm is
+in place they do not find that either.
 """
 
 import torch
@@ -31,6 +32,11 @@ def _fake(x, weight, bias):
 held.define(unquantized_linear, _fake)
 
 
+def few_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """`unquantized_gemm`, or None for what it leaves to vLLM's own."""
+    return held.ours_or(lambda: None, ops.unquantized_gemm, MOST_TOKENS, x, weight, bias)
+
+
 def replaced() -> str:
     """The name of vLLM's function for such layers on this platform."""
     from vllm.platforms import current_platform
@@ -49,12 +55,16 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Replace the function where vLLM's dispatch looks it up."""
+    """Have vLLM's op ask ours first where it can, else replace the function where vLLM's dispatch looks it up."""
     from vllm import envs
     from vllm.model_executor.layers import utils
 
     name = replaced()
     theirs = getattr(utils, name)
+
+    if theirs is utils.rocm_unquantized_gemm and hasattr(utils, "register_rocm_unquantized_gemm"):  # see patches/
+        utils.register_rocm_unquantized_gemm(few_tokens)
+        return
 
     def unquantized_gemm(layer, x, weight, bias=None):
         if envs.VLLM_BATCH_INVARIANT or not x.is_cuda:

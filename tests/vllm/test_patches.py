@@ -1,0 +1,354 @@
+"""What the patches change in vLLM 0.33.0: each by itself, before and after; and that the seams use what they bring.
+
+They are applied to a copy of its Python files. Where an engine runs, it does on the binaries of the vLLM for CPU that is
+installed, whose Python files are another release's.
+"""
+
+import csv
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import test_selection
+from engines import HERE
+
+from vllm_rocm_ops import patch
+
+pytestmark = pytest.mark.slow
+
+ROOT = HERE.parents[1]
+RELEASE = "0.33"
+
+
+@pytest.fixture(scope="module")
+def source() -> pathlib.Path:
+    """The folder of vLLM's package, as released."""
+    test_selection.BUILD.mkdir(exist_ok=True)
+    try:
+        return test_selection.python_files(test_selection.RELEASES[RELEASE]) / "vllm"
+    except subprocess.CalledProcessError as error:
+        raise pytest.skip.Exception(f"vLLM {RELEASE} is not here and cannot be downloaded: {error}") from error
+
+
+def copy(source: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """A copy of a package in a folder."""
+    return shutil.copytree(source, folder / "vllm", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+@pytest.fixture(scope="module")
+def patched(source, tmp_path_factory) -> pathlib.Path:
+    """A copy with all patches."""
+    package = copy(source, tmp_path_factory.mktemp("patched"))
+    patch.apply(package, patch.known(package))
+    return package
+
+
+def runnable(package: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """A copy that runs on CPU: with binaries, and said to be installed, by which vLLM finds its platform."""
+    package = copy(package, folder)
+    installed = pathlib.Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+    for binary in installed.glob("*.so"):
+        (package / binary.name).symlink_to(binary)
+    metadata = folder / f"vllm-{RELEASE}.0+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {RELEASE}.0+cpu\n")
+    return package
+
+
+def path_of(package: pathlib.Path, *more: pathlib.Path) -> str:
+    """The PYTHONPATH on which vLLM is that copy."""
+    return os.pathsep.join(map(str, [package.parent, *more, ROOT, HERE]))
+
+
+def ask(package: pathlib.Path, code: str, *more: pathlib.Path, **environment: str):
+    """What the code, run in a process with that vLLM, prints last, as JSON."""
+    options = {"VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": path_of(package, *more)}
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | options | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def contents(package: pathlib.Path) -> dict[str, bytes]:
+    return {str(path.relative_to(package)): path.read_bytes() for path in package.rglob("*.py")}
+
+
+def test_patches_apply_and_revert(source, tmp_path):
+    """Alone and together, without a trace; and what they make is Python."""
+    package = copy(source, tmp_path)
+    before, patches = contents(package), patch.known(package)
+    assert [(entry.applied, entry.reason) for entry in patch.status(package)] == [(False, "")] * len(patches)
+    for one in patches:
+        patch.apply(package, [one])
+        assert {path for path, text in contents(package).items() if before.get(path) != text} == {
+            path.removeprefix("vllm/") for path in one.paths
+        }
+        patch.revert(package, [one])
+        assert contents(package) == before
+    patch.apply(package, patches)
+    for path in (path for one in patches for path in one.paths):
+        compile((tmp_path / path).read_text(), path, "exec")
+    patch.revert(package, patches)
+    assert contents(package) == before
+
+
+def test_registered_linear_kernels_come_first(source, patched):
+    """With prepend=True; without, last as before. All kinds are there, and others are refused."""
+    code = """
+import inspect, json
+from vllm.model_executor.kernels import linear
+from vllm.platforms import PlatformEnum
+class First: pass
+class Last: pass
+places = {}
+tables = {"mp": linear._POSSIBLE_KERNELS} | {
+    kind: getattr(linear, f"_POSSIBLE_{kind.upper()}_KERNELS")
+    for kind in ("int8", "fp8", "fp8_block", "mxfp8", "nvfp4", "mxfp4", "mxfp6")
+}
+prepend = {"prepend": True} if "prepend" in inspect.signature(linear.register_linear_kernel).parameters else {}
+for kind, table in tables.items():
+    before = list(table.get(PlatformEnum.ROCM, []))
+    linear.register_linear_kernel(Last, PlatformEnum.ROCM, kind)
+    linear.register_linear_kernel(First, PlatformEnum.ROCM, kind, **prepend)
+    after = table[PlatformEnum.ROCM]
+    places[kind] = [len(before), after.index(First), after.index(Last), [k for k in after if k not in (First, Last)] == before]
+try:
+    linear.register_linear_kernel(First, PlatformEnum.ROCM, "fp7")
+except ValueError as error:
+    places["refused"] = str(error)
+print(json.dumps(places))
+"""
+    for package, first, last in ((source, 1, 0), (patched, 0, 1)):
+        answer = ask(package, code)
+        assert answer.pop("refused") == "Unrecognized kernel type: fp7"
+        assert len(answer) == 8
+        for kind, (others, at, last_at, kept) in answer.items():
+            assert kept, kind
+            assert at == (0 if first == 0 else others + 1) and last_at == others + last, kind
+
+
+def test_registered_experts_come_first(source, patched):
+    """By priority, where they support a layer and the user named no backend, before AITER that was asked for."""
+    code = """
+import json, os, torch, types
+import selection
+selection.fake_amd("gfx942", "1")
+import vllm.config
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized
+from vllm.model_executor.layers.quantization.utils import quant_utils as keys
+asked = []
+def make(name, supports):
+    def is_supported_config(cls, config, weight_key, activation_key, activation_format):
+        asked.append((name, str(weight_key), activation_format.name))
+        return supports, None if supports else "it does not"
+    return type(name, (), {"is_supported_config": staticmethod(is_supported_config)})
+try:
+    from vllm.model_executor.layers.fused_moe.oracle.registry import register_moe_experts
+except ImportError:
+    pass
+else:
+    register_moe_experts(make("Late", True), fp8.Fp8MoeBackend.TRITON)
+    register_moe_experts(make("Later", True), fp8.Fp8MoeBackend.TRITON)
+    register_moe_experts(make("Early", True), fp8.Fp8MoeBackend.AITER, priority=1)
+    register_moe_experts(make("Unable", False), fp8.Fp8MoeBackend.TRITON, priority=2)
+    register_moe_experts(make("Plain", True), unquantized.UnquantizedMoeBackend.TRITON)
+block = keys.kFp8Static128BlockSym, keys.kFp8Dynamic128Sym
+with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu")), check_compile=False):
+    answer = {
+        "fp8": fp8.select_fp8_moe_backend(selection.moe_config(torch), *block),
+        "named": fp8.select_fp8_moe_backend(selection.moe_config(torch, moe_backend="triton"), *block),
+        "bf16": unquantized.select_unquantized_moe_backend(selection.moe_config(torch)),
+        "bf16 named": unquantized.select_unquantized_moe_backend(selection.moe_config(torch, moe_backend="triton")),
+    }
+print(json.dumps([{k: [backend.name, cls.__name__] for k, (backend, cls) in answer.items()}, asked]))
+"""
+    named = {"named": ["TRITON", "TritonExperts"], "bf16 named": ["TRITON", "TritonExperts"]}
+    stock = named | {"fp8": ["AITER", "AiterFp8BlockExperts"], "bf16": ["AITER", "AiterUnquantizedExperts"]}
+    assert ask(source, code) == [stock, []]
+    chosen, asked = ask(patched, code)
+    assert chosen == named | {"fp8": ["AITER", "Early"], "bf16": ["TRITON", "Plain"]}
+    assert [(name, form) for name, _, form in asked] == [(n, "Standard") for n in ("Unable", "Early", "Plain")]
+    assert [key for _, key, _ in asked][2] == "None"
+
+
+@pytest.mark.parametrize("invariant", ["0", "1"])
+def test_fp8_layers_say_what_input_they_take(source, patched, invariant):
+    """As their kernels do; where a batch's size must not matter an fp8 layer may read the input itself, so it does not."""
+    code = """
+import json, torch, types
+from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
+from vllm.model_executor.layers.quantization import fbgemm_fp8, fp8
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
+class Kernel:
+    def __init__(self, key):
+        self.key = key
+    def process_weights_after_loading(self, layer):
+        layer.prepared = True
+    def input_quant_key(self):
+        return self.key
+def key_of(method, key, **attributes):
+    method = object.__new__(method)
+    method.__dict__ |= attributes | {"fp8_linear": Kernel(key)}
+    layer = torch.nn.Linear(16, 32)
+    method.process_weights_after_loading(layer)
+    assert layer.prepared
+    return get_input_quant_key(layer) == kFp8DynamicTokenSym if key else get_input_quant_key(layer)
+block = {"use_marlin": False, "block_quant": True, "act_q_static": False}
+fbgemm = {"quant_config": types.SimpleNamespace(use_marlin=False)}
+print(json.dumps([
+    key_of(method, key, **attributes)
+    for method, attributes in ((fp8.Fp8LinearMethod, block), (fbgemm_fp8.FBGEMMFp8LinearMethod, fbgemm))
+    for key in (kFp8DynamicTokenSym, None)
+]))
+"""
+    assert ask(source, code, VLLM_BATCH_INVARIANT=invariant) == [False, None, False, None]
+    assert ask(patched, code, VLLM_BATCH_INVARIANT=invariant) == [invariant == "0", None, True, None]
+
+
+NORMS = {
+    ("llama", "static"): {
+        "rms_norm_static_fp8_quant": 1,
+        "fused_add_rms_norm_static_fp8_quant": 3,
+        "silu_and_mul_quant": 2,
+    },
+    ("llama", "block"): {"rms_norm_per_block_quant": 4, "silu_and_mul_per_block_quant": 2},
+    ("deepseek", "block"): {"rms_norm_per_block_quant": 7, "silu_and_mul_per_block_quant": 3},
+}
+"""What quantizes in the same kernel in one step of a model that has no links."""
+PLAIN_NORMS = {"llama": 1, "deepseek": 3}
+"""Norms with a residual in one step whose result is no linear's alone: the last one, and those before a router."""
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_norms_quantize_without_links(engines, expected, source, patched, tmp_path, compiled):
+    """The models' own forwards hand them their linear. The tokens are right."""
+    flavours = [flavour for flavour in NORMS if flavour[0] == "deepseek" or not compiled]
+    jobs = {"-".join(flavour): engines.job(flavour, compiled=compiled) for flavour in flavours}
+    options = {"VLLM_ROCM_OPS_SEAMS": "-links", "cache": f"patched-{compiled}"}
+    package = runnable(patched, tmp_path / "patched")
+    answers = engines.run_on_two_cores(jobs, PYTHONPATH=path_of(package, ROOT / "tests"), **options)
+    for flavour in flavours:
+        answer, calls = answers["-".join(flavour)], NORMS[flavour]
+        steps = sum(answer["stats"]["fused_add_rms_norm"].values()) // PLAIN_NORMS[flavour[0]]
+        found = {op: sum(by.values()) for op, by in answer["stats"].items() if op.endswith("quant")}
+        assert found == {op: count * steps for op, count in calls.items()}
+        assert answer["tokens"] == [w.argmax(-1).tolist() for w in expected(flavour, answer["tokens"])]
+    if compiled:
+        return
+    package = runnable(source, tmp_path / "released")
+    job = engines.job(("deepseek", "block"))
+    answer = engines.run({"it": job}, PYTHONPATH=path_of(package, ROOT / "tests"), **options)["it"]
+    assert not [op for op in answer["stats"] if op.endswith("quant")], "vLLM fuses them now: the patch can go"
+
+
+def test_compile_cache_knows_plugins(source, patched, tmp_path):
+    """Those in use, with their versions, and not those that VLLM_PLUGINS leaves out."""
+    code = """
+import json
+from vllm.config import DeviceConfig, VllmConfig
+config = VllmConfig(device_config=DeviceConfig("cpu"))
+print(json.dumps([config.compute_hash(), config.compute_hash(include_version=False)]))
+"""
+    (tmp_path / "other.py").write_text("def register(): pass\n")
+    info = tmp_path / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nother = other:register\n")
+
+    def hashes(package, version, plugins) -> list[str]:
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: other\nVersion: {version}\n")
+        return ask(package, code, tmp_path, VLLM_PLUGINS=plugins)
+
+    one, two = (hashes(patched, version, "other") for version in ("1.0", "2.0"))
+    assert one[0] != two[0] and one[1] == two[1]
+    assert hashes(patched, "1.0", "other") == one
+    assert hashes(patched, "1.0", "none") == hashes(patched, "2.0", "none")
+    assert hashes(source, "1.0", "other") == hashes(source, "2.0", "other"), "vLLM knows plugins: the patch can go"
+
+
+def test_registered_gemms_come_first(patched):
+    """The first that does not decline; the op in the graph stays vLLM's."""
+    code = """
+import json, torch
+from vllm.model_executor.layers import utils
+asked = []
+def decline(x, weight, bias):
+    asked.append("decline")
+def take(x, weight, bias):
+    asked.append("take")
+    return x @ weight.t() + 1
+utils.register_rocm_unquantized_gemm(decline)
+utils.register_rocm_unquantized_gemm(take)
+x, weight = torch.ones(2, 16), torch.ones(4, 16)
+result = utils.rocm_unquantized_gemm_impl(x, weight)
+print(json.dumps([asked, result.tolist(), str(utils.rocm_unquantized_gemm.__module__)]))
+"""
+    assert ask(patched, code) == [["decline", "take"], [[17.0] * 4] * 2, "vllm.model_executor.layers.utils"]
+
+
+# The seams
+
+
+def test_seams_use_what_is_there(source, patched):
+    """And reach around vLLM where it is not. On a faked MI300X."""
+    code = """
+import json, sys
+import selection
+selection.fake_amd("gfx942", "0")
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized
+from vllm.platforms import current_platform
+used, register = [], linear.register_linear_kernel
+def register_linear_kernel(kernel_class, *arguments, **keywords):
+    used.append(kernel_class.__name__)
+    register(kernel_class, *arguments, **keywords)
+register_linear_kernel.__wrapped__ = register  # what inspect.signature shows
+linear.register_linear_kernel = register_linear_kernel
+from vllm_rocm_ops.vllm import seam
+off = [entry.reason for entry in seam.install_all() if not entry.on and entry.name not in ("cpu_gaps", "mxfp8_linear")]
+registry = sys.modules.get("vllm.model_executor.layers.fused_moe.oracle.registry")
+print(json.dumps({
+    "off": off,
+    "linear": used,
+    "first": linear._POSSIBLE_FP8_KERNELS[current_platform._enum][0].__name__,
+    "experts": [cls.__name__ for _, _, cls in registry._REGISTERED_EXPERTS] if registry else [],
+    "replaced": sorted(
+        function.__name__
+        for function in (fp8.select_fp8_moe_backend, unquantized.select_unquantized_moe_backend, utils.rocm_unquantized_gemm)
+        if not function.__module__.startswith("vllm.")
+    ),
+    "gemms": len(getattr(utils, "_REGISTERED_ROCM_UNQUANTIZED_GEMMS", ())),
+}))
+"""
+    without, with_patches = ask(source, code), ask(patched, code)
+    assert without["off"] == with_patches["off"] == []
+    assert without["first"] == with_patches["first"] == "RocmOpsScaledLinear"
+    assert (without["linear"], without["experts"], without["gemms"]) == ([], [], 0)
+    assert len(without["replaced"]) == 3 and with_patches["replaced"] == []
+    assert with_patches["linear"] == ["RocmOpsScaledLinear", "RocmOpsBlockScaledLinear", "RocmOpsMxfp8Linear"]
+    modular = ["RocmOpsFp8Experts", "RocmOpsUnquantizedExperts"]
+    routing = [name.replace("Ops", "OpsRouting") for name in modular]
+    assert with_patches["experts"] == routing + modular and with_patches["gemms"] == 1
+
+
+def test_selection_is_the_same_with_patches(patched, monkeypatch):
+    """But for the function of unquantized layers, which is vLLM's own then and asks ours."""
+    monkeypatch.setattr(test_selection, "python_files", lambda requirement: patched.parent)
+    answers = test_selection.ask(RELEASE)
+    with (HERE / "selection.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            found = answers[f"{row['arch']} aiter={row['aiter']} {row['plugin']}"][row["what"]]
+            own = row["what"] == "linear unquantized" and row["plugin"] == "with"
+            assert found == ("vllm.model_executor.layers.utils.rocm_unquantized_gemm" if own else row[RELEASE]), row
