@@ -201,8 +201,8 @@ BUGS = {
     ),
     "weight scale of another block": (
         "device/tiled.h",
-        "b_at[j], panel * 4, true",
-        "b_at[j], panel / 2 * 4, true",
+        "b_at[j], panel * Scale::kBytes, true",
+        "b_at[j], panel / 2 * Scale::kBytes, true",
         ops.block_scaled_mm,
         "tiles",
         "gfx950",
