@@ -102,7 +102,8 @@ def _torch_tensorwise(a, b, sa, sb, dtype, bias=None):
 
 
 def _torch_blocks(a, b, sa, sb, dtype):
-    _require(sb.shape[1] % 4 == 0, "a K of a multiple of 512, or it reads weight scales past their end")
+    fits = sb.shape[1] % 4 == 0 and len(a) % 4 == 0
+    _require(fits, "K a multiple of 512 and M one of 4, or it reads scales past their end")
     return torch._scaled_mm(a, b.t(), sa, sb.t(), out_dtype=dtype)
 
 
