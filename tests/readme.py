@@ -134,6 +134,34 @@ def results() -> str:
     return "\n\n".join(tables) or "Nothing yet."
 
 
+def experts() -> str:
+    """One table per GPU on which experts were timed: each rank's share, beside the best of vLLM's."""
+    tables = []
+    for folder in sorted(path for path in RESULTS.glob("*") if path.is_dir()):
+        newest = newest_lines(folder, ("moe",))
+        if not newest:
+            continue
+        groups: dict[str, dict[int, dict]] = {}
+        for line, _ in newest.values():
+            case, _, weights = line["case"].split()
+            groups.setdefault(f"{case}, {weights}", {})[line["shape"]["m"]] = line
+        shown = sorted({m for group in groups.values() for m in group})
+        body = []
+        for case, group in groups.items():
+            best = {m: min(line["peers"].values(), default=None) for m, line in group.items()}
+            cells = [f"{time(group[m]['us'])} / {time(best[m])}" if m in group else "" for m in shown]
+            ratios = [best[m] / line["us"] for m, line in group.items() if best[m] and line["us"]]
+            body.append((case, *cells, f"{statistics.geometric_mean(ratios):.2f}x, least {min(ratios):.2f}x"))
+        [line, _], *_ = newest.values()
+        header = ("rank of DeepSeek-V3", *(f"{m} token{'s' * (m > 1)}" for m in shown), "geometric mean")
+        tables.append(
+            "All launches of one layer's experts, random routing, microseconds, ours / the best of vLLM's fused MoE (Triton), by"
+            f" `python serving_benchmarks/moe.py`.\n**{line['gpu']}**, torch {line['versions']['torch']}, vllm"
+            f" {line['versions']['vllm']}: {links(path for _, path in newest.values())}\n\n" + markdown(header, body)
+        )
+    return "\n\n".join(tables)
+
+
 def decode() -> str:
     """One table per GPU on which decode steps were timed; nothing where there was none."""
     tables = []
@@ -219,6 +247,7 @@ BLOCKS = {
     "ops": op_table,
     "explain": explanation,
     "results": results,
+    "experts": experts,
     "decode": decode,
     "static": static,
 }
