@@ -2,7 +2,8 @@
 
     python serving_benchmarks/static.py [--arch gfx942 gfx950] [--m 1 8 16 64] [--weights plain mxfp8] [--blocks 64]
 
-One line per FP8 layer of Llama-3.1-405B and DeepSeek-V3 at TP 8, form of its weight and M goes to
+One line per FP8 layer of Llama-3.1-405B and DeepSeek-V3 at TP 8, form of its weight and M, and per product of DeepSeek-V3's
+routed experts at TP 8 and EP 8, where only the experts that random tokens hit count as bytes to move, goes to
 serving_benchmarks/results/<arch>/<date>-<commit>-static.jsonl. Weights are as in the checkpoint (plain), as if it were in MX-FP8,
 where the arch has that, or, if asked for, those of the checkpoint in fragment order (shuffled). This is a tool of the development:
 it needs the repository, as it runs the code objects that ship in the tests' emulator.
@@ -28,24 +29,31 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from decode_shapes import DecodeShape, linear_layers
 from ops import RESULTS, commit
 
 from vllm_rocm_ops import cli, launch, ops
+from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import Counters, Launch, Workspace
-from vllm_rocm_ops.ops.gemm import shuffle_weight
+from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.ops.gemm import BLOCK, shuffle_weight
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from emulator import Emulator
 
 MODELS = ("llama405b_tp8", "dsv3_tp8")
 PLAIN, MXFP8, SHUFFLED = WEIGHTS = ("plain", "mxfp8", "shuffled")
+EXPERTS = {"dsv3_tp8": (256, 256, 7168, 256), "dsv3_ep8": (32, 256, 7168, 2048)}  # here, of all, hidden, intermediate
+TOPK = 8
 LINE_BYTES = 128
 NEIGHBOURS = 16  # blocks that are emulated side by side: of four waves, as many as the emulator runs in lockstep
 SIMDS = 4  # of a compute unit
@@ -84,9 +92,21 @@ def shapes(weights: str, options) -> list[DecodeShape]:
     ]
 
 
-def study(shape: DecodeShape, weights: str, emulator: Emulator, options) -> dict:
-    """The line of one shape; its op must plan a single launch."""
-    arch = emulator.arch
+class Study(NamedTuple):
+    """One launch of an op, and which of its arguments is the weight. Of the weight a call needs so many bytes."""
+
+    op: Op
+    case: str
+    shape: dict[str, int]  # m, n, k
+    config: object
+    planned: Launch
+    inputs: tuple[torch.Tensor, ...]
+    weight: torch.Tensor
+    needed: int
+
+
+def linear(shape: DecodeShape, weights: str, arch: Arch) -> Study:
+    """A linear layer; its op must plan a single launch."""
     op, arguments = shape.call.op, shape.arguments("cpu", arch.fp8_dtype)
     place = max((i for i, v in enumerate(arguments) if isinstance(v, torch.Tensor)), key=lambda i: arguments[i].nbytes)
     weight = arguments[place]
@@ -95,7 +115,42 @@ def study(shape: DecodeShape, weights: str, emulator: Emulator, options) -> dict
         arguments = (*arguments[:place], weight, *arguments[place + 1 :])
     explained = op.explain(*arguments, arch=arch)
     (planned,) = explained.launches
-    inputs = [tensor for tensor in arguments if isinstance(tensor, torch.Tensor)]
+    inputs = tuple(tensor for tensor in arguments if isinstance(tensor, torch.Tensor))
+    case = f"{shape.model} {shape.layer}{f', {weights}' * (weights != PLAIN)} {shape.m}x{shape.n}x{shape.k}"
+    sizes = {"m": shape.m, "n": shape.n, "k": shape.k}
+    return Study(op, case, sizes, explained.config, planned, inputs, weight, weight.nbytes)
+
+
+def experts(m: int, arch: Arch) -> Iterator[Study]:
+    """The two products of DeepSeek-V3's experts as a rank of `EXPERTS` has them, m tokens routed at random."""
+    for model, (local, of_all, hidden, inner) in EXPERTS.items():
+        generator = torch.Generator().manual_seed(m)
+        ids = torch.rand(m, of_all, generator=generator).topk(TOPK).indices.int()
+        expert_map = torch.where(torch.arange(of_all) < local, torch.arange(of_all), -1).int()
+        hit = len(set(ids.flatten().tolist()) & set(range(local)))
+        w1, w2 = (torch.zeros(local, *size, dtype=arch.fp8_dtype) for size in ((2 * inner, hidden), (hidden, inner)))
+        scales = [torch.zeros(local, w.shape[1] // BLOCK, w.shape[2] // BLOCK) for w in (w1, w2)]
+        tokens = torch.zeros(m, hidden, dtype=torch.bfloat16)
+        weights = torch.zeros(m, TOPK)
+        arguments = (tokens, w1, w2, weights, ids, torch.bfloat16, *scales, None, None, expert_map)
+        explained = ops.fused_experts.explain(*arguments, arch=arch)
+        inputs = tuple(tensor for tensor in arguments if isinstance(tensor, torch.Tensor))
+        for planned in explained.launches:
+            for name, weight in (("gate_up", w1), ("down", w2)):
+                if any(arg is weight for arg in planned.args) and hit:
+                    _, n, k = weight.shape
+                    others = tuple(tensor for tensor in inputs if tensor is not w1 and tensor is not w2)
+                    case = f"{model} experts {name} {m}x{n}x{k}"
+                    sizes = {"m": m, "n": n, "k": k}
+                    yield Study(
+                        *(ops.fused_experts, case, sizes, explained.config, planned),
+                        *((*others, weight), weight, hit * n * k),
+                    )
+
+
+def study(of: Study, emulator: Emulator, options) -> dict:
+    """The line of one launch."""
+    arch, planned, weight = emulator.arch, of.planned, of.weight
     region = f"argument {next(i for i, arg in enumerate(planned.args) if arg is weight)}"
     workspaces = [f"argument {i}" for i, arg in enumerate(planned.args) if isinstance(arg, Workspace)]
     code = launch.code_object(planned.module, arch.name)
@@ -111,19 +166,19 @@ def study(shape: DecodeShape, weights: str, emulator: Emulator, options) -> dict
     held = one_unit.resident_blocks(kernel, waves, lds)  # blocks of a compute unit
     blocks_per_unit = min(held, grid / arch.compute_units)
     in_flight = counters.traffic.bytes_in_flight(region) / len(blocks) * blocks_per_unit
-    outputs = [arg for arg in planned.args if isinstance(arg, torch.Tensor) and all(arg is not i for i in inputs)]
-    minimum = sum(tensor.nbytes for tensor in (*inputs, *outputs))
+    outputs = [arg for arg in planned.args if isinstance(arg, torch.Tensor) and all(arg is not i for i in of.inputs)]
+    others = sum(tensor.nbytes for tensor in (*of.inputs, *outputs)) - weight.nbytes
     weight_bytes = counters.traffic.lines_loaded(region) * LINE_BYTES
     partial_bytes = sum(counters.traffic.bytes_stored[workspace] for workspace in workspaces)
-    hbm = minimum - weight.nbytes + (weight_bytes + 2 * partial_bytes) * grid / len(blocks)
+    hbm = others + (weight_bytes + 2 * partial_bytes) * grid / len(blocks)
     return {
-        "op": op.name,
-        "case": f"{shape.model} {shape.layer}{f', {weights}' * (weights != PLAIN)} {shape.m}x{shape.n}x{shape.k}",
-        "shape": {"m": shape.m, "n": shape.n, "k": shape.k},
+        "op": of.op.name,
+        "case": of.case,
+        "shape": of.shape,
         "arch": arch.name,
         "evidence": "static and emulated, never a time",
         "kernel": planned.symbol,
-        "config": str(explained.config),
+        "config": str(of.config),
         "blocks": grid,
         "blocks_emulated": len(blocks),
         "waves_per_block": waves,
@@ -132,8 +187,8 @@ def study(shape: DecodeShape, weights: str, emulator: Emulator, options) -> dict
         "occupancy": held * waves,
         "waves_per_compute_unit": round(blocks_per_unit * waves, 2),
         "bytes_in_flight_per_compute_unit": round(in_flight),
-        "weight_bytes": weight.nbytes,
-        "hbm_bytes_over_minimum": round(hbm / minimum, 4),
+        "weight_bytes": of.needed,
+        "hbm_bytes_over_minimum": round(hbm / (others + of.needed), 4),
         "lds_conflicts": round(counters.lds_conflict_cycles / max(counters.lds_cycles, 1), 4),
         "issue_cycles_per_byte": round(counters.issue_cycles / weight_bytes, 4),
         "matrix_cycles_per_byte": round(counters.matrix_cycles / weight_bytes, 4),
@@ -161,8 +216,11 @@ def main() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
             studied = [w for w in options.weights if w != MXFP8 or emulator.arch.block_scales]
-            for weights, shape in ((w, shape) for w in studied for shape in shapes(w, options)):
-                line = study(shape, weights, emulator, options)
+            layers = (linear(shape, w, emulator.arch) for w in studied for shape in shapes(w, options))
+            with_experts = not options.layers or "experts" in options.layers
+            of_experts = (found for m in options.m if with_experts for found in experts(m, emulator.arch))
+            for of in itertools.chain(layers, of_experts):
+                line = study(of, emulator, options)
                 file.write(json.dumps(line) + "\n")
                 print(
                     f"{arch} {line['case']:62} {line['kernel']:28}"
