@@ -122,7 +122,8 @@ def linear(shape: DecodeShape, weights: str, arch: Arch) -> Study:
 
 
 def experts(m: int, arch: Arch) -> Iterator[Study]:
-    """The two products of DeepSeek-V3's experts as a rank of `EXPERTS` has them, m tokens routed at random."""
+    """The two products of DeepSeek-V3's experts as a rank of `EXPERTS` has them, m tokens routed at random, where they are
+    streamed: tiles would need the sort of a launch before."""
     for model, (local, of_all, hidden, inner) in EXPERTS.items():
         generator = torch.Generator().manual_seed(m)
         ids = torch.rand(m, of_all, generator=generator).topk(TOPK).indices.int()
@@ -135,7 +136,7 @@ def experts(m: int, arch: Arch) -> Iterator[Study]:
         arguments = (tokens, w1, w2, weights, ids, torch.bfloat16, *scales, None, None, expert_map)
         explained = ops.fused_experts.explain(*arguments, arch=arch)
         inputs = tuple(tensor for tensor in arguments if isinstance(tensor, torch.Tensor))
-        for planned in explained.launches:
+        for planned in (l for l in explained.launches if l.module == ops.fused_experts.name):
             for name, weight in (("gate_up", w1), ("down", w2)):
                 if any(arg is weight for arg in planned.args) and hit:
                     _, n, k = weight.shape
