@@ -3,8 +3,8 @@
 # Without a GPU the kernels' gfx942 and gfx950 code runs in the emulator; vLLM runs on the CPU.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-# A worker per core, up to 8; the tests of a file stay together, as they share what takes long to start. vLLM's threads
-# would wait for each other on cores that the other workers use.
+# A worker per core, up to 8; the tests of a file stay together, as they share what takes long to start, and files
+# start in the order that conftest.py gives them. vLLM's threads would wait for each other on cores that others use.
 workers=$(nproc)
 export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$python" -m pytest -q -n $((workers < 8 ? workers : 8)) --dist loadfile "$@"
+exec "$python" -m pytest -q -n $((workers < 8 ? workers : 8)) --dist loadfile --no-loadscope-reorder "$@"
