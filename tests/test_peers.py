@@ -49,8 +49,10 @@ def test_peers_say_what_they_do_not_take():
     for peer in (PYTORCH["scaled_mm"]["torch tensorwise"], *found):
         with pytest.raises(ValueError, match="it takes scales per token and channel"):
             peer.call(*per_tensor)
-    with pytest.raises(ValueError, match="it takes a K of a multiple of 512"):
-        PYTORCH["block_scaled_mm"]["torch"].call(None, None, None, torch.ones(1, 3), torch.bfloat16)
+    for tokens, blocks in ((4, 3), (3, 4)):
+        with pytest.raises(ValueError, match="it takes K a multiple of 512 and M one of 4"):
+            a, scale_b = torch.ones(tokens, 128 * blocks), torch.ones(1, blocks)
+            PYTORCH["block_scaled_mm"]["torch"].call(a, None, None, scale_b, torch.bfloat16)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
