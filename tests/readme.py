@@ -7,7 +7,7 @@ import re
 import shlex
 import statistics
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -92,6 +92,12 @@ def newest_lines(folder: pathlib.Path, kinds: Iterable[str]) -> dict[tuple[str, 
     return newest
 
 
+def measured(*kinds: str) -> Iterator[dict[tuple[str, str], tuple[dict, pathlib.Path]]]:
+    """`newest_lines` of each folder of results that has any of these kinds."""
+    folders = sorted(path for path in RESULTS.glob("*") if path.is_dir())
+    return filter(None, (newest_lines(folder, kinds) for folder in folders))
+
+
 def time(us: float | None) -> str:
     return "" if us is None else f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
@@ -103,11 +109,8 @@ def links(paths: Iterable[pathlib.Path]) -> str:
 def results() -> str:
     """One table per GPU that has been measured: each op and size, beside the peer named in its row."""
     tables = []
-    for folder in sorted(path for path in RESULTS.glob("*") if path.is_dir()):
-        newest = newest_lines(folder, ("ops", "gemm"))
+    for newest in measured("ops", "gemm"):
         lines = [line for line, _ in newest.values()]
-        if not lines:
-            continue
         groups: dict[tuple[str, str], dict[int, dict]] = {}
         for line in lines:
             rows, *sizes = line["shape"].values()
@@ -137,10 +140,7 @@ def results() -> str:
 def experts() -> str:
     """One table per GPU on which experts were timed: each rank's share, beside the best of vLLM's."""
     tables = []
-    for folder in sorted(path for path in RESULTS.glob("*") if path.is_dir()):
-        newest = newest_lines(folder, ("moe",))
-        if not newest:
-            continue
+    for newest in measured("moe"):
         groups: dict[str, dict[int, dict]] = {}
         for line, _ in newest.values():
             case, _, weights = line["case"].split()
@@ -165,10 +165,7 @@ def experts() -> str:
 def decode() -> str:
     """One table per GPU on which decode steps were timed; nothing where there was none."""
     tables = []
-    for folder in sorted(path for path in RESULTS.glob("*") if path.is_dir()):
-        newest = newest_lines(folder, ("decode_step",))
-        if not newest:
-            continue
+    for newest in measured("decode_step"):
         body = []
         for line, _ in sorted(
             newest.values(), key=lambda found: (found[0]["case"].rpartition(" ")[0], found[0]["shape"]["batch"])
@@ -216,10 +213,7 @@ def each(values: Iterable[str]) -> str:
 def static() -> str:
     """Two tables per arch: its GEMM kernels, and the layers of decode with a value for each M."""
     tables = []
-    for folder in sorted(path for path in RESULTS.glob("*") if path.is_dir()):
-        newest = newest_lines(folder, ("static",))
-        if not newest:
-            continue
+    for newest in measured("static"):
         lines = [line for line, _ in newest.values()]
         layers: dict[tuple[str, str], list[dict]] = {}
         for line in lines:
@@ -232,7 +226,7 @@ def static() -> str:
             (*layer, *(each(map(show, group)) for show in OF_A_LAYER.values())) for layer, group in layers.items()
         ]
         tables.append(
-            f"**{folder.name}**, static and emulated, never a time; M = {tokens}. A byte at HBM's full rate takes as long as"
+            f"**{lines[0]['arch']}**, static and emulated, never a time; M = {tokens}. A byte at HBM's full rate takes as long as"
             f" {lines[0]['cycles_per_byte_at_bandwidth']:.2f} issue cycles.\nEvery layer and M with its kernel:"
             f" {links(path for _, path in newest.values())}\n\n"
             + markdown(("kernel", *OF_A_KERNEL), of_kernels)

@@ -15,8 +15,6 @@
 //
 // Tokens are quantised by a launch ahead. That blocks quantise them for themselves, on their way to the matrix instruction or, few
 // of them, into LDS, saves the launch and was slower even for one token, measured on H200: 31.9 and 31.0 against 29.2 us.
-#include "device/float8.h"
-#include "device/reduce.h"
 #include "device/skinny.h"
 
 struct Experts {
@@ -197,16 +195,11 @@ DEVICE int group_pairs(const Experts& p, const Lists& lists) {
 
 // A scale in a lane's registers.
 template <Scales>
-struct Factor {
-  using Type = float;
-  DEVICE static float load_or_zero(mem::Buffer from, int lane_offset, int offset, bool inside) {
-    return mem::load_float_or_zero(from, lane_offset, offset, inside);
-  }
-};
+struct Factor : Fp32Scale {};
 #ifdef HAS_BLOCK_SCALED_MMA
 template <>
 struct Factor<Scales::kMx> {
-  using Type = u8;
+  using Loaded = u8;
   DEVICE static u8 load_or_zero(mem::Buffer from, int lane_offset, int offset, bool inside) {
     return mx::load_scale_or_zero(from, lane_offset, offset, inside);
   }
@@ -223,7 +216,7 @@ struct Stream {
   struct Group {
     mma::Weights weights[kSteps] = {};
     u32x4 tokens[kSteps];
-    typename Factor<kScales>::Type scale_a[mma::kValueTokens], scale_b[kScalesB];
+    typename Factor<kScales>::Loaded scale_a[mma::kValueTokens], scale_b[kScalesB];
   };
   struct Run {  // an item's tile
     mem::Cursor weights[mma::kLoads];

@@ -100,13 +100,6 @@ constexpr int kValueTokens = 1;  // of a lane: that of value i is number i % kVa
 // Of a tile, the rows of a lane's values 0 and 1 are in one half, those of values 2 and 3 in the other, with equal places there.
 DEVICE int half(int row) { return row / 2 % 2; }
 DEVICE int half_row(int row) { return row / 4 * 2 + row % 2; }
-// Combines over the lanes that hold the same token, and gives a lane what those of the token of its value i have.
-template <class Combine>
-DEVICE float reduce_tile_token(float value, Combine combine) {
-  value = combine(value, wave::from_lane(value, wave::lane() ^ 16));
-  return combine(value, wave::from_lane(value, wave::lane() ^ 32));
-}
-DEVICE float of_value_token(float value, int /*i*/) { return value; }
 
 // Adds the product of the wave's rows and a step's tokens. All waves that multiply call it together.
 template <class Type, int kTokens>

@@ -150,11 +150,5 @@ constexpr int kValueTokens = 2;  // of a lane: that of value i is number i % kVa
 // Of a tile, the rows of a lane's values 0 and 1 are in one half, those of values 2 and 3 in the other, with equal places there.
 DEVICE int half(int row) { return row / 8; }
 DEVICE int half_row(int row) { return row % 8; }
-// Combines over the lanes that hold the same token, and gives a lane what those of the token of its value i have.
-template <class Combine>
-DEVICE float reduce_tile_token(float value, Combine combine) {
-  return wave::reduce_group<4>(value, 0.0f, combine);
-}
-DEVICE float of_value_token(float value, int i) { return wave::from_lane(value, value_token(wave::lane(), i) * 4); }
 
 }  // namespace mma
