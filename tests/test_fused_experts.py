@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, op
 from vllm_rocm_ops.correctness import run_and_check
 from vllm_rocm_ops.ops import fused_experts
+from vllm_rocm_ops.ops.fused_experts import StreamedConfig
+from vllm_rocm_ops.ops.fused_experts_tiled import TiledConfig
 
 CASES = {case.name: case for case in fused_experts.cases()}
 ROUTINGS = 4
@@ -26,6 +29,33 @@ def routings(args: tuple):
     yield a._replace(topk_ids=torch.full_like(a.topk_ids, -1))
 
 
+@pytest.mark.parametrize("arch", [a.name for a in archs.ARCHS.values()])
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("local, inner", [(256, 256), (32, 2048)], ids=["tp8", "ep8"])
+def test_deepseek_v3_streams_up_to_64_tokens(local, inner, shared, arch):
+    """With experts divided either way, as the model fitted to H200 has it; streamed ones take no more than 64 tokens."""
+    fp8, hidden, experts = archs.named(arch).fp8_dtype, 7168, local + shared
+
+    def meta(*shape: int, dtype=torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for m in (1, 8, 16, 32, 48, 64, 65, 128, 256):
+        explained = fused_experts.explain(
+            meta(m, hidden, dtype=torch.bfloat16),
+            meta(experts, 2 * inner, hidden, dtype=fp8),
+            meta(experts, hidden, inner, dtype=fp8),
+            meta(m, 8),
+            meta(m, 8, dtype=torch.int32),
+            torch.bfloat16,
+            meta(experts, inner // 64, hidden // 128),
+            meta(experts, hidden // 128, inner // 128),
+            expert_map=None if local == 256 else meta(256, dtype=torch.int32),
+            shared_experts=shared,
+            arch=arch,
+        )
+        assert explained.config == (StreamedConfig(3) if m <= 64 else TiledConfig(64)), m
+
+
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("name", ["block", "bf16", "block-m65"])
 def test_one_plan_serves_other_routings(name, arch):
@@ -42,8 +72,6 @@ def test_one_plan_serves_other_routings(name, arch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU")
 @pytest.mark.parametrize("name", ["block", "channel", "bf16", "block-m65"])
 def test_captured_graph_follows_the_routing(name):
-    from vllm_rocm_ops import arch as archs
-
     args = arguments(name, archs.of_device(0).fp8_dtype)
     held = fused_experts.Arguments(*(v.cuda() if isinstance(v, torch.Tensor) else v for v in args))
     fused_experts(*held)
@@ -62,8 +90,6 @@ def test_captured_graph_follows_the_routing(name):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU")
 @pytest.mark.parametrize("m", [1, 16, 64, 100])
 def test_same_bits_in_1000_calls(m):
-    from vllm_rocm_ops import arch as archs
-
     fp8, generator = archs.of_device(0).fp8_dtype, torch.Generator("cuda").manual_seed(m)
     experts, hidden, inner, topk = 32, 1024, 256, 8
 

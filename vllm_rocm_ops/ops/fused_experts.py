@@ -17,7 +17,7 @@ from vllm_rocm_ops.op import Case, Op, describe
 from vllm_rocm_ops.ops import fused_experts_tiled as tiled
 from vllm_rocm_ops.ops.experts import HALVES, expected, intermediate, scale_strides, scheme, slots
 from vllm_rocm_ops.ops.fused_experts_quantize import Rows, hidden_operand, operand
-from vllm_rocm_ops.ops.fused_experts_tiled import TiledConfig
+from vllm_rocm_ops.ops.fused_experts_tiled import LAUNCH_US, TiledConfig
 from vllm_rocm_ops.ops.gemm import BLOCK, OUT_TYPES
 from vllm_rocm_ops.quantization import LIMIT, MX_BLOCK, MX_SCALES
 
@@ -31,8 +31,10 @@ TILE_ROWS, GATE_UP_ROWS = 16, 8  # of weights in a tile; of these the gate rows
 TILE_TOKENS = {32: 8, 64: 16}  # by the lanes of a wave
 GROUP = 128  # bytes of K that a wave takes at a time
 UNIT = 4  # groups of down's K that a wave takes at a time
-RESIDENT = {3: 0.9, 2: 0.8}  # of the bandwidth, by the blocks of gate_up on a compute unit: measured on H200
-LAUNCH_US = 2.0
+# The model of `_cost`, measured on H200: the share of the bandwidth, by the blocks of gate_up on a compute unit; and what a
+# further tile of an expert's tokens takes, a constant and a share of the time of the first one's bytes, which caches hold.
+RESIDENT = {3: 0.96, 2: 0.85}
+AGAIN_US, AGAIN = 2.5, 0.43
 
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
@@ -156,17 +158,20 @@ def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:
 
 
 def _cost(config: StreamedConfig | TiledConfig, a, arch: Arch) -> dict[str, float]:
-    """The time to stream the experts that are hit if all are as likely, again for each further tile of an expert's tokens."""
+    """The time to stream the experts that are hit if all are as likely, and for each further tile of an expert's tokens."""
     if isinstance(config, TiledConfig):
         return tiled.cost(config, a, arch)
     m, (of_all, each), tile = a.hidden.shape[0], expected(a), TILE_TOKENS[arch.wave_lanes]
     hit = 1.0 - (1.0 - min(a.topk_ids.shape[1] / of_all, 1.0)) ** m
-    routed = (len(a.w1) - a.shared_experts) * max(hit, each / tile)
+    routed, shared = len(a.w1) - a.shared_experts, a.shared_experts if m else 0
+    further = routed * max(each / tile - hit, 0.0) + shared * (-(-m // tile) - 1)
     expert_bytes = (a.w1.numel() + a.w2.numel()) // len(a.w1) * a.w1.element_size()
-    rate = arch.bandwidth_gb_s * 1e3 * RESIDENT[config.resident]
-    launches = 2 if a.w1.dtype in HALVES else 3 if a.hidden.dtype in LIMIT else 4
-    streamed = routed + a.shared_experts * -(-m // tile)
-    return {"streaming": streamed * expert_bytes / rate, "launches": launches * LAUNCH_US}
+    us = expert_bytes / (arch.bandwidth_gb_s * 1e3 * RESIDENT[config.resident])  # of an expert
+    return {
+        "streaming": (routed * hit + shared) * us,
+        "further tiles": further * (AGAIN_US + AGAIN * us),
+        "launches": (2 + tiled.quantizing(a)) * LAUNCH_US,
+    }
 
 
 def _plan(config: StreamedConfig | TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:

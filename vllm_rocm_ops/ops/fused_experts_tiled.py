@@ -11,18 +11,19 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import I64, Launch, Workspace
-from vllm_rocm_ops.ops.experts import expected, intermediate, scale_strides, scheme, slots
+from vllm_rocm_ops.ops.experts import HALVES, expected, intermediate, scale_strides, scheme, slots
 from vllm_rocm_ops.ops.fused_experts_quantize import MOST_COLUMNS, Operand, Rows, hidden_operand, operand
 from vllm_rocm_ops.ops.gemm import OUT_TYPES
 from vllm_rocm_ops.ops.rows import CHUNK
-from vllm_rocm_ops.ops.scaled_mm_tiled import ALONE, FLOPS_PER_BYTE, LATENCY_US, PANEL, RATE, RESIDENT, lds_bytes
+from vllm_rocm_ops.ops.scaled_mm_tiled import ALONE, FLOPS_PER_BYTE, PANEL, RATE, RESIDENT, lds_bytes
 
 MODULE = "fused_experts_tiled"
 TOKENS, ROWS = (64, 128), 128  # of a tile: pairs of one expert, rows of its weight
 THREADS, SORT_THREADS, COMBINE_THREADS = 256, 1024, 256
 MOST_EXPERTS = 1024
-STREAMING = {64: 0.9, 128: 0.5}  # of the bandwidth, while experts have few tokens: measured on H200
-LAUNCH_US = 2.0
+# Measured on H200, while experts have few tokens: the share of the bandwidth; of the bytes that all blocks at once read, what
+# the first and the last ones cost; for each of the times that all blocks are new ones; for a launch.
+STREAMING, ENDS, ROUND_US, LAUNCH_US = {64: 0.96, 128: 0.5}, 0.55, 0.7, 3.6
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ def _expected(config: TiledConfig, a) -> tuple[float, float]:
     return routed * each + shared * m, routed * tiles + shared * -(-m // config.tokens)
 
 
+def quantizing(a) -> int:
+    """Launches that quantise the tokens of a product."""
+    return 0 if a.w1.dtype in HALVES else 1 + (a.hidden.dtype != a.w1.dtype)
+
+
 def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
     """The time by the model of scaled_mm_tiled, in microseconds: per product the multiplying of the compute unit that has most, or
     the bytes that HBM brings if they take longer; and what the other launches move."""
@@ -74,15 +80,18 @@ def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
     # A panel of bf16 has half the products, and takes as long.
     rate = RATE[config.tokens] * FLOPS_PER_BYTE * bandwidth / arch.compute_units
     hit = min(1.0, tiles / len(a.w1))
+    at_once = RESIDENT[ROWS] * arch.compute_units
     terms = {}
     for name, weight, rows, k in (("gate_up", a.w1, 2 * inner, h), ("down", a.w2, h, inner)):
-        blocks = math.ceil(tiles * -(-rows // ROWS) / arch.compute_units)
-        alone = blocks % RESIDENT[ROWS]
+        blocks = tiles * -(-rows // ROWS)
+        of_unit = math.ceil(blocks / arch.compute_units)
+        alone = of_unit % RESIDENT[ROWS]
         of_block = 2 * config.tokens * ROWS * PANEL * -(-k * size // PANEL) / rate
         moved = weight.numel() * size * hit + pairs * (k * size + rows * 4)
-        terms[name] = max((blocks - alone + alone / ALONE) * of_block, moved / (STREAMING[config.tokens] * bandwidth))
-        terms[name] += -(-blocks // RESIDENT[ROWS]) * LATENCY_US
-    terms["rest"] = (pairs * (h * 4 + inner * 3) + m * h * 5) / bandwidth + 4 * LAUNCH_US
+        moved += ENDS * min(blocks, at_once) * ROWS * k * size
+        terms[name] = max((of_unit - alone + alone / ALONE) * of_block, moved / (STREAMING[config.tokens] * bandwidth))
+        terms[name] += blocks / at_once * ROUND_US
+    terms["rest"] = (pairs * (h * 4 + inner * 3) + m * h * 5) / bandwidth + (4 + quantizing(a)) * LAUNCH_US
     return terms
 
 
