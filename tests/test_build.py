@@ -337,12 +337,14 @@ print(*sorted(str(path.relative_to(launch.CODE)) for path in launch.CODE.rglob("
 print(*(entry.value for entry in distribution("vllm-rocm-ops").entry_points))
 print(_C.status())
 print(*sorted(path.name for path in patch.folder().glob("vllm-*/*.patch")))
+print(*sorted(path.name for path in launch.CODE.parent.glob("docs/*")))
 """,
     )
-    package, shape, code, entries, status, patches = output.splitlines()
+    package, shape, code, entries, status, patches, docs = output.splitlines()
     assert Path(package) == site / "vllm_rocm_ops/__init__.py"
     assert shape == "torch.Size([2, 32])"
     assert patches.split() == sorted(path.name for path in ROOT.glob("patches/vllm-*/*.patch"))
+    assert docs.split() == sorted(path.name for path in ROOT.glob("vllm_rocm_ops/docs/*"))
     build = load_build(ROOT / "csrc")
     assert set(code.split()) == {
         f"{arch}/{stem}{end}"

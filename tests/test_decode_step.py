@@ -8,8 +8,8 @@ import pathlib
 import subprocess
 import sys
 
+import measurements
 import pytest
-import readme
 import torch
 
 from vllm_rocm_ops import arch as archs
@@ -380,14 +380,14 @@ def test_a_figure_is_as_high_as_its_kinds(results):
                 assert sum(of.values()) == pytest.approx(sum(line["kinds_alone_us"][path].values()))
 
 
-def test_the_readme_has_a_table_where_there_are_results(results, tmp_path, monkeypatch):
-    monkeypatch.setattr(readme, "ROOT", tmp_path)
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    monkeypatch.setattr(readme, "committed", lambda path: 0)
-    assert readme.decode() == ""
+def test_the_page_has_a_table_where_there_are_results(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(measurements, "ROOT", tmp_path)
+    monkeypatch.setattr(measurements, "RESULTS", tmp_path)
+    monkeypatch.setattr(measurements, "committed", lambda path: 0)
+    assert measurements.decode() == ""
     (tmp_path / "made-up-gpu").mkdir()
     (tmp_path / "made-up-gpu" / results.name).write_text(results.read_text())
-    rows = readme.decode().splitlines()
+    rows = measurements.decode().splitlines()
     assert "**Made-up GPU**, torch 2.11.0, vllm 0.33.0: " in rows[1] and results.name in rows[1]
     line = json.loads(results.read_text().splitlines()[1])
     assert rows[-1].startswith("| tiny-llama-fp8 tp2, context 8 | 2 | ")

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import readme
+from op_pages import DOCS, launches_of
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import envs, launch
@@ -121,7 +122,7 @@ def test_every_kernel_belongs_to_a_plan_and_every_plan_has_its_kernel(arch):
     """Over all cases, in all configurations: so the tests that run the cases run all kernels."""
     planned: dict[str, set[str]] = {}
     for op in op_module.registered():
-        for _, _, planned_launch in readme.launches_of(op, arch):
+        for _, _, planned_launch in launches_of(op, arch):
             planned.setdefault(planned_launch.module, set()).add(planned_launch.symbol)
     pattern = rb"\.visible \.entry (\w+)\(" if archs.ARCHS[arch].code_suffix == ".ptx" else rb"\0(\w+)\.kd(?=\0)"
     compiled = {
@@ -135,7 +136,7 @@ def test_every_kernel_belongs_to_a_plan_and_every_plan_has_its_kernel(arch):
 def test_every_launch_fits_its_arch():
     for op in op_module.registered():
         for arch in archs.ARCHS.values():
-            for _, _, planned in readme.launches_of(op, arch.name):
+            for _, _, planned in launches_of(op, arch.name):
                 assert 0 < planned.block[0] * planned.block[1] * planned.block[2] <= 1024
                 assert planned.lds <= arch.lds_bytes
                 assert all(0 < size < 2**31 for size in planned.grid)
@@ -236,13 +237,18 @@ def test_shell_scripts_parse(script):
     assert result.returncode == 0, result.stderr
 
 
-def test_readme_is_fresh():
-    text = readme.README.read_text()
-    assert readme.fresh(text) == text, "run: python tests/readme.py"
+def test_what_is_generated_is_fresh():
+    """README, the page of results, and a page for every op and for nothing else."""
+    documents = readme.documents()
+    stale = [name(path) for path, text in documents.items() if not path.exists() or path.read_text() != text]
+    assert not stale, "run: python tests/readme.py"
+    assert set(DOCS.glob("*")) == {path for path in documents if path.parent == DOCS} | {DOCS / "CHANGELOG.md"}
 
 
-def test_readme_links_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)", readme.README.read_text()):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
-    for script in re.findall(r"(?:bash|python) ([\w/]+\.(?:sh|py))", readme.README.read_text()):
+@pytest.mark.parametrize("page", files("*.md"), ids=name)
+def test_links_exist(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)[^)\s]*\)", text):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for script in re.findall(r"(?:bash|python) ([\w/]+\.(?:sh|py))", text):
         assert (ROOT / script).exists(), script

@@ -344,7 +344,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     command = commands.add_parser("doctor", help="what is installed and used here, and what is not and why")
     command.add_argument("--json", action="store_true", help="for machines")
 
-    command = commands.add_parser("explain", help="which kernel a call, or a model's calls, run, and why; needs no GPU")
+    pages = f"What each op computes and takes, and how exact it is: {Path(vllm_rocm_ops.__file__).parent / 'docs'}"
+    meaning = "which kernel a call, or a model's calls, run, and why; needs no GPU"
+    command = commands.add_parser("explain", help=meaning, epilog=pages)
     command.add_argument("op", nargs="?", choices=names, metavar="op", help="one of: " + ", ".join(names))
     add_model(command, False, "1")
     arch = "an architecture, or one and its count of compute units, or a product; default: this machine's GPU, else "

@@ -1,0 +1,365 @@
+"""What the files under serving_benchmarks/results say, as tables: of the newest line of each case, whoever wrote it."""
+
+import json
+import pathlib
+import statistics
+import subprocess
+from collections.abc import Iterable, Iterator
+
+from vllm_rocm_ops import arch as archs
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "serving_benchmarks" / "results"
+ROWS = (1, 8, 32, 128, 512, 2048)  # of the tables with times
+SUMMARY_ROWS = (1, 8, 16, 32, 64, 128, 1024)
+OPS = "ops", "gemm", "moe"  # kinds of files whose lines are one op's, beside its peers
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
+
+
+# Lines
+
+
+def committed(path: pathlib.Path) -> int:
+    """When a file was last committed; later than all others if it never was."""
+    git = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct", "--", str(path)]
+    return int(subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip() or 2**62)
+
+
+def oldest_first(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
+    return sorted(paths, key=lambda path: (committed(path), path.name))
+
+
+def newest_lines(folder: pathlib.Path, kinds: Iterable[str]) -> dict[tuple[str, str], tuple[dict, pathlib.Path]]:
+    """The last line of every case in a folder's results of these kinds, and its file. Of a sweep over configurations, what is
+    chosen without one."""
+    newest = {}
+    for path in oldest_first(path for kind in kinds for path in folder.glob(f"*-{kind}.jsonl")):
+        for line in map(json.loads, path.read_text().splitlines()):
+            if line.get("chosen", True):
+                newest[line["op"], line["case"]] = line, path
+    return newest
+
+
+def measured(*kinds: str) -> Iterator[dict[tuple[str, str], tuple[dict, pathlib.Path]]]:
+    """`newest_lines` of each folder of results that has any of these kinds."""
+    folders = sorted(path for path in RESULTS.glob("*") if path.is_dir())
+    return filter(None, (newest_lines(folder, kinds) for folder in folders))
+
+
+def of_op(name: str, *kinds: str) -> list[list[tuple[dict, pathlib.Path]]]:
+    """For each folder that has any, the newest lines of one op."""
+    found = ([found for found in newest.values() if found[0]["op"] == name] for newest in measured(*kinds))
+    return [lines for lines in found if lines]
+
+
+def best_peer(line: dict) -> str | None:
+    return min(line["peers"], key=line["peers"].get, default=None)
+
+
+def ratio(line: dict) -> float | None:
+    """How many times as fast as its best peer a line's op is."""
+    return line["peers"][best_peer(line)] / line["us"] if line["peers"] and line["us"] else None
+
+
+def groups_of(lines: Iterable[dict]) -> dict[tuple[str, str], dict[int, dict]]:
+    """Lines by op and by sizes, layout of the weights or a rank's share of the experts; then by rows, the last of equals."""
+    groups: dict[tuple[str, str], dict[int, dict]] = {}
+    for line in lines:
+        if line["op"] == "fused_experts":
+            case, _, weights = line["case"].split()
+            what = f"{case}, {weights}"
+        else:
+            shuffled = "shuffled" if line["case"].endswith("shuffled") else ""
+            what = ", ".join(filter(None, (" x ".join(map(str, list(line["shape"].values())[1:])), shuffled)))
+        groups.setdefault((line["op"], what), {})[rows_of(line)] = line
+    return groups
+
+
+def rows_of(line: dict) -> int:
+    """Tokens, or rows."""
+    return next(iter(line["shape"].values()))
+
+
+def unmeasured(op: str | None = None) -> str:
+    """What no file has a time of, of an op or at all."""
+    timed = set().union(*(gpus(path, op) for path in (*RESULTS.glob("*/*.jsonl"), *RESULTS.glob("*/*-latency.json"))))
+    what = f"No time of `{op}`" if op else "No time"
+    products = [product for product in archs.PRODUCTS if not any(product in gpu for gpu in timed)]
+    if not timed:
+        return f"{what} was ever measured."
+    if not products:
+        return ""
+    *most, last = products
+    never = f"**{what} was ever measured on an {', '.join(most)} or {last}.**"
+    return never if op else f"{never} All times are of {', '.join(sorted(timed))}."
+
+
+def gpus(path: pathlib.Path, op: str | None = None) -> set[str]:
+    """The GPUs that a file has times of, of an op or at all."""
+    if path.suffix == ".json":
+        return set() if op else {(json.loads(path.read_text())["hardware"] or "").partition(" x ")[2]} - {""}
+    lines = map(json.loads, path.read_text().splitlines())
+    return {line["gpu"] for line in lines if line.get("gpu", "CPU") != "CPU" and op in (None, line.get("op"))}
+
+
+# Text
+
+
+def time(us: float | None) -> str:
+    return "" if us is None else f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
+
+
+def times(ratios: Iterable[float | None]) -> str:
+    """A geometric mean; bold where it is below 1."""
+    known = [value for value in ratios if value]
+    if not known:
+        return ""
+    mean = round(statistics.geometric_mean(known), 2)
+    return f"**{mean:.2f}x**" if mean < 1 else f"{mean:.2f}x"
+
+
+def links(paths: Iterable[pathlib.Path]) -> str:
+    """For the page beside the files."""
+    return ", ".join(f"[{path.name}]({path.relative_to(RESULTS).as_posix()})" for path in sorted(set(paths)))
+
+
+def head(lines: list[dict]) -> str:
+    """What a table's times are of."""
+    versions = {f"{name} {line['versions'][name]}" for line in lines for name in ("torch", "vllm")}
+    return f"**{lines[0]['gpu']}**, {', '.join(sorted(versions))}"
+
+
+def plural(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def peers_of(lines: Iterable[dict]) -> str:
+    """Who is the best peer of any line."""
+    return " or ".join(sorted({name.split()[0] for line in lines if (name := best_peer(line))}))
+
+
+def both(line: dict) -> str:
+    return f"{time(line['us'])} / {time(line['peers'].get(best_peer(line)))}"
+
+
+def versus(lines: Iterable[dict], peers: str = "") -> str:
+    ratios = [value for line in lines if (value := ratio(line))]
+    return f"{statistics.geometric_mean(ratios):.2f}x{peers}, least {min(ratios):.2f}x" if ratios else ""
+
+
+# Summaries, for the README
+
+
+def single_ops() -> str:
+    """Geometric means over sizes, by rows or tokens."""
+    tables = []
+    for newest in measured("ops", "gemm"):
+        lines = [line for line, _ in newest.values()]
+        of_ops: dict[str, list[dict[int, dict]]] = {}
+        for (op, size), by_rows in groups_of(lines).items():
+            of_ops.setdefault(f"`{op}`{', shuffled' * size.endswith('shuffled')}", []).append(by_rows)
+        body = []
+        for op, sizes in of_ops.items():
+            cells = (times(ratio(size[rows]) for size in sizes if rows in size) for rows in SUMMARY_ROWS)
+            body.append((op, str(len(sizes)), *cells, peers_of(line for size in sizes for line in size.values())))
+        header = ("op", "sizes", *(plural(rows, "row") for rows in SUMMARY_ROWS), "best peer")
+        tables.append(f"{head(lines)}:\n\n{markdown(header, body)}")
+    return "\n\n".join(tables) or "Nothing yet."
+
+
+def experts_summary() -> str:
+    """Ratios by tokens, for each rank's share of the experts."""
+    tables = []
+    for newest in measured("moe"):
+        lines = [line for line, _ in newest.values()]
+        shown = sorted({rows_of(line) for line in lines})
+        body = []
+        for (_, case), group in groups_of(lines).items():
+            body.append((case, *(times([ratio(group[m])]) if m in group else "" for m in shown)))
+        header = ("DeepSeek-V3's experts", *(plural(m, "token") for m in shown))
+        tables.append(f"{head(lines)}, beside the best of vLLM's fused MoE (Triton):\n\n{markdown(header, body)}")
+    return "\n\n".join(tables) or "Nothing yet."
+
+
+def decode_summary() -> str:
+    """A row for each step, milliseconds by batch size."""
+    tables = []
+    for newest in measured("decode_step"):
+        lines = [line for line, _ in newest.values()]
+        steps: dict[str, dict[int, dict]] = {}
+        for line in lines:
+            steps.setdefault(line["case"].rpartition(", batch ")[0], {})[line["shape"]["batch"]] = line
+        shown = sorted({batch for step in steps.values() for batch in step})
+
+        def cell(line: dict | None) -> str:
+            if line is None:
+                return ""
+            return f"{line['peers']['stock'] / 1000:.1f} → {line['us'] / 1000:.1f}: {times([ratio(line)])}"
+
+        body = [(what, *(cell(step.get(batch)) for batch in shown)) for what, step in sorted(steps.items())]
+        header = ("a rank's step, ms", *(f"batch {batch}" for batch in shown))
+        tables.append(f"{head(lines)}:\n\n{markdown(header, body)}")
+    return "\n\n".join(tables) or "Nothing yet."
+
+
+def engine_runs() -> list[tuple[str, dict, pathlib.Path]]:
+    """(GPU, {side: result}, file) of the newest pair of each case in the files of latency.py."""
+    newest: dict[tuple, tuple[str, dict, pathlib.Path]] = {}
+    for path in oldest_first(RESULTS.glob("*/*-latency.json")):
+        report = json.loads(path.read_text())
+        pairs: dict[tuple, dict] = {}
+        for result in report["results"]:
+            kept = ("model_id", "num_layers", "rank_of", "input_len", "output_len", "batch_size")
+            pairs.setdefault((path.parent.name, *(result[name] for name in kept)), {})[result["side"]] = result
+        newest |= {case: (report["hardware"], sides, path) for case, sides in pairs.items() if len(sides) == 2}
+    return [newest[case] for case in sorted(newest, key=str_and_numbers)]
+
+
+def str_and_numbers(case: tuple) -> tuple:
+    """A key to sort by where a number may be None."""
+    return tuple((value is None, value or 0) if not isinstance(value, str) else value for value in case)
+
+
+def engine() -> str:
+    """Decode through vLLM's engine, with the ops and without."""
+    body = []
+    for hardware, sides, _ in engine_runs():
+        result = sides["with"]
+        without, ours = (sides[side]["decode_ms_per_token"] for side in ("without", "with"))
+        rank = f", a rank of {result['rank_of']} without collectives" if result["rank_of"] > 1 else ""
+        layers = str(result["num_layers"] or "all")
+        body.append(
+            (f"{result['model_id']}{rank}", hardware, layers, str(result["batch_size"]))
+            + (f"{without:.2f}", f"{ours:.2f}", times([without / ours]))
+        )
+    header = ("model", "GPU", "layers", "batch", "without, ms per token", "with", "ratio")
+    return markdown(header, body) if body else "Nothing yet."
+
+
+# Tables, for the page beside the files
+
+
+def results() -> str:
+    """One table per GPU that has been measured: each op and size, beside the peer named in its row."""
+    tables = []
+    for newest in measured("ops", "gemm"):
+        lines = [line for line, _ in newest.values()]
+        shown = [rows for rows in ROWS if any(rows == rows_of(line) for line in lines)]
+        body = []
+        for (op, size), by_rows in groups_of(lines).items():
+            cells = (both(by_rows[rows]) if rows in by_rows else "" for rows in shown)
+            body.append((f"`{op}`", size, *cells, versus(by_rows.values(), f" {peers_of(by_rows.values())}")))
+        bandwidth = statistics.median(line["copy_gb_s"] for line in lines)
+        header = ("op", "size", *(plural(rows, "row") for rows in shown), "all rows: geometric mean")
+        tables.append(
+            f"{head(lines)}; a copy reads and writes {bandwidth:.0f} GB/s. Microseconds, ours / "
+            f"best peer.\nEvery case with every peer: {links(path for _, path in newest.values())}\n\n"
+            + markdown(header, body)
+        )
+    return "\n\n".join(tables) or "Nothing yet."
+
+
+def experts() -> str:
+    """One table per GPU on which experts were timed: each rank's share, beside the best of vLLM's."""
+    tables = []
+    for newest in measured("moe"):
+        lines = [line for line, _ in newest.values()]
+        shown = sorted({rows_of(line) for line in lines})
+        body = []
+        for (_, case), group in groups_of(lines).items():
+            cells = (both(group[m]) if m in group else "" for m in shown)
+            body.append((case, *cells, versus(group.values())))
+        header = ("rank of DeepSeek-V3", *(plural(m, "token") for m in shown), "geometric mean")
+        tables.append(
+            "All launches of one layer's experts, random routing, microseconds, ours / the best of vLLM's fused MoE (Triton), by"
+            f" `python serving_benchmarks/moe.py`.\n{head(lines)}: {links(path for _, path in newest.values())}\n\n"
+            + markdown(header, body)
+        )
+    return "\n\n".join(tables)
+
+
+def decode() -> str:
+    """One table per GPU on which decode steps were timed; nothing where there was none."""
+    tables = []
+    for newest in measured("decode_step"):
+        body = []
+        for line, _ in sorted(
+            newest.values(), key=lambda found: (found[0]["case"].rpartition(" ")[0], found[0]["shape"]["batch"])
+        ):
+            what, _, batch = line["case"].rpartition(", batch ")
+            stock, ours = line["peers"]["stock"], line["us"]
+            milliseconds = (f"{us / 1000:.2f}" for us in (stock, ours, line["floor_us"]))
+            launches = " / ".join(str(line["launches"][path] or "?") for path in ("stock", "ours"))
+            body.append((what, batch, *milliseconds, f"{stock / ours:.2f}x", launches, ", ".join(line["left_out"])))
+        header = ("step", "batch", "stock ms", "ours ms", "floor ms", "ratio", "launches, stock / ours", "left out")
+        tables.append(
+            "A whole decode step of one rank, all layers in one graph, vLLM's kernels (stock) beside the same step with ours,"
+            f" by `python serving_benchmarks/decode_step.py`.\n{head([line for line, _ in newest.values()])}: {links(path for _, path in newest.values())}\n\n"
+            + markdown(header, body)
+        )
+    return "\n\n".join(tables)
+
+
+def engine_commands() -> str:
+    """How the numbers through the engine came about."""
+    commands: dict[pathlib.Path, str] = {}
+    for _, _, path in engine_runs():
+        report = json.loads(path.read_text())
+        versions = ", ".join(f"{name} {report['versions'][name]}" for name in ("torch", "vllm"))
+        commands[path] = f"{links([path])}, {versions}:\n\n```\n{report['command']}\n```"
+    return "\n\n".join(commands.values()) or "Nothing yet."
+
+
+OF_A_KERNEL = {
+    "waves per block": lambda line: f"{line['waves_per_block']}",
+    "VGPRs": lambda line: f"{line['vgprs']}",
+    "AGPRs": lambda line: f"{line['agprs']}",
+    "SGPRs": lambda line: f"{line['sgprs']}",
+    "spills": lambda line: f"{line['vgpr_spills'] + line['sgpr_spills']}",
+    "LDS bytes": lambda line: f"{line['lds']}",
+    "waves that a compute unit holds": lambda line: f"{line['occupancy']}",
+}
+OF_A_LAYER = {
+    "waves per compute unit": lambda line: f"{line['waves_per_compute_unit']:.0f}",
+    "KB in flight per compute unit": lambda line: f"{line['bytes_in_flight_per_compute_unit'] / 1024:.0f}",
+    "HBM bytes / least": lambda line: f"{line['hbm_bytes_over_minimum']:.2f}",
+    "LDS cycles lost to banks": lambda line: f"{100 * line['lds_conflicts']:.0f} %",
+    "issue cycles per byte": lambda line: f"{line['issue_cycles_per_byte']:.2f}",
+    "matrix cycles per byte": lambda line: f"{line['matrix_cycles_per_byte']:.2f}",
+}
+
+
+def each(values: Iterable[str]) -> str:
+    """All values, or the one that they are."""
+    values = list(values)
+    return values[0] if len(set(values)) == 1 else " / ".join(values)
+
+
+def static() -> str:
+    """Two tables per arch: its GEMM kernels, and the layers of decode with a value for each M."""
+    tables = []
+    for newest in measured("static"):
+        lines = [line for line, _ in newest.values()]
+        layers: dict[tuple[str, str], list[dict]] = {}
+        for line in lines:
+            shape = line["shape"]
+            layers.setdefault((line["case"].rpartition(" ")[0], f"{shape['n']} x {shape['k']}"), []).append(line)
+        tokens = ", ".join(dict.fromkeys(str(line["shape"]["m"]) for line in lines))
+        kernels = {line["kernel"]: line for line in lines}
+        of_kernels = [(f"`{name}`", *(show(line) for show in OF_A_KERNEL.values())) for name, line in kernels.items()]
+        of_layers = [
+            (*layer, *(each(map(show, group)) for show in OF_A_LAYER.values())) for layer, group in layers.items()
+        ]
+        tables.append(
+            f"**{lines[0]['arch']}**, static and emulated, never a time; M = {tokens}. A byte at HBM's full rate takes as long as"
+            f" {lines[0]['cycles_per_byte_at_bandwidth']:.2f} issue cycles.\nEvery layer and M with its kernel:"
+            f" {links(path for _, path in newest.values())}\n\n"
+            + markdown(("kernel", *OF_A_KERNEL), of_kernels)
+            + "\n\n"
+            + markdown(("layer", "N x K", *OF_A_LAYER), of_layers)
+        )
+    return "\n\n".join(tables) or "Nothing yet."

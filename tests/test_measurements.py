@@ -1,0 +1,98 @@
+"""What the README and its pages say of results, for made-up ones."""
+
+import json
+import os
+
+import measurements
+import pytest
+from measurements import engine, engine_commands, measured, single_ops, times, unmeasured
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """That of one GPU; the older of two files is the one that was written first."""
+    monkeypatch.setattr(measurements, "RESULTS", tmp_path)
+    monkeypatch.setattr(measurements, "committed", lambda path: path.stat().st_mtime_ns)
+    (tmp_path / "made-up-gpu").mkdir()
+    return tmp_path / "made-up-gpu"
+
+
+def write(path, text: str, age: int = 0) -> None:
+    path.write_text(text)
+    os.utime(path, (10**9 - age, 10**9 - age))
+
+
+def line(us: float, m: int = 1, gpu: str = "Made-up GPU", case: str = "", **more) -> str:
+    versions = {"torch": "2.11.0", "vllm": "0.33.0"}
+    shape, peers = {"m": m, "n": 32, "k": 64}, {"torch": 8.0, "vllm tensorwise": 4.0}
+    found = {"op": "scaled_mm", "case": case or f"{m}x32x64", "shape": shape, "gpu": gpu, "us": us, "peers": peers}
+    return json.dumps({**found, "copy_gb_s": 1.0, "versions": versions, **more}) + "\n"
+
+
+def report(*results: tuple[str, int, float], layers: int | None = 4, rank_of: int = 1) -> str:
+    versions = {"torch": "2.11.0", "vllm": "0.33.0"}
+    lines = [
+        {
+            "model_id": "llama",
+            "side": side,
+            "batch_size": batch,
+            "decode_ms_per_token": ms,
+            "input_len": 1,
+            "output_len": 64,
+            "num_layers": layers,
+            "rank_of": rank_of,
+        }
+        for side, batch, ms in results
+    ]
+    return json.dumps({"hardware": "1 x Made-up GPU", "versions": versions, "command": "python it", "results": lines})
+
+
+def test_the_newest_pair_through_the_engine_counts(folder):
+    assert engine() == engine_commands() == "Nothing yet."
+    pair = [("without", 1, 3.0), ("with", 1, 2.0), ("without", 16, 5.0)]
+    write(folder / "2026-11-21-b-latency.json", report(*pair, rank_of=8))
+    write(folder / "2026-11-21-c-latency.json", report(("without", 1, 2.0), ("with", 1, 4.0), layers=None))
+    write(folder / "2026-11-22-a-latency.json", report(("without", 1, 9.0), ("with", 1, 9.0), rank_of=8), age=1)
+    assert engine().splitlines()[2:] == [
+        "| llama, a rank of 8 without collectives | 1 x Made-up GPU | 4 | 1 | 3.00 | 2.00 | 1.50x |",
+        "| llama | 1 x Made-up GPU | all | 1 | 2.00 | 4.00 | **0.50x** |",
+    ]
+    commands = engine_commands()
+    assert "(made-up-gpu/2026-11-21-b-latency.json)" in commands and "2026-11-22-a" not in commands
+
+
+def test_the_newest_line_of_what_is_chosen_counts(folder):
+    chosen, others = line(2.0, chosen=True), line(1.0, chosen=False)
+    write(
+        folder / "2026-11-21-b-gemm.jsonl",
+        others + chosen + others + line(8.0, m=8) + line(1.0, m=8, case="x shuffled"),
+    )
+    write(folder / "2026-11-22-a-gemm.jsonl", line(100.0), age=1)
+    [newest] = measured("gemm")
+    assert newest["scaled_mm", "1x32x64"][0]["us"] == 2.0
+    rows = single_ops().splitlines()[4:]
+    assert rows[0].startswith("| `scaled_mm` | 1 | 2.00x | **0.50x** |  |") and rows[0].endswith("| vllm |")
+    assert rows[1].startswith("| `scaled_mm`, shuffled | 1 |  | 4.00x |  |")
+
+
+def test_what_no_file_has_a_time_of_is_said(folder):
+    assert unmeasured() == "No time was ever measured."
+    write(folder / "a-gemm.jsonl", line(1.0))
+    write(folder / "a-static.jsonl", json.dumps({"op": "rms_norm", "case": "a", "arch": "made up"}))
+    every = "MI300X, MI325X, MI308X or MI355X"
+    assert unmeasured() == f"**No time was ever measured on an {every}.** All times are of Made-up GPU."
+    write(folder / "b-latency.json", report(("with", 1, 1.0)).replace("Made-up GPU", "AMD Instinct MI355X"))
+    assert "MI325X or MI308X.** All times are of AMD Instinct MI355X, Made-up GPU." in unmeasured()
+    assert every in unmeasured("scaled_mm") and unmeasured("rms_norm") == "No time of `rms_norm` was ever measured."
+    write(
+        folder / "c-ops.jsonl",
+        "".join(line(1.0, gpu=f"AMD {name}") for name in ("MI300X", "MI325X", "MI308X", "MI355X")),
+    )
+    assert unmeasured("scaled_mm") == ""
+
+
+@pytest.mark.parametrize(
+    "ratios, text", [([2.0, 0.5], "1.00x"), ([0.99], "**0.99x**"), ([0.996], "1.00x"), ([None], "")]
+)
+def test_bold_is_what_is_slower(ratios, text):
+    assert times(ratios) == text
