@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_large_tensors as large
 from emulator import Emulator
 from emulator.errors import EmulatorError
 
@@ -580,6 +581,101 @@ BUGS = {
 }
 
 
+# name: (file, text, what replaces it, arch, test of test_large_tensors.py, its arguments, modules): an offset in 32 bits
+OVERFLOWS = {
+    "tiles of a streamed weight": (
+        "device/skinny.h",
+        "first_row / mma::kRows * p.b_tile",
+        "first_row / mma::kRows * int(p.b_tile)",
+        "gfx942",
+        large.test_skinny_products,
+        (ops.unquantized_gemm, 5),
+        {"unquantized_gemm"},
+    ),
+    "tiles of tokens": (
+        "ops/scaled_mm_tiled.hip",
+        "p.a + first_m * p.a_stride",
+        "p.a + first_m * int(p.a_stride)",
+        "gfx950",
+        large.test_tiled_products,
+        (ops.block_scaled_mm, 521, 130),
+        {"scaled_mm_tiled"},
+    ),
+    "tiles of a weight": (
+        "ops/scaled_mm_tiled.hip",
+        "p.b + first_n / 16 * p.b_tile",
+        "p.b + first_n / 16 * int(p.b_tile)",
+        "gfx942",
+        large.test_tiled_products,
+        (ops.scaled_mm, 65, 521),
+        {"scaled_mm_tiled"},
+    ),
+    "tiles of an MX weight": (
+        "ops/mxfp8_scaled_mm.hip",
+        "p.b + i64(n) * p.b_stride",
+        "p.b + n * p.b_stride",
+        "gfx950",
+        large.test_mx_products,
+        (5, 265),
+        {"mxfp8_scaled_mm"},
+    ),
+    "scales of an MX weight": (
+        "ops/mxfp8_scaled_mm.hip",
+        "p.scale_b + i64(n0 >> p.scale_b_shift) * p.scale_b_stride",
+        "p.scale_b + (n0 >> p.scale_b_shift) * p.scale_b_stride",
+        "gfx950",
+        large.test_mx_products,
+        (66, 265),
+        {"mxfp8_scaled_mm"},
+    ),
+    "experts that are streamed": (
+        "ops/fused_experts.hip",
+        "p.weights + item.expert * p.expert_bytes",
+        "p.weights + item.expert * int(p.expert_bytes)",
+        "gfx942",
+        large.test_experts,
+        ("bf16",),
+        {"fused_experts"},
+    ),
+    "experts in tiles": (
+        "ops/fused_experts_tiled.hip",
+        "p.b + run.expert * p.b_expert",
+        "p.b + run.expert * u32(p.b_expert)",
+        "gfx950",
+        large.test_experts,
+        ("block-m65",),
+        {"fused_experts_tiled", "fused_experts_quantize"},
+    ),
+    "tokens that are quantised": (
+        "ops/fused_experts_quantize.hip",
+        "(const u16*)p.x + row * p.stride",
+        "(const u16*)p.x + row * int(p.stride)",
+        "gfx942",
+        large.test_experts,
+        ("channel",),
+        {"fused_experts", "fused_experts_quantize"},
+    ),
+    "rows of the residual": (
+        "ops/rms_norm.hip",
+        "(u16*)residual + index * residual_stride",
+        "(u16*)residual + int(u32(index) * u32(residual_stride))",
+        "gfx942",
+        large.test_rows,
+        (ops.fused_add_rms_norm,),
+        {"rms_norm"},
+    ),
+    "rows of gate and up": (
+        "ops/silu_and_mul.hip",
+        "(const u16*)input + index * input_stride",
+        "(const u16*)input + int(u32(index) * u32(input_stride))",
+        "gfx950",
+        large.test_rows,
+        (ops.silu_and_mul,),
+        {"silu_and_mul"},
+    ),
+}
+
+
 @pytest.fixture(scope="module")
 def source_copy(tmp_path_factory):
     root = tmp_path_factory.mktemp("planted")
@@ -587,23 +683,32 @@ def source_copy(tmp_path_factory):
     return root
 
 
+@pytest.fixture
+def plant(source_copy, monkeypatch):
+    """A function that builds the copy's modules with a bug in them and has ops run that code."""
+
+    def plant(file: str, text: str, replacement: str, arch: str, modules: set[str]) -> None:
+        path = source_copy / "csrc" / file
+        original = path.read_text()
+        assert text in original, f"the bug no longer fits {file}"
+        try:
+            path.write_text(original.replace(text, replacement))
+            build = [sys.executable, source_copy / "csrc" / "build.py", "--arch", arch, *modules]
+            subprocess.run(build, check=True, capture_output=True)
+        finally:
+            path.write_text(original)
+        monkeypatch.setattr(launch, "CODE", source_copy / "vllm_rocm_ops" / "code")
+
+    return plant
+
+
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bug_is_caught(bug, source_copy, monkeypatch):
+def test_planted_bug_is_caught(bug, plant, monkeypatch):
     file, text, replacement, the_op, case_name, arch, said = BUGS[bug]
-    path = source_copy / "csrc" / file
-    original = path.read_text()
-    assert text in original, f"the bug no longer fits {file}"
     case = next(c for c in the_op.cases() if c.name == case_name)
     emulator = Emulator(arch)
     arguments = case.make("cpu", generator_of(case.name), emulator.arch.fp8_dtype)
-    modules = {l.module for l in the_op.explain(*arguments, arch=arch).launches}
-    try:
-        path.write_text(original.replace(text, replacement))
-        build = [sys.executable, source_copy / "csrc" / "build.py", "--arch", arch, *modules]
-        subprocess.run(build, check=True, capture_output=True)
-    finally:
-        path.write_text(original)
-    monkeypatch.setattr(launch, "CODE", source_copy / "vllm_rocm_ops" / "code")
+    plant(file, text, replacement, arch, {l.module for l in the_op.explain(*arguments, arch=arch).launches})
     the_op._executions.clear()
     try:
         with launch.executor(emulator), pytest.raises((AssertionError, EmulatorError), match=said):
@@ -615,3 +720,13 @@ def test_planted_bug_is_caught(bug, source_copy, monkeypatch):
     finally:
         the_op._executions.clear()
     assert op.stats()[the_op.name]
+
+
+@pytest.mark.parametrize("bug", OVERFLOWS)
+def test_planted_overflow_is_caught(bug, plant):
+    file, text, replacement, arch, test, arguments, modules = OVERFLOWS[bug]
+    plant(file, text, replacement, arch, modules)
+    emulator = Emulator(arch)
+    with launch.executor(emulator), pytest.raises((AssertionError, EmulatorError)) as caught:
+        test(*arguments, ("cpu", emulator.arch))
+    assert "fallback" not in str(caught.value)

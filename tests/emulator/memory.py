@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 
 import numpy as np
 
@@ -35,6 +36,33 @@ def _element_offsets(tensor) -> np.ndarray:
     return offsets * tensor.element_size()
 
 
+def _sparse_zeros(count: int) -> np.ndarray:
+    """int64 zeros that take memory only where they are written, and may be more than there is."""
+    no_reserve = 0x4000  # Linux's MAP_NORESERVE
+    return np.frombuffer(mmap.mmap(-1, 8 * count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve), np.int64)
+
+
+def _runs_of(tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Addresses of a tensor's first bytes of each run of memory without gaps, and of their ends; in no order, some may overlap."""
+    starts, run = np.array([tensor.data_ptr()]), tensor.element_size()
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        step = stride * tensor.element_size()
+        if step <= run and len(starts) == 1:
+            run += (n - 1) * step
+        else:
+            starts = (starts[:, None] + np.arange(n) * step).ravel()
+    return starts, starts + run
+
+
+def _merged(runs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """The starts and ends of all runs in order, those that touch as one."""
+    starts, ends = (np.concatenate(addresses) for addresses in zip(*runs, strict=True))
+    order = np.argsort(starts)
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    begins = np.append(True, starts[1:] > ends[:-1])
+    return starts[begins], ends[np.append(begins[1:], True)]
+
+
 def _bytes_of(tensor, low: int):
     """The index of a tensor's bytes in memory that starts at address `low`."""
     first, size = tensor.data_ptr() - low, tensor.element_size()
@@ -51,7 +79,7 @@ class Region:
         self.name, self.base, self.data = name, base, data
         self.start, self.end, self.writable = start, end, writable
         self.views = {size: data.view(dtype) for size, dtype in _WORD.items() if data.size % size == 0}
-        self.holes: np.ndarray | None = None  # prefix count of the bytes that belong to a tensor, if some do not
+        self.runs: tuple[np.ndarray, np.ndarray] | None = None  # starts and ends of what tensors have of it, if not all
         self.written: np.ndarray | None = None  # bytes written so far, if not all are
         self.written_views: dict = {}
         self.last: np.ndarray | None = None  # per granule: who wrote it last, and when
@@ -111,12 +139,11 @@ class Space:
         region = Region(name, base, data, start - low, end - low)
         self.regions[slot] = region
         self._keep.extend(span[2] for span in group)
-        belongs = np.zeros(high - low, bool)
-        for first, _, tensor, _ in group:
+        for first, _, _, _ in group:
             self.addresses[first] = base + first - low
-            belongs[_bytes_of(tensor, low)] = True
-        if not belongs[start - low : end - low].all():
-            region.holes = np.concatenate([[0], np.cumsum(belongs)])
+        starts, ends = _merged([_runs_of(span[2]) for span in group])
+        if len(starts) > 1:
+            region.runs = starts - low, ends - low
         for tensor in uninitialised:
             first, last = _span(tensor)
             if start <= first < last <= end:
@@ -179,8 +206,9 @@ class Space:
                 f"{size} bytes at byte {at} of {region.name}, which has {region.end - region.start}",
             )
         offsets = (a - np.uint64(region.base)).view(np.int64)
-        if region.holes is not None:
-            inside = region.holes[offsets + size] - region.holes[offsets] == size
+        if region.runs is not None:
+            starts, ends = region.runs
+            inside = offsets + size <= ends[np.searchsorted(starts, offsets, side="right") - 1]
             if not inside.all():
                 bad = int(np.argmin(inside))
                 at = int(offsets[bad]) - region.start
@@ -349,7 +377,7 @@ class Space:
 
     def _stamp(self, region, offsets, size, index, w, where, values) -> None:
         if region.last is None:
-            region.last = np.zeros(-(-region.data.size // self.granule), np.int64)
+            region.last = _sparse_zeros(-(-region.data.size // self.granule))
         rows = where.rows if index is None else where.rows[index]
         key = self._key(w, rows, where.program)
         granules = self._granules(offsets, size)

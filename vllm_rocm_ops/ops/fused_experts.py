@@ -121,8 +121,7 @@ class StreamedConfig:
 
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    experts, n, h = a.w1.shape
-    size = a.w1.element_size()
+    (m, _), (experts, n, h), size = a.hidden.shape, a.w1.shape, a.w1.element_size()
     yield f"{arch.name} multiplies the weights' dtype", a.w1.dtype in (*HALVES, arch.fp8_dtype)
     yield "H and I are multiples of 16 bytes, I of 8", h * size % 16 == n // 2 * size % 16 == n // 2 % 8 == 0
     for name in ("hidden", "w1", "w2"):
@@ -133,19 +132,24 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     for name in ("w1", "w2"):
         weight = getattr(a, name)
         yield f"an expert's {name} reaches over less than 2 GB", weight.shape[1] * weight.stride(1) * size < 2**31
+    columns = max(h, a.hidden.stride(0)) if a.hidden.dtype == a.w1.dtype else h
+    yield "hidden, unless it is quantised ahead, reaches over less than 2 GB", m * columns * size < 2**31
     for name in ("topk_weights", "topk_ids", "hidden_scale", "w1_scale", "w2_scale", "act_scale", "expert_map"):
         tensor = getattr(a, name)
         yield f"{name} is contiguous", tensor is None or tensor.is_contiguous()
     yield f"there are fewer than {NO_EXPERT} experts", experts < NO_EXPERT
     if scheme(a.w1, a.w1_scale) == "mx":
         yield f"{arch.name}'s matrix instructions take block scales", arch.block_scales
-        yield f"with a scale per 32 of K, {MOST_TOKENS} tokens and {MOST_SLOTS} slots at most", _is_streamed(a)
+        most = f"M is at most {MOST_TOKENS}, slots {MOST_SLOTS}, M * slots * (I / {GATE_UP_ROWS})^2 below 2^31"
+        yield f"with a scale per 32 of K, {most}", _is_streamed(a)
     elif not _is_streamed(a):
         yield from tiled.envelope(a, arch)
 
 
 def _is_streamed(a) -> bool:
-    return a.hidden.shape[0] <= MOST_TOKENS and slots(a) <= MOST_SLOTS
+    """Whether the streamed kernels can have it. Items times the square of an item's tiles: see divide_by."""
+    m, tiles = a.hidden.shape[0], intermediate(a) // GATE_UP_ROWS
+    return m <= MOST_TOKENS and slots(a) <= MOST_SLOTS and m * slots(a) * tiles**2 < 2**31
 
 
 def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:

@@ -81,6 +81,7 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     m, n, k = _sizes(a)
     yield f"{arch.name}'s matrix instructions take block scales", arch.block_scales
     yield "N and K are at least 1, M * N * K is below 2^50", n > 0 and k > 0 and m * n * k < 2**50
+    yield "M and N are below 2^30", max(m, n) < 2**30
     for name in ("a", "b", "scale_a", "scale_b"):
         rows = getattr(a, name)
         yield f"{name} has K innermost", rows.shape[1] == 1 or rows.stride(1) == 1

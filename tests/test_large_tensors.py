@@ -1,0 +1,252 @@
+"""Tensors above 2 and 4 GB are computed right, or the reference answers and says why.
+
+A few rows, or experts, lie so far apart that what they reach over is large. On the CPU they take memory only where they are
+written; a read between rows is an error of the emulator.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import pytest
+import torch
+from test_ops import executor  # noqa: F401
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import op, ops
+from vllm_rocm_ops.correctness import (
+    FLOOR,
+    SUMS_FLOOR,
+    as_tuple,
+    check,
+    clone,
+    generator_of,
+    in_float64,
+    unwritten_is_nan,
+)
+from vllm_rocm_ops.ops import gemm
+
+GB = 2**30
+FAR = 2**25 - 16  # bytes between the rows of a skinny product, at most
+TILE_FAR = (2**31 - 4096) // 256 // 16 * 16  # of a tiled one
+MX_FAR = 2**24 - 16  # of an MX-FP8 one
+
+
+def reach(shape, strides, size: int) -> int:
+    """Bytes from a tensor's first to its last."""
+    return (sum((n - 1) * stride for n, stride in zip(shape, strides)) + 1) * size
+
+
+def spread(tensor: torch.Tensor, *steps: int, device: str) -> torch.Tensor:
+    """The same values with so many bytes from one to the next along each dimension."""
+    size = tensor.element_size()
+    strides = [step // size for step in steps]
+    needed = reach(tensor.shape, strides, size)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        if needed > torch.cuda.mem_get_info()[0] - GB:
+            pytest.skip(f"takes {needed / GB:.0f} GB")
+        storage = torch.empty(needed // size, dtype=tensor.dtype, device=device)
+    else:
+        no_reserve = 0x4000  # Linux's MAP_NORESERVE
+        memory = mmap.mmap(-1, needed, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+        storage = torch.frombuffer(memory, dtype=tensor.dtype)
+    return storage.as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def run(the_op: op.Op, arguments: tuple, apart: dict[str, tuple[int, ...]], executor) -> None:  # noqa: F811
+    """Every configuration with the arguments of these names spread, against the reference with them as they are."""
+    device, arch = executor
+    small = the_op.Arguments(*arguments)
+    left = [clone(v) for v in small]
+    reference = as_tuple(the_op.reference(*left))
+    oracle = as_tuple(the_op.reference(*map(in_float64, small)))
+    on_device = small._replace(**{n: clone(v, device) for n, v in small._asdict().items()})
+    for config in the_op.configs(small, arch):
+        large = on_device._replace(**{n: spread(getattr(small, n), *s, device=device) for n, s in apart.items()})
+        op.reset_stats()
+        with the_op.running(config), unwritten_is_nan():
+            ours = as_tuple(the_op(*large))
+        (ran,) = op.stats()[the_op.name]
+        assert not ran.startswith("fallback"), ran
+        floor = SUMS_FLOOR.get(arch.wave_lanes, FLOOR) if the_op.sums and device == "cuda" else FLOOR
+        for i, (mine, theirs, exact) in enumerate(zip(ours, reference, oracle)):
+            check(f"{config} output {i}", mine, theirs, exact.double(), not the_op.sums, floor)
+        for name in the_op.mutates:
+            assert torch.equal(getattr(large, name).cpu(), left[small._fields.index(name)]), name
+
+
+def gemm_arguments(the_op: op.Op, m: int, n: int, k: int, fp8: torch.dtype) -> tuple:
+    generator = generator_of(f"{the_op.name} {m} {n} {k}")
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator) + 0.5
+
+    def e8m0(rows: int) -> torch.Tensor:
+        return torch.randint(120, 134, (rows, k // 32), generator=generator, dtype=torch.uint8)
+
+    a, b = (torch.randn(rows, k, generator=generator) for rows in (m, n))
+    if the_op is ops.unquantized_gemm:
+        return a.bfloat16(), b.bfloat16()
+    a, b = a.to(fp8), b.to(fp8)
+    if the_op is ops.mxfp8_scaled_mm:
+        return a, b, e8m0(m), e8m0(n), torch.bfloat16
+    if the_op is ops.scaled_mm:
+        return a, b.t(), rand(m, 1), rand(n, 1), torch.bfloat16
+    return a, b, rand(m, -(-k // gemm.BLOCK)), rand(-(-n // gemm.BLOCK), -(-k // gemm.BLOCK)), torch.bfloat16
+
+
+SKINNY = (ops.scaled_mm, ops.block_scaled_mm, ops.unquantized_gemm)
+
+
+@pytest.mark.parametrize("the_op", SKINNY, ids=lambda o: o.name)
+@pytest.mark.parametrize("m", [5, 64])
+def test_skinny_products(the_op, m, executor):  # noqa: F811
+    """64 tokens reach over all but 2 GB, as far as they may; rows of the weight over more than 4."""
+    a, b, *rest = gemm_arguments(the_op, m, 2**32 // FAR + 9, 192, executor[1].fp8_dtype)
+    size = a.element_size()
+    apart = {the_op.Arguments._fields[0]: (FAR, size)}
+    apart[the_op.Arguments._fields[1]] = (size, FAR) if the_op is ops.scaled_mm else (FAR, size)
+    run(the_op, (a, b, *rest), apart, executor)
+
+
+@pytest.mark.parametrize("the_op", SKINNY[:2], ids=lambda o: o.name)
+@pytest.mark.parametrize("m, n", [(2**32 // TILE_FAR + 9, 130), (65, 2**32 // TILE_FAR + 9)], ids=["tokens", "weight"])
+def test_tiled_products(the_op, m, n, executor):  # noqa: F811
+    a, b, *rest = gemm_arguments(the_op, m, n, 160, executor[1].fp8_dtype)
+    apart = {"a": (TILE_FAR, 1)} if m > n else {"b": (1, TILE_FAR) if the_op is ops.scaled_mm else (TILE_FAR, 1)}
+    run(the_op, (a, b, *rest), apart, executor)
+
+
+@pytest.mark.parametrize("m", [5, 70])
+def test_scales_of_tokens(m, executor):  # noqa: F811
+    """Of a block-scaled product they may reach over 2 GB."""
+    arguments = gemm_arguments(ops.block_scaled_mm, m, 130, 384, executor[1].fp8_dtype)
+    for steps in (((2**31 - 64) // (m - 1) // 4 * 4, 4), (4, (2**31 - 4 * m) // 2 // 4 * 4)):
+        run(ops.block_scaled_mm, arguments, {"scale_a": steps}, executor)
+
+
+@pytest.mark.parametrize("m, n", [(5, 265), (64, 265), (265, 70), (66, 265)])
+def test_mx_products(m, n, executor):  # noqa: F811
+    if not executor[1].block_scales:
+        pytest.skip("no matrix instruction of this arch takes block scales")
+    apart = {"a": (MX_FAR, 1), "scale_a": (MX_FAR, 1), "b": (MX_FAR, 1), "scale_b": (MX_FAR, 1)}
+    arguments = gemm_arguments(ops.mxfp8_scaled_mm, m, n, 256, torch.float8_e4m3fn)
+    run(ops.mxfp8_scaled_mm, arguments, apart, executor)
+
+
+EXPERTS = {case.name: case for case in ops.fused_experts.cases()}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "block",
+        "block-quantized",
+        "block-m17-one-expert",
+        "channel",
+        "bf16",
+        "mx",
+        "mx-quantized",
+        "block-m65",
+        "channel-m70",
+        "bf16-m70",
+    ],
+)
+def test_experts(case, executor):  # noqa: F811
+    """Rows of an expert's weights reach over all but 2 GB, experts over 4 and more; what is quantised ahead over 4."""
+    arch = executor[1]
+    arguments = EXPERTS[case].make("cpu", generator_of(case), arch.fp8_dtype)
+    small = ops.fused_experts.Arguments(*arguments)
+    if not ops.fused_experts.configs(small, arch):
+        pytest.skip("no kernel of this arch takes it")
+    m, size = len(small.hidden), small.w1.element_size()
+    apart = {name: (2**31, (2**31 - 4096) // getattr(small, name).shape[1] // 16 * 16, size) for name in ("w1", "w2")}
+    row = (2**31 - 4096) // m if small.w1.dtype == small.hidden.dtype else 2**32 // (m - 1) + 16
+    apart["hidden"] = (row // 16 * 16, small.hidden.element_size())
+    run(ops.fused_experts, arguments, apart, executor)
+
+
+ROWS = [o for o in op.registered() if o.Arguments._fields[0] == "input" and "epsilon" in o.Arguments._fields]
+ROWS += [o for o in op.registered() if o.name.startswith("silu_and_mul")]
+
+
+@pytest.mark.parametrize("the_op", ROWS, ids=lambda o: o.name)
+def test_rows(the_op, executor):  # noqa: F811
+    """Three rows over 4 GB, two elements of 16 bits wide."""
+    case = next(c for c in the_op.cases() if c.name == "bf16")
+    arguments = case.make("cpu", generator_of(case.name), executor[1].fp8_dtype)
+    tensors = [n for n in ("input", "residual") if n in the_op.Arguments._fields]
+    run(the_op, arguments, {name: (2**31 + 16, 2) for name in tensors}, executor)
+
+
+def explain(the_op: op.Op, arch: str, *args, **kwargs) -> str:
+    return the_op.explain(*args, **kwargs, arch=arch).source
+
+
+def meta(*shape: int, dtype=torch.float32, strides=None) -> torch.Tensor:
+    strides = strides or [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+ARCHS = pytest.mark.parametrize("arch", [a.name for a in archs.ARCHS.values()])
+
+
+@ARCHS
+def test_what_products_refuse(arch):
+    fp8 = archs.named(arch).fp8_dtype
+    one, bf16 = meta(1), torch.bfloat16
+
+    def scaled(m: int, n: int, k: int, a_stride: int, b_stride: int) -> str:
+        a, b = meta(m, k, dtype=fp8, strides=(a_stride, 1)), meta(n, k, dtype=fp8, strides=(b_stride, 1)).t()
+        return explain(ops.scaled_mm, arch, a, b, one, one, bf16)
+
+    assert "fallback" not in scaled(64, 200, 256, FAR, FAR)
+    assert scaled(64, 200, 256, 2**25, 256).endswith("a's rows lie at one stride, a multiple of 16 bytes below 32 MB")
+    assert scaled(64, 200, 256, 256, 2**25).endswith("b's rows lie at one stride, a multiple of 16 bytes below 32 MB")
+    assert "fallback" not in scaled(600, 600, 256, TILE_FAR, TILE_FAR)
+    assert scaled(600, 200, 256, 2**23, 256).endswith("256 rows of a reach over less than 2 GB")
+    assert scaled(600, 200, 256, 256, 2**23).endswith("256 rows of b reach over less than 2 GB")
+    assert scaled(4, 2**20, 2**16, 2**16, 2**16).endswith("N * K is below 2^36")
+
+
+@ARCHS
+def test_what_experts_refuse(arch):
+    fp8, bf16 = archs.named(arch).fp8_dtype, torch.bfloat16
+
+    def experts(m: int, experts: int, h: int, inner: int, dtype, row: int = 0, hidden_row: int = 0, topk: int = 1):
+        row, hidden_row = row or h, hidden_row or h
+        scales = [meta(experts), meta(experts)] if dtype == fp8 else [None, None]
+        return explain(
+            ops.fused_experts,
+            arch,
+            meta(m, h, dtype=bf16, strides=(hidden_row, 1)),
+            meta(experts, 2 * inner, h, dtype=dtype, strides=(2 * inner * row, row, 1)),
+            meta(experts, h, inner, dtype=dtype),
+            meta(m, topk),
+            meta(m, topk, dtype=torch.int32),
+            bf16,
+            *scales,
+        )
+
+    for m in (64, 70):
+        assert "fallback" not in experts(m, 4, 256, 128, fp8, hidden_row=2**30)
+        assert "fallback" not in experts(m, 4, 256, 128, bf16, hidden_row=2**23)
+        why = "hidden, unless it is quantised ahead, reaches over less than 2 GB"
+        assert experts(m, 4, 256, 128, bf16, hidden_row=2**24).endswith(why)
+        assert experts(m, 4, 256, 128, fp8, row=2**23).endswith("an expert's w1 reaches over less than 2 GB")
+    assert "Streamed" in experts(64, 4, 64, 2**15, bf16)
+    assert "Tiled" in experts(64, 4, 64, 2**16, bf16)  # the streamed kernels' division into items would be off
+
+
+def test_what_mx_products_refuse():
+    def product(m: int, n: int, stride: int) -> str:
+        fp8, u8 = torch.float8_e4m3fn, torch.uint8
+        rows = [meta(rows, 256, dtype=fp8, strides=(stride, 1)) for rows in (m, n)]
+        scales = [meta(rows, 8, dtype=u8) for rows in (m, n)]
+        return explain(ops.mxfp8_scaled_mm, "gfx950", *rows, *scales, torch.bfloat16)
+
+    assert "fallback" not in product(300, 300, MX_FAR)
+    assert product(300, 300, 2**24).endswith("a's rows are less than 16 MB apart; b's rows are less than 16 MB apart")
+    assert product(1, 2**30, 256).endswith("M and N are below 2^30")
