@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import statistics
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -310,7 +311,8 @@ def engine_commands() -> str:
     for _, _, path in engine_runs():
         report = json.loads(path.read_text())
         versions = ", ".join(f"{name} {report['versions'][name]}" for name in ("torch", "vllm"))
-        commands[path] = f"{links([path])}, {versions}:\n\n```\n{report['command']}\n```"
+        command = re.sub(r" --(output-json|plot) \S+", "", report["command"])  # places on that machine
+        commands[path] = f"{links([path])}, {versions}:\n\n```\n{command}\n```"
     return "\n\n".join(commands.values()) or "Nothing yet."
 
 

@@ -44,7 +44,14 @@ def report(*results: tuple[str, int, float], layers: int | None = 4, rank_of: in
         }
         for side, batch, ms in results
     ]
-    return json.dumps({"hardware": "1 x Made-up GPU", "versions": versions, "command": "python it", "results": lines})
+    return json.dumps(
+        {
+            "hardware": "1 x Made-up GPU",
+            "versions": versions,
+            "command": "python it --plot /out/a.png --rank-of 8",
+            "results": lines,
+        }
+    )
 
 
 def test_the_newest_pair_through_the_engine_counts(folder):
@@ -58,7 +65,8 @@ def test_the_newest_pair_through_the_engine_counts(folder):
         "| llama | 1 x Made-up GPU | all | 1 | 2.00 | 4.00 | **0.50x** |",
     ]
     commands = engine_commands()
-    assert "(made-up-gpu/2026-11-21-b-latency.json)" in commands and "2026-11-22-a" not in commands
+    assert "(made-up-gpu/2026-11-21-b-latency.json)" in commands and "\npython it --rank-of 8\n" in commands
+    assert "2026-11-22-a" not in commands
 
 
 def test_the_newest_line_of_what_is_chosen_counts(folder):
