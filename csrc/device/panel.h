@@ -31,30 +31,32 @@ struct Place {
   }
 };
 
-// The copies of kRows rows by all threads of a block. Rows past the last are the last one again.
+constexpr int kNoRow = -1;  // the lane offset of zeros
+
+// The copies of kRows rows by all threads of a block.
 template <int kRows, int kThreads>
 struct Filler {
   static constexpr int kCopies = kRows * kPieces / kThreads;  // per thread
   static_assert(kThreads % (kPieces * 16) == 0, "all pieces of a thread have the same place in their rows");
   mem::Buffer from;
-  int offset[kCopies];  // of the thread's pieces at K = 0
+  int offset[kCopies];  // of the thread's pieces at K = 0, or kNoRow
   int column;           // of its pieces in a panel's rows, in bytes
   int step;             // bytes from a panel to the next
   int part;             // of a panel, in bytes: where the wave's first pieces go
   lds::Copy copy[kCopies];
 
-  // `first` is the first of `rows` rows; row r of the panel is row row_of(r).
+  // Row r of the panel is row row_of(r), from `first` on; zeros for kNoRow, so that nobody reads the same row many times over.
   template <class RowOf>
-  DEVICE void init(const u8* first, const Layout& layout, int rows, RowOf row_of) {
+  DEVICE void init(const u8* first, const Layout& layout, RowOf row_of) {
     from = mem::buffer(first);
     step = 2 * layout.step;
     part = wave::index() * wave::kLanes * kPiece;
 #pragma unroll
     for (int j = 0; j < kCopies; ++j) {
       const Place place = Place::of(j * kThreads + wave::thread(), layout.by_piece());
-      const int wanted = row_of(place.row), row = wanted < rows ? wanted : rows - 1;
-      offset[j] = row / 16 * int(layout.tile) + row % 16 * layout.row + place.piece % 4 * layout.piece +
-                  place.piece / 4 * layout.step;
+      const int row = row_of(place.row);
+      const int in_row = place.piece % 4 * layout.piece + place.piece / 4 * layout.step;
+      offset[j] = row == kNoRow ? kNoRow : row / 16 * int(layout.tile) + row % 16 * layout.row + in_row;
       column = place.piece * kPiece;
     }
   }

@@ -236,17 +236,16 @@ DEVICE void multiply_experts(const Product& p) {
     return kGated ? int(u32(mem::load<int>(p.sorted + run.first + inside)) / p.slots) : inside;
   };
   const i64 first_a = kGated ? 0 : run.first;
-  constexpr int kAll = 0x7fffffff;
   tile::Filler<D::kTileM, D::kThreads> fill_a;
   tile::Filler<D::kTileN, D::kThreads> fill_b;
   const tile::Layout a_layout{16 * p.a_stride, int(p.a_stride), tile::kPiece, 4 * tile::kPiece};
   const tile::Layout b_layout{16 * i64(p.b_row), p.b_row, tile::kPiece, 4 * tile::kPiece};
-  fill_a.init(p.a + first_a * p.a_stride, a_layout, kAll, row_of_a);
-  fill_b.init(p.b + run.expert * p.b_expert, b_layout, kAll, [&](int row) {
+  fill_a.init(p.a + first_a * p.a_stride, a_layout, [&](int m) { return m < run.count ? row_of_a(m) : tile::kNoRow; });
+  fill_b.init(p.b + run.expert * p.b_expert, b_layout, [&](int row) {
     const int in_tile = row / tile::kPatchRows * tile::kPatchRows + tile::weight_row(row % tile::kPatchRows);
     constexpr int kHalf = kChunk / 2;
     const int n = first_n + (kGated ? in_tile / kChunk * kHalf + in_tile % kHalf : in_tile);
-    return (n < rows_n ? n : rows_n - 1) + (kGated && in_tile % kChunk >= kHalf ? rows_n : 0);
+    return n >= rows_n ? tile::kNoRow : n + (kGated && in_tile % kChunk >= kHalf ? rows_n : 0);
   });
 
   Sums<D> sums = {};

@@ -136,9 +136,10 @@ DEVICE void multiply_tiled(const Product& p) {
   tile::Filler<D::kTileN, D::kThreads> fill_b;
   const tile::Layout a_layout{16 * p.a_stride, int(p.a_stride), tile::kPiece, 4 * tile::kPiece};
   const tile::Layout b_layout{p.b_tile, p.b_row, p.b_piece, p.b_step};
-  fill_a.init(p.a + first_m * p.a_stride, a_layout, p.m - first_m, [](int row) { return row; });
-  fill_b.init(p.b + first_n / 16 * p.b_tile, b_layout, p.n - first_n, [](int row) {
-    return row / tile::kPatchRows * tile::kPatchRows + tile::weight_row(row % tile::kPatchRows);
+  fill_a.init(p.a + first_m * p.a_stride, a_layout, [&](int row) { return first_m + row < p.m ? row : tile::kNoRow; });
+  fill_b.init(p.b + first_n / 16 * p.b_tile, b_layout, [&](int place) {
+    const int row = place / tile::kPatchRows * tile::kPatchRows + tile::weight_row(place % tile::kPatchRows);
+    return first_n + row < p.n ? row : tile::kNoRow;
   });
 
   Sums<D> sums = {};

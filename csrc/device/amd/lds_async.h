@@ -18,7 +18,8 @@ constexpr int kBuffers = 1;  // places in LDS that the copies of a loop take in 
 struct Copy {  // under way
   u32x4 data;
 };
-// Lane l copies the 16 bytes at from + lane_offset + offset, or zeros, to `to` + 16 * l; `offset` and `to` are the wave's.
+// Lane l copies the 16 bytes at from + lane_offset + offset, zeros if not inside or for lane_offset -1, to `to` + 16 * l;
+// `offset` and `to` are the wave's.
 DEVICE Copy start_copy(mem::Buffer from, int lane_offset, int offset, bool inside, Local<u8>* /*to*/) {
   return {mem::load_or_zero(from, lane_offset, offset, inside)};
 }
