@@ -208,7 +208,13 @@ def test_what_products_refuse(arch):
     assert "fallback" not in scaled(600, 600, 256, TILE_FAR, TILE_FAR)
     assert scaled(600, 200, 256, 2**23, 256).endswith("256 rows of a reach over less than 2 GB")
     assert scaled(600, 200, 256, 256, 2**23).endswith("256 rows of b reach over less than 2 GB")
-    assert scaled(4, 2**20, 2**16, 2**16, 2**16).endswith("N * K is below 2^36")
+    assert scaled(4, 2**20, 2**16, 2**16, 2**16).endswith("N of them below 64 GB")
+    assert scaled(1, 2**30, 16, 16, 16).endswith("N is at least 1 and below 2^30")
+    assert "rows are at least 1 long and below 32 MB" in scaled(2, 64, 2**25, 16, 16)
+    a, b = meta(1, 256, dtype=fp8), meta(256, 256, dtype=fp8)
+    scale_b = meta(2, 2, strides=(2**31, 1))
+    why = explain(ops.block_scaled_mm, arch, a, b, meta(1, 2), scale_b, bf16)
+    assert why.endswith("scale_b's rows lie less than 2^31 elements apart")
 
 
 @ARCHS

@@ -23,6 +23,7 @@ struct F16;
 #include "mem.h"
 #if defined(__AMDGCN__)
 #define KERNEL(threads, ...) extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, threads))) void
+#define WIDE_HEADER "amd/wide.h"  // for skinny.h
 #include "amd/buffer.h"
 #include "amd/lds_async.h"
 #include "amd/mma.h"
@@ -33,6 +34,7 @@ struct F16;
 #include "amd/wave.h"
 #elif defined(__NVPTX__)
 #define KERNEL(threads, ...) extern "C" __attribute__((global, launch_bounds(threads __VA_OPT__(, ) __VA_ARGS__))) void
+#define WIDE_HEADER "nvidia/wide.h"
 #include "nvidia/buffer.h"
 #include "nvidia/lds_async.h"
 #include "nvidia/mma.h"

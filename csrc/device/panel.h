@@ -61,11 +61,12 @@ struct Filler {
     }
   }
   // Panel number `panel` along K, of which bytes from k on are zeros.
-  DEVICE void start(int panel, int k, lds::Local<u8>* to) {
-    const bool inside = panel * kDepth + column < k;
+  DEVICE void start(int panel, int k, lds::Local<u8>* to) { start_at(panel * step, k - panel * kDepth, to); }
+  // The panel `at` bytes further on, of which only the first `bytes` of K are there.
+  DEVICE void start_at(int at, int bytes, lds::Local<u8>* to) {
 #pragma unroll
     for (int j = 0; j < kCopies; ++j)
-      copy[j] = lds::start_copy(from, offset[j], panel * step, inside, to + part + j * kThreads * kPiece);
+      copy[j] = lds::start_copy(from, offset[j], at, column < bytes, to + part + j * kThreads * kPiece);
   }
   DEVICE void finish(lds::Local<u8>* to) {
 #pragma unroll

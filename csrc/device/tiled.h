@@ -7,9 +7,8 @@
 #include "scale.h"
 #include "tile.h"
 
-constexpr int kScaleBlock = 128;  // of K, and of weight rows
-extern LDS
-__attribute__((aligned(1024))) u8 dynamic_lds[];  // [kBuffers][tokens, then weight rows of a panel]: device/panel.h
+constexpr int kScaleBlock = 128;                             // of K, and of weight rows
+extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [kBuffers][tokens, then weight rows of a panel]
 
 namespace tile {
 

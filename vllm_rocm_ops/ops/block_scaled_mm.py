@@ -39,6 +39,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"{arch.name} multiplies a's dtype ({arch.fp8_dtype})", a.a.dtype == arch.fp8_dtype
     yield "scale_b's blocks of K lie side by side", a.scale_b.stride(1) == 1 or a.scale_b.shape[1] == 1
+    yield "scale_b's rows lie less than 2^31 elements apart", a.scale_b.stride(0) < 2**31
     reach = sum((size - 1) * stride for size, stride in zip(a.scale_a.shape, a.scale_a.stride()))
     yield "scale_a reaches over fewer than 2^29 elements", reach < 2**29
     operands = _operands(a)

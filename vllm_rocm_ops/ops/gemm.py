@@ -24,17 +24,19 @@ STEP = 64  # bytes of K
 NARROW_UNIT = 8  # steps of a unit with 16 rows, a turn of each wave
 FRAGMENT_ROWS, FRAGMENT_BYTES = 16, 16
 BLOCK = 128  # of K and of N per block scale
+PANEL = 2 * STEP  # bytes of K that LDS holds together
+RING_PANELS = {16: 6, 32: 5, 64: 4}  # of csrc/device/nvidia/wide.h, by tokens
 SHORTEST = 4  # steps: with fewer a block is over before it streams
 # What a kernel of so many rows and tokens is limited by, by the lanes of a wave: blocks that a compute unit holds at once, for
 # registers and LDS; and bytes of weight a microsecond that its matrix instructions keep up with. The latter are measured on
 # H200; on AMD they keep up with HBM.
 LIMITS = {
     32: {
-        (16, 8): (4, math.inf),
+        (16, 8): (4, 20e3),
         (16, 16): (3, 20e3),
-        (64, 16): (2, math.inf),
-        (64, 32): (2, math.inf),
-        (64, 64): (1, 12e3),
+        (64, 16): (3, math.inf),
+        (64, 32): (3, math.inf),
+        (64, 64): (3, math.inf),
     },
     64: {
         (16, 8): (4, math.inf),
@@ -44,9 +46,10 @@ LIMITS = {
         (64, 64): (2, math.inf),
     },
 }
-IN_FLIGHT = {32: {16: 16 * 1024, 64: 32 * 1024}, 64: {16: 24 * 1024, 64: 32 * 1024}}  # bytes that a block has under way
+IN_FLIGHT = {32: {16: 16 * 1024, 64: 40 * 1024}, 64: {16: 24 * 1024, 64: 32 * 1024}}  # bytes that a block has under way
 # Fitted to all configurations of the decode shapes on H200: `serving_benchmarks/gemm.py --sweep` says what the choice costs.
-LATENCY_US, SHARING_US, HBM_SHARE = 2.0, {16: 5.0, 64: 6.0}, 0.85
+LATENCY_US, HBM_SHARE = 2.0, 0.85
+SHARING_US = {32: {16: 2.5, 64: 3.0}, 64: {16: 5.0, 64: 6.0}}  # the latter of kernels through registers on H200
 MOST_RESIDENT = 4
 MOST_TOKENS = TOKENS[64][-1]
 
@@ -129,7 +132,8 @@ def problem(a: Operand, b: Operand) -> dict[str, int]:
 
 def envelope(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:
     """What all kernels need."""
-    yield "N and K are at least 1, N * K is below 2^36", b.rows > 0 and 0 < a.k < 2**27 and b.rows * a.k < 2**36
+    yield "N is at least 1 and below 2^30", 0 < b.rows < 2**30
+    yield "rows are at least 1 long and below 32 MB, N of them below 64 GB", 0 < a.k < 2**25 and b.rows * a.k < 2**36
     yield "rows are a multiple of 16 bytes long", a.k % 16 == 0
     for name, operand in (("a", a), ("b", b)):
         yield f"{name} is 16-byte aligned", operand.tensor.data_ptr() % 16 == 0
@@ -185,7 +189,7 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     )
     terms = {"streaming": max(streaming)}
     if not config.whole:
-        terms["sharing"] = SHARING_US[config.rows]
+        terms["sharing"] = SHARING_US[arch.wave_lanes][config.rows]
         terms["partials"] = 2 * _partial_bytes(config, tokens) / hbm
     return terms
 
@@ -200,10 +204,9 @@ def _partial_bytes(config: SkinnyConfig, tokens: int) -> int:
     return config.blocks * 2 * config.rows * max(tokens, 16) * 4
 
 
-def _waves(config: SkinnyConfig, tokens: int, arch: Arch) -> int:
-    """Of a block: four multiply; with 64 rows, others bring the tokens."""
-    bringers = 0 if config.rows == 16 else tokens // 16 if arch.wave_lanes == 32 else 1
-    return 4 + bringers
+def _waves(config: SkinnyConfig, arch: Arch) -> int:
+    """Of a block: four multiply; where 64 rows go through registers, another brings the tokens."""
+    return 4 if config.rows == 16 or arch.wave_lanes == 32 else 5
 
 
 def launch(
@@ -255,7 +258,9 @@ def launch(
         units,
         longer,
     )
-    threads = _waves(config, tokens, arch) * arch.wave_lanes
+    threads = _waves(config, arch) * arch.wave_lanes
     shape = "skinny" if config.rows == 64 else "narrow"
     symbol = "_".join(filter(None, (module, kind, shape, str(tokens))))
-    return [Launch(module, symbol, (config.blocks, 1, 1), (threads, 1, 1), args)]
+    ring = config.rows == 64 and arch.wave_lanes == 32
+    lds = RING_PANELS[tokens] * PANEL * (config.rows + tokens) if ring else 0
+    return [Launch(module, symbol, (config.blocks, 1, 1), (threads, 1, 1), args, lds)]
