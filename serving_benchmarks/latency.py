@@ -71,6 +71,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--engine-args", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     add("--output-json", type=Path, default=HERE / "out" / "latency.json", help="default: %(default)s")
     add("--plot", type=Path, default=HERE / "out" / "latency.png", help="default: %(default)s")
+    add("--commit", help="of the code measured, where this is no checkout")
     add("--worker", type=json.loads, help=argparse.SUPPRESS)  # a job of the processes that this one starts
     arguments = parser.parse_args(argv)
     for name, least in (("batch_size", 1), ("input_len", 1), ("output_len", 2), ("num_iters", 1), ("rank_of", 1)):
@@ -325,8 +326,9 @@ def benchmark(arguments: argparse.Namespace) -> dict:
     iterations = len(arguments.batch_size) * (arguments.num_iters_warmup + arguments.num_iters)
     report = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
+        "command": shlex.join(["python", *without_paths(sys.argv)]),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")},
+        "commit": arguments.commit or commit(),
         "hardware": None,
         "versions": {},
         "results": [],
@@ -344,7 +346,7 @@ def benchmark(arguments: argparse.Namespace) -> dict:
             log = arguments.output_json.parent / "logs" / f"{job['name']}-{job['side']}.log"
             found = run_side(job, log, on_event)
             bar.update((number + 1) * iterations - bar.n)
-            run = {"model_id": job["name"], "side": job["side"], "log": str(log)}
+            run = {"model_id": job["name"], "side": job["side"], "log": f"{log.parent.name}/{log.name}"}
             if "error" not in found:
                 report["hardware"], report["versions"] = found["hardware"], found["versions"]
                 report["results"] += [summarise(job, batch) for batch in found["batches"]]
@@ -354,6 +356,12 @@ def benchmark(arguments: argparse.Namespace) -> dict:
         bar.set_description("done")
         bar.set_postfix_str("")
     return report
+
+
+def without_paths(words: list[str]) -> list[str]:
+    """A command without the options that only say where results go."""
+    outputs = ("--output-json", "--plot")
+    return [word for before, word in zip(["", *words], words) if word not in outputs and before not in outputs]
 
 
 def commit() -> str:

@@ -42,6 +42,7 @@ def capture(call: Callable, sets: list[tuple]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         for arguments in sets:
             call(*arguments)
+    graph.reads = sets  # what is freed may be unmapped before a replay
     return graph
 
 
