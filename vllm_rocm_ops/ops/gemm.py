@@ -24,7 +24,7 @@ STEP = 64  # bytes of K
 NARROW_UNIT = 8  # steps of a unit with 16 rows, a turn of each wave
 FRAGMENT_ROWS, FRAGMENT_BYTES = 16, 16
 BLOCK = 128  # of K and of N per block scale
-PANEL = 2 * STEP  # bytes of K that LDS holds together
+PANEL = 2 * STEP  # bytes of K of what LDS holds at a time
 RING_PANELS = {16: 6, 32: 5, 64: 4}  # of csrc/device/nvidia/wide.h, by tokens
 SHORTEST = 4  # steps: with fewer a block is over before it streams
 # What a kernel of so many rows and tokens is limited by, by the lanes of a wave: blocks that a compute unit holds at once, for

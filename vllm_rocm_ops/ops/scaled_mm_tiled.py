@@ -9,14 +9,13 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
-from vllm_rocm_ops.ops.gemm import FRAGMENT_BYTES, FRAGMENT_ROWS, MOST_TOKENS, OUT_TYPES, STEP, Operand
+from vllm_rocm_ops.ops.gemm import FRAGMENT_BYTES, FRAGMENT_ROWS, MOST_TOKENS, OUT_TYPES, PANEL, STEP, Operand
 
 MODULE = "scaled_mm_tiled"
 TILES = ((64, 128), (128, 128), (256, 256))  # of the output: tokens, rows of the weight
 THREADS = {128: 256, 256: 512}  # of a block, by the rows of its tile
 RESIDENT = {128: 2, 256: 1}  # blocks that a compute unit runs at once
 SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
-PANEL = 128  # bytes of K that a block holds in LDS at a time
 GROUP = 8  # tiles along M whose blocks run next to each other
 
 # The model of `cost`. No AMD GPU was there to measure: rates are shares of what the chips are built for.
