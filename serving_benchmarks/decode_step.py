@@ -483,10 +483,11 @@ def main() -> None:
         parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
+    if ranks > 1 and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.distributed.init_process_group("nccl")
     options, arch = parse(__doc__, add_arguments)
+    if ranks > 1:
+        torch.distributed.init_process_group("nccl" if options.device == "cuda" else "gloo")
     if options.ours is None:
         options.ours = frozenset(REPLACEABLE) - (options.stock or frozenset())
     if ranks > 1 and ranks not in (options.tp, options.ep if options.tp == 1 else None):
@@ -538,6 +539,7 @@ def run_model(model: str, options, arch, ranks: int) -> None:
     left_out = [] if moe else ["moe"]
     if ranks == 1 and options.tp * rank.groups > 1:
         left_out.append("collectives")
+    speaks = ranks == 1 or torch.distributed.get_rank() == 0
     for batch in options.batch:
         inputs = Inputs(rank, batch, options.context)
         paths = {"stock": frozenset(), "ours": options.ours}
@@ -549,7 +551,8 @@ def run_model(model: str, options, arch, ranks: int) -> None:
         name = f"{name_of(model, options, ranks)}, batch {batch}"
         if arch is None:
             calls = ", ".join(f"{path} {len(step.taken)} calls" for path, step in steps.items())
-            print(f"{name}: {calls}, {inputs.bytes} bytes, finite, differ by {difference(logits):.1e}")
+            if speaks:
+                print(f"{name}: {calls}, {inputs.bytes} bytes, finite, differ by {difference(logits):.1e}")
             continue
         times, alone = time_step(steps)
         counted = {path: launches(step) for path, step in steps.items()}
@@ -588,7 +591,7 @@ def run_model(model: str, options, arch, ranks: int) -> None:
             "versions": options.versions,
             "commit": options.commit,
         }
-        if ranks == 1 or torch.distributed.get_rank() == 0:
+        if speaks:
             with open_results(options, "decode_step") as file:
                 file.write(json.dumps(line) + "\n")
             print(table(line), flush=True)

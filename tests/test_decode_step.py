@@ -406,3 +406,11 @@ def test_the_command_runs_on_the_cpu():
     command += ["--tp", "2", "--batch", "1", "--context", "4", "--layers", "2", "--stock", "norm,moe"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0 and result.stdout.count("finite") == 2, result.stderr
+
+
+@pytest.mark.parametrize(("model", "ranks"), [(LLAMA, ["--tp", "2"]), (DEEPSEEK, ["--tp", "1", "--ep", "2"])])
+def test_two_processes_are_the_ranks(model, ranks):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(SCRIPTS / "decode_step.py"), "--device", "cpu", "--model", model, *ranks]
+    result = subprocess.run([*command, "--batch", "2", "--context", "4"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and result.stdout.count("2 ranks, batch 2") == 1, result.stderr
