@@ -101,9 +101,9 @@ DEVICE void multiply_panels(Sums<D>& sums, Filler<D::kTileM, D::kThreads>& fill_
   auto* lds = (lds::Local<u8>*)dynamic_lds;
   using Scales = typename Scaling::Panel;
   auto start = [&](int panel, int buffer, Scales& scales) __attribute__((always_inline)) {
+    scales = scaling.load(panel);  // first, as they are needed first: loads are waited for in order
     fill_a.start(panel, k, lds + buffer * kBuffer);
     fill_b.start(panel, k, lds + buffer * kBuffer + kPanelA);
-    scales = scaling.load(panel);
   };
 
   // While a panel is multiplied, the next kAhead are under way.

@@ -15,9 +15,9 @@
 //
 // Per panel, emulated:        gfx942  64 x 128   128 x 128   gfx950  64 x 128   128 x 128   256 x 256
 //   matrix cycles of a SIMD           512        1024                256        512         2048
-//   other issue cycles, rows          258        314                 234        290         756
-//                       blocks        382        532                 400        588         1728
-//                       blocks, e8m0  462        604                 418        652         1856
+//   other issue cycles, rows          258        316                 230        286         748
+//                       blocks        394        546                 388        584         1720
+//                       blocks, e8m0  462        626                 416        648         1848
 //   LDS cycles                        576        768                 192        256         768
 //   LDS bank conflicts                0          0                   0          0           0
 #include "device/arrive.h"
