@@ -5,9 +5,9 @@
 // Bytes: those of b, little else; flops: 2 * M * N * K. Up to 64 tokens the time is that of reading b, so all that counts is to
 // keep enough loads in flight on every compute unit, from the first cycle to the last.
 //
-// A step is 64 bytes of K, a tile 64 rows of b over all of K, or 16 (Narrow). The steps of all tiles, one tile after the other,
-// are divided evenly over the blocks, wherever tiles begin or end, so that every compute unit streams as much as any other.
-// How a block streams tiles of 64 rows, with all tokens, is the vendor's: Wide of amd/wide.h keeps what is in flight in
+// A step is 64 bytes of K, of kMx 256, a tile 64 rows of b over all of K, or 16 (Narrow). The steps of all tiles, one tile after
+// the other, are divided evenly over the blocks, wherever tiles begin or end, so that every compute unit streams as much as any
+// other. How a block streams tiles of 64 rows, with all tokens, is the vendor's: Wide of amd/wide.h keeps what is in flight in
 // registers, that of nvidia/wide.h in LDS.
 //
 // A tile that one block has alone it finishes from its registers. Of a shared tile, each block leaves its sums in HBM, and the
@@ -25,7 +25,7 @@ struct Product {
   const u8* a;           // [M, K], rows a_stride bytes apart
   const u8* b;           // [N, K], or in fragment order [N / 16, K bytes / 64, 4, 16 rows, 16 bytes]
   void* out;             // [M, N] of out_type
-  float* partials;       // [blocks, 2, values of a thread, threads]; null if no tile is shared
+  float* partials;       // [blocks, 2, values of a thread, threads, floats of a value]; null if no tile is shared
   u32* counters;         // [tiles], 0; null if no tile is shared
   const float* scale_a;  // kRow: [M] or [1]; kBlock: [M, K / 128], of a type of scale.h
   const float* scale_b;  // kRow: [N] or [1]; kBlock: [N / 128, K / 128]
@@ -46,7 +46,7 @@ struct Group {  // steps of a tile; those past the end are of no tile
   int tile, step, end;
 };
 
-// Which steps this block has.
+// Which steps this block has, and takes in groups of kGroup. With groups of one, units are of one.
 template <int kGroup>
 struct Share {
   const Product& p;
@@ -54,7 +54,7 @@ struct Share {
 
   DEVICE int first_step(int b) const { return p.unit * (b * p.units + (b < p.longer ? b : p.longer)); }
   DEVICE int block_of(int step) const {
-    const int unit = step / p.unit, in_longer = p.longer * (p.units + 1);
+    const int unit = kGroup == 1 ? step : step / p.unit, in_longer = p.longer * (p.units + 1);
     return unit < in_longer ? unit / (p.units + 1) : p.longer + (unit - in_longer) / p.units;
   }
   DEVICE Group begin() const {
@@ -94,9 +94,29 @@ DEVICE TileWeights tile_weights(const Product& p, int first_row, int wave_row) {
   return tile;
 }
 
-// The end of a tile: value [i][j] of a thread is of token token(i) and row row(j) of b. kLoaded registers are free for sums.
+// Four results of a token, of rows in a row, as far as there are so many.
+DEVICE void store_four(const Product& p, int token, int row, f32x4 x) {
+  const i64 at = i64(token) * p.n + row;
+  if (p.bias)
+    for (int i = 0; i < 4; ++i)
+      if (row + i < p.n) x[i] += load_output(p.bias, row + i, p.out_type);
+  if (p.n % 4 != 0) {
+    for (int i = 0; i < 4; ++i)
+      if (row + i < p.n) store_output(p.out, at + i, x[i], p.out_type);
+  } else if (p.out_type == 0) mem::store((u16*)p.out + at, u32x2{Bf16::pack(x.lo), Bf16::pack(x.hi)});
+  else if (p.out_type == 1) mem::store((u16*)p.out + at, u32x2{F16::pack(x.lo), F16::pack(x.hi)});
+  else mem::store((float*)p.out + at, x);
+}
+
+// The end of a tile: value [i][j] of a thread is of token token(i) and row row(j) of b; registers for kLoaded values are free. Of
+// kMx, whose rings leave few, a value is of four rows in a row, and their bias is loaded once they are summed up.
 template <Scales kScales, int kLaneTokens, int kLaneRows, int kGroup, int kLoaded = 8>
 struct Finish {
+  static constexpr bool kMx = kScales == Scales::kMx;
+  using Value = decltype([] {
+    if constexpr (kMx) return f32x4{};
+    else return 0.0f;
+  }());
   static constexpr int kValues = kLaneTokens * kLaneRows, kThreads = mma::kWaves * wave::kLanes;
   const Product& p;
   const Share<kGroup>& share;
@@ -121,7 +141,7 @@ struct Finish {
       row[j] = row_of(j), scale_b[j] = 0.0f, bias[j] = 0.0f;
       if (row[j] >= p.n) continue;
       if (kScales == Scales::kRow) scale_b[j] = mem::load<float>(p.scale_b + i64(row[j]) * p.scale_b_row);
-      if (p.bias) bias[j] = load_output(p.bias, row[j], p.out_type);
+      if (!kMx && p.bias) bias[j] = load_output(p.bias, row[j], p.out_type);
     }
   }
 
@@ -131,27 +151,33 @@ struct Finish {
   }
 
   // Where block b leaves its sums. It shares at most two tiles: the one that it starts in, and the one that it ends in.
-  DEVICE float* sums_of(int b) const {
-    return p.partials + i64(b * 2 + (b == from ? ends_here : 0)) * kValues * kThreads + wave::thread();
+  DEVICE Value* sums_of(int b) const {
+    return (Value*)p.partials + i64(b * 2 + (b == from ? ends_here : 0)) * kValues * kThreads + wave::thread();
   }
 
-  DEVICE void end(float (&sum)[kLaneTokens][kLaneRows]) const {
+  // Whether value v goes to HBM. Of kMx, those of tokens past the last do not.
+  DEVICE bool is_shared(int v) const { return !kMx || token[v / kLaneRows] < p.m; }
+
+  DEVICE void end(Value (&sum)[kLaneTokens][kLaneRows]) const {
     if (from != to) {
-      float* mine = sums_of(share.block);
+      Value* mine = sums_of(share.block);
 #pragma unroll
-      for (int v = 0; v < kValues; ++v) mem::store(mine + v * kThreads, sum[v / kLaneRows][v % kLaneRows]);
+      for (int v = 0; v < kValues; ++v)
+        if (is_shared(v)) mem::store(mine + v * kThreads, sum[v / kLaneRows][v % kLaneRows]);
       if (!is_last(p, tile, from, to)) return;
 #pragma unroll
-      for (int v = 0; v < kValues; ++v) sum[v / kLaneRows][v % kLaneRows] = 0.0f;
-      constexpr int kAtOnce = 2 * kValues < kLoaded ? kLoaded / kValues : 2;  // blocks whose sums are loaded together
+      for (int v = 0; v < kValues; ++v) sum[v / kLaneRows][v % kLaneRows] = Value{};
+      constexpr int kFit = kLoaded / kValues, kLeast = kMx ? 1 : 2;
+      constexpr int kAtOnce = kFit > kLeast ? kFit : kLeast;  // blocks whose sums are loaded together
 #pragma unroll 1
       for (int b = from; b <= to; b += kAtOnce) {
-        float theirs[kAtOnce][kValues];
+        Value theirs[kAtOnce][kValues];
 #pragma unroll
         for (int other = 0; other < kAtOnce; ++other) {
-          const float* of_other = sums_of(b + other <= to ? b + other : to);
+          const Value* of_other = sums_of(b + other <= to ? b + other : to);
 #pragma unroll
-          for (int v = 0; v < kValues; ++v) theirs[other][v] = mem::load<float>(of_other + v * kThreads);
+          for (int v = 0; v < kValues; ++v)
+            theirs[other][v] = is_shared(v) ? mem::load<Value>(of_other + v * kThreads) : Value{};
         }
 #pragma unroll
         for (int other = 0; other < kAtOnce; ++other)
@@ -164,9 +190,11 @@ struct Finish {
     for (int i = 0; i < kLaneTokens; ++i)
 #pragma unroll
       for (int j = 0; j < kLaneRows; ++j) {
-        float x = sum[i][j];
+        Value x = sum[i][j];
         if constexpr (kScales == Scales::kRow) x *= scale_a[i] * scale_b[j];
-        if (token[i] < p.m && row[j] < p.n) store_output(p.out, i64(token[i]) * p.n + row[j], x + bias[j], p.out_type);
+        if (token[i] >= p.m || row[j] >= p.n) continue;
+        if constexpr (kMx) store_four(p, token[i], row[j], x);
+        else store_output(p.out, i64(token[i]) * p.n + row[j], x + bias[j], p.out_type);
       }
   }
 };

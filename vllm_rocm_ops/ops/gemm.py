@@ -209,37 +209,31 @@ def _waves(config: SkinnyConfig, arch: Arch) -> int:
     return 4 if config.rows == 16 or arch.wave_lanes == 32 else 5
 
 
-def launch(
-    module: str,
-    config: SkinnyConfig,
+def product(
     out: Tensor,
     a: Operand,
     b: Operand,
     scale_a: tuple[Tensor | None, int, int],
     scale_b: tuple[Tensor | None, int],
     bias: Tensor | None,
-    arch: Arch,
-    unit: int = 1,
-    kind: str = "",
-) -> list[Launch]:
-    """The launch of csrc/ops/<module>.hip's skinny kernel of that kind. Scales come with their strides: between rows of a
-    and blocks of its K; between rows of b, or blocks of them."""
-    if a.rows == 0:
-        return []
-    tiles, steps, unit = _division(config, b, unit)
-    tokens = _tokens(config, a)
-    units, longer = divmod(tiles * steps // unit, config.blocks)
-    is_shared = not config.whole
+    division: tuple[int, int, int],
+    blocks: int,
+    partial_bytes: int,
+) -> tuple:
+    """The Product of csrc/device/skinny.h that so many blocks compute: scales with their strides, between rows of a and blocks of
+    its K, and between rows of b, or blocks of them; tiles, steps of one, and of a unit. Without partial sums no tile is
+    shared."""
+    tiles, steps, unit = division
     if b.is_shuffled:
         row, step, tile = FRAGMENT_BYTES, FRAGMENT_ROWS * STEP, FRAGMENT_ROWS * b.k
     else:
         row, step, tile = b.stride, STEP, FRAGMENT_ROWS * b.stride
-    args = (
+    return (
         a.tensor,
         b.tensor,
         out,
-        Workspace(_partial_bytes(config, tokens)) if is_shared else None,
-        Counters(tiles) if is_shared else None,
+        Workspace(partial_bytes) if partial_bytes else None,
+        Counters(tiles) if partial_bytes else None,
         scale_a[0],
         scale_b[0],
         bias,
@@ -255,9 +249,29 @@ def launch(
         OUT_TYPES[out.dtype],
         steps,
         unit,
-        units,
-        longer,
+        *divmod(tiles * steps // unit, blocks),
     )
+
+
+def launch(
+    module: str,
+    config: SkinnyConfig,
+    out: Tensor,
+    a: Operand,
+    b: Operand,
+    scale_a: tuple[Tensor | None, int, int],
+    scale_b: tuple[Tensor | None, int],
+    bias: Tensor | None,
+    arch: Arch,
+    unit: int = 1,
+    kind: str = "",
+) -> list[Launch]:
+    """The launch of csrc/ops/<module>.hip's skinny kernel of that kind. Scales as `product` takes them."""
+    if a.rows == 0:
+        return []
+    tokens = _tokens(config, a)
+    partial_bytes = 0 if config.whole else _partial_bytes(config, tokens)
+    args = product(out, a, b, scale_a, scale_b, bias, _division(config, b, unit), config.blocks, partial_bytes)
     threads = _waves(config, arch) * arch.wave_lanes
     shape = "skinny" if config.rows == 64 else "narrow"
     symbol = "_".join(filter(None, (module, kind, shape, str(tokens))))

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.launch import Counters, Launch, Workspace
+from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.op import Case, Op, aligned, describe, row_stride
-from vllm_rocm_ops.ops.gemm import OUT_TYPES, bias_contract
+from vllm_rocm_ops.ops.gemm import OUT_TYPES, activations, bias_contract, product, weight
 from vllm_rocm_ops.quantization import (
     MX_BLOCK as BLOCK,
 )  # of K per scale; of N, where neighbouring rows of b share theirs
@@ -149,30 +149,23 @@ def _cost(config: MxConfig, a, arch: Arch) -> dict[str, float]:
 
 
 def _plan(config: MxConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
-    m, n, k = _sizes(a)
-    if m == 0:
+    if a.a.shape[0] == 0:
         return []
-    tiles, pairs = _units(config, a)
-    units, longer = divmod(tiles * pairs, config.blocks)
-    shared = _is_shared(config, a)
+    partial_bytes = config.blocks * 2 * config.tokens * config.kernel.rows * 4 if _is_shared(config, a) else 0
     args = (
-        a.a,
-        a.b,
-        out,
-        Workspace(config.blocks * 2 * config.tokens * config.kernel.rows * 4) if shared else None,
-        Counters(tiles) if shared else None,
-        a.scale_a,
-        a.scale_b,
-        a.bias,
-        *(row_stride(tensor) for tensor in (a.a, a.b, a.scale_a, a.scale_b)),
-        0 if a.scale_b.shape[0] == n else BLOCK.bit_length() - 1,
-        m,
-        n,
-        k,
-        OUT_TYPES[a.out_dtype],
+        *product(
+            out,
+            activations(a.a),
+            weight(a.b),
+            (a.scale_a, row_stride(a.scale_a), 1),
+            (a.scale_b, row_stride(a.scale_b)),
+            a.bias,
+            (*_units(config, a), 1),
+            config.blocks,
+            partial_bytes,
+        ),
+        0 if a.scale_b.shape[0] == a.b.shape[0] else BLOCK.bit_length() - 1,
         config.blocks,
-        units,
-        longer,
     )
     symbol = f"mxfp8_scaled_mm_{'stream' if config.streams else 'tile'}_{config.tokens}"
     symbol += "" if _has_words(a) else "_bytes"
