@@ -131,7 +131,7 @@ BUGS = {
         WRONG,
     ),
     "tokens without a barrier": (
-        "device/skinny.h",
+        "device/amd/wide.h",
         "block_barrier();  // hazard: tokens are read before they are written",
         "{}",
         ops.scaled_mm,
@@ -167,7 +167,7 @@ BUGS = {
         WRONG,
     ),
     "the neighbouring block's scale": (
-        "device/skinny.h",
+        "device/amd/wide.h",
         "0, step / kUnit * Scale::kBytes, 0 < bytes",
         "0, (step / kUnit ^ 1) * Scale::kBytes, 0 < bytes",
         ops.block_scaled_mm,

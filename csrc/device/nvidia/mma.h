@@ -1,8 +1,7 @@
 // Products of weight rows, streamed through registers, with tokens in registers, by one wave alone: 16 rows, fp32 accumulation.
 // mma.sync (PTX ISA, section 9.7.14.5), whose fp8 form this arch unpacks to fp16 again for every instruction.
 #pragma once
-#include "sync.h"
-#include "wave.h"
+#include "../panel.h"
 
 namespace mma {
 
@@ -52,5 +51,87 @@ constexpr int kValueTokens = 2;  // of a lane: that of value i is number i % kVa
 // Of a tile, the rows of a lane's values 0 and 1 are in one half, those of values 2 and 3 in the other, with equal places there.
 DEVICE int half(int row) { return row / 8; }
 DEVICE int half_row(int row) { return row % 8; }
+
+// Products of panels that four waves together read out of LDS, fp32 accumulation: wgmma.mma_async.m64nN (PTX ISA, section 9.7.15
+// "Asynchronous warpgroup level matrix instructions").
+
+// Where the matrix units find rows of a panel, from `row` on: the descriptor without the panel's address, in 16 bytes. From bit 16
+// on it has the distance of core matrices along K, of no meaning with swizzle, from bit 32 on that of 8 rows, from bit 62 on the
+// swizzle (PTX ISA, section 9.7.15.5.1.2 "Matrix descriptor").
+struct Panel {
+  i64 descriptor;
+  int step;  // along 32 bytes of K
+  DEVICE Panel(int row, bool by_piece) {
+    constexpr i64 kEightRows = i64(8 * tile::kDepth / 16) << 32, kSwizzle = i64(1) << 62;
+    constexpr int kCoreMatrix = 8 * tile::kPiece / 16;
+    descriptor = row * tile::kDepth / 16 + kEightRows + (by_piece ? i64(kCoreMatrix) << 16 : kSwizzle);
+    step = by_piece ? 2 * kCoreMatrix : 2;
+  }
+};
+
+// clang-format off
+#define SUMS_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SUMS_16(i) SUMS_8(i), SUMS_8(i + 8)
+#define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
+#define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
+#define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, "\
+  "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// d += or, if not `add`, = the product of 32 bytes of K of 64 rows of a and of kValues * 2 rows of b. Lane l of wave w has the sums of
+// a's rows 16 * w + l / 4 and 8 more, d[i] and d[i + 2], with b's rows 8 * (i / 4) + 2 * (l % 4) + i % 2.
+template <class Type, int kValues>
+DEVICE void wgmma(float (&d)[kValues], i64 a, i64 b, int add);
+// Sums are there after this, not before.
+template <int kValues>
+DEVICE void wait_for_sums(float (&d)[kValues]);
+#define INSTRUCTION(Type, types, transpose, values, n, a, b, add_)                                                           \
+  template <> DEVICE void wgmma<Type, values>(float (&d)[values], i64 of_a, i64 of_b, int add) {                             \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #add_ ", 0; wgmma.mma_async.sync.aligned.m64n" #n types " {" NAMES_##values \
+                 "}, %" #a ", %" #b ", p, 1, 1" transpose ";}"                                                               \
+                 : SUMS_##values(0) : "l"(of_a), "l"(of_b), "n"(add));                                                       \
+  }
+#define INSTRUCTIONS(Type, types, transpose)              \
+  INSTRUCTION(Type, types, transpose, 8, 16, 8, 9, 10)    \
+  INSTRUCTION(Type, types, transpose, 16, 32, 16, 17, 18) \
+  INSTRUCTION(Type, types, transpose, 32, 64, 32, 33, 34) \
+  INSTRUCTION(Type, types, transpose, 64, 128, 64, 65, 66)
+INSTRUCTIONS(E4m3, "k32.f32.e4m3.e4m3", "")
+INSTRUCTIONS(Bf16, "k16.f32.bf16.bf16", ", 0, 0")
+INSTRUCTIONS(F16, "k16.f32.f16.f16", ", 0, 0")
+#define WAIT(values)                                                                                                           \
+  template <> DEVICE void wait_for_sums<values>(float (&d)[values]) {                                                          \
+    asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" : SUMS_##values(0) :: "memory");       \
+  }
+WAIT(8)
+WAIT(16)
+WAIT(32)
+WAIT(64)
+#undef WAIT
+#undef INSTRUCTIONS
+#undef INSTRUCTION
+#undef NAMES_64
+#undef NAMES_32
+#undef NAMES_16
+#undef NAMES_8
+#undef SUMS_64
+#undef SUMS_32
+#undef SUMS_16
+#undef SUMS_8
+// clang-format on
+
+// product = that of 64 rows of panel a and kValues * 2 rows of panel b.
+template <class Type, int kValues>
+DEVICE void multiply_panels(float (&product)[kValues], const Panel& a_at, const lds::Local<u8>* a, const Panel& b_at,
+                            const lds::Local<u8>* b) {
+  const i64 of_a = a_at.descriptor + (u32(i64(a)) >> 4), of_b = b_at.descriptor + (u32(i64(b)) >> 4);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  wgmma<Type>(product, of_a, of_b, 0);
+#pragma unroll
+  for (int i = 1; i < tile::kDepth / 32; ++i) wgmma<Type>(product, of_a + i * a_at.step, of_b + i * b_at.step, 1);
+  wait_for_sums(product);
+}
 
 }  // namespace mma

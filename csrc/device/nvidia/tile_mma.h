@@ -1,8 +1,7 @@
 // Products of panels of tokens and of weight rows, 128 bytes of K, fp8, bf16 or fp16, fp32 accumulation, by four waves together,
 // which read both out of LDS (wgmma.mma_async.m64nN; PTX ISA, section 9.7.15 "Asynchronous warpgroup level matrix instructions").
 #pragma once
-#include "../panel.h"
-#include "wgmma.h"
+#include "mma.h"
 
 namespace tile {
 

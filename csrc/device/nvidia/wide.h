@@ -2,8 +2,7 @@
 // fill, past the registers, and multiply. Registers hold enough loads for some 86 % of HBM's bandwidth, LDS for 93 % (measured on
 // H200, 13312 x 16384). Past the end of a tile the next tile's panels follow, so that kStages - 1 are always in flight.
 #pragma once
-#include "../panel.h"
-#include "wgmma.h"
+#include "mma.h"
 
 extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [kStages][weight rows, then tokens of a panel]
 
