@@ -3,7 +3,7 @@
 import plain
 import pytest
 import torch
-from engines import FLAVOURS, STOCK, Engines, prompts
+from engines import FLAVOURS, NOT_COMPILED, STOCK, Engines, prompts
 
 import vllm_rocm_ops
 from vllm_rocm_ops.vllm import register
@@ -41,7 +41,7 @@ def eager(engines) -> dict[str, dict]:
 @pytest.fixture(scope="session")
 def compiled(engines) -> dict[str, dict]:
     """vLLM with the plugin, compiled by Dynamo and Inductor."""
-    flavours = [f for f in FLAVOURS if f[1] != "bounded"]
+    flavours = [f for f in FLAVOURS if f[1] not in NOT_COMPILED]
     return engines.run_on_two_cores({"-".join(f): engines.job(f, compiled=True) for f in flavours})
 
 

@@ -25,6 +25,8 @@ FLAVOURS = {
     ("deepseek", "bf16"): (22, 104, 175),
     ("deepseek", "block"): (54, 104, 175),
 }
+NOT_COMPILED = ("bounded", "mxfp8")
+"""Kinds that run eagerly only: compiled, they are like "token" and "bf16"."""
 STOCK = [("llama", "bf16"), ("llama", "token"), ("deepseek", "bf16")]
 """What vLLM's CPU build runs without the plugin."""
 

@@ -255,26 +255,39 @@ def test_norms_quantize_without_links(engines, expected, source, patched, tmp_pa
 
 def test_compile_cache_knows_plugins(source, patched, tmp_path):
     """Those in use, with their versions, and not those that VLLM_PLUGINS leaves out."""
-    code = """
-import json
-from vllm.config import DeviceConfig, VllmConfig
-config = VllmConfig(device_config=DeviceConfig("cpu"))
-print(json.dumps([config.compute_hash(), config.compute_hash(include_version=False)]))
-"""
-    (tmp_path / "other.py").write_text("def register(): pass\n")
     info = tmp_path / "other-1.0.dist-info"
     info.mkdir()
+    (tmp_path / "other.py").write_text("def register(): pass\n")
     (info / "entry_points.txt").write_text("[vllm.general_plugins]\nother = other:register\n")
+    code = f"""
+import json, os, pathlib
+from vllm.config import DeviceConfig, VllmConfig
 
-    def hashes(package, version, plugins) -> list[str]:
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: other\nVersion: {version}\n")
-        return ask(package, code, tmp_path, VLLM_PLUGINS=plugins)
+def print_hashes(version, plugins):
+    os.environ["VLLM_PLUGINS"] = plugins
+    metadata = "Metadata-Version: 2.1\\nName: other\\nVersion: " + version + "\\n"
+    pathlib.Path({str(info / "METADATA")!r}).write_text(metadata)
+    config = VllmConfig(device_config=DeviceConfig("cpu"))
+    print(json.dumps([config.compute_hash(), config.compute_hash(include_version=False)]), flush=True)
 
-    one, two = (hashes(patched, version, "other") for version in ("1.0", "2.0"))
+hashes = {{}}
+for version, plugins in (("1.0", "other"), ("2.0", "other"), ("1.0", "none"), ("2.0", "none")):
+    reader, writer = os.pipe()
+    child = os.fork()  # each has loaded no plugin
+    if not child:
+        os.dup2(writer, 1)
+        print_hashes(version, plugins)
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    hashes[version + " " + plugins] = json.loads(os.fdopen(reader).read().splitlines()[-1])
+print(json.dumps(hashes))
+"""
+    ours, theirs = ask(patched, code, tmp_path), ask(source, code, tmp_path)
+    one, two = ours["1.0 other"], ours["2.0 other"]
     assert one[0] != two[0] and one[1] == two[1]
-    assert hashes(patched, "1.0", "other") == one
-    assert hashes(patched, "1.0", "none") == hashes(patched, "2.0", "none")
-    assert hashes(source, "1.0", "other") == hashes(source, "2.0", "other"), "vLLM knows plugins: the patch can go"
+    assert ours["1.0 none"] == ours["2.0 none"]
+    assert theirs["1.0 other"] == theirs["2.0 other"], "vLLM knows plugins: the patch can go"
 
 
 def test_registered_gemms_come_first(patched):
