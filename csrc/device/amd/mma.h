@@ -33,7 +33,6 @@ template <int kTokens>
 DEVICE void store_piece(u8* step, int index, u32x4 bytes) {
   *(u32x4*)(step + index * 16) = bytes;
 }
-DEVICE void show_pieces() {}  // to the matrix units, before the barrier
 
 template <int kTokens>
 struct Accumulator {

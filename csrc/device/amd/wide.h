@@ -71,7 +71,6 @@ struct Wide {
 #pragma unroll
       for (int j = 0; j < kLaneScales; ++j)
         if (bringer + j * kLanes < kChunkScales) buffer.scales_a[bringer + j * kLanes] = Scale::value(chunk.scale_a[j]);
-      mma::show_pieces();
     };
 
     Group now = share.begin();
