@@ -5,7 +5,7 @@ import pathlib
 import re
 import statistics
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from vllm_rocm_ops import arch as archs
 
@@ -172,16 +172,24 @@ def single_ops() -> str:
     return "\n\n".join(tables) or "Nothing yet."
 
 
+def experts_by_tokens(lines: list[dict], cell: Callable[[dict], str]) -> tuple[list[str], list[tuple]]:
+    """Headers, one for each number of tokens; and for each rank's share of the experts its name, lines and cells."""
+    shown = sorted({rows_of(line) for line in lines})
+    rows = [
+        (case, group, [cell(group[m]) if m in group else "" for m in shown])
+        for (_, case), group in groups_of(lines).items()
+    ]
+    return [plural(m, "token") for m in shown], rows
+
+
 def experts_summary() -> str:
     """Ratios by tokens, for each rank's share of the experts."""
     tables = []
     for newest in measured("moe"):
         lines = [line for line, _ in newest.values()]
-        shown = sorted({rows_of(line) for line in lines})
-        body = []
-        for (_, case), group in groups_of(lines).items():
-            body.append((case, *(times([ratio(group[m])]) if m in group else "" for m in shown)))
-        header = ("DeepSeek-V3's experts", *(plural(m, "token") for m in shown))
+        tokens, rows = experts_by_tokens(lines, lambda line: times([ratio(line)]))
+        body = [(case, *cells) for case, _, cells in rows]
+        header = ("DeepSeek-V3's experts", *tokens)
         tables.append(f"{head(lines)}, beside the best of vLLM's fused MoE (Triton):\n\n{markdown(header, body)}")
     return "\n\n".join(tables) or "Nothing yet."
 
@@ -269,12 +277,9 @@ def experts() -> str:
     tables = []
     for newest in measured("moe"):
         lines = [line for line, _ in newest.values()]
-        shown = sorted({rows_of(line) for line in lines})
-        body = []
-        for (_, case), group in groups_of(lines).items():
-            cells = (both(group[m]) if m in group else "" for m in shown)
-            body.append((case, *cells, versus(group.values())))
-        header = ("rank of DeepSeek-V3", *(plural(m, "token") for m in shown), "geometric mean")
+        tokens, rows = experts_by_tokens(lines, both)
+        body = [(case, *cells, versus(group.values())) for case, group, cells in rows]
+        header = ("rank of DeepSeek-V3", *tokens, "geometric mean")
         tables.append(
             "All launches of one layer's experts, random routing, microseconds, ours / the best of vLLM's fused MoE (Triton), by"
             f" `python serving_benchmarks/moe.py`.\n{head(lines)}: {links(path for _, path in newest.values())}\n\n"
