@@ -33,7 +33,7 @@ struct Place {
 
 constexpr int kNoRow = -1;  // the lane offset of zeros
 
-// The copies of kRows rows by all threads of a block.
+// The copies of kRows rows by kThreads threads, all of a block or as many waves of it.
 template <int kRows, int kThreads>
 struct Filler {
   static constexpr int kCopies = kRows * kPieces / kThreads;  // per thread
@@ -46,14 +46,15 @@ struct Filler {
   lds::Copy copy[kCopies];
 
   // Row r of the panel is row row_of(r), from `first` on; zeros for kNoRow, so that nobody reads the same row many times over.
+  // This wave is number `wave` of those that fill it.
   template <class RowOf>
-  DEVICE void init(const u8* first, const Layout& layout, RowOf row_of) {
+  DEVICE void init(const u8* first, const Layout& layout, RowOf row_of, int wave = wave::index()) {
     from = mem::buffer(first);
     step = 2 * layout.step;
-    part = wave::index() * wave::kLanes * kPiece;
+    part = wave * wave::kLanes * kPiece;
 #pragma unroll
     for (int j = 0; j < kCopies; ++j) {
-      const Place place = Place::of(j * kThreads + wave::thread(), layout.by_piece());
+      const Place place = Place::of(j * kThreads + wave * wave::kLanes + wave::lane(), layout.by_piece());
       const int row = row_of(place.row);
       const int in_row = place.piece % 4 * layout.piece + place.piece / 4 * layout.step;
       offset[j] = row == kNoRow ? kNoRow : row / 16 * int(layout.tile) + row % 16 * layout.row + in_row;

@@ -94,40 +94,56 @@ DEVICE TileWeights tile_weights(const Product& p, int first_row, int wave_row) {
   return tile;
 }
 
-// Four results of a token, of rows in a row, as far as there are so many.
-DEVICE void store_four(const Product& p, int token, int row, f32x4 x) {
+// Floats of rows in a row.
+template <int kRun>
+using Run = float __attribute__((ext_vector_type(kRun)));
+
+template <class T, int kRun>
+DEVICE auto pack_run(Run<kRun> x) {
+  if constexpr (kRun == 2) return T::pack(x);
+  else return u32x2{T::pack(x.lo), T::pack(x.hi)};
+}
+// Results of a token, from row `row` on, as far as there are so many; `row` is a multiple of kRun.
+template <int kRun>
+DEVICE void store_run(const Product& p, int token, int row, Run<kRun> x) {
   const i64 at = i64(token) * p.n + row;
+  if constexpr (kRun > 1)
+    if (p.n % kRun == 0) {
+      if (p.out_type == 0) mem::store((u16*)p.out + at, pack_run<Bf16, kRun>(x));
+      else if (p.out_type == 1) mem::store((u16*)p.out + at, pack_run<F16, kRun>(x));
+      else mem::store((float*)p.out + at, x);
+      return;
+    }
+  for (int i = 0; i < kRun; ++i)
+    if (row + i < p.n) store_output(p.out, at + i, x[i], p.out_type);
+}
+template <int kRun>
+DEVICE Run<kRun> load_bias(const Product& p, int row) {
+  Run<kRun> bias = {};
   if (p.bias)
-    for (int i = 0; i < 4; ++i)
-      if (row + i < p.n) x[i] += load_output(p.bias, row + i, p.out_type);
-  if (p.n % 4 != 0) {
-    for (int i = 0; i < 4; ++i)
-      if (row + i < p.n) store_output(p.out, at + i, x[i], p.out_type);
-  } else if (p.out_type == 0) mem::store((u16*)p.out + at, u32x2{Bf16::pack(x.lo), Bf16::pack(x.hi)});
-  else if (p.out_type == 1) mem::store((u16*)p.out + at, u32x2{F16::pack(x.lo), F16::pack(x.hi)});
-  else mem::store((float*)p.out + at, x);
+    for (int i = 0; i < kRun; ++i)
+      if (row + i < p.n) bias[i] = load_output(p.bias, row + i, p.out_type);
+  return bias;
 }
 
-// The end of a tile: value [i][j] of a thread is of token token(i) and row row(j) of b; registers for kLoaded values are free. Of
-// kMx, whose rings leave few, a value is of four rows in a row, and their bias is loaded once they are summed up.
-template <Scales kScales, int kLaneTokens, int kLaneRows, int kGroup, int kLoaded = 8>
+// The end of a tile: value [i][j] of a thread is of token token(i) and kRun rows of b, row(j) and those behind it; registers for
+// kLoaded floats are free. The rings of kMx leave few, so that bias is loaded once values are summed up.
+template <Scales kScales, int kLaneTokens, int kLaneRuns, int kRun, int kGroup, int kThreads, int kLoaded>
 struct Finish {
   static constexpr bool kMx = kScales == Scales::kMx;
-  using Value = decltype([] {
-    if constexpr (kMx) return f32x4{};
-    else return 0.0f;
-  }());
-  static constexpr int kValues = kLaneTokens * kLaneRows, kThreads = mma::kWaves * wave::kLanes;
+  using Value = Run<kRun>;
+  static constexpr int kValues = kLaneTokens * kLaneRuns;
   const Product& p;
   const Share<kGroup>& share;
   int tile = 0, from = 0, to = 0;  // and the first and the last block that share it
   int ends_here = 0;               // 1 if the first began in an earlier tile
-  int row[kLaneRows] = {}, token[kLaneTokens] = {};
-  float scale_a[kLaneTokens] = {}, scale_b[kLaneRows] = {}, bias[kLaneRows] = {};
+  int row[kLaneRuns] = {}, token[kLaneTokens] = {};
+  float scale_a[kLaneTokens] = {};
+  Value scale_b[kLaneRuns] = {}, bias[kLaneRuns] = {};
 
   // When a tile begins, so that what is loaded and divided here is there when it ends.
-  template <class Row, class Token>
-  DEVICE void begin(int tile_, Token token_of, Row row_of) {
+  template <class RowOf, class TokenOf>
+  DEVICE void begin(int tile_, TokenOf token_of, RowOf row_of) {
     tile = tile_, from = share.first_sharer(tile), to = share.last_sharer(tile);
     ends_here = share.first_step(from) < tile * p.steps;
 #pragma unroll
@@ -137,11 +153,12 @@ struct Finish {
         scale_a[i] = mem::load_float_or_zero(mem::buffer(p.scale_a), token[i] * p.scale_a_row * 4, 0, token[i] < p.m);
     }
 #pragma unroll
-    for (int j = 0; j < kLaneRows; ++j) {
-      row[j] = row_of(j), scale_b[j] = 0.0f, bias[j] = 0.0f;
-      if (row[j] >= p.n) continue;
-      if (kScales == Scales::kRow) scale_b[j] = mem::load<float>(p.scale_b + i64(row[j]) * p.scale_b_row);
-      if (!kMx && p.bias) bias[j] = load_output(p.bias, row[j], p.out_type);
+    for (int j = 0; j < kLaneRuns; ++j) {
+      row[j] = row_of(j);
+      if (kScales == Scales::kRow)
+        for (int i = 0; i < kRun; ++i)
+          scale_b[j][i] = row[j] + i < p.n ? mem::load<float>(p.scale_b + i64(row[j] + i) * p.scale_b_row) : 0.0f;
+      if (!kMx) bias[j] = load_bias<kRun>(p, row[j]);
     }
   }
 
@@ -150,51 +167,51 @@ struct Finish {
     return from == to || is_last_block(p.counters + tile, to - from + 1);
   }
 
-  // Where block b leaves its sums. It shares at most two tiles: the one that it starts in, and the one that it ends in.
-  DEVICE Value* sums_of(int b) const {
-    return (Value*)p.partials + i64(b * 2 + (b == from ? ends_here : 0)) * kValues * kThreads + wave::thread();
+  // Where value v of block b's sums lies, in bytes. It shares at most two tiles: the one that it starts in, and the one that it
+  // ends in.
+  DEVICE int place(int b, int v) const {
+    return ((b * 2 + (b == from ? ends_here : 0)) * kValues + v) * kThreads * int(sizeof(Value));
   }
 
-  // Whether value v goes to HBM. Of kMx, those of tokens past the last do not.
-  DEVICE bool is_shared(int v) const { return !kMx || token[v / kLaneRows] < p.m; }
+  // Whether value v goes to HBM.
+  DEVICE bool is_shared(int v) const { return token[v / kLaneRuns] < p.m; }
 
-  DEVICE void end(Value (&sum)[kLaneTokens][kLaneRows]) const {
+  DEVICE void end(Value (&sum)[kLaneTokens][kLaneRuns]) const {
     if (from != to) {
-      Value* mine = sums_of(share.block);
+      const mem::Buffer partials = mem::buffer(p.partials);
+      const int at = wave::thread() * int(sizeof(Value));
 #pragma unroll
       for (int v = 0; v < kValues; ++v)
-        if (is_shared(v)) mem::store(mine + v * kThreads, sum[v / kLaneRows][v % kLaneRows]);
+        if (is_shared(v)) mem::store((u8*)p.partials + place(share.block, v) + at, sum[v / kLaneRuns][v % kLaneRuns]);
       if (!is_last(p, tile, from, to)) return;
 #pragma unroll
-      for (int v = 0; v < kValues; ++v) sum[v / kLaneRows][v % kLaneRows] = Value{};
-      constexpr int kFit = kLoaded / kValues, kLeast = kMx ? 1 : 2;
+      for (int v = 0; v < kValues; ++v) sum[v / kLaneRuns][v % kLaneRuns] = Value{};
+      constexpr int kFit = kLoaded / (kValues * kRun), kLeast = kMx ? 1 : 2;
       constexpr int kAtOnce = kFit > kLeast ? kFit : kLeast;  // blocks whose sums are loaded together
 #pragma unroll 1
       for (int b = from; b <= to; b += kAtOnce) {
         Value theirs[kAtOnce][kValues];
 #pragma unroll
-        for (int other = 0; other < kAtOnce; ++other) {
-          const Value* of_other = sums_of(b + other <= to ? b + other : to);
+        for (int other = 0; other < kAtOnce; ++other)
 #pragma unroll
           for (int v = 0; v < kValues; ++v)
-            theirs[other][v] = is_shared(v) ? mem::load<Value>(of_other + v * kThreads) : Value{};
-        }
+            theirs[other][v] =
+                mem::load_or_any<Value>(partials, at, place(b + other <= to ? b + other : to, v), is_shared(v));
 #pragma unroll
         for (int other = 0; other < kAtOnce; ++other)
 #pragma unroll
           for (int v = 0; v < kValues; ++v)
-            if (b + other <= to) sum[v / kLaneRows][v % kLaneRows] += theirs[other][v];
+            if (b + other <= to) sum[v / kLaneRuns][v % kLaneRuns] += theirs[other][v];
       }
     }
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i)
 #pragma unroll
-      for (int j = 0; j < kLaneRows; ++j) {
+      for (int j = 0; j < kLaneRuns; ++j) {
         Value x = sum[i][j];
         if constexpr (kScales == Scales::kRow) x *= scale_a[i] * scale_b[j];
-        if (token[i] >= p.m || row[j] >= p.n) continue;
-        if constexpr (kMx) store_four(p, token[i], row[j], x);
-        else store_output(p.out, i64(token[i]) * p.n + row[j], x + bias[j], p.out_type);
+        if (token[i] < p.m && row[j] < p.n)
+          store_run<kRun>(p, token[i], row[j], x + (kMx ? load_bias<kRun>(p, row[j]) : bias[j]));
       }
   }
 };
@@ -212,7 +229,7 @@ template <class Type, int kTokens, Scales kScales>
 struct Narrow {
   static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kTurn = 2, kRing = mma::kRing;
   static constexpr int kThreads = mma::kWaves * wave::kLanes, kUnit = kTurn * mma::kWaves;
-  using Tile = Finish<kScales, kTiles, 1, kUnit>;
+  using Tile = Finish<kScales, kTiles, 1, 1, kUnit, kThreads, 8>;
   struct Buffer {
     float sum[2][mma::kWaves][kTiles][4]
              [wave::kLanes];  // of this tile and of the last, which a slow wave may still read
@@ -301,13 +318,11 @@ struct Narrow {
         [&](int) __attribute__((always_inline)) { return index * mma::kRows + mma::value_row(lane, value); });
   }
   DEVICE void end_tile(const Tile& tile, int parity) const {
-    float values[kTiles][1];
+    Run<1> values[kTiles][1] = {};
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      values[t][0] = 0.0f;
+    for (int t = 0; t < kTiles; ++t)
 #pragma unroll
       for (int w = 0; w < mma::kWaves; ++w) values[t][0] += buffer.sum[parity][w][t][wave::index()][lane];
-    }
     tile.end(values);
   }
 };

@@ -25,7 +25,7 @@ constexpr int kWaves = mma::kWaves, kThreads = kWaves * wave::kLanes;
 constexpr int kOutside = 1 << 31;  // an offset at which every buffer reads as zeros, as any number further on
 
 template <int kLaneTokens, int kLaneQuads>
-using Tile = Finish<Scales::kMx, kLaneTokens, kLaneQuads, /*kGroup=*/1, /*kLoaded=*/4>;
+using Tile = Finish<Scales::kMx, kLaneTokens, kLaneQuads, /*kRun=*/4, /*kGroup=*/1, kThreads, /*kLoaded=*/16>;
 
 // Up to kTokens tokens: tiles of 64 rows, each wave 16 of its own, which it streams from HBM straight to registers. A lane keeps
 // a ring of kRing units: once one is multiplied, the one kRing further on is loaded into its place, past the end of a tile the

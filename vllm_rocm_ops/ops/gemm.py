@@ -25,18 +25,19 @@ NARROW_UNIT = 8  # steps of a unit with 16 rows, a turn of each wave
 FRAGMENT_ROWS, FRAGMENT_BYTES = 16, 16
 BLOCK = 128  # of K and of N per block scale
 PANEL = 2 * STEP  # bytes of K of what LDS holds at a time
-RING_PANELS = {16: 6, 32: 5, 64: 4}  # of csrc/device/nvidia/wide.h, by tokens
+# Of csrc/device/nvidia/wide.h, of both teams, by tokens: of one block on a compute unit, and of two.
+RING_PANELS = {16: (22, 8), 32: (18, 8), 64: (14, 6)}
 SHORTEST = 4  # steps: with fewer a block is over before it streams
 # What a kernel of so many rows and tokens is limited by, by the lanes of a wave: blocks that a compute unit holds at once, for
-# registers and LDS; and bytes of weight a microsecond that its matrix instructions keep up with. The latter are measured on
+# registers and LDS; and bytes of weight a microsecond that it keeps up with. The latter are measured on
 # H200; on AMD they keep up with HBM.
 LIMITS = {
     32: {
         (16, 8): (4, 20e3),
-        (16, 16): (3, 20e3),
-        (64, 16): (3, math.inf),
-        (64, 32): (3, math.inf),
-        (64, 64): (3, math.inf),
+        (16, 16): (3, 10e3),
+        (64, 16): (2, 52e3),
+        (64, 32): (2, 44e3),
+        (64, 64): (2, 37e3),
     },
     64: {
         (16, 8): (4, math.inf),
@@ -46,21 +47,23 @@ LIMITS = {
         (64, 64): (2, math.inf),
     },
 }
-IN_FLIGHT = {32: {16: 16 * 1024, 64: 40 * 1024}, 64: {16: 24 * 1024, 64: 32 * 1024}}  # bytes that a block has under way
+IN_FLIGHT = {32: {16: 16 * 1024}, 64: {16: 24 * 1024, 64: 32 * 1024}}  # bytes that a block has under way in registers
 # Fitted to all configurations of the decode shapes on H200: `serving_benchmarks/gemm.py --sweep` says what the choice costs.
-LATENCY_US, HBM_SHARE = 2.0, 0.85
-SHARING_US = {32: {16: 2.5, 64: 3.0}, 64: {16: 5.0, 64: 6.0}}  # the latter of kernels through registers on H200
+LATENCY_US, HBM_SHARE = 1.5, 1.0
+DRAIN_US, END_US, SUMMED = 1.5, 0.5, 60e3
+SHARING_US = {32: {16: 1.0, 64: 2.0}, 64: {16: 5.0, 64: 6.0}}  # the latter of kernels through registers on H200
 MOST_RESIDENT = 4
 MOST_TOKENS = TOKENS[64][-1]
 
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """The steps of all tiles of `rows` rows of the weight are divided evenly over `blocks` blocks, or the tiles if they are to
-    stay whole. With 64 rows, each wave of a block has 16 of them; with 16, the waves take K in turns."""
+    """Tiles have `rows` rows of the weight, and each is divided into `parts` equal parts along K, of which `blocks` blocks take as
+    many each; or, with 0, the steps of all tiles are divided evenly, wherever tiles begin or end. With 64 rows, each wave of a
+    block has 16 of them; with 16, the waves take K in turns."""
 
     rows: int
-    whole: int
+    parts: int
     blocks: int
 
 
@@ -155,21 +158,26 @@ def padded(rows: Tensor, padding: int) -> Tensor:
 def _division(config: SkinnyConfig, b: Operand, unit: int) -> tuple[int, int, int]:
     """Tiles, the steps of one, and the steps that no border between blocks parts. Steps of a tile are a multiple of those."""
     unit = unit if config.rows == 64 else NARROW_UNIT
-    steps = -(-b.k // (STEP * unit)) * unit
-    return -(-b.rows // config.rows), steps, steps if config.whole else unit
+    parts = config.parts or 1
+    of_part = -(-b.k // (STEP * unit * parts)) * unit
+    return -(-b.rows // config.rows), of_part * parts, of_part if config.parts else unit
 
 
 def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1, narrow: bool = True) -> list[SkinnyConfig]:
-    """As many blocks as the compute units hold at once, one to four each, with whole tiles or parted ones."""
+    """Whole tiles, steps divided evenly, or each tile in parts, for as many blocks as the compute units hold at once, one to four
+    each."""
     found = []
     for rows, tokens in TOKENS.items():
         if a.rows > tokens[-1] or (rows == 16 and not narrow):
             continue
-        for whole in (1, 0):
-            tiles, steps, unit_steps = _division(SkinnyConfig(rows, whole, 1), b, unit)
-            most = tiles if whole else max(tiles * steps // max(SHORTEST, unit_steps), 1)
-            blocks = {min(arch.compute_units * i, most) for i in range(1, MOST_RESIDENT + 1)}
-            found += [SkinnyConfig(rows, whole, count) for count in sorted(blocks)]
+        tiles, steps, unit_steps = _division(SkinnyConfig(rows, 0, 1), b, unit)
+        most = max(steps // max(SHORTEST, unit_steps), 1)  # parts of a tile
+        held = [arch.compute_units * i for i in range(1, MOST_RESIDENT + 1)]
+        configs = [SkinnyConfig(rows, 1, min(count, tiles)) for count in held]
+        configs += [SkinnyConfig(rows, 0, min(count, tiles * most)) for count in held]
+        parted = [min(count // tiles, most) for count in (arch.compute_units // 4, arch.compute_units // 2, *held)]
+        configs += [SkinnyConfig(rows, parts, tiles * parts) for parts in parted if parts > 1]
+        found += dict.fromkeys(configs)
     return found
 
 
@@ -180,18 +188,30 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     tokens = _tokens(config, a)
     resident, keeps_up = LIMITS[arch.wave_lanes][config.rows, tokens]
     per_block = -(-tiles * steps // (unit_steps * config.blocks)) * unit_steps * STEP * config.rows
-    rounds = -(-config.blocks // (resident * arch.compute_units))
+    per_unit = -(-config.blocks // arch.compute_units)
     hbm = HBM_SHARE * arch.bandwidth_gb_s * 1e3  # bytes a microsecond
     streaming = (
         b.rows * b.k / hbm,
-        rounds * per_block * LATENCY_US / IN_FLIGHT[arch.wave_lanes][config.rows],
-        -(-config.blocks // arch.compute_units) * per_block / keeps_up,
+        -(-per_unit // resident) * per_block * LATENCY_US / _in_flight(config, tokens, arch),
+        per_unit * per_block / keeps_up,
     )
-    terms = {"streaming": max(streaming)}
-    if not config.whole:
-        terms["sharing"] = SHARING_US[arch.wave_lanes][config.rows]
-        terms["partials"] = 2 * _partial_bytes(config, tokens) / hbm
+    terms = {"streaming": max(streaming), "ends": per_block // (steps * STEP * config.rows) * END_US}
+    if config.parts != 1:
+        terms["sharing"] = SHARING_US[arch.wave_lanes][config.rows] + (DRAIN_US if config.parts == 0 else 0.0)
+        of_tile = config.rows * a.rows * 4
+        terms["partials"] = 2 * _partial_bytes(config, a.rows) / hbm + config.blocks / tiles * of_tile / SUMMED
     return terms
+
+
+def _in_flight(config: SkinnyConfig, tokens: int, arch: Arch) -> int:
+    """Bytes that a block has under way."""
+    if config.rows == 64 and arch.wave_lanes == 32:
+        return (_ring_panels(config, tokens, arch) - 2) * PANEL * config.rows
+    return IN_FLIGHT[arch.wave_lanes][config.rows]
+
+
+def _ring_panels(config: SkinnyConfig, tokens: int, arch: Arch) -> int:
+    return RING_PANELS[tokens][config.blocks > arch.compute_units]
 
 
 def _tokens(config: SkinnyConfig, a: Operand) -> int:
@@ -200,13 +220,14 @@ def _tokens(config: SkinnyConfig, a: Operand) -> int:
 
 
 def _partial_bytes(config: SkinnyConfig, tokens: int) -> int:
-    """What blocks leave of the tiles that they share, at most two each."""
-    return config.blocks * 2 * config.rows * max(tokens, 16) * 4
+    """What blocks leave of the tiles that they share, at most two each, of so many tokens."""
+    return config.blocks * 2 * config.rows * tokens * 4
 
 
 def _waves(config: SkinnyConfig, arch: Arch) -> int:
-    """Of a block: four multiply; where 64 rows go through registers, another brings the tokens."""
-    return 4 if config.rows == 16 or arch.wave_lanes == 32 else 5
+    """Of a block: four multiply; where 64 rows go through registers, another brings the tokens, where through LDS, there are
+    two teams."""
+    return 4 if config.rows == 16 else 8 if arch.wave_lanes == 32 else 5
 
 
 def product(
@@ -270,11 +291,12 @@ def launch(
     if a.rows == 0:
         return []
     tokens = _tokens(config, a)
-    partial_bytes = 0 if config.whole else _partial_bytes(config, tokens)
+    partial_bytes = 0 if config.parts == 1 else _partial_bytes(config, max(tokens, 16))
     args = product(out, a, b, scale_a, scale_b, bias, _division(config, b, unit), config.blocks, partial_bytes)
     threads = _waves(config, arch) * arch.wave_lanes
     shape = "skinny" if config.rows == 64 else "narrow"
     symbol = "_".join(filter(None, (module, kind, shape, str(tokens))))
-    ring = config.rows == 64 and arch.wave_lanes == 32
-    lds = RING_PANELS[tokens] * PANEL * (config.rows + tokens) if ring else 0
+    lds = 0
+    if config.rows == 64 and arch.wave_lanes == 32:
+        lds = _ring_panels(config, tokens, arch) * PANEL * (config.rows + tokens)
     return [Launch(module, symbol, (config.blocks, 1, 1), (threads, 1, 1), args, lds)]

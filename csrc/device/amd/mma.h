@@ -37,15 +37,14 @@ DEVICE void store_piece(u8* step, int index, u32x4 bytes) {
 template <int kTokens>
 struct Accumulator {
   static constexpr int kLaneTokens = kTokens / 16, kLaneRows = 4;
-  f32x4 sum[kTokens / 16];  // [kLaneTokens][kLaneRows]
-  DEVICE float at(int token, int row) const { return sum[token][row]; }
+  f32x4 sum[kLaneTokens];  // of four rows in a row
   // Adds sums times the scale of their token, out of LDS, and of the weight.
   DEVICE void add_scaled(const Accumulator& unit, const float* scales, float scale) {
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) sum[i] += unit.sum[i] * (scales[token(wave::lane(), i)] * scale);
   }
   DEVICE static int token(int lane, int i) { return i * 16 + lane % 16; }
-  DEVICE static int row(int lane, int i) { return lane / 16 * 4 + i; }
+  DEVICE static int row(int lane) { return lane / 16 * kLaneRows; }
 };
 
 template <class Type>

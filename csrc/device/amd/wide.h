@@ -23,7 +23,7 @@ struct Wide {
     float scales_a[kChunkScales + 1];
   };
 
-  using Tile = Finish<kScales, Sum::kLaneTokens, Sum::kLaneRows, kRing>;
+  using Tile = Finish<kScales, Sum::kLaneTokens, 1, Sum::kLaneRows, kRing, mma::kWaves * wave::kLanes, 16>;
 
   const Product& p;
   Buffer* buffers;  // [2] in LDS
@@ -150,17 +150,15 @@ struct Wide {
   }
 
   DEVICE void begin_tile(Tile& tile, int index) const {
-    const int first_row = index * kTileRows + wave::index() * mma::kRows;
+    const int row = index * kTileRows + wave::index() * mma::kRows + Sum::row(lane);
     tile.begin(
         index, [&](int i) __attribute__((always_inline)) { return Sum::token(lane, i); },
-        [&](int j) __attribute__((always_inline)) { return first_row + Sum::row(lane, j); });
+        [&](int) __attribute__((always_inline)) { return row; });
   }
   DEVICE void end_tile(const Tile& tile, const Sum& sum) const {
-    float values[Sum::kLaneTokens][Sum::kLaneRows];
+    f32x4 values[Sum::kLaneTokens][1];
 #pragma unroll
-    for (int i = 0; i < Sum::kLaneTokens; ++i)
-#pragma unroll
-      for (int j = 0; j < Sum::kLaneRows; ++j) values[i][j] = sum.at(i, j);
+    for (int i = 0; i < Sum::kLaneTokens; ++i) values[i][0] = sum.sum[i];
     tile.end(values);
   }
 

@@ -25,11 +25,10 @@ DEVICE Copy start_copy(mem::Buffer from, int lane_offset, int offset, bool insid
 }
 // Copies form groups, each of those that were started since the last one ended.
 DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// This wave's copies, but for the last kGroups groups, are in LDS once finish_copy was called for each; also for the matrix
-// units, which read LDS by another path.
+// This wave's copies, but for the last kGroups groups, are in LDS once finish_copy was called for each.
 template <int kGroups>
 DEVICE void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;\n\tfence.proxy.async.shared::cta;" ::"n"(kGroups) : "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 DEVICE void finish_copy(const Copy&, Local<u8>*) {}
 

@@ -103,7 +103,7 @@ INSTRUCTIONS(Bf16, "k16.f32.bf16.bf16", ", 0, 0")
 INSTRUCTIONS(F16, "k16.f32.f16.f16", ", 0, 0")
 #define WAIT(values)                                                                                                           \
   template <> DEVICE void wait_for_sums<values>(float (&d)[values]) {                                                          \
-    asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" : SUMS_##values(0) :: "memory");       \
+    asm volatile("wgmma.wait_group.sync.aligned 0;" : SUMS_##values(0) :: "memory");                                           \
   }
 WAIT(8)
 WAIT(16)
@@ -122,15 +122,21 @@ WAIT(64)
 #undef SUMS_8
 // clang-format on
 
-// product = that of 64 rows of panel a and kValues * 2 rows of panel b.
+// product = that of 64 rows of panel a and kValues * 2 rows of panel b, once it was waited for.
 template <class Type, int kValues>
-DEVICE void multiply_panels(float (&product)[kValues], const Panel& a_at, const lds::Local<u8>* a, const Panel& b_at,
-                            const lds::Local<u8>* b) {
+DEVICE void start_product(float (&product)[kValues], const Panel& a_at, const lds::Local<u8>* a, const Panel& b_at,
+                          const lds::Local<u8>* b) {
   const i64 of_a = a_at.descriptor + (u32(i64(a)) >> 4), of_b = b_at.descriptor + (u32(i64(b)) >> 4);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
   wgmma<Type>(product, of_a, of_b, 0);
 #pragma unroll
   for (int i = 1; i < tile::kDepth / 32; ++i) wgmma<Type>(product, of_a + i * a_at.step, of_b + i * b_at.step, 1);
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <class Type, int kValues>
+DEVICE void multiply_panels(float (&product)[kValues], const Panel& a_at, const lds::Local<u8>* a, const Panel& b_at,
+                            const lds::Local<u8>* b) {
+  start_product<Type>(product, a_at, a, b_at, b);
   wait_for_sums(product);
 }
 

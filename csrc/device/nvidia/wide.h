@@ -1,63 +1,73 @@
-// Tiles of 64 rows, streamed through LDS: a ring of panels, 128 bytes of K of the tile's rows and of all tokens, that four waves
-// fill, past the registers, and multiply. Registers hold enough loads for some 86 % of HBM's bandwidth, LDS for 93 % (measured on
-// H200, 13312 x 16384). Past the end of a tile the next tile's panels follow, so that kStages - 1 are always in flight.
+// Tiles of 64 rows, streamed through LDS. Each of the two teams of a block, four waves, has a ring of panels, 128 bytes of K of the
+// tile's rows and of all tokens, that it fills, past the registers, and multiplies; they take panels in turns. Registers hold
+// enough loads for some 86 % of HBM's bandwidth, LDS for 93 % (measured on H200, 13312 x 16384). Past the end of a tile the next
+// tile's panels follow, so that all stages of a ring but one are always in flight. A block that has a compute unit's LDS to itself
+// gets a deeper ring: how much LDS it has says which.
 #pragma once
 #include "mma.h"
 
-extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [kStages][weight rows, then tokens of a panel]
+extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [teams][kStages][weight rows, then tokens of a panel]
 
 template <class Type, int kTokens, Scales kScales, class Scale = Fp32Scale>
 struct Wide {
-  static constexpr int kThreads = mma::kWaves * wave::kLanes, kGroup = tile::kDepth / mma::kDepth;
+  static constexpr int kTeams = 2, kTeamThreads = mma::kWaves * wave::kLanes, kThreads = kTeams * kTeamThreads;
+  static constexpr int kPanel = tile::kDepth / mma::kDepth, kGroup = kTeams * kPanel;  // steps
   static constexpr int kWeightBytes = kTileRows * tile::kDepth, kStageBytes = kWeightBytes + kTokens * tile::kDepth;
-  static constexpr int kStages = kTokens == 16   ? 6
-                                 : kTokens == 32 ? 5
-                                                 : 4,
-                       kResident = 3;  // blocks; gemm.py knows both
-  static constexpr int kLaneTokens = kTokens / 4, kLaneRows = 2, kSums = kLaneTokens * kLaneRows;
+  static constexpr int kResident = 2;                                         // blocks
+  static constexpr int kDeep = kTokens == 16 ? 11 : kTokens == 32 ? 9 : 7;    // stages of a block alone
+  static constexpr int kShallow = kTokens == 16 ? 4 : kTokens == 32 ? 4 : 3;  // and of kResident; gemm.py knows both
+  static constexpr int kSums = kTokens / 2;
   static constexpr bool kScaled = kScales == Scales::kBlock;
-  using Tile = Finish<kScales, kLaneTokens, kLaneRows, kGroup, 64>;
-  using Weights = tile::Filler<kTileRows, kThreads>;
+  using Tile = Finish<kScales, kTokens / 8, 1, 2, kGroup, kThreads, 64>;
+  using Weights = tile::Filler<kTileRows, kTeamThreads>;
   using ScaleType = typename Scale::Type;
 
   const Product& p;
-  f32x2 (&scales_a)[2][kTokens / 2];  // in LDS, of this panel and of the last, which a slow wave may still read
+  f32x2 (&scales_a)[2][kTeams][kTokens / 2];  // in LDS, of this panel and of the last, which a slow wave may still read
   const Share<kGroup> share{p};
-  const int lane = wave::lane();
+  const int lane = wave::lane(), team = wave::index() / mma::kWaves, team_wave = wave::index() % mma::kWaves;
 
+  // The waves' rows are in such an order that a lane's sums are of two rows in a row.
   DEVICE void begin_stream(Weights& weights, int tile) const {
     const int first = tile * kTileRows;
-    weights.init(p.b + first / mma::kRows * p.b_tile, tile::Layout{p.b_tile, p.b_row, p.b_step / 4, p.b_step},
-                 [&](int row) { return first + row < p.n ? row : tile::kNoRow; });
+    auto row_of = [&](int at) {
+      const int row = at / mma::kRows * mma::kRows + at % 8 * 2 + at / 8 % 2;
+      return first + row < p.n ? row : tile::kNoRow;
+    };
+    weights.init(p.b + first / mma::kRows * p.b_tile, tile::Layout{p.b_tile, p.b_row, p.b_step / 4, p.b_step}, row_of,
+                 team_wave);
   }
 
   struct Scaling {
     typename Scale::Loaded a = {}, b = {};
   };
-  // Those of the group's panel: the weights', and the one of the token that the thread puts in LDS.
+  // Those of the team's panel: the weights', and the one of the token that the thread puts in LDS.
   DEVICE Scaling load_scales(const Group& group) const {
     if constexpr (!kScaled) return {};
-    const int token = wave::thread() % kTokens, block = group.step / kGroup;
+    const int token = wave::thread() % kTeamThreads, step = group.step + team * kPanel, block = step / kPanel;
+    const bool inside = share.bytes_left(group, step) > 0;
     const ScaleType* b = (const ScaleType*)p.scale_b + i64(group.tile * kTileRows / kScaleBlock) * p.scale_b_row;
     const int at = token * p.scale_a_row * Scale::kBytes, from = block * p.scale_a_k * Scale::kBytes;
-    return {Scale::load_or_zero(mem::buffer(p.scale_a), at, from, group.end > 0 && token < p.m),
-            Scale::load_or_zero(mem::buffer(b), 0, block * Scale::kBytes, group.end > 0)};
+    return {Scale::load_or_zero(mem::buffer(p.scale_a), at, from, inside && token < p.m),
+            Scale::load_or_zero(mem::buffer(b), 0, block * Scale::kBytes, inside)};
   }
 
+  template <int kStages>
   DEVICE void multiply() const {
-    auto* lds = (lds::Local<u8>*)dynamic_lds;
+    auto* lds = (lds::Local<u8>*)dynamic_lds + team * kStages * kStageBytes;
     Group now = share.begin(), ahead = now;
-    tile::Filler<kTokens, kThreads> tokens;
-    tokens.init(p.a, tile::Layout{16 * i64(p.a_stride), p.a_stride, tile::kPiece, 4 * tile::kPiece},
-                [&](int token) { return token < p.m ? token : tile::kNoRow; });
+    tile::Filler<kTokens, kTeamThreads> tokens;
+    tokens.init(
+        p.a, tile::Layout{16 * i64(p.a_stride), p.a_stride, tile::kPiece, 4 * tile::kPiece},
+        [&](int token) { return token < p.m ? token : tile::kNoRow; }, team_wave);
     Weights weights;
     begin_stream(weights, ahead.tile);
     auto start_next = [&](int stage) __attribute__((always_inline)) {
       if (ahead.end > 0) {
-        const int bytes = share.bytes_left(ahead, ahead.step), tile = ahead.tile;
+        const int step = ahead.step + team * kPanel, bytes = share.bytes_left(ahead, step), tile = ahead.tile;
         auto* to = lds + stage * kStageBytes;
-        weights.start_at(ahead.step * p.b_step, bytes, to);
-        tokens.start_at(ahead.step * mma::kDepth, bytes, to + kWeightBytes);
+        weights.start_at(step * p.b_step, bytes, to);
+        tokens.start_at(step * mma::kDepth, bytes, to + kWeightBytes);
         ahead = share.after(ahead);
         if (ahead.tile != tile && ahead.end > 0) begin_stream(weights, ahead.tile);
       }
@@ -72,25 +82,29 @@ struct Wide {
     Tile tile{p, share};
     begin_tile(tile, now.tile);
     for (int stage = 0, parity = 0;; parity ^= 1) {
-      if (kScaled && wave::thread() < kTokens) ((float*)scales_a[parity])[wave::thread()] = Scale::value(scaling.a);
+      auto& scales = scales_a[parity][team];
+      if (kScaled && wave::thread() % kTeamThreads < kTokens)
+        ((float*)scales)[wave::thread() % kTeamThreads] = Scale::value(scaling.a);
       const float scale_b = Scale::value(scaling.b);
       const Group next = share.after(now);
       lds::wait_for_copies<kStages - 2>();
-      block_barrier();  // hazard: read before all waves have filled it; the last stage filled while others still read there
-      start_next(stage == 0 ? kStages - 1 : stage - 1);
-      scaling = load_scales(next);
+      team_barrier<kTeamThreads>(
+          team);  // hazard: read before all waves have filled it; the last stage filled while others still read there
       auto* here = lds + stage * kStageBytes;
       // The matrix units sum up e4m3 with some 14 bits, so that their sums are of one panel only.
       float product[kSums];
-      mma::multiply_panels<Type>(product, weights_at, here, tokens_at, here + kWeightBytes);
+      mma::start_product<Type>(product, weights_at, here, tokens_at, here + kWeightBytes);
+      start_next(stage == 0 ? kStages - 1 : stage - 1);
+      scaling = load_scales(next);
+      mma::wait_for_sums(product);
 #pragma unroll
       for (int i = 0; i < kSums / 4; ++i) {
-        const f32x2 scale = kScaled ? scales_a[parity][i * 4 + lane % 4] * scale_b : f32x2{1.0f, 1.0f};
+        const f32x2 scale = kScaled ? scales[i * 4 + lane % 4] * scale_b : f32x2{1.0f, 1.0f};
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[i * 4 + j] += product[i * 4 + j] * scale[j % 2];
       }
       if (next.tile != now.tile) {
-        end_tile(tile, sum);
+        end_tile<kStages>(tile, sum, (lds::Local<float>*)dynamic_lds, stage);
         for (float& value : sum) value = 0.0f;
         if (next.end > 0) begin_tile(tile, next.tile);
       }
@@ -100,24 +114,41 @@ struct Wide {
     }
   }
 
-  // Of a thread's sums, [kTokens / 8][kLaneRows][2 tokens].
+  // Of a thread's sums, [kTokens / 8][2 rows][2 tokens], each team ends with those of its half of the tokens.
   DEVICE void begin_tile(Tile& tile, int index) const {
-    const int first_row = index * kTileRows + wave::index() * mma::kRows;
+    const int row = index * kTileRows + team_wave * mma::kRows + lane / 4 * 2;
     tile.begin(
-        index, [&](int i) __attribute__((always_inline)) { return i / 2 * 8 + lane % 4 * 2 + i % 2; },
-        [&](int j) __attribute__((always_inline)) { return first_row + lane / 4 + j * 8; });
+        index,
+        [&](int i) __attribute__((always_inline)) { return team * (kTokens / 2) + i / 2 * 8 + lane % 4 * 2 + i % 2; },
+        [&](int) __attribute__((always_inline)) { return row; });
   }
-  DEVICE void end_tile(const Tile& tile, const float (&sum)[kSums]) const {
-    float values[kLaneTokens][kLaneRows];
+  // The other half goes to the other team, through the stage that both have read.
+  template <int kStages>
+  DEVICE void end_tile(const Tile& tile, const float (&sum)[kSums], lds::Local<float>* lds, int stage) const {
+    constexpr int kHalf = kSums / kTeams, kStage = kStageBytes / 4;
+    lds::Local<float>* mine = lds + (team * kStages + stage) * kStage + wave::thread() % kTeamThreads;
+    const lds::Local<float>* theirs = lds + ((1 - team) * kStages + stage) * kStage + wave::thread() % kTeamThreads;
+    team_barrier<kTeamThreads>(team);  // hazard: written while other waves' products still read there
 #pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i)
+    for (int i = 0; i < kHalf; ++i) mine[i * kTeamThreads] = team == 0 ? sum[kHalf + i] : sum[i];
+    block_barrier();  // hazard: read before it is written
+    float half[kHalf];
 #pragma unroll
-      for (int j = 0; j < kLaneRows; ++j) values[i][j] = sum[i / 2 * 4 + j * 2 + i % 2];
+    for (int i = 0; i < kHalf; ++i)
+      half[i] = team == 0 ? sum[i] + theirs[i * kTeamThreads] : theirs[i * kTeamThreads] + sum[kHalf + i];
+    block_barrier();  // hazard: filled while it is still read
+    f32x2 values[kTokens / 8][1];
+#pragma unroll
+    for (int i = 0; i < kTokens / 8; ++i) values[i][0] = f32x2{half[i / 2 * 4 + i % 2], half[i / 2 * 4 + 2 + i % 2]};
     tile.end(values);
   }
 
   DEVICE static void run(const Product& product) {
-    LDS static f32x2 scales_a[2][kTokens / 2];
-    Wide{product, scales_a}.multiply();
+    LDS static f32x2 scales_a[2][kTeams][kTokens / 2];
+    const Wide kernel{product, scales_a};
+    u32 bytes;
+    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+    if (bytes == kTeams * kDeep * kStageBytes) kernel.template multiply<kDeep>();
+    else kernel.template multiply<kShallow>();
   }
 };
