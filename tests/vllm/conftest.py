@@ -3,7 +3,7 @@
 import plain
 import pytest
 import torch
-from engines import FLAVOURS, NOT_COMPILED, STOCK, Engines, prompts
+from engines import Engines, prompts
 
 import vllm_rocm_ops
 from vllm_rocm_ops.vllm import register
@@ -24,25 +24,6 @@ def configuration():
 def engines(tmp_path_factory) -> Engines:
     """One folder of checkpoints and caches for all tests."""
     return Engines(tmp_path_factory.mktemp("vllm"))
-
-
-@pytest.fixture(scope="session")
-def stock(engines) -> dict[str, dict]:
-    """vLLM without the plugin, eager."""
-    return engines.run_on_two_cores({"-".join(f): engines.job(f) for f in STOCK}, VLLM_PLUGINS="none")
-
-
-@pytest.fixture(scope="session")
-def eager(engines) -> dict[str, dict]:
-    """vLLM with the plugin, eager."""
-    return engines.run_on_two_cores({"-".join(f): engines.job(f) for f in FLAVOURS})
-
-
-@pytest.fixture(scope="session")
-def compiled(engines) -> dict[str, dict]:
-    """vLLM with the plugin, compiled by Dynamo and Inductor."""
-    flavours = [f for f in FLAVOURS if f[1] not in NOT_COMPILED]
-    return engines.run_on_two_cores({"-".join(f): engines.job(f, compiled=True) for f in flavours})
 
 
 @pytest.fixture(scope="session")

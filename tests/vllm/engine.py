@@ -1,4 +1,4 @@
-"""Runs vLLM in a process of its own: `python engine.py jobs.json answers.json`. Each job is one model.
+"""Runs vLLM in a process of its own, which calls `main`. Each job is one model.
 
 The engine lives in this process, so a model takes about two seconds, the batches are the same every time, and what the
 ops did is at hand.
@@ -7,7 +7,6 @@ ops did is at hand.
 import contextlib
 import gc
 import json
-import sys
 import traceback
 
 
@@ -28,6 +27,7 @@ def generate(job: dict) -> dict:
         seed=0,
         distributed_executor_backend="uni",
         gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=32 << 20,
         worker_extension_cls="vllm_rocm_ops.vllm.worker.Extension",
         **job.get("engine", {}),
     )
@@ -92,6 +92,12 @@ def faulty(fault: dict | None):
         op.reference = exact
 
 
+freeze = gc.freeze
+gc.freeze = gc.unfreeze = lambda: (
+    None
+)  # or all of vLLM's many collections would go through the modules, which takes longest
+
+
 def release() -> None:
     """Forget a model, so that the next one starts as in a new process."""
     import torch
@@ -100,6 +106,7 @@ def release() -> None:
     gc.collect()
     cleanup_dist_env_and_memory()
     torch._dynamo.reset()
+    freeze()
 
 
 def main(jobs_path: str, answers_path: str) -> None:
@@ -107,6 +114,13 @@ def main(jobs_path: str, answers_path: str) -> None:
         request = json.load(file)
     if request.get("before"):
         exec(request["before"], {})  # noqa: S102  a test's own preparation
+    from vllm import LLM  # noqa: F401
+    from vllm.model_executor.models import registry
+
+    freeze()
+    registry._run_in_subprocess = lambda inspect_model: (
+        inspect_model()
+    )  # vLLM's takes a process of its own for each model
     answers = {}
     for name, job in request["jobs"].items():
         try:
@@ -116,7 +130,3 @@ def main(jobs_path: str, answers_path: str) -> None:
             break
     with open(answers_path, "w") as file:
         json.dump(answers, file)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

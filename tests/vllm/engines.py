@@ -1,14 +1,11 @@
 """Tiny checkpoints, and engines that run them in processes of their own."""
 
-import concurrent.futures
 import itertools
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import checkpoints
+import processes
 import torch
 
 HERE = pathlib.Path(__file__).parent
@@ -69,35 +66,31 @@ class Engines:
             **options,
         }
 
-    def run_on_two_cores(self, jobs: dict[str, dict], **options: str) -> dict[str, dict]:
-        """`run` in two processes at once, each with every other job."""
-        halves = [dict(itertools.islice(jobs.items(), start, None, 2)) for start in range(2)]
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            first, second = pool.map(lambda half: self.run(half, **options), halves)
-        return first | second
-
-    def run(self, jobs: dict[str, dict], before: str = "", cache: str = "cache", **environment: str) -> dict[str, dict]:
-        """Run the jobs one after the other in one new process; its output is in the answers under "output"."""
+    def run(
+        self,
+        jobs: dict[str, dict],
+        before: str = "",
+        cache: str = "cache",
+        vllm: pathlib.Path | None = None,
+        **environment: str,
+    ) -> dict[str, dict]:
+        """Run the jobs one after the other in one new process, with the installed vLLM or another package of it; its output
+        is in the answers under "output"."""
         number = next(self.number)
         request, answers = self.folder / f"jobs-{number}.json", self.folder / f"answers-{number}.json"
         request.write_text(json.dumps({"before": before, "jobs": jobs}))
         compiled = any(not job["engine"].get("enforce_eager") for job in jobs.values())
         base = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
             "HF_HUB_OFFLINE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CACHE_ROOT": str(self.folder / cache),
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / cache / "inductor"),
             "TORCHDYNAMO_DISABLE": "0" if compiled else "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        command = [sys.executable, str(HERE / "engine.py"), str(request), str(answers)]
-        options = {"capture_output": True, "text": True, "timeout": 900}
-        process = subprocess.run(command, check=False, env=base | environment, **options)
-        output = process.stdout + process.stderr
-        assert answers.exists(), output[-8000:]
+        code = f"import engine; engine.main({str(request)!r}, {str(answers)!r})"
+        folders = [*([vllm.parent] if vllm else []), HERE.parents[1], HERE.parent, HERE]
+        output = processes.run(code, *folders, **base | environment)
         result = json.loads(answers.read_text())
         failed = [answer["error"] for answer in result.values() if "error" in answer]
         assert not failed, failed[0] + output[-4000:]

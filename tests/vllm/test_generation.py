@@ -1,6 +1,5 @@
 """vLLM generates with the ops in it: the same tokens, the ops called exactly as often as the model has places for them."""
 
-import concurrent.futures
 import importlib.metadata
 
 import checkpoints
@@ -16,6 +15,28 @@ MODES_OF = [(m, flavour) for m in MODES for flavour in FLAVOURS if m == "eager" 
 
 def identity(value) -> str:
     return value if isinstance(value, str) else "-".join(value)
+
+
+@pytest.fixture(scope="module")
+def eager(engines) -> dict[str, dict]:
+    """vLLM with the plugin, eager; also with gfx950 code, and with ops that are wrong on purpose."""
+    jobs = {identity(flavour): engines.job(flavour) for flavour in FLAVOURS}
+    jobs["gfx950"] = engines.job(("llama", "mxfp8"), emulate="gfx950", max_tokens=EMULATED_STEPS)
+    for name, (flavour, op, make) in FAULTS.items():
+        jobs[name] = engines.job(flavour, fault={"op": op, "make": make})
+    return engines.run(jobs)
+
+
+@pytest.fixture(scope="module")
+def compiled(engines) -> dict[str, dict]:
+    """vLLM with the plugin, compiled by Dynamo and Inductor."""
+    return engines.run({identity(f): engines.job(f, compiled=True) for f in FLAVOURS if f[1] not in NOT_COMPILED})
+
+
+@pytest.fixture(scope="module")
+def stock(engines) -> dict[str, dict]:
+    """vLLM without the plugin, eager."""
+    return engines.run({identity(flavour): engines.job(flavour) for flavour in STOCK}, VLLM_PLUGINS="none")
 
 
 def test_vllm_finds_the_plugin():
@@ -72,7 +93,7 @@ def expected_calls(flavour: tuple[str, str], steps: int = STEPS) -> dict[str, in
 @pytest.mark.parametrize(("mode", "flavour"), MODES_OF, ids=identity)
 def test_ops_are_called(request, mode, flavour):
     """Every norm, activation and quantized linear of the model runs our op, and no other quantizes where one can do both."""
-    answer = request.getfixturevalue(mode)["-".join(flavour)]
+    answer = request.getfixturevalue(mode)[identity(flavour)]
     assert {name for name, reason in answer["seams"].items() if reason != "on"} == {"unquantized_linear"}
     assert {op: sum(kernels.values()) for op, kernels in answer["stats"].items()} == expected_calls(flavour)
 
@@ -80,7 +101,7 @@ def test_ops_are_called(request, mode, flavour):
 @pytest.mark.parametrize(("mode", "flavour"), MODES_OF, ids=identity)
 def test_tokens_are_those_of_a_plain_computation(request, expected, mode, flavour):
     """Each token is the best one of the plain PyTorch model, which read the same tokens before it."""
-    answer = request.getfixturevalue(mode)["-".join(flavour)]
+    answer = request.getfixturevalue(mode)[identity(flavour)]
     agree(answer, expected(flavour, answer["tokens"]))
 
 
@@ -97,17 +118,17 @@ def agree(answer: dict, plain_logprobs: list[torch.Tensor], steps: int = STEPS) 
 EXPERTS = [flavour for flavour in FLAVOURS if flavour[0] == "deepseek"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def routed_by_vllm(engines) -> dict[str, dict]:
     """vLLM's own routing in front of our experts."""
-    jobs = {"-".join(flavour): engines.job(flavour) for flavour in EXPERTS}
-    return engines.run_on_two_cores(jobs, VLLM_ROCM_OPS_SEAMS="-routing_experts")
+    jobs = {identity(flavour): engines.job(flavour) for flavour in EXPERTS}
+    return engines.run(jobs, VLLM_ROCM_OPS_SEAMS="-routing_experts")
 
 
 @pytest.mark.parametrize("flavour", EXPERTS, ids=identity)
 def test_experts_answer_the_same_with_and_without_routing(routed_by_vllm, eager, flavour):
     """Whether vLLM or our experts route, tokens and their log probabilities are the same; the op's calls tell which did."""
-    theirs, ours = (answers["-".join(flavour)] for answers in (routed_by_vllm, eager))
+    theirs, ours = (answers[identity(flavour)] for answers in (routed_by_vllm, eager))
     assert theirs["tokens"] == ours["tokens"]
     torch.testing.assert_close(torch.tensor(theirs["logprobs"]), torch.tensor(ours["logprobs"]), atol=0.05, rtol=0)
     calls = {op: sum(kernels.values()) for op, kernels in theirs["stats"].items()}
@@ -119,7 +140,7 @@ def test_experts_answer_the_same_with_and_without_routing(routed_by_vllm, eager,
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_are_those_of_stock_vllm(request, stock, mode, flavour):
     """The plugin changes no token of a model that vLLM runs without it."""
-    name = "-".join(flavour)
+    name = identity(flavour)
     assert stock[name]["stats"] == {}
     assert request.getfixturevalue(mode)[name]["tokens"] == stock[name]["tokens"]
 
@@ -145,10 +166,10 @@ def test_gfx942_code_runs_inside_vllm(engines, expected):
     """Every op of a generation runs its gfx942 code object in the emulator, in gfx942's e4m3fnuz, and tokens are right."""
     flavours = [("llama", kind) for kind in ("static", "token", "block")]
     options = {"emulate": "gfx942", "max_tokens": EMULATED_STEPS}
-    jobs = {"-".join(flavour): engines.job(flavour, **options) for flavour in flavours}
-    answers = engines.run_on_two_cores(jobs, before=GFX942_FORMAT)
+    jobs = {identity(flavour): engines.job(flavour, **options) for flavour in flavours}
+    answers = engines.run(jobs, before=GFX942_FORMAT)
     for flavour in flavours:
-        answer = answers["-".join(flavour)]
+        answer = answers[identity(flavour)]
         assert all_in(answer["stats"]) == expected_calls(flavour, EMULATED_STEPS)
         agree(answer, expected(flavour, answer["tokens"]), EMULATED_STEPS)
 
@@ -168,16 +189,11 @@ vocab_parallel_embedding.dispatch_unquantized_gemm = lambda: lambda layer, x, we
 """As on ROCm: our kernel holds one of vLLM's, the prompts have too many tokens for ours, and ours makes the logits."""
 
 
-def test_gfx950_code_and_vllms_kernels_share_a_model(engines, expected):
+def test_gfx950_code_and_vllms_kernels_share_a_model(engines, eager, expected):
     """One compiled graph runs vLLM's kernels for the prompts and our gfx950 code after them; MX-FP8 is all ours."""
     token, mx = ("llama", "token"), ("llama", "mxfp8")
-    options = {"emulate": "gfx950", "max_tokens": EMULATED_STEPS}
-    jobs = [
-        ({"it": engines.job(token, compiled=True, **options)}, MANY_TOKENS_TO_VLLM),
-        ({"it": engines.job(mx, **options)}, ""),
-    ]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        shared, alone = pool.map(lambda job: engines.run(job[0], before=job[1])["it"], jobs)
+    job = engines.job(token, compiled=True, emulate="gfx950", max_tokens=EMULATED_STEPS)
+    shared, alone = engines.run({"it": job}, before=MANY_TOKENS_TO_VLLM)["it"], eager["gfx950"]
     after_prompts = expected_calls(token, EMULATED_STEPS - 1)["scaled_mm"]
     ours = {"scaled_mm": after_prompts, "unquantized_gemm": EMULATED_STEPS}
     assert all_in(shared["stats"]) == expected_calls(token, EMULATED_STEPS) | ours
@@ -240,16 +256,9 @@ FAULTS = {
 }
 
 
-@pytest.fixture(scope="session")
-def faulty(engines):
-    """vLLM with ops that are wrong on purpose."""
-    jobs = {name: engines.job(flavour, fault={"op": op, "make": make}) for name, (flavour, op, make) in FAULTS.items()}
-    return engines.run_on_two_cores(jobs)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_noticed(faulty, expected, fault):
+def test_a_planted_fault_is_noticed(eager, expected, fault):
     """The comparison with the plain model is able to fail."""
     flavour, *_ = FAULTS[fault]
     with pytest.raises(AssertionError):
-        agree(faulty[fault], expected(flavour, faulty[fault]["tokens"]))
+        agree(eager[fault], expected(flavour, eager[fault]["tokens"]))

@@ -7,12 +7,11 @@ installed, whose Python files are another release's.
 import csv
 import importlib.util
 import json
-import os
 import pathlib
 import shutil
 import subprocess
-import sys
 
+import processes
 import pytest
 import test_selection
 from engines import HERE
@@ -36,8 +35,8 @@ def source() -> pathlib.Path:
 
 
 def copy(source: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """A copy of a package in a folder."""
-    return shutil.copytree(source, folder / "vllm", ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of a package in a folder, with what is compiled of it."""
+    return shutil.copytree(source, folder / "vllm")
 
 
 @pytest.fixture(scope="module")
@@ -60,24 +59,10 @@ def runnable(package: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     return package
 
 
-def path_of(package: pathlib.Path, *more: pathlib.Path) -> str:
-    """The PYTHONPATH on which vLLM is that copy."""
-    return os.pathsep.join(map(str, [package.parent, *more, ROOT, HERE]))
-
-
-def ask(package: pathlib.Path, code: str, *more: pathlib.Path, **environment: str):
+def ask(package: pathlib.Path, code: str, *folders: pathlib.Path, **environment: str):
     """What the code, run in a process with that vLLM, prints last, as JSON."""
-    options = {"VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": path_of(package, *more)}
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | options | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
+    options = {"VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR"} | environment
+    return json.loads(processes.run(code, package.parent, *folders, ROOT, HERE, **options).splitlines()[-1])
 
 
 def contents(package: pathlib.Path) -> dict[str, bytes]:
@@ -235,17 +220,15 @@ def test_norms_quantize_without_links(engines, expected, source, patched, tmp_pa
     """The models' own forwards hand them their linear. The tokens are right."""
     jobs = {"-".join(flavour): engines.job(flavour) for flavour in NORMS}
     options = {"VLLM_ROCM_OPS_SEAMS": "-links", "cache": "patched"}
-    package = runnable(patched, tmp_path / "patched")
-    answers = engines.run_on_two_cores(jobs, PYTHONPATH=path_of(package, ROOT / "tests"), **options)
+    answers = engines.run(jobs, vllm=runnable(patched, tmp_path / "patched"), **options)
     for flavour, calls in NORMS.items():
         answer = answers["-".join(flavour)]
         steps = sum(answer["stats"]["fused_add_rms_norm"].values()) // PLAIN_NORMS[flavour[0]]
         found = {op: sum(by.values()) for op, by in answer["stats"].items() if op.endswith("quant")}
         assert found == {op: count * steps for op, count in calls.items()}
         assert answer["tokens"] == [w.argmax(-1).tolist() for w in expected(flavour, answer["tokens"])]
-    package = runnable(source, tmp_path / "released")
     job = engines.job(("deepseek", "block"))
-    answer = engines.run({"it": job}, PYTHONPATH=path_of(package, ROOT / "tests"), **options)["it"]
+    answer = engines.run({"it": job}, vllm=runnable(source, tmp_path / "released"), **options)["it"]
     assert not [op for op in answer["stats"] if op.endswith("quant")], "vLLM fuses them now: the patch can go"
 
 

@@ -8,12 +8,12 @@ import concurrent.futures
 import csv
 import io
 import json
-import os
 import pathlib
 import subprocess
 import sys
 import zipfile
 
+import processes
 import pytest
 import selection
 
@@ -53,17 +53,10 @@ def python_files(requirement: str) -> pathlib.Path:
 
 def ask(release: str) -> dict[str, dict[str, str]]:
     """All that a release selects on every machine."""
-    folder = python_files(RELEASES[release])
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(folder), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_PLUGINS": "none",
-    }
+    folders = python_files(RELEASES[release]), HERE.parents[1], HERE
     answers = BUILD / f"selection-{release}.json"
-    command = [sys.executable, str(HERE / "selection.py"), str(answers)]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert process.returncode == 0, process.stdout + process.stderr
+    code = f"import selection; selection.main({str(answers)!r})"
+    processes.run(code, *folders, VLLM_LOGGING_LEVEL="ERROR", VLLM_PLUGINS="none")
     result = json.loads(answers.read_text())
     failed = [f"{release} {where}: {answer['error']}" for where, answer in result.items() if "error" in answer]
     assert not failed, failed[0]
