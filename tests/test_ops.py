@@ -64,14 +64,20 @@ def test_case(the_op, case, executor):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU; test_same_bits.py is its like in the emulator")
 @pytest.mark.parametrize("m", [1, 16, 64])
 def test_same_bits_in_1000_calls(m):
-    """A product whose K is divided over blocks, which arrive in another order in every call."""
+    """Products of a decode layer, however K is divided over blocks, which arrive in another order in every call, with a weight
+    that is not in a cache."""
     from vllm_rocm_ops import ops
 
-    n, k, fp8 = 2304, 16384, archs.of_device(0).fp8_dtype
-    a, b = (torch.randn(rows, k, device="cuda").to(fp8) for rows in (m, n))
+    n, k, arch = 2304, 16384, archs.of_device(0)
+    a, b = (torch.randn(rows, k, device="cuda").to(arch.fp8_dtype) for rows in (m, n))
     scale_a, scale_b = torch.rand(m, 1, device="cuda"), torch.rand(n, 1, device="cuda")
-    first = ops.scaled_mm(a, b.t(), scale_a, scale_b, torch.bfloat16)
-    differ = torch.zeros((), device="cuda")
-    for _ in range(1000):
-        differ += (ops.scaled_mm(a, b.t(), scale_a, scale_b, torch.bfloat16) != first).sum()
-    assert "fallback" not in str(op.stats()["scaled_mm"]) and differ == 0
+    copies = [b.clone() for _ in range(1 + 10**9 // b.nbytes)]
+    arguments = (a, b.t(), scale_a, scale_b, torch.bfloat16)
+    exact = ops.scaled_mm.reference(*arguments[:4], torch.float64)
+    configs = ops.scaled_mm.configs(ops.scaled_mm.Arguments(*arguments), arch)
+    for config in configs:
+        with ops.scaled_mm.running(config):
+            first, differ = ops.scaled_mm(*arguments), torch.zeros((), device="cuda")
+            for call in range(-(-1000 // len(configs))):
+                differ += (ops.scaled_mm(a, copies[call % len(copies)].t(), *arguments[2:]) != first).sum()
+        assert (first - exact).abs().max() <= 2**-8 * exact.abs().max() and differ == 0, config

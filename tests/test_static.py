@@ -37,7 +37,7 @@ def test_some_blocks_stand_for_all(arch, tmp_path):
     for whole, sampled in zip(of_all, of_some, strict=True):
         assert whole["blocks_emulated"] == whole["blocks"] > sampled["blocks_emulated"] == 32
         for name in COUNTED:
-            assert sampled[name] == pytest.approx(whole[name], rel=0.1), name
+            assert sampled[name] == pytest.approx(whole[name], rel=0.15), name
         assert whole["hbm_bytes_over_minimum"] >= 1 and whole["bytes_in_flight_per_compute_unit"] > 0
         kernel = CodeObject(launch.code_object(whole["op"], arch)).kernels[whole["kernel"]]
         assert (

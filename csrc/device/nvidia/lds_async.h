@@ -11,15 +11,15 @@ using Local = __attribute__((address_space(3))) T;
 
 constexpr int kBuffers = 3;  // places in LDS that the copies of a loop take in turn
 
+DEVICE u32 address(const Local<u8>* place) { return u32(i64(place)); }
+
 struct Copy {};  // under way
 // Lane l copies the 16 bytes at from + lane_offset + offset, zeros if not inside or for lane_offset -1, to `to` + 16 * l;
 // `offset` and `to` are the wave's.
 DEVICE Copy start_copy(mem::Buffer from, int lane_offset, int offset, bool inside, Local<u8>* to) {
-  const u32 address = u32(i64(to + wave::lane() * 16));
-  inside = inside && lane_offset >= 0;
-  const u8* source = inside ? from + lane_offset + offset : from;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(mem::global(source)),
-               "r"(inside ? 16 : 0)
+  const int bytes = inside && lane_offset >= 0 ? 16 : 0;  // that are read; the others become zeros
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address(to) + wave::lane() * 16),
+               "l"(mem::global(from + lane_offset + offset)), "r"(bytes)
                : "memory");
   return {};
 }

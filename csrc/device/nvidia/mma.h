@@ -55,17 +55,20 @@ DEVICE int half_row(int row) { return row % 8; }
 // Products of panels that four waves together read out of LDS, fp32 accumulation: wgmma.mma_async.m64nN (PTX ISA, section 9.7.15
 // "Asynchronous warpgroup level matrix instructions").
 
-// Where the matrix units find rows of a panel, from `row` on: the descriptor without the panel's address, in 16 bytes. From bit 16
-// on it has the distance of core matrices along K, of no meaning with swizzle, from bit 32 on that of 8 rows, from bit 62 on the
-// swizzle (PTX ISA, section 9.7.15.5.1.2 "Matrix descriptor").
+// Where the matrix units find rows of a panel, from `row` on: a descriptor, whose lower half starts with the address in 16 bytes and
+// ends with the distance of core matrices along K, of no meaning with swizzle; its upper half has that of 8 rows and the swizzle
+// (PTX ISA, section 9.7.15.5.1.2 "Matrix descriptor").
 struct Panel {
-  i64 descriptor;
-  int step;  // along 32 bytes of K
+  u32 low, high;
+  int step;  // of the lower half, along 32 bytes of K
   DEVICE Panel(int row, bool by_piece) {
-    constexpr i64 kEightRows = i64(8 * tile::kDepth / 16) << 32, kSwizzle = i64(1) << 62;
-    constexpr int kCoreMatrix = 8 * tile::kPiece / 16;
-    descriptor = row * tile::kDepth / 16 + kEightRows + (by_piece ? i64(kCoreMatrix) << 16 : kSwizzle);
+    constexpr u32 kEightRows = 8 * tile::kDepth / 16, kSwizzle = 1u << 30, kCoreMatrix = 8 * tile::kPiece / 16;
+    low = row * tile::kDepth / 16 + (by_piece ? kCoreMatrix << 16 : 0), high = kEightRows + (by_piece ? 0 : kSwizzle);
     step = by_piece ? 2 * kCoreMatrix : 2;
+  }
+  // Of the panel at that place, 32 * i bytes of K further on.
+  DEVICE i64 at(const lds::Local<u8>* panel, int i) const {
+    return i64(high) << 32 | (low + (lds::address(panel) >> 4) + i * step);
   }
 };
 
@@ -126,11 +129,9 @@ WAIT(64)
 template <class Type, int kValues>
 DEVICE void start_product(float (&product)[kValues], const Panel& a_at, const lds::Local<u8>* a, const Panel& b_at,
                           const lds::Local<u8>* b) {
-  const i64 of_a = a_at.descriptor + (u32(i64(a)) >> 4), of_b = b_at.descriptor + (u32(i64(b)) >> 4);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-  wgmma<Type>(product, of_a, of_b, 0);
 #pragma unroll
-  for (int i = 1; i < tile::kDepth / 32; ++i) wgmma<Type>(product, of_a + i * a_at.step, of_b + i * b_at.step, 1);
+  for (int i = 0; i < tile::kDepth / 32; ++i) wgmma<Type>(product, a_at.at(a, i), b_at.at(b, i), i > 0);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 template <class Type, int kValues>
