@@ -7,6 +7,14 @@ import pytest
 os.environ["VLLM_ROCM_OPS_TABLES"] = os.devnull
 
 
+LONGEST = (
+    *("test_planted_bugs", "test_ops", "test_generation", "test_fused_experts_tiled", "test_serve", "test_seams"),
+    *("test_build", "test_patches", "test_scaled_mm_tiled", "test_large_tensors", "test_selection", "test_cli"),
+)
+"""Files that take longest, from minutes to half of one."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts vLLM's engines comes first: it takes longest, and the workers would wait for it in the end."""
-    items.sort(key=lambda item: item.path.parent.name != "vllm")
+    """What takes longest comes first, or workers would wait for it in the end."""
+    place = {stem: place for place, stem in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))

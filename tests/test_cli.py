@@ -30,8 +30,13 @@ def test_doctor_says_what_is_here_and_succeeds():
         assert expected in result.stdout
 
 
-def test_doctor_json_holds_the_same_for_machines():
-    found = json.loads(run("doctor", "--json").stdout)
+@pytest.fixture(scope="module")
+def found() -> dict:
+    """What the doctor finds where one seam is switched off, for machines."""
+    return json.loads(run("doctor", "--json", VLLM_ROCM_OPS_SEAMS="-norm").stdout)
+
+
+def test_doctor_json_holds_the_same_for_machines(found):
     assert found["package"]["version"] == vllm_rocm_ops.__version__
     assert list(found["code_objects"]) == list(archs.ARCHS)
     for modules in found["code_objects"].values():
@@ -42,18 +47,16 @@ def test_doctor_json_holds_the_same_for_machines():
 
 
 @needs_vllm
-def test_doctor_knows_the_seams():
-    found = json.loads(run("doctor", "--json").stdout)
+def test_doctor_knows_the_seams(found):
     assert found["vllm"]["plugin"]
     assert {seam["name"] for seam in found["vllm"]["seams"]} >= {"norm", "activation"}
     assert all(seam["on"] or seam["reason"] for seam in found["vllm"]["seams"])
 
 
 @needs_vllm
-def test_doctor_says_why_vllm_does_not_use_the_ops():
+def test_doctor_says_why_vllm_does_not_use_the_ops(found):
     assert "VLLM_PLUGINS=other leaves out rocm_ops" in run("doctor", VLLM_PLUGINS="other").stdout
-    seams = json.loads(run("doctor", "--json", VLLM_ROCM_OPS_SEAMS="-norm").stdout)["vllm"]["seams"]
-    assert {seam["name"]: seam["on"] for seam in seams}["norm"] is False
+    assert {seam["name"]: seam["on"] for seam in found["vllm"]["seams"]}["norm"] is False
 
 
 def test_doctor_without_vllm(monkeypatch):
