@@ -1,4 +1,4 @@
-// Types of the scales in HBM: how a lane loads one, holds it, and what it is worth.
+// Types of the scales in HBM: how a lane loads one, holds it, and what it is worth; of a word that holds it, too.
 #pragma once
 #include "gpu.h"
 
@@ -10,6 +10,7 @@ struct Fp32Scale {
     return mem::load_float_or_zero(from, lane_offset, offset, inside);
   }
   DEVICE static float value(Loaded scale) { return scale; }
+  DEVICE static float of_word(u32 word, u32 /*address*/) { return __builtin_bit_cast(float, word); }
 };
 
 // Powers of two: byte e is 2^(e - 127), 255 is NaN. Held as words: of bytes the compiler would make words of four, and wait for
@@ -26,4 +27,5 @@ struct E8m0Scale {
     const float power = __builtin_bit_cast(float, __builtin_elementwise_max(scale << 23, kSmallest));
     return __builtin_fmaf(power, 0.0f, power);  // infinity becomes NaN
   }
+  DEVICE static float of_word(u32 word, u32 address) { return value(word >> address % 4 * 8 & 0xff); }
 };

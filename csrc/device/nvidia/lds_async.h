@@ -23,6 +23,13 @@ DEVICE Copy start_copy(mem::Buffer from, int lane_offset, int offset, bool insid
                : "memory");
   return {};
 }
+// The lane copies the word that `from` lies in, or zeros.
+DEVICE void start_word(const void* from, bool inside, u32* to) {
+  const u32 address = u32(i64((Local<u32>*)to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address),
+               "l"(mem::global((const u8*)(i64(from) & -4))), "r"(inside ? 4 : 0)
+               : "memory");
+}
 // Copies form groups, each of those that were started since the last one ended.
 DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // This wave's copies, but for the last kGroups groups, are in LDS once finish_copy was called for each.

@@ -2,7 +2,7 @@
 // tile's rows and of all tokens, that it fills, past the registers, and multiplies; they take panels in turns. Registers hold
 // enough loads for some 86 % of HBM's bandwidth, LDS for 93 % (measured on H200, 13312 x 16384). Past the end of a tile the next
 // tile's panels follow, so that all stages of a ring but one are always in flight. A block that has a compute unit's LDS to itself
-// gets a deeper ring: how much LDS it has says which.
+// gets a deeper ring: how much LDS it has says which. Block scales come with their panel.
 #pragma once
 #include "mma.h"
 
@@ -14,18 +14,19 @@ struct Wide {
   static constexpr int kPanel = tile::kDepth / mma::kDepth, kGroup = kTeams * kPanel;  // steps
   static constexpr int kWeightBytes = kTileRows * tile::kDepth, kStageBytes = kWeightBytes + kTokens * tile::kDepth;
   static constexpr int kResident = 2;                                         // blocks
-  static constexpr int kDeep = kTokens == 16 ? 11 : kTokens == 32 ? 9 : 7;    // stages of a block alone
+  static constexpr int kDeep = kTokens == 16 ? 11 : kTokens == 32 ? 9 : 6;    // stages of a block alone
   static constexpr int kShallow = kTokens == 16 ? 4 : kTokens == 32 ? 4 : 3;  // and of kResident; gemm.py knows both
   static constexpr int kSums = kTokens / 2;
   static constexpr bool kScaled = kScales == Scales::kBlock;
   using Tile = Finish<kScales, kTokens / 8, 1, 2, kGroup, kThreads, 64>;
   using Weights = tile::Filler<kTileRows, kTeamThreads>;
-  using ScaleType = typename Scale::Type;
+  using Scaling = u32[kTeams][kDeep][kTokens + 1];  // words that the scales of the tokens and of the weight lie in
 
   const Product& p;
-  f32x2 (&scales_a)[2][kTeams][kTokens / 2];  // in LDS, of this panel and of the last, which a slow wave may still read
+  Scaling& scaling;  // in LDS
   const Share<kGroup> share{p};
   const int lane = wave::lane(), team = wave::index() / mma::kWaves, team_wave = wave::index() % mma::kWaves;
+  const int thread = wave::thread() % kTeamThreads;  // of the team
 
   // The waves' rows are in such an order that a lane's sums are of two rows in a row.
   DEVICE void begin_stream(Weights& weights, int tile) const {
@@ -38,18 +39,14 @@ struct Wide {
                  team_wave);
   }
 
-  struct Scaling {
-    typename Scale::Loaded a = {}, b = {};
-  };
-  // Those of the team's panel: the weights', and the one of the token that the thread puts in LDS.
-  DEVICE Scaling load_scales(const Group& group) const {
-    if constexpr (!kScaled) return {};
-    const int token = wave::thread() % kTeamThreads, step = group.step + team * kPanel, block = step / kPanel;
-    const bool inside = share.bytes_left(group, step) > 0;
-    const ScaleType* b = (const ScaleType*)p.scale_b + i64(group.tile * kTileRows / kScaleBlock) * p.scale_b_row;
-    const int at = token * p.scale_a_row * Scale::kBytes, from = block * p.scale_a_k * Scale::kBytes;
-    return {Scale::load_or_zero(mem::buffer(p.scale_a), at, from, inside && token < p.m),
-            Scale::load_or_zero(mem::buffer(b), 0, block * Scale::kBytes, inside)};
+  // Where the scale of a token lies, or, of the one past the last, that of a tile of the weight.
+  DEVICE const u8* scale_of(int token, int tile, int block) const {
+    if (token < kTokens) return (const u8*)p.scale_a + (token * p.scale_a_row + block * p.scale_a_k) * Scale::kBytes;
+    return (const u8*)p.scale_b + (i64(tile * kTileRows / kScaleBlock) * p.scale_b_row + block) * Scale::kBytes;
+  }
+  DEVICE float scale(int stage, int token, const Group& group) const {
+    const u8* from = scale_of(token, group.tile, group.step / kPanel + team);
+    return Scale::of_word(scaling[team][stage][token], u32(i64(from)));
   }
 
   template <int kStages>
@@ -68,6 +65,9 @@ struct Wide {
         auto* to = lds + stage * kStageBytes;
         weights.start_at(step * p.b_step, bytes, to);
         tokens.start_at(step * mma::kDepth, bytes, to + kWeightBytes);
+        if (kScaled && thread <= kTokens)
+          lds::start_word(scale_of(thread, tile, step / kPanel), bytes > 0 && (thread < p.m || thread == kTokens),
+                          &scaling[team][stage][thread]);
         ahead = share.after(ahead);
         if (ahead.tile != tile && ahead.end > 0) begin_stream(weights, ahead.tile);
       }
@@ -77,15 +77,10 @@ struct Wide {
     for (int stage = 0; stage < kStages - 1; ++stage) start_next(stage);
 
     const mma::Panel weights_at(0, p.b_step != mma::kDepth), tokens_at(0, false);
-    Scaling scaling = load_scales(now);
     float sum[kSums] = {};
     Tile tile{p, share};
     begin_tile(tile, now.tile);
-    for (int stage = 0, parity = 0;; parity ^= 1) {
-      auto& scales = scales_a[parity][team];
-      if (kScaled && wave::thread() % kTeamThreads < kTokens)
-        ((float*)scales)[wave::thread() % kTeamThreads] = Scale::value(scaling.a);
-      const float scale_b = Scale::value(scaling.b);
+    for (int stage = 0;;) {
       const Group next = share.after(now);
       lds::wait_for_copies<kStages - 2>();
       team_barrier<kTeamThreads>(
@@ -95,14 +90,14 @@ struct Wide {
       float product[kSums];
       mma::start_product<Type>(product, weights_at, here, tokens_at, here + kWeightBytes);
       start_next(stage == 0 ? kStages - 1 : stage - 1);
-      scaling = load_scales(next);
+      float factor[kTokens / 4];
+#pragma unroll
+      for (int i = 0; i < kTokens / 4; ++i)
+        factor[i] = kScaled ? scale(stage, i / 2 * 8 + lane % 4 * 2 + i % 2, now) : 1.0f;
+      const float scale_b = kScaled ? scale(stage, kTokens, now) : 1.0f;
       mma::wait_for_sums(product);
 #pragma unroll
-      for (int i = 0; i < kSums / 4; ++i) {
-        const f32x2 scale = kScaled ? scales[i * 4 + lane % 4] * scale_b : f32x2{1.0f, 1.0f};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sum[i * 4 + j] += product[i * 4 + j] * scale[j % 2];
-      }
+      for (int i = 0; i < kSums; ++i) sum[i] += product[i] * (factor[i / 4 * 2 + i % 2] * scale_b);
       if (next.tile != now.tile) {
         end_tile<kStages>(tile, sum, (lds::Local<float>*)dynamic_lds, stage);
         for (float& value : sum) value = 0.0f;
@@ -126,8 +121,8 @@ struct Wide {
   template <int kStages>
   DEVICE void end_tile(const Tile& tile, const float (&sum)[kSums], lds::Local<float>* lds, int stage) const {
     constexpr int kHalf = kSums / kTeams, kStage = kStageBytes / 4;
-    lds::Local<float>* mine = lds + (team * kStages + stage) * kStage + wave::thread() % kTeamThreads;
-    const lds::Local<float>* theirs = lds + ((1 - team) * kStages + stage) * kStage + wave::thread() % kTeamThreads;
+    lds::Local<float>* mine = lds + (team * kStages + stage) * kStage + thread;
+    const lds::Local<float>* theirs = lds + ((1 - team) * kStages + stage) * kStage + thread;
     team_barrier<kTeamThreads>(team);  // hazard: written while other waves' products still read there
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) mine[i * kTeamThreads] = team == 0 ? sum[kHalf + i] : sum[i];
@@ -144,8 +139,8 @@ struct Wide {
   }
 
   DEVICE static void run(const Product& product) {
-    LDS static f32x2 scales_a[2][kTeams][kTokens / 2];
-    const Wide kernel{product, scales_a};
+    LDS static Scaling scaling;
+    const Wide kernel{product, scaling};
     u32 bytes;
     asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
     if (bytes == kTeams * kDeep * kStageBytes) kernel.template multiply<kDeep>();
