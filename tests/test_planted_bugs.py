@@ -4,14 +4,13 @@ gfx950 code in the emulator, by a wrong result or by the emulator's own checks."
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import test_large_tensors as large
 from emulator import Emulator
 from emulator.errors import EmulatorError
+from test_build import load_build
 
 from vllm_rocm_ops import launch, op, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check
@@ -706,27 +705,27 @@ OVERFLOWS = {
 
 
 @pytest.fixture(scope="module")
-def source_copy(tmp_path_factory):
+def build(tmp_path_factory):
+    """csrc/build.py of a copy of the kernels."""
     root = tmp_path_factory.mktemp("planted")
     shutil.copytree(CSRC, root / "csrc")
-    return root
+    return load_build(root / "csrc")
 
 
 @pytest.fixture
-def plant(source_copy, monkeypatch):
+def plant(build, monkeypatch):
     """A function that builds the copy's modules with a bug in them and has ops run that code."""
 
     def plant(file: str, text: str, replacement: str, arch: str, modules: set[str]) -> None:
-        path = source_copy / "csrc" / file
+        path = build.CSRC / file
         original = path.read_text()
         assert text in original, f"the bug no longer fits {file}"
         try:
             path.write_text(original.replace(text, replacement))
-            build = [sys.executable, source_copy / "csrc" / "build.py", "--arch", arch, *modules]
-            subprocess.run(build, check=True, capture_output=True)
+            build.build(sorted(modules), [arch])
         finally:
             path.write_text(original)
-        monkeypatch.setattr(launch, "CODE", source_copy / "vllm_rocm_ops" / "code")
+        monkeypatch.setattr(launch, "CODE", build.CODE)
 
     return plant
 

@@ -140,11 +140,11 @@ class Counters:
         if crossed:  # quads of lanes 0 and 5, 1 and 4, 2 and 7, 3 and 6 of each half
             quad = lanes % 32 // 4
             group = lanes // 32 * 4 + np.where(quad < 4, quad, quad - 4 ^ 1)
-        groups = rows * 64 + group
-        words = (addresses >> 2)[:, None] + np.arange(dwords)
-        distinct = np.unique(np.stack([np.repeat(groups, dwords), words.ravel()]), axis=1)
-        per_bank, counts = np.unique(np.stack([distinct[0], distinct[1] % banks]), axis=1, return_counts=True)
-        _, first = np.unique(per_bank[0], return_index=True)
+        above_zero = 2**31  # a multiple of the banks
+        words = (addresses.astype(np.int64) >> 2)[:, None] + np.arange(dwords) + above_zero
+        distinct = np.unique((rows * 64 + group << 32)[:, None] + words)
+        per_bank, counts = np.unique((distinct >> 32) * banks + distinct % banks, return_counts=True)
+        _, first = np.unique(per_bank // banks, return_index=True)
         cycles = np.maximum.reduceat(counts, first)
         return int(cycles.sum()), len(first)
 
