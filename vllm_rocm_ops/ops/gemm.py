@@ -51,7 +51,6 @@ IN_FLIGHT = {32: {16: 16 * 1024}, 64: {16: 24 * 1024, 64: 32 * 1024}}  # bytes t
 # Fitted to all configurations of the decode shapes on H200: `serving_benchmarks/gemm.py --sweep` says what the choice costs.
 LATENCY_US, HBM_SHARE = 1.5, 1.0
 DRAIN_US, END_US, SUMMED = 1.5, 0.5, 60e3
-BLOCK_SCALES = 0.7  # of what keeps up, with scales in every panel
 SHARING_US = {32: {16: 1.0, 64: 2.0}, 64: {16: 5.0, 64: 6.0}}  # the latter of kernels through registers on H200
 MOST_RESIDENT = 4
 MOST_TOKENS = TOKENS[64][-1]
@@ -194,7 +193,7 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     streaming = (
         b.rows * b.k / hbm,
         -(-per_unit // resident) * per_block * LATENCY_US / _in_flight(config, tokens, arch),
-        per_unit * per_block / (keeps_up * (BLOCK_SCALES if unit > 1 else 1.0)),
+        per_unit * per_block / keeps_up,
     )
     terms = {"streaming": max(streaming), "ends": per_block // (steps * STEP * config.rows) * END_US}
     if config.parts != 1:

@@ -20,7 +20,7 @@ struct Wide {
   static constexpr bool kScaled = kScales == Scales::kBlock;
   using Tile = Finish<kScales, kTokens / 8, 1, 2, kGroup, kThreads, 64>;
   using Weights = tile::Filler<kTileRows, kTeamThreads>;
-  using Scaling = u32[kTeams][kDeep][kTokens + 1];  // words that the scales of the tokens and of the weight lie in
+  using Scaling = u32[kTeams][kDeep][kTokens + 2];  // words that the scales of the tokens and of the weight lie in
 
   const Product& p;
   Scaling& scaling;  // in LDS
@@ -39,14 +39,23 @@ struct Wide {
                  team_wave);
   }
 
-  // Where the scale of a token lies, or, of the one past the last, that of a tile of the weight.
-  DEVICE const u8* scale_of(int token, int tile, int block) const {
-    if (token < kTokens) return (const u8*)p.scale_a + (token * p.scale_a_row + block * p.scale_a_k) * Scale::kBytes;
-    return (const u8*)p.scale_b + (i64(tile * kTileRows / kScaleBlock) * p.scale_b_row + block) * Scale::kBytes;
+  // Where the scales of a token lie, or, of the one past the last, those of a tile of the weight.
+  DEVICE const u8* scales_from(int token, int tile) const {
+    if (token < kTokens) return (const u8*)p.scale_a + token * p.scale_a_row * Scale::kBytes;
+    return (const u8*)p.scale_b + i64(tile * kTileRows / kScaleBlock) * p.scale_b_row * Scale::kBytes;
   }
-  DEVICE float scale(int stage, int token, const Group& group) const {
-    const u8* from = scale_of(token, group.tile, group.step / kPanel + team);
-    return Scale::of_word(scaling[team][stage][token], u32(i64(from)));
+  DEVICE int scale_step(int token) const { return (token < kTokens ? p.scale_a_k : 1) * Scale::kBytes; }
+  DEVICE float scale(u32 word, int token, const Group& group) const {
+    const int block = group.step / kPanel + team;
+    return Scale::of_word(word, u32(i64(scales_from(token, group.tile))) + block * scale_step(token));
+  }
+  // Of the team's panel in a stage: those of a token and the next.
+  DEVICE f32x2 scales_of_tokens(int stage, int token, const Group& group) const {
+    const u32x2 words = *(const u32x2*)&scaling[team][stage][token];
+    return {scale(words.x, token, group), scale(words.y, token + 1, group)};
+  }
+  DEVICE float scale_of_weight(int stage, const Group& group) const {
+    return scale(scaling[team][stage][kTokens], kTokens, group);
   }
 
   template <int kStages>
@@ -59,6 +68,8 @@ struct Wide {
         [&](int token) { return token < p.m ? token : tile::kNoRow; }, team_wave);
     Weights weights;
     begin_stream(weights, ahead.tile);
+    const u8* scales = scales_from(thread, ahead.tile);  // of the thread's token
+    const int step_of_scales = scale_step(thread);
     auto start_next = [&](int stage) __attribute__((always_inline)) {
       if (ahead.end > 0) {
         const int step = ahead.step + team * kPanel, bytes = share.bytes_left(ahead, step), tile = ahead.tile;
@@ -66,10 +77,13 @@ struct Wide {
         weights.start_at(step * p.b_step, bytes, to);
         tokens.start_at(step * mma::kDepth, bytes, to + kWeightBytes);
         if (kScaled && thread <= kTokens)
-          lds::start_word(scale_of(thread, tile, step / kPanel), bytes > 0 && (thread < p.m || thread == kTokens),
+          lds::start_word(scales + step / kPanel * step_of_scales, bytes > 0 && (thread < p.m || thread == kTokens),
                           &scaling[team][stage][thread]);
         ahead = share.after(ahead);
-        if (ahead.tile != tile && ahead.end > 0) begin_stream(weights, ahead.tile);
+        if (ahead.tile != tile && ahead.end > 0) {
+          begin_stream(weights, ahead.tile);
+          scales = scales_from(thread, ahead.tile);
+        }
       }
       lds::end_group();
     };
@@ -90,14 +104,14 @@ struct Wide {
       float product[kSums];
       mma::start_product<Type>(product, weights_at, here, tokens_at, here + kWeightBytes);
       start_next(stage == 0 ? kStages - 1 : stage - 1);
-      float factor[kTokens / 4];
-#pragma unroll
-      for (int i = 0; i < kTokens / 4; ++i)
-        factor[i] = kScaled ? scale(stage, i / 2 * 8 + lane % 4 * 2 + i % 2, now) : 1.0f;
-      const float scale_b = kScaled ? scale(stage, kTokens, now) : 1.0f;
       mma::wait_for_sums(product);
+      const float scale_b = kScaled ? scale_of_weight(stage, now) : 1.0f;
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) sum[i] += product[i] * (factor[i / 4 * 2 + i % 2] * scale_b);
+      for (int i = 0; i < kSums / 4; ++i) {
+        const f32x2 scale = kScaled ? scales_of_tokens(stage, i * 8 + lane % 4 * 2, now) * scale_b : f32x2{1.0f, 1.0f};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[i * 4 + j] += product[i * 4 + j] * scale[j % 2];
+      }
       if (next.tile != now.tile) {
         end_tile<kStages>(tile, sum, (lds::Local<float>*)dynamic_lds, stage);
         for (float& value : sum) value = 0.0f;
@@ -139,7 +153,7 @@ struct Wide {
   }
 
   DEVICE static void run(const Product& product) {
-    LDS static Scaling scaling;
+    LDS alignas(8) static Scaling scaling;
     const Wide kernel{product, scaling};
     u32 bytes;
     asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
