@@ -74,8 +74,8 @@ class Engines:
         vllm: pathlib.Path | None = None,
         **environment: str,
     ) -> dict[str, dict]:
-        """Run the jobs one after the other in one new process, with the installed vLLM or another package of it; its output
-        is in the answers under "output"."""
+        """Run the jobs one after the other in one new process, with the installed vLLM or another package of it; its
+        output is in the answers under "output"."""
         number = next(self.number)
         request, answers = self.folder / f"jobs-{number}.json", self.folder / f"answers-{number}.json"
         request.write_text(json.dumps({"before": before, "jobs": jobs}))

@@ -1,4 +1,4 @@
-"""Runs code in processes of its own, each with another vLLM, environment, or something replaced before vLLM is imported.
+"""Runs code in processes of its own, each with another vLLM or environment, or something replaced before vLLM is there.
 
 They are forks of one that has imported what every vLLM imports, which takes seconds, and nothing of vLLM.
 """
