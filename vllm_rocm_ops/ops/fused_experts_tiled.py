@@ -21,9 +21,9 @@ MODULE = "fused_experts_tiled"
 TOKENS, ROWS = (64, 128), 128  # of a tile: pairs of one expert, rows of its weight
 THREADS, SORT_THREADS, COMBINE_THREADS = 256, 1024, 256
 MOST_EXPERTS = 1024
-# Measured on H200, while experts have few tokens: the share of the bandwidth; of the bytes that all blocks at once read, what
-# the first and the last ones cost; for each of the times that all blocks are new ones; for a launch.
-STREAMING, ENDS, ROUND_US, LAUNCH_US = {64: 0.96, 128: 0.5}, 0.55, 0.7, 3.6
+# Measured on H200, while experts have few tokens: the share of the bandwidth; for each of the times that all blocks are new
+# ones; for a launch.
+STREAMING, ROUND_US, LAUNCH_US = {64: 1.0, 128: 0.5}, 0.6, 3.6
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,6 @@ def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
         alone = of_unit % RESIDENT[ROWS]
         of_block = 2 * config.tokens * ROWS * PANEL * -(-k * size // PANEL) / rate
         moved = weight.numel() * size * hit + pairs * (k * size + rows * 4)
-        moved += ENDS * min(blocks, at_once) * ROWS * k * size
         terms[name] = max((of_unit - alone + alone / ALONE) * of_block, moved / (STREAMING[config.tokens] * bandwidth))
         terms[name] += blocks / at_once * ROUND_US
     terms["rest"] = (pairs * (h * 4 + inner * 3) + m * h * 5) / bandwidth + (4 + quantizing(a)) * LAUNCH_US

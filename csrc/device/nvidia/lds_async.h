@@ -32,7 +32,8 @@ DEVICE void start_word(const void* from, bool inside, u32* to) {
 }
 // Copies form groups, each of those that were started since the last one ended.
 DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// This wave's copies, but for the last kGroups groups, are in LDS once finish_copy was called for each.
+// This wave's copies, but for the last kGroups groups, are in LDS once finish_copy was called for each. The matrix units see them
+// without a fence of the async proxy, which would wait for all copies under way.
 template <int kGroups>
 DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");

@@ -32,7 +32,7 @@ struct Wide {
   DEVICE void begin_stream(Weights& weights, int tile) const {
     const int first = tile * kTileRows;
     auto row_of = [&](int at) {
-      const int row = at / mma::kRows * mma::kRows + at % 8 * 2 + at / 8 % 2;
+      const int row = at / 16 * 16 + at % 8 * 2 + at / 8 % 2;
       return first + row < p.n ? row : tile::kNoRow;
     };
     weights.init(p.b + first / mma::kRows * p.b_tile, tile::Layout{p.b_tile, p.b_row, p.b_step / 4, p.b_step}, row_of,
@@ -97,8 +97,7 @@ struct Wide {
     for (int stage = 0;;) {
       const Group next = share.after(now);
       lds::wait_for_copies<kStages - 2>();
-      team_barrier<kTeamThreads>(
-          team);  // hazard: read before all waves have filled it; the last stage filled while others still read there
+      team_barrier<kTeamThreads>(team);  // hazard: read before all filled it; the last stage filled while it is read
       auto* here = lds + stage * kStageBytes;
       // The matrix units sum up e4m3 with some 14 bits, so that their sums are of one panel only.
       float product[kSums];
