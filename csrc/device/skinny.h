@@ -225,10 +225,12 @@ struct Finish {
 // bytes) does what two dense ones do. Built and emulated on gfx942, 8 x 64 x 2048, it halves matrix cycles per byte of weight from
 // 0.031 to 0.016 and adds 0.7 % to issue cycles, 0.304 to 0.306. HBM at its full rate leaves 0.48 cycles per byte: what it
 // saves nobody waits for, so the dense one stays.
-template <class Type, int kTokens, Scales kScales>
+template <class Type, int kTokens, Scales kScales, class Scale = Fp32Scale>
 struct Narrow {
   static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kTurn = 2, kRing = mma::kRing;
   static constexpr int kThreads = mma::kWaves * wave::kLanes, kUnit = kTurn * mma::kWaves;
+  static constexpr bool kScaled = kScales == Scales::kBlock;
+  static_assert(!kScaled || kTurn * mma::kDepth == kScaleBlock);
   using Tile = Finish<kScales, kTiles, 1, 1, kUnit, kThreads, 8>;
   struct Buffer {
     float sum[2][mma::kWaves][kTiles][4]
@@ -245,9 +247,11 @@ struct Narrow {
   struct Turn {
     mma::Weights weights[kTurn] = {};
     u32x4 tokens[kTurn][kTiles];
+    typename Scale::Loaded scale_a[kTiles][mma::kValueTokens] = {}, scale_b = 0;  // of kBlock
   };
   DEVICE void load(Turn& turn, const TileWeights& stream, const Group& group) const {
     const int first = group.step + wave::index() * kTurn, bytes = share.bytes_left(group, first) - mma::depth(lane);
+    if constexpr (kScaled) load_scales(turn, group.tile, first / kTurn, share.bytes_left(group, first) > 0);
 #pragma unroll
     for (int u = 0; u < kTurn; ++u) {
       const int step = first + u;
@@ -262,6 +266,20 @@ struct Narrow {
                                               first * mma::kDepth, inside && token < p.m);
       }
     }
+  }
+
+  DEVICE void load_scales(Turn& turn, int tile, int block, bool inside) const {
+    const auto* scales_b =
+        (const typename Scale::Type*)p.scale_b + i64(tile * mma::kRows / kScaleBlock) * p.scale_b_row;
+    turn.scale_b = Scale::load_or_zero(mem::buffer(scales_b), 0, block * Scale::kBytes, inside);
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int v = 0; v < mma::kValueTokens; ++v) {
+        const int token = t * mma::kTileTokens + mma::value_token(lane, v);
+        turn.scale_a[t][v] = Scale::load_or_zero(mem::buffer(p.scale_a), token * p.scale_a_row * Scale::kBytes,
+                                                 block * p.scale_a_k * Scale::kBytes, inside && token < p.m);
+      }
   }
 
   // A turn is multiplied while the next kRing - 1 are under way.
@@ -283,10 +301,18 @@ struct Narrow {
     begin_tile(tile, now.tile);
     auto step = [&](const Turn& turn, Turn& free) __attribute__((always_inline)) {
       load_next(free);
+      const float scale_b = kScaled ? Scale::value(turn.scale_b) : 1.0f;
 #pragma unroll
-      for (int u = 0; u < kTurn; ++u)
+      for (int t = 0; t < kTiles; ++t) {
+        f32x4 product = kScaled ? f32x4{} : sum[t];
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) sum[t] = mma::multiply_tile<Type>(sum[t], turn.weights[u], turn.tokens[u][t]);
+        for (int u = 0; u < kTurn; ++u) product = mma::multiply_tile<Type>(product, turn.weights[u], turn.tokens[u][t]);
+        if constexpr (!kScaled) sum[t] = product;
+        else
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            sum[t][i] += product[i] * (Scale::value(turn.scale_a[t][i % mma::kValueTokens]) * scale_b);
+      }
       const Group next = share.after(now);
       if (next.tile != now.tile) {
 #pragma unroll
@@ -331,9 +357,9 @@ struct Narrow {
 #define SKINNY(symbol, type, tokens, ...)                                                           \
   KERNEL((Wide<type, tokens, __VA_ARGS__>::kThreads), (Wide<type, tokens, __VA_ARGS__>::kResident)) \
   symbol(Product product) { Wide<type, tokens, __VA_ARGS__>::run(product); }
-#define NARROW(symbol, type, tokens, scales)                                                      \
-  KERNEL((Narrow<type, tokens, scales>::kThreads), tokens == 8 ? 4 : 3) symbol(Product product) { \
-    LDS static Narrow<type, tokens, scales>::Buffer buffer;                                       \
-    const Narrow<type, tokens, scales> kernel{product, buffer};                                   \
-    kernel.multiply();                                                                            \
+#define NARROW(symbol, type, tokens, ...)                                                              \
+  KERNEL((Narrow<type, tokens, __VA_ARGS__>::kThreads), tokens == 8 ? 4 : 3) symbol(Product product) { \
+    LDS static Narrow<type, tokens, __VA_ARGS__>::Buffer buffer;                                       \
+    const Narrow<type, tokens, __VA_ARGS__> kernel{product, buffer};                                   \
+    kernel.multiply();                                                                                 \
   }

@@ -6,9 +6,13 @@
 // scaled. Where only one of the scales is e8m0, it is widened to fp32 beforehand; these kernels and the tiled ones stay few.
 #include "device/skinny.h"
 
+NARROW(block_scaled_mm_narrow_8, E4m3, 8, Scales::kBlock)
+NARROW(block_scaled_mm_narrow_16, E4m3, 16, Scales::kBlock)
 SKINNY(block_scaled_mm_skinny_16, E4m3, 16, Scales::kBlock)
 SKINNY(block_scaled_mm_skinny_32, E4m3, 32, Scales::kBlock)
 SKINNY(block_scaled_mm_skinny_64, E4m3, 64, Scales::kBlock)
+NARROW(block_scaled_mm_e8m0_narrow_8, E4m3, 8, Scales::kBlock, E8m0Scale)
+NARROW(block_scaled_mm_e8m0_narrow_16, E4m3, 16, Scales::kBlock, E8m0Scale)
 SKINNY(block_scaled_mm_e8m0_skinny_16, E4m3, 16, Scales::kBlock, E8m0Scale)
 SKINNY(block_scaled_mm_e8m0_skinny_32, E4m3, 32, Scales::kBlock, E8m0Scale)
 SKINNY(block_scaled_mm_e8m0_skinny_64, E4m3, 64, Scales::kBlock, E8m0Scale)

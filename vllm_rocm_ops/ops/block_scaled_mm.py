@@ -54,11 +54,9 @@ def _operands(a) -> tuple[gemm.Operand, gemm.Operand]:
 
 def _configs(a, arch: Arch) -> list:
     operands = _operands(a)
-    return (
-        tiled.configs(*operands, arch)
-        if tiled.is_for(operands[0])
-        else gemm.configs(*operands, arch, UNIT, narrow=False)
-    )
+    if tiled.is_for(operands[0]):
+        return tiled.configs(*operands, arch)
+    return gemm.configs(*operands, arch, UNIT)
 
 
 def _cost(config, a, arch: Arch) -> dict[str, float]:
@@ -116,6 +114,7 @@ def _cases() -> Iterator[Case]:
     yield case("tiles-long", 66, 100, 1680)
     both = {"e8m0_a": True, "e8m0_b": True}
     yield case("e8m0", 3, 130, 640, **both)
+    yield case("e8m0-m12", 12, 144, 528, **both)
     yield case("e8m0-m17-odd-sizes", 17, 200, 128 * 3 + 48, transposed=True, **both)
     yield case("e8m0-m64", 64, 272, 1024, out_dtype=torch.float32, **both)
     yield case("e8m0-a", 5, 192, 528, transposed=True, e8m0_a=True)

@@ -47,7 +47,7 @@ LIMITS = {
         (64, 64): (2, math.inf),
     },
 }
-IN_FLIGHT = {32: {16: 16 * 1024}, 64: {16: 24 * 1024, 64: 32 * 1024}}  # bytes that a block has under way in registers
+IN_FLIGHT = {32: {16: 16 * 1024}, 64: {16: 10 * 1024, 64: 20 * 1024}}
 # Fitted to all configurations of the decode shapes on H200: `serving_benchmarks/gemm.py --sweep` says what the choice costs.
 LATENCY_US, HBM_SHARE = 1.5, 1.0
 DRAIN_US, END_US, SUMMED = 1.5, 0.5, 60e3
@@ -163,12 +163,12 @@ def _division(config: SkinnyConfig, b: Operand, unit: int) -> tuple[int, int, in
     return -(-b.rows // config.rows), of_part * parts, of_part if config.parts else unit
 
 
-def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1, narrow: bool = True) -> list[SkinnyConfig]:
+def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1) -> list[SkinnyConfig]:
     """Whole tiles, steps divided evenly, or each tile in parts, for as many blocks as the compute units hold at once, one to four
     each."""
     found = []
     for rows, tokens in TOKENS.items():
-        if a.rows > tokens[-1] or (rows == 16 and not narrow):
+        if a.rows > tokens[-1]:
             continue
         tiles, steps, unit_steps = _division(SkinnyConfig(rows, 0, 1), b, unit)
         most = max(steps // max(SHORTEST, unit_steps), 1)  # parts of a tile
