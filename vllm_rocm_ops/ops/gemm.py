@@ -6,7 +6,6 @@ leaves it, where each wave reads contiguous kilobytes. An op takes either in the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,8 +28,8 @@ PANEL = 2 * STEP  # bytes of K of what LDS holds at a time
 RING_PANELS = {16: (22, 8), 32: (18, 8), 64: (12, 6)}
 SHORTEST = 4  # steps: with fewer a block is over before it streams
 # What a kernel of so many rows and tokens is limited by, by the lanes of a wave: blocks that a compute unit holds at once, for
-# registers and LDS; and bytes of weight a microsecond that it keeps up with. The latter are measured on
-# H200; on AMD they keep up with HBM.
+# registers and LDS; and bytes of weight a microsecond that it keeps up with, as measured on H200 and as emulated, by the cycles
+# that instructions are issued in.
 LIMITS = {
     32: {
         (16, 8): (4, 20e3),
@@ -40,18 +39,23 @@ LIMITS = {
         (64, 64): (2, 37e3),
     },
     64: {
-        (16, 8): (4, math.inf),
-        (16, 16): (4, math.inf),
-        (64, 16): (3, math.inf),
-        (64, 32): (3, math.inf),
-        (64, 64): (2, math.inf),
+        (16, 8): (4, 45e3),
+        (16, 16): (4, 45e3),
+        (64, 16): (3, 84e3),
+        (64, 32): (3, 56e3),
+        (64, 64): (2, 35e3),
     },
 }
-IN_FLIGHT = {32: {16: 16 * 1024}, 64: {16: 10 * 1024, 64: 20 * 1024}}
+BLOCK_US = {
+    32: 0.0,
+    64: 1.3,
+}  # that a compute unit issues instructions for what a block does once; among LIMITS on H200
+# Bytes that a long stream through registers keeps under way: fitted on H200, as the emulator counts them on AMD.
+IN_FLIGHT = {32: {16: 16e3}, 64: {16: 12.5e3, 64: 27e3}}
 # Fitted to all configurations of the decode shapes on H200: `serving_benchmarks/gemm.py --sweep` says what the choice costs.
 LATENCY_US, HBM_SHARE = 1.5, 1.0
 DRAIN_US, END_US, SUMMED = 1.5, 0.5, 60e3
-SHARING_US = {32: {16: 1.0, 64: 2.0}, 64: {16: 5.0, 64: 6.0}}  # the latter of kernels through registers on H200
+SHARING_US = {32: {16: 1.0, 64: 2.0}, 64: {16: 5.0, 64: 5.0}}  # the latter of kernels through registers on H200
 MOST_RESIDENT = 4
 MOST_TOKENS = TOKENS[64][-1]
 
@@ -190,10 +194,11 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     per_block = -(-tiles * steps // (unit_steps * config.blocks)) * unit_steps * STEP * config.rows
     per_unit = -(-config.blocks // arch.compute_units)
     hbm = HBM_SHARE * arch.bandwidth_gb_s * 1e3  # bytes a microsecond
+    in_flight = _in_flight(config, tokens, arch)
     streaming = (
         b.rows * b.k / hbm,
-        -(-per_unit // resident) * per_block * LATENCY_US / _in_flight(config, tokens, arch),
-        per_unit * per_block / keeps_up,
+        -(-per_unit // resident) * max(per_block / in_flight, 1.0) * LATENCY_US,
+        per_unit * (BLOCK_US[arch.wave_lanes] + per_block / keeps_up),
     )
     terms = {"streaming": max(streaming), "ends": per_block // (steps * STEP * config.rows) * END_US}
     if config.parts != 1:
@@ -203,7 +208,7 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     return terms
 
 
-def _in_flight(config: SkinnyConfig, tokens: int, arch: Arch) -> int:
+def _in_flight(config: SkinnyConfig, tokens: int, arch: Arch) -> float:
     """Bytes that a block has under way."""
     if config.rows == 64 and arch.wave_lanes == 32:
         return (_ring_panels(config, tokens, arch) - 2) * PANEL * config.rows
