@@ -144,8 +144,11 @@ struct Finish {
   // When a tile begins, so that what is loaded and divided here is there when it ends.
   template <class RowOf, class TokenOf>
   DEVICE void begin(int tile_, TokenOf token_of, RowOf row_of) {
-    tile = tile_, from = share.first_sharer(tile), to = share.last_sharer(tile);
-    ends_here = share.first_step(from) < tile * p.steps;
+    tile = tile_, from = to = share.block;
+    if (p.partials) {
+      from = share.first_sharer(tile), to = share.last_sharer(tile);
+      ends_here = share.first_step(from) < tile * p.steps;
+    }
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) {
       token[i] = token_of(i);

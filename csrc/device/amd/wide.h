@@ -85,7 +85,8 @@ struct Wide {
         block_barrier();  // hazard: tokens are read before they are written
         load(chunks[c % 2], c + 2 < kChunks ? now : next, (c + 2) % kChunks * kChunk);
       }
-      if (next.tile != now.tile) Tile::is_last(p, now.tile, share.first_sharer(now.tile), share.last_sharer(now.tile));
+      if (next.tile != now.tile && p.partials)
+        Tile::is_last(p, now.tile, share.first_sharer(now.tile), share.last_sharer(now.tile));
       if (next.end <= 0) return;
       now = next;
     }
