@@ -46,16 +46,16 @@ LIMITS = {
         (64, 64): (2, 35e3),
     },
 }
-BLOCK_US = {
-    32: 0.0,
-    64: 1.3,
-}  # that a compute unit issues instructions for what a block does once; among LIMITS on H200
 # Bytes that a long stream through registers keeps under way: fitted on H200, as the emulator counts them on AMD.
 IN_FLIGHT = {32: {16: 16e3}, 64: {16: 12.5e3, 64: 27e3}}
-# Fitted to all configurations of the decode shapes on H200: `serving_benchmarks/gemm.py --sweep` says what the choice costs.
-LATENCY_US, HBM_SHARE = 1.5, 1.0
-DRAIN_US, END_US, SUMMED = 1.5, 0.5, 60e3
-SHARING_US = {32: {16: 1.0, 64: 2.0}, 64: {16: 5.0, 64: 5.0}}  # the latter of kernels through registers on H200
+# Microseconds, fitted to all configurations of the decode shapes on H200: `serving_benchmarks/gemm.py --sweep` says what the choice
+# costs. That a load takes; that a block waits for its copies where its share ends within a tile; of each tile but the last.
+LATENCY_US, DRAIN_US, END_US = 1.5, 1.5, 0.5
+# That a compute unit issues instructions for what a block does once: emulated on AMD, among LIMITS on H200.
+BLOCK_US = {32: 0.0, 64: 1.3}
+# That blocks which share tiles take longer, by the rows of a tile: on AMD as of kernels through registers on H200.
+SHARING_US = {32: {16: 1.0, 64: 2.0}, 64: {16: 5.0, 64: 5.0}}
+SUMMED = 60e3  # bytes of partial sums a microsecond that a block reads
 MOST_RESIDENT = 4
 MOST_TOKENS = TOKENS[64][-1]
 
@@ -193,7 +193,7 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     resident, keeps_up = LIMITS[arch.wave_lanes][config.rows, tokens]
     per_block = -(-tiles * steps // (unit_steps * config.blocks)) * unit_steps * STEP * config.rows
     per_unit = -(-config.blocks // arch.compute_units)
-    hbm = HBM_SHARE * arch.bandwidth_gb_s * 1e3  # bytes a microsecond
+    hbm = arch.bandwidth_gb_s * 1e3  # bytes a microsecond
     in_flight = _in_flight(config, tokens, arch)
     streaming = (
         b.rows * b.k / hbm,
