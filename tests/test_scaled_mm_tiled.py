@@ -52,7 +52,7 @@ def test_last_tile_of_contest_shape(m, n, k, arch_name):
         key=lambda config: sum(scaled_mm_tiled.cost(config, *operands, arch).values()),
     )
     scales = (scale_a, *scale_a.stride()), (scale_b, scale_b.stride(0))
-    (planned,) = scaled_mm_tiled.launches(config, out, *operands, *scales, None, arch, kind="block")
+    (planned,) = scaled_mm_tiled.launches(config, gemm.Product(out, *operands, *scales), arch, kind="block")
     tiles = planned.grid[0] // config.slices
 
     def memory(arg):

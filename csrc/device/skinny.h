@@ -6,9 +6,9 @@
 // keep enough loads in flight on every compute unit, from the first cycle to the last.
 //
 // A step is 64 bytes of K, of kMx 256, a tile 64 rows of b over all of K, or 16 (Narrow). The steps of all tiles, one tile after
-// the other, are divided evenly over the blocks, wherever tiles begin or end, so that every compute unit streams as much as any
-// other. How a block streams tiles of 64 rows, with all tokens, is the vendor's: Wide of amd/wide.h keeps what is in flight in
-// registers, that of nvidia/wide.h in LDS.
+// the other, are divided evenly over the blocks, so that every compute unit streams as much as any other: wherever tiles begin or
+// end, or, with units of a whole tile or an equal part of one, never across their borders. How a block streams tiles of 64 rows,
+// with all tokens, is the vendor's: Wide of amd/wide.h keeps what is in flight in registers, that of nvidia/wide.h in LDS.
 //
 // A tile that one block has alone it finishes from its registers. Of a shared tile, each block leaves its sums in HBM, and the
 // last to arrive adds them up in the order of K: no atomics on values, the same bits every run.

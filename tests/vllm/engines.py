@@ -28,6 +28,11 @@ STOCK = [("llama", "bf16"), ("llama", "token"), ("deepseek", "bf16")]
 """What vLLM's CPU build runs without the plugin."""
 
 
+def identity(value: str | tuple[str, ...]) -> str:
+    """A name for a flavour, or what is one already."""
+    return value if isinstance(value, str) else "-".join(value)
+
+
 def prompts(flavour: tuple[str, str]) -> list[list[int]]:
     """The prompts for a model in a flavour."""
     result = []
@@ -47,7 +52,7 @@ class Engines:
 
     def checkpoint(self, flavour: tuple[str, str]) -> pathlib.Path:
         """The folder of a model's checkpoint."""
-        path = self.folder / "-".join(flavour)
+        path = self.folder / identity(flavour)
         return path if path.exists() else checkpoints.build(path, *flavour)
 
     def job(self, flavour: tuple[str, str], compiled: bool = False, **options) -> dict:

@@ -5,16 +5,12 @@ import importlib.metadata
 import checkpoints
 import pytest
 import torch
-from engines import FLAVOURS, NOT_COMPILED, STEPS, STOCK
+from engines import FLAVOURS, NOT_COMPILED, STEPS, STOCK, identity
 
 pytestmark = pytest.mark.slow
 
 MODES = ("eager", "compiled")
 MODES_OF = [(m, flavour) for m in MODES for flavour in FLAVOURS if m == "eager" or flavour[1] not in NOT_COMPILED]
-
-
-def identity(value) -> str:
-    return value if isinstance(value, str) else "-".join(value)
 
 
 @pytest.fixture(scope="module")

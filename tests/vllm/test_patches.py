@@ -14,7 +14,7 @@ import subprocess
 import processes
 import pytest
 import test_selection
-from engines import HERE
+from engines import HERE, identity
 
 from vllm_rocm_ops import patch
 
@@ -218,11 +218,11 @@ PLAIN_NORMS = {"llama": 1, "deepseek": 3}
 
 def test_norms_quantize_without_links(engines, expected, source, patched, tmp_path):
     """The models' own forwards hand them their linear. The tokens are right."""
-    jobs = {"-".join(flavour): engines.job(flavour) for flavour in NORMS}
+    jobs = {identity(flavour): engines.job(flavour) for flavour in NORMS}
     options = {"VLLM_ROCM_OPS_SEAMS": "-links", "cache": "patched"}
     answers = engines.run(jobs, vllm=runnable(patched, tmp_path / "patched"), **options)
     for flavour, calls in NORMS.items():
-        answer = answers["-".join(flavour)]
+        answer = answers[identity(flavour)]
         steps = sum(answer["stats"]["fused_add_rms_norm"].values()) // PLAIN_NORMS[flavour[0]]
         found = {op: sum(by.values()) for op, by in answer["stats"].items() if op.endswith("quant")}
         assert found == {op: count * steps for op, count in calls.items()}

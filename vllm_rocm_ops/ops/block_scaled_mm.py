@@ -71,14 +71,12 @@ def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
     alike = a.scale_a.dtype == a.scale_b.dtype
     scale_a, widening_a = _loadable(a.scale_a, alike)
     scale_b, widening_b = _loadable(a.scale_b, alike)
-    scales, is_e8m0 = (scale_a, scale_b[:2]), alike and a.scale_a.dtype == E8M0
+    product, is_e8m0 = gemm.Product(out, *_operands(a), scale_a, scale_b[:2]), alike and a.scale_a.dtype == E8M0
     if isinstance(config, TiledConfig):
-        kind = "block_e8m0" if is_e8m0 else "block"
-        product = tiled.launches(config, out, *_operands(a), *scales, None, arch, kind)
+        launches = tiled.launches(config, product, arch, "block_e8m0" if is_e8m0 else "block")
     else:
-        kind = "e8m0" if is_e8m0 else ""
-        product = gemm.launch("block_scaled_mm", config, out, *_operands(a), *scales, None, arch, UNIT, kind)
-    return widening_a + widening_b + product
+        launches = gemm.launch("block_scaled_mm", config, product, arch, UNIT, "e8m0" if is_e8m0 else "")
+    return widening_a + widening_b + launches
 
 
 def _loadable(scale: Tensor, alike: bool) -> tuple[tuple[Tensor | Workspace, int, int], list[Launch]]:

@@ -169,7 +169,7 @@ def _division(config: SkinnyConfig, b: Operand, unit: int) -> tuple[int, int, in
 
 def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1) -> list[SkinnyConfig]:
     """Whole tiles, steps divided evenly, or each tile in parts, for as many blocks as the compute units hold at once, one to four
-    each."""
+    each; in parts also for fewer."""
     found = []
     for rows, tokens in TOKENS.items():
         if a.rows > tokens[-1]:
@@ -177,11 +177,11 @@ def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1) -> list[SkinnyCon
         tiles, steps, unit_steps = _division(SkinnyConfig(rows, 0, 1), b, unit)
         most = max(steps // max(SHORTEST, unit_steps), 1)  # parts of a tile
         held = [arch.compute_units * i for i in range(1, MOST_RESIDENT + 1)]
-        configs = [SkinnyConfig(rows, 1, min(count, tiles)) for count in held]
-        configs += [SkinnyConfig(rows, 0, min(count, tiles * most)) for count in held]
+        of_rows = [SkinnyConfig(rows, 1, min(count, tiles)) for count in held]
+        of_rows += [SkinnyConfig(rows, 0, min(count, tiles * most)) for count in held]
         parted = [min(count // tiles, most) for count in (arch.compute_units // 4, arch.compute_units // 2, *held)]
-        configs += [SkinnyConfig(rows, parts, tiles * parts) for parts in parted if parts > 1]
-        found += dict.fromkeys(configs)
+        of_rows += [SkinnyConfig(rows, parts, tiles * parts) for parts in parted if parts > 1]
+        found += dict.fromkeys(of_rows)
     return found
 
 
@@ -210,12 +210,14 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
 
 def _in_flight(config: SkinnyConfig, tokens: int, arch: Arch) -> float:
     """Bytes that a block has under way."""
-    if config.rows == 64 and arch.wave_lanes == 32:
-        return (_ring_panels(config, tokens, arch) - 2) * PANEL * config.rows
-    return IN_FLIGHT[arch.wave_lanes][config.rows]
+    panels = _ring_panels(config, tokens, arch)
+    return (panels - 2) * PANEL * config.rows if panels else IN_FLIGHT[arch.wave_lanes][config.rows]
 
 
 def _ring_panels(config: SkinnyConfig, tokens: int, arch: Arch) -> int:
+    """0 where a block streams through registers."""
+    if config.rows == 16 or arch.wave_lanes == 64:
+        return 0
     return RING_PANELS[tokens][config.blocks > arch.compute_units]
 
 
@@ -235,20 +237,22 @@ def _waves(config: SkinnyConfig, arch: Arch) -> int:
     return 4 if config.rows == 16 else 8 if arch.wave_lanes == 32 else 5
 
 
-def product(
-    out: Tensor,
-    a: Operand,
-    b: Operand,
-    scale_a: tuple[Tensor | None, int, int],
-    scale_b: tuple[Tensor | None, int],
-    bias: Tensor | None,
-    division: tuple[int, int, int],
-    blocks: int,
-    partial_bytes: int,
-) -> tuple:
-    """The Product of csrc/device/skinny.h that so many blocks compute: scales with their strides, between rows of a and blocks of
-    its K, and between rows of b, or blocks of them; tiles, steps of one, and of a unit. Without partial sums no tile is
-    shared."""
+class Product(NamedTuple):
+    """out [M, N] = a @ b^T with scales and a bias, where there are any. Scales come with the elements between them: from row to row
+    of a (0 for one scale) and from block to block of its K; from row to row of b, or block of rows."""
+
+    out: Tensor
+    a: Operand
+    b: Operand
+    scale_a: tuple[Tensor | Workspace | None, int, int] = (None, 0, 0)
+    scale_b: tuple[Tensor | Workspace | None, int] = (None, 0)
+    bias: Tensor | None = None
+
+
+def arguments(product: Product, division: tuple[int, int, int], blocks: int, partial_bytes: int) -> tuple:
+    """The Product of csrc/device/skinny.h that so many blocks compute, divided into tiles, steps of one, and of a unit. Without
+    partial sums no tile is shared."""
+    out, a, b, scale_a, scale_b, bias = product
     tiles, steps, unit = division
     if b.is_shuffled:
         row, step, tile = FRAGMENT_BYTES, FRAGMENT_ROWS * STEP, FRAGMENT_ROWS * b.k
@@ -280,28 +284,17 @@ def product(
 
 
 def launch(
-    module: str,
-    config: SkinnyConfig,
-    out: Tensor,
-    a: Operand,
-    b: Operand,
-    scale_a: tuple[Tensor | None, int, int],
-    scale_b: tuple[Tensor | None, int],
-    bias: Tensor | None,
-    arch: Arch,
-    unit: int = 1,
-    kind: str = "",
+    module: str, config: SkinnyConfig, product: Product, arch: Arch, unit: int = 1, kind: str = ""
 ) -> list[Launch]:
-    """The launch of csrc/ops/<module>.hip's skinny kernel of that kind. Scales as `product` takes them."""
+    """The launch of csrc/ops/<module>.hip's skinny kernel of that kind."""
+    a, b = product.a, product.b
     if a.rows == 0:
         return []
     tokens = _tokens(config, a)
     partial_bytes = 0 if config.parts == 1 else _partial_bytes(config, max(tokens, 16))
-    args = product(out, a, b, scale_a, scale_b, bias, _division(config, b, unit), config.blocks, partial_bytes)
+    args = arguments(product, _division(config, b, unit), config.blocks, partial_bytes)
     threads = _waves(config, arch) * arch.wave_lanes
     shape = "skinny" if config.rows == 64 else "narrow"
     symbol = "_".join(filter(None, (module, kind, shape, str(tokens))))
-    lds = 0
-    if config.rows == 64 and arch.wave_lanes == 32:
-        lds = _ring_panels(config, tokens, arch) * PANEL * (config.rows + tokens)
+    lds = _ring_panels(config, tokens, arch) * PANEL * (config.rows + tokens)
     return [Launch(module, symbol, (config.blocks, 1, 1), (threads, 1, 1), args, lds)]

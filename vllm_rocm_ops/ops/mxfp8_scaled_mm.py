@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.op import Case, Op, aligned, describe, row_stride
-from vllm_rocm_ops.ops.gemm import OUT_TYPES, activations, bias_contract, product, weight
+from vllm_rocm_ops.ops.gemm import OUT_TYPES, Product, activations, arguments, bias_contract, weight
 from vllm_rocm_ops.quantization import (
     MX_BLOCK as BLOCK,
 )  # of K per scale; of N, where neighbouring rows of b share theirs
@@ -152,18 +152,10 @@ def _plan(config: MxConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     if a.a.shape[0] == 0:
         return []
     partial_bytes = config.blocks * 2 * config.tokens * config.kernel.rows * 4 if _is_shared(config, a) else 0
+    scale_a, scale_b = (a.scale_a, row_stride(a.scale_a), 1), (a.scale_b, row_stride(a.scale_b))
+    product = Product(out, activations(a.a), weight(a.b), scale_a, scale_b, a.bias)
     args = (
-        *product(
-            out,
-            activations(a.a),
-            weight(a.b),
-            (a.scale_a, row_stride(a.scale_a), 1),
-            (a.scale_b, row_stride(a.scale_b)),
-            a.bias,
-            (*_units(config, a), 1),
-            config.blocks,
-            partial_bytes,
-        ),
+        *arguments(product, (*_units(config, a), 1), config.blocks, partial_bytes),
         0 if a.scale_b.shape[0] == a.b.shape[0] else BLOCK.bit_length() - 1,
         config.blocks,
     )

@@ -65,9 +65,10 @@ def _cost(config, a, arch: Arch) -> dict[str, float]:
 
 def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
     scale_a, scale_b = (a.scale_a, int(a.scale_a.numel() > 1), 0), (a.scale_b, int(a.scale_b.numel() > 1))
+    product = gemm.Product(out, *_operands(a), scale_a, scale_b, a.bias)
     if isinstance(config, TiledConfig):
-        return tiled.launches(config, out, *_operands(a), scale_a, scale_b, a.bias, arch, kind="row")
-    return gemm.launch("scaled_mm", config, out, *_operands(a), scale_a, scale_b, a.bias, arch)
+        return tiled.launches(config, product, arch, kind="row")
+    return gemm.launch("scaled_mm", config, product, arch)
 
 
 def _cases() -> Iterator[Case]:

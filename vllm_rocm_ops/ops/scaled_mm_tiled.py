@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
-from vllm_rocm_ops.ops.gemm import FRAGMENT_BYTES, FRAGMENT_ROWS, MOST_TOKENS, OUT_TYPES, PANEL, STEP, Operand
+from vllm_rocm_ops.ops.gemm import FRAGMENT_BYTES, FRAGMENT_ROWS, MOST_TOKENS, OUT_TYPES, PANEL, STEP, Operand, Product
 
 MODULE = "scaled_mm_tiled"
 TILES = ((64, 128), (128, 128), (256, 256))  # of the output: tokens, rows of the weight
@@ -100,20 +98,9 @@ def cost(config: TiledConfig, a: Operand, b: Operand, arch: Arch) -> dict[str, f
     }
 
 
-def launches(
-    config: TiledConfig,
-    out: Tensor,
-    a: Operand,
-    b: Operand,
-    scale_a: tuple[Tensor | Workspace, int, int],
-    scale_b: tuple[Tensor | Workspace, int],
-    bias: Tensor | None,
-    arch: Arch,
-    kind: str,
-) -> list[Launch]:
-    """The launches of a product: out [M, N] is written row by row. Scales come with the elements between them: from row to row
-    of a (0 for one scale) and from block to block of its K; from row to row of b, or block of rows. `kind` is "row", "block" or
-    "block_e8m0"."""
+def launches(config: TiledConfig, product: Product, arch: Arch, kind: str) -> list[Launch]:
+    """The launches of a product: out is written row by row. `kind` is "row", "block" or "block_e8m0"."""
+    out, a, b, scale_a, scale_b, bias = product
     if a.rows == 0:
         return []
     tiles_m, tiles_n = _tiles(config, a, b)

@@ -36,9 +36,8 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 
 def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
-    operands = gemm.activations(a.x), gemm.weight(a.weight)
-    kind = ELEMENTS[a.x.dtype]
-    return gemm.launch("unquantized_gemm", config, out, *operands, (None, 0, 0), (None, 0), a.bias, arch, kind=kind)
+    product = gemm.Product(out, gemm.activations(a.x), gemm.weight(a.weight), bias=a.bias)
+    return gemm.launch("unquantized_gemm", config, product, arch, kind=ELEMENTS[a.x.dtype])
 
 
 def _cases() -> Iterator[Case]:

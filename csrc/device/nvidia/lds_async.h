@@ -25,8 +25,7 @@ DEVICE Copy start_copy(mem::Buffer from, int lane_offset, int offset, bool insid
 }
 // The lane copies the word that `from` lies in, or zeros.
 DEVICE void start_word(const void* from, bool inside, u32* to) {
-  const u32 address = u32(i64((Local<u32>*)to));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address),
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address((Local<u8>*)to)),
                "l"(mem::global((const u8*)(i64(from) & -4))), "r"(inside ? 4 : 0)
                : "memory");
 }
