@@ -176,8 +176,9 @@ struct Finish {
     return ((b * 2 + (b == from ? ends_here : 0)) * kValues + v) * kThreads * int(sizeof(Value));
   }
 
-  // Whether value v goes to HBM.
-  DEVICE bool is_shared(int v) const { return token[v / kLaneRuns] < p.m; }
+  // Whether value v goes to HBM. Kernels for more tokens than a few have at least half of them, and loads that nothing
+  // decides are all under way at once.
+  DEVICE bool is_shared(int v) const { return kLaneTokens > 2 || token[v / kLaneRuns] < p.m; }
 
   DEVICE void end(Value (&sum)[kLaneTokens][kLaneRuns]) const {
     if (from != to) {
@@ -204,7 +205,7 @@ struct Finish {
         for (int other = 0; other < kAtOnce; ++other)
 #pragma unroll
           for (int v = 0; v < kValues; ++v)
-            if (b + other <= to) sum[v / kLaneRuns][v % kLaneRuns] += theirs[other][v];
+            sum[v / kLaneRuns][v % kLaneRuns] += b + other <= to ? theirs[other][v] : Value{};
       }
     }
 #pragma unroll
