@@ -14,9 +14,9 @@ it finds its inputs less often in a cache and its neighbours do not overlap with
 step exactly; leaving a kind out of the step would change what its neighbours find as well, and gives differences of
 large numbers.
 
-The same on both sides, so that nothing is compared: attention in plain PyTorch over a bf16 cache of `--context` tokens,
-which all sequences have, with the rotation of that one position as a product; quantisation that no norm or activation
-does; collectives, which only torchrun starts, all ranks with the same weights; the rest. A copy stands for the
+The same on both sides, so that nothing is compared: attention over a bf16 cache of `--context` tokens, which all
+sequences have, by vLLM's kernels where they are, else in plain PyTorch (attention.py); quantisation that no norm or
+activation does; collectives, which only torchrun starts, all ranks with the same weights; the rest. A copy stands for the
 embedding, a rank's own part of the vocabulary for all of it. Tokens go to random experts, all as likely, whatever the
 router chose. With `--ep` of more than `--tp` (attention for the rank's own sequences, experts for those of all ranks),
 a rank alone has random tokens in place of the others'. Per-tensor scales are taken as known beforehand.
@@ -34,6 +34,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from attention import of_layers
 from ops import capture, measure, open_results, parse
 from stock import Stock, per_block, per_token, static
 from torch import Tensor
@@ -97,16 +98,21 @@ class Rank:
             self.layers[-1][call.layer] = Part(call.op, kind_of(call), _tamed(call.op, given))
 
     def _absorbed(self, n: int, rank: int) -> tuple[Tensor, Tensor]:
-        """The two halves of kv_b, unquantised; the former scaled for the softmax."""
+        """The two halves of kv_b, unquantised."""
         nope, v = self.config["qk_nope_head_dim"], self.config["v_head_dim"]
         heads = n // (nope + v)
-        w_uk = self.values(heads, nope, rank, scale=nope**-0.5 * self.softmax_scale)
+        w_uk = self.values(heads, nope, rank, scale=nope**-0.5)
         return w_uk, self.values(heads, rank, v, scale=rank**-0.5)
 
     @property
     def softmax_scale(self) -> float:
         """Of latent attention."""
         return (self.config["qk_nope_head_dim"] + self.config["qk_rope_head_dim"]) ** -0.5
+
+    def sizes(self, layer: int, name: str) -> dict[str, int]:
+        """Of the problem of a layer's part."""
+        part = self.layers[layer][name]
+        return part.op.problem(part.given)
 
     def values(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Normally distributed, of the model's dtype."""
@@ -149,70 +155,6 @@ def _tamed(op: Op, given: tuple) -> tuple:
     return given
 
 
-# Attention, the same on both sides
-
-
-def rotation(rank: Rank, size: int, position: int) -> Tensor:
-    """[size, size]: rows times it are rotated as at the position, halves against each other."""
-    frequencies = rank.config["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    angles = position * frequencies
-    cos, sin = angles.cos().diag(), angles.sin().diag()
-    return torch.cat((torch.cat((cos, sin), 1), torch.cat((-sin, cos), 1))).to(rank.dtype).to(rank.device)
-
-
-class GroupedAttention:
-    """Of one layer: qkv [M, (heads + 2 kv_heads) * head_dim] -> [M, heads * head_dim], over a cache [M, kv_heads,
-    context, head_dim] each of keys and values, whose last place the step writes."""
-
-    def __init__(self, rank: Rank, layer: int, batch: int, context: int):
-        of_o, of_qkv = (_sizes(rank.layers[layer][name]) for name in ("o", "qkv"))
-        config = rank.config
-        self.head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        self.heads = of_o["k"] // self.head_dim
-        self.kv_heads = (of_qkv["n"] // self.head_dim - self.heads) // 2
-        self.rotation = rotation(rank, self.head_dim, context - 1)
-        self.k, self.v = (rank.values(batch, self.kv_heads, context, self.head_dim) for _ in range(2))
-        self.bytes = self.k.nbytes + self.v.nbytes
-
-    def __call__(self, qkv: Tensor) -> Tensor:
-        rows = qkv.unflatten(1, (-1, self.head_dim))
-        q_and_k, v = rows[:, : -self.kv_heads], rows[:, -self.kv_heads :]
-        rotated = torch.bmm(q_and_k, self.rotation.expand(len(qkv), -1, -1))
-        self.k[:, :, -1].copy_(rotated[:, self.heads :])
-        self.v[:, :, -1].copy_(v)
-        q = rotated[:, : self.heads].unflatten(1, (self.kv_heads, -1))  # the heads of a group are rows of one query
-        return torch.nn.functional.scaled_dot_product_attention(q, self.k, self.v).reshape(len(qkv), -1)
-
-
-class LatentAttention:
-    """Of one layer: q [M, heads * (nope + rope)], normed kv [M, rank] and k_pe [M, rope] -> [M, heads * v], over a
-    cache [M, context, rank + rope], whose last place the step writes."""
-
-    def __init__(self, rank: Rank, layer: int, batch: int, context: int):
-        self.w_uk, self.w_uv = rank.absorbed[layer]
-        self.nope, self.rank = self.w_uk.shape[1:]
-        rope = rank.config["qk_rope_head_dim"]
-        self.rotation = rotation(rank, rope, context - 1)
-        self.scaled_rotation = self.rotation * rank.softmax_scale
-        self.cache = rank.values(batch, context, self.rank + rope)
-        self.bytes = self.cache.nbytes + self.w_uk.nbytes + self.w_uv.nbytes
-
-    def __call__(self, q: Tensor, kv: Tensor, k_pe: Tensor) -> Tensor:
-        heads, tokens = len(self.w_uk), len(q)
-        q_nope, q_pe = q.view(tokens, heads, -1).split((self.nope, len(self.rotation)), -1)
-        absorbed = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
-        queries = torch.cat((absorbed, torch.bmm(q_pe, self.scaled_rotation.expand(tokens, -1, -1))), -1)
-        self.cache[:, -1, : self.rank].copy_(kv)
-        self.cache[:, -1, self.rank :].copy_(k_pe @ self.rotation)
-        weights = torch.softmax(torch.bmm(queries, self.cache.transpose(1, 2)), -1)
-        latent = torch.bmm(weights, self.cache[..., : self.rank])
-        return torch.bmm(latent.transpose(0, 1), self.w_uv).transpose(0, 1).reshape(tokens, -1)
-
-
-def _sizes(part: Part) -> dict[str, int]:
-    return part.op.problem(part.given)
-
-
 # The step
 
 
@@ -231,8 +173,7 @@ class Inputs:
     def __init__(self, rank: Rank, batch: int, context: int):
         rank.generator.manual_seed(1)  # the same on all ranks, whatever they have drawn
         self.batch, self.context, self.tokens = batch, context, batch * rank.groups
-        family = LatentAttention if rank.absorbed else GroupedAttention
-        self.attention = [family(rank, layer, batch, context) for layer in range(len(rank.layers) - 1)]
+        self.attention, self.attention_by = of_layers(rank, batch, context)
         self.hidden = rank.values(batch, rank.config["hidden_size"])
         self.of_all = rank.values(self.tokens, rank.config["hidden_size"])  # the tokens of all ranks
         self.routes: dict[int, dict[str, Tensor]] = {}  # by layer
@@ -379,7 +320,7 @@ class Step:
 def grouped(step: Step, layer: int, x: Tensor, residual: Tensor) -> Tensor:
     """A layer of Llama."""
     x = step.linear(layer, "qkv", step.norm(layer, "input norm", x, residual))
-    x = step.call("attention", step.inputs.attention[layer], x)
+    x = step.call("attention", step.inputs.attention[layer].run, x)
     x = step.summed(step.linear(layer, "o", x))
     return step.summed(step.mlp(layer, "", step.norm(layer, "post-attention norm", x, residual)))
 
@@ -394,7 +335,7 @@ def latent(step: Step, layer: int, x: Tensor, residual: Tensor) -> Tensor:
         both = step.linear(layer, "fused q_a+kv_a (replicated)", x)
         q, kv = step.linear(layer, "q_b", step.norm(layer, "q_a norm", both[:, :q_rank])), both[:, q_rank:]
     normed = step.norm(layer, "kv_a norm", kv[:, :kv_rank])
-    x = step.call("attention", step.inputs.attention[layer], q, normed, kv[:, kv_rank:])
+    x = step.call("attention", step.inputs.attention[layer].run, q, normed, kv[:, kv_rank:])
     x = step.summed(step.linear(layer, "o", x))
     if "experts" in parts:
         return step.summed(step.experts(layer, step.norm(layer, "post-attention norm", x, residual)))
@@ -583,6 +524,7 @@ def run_model(model: str, options, arch, ranks: int) -> None:
             "ours": sorted(options.ours),
             "kernels": kernels,
             "stock": {name: chosen.used for name, chosen in stock.items() if chosen.used},
+            "attention": inputs.attention_by,
             "left_out": left_out,
             "fold_shared": options.fold_shared,
             "quantization": options.quantization,

@@ -149,7 +149,7 @@ class Stock:
                 if call is not self.op.reference:
                     result = call(*_copies(arguments))
                     if self.op.name not in UNCHECKED:
-                        _check(result, self.op.reference(*_copies(arguments)))
+                        require_same(result, self.op.reference(*_copies(arguments)))
             except REFUSALS as error:
                 refused.append(f"{name}: {type(error).__name__} {str(error).partition(chr(10))[0]}")
                 continue
@@ -162,7 +162,7 @@ def _copies(arguments: tuple) -> tuple:
     return tuple(clone(value, value.device) if isinstance(value, Tensor) else value for value in arguments)
 
 
-def _check(result, expected) -> None:
+def require_same(result, expected) -> None:
     """Raises ValueError for a result that is another."""
     for mine, wanted in zip(as_tuple(result), as_tuple(expected), strict=True):
         off = ((mine.float() - wanted.float()).norm() / wanted.float().norm()).item()

@@ -18,7 +18,7 @@ from vllm_rocm_ops import model_layers, op, ops, quantization
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "serving_benchmarks"
 sys.path.append(str(SCRIPTS))
-decode_step, figures, stock = map(importlib.import_module, ("decode_step", "figures", "stock"))
+attention, decode_step, figures, stock = map(importlib.import_module, ("attention", "decode_step", "figures", "stock"))
 sys.path.remove(str(SCRIPTS))
 
 E4M3 = torch.float8_e4m3fn
@@ -117,12 +117,12 @@ def plain_llama(step) -> torch.Tensor:
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
-    def attention(qkv, layer):
+    def attended(qkv, layer):
         heads, kv_heads = config["num_attention_heads"] // rank.tp, config["num_key_value_heads"] // rank.tp
         size, cache = config["head_dim"], inputs.attention[layer]
         q, k, v = qkv.unflatten(1, (-1, size)).split((heads, kv_heads, kv_heads), 1)
         q, k = (rotate(rows, inputs.context - 1) for rows in (q, k))
-        keys, values = cache.k.float(), cache.v.float()
+        keys, values = (cache.pages.of(c).transpose(1, 2).float() for c in (cache.keys, cache.values))
         keys, values = (torch.cat((old[:, :, :-1], new[:, :, None]), 2) for old, new in ((keys, k), (values, v)))
         keys, values = (rows.repeat_interleave(heads // kv_heads, 1) for rows in (keys, values))
         weights = torch.softmax(torch.einsum("mhd,mhcd->mhc", q, keys) * size**-0.5, -1)
@@ -132,7 +132,7 @@ def plain_llama(step) -> torch.Tensor:
     for number, layer in enumerate(rank.layers[:-1]):
         normed = norm(x, layer["input norm"])
         qkv = linear(layer["qkv"], normed, scale_of(layer["input norm"]))
-        x = x + linear(layer["o"], attention(qkv, number))
+        x = x + linear(layer["o"], attended(qkv, number))
         normed = norm(x, layer["post-attention norm"])
         gate, up = linear(layer["gate_up"], normed, scale_of(layer["post-attention norm"])).chunk(2, -1)
         x = x + linear(layer["down"], torch.nn.functional.silu(gate) * up, scale_of(layer["SwiGLU"]))
@@ -156,20 +156,21 @@ def test_llama_is_what_its_formula_says(model, quantization, layers, most):
 
 def test_absorbed_latent_attention_is_that_over_keys_and_values():
     rank = steps("tiny-deepseek-v3")["ours"].rank
-    attention = decode_step.LatentAttention(rank, 0, 3, 5)
+    layer = attention.LatentAttention(rank, 0, attention.Pages(3, 5, 4, "cpu"))
     heads, nope, rope = 16, 128, 64
     q, kv, k_pe = (torch.randn(3, size).bfloat16() for size in (heads * (nope + rope), 512, rope))
-    rows = torch.cat((attention.cache[:, :-1], torch.cat((kv, k_pe @ attention.rotation), -1)[:, None]), 1).float()
+    before = layer.pages.of(layer.cache)[:, :-1]
+    rows = torch.cat((before, torch.cat((kv, k_pe @ layer.rotation), -1)[:, None]), 1).float()
     latent = rows[..., :512]
     w_uk, w_uv = (weight.float() for weight in rank.absorbed[0])
-    keys = torch.einsum("mcr,hdr->mhcd", latent, w_uk / rank.softmax_scale)
+    keys = torch.einsum("mcr,hdr->mhcd", latent, w_uk)
     values = torch.einsum("mcr,hrv->mhcv", latent, w_uv)
     by_head = q.float().view(3, heads, nope + rope)
     scores = torch.einsum("mhd,mhcd->mhc", by_head[..., :nope], keys)
-    scores += torch.einsum("mhd,mcd->mhc", by_head[..., nope:] @ attention.rotation.float(), rows[..., 512:])
+    scores += torch.einsum("mhd,mcd->mhc", by_head[..., nope:] @ layer.rotation.float(), rows[..., 512:])
     weights = torch.softmax(scores * (nope + rope) ** -0.5, -1)
     expected = torch.einsum("mhc,mhcv->mhv", weights, values).flatten(1)
-    assert (attention(q, kv, k_pe).float() - expected).norm() < 0.02 * expected.norm()
+    assert (layer.pytorch(q, kv, k_pe).float() - expected).norm() < 0.02 * expected.norm()
 
 
 def test_the_shared_expert_may_be_folded_into_ours():
