@@ -52,10 +52,9 @@ class DecodeShape(NamedTuple):
         return tuple(torch.zeros_like(v, device=device) if isinstance(v, torch.Tensor) else v for v in on_meta)
 
 
-def linear_layers(model: str, **changes) -> Iterator[tuple[LayerCall, int, int]]:
-    """The linear layers of one of `MODELS`, with changes of its configuration, each with its N and K."""
-    name, tp = MODELS[model]
-    for call in model_layers.calls(model_layers.read(name) | changes, tp):
+def linear_layers(model: str, tp: int, **changes) -> Iterator[tuple[LayerCall, int, int]]:
+    """The linear layers of a model, with changes of its configuration, each with its N and K."""
+    for call in model_layers.calls(model_layers.read(model) | changes, tp):
         arguments = call.case(1).make("meta", torch.Generator(), torch.float8_e4m3fn)
         sizes = call.op.problem(call.op.Arguments(*arguments))
         if list(sizes) == ["m", "n", "k"]:
@@ -65,7 +64,10 @@ def linear_layers(model: str, **changes) -> Iterator[tuple[LayerCall, int, int]]
 def decode_shapes() -> list[DecodeShape]:
     """Every linear layer of every model with every number of tokens."""
     return [
-        DecodeShape(model, call, m, n, k) for model in MODELS for call, n, k in linear_layers(model) for m in TOKENS
+        DecodeShape(name, call, m, n, k)
+        for name, model in MODELS.items()
+        for call, n, k in linear_layers(*model)
+        for m in TOKENS
     ]
 
 

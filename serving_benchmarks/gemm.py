@@ -1,6 +1,6 @@
 """Time the matrix products of Llama-3.1-405B and DeepSeek-V3 decode on this GPU beside cuBLASLt or hipBLASLt and vLLM.
 
-    python serving_benchmarks/gemm.py [--ops NAME ...] [--m M ...] [--shuffled] [--vllm-library PATH] [--sweep]
+    python serving_benchmarks/gemm.py [--ops NAME ...] [--m M ...] [--tp N] [--shuffled] [--vllm-library PATH] [--sweep]
 
 Weights are rotated so that each call finds its own in HBM; otherwise as ops.py, whose options and output this shares. The
 peers are those of vllm_rocm_ops/vllm/peers.py: PyTorch, vLLM and AITER, as far as installed. `--shuffled` gives our ops their
@@ -24,16 +24,17 @@ from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.ops import gemm
 from vllm_rocm_ops.vllm.peers import peers
 
-MODELS = {"llama": "llama405b_tp8", "deepseek": "dsv3_tp8"}
+MODELS = {"llama": "llama-3.1-405b-fp8", "deepseek": "deepseek-v3"}
+TP = 8
 ROTATED_BYTES = 400_000_000
 
 
-def shapes(quantized: bool) -> dict[str, tuple[int, int]]:
-    """(N, K) of the layers of a decode step whose weights are FP8, or of the others."""
+def shapes(quantized: bool, tp: int) -> dict[str, tuple[int, int]]:
+    """(N, K) of the layers of a decode step of one of `tp` ranks whose weights are FP8, or of the others."""
     return {
-        f"{name} {call.layer}": (n, k)
+        f"{name}{f' tp{tp}' * (tp != TP)} {call.layer}": (n, k)
         for name, model in MODELS.items()
-        for call, n, k in linear_layers(model)
+        for call, n, k in linear_layers(model, tp)
         if call.count and (call.op is not ops.unquantized_gemm) == quantized
     }
 
@@ -43,7 +44,7 @@ class Benchmark:
     """One op as it is timed: `inputs(m, n, k, fp8)` gives its arguments."""
 
     op: Op
-    shapes: dict[str, tuple[int, int]]
+    quantized: bool
     inputs: Callable
     weight: int = 1  # its place among the arguments
 
@@ -68,9 +69,9 @@ def unquantized_inputs(m: int, n: int, k: int, fp8: torch.dtype) -> tuple:
 
 
 BENCHMARKS = (
-    Benchmark(ops.scaled_mm, shapes(quantized=True), row_inputs),
-    Benchmark(ops.block_scaled_mm, shapes(quantized=True), block_inputs),
-    Benchmark(ops.unquantized_gemm, shapes(quantized=False), unquantized_inputs),
+    Benchmark(ops.scaled_mm, True, row_inputs),
+    Benchmark(ops.block_scaled_mm, True, block_inputs),
+    Benchmark(ops.unquantized_gemm, False, unquantized_inputs),
 )
 
 
@@ -127,6 +128,7 @@ def main() -> None:
     def add_arguments(parser) -> None:
         parser.add_argument("--ops", nargs="*", help="names of ops; all by default")
         parser.add_argument("--m", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+        parser.add_argument("--tp", type=int, default=TP, help="ranks that share a layer; default: %(default)s")
         parser.add_argument("--shuffled", action="store_true", help="weights of ours in fragment order")
 
     options, arch = parse(__doc__, add_arguments)
@@ -135,7 +137,7 @@ def main() -> None:
             if options.ops and benchmark.op.name not in options.ops:
                 continue
             ratios, missed = [], []
-            for layer, (n, k) in benchmark.shapes.items():
+            for layer, (n, k) in shapes(benchmark.quantized, options.tp).items():
                 for m in options.m:
                     lines = time_case(benchmark, layer, m, n, k, arch, options)
                     file.writelines(json.dumps(line) + "\n" for line in lines)

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from decode_shapes import DecodeShape, linear_layers
+from decode_shapes import MODELS, DecodeShape, linear_layers
 from ops import RESULTS, commit
 
 from vllm_rocm_ops import cli, launch, ops
@@ -50,7 +50,7 @@ from vllm_rocm_ops.ops.gemm import BLOCK, shuffle_weight
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from emulator import Emulator
 
-MODELS = ("llama405b_tp8", "dsv3_tp8")
+SHOWN = ("llama405b_tp8", "dsv3_tp8")
 PLAIN, MXFP8, SHUFFLED = WEIGHTS = ("plain", "mxfp8", "shuffled")
 EXPERTS = {"dsv3_tp8": (256, 256, 7168, 256), "dsv3_ep8": (32, 256, 7168, 2048)}  # here, of all, hidden, intermediate
 TOPK = 8
@@ -85,8 +85,8 @@ def shapes(weights: str, options) -> list[DecodeShape]:
     changes = {"quantization_config": {"quant_method": "mxfp8"}} if weights == MXFP8 else {}
     return [
         DecodeShape(model, call, m, n, k)
-        for model in MODELS
-        for call, n, k in linear_layers(model, **changes)
+        for model in SHOWN
+        for call, n, k in linear_layers(*MODELS[model], **changes)
         if call.op is not ops.unquantized_gemm and call.count and (not options.layers or call.layer in options.layers)
         for m in options.m
     ]
