@@ -49,12 +49,14 @@ LIMITS = {
 # Bytes that a long stream through registers keeps under way: fitted on H200, as the emulator counts them on AMD.
 IN_FLIGHT = {32: {16: 16e3}, 64: {16: 12.5e3, 64: 27e3}}
 # Microseconds, fitted to all configurations of the decode shapes on H200: `serving_benchmarks/gemm.py --sweep` says what the choice
-# costs. That a load takes; that a block waits for its copies where its share ends within a tile; of each tile but the last.
-LATENCY_US, DRAIN_US, END_US = 1.5, 1.5, 0.5
+# costs. That a load takes; of each tile of a block.
+LATENCY_US, END_US = 1.5, 0.5
 # That a compute unit issues instructions for what a block does once: emulated on AMD, among LIMITS on H200.
 BLOCK_US = {32: 0.0, 64: 1.3}
-# That blocks which share tiles take longer, by the rows of a tile: on AMD as of kernels through registers on H200.
-SHARING_US = {32: {16: 1.0, 64: 2.0}, 64: {16: 5.0, 64: 5.0}}
+# That blocks which share tiles take longer, by the rows of a tile; and, where a block's share ends within a tile, that it waits
+# for its copies and other blocks for it. On AMD as of kernels through registers on H200.
+SHARING_US = {32: {16: 2.0, 64: 3.0}, 64: {16: 5.0, 64: 5.0}}
+DRAIN_US = {32: 4.0, 64: 1.5}
 SUMMED = 60e3  # bytes of partial sums a microsecond that a block reads
 MOST_RESIDENT = 4
 MOST_TOKENS = TOKENS[64][-1]
@@ -186,23 +188,27 @@ def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1) -> list[SkinnyCon
 
 
 def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1) -> dict[str, float]:
-    """The time of a configuration by a model of the GPU, in microseconds: that of all bytes, or of those of the blocks that
-    follow each other, at the rate that a block's loads in flight allow; and what blocks that share tiles wait for and move."""
+    """The time of a configuration by a model of the GPU, in microseconds: that of rounds of parts of tiles, as many as there are
+    blocks at once, each that of their bytes or the least that a block's loads in flight allow; or that of issuing its instructions;
+    and what blocks that share tiles wait for and move."""
     tiles, steps, unit_steps = _division(config, b, unit)
-    tokens = _tokens(config, a)
-    resident, keeps_up = LIMITS[arch.wave_lanes][config.rows, tokens]
-    per_block = -(-tiles * steps // (unit_steps * config.blocks)) * unit_steps * STEP * config.rows
-    per_unit = -(-config.blocks // arch.compute_units)
+    lanes, tokens = arch.wave_lanes, _tokens(config, a)
+    resident, keeps_up = LIMITS[lanes][config.rows, tokens]
+    parts = tiles * config.parts or config.blocks
+    longest = -(-tiles * steps // (unit_steps * parts)) * unit_steps * STEP * config.rows  # bytes
     hbm = arch.bandwidth_gb_s * 1e3  # bytes a microsecond
-    in_flight = _in_flight(config, tokens, arch)
-    streaming = (
-        b.rows * b.k / hbm,
-        -(-per_unit // resident) * max(per_block / in_flight, 1.0) * LATENCY_US,
-        per_unit * (BLOCK_US[arch.wave_lanes] + per_block / keeps_up),
-    )
-    terms = {"streaming": max(streaming), "ends": per_block // (steps * STEP * config.rows) * END_US}
+    of_part = b.rows * b.k / parts / hbm
+    at_once = min(config.blocks, resident * arch.compute_units)
+    rounds, rest = divmod(parts, at_once)
+    least = max(longest / _in_flight(config, tokens, arch), 1.0) * LATENCY_US
+    streaming = rounds * max(at_once * of_part, least)
+    if rest:  # after a round or two, blocks are out of step, so that there is no last one of few
+        streaming += rest * of_part + max(least - rest * of_part, 0.0) / max(rounds, 1) ** 2
+    of_unit = [-(-count // arch.compute_units) for count in (config.blocks, parts)]
+    issuing = of_unit[0] * BLOCK_US[lanes] + of_unit[1] * longest / keeps_up
+    terms = {"streaming": max(streaming, issuing), "ends": -(-parts // config.blocks) * tiles // parts * END_US}
     if config.parts != 1:
-        terms["sharing"] = SHARING_US[arch.wave_lanes][config.rows] + (DRAIN_US if config.parts == 0 else 0.0)
+        terms["sharing"] = SHARING_US[lanes][config.rows] + (DRAIN_US[lanes] if config.parts == 0 else 0.0)
         of_tile = config.rows * a.rows * 4
         terms["partials"] = 2 * _partial_bytes(config, a.rows) / hbm + config.blocks / tiles * of_tile / SUMMED
     return terms
