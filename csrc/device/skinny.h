@@ -176,8 +176,8 @@ struct Finish {
     return ((b * 2 + (b == from ? ends_here : 0)) * kValues + v) * kThreads * int(sizeof(Value));
   }
 
-  // Whether value v goes to HBM. Kernels for more tokens than a few have at least half of them, and loads that nothing
-  // decides are all under way at once.
+  // Whether value v goes to HBM. Kernels for more tokens than a few have at least half of them, and need no predicates for
+  // each, of which there are few.
   DEVICE bool is_shared(int v) const { return kLaneTokens > 2 || token[v / kLaneRuns] < p.m; }
 
   DEVICE void end(Value (&sum)[kLaneTokens][kLaneRuns]) const {
@@ -200,12 +200,12 @@ struct Finish {
 #pragma unroll
           for (int v = 0; v < kValues; ++v)
             theirs[other][v] =
-                mem::load_or_any<Value>(partials, at, place(b + other <= to ? b + other : to, v), is_shared(v));
+                mem::load_value_or_zero<Value>(partials, at, place(b + other, v), b + other <= to && is_shared(v));
 #pragma unroll
         for (int other = 0; other < kAtOnce; ++other)
 #pragma unroll
           for (int v = 0; v < kValues; ++v)
-            sum[v / kLaneRuns][v % kLaneRuns] += b + other <= to ? theirs[other][v] : Value{};
+            sum[v / kLaneRuns][v % kLaneRuns] += theirs[other][v];
       }
     }
 #pragma unroll

@@ -29,9 +29,9 @@ DEVICE u32 load_byte_or_zero(Buffer from, int lane_offset, int offset, bool insi
   return __builtin_amdgcn_raw_buffer_load_b8(from, inside ? lane_offset : -1, offset, 0);
 }
 
-// A T, of 4 or 16 bytes, at base + lane_offset + offset; anything where not inside, which is not read.
+// A T, of 4 or 16 bytes, at base + lane_offset + offset, or zero.
 template <class T>
-DEVICE T load_or_any(Buffer from, int lane_offset, int offset, bool inside) {
+DEVICE T load_value_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
   if constexpr (sizeof(T) == 4) return load_float_or_zero(from, lane_offset, offset, inside);
   else return __builtin_bit_cast(T, load_or_zero(from, lane_offset, offset, inside));
 }

@@ -21,12 +21,10 @@ DEVICE u32 load_byte_or_zero(Buffer from, int lane_offset, int offset, bool insi
   return inside ? load<u8>(from + lane_offset + offset) : 0;
 }
 
-// A T at base + lane_offset + offset; anything where not inside, which is not read.
+// A T at base + lane_offset + offset, or zero.
 template <class T>
-DEVICE T load_or_any(Buffer from, int lane_offset, int offset, bool inside) {
-  T value = __builtin_nondeterministic_value(value);
-  if (inside) value = load<T>(from + lane_offset + offset);
-  return value;
+DEVICE T load_value_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
+  return inside ? load<T>(from + lane_offset + offset) : T{};
 }
 
 // Where a lane reads on in a stream.

@@ -3,6 +3,12 @@
 // enough loads for some 86 % of HBM's bandwidth, LDS for 97 % (gemm.py on H200, 13312 x 16384). Past the end of a tile the next
 // tile's panels follow, so that all stages of a ring but one are always in flight. A block that has a compute unit's LDS to itself
 // gets a deeper ring: how much LDS it has says which. Block scales come with their panel.
+//
+// Tried on H200 (gemm.py, scaled_mm) and left. Sums that meet in the LDS of a cluster of blocks: 0.2 to 0.9 us less where tiles are
+// shared, 0.3 us more where they are not. Kernels that start while the one before runs (griddepcontrol), with their first panels
+// under way: 1.26 to 1.30 times as fast as the best peer up to 16 tokens in place of 1.06 to 1.10; but AMD's GPUs have nothing
+// like it, and it is only right where that kernel does not write the weight. With panels on their way to the L2 cache only, which
+// is always right, the largest products take 5 % longer.
 #pragma once
 #include "mma.h"
 
