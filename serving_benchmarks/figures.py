@@ -140,12 +140,20 @@ def batches(what: str, lines: dict[int, dict], pyplot):
     return figure
 
 
+def stem(what: str) -> str:
+    """Of the files that show a case."""
+    return re.sub(r"[^\w.]+", "-", what).strip("-")
+
+
 def draw(found: dict[str, dict[int, dict]], batch: int | None, output: Path) -> list[Path]:
     """Both figures of each case, in both formats. Raises ValueError for a batch size that a case lacks."""
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "decode step"  # the same file every time
+    matplotlib.rcParams |= {
+        "svg.hashsalt": "decode step",
+        "svg.fonttype": "none",
+    }  # the same file every time, with text as such
     from matplotlib import pyplot
 
     output.mkdir(parents=True, exist_ok=True)
@@ -158,9 +166,8 @@ def draw(found: dict[str, dict[int, dict]], batch: int | None, output: Path) -> 
             ("share", share(what, lines[chosen], pyplot)),
             ("batches", batches(what, lines, pyplot)),
         ):
-            stem = re.sub(r"[^\w.]+", "-", what).strip("-")
             for kind, metadata in (("png", {}), ("svg", {"Date": None})):
-                path = output / f"{stem}-{name}.{kind}"
+                path = output / f"{stem(what)}-{name}.{kind}"
                 figure.savefig(path, dpi=150, metadata=metadata)
                 written.append(path)
             pyplot.close(figure)

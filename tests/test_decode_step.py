@@ -5,6 +5,7 @@ import importlib
 import itertools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -393,6 +394,18 @@ def test_the_page_has_a_table_where_there_are_results(results, tmp_path, monkeyp
     line = json.loads(results.read_text().splitlines()[1])
     assert rows[-1].startswith("| tiny-llama-fp8 tp2, context 8 | 2 | ")
     assert f"| {line['peers']['stock'] / line['us']:.2f}x | 40 / 40 | collectives |" in rows[-1]
+
+
+def test_committed_figures_are_of_the_newest_results():
+    for path in measurements.RESULTS.glob("*/*-batches.svg"):
+        newest = measurements.newest_lines(path.parent, ["decode_step"]).values()
+        lines = [
+            line
+            for line, _ in newest
+            if path.name == f"{figures.stem(line['case'].rpartition(', batch ')[0])}-batches.svg"
+        ]
+        shown = {f"{us / 1000:.2f}" for line in lines for us in (line["us"], line["peers"]["stock"])}
+        assert shown and shown <= set(re.findall(r"\d+\.\d\d", path.read_text())), "run figures.py"
 
 
 @pytest.mark.parametrize("script", ["decode_step.py", "figures.py"])
