@@ -198,14 +198,18 @@ struct Finish {
 #pragma unroll
         for (int other = 0; other < kAtOnce; ++other)
 #pragma unroll
-          for (int v = 0; v < kValues; ++v)
+          for (int v = 0; v < kValues; ++v) {
+            const bool there = b + other <= to;
             theirs[other][v] =
-                mem::load_value_or_zero<Value>(partials, at, place(b + other, v), b + other <= to && is_shared(v));
+                mem::kPredicates
+                    ? mem::load_value_or_zero<Value>(partials, at, place(b + other, v), there && is_shared(v))
+                    : mem::load_value_or_zero<Value>(partials, at, place(there ? b + other : to, v), is_shared(v));
+          }
 #pragma unroll
         for (int other = 0; other < kAtOnce; ++other)
 #pragma unroll
           for (int v = 0; v < kValues; ++v)
-            sum[v / kLaneRuns][v % kLaneRuns] += theirs[other][v];
+            if (mem::kPredicates || b + other <= to) sum[v / kLaneRuns][v % kLaneRuns] += theirs[other][v];
       }
     }
 #pragma unroll

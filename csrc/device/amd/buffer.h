@@ -7,6 +7,9 @@ namespace mem {
 
 using Buffer = __amdgpu_buffer_rsrc_t;
 
+// Whether a load takes a predicate; without, an if around what is done with it is cheaper.
+constexpr bool kPredicates = false;
+
 // The 2 GB from `base` on; `base` is the same in all lanes.
 DEVICE Buffer buffer(const void* base) {
   constexpr int kRawData = 0x00027000;  // DATA_FORMAT 32: no swizzle, no thread index

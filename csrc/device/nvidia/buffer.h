@@ -5,6 +5,9 @@ namespace mem {
 
 using Buffer = const u8*;
 
+// Whether a load takes a predicate, so that what is not loaded is added as zeros; an if would have the loads wait for each other.
+constexpr bool kPredicates = true;
+
 DEVICE Buffer buffer(const void* base) { return (Buffer)base; }
 // 16 bytes at base + lane_offset + offset, or zeros; `offset` is the same in all lanes.
 DEVICE u32x4 load_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
