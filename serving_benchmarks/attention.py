@@ -29,7 +29,7 @@ class Pages:
         self.starts = torch.arange(batch + 1, dtype=torch.int32, device=device)  # of the sequences' queries
         self.positions = torch.full((batch,), last, device=device)
         self.scale = torch.ones(1, device=device)  # of a cache that is not quantised
-        self.schedule = None  # of vLLM's kernel, for all layers
+        self.flash = self.schedule = None  # vLLM's kernel, and how it divides its work, for all layers
 
     def of(self, cache: Tensor) -> Tensor:
         """A cache [pages, page, ...] as [batch, context, ...]."""
@@ -98,7 +98,7 @@ class GroupedAttention:
             page_size=pages.page,
             **shape,
         )
-        GroupedAttention.flash = partial(flash.flash_attn_varlen_func, fa_version=3, max_seqlen_q=1, **shape)
+        pages.flash = partial(flash.flash_attn_varlen_func, fa_version=3, max_seqlen_q=1, **shape)
 
     def vllm(self, qkv: Tensor) -> Tensor:
         pages, kv = self.pages, self.kv_heads * self.head_dim
@@ -108,7 +108,7 @@ class GroupedAttention:
         torch.ops._C_cache_ops.reshape_and_cache_flash(
             k, v, self.keys, self.values, pages.slots, "auto", pages.scale, pages.scale
         )
-        result = self.flash(
+        result = pages.flash(
             q,
             self.keys,
             self.values,
@@ -164,13 +164,13 @@ class LatentAttention:
             raise ImportError("vLLM has no rotary_embedding or concat_and_cache_mla")
         mla = importlib.import_module("vllm.v1.attention.ops.flashmla")
         self.pages.schedule, _ = mla.get_mla_metadata()
-        LatentAttention.flash = partial(mla.flash_mla_with_kvcache, causal=True)
+        self.pages.flash = partial(mla.flash_mla_with_kvcache, causal=True)
 
     def vllm(self, q: Tensor, kv: Tensor, k_pe: Tensor) -> Tensor:
         pages, (absorbed, q_pe) = self.pages, self._absorbed(q)
         torch.ops._C.rotary_embedding(pages.positions, q_pe, k_pe[:, None], self.rope, self.cos_sin, True)
         torch.ops._C_cache_ops.concat_and_cache_mla(kv, k_pe, self.cache, pages.slots, "auto", pages.scale)
-        latent, _ = self.flash(
+        latent, _ = pages.flash(
             torch.cat((absorbed, q_pe), -1)[:, None],
             self.cache[:, :, None],
             pages.table,

@@ -150,10 +150,8 @@ def draw(found: dict[str, dict[int, dict]], batch: int | None, output: Path) -> 
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams |= {
-        "svg.hashsalt": "decode step",
-        "svg.fonttype": "none",
-    }  # the same file every time, with text as such
+    # The same file every time, with text as such.
+    matplotlib.rcParams |= {"svg.hashsalt": "decode step", "svg.fonttype": "none"}
     from matplotlib import pyplot
 
     output.mkdir(parents=True, exist_ok=True)

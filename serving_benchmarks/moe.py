@@ -253,7 +253,7 @@ def time_case(name: str, case: Case, weights: Weights, m: int, vllm: VllmMoe | N
             "share_of_floor": us and round(floor_us / us, 3),
             "copy_gb_s": round(options.bandwidth, 1),
             "kernel": config,
-            "chosen": config == str(explained.config),
+            "chosen": us is None or config == str(explained.config),
             "vllm_tiles": vllm and vllm.file,
             "differs": differs.get(config, {}),  # the largest difference, relative to the largest result
             "versions": options.versions,

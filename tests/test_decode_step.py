@@ -174,6 +174,19 @@ def test_absorbed_latent_attention_is_that_over_keys_and_values():
     assert (layer.pytorch(q, kv, k_pe).float() - expected).norm() < 0.02 * expected.norm()
 
 
+@pytest.mark.parametrize("model, family", [(LLAMA, "GroupedAttention"), (DEEPSEEK, "LatentAttention")])
+def test_attention_is_vllms_where_that_is_the_same(model, family, monkeypatch):
+    family, rank = getattr(attention, family), steps(model)["ours"].rank
+    assert attention.of_layers(rank, 2, 20)[1].startswith("torch: ImportError vLLM has no")
+    monkeypatch.setattr(family, "prepare", lambda self: None)
+    monkeypatch.setattr(family, "vllm", family.pytorch)
+    layers, used = attention.of_layers(rank, 2, 20)
+    assert used == "vllm" and {layer.run.__func__ for layer in layers} == {family.vllm}
+    monkeypatch.setattr(family, "vllm", lambda self, *x: 1.1 * family.pytorch(self, *x))
+    layers, used = attention.of_layers(rank, 2, 20)
+    assert "off by 0.1" in used and {layer.run.__func__ for layer in layers} == {family.pytorch}
+
+
 def test_the_shared_expert_may_be_folded_into_ours():
     both = steps(DEEPSEEK, fold_shared=True, layers=2)
     logits = {path: step.take_down()[0] for path, step in both.items()}

@@ -201,9 +201,8 @@ struct Finish {
           for (int v = 0; v < kValues; ++v) {
             const bool there = b + other <= to;
             theirs[other][v] =
-                mem::kPredicates
-                    ? mem::load_value_or_zero<Value>(partials, at, place(b + other, v), there && is_shared(v))
-                    : mem::load_value_or_zero<Value>(partials, at, place(there ? b + other : to, v), is_shared(v));
+                mem::load_value_or_zero<Value>(partials, at, place(there || mem::kPredicates ? b + other : to, v),
+                                               (there || !mem::kPredicates) && is_shared(v));
           }
 #pragma unroll
         for (int other = 0; other < kAtOnce; ++other)
