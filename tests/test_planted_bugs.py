@@ -122,8 +122,8 @@ BUGS = {
     ),
     "last partial missing": (
         "device/skinny.h",
-        "if (b + other <= to) sum",
-        "if (b + other < to) sum",
+        "b + other <= to) sum",
+        "b + other < to) sum",
         ops.scaled_mm,
         "long-k",
         "gfx950",
