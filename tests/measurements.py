@@ -31,7 +31,8 @@ def committed(path: pathlib.Path) -> int:
 
 
 def oldest_first(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    return sorted(paths, key=lambda path: (committed(path), path.name))
+    """By the day in their names, those of one day by when they were committed."""
+    return sorted(paths, key=lambda path: (path.name[: len("2026-01-01")], committed(path), path.name))
 
 
 def newest_lines(folder: pathlib.Path, kinds: Iterable[str]) -> dict[tuple[str, str], tuple[dict, pathlib.Path]]:

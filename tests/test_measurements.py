@@ -59,14 +59,14 @@ def test_the_newest_pair_through_the_engine_counts(folder):
     pair = [("without", 1, 3.0), ("with", 1, 2.0), ("without", 16, 5.0)]
     write(folder / "2026-11-21-b-latency.json", report(*pair, rank_of=8))
     write(folder / "2026-11-21-c-latency.json", report(("without", 1, 2.0), ("with", 1, 4.0), layers=None))
-    write(folder / "2026-11-22-a-latency.json", report(("without", 1, 9.0), ("with", 1, 9.0), rank_of=8), age=1)
+    write(folder / "2026-11-21-a-latency.json", report(("without", 1, 9.0), ("with", 1, 9.0), rank_of=8), age=1)
     assert engine().splitlines()[2:] == [
         "| llama, a rank of 8 without collectives | 1 x Made-up GPU | 4 | 1 | 3.00 | 2.00 | 1.50x |",
         "| llama | 1 x Made-up GPU | all | 1 | 2.00 | 4.00 | **0.50x** |",
     ]
     commands = engine_commands()
     assert "(made-up-gpu/2026-11-21-b-latency.json)" in commands and "\npython it --rank-of 8\n" in commands
-    assert "2026-11-22-a" not in commands
+    assert "2026-11-21-a" not in commands
 
 
 def test_the_newest_line_of_what_is_chosen_counts(folder):
@@ -75,7 +75,8 @@ def test_the_newest_line_of_what_is_chosen_counts(folder):
         folder / "2026-11-21-b-gemm.jsonl",
         others + chosen + others + line(8.0, m=8) + line(1.0, m=8, case="x shuffled"),
     )
-    write(folder / "2026-11-22-a-gemm.jsonl", line(100.0), age=1)
+    write(folder / "2026-11-21-a-gemm.jsonl", line(100.0), age=1)
+    write(folder / "2026-11-20-c-gemm.jsonl", line(50.0), age=-1)
     [newest] = measured("gemm")
     assert newest["scaled_mm", "1x32x64"][0]["us"] == 2.0
     rows = single_ops().splitlines()[4:]
