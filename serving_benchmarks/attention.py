@@ -10,18 +10,18 @@ import importlib
 from functools import partial
 
 import torch
-from stock import REFUSALS, has, require_same
+from stock import REFUSALS, has, reason, require_same
 from torch import Tensor
 
 MOST_SPLITS = 32  # of a sequence by FlashAttention, as vLLM allows in a captured graph
 
 
 class Pages:
-    """Where the tokens of `batch` sequences of `context` tokens lie in a cache, so many to a page, and what vLLM's kernels
-    take to find them. A step writes the last."""
+    """What all layers share: where the tokens of `batch` sequences of `context` tokens lie in a cache, so many to a page, what
+    vLLM's kernels take to find them, and how `size` values are rotated. A step writes the last token."""
 
-    def __init__(self, batch: int, context: int, page: int, device: str):
-        each, last = -(-context // page), context - 1
+    def __init__(self, rank, size: int, batch: int, context: int, page: int):
+        each, last, device = -(-context // page), context - 1, rank.device
         self.batch, self.context, self.page, self.count = batch, context, page, batch * each
         self.table = torch.arange(self.count, dtype=torch.int32, device=device).view(batch, each)
         self.slots = self.table[:, last // page].long() * page + last % page
@@ -29,7 +29,9 @@ class Pages:
         self.starts = torch.arange(batch + 1, dtype=torch.int32, device=device)  # of the sequences' queries
         self.positions = torch.full((batch,), last, device=device)
         self.scale = torch.ones(1, device=device)  # of a cache that is not quantised
-        self.flash = self.schedule = None  # vLLM's kernel, and how it divides its work, for all layers
+        self.flash = self.schedule = None  # vLLM's kernel, and how it divides its work
+        self.cos_sin = cos_and_sin(rank, size, context)
+        self.rotation = rotation(self.cos_sin)
 
     def of(self, cache: Tensor) -> Tensor:
         """A cache [pages, page, ...] as [batch, context, ...]."""
@@ -55,16 +57,18 @@ class GroupedAttention:
 
     PAGE = 16  # as in vLLM, unless told otherwise
 
+    @staticmethod
+    def rotated(config: dict) -> int:
+        """How many values of a head are rotated: all."""
+        return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
     def __init__(self, rank, layer: int, pages: Pages):
         of_o, of_qkv = (rank.sizes(layer, name) for name in ("o", "qkv"))
-        config, self.pages = rank.config, pages
-        self.head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        self.pages, self.head_dim = pages, self.rotated(rank.config)
         self.heads = of_o["k"] // self.head_dim
         self.kv_heads = (of_qkv["n"] // self.head_dim - self.heads) // 2
-        self.cos_sin = cos_and_sin(rank, self.head_dim, pages.context)
-        self.rotation = rotation(self.cos_sin)
         self.keys, self.values = (rank.values(pages.count, pages.page, self.kv_heads, self.head_dim) for _ in range(2))
-        self.bytes = sum(pages.of(cache).numel() * cache.element_size() for cache in (self.keys, self.values))
+        self.bytes = sum(pages.of(cache).nbytes for cache in (self.keys, self.values))
 
     def inputs(self, rank) -> tuple[Tensor, ...]:
         """Some, of the right shapes."""
@@ -72,7 +76,7 @@ class GroupedAttention:
 
     def pytorch(self, qkv: Tensor) -> Tensor:
         rows = qkv.unflatten(1, (-1, self.head_dim))
-        rotated = torch.bmm(rows[:, : -self.kv_heads], self.rotation.expand(len(qkv), -1, -1))
+        rotated = torch.bmm(rows[:, : -self.kv_heads], self.pages.rotation.expand(len(qkv), -1, -1))
         keys, values = (self.pages.of(cache).transpose(1, 2) for cache in (self.keys, self.values))
         keys[:, :, -1].copy_(rotated[:, self.heads :])
         values[:, :, -1].copy_(rows[:, -self.kv_heads :])
@@ -103,7 +107,7 @@ class GroupedAttention:
     def vllm(self, qkv: Tensor) -> Tensor:
         pages, kv = self.pages, self.kv_heads * self.head_dim
         q, k, v = qkv.split((self.heads * self.head_dim, kv, kv), 1)
-        torch.ops._C.rotary_embedding(pages.positions, q, k, self.head_dim, self.cos_sin, True)
+        torch.ops._C.rotary_embedding(pages.positions, q, k, self.head_dim, pages.cos_sin, True)
         q, k, v = (rows.unflatten(1, (-1, self.head_dim)) for rows in (q, k, v))
         torch.ops._C_cache_ops.reshape_and_cache_flash(
             k, v, self.keys, self.values, pages.slots, "auto", pages.scale, pages.scale
@@ -127,15 +131,17 @@ class LatentAttention:
 
     PAGE = 64  # FlashMLA's
 
+    @staticmethod
+    def rotated(config: dict) -> int:
+        """How many values of a head are rotated."""
+        return config["qk_rope_head_dim"]
+
     def __init__(self, rank, layer: int, pages: Pages):
         self.w_uk, self.w_uv = rank.absorbed[layer]
         self.nope, self.rank = self.w_uk.shape[1:]
-        self.rope, self.softmax_scale, self.pages = rank.config["qk_rope_head_dim"], rank.softmax_scale, pages
-        self.cos_sin = cos_and_sin(rank, self.rope, pages.context)
-        self.rotation = rotation(self.cos_sin)
+        self.rope, self.softmax_scale, self.pages = self.rotated(rank.config), rank.softmax_scale, pages
         self.cache = rank.values(pages.count, pages.page, self.rank + self.rope)
-        cached = pages.of(self.cache).numel() * self.cache.element_size()
-        self.bytes = cached + self.w_uk.nbytes + self.w_uv.nbytes
+        self.bytes = sum(read.nbytes for read in (pages.of(self.cache), self.w_uk, self.w_uv))
 
     def inputs(self, rank) -> tuple[Tensor, ...]:
         """Some, of the right shapes."""
@@ -151,10 +157,10 @@ class LatentAttention:
 
     def pytorch(self, q: Tensor, kv: Tensor, k_pe: Tensor) -> Tensor:
         absorbed, q_pe = self._absorbed(q)
-        queries = torch.cat((absorbed, torch.bmm(q_pe, self.rotation.expand(len(q), -1, -1))), -1)
+        queries = torch.cat((absorbed, torch.bmm(q_pe, self.pages.rotation.expand(len(q), -1, -1))), -1)
         cache = self.pages.of(self.cache)
         cache[:, -1, : self.rank].copy_(kv)
-        cache[:, -1, self.rank :].copy_(k_pe @ self.rotation)
+        cache[:, -1, self.rank :].copy_(k_pe @ self.pages.rotation)
         scores = torch.bmm(queries, cache.transpose(1, 2)) * self.softmax_scale
         return self._of_values(torch.bmm(torch.softmax(scores, -1), cache[..., : self.rank]))
 
@@ -168,7 +174,7 @@ class LatentAttention:
 
     def vllm(self, q: Tensor, kv: Tensor, k_pe: Tensor) -> Tensor:
         pages, (absorbed, q_pe) = self.pages, self._absorbed(q)
-        torch.ops._C.rotary_embedding(pages.positions, q_pe, k_pe[:, None], self.rope, self.cos_sin, True)
+        torch.ops._C.rotary_embedding(pages.positions, q_pe, k_pe[:, None], self.rope, pages.cos_sin, True)
         torch.ops._C_cache_ops.concat_and_cache_mla(kv, k_pe, self.cache, pages.slots, "auto", pages.scale)
         latent, _ = pages.flash(
             torch.cat((absorbed, q_pe), -1)[:, None],
@@ -185,7 +191,7 @@ class LatentAttention:
 def of_layers(rank, batch: int, context: int) -> tuple[list, str]:
     """The attention of each layer, and whose kernels `run` is: "vllm", or "torch" and why."""
     family = LatentAttention if rank.absorbed else GroupedAttention
-    pages = Pages(batch, context, family.PAGE, rank.device)
+    pages = Pages(rank, family.rotated(rank.config), batch, context, family.PAGE)
     layers = [family(rank, layer, pages) for layer in range(len(rank.layers) - 1)]
     try:
         layers[0].prepare()
@@ -194,7 +200,7 @@ def of_layers(rank, batch: int, context: int) -> tuple[list, str]:
         require_same(layers[0].vllm(*given), expected)
         used = "vllm"
     except REFUSALS as error:
-        used = f"torch: {type(error).__name__} {str(error).partition(chr(10))[0]}"
+        used = f"torch: {reason(error)}"
     for layer in layers:
         layer.run = layer.vllm if used == "vllm" else layer.pytorch
     return layers, used

@@ -151,7 +151,7 @@ class Stock:
                     if self.op.name not in UNCHECKED:
                         require_same(result, self.op.reference(*_copies(arguments)))
             except REFUSALS as error:
-                refused.append(f"{name}: {type(error).__name__} {str(error).partition(chr(10))[0]}")
+                refused.append(f"{name}: {reason(error)}")
                 continue
             self.used[name] = refused
             return call
@@ -160,6 +160,11 @@ class Stock:
 
 def _copies(arguments: tuple) -> tuple:
     return tuple(clone(value, value.device) if isinstance(value, Tensor) else value for value in arguments)
+
+
+def reason(error: Exception) -> str:
+    """Its kind and first line."""
+    return f"{type(error).__name__} {str(error).partition(chr(10))[0]}"
 
 
 def require_same(result, expected) -> None:

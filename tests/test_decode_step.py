@@ -157,18 +157,18 @@ def test_llama_is_what_its_formula_says(model, quantization, layers, most):
 
 def test_absorbed_latent_attention_is_that_over_keys_and_values():
     rank = steps("tiny-deepseek-v3")["ours"].rank
-    layer = attention.LatentAttention(rank, 0, attention.Pages(3, 5, 4, "cpu"))
+    layer = attention.LatentAttention(rank, 0, attention.Pages(rank, 64, 3, 5, 4))
     heads, nope, rope = 16, 128, 64
     q, kv, k_pe = (torch.randn(3, size).bfloat16() for size in (heads * (nope + rope), 512, rope))
     before = layer.pages.of(layer.cache)[:, :-1]
-    rows = torch.cat((before, torch.cat((kv, k_pe @ layer.rotation), -1)[:, None]), 1).float()
+    rows = torch.cat((before, torch.cat((kv, k_pe @ layer.pages.rotation), -1)[:, None]), 1).float()
     latent = rows[..., :512]
     w_uk, w_uv = (weight.float() for weight in rank.absorbed[0])
     keys = torch.einsum("mcr,hdr->mhcd", latent, w_uk)
     values = torch.einsum("mcr,hrv->mhcv", latent, w_uv)
     by_head = q.float().view(3, heads, nope + rope)
     scores = torch.einsum("mhd,mhcd->mhc", by_head[..., :nope], keys)
-    scores += torch.einsum("mhd,mcd->mhc", by_head[..., nope:] @ layer.rotation.float(), rows[..., 512:])
+    scores += torch.einsum("mhd,mcd->mhc", by_head[..., nope:] @ layer.pages.rotation.float(), rows[..., 512:])
     weights = torch.softmax(scores * (nope + rope) ** -0.5, -1)
     expected = torch.einsum("mhc,mhcv->mhv", weights, values).flatten(1)
     assert (layer.pytorch(q, kv, k_pe).float() - expected).norm() < 0.02 * expected.norm()

@@ -204,8 +204,9 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     streaming = rounds * max(at_once * of_part, least)
     if rest:  # after a round or two, blocks are out of step, so that there is no last one of few
         streaming += rest * of_part + max(least - rest * of_part, 0.0) / max(rounds, 1) ** 2
-    of_unit = [-(-count // arch.compute_units) for count in (config.blocks, parts)]
-    issuing = of_unit[0] * BLOCK_US[lanes] + of_unit[1] * longest / keeps_up
+    # Of the compute unit that has the most.
+    most_blocks, most_parts = (-(-count // arch.compute_units) for count in (config.blocks, parts))
+    issuing = most_blocks * BLOCK_US[lanes] + most_parts * longest / keeps_up
     terms = {"streaming": max(streaming, issuing), "ends": -(-parts // config.blocks) * tiles // parts * END_US}
     if config.parts != 1:
         terms["sharing"] = SHARING_US[lanes][config.rows] + (DRAIN_US[lanes] if config.parts == 0 else 0.0)
