@@ -284,8 +284,8 @@ BUGS = {
     ),
     "a run of results where fewer are left": (
         "device/skinny.h",
-        "if (p.n % kRun == 0) {",
-        "if (true) {",
+        "if (p.n % kRun) store_odd(value...);",
+        "if (false) store_odd(value...);",
         ops.mxfp8_scaled_mm,
         "bias-fp16",
         "gfx950",
@@ -293,8 +293,8 @@ BUGS = {
     ),
     "a run of results where fewer are left, of wide tiles": (
         "device/skinny.h",
-        "if (p.n % kRun == 0) {",
-        "if (true) {",
+        "else if (p.n % kRun) store(store_odd);",
+        "else if (false) store(store_odd);",
         ops.scaled_mm,
         "bias-fp16",
         "gfx942",
@@ -302,8 +302,8 @@ BUGS = {
     ),
     "the scales of a run's first row only": (
         "device/skinny.h",
-        "p.scale_b + i64(row[j] + i) * p.scale_b_row",
-        "p.scale_b + i64(row[j]) * p.scale_b_row",
+        "p.scale_b + u64(row[j] + i) * u32(p.scale_b_row)",
+        "p.scale_b + u64(row[j]) * u32(p.scale_b_row)",
         ops.scaled_mm,
         "m16",
         "gfx950",

@@ -6,15 +6,15 @@
 // last). True in the last block to arrive, which then sees all that the others wrote to HBM before they called. `arrived` is
 // LDS that no thread uses after it called.
 DEVICE bool is_last_block(u32* counter, u32 blocks, u32& arrived) {
-  device_release();  // this thread's results, before its count
+  thread_release();  // this thread's results, before its count
   block_barrier();   // hazard: counted before all threads wrote
   if (wave::thread() == 0) {
-    arrived = __scoped_atomic_fetch_add(counter, 1u, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE) + 1;
+    arrived = block_count(counter) + 1;
     if (arrived == blocks) __scoped_atomic_store_n(counter, 0u, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
   }
   block_barrier();  // hazard: `arrived` is read before it is written
   if (arrived != blocks) return false;
-  device_acquire();  // before the others' results are read
+  thread_acquire();  // before the others' results are read
   return true;
 }
 DEVICE bool is_last_block(u32* counter, u32 blocks) {

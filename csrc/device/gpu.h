@@ -11,6 +11,7 @@ using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
+using u64 = unsigned long long;
 using u32x2 = u32 __attribute__((ext_vector_type(2)));
 using u32x4 = u32 __attribute__((ext_vector_type(4)));
 using f32x2 = float __attribute__((ext_vector_type(2)));

@@ -54,11 +54,12 @@ struct Share {
 
   DEVICE int first_step(int b) const { return p.unit * (b * p.units + (b < p.longer ? b : p.longer)); }
   DEVICE int block_of(int step) const {
-    const int unit = kGroup == 1 ? step : step / p.unit, in_longer = p.longer * (p.units + 1);
-    return unit < in_longer ? unit / (p.units + 1) : p.longer + (unit - in_longer) / p.units;
+    const u32 unit = kGroup == 1 ? step : step / u32(p.unit), in_longer = p.longer * (p.units + 1);
+    const bool longer = unit < in_longer;
+    return (unit - (longer ? 0 : in_longer)) / u32(p.units + longer) + (longer ? 0 : p.longer);
   }
   DEVICE Group begin() const {
-    const int tile = first / p.steps, step = first - tile * p.steps, end = last - tile * p.steps;
+    const int tile = u32(first) / u32(p.steps), step = first - tile * p.steps, end = last - tile * p.steps;
     return {tile, step, end < p.steps ? end : p.steps};
   }
   // With end <= 0 past the last.
@@ -98,24 +99,13 @@ DEVICE TileWeights tile_weights(const Product& p, int first_row, int wave_row) {
 template <int kRun>
 using Run = float __attribute__((ext_vector_type(kRun)));
 
+// A run of results as T, bf16 or fp16 or float, from element `at` on, if there is one.
 template <class T, int kRun>
-DEVICE auto pack_run(Run<kRun> x) {
-  if constexpr (kRun == 2) return T::pack(x);
-  else return u32x2{T::pack(x.lo), T::pack(x.hi)};
-}
-// Results of a token, from row `row` on, as far as there are so many; `row` is a multiple of kRun.
-template <int kRun>
-DEVICE void store_run(const Product& p, int token, int row, Run<kRun> x) {
-  const i64 at = i64(token) * p.n + row;
-  if constexpr (kRun > 1)
-    if (p.n % kRun == 0) {
-      if (p.out_type == 0) mem::store((u16*)p.out + at, pack_run<Bf16, kRun>(x));
-      else if (p.out_type == 1) mem::store((u16*)p.out + at, pack_run<F16, kRun>(x));
-      else mem::store((float*)p.out + at, x);
-      return;
-    }
-  for (int i = 0; i < kRun; ++i)
-    if (row + i < p.n) store_output(p.out, at + i, x[i], p.out_type);
+DEVICE void store_run(bool inside, void* out, u64 at, Run<kRun> x) {
+  if constexpr (__is_same(T, float)) mem::store_if(inside, (float*)out + at, x);
+  else if constexpr (kRun == 1) mem::store_if(inside, (u16*)out + at, u16(T::pack({x[0], x[0]})));
+  else if constexpr (kRun == 2) mem::store_if(inside, (u16*)out + at, T::pack(x));
+  else mem::store_if(inside, (u16*)out + at, u32x2{T::pack(x.lo), T::pack(x.hi)});
 }
 template <int kRun>
 DEVICE Run<kRun> load_bias(const Product& p, int row) {
@@ -160,7 +150,7 @@ struct Finish {
       row[j] = row_of(j);
       if (kScales == Scales::kRow)
         for (int i = 0; i < kRun; ++i)
-          scale_b[j][i] = row[j] + i < p.n ? mem::load<float>(p.scale_b + i64(row[j] + i) * p.scale_b_row) : 0.0f;
+          scale_b[j][i] = row[j] + i < p.n ? mem::load<float>(p.scale_b + u64(row[j] + i) * u32(p.scale_b_row)) : 0.0f;
       if (!kMx) bias[j] = load_bias<kRun>(p, row[j]);
     }
   }
@@ -191,7 +181,7 @@ struct Finish {
 #pragma unroll
       for (int v = 0; v < kValues; ++v) sum[v / kLaneRuns][v % kLaneRuns] = Value{};
       constexpr int kFit = kLoaded / (kValues * kRun), kLeast = kMx ? 1 : 2;
-      constexpr int kAtOnce = kFit > kLeast ? kFit : kLeast;  // blocks whose sums are loaded together
+      constexpr int kAtOnce = kFit > 8 ? 8 : kFit > kLeast ? kFit : kLeast;  // blocks whose sums are loaded together
 #pragma unroll 1
       for (int b = from; b <= to; b += kAtOnce) {
         Value theirs[kAtOnce][kValues];
@@ -212,14 +202,42 @@ struct Finish {
       }
     }
 #pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i)
+    for (int j = 0; j < kLaneRuns; ++j) {
+      const Value added = kMx ? load_bias<kRun>(p, row[j]) : bias[j];
 #pragma unroll
-      for (int j = 0; j < kLaneRuns; ++j) {
-        Value x = sum[i][j];
-        if constexpr (kScales == Scales::kRow) x *= scale_a[i] * scale_b[j];
-        if (token[i] < p.m && row[j] < p.n)
-          store_run<kRun>(p, token[i], row[j], x + (kMx ? load_bias<kRun>(p, row[j]) : bias[j]));
+      for (int i = 0; i < kLaneTokens; ++i) {
+        if constexpr (kScales == Scales::kRow) sum[i][j] *= scale_a[i] * scale_b[j];
+        sum[i][j] += added;
       }
+    }
+    auto store = [&](auto store_value) __attribute__((always_inline)) {
+#pragma unroll
+      for (int i = 0; i < kLaneTokens; ++i)
+#pragma unroll
+        for (int j = 0; j < kLaneRuns; ++j)
+          store_value(token[i] < p.m, u64(u32(token[i])) * u32(p.n) + u32(row[j]), row[j], sum[i][j]);
+    };
+    auto with_type = [&](auto use) __attribute__((always_inline)) {
+      if (p.out_type == 0) use((Bf16*)nullptr);
+      else if (p.out_type == 1) use((F16*)nullptr);
+      else use((float*)nullptr);
+    };
+    auto store_one = [&]<class T>(T*, bool inside, u64 at, int row, Value x)
+                         __attribute__((always_inline)) { store_run<T, kRun>(inside && row < p.n, p.out, at, x); };
+    auto store_odd = [&](bool inside, u64 at, int row, Value x) __attribute__((always_inline)) {
+      for (int r = 0; r < kRun; ++r)
+        if (inside && row + r < p.n) store_output(p.out, at + r, x[r], p.out_type);
+    };
+    if constexpr (kMx)
+      store([&](auto... value) __attribute__((always_inline)) {
+        if (p.n % kRun) store_odd(value...);
+        else with_type([&](auto* type) __attribute__((always_inline)) { store_one(type, value...); });
+      });
+    else if (p.n % kRun) store(store_odd);
+    else  // the type is asked for once, so that a block ends with few instructions; kMx has no scalar registers for that
+      with_type([&](auto* type) __attribute__((always_inline)) {
+        store([&](auto... value) __attribute__((always_inline)) { store_one(type, value...); });
+      });
   }
 };
 
@@ -360,7 +378,7 @@ struct Narrow {
   }
 };
 
-// A kernel of that name; `...` are its Scales and, of kBlock, their type.
+// A kernel of that name; `...` are its Scales, of kBlock, their type.
 #define SKINNY(symbol, type, tokens, ...)                                                           \
   KERNEL((Wide<type, tokens, __VA_ARGS__>::kThreads), (Wide<type, tokens, __VA_ARGS__>::kResident)) \
   symbol(Product product) { Wide<type, tokens, __VA_ARGS__>::run(product); }

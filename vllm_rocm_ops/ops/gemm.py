@@ -25,18 +25,18 @@ FRAGMENT_ROWS, FRAGMENT_BYTES = 16, 16
 BLOCK = 128  # of K and of N per block scale
 PANEL = 2 * STEP  # bytes of K of what LDS holds at a time
 # Of csrc/device/nvidia/wide.h, of both teams, by tokens: of one block on a compute unit, and of two.
-RING_PANELS = {16: (22, 8), 32: (18, 8), 64: (12, 6)}
+RING_PANELS = {16: (20, 8), 32: (16, 8), 64: (12, 6)}
 SHORTEST = 4  # steps: with fewer a block is over before it streams
 # What a kernel of so many rows and tokens is limited by, by the lanes of a wave: blocks that a compute unit holds at once, for
 # registers and LDS; and bytes of weight a microsecond that it keeps up with, as measured on H200 and as emulated, by the cycles
 # that instructions are issued in.
 LIMITS = {
     32: {
-        (16, 8): (4, 20e3),
-        (16, 16): (3, 10e3),
-        (64, 16): (2, 52e3),
-        (64, 32): (2, 44e3),
-        (64, 64): (2, 37e3),
+        (16, 8): (4, 15e3),
+        (16, 16): (3, 8e3),
+        (64, 16): (2, 58e3),
+        (64, 32): (2, 52e3),
+        (64, 64): (2, 38e3),
     },
     64: {
         (16, 8): (4, 45e3),
@@ -47,17 +47,19 @@ LIMITS = {
     },
 }
 # Bytes that a long stream through registers keeps under way: fitted on H200, as the emulator counts them on AMD.
-IN_FLIGHT = {32: {16: 16e3}, 64: {16: 12.5e3, 64: 27e3}}
+IN_FLIGHT = {32: {16: 12e3}, 64: {16: 12.5e3, 64: 27e3}}
 # Microseconds, fitted to all configurations of the decode shapes on H200: `serving_benchmarks/gemm.py --sweep` says what the choice
 # costs. That a load takes; of each tile of a block.
 LATENCY_US, END_US = 1.5, 0.5
 # That a compute unit issues instructions for what a block does once: emulated on AMD, among LIMITS on H200.
 BLOCK_US = {32: 0.0, 64: 1.3}
-# That blocks which share tiles take longer, by the rows of a tile; and, where a block's share ends within a tile, that it waits
-# for its copies and other blocks for it. On AMD as of kernels through registers on H200.
-SHARING_US = {32: {16: 2.0, 64: 3.0}, 64: {16: 5.0, 64: 5.0}}
-DRAIN_US = {32: 4.0, 64: 1.5}
-SUMMED = 60e3  # bytes of partial sums a microsecond that a block reads
+# That blocks which share tiles take longer, by the rows of a tile. On AMD as of kernels through registers on H200.
+SHARING_US = {32: {16: 3.0, 64: 3.0}, 64: {16: 5.0, 64: 5.0}}
+DRAIN_US = 1.5  # where a block's share ends within a tile, it waits for its copies and other blocks for it
+SUMMED = {32: 150e3, 64: 60e3}  # bytes of partial sums a microsecond that a block reads
+# That a block with 64 rows takes longer beside another, by tokens, and what of the time in which some compute units have no block is
+# lost: of kernels through LDS only.
+CROWDED_US, IDLE = {16: 1.0, 32: 0.6, 64: 0.0}, 0.15
 MOST_RESIDENT = 4
 MOST_TOKENS = TOKENS[64][-1]
 
@@ -208,17 +210,21 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     most_blocks, most_parts = (-(-count // arch.compute_units) for count in (config.blocks, parts))
     issuing = most_blocks * BLOCK_US[lanes] + most_parts * longest / keeps_up
     terms = {"streaming": max(streaming, issuing), "ends": -(-parts // config.blocks) * tiles // parts * END_US}
+    if _ring_panels(config, tokens, arch):
+        terms["ends"] += (most_blocks - 1) * CROWDED_US[tokens]
+        if config.parts and rest and rounds:
+            terms["idle"] = IDLE * streaming * (at_once - rest) / parts
     if config.parts != 1:
-        terms["sharing"] = SHARING_US[lanes][config.rows] + (DRAIN_US[lanes] if config.parts == 0 else 0.0)
+        terms["sharing"] = SHARING_US[lanes][config.rows] + (DRAIN_US if config.parts == 0 else 0.0)
         of_tile = config.rows * a.rows * 4
-        terms["partials"] = 2 * _partial_bytes(config, a.rows) / hbm + config.blocks / tiles * of_tile / SUMMED
+        terms["partials"] = 2 * _partial_bytes(config, a.rows) / hbm + config.blocks / tiles * of_tile / SUMMED[lanes]
     return terms
 
 
 def _in_flight(config: SkinnyConfig, tokens: int, arch: Arch) -> float:
     """Bytes that a block has under way."""
     panels = _ring_panels(config, tokens, arch)
-    return (panels - 2) * PANEL * config.rows if panels else IN_FLIGHT[arch.wave_lanes][config.rows]
+    return max(panels - 4, 4) * PANEL * config.rows if panels else IN_FLIGHT[arch.wave_lanes][config.rows]
 
 
 def _ring_panels(config: SkinnyConfig, tokens: int, arch: Arch) -> int:

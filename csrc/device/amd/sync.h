@@ -8,6 +8,10 @@ DEVICE void block_barrier() {
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
 }
 
-// What this thread wrote is seen by all of the device that acquire after.
-DEVICE void device_release() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent"); }
-DEVICE void device_acquire() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
+// What a block wrote, those blocks see that count after it: each thread releases, one counts after a barrier, and each acquires
+// after another. The count is what it was before.
+DEVICE void thread_release() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent"); }
+DEVICE u32 block_count(u32* counter) {
+  return __scoped_atomic_fetch_add(counter, 1u, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+}
+DEVICE void thread_acquire() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }

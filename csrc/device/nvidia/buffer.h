@@ -24,6 +24,19 @@ DEVICE u32 load_byte_or_zero(Buffer from, int lane_offset, int offset, bool insi
   return inside ? load<u8>(from + lane_offset + offset) : 0;
 }
 
+// Under a predicate, as a branch around each store would have them wait for each other.
+template <class T>
+DEVICE void store_if(bool inside, void* address, T value) {
+#define STORE(bits, letter, type)                                                                              \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.global." bits " [%0], %1;}" ::"l"(global(address)), \
+               letter(__builtin_bit_cast(type, value)), "r"(int(inside))                                       \
+               : "memory")
+  if constexpr (sizeof(T) == 2) STORE("b16", "h", u16);
+  else if constexpr (sizeof(T) == 4) STORE("b32", "r", u32);
+  else STORE("b64", "l", i64);
+#undef STORE
+}
+
 // A T at base + lane_offset + offset, or zero.
 template <class T>
 DEVICE T load_value_or_zero(Buffer from, int lane_offset, int offset, bool inside) {

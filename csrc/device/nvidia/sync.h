@@ -8,6 +8,13 @@ DEVICE void team_barrier(int team) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kThreads) : "memory");
 }
 
-// What this thread wrote is seen by all of the device that acquire after. Spelled out: clang makes it the whole system.
-DEVICE void device_release() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-DEVICE void device_acquire() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// What a block wrote, those blocks see that count after it: one thread counts after a barrier, and others read after another. What a
+// barrier orders, the count orders too (PTX ISA, section 8.9.5 "Causality order"), so that no other thread waits for a fence.
+// The count is what it was before. Spelled out: clang makes it the whole system.
+DEVICE void thread_release() {}
+DEVICE u32 block_count(u32* counter) {
+  u32 count;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(count) : "l"(mem::global(counter)) : "memory");
+  return count;
+}
+DEVICE void thread_acquire() {}

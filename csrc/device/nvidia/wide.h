@@ -1,14 +1,22 @@
 // Tiles of 64 rows, streamed through LDS. Each of the two teams of a block, four waves, has a ring of panels, 128 bytes of K of the
-// tile's rows and of all tokens, that it fills, past the registers, and multiplies; they take panels in turns. Registers hold
+// tile's rows and of all tokens, that it fills, past the registers, and multiplies; they take panels in turns, two at a time. Registers hold
 // enough loads for some 86 % of HBM's bandwidth, LDS for 97 % (gemm.py on H200, 13312 x 16384). Past the end of a tile the next
 // tile's panels follow, so that all stages of a ring but one are always in flight. A block that has a compute unit's LDS to itself
 // gets a deeper ring: how much LDS it has says which. Block scales come with their panel.
 //
-// Tried on H200 (gemm.py, scaled_mm) and left. Sums that meet in the LDS of a cluster of blocks: 0.2 to 0.9 us less where tiles are
-// shared, 0.3 us more where they are not. Kernels that start while the one before runs (griddepcontrol), with their first panels
-// under way: 1.26 to 1.30 times as fast as the best peer up to 16 tokens in place of 1.06 to 1.10; but AMD's GPUs have nothing
-// like it, and it is only right where that kernel does not write the weight. With panels on their way to the L2 cache only, which
-// is always right, the largest products take 5 % longer.
+// Eight waves hide little: what a block does before its first copy, per panel and after its last panel counts in instructions,
+// and cold ones take some two cycles each. So copies need one offset per thread, a barrier serves two panels, and a tile ends
+// without branches (skinny.h).
+//
+// Tried on H200 (gemm.py, scaled_mm, microseconds) and left:
+// - Sums that meet in the LDS of a cluster of blocks: 0.2 to 0.9 less where tiles are shared, 0.3 more where they are not.
+// - Kernels that start while the one before runs (griddepcontrol), with their first panels under way: up to 16 tokens 1.26 to 1.30
+//   times as fast as the best peer in place of 1.06 to 1.10; but AMD's GPUs have nothing like it, and it is only right where that
+//   kernel does not write the weight. With panels on their way to the L2 cache only, which is always right, the largest
+//   products take 5 % longer.
+// - Tiles of 8 to 56 rows, one for each compute unit, in place of shared ones: at best 4 % less, 12.7 for 13.3 (1 x 2304 x 16384).
+// - Tiles of 128 rows, which halve the reads of tokens: 57.1 for 58.4 (64 x 13312 x 16384), more elsewhere.
+// - Four teams: 10.4 for 10.9 (1 x 4608 x 7168), as two panels a barrier give, but 3 to 8 % more for less than 20 MB.
 #pragma once
 #include "mma.h"
 
@@ -17,16 +25,63 @@ extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [teams][kStages]
 template <class Type, int kTokens, Scales kScales, class Scale = Fp32Scale>
 struct Wide {
   static constexpr int kTeams = 2, kTeamThreads = mma::kWaves * wave::kLanes, kThreads = kTeams * kTeamThreads;
-  static constexpr int kPanel = tile::kDepth / mma::kDepth, kGroup = kTeams * kPanel;  // steps
-  static constexpr int kWeightBytes = kTileRows * tile::kDepth, kStageBytes = kWeightBytes + kTokens * tile::kDepth;
-  static constexpr int kResident = 2;                                       // blocks
-  static constexpr int kDeep = kTokens == 16 ? 11 : kTokens == 32 ? 9 : 6;  // stages of a block alone
-  static constexpr int kShallow = kTokens == 64 ? 3 : 4;                    // and of kResident; gemm.py knows both
-  static constexpr int kSums = kTokens / 2;
+  static constexpr int kWeightBytes = kTileRows * tile::kDepth, kPanelBytes = kWeightBytes + kTokens * tile::kDepth;
+  static constexpr int kResident = 2;  // blocks, if LDS suffices
+  // Panels that a team has in LDS if the block is alone on a compute unit, and otherwise; gemm.py knows both.
+  static constexpr int kDeep = kTokens == 16 ? 10 : kTokens == 32 ? 8 : 6, kShallow = kTokens == 64 ? 3 : 4;
   static constexpr bool kScaled = kScales == Scales::kBlock;
-  using Tile = Finish<kScales, kTokens / 8, 1, 2, kGroup, kThreads, 64>;
-  using Weights = tile::Filler<kTileRows, kTeamThreads>;
   using Scaling = u32[kTeams][kDeep][kTokens + 2];  // words that the scales of the tokens and of the weight lie in
+
+  template <int kStages, int kPanels>
+  struct Stream;
+
+  DEVICE static void run(const Product& product) {
+    LDS alignas(8) static Scaling scaling;
+    u32 bytes;
+    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+    if (bytes == kTeams * kDeep * kPanelBytes) Stream<kDeep / 2, 2>{product, scaling}.multiply();
+    else if constexpr (kShallow % 2 == 0) Stream<kShallow / 2, 2>{product, scaling}.multiply();
+    else Stream<kShallow, 1>{product, scaling}.multiply();
+  }
+};
+
+// How a block streams with rings of so many stages, each of as many panels: two share a barrier, and what a thread does once for both.
+template <class Type, int kTokens, Scales kScales, class Scale>
+template <int kStages, int kPanels>
+struct Wide<Type, kTokens, kScales, Scale>::Stream {
+  static constexpr int kPanelSteps = tile::kDepth / mma::kDepth, kStageSteps = kPanels * kPanelSteps;
+  static constexpr int kGroup = kTeams * kStageSteps;
+  static constexpr int kSums = kTokens / 2;
+  static constexpr int kProducts = kTokens == 64 ? 1 : kPanels;  // at once, as many as registers suffice for
+  using Tile = Finish<kScales, kTokens / 8, 1, 2, kGroup, kThreads, 64>;
+
+  // The copies of a panel's rows, one after the other, by a team, 16 at a time. In pairs, row 2 * i of 16 is in place i and
+  // the next one in i + 8, so that a lane's sums are of two rows in a row.
+  template <int kRows, bool kPairs>
+  struct Rows {
+    int offset;      // of the thread's piece of the first 16 rows, at K = 0
+    int row;         // of these
+    int column;      // of its pieces in a panel's rows, in bytes
+    const u8* from;  // its first piece
+    int rows;        // that there are from its first one on
+
+    DEVICE Rows(const tile::Layout& layout, int thread) {
+      const tile::Place place = tile::Place::of(thread, layout.by_piece());
+      const u32 at = place.row, piece = place.piece;
+      row = kPairs ? at % 8 * 2 + at / 8 : at;
+      offset = row * layout.row + piece % 4 * layout.piece + piece / 4 * layout.step;
+      column = piece * tile::kPiece;
+    }
+    DEVICE void begin(const u8* first, int count) { from = first + offset, rows = count - row; }
+    // The panel `at` bytes further on, of which only the first `bytes` of K are there, to where the wave's first pieces go.
+    DEVICE void start(int at, i64 next, int bytes, lds::Local<u8>* to) const {
+      const u8* piece = from + at;
+      const bool inside = column < bytes;
+#pragma unroll
+      for (int i = 0; i < kRows; i += 16, piece += next)
+        lds::start_copy(piece, inside && i < rows, to + i * tile::kDepth);
+    }
+  };
 
   const Product& p;
   Scaling& scaling;  // in LDS
@@ -34,60 +89,53 @@ struct Wide {
   const int lane = wave::lane(), team = wave::index() / mma::kWaves, team_wave = wave::index() % mma::kWaves;
   const int thread = wave::thread() % kTeamThreads;  // of the team
 
-  // The waves' rows are in such an order that a lane's sums are of two rows in a row.
-  DEVICE void begin_stream(Weights& weights, int tile) const {
-    const int first = tile * kTileRows;
-    auto row_of = [&](int at) {
-      const int row = at / 16 * 16 + at % 8 * 2 + at / 8 % 2;
-      return first + row < p.n ? row : tile::kNoRow;
-    };
-    weights.init(p.b + first / mma::kRows * p.b_tile, tile::Layout{p.b_tile, p.b_row, p.b_step / 4, p.b_step}, row_of,
-                 team_wave);
-  }
-
   // Where the scales of a token lie, or, of the one past the last, those of a tile of the weight.
   DEVICE const u8* scales_from(int token, int tile) const {
     if (token < kTokens) return (const u8*)p.scale_a + token * p.scale_a_row * Scale::kBytes;
     return (const u8*)p.scale_b + i64(tile * kTileRows / kScaleBlock) * p.scale_b_row * Scale::kBytes;
   }
   DEVICE int scale_step(int token) const { return (token < kTokens ? p.scale_a_k : 1) * Scale::kBytes; }
-  DEVICE float scale(u32 word, int token, const Group& group) const {
-    const int block = group.step / kPanel + team;
-    return Scale::of_word(word, u32(i64(scales_from(token, group.tile))) + block * scale_step(token));
+  // Of the team's panel number `panel` of a stage.
+  DEVICE float scale(int stage, int panel, int token, const Group& group) const {
+    const int block = group.step / kPanelSteps + team * kPanels + panel;
+    return Scale::of_word(scaling[team][stage * kPanels + panel][token],
+                          u32(i64(scales_from(token, group.tile))) + block * scale_step(token));
   }
-  // Of the team's panel in a stage: those of a token and the next.
-  DEVICE f32x2 scales_of_tokens(int stage, int token, const Group& group) const {
-    const u32x2 words = *(const u32x2*)&scaling[team][stage][token];
-    return {scale(words.x, token, group), scale(words.y, token + 1, group)};
-  }
-  DEVICE float scale_of_weight(int stage, const Group& group) const {
-    return scale(scaling[team][stage][kTokens], kTokens, group);
+  // The same for a token and the next.
+  DEVICE f32x2 scales_of_tokens(int stage, int panel, int token, const Group& group) const {
+    return {scale(stage, panel, token, group), scale(stage, panel, token + 1, group)};
   }
 
-  template <int kStages>
   DEVICE void multiply() const {
-    auto* lds = (lds::Local<u8>*)dynamic_lds + team * kStages * kStageBytes;
+    auto* lds = (lds::Local<u8>*)dynamic_lds + team * kStages * kPanels * kPanelBytes;
+    const int part = team_wave * wave::kLanes * tile::kPiece;  // of a panel: where the wave's first pieces go
     Group now = share.begin(), ahead = now;
-    tile::Filler<kTokens, kTeamThreads> tokens;
-    tokens.init(
-        p.a, tile::Layout{16 * i64(p.a_stride), p.a_stride, tile::kPiece, 4 * tile::kPiece},
-        [&](int token) { return token < p.m ? token : tile::kNoRow; }, team_wave);
-    Weights weights;
-    begin_stream(weights, ahead.tile);
+    Rows<kTileRows, true> weights({p.b_tile, p.b_row, int(u32(p.b_step) / 4), p.b_step}, thread);
+    Rows<kTokens, false> tokens({16 * i64(p.a_stride), p.a_stride, tile::kPiece, 4 * tile::kPiece}, thread);
+    auto begin_stream = [&] {
+      weights.begin(p.b + ahead.tile * (kTileRows / mma::kRows) * p.b_tile, p.n - ahead.tile * kTileRows);
+    };
+    begin_stream();
+    tokens.begin(p.a, p.m);
     const u8* scales = scales_from(thread, ahead.tile);  // of the thread's token
     const int step_of_scales = scale_step(thread);
     auto start_next = [&](int stage) __attribute__((always_inline)) {
       if (ahead.end > 0) {
-        const int step = ahead.step + team * kPanel, bytes = share.bytes_left(ahead, step), tile = ahead.tile;
-        auto* to = lds + stage * kStageBytes;
-        weights.start_at(step * p.b_step, bytes, to);
-        tokens.start_at(step * mma::kDepth, bytes, to + kWeightBytes);
-        if (kScaled && thread <= kTokens)
-          lds::start_word(scales + step / kPanel * step_of_scales, bytes > 0 && (thread < p.m || thread == kTokens),
-                          &scaling[team][stage][thread]);
+        const int first = ahead.step + team * kStageSteps, bytes = share.bytes_left(ahead, first), tile = ahead.tile;
+#pragma unroll
+        for (int i = 0; i < kPanels; ++i) {
+          const int step = first + i * kPanelSteps, left = bytes - i * tile::kDepth;
+          auto* to = lds + (stage * kPanels + i) * kPanelBytes + part;
+          weights.start(step * p.b_step, p.b_tile, left, to);
+          tokens.start(step * mma::kDepth, i64(16) * p.a_stride, left, to + kWeightBytes);
+          if (kScaled && thread <= kTokens)
+            lds::start_word(scales + step / kPanelSteps * step_of_scales,
+                            left > 0 && (thread < p.m || thread == kTokens),
+                            &scaling[team][stage * kPanels + i][thread]);
+        }
         ahead = share.after(ahead);
         if (ahead.tile != tile && ahead.end > 0) {
-          begin_stream(weights, ahead.tile);
+          begin_stream();
           scales = scales_from(thread, ahead.tile);
         }
       }
@@ -104,21 +152,31 @@ struct Wide {
       const Group next = share.after(now);
       lds::wait_for_copies<kStages - 2>();
       team_barrier<kTeamThreads>(team);  // hazard: read before all filled it; the last stage filled while it is read
-      auto* here = lds + stage * kStageBytes;
       // The matrix units sum up e4m3 with some 14 bits, so that their sums are of one panel only.
-      float product[kSums];
-      mma::start_product<Type>(product, weights_at, here, tokens_at, here + kWeightBytes);
-      start_next(stage == 0 ? kStages - 1 : stage - 1);
-      mma::wait_for_sums(product);
-      const float scale_b = kScaled ? scale_of_weight(stage, now) : 1.0f;
+      float product[kProducts][kSums];
 #pragma unroll
-      for (int i = 0; i < kSums / 4; ++i) {
-        const f32x2 scale = kScaled ? scales_of_tokens(stage, i * 8 + lane % 4 * 2, now) * scale_b : f32x2{1.0f, 1.0f};
+      for (int first = 0; first < kPanels; first += kProducts) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) sum[i * 4 + j] += product[i * 4 + j] * scale[j % 2];
+        for (int i = 0; i < kProducts; ++i) {
+          auto* here = lds + (stage * kPanels + first + i) * kPanelBytes;
+          mma::start_product<Type>(product[i], weights_at, here, tokens_at, here + kWeightBytes);
+        }
+        if (first == 0) start_next(stage == 0 ? kStages - 1 : stage - 1);
+#pragma unroll
+        for (int i = 0; i < kProducts; ++i) {
+          mma::wait_for_sums(product[i]);
+          const float scale_b = kScaled ? scale(stage, first + i, kTokens, now) : 1.0f;
+#pragma unroll
+          for (int j = 0; j < kSums / 4; ++j) {
+            const int token = j * 8 + lane % 4 * 2;
+            const f32x2 scale_a = kScaled ? scales_of_tokens(stage, first + i, token, now) : f32x2{1.0f, 1.0f};
+#pragma unroll
+            for (int v = 0; v < 4; ++v) sum[j * 4 + v] += product[i][j * 4 + v] * (scale_a[v % 2] * scale_b);
+          }
+        }
       }
       if (next.tile != now.tile) {
-        end_tile<kStages>(tile, sum, stage);
+        end_tile(tile, sum, stage);
         for (float& value : sum) value = 0.0f;
         if (next.end > 0) begin_tile(tile, next.tile);
       }
@@ -137,9 +195,8 @@ struct Wide {
         [&](int) __attribute__((always_inline)) { return row; });
   }
   // The other half goes to the other team, through the stage that both have read.
-  template <int kStages>
   DEVICE void end_tile(const Tile& tile, const float (&sum)[kSums], int stage) const {
-    constexpr int kHalf = kSums / kTeams, kStage = kStageBytes / 4;
+    constexpr int kHalf = kSums / kTeams, kStage = kPanels * kPanelBytes / 4;
     auto* lds = (lds::Local<float>*)dynamic_lds;
     lds::Local<float>* mine = lds + (team * kStages + stage) * kStage + thread;
     const lds::Local<float>* theirs = lds + ((1 - team) * kStages + stage) * kStage + thread;
@@ -156,14 +213,5 @@ struct Wide {
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) values[i][0] = f32x2{half[i / 2 * 4 + i % 2], half[i / 2 * 4 + 2 + i % 2]};
     tile.end(values);
-  }
-
-  DEVICE static void run(const Product& product) {
-    LDS alignas(8) static Scaling scaling;
-    const Wide kernel{product, scaling};
-    u32 bytes;
-    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-    if (bytes == kTeams * kDeep * kStageBytes) kernel.template multiply<kDeep>();
-    else kernel.template multiply<kShallow>();
   }
 };
