@@ -56,7 +56,8 @@ struct Wide<Type, kTokens, kScales, Scale>::Stream {
   using Tile = Finish<kScales, kTokens / 8, 1, 2, kGroup, kThreads, 64>;
 
   // The copies of a panel's rows, one after the other, by a team, 16 at a time. In pairs, row 2 * i of 16 is in place i and
-  // the next one in i + 8, so that a lane's sums are of two rows in a row.
+  // the next one in i + 8, so that a lane's sums are of two rows in a row. In fragment order rows stay as they lie together, at
+  // half the time that copies of every other row take, and sums are exchanged at the end.
   template <int kRows, bool kPairs>
   struct Rows {
     int offset;      // of the thread's piece of the first 16 rows, at K = 0
@@ -68,7 +69,7 @@ struct Wide<Type, kTokens, kScales, Scale>::Stream {
     DEVICE Rows(const tile::Layout& layout, int thread) {
       const tile::Place place = tile::Place::of(thread, layout.by_piece());
       const u32 at = place.row, piece = place.piece;
-      row = kPairs ? at % 8 * 2 + at / 8 : at;
+      row = kPairs && !layout.by_piece() ? at % 8 * 2 + at / 8 : at;
       offset = row * layout.row + piece % 4 * layout.piece + piece / 4 * layout.step;
       column = piece * tile::kPiece;
     }
@@ -176,6 +177,7 @@ struct Wide<Type, kTokens, kScales, Scale>::Stream {
         }
       }
       if (next.tile != now.tile) {
+        if (p.b_step != mma::kDepth) pair_rows(sum);
         end_tile(tile, sum, stage);
         for (float& value : sum) value = 0.0f;
         if (next.end > 0) begin_tile(tile, next.tile);
@@ -193,6 +195,21 @@ struct Wide<Type, kTokens, kScales, Scale>::Stream {
         index,
         [&](int i) __attribute__((always_inline)) { return team * (kTokens / 2) + i / 2 * 8 + lane % 4 * 2 + i % 2; },
         [&](int) __attribute__((always_inline)) { return row; });
+  }
+  // From rows l / 4 and l / 4 + 8 of a wave to rows l / 4 * 2 and the next one.
+  DEVICE void pair_rows(float (&sum)[kSums]) const {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      if (i / 2 % 2) continue;
+      float rows[2];
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int from = (lane / 4 * 2 + odd) % 8 * 4 + lane % 4;
+        const float low = wave::from_lane(sum[i], from), high = wave::from_lane(sum[i + 2], from);
+        rows[odd] = lane < 16 ? low : high;
+      }
+      sum[i] = rows[0], sum[i + 2] = rows[1];
+    }
   }
   // The other half goes to the other team, through the stage that both have read.
   DEVICE void end_tile(const Tile& tile, const float (&sum)[kSums], int stage) const {
