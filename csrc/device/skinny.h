@@ -228,13 +228,14 @@ struct Finish {
       for (int r = 0; r < kRun; ++r)
         if (inside && row + r < p.n) store_output(p.out, at + r, x[r], p.out_type);
     };
-    if constexpr (kMx)
+    // The type is asked for once, so that a block ends with few instructions; but with branches, for many values that takes registers.
+    if constexpr (!mem::kPredicates && kValues * kRun > 8)
       store([&](auto... value) __attribute__((always_inline)) {
         if (p.n % kRun) store_odd(value...);
         else with_type([&](auto* type) __attribute__((always_inline)) { store_one(type, value...); });
       });
     else if (p.n % kRun) store(store_odd);
-    else  // the type is asked for once, so that a block ends with few instructions; kMx has no scalar registers for that
+    else
       with_type([&](auto* type) __attribute__((always_inline)) {
         store([&](auto... value) __attribute__((always_inline)) { store_one(type, value...); });
       });

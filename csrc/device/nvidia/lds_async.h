@@ -16,15 +16,19 @@ DEVICE u32 address(const Local<u8>* place) { return u32(i64(place)); }
 struct Copy {};  // under way
 // Lane l copies the 16 bytes at from + lane_offset + offset, zeros if not inside or for lane_offset -1, to `to` + 16 * l;
 // `offset` and `to` are the wave's.
-DEVICE Copy start_copy(const u8* from, bool inside, Local<u8>* to) {
+DEVICE Copy start_copy(mem::Buffer from, int lane_offset, int offset, bool inside, Local<u8>* to) {
+  const int bytes = inside && lane_offset >= 0 ? 16 : 0;  // that are read; the others become zeros
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address(to) + wave::lane() * 16),
+               "l"(mem::global(from + lane_offset + offset)), "r"(bytes)
+               : "memory");
+  return {};
+}
+// The same from one address, with a predicate: fewer instructions, more registers.
+DEVICE void start_copy(const u8* from, bool inside, Local<u8>* to) {
   asm volatile("{.reg .pred p; setp.eq.b32 p, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, p;}" ::"r"(
                    address(to) + wave::lane() * 16),
                "l"(mem::global(from)), "r"(int(inside))
                : "memory");
-  return {};
-}
-DEVICE Copy start_copy(mem::Buffer from, int lane_offset, int offset, bool inside, Local<u8>* to) {
-  return start_copy(from + lane_offset + offset, inside && lane_offset >= 0, to);
 }
 // The lane copies the word that `from` lies in, or zeros.
 DEVICE void start_word(const void* from, bool inside, u32* to) {
