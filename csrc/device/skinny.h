@@ -379,7 +379,7 @@ struct Narrow {
   }
 };
 
-// A kernel of that name; `...` are its Scales, of kBlock, their type.
+// A kernel of that name; `...` are its Scales and, of kBlock, their type.
 #define SKINNY(symbol, type, tokens, ...)                                                           \
   KERNEL((Wide<type, tokens, __VA_ARGS__>::kThreads), (Wide<type, tokens, __VA_ARGS__>::kResident)) \
   symbol(Product product) { Wide<type, tokens, __VA_ARGS__>::run(product); }

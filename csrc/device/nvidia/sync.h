@@ -9,7 +9,7 @@ DEVICE void team_barrier(int team) {
 }
 
 // What a block wrote, those blocks see that count after it: one thread counts after a barrier, and others read after another. What a
-// barrier orders, the count orders too (PTX ISA, section 8.9.5 "Causality order"), so that no other thread waits for a fence.
+// barrier orders, the count orders too (PTX ISA, "Causality order"), so that no other thread waits for a fence.
 // The count is what it was before. Spelled out: clang makes it the whole system.
 DEVICE void thread_release() {}
 DEVICE u32 block_count(u32* counter) {

@@ -1,6 +1,6 @@
 // Tiles of 64 rows, streamed through LDS. Each of the two teams of a block, four waves, has a ring of panels, 128 bytes of K of the
 // tile's rows and of all tokens, that it fills, past the registers, and multiplies; they take panels in turns, two at a time. Registers hold
-// enough loads for some 86 % of HBM's bandwidth, LDS for 97 % (gemm.py on H200, 13312 x 16384). Past the end of a tile the next
+// enough loads for some 86 % of HBM's bandwidth, LDS for 96 % (gemm.py on H200, 13312 x 16384). Past the end of a tile the next
 // tile's panels follow, so that all stages of a ring but one are always in flight. A block that has a compute unit's LDS to itself
 // gets a deeper ring: how much LDS it has says which. Block scales come with their panel.
 //
