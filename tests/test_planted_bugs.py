@@ -167,7 +167,7 @@ BUGS = {
     ),
     "the neighbouring block's scale": (
         "device/amd/wide.h",
-        "0, step / kUnit * Scale::kBytes, 0 < bytes",
+        "0, u32(step) / kUnit * Scale::kBytes, 0 < bytes",
         "0, (step / kUnit ^ 1) * Scale::kBytes, 0 < bytes",
         ops.block_scaled_mm,
         "m5",

@@ -64,7 +64,8 @@ struct Share {
   }
   // With end <= 0 past the last.
   DEVICE Group after(const Group& now) const {
-    if (now.step + kGroup < now.end) return {now.tile, now.step + kGroup, now.end};
+    const bool same = now.step + kGroup < now.end;
+    if (__builtin_expect_with_probability(same, true, wave::kLikely)) return {now.tile, now.step + kGroup, now.end};
     const int tile = now.tile + 1, end = last - tile * p.steps;
     return {tile, 0, end < p.steps ? end : p.steps};
   }
@@ -86,8 +87,8 @@ DEVICE TileWeights tile_weights(const Product& p, int first_row, int wave_row) {
   TileWeights tile;
 #pragma unroll
   for (int l = 0; l < mma::kLoads; ++l) {
-    int row = wave_row + mma::row(lane, l);
-    if (row >= rows) row = rows - 1;
+    const int inside = wave_row + mma::row(lane, l);
+    const u32 row = inside < rows ? inside : rows - 1;
     const int offset = row / mma::kRows * int(p.b_tile) + row % mma::kRows * p.b_row;
     tile.weights[l] =
         mem::cursor(p.b + first_row / mma::kRows * p.b_tile, offset + mma::depth(lane) / 16 * (p.b_step / 4));
@@ -268,16 +269,22 @@ struct Narrow {
   const Share<kUnit> share{p};
   const int lane = wave::lane();
 
-  DEVICE TileWeights stream(int tile) const { return tile_weights(p, tile * mma::kRows, 0); }
+  struct Stream : TileWeights {
+    const typename Scale::Type* scales_b;
+  };
+  DEVICE Stream stream(int tile) const {
+    const u32 row = tile * mma::kRows;
+    return {tile_weights(p, row, 0), (const typename Scale::Type*)p.scale_b + i64(row / kScaleBlock) * p.scale_b_row};
+  }
 
   struct Turn {
     mma::Weights weights[kTurn] = {};
     u32x4 tokens[kTurn][kTiles];
     typename Scale::Loaded scale_a[kTiles][mma::kValueTokens] = {}, scale_b = 0;  // of kBlock
   };
-  DEVICE void load(Turn& turn, const TileWeights& stream, const Group& group) const {
+  DEVICE void load(Turn& turn, const Stream& stream, const Group& group) const {
     const int first = group.step + wave::index() * kTurn, bytes = share.bytes_left(group, first) - mma::depth(lane);
-    if constexpr (kScaled) load_scales(turn, group.tile, first / kTurn, share.bytes_left(group, first) > 0);
+    if constexpr (kScaled) load_scales(turn, stream.scales_b, u32(first) / kTurn, share.bytes_left(group, first) > 0);
 #pragma unroll
     for (int u = 0; u < kTurn; ++u) {
       const int step = first + u;
@@ -294,9 +301,7 @@ struct Narrow {
     }
   }
 
-  DEVICE void load_scales(Turn& turn, int tile, int block, bool inside) const {
-    const auto* scales_b =
-        (const typename Scale::Type*)p.scale_b + i64(tile * mma::kRows / kScaleBlock) * p.scale_b_row;
+  DEVICE void load_scales(Turn& turn, const typename Scale::Type* scales_b, int block, bool inside) const {
     turn.scale_b = Scale::load_or_zero(mem::buffer(scales_b), 0, block * Scale::kBytes, inside);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
@@ -311,7 +316,7 @@ struct Narrow {
   // A turn is multiplied while the next kRing - 1 are under way.
   DEVICE void multiply() const {
     Group now = share.begin(), ahead = now;
-    TileWeights streaming = stream(ahead.tile);
+    Stream streaming = stream(ahead.tile);
     Turn ring[kRing];
     auto load_next = [&](Turn& turn) __attribute__((always_inline)) {
       load(turn, streaming, ahead);

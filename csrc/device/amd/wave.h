@@ -4,6 +4,8 @@
 namespace wave {
 
 constexpr int kLanes = 64;
+// How likely a branch is where selects would cost each of a loop's turns more: it is the scalar unit that branches.
+constexpr double kLikely = 0.9999;
 
 DEVICE int lane() { return __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0)); }
 DEVICE int thread() { return __builtin_amdgcn_workitem_id_x(); }

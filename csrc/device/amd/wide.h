@@ -47,7 +47,7 @@ struct Wide {
       const int step = group.step + u, bytes = share.bytes_left(group, step);
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) {
-        const int index = bringer + j * kLanes;
+        const u32 index = bringer + j * kLanes;
         const mma::Piece piece = mma::piece(index % kStepPieces);
         const int k = index / kStepPieces * mma::kDepth + piece.depth;
         const bool inside = piece.token < p.m && k < bytes;
@@ -55,16 +55,17 @@ struct Wide {
       }
 #pragma unroll
       for (int j = 0; j < kLaneScales; ++j) {
-        const int index = bringer + j * kLanes, token = index % kTokens, block_k = index / kTokens;
+        const u32 index = bringer + j * kLanes;
+        const int token = index % kTokens, block_k = index / kTokens;
         const bool inside = token < p.m && index < kChunkScales && block_k * kScaleBlock < bytes;
         const int at = (token * p.scale_a_row + block_k * p.scale_a_k) * Scale::kBytes;
-        chunk.scale_a[j] = Scale::load_or_zero(scales, at, step / kUnit * p.scale_a_k * Scale::kBytes, inside);
+        chunk.scale_a[j] = Scale::load_or_zero(scales, at, u32(step) / kUnit * p.scale_a_k * Scale::kBytes, inside);
       }
     };
     auto store = [&](const Chunk& chunk, Buffer& buffer) __attribute__((always_inline)) {
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) {
-        const int index = bringer + j * kLanes;
+        const u32 index = bringer + j * kLanes;
         u8* step = buffer.tokens + index / kStepPieces * kStepBytes;
         mma::store_piece<kTokens>(step, index % kStepPieces, chunk.piece[j]);
       }
@@ -110,7 +111,7 @@ struct Wide {
     for (int l = 0; l < mma::kLoads; ++l)
       mem::refill(slot.weights.load[l], stream.weights[l], step * p.b_step, mma::depth(lane) < bytes);
     if (kScales == Scales::kBlock && u % kUnit == 0)
-      slot.scale_b = Scale::load_or_zero(mem::buffer(stream.scales_b), 0, step / kUnit * Scale::kBytes, 0 < bytes);
+      slot.scale_b = Scale::load_or_zero(mem::buffer(stream.scales_b), 0, u32(step) / kUnit * Scale::kBytes, 0 < bytes);
   }
 
   DEVICE void multiply() const {

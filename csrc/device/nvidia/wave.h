@@ -4,6 +4,7 @@
 namespace wave {
 
 constexpr int kLanes = 32;
+constexpr double kLikely = 0.5;  // how likely a branch is where selects cost no more
 
 DEVICE int thread() { return __nvvm_read_ptx_sreg_tid_x(); }
 DEVICE int lane() { return thread() % kLanes; }
