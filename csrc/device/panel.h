@@ -33,7 +33,7 @@ struct Place {
 
 constexpr int kNoRow = -1;  // the lane offset of zeros
 
-// The copies of kRows rows by kThreads threads, all of a block or as many waves of it.
+// The copies of kRows rows by the kThreads threads of a block.
 template <int kRows, int kThreads>
 struct Filler {
   static constexpr int kCopies = kRows * kPieces / kThreads;  // per thread
@@ -46,15 +46,15 @@ struct Filler {
   lds::Copy copy[kCopies];
 
   // Row r of the panel is row row_of(r), from `first` on; zeros for kNoRow, so that nobody reads the same row many times over.
-  // This wave is number `wave` of those that fill it.
   template <class RowOf>
-  DEVICE void init(const u8* first, const Layout& layout, RowOf row_of, int wave = wave::index()) {
+  DEVICE void init(const u8* first, const Layout& layout, RowOf row_of) {
+    const int among = wave::index() * wave::kLanes;
     from = mem::buffer(first);
     step = 2 * layout.step;
-    part = wave * wave::kLanes * kPiece;
+    part = among * kPiece;
 #pragma unroll
     for (int j = 0; j < kCopies; ++j) {
-      const Place place = Place::of(j * kThreads + wave * wave::kLanes + wave::lane(), layout.by_piece());
+      const Place place = Place::of(j * kThreads + among + wave::lane(), layout.by_piece());
       const int row = row_of(place.row);
       const int in_row = place.piece % 4 * layout.piece + place.piece / 4 * layout.step;
       offset[j] = row == kNoRow ? kNoRow : row / 16 * int(layout.tile) + row % 16 * layout.row + in_row;
@@ -62,9 +62,8 @@ struct Filler {
     }
   }
   // Panel number `panel` along K, of which bytes from k on are zeros.
-  DEVICE void start(int panel, int k, lds::Local<u8>* to) { start_at(panel * step, k - panel * kDepth, to); }
-  // The panel `at` bytes further on, of which only the first `bytes` of K are there.
-  DEVICE void start_at(int at, int bytes, lds::Local<u8>* to) {
+  DEVICE void start(int panel, int k, lds::Local<u8>* to) {
+    const int at = panel * step, bytes = k - panel * kDepth;
 #pragma unroll
     for (int j = 0; j < kCopies; ++j)
       copy[j] = lds::start_copy(from, offset[j], at, column < bytes, to + part + j * kThreads * kPiece);

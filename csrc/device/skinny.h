@@ -96,6 +96,17 @@ DEVICE TileWeights tile_weights(const Product& p, int first_row, int wave_row) {
   return tile;
 }
 
+// The same with where its block scales lie.
+template <class Scale>
+struct ScaledTileWeights : TileWeights {
+  const typename Scale::Type* scales;
+};
+template <class Scale>
+DEVICE ScaledTileWeights<Scale> scaled_tile_weights(const Product& p, u32 first_row, int wave_row) {
+  return {tile_weights(p, first_row, wave_row),
+          (const typename Scale::Type*)p.scale_b + i64(first_row / kScaleBlock) * p.scale_b_row};
+}
+
 // Floats of rows in a row.
 template <int kRun>
 using Run = float __attribute__((ext_vector_type(kRun)));
@@ -218,26 +229,23 @@ struct Finish {
         for (int j = 0; j < kLaneRuns; ++j)
           store_value(token[i] < p.m, u64(u32(token[i])) * u32(p.n) + u32(row[j]), row[j], sum[i][j]);
     };
-    auto with_type = [&](auto use) __attribute__((always_inline)) {
-      if (p.out_type == 0) use((Bf16*)nullptr);
-      else if (p.out_type == 1) use((F16*)nullptr);
-      else use((float*)nullptr);
-    };
     auto store_one = [&]<class T>(T*, bool inside, u64 at, int row, Value x)
                          __attribute__((always_inline)) { store_run<T, kRun>(inside && row < p.n, p.out, at, x); };
     auto store_odd = [&](bool inside, u64 at, int row, Value x) __attribute__((always_inline)) {
       for (int r = 0; r < kRun; ++r)
         if (inside && row + r < p.n) store_output(p.out, at + r, x[r], p.out_type);
     };
-    // The type is asked for once, so that a block ends with few instructions; but with branches, for many values that takes registers.
+    // The type is asked for once, so that a block ends with few instructions; but with branches, and for many values, that
+    // takes registers.
     if constexpr (!mem::kPredicates && kValues * kRun > 8)
       store([&](auto... value) __attribute__((always_inline)) {
         if (p.n % kRun) store_odd(value...);
-        else with_type([&](auto* type) __attribute__((always_inline)) { store_one(type, value...); });
+        else
+          with_output_type(p.out_type, [&](auto* type) __attribute__((always_inline)) { store_one(type, value...); });
       });
     else if (p.n % kRun) store(store_odd);
     else
-      with_type([&](auto* type) __attribute__((always_inline)) {
+      with_output_type(p.out_type, [&](auto* type) __attribute__((always_inline)) {
         store([&](auto... value) __attribute__((always_inline)) { store_one(type, value...); });
       });
   }
@@ -269,13 +277,8 @@ struct Narrow {
   const Share<kUnit> share{p};
   const int lane = wave::lane();
 
-  struct Stream : TileWeights {
-    const typename Scale::Type* scales_b;
-  };
-  DEVICE Stream stream(int tile) const {
-    const u32 row = tile * mma::kRows;
-    return {tile_weights(p, row, 0), (const typename Scale::Type*)p.scale_b + i64(row / kScaleBlock) * p.scale_b_row};
-  }
+  using Stream = ScaledTileWeights<Scale>;
+  DEVICE Stream stream(int tile) const { return scaled_tile_weights<Scale>(p, tile * mma::kRows, 0); }
 
   struct Turn {
     mma::Weights weights[kTurn] = {};
@@ -284,7 +287,7 @@ struct Narrow {
   };
   DEVICE void load(Turn& turn, const Stream& stream, const Group& group) const {
     const int first = group.step + wave::index() * kTurn, bytes = share.bytes_left(group, first) - mma::depth(lane);
-    if constexpr (kScaled) load_scales(turn, stream.scales_b, u32(first) / kTurn, share.bytes_left(group, first) > 0);
+    if constexpr (kScaled) load_scales(turn, stream.scales, u32(first) / kTurn, share.bytes_left(group, first) > 0);
 #pragma unroll
     for (int u = 0; u < kTurn; ++u) {
       const int step = first + u;

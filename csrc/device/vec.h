@@ -27,23 +27,28 @@ DEVICE float round_to(float x) {
 
 template <class T>
 DEVICE float load_element(const void* row, i64 column) {
-  return T::unpack(mem::load<u16>((const u16*)row + column)).x;
+  if constexpr (__is_same(T, float)) return mem::load<float>((const float*)row + column);
+  else return T::unpack(mem::load<u16>((const u16*)row + column)).x;
 }
 template <class T>
 DEVICE void store_element(void* row, i64 column, float x) {
-  mem::store<u16>((u16*)row + column, u16(T::pack({x, x})));
+  if constexpr (__is_same(T, float)) mem::store((float*)row + column, x);
+  else mem::store<u16>((u16*)row + column, u16(T::pack({x, x})));
 }
 
-// Elements of a type that is only known at run time: 0 bf16, 1 fp16, 2 fp32.
+// What use(T*) returns, T the type that is only known at run time: 0 bf16, 1 fp16, 2 fp32.
+template <class Use>
+DEVICE auto with_output_type(int type, Use use) {
+  if (type == 0) return use((Bf16*)nullptr);
+  if (type == 1) return use((F16*)nullptr);
+  return use((float*)nullptr);
+}
 DEVICE float load_output(const void* row, i64 column, int type) {
-  if (type == 0) return load_element<Bf16>(row, column);
-  if (type == 1) return load_element<F16>(row, column);
-  return mem::load<float>((const float*)row + column);
+  return with_output_type(type,
+                          [&]<class T>(T*) __attribute__((always_inline)) { return load_element<T>(row, column); });
 }
 DEVICE void store_output(void* row, i64 column, float x, int type) {
-  if (type == 0) store_element<Bf16>(row, column, x);
-  else if (type == 1) store_element<F16>(row, column, x);
-  else mem::store((float*)row + column, x);
+  with_output_type(type, [&]<class T>(T*) __attribute__((always_inline)) { store_element<T>(row, column, x); });
 }
 
 constexpr int kChunk = 8;  // elements of a u32x4

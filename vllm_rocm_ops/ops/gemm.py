@@ -53,12 +53,14 @@ IN_FLIGHT = {32: {16: 12e3}, 64: {16: 12.5e3, 64: 27e3}}
 LATENCY_US, END_US = 1.5, 0.5
 # That a compute unit issues instructions for what a block does once: emulated on AMD, among LIMITS on H200.
 BLOCK_US = {32: 0.0, 64: 1.3}
-# That blocks which share tiles take longer, by the rows of a tile. On AMD as of kernels through registers on H200.
-SHARING_US = {32: {16: 3.0, 64: 3.0}, 64: {16: 5.0, 64: 5.0}}
+SHARING_US = {
+    32: 3.0,
+    64: 5.0,
+}  # that blocks which share tiles take longer; on AMD as of kernels through registers on H200
 DRAIN_US = 1.5  # where a block's share ends within a tile, it waits for its copies and other blocks for it
 SUMMED = {32: 150e3, 64: 60e3}  # bytes of partial sums a microsecond that a block reads
-# That a block with 64 rows takes longer beside another, by tokens, and what of the time in which some compute units have no block is
-# lost: of kernels through LDS only.
+# Of kernels through LDS only: that a block takes longer beside another, by tokens; and what is lost of the time in which some
+# compute units have no block.
 CROWDED_US, IDLE = {16: 1.0, 32: 0.6, 64: 0.0}, 0.15
 MOST_RESIDENT = 4
 MOST_TOKENS = TOKENS[64][-1]
@@ -215,14 +217,14 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
         if config.parts and rest and rounds:
             terms["idle"] = IDLE * streaming * (at_once - rest) / parts
     if config.parts != 1:
-        terms["sharing"] = SHARING_US[lanes][config.rows] + (DRAIN_US if config.parts == 0 else 0.0)
+        terms["sharing"] = SHARING_US[lanes] + (DRAIN_US if config.parts == 0 else 0.0)
         of_tile = config.rows * a.rows * 4
         terms["partials"] = 2 * _partial_bytes(config, a.rows) / hbm + config.blocks / tiles * of_tile / SUMMED[lanes]
     return terms
 
 
 def _in_flight(config: SkinnyConfig, tokens: int, arch: Arch) -> float:
-    """Bytes that a block has under way."""
+    """Bytes that a block has under way: of a ring, all but what its two teams wait for, two panels each, or one of three."""
     panels = _ring_panels(config, tokens, arch)
     return max(panels - 4, 4) * PANEL * config.rows if panels else IN_FLIGHT[arch.wave_lanes][config.rows]
 

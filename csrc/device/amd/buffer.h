@@ -32,6 +32,7 @@ DEVICE u32 load_byte_or_zero(Buffer from, int lane_offset, int offset, bool insi
   return __builtin_amdgcn_raw_buffer_load_b8(from, inside ? lane_offset : -1, offset, 0);
 }
 
+// The value at address, if inside.
 template <class T>
 DEVICE void store_if(bool inside, void* address, T value) {
   if (inside) store(address, value);

@@ -93,12 +93,9 @@ struct Wide {
     }
   }
 
-  struct Stream : TileWeights {
-    const typename Scale::Type* scales_b;
-  };
+  using Stream = ScaledTileWeights<Scale>;
   DEVICE Stream stream(int tile) const {
-    const auto* scales_b = (const typename Scale::Type*)p.scale_b + i64(tile * kTileRows / kScaleBlock) * p.scale_b_row;
-    return {tile_weights(p, tile * kTileRows, wave::index() * mma::kRows), scales_b};
+    return scaled_tile_weights<Scale>(p, tile * kTileRows, wave::index() * mma::kRows);
   }
 
   struct Slot {
@@ -111,7 +108,7 @@ struct Wide {
     for (int l = 0; l < mma::kLoads; ++l)
       mem::refill(slot.weights.load[l], stream.weights[l], step * p.b_step, mma::depth(lane) < bytes);
     if (kScales == Scales::kBlock && u % kUnit == 0)
-      slot.scale_b = Scale::load_or_zero(mem::buffer(stream.scales_b), 0, u32(step) / kUnit * Scale::kBytes, 0 < bytes);
+      slot.scale_b = Scale::load_or_zero(mem::buffer(stream.scales), 0, u32(step) / kUnit * Scale::kBytes, 0 < bytes);
   }
 
   DEVICE void multiply() const {

@@ -24,7 +24,7 @@ DEVICE u32 load_byte_or_zero(Buffer from, int lane_offset, int offset, bool insi
   return inside ? load<u8>(from + lane_offset + offset) : 0;
 }
 
-// Under a predicate, as a branch around each store would have them wait for each other.
+// The value at address, if inside: under a predicate, as a branch around each store would have them wait for each other.
 template <class T>
 DEVICE void store_if(bool inside, void* address, T value) {
 #define STORE(bits, letter, type)                                                                              \

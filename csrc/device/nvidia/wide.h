@@ -1,8 +1,8 @@
-// Tiles of 64 rows, streamed through LDS. Each of the two teams of a block, four waves, has a ring of panels, 128 bytes of K of the
-// tile's rows and of all tokens, that it fills, past the registers, and multiplies; they take panels in turns, two at a time. Registers hold
-// enough loads for some 86 % of HBM's bandwidth, LDS for 96 % (gemm.py on H200, 13312 x 16384). Past the end of a tile the next
-// tile's panels follow, so that all stages of a ring but one are always in flight. A block that has a compute unit's LDS to itself
-// gets a deeper ring: how much LDS it has says which. Block scales come with their panel.
+// Tiles of 64 rows, streamed through LDS. Each of the two teams of a block, four waves, has a ring of panels, 128 bytes of K of
+// the tile's rows and of all tokens, that it fills, past the registers, and multiplies; they take panels in turns, one or two at
+// a time: a stage. Registers hold enough loads for some 86 % of HBM's bandwidth, LDS for 96 % (gemm.py on H200, 13312 x 16384).
+// Past the end of a tile the next tile's panels follow, so that all stages of a ring but one are always in flight. A block that
+// has a compute unit's LDS to itself gets a deeper ring: how much LDS it has says which. Block scales come with their panel.
 //
 // Eight waves hide little: what a block does before its first copy, per panel and after its last panel counts in instructions,
 // and cold ones take some two cycles each. So copies need one offset per thread, a barrier serves two panels, and a tile ends
@@ -20,7 +20,7 @@
 #pragma once
 #include "mma.h"
 
-extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [teams][kStages][weight rows, then tokens of a panel]
+extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [teams][panels][weight rows, then tokens]
 
 template <class Type, int kTokens, Scales kScales, class Scale = Fp32Scale>
 struct Wide {
@@ -45,7 +45,7 @@ struct Wide {
   }
 };
 
-// How a block streams with rings of so many stages, each of as many panels: two share a barrier, and what a thread does once for both.
+// How a block streams with rings of so many stages. Two panels of a stage share a barrier and what a thread does once for both.
 template <class Type, int kTokens, Scales kScales, class Scale>
 template <int kStages, int kPanels>
 struct Wide<Type, kTokens, kScales, Scale>::Stream {
