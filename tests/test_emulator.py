@@ -129,13 +129,19 @@ KERNELS = [
     Kernel(
         "load_to_lds",
         LOAD_POINTERS
-        + "v_lshlrev_b32 v1, 2, v0\n s_mov_b32 m0, 256\n global_load_lds_dword v1, s[4:5]\n s_waitcnt vmcnt(0)\n ds_read_b32 v2, v1 offset:256\n s_waitcnt lgkmcnt(0)\n global_store_dword v1, v2, s[6:7]",
+        + "v_lshlrev_b32 v1, 2, v0\n s_mov_b32 m0, 256\n s_nop 0\n global_load_lds_dword v1, s[4:5]\n s_waitcnt vmcnt(0)\n ds_read_b32 v2, v1 offset:256\n s_waitcnt lgkmcnt(0)\n global_store_dword v1, v2, s[6:7]",
         lds=512,
     ),
     Kernel(
         "load_to_lds_no_wait",
         LOAD_POINTERS
-        + "v_lshlrev_b32 v1, 2, v0\n s_mov_b32 m0, 0\n global_load_lds_dword v1, s[4:5]\n ds_read_b32 v2, v1\n s_waitcnt vmcnt(0) lgkmcnt(0)",
+        + "v_lshlrev_b32 v1, 2, v0\n s_mov_b32 m0, 0\n s_nop 0\n global_load_lds_dword v1, s[4:5]\n ds_read_b32 v2, v1\n s_waitcnt vmcnt(0) lgkmcnt(0)",
+        lds=512,
+    ),
+    Kernel(
+        "load_to_lds_too_early",
+        LOAD_POINTERS
+        + "v_lshlrev_b32 v1, 2, v0\n s_mov_b32 m0, 0\n global_load_lds_dword v1, s[4:5]\n s_waitcnt vmcnt(0)",
         lds=512,
     ),
     Kernel("store_race", LOAD_POINTERS + "v_mov_b32 v1, 0\n v_mov_b32 v2, s2\n global_store_dword v1, v2, s[6:7]"),
@@ -378,6 +384,10 @@ def test_load_to_lds(device):
     output = torch.zeros(64, dtype=torch.int32)
     device.run("load_to_lds", arange(64), output)
     assert torch.equal(output, arange(64))
+
+
+def test_m0_needs_a_wait_state(device):
+    device.fails(errors.MissingWait, "load_to_lds_too_early", "M0 is written just before", source=arange(64))
 
 
 def test_scratch_is_private(device):

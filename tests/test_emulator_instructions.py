@@ -882,19 +882,19 @@ def loaded(all_, words: int):
 
 lds(
     "load_x4",
-    "s_mov_b32 m0, 0\n global_load_lds_dwordx4 v8, s[4:5]\n s_waitcnt vmcnt(0)\n ds_read_b128 v[10:13], v8",
+    "s_mov_b32 m0, 0\n s_nop 0\n global_load_lds_dwordx4 v8, s[4:5]\n s_waitcnt vmcnt(0)\n ds_read_b128 v[10:13], v8",
     lambda all_: loaded(all_, 4),
     whole=True,
     archs=("gfx950",),
 )
 lds(
     "load_x3",
-    "v_mul_u32_u24 v8, 12, v0\n s_mov_b32 m0, 0\n global_load_lds_dwordx3 v8, s[4:5]\n s_waitcnt vmcnt(0)\n ds_read2_b32 v[10:11], v8 offset1:1\n ds_read_b32 v12, v8 offset:8",
+    "v_mul_u32_u24 v8, 12, v0\n s_mov_b32 m0, 0\n s_nop 0\n global_load_lds_dwordx3 v8, s[4:5]\n s_waitcnt vmcnt(0)\n ds_read2_b32 v[10:11], v8 offset1:1\n ds_read_b32 v12, v8 offset:8",
     lambda all_: loaded(all_, 3),
     whole=True,
     archs=("gfx950",),
 )
-RESOURCE = "s_mov_b64 s[8:9], s[4:5]\n s_movk_i32 s10, 0x600\n s_mov_b32 s11, 0x27000\n s_mov_b32 m0, 0\n"
+RESOURCE = "s_mov_b64 s[8:9], s[4:5]\n s_movk_i32 s10, 0x600\n s_mov_b32 s11, 0x27000\n s_mov_b32 m0, 0\n s_nop 0\n"
 lds(
     "buffer_x4",
     RESOURCE + "buffer_load_dwordx4 v8, s[8:11], 0 offen lds\n s_waitcnt vmcnt(0)\n ds_read_b128 v[10:13], v8",

@@ -9,8 +9,9 @@ What it checks, as subclasses of `EmulatorError` that name kernel, instruction, 
 `Emulator(arch, seed=n)` runs waves one by one in a random order, which finds more; `races=False` leaves races to luck.
 
 What it does not see: caches (memory is coherent, so that a missing cache write-back or invalidation stays unseen), the
-strength of atomics (each counts as acquire and release), the s_nop that some instruction pairs need, halves of a register of
-which only the other half was written. It rounds to nearest even and keeps f16 and f64 denormals, whatever MODE says.
+strength of atomics (each counts as acquire and release), the s_nop that some instruction pairs need (but for M0, whose write
+must not stand right before a read), halves of a register of which only the other half was written. It rounds to nearest even
+and keeps f16 and f64 denormals, whatever MODE says.
 """
 
 from .emulator import Emulator

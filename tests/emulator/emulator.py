@@ -26,6 +26,7 @@ from .vector import dpp_lanes
 from .waves import LANES, SGPRS, Waves
 
 _SCALAR = ("SOP1", "SOP2", "SOPC", "SOPK", "SOPP")
+M0_READERS = ("s_movrel", "s_sendmsg", "s_ttracedata")
 _QUANTUM = 4096  # instructions that a group runs before others get their turn
 _GROUP = 64  # waves that start as one group
 _POISON = 0xFFA5A5A5  # a NaN in every float format
@@ -79,11 +80,22 @@ class Program:
             kind, fault = type(error), str(error)
         except (KeyError, AttributeError) as error:
             kind, fault = errors.UnsupportedInstruction, f"{type(error).__name__} {error}"
+        if not fault and self._reads_m0_too_early(ins):
+            kind, fault = errors.MissingWait, "M0 is written just before; its read needs a wait state, such as s_nop 0"
         if fault:
             run = self._raising(kind, ins, fault)
         reads, writes = (frozenset(), frozenset()) if fault else effects(ins)
         ignores_exec = ins.mnemonic.startswith(("v_mfma", "v_smfmac", "v_writelane"))
         return Bound(run, reads | writes, reads, writes, data_flow(ins, reads, writes), ignores_exec, fault)
+
+    def _reads_m0_too_early(self, ins: Instruction) -> bool:
+        """Whether the instruction takes M0 from memory's or a message's path and its neighbour writes it: one wait state is
+        needed (CDNA3 and CDNA4 ISA, 4.5 "Manually inserted wait states"). Whatever else comes between is one, a branch too."""
+        at = self.index[ins.address]
+        takes_m0 = ins.encoding in access.BINDERS and M0 in effects(ins)[0] or ins.mnemonic.startswith(M0_READERS)
+        if not (takes_m0 and at) or (before := self.instructions[at - 1]).encoding not in _SCALAR:
+            return False
+        return M0 in effects(before)[1] and before.address + len(before.words) == ins.address
 
     def _raising(self, kind, ins, message: str) -> Callable:
         def run(w):
@@ -694,16 +706,17 @@ class Options:
 
 
 class Emulator:
-    """A CPU device for one architecture: an executor of `vllm_rocm_ops.launch.Launch`.
+    """A CPU device for one architecture, by a name that arch.named takes ("gfx950:3" has 3 compute units): an executor of
+    `vllm_rocm_ops.launch.Launch`.
 
     `options` are those of `Options`. `last` is the last launch's `Counters`, `history` those of all launches with their
     symbols.
     """
 
     def __init__(self, arch_name: str, **options):
-        from vllm_rocm_ops.arch import ARCHS
+        from vllm_rocm_ops import arch
 
-        self.arch = ARCHS[arch_name]
+        self.arch = arch.named(arch_name)
         self.options = Options(compute_units=self.arch.compute_units, lds_bytes=self.arch.lds_bytes, **options)
         self.last: Counters | None = None
         self.history: list[tuple[str, Counters]] = []
