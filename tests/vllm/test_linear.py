@@ -74,6 +74,8 @@ def make(monkeypatch):
     """A function that makes a layer of a kind with its kernel, which holds `stock`, if given, as on ROCm; and the layer's
     exact weight, in fp32."""
 
+    monkeypatch.setattr(held, "_kernels", {})
+
     def make(kind: str, stock: type | None = None, k: int = K, marks: tuple[str, ...] = ()):
         from vllm.model_executor.kernels import linear
         from vllm.model_executor.layers.quantization.utils import quant_utils
@@ -88,7 +90,6 @@ def make(monkeypatch):
             bases = {"block": Fp8BlockScaledMMLinearKernel, "mxfp8": Mxfp8LinearKernel}
             stock = (MxStock if kind == "mxfp8" else stock).of(bases.get(kind, FP8ScaledMMLinearKernel))
         monkeypatch.setattr(held, "choose", lambda *_: stock)
-        monkeypatch.setattr(held, "_kernels", {})
         layer, weight = torch.nn.Module(), random(N, k).to(FP8)
         vars(layer).update(dict.fromkeys(marks, True))
         layer.input_scale = torch.tensor(0.02) if "static" in kind else None
@@ -233,7 +234,23 @@ class Repacking(Stock):
         layer.weight = torch.nn.Parameter(layer.weight.data.t().flip(0), requires_grad=False)
 
 
-@pytest.mark.parametrize("stock", [Shuffling, Untransposing, Repacking])
+class ShufflingInPlace(Stock):
+    """Shuffles as AITER's kernel for hipBLASLt does: what it makes has the shape and strides of the parameter, into which
+    vLLM 0.33's `replace_parameter` then copies it."""
+
+    def process_weights_after_loading(self, layer):
+        rows = layer.weight.data.t()
+        layer.weight.data.copy_(shuffle_weight(rows).view(rows.shape).t())
+
+
+class RepackingInPlace(Stock):
+    """Leaves the weight in an order that we do not know, in the parameter that it was in."""
+
+    def process_weights_after_loading(self, layer):
+        layer.weight.data.copy_(layer.weight.data.flip(1))
+
+
+@pytest.mark.parametrize("stock", [Shuffling, ShufflingInPlace, Untransposing, Repacking, RepackingInPlace])
 def test_the_weight_is_read_as_vllms_kernel_left_it(make, stock):
     """In its rows, in fragments, or, if in any other order, not at all."""
     layer, kernel, exact = make("channel", stock)
@@ -242,12 +259,33 @@ def test_the_weight_is_read_as_vllms_kernel_left_it(make, stock):
         output = kernel.apply_weights(layer, x)
         few = len(kernel.stock.calls)
         kernel.apply_weights(layer, random(MANY, K).bfloat16())
-    if stock is Repacking:
+    if stock in (Repacking, RepackingInPlace):
         assert few == 1
     else:
         assert few == 0
         close(output, x, exact)
     assert all(call["B"] is layer.weight or call["B"].equal(layer.weight) for call in kernel.stock.calls)
+
+
+def tensors_of(thing, seen: set[int]) -> list[torch.Tensor]:
+    """All tensors that an object keeps, in attributes of attributes too."""
+    if id(thing) in seen or isinstance(thing, type):
+        return []
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        return [thing]
+    parts = thing if isinstance(thing, (list, tuple)) else getattr(thing, "__dict__", thing)
+    parts = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in tensors_of(part, seen)]
+
+
+@pytest.mark.parametrize(("kind", "stock"), [("channel", None), ("channel", Stock), ("block", Stock), ("mxfp8", Stock)])
+def test_layers_keep_nothing_but_their_weights(make, kind, stock):
+    """No copy of a weight outlives its preparation, and equal layers hold one kernel of vLLM's."""
+    layers = [make(kind, stock)[:2] for _ in range(3)]
+    kept = [tensor for tensor in tensors_of(layers, set()) if tensor.numel() >= N * K]
+    assert [id(tensor) for tensor in kept] == [id(layer.weight) for layer, _ in layers]
+    assert len(held._kernels) == (stock is not None)
 
 
 class PowersOfTwo(Stock):

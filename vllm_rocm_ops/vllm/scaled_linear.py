@@ -101,12 +101,14 @@ def install() -> None:
 
         def process_weights_after_loading(self, layer):
             name = self.layer_param_names[0]
-            before = getattr(layer, name).data
             if self.stock is not None:
+                # A copy, as vLLM may write what it prepares into the same memory.
+                before = held.rows_of(getattr(layer, name).data).clone()
                 self.stock.process_weights_after_loading(layer)
+                self.order = held.order(getattr(layer, name).data, before)
+                del before  # a whole weight; what follows may make another
             super().process_weights_after_loading(layer)
             weight = getattr(layer, name).data
-            self.order = held.order(weight, before)
             if self.order == "plain" and held.wants_fragments(layer, weight):
                 rows = held.rows_of(weight)
                 replace_parameter(layer, name, shuffle_weight(rows).view(rows.shape).t())
