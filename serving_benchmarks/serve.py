@@ -282,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     common = {**here, "commit": commit, **{name: getattr(arguments, name) for name in shape}}
     common |= {"server_args": arguments.server_args, "enforce_eager": arguments.enforce_eager}
-    name = f"{datetime.date.today()}-{commit}-serve.jsonl"
+    name = "-".join(filter(None, (str(datetime.date.today()), commit, "serve.jsonl")))
     output = arguments.output or latency.HERE / "results" / here["gpu"].replace(" ", "-").lower() / name
     output.parent.mkdir(parents=True, exist_ok=True)
     lines = []

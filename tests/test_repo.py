@@ -1,6 +1,8 @@
 """The rules of the house, as tests."""
 
 import ast
+import fnmatch
+import os
 import pathlib
 import re
 import subprocess
@@ -8,6 +10,7 @@ import sys
 
 import pytest
 import readme
+from measurements import in_git
 from op_pages import DOCS, launches_of
 
 from vllm_rocm_ops import arch as archs
@@ -16,14 +19,33 @@ from vllm_rocm_ops import op as op_module
 
 ROOT = readme.ROOT
 LARGEST_FILE = 200_000
+needs_git = pytest.mark.skipif(not in_git(), reason="git alone knows the order of a day's results, and what is tracked")
 
-FILES = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True).stdout
-FILES = [path for name in FILES.split("\0") if name and (path := ROOT / name).is_file()]
-"""What is in git."""
+
+def source_files(root: pathlib.Path) -> list[pathlib.Path]:
+    """All files but those that .gitignore names. Found without git, which a downloaded archive may lack."""
+    patterns = (root / ".gitignore").read_text().split()
+
+    def ignored(path: pathlib.Path) -> bool:
+        place = "/" + path.relative_to(root).as_posix()
+        return path.name == ".git" or any(
+            fnmatch.fnmatchcase(place if pattern.startswith("/") else path.name, pattern.rstrip("/"))
+            for pattern in patterns
+            if path.is_dir() or not pattern.endswith("/")
+        )
+
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not ignored(pathlib.Path(folder, name))]
+        found += [path for name in names if not ignored(path := pathlib.Path(folder, name))]
+    return sorted(found)
+
+
+FILES = source_files(ROOT)
 
 
 def files(*patterns: str) -> list[pathlib.Path]:
-    """Files in git, by patterns relative to the root."""
+    """Source files, by patterns relative to the root."""
     return [path for path in FILES if any(path.relative_to(ROOT).match(pattern) for pattern in patterns)]
 
 
@@ -203,7 +225,24 @@ def test_no_file_is_a_drawer_for_everything():
     assert [name(p) for p in FILES if banned & {part.partition(".")[0] for part in p.relative_to(ROOT).parts}] == []
 
 
-def test_no_binaries_and_nothing_large_in_git():
+def test_source_files_are_those_that_gitignore_leaves(tmp_path):
+    left = ["README.md", "out/kept", "source/build/kept", "source/kernel.hip"]
+    ignored = [".git/HEAD", "build/x", ".venv-2/bin/python", "a/b.egg-info/x", "a/__pycache__/x", "source/_C.so"]
+    (tmp_path / ".gitignore").write_text("/build/\n/.venv*/\n*.egg-info/\n__pycache__/\n*.so\n/kept/\n")
+    for path in map(tmp_path.joinpath, left + ignored):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (tmp_path / ".venv").symlink_to(tmp_path / "source")
+    assert [path.relative_to(tmp_path).as_posix() for path in source_files(tmp_path)] == [".gitignore", *left]
+
+
+@needs_git
+def test_git_has_no_file_that_the_tests_do_not_see():
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True)
+    assert {path for file in listed.stdout.split("\0") if file and (path := ROOT / file).is_file()} <= set(FILES)
+
+
+def test_no_binaries_and_nothing_large():
     for path in FILES:
         content = path.read_bytes()
         assert len(content) <= LARGEST_FILE, f"{name(path)} has {len(content)} bytes"
@@ -237,6 +276,7 @@ def test_shell_scripts_parse(script):
     assert result.returncode == 0, result.stderr
 
 
+@needs_git
 def test_what_is_generated_is_fresh():
     """README, the page of results, and a page for every op and for nothing else."""
     documents = readme.documents()

@@ -65,6 +65,7 @@ def run(tmp_path, monkeypatch):
     (tmp_path / "stub.py").write_text(STUB)
     monkeypatch.setattr(serve, "VLLM", [sys.executable, str(tmp_path / "stub.py")])
     monkeypatch.setattr(serve, "machine", lambda: {"gpu": "GPU", "hardware": "1 x GPU", "versions": {"vllm": "0"}})
+    monkeypatch.setattr(serve.latency, "commit", lambda: "abc1234+")
 
     def run(*arguments: str, fault: str = "") -> tuple[int, list[dict], list[dict]]:
         monkeypatch.setenv("FAULT", fault)
@@ -86,7 +87,7 @@ def test_every_rate_of_every_side_is_a_line(run, capsys, monkeypatch):
     assert [(line["side"], line["request_rate"]) for line in lines] == [
         *(("without", "2.0"), ("without", "inf"), ("with", "2.0"), ("with", "inf"))
     ]
-    assert lines[0]["versions"] == {"vllm": "0"} and lines[0]["commit"] and lines[0]["rank_of"] == 2
+    assert lines[0]["versions"] == {"vllm": "0"} and lines[0]["commit"] == "abc1234-dirty" and lines[0]["rank_of"] == 2
     assert lines[0]["tpot_ms"] == {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0}
     assert lines[0]["output_tokens_per_s"] == 24.0
     assert "op_stats" not in lines[0] and lines[2]["op_stats"] == {"rms_norm": {"kernel": 1}}

@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# Runs both README commands in a bare system, as a user without sudo and as root:
+#   bash tests/bare_root.sh bookworm|noble [arguments of tests/run.sh]
+#
+# As root, with debootstrap. The system has debootstrap's smallest set of packages, and the files of this tree without .git, as a
+# downloaded archive has them. Of this machine it gets its proxies, certificates and pip's settings, and the folders that these
+# name. Needs some 5 GB under $TMPDIR, which are given back.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+say() { printf '\n== %s\n' "$*"; }
+die() { printf '%s\n' "$*" >&2; exit 2; }
+
+suite=${1:-}
+case $suite in
+  bookworm) mirror=http://deb.debian.org/debian script=$suite checked=() ;;
+  # On a machine without Ubuntu's keys the mirror is known by its certificate. In the system apt has them.
+  noble)
+    mirror=https://archive.ubuntu.com/ubuntu script=gutsy checked=(--no-check-gpg)
+    keys=/usr/share/keyrings/ubuntu-archive-keyring.gpg
+    [ ! -e $keys ] || checked=("--keyring=$keys")
+    ;;
+  *) die "usage: bash tests/bare_root.sh bookworm|noble [arguments of tests/run.sh]" ;;
+esac
+[ "$(id -u)" = 0 ] || die "bare_root.sh must run as root"
+command -v debootstrap >/dev/null || die "Please install first: apt-get install -y debootstrap"
+
+# Mounts belong to a namespace of this script's own, and processes too: both end with it.
+if [ -z "${BARE_ROOT:-}" ]; then
+  BARE_ROOT=$(mktemp -d)
+  chmod 755 "$BARE_ROOT"
+  export BARE_ROOT
+  trap 'rm -rf --one-file-system "$BARE_ROOT"' EXIT
+  status=0
+  unshare --mount --propagation private --pid --fork --kill-child bash "$here/tests/bare_root.sh" "$@" || status=$?
+  exit "$status"
+fi
+shift
+root=$BARE_ROOT
+
+say "A root of $suite from $mirror"
+debootstrap --variant=minbase "${checked[@]}" "$suite" "$root" "$mirror" "/usr/share/debootstrap/scripts/$script" \
+  >"$root.log" 2>&1 || { tail -n 20 "$root.log"; rm -f "$root.log"; exit 1; }
+rm -f "$root.log"
+sed -i 's/https:/http:/' "$root/etc/apt/sources.list" # apt has no certificates yet, and checks signatures
+mount -t proc proc "$root/proc"
+mount -t sysfs -o ro sysfs "$root/sys"
+mkdir -p "$root/dev/shm"
+mount -t tmpfs tmpfs "$root/dev/shm"
+
+# What this machine needs to reach its mirrors. The certificates get a place that no package writes to.
+certificates=${PIP_CERT:-${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}}
+install -D -m 644 "$certificates" "$root/etc/ssl/forwarded.pem"
+forwarded=(HOME=/root LANG=C.UTF-8 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin)
+while IFS= read -r setting; do
+  forwarded+=("$setting")
+done < <(env | grep -iE '^((http|https|no|all)_proxy|PIP_[A-Z_]+)=')
+for name in PIP_CERT SSL_CERT_FILE REQUESTS_CA_BUNDLE; do
+  forwarded+=("$name=/etc/ssl/forwarded.pem")
+done
+apt-config dump | grep -iE '^Acquire::(https?::|Check-|.*Proxy)' >"$root/etc/apt/apt.conf.d/99forwarded" || true
+settings=()
+for file in /etc/pip.conf ~/.config/pip/pip.conf ~/.pip/pip.conf "${PIP_CONFIG_FILE:-}"; do
+  [ ! -f "$file" ] || settings+=("$file")
+done
+for file in "${settings[@]}"; do
+  install -D -m 644 "$file" "$root$file"
+done
+# Folders of packages that pip's settings name, read only; of an index the folder above, where its files are too.
+{ printf '%s\n' "${forwarded[@]}" | grep '^PIP_' || true; cat /dev/null "${settings[@]}"; } |
+  grep -oE '(file://|[= ])/[^ =]+' | sed -E 's#^file://(/.*)/.*#\1#; s#^[= ]##' | sort -u | while IFS= read -r folder; do
+  if [ -d "$folder" ]; then
+    mkdir -p "$root$folder"
+    mount --bind "$folder" "$root$folder"
+    mount -o remount,bind,ro "$root$folder"
+  fi
+done
+
+inside() { env -i "${forwarded[@]}" chroot "$@"; }
+packages() { inside "$root" dpkg-query -W -f '${Package}\n' | sort; }
+
+mkdir "$root/project"
+git -C "$here" ls-files -z --cached --others --exclude-standard |
+  tar -C "$here" --null --ignore-failed-read -cf - -T - 2>/dev/null | tar -C "$root/project" --no-same-owner -xf -
+before=$(packages)
+say "$(. "$root/etc/os-release" && echo "$PRETTY_NAME"), a real root of $(wc -l <<<"$before") packages," \
+  "without $(for command in git c++ python3; do [ -e "$root/usr/bin/$command" ] || printf '%s ' $command; done)"
+
+failed=0
+# check WANTED_STATUS WHO COMMAND...: runs a command in the project's folder.
+check() {
+  local wanted=$1 who=$2 status=0 start=$SECONDS
+  shift 2
+  say "As $who: $*"
+  inside --userspec="$who" "$root" sh -c 'cd /project && exec "$@"' sh "$@" </dev/null || status=$?
+  echo "-- exit code $status, wanted $wanted; $((SECONDS - start)) s"
+  [ "$status" = "$wanted" ] || failed=1
+}
+check 1 nobody bash serving_benchmarks/quickstart.sh
+check 1 nobody bash tests/run.sh
+check 0 root bash serving_benchmarks/quickstart.sh
+check 0 root bash tests/run.sh "$@"
+
+say "Installed by these commands: $(comm -13 <(echo "$before") <(packages) | xargs)"
+exit "$failed"
