@@ -34,7 +34,7 @@ CASES = [
     case("block-quantized-m66", 66, 2, 4, 208, 128, quantized=True),
     case("block-static-m66", 66, 2, 4, 208, 80, static=True),
     case("block-input-weight-m65", 65, 1, 4, 128, 128, apply_router_weight_on_input=True, shared_experts=1),
-    case("block-repeated-m65", 65, 3, 2, 128, 64, repeated=True),
+    case("block-repeated-m65", 65, 3, 2, 128, 64),
     case("block-few-of-many", 65, 1, 96, 128, 16),
     case("channel-m130", 130, 2, 3, 208, 80, scheme="channel", out_dtype=torch.float16),
     case("tensor-m70", 70, 2, 4, 208, 208, scheme="tensor"),

@@ -20,6 +20,7 @@
 //
 // sort: each block finds the place of one expert's pairs by itself. It counts the ids of all experts, in LDS, then its waves,
 // each of which has a part of the ids, write those that are the block's to their places. Bytes: E * ids, out of the caches.
+#include "device/expert_id.h"
 #include "device/reduce.h"
 #include "device/tiled.h"
 #include "device/vec.h"
@@ -39,7 +40,7 @@ struct Routing {
 template <int kIds>
 DEVICE void load_experts(const Routing& p, const int (&at)[kIds], int end, int (&expert)[kIds]) {
 #pragma unroll
-  for (int i = 0; i < kIds; ++i) expert[i] = at[i] < end ? mem::load<int>(p.ids + i64(at[i]) * p.id_words) : -1;
+  for (int i = 0; i < kIds; ++i) expert[i] = at[i] < end ? load_expert_id(p.ids, p.id_words, at[i]) : -1;
   if (p.expert_map) {
 #pragma unroll
     for (int i = 0; i < kIds; ++i) {

@@ -29,6 +29,7 @@ TILED_FROM = 33  # tokens
 NO_EXPERT = 2**15 - 1
 TILE_ROWS, GATE_UP_ROWS = 16, 8  # of weights in a tile; of these the gate rows
 TILE_TOKENS = {32: 8, 64: 16}  # by the lanes of a wave
+WAVES = 4  # of a block
 GROUP = 128  # bytes of K that a wave takes at a time
 UNIT = 4  # groups of down's K that a wave takes at a time
 # The model of `_cost`, measured on H200: the share of the bandwidth, by the blocks of gate_up on a compute unit; and what a
@@ -141,21 +142,36 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     if scheme(a.w1, a.w1_scale) == "mx":
         yield f"{arch.name}'s matrix instructions take block scales", arch.block_scales
         most = f"M is at most {MOST_TOKENS}, slots {MOST_SLOTS}, M * slots * (I / {GATE_UP_ROWS})^2 below 2^31"
-        yield f"with a scale per 32 of K, {most}", _is_streamed(a)
-    elif not _is_streamed(a):
+        yield f"with a scale per 32 of K, {most}, and lists of pairs and experts fit LDS", _is_streamed(a, arch)
+    elif not _is_streamed(a, arch):
         yield from tiled.envelope(a, arch)
 
 
-def _is_streamed(a) -> bool:
+def _is_streamed(a, arch: Arch) -> bool:
     """Whether the streamed kernels can have it. Items times the square of an item's tiles: see divide_by."""
     m, tiles = a.hidden.shape[0], intermediate(a) // GATE_UP_ROWS
-    return m <= MOST_TOKENS and slots(a) <= MOST_SLOTS and m * slots(a) * tiles**2 < 2**31
+    fits = m <= MOST_TOKENS and slots(a) <= MOST_SLOTS and m * slots(a) * tiles**2 < 2**31
+    return fits and _lists_bytes(a) + _sums_bytes(a, arch) <= arch.lds_bytes
+
+
+def _lists_bytes(a) -> int:
+    """Of LDS that a block groups the pairs in."""
+    return 16 * ((a.hidden.shape[0] * slots(a) + 2) // 2 * 2) + 4 * len(a.w1) + 4
+
+
+def _sums_bytes(a, arch: Arch) -> int:
+    """Of LDS that the sums of a block's waves take: of gate_up's last two tiles, or of all of down's tokens."""
+    return max(2 * WAVES * 4 * arch.wave_lanes * 4, _down_sums_bytes(a))
+
+
+def _down_sums_bytes(a) -> int:
+    return WAVES * a.hidden.shape[0] * TILE_ROWS * 4
 
 
 def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:
     is_mx = scheme(a.w1, a.w1_scale) == "mx"
     takes = arch.block_scales or not is_mx
-    streamed = [StreamedConfig(resident) for resident in RESIDENT] if takes and _is_streamed(a) else []
+    streamed = [StreamedConfig(resident) for resident in RESIDENT] if takes and _is_streamed(a, arch) else []
     can_tile = not is_mx and all(holds for _, holds in tiled.envelope(a, arch))
     is_worth = not streamed or a.hidden.shape[0] >= TILED_FROM
     return streamed + (tiled.configs(a, arch) if can_tile and is_worth else [])
@@ -235,11 +251,10 @@ def _stage(a, arch, name, tokens, weight, scale, out, present, blocks, step, per
         per_item,
         2**31 // per_item + 1 - 2**32 * (per_item == 1),  # as the 32 bits of an unsigned int
     )
-    lists = 16 * ((m * slots(a) + 2) // 2 * 2) + 4 * experts + 4
-    lds = lists + (4 * 4 * m * TILE_ROWS if name == "down" else 0)
+    lds = _lists_bytes(a) + (_down_sums_bytes(a) if name == "down" else 0)
     kinds = {"none": "bf16" if weight.dtype == torch.bfloat16 else "fp16", "tensor": "row", "channel": "row"}
     symbol = f"{MODULE}_{name}_{kinds.get(kind, kind)}"
-    return Launch(MODULE, symbol, (blocks, 1, 1), (4 * arch.wave_lanes, 1, 1), args, lds)
+    return Launch(MODULE, symbol, (blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1), args, lds)
 
 
 def _problem(a) -> dict[str, int]:
@@ -260,7 +275,9 @@ def _cases() -> Iterator[Case]:
     yield case("block-odd", 4, 2, 6, 208, 80, shared_experts=1)
     yield case("block-map", 6, 3, 5, 256, 128, mapped=True, ids=torch.int64, shared_experts=1)
     yield case("block-input-weight", 3, 1, 4, 128, 128, apply_router_weight_on_input=True)
-    yield case("block-repeated", 3, 3, 2, 128, 64, repeated=True)
+    yield case("block-repeated", 3, 3, 2, 128, 64)
+    yield case("bf16-repeated-m22", 22, 3, 2, 64, 16, scheme="none", one=True)  # a token's pairs in two waves
+    yield case("bf16-repeated-m44", 44, 6, 4, 64, 16, scheme="none", ids=torch.int64)
     yield case("block-m40", 40, 4, 16, 128, 64, shared_experts=1)
     yield case("block-m65", 65, 2, 8, 256, 128)
     yield case("channel", 4, 2, 4, 192, 96, scheme="channel")
@@ -306,17 +323,21 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
     def weight(n: int, k: int) -> Tensor:
         return (randn(experts, n, k) * (k**-0.5 if kind == "none" else 1.0)).to(dtype)
 
-    routed = (experts - shared) * 2 if given.get("mapped") else experts - shared
-    ids = rand(m, routed).topk(topk).indices if topk <= routed else None
-    if given.get("one") or given.get("repeated") or ids is None:
-        ids = torch.full((m, topk), min(1, routed - 1), device=device)
-        if given.get("repeated"):
-            ids[:, 1:2] = 0
+    local = experts - shared
+    known = 2 * local if given.get("mapped") else local
+    ids = torch.randint(-2, known + 2, (m, topk), generator=generator)
+    if given.get("one"):
+        ids.fill_(min(1, known - 1))
     expert_map = None
     if given.get("mapped"):
-        expert_map = torch.full((routed,), -1, dtype=torch.int32)
-        expert_map[1::2] = torch.arange(experts - shared, dtype=torch.int32)
+        expert_map = torch.full((known,), -1, dtype=torch.int32)
+        expert_map[1::2] = torch.arange(local, dtype=torch.int32)
+        expert_map[0] = local  # the shared expert, where there is one, which no id names
         expert_map = expert_map.to(device)
+    ids = ids.to(given.get("ids", torch.int32))
+    if ids.dtype == torch.int64:  # beyond what 32 bits hold
+        ids[::3, 0] += 2**32
+        ids[1::3, -1] -= 2**32
     x, x_scale = randn(m, hidden).to(out_dtype), None
     if given.get("quantized"):
         x = randn(m, hidden).to(dtype)
@@ -328,7 +349,7 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
         weight(2 * intermediate, hidden),
         weight(hidden, intermediate),
         rand(m, topk),
-        ids.to(given.get("ids", torch.int32)),
+        ids.to(device),
         out_dtype,
         scale(2 * intermediate, hidden, hidden**-0.5),
         scale(hidden, intermediate, intermediate**-0.5),
