@@ -47,6 +47,7 @@ def main() -> None:
     fp8 = archs.of_device(0).fp8_dtype if gpu else Discard.arch.fp8_dtype
     x, residual = (torch.randn(1, 4096, device=device).bfloat16() for _ in range(2))
     weight, scale = torch.ones(4096, device=device).bfloat16(), torch.ones(1, device=device)
+    tokens, weights = (torch.zeros(rows, 16384, device=device).to(fp8) for rows in (1, 2304))
     out, two = torch.empty_like(x), torch.randn(1, 8192, device=device).bfloat16()
     calls = {
         "torch.add, out given": lambda: torch.add(x, residual, out=out),
@@ -57,6 +58,9 @@ def main() -> None:
         ),
         "rms_norm_per_block_quant": lambda: torch.ops.vllm_rocm_ops.rms_norm_per_block_quant(
             x, weight, 1e-6, fp8, 128, False, None, residual
+        ),
+        "scaled_mm, with counters": lambda: torch.ops.vllm_rocm_ops.scaled_mm(
+            tokens, weights.t(), scale, scale, torch.bfloat16
         ),
     }
     print(f"host time per call on {torch.cuda.get_device_name() if gpu else 'CPU, launches discarded'}")

@@ -4,6 +4,7 @@
 #define __HIP_DISABLE_CPP_FUNCTIONS__  // its overloads: an address of hipMalloc would be ambiguous
 #include <hip/hip_runtime_api.h>
 #else
+#define __CUDA_API_VERSION_INTERNAL  // declares older versions of a function too, which its library keeps
 #include <cuda.h>
 #endif
 
@@ -46,9 +47,11 @@ namespace api {
 
 #ifdef CHECK_HIP
 API_SHARED(CHECK_SHARED_HIP)
+API_OPTIONAL(CHECK_SHARED_HIP)
 API_HIP(CHECK)
 #else
 API_SHARED(CHECK_SHARED_CUDA)
+API_OPTIONAL(CHECK_SHARED_CUDA)
 API_CUDA(CHECK)
 #endif
 }  // namespace api

@@ -1,6 +1,8 @@
 /* A libcuda with one device that launches nothing. Contexts belong to threads, as CUDA's do. */
 #include <string.h>
 
+#include "fake_graphs.h"
+
 enum { kSuccess = 0, kInvalidValue = 1, kInvalidContext = 201, kInvalidPtx = 218, kNotFound = 500 };
 enum { kErrorLog = 5, kErrorLogBytes = 6, kMaxDynamicLds = 8, kDefaultLds = 48 * 1024 };
 
@@ -38,10 +40,12 @@ int cuModuleLoadDataEx(void** module, const char* image, unsigned count, int* op
 int cuModuleGetFunction(void** function, void* module, const char* symbol) {
   return *function = module, strcmp(symbol, "missing") ? kSuccess : kNotFound;
 }
-static unsigned char memory[64];
+static _Alignas(256) unsigned char memory[1 << 20];
+int fake_allocated = 0;
 int cuMemAlloc_v2(unsigned long long* address, unsigned long bytes) {
-  (void)bytes;
-  return *address = (unsigned long long)memory, kSuccess;
+  if (bytes > sizeof memory - fake_allocated) return kInvalidValue;
+  *address = (unsigned long long)memset(memory + fake_allocated, 0xff, bytes);
+  return fake_allocated += (int)bytes, kSuccess;
 }
 int cuStreamCreate(void** stream, unsigned flags) { return *stream = (void*)77, flags == 1 ? kSuccess : kInvalidValue; }
 int cuMemsetD8Async(unsigned long long address, unsigned char value, unsigned long bytes, void* stream) {
@@ -51,6 +55,17 @@ int cuMemsetD8Async(unsigned long long address, unsigned char value, unsigned lo
 }
 int cuStreamSynchronize(void* stream) { return (void)stream, kSuccess; }
 int cuStreamDestroy_v2(void* stream) { return (void)stream, kSuccess; }
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long* id, void** graph, const void** nodes,
+                              unsigned long* count) {
+  if (!context) return kInvalidContext;
+  return nodes || count ? kInvalidValue : get_capture_info(stream, status, id, graph);
+}
+int cuUserObjectCreate(void** object, void* data, void (*destroy)(void*), unsigned references, unsigned flags) {
+  return create_user_object(object, data, destroy, references, flags);
+}
+int cuGraphRetainUserObject(void* graph, void* object, unsigned references, unsigned flags) {
+  return retain_user_object(graph, object, references, flags);
+}
 int cuFuncSetAttribute(void* function, int attribute, int value) {
   ++fake_attribute_calls;
   if (!function || attribute != kMaxDynamicLds || value > 227 * 1024) return kInvalidValue;

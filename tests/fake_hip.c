@@ -2,6 +2,8 @@
  */
 #include <string.h>
 
+#include "fake_graphs.h"
+
 enum { kSuccess = 0, kInvalidValue = 1, kNoDevice = 100, kInvalidDevice = 101, kInvalidImage = 200, kNotFound = 500 };
 
 int fake_devices = 2;
@@ -79,13 +81,16 @@ int hipModuleGetFunction(void** function, void* module, const char* symbol) {
   return kSuccess;
 }
 
-unsigned char fake_memory[64]; /* what the last allocation got */
+_Alignas(256) unsigned char fake_memory[1 << 20]; /* of which allocations get one part after the other */
+int fake_allocated = 0;                           /* bytes */
 int fake_memory_capture_mode = -1, fake_streams = 0, fake_zeroed = 0, fake_waited = 0;
+int fake_gone_at_malloc = 0; /* the graph of a capture that happens to be gone while memory is allocated */
 int hipMalloc(void** memory, unsigned long bytes) {
-  if (bytes > sizeof fake_memory) return result(kInvalidValue);
-  memset(fake_memory, 0xff, sizeof fake_memory);
+  if (bytes > sizeof fake_memory - fake_allocated) return result(kInvalidValue);
+  if (fake_gone_at_malloc) fake_release(fake_gone_at_malloc);
+  *memory = memset(fake_memory + fake_allocated, 0xff, bytes);
   fake_memory_capture_mode = fake_capture_mode;
-  return *memory = fake_memory, kSuccess;
+  return fake_allocated += (int)bytes, kSuccess;
 }
 int hipStreamCreateWithFlags(void** stream, unsigned flags) {
   if (flags != 1) return result(kInvalidValue);
@@ -97,6 +102,19 @@ int hipMemsetAsync(void* memory, int value, unsigned long bytes, void* stream) {
 }
 int hipStreamSynchronize(void* stream) { return fake_waited += stream == (void*)77, kSuccess; }
 int hipStreamDestroy(void* stream) { return fake_streams -= stream == (void*)77, kSuccess; }
+
+int hipStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long* id, void** graph, const void** nodes,
+                               unsigned long* count) {
+  return result(nodes || count ? kInvalidValue : get_capture_info(stream, status, id, graph));
+}
+#ifndef FAKE_OLD
+int hipUserObjectCreate(void** object, void* data, void (*destroy)(void*), unsigned references, unsigned flags) {
+  return result(create_user_object(object, data, destroy, references, flags));
+}
+int hipGraphRetainUserObject(void* graph, void* object, unsigned references, unsigned flags) {
+  return result(retain_user_object(graph, object, references, flags));
+}
+#endif
 
 int hipModuleLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                           unsigned lds, void* stream, void** parameters, void** extra) {

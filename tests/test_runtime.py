@@ -53,9 +53,18 @@ def fresh_runtime(folder: Path):
     return module
 
 
-def compile_fake(source: str, library: Path) -> Path:
+def compile_fake(source: str, library: Path, *flags: str) -> Path:
     """tests/<source> as a shared library."""
-    command = [*host_compiler("cc"), "-shared", "-fPIC", "-O2", str(ROOT / "tests" / source), "-o", str(library)]
+    command = [
+        *host_compiler("cc"),
+        "-shared",
+        "-fPIC",
+        "-O2",
+        *flags,
+        str(ROOT / "tests" / source),
+        "-o",
+        str(library),
+    ]
     subprocess.run(command, check=True)
     return library
 
@@ -69,7 +78,7 @@ runtime = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(runtime)
 """
     command, environment = [sys.executable, "-c", start + code], os.environ | environment
-    result = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    result = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=120)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -132,15 +141,97 @@ def test_load_goes_to_the_device_and_is_cached(runtime, fake, code_object):
     assert (value(fake, "fake_loads"), value(fake, "fake_load_device")) == (2, 1)
 
 
-def test_zeroed_memory_is_zero_by_then(runtime, fake):
+def test_counters_are_zero_by_then(runtime, fake):
     set_value(fake, "fake_device", 1)
-    address = runtime.zeroed(0, 48)
-    assert ctypes.string_at(address, 64) == bytes(48) + b"\xff" * 16
+    address = runtime.counters(0, 0, 48)
+    zeroed = value(fake, "fake_zeroed")
+    assert zeroed == value(fake, "fake_allocated") >= 128
+    assert ctypes.string_at(address, zeroed + 1) == bytes(zeroed) + b"\0"
     assert value(fake, "fake_memory_capture_mode") == 2, "allowed while a stream is captured"
-    assert (value(fake, "fake_zeroed"), value(fake, "fake_waited"), value(fake, "fake_streams")) == (48, 1, 0)
+    assert (value(fake, "fake_waited"), value(fake, "fake_streams")) == (1, 0)
     assert (value(fake, "fake_device"), value(fake, "fake_capture_mode")) == (1, 0), "all is as it was before"
-    with pytest.raises(RuntimeError, match="1000 bytes: invalid argument"):
-        runtime.zeroed(0, 1000)
+    with pytest.raises(RuntimeError, match="2097152 bytes: invalid argument"):
+        runtime.counters(0, 0, 2**21)
+
+
+SIZES = (4, 576, 128, 640)  # bytes of counters
+
+
+def lines(first: int, size: int) -> set[int]:
+    """The lines of the caches that counters are in."""
+    return set(range(first // 128, -(-(first + size) // 128)))
+
+
+def test_eager_counters_are_the_streams(runtime, fake):
+    """Launches on a stream follow each other; those on another stream, or device, may run beside them."""
+    got = {(d, s, n): runtime.counters(d, s, n) for d in (0, 1) for s in (0, 16, 32) for n in SIZES}
+    assert all(runtime.counters(*where) == address for where, address in got.items())
+    for (d, s, n), address in got.items():
+        for (other_d, other_s, other_n), other in got.items():
+            assert (d, s) == (other_d, other_s) or not lines(address, n) & lines(other, other_n)
+
+
+def test_each_captured_launch_has_its_own_counters(runtime, fake):
+    """Two captures on one stream; two streams in one capture; and what was eager before and after."""
+    eager = {runtime.counters(0, stream, 576) for stream in (0, 16, 32)}
+    captured = []
+    for graph in (5, 6):
+        fake.fake_capture(ctypes.c_void_p(16), ctypes.c_ulonglong(graph))
+        fake.fake_capture(ctypes.c_void_p(32), ctypes.c_ulonglong(graph))
+        captured += [(runtime.counters(0, stream, n), n) for stream in (16, 32, 16) for n in SIZES]
+        fake.fake_capture(ctypes.c_void_p(32), ctypes.c_ulonglong(0))
+        assert runtime.counters(0, 0, 576) in eager, "the default stream is not captured"
+        fake.fake_capture(ctypes.c_void_p(16), ctypes.c_ulonglong(0))
+    assert value(fake, "fake_objects") == 2, "one for each graph"
+    assert {runtime.counters(0, stream, 576) for stream in (0, 16, 32)} == eager
+    used = [lines(address, n) for address, n in captured] + [lines(address, 576) for address in eager]
+    assert sum(map(len, used)) == len(set().union(*used)), "no two share a line"
+
+
+def capture(runtime, fake, graph: int, launches: int = 40) -> list[int]:
+    """The counters of a capture's launches."""
+    fake.fake_capture(ctypes.c_void_p(16), ctypes.c_ulonglong(graph))
+    taken = [runtime.counters(0, 16, SIZES[i % len(SIZES)]) for i in range(launches)]
+    fake.fake_capture(ctypes.c_void_p(16), ctypes.c_ulonglong(0))
+    return taken
+
+
+def test_counters_come_back_when_their_graph_is_gone(runtime, fake):
+    """1,000 captures and releases, two graphs alive at a time."""
+    first = capture(runtime, fake, 1)
+    before = 0
+    for graph in range(2, 1002):
+        taken = capture(runtime, fake, graph)
+        assert len({*first, *taken}) == len(first) + len(taken), "the counters of a graph that lives"
+        fake.fake_release(ctypes.c_ulonglong(graph - 1))
+        first, before = taken, before or value(fake, "fake_allocated")
+    assert value(fake, "fake_allocated") == before and value(fake, "fake_objects") == 1
+
+
+def test_a_driver_that_cannot_say_when_graphs_are_gone(tmp_path, monkeypatch):
+    """HIP before 5.3: no launch gets counters that a graph may still use."""
+    library = compile_fake("fake_hip.c", tmp_path / "libold_hip.so", "-DFAKE_OLD")
+    monkeypatch.setenv("VLLM_ROCM_OPS_HIP_LIBRARY", str(library))
+    runtime, fake = fresh_runtime(tmp_path), ctypes.CDLL(str(library))
+    assert "2 devices; it has no hipUserObjectCreate, so what captured graphs hold is kept" in runtime.status()
+    taken = [address for graph in range(1, 9) for address in capture(runtime, fake, graph)]
+    assert len(set(taken)) == len(taken)
+
+
+def test_a_graph_may_go_while_memory_is_allocated(fake_library):
+    """The driver may call back from another thread, and wait for that, while it allocates."""
+    output = run_alone(
+        f"""
+fake = ctypes.CDLL({str(fake_library)!r})
+for graph in (1, 2):
+    fake.fake_capture(ctypes.c_void_p(16), ctypes.c_ulonglong(graph))
+    print(runtime.counters(0, 16, 128) > 0)
+    ctypes.c_int.in_dll(fake, "fake_gone_at_malloc").value = 1
+print(runtime.counters(0, 16, 256) > 0, ctypes.c_int.in_dll(fake, "fake_objects").value)
+""",
+        VLLM_ROCM_OPS_HIP_LIBRARY=str(fake_library),
+    )
+    assert output.splitlines() == ["True", "True", "True 1"]
 
 
 def test_launch_passes_everything_on(runtime, fake, code_object):
@@ -260,6 +351,13 @@ launch(49152)
 with ThreadPoolExecutor(1) as pool:
     pool.submit(launch, 0).result()
 print(number("fake_launches"), number("fake_attribute_calls"), number("fake_bytes"))
+with ThreadPoolExecutor(1) as pool:
+    counters = [pool.submit(runtime.counters, 0, 16, 64).result() for _ in range(2)]
+cuda.fake_capture(ctypes.c_void_p(16), ctypes.c_ulonglong(3))
+captured = [runtime.counters(0, 16, 64) for _ in range(2)]
+cuda.fake_release(ctypes.c_ulonglong(3))
+cuda.fake_capture(ctypes.c_void_p(16), ctypes.c_ulonglong(4))
+print(len(set(counters + captured)), runtime.counters(0, 16, 64) in captured)
 launch(49153), launch(100), launch(65536), launch(65536)
 print(number("fake_launches"), number("fake_attribute_calls"), number("fake_lds_allowed"))
 for lds, grid in ((2**20, 1), (0, 0)):
@@ -277,6 +375,7 @@ for lds, grid in ((2**20, 1), (0, 0)):
         "ptxas: line 1",
         "True None",
         "2 0 8",
+        "3 True",
         "6 2 65536",
         f"kernel of {ptx}: 1048576 bytes of dynamic LDS: other (CUDA_ERROR_OTHER)",
         (

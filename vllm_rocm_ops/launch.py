@@ -29,7 +29,8 @@ class Workspace(int):
 
 
 class Counters(int):
-    """An argument: so many 32-bit counters of the stream's own, zero before the first launch and left zero by each."""
+    """An argument: so many 32-bit counters, zero before the launch and left zero by it, which no launch uses that may run at
+    the same time. A launch has one such argument at most."""
 
 
 class Launch(NamedTuple):

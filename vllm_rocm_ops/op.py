@@ -364,32 +364,30 @@ def _positions(planned: tuple[Launch, ...], buffers: tuple, a) -> list[list[tupl
     return [[(slot, place[id(arg)]) for slot, arg in enumerate(l.args) if isinstance(arg, pointers)] for l in planned]
 
 
-def _counters(l: Launch) -> list[tuple[int, int]]:
-    """The slots of the launch's arguments that want counters, and how many."""
-    return [(slot, int(arg)) for slot, arg in enumerate(l.args) if isinstance(arg, Counters)]
+def _counters(l: Launch) -> tuple[int, int] | None:
+    """The slot of the launch's argument that wants counters, and how many; None where there is none."""
+    slots = [slot for slot, arg in enumerate(l.args) if isinstance(arg, Counters)]
+    if len(slots) > 1:
+        raise TypeError(f"{l.symbol} must have one Counters, got {len(slots)}")
+    return (slots[0], int(l.args[slots[0]])) if slots else None
 
 
 def _bind_device(runtime, device: torch.device, planned: tuple[Launch, ...], outputs, a) -> Callable[[tuple], object]:
     """Calls of one signature on a GPU: allocate, fill in the pointers, launch on the current stream."""
     index = device.index
+    # Workspaces need no more care than outputs: while a graph is captured they are of its pool, where what one stream freed
+    # is not given to another, and graphs that share a pool may not run at once. Counters outlive a call: they are the
+    # runtime's.
     buffers = _buffers(planned, outputs, device)
     allocate, count, single = _allocator(buffers), len(_outputs(outputs)), not isinstance(outputs, tuple)
-    bound, counted = [], any(_counters(l) for l in planned)
+    bound = []
     with torch.cuda.device(index):
         for l, positions in zip(planned, _positions(planned, buffers, a)):
             layout, values = launches.packer(l.args)
             handle = runtime.load(str(launches.code_object(l.module, archs.of_device(index).name)), l.symbol, index)
-            bound.append((layout.pack, values, positions, (handle, *l.grid, *l.block, l.lds)))
-    counters: dict[int, list] = {}  # by stream, as launches on two streams may overlap; not torch's memory, of which a
-    # graph being captured would take charge
+            bound.append((layout.pack, values, positions, _counters(l), (handle, *l.grid, *l.block, l.lds)))
     current_device, stream_of, launch = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, runtime.launch
-
-    def set_counters(stream: int) -> None:
-        if stream not in counters:
-            counters[stream] = [[(slot, runtime.zeroed(index, 4 * n)) for slot, n in _counters(l)] for l in planned]
-        for (_, values, _, _), of_launch in zip(bound, counters[stream]):
-            for slot, address in of_launch:
-                values[slot] = address
+    counters_of = runtime.counters
 
     def run(args: tuple):
         if current_device() != index:
@@ -398,11 +396,12 @@ def _bind_device(runtime, device: torch.device, planned: tuple[Launch, ...], out
         new = allocate()
         tensors = new + args
         stream = stream_of(index)
-        if counted:
-            set_counters(stream)
-        for pack, values, positions, how in bound:
+        for pack, values, positions, counters, how in bound:
             for slot, place in positions:
                 values[slot] = tensors[place].data_ptr()
+            if counters:
+                slot, number = counters
+                values[slot] = counters_of(index, stream, 4 * number)
             launch(*how, stream, pack(*values))
         return new[0] if single else new[:count]
 
@@ -414,7 +413,7 @@ def _bind_executor(executor, planned: tuple[Launch, ...], outputs, a) -> Callabl
     device = torch.device("cpu")
     buffers = _buffers(planned, outputs, device)
     allocate, count, single = _allocator(buffers), len(_outputs(outputs)), not isinstance(outputs, tuple)
-    counters = [[(slot, torch.zeros(n, dtype=torch.int32)) for slot, n in _counters(l)] for l in planned]
+    counters = [(at[0], torch.zeros(at[1], dtype=torch.int32)) if (at := _counters(l)) else None for l in planned]
     bound = list(zip(planned, _positions(planned, buffers, a), counters))
 
     def run(args: tuple):
@@ -425,8 +424,8 @@ def _bind_executor(executor, planned: tuple[Launch, ...], outputs, a) -> Callabl
             values = list(l.args)
             for slot, place in positions:
                 values[slot] = tensors[place]
-            for slot, tensor in zeroed:
-                values[slot] = tensor
+            if zeroed:
+                slot, values[slot] = zeroed
             executor.launch(Launch(l.module, l.symbol, l.grid, l.block, tuple(values), l.lds), unwritten)
             unwritten = ()
         return new[0] if single else new[:count]

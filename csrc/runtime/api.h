@@ -12,6 +12,9 @@ using Module = struct ModuleObject*;
 using Function = struct FunctionObject*;
 using Stream = struct StreamObject*;
 using Context = struct ContextObject*;  // CUDA's; HIP has a current device instead
+using Graph = struct GraphObject*;
+using Node = struct NodeObject*;
+using UserObject = struct UserObjectObject*;  // it calls back when the graphs that retain it are gone
 
 // X(our name, HIP's function, CUDA's function, type): what both have, with the same meaning.
 #define API_SHARED(X)                                                                                                \
@@ -27,7 +30,16 @@ using Context = struct ContextObject*;  // CUDA's; HIP has a current device inst
   X(exchange_capture_mode, hipThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, Result(int* mode)) \
   X(create_stream, hipStreamCreateWithFlags, cuStreamCreate, Result(Stream*, unsigned flags))                        \
   X(wait_for_stream, hipStreamSynchronize, cuStreamSynchronize, Result(Stream))                                      \
-  X(destroy_stream, hipStreamDestroy, cuStreamDestroy_v2, Result(Stream))
+  X(destroy_stream, hipStreamDestroy, cuStreamDestroy_v2, Result(Stream))                                            \
+  X(get_capture_info, hipStreamGetCaptureInfo_v2, cuStreamGetCaptureInfo_v2,                                         \
+    Result(Stream, int* status, unsigned long long* id, Graph*, const Node** dependencies, std::size_t* count))
+
+// As API_SHARED; what HIP before 5.3 and CUDA before 11.3 lack.
+#define API_OPTIONAL(X)                                                                                \
+  X(create_user_object, hipUserObjectCreate, cuUserObjectCreate,                                       \
+    Result(UserObject*, void* data, void (*destroy)(void* data), unsigned references, unsigned flags)) \
+  X(retain_user_object, hipGraphRetainUserObject, cuGraphRetainUserObject,                             \
+    Result(Graph, UserObject, unsigned references, unsigned flags))
 
 // X(our name, the vendor's function, type): what one has in its own way.
 #define API_HIP(X)                                               \
@@ -55,6 +67,7 @@ using Context = struct ContextObject*;  // CUDA's; HIP has a current device inst
 #define API_MEMBER(name, symbol, type) std::add_pointer_t<type> name;
 struct Shared {
   API_SHARED(API_SHARED_MEMBER)
+  API_OPTIONAL(API_SHARED_MEMBER)
 };
 struct Hip {
   API_HIP(API_MEMBER)
@@ -64,11 +77,14 @@ struct Cuda {
 };
 
 // X(our name, the vendor's constant, value)
-#define API_HIP_CONSTANTS(X)                            \
-  X(kHipArguments, HIP_LAUNCH_PARAM_BUFFER_POINTER, 1)  \
-  X(kHipArgumentsSize, HIP_LAUNCH_PARAM_BUFFER_SIZE, 2) \
-  X(kHipArgumentsEnd, HIP_LAUNCH_PARAM_END, 3)          \
-  X(kHipCaptureRelaxed, hipStreamCaptureModeRelaxed, 2) \
+#define API_HIP_CONSTANTS(X)                                \
+  X(kHipArguments, HIP_LAUNCH_PARAM_BUFFER_POINTER, 1)      \
+  X(kHipArgumentsSize, HIP_LAUNCH_PARAM_BUFFER_SIZE, 2)     \
+  X(kHipArgumentsEnd, HIP_LAUNCH_PARAM_END, 3)              \
+  X(kHipCaptureRelaxed, hipStreamCaptureModeRelaxed, 2)     \
+  X(kHipCaptureActive, hipStreamCaptureStatusActive, 1)     \
+  X(kHipNoDestructorSync, hipUserObjectNoDestructorSync, 1) \
+  X(kHipMoveReferences, hipGraphUserObjectMove, 1)          \
   X(kHipNonBlocking, hipStreamNonBlocking, 1)
 
 #define API_CUDA_CONSTANTS(X)                                            \
@@ -76,6 +92,9 @@ struct Cuda {
   X(kCudaArgumentsSize, CU_LAUNCH_PARAM_BUFFER_SIZE, 2)                  \
   X(kCudaArgumentsEnd, CU_LAUNCH_PARAM_END, 0)                           \
   X(kCudaCaptureRelaxed, CU_STREAM_CAPTURE_MODE_RELAXED, 2)              \
+  X(kCudaCaptureActive, CU_STREAM_CAPTURE_STATUS_ACTIVE, 1)              \
+  X(kCudaNoDestructorSync, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, 1)         \
+  X(kCudaMoveReferences, CU_GRAPH_USER_OBJECT_MOVE, 1)                   \
   X(kCudaNonBlocking, CU_STREAM_NON_BLOCKING, 1)                         \
   X(kCudaErrorLog, CU_JIT_ERROR_LOG_BUFFER, 5)                           \
   X(kCudaErrorLogBytes, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES, 6)           \
@@ -86,6 +105,8 @@ struct Cuda {
 API_HIP_CONSTANTS(API_CONSTANT)
 API_CUDA_CONSTANTS(API_CONSTANT)
 static_assert(kHipArguments == kCudaArguments && kHipArgumentsSize == kCudaArgumentsSize &&
-              kHipCaptureRelaxed == kCudaCaptureRelaxed && kHipNonBlocking == kCudaNonBlocking);
+              kHipCaptureRelaxed == kCudaCaptureRelaxed && kHipNonBlocking == kCudaNonBlocking &&
+              kHipCaptureActive == kCudaCaptureActive && kHipNoDestructorSync == kCudaNoDestructorSync &&
+              kHipMoveReferences == kCudaMoveReferences);
 
 }  // namespace api

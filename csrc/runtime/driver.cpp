@@ -18,14 +18,23 @@ void look_up(Pointer& pointer, void* handle, const char* symbol) {
   if (pointer == nullptr) throw std::runtime_error(std::string("has no ") + symbol);
 }
 
+template <class Pointer>
+void look_up_optional(Pointer& pointer, std::string& missing, void* handle, const char* symbol) {
+  pointer = reinterpret_cast<Pointer>(dlsym(handle, symbol));
+  if (pointer == nullptr && missing.empty()) missing = symbol;
+}
+
 #define LOOK_UP_SHARED_HIP(name, hip, cuda, type) look_up(shared_.name, handle, #hip);
 #define LOOK_UP_SHARED_CUDA(name, hip, cuda, type) look_up(shared_.name, handle, #cuda);
+#define LOOK_UP_OPTIONAL_HIP(name, hip, cuda, type) look_up_optional(shared_.name, missing_, handle, #hip);
+#define LOOK_UP_OPTIONAL_CUDA(name, hip, cuda, type) look_up_optional(shared_.name, missing_, handle, #cuda);
 #define LOOK_UP(name, symbol, type) look_up(own_.name, handle, #symbol);
 
 class HipDriver final : public Driver {
  public:
   HipDriver(const std::string& library, void* handle) : Driver(library) {
     API_SHARED(LOOK_UP_SHARED_HIP)
+    API_OPTIONAL(LOOK_UP_OPTIONAL_HIP)
     API_HIP(LOOK_UP)
   }
   const char* backend() const override { return "hip"; }
@@ -72,7 +81,7 @@ class HipDriver final : public Driver {
   // HIP takes any size that the device has.
   unsigned lds_allowed() const override { return std::numeric_limits<unsigned>::max(); }
   void allow_lds(Kernel&, unsigned) const override {}
-  bool repair(api::Result, const Kernel&) const override { return false; }
+  bool repair(api::Result, int) const override { return false; }
 
   api::Hip own_;
 };
@@ -81,6 +90,7 @@ class CudaDriver final : public Driver {
  public:
   CudaDriver(const std::string& library, void* handle) : Driver(library) {
     API_SHARED(LOOK_UP_SHARED_CUDA)
+    API_OPTIONAL(LOOK_UP_OPTIONAL_CUDA)
     API_CUDA(LOOK_UP)
   }
   const char* backend() const override { return "cuda"; }
@@ -138,8 +148,8 @@ class CudaDriver final : public Driver {
     kernel.lds_allowed = lds;
   }
   // A thread that has not used CUDA yet has no context; torch makes one only when it has to change the device.
-  bool repair(api::Result result, const Kernel& kernel) const override {
-    return result == api::kCudaInvalidContext && own_.set_context(primary_context(kernel.device)) == 0;
+  bool repair(api::Result result, int device) const override {
+    return result == api::kCudaInvalidContext && own_.set_context(primary_context(device)) == 0;
   }
 
   api::Cuda own_;
@@ -195,6 +205,8 @@ std::unique_ptr<Driver> Driver::find(std::string& status) {
           driver = make(library, handle);
           int devices = driver->count_devices();
           status = library + ": " + std::to_string(devices) + (devices == 1 ? " device" : " devices");
+          if (!driver->knows_when_gone())
+            status += "; it has no " + driver->missing_ + ", so what captured graphs hold is kept when they are gone";
           return true;
         } catch (const std::runtime_error& error) {
           reasons.push_back(library + ": " + error.what());
@@ -253,6 +265,23 @@ void* Driver::zeroed_memory(int device, std::size_t bytes) const {
   return memory;
 }
 
+Capture Driver::capture_of(api::Stream stream, int device) const {
+  if (stream == nullptr) return {};  // never captured; and asking fails while another stream is
+  int status = 0;
+  Capture capture;
+  auto ask = [&] { return shared_.get_capture_info(stream, &status, &capture.id, &capture.graph, nullptr, nullptr); };
+  api::Result result = ask();
+  if (result != 0 && repair(result, device)) result = ask();
+  check(result, "whether a stream is being captured");
+  return status == api::kHipCaptureActive ? capture : Capture{};
+}
+
+void Driver::call_when_gone(api::Graph graph, void (*destroy)(void*), void* data) const {
+  api::UserObject object = nullptr;
+  check(shared_.create_user_object(&object, data, destroy, 1, api::kHipNoDestructorSync), "user object");
+  check(shared_.retain_user_object(graph, object, 1, api::kHipMoveReferences), "user object of a graph");
+}
+
 Kernel Driver::find_kernel(api::Module module, const std::string& path, const std::string& symbol, int device) const {
   Kernel kernel{symbol + " of " + path, nullptr, device, lds_allowed()};
   on_device(device, [&] { check(shared_.get_function(&kernel.function, module, symbol.c_str()), kernel.name); });
@@ -270,7 +299,7 @@ void Driver::launch(Kernel& kernel, const Geometry& g, api::Stream stream, void*
   api::Result result = attempt();
   if (result == 0) [[likely]]
     return;
-  if (repair(result, kernel)) result = attempt();
+  if (repair(result, kernel.device)) result = attempt();
   auto size = [](unsigned x, unsigned y, unsigned z) {
     return "[" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + "]";
   };

@@ -24,6 +24,11 @@ struct Geometry {
   unsigned lds;                        // dynamic LDS bytes
 };
 
+struct Capture {
+  api::Graph graph = nullptr;
+  unsigned long long id = 0;  // no two captures of a process have the same
+};
+
 // A vendor's library, initialised, with at least one device. What fails throws std::runtime_error in the driver's
 // words.
 class Driver {
@@ -40,6 +45,13 @@ class Driver {
   Kernel find_kernel(api::Module module, const std::string& path, const std::string& symbol, int device) const;
   // Memory of `device` that is zero when this returns; it is kept for good. Allowed while a stream is being captured.
   void* zeroed_memory(int device, std::size_t bytes) const;
+  // What `stream`, one of `device`, is being captured into; no graph if it is not.
+  Capture capture_of(api::Stream stream, int device) const;
+  // Whether call_when_gone works: older drivers cannot say when a graph is gone.
+  bool knows_when_gone() const { return missing_.empty(); }
+  // Calls destroy(data) when the graph, all that was instantiated or cloned from it and its last replay are gone, on any
+  // thread. It must not call the driver.
+  void call_when_gone(api::Graph graph, void (*destroy)(void*), void* data) const;
   // Asynchronous, on `stream`, which is one of the kernel's device. `arguments`: the packed kernarg segment; it is
   // copied.
   void launch(Kernel& kernel, const Geometry& geometry, api::Stream stream, void* arguments, std::size_t bytes) const;
@@ -55,14 +67,15 @@ class Driver {
   virtual void* arguments_end() const = 0;
   virtual unsigned lds_allowed() const = 0;
   virtual void allow_lds(Kernel& kernel, unsigned lds) const = 0;
-  // After a failed launch: whether its cause is removed, so that it is worth another try.
-  virtual bool repair(api::Result result, const Kernel& kernel) const = 0;
+  // After a failed call on a stream of `device`: whether its cause is removed, so that it is worth another try.
+  virtual bool repair(api::Result result, int device) const = 0;
 
   // Throws "<what>: <the driver's words>\n<details>" unless `result` is success.
   void check(api::Result result, const std::string& what, const std::string& details = "") const;
 
   const std::string library_;
   api::Shared shared_;
+  std::string missing_;  // the first of API_OPTIONAL that the library lacks
 
  private:
   int count_devices() const;  // at least 1, or it throws

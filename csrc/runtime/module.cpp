@@ -7,6 +7,7 @@
 #include <optional>
 #include <tuple>
 
+#include "counters.h"
 #include "driver.h"
 
 namespace py = pybind11;
@@ -20,6 +21,7 @@ struct Runtime {
   std::map<std::tuple<int, std::string>, api::Module> modules;               // by device, path
   std::map<std::tuple<int, std::string, std::string>, std::size_t> handles;  // by device, path, symbol
   std::deque<Kernel> kernels;                                                // by handle
+  Counters counters;
 
   static Runtime& get() {
     static Runtime* runtime = new Runtime;  // never destroyed: drivers are gone before static destructors run
@@ -59,8 +61,10 @@ void launch(std::size_t handle, unsigned grid_x, unsigned grid_y, unsigned grid_
                          static_cast<std::size_t>(PyBytes_GET_SIZE(packed_args.ptr())));
 }
 
-std::uintptr_t zeroed(int device, std::size_t bytes) {
-  return reinterpret_cast<std::uintptr_t>(driver().zeroed_memory(device, bytes));
+std::uintptr_t counters(int device, std::uintptr_t stream, std::size_t bytes) {
+  static Runtime& runtime = Runtime::get();
+  void* memory = runtime.counters.get(driver(), device, reinterpret_cast<api::Stream>(stream), bytes);
+  return reinterpret_cast<std::uintptr_t>(memory);
 }
 
 }  // namespace
@@ -85,8 +89,9 @@ PYBIND11_MODULE(_C, module) {
       "{'library', 'driver', 'runtime'} of the backend; {} without one.");
   module.def("load", &load, py::arg("path"), py::arg("symbol"), py::arg("device"),
              "Load a kernel of a code object (or PTX) onto a device; returns its handle, the same one every time.");
-  module.def("zeroed", &zeroed, py::arg("device"), py::arg("bytes"),
-             "The address of so many bytes of a device's memory, zero by now and never freed.");
+  module.def("counters", &counters, py::arg("device"), py::arg("stream"), py::arg("bytes"),
+             "The address of so many bytes of zeros for the next launch on a stream of a device, which must leave them "
+             "zero. While the stream is captured they are this launch's own, for as long as the graph lives.");
   module.def("launch", &launch, py::arg("handle"), py::arg("grid_x"), py::arg("grid_y"), py::arg("grid_z"),
              py::arg("block_x"), py::arg("block_y"), py::arg("block_z"), py::arg("lds"), py::arg("stream"),
              py::arg("packed_args"),

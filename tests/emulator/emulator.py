@@ -296,14 +296,18 @@ class Program:
 
     # Running
 
-    def launch(self, launch, space: Space, kernarg: int, options: Options, chosen: Sequence[int] | None) -> Counters:
-        """Runs the chosen blocks, by default all."""
+    def launch(
+        self, launch, space: Space, kernargs: list[int], options: Options, chosen: Sequence[int] | None
+    ) -> Counters:
+        """Runs the chosen blocks, by default all, of as many launches as there are kernel arguments: their blocks are
+        numbered launch by launch."""
         kernel = self.object
         threads = int(np.prod(launch.block))
         self.grid, self.block_size, self.threads = launch.grid, launch.block, threads
         self.waves_per_block = -(-threads // LANES)
-        blocks = int(np.prod(launch.grid))
-        self.space, self.kernarg, self.options = space, kernarg, options
+        self.blocks_per_launch = int(np.prod(launch.grid))
+        blocks = self.blocks_per_launch * len(kernargs)
+        self.space, self.kernargs, self.options = space, kernargs, options
         self.counters = Counters(self.arch, traffic=space.traffic)
         self.counts = [0] * len(self.instructions)
         self.steps = self.last_progress = 0
@@ -405,6 +409,8 @@ class Program:
     def _set_sgprs(self, sgpr: np.ndarray, block: np.ndarray) -> set[int]:
         """Initial SGPRs, in the order of AMDGPUUsage "Initial Kernel Execution State"; returns which are set."""
         properties, rsrc2 = self.object.properties, self.object.rsrc2
+        which, block = np.divmod(block, self.blocks_per_launch)
+        kernarg = np.array(self.kernargs)[which]
         at = 0
         known: set[int] = set()
 
@@ -419,11 +425,11 @@ class Program:
             (4, 2, 2, 2, 2, 2, 1)
         ):  # private buffer, dispatch, queue, kernarg, dispatch id, scratch, size
             if properties >> bit & 1:
-                put(count, (self.kernarg & 0xFFFFFFFF, self.kernarg >> 32) if bit == 3 else None)
+                put(count, (kernarg & 0xFFFFFFFF, kernarg >> 32) if bit == 3 else None)
         if self.object.kernarg_preload:
             count = self.object.kernarg_preload
-            region = self.space.regions[self.kernarg >> 36]
-            put(count, region.views[4][:count].tolist() + [0] * count)
+            regions = [self.space.regions[address >> 36] for address in self.kernargs]
+            put(count, np.array([region.views[4][:count].tolist() + [0] * count for region in regions])[which].T)
         gx, gy, _ = self.grid
         coordinates = (block % gx, block // gx % gy, block // gx // gy)
         for axis, bit in enumerate((7, 8, 9)):
@@ -729,8 +735,16 @@ class Emulator:
 
         self.run(code_object(launch.module, self.arch.name), launch, uninitialised)
 
-    def run(self, path: Path | str, launch, uninitialised: tuple = (), blocks: Sequence[int] | None = None) -> Counters:
-        """Runs a launch of the code object at `path`; of its blocks only those given, as if the others were late."""
+    def run(
+        self,
+        path: Path | str,
+        launch,
+        uninitialised: tuple = (),
+        blocks: Sequence[int] | None = None,
+        beside: Sequence = (),
+    ) -> Counters:
+        """Runs a launch of the code object at `path`; of its blocks only those given, as if the others were late. `beside` are
+        launches that differ in their arguments alone and run at the same time, as launches on several streams do."""
         program = self.program(path, launch.symbol)
         kernel = program.object
         threads = int(np.prod(launch.block))
@@ -744,12 +758,12 @@ class Emulator:
             )
         if not int(np.prod(launch.grid)):
             raise errors.LaunchError(f"{launch.symbol}: grid must be positive, got {launch.grid}")
-        waves = int(np.prod(launch.grid)) * -(-threads // LANES)
+        waves = int(np.prod(launch.grid)) * -(-threads // LANES) * (1 + len(beside))
         traffic = Traffic(waves) if self.options.traffic else None
         space = Space(program.space_granule, self.options.races, traffic)
         assert space.add_bytes("the code object", bytes(program.code_object.relocated(program.base))) == program.base
-        kernarg = self._kernarg(space, launch, kernel, uninitialised)
-        self.last = program.launch(launch, space, kernarg, self.options, blocks)
+        kernargs = [self._kernarg(space, each, kernel, uninitialised) for each in (launch, *beside)]
+        self.last = program.launch(launch, space, kernargs, self.options, blocks)
         self.history.append((launch.symbol, self.last))
         return self.last
 
