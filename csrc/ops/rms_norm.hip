@@ -16,21 +16,14 @@
 // too, are in flight before the first is used, and there is one barrier per reduction. A row is not split over blocks:
 // its sum of squares would need a barrier between blocks, which costs more than reading 64 KB in one block does. Nor do
 // the two reductions of the per-token kind share a barrier: the scale that vLLM computes depends on the rounded n.
-#include "device/float8.h"
 #include "device/reduce.h"
+#include "device/rows.h"
 
-enum class Output { kPlain, kStatic, kPerToken, kPerBlock };
-
-struct Row {
-  const void* input;      // [hidden] T
-  void* residual;         // [hidden] T, updated, or null
-  const void* weight;     // [hidden] T, or null for ones
-  void* out;              // [hidden] T or e4m3
-  float* scale_out;       // per token: [1]; per block: [hidden / group_size], scale_stride apart
-  const float* scale;     // [1]; static kind
-  const float* scale_ub;  // [1] or null; dynamic kinds
-  i64 scale_stride;
-  int hidden, threads, group_size;
+struct Row : RowOutput {
+  const void* input;   // [hidden] T
+  void* residual;      // [hidden] T, updated, or null
+  const void* weight;  // [hidden] T, or null for ones
+  int hidden, threads;
   float inverse_hidden, epsilon;
 };
 
@@ -46,14 +39,11 @@ DEVICE f32x2 normalize(f32x2 z, float rms, f32x2 weight) {
   return n * weight;
 }
 
-DEVICE float dynamic_scale(float absmax, const float* scale_ub) {
-  if (scale_ub) absmax = __builtin_fminf(absmax, *mem::global(scale_ub));
-  return absmax_to_scale(absmax);
-}
+DEVICE float dynamic_scale(float absmax, float scale_ub) { return absmax_to_scale(__builtin_fminf(absmax, scale_ub)); }
 
 // hidden is a multiple of 8 and at most threads * kChunks * 8; rows and weight are 16-byte aligned.
 template <class T, bool kResidual, Output kOutput, int kChunks>
-DEVICE void rms_norm_vector(const Row& row) {
+DEVICE void rms_norm_vector(Row row) {
   constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;  // z is rounded before it is used
   LDS static float sums[kMaxWaves], maxima[kMaxWaves];
   const int waves = row.threads / wave::kLanes;
@@ -65,20 +55,19 @@ DEVICE void rms_norm_vector(const Row& row) {
   for (int i = 0; i < kChunks; ++i) {
     chunk[i] = wave::thread() + i * row.threads;
     mine[i] = chunk[i] * kChunk < row.hidden;
-    input[i] = residual[i] = u32x4{};
-    if (mine[i]) {
-      input[i] = mem::load<u32x4>((const u32x4*)row.input + chunk[i]);
-      if constexpr (kResidual) residual[i] = mem::load<u32x4>((const u32x4*)row.residual + chunk[i]);
-    }
+    const int at = chunk[i] * int(sizeof(u32x4));
+    input[i] = mem::load_or_zero(mem::buffer(row.input), at, 0, mine[i]);
+    if constexpr (kResidual) residual[i] = mem::load_or_zero(mem::buffer(row.residual), at, 0, mine[i]);
   }
-  const u32 one = T::pack({1.0f, 1.0f});
+  const u32 ones = row.weight ? 0 : T::pack({1.0f, 1.0f});  // in place of the zeros that are loaded without a weight
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    weight[i] = u32x4{one, one, one, one};
-    if (mine[i] && row.weight) weight[i] = mem::load<u32x4>((const u32x4*)row.weight + chunk[i]);
+    const int at = chunk[i] * int(sizeof(u32x4));
+    weight[i] = mem::load_or_zero(mem::buffer(row.weight), at, 0, mine[i] && row.weight);
   }
-  float inverse_scale = 0.0f;
-  if constexpr (kOutput == Output::kStatic) inverse_scale = 1.0f / *mem::global(row.scale);
+  mem::wait_for_scalars(row.inverse_hidden, row.epsilon);
+  row.find<kOutput>(row.hidden);
+  const float inverse_scale = kOutput == Output::kStatic ? 1.0f / row.scale : 0.0f;
 
   // z: the row, rounded ones kept packed.
   Chunk exact[kChunks];
@@ -102,7 +91,7 @@ DEVICE void rms_norm_vector(const Row& row) {
   float absmax = 0.0f;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    Chunk w = unpack<T>(weight[i]), n;
+    Chunk w = unpack<T>(weight[i] | ones), n;
     for (int j = 0; j < kChunk / 2; ++j) n.pair[j] = normalize<T, !kRounded>(exact[i].pair[j], rms, w.pair[j]);
     normed[i] = pack<T>(n);
     if constexpr (kOutput == Output::kPlain) {
@@ -115,7 +104,7 @@ DEVICE void rms_norm_vector(const Row& row) {
       // A group is the chunks of 8 or 16 neighbouring lanes.
       float group_max = wave::reduce_group<8>(max_abs(0.0f, unpack<T>(normed[i])), 0.0f, Max{});
       if (row.group_size == 128) group_max = wave::reduce_group<16>(group_max, 0.0f, Max{});
-      const float scale = dynamic_scale(group_max, row.scale_ub);
+      const float scale = dynamic_scale(group_max, row.scale);
       if (mine[i]) {
         mem::store((u32x2*)row.out + chunk[i], quantize(unpack<T>(normed[i]), Scale(scale)));
         const int log2_lanes = row.group_size == 128 ? 4 : 3;
@@ -125,7 +114,7 @@ DEVICE void rms_norm_vector(const Row& row) {
     }
   }
   if constexpr (kOutput == Output::kPerToken) {
-    const float scale = dynamic_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{}), row.scale_ub);
+    const float scale = dynamic_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{}), row.scale);
     if (wave::thread() == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
 #pragma unroll
@@ -136,10 +125,12 @@ DEVICE void rms_norm_vector(const Row& row) {
 
 // Any hidden size and alignment, one element per access; rereads the row from HBM instead of keeping it.
 template <class T, bool kResidual, Output kOutput>
-DEVICE void rms_norm_general(const Row& row) {
+DEVICE void rms_norm_general(Row row) {
   constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;
   LDS static float sums[kMaxWaves], maxima[kMaxWaves];
   const int waves = row.threads / wave::kLanes;
+  mem::wait_for_scalars(row.inverse_hidden, row.epsilon);
+  row.find<kOutput>(row.hidden);
 
   auto sum = [&](int column) {
     float z = load_element<T>(row.input, column);
@@ -176,7 +167,7 @@ DEVICE void rms_norm_general(const Row& row) {
       float absmax = 0.0f;
       for (int column = group * row.group_size + lane; column < end; column += wave::kLanes)
         absmax = __builtin_fmaxf(absmax, __builtin_fabsf(normed(column)));
-      const float scale = dynamic_scale(wave::reduce(absmax, 0.0f, Max{}), row.scale_ub);
+      const float scale = dynamic_scale(wave::reduce(absmax, 0.0f, Max{}), row.scale);
       if (lane == 0) mem::store(row.scale_out + group * row.scale_stride, scale);
       const Scale divisor(scale);
       for (int column = group * row.group_size + lane; column < end; column += wave::kLanes) finish(column, divisor);
@@ -185,12 +176,12 @@ DEVICE void rms_norm_general(const Row& row) {
     float absmax = 0.0f;
     for (int column = wave::thread(); column < row.hidden; column += row.threads)
       absmax = __builtin_fmaxf(absmax, __builtin_fabsf(normed(column)));
-    const float scale = dynamic_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{}), row.scale_ub);
+    const float scale = dynamic_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{}), row.scale);
     if (wave::thread() == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
     for (int column = wave::thread(); column < row.hidden; column += row.threads) finish(column, divisor);
   } else {
-    const float inverse_scale = kOutput == Output::kStatic ? 1.0f / *mem::global(row.scale) : 1.0f;
+    const float inverse_scale = kOutput == Output::kStatic ? 1.0f / row.scale : 1.0f;
     for (int column = wave::thread(); column < row.hidden; column += row.threads) {
       float n = normed(column);
       if constexpr (kOutput == Output::kPlain) store_element<T>(row.out, column, n);
@@ -201,25 +192,19 @@ DEVICE void rms_norm_general(const Row& row) {
 
 // kChunks == 0 is the general kernel.
 template <class T, bool kResidual, Output kOutput, int kChunks>
-DEVICE void rms_norm(const void* input, void* residual, const void* weight, void* out, float* scale_out,
-                     const float* scale, const float* scale_ub, i64 input_stride, i64 residual_stride,
-                     i64 scale_row_stride, i64 scale_stride, int hidden, int threads, int group_size,
-                     float inverse_hidden, float epsilon) {
-  constexpr int kOutBytes = kOutput == Output::kPlain ? 2 : 1;
-  const i64 index = wave::block_x();
-  Row row{(const u16*)input + index * input_stride,
-          kResidual ? (u16*)residual + index * residual_stride : nullptr,
-          weight,
-          (u8*)out + index * hidden * kOutBytes,
-          scale_out + index * scale_row_stride,
-          scale,
-          scale_ub,
-          scale_stride,
-          hidden,
-          threads,
-          group_size,
-          inverse_hidden,
-          epsilon};
+DEVICE void rms_norm(const void* input, void* residual, const void* weight, i64 input_stride, i64 residual_stride,
+                     int hidden, int threads, const float* scale, void* out, float* scale_out, i64 scale_row_stride,
+                     i64 scale_stride, int group_size, float inverse_hidden, float epsilon) {
+  const i64 index = u32(wave::block_x());
+  const Row row{{load_scale<kOutput>(scale), out, scale_out, scale_row_stride, scale_stride, group_size},
+                (const u16*)input + index * input_stride,
+                kResidual ? (u16*)residual + index * residual_stride : nullptr,
+                weight,
+                hidden,
+                threads,
+                inverse_hidden,
+                epsilon};
+  mem::issue_loads();
   if constexpr (kChunks == 0) rms_norm_general<T, kResidual, kOutput>(row);
   else rms_norm_vector<T, kResidual, kOutput, kChunks>(row);
 }
@@ -230,15 +215,14 @@ DEVICE void rms_norm(const void* input, void* residual, const void* weight, void
       const void* input,      /* [rows, hidden] T, rows input_stride elements apart */                                \
       void* residual,         /* [rows, hidden] T, rows residual_stride elements apart; null without */               \
       const void* weight,     /* [hidden] T or null */                                                                \
+      i64 input_stride, i64 residual_stride, int hidden, int threads_per_block,                                       \
+      const float* scale,     /* [1], of the static kind; of the dynamic kinds scale_ub or null */                    \
       void* out,              /* [rows, hidden] T or e4m3 */                                                          \
       float* scale_out,       /* [rows, 1] or [rows, hidden / group_size], by the two strides; null without */        \
-      const float* scale,     /* [1]; static kind */                                                                  \
-      const float* scale_ub,  /* [1] or null */                                                                       \
-      i64 input_stride, i64 residual_stride, i64 scale_row_stride, i64 scale_stride,                                  \
-      int hidden, int threads_per_block, int group_size, float inverse_hidden, float epsilon) {                       \
-    rms_norm<T, residual_add, Output::output, chunks>(input, residual, weight, out, scale_out, scale, scale_ub,       \
-        input_stride, residual_stride, scale_row_stride, scale_stride, hidden, threads_per_block, group_size,         \
-        inverse_hidden, epsilon);                                                                                     \
+      i64 scale_row_stride, i64 scale_stride, int group_size, float inverse_hidden, float epsilon) {                  \
+    rms_norm<T, residual_add, Output::output, chunks>(input, residual, weight, input_stride, residual_stride, hidden, \
+        threads_per_block, scale, out, scale_out, scale_row_stride, scale_stride, group_size, inverse_hidden,         \
+        epsilon);                                                                                                     \
   }
 
 INSTANCE(1024, rms_norm_bf16_x1,                                          Bf16, false, kPlain,    1)

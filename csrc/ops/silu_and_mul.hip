@@ -13,20 +13,13 @@
 // nothing ties a row to a block, so columns are split over as many blocks as there are chunks for. The per-token kind
 // gives a row to a block, which keeps y in registers across its one barrier. Thread t of a block owns the chunks of 8
 // elements t, t + threads, ... of the block's columns.
-#include "device/float8.h"
 #include "device/reduce.h"
+#include "device/rows.h"
 
-enum class Output { kPlain, kStatic, kPerToken, kPerBlock };
-
-struct Row {
-  const void* gate;       // [hidden] T
-  const void* up;         // [hidden] T
-  void* out;              // [hidden] T or e4m3
-  float* scale_out;       // per token: [1]; per block: [hidden / group_size], scale_stride apart
-  const float* scale;     // [1]; static kind
-  const float* scale_ub;  // [1] or null; dynamic kinds
-  i64 scale_stride;
-  int hidden, threads, group_size;
+struct Row : RowOutput {
+  const void* gate;  // [hidden] T
+  const void* up;    // [hidden] T
+  int hidden, threads;
 };
 
 DEVICE f32x2 silu(f32x2 gate) { return {silu(gate.x), silu(gate.y)}; }
@@ -43,19 +36,14 @@ DEVICE Chunk silu_and_mul(u32x4 gate, u32x4 up) {
   return y;
 }
 
-DEVICE float token_scale(float absmax, const float* scale_ub) {
-  if (scale_ub) absmax = __builtin_fminf(absmax, *mem::global(scale_ub));
-  return absmax_to_scale(absmax);
-}
-DEVICE float group_scale(float absmax, const float* scale_ub) {
-  float scale = absmax_to_scale(absmax);
-  if (scale_ub) scale = __builtin_fmaxf(__builtin_fminf(scale, *mem::global(scale_ub)), kMinScale);
-  return scale;
+DEVICE float token_scale(float absmax, float scale_ub) { return absmax_to_scale(__builtin_fminf(absmax, scale_ub)); }
+DEVICE float group_scale(float absmax, float scale_ub) {
+  return __builtin_fmaxf(__builtin_fminf(absmax_to_scale(absmax), scale_ub), kMinScale);
 }
 
 // hidden is a multiple of 8; gate, up and out are 16-byte aligned. Chunks `first` on, kChunks per thread.
 template <class T, Output kOutput, int kChunks>
-DEVICE void silu_and_mul_vector(const Row& row, int first) {
+DEVICE void silu_and_mul_vector(Row row, int first) {
   constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;
   u32x4 gate[kChunks], up[kChunks];
   int chunk[kChunks];
@@ -64,14 +52,11 @@ DEVICE void silu_and_mul_vector(const Row& row, int first) {
   for (int i = 0; i < kChunks; ++i) {
     chunk[i] = first + wave::thread() + i * row.threads;
     mine[i] = chunk[i] * kChunk < row.hidden;
-    gate[i] = up[i] = u32x4{};
-    if (mine[i]) {
-      gate[i] = mem::load<u32x4>((const u32x4*)row.gate + chunk[i]);
-      up[i] = mem::load<u32x4>((const u32x4*)row.up + chunk[i]);
-    }
+    gate[i] = mem::load_or_zero(mem::buffer(row.gate), chunk[i] * int(sizeof(u32x4)), 0, mine[i]);
+    up[i] = mem::load_or_zero(mem::buffer(row.up), chunk[i] * int(sizeof(u32x4)), 0, mine[i]);
   }
-  float inverse_scale = 0.0f;
-  if constexpr (kOutput == Output::kStatic) inverse_scale = 1.0f / *mem::global(row.scale);
+  row.find<kOutput>(row.hidden);
+  const float inverse_scale = kOutput == Output::kStatic ? 1.0f / row.scale : 0.0f;
 
   Chunk y[kChunks];
   float absmax = 0.0f;
@@ -88,7 +73,7 @@ DEVICE void silu_and_mul_vector(const Row& row, int first) {
       // A group is the chunks of 8 or 16 neighbouring lanes.
       float group_max = wave::reduce_group<8>(max_abs(0.0f, y[i]), 0.0f, Max{});
       if (row.group_size == 128) group_max = wave::reduce_group<16>(group_max, 0.0f, Max{});
-      const float scale = group_scale(group_max, row.scale_ub);
+      const float scale = group_scale(group_max, row.scale);
       if (mine[i]) {
         mem::store((u32x2*)row.out + chunk[i], quantize(y[i], Scale(scale)));
         const int log2_lanes = row.group_size == 128 ? 4 : 3;
@@ -100,7 +85,7 @@ DEVICE void silu_and_mul_vector(const Row& row, int first) {
   if constexpr (kOutput == Output::kPerToken) {
     LDS static float maxima[kMaxWaves];
     absmax = reduce_block(absmax, 0.0f, maxima, row.threads / wave::kLanes, Max{});
-    const float scale = token_scale(absmax, row.scale_ub);
+    const float scale = token_scale(absmax, row.scale);
     if (wave::thread() == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
 #pragma unroll
@@ -111,7 +96,8 @@ DEVICE void silu_and_mul_vector(const Row& row, int first) {
 
 // Any hidden size and alignment, a block per row, one element per access.
 template <class T, Output kOutput>
-DEVICE void silu_and_mul_general(const Row& row) {
+DEVICE void silu_and_mul_general(Row row) {
+  row.find<kOutput>(row.hidden);
   auto activated = [&](int column) {
     constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;
     float y = silu(load_element<T>(row.gate, column));
@@ -130,7 +116,7 @@ DEVICE void silu_and_mul_general(const Row& row) {
       float absmax = 0.0f;
       for (int column = group * row.group_size + lane; column < end; column += wave::kLanes)
         absmax = __builtin_fmaxf(absmax, __builtin_fabsf(activated(column)));
-      const float scale = group_scale(wave::reduce(absmax, 0.0f, Max{}), row.scale_ub);
+      const float scale = group_scale(wave::reduce(absmax, 0.0f, Max{}), row.scale);
       if (lane == 0) mem::store(row.scale_out + group * row.scale_stride, scale);
       const Scale divisor(scale);
       for (int column = group * row.group_size + lane; column < end; column += wave::kLanes)
@@ -142,12 +128,12 @@ DEVICE void silu_and_mul_general(const Row& row) {
     for (int column = thread; column < row.hidden; column += row.threads)
       absmax = __builtin_fmaxf(absmax, __builtin_fabsf(activated(column)));
     absmax = reduce_block(absmax, 0.0f, maxima, row.threads / wave::kLanes, Max{});
-    const float scale = token_scale(absmax, row.scale_ub);
+    const float scale = token_scale(absmax, row.scale);
     if (thread == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
     for (int column = thread; column < row.hidden; column += row.threads) store_divided(column, divisor);
   } else {
-    const float inverse_scale = kOutput == Output::kStatic ? 1.0f / *mem::global(row.scale) : 1.0f;
+    const float inverse_scale = kOutput == Output::kStatic ? 1.0f / row.scale : 1.0f;
     for (int column = thread; column < row.hidden; column += row.threads) {
       float y = activated(column);
       if constexpr (kOutput == Output::kPlain) store_element<T>(row.out, column, y);
@@ -158,22 +144,16 @@ DEVICE void silu_and_mul_general(const Row& row) {
 
 // kChunks == 0 is the general kernel.
 template <class T, Output kOutput, int kChunks>
-DEVICE void silu_and_mul_row(const void* input, void* out, float* scale_out, const float* scale, const float* scale_ub,
-                             i64 input_stride, i64 scale_row_stride, i64 scale_stride, int hidden, int threads,
+DEVICE void silu_and_mul_row(const void* input, i64 input_stride, int hidden, int threads, void* out,
+                             const float* scale, float* scale_out, i64 scale_row_stride, i64 scale_stride,
                              int group_size) {
-  constexpr int kOutBytes = kOutput == Output::kPlain ? 2 : 1;
-  const i64 index = wave::block_x();
-  const u16* gate = (const u16*)input + index * input_stride;
-  Row row{gate,
-          gate + hidden,
-          (u8*)out + index * hidden * kOutBytes,
-          scale_out + index * scale_row_stride,
-          scale,
-          scale_ub,
-          scale_stride,
-          hidden,
-          threads,
-          group_size};
+  const u16* gate = (const u16*)input + i64(u32(wave::block_x())) * input_stride;
+  const Row row{{load_scale<kOutput>(scale), out, scale_out, scale_row_stride, scale_stride, group_size},
+                gate,
+                gate + hidden,
+                hidden,
+                threads};
+  mem::issue_loads();
   if constexpr (kChunks == 0) silu_and_mul_general<T, kOutput>(row);
   else silu_and_mul_vector<T, kOutput, kChunks>(row, wave::block_y() * threads * kChunks);
 }
@@ -182,13 +162,13 @@ DEVICE void silu_and_mul_row(const void* input, void* out, float* scale_out, con
 #define INSTANCE(threads, symbol, T, output, chunks)                                                                  \
   KERNEL(threads) symbol(                                                                                             \
       const void* input,      /* [rows, 2 * hidden] T, rows input_stride elements apart */                            \
+      i64 input_stride, int hidden, int threads_per_block,                                                            \
       void* out,              /* [rows, hidden] T or e4m3 */                                                          \
+      const float* scale,     /* [1], of the static kind; of the dynamic kinds scale_ub or null */                    \
       float* scale_out,       /* [rows, 1] or [rows, hidden / group_size], by the two strides; null without */        \
-      const float* scale,     /* [1]; static kind */                                                                  \
-      const float* scale_ub,  /* [1] or null */                                                                       \
-      i64 input_stride, i64 scale_row_stride, i64 scale_stride, int hidden, int threads_per_block, int group_size) {  \
-    silu_and_mul_row<T, Output::output, chunks>(input, out, scale_out, scale, scale_ub, input_stride,                 \
-        scale_row_stride, scale_stride, hidden, threads_per_block, group_size);                                       \
+      i64 scale_row_stride, i64 scale_stride, int group_size) {                                                       \
+    silu_and_mul_row<T, Output::output, chunks>(input, input_stride, hidden, threads_per_block, out, scale,           \
+        scale_out, scale_row_stride, scale_stride, group_size);                                                       \
   }
 
 INSTANCE(1024, silu_and_mul_bf16_x1,                         Bf16, kPlain,    1)

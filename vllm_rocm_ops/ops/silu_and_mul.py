@@ -87,15 +87,14 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
         blocks = -(-hidden // (CHUNK * config.chunks * config.threads))
     args = (
         a.input,
-        out,
-        scale_out,
-        getattr(a, "scale", None),
-        getattr(a, "scale_ub", None),
         I64(row_stride(a.input)),
-        I64(scale_row_stride),
-        I64(scale_stride),
         hidden,
         config.threads,
+        out,
+        getattr(a, "scale", getattr(a, "scale_ub", None)),
+        scale_out,
+        I64(scale_row_stride),
+        I64(scale_stride),
         getattr(a, "group_size", 0),
     )
     symbol = rows.symbol(name, a.input.dtype, config)

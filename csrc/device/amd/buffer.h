@@ -45,6 +45,17 @@ DEVICE T load_value_or_zero(Buffer from, int lane_offset, int offset, bool insid
   else return __builtin_bit_cast(T, load_or_zero(from, lane_offset, offset, inside));
 }
 
+// Loads written above are under way before those written below.
+DEVICE void issue_loads() { __builtin_amdgcn_sched_barrier(0); }
+// Values that all lanes have alike, arguments and what is loaded through them, are waited for here, after they were issued above.
+// Left alone, the compiler loads each where it is used, and waits for it there.
+template <class T, class... More>
+DEVICE void wait_for_scalars(T& value, More&... more) {
+  asm volatile("" : "+s"(value));
+  if constexpr (sizeof...(more) > 0) wait_for_scalars(more...);
+  else __builtin_amdgcn_sched_barrier(0);
+}
+
 // Where a lane reads on in a stream.
 struct Cursor {
   Buffer base;

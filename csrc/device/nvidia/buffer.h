@@ -43,6 +43,12 @@ DEVICE T load_value_or_zero(Buffer from, int lane_offset, int offset, bool insid
   return inside ? load<T>(from + lane_offset + offset) : T{};
 }
 
+// Where loads are issued, and where values that all lanes have alike are waited for. Arguments are constants here: the compiler
+// may choose.
+DEVICE void issue_loads() {}
+template <class... T>
+DEVICE void wait_for_scalars(T&...) {}
+
 // Where a lane reads on in a stream.
 struct Cursor {
   const u8* at;

@@ -1,0 +1,35 @@
+// What the kernels on rows share, norms and activations: the kinds of output, and where a row's goes.
+#pragma once
+#include "float8.h"
+
+enum class Output { kPlain, kStatic, kPerToken, kPerBlock };
+
+// The static kind's scale, or a dynamic kind's bound.
+template <Output kOutput>
+DEVICE float load_scale(const float* scale) {
+  if constexpr (kOutput == Output::kPlain) return 0.0f;
+  else if constexpr (kOutput == Output::kStatic) return mem::load<float>(scale);
+  else return scale ? mem::load<float>(scale) : __builtin_inff();
+}
+
+// Of a row; of the first row until find().
+struct RowOutput {
+  float scale;       // of the static kind; of the dynamic kinds scale_ub
+  void* out;         // [hidden] T or e4m3
+  float* scale_out;  // per token: [1]; per block: [hidden / group_size], scale_stride apart
+  i64 scale_row_stride, scale_stride;
+  int group_size;
+
+  // Behind the loads of the row, so that none of them waits for what is needed after them.
+  template <Output kOutput>
+  DEVICE void find(int hidden) {
+    mem::wait_for_scalars(out, scale);
+    const i64 row = u32(wave::block_x());
+    out = (u8*)out + row * hidden * (kOutput == Output::kPlain ? 2 : 1);
+    if constexpr (kOutput == Output::kPerToken || kOutput == Output::kPerBlock) {
+      mem::wait_for_scalars(scale_out, scale_row_stride);
+      scale_out += row * scale_row_stride;
+    }
+    if constexpr (kOutput == Output::kPerBlock) mem::wait_for_scalars(scale_stride, group_size);
+  }
+};
