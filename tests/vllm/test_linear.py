@@ -1,5 +1,7 @@
 """Our linear kernels in vLLM: what they compute, which calls they leave to the kernel of vLLM's that they hold, and how."""
 
+import types
+
 import pytest
 import torch
 from emulator import Emulator
@@ -203,13 +205,13 @@ def test_quantized_input_is_taken(make, kind):
     layer, kernel, exact = make(kind, Stock)
     key = get_input_quant_key(layer)
     assert key == kernel.config.activation_quant_key
-    gate_up = random(FEW, 2 * K).bfloat16()
+    gate_up, bias = random(FEW, 2 * K).bfloat16(), 0.25 * random(N).bfloat16()
     handed = handover.silu_and_mul(layer, key, gate_up)
     vllm_rocm_ops.reset_stats()
     with launch.executor(Emulator("gfx950")):
-        output = kernel.apply_weights(layer, handed)
+        output = kernel.apply_weights(layer, handed, bias)
     assert list(vllm_rocm_ops.stats()) == [OPS[kind]]
-    close(output, torch.ops.vllm_rocm_ops.silu_and_mul(gate_up), exact)
+    close(output - bias, torch.ops.vllm_rocm_ops.silu_and_mul(gate_up), exact)
 
 
 class Shuffling(Stock):
@@ -313,7 +315,7 @@ def test_e8m0_scales_of_weights_are_widened_once(make):
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_weights_are_shuffled_on_request(make, kind, monkeypatch):
-    """Then ours serves every number of tokens; but a weight that latent attention reads stays as it is."""
+    """Then ours serves every number of tokens; but a weight that latent attention or DeepSeek V4 reads stays as it is."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
     layer, kernel, exact = make(kind, Stock)
     shape = layer.weight.shape
@@ -323,11 +325,88 @@ def test_weights_are_shuffled_on_request(make, kind, monkeypatch):
         for tokens in (FEW, MANY):
             x = random(tokens, K).bfloat16()
             close(kernel.apply_weights(layer, x), x, exact)
-    layer, kernel, _ = make(kind, Stock, marks=("_cpu_skip_gemm_dispatch",))
-    plain = layer.weight if kind == "block" else layer.weight.t()
-    assert kernel.stock is not None
-    assert layer.weight.shape == shape
-    assert torch.equal(shuffle_weight(plain.data).flatten().view(torch.uint8), rows.data.flatten().view(torch.uint8))
+    for mark in ("_cpu_skip_gemm_dispatch", "is_bmm"):
+        layer, kernel, _ = make(kind, Stock, marks=(mark,))
+        plain = (layer.weight if kind == "block" else layer.weight.t()).data
+        assert kernel.stock is not None
+        assert layer.weight.shape == shape
+        assert torch.equal(shuffle_weight(plain).flatten().view(torch.uint8), rows.data.flatten().view(torch.uint8))
+
+
+def handed_on(layer: torch.nn.Module, kernel, marked: bool = True) -> tuple[torch.nn.Module, object]:
+    """A layer and its kernel in a process that got the prepared tensors from another, as from vLLM's weight cache."""
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+    from vllm.model_executor.utils import weights_already_processed
+
+    other, made = (
+        torch.nn.Module(),
+        type(kernel)(kernel.config, *filter(None, [getattr(kernel, "layer_param_names", None)])),
+    )
+    for name, parameter in layer.named_parameters():
+        other.register_parameter(name, torch.nn.Parameter(parameter.detach(), requires_grad=False))
+    for name, buffer in layer.named_buffers() if marked else ():
+        other.register_buffer(name, buffer.detach())
+    other.input_scale_ub = None
+    method = types.SimpleNamespace(fp8_linear=made, act_q_static=False, use_marlin=False)
+    with weights_already_processed():
+        Fp8LinearMethod.process_weights_after_loading(method, other)
+    return other, made
+
+
+@pytest.mark.parametrize("shuffle", ["0", "1"])
+@pytest.mark.parametrize(
+    ("kind", "stock"), [("channel", Stock), ("channel", ShufflingInPlace), ("channel", Repacking), ("block", Stock)]
+)
+def test_weights_that_another_process_prepared(make, kind, stock, shuffle, monkeypatch):
+    """Are read in the order that they were left in, and the layer says which quantized input it takes."""
+    from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
+
+    monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", shuffle)
+    layer, kernel, exact = make(kind, stock)
+    monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "0")
+    other, made = handed_on(layer, kernel)
+    assert get_input_quant_key(other) == kernel.config.activation_quant_key
+    assert (made.order, made.stock is None) == (kernel.order, kernel.stock is None)
+    x = random(FEW, K).bfloat16()
+    with launch.executor(Emulator("gfx950")):
+        output = made.apply_weights(other, x)
+    if stock is Repacking:
+        assert len(made.stock.calls) == 1
+    else:
+        close(output, x, exact)
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_weights_of_unknown_order_are_vllms(make, kind):
+    """A process without the plugin does not say how it left them; nor does one before it prepared them."""
+    layer, kernel, _ = make(kind, Stock)
+    other, made = handed_on(layer, kernel, marked=False)
+    assert made.order is None
+    with launch.executor(Emulator("gfx950")):
+        made.apply_weights(other, random(FEW, K).bfloat16())
+    assert len(made.stock.calls) == 1
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_shuffled_weights_are_refused_by_other_kernels(make, kind, monkeypatch):
+    """An engine whose seams are off does not read what a weight cache shuffled for ours."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
+    layer, _, _ = make(kind, Stock)
+    with pytest.raises(RuntimeError, match="was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which SimpleNamespace cannot"):
+        held.recall_order(types.SimpleNamespace(), layer)
+
+
+@pytest.mark.parametrize("stock", [Stock, ShufflingInPlace])
+def test_weights_that_are_loaded_again(make, stock, monkeypatch):
+    """Are prepared again, as the first time."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
+    layer, kernel, exact = make("channel", stock)
+    x = random(FEW, K).bfloat16()
+    for _ in range(2):
+        with launch.executor(Emulator("gfx950")):
+            close(kernel.apply_weights(layer, x), x, exact)
+        layer.weight = torch.nn.Parameter(random(N, K).to(FP8).t(), requires_grad=False)
+        kernel.process_weights_after_loading(layer)
 
 
 def test_a_kernel_that_quantizes_its_input_itself_keeps_the_layer():

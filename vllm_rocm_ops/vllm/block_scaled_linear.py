@@ -81,7 +81,7 @@ def install() -> None:
             super().__init__(config)
             stock = self.stock_class(config)
             self.stock = stock and stock(config)
-            self.in_fragments = False
+            self.order = None if stock else "plain"  # until it is known, vLLM's kernel runs
             if self.stock is not None:
                 self.quant_fp8, self.use_triton = self.stock.quant_fp8, self.stock.use_triton
                 self.stock_name = held.hold(self.stock)
@@ -89,17 +89,20 @@ def install() -> None:
         def process_weights_after_loading(self, layer):
             prepare = super() if self.stock is None else self.stock
             prepare.process_weights_after_loading(layer)
-            params = self._get_layer_params(layer)
+            order, params = "plain", self._get_layer_params(layer)
             if params.block_scale.dtype == torch.float8_e8m0fnu:  # at once, as inputs' scales are float32
                 replace_parameter(layer, params.block_scale_attr, params.block_scale.data.float())
             if held.wants_fragments(layer, params.weight):
                 replace_parameter(layer, params.WEIGHT, shuffle_weight(params.weight.data).view(params.weight.shape))
-                self.in_fragments, self.stock = True, None
+                order, self.stock = "fragments", None
+            held.note_order(self, layer, order)
 
         def apply_block_scaled_mm(self, A, B, As, Bs):
             out_dtype = self.config.out_dtype
+            if self.order is None:
+                return self.stock.apply_block_scaled_mm(A=A, B=B, As=As, Bs=Bs)
             if self.stock is None:
-                weight = held.fragments_of(B) if self.in_fragments else B
+                weight = held.fragments_of(B) if self.order == "fragments" else B
                 return torch.ops.vllm_rocm_ops.block_scaled_mm(A, weight, As, Bs, out_dtype)
             return torch.ops.vllm_rocm_ops.block_scaled_linear(A, B, As, Bs, out_dtype, self.stock_name)
 

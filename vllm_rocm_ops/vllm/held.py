@@ -18,6 +18,12 @@ from vllm_rocm_ops.op import NAMESPACE, Op
 from vllm_rocm_ops.ops.gemm import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP, shuffle_weight
 from vllm_rocm_ops.vllm import seam
 
+MARK = "vllm_rocm_ops_order"
+"""The buffer that says in what order a layer's weight lies. vLLM's weight cache hands buffers on with the weights."""
+
+STATES = [(order, alone) for order in (None, "plain", "fragments") for alone in (False, True)]
+"""What the buffer counts: the order, and whether our kernel alone reads it."""
+
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _kernels: dict[str, object] = {}
 
@@ -132,6 +138,27 @@ def order(weight: Tensor, before: Tensor) -> str | None:
         if torch.equal(fragments_of(weight).view(torch.uint8), shuffled.view(torch.uint8)):
             return "fragments"
     return None
+
+
+def note_order(kernel, layer: torch.nn.Module, order: str | None) -> None:
+    """Have a kernel of ours, and who gets the layer's tensors, know the order of the weight that was just prepared."""
+    kernel.order = order
+    state = torch.tensor(STATES.index((order, kernel.stock is None)), dtype=torch.uint8, device="cpu")
+    layer.register_buffer(MARK, state, persistent=False)
+
+
+def recall_order(kernel, layer: torch.nn.Module) -> None:
+    """Have a kernel know the order of a weight that another process prepared: nothing, where that did not say."""
+    state = getattr(layer, MARK, None)
+    if state is None:
+        return
+    order, alone = STATES[int(state)]
+    if hasattr(kernel, "stock"):  # it is ours
+        kernel.order, kernel.stock = order, None if alone else kernel.stock
+    elif alone and order == "fragments":
+        raise RuntimeError(
+            f"the weight was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which {type(kernel).__name__} cannot read"
+        )
 
 
 def wants_fragments(layer: torch.nn.Module, weight: Tensor) -> bool:

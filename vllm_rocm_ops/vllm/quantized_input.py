@@ -3,6 +3,9 @@
 `FP8ScaledMMLinearKernel.apply_weights` already takes one, but only a few of its subclasses advertise it; the block-scaled
 kernels never take one; and `Fp8LinearMethod` and `FBGEMMFp8LinearMethod` never pass the advertisement on to the layer.
 A kernel with an `apply_weights` of its own is left alone: it may quantize in its own way.
+
+Weights from vLLM's weight cache come prepared: `Fp8LinearMethod` then leaves its kernel out, which is told here what it would
+have learned.
 """
 
 import functools
@@ -28,6 +31,11 @@ def probe() -> None:
     seam.require_parameters(Fp8BlockScaledMMLinearKernel.apply_block_scaled_mm, "A", "B", "As", "Bs")
     seam.require(hasattr(Fp8BlockScaledMMLinearKernel, "apply_input_quant"), "apply_input_quant")
     seam.require_parameters(as_quantized_activation, "x", "expected_key")
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+    from vllm.model_executor.utils import is_weights_pre_processed
+
+    seam.require_parameters(Fp8LinearMethod.process_weights_after_loading, "layer")
+    seam.require_parameters(is_weights_pre_processed)
     layer, kernel = torch.nn.Module(), type("Kernel", (), {"input_quant_key": lambda self: "key"})()
     expose_input_quant_key(layer, kernel)
     seam.require(get_input_quant_key(layer) == "key", "get_input_quant_key of what expose_input_quant_key stored")
@@ -39,8 +47,17 @@ def install() -> None:
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
     from vllm.model_executor.layers.fusion.quant_activation import as_quantized_activation, expose_input_quant_key
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+    from vllm.model_executor.utils import is_weights_pre_processed
 
-    from vllm_rocm_ops.vllm import handover
+    from vllm_rocm_ops.vllm import handover, held
+
+    def tell(layer, kernel) -> None:
+        """Have producers of a layer's input know what its kernel takes."""
+        # A batch-invariant layer's path through Fp8LinearMethod reads the input as a tensor.
+        if kernel.input_quant_key() is not None and not envs.VLLM_BATCH_INVARIANT:
+            layer.vllm_rocm_ops_column_major_scales = kernel.quant_fp8.column_major_scales
+            expose_input_quant_key(layer, kernel)
 
     def advertise(base) -> None:
         """Have kernels that use the base's `apply_weights` take what the ops make, and tell it to their layers."""
@@ -56,13 +73,11 @@ def install() -> None:
         @functools.wraps(prepare)
         def process_weights_after_loading(self, layer):
             prepare(self, layer)
-            if not envs.VLLM_BATCH_INVARIANT:  # its path through Fp8LinearMethod reads the input as a tensor
-                layer.vllm_rocm_ops_column_major_scales = self.quant_fp8.column_major_scales
-                expose_input_quant_key(layer, self)
+            tell(layer, self)
 
         base.__init__ = __init__
         base.process_weights_after_loading = process_weights_after_loading
-        base.input_quant_key = lambda self: self.rocm_ops_input_key
+        base.input_quant_key = lambda self: getattr(self, "rocm_ops_input_key", None)
 
     quantize_and_multiply = Fp8BlockScaledMMLinearKernel.apply_weights
 
@@ -82,11 +97,23 @@ def install() -> None:
     Fp8BlockScaledMMLinearKernel.apply_weights = apply_weights
     advertise(FP8ScaledMMLinearKernel)
     advertise(Fp8BlockScaledMMLinearKernel)
+    prepare_layer = Fp8LinearMethod.process_weights_after_loading
+
+    @functools.wraps(prepare_layer)
+    def process_weights_after_loading(self, layer):
+        prepare_layer(self, layer)
+        kernel = self.fp8_linear
+        if is_weights_pre_processed() and isinstance(kernel, FP8ScaledMMLinearKernel | Fp8BlockScaledMMLinearKernel):
+            held.recall_order(kernel, layer)
+            tell(layer, kernel)
+
+    Fp8LinearMethod.process_weights_after_loading = process_weights_after_loading
 
 
 SEAM = seam.Seam(
     name="quantized_input",
-    replaces="input_quant_key of FP8ScaledMMLinearKernel and Fp8BlockScaledMMLinearKernel; the latter's apply_weights",
+    replaces="input_quant_key of FP8ScaledMMLinearKernel and Fp8BlockScaledMMLinearKernel; the latter's apply_weights; "
+    "Fp8LinearMethod.process_weights_after_loading",
     probe=probe,
     install=install,
 )

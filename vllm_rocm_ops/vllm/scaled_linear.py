@@ -97,34 +97,35 @@ def install() -> None:
             stock = self.stock_class(c)
             self.stock = stock and stock(c, layer_param_names)
             self.stock_name = stock and held.hold(self.stock)
-            self.order = "plain"
+            self.order = None if self.stock else "plain"  # until it is known, vLLM's kernel runs
 
         def process_weights_after_loading(self, layer):
-            name = self.layer_param_names[0]
+            name, order = self.layer_param_names[0], "plain"
             if self.stock is not None:
                 # A copy, as vLLM may write what it prepares into the same memory.
                 before = held.rows_of(getattr(layer, name).data).clone()
                 self.stock.process_weights_after_loading(layer)
-                self.order = held.order(getattr(layer, name).data, before)
+                order = held.order(getattr(layer, name).data, before)
                 del before  # a whole weight; what follows may make another
             super().process_weights_after_loading(layer)
             weight = getattr(layer, name).data
-            if self.order == "plain" and held.wants_fragments(layer, weight):
+            if order == "plain" and held.wants_fragments(layer, weight):
                 rows = held.rows_of(weight)
                 replace_parameter(layer, name, shuffle_weight(rows).view(rows.shape).t())
-                self.order, self.stock = "fragments", None
+                order, self.stock = "fragments", None
+            held.note_order(self, layer, order)
 
         def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
             in_fragments = self.order == "fragments"
-            if self.stock is None:
-                weight = _weight(B, in_fragments)
-                output = torch.ops.vllm_rocm_ops.scaled_mm(A, weight, As, Bs, out_dtype, bias)
-            elif self.order is not None:
-                arguments = A, B, As, Bs, bias, out_dtype, in_fragments, self.stock_name
-                output = torch.ops.vllm_rocm_ops.scaled_linear(*arguments)
-            else:
+            if self.order is None:
                 arguments = {"A": A, "B": B, "As": As, "Bs": Bs, "bias": bias, "output_shape": output_shape}
                 output = self.stock.apply_scaled_mm(out_dtype=out_dtype, **arguments)
+            elif self.stock is None:
+                weight = _weight(B, in_fragments)
+                output = torch.ops.vllm_rocm_ops.scaled_mm(A, weight, As, Bs, out_dtype, bias)
+            else:
+                arguments = A, B, As, Bs, bias, out_dtype, in_fragments, self.stock_name
+                output = torch.ops.vllm_rocm_ops.scaled_linear(*arguments)
             return output.view(*output_shape[:-1], output.shape[-1])
 
     held.put_first(RocmOpsScaledLinear, table, "fp8")
