@@ -102,7 +102,7 @@ def test_unknown_model():
 
 
 def test_real_configurations_hold_the_published_sizes():
-    """The sizes that the issue's shapes are derived from: Llama-3.1-405B and DeepSeek-V3."""
+    """Of the models that shapes are derived from."""
 
     def of(name: str, *keys: str) -> list:
         config = json.loads((latency.find_model(name) / "config.json").read_text())
@@ -111,6 +111,9 @@ def test_real_configurations_hold_the_published_sizes():
     sizes = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size")
     assert of("llama-3.1-405b-fp8", *sizes, "num_key_value_heads") == [16384, 126, 53248, 128, 128256, 8]
     assert of("deepseek-v3", *sizes, "n_routed_experts") == [7168, 61, 18432, 128, 129280, 256]
+    assert of("qwen3-8b-fp8", *sizes, "num_key_value_heads") == [4096, 36, 12288, 32, 151936, 8]
+    experts = "num_experts", "num_experts_per_tok", "moe_intermediate_size"
+    assert of("qwen3-30b-a3b-fp8", *sizes, *experts) == [2048, 48, 6144, 32, 151936, 128, 8, 768]
 
 
 STUB = """
@@ -152,7 +155,6 @@ def test_what_failed_is_reported_with_the_end_of_its_log(tmp_path, monkeypatch, 
 
 
 def test_a_rank_has_its_share_of_a_model():
-    """The shapes of the issue's tables: Llama-3.1-405B and DeepSeek-V3 over eight ranks."""
     assert latency.overrides(latency.find_model("llama-3.1-405b-fp8"), 4, 8) == {
         "num_hidden_layers": 4,
         "num_attention_heads": 16,
@@ -167,6 +169,14 @@ def test_a_rank_has_its_share_of_a_model():
         "intermediate_size": 2304,
         "moe_intermediate_size": 256,
         "vocab_size": 16160,
+    }
+    assert latency.overrides(latency.find_model("qwen3-30b-a3b-fp8"), None, 2) == {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "moe_intermediate_size": 384,
+        "vocab_size": 75968,
     }
     assert latency.overrides(latency.find_model("deepseek-v3"), None, 1) == {}
     assert latency.overrides(latency.find_model("tiny-llama"), None, 8)["num_key_value_heads"] == 1
@@ -221,6 +231,8 @@ def test_a_side_that_fails_is_reported(tmp_path):
     [
         ("llama-3.1-405b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64}, "fused_add_rms_norm_static_fp8_quant"),
         ("deepseek-v3", 4, {"num_key_value_heads": 8, "moe_intermediate_size": 128}, "silu_and_mul_per_block_quant"),
+        ("qwen3-8b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64}, "block_scaled_mm"),
+        ("qwen3-30b-a3b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 16}, "fused_experts"),
     ],
 )
 def test_real_configurations_run(tmp_path, model, layers, overrides, op):

@@ -48,6 +48,48 @@ def test_deepseek_at_tp8():
     assert layers["q_a norm"] == [("rms_norm_per_block_quant", 1536, 61)]
 
 
+def test_qwen3_8b_at_tp2():
+    """vLLM's model is not linked, so norms and activations do not quantise."""
+    assert found(read("qwen3-8b-fp8"), 2) == {
+        "input norm": [("rms_norm", 4096, 1), ("fused_add_rms_norm", 4096, 35)],
+        "qkv": [("block_scaled_mm", 3072, 4096, 36)],
+        "o": [("block_scaled_mm", 4096, 2048, 36)],
+        "post-attention norm": [("fused_add_rms_norm", 4096, 36)],
+        "gate_up": [("block_scaled_mm", 12288, 4096, 36)],
+        "SwiGLU": [("silu_and_mul", 6144, 36)],
+        "down": [("block_scaled_mm", 4096, 6144, 36)],
+        "final norm": [("fused_add_rms_norm", 4096, 1)],
+        "lm_head": [("unquantized_gemm", 75968, 4096, 1)],
+    }
+
+
+def test_qwen3_30b():
+    layers = found(read("qwen3-30b-a3b-fp8"))
+    assert layers["qkv"] == [("block_scaled_mm", 5120, 2048, 48)]
+    assert layers["o"] == [("block_scaled_mm", 2048, 4096, 48)]
+    assert layers["router"] == [("unquantized_gemm", 128, 2048, 48)]
+    assert layers["routing"] == [("topk_softmax", 128, 8, 48)]
+    by_layer = {call.layer: call for call in calls(read("qwen3-30b-a3b-fp8"), 1, 4)}
+    a = ops.topk_softmax.Arguments(*by_layer["routing"].case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
+    assert a.renormalize and a.e_score_correction_bias is None
+    a = ops.fused_experts.Arguments(*by_layer["experts"].case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
+    assert a.w1.shape == (32, 1536, 2048) and a.w2.shape == (32, 2048, 768) and a.w2_scale.shape == (32, 16, 6)
+
+
+def test_layers_of_qwen3_without_experts():
+    config = read("qwen3-30b-a3b-fp8") | {"mlp_only_layers": [1], "decoder_sparse_step": 2, "num_hidden_layers": 8}
+    layers = found(config, 2)
+    assert layers["experts"][0][-1] == 3 and layers["dense down"] == [("block_scaled_mm", 2048, 3072, 5)]
+
+
+@pytest.mark.parametrize(("groups", "scale", "op"), [(1, 1.0, "topk_softmax"), (1, 16.0, None), (8, 1.0, None)])
+def test_softmax_without_groups_is_routed_by_the_simpler_op(groups, scale, op):
+    """As the seam does."""
+    change = {"scoring_func": "softmax", "topk_method": "greedy", "n_group": groups, "routed_scaling_factor": scale}
+    [(name, *_)] = found(read("tiny-deepseek-v3") | change)["routing"]
+    assert name == (op or "grouped_topk")
+
+
 @pytest.mark.parametrize(
     ("tp", "ep", "here", "intermediate"),
     [(8, None, 256, 256), (8, 0, 32, 2048), (1, 8, 32, 2048), (1, None, 256, 2048)],
@@ -72,12 +114,12 @@ def test_each_token_goes_to_experts_of_its_own():
 
 
 def test_weights_add_up_to_the_model():
-    """405.85 billion parameters less the embedding's 2.10; the ranks of TP 8 have an eighth each."""
-    for tp in (1, 8):
+    """405.85 billion parameters less the embedding's 2.10, and 8.19 less 0.62; the ranks of TP 8 have an eighth each."""
+    for model, tp, parameters in ((LLAMA, 1, 403.75e9), (LLAMA, 8, 403.75e9), ("qwen3-8b-fp8", 1, 7.568e9)):
         products = [
-            layer for kinds in found(read(LLAMA), tp).values() for layer in kinds if layer[0].endswith(("mm", "gemm"))
+            layer for kinds in found(read(model), tp).values() for layer in kinds if layer[0].endswith(("mm", "gemm"))
         ]
-        assert sum(n * k * count for _, n, k, count in products) * tp == pytest.approx(403.75e9, rel=1e-4)
+        assert sum(n * k * count for _, n, k, count in products) * tp == pytest.approx(parameters, rel=1e-4)
 
 
 QUANTIZED = {

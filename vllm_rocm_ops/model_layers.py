@@ -1,8 +1,9 @@
 """What one rank calls in a step of a model: each op with its arguments, from a Hugging Face config.json and the division.
 
 `calls(read(model), tp, ep)` lists them as vLLM with this package runs them: linear layers; the norms and activations around
-them, which quantise for the one linear that reads their result (see vllm/models.py); routing and experts. What runs no op of
-ours is left out: attention, rotary embeddings, collectives, and in DeepSeek the bf16 products that latent attention absorbs.
+them, which in models that are linked (see vllm/links.py) quantise for the one linear that reads their result; routing and
+experts. What runs no op of ours is left out: attention, rotary embeddings, collectives, Qwen3's norms of queries and keys, and
+in DeepSeek the bf16 products that latent attention absorbs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.op import Case, Op
 from vllm_rocm_ops.ops.gemm import BLOCK
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import BLOCK as MX_BLOCK
+from vllm_rocm_ops.vllm import links
 
 SHIPPED = Path(__file__).parent / "models"
 VOCABULARY_UNIT = 64  # vLLM pads to a multiple
@@ -136,6 +138,7 @@ class _Model:
     def __init__(self, config: dict, tp: int, ep: int | None):
         self.config, self.tp, self.ep = config, tp, tp if ep == 0 else ep
         self.hidden: int = config["hidden_size"]
+        self.linked = any(name in links.ARCHITECTURES for name in config["architectures"])
         name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
         self.dtype = torch.float16 if name == "float16" else torch.bfloat16
         self._quantization, self._ignored = _quantization(config.get("quantization_config") or {})
@@ -168,23 +171,23 @@ class _Model:
         return self._call(layer, ops.scaled_mm, _scaled, n, k, quantization == TOKEN, count=count)
 
     def norm(self, layer: str, hidden: int, quantization: str = UNQUANTIZED, residual: bool = True) -> LayerCall:
-        """An RMSNorm, of `residual += input` if there is a residual, quantised for a linear that is quantised so."""
+        """An RMSNorm, of `residual += input` if there is a residual; where linked, quantised for a linear that is quantised so."""
         plain = ops.fused_add_rms_norm if residual else ops.rms_norm
         static = ops.fused_add_rms_norm_static_fp8_quant if residual else ops.rms_norm_static_fp8_quant
         op, arguments = {
             STATIC: (static, _static_norm),
             TOKEN: (ops.rms_norm_dynamic_per_token_quant, _token_norm),
             BLOCKS: (ops.rms_norm_per_block_quant, _block_norm),
-        }.get(quantization, (plain, _norm))
+        }.get(quantization if self.linked else UNQUANTIZED, (plain, _norm))
         return self._call(layer, op, arguments, hidden, residual, self.config["rms_norm_eps"])
 
     def activation(self, layer: str, hidden: int, quantization: str) -> LayerCall:
-        """SwiGLU with so many columns of output, quantised for a linear that is quantised so."""
+        """SwiGLU with so many columns of output; where linked, quantised for a linear that is quantised so."""
         op, arguments = {
             STATIC: (ops.silu_and_mul_quant, _static_activation),
             TOKEN: (ops.silu_and_mul_per_token_quant, _dynamic_activation),
             BLOCKS: (ops.silu_and_mul_per_block_quant, _dynamic_activation),
-        }.get(quantization, (ops.silu_and_mul, _activation))
+        }.get(quantization if self.linked else UNQUANTIZED, (ops.silu_and_mul, _activation))
         return self._call(layer, op, arguments, hidden)
 
     def mlp(self, layer: str, module: str, intermediate: int) -> Iterator[LayerCall]:
@@ -195,19 +198,23 @@ class _Model:
         yield self.activation(f"{layer}SwiGLU", intermediate, down)
         yield self.linear(f"{layer}down", self.hidden, intermediate, down)
 
-    def experts(self, module: str) -> Iterator[LayerCall]:
-        """The choice of experts for each token, and the experts that the rank has of all."""
-        experts, topk = self["n_routed_experts"], self["num_experts_per_tok"]
+    def experts(self, module: str, count: str) -> Iterator[LayerCall]:
+        """The choice of experts for each token, and the experts that the rank has of all, of which there are `count`."""
+        experts, topk = self[count], self["num_experts_per_tok"]
+        renormalize = bool(self.config.get("norm_topk_prob"))
         groups = self.config.get("n_group") or 1, self.config.get("topk_group") or 1
         scoring, scale = self.config.get("scoring_func", "softmax"), self.config.get("routed_scaling_factor", 1.0)
         has_bias = self.config.get("topk_method") == "noaux_tc"
-        how = experts, topk, bool(self.config.get("norm_topk_prob")), *groups, scoring, scale, has_bias
-        yield self._call("routing", ops.grouped_topk, _routing, *how)
+        if (scoring, groups[0], scale, has_bias) == ("softmax", 1, 1.0, False):
+            yield self._call("routing", ops.topk_softmax, _softmax_routing, experts, topk, renormalize)
+        else:
+            how = experts, topk, renormalize, *groups, scoring, scale, has_bias
+            yield self._call("routing", ops.grouped_topk, _routing, *how)
         here, intermediate = experts, self["moe_intermediate_size"]
         if self.ep is None:
             intermediate = self.part("moe_intermediate_size")
         elif self.ep < 1 or experts % self.ep:
-            raise ValueError(f"ep must divide n_routed_experts={experts}, got {self.ep}")
+            raise ValueError(f"ep must divide {count}={experts}, got {self.ep}")
         else:
             here = experts // self.ep
         quantization = self.quantization(*(f"{module}.0.{name}_proj" for name in ("gate", "up", "down")))
@@ -220,23 +227,46 @@ class _Model:
         yield self.linear("lm_head", self.part("vocab_size", VOCABULARY_UNIT), self.hidden, UNQUANTIZED)
 
 
-def _llama(model: _Model) -> Iterator[LayerCall]:
+def _attention(model: _Model, layer: int) -> Iterator[LayerCall]:
+    """What is around attention with grouped queries."""
     heads, kv_heads = model.part("num_attention_heads"), model["num_key_value_heads"]
     if kv_heads % model.tp and model.tp % kv_heads:
         raise ValueError(f"tp must divide num_key_value_heads={kv_heads} or be a multiple of it, got {model.tp}")
     kv_heads = max(kv_heads // model.tp, 1)
     head_dim = model.config.get("head_dim") or model.hidden // model["num_attention_heads"]
-    intermediate = model.part("intermediate_size")
+    module = f"model.layers.{layer}.self_attn"
+    qkv = model.quantization(*(f"{module}.{name}_proj" for name in "qkv"))
+    yield model.norm("input norm", model.hidden, qkv, residual=layer > 0)
+    yield model.linear("qkv", (heads + 2 * kv_heads) * head_dim, model.hidden, qkv)
+    yield model.linear("o", model.hidden, heads * head_dim, model.quantization(f"{module}.o_proj"))
+
+
+def _dense(model: _Model, layer: int, name: str = "") -> Iterator[LayerCall]:
+    """The second half of a layer without experts."""
+    module = f"model.layers.{layer}.mlp"
+    gate_up = model.quantization(f"{module}.gate_proj", f"{module}.up_proj")
+    yield model.norm(f"{name}post-attention norm", model.hidden, gate_up)
+    yield from model.mlp(name, module, model.part("intermediate_size"))
+
+
+def _llama(model: _Model) -> Iterator[LayerCall]:
     for i in range(model["num_hidden_layers"]):
-        module = f"model.layers.{i}"
-        qkv = model.quantization(*(f"{module}.self_attn.{name}_proj" for name in "qkv"))
-        gate_up = model.quantization(f"{module}.mlp.gate_proj", f"{module}.mlp.up_proj")
-        yield model.norm("input norm", model.hidden, qkv, residual=i > 0)
-        yield model.linear("qkv", (heads + 2 * kv_heads) * head_dim, model.hidden, qkv)
-        o = model.quantization(f"{module}.self_attn.o_proj")
-        yield model.linear("o", model.hidden, heads * head_dim, o)
-        yield model.norm("post-attention norm", model.hidden, gate_up)
-        yield from model.mlp("", f"{module}.mlp", intermediate)
+        yield from _attention(model, i)
+        yield from _dense(model, i)
+    yield from model.head()
+
+
+def _qwen3_moe(model: _Model) -> Iterator[LayerCall]:
+    dense, every = model.config.get("mlp_only_layers") or (), model.config.get("decoder_sparse_step", 1)
+    for i in range(model["num_hidden_layers"]):
+        yield from _attention(model, i)
+        if model["num_experts"] and i not in dense and (i + 1) % every == 0:
+            module = f"model.layers.{i}.mlp"
+            yield model.norm("post-attention norm", model.hidden)
+            yield model.linear("router", model["num_experts"], model.hidden, model.quantization(f"{module}.gate"))
+            yield from model.experts(f"{module}.experts", "num_experts")
+        else:
+            yield from _dense(model, i, "dense ")
     yield from model.head()
 
 
@@ -268,14 +298,12 @@ def _deepseek(model: _Model) -> Iterator[LayerCall]:
         if _has_experts(model, i):
             yield model.norm("post-attention norm", model.hidden)  # read by the router and by experts
             yield model.linear("router", model["n_routed_experts"], model.hidden, UNQUANTIZED)
-            yield from model.experts(f"{module}.mlp.experts")
+            yield from model.experts(f"{module}.mlp.experts", "n_routed_experts")
             if model.config.get("n_shared_experts"):
                 intermediate = model.part("moe_intermediate_size") * model["n_shared_experts"]
                 yield from model.mlp("shared ", f"{module}.mlp.shared_experts", intermediate)
         else:
-            gate_up = model.quantization(f"{module}.mlp.gate_proj", f"{module}.mlp.up_proj")
-            yield model.norm("dense post-attention norm", model.hidden, gate_up)
-            yield from model.mlp("dense ", f"{module}.mlp", model.part("intermediate_size"))
+            yield from _dense(model, i, "dense ")
     yield from model.head()
 
 
@@ -286,6 +314,8 @@ def _has_experts(model: _Model, layer: int) -> bool:
 
 FAMILIES: dict[str, Callable[[_Model], Iterator[LayerCall]]] = {
     "LlamaForCausalLM": _llama,
+    "Qwen3ForCausalLM": _llama,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
     "DeepseekV2ForCausalLM": _deepseek,
     "DeepseekV3ForCausalLM": _deepseek,
 }
@@ -428,6 +458,10 @@ def _dynamic_activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
 def _routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool, *rest) -> tuple:
     *how, has_bias = rest
     return inputs.values(tokens, experts), topk, renormalize, *how, inputs.scales(experts) if has_bias else None
+
+
+def _softmax_routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool) -> tuple:
+    return inputs.values(tokens, experts), topk, renormalize, None
 
 
 def _experts(
