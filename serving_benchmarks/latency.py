@@ -37,6 +37,8 @@ PLUGIN = "rocm_ops"
 SIDES = {"without": "vLLM", "with": "vLLM + vllm-rocm-ops"}
 SECONDS_TO_END = 30
 LINES_OF_A_FAILURE = 40
+NO_KERNEL = "no kernel of the ops ran: on this machine they are plain PyTorch"
+CHARACTERS_PER_INCH = 14  # of a plot's caption
 PERCENTILES = (10, 25, 50, 75, 90, 99)  # as in `vllm bench latency`
 
 
@@ -394,6 +396,23 @@ def op_stats(report: dict) -> dict[str, dict]:
     return {run["model_id"]: run["op_stats"] for run in report["runs"] if "op_stats" in run}
 
 
+def kernels(stats: dict[str, dict[str, int]]) -> set[str]:
+    """The kernels that ran, of what `vllm_rocm_ops.stats()` gives."""
+    ran = {kernel for op in stats.values() for kernel in op}
+    return {kernel for kernel in ran if not kernel.startswith(("fallback", "nothing"))}
+
+
+def ratio(report: dict, model: str, sides: dict[str, dict]) -> str:
+    """How many times as fast a model is with the ops; "no kernel ran" where they are plain PyTorch, whose time says nothing of
+    theirs; nothing where a side is missing."""
+    if len(sides) < len(SIDES):
+        return ""
+    if not kernels(op_stats(report)[model]):
+        return "no kernel ran"
+    without, with_ops = (sides[side]["decode_ms_per_token"] for side in SIDES)
+    return f"{without / with_ops:.2f}x"
+
+
 def table(report: dict) -> str:
     """The results, and under them why some are missing."""
     measured = [side for side in SIDES if any(run["side"] == side for run in report["runs"])]
@@ -407,8 +426,7 @@ def table(report: dict) -> str:
             else:
                 row.append(f"not runnable {side}")
         if len(measured) == 2:
-            times = [sides[side]["decode_ms_per_token"] for side in measured if side in sides]
-            row.append(f"{times[0] / times[1]:.2f}x" if len(times) == 2 else "")
+            row.append(ratio(report, model, sides))
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
@@ -418,20 +436,16 @@ def table(report: dict) -> str:
         if "error" in run:
             why = textwrap.shorten(run["error"], 300)
             lines += ["", f"{run['model_id']} is not runnable {run['side']} the ops: {why}", f"  {run['log']}"]
-    calls = {model: {k for op in stats.values() for k in op} for model, stats in op_stats(report).items()}
-    for model, kernels in calls.items():
-        if not kernels:
+    for model, stats in op_stats(report).items():
+        if not stats:
             lines += ["", f"{model}: vLLM called none of the ops; `vllm-rocm-ops doctor` says why"]
-    if calls and all(kernel.startswith("fallback") for kernels in calls.values() for kernel in kernels):
-        lines += [
-            "",
-            "No kernel of the ops ran: on this machine they are plain PyTorch, and the times say nothing of a GPU's.",
-        ]
+        elif not kernels(stats):
+            lines += ["", f"{model}: {NO_KERNEL}, and the times say nothing of a GPU's."]
     return "\n".join(lines)
 
 
-def plot(report: dict, path: Path) -> None:
-    """Bars of the median with the 10th to 90th percentile; one panel per model."""
+def figure(report: dict):
+    """Bars of the median with the 10th to 90th percentile; one panel per model. None where nothing was measured."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -444,13 +458,14 @@ def plot(report: dict, path: Path) -> None:
         if sides:
             by_model.setdefault(model, []).append((batch_size, sides))
     if not by_model:
-        return
-    figure, axes = pyplot.subplots(
-        1, len(by_model), figsize=(1.5 + 3.1 * len(by_model), 4.4), squeeze=False, layout="constrained"
-    )
+        return None
+    inches = max(6.0, 1.5 + 3.1 * len(by_model))
+    drawn, axes = pyplot.subplots(1, len(by_model), figsize=(inches, 4.8), squeeze=False, layout="constrained")
     asked = [side for side in SIDES if any(run["side"] == side for run in report["runs"])]
     width = 0.8 / len(asked)
     for axis, (model, batches) in zip(axes[0], by_model.items()):
+        ratios = [ratio(report, model, sides) for _, sides in batches]
+        hatch = "//" if any(text and not text.endswith("x") for text in ratios) else ""
         for index, (_, sides) in enumerate(batches):
             for place, side in enumerate(asked):
                 x = index + (place - (len(asked) - 1) / 2) * width
@@ -459,34 +474,47 @@ def plot(report: dict, path: Path) -> None:
                     continue
                 value, spread = sides[side]["decode_ms_per_token"], sides[side]["decode_ms_percentiles"]
                 error = [[max(value - spread["10"], 0)], [max(spread["90"] - value, 0)]]
-                axis.bar(x, value, width * 0.92, color=colors[side])
+                axis.bar(x, value, width * 0.92, color=colors[side], hatch=hatch, edgecolor="white", linewidth=0)
                 axis.errorbar(x, value, yerr=error, color="#333333", capsize=3, linewidth=1)
                 axis.annotate(f"{value:.2f}", (x, max(value, spread["90"])), (0, 4), **label)
-        axis.set_xticks(range(len(batches)), [str(batch_size) for batch_size, _ in batches])
+        shown = ["" if hatch else f"\n{text}" for text in ratios]
+        axis.set_xticks(range(len(batches)), [f"{batch[0]}{text}".strip() for batch, text in zip(batches, shown)])
         axis.set_xlim(-0.5, len(batches) - 0.5)
-        axis.set_xlabel("batch size")
-        axis.set_title(model, fontsize=11)
+        axis.set_xlabel("batch size, and how many times as fast" if any(ratios) and not hatch else "batch size")
+        axis.set_title(f"{model}\nno kernel of the ops ran: no ratio" if hatch else model, fontsize=10)
         axis.margins(y=0.12)
         axis.set_ylim(bottom=0)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", alpha=0.25)
         axis.set_axisbelow(True)
     axes[0][0].set_ylabel("decode, ms per token")
-    figure.suptitle("Decode latency: median, 10th to 90th percentile", fontsize=12, fontweight="bold")
+    drawn.suptitle("Decode latency: median, 10th to 90th percentile", fontsize=12, fontweight="bold")
     result, versions = report["results"][0], report["versions"]
     rank = f", as one of {result['rank_of']} ranks without collectives" if result["rank_of"] > 1 else ""
-    figure.legend(
+    caption = (
+        f"{report['hardware']}{rank}; vLLM {versions['vllm']}, torch {versions['torch']}; input {result['input_len']}, "
+        f"output {result['output_len']}, {len(result['latencies'])} iterations; random weights"
+    )
+    drawn.legend(
         [pyplot.Rectangle((0, 0), 1, 1, color=colors[side]) for side in asked],
         [SIDES[side] for side in asked],
-        title=f"{report['hardware']}{rank}; vLLM {versions['vllm']}, torch {versions['torch']}; input {result['input_len']}, "
-        f"output {result['output_len']}, {len(result['latencies'])} iterations; random weights",
-        title_fontsize=8,
+        title=textwrap.fill(caption, int(CHARACTERS_PER_INCH * inches)),
+        title_fontproperties={"size": 8},
         loc="outside lower center",
         ncols=len(asked),
         frameon=False,
     )
+    return drawn
+
+
+def plot(report: dict, path: Path) -> bool:
+    """Writes the figure as PNG; whether there was anything to draw."""
+    drawn = figure(report)
+    if drawn is None:
+        return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    drawn.savefig(path, dpi=150)
+    return True
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -496,10 +524,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     report = benchmark(arguments)
     print(table(report))
-    print(f"\n{report['hardware']}\n{arguments.output_json}")
+    print()
+    print(*filter(None, (report["hardware"], arguments.output_json)), sep="\n")
     try:
-        plot(report, arguments.plot)
-        print(arguments.plot)
+        if plot(report, arguments.plot):
+            print(arguments.plot)
     except ImportError as error:
         print(f"no plot: {error}")
     return int(any("error" in run and run["side"] == "with" for run in report["runs"]))

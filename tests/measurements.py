@@ -3,14 +3,20 @@
 import json
 import pathlib
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 
 from vllm_rocm_ops import arch as archs
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "serving_benchmarks"))
+import latency
+
+sys.path.pop()
 RESULTS = ROOT / "serving_benchmarks" / "results"
 ROWS = (1, 8, 32, 128, 512, 2048)  # of the tables with times
 SUMMARY_ROWS = (1, 8, 16, 32, 64, 128, 1024)
@@ -243,19 +249,35 @@ def str_and_numbers(case: tuple) -> tuple:
 
 
 def engine() -> str:
-    """Decode through vLLM's engine, with the ops and without."""
-    body = []
-    for hardware, sides, _ in engine_runs():
+    """Decode through vLLM's engine, with the ops and without: a table for each way in which it was measured."""
+    ways: dict[str, list[tuple]] = {}
+    for hardware, sides, path in engine_runs():
         result = sides["with"]
         without, ours = (sides[side]["decode_ms_per_token"] for side in ("without", "with"))
         rank = f", a rank of {result['rank_of']} without collectives" if result["rank_of"] > 1 else ""
         layers = str(result["num_layers"] or "all")
-        body.append(
+        ways.setdefault(way(result, json.loads(path.read_text())["command"]), []).append(
             (f"{result['model_id']}{rank}", hardware, layers, str(result["batch_size"]))
             + (f"{without:.2f}", f"{ours:.2f}", times([without / ours]))
         )
     header = ("model", "GPU", "layers", "batch", "without, ms per token", "with", "ratio")
-    return markdown(header, body) if body else "Nothing yet."
+    return "\n\n".join(f"{caption}\n\n{markdown(header, body)}" for caption, body in ways.items()) or "Nothing yet."
+
+
+def way(result: dict, command: str) -> str:
+    """How a result through the engine was measured: its own sizes, and what the command of latency.py says."""
+    options = latency.parse_arguments(shlex.split(command)[2:])
+    config = options.engine_args.get("compilation_config", {})
+    mode = config.get("mode") if isinstance(config, dict) else config
+    if options.enforce_eager:
+        compiled = "eager: neither compiled nor captured in graphs"
+    else:
+        compiled = "captured in graphs, without compilation" if mode == 0 else "compiled as vLLM does by default"
+    tokens = f"{plural(result['input_len'], 'token')} of prompt, {result['output_len']} generated"
+    text = f"Median of {plural(len(result['latencies']), 'iteration')}, {tokens}; {compiled}."
+    if options.enforce_eager or mode == 0:
+        text += " vLLM's compiler would fuse part of what runs without the ops: expect lower ratios with it."
+    return text
 
 
 # Tables, for the page beside the files

@@ -62,16 +62,62 @@ def test_table_says_what_is_not_runnable_and_why():
     assert "without.log" in text
 
 
+FALLBACK = {"rms_norm": {"fallback: PyTorch reference on this device": 9}, "silu_and_mul": {"nothing to do": 1}}
+
+
 def test_table_admits_that_no_kernel_ran():
-    text = latency.table(report([4.0], [2.0], {"rms_norm": {"fallback: PyTorch reference on this device": 9}}))
-    assert "plain PyTorch" in text
-    assert "called none of the ops" in latency.table(report([4.0], [2.0], {}))
+    """And has no ratio then: it would be PyTorch's."""
+    text = latency.table(report([4.0], [2.0], FALLBACK))
+    assert "model: no kernel of the ops ran: on this machine they are plain PyTorch" in text
+    assert "  no kernel ran" in text and "2.00x" not in text
+    text = latency.table(report([4.0], [2.0], {}))
+    assert "called none of the ops" in text and "2.00x" not in text
+
+
+def texts(drawn) -> list[str]:
+    """All texts of a figure, each of which is whole within it."""
+    drawn.canvas.draw()
+    found = [text for text in drawn.findobj(lambda artist: hasattr(artist, "get_text")) if text.get_text().strip()]
+    for text in found:
+        box = text.get_window_extent()
+        assert 0 <= box.x0 and box.x1 <= drawn.bbox.x1 and 0 <= box.y0 and box.y1 <= drawn.bbox.y1, text.get_text()
+    return [text.get_text() for text in found]
+
+
+@pytest.mark.parametrize("models", [1, 2, 4])
+def test_a_figure_cuts_nothing_off(models):
+    whole = report([4.0, 5.0], [2.0, 3.0], KERNELS)
+    whole["hardware"] = "64 cores of INTEL(R) XEON(R) PLATINUM 8581C CPU @ 2.30GHz"
+    for part in ("results", "runs"):
+        whole[part] = [entry | {"model_id": f"model {i}"} for i in range(models) for entry in whole[part]]
+    found = texts(latency.figure(whole))
+    assert "Decode latency: median, 10th to 90th percentile" in found and "8\n1.80x" in found
+    assert any(text.replace("\n", " ").endswith("2 iterations; random weights") for text in found)
+
+
+@pytest.mark.parametrize(
+    ("without", "stats", "title"),
+    [([4.0], FALLBACK, "model\nno kernel of the ops ran: no ratio"), ([4.0], {}, None), (None, KERNELS, "model")],
+)
+def test_a_figure_has_no_ratio_where_there_is_none(without, stats, title):
+    found = texts(latency.figure(report(without, [2.0], stats)))
+    assert not [text for text in found if text.endswith("x")]
+    assert title is None or title in found
 
 
 @pytest.mark.parametrize("without", [[4.0, 5.0], None], ids=["both", "one-side"])
 def test_plot_is_a_png(tmp_path, without):
-    latency.plot(report(without, [2.0, 3.0], KERNELS), tmp_path / "folder" / "plot.png")
+    assert latency.plot(report(without, [2.0, 3.0], KERNELS), tmp_path / "folder" / "plot.png")
     assert (tmp_path / "folder" / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_not_there_is_not_printed(tmp_path, monkeypatch, capsys):
+    """Where all runs fail: neither hardware nor a plot."""
+    failed = {"results": [], "runs": report(None, [2.0], {})["runs"][:1], "hardware": None, "versions": {}}
+    monkeypatch.setattr(latency, "benchmark", lambda arguments: failed)
+    latency.main(["--output-json", "x.json", "--plot", str(tmp_path / "plot.png")])
+    printed = capsys.readouterr().out
+    assert printed.endswith("without.log\n\nx.json\n") and not (tmp_path / "plot.png").exists()
 
 
 def test_sides_differ_in_our_plugin_alone(monkeypatch):

@@ -29,7 +29,9 @@ def line(us: float, m: int = 1, gpu: str = "Made-up GPU", case: str = "", **more
     return json.dumps({**found, "copy_gb_s": 1.0, "versions": versions, **more}) + "\n"
 
 
-def report(*results: tuple[str, int, float], layers: int | None = 4, rank_of: int = 1) -> str:
+def report(
+    *results: tuple[str, int, float], layers: int | None = 4, rank_of: int = 1, options: str = "--rank-of 8"
+) -> str:
     versions = {"torch": "2.11.0", "vllm": "0.33.0"}
     lines = [
         {
@@ -39,6 +41,7 @@ def report(*results: tuple[str, int, float], layers: int | None = 4, rank_of: in
             "decode_ms_per_token": ms,
             "input_len": 1,
             "output_len": 64,
+            "latencies": [0.1] * 5,
             "num_layers": layers,
             "rank_of": rank_of,
         }
@@ -48,7 +51,7 @@ def report(*results: tuple[str, int, float], layers: int | None = 4, rank_of: in
         {
             "hardware": "1 x Made-up GPU",
             "versions": versions,
-            "command": "python it --plot /out/a.png --rank-of 8",
+            "command": f"python it --plot /out/a.png {options}",
             "results": lines,
         }
     )
@@ -60,13 +63,36 @@ def test_the_newest_pair_through_the_engine_counts(folder):
     write(folder / "2026-11-21-b-latency.json", report(*pair, rank_of=8))
     write(folder / "2026-11-21-c-latency.json", report(("without", 1, 2.0), ("with", 1, 4.0), layers=None))
     write(folder / "2026-11-21-a-latency.json", report(("without", 1, 9.0), ("with", 1, 9.0), rank_of=8), age=1)
-    assert engine().splitlines()[2:] == [
+    assert engine().splitlines()[4:] == [
         "| llama, a rank of 8 without collectives | 1 x Made-up GPU | 4 | 1 | 3.00 | 2.00 | 1.50x |",
         "| llama | 1 x Made-up GPU | all | 1 | 2.00 | 4.00 | **0.50x** |",
     ]
     commands = engine_commands()
     assert "(made-up-gpu/2026-11-21-b-latency.json)" in commands and "\npython it --rank-of 8\n" in commands
     assert "2026-11-21-a" not in commands
+
+
+LOWER = " vLLM's compiler would fuse part of what runs without the ops: expect lower ratios with it."
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("", "compiled as vLLM does by default."),
+        ("--enforce-eager", "eager: neither compiled nor captured in graphs." + LOWER),
+        (
+            '--engine-args \'{"compilation_config": {"mode": 0}}\'',
+            "captured in graphs, without compilation." + LOWER,
+        ),
+        ("--engine-args '{\"compilation_config\": 3}'", "compiled as vLLM does by default."),
+    ],
+)
+def test_a_table_through_the_engine_says_how_it_was_measured(folder, options, says):
+    pair = [("without", 1, 3.0), ("with", 1, 2.0)]
+    write(folder / "2026-11-21-a-latency.json", report(*pair, options=options))
+    assert engine().startswith(f"Median of 5 iterations, 1 token of prompt, 64 generated; {says}\n\n| model |")
+    write(folder / "2026-11-21-b-latency.json", report(*pair, rank_of=8, options="--enforce-eager"))
+    assert engine().count("| model |") == (1 if options == "--enforce-eager" else 2)
 
 
 def test_the_newest_line_of_what_is_chosen_counts(folder):
