@@ -316,7 +316,9 @@ struct Narrow {
       }
   }
 
-  // A turn is multiplied while the next kRing - 1 are under way.
+  // A turn is multiplied while the next kRing - 1 are under way. All turns of a round load, past the block's last one zeros: were
+  // a path with fewer loads in flight to join the others, the compiler would wait for more than it must on all of them. Where
+  // loads take predicates, hardware counts them itself, and the others are left out.
   DEVICE void multiply() const {
     Group now = share.begin(), ahead = now;
     Stream streaming = stream(ahead.tile);
@@ -333,8 +335,7 @@ struct Narrow {
     int parity = 0;
     Tile tile{p, share};
     begin_tile(tile, now.tile);
-    auto step = [&](const Turn& turn, Turn& free) __attribute__((always_inline)) {
-      load_next(free);
+    auto multiply_turn = [&](const Turn& turn) __attribute__((always_inline)) {
       const float scale_b = kScaled ? Scale::value(turn.scale_b) : 1.0f;
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
@@ -361,12 +362,14 @@ struct Narrow {
         if (next.end > 0) begin_tile(tile, next.tile);
       }
       now = next;
-      return next.end > 0;
     };
-    for (bool more = true; more;)
+    while (now.end > 0)
 #pragma unroll
-      for (int i = 0; i < kRing; ++i)
-        if (more) more = step(ring[i], ring[(i + kRing - 1) % kRing]);
+      for (int i = 0; i < kRing; ++i) {
+        if (mem::kPredicates && now.end <= 0) break;
+        load_next(ring[(i + kRing - 1) % kRing]);
+        if (now.end > 0) multiply_turn(ring[i]);
+      }
   }
 
   // Each wave ends with one of the four values that the lanes of all waves have of a tile.

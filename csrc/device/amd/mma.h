@@ -42,6 +42,13 @@ struct Accumulator {
   DEVICE void add_scaled(const Accumulator& unit, const float* scales, float scale) {
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) sum[i] += unit.sum[i] * (scales[token(wave::lane(), i)] * scale);
+    compute_now();
+  }
+  // The compiler must not move what is loaded next over registers that the sums are made of ahead of their last use: it would go
+  // to others, and the copy from there would wait for it.
+  DEVICE void compute_now() {
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) asm volatile("" : "+v"(sum[i])::"memory");
   }
   DEVICE static int token(int lane, int i) { return i * 16 + lane % 16; }
   DEVICE static int row(int lane) { return lane / 16 * kLaneRows; }
@@ -105,10 +112,7 @@ DEVICE void multiply_add(Accumulator<kTokens>& sum, const Weights& weights, cons
   const u32x4* tokens = (const u32x4*)step + wave::lane();
 #pragma unroll
   for (int t = 0; t < kTokens / 16; ++t) sum.sum[t] = multiply_add<Type>(sum.sum[t], weights.load[0], tokens[t * 64]);
-  // The compiler must not move what is loaded next over these registers ahead of their last use: it would go to others, and
-  // the copy from there would wait for it.
-#pragma unroll
-  for (int t = 0; t < kTokens / 16; ++t) asm volatile("" : "+v"(sum.sum[t])::"memory");
+  sum.compute_now();
 }
 
 }  // namespace mma

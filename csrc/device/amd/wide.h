@@ -109,6 +109,9 @@ struct Wide {
       mem::refill(slot.weights.load[l], stream.weights[l], step * p.b_step, mma::depth(lane) < bytes);
     if (kScales == Scales::kBlock && u % kUnit == 0)
       slot.scale_b = Scale::load_or_zero(mem::buffer(stream.scales), 0, u32(step) / kUnit * Scale::kBytes, 0 < bytes);
+    // Units' loads and what is computed of them stay in order, so that waiting for one is not waiting for later ones.
+    constexpr int kScalarAndLds = 0x84;  // what the compiler may still move over it
+    if (kScales == Scales::kBlock && u % kUnit == kUnit - 1) __builtin_amdgcn_sched_barrier(kScalarAndLds);
   }
 
   DEVICE void multiply() const {
