@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulator.decode import decode
 from emulator.objects import CodeObject
 
 from vllm_rocm_ops import arch as archs
@@ -43,6 +44,20 @@ def test_plans_and_kernels_are_the_same(arch):
 def offsets(args: tuple) -> list[int]:
     """Where each argument lies in the buffer: the layout of all before it and itself, less itself."""
     return [launch.packer(args[: i + 1])[0].size - launch.packer((arg,))[0].size for i, arg in enumerate(args)]
+
+
+@pytest.mark.parametrize("arch", AMD)
+def test_caches_are_left_alone(arch):
+    """What blocks leave for each other goes past the caches of their dies: no kernel writes back or invalidates all that others
+    have there. And no store has a scalar offset: clang may miss that the next instruction overwrites its data."""
+    for code_object in objects(arch).values():
+        for name, kernel in code_object.kernels.items():
+            for ins in decode(bytes(code_object.image[kernel.entry : kernel.entry + kernel.size]), kernel.entry):
+                assert ins.mnemonic not in ("buffer_wbl2", "buffer_inv", "buffer_wbinvl1"), (name, ins.text)
+                assert not (ins.mnemonic.startswith("buffer_store") and ins.operands["soffset"].registers), (
+                    name,
+                    ins.text,
+                )
 
 
 @pytest.mark.parametrize("arch", AMD)

@@ -167,9 +167,9 @@ struct Finish {
     }
   }
 
-  // By all threads of the block: false if a later block finishes the tile.
-  DEVICE static bool is_last(const Product& p, int tile, int from, int to) {
-    return from == to || is_last_block(p.counters + tile, to - from + 1);
+  // By all threads of the block, those that stored sums and those that did not: false if a later block finishes the tile.
+  DEVICE static bool is_last(const Product& p, int tile, int from, int to, bool stored) {
+    return from == to || is_last_block(p.counters + tile, to - from + 1, stored);
   }
 
   // Where value v of block b's sums lies, in bytes. It shares at most two tiles: the one that it starts in, and the one that it
@@ -188,8 +188,8 @@ struct Finish {
       const int at = wave::thread() * int(sizeof(Value));
 #pragma unroll
       for (int v = 0; v < kValues; ++v)
-        if (is_shared(v)) mem::store((u8*)p.partials + place(share.block, v) + at, sum[v / kLaneRuns][v % kLaneRuns]);
-      if (!is_last(p, tile, from, to)) return;
+        if (is_shared(v)) mem::store_device(partials, place(share.block, v) + at, sum[v / kLaneRuns][v % kLaneRuns]);
+      if (!is_last(p, tile, from, to, /*stored=*/true)) return;
 #pragma unroll
       for (int v = 0; v < kValues; ++v) sum[v / kLaneRuns][v % kLaneRuns] = Value{};
       constexpr int kFit = kLoaded / (kValues * kRun), kLeast = kMx ? 1 : 2;
@@ -203,8 +203,8 @@ struct Finish {
           for (int v = 0; v < kValues; ++v) {
             const bool there = b + other <= to;
             theirs[other][v] =
-                mem::load_value_or_zero<Value>(partials, at, place(there || mem::kPredicates ? b + other : to, v),
-                                               (there || !mem::kPredicates) && is_shared(v));
+                mem::load_device_or_zero<Value>(partials, at, place(there || mem::kPredicates ? b + other : to, v),
+                                                (there || !mem::kPredicates) && is_shared(v));
           }
 #pragma unroll
         for (int other = 0; other < kAtOnce; ++other)

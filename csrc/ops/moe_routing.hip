@@ -252,10 +252,12 @@ DEVICE void router_z_loss(const Loss& p) {
     sum += log_sum * log_sum;
   }
   sum = reduce_block(wave::lane() == 0 ? sum : 0.0f, 0.0f, parts, kWaves, Add{});
-  if (thread == 0) mem::store(p.sums + wave::block_x(), sum);
+  const mem::Buffer sums = mem::buffer(p.sums);
+  if (thread == 0) mem::store_device(sums, wave::block_x() * 4, sum);
   if (!is_last_block(p.counter, p.blocks)) return;
   float total = 0.0f;
-  for (int block = thread; block < p.blocks; block += kWaves * wave::kLanes) total += mem::load<float>(p.sums + block);
+  for (int block = thread; block < p.blocks; block += kWaves * wave::kLanes)
+    total += mem::load_device_or_zero<float>(sums, block * 4, 0, true);
   total = reduce_block(total, 0.0f, totals, kWaves, Add{});
   if (thread == 0) mem::store(p.loss, total * p.scale);
 }
@@ -292,14 +294,15 @@ DEVICE void load_balancing_loss(const Loss& p) {
       counts[wave::index()][mine.first + i] = count[i];
     }
   block_barrier();  // hazard: sums and counts are read before the other waves wrote theirs
-  const i64 first = i64(wave::block_x()) * p.experts;
+  const mem::Buffer all_sums = mem::buffer(p.sums), all_counts = mem::buffer(p.counts);
+  const int first = wave::block_x() * p.experts;
   for (int expert = thread; expert < p.experts; expert += kThreads) {
     float sum = 0.0f;
     u32 number = 0;
 #pragma unroll
     for (int w = 0; w < kWaves; ++w) sum += probabilities[w][expert], number += counts[w][expert];
-    mem::store(p.sums + first + expert, sum);
-    mem::store(p.counts + first + expert, number);
+    mem::store_device(all_sums, (first + expert) * 4, sum);
+    mem::store_device(all_counts, (first + expert) * 4, number);
   }
   if (!is_last_block(p.counter, p.blocks)) return;
   float total = 0.0f;
@@ -307,8 +310,8 @@ DEVICE void load_balancing_loss(const Loss& p) {
     float sum = 0.0f;
     u32 number = 0;
     for (int block = 0; block < p.blocks; ++block) {
-      sum += mem::load<float>(p.sums + i64(block) * p.experts + expert);
-      number += mem::load<u32>(p.counts + i64(block) * p.experts + expert);
+      sum += mem::load_device_or_zero<float>(all_sums, expert * 4, block * p.experts * 4, true);
+      number += mem::load_device_or_zero<u32>(all_counts, expert * 4, block * p.experts * 4, true);
     }
     total += sum * float(number);
   }

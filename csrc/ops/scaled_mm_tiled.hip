@@ -48,9 +48,12 @@ using tile::Division, tile::Sums;
 template <class D>
 DEVICE bool add_slices(Sums<D>& sums, const Product& p, int tile_index, int slice) {
   constexpr int kVectors = sizeof(tile::Patch) / sizeof(f32x4);
-  auto partial = [&](int of_slice, int i, int j, int v) __attribute__((always_inline)) {
-    const i64 patches = (i64(tile_index) * p.slices + of_slice) * (D::kPatchesM * D::kPatchesN) + i * D::kPatchesN + j;
-    return p.partials + ((patches * kVectors + v) * D::kThreads + wave::thread()) * 4;
+  auto partials = [&](int of_slice) __attribute__((always_inline)) {
+    return mem::buffer(p.partials + (i64(tile_index) * p.slices + of_slice) * (D::kTileM * D::kTileN));
+  };
+  const int lane_offset = wave::thread() * int(sizeof(f32x4));
+  auto offset = [](int i, int j, int v) {
+    return ((i * D::kPatchesN + j) * kVectors + v) * D::kThreads * int(sizeof(f32x4));
   };
   auto for_all = [&](auto what) __attribute__((always_inline)) {
 #pragma unroll
@@ -60,14 +63,19 @@ DEVICE bool add_slices(Sums<D>& sums, const Product& p, int tile_index, int slic
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) what(sums[i][j].sum[v], i, j, v);
   };
+  auto load = [&](mem::Buffer from, int i, int j, int v) __attribute__((always_inline)) {
+    return mem::load_device_or_zero<f32x4>(from, lane_offset, offset(i, j, v), true);
+  };
+  const mem::Buffer mine = partials(slice);
   for_all([&](f32x4& sum, int i, int j, int v)
-              __attribute__((always_inline)) { mem::store(partial(slice, i, j, v), sum); });
+              __attribute__((always_inline)) { mem::store_device(mine, lane_offset + offset(i, j, v), sum); });
   if (!is_last_block(p.counters + tile_index, p.slices, *(u32*)dynamic_lds)) return false;
-  for_all([&](f32x4& sum, int i, int j, int v)
-              __attribute__((always_inline)) { sum = mem::load<f32x4>(partial(0, i, j, v)); });
-  for (int s = 1; s < p.slices; ++s)
-    for_all([&](f32x4& sum, int i, int j, int v)
-                __attribute__((always_inline)) { sum += mem::load<f32x4>(partial(s, i, j, v)); });
+  const mem::Buffer first = partials(0);
+  for_all([&](f32x4& sum, int i, int j, int v) __attribute__((always_inline)) { sum = load(first, i, j, v); });
+  for (int s = 1; s < p.slices; ++s) {
+    const mem::Buffer next = partials(s);
+    for_all([&](f32x4& sum, int i, int j, int v) __attribute__((always_inline)) { sum += load(next, i, j, v); });
+  }
   return true;
 }
 

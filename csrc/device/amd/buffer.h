@@ -38,11 +38,22 @@ DEVICE void store_if(bool inside, void* address, T value) {
   if (inside) store(address, value);
 }
 
-// A T, of 4 or 16 bytes, at base + lane_offset + offset, or zero.
+// What a block leaves for others of its launch, at base + lane_offset (+ offset): 4 or 16 bytes, past the L2 cache, which each die
+// has its own of (LLVM AMDGPU usage, "Memory Model gfx942": sc1 is agent scope). Stores have no scalar offset: with one, clang
+// may miss that the next instruction overwrites the data.
+constexpr int kDeviceScope = 16;
 template <class T>
-DEVICE T load_value_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
-  if constexpr (sizeof(T) == 4) return load_float_or_zero(from, lane_offset, offset, inside);
-  else return __builtin_bit_cast(T, load_or_zero(from, lane_offset, offset, inside));
+DEVICE void store_device(Buffer to, int lane_offset, T value) {
+  if constexpr (sizeof(T) == 4)
+    __builtin_amdgcn_raw_buffer_store_b32(__builtin_bit_cast(u32, value), to, lane_offset, 0, kDeviceScope);
+  else __builtin_amdgcn_raw_buffer_store_b128(__builtin_bit_cast(u32x4, value), to, lane_offset, 0, kDeviceScope);
+}
+template <class T>
+DEVICE T load_device_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
+  const int at = inside ? lane_offset : -1;
+  if constexpr (sizeof(T) == 4)
+    return __builtin_bit_cast(T, __builtin_amdgcn_raw_buffer_load_b32(from, at, offset, kDeviceScope));
+  else return __builtin_bit_cast(T, __builtin_amdgcn_raw_buffer_load_b128(from, at, offset, kDeviceScope));
 }
 
 // Loads written above are under way before those written below.

@@ -8,10 +8,13 @@ DEVICE void block_barrier() {
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
 }
 
-// What a block wrote, those blocks see that count after it: each thread releases, one counts after a barrier, and each acquires
-// after another. The count is what it was before.
-DEVICE void thread_release() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent"); }
-DEVICE u32 block_count(u32* counter) {
-  return __scoped_atomic_fetch_add(counter, 1u, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+// What a thread stored with mem::store_device is where the whole device sees it, once this returns.
+DEVICE void wait_for_stores() {
+  asm volatile("" ::: "memory");       // the compiler moves no store over it
+  __builtin_amdgcn_s_waitcnt(0x0f70);  // vmcnt(0)
 }
-DEVICE void thread_acquire() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
+// The count, from 0 to `blocks` - 1, of the blocks that counted before; the last leaves 0. It orders nothing: what blocks stored
+// they wait for, before a barrier, and what the last one reads it loads with mem::load_device, after another.
+DEVICE u32 block_count(u32* counter, u32 blocks) {
+  return __builtin_amdgcn_atomic_inc32(mem::global(counter), blocks - 1, __ATOMIC_RELAXED, "agent");
+}

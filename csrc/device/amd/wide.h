@@ -87,7 +87,7 @@ struct Wide {
         load(chunks[c % 2], c + 2 < kChunks ? now : next, (c + 2) % kChunks * kChunk);
       }
       if (next.tile != now.tile && p.partials)
-        Tile::is_last(p, now.tile, share.first_sharer(now.tile), share.last_sharer(now.tile));
+        Tile::is_last(p, now.tile, share.first_sharer(now.tile), share.last_sharer(now.tile), /*stored=*/false);
       if (next.end <= 0) return;
       now = next;
     }

@@ -37,9 +37,13 @@ DEVICE void store_if(bool inside, void* address, T value) {
 #undef STORE
 }
 
-// A T at base + lane_offset + offset, or zero.
+// What a block leaves for others of its launch, at base + lane_offset (+ offset): the one L2 cache has it for all.
 template <class T>
-DEVICE T load_value_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
+DEVICE void store_device(Buffer to, int lane_offset, T value) {
+  store((u8*)to + lane_offset, value);
+}
+template <class T>
+DEVICE T load_device_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
   return inside ? load<T>(from + lane_offset + offset) : T{};
 }
 

@@ -8,13 +8,16 @@ DEVICE void team_barrier(int team) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kThreads) : "memory");
 }
 
-// What a block wrote, those blocks see that count after it: one thread counts after a barrier, and others read after another.
-// What a barrier orders, the count orders too (PTX ISA, "Causality order"), so that no other thread waits for a fence. The count
-// is what it was before. Spelled out: clang makes it the whole system.
-DEVICE void thread_release() {}
-DEVICE u32 block_count(u32* counter) {
+// What a thread stored with mem::store_device the count below orders.
+DEVICE void wait_for_stores() {}
+// The count, from 0 to `blocks` - 1, of the blocks that counted before; the last leaves 0. One thread counts after a barrier, and
+// others read after another: what a barrier orders, the count orders too (PTX ISA, "Causality order"), so that no other thread
+// waits for a fence. Spelled out: clang makes it the whole system.
+DEVICE u32 block_count(u32* counter, u32 blocks) {
   u32 count;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(count) : "l"(mem::global(counter)) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(count)
+               : "l"(mem::global(counter)), "r"(blocks - 1)
+               : "memory");
   return count;
 }
-DEVICE void thread_acquire() {}
