@@ -44,6 +44,9 @@ ROCM = "/opt/rocm"
 
 # Version 5 is what both ROCm 6 and ROCm 7 load. Naming no xnack or sramecc setting makes an object that runs with any.
 CODE_OBJECT_VERSION = "-mcode-object-version=5"
+# A wave starts with its kernel's first arguments in SGPRs, those that are no structures: two hold the arguments' address and 14
+# are left. Each such kernel begins with 256 bytes that load them, which firmware that has done so skips.
+PRELOAD_ARGUMENTS = ("-mllvm", "-amdgpu-kernarg-preload-count=16")
 PROBE = """
 #if __clang_major__ < 20
 #error "clang 20 or later is needed: the first that knows all of gfx950"
@@ -93,6 +96,7 @@ def flags(arch: str, debug: bool) -> Flags:
             f"-mcpu={arch}",
             "-nogpulib",
             CODE_OBJECT_VERSION,
+            *PRELOAD_ARGUMENTS,
             "-c",
         ),
         link=("-shared",),

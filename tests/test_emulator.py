@@ -6,13 +6,18 @@ import numpy as np
 import pytest
 import torch
 from emulator import CodeObject, Emulator, errors
-from emulator.assembly import LOAD_POINTERS, Kernel, assemble
+from emulator.assembly import LOAD_POINTERS, PRELOAD_PROLOGUE, Kernel, assemble
 
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.launch import I64, Launch
 
 GLOBAL_THREAD = LOAD_POINTERS + "  s_lshl_b32 s3, s2, 6\n  v_add_u32 v1, s3, v0\n  v_lshlrev_b32 v1, 2, v1\n"
 LDS_SLOT = "  v_lshlrev_b32 v3, 2, v0\n"
+COPY_PRELOADED = """
+  v_lshlrev_b32 v1, 2, v0
+  global_load_dword v2, v1, s[2:3]
+  s_waitcnt vmcnt(0)
+  global_store_dword v1, v2, s[4:5]"""
 BARRIER = "  s_waitcnt vmcnt(0) lgkmcnt(0)\n  s_barrier\n"
 
 KERNELS = [
@@ -292,6 +297,9 @@ KERNELS = [
         LOAD_POINTERS
         + "v_mov_b32 v1, 0\n v_mov_b32 v2, 1\n v_lshlrev_b32 v3, 2, v0\n global_atomic_add v4, v1, v2, s[4:5] sc0\n s_waitcnt vmcnt(0)\n global_store_dword v3, v4, s[6:7]",
     ),
+    Kernel("preloaded", PRELOAD_PROLOGUE + COPY_PRELOADED, preload=4),
+    Kernel("preloaded_or_nothing", "  .fill 64, 4, 0xbf800000\n" + COPY_PRELOADED, preload=4),
+    Kernel("preloaded_in_part", "  .fill 64, 4, 0xbf800000\n" + COPY_PRELOADED, preload=2),
 ]
 
 
@@ -338,6 +346,21 @@ def test_copies(device):
     output = torch.zeros(64, dtype=torch.uint8)
     device.run("bytes", torch.arange(64, dtype=torch.uint8), output)
     assert torch.equal(output, torch.arange(64, dtype=torch.uint8))
+
+
+def test_preloaded_arguments(device):
+    """Firmware that preloads starts behind the prologue; other firmware runs it, and finds nothing in the registers."""
+    for preloads, before in ((True, 0), (False, 1)):
+        emulator, output = Emulator(device.arch, preloads_arguments=preloads), torch.zeros(64, dtype=torch.int32)
+        device.run("preloaded", arange(64), output, emulator=emulator)
+        assert torch.equal(output, arange(64))
+        assert emulator.last.mnemonics["s_load_dwordx4"] == before
+    output = torch.zeros(64, dtype=torch.int32)
+    device.run("preloaded_or_nothing", arange(64), output)
+    assert torch.equal(output, arange(64))
+    other = Emulator(device.arch, preloads_arguments=False)
+    device.fails(errors.Uninitialised, "preloaded_or_nothing", "s2 was never written", emulator=other)
+    device.fails(errors.Uninitialised, "preloaded_in_part", "was never written")
 
 
 def test_part_of_a_wave(device):

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
+from emulator import Emulator
 from emulator.decode import Instruction, decode
 from emulator.objects import CodeObject, KernelObject
 
-from vllm_rocm_ops import launch
+from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops.correctness import generator_of, run_and_check
 
 AMD = ("gfx942", "gfx950")
 ROWS = ("rms_norm", "silu_and_mul")
+PRELOADED = 14  # words
 NO_WAIT_VM, NO_WAIT_LGKM = 63, 15
 
 
@@ -47,10 +50,10 @@ def step(state: State, ins: Instruction) -> State:
 
 
 def walk(code: CodeObject, kernel: KernelObject, visit: Callable[[State, State, Instruction], bool]) -> None:
-    """Takes every path through the kernel. `visit`, with the states before and after an instruction, says whether to go on."""
+    """Takes every path through the kernel, from where firmware starts that preloads arguments. `visit`, with the states before and after an instruction, says whether to go on."""
     instructions = decode(bytes(code.image[kernel.entry : kernel.entry + kernel.size]), kernel.entry)
     index = {ins.address: i for i, ins in enumerate(instructions)}
-    todo, seen = [(0, State())], set()
+    todo, seen = [(index[kernel.preloaded_entry], State())], set()
     while todo:
         at, state = todo.pop()
         if (at, state) in seen:
@@ -70,16 +73,41 @@ def walk(code: CodeObject, kernel: KernelObject, visit: Callable[[State, State, 
 @pytest.mark.parametrize("arch", AMD)
 def test_rows_are_loaded_and_finished_without_waiting_for_scalars(arch):
     """Norms and activations: arguments, then scales beside the data, then the data, then the result. No argument or scale is
-    loaded behind the first load of data, or waited for once the data are there."""
+    loaded behind the first load of data, or waited for once the data are there, and before it only by the general kernels."""
     found = []
     for code, kernel in kernels(arch, *ROWS):
 
         def visit(before: State, after: State, ins: Instruction, name=kernel.name) -> bool:
             if before.loads and ins.encoding == "SMEM":
                 found.append(f"{name}: {ins.text} behind data")
+            if after.loads and not before.loads and before.chain > name.endswith("_general"):
+                found.append(f"{name}: data behind {before.chain} waits for scalar loads")
             if before.waited and after.chain > before.chain:
                 found.append(f"{name}: waits for a scalar load at {ins.address:#x}, after data")
             return True
 
         walk(code, kernel, visit)
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("arch", AMD)
+def test_first_arguments_are_preloaded(arch):
+    """All that fit, of those before the first structure; the wave's registers count them."""
+    for _, kernel in kernels(arch):
+        end = 0
+        for argument in kernel.metadata[".args"]:
+            if argument[".size"] > 8 or argument[".offset"] + argument[".size"] > 4 * PRELOADED:
+                break
+            end = argument[".offset"] + argument[".size"]
+        assert kernel.kernarg_preload * 4 == end and kernel.kernarg_preload_offset == 0, kernel.name
+        assert kernel.user_sgprs == 2 + kernel.kernarg_preload, kernel.name
+
+
+@pytest.mark.parametrize("arch", AMD)
+@pytest.mark.parametrize("the_op", (ops.silu_and_mul_quant, ops.fused_add_rms_norm), ids=lambda the_op: the_op.name)
+def test_arguments_are_loaded_where_firmware_does_not_preload_them(the_op, arch):
+    emulator = Emulator(arch, preloads_arguments=False)
+    arguments = next(iter(the_op.cases())).make("cpu", generator_of(the_op.name), emulator.arch.fp8_dtype)
+    with launch.executor(emulator):
+        run_and_check(the_op, arguments, "cpu")
+    assert any(emulator.last.mnemonics[f"s_load_dwordx{n}"] for n in (2, 4, 8))

@@ -21,6 +21,9 @@ class Kernel:
     scratch: int = 0
     max_block: int = 1024
     denormals: bool = True  # f32 denormals, as HIP kernels have them
+    preload: int = (
+        0  # words of arguments that firmware leaves in s[2:]; what is more than 256 bytes into the body finds them
+    )
 
     @property
     def source(self) -> str:
@@ -41,6 +44,8 @@ class Kernel:
   .amdhsa_enable_private_segment {int(self.scratch > 0)}
   .amdhsa_kernarg_size {8 * self.pointers}
   .amdhsa_user_sgpr_kernarg_segment_ptr 1
+  .amdhsa_user_sgpr_kernarg_preload_length {self.preload}
+  .amdhsa_user_sgpr_kernarg_preload_offset 0
   .amdhsa_system_sgpr_workgroup_id_x 1
   .amdhsa_float_denorm_mode_32 {3 * self.denormals}
   .amdhsa_next_free_vgpr 48
@@ -75,6 +80,15 @@ class Kernel:
     .max_flat_workgroup_size: {self.max_block}
     .args:{args}"""
 
+
+# For firmware that does not preload: 256 bytes that load two pointers to where they would be.
+PRELOAD_PROLOGUE = """
+  s_load_dwordx4 s[4:7], s[0:1], 0x0
+  s_waitcnt lgkmcnt(0)
+  s_mov_b64 s[2:3], s[4:5]
+  s_mov_b64 s[4:5], s[6:7]
+  .fill 60, 4, 0xbf800000
+"""
 
 LOAD_POINTERS = """
   s_load_dwordx4 s[4:7], s[0:1], 0x0

@@ -384,6 +384,7 @@ class Program:
         known = self._set_sgprs(sgpr, block)
         sgpr.view(np.uint64)[:, EXEC // 2] = Waves.bits(thread < self.threads)[:, 0]
         scratch = np.zeros((count, LANES, 2 * kernel.scratch), np.uint8) if kernel.scratch else None
+        start = kernel.preloaded_entry if self.options.preloads_arguments else kernel.entry
         w = Waves(
             self,
             vgpr=vgpr,
@@ -402,6 +403,7 @@ class Program:
             VCC + 1,
             M0,
         }
+        w.pc = self.index[start]
         w.undefined = registers - known
         w.alert = set(w.undefined)
         return w
@@ -426,10 +428,13 @@ class Program:
         ):  # private buffer, dispatch, queue, kernarg, dispatch id, scratch, size
             if properties >> bit & 1:
                 put(count, (kernarg & 0xFFFFFFFF, kernarg >> 32) if bit == 3 else None)
-        if self.object.kernarg_preload:
-            count = self.object.kernarg_preload
+        preloaded, first = self.object.kernarg_preload, self.object.kernarg_preload_offset
+        if self.options.preloads_arguments and preloaded:
             regions = [self.space.regions[address >> 36] for address in self.kernargs]
-            put(count, np.array([region.views[4][:count].tolist() + [0] * count for region in regions])[which].T)
+            put(preloaded, np.array([region.views[4][first:][:preloaded] for region in regions])[which].T)
+        else:
+            at += preloaded
+        assert at == self.object.user_sgprs
         gx, gy, _ = self.grid
         coordinates = (block % gx, block // gx % gy, block // gx // gy)
         for axis, bit in enumerate((7, 8, 9)):
@@ -694,12 +699,15 @@ def effects(ins: Instruction) -> tuple[frozenset[int], frozenset[int]]:
 @dataclasses.dataclass(frozen=True)
 class Options:
     """races: report races. seed: run waves in a random order instead of together. patience: instructions without progress
-    before a deadlock is reported. traffic: count what each block moves of each tensor. compute_units and lds_bytes: the chip, for how many blocks are resident at once."""
+    before a deadlock is reported. traffic: count what each block moves of each tensor. preloads_arguments: whether firmware leaves a
+    kernel's first arguments in SGPRs, as it does since ROCm 6. compute_units and lds_bytes: the chip, for how many blocks are
+    resident at once."""
 
     races: bool = True
     seed: int | None = None
     patience: int = 200_000
     traffic: bool = False
+    preloads_arguments: bool = True
     compute_units: int = 304
     lds_bytes: int = 65536
 

@@ -1,7 +1,7 @@
 """Reads a linked AMDGPU code object: ELF symbols, the kernel descriptors and the metadata note.
 
-Sources: LLVM's AMDGPUUsage, "ELF Code Object", "Code Object V5 Metadata" and "Kernel Descriptor" (compute_pgm_rsrc1-3 for
-GFX90A-GFX950).
+Sources: LLVM's AMDGPUUsage, "ELF Code Object", "Code Object V5 Metadata", "Kernel Descriptor" (compute_pgm_rsrc1-3 for
+GFX90A-GFX950) and "Preloaded Kernel Arguments".
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 _R_AMDGPU_ABS64, _R_AMDGPU_RELATIVE64 = 3, 13
 _NT_AMDGPU_METADATA = 32
 _SHT_SYMTAB, _SHT_RELA, _SHT_NOTE, _SHT_DYNSYM = 2, 4, 7, 11
+PRELOAD_PROLOGUE = 256  # bytes
 _ARCHS = {0x4C: "gfx942", 0x4F: "gfx950", 0x3F: "gfx90a"}
 
 
@@ -77,8 +78,19 @@ class KernelObject:
     rsrc2: int
     rsrc3: int
     properties: int
-    kernarg_preload: int
+    kernarg_preload: int  # arguments' words that firmware leaves in SGPRs
+    kernarg_preload_offset: int  # of the first of them
     metadata: dict
+
+    @property
+    def preloaded_entry(self) -> int:
+        """Where firmware that preloads arguments starts: behind the 256 bytes that load them elsewhere."""
+        return self.entry + (PRELOAD_PROLOGUE if self.kernarg_preload else 0)
+
+    @property
+    def user_sgprs(self) -> int:
+        """SGPRs that a wave starts with, those of preloaded arguments included."""
+        return self.rsrc2 >> 1 & 0x1F
 
     @property
     def vgprs(self) -> int:
@@ -207,8 +219,9 @@ class CodeObject:
         rsrc3, rsrc1, rsrc2, properties, preload = struct.unpack_from("<IIIHH", self.image, address + 44)
         entry = address + offset
         size = self.symbols[name][1]
+        rsrc = rsrc1, rsrc2, rsrc3
         return KernelObject(
-            name, entry, size, lds, scratch, kernarg, rsrc1, rsrc2, rsrc3, properties, preload & 0x7F, metadata
+            name, entry, size, lds, scratch, kernarg, *rsrc, properties, preload & 0x7F, preload >> 7, metadata
         )
 
     def relocated(self, base: int) -> bytearray:
