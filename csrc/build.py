@@ -11,7 +11,7 @@ compiles them, without ROCm, CUDA or a GPU. For each architecture the first of t
     a system clang            clang, then the newest clang-<version> of $PATH
     ziglang                   from PyPI, a build requirement, so there is always one
 
-The stamp holds sources, flags and compiler. A fresh object is not rebuilt: the same sources and flags make it fresh, whoever
+The stamp holds sources, flags, compiler and the object's hash. A fresh object is not rebuilt: the same sources and flags make it fresh, whoever
 compiled it, unless $VLLM_ROCM_OPS_CLANG names another compiler. $VLLM_ROCM_OPS_DEBUG=1 asks for debug builds, as --debug does,
 and $VLLM_ROCM_OPS_ARCHS, a comma list, for other architectures than all of them, as --arch does.
 """
@@ -268,13 +268,18 @@ def wanted_stamp(stem: str, arch: str, debug: bool) -> dict:
     return stamp
 
 
+def hash_of(code_object: Path) -> dict[str, str]:
+    """What the stamp says of the object itself: it is checked before it is loaded."""
+    return {"sha256": hashlib.sha256(code_object.read_bytes()).hexdigest()}
+
+
 def is_fresh(code_object: Path, stamp: dict) -> bool:
-    """Whether the object exists and its stamp says all that `stamp` says."""
+    """Whether the object is there, and its stamp says all that `stamp` says, and its hash."""
     try:
         found = json.loads(code_object.with_suffix(".json").read_text())
+        return (stamp | hash_of(code_object)).items() <= found.items()
     except (OSError, ValueError):
         return False
-    return code_object.exists() and stamp.items() <= found.items()
 
 
 # Building
@@ -304,7 +309,7 @@ def make(stem: str, arch: str, output: Path, prebuilt: Path, debug: bool, force:
                 shutil.copyfile((prebuilt / name).with_suffix(extension), unfinished.with_suffix(extension))
         else:
             compiler = compile_source(CSRC / "ops" / f"{stem}.hip", arch, unfinished, debug=debug)
-            stamp = stamp | {"compiler": str(compiler)}
+            stamp = stamp | {"compiler": str(compiler)} | hash_of(unfinished)
             unfinished.with_suffix(".json").write_text(json.dumps(stamp, indent=1) + "\n")
             print(f"{name}  {compiler}", flush=True)
         # In this order no stamp ever stands beside an object that is not its own.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_rocm_ops import launch
 from vllm_rocm_ops.arch import ARCHS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,7 +121,7 @@ def test_builds_every_file_for_every_arch_with_a_stamp(build):
         for suffix in (code, ".json")
     }
     stamp = json.loads(paths[0].with_suffix(".json").read_text())
-    assert set(stamp) == {"sources", "flags", "arch", "compiler", "debug"}
+    assert set(stamp) == {"sources", "flags", "arch", "compiler", "debug", "sha256"}
     assert (stamp["arch"], stamp["debug"]) == ("gfx942", False)
     assert stamp["compiler"].startswith("ziglang ") and "clang version" in stamp["compiler"]
     assert "-O3" in stamp["flags"] and "-mcode-object-version=5" in stamp["flags"]
@@ -146,6 +147,18 @@ def test_builds_again_only_what_changed(build):
     assert paths[0].exists()
 
 
+def test_a_damaged_object_is_not_loaded_and_is_built_again(build, monkeypatch):
+    monkeypatch.setattr(launch, "CODE", build.CODE)
+    (path,) = build.build(archs=["gfx942"])
+    whole = path.read_bytes()
+    assert launch.built("add", "gfx942") == path
+    path.write_bytes(whole[:-64])
+    with pytest.raises(RuntimeError, match=f"the code object of add for gfx942 is damaged: {path}"):
+        launch.built("add", "gfx942")
+    build.build(archs=["gfx942"])
+    assert path.read_bytes() == whole and launch.built("add", "gfx942") == path
+
+
 def test_environment_chooses_debug_and_archs(build, monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_DEBUG", "1")
     monkeypatch.setenv("VLLM_ROCM_OPS_ARCHS", "sm_90")
@@ -160,9 +173,9 @@ def test_environment_chooses_debug_and_archs(build, monkeypatch):
 def test_objects_built_elsewhere_are_used_as_they_are(build, tmp_path, monkeypatch):
     paths = build.build()
     for path in paths:
-        stamp = json.loads(path.with_suffix(".json").read_text())
-        path.with_suffix(".json").write_text(json.dumps(stamp | {"compiler": "another: clang version 23.0.0"}))
         path.write_bytes(b"made elsewhere")
+        stamp = json.loads(path.with_suffix(".json").read_text()) | build.hash_of(path)
+        path.with_suffix(".json").write_text(json.dumps(stamp | {"compiler": "another: clang version 23.0.0"}))
     monkeypatch.setattr(build, "find_compiler", lambda arch: pytest.fail(f"compiled for {arch}"))
     copies = build.build(output=tmp_path / "wheel")
     assert [path.read_bytes() for path in (*build.build(), *copies)] == [b"made elsewhere"] * 6

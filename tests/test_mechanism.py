@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import dataclasses
+import hashlib
+import json
+import os
 import struct
 import subprocess
 import sys
+import types
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.optests.generate_tests import DEFAULT_TEST_UTILS
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import envs, launch, op, ops
 from vllm_rocm_ops.launch import I64, Launch
+from vllm_rocm_ops.vllm import compile_cache
 
 DEVICE = "cuda" if torch.cuda.is_available() and archs.of_device(0) is not None else "cpu"
 FP8 = archs.of_device(0).fp8_dtype if DEVICE == "cuda" else torch.float8_e4m3fn
@@ -48,6 +57,7 @@ def recorder(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def fresh_counts():
     op.reset_stats()
+    op._warned.clear()
 
 
 def example(the_op, device=DEVICE, fp8=FP8, case=0):
@@ -105,6 +115,17 @@ if DEVICE == "cuda":
         graph.replay()
         expected = the_op(*eager_arguments)
         torch.testing.assert_close(as_floats(captured), as_floats(expected), rtol=0, atol=0)
+
+    def test_a_kernel_that_the_driver_refuses_falls_back(tmp_path, monkeypatch):
+        monkeypatch.setattr(launch, "CODE", tmp_path)
+        path = launch.code_object("rms_norm", archs.of_device(0).name)
+        path.parent.mkdir()
+        path.write_text("nonsense")
+        x, weight, epsilon = norm_arguments(hidden=296, device="cuda")
+        with pytest.warns(UserWarning, match="rms_norm runs without its kernels: .*DISABLE=rms_norm"):
+            assert ops.rms_norm.run_kernels(x, weight, epsilon) is None
+        assert torch.equal(ops.rms_norm(x, weight, epsilon), ops.rms_norm.reference(x, weight, epsilon))
+        ops.rms_norm._executions.clear()
 
     @each_op
     def test_same_bits_every_run(the_op):
@@ -182,16 +203,131 @@ def test_envelope_rules_fall_back_and_say_why(recorder):
     assert [l.symbol for l, _ in recorder.launches] == ["rms_norm_bf16_x1"]
 
 
+def broken_norms(why: str) -> None:
+    """Calls of two signatures fall back for this reason, with one warning that names the switch; vLLM's kernel can run."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for hidden in (264, 280):
+            x, weight, epsilon = norm_arguments(hidden=hidden)
+            out = ops.rms_norm(x, weight, epsilon)
+            assert ops.rms_norm.run_kernels(x, weight, epsilon) is None
+            assert torch.equal(out, ops.rms_norm.reference(x, weight, epsilon))
+    (message,) = [str(w.message) for w in warned]
+    assert message.startswith(f"rms_norm runs without its kernels: {why}")
+    assert message.endswith(". To do without its kernels, set VLLM_ROCM_OPS_DISABLE=rms_norm")
+    assert [name.partition(why)[1] for name in op.stats()["rms_norm"]] == [why]
+
+
 def test_missing_code_object_falls_back(recorder):
     launch.code_object("rms_norm", recorder.arch.name).unlink()
-    ops.rms_norm(*norm_arguments(hidden=264))
-    assert list(op.stats()["rms_norm"]) == ["fallback: no code object of rms_norm for gfx942"]
+    broken_norms("no code object of rms_norm for gfx942")
 
 
-def test_an_op_can_be_switched_off(recorder, monkeypatch):
-    monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "silu_and_mul,rms_norm")
-    ops.rms_norm(*norm_arguments(hidden=272))
+def test_damaged_code_object_falls_back(recorder):
+    """A stamp says what its object is. One without a stamp, or without a hash in it, is taken as it is."""
+    path = launch.code_object("rms_norm", recorder.arch.name)
+    ops.rms_norm(*norm_arguments(hidden=248))
+    for stamp in ("{}", "no stamp", json.dumps({"sha256": hashlib.sha256(b"").hexdigest()})):
+        path.with_suffix(".json").write_text(stamp)
+        assert launch.built("rms_norm", "gfx942") == path
+    assert list(op.stats()["rms_norm"]) == ["rms_norm_bf16_x1"]
+    op.reset_stats()
+    path.write_bytes(b"cut off")
+    broken_norms("the code object of rms_norm for gfx942 is damaged")
+    explanation = ops.rms_norm.explain(*norm_arguments(hidden=256), arch="gfx942", require_code=True)
+    assert "damaged" in explanation.source and not explanation.launches
+
+
+class Driver:
+    """A runtime that fails where it is told to, and remembers for what it was asked for counters."""
+
+    def __init__(self, fails_at: str = ""):
+        self.fails_at, self.asked, self.launched = fails_at, [], []
+
+    def load(self, path, symbol, device):
+        if self.fails_at == "load":
+            raise RuntimeError(f"{symbol} of {path}: device kernel image is invalid")
+        return 5
+
+    def counters(self, device, stream, size):
+        self.asked.append((device, stream, size))
+        return 0xC0C0
+
+    def launch(self, *arguments):
+        if self.fails_at == "launch":
+            raise RuntimeError("launch: out of registers")
+        self.launched.append(arguments)
+
+
+def test_a_kernel_that_does_not_load_falls_back(monkeypatch):
+    monkeypatch.setattr(launch, "runtime", lambda: (Driver("load"), ""))
+    monkeypatch.setattr(archs, "of_device", lambda index: archs.ARCHS["gfx942"])
+    the_op = ops.topk_softmax
+    with (
+        FakeTensorMode(),
+        pytest.warns(UserWarning, match="^topk_softmax runs without .* invalid. .*DISABLE=topk_soft"),
+    ):
+        execution = the_op._decide(the_op.Arguments(torch.empty(3, 64, device="cuda:0"), 4))
+    assert execution.is_fallback
+
+
+@pytest.fixture
+def gpu_of_cpu(monkeypatch):
+    """What binds launches for a GPU takes the CPU for one, whose current stream is 7."""
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+
+
+def bind(driver: Driver, kernel: Launch, x: torch.Tensor):
+    named = collections.namedtuple("arguments", "x")(x)
+    return op._bind_device(driver, torch.device("cpu"), (kernel,), [5], torch.empty(2), named, "Set SWITCH=op")
+
+
+def test_each_launch_asks_for_its_counters(gpu_of_cpu):
+    x, driver = torch.ones(2), Driver()
+    run = bind(driver, Launch("m", "k", (3, 1, 1), (64, 1, 1), (x, launch.Counters(36), 8)), x)
+    for _ in range(2):
+        run((x,))
+    assert driver.asked == [(None, 7, 144)] * 2
+    assert [how[:-1] for how in driver.launched] == [(5, 3, 1, 1, 64, 1, 1, 0, 7)] * 2
+    assert driver.launched[0][-1] == struct.pack("<QQi", x.data_ptr(), 0xC0C0, 8)
+    two = (x, launch.Counters(1), launch.Counters(1))
+    with pytest.raises(TypeError, match="k must have one Counters, got 2"):
+        bind(driver, Launch("m", "k", (3, 1, 1), (64, 1, 1), two), x)
+
+
+def test_a_launch_that_fails_names_the_switch(gpu_of_cpu):
+    x = torch.ones(2)
+    run = bind(Driver("launch"), Launch("m", "k", (3, 1, 1), (64, 1, 1), (x,)), x)
+    with pytest.raises(RuntimeError, match="^launch: out of registers. Set SWITCH=op$"):
+        run((x,))
+
+
+@pytest.mark.parametrize(
+    "switch", ["silu_and_mul,rms_norm", " rms_norm , silu_and_mul", "all", "ALL", "topk_softmax, All"]
+)
+def test_an_op_can_be_switched_off(recorder, monkeypatch, switch):
+    monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", switch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops.rms_norm(*norm_arguments(hidden=272))
     assert list(op.stats()["rms_norm"]) == ["fallback: switched off by VLLM_ROCM_OPS_DISABLE"]
+
+
+@pytest.mark.parametrize("switch", ["", " ", "silu_and_mul,", "rmsnorm, silu_and_mul"])
+def test_other_ops_are_not_switched_off(recorder, monkeypatch, switch):
+    """What names no op is said once, with what there is."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", switch)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for hidden in (272, 288):
+            ops.rms_norm(*norm_arguments(hidden=hidden))
+    assert list(op.stats()["rms_norm"]) == ["rms_norm_bf16_x1"]
+    if "rmsnorm" in switch:
+        (message,) = [str(w.message) for w in warned]
+        assert "comma list of all, block_scaled_mm, " in message and "got rmsnorm too" in message
+    else:
+        assert not warned
 
 
 def test_no_rows_launch_nothing(recorder):
@@ -286,10 +422,50 @@ def test_a_tuned_row_that_does_not_fit_is_no_configuration(tables):
     assert ops.rms_norm.explain(*norm_arguments(4, 4096), arch="gfx942").source.startswith("default")
 
 
-def test_a_table_without_compute_units_is_an_error(tables):
+def check_tables(folder: Path) -> None:
+    """The tables in it have their columns and no row twice."""
+    for path in folder.glob("*/*.csv"):
+        the_op = next(o for o in OPS if o.name == path.stem)
+        key = ("compute_units", *the_op.problem(the_op.Arguments(*example(the_op, "meta"))))
+        rows = list(csv.DictReader(path.read_text().splitlines()))
+        assert len(op._table(path, key)) == len(rows) > 0 and all(row["source"] for row in rows)
+
+
+def test_a_shipped_table_without_compute_units_is_left_out_with_a_warning(tables):
+    """It ends no engine, but is none that ships."""
     (tables / "rms_norm.csv").write_text("dtype,rows,hidden,config.threads,config.chunks\nbf16,4,4096,256,2\n")
-    with pytest.raises(KeyError, match="compute_units"):
-        ops.rms_norm.explain(*norm_arguments(4, 4096), arch="gfx942")
+    with pytest.warns(UserWarning, match="rms_norm.csv is not used: KeyError 'compute_units'"):
+        assert explained_norm().source.startswith("default")
+    with pytest.raises(AssertionError):
+        check_tables(op.TABLES)
+
+
+def test_a_folder_of_tables_that_may_not_be_searched(tmp_path):
+    """As where a server runs with another user's HOME: one warning for all ops, and the defaults."""
+    tmp_path.chmod(0o755)
+    home = tmp_path / "home"
+    home.mkdir(0o000)
+    code = """
+import os, sys, torch, warnings
+from vllm_rocm_ops import ops
+if os.geteuid() == 0:
+    os.seteuid(65534)
+x, weight = torch.empty(2, 256, dtype=torch.bfloat16, device="meta"), torch.empty(256, dtype=torch.bfloat16, device="meta")
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    for explained in (ops.rms_norm.explain(x, weight, 1e-6, arch="gfx942"), ops.silu_and_mul.explain(x, arch="gfx942")):
+        print(explained.source.split()[0])
+print(*[w.message for w in warned], sep="\\n")
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("VLLM_ROCM_OPS_TABLES", "XDG_CONFIG_HOME")}
+    environment |= {"HOME": str(home)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    folder = home / ".config" / "vllm-rocm-ops" / "tables" / "gfx942"
+    said = f"the tuned tables in {folder} are not used: this user may not read them"
+    assert result.stdout.splitlines() == ["default", "default", said]
 
 
 NORM_HEADER = "compute_units,dtype,rows,hidden,config.threads,config.chunks,source\n"
@@ -341,11 +517,26 @@ def test_running_a_configuration_wins_over_rows_and_default(tables):
 
 
 def test_shipped_tables_have_their_columns_and_no_row_twice():
-    for path in op.TABLES.glob("*/*.csv"):
-        the_op = next(o for o in OPS if o.name == path.stem)
-        key = ("compute_units", *the_op.problem(the_op.Arguments(*example(the_op, "meta"))))
-        rows = list(csv.DictReader(path.read_text().splitlines()))
-        assert len(op._table(path, key)) == len(rows) and all(row["source"] for row in rows)
+    check_tables(op.TABLES)
+
+
+def test_a_stamp_that_cannot_be_read_is_in_the_fingerprint(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "CODE", tmp_path)
+    (tmp_path / "gfx942").mkdir()
+    for module in ("rms_norm", "silu_and_mul"):
+        (tmp_path / "gfx942" / f"{module}.json").write_text("{}")
+    whole = compile_cache.fingerprint()
+    (tmp_path / "gfx942" / "rms_norm.json").unlink()
+    (tmp_path / "gfx942" / "rms_norm.json").symlink_to("absent")
+    config = types.SimpleNamespace(additional_config={"others": 1})
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            compile_cache.mark(config)
+    (message,) = [str(w.message) for w in warned]
+    assert "rms_norm.json cannot be read: " in message and message.endswith("clear vLLM's compile cache.")
+    marked = config.additional_config["vllm_rocm_ops"]
+    assert marked != whole and marked.endswith("; unreadable gfx942/rms_norm.json")
 
 
 # costs

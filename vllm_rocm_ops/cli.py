@@ -81,8 +81,7 @@ def find_gpus() -> list[dict]:
 def find_code_objects(arch: str) -> dict[str, dict]:
     """The stamps of the code objects for `arch`, by module."""
     suffix = archs.ARCHS[arch].code_suffix
-    stamps = {path.stem: path.with_suffix(".json") for path in sorted((launches.CODE / arch).glob("*" + suffix))}
-    return {module: json.loads(path.read_text()) if path.exists() else {} for module, path in stamps.items()}
+    return {path.stem: launches.stamp(path) for path in sorted((launches.CODE / arch).glob("*" + suffix))}
 
 
 def find_tables(folder: Path) -> dict:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +92,33 @@ def pack(args: tuple) -> bytes:
 def code_object(module: str, arch_name: str) -> Path:
     """The file that holds `module`'s kernels for `arch_name`."""
     return CODE / arch_name / (module + archs.ARCHS[arch_name].code_suffix)
+
+
+def built(module: str, arch_name: str) -> Path:
+    """The file that holds `module`'s kernels for `arch_name`, as its stamp says. RuntimeError if it is not there, or another."""
+    path = code_object(module, arch_name)
+    try:
+        status = path.stat()
+        is_whole = _is_whole(path, status.st_mtime_ns, status.st_size)
+    except OSError:
+        raise RuntimeError(f"no code object of {module} for {arch_name}") from None
+    if not is_whole:
+        raise RuntimeError(f"the code object of {module} for {arch_name} is damaged: {path} is not what its stamp says")
+    return path
+
+
+@functools.cache
+def _is_whole(path: Path, *version: int) -> bool:
+    """Whether a code object has the hash that its stamp holds; without one it is taken for whole."""
+    return stamp(path).get("sha256") in (None, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def stamp(path: Path) -> dict:
+    """What the build says of a code object; nothing where that cannot be read."""
+    try:
+        return json.loads(path.with_suffix(".json").read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 _executor: Executor | None = None  # runs the ops on CPU tensors

@@ -119,6 +119,16 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} strides {list(tensor.stride())}"
 
 
+_warned: set[str] = set()
+
+
+def warn_once(subject: str, text: str) -> None:
+    """Warns of a subject the first time in this process."""
+    if subject not in _warned:
+        _warned.add(subject)
+        warnings.warn(text, stacklevel=3)
+
+
 class _Count:
     calls = 0
 
@@ -249,8 +259,7 @@ class Op:
         def fallback(why: str, rules=()) -> Explanation:
             return Explanation(self.name, arch and str(arch), (), None, f"fallback: {why}", tuple(rules))
 
-        disabled = envs.VLLM_ROCM_OPS_DISABLE.split(",")
-        if self.name in disabled or "all" in disabled:
+        if self.name in disabled():
             return fallback("switched off by VLLM_ROCM_OPS_DISABLE")
         if arch is None:
             return fallback("PyTorch reference on this device")
@@ -263,10 +272,11 @@ class Op:
         if config is None:
             config = self.default(a, arch)
         planned = tuple(self.plan(config, outputs, a, arch))
-        if require_code:
-            missing = {l.module for l in planned if not launches.code_object(l.module, arch.name).exists()}
-            if missing:
-                return fallback(f"no code object of {', '.join(sorted(missing))} for {arch.name}", rules)
+        try:
+            for l in planned if require_code else ():
+                launches.built(l.module, arch.name)
+        except RuntimeError as error:
+            return fallback(str(error), rules)
         return Explanation(self.name, str(arch), planned, config, f"{source} {config}", tuple(rules))
 
     def run_kernels(self, *args):
@@ -297,23 +307,32 @@ class Op:
         """Checks the arguments once and binds what a call with this signature runs."""
         self._check(a)
         device = next(v.device for v in a if isinstance(v, torch.Tensor))
-        outputs = self.allocate(a)
-        if device.type == "cuda":
-            runtime, why = launches.runtime()
-            chosen = self._choose(a, archs.of_device(device.index), outputs, require_code=True)
-            if chosen.launches and runtime is None:
-                chosen = Explanation(self.name, chosen.arch, (), None, f"fallback: {why}", chosen.rules)
-            bind = functools.partial(_bind_device, runtime, device)
-        else:
-            executor = launches.cpu_executor()
-            chosen = self._choose(a, executor and executor.arch, outputs, require_code=True)
-            bind = functools.partial(_bind_executor, executor)
+        outputs, executor = self.allocate(a), launches.cpu_executor()
+        on_gpu = device.type == "cuda"
+        arch = archs.of_device(device.index) if on_gpu else executor and executor.arch
+        chosen = self._choose(a, arch, outputs, require_code=False)
+        runtime, why = launches.runtime() if on_gpu and chosen.launches else (None, "")
+        try:
+            code = [(launches.built(l.module, arch.name), l.symbol) for l in chosen.launches if not why]
+            handles = [runtime.load(str(path), symbol, device.index) for path, symbol in code if on_gpu]
+        except RuntimeError as error:
+            why = str(error)
+            warn_once(f"load {self.name}", f"{self.name} runs without its kernels: {why}. {self._advice()}")
+        if why:
+            chosen = Explanation(self.name, chosen.arch, (), None, f"fallback: {why}", chosen.rules)
         if not chosen.launches and not chosen.source.startswith("fallback"):
             return _Execution(self.name, "nothing to do", lambda args: self.allocate(self.Arguments(*args)))
         if not chosen.launches:
             return _Execution(self.name, chosen.source, lambda args: self.reference(*args))
         kernel = " + ".join(launch.symbol for launch in chosen.launches)
-        return _Execution(self.name, kernel, bind(chosen.launches, outputs, a))
+        if on_gpu:
+            run = _bind_device(runtime, device, chosen.launches, handles, outputs, a, self._advice())
+        else:
+            run = _bind_executor(executor, chosen.launches, outputs, a)
+        return _Execution(self.name, kernel, run)
+
+    def _advice(self) -> str:
+        return f"To do without its kernels, set VLLM_ROCM_OPS_DISABLE={self.name}"
 
 
 def _signature(names: tuple[str, ...], hints: dict[str, object]) -> Callable[..., tuple]:
@@ -372,8 +391,11 @@ def _counters(l: Launch) -> tuple[int, int] | None:
     return (slots[0], int(l.args[slots[0]])) if slots else None
 
 
-def _bind_device(runtime, device: torch.device, planned: tuple[Launch, ...], outputs, a) -> Callable[[tuple], object]:
-    """Calls of one signature on a GPU: allocate, fill in the pointers, launch on the current stream."""
+def _bind_device(
+    runtime, device: torch.device, planned: tuple[Launch, ...], handles: list[int], outputs, a, advice: str
+) -> Callable[[tuple], object]:
+    """Calls of one signature on a GPU: allocate, fill in the pointers, launch on the current stream. `advice` ends the message of
+    a launch that fails."""
     index = device.index
     # Workspaces need no more care than outputs: while a graph is captured they are of its pool, where what one stream freed
     # is not given to another, and graphs that share a pool may not run at once. Counters outlive a call: they are the
@@ -381,11 +403,9 @@ def _bind_device(runtime, device: torch.device, planned: tuple[Launch, ...], out
     buffers = _buffers(planned, outputs, device)
     allocate, count, single = _allocator(buffers), len(_outputs(outputs)), not isinstance(outputs, tuple)
     bound = []
-    with torch.cuda.device(index):
-        for l, positions in zip(planned, _positions(planned, buffers, a)):
-            layout, values = launches.packer(l.args)
-            handle = runtime.load(str(launches.code_object(l.module, archs.of_device(index).name)), l.symbol, index)
-            bound.append((layout.pack, values, positions, _counters(l), (handle, *l.grid, *l.block, l.lds)))
+    for l, handle, positions in zip(planned, handles, _positions(planned, buffers, a)):
+        layout, values = launches.packer(l.args)
+        bound.append((layout.pack, values, positions, _counters(l), (handle, *l.grid, *l.block, l.lds)))
     current_device, stream_of, launch = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, runtime.launch
     counters_of = runtime.counters
 
@@ -396,13 +416,16 @@ def _bind_device(runtime, device: torch.device, planned: tuple[Launch, ...], out
         new = allocate()
         tensors = new + args
         stream = stream_of(index)
-        for pack, values, positions, counters, how in bound:
-            for slot, place in positions:
-                values[slot] = tensors[place].data_ptr()
-            if counters:
-                slot, number = counters
-                values[slot] = counters_of(index, stream, 4 * number)
-            launch(*how, stream, pack(*values))
+        try:
+            for pack, values, positions, counters, how in bound:
+                for slot, place in positions:
+                    values[slot] = tensors[place].data_ptr()
+                if counters:
+                    slot, number = counters
+                    values[slot] = counters_of(index, stream, 4 * number)
+                launch(*how, stream, pack(*values))
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}. {advice}") from error
         return new[0] if single else new[:count]
 
     return run
@@ -455,19 +478,20 @@ def config_fields(config) -> dict[str, str]:
 def _table(path: Path, key: tuple[str, ...]) -> dict[tuple[str, ...], _Row]:
     """The tuned rows of one op on one arch, by the values of the key's columns. The columns of a row are `compute_units`
     (products of one arch differ in it), the problem's sizes, `config.<field>` for each field, empty where the configuration has
-    no such field, and where the row comes from (`source`). Empty in all of them: nothing is better than what ships. A user's
-    table that does not have these columns is not used, with a warning; a shipped one must."""
-    if not path.exists():
-        return {}
+    no such field, and where the row comes from (`source`). Empty in all of them: nothing is better than what ships. A table that
+    does not have these columns, or cannot be read, is not used, with a warning."""
     try:
         with path.open(newline="") as file:
             lines = list(csv.DictReader(file))
         configs = [{f.removeprefix("config."): v for f, v in l.items() if v and f.startswith("config.")} for l in lines]
         return {tuple(l[k] for k in key): _Row(fields, l["source"]) for l, fields in zip(lines, configs)}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except PermissionError:
+        warn_once(str(path.parent), f"the tuned tables in {path.parent} are not used: this user may not read them")
+        return {}
     except (KeyError, TypeError, AttributeError, ValueError, csv.Error, OSError) as error:
-        if path.is_relative_to(TABLES):
-            raise
-        warnings.warn(f"{path} is not used: {type(error).__name__} {error}", stacklevel=2)
+        warn_once(str(path), f"{path} is not used: {type(error).__name__} {error}")
         return {}
 
 
@@ -483,6 +507,20 @@ def registered() -> Iterator[Op]:
     from vllm_rocm_ops import ops
 
     return (value for value in vars(ops).values() if isinstance(value, Op))
+
+
+def disabled() -> set[str]:
+    """The ops that VLLM_ROCM_OPS_DISABLE names. What it names that is no op is warned of."""
+    words = {word.strip() for word in envs.VLLM_ROCM_OPS_DISABLE.split(",")} - {""}
+    names = {op.name for op in registered()} if words else set()
+    is_all = {word for word in words if word.lower() == "all"}
+    if unknown := words - names - is_all:
+        known = ", ".join(("all", *sorted(names)))
+        warn_once(
+            f"VLLM_ROCM_OPS_DISABLE={envs.VLLM_ROCM_OPS_DISABLE}",
+            f"VLLM_ROCM_OPS_DISABLE must be a comma list of {known}, got {', '.join(sorted(unknown))} too, which is ignored",
+        )
+    return names if is_all else words
 
 
 def stats() -> dict[str, dict[str, int]]:

@@ -6,22 +6,28 @@ that was compiled without the ops, or with other ones, would be loaded and run. 
 
 import hashlib
 import logging
-import pathlib
 
 import vllm_rocm_ops
 from vllm_rocm_ops import envs
+from vllm_rocm_ops import launch as launches
+from vllm_rocm_ops.op import warn_once
 from vllm_rocm_ops.vllm import seam
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
 def fingerprint() -> str:
-    """Version, active seams, the weights' order and a hash of the code objects' stamps."""
-    stamps = hashlib.sha256()
-    for stamp in sorted((pathlib.Path(vllm_rocm_ops.__file__).parent / "code").glob("*/*.json")):
-        stamps.update(stamp.read_bytes())
+    """Version, active seams, the weights' order and a hash of the code objects' stamps; those that cannot be read, by name."""
+    stamps, unreadable = hashlib.sha256(), []
+    for stamp in sorted(launches.CODE.glob("*/*.json")):
+        try:
+            stamps.update(stamp.read_bytes())
+        except OSError as error:
+            unreadable.append(f"{stamp.parent.name}/{stamp.name}")
+            warn_once(str(stamp), f"{stamp} cannot be read: {error}. After an update, clear vLLM's compile cache.")
     order = "shuffled" if envs.VLLM_ROCM_OPS_SHUFFLE == "1" else "plain"
     what = f"{', '.join(seam.active())}; {order} weights; code {stamps.hexdigest()[:16]}"
+    what += f"; unreadable {', '.join(unreadable)}" if unreadable else ""
     return f"{vllm_rocm_ops.__version__} with {what}"
 
 
@@ -30,8 +36,9 @@ def mark(vllm_config) -> None:
     if not isinstance(vllm_config.additional_config, dict):
         logger.warning("vllm-rocm-ops: additional_config is no dict. After an update, clear vLLM's compile cache.")
         return
-    vllm_config.additional_config = {**vllm_config.additional_config, "vllm_rocm_ops": fingerprint()}
-    logger.info("vllm-rocm-ops %s", fingerprint())
+    found = fingerprint()
+    vllm_config.additional_config = {**vllm_config.additional_config, "vllm_rocm_ops": found}
+    logger.info("vllm-rocm-ops %s", found)
 
 
 def probe() -> None:
