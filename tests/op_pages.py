@@ -217,6 +217,13 @@ def exactness(op: Op) -> str:
             f"- Elements of 16 or 32 bits: against float64, the largest error is at most {c.LARGEST_ERROR:g} times the reference's "
             f"and the mean error {c.MEAN_ERROR:g} times, plus {c.FLOOR:g} of the largest element."
         )
+    if torch.float32 in floats and not op.sums:
+        lines.append("- Errors of 32-bit elements count as shares of the elements' own size.")
+    if op.name in c.PRODUCTS:
+        lines += [
+            f"- Each element is within half a step of its format and {c.FLOOR:g} of the sum of its absolute terms.",
+            "- Products of small whole numbers with scales that are powers of two have the reference's bits.",
+        ]
     if op.sums:
         wide = [
             f"{a.name} {c.SUMS_FLOOR[a.wave_lanes]:.1e}" for a in archs.ARCHS.values() if a.wave_lanes in c.SUMS_FLOOR

@@ -1,18 +1,23 @@
 """Every op, every case, every configuration of its kernels, on every executor at hand.
 
-The executors: the GPU of this machine if it has one of ours, and the emulator with the gfx942 and gfx950 code that ships.
+The executors: the GPU of this machine if it has one of ours, else the emulator with the gfx942 and gfx950 code that ships,
+the latter on a chip of three compute units. There blocks take several tiles one after the other, as with large weights, and
+products are of whole numbers, whose bits must be the reference's; each kernel takes the values of the case, too.
 What a result must be, vllm_rocm_ops/correctness.py says. Outputs start out as NaN, so that an element nobody wrote shows.
 """
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, op
-from vllm_rocm_ops.correctness import generator_of, run_and_check, unwritten_is_nan
+from vllm_rocm_ops.correctness import PRODUCTS, generator_of, run_and_check, unwritten_is_nan, whole_numbers
 
+FEW_UNITS = "gfx950:3"
 OPS = list(op.registered())
 CASES = [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in OPS for c in o.cases()]
 
@@ -22,7 +27,10 @@ def executors():
         yield pytest.param("cuda", id=archs.of_device(0).name)
     else:
         yield "gfx942"
-        yield "gfx950"
+        yield FEW_UNITS
+        if os.environ.get("FULL_TESTS"):
+            yield "gfx942:3"
+            yield "gfx950"
 
 
 @pytest.fixture(scope="module", params=executors())
@@ -49,16 +57,25 @@ def test_case(the_op, case, executor):
     device, arch = executor
     arguments = case.make("cpu", generator_of(case.name), arch.fp8_dtype)
     a = the_op.Arguments(*arguments)
+    whole = None
+    if the_op.name in PRODUCTS and str(arch) == FEW_UNITS:
+        whole = whole_numbers(the_op, arguments, generator_of(case.name))
+    seen = set()
     for config in the_op.configs(a, arch) or [None]:
+        planned = the_op.plan(config, the_op.allocate(a), a, arch) if config else ()
+        symbols = " + ".join(l.symbol for l in planned)
         op.reset_stats()
         with the_op.running(config):
-            run_and_check(the_op, arguments, device)
+            if whole:
+                run_and_check(the_op, whole, device, exact=True)
+            if not whole or symbols not in seen:
+                run_and_check(the_op, arguments, device)
+        seen.add(symbols)
         (ran,) = op.stats()[the_op.name]
         if config is None:
             assert ran.startswith("fallback")  # no kernel of this arch takes it
-            continue
-        planned = the_op.plan(config, the_op.allocate(a), a, arch)
-        assert ran == (" + ".join(l.symbol for l in planned) or "nothing to do")
+        else:
+            assert ran == (symbols or "nothing to do")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU; test_same_bits.py is its like in the emulator")
