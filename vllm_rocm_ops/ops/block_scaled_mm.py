@@ -112,31 +112,37 @@ def _cases() -> Iterator[Case]:
     yield case("tiles-long", 66, 100, 1680)
     both = {"e8m0_a": True, "e8m0_b": True}
     yield case("e8m0", 3, 130, 640, **both)
-    yield case("e8m0-m12", 12, 144, 528, **both)
+    yield case("e8m0-m12", 12, 144, 528, padding=64, **both)
     yield case("e8m0-m17-odd-sizes", 17, 200, 128 * 3 + 48, transposed=True, **both)
     yield case("e8m0-m64", 64, 272, 1024, out_dtype=torch.float32, **both)
     yield case("e8m0-a", 5, 192, 528, transposed=True, e8m0_a=True)
-    yield case("e8m0-b", 2, 300, 1024, e8m0_b=True)
-    yield case("e8m0-tiles", 129, 257, 272, transposed=True, **both)
+    yield case("e8m0-b", 2, 300, 1024, padding=32, e8m0_b=True)
+    yield case("e8m0-tiles", 129, 257, 272, transposed=True, padding=128, **both)
     yield case("e8m0-tiles-long", 66, 131, 1680, **both)
     yield case("e8m0-b-tiles", 66, 131, 272, e8m0_b=True)
 
 
 def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
-    def rows(count: int) -> Tensor:
-        values = torch.randn(count, k, generator=generator)
-        return gemm.padded(values, given.get("padding", 0)).to(fp8_dtype).to(device)[:, :k]
+    padding = given.get("padding", 0)  # of each tensor another
 
-    def scales(*shape: int, e8m0: bool) -> Tensor:
+    def rows(count: int, padding: int) -> Tensor:
+        values = torch.randn(count, k, generator=generator)
+        return gemm.padded(values, padding).to(fp8_dtype).to(device)[:, :k]
+
+    def scales(*shape: int, e8m0: bool, padding: int) -> Tensor:
         if e8m0:  # 2^-3 to 2^3
-            return torch.randint(124, 131, shape, generator=generator, dtype=torch.uint8).to(device).view(E8M0)
-        return torch.rand(shape, generator=generator).to(device) + 0.5
+            drawn = torch.randint(124, 131, shape, generator=generator, dtype=torch.uint8)
+        else:
+            drawn = torch.rand(shape, generator=generator) + 0.5
+        padded = gemm.padded(drawn, padding).to(device)[:, : shape[1]]
+        return padded.view(E8M0) if e8m0 else padded
 
     blocks, e8m0_a, e8m0_b = -(-k // BLOCK), given.get("e8m0_a", False), given.get("e8m0_b", False)
-    scale_a = scales(blocks, m, e8m0=e8m0_a).t() if given.get("transposed") else scales(m, blocks, e8m0=e8m0_a)
-    b = gemm.shuffle_weight(rows(n)) if given.get("shuffled") else rows(n)
-    scale_b = scales(-(-n // BLOCK), blocks, e8m0=e8m0_b)
-    return rows(m), b, scale_a, scale_b, given.get("out_dtype", torch.bfloat16)
+    of_a, of_b = {"e8m0": e8m0_a, "padding": padding // 64}, {"e8m0": e8m0_b, "padding": padding // 32}
+    scale_a = scales(blocks, m, **of_a).t() if given.get("transposed") else scales(m, blocks, **of_a)
+    b = gemm.shuffle_weight(rows(n, 0)) if given.get("shuffled") else rows(n, 2 * padding)
+    scale_b = scales(-(-n // BLOCK), blocks, **of_b)
+    return rows(m, padding), b, scale_a, scale_b, given.get("out_dtype", torch.bfloat16)
 
 
 def _op(reference) -> Op:

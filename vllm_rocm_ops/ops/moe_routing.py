@@ -368,7 +368,7 @@ def _loss_plan(name: str, config: LossConfig, out: Tensor, a, arch: Arch) -> lis
 
 
 def _loss_cases(with_ids: bool) -> Iterator[Case]:
-    """Every instance on every arch, tokens fewer and more than waves, NaN, strides, ids of no expert."""
+    """Every instance on every arch, tokens fewer and more than waves, and many of each, NaN, strides, ids of no expert."""
 
     def case(name, m, experts, topk=4, fill=_random, no_expert=False, **given) -> Case:
         def make(device, generator, fp8_dtype) -> tuple:
@@ -394,6 +394,7 @@ def _loss_cases(with_ids: bool) -> Iterator[Case]:
     yield case("nan", 6, 70, fill=_some_nan)
     yield case("one-token", 1, 8, topk=1)
     yield case("no-tokens", 0, 8)
+    yield case("many-tokens", 200, 40)
     if with_ids:
         yield case("no-expert", 7, 24, no_expert=True)
 

@@ -194,22 +194,25 @@ def _cases() -> Iterator[Case]:
 
 
 def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
-    def rows(count: int) -> Tensor:
+    padding = given.get("padding", 0)
+
+    def rows(count: int, padding: int) -> Tensor:
         values = torch.randn(count, k, generator=generator)
         if given.get("spikes"):
             values = values * 0.01
             values[:, [0, k // 2, k - 1]] = torch.tensor([100.0, -100.0, 50.0])
-        storage = torch.full((count, k + given.get("padding", 0)), torch.nan)  # what lies between rows must not matter
+        storage = torch.full((count, k + padding), torch.nan)  # what lies between rows must not matter
         storage[:, :k] = values
         return storage.to(torch.float8_e4m3fn).to(device)[:, :k]
 
-    def scales(count: int) -> Tensor:
+    def scales(count: int, padding: int) -> Tensor:
         drawn = torch.randint(120, 134, (count, k // BLOCK), generator=generator, dtype=torch.uint8)
-        storage = torch.full((count, k // BLOCK + given.get("padding", 0) // BLOCK), 255, dtype=torch.uint8)
+        storage = torch.full((count, k // BLOCK + padding // BLOCK), 255, dtype=torch.uint8)
         storage[:, : k // BLOCK] = drawn
         return storage
 
-    of_a, of_b = scales(m), scales(-(-n // BLOCK) if given.get("shared_scales") else n)
+    of_a = scales(m, 3 * padding)
+    of_b = scales(-(-n // BLOCK) if given.get("shared_scales") else n, 2 * padding)
     if given.get("extreme"):
         of_a[:, 0], of_b[:, 0] = 254, 0
         of_a[:, 1], of_b[:, 1] = 0, 254
@@ -220,7 +223,7 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
     scale_a, scale_b = (s.view(scale_dtype).to(device)[:, : k // BLOCK] for s in (of_a, of_b))
     out_dtype = given.get("out_dtype", torch.bfloat16)
     bias = torch.randn(n, generator=generator).to(out_dtype).to(device) if given.get("bias") else None
-    return rows(m), rows(n), scale_a, scale_b, out_dtype, bias
+    return rows(m, padding), rows(n, 2 * padding), scale_a, scale_b, out_dtype, bias
 
 
 def _op(reference) -> Op:

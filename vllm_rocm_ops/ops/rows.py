@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -127,19 +128,23 @@ def scale_strides(scale_out: Tensor | None) -> tuple[int, int]:
 
 
 def cases(reference: Callable, parts: int) -> Iterator[Case]:
-    """Inputs that reach every path: chunk counts and their tails, strides, the general kernel, corner values. A row of
-    input is `parts` times as long as a row of the output."""
+    """Inputs that reach every path: chunk counts and their tails, strides, the general kernel, corner and special values, bounds
+    from below the least scale to none. A row of input is `parts` times as long as a row of the output."""
     parameters = inspect.signature(reference).parameters
     grouped = "group_size" in parameters
     whole = 128 if grouped else 1
     optional_residual = "residual" in parameters and parameters["residual"].default is None
 
-    def case(name: str, shape: tuple[int, ...], dtype=torch.bfloat16, fill=_random, padding=0, **given) -> Case:
-        return Case(name, functools.partial(_inputs, parameters, parts, shape, dtype, fill, padding, given))
+    def case(name: str, shape, dtype=torch.bfloat16, fill=_random, weight_fill=_weight, padding=0, **given) -> Case:
+        fills = (fill, weight_fill)
+        return Case(name, functools.partial(_inputs, parameters, parts, shape, dtype, fills, padding, given))
 
     for dtype, label in ELEMENTS.items():
         yield case(f"{label}", (3, 4096), dtype)
         yield case(f"{label}-corners", (5, 1024), dtype, fill=_corners)
+        yield case(f"{label}-special", (9, 512), dtype, fill=_special)
+        if "weight" in parameters:
+            yield case(f"{label}-special-weight", (2, 512), dtype, weight_fill=_special_weight)
         yield case(f"{label}-general", (2, 384 if grouped else 333), dtype, padding=1)
         if optional_residual:
             yield case(f"{label}-no-residual", (3, 4096), dtype, residual=None)
@@ -157,25 +162,28 @@ def cases(reference: Callable, parts: int) -> Iterator[Case]:
         yield case("no-weight", (2, 512), weight=None)
     if "scale_ub" in parameters:
         yield case("scale_ub", (2, 512), scale_ub=0.004)
+        for bound in (1e-9, 0.5, math.inf):
+            yield case(f"scale_ub-{bound:g}", (9, 512), fill=_special, scale_ub=bound)
+        if "weight" in parameters:
+            yield case("scale_ub-special-weight", (2, 512), scale_ub=0.5, weight_fill=_special_weight)
     if grouped:
         yield case("group64", (2, 1024), group_size=64)
         yield case("group64-general", (2, 192), group_size=64, padding=1)
         yield case("transposed", (3, 1024), is_scale_transposed=True)
 
 
-def _inputs(parameters, parts, shape, dtype, fill, padding, given, device, generator, fp8_dtype) -> tuple:
+def _inputs(parameters, parts, shape, dtype, fills, padding, given, device, generator, fp8_dtype) -> tuple:
     """The arguments of one case, by the names of the reference's parameters."""
-    hidden = shape[-1]
+    hidden, (fill, weight_fill) = shape[-1], fills
 
-    def strided(columns: int) -> Tensor:
-        storage = torch.zeros((*shape[:-1], columns + padding), dtype=dtype)
-        storage[..., :columns] = fill((*shape[:-1], columns), dtype, generator)
-        return storage.to(device)[..., :columns]
+    def strided(columns: int, padding: int) -> Tensor:
+        values = fill((*shape[:-1], columns), dtype, generator)
+        return torch.nn.functional.pad(values, (0, padding)).to(device)[..., :columns]
 
     makers = {
-        "input": lambda: strided(parts * hidden),
-        "residual": lambda: strided(hidden),
-        "weight": lambda: (torch.randn(hidden, generator=generator) * 0.2 + 1).to(dtype).to(device),
+        "input": lambda: strided(parts * hidden, padding),
+        "residual": lambda: strided(hidden, 2 * padding),  # a stride of its own
+        "weight": lambda: weight_fill((hidden,), torch.float32, generator).to(dtype).to(device),
         "epsilon": lambda: 1e-5,
         "scale": lambda: torch.tensor([0.013], device=device),
         "scale_ub": lambda: None,
@@ -204,6 +212,27 @@ def _corners(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Genera
     x[3] = 0.0
     x[4, ::7] = 60000.0
     return x.to(dtype)
+
+
+def _special(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Nine rows, in an order of each tensor's own: with infinities and NaN in the first half and in the second, of zeros, of
+    small values and of large ones."""
+    x, half = torch.randn(shape, generator=generator), shape[-1] // 2
+    for row, value in enumerate((math.inf, -math.inf, math.nan)):
+        x[row, 5] = x[row + 3, half + 7] = value
+    x[6:] *= torch.tensor([0.0, 1e-3, 20.0])[:, None]
+    return x[torch.randperm(len(x), generator=generator)].to(dtype)
+
+
+def _weight(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    return (torch.randn(shape, generator=generator) * 0.2 + 1).to(dtype)
+
+
+def _special_weight(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """One with infinities and a zero in its first block, a NaN in its second."""
+    weight = _weight(shape, dtype, generator)
+    weight[[7, 8, 40, 130]] = torch.tensor([math.inf, -math.inf, 0.0, math.nan])
+    return weight
 
 
 def _is_rows(tensor: Tensor) -> bool:

@@ -98,20 +98,22 @@ def _cases() -> Iterator[Case]:
 
 
 def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
-    def rows(count: int) -> Tensor:
+    padding = given.get("padding", 0)
+
+    def rows(count: int, padding: int) -> Tensor:
         values = torch.randn(count, k, generator=generator)
         if given.get("spikes"):
             values = values * 0.01
             values[:, [0, k // 2, k - 1]] = torch.tensor([100.0, -100.0, 50.0])
-        return gemm.padded(values, given.get("padding", 0)).to(fp8_dtype).to(device)[:, :k]
+        return gemm.padded(values, padding).to(fp8_dtype).to(device)[:, :k]
 
     per_row = given.get("per_row", True)
     out_dtype = given.get("out_dtype", torch.bfloat16)
     scale_a = torch.rand(m if per_row else 1, 1, generator=generator).to(device) + 0.5
     scale_b = torch.rand(n if per_row else 1, 1, generator=generator).to(device) * 0.01
     bias = torch.randn(n, generator=generator).to(out_dtype).to(device) if given.get("bias") else None
-    b = gemm.shuffle_weight(rows(n)) if given.get("shuffled") else rows(n).t()
-    return rows(m), b, scale_a, scale_b, out_dtype, bias
+    b = gemm.shuffle_weight(rows(n, 0)) if given.get("shuffled") else rows(n, 2 * padding).t()
+    return rows(m, padding), b, scale_a, scale_b, out_dtype, bias
 
 
 def _op(reference) -> Op:

@@ -58,15 +58,15 @@ def _cases() -> Iterator[Case]:
 
 
 def _inputs(tokens, n, k, given, device, generator, fp8_dtype) -> tuple:
-    dtype = given.get("dtype", torch.bfloat16)
+    dtype, padding = given.get("dtype", torch.bfloat16), given.get("padding", 0)
 
-    def rows(*shape: int) -> Tensor:
+    def rows(*shape: int, padding: int) -> Tensor:
         values = torch.randn(*shape, k, generator=generator)
-        return gemm.padded(values, given.get("padding", 0)).to(dtype).to(device)[..., :k]
+        return gemm.padded(values, padding).to(dtype).to(device)[..., :k]
 
-    weight = gemm.shuffle_weight(rows(n)) if given.get("shuffled") else rows(n)
+    weight = gemm.shuffle_weight(rows(n, padding=0)) if given.get("shuffled") else rows(n, padding=2 * padding)
     bias = torch.randn(n, generator=generator).to(dtype).to(device) if given.get("bias") else None
-    return rows(*(tokens if isinstance(tokens, tuple) else (tokens,))), weight, bias
+    return rows(*(tokens if isinstance(tokens, tuple) else (tokens,)), padding=padding), weight, bias
 
 
 def _op(reference) -> Op:
