@@ -11,21 +11,24 @@ import mmap
 
 import pytest
 import torch
+from emulator import Emulator
 from test_ops import executor  # noqa: F401
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import op, ops
+from vllm_rocm_ops import launch, op, ops, quantization
 from vllm_rocm_ops.correctness import (
     FLOOR,
     SUMS_FLOOR,
     as_tuple,
     check,
+    check_terms,
     clone,
     generator_of,
     in_float64,
     unwritten_is_nan,
 )
-from vllm_rocm_ops.ops import gemm
+from vllm_rocm_ops.launch import Workspace
+from vllm_rocm_ops.ops import fused_experts_quantize, fused_experts_tiled, gemm
 
 GB = 2**30
 FAR = 2**25 - 16  # bytes between the rows of a skinny product, at most
@@ -38,6 +41,14 @@ def reach(shape, strides, size: int) -> int:
     return (sum((n - 1) * stride for n, stride in zip(shape, strides)) + 1) * size
 
 
+def reserved(shape, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of zeros on the CPU that takes memory only where it is touched."""
+    no_reserve = 0x4000  # Linux's MAP_NORESERVE
+    needed = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, needed, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
 def spread(tensor: torch.Tensor, *steps: int, device: str) -> torch.Tensor:
     """The same values with so many bytes from one to the next along each dimension."""
     size = tensor.element_size()
@@ -47,9 +58,7 @@ def spread(tensor: torch.Tensor, *steps: int, device: str) -> torch.Tensor:
         torch.cuda.empty_cache()
         storage = torch.empty(needed // size, dtype=tensor.dtype, device=device)
     else:
-        no_reserve = 0x4000  # Linux's MAP_NORESERVE
-        memory = mmap.mmap(-1, needed, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-        storage = torch.frombuffer(memory, dtype=tensor.dtype)
+        storage = reserved((needed // size,), tensor.dtype)
     return storage.as_strided(tensor.shape, strides).copy_(tensor)
 
 
@@ -177,6 +186,135 @@ def test_rows(the_op, executor):  # noqa: F811
     arguments = case.make("cpu", generator_of(case.name), executor[1].fp8_dtype)
     tensors = [n for n in ("input", "residual") if n in the_op.Arguments._fields]
     run(the_op, arguments, {name: (2**31 + 16, 2) for name in tensors}, executor)
+
+
+# Outputs and workspaces of more than 2^31 bytes: of each launch only the last blocks run, those that write behind that.
+
+
+def run_last(emulator, planned: launch.Launch, blocks: int) -> dict[Workspace, torch.Tensor]:
+    """Runs the last blocks along x; what its workspaces, on reserved memory, then hold."""
+    workspaces = {arg: reserved((int(arg),), torch.uint8) for arg in planned.args if isinstance(arg, Workspace)}
+    args = tuple(workspaces[arg] if isinstance(arg, Workspace) else arg for arg in planned.args)
+    x, y, _ = planned.grid
+    chosen = [row * x + last for row in range(y) for last in range(x - blocks, x)]
+    emulator.run(launch.code_object(planned.module, emulator.arch.name), planned._replace(args=args), blocks=chosen)
+    return workspaces
+
+
+def allocate_reserved(the_op: op.Op, a):
+    on_meta = the_op.Arguments(*(v.to("meta") if isinstance(v, torch.Tensor) else v for v in a))
+    outputs = tuple(reserved(v.shape, v.dtype) for v in as_tuple(the_op.allocate(on_meta)))
+    return outputs if len(outputs) > 1 else outputs[0]
+
+
+def with_zeros_before(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    large = reserved((rows, *tensor.shape[1:]), tensor.dtype)
+    large[-len(tensor) :] = tensor
+    return large
+
+
+def check_last_rows(the_op: op.Op, arguments: tuple, names: tuple[str, ...], rows: int, blocks: int, arch_name: str):
+    """So many rows in the arguments of these names; their last are those given, and so must be the outputs'. Races are not
+    looked for: the emulator can tell 2^20 waves apart."""
+    emulator, small = Emulator(arch_name, races=False), the_op.Arguments(*arguments)
+    left = [clone(v) for v in small]
+    reference = as_tuple(the_op.reference(*left))
+    oracle = as_tuple(the_op.reference(*map(in_float64, small)))
+    fitting = the_op.configs(small, emulator.arch)
+    for config in dict.fromkeys((fitting[0], fitting[-1])):
+        large = small._replace(**{name: with_zeros_before(getattr(small, name), rows) for name in names})
+        outputs = allocate_reserved(the_op, large)
+        (planned,) = the_op.plan(config, outputs, large, emulator.arch)
+        run_last(emulator, planned, blocks)
+        for i, (mine, theirs, exact) in enumerate(zip(as_tuple(outputs), reference, oracle)):
+            assert mine.nbytes > 2**31 or mine.shape[-1] < 128
+            check(f"{config} output {i}", mine[-len(theirs) :], theirs, exact.double(), True, FLOOR)
+        for name in the_op.mutates:
+            expected = left[small._fields.index(name)]
+            assert expected is None or torch.equal(getattr(large, name)[-len(expected) :], expected), name
+
+
+EMULATED = pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
+
+
+@EMULATED
+@pytest.mark.parametrize("the_op", ROWS, ids=lambda o: o.name)
+def test_last_of_many_rows(the_op, arch_name):
+    case = next(c for c in the_op.cases() if c.name == "bf16")
+    arguments = case.make("cpu", generator_of(case.name), archs.named(arch_name).fp8_dtype)
+    rows_of = tuple(n for n in ("input", "residual") if n in the_op.Arguments._fields)
+    check_last_rows(the_op, arguments, rows_of, 2**31 // 4096 + 5, 3, arch_name)
+
+
+@EMULATED
+def test_last_of_many_tokens(arch_name):
+    arguments = torch.randn(4, 32, generator=generator_of("tokens")).bfloat16(), 32, True
+    check_last_rows(ops.topk_softmax, arguments, ("gating_output",), 2**24 + 4, 1, arch_name)
+
+
+@EMULATED
+@pytest.mark.parametrize(
+    "m, n, k, blocks", [(64, 2**26 + 64, 16, 1), (2**16 + 64, 2**15 + 128, 128, 8)], ids=["skinny", "tiled"]
+)
+def test_last_of_a_large_product(m, n, k, blocks, arch_name):
+    """A tile for each block, of which the last works on the last; one of each die."""
+    emulator, one = Emulator(arch_name), torch.ones(1)
+    fp8, generator = emulator.arch.fp8_dtype, generator_of("product")
+    last_a, last_b = (torch.randn(rows, k, generator=generator).to(fp8) for rows in (64, min(n, 64)))
+    a, b = with_zeros_before(last_a, m), with_zeros_before(last_b, n)
+    given = ops.scaled_mm.Arguments(a, b.t(), one, one, torch.bfloat16)
+    config = gemm.SkinnyConfig(64, 1, n // 64) if m == 64 else ops.scaled_mm.configs(given, emulator.arch)[0]
+    out = allocate_reserved(ops.scaled_mm, given)
+    (planned,) = ops.scaled_mm.plan(config, out, given, emulator.arch)
+    run_last(emulator, planned, blocks)
+    last_a, last_b = last_a.double(), last_b.double()
+    terms = last_a.abs() @ last_b.abs().t()
+    check_terms(f"{config}", out[-64:, -64:], last_a @ last_b.t(), terms, FLOOR)
+
+
+@EMULATED
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_last_rows_that_are_quantised(kind, arch_name):
+    """Ahead of the experts."""
+    emulator, (rows, columns) = Emulator(arch_name), (2**18 + 3, 8192)
+    fp8, last = emulator.arch.fp8_dtype, torch.randn(2, columns, generator=generator_of(kind)).bfloat16()
+    hidden = fused_experts_quantize.Rows(with_zeros_before(last, rows), rows, columns, columns, torch.bfloat16)
+    written, planned = fused_experts_quantize.quantize(hidden, kind, None, emulator.arch)
+    ours = run_last(emulator, planned, 2)[written.rows].view(fp8).reshape(rows, columns)[-2:]
+    expected, _ = quantization.per_token(
+        last.float().unflatten(-1, (-1, 128 if kind == "block" else columns)), fp8, None
+    )
+    assert torch.equal(ours.view(torch.uint8), expected.flatten(-2).view(torch.uint8))
+
+
+@EMULATED
+def test_last_tokens_that_are_combined(arch_name):
+    """From what the experts gave: 9 rows of fp32 for each."""
+    emulator, (m, h, topk) = Emulator(arch_name), (2**15 + 5, 8192, 9)
+    w1, w2 = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((16, 32, h), (16, h, 16)))
+    ids = torch.arange(topk, dtype=torch.int32).expand(m, topk).contiguous()
+    hidden = reserved((m, h), torch.bfloat16)
+    a = ops.fused_experts.Arguments(hidden, w1, w2, torch.ones(m, topk), ids, torch.bfloat16)
+    out = allocate_reserved(ops.fused_experts, a)
+    planned = fused_experts_tiled.launches(fused_experts_tiled.TiledConfig(64), out, a, emulator.arch)[-1]
+    last = torch.randn(2 * topk, h, generator=generator_of("combine"))
+    results = with_zeros_before(last, m * topk)
+    run_last(
+        emulator, planned._replace(args=tuple(results if isinstance(v, Workspace) else v for v in planned.args)), 2
+    )
+    exact = last.double().reshape(2, topk, h).sum(1)
+    assert (out[-2:].double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+@EMULATED
+def test_e8m0_scales_far_apart(arch_name):
+    """Those of a weight, which are widened."""
+    emulator = Emulator(arch_name)
+    arguments = gemm_arguments(ops.block_scaled_mm, 5, 304, 384, emulator.arch.fp8_dtype)
+    scales = torch.randint(120, 134, (3, 3), generator=generator_of("e8m0"), dtype=torch.uint8)
+    small = (*arguments[:3], scales.view(torch.float8_e8m0fnu), torch.float32)
+    with launch.executor(emulator):
+        run(ops.block_scaled_mm, small, {"scale_b": (2**30 + 64, 1)}, ("cpu", emulator.arch))
 
 
 def explain(the_op: op.Op, arch: str, *args, **kwargs) -> str:
