@@ -1,0 +1,612 @@
+"""Plausible mistakes in kernels, each a change of one line, and the tests that catch it: python tests/mutants.py [names]
+
+Each mutant is built as gfx942 or gfx950 code into a folder of its own, and its tests run on that code until one fails. A table
+says which; the exit status is 1 if one survives that is not marked as equivalent. Without names all run, in some 20 minutes.
+What test_planted_bugs.py plants runs with every test command and is not repeated here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+CSRC = TESTS.parent / "csrc"
+CODE = TESTS.parent / "vllm_rocm_ops" / "code"
+ARCHS = ("gfx942", "gfx950")
+
+
+class DoesNotFit(AssertionError):
+    """A text that a mutant replaces is not in its file, or more than once."""
+
+
+def replaced(csrc: Path, file: str, text: str, replacement: str) -> str:
+    """The file's content with one text replaced."""
+    content = (csrc / file).read_text()
+    if content.count(text) != 1:
+        raise DoesNotFit(f"{file} must hold this text once, has it {content.count(text)} times: {text!r}")
+    return content.replace(text, replacement)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`text` is replaced in csrc/`file`; `modules` are built of it for the archs that the tests name. `equivalent`: why no test
+    can see it."""
+
+    file: str
+    text: str
+    replacement: str
+    modules: str
+    tests: tuple[str, ...]
+    equivalent: str = ""
+
+    @property
+    def archs(self) -> list[str]:
+        return [arch for arch in ARCHS if any(arch in test for test in self.tests)] or list(ARCHS)
+
+    @property
+    def change(self) -> str:
+        return " ".join(f"{self.text} -> {self.replacement or '(nothing)'}".split())
+
+
+def cases(op: str, *names: str, arch: str = "gfx942") -> tuple[str, ...]:
+    """Cases of an op in test_ops.py."""
+    arch = {"gfx950": "gfx950:3"}.get(arch, arch)
+    return tuple(f"test_ops.py::test_case[{arch}-{op}-{name}]" for name in names)
+
+
+def large(test: str) -> tuple[str, ...]:
+    return (f"test_large_tensors.py::{test}",)
+
+
+RMS, SILU, SKINNY, TILED = "ops/rms_norm.hip", "ops/silu_and_mul.hip", "device/skinny.h", "ops/scaled_mm_tiled.hip"
+EXPERTS, EXPERTS_TILED, ROUTING = "ops/fused_experts.hip", "ops/fused_experts_tiled.hip", "ops/moe_routing.hip"
+QUANTIZE, MX, FLOAT8 = "ops/fused_experts_quantize.hip", "ops/mxfp8_scaled_mm.hip", "device/float8.h"
+PER_TOKEN, PER_BLOCK = "silu_and_mul_per_token_quant", "silu_and_mul_per_block_quant"
+NO_MINIMUM = "return __builtin_fmaxf(divide(absmax, numerics::kE4m3Max, 1.0f / numerics::kE4m3Max), 1e-30f);"
+
+MUTANTS = {
+    # Scales and special values
+    "divisor not bounded to the largest finite number": Mutant(
+        FLOAT8,
+        "value(__builtin_fminf(scale, __FLT_MAX__))",
+        "value(scale)",
+        "silu_and_mul",
+        cases(PER_TOKEN, "bf16-special"),
+    ),
+    "infinite quotients of pairs refined": Mutant(
+        FLOAT8,
+        "return {refined.x == refined.x ? refined.x : quotient.x, refined.y == refined.y ? refined.y : quotient.y};",
+        "return refined;",
+        "silu_and_mul",
+        cases(PER_TOKEN, "scale_ub-0.5"),
+    ),
+    "inverse of an infinite scale not 0": Mutant(
+        FLOAT8,
+        "inverse = scale == value ? refined : 0.0f;",
+        "inverse = refined;",
+        "silu_and_mul",
+        cases(PER_TOKEN, "bf16-special"),
+    ),
+    "a bound below the least scale (norm)": Mutant(
+        RMS,
+        "return absmax_to_scale(absmax);",
+        f"if (scale_ub) {NO_MINIMUM} return absmax_to_scale(absmax);",
+        "rms_norm",
+        cases("rms_norm_dynamic_per_token_quant", "scale_ub-1e-09"),
+    ),
+    "an infinite quotient refined": Mutant(
+        FLOAT8,
+        "return refined == refined ? refined : quotient;",
+        "return refined;",
+        "rms_norm",
+        cases("fused_add_rms_norm", "fp16-corners", "fp16-special"),
+    ),
+    "a bound below the least scale (activation)": Mutant(
+        SILU,
+        "scale = __builtin_fmaxf(__builtin_fminf(scale, *mem::global(scale_ub)), kMinScale);",
+        "scale = __builtin_fminf(scale, *mem::global(scale_ub));",
+        "silu_and_mul",
+        cases(PER_BLOCK, "scale_ub-1e-09"),
+    ),
+    "no least scale (activation)": Mutant(
+        SILU, "return absmax_to_scale(absmax);", NO_MINIMUM, "silu_and_mul", cases(PER_TOKEN, "bf16-corners")
+    ),
+    "no least scale (norm)": Mutant(
+        RMS,
+        "return absmax_to_scale(absmax);",
+        NO_MINIMUM,
+        "rms_norm",
+        cases("rms_norm_per_block_quant", "fp16-corners"),
+    ),
+    "least scale twice as large": Mutant(
+        FLOAT8,
+        "kE4m3Max * 512.0f",
+        "kE4m3Max * 256.0f",
+        "rms_norm",
+        cases("rms_norm_per_block_quant", "fp16-corners"),
+    ),
+    "clamps in the other order": Mutant(
+        "device/amd/numerics.h",
+        "__builtin_fmaxf(__builtin_fminf(x, kE4m3Max), -kE4m3Max)",
+        "__builtin_fminf(__builtin_fmaxf(x, -kE4m3Max), kE4m3Max)",
+        "rms_norm",
+        cases("fused_add_rms_norm_static_fp8_quant", "fp16-corners", "bf16-special"),
+    ),
+    "ties to bf16 rounded up": Mutant(
+        "device/amd/numerics.h",
+        "bits += ((bits >> 16) & 1) + 0x7fff;",
+        "bits += 0x8000;",
+        "rms_norm",
+        cases("fused_add_rms_norm", "bf16"),
+    ),
+    "log2(e) to four places": Mutant(
+        "device/vec.h", "-1.4426950408889634f", "-1.4427f", "silu_and_mul", cases("silu_and_mul", "bf16")
+    ),
+    "ties at 448 rounded over": Mutant(
+        QUANTIZE,
+        "(1 << kMantissa) / 4 - 1",
+        "(1 << kMantissa) / 4",
+        "fused_experts_quantize",
+        ("test_fused_experts_quantize.py::test_rows_are_quantised_per_32[32-dtype0]",),
+    ),
+    "e8m0 255 becomes infinity": Mutant(
+        "device/scale.h",
+        "return __builtin_fmaf(power, 0.0f, power);",
+        "return power;",
+        "block_scaled_mm",
+        ("test_block_scaled_mm.py::test_every_e8m0_scale[skinny-a-gfx942]",),
+    ),
+    "2^-127 becomes 0": Mutant(
+        "device/scale.h",
+        "__builtin_elementwise_max(scale << 23, kSmallest)",
+        "scale << 23",
+        "block_scaled_mm",
+        ("test_block_scaled_mm.py::test_every_e8m0_scale[widened-a-gfx942]",),
+    ),
+    # Rows
+    "residual read at input's stride": Mutant(
+        RMS,
+        "(u16*)residual + index * residual_stride",
+        "(u16*)residual + index * input_stride",
+        "rms_norm",
+        cases("fused_add_rms_norm", "strided", "bf16-general"),
+    ),
+    "one part too many of a reduction": Mutant(
+        "device/reduce.h", "slot < waves ?", "slot <= waves ?", "rms_norm", cases("rms_norm", "bf16")
+    ),
+    "rows of a norm's output in 32 bits": Mutant(
+        RMS,
+        "(u8*)out + index * hidden * kOutBytes",
+        "(u8*)out + int(index) * hidden * kOutBytes",
+        "rms_norm",
+        large("test_last_of_many_rows[rms_norm-gfx942]"),
+    ),
+    "rows of an activation's output in 32 bits": Mutant(
+        SILU,
+        "(u8*)out + index * hidden * kOutBytes",
+        "(u8*)out + int(index) * hidden * kOutBytes",
+        "silu_and_mul",
+        large("test_last_of_many_rows[silu_and_mul_per_token_quant-gfx950]"),
+    ),
+    # Skinny products
+    "a tile's own start counts as earlier": Mutant(
+        SKINNY,
+        "share.first_step(from) < tile * p.steps",
+        "share.first_step(from) <= tile * p.steps",
+        "scaled_mm",
+        (),
+        "a block that starts at its tile's start and shares it has no other tile, so that either place is free; all agree",
+    ),
+    "sums of two tiles in one buffer (narrow)": Mutant(
+        SKINNY, "parity ^= 1;", "", "block_scaled_mm", cases("block_scaled_mm", "m1", arch="gfx950")
+    ),
+    "the next tile reads the last one's weights (narrow)": Mutant(
+        SKINNY,
+        "if (ahead.tile != tile) streaming = stream(ahead.tile);",
+        "",
+        "block_scaled_mm",
+        cases("block_scaled_mm", "m1", arch="gfx950"),
+    ),
+    "sums carried into the next tile (narrow)": Mutant(
+        SKINNY, "sum[t] = f32x4{};", "", "block_scaled_mm", cases("block_scaled_mm", "m1", arch="gfx950")
+    ),
+    "the next tile reads the last one's weights (wide)": Mutant(
+        "device/amd/wide.h",
+        "if (next.tile != now.tile) ahead = stream(next.tile);",
+        "",
+        "block_scaled_mm",
+        cases("block_scaled_mm", "column-major-scales"),
+    ),
+    "sums carried into the next tile (wide)": Mutant(
+        "device/amd/wide.h",
+        "end_tile(tile, sum);\n        sum = {};",
+        "end_tile(tile, sum);",
+        "block_scaled_mm",
+        cases("block_scaled_mm", "column-major-scales"),
+    ),
+    "stride of scale_a along K dropped": Mutant(
+        "device/amd/wide.h",
+        "(token * p.scale_a_row + block_k * p.scale_a_k)",
+        "(token * p.scale_a_row + block_k)",
+        "block_scaled_mm",
+        cases("block_scaled_mm", "column-major-scales"),
+    ),
+    "both shared tiles of a block in one place": Mutant(
+        SKINNY,
+        "(b == from ? ends_here : 0)",
+        "0",
+        "block_scaled_mm",
+        cases("block_scaled_mm", "column-major-scales"),
+    ),
+    "no release before the count": Mutant(
+        "device/arrive.h", "thread_release();  //", "//", "scaled_mm", cases("scaled_mm", "long-k", "m1")
+    ),
+    "no acquire after the count": Mutant(
+        "device/arrive.h", "thread_acquire();  //", "//", "scaled_mm", cases("scaled_mm", "long-k", "m1")
+    ),
+    "the end of K ignored": Mutant(
+        SKINNY,
+        "return (end < p.k ? end : p.k) - step * mma::kDepth;",
+        "return end - step * mma::kDepth;",
+        "block_scaled_mm",
+        cases("block_scaled_mm", "odd-sizes", "column-major-scales"),
+    ),
+    "one bias too many": Mutant(
+        SKINNY,
+        "if (row + i < p.n) bias[i]",
+        "if (row + i <= p.n) bias[i]",
+        "scaled_mm",
+        cases("scaled_mm", "bias-fp16"),
+    ),
+    "a narrow tile begun only with two steps left": Mutant(
+        SKINNY,
+        "if (next.end > 0) begin_tile(tile, next.tile);",
+        "if (next.end > 1) begin_tile(tile, next.tile);",
+        "block_scaled_mm",
+        (),
+        "shares of narrow kernels are multiples of 8 steps",
+    ),
+    "elements of a product in 32 bits (skinny)": Mutant(
+        SKINNY,
+        "u64(u32(token[i])) * u32(p.n) + u32(row[j])",
+        "i64(token[i] * p.n + row[j])",
+        "scaled_mm",
+        large("test_last_of_a_large_product[skinny-gfx942]"),
+    ),
+    "strides of scales that are widened in 32 bits": Mutant(
+        "ops/block_scaled_mm.hip",
+        "at / blocks * row_stride",
+        "at / blocks * int(row_stride)",
+        "block_scaled_mm",
+        large("test_e8m0_scales_far_apart[gfx942]"),
+    ),
+    "buffers of 1 GB": Mutant(
+        "device/amd/buffer.h",
+        "0x80000000u",
+        "0x40000000u",
+        "scaled_mm",
+        large("test_skinny_products[gfx942-5-scaled_mm]"),
+    ),
+    # Tiled products
+    "scale of a block beyond N": Mutant(
+        TILED,
+        "(n < p.n ? n : p.n - 1) / kScaleBlock",
+        "n / kScaleBlock",
+        "scaled_mm_tiled",
+        cases("block_scaled_mm", "tiles-padded", arch="gfx950"),
+    ),
+    "longer slices lose a panel": Mutant(
+        TILED,
+        "last = first + per_slice + (slice < longer)",
+        "last = first + per_slice",
+        "scaled_mm_tiled",
+        cases("block_scaled_mm", "tiles"),
+    ),
+    "16 bytes beyond K copied": Mutant(
+        "device/panel.h",
+        "column < bytes",
+        "column <= bytes",
+        "scaled_mm_tiled",
+        cases("block_scaled_mm", "tiles", "tiles-padded"),
+    ),
+    "the last group of tiles taken as full": Mutant(
+        "device/tile.h",
+        "tiles_m - first < group ? tiles_m - first : group",
+        "group",
+        "scaled_mm_tiled",
+        cases("block_scaled_mm", "tiles"),
+    ),
+    "dies past the longer ones shifted too far": Mutant(
+        "device/tile.h",
+        "(die < longer ? die : longer)",
+        "die",
+        "scaled_mm_tiled",
+        cases("block_scaled_mm", "tiles"),
+    ),
+    "rows of a weight at the tokens' stride": Mutant(
+        TILED,
+        "b_layout{p.b_tile, p.b_row, p.b_piece",
+        "b_layout{p.b_tile, int(p.a_stride), p.b_piece",
+        "scaled_mm_tiled",
+        cases("scaled_mm", "tiles-padded"),
+    ),
+    "elements of a product in 32 bits (tiled)": Mutant(
+        TILED,
+        "i64(m) * p.n + n",
+        "m * p.n + n",
+        "scaled_mm_tiled",
+        large("test_last_of_a_large_product[tiled-gfx942]"),
+    ),
+    "no wait state after writing M0": Mutant(
+        "device/amd/lds_async.h",
+        "s_nop 0\\n\\t",
+        "",
+        "scaled_mm_tiled",
+        cases("scaled_mm", "tiles", arch="gfx950"),
+    ),
+    # MX-FP8
+    "one block scale too many": Mutant(
+        "device/amd/mx.h",
+        "scale < count ? lane_offset",
+        "scale <= count ? lane_offset",
+        "mxfp8_scaled_mm",
+        cases("mxfp8_scaled_mm", "m1", "k352", "k32", arch="gfx950"),
+    ),
+    "bias of the MX kernels dropped": Mutant(
+        SKINNY,
+        "added = kMx ? load_bias<kRun>(p, row[j]) : bias[j];",
+        "added = bias[j];",
+        "mxfp8_scaled_mm",
+        cases("mxfp8_scaled_mm", "bias-fp16", arch="gfx950"),
+    ),
+    "sums carried into the next tile (MX)": Mutant(
+        MX, "sum[t][0] = f32x4{};", "(void)t;", "mxfp8_scaled_mm", cases("mxfp8_scaled_mm", "m33", "tiles", arch="gfx950")
+    ),
+    "a weight's block scales at the tokens' stride": Mutant(
+        MX,
+        "(row >> p.scale_b_shift) * p.scale_b_row, scale_at",
+        "(row >> p.scale_b_shift) * p.scale_a_row, scale_at",
+        "mxfp8_scaled_mm",
+        cases("mxfp8_scaled_mm", "padded", arch="gfx950"),
+    ),
+    # Experts
+    "sums of the last wave left out": Mutant(
+        EXPERTS,
+        "for (int w = 0; w < mma::kWaves; ++w) total",
+        "for (int w = 0; w < mma::kWaves - 1; ++w) total",
+        "fused_experts",
+        cases("fused_experts", "block"),
+    ),
+    "sums of two tiles in one buffer (experts)": Mutant(
+        EXPERTS, "parity ^= 1;", "", "fused_experts", cases("fused_experts", "block", "bf16", arch="gfx950")
+    ),
+    "a negative id looked up": Mutant(
+        EXPERTS,
+        "id >= 0 && id < p.mapped",
+        "id < p.mapped",
+        "fused_experts",
+        cases("fused_experts", "block-map"),
+    ),
+    "an id equal to the map's length looked up": Mutant(
+        EXPERTS,
+        "id >= 0 && id < p.mapped",
+        "id >= 0 && id <= p.mapped",
+        "fused_experts",
+        cases("fused_experts", "block-map", "mx-m40-map", arch="gfx950"),
+    ),
+    "of repeated ids the last weight": Mutant(
+        EXPERTS,
+        "lists.router[pair] += lists.router[first + other]",
+        "lists.router[pair] = lists.router[first + other]",
+        "fused_experts",
+        cases("fused_experts", "block-repeated"),
+    ),
+    "an id equal to the number of experts is one": Mutant(
+        EXPERTS_TILED,
+        "if (expert[i] >= p.routed) expert[i] = -1;",
+        "if (expert[i] > p.routed) expert[i] = -1;",
+        "fused_experts_tiled",
+        ("test_fused_experts_tiled.py::test_pairs_are_sorted[even-gfx942]",),
+    ),
+    "a shared expert gets a router weight": Mutant(
+        EXPERTS_TILED,
+        "p.router && slot < p.topk ?",
+        "p.router ?",
+        "fused_experts_tiled",
+        ("test_fused_experts_tiled.py::test_case[gfx942-block-input-weight-m65-TiledConfig(tokens=64)]",),
+    ),
+    "all patches have the first one's up scale": Mutant(
+        EXPERTS_TILED,
+        "block_of(rows_n + wave_n + j * tile::kPatchRows / 2)",
+        "block_of(rows_n + wave_n)",
+        "fused_experts_tiled",
+        cases("fused_experts", "block-odd-m70"),
+    ),
+    "gate scale not clamped to the gate rows": Mutant(
+        EXPERTS_TILED,
+        "block_of(wave_n < rows_n ? wave_n : rows_n - 1) * 4",
+        "block_of(wave_n) * 4",
+        "fused_experts_tiled",
+        (),
+        "waves beyond the gate rows drop their sums, and block_of clamps to N",
+    ),
+    "positions counted without the last expert": Mutant(
+        EXPERTS_TILED,
+        "i32x4{position + count, tile + tiles, 0, 0}",
+        "i32x4{position, tile + tiles, 0, 0}",
+        "fused_experts_tiled",
+        cases("fused_experts", "block-m65"),
+    ),
+    "rows that are combined in 32 bits": Mutant(
+        EXPERTS_TILED,
+        "p.results + token * routing.slots() * p.columns",
+        "p.results + int(token) * routing.slots() * p.columns",
+        "fused_experts_tiled",
+        large("test_last_tokens_that_are_combined[gfx942]"),
+    ),
+    "rows that are quantised in 32 bits": Mutant(
+        QUANTIZE,
+        "p.out + i64(row) * p.columns",
+        "p.out + row * p.columns",
+        "fused_experts_quantize",
+        large("test_last_rows_that_are_quantised[channel-gfx950]"),
+    ),
+    # Routing
+    "weights divided by a sum of 0": Mutant(
+        ROUTING,
+        "weight /= sum > 0.0f ? sum : 1.0f;",
+        "weight /= sum;",
+        "moe_routing",
+        cases("topk_sigmoid", "not-finite"),
+    ),
+    "-0 stays -0": Mutant(ROUTING, "kLowest) + 0.0f", "kLowest)", "moe_routing", cases("grouped_topk", "equal")),
+    "a NaN logit stays NaN": Mutant(
+        ROUTING,
+        "if (i >= mine.count || x[i] != x[i])",
+        "if (i >= mine.count)",
+        "moe_routing",
+        cases("grouped_topk", "not-finite"),
+    ),
+    "the other lane's second largest dropped": Mutant(
+        ROUTING,
+        "second = __builtin_fmaxf(second, other_second);",
+        "",
+        "moe_routing",
+        cases("grouped_topk", "deepseek-v3"),
+    ),
+    "a loss without a wave's fifth token": Mutant(
+        ROUTING,
+        "sum += log_sum * log_sum;",
+        "if (token < 4 * p.tokens_apart()) sum += log_sum * log_sum;",
+        "moe_routing",
+        cases("router_z_loss", "many-tokens"),
+    ),
+    "a balancing loss without a wave's fifth token": Mutant(
+        ROUTING,
+        "probability[i] += e.value[i] * inverse;",
+        "probability[i] += token < 4 * p.tokens_apart() ? e.value[i] * inverse : 0.0f;",
+        "moe_routing",
+        cases("load_balancing_loss", "many-tokens", arch="gfx950"),
+    ),
+    "tokens of topk's output in 32 bits": Mutant(
+        ROUTING,
+        "mem::store(p.ids + token * p.topk + lane, id);",
+        "mem::store(p.ids + i64(int(token * p.topk * 4)) / 4 + lane, id);",
+        "moe_routing",
+        large("test_last_of_many_tokens[gfx942]"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    verdict: str  # the test that failed, or why none did
+    caught: bool
+    said: str
+    seconds: float
+
+
+class FirstFailure:
+    """A plugin of pytest that keeps the test that failed first, and what it said."""
+
+    test = said = ""
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        yield
+        if call.excinfo is not None and not self.test and not call.excinfo.errisinstance(pytest.skip.Exception):
+            self.test = item.nodeid.rpartition("/")[2]
+            self.said = " ".join(f"{call.excinfo.typename}: {call.excinfo.value}".split())
+
+
+def build(mutant: Mutant, folder: Path) -> Path:
+    """The code objects in a folder: the mutant's, and those that ship."""
+    from test_build import load_build
+
+    shutil.copytree(CSRC, folder / "csrc")
+    (folder / "csrc" / mutant.file).write_text(replaced(CSRC, mutant.file, mutant.text, mutant.replacement))
+    code = folder / "code"
+    for path in CODE.glob("*/*"):
+        link = code / path.relative_to(CODE)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(path)
+    module = load_build(folder / "csrc")
+    for arch in mutant.archs:
+        for stem in mutant.modules.split():
+            output = code / arch / f"{stem}{module.suffix(arch)}"
+            output.unlink()
+            module.compile_source(folder / "csrc" / "ops" / f"{stem}.hip", arch, output)
+    return code
+
+
+def judge(name: str) -> Result:
+    """Runs a mutant's tests on its code, in this process, which is not used again."""
+    from vllm_rocm_ops import launch
+
+    mutant, start, first = MUTANTS[name], time.monotonic(), FirstFailure()
+
+    def result(verdict: str, caught: bool, said: str = "") -> Result:
+        return Result(name, verdict, caught, said, time.monotonic() - start)
+
+    try:
+        if mutant.equivalent:
+            replaced(CSRC, mutant.file, mutant.text, mutant.replacement)
+            return result(f"equivalent: {mutant.equivalent}", True)
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            launch.CODE = build(mutant, Path(folder))
+            selection = [str(TESTS / test) for test in mutant.tests]
+            status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *selection], plugins=[first])
+    except DoesNotFit as error:
+        return result(f"does not fit: {error}", False)
+    except RuntimeError as error:
+        return result(f"does not build: {error}", False)
+    if status == pytest.ExitCode.OK:
+        return result("SURVIVED", False)
+    if status != pytest.ExitCode.TESTS_FAILED:
+        return result(f"no such tests: {' '.join(mutant.tests)}", False)
+    unseen = first.said.startswith("UnsupportedInstruction")  # the emulator, not the test
+    return result(first.test, not unseen, first.said)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="name", help="parts of mutants' names, or of their files'")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="how many run at a time")
+    arguments = parser.parse_args()
+    found = [n for n, m in MUTANTS.items() if any(part in f"{n} {m.file}" for part in arguments.names or [""])]
+    if not found:
+        parser.error(f"names must be parts of {', '.join(MUTANTS)}")
+    os.environ["VLLM_ROCM_OPS_TABLES"] = os.devnull
+    import torch
+
+    from vllm_rocm_ops import ops  # noqa: F401  once, before the processes divide
+
+    torch.set_num_threads(1)
+    lived = 0
+    with multiprocessing.get_context("fork").Pool(arguments.jobs, maxtasksperchild=1) as pool:
+        for of in pool.imap(judge, found, chunksize=1):
+            mutant = MUTANTS[of.name]
+            lived += not of.caught
+            print(f"| {of.name} | {mutant.file} | `{mutant.change}` | {of.verdict} | {of.seconds:.0f} |", flush=True)
+            if of.said:
+                print(f"    {of.said[:200]}", file=sys.stderr, flush=True)
+    print(f"{len(found) - lived} of {len(found)} mutants are caught or equivalent")
+    return int(lived > 0)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(TESTS.parent))
+    sys.exit(main())
