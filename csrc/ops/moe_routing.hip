@@ -79,6 +79,30 @@ struct Elements {
   }
 };
 
+enum BiasType { kBf16, kF16, kFp32 };
+
+// A lane's biases, of a type that is known at run time.
+template <int kValues>
+struct Biases {
+  u32 bits[kValues];
+
+  template <class T>
+  DEVICE void load_as(const void* biases, const Share& mine, int experts) {
+    Elements<T, kValues> loaded;
+    loaded.load(biases, mine, experts);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) bits[i] = loaded.bits[i];
+  }
+  DEVICE void load(const void* biases, int type, const Share& mine, int experts) {
+    if (type == kFp32) load_as<float>(biases, mine, experts);
+    else load_as<Bf16>(biases, mine, experts);  // as F16: two bytes each
+  }
+  DEVICE float value(int i, int type) const {
+    const float half = type == kBf16 ? Element<Bf16>::value(bits[i]) : Element<F16>::value(bits[i]);
+    return type == kFp32 ? Element<float>::value(bits[i]) : half;
+  }
+};
+
 // exp(logits - maximum) over a wave, and its sum. The largest logit, infinite or not, becomes 1.
 template <int kValues>
 struct Exponentials {
@@ -115,10 +139,10 @@ struct Top {
 
 struct Routing {
   const void* logits;  // [tokens, experts] T, rows stride elements apart
-  const float* bias;   // [experts], or null
+  const void* bias;    // [experts] of bias_type, or null
   float* weights;      // [tokens, topk]
   int* ids;            // [tokens, topk]
-  i64 stride, tokens;
+  i64 stride, tokens, bias_type;
   int experts, topk, is_sigmoid, renormalize;
   int groups, topk_group;      // groups that there are, and that are chosen from
   int group_size, log2_lanes;  // experts of a group, and its lanes
@@ -158,9 +182,9 @@ DEVICE void route(const Routing& p) {
   const int lane = wave::lane();
   const Share mine = share_of(lane, p.groups, p.group_size, p.log2_lanes);
   Elements<T, kValues> logits;
-  Elements<float, kValues> bias;
+  Biases<kValues> bias;
   logits.load(row_of<T>(p.logits, token, p.stride), mine, p.experts);
-  if (p.bias) bias.load(p.bias, mine, p.experts);
+  if (p.bias) bias.load(p.bias, p.bias_type, mine, p.experts);
   float choice[kValues], score[kValues];
   logits.logits(choice, mine);
 
@@ -176,7 +200,7 @@ DEVICE void route(const Routing& p) {
   }
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
-    if (p.bias) choice[i] = score[i] + bias.value(i);
+    if (p.bias) choice[i] = score[i] + bias.value(i, p.bias_type);
     choice[i] = i < mine.count ? __builtin_fmaxf(choice[i], kLowest) + 0.0f : -kInfinity;  // + 0: -0 becomes 0
   }
   const bool is_in = p.topk_group == p.groups || groups_before(choice, p, mine.group) < p.topk_group;

@@ -1,16 +1,18 @@
 """Our experts in vLLM's mixture-of-experts layers: what they compute, which calls they leave to the experts that they hold, which
 layers they serve."""
 
+import pathlib
 import typing
 
 import pytest
 import selection
 import torch
+from emulator import Emulator
 from torch import Tensor
 
 import vllm_rocm_ops
-from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import experts, fp8_experts, mxfp8_experts, routing_experts, unquantized_experts
+from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops.vllm import experts, fp8_experts, mxfp8_experts, routing_experts, seam, unquantized_experts
 
 EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 8, 3, 256, 128, 5
 GROUPS, TOPK_GROUP, SCALE = 4, 2, 1.5
@@ -173,12 +175,16 @@ def inputs(tokens: int = TOKENS) -> Tensor:
 
 def vllm_routes(logits: Tensor, bias: Tensor | None, **options) -> tuple[Tensor, Tensor]:
     """What vLLM's own router answers, in order of experts."""
+    return in_order(*vllm_router(bias=bias, **options).select_experts(logits, logits))
+
+
+def vllm_router(topk: int = TOPK, bias: Tensor | None = None, **options):
+    """vLLM's own router."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     groups = {"use_grouped_topk": True, "num_expert_group": GROUPS, "topk_group": TOPK_GROUP, "scoring_func": "sigmoid"}
     scale = {"routed_scaling_factor": SCALE, "e_score_correction_bias": bias}
-    router = CPURouter(TOPK, EXPERTS, **(groups | scale | options))
-    return in_order(*router.select_experts(logits, logits))
+    return CPURouter(topk, EXPERTS, **(groups | scale | options))
 
 
 def in_order(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -318,7 +324,7 @@ def calls_of(
         ours = (unquantized_experts if kind == "bf16" else fp8_experts).OURS[0]
         made = kernel(layer, ours, experts_per_token=topk)
         result = call_with_logits(layer, made, logits, bias, hidden, **options)
-        weights, ids = ops.grouped_topk(logits, topk, True, GROUPS, TOPK_GROUP, "sigmoid", SCALE, bias)
+        weights, ids = vllm_router(topk=topk, bias=bias).select_experts(logits, logits)
     return result, stock.calls, layer, (hidden, weights, ids)
 
 
@@ -348,7 +354,7 @@ def test_what_no_kernel_takes_is_vllms(stock, form, kind, on_input):
     assert made["workspace13"].shape == (TOKENS, ids.shape[1], 2 * INNER)
     assert made["workspace2"].shape == (TOKENS, ids.shape[1], HIDDEN)
     assert made["apply_router_weight_on_input"] is on_input
-    assert "fused_experts" not in vllm_rocm_ops.stats()
+    assert vllm_rocm_ops.stats() == {}
 
 
 @pytest.mark.parametrize("tokens", [1, experts.MOST_TOKENS, experts.MOST_TOKENS + 1])
@@ -382,18 +388,73 @@ def test_which_layers_route(kind):
     for options in ({}, parallel(tp_size=2), parallel(**spread), {"router_logits_dtype": torch.float32}):
         assert select(kind, **options).__name__.startswith("RocmOpsRouting")
     others = [method("Custom"), method("Simulated"), method("Unspecified"), parallel(enable_eplb=True, **spread)]
-    for options in (*others, {"num_experts": 1024}):
+    for options in others:
         assert select(kind, **options) is modular(kind)
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-def test_kernels_take_all_that_route(arch):
-    """No layer that routes itself runs a reference of the routing ops on a GPU."""
-    most, topk = routing_experts.MOST_EXPERTS, routing_experts.MOST_TOPK
-    logits, bias = (torch.empty(*shape, most, device="meta") for shape in ((TOKENS,), ()))
-    grouped = ops.grouped_topk.explain(logits, topk, True, GROUPS, TOPK_GROUP, "sigmoid", SCALE, bias, arch=arch)
-    for explained in (grouped, ops.topk_softmax.explain(logits, topk, True, arch=arch)):
-        assert all(holds for _, holds in explained.rules), explained.rules
+def test_kernels_take_all_that_route(arch, monkeypatch):
+    """On a GPU a layer routes itself only where kernels for that GPU, which are there, take its routing."""
+    monkeypatch.setattr(seam, "arch_here", lambda _: arch)
+    most = {"num_experts": 512, "experts_per_token": 32}
+    for options in ({}, most, method("Default"), *({"router_logits_dtype": dtype} for dtype in TYPES)):
+        assert select("block", **options) is not modular("block"), options
+    refused = {"num_experts": 513}, {"experts_per_token": 33, "num_experts": 64}, {"router_logits_dtype": torch.float64}
+    for options in refused:
+        assert select("block", **options) is modular("block"), options
+    for op, name in (("grouped_topk", "DeepSeekV3"), ("topk_softmax", "Default")):
+        monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", op)
+        assert select("block", **method(name)) is modular("block")
+    monkeypatch.delenv("VLLM_ROCM_OPS_DISABLE")
+    monkeypatch.setattr(launch, "CODE", pathlib.Path("/nowhere"))
+    assert select("block") is modular("block")
+
+
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_biases_of_any_type(stock, arch, dtype):
+    """With AITER vLLM has DeepSeek's logits and biases in bf16."""
+    logits, bias = random(TOKENS, EXPERTS).to(dtype), (random(EXPERTS) * 0.1).to(dtype)
+    arguments = routing_experts.METHODS["DeepSeekV3"], TOPK, logits, GROUPS, TOPK_GROUP, bias, SCALE
+    wanted = routing_experts.route(*arguments)
+    vllm_rocm_ops.reset_stats()
+    with launch.executor(Emulator(arch)):
+        found = routing_experts.route(*arguments, holds=True)
+    [kernel] = vllm_rocm_ops.stats()["grouped_topk"]
+    assert kernel.startswith("moe_topk_")
+    assert torch.equal(found[1], wanted[1])
+    torch.testing.assert_close(found[0], wanted[0])
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_what_no_kernel_routes_is_vllms(router):
+    """Its own router then gives the weights and ids, and no reference of ours runs."""
+    options, logits = dict(ROUTERS[router]), random(TOKENS, EXPERTS).bfloat16()
+    name, grouped = router.split()[0], "groups" not in router
+    bias = (random(EXPERTS) * 0.1).bfloat16() if name == "DeepSeekV3" else None
+    if not grouped:
+        options |= {"routed_scaling_factor": 1.0}
+    groups = (GROUPS, TOPK_GROUP) if grouped else (None, None)
+    wanted = vllm_routes(logits, bias, **options)
+    scale = SCALE if grouped else 1.0
+    found = routing_experts.route(routing_experts.METHODS[name], TOPK, logits, *groups, bias, scale, holds=True)
+    assert vllm_rocm_ops.stats() == {}
+    for ours, theirs in zip(in_order(*found), wanted):
+        assert torch.equal(ours, theirs)
+
+
+def test_padding_goes_to_no_expert(monkeypatch):
+    """As with vLLM's routers without groups: tokens that only fill a captured graph are routed nowhere."""
+    padding = torch.arange(TOKENS) > 2
+    monkeypatch.setattr(routing_experts, "is_padding", lambda tokens: padding[:tokens])
+    arguments = routing_experts.METHODS["Default"], TOPK, random(TOKENS, EXPERTS), None, None, None, 1.0
+    with launch.executor(Emulator("gfx942")):
+        _, ids = routing_experts.route(*arguments, holds=True)
+    assert torch.equal((ids == -1).all(1), padding)
+    assert torch.equal((ids == -1).any(1), padding)
 
 
 def test_what_keeps_routing_with_vllm():
@@ -426,13 +487,15 @@ def test_which_layers_stay_vllms(monkeypatch):
         *moved,
     ]
 
-    def is_ours(**options) -> bool:
+    def is_ours(shared_by_aiter: bool = False, **options) -> bool:
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
-        keys = [getattr(quant_utils, name) for name in KINDS["block"]]
-        return experts.first_of(fp8_experts.OURS, config(**options), *keys) is not None
+        keys, asked = [getattr(quant_utils, name) for name in KINDS["block"]], config(**options)
+        asked.aiter_fmoe_shared_expert_enabled = shared_by_aiter  # vLLM sets it by its environment
+        return experts.first_of(fp8_experts.OURS, asked, *keys) is not None
 
     assert is_ours()
+    assert not is_ours(shared_by_aiter=True)
     assert not is_ours(moe_backend="triton")
     assert [options for options in refused if is_ours(**options)] == []
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")

@@ -168,7 +168,8 @@ def _topk_envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"topk is at most {MOST_TOPK}", a.topk <= MOST_TOPK
     bias = a.e_score_correction_bias
     if bias is not None:
-        yield "e_score_correction_bias is float32 and contiguous", bias.dtype == torch.float32 and bias.is_contiguous()
+        yield "e_score_correction_bias is bfloat16, float16 or float32", bias.dtype in ELEMENTS
+        yield "e_score_correction_bias is contiguous", bias.is_contiguous()
     _, lanes, per_lane = _division(a, arch)
     yield f"there are at most {arch.wave_lanes} groups, a lane for each", lanes > 0
     yield f"a lane has at most {TOPK_VALUES[-1]} experts", per_lane <= TOPK_VALUES[-1]
@@ -191,6 +192,7 @@ def _topk_plan(is_sigmoid: Callable[..., bool], epsilon: float, config: TopkConf
         *outputs,
         I64(x.stride(0)),
         I64(tokens),
+        I64(0 if bias is None else list(ELEMENTS).index(bias.dtype)),
         experts,
         a.topk,
         int(is_sigmoid(a)),
@@ -259,13 +261,15 @@ def _matrix(values: Tensor, dtype: torch.dtype, padding: int, device: str) -> Te
     return torch.nn.functional.pad(values, (0, padding)).to(dtype).to(device)[:, :experts]
 
 
-def _topk_case(name: str, m: int, experts: int, topk: int, *rest, fill=_random, bias=False, **given) -> Case:
+def _topk_case(
+    name: str, m: int, experts: int, topk: int, *rest, fill=_random, bias: torch.dtype | None = None, **given
+) -> Case:
     """Around the bias among the op's arguments lie `before` and `rest`."""
 
     def make(device, generator, fp8_dtype) -> tuple:
         dtype = given.get("dtype", torch.bfloat16)
         x = _matrix(fill(m, experts, generator), dtype, given.get("padding", 0), device)
-        correction = torch.rand(experts, generator=generator).to(device) if bias else None
+        correction = torch.rand(experts, generator=generator).to(bias).to(device) if bias else None
         return x, topk, given.get("renormalize", True), *given.get("before", ()), correction, *rest
 
     return Case(name, make)
@@ -277,15 +281,16 @@ def _topk_cases(*rest) -> Iterator[Case]:
         yield _topk_case(label, 3, 256, 8, *rest, dtype=dtype)
         for experts, topk in ((60, 4), (128, 8), (512, 10)):
             yield _topk_case(f"{label}-experts{experts}", 2, experts, topk, *rest, dtype=dtype, renormalize=False)
-    yield _topk_case("bias", 5, 256, 8, *rest, bias=True)
-    yield _topk_case("bias-fp16", 2, 72, 4, *rest, dtype=torch.float16, bias=True, renormalize=False)
+        for bias_dtype, bias_label in ELEMENTS.items():
+            yield _topk_case(f"{label}-bias-{bias_label}", 5, 250, 8, *rest, dtype=dtype, bias=bias_dtype)
+    yield _topk_case("bias", 2, 72, 4, *rest, bias=torch.float32, renormalize=False)
     for experts, topk in ((4, 4), (8, 2), (63, 5), (65, 16), (257, 16), (511, 10)):
         yield _topk_case(f"experts{experts}", 2, experts, topk, *rest)
     yield _topk_case("one-expert", 2, 1, 1, *rest)
     yield _topk_case("all-of-32", 2, 32, 32, *rest)
     yield _topk_case("equal", 4, 130, 16, *rest, fill=_equal)
     yield _topk_case("not-finite", 5, 70, 8, *rest, fill=_not_finite)
-    yield _topk_case("not-finite-bias", 5, 70, 8, *rest, fill=_not_finite, bias=True)
+    yield _topk_case("not-finite-bias", 5, 70, 8, *rest, fill=_not_finite, bias=torch.float32)
     yield _topk_case("padded", 5, 64, 6, *rest, padding=7)
     yield _topk_case("one-token", 1, 256, 8, *rest)
     yield _topk_case("no-tokens", 0, 256, 8, *rest)
@@ -297,24 +302,27 @@ def _grouped_cases() -> Iterator[Case]:
     def case(name, m, experts, topk, groups, topk_group, scoring_func="sigmoid", scale=1.0, **given) -> Case:
         return _topk_case(name, m, experts, topk, before=(groups, topk_group, scoring_func, scale), **given)
 
-    yield case("deepseek-v3", 3, 256, 8, 8, 4, scale=2.5, bias=True)
-    yield case("deepseek-v3-fp32", 6, 256, 8, 8, 4, scale=2.5, bias=True, dtype=torch.float32)
+    yield case("deepseek-v3", 3, 256, 8, 8, 4, scale=2.5, bias=torch.float32)
+    yield case("deepseek-v3-fp32", 6, 256, 8, 8, 4, scale=2.5, bias=torch.float32, dtype=torch.float32)
     yield case("deepseek-v2", 3, 160, 6, 8, 3, "softmax", 16.0, renormalize=False)
-    yield case("no-bias", 3, 256, 8, 8, 4)
-    yield case("softmax-bias", 3, 128, 8, 4, 2, "softmax", bias=True)
-    yield case("one-group", 3, 384, 8, 1, 1, scale=2.5, bias=True)
-    yield case("all-groups", 2, 72, 6, 6, 6, bias=True)
     for dtype, label in ELEMENTS.items():
-        yield case(f"{label}-two-groups", 2, 512, 16, 2, 1, bias=True, dtype=dtype)
+        for bias_dtype, bias_label in ELEMENTS.items():
+            yield case(f"{label}-bias-{bias_label}", 3, 256, 8, 8, 4, scale=2.5, bias=bias_dtype, dtype=dtype)
+    yield case("no-bias", 3, 256, 8, 8, 4)
+    yield case("softmax-bias", 3, 128, 8, 4, 2, "softmax", bias=torch.float32)
+    yield case("one-group", 3, 384, 8, 1, 1, scale=2.5, bias=torch.float32)
+    yield case("all-groups", 2, 72, 6, 6, 6, bias=torch.float32)
+    for dtype, label in ELEMENTS.items():
+        yield case(f"{label}-two-groups", 2, 512, 16, 2, 1, bias=torch.float32, dtype=dtype)
     for groups, size in ((3, 51), (5, 33), (7, 4), (9, 17), (17, 5), (32, 16), (33, 2), (64, 8)):
-        yield case(f"groups{groups}x{size}", 2, groups * size, 4, groups, 2, bias=True)
+        yield case(f"groups{groups}x{size}", 2, groups * size, 4, groups, 2, bias=torch.float32)
     yield case("groups-of-one", 2, 12, 3, 12, 5, "softmax")
-    yield case("more-groups-than-lanes", 2, 130, 3, 65, 5, bias=True)
+    yield case("more-groups-than-lanes", 2, 130, 3, 65, 5, bias=torch.float32)
     yield case("equal", 4, 96, 8, 8, 3, fill=_equal)
     yield case("equal-softmax", 4, 96, 8, 8, 3, "softmax", fill=_equal, padding=5)
-    yield case("not-finite", 5, 96, 8, 8, 3, fill=_not_finite, bias=True)
+    yield case("not-finite", 5, 96, 8, 8, 3, fill=_not_finite, bias=torch.float32)
     yield case("not-finite-no-bias", 5, 96, 8, 8, 3, "softmax", fill=_not_finite)
-    yield case("no-tokens", 0, 256, 8, 8, 4, bias=True)
+    yield case("no-tokens", 0, 256, 8, 8, 4, bias=torch.float32)
 
 
 # losses
@@ -422,7 +430,7 @@ def topk_softmax(
 ) -> tuple[Tensor, Tensor]:
     """The topk experts of each token by softmax, and their weights.
 
-    gating_output [M, E] bf16, fp16 or fp32, rows at any stride; e_score_correction_bias [E], fp32 for the kernels, is added to
+    gating_output [M, E] bf16, fp16 or fp32, rows at any stride; e_score_correction_bias [E], of any of these types, is added to
     choose by, not to the weights, which renormalize divides by their sum. Returns weights [M, topk] float32 and ids [M, topk]
     int32.
     """
@@ -439,7 +447,7 @@ def topk_sigmoid(
 ) -> tuple[Tensor, Tensor]:
     """The topk experts of each token by sigmoid, and their weights, times routed_scaling_factor.
 
-    gating_output [M, E] bf16, fp16 or fp32, rows at any stride; e_score_correction_bias [E], fp32 for the kernels, is added to
+    gating_output [M, E] bf16, fp16 or fp32, rows at any stride; e_score_correction_bias [E], of any of these types, is added to
     choose by, not to the weights, which renormalize divides by their sum. Returns weights [M, topk] float32 and ids [M, topk]
     int32.
     """
@@ -460,7 +468,7 @@ def grouped_topk(
     """The topk experts of each token from its topk_group best groups of neighbouring experts, and their weights.
 
     gating_output [M, E] bf16, fp16 or fp32, rows at any stride. A group is as good as its best expert, with
-    e_score_correction_bias [E], fp32 for the kernels, as its best two together. scoring_func is softmax or
+    e_score_correction_bias [E], of any of these types, as its best two together. scoring_func is softmax or
     sigmoid; the bias is added to choose by, not to the weights, which renormalize divides by their sum + 1e-20, and which are
     multiplied by routed_scaling_factor. Returns weights [M, topk] float32 and ids [M, topk] int32.
     """

@@ -107,6 +107,19 @@ def ours_or(stock: Callable[[], Tensor], op: Op, most_tokens: int, *arguments) -
     return stock() if output is None else output
 
 
+def has_kernels(op: Op, *arguments) -> bool:
+    """Whether kernels for this machine, which are there, take these arguments, of which only the shape, strides and dtype
+    count. On CPU, where our ops' references are what is tested, it answers yes."""
+    arch = seam.arch_here(seam.served_platform())
+    if arch is None:
+        return True
+    on_meta = [a.to("meta") if isinstance(a, Tensor) else a for a in arguments]
+    try:
+        return bool(op.explain(*on_meta, arch=arch, require_code=True).launches)
+    except ValueError:
+        return False
+
+
 def rows_of(weight: Tensor) -> Tensor:
     """A weight as [N, K], given so or as the view [K, N] that vLLM makes of it for some kernels."""
     return weight if weight.stride(-1) == 1 else weight.t()

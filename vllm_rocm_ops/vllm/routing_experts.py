@@ -2,19 +2,25 @@
 
 vLLM calls such experts monolithic. Against the seams fp8_experts and unquantized_experts alone, whose classes it puts itself
 before, that saves the kernels of vLLM's routing and two copies of the result. Layers that are balanced over ranks while they
-run, report where tokens went, or were quantized by Quark are routed by vLLM.
+run, report where tokens went, or were quantized by Quark are routed by vLLM; so is any call that our kernels do not take.
 """
+
+import inspect
 
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.ops.fused_experts import HALVES
-from vllm_rocm_ops.vllm import experts, fp8_experts, seam, unquantized_experts
-
-MOST_EXPERTS, MOST_TOPK = 512, 32  # of a layer; the kernels of both ops take as many
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm import experts, fp8_experts, held, seam, unquantized_experts
 
 METHODS = {"DeepSeekV3": ("sigmoid", True), "RenormalizeNaive": ("softmax", True), "Default": ("softmax", False)}
 """Of vLLM's methods of routing: how logits become scores, and whether the weights of a token are to sum to one."""
+
+ROUTER = {
+    *("use_grouped_topk", "num_expert_group", "topk_group", "scoring_func", "routed_scaling_factor"),
+    "e_score_correction_bias",
+}
+"""Of the keywords of vLLM's `create_fused_moe_router`."""
 
 APPLY = (
     *("hidden_states", "w1", "w2", "router_logits", "activation", "global_num_experts", "expert_map", "a1q_scale"),
@@ -32,16 +38,59 @@ def route(
     topk_group: int | None,
     bias: Tensor | None,
     scale: float,
+    holds: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and ids, as vLLM's router gives them for these arguments of a layer."""
+    """Weights and ids, as vLLM's router gives them for these arguments of a layer. Where one `holds` code of vLLM's, that
+    router itself gives them for what our kernels do not take."""
     scoring_func, renormalize = method
+
+    def theirs() -> tuple[Tensor, Tensor]:
+        router = router_factory().create_fused_moe_router(
+            topk,
+            router_logits.shape[-1],
+            renormalize,
+            use_grouped_topk=bool(num_expert_group),
+            num_expert_group=num_expert_group,
+            topk_group=topk_group,
+            scoring_func=scoring_func,
+            routed_scaling_factor=scale,
+            e_score_correction_bias=bias,
+        )
+        return router.select_experts(router_logits, router_logits)
+
     if bias is None and (not num_expert_group or (num_expert_group == 1 and scale == 1.0)):
-        weights, ids = torch.ops.vllm_rocm_ops.topk_softmax(router_logits, topk, renormalize)
-        padding = is_padding(len(ids)) if ids.is_cuda else None
+        arguments = router_logits, topk, renormalize
+        if not holds:
+            return torch.ops.vllm_rocm_ops.topk_softmax(*arguments)
+        routes = ops.topk_softmax.run_kernels(*arguments)
+        if routes is None:
+            return theirs()
+        (weights, ids), padding = routes, is_padding(len(router_logits))
         return weights, ids if padding is None else ids.masked_fill(padding[:, None], -1)
     groups, among = num_expert_group or 1, router_logits.shape[-1]
     groups = (groups, topk_group) if groups < among and among % groups == 0 else (1, 1)
-    return torch.ops.vllm_rocm_ops.grouped_topk(router_logits, topk, renormalize, *groups, scoring_func, scale, bias)
+    arguments = router_logits, topk, renormalize, *groups, scoring_func, scale, bias
+    if not holds:
+        return torch.ops.vllm_rocm_ops.grouped_topk(*arguments)
+    return ops.grouped_topk.run_kernels(*arguments) or theirs()
+
+
+def takes(method: tuple[str, bool], config) -> bool:
+    """Whether kernels route for layers of this configuration. Their groups are known only when they are called."""
+    scoring_func, renormalize = method
+    logits = torch.empty(1, config.num_experts, dtype=config.router_logits_dtype, device="meta")
+    what = logits, config.experts_per_token, renormalize
+    if scoring_func == "softmax" and not held.has_kernels(ops.topk_softmax, *what):
+        return False
+    bias = logits[0] if scoring_func == "sigmoid" else None
+    return held.has_kernels(ops.grouped_topk, *what, 1, 1, scoring_func, 1.0, bias)
+
+
+def router_factory():
+    """vLLM's module that makes a layer's router."""
+    from vllm.model_executor.layers.fused_moe.router import router_factory
+
+    return router_factory
 
 
 def is_padding(tokens: int) -> Tensor | None:
@@ -82,12 +131,13 @@ def monolithic(modular: type) -> type:
 
         @staticmethod
         def is_supported_config(experts_class, moe_config, weight_key, activation_key, activation_format):
-            if moe_config.num_experts > MOST_EXPERTS or moe_config.experts_per_token > MOST_TOPK:
-                return False, f"{experts_class.__name__} does not support that many experts"
             if kept_by():
                 return False, f"{experts_class.__name__} does not support {kept_by()}"
             asked = moe_config, weight_key, activation_key, activation_format
-            return experts.Predicates.is_supported_config(experts_class, *asked)
+            supported, why = experts.Predicates.is_supported_config(experts_class, *asked)
+            if supported and not takes(METHODS[moe_config.routing_method.name], moe_config):
+                return False, f"{experts_class.__name__} has no kernels for that routing"
+            return supported, why
 
         @staticmethod
         def _supports_routing_method(routing_method, weight_key, activation_key):
@@ -95,7 +145,7 @@ def monolithic(modular: type) -> type:
 
         @staticmethod
         def _supports_router_logits_dtype(router_logits_dtype, routing_method):
-            return router_logits_dtype in (*HALVES, torch.float32)
+            return True  # is_supported_config asks the kernels
 
         @staticmethod
         def _supports_parallel_config(config):
@@ -120,7 +170,7 @@ def monolithic(modular: type) -> type:
         ):
             scale = 1.0 if routed_scaling_factor is None else routed_scaling_factor
             groups = num_expert_group, topk_group, e_score_correction_bias, scale
-            weights, ids = route(self.method, self.topk, router_logits, *groups)
+            weights, ids = route(self.method, self.topk, router_logits, *groups, holds=self.stock is not None)
 
             def theirs() -> Tensor:
                 how = activation, global_num_experts, expert_map, apply_router_weight_on_input
@@ -150,6 +200,9 @@ def probe() -> None:
     seam.require_parameters(modular_kernel.FusedMoEKernel.__init__, "prepare_finalize", "fused_experts")
     seam.require_parameters(no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular)
     seam.require_parameters(fused_topk_router._get_padding_mask, "num_tokens")
+    seam.require_parameters(router_factory().create_fused_moe_router, "top_k", "global_num_experts", "renormalize")
+    factory = inspect.signature(router_factory().create_fused_moe_router).parameters
+    seam.require(ROUTER <= factory.keys(), f"create_fused_moe_router({', '.join(sorted(ROUTER))})")
     seam.require(METHODS.keys() <= set(RoutingMethodType.__members__), f"RoutingMethodType with {', '.join(METHODS)}")
 
 

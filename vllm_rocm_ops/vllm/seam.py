@@ -112,25 +112,34 @@ def served_platform() -> str | None:
 
 
 def lacks(platform: str) -> str:
-    """Why there are no kernels for this machine; empty if there are, or on CPU. Asks vLLM, which initialises no GPU."""
+    """Why there are no kernels for this machine; empty if there are, or on CPU."""
     if platform == "cpu":
         return ""
-    known = [name for name in archs.ARCHS if name.startswith("gfx") == (platform == "rocm")]
-    if platform == "rocm":
-        from vllm.platforms import rocm
-
-        here = [name for name in known if getattr(rocm, f"on_{name}")()]
-    else:
-        from vllm.platforms import current_platform
-
-        capability = current_platform.get_device_capability()
-        here = [name for name in known if capability and name == f"sm_{capability.to_int()}"]
-    if not here:
-        return f"there are kernels for {' and '.join(known)} only"
-    code = launches.CODE / here[0]
+    arch = arch_here(platform)
+    if arch is None:
+        return f"there are kernels for {' and '.join(_known(platform))} only"
+    code = launches.CODE / arch
     return (
         "" if any(code.glob("*")) else f"there are no code objects in {code}; this package was installed without them"
     )
+
+
+def _known(platform: str) -> list[str]:
+    return [name for name in archs.ARCHS if name.startswith("gfx") == (platform == "rocm")]
+
+
+def arch_here(platform: str | None) -> str | None:
+    """This machine's arch, if there are kernels for it. Asks vLLM, which initialises no GPU."""
+    if platform == "rocm":
+        from vllm.platforms import rocm
+
+        return next((name for name in _known(platform) if getattr(rocm, f"on_{name}")()), None)
+    if platform == "cuda":
+        from vllm.platforms import current_platform
+
+        capability = current_platform.get_device_capability()
+        return next((name for name in _known(platform) if capability and name == f"sm_{capability.to_int()}"), None)
+    return None
 
 
 def _install(seam: Seam, platform: str, version: str, lack: str) -> Status:
