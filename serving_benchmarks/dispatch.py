@@ -8,6 +8,7 @@ discards its launches stands in, which leaves out the driver's own time. A captu
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import statistics
 import time
@@ -42,6 +43,7 @@ def microseconds(call, synchronize) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     gpu = torch.cuda.is_available()
     device, synchronize = ("cuda", torch.cuda.synchronize) if gpu else ("cpu", lambda: None)
     fp8 = archs.of_device(0).fp8_dtype if gpu else Discard.arch.fp8_dtype

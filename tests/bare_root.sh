@@ -12,10 +12,10 @@ die() { printf '%s\n' "$*" >&2; exit 2; }
 
 suite=${1:-}
 case $suite in
-  bookworm) mirror=http://deb.debian.org/debian script=$suite checked=() ;;
+  bookworm) mirror=http://deb.debian.org/debian script=$suite components=main checked=() ;;
   # On a machine without Ubuntu's keys the mirror is known by its certificate. In the system apt has them.
   noble)
-    mirror=https://archive.ubuntu.com/ubuntu script=gutsy checked=(--no-check-gpg)
+    mirror=https://archive.ubuntu.com/ubuntu script=gutsy components=main,universe checked=(--no-check-gpg)
     keys=/usr/share/keyrings/ubuntu-archive-keyring.gpg
     [ ! -e $keys ] || checked=("--keyring=$keys")
     ;;
@@ -38,7 +38,7 @@ shift
 root=$BARE_ROOT
 
 say "A root of $suite from $mirror"
-debootstrap --variant=minbase "${checked[@]}" "$suite" "$root" "$mirror" "/usr/share/debootstrap/scripts/$script" \
+debootstrap --variant=minbase --components="$components" "${checked[@]}" "$suite" "$root" "$mirror" "/usr/share/debootstrap/scripts/$script" \
   >"$root.log" 2>&1 || { tail -n 20 "$root.log"; rm -f "$root.log"; exit 1; }
 rm -f "$root.log"
 sed -i 's/https:/http:/' "$root/etc/apt/sources.list" # apt has no certificates yet, and checks signatures

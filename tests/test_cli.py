@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -92,7 +94,7 @@ def test_doctor_reports_switches(monkeypatch):
 def test_explain_takes_every_op(op, arch):
     explained = cli.explain(op, arch)
     assert explained.arch == arch
-    assert explained.launches or "fallback: not so" in explained.source, str(explained)
+    assert explained.launches or "fallback: the kernels need" in explained.source, str(explained)
 
 
 @pytest.mark.parametrize("arch", archs.ARCHS)
@@ -121,13 +123,83 @@ def test_explain_says_which_rule_does_not_hold(capsys):
     [
         ("weight=bf16[12]", "rms_norm: weight must be bfloat16[hidden=4096], got bfloat16[12]"),
         ("epsilon=small", "epsilon must be a number, true, false, none, a dtype or dtype[shape], got small"),
-        ("nonsense=1", "nonsense"),
+        ("nonsense=1", "rms_norm has no argument nonsense, only input, weight, epsilon"),
         ("nonsense", "nonsense must be name=value"),
+        ("weight=5", "rms_norm: weight must be a tensor, as bf16[8x7168] or none, got 5"),
+        ("input=none", "rms_norm: input must be a tensor, as bf16[8x7168], got none"),
+        ("epsilon=true", "rms_norm: epsilon must be a number, got true"),
+        ("epsilon=99999999999", "rms_norm: epsilon must be a number, got 99999999999"),
+        ("weight=bf16[x]", "weight: the shape must be sizes with x between them, as 8x7168, got x"),
+        ("weight=bf16[99999999999999999999]", "weight: the shape must be sizes with x between them"),
+        ("epsilon=" + "[" * 10**5, "epsilon must be a number, true"),
     ],
 )
 def test_explain_refuses_with_a_plain_message(given, message, capsys):
     assert cli.main(["explain", "rms_norm", "--with", given]) == 2
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert printed.startswith(message) and printed.count("\n") == 1
+
+
+def test_an_error_of_torch_is_one_line(capsys, monkeypatch):
+    def explain(*arguments, **given):
+        raise RuntimeError("no such size\nException raised from somewhere\nframe #0")
+
+    monkeypatch.setattr(cli, "explain", explain)
+    assert cli.main(["explain", "rms_norm"]) == 2
+    assert capsys.readouterr().err == "explain: no such size\n"
+
+
+def test_names_of_gpus_in_any_case():
+    assert archs.named("mi300x") == archs.named("MI300X") == archs.named("GFX942")
+    assert archs.named("mi308x").compute_units == 80
+
+
+@pytest.mark.parametrize("name", ["", "MI300", "gfx942:", "gfx942:0", "gfx942:12345"])
+def test_unknown_gpus_are_refused(name):
+    with pytest.raises(ValueError, match="arch must be one of gfx942"):
+        archs.named(name)
+
+
+def test_explain_of_a_model_says_what_vllm_keeps(capsys, monkeypatch):
+    """The seams give ours few tokens only: 64 of the products and experts, 16 of those in bf16."""
+    arguments = ["explain", "--model", "tiny-deepseek-v3-fp8", "--batch", "16,17,64,65", "--arch", "mi300x"]
+
+    def kept() -> dict[str, tuple[str, str]]:
+        assert cli.main(arguments) == 0
+        header, *lines = capsys.readouterr().out.splitlines()
+        columns = [header.index(name) for name in ("layer", "tokens", "kernel", "configuration")]
+        cells = [[line[at:].split("  ")[0].strip() for at in columns] for line in lines]
+        return {layer: (tokens, why) for layer, tokens, kernel, why in cells if kernel == "vLLM's own"}
+
+    found = kept()
+    assert found["o"] == found["experts"] == ("65", "of more than 64 tokens the seam leaves to vLLM")
+    assert found["lm_head"] == found["router"] == ("17,64,65", "of more than 16 tokens the seam leaves to vLLM")
+    assert not {"input norm", "routing", "dense SwiGLU"} & found.keys()
+    monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
+    assert kept().keys() == {"experts", "lm_head", "router"}
+
+
+def test_the_limits_are_those_of_the_seams():
+    """Every seam with a limit says it to `explain`."""
+    folder = pathlib.Path(cli.experts.__file__).parent
+    limited = {
+        path.stem for path in folder.glob("*.py") if re.search(r"^MOST_TOKENS =", path.read_text(), re.MULTILINE)
+    }
+    assert limited == {module.__name__.rpartition(".")[2] for module in cli.LIMITED.values()}
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["explain", "rms_norm"], ["--version"]])
+def test_without_torch_there_is_a_message(tmp_path, arguments):
+    """In a Python that finds this package and nothing else but its own."""
+    (tmp_path / "vllm_rocm_ops").symlink_to(pathlib.Path(vllm_rocm_ops.__file__).parent)
+    command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(tmp_path)!r})\n"]
+    command[-1] += "from vllm_rocm_ops.__main__ import main\nsys.exit(main())"
+    result = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("vllm-rocm-ops needs torch, and ") and result.stderr.count("\n") == 1
+    command[-1] = command[-1].partition("\n")[0] + "\nfrom vllm_rocm_ops import ops"
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "ImportError: vllm_rocm_ops.ops needs torch, which this Python does not have" in result.stderr
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "MI308X", "sm_90"])
@@ -154,7 +226,7 @@ def test_explain_of_a_model_says_which_row_and_which_rule(capsys, monkeypatch, t
     [tuned] = [line for line in lines if line.startswith("qkv") and " 8  " in line]
     assert tuned.endswith(f"tuned SkinnyConfig(rows=64, parts=0, blocks=304): {table}: mine")
     [refused] = [line for line in lines if line.startswith("lm_head") and " 128 " in line]
-    assert refused.endswith("fallback: not so: M is at most 64")
+    assert refused.endswith("of more than 16 tokens the seam leaves to vLLM")
     found = cli.doctor()["tables"]
     assert found["yours"] == {"folder": str(tmp_path), "rows": {"gfx942": {"scaled_mm": 1}}}
     assert f"yours    scaled_mm 1  {tmp_path}" in cli.doctor_text(cli.doctor())
@@ -181,9 +253,12 @@ def test_explain_of_a_model_refuses_with_a_plain_message(arguments, message, cap
         (["explain", "rms_norm", "--model", "deepseek-v3"], "explain takes an op or --model"),
         (
             ["explain", "--model", "deepseek-v3", "--batch", "1,x"],
-            "must be positive numbers with commas between them, got 1,x",
+            "must be positive numbers with commas between them, at most 16777216, got 1,x",
         ),
         (["tune", "--model", "deepseek-v3", "--batch", "0"], "must be positive numbers"),
+        (["explain", "rms_norm", "--shape", "x"], "must be sizes with x between them, as 8x7168, got x"),
+        (["explain", "rms_norm", "--shape", "99999999999x99999999999"], "must be sizes with x between them"),
+        (["bench", "--model", "tiny-llama", "--batch", "99999999999"], "at most 16777216, got 99999999999"),
         (["tune"], "the following arguments are required: --model"),
         (["bench", "--once", "--profile"], "not allowed with"),
     ],

@@ -195,10 +195,12 @@ def test_envelope_rules_fall_back_and_say_why(recorder):
     assert vllm_rocm_ops.stats() == {
         "rms_norm": {
             "rms_norm_bf16_x1": 1,
-            "fallback: not so: input is bfloat16 or float16": 1,
-            "fallback: not so: input's rows lie at one stride, their elements side by side": 1,
+            "fallback: the kernels need that input is bfloat16 or float16": 1,
+            "fallback: the kernels need that input's rows lie at one stride, their elements side by side": 1,
         },
-        "rms_norm_static_fp8_quant": {"fallback: not so: gfx942 converts to quant_dtype (float8_e4m3fnuz)": 1},
+        "rms_norm_static_fp8_quant": {
+            "fallback: the kernels need that gfx942 converts to quant_dtype (float8_e4m3fnuz)": 1
+        },
     }
     assert [l.symbol for l, _ in recorder.launches] == ["rms_norm_bf16_x1"]
 
@@ -364,7 +366,7 @@ def test_explain_on_meta_tensors(the_op):
         if explanation.launches:
             assert explanation.launches[0].symbol in text and "default" in text and "NO " not in text
         else:
-            assert "fallback: not so" in text and "NO " in text
+            assert "fallback: the kernels need" in text and "NO " in text
     assert any(explanation.launches for explanation in explanations)
 
 

@@ -247,6 +247,7 @@ def test_a_model_is_a_file_a_folder_or_a_name(tmp_path):
         ("{", "config.json is not JSON"),
         ("{}", "config.json is no model's configuration: it has no architectures"),
         ("[]", "config.json is no model's configuration"),
+        ("[" * 10**5, "config.json is not JSON"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, text, message):
@@ -287,13 +288,44 @@ def test_unknown_models_are_refused(tmp_path):
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
             1,
-            "blocks of the weight must be 128 x 128, got 64 x 64",
+            "weight_block_size must be .128, 128., got .64, 64.",
         ),
     ],
 )
 def test_what_is_not_known_is_refused(change, tp, message):
     with pytest.raises(ValueError, match=message):
         calls(read(LLAMA) | change, tp)
+
+
+CHANNEL = QUANTIZED["compressed-tensors"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be a whole number from 1 to 4096, got 1000000000000"),
+        ({"hidden_size": "x"}, "hidden_size must be a whole number from 1 to 1048576, got x"),
+        ({"num_attention_heads": True}, "num_attention_heads must be a whole number"),
+        ({"vocab_size": -1}, "vocab_size must be a whole number"),
+        ({"kv_lora_rank": 0.5}, "kv_lora_rank must be a whole number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number from 0 to 1048576, got small"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq must be a whole number from 1"),
+        ({"num_experts_per_tok": 17}, "num_experts_per_tok must be a whole number from 1 to 16, got 17"),
+        ({"architectures": 5}, "architectures must be a list of names, got 5"),
+        ({"quantization_config": "x"}, "quantization_config must be an object, got x"),
+        ({"quantization_config": {"quant_method": []}}, "quant_method must be one of fp8"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, "weight_block_size must be"),
+        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": [1]}}, "ignored_layers must be a list of"),
+        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": ["re:("]}}, "which is no expression"),
+        ({"quantization_config": CHANNEL | {"config_groups": []}}, "config_groups must be an object"),
+        ({"quantization_config": CHANNEL | {"config_groups": {}}}, "config_groups must have one group"),
+        ({"quantization_config": CHANNEL | {"config_groups": {"group_0": 5}}}, "group_0 must be an object, got 5"),
+        ({"quantization_config": {"quant_method": "quark"}}, "global_quant_config must have"),
+    ],
+)
+def test_bad_values_are_refused_by_their_names(change, message):
+    with pytest.raises(ValueError, match=message):
+        calls(read("tiny-deepseek-v3-fp8") | change)
 
 
 def test_a_missing_size_is_named():

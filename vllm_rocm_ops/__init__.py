@@ -4,8 +4,15 @@ The ops are `torch.ops.vllm_rocm_ops.<name>` and `vllm_rocm_ops.ops.<name>`; imp
 and imports no vLLM.
 """
 
-from vllm_rocm_ops import ops
-from vllm_rocm_ops.op import reset_stats, stats
+import importlib.util
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "ops", "reset_stats", "stats"]
+
+if importlib.util.find_spec("torch"):
+    from vllm_rocm_ops import ops
+    from vllm_rocm_ops.op import reset_stats, stats
+else:
+
+    def __getattr__(name: str):
+        raise ImportError(f"vllm_rocm_ops.{name} needs torch, which this Python does not have")

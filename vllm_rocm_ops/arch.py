@@ -42,8 +42,8 @@ PRODUCTS = {"MI300X": "gfx942", "MI325X": "gfx942", "MI308X": "gfx942:80", "MI35
 
 def named(name: str) -> Arch:
     """The architecture that a name says: one of `ARCHS` with its usual count of compute units, followed by a colon and
-    another count, or one of `PRODUCTS`. Raises ValueError."""
-    match = re.fullmatch(r"(\w+)(?::([1-9]\d*))?", PRODUCTS.get(name, name))
+    another count, or one of `PRODUCTS`; upper and lower case are the same. Raises ValueError."""
+    match = re.fullmatch(r"(\w+)(?::([1-9]\d{0,3}))?", PRODUCTS.get(name.upper(), name.lower()))
     if match is None or match[1] not in ARCHS:
         raise ValueError(f"arch must be one of {', '.join((*ARCHS, *PRODUCTS))} or like gfx942:80, got {name}")
     arch = ARCHS[match[1]]

@@ -12,6 +12,8 @@ import math
 import os
 import re
 import sys
+import typing
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -22,7 +24,9 @@ from vllm_rocm_ops import bench, envs, model_layers, patch, tune
 from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.clock import GpuClock
+from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.op import Explanation, Op
+from vllm_rocm_ops.vllm import block_scaled_linear, experts, mxfp8_linear, scaled_linear, unquantized_linear
 from vllm_rocm_ops.vllm.peers import peers
 
 PLUGIN = "rocm_ops"
@@ -33,6 +37,9 @@ DTYPES = {
     "e4m3fn": torch.float8_e4m3fn,
     "e4m3fnuz": torch.float8_e4m3fnuz,
 }
+MOST_ELEMENTS = 2**60  # of a tensor that is asked about
+MOST_NUMBER = 2**31
+MOST_TOKENS = 2**24  # of a step
 
 
 # doctor
@@ -223,7 +230,10 @@ def usual_arch() -> str:
 
 def parse_shape(text: str) -> tuple[int, ...]:
     """'8x7168' -> (8, 7168)."""
-    return tuple(int(size) for size in text.split("x"))
+    sizes = [int(size) if re.fullmatch(r"[0-9]{1,18}", size) else -1 for size in text.split("x")]
+    if min(sizes) < 0 or math.prod(filter(None, sizes)) >= MOST_ELEMENTS:
+        raise argparse.ArgumentTypeError(f"must be sizes with x between them, as 8x7168, got {text}")
+    return tuple(sizes)
 
 
 def parse_argument(text: str) -> tuple[str, object]:
@@ -233,27 +243,94 @@ def parse_argument(text: str) -> tuple[str, object]:
     if not found:
         raise ValueError(f"{text} must be name=value")
     if tensor and tensor[1] in DTYPES:
-        return name, torch.empty(parse_shape(tensor[2]), dtype=DTYPES[tensor[1]], device="meta")
+        try:
+            return name, torch.empty(parse_shape(tensor[2]), dtype=DTYPES[tensor[1]], device="meta")
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{name}: the shape {error}") from None
     if value in DTYPES:
         return name, DTYPES[value]
     constants = {"none": None, "true": True, "false": False}
     try:
         return name, constants[value] if value in constants else json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{name} must be a number, true, false, none, a dtype or dtype[shape], got {value}") from None
+
+
+KINDS = {
+    torch.Tensor: "a tensor, as bf16[8x7168]",
+    torch.dtype: "a dtype, as e4m3fn",
+    float: "a number",
+    int: "a whole number",
+    bool: "true or false",
+    str: "a text in quotes",
+    type(None): "none",
+}
+
+
+def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
+    """Arguments of an op by name, each of the type that it has there. Raises ValueError."""
+    given = {}
+    hints = typing.get_type_hints(op.reference)
+    for text in texts:
+        name, value = parse_argument(text)
+        if name not in op.Arguments._fields:
+            raise ValueError(f"{op.name} has no argument {name}, only {', '.join(op.Arguments._fields)}")
+        kinds = typing.get_args(hints[name]) or (hints[name],)
+        taken = (*kinds, int) if float in kinds else kinds
+        if type(value) not in taken or (type(value) is int and abs(value) >= MOST_NUMBER):
+            wanted = " or ".join(KINDS[kind] for kind in kinds)
+            raise ValueError(f"{op.name}: {name} must be {wanted}, got {text.partition('=')[2]}")
+        given[name] = value
+    return given
 
 
 # a model
 
 
-def explain_model(config: dict, arch: str, batches: tuple[int, ...], tp: int, ep: int | None) -> list[tuple[str, ...]]:
+LIMITED = {
+    "scaled_mm": scaled_linear,
+    "block_scaled_mm": block_scaled_linear,
+    "mxfp8_scaled_mm": mxfp8_linear,
+    "unquantized_gemm": unquantized_linear,
+    "fused_experts": experts,
+}
+"""By op: the seam that gives it few tokens only, and leaves more to a kernel of vLLM's."""
+
+
+def most_tokens(op: Op) -> int | None:
+    """How many tokens an op gets in vLLM on a GPU; None for any number. Weights that are shuffled for us no other kernel takes."""
+    module = LIMITED.get(op.name)
+    if module is None or (
+        envs.VLLM_ROCM_OPS_SHUFFLE == "1" and module in (scaled_linear, block_scaled_linear, mxfp8_linear)
+    ):
+        return None
+    return module.MOST_TOKENS
+
+
+def calls_of(arguments: argparse.Namespace) -> list[LayerCall]:
+    """The calls of the model that was asked for. Raises ValueError, which names the model."""
+    config = model_layers.read(arguments.model)
+    try:
+        return model_layers.calls(config, arguments.tp, arguments.ep)
+    except ValueError as error:
+        raise ValueError(f"--model {arguments.model}: {error}") from None
+
+
+def explain_model(calls: list[LayerCall], arch: str, batches: tuple[int, ...]) -> list[tuple[str, ...]]:
     """A table of what each call of a rank runs on `arch`: the layer, calls per step, op, batch sizes, kernels, their blocks at
-    each size, and the configuration with the reason for it; a line for sizes that differ in blocks alone. Needs no GPU."""
+    each size, and the configuration with the reason for it; a line for sizes that differ in blocks alone. Where vLLM gives our op
+    no call of that size it says so. Needs no GPU."""
     lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
     known = archs.named(arch)
-    for call in model_layers.calls(config, tp, ep):
+    for call in calls:
         same: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        most = most_tokens(call.op)
         for batch in batches:
+            if most is not None and batch > most:
+                same.setdefault(("vLLM's own", f"of more than {most} tokens the seam leaves to vLLM"), []).append(
+                    (batch, "")
+                )
+                continue
             arguments = call.case(batch).make("meta", torch.Generator(), known.fp8_dtype)
             explained = call.op.explain(*arguments, arch=known)
             row = call.op.tuned_row(call.op.Arguments(*arguments), known) if explained.launches else None
@@ -262,7 +339,7 @@ def explain_model(config: dict, arch: str, batches: tuple[int, ...], tp: int, ep
             why = f"{explained.source}: {row.path}: {row.source}" if row else explained.source
             same.setdefault((kernel, why), []).append((batch, blocks))
         for (kernel, why), sizes in same.items():
-            tokens, blocks = (",".join(map(str, column)) for column in zip(*sizes))
+            tokens, blocks = (",".join(filter(None, map(str, column))) for column in zip(*sizes))
             lines.append((call.layer, str(call.count), call.op.name, tokens, kernel, blocks, why))
     return lines
 
@@ -273,16 +350,16 @@ def parse_batches(text: str) -> tuple[int, ...]:
         batches = tuple(int(size) for size in text.split(","))
     except ValueError:
         batches = ()
-    if not batches or min(batches) < 1:
-        raise argparse.ArgumentTypeError(f"must be positive numbers with commas between them, got {text}")
+    if not batches or not 1 <= min(batches) <= max(batches) <= MOST_TOKENS:
+        wanted = f"positive numbers with commas between them, at most {MOST_TOKENS}"
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text}")
     return batches
 
 
 def tune_model(arguments: argparse.Namespace) -> None:
     """Finds and keeps the best configurations for a model on this GPU."""
     clock = GpuClock()
-    calls = model_layers.calls(model_layers.read(arguments.model), arguments.tp, arguments.ep)
-    calls = [call for call in calls if arguments.op in (None, call.op.name)]
+    calls = [call for call in calls_of(arguments) if arguments.op in (None, call.op.name)]
     decode, refused = tune.problems([call for call in calls if call.count], arguments.batch or tune.DECODE, clock.arch)
     prefill, more = tune.problems(calls, tune.PREFILL if arguments.prefill else (), clock.arch)
     done = tune.tune(
@@ -312,8 +389,7 @@ def bench_cases(arguments: argparse.Namespace) -> int:
         return 0
     cases = [(op, case) for op in op_module.registered() for case in op.cases()]
     if arguments.model:
-        calls = model_layers.calls(model_layers.read(arguments.model), arguments.tp, arguments.ep)
-        cases = [(call.op, call.case(batch)) for call in calls for batch in arguments.batch or (1,)]
+        cases = [(call.op, call.case(batch)) for call in calls_of(arguments) for batch in arguments.batch or (1,)]
     cases = bench.select(cases, arguments.op or "*", arguments.case or "*")
     lines = []
     print(bench.HEADER)
@@ -407,17 +483,15 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.command == "bench":
             return bench_cases(arguments)
         elif arguments.model:
-            config = model_layers.read(arguments.model)
-            rows = explain_model(
-                config, arguments.arch or usual_arch(), arguments.batch or (1,), arguments.tp, arguments.ep
-            )
+            rows = explain_model(calls_of(arguments), arguments.arch or usual_arch(), arguments.batch or (1,))
             print("\n".join(table(rows)))
         else:
-            given = dict(parse_argument(text) for text in arguments.given)
             op = getattr(vllm_rocm_ops.ops, arguments.op)
+            given = parse_arguments_of(op, arguments.given)
             print(explain(op, arguments.arch or usual_arch(), arguments.shape, DTYPES.get(arguments.dtype), **given))
     except (TypeError, ValueError, RuntimeError) as error:
-        print(f"{arguments.command}: {error}" if isinstance(error, RuntimeError) else error, file=sys.stderr)
+        why = str(error).partition("\n")[0]  # torch's errors go on with a stack
+        print(f"{arguments.command}: {why}" if isinstance(error, RuntimeError) else why, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; what was measured is kept", file=sys.stderr)

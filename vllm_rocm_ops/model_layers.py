@@ -30,6 +30,7 @@ from vllm_rocm_ops.vllm import links
 
 SHIPPED = Path(__file__).parent / "models"
 VOCABULARY_UNIT = 64  # vLLM pads to a multiple
+MOST_LAYERS, MOST_SIZE = 4096, 2**20
 
 # How a linear layer is quantised: weights are e4m3 in all but the first.
 UNQUANTIZED = "none"
@@ -100,23 +101,30 @@ def shipped() -> list[str]:
 def read(model: str) -> dict:
     """The configuration of a model: a config.json, a folder with one, or a shipped name. Raises ValueError."""
     candidates = (Path(model), Path(model) / "config.json", SHIPPED / model / "config.json")
-    path = next((path for path in candidates if path.is_file()), None)
-    if path is None:
+    try:
+        path = next(path for path in candidates if path.is_file())
+    except (StopIteration, OSError, ValueError):
         wanted = f"a config.json, a folder with one, or one of {', '.join(shipped())}"
-        raise ValueError(f"model must be {wanted}, got {model}")
+        raise ValueError(f"model must be {wanted}, got {_shown(model)}") from None
     try:
         config = json.loads(path.read_text())
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict) or "architectures" not in config:
         raise ValueError(f"{path} is no model's configuration: it has no architectures")
     return config
 
 
+def _shown(value: object) -> str:
+    """A value that a message can hold."""
+    text = str(value) or "an empty text"
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
 def sequence(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
     """All calls of one rank in the order of a step. Layers are divided over `tp` GPUs; routed experts too, or, whole, over `ep`
     GPUs, 0 for those of `tp`. Raises ValueError for a model that is not known or cannot be divided so."""
-    names = config["architectures"]
+    names = _names(config, "architectures")
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if family is None:
         raise ValueError(f"architectures must have one of {', '.join(FAMILIES)}, got {', '.join(names)}")
@@ -137,18 +145,35 @@ class _Model:
 
     def __init__(self, config: dict, tp: int, ep: int | None):
         self.config, self.tp, self.ep = config, tp, tp if ep == 0 else ep
-        self.hidden: int = config["hidden_size"]
+        self.hidden = self["hidden_size"]
+        self.layers = self.size("num_hidden_layers", most=MOST_LAYERS)
         self.linked = any(name in links.ARCHITECTURES for name in config["architectures"])
         name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
         self.dtype = torch.float16 if name == "float16" else torch.bfloat16
-        self._quantization, self._ignored = _quantization(config.get("quantization_config") or {})
+        self._quantization, self._ignored = _quantization(_section(config, "quantization_config"))
 
     def __getitem__(self, key: str) -> int:
-        return self.config[key]
+        return self.size(key)
+
+    def size(self, key: str, least: int = 1, most: int = MOST_SIZE, default: int | None = None) -> int:
+        """A whole number of the configuration, within these bounds. A default stands in for one that is not there or null."""
+        size = self.config[key] if default is None else self.config.get(key)
+        if size is None and default is not None:
+            return default
+        if type(size) is not int or not least <= size <= most:
+            raise ValueError(f"{key} must be a whole number from {least} to {most}, got {_shown(size)}")
+        return size
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number of the configuration."""
+        number = self.config[key] if default is None else self.config.get(key, default)
+        if type(number) not in (int, float) or not 0 <= number < MOST_SIZE:
+            raise ValueError(f"{key} must be a number from 0 to {MOST_SIZE}, got {_shown(number)}")
+        return float(number)
 
     def part(self, key: str, unit: int = 1) -> int:
         """A rank's part of a size, which is padded to a multiple of `unit`."""
-        size = -(-self.config[key] // unit) * unit
+        size = -(-self[key] // unit) * unit
         if self.tp < 1 or size % self.tp:
             raise ValueError(f"tp must divide {key}={size}, got {self.tp}")
         return size // self.tp
@@ -179,7 +204,7 @@ class _Model:
             TOKEN: (ops.rms_norm_dynamic_per_token_quant, _token_norm),
             BLOCKS: (ops.rms_norm_per_block_quant, _block_norm),
         }.get(quantization if self.linked else UNQUANTIZED, (plain, _norm))
-        return self._call(layer, op, arguments, hidden, residual, self.config["rms_norm_eps"])
+        return self._call(layer, op, arguments, hidden, residual, self.number("rms_norm_eps"))
 
     def activation(self, layer: str, hidden: int, quantization: str) -> LayerCall:
         """SwiGLU with so many columns of output; where linked, quantised for a linear that is quantised so."""
@@ -200,10 +225,11 @@ class _Model:
 
     def experts(self, module: str, count: str) -> Iterator[LayerCall]:
         """The choice of experts for each token, and the experts that the rank has of all, of which there are `count`."""
-        experts, topk = self[count], self["num_experts_per_tok"]
+        experts = self[count]
+        topk = self.size("num_experts_per_tok", most=experts)
         renormalize = bool(self.config.get("norm_topk_prob"))
-        groups = self.config.get("n_group") or 1, self.config.get("topk_group") or 1
-        scoring, scale = self.config.get("scoring_func", "softmax"), self.config.get("routed_scaling_factor", 1.0)
+        groups = self.size("n_group", default=1, most=experts), self.size("topk_group", default=1)
+        scoring, scale = self.config.get("scoring_func", "softmax"), self.number("routed_scaling_factor", 1.0)
         has_bias = self.config.get("topk_method") == "noaux_tc"
         if (scoring, groups[0], scale, has_bias) == ("softmax", 1, 1.0, False):
             yield self._call("routing", ops.topk_softmax, _softmax_routing, experts, topk, renormalize)
@@ -233,7 +259,7 @@ def _attention(model: _Model, layer: int) -> Iterator[LayerCall]:
     if kv_heads % model.tp and model.tp % kv_heads:
         raise ValueError(f"tp must divide num_key_value_heads={kv_heads} or be a multiple of it, got {model.tp}")
     kv_heads = max(kv_heads // model.tp, 1)
-    head_dim = model.config.get("head_dim") or model.hidden // model["num_attention_heads"]
+    head_dim = model.size("head_dim", default=max(model.hidden // model["num_attention_heads"], 1))
     module = f"model.layers.{layer}.self_attn"
     qkv = model.quantization(*(f"{module}.{name}_proj" for name in "qkv"))
     yield model.norm("input norm", model.hidden, qkv, residual=layer > 0)
@@ -250,20 +276,23 @@ def _dense(model: _Model, layer: int, name: str = "") -> Iterator[LayerCall]:
 
 
 def _llama(model: _Model) -> Iterator[LayerCall]:
-    for i in range(model["num_hidden_layers"]):
+    for i in range(model.layers):
         yield from _attention(model, i)
         yield from _dense(model, i)
     yield from model.head()
 
 
 def _qwen3_moe(model: _Model) -> Iterator[LayerCall]:
-    dense, every = model.config.get("mlp_only_layers") or (), model.config.get("decoder_sparse_step", 1)
-    for i in range(model["num_hidden_layers"]):
+    experts, every = model.size("num_experts", least=0), model.size("decoder_sparse_step", default=1)
+    dense = model.config.get("mlp_only_layers") or []
+    if type(dense) is not list:
+        raise ValueError(f"mlp_only_layers must be a list, got {_shown(dense)}")
+    for i in range(model.layers):
         yield from _attention(model, i)
-        if model["num_experts"] and i not in dense and (i + 1) % every == 0:
+        if experts and i not in dense and (i + 1) % every == 0:
             module = f"model.layers.{i}.mlp"
             yield model.norm("post-attention norm", model.hidden)
-            yield model.linear("router", model["num_experts"], model.hidden, model.quantization(f"{module}.gate"))
+            yield model.linear("router", experts, model.hidden, model.quantization(f"{module}.gate"))
             yield from model.experts(f"{module}.experts", "num_experts")
         else:
             yield from _dense(model, i, "dense ")
@@ -272,10 +301,11 @@ def _qwen3_moe(model: _Model) -> Iterator[LayerCall]:
 
 def _deepseek(model: _Model) -> Iterator[LayerCall]:
     heads = model.part("num_attention_heads")
-    q_rank, kv_rank, rope = model["q_lora_rank"], model["kv_lora_rank"], model["qk_rope_head_dim"]
+    q_rank = None if model.config["q_lora_rank"] is None else model["q_lora_rank"]
+    kv_rank, rope = model["kv_lora_rank"], model["qk_rope_head_dim"]
     nope, v = model["qk_nope_head_dim"], model["v_head_dim"]
     kv_a = kv_rank + rope
-    for i in range(model["num_hidden_layers"]):
+    for i in range(model.layers):
         module = f"model.layers.{i}"
         attention = f"{module}.self_attn"
         if q_rank is None:
@@ -299,8 +329,8 @@ def _deepseek(model: _Model) -> Iterator[LayerCall]:
             yield model.norm("post-attention norm", model.hidden)  # read by the router and by experts
             yield model.linear("router", model["n_routed_experts"], model.hidden, UNQUANTIZED)
             yield from model.experts(f"{module}.mlp.experts", "n_routed_experts")
-            if model.config.get("n_shared_experts"):
-                intermediate = model.part("moe_intermediate_size") * model["n_shared_experts"]
+            if shared := model.size("n_shared_experts", least=0, default=0):
+                intermediate = model.part("moe_intermediate_size") * shared
                 yield from model.mlp("shared ", f"{module}.mlp.shared_experts", intermediate)
         else:
             yield from _dense(model, i, "dense ")
@@ -308,8 +338,8 @@ def _deepseek(model: _Model) -> Iterator[LayerCall]:
 
 
 def _has_experts(model: _Model, layer: int) -> bool:
-    first, every = model["first_k_dense_replace"], model.config.get("moe_layer_freq", 1)
-    return bool(model.config.get("n_routed_experts")) and layer >= first and layer % every == 0
+    first, every = model.size("first_k_dense_replace", least=0), model.size("moe_layer_freq", default=1)
+    return bool(model.size("n_routed_experts", least=0, default=0)) and layer >= first and layer % every == 0
 
 
 FAMILIES: dict[str, Callable[[_Model], Iterator[LayerCall]]] = {
@@ -324,15 +354,37 @@ FAMILIES: dict[str, Callable[[_Model], Iterator[LayerCall]]] = {
 # Quantisation
 
 
+def _section(config: dict, key: str) -> dict:
+    """A part of a configuration; empty where it is not there or null."""
+    part = config.get(key)
+    if part is not None and type(part) is not dict:
+        raise ValueError(f"{key} must be an object, got {_shown(part)}")
+    return part or {}
+
+
+def _names(config: dict, *keys: str) -> list[str]:
+    """The first list of names that a configuration has under one of these keys; empty if it has none."""
+    key = next((key for key in keys if config.get(key)), keys[0])
+    names = config.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{key} must be a list of names, got {_shown(names)}")
+    for name in names:
+        try:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"{key} has {_shown(name)}, which is no expression: {error}") from None
+    return names
+
+
 def _quantization(config: dict) -> tuple[str, Callable[[str], bool]]:
     """How linear layers are quantised by a `quantization_config`, and which modules are not. Raises ValueError."""
     method = config.get("quant_method")
     if method is None:
         return UNQUANTIZED, lambda module: True
-    if method not in METHODS:
-        raise ValueError(f"quant_method must be one of {', '.join(METHODS)}, got {method}")
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"quant_method must be one of {', '.join(METHODS)}, got {_shown(method)}")
     quantization, ignored = METHODS[method](config)
-    return quantization, functools.partial(_matches, tuple(ignored or ()))
+    return quantization, functools.partial(_matches, tuple(ignored))
 
 
 def _matches(patterns: tuple[str, ...], module: str) -> bool:
@@ -345,57 +397,58 @@ def _matches(patterns: tuple[str, ...], module: str) -> bool:
     )
 
 
-def _fp8(config: dict) -> tuple[str, list[str] | None]:
-    ignored = config.get("ignored_layers") or config.get("modules_to_not_convert")
-    block = config.get("weight_block_size")
-    if block is not None:
-        return _blocks(block), ignored
+def _fp8(config: dict) -> tuple[str, list[str]]:
+    ignored = _names(config, "ignored_layers", "modules_to_not_convert")
+    if config.get("weight_block_size") is not None:
+        return _blocks(config, "weight_block_size"), ignored
     return STATIC if config.get("activation_scheme") == "static" else TENSOR, ignored
 
 
-def _blocks(size: list[int]) -> str:
-    if list(size) != [BLOCK, BLOCK]:
-        raise ValueError(f"blocks of the weight must be {BLOCK} x {BLOCK}, got {' x '.join(map(str, size))}")
+def _blocks(config: dict, key: str) -> str:
+    if config[key] != [BLOCK, BLOCK]:
+        raise ValueError(f"{key} must be {[BLOCK, BLOCK]}, got {_shown(config[key])}")
     return BLOCKS
 
 
-def _compressed_tensors(config: dict) -> tuple[str, list[str] | None]:
-    groups = list(config["config_groups"].values())
-    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations") or {}
-    if len(groups) != 1 or {(q.get("type"), q.get("num_bits")) for q in (weights, inputs)} != {("float", 8)}:
-        raise ValueError("compressed-tensors must have one group, with weights and inputs in 8-bit float")
-    if {(q.get("strategy"), q.get("group_size"), q.get("scale_dtype")) for q in (weights, inputs)} == {MX_STRATEGY}:
-        return MX, config.get("ignore")
+def _compressed_tensors(config: dict) -> tuple[str, list[str]]:
+    ignored, groups = _names(config, "ignore"), _section(config, "config_groups")
+    group = _section(groups, next(iter(groups), "group_0"))
+    weights, inputs = _section(group, "weights"), _section(group, "input_activations")
+    if len(groups) != 1 or [(q.get("type"), q.get("num_bits")) for q in (weights, inputs)] != [("float", 8)] * 2:
+        raise ValueError("config_groups must have one group, with weights and inputs in 8-bit float")
+    if all(tuple(map(q.get, ("strategy", "group_size", "scale_dtype"))) == MX_STRATEGY for q in (weights, inputs)):
+        return MX, ignored
     if weights.get("strategy") == "block":
-        return _blocks(weights["block_structure"]), config.get("ignore")
-    return TOKEN if inputs.get("dynamic") else STATIC, config.get("ignore")
+        return _blocks(weights, "block_structure"), ignored
+    return TOKEN if inputs.get("dynamic") else STATIC, ignored
 
 
-def _modelopt(config: dict) -> tuple[str, list[str] | None]:
+def _modelopt(config: dict) -> tuple[str, list[str]]:
     algorithm = config.get("quant_algo")
     if algorithm != "MXFP8":
-        raise ValueError(f"modelopt must have MXFP8 for its quant_algo, got {algorithm}")
-    return MX, config.get("ignore") or config.get("exclude_modules")
+        raise ValueError(f"modelopt must have MXFP8 for its quant_algo, got {_shown(algorithm)}")
+    return MX, _names(config, "ignore", "exclude_modules")
 
 
-def _quark(config: dict) -> tuple[str, list[str] | None]:
-    whole = config["global_quant_config"]
-    weights, inputs = whole.get("weight") or {}, whole.get("input_tensors") or {}
-    if {q.get("dtype") for q in (weights, inputs)} != {"fp8_e4m3"} or config.get("layer_quant_config"):
-        raise ValueError("quark must have weights and inputs in fp8_e4m3, the same in all layers")
+def _quark(config: dict) -> tuple[str, list[str]]:
+    whole = _section(config, "global_quant_config")
+    weights, inputs = _section(whole, "weight"), _section(whole, "input_tensors")
+    if [q.get("dtype") for q in (weights, inputs)] != ["fp8_e4m3"] * 2 or config.get("layer_quant_config"):
+        raise ValueError("global_quant_config must have weights and inputs in fp8_e4m3, the same in all layers")
+    ignored = _names(config, "exclude")
     if not inputs.get("is_dynamic"):
-        return STATIC, config.get("exclude")
-    return TOKEN if inputs.get("qscheme") == "per_channel" else TENSOR, config.get("exclude")
+        return STATIC, ignored
+    return TOKEN if inputs.get("qscheme") == "per_channel" else TENSOR, ignored
 
 
 MX_STRATEGY = ("group", MX_BLOCK, "torch.uint8")
-METHODS: dict[str, Callable[[dict], tuple[str, list[str] | None]]] = {
+METHODS: dict[str, Callable[[dict], tuple[str, list[str]]]] = {
     "fp8": _fp8,
-    "fbgemm_fp8": lambda config: (TOKEN, config.get("modules_to_not_convert")),
+    "fbgemm_fp8": lambda config: (TOKEN, _names(config, "modules_to_not_convert")),
     "compressed-tensors": _compressed_tensors,
     "quark": _quark,
     "modelopt": _modelopt,
-    "mxfp8": lambda config: (MX, config.get("ignored_layers") or config.get("modules_to_not_convert")),
+    "mxfp8": lambda config: (MX, _names(config, "ignored_layers", "modules_to_not_convert")),
 }
 
 

@@ -266,7 +266,7 @@ class Op:
         rules = list(self.envelope(a, arch))
         broken = [rule for rule, holds in rules if not holds]
         if broken:
-            return fallback("not so: " + "; ".join(broken), rules)
+            return fallback("the kernels need that " + "; ".join(broken), rules)
         config = self.tuned(a, arch)
         source = "tuned" if config is not None else "default"
         if config is None:

@@ -1,0 +1,20 @@
+"""The command `vllm-rocm-ops`, also as `python -m vllm_rocm_ops`: see cli.py, which needs torch."""
+
+import importlib.util
+import sys
+
+
+def main() -> int:
+    """The entry point."""
+    if importlib.util.find_spec("torch") is None:
+        print(
+            f"vllm-rocm-ops needs torch, and {sys.executable} has none: install the build for your GPU", file=sys.stderr
+        )
+        return 2
+    from vllm_rocm_ops import cli
+
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
