@@ -115,6 +115,27 @@ def aligned(tensor: torch.Tensor | None, size: int = 16) -> bool:
     return address % size == 0 and (row_stride(tensor) or 0) * tensor.element_size() % size == 0
 
 
+def is_wide_float(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds floating point numbers of 16 bits or more."""
+    return tensor.is_floating_point() and tensor.element_size() >= 2
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to behind its last."""
+    steps = (abs(step) * (size - 1) for size, step in zip(tensor.shape, tensor.stride()))
+    return sum(steps) + 1 if tensor.numel() else 0
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements may share their place: a dimension's step does not reach over those of smaller steps."""
+    reach = 1
+    for step, size in sorted((step, size) for size, step in zip(tensor.shape, tensor.stride()) if size > 1):
+        if step < reach:
+            return tensor.numel() > 0
+        reach += step * (size - 1)
+    return False
+
+
 def describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} strides {list(tensor.stride())}"
 
@@ -139,6 +160,7 @@ class _Execution:
     def __init__(self, op: str, kernel: str, run: Callable[[tuple], object]):
         self.run = run
         self.is_fallback = kernel.startswith("fallback")
+        self.apart: tuple = ()
         self.count = _counts.setdefault(op, {}).setdefault(kernel, _Count())
 
     def __call__(self, args: tuple):
@@ -178,7 +200,8 @@ class Op:
         )
         self._defaults = (inspect.Parameter.empty,) * (len(parameters) - len(defaults)) + tuple(defaults)
         self._executions: dict[tuple, _Execution] = {}
-        self._signature = _signature(self.Arguments._fields, typing.get_type_hints(self.reference))
+        self._hints = typing.get_type_hints(self.reference)
+        self._signature = _signature(self.Arguments._fields, self._hints)
         schema = torch.library.infer_schema(self.reference, mutates_args=self.mutates)
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
         _library.define(self.name + schema, tags=tags)
@@ -246,6 +269,11 @@ class Op:
         return self.considered(a, arch)[0][0]
 
     def _check(self, a) -> None:
+        for name, value in a._asdict().items():
+            hint = self._hints[name]
+            if hint in (torch.Tensor, torch.Tensor | None) and not isinstance(value, hint):
+                wanted = "a tensor" if hint is torch.Tensor else "a tensor or None"
+                raise ValueError(f"{self.name}: {name} must be {wanted}, got {value!r}")
         tensors = {name: value for name, value in a._asdict().items() if isinstance(value, torch.Tensor)}
         device = next(iter(tensors.values())).device
         for name, tensor in tensors.items():
@@ -295,13 +323,55 @@ class Op:
 
     def _execution(self, args: tuple) -> _Execution:
         """What a call with this signature runs; decided the first time."""
-        key = self._signature(launches.cpu_executor(), *args)
+        if torch.is_grad_enabled():
+            self._refuse_gradients(args)
+        try:
+            key = self._signature(launches.cpu_executor(), *args)
+        except AttributeError:
+            self._check(self.Arguments(*args))
+            raise
         execution = self._executions.get(key)
         if execution is None:
             if len(self._executions) >= REMEMBERED_SIGNATURES:
                 self._executions.clear()
-            execution = self._executions[key] = self._decide(self.Arguments(*args))
+            a = self.Arguments(*args)
+            execution = self._executions[key] = self._decide(a)
+            execution.apart = self._apart(a)
+        for updated, other, before, behind in execution.apart:
+            distance = args[updated].data_ptr() - args[other].data_ptr()
+            if -before < distance < behind:
+                self._refuse_overlap(args, updated, other, distance)
         return execution
+
+    def _refuse_gradients(self, args: tuple) -> None:
+        """No op has a backward, and what a kernel writes would have no gradient without a word."""
+        for name, value in zip(self.Arguments._fields, args):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise ValueError(
+                    f"{self.name}: {name} must not require grad where grad mode is on, as the op has no backward, got "
+                    f"{describe(value)} that does: detach it, or call the op under torch.no_grad()"
+                )
+
+    def _apart(self, a) -> tuple[tuple[int, int, int, int], ...]:
+        """For each argument that is updated in place, and each other tensor: their places, and how many bytes the first must
+        begin before the other or behind it."""
+        tensors = [(i, value) for i, value in enumerate(a) if isinstance(value, torch.Tensor)]
+        sizes = {i: extent(value) * value.element_size() for i, value in tensors}
+        updated = [i for i, _ in tensors if self.Arguments._fields[i] in self.mutates]
+        return tuple((i, j, sizes[i], sizes[j]) for i in updated for j in sizes if i != j and sizes[i] and sizes[j])
+
+    def _refuse_overlap(self, args: tuple, updated: int, other: int, distance: int) -> None:
+        """Raises unless the two are different columns of the same rows."""
+        one, two = args[updated], args[other]
+        size, step, columns = one.element_size(), row_stride(one), one.shape[-1]
+        same_rows = one.dtype == two.dtype and step is not None and step == row_stride(two)
+        if same_rows and columns <= -distance // size % step and two.shape[-1] <= distance // size % step:
+            return
+        names = self.Arguments._fields
+        raise ValueError(
+            f"{self.name}: {names[updated]} must have memory of its own, got some of {names[other]}'s: "
+            f"{distance} bytes behind its first element"
+        )
 
     def _decide(self, a) -> _Execution:
         """Checks the arguments once and binds what a call with this signature runs."""

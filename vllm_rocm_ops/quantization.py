@@ -43,10 +43,11 @@ def at_least_minimum(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def per_token(x: torch.Tensor, dtype: torch.dtype, scale_ub: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., hidden] -> (quantised, scale [rows, 1]); scale_ub, one element, bounds the absolute maximum."""
+    """x [..., hidden] -> (quantised, scale [rows, 1]); scale_ub, one element, bounds the absolute maximum;
+    a NaN does not."""
     largest = absmax(x)
     if scale_ub is not None:
-        largest = largest.minimum(scale_ub.to(largest.dtype).reshape(()))
+        largest = largest.fmin(scale_ub.to(largest.dtype).reshape(()))
     scale = scale_of(largest, dtype)
     return cast(x / scale, dtype), scale.reshape(-1, 1)
 

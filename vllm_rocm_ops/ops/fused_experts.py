@@ -51,7 +51,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     quantized = a.w1.dtype in LIMIT and a.hidden.dtype == a.w1.dtype
     yield "hidden", f"{' or '.join(map(str, wanted))} [M, H]", describe(a.hidden), quantized or a.hidden.dtype in wanted
     yield "out_dtype", "bfloat16 or float16", str(a.out_dtype), a.out_dtype in HALVES
-    holds = a.topk_ids.shape == (m, a.topk_ids.shape[-1]) and a.topk_ids.dtype in (torch.int32, torch.int64)
+    holds = a.topk_ids.dim() == 2 and len(a.topk_ids) == m and a.topk_ids.dtype in (torch.int32, torch.int64)
     yield "topk_ids", f"int32 or int64 [M={m}, topk]", describe(a.topk_ids), holds
     holds = a.topk_weights.shape == a.topk_ids.shape and a.topk_weights.dtype == torch.float32
     yield "topk_weights", f"float32 {list(a.topk_ids.shape)}", describe(a.topk_weights), holds
@@ -81,8 +81,8 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         holds = a.w1.dtype in LIMIT and a.act_scale.numel() == 1 and a.act_scale.dtype == torch.float32 and kind != "mx"
         yield "act_scale", "float32, one element, with e4m3 weights not scaled per 1x32", describe(a.act_scale), holds
     if a.expert_map is not None:
-        holds = a.expert_map.dim() == 1 and a.expert_map.dtype == torch.int32
-        yield "expert_map", "int32 [global experts]", describe(a.expert_map), holds
+        holds = a.expert_map.dim() == 1 and a.expert_map.numel() > 0 and a.expert_map.dtype == torch.int32
+        yield "expert_map", "int32 [global experts], one or more", describe(a.expert_map), holds
     yield "shared_experts", f"0 to E={experts}", str(a.shared_experts), 0 <= a.shared_experts <= experts
 
 
@@ -424,7 +424,7 @@ def fused_experts(
     total = torch.zeros(hidden.shape, dtype=exact, device=hidden.device)
     for expert in range(len(w1)):
         chosen = local == expert
-        weight = (topk_weights.to(exact) * chosen).sum(1) if expert < routed else total.new_ones(len(total))
+        weight = topk_weights.to(exact).where(chosen, 0.0).sum(1) if expert < routed else total.new_ones(len(total))
         w1_values = _dequantized(w1[expert], None if w1_scale is None else w1_scale[expert], exact)
         w2_values = _dequantized(w2[expert], None if w2_scale is None else w2_scale[expert], exact)
         gate_up = x @ w1_values.t()

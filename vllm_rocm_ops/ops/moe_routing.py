@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
-from vllm_rocm_ops.op import Case, Op, describe
+from vllm_rocm_ops.op import Case, Op, describe, is_wide_float
 
 __all__ = ["grouped_topk", "load_balancing_loss", "router_z_loss", "topk_sigmoid", "topk_softmax"]
 
@@ -101,8 +101,8 @@ class LossConfig:
 
 
 def _logits_contract(name: str, x: Tensor) -> Iterator[tuple[str, str, str, bool]]:
-    holds = x.dim() == 2 and x.is_floating_point() and x.shape[-1] > 0
-    yield name, "[M, E], floating point", describe(x), holds
+    holds = x.dim() == 2 and is_wide_float(x) and x.shape[-1] > 0
+    yield name, "[M, E], floating point of 16 bits or more", describe(x), holds
 
 
 def _logits_envelope(name: str, x: Tensor) -> Iterator[tuple[str, bool]]:

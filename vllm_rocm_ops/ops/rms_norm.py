@@ -109,7 +109,7 @@ def _op(mutates: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
     return lambda reference: Op(
         reference,
         allocate=lambda a: rows.allocate(a, _hidden(a)),
-        contract=lambda a: rows.contract(a, _hidden(a)),
+        contract=lambda a: rows.contract(a, 1),
         envelope=lambda a, arch: rows.envelope(a, arch, _hidden(a)),
         configs=_configs,
         default=_default,

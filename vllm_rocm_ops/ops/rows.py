@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.op import Case, aligned, describe, row_stride, rows_of
+from vllm_rocm_ops.op import Case, aligned, describe, is_wide_float, overlaps_itself, row_stride, rows_of
 from vllm_rocm_ops.quantization import LIMIT
 
 CHUNK = 8  # elements of a 16-byte access
@@ -34,10 +34,12 @@ class RowConfig:
     chunks: int
 
 
-def contract(a, hidden: int) -> Iterator[tuple[str, str, str, bool]]:
-    """What the callers of every op on rows must respect; `hidden` is the length of an output row."""
+def contract(a, parts: int) -> Iterator[tuple[str, str, str, bool]]:
+    """What the callers of every op on rows must respect; a row of input is `parts` times as long as a row of the output."""
     x = a.input
     yield "input", "at least one-dimensional", f"{x.dim()} dimensions", x.dim() >= 1
+    yield "input", "floating point of 16 bits or more", _name(x.dtype), is_wide_float(x)
+    hidden = x.shape[-1] // parts
     if getattr(a, "weight", None) is not None:
         holds = a.weight.shape == (hidden,) and a.weight.dtype == x.dtype
         yield "weight", f"{_name(x.dtype)}[hidden={hidden}]", describe(a.weight), holds
@@ -45,6 +47,7 @@ def contract(a, hidden: int) -> Iterator[tuple[str, str, str, bool]]:
     if residual is not None:
         holds = residual.shape == x.shape and residual.dtype == x.dtype
         yield "residual", f"{_name(x.dtype)}{list(x.shape)} like input", describe(residual), holds
+        yield "residual", "without elements in the same place", describe(residual), not overlaps_itself(residual)
     for name in ("scale", "scale_ub"):
         value = getattr(a, name, None)
         if value is not None:
@@ -52,6 +55,8 @@ def contract(a, hidden: int) -> Iterator[tuple[str, str, str, bool]]:
             yield name, "float32 with one element", describe(value), holds
     if hasattr(a, "quant_dtype"):
         yield "quant_dtype", "float8_e4m3fn or float8_e4m3fnuz", _name(a.quant_dtype), a.quant_dtype in LIMIT
+    if hasattr(a, "scale_ub"):
+        yield "input", "rows of one element or more", str(list(x.shape)), hidden > 0
     if hasattr(a, "group_size"):
         yield "group_size", "positive", str(a.group_size), a.group_size > 0
         wanted = f"a multiple of group_size={a.group_size} in its last output dimension"
@@ -64,7 +69,6 @@ def envelope(a, arch: Arch, hidden: int) -> Iterator[tuple[str, bool]]:
     yield "input is bfloat16 or float16", x.dtype in ELEMENTS
     yield "input's rows lie at one stride, their elements side by side", _is_rows(x)
     yield "residual's rows lie at one stride, their elements side by side", residual is None or _is_rows(residual)
-    yield "residual's rows do not overlap", residual is None or rows_of(residual) <= 1 or row_stride(residual) >= hidden
     yield "weight is contiguous", weight is None or weight.is_contiguous()
     yield "hidden is at least 1 and below 2^30", 1 <= hidden < 2**30
     yield "there are fewer than 2^31 rows", rows_of(x) < 2**31

@@ -52,7 +52,7 @@ def _hidden(a) -> int:
 
 def _contract(a):
     yield "input", "[..., 2 * hidden]", str(list(a.input.shape)), a.input.dim() >= 1 and a.input.shape[-1] % 2 == 0
-    yield from rows.contract(a, _hidden(a))
+    yield from rows.contract(a, 2)
 
 
 def _per_token(a) -> bool:
@@ -162,6 +162,6 @@ def silu_and_mul_per_block_quant(
     y = _product(input).unflatten(-1, (-1, group_size))
     scale = quantization.scale_of(quantization.absmax(y), quant_dtype)
     if scale_ub is not None:
-        scale = quantization.at_least_minimum(scale.minimum(scale_ub.to(scale.dtype).reshape(())), quant_dtype)
+        scale = quantization.at_least_minimum(scale.fmin(scale_ub.to(scale.dtype).reshape(())), quant_dtype)
     scales = rows.scales(input, rows_of(input), input.shape[-1] // 2 // group_size, is_scale_transposed)
     return quantization.cast(y / scale, quant_dtype).flatten(-2), scales.copy_(scale.view(scales.shape))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.op import Case, Op, describe, rows_of
+from vllm_rocm_ops.op import Case, Op, describe, is_wide_float, rows_of
 from vllm_rocm_ops.ops import gemm
 from vllm_rocm_ops.ops.gemm import SkinnyConfig
 
@@ -20,7 +20,8 @@ ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
-    yield "x", "at least one-dimensional, floating point", describe(a.x), a.x.dim() >= 1 and a.x.is_floating_point()
+    holds = a.x.dim() >= 1 and is_wide_float(a.x)
+    yield "x", "at least one-dimensional, floating point of 16 bits or more", describe(a.x), holds
     k = a.x.shape[-1]
     wanted = f"{a.x.dtype} [N, K={k}] or a shuffled weight of this K"
     yield "weight", wanted, describe(a.weight), a.weight.dtype == a.x.dtype and gemm.is_weight(a.weight, k)

@@ -1,0 +1,190 @@
+"""What callers must respect: each breach is a ValueError that names op and argument, before anything is written; and for what
+they may do reference and kernels say the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from emulator import Emulator
+
+from vllm_rocm_ops import launch, op, ops
+from vllm_rocm_ops.correctness import run_and_check
+
+OPS = list(op.registered())
+each_op = pytest.mark.parametrize("the_op", OPS, ids=lambda o: o.name)
+WITH_RESIDUAL = [o for o in OPS if "residual" in o.Arguments._fields]
+ROWS = [o for o in OPS if "input" in o.Arguments._fields]
+
+
+def example(the_op, case: str | None = None, fp8=torch.float8_e4m3fn) -> dict:
+    """The arguments of a case, by default the first small one, by name."""
+    for candidate in the_op.cases():
+        arguments = candidate.make("cpu", torch.Generator().manual_seed(1), fp8)
+        size = sum(v.numel() for v in arguments if isinstance(v, torch.Tensor))
+        if candidate.name == case or case is None and 0 < size < 10**6:
+            return the_op.Arguments(*arguments)._asdict()
+    raise LookupError(f"{the_op.name} has no case {case}")
+
+
+# Breaches
+
+
+def wrong_values(value) -> Iterator:
+    """Values of other kinds and shapes than the one that is right."""
+    if isinstance(value, torch.Tensor):
+        yield from (None, value.new_empty(()), value.flatten(), value.unsqueeze(0))
+        yield from (value.narrow(d, 0, 0) for d in range(value.dim()))
+        yield from (torch.zeros(value.shape).to(t) for t in (torch.int32, torch.bool, torch.complex64))
+        yield from (torch.zeros(value.shape).to(t) for t in (torch.float8_e4m3fn, torch.float64))
+    elif value is None:
+        yield from (torch.empty(()), torch.empty(0), torch.empty(0, dtype=torch.int32))
+    elif isinstance(value, torch.dtype):
+        yield torch.int32
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield from (0, -1, 10**6)
+
+
+@each_op
+def test_every_breach_is_a_value_error(the_op):
+    """A wrong value of any one argument is refused so, or taken and served, by call, run_kernels and explain alike."""
+    given = example(the_op)
+    for name in given:
+        for value in wrong_values(given[name]):
+            arguments = given | {name: value}
+            outcomes = set()
+            for call in (the_op.run_kernels, lambda *a: the_op.explain(*a, arch="gfx950"), the_op._dispatch):
+                try:
+                    call(*arguments.values())
+                    outcomes.add("taken")
+                except ValueError as error:
+                    assert str(error).startswith(f"{the_op.name}: "), error
+                    outcomes.add("refused")
+            # run_kernels answers a breach with None, for its callers have something else
+            assert outcomes in ({"taken"}, {"taken", "refused"}), (name, value)
+
+
+@pytest.mark.parametrize("the_op", ROWS, ids=lambda o: o.name)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_rows_are_of_floats(the_op, dtype):
+    given = example(the_op)
+    for name in ("input", "residual", "weight"):
+        if given.get(name) is not None:
+            given[name] = torch.zeros(given[name].shape).to(dtype)
+    with pytest.raises(ValueError, match=f"{the_op.name}: input must be floating point of 16 bits or more, got "):
+        the_op(**given)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden": None}, "hidden must be a tensor, got None"),
+        (
+            {"expert_map": torch.empty(0, dtype=torch.int32)},
+            r"expert_map must be int32 \[global experts\], one or more",
+        ),
+        ({"topk_ids": torch.zeros((), dtype=torch.int32)}, "topk_ids must be int32 or int64"),
+        ({"act_scale": 3}, "act_scale must be a tensor or None, got 3"),
+    ],
+)
+def test_experts_name_what_is_wrong(change, message):
+    given = example(ops.fused_experts) | change
+    with pytest.raises(ValueError, match=f"fused_experts: {message}"):
+        ops.fused_experts.explain(**given, arch="gfx950")
+
+
+# Memory
+
+
+@pytest.mark.parametrize("the_op", WITH_RESIDUAL, ids=lambda o: o.name)
+def test_rows_of_a_residual_at_no_single_stride_fall_back(the_op):
+    given = example(the_op)
+    given["input"] = torch.randn(2, 3, 256).bfloat16()
+    given["residual"] = torch.randn(2, 5, 256).bfloat16()[:, :3]
+    given["weight"] = torch.ones(256).bfloat16()
+    explanation = the_op.explain(**given, arch="gfx950")
+    assert explanation.source == "fallback: not so: residual's rows lie at one stride, their elements side by side"
+
+
+@pytest.mark.parametrize("the_op", WITH_RESIDUAL, ids=lambda o: o.name)
+def test_rows_of_a_residual_must_not_overlap(the_op):
+    given = example(the_op)
+    rows, hidden = given["input"].shape
+    for strides in ((0, 1), (hidden - 1, 1), (1, 0)):
+        storage = torch.zeros(rows * hidden, dtype=given["input"].dtype)
+        given["residual"] = storage.as_strided((rows, hidden), strides)
+        with pytest.raises(ValueError, match=f"{the_op.name}: residual must be without elements in the same place"):
+            the_op(**given)
+    assert op.overlaps_itself(torch.zeros(9).as_strided((2, 3), (2, 1))) and not op.overlaps_itself(torch.zeros(3, 1))
+    assert not op.overlaps_itself(torch.zeros(4, 6, 8).permute(2, 0, 1)[:, ::2])
+
+
+@pytest.mark.parametrize("the_op", WITH_RESIDUAL, ids=lambda o: o.name)
+def test_a_residual_has_memory_of_its_own(the_op):
+    """Calls of one signature, some of which overlap: nothing is written before the error. Halves of one buffer's rows, and rows
+    behind the input's, are apart."""
+    given = example(the_op)
+    rows, hidden = 3, 256
+    given["weight"] = torch.ones(hidden).bfloat16()
+    buffer = torch.randn(4 * rows, 2 * hidden).bfloat16()
+    x = buffer[:rows, :hidden]
+    apart = (buffer[:rows, hidden:], buffer[rows : 2 * rows, :hidden], buffer[2 * rows : 3 * rows, hidden:])
+    overlapping = (x, buffer[:rows, 128 : 128 + hidden], buffer[1 : 1 + rows, :hidden], buffer[:rows, 8 : 8 + hidden])
+    for residual in (*apart, *overlapping, *apart):
+        given |= {"input": x, "residual": residual}
+        before = buffer.clone()
+        if any(residual is one for one in apart):
+            the_op(**given)
+            assert torch.equal(buffer[:rows, :hidden], before[:rows, :hidden])
+            assert not torch.equal(buffer, before)
+            continue
+        with pytest.raises(
+            ValueError, match=f"{the_op.name}: residual must have memory of its own, got some of input's"
+        ):
+            the_op(**given)
+        assert torch.equal(buffer, before) and the_op.run_kernels(*given.values()) is None
+
+
+# Gradients
+
+
+@each_op
+def test_no_gradient_is_lost_silently(the_op):
+    """Not on CPU, where the reference could have one, nor through kernels."""
+    given = example(the_op)
+    name, value = next((n, v) for n, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point())
+    wanting = given | {name: value.detach().requires_grad_()}
+    with pytest.raises(ValueError, match=f"{the_op.name}: {name} must not require grad where grad mode is on"):
+        the_op(**wanting)
+    assert the_op.run_kernels(*wanting.values()) is None
+    with torch.no_grad():
+        the_op(**wanting)
+
+
+# What is allowed is the same for reference and kernels
+
+
+@pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("the_op", [o for o in OPS if "scale_ub" in o.Arguments._fields], ids=lambda o: o.name)
+def test_a_bound_that_is_nan_bounds_nothing(the_op, arch_name):
+    emulator = Emulator(arch_name)
+    given = example(the_op, "scale_ub", emulator.arch.fp8_dtype)
+    given["scale_ub"] = torch.tensor([math.nan])
+    with launch.executor(emulator):
+        run_and_check(the_op, tuple(given.values()), "cpu")
+
+
+@pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("case", ["block-map", "bf16", "bf16-m70"])
+def test_the_weight_of_no_expert_counts_nothing(case, arch_name):
+    """Whatever it is."""
+    emulator = Emulator(arch_name)
+    given = example(ops.fused_experts, case, emulator.arch.fp8_dtype)
+    weights, ids = given["topk_weights"].clone(), given["topk_ids"].clone()
+    for row, value in enumerate((math.nan, math.inf, -math.inf)):
+        weights[row, 0], ids[row, 0] = value, (-1, 10**6, -5)[row]
+    given |= {"topk_weights": weights, "topk_ids": ids}
+    with launch.executor(emulator):
+        run_and_check(ops.fused_experts, tuple(given.values()), "cpu")
