@@ -160,7 +160,7 @@ class _Execution:
     def __init__(self, op: str, kernel: str, run: Callable[[tuple], object]):
         self.run = run
         self.is_fallback = kernel.startswith("fallback")
-        self.apart: tuple = ()
+        self.apart: tuple[tuple[int, int, int], ...] = ()  # see Op._apart
         self.count = _counts.setdefault(op, {}).setdefault(kernel, _Count())
 
     def __call__(self, args: tuple):
@@ -337,10 +337,10 @@ class Op:
             a = self.Arguments(*args)
             execution = self._executions[key] = self._decide(a)
             execution.apart = self._apart(a)
-        for updated, other, before, behind in execution.apart:
-            distance = args[updated].data_ptr() - args[other].data_ptr()
+        for updated, before, behind in execution.apart:
+            distance = args[updated].data_ptr() - args[0].data_ptr()
             if -before < distance < behind:
-                self._refuse_overlap(args, updated, other, distance)
+                self._refuse_overlap(args, updated, distance)
         return execution
 
     def _refuse_gradients(self, args: tuple) -> None:
@@ -352,24 +352,23 @@ class Op:
                     f"{describe(value)} that does: detach it, or call the op under torch.no_grad()"
                 )
 
-    def _apart(self, a) -> tuple[tuple[int, int, int, int], ...]:
-        """For each argument that is updated in place, and each other tensor: their places, and how many bytes the first must
-        begin before the other or behind it."""
-        tensors = [(i, value) for i, value in enumerate(a) if isinstance(value, torch.Tensor)]
-        sizes = {i: extent(value) * value.element_size() for i, value in tensors}
-        updated = [i for i, _ in tensors if self.Arguments._fields[i] in self.mutates]
-        return tuple((i, j, sizes[i], sizes[j]) for i in updated for j in sizes if i != j and sizes[i] and sizes[j])
+    def _apart(self, a) -> tuple[tuple[int, int, int], ...]:
+        """For each argument that is updated in place: its place, and how many bytes it must begin before the first argument or
+        behind it."""
+        names = self.Arguments._fields
+        sizes = [extent(v) * v.element_size() if isinstance(v, torch.Tensor) else 0 for v in a]
+        return tuple((i, sizes[i], sizes[0]) for i in range(1, len(a)) if names[i] in self.mutates and sizes[i])
 
-    def _refuse_overlap(self, args: tuple, updated: int, other: int, distance: int) -> None:
-        """Raises unless the two are different columns of the same rows."""
-        one, two = args[updated], args[other]
+    def _refuse_overlap(self, args: tuple, updated: int, distance: int) -> None:
+        """Raises unless the argument and the first are different columns of the same rows."""
+        one, two = args[updated], args[0]
         size, step, columns = one.element_size(), row_stride(one), one.shape[-1]
         same_rows = one.dtype == two.dtype and step is not None and step == row_stride(two)
         if same_rows and columns <= -distance // size % step and two.shape[-1] <= distance // size % step:
             return
         names = self.Arguments._fields
         raise ValueError(
-            f"{self.name}: {names[updated]} must have memory of its own, got some of {names[other]}'s: "
+            f"{self.name}: {names[updated]} must have memory of its own, got some of {names[0]}'s: "
             f"{distance} bytes behind its first element"
         )
 
