@@ -1,21 +1,16 @@
 """The op tests can fail: each bug planted below in a copy of the kernels is caught by the case named with it, as gfx942 or
-gfx950 code in the emulator, by a wrong result or by the emulator's own checks."""
+gfx950 code in the emulator, by a wrong result or by the emulator's own checks. mutants.py has more of the kind."""
 
 from __future__ import annotations
-
-import shutil
-from pathlib import Path
 
 import pytest
 import test_large_tensors as large
 from emulator import Emulator
 from emulator.errors import EmulatorError
-from test_build import load_build
+from mutants import CSRC, MUTANTS, KernelCopy
 
 from vllm_rocm_ops import launch, op, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check
-
-CSRC = Path(__file__).parent.parent / "csrc"
 
 WRONG = "error|NaNs differ"  # what a case says of values; those that nobody wrote are NaN
 
@@ -741,27 +736,17 @@ OVERFLOWS = {
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory):
-    """csrc/build.py of a copy of the kernels."""
-    root = tmp_path_factory.mktemp("planted")
-    shutil.copytree(CSRC, root / "csrc")
-    return load_build(root / "csrc")
+def kernels(tmp_path_factory):
+    return KernelCopy(tmp_path_factory.mktemp("planted"))
 
 
 @pytest.fixture
-def plant(build, monkeypatch):
-    """A function that builds the copy's modules with a bug in them and has ops run that code."""
+def plant(kernels, monkeypatch):
+    """A function that has ops run code with a bug in it."""
 
     def plant(file: str, text: str, replacement: str, arch: str, modules: set[str]) -> None:
-        path = build.CSRC / file
-        original = path.read_text()
-        assert text in original, f"the bug no longer fits {file}"
-        try:
-            path.write_text(original.replace(text, replacement))
-            build.build(sorted(modules), [arch])
-        finally:
-            path.write_text(original)
-        monkeypatch.setattr(launch, "CODE", build.CODE)
+        kernels.plant(file, text, replacement, modules, [arch])
+        monkeypatch.setattr(launch, "CODE", kernels.code)
 
     return plant
 
@@ -794,3 +779,10 @@ def test_planted_overflow_is_caught(bug, plant):
     with launch.executor(emulator), pytest.raises((AssertionError, EmulatorError)) as caught:
         test(*arguments, ("cpu", emulator.arch))
     assert "fallback" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_fits(name):
+    """Those of mutants.py, which takes long, are mended where sources change."""
+    mutant = MUTANTS[name]
+    assert mutant.text in (CSRC / mutant.file).read_text(), mutant.file
