@@ -69,16 +69,20 @@ def run_beside(emulator: Emulator, op: Op, given: list[tuple], share: bool) -> l
 @pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("kind", OF_KIND)
 def test_launches_that_run_at_once(kind, arch_name):
-    """With counters of their own both are right in every order of their waves; with the same ones they are not."""
+    """With counters of their own both are right in every order of their waves; with the same ones not in all."""
     op, dtype = OF_KIND[kind], archs.ARCHS[arch_name].fp8_dtype
     given = [arguments(kind, dtype, seed, sizes=(3, 32, 1280)) for seed in (1, 2)]
     expected = [op.reference(*each).float() for each in given]
-    for seed in range(3):
+    wrong = 0
+    for seed in range(4):
         for out, right in zip(run_beside(Emulator(arch_name, seed=seed), op, given, share=False), expected):
             torch.testing.assert_close(out.float(), right, rtol=0.02, atol=1.0)
-        with pytest.raises((AssertionError, EmulatorError)):
+        try:
             for out, right in zip(run_beside(Emulator(arch_name, seed=seed), op, given, share=True), expected):
                 torch.testing.assert_close(out.float(), right, rtol=0.02, atol=1.0)
+        except (AssertionError, EmulatorError):
+            wrong += 1
+    assert wrong
 
 
 # On a GPU
