@@ -182,7 +182,7 @@ KERNELS = [
   s_cmp_eq_u32 s2, 0
   s_cbranch_scc1 .Lspin
   v_mov_b32 v3, 21
-  global_store_dword v1, v3, s[6:7]
+  global_store_dword v1, v3, s[6:7] sc1
   s_waitcnt vmcnt(0)
   global_atomic_add v1, v2, s[4:5]
   s_endpgm
@@ -193,7 +193,7 @@ KERNELS = [
   v_readfirstlane_b32 s8, v3
   s_cmp_lg_u32 s8, 64
   s_cbranch_scc1 .Lspin
-  global_load_dword v3, v1, s[6:7]
+  global_load_dword v3, v1, s[6:7] sc1
   s_waitcnt vmcnt(0)
   v_add_u32 v3, v3, v3
   global_store_dword v1, v3, s[6:7] offset:4""",

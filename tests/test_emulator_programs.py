@@ -217,12 +217,14 @@ void gemm(const short* a, const short* b, float* c, float* parts, unsigned* coun
     for (int i = 0; i < 4; i++)
       to[(long)(block_m * 64 + wave * 16 + (lane >> 4) * 4 + i) * n + block_n * 64 + j * 16 + (lane & 15)] = sum[j][i];
   if (splits == 1) return;
+#ifndef NOT_RELEASED
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent");
+#endif
 #ifndef COUNTED_TOO_EARLY
   barrier();
 #endif
   if (thread == 0)
-    arrived = __hip_atomic_fetch_add(&counters[block_m * (n / 64) + block_n], 1u, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_AGENT);
+    arrived = __hip_atomic_fetch_add(&counters[block_m * (n / 64) + block_n], 1u, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
   barrier();
 #ifdef EVERY_BLOCK_SUMS
   if (arrived >= 2u)
@@ -230,7 +232,9 @@ void gemm(const short* a, const short* b, float* c, float* parts, unsigned* coun
   if (arrived == (unsigned)splits - 1)
 #endif
   {
+#ifndef NOT_ACQUIRED
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent");
+#endif
     for (int i = thread; i < 64 * 64; i += 256) {
       long at = (long)(block_m * 64 + i / 64) * n + block_n * 64 + i % 64;
       float total = 0;
@@ -282,6 +286,14 @@ def test_gemm_without_its_barrier(gemm):
 @pytest.mark.parametrize("fault", ["EVERY_BLOCK_SUMS", "COUNTED_TOO_EARLY"])
 def test_gemm_that_sums_before_all_parts_are_there(gemm, fault):
     with pytest.raises((errors.GlobalRace, errors.Uninitialised), match="argument"):
+        gemm(4, fault)
+
+
+@pytest.mark.parametrize(
+    ("fault", "missing"), [("NOT_RELEASED", "it has no sc1"), ("NOT_ACQUIRED", "this access has no sc1")]
+)
+def test_gemm_that_leaves_parts_in_caches(gemm, fault, missing):
+    with pytest.raises(errors.StaleRead, match=f"gemm.* of argument 3 was stored by .*`global_store_dword.*{missing}"):
         gemm(4, fault)
 
 

@@ -8,10 +8,11 @@
 What it checks, as subclasses of `EmulatorError` that name kernel, instruction, block, wave and lane: see errors.py.
 `Emulator(arch, seed=n)` runs waves one by one in a random order, which finds more; `races=False` leaves races to luck.
 
-What it does not see: caches (memory is coherent, so that a missing cache write-back or invalidation stays unseen), the
-strength of atomics (each counts as acquire and release), the s_nop that some instruction pairs need (but for M0, whose write
-must not stand right before a read), halves of a register of which only the other half was written. It rounds to nearest even
-and keeps f16 and f64 denormals, whatever MODE says.
+Blocks may be on dies whose L2 caches are not coherent: memory.py has the rules for what blocks pass to each other.
+
+What it does not see: the caches of scalars and instructions, the s_nop that some instruction pairs need (but for M0, whose
+write must not stand right before a read), halves of a register of which only the other half was written. It rounds to nearest
+even and keeps f16 and f64 denormals, whatever MODE says.
 """
 
 from .emulator import Emulator

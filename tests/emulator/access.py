@@ -26,13 +26,33 @@ from .waves import LANES
 class Event:
     """An outstanding memory operation. `registers` arrive when it is done; `granules` [n, k] are the LDS that it writes, one
     row for each active lane, whose wave `rows` [n] tells. `region` names the memory that each wave, on average, has `size`
-    bytes from."""
+    bytes from. `clock` is that before a store; `acquired` and `written_back` is what waves see, and have written back, then."""
 
-    __slots__ = ("granules", "kind", "lgkm", "load", "region", "registers", "rows", "scalar", "size", "vm")
+    __slots__ = (
+        *(
+            "acquired",
+            "clock",
+            "granules",
+            "kind",
+            "lgkm",
+            "load",
+            "region",
+            "registers",
+            "rows",
+            "scalar",
+            "size",
+            "vm",
+        ),
+        "written_back",
+    )
 
-    def __init__(self, kind: str, registers=(), size: int = 0, load: bool = True, granules=None, rows=None, region=""):
+    def __init__(
+        self, kind: str, registers=(), size: int = 0, load: bool = True, granules=None, rows=None, region="", clock=None
+    ):
         self.kind, self.registers, self.size, self.load, self.region = kind, tuple(registers), size, load, region
-        self.granules, self.rows = granules, rows
+        self.granules, self.rows, self.clock = granules, rows, clock
+        self.acquired: list = []
+        self.written_back: list = []
         self.vm = kind in ("vm", "flat")
         self.lgkm = kind in ("lds", "scalar", "flat")
         self.scalar = kind == "scalar"
@@ -47,6 +67,9 @@ class Event:
 
     def join(self, other: Event, waves: int) -> None:
         """Takes in the same event of further waves; `waves` were here before."""
+        self.acquired, self.written_back = self.acquired + other.acquired, self.written_back + other.written_back
+        if self.clock is not None and other.clock is not None:
+            self.clock = min(self.clock, other.clock)
         if self.granules is None or other.granules is None:
             theirs = other.granules, None if other.rows is None else other.rows + waves
             self.granules, self.rows = theirs if self.granules is None else (self.granules, self.rows)
@@ -261,8 +284,10 @@ def _bind_scalar(ins: Instruction, program):
         if buffer:
             words = _scalar_buffer(w, address, site)
         elif w.count > 1 and (address == address[0]).all():
+            program.space.check_scalar_load(address, size, w, site)
             words = np.broadcast_to(program.space.load(address[:1], size, 4, w, site, True).view(U32), (w.count, count))
         else:
+            program.space.check_scalar_load(address, size, w, site)
             words = program.space.load(address, size, 4, w, site, True).view(U32)
         w.sgpr[:, destination : destination + count] = words
         if destination + count > 126:
@@ -304,9 +329,17 @@ def _global_address(ins: Instruction, program):
     return lambda w: w.S64[scalar] + w.U[i] + offset
 
 
-def _atomicity(ins: Instruction) -> bool:
-    """sc1 marks accesses at agent or system scope, which only atomic or volatile ones are."""
+def _device(ins: Instruction) -> bool:
+    """sc1 marks accesses at agent or system scope: past the L2 cache of the die."""
     return bool(ins.fields.get("sc1"))
+
+
+def _of_flag(device: bool, rows: np.ndarray, addresses: np.ndarray) -> bool:
+    """Whether an access at agent scope is that of a flag: each wave touches one address, as it does with an atomic."""
+    if not device:
+        return False
+    starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
+    return bool((np.repeat(addresses[starts], np.diff(np.append(starts, len(rows)))) == addresses).all())
 
 
 def _bind_global(ins: Instruction, program):
@@ -330,40 +363,43 @@ def _bind_global(ins: Instruction, program):
 def _bind_global_load(ins, program, address, load: Load, destination: str):
     codes = tuple(_destination_codes(ins.operands[destination], load))
     first = _first_register(ins.operands[destination], len(codes), program)
-    atomic = _atomicity(ins)
+    device = _device(ins)
     align = min(load.size, 4)
 
     def run(w):
         rows, lanes = w.active()
-        region, moved = "", 0
+        event = Event("vm", codes)
         if len(rows):
             a = lanes_of(w, address(w))
-            region, moved = program.space.name_at(a[0]), len(rows) * load.size // w.count
-            values = program.space.load(a, load.size, align, w, Site(program, ins, w, rows, lanes), atomic)
+            event.region, event.size = program.space.name_at(a[0]), len(rows) * load.size // w.count
+            flag, site = _of_flag(device, rows, a), Site(program, ins, w, rows, lanes)
+            values = program.space.load(a, load.size, align, w, site, flag, device)
             deliver(w, first, extend(values, load), load)
             program.counters.vector_access(ins, w, a, load.size)
-            if atomic:
-                program.space.synchronise(w, Site(program, ins, w, rows, lanes), a, release=False, acquire=True)
-        program.issue(w, ins, Event("vm", codes, size=moved, region=region))
+            if flag:
+                event.acquired = program.space.synchronise(w, site, a, release=False, acquire=True)
+        program.issue(w, ins, event)
 
     return run
 
 
 def _bind_global_store(ins, program, address, size: int, shift: int, source: str):
     first = _first_register(ins.operands[source], size // 4, program)
-    atomic = _atomicity(ins)
+    device = _device(ins)
 
     def run(w):
         rows, lanes = w.active()
+        clock = program.space.clock
         if len(rows):
             a = lanes_of(w, address(w))
             values = collect(w, first, size, shift)
-            if atomic:
-                program.space.synchronise(w, Site(program, ins, w, rows, lanes), a, release=True, acquire=False)
-            if program.space.store(a, values, min(size, 4), w, Site(program, ins, w, rows, lanes), atomic):
+            flag, site = _of_flag(device, rows, a), Site(program, ins, w, rows, lanes)
+            if flag:
+                program.space.synchronise(w, site, a, release=True, acquire=False)
+            if program.space.store(a, values, min(size, 4), w, site, flag, device):
                 program.progress()
             program.counters.vector_access(ins, w, a, size)
-        program.issue(w, ins, Event("vm", load=False))
+        program.issue(w, ins, Event("vm", load=False, clock=clock))
 
     return run
 
@@ -385,12 +421,14 @@ def _bind_global_atomic(ins, program, address, kind: str):
 
     def run(w):
         rows, lanes = w.active()
+        event = Event("vm", codes, clock=program.space.clock)
         if len(rows):
             a = lanes_of(w, address(w))
             site = Site(program, ins, w, rows, lanes)
+            program.space.note_store(ins)
             data = collect(w, first, size, 0).view(word)[:, 0]
             compare = collect(w, first + step, size, 0).view(word)[:, 0] if swap else None
-            program.space.synchronise(w, site, a, release=True, acquire=True)
+            event.acquired = program.space.synchronise(w, site, a, release=True, acquire=True)
             old = np.empty(len(a), word)
             for region, offsets, index, _ in program.space.find(a, size, size, site):
                 chosen = slice(None) if index is None else index
@@ -402,13 +440,13 @@ def _bind_global_atomic(ins, program, address, kind: str):
                     region.views[size], units, fn, data[chosen], None if compare is None else compare[chosen]
                 )
                 if program.space.races:
-                    program.space._stamp(region, offsets, size, index, w, site, None)
-            program.space.clock += 1
+                    program.space._stamp(region, offsets, size, index, w, site, None, True)
+            program.space.clock += 2
             program.progress()
             if returns:
                 deliver(w, register(destination), old.view(np.uint8).reshape(-1, size).view(U32), Load(size))
             program.counters.vector_access(ins, w, a, size)
-        program.issue(w, ins, Event("vm", codes))
+        program.issue(w, ins, event)
 
     return run
 
@@ -421,9 +459,14 @@ def _bind_flat(ins, program, address, what):
     codes = tuple(operand.code + n for n in range(max(1, size // 4)))
     first = _first_register(operand, size // 4, program)
     lds_high, private_high = APERTURES[235] >> 32, APERTURES[237] >> 32
+    device = _device(ins)
+
+    def flag(site, addresses) -> bool:
+        return _of_flag(device, site.rows, addresses)
 
     def run(w):
         rows, lanes = w.active()
+        clock = None if is_load else program.space.clock
         if len(rows):
             a = lanes_of(w, address(w))
             high = (a >> U64(32)).astype(U32)
@@ -450,12 +493,12 @@ def _bind_flat(ins, program, address, what):
                     else:
                         _scratch_store(w, low, values[index], site)
                 elif is_load:
-                    values[index] = program.space.load(part, size, min(size, 4), w, site, _atomicity(ins))
-                elif program.space.store(part, values[index], min(size, 4), w, site, _atomicity(ins)):
+                    values[index] = program.space.load(part, size, min(size, 4), w, site, flag(site, part), device)
+                elif program.space.store(part, values[index], min(size, 4), w, site, flag(site, part), device):
                     program.progress()
             if is_load:
                 deliver(w, first, extend(values, what), what)
-        program.issue(w, ins, Event("flat", codes if is_load else (), load=is_load))
+        program.issue(w, ins, Event("flat", codes if is_load else (), load=is_load, clock=clock))
 
     return run
 
@@ -524,8 +567,8 @@ def _bind_scratch(ins: Instruction, program):
 
 def _bind_buffer(ins: Instruction, program):
     name = ins.mnemonic.removeprefix("buffer_")
-    if name in ("wbl2", "inv"):  # caches are coherent here
-        return lambda w: None
+    if name in ("wbl2", "inv"):
+        return _bind_cache(ins, program, name)
     action, _, kind = name.partition("_")
     resource = ins.operands["srsrc"].code
     scalar = reader(ins.operands["soffset"], ins, U32)
@@ -571,9 +614,11 @@ def _bind_buffer(ins: Instruction, program):
     first = _first_register(ins.operands["vdata"], size // 4, program)
     unit = min(size, 4)
 
+    device = _device(ins)
+
     def run(w):
         rows, lanes = w.active()
-        region, moved = "", 0
+        region, moved, clock = "", 0, None if is_load else program.space.clock
         if len(rows):
             address, inside = place(w, size)
             region, moved = program.space.name_at(address[0]), int(inside.sum()) * unit // w.count
@@ -584,7 +629,8 @@ def _bind_buffer(ins: Instruction, program):
                 values = collect(w, first, size, shift)
                 site = Site(program, ins, w, rows, lanes)
                 if inside.all():
-                    if program.space.store(address, values, unit, w, site, _atomicity(ins)):
+                    flag = _of_flag(device, rows, address)
+                    if program.space.store(address, values, unit, w, site, flag, device):
                         program.progress()
                 else:
                     for n in range(inside.shape[1]):
@@ -592,26 +638,44 @@ def _bind_buffer(ins: Instruction, program):
                         if len(chosen):
                             part = Site(program, ins, w, rows[chosen], lanes[chosen])
                             piece = values[chosen, unit * n : unit * (n + 1)]
-                            program.space.store(address[chosen] + U64(4 * n), piece, unit, w, part, _atomicity(ins))
+                            program.space.store(address[chosen] + U64(4 * n), piece, unit, w, part, False, device)
                             program.progress()
             program.counters.vector_access(ins, w, address, size)
-        program.issue(w, ins, Event("vm", codes if is_load else (), size=moved, load=is_load, region=region))
+        loaded = codes if is_load else ()
+        program.issue(w, ins, Event("vm", loaded, size=moved, load=is_load, region=region, clock=clock))
 
     return run
+
+
+def _bind_cache(ins, program, name: str):
+    """BUFFER_WBL2 writes the die's L2 cache back, BUFFER_INV invalidates what it has of others' memory; at agent scope, by sc1."""
+    if not _device(ins):
+        return lambda w: None
+    if name == "inv":
+        return lambda w: program.space.invalidate(w)
+
+    def write_back(w):
+        event = Event("vm", load=False)
+        event.written_back = program.space.write_back(w, program)
+        program.issue(w, ins, event)
+
+    return write_back
 
 
 def buffer_load(program, ins, w, address, inside, size: int) -> np.ndarray:
     """[n, size] bytes; dwords out of the resource's range are 0."""
     rows, lanes = w.active()
     unit = min(size, 4)
+    device = _device(ins)
     if inside.all():
-        return program.space.load(address, size, unit, w, Site(program, ins, w, rows, lanes), _atomicity(ins))
+        flag = _of_flag(device, rows, address)
+        return program.space.load(address, size, unit, w, Site(program, ins, w, rows, lanes), flag, device)
     values = np.zeros((len(rows), size), np.uint8)
     for n in range(inside.shape[1]):
         chosen = np.flatnonzero(inside[:, n])
         if len(chosen):
             part = Site(program, ins, w, rows[chosen], lanes[chosen])
-            loaded = program.space.load(address[chosen] + U64(4 * n), unit, unit, w, part, _atomicity(ins))
+            loaded = program.space.load(address[chosen] + U64(4 * n), unit, unit, w, part, False, device)
             values[chosen, unit * n : unit * (n + 1)] = loaded
     return values
 

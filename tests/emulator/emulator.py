@@ -187,7 +187,7 @@ class Program:
         if excess_vm <= 0 and excess_lgkm <= 0:
             return
         waits_for_memory = excess_vm > 0
-        kept = []
+        kept, done = [], []
         for event in order:
             if event.vm and excess_vm > 0:
                 event.vm = False
@@ -198,6 +198,7 @@ class Program:
             if event.vm or event.lgkm:
                 kept.append(event)
                 continue
+            done.append(event)
             for code in event.registers:
                 if w.pending.get(code) is event:
                     del w.pending[code]
@@ -208,6 +209,13 @@ class Program:
         if waits_for_memory and self.counters.traffic is not None:
             self.counters.traffic.wait(w.id, order, kept)
         w.order = kept
+        for event in done:
+            if event.acquired:
+                self.space.acquire(w.id, event.acquired)
+            if event.written_back:
+                self.space.has_written_back(w.id, event.written_back)
+        if any(event.clock is not None for event in done):
+            self.space.complete(w.id, next((event.clock for event in kept if event.clock is not None), None))
 
     # Sanitizer of registers
 
@@ -316,6 +324,7 @@ class Program:
         self.arrived = np.zeros(blocks, np.int64)
         self.ended = np.zeros(blocks, np.int64)
         self.block_of = np.arange(blocks * self.waves_per_block) // self.waves_per_block
+        space.begin(len(self.block_of))
         space.watch(self.stored)
         lds = kernel.lds + launch.lds
         order = np.arange(blocks) if chosen is None else np.array(chosen)

@@ -49,6 +49,10 @@ class GlobalRace(EmulatorError):
     """Two waves touch the same memory, at least one writing, with nothing that orders them."""
 
 
+class StaleRead(EmulatorError):
+    """A read of what another block stored, which may still be in the cache of that block's die, or not yet in this one's."""
+
+
 class DivergentBarrier(EmulatorError):
     """A barrier that some waves of the block never reach."""
 

@@ -1,19 +1,39 @@
 """Global memory and LDS, with the shadow state that the sanitizer needs.
 
 Global memory is the tensors of a launch, at virtual addresses 64 GiB apart, so that no pointer of one reaches another.
+
+What one block stores and another reads is checked, not modelled: data are always the newest. Each die (XCD) has an L2 cache of its
+own, and blocks are dealt to the dies in turn; a kernel must not rely on which two share one, so any two count as apart. A read of
+another block's store is right if
+
+- the store has sc1, which writes through (agent scope), and is complete: an s_waitcnt vmcnt says so; or it has not, and a
+  buffer_wbl2 sc1 behind it is complete, or one of another wave of the block, behind a barrier that it was complete before;
+- then, behind a barrier if in another wave, an atomic or an sc1 store to a flag follows, and one of the reading block, or an sc1
+  load of the flag, has come after and is complete, and a barrier after that if in another wave;
+- the read has sc1, or is behind a buffer_inv sc1 that came after that, of its block.
+
+Atomics execute where all dies see them; by themselves they order nothing. Sources: LLVM's AMDGPUUsage, "Memory Model gfx942" (load,
+store and atomicrmw monotonic agent; fence release and acquire agent), which gfx950 shares; CDNA3 ISA, section 9.9 "Memory scopes".
+An sc1 access by which a wave touches one address is taken for one of a flag, any other for data.
 """
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import functools
 import mmap
 
 import numpy as np
 
-from .errors import GlobalRace, LdsOutOfBounds, LdsRace, Misaligned, MissingWait, OutOfBounds, Uninitialised
+from .errors import GlobalRace, LdsOutOfBounds, LdsRace, Misaligned, MissingWait, OutOfBounds, StaleRead, Uninitialised
 
 _SLOT = 36  # log2 of the distance of regions
+_ORDER, _PLAIN, _DEVICE = (
+    0,
+    1,
+    2,
+)  # what a wave has seen of another: what came before; which stores arrived, without sc1, and with
 _WATCHED = 1 << 24  # readers are remembered in regions of up to so many bytes
 _WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _ONES = {size: np.frombuffer(b"\1" * size, dtype)[0] for size, dtype in _WORD.items()}
@@ -100,11 +120,19 @@ class Space:
     def __init__(self, granule: int, races: bool, traffic=None):
         self.regions: dict[int, Region] = {}
         self.granule, self.races, self.traffic = granule, races, traffic
-        self.clock = 1
-        # wave -> per wave the clock up to which what that one did comes before this one
+        self.clock = 2  # even; a key of a store with sc1 has the next odd one
+        # wave -> [3, waves]: the clock up to which what that one did comes before this one; and of its stores, those that loads
+        # with sc1 read
         self.seen: dict[int, np.ndarray] = {}
+        self.read_plainly: dict[int, np.ndarray] = {}  # the same, of those that loads without sc1 read
         self.left: dict[int, np.ndarray] = {}  # address -> the same, as the last atomics there leave it
         self.barriers: dict[int, int] = {}  # block -> the clock of its last barrier
+        self.completed = np.zeros(0, np.int64)  # per wave: the clock up to which its stores are complete
+        self.at_barrier = np.zeros((2, 0), np.int64)  # that at the last barrier; and up to which they were written back
+        self.written_back: dict[
+            int, np.ndarray
+        ] = {}  # wave -> per wave of its block, up to which it wrote back what that stored
+        self.stores: tuple[list[int], list] = ([], [])  # the clock and the instruction of each
         self.addresses: dict[int, int] = {}
         self._keep: list = []
 
@@ -149,6 +177,10 @@ class Space:
             if start <= first < last <= end:
                 region.track_writes()
                 region.written[_bytes_of(tensor, low)] = 0
+
+    def begin(self, waves: int) -> None:
+        """Prepares for a launch of so many waves."""
+        self.completed, self.at_barrier = np.zeros(waves, np.int64), np.zeros((2, waves), np.int64)
 
     def watch(self, stored: set[str] | None) -> None:
         """Remembers readers in the regions that hold one of the named tensors; None: in all."""
@@ -221,8 +253,8 @@ class Space:
         units = offsets >> (unit.bit_length() - 1)
         return units if size == unit else units[:, None] + np.arange(size // unit)
 
-    def load(self, a: np.ndarray, size: int, align: int, w, where, atomic: bool) -> np.ndarray:
-        """The bytes at each address, [n, size] as uint8."""
+    def load(self, a: np.ndarray, size: int, align: int, w, where, atomic: bool, device: bool = False) -> np.ndarray:
+        """The bytes at each address, [n, size] as uint8. device: with sc1."""
         out = None
         for region, offsets, index, unit in self.find(a, size, align, where):
             units = self._units(offsets, size, unit)
@@ -232,7 +264,7 @@ class Space:
             if self.traffic is not None and where.lanes is not None:
                 self.traffic.load(region.name, offsets, w.block[where.rows if index is None else where.rows[index]])
             if self.races and not atomic:
-                self._check_order(region, offsets, size, index, w, where, None)
+                self._check_order(region, offsets, size, index, w, where, None, device)
                 if region.watched and where.lanes is not None:
                     self._stamp_readers(region, offsets, size, index, w, where)
             if index is None:
@@ -242,6 +274,19 @@ class Space:
             out[index] = values
         return out
 
+    def note_store(self, ins) -> None:
+        """Remembers which instruction stores now."""
+        if self.races:
+            self.stores[0].append(self.clock)
+            self.stores[1].append(ins)
+
+    def check_scalar_load(self, a: np.ndarray, size: int, w, where) -> None:
+        """Refuses a scalar load of what another wave stores."""
+        region = self.regions.get(int(a[0]) >> _SLOT)
+        if self.races and region is not None and region.last is not None:
+            for region, offsets, index, _ in self.find(a, size, 4, where):
+                self._check_order(region, offsets, size, index, w, where, None, False)
+
     def _check_written(self, region, units, unit, size, index, where) -> None:
         written = np.ascontiguousarray(region.written_views[unit][units]).view(np.uint8)
         if not written.all():
@@ -250,9 +295,12 @@ class Space:
             message = f"{size} bytes at byte {at} of {region.name} were never written"
             raise where(Uninitialised, bad if index is None else int(index[bad]), message)
 
-    def store(self, a: np.ndarray, values: np.ndarray, align: int, w, where, atomic: bool) -> bool:
-        """Writes [n, size] uint8 values; returns whether any byte changed."""
+    def store(
+        self, a: np.ndarray, values: np.ndarray, align: int, w, where, atomic: bool, device: bool = False
+    ) -> bool:
+        """Writes [n, size] uint8 values; returns whether any byte changed. device: with sc1."""
         size = values.shape[1]
+        self.note_store(where.ins)
         changed = False
         for region, offsets, index, unit in self.find(a, size, align, where):
             region.stored = True
@@ -268,16 +316,17 @@ class Space:
             if not changed:
                 changed = old.tobytes() != new.tobytes()
             if self.races and not atomic:
-                self._check_order(region, offsets, size, index, w, where, (old, new))
+                self._check_order(region, offsets, size, index, w, where, (old, new), True)
             view[units] = new
             if self.races:
-                self._stamp(region, offsets, size, index, w, where, None if atomic else (view, units, new))
+                self._stamp(region, offsets, size, index, w, where, None if atomic else (view, units, new), device)
             if region.written is not None:
                 region.written_views[unit][units] = _ONES[unit]
-        self.clock += 1
+        self.clock += 2
         return changed
 
-    # Races: `last` holds clock << 32 | barrier epoch << 20 | wave id + 1 of each granule's last writer, `readers` of readers.
+    # Races: `last` holds clock << 32 | barrier epoch << 20 | wave id + 1 of each granule's last writer, `readers` of readers. The
+    # clock's lowest bit says whether a store had sc1.
 
     def _granules(self, offsets, size):
         shift = self.granule.bit_length() - 1
@@ -285,9 +334,11 @@ class Space:
         count = max(1, size >> shift)
         return first[:, None] + np.arange(count)
 
-    def _check_order(self, region, offsets, size, index, w, where, values) -> None:
+    def _check_order(self, region, offsets, size, index, w, where, values, device: bool) -> None:
         """Refuses an access that nothing orders after another wave's: a read after a write; a write (`values` are the old and
-        the new bytes) after a write of something else, or after a read."""
+        the new bytes) after a write of something else, or after a read. And one that may miss another block's store."""
+        if region.last is None and region.readers is None:
+            return
         rows = where.rows if index is None else where.rows[index]
         granules = self._granules(offsets, size)
         changed = True
@@ -307,6 +358,38 @@ class Space:
                 message = f"byte {int(offsets[bad]) - region.start} of {region.name}, {action} here, was {kind} by "
                 message += f"{where.program.wave_name(other)} with nothing that orders the two"
                 raise where(GlobalRace, bad if index is None else int(index[bad]), message)
+            if kind == "written":
+                hidden = self._hidden(who, w, rows, where.program, device) & changed
+                if hidden.any():
+                    bad = int(np.argmax(hidden.any(axis=1)))
+                    message = self._of_hidden(
+                        int(who[bad, np.argmax(hidden[bad])]), int(w.id[rows[bad]]), where.program
+                    )
+                    message = f"byte {int(offsets[bad]) - region.start} of {region.name} was stored by {message}"
+                    raise where(StaleRead, bad if index is None else int(index[bad]), message)
+
+    def _hidden(self, keys, w, rows, program, device: bool) -> np.ndarray:
+        """Where a granule's last store is another block's, and this access may not find it."""
+        other = np.maximum((keys & 0xFFFFF) - 1, 0)
+        hidden = (keys != 0) & (program.block_of[other] != w.block[rows][:, None])
+        if not hidden.any():
+            return hidden
+        clock = keys >> 32
+        seen = self._seen_by(w.id[rows][:, None], other, _PLAIN + (clock & 1), device)
+        return hidden & (seen <= clock)
+
+    def _of_hidden(self, key: int, reader: int, program) -> str:
+        """By which instruction of which wave a granule was stored, and what is missing between that and the reader."""
+        clock, wave = key >> 32, (key & 0xFFFFF) - 1
+        ins = self.stores[1][bisect.bisect_left(self.stores[0], clock & ~1)]
+        arrived = self._seen_by(np.array([reader]), np.array([wave]), np.array([_PLAIN + (clock & 1)]), True)[0] > clock
+        if arrived:
+            missing = "this access has no sc1, and no buffer_inv sc1 came before it and after what orders the two"
+        elif clock & 1:
+            missing = "no s_waitcnt says that it was complete before what orders the two"
+        else:
+            missing = "it has no sc1, and no buffer_wbl2 sc1 was complete before what orders the two"
+        return f"+{ins.address - program.object.entry:#x} `{ins.text}` of {program.wave_name(wave)}: {missing}"
 
     def _unordered(self, keys, w, rows, program) -> np.ndarray:
         """Where a granule's last access is another wave's, and not before this one: no barrier in the block, no atomics
@@ -320,7 +403,7 @@ class Space:
             return suspect
         block = w.block[rows][:, None]
         after_barrier = (program.block_of[other] == block) & ((keys >> 20 & 0xFFF) < program.epochs[block])
-        return suspect & ~after_barrier & (self._seen_by(me, other) <= keys >> 32)
+        return suspect & ~after_barrier & (self._seen_by(me, other, _ORDER, True) <= keys >> 32)
 
     def _stamp_readers(self, region, offsets, size, index, w, where) -> None:
         """Remembers each granule's last reader, and the last one before that was another wave."""
@@ -336,50 +419,94 @@ class Space:
             before[granules[another]] = old[another]
         last[granules] = key
 
-    def _key(self, w, rows, program) -> np.ndarray:
-        return self.clock << 32 | (program.epochs[w.block[rows]] & 0xFFF) << 20 | w.id[rows] + 1
+    def _key(self, w, rows, program, device: bool = False) -> np.ndarray:
+        return (self.clock | device) << 32 | (program.epochs[w.block[rows]] & 0xFFF) << 20 | w.id[rows] + 1
 
-    def _seen_by(self, mine: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """The clock up to which wave `mine` has seen wave `other`."""
-        mine, other = np.broadcast_arrays(mine, other)
+    def _seen_by(self, mine: np.ndarray, other: np.ndarray, kind, device: bool) -> np.ndarray:
+        """The clock up to which wave `mine` has seen wave `other`, of a kind; of what loads with sc1 read, or others."""
+        mine, other, kind = np.broadcast_arrays(mine, other, kind)
         out = np.zeros(mine.shape, np.int64)
-        if self.seen:
+        known = self.seen if device else self.read_plainly
+        if known:
             for wave in np.unique(mine).tolist():
-                if wave in self.seen:
+                if wave in known:
                     here = mine == wave
-                    out[here] = self.seen[wave][other[here]]
+                    out[here] = known[wave][kind[here], other[here]]
         return out
 
-    def synchronise(self, w, site, addresses: np.ndarray, release: bool, acquire: bool) -> None:
-        """Atomics order waves: what one did, and its block before the last barrier, is seen by those whose atomics follow at
-        that address. Every atomic and every access with sc1 counts as release and acquire, whatever fences stand around."""
+    def synchronise(self, w, site, addresses: np.ndarray, release: bool, acquire: bool) -> list:
+        """Atomics order waves: what one did, and its block before the last barrier, comes before those whose atomics follow at
+        that address; of its stores, those that have arrived are seen. Returns what waves see once this access is complete."""
         program = site.program
         if not self.races or len(program.block_of) == 1:
-            return
+            return []
+        acquired = []
         for wave, address in dict.fromkeys(zip(w.id[site.rows].tolist(), addresses.tolist(), strict=True)):
             seen, left = self.seen.get(wave), self.left.get(address)
             if acquire and left is not None:
-                seen = self.seen[wave] = left if seen is None else np.maximum(seen, left)
+                acquired.append((wave, left))
             if release:
-                mine = np.zeros(len(program.block_of), np.int64) if seen is None else seen.copy()
-                block = program.block_of[wave]
+                mine = np.zeros((3, len(program.block_of)), np.int64) if seen is None else seen.copy()
+                block = int(program.block_of[wave])
                 mates = slice(block * program.waves_per_block, (block + 1) * program.waves_per_block)
-                mine[mates] = np.maximum(mine[mates], self.barriers.get(int(block), 0))
-                mine[wave] = self.clock + 1
+                completed, written_back = self.at_barrier[:, mates]
+                known = (np.int64(self.barriers.get(block, 0)), self.written_back.get(wave, written_back), completed)
+                for row, clock in zip(mine[:, mates], known, strict=True):
+                    np.maximum(row, clock, out=row)
+                np.maximum(mine[_PLAIN, mates], written_back, out=mine[_PLAIN, mates])
+                mine[_ORDER, wave], mine[_DEVICE, wave] = self.clock + 1, self.completed[wave]
                 self.left[address] = mine if left is None else np.maximum(mine, left)
+        return acquired
+
+    def acquire(self, waves: np.ndarray, acquired: list) -> None:
+        """Of what `synchronise` returned, what these waves see now."""
+        here = set(waves.tolist())
+        for wave, left in acquired:
+            if wave in here:
+                seen = self.seen.get(wave)
+                self.seen[wave] = left if seen is None else np.maximum(seen, left)
+
+    def complete(self, waves: np.ndarray, clock: int | None) -> None:
+        """All stores of these waves are complete, up to a clock."""
+        self.completed[waves] = np.maximum(self.completed[waves], self.clock if clock is None else clock)
+
+    def write_back(self, w, program) -> list:
+        """Which stores a buffer_wbl2 of these waves writes back: their own, and of their blocks those complete at a barrier."""
+        written = []
+        for wave in w.id.tolist() if self.races else ():
+            first = wave // program.waves_per_block * program.waves_per_block
+            clocks = self.at_barrier[0, first : first + program.waves_per_block].copy()
+            clocks[wave - first] = self.clock
+            written.append((wave, clocks))
+        return written
+
+    def has_written_back(self, waves: np.ndarray, written: list) -> None:
+        """Of what `write_back` returned, what these waves have written back now."""
+        here = set(waves.tolist())
+        self.written_back.update((wave, clocks) for wave, clocks in written if wave in here)
+
+    def invalidate(self, w) -> None:
+        """A buffer_inv of these waves: loads without sc1 now read what those with sc1 do."""
+        self.read_plainly.update((wave, self.seen[wave]) for wave in w.id.tolist() if wave in self.seen)
 
     def pass_barrier(self, block: int, waves: range) -> None:
         """All that a block's waves have seen, each of them sees after a barrier."""
         self.barriers[block] = self.clock
-        known = [self.seen[wave] for wave in waves if wave in self.seen]
-        if known:
-            self.seen.update(dict.fromkeys(waves, functools.reduce(np.maximum, known)))
+        mates = slice(waves.start, waves.stop)
+        self.at_barrier[0, mates] = self.completed[mates]
+        for wave in waves if self.written_back else ():
+            if wave in self.written_back:
+                self.at_barrier[1, mates] = np.maximum(self.at_barrier[1, mates], self.written_back[wave])
+        for known in (self.seen, self.read_plainly):
+            of_waves = {id(known[wave]): known[wave] for wave in waves if wave in known}
+            if of_waves:
+                known.update(dict.fromkeys(waves, functools.reduce(np.maximum, of_waves.values())))
 
-    def _stamp(self, region, offsets, size, index, w, where, values) -> None:
+    def _stamp(self, region, offsets, size, index, w, where, values, device: bool = False) -> None:
         if region.last is None:
             region.last = _sparse_zeros(-(-region.data.size // self.granule))
         rows = where.rows if index is None else where.rows[index]
-        key = self._key(w, rows, where.program)
+        key = self._key(w, rows, where.program, device)
         granules = self._granules(offsets, size)
         region.last[granules] = key[:, None]
         if values is None or w.count == 1:
