@@ -13,8 +13,8 @@ another block's store is right if
 - the read has sc1, or is behind a buffer_inv sc1 that came after that, of its block.
 
 Atomics execute where all dies see them; by themselves they order nothing. Sources: LLVM's AMDGPUUsage, "Memory Model gfx942" (load,
-store and atomicrmw monotonic agent; fence release and acquire agent), which gfx950 shares; CDNA3 ISA, section 9.9 "Memory scopes".
-An sc1 access by which a wave touches one address is taken for one of a flag, any other for data.
+store and atomicrmw monotonic agent; fence release and acquire agent), which gfx950 shares. An sc1 access by
+which a wave touches one address is taken for one of a flag, any other for data.
 """
 
 from __future__ import annotations
@@ -29,11 +29,8 @@ import numpy as np
 from .errors import GlobalRace, LdsOutOfBounds, LdsRace, Misaligned, MissingWait, OutOfBounds, StaleRead, Uninitialised
 
 _SLOT = 36  # log2 of the distance of regions
-_ORDER, _PLAIN, _DEVICE = (
-    0,
-    1,
-    2,
-)  # what a wave has seen of another: what came before; which stores arrived, without sc1, and with
+# What a wave has seen of another: what came before; of its stores those that arrived, of stores without sc1 and with.
+_ORDER, _PLAIN, _DEVICE = 0, 1, 2
 _WATCHED = 1 << 24  # readers are remembered in regions of up to so many bytes
 _WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _ONES = {size: np.frombuffer(b"\1" * size, dtype)[0] for size, dtype in _WORD.items()}
@@ -121,17 +118,15 @@ class Space:
         self.regions: dict[int, Region] = {}
         self.granule, self.races, self.traffic = granule, races, traffic
         self.clock = 2  # even; a key of a store with sc1 has the next odd one
-        # wave -> [3, waves]: the clock up to which what that one did comes before this one; and of its stores, those that loads
-        # with sc1 read
+        # wave -> [3, waves]: the clock up to which it has seen each; of its stores, those that loads with sc1 read
         self.seen: dict[int, np.ndarray] = {}
         self.read_plainly: dict[int, np.ndarray] = {}  # the same, of those that loads without sc1 read
         self.left: dict[int, np.ndarray] = {}  # address -> the same, as the last atomics there leave it
         self.barriers: dict[int, int] = {}  # block -> the clock of its last barrier
         self.completed = np.zeros(0, np.int64)  # per wave: the clock up to which its stores are complete
         self.at_barrier = np.zeros((2, 0), np.int64)  # that at the last barrier; and up to which they were written back
-        self.written_back: dict[
-            int, np.ndarray
-        ] = {}  # wave -> per wave of its block, up to which it wrote back what that stored
+        # wave -> per wave of its block, up to which it wrote back what that stored
+        self.written_back: dict[int, np.ndarray] = {}
         self.stores: tuple[list[int], list] = ([], [])  # the clock and the instruction of each
         self.addresses: dict[int, int] = {}
         self._keep: list = []
