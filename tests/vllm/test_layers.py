@@ -1,9 +1,16 @@
 """Our RMSNorm and SiluAndMul as vLLM's layers: what they take, what they leave to vLLM, and what they hand over."""
 
+import pathlib
+
 import pytest
 import torch
+from emulator import Emulator
 
 import vllm_rocm_ops
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import launch
+from vllm_rocm_ops.vllm import norm as norm_seam
+from vllm_rocm_ops.vllm import seam
 
 ROWS, HIDDEN = 5, 256
 
@@ -44,11 +51,101 @@ def test_norm_adds_to_the_residual_in_place():
     assert vllm_rocm_ops.stats().keys() == {"fused_add_rms_norm"}
 
 
-def test_norm_of_heads_in_a_wider_row():
-    """Queries are normalized head by head inside the output of a wider projection."""
+def heads_of(qkv: torch.Tensor, heads: int) -> torch.Tensor:
+    """The first heads in the output of a wider projection."""
+    return qkv[:, : heads * HIDDEN].unflatten(-1, (heads, HIDDEN))
+
+
+@pytest.mark.parametrize("arch", [None, "gfx942"])
+def test_norm_of_heads_in_a_wider_row(arch):
+    """Queries are normalized head by head inside the output of a wider projection: by vLLM, as the kernels take rows at one
+    stride; a single head is ours, and so are all heads that lie side by side."""
     layer, qkv = norm(), random(ROWS, 4 * HIDDEN)
-    heads = qkv[:, : 2 * HIDDEN].unflatten(-1, (2, HIDDEN))
-    torch.testing.assert_close(layer(heads), layer.vllm_forward(heads), atol=0.04, rtol=0.01)
+    with launch.executor(arch and Emulator(arch)):
+        for x, ours in ((heads_of(qkv, 2), False), (heads_of(qkv, 1), True), (heads_of(qkv, 4), True)):
+            vllm_rocm_ops.reset_stats()
+            torch.testing.assert_close(layer(x), layer.vllm_forward(x), atol=0.04, rtol=0.01)
+            assert bool(vllm_rocm_ops.stats()) == ours
+
+
+def test_a_residual_that_is_not_in_rows_is_vllms():
+    layer, x, residual = norm(), random(ROWS, HIDDEN), random(HIDDEN, ROWS).t()
+    wanted = layer.vllm_forward(x.clone(), residual.clone())
+    for ours, theirs in zip(layer(x, residual), wanted):
+        assert torch.equal(ours, theirs)
+    assert vllm_rocm_ops.stats() == {}
+
+
+def test_what_is_vllms_is_decided_when_a_graph_is_traced(configuration):
+    """Without a break, and for every number of tokens: the compiler sees vLLM's own forward of the norms of heads, so that it
+    can fuse it with what is around, and ours of the others."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    layer, activation, graphs = norm(), SiluAndMul(), []
+
+    def backend(graph, _):
+        graphs.append({node.target for node in graph.graph.nodes if node.op == "call_function"})
+        return graph.forward
+
+    def forward(qkv):
+        heads = layer(heads_of(qkv, 2)).flatten(-2)
+        return activation(layer(heads.contiguous()[:, :HIDDEN], qkv[:, :HIDDEN].clone())[0]), heads
+
+    torch._dynamo.reset()
+    run = torch.compile(forward, backend=backend, dynamic=True, fullgraph=True)
+    for rows in (ROWS, 17, 64):
+        qkv = random(rows, 4 * HIDDEN)
+        torch._dynamo.mark_dynamic(qkv, 0)
+        for found, wanted in zip(run(qkv), forward(qkv)):
+            torch.testing.assert_close(found, wanted, atol=0.04, rtol=0.01)
+    [calls] = graphs
+    ops = torch.ops.vllm_rocm_ops
+    assert {ops.fused_add_rms_norm, ops.silu_and_mul} <= calls
+    assert ops.rms_norm not in calls
+
+
+def made_again(monkeypatch, module, name: str, keys: tuple):
+    """vLLM's layer of a name, with a seam installed where kernels make only the results of these keys."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    from vllm_rocm_ops.vllm import handover
+
+    monkeypatch.delitem(op_registry_oot, name)
+    monkeypatch.setattr(handover, "runnable", lambda table: keys)
+    module.install()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_without_kernels_layers_are_vllms(monkeypatch, plain):
+    """Where kernels are missing or switched off: linked layers then hand over a plain result."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    from vllm_rocm_ops.vllm import activation
+
+    made_again(monkeypatch, norm_seam, "RMSNorm", (None,) if plain else ())
+    made_again(monkeypatch, activation, "SiluAndMul", (None,) if plain else ())
+    layers = norm(), SiluAndMul()
+    for layer in layers:
+        layer.consumer = (linear("kFp8DynamicTokenSym"), "linear")
+        assert isinstance(layer(random(ROWS, HIDDEN)), torch.Tensor)
+    assert vllm_rocm_ops.stats().keys() == ({"rms_norm", "silu_and_mul"} if plain else set())
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_which_results_kernels_make(monkeypatch, arch):
+    """All that there are, on the GPUs that there is code for, unless switched off."""
+    from vllm_rocm_ops.vllm import handover
+
+    monkeypatch.setattr(seam, "arch_here", lambda _: arch)
+    monkeypatch.setattr(handover, "QUANT_DTYPE", archs.named(arch).fp8_dtype)
+    tables = handover.NORMS, handover.ACTIVATIONS
+    for table in tables:
+        assert handover.runnable(table) == (None, *handover.KEYS)
+    monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "fused_add_rms_norm,silu_and_mul_per_token_quant")
+    assert [len(handover.runnable(table)) for table in tables] == [3, 3]
+    assert None not in handover.runnable(handover.NORMS)
+    monkeypatch.setattr(launch, "CODE", pathlib.Path("/nowhere"))
+    assert [handover.runnable(table) for table in tables] == [(), ()]
 
 
 @pytest.mark.parametrize(

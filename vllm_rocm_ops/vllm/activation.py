@@ -25,6 +25,8 @@ def install() -> None:
 
     from vllm_rocm_ops.vllm import handover
 
+    keys = handover.runnable(handover.ACTIVATIONS)
+
     @SiluAndMul.register_oot
     class RocmOpsSiluAndMul(SiluAndMul):
         """vLLM's SiluAndMul on our ops, for the inputs that they take."""
@@ -38,23 +40,24 @@ def install() -> None:
             return self.rocm_ops_forward
 
         def rocm_ops_forward(self, x):
-            """Our op, or vLLM's forward for an input outside the ops' envelope."""
-            if x.dtype not in handover.DTYPES:
-                return self.vllm_forward(x)
+            """Our op, or vLLM's forward for what the kernels do not take."""
             linear = None if self.consumer is None else getattr(*self.consumer)
-            key = handover.key_of(linear, x.shape[-1] // 2)
+            key = handover.key_of(linear, x.shape[-1] // 2, keys)
+            if key not in keys or x.dtype not in handover.DTYPES or not handover.in_rows(x):
+                return self.vllm_forward(x)
             if key is not None:
                 return handover.silu_and_mul(linear, key, x)
             return torch.ops.vllm_rocm_ops.silu_and_mul(x)
 
     def fused(x, linear):
-        key = handover.key_of(linear, x.shape[-1] // 2)
-        if key is None or x.dtype not in handover.DTYPES:
+        key = handover.key_of(linear, x.shape[-1] // 2, keys)
+        if key is None or x.dtype not in handover.DTYPES or not handover.in_rows(x):
             return SiluAndMul.forward_native(x)
         return handover.silu_and_mul(linear, key, x)
 
-    for key in handover.KEYS:
-        _FUSED_ACT_QUANT[RocmOpsSiluAndMul, key] = fused
+    for key in keys:
+        if key is not None:
+            _FUSED_ACT_QUANT[RocmOpsSiluAndMul, key] = fused
 
 
 SEAM = seam.Seam(

@@ -2,6 +2,9 @@
 
 A linear says through vLLM's `get_input_quant_key` which quantized input it takes. Imports vLLM; seams import this file
 from their `install`.
+
+What the ops take is decided when a graph is traced, by facts that hold for every number of tokens: vLLM's own forward is then
+what the compiler sees of a layer that the ops leave to it. In an op's place its kernel runs, never its reference on a GPU.
 """
 
 import torch
@@ -14,12 +17,56 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.platforms import current_platform
 
+from vllm_rocm_ops import ops as registered
+from vllm_rocm_ops.vllm import held
+
 KEYS = (kFp8StaticTensorSym, kFp8DynamicTokenSym, kFp8Dynamic128Sym)
 GROUP = 128
 DTYPES = (torch.bfloat16, torch.float16)
 QUANT_DTYPE = current_platform.fp8_dtype()
+NORMS = {
+    None: ("rms_norm", "fused_add_rms_norm"),
+    kFp8StaticTensorSym: ("rms_norm_static_fp8_quant", "fused_add_rms_norm_static_fp8_quant"),
+    kFp8DynamicTokenSym: ("rms_norm_dynamic_per_token_quant",),
+    kFp8Dynamic128Sym: ("rms_norm_per_block_quant",),
+}
+ACTIVATIONS = {
+    None: ("silu_and_mul",),
+    kFp8StaticTensorSym: ("silu_and_mul_quant",),
+    kFp8DynamicTokenSym: ("silu_and_mul_per_token_quant",),
+    kFp8Dynamic128Sym: ("silu_and_mul_per_block_quant",),
+}
+"""The ops by the quantization of their result."""
 
 ops = torch.ops.vllm_rocm_ops
+
+
+def _has_kernels(name: str) -> bool:
+    """Whether kernels for this machine run the op on rows, whatever their length and number."""
+    row, one = torch.empty(2, 2 * GROUP, dtype=DTYPES[0], device="meta"), torch.empty(1, device="meta")
+    examples = {"input": row, "residual": row, "weight": row[0], "epsilon": 1e-6, "scale": one}
+    examples |= {"quant_dtype": QUANT_DTYPE, "group_size": GROUP}
+    op = getattr(registered, name)
+    known = {argument: value for argument, value in examples.items() if argument in op.Arguments._fields}
+    return held.has_kernels(op, **known)
+
+
+def runnable(table: dict[QuantKey | None, tuple[str, ...]]) -> tuple[QuantKey | None, ...]:
+    """The quantizations whose ops all have kernels for this machine; None stands for none."""
+    return tuple(key for key, names in table.items() if all(map(_has_kernels, names)))
+
+
+def in_rows(x: torch.Tensor) -> bool:
+    """Whether the rows of x lie at one stride, whatever the first dimension, the number of tokens, is. What is in the registers
+    of a norm's kernel is one row; the heads in a wider projection have two strides."""
+    step = None
+    for size, stride in zip(x.shape[-2:0:-1], x.stride()[-2:0:-1]):
+        if size == 1:
+            continue
+        if step is not None and stride != step:
+            return False
+        step = stride * size
+    return x.stride(-1) == 1 and (step is None or x.stride(0) == step)
 
 
 class Handed(QuantizedActivation):
@@ -30,12 +77,12 @@ class Handed(QuantizedActivation):
         return self.orig_shape
 
 
-def key_of(linear: torch.nn.Module | None, columns: int) -> QuantKey | None:
-    """The quantized input of so many columns that a linear takes and the ops make, if there is one."""
+def key_of(linear: torch.nn.Module | None, columns: int, keys: tuple[QuantKey | None, ...]) -> QuantKey | None:
+    """The quantized input of so many columns that a linear takes, if it is one of the keys."""
     key = None if linear is None else get_input_quant_key(linear)
     if key == kFp8Dynamic128Sym and columns % GROUP != 0:
         return None
-    return key if key in KEYS else None
+    return key if key in keys else None
 
 
 def rms_norm(

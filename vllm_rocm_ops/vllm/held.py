@@ -107,15 +107,14 @@ def ours_or(stock: Callable[[], Tensor], op: Op, most_tokens: int, *arguments) -
     return stock() if output is None else output
 
 
-def has_kernels(op: Op, *arguments) -> bool:
-    """Whether kernels for this machine, which are there, take these arguments, of which only the shape, strides and dtype
-    count. On CPU, where our ops' references are what is tested, it answers yes."""
+def has_kernels(op: Op, *arguments, **keywords) -> bool:
+    """Whether kernels for this machine, which are there, take these arguments, given on the meta device. On CPU, where our ops'
+    references are what is tested, it answers yes."""
     arch = seam.arch_here(seam.served_platform())
     if arch is None:
         return True
-    on_meta = [a.to("meta") if isinstance(a, Tensor) else a for a in arguments]
     try:
-        return bool(op.explain(*on_meta, arch=arch, require_code=True).launches)
+        return bool(op.explain(*arguments, arch=arch, require_code=True, **keywords).launches)
     except ValueError:
         return False
 

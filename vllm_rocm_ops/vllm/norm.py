@@ -29,7 +29,7 @@ def install() -> None:
 
     from vllm_rocm_ops.vllm import handover
 
-    ops = torch.ops.vllm_rocm_ops
+    ops, keys = torch.ops.vllm_rocm_ops, handover.runnable(handover.NORMS)
 
     @RMSNorm.register_oot
     class RocmOpsRMSNorm(RMSNorm):
@@ -48,16 +48,19 @@ def install() -> None:
             return self.for_linear(x, residual, None if self.consumer is None else getattr(*self.consumer))
 
         def for_linear(self, x, residual, linear):
-            """Our op for a linear, or vLLM's forward for an input outside the ops' envelope. Updates the residual in place."""
-            if (
-                self.variance_size_override is not None
-                or not self.has_weight
-                or x.dtype != self.weight.dtype
-                or x.dtype not in handover.DTYPES
-            ):
+            """Our op for a linear, or vLLM's forward for what the kernels do not take. Updates the residual in place."""
+            takes = (
+                self.variance_size_override is None
+                and self.has_weight
+                and x.dtype == self.weight.dtype
+                and x.dtype in handover.DTYPES
+                and handover.in_rows(x)
+                and (residual is None or handover.in_rows(residual))
+            )
+            key = handover.key_of(linear, x.shape[-1], keys)
+            if not takes or key not in keys:
                 return self.vllm_forward(x, residual)
             weight, epsilon = self.weight.data, self.variance_epsilon
-            key = handover.key_of(linear, x.shape[-1])
             if key is not None:
                 result = handover.rms_norm(linear, key, x, residual, weight, epsilon)
             elif residual is None:
@@ -69,7 +72,7 @@ def install() -> None:
     # A vLLM that offers norms the linear that reads their result, see patches/.
     table = "vllm.model_executor.layers.fusion.fused_norm_quant"
     if importlib.util.find_spec(table) and not envs.VLLM_BATCH_INVARIANT:
-        rows = dict.fromkeys(((RocmOpsRMSNorm, key) for key in handover.KEYS), RocmOpsRMSNorm.for_linear)
+        rows = {(RocmOpsRMSNorm, key): RocmOpsRMSNorm.for_linear for key in keys if key is not None}
         importlib.import_module(table)._FUSED_NORM_QUANT.update(rows)
 
 
