@@ -7,6 +7,7 @@ import torch
 from emulator import Emulator
 
 import vllm_rocm_ops
+from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.ops.gemm import shuffle_weight
 from vllm_rocm_ops.vllm import (
@@ -267,6 +268,18 @@ def test_the_weight_is_read_as_vllms_kernel_left_it(make, stock):
         assert few == 0
         close(output, x, exact)
     assert all(call["B"] is layer.weight or call["B"].equal(layer.weight) for call in kernel.stock.calls)
+
+
+@pytest.mark.parametrize("kind", ["static", "channel", "block"])
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_weights_are_shuffled_only_for_kernels_that_are_there(make, kind, arch, monkeypatch):
+    """vLLM's kernels could not serve in their place."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
+    monkeypatch.setattr(seam, "arch_here", lambda _: arch)
+    monkeypatch.setattr(f"{__name__}.FP8", archs.named(arch).fp8_dtype)
+    assert make(kind, Stock)[1].stock is None
+    monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", OPS[kind])
+    assert make(kind, Stock)[1].stock is not None
 
 
 def tensors_of(thing, seen: set[int]) -> list[torch.Tensor]:

@@ -92,7 +92,8 @@ def install() -> None:
             order, params = "plain", self._get_layer_params(layer)
             if params.block_scale.dtype == torch.float8_e8m0fnu:  # at once, as inputs' scales are float32
                 replace_parameter(layer, params.block_scale_attr, params.block_scale.data.float())
-            if held.wants_fragments(layer, params.weight):
+            scale = self._get_layer_params(layer).block_scale.data
+            if held.wants_fragments(layer, params.weight, ops.block_scaled_mm, scale, self.config.out_dtype):
                 replace_parameter(layer, params.WEIGHT, shuffle_weight(params.weight.data).view(params.weight.shape))
                 order, self.stock = "fragments", None
             held.note_order(self, layer, order)

@@ -173,9 +173,15 @@ def recall_order(kernel, layer: torch.nn.Module) -> None:
         )
 
 
-def wants_fragments(layer: torch.nn.Module, weight: Tensor) -> bool:
-    """Whether to put a layer's weight in fragment order: asked for, possible, and nothing but the kernel reads it."""
+def wants_fragments(layer: torch.nn.Module, weight: Tensor, op: Op, scale: Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether to put a layer's weight in fragment order: asked for, possible, nothing but the kernel reads it, and our kernels
+    are there, as vLLM's do not read it then."""
     # By latent attention, which marks its projection so; by DeepSeek V4.
     read_elsewhere = ("_cpu_skip_gemm_dispatch", "is_bmm")
     asked = envs.VLLM_ROCM_OPS_SHUFFLE == "1" and not any(getattr(layer, mark, False) for mark in read_elsewhere)
-    return asked and has_fragments(rows_of(weight))
+    rows = rows_of(weight).to("meta")
+    if not asked or not has_fragments(rows):
+        return False
+    a = torch.empty(1, rows.shape[1], dtype=rows.dtype, device="meta")
+    scale_a = torch.empty(1, scale.shape[1] if scale.dim() == 2 and scale.shape[1] > 1 else 1, device="meta")
+    return has_kernels(op, a, fragments_of(rows), scale_a, scale.to("meta"), out_dtype)

@@ -109,7 +109,8 @@ def install() -> None:
                 del before  # a whole weight; what follows may make another
             super().process_weights_after_loading(layer)
             weight = getattr(layer, name).data
-            if order == "plain" and held.wants_fragments(layer, weight):
+            fragments = layer, weight, ops.scaled_mm, self._get_layer_params(layer)[1].data, self.config.out_dtype
+            if order == "plain" and held.wants_fragments(*fragments):
                 rows = held.rows_of(weight)
                 replace_parameter(layer, name, shuffle_weight(rows).view(rows.shape).t())
                 order, self.stock = "fragments", None
