@@ -1,10 +1,12 @@
 """A seam that does not fit is off, alone, and says so in one line; vLLM generates all the same."""
 
+import os
 import re
 import types
 
 import pytest
 
+from vllm_rocm_ops import envs
 from vllm_rocm_ops import vllm as plugin
 from vllm_rocm_ops.vllm import seam
 
@@ -120,6 +122,35 @@ def test_register_never_raises(monkeypatch, caplog):
     with caplog.at_level("WARNING", logger="vllm.vllm_rocm_ops"):
         plugin.register()
     assert "vllm-rocm-ops is off: ZeroDivisionError: division by zero" in caplog.text
+
+
+def test_a_typo_is_said_in_one_line(monkeypatch, caplog):
+    """Which names the plugin, the variable, the word and the words that there are."""
+    monkeypatch.setattr(seam, "_status", {})
+    monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", "norms")
+    with caplog.at_level("WARNING"):
+        plugin.register()
+    [line] = caplog.messages
+    assert re.match(r"vllm-rocm-ops is off: .*VLLM_ROCM_OPS_SEAMS: norms not in all, none, .* norm, activation", line)
+    assert seam.active() == []
+
+
+def test_vllm_knows_our_variables(monkeypatch):
+    """It does not call them unknown, and keys its compile cache by them: what kernels take is decided when it compiles."""
+    import vllm.envs
+    from vllm.platforms import current_platform
+
+    validate = getattr(current_platform, "validate_environ", None) or vllm.envs.validate_environ  # from 0.31 on; before
+    plugin.know_variables()
+    monkeypatch.setattr(os, "environ", {name: "1" for name in envs.VARIABLES})
+    validate(hard_fail=True)
+    factors = vllm.envs.compile_factors()
+    monkeypatch.setattr(os, "environ", {})
+    changed = {name for name, value in vllm.envs.compile_factors().items() if value != factors[name]}
+    assert changed == envs.VARIABLES.keys()
+    os.environ["VLLM_ROCM_OPS_SEEMS"] = "none"
+    with pytest.raises(ValueError, match="VLLM_ROCM_OPS_SEEMS"):
+        validate(hard_fail=True)
 
 
 @pytest.mark.parametrize(
