@@ -37,7 +37,7 @@ PLUGIN = "rocm_ops"
 SIDES = {"without": "vLLM", "with": "vLLM + vllm-rocm-ops"}
 SECONDS_TO_END = 30
 LINES_OF_A_FAILURE = 40
-NO_KERNEL = "no kernel of the ops ran: on this machine they are plain PyTorch"
+NO_RATIO = "no kernel ran"
 CHARACTERS_PER_INCH = 14  # of a plot's caption
 PERCENTILES = (10, 25, 50, 75, 90, 99)  # as in `vllm bench latency`
 
@@ -403,12 +403,12 @@ def kernels(stats: dict[str, dict[str, int]]) -> set[str]:
 
 
 def ratio(report: dict, model: str, sides: dict[str, dict]) -> str:
-    """How many times as fast a model is with the ops; "no kernel ran" where they are plain PyTorch, whose time says nothing of
-    theirs; nothing where a side is missing."""
+    """How many times as fast a model is with the ops; `NO_RATIO` where they are plain PyTorch, whose time says nothing of their
+    kernels; nothing where a side is missing."""
     if len(sides) < len(SIDES):
         return ""
     if not kernels(op_stats(report)[model]):
-        return "no kernel ran"
+        return NO_RATIO
     without, with_ops = (sides[side]["decode_ms_per_token"] for side in SIDES)
     return f"{without / with_ops:.2f}x"
 
@@ -440,7 +440,8 @@ def table(report: dict) -> str:
         if not stats:
             lines += ["", f"{model}: vLLM called none of the ops; `vllm-rocm-ops doctor` says why"]
         elif not kernels(stats):
-            lines += ["", f"{model}: {NO_KERNEL}, and the times say nothing of a GPU's."]
+            why = "on this machine they are plain PyTorch, and the times say nothing of a GPU's"
+            lines += ["", f"{model}: no kernel of the ops ran: {why}."]
     return "\n".join(lines)
 
 
@@ -465,7 +466,7 @@ def figure(report: dict):
     width = 0.8 / len(asked)
     for axis, (model, batches) in zip(axes[0], by_model.items()):
         ratios = [ratio(report, model, sides) for _, sides in batches]
-        hatch = "//" if any(text and not text.endswith("x") for text in ratios) else ""
+        hatch = "//" if NO_RATIO in ratios else ""
         for index, (_, sides) in enumerate(batches):
             for place, side in enumerate(asked):
                 x = index + (place - (len(asked) - 1) / 2) * width

@@ -100,6 +100,18 @@ def test_every_rate_of_every_side_is_a_line(run, capsys, monkeypatch):
     assert "1.00x" in capsys.readouterr().out
 
 
+def test_where_no_kernel_ran_there_is_no_ratio():
+    times = {"p50": 2.0, "p99": 2.0}
+    line = {"model": "m", "request_rate": "inf", "output_tokens_per_s": 1.0}
+    line |= dict.fromkeys(("ttft_ms", "tpot_ms", "itl_ms"), times)
+
+    def table(stats: dict) -> str:
+        return serve.table([line | {"side": "without"}, line | {"side": "with", "op_stats": stats}])
+
+    assert "1.00x" in table({"rms_norm": {"rms_norm_bf16_x1": 1}})
+    assert "no kernel ran" in table({"rms_norm": {"fallback: switched off": 1}}) and "1.00x" not in table({})
+
+
 @pytest.mark.parametrize(
     ("fault", "error", "last"),
     [

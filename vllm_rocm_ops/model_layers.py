@@ -228,7 +228,7 @@ class _Model:
         experts = self[count]
         topk = self.size("num_experts_per_tok", most=experts)
         renormalize = bool(self.config.get("norm_topk_prob"))
-        groups = self.size("n_group", default=1, most=experts), self.size("topk_group", default=1)
+        groups = tuple(self.size(key, least=0, most=experts, default=1) or 1 for key in ("n_group", "topk_group"))
         scoring, scale = self.config.get("scoring_func", "softmax"), self.number("routed_scaling_factor", 1.0)
         has_bias = self.config.get("topk_method") == "noaux_tc"
         if (scoring, groups[0], scale, has_bias) == ("softmax", 1, 1.0, False):
@@ -368,11 +368,11 @@ def _names(config: dict, *keys: str) -> list[str]:
     names = config.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{key} must be a list of names, got {_shown(names)}")
-    for name in names:
+    for expression in (name[3:] for name in names if name.startswith("re:")):
         try:
-            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+            re.compile(expression)
         except re.error as error:
-            raise ValueError(f"{key} has {_shown(name)}, which is no expression: {error}") from None
+            raise ValueError(f"{key} has re:{_shown(expression)}, which is no expression: {error}") from None
     return names
 
 
