@@ -5,6 +5,7 @@ import fnmatch
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -274,6 +275,21 @@ def test_clang_format():
 def test_shell_scripts_parse(script):
     result = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("command", ["tests/run.sh", "serving_benchmarks/quickstart.sh"])
+def test_a_user_reads_once_what_a_bare_system_lacks(tmp_path, command):
+    for tool in ("bash", "dirname", "echo", "xargs"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
+    (tmp_path / "id").chmod(0o755)
+    environment = {"PATH": str(tmp_path)}
+    result = subprocess.run(
+        [shutil.which("bash"), str(ROOT / command)], capture_output=True, text=True, check=False, env=environment
+    )
+    packages = "python3 python3-venv python3-dev g++ libnuma1"
+    message = f"Please install first (names of Debian and Ubuntu): sudo apt-get install -y {packages}\n"
+    assert (result.returncode, result.stdout, result.stderr) == (1, "", message)
 
 
 @needs_git
