@@ -79,7 +79,7 @@ class Mutant:
 
     @property
     def change(self) -> str:
-        return " ".join(f"{self.text} -> {self.replacement or '(nothing)'}".split())
+        return " ".join(f"{self.text} -> {self.replacement or '(nothing)'}".split()).replace("|", "\\|")
 
 
 def cases(op: str, *names: str, arch: str = "gfx942") -> tuple[str, ...]:
