@@ -81,7 +81,7 @@ def test_without_a_gpu_it_says_that_the_reference_runs(capsys):
     assert out.startswith(
         "The ops run their PyTorch reference here (there is no GPU): no kernel is checked, nothing is "
     )
-    assert "fallback: PyTorch reference on this device" in out and "right" not in out and "3 cases" in out
+    assert "fallback: PyTorch reference on this device" in out and "right" not in out and "5 cases" in out
 
 
 def test_no_such_case(capsys):
