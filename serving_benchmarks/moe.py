@@ -1,14 +1,15 @@
-"""Time the routed experts of DeepSeek-V3 decode on this GPU beside vLLM's fused MoE.
+"""Time the routed experts of public models' layers on this GPU beside vLLM's fused MoE.
 
-    python serving_benchmarks/moe.py [--cases NAME ...] [--m M ...] [--dtype bf16] [--vllm-path DIR] [--sweep]
+    python serving_benchmarks/moe.py [--models NAME ...] [--m M ...] [--dtype bf16] [--vllm-path DIR] [--sweep]
 
-One rank of eight: `tp8` has every expert and an eighth of each, `ep8` 32 of 256 experts and the tokens of all ranks; with
-`+shared` the shared expert is one more that every token goes to. Tokens choose 8 of 256 experts, all as likely. Weights are
-larger than the cache, and each call of a graph has tokens and experts of its own; otherwise as ops.py, whose options and
-output this shares. The floor is the time to move the weights of the experts that are hit, with tokens in and out, averaged
-over the calls. The peers are vLLM's functional `fused_experts` and the modular kernel with `TritonExperts` that its engine
-runs, with all their launches, in the tiles of the tuned file that `vllm_tiles` names, where one is shipped for so many experts
-or for one less, and in those that vLLM takes without a file. Without vLLM only ours is timed.
+Each of `MODELS` is one rank's share of a layer: with `tp8` every expert and an eighth of each, with `ep8` an eighth of the
+experts and the tokens of all ranks; with `+shared` the shared expert is one more that every token goes to. All experts are
+as likely. Weights are larger than the cache, and each call of a graph has tokens and experts of its own; otherwise as
+ops.py, whose options and output this shares. The floor is the time to move the weights of the experts that are hit, with
+tokens in and out, averaged over the calls. The peers are vLLM's functional `fused_experts` and the modular kernel with
+`TritonExperts` that its engine runs, with all their launches, in the tiles of the tuned file that `vllm_tiles` names, where
+one is shipped for so many experts or for one less, and in those that vLLM takes without a file. Without vLLM only ours is
+timed.
 """
 
 from __future__ import annotations
@@ -27,33 +28,46 @@ from torch import Tensor
 from vllm_rocm_ops.ops import fused_experts
 from vllm_rocm_ops.ops.gemm import BLOCK
 
-HIDDEN, EXPERTS, TOPK, RANKS = 7168, 256, 8, 8
-CALLS = {16: 32, 256: 16}  # of a graph, by the most tokens
+CALLS = {16: 32, 256: 16, 1024: 4}  # of a graph, by the most tokens
 
 
 @dataclass(frozen=True)
 class Case:
-    """One rank's share: so many routed experts, `intermediate` columns of each, and the shared expert or not."""
+    """One rank's share of a layer: `routed` of `known` experts, `topk` of which a token goes to, `intermediate` columns of each;
+    the shared expert or not; FP8 weights with a scale per block of 128x128, or per row, with tokens quantised likewise."""
 
+    known: int
     routed: int
+    topk: int
+    hidden: int
     intermediate: int
     shared: bool = False
+    blocks: bool = True
 
     @property
     def experts(self) -> int:
         return self.routed + self.shared
 
 
-CASES = {
-    "tp8": Case(EXPERTS, 2048 // RANKS),
-    "tp8+shared": Case(EXPERTS, 2048 // RANKS, shared=True),
-    "ep8": Case(EXPERTS // RANKS, 2048),
-    "ep8+shared": Case(EXPERTS // RANKS, 2048, shared=True),
+MODELS = {
+    "deepseek-v3-tp8": Case(256, 256, 8, 7168, 256),
+    "deepseek-v3-tp8+shared": Case(256, 256, 8, 7168, 256, shared=True),
+    "deepseek-v3-ep8": Case(256, 32, 8, 7168, 2048),
+    "deepseek-v3-ep8+shared": Case(256, 32, 8, 7168, 2048, shared=True),
+    "kimi-k2-ep8": Case(384, 48, 8, 7168, 2048),
+    "qwen3-30b-a3b": Case(128, 128, 8, 2048, 768),
+    "qwen3-235b-a22b-tp4": Case(128, 128, 8, 4096, 384),
+    "mixtral-8x7b-tp2": Case(8, 8, 2, 4096, 7168),
+    "mixtral-8x22b-tp8": Case(8, 8, 2, 6144, 2048),
+    "glm-4.5-air": Case(128, 128, 8, 4096, 1408),
+    "llama-4-maverick-tp8": Case(128, 128, 1, 5120, 1024),
+    "gpt-oss-120b": Case(128, 128, 4, 2880, 2880, blocks=False),
+    "deepseek-v2-lite": Case(64, 64, 6, 2048, 1408),
 }
 
 
 class Weights(NamedTuple):
-    """w1 [E, 2 I, H] and w2 [E, H, I] with their scales per block, None for bf16; expert_map [256] if not all are here."""
+    """w1 [E, 2 I, H] and w2 [E, H, I] with their scales, None for bf16; expert_map [known] if not all are here."""
 
     w1: Tensor
     w2: Tensor
@@ -73,14 +87,14 @@ def make_weights(case: Case, dtype: torch.dtype, device: str = "cuda") -> Weight
     def scale(rows: int, columns: int) -> Tensor | None:
         if dtype == torch.bfloat16:
             return None
-        shape = case.experts, -(-rows // BLOCK), -(-columns // BLOCK)
-        return (torch.rand(shape, device=device) + 0.5) * columns**-0.5
+        shape = (-(-rows // BLOCK), -(-columns // BLOCK)) if case.blocks else (rows, 1)
+        return (torch.rand((case.experts, *shape), device=device) + 0.5) * columns**-0.5
 
     expert_map = None
-    if case.routed < EXPERTS:
-        expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32, device=device)
+    if case.routed < case.known:
+        expert_map = torch.full((case.known,), -1, dtype=torch.int32, device=device)
         expert_map[: case.routed] = torch.arange(case.routed)
-    gate_up, down = (2 * case.intermediate, HIDDEN), (HIDDEN, case.intermediate)
+    gate_up, down = (2 * case.intermediate, case.hidden), (case.hidden, case.intermediate)
     return Weights(weight(*gate_up), weight(*down), scale(*gate_up), scale(*down), expert_map)
 
 
@@ -92,9 +106,9 @@ class Tokens(NamedTuple):
     topk_ids: Tensor
 
 
-def make_tokens(m: int, generator: torch.Generator, device: str = "cuda") -> Tokens:
-    scores, ids = torch.rand(m, EXPERTS, generator=generator).topk(TOPK)
-    hidden = torch.randn(m, HIDDEN, generator=generator).to(torch.bfloat16)
+def make_tokens(case: Case, m: int, generator: torch.Generator, device: str = "cuda") -> Tokens:
+    scores, ids = torch.rand(m, case.known, generator=generator).topk(case.topk)
+    hidden = torch.randn(m, case.hidden, generator=generator).to(torch.bfloat16)
     return Tokens(*(t.to(device) for t in (hidden, scores / scores.sum(1, keepdim=True), ids.to(torch.int32))))
 
 
@@ -115,7 +129,7 @@ def with_shared(case: Case, weights: Weights, tokens: Tokens) -> tuple[Weights, 
         return weights, tokens
     hidden, topk_weights, topk_ids = tokens
     one = topk_weights.new_ones(len(hidden), 1)
-    tokens = Tokens(hidden, torch.cat((topk_weights, one), 1), torch.cat((topk_ids, one.int() * EXPERTS), 1))
+    tokens = Tokens(hidden, torch.cat((topk_weights, one), 1), torch.cat((topk_ids, one.int() * case.known), 1))
     if weights.expert_map is not None:
         weights = weights._replace(expert_map=torch.cat((weights.expert_map, one[:1, 0].int() * case.routed)))
     return weights, tokens
@@ -131,19 +145,19 @@ class VllmMoe:
         from vllm.model_executor.layers.fused_moe.prepare_finalize import make_moe_prepare_and_finalize_no_dp_ep
         from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
 
-        device, global_experts = weights.w1.device, EXPERTS + case.shared
+        device, global_experts = weights.w1.device, case.known + case.shared
         if not is_workspace_manager_initialized():
             init_workspace_manager(device)
         if weights.w1_scale is None:
             quantization = config.FUSED_MOE_UNQUANTIZED_CONFIG
         else:
-            quantization = config.fp8_w8a8_moe_quant_config(
-                weights.w1_scale, weights.w2_scale, block_shape=[BLOCK, BLOCK]
-            )
+            rows = {"per_act_token_quant": True, "per_out_ch_quant": True}
+            settings = {"block_shape": [BLOCK, BLOCK]} if case.blocks else rows
+            quantization = config.fp8_w8a8_moe_quant_config(weights.w1_scale, weights.w2_scale, **settings)
         settings = config.FusedMoEConfig(
             num_experts=global_experts,
-            experts_per_token=TOPK + case.shared,
-            hidden_dim=HIDDEN,
+            experts_per_token=case.topk + case.shared,
+            hidden_dim=case.hidden,
             intermediate_size=case.intermediate,
             num_local_experts=case.experts,
             num_logical_experts=global_experts,
@@ -159,8 +173,8 @@ class VllmMoe:
             fused_moe.get_default_config,
             E=case.experts,
             N=case.intermediate,
-            K=HIDDEN,
-            topk=TOPK + case.shared,
+            K=case.hidden,
+            topk=case.topk + case.shared,
             dtype=quantization.config_name(torch.bfloat16),
             block_shape=quantization.block_shape,
         )
@@ -197,7 +211,7 @@ def time_case(name: str, case: Case, weights: Weights, m: int, vllm: VllmMoe | N
     """A line per configuration of ours: the default, or all of them in a sweep; one without a time if no kernel runs."""
     op, generator = fused_experts, torch.Generator().manual_seed(m)
     calls = next(calls for most, calls in CALLS.items() if m <= most or most == max(CALLS))
-    sets = [make_tokens(m, generator) for _ in range(calls)]
+    sets = [make_tokens(case, m, generator) for _ in range(calls)]
     hits = [experts_hit(case, tokens) for tokens in sets]
     compared = hits.index(max(hits))  # a call may hit no expert of this rank
     ours = [arguments(case, weights, tokens) for tokens in sets]
@@ -238,10 +252,11 @@ def time_case(name: str, case: Case, weights: Weights, m: int, vllm: VllmMoe | N
             "case": f"{name} {m} {options.dtype}",
             "shape": {
                 "m": m,
-                "topk": TOPK,
+                "topk": case.topk,
+                "known": case.known,
                 "routed": case.routed,
                 "shared": int(case.shared),
-                "hidden": HIDDEN,
+                "hidden": case.hidden,
                 "intermediate": case.intermediate,
             },
             "gpu": torch.cuda.get_device_name(),
@@ -265,19 +280,19 @@ def time_case(name: str, case: Case, weights: Weights, m: int, vllm: VllmMoe | N
 
 def main() -> None:
     def add_arguments(parser) -> None:
-        parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
-        parser.add_argument("--m", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
+        parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+        parser.add_argument("--m", nargs="*", type=int, default=[2**i for i in range(11)])
         parser.add_argument("--dtype", choices=("fp8", "bf16"), default="fp8", help="of weights; default: %(default)s")
 
     options, arch = parse(__doc__, add_arguments)
     dtype = arch.fp8_dtype if options.dtype == "fp8" else torch.bfloat16
     with open_results(options, "moe") as file, torch.inference_mode():
-        for name in options.cases:
-            case, ratios = CASES[name], []
+        for name in options.models:
+            case, ratios = MODELS[name], []
             weights = make_weights(case, dtype)
             vllm = None
             if options.vllm and not options.vllm_library:
-                vllm = VllmMoe(case, with_shared(case, weights, make_tokens(1, torch.Generator()))[0])
+                vllm = VllmMoe(case, with_shared(case, weights, make_tokens(case, 1, torch.Generator()))[0])
             for m in options.m:
                 lines = time_case(name, case, weights, m, vllm, arch, options)
                 file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -297,7 +312,7 @@ def main() -> None:
                     ratios.append((m, min(best["peers"].values()) / best["us"]))
             if vllm:
                 print(f"vLLM {options.vllm}: tiles of {vllm.file or 'its default'}")
-            for low, high in ((1, 16), (32, 64), (128, 256)):
+            for low, high in ((1, 64), (128, 1024)):
                 of_range = [ratio for m, ratio in ratios if low <= m <= high]
                 if of_range:
                     mean = math.exp(sum(map(math.log, of_range)) / len(of_range))

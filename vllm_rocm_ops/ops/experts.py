@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -46,8 +48,27 @@ def scale_strides(weight: Tensor, scale: Tensor | None) -> tuple[int, int]:
     return 0 if scale is None else scale.numel() // experts, rows[scheme(weight, scale)]
 
 
-def expected(a) -> tuple[int, float]:
-    """All experts that tokens choose from, here or not, and the tokens that each gets if all are as likely."""
+def _odds(a) -> tuple[int, float]:
+    """Experts that ids choose here, and how likely a token goes to one of them, if all experts, here or not, are as likely."""
     routed = len(a.w1) - a.shared_experts
     of_all = max(routed if a.expert_map is None else len(a.expert_map), routed, 1)
-    return of_all, a.topk_ids.numel() / of_all
+    return routed, min(a.topk_ids.shape[1] / of_all, 1.0)
+
+
+def expected_pairs(a) -> float:
+    """Pairs of tokens and our experts."""
+    routed, odds = _odds(a)
+    return a.hidden.shape[0] * (routed * odds + a.shared_experts)
+
+
+def expected_tiles(a, tokens: int) -> float:
+    """Tiles of so many tokens of one expert: of each as many as k tokens for which more than k * tokens go there."""
+    (routed, odds), m = _odds(a), a.hidden.shape[0]
+    mean, deviation = m * odds, math.sqrt(2 * m * odds * (1.0 - odds)) or 1e-9
+    more = (math.erfc((k * tokens + 0.5 - mean) / deviation) / 2 for k in range(1, -(-m // tokens)))
+    return routed * (1.0 - (1.0 - odds) ** m + sum(more)) + a.shared_experts * -(-m // tokens)
+
+
+def expected_hit(a) -> float:
+    """Experts with a token."""
+    return expected_tiles(a, max(a.hidden.shape[0], 1))

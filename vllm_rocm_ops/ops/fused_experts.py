@@ -15,27 +15,35 @@ from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import I64, Launch, Workspace
 from vllm_rocm_ops.op import Case, Op, describe
 from vllm_rocm_ops.ops import fused_experts_tiled as tiled
-from vllm_rocm_ops.ops.experts import HALVES, expected, intermediate, scale_strides, scheme, slots
+from vllm_rocm_ops.ops.experts import HALVES, expected_hit, expected_tiles, intermediate, scale_strides, scheme, slots
 from vllm_rocm_ops.ops.fused_experts_quantize import Rows, hidden_operand, operand
-from vllm_rocm_ops.ops.fused_experts_tiled import LAUNCH_US, TiledConfig
+from vllm_rocm_ops.ops.fused_experts_tiled import TiledConfig
 from vllm_rocm_ops.ops.gemm import BLOCK, OUT_TYPES
+from vllm_rocm_ops.ops.rows import CHUNK, ELEMENTS
 from vllm_rocm_ops.quantization import LIMIT, MX_BLOCK, MX_SCALES
 
 __all__ = ["fused_experts"]
 
 MODULE = "fused_experts"
 MOST_TOKENS, MOST_SLOTS = 64, 32  # that blocks group in LDS
-TILED_FROM = 33  # tokens
+TILED_FROM = 17  # tokens; with fewer the streamed kernels are always the faster
 NO_EXPERT = 2**15 - 1
 TILE_ROWS, GATE_UP_ROWS = 16, 8  # of weights in a tile; of these the gate rows
 TILE_TOKENS = {32: 8, 64: 16}  # by the lanes of a wave
 WAVES = 4  # of a block
 GROUP = 128  # bytes of K that a wave takes at a time
-UNIT = 4  # groups of down's K that a wave takes at a time
-# The model of `_cost`, measured on H200: the share of the bandwidth, by the blocks of gate_up on a compute unit; and what a
-# further tile of an expert's tokens takes, a constant and a share of the time of the first one's bytes, which caches hold.
-RESIDENT = {3: 0.96, 2: 0.85}
-AGAIN_US, AGAIN = 2.5, 0.43
+UNIT = 4  # groups of down's K that a wave takes at a time, at most
+SUM_THREADS = 256
+RESIDENT = {"gate_up": 3, "down": 4}  # blocks of a compute unit
+# The model of `_cost`, fitted to H200 at the models of serving_benchmarks/moe.py: the share of the bandwidth that gate_up gets, and
+# the one that down would get with no end of blocks; bytes a microsecond that a block of down gets by itself, by the lanes of a
+# wave, on AMD what it has in flight; of a further tile of an expert's tokens, a constant and the share of the time of the
+# first one's bytes, which caches may hold; for a launch; for the one that sums up parts; and for each further time that all
+# blocks of down are new ones.
+GATE_UP, DOWN = 1.03, 1.55
+OF_BLOCK = {32: 17.2e3, 64: 16.4e3}
+AGAIN_US, AGAIN = 0.2, 0.69
+LAUNCH_US, SUM_US, ROUND_US = 3.1, 2.8, 1.0
 
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
@@ -116,9 +124,10 @@ def _dequantized(values: Tensor, scale: Tensor | None, exact: torch.dtype) -> Te
 
 @dataclass(frozen=True)
 class StreamedConfig:
-    """For few tokens: blocks stream the weights of the experts that are hit, so many on a compute unit for the first product."""
+    """For few tokens: blocks stream the weights of the experts that are hit; for the second product so many share each tile of
+    its rows, and a launch sums up their parts."""
 
-    resident: int
+    parts: int
 
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -151,47 +160,73 @@ def _is_streamed(a, arch: Arch) -> bool:
     """Whether the streamed kernels can have it. Items times the square of an item's tiles: see divide_by."""
     m, tiles = a.hidden.shape[0], intermediate(a) // GATE_UP_ROWS
     fits = m <= MOST_TOKENS and slots(a) <= MOST_SLOTS and m * slots(a) * tiles**2 < 2**31
-    return fits and _lists_bytes(a) + _sums_bytes(a, arch) <= arch.lds_bytes
+    return fits and max(_gate_up_lds(a) + 2 * WAVES * 4 * arch.wave_lanes * 4, _down_lds(a)) <= arch.lds_bytes
 
 
 def _lists_bytes(a) -> int:
-    """Of LDS that a block groups the pairs in."""
-    return 16 * ((a.hidden.shape[0] * slots(a) + 2) // 2 * 2) + 4 * len(a.w1) + 4
+    """Of the pairs in the order of their experts, as gate_up leaves them to down."""
+    return 16 + 10 * _padded_pairs(a)
 
 
-def _sums_bytes(a, arch: Arch) -> int:
-    """Of LDS that the sums of a block's waves take: of gate_up's last two tiles, or of all of down's tokens."""
-    return max(2 * WAVES * 4 * arch.wave_lanes * 4, _down_sums_bytes(a))
+def _padded_pairs(a) -> int:
+    return (a.hidden.shape[0] * slots(a) + 8) // 8 * 8
 
 
-def _down_sums_bytes(a) -> int:
-    return WAVES * a.hidden.shape[0] * TILE_ROWS * 4
+def _gate_up_lds(a) -> int:
+    """Bytes of LDS in which a block groups the pairs, beside the sums of its waves."""
+    return _lists_bytes(a) + 6 * _padded_pairs(a) + 4 * len(a.w1)
+
+
+def _down_lds(a) -> int:
+    """Bytes of LDS for the pairs and for each wave's sums."""
+    return _lists_bytes(a) + WAVES * a.hidden.shape[0] * TILE_ROWS * 4
 
 
 def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:
     is_mx = scheme(a.w1, a.w1_scale) == "mx"
     takes = arch.block_scales or not is_mx
-    streamed = [StreamedConfig(resident) for resident in RESIDENT] if takes and _is_streamed(a, arch) else []
+    streamed = [StreamedConfig(n) for n in _parts(a, arch)] if takes and _is_streamed(a, arch) else []
     can_tile = not is_mx and all(holds for _, holds in tiled.envelope(a, arch))
     is_worth = not streamed or a.hidden.shape[0] >= TILED_FROM
     return streamed + (tiled.configs(a, arch) if can_tile and is_worth else [])
 
 
+def _parts(a, arch: Arch) -> list[int]:
+    """Whole tiles, or as many parts as all blocks fit on the chip at once, or in two turns; each wave with a unit at least."""
+    at_once, (_, units) = RESIDENT["down"] * arch.compute_units, _units(a)
+    most = -(-a.hidden.shape[0] * slots(a) * units // WAVES)
+    return sorted({max(min(turns * at_once // _down_tiles(a), most), 1) for turns in (0, 1, 2)})
+
+
+def _down_tiles(a) -> int:
+    return -(-a.hidden.shape[1] // TILE_ROWS)
+
+
+def _units(a) -> tuple[int, int]:
+    """Groups of down's K in a unit, and units of an item: as even as can be."""
+    groups = -(-intermediate(a) * a.w2.element_size() // GROUP)
+    units = -(-groups // UNIT)
+    return -(-groups // units), units
+
+
 def _cost(config: StreamedConfig | TiledConfig, a, arch: Arch) -> dict[str, float]:
-    """The time to stream the experts that are hit if all are as likely, and for each further tile of an expert's tokens."""
+    """The time to stream the experts that are hit if all are as likely, each further tile of an expert's tokens, and launches."""
     if isinstance(config, TiledConfig):
         return tiled.cost(config, a, arch)
-    m, (of_all, each), tile = a.hidden.shape[0], expected(a), TILE_TOKENS[arch.wave_lanes]
-    hit = 1.0 - (1.0 - min(a.topk_ids.shape[1] / of_all, 1.0)) ** m
-    routed, shared = len(a.w1) - a.shared_experts, a.shared_experts if m else 0
-    further = routed * max(each / tile - hit, 0.0) + shared * (-(-m // tile) - 1)
-    expert_bytes = (a.w1.numel() + a.w2.numel()) // len(a.w1) * a.w1.element_size()
-    us = expert_bytes / (arch.bandwidth_gb_s * 1e3 * RESIDENT[config.resident])  # of an expert
-    return {
-        "streaming": (routed * hit + shared) * us,
-        "further tiles": further * (AGAIN_US + AGAIN * us),
-        "launches": (2 + tiled.quantizing(a)) * LAUNCH_US,
+    (m, h), bandwidth, lanes = a.hidden.shape, arch.bandwidth_gb_s * 1e3, arch.wave_lanes
+    hit, tiles = expected_hit(a), expected_tiles(a, TILE_TOKENS[lanes])
+    most = RESIDENT["down"] * arch.compute_units
+    blocks = _down_tiles(a) * config.parts
+    w1, w2 = (weight.numel() // len(weight) * weight.element_size() for weight in (a.w1, a.w2))  # bytes of an expert
+    us = w1 / (GATE_UP * bandwidth) + w2 * (1 / (DOWN * bandwidth) + 1 / (OF_BLOCK[lanes] * min(blocks, most)))
+    terms = {
+        "streaming": hit * us,
+        "further tiles": (tiles - hit) * (AGAIN_US + AGAIN * us),
+        "launches": (2 + tiled.quantizing(a)) * LAUNCH_US + (-(-blocks // most) - 1) * ROUND_US,
     }
+    if config.parts > 1:
+        terms["sum"] = SUM_US + 8 * config.parts * m * h / bandwidth
+    return terms
 
 
 def _plan(config: StreamedConfig | TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
@@ -201,20 +236,25 @@ def _plan(config: StreamedConfig | TiledConfig, out: Tensor, a, arch: Arch) -> l
     if m == 0:
         return []
     inner, pairs = intermediate(a), m * slots(a)
-    act, present = Workspace(pairs * inner * 2), Workspace(4)
+    act, lists, present = Workspace(pairs * inner * 2), Workspace(_lists_bytes(a)), Workspace(4)
     hidden, quantize_hidden = hidden_operand(a, arch)
     activation, quantize_act = operand(a, Rows(act, pairs, inner, inner, a.out_dtype), a.act_scale, arch, present)
     tiles = inner // GATE_UP_ROWS
-    blocks = min(pairs * tiles, config.resident * arch.compute_units)
-    groups = -(-inner * a.w1.element_size() // GROUP)
-    unit = min(UNIT, groups)
-    stage = functools.partial(_stage, a, arch)
-    gate_up = stage("gate_up", hidden, a.w1, a.w1_scale, act, present if quantize_act else None, blocks, blocks, tiles)
-    down = stage("down", activation, a.w2, a.w2_scale, out, None, -(-h // TILE_ROWS), unit, -(-groups // unit))
-    return [*quantize_hidden, gate_up, *quantize_act, down]
+    blocks = min(pairs * tiles, RESIDENT["gate_up"] * arch.compute_units)
+    stage, grid = functools.partial(_stage, a, arch, lists), (_down_tiles(a), config.parts, 1)
+    partial = out if config.parts == 1 else Workspace(config.parts * m * h * 4)
+    given = present if quantize_act else None
+    gate_up = stage("gate_up", hidden, a.w1, a.w1_scale, act, given, (blocks, 1, 1), blocks, tiles)
+    down = stage("down", activation, a.w2, a.w2_scale, partial, None, grid, *_units(a))
+    launches = [*quantize_hidden, gate_up, *quantize_act, down]
+    if config.parts > 1:
+        grid = -(-m * h // (CHUNK * SUM_THREADS)), 1, 1
+        symbol = f"{MODULE}_sum_{ELEMENTS[a.out_dtype]}"
+        launches.append(Launch(MODULE, symbol, grid, (SUM_THREADS, 1, 1), (partial, out, config.parts, m * h)))
+    return launches
 
 
-def _stage(a, arch, name, tokens, weight, scale, out, present, blocks, step, per_item) -> Launch:
+def _stage(a, arch, lists, name, tokens, weight, scale, out, present, grid, step, per_item) -> Launch:
     """The launch of one of the two products."""
     experts, rows, k = weight.shape
     m, kind, size = a.hidden.shape[0], scheme(weight, scale), weight.element_size()
@@ -228,6 +268,7 @@ def _stage(a, arch, name, tokens, weight, scale, out, present, blocks, step, per
         scale,
         a.topk_ids,
         a.topk_weights,
+        lists,
         present,
         a.expert_map,
         I64(weight.stride(0) * size),
@@ -237,6 +278,7 @@ def _stage(a, arch, name, tokens, weight, scale, out, present, blocks, step, per
         m,
         rows,
         k * size,
+        m * slots(a),
         tokens.scale_row * scale_size,
         scale_row,
         a.topk_ids.shape[1],
@@ -248,13 +290,14 @@ def _stage(a, arch, name, tokens, weight, scale, out, present, blocks, step, per
         OUT_TYPES[a.out_dtype],
         int(a.apply_router_weight_on_input == (name == "gate_up")),
         step,
+        grid[1],
         per_item,
         2**31 // per_item + 1 - 2**32 * (per_item == 1),  # as the 32 bits of an unsigned int
     )
-    lds = _lists_bytes(a) + (_down_sums_bytes(a) if name == "down" else 0)
+    lds = _down_lds(a) if name == "down" else _gate_up_lds(a)
     kinds = {"none": "bf16" if weight.dtype == torch.bfloat16 else "fp16", "tensor": "row", "channel": "row"}
     symbol = f"{MODULE}_{name}_{kinds.get(kind, kind)}"
-    return Launch(MODULE, symbol, (blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1), args, lds)
+    return Launch(MODULE, symbol, grid, (WAVES * arch.wave_lanes, 1, 1), args, lds)
 
 
 def _problem(a) -> dict[str, int]:

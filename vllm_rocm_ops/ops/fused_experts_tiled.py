@@ -11,7 +11,16 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import I64, Launch, Workspace
-from vllm_rocm_ops.ops.experts import HALVES, expected, intermediate, scale_strides, scheme, slots
+from vllm_rocm_ops.ops.experts import (
+    HALVES,
+    expected_hit,
+    expected_pairs,
+    expected_tiles,
+    intermediate,
+    scale_strides,
+    scheme,
+    slots,
+)
 from vllm_rocm_ops.ops.fused_experts_quantize import MOST_COLUMNS, Operand, Rows, hidden_operand, operand
 from vllm_rocm_ops.ops.gemm import OUT_TYPES
 from vllm_rocm_ops.ops.rows import CHUNK
@@ -21,9 +30,10 @@ MODULE = "fused_experts_tiled"
 TOKENS, ROWS = (64, 128), 128  # of a tile: pairs of one expert, rows of its weight
 THREADS, SORT_THREADS, COMBINE_THREADS = 256, 1024, 256
 MOST_EXPERTS = 1024
-# Measured on H200, while experts have few tokens: the share of the bandwidth; for each of the times that all blocks are new
-# ones; for a launch.
-STREAMING, ROUND_US, LAUNCH_US = {64: 1.0, 128: 0.5}, 0.6, 3.6
+# Fitted to H200 at the models of serving_benchmarks/moe.py: the rate of multiplying, beside that of scaled_mm_tiled; the share of
+# the bandwidth; for each of the times that all blocks are new ones; for a launch.
+MULTIPLYING = {64: 1.07, 128: 0.85}
+STREAMING, ROUND_US, LAUNCH_US = {64: 0.92, 128: 0.55}, 0.93, 2.3
 
 
 @dataclass(frozen=True)
@@ -56,15 +66,6 @@ def configs(a, arch: Arch) -> list[TiledConfig]:
     return [TiledConfig(tokens) for tokens in TOKENS]
 
 
-def _expected(config: TiledConfig, a) -> tuple[float, float]:
-    """Pairs of our experts and their tiles, if all experts are as likely. Half a tile of each is empty, unless it has few."""
-    m, shared = a.hidden.shape[0], a.shared_experts
-    routed = len(a.w1) - shared
-    _, each = expected(a)
-    tiles = max(1.0 - math.exp(-each), each / config.tokens + 0.5 if each > 1.0 else 0.0)
-    return routed * each + shared * m, routed * tiles + shared * -(-m // config.tokens)
-
-
 def quantizing(a) -> int:
     """Launches that quantise the tokens of a product."""
     return 0 if a.w1.dtype in HALVES else 1 + (a.hidden.dtype != a.w1.dtype)
@@ -74,11 +75,11 @@ def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
     """The time by the model of scaled_mm_tiled, in microseconds: per product the multiplying of the compute unit that has most, or
     the bytes that HBM brings if they take longer; and what the other launches move."""
     (m, h), inner, size = a.hidden.shape, intermediate(a), a.w1.element_size()
-    pairs, tiles = _expected(config, a)
+    pairs, tiles = expected_pairs(a), expected_tiles(a, config.tokens)
     bandwidth = arch.bandwidth_gb_s * 1e3  # bytes / us
     # A panel of bf16 has half the products, and takes as long.
-    rate = RATE[config.tokens] * FLOPS_PER_BYTE * bandwidth / arch.compute_units
-    hit = min(1.0, tiles / len(a.w1))
+    rate = MULTIPLYING[config.tokens] * RATE[config.tokens] * FLOPS_PER_BYTE * bandwidth / arch.compute_units
+    hit = expected_hit(a) / len(a.w1)
     at_once = RESIDENT[ROWS] * arch.compute_units
     terms = {}
     for name, weight, rows, k in (("gate_up", a.w1, 2 * inner, h), ("down", a.w2, h, inner)):
