@@ -321,6 +321,7 @@ def _cases() -> Iterator[Case]:
     yield case("block-repeated", 3, 3, 2, 128, 64)
     yield case("bf16-repeated-m22", 22, 3, 2, 64, 16, scheme="none", one=True)  # a token's pairs in two waves
     yield case("bf16-repeated-m44", 44, 6, 4, 64, 16, scheme="none", ids=torch.int64)
+    yield case("block-long", 2, 1, 2, 2688, 16)  # more groups of K than a wave has in registers
     yield case("block-m40", 40, 4, 16, 128, 64, shared_experts=1)
     yield case("block-m65", 65, 2, 8, 256, 128)
     yield case("channel", 4, 2, 4, 192, 96, scheme="channel")
