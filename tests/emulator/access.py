@@ -29,22 +29,9 @@ class Event:
     bytes from. `clock` is that before a store; `acquired` and `written_back` is what waves see, and have written back, then."""
 
     __slots__ = (
-        *(
-            "acquired",
-            "clock",
-            "granules",
-            "kind",
-            "lgkm",
-            "load",
-            "region",
-            "registers",
-            "rows",
-            "scalar",
-            "size",
-            "vm",
-        ),
+        "acquired", "clock", "granules", "kind", "lgkm", "load", "region", "registers", "rows", "scalar", "size", "vm",
         "written_back",
-    )
+    )  # fmt: skip
 
     def __init__(
         self, kind: str, registers=(), size: int = 0, load: bool = True, granules=None, rows=None, region="", clock=None
@@ -68,8 +55,7 @@ class Event:
     def join(self, other: Event, waves: int) -> None:
         """Takes in the same event of further waves; `waves` were here before."""
         self.acquired, self.written_back = self.acquired + other.acquired, self.written_back + other.written_back
-        if self.clock is not None and other.clock is not None:
-            self.clock = min(self.clock, other.clock)
+        self.clock = min((event.clock for event in (self, other) if event.clock is not None), default=None)
         if self.granules is None or other.granules is None:
             theirs = other.granules, None if other.rows is None else other.rows + waves
             self.granules, self.rows = theirs if self.granules is None else (self.granules, self.rows)
@@ -613,7 +599,6 @@ def _bind_buffer(ins: Instruction, program):
     codes = tuple(ins.operands["vdata"].code + n for n in range(max(1, size // 4)))
     first = _first_register(ins.operands["vdata"], size // 4, program)
     unit = min(size, 4)
-
     device = _device(ins)
 
     def run(w):
@@ -629,8 +614,7 @@ def _bind_buffer(ins: Instruction, program):
                 values = collect(w, first, size, shift)
                 site = Site(program, ins, w, rows, lanes)
                 if inside.all():
-                    flag = _of_flag(device, rows, address)
-                    if program.space.store(address, values, unit, w, site, flag, device):
+                    if program.space.store(address, values, unit, w, site, False, device):
                         program.progress()
                 else:
                     for n in range(inside.shape[1]):
@@ -668,8 +652,7 @@ def buffer_load(program, ins, w, address, inside, size: int) -> np.ndarray:
     unit = min(size, 4)
     device = _device(ins)
     if inside.all():
-        flag = _of_flag(device, rows, address)
-        return program.space.load(address, size, unit, w, Site(program, ins, w, rows, lanes), flag, device)
+        return program.space.load(address, size, unit, w, Site(program, ins, w, rows, lanes), False, device)
     values = np.zeros((len(rows), size), np.uint8)
     for n in range(inside.shape[1]):
         chosen = np.flatnonzero(inside[:, n])

@@ -13,8 +13,8 @@ another block's store is right if
 - the read has sc1, or is behind a buffer_inv sc1 that came after that, of its block.
 
 Atomics execute where all dies see them; by themselves they order nothing. Sources: LLVM's AMDGPUUsage, "Memory Model gfx942" (load,
-store and atomicrmw monotonic agent; fence release and acquire agent), which gfx950 shares. An sc1 access by
-which a wave touches one address is taken for one of a flag, any other for data.
+store and atomicrmw monotonic agent; fence release and acquire agent), which gfx950 shares. A global or flat
+access with sc1 by which a wave touches one address is taken for one of a flag, any other for data.
 """
 
 from __future__ import annotations
