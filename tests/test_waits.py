@@ -1,0 +1,357 @@
+"""The loops that stream weights keep their loads in flight, as the code objects of gfx942 and gfx950 say themselves.
+
+A streaming loop is one whose matrix instructions take what vector loads brought to their registers; others take their operands
+out of LDS. Its steady path is the shortest way around with all of its products. Loads return in order, so that what an s_waitcnt
+leaves in flight says how far ahead of their products they are. Nothing is known of the kernels but their code.
+
+    python tests/test_waits.py [folder of code objects]
+
+prints what each wait of each streaming loop leaves in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+from emulator.decode import Instruction, decode
+from emulator.emulator import effects
+from emulator.objects import CodeObject
+from test_planted_bugs import CSRC, build  # noqa: F401 a fixture
+
+from vllm_rocm_ops import launch
+
+ARCHS = ("gfx942", "gfx950")
+MODULES = sorted(path.stem for path in (CSRC / "ops").glob("*.hip"))
+
+
+def is_product(ins: Instruction) -> bool:
+    return ins.mnemonic.startswith(("v_mfma", "v_smfmac"))
+
+
+def counts_as_vector_memory(ins: Instruction) -> bool:
+    words = ("load", "store", "atomic")
+    return ins.encoding in ("GLOBAL", "FLAT", "MUBUF", "SCRATCH") and any(word in ins.mnemonic for word in words)
+
+
+def is_load(ins: Instruction) -> bool:
+    """Whether it is a load to registers."""
+    return counts_as_vector_memory(ins) and "_load_" in ins.mnemonic and bool(effects(ins)[1])
+
+
+def left_in_flight(ins: Instruction) -> int | None:
+    """What a wait for vector memory leaves in flight."""
+    if ins.mnemonic != "s_waitcnt":
+        return None
+    field = ins.fields["simm16"]
+    count = field & 15 | field >> 10 & 0x30
+    return count if count < 63 else None
+
+
+def hands_over(ins: Instruction) -> bool:
+    """Whether it stores, or waits for other waves, as the end of a tile does."""
+    stores = ins.mnemonic.startswith("ds_write") or (counts_as_vector_memory(ins) and not is_load(ins))
+    return stores or ins.mnemonic == "s_barrier"
+
+
+def cycles(nodes: Iterable[int], following: dict[int, list[int]]) -> list[set[int]]:
+    """The strongly connected components of these nodes that are more than a node (Tarjan)."""
+    nodes = set(nodes)
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack, found = [], []
+    for root in sorted(nodes):
+        if root in index:
+            continue
+        index[root] = low[root] = len(index)
+        stack.append(root)
+        work = [(root, iter(following[root]))]
+        while work:
+            node, rest = work[-1]
+            for other in rest:
+                if other in nodes and other not in index:
+                    index[other] = low[other] = len(index)
+                    stack.append(other)
+                    work.append((other, iter(following[other])))
+                    break
+                if other in nodes and other in low:
+                    low[node] = min(low[node], low[other])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    component = set(stack[stack.index(node) :])
+                    del stack[stack.index(node) :]
+                    for other in component:
+                        del low[other]
+                    if len(component) > 1 or node in following[node]:
+                        found.append(component)
+    return found
+
+
+class Flow:
+    """A kernel's instructions and which may follow which."""
+
+    def __init__(self, code: CodeObject, name: str):
+        kernel = code.kernels[name]
+        self.instructions = decode(bytes(code.image[kernel.entry : kernel.entry + kernel.size]), kernel.entry)
+        places = {ins.address: place for place, ins in enumerate(self.instructions)}
+        self.following = {place: self._following(place, places) for place in range(len(self.instructions))}
+
+    def _following(self, place: int, places: dict[int, int]) -> list[int]:
+        ins = self.instructions[place]
+        if ins.mnemonic == "s_endpgm" or place + 1 == len(self.instructions):
+            return []
+        if not ins.mnemonic.startswith(("s_branch", "s_cbranch")):
+            return [place + 1]
+        offset = ins.fields["simm16"] - ((ins.fields["simm16"] & 0x8000) << 1)
+        target = places[ins.address + 4 + 4 * offset]
+        return [target] if ins.mnemonic == "s_branch" else [place + 1, target]
+
+    def first_of(self, nodes: set[int], following: dict[int, list[int]]) -> int:
+        """Where a loop is entered."""
+        return min(after for node in following.keys() - nodes for after in following[node] if after in nodes)
+
+    def loops(self) -> Iterator[Loop]:
+        """The innermost loops with products."""
+        yield from self._loops(set(self.following), self.following)
+
+    def _loops(self, nodes: set[int], following: dict[int, list[int]]) -> Iterator[Loop]:
+        for body in cycles(nodes, following):
+            if not any(is_product(self.instructions[node]) for node in body):
+                continue
+            first = self.first_of(body, self.following)
+            inside = {node: [n for n in following[node] if n in body and n != first] for node in body}
+            inner = list(self._loops(body, inside))
+            yield from inner or [Loop(self, body, first)]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """An s_waitcnt for vector memory: its place among the instructions, and what it leaves in flight."""
+
+    place: int
+    left: int
+
+
+class Loop:
+    """A loop: its instructions, its first one, and its steady path."""
+
+    def __init__(self, flow: Flow, body: set[int], first: int):
+        self.flow, self.body, self.first = flow, body, first
+        self.path = self._steady_path()
+        self.on_path = [flow.instructions[node] for node in self.path]
+        self.touched = [effects(ins) for ins in self.on_path]
+
+    def _forward(self) -> dict[int, list[int]]:
+        """What follows in the loop, without the ways back."""
+        following = {node: [n for n in self.flow.following[node] if n in self.body] for node in self.body}
+        parts = [(self.body, self.first)]
+        while parts:
+            nodes, first = parts.pop()
+            for node in nodes:
+                following[node] = [n for n in following[node] if n != first]
+            parts += [(part, self.flow.first_of(part, following)) for part in cycles(nodes, following)]
+        return following
+
+    def _steady_path(self) -> list[int]:
+        following = self._forward()
+        best: dict[int, tuple[tuple[int, int], int | None]] = {}
+        work = [(self.first, iter(following[self.first]))]
+        seen = {self.first}
+        while work:
+            node, rest = work[-1]
+            after = next((n for n in rest if n not in seen), None)
+            if after is not None:
+                seen.add(after)
+                work.append((after, iter(following[after])))
+                continue
+            work.pop()
+            ways = [((0, 0), None)] if self.first in self.flow.following[node] else []
+            ways += [(best[n][0], n) for n in following[node] if n in best]
+            if ways:
+                (products, length), way = max(ways, key=lambda way: way[0])
+                best[node] = (products + is_product(self.flow.instructions[node]), length - 1), way
+        path, node = [], self.first
+        while node is not None:
+            path.append(node)
+            node = best[node][1]
+        return path
+
+    @property
+    def loads(self) -> int:
+        """Loads to registers, once around."""
+        return sum(map(is_load, self.on_path))
+
+    @cached_property
+    def streams(self) -> bool:
+        """Whether a product takes what a load brought to its registers."""
+        loaded: set[int] = set()
+        for _ in range(2):
+            for ins, (_, writes) in zip(self.on_path, self.touched, strict=True):
+                operands = {register for operand in ins.sources[:2] for register in operand.registers}
+                if is_product(ins) and operands & loaded:
+                    return True
+                loaded = loaded | writes if is_load(ins) else loaded - writes
+        return False
+
+    @cached_property
+    def stages(self) -> list[list[Wait]]:
+        """The waits once around. A stage ends where loads follow a product of what was loaded."""
+        unused: set[int] = set()
+        waits: list[Wait] = []
+        used = False
+        for _ in range(3):  # at first there is nothing that a product could take
+            stages: list[list[Wait]] = []
+            for place, ins, (reads, writes) in zip(self.path, self.on_path, self.touched, strict=True):
+                left = left_in_flight(ins)
+                if left is not None:
+                    waits.append(Wait(place, left))
+                if is_product(ins) and reads & unused:
+                    used = True
+                    unused -= reads
+                if is_load(ins):
+                    if used:
+                        stages.append(waits)
+                        waits, used = [], False
+                    unused |= writes
+        return stages
+
+    @property
+    def stage_loads(self) -> float:
+        return self.loads / len(self.stages)
+
+    def detours(self) -> Iterator[Wait]:
+        """The waits off the steady path, of detours on which nothing is stored."""
+        left = self.body - set(self.path)
+        beside: dict[int, set[int]] = {node: set() for node in left}
+        for node in left:
+            for other in self.flow.following[node]:
+                if other in left:
+                    beside[node].add(other)
+                    beside[other].add(node)
+        while left:
+            part, work = set(), [min(left)]
+            while work:
+                node = work.pop()
+                if node not in part:
+                    part.add(node)
+                    work += beside[node]
+            left -= part
+            if not any(hands_over(self.flow.instructions[node]) for node in part):
+                for node in sorted(part):
+                    count = left_in_flight(self.flow.instructions[node])
+                    if count is not None:
+                        yield Wait(node, count)
+
+
+def streaming_loops(path: Path) -> list[tuple[str, Loop]]:
+    """Each streaming loop of a code object, with its kernel."""
+    code = CodeObject(path)
+    return [(name, loop) for name in code.kernels for loop in Flow(code, name).loops() if loop.streams]
+
+
+@functools.cache
+def shipped_loops(arch: str, module: str) -> list[tuple[str, Loop]]:
+    return streaming_loops(launch.CODE / arch / f"{module}.co")
+
+
+def faults(loop: Loop) -> list[str]:
+    """What is wrong with the waits of a streaming loop."""
+    if len(loop.stages) < 3:
+        return [f"{loop.loads} loads are in {len(loop.stages)} stages"]
+    least = int(loop.loads - 1.5 * loop.stage_loads)
+    found = []
+    waits = [(wait, "") for stage in loop.stages for wait in stage]
+    waits += [(wait, " on a way that stores nothing") for wait in loop.detours()]
+    for wait, where in waits:
+        if wait.left < least:
+            ins = loop.flow.instructions[wait.place]
+            offset = ins.address - loop.flow.instructions[0].address
+            found.append(f"+{offset:#x} leaves {wait.left} of {loop.loads} loads in flight, not {least}{where}")
+    lowest = [min(wait.left for wait in stage) for stage in loop.stages if stage]
+    if lowest and max(lowest) - min(lowest) > loop.stage_loads:
+        found.append(f"stages wait until {lowest} are left: more apart than {loop.stage_loads:.0f}, the loads of one")
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_stages_stay_in_flight(arch, module):
+    """No wait leaves less in flight than all stages but the one that is multiplied and half of another, whose loads may come
+    among its products; and the stages' waits differ by the loads of one at most."""
+    wrong = {name: found for name, loop in shipped_loops(arch, module) if (found := faults(loop))}
+    assert not wrong
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_streaming_kernels_are_found(arch):
+    """The kernels for few tokens stream, and no other kernel does."""
+    streaming = {name for module in MODULES for name, _ in shipped_loops(arch, module)}
+    products = {
+        name
+        for module in MODULES
+        for name in CodeObject(launch.CODE / arch / f"{module}.co").kernels
+        if any(word in name for word in ("_narrow_", "_skinny_", "_stream_", "experts_gate_up_", "experts_down_"))
+    }
+    assert streaming == products
+
+
+# name: (file, text, what replaces it, module, part of the names of the kernels whose loads are then waited for)
+DRAINS = {
+    "turns that load nothing": (
+        "device/skinny.h",
+        "if (mem::kPredicates && now.end <= 0) break;",
+        "if (now.end <= 0) break;",
+        "unquantized_gemm",
+        "narrow",
+    ),
+    "a turn's loads waited for": (
+        "device/skinny.h",
+        "const float scale_b = kScaled",
+        "__builtin_amdgcn_s_waitcnt(0x0f70);\nconst float scale_b = kScaled",
+        "unquantized_gemm",
+        "narrow",
+    ),
+    "units' loads in any order": (
+        "device/amd/wide.h",
+        "__builtin_amdgcn_sched_barrier(kScalarAndLds);",
+        "{}",
+        "block_scaled_mm",
+        "skinny",
+    ),
+}
+
+
+@pytest.mark.parametrize("drain", DRAINS)
+def test_planted_drain_is_seen(drain, build):  # noqa: F811
+    file, text, replacement, module, kernels = DRAINS[drain]
+    path = build.CSRC / file
+    original = path.read_text()
+    assert text in original, f"the bug no longer fits {file}"
+    path.write_text(original.replace(text, replacement))
+    try:
+        build.build([module], ["gfx942"])
+    finally:
+        path.write_text(original)
+    seen = {name for name, loop in streaming_loops(build.CODE / "gfx942" / f"{module}.co") if faults(loop)}
+    assert seen and all(kernels in name for name in seen)
+
+
+def main() -> None:
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else launch.CODE
+    for arch in ARCHS:
+        for path in sorted((root / arch).glob("*.co")):
+            for name, loop in streaming_loops(path):
+                waits = "  ".join(" ".join(str(wait.left) for wait in stage) or "-" for stage in loop.stages)
+                print(f"{arch}  {name:34} {loop.loads:3} loads, {len(loop.stages)} stages, left in flight: {waits}")
+
+
+if __name__ == "__main__":
+    main()
