@@ -203,6 +203,15 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return data.view(padded.shape)[:rows, :columns].contiguous(), scale
 
 
+def spread_blocks(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """weight with its 128x128 blocks multiplied by factors that spread over a decade, of mean square 1: a scale that is taken
+    for another then shows."""
+    blocks = [-(-size // BLOCK) for size in weight.shape]
+    factors = 10 ** torch.rand(*blocks, generator=generator)
+    factors = (factors / factors.square().mean().sqrt()).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return weight * factors[: weight.shape[0], : weight.shape[1]]
+
+
 def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """weight [n, k] as e4m3fn with one e8m0 scale per 32 of k: the smallest power of two that loses no group's largest."""
     groups = weight.float().unflatten(1, (-1, GROUP))
@@ -215,14 +224,14 @@ def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.
     """The linear layers' weights as e4m3fn with the scales that the flavour's checkpoints have."""
     if flavour == "bf16":
         return weights
-    result = {}
+    result, generator = {}, torch.Generator().manual_seed(2)
     for name, weight in weights.items():
         if "_proj" not in name:
             result[name] = weight
             continue
         stem = name.removesuffix(".weight")
         if flavour == "block":
-            result[name], result[f"{stem}.weight_scale_inv"] = quantize_blocks(weight)
+            result[name], result[f"{stem}.weight_scale_inv"] = quantize_blocks(spread_blocks(weight, generator))
             continue
         if flavour == "mxfp8":
             result[name], result[f"{stem}.weight_scale"] = quantize_groups(weight)

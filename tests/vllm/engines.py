@@ -17,10 +17,10 @@ FLAVOURS = {
     ("llama", "static"): (79, 153, 199),
     ("llama", "token"): (22, 43, 79),
     ("llama", "bounded"): (100, 413, 640),
-    ("llama", "block"): (12, 79, 153),
+    ("llama", "block"): (7, 83, 193),
     ("llama", "mxfp8"): (43, 79, 87),
     ("deepseek", "bf16"): (22, 104, 175),
-    ("deepseek", "block"): (54, 104, 175),
+    ("deepseek", "block"): (4, 5, 8),
 }
 NOT_COMPILED = ("bounded", "mxfp8")
 """Kinds that run eagerly only: compiled, they are like "token" and "bf16"."""

@@ -108,7 +108,7 @@ def agree(answer: dict, plain_logprobs: list[torch.Tensor], steps: int = STEPS) 
         assert len(tokens) == steps
         if logprobs:
             error = (torch.tensor(logprobs) - wanted[torch.arange(steps), tokens]).abs()
-            assert error.mean() < 0.2, error
+            assert error.mean() < 0.03, error
 
 
 EXPERTS = [flavour for flavour in FLAVOURS if flavour[0] == "deepseek"]

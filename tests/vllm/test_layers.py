@@ -257,3 +257,40 @@ def test_columns_that_do_not_fill_groups_stay_unquantized():
     layer = SiluAndMul()
     layer.consumer = (linear("kFp8Dynamic128Sym"), "linear")
     assert isinstance(layer(random(ROWS, 2 * 192)), torch.Tensor)
+
+
+def bare(made: type, **parts) -> torch.nn.Module:
+    """A module of a class of vLLM's that has only these parts."""
+    layer = made.__new__(made)
+    torch.nn.Module.__init__(layer)
+    for name, part in parts.items():
+        setattr(layer, name, part)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("is_v32", "sequence_parallel", "linked"),
+    [
+        (False, False, {"input": "fused_qkv_a_proj", "latent": "q_b_proj", "post": "gate_up_proj"}),
+        (True, False, {"post": "gate_up_proj"}),
+        (False, True, {"latent": "q_b_proj", "post": "gate_up_proj"}),
+    ],
+)
+def test_results_with_a_second_reader_are_not_linked(is_v32, sequence_parallel, linked):
+    """DeepSeek V3.2's indexer reads what its norms give, a gather over ranks what the first one gives."""
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer, DeepseekV2MLP
+
+    from vllm_rocm_ops.vllm import models
+
+    norms = {"input": norm(), "latent": norm(), "post": norm()}
+    latent = bare(torch.nn.Module, q_a_layernorm=norms["latent"], q_b_proj=norm(), fused_qkv_a_proj=norm())
+    layer = bare(
+        DeepseekV2DecoderLayer,
+        self_attn=bare(torch.nn.Module, mla_attn=latent, q_lora_rank=128, is_v32=is_v32),
+        input_layernorm=norms["input"],
+        post_attention_layernorm=norms["post"],
+        mlp=bare(DeepseekV2MLP, act_fn=None, gate_up_proj=norm()),
+        use_sequence_parallel_moe=sequence_parallel,
+    )
+    models.link_all(layer)
+    assert {name: made.consumer[1] for name, made in norms.items() if made.consumer is not None} == linked

@@ -215,6 +215,18 @@ def test_quantized_input_is_taken(make, kind):
     close(output - bias, torch.ops.vllm_rocm_ops.silu_and_mul(gate_up), exact)
 
 
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_batch_invariant_layers_take_no_quantized_input(make, kind, monkeypatch):
+    """vLLM's path through them reads the input as a tensor."""
+    from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
+
+    layer, kernel, _ = make(kind, Stock)
+    del layer._input_quant_key
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    kernel.process_weights_after_loading(layer)
+    assert get_input_quant_key(layer) is None
+
+
 class Shuffling(Stock):
     """Leaves the weight as AITER's kernels for tuned shapes do."""
 
@@ -485,6 +497,20 @@ def test_unquantized_layers(shape, arch, monkeypatch):
     assert (len(calls), list(vllm_rocm_ops.stats())) == ((0, ["unquantized_gemm"]) if ours else (1, []))
 
 
+def test_batch_invariant_unquantized_layers_are_vllms(monkeypatch):
+    """As are those on a CPU."""
+    from vllm.model_executor.layers import utils
+
+    monkeypatch.setattr(utils, "rocm_unquantized_gemm", lambda *_: "theirs")
+    monkeypatch.setattr(torch.ops.vllm_rocm_ops, "unquantized_linear", lambda *_: "ours")
+    unquantized_linear.install()
+    on_gpu, on_cpu = (types.SimpleNamespace(is_cuda=is_cuda) for is_cuda in (True, False))
+    assert utils.rocm_unquantized_gemm(None, on_gpu, None) == "ours"
+    assert utils.rocm_unquantized_gemm(None, on_cpu, None) == "theirs"
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert utils.rocm_unquantized_gemm(None, on_gpu, None) == "theirs"
+
+
 @pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
 def test_one_graph_serves_every_number_of_tokens(make, kind):
     """What runs is decided inside one op, with the tokens of the call, not when a graph is compiled."""
@@ -564,3 +590,18 @@ def test_the_order_of_weights_is_in_the_fingerprint(monkeypatch):
     plain = compile_cache.fingerprint()
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
     assert compile_cache.fingerprint() != plain
+
+
+def test_the_code_objects_are_in_the_fingerprint(tmp_path, monkeypatch):
+    """Nor is one that was compiled for other kernels."""
+    from vllm_rocm_ops.vllm import compile_cache
+
+    monkeypatch.setattr(vllm_rocm_ops, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(launch, "CODE", tmp_path / "code")
+    stamp = tmp_path / "code" / "gfx942" / "rms_norm.json"
+    stamp.parent.mkdir(parents=True)
+    stamp.write_text("{}")
+    before = compile_cache.fingerprint()
+    assert compile_cache.fingerprint() == before
+    stamp.write_text('{"sources": "others"}')
+    assert compile_cache.fingerprint() != before
