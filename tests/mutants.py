@@ -96,7 +96,7 @@ RMS, SILU, SKINNY, TILED = "ops/rms_norm.hip", "ops/silu_and_mul.hip", "device/s
 EXPERTS, EXPERTS_TILED, ROUTING = "ops/fused_experts.hip", "ops/fused_experts_tiled.hip", "ops/moe_routing.hip"
 QUANTIZE, MX, FLOAT8 = "ops/fused_experts_quantize.hip", "ops/mxfp8_scaled_mm.hip", "device/float8.h"
 PER_TOKEN, PER_BLOCK = "silu_and_mul_per_token_quant", "silu_and_mul_per_block_quant"
-NO_MINIMUM = "return __builtin_fmaxf(divide(absmax, numerics::kE4m3Max, 1.0f / numerics::kE4m3Max), 1e-30f);"
+NO_MINIMUM = "numerics::kE4m3Max), 1e-30f)"  # but a little one, as a row of zeros is not divided by zero
 
 MUTANTS = {
     # Scales and special values
@@ -124,7 +124,7 @@ MUTANTS = {
     "a bound below the least scale (norm)": Mutant(
         RMS,
         "return absmax_to_scale(absmax);",
-        f"if (scale_ub) {NO_MINIMUM} return absmax_to_scale(absmax);",
+        "return scale_ub ? absmax / numerics::kE4m3Max : absmax_to_scale(absmax);",
         "rms_norm",
         cases("rms_norm_dynamic_per_token_quant", "scale_ub-1e-09"),
     ),
@@ -143,11 +143,11 @@ MUTANTS = {
         cases(PER_BLOCK, "scale_ub-1e-09"),
     ),
     "no least scale (activation)": Mutant(
-        SILU, "return absmax_to_scale(absmax);", NO_MINIMUM, "silu_and_mul", cases(PER_TOKEN, "bf16-corners")
+        FLOAT8, "numerics::kE4m3Max), kMinScale)", NO_MINIMUM, "silu_and_mul", cases(PER_TOKEN, "bf16-corners")
     ),
     "no least scale (norm)": Mutant(
-        RMS,
-        "return absmax_to_scale(absmax);",
+        FLOAT8,
+        "numerics::kE4m3Max), kMinScale)",
         NO_MINIMUM,
         "rms_norm",
         cases("rms_norm_per_block_quant", "fp16-corners"),
