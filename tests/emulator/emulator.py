@@ -26,7 +26,7 @@ from .vector import dpp_lanes
 from .waves import LANES, SGPRS, Waves
 
 _SCALAR = ("SOP1", "SOP2", "SOPC", "SOPK", "SOPP")
-M0_READERS = ("s_movrel", "s_sendmsg", "s_ttracedata")
+_M0_READERS = ("s_movrel", "s_sendmsg", "s_ttracedata")  # and loads to LDS
 _QUANTUM = 4096  # instructions that a group runs before others get their turn
 _GROUP = 64  # waves that start as one group
 _POISON = 0xFFA5A5A5  # a NaN in every float format
@@ -89,10 +89,10 @@ class Program:
         return Bound(run, reads | writes, reads, writes, data_flow(ins, reads, writes), ignores_exec, fault)
 
     def _reads_m0_too_early(self, ins: Instruction) -> bool:
-        """Whether the instruction takes M0 from memory's or a message's path and its neighbour writes it: one wait state is
-        needed (CDNA3 and CDNA4 ISA, 4.5 "Manually inserted wait states"). Whatever else comes between is one, a branch too."""
+        """Whether the instruction before writes M0 and this one needs a wait state before it reads it (CDNA3 and CDNA4 ISA, 4.5
+        "Manually inserted wait states"). Whatever comes between is one, a branch too."""
         at = self.index[ins.address]
-        takes_m0 = ins.encoding in access.BINDERS and M0 in effects(ins)[0] or ins.mnemonic.startswith(M0_READERS)
+        takes_m0 = ins.encoding in access.BINDERS and M0 in effects(ins)[0] or ins.mnemonic.startswith(_M0_READERS)
         if not (takes_m0 and at) or (before := self.instructions[at - 1]).encoding not in _SCALAR:
             return False
         return M0 in effects(before)[1] and before.address + len(before.words) == ins.address
