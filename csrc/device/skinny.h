@@ -362,13 +362,14 @@ struct Narrow {
         if (next.end > 0) begin_tile(tile, next.tile);
       }
       now = next;
+      return next.end > 0;
     };
-    while (now.end > 0)
+    for (bool more = true; more;)
 #pragma unroll
       for (int i = 0; i < kRing; ++i) {
-        if (mem::kPredicates && now.end <= 0) break;
+        if (mem::kPredicates && !more) continue;
         load_next(ring[(i + kRing - 1) % kRing]);
-        if (now.end > 0) multiply_turn(ring[i]);
+        if (more) more = multiply_turn(ring[i]);
       }
   }
 
