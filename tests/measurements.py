@@ -204,7 +204,7 @@ def experts_summary() -> str:
         lines = [line for line, _ in newest.values()]
         tokens, rows = experts_by_tokens(lines, lambda line: times([ratio(line)]))
         body = [(case, *cells) for case, _, cells in rows]
-        header = ("DeepSeek-V3's experts", *tokens)
+        header = ("experts of a layer", *tokens)
         tables.append(f"{head(lines)}, beside the best of vLLM's fused MoE (Triton):\n\n{markdown(header, body)}")
     return "\n\n".join(tables) or "Nothing yet."
 
@@ -310,7 +310,7 @@ def experts() -> str:
         lines = [line for line, _ in newest.values()]
         tokens, rows = experts_by_tokens(lines, both)
         body = [(case, *cells, versus(group.values())) for case, group, cells in rows]
-        header = ("rank of DeepSeek-V3", *tokens, "geometric mean")
+        header = ("experts of a layer", *tokens, "geometric mean")
         tables.append(
             "All launches of one layer's experts, random routing, microseconds, ours / the best of vLLM's fused MoE (Triton), by"
             f" `python serving_benchmarks/moe.py`.\n{head(lines)}: {links(path for _, path in newest.values())}\n\n"
