@@ -606,7 +606,7 @@ BUGS = {
         "lists.items[items] = pairs;",
         "lists.items[items] = pairs - 1;",
         ops.fused_experts,
-        "block-m1",
+        "block-m17-one-expert",
         "gfx950",
         WRONG,
     ),

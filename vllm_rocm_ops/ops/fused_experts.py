@@ -370,6 +370,7 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
     local = experts - shared
     known = 2 * local if given.get("mapped") else local
     ids = torch.randint(-2, known + 2, (m, topk), generator=generator)
+    ids[-1:, -1:] = min(1, known - 1)  # the last pair has an expert
     if given.get("one"):
         ids.fill_(min(1, known - 1))
     expert_map = None
