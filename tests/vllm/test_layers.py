@@ -131,6 +131,23 @@ def test_without_kernels_layers_are_vllms(monkeypatch, plain):
     assert vllm_rocm_ops.stats().keys() == ({"rms_norm", "silu_and_mul"} if plain else set())
 
 
+def test_a_norm_seam_that_fails_has_replaced_nothing(monkeypatch):
+    """As with a vLLM whose table of fused norms has another name."""
+    import importlib.util
+    import sys
+    import types
+
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    table = "vllm.model_executor.layers.fusion.fused_norm_quant"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == table)
+    monkeypatch.setitem(sys.modules, table, types.ModuleType(table))
+    monkeypatch.delitem(op_registry_oot, "RMSNorm")
+    with pytest.raises(AttributeError, match="_FUSED_NORM_QUANT"):
+        norm_seam.install()
+    assert "RMSNorm" not in op_registry_oot
+
+
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_which_results_kernels_make(monkeypatch, arch):
     """All that there are, on the GPUs that there is code for, unless switched off."""

@@ -445,8 +445,9 @@ def test_a_kernel_that_quantizes_its_input_itself_keeps_the_layer():
 
 def test_batch_invariance_is_left_to_vllm(monkeypatch):
     """Our sums depend on the number of tokens."""
+    assert held.is_supported() == (True, None)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert not held.is_supported()[0]
+    assert held.is_supported() == (False, "is not batch invariant")
 
 
 def test_a_kernel_that_quantizes_its_input_is_not_held(make):

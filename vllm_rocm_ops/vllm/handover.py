@@ -57,8 +57,8 @@ def runnable(table: dict[QuantKey | None, tuple[str, ...]]) -> tuple[QuantKey | 
 
 
 def in_rows(x: torch.Tensor) -> bool:
-    """Whether the rows of x lie at one stride, whatever the first dimension, the number of tokens, is. What is in the registers
-    of a norm's kernel is one row; the heads in a wider projection have two strides."""
+    """Whether the rows of x lie at one stride, however many tokens, its first dimension, there are. The heads in a wider
+    projection lie at two."""
     step = None
     for size, stride in zip(x.shape[-2:0:-1], x.stride()[-2:0:-1]):
         if size == 1:

@@ -38,11 +38,11 @@ def define(function: Callable, fake: Callable) -> None:
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
-def is_supported() -> tuple[bool, str]:
+def is_supported() -> tuple[bool, str | None]:
     """A kernel's answer: ours sum in an order that depends on the number of tokens."""
     from vllm import envs as vllm_envs
 
-    return not vllm_envs.VLLM_BATCH_INVARIANT, "is not batch invariant"
+    return (False, "is not batch invariant") if vllm_envs.VLLM_BATCH_INVARIANT else (True, None)
 
 
 def put_first(ours: type, table: dict, kind: str) -> None:

@@ -30,6 +30,10 @@ def install() -> None:
     from vllm_rocm_ops.vllm import handover
 
     ops, keys = torch.ops.vllm_rocm_ops, handover.runnable(handover.NORMS)
+    # A vLLM that offers norms the linear that reads their result, see patches/. Looked up before anything is registered.
+    table = "vllm.model_executor.layers.fusion.fused_norm_quant"
+    offers = importlib.util.find_spec(table) and not envs.VLLM_BATCH_INVARIANT
+    fused = importlib.import_module(table)._FUSED_NORM_QUANT if offers else {}
 
     @RMSNorm.register_oot
     class RocmOpsRMSNorm(RMSNorm):
@@ -69,11 +73,7 @@ def install() -> None:
                 result = ops.fused_add_rms_norm(x, residual, weight, epsilon)
             return result if residual is None else (result, residual)
 
-    # A vLLM that offers norms the linear that reads their result, see patches/.
-    table = "vllm.model_executor.layers.fusion.fused_norm_quant"
-    if importlib.util.find_spec(table) and not envs.VLLM_BATCH_INVARIANT:
-        rows = {(RocmOpsRMSNorm, key): RocmOpsRMSNorm.for_linear for key in keys if key is not None}
-        importlib.import_module(table)._FUSED_NORM_QUANT.update(rows)
+    fused |= {(RocmOpsRMSNorm, key): RocmOpsRMSNorm.for_linear for key in keys if key is not None}
 
 
 SEAM = seam.Seam(
