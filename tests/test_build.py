@@ -366,7 +366,7 @@ print(*sorted(path.name for path in launch.CODE.parent.glob("docs/*")))
         for stem in build.stems()
         for end in (build.suffix(arch), ".json")
     }
-    assert entries == "vllm_rocm_ops.cli:main vllm_rocm_ops.vllm:register"
+    assert entries == "vllm_rocm_ops.__main__:main vllm_rocm_ops.vllm:register"
     assert status
     explained = run(tmp_path / "clean/bin/vllm-rocm-ops", "explain", "--model", "deepseek-v3", "--tp", "8")
     assert "lm_head" in explained and "fallback" not in explained
