@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from emulator import Emulator
 from emulator.decode import Instruction, decode
@@ -12,9 +13,15 @@ from emulator.objects import CodeObject, KernelObject
 
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check
+from vllm_rocm_ops.ops import gemm
 
 AMD = ("gfx942", "gfx950")
 ROWS = ("rms_norm", "silu_and_mul")
+PRODUCTS = ("block_scaled_mm", "mxfp8_scaled_mm", "scaled_mm", "scaled_mm_tiled", "unquantized_gemm")
+DIVIDES = {  # by the beginning of kernels' names
+    "fused_experts_tiled": "tiles are counted on the device, and pairs divided by slots",
+    "mxfp8_scaled_mm_tile": "they have no scalar registers left for divisors and arguments",
+}
 PRELOADED = 14  # words
 NO_WAIT_VM, NO_WAIT_LGKM = 63, 15
 
@@ -111,3 +118,39 @@ def test_arguments_are_loaded_where_firmware_does_not_preload_them(the_op, arch)
     with launch.executor(emulator):
         run_and_check(the_op, arguments, "cpu")
     assert any(emulator.last.mnemonics[f"s_load_dwordx{n}"] for n in (2, 4, 8))
+
+
+@pytest.mark.parametrize("arch", AMD)
+def test_products_wait_for_their_arguments_once(arch):
+    """Before the first load of an operand, at most one wait for scalar loads."""
+    for code, kernel in kernels(arch, *PRODUCTS):
+        if kernel.name.startswith("mxfp8_scaled_mm_tile"):  # see DIVIDES
+            continue
+
+        def visit(before: State, after: State, ins: Instruction, name=kernel.name) -> bool:
+            assert not after.loads or before.chain <= 1, f"{name}: loads behind {before.chain} waits for scalar loads"
+            return not after.loads
+
+        walk(code, kernel, visit)
+
+
+@pytest.mark.parametrize("arch", AMD)
+def test_no_kernel_divides_whole_numbers_at_run_time(arch):
+    """Each such division takes the reciprocal of a float and what mends it: some twenty instructions, through the vector unit."""
+    for code, kernel in kernels(arch):
+        instructions = decode(bytes(code.image[kernel.entry : kernel.entry + kernel.size]), kernel.entry)
+        if not kernel.name.startswith(tuple(DIVIDES)):
+            assert not any(ins.mnemonic == "v_rcp_iflag_f32" for ins in instructions), kernel.name
+
+
+@pytest.mark.parametrize("value", [*range(1, 130), 1000, 3 * 2**20, 2**29 - 1, 2**29, 2**29 + 1, 2**31 - 2, 2**31 - 1])
+def test_divisors_are_exact(value):
+    """For all values around multiples of the divisor, and at the end of the range: csrc/device/divisor.h's operator /."""
+    inverse, shift = gemm.divisor(value)
+    assert -(2**31) <= inverse < 2**31 and 0 <= shift < 32
+    most = (2**31 - 1) // value
+    multiples = {*range(min(most, 3000)), *range(max(most - 3000, 0), most + 1), *(most * i // 997 for i in range(997))}
+    around = {multiple * value + i for multiple in multiples for i in (-1, 0, 1, value - 1)} | {2**31 - 1}
+    values = np.array(sorted(n for n in around if 0 <= n < 2**31), np.uint64)
+    found = (2 * values * np.uint64(inverse % 2**32) >> np.uint64(32)) >> np.uint64(shift)
+    assert np.array_equal(found, values // np.uint64(value))

@@ -14,6 +14,7 @@
 // last to arrive adds them up in the order of K: no atomics on values, the same bits every run.
 #pragma once
 #include "arrive.h"
+#include "divisor.h"
 #include "scale.h"
 #include "vec.h"
 
@@ -37,8 +38,16 @@ struct Product {
   int scale_a_row, scale_a_k, scale_b_row;  // elements between the scales of tokens, of K's blocks, of b's rows
   int out_type;                             // 0 bf16, 1 fp16, 2 fp32
   int steps;                                // of a tile
-  int unit, units, longer;  // steps that blocks never part; of those a block has; the first `longer` one more
+  int unit, units, longer;    // steps that blocks never part; of those a block has; the first `longer` one more
+  int tile_units, in_longer;  // units of a tile, and of the first `longer` blocks
+  Divisor by_tile_units, by_units, by_longer_units;  // those of a tile, of a block, and one more
 };
+
+// For all that a kernel begins with, at once.
+DEVICE void wait_for_arguments(const Product& p) {
+  mem::wait_for_scalars(p.b, p.b_tile, p.b_row, p.b_step, p.a, p.a_stride, p.m, p.n, p.k, p.steps, p.unit, p.units,
+                        p.longer, p.by_tile_units.inverse, p.by_tile_units.shift);
+}
 
 constexpr int kTileRows = mma::kWaves * mma::kRows;
 
@@ -52,14 +61,14 @@ struct Share {
   const Product& p;
   const int block = wave::block_x(), first = first_step(block), last = first_step(block + 1);
 
-  DEVICE int first_step(int b) const { return p.unit * (b * p.units + (b < p.longer ? b : p.longer)); }
-  DEVICE int block_of(int step) const {
-    const u32 unit = kGroup == 1 ? step : step / u32(p.unit), in_longer = p.longer * (p.units + 1);
-    const bool longer = unit < in_longer;
-    return (unit - (longer ? 0 : in_longer)) / u32(p.units + longer) + (longer ? 0 : p.longer);
+  DEVICE int first_step(int b) const { return p.unit * first_unit(b); }
+  DEVICE int first_unit(int b) const { return b * p.units + (b < p.longer ? b : p.longer); }
+  DEVICE int block_of(u32 unit) const {
+    return unit < u32(p.in_longer) ? unit / p.by_longer_units : p.longer + (unit - p.in_longer) / p.by_units;
   }
   DEVICE Group begin() const {
-    const int tile = u32(first) / u32(p.steps), step = first - tile * p.steps, end = last - tile * p.steps;
+    const int tile = u32(first_unit(block)) / p.by_tile_units, step = first - tile * p.steps,
+              end = last - tile * p.steps;
     return {tile, step, end < p.steps ? end : p.steps};
   }
   // With end <= 0 past the last.
@@ -74,8 +83,8 @@ struct Share {
     const int end = group.end * mma::kDepth;
     return (end < p.k ? end : p.k) - step * mma::kDepth;
   }
-  DEVICE int first_sharer(int tile) const { return block_of(tile * p.steps); }
-  DEVICE int last_sharer(int tile) const { return block_of(tile * p.steps + p.steps - 1); }
+  DEVICE int first_sharer(int tile) const { return block_of(tile * p.tile_units); }
+  DEVICE int last_sharer(int tile) const { return block_of(tile * p.tile_units + p.tile_units - 1); }
 };
 
 // Where a lane reads a tile of b. Rows past the last read the last one, and their sums are dropped.
@@ -394,7 +403,10 @@ struct Narrow {
 // A kernel of that name; `...` are its Scales and, of kBlock, their type.
 #define SKINNY(symbol, type, tokens, ...)                                                           \
   KERNEL((Wide<type, tokens, __VA_ARGS__>::kThreads), (Wide<type, tokens, __VA_ARGS__>::kResident)) \
-  symbol(Product product) { Wide<type, tokens, __VA_ARGS__>::run(product); }
+  symbol(Product product) {                                                                         \
+    wait_for_arguments(product);                                                                    \
+    Wide<type, tokens, __VA_ARGS__>::run(product);                                                  \
+  }
 #define NARROW(symbol, type, tokens, ...)                                                              \
   KERNEL((Narrow<type, tokens, __VA_ARGS__>::kThreads), tokens == 8 ? 4 : 3) symbol(Product product) { \
     LDS static Narrow<type, tokens, __VA_ARGS__>::Buffer buffer;                                       \

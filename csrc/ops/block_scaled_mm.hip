@@ -19,9 +19,10 @@ SKINNY(block_scaled_mm_e8m0_skinny_64, E4m3, 64, Scales::kBlock, E8m0Scale)
 
 // Each thread one of `count` scales, [count / blocks, blocks] in either; row_stride and block_stride are those of the e8m0 ones.
 KERNEL(256)
-block_scaled_mm_widen(const u8* scales, float* widened, i64 row_stride, i64 block_stride, int blocks, int count) {
-  const int at = wave::block_x() * 256 + wave::thread();
+block_scaled_mm_widen(const u8* scales, float* widened, i64 row_stride, i64 block_stride, int blocks, u32 inverse,
+                      int shift, int count) {  // inverse and shift: the Divisor of blocks
+  const int at = wave::block_x() * 256 + wave::thread(), row = u32(at) / Divisor{inverse, shift};
   if (at >= count) return;
-  const u8* scale = scales + at / blocks * row_stride + at % blocks * block_stride;
+  const u8* scale = scales + row * row_stride + (at - row * blocks) * block_stride;
   mem::store(widened + at, E8m0Scale::value(mem::load<u8>(scale)));
 }

@@ -39,6 +39,7 @@ DEVICE void stream(const MxProduct& p) {
   LDS static u32 token_scales[2][kWaves][wave::kLanes];  // those of waves past kTiles are zero and of no use
   using MxScales = mx::Scales</*kWords=*/true>;
   const int lane = wave::lane(), part = wave::index(), row = part * mx::kRows + mx::row(lane);
+  wait_for_arguments(p);
   const Share<1> share{p};
 
   struct Slot {
@@ -137,7 +138,6 @@ DEVICE void multiply_tiles(const MxProduct& p) {
   enum { kTokens, kWeights, kOperands };
   LDS static u32x4 halves[2][kOperands][2 * kTiles][2][wave::kLanes];
   using MxScales = mx::Scales<kWords>;
-  constexpr int kGroup = 8;  // tiles along M: see tile::Position
   const int lane = wave::lane();
   const Share<1> share{p, tile::work_of(wave::block_x(), p.blocks)};
   const int tiles_m = (p.m + kSide - 1) / kSide, tiles_n = (p.n + kSide - 1) / kSide;
@@ -147,7 +147,7 @@ DEVICE void multiply_tiles(const MxProduct& p) {
 
   for (Group now = share.begin(); now.end > 0; now = share.after({now.tile, now.end, now.end})) {
     const int begin = now.step, end = now.end;
-    const tile::Position position(now.tile, tiles_m, tiles_n, kGroup);
+    const tile::Position position(now.tile, tiles_m, tiles_n, tile::kGroup);
     const int m0 = position.m * kSide, n0 = position.n * kSide;
     const mem::Buffer a = mem::buffer(p.a + i64(m0) * p.a_stride), b = mem::buffer(p.b + i64(n0) * p.b_row);
     const mem::Buffer scale_a = mem::buffer((const u8*)p.scale_a + i64(m0) * p.scale_a_row);

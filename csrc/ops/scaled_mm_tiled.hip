@@ -39,7 +39,9 @@ struct Product {
   int scale_a_row, scale_a_k,
       scale_b_row;  // elements from scale to scale: of rows or blocks of rows, and of a's blocks of K
   int out_type;     // 0 bf16, 1 fp16, 2 fp32
-  int tiles_m, tiles_n, slices, group;  // of the output and of K; group: see tile::Position
+  int tiles_m, tiles_n, tiles, slices;  // of the output and of K
+  int panels, longer;                   // of a slice; the first `longer` slices have one more
+  Divisor by_tiles, by_group, by_last;  // tiles of the output; the others: see tile::Position
 };
 
 using tile::Division, tile::Sums;
@@ -133,12 +135,15 @@ DEVICE void store_results(const Sums<D>& sums, const Product& p, int first_m, in
 
 template <class D, bool kBlockScales, class Scale = Fp32Scale>
 DEVICE void multiply_tiled(const Product& p) {
-  const int tiles = p.tiles_m * p.tiles_n, work = tile::work_of(wave::block_x(), tiles * p.slices);
-  const int slice = work / tiles, tile_index = work % tiles;
-  const tile::Position position(tile_index, p.tiles_m, p.tiles_n, p.group);
+  mem::wait_for_scalars(p.by_tiles.inverse, p.by_tiles.shift, p.by_group.inverse, p.by_group.shift, p.by_last.inverse,
+                        p.by_last.shift, p.tiles_m, p.tiles_n, p.tiles, p.slices, p.panels, p.longer, p.a, p.b,
+                        p.a_stride, p.b_tile, p.b_row, p.b_piece, p.b_step, p.m, p.n, p.k);
+  const int work = tile::work_of(wave::block_x(), p.tiles * p.slices);
+  const int slice = u32(work) / p.by_tiles, tile_index = work - slice * p.tiles;
+  const auto position = tile::Position::of(tile_index, p.tiles_m, p.tiles_n, p.by_group, p.by_last);
   const int first_m = position.m * D::kTileM, first_n = position.n * D::kTileN;
-  const int panels = (p.k + tile::kDepth - 1) / tile::kDepth, per_slice = panels / p.slices, longer = panels % p.slices;
-  const int first = slice * per_slice + (slice < longer ? slice : longer), last = first + per_slice + (slice < longer);
+  const int first = slice * p.panels + (slice < p.longer ? slice : p.longer),
+            last = first + p.panels + (slice < p.longer);
 
   tile::Filler<D::kTileM, D::kThreads> fill_a;
   tile::Filler<D::kTileN, D::kThreads> fill_b;

@@ -86,7 +86,7 @@ def _loadable(scale: Tensor, alike: bool) -> tuple[tuple[Tensor | Workspace, int
         return (scale, *scale.stride()), []
     count, blocks = scale.numel(), scale.shape[1]
     widened = Workspace(count * 4)
-    args = (scale, widened, *map(I64, scale.stride()), blocks, count)
+    args = (scale, widened, *map(I64, scale.stride()), blocks, *gemm.divisor(blocks), count)
     grid = (-(-count // THREADS), 1, 1)
     return (widened, blocks, 1), [Launch("block_scaled_mm", "block_scaled_mm_widen", grid, (THREADS, 1, 1), args)]
 

@@ -264,11 +264,20 @@ class Product(NamedTuple):
     bias: Tensor | None = None
 
 
+def divisor(value: int) -> tuple[int, int]:
+    """A Divisor of csrc/device/divisor.h, by which kernels divide whole numbers below 2^31."""
+    shift = (value - 1).bit_length()
+    inverse = -(-(1 << 31 + shift) // value)
+    return inverse - (inverse >> 31 << 32), shift  # as an int
+
+
 def arguments(product: Product, division: tuple[int, int, int], blocks: int, partial_bytes: int) -> tuple:
     """The Product of csrc/device/skinny.h that so many blocks compute, divided into tiles, steps of one, and of a unit. Without
     partial sums no tile is shared."""
     out, a, b, scale_a, scale_b, bias = product
     tiles, steps, unit = division
+    tile_units = steps // unit
+    units, longer = divmod(tiles * tile_units, blocks)
     if b.is_shuffled:
         row, step, tile = FRAGMENT_BYTES, FRAGMENT_ROWS * STEP, FRAGMENT_ROWS * b.k
     else:
@@ -294,7 +303,13 @@ def arguments(product: Product, division: tuple[int, int, int], blocks: int, par
         OUT_TYPES[out.dtype],
         steps,
         unit,
-        *divmod(tiles * steps // unit, blocks),
+        units,
+        longer,
+        tile_units,
+        longer * (units + 1),
+        *divisor(tile_units),
+        *divisor(max(units, 1)),
+        *divisor(units + 1),
     )
 
 

@@ -7,14 +7,24 @@ from dataclasses import dataclass
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
-from vllm_rocm_ops.ops.gemm import FRAGMENT_BYTES, FRAGMENT_ROWS, MOST_TOKENS, OUT_TYPES, PANEL, STEP, Operand, Product
+from vllm_rocm_ops.ops.gemm import (
+    FRAGMENT_BYTES,
+    FRAGMENT_ROWS,
+    MOST_TOKENS,
+    OUT_TYPES,
+    PANEL,
+    STEP,
+    Operand,
+    Product,
+    divisor,
+)
 
 MODULE = "scaled_mm_tiled"
 TILES = ((64, 128), (128, 128), (256, 256))  # of the output: tokens, rows of the weight
 THREADS = {128: 256, 256: 512}  # of a block, by the rows of its tile
 RESIDENT = {128: 2, 256: 1}  # blocks that a compute unit runs at once
 SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
-GROUP = 8  # tiles along M whose blocks run next to each other
+GROUP = 8  # kGroup of csrc/device/tile.h: tiles along M whose blocks run next to each other
 
 # The model of `cost`. No AMD GPU was there to measure: rates are shares of what the chips are built for.
 FLOPS_PER_BYTE = 500  # that the matrix cores do while HBM brings a byte: about so on all archs
@@ -129,8 +139,12 @@ def launches(config: TiledConfig, product: Product, arch: Arch, kind: str) -> li
         OUT_TYPES[out.dtype],
         tiles_m,
         tiles_n,
+        tiles,
         slices,
-        GROUP,
+        *divmod(_panels(a), slices),
+        *divisor(tiles),
+        *divisor(GROUP * tiles_n),
+        *divisor(tiles_m % GROUP or GROUP),
     )
     symbol = f"{MODULE}_{kind}_{config.tokens}x{config.rows}"
     lds = lds_bytes(config.tokens, config.rows, arch)

@@ -62,7 +62,8 @@ DEVICE void issue_loads() { __builtin_amdgcn_sched_barrier(0); }
 // Left alone, the compiler loads each where it is used, and waits for it there.
 template <class T, class... More>
 DEVICE void wait_for_scalars(T& value, More&... more) {
-  asm volatile("" : "+s"(value));
+  if constexpr (__is_const(T)) asm volatile("" ::"s"(value));
+  else asm volatile("" : "+s"(value));  // what is computed from it comes behind
   if constexpr (sizeof...(more) > 0) wait_for_scalars(more...);
   else __builtin_amdgcn_sched_barrier(0);
 }
