@@ -342,8 +342,8 @@ def test_a_repeated_signature_binds_new_pointers(recorder):
     first, second = norm_arguments(), norm_arguments()
     outs = [ops.rms_norm(*first), ops.rms_norm(*second)]
     for (launched, unwritten), arguments, out in zip(recorder.launches, (first, second), outs):
-        assert launched.args[0] is arguments[0] and launched.args[2] is arguments[1]
-        assert any(arg is out for arg in launched.args)
+        tensors = [arg for arg in launched.args if isinstance(arg, torch.Tensor)]
+        assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in (*arguments[:2], out)]
         assert unwritten == (out,)
     assert op.stats()["rms_norm"] == {"rms_norm_bf16_x1": 2}
 
