@@ -123,8 +123,8 @@ MUTANTS = {
     ),
     "a bound below the least scale (norm)": Mutant(
         RMS,
-        "return absmax_to_scale(absmax);",
-        "return scale_ub ? absmax / numerics::kE4m3Max : absmax_to_scale(absmax);",
+        "return absmax_to_scale(__builtin_fminf(absmax, scale_ub));",
+        "return __builtin_fminf(absmax_to_scale(absmax), scale_ub / numerics::kE4m3Max);",
         "rms_norm",
         cases("rms_norm_dynamic_per_token_quant", "scale_ub-1e-09"),
     ),
@@ -137,8 +137,8 @@ MUTANTS = {
     ),
     "a bound below the least scale (activation)": Mutant(
         SILU,
-        "scale = __builtin_fmaxf(__builtin_fminf(scale, *mem::global(scale_ub)), kMinScale);",
-        "scale = __builtin_fminf(scale, *mem::global(scale_ub));",
+        "return __builtin_fmaxf(__builtin_fminf(absmax_to_scale(absmax), scale_ub), kMinScale);",
+        "return __builtin_fminf(absmax_to_scale(absmax), scale_ub);",
         "silu_and_mul",
         cases(PER_BLOCK, "scale_ub-1e-09"),
     ),
@@ -209,16 +209,16 @@ MUTANTS = {
         "device/reduce.h", "slot < waves ?", "slot <= waves ?", "rms_norm", cases("rms_norm", "bf16")
     ),
     "rows of a norm's output in 32 bits": Mutant(
-        RMS,
-        "(u8*)out + index * hidden * kOutBytes",
-        "(u8*)out + int(index) * hidden * kOutBytes",
+        "device/rows.h",
+        "(u8*)out + row * hidden",
+        "(u8*)out + int(row) * hidden",
         "rms_norm",
         large("test_last_of_many_rows[rms_norm-gfx942]"),
     ),
     "rows of an activation's output in 32 bits": Mutant(
-        SILU,
-        "(u8*)out + index * hidden * kOutBytes",
-        "(u8*)out + int(index) * hidden * kOutBytes",
+        "device/rows.h",
+        "(u8*)out + row * hidden",
+        "(u8*)out + int(row) * hidden",
         "silu_and_mul",
         large("test_last_of_many_rows[silu_and_mul_per_token_quant-gfx950]"),
     ),
@@ -279,11 +279,22 @@ MUTANTS = {
         "scaled_mm",
         cases("scaled_mm", "m16", "m64"),
     ),
-    "no release before the count": Mutant(
-        "device/arrive.h", "thread_release();  //", "//", "scaled_mm", cases("scaled_mm", "long-k", "m1")
+    "counted before partial sums are stored": Mutant(
+        "device/arrive.h", "if (stored) wait_for_stores();", "", "scaled_mm", cases("scaled_mm", "long-k", "m1")
     ),
-    "no acquire after the count": Mutant(
-        "device/arrive.h", "thread_acquire();  //", "//", "scaled_mm", cases("scaled_mm", "long-k", "m1")
+    "partial sums stored to a die's own cache": Mutant(
+        SKINNY,
+        "mem::store_device(partials, place(share.block, v) + at, sum",
+        "mem::store((u8*)p.partials + place(share.block, v) + at, sum",
+        "scaled_mm",
+        cases("scaled_mm", "long-k", "m1"),
+    ),
+    "partial sums loaded from a die's own cache": Mutant(
+        "device/amd/buffer.h",
+        "raw_buffer_load_b128(from, at, offset, kDeviceScope)",
+        "raw_buffer_load_b128(from, at, offset, 0)",
+        "scaled_mm",
+        cases("scaled_mm", "long-k", "m1", arch="gfx950"),
     ),
     "the end of K ignored": Mutant(
         SKINNY,
