@@ -14,6 +14,7 @@ DEVICE float load_scale(const float* scale) {
 
 // Of a row; of the first row until find().
 struct RowOutput {
+  const float* scale_at;
   float scale;       // of the static kind; of the dynamic kinds scale_ub
   void* out;         // [hidden] T or e4m3
   float* scale_out;  // per token: [1]; per block: [hidden / group_size], scale_stride apart
@@ -23,6 +24,7 @@ struct RowOutput {
   // Behind the loads of the row, so that none of them waits for what is needed after them.
   template <Output kOutput>
   DEVICE void find(int hidden) {
+    if constexpr (!mem::kScalarsFirst) scale = load_scale<kOutput>(scale_at);
     mem::wait_for_scalars(out, scale);
     const i64 row = u32(wave::block_x());
     out = (u8*)out + row * hidden * (kOutput == Output::kPlain ? 2 : 1);

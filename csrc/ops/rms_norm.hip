@@ -55,15 +55,13 @@ DEVICE void rms_norm_vector(Row row) {
   for (int i = 0; i < kChunks; ++i) {
     chunk[i] = wave::thread() + i * row.threads;
     mine[i] = chunk[i] * kChunk < row.hidden;
-    const int at = chunk[i] * int(sizeof(u32x4));
-    input[i] = mem::load_or_zero(mem::buffer(row.input), at, 0, mine[i]);
-    if constexpr (kResidual) residual[i] = mem::load_or_zero(mem::buffer(row.residual), at, 0, mine[i]);
+    input[i] = mem::load_vector_or_zero(row.input, chunk[i], mine[i]);
+    if constexpr (kResidual) residual[i] = mem::load_vector_or_zero(row.residual, chunk[i], mine[i]);
   }
   const u32 ones = row.weight ? 0 : T::pack({1.0f, 1.0f});  // in place of the zeros that are loaded without a weight
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    const int at = chunk[i] * int(sizeof(u32x4));
-    weight[i] = mem::load_or_zero(mem::buffer(row.weight), at, 0, mine[i] && row.weight);
+    weight[i] = mem::load_vector_or_zero(row.weight, chunk[i], mine[i] && row.weight);
   }
   mem::wait_for_scalars(row.inverse_hidden, row.epsilon);
   row.find<kOutput>(row.hidden);
@@ -196,7 +194,8 @@ DEVICE void rms_norm(const void* input, void* residual, const void* weight, i64 
                      int hidden, int threads, const float* scale, void* out, float* scale_out, i64 scale_row_stride,
                      i64 scale_stride, int group_size, float inverse_hidden, float epsilon) {
   const i64 index = u32(wave::block_x());
-  const Row row{{load_scale<kOutput>(scale), out, scale_out, scale_row_stride, scale_stride, group_size},
+  const Row row{{scale, mem::kScalarsFirst ? load_scale<kOutput>(scale) : 0.0f, out, scale_out, scale_row_stride,
+                 scale_stride, group_size},
                 (const u16*)input + index * input_stride,
                 kResidual ? (u16*)residual + index * residual_stride : nullptr,
                 weight,

@@ -52,8 +52,8 @@ DEVICE void silu_and_mul_vector(Row row, int first) {
   for (int i = 0; i < kChunks; ++i) {
     chunk[i] = first + wave::thread() + i * row.threads;
     mine[i] = chunk[i] * kChunk < row.hidden;
-    gate[i] = mem::load_or_zero(mem::buffer(row.gate), chunk[i] * int(sizeof(u32x4)), 0, mine[i]);
-    up[i] = mem::load_or_zero(mem::buffer(row.up), chunk[i] * int(sizeof(u32x4)), 0, mine[i]);
+    gate[i] = mem::load_vector_or_zero(row.gate, chunk[i], mine[i]);
+    up[i] = mem::load_vector_or_zero(row.up, chunk[i], mine[i]);
   }
   row.find<kOutput>(row.hidden);
   const float inverse_scale = kOutput == Output::kStatic ? 1.0f / row.scale : 0.0f;
@@ -148,7 +148,8 @@ DEVICE void silu_and_mul_row(const void* input, i64 input_stride, int hidden, in
                              const float* scale, float* scale_out, i64 scale_row_stride, i64 scale_stride,
                              int group_size) {
   const u16* gate = (const u16*)input + i64(u32(wave::block_x())) * input_stride;
-  const Row row{{load_scale<kOutput>(scale), out, scale_out, scale_row_stride, scale_stride, group_size},
+  const Row row{{scale, mem::kScalarsFirst ? load_scale<kOutput>(scale) : 0.0f, out, scale_out, scale_row_stride,
+                 scale_stride, group_size},
                 gate,
                 gate + hidden,
                 hidden,

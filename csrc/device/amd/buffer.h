@@ -19,6 +19,10 @@ DEVICE Buffer buffer(const void* base) {
 DEVICE u32x4 load_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
   return __builtin_amdgcn_raw_buffer_load_b128(from, inside ? lane_offset : -1, offset, 0);
 }
+// Vector `index` of those from base on, or zeros; `base` is the same in all lanes.
+DEVICE u32x4 load_vector_or_zero(const void* base, int index, bool inside) {
+  return load_or_zero(buffer(base), index * int(sizeof(u32x4)), 0, inside);
+}
 // The same for what is read once: it should not displace what is read again.
 DEVICE u32x4 load_once_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
   constexpr int kNonTemporal = 2;
@@ -56,6 +60,9 @@ DEVICE T load_device_or_zero(Buffer from, int lane_offset, int offset, bool insi
   else return __builtin_bit_cast(T, __builtin_amdgcn_raw_buffer_load_b128(from, at, offset, kDeviceScope));
 }
 
+// Whether what all lanes have alike is loaded before what each has its own of: here by loads of another kind, of which none waits
+// for the other.
+constexpr bool kScalarsFirst = true;
 // Loads written above are under way before those written below.
 DEVICE void issue_loads() { __builtin_amdgcn_sched_barrier(0); }
 // Values that all lanes have alike, arguments and what is loaded through them, are waited for here, after they were issued above.

@@ -15,9 +15,7 @@ DEVICE void wait_for_stores() {}
 // waits for a fence. Spelled out: clang makes it the whole system.
 DEVICE u32 block_count(u32* counter, u32 blocks) {
   u32 count;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-               : "=r"(count)
-               : "l"(mem::global(counter)), "r"(blocks - 1)
-               : "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(count) : "l"(mem::global(counter)) : "memory");
+  if (count == blocks - 1) __scoped_atomic_store_n(counter, 0u, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
   return count;
 }
