@@ -231,15 +231,18 @@ def decode_summary() -> str:
 
 
 def engine_runs() -> list[tuple[str, dict, pathlib.Path]]:
-    """(GPU, {side: result}, file) of the newest pair of each case in the files of latency.py."""
+    """(GPU, {side: result}, file) of the newest pair of each case in the files of latency.py. One commit's sides may be in two."""
     newest: dict[tuple, tuple[str, dict, pathlib.Path]] = {}
+    pairs: dict[tuple, dict] = {}
     for path in oldest_first(RESULTS.glob("*/*-latency.json")):
         report = json.loads(path.read_text())
-        pairs: dict[tuple, dict] = {}
         for result in report["results"]:
             kept = ("model_id", "num_layers", "rank_of", "input_len", "output_len", "batch_size")
-            pairs.setdefault((path.parent.name, *(result[name] for name in kept)), {})[result["side"]] = result
-        newest |= {case: (report["hardware"], sides, path) for case, sides in pairs.items() if len(sides) == 2}
+            case = path.parent.name, *(result[name] for name in kept)
+            sides = pairs.setdefault((report.get("commit"), case), {})
+            sides[result["side"]] = result
+            if len(sides) == 2:
+                newest[case] = report["hardware"], sides, path
     return [newest[case] for case in sorted(newest, key=str_and_numbers)]
 
 

@@ -259,7 +259,7 @@ def test_a_model_runs_on_both_sides(tmp_path):
     assert {"fused_add_rms_norm", "silu_and_mul"} <= set(with_ops["op_stats"])
     assert {seam["name"] for seam in with_ops["seams"] if seam["on"]} >= {"norm", "activation"}
     assert (tmp_path / "latency.png").stat().st_size > 10_000
-    assert "x" in result.stdout and "tiny-llama" in result.stdout
+    assert "tiny-llama: no kernel of the ops ran" in result.stdout
 
 
 @pytest.mark.slow
