@@ -380,6 +380,27 @@ def each(values: Iterable[str]) -> str:
     return values[0] if len(set(values)) == 1 else " / ".join(values)
 
 
+def waits() -> str:
+    """One table per architecture: what the waits of each streaming loop leave in flight, commit by commit."""
+
+    def left(loops: list[dict]) -> str:
+        return "; ".join(" / ".join(" ".join(map(str, stage)) or "-" for stage in loop["left"]) for loop in loops)
+
+    tables = []
+    for folder in sorted({path.parent for path in RESULTS.glob("*/*-waits.jsonl")}):
+        kernels: dict[str, dict[str, list[dict]]] = {}
+        for path in oldest_first(folder.glob("*-waits.jsonl")):
+            for line in map(json.loads, path.read_text().splitlines()):
+                kernels.setdefault(line["kernel"], {}).setdefault(line["commit"], []).append(line)
+        commits = list(dict.fromkeys(commit for by_commit in kernels.values() for commit in by_commit))
+        body = [
+            (f"`{kernel}`", *(left(by_commit.get(commit, [])) for commit in commits))
+            for kernel, by_commit in sorted(kernels.items())
+        ]
+        tables.append(f"**{folder.name}**:\n\n{markdown(('kernel', *commits), body)}")
+    return "\n\n".join(tables)
+
+
 def static() -> str:
     """Two tables per arch: its GEMM kernels, and the layers of decode with a value for each M."""
     tables = []

@@ -53,6 +53,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "experts": measurements.experts,
         "single ops": measurements.results,
         "static": measurements.static,
+        "waits": measurements.waits,
     },
 }
 

@@ -4,14 +4,16 @@ A streaming loop is one whose matrix instructions take what vector loads brought
 out of LDS. Its steady path is the shortest way around with all of its products. Loads return in order, so that what an s_waitcnt
 leaves in flight says how far ahead of their products they are. Nothing is known of the kernels but their code.
 
-    python tests/test_waits.py [folder of code objects]
+    python tests/test_waits.py commit [folder of code objects]
 
-prints what each wait of each streaming loop leaves in flight.
+prints a line of JSON per streaming loop: of its loads once around, how many each wait leaves in flight, stage by stage.
+serving_benchmarks/results/<arch>/*-waits.jsonl have such lines.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -343,12 +345,13 @@ def test_planted_drain_is_seen(drain, kernels):
 
 
 def main() -> None:
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else launch.CODE
+    commit, *folder = sys.argv[1:]
+    root = Path(*folder) if folder else launch.CODE
     for arch in ARCHS:
         for path in sorted((root / arch).glob("*.co")):
             for name, loop in streaming_loops(path):
-                waits = "  ".join(" ".join(str(wait.left) for wait in stage) or "-" for stage in loop.stages)
-                print(f"{arch}  {name:34} {loop.loads:3} loads, {len(loop.stages)} stages, left in flight: {waits}")
+                left = [[wait.left for wait in stage] for stage in loop.stages]
+                print(json.dumps({"commit": commit, "arch": arch, "kernel": name, "loads": loop.loads, "left": left}))
 
 
 if __name__ == "__main__":
