@@ -576,8 +576,8 @@ BUGS = {
     ),
     "fp16 biases taken for bf16": (
         "ops/moe_routing.hip",
-        "type == kBf16 ? Element<Bf16>",
-        "type != kFp32 ? Element<Bf16>",
+        "else if (type == kBf16) add_as<Bf16>",
+        "else if (type != kFp32) add_as<Bf16>",
         ops.grouped_topk,
         "bf16-bias-fp16",
         "gfx950",

@@ -97,9 +97,15 @@ struct Biases {
     if (type == kFp32) load_as<float>(biases, mine, experts);
     else load_as<Bf16>(biases, mine, experts);  // as F16: two bytes each
   }
-  DEVICE float value(int i, int type) const {
-    const float half = type == kBf16 ? Element<Bf16>::value(bits[i]) : Element<F16>::value(bits[i]);
-    return type == kFp32 ? Element<float>::value(bits[i]) : half;
+  template <class T>
+  DEVICE void add_as(float (&sum)[kValues], const float (&score)[kValues]) const {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) sum[i] = score[i] + Element<T>::value(bits[i]);
+  }
+  DEVICE void add(float (&sum)[kValues], const float (&score)[kValues], int type) const {
+    if (type == kFp32) add_as<float>(sum, score);
+    else if (type == kBf16) add_as<Bf16>(sum, score);
+    else add_as<F16>(sum, score);
   }
 };
 
@@ -198,9 +204,9 @@ DEVICE void route(const Routing& p) {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) score[i] = e.value[i] * inverse;
   }
+  if (p.bias) bias.add(choice, score, p.bias_type);
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
-    if (p.bias) choice[i] = score[i] + bias.value(i, p.bias_type);
     choice[i] = i < mine.count ? __builtin_fmaxf(choice[i], kLowest) + 0.0f : -kInfinity;  // + 0: -0 becomes 0
   }
   const bool is_in = p.topk_group == p.groups || groups_before(choice, p, mine.group) < p.topk_group;
