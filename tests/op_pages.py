@@ -272,7 +272,7 @@ def tested(op: Op) -> str:
                 left.setdefault("; ".join(broken), []).append(f"`{name}`")
         for why, names in left.items():
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(f"- {arch.name}: PyTorch runs {shown}. Not so: {why}.")
+            lines.append(f"- {arch.name}: PyTorch runs {shown}: the kernels need that {why}.")
     how = (
         "On a GPU the tests run there, without one in an emulator of the machine code for AMD's: "
         f"`bash tests/run.sh -k {op.name}` in a checkout, or `vllm-rocm-ops bench --op {op.name} --once` on a GPU."

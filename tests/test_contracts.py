@@ -77,6 +77,15 @@ def test_rows_are_of_floats(the_op, dtype):
         the_op(**given)
 
 
+@pytest.mark.parametrize("the_op", [ops.grouped_topk, ops.topk_sigmoid], ids=lambda o: o.name)
+def test_biases_are_floats_of_16_bits_or_more(the_op):
+    given = example(the_op) | {"e_score_correction_bias": None}
+    given["e_score_correction_bias"] = torch.zeros(given["gating_output"].shape[1]).to(torch.float8_e4m3fn)
+    wanted = f"{the_op.name}: e_score_correction_bias must be .*floating point of 16 bits or more, got "
+    with pytest.raises(ValueError, match=wanted):
+        the_op(**given)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

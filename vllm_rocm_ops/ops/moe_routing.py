@@ -142,8 +142,9 @@ def _topk_contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield from _logits_contract("gating_output", a.gating_output)
     experts, bias = a.gating_output.shape[1], a.e_score_correction_bias
     if bias is not None:
-        holds = bias.shape == (experts,) and bias.is_floating_point()
-        yield "e_score_correction_bias", f"[E={experts}], floating point", describe(bias), holds
+        wanted = f"[E={experts}], floating point of 16 bits or more"
+        holds = bias.shape == (experts,) and is_wide_float(bias)
+        yield "e_score_correction_bias", wanted, describe(bias), holds
     groups, topk_group = _groups(a)
     wanted = f"a divisor of E={experts}"
     yield "num_expert_group", wanted, str(groups), groups > 0 and experts % groups == 0
