@@ -363,10 +363,17 @@ MUTANTS = {
     ),
     "the last group of tiles taken as full": Mutant(
         "device/tile.h",
-        "tiles_m - first < group ? tiles_m - first : group",
-        "group",
+        "const bool whole = tiles_m - first >= kGroup;",
+        "const bool whole = true;",
         "scaled_mm_tiled",
         cases("block_scaled_mm", "tiles"),
+    ),
+    "the last group of tiles taken as full (MX)": Mutant(
+        "device/tile.h",
+        "tiles_m - first < group ? tiles_m - first : group",
+        "group",
+        "mxfp8_scaled_mm",
+        cases("mxfp8_scaled_mm", "m530", arch="gfx950"),
     ),
     "dies past the longer ones shifted too far": Mutant(
         "device/tile.h",

@@ -182,7 +182,10 @@ def test_no_process_outlives_its_side(tmp_path, monkeypatch):
     assert events == [{"batch_size": 1, "decode_ms": 2.0}]
     stat = pathlib.Path(f"/proc/{found['worker']}/stat")
     for _ in range(100):  # until init has reaped it
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+        try:
+            if stat.read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except (FileNotFoundError, ProcessLookupError):
             return
         time.sleep(0.05)
     raise AssertionError("the worker still runs")
