@@ -174,7 +174,7 @@ def _cases() -> Iterator[Case]:
         yield case(f"m{m}", m, 48, 512)
     for m in (33, 64, 65, 130):
         yield case(f"m{m}", m, 80, 768)
-    yield case("m530", 530, 40, 128)
+    yield case("m530", 530, 200, 128)
     yield case("tiles", 3, 200, 1280)
     yield case("long-k", 2, 32, 4096)
     for k in (32, 96, 128, 352, 384, 1152):
