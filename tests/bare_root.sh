@@ -46,7 +46,7 @@ mount -t proc proc "$root/proc"
 mount -t sysfs -o ro sysfs "$root/sys"
 mkdir -p "$root/dev/shm"
 mount -t tmpfs tmpfs "$root/dev/shm"
-echo "127.0.0.1 localhost" >"$root/etc/hosts" # as installers and containers have it
+echo "127.0.0.1 localhost $(hostname)" >"$root/etc/hosts" # as installers and containers have it
 
 # What this machine needs to reach its mirrors. The certificates get a place that no package writes to.
 certificates=${PIP_CERT:-${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}}
