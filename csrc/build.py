@@ -11,9 +11,9 @@ compiles them, without ROCm, CUDA or a GPU. For each architecture the first of t
     a system clang            clang, then the newest clang-<version> of $PATH
     ziglang                   from PyPI, a build requirement, so there is always one
 
-The stamp holds sources, flags, compiler and the object's hash. A fresh object is not rebuilt: the same sources and flags make it fresh, whoever
-compiled it, unless $VLLM_ROCM_OPS_CLANG names another compiler. $VLLM_ROCM_OPS_DEBUG=1 asks for debug builds, as --debug does,
-and $VLLM_ROCM_OPS_ARCHS, a comma list, for other architectures than all of them, as --arch does.
+The stamp holds sources, flags, compiler and the object's hash. A fresh object is not rebuilt: the same sources and flags make
+it fresh, whoever compiled it, unless $VLLM_ROCM_OPS_CLANG names another compiler. $VLLM_ROCM_OPS_DEBUG=1 asks for debug
+builds, as --debug does, and $VLLM_ROCM_OPS_ARCHS, a comma list, for other architectures than all of them, as --arch does.
 """
 
 from __future__ import annotations

@@ -32,8 +32,6 @@ from vllm_rocm_ops.op import Op
 PACKAGE, OTHER = "vllm_rocm_ops", "other_vllm_rocm_ops"
 ROWS, HIDDEN = (1, 8, 64, 1024), (16384, 7168)
 TOKENS = (1, 8, 16, 32, 64, 128)
-ROTATED_BYTES = 300_000_000  # of the inputs of a graph's calls
-MOST_CALLS = 256
 
 
 def import_other(tree: Path, folder: Path) -> ModuleType:
@@ -45,16 +43,11 @@ def import_other(tree: Path, folder: Path) -> ModuleType:
     return importlib.import_module(f"{OTHER}.ops")
 
 
-def calls_of(bytes_of_call: int) -> int:
-    """Enough calls for inputs that exceed the last-level cache."""
-    return min(max(math.ceil(ROTATED_BYTES / bytes_of_call), 4), MOST_CALLS)
-
-
 def cases(kind: str, fp8: torch.dtype) -> Iterator[tuple[Op, str, list[tuple]]]:
     """Op, name and sets of arguments of each case of a kind."""
     if kind == "rows":
         for benchmark, hidden, rows in itertools.product(benchmarks(fp8), HIDDEN, ROWS):
-            count = calls_of(int(benchmark.bytes_per_element * rows * hidden))
+            count = clock.calls_of_graph(int(benchmark.bytes_per_element * rows * hidden))
             yield (
                 benchmark.op,
                 f"{rows}x{hidden}",
@@ -64,7 +57,7 @@ def cases(kind: str, fp8: torch.dtype) -> Iterator[tuple[Op, str, list[tuple]]]:
         for benchmark in gemm.BENCHMARKS:
             for (layer, (n, k)), m in itertools.product(gemm.shapes(benchmark.quantized, gemm.TP).items(), TOKENS):
                 first = benchmark.inputs(m, n, k, fp8)
-                others = range(calls_of(first[benchmark.weight].nbytes) - 1)
+                others = range(clock.calls_of_graph(first[benchmark.weight].nbytes) - 1)
                 yield benchmark.op, f"{layer} {m}x{n}x{k}", [first, *(benchmark.inputs(m, n, k, fp8) for _ in others)]
     elif kind == "routing":
         for m in (*TOKENS, 1024):

@@ -139,8 +139,6 @@ struct Product {
   int tiles_n;                // of weight rows
 };
 
-constexpr int kGroup = 8;  // see tile::Position
-
 // A tile: pairs of one expert, from position `first` on.
 struct Run {
   int expert, first, count;
@@ -223,7 +221,7 @@ template <class Type, class D, Scales kScales, bool kGated>
 DEVICE void multiply_experts(const Product& p) {
   const int tiles = mem::load<i32x4>(p.tiles).y, blocks = tiles * p.tiles_n;
   if (wave::block_x() >= blocks) return;
-  const tile::Position position(tile::work_of(wave::block_x(), blocks), tiles, p.tiles_n, kGroup);
+  const tile::Position position(tile::work_of(wave::block_x(), blocks), tiles, p.tiles_n, tile::kGroup);
   const i32x4 found = mem::load<i32x4>(p.tiles + 1 + position.m);
   const int count = found.z - found.y < D::kTileM ? found.z - found.y : D::kTileM;
   const Run run = {wave::uniform(found.x), wave::uniform(found.y), wave::uniform(count)};
