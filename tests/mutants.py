@@ -284,7 +284,7 @@ MUTANTS = {
     ),
     "partial sums stored to a die's own cache": Mutant(
         SKINNY,
-        "mem::store_device(partials, place(share.block, v) + at, sum",
+        "mem::store_device(partials, at, place(share.block, v), sum",
         "mem::store((u8*)p.partials + place(share.block, v) + at, sum",
         "scaled_mm",
         cases("scaled_mm", "long-k", "m1"),

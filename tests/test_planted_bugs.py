@@ -234,8 +234,8 @@ BUGS = {
     ),
     "sums left in the die's cache": (
         "device/amd/buffer.h",
-        "to, lane_offset, 0, kDeviceScope",
-        "to, lane_offset, 0, 0",
+        "to, at, 0, kDeviceScope",
+        "to, at, 0, 0",
         ops.scaled_mm,
         "long-k",
         "gfx942",
@@ -270,8 +270,8 @@ BUGS = {
     ),
     "slices left in the die's cache": (
         "device/amd/buffer.h",
-        "to, lane_offset, 0, kDeviceScope",
-        "to, lane_offset, 0, 0",
+        "to, at, 0, kDeviceScope",
+        "to, at, 0, 0",
         ops.scaled_mm,
         "tiles-long",
         "gfx950",
@@ -342,8 +342,8 @@ BUGS = {
     ),
     "blocks of shared tiles by the share of others": (
         "device/skinny.h",
-        "(unit - p.in_longer) / p.by_units",
-        "(unit - p.in_longer) / p.by_longer_units",
+        "p.by_longer_units.inverse : p.by_units.inverse",
+        "p.by_longer_units.inverse : p.by_longer_units.inverse",
         ops.scaled_mm,
         "long-k",
         "gfx942",
@@ -513,8 +513,8 @@ BUGS = {
     ),
     "of equal experts the last": (
         "ops/moe_routing.hip",
-        "const bool larger = key[i] > largest;",
-        "const bool larger = key[i] >= largest;",
+        "best[i + step].key > best[i].key",
+        "best[i + step].key >= best[i].key",
         ops.topk_softmax,
         "equal",
         "gfx942",

@@ -24,7 +24,7 @@ struct RowOutput {
   // Behind the loads of the row, so that none of them waits for what is needed after them.
   template <Output kOutput>
   DEVICE void find(int hidden) {
-    if constexpr (!mem::kScalarsFirst) scale = load_scale<kOutput>(scale_at);
+    if constexpr (!mem::kScalarsFirst && kOutput != Output::kPerToken) scale = load_scale<kOutput>(scale_at);
     mem::wait_for_scalars(out, scale);
     const i64 row = u32(wave::block_x());
     out = (u8*)out + row * hidden * (kOutput == Output::kPlain ? 2 : 1);
@@ -34,4 +34,6 @@ struct RowOutput {
     }
     if constexpr (kOutput == Output::kPerBlock) mem::wait_for_scalars(scale_stride, group_size);
   }
+  // The bound of the per-token kind, which is used once and last.
+  DEVICE float token_bound() const { return mem::kScalarsFirst ? scale : load_scale<Output::kPerToken>(scale_at); }
 };

@@ -64,7 +64,10 @@ struct Share {
   DEVICE int first_step(int b) const { return p.unit * first_unit(b); }
   DEVICE int first_unit(int b) const { return b * p.units + (b < p.longer ? b : p.longer); }
   DEVICE int block_of(u32 unit) const {
-    return unit < u32(p.in_longer) ? unit / p.by_longer_units : p.longer + (unit - p.in_longer) / p.by_units;
+    const bool longer = unit < u32(p.in_longer);
+    const Divisor by{longer ? p.by_longer_units.inverse : p.by_units.inverse,
+                     longer ? p.by_longer_units.shift : p.by_units.shift};
+    return (unit - (longer ? 0 : p.in_longer)) / by + (longer ? 0 : p.longer);
   }
   DEVICE Group begin() const {
     const int tile = u32(first_unit(block)) / p.by_tile_units, step = first - tile * p.steps,
@@ -197,7 +200,7 @@ struct Finish {
       const int at = wave::thread() * int(sizeof(Value));
 #pragma unroll
       for (int v = 0; v < kValues; ++v)
-        if (is_shared(v)) mem::store_device(partials, place(share.block, v) + at, sum[v / kLaneRuns][v % kLaneRuns]);
+        if (is_shared(v)) mem::store_device(partials, at, place(share.block, v), sum[v / kLaneRuns][v % kLaneRuns]);
       if (!is_last(p, tile, from, to, /*stored=*/true)) return;
 #pragma unroll
       for (int v = 0; v < kValues; ++v) sum[v / kLaneRuns][v % kLaneRuns] = Value{};

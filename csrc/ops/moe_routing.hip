@@ -180,6 +180,12 @@ DEVICE u32 ordered(float x) {
   return bits ^ (bits >> 31 ? ~0u : 1u << 31);
 }
 
+struct Candidate {
+  u32 key;
+  float score;
+  int expert;
+};
+
 template <class T, int kValues>
 DEVICE void route(const Routing& p) {
   // Spare waves of the last block repeat the last token.
@@ -218,19 +224,17 @@ DEVICE void route(const Routing& p) {
   float weight = 0.0f, sum = 0.0f;
   int id = 0;
   for (int round = 0; round < p.topk; ++round) {
-    u32 largest = key[0];
-    float its_score = score[0];
-    int its_place = 0;
+    Candidate best[kValues];
 #pragma unroll
-    for (int i = 1; i < kValues; ++i) {
-      const bool larger = key[i] > largest;
-      largest = larger ? key[i] : largest;
-      its_score = larger ? score[i] : its_score;
-      its_place = larger ? i : its_place;
-    }
-    const int winner = wave::first_lane(largest == wave::maximum(largest));
-    const float found = wave::read(its_score, winner);
-    const int expert = wave::read(mine.first + its_place, winner);
+    for (int i = 0; i < kValues; ++i) best[i] = {key[i], score[i], mine.first + i};
+#pragma unroll
+    for (int step = 1; step < kValues; step *= 2)
+#pragma unroll
+      for (int i = 0; i + step < kValues; i += 2 * step)
+        if (best[i + step].key > best[i].key) best[i] = best[i + step];
+    const int winner = wave::first_lane(best[0].key == wave::maximum(best[0].key));
+    const float found = wave::read(best[0].score, winner);
+    const int expert = wave::read(best[0].expert, winner);
     sum += found;
     if (lane == round) weight = found, id = expert;
 #pragma unroll
@@ -283,7 +287,7 @@ DEVICE void router_z_loss(const Loss& p) {
   }
   sum = reduce_block(wave::lane() == 0 ? sum : 0.0f, 0.0f, parts, kWaves, Add{});
   const mem::Buffer sums = mem::buffer(p.sums);
-  if (thread == 0) mem::store_device(sums, wave::block_x() * 4, sum);
+  if (thread == 0) mem::store_device(sums, 0, wave::block_x() * 4, sum);
   if (!is_last_block(p.counter, p.blocks)) return;
   float total = 0.0f;
   for (int block = thread; block < p.blocks; block += kWaves * wave::kLanes)
@@ -331,8 +335,8 @@ DEVICE void load_balancing_loss(const Loss& p) {
     u32 number = 0;
 #pragma unroll
     for (int w = 0; w < kWaves; ++w) sum += probabilities[w][expert], number += counts[w][expert];
-    mem::store_device(all_sums, (first + expert) * 4, sum);
-    mem::store_device(all_counts, (first + expert) * 4, number);
+    mem::store_device(all_sums, expert * 4, first * 4, sum);
+    mem::store_device(all_counts, expert * 4, first * 4, number);
   }
   if (!is_last_block(p.counter, p.blocks)) return;
   float total = 0.0f;

@@ -112,7 +112,7 @@ DEVICE void rms_norm_vector(Row row) {
     }
   }
   if constexpr (kOutput == Output::kPerToken) {
-    const float scale = dynamic_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{}), row.scale);
+    const float scale = dynamic_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{}), row.token_bound());
     if (wave::thread() == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
 #pragma unroll
@@ -174,7 +174,7 @@ DEVICE void rms_norm_general(Row row) {
     float absmax = 0.0f;
     for (int column = wave::thread(); column < row.hidden; column += row.threads)
       absmax = __builtin_fmaxf(absmax, __builtin_fabsf(normed(column)));
-    const float scale = dynamic_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{}), row.scale);
+    const float scale = dynamic_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{}), row.token_bound());
     if (wave::thread() == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
     for (int column = wave::thread(); column < row.hidden; column += row.threads) finish(column, divisor);
@@ -203,7 +203,7 @@ DEVICE void rms_norm(const void* input, void* residual, const void* weight, i64 
                 threads,
                 inverse_hidden,
                 epsilon};
-  mem::issue_loads();
+  if constexpr (mem::kScalarsFirst) mem::issue_loads();
   if constexpr (kChunks == 0) rms_norm_general<T, kResidual, kOutput>(row);
   else rms_norm_vector<T, kResidual, kOutput, kChunks>(row);
 }

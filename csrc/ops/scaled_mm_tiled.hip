@@ -70,7 +70,7 @@ DEVICE bool add_slices(Sums<D>& sums, const Product& p, int tile_index, int slic
   };
   const mem::Buffer mine = partials(slice);
   for_all([&](f32x4& sum, int i, int j, int v)
-              __attribute__((always_inline)) { mem::store_device(mine, lane_offset + offset(i, j, v), sum); });
+              __attribute__((always_inline)) { mem::store_device(mine, lane_offset, offset(i, j, v), sum); });
   if (!is_last_block(p.counters + tile_index, p.slices, *(u32*)dynamic_lds)) return false;
   const mem::Buffer first = partials(0);
   for_all([&](f32x4& sum, int i, int j, int v) __attribute__((always_inline)) { sum = load(first, i, j, v); });

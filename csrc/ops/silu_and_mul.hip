@@ -55,6 +55,7 @@ DEVICE void silu_and_mul_vector(Row row, int first) {
     gate[i] = mem::load_vector_or_zero(row.gate, chunk[i], mine[i]);
     up[i] = mem::load_vector_or_zero(row.up, chunk[i], mine[i]);
   }
+  if constexpr (kOutput == Output::kPerToken) mem::issue_loads();
   row.find<kOutput>(row.hidden);
   const float inverse_scale = kOutput == Output::kStatic ? 1.0f / row.scale : 0.0f;
 
@@ -85,7 +86,7 @@ DEVICE void silu_and_mul_vector(Row row, int first) {
   if constexpr (kOutput == Output::kPerToken) {
     LDS static float maxima[kMaxWaves];
     absmax = reduce_block(absmax, 0.0f, maxima, row.threads / wave::kLanes, Max{});
-    const float scale = token_scale(absmax, row.scale);
+    const float scale = token_scale(absmax, row.token_bound());
     if (wave::thread() == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
 #pragma unroll
@@ -128,7 +129,7 @@ DEVICE void silu_and_mul_general(Row row) {
     for (int column = thread; column < row.hidden; column += row.threads)
       absmax = __builtin_fmaxf(absmax, __builtin_fabsf(activated(column)));
     absmax = reduce_block(absmax, 0.0f, maxima, row.threads / wave::kLanes, Max{});
-    const float scale = token_scale(absmax, row.scale);
+    const float scale = token_scale(absmax, row.token_bound());
     if (thread == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
     for (int column = thread; column < row.hidden; column += row.threads) store_divided(column, divisor);
@@ -154,7 +155,7 @@ DEVICE void silu_and_mul_row(const void* input, i64 input_stride, int hidden, in
                 gate + hidden,
                 hidden,
                 threads};
-  mem::issue_loads();
+  if constexpr (mem::kScalarsFirst) mem::issue_loads();
   if constexpr (kChunks == 0) silu_and_mul_general<T, kOutput>(row);
   else silu_and_mul_vector<T, kOutput, kChunks>(row, wave::block_y() * threads * kChunks);
 }

@@ -42,15 +42,16 @@ DEVICE void store_if(bool inside, void* address, T value) {
   if (inside) store(address, value);
 }
 
-// What a block leaves for others of its launch, at base + lane_offset (+ offset): 4 or 16 bytes, past the L2 cache, which each die
+// What a block leaves for others of its launch, at base + lane_offset + offset: 4 or 16 bytes, past the L2 cache, which each die
 // has its own of (LLVM AMDGPU usage, "Memory Model gfx942": sc1 is agent scope). Stores have no scalar offset: with one, clang
 // may miss that the next instruction overwrites the data.
 constexpr int kDeviceScope = 16;
 template <class T>
-DEVICE void store_device(Buffer to, int lane_offset, T value) {
+DEVICE void store_device(Buffer to, int lane_offset, int offset, T value) {
+  const int at = lane_offset + offset;
   if constexpr (sizeof(T) == 4)
-    __builtin_amdgcn_raw_buffer_store_b32(__builtin_bit_cast(u32, value), to, lane_offset, 0, kDeviceScope);
-  else __builtin_amdgcn_raw_buffer_store_b128(__builtin_bit_cast(u32x4, value), to, lane_offset, 0, kDeviceScope);
+    __builtin_amdgcn_raw_buffer_store_b32(__builtin_bit_cast(u32, value), to, at, 0, kDeviceScope);
+  else __builtin_amdgcn_raw_buffer_store_b128(__builtin_bit_cast(u32x4, value), to, at, 0, kDeviceScope);
 }
 template <class T>
 DEVICE T load_device_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
