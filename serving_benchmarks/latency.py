@@ -2,10 +2,12 @@
 
     python serving_benchmarks/latency.py --model tiny-llama llama-3.1-405b-fp8 --num-layers 4 --batch-size 1 8 32
 
-Random weights, no download. For each model, vLLM runs once with the plugin and once without it, each time in a process of
-its own with the same seed; every batch size gets warm-up and measured iterations of prompts of --input-len tokens that
-generate --output-len tokens. Reported is the median time per decoded token: from the engine's time stamps of a request's
-first and last token. The engine runs inside the measuring process (VLLM_ENABLE_V1_MULTIPROCESSING=1 gives it its own).
+Random weights, no download. For each model, vLLM runs without the plugin and with it, each time in a process of its own with
+the same seed, and `--pairs` times, since two starts of an engine differ too; every batch size gets warm-up and measured
+iterations of prompts of --input-len tokens that generate --output-len tokens. Reported is the median time per decoded token,
+from the engine's time stamps of a request's first and last token, and the median of the pairs' ratios. `--profile` says
+where the time goes (decode_profile.py). The engine runs inside the measuring process (VLLM_ENABLE_V1_MULTIPROCESSING=1
+gives it its own).
 
 `--rank-of 8` stands in for eight GPUs on one: heads, widths and vocabulary are what one of eight tensor parallel ranks has, and
 there are no collectives. On an NVIDIA GPU the ops need VLLM_ROCM_OPS_ON_NVIDIA=1. What failed is reported with its log's end.
@@ -31,6 +33,8 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import decode_profile
+
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parent / "vllm_rocm_ops" / "models"
 PLUGIN = "rocm_ops"
@@ -40,6 +44,7 @@ LINES_OF_A_FAILURE = 40
 NO_RATIO = "no kernel ran"
 CHARACTERS_PER_INCH = 14  # of a plot's caption
 PERCENTILES = (10, 25, 50, 75, 90, 99)  # as in `vllm bench latency`
+LEAST = {"batch_size": 1, "input_len": 1, "output_len": 2, "num_iters": 1, "rank_of": 1, "pairs": 1}
 
 
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
@@ -54,6 +59,7 @@ def add_model_arguments(add: Callable) -> None:
     add("--rank-of", type=int, default=1, help="tensor parallel ranks that the model is one of; default: %(default)s")
     add("--tensor-parallel-size", type=int, default=1, help="GPUs; default: %(default)s")
     add("--dtype", default="auto", help="of activations; default: the model's")
+    add("--kv-cache-dtype", default="auto", help="fp8, or by default the model's")
     add("--enforce-eager", action="store_true", help="no compilation, no graph capture")
     add("--seed", type=int, default=0, help="of weights and prompts; default: %(default)s")
     add("--side", nargs="+", choices=list(SIDES), default=list(SIDES), help="with the ops, without, or both (default)")
@@ -69,14 +75,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--output-len", type=int, default=128, help="tokens to generate, at least 2; default: %(default)s")
     add("--num-iters", type=int, default=30, help="measured iterations; default: %(default)s")
     add("--num-iters-warmup", type=int, default=10, help="iterations before; default: %(default)s")
-    add("--timeout", type=float, default=3600, help="seconds that one side of one model may take; default: %(default)s")
+    add("--pairs", type=int, default=1, help="engine starts of each side, in turn; default: %(default)s")
+    add("--profile", type=int, nargs="*", metavar="BATCH", help="profile decode steps of these sizes; default: of all")
+    add(
+        "--timeout", type=float, default=3600, help="seconds that one start of an engine may take; default: %(default)s"
+    )
     add("--engine-args", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     add("--output-json", type=Path, default=HERE / "out" / "latency.json", help="default: %(default)s")
     add("--plot", type=Path, default=HERE / "out" / "latency.png", help="default: %(default)s")
     add("--commit", help="of the code measured, where this is no checkout")
     add("--worker", type=json.loads, help=argparse.SUPPRESS)  # a job of the processes that this one starts
     arguments = parser.parse_args(argv)
-    for name, least in (("batch_size", 1), ("input_len", 1), ("output_len", 2), ("num_iters", 1), ("rank_of", 1)):
+    for name, least in LEAST.items():
         values = getattr(arguments, name)
         if min(values if isinstance(values, list) else [values]) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {values}")
@@ -131,6 +141,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
         "max_num_seqs": max(job["batch_sizes"]),
         "tensor_parallel_size": job["tensor_parallel_size"],
         "dtype": job["dtype"],
+        "kv_cache_dtype": job["kv_cache_dtype"],
         "enforce_eager": job["enforce_eager"],
         "seed": job["seed"],
     }
@@ -148,11 +159,14 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
 
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     sampling = SamplingParams(temperature=0, max_tokens=job["output_len"], ignore_eos=True, detokenize=False)
+
+    def prompts_of(batch_size: int) -> list[dict]:
+        tokens = [[(7 * i + 31 * row + 3) % vocabulary for i in range(job["input_len"])] for row in range(batch_size)]
+        return [{"prompt_token_ids": row} for row in tokens]
+
     batches = []
     for batch_size in job["batch_sizes"]:
-        tokens = [[(7 * i + 31 * row + 3) % vocabulary for i in range(job["input_len"])] for row in range(batch_size)]
-        prompts = [{"prompt_token_ids": row} for row in tokens]
-        latencies, decode = [], []
+        prompts, latencies, decode = prompts_of(batch_size), [], []
         for iteration in range(job["num_iters_warmup"] + job["num_iters"]):
             start = time.perf_counter()
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
@@ -165,6 +179,12 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
             report({"batch_size": batch_size, "decode_ms": 1e3 * per_token})
         batches.append({"batch_size": batch_size, "latencies": latencies, "decode_ms": decode})
     result = {"batches": batches, "hardware": hardware(), "versions": versions()}
+    try:
+        recorded = ((size, decode_profile.record(llm, prompts_of(size), job["seed"])) for size in job["profile"])
+        result["profile"] = {size: ranks for size, ranks in recorded if all(ranks)}
+    except Exception as error:  # noqa: BLE001  what is measured stays measured
+        traceback.print_exc()
+        result["profile_error"] = f"{type(error).__name__}: {error}".strip()
     if with_ops:
         result["op_stats"] = llm.collective_rpc("vllm_rocm_ops_stats")[0]
         result["seams"] = llm.collective_rpc("vllm_rocm_ops_seams")[0]
@@ -289,6 +309,7 @@ def summarise(job: dict, batch: dict) -> dict:
         "output_len": job["output_len"],
         "num_layers": job["num_layers"],
         "rank_of": job["rank_of"],
+        "pair": job["pair"],
         "decode_ms_per_token": statistics.median(batch["decode_ms"]),
         "decode_ms_percentiles": {str(p): float(numpy.percentile(batch["decode_ms"], p)) for p in PERCENTILES},
     }
@@ -303,7 +324,11 @@ def benchmark(arguments: argparse.Namespace) -> dict:
             "name": Path(name).name,
             "model": str(find_model(name)),
             "side": side,
+            "pair": pair,
             "batch_sizes": arguments.batch_size,
+            "profile": (arguments.profile or arguments.batch_size)
+            if arguments.profile is not None and not pair
+            else [],
             "overrides": overrides(find_model(name), arguments.num_layers, arguments.rank_of),
             **{
                 key: getattr(arguments, key)
@@ -312,6 +337,7 @@ def benchmark(arguments: argparse.Namespace) -> dict:
                     *(
                         "tensor_parallel_size",
                         "dtype",
+                        "kv_cache_dtype",
                         "enforce_eager",
                         "seed",
                         "random_experts",
@@ -322,6 +348,7 @@ def benchmark(arguments: argparse.Namespace) -> dict:
             },
         }
         for name in arguments.model
+        for pair in range(arguments.pairs)
         for side in SIDES
         if side in arguments.side
     ]
@@ -345,14 +372,15 @@ def benchmark(arguments: argparse.Namespace) -> dict:
                 bar.set_postfix_str(f"{event['decode_ms']:.2f} ms/token", refresh=False)
                 bar.update()
 
-            log = arguments.output_json.parent / "logs" / f"{job['name']}-{job['side']}.log"
+            start = f"-{job['pair']}" if arguments.pairs > 1 else ""
+            log = arguments.output_json.parent / "logs" / f"{job['name']}-{job['side']}{start}.log"
             found = run_side(job, log, on_event)
             bar.update((number + 1) * iterations - bar.n)
             run = {"model_id": job["name"], "side": job["side"], "log": f"{log.parent.name}/{log.name}"}
             if "error" not in found:
                 report["hardware"], report["versions"] = found["hardware"], found["versions"]
                 report["results"] += [summarise(job, batch) for batch in found["batches"]]
-            kept = ("error", "log_tail", "op_stats", "seams")
+            kept = ("error", "log_tail", "op_stats", "seams", "profile", "profile_error")
             report["runs"].append(run | {k: found[k] for k in kept if k in found})
             arguments.output_json.write_text(json.dumps(report, indent=1) + "\n")  # what is measured stays measured
         bar.set_description("done")
@@ -379,16 +407,36 @@ def commit() -> str:
     return head.strip() + "+" * bool(changed)
 
 
-def pairs(report: dict) -> list[tuple[str, int, dict[str, dict]]]:
-    """(model, batch size, {side: result}), in the order of measurement."""
-    found: dict[tuple[str, int], dict[str, dict]] = {}
+def pairs(report: dict) -> list[tuple[str, int, dict[str, list[dict]]]]:
+    """(model, batch size, {side: results of its starts}), in the order of measurement."""
+    found: dict[tuple[str, int], dict[str, list[dict]]] = {}
     failed = [run["model_id"] for run in report["runs"] if "error" in run]
     for result in report["results"]:
-        found.setdefault((result["model_id"], result["batch_size"]), {})[result["side"]] = result
+        sides = found.setdefault((result["model_id"], result["batch_size"]), {})
+        sides.setdefault(result["side"], []).append(result)
     for model in failed:
         if not any(model == key[0] for key in found):
             found[model, 0] = {}
     return [(model, batch_size, sides) for (model, batch_size), sides in found.items()]
+
+
+def median_ms(starts: list[dict]) -> float:
+    """Milliseconds per token: the median of the starts' medians."""
+    return statistics.median(start["decode_ms_per_token"] for start in starts)
+
+
+def spread_ms(starts: list[dict]) -> tuple[float, float]:
+    """The least 10th and the largest 90th percentile of the starts."""
+    spreads = [start["decode_ms_percentiles"] for start in starts]
+    return min(spread["10"] for spread in spreads), max(spread["90"] for spread in spreads)
+
+
+def speedup(sides: dict[str, list[dict]]) -> float:
+    """How many times as fast it is with the ops: the median over pairs of starts."""
+    of_pairs = zip(*(sides[side] for side in SIDES))
+    return statistics.median(
+        without["decode_ms_per_token"] / with_ops["decode_ms_per_token"] for without, with_ops in of_pairs
+    )
 
 
 def op_stats(report: dict) -> dict[str, dict]:
@@ -402,15 +450,14 @@ def kernels(stats: dict[str, dict[str, int]]) -> set[str]:
     return {kernel for kernel in ran if not kernel.startswith(("fallback", "nothing"))}
 
 
-def ratio(report: dict, model: str, sides: dict[str, dict]) -> str:
+def ratio(report: dict, model: str, sides: dict[str, list[dict]]) -> str:
     """How many times as fast a model is with the ops; `NO_RATIO` where they are plain PyTorch, whose time says nothing of their
     kernels; nothing where a side is missing."""
     if len(sides) < len(SIDES):
         return ""
     if not kernels(op_stats(report)[model]):
         return NO_RATIO
-    without, with_ops = (sides[side]["decode_ms_per_token"] for side in SIDES)
-    return f"{without / with_ops:.2f}x"
+    return f"{speedup(sides):.2f}x"
 
 
 def table(report: dict) -> str:
@@ -421,8 +468,7 @@ def table(report: dict) -> str:
         row = [model, str(batch_size or "-")]
         for side in measured:
             if side in sides:
-                spread = sides[side]["decode_ms_percentiles"]
-                row.append(f"{sides[side]['decode_ms_per_token']:.2f} ({spread['10']:.2f}-{spread['90']:.2f})")
+                row.append("{:.2f} ({:.2f}-{:.2f})".format(median_ms(sides[side]), *spread_ms(sides[side])))
             else:
                 row.append(f"not runnable {side}")
         if len(measured) == 2:
@@ -436,13 +482,29 @@ def table(report: dict) -> str:
         if "error" in run:
             why = textwrap.shorten(run["error"], 300)
             lines += ["", f"{run['model_id']} is not runnable {run['side']} the ops: {why}", f"  {run['log']}"]
+        if "profile_error" in run:
+            why = textwrap.shorten(run["profile_error"], 300)
+            lines += ["", f"{run['model_id']} could not be profiled {run['side']} the ops: {why}", f"  {run['log']}"]
     for model, stats in op_stats(report).items():
         if not stats:
             lines += ["", f"{model}: vLLM called none of the ops; `vllm-rocm-ops doctor` says why"]
         elif not kernels(stats):
             why = "on this machine they are plain PyTorch, and the times say nothing of a GPU's"
             lines += ["", f"{model}: no kernel of the ops ran: {why}."]
+    for (model, batch_size), profiles in profiled(report).items():
+        header, body = decode_profile.table(profiles)
+        lines += ["", f"{model}, batch {batch_size}: microseconds of a decode step under the profiler", ""]
+        lines += [f"{row[0]:48}" + "".join(f"{cell:>28}" for cell in row[1:]) for row in (header, *body)]
     return "\n".join(lines)
+
+
+def profiled(report: dict) -> dict[tuple[str, str], dict[str, list[dict]]]:
+    """What was profiled: {(model, batch size): {side: ranks}}."""
+    found: dict[tuple[str, str], dict[str, list[dict]]] = {}
+    for run in report["runs"]:
+        for batch_size, ranks in run.get("profile", {}).items():
+            found.setdefault((run["model_id"], batch_size), {})[run["side"]] = ranks
+    return found
 
 
 def figure(report: dict):
@@ -473,11 +535,11 @@ def figure(report: dict):
                 if side not in sides:
                     axis.annotate("not runnable", (x, 0), (0, 6), rotation=90, **label, color="#777777")
                     continue
-                value, spread = sides[side]["decode_ms_per_token"], sides[side]["decode_ms_percentiles"]
-                error = [[max(value - spread["10"], 0)], [max(spread["90"] - value, 0)]]
+                value, (low, high) = median_ms(sides[side]), spread_ms(sides[side])
+                error = [[max(value - low, 0)], [max(high - value, 0)]]
                 axis.bar(x, value, width * 0.92, color=colors[side], hatch=hatch, edgecolor="white", linewidth=0)
                 axis.errorbar(x, value, yerr=error, color="#333333", capsize=3, linewidth=1)
-                axis.annotate(f"{value:.2f}", (x, max(value, spread["90"])), (0, 4), **label)
+                axis.annotate(f"{value:.2f}", (x, max(value, high)), (0, 4), **label)
         shown = ["" if hatch else f"\n{text}" for text in ratios]
         axis.set_xticks(range(len(batches)), [f"{batch[0]}{text}".strip() for batch, text in zip(batches, shown)])
         axis.set_xlim(-0.5, len(batches) - 0.5)
@@ -491,10 +553,12 @@ def figure(report: dict):
     axes[0][0].set_ylabel("decode, ms per token")
     drawn.suptitle("Decode latency: median, 10th to 90th percentile", fontsize=12, fontweight="bold")
     result, versions = report["results"][0], report["versions"]
+    number = len({run["pair"] for run in report["results"] if "pair" in run})
+    starts = f" in each of {number} starts" if number > 1 else ""
     rank = f", as one of {result['rank_of']} ranks without collectives" if result["rank_of"] > 1 else ""
     caption = (
         f"{report['hardware']}{rank}; vLLM {versions['vllm']}, torch {versions['torch']}; input {result['input_len']}, "
-        f"output {result['output_len']}, {len(result['latencies'])} iterations; random weights"
+        f"output {result['output_len']}, {len(result['latencies'])} iterations{starts}; random weights"
     )
     drawn.legend(
         [pyplot.Rectangle((0, 0), 1, 1, color=colors[side]) for side in asked],

@@ -231,7 +231,7 @@ def decode_summary() -> str:
 
 
 def engine_runs() -> list[tuple[str, dict, pathlib.Path]]:
-    """(GPU, {side: result}, file) of the newest pair of each case in the files of latency.py. One commit's sides may be in two."""
+    """(GPU, {side: results}, file) of the newest pairs of each case in the files of latency.py. One commit's sides may be in two."""
     newest: dict[tuple, tuple[str, dict, pathlib.Path]] = {}
     pairs: dict[tuple, dict] = {}
     for path in oldest_first(RESULTS.glob("*/*-latency.json")):
@@ -239,8 +239,8 @@ def engine_runs() -> list[tuple[str, dict, pathlib.Path]]:
         for result in report["results"]:
             kept = ("model_id", "num_layers", "rank_of", "input_len", "output_len", "batch_size")
             case = path.parent.name, *(result[name] for name in kept)
-            sides = pairs.setdefault((report.get("commit"), case), {})
-            sides[result["side"]] = result
+            sides = pairs.setdefault((report.get("commit") or path.name, case), {})
+            sides.setdefault(result["side"], []).append(result)
             if len(sides) == 2:
                 newest[case] = report["hardware"], sides, path
     return [newest[case] for case in sorted(newest, key=str_and_numbers)]
@@ -255,13 +255,13 @@ def engine() -> str:
     """Decode through vLLM's engine, with the ops and without: a table for each way in which it was measured."""
     ways: dict[str, list[tuple]] = {}
     for hardware, sides, path in engine_runs():
-        result = sides["with"]
-        without, ours = (sides[side]["decode_ms_per_token"] for side in ("without", "with"))
+        result = sides["with"][0]
+        without, ours = (latency.median_ms(sides[side]) for side in latency.SIDES)
         rank = f", a rank of {result['rank_of']} without collectives" if result["rank_of"] > 1 else ""
         layers = str(result["num_layers"] or "all")
         ways.setdefault(way(result, json.loads(path.read_text())["command"]), []).append(
             (f"{result['model_id']}{rank}", hardware, layers, str(result["batch_size"]))
-            + (f"{without:.2f}", f"{ours:.2f}", times([without / ours]))
+            + (f"{without:.2f}", f"{ours:.2f}", times([latency.speedup(sides)]))
         )
     header = ("model", "GPU", "layers", "batch", "without, ms per token", "with", "ratio")
     return "\n\n".join(f"{caption}\n\n{markdown(header, body)}" for caption, body in ways.items()) or "Nothing yet."

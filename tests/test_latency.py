@@ -1,6 +1,5 @@
 """serving_benchmarks/latency.py: what it reports, and real runs of it with small models on this machine."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -13,9 +12,10 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "serving_benchmarks" / "latency.py"
 
-spec = importlib.util.spec_from_file_location("latency", SCRIPT)
-latency = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(latency)
+sys.path.insert(0, str(SCRIPT.parent))
+
+import decode_profile
+import latency
 
 SHRUNK = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "vocab_size": 512}
 """What makes a real configuration small; its layers keep their kinds, its quantization stays."""
@@ -23,7 +23,7 @@ SHRUNK = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8
 
 def report(without: list[float] | None, with_ops: list[float], stats: dict) -> dict:
     """A report of one model at batch size 8, from decode times in ms; without is None where that side failed."""
-    job = {"name": "model", "input_len": 1, "output_len": 128, "num_layers": None, "rank_of": 1}
+    job = {"name": "model", "input_len": 1, "output_len": 128, "num_layers": None, "rank_of": 1, "pair": 0}
     runs, results = [], []
     for side, times in (("without", without), ("with", with_ops)):
         run = {"model_id": "model", "side": side, "log": f"{side}.log"}
@@ -53,6 +53,83 @@ def test_table_compares_medians():
     text = latency.table(report([4.0, 5.0, 6.0], [2.0, 2.5, 3.0], KERNELS))
     assert "5.00 (4.20-5.80)" in text and "2.50 (2.10-2.90)" in text and "2.00x" in text
     assert "plain PyTorch" not in text
+
+
+def test_pairs_of_starts_have_the_median_of_their_ratios():
+    """A start that is slow on both sides does not count for either."""
+    whole = {"results": [], "runs": [], "hardware": "1 x GPU", "versions": {"vllm": "0", "torch": "0"}}
+    for pair, (without, with_ops) in enumerate([(4.0, 2.0), (5.0, 4.0), (4.4, 2.0)]):
+        one = report([without], [with_ops], KERNELS)
+        whole["results"] += [result | {"pair": pair} for result in one["results"]]
+        whole["runs"] += one["runs"]
+    text = latency.table(whole)
+    assert "4.40 (4.00-5.00)" in text and "2.00 (2.00-4.00)" in text and text.count("2.00x") == 1
+    assert any("1 iterations in each of 3 starts" in t.replace("\n", " ") for t in texts(latency.figure(whole)))
+
+
+EVENTS = [  # name, start and duration in ns: two steps on a rank, with two streams for a while
+    ("void vllm::cross_device_reduce_1stage<bf16>", 2_000, 3_000),
+    ("scaled_mm_skinny_16", 0, 2_000),
+    ("triton_red_fused_rms_norm_quant_0", 6_000, 1_000),
+    ("scaled_mm_skinny_16", 10_000, 4_000),
+    ("cross_device_reduce_1stage", 14_000, 1_000),
+    ("at::native::argmax_kernel", 13_000, 4_000),
+]
+
+
+def test_a_profile_sums_kernels_and_what_is_idle():
+    found = decode_profile.summarise(EVENTS, 2)
+    assert found["kernels"]["scaled_mm_skinny_16"] == [1.0, 3.0]
+    assert found["span_us"] == 8.5 and found["busy_us"] == 6.5  # 5 + 1 + 7 of 17 us
+    assert found["all_reduce_us"] == [3.0, 1.0]
+    classes = decode_profile.by_class(found)
+    assert classes == {
+        decode_profile.ALL_REDUCE: 2.0,
+        "FP8 linears": 3.0,
+        "norms, activations, quantisation": 0.5,
+        decode_profile.REST: 2.0,
+        decode_profile.IDLE: 2.0,
+    }
+    assert decode_profile.launches(found) == 3
+
+
+def test_what_ranks_wait_for_each_other():
+    """The last to come waits for none."""
+    first, last = ({"steps": 2, "all_reduce_us": times} for times in ([9.0, 3.0, 4.0, 4.0], [3.0, 5.0, 4.0, 4.0]))
+    assert decode_profile.waiting([first, last]) == [3.0, 1.0]
+    assert decode_profile.waiting([first]) is None
+    assert decode_profile.waiting([first, last | {"all_reduce_us": [1.0]}]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL", decode_profile.ALL_REDUCE),
+        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>", "attention"),
+        ("void vllm::reshape_and_cache_flash_kernel<...>", "attention"),
+        ("fused_moe_kernel", "experts: products"),
+        ("fused_experts_down_block_8", "experts: products"),
+        ("void vllm::moe::count_and_sort_expert_tokens_kernel<int>", "experts: routing, sorting, sums, quantisation"),
+        ("void cutlass::device_kernel<vllm::cutlass_3x_gemm<cutlass::float_e4m3_t>>", "FP8 linears"),
+        ("block_scaled_mm_skinny_16", "FP8 linears"),
+        ("nvjet_hsh_64x8_64x16_4x1_v_bz_TNT", "other products"),
+        ("unquantized_gemm_bf16_skinny_16", "other products"),
+        ("fused_add_rms_norm_dynamic_per_token_quant_bf16_x4", "norms, activations, quantisation"),
+        ("Memcpy DtoD (Device -> Device)", decode_profile.REST),
+    ],
+)
+def test_the_class_of_a_kernel(name, kind):
+    assert decode_profile.class_of(name) == kind
+
+
+def test_table_has_the_profile_of_both_sides():
+    whole = report([4.0], [2.0], KERNELS)
+    for run in whole["runs"]:
+        run["profile"] = {"8": [decode_profile.summarise(EVENTS, 2)] * 2}
+    lines = [line.split() for line in latency.table(whole).splitlines()]
+    assert ["FP8", "linears", "3", "3"] in lines and ["idle", "2", "2"] in lines
+    whole["runs"][0] = whole["runs"][0] | {"profile_error": "RuntimeError: no profiler"}
+    assert "model could not be profiled without the ops: RuntimeError: no profiler" in latency.table(whole)
 
 
 def test_table_says_what_is_not_runnable_and_why():
@@ -251,7 +328,7 @@ def run(folder: pathlib.Path, *arguments: str) -> tuple[subprocess.CompletedProc
 
 @pytest.mark.slow
 def test_a_model_runs_on_both_sides(tmp_path):
-    result, found = run(tmp_path, "--model", "tiny-llama", "--batch-size", "1", "2")
+    result, found = run(tmp_path, "--model", "tiny-llama", "--batch-size", "1", "2", "--profile", "2")
     assert result.returncode == 0, result.stdout
     assert [(r["side"], r["batch_size"]) for r in found["results"]] == [
         *(("without", 1), ("without", 2), ("with", 1), ("with", 2))
@@ -259,6 +336,7 @@ def test_a_model_runs_on_both_sides(tmp_path):
     assert all(len(r["latencies"]) == 2 and r["decode_ms_per_token"] > 0 for r in found["results"])
     without, with_ops = found["runs"]
     assert "op_stats" not in without
+    assert without["profile"] == with_ops["profile"] == {}  # no GPU
     assert {"fused_add_rms_norm", "silu_and_mul"} <= set(with_ops["op_stats"])
     assert {seam["name"] for seam in with_ops["seams"] if seam["on"]} >= {"norm", "activation"}
     assert (tmp_path / "latency.png").stat().st_size > 10_000

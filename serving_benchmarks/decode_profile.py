@@ -1,0 +1,154 @@
+"""Where the time of a decode step goes in vLLM's engine: kernels by class, and what ranks wait for each other.
+
+`latency.py --profile` has every worker record `STEPS` decode steps with the profiler of torch, which slows a step by some
+per cent. All ranks are recorded. The time of a class is the sum of its kernels, idle is the rest of the span from the first
+kernel to the last: what kernels of two streams overlap is counted twice. An all-reduce ends on all ranks when the last
+has come: on a rank, the share of its time above the least of all ranks is waiting.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+STEPS = 8  # recorded
+STEPS_BEFORE = 8  # the first is the prefill
+LONGEST_NAME = 200  # characters kept of a kernel's
+IDLE = "idle"
+ALL_REDUCE = "all-reduce, with waiting"
+CLASSES = {  # by a pattern of a kernel's name; the first that is found
+    ALL_REDUCE: r"all_?reduce|cross_device_reduce|nccl|multimem|all_?gather|reduce_?scatter|one_shot|two_shot|_shot_",
+    "attention": r"flash|fmha|attention|mla|attn|cache|rotary|rope|combine",
+    "experts: products": r"fused_moe_kernel|fused_experts\w*(gate_up|down)",
+    "experts: routing, sorting, sums, quantisation": r"fused_experts|moe|expert|topk|top_k|bitonic|sort",
+    "FP8 linears": r"scaled_mm|c3x|c2x|e4m3|float_e4m3|w8a8",
+    "other products": r"gemm|gemv|nvjet|cutlass|cublas|splitk|split_k|Cijk|wvSplitK|matmul|_mm_",
+    "norms, activations, quantisation": r"norm|silu|act_and_mul|quant|triton_(red|per)|triton_poi\w*(silu|sigmoid|mul|fp8|clamp)",
+}
+REST = "sampling, copies and the rest"
+
+_recording = None  # in a worker: the profiler
+
+
+# In the workers
+
+
+def start(_worker) -> None:
+    """Begins to record, when the GPU has done what it was given."""
+    global _recording
+    import torch
+
+    activity = torch.profiler.ProfilerActivity.CUDA
+    if activity not in torch.profiler.supported_activities() or not torch.cuda.is_available():
+        return
+    torch.cuda.synchronize()
+    _recording = torch.profiler.profile(activities=[activity])
+    _recording.start()
+
+
+def stop(_worker, steps: int) -> dict | None:
+    """What `summarise` makes of the kernels since `start`; None where there is no GPU."""
+    global _recording
+    import torch
+
+    if _recording is None:
+        return None
+    torch.cuda.synchronize()
+    _recording.stop()
+    found, _recording = _recording.profiler.kineto_results.events(), None
+    on_gpu = torch.autograd.DeviceType.CUDA
+    return summarise(
+        [(event.name(), event.start_ns(), event.duration_ns()) for event in found if event.device_type() == on_gpu],
+        steps,
+    )
+
+
+def summarise(events: list[tuple[str, int, int]], steps: int) -> dict:
+    """One rank's steps, from (name, start, duration) of each kernel in ns. Microseconds of a step: `span_us`; `busy_us`, in which
+    any kernel ran; `kernels`, {name: [calls, us]}; `all_reduce_us` of each all-reduce, in order."""
+    events = sorted(events, key=lambda event: event[1])
+    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    busy = end = 0
+    for name, begin, duration in events:
+        found = kernels[name[:LONGEST_NAME]]
+        found[0] += 1 / steps
+        found[1] += duration / 1e3 / steps
+        busy += max(begin + duration - max(begin, end), 0)
+        end = max(end, begin + duration)
+    span = end - events[0][1] if events else 0
+    return {
+        "steps": steps,
+        "span_us": span / 1e3 / steps,
+        "busy_us": busy / 1e3 / steps,
+        "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1][1])),
+        "all_reduce_us": [duration / 1e3 for name, _, duration in events if class_of(name) == ALL_REDUCE],
+    }
+
+
+# In the process that measures
+
+
+def record(llm, prompts: list, seed: int) -> list[dict | None]:
+    """Profiles `STEPS` decode steps of all prompts at once: what `stop` gives, of every rank."""
+    from vllm import SamplingParams
+
+    tokens = STEPS_BEFORE + STEPS + 8  # no request ends meanwhile
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, seed=seed)
+    engine = llm.llm_engine
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"profiled {len(prompts)} {i}", prompt, sampling)
+    for _ in range(STEPS_BEFORE):
+        engine.step()
+    llm.collective_rpc(start)
+    for _ in range(STEPS):
+        engine.step()
+    ranks = llm.collective_rpc(stop, args=(STEPS,))
+    while engine.has_unfinished_requests():
+        engine.step()
+    return ranks
+
+
+# Afterwards
+
+
+def class_of(name: str) -> str:
+    """The class of a kernel."""
+    return next((kind for kind, pattern in CLASSES.items() if re.search(pattern, name, re.IGNORECASE)), REST)
+
+
+def by_class(rank: dict) -> dict[str, float]:
+    """Microseconds of a step, in the order of `CLASSES`; classes without kernels are left out."""
+    times = dict.fromkeys((*CLASSES, REST), 0.0)
+    for name, (_, us) in rank["kernels"].items():
+        times[class_of(name)] += us
+    return {kind: us for kind, us in times.items() if us} | {IDLE: rank["span_us"] - rank["busy_us"]}
+
+
+def launches(rank: dict) -> float:
+    """Kernels of a step, copies among them."""
+    return sum(calls for calls, _ in rank["kernels"].values())
+
+
+def waiting(ranks: list[dict]) -> list[float] | None:
+    """Microseconds that each rank waits for others in the all-reduces of a step; None unless all ranks have as many."""
+    counts = {len(rank["all_reduce_us"]) for rank in ranks}
+    if len(ranks) < 2 or len(counts) > 1 or counts == {0}:
+        return None
+    least = [min(times) for times in zip(*(rank["all_reduce_us"] for rank in ranks))]
+    return [sum(t - l for t, l in zip(rank["all_reduce_us"], least)) / rank["steps"] for rank in ranks]
+
+
+def table(profiles: dict[str, list[dict]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows of one batch size, from {side: ranks}: microseconds of the first rank's step by class, and below what all
+    ranks wait."""
+    of_sides = {side: by_class(ranks[0]) for side, ranks in profiles.items()}
+    rows = []
+    for kind in (*CLASSES, REST, IDLE):
+        if any(kind in times for times in of_sides.values()):
+            rows.append((kind, *(f"{times.get(kind, 0):.0f}" for times in of_sides.values())))
+    rows.append(("**step**", *(f"{ranks[0]['span_us']:.0f}" for ranks in profiles.values())))
+    rows.append(("launches", *(f"{launches(ranks[0]):.0f}" for ranks in profiles.values())))
+    waits = [waiting(ranks) for ranks in profiles.values()]
+    if all(waits):
+        rows.append(("waiting in all-reduces, by rank", *(" ".join(f"{us:.0f}" for us in of) for of in waits)))
+    return ("class", *profiles), rows
