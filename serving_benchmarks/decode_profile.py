@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 
 STEPS = 8  # recorded
 STEPS_BEFORE = 8  # the first is the prefill
@@ -138,17 +139,23 @@ def waiting(ranks: list[dict]) -> list[float] | None:
     return [sum(t - l for t, l in zip(rank["all_reduce_us"], least)) / rank["steps"] for rank in ranks]
 
 
-def table(profiles: dict[str, list[dict]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows of one batch size, from {side: ranks}: microseconds of the first rank's step by class, and below what all
-    ranks wait."""
-    of_sides = {side: by_class(ranks[0]) for side, ranks in profiles.items()}
-    rows = []
-    for kind in (*CLASSES, REST, IDLE):
-        if any(kind in times for times in of_sides.values()):
-            rows.append((kind, *(f"{times.get(kind, 0):.0f}" for times in of_sides.values())))
-    rows.append(("**step**", *(f"{ranks[0]['span_us']:.0f}" for ranks in profiles.values())))
-    rows.append(("launches", *(f"{launches(ranks[0]):.0f}" for ranks in profiles.values())))
-    waits = [waiting(ranks) for ranks in profiles.values()]
-    if all(waits):
-        rows.append(("waiting in all-reduces, by rank", *(" ".join(f"{us:.0f}" for us in of) for of in waits)))
-    return ("class", *profiles), rows
+def table(batches: dict[str, dict[str, list[dict]]]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of {batch size: {side: ranks}}: microseconds of a step of the first rank by class, and what each rank waits,
+    of the sides in their order."""
+
+    def row(name: str, value: Callable[[list[dict]], object]) -> list[str]:
+        return [name, *(" / ".join(str(value(ranks)) for ranks in sides.values()) for sides in batches.values())]
+
+    of_first = {id(ranks): by_class(ranks[0]) for sides in batches.values() for ranks in sides.values()}
+    rows = [
+        row(kind, lambda ranks, kind=kind: round(of_first[id(ranks)].get(kind, 0)))
+        for kind in (*CLASSES, REST, IDLE)
+        if any(kind in times for times in of_first.values())
+    ]
+    rows.append(row("the step, under the profiler", lambda ranks: round(ranks[0]["span_us"])))
+    rows.append(row("kernels and copies", lambda ranks: round(launches(ranks[0]))))
+    if all(waiting(ranks) for sides in batches.values() for ranks in sides.values()):
+        rows.append(
+            row("waiting in all-reduces, by rank", lambda ranks: " ".join(f"{us:.0f}" for us in waiting(ranks)))
+        )
+    return ["class", *(f"batch {batch}" for batch in batches)], rows

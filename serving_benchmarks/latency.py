@@ -491,19 +491,19 @@ def table(report: dict) -> str:
         elif not kernels(stats):
             why = "on this machine they are plain PyTorch, and the times say nothing of a GPU's"
             lines += ["", f"{model}: no kernel of the ops ran: {why}."]
-    for (model, batch_size), profiles in profiled(report).items():
-        header, body = decode_profile.table(profiles)
-        lines += ["", f"{model}, batch {batch_size}: microseconds of a decode step under the profiler", ""]
-        lines += [f"{row[0]:48}" + "".join(f"{cell:>28}" for cell in row[1:]) for row in (header, *body)]
+    for model, batches in profiled(report).items():
+        header, body = decode_profile.table(batches)
+        lines += ["", f"{model}: microseconds of a decode step, {' / '.join(next(iter(batches.values())))} the ops", ""]
+        lines += [f"{row[0]:48}" + "".join(f"  {cell:>30}" for cell in row[1:]) for row in (header, *body)]
     return "\n".join(lines)
 
 
-def profiled(report: dict) -> dict[tuple[str, str], dict[str, list[dict]]]:
-    """What was profiled: {(model, batch size): {side: ranks}}."""
-    found: dict[tuple[str, str], dict[str, list[dict]]] = {}
+def profiled(report: dict) -> dict[str, dict[str, dict[str, list[dict]]]]:
+    """What was profiled: {model: {batch size: {side: ranks}}}."""
+    found: dict[str, dict[str, dict[str, list[dict]]]] = {}
     for run in report["runs"]:
         for batch_size, ranks in run.get("profile", {}).items():
-            found.setdefault((run["model_id"], batch_size), {})[run["side"]] = ranks
+            found.setdefault(run["model_id"], {}).setdefault(str(batch_size), {})[run["side"]] = ranks
     return found
 
 

@@ -10,10 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
+
 from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import model_layers
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "serving_benchmarks"))
+import decode_profile
 import latency
 
 sys.path.pop()
@@ -353,6 +357,46 @@ def engine_commands() -> str:
         command = re.sub(r" --(output-json|plot) \S+", "", report["command"])  # places on that machine
         commands[path] = f"{links([path])}, {versions}:\n\n```\n{command}\n```"
     return "\n\n".join(commands.values()) or "Nothing yet."
+
+
+def profiles() -> str:
+    """Where the time of decode steps goes in the engine: the newest profile of each model, without the ops / with them."""
+    newest: dict[tuple, str] = {}
+    for path in oldest_first(RESULTS.glob("*/*-latency.json")):
+        report = json.loads(path.read_text())
+        for model, batches in latency.profiled(report).items():
+            if any(len(sides) < len(latency.SIDES) for sides in batches.values()):
+                continue
+            [result, *_] = (result for result in report["results"] if result["model_id"] == model)
+            layers = f"{result['num_layers']} layers" if result["num_layers"] else "all layers"
+            header, rows = decode_profile.table(batches)
+            floor = weights_us(path.parent.name, model, report["command"])
+            floors = [
+                (f"{kind}: least time of the weights", *[f"{us:.0f}"] * len(batches)) for kind, us in floor.items()
+            ]
+            what = f"**{model}**, {layers}, {report['hardware']}, {links([path])}"
+            newest[path.parent.name, model, layers] = f"{what}:\n\n{markdown(header, [*floors, *rows])}"
+    return "\n\n".join(newest.values()) or "Nothing yet."
+
+
+def weights_us(gpu: str, model: str, command: str) -> dict[str, float]:
+    """Microseconds in which a rank's GPU reads all weights of its linears once, at the speed of its copies; by class."""
+    options = latency.parse_arguments(shlex.split(command)[2:])
+    config = model_layers.read(str(latency.find_model(model)))
+    config["num_hidden_layers"] = options.num_layers or config["num_hidden_layers"]
+    steps = newest_lines(RESULTS / gpu, ("decode_step",))
+    if not steps:
+        return {}
+    copy_gb_s = statistics.median(line["copy_gb_s"] for line, _ in steps.values())
+    found: dict[str, float] = {}
+    for call in model_layers.calls(config, options.tensor_parallel_size, 0):
+        if not call.op.name.endswith(("mm", "gemm")):
+            continue
+        arguments = call.op.Arguments(*call.case(1).make("meta", None, torch.float8_e4m3fn))
+        weight = arguments.weight if hasattr(arguments, "weight") else arguments.b
+        kind = decode_profile.class_of(call.op.name)
+        found[kind] = found.get(kind, 0.0) + call.count * weight.nbytes / copy_gb_s / 1e3
+    return found
 
 
 OF_A_KERNEL = {

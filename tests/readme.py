@@ -48,6 +48,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "ops": families,
     },
     RESULTS / "README.md": {
+        "profiles": measurements.profiles,
         "engine": measurements.engine_commands,
         "decode": measurements.decode,
         "experts": measurements.experts,

@@ -127,7 +127,7 @@ def test_table_has_the_profile_of_both_sides():
     for run in whole["runs"]:
         run["profile"] = {"8": [decode_profile.summarise(EVENTS, 2)] * 2}
     lines = [line.split() for line in latency.table(whole).splitlines()]
-    assert ["FP8", "linears", "3", "3"] in lines and ["idle", "2", "2"] in lines
+    assert ["FP8", "linears", "3", "/", "3"] in lines and ["idle", "2", "/", "2"] in lines
     whole["runs"][0] = whole["runs"][0] | {"profile_error": "RuntimeError: no profiler"}
     assert "model could not be profiled without the ops: RuntimeError: no profiler" in latency.table(whole)
 

@@ -5,7 +5,9 @@ import os
 
 import measurements
 import pytest
-from measurements import engine, engine_commands, measured, single_ops, times, unmeasured
+from measurements import engine, engine_commands, measured, profiles, single_ops, times, unmeasured
+
+CONFIG = json.loads((measurements.latency.CONFIGS / "tiny-llama" / "config.json").read_text())
 
 
 @pytest.fixture
@@ -70,6 +72,43 @@ def test_the_newest_pair_through_the_engine_counts(folder):
     commands = engine_commands()
     assert "(made-up-gpu/2026-11-21-b-latency.json)" in commands and "\npython it --rank-of 8\n" in commands
     assert "2026-11-21-a" not in commands
+
+
+def test_the_newest_profile_counts(folder):
+    """Beside the least time of the weights: two layers of tiny-llama on one of two GPUs."""
+
+    def profiled(us: float) -> str:
+        rank = {"kernels": {"scaled_mm_skinny_16": [4.0, us]}, "span_us": us + 1, "busy_us": us, "steps": 8}
+        made = json.loads(report(options="--model tiny-llama --num-layers 2 --tensor-parallel-size 2"))
+        made["results"] = [{"model_id": "tiny-llama", "num_layers": 2}]
+        ranks = [rank | {"all_reduce_us": [3.0] * 8}, rank | {"all_reduce_us": [5.0] * 8}]
+        runs = [("without", ranks), ("with", ranks)]
+        made["runs"] = [{"model_id": "tiny-llama", "side": side, "profile": {"8": r}} for side, r in runs]
+        return json.dumps(made)
+
+    assert profiles() == "Nothing yet."
+    write(folder / "2026-11-21-b-latency.json", profiled(7.0))
+    write(folder / "2026-11-21-a-latency.json", profiled(9.0), age=1)
+    write(folder / "2026-11-21-decode_step.jsonl", line(1.0, copy_gb_s=2.0))
+    assert (
+        profiles().splitlines()[0].startswith("**tiny-llama**, 2 layers, 1 x Made-up GPU, [2026-11-21-b-latency.json]")
+    )
+    hidden, intermediate, vocabulary, head, key_value = (
+        *(CONFIG[name] for name in ("hidden_size", "intermediate_size", "vocab_size")),
+        *(CONFIG["hidden_size"] // CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]),
+    )
+    layer = hidden * (2 * hidden + 2 * key_value * head + 3 * intermediate) // 2  # elements of a rank, two bytes each
+    least = 2 * (2 * layer + hidden * vocabulary // 2) / 2.0 / 1e3
+    assert profiles().splitlines()[2:] == [
+        "| class | batch 8 |",
+        "| --- | --- |",
+        f"| other products: least time of the weights | {least:.0f} |",
+        "| FP8 linears | 7 / 7 |",
+        "| idle | 1 / 1 |",
+        "| the step, under the profiler | 8 / 8 |",
+        "| kernels and copies | 4 / 4 |",
+        "| waiting in all-reduces, by rank | 0 2 / 0 2 |",
+    ]
 
 
 LOWER = " vLLM's compiler would fuse part of what runs without the ops: expect lower ratios with it."
