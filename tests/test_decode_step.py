@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import model_layers, op, ops, quantization
+from vllm_rocm_ops import correctness, model_layers, op, ops, quantization
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "serving_benchmarks"
@@ -190,7 +190,7 @@ def test_attention_is_vllms_where_that_is_the_same(model, family, monkeypatch):
 def test_the_shared_expert_may_be_folded_into_ours():
     both = steps(DEEPSEEK, fold_shared=True, layers=2)
     logits = {path: step.take_down()[0] for path, step in both.items()}
-    assert 0 < decode_step.difference(logits) < 0.1
+    assert 0 < off(logits["ours"], logits["stock"]) < 0.1
     unfolded = steps(DEEPSEEK, layers=2)["stock"]()[0]
     assert torch.equal(logits["stock"], unfolded)
     kinds = {path: [call.kind for call in step.taken] for path, step in both.items()}
@@ -235,6 +235,11 @@ def test_bad_divisions_are_refused():
         steps(DEEPSEEK, tp=4, ep=2)
     with pytest.raises(SystemExit, match="model must be"):
         steps("no-such-model")
+
+
+def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """How far the one is from the other, relative to the other."""
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 # The floor
@@ -306,17 +311,145 @@ def test_choosing_updates_nothing():
 
 
 @pytest.mark.parametrize("model", [LLAMA, "tiny-llama", DEEPSEEK])
-def test_stock_on_a_gpu_computes_the_same_as_far_as_a_cpu_can(model):
-    """vLLM's ops for CPU where it has them, and PyTorch's."""
+def test_stock_on_a_gpu_computes_the_same_as_far_as_a_cpu_can(model, traced):
+    """What vLLM compiles, and PyTorch's products."""
     step = steps(model, layers=2)["stock"]
-    logits = {"stock": step()[0]}
+    expected = step()[0]
     there = (ops.rms_norm, ops.fused_add_rms_norm, ops.silu_and_mul, ops.scaled_mm, ops.unquantized_gemm)
     of_gpu = {o.name: stock.Stock(o, "cuda") for o in there}
     step.stock = step.stock | of_gpu
-    logits["ours"] = step()[0]
-    assert decode_step.difference(logits) < 0.1
-    assert of_gpu["fused_add_rms_norm"].used and of_gpu["unquantized_gemm"].used == {"torch": []}
+    assert off(step()[0], expected) < 0.1
+    assert of_gpu["fused_add_rms_norm"].used == {"vllm compiled": []}
+    assert of_gpu["unquantized_gemm"].used == {"torch": []}
     assert (model == LLAMA) != bool(of_gpu["rms_norm"].used)
+
+
+# What vLLM compiles
+
+
+@pytest.fixture
+def traced(monkeypatch) -> list[list]:
+    """Graphs are run as they were traced, uncompiled: the sizes of the inputs of each, in order."""
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append([[int(size) for size in value.shape] for value in inputs if isinstance(value, torch.Tensor)])
+        return module.forward
+
+    monkeypatch.setattr(stock, "BACKEND", backend)
+    monkeypatch.setattr(stock, "MOST_TOKENS", 32)
+    yield graphs
+    torch._dynamo.reset()
+
+
+ROW_CASES = ("bf16", "fp16-no-residual", "one-row", "strided", "scale_ub")
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [(name, case) for name in stock.NATIVE for case in ops.__dict__[name].cases() if case.name in ROW_CASES],
+)
+def test_what_vllm_compiles_is_what_the_op_computes(name, case, traced):
+    op_, arguments = ops.__dict__[name], case.make("cpu", torch.Generator().manual_seed(0), E4M3)
+    mine, references = ([correctness.clone(value) for value in arguments] for _ in range(2))
+    found, expected = stock.compiled(stock.NATIVE[name], stock.BACKEND)(*mine), op_.reference(*references)
+    found, expected = map(correctness.as_tuple, (found, expected))
+    assert [(f.shape, f.dtype) for f in found] == [(e.shape, e.dtype) for e in expected]
+    assert off(found[0], expected[0]) < 0.02  # e4m3 is rounded the other way where bf16 was
+    assert len(found) == 1 or torch.allclose(found[1], expected[1], rtol=0.01)
+    for before, f, e in zip(arguments, mine, references, strict=True):
+        assert not isinstance(before, torch.Tensor) or torch.equal(f, e)
+    assert len(traced) == 1
+
+
+def test_a_width_is_compiled_once_with_the_most_rows_for_any_number_of_them(traced):
+    norm = stock.compiled(stock.NATIVE["rms_norm"], stock.BACKEND)
+    for width in (64, 128):
+        for rows in (1, 3, 1, 17):
+            assert norm(torch.randn(rows, width).bfloat16(), torch.ones(width).bfloat16(), 1e-6).shape == (rows, width)
+    assert traced == [[[stock.MOST_TOKENS, 64], [64]], [[stock.MOST_TOKENS, 128], [128]]]
+
+
+def test_nothing_is_compiled_for_the_rows_of_a_call(traced, monkeypatch):
+    monkeypatch.setattr(stock, "_with_most_rows", lambda value: value)
+    norm = stock.compiled(stock.NATIVE["rms_norm"], stock.BACKEND)
+    assert norm(torch.ones(1, 64), torch.ones(64), 1e-6).shape == (1, 64)
+    with pytest.raises(RuntimeError, match="recompile"):
+        norm(torch.ones(3, 64), torch.ones(64), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("hip", "method", "name", "first"),
+    [
+        *((None, "fbgemm_fp8", name, "vllm compiled") for name in stock.NATIVE),
+        *(("7.0", "fbgemm_fp8", name, "vllm compiled") for name in stock.NATIVE),
+        (None, "quark", "silu_and_mul_quant", "vllm"),
+        (None, "quark", "fused_add_rms_norm_static_fp8_quant", "vllm compiled"),
+        ("7.0", "quark", "silu_and_mul_quant", "vllm compiled"),
+        (None, "fp8", "silu_and_mul_quant", "vllm compiled"),
+        (None, "fp8", "rms_norm_per_block_quant", "vllm"),
+        (None, "fp8", "silu_and_mul_per_block_quant", "vllm"),
+        ("7.0", "fp8", "rms_norm_per_block_quant", "vllm"),
+        ("7.0", "fp8", "silu_and_mul_per_block_quant", "vllm compiled silu_and_mul + per_token_group_fp8_quant"),
+    ],
+)
+def test_vllm_compiles_what_it_has_no_kernel_for_by_default(hip, method, name, first, traced, monkeypatch):
+    monkeypatch.setattr(stock.torch.version, "hip", hip)
+    monkeypatch.setattr(stock.peers, "vllm_call", lambda op: lambda outputs, arguments: None)
+    names = [candidate for candidate, _ in stock.candidates(ops.__dict__[name], method)]
+    assert names[0] == first and "vllm" in names and "torch" in names
+
+
+def test_an_activation_is_compiled_and_then_quantised_per_block_on_rocm(traced, monkeypatch):
+    monkeypatch.setattr(stock.torch.version, "hip", "7.0")
+    chosen, x = stock.Stock(ops.silu_and_mul_per_block_quant, "cuda", "fp8"), torch.randn(3, 512).bfloat16()
+    values, scale = chosen(x, E4M3, 128, True)
+    assert off(values, ops.silu_and_mul_per_block_quant.reference(x, E4M3)[0]) < 0.02 and scale.stride() == (1, 3)
+    assert [*chosen.used] == ["vllm compiled silu_and_mul + per_token_group_fp8_quant"] and len(traced) == 1
+
+
+def test_what_does_not_compile_is_left_out_and_said(monkeypatch):
+    def backend(module, inputs):
+        raise ImportError("there is no Triton")
+
+    monkeypatch.setattr(stock, "BACKEND", backend)
+    chosen = stock.Stock(ops.rms_norm, "cuda")
+    chosen(torch.ones(2, 64).bfloat16(), torch.ones(64).bfloat16(), 1e-6)
+    [[name, [refused]]] = chosen.used.items()
+    assert name in ("vllm", "torch") and refused == "vllm compiled: ImportError there is no Triton"
+
+
+@pytest.mark.parametrize(("quantization", "method"), [("token", "fbgemm_fp8"), ("config", "fp8")])
+def test_stock_knows_how_the_model_is_quantised(quantization, method, monkeypatch):
+    methods = set()
+
+    def known(op_, device, method):
+        methods.add(method)
+        return stock.Stock(op_, device, method)
+
+    monkeypatch.setattr(decode_step, "Stock", known)
+    decode_step.run_model(LLAMA, options(quantization=quantization, layers=1), None, 1)
+    assert methods == {method}
+
+
+def test_launches_are_what_the_gpu_runs(monkeypatch):
+    """Not what runs on the CPU, and not the annotation that a compiled function puts around its kernels."""
+
+    class Profiler:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def events(self):
+            on_gpu, on_cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+            found = [(on_gpu, False), (on_cpu, False), (on_gpu, True), (on_gpu, False)]
+            return [argparse.Namespace(device_type=device, is_user_annotation=is_one) for device, is_one in found]
+
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: Profiler())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert decode_step.launches(lambda: None) == 2
 
 
 def test_what_no_op_quantises_is_quantised_as_ops_do():
@@ -360,7 +493,7 @@ def test_a_line_says_what_was_measured(results):
     assert line["peers"]["stock"] and line["tokens_per_s"]["ours"] == pytest.approx(2e6 / line["us"], rel=1e-3)
     assert line["floor_us"] == pytest.approx(line["bytes"] / 4000e3, abs=1e-3)
     assert line["share_of_floor"]["ours"] == pytest.approx(line["floor_us"] / line["us"], abs=1e-3)
-    assert line["left_out"] == ["collectives"] and line["differs"] == 0
+    assert line["left_out"] == ["collectives"] and "differs" not in line
     assert set(line["kinds_alone_us"]["ours"]) == {*decode_step.KINDS} - {"routing", "moe", "collectives"}
     assert line["launches"] == line["calls"] == {"stock": 40, "ours": 40}
     assert line["stock"]["scaled_mm"] == {"reference": []}
@@ -369,6 +502,9 @@ def test_a_line_says_what_was_measured(results):
     text = decode_step.table(line)
     assert "scaled_mm fallback: PyTorch reference on this device, 16 calls" in text
     assert f"{line['peers']['stock'] / line['us']:.2f}x" in text and "left out: collectives" in text
+    refused = {"vllm": ["vllm compiled: ImportError no Triton", "other: ValueError"]}
+    text = decode_step.table(line | {"stock": {"rms_norm": refused}})
+    assert "stock rms_norm as it is not compiled: vllm compiled: ImportError no Triton" in text and "other" not in text
 
 
 def test_figures_are_drawn(results, tmp_path, capsys):
