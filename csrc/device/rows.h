@@ -34,6 +34,9 @@ struct RowOutput {
     }
     if constexpr (kOutput == Output::kPerBlock) mem::wait_for_scalars(scale_stride, group_size);
   }
-  // The bound of the per-token kind, which is used once and last.
-  DEVICE float token_bound() const { return mem::kScalarsFirst ? scale : load_scale<Output::kPerToken>(scale_at); }
+  // A token's largest value, at most scale_ub, which is used once and last, and loaded there where scalars do not come first.
+  DEVICE float bounded(float absmax) const {
+    if (mem::kScalarsFirst) return __builtin_fminf(absmax, scale);
+    return scale_at ? __builtin_fminf(absmax, mem::load<float>(scale_at)) : absmax;
+  }
 };

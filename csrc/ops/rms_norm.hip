@@ -58,10 +58,13 @@ DEVICE void rms_norm_vector(Row row) {
     input[i] = mem::load_vector_or_zero(row.input, chunk[i], mine[i]);
     if constexpr (kResidual) residual[i] = mem::load_vector_or_zero(row.residual, chunk[i], mine[i]);
   }
-  const u32 ones = row.weight ? 0 : T::pack({1.0f, 1.0f});  // in place of the zeros that are loaded without a weight
+  // Ones without a weight: in place of the loads where those take predicates, else in place of the zeros that they give.
+  const u32 one = T::pack({1.0f, 1.0f}), ones = mem::kPredicates || row.weight ? 0 : one;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    weight[i] = mem::load_vector_or_zero(row.weight, chunk[i], mine[i] && row.weight);
+    if constexpr (mem::kPredicates) weight[i] = u32x4{one, one, one, one};
+    if (!mem::kPredicates || (mine[i] && row.weight))
+      weight[i] = mem::load_vector_or_zero(row.weight, chunk[i], mine[i] && row.weight);
   }
   mem::wait_for_scalars(row.inverse_hidden, row.epsilon);
   row.find<kOutput>(row.hidden);
@@ -112,7 +115,7 @@ DEVICE void rms_norm_vector(Row row) {
     }
   }
   if constexpr (kOutput == Output::kPerToken) {
-    const float scale = dynamic_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{}), row.token_bound());
+    const float scale = absmax_to_scale(row.bounded(reduce_block(absmax, 0.0f, maxima, waves, Max{})));
     if (wave::thread() == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
 #pragma unroll
@@ -174,7 +177,7 @@ DEVICE void rms_norm_general(Row row) {
     float absmax = 0.0f;
     for (int column = wave::thread(); column < row.hidden; column += row.threads)
       absmax = __builtin_fmaxf(absmax, __builtin_fabsf(normed(column)));
-    const float scale = dynamic_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{}), row.token_bound());
+    const float scale = absmax_to_scale(row.bounded(reduce_block(absmax, 0.0f, maxima, waves, Max{})));
     if (wave::thread() == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
     for (int column = wave::thread(); column < row.hidden; column += row.threads) finish(column, divisor);
@@ -203,7 +206,7 @@ DEVICE void rms_norm(const void* input, void* residual, const void* weight, i64 
                 threads,
                 inverse_hidden,
                 epsilon};
-  if constexpr (mem::kScalarsFirst) mem::issue_loads();
+  mem::issue_loads();
   if constexpr (kChunks == 0) rms_norm_general<T, kResidual, kOutput>(row);
   else rms_norm_vector<T, kResidual, kOutput, kChunks>(row);
 }

@@ -36,7 +36,6 @@ DEVICE Chunk silu_and_mul(u32x4 gate, u32x4 up) {
   return y;
 }
 
-DEVICE float token_scale(float absmax, float scale_ub) { return absmax_to_scale(__builtin_fminf(absmax, scale_ub)); }
 DEVICE float group_scale(float absmax, float scale_ub) {
   return __builtin_fmaxf(__builtin_fminf(absmax_to_scale(absmax), scale_ub), kMinScale);
 }
@@ -55,7 +54,6 @@ DEVICE void silu_and_mul_vector(Row row, int first) {
     gate[i] = mem::load_vector_or_zero(row.gate, chunk[i], mine[i]);
     up[i] = mem::load_vector_or_zero(row.up, chunk[i], mine[i]);
   }
-  if constexpr (kOutput == Output::kPerToken) mem::issue_loads();
   row.find<kOutput>(row.hidden);
   const float inverse_scale = kOutput == Output::kStatic ? 1.0f / row.scale : 0.0f;
 
@@ -86,7 +84,7 @@ DEVICE void silu_and_mul_vector(Row row, int first) {
   if constexpr (kOutput == Output::kPerToken) {
     LDS static float maxima[kMaxWaves];
     absmax = reduce_block(absmax, 0.0f, maxima, row.threads / wave::kLanes, Max{});
-    const float scale = token_scale(absmax, row.token_bound());
+    const float scale = absmax_to_scale(row.bounded(absmax));
     if (wave::thread() == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
 #pragma unroll
@@ -129,7 +127,7 @@ DEVICE void silu_and_mul_general(Row row) {
     for (int column = thread; column < row.hidden; column += row.threads)
       absmax = __builtin_fmaxf(absmax, __builtin_fabsf(activated(column)));
     absmax = reduce_block(absmax, 0.0f, maxima, row.threads / wave::kLanes, Max{});
-    const float scale = token_scale(absmax, row.token_bound());
+    const float scale = absmax_to_scale(row.bounded(absmax));
     if (thread == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
     for (int column = thread; column < row.hidden; column += row.threads) store_divided(column, divisor);
@@ -155,7 +153,7 @@ DEVICE void silu_and_mul_row(const void* input, i64 input_stride, int hidden, in
                 gate + hidden,
                 hidden,
                 threads};
-  if constexpr (mem::kScalarsFirst) mem::issue_loads();
+  mem::issue_loads();
   if constexpr (kChunks == 0) silu_and_mul_general<T, kOutput>(row);
   else silu_and_mul_vector<T, kOutput, kChunks>(row, wave::block_y() * threads * kChunks);
 }

@@ -57,12 +57,9 @@ DEVICE T load_device_or_zero(Buffer from, int lane_offset, int offset, bool insi
 // Whether what all lanes have alike is loaded before what each has its own of. Here it is a load as any other, and ptxas puts some of
 // a row's behind one that stands before them.
 constexpr bool kScalarsFirst = false;
-// Loads written above are under way before what is written below: ptxas moves them behind first uses, past a barrier of the warp
-// too, but not past an exit. No block has so many threads.
-DEVICE void issue_loads() {
-  asm volatile("{ .reg .pred p; .reg .u32 n; mov.u32 n, %%ntid.x; setp.gt.u32 p, n, 4096; @p exit; }" ::: "memory");
-}
-// Where values that all lanes have alike are waited for. Arguments are constants here: the compiler may choose.
+// Where loads are issued, and where values that all lanes have alike are waited for. Arguments are constants here: the compiler
+// may choose.
+DEVICE void issue_loads() {}
 template <class... T>
 DEVICE void wait_for_scalars(T&...) {}
 
