@@ -5,8 +5,8 @@
 One line per FP8 layer of Llama-3.1-405B and DeepSeek-V3 at TP 8, form of its weight and M, and per product of DeepSeek-V3's
 routed experts at TP 8 and EP 8, where only the experts that random tokens hit count as bytes to move, goes to
 serving_benchmarks/results/<arch>/<date>-<commit>-static.jsonl. Weights are as in the checkpoint (plain), as if it were in MX-FP8,
-where the arch has that, or, if asked for, those of the checkpoint in fragment order (shuffled). This is a tool of the development:
-it needs the repository, as it runs the code objects that ship in the tests' emulator.
+where the arch has that, or, if asked for, those of the checkpoint in fragment order (shuffled). The code objects are those that
+ship.
 
 Static, from the code object and the launch: registers, spills, LDS, the waves that a compute unit can hold (`occupancy`: whole
 blocks, as registers and LDS allow) and those that it has of this launch on average.
@@ -32,7 +32,6 @@ import datetime
 import itertools
 import json
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -43,12 +42,10 @@ from ops import RESULTS, commit
 
 from vllm_rocm_ops import cli, launch, ops
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.launch import Counters, Launch, Workspace
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.ops.gemm import BLOCK, shuffle_weight
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from emulator import Emulator
 
 SHOWN = ("llama405b_tp8", "dsv3_tp8")
 PLAIN, MXFP8, SHUFFLED = WEIGHTS = ("plain", "mxfp8", "shuffled")

@@ -80,7 +80,7 @@ for path in sys.path:
 build_package() {
   say "Building the kernels and installing the package"
   "$python" -m pip list --format=freeze | grep -iE '^(torch|triton|pytorch|vllm(-cpu)?=|numpy|.*aiter)' >"$root/.venv/keep.txt"
-  pip -e '.[test,bench]' -c "$root/.venv/keep.txt"
+  pip -e '.[test,bench,emulator]' -c "$root/.venv/keep.txt"
 }
 
 # once STEP FILE...: run STEP unless it has succeeded before with these very files.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulator import Emulator
 
 from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.gemm import BLOCK
 
 BLOCKS = 32  # of K in a call: scales

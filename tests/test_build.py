@@ -352,10 +352,13 @@ print(*(entry.value for entry in distribution("vllm-rocm-ops").entry_points))
 print(_C.status())
 print(*sorted(path.name for path in patch.folder().glob("vllm-*/*.patch")))
 print(*sorted(path.name for path in launch.CODE.parent.glob("docs/*")))
+import vllm_rocm_ops.emulator
+print(vllm_rocm_ops.emulator.__file__)
 """,
     )
-    package, shape, code, entries, status, patches, docs = output.splitlines()
+    package, shape, code, entries, status, patches, docs, emulator = output.splitlines()
     assert Path(package) == site / "vllm_rocm_ops/__init__.py"
+    assert Path(emulator) == site / "vllm_rocm_ops/emulator/__init__.py"
     assert shape == "torch.Size([2, 32])"
     assert patches.split() == sorted(path.name for path in ROOT.glob("patches/vllm-*/*.patch"))
     assert docs.split() == sorted(path.name for path in ROOT.glob("vllm_rocm_ops/docs/*"))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulator.decode import decode
-from emulator.objects import CodeObject
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, op
+from vllm_rocm_ops.emulator.decode import decode
+from vllm_rocm_ops.emulator.objects import CodeObject
 
 AMD = ("gfx942", "gfx950")
 

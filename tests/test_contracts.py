@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from emulator import Emulator
 
 from vllm_rocm_ops import launch, op, ops
 from vllm_rocm_ops.correctness import run_and_check
+from vllm_rocm_ops.emulator import Emulator
 
 OPS = list(op.registered())
 each_op = pytest.mark.parametrize("the_op", OPS, ids=lambda o: o.name)

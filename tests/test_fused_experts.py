@@ -6,6 +6,7 @@ import torch
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, op
 from vllm_rocm_ops.correctness import run_and_check
+from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops import fused_experts
 from vllm_rocm_ops.ops.fused_experts import StreamedConfig
 from vllm_rocm_ops.ops.fused_experts_tiled import TiledConfig
@@ -83,7 +84,7 @@ def test_few_tokens_of_an_expert_each_are_streamed_many_are_not():
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("name", ["block", "bf16", "block-m65"])
 def test_one_plan_serves_other_routings(name, arch):
-    emulator = pytest.importorskip("emulator").Emulator(arch)
+    emulator = Emulator(arch)
     args = arguments(name, emulator.arch.fp8_dtype)
     with launch.executor(emulator):
         fused_experts(*args)

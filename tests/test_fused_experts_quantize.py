@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulator import Emulator
 
 from vllm_rocm_ops import launch, quantization
 from vllm_rocm_ops.correctness import generator_of
+from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.launch import Workspace
 from vllm_rocm_ops.ops import fused_experts_quantize
 from vllm_rocm_ops.ops.fused_experts_quantize import Rows

@@ -7,10 +7,10 @@ import functools
 
 import pytest
 import torch
-from emulator import Emulator
 
 from vllm_rocm_ops import launch, op, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check, unwritten_is_nan
+from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.launch import Workspace
 from vllm_rocm_ops.op import Case
 from vllm_rocm_ops.ops import fused_experts_tiled as tiled

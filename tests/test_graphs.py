@@ -7,11 +7,11 @@ import gc
 
 import pytest
 import torch
-from emulator import Emulator
-from emulator.errors import EmulatorError
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.emulator.errors import EmulatorError
 from vllm_rocm_ops.launch import Counters, Workspace
 from vllm_rocm_ops.op import Op
 

@@ -11,7 +11,6 @@ import mmap
 
 import pytest
 import torch
-from emulator import Emulator
 from test_ops import executor  # noqa: F401
 
 from vllm_rocm_ops import arch as archs
@@ -27,6 +26,7 @@ from vllm_rocm_ops.correctness import (
     in_float64,
     unwritten_is_nan,
 )
+from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.launch import Workspace
 from vllm_rocm_ops.ops import fused_experts_quantize, fused_experts_tiled, gemm
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulator import Emulator
 
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.correctness import generator_of
+from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import PAIR, MxConfig, mxfp8_scaled_mm
 
 ARCH = "gfx950"

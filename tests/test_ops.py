@@ -39,7 +39,7 @@ def executor(request):
     if request.param == "cuda":
         yield "cuda", archs.of_device(0)
         return
-    from emulator import Emulator
+    from vllm_rocm_ops.emulator import Emulator
 
     emulator = Emulator(request.param)
     with launch.executor(emulator):

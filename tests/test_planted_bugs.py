@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 import test_large_tensors as large
-from emulator import Emulator
-from emulator.errors import EmulatorError
 from mutants import CSRC, MUTANTS, KernelCopy
 
 from vllm_rocm_ops import launch, op, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.emulator.errors import EmulatorError
 
 WRONG = "error|NaNs differ"  # what a case says of values; those that nobody wrote are NaN
 

@@ -99,10 +99,11 @@ def test_python_names_archs_only_in_their_registry():
     """A spec asks the Arch for what it needs to know, never for its name."""
     allowed = {"vllm_rocm_ops/arch.py", "vllm_rocm_ops/envs.py"}
     pattern = rf"['\"].*?\b({'|'.join(archs.ARCHS)})\b"
+    emulator = set(under("vllm_rocm_ops/emulator", ".py"))  # of these instructions only
     found = [
         name(path)
         for path in under("vllm_rocm_ops", ".py")
-        if name(path) not in allowed and re.search(pattern, code_strings(path))
+        if path not in emulator and name(path) not in allowed and re.search(pattern, code_strings(path))
     ]
     assert not found
 
@@ -196,7 +197,8 @@ def test_environment_is_read_in_one_place():
 def test_importing_the_package_starts_nothing():
     code = """
 import sys, vllm_rocm_ops, vllm_rocm_ops.vllm, torch
-loaded = [name for name in sys.modules if name.partition(".")[0] in ("vllm", "triton") or name == "vllm_rocm_ops._C"]
+apart = ("vllm", "triton", "tinygrad", "vllm_rocm_ops._C", "vllm_rocm_ops.emulator")
+loaded = [name for name in sys.modules if f"{name}.".startswith(tuple(f"{part}." for part in apart))]
 assert not loaded, loaded
 assert not torch.cuda.is_initialized()
 """
@@ -204,18 +206,27 @@ assert not torch.cuda.is_initialized()
     assert result.returncode == 0, result.stderr
 
 
-def test_only_the_vllm_folder_knows_vllm():
-    def imports_vllm(path: pathlib.Path) -> bool:
-        modules = []
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                modules += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                modules.append(node.module)
-        return any(module.partition(".")[0] == "vllm" for module in modules)
+def packages_imported(path: pathlib.Path) -> set[str]:
+    """The top-level modules that a file imports, also within functions."""
+    modules = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            modules.append(node.module)
+    return {module.partition(".")[0] for module in modules}
 
+
+def test_only_the_vllm_folder_knows_vllm():
     outside = [path for path in under("vllm_rocm_ops", ".py") if path.parent.name != "vllm"]
-    assert [name(path) for path in outside if imports_vllm(path)] == ["vllm_rocm_ops/cli.py"]  # doctor asks its version
+    knows = [name(path) for path in outside if "vllm" in packages_imported(path)]
+    assert knows == ["vllm_rocm_ops/cli.py"]  # doctor asks its version
+
+
+def test_the_package_imports_neither_tests_nor_benchmarks():
+    theirs = {path.stem for folder in ("tests", SCRIPTS) for path in under(folder, ".py")}
+    product = under("vllm_rocm_ops", ".py")
+    assert [name(path) for path in product if packages_imported(path) & theirs or "sys.path" in path.read_text()] == []
 
 
 # Files and style

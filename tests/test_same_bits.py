@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from emulator import Emulator
 
 from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.launch import Counters
 
 CALLS = 100

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from emulator import Emulator
-from emulator.decode import Instruction, decode
-from emulator.objects import CodeObject, KernelObject
 
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.emulator.decode import Instruction, decode
+from vllm_rocm_ops.emulator.objects import CodeObject, KernelObject
 from vllm_rocm_ops.ops import gemm
 
 AMD = ("gfx942", "gfx950")

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from emulator import Emulator
 
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.correctness import FLOOR, check, generator_of
+from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.launch import Counters, Workspace
 from vllm_rocm_ops.ops import gemm, scaled_mm_tiled
 from vllm_rocm_ops.ops.gemm import BLOCK

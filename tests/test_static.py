@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from emulator import CodeObject
 
 from vllm_rocm_ops import launch
+from vllm_rocm_ops.emulator import CodeObject
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FORMS = {"plain": "", "shuffled": ", shuffled", "mxfp8": ", mxfp8"}  # of weights, and the names of their lines

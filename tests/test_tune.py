@@ -9,11 +9,11 @@ import sys
 
 import pytest
 import torch
-from emulator import Emulator
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import bench, cli, clock, launch, model_layers, ops, tune
 from vllm_rocm_ops import op as op_module
+from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm.peers import Peer, peers
 
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1} | {

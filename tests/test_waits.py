@@ -21,12 +21,12 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
-from emulator.decode import Instruction, decode
-from emulator.emulator import effects
-from emulator.objects import CodeObject
 from mutants import CSRC, KernelCopy
 
 from vllm_rocm_ops import launch
+from vllm_rocm_ops.emulator.decode import Instruction, decode
+from vllm_rocm_ops.emulator.emulator import effects
+from vllm_rocm_ops.emulator.objects import CodeObject
 
 ARCHS = ("gfx942", "gfx950")
 MODULES = sorted(path.stem for path in (CSRC / "ops").glob("*.hip"))

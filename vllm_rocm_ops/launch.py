@@ -1,6 +1,6 @@
 """Launches: what a plan asks for, how its arguments are packed, and who executes it.
 
-HIP, CUDA and the tests' emulator are executors of the same `Launch`; nothing else differs between them.
+HIP, CUDA and the emulator are executors of the same `Launch`; nothing else differs between them.
 """
 
 from __future__ import annotations

@@ -65,9 +65,8 @@ def emulated(arch: str | None):
     if arch is None:
         yield
         return
-    from emulator import Emulator
-
     from vllm_rocm_ops import launch
+    from vllm_rocm_ops.emulator import Emulator
 
     with launch.executor(Emulator(arch)):
         yield

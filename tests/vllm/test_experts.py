@@ -7,11 +7,11 @@ import typing
 import pytest
 import selection
 import torch
-from emulator import Emulator
 from torch import Tensor
 
 import vllm_rocm_ops
 from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import experts, fp8_experts, mxfp8_experts, routing_experts, seam, unquantized_experts
 
 EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 8, 3, 256, 128, 5

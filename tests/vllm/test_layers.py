@@ -4,11 +4,11 @@ import pathlib
 
 import pytest
 import torch
-from emulator import Emulator
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch
+from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import norm as norm_seam
 from vllm_rocm_ops.vllm import seam
 

@@ -10,9 +10,9 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from emulator import Emulator, errors
-from emulator.assembly import build_module
+from assembly import build_module
 
+from vllm_rocm_ops.emulator import Emulator, errors
 from vllm_rocm_ops.launch import Launch
 
 build = build_module()

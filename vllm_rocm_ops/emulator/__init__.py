@@ -15,6 +15,12 @@ write must not stand right before a read), halves of a register of which only th
 even and keeps f16 and f64 denormals, whatever MODE says.
 """
 
+try:
+    import numpy  # noqa: F401
+    import tinygrad.renderer.amd  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"the emulator needs {error.name}: pip install 'vllm-rocm-ops[emulator]'") from error
+
 from .emulator import Emulator
 from .errors import *
 from .objects import CodeObject

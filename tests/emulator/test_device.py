@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from emulator import CodeObject, Emulator, errors
-from emulator.assembly import LOAD_POINTERS, PRELOAD_PROLOGUE, Kernel, assemble
+from assembly import LOAD_POINTERS, PRELOAD_PROLOGUE, Kernel, assemble
 
 from vllm_rocm_ops import launch
+from vllm_rocm_ops.emulator import CodeObject, Emulator, errors
 from vllm_rocm_ops.launch import I64, Launch
 
 GLOBAL_THREAD = LOAD_POINTERS + "  s_lshl_b32 s3, s2, 6\n  v_add_u32 v1, s3, v0\n  v_lshlrev_b32 v1, 2, v1\n"

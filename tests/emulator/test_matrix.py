@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import re
-import sys
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,22 +12,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from emulator import Emulator, matrix
-from emulator.decode import decode
-from emulator.errors import EmulatorError
-from emulator.formats import E2M1, E4M3FN, Format, eight_bit
-from emulator.matrix import LANES, MATRIX, Layout, MatrixInstruction
-from emulator.objects import CodeObject
+from assembly import build_module
 
 from vllm_rocm_ops import launch
+from vllm_rocm_ops.emulator import Emulator, matrix
+from vllm_rocm_ops.emulator.decode import decode
+from vllm_rocm_ops.emulator.errors import EmulatorError
+from vllm_rocm_ops.emulator.formats import E2M1, E4M3FN, Format, eight_bit
+from vllm_rocm_ops.emulator.matrix import LANES, MATRIX, Layout, MatrixInstruction
+from vllm_rocm_ops.emulator.objects import CodeObject
 
-HERE = Path(__file__).resolve().parent
-ISA = HERE / "data" / "isa" / "gfx942.txt"
+ISA = Path(__file__).parents[1] / "data" / "isa" / "gfx942.txt"
 
-_spec = importlib.util.spec_from_file_location("csrc_build", HERE.parent / "csrc" / "build.py")
-build = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)  # dataclasses look themselves up there
-_spec.loader.exec_module(build)
-
+build = build_module()
 MIXED = ("e4m3fn", "e5m2", "e2m3", "e3m2", "e2m1")
 ARCH_CASES = [(name, arch) for name, instruction in MATRIX.items() for arch in instruction.archs]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulator import Emulator, errors
-from emulator.assembly import Kernel, assemble
+from assembly import Kernel, assemble
 
+from vllm_rocm_ops.emulator import Emulator, errors
 from vllm_rocm_ops.launch import Launch
 
 ARCHS = ("gfx942", "gfx950")

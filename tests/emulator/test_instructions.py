@@ -15,9 +15,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from emulator import Emulator
-from emulator.assembly import LOAD_POINTERS, Kernel, assemble
+from assembly import LOAD_POINTERS, Kernel, assemble
 
+from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.launch import Launch
 
 OLD = 0xAAAAAAAA

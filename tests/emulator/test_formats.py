@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from emulator import formats
-from emulator.formats import BF16, E2M1, E2M3, E3M2, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, F16, Format
+
+from vllm_rocm_ops.emulator import formats
+from vllm_rocm_ops.emulator.formats import BF16, E2M1, E2M3, E3M2, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, F16, Format
 
 TORCH = {
     E4M3FNUZ: torch.float8_e4m3fnuz,
