@@ -25,8 +25,8 @@ from mutants import CSRC, KernelCopy
 
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.emulator.decode import Instruction, decode
-from vllm_rocm_ops.emulator.emulator import effects
 from vllm_rocm_ops.emulator.objects import CodeObject
+from vllm_rocm_ops.emulator.sanitizer import effects
 
 ARCHS = ("gfx942", "gfx950")
 MODULES = sorted(path.stem for path in (CSRC / "ops").glob("*.hip"))

@@ -15,12 +15,15 @@ import torch
 from assembly import build_module
 
 from vllm_rocm_ops import launch
-from vllm_rocm_ops.emulator import Emulator, matrix
+from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.decode import decode
 from vllm_rocm_ops.emulator.errors import EmulatorError
 from vllm_rocm_ops.emulator.formats import E2M1, E4M3FN, Format, eight_bit
-from vllm_rocm_ops.emulator.matrix import LANES, MATRIX, Layout, MatrixInstruction
+from vllm_rocm_ops.emulator.instructions import matrix
+from vllm_rocm_ops.emulator.instructions.matrix import MATRIX, MatrixInstruction
+from vllm_rocm_ops.emulator.instructions.matrix_layouts import Layout
 from vllm_rocm_ops.emulator.objects import CodeObject
+from vllm_rocm_ops.emulator.waves import LANES
 
 ISA = Path(__file__).parents[1] / "data" / "isa" / "gfx942.txt"
 

@@ -1,9 +1,18 @@
-"""The emulator is an optional part of the package: what it needs that the rest does not, and what it says without that."""
+"""The emulator is an optional part of the package: what it needs that the rest does not, and what it says without that. Its modules
+are small, and none imports one that imports it."""
 
+import ast
+import graphlib
+import pathlib
 import subprocess
 import sys
 
 import pytest
+
+import vllm_rocm_ops
+
+PACKAGE = pathlib.Path(vllm_rocm_ops.__file__).parent / "emulator"
+LARGEST_MODULE = 20_000
 
 REFUSE = """
 import sys
@@ -30,3 +39,32 @@ def test_it_names_its_extra_where_a_package_is_missing(missing):
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"the emulator needs {missing}")
     assert result.stdout.endswith("pip install 'vllm-rocm-ops[emulator]'\n")
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    """The modules of the emulator that a module of it imports, within functions too; of a package its __init__."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        folder = path.parents[node.level - 1]
+        target = folder.joinpath(*(node.module or "").split("."))
+        inside = {target / alias.name for alias in node.names} if target.is_dir() else set()
+        modules = {module for module in inside if module.with_suffix(".py").exists()}
+        for module in modules or {target}:
+            found.add(module / "__init__" if module.is_dir() else module)
+            if module.parent not in (PACKAGE, path.parent):
+                found.add(module.parent / "__init__")
+    return {module.relative_to(PACKAGE).as_posix() for module in found}
+
+
+def test_no_module_imports_one_that_imports_it():
+    graph = {path.relative_to(PACKAGE).with_suffix("").as_posix(): imports(path) for path in PACKAGE.rglob("*.py")}
+    assert graph["scheduler"] > {"instructions/scalar", "instructions/__init__", "sanitizer", "program"}
+    assert set().union(*graph.values()) <= set(graph)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_modules_are_small():
+    sizes = {path.name: path.stat().st_size for path in PACKAGE.rglob("*.py")}
+    assert {name: size for name, size in sizes.items() if size > LARGEST_MODULE} == {}

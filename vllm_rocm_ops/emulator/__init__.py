@@ -8,7 +8,7 @@
 What it checks, as subclasses of `EmulatorError` that name kernel, instruction, block, wave and lane: see errors.py.
 `Emulator(arch, seed=n)` runs waves one by one in a random order, which finds more; `races=False` leaves races to luck.
 
-Blocks may be on dies whose L2 caches are not coherent: memory.py has the rules for what blocks pass to each other.
+Blocks may be on dies whose L2 caches are not coherent: coherence.py has the rules for what blocks pass to each other.
 
 What it does not see: the caches of scalars and instructions, the s_nop that some instruction pairs need (but for M0, whose
 write must not stand right before a read), halves of a register of which only the other half was written. It rounds to nearest
@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     raise ImportError(f"the emulator needs {error.name}: pip install 'vllm-rocm-ops[emulator]'") from error
 
-from .emulator import Emulator
+from .device import Emulator
 from .errors import *
 from .objects import CodeObject
 

@@ -2,7 +2,7 @@
 
 Issue cycles: a SIMD issues one instruction of a wave every 4 cycles; 64 lanes pass its 16-lane ALU in 4, transcendental
 and 64-bit instructions in 16 and 8; a matrix instruction takes its own. Dependencies, waits and other waves are not
-modelled. matrix.py has the matrix instructions' cycles.
+modelled. instructions/matrix.py has the matrix instructions' cycles.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from .instructions.matrix import MATRIX
 
 _TRANSCENDENTAL = ("v_exp", "v_log", "v_rcp", "v_rsq", "v_sqrt", "v_sin", "v_cos")
 _CONTROL = ("s_branch", "s_cbranch", "s_endpgm", "s_setpc", "s_swappc", "s_call")
@@ -161,8 +163,6 @@ class Counters:
             if kind == "valu" and ("_f64" in ins.mnemonic or "_u64_u32" in ins.mnemonic or "_i64_i32" in ins.mnemonic):
                 cycles = 8
             if kind == "matrix":
-                from .matrix import MATRIX
-
                 cycles = MATRIX[ins.mnemonic].cycles(self.arch, ins.fields.get("cbsz", 0), ins.fields.get("blgp", 0))
                 self.matrix_cycles += cycles * count
             self.issue_cycles += cycles * count

@@ -15,7 +15,7 @@ finite number. NaN stays NaN. fp6 and fp4 have neither infinity nor NaN and alwa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -205,3 +205,32 @@ def encode_e8m0(values: np.ndarray) -> np.ndarray:
     half = np.uint32(1 << 22)
     up = (fraction > half) | ((fraction == half) & (exponent > 0))
     return np.minimum(exponent + up, np.uint32(255))
+
+
+@lru_cache
+def _float64_values(format: Format) -> np.ndarray:
+    return format.values.astype(np.float64)
+
+
+def decode_registers(registers: np.ndarray, format: Format | str) -> np.ndarray:
+    """float64[..., 64, items] of uint32[..., 64, dwords]; numpy views count the bytes of a register from the lowest."""
+    if format == "f64":
+        return registers.view(np.float64)
+    if format == "f32":
+        return registers.view(np.float32).astype(np.float64)
+    if format == "xf32":  # ten fraction bits; MMA-Sim found that the others are cut off
+        return (registers & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+    if format == "i8":
+        return registers.view(np.int8).astype(np.float64)
+    if format == "f16":
+        return registers.view(np.float16).astype(np.float64)
+    if format == "bf16":
+        return (registers.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    codes = registers.view(np.uint8)
+    if format.bits == 4:
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+    elif format.bits == 6:  # three bytes hold four codes
+        triples = codes.reshape(*codes.shape[:-1], -1, 3).astype(np.uint32)
+        words = triples @ np.array([1, 1 << 8, 1 << 16], dtype=np.uint32)
+        codes = (words[..., None] >> np.array([0, 6, 12, 18], dtype=np.uint32) & 63).reshape(*codes.shape[:-1], -1)
+    return _float64_values(format)[codes]

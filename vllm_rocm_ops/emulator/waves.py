@@ -26,8 +26,8 @@ class Waves:
 
     PER_WAVE = ("vgpr", "sgpr", "scc", "block", "wave", "id", "scratch")
 
-    def __init__(self, program, **state):
-        self.program = program
+    def __init__(self, scheduler, **state):
+        self.scheduler = scheduler
         self.pc = 0
         self.meet = -1  # the program counter at which waves that split off wait
         self.order: list = []  # outstanding memory events, oldest first
@@ -35,13 +35,13 @@ class Waves:
         self.undefined: set[int] = set()  # register codes that some lane never wrote
         self.defined: dict[int, np.ndarray] = {}  # for those, the lanes that did
         self.alert: set[int] = set()  # undefined and pending
-        self.mode = program.object.float_mode
+        self.mode = scheduler.kernel.float_mode
         for name in self.PER_WAVE:
             setattr(self, name, state[name])
         self._bind()
 
     def _bind(self) -> None:
-        vgprs, agprs = self.program.object.vgprs, self.program.object.agprs
+        vgprs, agprs = self.scheduler.kernel.vgprs, self.scheduler.kernel.agprs
         self.count = self.vgpr.shape[1]
         self.U = self._named(list(self.vgpr), vgprs, agprs)
         self.I = self._named(list(self.vgpr.view(np.int32)), vgprs, agprs)

@@ -1,7 +1,7 @@
-"""How a vector instruction reaches its operands: VGPRs, AGPRs, SGPRs, constants; modifiers; DPP and SDWA; EXEC on writes.
+"""How an instruction reaches its operands: SGPRs, VGPRs, AGPRs, constants; modifiers; DPP and SDWA; EXEC on writes.
 
-Source: AMD Instinct MI300 (CDNA3) ISA, chapter "Vector ALU Operations" (operands and modifiers), and the encodings of VOP1,
-VOP2, VOP3, SDWA and DPP in "Microcode Formats".
+Source: AMD Instinct MI300 (CDNA3) ISA, chapters "Scalar ALU Operations" (5.2, "Scalar Operands") and "Vector ALU Operations" (operands
+and modifiers), and the encodings of VOP1, VOP2, VOP3, SDWA and DPP in "Microcode Formats".
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from . import salu
 from .decode import VGPR, Instruction, Operand
 from .errors import UnsupportedInstruction
 from .waves import LANES
@@ -35,6 +34,75 @@ def dtype_of(operand: Operand):
     if known is not None:
         return known
     return U64 if operand.dwords == 2 else U32
+
+
+# Scalar operands
+
+_INLINE = {240: 0.5, 241: -0.5, 242: 1.0, 243: -1.0, 244: 2.0, 245: -2.0, 246: 4.0, 247: -4.0, 248: 0.15915494309189532}
+
+
+def constant(code: int, literal: int | None, dtype) -> np.ndarray:
+    """An inline constant or literal as it appears to an operand of `dtype`, [1, 1]."""
+    dtype = np.dtype(dtype)
+    if code in _INLINE:
+        float_type = {2: np.float16, 4: np.float32, 8: np.float64}[dtype.itemsize]
+        return np.array([[_INLINE[code]]], float_type).view(dtype)
+    if code == 255 and dtype == np.float64:  # the literal is the high dword
+        return np.array([[literal << 32]], U64).view(dtype)
+    if code == 255:
+        value = literal - (1 << 32) if dtype == I64 and literal >> 31 else literal
+    else:
+        value = code - 128 if code <= 192 else 192 - code
+    unsigned = {2: np.uint16, 4: U32, 8: U64}[dtype.itemsize]
+    return np.array([[value % (1 << 8 * dtype.itemsize)]], unsigned).view(dtype)
+
+
+def _special(code: int):
+    """Readers of the codes 251 to 253 and of the apertures."""
+    if code == 251:
+        return lambda w: (w.S64[106] == 0).astype(U32)
+    if code == 252:
+        return lambda w: (w.S64[126] == 0).astype(U32)
+    if code == 253:
+        return lambda w: w.scc.astype(U32)
+    return None
+
+
+APERTURES = {
+    235: 0x0001_0000_0000_0000,
+    236: 0x0001_0000_FFFF_FFFF,
+    237: 0x0002_0000_0000_0000,
+    238: 0x0002_0000_FFFF_FFFF,
+}
+
+
+def scalar_dtype(operand: Operand):
+    """The numpy type of a scalar operand."""
+    signed = operand.format in ("I32", "I64", "I16")
+    return (I64 if signed else U64) if operand.dwords == 2 else (I32 if signed else U32)
+
+
+def read_scalar(operand: Operand, instruction: Instruction, dtype=None) -> Callable:
+    """A function from waves to the scalar operand's value."""
+    dtype = np.dtype(dtype or scalar_dtype(operand))
+    code = operand.code
+    if code < 128:
+        if dtype.itemsize == 8:
+            return (lambda w: w.S64[code]) if dtype == U64 else (lambda w: w.S64[code].view(dtype))
+        return (lambda w: w.S[code]) if dtype == U32 else (lambda w: w.S[code].view(dtype))
+    if code in APERTURES:  # a 64-bit read is the address, a 32-bit one its high half
+        value = np.array([[APERTURES[code] >> (0 if dtype.itemsize == 8 else 32)]], U64).astype(dtype)
+        return lambda w: value
+    special = _special(code)
+    if special:
+        return lambda w: special(w).astype(dtype)
+    if 128 <= code <= 208 or code in _INLINE or code == 255:
+        value = constant(code, instruction.fields.get("literal"), dtype)
+        return lambda w: value
+    raise UnsupportedInstruction(f"source operand {code} of {instruction.text}")
+
+
+# Vector operands
 
 
 def register(code: int) -> int:
@@ -86,7 +154,7 @@ def read(operand: Operand, ins: Instruction, program, dtype=None, half: int = 0)
         return lambda w: (w.S[code] >> shift).astype(U16).view(dtype)
     if size == 2 and half and code >= 128:
         raise UnsupportedInstruction(f"{ins.text}: op_sel on a constant")
-    return salu.reader(operand, ins, dtype)
+    return read_scalar(operand, ins, dtype)
 
 
 def negate(reader: Read, dtype) -> Read:

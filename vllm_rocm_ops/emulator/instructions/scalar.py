@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .decode import EXEC, M0, Instruction, Operand
-from .errors import UnsupportedInstruction
-
-U32, I32, U64, I64 = np.uint32, np.int32, np.uint64, np.int64
+from ..decode import EXEC, M0, Instruction, Operand
+from ..errors import UnsupportedInstruction
+from ..events import wait
+from ..operands import I32, I64, U32, U64, read_scalar
+from .integer import find_first_one, leading_signs, leading_zeros, mul_hi, popcount, reverse_bits
 
 
 @dataclass(frozen=True)
@@ -97,44 +98,6 @@ def bit_field(a, b):
     return out
 
 
-def popcount(a):
-    """Set bits."""
-    return np.bitwise_count(a).astype(U32)
-
-
-def find_first_one(a):
-    """Position of the lowest set bit, -1 if none (S_FF1, V_FFBL)."""
-    lowest = a & (~a + a.dtype.type(1))
-    return np.where(a == 0, -1, np.bitwise_count(lowest - a.dtype.type(1)).astype(I32)).astype(I32)
-
-
-def leading_zeros(a):
-    """Leading zeros, -1 for zero (S_FLBIT, V_FFBH_U32)."""
-    x, bits = a.copy(), _bits(a.dtype)
-    for step in (1, 2, 4, 8, 16, 32)[: bits.bit_length() - 1]:
-        x |= x >> x.dtype.type(step)
-    return np.where(a == 0, -1, bits - np.bitwise_count(x).astype(I32)).astype(I32)
-
-
-def leading_signs(a):
-    """Leading bits equal to the sign, -1 if all are (S_FLBIT_I32, V_FFBH_I32)."""
-    unsigned = a.view(U32) if a.dtype.itemsize == 4 else a.view(U64)
-    return leading_zeros(np.where(a < 0, ~unsigned, unsigned))
-
-
-def reverse_bits(a):
-    """Bit reversal."""
-    x, bits = a, _bits(a.dtype)
-    step = bits // 2
-    mask = (1 << bits) - 1
-    while step:
-        mask ^= mask << step & ((1 << bits) - 1)
-        low = a.dtype.type(mask)
-        x = (x >> a.dtype.type(step) & low) | (x & low) << a.dtype.type(step)
-        step //= 2
-    return x
-
-
 def _quads(a):
     x = a | a >> a.dtype.type(1)
     x = (x | x >> a.dtype.type(2)) & a.dtype.type(int("1" * (_bits(a.dtype) // 4), 16))
@@ -168,11 +131,6 @@ def _shl_add(n: int):
         return wide.astype(U32), wide >> U64(32) != 0
 
     return run
-
-
-def mul_hi(a, b):
-    """The high 32 bits of the product."""
-    return ((a.astype(I64) * b) >> 32).astype(I32) if a.dtype == I32 else ((a.astype(U64) * b) >> U64(32)).astype(U32)
 
 
 # SOP2
@@ -298,69 +256,6 @@ SAVE_EXEC = {
     "xnor": lambda s, e: ~(s ^ e),
 }
 
-_INLINE = {240: 0.5, 241: -0.5, 242: 1.0, 243: -1.0, 244: 2.0, 245: -2.0, 246: 4.0, 247: -4.0, 248: 0.15915494309189532}
-
-
-def constant(code: int, literal: int | None, dtype) -> np.ndarray:
-    """An inline constant or literal as it appears to an operand of `dtype`, [1, 1]. Section 5.2, "Scalar Operands"."""
-    dtype = np.dtype(dtype)
-    if code in _INLINE:
-        float_type = {2: np.float16, 4: np.float32, 8: np.float64}[dtype.itemsize]
-        return np.array([[_INLINE[code]]], float_type).view(dtype)
-    if code == 255 and dtype == np.float64:  # the literal is the high dword
-        return np.array([[literal << 32]], U64).view(dtype)
-    if code == 255:
-        value = literal - (1 << 32) if dtype == I64 and literal >> 31 else literal
-    else:
-        value = code - 128 if code <= 192 else 192 - code
-    unsigned = {2: np.uint16, 4: U32, 8: U64}[dtype.itemsize]
-    return np.array([[value % (1 << 8 * dtype.itemsize)]], unsigned).view(dtype)
-
-
-def _special(code: int):
-    """Readers of the codes 251 to 253 and of the apertures."""
-    if code == 251:
-        return lambda w: (w.S64[106] == 0).astype(U32)
-    if code == 252:
-        return lambda w: (w.S64[126] == 0).astype(U32)
-    if code == 253:
-        return lambda w: w.scc.astype(U32)
-    return None
-
-
-APERTURES = {
-    235: 0x0001_0000_0000_0000,
-    236: 0x0001_0000_FFFF_FFFF,
-    237: 0x0002_0000_0000_0000,
-    238: 0x0002_0000_FFFF_FFFF,
-}
-
-
-def scalar_dtype(operand: Operand):
-    """The numpy type of a scalar operand."""
-    signed = operand.format in ("I32", "I64", "I16")
-    return (I64 if signed else U64) if operand.dwords == 2 else (I32 if signed else U32)
-
-
-def reader(operand: Operand, instruction: Instruction, dtype=None) -> Callable:
-    """A function from waves to the scalar operand's value."""
-    dtype = np.dtype(dtype or scalar_dtype(operand))
-    code = operand.code
-    if code < 128:
-        if dtype.itemsize == 8:
-            return (lambda w: w.S64[code]) if dtype == U64 else (lambda w: w.S64[code].view(dtype))
-        return (lambda w: w.S[code]) if dtype == U32 else (lambda w: w.S[code].view(dtype))
-    if code in APERTURES:  # a 64-bit read is the address, a 32-bit one its high half
-        value = np.array([[APERTURES[code] >> (0 if dtype.itemsize == 8 else 32)]], U64).astype(dtype)
-        return lambda w: value
-    special = _special(code)
-    if special:
-        return lambda w: special(w).astype(dtype)
-    if 128 <= code <= 208 or code in _INLINE or code == 255:
-        value = constant(code, instruction.fields.get("literal"), dtype)
-        return lambda w: value
-    raise UnsupportedInstruction(f"source operand {code} of {instruction.text}")
-
 
 def _immediate(instruction: Instruction) -> int:
     value = instruction.fields["simm16"]
@@ -409,7 +304,7 @@ def _bind_sopp(ins: Instruction, program):
     if name == "s_waitcnt":
         field = ins.fields["simm16"]
         vm, lgkm = (field & 15) | (field >> 10 & 0x30), field >> 8 & 15
-        return lambda w: program.wait(w, vm, lgkm)
+        return lambda w: wait(w, vm, lgkm)
     target = ins.address + 4 + 4 * _immediate(ins)
     if name == "s_branch":
         return lambda w: program.index[target]
@@ -437,7 +332,7 @@ def _bind_pc(ins: Instruction, program):
         first = int(address[0, 0])
         if (address != first).any():
             return Diverge((address != first)[:, 0], None)
-        return program.index_of(first)
+        return w.scheduler.index_of(first)
 
     if name == "s_getpc_b64":
         return lambda w: w.write_pair(destination, here)
@@ -446,10 +341,10 @@ def _bind_pc(ins: Instruction, program):
 
         def call(w):
             w.write_pair(destination, here)
-            return program.index_of(target)
+            return w.scheduler.index_of(target)
 
         return call
-    read = reader(ins.sources[0], ins, U64)
+    read = read_scalar(ins.sources[0], ins, U64)
     if name == "s_setpc_b64":
         return lambda w: jump(w, read(w))
 
@@ -461,6 +356,13 @@ def _bind_pc(ins: Instruction, program):
     return swap
 
 
+def _hardware_register(w, program, register: int) -> int:
+    """S_GETREG's view: MODE and XCC_ID, 0 for the rest."""
+    if register == 1:
+        return w.mode | 1 << 8 | program.saturate << 23
+    return int(w.block[0]) % 8 if register == 20 else 0
+
+
 def _bind_hwreg(ins: Instruction, program):
     """S_GETREG and S_SETREG; only MODE has state here. 5.8 "Hardware registers": id [5:0], offset [10:6], size-1 [15:11]."""
     simm = ins.fields["simm16"]
@@ -468,12 +370,12 @@ def _bind_hwreg(ins: Instruction, program):
     field = ((1 << size) - 1) << offset
     if ins.mnemonic == "s_getreg_b32":
         code = ins.operands["sdst"].code
-        return lambda w: w.write_scalar(code, (program.hwreg(w, register) & field) >> offset)
+        return lambda w: w.write_scalar(code, (_hardware_register(w, program, register) & field) >> offset)
     if ins.mnemonic == "s_setreg_imm32_b32":
         value = ins.fields["literal"]
         read = lambda w: np.full((1, 1), value, U32)
     else:
-        read = reader(Operand(ins.operands["sdst"].code, 1, "B32", 32), ins)
+        read = read_scalar(Operand(ins.operands["sdst"].code, 1, "B32", 32), ins)
 
     def run(w):
         if register == 1:
@@ -486,7 +388,7 @@ def _bind_hwreg(ins: Instruction, program):
 
 
 def _bind_save_exec(ins: Instruction, fn, keeps_result: bool):
-    read, code = reader(ins.sources[0], ins, U64), ins.operands["sdst"].code
+    read, code = read_scalar(ins.sources[0], ins, U64), ins.operands["sdst"].code
 
     def run(w):
         source, old = read(w), w.S64[EXEC].copy()
@@ -501,7 +403,7 @@ def _bind_save_exec(ins: Instruction, fn, keeps_result: bool):
 
 def _bind_index_mode(ins: Instruction, program):
     """S_SET_GPR_IDX_ON: the index goes to M0[7:0]; `decode` has told the instructions that follow."""
-    read = reader(ins.operands["ssrc0"], ins, U32)
+    read = read_scalar(ins.operands["ssrc0"], ins, U32)
 
     def run(w):
         w.S[M0][...] = w.S[M0] & ~U32(255) | read(w) & U32(255)
@@ -530,7 +432,7 @@ def bind(ins: Instruction, program) -> Callable:
     entry = SCALAR.get(name)
     if entry is None:
         raise UnsupportedInstruction(name)
-    reads = [reader(operand, ins) for operand in ins.sources]
+    reads = [read_scalar(operand, ins) for operand in ins.sources]
     destination = ins.operands.get("sdst")
     if ins.encoding == "SOPK":
         dtype = U32 if name.endswith("u32") else I32
@@ -538,9 +440,9 @@ def bind(ins: Instruction, program) -> Callable:
         value = np.array([[immediate]], dtype)
         reads = [lambda w: value]
         if entry.accumulates:
-            reads.append(reader(destination, ins, dtype))
+            reads.append(read_scalar(destination, ins, dtype))
     elif entry.accumulates:
-        reads.append(reader(destination, ins))
+        reads.append(read_scalar(destination, ins))
     if entry.carries:
         reads.insert(0, lambda w: w.scc)
     fn = entry.fn

@@ -7,8 +7,7 @@ counts, layouts, semantics) follows from these. Adding an instruction is adding 
 Sources
 - Cycles: "Execution cycles" of AMD's matrix instruction calculator for gfx942; CDNA4 ISA, tables 28 and 33, for gfx950.
   A pass is four cycles (section 7.6).
-- Layouts: CDNA4 ISA, section 7.1.4 (general formulas), 7.1.5.1 (8 bit and smaller), 7.5.1 (sparse). gfx942 follows the same
-  formulas: the tests compare every lane with the calculator's output.
+- Layouts: matrix_layouts.py.
 - Modifiers: CDNA4 ISA, section 7.1.6 (CBSZ, ABID, BLGP), 7.2 (block scales), 7.5 (sparse indices).
 
 Arithmetic. Products are exact, they and C are summed in float64, and the sum is rounded once, to nearest even. For fp8 the
@@ -31,13 +30,14 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from . import salu, vector
-from .decode import VGPR, Instruction, Operand
-from .errors import EmulatorError, UnsupportedInstruction
-from .formats import E2M1, E2M3, E3M2, E4M3FN, E5M2, Format, decode_e8m0, eight_bit
-from .valu import fma
+from ..decode import VGPR, Instruction, Operand
+from ..errors import EmulatorError, UnsupportedInstruction
+from ..formats import E2M1, E2M3, E3M2, E4M3FN, E5M2, decode_e8m0, decode_registers, eight_bit
+from ..operands import check_allocated, read_scalar, register, words
+from ..waves import LANES
+from .float import fma
+from .matrix_layouts import Layout, input_layout, lane_groups, output_layout
 
-LANES = 64
 SCALE_BLOCK = 32  # values along k that share one e8m0 scale
 
 # mnemonic, cycles on gfx942 and on gfx950; "-" where the chip has no such instruction. `f8` stands for fp8 and for bf8.
@@ -100,78 +100,6 @@ v_smfmac_f32_16x16x128_f8_f8       - 16
 _F8F6F4 = (E4M3FN, E5M2, E2M3, E3M2, E2M1)
 _BITS = {"f64": 64, "f32": 32, "xf32": 32, "i32": 32, "f16": 16, "bf16": 16, "i8": 8, "fp8": 8, "bf8": 8}
 _ACCUMULATOR = {"f32": np.float32, "i32": np.int32, "f64": np.float64}
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Where the elements of an operand are: `lane[x]` and `item[x]`, x being its coordinates.
-
-    A is indexed [block, i, k], B [block, j, k], C and D [block, i, j]. Item n of a lane is its bits [n * bits, (n + 1) * bits)
-    counted through the operand's registers.
-    """
-
-    lane: np.ndarray
-    item: np.ndarray
-    bits: int
-
-    @property
-    def items(self) -> int:
-        """Elements per lane."""
-        return self.lane.size // LANES
-
-    @property
-    def dwords(self) -> int:
-        """Registers of the operand."""
-        return self.items * self.bits // 32
-
-    @cached_property
-    def gather(self) -> np.ndarray:
-        """Positions of the elements in a flat [lane, item] array."""
-        return self.lane * self.items + self.item
-
-    @cached_property
-    def scatter(self) -> np.ndarray:
-        """The inverse: for every lane and item, the position of its element in the flat operand."""
-        inverse = np.empty(self.lane.size, dtype=np.int64)
-        inverse[self.gather.ravel()] = np.arange(self.lane.size)
-        return inverse
-
-    def through(self, lanes: np.ndarray) -> Layout:
-        """The layout when lane l reads the registers of lane `lanes[l]` instead of its own."""
-        return Layout(lanes[self.lane], self.item, self.bits)
-
-
-def input_layout(rows: int, blocks: int, k: int, bits: int) -> Layout:
-    """A (rows = M) or B (rows = N): CDNA4 ISA, 7.1.4.1.
-
-    A lane holds consecutive k. An operand of eight registers is two halves of four, each with its own half of k
-    (7.1.5.1 for f8f6f4, 7.5.1.3 for the B of the larger sparse instructions).
-    """
-    groups = LANES // (rows * blocks)
-    run = k // groups
-    if run * bits == 8 * 32:
-        run //= 2
-    block, row, k = np.ogrid[:blocks, :rows, :k]
-    lane = row + rows * (block + blocks * (k // run % groups))
-    item = k % run + run * (k // (run * groups))
-    return Layout(*np.broadcast_arrays(lane, item), bits)
-
-
-def output_layout(m: int, n: int, blocks: int, bits: int) -> Layout:
-    """C and D: CDNA4 ISA, 7.1.4.2.
-
-    Where one item of all lanes holds several rows of several blocks, which is so in v_mfma_f64_4x4x4_4b_f64 alone, the ISA
-    puts the rows of a block side by side, and AMD's calculator the blocks of a row. The calculator is followed: its order
-    is also that of the inputs.
-    """
-    height = 1 if bits == 64 else 4
-    blocks_per_item = -(-LANES * height // (n * m))
-    rows_per_item = LANES // blocks_per_item // n
-    row_groups = m // (height * rows_per_item)
-    block, i, j = np.ogrid[:blocks, :m, :n]
-    lane = j + n * (block % blocks_per_item + blocks_per_item * (i // height % rows_per_item))
-    item = i % height + height * (i // (height * rows_per_item) + row_groups * (block // blocks_per_item))
-    return Layout(*np.broadcast_arrays(lane, item), bits)
 
 
 _NAME = re.compile(
@@ -324,7 +252,7 @@ class MatrixInstruction:
         if blgp:
             if self.blocks == 1 and self.a_format != "f32":  # "BLGP bits supported: False" in the calculator
                 raise ValueError(f"{self.mnemonic}: blgp must be 0, got {blgp}")
-            b = b.through(_lane_groups(blgp))
+            b = b.through(lane_groups(blgp))
         return a, b
 
     def _matrix(self, registers: np.ndarray, layout: Layout, format: str, selector: int, arch: str) -> np.ndarray:
@@ -337,7 +265,7 @@ class MatrixInstruction:
             items = _F8F6F4[selector]
         else:
             items = eight_bit(format, arch) if format in ("fp8", "bf8") else format
-        values = _decode(registers, items)
+        values = decode_registers(registers, items)
         return values.reshape(*values.shape[:-2], -1)[..., layout.gather]
 
     def _accumulator(self, registers: np.ndarray) -> np.ndarray:
@@ -398,43 +326,6 @@ class MatrixInstruction:
         return words.reshape(*d.shape[:-3], LANES, self.d_layout.dwords)
 
 
-def _lane_groups(blgp: int) -> np.ndarray:
-    """The lane whose B register each lane's place takes: CDNA4 ISA, table 29."""
-    lane = np.arange(LANES)
-    if blgp == 3:
-        return (lane + 16) % LANES
-    return lane % 32 + 32 * (blgp - 1) if blgp < 3 else lane % 16 + 16 * (blgp - 4)
-
-
-@lru_cache
-def _float64_values(format: Format) -> np.ndarray:
-    return format.values.astype(np.float64)
-
-
-def _decode(registers: np.ndarray, format: Format | str) -> np.ndarray:
-    """float64[..., 64, items] of uint32[..., 64, dwords]; numpy views count the bytes of a register from the lowest."""
-    if format == "f64":
-        return registers.view(np.float64)
-    if format == "f32":
-        return registers.view(np.float32).astype(np.float64)
-    if format == "xf32":  # ten fraction bits; MMA-Sim found that the others are cut off
-        return (registers & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
-    if format == "i8":
-        return registers.view(np.int8).astype(np.float64)
-    if format == "f16":
-        return registers.view(np.float16).astype(np.float64)
-    if format == "bf16":
-        return (registers.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    codes = registers.view(np.uint8)
-    if format.bits == 4:
-        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
-    elif format.bits == 6:  # three bytes hold four codes
-        triples = codes.reshape(*codes.shape[:-1], -1, 3).astype(np.uint32)
-        words = triples @ np.array([1, 1 << 8, 1 << 16], dtype=np.uint32)
-        codes = (words[..., None] >> np.array([0, 6, 12, 18], dtype=np.uint32) & 63).reshape(*codes.shape[:-1], -1)
-    return _float64_values(format)[codes]
-
-
 def _instructions():
     for row in _TABLE.split("\n")[1:-1]:
         mnemonic, *cycles = row.split()
@@ -447,7 +338,7 @@ def _instructions():
 MATRIX: dict[str, MatrixInstruction] = {instruction.mnemonic: instruction for instruction in _instructions()}
 
 
-# In the emulator
+# Binding
 
 
 def bind(ins: Instruction, program) -> Callable:
@@ -473,15 +364,15 @@ def bind(ins: Instruction, program) -> Callable:
         options |= {"op_sel": ins.fields["opsel"], "op_sel_hi": ins.fields["opsel_hi"]}
         for name, code in (("scale_a", "scale_src0"), ("scale_b", "scale_src1")):
             reads[name] = _scale(Operand(ins.fields[code], 1, "B32", 32), ins, program)
-    vector.check_allocated(destination, program)
-    first = vector.register(destination.code)
+    check_allocated(destination, program)
+    first = register(destination.code)
 
     def run(w) -> None:
         sources = {name: source(w) for name, source in reads.items()}
         try:
             d = instruction.execute(**sources, arch=program.arch, saturate=program.saturate, **options)
         except ValueError as error:
-            raise program.error(EmulatorError, ins, w, 0, None, str(error)) from error
+            raise w.scheduler.error(EmulatorError, ins, w, 0, None, str(error)) from error
         for n in range(destination.dwords):
             w.U[first + n][...] = d[..., n]
 
@@ -489,14 +380,14 @@ def bind(ins: Instruction, program) -> Callable:
 
 
 def _registers(operand: Operand, program) -> Callable:
-    vector.check_allocated(operand, program)
-    first, count = vector.register(operand.code), operand.dwords
-    return lambda w: vector.words(w, first, count)
+    check_allocated(operand, program)
+    first, count = register(operand.code), operand.dwords
+    return lambda w: words(w, first, count)
 
 
 def _constant(operand: Operand, ins: Instruction, instruction: MatrixInstruction) -> Callable:
     """An inline constant for every element of C."""
-    value = salu.reader(operand, ins, _ACCUMULATOR[instruction.c_format])
+    value = read_scalar(operand, ins, _ACCUMULATOR[instruction.c_format])
     count = instruction.d_layout.items
     return lambda w: np.ascontiguousarray(np.broadcast_to(value(w), (w.count, LANES, count))).view(np.uint32)
 

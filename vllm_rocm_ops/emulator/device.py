@@ -1,0 +1,133 @@
+"""The CPU device: loads code objects and runs launches of their kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vllm_rocm_ops import arch
+from vllm_rocm_ops import launch as launches
+
+from . import errors
+from .counters import Counters, Traffic
+from .memory import Space
+from .objects import CodeObject, KernelObject
+from .program import Program
+from .scheduler import Scheduler
+from .waves import LANES
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """races: report races. seed: run waves in a random order instead of together. patience: instructions without progress
+    before a deadlock is reported. traffic: count what each block moves of each tensor. preloads_arguments: whether firmware leaves a
+    kernel's first arguments in SGPRs, as it does since ROCm 6. compute_units and lds_bytes: the chip, for how many blocks are
+    resident at once."""
+
+    races: bool = True
+    seed: int | None = None
+    patience: int = 200_000
+    traffic: bool = False
+    preloads_arguments: bool = True
+    compute_units: int = 304
+    lds_bytes: int = 65536
+
+    def resident_blocks(self, kernel: KernelObject, waves_per_block: int, lds: int) -> int:
+        """Blocks that the chip holds at once, as registers and LDS limit them."""
+        blocks = max(1, 4 * kernel.waves_per_simd // waves_per_block)
+        if lds:
+            blocks = max(1, min(blocks, self.lds_bytes // lds))
+        return blocks * self.compute_units
+
+
+class Emulator:
+    """A CPU device for one architecture, by a name that arch.named takes ("gfx950:3" has 3 compute units): an executor of
+    `vllm_rocm_ops.launch.Launch`.
+
+    `options` are those of `Options`. `last` is the last launch's `Counters`, `history` those of all launches with their
+    symbols.
+    """
+
+    def __init__(self, arch_name: str, **options):
+        self.arch = arch.named(arch_name)
+        self.options = Options(compute_units=self.arch.compute_units, lds_bytes=self.arch.lds_bytes, **options)
+        self.last: Counters | None = None
+        self.history: list[tuple[str, Counters]] = []
+        self._objects: dict[tuple, CodeObject] = {}
+        self._programs: dict[tuple, Program] = {}
+
+    def launch(self, launch, uninitialised: tuple = ()) -> None:
+        """Runs a launch of an op's module."""
+        self.run(launches.code_object(launch.module, self.arch.name), launch, uninitialised)
+
+    def run(
+        self,
+        path: Path | str,
+        launch,
+        uninitialised: tuple = (),
+        blocks: Sequence[int] | None = None,
+        beside: Sequence = (),
+    ) -> Counters:
+        """Runs a launch of the code object at `path`; of its blocks only those given, as if the others were late. `beside` are
+        launches that differ in their arguments alone and run at the same time, as launches on several streams do."""
+        program = self.program(path, launch.symbol)
+        kernel = program.object
+        threads = int(np.prod(launch.block))
+        if threads > kernel.max_block or not threads:
+            raise errors.LaunchError(
+                f"{launch.symbol}: block must be at most {kernel.max_block} threads, got {launch.block}"
+            )
+        if kernel.lds + launch.lds > self.arch.lds_bytes:
+            raise errors.LaunchError(
+                f"{launch.symbol}: lds must be at most {self.arch.lds_bytes}, got {kernel.lds + launch.lds}"
+            )
+        if not int(np.prod(launch.grid)):
+            raise errors.LaunchError(f"{launch.symbol}: grid must be positive, got {launch.grid}")
+        waves = int(np.prod(launch.grid)) * -(-threads // LANES) * (1 + len(beside))
+        traffic = Traffic(waves) if self.options.traffic else None
+        space = Space(program.space_granule, self.options.races, traffic)
+        assert space.add_bytes("the code object", bytes(program.code_object.relocated(program.base))) == program.base
+        kernargs = [self._kernarg(space, each, kernel, uninitialised) for each in (launch, *beside)]
+        self.last = Scheduler(program, launch, space, kernargs, self.options, blocks).run()
+        self.history.append((launch.symbol, self.last))
+        return self.last
+
+    def _kernarg(self, space: Space, launch, kernel: KernelObject, uninitialised: tuple) -> int:
+        tensors = [(f"argument {i}", arg) for i, arg in enumerate(launch.args) if isinstance(arg, torch.Tensor)]
+        space.add_tensors(tensors, uninitialised)
+        args = tuple(launches.I64(space.address(arg)) if isinstance(arg, torch.Tensor) else arg for arg in launch.args)
+        content = launches.pack(args)
+        explicit = [arg for arg in kernel.metadata.get(".args", ()) if not arg[".value_kind"].startswith("hidden_")]
+        expected = max((arg[".offset"] + arg[".size"] for arg in explicit), default=0)
+        if len(content) != expected:
+            raise errors.LaunchError(f"{launch.symbol}: args must be {expected} bytes, got {len(content)}")
+        # the segment is allocated in 64-byte lines, and compilers read to their ends
+        size = -(-max(kernel.kernarg_size, 1) // 64) * 64
+        content = bytearray(content.ljust(size, b"\0"))
+        for arg in kernel.metadata.get(".args", ()):
+            kind, axis = arg[".value_kind"][:-2], "xyz".find(arg[".value_kind"][-1])
+            hidden = {"hidden_block_count": launch.grid, "hidden_group_size": launch.block}
+            if kind in hidden:
+                value = hidden[kind][axis].to_bytes(arg[".size"], "little")
+                content[arg[".offset"] : arg[".offset"] + arg[".size"]] = value
+        return space.add_bytes("the kernel arguments", bytes(content))
+
+    def program(self, path: Path | str, symbol: str) -> Program:
+        """The bound kernel; cached until the file changes."""
+        path = Path(path)
+        stamp = (path, path.stat().st_mtime_ns, path.stat().st_size)
+        code = self._objects.get(stamp)
+        if code is None:
+            code = self._objects[stamp] = CodeObject(path)
+            if code.arch != self.arch.name:
+                raise errors.LaunchError(f"{path} must be compiled for {self.arch.name}, got {code.arch}")
+        key = (*stamp, symbol)
+        if key not in self._programs:
+            if symbol not in code.kernels:
+                raise errors.LaunchError(f"{path} must hold {symbol}, got {sorted(code.kernels)}")
+            self._programs[key] = Program(code, symbol, self.arch.name)
+        return self._programs[key]

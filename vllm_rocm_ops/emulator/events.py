@@ -1,0 +1,111 @@
+"""Memory operations under way: what a wave has issued, and what s_waitcnt makes of it.
+
+Data moves when the instruction issues; the destination is then forbidden until s_waitcnt says that it has arrived. A store
+has read its data by then: GFX9 needs no wait before a store's source is overwritten.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+
+
+class Event:
+    """An outstanding memory operation. `registers` arrive when it is done; `granules` [n, k] are the LDS that it writes, one
+    row for each active lane, whose wave `rows` [n] tells. `region` names the memory that each wave, on average, has `size`
+    bytes from. `clock` is that before a store; `acquired` and `written_back` is what waves see, and have written back, then."""
+
+    __slots__ = (
+        "acquired", "clock", "granules", "kind", "lgkm", "load", "region", "registers", "rows", "scalar", "size", "vm",
+        "written_back",
+    )  # fmt: skip
+
+    def __init__(
+        self, kind: str, registers=(), size: int = 0, load: bool = True, granules=None, rows=None, region="", clock=None
+    ):
+        self.kind, self.registers, self.size, self.load, self.region = kind, tuple(registers), size, load, region
+        self.granules, self.rows, self.clock = granules, rows, clock
+        self.acquired: list = []
+        self.written_back: list = []
+        self.vm = kind in ("vm", "flat")
+        self.lgkm = kind in ("lds", "scalar", "flat")
+        self.scalar = kind == "scalar"
+
+    def part(self, keep: np.ndarray) -> Event:
+        """The event as the waves that `keep` (bool [waves]) names see it."""
+        other = copy.copy(self)
+        if self.granules is not None:
+            chosen = keep[self.rows]
+            other.granules, other.rows = self.granules[chosen], (np.cumsum(keep) - 1)[self.rows[chosen]]
+        return other
+
+    def join(self, other: Event, waves: int) -> None:
+        """Takes in the same event of further waves; `waves` were here before."""
+        self.acquired, self.written_back = self.acquired + other.acquired, self.written_back + other.written_back
+        self.clock = min((event.clock for event in (self, other) if event.clock is not None), default=None)
+        if self.granules is None or other.granules is None:
+            theirs = other.granules, None if other.rows is None else other.rows + waves
+            self.granules, self.rows = theirs if self.granules is None else (self.granules, self.rows)
+            return
+        self.granules = np.concatenate([self.granules, other.granules])
+        self.rows = np.concatenate([self.rows, other.rows + waves])
+
+
+def issue(w, event: Event) -> None:
+    """Records a memory operation that s_waitcnt has to wait for."""
+    w.order.append(event)
+    for code in event.registers:
+        w.pending[code] = event
+    w.alert.update(event.registers)
+    if not (event.load and event.vm):
+        return
+    counters, region = w.scheduler.counters, event.region
+    loads = [e for e in w.order if e.load and e.vm]
+    counters.loads_in_flight = max(counters.loads_in_flight, len(loads))
+    in_flight = sum(e.size for e in loads if e.region == region)
+    counters.bytes_in_flight[region] = max(counters.bytes_in_flight[region], in_flight)
+
+
+def wait(w, vm: int, lgkm: int) -> None:
+    """S_WAITCNT: at most `vm` vector and `lgkm` LDS or scalar operations stay outstanding. Vector memory returns in
+    order, LDS too; scalar loads in any order, so that only lgkmcnt(0) says anything while one is under way."""
+    order, scheduler = w.order, w.scheduler
+    if not order:
+        return
+    excess_vm = sum(e.vm for e in order) - vm
+    excess_lgkm = sum(e.lgkm for e in order) - lgkm
+    if lgkm and any(e.scalar and e.lgkm for e in order):
+        excess_lgkm = 0
+    if excess_vm <= 0 and excess_lgkm <= 0:
+        return
+    waits_for_memory = excess_vm > 0
+    kept, done = [], []
+    for event in order:
+        if event.vm and excess_vm > 0:
+            event.vm = False
+            excess_vm -= 1
+        if event.lgkm and excess_lgkm > 0:
+            event.lgkm = False
+            excess_lgkm -= 1
+        if event.vm or event.lgkm:
+            kept.append(event)
+            continue
+        done.append(event)
+        for code in event.registers:
+            if w.pending.get(code) is event:
+                del w.pending[code]
+                if code not in w.undefined:
+                    w.alert.discard(code)
+        if event.granules is not None and event.kind == "vm":
+            scheduler.lds.in_flight[event.granules] = False
+    if waits_for_memory and scheduler.counters.traffic is not None:
+        scheduler.counters.traffic.wait(w.id, order, kept)
+    w.order = kept
+    for event in done:
+        if event.acquired:
+            scheduler.space.coherence.acquire(w.id, event.acquired)
+        if event.written_back:
+            scheduler.space.coherence.has_written_back(w.id, event.written_back)
+    if any(event.clock is not None for event in done):
+        scheduler.space.coherence.complete(w.id, next((event.clock for event in kept if event.clock is not None), None))

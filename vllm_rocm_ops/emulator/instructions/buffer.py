@@ -1,0 +1,139 @@
+"""Buffer loads, stores and atomics through a resource with bounds: MUBUF.
+
+Source: AMD Instinct MI300 (CDNA3) ISA, chapter "Vector Memory Operations" (buffer addressing and range checking).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ..decode import VGPR, Instruction
+from ..errors import UnsupportedInstruction
+from ..events import Event, issue
+from ..operands import I64, U32, U64, read_scalar, register
+from ..waves import LANES
+from . import load_to_lds
+from .global_memory import bind_atomic
+from .transfer import (
+    LOADS,
+    STORES,
+    Site,
+    at_agent_scope,
+    buffer_load,
+    collect,
+    deliver,
+    extend,
+    first_register,
+    lanes_of,
+)
+
+
+def bind(ins: Instruction, program) -> Callable:
+    name = ins.mnemonic.removeprefix("buffer_")
+    if name in ("wbl2", "inv"):
+        return _bind_cache(ins, program, name)
+    action, _, kind = name.partition("_")
+    resource = ins.operands["srsrc"].code
+    scalar = read_scalar(ins.operands["soffset"], ins, U32)
+    immediate, offen, idxen = ins.fields["offset"], ins.fields["offen"], ins.fields["idxen"]
+    vector = ins.operands["vaddr"].code if "vaddr" in ins.operands else VGPR
+    index_i = register(vector)
+    offset_i = register(vector + (1 if idxen else 0))
+
+    def place(w, size: int):
+        """Addresses of the active lanes and, per dword, whether it is in range."""
+        rows, _ = w.active()
+        base = (w.S64[resource] & U64(0xFFFF_FFFF_FFFF))[rows, 0]
+        word1, records, word3 = (w.S[resource + n][rows, 0].astype(I64) for n in (1, 2, 3))
+        stride = word1 >> 16 & 0x3FFF
+        if (word1 >> 31).any() or (word3 >> 23 & 1).any():
+            raise UnsupportedInstruction(f"{ins.text}: a swizzled or thread-indexed buffer resource")
+        offset = np.full(len(rows), immediate, I64)
+        if offen:
+            offset += lanes_of(w, w.U[offset_i]).astype(I64)
+        extra = scalar(w)
+        extra = extra[rows, 0].astype(I64) if extra.shape[0] > 1 else np.full(len(rows), int(extra[0, 0]), I64)
+        index = lanes_of(w, w.U[index_i]).astype(I64) if idxen else np.zeros(len(rows), I64)
+        address = base + (index * stride + offset + extra).astype(U64)
+        pieces = np.arange(0, max(size, 4), 4)
+        if idxen:
+            inside = np.broadcast_to((index < records)[:, None], (len(rows), len(pieces)))
+        else:
+            inside = (offset + extra)[:, None] + pieces + min(size, 4) <= records[:, None]
+        return address, inside
+
+    if ins.fields["lds"] or kind.startswith("lds_"):
+        load = LOADS[kind.removeprefix("lds_")]
+        return load_to_lds.bind(ins, program, None, load.size, immediate, place)
+    if action == "atomic":
+        return _bind_atomic(ins, program, kind, place)
+    table = {"load": LOADS, "store": STORES}.get(action, {})
+    if kind not in table:
+        raise UnsupportedInstruction(ins.mnemonic)
+    is_load = action == "load"
+    load = table[kind] if is_load else None
+    size, shift = (load.size, 0) if is_load else table[kind]
+    codes = tuple(ins.operands["vdata"].code + n for n in range(max(1, size // 4)))
+    first = first_register(ins.operands["vdata"], size // 4, program)
+    unit = min(size, 4)
+    device = at_agent_scope(ins)
+
+    def run(w):
+        rows, lanes = w.active()
+        region, moved, clock = "", 0, None if is_load else w.scheduler.space.coherence.clock
+        if len(rows):
+            address, inside = place(w, size)
+            region, moved = w.scheduler.space.name_at(address[0]), int(inside.sum()) * unit // w.count
+            if is_load:
+                values = buffer_load(ins, w, address, inside, size)
+                deliver(w, first, extend(values, load), load)
+            else:
+                values = collect(w, first, size, shift)
+                site = Site(ins, w, rows, lanes)
+                if inside.all():
+                    if w.scheduler.space.store(address, values, unit, w, site, False, device):
+                        w.scheduler.progress()
+                else:
+                    for n in range(inside.shape[1]):
+                        chosen = np.flatnonzero(inside[:, n])
+                        if len(chosen):
+                            part = Site(ins, w, rows[chosen], lanes[chosen])
+                            piece = values[chosen, unit * n : unit * (n + 1)]
+                            w.scheduler.space.store(address[chosen] + U64(4 * n), piece, unit, w, part, False, device)
+                            w.scheduler.progress()
+            w.scheduler.counters.vector_access(ins, w, address, size)
+        loaded = codes if is_load else ()
+        issue(w, Event("vm", loaded, size=moved, load=is_load, region=region, clock=clock))
+
+    return run
+
+
+def _bind_cache(ins, program, name: str):
+    """BUFFER_WBL2 writes the die's L2 cache back, BUFFER_INV invalidates what it has of others' memory; at agent scope, by sc1."""
+    if not at_agent_scope(ins):
+        return lambda w: None
+    if name == "inv":
+        return lambda w: w.scheduler.space.coherence.invalidate(w)
+
+    def write_back(w):
+        event = Event("vm", load=False)
+        event.written_back = w.scheduler.space.coherence.write_back(w)
+        issue(w, event)
+
+    return write_back
+
+
+def _bind_atomic(ins, program, kind: str, place):
+    size = 8 if kind.endswith(("_x2", "f64")) else 4
+
+    def address(w):
+        addresses, inside = place(w, size)
+        if not inside.all():
+            raise UnsupportedInstruction(f"{ins.text}: an atomic out of the buffer's range")
+        full = np.zeros((w.count, LANES), U64)
+        full[w.active()] = addresses
+        return full
+
+    return bind_atomic(ins, program, address, kind)

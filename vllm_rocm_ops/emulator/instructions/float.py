@@ -1,0 +1,298 @@
+"""Vector arithmetic on floats.
+
+Source: AMD Instinct MI300 (CDNA3) ISA, chapter 12 "Instructions", its sections on VOP1, VOP2, VOP3 and VOP3P with AMD's pseudocode.
+
+f32 arithmetic is IEEE, rounded to nearest even. v_exp, v_log, v_rcp, v_rsq, v_sqrt, v_sin and v_cos are computed in float64
+and rounded once, where the hardware promises 1 ulp; in f32 they flush denormal inputs and results, as LLVM's lowering of
+exp2, log2, sqrt and division assumes (AMDGPULegalizerInfo.cpp).
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+
+from ..operands import F16, F32, F64, I16, I32, I64, U16, U32, U64, flush
+from .convert import halves, high_bf16, low_bf16
+from .table import entries
+
+
+def fma(a, b, c):
+    """a * b + c rounded once. The float64 product of float32s is exact; only sums that land on a float32 tie, or among
+    its denormals, need the rounding error of the float64 sum to decide."""
+    if a.dtype == F64:
+        return _fma64(a, b, c)
+    product = a.astype(F64) * b
+    total = product + c
+    if a.dtype == F16:
+        return total
+    bits = total.view(U64)
+    tie = bits & U64(0x1FFFFFFF) == U64(0x10000000)
+    if np.count_nonzero(tie) or np.count_nonzero((np.abs(total) < 2.0**-125) & (total != 0)):
+        rest = total - product
+        error = (product - (total - rest)) + (c - rest)
+        # round to odd: an inexact sum gets an odd last bit, so that the second rounding sees which side it is on
+        inexact = (error != 0) & np.isfinite(total)
+        down = (error < 0) != (total < 0)
+        odd = np.where(inexact & (bits & U64(1) == 0), np.where(down, bits - U64(1), bits + U64(1)), bits)
+        total = odd.view(F64)
+    return total.astype(F32)
+
+
+def _fma64(a, b, c):
+    a, b, c = np.broadcast_arrays(a, b, c)
+    out = a * b + c
+    for i in np.ndindex(out.shape):
+        if np.isfinite([a[i], b[i], c[i]]).all() and np.isfinite(out[i]):
+            exact = Fraction(float(a[i])) * Fraction(float(b[i])) + Fraction(float(c[i]))
+            if exact:
+                try:
+                    out[i] = exact.numerator / exact.denominator
+                except OverflowError:
+                    out[i] = np.copysign(np.inf, out[i])
+    return out
+
+
+def maximum(a, b):
+    """V_MAX: a NaN loses, +0 beats -0."""
+    return _extreme(np.fmax, a, b, np.bitwise_and)
+
+
+def minimum(a, b):
+    """V_MIN: a NaN loses, -0 beats +0."""
+    return _extreme(np.fmin, a, b, np.bitwise_or)
+
+
+def _extreme(choose, a, b, combine):
+    out = choose(a, b)
+    equal = a == b
+    if np.count_nonzero(equal):
+        word = {2: U16, 4: U32, 8: U64}[out.dtype.itemsize]
+        out = np.where(
+            equal, combine(np.ascontiguousarray(a).view(word), np.ascontiguousarray(b).view(word)).view(out.dtype), out
+        )
+    return out
+
+
+def median(a, b, c):
+    """V_MED3 of floats; with a NaN the minimum of the others."""
+    out = maximum(minimum(a, b), minimum(maximum(a, b), c))
+    nan = np.isnan(a) | np.isnan(b) | np.isnan(c)
+    return np.where(nan, minimum(minimum(a, b), c), out) if np.count_nonzero(nan) else out
+
+
+def ieee_extreme(choose):
+    """V_MINIMUM3 and V_MAXIMUM3: NaN wins."""
+
+    def run(a, b, c):
+        nan = np.isnan(a) | np.isnan(b) | np.isnan(c)
+        return np.where(nan, a.dtype.type(np.nan), choose(choose(a, b), c))
+
+    return run
+
+
+def approximate(fn):
+    """A transcendental of f32: float64 inside, denormals flushed on both sides."""
+
+    def run(a):
+        if a.dtype != F32:
+            return fn(a.astype(F64)).astype(a.dtype)
+        return flush(fn(flush(a).astype(F64)).astype(F32))
+
+    return run
+
+
+def _reciprocal_root(a):
+    return np.where(a == 0, np.copysign(np.inf, a), 1 / np.sqrt(a))
+
+
+def _turns(fn):
+    """V_SIN and V_COS take revolutions; beyond 256 of them the result is 0 (CDNA3 ISA, V_SIN_F32)."""
+    return lambda a: np.where(np.abs(a) > 256, fn(0.0), fn(2 * np.pi * (a - np.floor(a))))
+
+
+def _exponent(a):
+    return (
+        (a.view(U32) >> U32(23) & U32(255)).astype(I32)
+        if a.dtype == F32
+        else (a.view(U64) >> U64(52) & U64(2047)).astype(I64)
+    )
+
+
+def div_scale(s0, s1, s2):
+    """V_DIV_SCALE_F32 / F64: AMD's pseudocode."""
+    wide = s0.dtype == F64
+    s0, s1, s2 = (np.array(x) for x in np.broadcast_arrays(s0, s1, s2))
+    tiny, up, numerator = (2.0**-1022, 128, 53) if wide else (2.0**-126, 64, 23)
+    distance = 768 if wide else 96
+    x1, x2 = s1.astype(F64), s2.astype(F64)
+    denormal = lambda x: (np.abs(x) < tiny) & (x != 0)
+    with np.errstate(all="ignore"):
+        reciprocal, quotient = denormal(1 / x1), denormal((s2 / s1).astype(F64))
+    zero = (x1 == 0) | (x2 == 0)
+    far = _exponent(s2) - _exponent(s1) >= distance
+    cases = [zero, far, denormal(x1), reciprocal & quotient, reciprocal, quotient, _exponent(s2) <= numerator]
+    same_denominator, same_numerator = s0 == s1, s0 == s2
+    shift = np.select(
+        cases,
+        [
+            0,
+            np.where(same_denominator, up, 0),
+            up,
+            np.where(same_denominator, -up, 0),
+            -up,
+            np.where(same_numerator, up, 0),
+            up,
+        ],
+        0,
+    )
+    vcc = np.select(cases, [False, True, False, True, False, True, False], False)
+    result = np.ldexp(s0, shift.astype(I32))
+    return np.where(zero, s0.dtype.type(np.nan), result), vcc
+
+
+def div_fmas(a, b, c, scale):
+    """V_DIV_FMAS: where VCC is set, undoes the scaling of one side, by 2^64 or 2^-64 (2^128 in f64) as the exponent of the
+    quotient c tells. CDNA's document prints a plain 2^32, which is not the inverse of V_DIV_SCALE; RDNA4's has this."""
+    wide = a.dtype == F64
+    result = fma(a, b, c)
+    up, middle = (128, 1023) if wide else (64, 127)
+    shift = np.where(_exponent(np.ascontiguousarray(c)) > middle, up, -up).astype(I32)
+    return np.where(scale, np.ldexp(result, shift), result)
+
+
+def div_fixup(s0, s1, s2):
+    """V_DIV_FIXUP: quotient s0, denominator s1, numerator s2; AMD's pseudocode."""
+    kind = s0.dtype.type
+    negative = np.signbit(s1) ^ np.signbit(s2)
+    signed = lambda x: np.where(negative, -x, x)
+    cases = [
+        (np.isnan(s2), s2),
+        (np.isnan(s1), s1),
+        (((s1 == 0) & (s2 == 0)) | (np.isinf(s1) & np.isinf(s2)), np.full(1, -np.nan, s0.dtype)),
+        ((s1 == 0) | np.isinf(s2), signed(kind(np.inf))),
+        (np.isinf(s1) | (s2 == 0), signed(kind(0))),
+    ]
+    if s0.dtype == F32:
+        cases.append((_exponent(s2) - _exponent(s1) < -150, signed(kind(0))))
+    return np.select(*zip(*cases, strict=True), signed(np.abs(s0))).astype(s0.dtype)
+
+
+def frexp_mantissa(a):
+    """V_FREXP_MANT."""
+    return np.where(np.isfinite(a), np.frexp(a)[0], a)
+
+
+def frexp_exponent(a):
+    """V_FREXP_EXP: 0 for zero, infinity and NaN."""
+    return np.where(np.isfinite(a), np.frexp(a)[1], 0)
+
+
+def _ldexp(a, n):
+    return np.ldexp(a.astype(F64), np.clip(n.astype(I64), -4000, 4000).astype(I32)).astype(a.dtype)
+
+
+def dot2_f16(a, b, c):
+    """V_DOT2(C)_F32_F16: products and sum in f32."""
+    (a0, a1), (b0, b1) = halves(a), halves(b)
+    return (a0 * b0 + a1 * b1) + c
+
+
+def dot2_bf16(a, b, c):
+    """V_DOT2(C)_F32_BF16."""
+    return (low_bf16(a) * low_bf16(b) + high_bf16(a) * high_bf16(b)) + c
+
+
+entries(
+    v_add_f32=np.add,
+    v_sub_f32=np.subtract,
+    v_subrev_f32=lambda a, b: b - a,
+    v_mul_f32=np.multiply,
+    v_mul_legacy_f32=lambda a, b: np.where((a == 0) | (b == 0), F32(0), a * b),
+    v_min_f32=minimum,
+    v_max_f32=maximum,
+    v_add_f16=np.add,
+    v_sub_f16=np.subtract,
+    v_subrev_f16=lambda a, b: b - a,
+    v_mul_f16=np.multiply,
+    v_min_f16=minimum,
+    v_max_f16=maximum,
+    v_ldexp_f16=lambda a, n: _ldexp(a, n.view(I16)),
+    v_ldexp_f32=lambda a, n: _ldexp(a, n.view(I32)),
+    v_ldexp_f64=lambda a, n: _ldexp(a, n.view(I32)),
+    v_add_f64=np.add,
+    v_mul_f64=np.multiply,
+    v_min_f64=minimum,
+    v_max_f64=maximum,
+    v_fma_f32=fma,
+    v_fma_f16=fma,
+    v_fma_f64=fma,
+    v_fma_legacy_f16=fma,
+    v_mad_f16=lambda a, b, c: a * b + c,
+    v_mad_legacy_f16=lambda a, b, c: a * b + c,
+    v_fmaak_f32=fma,
+    v_fmamk_f32=lambda a, b, k: fma(a, k, b),
+    v_madak_f16=lambda a, b, k: a * b + k,
+    v_madmk_f16=lambda a, b, k: a * k + b,
+    v_min3_f32=lambda a, b, c: minimum(minimum(a, b), c),
+    v_max3_f32=lambda a, b, c: maximum(maximum(a, b), c),
+    v_med3_f32=median,
+    v_min3_f16=lambda a, b, c: minimum(minimum(a, b), c),
+    v_max3_f16=lambda a, b, c: maximum(maximum(a, b), c),
+    v_med3_f16=median,
+    v_minimum3_f32=ieee_extreme(minimum),
+    v_maximum3_f32=ieee_extreme(maximum),
+    v_div_fixup_f16=div_fixup,
+    v_div_fixup_legacy_f16=div_fixup,
+    v_div_fixup_f32=div_fixup,
+    v_div_fixup_f64=div_fixup,
+)
+entries("accumulates", v_fmac_f32=fma, v_fmac_f64=fma, v_mac_f16=lambda a, b, c: a * b + c)
+entries("carries", v_div_scale_f32=div_scale, v_div_scale_f64=div_scale)
+entries("reads_vcc", v_div_fmas_f32=div_fmas, v_div_fmas_f64=div_fmas)
+
+# Exponents, rounding, transcendentals
+
+entries(
+    v_frexp_exp_i32_f32=frexp_exponent,
+    v_frexp_exp_i32_f64=frexp_exponent,
+    v_frexp_exp_i16_f16=lambda a: frexp_exponent(a).astype(I16),
+    v_exp_f32=approximate(np.exp2),
+    v_log_f32=approximate(np.log2),
+    v_exp_legacy_f32=approximate(np.exp2),
+    v_log_legacy_f32=approximate(np.log2),
+    v_rcp_f32=approximate(np.reciprocal),
+    v_rcp_iflag_f32=approximate(np.reciprocal),
+    v_rsq_f32=approximate(_reciprocal_root),
+    v_sqrt_f32=approximate(np.sqrt),
+    v_sin_f32=approximate(_turns(np.sin)),
+    v_cos_f32=approximate(_turns(np.cos)),
+    v_exp_f16=approximate(np.exp2),
+    v_log_f16=approximate(np.log2),
+    v_rcp_f16=approximate(np.reciprocal),
+    v_rsq_f16=approximate(_reciprocal_root),
+    v_sqrt_f16=approximate(np.sqrt),
+    v_sin_f16=approximate(_turns(np.sin)),
+    v_cos_f16=approximate(_turns(np.cos)),
+    v_rcp_f64=np.reciprocal,
+    v_rsq_f64=_reciprocal_root,
+    v_sqrt_f64=np.sqrt,
+)
+for _type in ("f16", "f32", "f64"):
+    entries(
+        **{
+            f"v_trunc_{_type}": np.trunc,
+            f"v_ceil_{_type}": np.ceil,
+            f"v_floor_{_type}": np.floor,
+            f"v_rndne_{_type}": np.rint,
+            # below 1 even where the subtraction rounds up (CDNA3 ISA, V_FRACT_F32)
+            f"v_fract_{_type}": lambda a: np.minimum(a - np.floor(a), np.nextafter(a.dtype.type(1), a.dtype.type(0))),
+            f"v_frexp_mant_{_type}": frexp_mantissa,
+        }
+    )
+
+# VOP3P
+
+entries(v_dot2_f32_f16=dot2_f16, v_dot2_f32_bf16=dot2_bf16)
+entries("accumulates", v_dot2c_f32_f16=dot2_f16, v_dot2c_f32_bf16=dot2_bf16)

@@ -1,0 +1,201 @@
+"""Global and flat loads, stores and atomics.
+
+Source: AMD Instinct MI300 (CDNA3) ISA, chapter "Flat Memory Instructions".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ..decode import NO_ADDRESS, Instruction
+from ..errors import UnsupportedInstruction
+from ..events import Event, issue
+from ..operands import APERTURES, I64, U32, U64, pair, register
+from . import load_to_lds, scratch
+from .transfer import (
+    ATOMICS,
+    LOADS,
+    STORES,
+    Load,
+    Site,
+    at_agent_scope,
+    check_code,
+    collect,
+    deliver,
+    destination_codes,
+    extend,
+    first_register,
+    lanes_of,
+    of_flag,
+    signed_offset,
+    update,
+)
+
+
+def _global_address(ins: Instruction, program):
+    """A function to 64-bit addresses [waves, 64 or 1]."""
+    offset = U64((signed_offset(ins, 13) if ins.encoding == "GLOBAL" else ins.fields["offset"]) % (1 << 64))
+    vector = ins.operands["addr"].code
+    scalar = ins.operands["saddr"].code if "saddr" in ins.operands else NO_ADDRESS
+    i = check_code(vector, program)
+    if scalar == NO_ADDRESS or ins.encoding == "FLAT":
+        check_code(vector + 1, program)
+        return lambda w: pair(w, i, U64) + offset
+    return lambda w: w.S64[scalar] + w.U[i] + offset
+
+
+def bind(ins: Instruction, program) -> Callable:
+    prefix, _, name = ins.mnemonic.partition("_")
+    action, _, kind = name.partition("_")
+    if kind.startswith("lds_"):
+        return load_to_lds.bind(ins, program, _global_address(ins, program), LOADS[kind[4:]].size, 0, None)
+    address = _global_address(ins, program)
+    if action == "atomic":
+        return bind_atomic(ins, program, address, kind)
+    table = {"load": LOADS, "store": STORES}.get(action)
+    if table is None or kind not in table:
+        raise UnsupportedInstruction(ins.mnemonic)
+    if prefix == "flat":
+        return _bind_flat(ins, program, address, table[kind])
+    if action == "load":
+        return _bind_load(ins, program, address, table[kind], "vdst")
+    return _bind_store(ins, program, address, *table[kind], "data")
+
+
+def _bind_load(ins, program, address, load: Load, destination: str):
+    codes = tuple(destination_codes(ins.operands[destination], load))
+    first = first_register(ins.operands[destination], len(codes), program)
+    device = at_agent_scope(ins)
+    align = min(load.size, 4)
+
+    def run(w):
+        rows, lanes = w.active()
+        event = Event("vm", codes)
+        if len(rows):
+            a = lanes_of(w, address(w))
+            event.region, event.size = w.scheduler.space.name_at(a[0]), len(rows) * load.size // w.count
+            flag, site = of_flag(device, rows, a), Site(ins, w, rows, lanes)
+            values = w.scheduler.space.load(a, load.size, align, w, site, flag, device)
+            deliver(w, first, extend(values, load), load)
+            w.scheduler.counters.vector_access(ins, w, a, load.size)
+            if flag:
+                event.acquired = w.scheduler.space.coherence.synchronise(w, site, a, release=False, acquire=True)
+        issue(w, event)
+
+    return run
+
+
+def _bind_store(ins, program, address, size: int, shift: int, source: str):
+    first = first_register(ins.operands[source], size // 4, program)
+    device = at_agent_scope(ins)
+
+    def run(w):
+        rows, lanes = w.active()
+        clock = w.scheduler.space.coherence.clock
+        if len(rows):
+            a = lanes_of(w, address(w))
+            values = collect(w, first, size, shift)
+            flag, site = of_flag(device, rows, a), Site(ins, w, rows, lanes)
+            if flag:
+                w.scheduler.space.coherence.synchronise(w, site, a, release=True, acquire=False)
+            if w.scheduler.space.store(a, values, min(size, 4), w, site, flag, device):
+                w.scheduler.progress()
+            w.scheduler.counters.vector_access(ins, w, a, size)
+        issue(w, Event("vm", load=False, clock=clock))
+
+    return run
+
+
+def bind_atomic(ins, program, address, kind: str):
+    wide = kind.endswith(("_x2", "f64"))
+    name = kind.removesuffix("_x2")
+    swap = name == "cmpswap"
+    if not swap and name not in ATOMICS:
+        raise UnsupportedInstruction(ins.mnemonic)
+    fn = None if swap else ATOMICS[name]
+    word, size = (U64, 8) if wide else (U32, 4)
+    source = ins.operands["data" if "data" in ins.operands else "vdata"]
+    returns = bool(ins.fields["sc0"])
+    destination = ins.operands.get("vdst", source).code
+    codes = tuple(range(destination, destination + size // 4)) if returns else ()
+    first = register(source.code)
+    step = size // 4
+
+    def run(w):
+        rows, lanes = w.active()
+        event = Event("vm", codes, clock=w.scheduler.space.coherence.clock)
+        if len(rows):
+            a = lanes_of(w, address(w))
+            site, space = Site(ins, w, rows, lanes), w.scheduler.space
+            space.coherence.note_store(ins)
+            data = collect(w, first, size, 0).view(word)[:, 0]
+            compare = collect(w, first + step, size, 0).view(word)[:, 0] if swap else None
+            event.acquired = space.coherence.synchronise(w, site, a, release=True, acquire=True)
+
+            def change(view, units, chosen):
+                return update(view, units, fn, data[chosen], None if compare is None else compare[chosen])
+
+            old = space.atomic(a, size, change, w, site)
+            w.scheduler.progress()
+            if returns:
+                deliver(w, register(destination), old.view(np.uint8).reshape(-1, size).view(U32), Load(size))
+            w.scheduler.counters.vector_access(ins, w, a, size)
+        issue(w, event)
+
+    return run
+
+
+def _bind_flat(ins, program, address, what):
+    """FLAT: each lane goes to LDS, scratch or global memory by its address."""
+    is_load = isinstance(what, Load)
+    size, shift = (what.size, 0) if is_load else what
+    operand = ins.operands["vdst" if is_load else "data"]
+    codes = tuple(operand.code + n for n in range(max(1, size // 4)))
+    first = first_register(operand, size // 4, program)
+    lds_high, private_high = APERTURES[235] >> 32, APERTURES[237] >> 32
+    device = at_agent_scope(ins)
+
+    def flag(site, addresses) -> bool:
+        return of_flag(device, site.rows, addresses)
+
+    def run(w):
+        rows, lanes = w.active()
+        clock = None if is_load else w.scheduler.space.coherence.clock
+        if len(rows):
+            a = lanes_of(w, address(w))
+            high = (a >> U64(32)).astype(U32)
+            values = np.empty((len(a), size), np.uint8) if is_load else collect(w, first, size, shift)
+            for space in ("lds", "private", "global"):
+                chosen = {"lds": high == lds_high, "private": high == private_high}.get(
+                    space, (high != lds_high) & (high != private_high)
+                )
+                index = np.flatnonzero(chosen)
+                if not len(index):
+                    continue
+                site = Site(ins, w, rows[index], lanes[index])
+                part = a[index]
+                low = (part & U64(0xFFFFFFFF)).astype(I64)
+                if space == "lds":
+                    positions = w.scheduler.lds.locate(
+                        low, size, min(size, 4), w.scheduler.slots[w.block[rows[index]]], site
+                    )
+                    if is_load:
+                        values[index] = w.scheduler.lds.load(positions, size, w, site)
+                    else:
+                        w.scheduler.lds.store(positions, values[index], w, site)
+                elif space == "private":
+                    if is_load:
+                        values[index] = scratch.load_bytes(w, low, size, site)
+                    else:
+                        scratch.store_bytes(w, low, values[index], site)
+                elif is_load:
+                    values[index] = w.scheduler.space.load(part, size, min(size, 4), w, site, flag(site, part), device)
+                elif w.scheduler.space.store(part, values[index], min(size, 4), w, site, flag(site, part), device):
+                    w.scheduler.progress()
+            if is_load:
+                deliver(w, first, extend(values, what), what)
+        issue(w, Event("flat", codes if is_load else (), load=is_load, clock=clock))
+
+    return run

@@ -1,0 +1,81 @@
+"""Scalar loads: SMEM.
+
+Source: AMD Instinct MI300 (CDNA3) ISA, chapter "Scalar Memory Operations".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ..decode import Instruction, Operand
+from ..errors import UnsupportedInstruction
+from ..events import Event, issue
+from ..operands import U32, U64, read_scalar
+from .transfer import (
+    Site,
+)
+
+
+def bind(ins: Instruction, program) -> Callable:
+    name = ins.mnemonic
+    if name in ("s_dcache_wb", "s_dcache_inv", "s_dcache_wb_vol", "s_dcache_inv_vol", "s_dcache_discard"):
+        return lambda w: None
+    destination = ins.operands["sdata"].code if "sdata" in ins.operands else None
+    if name in ("s_memtime", "s_memrealtime"):
+
+        def clock(w):
+            w.S64[destination][...] = w.scheduler.steps
+            issue(w, Event("scalar", (destination, destination + 1)))
+
+        return clock
+    buffer = name.startswith("s_buffer_load_dword")
+    if not (buffer or name.startswith("s_load_dword")):
+        raise UnsupportedInstruction(name)
+    count = int(name.rpartition("x")[2]) if "dwordx" in name else 1
+    base = ins.operands["sbase"].code
+    immediate = ins.fields["offset"] if ins.fields["imm"] else 0
+    immediate -= (immediate & 0x100000) << 1
+    offset = read_scalar(ins.operands["soffset"], ins, U32) if "soffset" in ins.operands else None
+    if not ins.fields["imm"] and not ins.fields["soffset_en"]:  # the offset field's low bits name an SGPR
+        offset = read_scalar(Operand(ins.fields["offset"] & 0x7F, 1, "B32", 32), ins, U32)
+    registers = tuple(range(destination, destination + count))
+    size = 4 * count
+
+    def run(w):
+        address = w.S64[base][:, 0] + U64(immediate % (1 << 64))
+        if buffer:
+            address = address & U64(0xFFFF_FFFF_FFFF) if immediate >= 0 else address
+        if offset is not None:
+            address = address + offset(w)[:, 0].astype(U64)
+        address = address & ~U64(3)
+        site = Site(ins, w, np.arange(w.count), None)
+        if buffer:
+            words = _scalar_buffer(w, address, site)
+        elif w.count > 1 and (address == address[0]).all():
+            w.scheduler.space.check_scalar_load(address, size, w, site)
+            words = np.broadcast_to(
+                w.scheduler.space.load(address[:1], size, 4, w, site, True).view(U32), (w.count, count)
+            )
+        else:
+            w.scheduler.space.check_scalar_load(address, size, w, site)
+            words = w.scheduler.space.load(address, size, 4, w, site, True).view(U32)
+        w.sgpr[:, destination : destination + count] = words
+        if destination + count > 126:
+            w.exec_changed()
+        issue(w, Event("scalar", registers))
+
+    def _scalar_buffer(w, address, site):
+        start = w.S64[base][:, 0] & U64(0xFFFF_FFFF_FFFF)
+        limit = w.S[base + 2][:, 0].astype(U64)
+        words = np.zeros((w.count, count), U32)
+        for n in range(count):
+            at = address + U64(4 * n)
+            inside = at - start + U64(4) <= limit
+            if inside.any():
+                part = Site(ins, w, np.flatnonzero(inside), None)
+                words[inside, n] = w.scheduler.space.load(at[inside], 4, 4, w, part, True).view(U32)[:, 0]
+        return words
+
+    return run

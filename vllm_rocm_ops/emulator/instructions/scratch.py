@@ -1,0 +1,83 @@
+"""Scratch: private bytes of each lane, [waves, lanes, bytes], with one flag per byte that says whether it was written.
+
+Source: AMD Instinct MI300 (CDNA3) ISA, chapter "Flat Memory Instructions".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ..decode import NO_ADDRESS, Instruction
+from ..errors import ScratchOutOfBounds, Uninitialised, UnsupportedInstruction
+from ..events import Event, issue
+from ..operands import I32, I64
+from .transfer import (
+    LOADS,
+    STORES,
+    Site,
+    check_code,
+    collect,
+    deliver,
+    extend,
+    first_register,
+    lanes_of,
+    signed_offset,
+)
+
+
+def _positions(w, offsets, size: int, site):
+    limit = w.scratch.shape[2] // 2
+    if (offsets < 0).any() or (offsets + size > limit).any():
+        bad = int(np.argmax((offsets < 0) | (offsets + size > limit)))
+        raise site(ScratchOutOfBounds, bad, f"{size} bytes at scratch offset {int(offsets[bad])}, the lane has {limit}")
+    return site.rows[:, None], site.lanes[:, None], offsets[:, None] + np.arange(size), limit
+
+
+def load_bytes(w, offsets, size: int, site) -> np.ndarray:
+    rows, lanes, at, limit = _positions(w, offsets, size, site)
+    written = w.scratch[rows, lanes, at + limit].all(axis=1)
+    if not written.all():
+        bad = int(np.argmin(written))
+        raise site(Uninitialised, bad, f"scratch offset {int(offsets[bad])} was never written")
+    return w.scratch[rows, lanes, at]
+
+
+def store_bytes(w, offsets, values, site) -> None:
+    rows, lanes, at, limit = _positions(w, offsets, values.shape[1], site)
+    w.scratch[rows, lanes, at] = values
+    w.scratch[rows, lanes, at + limit] = 1
+
+
+def bind(ins: Instruction, program) -> Callable:
+    _, action, kind = ins.mnemonic.split("_", 2)
+    table = {"load": LOADS, "store": STORES}.get(action, {})
+    if kind not in table:
+        raise UnsupportedInstruction(ins.mnemonic)
+    is_load = action == "load"
+    load = table[kind] if is_load else None
+    size, shift = (load.size, 0) if is_load else table[kind]
+    offset = signed_offset(ins, 13)
+    vector = check_code(ins.operands["addr"].code, program) if ins.fields["sve"] else None
+    scalar = ins.operands["saddr"].code if "saddr" in ins.operands else NO_ADDRESS
+    operand = ins.operands["vdst" if is_load else "data"]
+    codes = tuple(operand.code + n for n in range(max(1, size // 4)))
+    first = first_register(operand, size // 4, program)
+
+    def run(w):
+        rows, lanes = w.active()
+        if len(rows):
+            offsets = np.full(len(rows), offset, I64)
+            if vector is not None:
+                offsets += lanes_of(w, w.I[vector])
+            if scalar != NO_ADDRESS:
+                offsets += w.S[scalar][rows, 0].astype(I32)
+            site = Site(ins, w, rows, lanes)
+            if is_load:
+                deliver(w, first, extend(load_bytes(w, offsets, size, site), load), load)
+            else:
+                store_bytes(w, offsets, collect(w, first, size, shift), site)
+        issue(w, Event("vm", codes if is_load else (), load=is_load))
+
+    return run

@@ -1,0 +1,214 @@
+"""How memory instructions move data between registers and bytes: widths, atomics, and whose lanes take part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .. import formats
+from ..decode import Instruction, Operand
+from ..operands import F16, F32, F64, I32, I64, U16, U32, U64, check_allocated, register
+from ..waves import LANES
+
+
+class Site:
+    """Where an access happens: makes errors that name instruction, block, wave and lane of its n-th active lane."""
+
+    __slots__ = ("ins", "lanes", "rows", "w")
+
+    def __init__(self, ins, w, rows, lanes):
+        self.ins, self.w, self.rows, self.lanes = ins, w, rows, lanes
+
+    def __call__(self, kind, index: int, message: str):
+        lane = None if self.lanes is None else int(self.lanes[index])
+        return self.w.scheduler.error(kind, self.ins, self.w, int(self.rows[index]), lane, message)
+
+
+@dataclass(frozen=True)
+class Load:
+    """bytes in memory; sign-extended or not; into the low (0) or high (16) half only, or the whole register."""
+
+    size: int
+    signed: bool = False
+    half: int | None = None
+
+
+LOADS = {
+    "ubyte": Load(1), "sbyte": Load(1, True), "ushort": Load(2), "sshort": Load(2, True),
+    "ubyte_d16": Load(1, half=0), "ubyte_d16_hi": Load(1, half=16), "sbyte_d16": Load(1, True, 0),
+    "sbyte_d16_hi": Load(1, True, 16), "short_d16": Load(2, half=0), "short_d16_hi": Load(2, half=16),
+    "dword": Load(4), "dwordx2": Load(8), "dwordx3": Load(12), "dwordx4": Load(16),
+}  # fmt: skip
+STORES = {
+    "byte": (1, 0), "byte_d16_hi": (1, 16), "short": (2, 0), "short_d16_hi": (2, 16),
+    "dword": (4, 0), "dwordx2": (8, 0), "dwordx3": (12, 0), "dwordx4": (16, 0),
+}  # fmt: skip
+DS_LOADS = {
+    "b32": Load(4), "b64": Load(8), "b96": Load(12), "b128": Load(16), "i8": Load(1, True), "u8": Load(1),
+    "i16": Load(2, True), "u16": Load(2), "u8_d16": Load(1, half=0), "u8_d16_hi": Load(1, half=16),
+    "i8_d16": Load(1, True, 0), "i8_d16_hi": Load(1, True, 16), "u16_d16": Load(2, half=0), "u16_d16_hi": Load(2, half=16),
+}  # fmt: skip
+DS_STORES = {
+    "b8": (1, 0), "b16": (2, 0), "b8_d16_hi": (1, 16), "b16_d16_hi": (2, 16), "b32": (4, 0), "b64": (8, 0), "b96": (12, 0),
+    "b128": (16, 0),
+}  # fmt: skip
+
+
+def _packed_add(decode, encode):
+    def run(old, new):
+        pairs = [decode(old >> U32(s) & U32(0xFFFF)) + decode(new >> U32(s) & U32(0xFFFF)) for s in (0, 16)]
+        return encode(pairs[0]) | encode(pairs[1]) << U32(16)
+
+    return run
+
+
+def _float(fn, dtype):
+    word = {F32: U32, F64: U64}[dtype]
+    return lambda old, new: fn(old.view(dtype), new.view(dtype)).view(word)
+
+
+def _signed(fn):
+    return lambda old, new: np.where(fn(new.view(_SIGNED[new.dtype]), old.view(_SIGNED[old.dtype])), new, old)
+
+
+_SIGNED = {np.dtype(U32): I32, np.dtype(U64): I64}
+_f16 = _packed_add(lambda x: x.astype(U16).view(F16), lambda x: x.view(U16).astype(U32))
+_bf16 = _packed_add(lambda x: (x << U32(16)).view(F32), formats.BF16.encode)
+# new memory value from old memory value and data (uint32 or uint64 arrays)
+ATOMICS: dict[str, Callable] = {
+    "swap": lambda old, new: new,
+    "add": lambda old, new: old + new,
+    "sub": lambda old, new: old - new,
+    "rsub": lambda old, new: new - old,
+    "smin": _signed(np.less),
+    "umin": np.minimum,
+    "smax": _signed(np.greater),
+    "umax": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "inc": lambda old, new: np.where(old >= new, old.dtype.type(0), old + old.dtype.type(1)),
+    "dec": lambda old, new: np.where((old == 0) | (old > new), new, old - old.dtype.type(1)),
+    "add_f32": _float(np.add, F32),
+    "min_f32": _float(np.fmin, F32),
+    "max_f32": _float(np.fmax, F32),
+    "add_f64": _float(np.add, F64),
+    "min_f64": _float(np.fmin, F64),
+    "max_f64": _float(np.fmax, F64),
+    "pk_add_f16": _f16,
+    "pk_add_bf16": _bf16,
+}
+
+
+def update(view: np.ndarray, units: np.ndarray, fn, data: np.ndarray, compare=None) -> np.ndarray:
+    """Applies an atomic to view[units], lane by lane where lanes meet; returns the old values."""
+    if fn is None:
+        fn = lambda old, pair_: np.where(old == pair_[1], pair_[0], old)
+    apply = fn if compare is None else lambda old, i: np.where(old == compare[i], data[i], old)
+    if len(np.unique(units)) == len(units):
+        old = view[units]
+        view[units] = fn(old, data) if compare is None else np.where(old == compare, data, old)
+        return old
+    old = np.empty_like(data)
+    for i, unit in enumerate(units):
+        old[i] = view[unit]
+        value = view[unit : unit + 1].copy()
+        view[unit] = (fn(value, data[i : i + 1]) if compare is None else apply(value, i))[0]
+    return old
+
+
+# Moving between registers and bytes
+
+
+def destination_codes(operand: Operand, load: Load) -> list[int]:
+    return [operand.code + n for n in range(max(1, load.size // 4))]
+
+
+def check_code(code: int, program) -> int:
+    check_allocated(Operand(code, 1, "B32", 32), program)
+    return register(code)
+
+
+def first_register(operand: Operand, dwords: int, program) -> int:
+    """The register index of an operand's first dword; all of them must be allocated."""
+    return [check_code(operand.code + n, program) for n in range(max(1, dwords))][0]  # noqa: RUF015 every one is checked
+
+
+def extend(values: np.ndarray, load: Load) -> np.ndarray:
+    """[n, size] bytes as uint32 [n, dwords]."""
+    if load.size >= 4:
+        return values.view(U32)
+    narrow = values.view(
+        {(1, True): np.int8, (1, False): np.uint8, (2, True): np.int16, (2, False): U16}[load.size, load.signed]
+    )
+    return narrow.astype(I32 if load.signed else U32).view(U32)
+
+
+def deliver(w, first: int, words: np.ndarray, load: Load) -> None:
+    """Writes the active lanes' loaded dwords [n, dwords] to VGPRs from `first` on."""
+    for n in range(words.shape[1]):
+        column, target = words[:, n], w.U[first + n]
+        if load.half is not None:
+            shift = U32(load.half)
+            keep = U32(0xFFFF0000 >> load.half)
+            old = target.ravel() if w.full else target[w.mask]
+            column = old & keep | (column & U32(0xFFFF)) << shift
+        if w.full:
+            target[...] = column.reshape(w.count, LANES)
+        else:
+            target[w.mask] = column
+
+
+def collect(w, first: int, size: int, shift: int) -> np.ndarray:
+    """The bytes [n, size] that the active lanes store from VGPRs from `first` on."""
+    if size < 4:
+        column = w.U[first].ravel() if w.full else w.U[first][w.mask]
+        column = column >> U32(shift) if shift else column
+        return np.ascontiguousarray(column.astype(np.uint8 if size == 1 else U16)).view(np.uint8).reshape(-1, size)
+    count = size // 4
+    columns = [w.U[first + n].ravel() if w.full else w.U[first + n][w.mask] for n in range(count)]
+    return np.ascontiguousarray(np.stack(columns, axis=1)).view(np.uint8)
+
+
+def lanes_of(w, values: np.ndarray) -> np.ndarray:
+    """Per-lane values of the active lanes, 1-d."""
+    if values.shape != (w.count, LANES):
+        values = np.broadcast_to(values, (w.count, LANES))
+    return values.ravel() if w.full else values[w.mask]
+
+
+def signed_offset(ins: Instruction, bits: int) -> int:
+    offset = ins.fields["offset"]
+    return offset - (1 << bits) if offset >> (bits - 1) & 1 else offset
+
+
+def at_agent_scope(ins: Instruction) -> bool:
+    """sc1 marks accesses at agent or system scope: past the L2 cache of the die."""
+    return bool(ins.fields.get("sc1"))
+
+
+def of_flag(device: bool, rows: np.ndarray, addresses: np.ndarray) -> bool:
+    """Whether an access at agent scope is that of a flag: each wave touches one address, as it does with an atomic."""
+    if not device:
+        return False
+    starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
+    return bool((np.repeat(addresses[starts], np.diff(np.append(starts, len(rows)))) == addresses).all())
+
+
+def buffer_load(ins, w, address, inside, size: int) -> np.ndarray:
+    """[n, size] bytes; dwords out of the resource's range are 0."""
+    rows, lanes = w.active()
+    unit = min(size, 4)
+    device = at_agent_scope(ins)
+    if inside.all():
+        return w.scheduler.space.load(address, size, unit, w, Site(ins, w, rows, lanes), False, device)
+    values = np.zeros((len(rows), size), np.uint8)
+    for n in range(inside.shape[1]):
+        chosen = np.flatnonzero(inside[:, n])
+        if len(chosen):
+            part = Site(ins, w, rows[chosen], lanes[chosen])
+            loaded = w.scheduler.space.load(address[chosen] + U64(4 * n), unit, unit, w, part, False, device)
+            values[chosen, unit * n : unit * (n + 1)] = loaded
+    return values

@@ -1,0 +1,104 @@
+"""A kernel of a code object: its instructions, each bound once to what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from . import errors, instructions, sanitizer
+from .decode import AGPR, VGPR, Instruction, Operand, decode
+from .objects import CodeObject, KernelObject
+
+
+class Bound(NamedTuple):
+    """An instruction ready to run."""
+
+    run: Callable
+    registers: frozenset[int]  # all that it touches, EXEC left out
+    reads: frozenset[int]
+    writes: frozenset[int]
+    flow: dict[int, frozenset[int]] | None  # see sanitizer.data_flow
+    ignores_exec: bool
+    fault: str = ""  # why it cannot run
+
+
+class Program:
+    """A kernel, bound. What a launch changes is the scheduler's."""
+
+    def __init__(self, code: CodeObject, name: str, arch: str):
+        self.object: KernelObject = code.kernels[name]
+        self.code_object, self.arch = code, arch
+        self.saturate = bool(self.object.rsrc1 >> 26 & 1)
+        self.base = 1 << 36  # the image is the first region of every launch
+        entry, size = self.object.entry, self.object.size
+        self.instructions = decode(bytes(code.image[entry : entry + size]), entry)
+        self.index = {ins.address: i for i, ins in enumerate(self.instructions)}
+        self.stored: set[str] | None = None  # the arguments that launches so far wrote to
+        self.bound: list[Bound | None] = [None] * len(self.instructions)  # bound when first executed
+        self.space_granule = min(
+            [_narrowest(ins.mnemonic, ("global", "buffer", "flat")) for ins in self.instructions] + [4]
+        )
+        self.lds_granule = min([_narrowest(ins.mnemonic, ("ds", "flat", "buffer")) for ins in self.instructions] + [4])
+
+    def bind(self, ins: Instruction) -> Bound:
+        """Resolves an instruction's operands once, for all its executions."""
+        fault = ""
+        try:
+            run = instructions.bind(ins, self)
+        except errors.EmulatorError as error:
+            kind, fault = type(error), str(error)
+        except (KeyError, AttributeError) as error:
+            kind, fault = errors.UnsupportedInstruction, f"{type(error).__name__} {error}"
+        at = self.index[ins.address]
+        if not fault and at and sanitizer.reads_m0_too_early(self.instructions[at - 1], ins):
+            kind, fault = errors.MissingWait, "M0 is written just before; its read needs a wait state, such as s_nop 0"
+        if fault:
+            run = self._raising(kind, ins, fault)
+        reads, writes = (frozenset(), frozenset()) if fault else sanitizer.effects(ins)
+        ignores_exec = ins.mnemonic.startswith(("v_mfma", "v_smfmac", "v_writelane"))
+        return Bound(run, reads | writes, reads, writes, sanitizer.data_flow(ins, reads, writes), ignores_exec, fault)
+
+    def _raising(self, kind, ins, message: str) -> Callable:
+        def run(w):
+            raise w.scheduler.error(kind, ins, w, 0, None, message)
+
+        return run
+
+    def allocates(self, code: int) -> bool:
+        """Whether the kernel descriptor gives the wave this VGPR or AGPR."""
+        if code < AGPR:
+            return code - VGPR < self.object.vgprs
+        return code - AGPR < self.object.agprs
+
+    def out_of_range(self, operand: Operand) -> errors.RegisterOutOfRange:
+        """The error for a register beyond the allocation."""
+        kernel = self.object
+        return errors.RegisterOutOfRange(
+            f"{operand} is beyond the {kernel.vgprs} VGPRs and {kernel.agprs} AGPRs allocated"
+        )
+
+    def index_of(self, address: int) -> int:
+        """The index of the instruction at a virtual address; a function that is called is decoded at its first call."""
+        offset = address - self.base
+        if offset not in self.index:
+            spans = [
+                (start, size) for start, size in self.code_object.symbols.values() if start <= offset < start + size
+            ]
+            if not spans:
+                raise errors.OutOfBounds(f"a jump to {address:#x}, where no function is")
+            start, size = spans[0]
+            called = decode(bytes(self.code_object.image[start : start + size]), start)
+            self.index.update((ins.address, len(self.instructions) + i) for i, ins in enumerate(called))
+            self.instructions += called
+            self.bound += [None] * len(called)
+        return self.index[offset]
+
+
+def _narrowest(mnemonic: str, prefixes: tuple[str, ...]) -> int:
+    """Bytes of the narrowest access of such a memory instruction, at most 4."""
+    if not mnemonic.startswith(prefixes):
+        return 4
+    for size, words in ((1, ("byte", "_b8", "_u8", "_i8")), (2, ("short", "_b16", "_u16", "_i16"))):
+        if any(word in mnemonic for word in words):
+            return size
+    return 4

@@ -1,0 +1,349 @@
+"""A launch under way: its memory, its blocks, and the order in which their waves run.
+
+Waves that stand at the same program counter run together as one numpy operation over [waves, 64 lanes]; a branch that
+divides them splits the group, a common program counter joins it again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from . import errors, sanitizer
+from .counters import Counters
+from .decode import AGPR, EXEC, M0, VCC, VGPR
+from .instructions.scalar import Diverge, Signal
+from .lds import Lds
+from .memory import Space
+from .program import Program
+from .waves import LANES, SGPRS, Waves
+
+_QUANTUM = 4096  # instructions that a group runs before others get their turn
+_GROUP = 64  # waves that start as one group
+_POISON = 0xFFA5A5A5  # a NaN in every float format
+
+
+class Scheduler:
+    """Runs the chosen blocks, by default all, of as many launches as there are kernel arguments: their blocks are numbered launch by
+    launch. `options` are those of device.Options."""
+
+    def __init__(
+        self, program: Program, launch, space: Space, kernargs: list[int], options, chosen: Sequence[int] | None
+    ):
+        self.program, self.kernel = program, program.object
+        threads = int(np.prod(launch.block))
+        self.grid, self.block_size, self.threads = launch.grid, launch.block, threads
+        self.waves_per_block = -(-threads // LANES)
+        self.blocks_per_launch = int(np.prod(launch.grid))
+        blocks = self.blocks_per_launch * len(kernargs)
+        self.space, self.kernargs, self.options = space, kernargs, options
+        self.counters = Counters(program.arch, traffic=space.traffic)
+        self.counts = [0] * len(program.instructions)
+        self.steps = self.last_progress = 0
+        self.rng = None if options.seed is None else np.random.default_rng(options.seed)
+        self.epochs = np.ones(blocks, np.int64)
+        self.arrived = np.zeros(blocks, np.int64)
+        self.ended = np.zeros(blocks, np.int64)
+        self.block_of = np.arange(blocks * self.waves_per_block) // self.waves_per_block
+        space.coherence.begin(len(self.block_of))
+        space.watch(program.stored)
+        lds = self.kernel.lds + launch.lds
+        order = np.arange(blocks) if chosen is None else np.array(chosen)
+        resident = min(len(order), options.resident_blocks(self.kernel, self.waves_per_block, lds))
+        self.lds = Lds(resident, lds, program.lds_granule, options.races)
+        self.slots = np.full(blocks, -1, np.int64)
+        self.free_slots = list(range(resident))[::-1]
+        self.next_blocks = deque((order if self.rng is None else self.rng.permutation(order)).tolist())
+        self.queue: deque[Waves] = deque()
+        self.waiting: list[Waves] = []
+
+    def run(self) -> Counters:
+        """Runs all waves to their end."""
+        with np.errstate(all="ignore"):
+            while self.next_blocks or self.queue or self.waiting:
+                self._turn()
+        self.counters.finish(self.program.instructions, self.counts)
+        self.program.stored = self.space.stored_names() | (self.program.stored or set())
+        return self.counters
+
+    def error(self, kind, ins, w, row: int, lane: int | None, message: str) -> errors.EmulatorError:
+        """An error that says where it happened."""
+        where = self.wave_name(int(w.id[row])) + ("" if lane is None else f", lane {lane}")
+        error = kind(f"{self.kernel.name}+{ins.address - self.kernel.entry:#x} `{ins.text}`, {where}: {message}")
+        error.located = True
+        return error
+
+    def wave_name(self, wave: int) -> str:
+        """The block and wave of a wave number."""
+        block, wave = divmod(wave, self.waves_per_block)
+        x, y, _ = self.grid
+        return f"block ({block % x}, {block // x % y}, {block // x // y}), wave {wave}"
+
+    def progress(self) -> None:
+        """Something changed that another wave may be waiting for."""
+        self.last_progress = self.steps
+
+    def index_of(self, address: int) -> int:
+        """The index of the instruction at a virtual address."""
+        index = self.program.index_of(address)
+        self.counts += [0] * (len(self.program.instructions) - len(self.counts))
+        return index
+
+    def _turn(self) -> None:
+        if not self.queue and not self._start():
+            raise self._deadlock(self.waiting[0], "no wave can run")
+        if self.rng is not None and len(self.queue) > 1:
+            self.queue.rotate(int(self.rng.integers(len(self.queue))))
+        w = self.queue.popleft()
+        quantum = _QUANTUM if self.rng is None else int(self.rng.integers(1, 200))
+        if self._run(w, quantum):
+            self.queue.append(w)
+            self._start()
+            if self.steps - self.last_progress > self.options.patience * (len(self.queue) + 1):
+                raise self._deadlock(w, f"nothing has changed for {self.options.patience} instructions of every wave")
+
+    def _deadlock(self, w, message: str):
+        at = max(0, w.pc - 1) if w in self.waiting else w.pc
+        return self.error(errors.Deadlock, self.program.instructions[at], w, 0, None, message)
+
+    def _start(self) -> bool:
+        """Starts the next blocks that fit; returns whether there were any."""
+        count = min(len(self.next_blocks), len(self.free_slots), max(1, _GROUP // self.waves_per_block))
+        if not count:
+            return False
+        blocks = np.array([self.next_blocks.popleft() for _ in range(count)])
+        for block in blocks:
+            self.slots[block] = self.free_slots.pop()
+            self.lds.clear(self.slots[block])
+        waves = self._new_waves(blocks)
+        if self.rng is None:
+            self.queue.append(waves)
+            return True
+        while waves.count > 1:
+            chosen = np.zeros(waves.count, bool)
+            chosen[self.rng.choice(waves.count, int(self.rng.integers(1, waves.count)), replace=False)] = True
+            self.queue.append(waves.split(chosen))
+        self.queue.append(waves)
+        return True
+
+    def _new_waves(self, blocks: np.ndarray) -> Waves:
+        kernel, per_block = self.kernel, self.waves_per_block
+        block = np.repeat(blocks, per_block)
+        wave = np.tile(np.arange(per_block), len(blocks))
+        count = len(block)
+        vgpr = np.full((kernel.vgprs + kernel.agprs, count, LANES), _POISON, np.uint32)
+        thread = wave[:, None] * LANES + np.arange(LANES)
+        x, y, _ = self.block_size
+        axes = kernel.rsrc2 >> 11 & 3  # ENABLE_VGPR_WORKITEM_ID: x, xy or xyz, packed
+        vgpr[0] = thread % x | (thread // x % y << 10 if axes else 0) | (thread // x // y << 20 if axes > 1 else 0)
+        sgpr = np.full((count, SGPRS), _POISON, np.uint32)
+        known = self._set_sgprs(sgpr, block)
+        sgpr.view(np.uint64)[:, EXEC // 2] = Waves.bits(thread < self.threads)[:, 0]
+        scratch = np.zeros((count, LANES, 2 * kernel.scratch), np.uint8) if kernel.scratch else None
+        start = kernel.preloaded_entry if self.options.preloads_arguments else kernel.entry
+        w = Waves(
+            self,
+            vgpr=vgpr,
+            sgpr=sgpr,
+            scc=np.zeros((count, 1), bool),
+            block=block,
+            wave=wave,
+            id=block * per_block + wave,
+            scratch=scratch,
+        )
+        registers = {
+            *range(VGPR + 1, VGPR + kernel.vgprs),
+            *range(AGPR, AGPR + kernel.agprs),
+            *range(102),
+            VCC,
+            VCC + 1,
+            M0,
+        }
+        w.pc = self.program.index[start]
+        w.undefined = registers - known
+        w.alert = set(w.undefined)
+        return w
+
+    def _set_sgprs(self, sgpr: np.ndarray, block: np.ndarray) -> set[int]:
+        """Initial SGPRs, in the order of AMDGPUUsage "Initial Kernel Execution State"; returns which are set."""
+        properties, rsrc2 = self.kernel.properties, self.kernel.rsrc2
+        which, block = np.divmod(block, self.blocks_per_launch)
+        kernarg = np.array(self.kernargs)[which]
+        at = 0
+        known: set[int] = set()
+
+        def put(count: int, values=None) -> None:
+            nonlocal at
+            for n in range(count):
+                sgpr[:, at + n] = 0 if values is None else values[n]
+            known.update(range(at, at + count))
+            at += count
+
+        for bit, count in enumerate(
+            (4, 2, 2, 2, 2, 2, 1)
+        ):  # private buffer, dispatch, queue, kernarg, dispatch id, scratch, size
+            if properties >> bit & 1:
+                put(count, (kernarg & 0xFFFFFFFF, kernarg >> 32) if bit == 3 else None)
+        preloaded, first = self.kernel.kernarg_preload, self.kernel.kernarg_preload_offset
+        if self.options.preloads_arguments and preloaded:
+            regions = [self.space.regions[address >> 36] for address in self.kernargs]
+            put(preloaded, np.array([region.views[4][first:][:preloaded] for region in regions])[which].T)
+        else:
+            at += preloaded
+        assert at == self.kernel.user_sgprs
+        gx, gy, _ = self.grid
+        coordinates = (block % gx, block // gx % gy, block // gx // gy)
+        for axis, bit in enumerate((7, 8, 9)):
+            if rsrc2 >> bit & 1:
+                put(1, (coordinates[axis],))
+        if rsrc2 >> 10 & 1:
+            put(1)
+        if rsrc2 & 1:
+            put(1)
+        return known
+
+    def _run(self, w: Waves, quantum: int) -> bool:
+        """Runs a group until it ends, waits or its quantum is over; returns whether it can go on."""
+        bound, counts = self.program.bound, self.counts
+        pc, count = w.pc, w.count
+        joins = self.rng is None
+        steps = 0
+        try:
+            while steps < quantum:
+                steps += 1
+                counts[pc] += count
+                entry = bound[pc]
+                if entry is None:
+                    entry = bound[pc] = self.program.bind(self.program.instructions[pc])
+                alert = w.alert
+                if alert and not entry[1].isdisjoint(alert):
+                    after = sanitizer.examine(w, self.program.instructions[pc], entry)
+                    result = entry[0](w)
+                    after()
+                else:
+                    result = entry[0](w)
+                if result is None:
+                    pc += 1
+                elif type(result) is int and result >= 0:
+                    pc = result
+                elif result == Signal.YIELD:
+                    pc += 1
+                    break
+                elif result == Signal.END:
+                    w.pc = pc
+                    self._end(w)
+                    return False
+                elif result == Signal.BARRIER:
+                    w.pc = pc + 1
+                    self._arrive(w)
+                    return False
+                else:
+                    w.pc = pc
+                    pc = self._diverge(w, result)
+                    count = w.count
+                if pc == w.meet and joins:
+                    w.pc = pc
+                    self._meet(w)
+                    count = w.count
+        except errors.EmulatorError as error:
+            if error.located:
+                raise
+            raise self.error(type(error), self.program.instructions[pc], w, 0, None, str(error)) from error
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # what no instruction here foresaw
+            ins = self.program.instructions[min(pc, len(self.program.instructions) - 1)]
+            message = f"{type(error).__name__}: {error}"
+            raise self.error(errors.UnsupportedInstruction, ins, w, 0, None, message) from error
+        finally:
+            self.steps += steps
+        w.pc = pc
+        return True
+
+    def _diverge(self, w: Waves, branch: Diverge) -> int:
+        """Splits the group at a branch; the part that is behind goes on, the other waits for it. Returns where to go on."""
+        other = w.split(branch.taken)
+        following = w.pc + 1
+        if branch.target is None:
+            raise errors.UnsupportedInstruction(f"{self.program.instructions[w.pc].text}: targets differ between waves")
+        forward = branch.target > w.pc
+        if forward:  # w falls through, other has jumped ahead
+            other.pc, other.meet = branch.target, w.meet
+            self.queue.append(other)
+            w.meet = branch.target
+            return following
+        # other loops back; let w be the looping part, so that the loop ends before the code behind it goes on
+        w.__dict__, other.__dict__ = other.__dict__, w.__dict__
+        other.pc = following
+        self.queue.append(other)
+        w.meet = following
+        return branch.target
+
+    def _meet(self, w: Waves) -> None:
+        """Takes in groups that wait at this program counter."""
+        for other in [o for o in self.queue if o.pc == w.pc]:
+            if w.can_join(other):
+                self.queue.remove(other)
+                w.meet = other.meet if other.meet != w.pc else w.meet
+                w.join(other)
+
+    def _end(self, w: Waves) -> None:
+        self.progress()
+        np.add.at(self.ended, w.block, 1)
+        self._check_barriers(w)
+        for block in np.unique(w.block):
+            if self.ended[block] == self.waves_per_block:
+                self.free_slots.append(int(self.slots[block]))
+
+    def _arrive(self, w: Waves) -> None:
+        np.add.at(self.arrived, w.block, 1)
+        for event in w.order:
+            if event.granules is not None:  # not waited for: the write may land after the barrier
+                self.lds.writer[event.granules] += 1 << 8
+        self.waiting.append(w)
+        self._check_barriers(w)
+        self._open_barriers(w)
+
+    def _check_barriers(self, w: Waves) -> None:
+        stuck = (self.arrived > 0) & (self.ended > 0) & (self.arrived + self.ended == self.waves_per_block)
+        if stuck.any():
+            block = int(np.argmax(stuck))
+            inside = next(o for o in self.waiting if (o.block == block).any())
+            row = int(np.argmax(inside.block == block))
+            message = f"{int(self.ended[block])} waves of the block ended without reaching the barrier"
+            raise self.error(
+                errors.DivergentBarrier, self.program.instructions[inside.pc - 1], inside, row, None, message
+            )
+
+    def _open_barriers(self, w: Waves) -> None:
+        complete = self.arrived == self.waves_per_block
+        if not complete[w.block].any():
+            return
+        opened: list[Waves] = []
+        for group in list(self.waiting):
+            ready = complete[group.block]
+            if ready.all():
+                self.waiting.remove(group)
+                opened.append(group)
+            elif ready.any():
+                opened.append(group.split(ready))
+        self.counters.barriers += int(complete.sum())
+        self.epochs[complete] += 1
+        for block in np.flatnonzero(complete).tolist():
+            self.space.coherence.pass_barrier(
+                block, range(block * self.waves_per_block, (block + 1) * self.waves_per_block)
+            )
+        self.arrived[complete] = 0
+        self.progress()
+        if self.rng is not None:
+            self.queue.extend(opened)
+            return
+        joined: list[Waves] = []
+        for group in opened:
+            group.meet = -1
+            host = next((j for j in joined if j.can_join(group) and j.count + group.count <= _GROUP), None)
+            if host is None:
+                joined.append(group)
+            else:
+                host.join(group)
+        self.queue.extendleft(reversed(joined))
