@@ -160,6 +160,12 @@ KERNELS = [
         + "global_store_dword v1, v0, s[6:7]\n v_mov_b32 v2, 0\n s_waitcnt vmcnt(0)\n global_load_dword v3, v2, s[6:7]\n s_waitcnt vmcnt(0)",
     ),
     Kernel(
+        "read_after_atomic_race",
+        LOAD_POINTERS
+        + "v_mov_b32 v1, 0\n v_mov_b32 v2, 1\n s_cmp_eq_u32 s2, 0\n s_cbranch_scc0 .Lread_it\n global_atomic_add v1, v2, s[6:7]\n s_branch .Latomic_done\n"
+        + ".Lread_it:\n global_load_dword v3, v1, s[6:7]\n.Latomic_done:\n s_waitcnt vmcnt(0)",
+    ),
+    Kernel(
         "write_after_read_race",  # every block reads its neighbour's word, then writes its own
         LOAD_POINTERS
         + "s_xor_b32 s8, s2, 1\n s_lshl_b32 s8, s8, 2\n s_lshl_b32 s9, s2, 2\n v_mov_b32 v1, s8\n v_mov_b32 v2, s9\n global_load_dword v3, v1, s[4:5]\n s_waitcnt vmcnt(0)\n v_add_u32 v3, 1, v3\n global_store_dword v2, v3, s[4:5]",
@@ -568,6 +574,9 @@ def test_global_races(device, seed):
         device.run("read_race", grid=4, emulator=emulator)
     with pytest.raises(errors.GlobalRace, match="argument 0"):
         device.run("write_after_read_race", grid=4, emulator=emulator)
+    if seed is None:  # in other orders the read may come first
+        with pytest.raises(errors.GlobalRace, match=r"argument 1, read here, was written by block \(0, 0, 0\)"):
+            device.run("read_after_atomic_race", grid=2, emulator=emulator, uninitialised=False)
     source = torch.zeros(256, dtype=torch.int32)
     device.run("global_through_barrier", source, block=256, emulator=emulator)
     assert torch.equal(source, arange(256) ^ 64)
