@@ -15,7 +15,7 @@ import torch
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, op
-from vllm_rocm_ops.correctness import PRODUCTS, generator_of, run_and_check, unwritten_is_nan, whole_numbers
+from vllm_rocm_ops.correctness import check_case
 
 FEW_UNITS = 3
 OPS = list(op.registered())
@@ -46,36 +46,10 @@ def executor(request):
         yield "cpu", emulator.arch
 
 
-@pytest.fixture(autouse=True)
-def outputs_start_as_nan():
-    with unwritten_is_nan():
-        yield
-
-
 @pytest.mark.parametrize("the_op, case", CASES)
 def test_case(the_op, case, executor):
     device, arch = executor
-    arguments = case.make("cpu", generator_of(case.name), arch.fp8_dtype)
-    a = the_op.Arguments(*arguments)
-    whole = None
-    if the_op.name in PRODUCTS and arch.compute_units == FEW_UNITS:
-        whole = whole_numbers(the_op, arguments, generator_of(case.name))
-    seen = set()
-    for config in the_op.configs(a, arch) or [None]:
-        planned = the_op.plan(config, the_op.allocate(a), a, arch) if config else ()
-        symbols = " + ".join(l.symbol for l in planned)
-        op.reset_stats()
-        with the_op.running(config):
-            if whole:
-                run_and_check(the_op, whole, device, exact=True)
-            if not whole or symbols not in seen:
-                run_and_check(the_op, arguments, device)
-        seen.add(symbols)
-        (ran,) = op.stats()[the_op.name]
-        if config is None:
-            assert ran.startswith("fallback")  # no kernel of this arch takes it
-        else:
-            assert ran == (symbols or "nothing to do")
+    check_case(the_op, case, device, arch, whole=arch.compute_units == FEW_UNITS)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU; test_same_bits.py is its like in the emulator")

@@ -25,7 +25,7 @@ from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.clock import GpuClock
 from vllm_rocm_ops.model_layers import LayerCall
-from vllm_rocm_ops.op import Explanation, Op
+from vllm_rocm_ops.op import Case, Explanation, Op
 from vllm_rocm_ops.vllm import block_scaled_linear, experts, mxfp8_linear, scaled_linear, unquantized_linear
 from vllm_rocm_ops.vllm.peers import peers
 
@@ -374,6 +374,25 @@ def tune_model(arguments: argparse.Namespace) -> None:
     print(tune.summary(done, refused | more, clock))
 
 
+def cases_of(arguments: argparse.Namespace) -> list[tuple[Op, Case]]:
+    """The ops' cases, or a model's calls, that were asked for."""
+    cases = [(op, case) for op in op_module.registered() for case in op.cases()]
+    if arguments.model:
+        cases = [(call.op, call.case(batch)) for call in calls_of(arguments) for batch in arguments.batch or (1,)]
+    return bench.select(cases, arguments.op or "*", arguments.case or "*")
+
+
+def emulate_cases(arguments: argparse.Namespace) -> int:
+    """Prints for each op whether its cases are right in the emulator; 1 if one is not."""
+    from vllm_rocm_ops import emulated  # an extra
+
+    failed = False
+    for line, wrong in emulated.bench(cases_of(arguments), arguments.emulate, arguments.jobs):
+        failed |= wrong
+        print(line, flush=True)
+    return int(failed)
+
+
 def bench_cases(arguments: argparse.Namespace) -> int:
     """Prints what the ops' cases, or a model's calls, give and take here; 1 if a result is wrong."""
     try:
@@ -387,14 +406,10 @@ def bench_cases(arguments: argparse.Namespace) -> int:
         for line in bench.hbm(clock, vllm_rocm_ops.ops.unquantized_gemm):
             print(line, flush=True)
         return 0
-    cases = [(op, case) for op in op_module.registered() for case in op.cases()]
-    if arguments.model:
-        cases = [(call.op, call.case(batch)) for call in calls_of(arguments) for batch in arguments.batch or (1,)]
-    cases = bench.select(cases, arguments.op or "*", arguments.case or "*")
     lines = []
     print(bench.HEADER)
     with torch.inference_mode():
-        for line in bench.run(cases, clock, once=arguments.once, profile=arguments.profile):
+        for line in bench.run(cases_of(arguments), clock, once=arguments.once, profile=arguments.profile):
             lines.append(line)
             print(line, flush=True)
     print(bench.summary(lines))
@@ -462,6 +477,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     mode.add_argument("--once", action="store_true", help="call each case once and check it; time nothing")
     mode.add_argument("--profile", action="store_true", help="only call each case a few times, for a profiler")
     mode.add_argument("--hbm", action="store_true", help="the bandwidth of this GPU's memory instead")
+    meaning = (
+        "check each case, and each kernel, in the emulator of this architecture; needs no GPU, but the extra [emulator]"
+    )
+    mode.add_argument("--emulate", metavar="ARCH", help=meaning)
+    jobs = min(2, os.cpu_count() or 1)
+    command.add_argument("--jobs", type=int, default=jobs, metavar="N", help=f"processes of --emulate; default: {jobs}")
 
     arguments = parser.parse_args(argv)
     if arguments.command == "explain" and (arguments.op is None) == (arguments.model is None):
@@ -481,7 +502,7 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.command == "tune":
             tune_model(arguments)
         elif arguments.command == "bench":
-            return bench_cases(arguments)
+            return emulate_cases(arguments) if arguments.emulate else bench_cases(arguments)
         elif arguments.model:
             rows = explain_model(calls_of(arguments), arguments.arch or usual_arch(), arguments.batch or (1,))
             print("\n".join(table(rows)))
@@ -489,7 +510,7 @@ def main(argv: list[str] | None = None) -> int:
             op = getattr(vllm_rocm_ops.ops, arguments.op)
             given = parse_arguments_of(op, arguments.given)
             print(explain(op, arguments.arch or usual_arch(), arguments.shape, DTYPES.get(arguments.dtype), **given))
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (ImportError, TypeError, ValueError, RuntimeError) as error:
         why = str(error).partition("\n")[0]  # torch's errors go on with a stack
         print(f"{arguments.command}: {why}" if isinstance(error, RuntimeError) else why, file=sys.stderr)
         return 2

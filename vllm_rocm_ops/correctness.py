@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops.op import Op, describe
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.op import Case, Op, describe, reset_stats, stats
 from vllm_rocm_ops.quantization import MX_SCALES
 
 OFF_BY_ONE = 0.01  # share of elements that may be off by one step
@@ -197,3 +198,28 @@ def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False
         elif the_op.name in PRODUCTS:
             terms = the_op.reference(*[in_float64(absolute(v)) for v in arguments]).double()
             check_terms(name, mine, true.double(), terms, floor)
+
+
+def check_case(
+    the_op: Op, case: Case, device: str, arch: Arch, configs: Iterable | None = None, whole: bool = False
+) -> None:
+    """Checks a case in these configurations of its kernels, by default in all, and that they are what runs; for None, or where no
+    kernel takes the case, that the reference does. `whole`: a product in each of them on whole numbers, for the reference's bits,
+    and once for each kernel on the values of the case."""
+    arguments = case.make("cpu", generator_of(case.name), arch.fp8_dtype)
+    a = the_op.Arguments(*arguments)
+    exact = whole_numbers(the_op, arguments, generator_of(case.name)) if whole and the_op.name in PRODUCTS else None
+    seen = set()
+    for config in (the_op.configs(a, arch) or [None]) if configs is None else configs:
+        planned = the_op.plan(config, the_op.allocate(a), a, arch) if config else ()
+        kernels = " + ".join(launch.symbol for launch in planned)
+        reset_stats()
+        with unwritten_is_nan(), the_op.running(config):
+            if exact:
+                run_and_check(the_op, exact, device, exact=True)
+            if not exact or kernels not in seen:
+                run_and_check(the_op, arguments, device)
+        seen.add(kernels)
+        (ran,) = stats()[the_op.name]
+        wanted = (kernels or "nothing to do") if config else "fallback"
+        require(ran == wanted if config else ran.startswith(wanted), f"{the_op.name}: ran {ran}, not {wanted}")
