@@ -27,11 +27,9 @@ up to all blocks.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import itertools
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -42,8 +40,9 @@ from ops import RESULTS, commit
 
 from vllm_rocm_ops import cli, launch, ops
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.emulated import executable, run
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.launch import Counters, Launch, Workspace
+from vllm_rocm_ops.launch import Launch, Workspace
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.ops.gemm import BLOCK, shuffle_weight
 
@@ -52,29 +51,8 @@ PLAIN, MXFP8, SHUFFLED = WEIGHTS = ("plain", "mxfp8", "shuffled")
 EXPERTS = {"dsv3_tp8": (256, 256, 7168, 256), "dsv3_ep8": (32, 256, 7168, 2048)}  # here, of all, hidden, intermediate
 TOPK = 8
 LINE_BYTES = 128
-NEIGHBOURS = 16  # blocks that are emulated side by side: of four waves, as many as the emulator runs in lockstep
 SIMDS = 4  # of a compute unit
 CLOCK_GHZ = {"gfx942": 2.1, "gfx950": 2.4}  # peak, of MI300X and MI355X
-
-
-def executable(planned: Launch) -> Launch:
-    """The launch with tensors in place of its workspaces and counters."""
-
-    def tensor(arg):
-        if isinstance(arg, Workspace):
-            return torch.empty(arg, dtype=torch.uint8)
-        return torch.zeros(arg, dtype=torch.int32) if isinstance(arg, Counters) else arg
-
-    return planned._replace(args=tuple(map(tensor, planned.args)))
-
-
-def sample(grid: int, most: int) -> list[int]:
-    """About so many blocks of a grid: runs of neighbours, spread evenly."""
-    if grid <= most:
-        return list(range(grid))
-    runs = max(most // NEIGHBOURS, 1)
-    starts = ((2 * run + 1) * grid // (2 * runs) - NEIGHBOURS // 2 for run in range(runs))
-    return [start + i for start in starts for i in range(NEIGHBOURS)]
 
 
 def shapes(weights: str, options) -> list[DecodeShape]:
@@ -150,7 +128,8 @@ def in_order(products: list[Launch], arch: Arch) -> list[Launch]:
     [order] = (arg for arg in gate_up.args if isinstance(arg, Workspace) and any(arg is other for other in down.args))
     memory = torch.empty(order, dtype=torch.uint8)
     first, *_ = filled = [l._replace(args=tuple(memory if a is order else a for a in l.args)) for l in products]
-    Emulator(arch.name).run(launch.code_object(first.module, arch.name), executable(first), (), [0])
+    [whole] = executable([first])
+    Emulator(arch.name).run(launch.code_object(first.module, arch.name), whole, (), [0])
     return filled
 
 
@@ -159,18 +138,11 @@ def study(of: Study, emulator: Emulator, options) -> dict:
     arch, planned, weight = emulator.arch, of.planned, of.weight
     region = f"argument {next(i for i, arg in enumerate(planned.args) if arg is weight)}"
     workspaces = [f"argument {i}" for i, arg in enumerate(planned.args) if isinstance(arg, Workspace)]
-    code = launch.code_object(planned.module, arch.name)
-    kernel = emulator.program(code, planned.symbol).object
+    [whole] = executable([planned])
+    ran = run(emulator, whole, options.blocks)
+    kernel, counters, grid, blocks = ran.kernel, ran.counters, ran.grid, ran.blocks
 
-    grid = math.prod(planned.grid)
-    blocks = sample(grid, options.blocks)
-    counters = emulator.run(code, executable(planned), (), blocks)
-
-    waves = math.prod(planned.block) // arch.wave_lanes
-    lds = kernel.lds + planned.lds
-    one_unit = dataclasses.replace(emulator.options, compute_units=1)
-    held = one_unit.resident_blocks(kernel, waves, lds)  # blocks of a compute unit
-    blocks_per_unit = min(held, grid / arch.compute_units)
+    blocks_per_unit = min(ran.held, grid / arch.compute_units)
     in_flight = counters.traffic.bytes_in_flight(region) / len(blocks) * blocks_per_unit
     outputs = [arg for arg in planned.args if isinstance(arg, torch.Tensor) and all(arg is not i for i in of.inputs)]
     others = sum(tensor.nbytes for tensor in (*of.inputs, *outputs)) - weight.nbytes
@@ -187,11 +159,11 @@ def study(of: Study, emulator: Emulator, options) -> dict:
         "config": str(of.config),
         "blocks": grid,
         "blocks_emulated": len(blocks),
-        "waves_per_block": waves,
+        "waves_per_block": ran.waves,
         **{name: value for name, value in kernel.statistics.items() if name not in ("kernarg", "max_block")},
-        "lds": lds,
-        "occupancy": held * waves,
-        "waves_per_compute_unit": round(blocks_per_unit * waves, 2),
+        "lds": ran.lds,
+        "occupancy": ran.held * ran.waves,
+        "waves_per_compute_unit": round(blocks_per_unit * ran.waves, 2),
         "bytes_in_flight_per_compute_unit": round(in_flight),
         "weight_bytes": of.needed,
         "hbm_bytes_over_minimum": round(hbm / (others + of.needed), 4),

@@ -1,4 +1,5 @@
-"""The ops in the emulator, as `bench --emulate` has them: every kernel in some case, and what it says of wrong ones."""
+"""The ops in the emulator, as `bench --emulate` and `explain --emulate` have them: every kernel runs in some case, wrong ones are named,
+and what is counted is what a call moves."""
 
 import math
 import os
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import cli, emulated, op
+from vllm_rocm_ops import cli, emulated, op, ops
 from vllm_rocm_ops.emulator import CodeObject, Emulator, errors
-from vllm_rocm_ops.launch import CODE
+from vllm_rocm_ops.launch import CODE, code_object
 
 AMD = ("gfx942", "gfx950")
 
@@ -119,3 +120,64 @@ def test_no_code_object_is_no_right_result(monkeypatch, tmp_path, capsys):
 def test_an_arch_of_another_vendor_is_refused(capsys):
     assert cli.main(["bench", "--emulate", "sm_90", "--op", "rms_norm"]) == 2
     assert capsys.readouterr().err == "the emulator runs gfx942 and gfx950, got sm_90\n"
+
+
+# explain --emulate
+
+
+def explained(capsys, *arguments: str) -> str:
+    assert cli.main(["explain", *arguments, "--emulate"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arch", AMD)
+@pytest.mark.parametrize("name", ["scaled_mm", "fused_experts"])
+def test_explain_shows_what_the_code_objects_hold(name, arch, capsys):
+    text, planned = explained(capsys, name, "--arch", arch), cli.explain(getattr(ops, name), arch).launches
+    found = re.findall(
+        r"^  (\w+: .*) bytes of LDS, .* blocks of (\d+) waves, .* holds (\d+) blocks$", text, re.MULTILINE
+    )
+    assert len(found) == len(planned) >= 1
+    for (line, waves, held), one in zip(found, planned, strict=True):
+        kernel = CodeObject(code_object(one.module, arch)).kernels[one.symbol]
+        has, lds = kernel.statistics, kernel.lds + one.lds
+        assert line == f"{one.symbol}: {has['vgprs']} VGPRs, {has['agprs']} AGPRs, {has['sgprs']} SGPRs, {lds}"
+        assert int(waves) == math.prod(one.block) // 64
+        fitting = archs.named(arch).lds_bytes // lds if lds else 99
+        assert int(held) == min(4 * kernel.waves_per_simd // int(waves), fitting) and has["vgprs"] > 0
+    assert any(one.lds for one in planned) or name != "fused_experts"
+
+
+def test_explain_counts_the_bytes_of_the_whole_call(capsys):
+    """Of a few blocks, and of many, some of which stand for all."""
+    case = next(case for case in ops.silu_and_mul.cases())
+    (x,) = case.make("meta", torch.Generator(), torch.float8_e4m3fn)
+    text = explained(capsys, "silu_and_mul", "--arch", "gfx950")
+    assert (
+        f"loads {x.nbytes} bytes, stores {x.nbytes // 2}" in text and f"on the values of the case {case.name}" in text
+    )
+    text = explained(capsys, "silu_and_mul", "--arch", "gfx950", "--shape", "4096x2048")
+    assert f"loads {4096 * 4096} bytes, stores {4096 * 2048}" in text and "on zeros" in text
+    assert re.search(r"\b64 of \d+ blocks ran; sums are scaled up", text)
+    waits = int(re.search(r"(\d+) s_waitcnt", text)[1])
+    assert waits >= 4096 and waits % 64 == 0
+
+
+def test_explain_runs_launches_that_need_each_other(capsys):
+    text = explained(capsys, "fused_experts", "--arch", "gfx942")
+    assert (
+        len(re.findall(r"^  \w+: \d+ VGPRs", text, re.MULTILINE))
+        == len(re.findall(r"^  \w+ grid", text, re.MULTILINE))
+        > 1
+    )
+
+
+def test_explain_of_what_no_kernel_takes(capsys):
+    text = explained(capsys, "mxfp8_scaled_mm", "--arch", "gfx942")
+    assert text.splitlines()[-1] == "  no kernel runs that could be emulated"
+
+
+def test_explain_emulates_no_model(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["explain", "--model", "tiny-llama", "--emulate"])
+    assert "--emulate takes an op, not --model" in capsys.readouterr().err

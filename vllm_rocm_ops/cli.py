@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -197,15 +197,15 @@ def doctor_text(found: dict) -> str:
 # explain
 
 
-def explain(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype | None = None, **given) -> Explanation:
-    """What the op runs on `arch` with arguments like those of its first case.
+def example(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype | None = None, **given) -> dict:
+    """Arguments like those of the op's first case, on the meta device.
 
     `shape` and `dtype` replace those of the first tensor, and what equals them in the others; the order of strides stays.
-    `given` replaces whole arguments by name. No memory is allocated, and no GPU is needed.
+    `given` replaces whole arguments by name.
     """
     case = next(iter(op.cases()))
-    example = op.Arguments(*case.make("meta", torch.Generator().manual_seed(0), archs.named(arch).fp8_dtype))
-    first = next(value for value in example if isinstance(value, torch.Tensor))
+    of_case = op.Arguments(*case.make("meta", torch.Generator().manual_seed(0), archs.named(arch).fp8_dtype))
+    first = next(value for value in of_case if isinstance(value, torch.Tensor))
     sizes = dict(zip(reversed(first.shape), reversed(shape or first.shape)))
 
     def like(value: torch.Tensor) -> torch.Tensor:
@@ -218,8 +218,20 @@ def explain(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype |
         outermost_first = sorted(range(value.dim()), key=value.stride, reverse=True)
         return torch.empty_permuted(new_shape, outermost_first, dtype=new_dtype, device="meta")
 
-    arguments = {k: like(v) if isinstance(v, torch.Tensor) else v for k, v in example._asdict().items()}
-    return op.explain(**(arguments | given), arch=arch)
+    return {k: like(v) if isinstance(v, torch.Tensor) else v for k, v in of_case._asdict().items()} | given
+
+
+def explain(op: Op, arch: str, *changes, require_code: bool = False, **given) -> Explanation:
+    """What the op runs on `arch` with the arguments of `example`. No memory is allocated, and no GPU is needed."""
+    return op.explain(**example(op, arch, *changes, **given), arch=arch, require_code=require_code)
+
+
+def emulate(op: Op, arch: str, *changes, **given) -> Iterator[str]:
+    """What the kernels of that call have and do in the emulator, line by line."""
+    from vllm_rocm_ops import emulated  # an extra
+
+    case = None if any(changes) or given else next(iter(op.cases()))
+    return emulated.describe(op, op.Arguments(**example(op, arch, *changes, **given)), case, arch)
 
 
 def usual_arch() -> str:
@@ -443,8 +455,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     command.add_argument("--arch", help=arch + next(iter(archs.ARCHS)))
     command.add_argument("--shape", type=parse_shape, default=(), help="of the first tensor, e.g. 1x16384")
     command.add_argument("--dtype", choices=list(DTYPES), help="of the first tensor")
-    example = "other arguments, e.g. residual=none weight=bf16[7168] group_size=64"
-    command.add_argument("--with", nargs="+", default=(), metavar="NAME=VALUE", dest="given", help=example)
+    others = "other arguments, e.g. residual=none weight=bf16[7168] group_size=64"
+    command.add_argument("--with", nargs="+", default=(), metavar="NAME=VALUE", dest="given", help=others)
+    meaning = (
+        "also run the call in the emulator: registers, LDS, instructions, bytes, waits; needs the extra [emulator]"
+    )
+    command.add_argument("--emulate", action="store_true", help=meaning)
 
     command = commands.add_parser("tune", help="find and keep the best configurations for a model on this GPU")
     add_model(command, True, f"1, 2, 4, 8, 16, 24, ... {tune.DECODE[-1]}, as vLLM captures graphs")
@@ -487,6 +503,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.command == "explain" and (arguments.op is None) == (arguments.model is None):
         parser.error("explain takes an op or --model")
+    if arguments.command == "explain" and arguments.model and arguments.emulate:
+        parser.error("--emulate takes an op, not --model")
     return arguments
 
 
@@ -509,7 +527,10 @@ def main(argv: list[str] | None = None) -> int:
         else:
             op = getattr(vllm_rocm_ops.ops, arguments.op)
             given = parse_arguments_of(op, arguments.given)
-            print(explain(op, arguments.arch or usual_arch(), arguments.shape, DTYPES.get(arguments.dtype), **given))
+            call = op, arguments.arch or usual_arch(), arguments.shape, DTYPES.get(arguments.dtype)
+            print(explain(*call, **given))
+            for line in emulate(*call, **given) if arguments.emulate else ():
+                print(line, flush=True)
     except (ImportError, TypeError, ValueError, RuntimeError) as error:
         why = str(error).partition("\n")[0]  # torch's errors go on with a stack
         print(f"{arguments.command}: {why}" if isinstance(error, RuntimeError) else why, file=sys.stderr)

@@ -1,23 +1,34 @@
-"""The ops in the emulator: are the results of their cases right? Needs the extra [emulator]."""
+"""The ops in the emulator: are the results of their cases right, and what do a call's kernels have and do? Needs the extra
+[emulator]."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import math
 import multiprocessing
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.correctness import Wrong, check_case
+from vllm_rocm_ops.correctness import Wrong, check_case, generator_of
 from vllm_rocm_ops.emulator import Emulator, EmulatorError
-from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.emulator.counters import Counters
+from vllm_rocm_ops.emulator.objects import KernelObject
+from vllm_rocm_ops.launch import Launch
+from vllm_rocm_ops.op import Case, Op, extent
 
+NEIGHBOURS = 16  # blocks that run side by side: of four waves, as many as the emulator runs in lockstep
+EXPLAINED_BLOCKS = 64  # of a launch
 HEADER = f"{'op':36} {'cases':>6} {'PyTorch':>8} {'kernels':>8} {'seconds':>8}  result"
+
+
+# The cases
 
 
 class Task(NamedTuple):
@@ -116,3 +127,100 @@ def bench(cases: Iterable[tuple[Op, Case]], arch_name: str, jobs: int) -> Iterat
     said = f"{failed} wrong" if failed else "all right" if any(one.kernels for one in done) else "no kernel ran"
     total = sum(one.seconds for one in done)
     yield f"{len(done)} cases on {arch}: {said}, {total:.1f} s of processor time", bool(failed)
+
+
+# What a call's kernels have and do
+
+
+class Ran(NamedTuple):
+    """A launch that ran, whole or some of its blocks: what its code object says, and what was counted of those blocks."""
+
+    kernel: KernelObject
+    counters: Counters
+    grid: int  # blocks of the launch
+    blocks: list[int]  # those that ran
+    waves: int  # of a block
+    lds: int  # bytes of a block
+    held: int  # blocks that a compute unit can hold, as registers and LDS allow
+
+
+def executable(planned: Sequence[Launch]) -> list[Launch]:
+    """Launches with tensors in place of their workspaces and counters, in all of them the same for one workspace."""
+    tensors: dict[int, torch.Tensor] = {}
+
+    def tensor(arg):
+        if isinstance(arg, launch.Workspace):
+            return tensors.setdefault(id(arg), torch.empty(arg, dtype=torch.uint8))
+        return torch.zeros(arg, dtype=torch.int32) if isinstance(arg, launch.Counters) else arg
+
+    return [one._replace(args=tuple(map(tensor, one.args))) for one in planned]
+
+
+def sample(grid: int, most: int) -> list[int]:
+    """About so many blocks of a grid: runs of neighbours, which share tiles, spread evenly."""
+    if grid <= most:
+        return list(range(grid))
+    runs = max(most // NEIGHBOURS, 1)
+    starts = ((2 * run + 1) * grid // (2 * runs) - NEIGHBOURS // 2 for run in range(runs))
+    return [start + i for start in starts for i in range(NEIGHBOURS)]
+
+
+def run(emulator: Emulator, one: Launch, most: int) -> Ran:
+    """Runs about so many blocks of a launch."""
+    code = launch.code_object(one.module, emulator.arch.name)
+    kernel = emulator.program(code, one.symbol).object
+    grid = math.prod(one.grid)
+    blocks = sample(grid, most)
+    counters = emulator.run(code, one, (), blocks)
+    waves = -(-math.prod(one.block) // emulator.arch.wave_lanes)
+    lds = kernel.lds + one.lds
+    one_unit = dataclasses.replace(emulator.options, compute_units=1)
+    return Ran(kernel, counters, grid, blocks, waves, lds, one_unit.resident_blocks(kernel, waves, lds))
+
+
+def zeros_like(value):
+    """A tensor of zeros with the shape and strides of one on the meta device; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.zeros(extent(value), dtype=value.dtype).as_strided(value.shape, value.stride())
+
+
+def describe(op: Op, arguments: Sequence, case: Case | None, arch_name: str) -> Iterator[str]:
+    """What the kernels of a call have and do, line by line. The call is that of the case, or, without one, on zeros in place of these
+    arguments. Of a launch with many blocks some run, if no other launch needs what it writes."""
+    emulator = Emulator(arch_name, races=False)
+    values = f"the values of the case {case.name}" if case else "zeros"
+    if case:
+        arguments = case.make("cpu", generator_of(case.name), emulator.arch.fp8_dtype)
+    planned = executable(
+        op.explain(*map(zeros_like, arguments) if not case else arguments, arch=emulator.arch).launches
+    )
+    if not planned:
+        yield "  no kernel runs that could be emulated"
+    for one in planned:
+        ran = run(emulator, one, EXPLAINED_BLOCKS if one is planned[-1] else math.prod(one.grid))
+        yield from _lines(ran, values)
+
+
+def _lines(ran: Ran, values: str) -> Iterator[str]:
+    has, counted, scale = ran.kernel.statistics, ran.counters, ran.grid / len(ran.blocks)
+
+    def whole(count: float) -> int:
+        return round(count * scale)
+
+    yield (
+        f"  {ran.kernel.name}: {has['vgprs']} VGPRs, {has['agprs']} AGPRs, {has['sgprs']} SGPRs, {ran.lds} bytes of LDS, "
+        f"{has['scratch']} of scratch; blocks of {ran.waves} waves, of which a compute unit holds {ran.held} blocks"
+    )
+    part = f"; {len(ran.blocks)} of {ran.grid} blocks ran; sums are scaled up" if scale > 1 else ""
+    yield f"    emulated on {values}{part}"
+    yield "    instructions: " + ", ".join(f"{whole(n)} {kind}" for kind, n in counted.instructions.most_common())
+    waits = counted.mnemonics["s_waitcnt"]
+    yield (
+        f"    loads {whole(counted.bytes_loaded)} bytes, stores {whole(counted.bytes_stored)}; {whole(waits)} s_waitcnt, "
+        + (f"at most {counted.loads_in_flight} loads of a wave in flight; {whole(counted.barriers)} barriers")
+    )
+    yield (
+        f"    {whole(counted.issue_cycles)} issue cycles, {whole(counted.matrix_cycles)} of matrix cores, {whole(counted.lds_cycles)} "
+        f"of LDS, {whole(counted.lds_conflict_cycles)} of these lost to bank conflicts"
+    )

@@ -427,7 +427,8 @@ def test_scratch_is_private(device):
 
 def test_buffer_resources_have_bounds(device):
     output = torch.full((64,), -1, dtype=torch.int32)
-    device.run("buffer", 1 + arange(64), output)
+    counters = device.run("buffer", 1 + arange(64), output)
+    assert (counters.bytes_loaded, counters.bytes_stored) == (100, 204)  # what is out of bounds moves nothing
     thread = arange(64)
     assert torch.equal(output, torch.where(thread < 25, thread + 1, torch.where(thread < 51, 0, -1)))
 

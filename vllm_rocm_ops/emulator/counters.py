@@ -95,19 +95,24 @@ class Counters:
     traffic: Traffic | None = None  # if asked for
     _patterns: dict = field(default_factory=dict, repr=False)
 
-    def vector_access(self, ins, w, addresses: np.ndarray, size: int) -> None:
-        """Counts a global access of the active lanes; `addresses` is 1-d."""
-        total = len(addresses) * size
+    def vector_access(self, ins, w, addresses: np.ndarray, size: int, inside: np.ndarray | None = None) -> None:
+        """Counts a global access of the active lanes; `addresses` is 1-d. inside: per lane and dword, whether a buffer has it; what it
+        has not moves nothing."""
+        chosen = slice(None) if inside is None or inside.all() else inside.any(axis=1)
+        total = len(addresses) * size if inside is None else int(inside.sum()) * min(size, 4)
         if "store" in ins.mnemonic:
             self.bytes_stored += total
         else:
             self.bytes_loaded += total
+        if not total:
+            return
         base = int(addresses[0]) & ~127
         relative = addresses - np.uint64(base)
-        key = (size, w.full, relative.tobytes() if w.full else (relative.tobytes(), w.mask.tobytes()))
+        lanes = b"" if isinstance(chosen, slice) else chosen.tobytes()
+        key = (size, w.full, lanes, relative.tobytes() if w.full else (relative.tobytes(), w.mask.tobytes()))
         lines = self._patterns.get(key)
         if lines is None:
-            rows = w.active()[0].astype(np.int64) << 48
+            rows, relative = w.active()[0][chosen].astype(np.int64) << 48, relative[chosen]
             ends = np.stack([relative, relative + np.uint64(size - 1)]).view(np.int64) & (1 << 47) - 1
             lines = tuple(len(np.unique((ends >> shift) + rows)) for shift in (6, 7))
             self._patterns[key] = lines

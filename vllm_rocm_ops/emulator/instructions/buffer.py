@@ -103,7 +103,7 @@ def bind(ins: Instruction, program) -> Callable:
                             piece = values[chosen, unit * n : unit * (n + 1)]
                             w.scheduler.space.store(address[chosen] + U64(4 * n), piece, unit, w, part, False, device)
                             w.scheduler.progress()
-            w.scheduler.counters.vector_access(ins, w, address, size)
+            w.scheduler.counters.vector_access(ins, w, address, size, inside)
         loaded = codes if is_load else ()
         issue(w, Event("vm", loaded, size=moved, load=is_load, region=region, clock=clock))
 

@@ -32,7 +32,7 @@ def bind(ins, program, address, size: int, immediate: int, place) -> Callable:
 
     def run(w):
         rows, lanes = w.active()
-        granules, region, moved = None, "", 0
+        granules, region, moved, inside = None, "", 0, None
         if len(rows):
             site = Site(ins, w, rows, lanes)
             if place:
@@ -51,7 +51,7 @@ def bind(ins, program, address, size: int, immediate: int, place) -> Callable:
             )
             granules = w.scheduler.lds.store(positions, values, w, site).reshape(len(rows), -1)
             w.scheduler.lds.in_flight[granules] = True
-            w.scheduler.counters.vector_access(ins, w, a, size)
+            w.scheduler.counters.vector_access(ins, w, a, size, inside)
             region = w.scheduler.space.name_at(a[0])
         where = None if granules is None else rows
         issue(w, Event("vm", size=moved, granules=granules, rows=where, region=region))
