@@ -146,7 +146,8 @@ class CodeObject:
         self.path = Path(path)
         data = self.path.read_bytes()
         if data[:4] != b"\x7fELF" or struct.unpack_from("<H", data, 18)[0] != 224:
-            raise ValueError(f"{path} must be an AMDGPU ELF file")
+            bundle = ", got an offload bundle: compile with --no-gpu-bundle-output" if data[:8] == b"__CLANG_" else ""
+            raise ValueError(f"{path} must be an AMDGPU ELF file{bundle}")
         flags = struct.unpack_from("<I", data, 48)[0]
         if (flags & 0xFF) not in _ARCHS:
             raise ValueError(f"{path} must be compiled for one of {sorted(_ARCHS.values())}, got e_flags {flags:#x}")
