@@ -135,7 +135,7 @@ def explained(capsys, *arguments: str) -> str:
 def test_explain_shows_what_the_code_objects_hold(name, arch, capsys):
     text, planned = explained(capsys, name, "--arch", arch), cli.explain(getattr(ops, name), arch).launches
     found = re.findall(
-        r"^  (\w+: .*) bytes of LDS, .* blocks of (\d+) waves, .* holds (\d+) blocks$", text, re.MULTILINE
+        r"^  (\w+: .*) bytes of LDS, .* blocks of (\d+) waves; a compute unit holds (\d+) blocks$", text, re.MULTILINE
     )
     assert len(found) == len(planned) >= 1
     for (line, waves, held), one in zip(found, planned, strict=True):

@@ -505,6 +505,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("explain takes an op or --model")
     if arguments.command == "explain" and arguments.model and arguments.emulate:
         parser.error("--emulate takes an op, not --model")
+    if arguments.command == "bench" and arguments.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
     return arguments
 
 

@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -103,8 +104,8 @@ def check_all(found: list[Task], arch_name: str, jobs: int) -> Iterator[Checked]
         yield from (check(task, arch_name) for task in found)
         return
     _of_this_process[:] = [(task, arch_name) for task in found]
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        yield from pool.imap(check_numbered, range(len(found)))
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        yield from pool.map(check_numbered, range(len(found)))
 
 
 def bench(cases: Iterable[tuple[Op, Case]], arch_name: str, jobs: int) -> Iterator[tuple[str, bool]]:
@@ -189,12 +190,12 @@ def describe(op: Op, arguments: Sequence, case: Case | None, arch_name: str) -> 
     """What the kernels of a call have and do, line by line. The call is that of the case, or, without one, on zeros in place of these
     arguments. Of a launch with many blocks some run, if no other launch needs what it writes."""
     emulator = Emulator(arch_name, races=False)
-    values = f"the values of the case {case.name}" if case else "zeros"
     if case:
+        values = f"the values of the case {case.name}"
         arguments = case.make("cpu", generator_of(case.name), emulator.arch.fp8_dtype)
-    planned = executable(
-        op.explain(*map(zeros_like, arguments) if not case else arguments, arch=emulator.arch).launches
-    )
+    else:
+        values, arguments = "zeros", tuple(map(zeros_like, arguments))
+    planned = executable(op.explain(*arguments, arch=emulator.arch).launches)
     if not planned:
         yield "  no kernel runs that could be emulated"
     for one in planned:
@@ -210,15 +211,15 @@ def _lines(ran: Ran, values: str) -> Iterator[str]:
 
     yield (
         f"  {ran.kernel.name}: {has['vgprs']} VGPRs, {has['agprs']} AGPRs, {has['sgprs']} SGPRs, {ran.lds} bytes of LDS, "
-        f"{has['scratch']} of scratch; blocks of {ran.waves} waves, of which a compute unit holds {ran.held} blocks"
+        f"{has['scratch']} of scratch; blocks of {ran.waves} waves; a compute unit holds {ran.held} blocks"
     )
     part = f"; {len(ran.blocks)} of {ran.grid} blocks ran; sums are scaled up" if scale > 1 else ""
     yield f"    emulated on {values}{part}"
     yield "    instructions: " + ", ".join(f"{whole(n)} {kind}" for kind, n in counted.instructions.most_common())
-    waits = counted.mnemonics["s_waitcnt"]
     yield (
-        f"    loads {whole(counted.bytes_loaded)} bytes, stores {whole(counted.bytes_stored)}; {whole(waits)} s_waitcnt, "
-        + (f"at most {counted.loads_in_flight} loads of a wave in flight; {whole(counted.barriers)} barriers")
+        f"    loads {whole(counted.bytes_loaded)} bytes, stores {whole(counted.bytes_stored)}; "
+        f"{whole(counted.mnemonics['s_waitcnt'])} s_waitcnt, at most {counted.loads_in_flight} loads of a wave in flight; "
+        f"{whole(counted.barriers)} barriers"
     )
     yield (
         f"    {whole(counted.issue_cycles)} issue cycles, {whole(counted.matrix_cycles)} of matrix cores, {whole(counted.lds_cycles)} "
