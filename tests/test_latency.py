@@ -232,7 +232,8 @@ def test_real_configurations_hold_the_published_sizes():
         return [config[key] for key in keys]
 
     sizes = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size")
-    assert of("llama-3.1-405b-fp8", *sizes, "num_key_value_heads") == [16384, 126, 53248, 128, 128256, 8]
+    for llama in ("llama-3.1-405b-fp8", "llama-3.1-405b-fp8-kv"):
+        assert of(llama, *sizes, "num_key_value_heads") == [16384, 126, 53248, 128, 128256, 8]
     assert of("deepseek-v3", *sizes, "n_routed_experts") == [7168, 61, 18432, 128, 129280, 256]
     assert of("qwen3-8b-fp8", *sizes, "num_key_value_heads") == [4096, 36, 12288, 32, 151936, 8]
     experts = "num_experts", "num_experts_per_tok", "moe_intermediate_size"
@@ -357,6 +358,7 @@ def test_a_side_that_fails_is_reported(tmp_path):
     ("model", "layers", "overrides", "op"),
     [
         ("llama-3.1-405b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64}, "fused_add_rms_norm_static_fp8_quant"),
+        ("llama-3.1-405b-fp8-kv", 2, {"num_key_value_heads": 2, "head_dim": 64}, "silu_and_mul_quant"),
         ("deepseek-v3", 4, {"num_key_value_heads": 8, "moe_intermediate_size": 128}, "silu_and_mul_per_block_quant"),
         ("qwen3-8b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64}, "block_scaled_mm"),
         ("qwen3-30b-a3b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 16}, "fused_experts"),
@@ -364,7 +366,8 @@ def test_a_side_that_fails_is_reported(tmp_path):
 )
 def test_real_configurations_run(tmp_path, model, layers, overrides, op):
     """Shrunk, but of the same kinds of layers: the quantised ops are called."""
-    engine_args = json.dumps({"hf_overrides": SHRUNK | overrides})
+    cache = {"kv_cache_dtype": "fp8"} if model.endswith("-kv") else {}
+    engine_args = json.dumps({"hf_overrides": SHRUNK | overrides} | cache)
     arguments = ["--num-layers", str(layers), "--side", "with", "--random-experts", "--engine-args", engine_args]
     result, found = run(tmp_path, "--model", model, *arguments)
     assert result.returncode == 0, result.stdout

@@ -106,6 +106,10 @@ def test_experts_are_divided_or_stay_whole(tp, ep, here, intermediate):
     assert (a.scoring_func, a.routed_scaling_factor) == ("sigmoid", 2.5) and a.e_score_correction_bias.shape == (256,)
 
 
+def test_an_fp8_cache_changes_no_call():
+    assert calls(read("llama-3.1-405b-fp8-kv"), 8) == calls(read(LLAMA), 8)
+
+
 def test_each_token_goes_to_experts_of_its_own():
     experts = next(call for call in calls(read("tiny-deepseek-v3-fp8"), 1, 4) if call.layer == "experts")
     a = experts.op.Arguments(*experts.case(50).make("cpu", torch.Generator().manual_seed(0), torch.float8_e4m3fn))
@@ -153,6 +157,17 @@ QUANTIZED = {
         1,
     ),
 }
+QUANTIZED["quark with an fp8 cache"] = (
+    QUANTIZED["quark"][0]
+    | {
+        "layer_quant_config": {
+            name: QUANTIZED["quark"][0]["global_quant_config"] | {"output_tensors": {"dtype": "fp8_e4m3"}}
+            for name in ("*k_proj", "*v_proj")
+        }
+    },
+    "static_fp8_quant",
+    1,
+)
 
 
 MXFP8 = {
@@ -298,6 +313,7 @@ def test_what_is_not_known_is_refused(change, tp, message):
 
 
 CHANNEL = QUANTIZED["compressed-tensors"][0]
+QUARK = QUANTIZED["quark"][0]
 
 
 @pytest.mark.parametrize(
@@ -321,6 +337,8 @@ CHANNEL = QUANTIZED["compressed-tensors"][0]
         ({"quantization_config": CHANNEL | {"config_groups": {}}}, "config_groups must have one group"),
         ({"quantization_config": CHANNEL | {"config_groups": {"group_0": 5}}}, "group_0 must be an object, got 5"),
         ({"quantization_config": {"quant_method": "quark"}}, "global_quant_config must have"),
+        ({"quantization_config": QUARK | {"layer_quant_config": {"*k_proj": {}}}}, "global_quant_config must have"),
+        ({"quantization_config": QUARK | {"layer_quant_config": {"*k_proj": 5}}}, r"\*k_proj must be an object, got 5"),
     ],
 )
 def test_bad_values_are_refused_by_their_names(change, message):

@@ -431,9 +431,15 @@ def _modelopt(config: dict) -> tuple[str, list[str]]:
 
 
 def _quark(config: dict) -> tuple[str, list[str]]:
-    whole = _section(config, "global_quant_config")
-    weights, inputs = _section(whole, "weight"), _section(whole, "input_tensors")
-    if [q.get("dtype") for q in (weights, inputs)] != ["fp8_e4m3"] * 2 or config.get("layer_quant_config"):
+    """Layers of their own may differ in their outputs alone, which is how Quark writes that a cache is quantised."""
+
+    def of(whole: dict) -> tuple[dict, dict]:
+        return _section(whole, "weight"), _section(whole, "input_tensors")
+
+    weights, inputs = of(_section(config, "global_quant_config"))
+    layers = _section(config, "layer_quant_config")
+    same = all(of(_section(layers, name)) == (weights, inputs) for name in layers)
+    if [q.get("dtype") for q in (weights, inputs)] != ["fp8_e4m3"] * 2 or not same:
         raise ValueError("global_quant_config must have weights and inputs in fp8_e4m3, the same in all layers")
     ignored = _names(config, "exclude")
     if not inputs.get("is_dynamic"):
