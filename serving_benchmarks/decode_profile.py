@@ -14,17 +14,19 @@ from collections.abc import Callable
 
 STEPS = 8  # recorded
 STEPS_BEFORE = 8  # the first is the prefill
-LONGEST_NAME = 200  # characters kept of a kernel's
+LONGEST_NAME = 120  # characters kept of a kernel's
 IDLE = "idle"
 ALL_REDUCE = "all-reduce, with waiting"
+NORMS = "norms, activations, quantisation"
+EXPERTS = "experts: products"
 CLASSES = {  # by a pattern of a kernel's name; the first that is found
-    ALL_REDUCE: r"all_?reduce|cross_device_reduce|nccl|multimem|all_?gather|reduce_?scatter|one_shot|two_shot|_shot_",
-    "attention": r"flash|fmha|attention|mla|attn|cache|rotary|rope|combine",
-    "experts: products": r"fused_moe_kernel|fused_experts\w*(gate_up|down)",
-    "experts: routing, sorting, sums, quantisation": r"fused_experts|moe|expert|topk|top_k|bitonic|sort",
-    "FP8 linears": r"scaled_mm|c3x|c2x|e4m3|float_e4m3|w8a8",
-    "other products": r"gemm|gemv|nvjet|cutlass|cublas|splitk|split_k|Cijk|wvSplitK|matmul|_mm_",
-    "norms, activations, quantisation": r"norm|silu|act_and_mul|quant|triton_(red|per)|triton_poi\w*(silu|sigmoid|mul|fp8|clamp)",
+    ALL_REDUCE: r"all_?reduce|cross_device_reduce|nccl|multimem|all_?gather|reduce_?scatter|one_shot|two_shot",
+    "attention": r"flash|fmha|attention|attn|mla_|_cache|rotary|rope|triton_poi_\w*neg",  # that rotates
+    EXPERTS: r"fused_moe_kernel|fused_experts_\w*(gate_up|down)",
+    NORMS: r"^(?!fused_experts|unquantized).*(norm|silu|act_and_mul|clamp|quant)|triton_(red|per)_",
+    "experts: routing, sorting, sums, quantisation": r"fused_experts|moe|expert|topk|bitonic|sort",
+    "FP8 linears": r"scaled_mm|gemm_\w*fp8|e4m3|w8a8",
+    "other products": r"gemm|gemv|nvjet|cutlass|cublas|splitk|Cijk|wvSplitK|matmul|_mm_",
 }
 REST = "sampling, copies and the rest"
 
@@ -77,11 +79,12 @@ def summarise(events: list[tuple[str, int, int]], steps: int) -> dict:
         busy += max(begin + duration - max(begin, end), 0)
         end = max(end, begin + duration)
     span = end - events[0][1] if events else 0
+    ordered = sorted(kernels.items(), key=lambda item: -item[1][1])
     return {
         "steps": steps,
         "span_us": span / 1e3 / steps,
         "busy_us": busy / 1e3 / steps,
-        "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1][1])),
+        "kernels": {name: [round(value, 3) for value in found] for name, found in ordered},
         "all_reduce_us": [duration / 1e3 for name, _, duration in events if class_of(name) == ALL_REDUCE],
     }
 
@@ -89,8 +92,8 @@ def summarise(events: list[tuple[str, int, int]], steps: int) -> dict:
 # In the process that measures
 
 
-def record(llm, prompts: list, seed: int) -> list[dict | None]:
-    """Profiles `STEPS` decode steps of all prompts at once: what `stop` gives, of every rank."""
+def record(llm, prompts: list, seed: int) -> list[dict]:
+    """Profiles `STEPS` decode steps of all prompts at once: `compare` of what `stop` gives on every rank."""
     from vllm import SamplingParams
 
     tokens = STEPS_BEFORE + STEPS + 8  # no request ends meanwhile
@@ -106,7 +109,26 @@ def record(llm, prompts: list, seed: int) -> list[dict | None]:
     ranks = llm.collective_rpc(stop, args=(STEPS,))
     while engine.has_unfinished_requests():
         engine.step()
-    return ranks
+    return compare(ranks) if all(ranks) else []
+
+
+def compare(ranks: list[dict]) -> list[dict]:
+    """Each rank with `waiting_us`, which of a step it waits for others in all-reduces, None unless all have as many of them; and
+    the kernels of the first rank, as those of others are the same."""
+    waits = waiting([rank["all_reduce_us"] for rank in ranks], ranks[0]["steps"])
+    left_out = {"all_reduce_us"}, {"all_reduce_us", "kernels"}
+    return [
+        {name: value for name, value in rank.items() if name not in left_out[place > 0]} | {"waiting_us": wait}
+        for place, (rank, wait) in enumerate(zip(ranks, waits))
+    ]
+
+
+def waiting(all_reduces: list[list[float]], steps: int) -> list[float | None]:
+    """By rank, from the times of their all-reduces."""
+    if len({len(times) for times in all_reduces}) > 1:
+        return [None] * len(all_reduces)
+    least = [min(times) for times in zip(*all_reduces)]
+    return [round((sum(times) - sum(least)) / steps, 2) for times in all_reduces]
 
 
 # Afterwards
@@ -122,21 +144,16 @@ def by_class(rank: dict) -> dict[str, float]:
     times = dict.fromkeys((*CLASSES, REST), 0.0)
     for name, (_, us) in rank["kernels"].items():
         times[class_of(name)] += us
-    return {kind: us for kind, us in times.items() if us} | {IDLE: rank["span_us"] - rank["busy_us"]}
+    return {kind: us for kind, us in times.items() if us} | {IDLE: _idle(rank)}
+
+
+def _idle(rank: dict) -> float:
+    return rank["span_us"] - rank["busy_us"]
 
 
 def launches(rank: dict) -> float:
     """Kernels of a step, copies among them."""
     return sum(calls for calls, _ in rank["kernels"].values())
-
-
-def waiting(ranks: list[dict]) -> list[float] | None:
-    """Microseconds that each rank waits for others in the all-reduces of a step; None unless all ranks have as many."""
-    counts = {len(rank["all_reduce_us"]) for rank in ranks}
-    if len(ranks) < 2 or len(counts) > 1 or counts == {0}:
-        return None
-    least = [min(times) for times in zip(*(rank["all_reduce_us"] for rank in ranks))]
-    return [sum(t - l for t, l in zip(rank["all_reduce_us"], least)) / rank["steps"] for rank in ranks]
 
 
 def table(batches: dict[str, dict[str, list[dict]]]) -> tuple[list[str], list[list[str]]]:
@@ -154,8 +171,7 @@ def table(batches: dict[str, dict[str, list[dict]]]) -> tuple[list[str], list[li
     ]
     rows.append(row("the step, under the profiler", lambda ranks: round(ranks[0]["span_us"])))
     rows.append(row("kernels and copies", lambda ranks: round(launches(ranks[0]))))
-    if all(waiting(ranks) for sides in batches.values() for ranks in sides.values()):
-        rows.append(
-            row("waiting in all-reduces, by rank", lambda ranks: " ".join(f"{us:.0f}" for us in waiting(ranks)))
-        )
+    if any(len(ranks) > 1 for sides in batches.values() for ranks in sides.values()):
+        for what, value in (("idle", _idle), ("waiting in all-reduces", lambda rank: rank["waiting_us"] or 0)):
+            rows.append(row(f"{what}, by rank", lambda ranks, value=value: " ".join(f"{value(r):.0f}" for r in ranks)))
     return ["class", *(f"batch {batch}" for batch in batches)], rows

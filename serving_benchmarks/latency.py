@@ -125,7 +125,7 @@ def overrides(model: Path, num_layers: int | None, rank_of: int) -> dict[str, in
 
 
 def measure(job: dict, report: Callable[[dict], None]) -> None:
-    """Runs one model on one side; reports every iteration and then the result."""
+    """Runs one model on one side; reports every iteration, every batch size and then what else there is to say."""
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
@@ -164,7 +164,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
         tokens = [[(7 * i + 31 * row + 3) % vocabulary for i in range(job["input_len"])] for row in range(batch_size)]
         return [{"prompt_token_ids": row} for row in tokens]
 
-    batches = []
+    report({"hardware": hardware(), "versions": versions()})
     for batch_size in job["batch_sizes"]:
         prompts, latencies, decode = prompts_of(batch_size), [], []
         for iteration in range(job["num_iters_warmup"] + job["num_iters"]):
@@ -177,12 +177,12 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
                 latencies.append(latency)
                 decode.append(1e3 * per_token)
             report({"batch_size": batch_size, "decode_ms": 1e3 * per_token})
-        batches.append({"batch_size": batch_size, "latencies": latencies, "decode_ms": decode})
-    result = {"batches": batches, "hardware": hardware(), "versions": versions()}
+        report({"batch": {"batch_size": batch_size, "latencies": latencies, "decode_ms": decode}})
+    result = {}
     try:
         recorded = ((size, decode_profile.record(llm, prompts_of(size), job["seed"])) for size in job["profile"])
-        result["profile"] = {size: ranks for size, ranks in recorded if all(ranks)}
-    except Exception as error:  # noqa: BLE001  what is measured stays measured
+        result["profile"] = {size: ranks for size, ranks in recorded if ranks}
+    except Exception as error:  # noqa: BLE001  the rest is as good without
         traceback.print_exc()
         result["profile_error"] = f"{type(error).__name__}: {error}".strip()
     if with_ops:
@@ -246,7 +246,7 @@ def environment(side: str) -> dict[str, str]:
 
 
 def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
-    """Runs one measuring process; returns its result or {"error": why}."""
+    """Runs one measuring process; returns its result or {"error": why}, each with the batch sizes that were measured whole."""
     read_end, write_end = os.pipe()
     command = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps({**job, "pipe": write_end})]
     variables = environment(job["side"])
@@ -264,7 +264,7 @@ def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
             start_new_session=True,
         )
     os.close(write_end)
-    final = {"error": "the process ended early"}
+    final, measured = {"error": "the process ended early"}, {"batches": []}
     overdue = threading.Timer(job["timeout"], os.killpg, (process.pid, signal.SIGKILL))
     overdue.start()
     try:
@@ -274,7 +274,12 @@ def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
                 if "result" in event or "error" in event:
                     final = event.get("result", event)
                     break
-                on_event(event)
+                if "batch" in event:
+                    measured["batches"].append(event["batch"])
+                elif "hardware" in event:
+                    measured |= event
+                else:
+                    on_event(event)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(SECONDS_TO_END)
     finally:
@@ -285,7 +290,7 @@ def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
         process.wait()
     if "error" in final:
         final["log_tail"] = tail(log)
-    return final
+    return final | measured
 
 
 def tail(log: Path) -> list[str]:
@@ -377,9 +382,8 @@ def benchmark(arguments: argparse.Namespace) -> dict:
             found = run_side(job, log, on_event)
             bar.update((number + 1) * iterations - bar.n)
             run = {"model_id": job["name"], "side": job["side"], "log": f"{log.parent.name}/{log.name}"}
-            if "error" not in found:
-                report["hardware"], report["versions"] = found["hardware"], found["versions"]
-                report["results"] += [summarise(job, batch) for batch in found["batches"]]
+            report |= {name: found[name] for name in ("hardware", "versions") if name in found}
+            report["results"] += [summarise(job, batch) for batch in found["batches"]]
             kept = ("error", "log_tail", "op_stats", "seams", "profile", "profile_error")
             report["runs"].append(run | {k: found[k] for k in kept if k in found})
             arguments.output_json.write_text(json.dumps(report, indent=1) + "\n")  # what is measured stays measured

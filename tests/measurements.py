@@ -256,14 +256,23 @@ def str_and_numbers(case: tuple) -> tuple:
 
 
 def engine() -> str:
-    """Decode through vLLM's engine, with the ops and without: a table for each way in which it was measured."""
+    """Decode through vLLM's engine, with the ops and without: a table for each way in which it was measured. Of a model that was
+    measured as vLLM compiles it, nothing else."""
     ways: dict[str, list[tuple]] = {}
-    for hardware, sides, path in engine_runs():
+    runs = [(*run, json.loads(run[2].read_text())["command"]) for run in engine_runs()]
+    compiled = {sides["with"][0]["model_id"] for _, sides, _, command in runs if not lacking(command)}
+    for hardware, sides, _, command in sorted(runs, key=lambda run: bool(lacking(run[3]))):
         result = sides["with"][0]
+        if lacking(command) and result["model_id"] in compiled:
+            continue
         without, ours = (latency.median_ms(sides[side]) for side in latency.SIDES)
+        options = latency.parse_arguments(shlex.split(command)[2:])
         rank = f", a rank of {result['rank_of']} without collectives" if result["rank_of"] > 1 else ""
+        if options.tensor_parallel_size > 1:
+            experts = " + EP" if options.engine_args.get("enable_expert_parallel") else ""
+            rank += f", TP{experts} {options.tensor_parallel_size}"
         layers = str(result["num_layers"] or "all")
-        ways.setdefault(way(result, json.loads(path.read_text())["command"]), []).append(
+        ways.setdefault(way(result, command), []).append(
             (f"{result['model_id']}{rank}", hardware, layers, str(result["batch_size"]))
             + (f"{without:.2f}", f"{ours:.2f}", times([latency.speedup(sides)]))
         )
@@ -273,18 +282,22 @@ def engine() -> str:
 
 def way(result: dict, command: str) -> str:
     """How a result through the engine was measured: its own sizes, and what the command of latency.py says."""
-    options = latency.parse_arguments(shlex.split(command)[2:])
-    config = options.engine_args.get("compilation_config", {})
-    mode = config.get("mode") if isinstance(config, dict) else config
-    if options.enforce_eager:
-        compiled = "eager: neither compiled nor captured in graphs"
-    else:
-        compiled = "captured in graphs, without compilation" if mode == 0 else "compiled as vLLM does by default"
+    compiled = lacking(command) or "compiled as vLLM does by default"
     tokens = f"{plural(result['input_len'], 'token')} of prompt, {result['output_len']} generated"
     text = f"Median of {plural(len(result['latencies']), 'iteration')}, {tokens}; {compiled}."
-    if options.enforce_eager or mode == 0:
+    if lacking(command):
         text += " vLLM's compiler would fuse part of what runs without the ops: expect lower ratios with it."
     return text
+
+
+def lacking(command: str) -> str:
+    """What an engine that this command started did not do to make a model fast; nothing if it did all by default."""
+    options = latency.parse_arguments(shlex.split(command)[2:])
+    config = options.engine_args.get("compilation_config", {})
+    if options.enforce_eager:
+        return "eager: neither compiled nor captured in graphs"
+    mode = config.get("mode") if isinstance(config, dict) else config
+    return "captured in graphs, without compilation" if mode == 0 else ""
 
 
 # Tables, for the page beside the files
@@ -374,8 +387,15 @@ def profiles() -> str:
             floors = [
                 (f"{kind}: least time of the weights", *[f"{us:.0f}"] * len(batches)) for kind, us in floor.items()
             ]
-            what = f"**{model}**, {layers}, {report['hardware']}, {links([path])}"
-            newest[path.parent.name, model, layers] = f"{what}:\n\n{markdown(header, [*floors, *rows])}"
+            what = f"**{model}**, {layers}, {report['hardware']}, {links([path])}.\n"
+            what += "Above the least time of the weights, with the ops, ms:\n\n"
+            for batch, sides in batches.items():
+                above = {
+                    kind: us - floor.get(kind, 0) for kind, us in decode_profile.by_class(sides["with"][0]).items()
+                }
+                parts = (f"{kind} {us / 1e3:.2f}" for kind, us in sorted(above.items(), key=lambda item: -item[1]))
+                what += f"- batch {batch}: {', '.join(parts)}\n"
+            newest[path.parent.name, model, layers] = f"{what}\n{markdown(header, [*floors, *rows])}"
     return "\n\n".join(newest.values()) or "Nothing yet."
 
 

@@ -86,7 +86,7 @@ def test_a_profile_sums_kernels_and_what_is_idle():
     assert classes == {
         decode_profile.ALL_REDUCE: 2.0,
         "FP8 linears": 3.0,
-        "norms, activations, quantisation": 0.5,
+        decode_profile.NORMS: 0.5,
         decode_profile.REST: 2.0,
         decode_profile.IDLE: 2.0,
     }
@@ -95,10 +95,13 @@ def test_a_profile_sums_kernels_and_what_is_idle():
 
 def test_what_ranks_wait_for_each_other():
     """The last to come waits for none."""
-    first, last = ({"steps": 2, "all_reduce_us": times} for times in ([9.0, 3.0, 4.0, 4.0], [3.0, 5.0, 4.0, 4.0]))
-    assert decode_profile.waiting([first, last]) == [3.0, 1.0]
-    assert decode_profile.waiting([first]) is None
-    assert decode_profile.waiting([first, last | {"all_reduce_us": [1.0]}]) is None
+    of_ranks = [9.0, 3.0, 4.0, 4.0], [3.0, 5.0, 4.0, 4.0]
+    ranks = [{"steps": 2, "kernels": {}, "all_reduce_us": times} for times in of_ranks]
+    assert decode_profile.compare(ranks) == [
+        {"steps": 2, "kernels": {}, "waiting_us": 3.0},
+        {"steps": 2, "waiting_us": 1.0},
+    ]
+    assert decode_profile.waiting([[9.0, 3.0], [1.0]], 2) == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -107,14 +110,20 @@ def test_what_ranks_wait_for_each_other():
         ("ncclDevKernel_AllGather_RING_LL", decode_profile.ALL_REDUCE),
         ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>", "attention"),
         ("void vllm::reshape_and_cache_flash_kernel<...>", "attention"),
-        ("fused_moe_kernel", "experts: products"),
-        ("fused_experts_down_block_8", "experts: products"),
+        ("triton_poi_fused_add_clone_copy_expand_index_mul_neg_slice_split_stack_unsqueeze_view_4", "attention"),
+        ("fused_moe_kernel", decode_profile.EXPERTS),
+        ("fused_experts_down_block", decode_profile.EXPERTS),
+        ("fused_experts_quantize_block_bf16", "experts: routing, sorting, sums, quantisation"),
         ("void vllm::moe::count_and_sort_expert_tokens_kernel<int>", "experts: routing, sorting, sums, quantisation"),
-        ("void cutlass::device_kernel<vllm::cutlass_3x_gemm<cutlass::float_e4m3_t>>", "FP8 linears"),
+        ("triton_red_fused_fused_add_rms_norm_moe_forward_shared_0", decode_profile.NORMS),
+        ("triton_poi_fused__to_copy_clamp_cutlass_scaled_mm_mul_reciprocal_silu_slice_2", decode_profile.NORMS),
+        ("void vllm::rms_norm_per_block_quant_kernel<c10::BFloat16, c10::Float8_e4m3fn, true>", decode_profile.NORMS),
+        ("void cutlass::device_kernel<vllm::cutlass_3x_gemm_sm90_fp8<cutlass::float_e4m3_t>>", "FP8 linears"),
+        ("void cutlass::device_kernel<vllm::cutlass_3x_gemm_fp8_blockwise<cutlass::bfloat16_t>>", "FP8 linears"),
         ("block_scaled_mm_skinny_16", "FP8 linears"),
         ("nvjet_hsh_64x8_64x16_4x1_v_bz_TNT", "other products"),
         ("unquantized_gemm_bf16_skinny_16", "other products"),
-        ("fused_add_rms_norm_dynamic_per_token_quant_bf16_x4", "norms, activations, quantisation"),
+        ("fused_add_rms_norm_dynamic_per_token_quant_bf16_x4", decode_profile.NORMS),
         ("Memcpy DtoD (Device -> Device)", decode_profile.REST),
     ],
 )
@@ -125,7 +134,7 @@ def test_the_class_of_a_kernel(name, kind):
 def test_table_has_the_profile_of_both_sides():
     whole = report([4.0], [2.0], KERNELS)
     for run in whole["runs"]:
-        run["profile"] = {"8": [decode_profile.summarise(EVENTS, 2)] * 2}
+        run["profile"] = {"8": decode_profile.compare([decode_profile.summarise(EVENTS, 2)] * 2)}
     lines = [line.split() for line in latency.table(whole).splitlines()]
     assert ["FP8", "linears", "3", "/", "3"] in lines and ["idle", "2", "/", "2"] in lines
     whole["runs"][0] = whole["runs"][0] | {"profile_error": "RuntimeError: no profiler"}
@@ -246,6 +255,7 @@ job = json.loads(sys.argv[2])
 worker = subprocess.Popen(["sleep", "600"], pass_fds=[job["pipe"]])
 with os.fdopen(job["pipe"], "w") as pipe:
     pipe.write(json.dumps({"batch_size": 1, "decode_ms": 2.0}) + "\\n")
+    pipe.write(json.dumps({"batch": {"batch_size": 1}}) + "\\n")
     pipe.write(json.dumps({"result": {"worker": worker.pid}}) + "\\n")
 """
 
@@ -257,7 +267,7 @@ def test_no_process_outlives_its_side(tmp_path, monkeypatch):
     events = []
     job = {"side": "with", "random_experts": False, "timeout": 60}
     found = latency.run_side(job, tmp_path / "log", events.append)
-    assert events == [{"batch_size": 1, "decode_ms": 2.0}]
+    assert events == [{"batch_size": 1, "decode_ms": 2.0}] and found["batches"] == [{"batch_size": 1}]
     stat = pathlib.Path(f"/proc/{found['worker']}/stat")
     for _ in range(100):  # until init has reaped it
         try:
@@ -269,15 +279,23 @@ def test_no_process_outlives_its_side(tmp_path, monkeypatch):
     raise AssertionError("the worker still runs")
 
 
+WHOLE = """
+import json, os, sys, time
+pipe = os.fdopen(json.loads(sys.argv[2])["pipe"], "w", buffering=1)
+pipe.write('{"hardware": "1 x GPU"}\\n{"batch": {"batch_size": 8}}\\n')
+"""
+
+
 @pytest.mark.parametrize(
     "ends", ["print('the reason'); sys.exit(3)", "print('the reason', flush=True); time.sleep(600)"]
 )
 def test_what_failed_is_reported_with_the_end_of_its_log(tmp_path, monkeypatch, ends):
-    """Also a side that takes too long."""
-    (tmp_path / "stub.py").write_text(f"import sys, time\nprint('lines\\n' * 99)\n{ends}")
+    """Also a side that takes too long. What was measured before stays measured."""
+    (tmp_path / "stub.py").write_text(f"{WHOLE}\nprint('lines\\n' * 99)\n{ends}")
     monkeypatch.setattr(latency, "__file__", str(tmp_path / "stub.py"))
     found = latency.run_side({"side": "with", "random_experts": False, "timeout": 3}, tmp_path / "log", print)
     assert found["error"] == "the process ended early"
+    assert found["batches"] == [{"batch_size": 8}] and found["hardware"] == "1 x GPU"
     assert found["log_tail"][-1] == "the reason" and len(found["log_tail"]) == latency.LINES_OF_A_FAILURE
 
 

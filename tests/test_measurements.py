@@ -81,7 +81,7 @@ def test_the_newest_profile_counts(folder):
         rank = {"kernels": {"scaled_mm_skinny_16": [4.0, us]}, "span_us": us + 1, "busy_us": us, "steps": 8}
         made = json.loads(report(options="--model tiny-llama --num-layers 2 --tensor-parallel-size 2"))
         made["results"] = [{"model_id": "tiny-llama", "num_layers": 2}]
-        ranks = [rank | {"all_reduce_us": [3.0] * 8}, rank | {"all_reduce_us": [5.0] * 8}]
+        ranks = [rank | {"waiting_us": 0.0}, {"span_us": 5.0, "busy_us": 2.0, "waiting_us": 2.0}]
         runs = [("without", ranks), ("with", ranks)]
         made["runs"] = [{"model_id": "tiny-llama", "side": side, "profile": {"8": r}} for side, r in runs]
         return json.dumps(made)
@@ -99,7 +99,11 @@ def test_the_newest_profile_counts(folder):
     )
     layer = hidden * (2 * hidden + 2 * key_value * head + 3 * intermediate) // 2  # elements of a rank, two bytes each
     least = 2 * (2 * layer + hidden * vocabulary // 2) / 2.0 / 1e3
-    assert profiles().splitlines()[2:] == [
+    assert profiles().splitlines()[1:] == [
+        "Above the least time of the weights, with the ops, ms:",
+        "",
+        "- batch 8: FP8 linears 0.01, idle 0.00",
+        "",
         "| class | batch 8 |",
         "| --- | --- |",
         f"| other products: least time of the weights | {least:.0f} |",
@@ -107,6 +111,7 @@ def test_the_newest_profile_counts(folder):
         "| idle | 1 / 1 |",
         "| the step, under the profiler | 8 / 8 |",
         "| kernels and copies | 4 / 4 |",
+        "| idle, by rank | 1 3 / 1 3 |",
         "| waiting in all-reduces, by rank | 0 2 / 0 2 |",
     ]
 
@@ -131,7 +136,15 @@ def test_a_table_through_the_engine_says_how_it_was_measured(folder, options, sa
     write(folder / "2026-11-21-a-latency.json", report(*pair, options=options))
     assert engine().startswith(f"Median of 5 iterations, 1 token of prompt, 64 generated; {says}\n\n| model |")
     write(folder / "2026-11-21-b-latency.json", report(*pair, rank_of=8, options="--enforce-eager"))
-    assert engine().count("| model |") == (1 if options == "--enforce-eager" else 2)
+    assert engine().count("| model |") == (2 if "without compilation" in says else 1), (
+        "what was measured compiled stands alone"
+    )
+
+
+def test_a_table_through_the_engine_says_over_how_many_gpus(folder):
+    experts = "--tensor-parallel-size 4 --engine-args '{\"enable_expert_parallel\": true}'"
+    write(folder / "2026-11-21-a-latency.json", report(("without", 1, 3.0), ("with", 1, 2.0), options=experts))
+    assert "\n| llama, TP + EP 4 | 1 x Made-up GPU | 4 | 1 | 3.00 | 2.00 | 1.50x |" in engine()
 
 
 def test_the_newest_line_of_what_is_chosen_counts(folder):
