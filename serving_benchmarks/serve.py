@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import latency
+import latency_report
 from latency import SIDES
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
@@ -257,7 +258,7 @@ def table(lines: list[dict]) -> str:
             ratio = ""
             if side == "with" and len(sides) == 2:
                 ratio = f"{sides['without']['tpot_ms']['p50'] / line['tpot_ms']['p50']:.2f}x"
-                ratio = ratio if latency.kernels(line["op_stats"]) else latency.NO_RATIO
+                ratio = ratio if latency_report.kernels(line["op_stats"]) else latency_report.NO_RATIO
             rest = [f"{line['itl_ms']['p99']:.2f}", f"{line['output_tokens_per_s']:.1f}", ratio]
             rows.append([model, rate, side, ttft, tpot, *rest])
     widths = [max(map(len, column)) for column in zip(*rows)]

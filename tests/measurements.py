@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "serving_benchmarks"))
 import decode_profile
 import latency
+import latency_report
 
 sys.path.pop()
 RESULTS = ROOT / "serving_benchmarks" / "results"
@@ -265,7 +266,7 @@ def engine() -> str:
         result = sides["with"][0]
         if lacking(command) and result["model_id"] in compiled:
             continue
-        without, ours = (latency.median_ms(sides[side]) for side in latency.SIDES)
+        without, ours = (latency_report.median_ms(sides[side]) for side in latency_report.SIDES)
         options = latency.parse_arguments(shlex.split(command)[2:])
         rank = f", a rank of {result['rank_of']} without collectives" if result["rank_of"] > 1 else ""
         if options.tensor_parallel_size > 1:
@@ -274,7 +275,7 @@ def engine() -> str:
         layers = str(result["num_layers"] or "all")
         ways.setdefault(way(result, command), []).append(
             (f"{result['model_id']}{rank}", hardware, layers, str(result["batch_size"]))
-            + (f"{without:.2f}", f"{ours:.2f}", times([latency.speedup(sides)]))
+            + (f"{without:.2f}", f"{ours:.2f}", times([latency_report.speedup(sides)]))
         )
     header = ("model", "GPU", "layers", "batch", "without, ms per token", "with", "ratio")
     return "\n\n".join(f"{caption}\n\n{markdown(header, body)}" for caption, body in ways.items()) or "Nothing yet."
@@ -377,8 +378,8 @@ def profiles() -> str:
     newest: dict[tuple, str] = {}
     for path in oldest_first(RESULTS.glob("*/*-latency.json")):
         report = json.loads(path.read_text())
-        for model, batches in latency.profiled(report).items():
-            if any(len(sides) < len(latency.SIDES) for sides in batches.values()):
+        for model, batches in latency_report.profiled(report).items():
+            if any(len(sides) < len(latency_report.SIDES) for sides in batches.values()):
                 continue
             [result, *_] = (result for result in report["results"] if result["model_id"] == model)
             layers = f"{result['num_layers']} layers" if result["num_layers"] else "all layers"

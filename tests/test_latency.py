@@ -16,6 +16,7 @@ sys.path.insert(0, str(SCRIPT.parent))
 
 import decode_profile
 import latency
+import latency_report
 
 SHRUNK = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "vocab_size": 512}
 """What makes a real configuration small; its layers keep their kinds, its quantization stays."""
@@ -50,7 +51,7 @@ def test_summary_has_the_form_of_vllm_bench_latency():
 
 
 def test_table_compares_medians():
-    text = latency.table(report([4.0, 5.0, 6.0], [2.0, 2.5, 3.0], KERNELS))
+    text = latency_report.table(report([4.0, 5.0, 6.0], [2.0, 2.5, 3.0], KERNELS))
     assert "5.00 (4.20-5.80)" in text and "2.50 (2.10-2.90)" in text and "2.00x" in text
     assert "plain PyTorch" not in text
 
@@ -62,9 +63,9 @@ def test_pairs_of_starts_have_the_median_of_their_ratios():
         one = report([without], [with_ops], KERNELS)
         whole["results"] += [result | {"pair": pair} for result in one["results"]]
         whole["runs"] += one["runs"]
-    text = latency.table(whole)
+    text = latency_report.table(whole)
     assert "4.40 (4.00-5.00)" in text and "2.00 (2.00-4.00)" in text and text.count("2.00x") == 1
-    assert any("1 iterations in each of 3 starts" in t.replace("\n", " ") for t in texts(latency.figure(whole)))
+    assert any("1 iterations in each of 3 starts" in t.replace("\n", " ") for t in texts(latency_report.figure(whole)))
 
 
 EVENTS = [  # name, start and duration in ns: two steps on a rank, with two streams for a while
@@ -135,14 +136,14 @@ def test_table_has_the_profile_of_both_sides():
     whole = report([4.0], [2.0], KERNELS)
     for run in whole["runs"]:
         run["profile"] = {"8": decode_profile.compare([decode_profile.summarise(EVENTS, 2)] * 2)}
-    lines = [line.split() for line in latency.table(whole).splitlines()]
+    lines = [line.split() for line in latency_report.table(whole).splitlines()]
     assert ["FP8", "linears", "3", "/", "3"] in lines and ["idle", "2", "/", "2"] in lines
     whole["runs"][0] = whole["runs"][0] | {"profile_error": "RuntimeError: no profiler"}
-    assert "model could not be profiled without the ops: RuntimeError: no profiler" in latency.table(whole)
+    assert "model could not be profiled without the ops: RuntimeError: no profiler" in latency_report.table(whole)
 
 
 def test_table_says_what_is_not_runnable_and_why():
-    text = latency.table(report(None, [2.0], KERNELS))
+    text = latency_report.table(report(None, [2.0], KERNELS))
     assert "not runnable without" in text
     assert "model is not runnable without the ops: ValueError: no kernel for this" in text
     assert "without.log" in text
@@ -153,10 +154,10 @@ FALLBACK = {"rms_norm": {"fallback: PyTorch reference on this device": 9}, "silu
 
 def test_table_admits_that_no_kernel_ran():
     """And has no ratio then: it would be PyTorch's."""
-    text = latency.table(report([4.0], [2.0], FALLBACK))
+    text = latency_report.table(report([4.0], [2.0], FALLBACK))
     assert "model: no kernel of the ops ran: on this machine they are plain PyTorch" in text
     assert "  no kernel ran" in text and "2.00x" not in text
-    text = latency.table(report([4.0], [2.0], {}))
+    text = latency_report.table(report([4.0], [2.0], {}))
     assert "called none of the ops" in text and "2.00x" not in text
 
 
@@ -176,7 +177,7 @@ def test_a_figure_cuts_nothing_off(models):
     whole["hardware"] = "64 cores of INTEL(R) XEON(R) PLATINUM 8581C CPU @ 2.30GHz"
     for part in ("results", "runs"):
         whole[part] = [entry | {"model_id": f"model {i}"} for i in range(models) for entry in whole[part]]
-    found = texts(latency.figure(whole))
+    found = texts(latency_report.figure(whole))
     assert "Decode latency: median, 10th to 90th percentile" in found and "8\n1.80x" in found
     assert any(text.replace("\n", " ").endswith("2 iterations; random weights") for text in found)
 
@@ -186,14 +187,14 @@ def test_a_figure_cuts_nothing_off(models):
     [([4.0], FALLBACK, "model\nno kernel of the ops ran: no ratio"), ([4.0], {}, None), (None, KERNELS, "model")],
 )
 def test_a_figure_has_no_ratio_where_there_is_none(without, stats, title):
-    found = texts(latency.figure(report(without, [2.0], stats)))
+    found = texts(latency_report.figure(report(without, [2.0], stats)))
     assert not [text for text in found if text.endswith("x")]
     assert title is None or title in found
 
 
 @pytest.mark.parametrize("without", [[4.0, 5.0], None], ids=["both", "one-side"])
 def test_plot_is_a_png(tmp_path, without):
-    assert latency.plot(report(without, [2.0, 3.0], KERNELS), tmp_path / "folder" / "plot.png")
+    assert latency_report.plot(report(without, [2.0, 3.0], KERNELS), tmp_path / "folder" / "plot.png")
     assert (tmp_path / "folder" / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

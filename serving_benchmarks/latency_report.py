@@ -1,0 +1,188 @@
+"""What latency.py reports: its table, and its figure."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from pathlib import Path
+
+import decode_profile
+
+SIDES = {"without": "vLLM", "with": "vLLM + vllm-rocm-ops"}
+NO_RATIO = "no kernel ran"
+CHARACTERS_PER_INCH = 14  # of a plot's caption
+
+
+def pairs(report: dict) -> list[tuple[str, int, dict[str, list[dict]]]]:
+    """(model, batch size, {side: results of its starts}), in the order of measurement."""
+    found: dict[tuple[str, int], dict[str, list[dict]]] = {}
+    failed = [run["model_id"] for run in report["runs"] if "error" in run]
+    for result in report["results"]:
+        sides = found.setdefault((result["model_id"], result["batch_size"]), {})
+        sides.setdefault(result["side"], []).append(result)
+    for model in failed:
+        if not any(model == key[0] for key in found):
+            found[model, 0] = {}
+    return [(model, batch_size, sides) for (model, batch_size), sides in found.items()]
+
+
+def median_ms(starts: list[dict]) -> float:
+    """Milliseconds per token: the median of the starts' medians."""
+    return statistics.median(start["decode_ms_per_token"] for start in starts)
+
+
+def spread_ms(starts: list[dict]) -> tuple[float, float]:
+    """The least 10th and the largest 90th percentile of the starts."""
+    spreads = [start["decode_ms_percentiles"] for start in starts]
+    return min(spread["10"] for spread in spreads), max(spread["90"] for spread in spreads)
+
+
+def speedup(sides: dict[str, list[dict]]) -> float:
+    """How many times as fast it is with the ops: the median over pairs of starts."""
+    of_pairs = zip(*(sides[side] for side in SIDES))
+    return statistics.median(
+        without["decode_ms_per_token"] / with_ops["decode_ms_per_token"] for without, with_ops in of_pairs
+    )
+
+
+def op_stats(report: dict) -> dict[str, dict]:
+    """By model: how often each op ran what."""
+    return {run["model_id"]: run["op_stats"] for run in report["runs"] if "op_stats" in run}
+
+
+def kernels(stats: dict[str, dict[str, int]]) -> set[str]:
+    """The kernels that ran, of what `vllm_rocm_ops.stats()` gives."""
+    ran = {kernel for op in stats.values() for kernel in op}
+    return {kernel for kernel in ran if not kernel.startswith(("fallback", "nothing"))}
+
+
+def ratio(report: dict, model: str, sides: dict[str, list[dict]]) -> str:
+    """How many times as fast a model is with the ops; `NO_RATIO` where they are plain PyTorch, whose time says nothing of their
+    kernels; nothing where a side is missing."""
+    if len(sides) < len(SIDES):
+        return ""
+    if not kernels(op_stats(report)[model]):
+        return NO_RATIO
+    return f"{speedup(sides):.2f}x"
+
+
+def table(report: dict) -> str:
+    """The results, and under them why some are missing."""
+    measured = [side for side in SIDES if any(run["side"] == side for run in report["runs"])]
+    rows = [["model", "batch", *(f"{side} the ops" for side in measured), *(["ratio"] if len(measured) == 2 else [])]]
+    for model, batch_size, sides in pairs(report):
+        row = [model, str(batch_size or "-")]
+        for side in measured:
+            if side in sides:
+                row.append("{:.2f} ({:.2f}-{:.2f})".format(median_ms(sides[side]), *spread_ms(sides[side])))
+            else:
+                row.append(f"not runnable {side}")
+        if len(measured) == 2:
+            row.append(ratio(report, model, sides))
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    lines = ["Decode, ms per token: median (10th-90th percentile)", "", *lines]
+    for run in report["runs"]:
+        if "error" in run:
+            why = textwrap.shorten(run["error"], 300)
+            lines += ["", f"{run['model_id']} is not runnable {run['side']} the ops: {why}", f"  {run['log']}"]
+        if "profile_error" in run:
+            why = textwrap.shorten(run["profile_error"], 300)
+            lines += ["", f"{run['model_id']} could not be profiled {run['side']} the ops: {why}", f"  {run['log']}"]
+    for model, stats in op_stats(report).items():
+        if not stats:
+            lines += ["", f"{model}: vLLM called none of the ops; `vllm-rocm-ops doctor` says why"]
+        elif not kernels(stats):
+            why = "on this machine they are plain PyTorch, and the times say nothing of a GPU's"
+            lines += ["", f"{model}: no kernel of the ops ran: {why}."]
+    for model, batches in profiled(report).items():
+        header, body = decode_profile.table(batches)
+        lines += ["", f"{model}: microseconds of a decode step, {' / '.join(next(iter(batches.values())))} the ops", ""]
+        lines += [f"{row[0]:48}" + "".join(f"  {cell:>30}" for cell in row[1:]) for row in (header, *body)]
+    return "\n".join(lines)
+
+
+def profiled(report: dict) -> dict[str, dict[str, dict[str, list[dict]]]]:
+    """What was profiled: {model: {batch size: {side: ranks}}}."""
+    found: dict[str, dict[str, dict[str, list[dict]]]] = {}
+    for run in report["runs"]:
+        for batch_size, ranks in run.get("profile", {}).items():
+            found.setdefault(run["model_id"], {}).setdefault(str(batch_size), {})[run["side"]] = ranks
+    return found
+
+
+def figure(report: dict):
+    """Bars of the median with the 10th to 90th percentile; one panel per model. None where nothing was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colors = {"without": "#9aa5b1", "with": "#c8102e"}
+    label = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
+    by_model: dict[str, list] = {}
+    for model, batch_size, sides in pairs(report):
+        if sides:
+            by_model.setdefault(model, []).append((batch_size, sides))
+    if not by_model:
+        return None
+    inches = max(6.0, 1.5 + 3.1 * len(by_model))
+    drawn, axes = pyplot.subplots(1, len(by_model), figsize=(inches, 4.8), squeeze=False, layout="constrained")
+    asked = [side for side in SIDES if any(run["side"] == side for run in report["runs"])]
+    width = 0.8 / len(asked)
+    for axis, (model, batches) in zip(axes[0], by_model.items()):
+        ratios = [ratio(report, model, sides) for _, sides in batches]
+        hatch = "//" if NO_RATIO in ratios else ""
+        for index, (_, sides) in enumerate(batches):
+            for place, side in enumerate(asked):
+                x = index + (place - (len(asked) - 1) / 2) * width
+                if side not in sides:
+                    axis.annotate("not runnable", (x, 0), (0, 6), rotation=90, **label, color="#777777")
+                    continue
+                value, (low, high) = median_ms(sides[side]), spread_ms(sides[side])
+                error = [[max(value - low, 0)], [max(high - value, 0)]]
+                axis.bar(x, value, width * 0.92, color=colors[side], hatch=hatch, edgecolor="white", linewidth=0)
+                axis.errorbar(x, value, yerr=error, color="#333333", capsize=3, linewidth=1)
+                axis.annotate(f"{value:.2f}", (x, max(value, high)), (0, 4), **label)
+        shown = ["" if hatch else f"\n{text}" for text in ratios]
+        axis.set_xticks(range(len(batches)), [f"{batch[0]}{text}".strip() for batch, text in zip(batches, shown)])
+        axis.set_xlim(-0.5, len(batches) - 0.5)
+        axis.set_xlabel("batch size, and how many times as fast" if any(ratios) and not hatch else "batch size")
+        axis.set_title(f"{model}\nno kernel of the ops ran: no ratio" if hatch else model, fontsize=10)
+        axis.margins(y=0.12)
+        axis.set_ylim(bottom=0)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", alpha=0.25)
+        axis.set_axisbelow(True)
+    axes[0][0].set_ylabel("decode, ms per token")
+    drawn.suptitle("Decode latency: median, 10th to 90th percentile", fontsize=12, fontweight="bold")
+    result, versions = report["results"][0], report["versions"]
+    number = len({run["pair"] for run in report["results"] if "pair" in run})
+    starts = f" in each of {number} starts" if number > 1 else ""
+    rank = f", as one of {result['rank_of']} ranks without collectives" if result["rank_of"] > 1 else ""
+    caption = (
+        f"{report['hardware']}{rank}; vLLM {versions['vllm']}, torch {versions['torch']}; input {result['input_len']}, "
+        f"output {result['output_len']}, {len(result['latencies'])} iterations{starts}; random weights"
+    )
+    drawn.legend(
+        [pyplot.Rectangle((0, 0), 1, 1, color=colors[side]) for side in asked],
+        [SIDES[side] for side in asked],
+        title=textwrap.fill(caption, int(CHARACTERS_PER_INCH * inches)),
+        title_fontproperties={"size": 8},
+        loc="outside lower center",
+        ncols=len(asked),
+        frameon=False,
+    )
+    return drawn
+
+
+def plot(report: dict, path: Path) -> bool:
+    """Writes the figure as PNG; whether there was anything to draw."""
+    drawn = figure(report)
+    if drawn is None:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, dpi=150)
+    return True
