@@ -314,7 +314,7 @@ def files_of(found: Iterable[list[tuple[dict, pathlib.Path]]]) -> str:
 def definitions() -> dict[tuple[str, str], ast.AST]:
     """What the files of the seams define: (file, name) -> its tree."""
     found = {}
-    for path in SEAMS.glob("*.py"):
+    for path in SEAMS.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
             for target in targets:

@@ -183,7 +183,7 @@ def test_the_limits_are_those_of_the_seams():
     """Every seam with a limit says it to `explain`."""
     folder = pathlib.Path(cli.experts.__file__).parent
     limited = {
-        path.stem for path in folder.glob("*.py") if re.search(r"^MOST_TOKENS =", path.read_text(), re.MULTILINE)
+        path.stem for path in folder.rglob("*.py") if re.search(r"^MOST_TOKENS =", path.read_text(), re.MULTILINE)
     }
     assert limited == {module.__name__.rpartition(".")[2] for module in cli.LIMITED.values()}
 

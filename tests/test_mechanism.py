@@ -24,7 +24,7 @@ import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import envs, launch, op, ops
 from vllm_rocm_ops.launch import I64, Launch
-from vllm_rocm_ops.vllm import compile_cache
+from vllm_rocm_ops.vllm.seams import compile_cache
 
 DEVICE = "cuda" if torch.cuda.is_available() and archs.of_device(0) is not None else "cpu"
 FP8 = archs.of_device(0).fp8_dtype if DEVICE == "cuda" else torch.float8_e4m3fn

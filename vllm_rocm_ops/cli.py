@@ -26,8 +26,9 @@ from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.clock import GpuClock
 from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.op import Case, Explanation, Op
-from vllm_rocm_ops.vllm import block_scaled_linear, experts, mxfp8_linear, scaled_linear, unquantized_linear
+from vllm_rocm_ops.vllm import experts
 from vllm_rocm_ops.vllm.peers import peers
+from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
 
 PLUGIN = "rocm_ops"
 DTYPES = {

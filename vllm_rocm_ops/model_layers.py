@@ -1,7 +1,7 @@
 """What one rank calls in a step of a model: each op with its arguments, from a Hugging Face config.json and the division.
 
 `calls(read(model), tp, ep)` lists them as vLLM with this package runs them: linear layers; the norms and activations around
-them, which in models that are linked (see vllm/links.py) quantise for the one linear that reads their result; routing and
+them, which in models that are linked (see vllm/seams/links.py) quantise for the one linear that reads their result; routing and
 experts. What runs no op of ours is left out: attention, rotary embeddings, collectives, Qwen3's norms of queries and keys, and
 in DeepSeek the bf16 products that latent attention absorbs.
 """
@@ -26,7 +26,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.op import Case, Op
 from vllm_rocm_ops.ops.gemm import BLOCK
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import BLOCK as MX_BLOCK
-from vllm_rocm_ops.vllm import links
+from vllm_rocm_ops.vllm.seams import links
 
 SHIPPED = Path(__file__).parent / "models"
 VOCABULARY_UNIT = 64  # vLLM pads to a multiple

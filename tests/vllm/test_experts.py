@@ -12,7 +12,8 @@ from torch import Tensor
 import vllm_rocm_ops
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.vllm import experts, fp8_experts, mxfp8_experts, routing_experts, seam, unquantized_experts
+from vllm_rocm_ops.vllm import experts, seam
+from vllm_rocm_ops.vllm.seams import fp8_experts, mxfp8_experts, routing_experts, unquantized_experts
 
 EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 8, 3, 256, 128, 5
 GROUPS, TOPK_GROUP, SCALE = 4, 2, 1.5

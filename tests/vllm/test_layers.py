@@ -9,8 +9,8 @@ import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.vllm import norm as norm_seam
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.seams import norm as norm_seam
 
 ROWS, HIDDEN = 5, 256
 
@@ -120,7 +120,7 @@ def test_without_kernels_layers_are_vllms(monkeypatch, plain):
     """Where kernels are missing or switched off: linked layers then hand over a plain result."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    from vllm_rocm_ops.vllm import activation
+    from vllm_rocm_ops.vllm.seams import activation
 
     made_again(monkeypatch, norm_seam, "RMSNorm", (None,) if plain else ())
     made_again(monkeypatch, activation, "SiluAndMul", (None,) if plain else ())

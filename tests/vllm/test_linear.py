@@ -10,14 +10,8 @@ from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.gemm import shuffle_weight
-from vllm_rocm_ops.vllm import (
-    block_scaled_linear,
-    held,
-    mxfp8_linear,
-    scaled_linear,
-    seam,
-    unquantized_linear,
-)
+from vllm_rocm_ops.vllm import held, seam
+from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
 
 N, K = 256, 256
 FEW, MANY = 5, 65
@@ -586,7 +580,7 @@ def test_the_probe_for_unquantized_layers_notices_another_dispatch(monkeypatch):
 
 def test_the_order_of_weights_is_in_the_fingerprint(monkeypatch):
     """A graph that was compiled for plain weights is not loaded for shuffled ones."""
-    from vllm_rocm_ops.vllm import compile_cache
+    from vllm_rocm_ops.vllm.seams import compile_cache
 
     plain = compile_cache.fingerprint()
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
@@ -595,7 +589,7 @@ def test_the_order_of_weights_is_in_the_fingerprint(monkeypatch):
 
 def test_the_code_objects_are_in_the_fingerprint(tmp_path, monkeypatch):
     """Nor is one that was compiled for other kernels."""
-    from vllm_rocm_ops.vllm import compile_cache
+    from vllm_rocm_ops.vllm.seams import compile_cache
 
     monkeypatch.setattr(vllm_rocm_ops, "__file__", str(tmp_path / "__init__.py"))
     monkeypatch.setattr(launch, "CODE", tmp_path / "code")

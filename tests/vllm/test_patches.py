@@ -329,7 +329,7 @@ print(json.dumps({
     assert without["first"] == with_patches["first"] == "RocmOpsScaledLinear"
     assert (without["linear"], without["experts"], without["gemms"]) == ([], [], 0)
     assert len(without["replaced"]) == 3 and with_patches["replaced"] == []
-    assert with_patches["linear"] == ["RocmOpsScaledLinear", "RocmOpsBlockScaledLinear", "RocmOpsMxfp8Linear"]
+    assert with_patches["linear"] == ["RocmOpsBlockScaledLinear", "RocmOpsMxfp8Linear", "RocmOpsScaledLinear"]
     modular = ["RocmOpsFp8Experts", "RocmOpsUnquantizedExperts"]
     routing = [name.replace("Ops", "OpsRouting") for name in modular]
     assert with_patches["experts"] == routing + modular and with_patches["gemms"] == 1

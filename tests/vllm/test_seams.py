@@ -1,5 +1,6 @@
 """A seam that does not fit is off, alone, and says so in one line; vLLM generates all the same."""
 
+import dataclasses
 import os
 import re
 import types
@@ -27,7 +28,7 @@ def test_broken_seams_are_off_and_the_others_on(engines, expected):
 import dataclasses
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers.fusion import fused_act_quant
-from vllm_rocm_ops.vllm import norm
+from vllm_rocm_ops.vllm.seams import norm
 known = fused_act_quant.maybe_fused_act_quant
 fused_act_quant.maybe_fused_act_quant = lambda activation, x, linear: known(activation, x, linear)
 choose = linear.choose_scaled_mm_linear_kernel
@@ -133,7 +134,7 @@ def test_a_typo_is_said_in_one_line(monkeypatch, caplog):
     with caplog.at_level("WARNING"):
         plugin.register()
     [line] = caplog.messages
-    assert re.match(r"vllm-rocm-ops is off: .*VLLM_ROCM_OPS_SEAMS: norms not in all, none, .* norm, activation", line)
+    assert re.match(r"vllm-rocm-ops is off: .*VLLM_ROCM_OPS_SEAMS: norms not in all, none, activation, .* norm, ", line)
     assert seam.active() == []
 
 
@@ -171,9 +172,19 @@ def test_switch(switch, wanted):
     assert {name for name in seam.NAMES if seam.wanted(name, switch)} == wanted
 
 
+def test_a_seam_comes_after_those_that_it_names():
+    """Experts that route are made of the classes of other seams; the rest goes by name. Seams that wait for each other are refused."""
+    seams = [seam.load(name) for name in seam.NAMES]
+    names = [found.name for found in seam.ordered(seams)]
+    assert [name for name in names if name != "routing_experts"] == sorted(set(names) - {"routing_experts"})
+    assert names.index("routing_experts") > max(map(names.index, ("fp8_experts", "unquantized_experts")))
+    with pytest.raises(ValueError, match="seams that each come after another: norm"):
+        seam.ordered([dataclasses.replace(seam.load("norm"), after=("norm",))])
+
+
 def test_switch_refuses_unknown_names():
     """A typo does not silently switch everything off."""
-    with pytest.raises(ValueError, match="VLLM_ROCM_OPS_SEAMS: norms not in all, none, compile_cache"):
+    with pytest.raises(ValueError, match="VLLM_ROCM_OPS_SEAMS: norms not in all, none, activation"):
         seam.wanted("norm", "norms")
 
 

@@ -1,4 +1,4 @@
-"""A seam is one place where vLLM takes our code instead of its own: one file in this folder with a `SEAM`.
+"""A seam is one place where vLLM takes our code instead of its own: one file in seams/ with a `SEAM`.
 
 A seam is installed when it is asked for, is made for this platform, was tried on this vLLM version, and its probe finds
 every name and signature that it touches. Otherwise it stays off, vLLM's own code runs, and `status` says why.
@@ -11,31 +11,18 @@ import dataclasses
 import importlib
 import inspect
 import logging
+import pkgutil
 import re
 from collections.abc import Callable
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import envs
 from vllm_rocm_ops import launch as launches
+from vllm_rocm_ops.vllm import seams
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
-NAMES = (
-    "compile_cache",
-    "cpu_gaps",
-    "quantized_input",
-    "scaled_linear",
-    "block_scaled_linear",
-    "mxfp8_linear",
-    "unquantized_linear",
-    "fp8_experts",
-    "mxfp8_experts",
-    "unquantized_experts",
-    "routing_experts",
-    "norm",
-    "activation",
-    "links",
-)
+NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(seams.__path__)))
 
 
 class Unavailable(Exception):
@@ -47,7 +34,7 @@ class Seam:
     """One replacement inside vLLM.
 
     `versions` are the first and last vLLM minor releases that the seam was tried on. `probe` raises when a name or a
-    signature that `install` relies on is missing; it changes nothing.
+    signature that `install` relies on is missing; it changes nothing. `after` names seams that are installed before this one.
     """
 
     name: str
@@ -56,6 +43,7 @@ class Seam:
     install: Callable[[], None]
     platforms: tuple[str, ...] = ("rocm", "cuda", "cpu")
     versions: tuple[str, str] = ("0.30", "0.33")
+    after: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +71,7 @@ def active() -> list[str]:
 
 def load(name: str) -> Seam:
     """The seam of that name. Imports its file, which imports no vLLM."""
-    return importlib.import_module(f"vllm_rocm_ops.vllm.{name}").SEAM
+    return importlib.import_module(f"{seams.__name__}.{name}").SEAM
 
 
 def install_all() -> list[Status]:
@@ -97,9 +85,20 @@ def install_all() -> list[Status]:
         logger.debug("vllm-rocm-ops has nothing for this platform")
         return []
     lack = lacks(platform)
-    for name in NAMES:
-        _status[name] = _install(load(name), platform, vllm.__version__, lack)
+    for seam in ordered([load(name) for name in NAMES]):
+        _status[seam.name] = _install(seam, platform, vllm.__version__, lack)
     return status()
+
+
+def ordered(found: list[Seam]) -> list[Seam]:
+    """The same seams, each behind those that it is to come after."""
+    left, done = {seam.name: seam for seam in found}, []
+    while left:
+        ready = next((seam for seam in left.values() if not left.keys() & set(seam.after)), None)
+        if ready is None:
+            raise ValueError(f"seams that each come after another: {', '.join(left)}")
+        done.append(left.pop(ready.name))
+    return done
 
 
 def served_platform() -> str | None:

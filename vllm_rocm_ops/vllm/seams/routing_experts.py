@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import experts, fp8_experts, held, seam, unquantized_experts
+from vllm_rocm_ops.vllm import experts, held, seam
+from vllm_rocm_ops.vllm.seams import fp8_experts, unquantized_experts
 
 METHODS = {"DeepSeekV3": ("sigmoid", True), "RenormalizeNaive": ("softmax", True), "Default": ("softmax", False)}
 """Of vLLM's methods of routing: how logits become scores, and whether the weights of a token are to sum to one."""
@@ -218,4 +219,5 @@ SEAM = seam.Seam(
     replaces="routing in the layers of fp8_experts and unquantized_experts",
     probe=probe,
     install=install,
+    after=("fp8_experts", "unquantized_experts"),
 )
