@@ -153,8 +153,8 @@ def linear_kernels(torch) -> dict[str, str]:
     answer = {"linear unquantized": f"{unquantized.__module__}.{unquantized.__name__}"}
 
     def add(name: str, kernel) -> None:
-        stock = getattr(kernel, "stock", None)
-        holds = f" holds {type(stock).__name__}" if stock is not None else ""
+        native = getattr(kernel, "native", None)
+        holds = f" holds {type(native).__name__}" if native is not None else ""
         taken = names.get(kernel.input_quant_key(), "no quantized input")
         answer[name] = f"{type(kernel).__name__}{holds} takes {taken}"
 
@@ -209,8 +209,8 @@ def experts(torch) -> dict[str, str]:
 
     def add(name: str, select, *arguments) -> None:
         backend, chosen = select(*arguments)
-        stock = getattr(chosen, "stock_class", lambda: None)()
-        holds = f" holds {stock.__name__}" if stock else ""
+        native = getattr(chosen, "native_class", lambda: None)()
+        holds = f" holds {native.__name__}" if native else ""
         answer[f"experts {name}"] = f"{chosen.__name__}{holds} as {backend.name}"
 
     block, config = (keys.kFp8Static128BlockSym, keys.kFp8Dynamic128Sym), moe_config(torch)

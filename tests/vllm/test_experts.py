@@ -1,4 +1,4 @@
-"""Our experts in vLLM's mixture-of-experts layers: what they compute, which calls they leave to the experts that they hold, which
+"""Our experts in vLLM's mixture-of-experts layers: what they compute, which calls they leave to vLLM's native experts, which
 layers they serve."""
 
 import pathlib
@@ -277,12 +277,12 @@ def test_routes(router):
 
 
 @pytest.fixture
-def stock(monkeypatch):
-    """Has our classes hold experts that answer with ones and keep what they were asked."""
+def native(monkeypatch):
+    """Has our classes keep native experts that answer with ones and keep what they were asked."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
-    class Stock(experts.Predicates, modular_kernel.FusedMoEExpertsModular):
+    class Native(experts.Predicates, modular_kernel.FusedMoEExpertsModular):
         calls: typing.ClassVar = []
         expects_unquantized_inputs = False
         schemes = ()
@@ -304,17 +304,17 @@ def stock(monkeypatch):
             output.fill_(1.0)
 
     for ours in fp8_experts.OURS + mxfp8_experts.OURS + unquantized_experts.OURS:
-        monkeypatch.setattr(ours, "stock_class", staticmethod(lambda: Stock))
-    return Stock
+        monkeypatch.setattr(ours, "native_class", staticmethod(lambda: Native))
+    return Native
 
 
 FORMS = ("modular", "monolithic")
 
 
 def calls_of(
-    form: str, kind: str, stock, tokens: int = TOKENS, on_input: bool = False
+    form: str, kind: str, native, tokens: int = TOKENS, on_input: bool = False
 ) -> tuple[Tensor, list, Layer, tuple]:
-    """One call of a layer that holds experts of vLLM's: the result, what was left to those, the layer, hidden and routes."""
+    """One call of a layer with native experts: the result, what was left to those, the layer, hidden and routes."""
     layer, hidden, topk = Layer(kind), inputs(tokens), 1 if on_input else TOPK
     options = {"apply_router_weight_on_input": on_input}
     if form == "modular":
@@ -326,18 +326,18 @@ def calls_of(
         made = kernel(layer, ours, experts_per_token=topk)
         result = call_with_logits(layer, made, logits, bias, hidden, **options)
         weights, ids = vllm_router(topk=topk, bias=bias).select_experts(logits, logits)
-    return result, stock.calls, layer, (hidden, weights, ids)
+    return result, native.calls, layer, (hidden, weights, ids)
 
 
 @pytest.mark.parametrize("on_input", [False, True])
 @pytest.mark.parametrize("kind", ["channel", "static", "bf16"])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_no_kernel_takes_is_vllms(stock, form, kind, on_input):
-    """On CPU our kernels take nothing: the experts that are held get the call, as vLLM would have made it. (It cannot quantize
+def test_what_no_kernel_takes_is_vllms(native, form, kind, on_input):
+    """On CPU our kernels take nothing: the native experts get the call, as vLLM would have made it. (It cannot quantize
     in groups there.)"""
     from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
-    result, [made], layer, (hidden, weights, ids) = calls_of(form, kind, stock, on_input=on_input)
+    result, [made], layer, (hidden, weights, ids) = calls_of(form, kind, native, on_input=on_input)
     assert torch.equal(result, torch.ones_like(hidden))
     if on_input:
         hidden = hidden * weights.bfloat16()
@@ -360,10 +360,10 @@ def test_what_no_kernel_takes_is_vllms(stock, form, kind, on_input):
 
 @pytest.mark.parametrize("tokens", [1, experts.MOST_TOKENS, experts.MOST_TOKENS + 1])
 @pytest.mark.parametrize("form, kind", [*((form, "channel") for form in FORMS), ("modular", "mx")])
-def test_few_tokens_are_ours(stock, monkeypatch, form, kind, tokens):
-    """With so many tokens ours runs where its kernels take them; with more, what is held."""
+def test_few_tokens_are_ours(native, monkeypatch, form, kind, tokens):
+    """With so many tokens ours runs where its kernels take them; with more, the native experts."""
     monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
-    result, left, layer, routes = calls_of(form, kind, stock, tokens)
+    result, left, layer, routes = calls_of(form, kind, native, tokens)
     assert len(left) == (tokens > experts.MOST_TOKENS)
     if not left:
         close(result, layer.plain(*routes))
@@ -416,14 +416,14 @@ TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_biases_of_any_type(stock, arch, dtype):
+def test_biases_of_any_type(native, arch, dtype):
     """With AITER vLLM has DeepSeek's logits and biases in bf16."""
     logits, bias = random(TOKENS, EXPERTS).to(dtype), (random(EXPERTS) * 0.1).to(dtype)
     arguments = routing_experts.METHODS["DeepSeekV3"], TOPK, logits, GROUPS, TOPK_GROUP, bias, SCALE
     wanted = routing_experts.route(*arguments)
     vllm_rocm_ops.reset_stats()
     with launch.executor(Emulator(arch)):
-        found = routing_experts.route(*arguments, holds=True)
+        found = routing_experts.route(*arguments, has_native=True)
     [kernel] = vllm_rocm_ops.stats()["grouped_topk"]
     assert kernel.startswith("moe_topk_")
     assert torch.equal(found[1], wanted[1])
@@ -441,7 +441,7 @@ def test_what_no_kernel_routes_is_vllms(router):
     groups = (GROUPS, TOPK_GROUP) if grouped else (None, None)
     wanted = vllm_routes(logits, bias, **options)
     scale = SCALE if grouped else 1.0
-    found = routing_experts.route(routing_experts.METHODS[name], TOPK, logits, *groups, bias, scale, holds=True)
+    found = routing_experts.route(routing_experts.METHODS[name], TOPK, logits, *groups, bias, scale, has_native=True)
     assert vllm_rocm_ops.stats() == {}
     for ours, theirs in zip(in_order(*found), wanted):
         assert torch.equal(ours, theirs)
@@ -453,7 +453,7 @@ def test_padding_goes_to_no_expert(monkeypatch):
     monkeypatch.setattr(routing_experts, "is_padding", lambda tokens: padding[:tokens])
     arguments = routing_experts.METHODS["Default"], TOPK, random(TOKENS, EXPERTS), None, None, None, 1.0
     with launch.executor(Emulator("gfx942")):
-        _, ids = routing_experts.route(*arguments, holds=True)
+        _, ids = routing_experts.route(*arguments, has_native=True)
     assert torch.equal((ids == -1).all(1), padding)
     assert torch.equal((ids == -1).any(1), padding)
 

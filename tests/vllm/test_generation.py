@@ -174,10 +174,10 @@ MANY_TOKENS_TO_VLLM = """
 import torch
 from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
 from vllm.model_executor.layers import vocab_parallel_embedding
-from vllm_rocm_ops.vllm import held
+from vllm_rocm_ops.vllm import native_kernel
 from vllm_rocm_ops.vllm.seams import scaled_linear, unquantized_linear
 
-held.choose = lambda *_: ChannelWiseTorchFP8ScaledMMLinearKernel
+native_kernel.choose = lambda *_: ChannelWiseTorchFP8ScaledMMLinearKernel
 scaled_linear.MOST_TOKENS = 16
 op = torch.ops.vllm_rocm_ops.unquantized_linear
 torch.ops.vllm.rocm_unquantized_gemm = torch.nn.functional.linear

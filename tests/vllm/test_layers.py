@@ -108,10 +108,10 @@ def made_again(monkeypatch, module, name: str, keys: tuple):
     """vLLM's layer of a name, with a seam installed where kernels make only the results of these keys."""
     from vllm.model_executor.custom_op import op_registry_oot
 
-    from vllm_rocm_ops.vllm import handover
+    from vllm_rocm_ops.vllm import fused_quant
 
     monkeypatch.delitem(op_registry_oot, name)
-    monkeypatch.setattr(handover, "runnable", lambda table: keys)
+    monkeypatch.setattr(fused_quant, "runnable", lambda table: keys)
     module.install()
 
 
@@ -151,18 +151,18 @@ def test_a_norm_seam_that_fails_has_replaced_nothing(monkeypatch):
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_which_results_kernels_make(monkeypatch, arch):
     """All that there are, on the GPUs that there is code for, unless switched off."""
-    from vllm_rocm_ops.vllm import handover
+    from vllm_rocm_ops.vllm import fused_quant
 
     monkeypatch.setattr(seam, "arch_here", lambda _: arch)
-    monkeypatch.setattr(handover, "QUANT_DTYPE", archs.named(arch).fp8_dtype)
-    tables = handover.NORMS, handover.ACTIVATIONS
+    monkeypatch.setattr(fused_quant, "QUANT_DTYPE", archs.named(arch).fp8_dtype)
+    tables = fused_quant.NORMS, fused_quant.ACTIVATIONS
     for table in tables:
-        assert handover.runnable(table) == (None, *handover.KEYS)
+        assert fused_quant.runnable(table) == (None, *fused_quant.KEYS)
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "fused_add_rms_norm,silu_and_mul_per_token_quant")
-    assert [len(handover.runnable(table)) for table in tables] == [3, 3]
-    assert None not in handover.runnable(handover.NORMS)
+    assert [len(fused_quant.runnable(table)) for table in tables] == [3, 3]
+    assert None not in fused_quant.runnable(fused_quant.NORMS)
     monkeypatch.setattr(launch, "CODE", pathlib.Path("/nowhere"))
-    assert [handover.runnable(table) for table in tables] == [(), ()]
+    assert [fused_quant.runnable(table) for table in tables] == [(), ()]
 
 
 @pytest.mark.parametrize(
@@ -209,12 +209,12 @@ KINDS = {
 }
 
 
-def restored(handed) -> torch.Tensor:
+def restored(quantized) -> torch.Tensor:
     """What a linear reads in a quantized activation, in fp32."""
-    scale = handed.scale
+    scale = quantized.scale
     if scale.dim() == 2 and scale.shape[1] > 1:
         scale = scale.repeat_interleave(128, 1)
-    return handed.data.float() * scale
+    return quantized.data.float() * scale
 
 
 @pytest.mark.parametrize("key", KINDS)
@@ -224,8 +224,8 @@ def test_norm_hands_over_quantized(key, residual):
     layer, x, r = norm(), random(ROWS, HIDDEN), random(ROWS, HIDDEN) if residual else None
     plain = layer(x, r.clone())[0] if residual else layer(x)
     layer.consumer = (linear(key, **KINDS[key]), "linear")
-    handed = layer(x, r)[0] if residual else layer(x)
-    check(handed, plain, key)
+    quantized = layer(x, r)[0] if residual else layer(x)
+    check(quantized, plain, key)
 
 
 @pytest.mark.parametrize("key", KINDS)
@@ -241,20 +241,20 @@ def test_activation_hands_over_quantized(key):
     check(layer(x), plain, key)
 
 
-def check(handed, plain: torch.Tensor, key: str) -> None:
+def check(quantized, plain: torch.Tensor, key: str) -> None:
     """Raise unless a quantized activation is the plain one, rounded."""
     from vllm.platforms import current_platform
 
-    assert handed.data.dtype == current_platform.fp8_dtype()
-    assert (handed.shape, handed.orig_dtype) == (plain.shape, plain.dtype)
+    assert quantized.data.dtype == current_platform.fp8_dtype()
+    assert (quantized.shape, quantized.orig_dtype) == (plain.shape, plain.dtype)
     wanted = plain.float()
     if key == "kFp8DynamicTokenSym":
-        assert handed.scale.shape == (ROWS, 1)
-        assert handed.scale.max() <= 0.5 / 448  # the upper bound holds
+        assert quantized.scale.shape == (ROWS, 1)
+        assert quantized.scale.max() <= 0.5 / 448  # the upper bound holds
         wanted = wanted.clamp(-0.5, 0.5)
     elif key == "kFp8Dynamic128Sym":
-        assert (handed.scale.shape, handed.scale.stride()) == ((ROWS, HIDDEN // 128), (1, ROWS))
-    torch.testing.assert_close(restored(handed), wanted, atol=0.01, rtol=0.07)
+        assert (quantized.scale.shape, quantized.scale.stride()) == ((ROWS, HIDDEN // 128), (1, ROWS))
+    torch.testing.assert_close(restored(quantized), wanted, atol=0.01, rtol=0.07)
 
 
 def test_an_adapter_gets_unquantized_input():
@@ -309,5 +309,5 @@ def test_results_with_a_second_reader_are_not_linked(is_v32, sequence_parallel, 
         mlp=bare(DeepseekV2MLP, act_fn=None, gate_up_proj=norm()),
         use_sequence_parallel_moe=sequence_parallel,
     )
-    models.link_all(layer)
+    models.set_consumers(layer)
     assert {name: made.consumer[1] for name, made in norms.items() if made.consumer is not None} == linked

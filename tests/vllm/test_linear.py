@@ -1,4 +1,4 @@
-"""Our linear kernels in vLLM: what they compute, which calls they leave to the kernel of vLLM's that they hold, and how."""
+"""Our linear kernels in vLLM: what they compute, which calls they leave to vLLM's native kernel, and how."""
 
 import types
 
@@ -10,13 +10,13 @@ from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.gemm import shuffle_weight
-from vllm_rocm_ops.vllm import held, seam
+from vllm_rocm_ops.vllm import native_kernel, seam
 from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
 
 N, K = 256, 256
 FEW, MANY = 5, 65
 FP8 = torch.float8_e4m3fn
-CHOOSE = held.choose
+CHOOSE = native_kernel.choose
 
 
 pytestmark = pytest.mark.usefixtures("configuration")
@@ -26,7 +26,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-class Stock:
+class Native:
     """Makes a kernel class of vLLM's: it answers with zeros, keeps what it was asked in `calls`, and does not prepare weights
     otherwise than its base class."""
 
@@ -44,7 +44,7 @@ class Stock:
         return torch.zeros(arguments["A"].shape[0], N, dtype=self.config.out_dtype)
 
 
-class MxStock(Stock):
+class MxStock(Native):
     """Merges scales, as vLLM's kernel for gfx950 does where 32 rows share theirs."""
 
     def process_weights_after_loading(self, layer):
@@ -68,16 +68,16 @@ KINDS = {
 
 @pytest.fixture
 def make(monkeypatch):
-    """A function that makes a layer of a kind with its kernel, which holds `stock`, if given, as on ROCm; and the layer's
+    """A function that makes a layer of a kind with its kernel, which keeps `native`, if given, as on ROCm; and the layer's
     exact weight, in fp32."""
 
-    monkeypatch.setattr(held, "_kernels", {})
+    monkeypatch.setattr(native_kernel, "_kernels", {})
 
-    def make(kind: str, stock: type | None = None, k: int = K, marks: tuple[str, ...] = ()):
+    def make(kind: str, native: type | None = None, k: int = K, marks: tuple[str, ...] = ()):
         from vllm.model_executor.kernels import linear
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
-        if stock is not None:
+        if native is not None:
             from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
             from vllm.model_executor.kernels.linear.scaled_mm import (
                 Fp8BlockScaledMMLinearKernel,
@@ -85,8 +85,8 @@ def make(monkeypatch):
             )
 
             bases = {"block": Fp8BlockScaledMMLinearKernel, "mxfp8": Mxfp8LinearKernel}
-            stock = (MxStock if kind == "mxfp8" else stock).of(bases.get(kind, FP8ScaledMMLinearKernel))
-        monkeypatch.setattr(held, "choose", lambda *_: stock)
+            native = (MxStock if kind == "mxfp8" else native).of(bases.get(kind, FP8ScaledMMLinearKernel))
+        monkeypatch.setattr(native_kernel, "choose", lambda *_: native)
         layer, weight = torch.nn.Module(), random(N, k).to(FP8)
         vars(layer).update(dict.fromkeys(marks, True))
         layer.input_scale = torch.tensor(0.02) if "static" in kind else None
@@ -151,19 +151,19 @@ def test_products(make, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_tokens_are_ours_and_many_are_vllms(make, kind):
-    """The kernel that is held gets just what it would get without us; nothing else of ours runs then."""
-    layer, kernel, exact = make(kind, Stock)
+    """The native kernel gets just what it would get without us; nothing else of ours runs then."""
+    layer, kernel, exact = make(kind, Native)
     x = random(FEW, K).bfloat16()
     with launch.executor(Emulator("gfx950")):
         close(kernel.apply_weights(layer, x), x, exact)
         assert list(vllm_rocm_ops.stats()) == [OPS[kind]]
-        assert not kernel.stock.calls
+        assert not kernel.native.calls
         vllm_rocm_ops.reset_stats()
         output = kernel.apply_weights(layer, random(MANY, K).bfloat16())
     assert output.shape == (MANY, N)
     assert not output.any()
     assert vllm_rocm_ops.stats() == {}
-    [call] = kernel.stock.calls
+    [call] = kernel.native.calls
     assert call["B"] is layer.weight
 
 
@@ -174,19 +174,19 @@ def test_what_our_kernels_do_not_take_is_vllms(make, kind, arch, monkeypatch):
     and switched off on gfx950."""
     if arch == "gfx950":
         monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", OPS[kind])
-    layer, kernel, _ = make(kind, Stock)
+    layer, kernel, _ = make(kind, Native)
     with launch.executor(arch and Emulator(arch)):
         kernel.apply_weights(layer, random(FEW, K).bfloat16())
-    assert len(kernel.stock.calls) == 1
+    assert len(kernel.native.calls) == 1
     assert vllm_rocm_ops.stats() == {}
 
 
 def test_what_our_op_refuses_is_vllms(make):
     """A bias of another dtype breaks our contract, but perhaps not that of vLLM's kernel."""
-    layer, kernel, _ = make("channel", Stock)
+    layer, kernel, _ = make("channel", Native)
     with launch.executor(Emulator("gfx950")):
         kernel.apply_weights(layer, random(FEW, K).bfloat16(), torch.zeros(N))
-    [call] = kernel.stock.calls
+    [call] = kernel.native.calls
     assert call["bias"].dtype == torch.float32
 
 
@@ -195,16 +195,16 @@ def test_quantized_input_is_taken(make, kind):
     """A layer says which quantized input it takes, and an input in that form is not quantized again."""
     from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
 
-    from vllm_rocm_ops.vllm import handover
+    from vllm_rocm_ops.vllm import fused_quant
 
-    layer, kernel, exact = make(kind, Stock)
+    layer, kernel, exact = make(kind, Native)
     key = get_input_quant_key(layer)
     assert key == kernel.config.activation_quant_key
     gate_up, bias = random(FEW, 2 * K).bfloat16(), 0.25 * random(N).bfloat16()
-    handed = handover.silu_and_mul(layer, key, gate_up)
+    quantized = fused_quant.silu_and_mul(layer, key, gate_up)
     vllm_rocm_ops.reset_stats()
     with launch.executor(Emulator("gfx950")):
-        output = kernel.apply_weights(layer, handed, bias)
+        output = kernel.apply_weights(layer, quantized, bias)
     assert list(vllm_rocm_ops.stats()) == [OPS[kind]]
     close(output - bias, torch.ops.vllm_rocm_ops.silu_and_mul(gate_up), exact)
 
@@ -214,14 +214,14 @@ def test_batch_invariant_layers_take_no_quantized_input(make, kind, monkeypatch)
     """vLLM's path through them reads the input as a tensor."""
     from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
 
-    layer, kernel, _ = make(kind, Stock)
+    layer, kernel, _ = make(kind, Native)
     del layer._input_quant_key
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     kernel.process_weights_after_loading(layer)
     assert get_input_quant_key(layer) is None
 
 
-class Shuffling(Stock):
+class Shuffling(Native):
     """Leaves the weight as AITER's kernels for tuned shapes do."""
 
     def process_weights_after_loading(self, layer):
@@ -229,21 +229,21 @@ class Shuffling(Stock):
         layer.weight = torch.nn.Parameter(shuffle_weight(rows).view(rows.shape), requires_grad=False)
 
 
-class Untransposing(Stock):
+class Untransposing(Native):
     """Leaves the weight as AITER's kernel for any shape does."""
 
     def process_weights_after_loading(self, layer):
         layer.weight = torch.nn.Parameter(layer.weight.data.t(), requires_grad=False)
 
 
-class Repacking(Stock):
+class Repacking(Native):
     """Leaves the weight in an order that we do not know."""
 
     def process_weights_after_loading(self, layer):
         layer.weight = torch.nn.Parameter(layer.weight.data.t().flip(0), requires_grad=False)
 
 
-class ShufflingInPlace(Stock):
+class ShufflingInPlace(Native):
     """Shuffles as AITER's kernel for hipBLASLt does: what it makes has the shape and strides of the parameter, into which
     vLLM 0.33's `replace_parameter` then copies it."""
 
@@ -252,28 +252,28 @@ class ShufflingInPlace(Stock):
         layer.weight.data.copy_(shuffle_weight(rows).view(rows.shape).t())
 
 
-class RepackingInPlace(Stock):
+class RepackingInPlace(Native):
     """Leaves the weight in an order that we do not know, in the parameter that it was in."""
 
     def process_weights_after_loading(self, layer):
         layer.weight.data.copy_(layer.weight.data.flip(1))
 
 
-@pytest.mark.parametrize("stock", [Shuffling, ShufflingInPlace, Untransposing, Repacking, RepackingInPlace])
-def test_the_weight_is_read_as_vllms_kernel_left_it(make, stock):
+@pytest.mark.parametrize("native", [Shuffling, ShufflingInPlace, Untransposing, Repacking, RepackingInPlace])
+def test_the_weight_is_read_as_vllms_kernel_left_it(make, native):
     """In its rows, in fragments, or, if in any other order, not at all."""
-    layer, kernel, exact = make("channel", stock)
+    layer, kernel, exact = make("channel", native)
     x = random(FEW, K).bfloat16()
     with launch.executor(Emulator("gfx950")):
         output = kernel.apply_weights(layer, x)
-        few = len(kernel.stock.calls)
+        few = len(kernel.native.calls)
         kernel.apply_weights(layer, random(MANY, K).bfloat16())
-    if stock in (Repacking, RepackingInPlace):
+    if native in (Repacking, RepackingInPlace):
         assert few == 1
     else:
         assert few == 0
         close(output, x, exact)
-    assert all(call["B"] is layer.weight or call["B"].equal(layer.weight) for call in kernel.stock.calls)
+    assert all(call["B"] is layer.weight or call["B"].equal(layer.weight) for call in kernel.native.calls)
 
 
 @pytest.mark.parametrize("kind", ["static", "channel", "block"])
@@ -283,9 +283,9 @@ def test_weights_are_shuffled_only_for_kernels_that_are_there(make, kind, arch, 
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
     monkeypatch.setattr(seam, "arch_here", lambda _: arch)
     monkeypatch.setattr(f"{__name__}.FP8", archs.named(arch).fp8_dtype)
-    assert make(kind, Stock)[1].stock is None
+    assert make(kind, Native)[1].native is None
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", OPS[kind])
-    assert make(kind, Stock)[1].stock is not None
+    assert make(kind, Native)[1].native is not None
 
 
 def tensors_of(thing, seen: set[int]) -> list[torch.Tensor]:
@@ -300,16 +300,18 @@ def tensors_of(thing, seen: set[int]) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in tensors_of(part, seen)]
 
 
-@pytest.mark.parametrize(("kind", "stock"), [("channel", None), ("channel", Stock), ("block", Stock), ("mxfp8", Stock)])
-def test_layers_keep_nothing_but_their_weights(make, kind, stock):
-    """No copy of a weight outlives its preparation, and equal layers hold one kernel of vLLM's."""
-    layers = [make(kind, stock)[:2] for _ in range(3)]
+@pytest.mark.parametrize(
+    ("kind", "native"), [("channel", None), ("channel", Native), ("block", Native), ("mxfp8", Native)]
+)
+def test_layers_keep_nothing_but_their_weights(make, kind, native):
+    """No copy of a weight outlives its preparation, and equal layers keep one native kernel."""
+    layers = [make(kind, native)[:2] for _ in range(3)]
     kept = [tensor for tensor in tensors_of(layers, set()) if tensor.numel() >= N * K]
     assert [id(tensor) for tensor in kept] == [id(layer.weight) for layer, _ in layers]
-    assert len(held._kernels) == (stock is not None)
+    assert len(native_kernel._kernels) == (native is not None)
 
 
-class PowersOfTwo(Stock):
+class PowersOfTwo(Native):
     """Leaves scales in e8m0, as vLLM's Triton kernel does, which widens them in every call."""
 
     def process_weights_after_loading(self, layer):
@@ -328,7 +330,7 @@ def test_e8m0_scales_of_weights_are_widened_once(make):
         close(kernel.apply_weights(layer, x), x, exact)
         kernel.apply_weights(layer, random(MANY, K).bfloat16())
     assert list(vllm_rocm_ops.stats()) == ["block_scaled_mm"]
-    [call] = kernel.stock.calls
+    [call] = kernel.native.calls
     assert call["Bs"] is layer.weight_scale_inv
 
 
@@ -336,18 +338,18 @@ def test_e8m0_scales_of_weights_are_widened_once(make):
 def test_weights_are_shuffled_on_request(make, kind, monkeypatch):
     """Then ours serves every number of tokens; but a weight that latent attention or DeepSeek V4 reads stays as it is."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
-    layer, kernel, exact = make(kind, Stock)
+    layer, kernel, exact = make(kind, Native)
     shape = layer.weight.shape
     rows = layer.weight if kind == "block" else layer.weight.t()
-    assert kernel.stock is None
+    assert kernel.native is None
     with launch.executor(Emulator("gfx950")):
         for tokens in (FEW, MANY):
             x = random(tokens, K).bfloat16()
             close(kernel.apply_weights(layer, x), x, exact)
     for mark in ("_cpu_skip_gemm_dispatch", "is_bmm"):
-        layer, kernel, _ = make(kind, Stock, marks=(mark,))
+        layer, kernel, _ = make(kind, Native, marks=(mark,))
         plain = (layer.weight if kind == "block" else layer.weight.t()).data
-        assert kernel.stock is not None
+        assert kernel.native is not None
         assert layer.weight.shape == shape
         assert torch.equal(shuffle_weight(plain).flatten().view(torch.uint8), rows.data.flatten().view(torch.uint8))
 
@@ -374,23 +376,23 @@ def handed_on(layer: torch.nn.Module, kernel, marked: bool = True) -> tuple[torc
 
 @pytest.mark.parametrize("shuffle", ["0", "1"])
 @pytest.mark.parametrize(
-    ("kind", "stock"), [("channel", Stock), ("channel", ShufflingInPlace), ("channel", Repacking), ("block", Stock)]
+    ("kind", "native"), [("channel", Native), ("channel", ShufflingInPlace), ("channel", Repacking), ("block", Native)]
 )
-def test_weights_that_another_process_prepared(make, kind, stock, shuffle, monkeypatch):
+def test_weights_that_another_process_prepared(make, kind, native, shuffle, monkeypatch):
     """Are read in the order that they were left in, and the layer says which quantized input it takes."""
     from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
 
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", shuffle)
-    layer, kernel, exact = make(kind, stock)
+    layer, kernel, exact = make(kind, native)
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "0")
     other, made = handed_on(layer, kernel)
     assert get_input_quant_key(other) == kernel.config.activation_quant_key
-    assert (made.order, made.stock is None) == (kernel.order, kernel.stock is None)
+    assert (made.order, made.native is None) == (kernel.order, kernel.native is None)
     x = random(FEW, K).bfloat16()
     with launch.executor(Emulator("gfx950")):
         output = made.apply_weights(other, x)
-    if stock is Repacking:
-        assert len(made.stock.calls) == 1
+    if native is Repacking:
+        assert len(made.native.calls) == 1
     else:
         close(output, x, exact)
 
@@ -398,28 +400,28 @@ def test_weights_that_another_process_prepared(make, kind, stock, shuffle, monke
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_weights_of_unknown_order_are_vllms(make, kind):
     """A process without the plugin does not say how it left them; nor does one before it prepared them."""
-    layer, kernel, _ = make(kind, Stock)
+    layer, kernel, _ = make(kind, Native)
     other, made = handed_on(layer, kernel, marked=False)
     assert made.order is None
     with launch.executor(Emulator("gfx950")):
         made.apply_weights(other, random(FEW, K).bfloat16())
-    assert len(made.stock.calls) == 1
+    assert len(made.native.calls) == 1
 
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_shuffled_weights_are_refused_by_other_kernels(make, kind, monkeypatch):
     """An engine whose seams are off does not read what a weight cache shuffled for ours."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
-    layer, _, _ = make(kind, Stock)
+    layer, _, _ = make(kind, Native)
     with pytest.raises(RuntimeError, match="was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which SimpleNamespace cannot"):
-        held.recall_order(types.SimpleNamespace(), layer)
+        native_kernel.recall_order(types.SimpleNamespace(), layer)
 
 
-@pytest.mark.parametrize("stock", [Stock, ShufflingInPlace])
-def test_weights_that_are_loaded_again(make, stock, monkeypatch):
+@pytest.mark.parametrize("native", [Native, ShufflingInPlace])
+def test_weights_that_are_loaded_again(make, native, monkeypatch):
     """Are prepared again, as the first time."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
-    layer, kernel, exact = make("channel", stock)
+    layer, kernel, exact = make("channel", native)
     x = random(FEW, K).bfloat16()
     for _ in range(2):
         with launch.executor(Emulator("gfx950")):
@@ -433,28 +435,28 @@ def test_a_kernel_that_quantizes_its_input_itself_keeps_the_layer():
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
 
     own = type("Own", (FP8ScaledMMLinearKernel,), {"apply_weights": lambda self, layer, x, bias=None: x})
-    possible, why = held.can_hold(own, FP8ScaledMMLinearKernel)
+    possible, why = native_kernel.can_keep(own, FP8ScaledMMLinearKernel)
     assert (possible, why) == (False, "leaves the layer to Own, which quantizes its input itself")
 
 
 def test_batch_invariance_is_left_to_vllm(monkeypatch):
     """Our sums depend on the number of tokens."""
-    assert held.is_supported() == (True, None)
+    assert native_kernel.is_supported() == (True, None)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert held.is_supported() == (False, "is not batch invariant")
+    assert native_kernel.is_supported() == (False, "is not batch invariant")
 
 
-def test_a_kernel_that_quantizes_its_input_is_not_held(make):
+def test_a_kernel_that_quantizes_its_input_is_not_kept(make):
     """Whether in an `apply_weights` of its own, or behind the one that both have."""
-    _, kernel, _ = make("block", Stock)
-    stock, base = type(kernel.stock), type(kernel.stock).__bases__[-1]
-    assert held.can_hold(stock, base)[0]
+    _, kernel, _ = make("block", Native)
+    native, base = type(kernel.native), type(kernel.native).__bases__[-1]
+    assert native_kernel.can_keep(native, base)[0]
     for own in ({"apply_input_quant": False}, {"apply_weights": lambda self, layer, x, bias=None: x}):
-        possible, why = held.can_hold(type("Other", (stock,), own), base)
+        possible, why = native_kernel.can_keep(type("Other", (native,), own), base)
         assert not possible and why == "leaves the layer to Other, which quantizes its input itself"
 
 
-def test_vllm_chooses_what_is_held(make):
+def test_vllm_chooses_the_native_kernel(make):
     """From its own table, in its own way, without ours; and the table is as before then."""
     from vllm.model_executor.kernels import linear
     from vllm.platforms import current_platform
@@ -464,10 +466,10 @@ def test_vllm_chooses_what_is_held(make):
     _, kernel, _ = make("channel")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seam, "served_platform", lambda: "rocm")
-        stock = CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8")
+        native = CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8")
         patch.setenv("VLLM_DISABLED_KERNELS", ",".join(other.__name__ for other in before[1:]))
         nothing = CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8")
-    assert stock in before[1:]
+    assert native in before[1:]
     assert nothing is None
     assert kernels == before
     assert CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8") is None  # on CPU
@@ -480,11 +482,11 @@ def test_unquantized_layers(shape, arch, monkeypatch):
     x, weight, bias = random(*shape).bfloat16(), random(N, K).bfloat16(), random(N).bfloat16()
     calls = []
 
-    def stock(*arguments):
+    def native(*arguments):
         calls.append(arguments)
         return torch.nn.functional.linear(*arguments)
 
-    monkeypatch.setattr(torch.ops.vllm, "rocm_unquantized_gemm", stock)
+    monkeypatch.setattr(torch.ops.vllm, "rocm_unquantized_gemm", native)
     with launch.executor(arch and Emulator(arch)):
         output = torch.ops.vllm_rocm_ops.unquantized_linear(x, weight, bias)
     torch.testing.assert_close(output, torch.nn.functional.linear(x, weight, bias), atol=0.1, rtol=0.02)
@@ -509,7 +511,7 @@ def test_batch_invariant_unquantized_layers_are_vllms(monkeypatch):
 @pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
 def test_one_graph_serves_every_number_of_tokens(make, kind):
     """What runs is decided inside one op, with the tokens of the call, not when a graph is compiled."""
-    layer, kernel, exact = make(kind, Stock)
+    layer, kernel, exact = make(kind, Native)
     graphs = []
 
     def backend(graph, _):
@@ -525,14 +527,14 @@ def test_one_graph_serves_every_number_of_tokens(make, kind):
             output = run(x)
             if tokens != MANY:
                 close(output, x, exact)
-    assert len(kernel.stock.calls) == 1
+    assert len(kernel.native.calls) == 1
     assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
 def test_fake_results_are_like_real_ones(make, kind):
     """A fake result has the shape, strides and dtype of the real one."""
-    layer, kernel, _ = make(kind, Stock)
+    layer, kernel, _ = make(kind, Native)
     for tokens in (FEW, MANY):
         x = random(tokens, K).bfloat16()
         if kind == "mxfp8":
@@ -543,7 +545,7 @@ def test_fake_results_are_like_real_ones(make, kind):
             options = (None, torch.bfloat16, False) if kind == "channel" else (torch.bfloat16,)
             name, arguments = OPS[kind].replace("_mm", "_linear"), (data, layer.weight, scale, weight_scale, *options)
         op = getattr(torch.ops.vllm_rocm_ops, name).default
-        torch.library.opcheck(op, (*arguments, kernel.stock_name), test_utils="test_faketensor")
+        torch.library.opcheck(op, (*arguments, kernel.native_name), test_utils="test_faketensor")
 
 
 BROKEN = {

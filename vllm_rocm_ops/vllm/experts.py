@@ -1,13 +1,13 @@
-"""Our experts in vLLM's mixture-of-experts layers. They hold vLLM's own for the calls that ours leave to it.
+"""Our experts in vLLM's mixture-of-experts layers. They keep vLLM's native experts for the calls that ours leave to them.
 
 vLLM has no registry for experts: its functions that select them are wrapped, in every module that imported them. Ours come
 before all others, AITER's too, where the user named no backend and ours can serve the layer. The weights stay as loaded,
-which is vLLM's tag TRITON, and what is held are vLLM's experts for that tag. AITER's read shuffled weights, so they cannot
-be held; `--moe-backend aiter` keeps them instead of ours.
+which is vLLM's tag TRITON, and the native experts are vLLM's for that tag. AITER's read shuffled weights, so they cannot
+be these; `--moe-backend aiter` keeps them instead of ours.
 
 Which of the two runs is decided when a call runs: on ROCm vLLM runs the whole layer in one opaque op of its own, so this is
 Python outside of compiled graphs, and a captured graph has what was decided for its batch size. On CPU, where Dynamo traces
-the layer, nothing is held and our op's reference serves.
+the layer, there are no native experts and our op's reference serves.
 
 Tensor parallelism needs nothing here: a rank has its share of each expert, and vLLM sums over the ranks. With experts spread
 over ranks `expert_map` says which are here. Where tokens move between ranks, for data parallelism, vLLM keeps its own
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.fused_experts import HALVES
-from vllm_rocm_ops.vllm import held, seam
+from vllm_rocm_ops.vllm import native_kernel, seam
 
 MOST_TOKENS = 64  # that ours take; where they win on AMD was not measured
 
@@ -55,7 +55,7 @@ def run(
     arguments = hidden, w1, w2, *routing, *scales, expert_map, 0, apply_router_weight_on_input
     if theirs is None:
         return torch.ops.vllm_rocm_ops.fused_experts(*arguments)
-    return held.ours_or(theirs, ops.fused_experts, MOST_TOKENS, *arguments)
+    return native_kernel.run_or_native(theirs, ops.fused_experts, MOST_TOKENS, *arguments)
 
 
 def probe(oracle, select: str, *parameters: str) -> None:
@@ -81,7 +81,7 @@ def registers(oracle) -> bool:
     return hasattr(oracle, "select_registered_experts")
 
 
-def prefer(made: type, ours: list[type]) -> None:
+def register_first(made: type, ours: list[type]) -> None:
     """Ask a class of ours before the others of ours: in our list, and in vLLM's registry where there is one."""
     ours.insert(0, made)
     if registers(made.oracle):
@@ -107,7 +107,7 @@ def first_of(ours: list[type], config, weight_key=None, activation_key=None) -> 
     return next((candidate for candidate in ours if candidate.is_supported_config(candidate, *asked)[0]), None)
 
 
-def stock_class(oracle, backend) -> type | None:
+def native_class(oracle, backend) -> type | None:
     """The experts that vLLM has for a backend, on a GPU; None on CPU."""
     classes = getattr(oracle, "_mxfp8_backend_to_kernel_cls", oracle.backend_to_kernel_cls)  # of backends that it adds
     return None if seam.served_platform() == "cpu" else classes(backend)[0]
@@ -130,13 +130,13 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
     class RocmOpsExperts(Predicates, modular_kernel.FusedMoEExpertsModular):
         def __init__(self, moe_config, quant_config):
             super().__init__(moe_config, quant_config)
-            stock = self.stock_class()
-            self.stock = stock and stock(moe_config, copy_of(quant_config))
+            native = self.native_class()
+            self.native = native and native(moe_config, copy_of(quant_config))
 
         def workspace_shapes(self, M, N, K, *others, **more):
-            if self.stock is None:
+            if self.native is None:
                 return (0,), (0,), (M, K)
-            return self.stock.workspace_shapes(M, N, K, *others, **more)
+            return self.native.workspace_shapes(M, N, K, *others, **more)
 
         def finalize_weight_and_reduce_impl(self):
             return TopKWeightAndReduceNoOP()
@@ -161,9 +161,9 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
         ):
             def theirs() -> Tensor:
                 quantized, scale = _quantize_input(
-                    hidden_states, self.quant_config, self.stock.expects_unquantized_inputs
+                    hidden_states, self.quant_config, self.native.expects_unquantized_inputs
                 )
-                self.stock.apply(
+                self.native.apply(
                     output,
                     quantized,
                     w1,
@@ -184,7 +184,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
 
             # What is to be weighted on input has been, by vLLM.
             weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-            leave = None if self.stock is None else theirs
+            leave = None if self.native is None else theirs
             result = run(self, leave, hidden_states, w1, w2, weights, topk_ids, expert_map, False)
             if result is not output:
                 output.copy_(result)
@@ -195,14 +195,14 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
 def finished(made: type, name: str, schemes: tuple, oracle, backend) -> type:
     """A class of experts with its name, and what `Predicates` asks for."""
     made.__name__ = made.__qualname__ = name
-    made.schemes, made.stock_class = schemes, staticmethod(lambda: stock_class(oracle, backend))
+    made.schemes, made.native_class = schemes, staticmethod(lambda: native_class(oracle, backend))
     made.oracle, made.backend = oracle, backend
     return made
 
 
 class Predicates:
-    """What our experts answer when vLLM asks what they serve. `schemes` are pairs of weight and activation key, `stock_class()`
-    is what they hold."""
+    """What our experts answer when vLLM asks what they serve. `schemes` are pairs of weight and activation key, `native_class()`
+    is vLLM's class for the rest."""
 
     @property
     def expects_unquantized_inputs(self):
@@ -226,8 +226,8 @@ class Predicates:
         extra = next((name for name in extras if getattr(moe_config, name)), None)
         if extra or moe_config.in_dtype not in HALVES:
             return False, f"{experts_class.__name__} does not support {extra or moe_config.in_dtype}"
-        stock = experts_class.stock_class()
-        return (True, None) if stock is None else stock.is_supported_config(stock, *asked)
+        native = experts_class.native_class()
+        return (True, None) if native is None else native.is_supported_config(native, *asked)
 
     @staticmethod
     def _supports_current_device():

@@ -23,9 +23,9 @@ def install() -> None:
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.fusion.fused_act_quant import _FUSED_ACT_QUANT
 
-    from vllm_rocm_ops.vllm import handover
+    from vllm_rocm_ops.vllm import fused_quant
 
-    keys = handover.runnable(handover.ACTIVATIONS)
+    keys = fused_quant.runnable(fused_quant.ACTIVATIONS)
 
     @SiluAndMul.register_oot
     class RocmOpsSiluAndMul(SiluAndMul):
@@ -42,18 +42,18 @@ def install() -> None:
         def rocm_ops_forward(self, x):
             """Our op, or vLLM's forward for what the kernels do not take."""
             linear = None if self.consumer is None else getattr(*self.consumer)
-            key = handover.key_of(linear, x.shape[-1] // 2, keys)
-            if key not in keys or x.dtype not in handover.DTYPES or not handover.in_rows(x):
+            key = fused_quant.key_of(linear, x.shape[-1] // 2, keys)
+            if key not in keys or x.dtype not in fused_quant.DTYPES or not fused_quant.in_rows(x):
                 return self.vllm_forward(x)
             if key is not None:
-                return handover.silu_and_mul(linear, key, x)
+                return fused_quant.silu_and_mul(linear, key, x)
             return torch.ops.vllm_rocm_ops.silu_and_mul(x)
 
     def fused(x, linear):
-        key = handover.key_of(linear, x.shape[-1] // 2, keys)
-        if key is None or x.dtype not in handover.DTYPES or not handover.in_rows(x):
+        key = fused_quant.key_of(linear, x.shape[-1] // 2, keys)
+        if key is None or x.dtype not in fused_quant.DTYPES or not fused_quant.in_rows(x):
             return SiluAndMul.forward_native(x)
-        return handover.silu_and_mul(linear, key, x)
+        return fused_quant.silu_and_mul(linear, key, x)
 
     for key in keys:
         if key is not None:

@@ -1,6 +1,6 @@
 """Seam: FP8 linear layers with scales per 128x128 block of the weight run our `block_scaled_mm` for few tokens.
 
-vLLM's own kernel, where there is one, is held for the rest (held.py), prepares the weight and says how the input is
+vLLM's native kernel, where there is one, serves the rest (native_kernel.py), prepares the weight and says how the input is
 quantized. With `VLLM_ROCM_OPS_SHUFFLE=1` ours serves any number of tokens, see scaled_linear.py.
 """
 
@@ -9,27 +9,27 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.gemm import BLOCK, shuffle_weight
-from vllm_rocm_ops.vllm import held, seam
+from vllm_rocm_ops.vllm import native_kernel, seam
 
 MOST_TOKENS = 64  # that ours takes; where it wins on AMD was not measured
 
 
 def block_scaled_linear(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, stock: str
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, native: str
 ) -> Tensor:
-    """`block_scaled_mm`, or what the kernel that is held as `stock` makes of the same arguments."""
+    """`block_scaled_mm`, or what the kernel that is kept as `native` makes of the same arguments."""
 
     def theirs() -> Tensor:
-        return held.held(stock).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
+        return native_kernel.kept(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
 
-    return held.ours_or(theirs, ops.block_scaled_mm, MOST_TOKENS, a, b, scale_a, scale_b, out_dtype)
+    return native_kernel.run_or_native(theirs, ops.block_scaled_mm, MOST_TOKENS, a, b, scale_a, scale_b, out_dtype)
 
 
-def _fake(a, b, scale_a, scale_b, out_dtype, stock):
+def _fake(a, b, scale_a, scale_b, out_dtype, native):
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-held.define(block_scaled_linear, _fake)
+native_kernel.define(block_scaled_linear, _fake)
 
 
 def probe() -> None:
@@ -60,7 +60,7 @@ def install() -> None:
 
         @classmethod
         def is_supported(cls, compute_capability=None):
-            return held.is_supported()
+            return native_kernel.is_supported()
 
         @classmethod
         def can_implement(cls, config):
@@ -70,44 +70,48 @@ def install() -> None:
             if (*weight, *activation) != (BLOCK, BLOCK, 1, BLOCK):
                 return False, f"takes blocks of {BLOCK}x{BLOCK} and groups of {BLOCK} only"
             possible, why = super().can_implement(config)
-            return held.can_hold(cls.stock_class(config), Fp8BlockScaledMMLinearKernel) if possible else (False, why)
+            return (
+                native_kernel.can_keep(cls.native_class(config), Fp8BlockScaledMMLinearKernel)
+                if possible
+                else (False, why)
+            )
 
         @classmethod
-        def stock_class(cls, config):
+        def native_class(cls, config):
             """The kernel that vLLM would choose without ours."""
-            return held.choose(cls, config, table, "fp8_block_w8a8")
+            return native_kernel.choose(cls, config, table, "fp8_block_w8a8")
 
         def __init__(self, config):
             super().__init__(config)
-            stock = self.stock_class(config)
-            self.stock = stock and stock(config)
-            self.order = None if stock else "plain"  # until it is known, vLLM's kernel runs
-            if self.stock is not None:
-                self.quant_fp8, self.use_triton = self.stock.quant_fp8, self.stock.use_triton
-                self.stock_name = held.hold(self.stock)
+            native = self.native_class(config)
+            self.native = native and native(config)
+            self.order = None if native else "plain"  # until it is known, vLLM's kernel runs
+            if self.native is not None:
+                self.quant_fp8, self.use_triton = self.native.quant_fp8, self.native.use_triton
+                self.native_name = native_kernel.keep(self.native)
 
         def process_weights_after_loading(self, layer):
-            prepare = super() if self.stock is None else self.stock
+            prepare = super() if self.native is None else self.native
             prepare.process_weights_after_loading(layer)
             order, params = "plain", self._get_layer_params(layer)
             if params.block_scale.dtype == torch.float8_e8m0fnu:  # at once, as inputs' scales are float32
                 replace_parameter(layer, params.block_scale_attr, params.block_scale.data.float())
             scale = self._get_layer_params(layer).block_scale.data
-            if held.wants_fragments(layer, params.weight, ops.block_scaled_mm, scale, self.config.out_dtype):
+            if native_kernel.wants_fragments(layer, params.weight, ops.block_scaled_mm, scale, self.config.out_dtype):
                 replace_parameter(layer, params.WEIGHT, shuffle_weight(params.weight.data).view(params.weight.shape))
-                order, self.stock = "fragments", None
-            held.note_order(self, layer, order)
+                order, self.native = "fragments", None
+            native_kernel.note_order(self, layer, order)
 
         def apply_block_scaled_mm(self, A, B, As, Bs):
             out_dtype = self.config.out_dtype
             if self.order is None:
-                return self.stock.apply_block_scaled_mm(A=A, B=B, As=As, Bs=Bs)
-            if self.stock is None:
-                weight = held.fragments_of(B) if self.order == "fragments" else B
+                return self.native.apply_block_scaled_mm(A=A, B=B, As=As, Bs=Bs)
+            if self.native is None:
+                weight = native_kernel.fragments_of(B) if self.order == "fragments" else B
                 return torch.ops.vllm_rocm_ops.block_scaled_mm(A, weight, As, Bs, out_dtype)
-            return torch.ops.vllm_rocm_ops.block_scaled_linear(A, B, As, Bs, out_dtype, self.stock_name)
+            return torch.ops.vllm_rocm_ops.block_scaled_linear(A, B, As, Bs, out_dtype, self.native_name)
 
-    held.put_first(RocmOpsBlockScaledLinear, table, "fp8_block")
+    native_kernel.register_first(RocmOpsBlockScaledLinear, table, "fp8_block")
 
 
 SEAM = seam.Seam(

@@ -36,7 +36,7 @@ def install() -> None:
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
     schemes = tuple(tuple(getattr(quant_utils, key) for key in scheme) for scheme in SCHEMES)
-    experts.prefer(experts.modular("RocmOpsFp8Experts", schemes, fp8, fp8.Fp8MoeBackend.TRITON), OURS)
+    experts.register_first(experts.modular("RocmOpsFp8Experts", schemes, fp8, fp8.Fp8MoeBackend.TRITON), OURS)
     if experts.registers(fp8):
         return
     theirs = fp8.select_fp8_moe_backend

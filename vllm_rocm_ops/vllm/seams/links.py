@@ -1,6 +1,6 @@
 """Seam: models whose norms and activations know the linear that reads their result.
 
-vLLM links an activation to its linear in some models, and a norm to its linear nowhere. The links are set after a model
+vLLM links an activation to its linear in some models, and a norm to its linear nowhere. The consumers are set after a model
 is built, by subclasses (models.py) that take the place of vLLM's in its model registry.
 """
 

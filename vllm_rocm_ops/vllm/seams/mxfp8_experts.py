@@ -1,6 +1,6 @@
 """Seam: MX-FP8 experts (e4m3fn with one e8m0 scale per 32 of K) run our `fused_experts` for few tokens, see experts.py.
 
-On ROCm only gfx950 multiplies this format. There vLLM's Triton experts are held for the rest; AITER's, where installed, come
+On ROCm only gfx950 multiplies this format. There vLLM's Triton experts serve the rest; AITER's, where installed, come
 after ours. Layers are routed by vLLM.
 """
 

@@ -1,6 +1,6 @@
 """Seam: MX-FP8 linear layers (e4m3fn with one e8m0 scale per 32 of K) run our `mxfp8_scaled_mm` for few tokens.
 
-On ROCm only gfx950 multiplies this format. There vLLM's own kernel is held for the rest (held.py) and prepares the weight,
+On ROCm only gfx950 multiplies this format. There vLLM's native kernel serves the rest (native_kernel.py) and prepares the weight,
 of which 32 rows may then share their scales; both read that.
 """
 
@@ -10,30 +10,32 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import held, seam
+from vllm_rocm_ops.vllm import native_kernel, seam
 
 MOST_TOKENS = 64  # that ours takes; where it wins on AMD was not measured
 GROUP = 32
 
 
-def mxfp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, stock: str) -> Tensor:
-    """`mxfp8_scaled_mm` of x [M, K], quantized, and weight [N, K], or what the kernel that is held as `stock` makes of x."""
+def mxfp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, native: str) -> Tensor:
+    """`mxfp8_scaled_mm` of x [M, K], quantized, and weight [N, K], or what the kernel that is kept as `native` makes of x."""
 
     def theirs() -> Tensor:
         layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
-        return held.held(stock).apply_weights(layer, x, bias)
+        return native_kernel.kept(native).apply_weights(layer, x, bias)
 
     if x.shape[0] > MOST_TOKENS:
         return theirs()
     a, scale_a = torch.ops.vllm.mxfp8_quantize(x, False, 0)
-    return held.ours_or(theirs, ops.mxfp8_scaled_mm, MOST_TOKENS, a, weight, scale_a, weight_scale, x.dtype, bias)
+    return native_kernel.run_or_native(
+        theirs, ops.mxfp8_scaled_mm, MOST_TOKENS, a, weight, scale_a, weight_scale, x.dtype, bias
+    )
 
 
-def _fake(x, weight, weight_scale, bias, stock):
+def _fake(x, weight, weight_scale, bias, native):
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-held.define(mxfp8_linear, _fake)
+native_kernel.define(mxfp8_linear, _fake)
 
 
 def probe() -> None:
@@ -65,13 +67,13 @@ def install() -> None:
     class RocmOpsMxfp8Linear(Mxfp8LinearKernel):
         """`mxfp8_scaled_mm`, and the kernel that vLLM would choose without it."""
 
-        supports_pre_processed_weights = True  # as of the kernels that it may hold: preparing only rewrites parameters
+        supports_pre_processed_weights = True  # as of the native kernels: preparing only rewrites parameters
 
         @classmethod
         def is_supported(cls, compute_capability=None):
             if not (current_platform.is_cpu() or current_platform.supports_mx()):
                 return False, "needs matrix instructions that take block scales"
-            return held.is_supported()
+            return native_kernel.is_supported()
 
         @classmethod
         def can_implement(cls, c):
@@ -79,30 +81,30 @@ def install() -> None:
 
         def __init__(self, c):
             super().__init__(c)
-            stock = held.choose(type(self), c, table, "mxfp8")
-            self.stock = stock and stock(c)
-            self.stock_name = stock and held.hold(self.stock)
+            native = native_kernel.choose(type(self), c, table, "mxfp8")
+            self.native = native and native(c)
+            self.native_name = native and native_kernel.keep(self.native)
 
         def process_weights_after_loading(self, layer):
-            if self.stock is not None:
-                self.stock.process_weights_after_loading(layer)
+            if self.native is not None:
+                self.native.process_weights_after_loading(layer)
                 return
             n, k = layer.weight.shape
             replace_parameter(layer, "weight", layer.weight.data.contiguous())
             replace_parameter(layer, "weight_scale", layer.weight_scale.data[:n, : k // GROUP].contiguous())
 
         def apply_weights(self, layer, x, bias=None):
-            if self.stock is not None and layer.weight.dtype != torch.float8_e4m3fn:  # it keeps some in bf16
-                return self.stock.apply_weights(layer, x, bias)
+            if self.native is not None and layer.weight.dtype != torch.float8_e4m3fn:  # it keeps some in bf16
+                return self.native.apply_weights(layer, x, bias)
             tokens, weight, weight_scale = x.reshape(-1, x.shape[-1]), layer.weight, layer.weight_scale
-            if self.stock is None:
+            if self.native is None:
                 a, scale_a = torch.ops.vllm.mxfp8_quantize(tokens, False, 0)
                 output = torch.ops.vllm_rocm_ops.mxfp8_scaled_mm(a, weight, scale_a, weight_scale, x.dtype, bias)
             else:
-                output = torch.ops.vllm_rocm_ops.mxfp8_linear(tokens, weight, weight_scale, bias, self.stock_name)
+                output = torch.ops.vllm_rocm_ops.mxfp8_linear(tokens, weight, weight_scale, bias, self.native_name)
             return output.view(*x.shape[:-1], output.shape[-1])
 
-    held.put_first(RocmOpsMxfp8Linear, table, "mxfp8")
+    native_kernel.register_first(RocmOpsMxfp8Linear, table, "mxfp8")
 
 
 SEAM = seam.Seam(

@@ -1,4 +1,4 @@
-"""Seam: vLLM's `RMSNorm` runs our RMSNorm ops, quantizing too when a linear is linked to it (see links.py and patches/).
+"""Seam: vLLM's `RMSNorm` runs our RMSNorm ops, quantizing too when it knows its consumer (see links.py and patches/).
 
 vLLM's compiler passes that look for its own RMSNorm (AITER's all-reduce with RMSNorm, its dual RMSNorm for latent
 attention) then find none. `VLLM_ROCM_OPS_SEAMS=-norm` brings them back, so that both can be measured.
@@ -27,9 +27,9 @@ def install() -> None:
     from vllm import envs
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    from vllm_rocm_ops.vllm import handover
+    from vllm_rocm_ops.vllm import fused_quant
 
-    ops, keys = torch.ops.vllm_rocm_ops, handover.runnable(handover.NORMS)
+    ops, keys = torch.ops.vllm_rocm_ops, fused_quant.runnable(fused_quant.NORMS)
     # A vLLM that offers norms the linear that reads their result, see patches/. Looked up before anything is registered.
     table = "vllm.model_executor.layers.fusion.fused_norm_quant"
     offers = importlib.util.find_spec(table) and not envs.VLLM_BATCH_INVARIANT
@@ -48,7 +48,7 @@ def install() -> None:
             return self.vllm_forward if envs.VLLM_BATCH_INVARIANT else self.rocm_ops_forward
 
         def rocm_ops_forward(self, x, residual=None):
-            """Our op for the consumer that the norm is linked to."""
+            """Our op for the consumer that the norm knows."""
             return self.for_linear(x, residual, None if self.consumer is None else getattr(*self.consumer))
 
         def for_linear(self, x, residual, linear):
@@ -57,16 +57,16 @@ def install() -> None:
                 self.variance_size_override is None
                 and self.has_weight
                 and x.dtype == self.weight.dtype
-                and x.dtype in handover.DTYPES
-                and handover.in_rows(x)
-                and (residual is None or handover.in_rows(residual))
+                and x.dtype in fused_quant.DTYPES
+                and fused_quant.in_rows(x)
+                and (residual is None or fused_quant.in_rows(residual))
             )
-            key = handover.key_of(linear, x.shape[-1], keys)
+            key = fused_quant.key_of(linear, x.shape[-1], keys)
             if not takes or key not in keys:
                 return self.vllm_forward(x, residual)
             weight, epsilon = self.weight.data, self.variance_epsilon
             if key is not None:
-                result = handover.rms_norm(linear, key, x, residual, weight, epsilon)
+                result = fused_quant.rms_norm(linear, key, x, residual, weight, epsilon)
             elif residual is None:
                 result = ops.rms_norm(x, weight, epsilon)
             else:

@@ -50,7 +50,7 @@ def install() -> None:
     from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
     from vllm.model_executor.utils import is_weights_pre_processed
 
-    from vllm_rocm_ops.vllm import handover, held
+    from vllm_rocm_ops.vllm import fused_quant, native_kernel
 
     def tell(layer, kernel) -> None:
         """Have producers of a layer's input know what its kernel takes."""
@@ -68,7 +68,7 @@ def install() -> None:
             construct(self, *arguments, **keywords)
             key = self.config.activation_quant_key
             plain = type(self).apply_weights is base.apply_weights and getattr(self, "apply_input_quant", True)
-            self.rocm_ops_input_key = key if plain and key in handover.KEYS else None
+            self.rocm_ops_input_key = key if plain and key in fused_quant.KEYS else None
 
         @functools.wraps(prepare)
         def process_weights_after_loading(self, layer):
@@ -104,7 +104,7 @@ def install() -> None:
         prepare_layer(self, layer)
         kernel = self.fp8_linear
         if is_weights_pre_processed() and isinstance(kernel, FP8ScaledMMLinearKernel | Fp8BlockScaledMMLinearKernel):
-            held.recall_order(kernel, layer)
+            native_kernel.recall_order(kernel, layer)
             tell(layer, kernel)
 
     Fp8LinearMethod.process_weights_after_loading = process_weights_after_loading

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import experts, held, seam
+from vllm_rocm_ops.vllm import experts, native_kernel, seam
 from vllm_rocm_ops.vllm.seams import fp8_experts, unquantized_experts
 
 METHODS = {"DeepSeekV3": ("sigmoid", True), "RenormalizeNaive": ("softmax", True), "Default": ("softmax", False)}
@@ -39,9 +39,9 @@ def route(
     topk_group: int | None,
     bias: Tensor | None,
     scale: float,
-    holds: bool = False,
+    has_native: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and ids, as vLLM's router gives them for these arguments of a layer. Where one `holds` code of vLLM's, that
+    """Weights and ids, as vLLM's router gives them for these arguments of a layer. Where a layer `has_native` experts, that
     router itself gives them for what our kernels do not take."""
     scoring_func, renormalize = method
 
@@ -61,7 +61,7 @@ def route(
 
     if bias is None and (not num_expert_group or (num_expert_group == 1 and scale == 1.0)):
         arguments = router_logits, topk, renormalize
-        if not holds:
+        if not has_native:
             return torch.ops.vllm_rocm_ops.topk_softmax(*arguments)
         routes = ops.topk_softmax.run_kernels(*arguments)
         if routes is None:
@@ -71,7 +71,7 @@ def route(
     groups, among = num_expert_group or 1, router_logits.shape[-1]
     groups = (groups, topk_group) if groups < among and among % groups == 0 else (1, 1)
     arguments = router_logits, topk, renormalize, *groups, scoring_func, scale, bias
-    if not holds:
+    if not has_native:
         return torch.ops.vllm_rocm_ops.grouped_topk(*arguments)
     return ops.grouped_topk.run_kernels(*arguments) or theirs()
 
@@ -81,10 +81,10 @@ def takes(method: tuple[str, bool], config) -> bool:
     scoring_func, renormalize = method
     logits = torch.empty(1, config.num_experts, dtype=config.router_logits_dtype, device="meta")
     what = logits, config.experts_per_token, renormalize
-    if scoring_func == "softmax" and not held.has_kernels(ops.topk_softmax, *what):
+    if scoring_func == "softmax" and not native_kernel.has_kernels(ops.topk_softmax, *what):
         return False
     bias = logits[0] if scoring_func == "sigmoid" else None
-    return held.has_kernels(ops.grouped_topk, *what, 1, 1, scoring_func, 1.0, bias)
+    return native_kernel.has_kernels(ops.grouped_topk, *what, 1, 1, scoring_func, 1.0, bias)
 
 
 def router_factory():
@@ -119,16 +119,16 @@ def monolithic(modular: type) -> type:
     from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
 
     class RocmOpsRoutingExperts(experts.Predicates, modular_kernel.FusedMoEExpertsMonolithic):
-        schemes, stock_class = modular.schemes, staticmethod(modular.stock_class)
+        schemes, native_class = modular.schemes, staticmethod(modular.native_class)
         oracle, backend = modular.oracle, modular.backend
 
         def __init__(self, moe_config, quant_config):
             super().__init__(moe_config, quant_config)
             self.method, self.topk = METHODS[moe_config.routing_method.name], moe_config.experts_per_token
-            stock, self.stock = self.stock_class(), None
-            if stock is not None:
+            native, self.native = self.native_class(), None
+            if native is not None:
                 prepare = no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular()
-                self.stock = modular_kernel.FusedMoEKernel(prepare, stock(moe_config, quant_config))
+                self.native = modular_kernel.FusedMoEKernel(prepare, native(moe_config, quant_config))
 
         @staticmethod
         def is_supported_config(experts_class, moe_config, weight_key, activation_key, activation_format):
@@ -171,13 +171,13 @@ def monolithic(modular: type) -> type:
         ):
             scale = 1.0 if routed_scaling_factor is None else routed_scaling_factor
             groups = num_expert_group, topk_group, e_score_correction_bias, scale
-            weights, ids = route(self.method, self.topk, router_logits, *groups, holds=self.stock is not None)
+            weights, ids = route(self.method, self.topk, router_logits, *groups, has_native=self.native is not None)
 
             def theirs() -> Tensor:
                 how = activation, global_num_experts, expert_map, apply_router_weight_on_input
-                return self.stock.apply(hidden_states, w1, w2, weights, ids, *how)
+                return self.native.apply(hidden_states, w1, w2, weights, ids, *how)
 
-            leave = None if self.stock is None else theirs
+            leave = None if self.native is None else theirs
             return experts.run(
                 self, leave, hidden_states, w1, w2, weights, ids, expert_map, apply_router_weight_on_input
             )
@@ -211,7 +211,7 @@ def install() -> None:
     """Ask ours that route first."""
     for ours in (fp8_experts.OURS, unquantized_experts.OURS):
         for modular in ours[::-1]:
-            experts.prefer(monolithic(modular), ours)
+            experts.register_first(monolithic(modular), ours)
 
 
 SEAM = seam.Seam(

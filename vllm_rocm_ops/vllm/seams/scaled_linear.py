@@ -1,6 +1,6 @@
 """Seam: FP8 linear layers with scales per tensor, per token or per output channel run our `scaled_mm` for few tokens.
 
-vLLM's own kernel, where there is one, is held for the rest (held.py) and prepares the weight, so the layout suits both:
+vLLM's native kernel, where there is one, serves the rest (native_kernel.py) and prepares the weight, so the layout suits both:
 rows of K, on ROCm often padded, or the order of AITER's tuned kernels, which is our fragment order. With
 `VLLM_ROCM_OPS_SHUFFLE=1` every weight is put in fragment order at loading. No other kernel of vLLM's reads that, so ours
 then serves any number of tokens; off by default, because vLLM's are better at many.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.gemm import shuffle_weight
-from vllm_rocm_ops.vllm import held, seam
+from vllm_rocm_ops.vllm import native_kernel, seam
 
 MOST_TOKENS = 64  # that ours takes; where it wins on AMD was not measured
 
@@ -24,31 +24,31 @@ def scaled_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     in_fragments: bool,
-    stock: str,
+    native: str,
 ) -> Tensor:
-    """`scaled_mm`, or what the kernel that is held as `stock` makes of the same arguments. The weight b is as that left it."""
+    """`scaled_mm`, or what the kernel that is kept as `native` makes of the same arguments. The weight b is as that left it."""
 
     def theirs() -> Tensor:
         shape = [a.shape[0], b.numel() // a.shape[1]]
-        return held.held(stock).apply_scaled_mm(
+        return native_kernel.kept(native).apply_scaled_mm(
             A=a, B=b, out_dtype=out_dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=shape
         )
 
-    return held.ours_or(
+    return native_kernel.run_or_native(
         theirs, ops.scaled_mm, MOST_TOKENS, a, _weight(b, in_fragments), scale_a, scale_b, out_dtype, bias
     )
 
 
 def _weight(b: Tensor, in_fragments: bool) -> Tensor:
     """A weight as `scaled_mm` takes it."""
-    return held.fragments_of(b) if in_fragments else held.rows_of(b).t()
+    return native_kernel.fragments_of(b) if in_fragments else native_kernel.rows_of(b).t()
 
 
-def _fake(a, b, scale_a, scale_b, bias, out_dtype, in_fragments, stock):
+def _fake(a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
     return a.new_empty((a.shape[0], b.numel() // a.shape[1]), dtype=out_dtype)
 
 
-held.define(scaled_linear, _fake)
+native_kernel.define(scaled_linear, _fake)
 
 
 def probe() -> None:
@@ -79,57 +79,57 @@ def install() -> None:
 
         @classmethod
         def is_supported(cls, compute_capability=None):
-            return held.is_supported()
+            return native_kernel.is_supported()
 
         @classmethod
         def can_implement(cls, c):
             if c.activation_quant_key.scale.group_shape.is_per_group():
                 return False, "takes no scales per group"
-            return held.can_hold(cls.stock_class(c), FP8ScaledMMLinearKernel)
+            return native_kernel.can_keep(cls.native_class(c), FP8ScaledMMLinearKernel)
 
         @classmethod
-        def stock_class(cls, c):
+        def native_class(cls, c):
             """The kernel that vLLM would choose without ours."""
-            return held.choose(cls, c, table, "fp8_w8a8")
+            return native_kernel.choose(cls, c, table, "fp8_w8a8")
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
-            stock = self.stock_class(c)
-            self.stock = stock and stock(c, layer_param_names)
-            self.stock_name = stock and held.hold(self.stock)
-            self.order = None if self.stock else "plain"  # until it is known, vLLM's kernel runs
+            native = self.native_class(c)
+            self.native = native and native(c, layer_param_names)
+            self.native_name = native and native_kernel.keep(self.native)
+            self.order = None if self.native else "plain"  # until it is known, vLLM's kernel runs
 
         def process_weights_after_loading(self, layer):
             name, order = self.layer_param_names[0], "plain"
-            if self.stock is not None:
+            if self.native is not None:
                 # A copy, as vLLM may write what it prepares into the same memory.
-                before = held.rows_of(getattr(layer, name).data).clone()
-                self.stock.process_weights_after_loading(layer)
-                order = held.order(getattr(layer, name).data, before)
+                before = native_kernel.rows_of(getattr(layer, name).data).clone()
+                self.native.process_weights_after_loading(layer)
+                order = native_kernel.order(getattr(layer, name).data, before)
                 del before  # a whole weight; what follows may make another
             super().process_weights_after_loading(layer)
             weight = getattr(layer, name).data
             fragments = layer, weight, ops.scaled_mm, self._get_layer_params(layer)[1].data, self.config.out_dtype
-            if order == "plain" and held.wants_fragments(*fragments):
-                rows = held.rows_of(weight)
+            if order == "plain" and native_kernel.wants_fragments(*fragments):
+                rows = native_kernel.rows_of(weight)
                 replace_parameter(layer, name, shuffle_weight(rows).view(rows.shape).t())
-                order, self.stock = "fragments", None
-            held.note_order(self, layer, order)
+                order, self.native = "fragments", None
+            native_kernel.note_order(self, layer, order)
 
         def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
             in_fragments = self.order == "fragments"
             if self.order is None:
                 arguments = {"A": A, "B": B, "As": As, "Bs": Bs, "bias": bias, "output_shape": output_shape}
-                output = self.stock.apply_scaled_mm(out_dtype=out_dtype, **arguments)
-            elif self.stock is None:
+                output = self.native.apply_scaled_mm(out_dtype=out_dtype, **arguments)
+            elif self.native is None:
                 weight = _weight(B, in_fragments)
                 output = torch.ops.vllm_rocm_ops.scaled_mm(A, weight, As, Bs, out_dtype, bias)
             else:
-                arguments = A, B, As, Bs, bias, out_dtype, in_fragments, self.stock_name
+                arguments = A, B, As, Bs, bias, out_dtype, in_fragments, self.native_name
                 output = torch.ops.vllm_rocm_ops.scaled_linear(*arguments)
             return output.view(*output_shape[:-1], output.shape[-1])
 
-    held.put_first(RocmOpsScaledLinear, table, "fp8")
+    native_kernel.register_first(RocmOpsScaledLinear, table, "fp8")
 
 
 SEAM = seam.Seam(

@@ -19,7 +19,7 @@ def install() -> None:
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
     backend = unquantized.UnquantizedMoeBackend.TRITON
-    experts.prefer(experts.modular("RocmOpsUnquantizedExperts", ((None, None),), unquantized, backend), OURS)
+    experts.register_first(experts.modular("RocmOpsUnquantizedExperts", ((None, None),), unquantized, backend), OURS)
     if experts.registers(unquantized):
         return
     theirs = unquantized.select_unquantized_moe_backend

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import held, seam
+from vllm_rocm_ops.vllm import native_kernel, seam
 
 MOST_TOKENS = 16  # that ours takes; where it wins on AMD was not measured
 
@@ -22,19 +22,19 @@ def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
             return torch.nn.functional.linear(x, weight, bias)
         return torch.ops.vllm.rocm_unquantized_gemm(x, weight, bias)
 
-    return held.ours_or(theirs, ops.unquantized_gemm, MOST_TOKENS, x, weight, bias)
+    return native_kernel.run_or_native(theirs, ops.unquantized_gemm, MOST_TOKENS, x, weight, bias)
 
 
 def _fake(x, weight, bias):
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-held.define(unquantized_linear, _fake)
+native_kernel.define(unquantized_linear, _fake)
 
 
 def few_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """`unquantized_gemm`, or None for what it leaves to vLLM's own."""
-    return held.ours_or(lambda: None, ops.unquantized_gemm, MOST_TOKENS, x, weight, bias)
+    return native_kernel.run_or_native(lambda: None, ops.unquantized_gemm, MOST_TOKENS, x, weight, bias)
 
 
 def replaced() -> str:

@@ -1,7 +1,7 @@
-"""Our linear kernels hold vLLM's own kernel for the same layer, for the calls that ours leave to it.
+"""Our linear kernels keep vLLM's native kernel for the same layer, for the calls that ours leave to it.
 
 Which of the two runs is decided when a call runs, inside one opaque torch op: a compiled graph serves every number of
-tokens, and a captured graph is captured per batch size, with what was decided for it. The op names the kernel that is held
+tokens, and a captured graph is captured per batch size, with what was decided for it. The op names the native kernel
 by its class and configuration. These are the same in every process, so graphs from vLLM's compile cache find it, and equal
 layers compile to equal graphs; a kernel keeps no more than them, weights are the op's arguments.
 """
@@ -45,7 +45,7 @@ def is_supported() -> tuple[bool, str | None]:
     return (False, "is not batch invariant") if vllm_envs.VLLM_BATCH_INVARIANT else (True, None)
 
 
-def put_first(ours: type, table: dict, kind: str) -> None:
+def register_first(ours: type, table: dict, kind: str) -> None:
     """Have vLLM ask our kernel before its own: through its registration where that can, see patches/, else in its table."""
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.platforms import current_platform
@@ -82,29 +82,31 @@ def choose(ours: type, config, table: dict, quantization: str) -> type | None:
             return None
 
 
-def can_hold(stock: type | None, base: type) -> tuple[bool, str]:
-    """A kernel's answer: it can hold one that gets its input from the base class that both have."""
-    plain = stock is None or (stock.apply_weights is base.apply_weights and getattr(stock, "apply_input_quant", True))
-    return plain, "" if plain else f"leaves the layer to {stock.__name__}, which quantizes its input itself"
+def can_keep(native: type | None, base: type) -> tuple[bool, str]:
+    """A kernel's answer: it can keep one that gets its input from the base class that both have."""
+    plain = native is None or (
+        native.apply_weights is base.apply_weights and getattr(native, "apply_input_quant", True)
+    )
+    return plain, "" if plain else f"leaves the layer to {native.__name__}, which quantizes its input itself"
 
 
-def hold(kernel: object) -> str:
-    """The name by which `held` finds a kernel."""
+def keep(kernel: object) -> str:
+    """The name by which `kept` finds a kernel."""
     name = f"{type(kernel).__name__} {kernel.config}"
     _kernels.setdefault(name, kernel)
     return name
 
 
-def held(name: str) -> object:
-    """A kernel that some layer of this process holds."""
+def kept(name: str) -> object:
+    """A native kernel of some layer of this process."""
     return _kernels[name]
 
 
-def ours_or(stock: Callable[[], Tensor], op: Op, most_tokens: int, *arguments) -> Tensor:
-    """Our op, where its kernels take the arguments and the first has at most so many rows; else `stock()`."""
+def run_or_native(native: Callable[[], Tensor], op: Op, most_tokens: int, *arguments) -> Tensor:
+    """Our op, where its kernels take the arguments and the first has at most so many rows; else `native()`."""
     tokens = arguments[0].numel() // max(arguments[0].shape[-1], 1)
     output = op.run_kernels(*arguments) if tokens <= most_tokens else None
-    return stock() if output is None else output
+    return native() if output is None else output
 
 
 def has_kernels(op: Op, *arguments, **keywords) -> bool:
@@ -155,7 +157,7 @@ def order(weight: Tensor, before: Tensor) -> str | None:
 def note_order(kernel, layer: torch.nn.Module, order: str | None) -> None:
     """Have a kernel of ours, and who gets the layer's tensors, know the order of the weight that was just prepared."""
     kernel.order = order
-    state = torch.tensor(STATES.index((order, kernel.stock is None)), dtype=torch.uint8, device="cpu")
+    state = torch.tensor(STATES.index((order, kernel.native is None)), dtype=torch.uint8, device="cpu")
     layer.register_buffer(MARK, state, persistent=False)
 
 
@@ -165,8 +167,8 @@ def recall_order(kernel, layer: torch.nn.Module) -> None:
     if state is None:
         return
     order, alone = STATES[int(state)]
-    if hasattr(kernel, "stock"):  # it is ours
-        kernel.order, kernel.stock = order, None if alone else kernel.stock
+    if hasattr(kernel, "native"):  # it is ours
+        kernel.order, kernel.native = order, None if alone else kernel.native
     elif alone and order == "fragments":
         raise RuntimeError(
             f"the weight was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which {type(kernel).__name__} cannot read"

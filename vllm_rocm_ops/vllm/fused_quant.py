@@ -1,4 +1,4 @@
-"""One op for a norm or an activation and the quantization of its result, handed to the linear that consumes it.
+"""One op for a norm or an activation and the quantization of its result, for the linear that consumes it.
 
 A linear says through vLLM's `get_input_quant_key` which quantized input it takes. Imports vLLM; seams import this file
 from their `install`.
@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 
 from vllm_rocm_ops import ops as registered
-from vllm_rocm_ops.vllm import held
+from vllm_rocm_ops.vllm import native_kernel
 
 KEYS = (kFp8StaticTensorSym, kFp8DynamicTokenSym, kFp8Dynamic128Sym)
 GROUP = 128
@@ -48,7 +48,7 @@ def _has_kernels(name: str) -> bool:
     examples |= {"quant_dtype": QUANT_DTYPE, "group_size": GROUP}
     op = getattr(registered, name)
     known = {argument: value for argument, value in examples.items() if argument in op.Arguments._fields}
-    return held.has_kernels(op, **known)
+    return native_kernel.has_kernels(op, **known)
 
 
 def runnable(table: dict[QuantKey | None, tuple[str, ...]]) -> tuple[QuantKey | None, ...]:
@@ -69,7 +69,7 @@ def in_rows(x: torch.Tensor) -> bool:
     return x.stride(-1) == 1 and (step is None or x.stride(0) == step)
 
 
-class Handed(QuantizedActivation):
+class Quantized(QuantizedActivation):
     """vLLM's pre-quantized activation, with the `shape` that multi-head latent attention reads from its input."""
 
     @property
@@ -87,7 +87,7 @@ def key_of(linear: torch.nn.Module | None, columns: int, keys: tuple[QuantKey | 
 
 def rms_norm(
     linear: torch.nn.Module, key: QuantKey, x: torch.Tensor, residual: torch.Tensor | None, weight, epsilon: float
-) -> Handed:
+) -> Quantized:
     """RMSNorm of x, or of `residual += x`, quantized as `key` says for `linear`."""
     if key == kFp8StaticTensorSym:
         scale = linear.input_scale
@@ -101,10 +101,10 @@ def rms_norm(
     else:
         column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
         data, scale = ops.rms_norm_per_block_quant(x, weight, epsilon, QUANT_DTYPE, GROUP, column_major, None, residual)
-    return Handed(data, scale, x.dtype, data.shape, key)
+    return Quantized(data, scale, x.dtype, data.shape, key)
 
 
-def silu_and_mul(linear: torch.nn.Module, key: QuantKey, x: torch.Tensor) -> Handed:
+def silu_and_mul(linear: torch.nn.Module, key: QuantKey, x: torch.Tensor) -> Quantized:
     """silu(first half of x) * second half, quantized as `key` says for `linear`."""
     if key == kFp8StaticTensorSym:
         scale = linear.input_scale
@@ -115,4 +115,4 @@ def silu_and_mul(linear: torch.nn.Module, key: QuantKey, x: torch.Tensor) -> Han
     else:
         column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
         data, scale = ops.silu_and_mul_per_block_quant(x, QUANT_DTYPE, GROUP, column_major)
-    return Handed(data, scale, x.dtype, data.shape, key)
+    return Quantized(data, scale, x.dtype, data.shape, key)
