@@ -41,7 +41,8 @@ from torch import Tensor
 
 from vllm_rocm_ops import model_layers, ops
 from vllm_rocm_ops.model_layers import LayerCall
-from vllm_rocm_ops.op import Op, reset_stats, stats
+from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.stats import reset_stats, stats
 
 MODELS = ("llama-3.1-405b-fp8", "deepseek-v3")
 REPLACEABLE = ("norm", "linear", "activation", "routing", "moe", "lm_head")

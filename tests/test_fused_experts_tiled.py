@@ -8,13 +8,14 @@ import functools
 import pytest
 import torch
 
-from vllm_rocm_ops import launch, op, ops
+from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check, unwritten_is_nan
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.launch import Workspace
 from vllm_rocm_ops.op import Case
 from vllm_rocm_ops.ops import fused_experts_tiled as tiled
 from vllm_rocm_ops.ops.fused_experts import TILED_FROM
+from vllm_rocm_ops.stats import reset_stats, stats
 
 OP = ops.fused_experts
 
@@ -46,27 +47,27 @@ CASES = [
 def emulator(request):
     emulator = Emulator(request.param)
     with launch.executor(emulator), unwritten_is_nan():
-        OP._executions.clear()
+        OP.forget()
         yield emulator
-        OP._executions.clear()
+        OP.forget()
 
 
 @pytest.mark.parametrize("config", tiled.configs(None, None), ids=str)
 @pytest.mark.parametrize("case", [*FEW, *CASES], ids=lambda case: case.name)
 def test_case(case, config, emulator, monkeypatch):
     monkeypatch.setattr(OP, "default", lambda *_: config)
-    op.reset_stats()
+    reset_stats()
     run_and_check(OP, case.make("cpu", generator_of(case.name), emulator.arch.fp8_dtype), "cpu")
-    (ran,) = op.stats()[OP.name]
+    (ran,) = stats()[OP.name]
     assert ran == "nothing to do" or f"_{config.tokens} + {tiled.MODULE}_combine" in ran
 
 
 def test_few_tokens_with_many_experts_each(emulator):
     """More than the other kernels take."""
     arguments = case("block-many-slots", 3, 40, 44, 128, 16).make("cpu", generator_of("many"), emulator.arch.fp8_dtype)
-    op.reset_stats()
+    reset_stats()
     run_and_check(OP, arguments, "cpu")
-    (ran,) = op.stats()[OP.name]
+    (ran,) = stats()[OP.name]
     assert tiled.MODULE in ran
 
 

@@ -29,6 +29,7 @@ from vllm_rocm_ops.correctness import (
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.launch import Workspace
 from vllm_rocm_ops.ops import fused_experts_quantize, fused_experts_tiled, gemm
+from vllm_rocm_ops.stats import reset_stats, stats
 
 GB = 2**30
 FAR = 2**25 - 16  # bytes between the rows of a skinny product, at most
@@ -72,10 +73,10 @@ def run(the_op: op.Op, arguments: tuple, apart: dict[str, tuple[int, ...]], exec
     on_device = small._replace(**{n: clone(v, device) for n, v in small._asdict().items()})
     for config in the_op.configs(small, arch):
         large = on_device._replace(**{n: spread(getattr(small, n), *s, device=device) for n, s in apart.items()})
-        op.reset_stats()
+        reset_stats()
         with the_op.running(config), unwritten_is_nan():
             ours = as_tuple(the_op(*large))
-        (ran,) = op.stats()[the_op.name]
+        (ran,) = stats()[the_op.name]
         assert not ran.startswith("fallback"), ran
         floor = SUMS_FLOOR.get(arch.wave_lanes, FLOOR) if the_op.sums and device == "cuda" else FLOOR
         for i, (mine, theirs, exact) in enumerate(zip(ours, reference, oracle)):

@@ -22,8 +22,10 @@ from torch.testing._internal.optests.generate_tests import DEFAULT_TEST_UTILS
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import envs, launch, op, ops
+from vllm_rocm_ops import dispatch, envs, launch, op, ops
+from vllm_rocm_ops import tables as tuned_tables
 from vllm_rocm_ops.launch import I64, Launch
+from vllm_rocm_ops.stats import reset_stats, stats, warned
 from vllm_rocm_ops.vllm.seams import compile_cache
 
 DEVICE = "cuda" if torch.cuda.is_available() and archs.of_device(0) is not None else "cpu"
@@ -56,8 +58,8 @@ def recorder(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def fresh_counts():
-    op.reset_stats()
-    op._warned.clear()
+    reset_stats()
+    warned.clear()
 
 
 def example(the_op, device=DEVICE, fp8=FP8, case=0):
@@ -125,7 +127,7 @@ if DEVICE == "cuda":
         with pytest.warns(UserWarning, match="rms_norm runs without its kernels: .*DISABLE=rms_norm"):
             assert ops.rms_norm.run_kernels(x, weight, epsilon) is None
         assert torch.equal(ops.rms_norm(x, weight, epsilon), ops.rms_norm.reference(x, weight, epsilon))
-        ops.rms_norm._executions.clear()
+        ops.rms_norm.forget()
 
     @each_op
     def test_same_bits_every_run(the_op):
@@ -217,7 +219,7 @@ def broken_norms(why: str) -> None:
     (message,) = [str(w.message) for w in warned]
     assert message.startswith(f"rms_norm runs without its kernels: {why}")
     assert message.endswith(". To do without its kernels, set VLLM_ROCM_OPS_DISABLE=rms_norm")
-    assert [name.partition(why)[1] for name in op.stats()["rms_norm"]] == [why]
+    assert [name.partition(why)[1] for name in stats()["rms_norm"]] == [why]
 
 
 def test_missing_code_object_falls_back(recorder):
@@ -232,8 +234,8 @@ def test_damaged_code_object_falls_back(recorder):
     for stamp in ("{}", "no stamp", json.dumps({"sha256": hashlib.sha256(b"").hexdigest()})):
         path.with_suffix(".json").write_text(stamp)
         assert launch.built("rms_norm", "gfx942") == path
-    assert list(op.stats()["rms_norm"]) == ["rms_norm_bf16_x1"]
-    op.reset_stats()
+    assert list(stats()["rms_norm"]) == ["rms_norm_bf16_x1"]
+    reset_stats()
     path.write_bytes(b"cut off")
     broken_norms("the code object of rms_norm for gfx942 is damaged")
     explanation = ops.rms_norm.explain(*norm_arguments(hidden=256), arch="gfx942", require_code=True)
@@ -282,7 +284,7 @@ def gpu_of_cpu(monkeypatch):
 
 def bind(driver: Driver, kernel: Launch, x: torch.Tensor):
     named = collections.namedtuple("arguments", "x")(x)
-    return op._bind_device(driver, torch.device("cpu"), (kernel,), [5], torch.empty(2), named, "Set SWITCH=op")
+    return dispatch.bind_device(driver, torch.device("cpu"), (kernel,), [5], torch.empty(2), named, "Set SWITCH=op")
 
 
 def test_each_launch_asks_for_its_counters(gpu_of_cpu):
@@ -313,7 +315,7 @@ def test_an_op_can_be_switched_off(recorder, monkeypatch, switch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ops.rms_norm(*norm_arguments(hidden=272))
-    assert list(op.stats()["rms_norm"]) == ["fallback: switched off by VLLM_ROCM_OPS_DISABLE"]
+    assert list(stats()["rms_norm"]) == ["fallback: switched off by VLLM_ROCM_OPS_DISABLE"]
 
 
 @pytest.mark.parametrize("switch", ["", " ", "silu_and_mul,", "rmsnorm, silu_and_mul"])
@@ -324,7 +326,7 @@ def test_other_ops_are_not_switched_off(recorder, monkeypatch, switch):
         warnings.simplefilter("always")
         for hidden in (272, 288):
             ops.rms_norm(*norm_arguments(hidden=hidden))
-    assert list(op.stats()["rms_norm"]) == ["rms_norm_bf16_x1"]
+    assert list(stats()["rms_norm"]) == ["rms_norm_bf16_x1"]
     if "rmsnorm" in switch:
         (message,) = [str(w.message) for w in warned]
         assert "comma list of all, block_scaled_mm, " in message and "got rmsnorm too" in message
@@ -335,7 +337,7 @@ def test_other_ops_are_not_switched_off(recorder, monkeypatch, switch):
 def test_no_rows_launch_nothing(recorder):
     out = ops.rms_norm(*norm_arguments(rows=0))
     assert out.shape == (0, 256) and not recorder.launches
-    assert op.stats()["rms_norm"] == {"nothing to do": 1}
+    assert stats()["rms_norm"] == {"nothing to do": 1}
 
 
 def test_a_repeated_signature_binds_new_pointers(recorder):
@@ -345,7 +347,7 @@ def test_a_repeated_signature_binds_new_pointers(recorder):
         tensors = [arg for arg in launched.args if isinstance(arg, torch.Tensor)]
         assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in (*arguments[:2], out)]
         assert unwritten == (out,)
-    assert op.stats()["rms_norm"] == {"rms_norm_bf16_x1": 2}
+    assert stats()["rms_norm"] == {"rms_norm_bf16_x1": 2}
 
 
 def test_alignment_is_part_of_the_signature(recorder):
@@ -396,13 +398,13 @@ def test_unknown_archs_are_refused(name):
 @pytest.fixture
 def tables(tmp_path, monkeypatch):
     """An empty folder in place of the tuned tables, and none of the user's."""
-    monkeypatch.setattr(op, "TABLES", tmp_path / "shipped")
+    monkeypatch.setattr(tuned_tables, "TABLES", tmp_path / "shipped")
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "users"))
-    op._table.cache_clear()
+    tuned_tables.table.cache_clear()
     for folder in ("shipped", "users"):
         (tmp_path / folder / "gfx942").mkdir(parents=True)
     yield tmp_path / "shipped" / "gfx942"
-    op._table.cache_clear()
+    tuned_tables.table.cache_clear()
 
 
 def test_tuned_row_replaces_the_default(tables):
@@ -431,7 +433,7 @@ def check_tables(folder: Path) -> None:
         the_op = next(o for o in OPS if o.name == path.stem)
         key = ("compute_units", *the_op.problem(the_op.Arguments(*example(the_op, "meta"))))
         rows = list(csv.DictReader(path.read_text().splitlines()))
-        assert len(op._table(path, key)) == len(rows) > 0 and all(row["source"] for row in rows)
+        assert len(tuned_tables.table(path, key)) == len(rows) > 0 and all(row["source"] for row in rows)
 
 
 def test_a_shipped_table_without_compute_units_is_left_out_with_a_warning(tables):
@@ -440,7 +442,7 @@ def test_a_shipped_table_without_compute_units_is_left_out_with_a_warning(tables
     with pytest.warns(UserWarning, match="rms_norm.csv is not used: KeyError 'compute_units'"):
         assert explained_norm().source.startswith("default")
     with pytest.raises(AssertionError):
-        check_tables(op.TABLES)
+        check_tables(tuned_tables.TABLES)
 
 
 def test_a_folder_of_tables_that_may_not_be_searched(tmp_path):
@@ -475,7 +477,7 @@ NORM_HEADER = "compute_units,dtype,rows,hidden,config.threads,config.chunks,sour
 
 
 def explained_norm() -> op.Explanation:
-    op._table.cache_clear()
+    tuned_tables.table.cache_clear()
     return ops.rms_norm.explain(*norm_arguments(4, 4096), arch="gfx942")
 
 
@@ -520,7 +522,7 @@ def test_running_a_configuration_wins_over_rows_and_default(tables):
 
 
 def test_shipped_tables_have_their_columns_and_no_row_twice():
-    check_tables(op.TABLES)
+    check_tables(tuned_tables.TABLES)
 
 
 def test_a_stamp_that_cannot_be_read_is_in_the_fingerprint(tmp_path, monkeypatch):
@@ -540,6 +542,20 @@ def test_a_stamp_that_cannot_be_read_is_in_the_fingerprint(tmp_path, monkeypatch
     assert "rms_norm.json cannot be read: " in message and message.endswith("clear vLLM's compile cache.")
     marked = config.additional_config["vllm_rocm_ops"]
     assert marked != whole and marked.endswith("; unreadable gfx942/rms_norm.json")
+
+
+def test_registered_are_the_ops_of_the_package():
+    """Each once."""
+    found = list(op.registered())
+    assert len(found) == len(set(found)) and set(found) == {o for o in vars(ops).values() if isinstance(o, op.Op)}
+
+
+def test_only_the_reference_is_a_fallback():
+    """No kernel for no rows is none."""
+    x, weight = torch.empty(0, 64, dtype=torch.bfloat16, device="meta"), torch.empty(64, device="meta")
+    nothing = ops.rms_norm.explain(x, weight.bfloat16(), 1e-6, arch="gfx942")
+    assert nothing.launches == () and not nothing.is_fallback
+    assert ops.rms_norm.explain(x.double(), weight.double(), 1e-6, arch="gfx942").is_fallback
 
 
 # costs
@@ -566,7 +582,7 @@ def split_op():
     def split_sum(input: torch.Tensor) -> torch.Tensor:
         return input.sum(-1)
 
-    return op.Op(
+    made = op.Op(
         split_sum,
         allocate=lambda a: a.input.new_empty(a.input.shape[:-1]),
         contract=lambda a: (),
@@ -579,6 +595,8 @@ def split_op():
         cases=lambda: (),
         cost=split_cost,
     )
+    op._registered.remove(made)  # other tests ask for all ops
+    return made
 
 
 def test_the_cheapest_configuration_is_the_default(split_op):
@@ -601,7 +619,7 @@ def test_explain_shows_the_configurations_considered(split_op, tables):
     ]
     assert len(lines) == 4 + op.EXPLAINED_CONFIGS
     (tables / "split_sum.csv").write_text("compute_units,elements,config.parts,source\n304,32768,1,a measurement\n")
-    op._table.cache_clear()
+    tuned_tables.table.cache_clear()
     tuned = split_op.explain(x, arch="gfx942")
     lines = str(tuned).splitlines()
     assert tuned.source == "tuned Split(parts=1)" and len(lines) == 5 + op.EXPLAINED_CONFIGS

@@ -16,7 +16,7 @@ UNIT_BYTES = 16 * PAIR  # of the weight, of a wave
 
 def run(emulator: Emulator, config: MxConfig, arguments: tuple, monkeypatch) -> torch.Tensor:
     monkeypatch.setattr(mxfp8_scaled_mm, "default", lambda *_: config)
-    mxfp8_scaled_mm._executions.clear()
+    mxfp8_scaled_mm.forget()
     with launch.executor(emulator):
         return mxfp8_scaled_mm(*arguments)
 

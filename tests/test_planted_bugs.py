@@ -7,10 +7,11 @@ import pytest
 import test_large_tensors as large
 from mutants import CSRC, MUTANTS, KernelCopy
 
-from vllm_rocm_ops import launch, op, ops
+from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.errors import EmulatorError
+from vllm_rocm_ops.stats import stats
 
 WRONG = "error|NaNs differ"  # what a case says of values; those that nobody wrote are NaN
 
@@ -911,17 +912,17 @@ def test_planted_bug_is_caught(bug, plant, monkeypatch):
     emulator = Emulator(arch)
     arguments = case.make("cpu", generator_of(case.name), emulator.arch.fp8_dtype)
     plant(file, text, replacement, arch, {l.module for l in the_op.explain(*arguments, arch=arch).launches})
-    the_op._executions.clear()
+    the_op.forget()
     try:
         with launch.executor(emulator), pytest.raises((AssertionError, EmulatorError), match=said):
             for config in the_op.configs(the_op.Arguments(*arguments), emulator.arch):  # not all come by the bug
                 monkeypatch.setattr(the_op, "default", lambda *_, config=config: config)
-                the_op._executions.clear()
+                the_op.forget()
                 for _ in range(2):  # what a call leaves behind shows in the next
                     run_and_check(the_op, arguments, "cpu")
     finally:
-        the_op._executions.clear()
-    assert op.stats()[the_op.name]
+        the_op.forget()
+    assert stats()[the_op.name]
 
 
 @pytest.mark.parametrize("bug", OVERFLOWS)

@@ -33,7 +33,7 @@ def test_any_order_gives_the_same_bits(arch_name, monkeypatch):
 
     def results(config, seeds) -> set[bytes]:
         monkeypatch.setattr(op, "default", lambda *_: config)
-        op._executions.clear()
+        op.forget()
         found = set()
         for seed in seeds:
             emulator.options = dataclasses.replace(emulator.options, seed=seed)
@@ -43,5 +43,5 @@ def test_any_order_gives_the_same_bits(arch_name, monkeypatch):
     with launch.executor(emulator):
         others = set().union(*(results(config, [None]) for config in planned if config != most_divided))
         same = results(most_divided, range(CALLS))
-    op._executions.clear()
+    op.forget()
     assert len(same) == 1 and others - same

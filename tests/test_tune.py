@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import bench, cli, clock, launch, model_layers, ops, tune
+from vllm_rocm_ops import bench, cli, clock, launch, model_layers, ops, tables, tune
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.stats import reset_stats, stats
 from vllm_rocm_ops.vllm.peers import Peer, peers
 
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1} | {
@@ -27,7 +28,7 @@ LINEAR = ops.scaled_mm
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch):
     """Empty folders in place of the shipped tables and of the user's."""
-    monkeypatch.setattr(op_module, "TABLES", tmp_path / "shipped")
+    monkeypatch.setattr(tables, "TABLES", tmp_path / "shipped")
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "users"))
     op_module.forget_tables()
     yield tmp_path
@@ -143,11 +144,11 @@ def test_the_row_runs_in_calls_already_seen(folders):
         source = "here"
         tune.Table(folders / "users" / "gfx942" / f"{problem.op.name}.csv").put(problem.key, other, source)
         op_module.forget_tables()
-        op_module.reset_stats()
+        reset_stats()
         after = problem.op(*arguments)
     a = problem.op.Arguments(*arguments)
     [planned] = problem.op.plan(other, problem.op.allocate(a), a, emulated.arch)
-    assert list(op_module.stats()[problem.op.name]) == [planned.symbol] and default != other
+    assert list(stats()[problem.op.name]) == [planned.symbol] and default != other
     assert torch.equal(before.view(torch.uint8), after.view(torch.uint8))
 
 
@@ -159,9 +160,7 @@ def test_a_row_must_win_by_more_than_3_percent(folders, ratio, wins):
     done = tune.tune([problem], ScriptedClock(lambda what, _: times.get(what, 200.0)), folders / "users")
     assert done.results[0].config == (other if wins else None)
     [row] = rows(folders / "users", LINEAR)
-    assert (
-        {n: row[f"config.{n}"] for n in dataclasses.asdict(other)} == op_module.config_fields(other) if wins else True
-    )
+    assert {n: row[f"config.{n}"] for n in dataclasses.asdict(other)} == tables.config_fields(other) if wins else True
     assert wins or not any(value for name, value in row.items() if name.startswith("config."))
     explained = problem.op.explain(*example(problem, ScriptedClock.arch), arch=ScriptedClock.arch)
     assert explained.config == (other if wins else default)
@@ -196,7 +195,7 @@ def test_in_the_shipped_tables_a_row_must_beat_the_default(folders):
     default, other = other_config(problem)
     measured = ScriptedClock(lambda what, _: {default: 100.0, other: 50.0}.get(what, 200.0))
     for _ in range(2):
-        tune.tune([problem], measured, op_module.TABLES, force=True)
+        tune.tune([problem], measured, tables.TABLES, force=True)
         assert problem.op.explain(*example(problem, measured.arch), arch=measured.arch).config == other
 
 

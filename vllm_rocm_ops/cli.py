@@ -23,6 +23,7 @@ from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import bench, envs, model_layers, patch, tune
 from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops import op as op_module
+from vllm_rocm_ops import tables as tuned_tables
 from vllm_rocm_ops.clock import GpuClock
 from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.op import Case, Explanation, Op
@@ -56,7 +57,7 @@ def doctor() -> dict:
         "driver": find_driver(),
         "gpus": gpus,
         "code_objects": {arch: find_code_objects(arch) for arch in archs.ARCHS},
-        "tables": {"yours": find_tables(envs.tables()), "shipped": find_tables(op_module.TABLES)},
+        "tables": {"yours": find_tables(envs.tables()), "shipped": find_tables(tuned_tables.TABLES)},
         "vllm": find_vllm(),
         "patches": patch.find(),
         "environment": {name: os.environ[name] for name in envs.VARIABLES if name in os.environ},

@@ -18,8 +18,9 @@ import torch
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.op import Case, Op, describe, reset_stats, stats
+from vllm_rocm_ops.op import Case, Op, describe
 from vllm_rocm_ops.quantization import MX_SCALES
+from vllm_rocm_ops.stats import reset_stats, stats
 
 OFF_BY_ONE = 0.01  # share of elements that may be off by one step
 LARGEST_ERROR, MEAN_ERROR = 2.0, 1.1  # against float64, of the reference's

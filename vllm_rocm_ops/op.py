@@ -24,32 +24,29 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import csv
 import dataclasses
-import functools
 import inspect
 import typing
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import envs
+from vllm_rocm_ops import envs, tables
 from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.launch import Counters, Launch, Workspace
+from vllm_rocm_ops.dispatch import Execution, bind_device, bind_executor, signature
+from vllm_rocm_ops.launch import Launch
+from vllm_rocm_ops.stats import warn_once
 
 NAMESPACE = "vllm_rocm_ops"
-TABLES = Path(__file__).parent / "tables"
 REMEMBERED_SIGNATURES = 4096  # per op; a server sees a few dozen
 EXPLAINED_CONFIGS = 8  # the cheapest, which an explanation's text shows
 
 _library = torch.library.Library(NAMESPACE, "DEF")
-_counts: dict[str, dict[str, _Count]] = {}  # op -> kernel or "fallback: why" -> calls
+_registered: list[Op] = []
 
 
 @dataclass(frozen=True)
@@ -72,6 +69,11 @@ class Explanation:
     source: str
     rules: tuple[tuple[str, bool], ...] = ()
     considered: tuple[tuple[object, dict[str, float]], ...] = ()
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether the reference runs. Kernels that a call needs none of, as for no rows, are no fallback."""
+        return self.config is None
 
     def __str__(self) -> str:
         lines = [f"{self.op} on {self.arch or 'cpu'}: {self.source}"]
@@ -140,34 +142,6 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} strides {list(tensor.stride())}"
 
 
-_warned: set[str] = set()
-
-
-def warn_once(subject: str, text: str) -> None:
-    """Warns of a subject the first time in this process."""
-    if subject not in _warned:
-        _warned.add(subject)
-        warnings.warn(text, stacklevel=3)
-
-
-class _Count:
-    calls = 0
-
-
-class _Execution:
-    """What one signature of one op runs: the reference, or bound launches."""
-
-    def __init__(self, op: str, kernel: str, run: Callable[[tuple], object]):
-        self.run = run
-        self.is_fallback = kernel.startswith("fallback")
-        self.apart: tuple[tuple[int, int, int], ...] = ()  # see Op._apart
-        self.count = _counts.setdefault(op, {}).setdefault(kernel, _Count())
-
-    def __call__(self, args: tuple):
-        self.count.calls += 1
-        return self.run(args)
-
-
 @dataclass(eq=False)
 class Op:
     """One op; see the module's text for the parts. `mutates` names the arguments that it updates in place; `sums` says
@@ -199,9 +173,9 @@ class Op:
             f"{self.name}_arguments", [p.name for p in parameters], defaults=defaults
         )
         self._defaults = (inspect.Parameter.empty,) * (len(parameters) - len(defaults)) + tuple(defaults)
-        self._executions: dict[tuple, _Execution] = {}
+        self._executions: dict[tuple, Execution] = {}
         self._hints = typing.get_type_hints(self.reference)
-        self._signature = _signature(self.Arguments._fields, self._hints)
+        self._signature = signature(self.Arguments._fields, self._hints)
         schema = torch.library.infer_schema(self.reference, mutates_args=self.mutates)
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
         _library.define(self.name + schema, tags=tags)
@@ -211,6 +185,7 @@ class Op:
             f"{NAMESPACE}::{self.name}", lambda *a, **k: self.allocate(self.Arguments(*a, **k)), lib=_library
         )
         self.torch_op = getattr(getattr(torch.ops, NAMESPACE), self.name).default
+        _registered.append(self)
 
     def __call__(self, *args, **kwargs):
         return self.torch_op(*args, **kwargs)
@@ -228,17 +203,17 @@ class Op:
         chosen = self._choose(a, arch, self.allocate(a), require_code)
         return dataclasses.replace(chosen, considered=self.considered(a, arch)) if chosen.config else chosen
 
-    def tuned_row(self, a, arch: Arch, folders: tuple[Path, ...] | None = None) -> TunedRow | None:
+    def tuned_row(self, a, arch: Arch, folders: tuple[Path, ...] | None = None) -> tables.TunedRow | None:
         """The row that the tuned tables hold for this problem on so many compute units, of the first folder (the user's, then
         the shipped one) that has one whose configuration fits."""
         key = {"compute_units": arch.compute_units, **self.problem(a)}
         values = tuple(str(v) for v in key.values())
-        for folder in (envs.tables(), TABLES) if folders is None else folders:
+        for folder in (envs.tables(), tables.TABLES) if folders is None else folders:
             path = folder / arch.name / f"{self.name}.csv"
-            row = _table(path, tuple(key)).get(values)
+            row = tables.table(path, tuple(key)).get(values)
             for config in self.configs(a, arch) if row else ():
-                if config_fields(config) == row.fields:
-                    return TunedRow(config, row.source, path)
+                if tables.config_fields(config) == row.fields:
+                    return tables.TunedRow(config, row.source, path)
         return None
 
     def tuned(self, a, arch: Arch):
@@ -246,16 +221,20 @@ class Op:
         row = self.tuned_row(a, arch)
         return row and row.config
 
+    def forget(self) -> None:
+        """Has what was decided for calls already seen decided again."""
+        self._executions.clear()
+
     @contextlib.contextmanager
     def running(self, config) -> Iterator[None]:
         """Within it, calls that kernels take run this configuration, whatever tables and default say."""
         self.tuned = lambda a, arch: config
-        self._executions.clear()
+        self.forget()
         try:
             yield
         finally:
             del self.tuned
-            self._executions.clear()
+            self.forget()
 
     def considered(self, a, arch: Arch) -> tuple[tuple[object, dict[str, float]], ...]:
         """All configurations with their costs, the cheapest first; nothing where the op has no cost."""
@@ -321,7 +300,7 @@ class Op:
         args += self._defaults[len(args) :]
         return self._execution(args)(args)
 
-    def _execution(self, args: tuple) -> _Execution:
+    def _execution(self, args: tuple) -> Execution:
         """What a call with this signature runs; decided the first time."""
         if torch.is_grad_enabled():
             self._refuse_gradients(args)
@@ -333,7 +312,7 @@ class Op:
         execution = self._executions.get(key)
         if execution is None:
             if len(self._executions) >= REMEMBERED_SIGNATURES:
-                self._executions.clear()
+                self.forget()
             a = self.Arguments(*args)
             execution = self._executions[key] = self._decide(a)
             execution.apart = self._apart(a)
@@ -372,7 +351,7 @@ class Op:
             f"{distance} bytes behind its first element"
         )
 
-    def _decide(self, a) -> _Execution:
+    def _decide(self, a) -> Execution:
         """Checks the arguments once and binds what a call with this signature runs."""
         self._check(a)
         device = next(v.device for v in a if isinstance(v, torch.Tensor))
@@ -389,193 +368,31 @@ class Op:
             warn_once(f"load {self.name}", f"{self.name} runs without its kernels: {why}. {self._advice()}")
         if why:
             chosen = Explanation(self.name, chosen.arch, (), None, f"fallback: {why}", chosen.rules)
-        if not chosen.launches and not chosen.source.startswith("fallback"):
-            return _Execution(self.name, "nothing to do", lambda args: self.allocate(self.Arguments(*args)))
+        if not chosen.launches and not chosen.is_fallback:
+            return Execution(self.name, "nothing to do", lambda args: self.allocate(self.Arguments(*args)))
         if not chosen.launches:
-            return _Execution(self.name, chosen.source, lambda args: self.reference(*args))
+            return Execution(self.name, chosen.source, lambda args: self.reference(*args), is_fallback=True)
         kernel = " + ".join(launch.symbol for launch in chosen.launches)
         if on_gpu:
-            run = _bind_device(runtime, device, chosen.launches, handles, outputs, a, self._advice())
+            run = bind_device(runtime, device, chosen.launches, handles, outputs, a, self._advice())
         else:
-            run = _bind_executor(executor, chosen.launches, outputs, a)
-        return _Execution(self.name, kernel, run)
+            run = bind_executor(executor, chosen.launches, outputs, a)
+        return Execution(self.name, kernel, run)
 
     def _advice(self) -> str:
         return f"To do without its kernels, set VLLM_ROCM_OPS_DISABLE={self.name}"
 
 
-def _signature(names: tuple[str, ...], hints: dict[str, object]) -> Callable[..., tuple]:
-    """A function (executor, *arguments) -> what a decision depends on. Written out per op, it takes half the time of a
-    loop over the arguments, and it is a fifth of a call's dispatch."""
-    parts = ["executor"]
-    for name in names:
-        layout = f"{name}.shape if {name}.is_contiguous() else ({name}.shape, {name}.stride())"
-        seen = f"{layout}, {name}.dtype, {name}.data_ptr() & 15, {name}.get_device()"
-        if hints[name] is torch.Tensor:
-            parts.append(seen)
-        elif hints[name] == (torch.Tensor | None):
-            parts.append(f"{name} if {name} is None else ({seen})")
-        else:
-            parts.append(name)
-    return eval(f"lambda executor, {', '.join(names)}: ({', '.join(parts)})")
-
-
-def _outputs(outputs) -> tuple[torch.Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def _buffers(planned: tuple[Launch, ...], outputs, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """What each call allocates: the outputs, then the launches' workspaces."""
-    return (*_outputs(outputs), *(torch.empty(w, dtype=torch.uint8, device=device) for w in _workspaces(planned)))
-
-
-def _workspaces(planned: tuple[Launch, ...]) -> list[Workspace]:
-    """The launches' workspaces. One that several of them name is one."""
-    return list({id(arg): arg for l in planned for arg in l.args if isinstance(arg, Workspace)}.values())
-
-
-def _allocator(buffers: tuple[torch.Tensor, ...]) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Allocates buffers like these again."""
-    makers = [
-        functools.partial(torch.empty_strided, b.size(), b.stride(), dtype=b.dtype, device=b.device) for b in buffers
-    ]
-    return lambda: tuple([make() for make in makers])
-
-
-def _positions(planned: tuple[Launch, ...], buffers: tuple, a) -> list[list[tuple[int, int]]]:
-    """For each launch, for each pointer of its arguments that differs between calls: its slot there, and its place in
-    (*buffers, *a). The workspaces are the last of the buffers."""
-    place = {id(tensor): i for i, tensor in enumerate((*buffers, *a)) if isinstance(tensor, torch.Tensor)}
-    workspaces = _workspaces(planned)
-    place |= {id(workspace): len(buffers) - len(workspaces) + i for i, workspace in enumerate(workspaces)}
-    pointers = (torch.Tensor, Workspace)
-    return [[(slot, place[id(arg)]) for slot, arg in enumerate(l.args) if isinstance(arg, pointers)] for l in planned]
-
-
-def _counters(l: Launch) -> tuple[int, int] | None:
-    """The slot of the launch's argument that wants counters, and how many; None where there is none."""
-    slots = [slot for slot, arg in enumerate(l.args) if isinstance(arg, Counters)]
-    if len(slots) > 1:
-        raise TypeError(f"{l.symbol} must have one Counters, got {len(slots)}")
-    return (slots[0], int(l.args[slots[0]])) if slots else None
-
-
-def _bind_device(
-    runtime, device: torch.device, planned: tuple[Launch, ...], handles: list[int], outputs, a, advice: str
-) -> Callable[[tuple], object]:
-    """Calls of one signature on a GPU: allocate, fill in the pointers, launch on the current stream. `advice` ends the message of
-    a launch that fails."""
-    index = device.index
-    # Workspaces need no more care than outputs: while a graph is captured they are of its pool, where what one stream freed
-    # is not given to another, and graphs that share a pool may not run at once. Counters outlive a call: they are the
-    # runtime's.
-    buffers = _buffers(planned, outputs, device)
-    allocate, count, single = _allocator(buffers), len(_outputs(outputs)), not isinstance(outputs, tuple)
-    bound = []
-    for l, handle, positions in zip(planned, handles, _positions(planned, buffers, a)):
-        layout, values = launches.packer(l.args)
-        bound.append((layout.pack, values, positions, _counters(l), (handle, *l.grid, *l.block, l.lds)))
-    current_device, stream_of, launch = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, runtime.launch
-    counters_of = runtime.counters
-
-    def run(args: tuple):
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return run(args)
-        new = allocate()
-        tensors = new + args
-        stream = stream_of(index)
-        try:
-            for pack, values, positions, counters, how in bound:
-                for slot, place in positions:
-                    values[slot] = tensors[place].data_ptr()
-                if counters:
-                    slot, number = counters
-                    values[slot] = counters_of(index, stream, 4 * number)
-                launch(*how, stream, pack(*values))
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}. {advice}") from error
-        return new[0] if single else new[:count]
-
-    return run
-
-
-def _bind_executor(executor, planned: tuple[Launch, ...], outputs, a) -> Callable[[tuple], object]:
-    """Calls of one signature on CPU tensors through `executor`."""
-    device = torch.device("cpu")
-    buffers = _buffers(planned, outputs, device)
-    allocate, count, single = _allocator(buffers), len(_outputs(outputs)), not isinstance(outputs, tuple)
-    counters = [(at[0], torch.zeros(at[1], dtype=torch.int32)) if (at := _counters(l)) else None for l in planned]
-    bound = list(zip(planned, _positions(planned, buffers, a), counters))
-
-    def run(args: tuple):
-        new = allocate()
-        tensors = new + args
-        unwritten = new
-        for l, positions, zeroed in bound:
-            values = list(l.args)
-            for slot, place in positions:
-                values[slot] = tensors[place]
-            if zeroed:
-                slot, values[slot] = zeroed
-            executor.launch(Launch(l.module, l.symbol, l.grid, l.block, tuple(values), l.lds), unwritten)
-            unwritten = ()
-        return new[0] if single else new[:count]
-
-    return run
-
-
-class TunedRow(NamedTuple):
-    """A configuration from a tuned table, and where the row and the table come from."""
-
-    config: object
-    source: str
-    path: Path
-
-
-class _Row(NamedTuple):
-    fields: dict[str, str]
-    source: str
-
-
-def config_fields(config) -> dict[str, str]:
-    """A configuration as a tuned row holds it."""
-    return {name: str(value) for name, value in dataclasses.asdict(config).items()}
-
-
-@functools.cache
-def _table(path: Path, key: tuple[str, ...]) -> dict[tuple[str, ...], _Row]:
-    """The tuned rows of one op on one arch, by the values of the key's columns. The columns of a row are `compute_units`
-    (products of one arch differ in it), the problem's sizes, `config.<field>` for each field, empty where the configuration has
-    no such field, and where the row comes from (`source`). Empty in all of them: nothing is better than what ships. A table that
-    does not have these columns, or cannot be read, is not used, with a warning."""
-    try:
-        with path.open(newline="") as file:
-            lines = list(csv.DictReader(file))
-        configs = [{f.removeprefix("config."): v for f, v in l.items() if v and f.startswith("config.")} for l in lines]
-        return {tuple(l[k] for k in key): _Row(fields, l["source"]) for l, fields in zip(lines, configs)}
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except PermissionError:
-        warn_once(str(path.parent), f"the tuned tables in {path.parent} are not used: this user may not read them")
-        return {}
-    except (KeyError, TypeError, AttributeError, ValueError, csv.Error, OSError) as error:
-        warn_once(str(path), f"{path} is not used: {type(error).__name__} {error}")
-        return {}
-
-
 def forget_tables() -> None:
     """Has tables that have changed read again, for calls already seen too."""
-    _table.cache_clear()
+    tables.table.cache_clear()
     for op in registered():
-        op._executions.clear()
+        op.forget()
 
 
 def registered() -> Iterator[Op]:
-    """All ops, in the order of their registration."""
-    from vllm_rocm_ops import ops
-
-    return (value for value in vars(ops).values() if isinstance(value, Op))
+    """All ops, in the order of their definition."""
+    return iter(_registered)
 
 
 def disabled() -> set[str]:
@@ -590,17 +407,3 @@ def disabled() -> set[str]:
             f"VLLM_ROCM_OPS_DISABLE must be a comma list of {known}, got {', '.join(sorted(unknown))} too, which is ignored",
         )
     return names if is_all else words
-
-
-def stats() -> dict[str, dict[str, int]]:
-    """How often each op ran which kernel, or why it fell back: {op: {kernel or "fallback: why": calls}}. Replays of a
-    captured graph run no Python and are not counted."""
-    called = {op: {kernel: c.calls for kernel, c in kernels.items() if c.calls} for op, kernels in _counts.items()}
-    return {op: kernels for op, kernels in called.items() if kernels}
-
-
-def reset_stats() -> None:
-    """Sets all counts back to zero."""
-    for kernels in _counts.values():
-        for count in kernels.values():
-            count.calls = 0

@@ -1,6 +1,6 @@
 """Times every configuration of every op for a model's shapes, and keeps what is faster than what ships.
 
-Rows go to <folder>/<arch>/<op>.csv, where op.py looks before it looks at the shipped tables; the folder is that of
+Rows go to <folder>/<arch>/<op>.csv, where an op looks before it looks at the shipped tables; the folder is that of
 `VLLM_ROCM_OPS_TABLES`. All configurations of a problem are timed in one run, in turn. The fastest gets a row if it beats what
 runs without the user's tables by more than 3 %, and again when the two are timed alone. Where none does, the row has no
 configuration: it says that the problem was measured, so that the next run skips it.
@@ -21,7 +21,7 @@ from typing import NamedTuple, TextIO
 import torch
 
 import vllm_rocm_ops
-from vllm_rocm_ops import model_layers
+from vllm_rocm_ops import model_layers, tables
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.clock import Clock, tensor_bytes
@@ -101,7 +101,7 @@ def measure(problem: Problem, clock: Clock, peers: Mapping[str, object], folder:
     op, arch = problem.op, clock.arch
     sets = inputs(problem.case, clock)
     a = op.Arguments(*sets[0])
-    shipped = op.tuned_row(a, arch, () if folder == op_module.TABLES else (op_module.TABLES,))
+    shipped = op.tuned_row(a, arch, () if folder == tables.TABLES else (tables.TABLES,))
     now = shipped.config if shipped else op.default(a, arch)
     prepared: dict[object, object] = {}
     for config in dict.fromkeys((now, *op.configs(a, arch))):
@@ -133,7 +133,7 @@ def _wins(ours: float, other: float) -> bool:
 
 
 class Table:
-    """A user's table of one op: rows as op.py reads them, in a file that is replaced at once."""
+    """A user's table of one op: rows as tables.py reads them, in a file that is replaced at once."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -148,7 +148,7 @@ class Table:
 
     def put(self, key: Mapping[str, str], config: object | None, source: str) -> None:
         """Adds a row in place of any for the same sizes, and writes the file."""
-        fields = {} if config is None else op_module.config_fields(config)
+        fields = {} if config is None else tables.config_fields(config)
         row = {**key, **{f"config.{name}": value for name, value in fields.items()}, "source": source}
         self.rows = [old for old in self.rows if not self._is_for(old, key)] + [row]
         names = dict.fromkeys(name for row in (dict(key), *self.rows) for name in row if name and name != "source")

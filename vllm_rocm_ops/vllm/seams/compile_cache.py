@@ -10,7 +10,7 @@ import logging
 import vllm_rocm_ops
 from vllm_rocm_ops import envs
 from vllm_rocm_ops import launch as launches
-from vllm_rocm_ops.op import warn_once
+from vllm_rocm_ops.stats import warn_once
 from vllm_rocm_ops.vllm import seam
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")

@@ -1,0 +1,147 @@
+"""How a repeated call runs: its signature names an execution, which binds pointers and launches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from vllm_rocm_ops import launch as launches
+from vllm_rocm_ops.launch import Counters, Launch, Workspace
+from vllm_rocm_ops.stats import counter
+
+
+class Execution:
+    """What one signature of one op runs: the reference, or bound launches."""
+
+    def __init__(self, op: str, kernel: str, run: Callable[[tuple], object], is_fallback: bool = False):
+        self.run = run
+        self.is_fallback = is_fallback
+        self.apart: tuple[tuple[int, int, int], ...] = ()  # see Op._apart
+        self.count = counter(op, kernel)
+
+    def __call__(self, args: tuple):
+        self.count.calls += 1
+        return self.run(args)
+
+
+def signature(names: tuple[str, ...], hints: dict[str, object]) -> Callable[..., tuple]:
+    """A function (executor, *arguments) -> what a decision depends on. Written out per op, it takes half the time of a
+    loop over the arguments, and it is a fifth of a call's dispatch."""
+    parts = ["executor"]
+    for name in names:
+        layout = f"{name}.shape if {name}.is_contiguous() else ({name}.shape, {name}.stride())"
+        seen = f"{layout}, {name}.dtype, {name}.data_ptr() & 15, {name}.get_device()"
+        if hints[name] is torch.Tensor:
+            parts.append(seen)
+        elif hints[name] == (torch.Tensor | None):
+            parts.append(f"{name} if {name} is None else ({seen})")
+        else:
+            parts.append(name)
+    return eval(f"lambda executor, {', '.join(names)}: ({', '.join(parts)})")
+
+
+def _outputs(outputs) -> tuple[torch.Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _buffers(planned: tuple[Launch, ...], outputs, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """What each call allocates: the outputs, then the launches' workspaces."""
+    return (*_outputs(outputs), *(torch.empty(w, dtype=torch.uint8, device=device) for w in _workspaces(planned)))
+
+
+def _workspaces(planned: tuple[Launch, ...]) -> list[Workspace]:
+    """The launches' workspaces. One that several of them name is one."""
+    return list({id(arg): arg for l in planned for arg in l.args if isinstance(arg, Workspace)}.values())
+
+
+def _allocator(buffers: tuple[torch.Tensor, ...]) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Allocates buffers like these again."""
+    makers = [
+        functools.partial(torch.empty_strided, b.size(), b.stride(), dtype=b.dtype, device=b.device) for b in buffers
+    ]
+    return lambda: tuple([make() for make in makers])
+
+
+def _positions(planned: tuple[Launch, ...], buffers: tuple, a) -> list[list[tuple[int, int]]]:
+    """For each launch, for each pointer of its arguments that differs between calls: its slot there, and its place in
+    (*buffers, *a). The workspaces are the last of the buffers."""
+    place = {id(tensor): i for i, tensor in enumerate((*buffers, *a)) if isinstance(tensor, torch.Tensor)}
+    workspaces = _workspaces(planned)
+    place |= {id(workspace): len(buffers) - len(workspaces) + i for i, workspace in enumerate(workspaces)}
+    pointers = (torch.Tensor, Workspace)
+    return [[(slot, place[id(arg)]) for slot, arg in enumerate(l.args) if isinstance(arg, pointers)] for l in planned]
+
+
+def _counters(l: Launch) -> tuple[int, int] | None:
+    """The slot of the launch's argument that wants counters, and how many; None where there is none."""
+    slots = [slot for slot, arg in enumerate(l.args) if isinstance(arg, Counters)]
+    if len(slots) > 1:
+        raise TypeError(f"{l.symbol} must have one Counters, got {len(slots)}")
+    return (slots[0], int(l.args[slots[0]])) if slots else None
+
+
+def bind_device(
+    runtime, device: torch.device, planned: tuple[Launch, ...], handles: list[int], outputs, a, advice: str
+) -> Callable[[tuple], object]:
+    """Calls of one signature on a GPU: allocate, fill in the pointers, launch on the current stream. `advice` ends the message of
+    a launch that fails."""
+    index = device.index
+    # Workspaces need no more care than outputs: while a graph is captured they are of its pool, where what one stream freed
+    # is not given to another, and graphs that share a pool may not run at once. Counters outlive a call: they are the
+    # runtime's.
+    buffers = _buffers(planned, outputs, device)
+    allocate, count, single = _allocator(buffers), len(_outputs(outputs)), not isinstance(outputs, tuple)
+    bound = []
+    for l, handle, positions in zip(planned, handles, _positions(planned, buffers, a)):
+        layout, values = launches.packer(l.args)
+        bound.append((layout.pack, values, positions, _counters(l), (handle, *l.grid, *l.block, l.lds)))
+    current_device, stream_of, launch = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, runtime.launch
+    counters_of = runtime.counters
+
+    def run(args: tuple):
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return run(args)
+        new = allocate()
+        tensors = new + args
+        stream = stream_of(index)
+        try:
+            for pack, values, positions, counters, how in bound:
+                for slot, place in positions:
+                    values[slot] = tensors[place].data_ptr()
+                if counters:
+                    slot, number = counters
+                    values[slot] = counters_of(index, stream, 4 * number)
+                launch(*how, stream, pack(*values))
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}. {advice}") from error
+        return new[0] if single else new[:count]
+
+    return run
+
+
+def bind_executor(executor, planned: tuple[Launch, ...], outputs, a) -> Callable[[tuple], object]:
+    """Calls of one signature on CPU tensors through `executor`."""
+    device = torch.device("cpu")
+    buffers = _buffers(planned, outputs, device)
+    allocate, count, single = _allocator(buffers), len(_outputs(outputs)), not isinstance(outputs, tuple)
+    counters = [(at[0], torch.zeros(at[1], dtype=torch.int32)) if (at := _counters(l)) else None for l in planned]
+    bound = list(zip(planned, _positions(planned, buffers, a), counters))
+
+    def run(args: tuple):
+        new = allocate()
+        tensors = new + args
+        unwritten = new
+        for l, positions, zeroed in bound:
+            values = list(l.args)
+            for slot, place in positions:
+                values[slot] = tensors[place]
+            if zeroed:
+                slot, values[slot] = zeroed
+            executor.launch(Launch(l.module, l.symbol, l.grid, l.block, tuple(values), l.lds), unwritten)
+            unwritten = ()
+        return new[0] if single else new[:count]
+
+    return run

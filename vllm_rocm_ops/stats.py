@@ -1,0 +1,43 @@
+"""What ran how often, and what the user is warned of."""
+
+from __future__ import annotations
+
+import warnings
+
+_counts: dict[str, dict[str, Count]] = {}  # op -> kernel or "fallback: why" -> calls
+
+
+class Count:
+    """Calls of one kernel of one op."""
+
+    calls = 0
+
+
+def counter(op: str, kernel: str) -> Count:
+    """The count of an op's calls of a kernel, or of a fallback."""
+    return _counts.setdefault(op, {}).setdefault(kernel, Count())
+
+
+def stats() -> dict[str, dict[str, int]]:
+    """How often each op ran which kernel, or why it fell back: {op: {kernel or "fallback: why": calls}}. Replays of a
+    captured graph run no Python and are not counted."""
+    called = {op: {kernel: c.calls for kernel, c in kernels.items() if c.calls} for op, kernels in _counts.items()}
+    return {op: kernels for op, kernels in called.items() if kernels}
+
+
+def reset_stats() -> None:
+    """Sets all counts back to zero."""
+    for kernels in _counts.values():
+        for count in kernels.values():
+            count.calls = 0
+
+
+warned: set[str] = set()
+"""The subjects of warnings so far."""
+
+
+def warn_once(subject: str, text: str) -> None:
+    """Warns of a subject the first time in this process."""
+    if subject not in warned:
+        warned.add(subject)
+        warnings.warn(text, stacklevel=3)

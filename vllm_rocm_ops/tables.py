@@ -1,0 +1,52 @@
+"""Tuned tables: configurations that were measured to be best, in <arch>/<op>.csv, the user's before the shipped ones."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_rocm_ops.stats import warn_once
+
+TABLES = Path(__file__).parent / "tables"
+
+
+class TunedRow(NamedTuple):
+    """A configuration from a tuned table, and where the row and the table come from."""
+
+    config: object
+    source: str
+    path: Path
+
+
+class _Row(NamedTuple):
+    fields: dict[str, str]
+    source: str
+
+
+def config_fields(config) -> dict[str, str]:
+    """A configuration as a tuned row holds it."""
+    return {name: str(value) for name, value in dataclasses.asdict(config).items()}
+
+
+@functools.cache
+def table(path: Path, key: tuple[str, ...]) -> dict[tuple[str, ...], _Row]:
+    """The tuned rows of one op on one arch, by the values of the key's columns. The columns of a row are `compute_units`
+    (products of one arch differ in it), the problem's sizes, `config.<field>` for each field, empty where the configuration has
+    no such field, and where the row comes from (`source`). Empty in all of them: nothing is better than what ships. A table that
+    does not have these columns, or cannot be read, is not used, with a warning."""
+    try:
+        with path.open(newline="") as file:
+            lines = list(csv.DictReader(file))
+        configs = [{f.removeprefix("config."): v for f, v in l.items() if v and f.startswith("config.")} for l in lines]
+        return {tuple(l[k] for k in key): _Row(fields, l["source"]) for l, fields in zip(lines, configs)}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except PermissionError:
+        warn_once(str(path.parent), f"the tuned tables in {path.parent} are not used: this user may not read them")
+        return {}
+    except (KeyError, TypeError, AttributeError, ValueError, csv.Error, OSError) as error:
+        warn_once(str(path), f"{path} is not used: {type(error).__name__} {error}")
+        return {}
