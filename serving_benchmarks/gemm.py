@@ -20,8 +20,8 @@ from decode_shapes import linear_layers
 from ops import capture, measure, open_results, parse
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.families import weight_layout
 from vllm_rocm_ops.op import Op
-from vllm_rocm_ops.ops import gemm
 from vllm_rocm_ops.vllm.peers import peers
 
 MODELS = {"llama": "llama-3.1-405b-fp8", "deepseek": "deepseek-v3"}
@@ -85,7 +85,7 @@ def time_case(benchmark: Benchmark, layer: str, m: int, n: int, k: int, arch, op
     if options.shuffled:
         place = benchmark.weight
         weights = [s[place] if s[place].is_contiguous() else s[place].t() for s in sets]
-        ours = [(*s[:place], gemm.shuffle_weight(w), *s[place + 1 :]) for s, w in zip(sets, weights)]
+        ours = [(*s[:place], weight_layout.shuffle_weight(w), *s[place + 1 :]) for s, w in zip(sets, weights)]
     a = op.Arguments(*ours[0])
     chosen = op.explain(*ours[0]).config
     configs = op.configs(a, arch) if options.sweep else [chosen]

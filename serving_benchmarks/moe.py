@@ -25,8 +25,8 @@ import torch
 from ops import capture, measure, open_results, parse
 from torch import Tensor
 
+from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.ops import fused_experts
-from vllm_rocm_ops.ops.gemm import BLOCK
 
 CALLS = {16: 32, 256: 16, 1024: 4}  # of a graph, by the most tokens
 

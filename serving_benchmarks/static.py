@@ -42,9 +42,10 @@ from vllm_rocm_ops import cli, launch, ops
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.emulated import executable, run
 from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.families.gemm import BLOCK
+from vllm_rocm_ops.families.weight_layout import shuffle_weight
 from vllm_rocm_ops.launch import Launch, Workspace
 from vllm_rocm_ops.op import Op
-from vllm_rocm_ops.ops.gemm import BLOCK, shuffle_weight
 
 SHOWN = ("llama405b_tp8", "dsv3_tp8")
 PLAIN, MXFP8, SHUFFLED = WEIGHTS = ("plain", "mxfp8", "shuffled")

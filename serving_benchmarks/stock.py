@@ -25,9 +25,9 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops, quantization
 from vllm_rocm_ops.correctness import as_tuple, clone
+from vllm_rocm_ops.families import rowwise
+from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.op import Op, rows_of
-from vllm_rocm_ops.ops import rows
-from vllm_rocm_ops.ops.gemm import BLOCK
 from vllm_rocm_ops.quantization import LIMIT
 from vllm_rocm_ops.vllm import peers
 
@@ -59,14 +59,14 @@ def has(name: str, namespace: str = "_C") -> bool:
 def per_token(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if not x.is_cuda or not has("dynamic_per_token_scaled_fp8_quant"):
         return quantization.per_token(x.float(), dtype, None)
-    values, scale = torch.empty_like(x, dtype=dtype), rows.scales(x, rows_of(x), 1, False)
+    values, scale = torch.empty_like(x, dtype=dtype), rowwise.scales(x, rows_of(x), 1, False)
     torch.ops._C.dynamic_per_token_scaled_fp8_quant(values, x, scale, None)
     return values, scale
 
 
 def per_block(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """With column-major scales, as most products want them."""
-    scale = rows.scales(x, rows_of(x), x.shape[-1] // BLOCK, True)
+    scale = rowwise.scales(x, rows_of(x), x.shape[-1] // BLOCK, True)
     if not x.is_cuda or not has("per_token_group_fp8_quant"):
         values, found = quantization.per_token(x.float().unflatten(-1, (-1, BLOCK)), dtype, None)
         return values.flatten(-2), scale.copy_(found.view(scale.shape))

@@ -7,9 +7,9 @@ from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.correctness import run_and_check
 from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.families.experts_tiled import TiledConfig
 from vllm_rocm_ops.ops import fused_experts
 from vllm_rocm_ops.ops.fused_experts import StreamedConfig
-from vllm_rocm_ops.ops.fused_experts_tiled import TiledConfig
 from vllm_rocm_ops.stats import stats
 
 CASES = {case.name: case for case in fused_experts.cases()}

@@ -8,17 +8,17 @@ import torch
 from vllm_rocm_ops import launch, quantization
 from vllm_rocm_ops.correctness import generator_of
 from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.families import experts_quantize
+from vllm_rocm_ops.families.experts_quantize import Rows
+from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.launch import Workspace
-from vllm_rocm_ops.ops import fused_experts_quantize
-from vllm_rocm_ops.ops.fused_experts_quantize import Rows
-from vllm_rocm_ops.ops.gemm import BLOCK
 
 
 def run(x: torch.Tensor, arch_name: str, weights="channel", static=None, present=None):
     """Values and scales, as the emulator leaves them in memory that was filled with 0xff."""
     emulator = Emulator(arch_name)
     rows = Rows(x, len(x), x.shape[1], x.stride(0), x.dtype)
-    written, planned = fused_experts_quantize.quantize(rows, weights, static, emulator.arch, present)
+    written, planned = experts_quantize.quantize(rows, weights, static, emulator.arch, present)
     memory = {id(a): torch.full((a,), 0xFF, dtype=torch.uint8) for a in planned.args if isinstance(a, Workspace)}
     args = tuple(memory.get(id(a), a) for a in planned.args)
     emulator.run(launch.code_object(planned.module, arch_name), planned._replace(args=args))

@@ -11,9 +11,9 @@ import torch
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check, unwritten_is_nan
 from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.families import experts_tiled as tiled
 from vllm_rocm_ops.launch import Workspace
 from vllm_rocm_ops.op import Case
-from vllm_rocm_ops.ops import fused_experts_tiled as tiled
 from vllm_rocm_ops.ops.fused_experts import TILED_FROM
 from vllm_rocm_ops.stats import reset_stats, stats
 

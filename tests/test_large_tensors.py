@@ -27,8 +27,8 @@ from vllm_rocm_ops.correctness import (
     unwritten_is_nan,
 )
 from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.families import experts_quantize, experts_tiled, gemm, skinny_gemm
 from vllm_rocm_ops.launch import Workspace
-from vllm_rocm_ops.ops import fused_experts_quantize, fused_experts_tiled, gemm
 from vllm_rocm_ops.stats import reset_stats, stats
 
 GB = 2**30
@@ -264,7 +264,7 @@ def test_last_of_a_large_product(m, n, k, blocks, arch_name):
     last_a, last_b = (torch.randn(rows, k, generator=generator).to(fp8) for rows in (64, min(n, 64)))
     a, b = with_zeros_before(last_a, m), with_zeros_before(last_b, n)
     given = ops.scaled_mm.Arguments(a, b.t(), one, one, torch.bfloat16)
-    config = gemm.SkinnyConfig(64, 1, n // 64) if m == 64 else ops.scaled_mm.configs(given, emulator.arch)[0]
+    config = skinny_gemm.SkinnyConfig(64, 1, n // 64) if m == 64 else ops.scaled_mm.configs(given, emulator.arch)[0]
     out = allocate_reserved(ops.scaled_mm, given)
     (planned,) = ops.scaled_mm.plan(config, out, given, emulator.arch)
     run_last(emulator, planned, blocks)
@@ -279,8 +279,8 @@ def test_last_rows_that_are_quantised(kind, arch_name):
     """Ahead of the experts."""
     emulator, (rows, columns) = Emulator(arch_name), (2**18 + 3, 8192)
     fp8, last = emulator.arch.fp8_dtype, torch.randn(2, columns, generator=generator_of(kind)).bfloat16()
-    hidden = fused_experts_quantize.Rows(with_zeros_before(last, rows), rows, columns, columns, torch.bfloat16)
-    written, planned = fused_experts_quantize.quantize(hidden, kind, None, emulator.arch)
+    hidden = experts_quantize.Rows(with_zeros_before(last, rows), rows, columns, columns, torch.bfloat16)
+    written, planned = experts_quantize.quantize(hidden, kind, None, emulator.arch)
     ours = run_last(emulator, planned, 2)[id(written.rows)].view(fp8).reshape(rows, columns)[-2:]
     runs = last.float().unflatten(-1, (-1, 128 if kind == "block" else columns))
     expected, _ = quantization.per_token(runs, fp8, None)
@@ -296,7 +296,7 @@ def test_last_tokens_that_are_combined(arch_name):
     hidden = reserved((m, h), torch.bfloat16)
     a = ops.fused_experts.Arguments(hidden, w1, w2, torch.ones(m, topk), ids, torch.bfloat16)
     out = allocate_reserved(ops.fused_experts, a)
-    planned = fused_experts_tiled.launches(fused_experts_tiled.TiledConfig(64), out, a, emulator.arch)[-1]
+    planned = experts_tiled.launches(experts_tiled.TiledConfig(64), out, a, emulator.arch)[-1]
     last = torch.randn(2 * topk, h, generator=generator_of("combine"))
     results = with_zeros_before(last, m * topk)
     given = tuple(results if isinstance(v, Workspace) else v for v in planned.args)

@@ -137,8 +137,16 @@ def test_vendors_export_the_same_names():
 
 
 def test_every_kernel_file_has_its_spec():
+    """An op's file of its name, or one of what several ops share, which names it as its MODULE."""
     specs = {path.stem for path in files("vllm_rocm_ops/ops/*.py")}
+    for path in files("vllm_rocm_ops/families/*.py"):
+        specs |= set(re.findall(r'^MODULE = "(\w+)"$', path.read_text(), re.MULTILINE))
     assert {path.stem for path in files("csrc/ops/*.hip")} <= specs
+
+
+def test_the_folder_of_ops_has_nothing_else():
+    defining = {op.reference.__module__.rpartition(".")[2] for op in op_module.registered()}
+    assert {path.stem for path in files("vllm_rocm_ops/ops/*.py")} == {"__init__", *defining}
 
 
 @pytest.mark.parametrize("arch", archs.ARCHS)

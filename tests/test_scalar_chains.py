@@ -13,7 +13,7 @@ from vllm_rocm_ops.correctness import generator_of, run_and_check
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.decode import Instruction, decode
 from vllm_rocm_ops.emulator.objects import CodeObject, KernelObject
-from vllm_rocm_ops.ops import gemm
+from vllm_rocm_ops.families import gemm
 
 AMD = ("gfx942", "gfx950")
 ROWS = ("rms_norm", "silu_and_mul")

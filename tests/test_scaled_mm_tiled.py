@@ -13,9 +13,9 @@ import torch
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.correctness import FLOOR, check, generator_of
 from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.families import gemm, tiled_gemm
+from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.launch import Counters, Workspace
-from vllm_rocm_ops.ops import gemm, scaled_mm_tiled
-from vllm_rocm_ops.ops.gemm import BLOCK
 
 DIES = 8
 
@@ -48,11 +48,11 @@ def test_last_tile_of_contest_shape(m, n, k, arch_name):
     out = torch.full((m, n), float("nan"), dtype=torch.bfloat16)
     operands = gemm.activations(a), gemm.weight(b)
     config = min(
-        scaled_mm_tiled.configs(*operands, arch),
-        key=lambda config: sum(scaled_mm_tiled.cost(config, *operands, arch).values()),
+        tiled_gemm.configs(*operands, arch),
+        key=lambda config: sum(tiled_gemm.cost(config, *operands, arch).values()),
     )
     scales = (scale_a, *scale_a.stride()), (scale_b, scale_b.stride(0))
-    (planned,) = scaled_mm_tiled.launches(config, gemm.Product(out, *operands, *scales), arch, kind="block")
+    (planned,) = tiled_gemm.launches(config, gemm.Product(out, *operands, *scales), arch, kind="block")
     tiles = planned.grid[0] // config.slices
 
     def memory(arg):

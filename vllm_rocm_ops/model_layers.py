@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.ops.gemm import BLOCK
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import BLOCK as MX_BLOCK
 from vllm_rocm_ops.vllm.seams import links
 

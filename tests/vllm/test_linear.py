@@ -9,7 +9,7 @@ import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.gemm import shuffle_weight
+from vllm_rocm_ops.families.weight_layout import shuffle_weight
 from vllm_rocm_ops.vllm import native_kernel, seam
 from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
 

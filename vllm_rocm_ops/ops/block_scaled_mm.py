@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families import gemm, skinny_gemm, weight_layout
+from vllm_rocm_ops.families import tiled_gemm as tiled
+from vllm_rocm_ops.families.gemm import BLOCK
+from vllm_rocm_ops.families.tiled_gemm import TiledConfig
 from vllm_rocm_ops.launch import I64, Launch, Workspace
 from vllm_rocm_ops.op import Case, Op, describe
-from vllm_rocm_ops.ops import gemm
-from vllm_rocm_ops.ops import scaled_mm_tiled as tiled
-from vllm_rocm_ops.ops.gemm import BLOCK
-from vllm_rocm_ops.ops.scaled_mm_tiled import TiledConfig
 from vllm_rocm_ops.quantization import LIMIT
 
 __all__ = ["block_scaled_mm"]
 
-UNIT = BLOCK // gemm.STEP  # steps of a block of K
+UNIT = BLOCK // weight_layout.STEP  # steps of a block of K
 E8M0 = torch.float8_e8m0fnu
 THREADS = 256  # of a block that widens
 
@@ -56,13 +56,13 @@ def _configs(a, arch: Arch) -> list:
     operands = _operands(a)
     if tiled.is_for(operands[0]):
         return tiled.configs(*operands, arch)
-    return gemm.configs(*operands, arch, UNIT)
+    return skinny_gemm.configs(*operands, arch, UNIT)
 
 
 def _cost(config, a, arch: Arch) -> dict[str, float]:
     if isinstance(config, TiledConfig):
         return tiled.cost(config, *_operands(a), arch)
-    return gemm.cost(config, *_operands(a), arch, UNIT)
+    return skinny_gemm.cost(config, *_operands(a), arch, UNIT)
 
 
 def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
@@ -75,7 +75,7 @@ def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
     if isinstance(config, TiledConfig):
         launches = tiled.launches(config, product, arch, "block_e8m0" if is_e8m0 else "block")
     else:
-        launches = gemm.launch("block_scaled_mm", config, product, arch, UNIT, "e8m0" if is_e8m0 else "")
+        launches = skinny_gemm.launch("block_scaled_mm", config, product, arch, UNIT, "e8m0" if is_e8m0 else "")
     return widening_a + widening_b + launches
 
 
@@ -140,7 +140,7 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
     blocks, e8m0_a, e8m0_b = -(-k // BLOCK), given.get("e8m0_a", False), given.get("e8m0_b", False)
     of_a, of_b = {"e8m0": e8m0_a, "padding": padding // 64}, {"e8m0": e8m0_b, "padding": padding // 32}
     scale_a = scales(blocks, m, **of_a).t() if given.get("transposed") else scales(m, blocks, **of_a)
-    b = gemm.shuffle_weight(rows(n, 0)) if given.get("shuffled") else rows(n, 2 * padding)
+    b = weight_layout.shuffle_weight(rows(n, 0)) if given.get("shuffled") else rows(n, 2 * padding)
     scale_b = scales(-(-n // BLOCK), blocks, **of_b)
     return rows(m, padding), b, scale_a, scale_b, given.get("out_dtype", torch.bfloat16)
 
@@ -169,7 +169,7 @@ def block_scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_
     out_dtype is bf16, fp16 or fp32. Returns [M, N].
     """
     exact = torch.float64 if out_dtype == torch.float64 else torch.float32
-    weight = gemm.plain_weight(b)
+    weight = weight_layout.plain_weight(b)
     n, k = weight.shape
     values = a.to(exact) * scale_a.to(exact).repeat_interleave(BLOCK, 1)[:, :k]
     scales = scale_b.to(exact).repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]

@@ -12,14 +12,22 @@ from torch import Tensor
 
 from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families import experts_tiled as tiled
+from vllm_rocm_ops.families.experts import (
+    HALVES,
+    expected_hit,
+    expected_tiles,
+    intermediate,
+    scale_strides,
+    scheme,
+    slots,
+)
+from vllm_rocm_ops.families.experts_quantize import Rows, hidden_operand, operand
+from vllm_rocm_ops.families.experts_tiled import TiledConfig
+from vllm_rocm_ops.families.gemm import BLOCK, OUT_TYPES
+from vllm_rocm_ops.families.rowwise import CHUNK, ELEMENTS
 from vllm_rocm_ops.launch import I64, Launch, Workspace
 from vllm_rocm_ops.op import Case, Op, describe
-from vllm_rocm_ops.ops import fused_experts_tiled as tiled
-from vllm_rocm_ops.ops.experts import HALVES, expected_hit, expected_tiles, intermediate, scale_strides, scheme, slots
-from vllm_rocm_ops.ops.fused_experts_quantize import Rows, hidden_operand, operand
-from vllm_rocm_ops.ops.fused_experts_tiled import TiledConfig
-from vllm_rocm_ops.ops.gemm import BLOCK, OUT_TYPES
-from vllm_rocm_ops.ops.rows import CHUNK, ELEMENTS
 from vllm_rocm_ops.quantization import LIMIT, MX_BLOCK, MX_SCALES
 
 __all__ = ["fused_experts"]

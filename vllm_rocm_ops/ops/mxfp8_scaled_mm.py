@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families.gemm import OUT_TYPES, Product, activations, bias_contract, weight
+from vllm_rocm_ops.families.skinny_gemm import arguments
 from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.op import Case, Op, aligned, describe, row_stride
-from vllm_rocm_ops.ops.gemm import OUT_TYPES, Product, activations, arguments, bias_contract, weight
 from vllm_rocm_ops.quantization import (
     MX_BLOCK as BLOCK,
 )  # of K per scale; of N, where neighbouring rows of b share theirs

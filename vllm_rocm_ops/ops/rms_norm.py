@@ -14,10 +14,10 @@ from torch import Tensor
 
 from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families import rowwise
+from vllm_rocm_ops.families.rowwise import RowConfig
 from vllm_rocm_ops.launch import I64, Launch
 from vllm_rocm_ops.op import Op, row_stride, rows_of
-from vllm_rocm_ops.ops import rows
-from vllm_rocm_ops.ops.rows import RowConfig
 
 __all__ = [
     "fused_add_rms_norm",
@@ -63,15 +63,15 @@ def _hidden(a) -> int:
 
 
 def _configs(a, arch: Arch) -> list[RowConfig]:
-    vector = rows.is_vector(_hidden(a), a.input, getattr(a, "residual", None), a.weight)
-    return list(rows.configs(_hidden(a), vector, (1, 2, 4), arch))
+    vector = rowwise.is_vector(_hidden(a), a.input, getattr(a, "residual", None), a.weight)
+    return list(rowwise.configs(_hidden(a), vector, (1, 2, 4), arch))
 
 
 def _default(a, arch: Arch) -> RowConfig:
     """The fewest chunks per thread with at most 512 threads; measured on H200, it is within 5 % of the best everywhere.
     Per block, where more waves hide the shuffles, the fewest chunks of all."""
     fitting = _configs(a, arch)
-    limit = rows.MAX_THREADS[1] if hasattr(a, "group_size") else 512
+    limit = rowwise.MAX_THREADS[1] if hasattr(a, "group_size") else 512
     return next((c for c in fitting if c.threads <= limit), fitting[0])
 
 
@@ -82,7 +82,7 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
     residual = getattr(a, "residual", None)
     if residual is not None and not name.startswith("fused_add_"):
         name = "fused_add_" + name
-    scale_row_stride, scale_stride = rows.scale_strides(scale_out)
+    scale_row_stride, scale_stride = rowwise.scale_strides(scale_out)
     hidden = _hidden(a)
     args = (
         a.input,
@@ -101,21 +101,21 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
         1.0 / hidden,
         float(a.epsilon),
     )
-    symbol = rows.symbol(name, a.input.dtype, config)
+    symbol = rowwise.symbol(name, a.input.dtype, config)
     return [Launch("rms_norm", symbol, (rows_of(a.input), 1, 1), (config.threads, 1, 1), args)]
 
 
 def _op(mutates: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
     return lambda reference: Op(
         reference,
-        allocate=lambda a: rows.allocate(a, _hidden(a)),
-        contract=lambda a: rows.contract(a, 1),
-        envelope=lambda a, arch: rows.envelope(a, arch, _hidden(a)),
+        allocate=lambda a: rowwise.allocate(a, _hidden(a)),
+        contract=lambda a: rowwise.contract(a, 1),
+        envelope=lambda a, arch: rowwise.envelope(a, arch, _hidden(a)),
         configs=_configs,
         default=_default,
         plan=functools.partial(_plan, reference.__name__),
-        problem=lambda a: rows.problem(a, _hidden(a)),
-        cases=functools.partial(rows.cases, reference, 1),
+        problem=lambda a: rowwise.problem(a, _hidden(a)),
+        cases=functools.partial(rowwise.cases, reference, 1),
         mutates=mutates,
     )
 
@@ -192,5 +192,5 @@ def rms_norm_per_block_quant(
     """
     n = _normalize_twice_rounded(_add(input, residual), weight, epsilon)
     q, scale = quantization.per_token(_exact(n).unflatten(-1, (-1, group_size)), quant_dtype, scale_ub)
-    scales = rows.scales(input, rows_of(input), input.shape[-1] // group_size, is_scale_transposed)
+    scales = rowwise.scales(input, rows_of(input), input.shape[-1] // group_size, is_scale_transposed)
     return q.flatten(-2), scales.copy_(scale.view(scales.shape))

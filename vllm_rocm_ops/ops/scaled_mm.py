@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families import gemm, skinny_gemm, weight_layout
+from vllm_rocm_ops.families import tiled_gemm as tiled
+from vllm_rocm_ops.families.tiled_gemm import TiledConfig
 from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.op import Case, Op, describe
-from vllm_rocm_ops.ops import gemm
-from vllm_rocm_ops.ops import scaled_mm_tiled as tiled
-from vllm_rocm_ops.ops.scaled_mm_tiled import TiledConfig
 from vllm_rocm_ops.quantization import LIMIT
 
 __all__ = ["scaled_mm"]
@@ -56,11 +56,11 @@ def _operands(a) -> tuple[gemm.Operand, gemm.Operand]:
 
 def _configs(a, arch: Arch) -> list:
     operands = _operands(a)
-    return (tiled if tiled.is_for(operands[0]) else gemm).configs(*operands, arch)
+    return (tiled if tiled.is_for(operands[0]) else skinny_gemm).configs(*operands, arch)
 
 
 def _cost(config, a, arch: Arch) -> dict[str, float]:
-    return (tiled if isinstance(config, TiledConfig) else gemm).cost(config, *_operands(a), arch)
+    return (tiled if isinstance(config, TiledConfig) else skinny_gemm).cost(config, *_operands(a), arch)
 
 
 def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
@@ -68,7 +68,7 @@ def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
     product = gemm.Product(out, *_operands(a), scale_a, scale_b, a.bias)
     if isinstance(config, TiledConfig):
         return tiled.launches(config, product, arch, kind="row")
-    return gemm.launch("scaled_mm", config, product, arch)
+    return skinny_gemm.launch("scaled_mm", config, product, arch)
 
 
 def _cases() -> Iterator[Case]:
@@ -112,7 +112,7 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
     scale_a = torch.rand(m if per_row else 1, 1, generator=generator).to(device) + 0.5
     scale_b = torch.rand(n if per_row else 1, 1, generator=generator).to(device) * 0.01
     bias = torch.randn(n, generator=generator).to(out_dtype).to(device) if given.get("bias") else None
-    b = gemm.shuffle_weight(rows(n, 0)) if given.get("shuffled") else rows(n, 2 * padding).t()
+    b = weight_layout.shuffle_weight(rows(n, 0)) if given.get("shuffled") else rows(n, 2 * padding).t()
     return rows(m, padding), b, scale_a, scale_b, out_dtype, bias
 
 
@@ -141,7 +141,7 @@ def scaled_mm(
     rows may be strided; scale_a has 1 or M elements, scale_b 1 or N, float32; bias [N] is of out_dtype: bf16, fp16 or fp32. Returns [M, N].
     """
     exact = torch.float64 if out_dtype == torch.float64 else torch.float32
-    weight = b if b.dim() == 2 else gemm.plain_weight(b).t()
+    weight = b if b.dim() == 2 else weight_layout.plain_weight(b).t()
     product = (a.to(exact) @ weight.to(exact)) * scale_a.to(exact).reshape(-1, 1) * scale_b.to(exact).reshape(1, -1)
     if bias is not None:
         product = product + bias.to(exact)

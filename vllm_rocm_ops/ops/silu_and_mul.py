@@ -13,10 +13,10 @@ from torch import Tensor
 
 from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families import rowwise
+from vllm_rocm_ops.families.rowwise import CHUNK, RowConfig
 from vllm_rocm_ops.launch import I64, Launch
 from vllm_rocm_ops.op import Op, row_stride, rows_of
-from vllm_rocm_ops.ops import rows
-from vllm_rocm_ops.ops.rows import CHUNK, RowConfig
 
 __all__ = [
     "silu_and_mul",
@@ -52,7 +52,7 @@ def _hidden(a) -> int:
 
 def _contract(a):
     yield "input", "[..., 2 * hidden]", str(list(a.input.shape)), a.input.dim() >= 1 and a.input.shape[-1] % 2 == 0
-    yield from rows.contract(a, 2)
+    yield from rowwise.contract(a, 2)
 
 
 def _per_token(a) -> bool:
@@ -60,11 +60,11 @@ def _per_token(a) -> bool:
 
 
 def _configs(a, arch: Arch) -> list[RowConfig]:
-    vector = rows.is_vector(_hidden(a), a.input)
+    vector = rowwise.is_vector(_hidden(a), a.input)
     if _per_token(a):
-        return list(rows.configs(_hidden(a), vector, (1, 2, 4, 8), arch))
+        return list(rowwise.configs(_hidden(a), vector, (1, 2, 4, 8), arch))
     split = [RowConfig(threads, 1) for threads in (128, 256, 512)] if vector else []
-    return split + list(rows.configs(_hidden(a), False, (), arch))
+    return split + list(rowwise.configs(_hidden(a), False, (), arch))
 
 
 def _default(a, arch: Arch) -> RowConfig:
@@ -80,7 +80,7 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
     if rows_of(a.input) == 0:
         return []
     out, scale_out = outputs if isinstance(outputs, tuple) else (outputs, None)
-    scale_row_stride, scale_stride = rows.scale_strides(scale_out)
+    scale_row_stride, scale_stride = rowwise.scale_strides(scale_out)
     hidden = _hidden(a)
     blocks = 1
     if config.chunks and not _per_token(a):
@@ -97,21 +97,21 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
         I64(scale_stride),
         getattr(a, "group_size", 0),
     )
-    symbol = rows.symbol(name, a.input.dtype, config)
+    symbol = rowwise.symbol(name, a.input.dtype, config)
     return [Launch("silu_and_mul", symbol, (rows_of(a.input), blocks, 1), (config.threads, 1, 1), args)]
 
 
 def _op(reference: Callable) -> Op:
     return Op(
         reference,
-        allocate=lambda a: rows.allocate(a, _hidden(a)),
+        allocate=lambda a: rowwise.allocate(a, _hidden(a)),
         contract=_contract,
-        envelope=lambda a, arch: rows.envelope(a, arch, _hidden(a)),
+        envelope=lambda a, arch: rowwise.envelope(a, arch, _hidden(a)),
         configs=_configs,
         default=_default,
         plan=functools.partial(_plan, reference.__name__),
-        problem=lambda a: rows.problem(a, _hidden(a)),
-        cases=functools.partial(rows.cases, reference, 2),
+        problem=lambda a: rowwise.problem(a, _hidden(a)),
+        cases=functools.partial(rowwise.cases, reference, 2),
     )
 
 
@@ -163,5 +163,5 @@ def silu_and_mul_per_block_quant(
     scale = quantization.scale_of(quantization.absmax(y), quant_dtype)
     if scale_ub is not None:
         scale = quantization.at_least_minimum(scale.fmin(scale_ub.to(scale.dtype).reshape(())), quant_dtype)
-    scales = rows.scales(input, rows_of(input), input.shape[-1] // 2 // group_size, is_scale_transposed)
+    scales = rowwise.scales(input, rows_of(input), input.shape[-1] // 2 // group_size, is_scale_transposed)
     return quantization.cast(y / scale, quant_dtype).flatten(-2), scales.copy_(scale.view(scales.shape))

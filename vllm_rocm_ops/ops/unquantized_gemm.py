@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families import gemm, skinny_gemm, weight_layout
+from vllm_rocm_ops.families.skinny_gemm import SkinnyConfig
 from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.op import Case, Op, describe, is_wide_float, rows_of
-from vllm_rocm_ops.ops import gemm
-from vllm_rocm_ops.ops.gemm import SkinnyConfig
 
 __all__ = ["unquantized_gemm"]
 
@@ -31,14 +31,14 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "x is bfloat16 or float16", a.x.dtype in ELEMENTS
-    yield f"M is at most {gemm.MOST_TOKENS}", rows_of(a.x) <= gemm.MOST_TOKENS
+    yield f"M is at most {skinny_gemm.MOST_TOKENS}", rows_of(a.x) <= skinny_gemm.MOST_TOKENS
     yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
     yield from gemm.envelope(gemm.activations(a.x), gemm.weight(a.weight))
 
 
 def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     product = gemm.Product(out, gemm.activations(a.x), gemm.weight(a.weight), bias=a.bias)
-    return gemm.launch("unquantized_gemm", config, product, arch, kind=ELEMENTS[a.x.dtype])
+    return skinny_gemm.launch("unquantized_gemm", config, product, arch, kind=ELEMENTS[a.x.dtype])
 
 
 def _cases() -> Iterator[Case]:
@@ -65,7 +65,7 @@ def _inputs(tokens, n, k, given, device, generator, fp8_dtype) -> tuple:
         values = torch.randn(*shape, k, generator=generator)
         return gemm.padded(values, padding).to(dtype).to(device)[..., :k]
 
-    weight = gemm.shuffle_weight(rows(n, padding=0)) if given.get("shuffled") else rows(n, padding=2 * padding)
+    weight = weight_layout.shuffle_weight(rows(n, padding=0)) if given.get("shuffled") else rows(n, padding=2 * padding)
     bias = torch.randn(n, generator=generator).to(dtype).to(device) if given.get("bias") else None
     return rows(*(tokens if isinstance(tokens, tuple) else (tokens,)), padding=padding), weight, bias
 
@@ -76,8 +76,8 @@ def _op(reference) -> Op:
         allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], gemm.weight(a.weight).rows)),
         contract=_contract,
         envelope=_envelope,
-        configs=lambda a, arch: gemm.configs(gemm.activations(a.x), gemm.weight(a.weight), arch),
-        cost=lambda config, a, arch: gemm.cost(config, gemm.activations(a.x), gemm.weight(a.weight), arch),
+        configs=lambda a, arch: skinny_gemm.configs(gemm.activations(a.x), gemm.weight(a.weight), arch),
+        cost=lambda config, a, arch: skinny_gemm.cost(config, gemm.activations(a.x), gemm.weight(a.weight), arch),
         plan=_plan,
         problem=lambda a: gemm.problem(gemm.activations(a.x), gemm.weight(a.weight)),
         cases=_cases,
@@ -92,4 +92,4 @@ def unquantized_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     x [..., K] and weight [N, K] (also as `shuffle_weight(weight)`) are of one dtype with K innermost, rows may be strided;
     bias [N] is of the same. Returns [..., N] of the same.
     """
-    return torch.nn.functional.linear(x, gemm.plain_weight(weight), bias)
+    return torch.nn.functional.linear(x, weight_layout.plain_weight(weight), bias)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import envs
+from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP, shuffle_weight
 from vllm_rocm_ops.op import NAMESPACE, Op
-from vllm_rocm_ops.ops.gemm import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP, shuffle_weight
 from vllm_rocm_ops.vllm import seam
 
 MARK = "vllm_rocm_ops_order"

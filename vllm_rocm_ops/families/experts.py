@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.ops.gemm import BLOCK
+from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.quantization import MX_BLOCK, MX_SCALES
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.launch import I64, Launch, Workspace
-from vllm_rocm_ops.ops.experts import (
+from vllm_rocm_ops.families.experts import (
     HALVES,
     expected_hit,
     expected_pairs,
@@ -21,10 +20,11 @@ from vllm_rocm_ops.ops.experts import (
     scheme,
     slots,
 )
-from vllm_rocm_ops.ops.fused_experts_quantize import MOST_COLUMNS, Operand, Rows, hidden_operand, operand
-from vllm_rocm_ops.ops.gemm import OUT_TYPES
-from vllm_rocm_ops.ops.rows import CHUNK
-from vllm_rocm_ops.ops.scaled_mm_tiled import ALONE, FLOPS_PER_BYTE, PANEL, RATE, RESIDENT, lds_bytes
+from vllm_rocm_ops.families.experts_quantize import MOST_COLUMNS, Operand, Rows, hidden_operand, operand
+from vllm_rocm_ops.families.gemm import OUT_TYPES
+from vllm_rocm_ops.families.rowwise import CHUNK
+from vllm_rocm_ops.families.tiled_gemm import ALONE, FLOPS_PER_BYTE, PANEL, RATE, RESIDENT, lds_bytes
+from vllm_rocm_ops.launch import I64, Launch, Workspace
 
 MODULE = "fused_experts_tiled"
 TOKENS, ROWS = (64, 128), 128  # of a tile: pairs of one expert, rows of its weight

@@ -1,29 +1,16 @@
-"""What the products of activations with a weight share: sizes, weight layouts, and the skinny kernels of csrc/device/skinny.h.
-
-A weight is plain, [N, K] with K innermost and rows at any stride of 16 bytes, or in fragment order, as `shuffle_weight`
-leaves it, where each wave reads contiguous kilobytes. An op takes either in the same argument.
-"""
+"""The skinny kernels of csrc/device/skinny.h, which multiply a weight with few tokens: their configurations, cost and launch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families.gemm import OUT_TYPES, PANEL, Operand, Product, divisor
+from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
 from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
-from vllm_rocm_ops.op import describe, row_stride, rows_of
 
-OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TOKENS = {64: (16, 32, 64), 16: (8, 16)}  # the most that a kernel takes, by the rows of the weight in a tile
-STEP = 64  # bytes of K
 NARROW_UNIT = 8  # steps of a unit with 16 rows, a turn of each wave
-FRAGMENT_ROWS, FRAGMENT_BYTES = 16, 16
-BLOCK = 128  # of K and of N per block scale
-PANEL = 2 * STEP  # bytes of K of what LDS holds at a time
 # Of csrc/device/nvidia/wide.h, of both teams, by tokens: of one block on a compute unit, and of two.
 RING_PANELS = {16: (20, 8), 32: (16, 8), 64: (12, 6)}
 SHORTEST = 4  # steps: with fewer a block is over before it streams
@@ -77,94 +64,6 @@ class SkinnyConfig:
     rows: int
     parts: int
     blocks: int
-
-
-def shuffle_weight(weight: Tensor) -> Tensor:
-    """A weight [N, K] in fragment order: [N / 16, K / (64 bytes), 4, 16, 16 bytes]. N must be a multiple of 16, K of 64 bytes."""
-    n, k = weight.shape
-    in_step, in_piece = STEP // weight.element_size(), FRAGMENT_BYTES // weight.element_size()
-    if n % FRAGMENT_ROWS or k % in_step:
-        wanted = f"[a multiple of {FRAGMENT_ROWS}, a multiple of {in_step}]"
-        raise ValueError(f"shuffle_weight: weight must be {wanted}, got {describe(weight)}")
-    pieces = weight.reshape(n // FRAGMENT_ROWS, FRAGMENT_ROWS, k // in_step, STEP // FRAGMENT_BYTES, in_piece)
-    return pieces.permute(0, 2, 3, 1, 4).contiguous()
-
-
-def plain_weight(b: Tensor) -> Tensor:
-    """A weight as [N, K], from [N, K] or fragment order."""
-    if b.dim() == 2:
-        return b
-    tiles, steps, pieces, rows, in_piece = b.shape
-    return b.permute(0, 3, 1, 2, 4).reshape(tiles * rows, steps * pieces * in_piece)
-
-
-class Operand(NamedTuple):
-    """An argument of a product as rows along K. `k` and `stride`, from row to row, count bytes; the stride is None where
-    no single number says it, and 0 in fragment order."""
-
-    tensor: Tensor
-    rows: int
-    k: int
-    stride: int | None
-
-    @property
-    def is_shuffled(self) -> bool:
-        return self.tensor.dim() == 5
-
-
-def activations(a: Tensor) -> Operand:
-    """a [..., K]."""
-    size, stride = a.element_size(), row_stride(a)
-    return Operand(a, rows_of(a), a.shape[-1] * size, None if stride is None or a.stride(-1) != 1 else stride * size)
-
-
-def weight(b: Tensor, transposed: bool = False) -> Operand:
-    """b [N, K], or [K, N] if transposed, or in fragment order."""
-    if b.dim() == 5:
-        tiles, steps, pieces, rows, in_piece = b.shape
-        return Operand(b, tiles * rows, steps * pieces * in_piece * b.element_size(), 0)
-    return activations(b.t() if transposed else b)._replace(tensor=b)
-
-
-def is_weight(b: Tensor, k: int, transposed: bool = False) -> bool:
-    """Whether a tensor is a weight of so many elements along K, in either layout."""
-    if b.dim() == 2:
-        return b.shape[0 if transposed else 1] == k
-    fragment = (STEP // FRAGMENT_BYTES, FRAGMENT_ROWS, FRAGMENT_BYTES // b.element_size())
-    return b.dim() == 5 and b.shape[2:] == fragment and weight(b).k == k * b.element_size()
-
-
-def bias_contract(bias: Tensor | None, n: int, dtype: torch.dtype) -> Iterator[tuple[str, str, str, bool]]:
-    """What a bias must be, where there is one."""
-    if bias is not None:
-        yield "bias", f"{dtype} [N={n}]", describe(bias), bias.shape == (n,) and bias.dtype == dtype
-
-
-def problem(a: Operand, b: Operand) -> dict[str, int]:
-    """What a tuned row is keyed by."""
-    return {"m": a.rows, "n": b.rows, "k": a.k // a.tensor.element_size()}
-
-
-def envelope(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:
-    """What all kernels need."""
-    yield "N is at least 1 and below 2^30", 0 < b.rows < 2**30
-    yield "rows are at least 1 long and below 32 MB, N of them below 64 GB", 0 < a.k < 2**25 and b.rows * a.k < 2**36
-    yield "rows are a multiple of 16 bytes long", a.k % 16 == 0
-    for name, operand in (("a", a), ("b", b)):
-        yield f"{name} is 16-byte aligned", operand.tensor.data_ptr() % 16 == 0
-        if operand.is_shuffled:
-            yield f"{name} in fragment order is contiguous", operand.tensor.is_contiguous()
-        else:
-            yield f"{name}'s rows lie at one stride, a multiple of 16 bytes below 32 MB", _is_stride(operand.stride)
-
-
-def _is_stride(stride: int | None) -> bool:
-    return stride is not None and stride % 16 == 0 and 0 <= stride < 2**25
-
-
-def padded(rows: Tensor, padding: int) -> Tensor:
-    """A copy whose rows have so many zeros more behind them: what cases cut views with a row stride from."""
-    return torch.nn.functional.pad(rows, (0, padding))
 
 
 def _division(config: SkinnyConfig, b: Operand, unit: int) -> tuple[int, int, int]:
@@ -252,25 +151,6 @@ def _waves(config: SkinnyConfig, arch: Arch) -> int:
     """Of a block: four multiply; where 64 rows go through registers, another brings the tokens, where through LDS, there are
     two teams."""
     return 4 if config.rows == 16 else 8 if arch.wave_lanes == 32 else 5
-
-
-class Product(NamedTuple):
-    """out [M, N] = a @ b^T with scales and a bias, where there are any. Scales come with the elements between them: from row to row
-    of a (0 for one scale) and from block to block of its K; from row to row of b, or block of rows."""
-
-    out: Tensor
-    a: Operand
-    b: Operand
-    scale_a: tuple[Tensor | Workspace | None, int, int] = (None, 0, 0)
-    scale_b: tuple[Tensor | Workspace | None, int] = (None, 0)
-    bias: Tensor | None = None
-
-
-def divisor(value: int) -> tuple[int, int]:
-    """A Divisor of csrc/device/divisor.h, by which kernels divide whole numbers below 2^31."""
-    shift = (value - 1).bit_length()
-    inverse = -(-(1 << 31 + shift) // value)
-    return inverse - (inverse >> 31 << 32), shift  # as an int
 
 
 def arguments(product: Product, division: tuple[int, int, int], blocks: int, partial_bytes: int) -> tuple:

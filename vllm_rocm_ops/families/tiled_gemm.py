@@ -6,18 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families.gemm import OUT_TYPES, PANEL, Operand, Product, divisor
+from vllm_rocm_ops.families.skinny_gemm import MOST_TOKENS
+from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
 from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
-from vllm_rocm_ops.ops.gemm import (
-    FRAGMENT_BYTES,
-    FRAGMENT_ROWS,
-    MOST_TOKENS,
-    OUT_TYPES,
-    PANEL,
-    STEP,
-    Operand,
-    Product,
-    divisor,
-)
 
 MODULE = "scaled_mm_tiled"
 TILES = ((64, 128), (128, 128), (256, 256))  # of the output: tokens, rows of the weight

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families.experts import HALVES, scheme
+from vllm_rocm_ops.families.gemm import BLOCK
+from vllm_rocm_ops.families.rowwise import CHUNK, ELEMENTS
 from vllm_rocm_ops.launch import I64, Launch, Workspace
-from vllm_rocm_ops.ops.experts import HALVES, scheme
-from vllm_rocm_ops.ops.gemm import BLOCK
-from vllm_rocm_ops.ops.rows import CHUNK, ELEMENTS
 from vllm_rocm_ops.quantization import LIMIT, MX_BLOCK
 
 MODULE = "fused_experts_quantize"
