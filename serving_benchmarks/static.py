@@ -38,7 +38,7 @@ import torch
 from decode_shapes import MODELS, DecodeShape, linear_layers
 from ops import RESULTS, commit
 
-from vllm_rocm_ops import cli, launch, ops
+from vllm_rocm_ops import doctor, launch, ops
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.emulated import executable, run
 from vllm_rocm_ops.emulator import Emulator
@@ -174,7 +174,7 @@ def study(of: Study, emulator: Emulator, options) -> dict:
         "cycles_per_byte_at_bandwidth": round(
             SIMDS * arch.compute_units * CLOCK_GHZ[arch.name] / arch.bandwidth_gb_s, 4
         ),
-        "compiler": cli.find_code_objects(arch.name)[planned.module].get("compiler"),
+        "compiler": doctor.find_code_objects(arch.name)[planned.module].get("compiler"),
         "commit": options.commit,
     }
 

@@ -14,7 +14,7 @@ import torch
 from measurements import ROOT, markdown
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import cli, correctness, model_layers, quantization
+from vllm_rocm_ops import correctness, explain, model_layers, quantization
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.vllm import seam
@@ -54,7 +54,7 @@ def launches_of(op: Op, arch_name: str) -> tuple:
 
 
 def short(dtype: torch.dtype) -> str:
-    return next((name for name, known in cli.DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
+    return next((name for name, known in explain.DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
 
 
 def types(op: Op, arch_name: str) -> str:
@@ -442,7 +442,7 @@ def wrapped(text: str) -> str:
 def explanation() -> str:
     """What `vllm-rocm-ops explain` says of the first call of the example."""
     op = next(op for op in op_module.registered() if op.name == EXAMPLE["op"])
-    explained = cli.explain(op, EXAMPLE["arch"], cli.parse_shape(EXAMPLE["shape"]))
+    explained = explain.explain(op, EXAMPLE["arch"], explain.parse_shape(EXAMPLE["shape"]))
     return (
         f"```\n$ vllm-rocm-ops explain {op.name} --shape {EXAMPLE['shape']} --arch {EXAMPLE['arch']}\n{explained}\n```"
     )

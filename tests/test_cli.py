@@ -12,7 +12,7 @@ import pytest
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import cli, envs, launch
+from vllm_rocm_ops import cli, doctor, envs, explain, launch
 from vllm_rocm_ops import op as op_module
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -62,11 +62,11 @@ def test_doctor_says_why_vllm_does_not_use_the_ops(found):
 
 
 def test_doctor_without_vllm(monkeypatch):
-    find_spec = cli.importlib.util.find_spec
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "vllm" else find_spec(name))
-    found = cli.doctor()
+    find_spec = doctor.importlib.util.find_spec
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "vllm" else find_spec(name))
+    found = doctor.find()
     assert found["vllm"]["why_off"] == "vLLM is not installed"
-    assert "vLLM is not installed" in cli.doctor_text(found)
+    assert "vLLM is not installed" in doctor.text(found)
 
 
 def test_doctor_survives_a_vllm_that_does_not_import(tmp_path):
@@ -79,27 +79,27 @@ def test_doctor_survives_a_vllm_that_does_not_import(tmp_path):
 def test_doctor_reports_missing_code_objects(monkeypatch, tmp_path):
     monkeypatch.setattr(launch, "CODE", tmp_path)
     op = vllm_rocm_ops.ops.rms_norm
-    assert cli.what_runs(op, "gfx942") == "fallback: no code object of rms_norm for gfx942"
-    assert cli.find_code_objects("gfx942") == {}
+    assert doctor.what_runs(op, "gfx942") == "fallback: no code object of rms_norm for gfx942"
+    assert doctor.find_code_objects("gfx942") == {}
 
 
 def test_doctor_reports_switches(monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "rms_norm")
-    assert "switched off by VLLM_ROCM_OPS_DISABLE" in cli.what_runs(vllm_rocm_ops.ops.rms_norm, "gfx942")
+    assert "switched off by VLLM_ROCM_OPS_DISABLE" in doctor.what_runs(vllm_rocm_ops.ops.rms_norm, "gfx942")
     assert "VLLM_ROCM_OPS_DISABLE" in envs.VARIABLES
 
 
 @pytest.mark.parametrize("arch", archs.ARCHS)
 @pytest.mark.parametrize("op", list(op_module.registered()), ids=lambda op: op.name)
 def test_explain_takes_every_op(op, arch):
-    explained = cli.explain(op, arch)
+    explained = explain.explain(op, arch)
     assert explained.arch == arch
     assert explained.launches or "fallback: the kernels need" in explained.source, str(explained)
 
 
 @pytest.mark.parametrize("arch", archs.ARCHS)
 def test_explain_changes_what_belongs_together(arch):
-    explained = cli.explain(vllm_rocm_ops.ops.fused_add_rms_norm, arch, (9, 2048), cli.DTYPES["fp16"])
+    explained = explain.explain(vllm_rocm_ops.ops.fused_add_rms_norm, arch, (9, 2048), explain.DTYPES["fp16"])
     [planned] = explained.launches
     assert "fp16" in planned.symbol and planned.grid == (9, 1, 1)
     assert [tuple(a.shape) for a in planned.args if hasattr(a, "shape")][:3] == [(9, 2048), (9, 2048), (2048,)]
@@ -141,10 +141,10 @@ def test_explain_refuses_with_a_plain_message(given, message, capsys):
 
 
 def test_an_error_of_torch_is_one_line(capsys, monkeypatch):
-    def explain(*arguments, **given):
+    def fail(*arguments, **given):
         raise RuntimeError("no such size\nException raised from somewhere\nframe #0")
 
-    monkeypatch.setattr(cli, "explain", explain)
+    monkeypatch.setattr(explain, "explain", fail)
     assert cli.main(["explain", "rms_norm"]) == 2
     assert capsys.readouterr().err == "explain: no such size\n"
 
@@ -181,11 +181,11 @@ def test_explain_of_a_model_says_what_vllm_keeps(capsys, monkeypatch):
 
 def test_the_limits_are_those_of_the_seams():
     """Every seam with a limit says it to `explain`."""
-    folder = pathlib.Path(cli.experts.__file__).parent
+    folder = pathlib.Path(explain.experts.__file__).parent
     limited = {
         path.stem for path in folder.rglob("*.py") if re.search(r"^MOST_TOKENS =", path.read_text(), re.MULTILINE)
     }
-    assert limited == {module.__name__.rpartition(".")[2] for module in cli.LIMITED.values()}
+    assert limited == {module.__name__.rpartition(".")[2] for module in explain.LIMITED.values()}
 
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["explain", "rms_norm"], ["--version"]])
@@ -227,9 +227,9 @@ def test_explain_of_a_model_says_which_row_and_which_rule(capsys, monkeypatch, t
     assert tuned.endswith(f"tuned SkinnyConfig(rows=64, parts=0, blocks=304): {table}: mine")
     [refused] = [line for line in lines if line.startswith("lm_head") and " 128 " in line]
     assert refused.endswith("of more than 16 tokens the seam leaves to vLLM")
-    found = cli.doctor()["tables"]
+    found = doctor.find()["tables"]
     assert found["yours"] == {"folder": str(tmp_path), "rows": {"gfx942": {"scaled_mm": 1}}}
-    assert f"yours    scaled_mm 1  {tmp_path}" in cli.doctor_text(cli.doctor())
+    assert f"yours    scaled_mm 1  {tmp_path}" in doctor.text(doctor.find())
     op_module.forget_tables()
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import cli, emulated, op, ops
+from vllm_rocm_ops import cli, emulated, explain, op, ops
 from vllm_rocm_ops.emulator import CodeObject, Emulator, errors
 from vllm_rocm_ops.launch import CODE, code_object
 
@@ -133,7 +133,7 @@ def explained(capsys, *arguments: str) -> str:
 @pytest.mark.parametrize("arch", AMD)
 @pytest.mark.parametrize("name", ["scaled_mm", "fused_experts"])
 def test_explain_shows_what_the_code_objects_hold(name, arch, capsys):
-    text, planned = explained(capsys, name, "--arch", arch), cli.explain(getattr(ops, name), arch).launches
+    text, planned = explained(capsys, name, "--arch", arch), explain.explain(getattr(ops, name), arch).launches
     found = re.findall(
         r"^  (\w+: .*) bytes of LDS, .* blocks of (\d+) waves; a compute unit holds (\d+) blocks$", text, re.MULTILINE
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import readme
 
-from vllm_rocm_ops import cli, patch
+from vllm_rocm_ops import cli, doctor, patch
 
 ROOT = readme.ROOT
 FIRST = """\
@@ -236,7 +236,7 @@ def test_no_vllm_is_a_plain_message(capsys, monkeypatch, tmp_path):
     assert status == 2 and f"patch: {tmp_path} neither is nor holds the folder of a vLLM package" in printed
     monkeypatch.setattr(patch.importlib.util, "find_spec", lambda name: None)
     assert run(capsys)[1] == "patch: vLLM is not installed; --vllm PATH says where it is\n"
-    assert cli.doctor_text(cli.doctor()).count("none: vLLM is not installed; --vllm PATH") == 1
+    assert doctor.text(doctor.find()).count("none: vLLM is not installed; --vllm PATH") == 1
 
 
 @pytest.mark.parametrize(
@@ -261,9 +261,9 @@ def test_a_broken_patch_is_refused(tmp_path, old, new, message):
 def test_doctor_says_what_is_applied_and_what_is_lost(vllm, capsys, monkeypatch):
     monkeypatch.setattr(patch, "find_vllm", lambda: vllm)
     patch.apply(vllm, patch.known(vllm)[:1])
-    found = cli.doctor()["patches"]
+    found = doctor.find()["patches"]
     assert [(entry["name"], entry["applied"]) for entry in found["patches"]] == [("01-two", True), ("02-new", False)]
-    text = cli.doctor_text(cli.doctor())
+    text = doctor.text(doctor.find())
     assert re.search(r"patches +applied +01-two", text)
     assert re.search(r"not applied +02-new +without it it is not there", text)
 

@@ -195,7 +195,7 @@ def test_environment_is_read_in_one_place():
     """doctor shows what is set; what runs before the package is installed has to look for itself."""
     python = [path for path in FILES if path.suffix == ".py" and path.parts[len(ROOT.parts)] not in ("tests", SCRIPTS)]
     readers = {name(path) for path in python if re.search(r"os\.(environ|getenv)", path.read_text())}
-    assert readers == {"vllm_rocm_ops/envs.py", "vllm_rocm_ops/cli.py", "csrc/build.py", "setup.py"}
+    assert readers == {"vllm_rocm_ops/envs.py", "vllm_rocm_ops/doctor.py", "csrc/build.py", "setup.py"}
     for path in under("csrc/runtime", ".cpp", ".h"):
         assert set(re.findall(r'getenv\("(\w+)"\)', path.read_text())) <= set(envs.VARIABLES)
 
@@ -229,7 +229,7 @@ def packages_imported(path: pathlib.Path) -> set[str]:
 def test_only_the_vllm_folder_knows_vllm():
     outside = [path for path in under("vllm_rocm_ops", ".py") if not name(path).startswith("vllm_rocm_ops/vllm/")]
     knows = [name(path) for path in outside if "vllm" in packages_imported(path)]
-    assert knows == ["vllm_rocm_ops/cli.py"]  # doctor asks its version
+    assert knows == ["vllm_rocm_ops/doctor.py"]  # it asks for the version
 
 
 def test_the_package_imports_neither_tests_nor_benchmarks():

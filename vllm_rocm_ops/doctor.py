@@ -1,0 +1,166 @@
+"""What is installed and used on this machine, and what is not and why."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import importlib.util
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+import vllm_rocm_ops
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import envs, patch
+from vllm_rocm_ops import launch as launches
+from vllm_rocm_ops import op as op_module
+from vllm_rocm_ops import tables as tuned_tables
+from vllm_rocm_ops.explain import explain, table
+from vllm_rocm_ops.op import Op
+
+PLUGIN = "rocm_ops"
+
+
+def find() -> dict:
+    """Everything that decides what runs on this machine, as plain data."""
+    gpus = find_gpus()
+    known = [gpu["arch"] for gpu in gpus if gpu["arch"] in archs.ARCHS]
+    return {
+        "package": {"version": vllm_rocm_ops.__version__, "path": str(Path(vllm_rocm_ops.__file__).parent)},
+        "torch": {"version": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda},
+        "driver": find_driver(),
+        "gpus": gpus,
+        "code_objects": {arch: find_code_objects(arch) for arch in archs.ARCHS},
+        "tables": {"yours": find_tables(envs.tables()), "shipped": find_tables(tuned_tables.TABLES)},
+        "vllm": find_vllm(),
+        "patches": patch.find(),
+        "environment": {name: os.environ[name] for name in envs.VARIABLES if name in os.environ},
+        "ops": {
+            op.name: {arch: what_runs(op, arch) for arch in dict.fromkeys(known or archs.ARCHS)}
+            for op in op_module.registered()
+        },
+    }
+
+
+def find_driver() -> dict:
+    """The GPU driver that kernels are launched through, or why there is none."""
+    runtime, why = launches.runtime()
+    if runtime is None:
+        return {"backend": None, "status": why, "versions": {}}
+    return {"backend": runtime.backend(), "status": runtime.status(), "versions": runtime.versions()}
+
+
+def find_gpus() -> list[dict]:
+    """The GPUs that torch sees."""
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        arch = archs.of_device(index)
+        units = properties.multi_processor_count
+        gpus.append({"name": properties.name, "arch": arch.name if arch else None, "compute_units": units})
+    return gpus
+
+
+def find_code_objects(arch: str) -> dict[str, dict]:
+    """The stamps of the code objects for `arch`, by module."""
+    suffix = archs.ARCHS[arch].code_suffix
+    return {path.stem: launches.stamp(path) for path in sorted((launches.CODE / arch).glob("*" + suffix))}
+
+
+def find_tables(folder: Path) -> dict:
+    """A folder of tuned tables: how many rows it has that change a configuration, by arch and op."""
+    rows: dict[str, dict[str, int]] = {}
+    for path in sorted(folder.glob("*/*.csv")):
+        with path.open(newline="", errors="replace") as file:
+            changing = [row for row in csv.DictReader(file) if any(row[k] for k in row if k and "config." in k)]
+        rows.setdefault(path.parent.name, {})[path.stem] = len(changing)
+    return {"folder": str(folder), "rows": rows}
+
+
+def find_vllm() -> dict:
+    """vLLM's version and what became of each seam in it."""
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    result = {"version": None, "plugin": any(plugin.name == PLUGIN for plugin in plugins), "why_off": "", "seams": []}
+    if importlib.util.find_spec("vllm") is None:
+        return result | {"why_off": "vLLM is not installed"}
+    previous = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # vLLM's own remarks; what matters is in the seams' status
+    try:
+        import vllm
+
+        result["version"] = vllm.__version__
+        allowed = vllm.envs.VLLM_PLUGINS
+        if allowed is not None and PLUGIN not in allowed:
+            return result | {"why_off": f"VLLM_PLUGINS={','.join(allowed)} leaves out {PLUGIN}"}
+        from vllm_rocm_ops.vllm import seam
+
+        result["seams"] = [vars(status) for status in seam.install_all()]
+        if not result["seams"]:
+            result["why_off"] = "vLLM runs on neither ROCm nor CPU here, and VLLM_ROCM_OPS_ON_NVIDIA is not 1"
+    except Exception as error:  # noqa: BLE001  a vLLM that does not import is a finding, not a failure
+        result["why_off"] = f"{type(error).__name__}: {error}"
+    finally:
+        logging.disable(previous)
+    return result
+
+
+def what_runs(op: Op, arch: str) -> str:
+    """The kernel that the op's first case runs on `arch`, or "fallback: why"."""
+    explained = explain(op, arch, require_code=True)
+    return " + ".join(launch.symbol for launch in explained.launches) or explained.source
+
+
+def text(found: dict) -> str:
+    """What `find` found, for people."""
+    lines = []
+
+    def section(title: str, first: str, *more: str) -> None:
+        lines.append(f"{title:<14}{first}")
+        lines.extend(" " * 14 + line for line in more)
+
+    package, driver, vllm, pytorch = found["package"], found["driver"], found["vllm"], found["torch"]
+    section("vllm-rocm-ops", f"{package['version']} in {package['path']}")
+    build = f"HIP {pytorch['hip']}" if pytorch["hip"] else f"CUDA {pytorch['cuda']}" if pytorch["cuda"] else "CPU build"
+    section("torch", f"{pytorch['version']}, {build}")
+    versions = ", ".join(f"{name} {version}" for name, version in driver["versions"].items())
+    section("driver", f"{driver['backend']}: {versions}" if driver["backend"] else f"none: {driver['status']}")
+    gpus = [f"{i}: {gpu['name']}, {gpu['arch'] or 'no kernels for it'}" for i, gpu in enumerate(found["gpus"])]
+    section("GPUs", *(gpus or ["none: the ops run their PyTorch reference"]))
+    built = []
+    for arch, modules in found["code_objects"].items():
+        compilers = {stamp.get("compiler", "unknown") for stamp in modules.values()}
+        debug = ", debug" if any(stamp.get("debug") for stamp in modules.values()) else ""
+        built.append(
+            (arch, ", ".join(modules) + debug, "; ".join(sorted(compilers))) if modules else (arch, "none", "")
+        )
+    section("code objects", *table(built))
+    tuned = []
+    for whose, tables in found["tables"].items():
+        counts = [f"{op} {rows}" for by_op in tables["rows"].values() for op, rows in by_op.items()]
+        tuned.append((whose, ", ".join(counts) or "no rows", tables["folder"]))
+    section("tuned tables", *table(tuned))
+    section("vLLM", *filter(None, [vllm["version"], vllm["why_off"]]))
+    if not vllm["plugin"]:
+        section(
+            "", f"the entry point {PLUGIN} is not installed, so vLLM does not find the ops: pip install vllm-rocm-ops"
+        )
+    if vllm["seams"]:
+        seams = [
+            ("on" if s["on"] else "off", s["name"], s["replaces"] if s["on"] else s["reason"]) for s in vllm["seams"]
+        ]
+        section("seams", *table(seams))
+    patches = [
+        ("applied" if row["applied"] else "not applied", row["name"], row["reason"] or row["loss"])
+        for row in found["patches"]["patches"]
+    ]
+    section("patches", *(table(patches) or [f"none: {found['patches']['why_none']}"]))
+    if found["environment"]:
+        section("environment", *(f"{name}={value}" for name, value in found["environment"].items()))
+    ops = []
+    for name, by_arch in found["ops"].items():
+        for kernel in dict.fromkeys(by_arch.values()):
+            ops.append((name, " ".join(arch for arch in by_arch if by_arch[arch] == kernel), kernel))
+    lines += ["", "ops, each with the kernel of its first test case", *("  " + line for line in table(ops))]
+    return "\n".join(lines)

@@ -1,0 +1,185 @@
+"""Why a call, or a model's calls, run the kernels that they run. Needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import typing
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import envs
+from vllm_rocm_ops.model_layers import LayerCall
+from vllm_rocm_ops.op import Explanation, Op
+from vllm_rocm_ops.vllm import experts
+from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "e4m3fn": torch.float8_e4m3fn,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+}
+MOST_ELEMENTS = 2**60  # of a tensor that is asked about
+MOST_NUMBER = 2**31
+
+
+def example(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype | None = None, **given) -> dict:
+    """Arguments like those of the op's first case, on the meta device.
+
+    `shape` and `dtype` replace those of the first tensor, and what equals them in the others; the order of strides stays.
+    `given` replaces whole arguments by name.
+    """
+    case = next(iter(op.cases()))
+    of_case = op.Arguments(*case.make("meta", torch.Generator().manual_seed(0), archs.named(arch).fp8_dtype))
+    first = next(value for value in of_case if isinstance(value, torch.Tensor))
+    sizes = dict(zip(reversed(first.shape), reversed(shape or first.shape)))
+
+    def like(value: torch.Tensor) -> torch.Tensor:
+        new_shape = shape if shape and value.shape == first.shape else [sizes.get(size, size) for size in value.shape]
+        new_dtype = dtype if dtype and value.dtype == first.dtype else value.dtype
+        if (*new_shape, new_dtype) == (*value.shape, value.dtype):
+            return value
+        if len(new_shape) != value.dim():
+            return torch.empty(new_shape, dtype=new_dtype, device="meta")
+        outermost_first = sorted(range(value.dim()), key=value.stride, reverse=True)
+        return torch.empty_permuted(new_shape, outermost_first, dtype=new_dtype, device="meta")
+
+    return {k: like(v) if isinstance(v, torch.Tensor) else v for k, v in of_case._asdict().items()} | given
+
+
+def explain(op: Op, arch: str, *changes, require_code: bool = False, **given) -> Explanation:
+    """What the op runs on `arch` with the arguments of `example`. No memory is allocated, and no GPU is needed."""
+    return op.explain(**example(op, arch, *changes, **given), arch=arch, require_code=require_code)
+
+
+def emulate(op: Op, arch: str, *changes, **given) -> Iterator[str]:
+    """What the kernels of that call have and do in the emulator, line by line."""
+    from vllm_rocm_ops import emulated  # an extra
+
+    case = None if any(changes) or given else next(iter(op.cases()))
+    return emulated.describe(op, op.Arguments(**example(op, arch, *changes, **given)), case, arch)
+
+
+def usual_arch() -> str:
+    """The architecture of this machine's first GPU if there are kernels for it, else the first of all."""
+    arch = archs.of_device(0) if torch.cuda.is_available() else None
+    return str(arch or next(iter(archs.ARCHS)))
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """'8x7168' -> (8, 7168)."""
+    sizes = [int(size) if re.fullmatch(r"[0-9]{1,18}", size) else -1 for size in text.split("x")]
+    if min(sizes) < 0 or math.prod(filter(None, sizes)) >= MOST_ELEMENTS:
+        raise argparse.ArgumentTypeError(f"must be sizes with x between them, as 8x7168, got {text}")
+    return tuple(sizes)
+
+
+def parse_argument(text: str) -> tuple[str, object]:
+    """'name=value', where a value is bf16[8x7168] (a tensor), e4m3fn (a dtype), none, true, false or a number."""
+    name, found, value = text.partition("=")
+    tensor = re.fullmatch(r"(\w+)\[([\dx]+)\]", value)
+    if not found:
+        raise ValueError(f"{text} must be name=value")
+    if tensor and tensor[1] in DTYPES:
+        try:
+            return name, torch.empty(parse_shape(tensor[2]), dtype=DTYPES[tensor[1]], device="meta")
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{name}: the shape {error}") from None
+    if value in DTYPES:
+        return name, DTYPES[value]
+    constants = {"none": None, "true": True, "false": False}
+    try:
+        return name, constants[value] if value in constants else json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{name} must be a number, true, false, none, a dtype or dtype[shape], got {value}") from None
+
+
+KINDS = {
+    torch.Tensor: "a tensor, as bf16[8x7168]",
+    torch.dtype: "a dtype, as e4m3fn",
+    float: "a number",
+    int: "a whole number",
+    bool: "true or false",
+    str: "a text in quotes",
+    type(None): "none",
+}
+
+
+def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
+    """Arguments of an op by name, each of the type that it has there. Raises ValueError."""
+    given = {}
+    hints = typing.get_type_hints(op.reference)
+    for text in texts:
+        name, value = parse_argument(text)
+        if name not in op.Arguments._fields:
+            raise ValueError(f"{op.name} has no argument {name}, only {', '.join(op.Arguments._fields)}")
+        kinds = typing.get_args(hints[name]) or (hints[name],)
+        taken = (*kinds, int) if float in kinds else kinds
+        if type(value) not in taken or (type(value) is int and abs(value) >= MOST_NUMBER):
+            wanted = " or ".join(KINDS[kind] for kind in kinds)
+            raise ValueError(f"{op.name}: {name} must be {wanted}, got {text.partition('=')[2]}")
+        given[name] = value
+    return given
+
+
+# a model
+
+
+LIMITED = {
+    "scaled_mm": scaled_linear,
+    "block_scaled_mm": block_scaled_linear,
+    "mxfp8_scaled_mm": mxfp8_linear,
+    "unquantized_gemm": unquantized_linear,
+    "fused_experts": experts,
+}
+"""By op: the seam that gives it few tokens only, and leaves more to a kernel of vLLM's."""
+
+
+def most_tokens(op: Op) -> int | None:
+    """How many tokens an op gets in vLLM on a GPU; None for any number. Weights that are shuffled for us no other kernel takes."""
+    module = LIMITED.get(op.name)
+    if module is None or (
+        envs.VLLM_ROCM_OPS_SHUFFLE == "1" and module in (scaled_linear, block_scaled_linear, mxfp8_linear)
+    ):
+        return None
+    return module.MOST_TOKENS
+
+
+def explain_model(calls: list[LayerCall], arch: str, batches: tuple[int, ...]) -> list[tuple[str, ...]]:
+    """A table of what each call of a rank runs on `arch`: the layer, calls per step, op, batch sizes, kernels, their blocks at
+    each size, and the configuration with the reason for it; a line for sizes that differ in blocks alone. Where vLLM gives our op
+    no call of that size it says so. Needs no GPU."""
+    lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
+    known = archs.named(arch)
+    for call in calls:
+        same: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        most = most_tokens(call.op)
+        for batch in batches:
+            if most is not None and batch > most:
+                same.setdefault(("vLLM's own", f"of more than {most} tokens the seam leaves to vLLM"), []).append(
+                    (batch, "")
+                )
+                continue
+            arguments = call.case(batch).make("meta", torch.Generator(), known.fp8_dtype)
+            explained = call.op.explain(*arguments, arch=known)
+            row = call.op.tuned_row(call.op.Arguments(*arguments), known) if explained.launches else None
+            kernel = " + ".join(launch.symbol for launch in explained.launches) or "PyTorch"
+            blocks = "+".join(str(math.prod(launch.grid)) for launch in explained.launches)
+            why = f"{explained.source}: {row.path}: {row.source}" if row else explained.source
+            same.setdefault((kernel, why), []).append((batch, blocks))
+        for (kernel, why), sizes in same.items():
+            tokens, blocks = (",".join(filter(None, map(str, column))) for column in zip(*sizes))
+            lines.append((call.layer, str(call.count), call.op.name, tokens, kernel, blocks, why))
+    return lines
+
+
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines with the rows' cells in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
