@@ -26,7 +26,8 @@ import moe
 import torch
 from ops import benchmarks, measure, open_results, parse
 
-from vllm_rocm_ops import clock, ops
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.bench import clock
 from vllm_rocm_ops.op import Op
 
 PACKAGE, OTHER = "vllm_rocm_ops", "other_vllm_rocm_ops"

@@ -3,7 +3,7 @@
     python serving_benchmarks/gemm.py [--ops NAME ...] [--m M ...] [--tp N] [--shuffled] [--vllm-library PATH] [--sweep]
 
 Weights are rotated so that each call finds its own in HBM; otherwise as ops.py, whose options and output this shares. The
-peers are those of vllm_rocm_ops/vllm/peers.py: PyTorch, vLLM and AITER, as far as installed. `--shuffled` gives our ops their
+peers are those of vllm_rocm_ops/bench/peers.py: PyTorch, vLLM and AITER, as far as installed. `--shuffled` gives our ops their
 weights in fragment order.
 """
 
@@ -20,9 +20,9 @@ from decode_shapes import linear_layers
 from ops import capture, measure, open_results, parse
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.bench.peers import peers
 from vllm_rocm_ops.families import weight_layout
 from vllm_rocm_ops.op import Op
-from vllm_rocm_ops.vllm.peers import peers
 
 MODELS = {"llama": "llama-3.1-405b-fp8", "deepseek": "deepseek-v3"}
 TP = 8

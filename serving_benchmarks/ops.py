@@ -26,10 +26,10 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import clock, launch, ops
-from vllm_rocm_ops.clock import capture
+from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops.bench import clock, peers
+from vllm_rocm_ops.bench.clock import capture
 from vllm_rocm_ops.op import Op
-from vllm_rocm_ops.vllm import peers
 
 RESULTS = Path(__file__).parent / "results"
 EPSILON = 1e-6

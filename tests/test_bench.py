@@ -4,7 +4,8 @@ import pytest
 import torch
 from test_tune import EmulatorClock
 
-from vllm_rocm_ops import bench, cli, launch, ops
+from vllm_rocm_ops import cli, launch, ops
+from vllm_rocm_ops.bench import run as bench
 
 
 @pytest.fixture

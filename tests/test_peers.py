@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vllm_rocm_ops import model_layers, op, ops
+from vllm_rocm_ops.bench.peers import OTHERS, PYTORCH, ROWS, peers, vllm_call
 from vllm_rocm_ops.correctness import as_tuple, clone
-from vllm_rocm_ops.vllm.peers import OTHERS, PYTORCH, ROWS, peers, vllm_call
 
 TINY = ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8")
 CALLS = [call for model in TINY for call in model_layers.calls(model_layers.read(model)) if call.count]

@@ -12,12 +12,14 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import bench, doctor, envs, explain, model_layers, patch, tune
+from vllm_rocm_ops import doctor, envs, explain, model_layers, patch
 from vllm_rocm_ops import op as op_module
-from vllm_rocm_ops.clock import GpuClock
+from vllm_rocm_ops.bench import run as bench
+from vllm_rocm_ops.bench import tune
+from vllm_rocm_ops.bench.clock import GpuClock
+from vllm_rocm_ops.bench.peers import peers
 from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.vllm.peers import peers
 
 MOST_TOKENS = 2**24  # of a step
 

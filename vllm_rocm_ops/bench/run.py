@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_rocm_ops import correctness
-from vllm_rocm_ops.clock import Clock, tensor_bytes
+from vllm_rocm_ops.bench.clock import Clock, tensor_bytes
 from vllm_rocm_ops.op import Case, Op
 
 PROFILED_CALLS = 10
