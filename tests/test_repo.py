@@ -1,7 +1,9 @@
 """The rules of the house, as tests."""
 
 import ast
+import contextlib
 import fnmatch
+import graphlib
 import os
 import pathlib
 import re
@@ -224,6 +226,68 @@ def packages_imported(path: pathlib.Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             modules.append(node.module)
     return {module.partition(".")[0] for module in modules}
+
+
+def import_graph(package: pathlib.Path) -> dict[str, set[str]]:
+    """Which modules of a package each of its modules imports, within functions too, but not for type checkers alone. What is
+    imported from a package is its module of that name or, where it has none, the package itself."""
+
+    def dotted(path: pathlib.Path) -> str:
+        path = path.relative_to(package.parent)
+        return ".".join((path.parent if path.stem == "__init__" else path.with_suffix("")).parts)
+
+    modules = {dotted(path): path for path in package.rglob("*.py")}
+    extension = f"{package.name}._C"
+    graph = {}
+    for module, path in modules.items():
+        found, ahead = set(), [ast.parse(path.read_text())]
+        while ahead:
+            node = ahead.pop()
+            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+                ahead += node.orelse
+                continue
+            ahead += ast.iter_child_nodes(node)
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                parts = (*module.split("."), "x")[: -node.level - (path.stem != "__init__")] if node.level else ()
+                base = ".".join(filter(None, (*parts, node.module)))
+                names = (f"{base}.{alias.name}" for alias in node.names)
+                found |= {name if name in modules or name == extension else base for name in names}
+        graph[module] = found & set(modules)
+    return graph
+
+
+def test_imports_of_the_package_have_no_cycle():
+    graph = import_graph(ROOT / "vllm_rocm_ops")
+    assert {"vllm_rocm_ops.cli", "vllm_rocm_ops.emulator.scheduler", "vllm_rocm_ops.vllm.seams.norm"} < graph.keys()
+    assert "vllm_rocm_ops.launch" in graph["vllm_rocm_ops.dispatch"] and graph["vllm_rocm_ops.ops"]
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize(
+    ("line", "is_cycle"),
+    [
+        ("from package import b", True),
+        ("import package.b", True),
+        ("from . import b", True),
+        ("from .b import f", True),
+        ("def f():\n    from package.b import f", True),
+        ("from package import f", True),
+        ("import typing\nif typing.TYPE_CHECKING:\n    from package import b", False),
+        ("import b", False),
+        ("from package import _C", False),
+    ],
+)
+def test_cycles_are_seen(tmp_path, line, is_cycle):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from package.b import f")
+    (package / "a.py").write_text(line)
+    (package / "b.py").write_text("from package import a")
+    graph = graphlib.TopologicalSorter(import_graph(package))
+    with pytest.raises(graphlib.CycleError) if is_cycle else contextlib.nullcontext():
+        graph.prepare()
 
 
 def test_only_the_vllm_folder_knows_vllm():
