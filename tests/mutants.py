@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from test_build import load_build
+from load_build import load_build
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
@@ -597,6 +597,13 @@ def silent():
         yield
 
 
+def find(test: str) -> str:
+    """The path of a test whose file is given without its folder."""
+    file, separator, rest = test.partition("::")
+    (path,) = TESTS.rglob(file)
+    return f"{path}{separator}{rest}"
+
+
 def judge(name: str) -> Result:
     """Runs a mutant's tests on its code, in this process, which is not used again."""
     from vllm_rocm_ops import launch
@@ -613,7 +620,7 @@ def judge(name: str) -> Result:
             if mutant.equivalent:
                 return result(f"equivalent: {mutant.equivalent}", True)
             launch.CODE = copy.code
-            selection = [str(TESTS / test) for test in mutant.tests]
+            selection = [find(test) for test in mutant.tests]
             status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *selection], plugins=[first])
     except DoesNotFit as error:
         return result(f"does not fit: {error}", False)

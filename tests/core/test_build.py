@@ -1,6 +1,5 @@
 """The build: which compiler, what it makes, when it makes it again, and what it leaves behind when it fails."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -11,11 +10,12 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from load_build import load_build
 
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.arch import ARCHS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 KERNEL = """
 #include "device/value.h"
 extern "C" __attribute__((global)) void add(float* p) { p[0] += VALUE; }
@@ -23,15 +23,6 @@ extern "C" __attribute__((global)) void add(float* p) { p[0] += VALUE; }
 extern "C" __attribute__((global)) void debug_only() {}
 #endif
 """
-
-
-def load_build(csrc: Path):
-    """csrc/build.py of that tree as a module of its own."""
-    spec = importlib.util.spec_from_file_location(f"build_{csrc.parent.name}", csrc / "build.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_tree(root: Path):

@@ -16,7 +16,7 @@ import torch
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import correctness, model_layers, op, ops, quantization
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "serving_benchmarks"
 sys.path.append(str(SCRIPTS))
 attention, decode_step, figures, stock = map(importlib.import_module, ("attention", "decode_step", "figures", "stock"))

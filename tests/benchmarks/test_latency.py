@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "serving_benchmarks" / "latency.py"
 
 sys.path.insert(0, str(SCRIPT.parent))

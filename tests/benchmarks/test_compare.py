@@ -8,7 +8,7 @@ import torch
 
 from vllm_rocm_ops import ops
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

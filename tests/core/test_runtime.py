@@ -18,11 +18,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_build import load_build
+from load_build import load_build
 
 from vllm_rocm_ops import arch
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 CACHE = ROOT / "build" / "hip"  # what is downloaded stays there
 
 
@@ -55,14 +56,14 @@ def fresh_runtime(folder: Path):
 
 
 def compile_fake(source: str, library: Path, *flags: str) -> Path:
-    """tests/<source> as a shared library."""
+    """A source of this folder as a shared library."""
     command = [
         *host_compiler("cc"),
         "-shared",
         "-fPIC",
         "-O2",
         *flags,
-        str(ROOT / "tests" / source),
+        str(HERE / source),
         "-o",
         str(library),
     ]
@@ -436,7 +437,7 @@ def test_declarations_are_the_vendors(vendor, header, tmp_path):
     command += [
         "-I",
         str(vendor_include(vendor, header)),
-        str(ROOT / "tests/check_api.cpp"),
+        str(HERE / "check_api.cpp"),
         "-o",
         str(tmp_path / "check"),
     ]
@@ -468,7 +469,7 @@ def test_amds_own_library_without_a_device():
 
 
 class Gpu:
-    """The real thing: _C, torch's device, and tests/runtime_kernels.hip on it."""
+    """The real thing: _C, torch's device, and runtime_kernels.hip on it."""
 
     def __init__(self):
         from vllm_rocm_ops import _C
@@ -477,7 +478,7 @@ class Gpu:
         tree = ROOT / "build" / "runtime_kernels" / "csrc"
         (tree / "ops").mkdir(parents=True, exist_ok=True)
         shutil.copytree(ROOT / "csrc/device", tree / "device", dirs_exist_ok=True)
-        shutil.copy(ROOT / "tests/runtime_kernels.hip", tree / "ops")
+        shutil.copy(HERE / "runtime_kernels.hip", tree / "ops")
         shutil.copy(ROOT / "csrc/build.py", tree)
         (self.path,) = load_build(tree).build(archs=[self.arch.name])
 

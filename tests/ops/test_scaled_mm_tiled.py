@@ -19,7 +19,7 @@ from vllm_rocm_ops.launch import Counters, Workspace
 
 DIES = 8
 
-with (Path(__file__).parent.parent / "serving_benchmarks" / "contest_shapes.csv").open() as file:
+with (Path(__file__).parents[2] / "serving_benchmarks" / "contest_shapes.csv").open() as file:
     SHAPES = [(int(row["m"]), int(row["n"]), int(row["k"])) for row in csv.DictReader(file)]
 
 

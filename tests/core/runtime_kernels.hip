@@ -1,4 +1,4 @@
-// Kernels for tests/test_runtime.py.
+// Kernels for test_runtime.py.
 #include "device/gpu.h"
 
 // out[i] = in[i] * factor + offset + blockIdx.y

@@ -10,7 +10,7 @@ import pytest
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.emulator import CodeObject
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 FORMS = {"plain": "", "shuffled": ", shuffled", "mxfp8": ", mxfp8"}  # of weights, and the names of their lines
 COUNTED = (
     "hbm_bytes_over_minimum",

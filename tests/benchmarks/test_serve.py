@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "serving_benchmarks" / "serve.py"
+SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "serving_benchmarks" / "serve.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
 import serve

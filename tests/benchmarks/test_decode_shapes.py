@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "tests" / "data" / "decode_kernels.csv"
 SKINNY = 64  # tokens
 
