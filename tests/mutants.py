@@ -121,12 +121,19 @@ MUTANTS = {
         "silu_and_mul",
         cases(PER_TOKEN, "bf16-special"),
     ),
-    "a bound below the least scale (norm)": Mutant(
+    "a bound below the least scale (norm, token)": Mutant(
+        RMS,
+        "absmax_to_scale(row.bounded(reduce_block(absmax, 0.0f, maxima, waves, Max{})))",
+        "row.bounded(absmax_to_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{})))",
+        "rms_norm",
+        cases("rms_norm_dynamic_per_token_quant", "scale_ub-1e-09"),
+    ),
+    "a bound below the least scale (norm, block)": Mutant(
         RMS,
         "return absmax_to_scale(__builtin_fminf(absmax, scale_ub));",
         "return __builtin_fminf(absmax_to_scale(absmax), scale_ub / numerics::kE4m3Max);",
         "rms_norm",
-        cases("rms_norm_dynamic_per_token_quant", "scale_ub-1e-09"),
+        cases("rms_norm_per_block_quant", "scale_ub-1e-09"),
     ),
     "an infinite quotient refined": Mutant(
         FLOAT8,
