@@ -1,0 +1,164 @@
+"""Compare the machine code of two folders of code objects, kernel by kernel.
+
+    python csrc/compare_code.py BEFORE AFTER [--archs gfx942,sm_90] [--map old=new ...]
+
+A folder holds <arch>/<stem>.co or .ptx, as vllm_rocm_ops/code does. What differs is printed, and the exit status is 1 if anything
+does. On AMD a kernel is the bytes of its function, those of its kernel descriptor and those of its file's constants. On NVIDIA it
+is its PTX with registers, labels, parameters and variables numbered in the order in which the kernel names them. The order of the
+kernels in a file does not matter. Their names do, unless --map says that a kernel has a new one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+# Offset, struct format and name of each field (LLVM AMDGPU usage, "Kernel Descriptor").
+DESCRIPTOR = (
+    (0, "I", "group_segment_fixed_size"),
+    (4, "I", "private_segment_fixed_size"),
+    (8, "I", "kernarg_size"),
+    (12, "I", "reserved0"),
+    (24, "20s", "reserved1"),
+    (44, "I", "compute_pgm_rsrc3"),
+    (48, "I", "compute_pgm_rsrc1"),
+    (52, "I", "compute_pgm_rsrc2"),
+    (56, "H", "kernel_code_properties"),
+    (58, "H", "kernarg_preload"),
+    (60, "I", "reserved3"),
+)
+ENTRY_OFFSET = slice(16, 24)  # from the descriptor to the function: where the linker put them
+SECTION, SYMBOL = "<IIQQQQIIQQ", "<IBBHQQ"
+SYMTAB, DYNSYM, NOBITS, FUNCTION, OBJECT = 2, 11, 8, 2, 1
+
+Kernel = dict[str, bytes | tuple[str, ...]]  # by the name of the part
+
+
+def symbols(elf: bytes) -> Iterator[tuple[str, int, bytes]]:
+    """Name, type and bytes of each symbol of an ELF file that has a size."""
+    start, size, count = *struct.unpack_from("<Q", elf, 40), *struct.unpack_from("<HH", elf, 58)
+    sections = [struct.unpack_from(SECTION, elf, start + i * size) for i in range(count)]
+    for _, kind, _, _, offset, length, names, *_ in sections:
+        if kind not in (SYMTAB, DYNSYM):
+            continue
+        for at in range(offset, offset + length, struct.calcsize(SYMBOL)):
+            name, info, _, index, address, bytes_ = struct.unpack_from(SYMBOL, elf, at)
+            if bytes_ and 0 < index < count and sections[index][1] != NOBITS:
+                at_name = sections[names][4] + name
+                first = address - sections[index][3] + sections[index][4]
+                yield elf[at_name : elf.index(b"\0", at_name)].decode(), info & 15, elf[first : first + bytes_]
+
+
+def amd_kernels(elf: bytes) -> dict[str, Kernel]:
+    found = list(symbols(elf))
+    constants = sorted({data for name, kind, data in found if kind == OBJECT and not name.endswith(".kd")})
+    kernels: dict[str, Kernel] = {name: {"text": data} for name, kind, data in found if kind == FUNCTION}
+    for name, _, data in found:
+        if name.endswith(".kd"):
+            descriptor = bytearray(data)
+            descriptor[ENTRY_OFFSET] = bytes(8)
+            kernels[name.removesuffix(".kd")] |= {"descriptor": bytes(descriptor), "constants": b"".join(constants)}
+    return kernels
+
+
+def nvidia_kernels(ptx: str) -> dict[str, Kernel]:
+    ptx = re.sub(r"//[^\n]*", "", ptx)
+    if re.search(r"^\.(?:visible |weak )?\.?func\b", ptx, re.MULTILINE):
+        raise ValueError("a function that is not inlined is of no kernel, and would not be compared")
+    variables = {}  # what is declared outside of kernels: name -> the declaration without it
+    for declaration in re.findall(r"^\.[^;{}()\n]*?\.(?:shared|global|const)\b[^;]*;", ptx, re.MULTILINE):
+        name = re.search(r"(\w+)(?:\[\d*\])?\s*[;=]", declaration)[1]
+        variables[name] = " ".join(declaration.replace(name, "").split())
+    header = tuple(re.findall(r"^\.(?:version|target|address_size) .*", ptx, re.MULTILINE))
+    return {
+        match[1]: {"instructions": header + normalised(match[0], match[1], variables)}
+        for match in re.finditer(r"^\.visible \.entry (\w+)\(.*?^\}", ptx, re.MULTILINE | re.DOTALL)
+    }
+
+
+def normalised(text: str, kernel: str, variables: Mapping[str, str]) -> tuple[str, ...]:
+    """The lines of a kernel; names that mean nothing outside of it are numbered in the order in which they come."""
+    numbers: dict[str, dict[str, int]] = {}
+
+    def numbered(kind: str, name: str) -> str:
+        known = numbers.setdefault(kind, {})
+        return f"{kind}{known.setdefault(name, len(known))}"
+
+    def replaced(match: re.Match) -> str:
+        name = match[0]
+        if register := re.fullmatch(r"(%[a-z]+)\d+", name):
+            return numbered(register[1], name)
+        if name.startswith("$"):
+            return numbered("$label", name)
+        if name in variables:
+            return f"{numbered('variable', name)}{{{variables[name]}}}"
+        if name == kernel:
+            return "kernel"
+        return re.sub(rf"^{kernel}(?=_param_\d+$)", "kernel", name)
+
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    return tuple(re.sub(r"[%$]?[A-Za-z_]\w*", replaced, line) for line in lines if line)
+
+
+def kernels(folder: Path) -> dict[str, dict[str, Kernel]]:
+    """The kernels of each file of one architecture's folder."""
+    found = {path.name: amd_kernels(path.read_bytes()) for path in sorted(folder.glob("*.co"))}
+    return found | {path.name: nvidia_kernels(path.read_text()) for path in sorted(folder.glob("*.ptx"))}
+
+
+def difference(part: str, before: bytes | tuple[str, ...], after: bytes | tuple[str, ...]) -> str:
+    """The first thing that differs between two parts of the same name."""
+    if part == "descriptor":
+        changed = []
+        for offset, kind, name in DESCRIPTOR:
+            old, new = (struct.unpack_from(f"<{kind}", data, offset)[0] for data in (before, after))
+            changed += [f"{name} {old} -> {new}"] if old != new else []
+        return ", ".join(changed) or f"{len(before)} -> {len(after)} bytes"
+    place = next((i for i, (old, new) in enumerate(zip(before, after, strict=False)) if old != new), None)
+    if place is None:
+        return f"length {len(before)} -> {len(after)}"
+    if isinstance(before, bytes):
+        return f"length {len(before)} -> {len(after)}, first at byte {place:#x}"
+    return f"line {place}: {before[place]} -> {after[place]}"
+
+
+def compare(before: Path, after: Path, archs: list[str], names: Mapping[str, str]) -> tuple[int, list[str]]:
+    """How many kernels both folders have, and a line for each thing that differs."""
+    count, lines = 0, []
+    for arch in archs:
+        old_files, new_files = kernels(before / arch), kernels(after / arch)
+        for file in sorted({*old_files, *new_files}):
+            old = {names.get(name, name): kernel for name, kernel in old_files.get(file, {}).items()}
+            new = new_files.get(file, {})
+            for name in sorted({*old, *new}):
+                place = f"{arch}/{file} {name}"
+                if name not in old or name not in new:
+                    lines.append(f"{place}: only in {after if name in new else before}")
+                    continue
+                count += 1
+                parts = sorted({*old[name], *new[name]})
+                changed = [part for part in parts if old[name].get(part) != new[name].get(part)]
+                lines += [f"{place}: {part}: {difference(part, old[name][part], new[name][part])}" for part in changed]
+    return count, lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--archs", type=lambda text: text.split(","), help="comma list; default: all that BEFORE has")
+    parser.add_argument("--map", nargs="*", default=[], metavar="OLD=NEW", help="kernels that have a new name")
+    arguments = parser.parse_args()
+    archs = arguments.archs or sorted(path.name for path in arguments.before.glob("*") if path.is_dir())
+    names = dict(pair.split("=") for pair in arguments.map)
+    count, lines = compare(arguments.before, arguments.after, archs, names)
+    print(*lines, f"{count} kernels of {', '.join(archs)} compared, {len(lines)} differences", sep="\n")
+    sys.exit(1 if lines or not count else 0)
+
+
+if __name__ == "__main__":
+    main()
