@@ -3,8 +3,9 @@
     python csrc/build.py [--arch gfx942,gfx950] [--debug] [--force] [stem ...]
 
 builds in place (vllm_rocm_ops/code/<arch>/<stem>.co or .ptx); `pip install` calls `build` for the wheel. There is no list
-of ops: every file in csrc/ops is one. Kernels use clang builtins and csrc/device only, so that any clang with the target
-compiles them, without ROCm, CUDA or a GPU. For each architecture the first of these that really compiles a kernel is used:
+of ops: every file in csrc/ops is one. Kernels use clang builtins and the headers of csrc/device and csrc/gemm only, so that any
+clang with the target compiles them, without ROCm, CUDA or a GPU. For each architecture the first of these that really compiles
+a kernel is used:
 
     $VLLM_ROCM_OPS_CLANG      a command; must compile for AMD, and is used for NVIDIA if it can
     ROCm's clang              under $ROCM_PATH, /opt/rocm
@@ -250,10 +251,10 @@ def compile_source(
 
 
 def sources_hash(stem: str) -> str:
-    """sha256 over the op's file and all of csrc/device."""
+    """sha256 over the op's file and all of csrc/device and csrc/gemm."""
     digest = hashlib.sha256()
-    device = sorted(path for path in CSRC.glob("device/**/*") if path.is_file())
-    for path in (CSRC / "ops" / f"{stem}.hip", *device):
+    headers = sorted(path for folder in ("device", "gemm") for path in CSRC.glob(f"{folder}/**/*") if path.is_file())
+    for path in (CSRC / "ops" / f"{stem}.hip", *headers):
         digest.update(f"{path.relative_to(CSRC).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

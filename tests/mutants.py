@@ -92,8 +92,10 @@ def large(test: str) -> tuple[str, ...]:
     return (f"test_large_tensors.py::{test}",)
 
 
-RMS, SILU, SKINNY, TILED = "ops/rms_norm.hip", "ops/silu_and_mul.hip", "device/skinny.h", "ops/scaled_mm_tiled.hip"
+RMS, SILU, TILED = "ops/rms_norm.hip", "ops/silu_and_mul.hip", "ops/scaled_mm_tiled.hip"
+SCHEDULE, EPILOGUE, WAVE_SPLIT_K = (f"gemm/skinny/{file}.h" for file in ("schedule", "epilogue", "wave_split_k"))
 EXPERTS, EXPERTS_TILED, ROUTING = "ops/fused_experts.hip", "ops/fused_experts_tiled.hip", "ops/moe_routing.hip"
+GROUP_PAIRS = "gemm/group_pairs.h"
 QUANTIZE, MX, FLOAT8 = "ops/fused_experts_quantize.hip", "ops/mxfp8_scaled_mm.hip", "device/float8.h"
 PER_TOKEN, PER_BLOCK = "silu_and_mul_per_token_quant", "silu_and_mul_per_block_quant"
 NO_MINIMUM = "numerics::kE4m3Max), 1e-30f)"  # but a little one, as a row of zeros is not divided by zero
@@ -231,7 +233,7 @@ MUTANTS = {
     ),
     # Skinny products
     "a tile's own start counts as earlier": Mutant(
-        SKINNY,
+        EPILOGUE,
         "share.first_step(from) < tile * p.steps",
         "share.first_step(from) <= tile * p.steps",
         "scaled_mm",
@@ -239,48 +241,48 @@ MUTANTS = {
         "a block that starts at its tile's start and shares it has no other tile, so that either place is free; all agree",
     ),
     "sums of two tiles in one buffer (narrow)": Mutant(
-        SKINNY, "parity ^= 1;", "", "block_scaled_mm", cases("block_scaled_mm", "m1", arch="gfx950")
+        WAVE_SPLIT_K, "parity ^= 1;", "", "block_scaled_mm", cases("block_scaled_mm", "m1", arch="gfx950")
     ),
     "the next tile reads the last one's weights (narrow)": Mutant(
-        SKINNY,
+        WAVE_SPLIT_K,
         "if (ahead.tile != tile) streaming = stream(ahead.tile);",
         "",
         "block_scaled_mm",
         cases("block_scaled_mm", "m1", arch="gfx950"),
     ),
     "sums carried into the next tile (narrow)": Mutant(
-        SKINNY, "sum[t] = f32x4{};", "", "block_scaled_mm", cases("block_scaled_mm", "m1", arch="gfx950")
+        WAVE_SPLIT_K, "sum[t] = f32x4{};", "", "block_scaled_mm", cases("block_scaled_mm", "m1", arch="gfx950")
     ),
     "the next tile reads the last one's weights (wide)": Mutant(
-        "device/amd/wide.h",
+        "gemm/skinny/amd/streamed_tile.h",
         "if (next.tile != now.tile) ahead = stream(next.tile);",
         "",
         "block_scaled_mm",
         cases("block_scaled_mm", "column-major-scales"),
     ),
     "sums carried into the next tile (wide)": Mutant(
-        "device/amd/wide.h",
+        "gemm/skinny/amd/streamed_tile.h",
         "end_tile(tile, sum);\n        sum = {};",
         "end_tile(tile, sum);",
         "block_scaled_mm",
         cases("block_scaled_mm", "column-major-scales"),
     ),
     "stride of scale_a along K dropped": Mutant(
-        "device/amd/wide.h",
+        "gemm/skinny/amd/streamed_tile.h",
         "(token * p.scale_a_row + block_k * p.scale_a_k)",
         "(token * p.scale_a_row + block_k)",
         "block_scaled_mm",
         cases("block_scaled_mm", "column-major-scales"),
     ),
     "both shared tiles of a block in one place": Mutant(
-        SKINNY,
+        EPILOGUE,
         "(b == from ? ends_here : 0)",
         "0",
         "block_scaled_mm",
         cases("block_scaled_mm", "m1", "odd-sizes", arch="gfx950"),
     ),
     "results close to zero flushed": Mutant(
-        SKINNY,
+        EPILOGUE,
         "sum[i][j] += added;",
         "sum[i][j] += added; for (int r = 0; r < kRun; ++r) if (sum[i][j][r] * sum[i][j][r] < 1e-6f) sum[i][j][r] = 0.0f;",
         "scaled_mm",
@@ -290,7 +292,7 @@ MUTANTS = {
         "device/arrive.h", "if (stored) wait_for_stores();", "", "scaled_mm", cases("scaled_mm", "long-k", "m1")
     ),
     "partial sums stored to a die's own cache": Mutant(
-        SKINNY,
+        EPILOGUE,
         "mem::store_device(partials, at, place(share.block, v), sum",
         "mem::store((u8*)p.partials + place(share.block, v) + at, sum",
         "scaled_mm",
@@ -304,21 +306,21 @@ MUTANTS = {
         cases("scaled_mm", "long-k", "m1", arch="gfx950"),
     ),
     "the end of K ignored": Mutant(
-        SKINNY,
+        SCHEDULE,
         "return (end < p.k ? end : p.k) - step * mma::kDepth;",
         "return end - step * mma::kDepth;",
         "block_scaled_mm",
         cases("block_scaled_mm", "odd-sizes", "column-major-scales"),
     ),
     "one bias too many": Mutant(
-        SKINNY,
+        EPILOGUE,
         "if (row + i < p.n) bias[i]",
         "if (row + i <= p.n) bias[i]",
         "scaled_mm",
         cases("scaled_mm", "bias-fp16"),
     ),
     "a narrow tile begun only with two steps left": Mutant(
-        SKINNY,
+        WAVE_SPLIT_K,
         "if (next.end > 0) begin_tile(tile, next.tile);",
         "if (next.end > 1) begin_tile(tile, next.tile);",
         "block_scaled_mm",
@@ -326,7 +328,7 @@ MUTANTS = {
         "shares of narrow kernels are multiples of 8 steps",
     ),
     "elements of a product in 32 bits (skinny)": Mutant(
-        SKINNY,
+        EPILOGUE,
         "u64(u32(token[i])) * u32(p.n) + u32(row[j])",
         "i64(token[i] * p.n + row[j])",
         "scaled_mm",
@@ -362,28 +364,28 @@ MUTANTS = {
         cases("block_scaled_mm", "tiles"),
     ),
     "16 bytes beyond K copied": Mutant(
-        "device/panel.h",
+        "gemm/tiled/loader.h",
         "column < bytes",
         "column <= bytes",
         "scaled_mm_tiled",
         cases("block_scaled_mm", "tiles", "tiles-padded"),
     ),
     "the last group of tiles taken as full": Mutant(
-        "device/tile.h",
+        "gemm/tiled/rasterize.h",
         "const bool whole = tiles_m - first >= kGroup;",
         "const bool whole = true;",
         "scaled_mm_tiled",
         cases("block_scaled_mm", "tiles"),
     ),
     "the last group of tiles taken as full (MX)": Mutant(
-        "device/tile.h",
+        "gemm/tiled/rasterize.h",
         "tiles_m - first < group ? tiles_m - first : group",
         "group",
         "mxfp8_scaled_mm",
         cases("mxfp8_scaled_mm", "m530", arch="gfx950"),
     ),
     "dies past the longer ones shifted too far": Mutant(
-        "device/tile.h",
+        "gemm/tiled/rasterize.h",
         "(die < longer ? die : longer)",
         "die",
         "scaled_mm_tiled",
@@ -419,7 +421,7 @@ MUTANTS = {
         cases("mxfp8_scaled_mm", "m1", "k352", "k32", arch="gfx950"),
     ),
     "bias of the MX kernels dropped": Mutant(
-        SKINNY,
+        EPILOGUE,
         "added = kMx ? load_bias<kRun>(p, row[j]) : bias[j];",
         "added = bias[j];",
         "mxfp8_scaled_mm",
@@ -451,28 +453,28 @@ MUTANTS = {
         EXPERTS, "parity ^= 1;", "", "fused_experts", cases("fused_experts", "block", "bf16", arch="gfx950")
     ),
     "a negative expert not sorted out": Mutant(
-        EXPERTS,
+        GROUP_PAIRS,
         "if (expert < 0 || expert >= p.routed)",
         "if (expert >= p.routed)",
         "fused_experts",
         cases("fused_experts", "block-map"),
     ),
     "a negative id looked up": Mutant(
-        EXPERTS,
+        GROUP_PAIRS,
         "id >= 0 && id < p.mapped",
         "id < p.mapped",
         "fused_experts",
         cases("fused_experts", "block-map"),
     ),
     "an id equal to the map's length looked up": Mutant(
-        EXPERTS,
+        GROUP_PAIRS,
         "id >= 0 && id < p.mapped",
         "id >= 0 && id <= p.mapped",
         "fused_experts",
         cases("fused_experts", "block-map", "mx-m40-map", arch="gfx950"),
     ),
     "of repeated ids the last weight": Mutant(
-        EXPERTS,
+        GROUP_PAIRS,
         "lists.router[pair] += lists.router[first + other]",
         "lists.router[pair] = lists.router[first + other]",
         "fused_experts",

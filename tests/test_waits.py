@@ -308,21 +308,21 @@ def test_streaming_kernels_are_found(arch):
 # name: (file, text, what replaces it, module, part of the names of the kernels whose loads are then waited for)
 DRAINS = {
     "turns that load nothing": (
-        "device/skinny.h",
+        "gemm/skinny/wave_split_k.h",
         "if (mem::kPredicates && !more) continue;",
         "if (!more) continue;",
         "unquantized_gemm",
         "narrow",
     ),
     "a turn's loads waited for": (
-        "device/skinny.h",
+        "gemm/skinny/wave_split_k.h",
         "const float scale_b = kScaled",
         "__builtin_amdgcn_s_waitcnt(0x0f70);\nconst float scale_b = kScaled",
         "unquantized_gemm",
         "narrow",
     ),
     "units' loads in any order": (
-        "device/amd/wide.h",
+        "gemm/skinny/amd/streamed_tile.h",
         "__builtin_amdgcn_sched_barrier(kScalarAndLds);",
         "{}",
         "block_scaled_mm",

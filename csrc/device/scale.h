@@ -2,6 +2,10 @@
 #pragma once
 #include "gpu.h"
 
+enum class Scales { kNone, kRow, kBlock, kMx };  // kMx: e8m0 scales, which the matrix instruction takes (amd/mx.h)
+
+constexpr int kScaleBlock = 128;  // of K per scale of kBlock, and rows of b
+
 struct Fp32Scale {
   using Type = float;
   using Loaded = float;

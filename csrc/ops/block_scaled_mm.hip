@@ -1,10 +1,10 @@
-// FP8 matrix product with a scale per 1x128 of the tokens and per 128x128 of the weight; see device/skinny.h.
+// FP8 matrix product with a scale per 1x128 of the tokens and per 128x128 of the weight; see gemm/skinny.h.
 //
 //     out[m, n] = T(sum_j scale_a[m, j] * scale_b[n / 128, j] * sum_{k in block j} a[m, k] * b[n, k])
 //
 // a and b are e4m3 of the arch's format, scales fp32 or both e8m0, sums fp32: the products of 128 of K are summed first, then
 // scaled. Where only one of the scales is e8m0, it is widened to fp32 beforehand; these kernels and the tiled ones stay few.
-#include "device/skinny.h"
+#include "gemm/skinny.h"
 
 NARROW(block_scaled_mm_narrow_8, E4m3, 8, Scales::kBlock)
 NARROW(block_scaled_mm_narrow_16, E4m3, 16, Scales::kBlock)

@@ -10,24 +10,24 @@
 // and of each pair some H * 5 + I * 6.
 //
 // How many tiles there are only the device knows: grids are for the most that there can be, and blocks without a tile leave. A
-// block of gate_up or down owns a tile: up to kTileM pairs of one expert times kTileN of its weight rows; device/tiled.h
+// block of gate_up or down owns a tile: up to kTileM pairs of one expert times kTileN of its weight rows; gemm/tiled/main_loop.h
 // multiplies. In gate_up half of these are gate rows, the other half the up rows that go with them, so that a lane has the sums
 // of 4 of either and ends with activations. Positions keep the order of the pairs and sums that of the slots, so that the same
 // inputs give the same bits.
 //
-// What device/tiled.h does per panel is counted in scaled_mm_tiled.hip; two scales of weights take 28 issue cycles more of a SIMD
+// What gemm/tiled/main_loop.h does per panel is counted in scaled_mm_tiled.hip; two scales of weights take 28 issue cycles more of a SIMD
 // for 64 x 128 on gfx942, 56 for 128 x 128 (emulated). No LDS bank conflicts.
 //
 // sort: each block finds the place of one expert's pairs by itself. It counts the ids of all experts, in LDS, then its waves,
 // each of which has a part of the ids, write those that are the block's to their places. Bytes: E * ids, out of the caches.
 #include "device/expert_id.h"
 #include "device/reduce.h"
-#include "device/tiled.h"
 #include "device/vec.h"
+#include "gemm/tiled/main_loop.h"
+#include "gemm/tiled/rasterize.h"
 
 using i32x4 = int __attribute__((ext_vector_type(4)));
 using tile::Division, tile::Sums;
-enum class Scales { kNone, kRow, kBlock };
 
 struct Routing {
   const u32* ids;         // [tokens, topk], id_words words each

@@ -6,13 +6,13 @@
 // and the results; flops: 2 * M * N * K. Up to 64 tokens the time is that of reading b, from some hundred on that of the flops.
 //
 // A tile is some rows of b times some tokens over all of K, a unit one pair of instructions, 256 bytes of K, of a tile. Units are
-// the steps that device/skinny.h divides over the blocks, and tiles end as it has it.
+// the steps that gemm/skinny.h divides over the blocks, and tiles end as it has it.
 //
 // Static, on gfx950: the streams for 16, 32 and 64 tokens have 144, 164 and 198 registers, so 3, 3 and 2 waves per SIMD; the
 // tiles of 64 and 128 have 116 and 250, so 4 and 2. Emulated: when a wave that streams waits, 14 KB of b are in flight for it on
 // average, 16 KB at most; no LDS access meets a bank conflict.
-#include "device/skinny.h"
-#include "device/tile.h"
+#include "gemm/skinny.h"
+#include "gemm/tiled/rasterize.h"
 
 #ifdef HAS_BLOCK_SCALED_MMA
 

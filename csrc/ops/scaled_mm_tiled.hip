@@ -7,7 +7,7 @@
 // M * K + N * K + M * N * sizeof(T), and out of the caches (1 / kTileM + 1 / kTileN) / 2 per flop.
 //
 // A block owns a tile of the output, or a slice of K of one: then each block leaves its sums in HBM, and the last to arrive
-// adds them up in the order of K, so that the same inputs give the same bits. device/tiled.h multiplies.
+// adds them up in the order of K, so that the same inputs give the same bits. gemm/tiled/main_loop.h multiplies.
 //
 // Two blocks of 64 x 128 or 128 x 128 share a compute unit: while one waits for a panel or at a barrier, the other multiplies.
 // 256 x 256, for which gfx950 has the LDS, halves what a product reads out of the caches but leaves a compute unit one block. So
@@ -20,9 +20,10 @@
 //                       blocks, e8m0  462        626                 416        648         1848
 //   LDS cycles                        576        768                 192        256         768
 //   LDS bank conflicts                0          0                   0          0           0
-#include "device/arrive.h"
-#include "device/tiled.h"
 #include "device/vec.h"
+#include "gemm/tiled/main_loop.h"
+#include "gemm/tiled/rasterize.h"
+#include "gemm/tiled/split_k.h"
 
 struct Product {
   const u8* a;           // [M, K], rows a_stride bytes apart
@@ -45,41 +46,6 @@ struct Product {
 };
 
 using tile::Division, tile::Sums;
-
-// Leaves a slice's sums in HBM. In the last block of the tile to arrive, makes them the sums of all slices and returns true.
-template <class D>
-DEVICE bool add_slices(Sums<D>& sums, const Product& p, int tile_index, int slice) {
-  constexpr int kVectors = sizeof(tile::Patch) / sizeof(f32x4);
-  auto partials = [&](int of_slice) __attribute__((always_inline)) {
-    return mem::buffer(p.partials + (i64(tile_index) * p.slices + of_slice) * (D::kTileM * D::kTileN));
-  };
-  const int lane_offset = wave::thread() * int(sizeof(f32x4));
-  auto offset = [](int i, int j, int v) {
-    return ((i * D::kPatchesN + j) * kVectors + v) * D::kThreads * int(sizeof(f32x4));
-  };
-  auto for_all = [&](auto what) __attribute__((always_inline)) {
-#pragma unroll
-    for (int i = 0; i < D::kPatchesM; ++i)
-#pragma unroll
-      for (int j = 0; j < D::kPatchesN; ++j)
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) what(sums[i][j].sum[v], i, j, v);
-  };
-  auto load = [&](mem::Buffer from, int i, int j, int v) __attribute__((always_inline)) {
-    return mem::load_device_or_zero<f32x4>(from, lane_offset, offset(i, j, v), true);
-  };
-  const mem::Buffer mine = partials(slice);
-  for_all([&](f32x4& sum, int i, int j, int v)
-              __attribute__((always_inline)) { mem::store_device(mine, lane_offset, offset(i, j, v), sum); });
-  if (!is_last_block(p.counters + tile_index, p.slices, *(u32*)dynamic_lds)) return false;
-  const mem::Buffer first = partials(0);
-  for_all([&](f32x4& sum, int i, int j, int v) __attribute__((always_inline)) { sum = load(first, i, j, v); });
-  for (int s = 1; s < p.slices; ++s) {
-    const mem::Buffer next = partials(s);
-    for_all([&](f32x4& sum, int i, int j, int v) __attribute__((always_inline)) { sum += load(next, i, j, v); });
-  }
-  return true;
-}
 
 // The first `count` of 8 neighbouring results; 16 bytes at a time if `aligned`.
 DEVICE void store_outputs(void* out, i64 at, const Chunk& x, int count, bool aligned, int type) {
@@ -171,7 +137,7 @@ DEVICE void multiply_tiled(const Product& p) {
     multiply(tile::Unscaled{});
   }
 
-  if (p.slices > 1 && !add_slices<D>(sums, p, tile_index, slice)) return;
+  if (p.slices > 1 && !tile::add_slices<D>(sums, p, tile_index, slice)) return;
   store_results<D, kBlockScales>(sums, p, first_m + D::wave_m(), first_n + D::wave_n());
 }
 

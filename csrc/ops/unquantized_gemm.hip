@@ -1,9 +1,9 @@
-// Matrix product in bf16 or fp16, few tokens times a weight that is streamed once; see device/skinny.h.
+// Matrix product in bf16 or fp16, few tokens times a weight that is streamed once; see gemm/skinny.h.
 //
 //     out[m, n] = T(sum_k x[m, k] * weight[n, k] + bias[n])
 //
 // Sums are fp32.
-#include "device/skinny.h"
+#include "gemm/skinny.h"
 
 NARROW(unquantized_gemm_bf16_narrow_8, Bf16, 8, Scales::kNone)
 NARROW(unquantized_gemm_bf16_narrow_16, Bf16, 16, Scales::kNone)

@@ -27,7 +27,8 @@ extern "C" __attribute__((global)) void debug_only() {}
 
 def make_tree(root: Path):
     """A source tree with one op, and its build module."""
-    for name, text in {"ops/add.hip": KERNEL, "device/value.h": "#define VALUE 1.0f\n"}.items():
+    headers = {"device/value.h": "#define VALUE 1.0f\n", "gemm/loop.h": ""}
+    for name, text in ({"ops/add.hip": KERNEL} | headers).items():
         path = root / "csrc" / name
         path.parent.mkdir(parents=True)
         path.write_text(text)
@@ -125,7 +126,7 @@ def test_builds_again_only_what_changed(build):
     build.build(archs=["gfx942"], force=True)
     forced = times(paths)
     assert [a != b for a, b in zip(forced, before, strict=True)] == [True, False, False]
-    for changed in ("ops/add.hip", "device/value.h"):
+    for changed in ("ops/add.hip", "device/value.h", "gemm/loop.h"):
         before = times(paths)
         with (build.CSRC / changed).open("a") as file:
             file.write("// changed\n")
@@ -309,7 +310,7 @@ def test_sdist_and_wheel_in_a_clean_environment(tmp_path, monkeypatch):
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
-    assert {"csrc/build.py", "csrc/device/gpu.h", "csrc/runtime/api.h"} <= names
+    assert {"csrc/build.py", "csrc/device/gpu.h", "csrc/gemm/skinny.h", "csrc/runtime/api.h"} <= names
     assert not [name for name in names if name.endswith((".co", ".ptx", ".so"))]
 
     def run(*command: str | Path) -> str:

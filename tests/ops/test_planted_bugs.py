@@ -117,7 +117,7 @@ BUGS = {
         WRONG,
     ),
     "last partial missing": (
-        "device/skinny.h",
+        "gemm/skinny/epilogue.h",
         "b + other <= to) sum",
         "b + other < to) sum",
         ops.scaled_mm,
@@ -126,7 +126,7 @@ BUGS = {
         WRONG,
     ),
     "tokens without a barrier": (
-        "device/amd/wide.h",
+        "gemm/skinny/amd/streamed_tile.h",
         "block_barrier();  // hazard: tokens are read before they are written",
         "{}",
         ops.scaled_mm,
@@ -144,7 +144,7 @@ BUGS = {
         WRONG,
     ),
     "the neighbouring panel's e8m0 scale": (
-        "device/tiled.h",
+        "gemm/tiled/main_loop.h",
         "b_at[j], panel * Scale::kBytes",
         "b_at[j], (panel ^ 1) * Scale::kBytes",
         ops.block_scaled_mm,
@@ -162,7 +162,7 @@ BUGS = {
         WRONG,
     ),
     "the neighbouring block's scale": (
-        "device/amd/wide.h",
+        "gemm/skinny/amd/streamed_tile.h",
         "0, u32(step) / kUnit * Scale::kBytes, 0 < bytes",
         "0, (step / kUnit ^ 1) * Scale::kBytes, 0 < bytes",
         ops.block_scaled_mm,
@@ -189,7 +189,7 @@ BUGS = {
         WRONG,
     ),
     "last slice of a tile missing": (
-        "ops/scaled_mm_tiled.hip",
+        "gemm/tiled/split_k.h",
         "for (int s = 1; s < p.slices; ++s)",
         "for (int s = 1; s < p.slices - 1; ++s)",
         ops.scaled_mm,
@@ -198,7 +198,7 @@ BUGS = {
         WRONG,
     ),
     "weight scale of another block": (
-        "device/tiled.h",
+        "gemm/tiled/main_loop.h",
         "b_at[j], panel * Scale::kBytes, true",
         "b_at[j], panel / 2 * Scale::kBytes, true",
         ops.block_scaled_mm,
@@ -207,7 +207,7 @@ BUGS = {
         WRONG,
     ),
     "panel read before it is filled": (
-        "device/tiled.h",
+        "gemm/tiled/main_loop.h",
         "block_barrier();  // hazard: read before",
         "// read before",
         ops.scaled_mm,
@@ -342,7 +342,7 @@ BUGS = {
         WRONG,
     ),
     "blocks of shared tiles by the share of others": (
-        "device/skinny.h",
+        "gemm/skinny/schedule.h",
         "p.by_longer_units.inverse : p.by_units.inverse",
         "p.by_longer_units.inverse : p.by_longer_units.inverse",
         ops.scaled_mm,
@@ -351,7 +351,7 @@ BUGS = {
         ".",
     ),
     "the last group of tiles as wide as the others": (
-        "device/tile.h",
+        "gemm/tiled/rasterize.h",
         "u32(in_group) / by_last",
         "in_group / kGroup",
         ops.scaled_mm,
@@ -369,7 +369,7 @@ BUGS = {
         WRONG,
     ),
     "shared sums of the last token missing": (
-        "device/skinny.h",
+        "gemm/skinny/epilogue.h",
         "token[v / kLaneRuns] < p.m;",
         "token[v / kLaneRuns] < p.m - 1;",
         ops.mxfp8_scaled_mm,
@@ -378,7 +378,7 @@ BUGS = {
         WRONG,
     ),
     "a run of results where fewer are left": (
-        "device/skinny.h",
+        "gemm/skinny/epilogue.h",
         "if (p.n % kRun) store_odd(value...);",
         "if (false) store_odd(value...);",
         ops.mxfp8_scaled_mm,
@@ -387,7 +387,7 @@ BUGS = {
         "must be a multiple of",
     ),
     "a run of results where fewer are left, of wide tiles": (
-        "device/skinny.h",
+        "gemm/skinny/epilogue.h",
         "else if (p.n % kRun) store(store_odd);",
         "else if (false) store(store_odd);",
         ops.scaled_mm,
@@ -396,7 +396,7 @@ BUGS = {
         "must be a multiple of",
     ),
     "the scales of a run's first row only": (
-        "device/skinny.h",
+        "gemm/skinny/epilogue.h",
         "p.scale_b + u64(row[j] + i) * u32(p.scale_b_row)",
         "p.scale_b + u64(row[j]) * u32(p.scale_b_row)",
         ops.scaled_mm,
@@ -405,7 +405,7 @@ BUGS = {
         WRONG,
     ),
     "a narrow tile's scales of the next block": (
-        "device/skinny.h",
+        "gemm/skinny/wave_split_k.h",
         "mem::buffer(scales_b), 0, block * Scale::kBytes",
         "mem::buffer(scales_b), 0, (block + 1) * Scale::kBytes",
         ops.block_scaled_mm,
@@ -414,7 +414,7 @@ BUGS = {
         "bytes at byte .* of argument",
     ),
     "a narrow tile's scales of another token": (
-        "device/skinny.h",
+        "gemm/skinny/wave_split_k.h",
         "turn.scale_a[t][v] = Scale::load_or_zero(mem::buffer(p.scale_a), token *",
         "turn.scale_a[t][v] = Scale::load_or_zero(mem::buffer(p.scale_a), (token ^ 1) *",
         ops.block_scaled_mm,
@@ -630,7 +630,7 @@ BUGS = {
         WRONG,
     ),
     "last pair not among the items": (
-        "ops/fused_experts.hip",
+        "gemm/group_pairs.h",
         "lists.items[items] = pairs;",
         "lists.items[items] = pairs - 1;",
         ops.fused_experts,
@@ -639,7 +639,7 @@ BUGS = {
         WRONG,
     ),
     "tokens past a tile forgotten": (
-        "ops/fused_experts.hip",
+        "gemm/group_pairs.h",
         "rank % mma::kTileTokens == 0;",
         "rank == 0;",
         ops.fused_experts,
@@ -648,7 +648,7 @@ BUGS = {
         WRONG,
     ),
     "places of an expert's pairs all the same": (
-        "ops/fused_experts.hip",
+        "gemm/group_pairs.h",
         "place += others[i] < pair;",
         "place += 0;",
         ops.fused_experts,
@@ -657,7 +657,7 @@ BUGS = {
         "two waves write it",
     ),
     "experts of the lanes below not counted": (
-        "ops/fused_experts.hip",
+        "gemm/group_pairs.h",
         "if (lane >= step) sum += below;",
         "if (lane > step) sum += below;",
         ops.fused_experts,
@@ -675,7 +675,7 @@ BUGS = {
         WRONG,
     ),
     "repeated expert as a pair of its own": (
-        "ops/fused_experts.hip",
+        "gemm/group_pairs.h",
         "if (other < slot) expert = kNone;",
         "if (other < slot) continue;",
         ops.fused_experts,
@@ -729,7 +729,7 @@ BUGS = {
         WRONG,
     ),
     "repeats add to each other's weights": (
-        "ops/fused_experts.hip",
+        "gemm/group_pairs.h",
         "else if (expert != kNone) lists.router",
         "else lists.router",
         ops.fused_experts,

@@ -1,4 +1,4 @@
-"""The skinny kernels of csrc/device/skinny.h, which multiply a weight with few tokens: their configurations, cost and launch."""
+"""The skinny kernels of csrc/gemm/skinny.h, which multiply a weight with few tokens: their configurations, cost and launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
 
 TOKENS = {64: (16, 32, 64), 16: (8, 16)}  # the most that a kernel takes, by the rows of the weight in a tile
 NARROW_UNIT = 8  # steps of a unit with 16 rows, a turn of each wave
-# Of csrc/device/nvidia/wide.h, of both teams, by tokens: of one block on a compute unit, and of two.
+# Of csrc/gemm/skinny/nvidia/streamed_tile.h, of both teams, by tokens: of one block on a compute unit, and of two.
 RING_PANELS = {16: (20, 8), 32: (16, 8), 64: (12, 6)}
 SHORTEST = 4  # steps: with fewer a block is over before it streams
 # What a kernel of so many rows and tokens is limited by, by the lanes of a wave: blocks that a compute unit holds at once, for
@@ -154,8 +154,8 @@ def _waves(config: SkinnyConfig, arch: Arch) -> int:
 
 
 def arguments(product: Product, division: tuple[int, int, int], blocks: int, partial_bytes: int) -> tuple:
-    """The Product of csrc/device/skinny.h that so many blocks compute, divided into tiles, steps of one, and of a unit. Without
-    partial sums no tile is shared."""
+    """The Product of csrc/gemm/skinny/problem.h that so many blocks compute, divided into tiles, steps of one, and of a unit.
+    Without partial sums no tile is shared."""
     out, a, b, scale_a, scale_b, bias = product
     tiles, steps, unit = division
     tile_units = steps // unit

@@ -1,4 +1,4 @@
-"""FP8 matrix product with scales per tensor, per token and per output channel; see csrc/device/skinny.h for the kernels."""
+"""FP8 matrix product with scales per tensor, per token and per output channel; see csrc/gemm/skinny.h for the kernels."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 // behind which the compiler could no longer count the loads in flight: its offset is sent out of the buffer's range
 // (CDNA3 ISA, section 9.1.5.2 "Range checking").
 #pragma once
+#include "../mem.h"
 
 namespace mem {
 

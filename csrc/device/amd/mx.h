@@ -9,6 +9,7 @@
 //
 // One instruction alone, 128 bytes of K, takes pieces 0 and 1: then its blocks are 0 to 3, and what lane l has to supply is one byte.
 #pragma once
+#include "buffer.h"
 
 #if defined(__gfx950__)
 #define HAS_BLOCK_SCALED_MMA 1

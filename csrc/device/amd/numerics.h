@@ -1,6 +1,7 @@
 // What the hardware rounds, converts and approximates. Accuracies: CDNA3 ISA, section 12.8 "VOP1": 1 ulp for
 // v_rcp_f32, v_rsq_f32 and v_exp_f32.
 #pragma once
+#include "../types.h"
 
 namespace numerics {
 

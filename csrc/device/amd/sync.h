@@ -1,4 +1,5 @@
 #pragma once
+#include "../mem.h"
 
 // All threads of the block meet here, and what each wrote to LDS before is seen by all after. Only LDS is ordered, so
 // global loads in flight stay in flight (LLVM AMDGPU usage, "Memory Model gfx942": fence with "local").

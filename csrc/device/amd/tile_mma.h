@@ -2,7 +2,8 @@
 // bf16, fp16 as in mma.h, fp8 (v_mfma_f32_16x16x32_fp8_fp8, CDNA3 ISA, section 7; v_mfma_f32_16x16x128_f8f6f4 with unit scales,
 // CDNA4 ISA, section 7: twice the rate of the former).
 #pragma once
-#include "../panel.h"
+#include "../swizzle.h"
+#include "lds_async.h"
 #include "mma.h"
 
 namespace tile {

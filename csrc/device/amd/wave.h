@@ -1,5 +1,6 @@
 // Waves of 64 lanes. Lane exchange is DPP: one VALU instruction per step, no LDS (CDNA3 ISA, section 6.6.10 "DPP").
 #pragma once
+#include "../types.h"
 
 namespace wave {
 

@@ -1,5 +1,6 @@
 // Loads at 32-bit offsets from a base that all lanes of a wave share. A lane that must not load gets zeros.
 #pragma once
+#include "../mem.h"
 
 namespace mem {
 

@@ -2,6 +2,7 @@
 // mma.sync (PTX ISA, section 9.7.14.5), whose fp8 form this arch unpacks to fp16 again for every instruction.
 #pragma once
 #include "../panel.h"
+#include "lds_async.h"
 
 namespace mma {
 

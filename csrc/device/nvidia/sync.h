@@ -1,4 +1,5 @@
 #pragma once
+#include "../mem.h"
 
 // All threads of the block meet here, and what each wrote to LDS (shared memory) before is seen by all after.
 DEVICE void block_barrier() { __syncthreads(); }

@@ -1,5 +1,6 @@
 // Warps of 32 lanes, called waves here as everywhere.
 #pragma once
+#include "../types.h"
 
 namespace wave {
 

@@ -1,13 +1,13 @@
 // Products of a tile of tokens with a tile of weight rows, by a block, along K.
 //
 // The waves divide the tile among them: each has kWaveTokens of its tokens, and all weight rows or a share of them. Panels, 128
-// bytes of K of all rows, go from HBM to LDS while the panel before is multiplied (panel.h, */lds_async.h); from there each wave
-// reads its fragments once (*/tile_mma.h).
+// bytes of K of all rows, go from HBM to LDS while the panel before is multiplied (loader.h, device/*/lds_async.h); from there each wave
+// reads its fragments once (device/*/tile_mma.h).
 #pragma once
-#include "scale.h"
-#include "tile.h"
+#include "device/scale.h"
+#include "device/tile_mma.h"
+#include "gemm/tiled/loader.h"
 
-constexpr int kScaleBlock = 128;                             // of K, and of weight rows
 extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [kBuffers][tokens, then weight rows of a panel]
 
 namespace tile {

@@ -1,6 +1,7 @@
 // Which tile of a product a block takes.
 #pragma once
-#include "divisor.h"
+#include "device/divisor.h"
+#include "device/tile_mma.h"
 
 namespace tile {
 

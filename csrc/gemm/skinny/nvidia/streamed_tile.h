@@ -6,7 +6,7 @@
 //
 // Eight waves hide little: what a block does before its first copy, per panel and after its last panel counts in instructions,
 // and cold ones take some two cycles each. So copies need one offset per thread, a barrier serves two panels, and a tile ends
-// without branches (skinny.h).
+// without branches (epilogue.h).
 //
 // Tried on H200 (gemm.py, scaled_mm, microseconds) and left:
 // - Sums that meet in the LDS of a cluster of blocks: 0.2 to 0.9 less where tiles are shared, 0.3 more where they are not.
@@ -18,7 +18,8 @@
 // - Tiles of 128 rows, which halve the reads of tokens: 57.1 for 58.4 (64 x 13312 x 16384), more elsewhere.
 // - Four teams: 10.4 for 10.9 (1 x 4608 x 7168), as two panels a barrier give, but 3 to 8 % more for less than 20 MB.
 #pragma once
-#include "mma.h"
+#include "device/swizzle.h"
+#include "gemm/skinny/epilogue.h"
 
 extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [teams][panels][weight rows, then tokens]
 

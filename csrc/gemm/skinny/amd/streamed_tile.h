@@ -5,6 +5,8 @@
 // through LDS, kChunk steps at a time, double-buffered, by a wave of their own because whoever counts the loads that it waits for
 // would wait for the stream.
 #pragma once
+#include "gemm/skinny/epilogue.h"
+#include "gemm/skinny/weights.h"
 
 template <class Type, int kTokens, Scales kScales, class Scale = Fp32Scale>
 struct Wide {

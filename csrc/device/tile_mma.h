@@ -1,0 +1,7 @@
+// Chooses the vendor's products of panels, as gpu.h chooses the rest.
+#pragma once
+#if defined(__AMDGCN__)
+#include "amd/tile_mma.h"
+#elif defined(__NVPTX__)
+#include "nvidia/tile_mma.h"
+#endif

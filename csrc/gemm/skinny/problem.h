@@ -1,0 +1,33 @@
+// What a skinny product is given, and how it is divided.
+#pragma once
+#include "device/divisor.h"
+#include "device/scale.h"
+
+struct Product {
+  const u8* a;           // [M, K], rows a_stride bytes apart
+  const u8* b;           // [N, K], or in fragment order [N / 16, K bytes / 64, 4, 16 rows, 16 bytes]
+  void* out;             // [M, N] of out_type
+  float* partials;       // [blocks, 2, values of a thread, threads, floats of a value]; null if no tile is shared
+  u32* counters;         // [tiles], 0; null if no tile is shared
+  const float* scale_a;  // kRow: [M] or [1]; kBlock: [M, K / 128], of a type of scale.h
+  const float* scale_b;  // kRow: [N] or [1]; kBlock: [N / 128, K / 128]
+  const void* bias;      // [N] of out_type, or null
+  i64 b_tile;            // bytes between 16 rows of b and the next 16
+  int a_stride;          // bytes between tokens
+  int b_row, b_step;  // bytes between rows of b, and between steps; the four 16-byte pieces of a step lie evenly in it
+  int m, n, k;        // k in bytes
+  int scale_a_row, scale_a_k, scale_b_row;  // elements between the scales of tokens, of K's blocks, of b's rows
+  int out_type;                             // 0 bf16, 1 fp16, 2 fp32
+  int steps;                                // of a tile
+  int unit, units, longer;    // steps that blocks never part; of those a block has; the first `longer` one more
+  int tile_units, in_longer;  // units of a tile, and of the first `longer` blocks
+  Divisor by_tile_units, by_units, by_longer_units;  // those of a tile, of a block, and one more
+};
+
+// For all that a kernel begins with, at once.
+DEVICE void wait_for_arguments(const Product& p) {
+  mem::wait_for_scalars(p.b, p.b_tile, p.b_row, p.b_step, p.a, p.a_stride, p.m, p.n, p.k, p.steps, p.unit, p.units,
+                        p.longer, p.by_tile_units.inverse, p.by_tile_units.shift);
+}
+
+constexpr int kTileRows = mma::kWaves * mma::kRows;

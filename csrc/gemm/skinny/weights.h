@@ -1,0 +1,32 @@
+// Where a lane reads a tile of b, and its block scales.
+#pragma once
+#include "gemm/skinny/problem.h"
+
+// Where a lane reads a tile of b. Rows past the last read the last one, and their sums are dropped.
+struct TileWeights {
+  mem::Cursor weights[mma::kLoads];
+};
+DEVICE TileWeights tile_weights(const Product& p, int first_row, int wave_row) {
+  const int lane = wave::lane(), rows = p.n - first_row;
+  TileWeights tile;
+#pragma unroll
+  for (int l = 0; l < mma::kLoads; ++l) {
+    const int inside = wave_row + mma::row(lane, l);
+    const u32 row = inside < rows ? inside : rows - 1;
+    const int offset = row / mma::kRows * int(p.b_tile) + row % mma::kRows * p.b_row;
+    tile.weights[l] =
+        mem::cursor(p.b + first_row / mma::kRows * p.b_tile, offset + mma::depth(lane) / 16 * (p.b_step / 4));
+  }
+  return tile;
+}
+
+// The same with where its block scales lie.
+template <class Scale>
+struct ScaledTileWeights : TileWeights {
+  const typename Scale::Type* scales;
+};
+template <class Scale>
+DEVICE ScaledTileWeights<Scale> scaled_tile_weights(const Product& p, u32 first_row, int wave_row) {
+  return {tile_weights(p, first_row, wave_row),
+          (const typename Scale::Type*)p.scale_b + i64(first_row / kScaleBlock) * p.scale_b_row};
+}

@@ -1,0 +1,30 @@
+"""Every header of csrc/device and csrc/gemm compiles alone, for its vendor or for both."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_build import load_build
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUTS = ("-c", "-S", "-emit-llvm")
+VENDORS = {"gfx942": "amd", "sm_90": "nvidia"}
+CASES = [
+    pytest.param(arch, header, id=f"{arch}-{header}")
+    for arch, vendor in VENDORS.items()
+    for folder in ("device", "gemm")
+    for path in sorted((ROOT / "csrc" / folder).rglob("*.h"))
+    if not ({*VENDORS.values()} - {vendor}) & {*(header := path.relative_to(ROOT / "csrc")).parts}
+]
+
+
+@pytest.mark.parametrize(("arch", "header"), CASES)
+def test_a_header_compiles_alone(arch, header, tmp_path):
+    build = load_build(ROOT / "csrc")
+    source = tmp_path / "alone.hip"
+    source.write_text(f'#include "{header}"\n')
+    compiler = build.find_compiler(arch)
+    flags = [flag for flag in build.flags(arch, debug=False).compile if flag not in OUTPUTS]
+    command = [*compiler.clang, *flags, "-Werror", "-fsyntax-only", source]
+    result = subprocess.run(command, cwd=build.CSRC, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
