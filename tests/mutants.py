@@ -234,8 +234,8 @@ MUTANTS = {
     # Skinny products
     "a tile's own start counts as earlier": Mutant(
         EPILOGUE,
-        "share.first_step(from) < tile * p.steps",
-        "share.first_step(from) <= tile * p.steps",
+        "schedule.first_step(first_block) < tile * p.steps_per_tile",
+        "schedule.first_step(first_block) <= tile * p.steps_per_tile",
         "scaled_mm",
         (),
         "a block that starts at its tile's start and shares it has no other tile, so that either place is free; all agree",
@@ -245,7 +245,7 @@ MUTANTS = {
     ),
     "the next tile reads the last one's weights (narrow)": Mutant(
         WAVE_SPLIT_K,
-        "if (ahead.tile != tile) streaming = stream(ahead.tile);",
+        "if (prefetch.tile != tile) tile_weights = weight_tile(prefetch.tile);",
         "",
         "block_scaled_mm",
         cases("block_scaled_mm", "m1", arch="gfx950"),
@@ -255,15 +255,15 @@ MUTANTS = {
     ),
     "the next tile reads the last one's weights (wide)": Mutant(
         "gemm/skinny/amd/streamed_tile.h",
-        "if (next.tile != now.tile) ahead = stream(next.tile);",
+        "if (next.tile != current.tile) tile_weights = weight_tile(next.tile);",
         "",
         "block_scaled_mm",
         cases("block_scaled_mm", "column-major-scales"),
     ),
     "sums carried into the next tile (wide)": Mutant(
         "gemm/skinny/amd/streamed_tile.h",
-        "end_tile(tile, sum);\n        sum = {};",
-        "end_tile(tile, sum);",
+        "end_tile(epilogue, sum);\n        sum = {};",
+        "end_tile(epilogue, sum);",
         "block_scaled_mm",
         cases("block_scaled_mm", "column-major-scales"),
     ),
@@ -276,7 +276,7 @@ MUTANTS = {
     ),
     "both shared tiles of a block in one place": Mutant(
         EPILOGUE,
-        "(b == from ? ends_here : 0)",
+        "(b == first_block ? is_second_tile : 0)",
         "0",
         "block_scaled_mm",
         cases("block_scaled_mm", "m1", "odd-sizes", arch="gfx950"),
@@ -284,7 +284,7 @@ MUTANTS = {
     "results close to zero flushed": Mutant(
         EPILOGUE,
         "sum[i][j] += added;",
-        "sum[i][j] += added; for (int r = 0; r < kRun; ++r) if (sum[i][j][r] * sum[i][j][r] < 1e-6f) sum[i][j][r] = 0.0f;",
+        "sum[i][j] += added; for (int r = 0; r < kVec; ++r) if (sum[i][j][r] * sum[i][j][r] < 1e-6f) sum[i][j][r] = 0.0f;",
         "scaled_mm",
         cases("scaled_mm", "m16", "m64"),
     ),
@@ -293,8 +293,8 @@ MUTANTS = {
     ),
     "partial sums stored to a die's own cache": Mutant(
         EPILOGUE,
-        "mem::store_device(partials, at, place(share.block, v), sum",
-        "mem::store((u8*)p.partials + place(share.block, v) + at, sum",
+        "mem::store_device(partials, at, partial_offset(schedule.block, v), sum",
+        "mem::store((u8*)p.partials + partial_offset(schedule.block, v) + at, sum",
         "scaled_mm",
         cases("scaled_mm", "long-k", "m1"),
     ),
@@ -321,8 +321,8 @@ MUTANTS = {
     ),
     "a narrow tile begun only with two steps left": Mutant(
         WAVE_SPLIT_K,
-        "if (next.end > 0) begin_tile(tile, next.tile);",
-        "if (next.end > 1) begin_tile(tile, next.tile);",
+        "if (next.end > 0) begin_tile(epilogue, next.tile);",
+        "if (next.end > 1) begin_tile(epilogue, next.tile);",
         "block_scaled_mm",
         (),
         "shares of narrow kernels are multiples of 8 steps",
@@ -422,7 +422,7 @@ MUTANTS = {
     ),
     "bias of the MX kernels dropped": Mutant(
         EPILOGUE,
-        "added = kMx ? load_bias<kRun>(p, row[j]) : bias[j];",
+        "added = kMx ? load_bias<kVec>(p, row[j]) : bias[j];",
         "added = bias[j];",
         "mxfp8_scaled_mm",
         cases("mxfp8_scaled_mm", "bias-fp16", arch="gfx950"),

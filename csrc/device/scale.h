@@ -1,8 +1,10 @@
-// Types of the scales in HBM: how a lane loads one, holds it, and what it is worth; of a word that holds it, too.
+// Types of the scales in HBM: how a lane loads a scale, and which type its register has. `value` converts it to fp32, `of_word`
+// takes it out of a word of LDS.
 #pragma once
 #include "gpu.h"
 
-enum class Scales { kNone, kRow, kBlock, kMx };  // kMx: e8m0 scales, which the matrix instruction takes (amd/mx.h)
+// kMx: e8m0 scales that the matrix instruction takes (amd/mx.h).
+enum class ScaleGranularity { kNone, kRow, kBlock, kMx };
 
 constexpr int kScaleBlock = 128;  // of K per scale of kBlock, and rows of b
 
@@ -17,8 +19,8 @@ struct Fp32Scale {
   DEVICE static float of_word(u32 word, u32 /*address*/) { return __builtin_bit_cast(float, word); }
 };
 
-// Powers of two: byte e is 2^(e - 127), 255 is NaN. Held as words: of bytes the compiler would make words of four, and wait for
-// the loads to do so.
+// Powers of two: byte e is 2^(e - 127), 255 is NaN. A register has one scale as a word: the compiler would pack four bytes into a
+// word, and would wait for the loads to do so.
 struct E8m0Scale {
   using Type = u8;
   using Loaded = u32;

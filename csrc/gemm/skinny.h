@@ -1,32 +1,31 @@
-// Few tokens times a weight that is streamed from HBM once: what all skinny products share.
+// Skinny GEMM: few tokens times a weight that is streamed from HBM once.
 //
 //     out[m, n] = T(sum_k a[m, k] * b[n, k] * scale_a * scale_b + bias[n])
 //
-// Bytes: those of b, little else; flops: 2 * M * N * K. Up to 64 tokens the time is that of reading b, so all that counts is to
-// keep enough loads in flight on every compute unit, from the first cycle to the last.
+// Bytes: those of b, little else; flops: 2 * M * N * K. Up to 64 tokens the time is that of reading b. So every compute unit must
+// have enough loads in flight from the first cycle to the last.
 //
-// A step is 64 bytes of K, of kMx 256, a tile 64 rows of b over all of K, or 16 (Narrow). The steps of all tiles, one tile after
-// the other, are divided evenly over the blocks, so that every compute unit streams as much as any other: wherever tiles begin or
-// end, or, with units of a whole tile or an equal part of one, never across their borders. How a block streams tiles of 64 rows,
-// with all tokens, is the vendor's: skinny/amd/streamed_tile.h keeps what is in flight in
-// registers, skinny/nvidia/streamed_tile.h in LDS.
+// A tile is 64 rows of b over all of K (StreamedTile), or 16 rows (WaveSplitK). A step is 64 bytes of K of a tile, with kMx 256.
+// A stream-K schedule divides the steps of all tiles evenly over the blocks, wherever tiles begin or end (schedule.h). With units
+// of a whole tile or an equal part of one, no block crosses the border of a unit. A block multiplies a tile of 64 rows with all
+// tokens: AMD keeps the loads in flight in registers (amd/streamed_tile.h), NVIDIA in LDS (nvidia/streamed_tile.h).
 //
-// A tile that one block has alone it finishes from its registers. Of a shared tile, each block leaves its sums in HBM, and the
-// last to arrive adds them up in the order of K: no atomics on values, the same bits every run.
+// A block that has a whole tile writes its output from registers. Otherwise each block stores its partial sums to HBM, and the
+// last block to arrive adds them up in the order of K (epilogue.h). No value is added atomically: every run gives the same bits.
 #pragma once
 #include "gemm/skinny/streamed_tile.h"
 #include "gemm/skinny/wave_split_k.h"
 
-// A kernel of that name; `...` are its Scales and, of kBlock, their type.
-#define SKINNY(symbol, type, tokens, ...)                                                           \
-  KERNEL((Wide<type, tokens, __VA_ARGS__>::kThreads), (Wide<type, tokens, __VA_ARGS__>::kResident)) \
-  symbol(Product product) {                                                                         \
-    wait_for_arguments(product);                                                                    \
-    Wide<type, tokens, __VA_ARGS__>::run(product);                                                  \
+// A kernel named `symbol`; `...` is its ScaleGranularity and, for kBlock, the type of the scales.
+#define STREAMED_TILE(symbol, type, tokens, ...)                                                                    \
+  KERNEL((StreamedTile<type, tokens, __VA_ARGS__>::kThreads), (StreamedTile<type, tokens, __VA_ARGS__>::kResident)) \
+  symbol(SkinnyProblem problem) {                                                                                   \
+    wait_for_arguments(problem);                                                                                    \
+    StreamedTile<type, tokens, __VA_ARGS__>::run(problem);                                                          \
   }
-#define NARROW(symbol, type, tokens, ...)                                                              \
-  KERNEL((Narrow<type, tokens, __VA_ARGS__>::kThreads), tokens == 8 ? 4 : 3) symbol(Product product) { \
-    LDS static Narrow<type, tokens, __VA_ARGS__>::Buffer buffer;                                       \
-    const Narrow<type, tokens, __VA_ARGS__> kernel{product, buffer};                                   \
-    kernel.multiply();                                                                                 \
+#define WAVE_SPLIT_K(symbol, type, tokens, ...)                                                                  \
+  KERNEL((WaveSplitK<type, tokens, __VA_ARGS__>::kThreads), tokens == 8 ? 4 : 3) symbol(SkinnyProblem problem) { \
+    LDS static WaveSplitK<type, tokens, __VA_ARGS__>::Buffer buffer;                                             \
+    const WaveSplitK<type, tokens, __VA_ARGS__> kernel{problem, buffer};                                         \
+    kernel.multiply();                                                                                           \
   }

@@ -6,16 +6,16 @@
 // scaled. Where only one of the scales is e8m0, it is widened to fp32 beforehand; these kernels and the tiled ones stay few.
 #include "gemm/skinny.h"
 
-NARROW(block_scaled_mm_narrow_8, E4m3, 8, Scales::kBlock)
-NARROW(block_scaled_mm_narrow_16, E4m3, 16, Scales::kBlock)
-SKINNY(block_scaled_mm_skinny_16, E4m3, 16, Scales::kBlock)
-SKINNY(block_scaled_mm_skinny_32, E4m3, 32, Scales::kBlock)
-SKINNY(block_scaled_mm_skinny_64, E4m3, 64, Scales::kBlock)
-NARROW(block_scaled_mm_e8m0_narrow_8, E4m3, 8, Scales::kBlock, E8m0Scale)
-NARROW(block_scaled_mm_e8m0_narrow_16, E4m3, 16, Scales::kBlock, E8m0Scale)
-SKINNY(block_scaled_mm_e8m0_skinny_16, E4m3, 16, Scales::kBlock, E8m0Scale)
-SKINNY(block_scaled_mm_e8m0_skinny_32, E4m3, 32, Scales::kBlock, E8m0Scale)
-SKINNY(block_scaled_mm_e8m0_skinny_64, E4m3, 64, Scales::kBlock, E8m0Scale)
+WAVE_SPLIT_K(block_scaled_mm_narrow_8, E4m3, 8, ScaleGranularity::kBlock)
+WAVE_SPLIT_K(block_scaled_mm_narrow_16, E4m3, 16, ScaleGranularity::kBlock)
+STREAMED_TILE(block_scaled_mm_skinny_16, E4m3, 16, ScaleGranularity::kBlock)
+STREAMED_TILE(block_scaled_mm_skinny_32, E4m3, 32, ScaleGranularity::kBlock)
+STREAMED_TILE(block_scaled_mm_skinny_64, E4m3, 64, ScaleGranularity::kBlock)
+WAVE_SPLIT_K(block_scaled_mm_e8m0_narrow_8, E4m3, 8, ScaleGranularity::kBlock, E8m0Scale)
+WAVE_SPLIT_K(block_scaled_mm_e8m0_narrow_16, E4m3, 16, ScaleGranularity::kBlock, E8m0Scale)
+STREAMED_TILE(block_scaled_mm_e8m0_skinny_16, E4m3, 16, ScaleGranularity::kBlock, E8m0Scale)
+STREAMED_TILE(block_scaled_mm_e8m0_skinny_32, E4m3, 32, ScaleGranularity::kBlock, E8m0Scale)
+STREAMED_TILE(block_scaled_mm_e8m0_skinny_64, E4m3, 64, ScaleGranularity::kBlock, E8m0Scale)
 
 // Each thread one of `count` scales, [count / blocks, blocks] in either; row_stride and block_stride are those of the e8m0 ones.
 KERNEL(256)

@@ -5,18 +5,18 @@
 //
 // A pair is a token and an expert that it goes to. Bytes: the weights of the experts hit, little else.
 //
-// Nothing is sorted ahead: every block of gate_up groups the pairs by expert in LDS for itself (gemm/group_pairs.h), which takes
-// less time than a launch, and one of them leaves the order for down. An item is an expert with up to kTileTokens of its tokens; experts without
-// tokens are no item and cost nothing. A tile is 16 rows of weights: the waves of a block take its K in groups of 128 bytes in
-// turns, each lane with weights and tokens in registers, kRing groups in flight. gate_up: a tile has 8 gate rows and the 8 up
-// rows that belong to them, so that a lane ends with both; blocks take the tiles of all items in turn, and the waves meet in
-// LDS at the end of each. down: a block keeps its tile of the output and goes through all items, each wave with sums of its own
-// in LDS, which it adds to in the order of the items. Where tiles are too few to fill the chip, several blocks share the items
-// of each, and fused_experts_sum adds up what they leave. No block waits for another, nothing is added atomically, and the bits
-// are the same every run.
+// Nothing is sorted ahead: every block of gate_up groups the pairs by expert in LDS for itself (gemm/group_pairs.h), which
+// takes less time than a launch, and one of them leaves the order for down. An item is an expert with up to kTileTokens of its
+// tokens; experts without tokens are no item and cost nothing. A tile is 16 rows of weights: the waves of a block take its K in
+// groups of 128 bytes in turns, each lane with weights and tokens in registers, kStages groups in flight. gate_up: a tile has 8
+// gate rows and the 8 up rows that belong to them, so that a lane ends with both; blocks take the tiles of all items in turn,
+// and the waves meet in LDS at the end of each. down: a block keeps its tile of the output and goes through all items, each
+// wave with sums of its own in LDS, which it adds to in the order of the items. Where tiles are too few to fill the chip,
+// several blocks share the items of each, and fused_experts_sum adds up what they leave. No block waits for another, nothing is
+// added atomically, and the bits are the same every run.
 //
-// Tokens are quantised by a launch ahead. That blocks quantise them for themselves, on their way to the matrix instruction or, few
-// of them, into LDS, saves the launch and was slower even for one token, measured on H200: 31.9 and 31.0 against 29.2 us.
+// Tokens are quantised by a launch ahead. That blocks quantise them for themselves, on their way to the matrix instruction or,
+// few of them, into LDS, saves the launch and was slower even for one token, measured on H200: 31.9 and 31.0 against 29.2 us.
 #include "device/scale.h"
 #include "device/vec.h"
 #include "gemm/group_pairs.h"
@@ -51,11 +51,11 @@ static_assert(kGroup == kScaleBlock);
 extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];
 
 // A scale in a lane's registers.
-template <Scales>
+template <ScaleGranularity>
 struct Factor : Fp32Scale {};
 #ifdef HAS_BLOCK_SCALED_MMA
 template <>
-struct Factor<Scales::kMx> {
+struct Factor<ScaleGranularity::kMx> {
   using Loaded = u8;
   DEVICE static u8 load_or_zero(mem::Buffer from, int lane_offset, int offset, bool inside) {
     return mx::load_scale_or_zero(from, lane_offset, offset, inside);
@@ -64,10 +64,10 @@ struct Factor<Scales::kMx> {
 #endif
 
 // What a lane has in registers of a group of K, and how it gets there.
-template <class T, Scales kScales, bool kPaired, int kRing>
+template <class T, ScaleGranularity kScales, bool kPaired, int kStages>
 struct Stream {
   static constexpr int kTileOut = kPaired ? mma::kRows / 2 : mma::kRows;
-  static constexpr bool kBlock = kScales == Scales::kBlock, kMx = kScales == Scales::kMx;
+  static constexpr bool kBlock = kScales == ScaleGranularity::kBlock, kMx = kScales == ScaleGranularity::kMx;
   static constexpr int kScalesB = kMx ? 1 : kBlock ? kPaired ? 2 : 1 : 4;
 
   struct Group {
@@ -124,9 +124,9 @@ struct Stream {
   DEVICE void load(Group& group, const Run& run, int k, bool more) const {
     const int bytes = more ? p.k - k - mma::depth(lane) : 0;
     const mem::Buffer tokens = mem::buffer(p.tokens);
-    if constexpr (kScales != Scales::kNone) {
+    if constexpr (kScales != ScaleGranularity::kNone) {
       const int block = kMx ? k / kMxBlock : kBlock ? k / kScaleBlock * 4 : 0;
-      const bool there = more && (kScales == Scales::kRow || k + mx_block() * kMxBlock < p.k);
+      const bool there = more && (kScales == ScaleGranularity::kRow || k + mx_block() * kMxBlock < p.k);
 #pragma unroll
       for (int i = 0; i < kScalesB; ++i)
         group.scale_b[i] = Factor<kScales>::load_or_zero(run.scales_b, run.scale_b[i], block, there);
@@ -165,7 +165,7 @@ struct Stream {
 
   // At the end of a run, with its last group.
   DEVICE float result(const f32x4& sum, const Group& last, int i) const {
-    if constexpr (kScales != Scales::kRow) return sum[i];
+    if constexpr (kScales != ScaleGranularity::kRow) return sum[i];
     else return sum[i] * (last.scale_a[i % mma::kValueTokens] * last.scale_b[i]);
   }
 
@@ -175,14 +175,14 @@ struct Stream {
     if (!walk.more()) return;
     Walk ahead = walk;
     Run reading = {};
-    Group ring[kRing];
+    Group stages[kStages];
     auto load_next = [&](Group& group) __attribute__((always_inline)) {
       load(group, reading, ahead.k(), ahead.more());
       if (ahead.next() && ahead.more()) reading = run(ahead.item(), ahead.tile());
     };
     reading = run(ahead.item(), ahead.tile());
 #pragma unroll
-    for (int i = 0; i < kRing - 1; ++i) load_next(ring[i]);
+    for (int i = 0; i < kStages - 1; ++i) load_next(stages[i]);
     f32x4 sum = {};
     auto multiply_next = [&](Group& group) __attribute__((always_inline)) {
       sum = multiply(sum, group);
@@ -195,9 +195,9 @@ struct Stream {
     // Loads are in no branch, so that on every path as many are in flight; past the end they bring nothing.
     while (walk.more()) {
 #pragma unroll
-      for (int i = 0; i < kRing; ++i) {
-        load_next(ring[(i + kRing - 1) % kRing]);
-        if (walk.more()) multiply_next(ring[i]);
+      for (int i = 0; i < kStages; ++i) {
+        load_next(stages[(i + kStages - 1) % kStages]);
+        if (walk.more()) multiply_next(stages[i]);
       }
     }
   }
@@ -221,9 +221,9 @@ struct TileWalk {
   }
 };
 
-template <class T, Scales kScales>
+template <class T, ScaleGranularity kScales>
 DEVICE void gate_up(const Experts& p) {
-  using S = Stream<T, kScales, true, mma::kRing>;
+  using S = Stream<T, kScales, true, mma::kStages>;
   // Of this tile, and of the last, which a slow wave may still read.
   LDS static float sums[2][mma::kWaves][4][wave::kLanes];
   const Lists lists(dynamic_lds, p.pairs);
@@ -276,9 +276,9 @@ struct UnitWalk {
   }
 };
 
-template <class T, Scales kScales>
+template <class T, ScaleGranularity kScales>
 DEVICE void down(const Experts& p) {
-  using S = Stream<T, kScales, false, mma::kRing - 1>;
+  using S = Stream<T, kScales, false, mma::kStages - 1>;
   const int of_wave = p.m * mma::kRows;
   u8* behind = dynamic_lds + mma::kWaves * of_wave * 4;
   const Lists lists(behind, p.pairs);
@@ -345,13 +345,13 @@ DEVICE void sum_parts(const Sum& p) {
   KERNEL((kThreads), 3) fused_experts_gate_up_##kind(Experts experts) { gate_up<__VA_ARGS__>(experts); }       \
   KERNEL((kThreads), 4) fused_experts_down_##kind(Experts experts) { down<__VA_ARGS__>(experts); }
 
-INSTANCES(block, E4m3, Scales::kBlock)
-INSTANCES(row,   E4m3, Scales::kRow)
-INSTANCES(bf16,  Bf16, Scales::kNone)
-INSTANCES(fp16,  F16,  Scales::kNone)
+INSTANCES(block, E4m3, ScaleGranularity::kBlock)
+INSTANCES(row,   E4m3, ScaleGranularity::kRow)
+INSTANCES(bf16,  Bf16, ScaleGranularity::kNone)
+INSTANCES(fp16,  F16,  ScaleGranularity::kNone)
 KERNEL(kSumThreads) fused_experts_sum_bf16(Sum sum) { sum_parts<Bf16>(sum); }
 KERNEL(kSumThreads) fused_experts_sum_fp16(Sum sum) { sum_parts<F16>(sum); }
 #ifdef HAS_BLOCK_SCALED_MMA
-INSTANCES(mx,    E4m3, Scales::kMx)
+INSTANCES(mx,    E4m3, ScaleGranularity::kMx)
 #endif
 // clang-format on

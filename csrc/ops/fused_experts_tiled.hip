@@ -15,8 +15,8 @@
 // of 4 of either and ends with activations. Positions keep the order of the pairs and sums that of the slots, so that the same
 // inputs give the same bits.
 //
-// What gemm/tiled/main_loop.h does per panel is counted in scaled_mm_tiled.hip; two scales of weights take 28 issue cycles more of a SIMD
-// for 64 x 128 on gfx942, 56 for 128 x 128 (emulated). No LDS bank conflicts.
+// What gemm/tiled/main_loop.h does per panel is counted in scaled_mm_tiled.hip; two scales of weights take 28 issue cycles more
+// of a SIMD for 64 x 128 on gfx942, 56 for 128 x 128 (emulated). No LDS bank conflicts.
 //
 // sort: each block finds the place of one expert's pairs by itself. It counts the ids of all experts, in LDS, then its waves,
 // each of which has a part of the ids, write those that are the block's to their places. Bytes: E * ids, out of the caches.
@@ -145,7 +145,7 @@ struct Run {
 };
 
 // A wave's sums; n is the first gate row of these.
-template <class D, Scales kScales>
+template <class D, ScaleGranularity kScales>
 DEVICE void store_activations(const Sums<D>& sums, const Product& p, const Run& run, int first_n) {
   constexpr int kRows = kChunk / 2;
   const int inner = p.n / 2;
@@ -157,7 +157,7 @@ DEVICE void store_activations(const Sums<D>& sums, const Product& p, const Run& 
     float of_gate[kRows], of_up[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if constexpr (kScales != Scales::kRow) continue;
+      if constexpr (kScales != ScaleGranularity::kRow) continue;
       of_gate[r] = mem::load<float>(scales_b + (n + r) * p.scale_b_row);
       of_up[r] = mem::load<float>(scales_b + (inner + n + r) * p.scale_b_row);
     }
@@ -167,14 +167,16 @@ DEVICE void store_activations(const Sums<D>& sums, const Product& p, const Run& 
       if (m >= run.count) continue;
       const int pair = mem::load<int>(p.sorted + run.first + m), token = u32(pair) / p.slots,
                 slot = pair - token * p.slots;
-      const float scale_a = kScales == Scales::kRow ? mem::load<float>(p.scale_a + i64(token) * p.scale_a_row) : 1.0f;
+      const float scale_a =
+          kScales == ScaleGranularity::kRow ? mem::load<float>(p.scale_a + i64(token) * p.scale_a_row) : 1.0f;
       const float weight = p.router && slot < p.topk ? mem::load<float>(p.router + i64(token) * p.topk + slot) : 1.0f;
       float y[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const tile::Patch& patch = sums[i / tile::kLaneTokens][j];
         float gate = patch.get(i % tile::kLaneTokens, r), up = patch.get(i % tile::kLaneTokens, kRows + r);
-        if constexpr (kScales == Scales::kRow) gate = gate * scale_a * of_gate[r], up = up * scale_a * of_up[r];
+        if constexpr (kScales == ScaleGranularity::kRow)
+          gate = gate * scale_a * of_gate[r], up = up * scale_a * of_up[r];
         y[r] = silu(gate * weight) * (up * weight);
       }
       const f32x2 low = {y[0], y[1]}, high = {y[2], y[3]};
@@ -186,7 +188,7 @@ DEVICE void store_activations(const Sums<D>& sums, const Product& p, const Run& 
 }
 
 // A wave's sums, whose first weight row is first_n.
-template <class D, Scales kScales>
+template <class D, ScaleGranularity kScales>
 DEVICE void store_results(const Sums<D>& sums, const Product& p, const Run& run, int first_n) {
   const float* scales_b = p.scale_b + run.expert * p.scale_b_expert;
 #pragma unroll
@@ -196,20 +198,21 @@ DEVICE void store_results(const Sums<D>& sums, const Product& p, const Run& run,
     float scale_b[kChunk];
 #pragma unroll
     for (int r = 0; r < kChunk; ++r)
-      scale_b[r] = kScales == Scales::kRow ? mem::load<float>(scales_b + (n + r) * p.scale_b_row) : 1.0f;
+      scale_b[r] = kScales == ScaleGranularity::kRow ? mem::load<float>(scales_b + (n + r) * p.scale_b_row) : 1.0f;
 #pragma unroll
     for (int i = 0; i < D::kPatchesM * tile::kLaneTokens; ++i) {
       const int m = D::wave_m() + D::token(i);
       if (m >= run.count) continue;
       const i64 pair = mem::load<int>(p.sorted + run.first + m), row = run.first + m;
-      const float scale_a = kScales == Scales::kRow ? mem::load<float>(p.scale_a + row * p.scale_a_row) : 1.0f;
+      const float scale_a =
+          kScales == ScaleGranularity::kRow ? mem::load<float>(p.scale_a + row * p.scale_a_row) : 1.0f;
 #pragma unroll
       for (int v = 0; v < kChunk / 4; ++v) {
         f32x4 x;
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           x[r] = sums[i / tile::kLaneTokens][j].get(i % tile::kLaneTokens, v * 4 + r);
-          if constexpr (kScales == Scales::kRow) x[r] = x[r] * scale_a * scale_b[v * 4 + r];
+          if constexpr (kScales == ScaleGranularity::kRow) x[r] = x[r] * scale_a * scale_b[v * 4 + r];
         }
         mem::store((float*)p.out + pair * p.n + n + v * 4, x);
       }
@@ -217,7 +220,7 @@ DEVICE void store_results(const Sums<D>& sums, const Product& p, const Run& run,
   }
 }
 
-template <class Type, class D, Scales kScales, bool kGated>
+template <class Type, class D, ScaleGranularity kScales, bool kGated>
 DEVICE void multiply_experts(const Product& p) {
   const int tiles = mem::load<i32x4>(p.tiles).y, blocks = tiles * p.tiles_n;
   if (wave::block_x() >= blocks) return;
@@ -252,7 +255,7 @@ DEVICE void multiply_experts(const Product& p) {
     const int panels = (p.k + tile::kDepth - 1) / tile::kDepth;
     tile::multiply_panels<D, Type>(sums, fill_a, fill_b, b_layout.by_piece(), scaling, 0, panels, p.k);
   };
-  if constexpr (kScales == Scales::kBlock) {
+  if constexpr (kScales == ScaleGranularity::kBlock) {
     auto block_of = [&](int n) { return (n < p.n ? n : p.n - 1) / kScaleBlock * p.scale_b_row; };
     const float* scales_b = p.scale_b + run.expert * p.scale_b_expert;
     tile::BlockScales<D, kGated> scales;
@@ -277,7 +280,7 @@ DEVICE void multiply_experts(const Product& p) {
 // clang-format off
 #define INSTANCE(symbol, Type, tile_m, scales, gated)                                       \
   KERNEL(256) symbol(Product product) {                                                     \
-    multiply_experts<Type, Division<tile_m, 128, 256>, Scales::scales, gated>(product);     \
+    multiply_experts<Type, Division<tile_m, 128, 256>, ScaleGranularity::scales, gated>(product);     \
   }
 
 INSTANCE(fused_experts_tiled_gate_up_block_64,  E4m3, 64,  kBlock, true)

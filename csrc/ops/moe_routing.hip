@@ -17,8 +17,8 @@
 // a group share its experts: each has up to kValues neighbouring ones, so that smaller indices lie in lower lanes. topk times the
 // wave finds the largest choice, the first lane that has it, and what that lane knows of it.
 //
-// For a loss, tokens are dealt to all waves in turn. The sums of a block's waves meet in LDS, those of the blocks in HBM, where the
-// last block to arrive adds them up: always in the same order, so that the same input gives the same bits.
+// For a loss, tokens are dealt to all waves in turn. The sums of a block's waves meet in LDS, those of the blocks in HBM, where
+// the last block to arrive adds them up: always in the same order, so that the same input gives the same bits.
 #include "device/arrive.h"
 #include "device/reduce.h"
 

@@ -5,8 +5,8 @@
 // The matrix instruction takes the scales (device/amd/mx.h), so they cost their loads; sums are fp32. Bytes: 33/32 * (M + N) * K
 // and the results; flops: 2 * M * N * K. Up to 64 tokens the time is that of reading b, from some hundred on that of the flops.
 //
-// A tile is some rows of b times some tokens over all of K, a unit one pair of instructions, 256 bytes of K, of a tile. Units are
-// the steps that gemm/skinny.h divides over the blocks, and tiles end as it has it.
+// A tile is some rows of b times some tokens over all of K. A unit is one pair of instructions, 256 bytes of K, of a tile. Units
+// are the steps that the stream-K schedule of gemm/skinny divides over the blocks. Tiles end with its epilogue.
 //
 // Static, on gfx950: the streams for 16, 32 and 64 tokens have 144, 164 and 198 registers, so 3, 3 and 2 waves per SIMD; the
 // tiles of 64 and 128 have 116 and 250, so 4 and 2. Emulated: when a wave that streams waits, 14 KB of b are in flight for it on
@@ -16,8 +16,8 @@
 
 #ifdef HAS_BLOCK_SCALED_MMA
 
-struct MxProduct : Product {  // a step is a unit, a scale one e8m0 byte per 32 of K
-  int scale_b_shift;          // 2^scale_b_shift rows of b share their scales
+struct MxProblem : SkinnyProblem {  // a step is a unit, a scale one e8m0 byte per 32 of K
+  int scale_b_shift;                // 2^scale_b_shift rows of b share their scales
   int blocks;
 };
 
@@ -25,30 +25,31 @@ constexpr int kWaves = mma::kWaves, kThreads = kWaves * wave::kLanes;
 constexpr int kOutside = 1 << 31;  // an offset at which every buffer reads as zeros, as any number further on
 
 template <int kLaneTokens, int kLaneQuads>
-using Tile = Finish<Scales::kMx, kLaneTokens, kLaneQuads, /*kRun=*/4, /*kGroup=*/1, kThreads, /*kLoaded=*/16>;
+using Epilogue = TileEpilogue<ScaleGranularity::kMx, kLaneTokens, kLaneQuads, /*kVec=*/4, /*kGroupSteps=*/1, kThreads,
+                              /*kFreeFloats=*/16>;
 
-// Up to kTokens tokens: tiles of 64 rows, each wave 16 of its own, which it streams from HBM straight to registers. A lane keeps
-// a ring of kRing units: once one is multiplied, the one kRing further on is loaded into its place, past the end of a tile the
-// next tile's, so that at least kRing - 1 are in flight always. All waves need the same tokens: each loads a quarter of a
-// unit's, along with its weights, and they meet in LDS, double-buffered, in the order in which lanes read them.
+// Up to kTokens tokens. A tile has 64 rows. Each wave streams 16 of them from HBM straight to registers. A lane has kStages
+// units in registers: a multiplied unit makes room for the one kStages further on, which may belong to the next tile. So at
+// least kStages - 1 units are in flight. All waves need the same tokens: each wave loads a quarter of a unit's tokens with its
+// weights, and stores them to LDS in the order in which lanes read them. LDS is double-buffered.
 template <int kTokens>
-DEVICE void stream(const MxProduct& p) {
-  constexpr int kRing = 4, kTiles = kTokens / mx::kRows, kRows = kWaves * mx::kRows;
+DEVICE void stream(const MxProblem& p) {
+  constexpr int kStages = 4, kTiles = kTokens / mx::kRows, kRows = kWaves * mx::kRows;
   static_assert(kWaves == mx::kPieces && kTiles <= kWaves, "a wave brings one piece of all tokens, and scales of 16");
   LDS static u32x4 tokens[2][kTiles][mx::kPieces][wave::kLanes];
   LDS static u32 token_scales[2][kWaves][wave::kLanes];  // those of waves past kTiles are zero and of no use
-  using MxScales = mx::Scales</*kWords=*/true>;
+  using PairScales = mx::PairScales</*kWords=*/true>;
   const int lane = wave::lane(), part = wave::index(), row = part * mx::kRows + mx::row(lane);
   wait_for_arguments(p);
-  const Share<1> share{p};
+  const StreamKSchedule<1> schedule{p};
 
-  struct Slot {
-    u32x4 token[kTiles];    // the wave's piece of each 16 tokens
-    MxScales token_scales;  // of the wave's 16 tokens
+  struct Stage {
+    u32x4 token[kTiles];      // the wave's piece of each 16 tokens
+    PairScales token_scales;  // of the wave's 16 tokens
     u32x4 weight[mx::kPieces];
-    MxScales weight_scales;
+    PairScales weight_scales;
   };
-  Slot ring[kRing];
+  Stage stages[kStages];
   int token_at[kTiles];
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
@@ -56,36 +57,36 @@ DEVICE void stream(const MxProduct& p) {
     token_at[t] = m < p.m ? m * p.a_stride + part * mx::kSpacing + mx::depth(lane) : kOutside;
   }
   const int token_scales_at = row < p.m && part < kTiles ? row * p.scale_a_row : kOutside;
-  auto load = [&](Slot& slot, const Group& from) __attribute__((always_inline)) {
+  auto load = [&](Stage& stage, const TileWork& from) __attribute__((always_inline)) {
     const int at = from.step * mx::kPair, scale_at = at >> mx::kLog2Block, bytes = from.end > 0 ? p.k - at : 0;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
-      slot.token[t] =
+      stage.token[t] =
           mem::load_or_zero(mem::buffer(p.a), token_at[t], at, part * mx::kSpacing + mx::depth(lane) < bytes);
-    slot.token_scales =
-        MxScales::load(mem::buffer(p.scale_a), lane, token_scales_at, scale_at, bytes >> mx::kLog2Block);
-    mx::schedule_fence();  // tokens come first, as they are waited for first
+    stage.token_scales =
+        PairScales::load(mem::buffer(p.scale_a), lane, token_scales_at, scale_at, bytes >> mx::kLog2Block);
+    mx::schedule_fence();  // tokens are issued first because they are waited for first
     const int n = from.tile * kRows, of_row = n + row < p.n ? bytes : 0;
     const mem::Buffer weights = mem::buffer(p.b + i64(n) * p.b_row);
 #pragma unroll
     for (int i = 0; i < mx::kPieces; ++i)
-      slot.weight[i] = mem::load_once_or_zero(weights, row * p.b_row + mx::depth(lane), at + i * mx::kSpacing,
-                                              i * mx::kSpacing + mx::depth(lane) < of_row);
+      stage.weight[i] = mem::load_once_or_zero(weights, row * p.b_row + mx::depth(lane), at + i * mx::kSpacing,
+                                               i * mx::kSpacing + mx::depth(lane) < of_row);
     const mem::Buffer scales = mem::buffer((const u8*)p.scale_b + i64(n >> p.scale_b_shift) * p.scale_b_row);
-    slot.weight_scales =
-        MxScales::load(scales, lane, (row >> p.scale_b_shift) * p.scale_b_row, scale_at, of_row >> mx::kLog2Block);
+    stage.weight_scales =
+        PairScales::load(scales, lane, (row >> p.scale_b_shift) * p.scale_b_row, scale_at, of_row >> mx::kLog2Block);
     mx::schedule_fence();  // units' loads stay in order, so that waiting for one is not waiting for later ones
   };
-  auto store_tokens = [&](const Slot& slot, int buffer) __attribute__((always_inline)) {
+  auto store_tokens = [&](const Stage& stage, int buffer) __attribute__((always_inline)) {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) tokens[buffer][t][part][lane] = slot.token[t];
-    token_scales[buffer][part][lane] = slot.token_scales.aligned(lane);
+    for (int t = 0; t < kTiles; ++t) tokens[buffer][t][part][lane] = stage.token[t];
+    token_scales[buffer][part][lane] = stage.token_scales.aligned(lane);
     block_barrier();  // hazard: tokens are read before they are written
   };
   f32x4 sum[kTiles][1] = {};
-  auto multiply = [&](const Slot& slot, int buffer) __attribute__((always_inline)) {
-    const u32 scales = slot.weight_scales.aligned(lane);
-    const u32x4* weight = slot.weight;
+  auto multiply = [&](const Stage& stage, int buffer) __attribute__((always_inline)) {
+    const u32 scales = stage.weight_scales.aligned(lane);
+    const u32x4* weight = stage.weight;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       const u32x4(&token)[mx::kPieces][wave::kLanes] = tokens[buffer][t];
@@ -97,57 +98,59 @@ DEVICE void stream(const MxProduct& p) {
     }
   };
 
-  Group now = share.begin(), ahead = now;
+  TileWork current = schedule.begin(), prefetch = current;
 #pragma unroll
-  for (int r = 0; r < kRing; ++r, ahead = share.after(ahead)) load(ring[r], ahead);
-  store_tokens(ring[0], 0);
-  while (now.end > 0) {
+  for (int r = 0; r < kStages; ++r, prefetch = schedule.after(prefetch)) load(stages[r], prefetch);
+  store_tokens(stages[0], 0);
+  while (current.end > 0) {
 #pragma unroll
-    for (int r = 0; r < kRing; ++r) {  // units past the last are zeros
-      multiply(ring[r], r % 2);
+    for (int r = 0; r < kStages; ++r) {  // units past the last are zeros
+      multiply(stages[r], r % 2);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) mx::compute_now(sum[t]);
-      mx::schedule_fence();  // loads into the ring come after what reads it, not before and into other registers
-      load(ring[r], ahead);
+      mx::schedule_fence();  // a stage is loaded after its last use; earlier, its loads would go to other registers
+      load(stages[r], prefetch);
       // Hazard: the tokens that these overwrite have been read by all waves that came to the last barrier.
-      store_tokens(ring[(r + 1) % kRing], (r + 1) % 2);
-      ahead = share.after(ahead);
-      const Group next = share.after(now);
-      if (next.tile != now.tile && now.end > 0) {
-        Tile<kTiles, 1> tile{p, share};
-        tile.begin(
-            now.tile, [&](int t) __attribute__((always_inline)) { return t * mx::kRows + mx::sum_token(lane); },
+      store_tokens(stages[(r + 1) % kStages], (r + 1) % 2);
+      prefetch = schedule.after(prefetch);
+      const TileWork next = schedule.after(current);
+      if (next.tile != current.tile && current.end > 0) {
+        Epilogue<kTiles, 1> epilogue{p, schedule};
+        epilogue.begin(
+            current.tile, [&](int t) __attribute__((always_inline)) { return t * mx::kRows + mx::sum_token(lane); },
             [&](int)
-                __attribute__((always_inline)) { return now.tile * kRows + part * mx::kRows + mx::sum_row(lane); });
-        tile.end(sum);
+                __attribute__((always_inline)) { return current.tile * kRows + part * mx::kRows + mx::sum_row(lane); });
+        epilogue.end(sum);
         mx::wait_for_loads();  // for the compiler, which would else wait for more than it must wherever this path joins
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) sum[t][0] = f32x4{};
       }
-      now = next;
+      current = next;
     }
   }
 }
 
-// Any number of tokens: tiles of kSide rows and as many tokens, each wave a quarter, kTiles x kTiles instructions wide. Both
-// operands come to LDS, half a unit at a time, double-buffered, in the order in which lanes read them: no bank conflicts. The
-// two halves after those in LDS are under way to registers. Neighbouring tiles are the work of one die, for its cache.
+// Any number of tokens. A tile has kSide rows and kSide tokens. Each wave multiplies a quarter of it, kTiles x kTiles
+// instructions wide. Both operands go to LDS, half a unit at a time, in the order in which lanes read them, which has no bank
+// conflicts. LDS is double-buffered, and the next two halves are in flight to registers. One XCD has neighbouring tiles, for
+// its L2 cache.
 template <int kTiles, bool kWords>
-DEVICE void multiply_tiles(const MxProduct& p) {
+DEVICE void multiply_tiles(const MxProblem& p) {
   constexpr int kSide = 2 * kTiles * mx::kRows;
   enum { kTokens, kWeights, kOperands };
   LDS static u32x4 halves[2][kOperands][2 * kTiles][2][wave::kLanes];
-  using MxScales = mx::Scales<kWords>;
+  using PairScales = mx::PairScales<kWords>;
   const int lane = wave::lane();
-  const Share<1> share{p, tile::work_of(wave::block_x(), p.blocks)};
+  const StreamKSchedule<1> schedule{p, tile::work_of(wave::block_x(), p.blocks)};
   const int tiles_m = (p.m + kSide - 1) / kSide, tiles_n = (p.n + kSide - 1) / kSide;
   // The wave's quarter, and what it brings to LDS of each half unit: one of two pieces of every other 16 rows.
   const int token_rows = wave::index() % 2 * kTiles, weight_rows = wave::index() / 2 * kTiles;
   const int piece = wave::index() % 2, bring = wave::index() / 2;
 
-  for (Group now = share.begin(); now.end > 0; now = share.after({now.tile, now.end, now.end})) {
-    const int begin = now.step, end = now.end;
-    const tile::Position position(now.tile, tiles_m, tiles_n, tile::kGroup);
+  for (TileWork current = schedule.begin(); current.end > 0;
+       current = schedule.after({current.tile, current.end, current.end})) {
+    const int begin = current.step, end = current.end;
+    const tile::Position position(current.tile, tiles_m, tiles_n, tile::kGroup);
     const int m0 = position.m * kSide, n0 = position.n * kSide;
     const mem::Buffer a = mem::buffer(p.a + i64(m0) * p.a_stride), b = mem::buffer(p.b + i64(n0) * p.b_row);
     const mem::Buffer scale_a = mem::buffer((const u8*)p.scale_a + i64(m0) * p.scale_a_row);
@@ -177,15 +180,15 @@ DEVICE void multiply_tiles(const MxProduct& p) {
       }
     };
     struct AllScales {
-      MxScales operand[kOperands][kTiles];
+      PairScales operand[kOperands][kTiles];
     };
     auto load_scales = [&](int pair) __attribute__((always_inline)) {
       AllScales scales;
       const int at = pair * mx::kPair, count = pair < end ? (p.k - at) >> mx::kLog2Block : 0;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        scales.operand[kTokens][i] = MxScales::load(scale_a, lane, token_scales_at[i], at >> mx::kLog2Block, count);
-        scales.operand[kWeights][i] = MxScales::load(scale_b, lane, weight_scales_at[i], at >> mx::kLog2Block, count);
+        scales.operand[kTokens][i] = PairScales::load(scale_a, lane, token_scales_at[i], at >> mx::kLog2Block, count);
+        scales.operand[kWeights][i] = PairScales::load(scale_b, lane, weight_scales_at[i], at >> mx::kLog2Block, count);
       }
       return scales;
     };
@@ -234,19 +237,19 @@ DEVICE void multiply_tiles(const MxProduct& p) {
       multiply.template operator()<1>(scales);
       block_barrier();  // hazard: as above
     }
-    Tile<kTiles, kTiles> tile{p, share};
-    tile.begin(
-        now.tile,
+    Epilogue<kTiles, kTiles> epilogue{p, schedule};
+    epilogue.begin(
+        current.tile,
         [&](int t) __attribute__((always_inline)) { return m0 + (token_rows + t) * mx::kRows + mx::sum_token(lane); },
         [&](int w) __attribute__((always_inline)) { return n0 + (weight_rows + w) * mx::kRows + mx::sum_row(lane); });
-    tile.end(sum);
+    epilogue.end(sum);
   }
 }
 
-KERNEL(kThreads) mxfp8_scaled_mm_stream_16(MxProduct product) { stream<16>(product); }
-KERNEL(kThreads) mxfp8_scaled_mm_stream_32(MxProduct product) { stream<32>(product); }
-KERNEL(kThreads) mxfp8_scaled_mm_stream_64(MxProduct product) { stream<64>(product); }
-KERNEL(kThreads) mxfp8_scaled_mm_tile_128(MxProduct product) { multiply_tiles<4, /*kWords=*/true>(product); }
-KERNEL(kThreads) mxfp8_scaled_mm_tile_64(MxProduct product) { multiply_tiles<2, /*kWords=*/true>(product); }
-KERNEL(kThreads) mxfp8_scaled_mm_tile_64_bytes(MxProduct product) { multiply_tiles<2, /*kWords=*/false>(product); }
+KERNEL(kThreads) mxfp8_scaled_mm_stream_16(MxProblem product) { stream<16>(product); }
+KERNEL(kThreads) mxfp8_scaled_mm_stream_32(MxProblem product) { stream<32>(product); }
+KERNEL(kThreads) mxfp8_scaled_mm_stream_64(MxProblem product) { stream<64>(product); }
+KERNEL(kThreads) mxfp8_scaled_mm_tile_128(MxProblem product) { multiply_tiles<4, /*kWords=*/true>(product); }
+KERNEL(kThreads) mxfp8_scaled_mm_tile_64(MxProblem product) { multiply_tiles<2, /*kWords=*/true>(product); }
+KERNEL(kThreads) mxfp8_scaled_mm_tile_64_bytes(MxProblem product) { multiply_tiles<2, /*kWords=*/false>(product); }
 #endif

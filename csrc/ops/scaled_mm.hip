@@ -5,8 +5,8 @@
 // a and b are e4m3 of the arch's format, scales fp32, one or one per row; sums are fp32.
 #include "gemm/skinny.h"
 
-NARROW(scaled_mm_narrow_8, E4m3, 8, Scales::kRow)
-NARROW(scaled_mm_narrow_16, E4m3, 16, Scales::kRow)
-SKINNY(scaled_mm_skinny_16, E4m3, 16, Scales::kRow)
-SKINNY(scaled_mm_skinny_32, E4m3, 32, Scales::kRow)
-SKINNY(scaled_mm_skinny_64, E4m3, 64, Scales::kRow)
+WAVE_SPLIT_K(scaled_mm_narrow_8, E4m3, 8, ScaleGranularity::kRow)
+WAVE_SPLIT_K(scaled_mm_narrow_16, E4m3, 16, ScaleGranularity::kRow)
+STREAMED_TILE(scaled_mm_skinny_16, E4m3, 16, ScaleGranularity::kRow)
+STREAMED_TILE(scaled_mm_skinny_32, E4m3, 32, ScaleGranularity::kRow)
+STREAMED_TILE(scaled_mm_skinny_64, E4m3, 64, ScaleGranularity::kRow)

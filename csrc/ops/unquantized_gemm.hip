@@ -5,13 +5,13 @@
 // Sums are fp32.
 #include "gemm/skinny.h"
 
-NARROW(unquantized_gemm_bf16_narrow_8, Bf16, 8, Scales::kNone)
-NARROW(unquantized_gemm_bf16_narrow_16, Bf16, 16, Scales::kNone)
-SKINNY(unquantized_gemm_bf16_skinny_16, Bf16, 16, Scales::kNone)
-SKINNY(unquantized_gemm_bf16_skinny_32, Bf16, 32, Scales::kNone)
-SKINNY(unquantized_gemm_bf16_skinny_64, Bf16, 64, Scales::kNone)
-NARROW(unquantized_gemm_fp16_narrow_8, F16, 8, Scales::kNone)
-NARROW(unquantized_gemm_fp16_narrow_16, F16, 16, Scales::kNone)
-SKINNY(unquantized_gemm_fp16_skinny_16, F16, 16, Scales::kNone)
-SKINNY(unquantized_gemm_fp16_skinny_32, F16, 32, Scales::kNone)
-SKINNY(unquantized_gemm_fp16_skinny_64, F16, 64, Scales::kNone)
+WAVE_SPLIT_K(unquantized_gemm_bf16_narrow_8, Bf16, 8, ScaleGranularity::kNone)
+WAVE_SPLIT_K(unquantized_gemm_bf16_narrow_16, Bf16, 16, ScaleGranularity::kNone)
+STREAMED_TILE(unquantized_gemm_bf16_skinny_16, Bf16, 16, ScaleGranularity::kNone)
+STREAMED_TILE(unquantized_gemm_bf16_skinny_32, Bf16, 32, ScaleGranularity::kNone)
+STREAMED_TILE(unquantized_gemm_bf16_skinny_64, Bf16, 64, ScaleGranularity::kNone)
+WAVE_SPLIT_K(unquantized_gemm_fp16_narrow_8, F16, 8, ScaleGranularity::kNone)
+WAVE_SPLIT_K(unquantized_gemm_fp16_narrow_16, F16, 16, ScaleGranularity::kNone)
+STREAMED_TILE(unquantized_gemm_fp16_skinny_16, F16, 16, ScaleGranularity::kNone)
+STREAMED_TILE(unquantized_gemm_fp16_skinny_32, F16, 32, ScaleGranularity::kNone)
+STREAMED_TILE(unquantized_gemm_fp16_skinny_64, F16, 64, ScaleGranularity::kNone)

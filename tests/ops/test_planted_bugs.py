@@ -118,8 +118,8 @@ BUGS = {
     ),
     "last partial missing": (
         "gemm/skinny/epilogue.h",
-        "b + other <= to) sum",
-        "b + other < to) sum",
+        "b + other <= last_block) sum",
+        "b + other < last_block) sum",
         ops.scaled_mm,
         "long-k",
         "gfx950",
@@ -163,8 +163,8 @@ BUGS = {
     ),
     "the neighbouring block's scale": (
         "gemm/skinny/amd/streamed_tile.h",
-        "0, u32(step) / kUnit * Scale::kBytes, 0 < bytes",
-        "0, (step / kUnit ^ 1) * Scale::kBytes, 0 < bytes",
+        "0, u32(step) / kUnitSteps * Scale::kBytes, 0 < bytes",
+        "0, (step / kUnitSteps ^ 1) * Scale::kBytes, 0 < bytes",
         ops.block_scaled_mm,
         "m5",
         "gfx942",
@@ -343,8 +343,8 @@ BUGS = {
     ),
     "blocks of shared tiles by the share of others": (
         "gemm/skinny/schedule.h",
-        "p.by_longer_units.inverse : p.by_units.inverse",
-        "p.by_longer_units.inverse : p.by_longer_units.inverse",
+        "p.longer_block_divisor.inverse : p.units_per_block_divisor.inverse",
+        "p.longer_block_divisor.inverse : p.longer_block_divisor.inverse",
         ops.scaled_mm,
         "long-k",
         "gfx942",
@@ -370,8 +370,8 @@ BUGS = {
     ),
     "shared sums of the last token missing": (
         "gemm/skinny/epilogue.h",
-        "token[v / kLaneRuns] < p.m;",
-        "token[v / kLaneRuns] < p.m - 1;",
+        "token[v / kLaneVecs] < p.m;",
+        "token[v / kLaneVecs] < p.m - 1;",
         ops.mxfp8_scaled_mm,
         "long-k",
         "gfx950",
@@ -379,7 +379,7 @@ BUGS = {
     ),
     "a run of results where fewer are left": (
         "gemm/skinny/epilogue.h",
-        "if (p.n % kRun) store_odd(value...);",
+        "if (p.n % kVec) store_odd(value...);",
         "if (false) store_odd(value...);",
         ops.mxfp8_scaled_mm,
         "bias-fp16",
@@ -388,7 +388,7 @@ BUGS = {
     ),
     "a run of results where fewer are left, of wide tiles": (
         "gemm/skinny/epilogue.h",
-        "else if (p.n % kRun) store(store_odd);",
+        "else if (p.n % kVec) store(store_odd);",
         "else if (false) store(store_odd);",
         ops.scaled_mm,
         "bias-fp16",
@@ -415,8 +415,8 @@ BUGS = {
     ),
     "a narrow tile's scales of another token": (
         "gemm/skinny/wave_split_k.h",
-        "turn.scale_a[t][v] = Scale::load_or_zero(mem::buffer(p.scale_a), token *",
-        "turn.scale_a[t][v] = Scale::load_or_zero(mem::buffer(p.scale_a), (token ^ 1) *",
+        "k_slice.scale_a[t][v] = Scale::load_or_zero(mem::buffer(p.scale_a), token *",
+        "k_slice.scale_a[t][v] = Scale::load_or_zero(mem::buffer(p.scale_a), (token ^ 1) *",
         ops.block_scaled_mm,
         "e8m0",
         "gfx950",
@@ -775,8 +775,8 @@ BUGS = {
     ),
     "loads behind the ring": (
         "ops/fused_experts.hip",
-        "load_next(ring[(i + kRing - 1) % kRing]);",
-        "load_next(ring[(i + kRing - 2) % kRing]);",
+        "load_next(stages[(i + kStages - 1) % kStages]);",
+        "load_next(stages[(i + kStages - 2) % kStages]);",
         ops.fused_experts,
         "block-long",
         "gfx950",

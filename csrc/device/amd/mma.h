@@ -8,12 +8,12 @@
 namespace mma {
 
 constexpr int kRows = 16;              // weight rows of a wave
-constexpr int kWaves = 4;              // of a block, each with rows of its own
+constexpr int kWaves = 4;              // of a block that multiply, each with rows of its own
 constexpr int kDepth = 64;             // bytes of K of a step: 16 of each row per lane
 constexpr int kLoads = 1;              // 16-byte loads of weights per lane and step
 constexpr int kChunkBytes = 8 * 1024;  // the most that LDS gives a chunk of tokens
-constexpr int kMaxPieces = 8;          // of a chunk that a lane brings
-constexpr int kRing = 4;               // groups of steps of a wave in registers where each wave has its own
+constexpr int kMaxVecs = 8;            // 16-byte loads of a producer lane for a chunk of tokens
+constexpr int kStages = 4;             // K slices that a wave of WaveSplitK has in registers
 
 // Lane l holds row (or token) l % 16, bytes 16 * (l / 16) on. Which K an instruction takes from a lane does not matter as
 // long as weights and tokens agree.
@@ -25,12 +25,12 @@ struct Weights {
 };
 
 // Tokens of a step in LDS: kTokens * 64 bytes, in the order in which lanes read them: [kTokens / 16][depth / 16][16 tokens][16].
-struct Piece {  // 16 bytes of one token
+struct TokenVec {  // 16 bytes of one token
   int token, depth;
 };
-DEVICE Piece piece(int index) { return {index / 64 * 16 + index % 16, index / 16 % 4 * 16}; }
+DEVICE TokenVec token_vec(int index) { return {index / 64 * 16 + index % 16, index / 16 % 4 * 16}; }
 template <int kTokens>
-DEVICE void store_piece(u8* step, int index, u32x4 bytes) {
+DEVICE void store_vec(u8* step, int index, u32x4 bytes) {
   *(u32x4*)(step + index * 16) = bytes;
 }
 

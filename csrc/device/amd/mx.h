@@ -1,13 +1,14 @@
 // The matrix instruction of MX formats: 16 weight rows x 16 tokens x 128 of K, e4m3fn with an e8m0 scale per 32 of K on both
 // sides, fp32 accumulation (v_mfma_scale_f32_16x16x128_f8f6f4; CDNA4 ISA, section 7.2 "Block scaling").
 //
-// The unit is a pair of instructions, 256 bytes of K. Lane l holds row (or token) l % 16 as four pieces of 16 bytes: of every 64
-// bytes those at 16 * (l / 16), so that the four lanes of a row load 64 bytes in a row. An instruction takes two pieces, its
-// lower and its upper 64 of K (section 7.1.5.1), and from lane l the scale of the (l / 16)-th of its blocks of 32 (section 7.2.1).
-// Instruction i of a pair gets pieces i and i + 2: then its blocks are 2i, 2i + 1, 2i + 4 and 2i + 5 of the pair's eight, and
-// what lane l has to supply for both instructions lies in one word, two bytes apart, where op_sel chooses.
+// The unit is a pair of instructions, 256 bytes of K. Lane l holds row (or token) l % 16 as four pieces of 16 bytes: of every
+// 64 bytes those at 16 * (l / 16), so that the four lanes of a row load 64 bytes in a row. An instruction takes two pieces, its
+// lower and its upper 64 of K (section 7.1.5.1), and from lane l the scale of the (l / 16)-th of its blocks of 32 (section
+// 7.2.1). Instruction i of a pair gets pieces i and i + 2: then its blocks are 2i, 2i + 1, 2i + 4 and 2i + 5 of the pair's
+// eight, and what lane l has to supply for both instructions lies in one word, two bytes apart, where op_sel chooses.
 //
-// One instruction alone, 128 bytes of K, takes pieces 0 and 1: then its blocks are 0 to 3, and what lane l has to supply is one byte.
+// One instruction alone, 128 bytes of K, takes pieces 0 and 1: then its blocks are 0 to 3, and what lane l has to supply is one
+// byte.
 #pragma once
 #include "buffer.h"
 
@@ -27,12 +28,12 @@ DEVICE int depth(int lane) { return lane / 16 * 16; }
 
 // The scales of a lane and a pair, as loaded: one word, or two bytes where words are not aligned.
 template <bool kWords>
-struct Scales {
+struct PairScales {
   u32 loaded[kWords ? 1 : 2];
 
   // Loads them from lane_offset + offset on, `offset` the same in all lanes. Those past the row's next `count`, with words a
   // multiple of 4, are zero.
-  DEVICE static Scales load(mem::Buffer from, int lane, int lane_offset, int offset, int count) {
+  DEVICE static PairScales load(mem::Buffer from, int lane, int lane_offset, int offset, int count) {
     const int word = lane / 32 * 4, first = word + lane / 16 % 2;
     auto at = [&](int scale) __attribute__((always_inline)) { return scale < count ? lane_offset + scale : -1; };
     if constexpr (kWords) return {__builtin_amdgcn_raw_buffer_load_b32(from, at(word), offset, 0)};

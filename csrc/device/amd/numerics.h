@@ -17,8 +17,8 @@ constexpr float kE4m3Max = 224.0f;
 constexpr float kE4m3Max = 448.0f;
 #endif
 
-// Four floats in [-kE4m3Max, kE4m3Max] or NaN -> four e4m3 bytes, round to nearest even; NaN becomes +kE4m3Max, as vLLM's clamp does.
-// Not med3: it would make NaN the lower bound.
+// Four floats in [-kE4m3Max, kE4m3Max] or NaN -> four e4m3 bytes, round to nearest even; NaN becomes +kE4m3Max, as vLLM's clamp
+// does. Not med3: it would make NaN the lower bound.
 DEVICE float clamp_e4m3(float x) { return __builtin_fmaxf(__builtin_fminf(x, kE4m3Max), -kE4m3Max); }
 DEVICE u32 to_e4m3x4(f32x2 low, f32x2 high) {
   int packed = __builtin_amdgcn_cvt_pk_fp8_f32(clamp_e4m3(low.x), clamp_e4m3(low.y), 0, false);

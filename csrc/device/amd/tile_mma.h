@@ -100,7 +100,8 @@ struct Multiplier {
       __builtin_amdgcn_sched_barrier(0);
     }
   }
-  // Adds the product of two panels, times factors if kScaled: those of a lane's first 4 weight rows of a patch, and of its last 4.
+  // Adds the product of two panels, times factors if kScaled: those of a lane's first 4 weight rows of a patch, and of its last
+  // 4.
   template <bool kScaled>
   DEVICE void multiply_add(Patch (&sums)[kM][kN], const lds::Local<u8>* tokens, const lds::Local<u8>* weights,
                            const float (&factor)[kN][2][kM][kLaneTokens]) const {

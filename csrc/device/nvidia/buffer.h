@@ -14,8 +14,8 @@ DEVICE Buffer buffer(const void* base) { return (Buffer)base; }
 DEVICE u32x4 load_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
   return inside ? load<u32x4>(from + lane_offset + offset) : u32x4{};
 }
-// Vector `index` of those from base on, or zeros. The index is that of a pointer: of byte offsets, each load has an address to compute,
-// and ptxas puts the later loads behind what is done with the first.
+// Vector `index` of those from base on, or zeros. The index is that of a pointer: of byte offsets, each load has an address to
+// compute, and ptxas puts the later loads behind what is done with the first.
 DEVICE u32x4 load_vector_or_zero(const void* base, int index, bool inside) {
   u32x4 value = {};
   if (inside) value = load<u32x4>((const u32x4*)base + index);
@@ -55,8 +55,8 @@ DEVICE T load_device_or_zero(Buffer from, int lane_offset, int offset, bool insi
   return inside ? load<T>(from + lane_offset + offset) : T{};
 }
 
-// Whether what all lanes have alike is loaded before what each has its own of. Here it is a load as any other, and ptxas puts some of
-// a row's behind one that stands before them.
+// Whether what all lanes have alike is loaded before what each has its own of. Here it is a load as any other, and ptxas puts
+// some of a row's behind one that stands before them.
 constexpr bool kScalarsFirst = false;
 // Where loads are issued, and where values that all lanes have alike are waited for. Arguments are constants here: the compiler
 // may choose.

@@ -10,7 +10,7 @@ constexpr int kRows = 16;   // weight rows of a wave
 constexpr int kWaves = 4;   // of a block, each with rows of its own: a warpgroup
 constexpr int kDepth = 64;  // bytes of K of a step: 16 of each row per lane
 constexpr int kLoads = 2;   // 16-byte loads of weights per lane and step
-constexpr int kRing = 3;    // groups of steps of a wave in registers where each wave has its own
+constexpr int kStages = 3;  // K slices that a wave of WaveSplitK has in registers
 
 // Lane l holds rows l / 4 and l / 4 + 8, bytes 16 * (l % 4) on. An instruction takes 8 bytes per lane and row, words 0 and 1, or
 // 2 and 3; which K they are does not matter as long as weights and tokens agree.
@@ -56,9 +56,9 @@ DEVICE int half_row(int row) { return row % 8; }
 // Products of panels that four waves together read out of LDS, fp32 accumulation: wgmma.mma_async.m64nN (PTX ISA, section 9.7.15
 // "Asynchronous warpgroup level matrix instructions").
 
-// Where the matrix units find rows of a panel, from `row` on: a descriptor, whose lower half starts with the address in 16 bytes and
-// ends with the distance of core matrices along K, of no meaning with swizzle; its upper half has that of 8 rows and the swizzle
-// (PTX ISA, section 9.7.15.5.1.2 "Matrix descriptor").
+// Where the matrix units find rows of a panel, from `row` on: a descriptor, whose lower half starts with the address in 16
+// bytes and ends with the distance of core matrices along K, of no meaning with swizzle; its upper half has that of 8 rows and
+// the swizzle (PTX ISA, section 9.7.15.5.1.2 "Matrix descriptor").
 struct Panel {
   u32 low, high;
   int step;  // of the lower half, along 32 bytes of K
@@ -84,8 +84,8 @@ struct Panel {
 #define NAMES_64 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, "\
   "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// d += or, if not `add`, = the product of 32 bytes of K of 64 rows of a and of kValues * 2 rows of b. Lane l of wave w has the sums of
-// a's rows 16 * w + l / 4 and 8 more, d[i] and d[i + 2], with b's rows 8 * (i / 4) + 2 * (l % 4) + i % 2.
+// d += or, if not `add`, = the product of 32 bytes of K of 64 rows of a and of kValues * 2 rows of b. Lane l of wave w has the
+// sums of a's rows 16 * w + l / 4 and 8 more, d[i] and d[i + 2], with b's rows 8 * (i / 4) + 2 * (l % 4) + i % 2.
 template <class Type, int kValues>
 DEVICE void wgmma(float (&d)[kValues], i64 a, i64 b, int add);
 // Sums are there after this, not before.

@@ -3,10 +3,10 @@
 
 // All threads of the block meet here, and what each wrote to LDS (shared memory) before is seen by all after.
 DEVICE void block_barrier() { __syncthreads(); }
-// The same for team `team` of kThreads threads alone.
+// The same for the kThreads threads of one consumer group.
 template <int kThreads>
-DEVICE void team_barrier(int team) {
-  asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kThreads) : "memory");
+DEVICE void consumer_barrier(int consumer_group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(consumer_group + 1), "n"(kThreads) : "memory");
 }
 
 // What a thread stored with mem::store_device the count below orders.

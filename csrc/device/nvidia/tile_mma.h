@@ -31,8 +31,9 @@ struct Multiplier {
   DEVICE Multiplier(int first_token, int first_row, bool weights_by_piece)
       : tokens_at(first_token / 64 * 64, false), weights_at(first_row, weights_by_piece) {}
   DEVICE static void change_turns() {}
-  // Adds the product of two panels, times factors if kScaled: those of a lane's first 4 weight rows of a patch, and of its last 4.
-  // The matrix units sum up e4m3 with some 14 bits, so that their sums are of 128 of K only (DeepSeek-V3 Technical Report, section 3.3.2).
+  // Adds the product of two panels, times factors if kScaled: those of a lane's first 4 weight rows of a patch, and of its last
+  // 4. The matrix units sum up e4m3 with some 14 bits, so that their sums are of 128 of K only (DeepSeek-V3 Technical Report,
+  // section 3.3.2).
   template <bool kScaled>
   DEVICE void multiply_add(Patch (&sums)[kM][kN], const lds::Local<u8>* tokens, const lds::Local<u8>* weights,
                            const float (&factor)[kN][2][kM][kLaneTokens]) const {

@@ -1,14 +1,14 @@
-// What a skinny product is given, and how it is divided.
+// The arguments of a skinny GEMM, and how its work is divided.
 #pragma once
 #include "device/divisor.h"
 #include "device/scale.h"
 
-struct Product {
-  const u8* a;           // [M, K], rows a_stride bytes apart
-  const u8* b;           // [N, K], or in fragment order [N / 16, K bytes / 64, 4, 16 rows, 16 bytes]
-  void* out;             // [M, N] of out_type
-  float* partials;       // [blocks, 2, values of a thread, threads, floats of a value]; null if no tile is shared
-  u32* counters;         // [tiles], 0; null if no tile is shared
+struct SkinnyProblem {
+  const u8* a;      // [M, K], rows a_stride bytes apart
+  const u8* b;      // [N, K], or in fragment order [N / 16, K bytes / 64, 4, 16 rows, 16 bytes]
+  void* out;        // [M, N] of out_type
+  float* partials;  // [blocks, 2, values of a thread, threads, floats of a value]; null if every tile has one block
+  u32* counters;    // [tiles], 0; null if every tile has one block
   const float* scale_a;  // kRow: [M] or [1]; kBlock: [M, K / 128], of a type of scale.h
   const float* scale_b;  // kRow: [N] or [1]; kBlock: [N / 128, K / 128]
   const void* bias;      // [N] of out_type, or null
@@ -18,16 +18,18 @@ struct Product {
   int m, n, k;        // k in bytes
   int scale_a_row, scale_a_k, scale_b_row;  // elements between the scales of tokens, of K's blocks, of b's rows
   int out_type;                             // 0 bf16, 1 fp16, 2 fp32
-  int steps;                                // of a tile
-  int unit, units, longer;    // steps that blocks never part; of those a block has; the first `longer` one more
-  int tile_units, in_longer;  // units of a tile, and of the first `longer` blocks
-  Divisor by_tile_units, by_units, by_longer_units;  // those of a tile, of a block, and one more
+  int steps_per_tile;
+  int steps_per_unit;                   // steps that one block has together
+  int units_per_block, remainder;       // the first `remainder` blocks have one unit more
+  int units_per_tile, remainder_units;  // units of the first `remainder` blocks
+  Divisor units_per_tile_divisor, units_per_block_divisor, longer_block_divisor;  // longer: units_per_block + 1
 };
 
-// For all that a kernel begins with, at once.
-DEVICE void wait_for_arguments(const Product& p) {
-  mem::wait_for_scalars(p.b, p.b_tile, p.b_row, p.b_step, p.a, p.a_stride, p.m, p.n, p.k, p.steps, p.unit, p.units,
-                        p.longer, p.by_tile_units.inverse, p.by_tile_units.shift);
+// One wait for all arguments that a kernel begins with.
+DEVICE void wait_for_arguments(const SkinnyProblem& p) {
+  mem::wait_for_scalars(p.b, p.b_tile, p.b_row, p.b_step, p.a, p.a_stride, p.m, p.n, p.k, p.steps_per_tile,
+                        p.steps_per_unit, p.units_per_block, p.remainder, p.units_per_tile_divisor.inverse,
+                        p.units_per_tile_divisor.shift);
 }
 
 constexpr int kTileRows = mma::kWaves * mma::kRows;

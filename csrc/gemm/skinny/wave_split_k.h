@@ -1,104 +1,110 @@
-// For few tokens and small weights: a tile has 16 rows of b and is shared by fewer blocks. The waves take K in turns of
-// kTurn steps, each lane with weights and tokens of kRing turns in registers, and meet in LDS at the end of a tile.
+// Split-K over the waves of a block, for few tokens and small weights: a tile has 16 rows of b, so that fewer blocks have part
+// of it. Each wave multiplies every fourth K slice of kSliceSteps steps, with weights and tokens of kStages slices in
+// registers. The sums of the waves meet in LDS at the end of a tile.
 //
 // Up to 8 tokens the sparse instruction (v_smfmac_f32_16x16x64_fp8_fp8, a token over two rows, each with two of every four
-// bytes) does what two dense ones do. Built and emulated on gfx942, 8 x 64 x 2048, it halves matrix cycles per byte of weight from
-// 0.031 to 0.016 and adds 0.7 % to issue cycles, 0.304 to 0.306. HBM at its full rate leaves 0.48 cycles per byte: what it
-// saves nobody waits for, so the dense one stays.
+// bytes) does what two dense ones do. Built and emulated on gfx942, 8 x 64 x 2048, it halves matrix cycles per byte of weight
+// from 0.031 to 0.016 and adds 0.7 % to issue cycles, 0.304 to 0.306. HBM at its full rate leaves 0.48 cycles per byte, so the
+// saving shortens no kernel, and the dense instruction stays.
 #pragma once
 #include "gemm/skinny/epilogue.h"
 #include "gemm/skinny/weights.h"
 
-template <class Type, int kTokens, Scales kScales, class Scale = Fp32Scale>
-struct Narrow {
-  static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kTurn = 2, kRing = mma::kRing;
-  static constexpr int kThreads = mma::kWaves * wave::kLanes, kUnit = kTurn * mma::kWaves;
-  static constexpr bool kScaled = kScales == Scales::kBlock;
-  static_assert(!kScaled || kTurn * mma::kDepth == kScaleBlock);
-  using Tile = Finish<kScales, kTiles, 1, 1, kUnit, kThreads, 8>;
+template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32Scale>
+struct WaveSplitK {
+  static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kSliceSteps = 2,
+                       kStages = mma::kStages;
+  static constexpr int kThreads = mma::kWaves * wave::kLanes, kUnitSteps = kSliceSteps * mma::kWaves;
+  static constexpr bool kScaled = kScales == ScaleGranularity::kBlock;
+  static_assert(!kScaled || kSliceSteps * mma::kDepth == kScaleBlock);
+  using Epilogue = TileEpilogue<kScales, kTiles, 1, 1, kUnitSteps, kThreads, 8>;
   struct Buffer {
-    float sum[2][mma::kWaves][kTiles][4]
-             [wave::kLanes];  // of this tile and of the last, which a slow wave may still read
+    // Double-buffered: a slow wave may still read the last tile's.
+    float sum[2][mma::kWaves][kTiles][4][wave::kLanes];
   };
 
-  const Product& p;
+  const SkinnyProblem& p;
   Buffer& buffer;  // in LDS
-  const Share<kUnit> share{p};
+  const StreamKSchedule<kUnitSteps> schedule{p};
   const int lane = wave::lane();
 
-  using Stream = ScaledTileWeights<Scale>;
-  DEVICE Stream stream(int tile) const { return scaled_tile_weights<Scale>(p, tile * mma::kRows, 0); }
+  using WeightTile = ScaledTileWeights<Scale>;
+  DEVICE WeightTile weight_tile(int tile) const { return scaled_tile_weights<Scale>(p, tile * mma::kRows, 0); }
 
-  struct Turn {
-    mma::Weights weights[kTurn] = {};
-    u32x4 tokens[kTurn][kTiles];
+  struct KSlice {
+    mma::Weights weights[kSliceSteps] = {};
+    u32x4 tokens[kSliceSteps][kTiles];
     typename Scale::Loaded scale_a[kTiles][mma::kValueTokens] = {}, scale_b = 0;  // of kBlock
   };
-  DEVICE void load(Turn& turn, const Stream& stream, const Group& group) const {
-    const int first = group.step + wave::index() * kTurn, bytes = share.bytes_left(group, first) - mma::depth(lane);
-    if constexpr (kScaled) load_scales(turn, stream.scales, u32(first) / kTurn, share.bytes_left(group, first) > 0);
+  DEVICE void load(KSlice& k_slice, const WeightTile& tile, const TileWork& work) const {
+    const int first = work.step + wave::index() * kSliceSteps,
+              bytes = schedule.bytes_left(work, first) - mma::depth(lane);
+    if constexpr (kScaled)
+      load_scales(k_slice, tile.scales, u32(first) / kSliceSteps, schedule.bytes_left(work, first) > 0);
 #pragma unroll
-    for (int u = 0; u < kTurn; ++u) {
+    for (int u = 0; u < kSliceSteps; ++u) {
       const int step = first + u;
       const bool inside = u * mma::kDepth < bytes;
 #pragma unroll
       for (int l = 0; l < mma::kLoads; ++l)
-        mem::refill(turn.weights[u].load[l], stream.weights[l], step * p.b_step, inside);
+        mem::refill(k_slice.weights[u].load[l], tile.weights[l], step * p.b_step, inside);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         const int token = t * mma::kTileTokens + mma::tile_token(lane);
-        turn.tokens[u][t] = mem::load_or_zero(mem::buffer(p.a), token * p.a_stride + mma::depth(lane) + u * mma::kDepth,
-                                              first * mma::kDepth, inside && token < p.m);
+        k_slice.tokens[u][t] =
+            mem::load_or_zero(mem::buffer(p.a), token * p.a_stride + mma::depth(lane) + u * mma::kDepth,
+                              first * mma::kDepth, inside && token < p.m);
       }
     }
   }
 
-  DEVICE void load_scales(Turn& turn, const typename Scale::Type* scales_b, int block, bool inside) const {
-    turn.scale_b = Scale::load_or_zero(mem::buffer(scales_b), 0, block * Scale::kBytes, inside);
+  DEVICE void load_scales(KSlice& k_slice, const typename Scale::Type* scales_b, int block, bool inside) const {
+    k_slice.scale_b = Scale::load_or_zero(mem::buffer(scales_b), 0, block * Scale::kBytes, inside);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
       for (int v = 0; v < mma::kValueTokens; ++v) {
         const int token = t * mma::kTileTokens + mma::value_token(lane, v);
-        turn.scale_a[t][v] = Scale::load_or_zero(mem::buffer(p.scale_a), token * p.scale_a_row * Scale::kBytes,
-                                                 block * p.scale_a_k * Scale::kBytes, inside && token < p.m);
+        k_slice.scale_a[t][v] = Scale::load_or_zero(mem::buffer(p.scale_a), token * p.scale_a_row * Scale::kBytes,
+                                                    block * p.scale_a_k * Scale::kBytes, inside && token < p.m);
       }
   }
 
-  // A turn is multiplied while the next kRing - 1 are under way. All turns of a round load, past the block's last one zeros: were
-  // a path with fewer loads in flight to join the others, the compiler would wait for more than it must on all of them. Where
-  // loads take predicates, hardware counts them itself, and the others are left out.
+  // A slice is multiplied while the next kStages - 1 are in flight. Slices past the block's last one load zeros: were a path with
+  // fewer loads to join the others, the compiler would wait for more than it must on all paths. Where loads take predicates,
+  // hardware counts them, and slices past the last are skipped.
   DEVICE void multiply() const {
-    Group now = share.begin(), ahead = now;
-    Stream streaming = stream(ahead.tile);
-    Turn ring[kRing];
-    auto load_next = [&](Turn& turn) __attribute__((always_inline)) {
-      load(turn, streaming, ahead);
-      const int tile = ahead.tile;
-      ahead = share.after(ahead);
-      if (ahead.tile != tile) streaming = stream(ahead.tile);
+    TileWork current = schedule.begin(), prefetch = current;
+    WeightTile tile_weights = weight_tile(prefetch.tile);
+    KSlice stages[kStages];
+    auto load_next = [&](KSlice& k_slice) __attribute__((always_inline)) {
+      load(k_slice, tile_weights, prefetch);
+      const int tile = prefetch.tile;
+      prefetch = schedule.after(prefetch);
+      if (prefetch.tile != tile) tile_weights = weight_tile(prefetch.tile);
     };
 #pragma unroll
-    for (int i = 0; i < kRing - 1; ++i) load_next(ring[i]);
+    for (int i = 0; i < kStages - 1; ++i) load_next(stages[i]);
     f32x4 sum[kTiles] = {};
     int parity = 0;
-    Tile tile{p, share};
-    begin_tile(tile, now.tile);
-    auto multiply_turn = [&](const Turn& turn) __attribute__((always_inline)) {
-      const float scale_b = kScaled ? Scale::value(turn.scale_b) : 1.0f;
+    Epilogue epilogue{p, schedule};
+    begin_tile(epilogue, current.tile);
+    auto multiply_slice = [&](const KSlice& k_slice) __attribute__((always_inline)) {
+      const float scale_b = kScaled ? Scale::value(k_slice.scale_b) : 1.0f;
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         f32x4 product = kScaled ? f32x4{} : sum[t];
 #pragma unroll
-        for (int u = 0; u < kTurn; ++u) product = mma::multiply_tile<Type>(product, turn.weights[u], turn.tokens[u][t]);
+        for (int u = 0; u < kSliceSteps; ++u)
+          product = mma::multiply_tile<Type>(product, k_slice.weights[u], k_slice.tokens[u][t]);
         if constexpr (!kScaled) sum[t] = product;
         else
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            sum[t][i] += product[i] * (Scale::value(turn.scale_a[t][i % mma::kValueTokens]) * scale_b);
+            sum[t][i] += product[i] * (Scale::value(k_slice.scale_a[t][i % mma::kValueTokens]) * scale_b);
       }
-      const Group next = share.after(now);
-      if (next.tile != now.tile) {
+      const TileWork next = schedule.after(current);
+      if (next.tile != current.tile) {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
@@ -106,36 +112,36 @@ struct Narrow {
           sum[t] = f32x4{};
         }
         block_barrier();  // hazard: the waves' sums are read before they are written
-        end_tile(tile, parity);
+        end_tile(epilogue, parity);
         parity ^= 1;
-        if (next.end > 0) begin_tile(tile, next.tile);
+        if (next.end > 0) begin_tile(epilogue, next.tile);
       }
-      now = next;
+      current = next;
       return next.end > 0;
     };
     for (bool more = true; more;)
 #pragma unroll
-      for (int i = 0; i < kRing; ++i) {
+      for (int i = 0; i < kStages; ++i) {
         if (mem::kPredicates && !more) continue;
-        load_next(ring[(i + kRing - 1) % kRing]);
-        if (more) more = multiply_turn(ring[i]);
+        load_next(stages[(i + kStages - 1) % kStages]);
+        if (more) more = multiply_slice(stages[i]);
       }
   }
 
-  // Each wave ends with one of the four values that the lanes of all waves have of a tile.
-  DEVICE void begin_tile(Tile& tile, int index) const {
+  // Wave w writes the w-th of the four values that each lane has.
+  DEVICE void begin_tile(Epilogue& epilogue, int index) const {
     const int value = wave::index();
-    tile.begin(
+    epilogue.begin(
         index,
         [&](int t) __attribute__((always_inline)) { return t * mma::kTileTokens + mma::value_token(lane, value); },
         [&](int) __attribute__((always_inline)) { return index * mma::kRows + mma::value_row(lane, value); });
   }
-  DEVICE void end_tile(const Tile& tile, int parity) const {
-    Run<1> values[kTiles][1] = {};
+  DEVICE void end_tile(const Epilogue& epilogue, int parity) const {
+    FloatVec<1> values[kTiles][1] = {};
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
       for (int w = 0; w < mma::kWaves; ++w) values[t][0] += buffer.sum[parity][w][t][wave::index()][lane];
-    tile.end(values);
+    epilogue.end(values);
   }
 };

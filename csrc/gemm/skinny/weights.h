@@ -2,11 +2,11 @@
 #pragma once
 #include "gemm/skinny/problem.h"
 
-// Where a lane reads a tile of b. Rows past the last read the last one, and their sums are dropped.
+// Where a lane reads a tile of b. Lanes past the last row read the last row, and their sums are not stored.
 struct TileWeights {
   mem::Cursor weights[mma::kLoads];
 };
-DEVICE TileWeights tile_weights(const Product& p, int first_row, int wave_row) {
+DEVICE TileWeights tile_weights(const SkinnyProblem& p, int first_row, int wave_row) {
   const int lane = wave::lane(), rows = p.n - first_row;
   TileWeights tile;
 #pragma unroll
@@ -20,13 +20,13 @@ DEVICE TileWeights tile_weights(const Product& p, int first_row, int wave_row) {
   return tile;
 }
 
-// The same with where its block scales lie.
+// The same with the block scales of the tile.
 template <class Scale>
 struct ScaledTileWeights : TileWeights {
   const typename Scale::Type* scales;
 };
 template <class Scale>
-DEVICE ScaledTileWeights<Scale> scaled_tile_weights(const Product& p, u32 first_row, int wave_row) {
+DEVICE ScaledTileWeights<Scale> scaled_tile_weights(const SkinnyProblem& p, u32 first_row, int wave_row) {
   return {tile_weights(p, first_row, wave_row),
           (const typename Scale::Type*)p.scale_b + i64(first_row / kScaleBlock) * p.scale_b_row};
 }

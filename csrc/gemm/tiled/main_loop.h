@@ -1,8 +1,8 @@
 // Products of a tile of tokens with a tile of weight rows, by a block, along K.
 //
 // The waves divide the tile among them: each has kWaveTokens of its tokens, and all weight rows or a share of them. Panels, 128
-// bytes of K of all rows, go from HBM to LDS while the panel before is multiplied (loader.h, device/*/lds_async.h); from there each wave
-// reads its fragments once (device/*/tile_mma.h).
+// bytes of K of all rows, go from HBM to LDS while the panel before is multiplied (loader.h, device/*/lds_async.h); from there
+// each wave reads its fragments once (device/*/tile_mma.h).
 #pragma once
 #include "device/scale.h"
 #include "device/tile_mma.h"

@@ -1,175 +1,179 @@
-// Tiles of 64 rows, streamed through registers: a wave has 16 rows; further waves bring the tokens.
+// Tiles of 64 rows, streamed through registers. Each of four consumer waves multiplies 16 rows; producer waves load the tokens.
 //
-// A lane that multiplies keeps a ring of kRing steps in registers: once a step is multiplied, the step kRing further on is
-// loaded into its place, past the end of a tile the next tile's, so that kRing - 1 steps are always in flight. Tokens come
-// through LDS, kChunk steps at a time, double-buffered, by a wave of their own because whoever counts the loads that it waits for
-// would wait for the stream.
+// A consumer lane has kStages steps in registers: a multiplied step makes room for the one kStages further on, which may belong
+// to the next tile. So kStages - 1 steps are always in flight. Producer waves load tokens to LDS, kChunkSteps steps at a time,
+// double-buffered. They are waves of their own because a wave that waits for its tokens would also wait for its weights.
 #pragma once
 #include "gemm/skinny/epilogue.h"
 #include "gemm/skinny/weights.h"
 
-template <class Type, int kTokens, Scales kScales, class Scale = Fp32Scale>
-struct Wide {
-  static constexpr int kRing = 8, kStepBytes = kTokens * mma::kDepth, kStepPieces = kTokens * 4;
-  static constexpr int kChunk = mma::kChunkBytes / kStepBytes < 4 ? mma::kChunkBytes / kStepBytes : 4;
-  static constexpr int kChunks = kRing / kChunk;  // even, so that a group starts in the first buffer
-  static constexpr int kBringers =
-      (kChunk * kStepPieces + mma::kMaxPieces * wave::kLanes - 1) / (mma::kMaxPieces * wave::kLanes);
-  static constexpr int kThreads = (mma::kWaves + kBringers) * wave::kLanes;
+template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32Scale>
+struct StreamedTile {
+  static constexpr int kStages = 8, kStepBytes = kTokens * mma::kDepth, kStepVecs = kTokens * 4;
+  static constexpr int kChunkSteps = mma::kChunkBytes / kStepBytes < 4 ? mma::kChunkBytes / kStepBytes : 4;
+  static constexpr int kChunks = kStages / kChunkSteps;  // even, so that the first step is in the first buffer
+  static constexpr int kProducerWaves =
+      (kChunkSteps * kStepVecs + mma::kMaxVecs * wave::kLanes - 1) / (mma::kMaxVecs * wave::kLanes);
+  static constexpr int kThreads = (mma::kWaves + kProducerWaves) * wave::kLanes;
   static constexpr int kResident = kTokens == 64 ? 1 : 2;  // blocks
-  static constexpr int kUnit = kScales == Scales::kBlock ? kScaleBlock / mma::kDepth : 1;
-  static constexpr int kChunkScales = kScales == Scales::kBlock ? kChunk / kUnit * kTokens : 0;
+  static constexpr int kUnitSteps = kScales == ScaleGranularity::kBlock ? kScaleBlock / mma::kDepth : 1;
+  static constexpr int kChunkScales = kScales == ScaleGranularity::kBlock ? kChunkSteps / kUnitSteps * kTokens : 0;
   using Sum = mma::Accumulator<kTokens>;
   struct Buffer {
-    alignas(128) u8 tokens[kChunk * kStepBytes];
+    alignas(128) u8 tokens[kChunkSteps * kStepBytes];
     float scales_a[kChunkScales + 1];
   };
 
-  using Tile = Finish<kScales, Sum::kLaneTokens, 1, Sum::kLaneRows, kRing, mma::kWaves * wave::kLanes, 16>;
+  using Epilogue = TileEpilogue<kScales, Sum::kLaneTokens, 1, Sum::kLaneRows, kStages, mma::kWaves * wave::kLanes, 16>;
 
-  const Product& p;
+  const SkinnyProblem& p;
   Buffer* buffers;  // [2] in LDS
-  const Share<kRing> share{p};
+  const StreamKSchedule<kStages> schedule{p};
   const int lane = wave::lane();
 
-  // The waves that bring the tokens, two chunks ahead in registers. What they store into a buffer while the others still
-  // read the other one, all see after the barrier; who came to that has read what the next store overwrites. Tokens are zero
-  // past the end of K, and past the block's end of a tile.
-  DEVICE void bring_tokens() const {
-    constexpr int kLanes = kBringers * wave::kLanes, kPieces = kChunk * kStepPieces / kLanes;
+  // Producer waves load tokens two chunks ahead into registers. They store into one buffer while consumers read the other, and
+  // the barrier publishes it: a wave at the barrier has read what the next store overwrites. Tokens are zero past the end of K,
+  // and past the block's end of a tile.
+  DEVICE void produce_tokens() const {
+    constexpr int kLanes = kProducerWaves * wave::kLanes, kLaneVecs = kChunkSteps * kStepVecs / kLanes;
     constexpr int kLaneScales = (kChunkScales + kLanes - 1) / kLanes;
-    static_assert(kPieces * kLanes == kChunk * kStepPieces && kChunks % 2 == 0);
-    struct Chunk {
-      u32x4 piece[kPieces];
+    static_assert(kLaneVecs * kLanes == kChunkSteps * kStepVecs && kChunks % 2 == 0);
+    struct TokenChunk {
+      u32x4 vec[kLaneVecs];
       typename Scale::Loaded scale_a[kLaneScales + 1];
     };
-    const int bringer = wave::thread() - mma::kWaves * wave::kLanes;
+    const int producer = wave::thread() - mma::kWaves * wave::kLanes;
     const mem::Buffer a = mem::buffer(p.a), scales = mem::buffer(p.scale_a);
-    auto load = [&](Chunk& chunk, const Group& group, int u) __attribute__((always_inline)) {
-      const int step = group.step + u, bytes = share.bytes_left(group, step);
+    auto load = [&](TokenChunk& chunk, const TileWork& work, int u) __attribute__((always_inline)) {
+      const int step = work.step + u, bytes = schedule.bytes_left(work, step);
 #pragma unroll
-      for (int j = 0; j < kPieces; ++j) {
-        const u32 index = bringer + j * kLanes;
-        const mma::Piece piece = mma::piece(index % kStepPieces);
-        const int k = index / kStepPieces * mma::kDepth + piece.depth;
-        const bool inside = piece.token < p.m && k < bytes;
-        chunk.piece[j] = mem::load_or_zero(a, piece.token * p.a_stride + k, step * mma::kDepth, inside);
+      for (int j = 0; j < kLaneVecs; ++j) {
+        const u32 index = producer + j * kLanes;
+        const mma::TokenVec vec = mma::token_vec(index % kStepVecs);
+        const int k = index / kStepVecs * mma::kDepth + vec.depth;
+        const bool inside = vec.token < p.m && k < bytes;
+        chunk.vec[j] = mem::load_or_zero(a, vec.token * p.a_stride + k, step * mma::kDepth, inside);
       }
 #pragma unroll
       for (int j = 0; j < kLaneScales; ++j) {
-        const u32 index = bringer + j * kLanes;
+        const u32 index = producer + j * kLanes;
         const int token = index % kTokens, block_k = index / kTokens;
         const bool inside = token < p.m && index < kChunkScales && block_k * kScaleBlock < bytes;
         const int at = (token * p.scale_a_row + block_k * p.scale_a_k) * Scale::kBytes;
-        chunk.scale_a[j] = Scale::load_or_zero(scales, at, u32(step) / kUnit * p.scale_a_k * Scale::kBytes, inside);
+        chunk.scale_a[j] =
+            Scale::load_or_zero(scales, at, u32(step) / kUnitSteps * p.scale_a_k * Scale::kBytes, inside);
       }
     };
-    auto store = [&](const Chunk& chunk, Buffer& buffer) __attribute__((always_inline)) {
+    auto store = [&](const TokenChunk& chunk, Buffer& buffer) __attribute__((always_inline)) {
 #pragma unroll
-      for (int j = 0; j < kPieces; ++j) {
-        const u32 index = bringer + j * kLanes;
-        u8* step = buffer.tokens + index / kStepPieces * kStepBytes;
-        mma::store_piece<kTokens>(step, index % kStepPieces, chunk.piece[j]);
+      for (int j = 0; j < kLaneVecs; ++j) {
+        const u32 index = producer + j * kLanes;
+        u8* step = buffer.tokens + index / kStepVecs * kStepBytes;
+        mma::store_vec<kTokens>(step, index % kStepVecs, chunk.vec[j]);
       }
 #pragma unroll
       for (int j = 0; j < kLaneScales; ++j)
-        if (bringer + j * kLanes < kChunkScales) buffer.scales_a[bringer + j * kLanes] = Scale::value(chunk.scale_a[j]);
+        if (producer + j * kLanes < kChunkScales)
+          buffer.scales_a[producer + j * kLanes] = Scale::value(chunk.scale_a[j]);
     };
 
-    Group now = share.begin();
-    Chunk chunks[2];
-    load(chunks[0], now, 0);
-    load(chunks[1], now, kChunk);
+    TileWork current = schedule.begin();
+    TokenChunk chunks[2];
+    load(chunks[0], current, 0);
+    load(chunks[1], current, kChunkSteps);
     while (true) {
-      const Group next = share.after(now);
+      const TileWork next = schedule.after(current);
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         store(chunks[c % 2], buffers[c % 2]);
         block_barrier();  // hazard: tokens are read before they are written
-        load(chunks[c % 2], c + 2 < kChunks ? now : next, (c + 2) % kChunks * kChunk);
+        load(chunks[c % 2], c + 2 < kChunks ? current : next, (c + 2) % kChunks * kChunkSteps);
       }
-      if (next.tile != now.tile && p.partials)
-        Tile::is_last(p, now.tile, share.first_sharer(now.tile), share.last_sharer(now.tile), /*stored=*/false);
+      if (next.tile != current.tile && p.partials)
+        Epilogue::is_last(p, current.tile, schedule.first_block(current.tile), schedule.last_block(current.tile),
+                          /*stored=*/false);
       if (next.end <= 0) return;
-      now = next;
+      current = next;
     }
   }
 
-  using Stream = ScaledTileWeights<Scale>;
-  DEVICE Stream stream(int tile) const {
+  using WeightTile = ScaledTileWeights<Scale>;
+  DEVICE WeightTile weight_tile(int tile) const {
     return scaled_tile_weights<Scale>(p, tile * kTileRows, wave::index() * mma::kRows);
   }
 
-  struct Slot {
+  struct Stage {
     mma::Weights weights = {};
-    typename Scale::Loaded scale_b = 0;  // of a unit, in its first slot
+    typename Scale::Loaded scale_b = 0;  // of a unit, in its first stage
   };
-  DEVICE void load(Slot& slot, const Stream& stream, const Group& group, int u) const {
-    const int step = group.step + u, bytes = share.bytes_left(group, step);
+  DEVICE void load(Stage& stage, const WeightTile& tile, const TileWork& work, int u) const {
+    const int step = work.step + u, bytes = schedule.bytes_left(work, step);
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l)
-      mem::refill(slot.weights.load[l], stream.weights[l], step * p.b_step, mma::depth(lane) < bytes);
-    if (kScales == Scales::kBlock && u % kUnit == 0)
-      slot.scale_b = Scale::load_or_zero(mem::buffer(stream.scales), 0, u32(step) / kUnit * Scale::kBytes, 0 < bytes);
-    // Units' loads and what is computed of them stay in order, so that waiting for one is not waiting for later ones.
+      mem::refill(stage.weights.load[l], tile.weights[l], step * p.b_step, mma::depth(lane) < bytes);
+    if (kScales == ScaleGranularity::kBlock && u % kUnitSteps == 0)
+      stage.scale_b =
+          Scale::load_or_zero(mem::buffer(tile.scales), 0, u32(step) / kUnitSteps * Scale::kBytes, 0 < bytes);
+    // The loads of a unit and their use stay in order: a wait for a unit is then no wait for later ones.
     constexpr int kScalarAndLds = 0x84;  // what the compiler may still move over it
-    if (kScales == Scales::kBlock && u % kUnit == kUnit - 1) __builtin_amdgcn_sched_barrier(kScalarAndLds);
+    if (kScales == ScaleGranularity::kBlock && u % kUnitSteps == kUnitSteps - 1)
+      __builtin_amdgcn_sched_barrier(kScalarAndLds);
   }
 
   DEVICE void multiply() const {
-    Group now = share.begin();
-    Stream ahead = stream(now.tile);
-    Slot ring[kRing];
+    TileWork current = schedule.begin();
+    WeightTile tile_weights = weight_tile(current.tile);
+    Stage stages[kStages];
 #pragma unroll
-    for (int u = 0; u < kRing; ++u) load(ring[u], ahead, now, u);
+    for (int u = 0; u < kStages; ++u) load(stages[u], tile_weights, current, u);
     Sum sum = {}, unit_sum = {};
-    Tile tile{p, share};
-    begin_tile(tile, now.tile);
+    Epilogue epilogue{p, schedule};
+    begin_tile(epilogue, current.tile);
     while (true) {
-      const Group next = share.after(now);
-      if (next.tile != now.tile) ahead = stream(next.tile);
+      const TileWork next = schedule.after(current);
+      if (next.tile != current.tile) tile_weights = weight_tile(next.tile);
 #pragma unroll
-      for (int u = 0; u < kRing; ++u) {
-        if (u % kChunk == 0) block_barrier();  // hazard: tokens are read before they are written
-        const Buffer& buffer = buffers[u / kChunk % 2];
-        const u8* tokens = buffer.tokens + u % kChunk * kStepBytes;
-        mma::multiply_add<Type>(kScales == Scales::kBlock ? unit_sum : sum, ring[u].weights, tokens);
-        if (u % kUnit != kUnit - 1) continue;
-        if constexpr (kScales == Scales::kBlock) {
-          const float scale_b = Scale::value(ring[u + 1 - kUnit].scale_b);
-          sum.add_scaled(unit_sum, buffer.scales_a + u % kChunk / kUnit * kTokens, scale_b);
+      for (int u = 0; u < kStages; ++u) {
+        if (u % kChunkSteps == 0) block_barrier();  // hazard: tokens are read before they are written
+        const Buffer& buffer = buffers[u / kChunkSteps % 2];
+        const u8* tokens = buffer.tokens + u % kChunkSteps * kStepBytes;
+        mma::multiply_add<Type>(kScales == ScaleGranularity::kBlock ? unit_sum : sum, stages[u].weights, tokens);
+        if (u % kUnitSteps != kUnitSteps - 1) continue;
+        if constexpr (kScales == ScaleGranularity::kBlock) {
+          const float scale_b = Scale::value(stages[u + 1 - kUnitSteps].scale_b);
+          sum.add_scaled(unit_sum, buffer.scales_a + u % kChunkSteps / kUnitSteps * kTokens, scale_b);
           unit_sum = {};
         }
 #pragma unroll
-        for (int done = u + 1 - kUnit; done <= u; ++done) load(ring[done], ahead, next, done);
+        for (int done = u + 1 - kUnitSteps; done <= u; ++done) load(stages[done], tile_weights, next, done);
       }
-      if (next.tile != now.tile) {
-        end_tile(tile, sum);
+      if (next.tile != current.tile) {
+        end_tile(epilogue, sum);
         sum = {};
-        if (next.end > 0) begin_tile(tile, next.tile);
+        if (next.end > 0) begin_tile(epilogue, next.tile);
       }
       if (next.end <= 0) return;
-      now = next;
+      current = next;
     }
   }
 
-  DEVICE void begin_tile(Tile& tile, int index) const {
+  DEVICE void begin_tile(Epilogue& epilogue, int index) const {
     const int row = index * kTileRows + wave::index() * mma::kRows + Sum::row(lane);
-    tile.begin(
+    epilogue.begin(
         index, [&](int i) __attribute__((always_inline)) { return Sum::token(lane, i); },
         [&](int) __attribute__((always_inline)) { return row; });
   }
-  DEVICE void end_tile(const Tile& tile, const Sum& sum) const {
+  DEVICE void end_tile(const Epilogue& epilogue, const Sum& sum) const {
     f32x4 values[Sum::kLaneTokens][1];
 #pragma unroll
     for (int i = 0; i < Sum::kLaneTokens; ++i) values[i][0] = sum.sum[i];
-    tile.end(values);
+    epilogue.end(values);
   }
 
-  DEVICE static void run(const Product& product) {
+  DEVICE static void run(const SkinnyProblem& problem) {
     LDS static Buffer buffers[2];
-    const Wide kernel{product, buffers};
+    const StreamedTile kernel{problem, buffers};
     if (wave::index() < mma::kWaves) kernel.multiply();
-    else kernel.bring_tokens();
+    else kernel.produce_tokens();
   }
 };

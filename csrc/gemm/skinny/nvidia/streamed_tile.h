@@ -1,14 +1,14 @@
-// Tiles of 64 rows, streamed through LDS. Each of the two teams of a block, four waves, has a ring of panels, 128 bytes of K of
-// the tile's rows and of all tokens, that it fills, past the registers, and multiplies; they take panels in turns, one or two at
-// a time: a stage. Registers hold enough loads for some 86 % of HBM's bandwidth, LDS for 96 % (gemm.py on H200, 13312 x 16384).
-// Past the end of a tile the next tile's panels follow, so that all stages of a ring but one are always in flight. A block that
-// has a compute unit's LDS to itself gets a deeper ring: how much LDS it has says which. Block scales come with their panel.
+// Tiles of 64 rows, streamed through LDS. A block has two consumer groups of four waves. Each group copies and multiplies
+// panels of its own: 128 bytes of K of the tile's rows and of all tokens. A stage is one or two panels; the groups take the
+// stages of a tile in turn. Registers hold enough loads for some 86 % of HBM's bandwidth, LDS for 96 % (gemm.py on H200, 13312
+// x 16384). Past the end of a tile the next tile's panels follow, so that all stages but one are always in flight. A block that
+// is alone on a compute unit gets more stages: its size of dynamic LDS says so. Block scales come with their panel.
 //
-// Eight waves hide little: what a block does before its first copy, per panel and after its last panel counts in instructions,
-// and cold ones take some two cycles each. So copies need one offset per thread, a barrier serves two panels, and a tile ends
-// without branches (epilogue.h).
+// Eight waves hide little latency: each instruction before the first copy, per panel and after the last panel costs time, a
+// cold one some two cycles. So a copy needs one offset per thread, a barrier serves two panels, and the epilogue has no
+// branches.
 //
-// Tried on H200 (gemm.py, scaled_mm, microseconds) and left:
+// Tried on H200 (gemm.py, scaled_mm, microseconds) and not kept:
 // - Sums that meet in the LDS of a cluster of blocks: 0.2 to 0.9 less where tiles are shared, 0.3 more where they are not.
 // - Kernels that start while the one before runs (griddepcontrol), with their first panels under way: up to 16 tokens 1.26 to 1.30
 //   times as fast as the best peer in place of 1.06 to 1.10; but AMD's GPUs have nothing like it, and it is only right where that
@@ -16,58 +16,60 @@
 //   products take 5 % longer.
 // - Tiles of 8 to 56 rows, one for each compute unit, in place of shared ones: at best 4 % less, 12.7 for 13.3 (1 x 2304 x 16384).
 // - Tiles of 128 rows, which halve the reads of tokens: 57.1 for 58.4 (64 x 13312 x 16384), more elsewhere.
-// - Four teams: 10.4 for 10.9 (1 x 4608 x 7168), as two panels a barrier give, but 3 to 8 % more for less than 20 MB.
+// - Four consumer groups: 10.4 for 10.9 (1 x 4608 x 7168), as two panels a barrier give, but 3 to 8 % more for less than 20 MB.
 #pragma once
 #include "device/swizzle.h"
 #include "gemm/skinny/epilogue.h"
 
-extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [teams][panels][weight rows, then tokens]
+extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [consumer groups][panels][weight rows, then tokens]
 
-template <class Type, int kTokens, Scales kScales, class Scale = Fp32Scale>
-struct Wide {
-  static constexpr int kTeams = 2, kTeamThreads = mma::kWaves * wave::kLanes, kThreads = kTeams * kTeamThreads;
+template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32Scale>
+struct StreamedTile {
+  static constexpr int kConsumerGroups = 2, kConsumerThreads = mma::kWaves * wave::kLanes,
+                       kThreads = kConsumerGroups * kConsumerThreads;
   static constexpr int kWeightBytes = kTileRows * tile::kDepth, kPanelBytes = kWeightBytes + kTokens * tile::kDepth;
   static constexpr int kResident = 2;  // blocks, if LDS suffices
-  // Panels that a team has in LDS if the block is alone on a compute unit, and otherwise; gemm.py knows both.
+  // Panels that a consumer group has in LDS if the block is alone on a compute unit, and otherwise; gemm.py knows both.
   static constexpr int kDeep = kTokens == 16 ? 10 : kTokens == 32 ? 8 : 6, kShallow = kTokens == 64 ? 3 : 4;
-  static constexpr bool kScaled = kScales == Scales::kBlock;
-  using Scaling = u32[kTeams][kDeep][kTokens + 2];  // words that the scales of the tokens and of the weight lie in
+  static constexpr bool kScaled = kScales == ScaleGranularity::kBlock;
+  // Words that hold the scales of the tokens and of the weight.
+  using Scaling = u32[kConsumerGroups][kDeep][kTokens + 2];
 
   template <int kStages, int kPanels>
-  struct Stream;
+  struct MainLoop;
 
-  DEVICE static void run(const Product& product) {
+  DEVICE static void run(const SkinnyProblem& problem) {
     LDS alignas(8) static Scaling scaling;
     u32 bytes;
     asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-    if (bytes == kTeams * kDeep * kPanelBytes) Stream<kDeep / 2, 2>{product, scaling}.multiply();
-    else if constexpr (kShallow % 2 == 0) Stream<kShallow / 2, 2>{product, scaling}.multiply();
-    else Stream<kShallow, 1>{product, scaling}.multiply();
+    if (bytes == kConsumerGroups * kDeep * kPanelBytes) MainLoop<kDeep / 2, 2>{problem, scaling}.multiply();
+    else if constexpr (kShallow % 2 == 0) MainLoop<kShallow / 2, 2>{problem, scaling}.multiply();
+    else MainLoop<kShallow, 1>{problem, scaling}.multiply();
   }
 };
 
-// How a block streams with rings of so many stages. Two panels of a stage share a barrier and what a thread does once for both.
-template <class Type, int kTokens, Scales kScales, class Scale>
+// The main loop with so many stages. The panels of a stage have one barrier, and a thread computes their offsets once.
+template <class Type, int kTokens, ScaleGranularity kScales, class Scale>
 template <int kStages, int kPanels>
-struct Wide<Type, kTokens, kScales, Scale>::Stream {
+struct StreamedTile<Type, kTokens, kScales, Scale>::MainLoop {
   static constexpr int kPanelSteps = tile::kDepth / mma::kDepth, kStageSteps = kPanels * kPanelSteps;
-  static constexpr int kGroup = kTeams * kStageSteps;
+  static constexpr int kGroupSteps = kConsumerGroups * kStageSteps;
   static constexpr int kSums = kTokens / 2;
   static constexpr int kProducts = kTokens == 64 ? 1 : kPanels;  // at once, as many as registers suffice for
-  using Tile = Finish<kScales, kTokens / 8, 1, 2, kGroup, kThreads, 64>;
+  using Epilogue = TileEpilogue<kScales, kTokens / 8, 1, 2, kGroupSteps, kThreads, 64>;
 
-  // The copies of a panel's rows, one after the other, by a team, 16 at a time. In pairs, row 2 * i of 16 is in place i and
-  // the next one in i + 8, so that a lane's sums are of two rows in a row. In fragment order rows stay as they lie together, at
-  // half the time that copies of every other row take, and sums are exchanged at the end.
+  // The copies of a panel's rows, one after the other, by a consumer group, 16 at a time. In pairs, row 2 * i of 16 is in place
+  // i and the next one in i + 8, so that a lane's sums are of two rows in a row. In fragment order rows stay as they lie
+  // together, at half the time that copies of every other row take, and sums are exchanged at the end.
   template <int kRows, bool kPairs>
-  struct Rows {
+  struct RowLoader {
     int offset;      // of the thread's piece of the first 16 rows, at K = 0
     int row;         // of these
     int column;      // of its pieces in a panel's rows, in bytes
     const u8* from;  // its first piece
     int rows;        // that there are from its first one on
 
-    DEVICE Rows(const tile::Layout& layout, int thread) {
+    DEVICE RowLoader(const tile::Layout& layout, int thread) {
       const tile::Place place = tile::Place::of(thread, layout.by_piece());
       const u32 at = place.row, piece = place.piece;
       row = kPairs && !layout.by_piece() ? at % 8 * 2 + at / 8 : at;
@@ -85,11 +87,11 @@ struct Wide<Type, kTokens, kScales, Scale>::Stream {
     }
   };
 
-  const Product& p;
+  const SkinnyProblem& p;
   Scaling& scaling;  // in LDS
-  const Share<kGroup> share{p};
-  const int lane = wave::lane(), team = wave::index() / mma::kWaves, team_wave = wave::index() % mma::kWaves;
-  const int thread = wave::thread() % kTeamThreads;  // of the team
+  const StreamKSchedule<kGroupSteps> schedule{p};
+  const int lane = wave::lane(), group = wave::index() / mma::kWaves, consumer_wave = wave::index() % mma::kWaves;
+  const int thread = wave::thread() % kConsumerThreads;  // of the consumer group
 
   // Where the scales of a token lie, or, of the one past the last, those of a tile of the weight.
   DEVICE const u8* scales_from(int token, int tile) const {
@@ -97,33 +99,34 @@ struct Wide<Type, kTokens, kScales, Scale>::Stream {
     return (const u8*)p.scale_b + i64(tile * kTileRows / kScaleBlock) * p.scale_b_row * Scale::kBytes;
   }
   DEVICE int scale_step(int token) const { return (token < kTokens ? p.scale_a_k : 1) * Scale::kBytes; }
-  // Of the team's panel number `panel` of a stage.
-  DEVICE float scale(int stage, int panel, int token, const Group& group) const {
-    const int block = group.step / kPanelSteps + team * kPanels + panel;
-    return Scale::of_word(scaling[team][stage * kPanels + panel][token],
-                          u32(i64(scales_from(token, group.tile))) + block * scale_step(token));
+  // The scale of the consumer group's panel number `panel` of a stage.
+  DEVICE float scale(int stage, int panel, int token, const TileWork& work) const {
+    const int block = work.step / kPanelSteps + group * kPanels + panel;
+    return Scale::of_word(scaling[group][stage * kPanels + panel][token],
+                          u32(i64(scales_from(token, work.tile))) + block * scale_step(token));
   }
   // The same for a token and the next.
-  DEVICE f32x2 scales_of_tokens(int stage, int panel, int token, const Group& group) const {
-    return {scale(stage, panel, token, group), scale(stage, panel, token + 1, group)};
+  DEVICE f32x2 scales_of_tokens(int stage, int panel, int token, const TileWork& work) const {
+    return {scale(stage, panel, token, work), scale(stage, panel, token + 1, work)};
   }
 
   DEVICE void multiply() const {
-    auto* lds = (lds::Local<u8>*)dynamic_lds + team * kStages * kPanels * kPanelBytes;
-    const int part = team_wave * wave::kLanes * tile::kPiece;  // of a panel: where the wave's first pieces go
-    Group now = share.begin(), ahead = now;
-    Rows<kTileRows, true> weights({p.b_tile, p.b_row, int(u32(p.b_step) / 4), p.b_step}, thread);
-    Rows<kTokens, false> tokens({16 * i64(p.a_stride), p.a_stride, tile::kPiece, 4 * tile::kPiece}, thread);
-    auto begin_stream = [&] {
-      weights.begin(p.b + ahead.tile * (kTileRows / mma::kRows) * p.b_tile, p.n - ahead.tile * kTileRows);
+    auto* lds = (lds::Local<u8>*)dynamic_lds + group * kStages * kPanels * kPanelBytes;
+    const int part = consumer_wave * wave::kLanes * tile::kPiece;  // of a panel: where the wave's first pieces go
+    TileWork current = schedule.begin(), prefetch = current;
+    RowLoader<kTileRows, true> weights({p.b_tile, p.b_row, int(u32(p.b_step) / 4), p.b_step}, thread);
+    RowLoader<kTokens, false> tokens({16 * i64(p.a_stride), p.a_stride, tile::kPiece, 4 * tile::kPiece}, thread);
+    auto begin_copies = [&] {
+      weights.begin(p.b + prefetch.tile * (kTileRows / mma::kRows) * p.b_tile, p.n - prefetch.tile * kTileRows);
     };
-    begin_stream();
+    begin_copies();
     tokens.begin(p.a, p.m);
-    const u8* scales = scales_from(thread, ahead.tile);  // of the thread's token
+    const u8* scales = scales_from(thread, prefetch.tile);  // of the thread's token
     const int step_of_scales = scale_step(thread);
     auto start_next = [&](int stage) __attribute__((always_inline)) {
-      if (ahead.end > 0) {
-        const int first = ahead.step + team * kStageSteps, bytes = share.bytes_left(ahead, first), tile = ahead.tile;
+      if (prefetch.end > 0) {
+        const int first = prefetch.step + group * kStageSteps, bytes = schedule.bytes_left(prefetch, first),
+                  tile = prefetch.tile;
 #pragma unroll
         for (int i = 0; i < kPanels; ++i) {
           const int step = first + i * kPanelSteps, left = bytes - i * tile::kDepth;
@@ -133,12 +136,12 @@ struct Wide<Type, kTokens, kScales, Scale>::Stream {
           if (kScaled && thread <= kTokens)
             lds::start_word(scales + step / kPanelSteps * step_of_scales,
                             left > 0 && (thread < p.m || thread == kTokens),
-                            &scaling[team][stage * kPanels + i][thread]);
+                            &scaling[group][stage * kPanels + i][thread]);
         }
-        ahead = share.after(ahead);
-        if (ahead.tile != tile && ahead.end > 0) {
-          begin_stream();
-          scales = scales_from(thread, ahead.tile);
+        prefetch = schedule.after(prefetch);
+        if (prefetch.tile != tile && prefetch.end > 0) {
+          begin_copies();
+          scales = scales_from(thread, prefetch.tile);
         }
       }
       lds::end_group();
@@ -148,12 +151,13 @@ struct Wide<Type, kTokens, kScales, Scale>::Stream {
 
     const mma::Panel weights_at(0, p.b_step != mma::kDepth), tokens_at(0, false);
     float sum[kSums] = {};
-    Tile tile{p, share};
-    begin_tile(tile, now.tile);
+    Epilogue epilogue{p, schedule};
+    begin_tile(epilogue, current.tile);
     for (int stage = 0;;) {
-      const Group next = share.after(now);
+      const TileWork next = schedule.after(current);
       lds::wait_for_copies<kStages - 2>();
-      team_barrier<kTeamThreads>(team);  // hazard: read before all filled it; the last stage filled while it is read
+      // Hazards: read before all filled it; the last stage filled while it is read.
+      consumer_barrier<kConsumerThreads>(group);
       // The matrix units sum up e4m3 with some 14 bits, so that their sums are of one panel only.
       float product[kProducts][kSums];
 #pragma unroll
@@ -167,34 +171,34 @@ struct Wide<Type, kTokens, kScales, Scale>::Stream {
 #pragma unroll
         for (int i = 0; i < kProducts; ++i) {
           mma::wait_for_sums(product[i]);
-          const float scale_b = kScaled ? scale(stage, first + i, kTokens, now) : 1.0f;
+          const float scale_b = kScaled ? scale(stage, first + i, kTokens, current) : 1.0f;
 #pragma unroll
           for (int j = 0; j < kSums / 4; ++j) {
             const int token = j * 8 + lane % 4 * 2;
-            const f32x2 scale_a = kScaled ? scales_of_tokens(stage, first + i, token, now) : f32x2{1.0f, 1.0f};
+            const f32x2 scale_a = kScaled ? scales_of_tokens(stage, first + i, token, current) : f32x2{1.0f, 1.0f};
 #pragma unroll
             for (int v = 0; v < 4; ++v) sum[j * 4 + v] += product[i][j * 4 + v] * (scale_a[v % 2] * scale_b);
           }
         }
       }
-      if (next.tile != now.tile) {
+      if (next.tile != current.tile) {
         if (p.b_step != mma::kDepth) pair_rows(sum);
-        end_tile(tile, sum, stage);
+        end_tile(epilogue, sum, stage);
         for (float& value : sum) value = 0.0f;
-        if (next.end > 0) begin_tile(tile, next.tile);
+        if (next.end > 0) begin_tile(epilogue, next.tile);
       }
       if (next.end <= 0) return;
-      now = next;
+      current = next;
       stage = stage == kStages - 1 ? 0 : stage + 1;
     }
   }
 
-  // Of a thread's sums, [kTokens / 8][2 rows][2 tokens], each team ends with those of its half of the tokens.
-  DEVICE void begin_tile(Tile& tile, int index) const {
-    const int row = index * kTileRows + team_wave * mma::kRows + lane / 4 * 2;
-    tile.begin(
+  // Of a thread's sums, [kTokens / 8][2 rows][2 tokens], each consumer group ends with those of its half of the tokens.
+  DEVICE void begin_tile(Epilogue& epilogue, int index) const {
+    const int row = index * kTileRows + consumer_wave * mma::kRows + lane / 4 * 2;
+    epilogue.begin(
         index,
-        [&](int i) __attribute__((always_inline)) { return team * (kTokens / 2) + i / 2 * 8 + lane % 4 * 2 + i % 2; },
+        [&](int i) __attribute__((always_inline)) { return group * (kTokens / 2) + i / 2 * 8 + lane % 4 * 2 + i % 2; },
         [&](int) __attribute__((always_inline)) { return row; });
   }
   // From rows l / 4 and l / 4 + 8 of a wave to rows l / 4 * 2 and the next one.
@@ -212,24 +216,24 @@ struct Wide<Type, kTokens, kScales, Scale>::Stream {
       sum[i] = rows[0], sum[i + 2] = rows[1];
     }
   }
-  // The other half goes to the other team, through the stage that both have read.
-  DEVICE void end_tile(const Tile& tile, const float (&sum)[kSums], int stage) const {
-    constexpr int kHalf = kSums / kTeams, kStage = kPanels * kPanelBytes / 4;
+  // The other half goes to the other consumer group, through the stage that both have read.
+  DEVICE void end_tile(const Epilogue& epilogue, const float (&sum)[kSums], int stage) const {
+    constexpr int kHalf = kSums / kConsumerGroups, kStage = kPanels * kPanelBytes / 4;
     auto* lds = (lds::Local<float>*)dynamic_lds;
-    lds::Local<float>* mine = lds + (team * kStages + stage) * kStage + thread;
-    const lds::Local<float>* theirs = lds + ((1 - team) * kStages + stage) * kStage + thread;
-    team_barrier<kTeamThreads>(team);  // hazard: written while other waves' products still read there
+    lds::Local<float>* mine = lds + (group * kStages + stage) * kStage + thread;
+    const lds::Local<float>* theirs = lds + ((1 - group) * kStages + stage) * kStage + thread;
+    consumer_barrier<kConsumerThreads>(group);  // hazard: written while other waves' products still read there
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) mine[i * kTeamThreads] = team == 0 ? sum[kHalf + i] : sum[i];
+    for (int i = 0; i < kHalf; ++i) mine[i * kConsumerThreads] = group == 0 ? sum[kHalf + i] : sum[i];
     block_barrier();  // hazard: read before it is written
     float half[kHalf];
 #pragma unroll
     for (int i = 0; i < kHalf; ++i)
-      half[i] = team == 0 ? sum[i] + theirs[i * kTeamThreads] : theirs[i * kTeamThreads] + sum[kHalf + i];
+      half[i] = group == 0 ? sum[i] + theirs[i * kConsumerThreads] : theirs[i * kConsumerThreads] + sum[kHalf + i];
     block_barrier();  // hazard: filled while it is still read
     f32x2 values[kTokens / 8][1];
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) values[i][0] = f32x2{half[i / 2 * 4 + i % 2], half[i / 2 * 4 + 2 + i % 2]};
-    tile.end(values);
+    epilogue.end(values);
   }
 };
