@@ -6,8 +6,8 @@
 //     combine:  out[token] = sum over the token's pairs of weight * results[pair]
 //
 // Pair number token * slots + slot; slots are the topk chosen experts, then the shared ones. A position is a place among the
-// sorted pairs; pairs whose id is no expert of ours have none. Flops: 6 * pairs * H * I; bytes: the weights of the experts hit,
-// and of each pair some H * 5 + I * 6.
+// sorted pairs; pairs whose expert this rank does not have have none. Flops: 6 * pairs * H * I; bytes: the weights of the
+// experts hit, and of each pair some H * 5 + I * 6.
 //
 // How many tiles there are only the device knows: grids are for the most that there can be, and blocks without a tile leave. A
 // block of gate_up or down owns a tile: up to kTileM pairs of one expert times kTileN of its weight rows; gemm/tiled/main_loop.h
@@ -27,7 +27,7 @@
 #include "gemm/tiled/rasterize.h"
 
 using i32x4 = int __attribute__((ext_vector_type(4)));
-using tile::Division, tile::Sums;
+using tile::BlockTile, tile::Accumulators;
 
 struct Routing {
   const u32* ids;         // [tokens, topk], id_words words each
@@ -36,7 +36,7 @@ struct Routing {
   DEVICE int slots() const { return topk + shared; }
 };
 
-// Of what every id says, the expert; -1 if it is none of ours.
+// The expert of each id, or -1 if this rank does not have it.
 template <int kIds>
 DEVICE void load_experts(const Routing& p, const int (&at)[kIds], int end, int (&expert)[kIds]) {
 #pragma unroll
@@ -64,7 +64,7 @@ struct Sort {
 
 constexpr int kMostExperts = 1024, kSortThreads = 1024, kBatch = 4;
 
-struct Sum {
+struct AddInt {
   DEVICE int operator()(int a, int b) const { return a + b; }
 };
 
@@ -99,7 +99,7 @@ KERNEL(kSortThreads) fused_experts_tiled_sort(Sort p) {
   int position = 0, tile = 0;  // the first of this expert
   for (int i = wave::lane(); i < routing.routed && i < expert; i += wave::kLanes)
     position += counts[i], tile += (counts[i] + p.tile - 1) / p.tile;
-  position = wave::reduce(position, 0, Sum{}), tile = wave::reduce(tile, 0, Sum{});
+  position = wave::reduce(position, 0, AddInt{}), tile = wave::reduce(tile, 0, AddInt{});
   const bool is_shared = shared >= 0;
   if (is_shared) position += shared * tokens, tile += shared * ((tokens + p.tile - 1) / p.tile);
   const int count = is_shared ? tokens : counts[expert], tiles = (count + p.tile - 1) / p.tile;
@@ -112,7 +112,7 @@ KERNEL(kSortThreads) fused_experts_tiled_sort(Sort p) {
       mem::store(p.sorted + position + i, i * routing.slots() + topk + shared);
   } else {
     const int before = wave::lane() < wave::index() ? of_waves[wave::lane()] : 0;
-    position += wave::reduce(before, 0, Sum{});
+    position += wave::reduce(before, 0, AddInt{});
     for_all([&](int at, int found) __attribute__((always_inline)) {
       const bool is_mine = found == expert;
       const int to = position + wave::count_below(is_mine);
@@ -122,7 +122,7 @@ KERNEL(kSortThreads) fused_experts_tiled_sort(Sort p) {
   }
 }
 
-struct Product {
+struct GroupedProblem {
   const u8* a;           // gate_up: [tokens, K], rows a_stride bytes apart; down: [positions, K]
   const u8* b;           // [experts, N, K], b_expert and b_row bytes apart
   void* out;             // gate_up: [positions, N / 2] of out_type; down: [pairs, N] fp32
@@ -140,19 +140,20 @@ struct Product {
 };
 
 // A tile: pairs of one expert, from position `first` on.
-struct Run {
+struct ExpertTile {
   int expert, first, count;
 };
 
 // A wave's sums; n is the first gate row of these.
-template <class D, ScaleGranularity kScales>
-DEVICE void store_activations(const Sums<D>& sums, const Product& p, const Run& run, int first_n) {
+template <class Tile, ScaleGranularity kScales>
+DEVICE void store_activations(const Accumulators<Tile>& sums, const GroupedProblem& p, const ExpertTile& expert_tile,
+                              int first_n) {
   constexpr int kRows = kChunk / 2;
   const int inner = p.n / 2;
-  const float* scales_b = p.scale_b + run.expert * p.scale_b_expert;
+  const float* scales_b = p.scale_b + expert_tile.expert * p.scale_b_expert;
 #pragma unroll
-  for (int j = 0; j < D::kPatchesN; ++j) {
-    const int n = first_n + (j * tile::kPatchRows + tile::patch_row(wave::lane())) / 2;
+  for (int j = 0; j < Tile::kAccumulatorsN; ++j) {
+    const int n = first_n + (j * tile::kAccumulatorRows + tile::accumulator_row(wave::lane())) / 2;
     if (n >= inner) continue;
     float of_gate[kRows], of_up[kRows];
 #pragma unroll
@@ -162,10 +163,10 @@ DEVICE void store_activations(const Sums<D>& sums, const Product& p, const Run& 
       of_up[r] = mem::load<float>(scales_b + (inner + n + r) * p.scale_b_row);
     }
 #pragma unroll
-    for (int i = 0; i < D::kPatchesM * tile::kLaneTokens; ++i) {
-      const int m = D::wave_m() + D::token(i);
-      if (m >= run.count) continue;
-      const int pair = mem::load<int>(p.sorted + run.first + m), token = u32(pair) / p.slots,
+    for (int i = 0; i < Tile::kAccumulatorsM * tile::kLaneTokens; ++i) {
+      const int m = Tile::wave_m() + Tile::token(i);
+      if (m >= expert_tile.count) continue;
+      const int pair = mem::load<int>(p.sorted + expert_tile.first + m), token = u32(pair) / p.slots,
                 slot = pair - token * p.slots;
       const float scale_a =
           kScales == ScaleGranularity::kRow ? mem::load<float>(p.scale_a + i64(token) * p.scale_a_row) : 1.0f;
@@ -173,8 +174,8 @@ DEVICE void store_activations(const Sums<D>& sums, const Product& p, const Run& 
       float y[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const tile::Patch& patch = sums[i / tile::kLaneTokens][j];
-        float gate = patch.get(i % tile::kLaneTokens, r), up = patch.get(i % tile::kLaneTokens, kRows + r);
+        const tile::AccumulatorTile& accumulator = sums[i / tile::kLaneTokens][j];
+        float gate = accumulator.get(i % tile::kLaneTokens, r), up = accumulator.get(i % tile::kLaneTokens, kRows + r);
         if constexpr (kScales == ScaleGranularity::kRow)
           gate = gate * scale_a * of_gate[r], up = up * scale_a * of_up[r];
         y[r] = silu(gate * weight) * (up * weight);
@@ -182,28 +183,29 @@ DEVICE void store_activations(const Sums<D>& sums, const Product& p, const Run& 
       const f32x2 low = {y[0], y[1]}, high = {y[2], y[3]};
       const u32x2 packed =
           p.out_type == 0 ? u32x2{Bf16::pack(low), Bf16::pack(high)} : u32x2{F16::pack(low), F16::pack(high)};
-      mem::store((u16*)p.out + i64(run.first + m) * inner + n, packed);
+      mem::store((u16*)p.out + i64(expert_tile.first + m) * inner + n, packed);
     }
   }
 }
 
 // A wave's sums, whose first weight row is first_n.
-template <class D, ScaleGranularity kScales>
-DEVICE void store_results(const Sums<D>& sums, const Product& p, const Run& run, int first_n) {
-  const float* scales_b = p.scale_b + run.expert * p.scale_b_expert;
+template <class Tile, ScaleGranularity kScales>
+DEVICE void store_results(const Accumulators<Tile>& sums, const GroupedProblem& p, const ExpertTile& expert_tile,
+                          int first_n) {
+  const float* scales_b = p.scale_b + expert_tile.expert * p.scale_b_expert;
 #pragma unroll
-  for (int j = 0; j < D::kPatchesN; ++j) {
-    const int n = first_n + j * tile::kPatchRows + tile::patch_row(wave::lane());
+  for (int j = 0; j < Tile::kAccumulatorsN; ++j) {
+    const int n = first_n + j * tile::kAccumulatorRows + tile::accumulator_row(wave::lane());
     if (n >= p.n) continue;
     float scale_b[kChunk];
 #pragma unroll
     for (int r = 0; r < kChunk; ++r)
       scale_b[r] = kScales == ScaleGranularity::kRow ? mem::load<float>(scales_b + (n + r) * p.scale_b_row) : 1.0f;
 #pragma unroll
-    for (int i = 0; i < D::kPatchesM * tile::kLaneTokens; ++i) {
-      const int m = D::wave_m() + D::token(i);
-      if (m >= run.count) continue;
-      const i64 pair = mem::load<int>(p.sorted + run.first + m), row = run.first + m;
+    for (int i = 0; i < Tile::kAccumulatorsM * tile::kLaneTokens; ++i) {
+      const int m = Tile::wave_m() + Tile::token(i);
+      if (m >= expert_tile.count) continue;
+      const i64 pair = mem::load<int>(p.sorted + expert_tile.first + m), row = expert_tile.first + m;
       const float scale_a =
           kScales == ScaleGranularity::kRow ? mem::load<float>(p.scale_a + row * p.scale_a_row) : 1.0f;
 #pragma unroll
@@ -220,51 +222,54 @@ DEVICE void store_results(const Sums<D>& sums, const Product& p, const Run& run,
   }
 }
 
-template <class Type, class D, ScaleGranularity kScales, bool kGated>
-DEVICE void multiply_experts(const Product& p) {
+template <class Type, class Tile, ScaleGranularity kScales, bool kGated>
+DEVICE void multiply_experts(const GroupedProblem& p) {
   const int tiles = mem::load<i32x4>(p.tiles).y, blocks = tiles * p.tiles_n;
   if (wave::block_x() >= blocks) return;
-  const tile::Position position(tile::work_of(wave::block_x(), blocks), tiles, p.tiles_n, tile::kGroup);
+  const tile::TileCoord position =
+      tile::rasterize(tile::remap_to_xcd(wave::block_x(), blocks), tiles, p.tiles_n, tile::kGroupM);
   const i32x4 found = mem::load<i32x4>(p.tiles + 1 + position.m);
-  const int count = found.z - found.y < D::kTileM ? found.z - found.y : D::kTileM;
-  const Run run = {wave::uniform(found.x), wave::uniform(found.y), wave::uniform(count)};
-  constexpr int kRowsN = kGated ? D::kTileN / 2 : D::kTileN;  // of gate, in gate_up
+  const int count = found.z - found.y < Tile::kTileM ? found.z - found.y : Tile::kTileM;
+  const ExpertTile expert_tile = {wave::uniform(found.x), wave::uniform(found.y), wave::uniform(count)};
+  constexpr int kRowsN = kGated ? Tile::kTileN / 2 : Tile::kTileN;  // of gate, in gate_up
   const int rows_n = kGated ? p.n / 2 : p.n, first_n = position.n * kRowsN;
-  const int wave_n = first_n + (kGated ? D::wave_n() / 2 : D::wave_n());
+  const int wave_n = first_n + (kGated ? Tile::wave_n() / 2 : Tile::wave_n());
 
   // The row of a, from a's or from the tile's first one on, that token m of the tile has; past the last that of the last.
   auto row_of_a = [&](int m) __attribute__((always_inline)) {
-    const int inside = m < run.count ? m : run.count - 1;
-    return kGated ? int(u32(mem::load<int>(p.sorted + run.first + inside)) / p.slots) : inside;
+    const int inside = m < expert_tile.count ? m : expert_tile.count - 1;
+    return kGated ? int(u32(mem::load<int>(p.sorted + expert_tile.first + inside)) / p.slots) : inside;
   };
-  const i64 first_a = kGated ? 0 : run.first;
-  tile::Filler<D::kTileM, D::kThreads> fill_a;
-  tile::Filler<D::kTileN, D::kThreads> fill_b;
-  const tile::Layout a_layout{16 * p.a_stride, int(p.a_stride), tile::kPiece, 4 * tile::kPiece};
-  const tile::Layout b_layout{16 * i64(p.b_row), p.b_row, tile::kPiece, 4 * tile::kPiece};
-  fill_a.init(p.a + first_a * p.a_stride, a_layout, [&](int m) { return m < run.count ? row_of_a(m) : tile::kNoRow; });
-  fill_b.init(p.b + run.expert * p.b_expert, b_layout, [&](int row) {
-    const int in_tile = row / tile::kPatchRows * tile::kPatchRows + tile::weight_row(row % tile::kPatchRows);
+  const i64 first_a = kGated ? 0 : expert_tile.first;
+  tile::TileLoader<Tile::kTileM, Tile::kThreads> loader_a;
+  tile::TileLoader<Tile::kTileN, Tile::kThreads> loader_b;
+  const tile::Layout a_layout{16 * p.a_stride, int(p.a_stride), tile::kVecBytes, 4 * tile::kVecBytes};
+  const tile::Layout b_layout{16 * i64(p.b_row), p.b_row, tile::kVecBytes, 4 * tile::kVecBytes};
+  loader_a.init(p.a + first_a * p.a_stride, a_layout,
+                [&](int m) { return m < expert_tile.count ? row_of_a(m) : tile::kNoRow; });
+  loader_b.init(p.b + expert_tile.expert * p.b_expert, b_layout, [&](int row) {
+    const int in_tile =
+        row / tile::kAccumulatorRows * tile::kAccumulatorRows + tile::weight_row(row % tile::kAccumulatorRows);
     constexpr int kHalf = kChunk / 2;
     const int n = first_n + (kGated ? in_tile / kChunk * kHalf + in_tile % kHalf : in_tile);
     return n >= rows_n ? tile::kNoRow : n + (kGated && in_tile % kChunk >= kHalf ? rows_n : 0);
   });
 
-  Sums<D> sums = {};
+  Accumulators<Tile> sums = {};
   auto multiply = [&](const auto& scaling) __attribute__((always_inline)) {
     const int panels = (p.k + tile::kDepth - 1) / tile::kDepth;
-    tile::multiply_panels<D, Type>(sums, fill_a, fill_b, b_layout.by_piece(), scaling, 0, panels, p.k);
+    tile::multiply_panels<Tile, Type>(sums, loader_a, loader_b, b_layout.is_fragment_order(), scaling, 0, panels, p.k);
   };
   if constexpr (kScales == ScaleGranularity::kBlock) {
     auto block_of = [&](int n) { return (n < p.n ? n : p.n - 1) / kScaleBlock * p.scale_b_row; };
-    const float* scales_b = p.scale_b + run.expert * p.scale_b_expert;
-    tile::BlockScales<D, kGated> scales;
+    const float* scales_b = p.scale_b + expert_tile.expert * p.scale_b_expert;
+    tile::BlockScales<Tile, kGated> scales;
     if constexpr (kGated) {
       scales.init(p.scale_a, p.scale_a_row, p.scale_a_k, scales_b, row_of_a);
       scales.b_at[0] = block_of(wave_n < rows_n ? wave_n : rows_n - 1) * 4;
 #pragma unroll
-      for (int j = 0; j < D::kPatchesN; ++j)
-        scales.b_at[1 + j] = block_of(rows_n + wave_n + j * tile::kPatchRows / 2) * 4;
+      for (int j = 0; j < Tile::kAccumulatorsN; ++j)
+        scales.b_at[1 + j] = block_of(rows_n + wave_n + j * tile::kAccumulatorRows / 2) * 4;
     } else {
       scales.init(p.scale_a + first_a * p.scale_a_row, p.scale_a_row, p.scale_a_k, scales_b + block_of(wave_n),
                   row_of_a);
@@ -273,14 +278,14 @@ DEVICE void multiply_experts(const Product& p) {
   } else {
     multiply(tile::Unscaled{});
   }
-  if constexpr (kGated) store_activations<D, kScales>(sums, p, run, wave_n);
-  else store_results<D, kScales>(sums, p, run, wave_n);
+  if constexpr (kGated) store_activations<Tile, kScales>(sums, p, expert_tile, wave_n);
+  else store_results<Tile, kScales>(sums, p, expert_tile, wave_n);
 }
 
 // clang-format off
 #define INSTANCE(symbol, Type, tile_m, scales, gated)                                       \
-  KERNEL(256) symbol(Product product) {                                                     \
-    multiply_experts<Type, Division<tile_m, 128, 256>, ScaleGranularity::scales, gated>(product);     \
+  KERNEL(256) symbol(GroupedProblem problem) {                                                     \
+    multiply_experts<Type, BlockTile<tile_m, 128, 256>, ScaleGranularity::scales, gated>(problem);     \
   }
 
 INSTANCE(fused_experts_tiled_gate_up_block_64,  E4m3, 64,  kBlock, true)

@@ -35,8 +35,8 @@ using Epilogue = TileEpilogue<ScaleGranularity::kMx, kLaneTokens, kLaneQuads, /*
 template <int kTokens>
 DEVICE void stream(const MxProblem& p) {
   constexpr int kStages = 4, kTiles = kTokens / mx::kRows, kRows = kWaves * mx::kRows;
-  static_assert(kWaves == mx::kPieces && kTiles <= kWaves, "a wave brings one piece of all tokens, and scales of 16");
-  LDS static u32x4 tokens[2][kTiles][mx::kPieces][wave::kLanes];
+  static_assert(kWaves == mx::kVecs && kTiles <= kWaves, "a wave loads one vector of all tokens, and scales of 16");
+  LDS static u32x4 tokens[2][kTiles][mx::kVecs][wave::kLanes];
   LDS static u32 token_scales[2][kWaves][wave::kLanes];  // those of waves past kTiles are zero and of no use
   using PairScales = mx::PairScales</*kWords=*/true>;
   const int lane = wave::lane(), part = wave::index(), row = part * mx::kRows + mx::row(lane);
@@ -44,9 +44,9 @@ DEVICE void stream(const MxProblem& p) {
   const StreamKSchedule<1> schedule{p};
 
   struct Stage {
-    u32x4 token[kTiles];      // the wave's piece of each 16 tokens
+    u32x4 token[kTiles];      // the wave's vector of each 16 tokens
     PairScales token_scales;  // of the wave's 16 tokens
-    u32x4 weight[mx::kPieces];
+    u32x4 weight[mx::kVecs];
     PairScales weight_scales;
   };
   Stage stages[kStages];
@@ -69,7 +69,7 @@ DEVICE void stream(const MxProblem& p) {
     const int n = from.tile * kRows, of_row = n + row < p.n ? bytes : 0;
     const mem::Buffer weights = mem::buffer(p.b + i64(n) * p.b_row);
 #pragma unroll
-    for (int i = 0; i < mx::kPieces; ++i)
+    for (int i = 0; i < mx::kVecs; ++i)
       stage.weight[i] = mem::load_once_or_zero(weights, row * p.b_row + mx::depth(lane), at + i * mx::kSpacing,
                                                i * mx::kSpacing + mx::depth(lane) < of_row);
     const mem::Buffer scales = mem::buffer((const u8*)p.scale_b + i64(n >> p.scale_b_shift) * p.scale_b_row);
@@ -89,7 +89,7 @@ DEVICE void stream(const MxProblem& p) {
     const u32x4* weight = stage.weight;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      const u32x4(&token)[mx::kPieces][wave::kLanes] = tokens[buffer][t];
+      const u32x4(&token)[mx::kVecs][wave::kLanes] = tokens[buffer][t];
       const u32 of_tokens = token_scales[buffer][t][lane];
       sum[t][0] =
           mx::multiply_add<0>(sum[t][0], weight[0], weight[2], scales, token[0][lane], token[2][lane], of_tokens);
@@ -141,16 +141,16 @@ DEVICE void multiply_tiles(const MxProblem& p) {
   LDS static u32x4 halves[2][kOperands][2 * kTiles][2][wave::kLanes];
   using PairScales = mx::PairScales<kWords>;
   const int lane = wave::lane();
-  const StreamKSchedule<1> schedule{p, tile::work_of(wave::block_x(), p.blocks)};
+  const StreamKSchedule<1> schedule{p, tile::remap_to_xcd(wave::block_x(), p.blocks)};
   const int tiles_m = (p.m + kSide - 1) / kSide, tiles_n = (p.n + kSide - 1) / kSide;
-  // The wave's quarter, and what it brings to LDS of each half unit: one of two pieces of every other 16 rows.
+  // The quarter that the wave multiplies, and the rows that it loads: one of two vectors of every other 16 rows of a half unit.
   const int token_rows = wave::index() % 2 * kTiles, weight_rows = wave::index() / 2 * kTiles;
-  const int piece = wave::index() % 2, bring = wave::index() / 2;
+  const int vec = wave::index() % 2, loaded_rows = wave::index() / 2;
 
   for (TileWork current = schedule.begin(); current.end > 0;
        current = schedule.after({current.tile, current.end, current.end})) {
     const int begin = current.step, end = current.end;
-    const tile::Position position(current.tile, tiles_m, tiles_n, tile::kGroup);
+    const tile::TileCoord position = tile::rasterize(current.tile, tiles_m, tiles_n, tile::kGroupM);
     const int m0 = position.m * kSide, n0 = position.n * kSide;
     const mem::Buffer a = mem::buffer(p.a + i64(m0) * p.a_stride), b = mem::buffer(p.b + i64(n0) * p.b_row);
     const mem::Buffer scale_a = mem::buffer((const u8*)p.scale_a + i64(m0) * p.scale_a_row);
@@ -160,7 +160,7 @@ DEVICE void multiply_tiles(const MxProblem& p) {
     int token_at[kTiles], weight_at[kTiles], token_scales_at[kTiles], weight_scales_at[kTiles];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      const int row = (bring + 2 * i) * mx::kRows + mx::row(lane);
+      const int row = (loaded_rows + 2 * i) * mx::kRows + mx::row(lane);
       token_at[i] = m0 + row < p.m ? row * p.a_stride + mx::depth(lane) : kOutside;
       weight_at[i] = n0 + row < p.n ? row * p.b_row + mx::depth(lane) : kOutside;
       const int m = (token_rows + i) * mx::kRows + mx::row(lane), n = (weight_rows + i) * mx::kRows + mx::row(lane);
@@ -171,7 +171,7 @@ DEVICE void multiply_tiles(const MxProblem& p) {
       u32x4 operand[kOperands][kTiles];
     };
     auto load = [&](Half& half, int index, int pair) __attribute__((always_inline)) {
-      const int at = pair * mx::kPair + (index + 2 * piece) * mx::kSpacing;
+      const int at = pair * mx::kPair + (index + 2 * vec) * mx::kSpacing;
       const bool inside = pair < end && at + mx::depth(lane) < p.k;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
@@ -196,7 +196,7 @@ DEVICE void multiply_tiles(const MxProblem& p) {
 #pragma unroll
       for (int o = 0; o < kOperands; ++o)
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i) halves[buffer][o][bring + 2 * i][piece][lane] = half.operand[o][i];
+        for (int i = 0; i < kTiles; ++i) halves[buffer][o][loaded_rows + 2 * i][vec][lane] = half.operand[o][i];
     };
     f32x4 sum[kTiles][kTiles] = {};
     auto multiply = [&]<int kIndex>(const u32(&scales)[kOperands][kTiles]) __attribute__((always_inline)) {
@@ -246,10 +246,10 @@ DEVICE void multiply_tiles(const MxProblem& p) {
   }
 }
 
-KERNEL(kThreads) mxfp8_scaled_mm_stream_16(MxProblem product) { stream<16>(product); }
-KERNEL(kThreads) mxfp8_scaled_mm_stream_32(MxProblem product) { stream<32>(product); }
-KERNEL(kThreads) mxfp8_scaled_mm_stream_64(MxProblem product) { stream<64>(product); }
-KERNEL(kThreads) mxfp8_scaled_mm_tile_128(MxProblem product) { multiply_tiles<4, /*kWords=*/true>(product); }
-KERNEL(kThreads) mxfp8_scaled_mm_tile_64(MxProblem product) { multiply_tiles<2, /*kWords=*/true>(product); }
-KERNEL(kThreads) mxfp8_scaled_mm_tile_64_bytes(MxProblem product) { multiply_tiles<2, /*kWords=*/false>(product); }
+KERNEL(kThreads) mxfp8_scaled_mm_stream_16(MxProblem problem) { stream<16>(problem); }
+KERNEL(kThreads) mxfp8_scaled_mm_stream_32(MxProblem problem) { stream<32>(problem); }
+KERNEL(kThreads) mxfp8_scaled_mm_stream_64(MxProblem problem) { stream<64>(problem); }
+KERNEL(kThreads) mxfp8_scaled_mm_tile_128(MxProblem problem) { multiply_tiles<4, /*kWords=*/true>(problem); }
+KERNEL(kThreads) mxfp8_scaled_mm_tile_64(MxProblem problem) { multiply_tiles<2, /*kWords=*/true>(problem); }
+KERNEL(kThreads) mxfp8_scaled_mm_tile_64_bytes(MxProblem problem) { multiply_tiles<2, /*kWords=*/false>(problem); }
 #endif

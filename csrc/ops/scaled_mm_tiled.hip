@@ -6,12 +6,12 @@
 // a and b are e4m3 of the arch's format, sums fp32, scales fp32, those of blocks also e8m0. Flops: 2 * M * N * K; bytes:
 // M * K + N * K + M * N * sizeof(T), and out of the caches (1 / kTileM + 1 / kTileN) / 2 per flop.
 //
-// A block owns a tile of the output, or a slice of K of one: then each block leaves its sums in HBM, and the last to arrive
-// adds them up in the order of K, so that the same inputs give the same bits. gemm/tiled/main_loop.h multiplies.
+// A block computes a tile of the output (gemm/tiled/main_loop.h), or with split-K a slice of K of a tile: then each block stores
+// its partial sums to HBM, and the last to arrive adds them up in the order of K. The same inputs give the same bits.
 //
 // Two blocks of 64 x 128 or 128 x 128 share a compute unit: while one waits for a panel or at a barrier, the other multiplies.
-// 256 x 256, for which gfx950 has the LDS, halves what a product reads out of the caches but leaves a compute unit one block. So
-// its eight waves, two on each SIMD, take turns: four read fragments while the other four multiply.
+// gfx950 has the LDS for 256 x 256, which halves the bytes read out of the caches but leaves a compute unit one block. So its
+// eight waves, two on each SIMD, alternate: four read fragments while the other four multiply.
 //
 // Per panel, emulated:        gfx942  64 x 128   128 x 128   gfx950  64 x 128   128 x 128   256 x 256
 //   matrix cycles of a SIMD           512        1024                256        512         2048
@@ -25,27 +25,27 @@
 #include "gemm/tiled/rasterize.h"
 #include "gemm/tiled/split_k.h"
 
-struct Product {
+struct TiledProblem {
   const u8* a;           // [M, K], rows a_stride bytes apart
-  const u8* b;           // [N, K], at b_tile, b_row, b_piece and b_step: see tile::Layout
+  const u8* b;           // [N, K], at b_tile, b_row, b_vec and b_step: see tile::Layout
   void* out;             // [M, N] of out_type
-  float* partials;       // [tiles, slices, values of a thread / 4, threads, 4]; null with one slice
-  u32* counters;         // [tiles], 0; null with one slice
+  float* partials;       // [tiles, split_k, values of a thread / 4, threads, 4]; null without split-K
+  u32* counters;         // [tiles], 0; null without split-K
   const float* scale_a;  // rows: [M] or [1]; blocks: [M, ceil(K / 128)], of a type of device/scale.h
   const float* scale_b;  // rows: [N] or [1]; blocks: [ceil(N / 128), ceil(K / 128)]
   const void* bias;      // [N] of out_type, or null
   i64 a_stride, b_tile;
-  int b_row, b_piece, b_step;
+  int b_row, b_vec, b_step;
   int m, n, k;
   int scale_a_row, scale_a_k,
       scale_b_row;  // elements from scale to scale: of rows or blocks of rows, and of a's blocks of K
   int out_type;     // 0 bf16, 1 fp16, 2 fp32
-  int tiles_m, tiles_n, tiles, slices;  // of the output and of K
-  int panels, longer;                   // of a slice; the first `longer` slices have one more
-  Divisor by_tiles, by_group, by_last;  // tiles of the output; the others: see tile::Position
+  int tiles_m, tiles_n, tiles, split_k;                      // of the output and of K
+  int panels_per_slice, remainder;                           // of a K slice; the first `remainder` slices have one more
+  Divisor tiles_divisor, group_divisor, last_group_divisor;  // of all tiles; the others: see tile::rasterize
 };
 
-using tile::Division, tile::Sums;
+using tile::BlockTile, tile::Accumulators;
 
 // The first `count` of 8 neighbouring results; 16 bytes at a time if `aligned`.
 DEVICE void store_outputs(void* out, i64 at, const Chunk& x, int count, bool aligned, int type) {
@@ -69,12 +69,12 @@ DEVICE void store_outputs(void* out, i64 at, const Chunk& x, int count, bool ali
   }
 }
 
-// A wave's sums, whose first is that of token first_m and weight row first_n.
-template <class D, bool kBlockScales>
-DEVICE void store_results(const Sums<D>& sums, const Product& p, int first_m, int first_n) {
+// Stores a wave's sums. first_m and first_n are its first token and weight row.
+template <class Tile, bool kBlockScales>
+DEVICE void store_results(const Accumulators<Tile>& sums, const TiledProblem& p, int first_m, int first_n) {
 #pragma unroll
-  for (int j = 0; j < D::kPatchesN; ++j) {
-    const int n = first_n + j * tile::kPatchRows + tile::patch_row(wave::lane()), count = p.n - n;
+  for (int j = 0; j < Tile::kAccumulatorsN; ++j) {
+    const int n = first_n + j * tile::kAccumulatorRows + tile::accumulator_row(wave::lane()), count = p.n - n;
     Chunk scale_b, bias = {};
 #pragma unroll
     for (int r = 0; r < kChunk; ++r) {
@@ -83,14 +83,14 @@ DEVICE void store_results(const Sums<D>& sums, const Product& p, int first_m, in
       if (p.bias) bias.pair[r / 2][r % 2] = load_output(p.bias, row, p.out_type);
     }
 #pragma unroll
-    for (int i = 0; i < D::kPatchesM * tile::kLaneTokens; ++i) {
-      const int patch = i / tile::kLaneTokens, token = i % tile::kLaneTokens, m = first_m + D::token(i);
+    for (int i = 0; i < Tile::kAccumulatorsM * tile::kLaneTokens; ++i) {
+      const int accumulator = i / tile::kLaneTokens, token = i % tile::kLaneTokens, m = first_m + Tile::token(i);
       if (m >= p.m) continue;
       const float scale_a = kBlockScales ? 1.0f : mem::load<float>(p.scale_a + i64(m) * p.scale_a_row);
       Chunk x;
 #pragma unroll
       for (int r = 0; r < kChunk / 2; ++r) {
-        x.pair[r] = {sums[patch][j].get(token, 2 * r), sums[patch][j].get(token, 2 * r + 1)};
+        x.pair[r] = {sums[accumulator][j].get(token, 2 * r), sums[accumulator][j].get(token, 2 * r + 1)};
         if (!kBlockScales) x.pair[r] = x.pair[r] * scale_a * scale_b.pair[r];
         x.pair[r] += bias.pair[r];
       }
@@ -99,36 +99,41 @@ DEVICE void store_results(const Sums<D>& sums, const Product& p, int first_m, in
   }
 }
 
-template <class D, bool kBlockScales, class Scale = Fp32Scale>
-DEVICE void multiply_tiled(const Product& p) {
-  mem::wait_for_scalars(p.by_tiles.inverse, p.by_tiles.shift, p.by_group.inverse, p.by_group.shift, p.by_last.inverse,
-                        p.by_last.shift, p.tiles_m, p.tiles_n, p.tiles, p.slices, p.panels, p.longer, p.a, p.b,
-                        p.a_stride, p.b_tile, p.b_row, p.b_piece, p.b_step, p.m, p.n, p.k);
-  const int work = tile::work_of(wave::block_x(), p.tiles * p.slices);
-  const int slice = u32(work) / p.by_tiles, tile_index = work - slice * p.tiles;
-  const auto position = tile::Position::of(tile_index, p.tiles_m, p.tiles_n, p.by_group, p.by_last);
-  const int first_m = position.m * D::kTileM, first_n = position.n * D::kTileN;
-  const int first = slice * p.panels + (slice < p.longer ? slice : p.longer),
-            last = first + p.panels + (slice < p.longer);
+template <class Tile, bool kBlockScales, class Scale = Fp32Scale>
+DEVICE void multiply_tiled(const TiledProblem& p) {
+  mem::wait_for_scalars(p.tiles_divisor.inverse, p.tiles_divisor.shift, p.group_divisor.inverse, p.group_divisor.shift,
+                        p.last_group_divisor.inverse, p.last_group_divisor.shift, p.tiles_m, p.tiles_n, p.tiles,
+                        p.split_k, p.panels_per_slice, p.remainder, p.a, p.b, p.a_stride, p.b_tile, p.b_row, p.b_vec,
+                        p.b_step, p.m, p.n, p.k);
+  const int work = tile::remap_to_xcd(wave::block_x(), p.tiles * p.split_k);
+  const int k_slice = u32(work) / p.tiles_divisor, tile_index = work - k_slice * p.tiles;
+  const tile::TileCoord position =
+      tile::rasterize(tile_index, p.tiles_m, p.tiles_n, p.group_divisor, p.last_group_divisor);
+  const int first_m = position.m * Tile::kTileM, first_n = position.n * Tile::kTileN;
+  const int first = k_slice * p.panels_per_slice + (k_slice < p.remainder ? k_slice : p.remainder),
+            last = first + p.panels_per_slice + (k_slice < p.remainder);
 
-  tile::Filler<D::kTileM, D::kThreads> fill_a;
-  tile::Filler<D::kTileN, D::kThreads> fill_b;
-  const tile::Layout a_layout{16 * p.a_stride, int(p.a_stride), tile::kPiece, 4 * tile::kPiece};
-  const tile::Layout b_layout{p.b_tile, p.b_row, p.b_piece, p.b_step};
-  fill_a.init(p.a + first_m * p.a_stride, a_layout, [&](int row) { return first_m + row < p.m ? row : tile::kNoRow; });
-  fill_b.init(p.b + first_n / 16 * p.b_tile, b_layout, [&](int place) {
-    const int row = place / tile::kPatchRows * tile::kPatchRows + tile::weight_row(place % tile::kPatchRows);
+  tile::TileLoader<Tile::kTileM, Tile::kThreads> loader_a;
+  tile::TileLoader<Tile::kTileN, Tile::kThreads> loader_b;
+  const tile::Layout a_layout{16 * p.a_stride, int(p.a_stride), tile::kVecBytes, 4 * tile::kVecBytes};
+  const tile::Layout b_layout{p.b_tile, p.b_row, p.b_vec, p.b_step};
+  loader_a.init(p.a + first_m * p.a_stride, a_layout,
+                [&](int row) { return first_m + row < p.m ? row : tile::kNoRow; });
+  loader_b.init(p.b + first_n / 16 * p.b_tile, b_layout, [&](int place) {
+    const int row =
+        place / tile::kAccumulatorRows * tile::kAccumulatorRows + tile::weight_row(place % tile::kAccumulatorRows);
     return first_n + row < p.n ? row : tile::kNoRow;
   });
 
-  Sums<D> sums = {};
+  Accumulators<Tile> sums = {};
   auto multiply = [&](const auto& scaling) __attribute__((always_inline)) {
-    tile::multiply_panels<D, E4m3>(sums, fill_a, fill_b, b_layout.by_piece(), scaling, first, last, p.k);
+    tile::multiply_panels<Tile, E4m3>(sums, loader_a, loader_b, b_layout.is_fragment_order(), scaling, first, last,
+                                      p.k);
   };
   if constexpr (kBlockScales) {
-    const int n = first_n + D::wave_n(), block_n = (n < p.n ? n : p.n - 1) / kScaleBlock;
+    const int n = first_n + Tile::wave_n(), block_n = (n < p.n ? n : p.n - 1) / kScaleBlock;
     using Type = typename Scale::Type;
-    tile::BlockScales<D, false, Scale> scales;
+    tile::BlockScales<Tile, false, Scale> scales;
     scales.init((const Type*)p.scale_a + i64(first_m) * p.scale_a_row, p.scale_a_row, p.scale_a_k,
                 (const Type*)p.scale_b + i64(block_n) * p.scale_b_row,
                 [&](int m) { return first_m + m < p.m ? m : p.m - 1 - first_m; });  // past the last the last
@@ -137,14 +142,14 @@ DEVICE void multiply_tiled(const Product& p) {
     multiply(tile::Unscaled{});
   }
 
-  if (p.slices > 1 && !tile::add_slices<D>(sums, p, tile_index, slice)) return;
-  store_results<D, kBlockScales>(sums, p, first_m + D::wave_m(), first_n + D::wave_n());
+  if (p.split_k > 1 && !tile::reduce_split_k<Tile>(sums, p, tile_index, k_slice)) return;
+  store_results<Tile, kBlockScales>(sums, p, first_m + Tile::wave_m(), first_n + Tile::wave_n());
 }
 
 // clang-format off
 #define INSTANCE(symbol, threads, tile_m, tile_n, ...)                       \
-  KERNEL(threads) symbol(Product product) {                                  \
-    multiply_tiled<Division<tile_m, tile_n, threads>, __VA_ARGS__>(product); \
+  KERNEL(threads) symbol(TiledProblem problem) {                                  \
+    multiply_tiled<BlockTile<tile_m, tile_n, threads>, __VA_ARGS__>(problem); \
   }
 
 INSTANCE(scaled_mm_tiled_row_64x128,         256, 64,  128, false)

@@ -181,8 +181,8 @@ BUGS = {
     ),
     "token rows of two lanes swapped": (
         "device/amd/tile_mma.h",
-        "Place{first_token + row, piece}",
-        "Place{first_token + (row ^ 1), piece}",
+        "PanelVec{first_token + row, vec}",
+        "PanelVec{first_token + (row ^ 1), vec}",
         ops.scaled_mm,
         "tiles",
         "gfx942",
@@ -190,8 +190,8 @@ BUGS = {
     ),
     "last slice of a tile missing": (
         "gemm/tiled/split_k.h",
-        "for (int s = 1; s < p.slices; ++s)",
-        "for (int s = 1; s < p.slices - 1; ++s)",
+        "for (int s = 1; s < p.split_k; ++s)",
+        "for (int s = 1; s < p.split_k - 1; ++s)",
         ops.scaled_mm,
         "tiles-long",
         "gfx942",
@@ -352,8 +352,8 @@ BUGS = {
     ),
     "the last group of tiles as wide as the others": (
         "gemm/tiled/rasterize.h",
-        "u32(in_group) / by_last",
-        "in_group / kGroup",
+        "u32(in_group) / last_group_divisor",
+        "in_group / kGroupM",
         ops.scaled_mm,
         "tiles-padded",
         "gfx942",
@@ -361,7 +361,7 @@ BUGS = {
     ),
     "slices of one panel fewer": (
         "ops/scaled_mm_tiled.hip",
-        "(slice < p.longer ? slice : p.longer)",
+        "(k_slice < p.remainder ? k_slice : p.remainder)",
         "0",
         ops.scaled_mm,
         "tiles-long",
@@ -442,8 +442,8 @@ BUGS = {
     ),
     "weights of another expert": (
         "ops/fused_experts_tiled.hip",
-        "p.b + run.expert * p.b_expert",
-        "p.b + (run.expert ^ 1) * p.b_expert",
+        "p.b + expert_tile.expert * p.b_expert",
+        "p.b + (expert_tile.expert ^ 1) * p.b_expert",
         ops.fused_experts,
         "bf16-m70",
         "gfx942",
@@ -852,8 +852,8 @@ OVERFLOWS = {
     ),
     "experts in tiles": (
         "ops/fused_experts_tiled.hip",
-        "p.b + run.expert * p.b_expert",
-        "p.b + run.expert * u32(p.b_expert)",
+        "p.b + expert_tile.expert * p.b_expert",
+        "p.b + expert_tile.expert * u32(p.b_expert)",
         "gfx950",
         large.test_experts,
         ("block-m65",),

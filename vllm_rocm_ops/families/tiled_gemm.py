@@ -16,7 +16,7 @@ TILES = ((64, 128), (128, 128), (256, 256))  # of the output: tokens, rows of th
 THREADS = {128: 256, 256: 512}  # of a block, by the rows of its tile
 RESIDENT = {128: 2, 256: 1}  # blocks that a compute unit runs at once
 SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
-GROUP = 8  # kGroup of csrc/gemm/tiled/rasterize.h: tiles along M whose blocks run next to each other
+GROUP = 8  # kGroupM of csrc/gemm/tiled/rasterize.h: tiles along M whose blocks run next to each other
 
 # The model of `cost`. No AMD GPU was there to measure: rates are shares of what the chips are built for.
 FLOPS_PER_BYTE = 500  # that the matrix cores do while HBM brings a byte: about so on all archs

@@ -64,6 +64,6 @@ DEVICE int swizzle(int row) { return row % 8; }
 DEVICE int swizzle(int row) { return row / 2 % 8; }
 #endif
 // Of rows that come from HBM in fragment order, so many lie together, chunk by chunk: those of one read.
-constexpr int kTogether = 16;
+constexpr int kFragmentRows = 16;
 
 }  // namespace lds

@@ -1,13 +1,13 @@
 // The matrix instruction of MX formats: 16 weight rows x 16 tokens x 128 of K, e4m3fn with an e8m0 scale per 32 of K on both
 // sides, fp32 accumulation (v_mfma_scale_f32_16x16x128_f8f6f4; CDNA4 ISA, section 7.2 "Block scaling").
 //
-// The unit is a pair of instructions, 256 bytes of K. Lane l holds row (or token) l % 16 as four pieces of 16 bytes: of every
-// 64 bytes those at 16 * (l / 16), so that the four lanes of a row load 64 bytes in a row. An instruction takes two pieces, its
+// The unit is a pair of instructions, 256 bytes of K. Lane l holds row (or token) l % 16 as four vectors of 16 bytes: of every
+// 64 bytes those at 16 * (l / 16), so that the four lanes of a row load 64 bytes in a row. An instruction takes two vectors, its
 // lower and its upper 64 of K (section 7.1.5.1), and from lane l the scale of the (l / 16)-th of its blocks of 32 (section
-// 7.2.1). Instruction i of a pair gets pieces i and i + 2: then its blocks are 2i, 2i + 1, 2i + 4 and 2i + 5 of the pair's
+// 7.2.1). Instruction i of a pair gets vectors i and i + 2: then its blocks are 2i, 2i + 1, 2i + 4 and 2i + 5 of the pair's
 // eight, and what lane l has to supply for both instructions lies in one word, two bytes apart, where op_sel chooses.
 //
-// One instruction alone, 128 bytes of K, takes pieces 0 and 1: then its blocks are 0 to 3, and what lane l has to supply is one
+// One instruction alone, 128 bytes of K, takes vectors 0 and 1: then its blocks are 0 to 3, and what lane l has to supply is one
 // byte.
 #pragma once
 #include "buffer.h"
@@ -19,8 +19,8 @@ namespace mx {
 
 constexpr int kRows = 16;      // weight rows, or tokens, of an instruction
 constexpr int kPair = 256;     // bytes of K of a pair
-constexpr int kPieces = 4;     // of a lane and a pair
-constexpr int kSpacing = 64;   // bytes of K from a piece to the next
+constexpr int kVecs = 4;       // of a lane and a pair
+constexpr int kSpacing = 64;   // bytes of K from a vector to the next
 constexpr int kLog2Block = 5;  // 32 of K per scale
 
 DEVICE int row(int lane) { return lane % 16; }

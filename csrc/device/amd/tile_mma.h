@@ -1,6 +1,6 @@
-// Products of panels of tokens and of weight rows, 128 bytes of K, fp32 accumulation, by patches of 16 tokens x 32 weight rows:
-// bf16, fp16 as in mma.h, fp8 (v_mfma_f32_16x16x32_fp8_fp8, CDNA3 ISA, section 7; v_mfma_f32_16x16x128_f8f6f4 with unit scales,
-// CDNA4 ISA, section 7: twice the rate of the former).
+// Products of panels of tokens and of weight rows, 128 bytes of K, fp32 accumulation, in accumulator tiles of 16 tokens x 32
+// weight rows: bf16, fp16 as in mma.h, fp8 (v_mfma_f32_16x16x32_fp8_fp8, CDNA3 ISA, section 7; v_mfma_f32_16x16x128_f8f6f4 with
+// unit scales, CDNA4 ISA, section 7: twice the rate of the former).
 #pragma once
 #include "../swizzle.h"
 #include "lds_async.h"
@@ -8,45 +8,45 @@
 
 namespace tile {
 
-constexpr int kDies = 8;          // XCDs, among which the hardware deals a launch's blocks in turn
-constexpr int kWaveTokens = 64;   // of the tile that a wave multiplies
-constexpr int kPatchTokens = 16;  // Patch
-constexpr int kPatchRows = 32;
+constexpr int kXcds = 8;                // the hardware deals a launch's blocks in turn
+constexpr int kWaveTokens = 64;         // of the tile that a wave multiplies
+constexpr int kAccumulatorTokens = 16;  // AccumulatorTile
+constexpr int kAccumulatorRows = 32;
 constexpr int kLaneTokens = 1;  // that a lane has sums of
 
 // Lane l has the sums of token l % 16 and of 8 weight rows, from 8 * (l / 16) on.
-struct Patch {
+struct AccumulatorTile {
   f32x4 sum[2];
   DEVICE float get(int /*token*/, int row) const { return sum[row / 4][row % 4]; }
 };
-DEVICE int patch_token(int lane, int /*token*/) { return lane % 16; }
-DEVICE int patch_row(int lane) { return lane / 16 * 8; }
-// So that these 8 are neighbours, this weight row is row `row` of each 32 of a panel: an instruction gives lane l the sums of
-// 4 rows of its 16, from 4 * (l / 16) on.
+DEVICE int accumulator_token(int lane, int /*token*/) { return lane % 16; }
+DEVICE int accumulator_row(int lane) { return lane / 16 * 8; }
+// The weight row that is row `row` of each 32 of a panel. An instruction gives lane l the sums of 4 rows of its 16, from
+// 4 * (l / 16) on; in this order the 8 rows of a lane are neighbours.
 DEVICE int weight_row(int row) { return row % 16 / 4 * 8 + row / 16 * 4 + row % 4; }
 
-// A lane's bytes of 16 rows: of row l % 16, 16 bytes of each half of K, the (l / 16)-th. Which K an instruction takes them for
-// does not matter, as long as tokens and weights agree.
+// Operand registers of a lane for 16 rows: of row l % 16 the (l / 16)-th 16 bytes of each half of K. The K that an instruction
+// takes them for does not matter, as long as tokens and weights agree.
 struct Fragment {
   u32x4 half[2];
 };
 
 #if defined(__gfx942__)
-constexpr int kPatchInstructions = 8;  // of multiply_add<E4m3>
+constexpr int kAccumulatorInstructions = 8;  // of multiply_add<E4m3>
 #else
 #define HAS_LARGE_TILES 1  // room in LDS for two buffers of 256 x 256
-constexpr int kPatchInstructions = 2;
+constexpr int kAccumulatorInstructions = 2;
 #endif
 template <class Type>
-DEVICE void multiply_add(Patch& patch, const Fragment& tokens, const Fragment (&weights)[2]) {
+DEVICE void multiply_add(AccumulatorTile& accumulator, const Fragment& tokens, const Fragment (&weights)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll
     for (int row = 0; row < 2; ++row)
-      patch.sum[row] = mma::multiply_add<Type>(patch.sum[row], weights[row].half[half], tokens.half[half]);
+      accumulator.sum[row] = mma::multiply_add<Type>(accumulator.sum[row], weights[row].half[half], tokens.half[half]);
 }
 template <>
-DEVICE void multiply_add<E4m3>(Patch& patch, const Fragment& tokens, const Fragment (&weights)[2]) {
+DEVICE void multiply_add<E4m3>(AccumulatorTile& accumulator, const Fragment& tokens, const Fragment (&weights)[2]) {
 #if defined(__gfx942__)
   using Words = i64 __attribute__((ext_vector_type(2)));
 #pragma unroll
@@ -55,7 +55,8 @@ DEVICE void multiply_add<E4m3>(Patch& patch, const Fragment& tokens, const Fragm
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const Words w = __builtin_bit_cast(Words, weights[row].half[i / 2]);
-      patch.sum[row] = __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(w[i % 2], t[i % 2], patch.sum[row], 0, 0, 0);
+      accumulator.sum[row] =
+          __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(w[i % 2], t[i % 2], accumulator.sum[row], 0, 0, 0);
     }
   }
 #else
@@ -63,24 +64,24 @@ DEVICE void multiply_add<E4m3>(Patch& patch, const Fragment& tokens, const Fragm
   constexpr int kE4m3 = 0, kUnitScale = 0;
 #pragma unroll
   for (int row = 0; row < 2; ++row)
-    patch.sum[row] = __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(
-        __builtin_bit_cast(Operand, weights[row]), __builtin_bit_cast(Operand, tokens), patch.sum[row], kE4m3, kE4m3, 0,
-        kUnitScale, 0, kUnitScale);
+    accumulator.sum[row] = __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(
+        __builtin_bit_cast(Operand, weights[row]), __builtin_bit_cast(Operand, tokens), accumulator.sum[row], kE4m3,
+        kE4m3, 0, kUnitScale, 0, kUnitScale);
 #endif
 }
 
-// A wave's share of a tile: kM x kN patches. With kTurns, the two waves of a block on each SIMD take turns: one half of a block's
-// waves read fragments while the other half multiplies.
-template <class Type, int kM, int kN, bool kTurns>
+// A wave's part of a tile: kM x kN accumulator tiles. With kPingPong the two waves of a block on each SIMD alternate: one reads
+// fragments while the other multiplies.
+template <class Type, int kM, int kN, bool kPingPong>
 struct Multiplier {
   int tokens_at[2], weights_at[2];  // where the lane reads its halves of a panel's rows
 
-  DEVICE Multiplier(int first_token, int first_row, bool weights_by_piece) {
+  DEVICE Multiplier(int first_token, int first_row, bool weights_in_fragment_order) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = wave::lane() % 16, piece = wave::lane() / 16 + half * kPieces / 2;
-      tokens_at[half] = Place{first_token + row, piece}.index(false) * kPiece;
-      weights_at[half] = Place{first_row + row, piece}.index(weights_by_piece) * kPiece;
+      const int row = wave::lane() % 16, vec = wave::lane() / 16 + half * kRowVecs / 2;
+      tokens_at[half] = PanelVec{first_token + row, vec}.swizzled_index(false) * kVecBytes;
+      weights_at[half] = PanelVec{first_row + row, vec}.swizzled_index(weights_in_fragment_order) * kVecBytes;
     }
   }
   DEVICE static Fragment read(const lds::Local<u8>* panel, const int (&at)[2], int rows) {
@@ -90,20 +91,20 @@ struct Multiplier {
       fragment.half[half] = *(const lds::Local<u32x4>*)(panel + at[half] + rows * kDepth);
     return fragment;
   }
-  // Hazards: the half that runs ahead reads a panel before the other half's copies of it have landed: so each wave waits for
-  // its own before it reads the last fragments of the panel before, and then changes turns. And it fills a panel that the
-  // other half still reads: but it starts that only after a turn in which the other half has read its last fragments there.
-  DEVICE static void change_turns() {
-    if constexpr (kTurns) {
+  // Hazards. The first half reads a panel before the copies of the other half have landed: so each wave waits for its own
+  // copies before it reads the last fragments of the panel before, and then comes to this barrier. The first half also fills a
+  // panel that the other half still reads: so it starts to after a barrier behind the other half's last reads there.
+  DEVICE static void ping_pong_barrier() {
+    if constexpr (kPingPong) {
       __builtin_amdgcn_sched_barrier(0);
       block_barrier();
       __builtin_amdgcn_sched_barrier(0);
     }
   }
-  // Adds the product of two panels, times factors if kScaled: those of a lane's first 4 weight rows of a patch, and of its last
-  // 4.
+  // Adds the product of two panels, times factors if kScaled: those of a lane's first 4 weight rows of an
+  // accumulator tile, and of its last 4.
   template <bool kScaled>
-  DEVICE void multiply_add(Patch (&sums)[kM][kN], const lds::Local<u8>* tokens, const lds::Local<u8>* weights,
+  DEVICE void multiply_add(AccumulatorTile (&sums)[kM][kN], const lds::Local<u8>* tokens, const lds::Local<u8>* weights,
                            const float (&factor)[kN][2][kM][kLaneTokens]) const {
     Fragment token[kM];
 #pragma unroll
@@ -111,15 +112,15 @@ struct Multiplier {
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
       const Fragment weight[2] = {read(weights, weights_at, j * 32), read(weights, weights_at, j * 32 + 16)};
-      if (kTurns && j == kN - 1) lds::wait_for_copies<0>();
-      change_turns();
+      if (kPingPong && j == kN - 1) lds::wait_for_copies<0>();
+      ping_pong_barrier();
       if constexpr (!kScaled) {
 #pragma unroll
         for (int i = 0; i < kM; ++i) tile::multiply_add<Type>(sums[i][j], token[i], weight);
-        change_turns();
+        ping_pong_barrier();
       } else {
-        // The sums of one patch are scaled while those of the next are on their way through the matrix core.
-        Patch product[2];
+        // One accumulator tile is scaled while the matrix core computes the next.
+        AccumulatorTile product[2];
         constexpr int kMatrix = 8, kVector = 2;
         auto add_scaled = [&](int i) __attribute__((always_inline)) {
           sums[i][j].sum[0] += product[i % 2].sum[0] * factor[j][0][i][0];
@@ -129,12 +130,12 @@ struct Multiplier {
         for (int i = 0; i < kM; ++i) {
           product[i % 2] = {};
           tile::multiply_add<Type>(product[i % 2], token[i], weight);
-          __builtin_amdgcn_sched_group_barrier(kMatrix, kPatchInstructions, 0);
+          __builtin_amdgcn_sched_group_barrier(kMatrix, kAccumulatorInstructions, 0);
           if (i == 0) continue;
           add_scaled(i - 1);
           __builtin_amdgcn_sched_group_barrier(kVector, 4, 0);
         }
-        change_turns();
+        ping_pong_barrier();
         add_scaled(kM - 1);
       }
     }

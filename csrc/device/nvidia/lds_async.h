@@ -50,6 +50,6 @@ DEVICE void finish_copy(const Copy&, Local<u8>*) {}
 // swizzle (PTX ISA, section 9.7.15.5.1 "Shared memory matrix layout").
 DEVICE int swizzle(int row) { return row % 8; }
 // Of rows that come from HBM in fragment order, so many lie together, chunk by chunk: the matrix units' core matrices.
-constexpr int kTogether = 8;
+constexpr int kFragmentRows = 8;
 
 }  // namespace lds

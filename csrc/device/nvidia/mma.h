@@ -62,10 +62,11 @@ DEVICE int half_row(int row) { return row % 8; }
 struct Panel {
   u32 low, high;
   int step;  // of the lower half, along 32 bytes of K
-  DEVICE Panel(int row, bool by_piece) {
-    constexpr u32 kEightRows = 8 * tile::kDepth / 16, kSwizzle = 1u << 30, kCoreMatrix = 8 * tile::kPiece / 16;
-    low = row * tile::kDepth / 16 + (by_piece ? kCoreMatrix << 16 : 0), high = kEightRows + (by_piece ? 0 : kSwizzle);
-    step = by_piece ? 2 * kCoreMatrix : 2;
+  DEVICE Panel(int row, bool fragment_order) {
+    constexpr u32 kEightRows = 8 * tile::kDepth / 16, kSwizzle = 1u << 30, kCoreMatrix = 8 * tile::kVecBytes / 16;
+    low = row * tile::kDepth / 16 + (fragment_order ? kCoreMatrix << 16 : 0),
+    high = kEightRows + (fragment_order ? 0 : kSwizzle);
+    step = fragment_order ? 2 * kCoreMatrix : 2;
   }
   // Of the panel at that place, 32 * i bytes of K further on.
   DEVICE i64 at(const lds::Local<u8>* panel, int i) const {
@@ -88,7 +89,7 @@ struct Panel {
 // sums of a's rows 16 * w + l / 4 and 8 more, d[i] and d[i + 2], with b's rows 8 * (i / 4) + 2 * (l % 4) + i % 2.
 template <class Type, int kValues>
 DEVICE void wgmma(float (&d)[kValues], i64 a, i64 b, int add);
-// Sums are there after this, not before.
+// Accumulators are there after this, not before.
 template <int kValues>
 DEVICE void wait_for_sums(float (&d)[kValues]);
 #define INSTRUCTION(Type, types, transpose, values, n, a, b, add_)                                                           \

@@ -5,37 +5,37 @@
 
 namespace tile {
 
-constexpr int kDies = 1;          // among which the hardware deals a launch's blocks in turn
-constexpr int kWaveTokens = 16;   // of the tile that a wave multiplies, next to those of three others
-constexpr int kPatchTokens = 16;  // Patch
-constexpr int kPatchRows = 32;
+constexpr int kXcds = 1;                // one L2 cache: no remapping of blocks
+constexpr int kWaveTokens = 16;         // of the tile that a wave multiplies, next to those of three others
+constexpr int kAccumulatorTokens = 16;  // AccumulatorTile
+constexpr int kAccumulatorRows = 32;
 constexpr int kLaneTokens = 2;  // that a lane has sums of
 
 // Lane l has the sums of tokens l / 4 and l / 4 + 8 and of 8 weight rows, from 8 * (l % 4) on.
-struct Patch {
+struct AccumulatorTile {
   f32x4 sum[4];
   DEVICE float get(int token, int row) const { return sum[row / 2][token * 2 + row % 2]; }
 };
-DEVICE int patch_token(int lane, int token) { return lane / 4 + token * 8; }
-DEVICE int patch_row(int lane) { return lane % 4 * 8; }
-// So that these 8 are neighbours, this weight row is row `row` of each 32 of a panel: an instruction gives lane l the sums of
-// 2 rows of each 8, from 2 * (l % 4) on.
+DEVICE int accumulator_token(int lane, int token) { return lane / 4 + token * 8; }
+DEVICE int accumulator_row(int lane) { return lane % 4 * 8; }
+// The weight row that is row `row` of each 32 of a panel. An instruction gives lane l the sums of 2 rows of each 8, from
+// 2 * (l % 4) on; in this order the 8 rows of a lane are neighbours.
 DEVICE int weight_row(int row) { return row % 8 / 2 * 8 + row / 8 * 2 + row % 2; }
 
-// A wave's share of a tile: kM x kN patches.
-template <class Type, int kM, int kN, bool kTurns>
+// A wave's part of a tile: kM x kN accumulator tiles.
+template <class Type, int kM, int kN, bool kPingPong>
 struct Multiplier {
-  static_assert(kM == 1 && !kTurns);
+  static_assert(kM == 1 && !kPingPong);
   mma::Panel tokens_at, weights_at;
 
-  DEVICE Multiplier(int first_token, int first_row, bool weights_by_piece)
-      : tokens_at(first_token / 64 * 64, false), weights_at(first_row, weights_by_piece) {}
-  DEVICE static void change_turns() {}
-  // Adds the product of two panels, times factors if kScaled: those of a lane's first 4 weight rows of a patch, and of its last
-  // 4. The matrix units sum up e4m3 with some 14 bits, so that their sums are of 128 of K only (DeepSeek-V3 Technical Report,
-  // section 3.3.2).
+  DEVICE Multiplier(int first_token, int first_row, bool weights_in_fragment_order)
+      : tokens_at(first_token / 64 * 64, false), weights_at(first_row, weights_in_fragment_order) {}
+  DEVICE static void ping_pong_barrier() {}
+  // Adds the product of two panels, times factors if kScaled: those of a lane's first 4 weight rows of an accumulator tile, and
+  // of its last 4. The matrix units sum up e4m3 with some 14 bits, so that their sums are of 128 of K only (DeepSeek-V3
+  // Technical Report, section 3.3.2).
   template <bool kScaled>
-  DEVICE void multiply_add(Patch (&sums)[kM][kN], const lds::Local<u8>* tokens, const lds::Local<u8>* weights,
+  DEVICE void multiply_add(AccumulatorTile (&sums)[kM][kN], const lds::Local<u8>* tokens, const lds::Local<u8>* weights,
                            const float (&factor)[kN][2][kM][kLaneTokens]) const {
     float product[kN * 16];
     mma::multiply_panels<Type>(product, tokens_at, tokens, weights_at, weights);

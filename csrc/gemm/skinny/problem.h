@@ -14,7 +14,7 @@ struct SkinnyProblem {
   const void* bias;      // [N] of out_type, or null
   i64 b_tile;            // bytes between 16 rows of b and the next 16
   int a_stride;          // bytes between tokens
-  int b_row, b_step;  // bytes between rows of b, and between steps; the four 16-byte pieces of a step lie evenly in it
+  int b_row, b_step;  // bytes between rows of b, and between steps; the four times 16 bytes of a step lie evenly in it
   int m, n, k;        // k in bytes
   int scale_a_row, scale_a_k, scale_b_row;  // elements between the scales of tokens, of K's blocks, of b's rows
   int out_type;                             // 0 bf16, 1 fp16, 2 fp32

@@ -1,38 +1,37 @@
-// Which tile of a product a block takes.
+// Which tile of the output a block computes.
 #pragma once
 #include "device/divisor.h"
 #include "device/tile_mma.h"
 
 namespace tile {
 
-constexpr int kGroup = 8;  // tiles along M of a column of Position's
+constexpr int kGroupM = 8;  // tiles along M of a group whose blocks run next to each other
 
-// Piece of work of a block, so that each die works on neighbouring pieces, which share operands in its L2 cache: the hardware
-// deals blocks to the dies in turn.
-DEVICE int work_of(int block, int blocks) {
-  const int die = block % kDies, per_die = blocks / kDies, longer = blocks % kDies;
-  return die * per_die + (die < longer ? die : longer) + block / kDies;
+// The hardware deals blocks to the XCDs in turn. The index that a block takes instead, so that each XCD has neighbouring indices,
+// whose tiles share operands in its L2 cache.
+DEVICE int remap_to_xcd(int block, int blocks) {
+  const int xcd = block % kXcds, per_xcd = blocks / kXcds, remainder = blocks % kXcds;
+  return xcd * per_xcd + (xcd < remainder ? xcd : remainder) + block / kXcds;
 }
 
-// The tile of a piece of work. Neighbouring pieces form columns of `group` tiles along M: with 8, some 64 of them, what a die
-// works on at a time, read 8 panels of tokens and 8 of weights.
-struct Position {
+struct TileCoord {
   int m, n;
-  DEVICE Position(int piece, int tiles_m, int tiles_n, int group) {
-    const int first = piece / (group * tiles_n) * group, in_group = piece % (group * tiles_n);
-    const int rows = tiles_m - first < group ? tiles_m - first : group;
-    m = first + in_group % rows, n = in_group / rows;
-  }
-  // The same by divisors: the pieces of a group, and the tiles along M of the last group, if it has fewer.
-  DEVICE static Position of(int piece, int tiles_m, int tiles_n, const Divisor& by_group, const Divisor& by_last) {
-    const int group = u32(piece) / by_group, first = group * kGroup, in_group = piece - first * tiles_n;
-    const bool whole = tiles_m - first >= kGroup;
-    const int n = whole ? in_group / kGroup : u32(in_group) / by_last;
-    return {first + in_group - n * (whole ? kGroup : tiles_m - first), n};
-  }
-
- private:
-  DEVICE Position(int m_, int n_) : m(m_), n(n_) {}
 };
+
+// The tile of an index. A group is group_m tiles along M and all tiles along N; its indices go along M first. With 8, some 64
+// neighbouring tiles, which an XCD has at a time, read 8 panels of tokens and 8 of weights.
+DEVICE TileCoord rasterize(int index, int tiles_m, int tiles_n, int group_m) {
+  const int first = index / (group_m * tiles_n) * group_m, in_group = index % (group_m * tiles_n);
+  const int rows = tiles_m - first < group_m ? tiles_m - first : group_m;
+  return {first + in_group % rows, in_group / rows};
+}
+// The same with kGroupM, by the divisors of the tiles of a group, and of the tiles along M of a last group that has fewer.
+DEVICE TileCoord rasterize(int index, int tiles_m, int tiles_n, const Divisor& group_divisor,
+                           const Divisor& last_group_divisor) {
+  const int group = u32(index) / group_divisor, first = group * kGroupM, in_group = index - first * tiles_n;
+  const bool whole = tiles_m - first >= kGroupM;
+  const int n = whole ? in_group / kGroupM : u32(in_group) / last_group_divisor;
+  return {first + in_group - n * (whole ? kGroupM : tiles_m - first), n};
+}
 
 }  // namespace tile

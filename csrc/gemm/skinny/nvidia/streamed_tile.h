@@ -63,27 +63,26 @@ struct StreamedTile<Type, kTokens, kScales, Scale>::MainLoop {
   // together, at half the time that copies of every other row take, and sums are exchanged at the end.
   template <int kRows, bool kPairs>
   struct RowLoader {
-    int offset;      // of the thread's piece of the first 16 rows, at K = 0
+    int offset;      // of the thread's 16 bytes of the first 16 rows, at K = 0
     int row;         // of these
-    int column;      // of its pieces in a panel's rows, in bytes
-    const u8* from;  // its first piece
+    int column;      // of its bytes in a row of a panel
+    const u8* from;  // its first 16 bytes
     int rows;        // that there are from its first one on
 
     DEVICE RowLoader(const tile::Layout& layout, int thread) {
-      const tile::Place place = tile::Place::of(thread, layout.by_piece());
-      const u32 at = place.row, piece = place.piece;
-      row = kPairs && !layout.by_piece() ? at % 8 * 2 + at / 8 : at;
-      offset = row * layout.row + piece % 4 * layout.piece + piece / 4 * layout.step;
-      column = piece * tile::kPiece;
+      const tile::PanelVec place = tile::PanelVec::at(thread, layout.is_fragment_order());
+      const u32 at = place.row, vec = place.vec;
+      row = kPairs && !layout.is_fragment_order() ? at % 8 * 2 + at / 8 : at;
+      offset = row * layout.row + vec % 4 * layout.vec + vec / 4 * layout.step;
+      column = vec * tile::kVecBytes;
     }
     DEVICE void begin(const u8* first, int count) { from = first + offset, rows = count - row; }
-    // The panel `at` bytes further on, of which only the first `bytes` of K are there, to where the wave's first pieces go.
+    // The panel `at` bytes further on, of which only the first `bytes` of K are there, to where the wave's first 16 bytes go.
     DEVICE void start(int at, i64 next, int bytes, lds::Local<u8>* to) const {
-      const u8* piece = from + at;
+      const u8* vec = from + at;
       const bool inside = column < bytes;
 #pragma unroll
-      for (int i = 0; i < kRows; i += 16, piece += next)
-        lds::start_copy(piece, inside && i < rows, to + i * tile::kDepth);
+      for (int i = 0; i < kRows; i += 16, vec += next) lds::start_copy(vec, inside && i < rows, to + i * tile::kDepth);
     }
   };
 
@@ -112,10 +111,11 @@ struct StreamedTile<Type, kTokens, kScales, Scale>::MainLoop {
 
   DEVICE void multiply() const {
     auto* lds = (lds::Local<u8>*)dynamic_lds + group * kStages * kPanels * kPanelBytes;
-    const int part = consumer_wave * wave::kLanes * tile::kPiece;  // of a panel: where the wave's first pieces go
+    const int wave_offset =
+        consumer_wave * wave::kLanes * tile::kVecBytes;  // of a panel: where the wave's first bytes go
     TileWork current = schedule.begin(), prefetch = current;
     RowLoader<kTileRows, true> weights({p.b_tile, p.b_row, int(u32(p.b_step) / 4), p.b_step}, thread);
-    RowLoader<kTokens, false> tokens({16 * i64(p.a_stride), p.a_stride, tile::kPiece, 4 * tile::kPiece}, thread);
+    RowLoader<kTokens, false> tokens({16 * i64(p.a_stride), p.a_stride, tile::kVecBytes, 4 * tile::kVecBytes}, thread);
     auto begin_copies = [&] {
       weights.begin(p.b + prefetch.tile * (kTileRows / mma::kRows) * p.b_tile, p.n - prefetch.tile * kTileRows);
     };
@@ -130,7 +130,7 @@ struct StreamedTile<Type, kTokens, kScales, Scale>::MainLoop {
 #pragma unroll
         for (int i = 0; i < kPanels; ++i) {
           const int step = first + i * kPanelSteps, left = bytes - i * tile::kDepth;
-          auto* to = lds + (stage * kPanels + i) * kPanelBytes + part;
+          auto* to = lds + (stage * kPanels + i) * kPanelBytes + wave_offset;
           weights.start(step * p.b_step, p.b_tile, left, to);
           tokens.start(step * mma::kDepth, i64(16) * p.a_stride, left, to + kWeightBytes);
           if (kScaled && thread <= kTokens)
