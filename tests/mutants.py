@@ -541,8 +541,8 @@ MUTANTS = {
     "-0 stays -0": Mutant(ROUTING, "kLowest) + 0.0f", "kLowest)", "moe_routing", cases("grouped_topk", "equal")),
     "a NaN logit stays NaN": Mutant(
         ROUTING,
-        "if (i >= mine.count || x[i] != x[i])",
-        "if (i >= mine.count)",
+        "if (i >= own.count || x[i] != x[i])",
+        "if (i >= own.count)",
         "moe_routing",
         cases("grouped_topk", "not-finite"),
     ),

@@ -1,5 +1,5 @@
-// Division of whole numbers by what the host knows, as it gives it: by an inverse, in three scalar instructions where one of run
-// time takes twenty and a trip through the vector unit.
+// Division of integers by a number that the host knows. The host passes its inverse, which takes three scalar instructions; a
+// division by a number of run time takes twenty, through the vector unit.
 #pragma once
 #include "gpu.h"
 
@@ -8,6 +8,6 @@ struct Divisor {
   int shift;    // log2 of the divisor, rounded up
 };
 
-// Exact for every value below 2^31: inverse * divisor is less than 2^shift above 2^(31 + shift), so that what is rounded up stays
-// below 1 / divisor.
+// Exact for every value below 2^31: inverse * divisor is less than 2^shift above 2^(31 + shift), so the error stays below
+// 1 / divisor.
 DEVICE int operator/(u32 value, const Divisor& by) { return int(u64(value * 2) * by.inverse >> 32) >> by.shift; }

@@ -11,16 +11,16 @@ struct Max {
 
 constexpr int kMaxWaves = 1024 / wave::kLanes;
 
-// Combines one value per thread over the block; every thread gets the result. `partials` is LDS of this reduction alone:
-// each wave leaves its part there, the barrier makes the parts visible, and every wave combines all of them, in the
-// same order, by itself, so that no second barrier is needed. Not reusable before a further barrier.
+// Combines one value per thread over the block; every thread gets the result. `partials` is LDS of this reduction alone.
+// Each wave writes its partial result there, and after the barrier every wave combines all of them in the same order, so
+// that no second barrier is needed. Not reusable before a further barrier.
 template <class Combine>
 DEVICE float reduce_block(float value, float identity, float* partials, int waves, Combine combine) {
   value = wave::reduce(value, identity, combine);
   if (waves == 1) return value;
   if (wave::lane() == 0) partials[wave::index()] = value;
-  block_barrier();  // hazard: a wave reads the parts that the others write
-  // Each run of kMaxWaves lanes combines the parts for itself, so that every lane has the result.
+  block_barrier();  // hazard: a wave reads the partial results that the others write
+  // Each kMaxWaves lanes combine all partial results, so that every lane has the result.
   int slot = wave::lane() % kMaxWaves;
   return wave::reduce_group<kMaxWaves>(slot < waves ? partials[slot] : identity, identity, combine);
 }

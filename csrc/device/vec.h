@@ -36,7 +36,7 @@ DEVICE void store_element(void* row, i64 column, float x) {
   else mem::store<u16>((u16*)row + column, u16(T::pack({x, x})));
 }
 
-// What use(T*) returns, T the type that is only known at run time: 0 bf16, 1 fp16, 2 fp32.
+// use((T*)nullptr), for a type T that is only known at run time: 0 bf16, 1 fp16, 2 fp32.
 template <class Use>
 DEVICE auto with_output_type(int type, Use use) {
   if (type == 0) return use((Bf16*)nullptr);

@@ -21,7 +21,7 @@ STREAMED_TILE(block_scaled_mm_e8m0_skinny_64, E4m3, 64, ScaleGranularity::kBlock
 KERNEL(256)
 block_scaled_mm_widen(const u8* scales, float* widened, i64 row_stride, i64 block_stride, int blocks, u32 inverse,
                       int shift, int count) {  // inverse and shift: the Divisor of blocks
-  const int at = wave::block_x() * 256 + wave::thread(), row = u32(at) / Divisor{inverse, shift};
+  const int at = wave::block_id_x() * 256 + wave::thread_id(), row = u32(at) / Divisor{inverse, shift};
   if (at >= count) return;
   const u8* scale = scales + row * row_stride + (at - row * blocks) * block_stride;
   mem::store(widened + at, E8m0Scale::value(mem::load<u8>(scale)));

@@ -5,18 +5,22 @@
 //
 // A pair is a token and an expert that it goes to. Bytes: the weights of the experts hit, little else.
 //
-// Nothing is sorted ahead: every block of gate_up groups the pairs by expert in LDS for itself (gemm/group_pairs.h), which
-// takes less time than a launch, and one of them leaves the order for down. An item is an expert with up to kTileTokens of its
-// tokens; experts without tokens are no item and cost nothing. A tile is 16 rows of weights: the waves of a block take its K in
-// groups of 128 bytes in turns, each lane with weights and tokens in registers, kStages groups in flight. gate_up: a tile has 8
-// gate rows and the 8 up rows that belong to them, so that a lane ends with both; blocks take the tiles of all items in turn,
-// and the waves meet in LDS at the end of each. down: a block keeps its tile of the output and goes through all items, each
-// wave with sums of its own in LDS, which it adds to in the order of the items. Where tiles are too few to fill the chip,
-// several blocks share the items of each, and fused_experts_sum adds up what they leave. No block waits for another, nothing is
-// added atomically, and the bits are the same every run.
+// No launch sorts the pairs first: every block of gate_up groups them by expert in LDS for itself (gemm/group_pairs.h), which
+// takes less time than a launch, and one block stores the order for down. An item is an expert with up to kTileTokens of its
+// tokens. An expert without tokens is no item and costs nothing. A tile is 16 rows of weights. The waves of a block split K
+// (WaveSplitK): each lane has weights and tokens of kStages K slices of 128 bytes in registers.
 //
-// Tokens are quantised by a launch ahead. That blocks quantise them for themselves, on their way to the matrix instruction or,
-// few of them, into LDS, saves the launch and was slower even for one token, measured on H200: 31.9 and 31.0 against 29.2 us.
+// gate_up: a tile has 8 gate rows and their 8 up rows, so that a lane has both. Blocks take the tiles of all items in turn. The
+// sums of the waves meet in LDS at the end of each tile.
+//
+// down: a block has one tile of the output and goes through all items. Each wave adds to sums of its own in LDS, in the order
+// of the items. Where tiles are too few to fill the GPU, split_k blocks divide the units of each tile among them, and
+// fused_experts_sum adds up their partial sums. No block waits for another and no value is added atomically, so every run gives
+// the same bits.
+//
+// A launch before these quantises the tokens. Blocks that quantise them for themselves, on their way to the matrix instruction
+// or, few of them, into LDS, save the launch and were slower even for one token, measured on H200: 31.9 and 31.0 against 29.2
+// us.
 #include "device/scale.h"
 #include "device/vec.h"
 #include "gemm/group_pairs.h"
@@ -29,33 +33,33 @@ struct Experts {
   const u8* scale_b;  // block: [E, ceil(N / 128), ceil(K / 128)]; row: [E, N] or [E]; mx: [E, N, K / 32]; of E experts
   const u32* ids;     // [tokens, topk], id_words words each
   const float* router;              // [tokens, topk]: the weights of the pairs
-  u32x4* lists;                     // [stays() of Lists]: gate_up writes them, down reads them
-  int* present;                     // gate_up: [1], becomes the number of act's rows; or null
+  u32x4* lists;                     // [kept_vectors() of PairLists]: gate_up writes them, down reads them
+  int* num_rows;                    // gate_up: [1], gets the number of rows of act; or null
   const int* expert_map;            // [mapped], or null
   i64 expert_bytes, expert_scales;  // from an expert to the next: bytes of weights and of scale_b
   int token_bytes, row_bytes;       // from row to row
   int m, n, k, pairs;               // tokens, rows of an expert's weight, bytes of K; pairs of tokens and slots
   int scale_a_row, scale_b_row;     // bytes between scales
   int topk, shared, routed, mapped, id_words;
-  int per_slot;  // 2^20 / slots, rounded up
-  int out_type;  // 0 bf16, 1 fp16
-  int weigh;     // whether results are multiplied by the weight of their pair
-  int step;      // gate_up: blocks; down: groups of K that a wave takes at a time, a unit
-  int parts;     // down: blocks that share the units of a tile; with more than one, out is fp32 [parts, tokens, N]
-  int per_item;  // gate_up: tiles of an item; down: units
-  u32 per_item_inverse;
+  int per_slot;       // 2^20 / slots, rounded up
+  int out_type;       // 0 bf16, 1 fp16
+  int apply_weights;  // whether results are multiplied by the weight of their pair
+  int step;           // gate_up: blocks; down: K slices of a unit, which one wave has
+  int split_k;  // down: blocks that share the units of a tile; with more than one, out is fp32 [split_k, tokens, N]
+  int work_per_item;  // gate_up: tiles of an item; down: units
+  u32 work_per_item_inverse;
 };
 
-constexpr int kSteps = 2, kGroup = kSteps * mma::kDepth, kMxBlock = 32, kSumThreads = 256;
-static_assert(kGroup == kScaleBlock);
+constexpr int kSliceSteps = 2, kSliceBytes = kSliceSteps * mma::kDepth, kMxBlock = 32, kSumThreads = 256;
+static_assert(kSliceBytes == kScaleBlock);
 extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];
 
-// A scale in a lane's registers.
+// The type of a scale in a lane's registers.
 template <ScaleGranularity>
-struct Factor : Fp32Scale {};
+struct ScaleRegister : Fp32Scale {};
 #ifdef HAS_BLOCK_SCALED_MMA
 template <>
-struct Factor<ScaleGranularity::kMx> {
+struct ScaleRegister<ScaleGranularity::kMx> {
   using Loaded = u8;
   DEVICE static u8 load_or_zero(mem::Buffer from, int lane_offset, int offset, bool inside) {
     return mx::load_scale_or_zero(from, lane_offset, offset, inside);
@@ -63,19 +67,19 @@ struct Factor<ScaleGranularity::kMx> {
 };
 #endif
 
-// What a lane has in registers of a group of K, and how it gets there.
-template <class T, ScaleGranularity kScales, bool kPaired, int kStages>
-struct Stream {
-  static constexpr int kTileOut = kPaired ? mma::kRows / 2 : mma::kRows;
+// The main loop of a wave: loads K slices to registers and multiplies them.
+template <class T, ScaleGranularity kScales, bool kGated, int kStages>
+struct ExpertMainLoop {
+  static constexpr int kTileOut = kGated ? mma::kRows / 2 : mma::kRows;
   static constexpr bool kBlock = kScales == ScaleGranularity::kBlock, kMx = kScales == ScaleGranularity::kMx;
-  static constexpr int kScalesB = kMx ? 1 : kBlock ? kPaired ? 2 : 1 : 4;
+  static constexpr int kScalesB = kMx ? 1 : kBlock ? kGated ? 2 : 1 : 4;
 
-  struct Group {
-    mma::Weights weights[kSteps] = {};
-    u32x4 tokens[kSteps];
-    typename Factor<kScales>::Loaded scale_a[mma::kValueTokens], scale_b[kScalesB];
+  struct KSlice {
+    mma::Weights weights[kSliceSteps] = {};
+    u32x4 tokens[kSliceSteps];
+    typename ScaleRegister<kScales>::Loaded scale_a[mma::kValueTokens], scale_b[kScalesB];
   };
-  struct Run {  // an item's tile
+  struct ItemTile {  // an item's tile
     mem::Cursor weights[mma::kLoads];
     mem::Buffer scales_b;
     int scale_b[kScalesB];           // bytes
@@ -84,44 +88,44 @@ struct Stream {
   };
 
   const Experts& p;
-  const Lists& lists;
+  const PairLists& lists;
   const int lane = wave::lane();
 
   DEVICE int row_of(int tile, int row) const {  // of the weight
-    if (kPaired) row = mma::half(row) * (p.n / 2) + tile * kTileOut + mma::half_row(row);
+    if (kGated) row = mma::half(row) * (p.n / 2) + tile * kTileOut + mma::half_row(row);
     else row += tile * kTileOut;
     return row < p.n ? row : p.n - 1;
   }
-  // The block of 32 of a group whose scale this lane has.
+  // The block of 32 of a K slice whose scale this lane has.
   DEVICE int mx_block() const { return kMx ? mma::depth(lane) / 16 : 0; }
   // The row of tokens and of scale_a that belongs to a place in the order of the pairs.
-  DEVICE int token_row(int place) const { return kPaired ? lists.pairs[place] * p.per_slot >> 20 : place; }
+  DEVICE int token_row(int place) const { return kGated ? lists.pairs[place] * p.per_slot >> 20 : place; }
 
-  DEVICE Run run(int index, int tile) const {
-    Run run;
+  DEVICE ItemTile item_tile(int index, int tile) const {
+    ItemTile item_tile;
     const Item item(lists, index);
     const u8* weights = p.weights + item.expert * p.expert_bytes;
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l)
-      run.weights[l] = mem::cursor(weights, row_of(tile, mma::row(lane, l)) * p.row_bytes + mma::depth(lane));
-    run.scales_b = mem::buffer(p.scale_b + item.expert * p.expert_scales);
+      item_tile.weights[l] = mem::cursor(weights, row_of(tile, mma::row(lane, l)) * p.row_bytes + mma::depth(lane));
+    item_tile.scales_b = mem::buffer(p.scale_b + item.expert * p.expert_scales);
 #pragma unroll
     for (int i = 0; i < kScalesB; ++i) {
       const int row = row_of(tile, kMx ? mma::row(lane, i) : mma::value_row(kBlock ? 0 : lane, kBlock ? 2 * i : i));
-      run.scale_b[i] = (kBlock ? row / kScaleBlock : row) * p.scale_b_row + mx_block();
+      item_tile.scale_b[i] = (kBlock ? row / kScaleBlock : row) * p.scale_b_row + mx_block();
     }
     const int place = item.first + mma::tile_token(lane);
-    run.token = place < item.end ? token_row(place) * p.token_bytes + mma::depth(lane) : -1;
+    item_tile.token = place < item.end ? token_row(place) * p.token_bytes + mma::depth(lane) : -1;
 #pragma unroll
     for (int i = 0; i < mma::kValueTokens; ++i) {
       const int of_value = item.first + mma::value_token(lane, i);
-      run.scale_a[i] = of_value < item.end ? token_row(of_value) * p.scale_a_row + mx_block() : -1;
+      item_tile.scale_a[i] = of_value < item.end ? token_row(of_value) * p.scale_a_row + mx_block() : -1;
     }
-    return run;
+    return item_tile;
   }
 
-  // From byte k of K on.
-  DEVICE void load(Group& group, const Run& run, int k, bool more) const {
+  // The K slice from byte k on; zeros if not `more`.
+  DEVICE void load(KSlice& k_slice, const ItemTile& item_tile, int k, bool more) const {
     const int bytes = more ? p.k - k - mma::depth(lane) : 0;
     const mem::Buffer tokens = mem::buffer(p.tokens);
     if constexpr (kScales != ScaleGranularity::kNone) {
@@ -129,70 +133,75 @@ struct Stream {
       const bool there = more && (kScales == ScaleGranularity::kRow || k + mx_block() * kMxBlock < p.k);
 #pragma unroll
       for (int i = 0; i < kScalesB; ++i)
-        group.scale_b[i] = Factor<kScales>::load_or_zero(run.scales_b, run.scale_b[i], block, there);
+        k_slice.scale_b[i] =
+            ScaleRegister<kScales>::load_or_zero(item_tile.scales_b, item_tile.scale_b[i], block, there);
       const mem::Buffer scales = mem::buffer(p.scale_a);
 #pragma unroll
       for (int i = 0; i < mma::kValueTokens; ++i)
-        group.scale_a[i] = Factor<kScales>::load_or_zero(scales, run.scale_a[i], block, there && run.scale_a[i] >= 0);
+        k_slice.scale_a[i] = ScaleRegister<kScales>::load_or_zero(scales, item_tile.scale_a[i], block,
+                                                                  there && item_tile.scale_a[i] >= 0);
     }
 #pragma unroll
-    for (int u = 0; u < kSteps; ++u) {
+    for (int u = 0; u < kSliceSteps; ++u) {
       const bool inside = u * mma::kDepth < bytes;
 #pragma unroll
       for (int l = 0; l < mma::kLoads; ++l)
-        mem::refill(group.weights[u].load[l], run.weights[l], k + u * mma::kDepth, inside);
-      group.tokens[u] = mem::load_or_zero(tokens, run.token + u * mma::kDepth, k, inside && run.token >= 0);
+        mem::refill(k_slice.weights[u].load[l], item_tile.weights[l], k + u * mma::kDepth, inside);
+      k_slice.tokens[u] =
+          mem::load_or_zero(tokens, item_tile.token + u * mma::kDepth, k, inside && item_tile.token >= 0);
     }
   }
 
-  DEVICE f32x4 multiply(f32x4 sum, const Group& group) const {
+  DEVICE f32x4 multiply(f32x4 sum, const KSlice& k_slice) const {
 #ifdef HAS_BLOCK_SCALED_MMA
     if constexpr (kMx) {
-      static_assert(kSteps == 2 && mma::kLoads == 1);
-      const u32x4 low = group.weights[0].load[0], high = group.weights[1].load[0];
-      return mx::multiply_add<0>(sum, low, high, group.scale_b[0], group.tokens[0], group.tokens[1], group.scale_a[0]);
+      static_assert(kSliceSteps == 2 && mma::kLoads == 1);
+      const u32x4 low = k_slice.weights[0].load[0], high = k_slice.weights[1].load[0];
+      return mx::multiply_add<0>(sum, low, high, k_slice.scale_b[0], k_slice.tokens[0], k_slice.tokens[1],
+                                 k_slice.scale_a[0]);
     }
 #endif
-    f32x4 part = kBlock ? f32x4{} : sum;
+    f32x4 product = kBlock ? f32x4{} : sum;
 #pragma unroll
-    for (int u = 0; u < kSteps; ++u) part = mma::multiply_tile<T>(part, group.weights[u], group.tokens[u]);
-    if (!kBlock) return part;
+    for (int u = 0; u < kSliceSteps; ++u)
+      product = mma::multiply_tile<T>(product, k_slice.weights[u], k_slice.tokens[u]);
+    if (!kBlock) return product;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      sum[i] += part[i] * (group.scale_a[i % mma::kValueTokens] * group.scale_b[kPaired ? i / 2 : 0]);
+      sum[i] += product[i] * (k_slice.scale_a[i % mma::kValueTokens] * k_slice.scale_b[kGated ? i / 2 : 0]);
     return sum;
   }
 
-  // At the end of a run, with its last group.
-  DEVICE float result(const f32x4& sum, const Group& last, int i) const {
+  // Value i of a tile, once `last`, its last K slice, is multiplied.
+  DEVICE float result(const f32x4& sum, const KSlice& last, int i) const {
     if constexpr (kScales != ScaleGranularity::kRow) return sum[i];
     else return sum[i] * (last.scale_a[i % mma::kValueTokens] * last.scale_b[i]);
   }
 
-  // Goes through all groups that `walk` gives, and calls end(walk, sum, last group) with the last of each run.
+  // Multiplies all K slices that `walk` gives, and calls end(walk, sum, last K slice) at the end of each tile.
   template <class Walk, class End>
-  DEVICE void go(Walk walk, End end) const {
+  DEVICE void multiply_all(Walk walk, End end) const {
     if (!walk.more()) return;
-    Walk ahead = walk;
-    Run reading = {};
-    Group stages[kStages];
-    auto load_next = [&](Group& group) __attribute__((always_inline)) {
-      load(group, reading, ahead.k(), ahead.more());
-      if (ahead.next() && ahead.more()) reading = run(ahead.item(), ahead.tile());
+    Walk prefetch = walk;
+    ItemTile prefetch_tile = {};
+    KSlice stages[kStages];
+    auto load_next = [&](KSlice& k_slice) __attribute__((always_inline)) {
+      load(k_slice, prefetch_tile, prefetch.k(), prefetch.more());
+      if (prefetch.next() && prefetch.more()) prefetch_tile = item_tile(prefetch.item(), prefetch.tile());
     };
-    reading = run(ahead.item(), ahead.tile());
+    prefetch_tile = item_tile(prefetch.item(), prefetch.tile());
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) load_next(stages[i]);
     f32x4 sum = {};
-    auto multiply_next = [&](Group& group) __attribute__((always_inline)) {
-      sum = multiply(sum, group);
+    auto multiply_next = [&](KSlice& k_slice) __attribute__((always_inline)) {
+      sum = multiply(sum, k_slice);
       const Walk done = walk;
       if (walk.next()) {
-        end(done, sum, group);
+        end(done, sum, k_slice);
         sum = f32x4{};
       }
     };
-    // Loads are in no branch, so that on every path as many are in flight; past the end they bring nothing.
+    // Loads are in no branch, so that every path has as many in flight. Past the end they load zeros.
     while (walk.more()) {
 #pragma unroll
       for (int i = 0; i < kStages; ++i) {
@@ -206,136 +215,138 @@ struct Stream {
 // value / divisor, for values up to 2^31 / divisor, by the divisor's inverse: 2^31 / divisor + 1.
 DEVICE int divide_by(u32 inverse, int value) { return int(i64(value) * inverse >> 31); }
 
-// The tiles of a block, one after the other, and a wave's groups of each: as many as any wave has, with or without bytes.
+// The tiles of a block, and a wave's K slices of each. All waves have as many slices, some without bytes.
 struct TileWalk {
   const Experts& p;
-  int tiles, work, group = 0;  // tiles of all items
+  int tiles, work, slice = 0;  // tiles of all items
   DEVICE bool more() const { return work < tiles; }
-  DEVICE int item() const { return divide_by(p.per_item_inverse, work); }
-  DEVICE int tile() const { return work - item() * p.per_item; }
-  DEVICE int k() const { return (group * mma::kWaves + wave::index()) * kGroup; }
-  DEVICE bool next() {  // true if that begins a run
-    if (++group * mma::kWaves * kGroup < p.k) return false;
-    group = 0, work += p.step;
+  DEVICE int item() const { return divide_by(p.work_per_item_inverse, work); }
+  DEVICE int tile() const { return work - item() * p.work_per_item; }
+  DEVICE int k() const { return (slice * mma::kWaves + wave::index()) * kSliceBytes; }
+  DEVICE bool next() {  // true if that begins a tile
+    if (++slice * mma::kWaves * kSliceBytes < p.k) return false;
+    slice = 0, work += p.step;
     return true;
   }
 };
 
 template <class T, ScaleGranularity kScales>
 DEVICE void gate_up(const Experts& p) {
-  using S = Stream<T, kScales, true, mma::kStages>;
-  // Of this tile, and of the last, which a slow wave may still read.
+  using S = ExpertMainLoop<T, kScales, true, mma::kStages>;
+  // Double-buffered: a slow wave may still read the last tile's.
   LDS static float sums[2][mma::kWaves][4][wave::kLanes];
-  const Lists lists(dynamic_lds, p.pairs);
+  const PairLists lists(dynamic_lds, p.pairs);
   const int items = group_pairs(p, lists);
-  if (wave::block_x() == 0) {
+  if (wave::block_id_x() == 0) {
 #pragma unroll 1
-    for (int i = wave::thread(); i < lists.stays(); i += kThreads)
+    for (int i = wave::thread_id(); i < lists.kept_vectors(); i += kThreads)
       mem::store(p.lists + i, ((const u32x4*)dynamic_lds)[i]);
-    if (p.present && wave::thread() == 0) mem::store<int>(p.present, lists.items[items] & 0xffff);
+    if (p.num_rows && wave::thread_id() == 0) mem::store<int>(p.num_rows, lists.items[items] & 0xffff);
   }
-  const S stream{p, lists};
+  const S main_loop{p, lists};
   int parity = 0;
   auto end_tile = [&](const TileWalk& walk, const f32x4& sum,
-                      const typename S::Group& last) __attribute__((always_inline)) {
+                      const typename S::KSlice& last) __attribute__((always_inline)) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[parity][wave::index()][i][stream.lane] = stream.result(sum, last, i);
+    for (int i = 0; i < 4; ++i) sums[parity][wave::index()][i][main_loop.lane] = main_loop.result(sum, last, i);
     block_barrier();  // hazard: the waves' sums are read before they are written
     // Each of the first two waves has one gate value and the up value of a lane.
     const int i = wave::index();
     const Item item(lists, walk.item());
-    const int place = item.first + mma::value_token(stream.lane, i);
+    const int place = item.first + mma::value_token(main_loop.lane, i);
     if (i < 2 && place < item.end) {
       float gate = 0.0f, up = 0.0f;
 #pragma unroll
       for (int w = 0; w < mma::kWaves; ++w) {
-        gate += sums[parity][w][i][stream.lane];
-        up += sums[parity][w][i + 2][stream.lane];
+        gate += sums[parity][w][i][main_loop.lane];
+        up += sums[parity][w][i + 2][main_loop.lane];
       }
-      const float weight = p.weigh ? lists.router[lists.pairs[place]] : 1.0f;
-      const int column = walk.tile() * S::kTileOut + mma::half_row(mma::value_row(stream.lane, i));
+      const float weight = p.apply_weights ? lists.router[lists.pairs[place]] : 1.0f;
+      const int column = walk.tile() * S::kTileOut + mma::half_row(mma::value_row(main_loop.lane, i));
       store_output(p.out, i64(place) * (p.n / 2) + column, silu(gate * weight) * (up * weight), p.out_type);
     }
     parity ^= 1;
   };
-  stream.go(TileWalk{p, items * p.per_item, wave::block_x()}, end_tile);
+  main_loop.multiply_all(TileWalk{p, items * p.work_per_item, wave::block_id_x()}, end_tile);
 }
 
-// The units of a wave: of all items, each wave of all blocks of a tile takes them in turns.
+// The units of a wave. All waves of the blocks of a tile take the units of all items in turn.
 struct UnitWalk {
   const Experts& p;
-  int units, unit, group = 0;  // units of all items
+  int units, unit, slice = 0;  // units of all items
   DEVICE bool more() const { return unit < units; }
-  DEVICE int item() const { return divide_by(p.per_item_inverse, unit); }
-  DEVICE int tile() const { return wave::block_x(); }
-  DEVICE int k() const { return ((unit - item() * p.per_item) * p.step + group) * kGroup; }
-  DEVICE bool next() {  // true if that begins a run
-    if (++group < p.step && k() < p.k) return false;
-    group = 0, unit += mma::kWaves * p.parts;
+  DEVICE int item() const { return divide_by(p.work_per_item_inverse, unit); }
+  DEVICE int tile() const { return wave::block_id_x(); }
+  DEVICE int k() const { return ((unit - item() * p.work_per_item) * p.step + slice) * kSliceBytes; }
+  DEVICE bool next() {  // true if that begins a tile
+    if (++slice < p.step && k() < p.k) return false;
+    slice = 0, unit += mma::kWaves * p.split_k;
     return true;
   }
 };
 
 template <class T, ScaleGranularity kScales>
 DEVICE void down(const Experts& p) {
-  using S = Stream<T, kScales, false, mma::kStages - 1>;
+  using S = ExpertMainLoop<T, kScales, false, mma::kStages - 1>;
   const int of_wave = p.m * mma::kRows;
   u8* behind = dynamic_lds + mma::kWaves * of_wave * 4;
-  const Lists lists(behind, p.pairs);
+  const PairLists lists(behind, p.pairs);
 #pragma unroll 1
-  for (int i = wave::thread(); i < lists.stays(); i += kThreads) ((u32x4*)behind)[i] = mem::load<u32x4>(p.lists + i);
+  for (int i = wave::thread_id(); i < lists.kept_vectors(); i += kThreads)
+    ((u32x4*)behind)[i] = mem::load<u32x4>(p.lists + i);
   float* sums = (float*)dynamic_lds;  // [waves, tokens, rows]
-  float* mine = sums + wave::index() * of_wave;
-  for (int i = wave::lane(); i < of_wave; i += wave::kLanes) mine[i] = 0.0f;
+  float* wave_sums = sums + wave::index() * of_wave;
+  for (int i = wave::lane(); i < of_wave; i += wave::kLanes) wave_sums[i] = 0.0f;
   block_barrier();  // hazard: lists are read before they are written
   const int items = wave::uniform(*lists.count);
-  const S stream{p, lists};
-  auto end_unit = [&](const UnitWalk& walk, const f32x4& sum, const typename S::Group& last)
+  const S main_loop{p, lists};
+  auto end_unit = [&](const UnitWalk& walk, const f32x4& sum, const typename S::KSlice& last)
                       __attribute__((always_inline)) {
                         const Item item(lists, walk.item());
 #pragma unroll
                         for (int v = 0; v < mma::kValueTokens; ++v) {
-                          const int place = item.first + mma::value_token(stream.lane, v);
+                          const int place = item.first + mma::value_token(main_loop.lane, v);
                           if (place >= item.end) continue;
                           const int pair = lists.pairs[place];
-                          const float weight = p.weigh ? lists.router[pair] : 1.0f;
-                          float* of_token = mine + (pair * p.per_slot >> 20) * mma::kRows;
+                          const float weight = p.apply_weights ? lists.router[pair] : 1.0f;
+                          float* of_token = wave_sums + (pair * p.per_slot >> 20) * mma::kRows;
 #pragma unroll
                           for (int i = v; i < 4; i += mma::kValueTokens)
-                            of_token[mma::value_row(stream.lane, i)] += weight * stream.result(sum, last, i);
+                            of_token[mma::value_row(main_loop.lane, i)] += weight * main_loop.result(sum, last, i);
                         }
                       };
-  stream.go(UnitWalk{p, items * p.per_item, wave::block_y() * mma::kWaves + wave::index()}, end_unit);
+  main_loop.multiply_all(UnitWalk{p, items * p.work_per_item, wave::block_id_y() * mma::kWaves + wave::index()},
+                         end_unit);
   block_barrier();  // hazard: the waves' sums are read before they are written
-  for (int i = wave::thread(); i < of_wave; i += kThreads) {
-    const int token = i / mma::kRows, row = wave::block_x() * mma::kRows + i % mma::kRows;
+  for (int i = wave::thread_id(); i < of_wave; i += kThreads) {
+    const int token = i / mma::kRows, row = wave::block_id_x() * mma::kRows + i % mma::kRows;
     float total = 0.0f;
 #pragma unroll
     for (int w = 0; w < mma::kWaves; ++w) total += sums[w * of_wave + i];
     if (row >= p.n) continue;
-    if (p.parts == 1) store_output(p.out, i64(token) * p.n + row, total, p.out_type);
-    else mem::store((float*)p.out + (i64(wave::block_y()) * p.m + token) * p.n + row, total);
+    if (p.split_k == 1) store_output(p.out, i64(token) * p.n + row, total, p.out_type);
+    else mem::store((float*)p.out + (i64(wave::block_id_y()) * p.m + token) * p.n + row, total);
   }
 }
 
-struct Sum {
-  const float* parts;  // [count, elements]
-  u16* out;            // [elements]
+struct PartialSums {
+  const float* partials;  // [count, elements]
+  u16* out;               // [elements]
   int count, elements;
 };
 
-// out = the sum of the parts, in their order. Elements are a multiple of kChunk, of which a thread has one.
+// out = the partial sums added up in their order. `elements` is a multiple of kChunk; a thread adds kChunk of them.
 template <class T>
-DEVICE void sum_parts(const Sum& p) {
-  const int at = (wave::block_x() * kSumThreads + wave::thread()) * kChunk;
+DEVICE void add_split_k(const PartialSums& p) {
+  const int at = (wave::block_id_x() * kSumThreads + wave::thread_id()) * kChunk;
   if (at >= p.elements) return;
-  const mem::Buffer parts = mem::buffer(p.parts);
+  const mem::Buffer partials = mem::buffer(p.partials);
   f32x4 low = {}, high = {};
 #pragma unroll 4
   for (int i = 0; i < p.count; ++i) {
-    const int part = i * p.elements * 4;
-    low += __builtin_bit_cast(f32x4, mem::load_or_zero(parts, at * 4, part, true));
-    high += __builtin_bit_cast(f32x4, mem::load_or_zero(parts, at * 4 + 16, part, true));
+    const int partial = i * p.elements * 4;
+    low += __builtin_bit_cast(f32x4, mem::load_or_zero(partials, at * 4, partial, true));
+    high += __builtin_bit_cast(f32x4, mem::load_or_zero(partials, at * 4 + 16, partial, true));
   }
   mem::store(p.out + at, pack<T>(Chunk{{low.lo, low.hi, high.lo, high.hi}}));
 }
@@ -349,8 +360,8 @@ INSTANCES(block, E4m3, ScaleGranularity::kBlock)
 INSTANCES(row,   E4m3, ScaleGranularity::kRow)
 INSTANCES(bf16,  Bf16, ScaleGranularity::kNone)
 INSTANCES(fp16,  F16,  ScaleGranularity::kNone)
-KERNEL(kSumThreads) fused_experts_sum_bf16(Sum sum) { sum_parts<Bf16>(sum); }
-KERNEL(kSumThreads) fused_experts_sum_fp16(Sum sum) { sum_parts<F16>(sum); }
+KERNEL(kSumThreads) fused_experts_sum_bf16(PartialSums p) { add_split_k<Bf16>(p); }
+KERNEL(kSumThreads) fused_experts_sum_fp16(PartialSums p) { add_split_k<F16>(p); }
 #ifdef HAS_BLOCK_SCALED_MMA
 INSTANCES(mx,    E4m3, ScaleGranularity::kMx)
 #endif

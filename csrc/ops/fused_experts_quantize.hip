@@ -32,22 +32,22 @@ DEVICE u32 absmax_to_e8m0(float absmax) {
 
 template <class T, Kind kKind, int kChunks>
 DEVICE void quantize_row(const Rows& p) {
-  const int row = wave::block_x();
+  const int row = wave::block_id_x();
   if (p.count && row >= mem::load<int>(p.count)) return;
   const u16* x = (const u16*)p.x + row * p.stride;
   u8* out = p.out + i64(row) * p.columns;
-  const int first = wave::block_y() * p.threads * kChunks + wave::thread();
-  auto mine = [&](int i) __attribute__((always_inline)) { return (first + i * p.threads) * kChunk < p.columns; };
+  const int first = wave::block_id_y() * p.threads * kChunks + wave::thread_id();
+  auto in_bounds = [&](int i) __attribute__((always_inline)) { return (first + i * p.threads) * kChunk < p.columns; };
   Chunk chunk[kChunks];
   float absmax = 0.0f;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     chunk[i] = {};
-    if (mine(i)) chunk[i] = unpack<T>(mem::load<u32x4>((const u32x4*)x + first + i * p.threads));
+    if (in_bounds(i)) chunk[i] = unpack<T>(mem::load<u32x4>((const u32x4*)x + first + i * p.threads));
     absmax = max_abs(absmax, chunk[i]);
   }
   auto store = [&](int i, auto scale) __attribute__((always_inline)) {
-    if (mine(i)) mem::store((u32x2*)out + first + i * p.threads, quantize(chunk[i], scale));
+    if (in_bounds(i)) mem::store((u32x2*)out + first + i * p.threads, quantize(chunk[i], scale));
   };
   if constexpr (kKind == Kind::kStatic) {
     static_assert(kChunks == 1);
@@ -58,18 +58,18 @@ DEVICE void quantize_row(const Rows& p) {
     const u32 scale = absmax_to_e8m0(wave::reduce_group<kLanes>(absmax, 0.0f, Max{}));
     store(0, __builtin_bit_cast(float, (254 - scale) << 23));
     const int runs = p.columns / 32;
-    if (mine(0) && first % kLanes == 0) mem::store((u8*)p.scale + i64(row) * runs + first / kLanes, u8(scale));
+    if (in_bounds(0) && first % kLanes == 0) mem::store((u8*)p.scale + i64(row) * runs + first / kLanes, u8(scale));
   } else if constexpr (kKind == Kind::kBlock) {
     static_assert(kChunks == 1);
     constexpr int kLanes = 128 / kChunk;  // of a run of columns
     const float scale = absmax_to_scale(wave::reduce_group<kLanes>(absmax, 0.0f, Max{}));
     store(0, Scale(scale));
     const int runs = (p.columns + 127) / 128;
-    if (mine(0) && first % kLanes == 0) mem::store((float*)p.scale + i64(row) * runs + first / kLanes, scale);
+    if (in_bounds(0) && first % kLanes == 0) mem::store((float*)p.scale + i64(row) * runs + first / kLanes, scale);
   } else {
     LDS static float maxima[kMaxWaves];
     const float scale = absmax_to_scale(reduce_block(absmax, 0.0f, maxima, p.threads / wave::kLanes, Max{}));
-    if (wave::thread() == 0) mem::store((float*)p.scale + row, scale);
+    if (wave::thread_id() == 0) mem::store((float*)p.scale + row, scale);
     const Scale divisor(scale);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) store(i, divisor);

@@ -9,17 +9,16 @@
 // sorted pairs; pairs whose expert this rank does not have have none. Flops: 6 * pairs * H * I; bytes: the weights of the
 // experts hit, and of each pair some H * 5 + I * 6.
 //
-// How many tiles there are only the device knows: grids are for the most that there can be, and blocks without a tile leave. A
-// block of gate_up or down owns a tile: up to kTileM pairs of one expert times kTileN of its weight rows; gemm/tiled/main_loop.h
-// multiplies. In gate_up half of these are gate rows, the other half the up rows that go with them, so that a lane has the sums
-// of 4 of either and ends with activations. Positions keep the order of the pairs and sums that of the slots, so that the same
-// inputs give the same bits.
+// Only the device knows the number of tiles: a grid has the most that are possible, and blocks without a tile return. A block of
+// gate_up or down computes a tile (gemm/tiled/main_loop.h): up to kTileM pairs of one expert times kTileN of its weight rows. In
+// gate_up half of the rows are gate rows and the others their up rows, so that a lane has the sums of 4 of each and computes
+// activations. Positions have the order of the pairs, sums that of the slots: the same inputs give the same bits.
 //
 // What gemm/tiled/main_loop.h does per panel is counted in scaled_mm_tiled.hip; two scales of weights take 28 issue cycles more
 // of a SIMD for 64 x 128 on gfx942, 56 for 128 x 128 (emulated). No LDS bank conflicts.
 //
-// sort: each block finds the place of one expert's pairs by itself. It counts the ids of all experts, in LDS, then its waves,
-// each of which has a part of the ids, write those that are the block's to their places. Bytes: E * ids, out of the caches.
+// sort: each block sorts the pairs of one expert by itself. It counts the ids of all experts in LDS. Then each of its waves
+// reads a part of the ids and writes the block's pairs to their positions. Bytes: E * ids, out of the caches.
 #include "device/expert_id.h"
 #include "device/reduce.h"
 #include "device/vec.h"
@@ -72,7 +71,7 @@ KERNEL(kSortThreads) fused_experts_tiled_sort(Sort p) {
   constexpr int kWaves = kSortThreads / wave::kLanes, kStep = kBatch * wave::kLanes;
   LDS static int counts[kMostExperts], of_waves[kWaves];
   const Routing& routing = p.routing;
-  const int expert = wave::block_x(), tokens = routing.tokens, topk = routing.topk, shared = expert - routing.routed;
+  const int expert = wave::block_id_x(), tokens = routing.tokens, topk = routing.topk, shared = expert - routing.routed;
   const int ids = tokens * topk, of_wave = (ids + kWaves * kStep - 1) / (kWaves * kStep) * kStep;
   const int first = wave::index() * of_wave, end = first + of_wave < ids ? first + of_wave : ids;
   auto for_all = [&](auto what) __attribute__((always_inline)) {
@@ -86,14 +85,14 @@ KERNEL(kSortThreads) fused_experts_tiled_sort(Sort p) {
     }
   };
 
-  for (int i = wave::thread(); i < routing.routed; i += kSortThreads) counts[i] = 0;
+  for (int i = wave::thread_id(); i < routing.routed; i += kSortThreads) counts[i] = 0;
   block_barrier();  // hazard: counted on before they are zero
-  int mine = 0;
+  int wave_count = 0;
   for_all([&](int, int found) __attribute__((always_inline)) {
     if (found >= 0) __scoped_atomic_fetch_add(counts + found, 1, __ATOMIC_RELAXED, __MEMORY_SCOPE_WRKGRP);
-    mine += wave::count(found == expert);
+    wave_count += wave::count(found == expert);
   });
-  if (wave::lane() == 0) of_waves[wave::index()] = mine;
+  if (wave::lane() == 0) of_waves[wave::index()] = wave_count;
   block_barrier();  // hazard: counts are read before all are there
 
   int position = 0, tile = 0;  // the first of this expert
@@ -103,21 +102,22 @@ KERNEL(kSortThreads) fused_experts_tiled_sort(Sort p) {
   const bool is_shared = shared >= 0;
   if (is_shared) position += shared * tokens, tile += shared * ((tokens + p.tile - 1) / p.tile);
   const int count = is_shared ? tokens : counts[expert], tiles = (count + p.tile - 1) / p.tile;
-  for (int i = wave::thread(); i < tiles; i += kSortThreads)
+  for (int i = wave::thread_id(); i < tiles; i += kSortThreads)
     mem::store(p.tiles + 1 + tile + i, i32x4{expert, position + i * p.tile, position + count, 0});
-  if (expert == p.experts - 1 && wave::thread() == 0) mem::store(p.tiles, i32x4{position + count, tile + tiles, 0, 0});
+  if (expert == p.experts - 1 && wave::thread_id() == 0)
+    mem::store(p.tiles, i32x4{position + count, tile + tiles, 0, 0});
 
   if (is_shared) {
-    for (int i = wave::thread(); i < tokens; i += kSortThreads)
+    for (int i = wave::thread_id(); i < tokens; i += kSortThreads)
       mem::store(p.sorted + position + i, i * routing.slots() + topk + shared);
   } else {
     const int before = wave::lane() < wave::index() ? of_waves[wave::lane()] : 0;
     position += wave::reduce(before, 0, AddInt{});
     for_all([&](int at, int found) __attribute__((always_inline)) {
-      const bool is_mine = found == expert;
-      const int to = position + wave::count_below(is_mine);
-      if (is_mine) mem::store(p.sorted + to, int(u32(at) / topk * routing.slots() + u32(at) % topk));
-      position += wave::count(is_mine);
+      const bool is_found = found == expert;
+      const int to = position + wave::count_below(is_found);
+      if (is_found) mem::store(p.sorted + to, int(u32(at) / topk * routing.slots() + u32(at) % topk));
+      position += wave::count(is_found);
     });
   }
 }
@@ -225,9 +225,9 @@ DEVICE void store_results(const Accumulators<Tile>& sums, const GroupedProblem& 
 template <class Type, class Tile, ScaleGranularity kScales, bool kGated>
 DEVICE void multiply_experts(const GroupedProblem& p) {
   const int tiles = mem::load<i32x4>(p.tiles).y, blocks = tiles * p.tiles_n;
-  if (wave::block_x() >= blocks) return;
+  if (wave::block_id_x() >= blocks) return;
   const tile::TileCoord position =
-      tile::rasterize(tile::remap_to_xcd(wave::block_x(), blocks), tiles, p.tiles_n, tile::kGroupM);
+      tile::rasterize(tile::remap_to_xcd(wave::block_id_x(), blocks), tiles, p.tiles_n, tile::kGroupM);
   const i32x4 found = mem::load<i32x4>(p.tiles + 1 + position.m);
   const int count = found.z - found.y < Tile::kTileM ? found.z - found.y : Tile::kTileM;
   const ExpertTile expert_tile = {wave::uniform(found.x), wave::uniform(found.y), wave::uniform(count)};
@@ -318,8 +318,8 @@ constexpr int kCombineThreads = 256;
 
 KERNEL(kCombineThreads) fused_experts_tiled_combine(Combine p) {
   const Routing& routing = p.routing;
-  const i64 token = wave::block_x();
-  const int column = (wave::block_y() * kCombineThreads + wave::thread()) * kChunk;
+  const i64 token = wave::block_id_x();
+  const int column = (wave::block_id_y() * kCombineThreads + wave::thread_id()) * kChunk;
   if (column >= p.columns) return;
   const mem::Buffer results = mem::buffer(p.results + token * routing.slots() * p.columns);
   f32x4 low = {}, high = {};

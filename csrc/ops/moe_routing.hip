@@ -12,10 +12,10 @@
 // Of equals the smaller index comes first. A NaN logit is -inf, a choice of NaN or -inf the lowest finite number, so that every
 // row has topk experts. Logits order experts as their scores do, but do not become equal by rounding.
 //
-// Bytes: those of the logits, little beside a launch; flops: some 20 per expert. What counts is the latency of one token: a wave
-// has it alone, with the experts in registers, and meets no barrier. The lanes are divided evenly among the groups, and those of
-// a group share its experts: each has up to kValues neighbouring ones, so that smaller indices lie in lower lanes. topk times the
-// wave finds the largest choice, the first lane that has it, and what that lane knows of it.
+// Bytes: those of the logits, little beside a launch; flops: some 20 per expert. The time is the latency of one token. A wave
+// has a token, with all experts in registers, and needs no barrier. The lanes are divided evenly among the groups. Each lane of
+// a group has up to kValues neighbouring experts, so that lower lanes have smaller indices. topk times the wave finds the
+// largest choice and reads score and index from the first lane that has it.
 //
 // For a loss, tokens are dealt to all waves in turn. The sums of a block's waves meet in LDS, those of the blocks in HBM, where
 // the last block to arrive adds them up: always in the same order, so that the same input gives the same bits.
@@ -26,12 +26,12 @@ constexpr float kInfinity = __builtin_inff(), kLowest = -__FLT_MAX__;
 constexpr int kWaves = 4;  // of a block
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// Which experts a lane has.
-struct Share {
+// The experts of a lane.
+struct LaneExperts {
   int group, first, count;
 };
 
-DEVICE Share share_of(int lane, int groups, int group_size, int log2_lanes) {
+DEVICE LaneExperts lane_experts(int lane, int groups, int group_size, int log2_lanes) {
   const int per_lane = (group_size + (1 << log2_lanes) - 1) >> log2_lanes, group = lane >> log2_lanes;
   const int begin = (lane - (group << log2_lanes)) * per_lane, left = group_size - begin;
   const int count = left < per_lane ? left : per_lane;
@@ -60,21 +60,21 @@ template <class T, int kValues>
 struct Elements {
   u32 bits[kValues];
 
-  DEVICE void load(const void* row, const Share& mine, int experts) {
+  DEVICE void load(const void* row, const LaneExperts& own, int experts) {
     using Bits = typename Element<T>::Bits;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      const int expert = mine.first + i;
+      const int expert = own.first + i;
       bits[i] = mem::load<Bits>((const Bits*)row + (expert < experts ? expert : experts - 1));
     }
   }
   DEVICE float value(int i) const { return Element<T>::value(bits[i]); }
   // -inf for NaN, and where the lane has none.
-  DEVICE void logits(float (&x)[kValues], const Share& mine) const {
+  DEVICE void logits(float (&x)[kValues], const LaneExperts& own) const {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       x[i] = value(i);
-      if (i >= mine.count || x[i] != x[i]) x[i] = -kInfinity;
+      if (i >= own.count || x[i] != x[i]) x[i] = -kInfinity;
     }
   }
 };
@@ -87,15 +87,15 @@ struct Biases {
   u32 bits[kValues];
 
   template <class T>
-  DEVICE void load_as(const void* biases, const Share& mine, int experts) {
+  DEVICE void load_as(const void* biases, const LaneExperts& own, int experts) {
     Elements<T, kValues> loaded;
-    loaded.load(biases, mine, experts);
+    loaded.load(biases, own, experts);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) bits[i] = loaded.bits[i];
   }
-  DEVICE void load(const void* biases, int type, const Share& mine, int experts) {
-    if (type == kFp32) load_as<float>(biases, mine, experts);
-    else load_as<Bf16>(biases, mine, experts);  // as F16: two bytes each
+  DEVICE void load(const void* biases, int type, const LaneExperts& own, int experts) {
+    if (type == kFp32) load_as<float>(biases, own, experts);
+    else load_as<Bf16>(biases, own, experts);  // as F16: two bytes each
   }
   template <class T>
   DEVICE void add_as(float (&sum)[kValues], const float (&score)[kValues]) const {
@@ -143,7 +143,7 @@ struct Top {
   }
 };
 
-struct Routing {
+struct TopkRouting {
   const void* logits;  // [tokens, experts] T, rows stride elements apart
   const void* bias;    // [experts] of bias_type, or null
   float* weights;      // [tokens, topk]
@@ -157,7 +157,7 @@ struct Routing {
 
 // The number of groups that come before this lane's.
 template <int kValues>
-DEVICE int groups_before(const float (&choice)[kValues], const Routing& p, int group) {
+DEVICE int groups_before(const float (&choice)[kValues], const TopkRouting& p, int group) {
   Top top = {-kInfinity, -kInfinity};
 #pragma unroll
   for (float x : choice) top.insert(x);
@@ -187,25 +187,25 @@ struct Candidate {
 };
 
 template <class T, int kValues>
-DEVICE void route(const Routing& p) {
+DEVICE void route(const TopkRouting& p) {
   // Spare waves of the last block repeat the last token.
-  const i64 place = i64(wave::block_x()) * kWaves + wave::index();
+  const i64 place = i64(wave::block_id_x()) * kWaves + wave::index();
   const i64 token = place < p.tokens ? place : p.tokens - 1;
   const int lane = wave::lane();
-  const Share mine = share_of(lane, p.groups, p.group_size, p.log2_lanes);
+  const LaneExperts own = lane_experts(lane, p.groups, p.group_size, p.log2_lanes);
   Elements<T, kValues> logits;
   Biases<kValues> bias;
-  logits.load(row_of<T>(p.logits, token, p.stride), mine, p.experts);
-  if (p.bias) bias.load(p.bias, p.bias_type, mine, p.experts);
+  logits.load(row_of<T>(p.logits, token, p.stride), own, p.experts);
+  if (p.bias) bias.load(p.bias, p.bias_type, own, p.experts);
   float choice[kValues], score[kValues];
-  logits.logits(choice, mine);
+  logits.logits(choice, own);
 
   if (p.is_sigmoid) {
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
       score[i] = numerics::rcp_approx(1.0f + numerics::exp2_approx(choice[i] * -kLog2E));
   } else {
-    const Exponentials<kValues> e(choice, mine.count);
+    const Exponentials<kValues> e(choice, own.count);
     const float inverse = 1.0f / e.sum;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) score[i] = e.value[i] * inverse;
@@ -213,12 +213,12 @@ DEVICE void route(const Routing& p) {
   if (p.bias) bias.add(choice, score, p.bias_type);
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
-    choice[i] = i < mine.count ? __builtin_fmaxf(choice[i], kLowest) + 0.0f : -kInfinity;  // + 0: -0 becomes 0
+    choice[i] = i < own.count ? __builtin_fmaxf(choice[i], kLowest) + 0.0f : -kInfinity;  // + 0: -0 becomes 0
   }
-  const bool is_in = p.topk_group == p.groups || groups_before(choice, p, mine.group) < p.topk_group;
+  const bool is_in = p.topk_group == p.groups || groups_before(choice, p, own.group) < p.topk_group;
   u32 key[kValues];
 #pragma unroll
-  for (int i = 0; i < kValues; ++i) key[i] = is_in && i < mine.count ? ordered(choice[i]) : 0;
+  for (int i = 0; i < kValues; ++i) key[i] = is_in && i < own.count ? ordered(choice[i]) : 0;
 
   // Lane r keeps what round r finds.
   float weight = 0.0f, sum = 0.0f;
@@ -226,7 +226,7 @@ DEVICE void route(const Routing& p) {
   for (int round = 0; round < p.topk; ++round) {
     Candidate best[kValues];
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) best[i] = {key[i], score[i], mine.first + i};
+    for (int i = 0; i < kValues; ++i) best[i] = {key[i], score[i], own.first + i};
 #pragma unroll
     for (int step = 1; step < kValues; step *= 2)
 #pragma unroll
@@ -239,7 +239,7 @@ DEVICE void route(const Routing& p) {
     if (lane == round) weight = found, id = expert;
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
-      if (mine.first + i == expert) key[i] = 0;
+      if (own.first + i == expert) key[i] = 0;
   }
   if (p.renormalize) {
     sum += p.epsilon;
@@ -264,8 +264,8 @@ struct Loss {
   int experts, topk, blocks;
   float scale;
 
-  DEVICE Share share() const { return share_of(wave::lane(), 1, experts, kLog2Lanes); }
-  DEVICE i64 first_token() const { return i64(wave::block_x()) * kWaves + wave::index(); }
+  DEVICE LaneExperts lane_experts() const { return ::lane_experts(wave::lane(), 1, experts, kLog2Lanes); }
+  DEVICE i64 first_token() const { return i64(wave::block_id_x()) * kWaves + wave::index(); }
   DEVICE i64 tokens_apart() const { return i64(blocks) * kWaves; }
 };
 
@@ -273,21 +273,21 @@ template <class T, int kExperts>
 DEVICE void router_z_loss(const Loss& p) {
   constexpr int kValues = kExperts / wave::kLanes;
   LDS static float parts[kMaxWaves], totals[kMaxWaves];
-  const Share mine = p.share();
-  const int thread = wave::thread();
+  const LaneExperts own = p.lane_experts();
+  const int thread = wave::thread_id();
   float sum = 0.0f;
   for (i64 token = p.first_token(); token < p.tokens; token += p.tokens_apart()) {
     Elements<T, kValues> row;
-    row.load(row_of<T>(p.logits, token, p.stride), mine, p.experts);
+    row.load(row_of<T>(p.logits, token, p.stride), own, p.experts);
     float logits[kValues];
-    row.logits(logits, mine);
-    const Exponentials<kValues> e(logits, mine.count);
+    row.logits(logits, own);
+    const Exponentials<kValues> e(logits, own.count);
     const float log_sum = e.maximum + numerics::log2_approx(e.sum) * kLn2;
     sum += log_sum * log_sum;
   }
   sum = reduce_block(wave::lane() == 0 ? sum : 0.0f, 0.0f, parts, kWaves, Add{});
   const mem::Buffer sums = mem::buffer(p.sums);
-  if (thread == 0) mem::store_device(sums, 0, wave::block_x() * 4, sum);
+  if (thread == 0) mem::store_device(sums, 0, wave::block_id_x() * 4, sum);
   if (!is_last_block(p.counter, p.blocks)) return;
   float total = 0.0f;
   for (int block = thread; block < p.blocks; block += kWaves * wave::kLanes)
@@ -302,34 +302,34 @@ DEVICE void load_balancing_loss(const Loss& p) {
   LDS static float probabilities[kWaves][kExperts], totals[kMaxWaves];
   LDS static u32 counts[kWaves][kExperts];
   constexpr int kThreads = kWaves * wave::kLanes;
-  const Share mine = p.share();
-  const int thread = wave::thread();
+  const LaneExperts own = p.lane_experts();
+  const int thread = wave::thread_id();
   float probability[kValues] = {};
   u32 count[kValues] = {};
   for (i64 token = p.first_token(); token < p.tokens; token += p.tokens_apart()) {
     Elements<T, kValues> row;
-    row.load(row_of<T>(p.logits, token, p.stride), mine, p.experts);
+    row.load(row_of<T>(p.logits, token, p.stride), own, p.experts);
     float logits[kValues];
-    row.logits(logits, mine);
-    const Exponentials<kValues> e(logits, mine.count);
+    row.logits(logits, own);
+    const Exponentials<kValues> e(logits, own.count);
     const float inverse = 1.0f / e.sum;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) probability[i] += e.value[i] * inverse;
     for (int slot = 0; slot < p.topk; ++slot) {
-      const int place = mem::load<int>(p.ids + token * p.topk + slot) - mine.first;
+      const int place = mem::load<int>(p.ids + token * p.topk + slot) - own.first;
 #pragma unroll
       for (int i = 0; i < kValues; ++i) count[i] += place == i;
     }
   }
 #pragma unroll
   for (int i = 0; i < kValues; ++i)
-    if (i < mine.count) {
-      probabilities[wave::index()][mine.first + i] = probability[i];
-      counts[wave::index()][mine.first + i] = count[i];
+    if (i < own.count) {
+      probabilities[wave::index()][own.first + i] = probability[i];
+      counts[wave::index()][own.first + i] = count[i];
     }
   block_barrier();  // hazard: sums and counts are read before the other waves wrote theirs
   const mem::Buffer all_sums = mem::buffer(p.sums), all_counts = mem::buffer(p.counts);
-  const int first = wave::block_x() * p.experts;
+  const int first = wave::block_id_x() * p.experts;
   for (int expert = thread; expert < p.experts; expert += kThreads) {
     float sum = 0.0f;
     u32 number = 0;
@@ -354,18 +354,18 @@ DEVICE void load_balancing_loss(const Loss& p) {
 }
 
 // clang-format off
-KERNEL(256) moe_topk_bf16_x2(Routing p) { route<Bf16, 2>(p); }
-KERNEL(256) moe_topk_bf16_x4(Routing p) { route<Bf16, 4>(p); }
-KERNEL(256) moe_topk_bf16_x8(Routing p) { route<Bf16, 8>(p); }
-KERNEL(256) moe_topk_bf16_x16(Routing p) { route<Bf16, 16>(p); }
-KERNEL(256) moe_topk_fp16_x2(Routing p) { route<F16, 2>(p); }
-KERNEL(256) moe_topk_fp16_x4(Routing p) { route<F16, 4>(p); }
-KERNEL(256) moe_topk_fp16_x8(Routing p) { route<F16, 8>(p); }
-KERNEL(256) moe_topk_fp16_x16(Routing p) { route<F16, 16>(p); }
-KERNEL(256) moe_topk_fp32_x2(Routing p) { route<float, 2>(p); }
-KERNEL(256) moe_topk_fp32_x4(Routing p) { route<float, 4>(p); }
-KERNEL(256) moe_topk_fp32_x8(Routing p) { route<float, 8>(p); }
-KERNEL(256) moe_topk_fp32_x16(Routing p) { route<float, 16>(p); }
+KERNEL(256) moe_topk_bf16_x2(TopkRouting p) { route<Bf16, 2>(p); }
+KERNEL(256) moe_topk_bf16_x4(TopkRouting p) { route<Bf16, 4>(p); }
+KERNEL(256) moe_topk_bf16_x8(TopkRouting p) { route<Bf16, 8>(p); }
+KERNEL(256) moe_topk_bf16_x16(TopkRouting p) { route<Bf16, 16>(p); }
+KERNEL(256) moe_topk_fp16_x2(TopkRouting p) { route<F16, 2>(p); }
+KERNEL(256) moe_topk_fp16_x4(TopkRouting p) { route<F16, 4>(p); }
+KERNEL(256) moe_topk_fp16_x8(TopkRouting p) { route<F16, 8>(p); }
+KERNEL(256) moe_topk_fp16_x16(TopkRouting p) { route<F16, 16>(p); }
+KERNEL(256) moe_topk_fp32_x2(TopkRouting p) { route<float, 2>(p); }
+KERNEL(256) moe_topk_fp32_x4(TopkRouting p) { route<float, 4>(p); }
+KERNEL(256) moe_topk_fp32_x8(TopkRouting p) { route<float, 8>(p); }
+KERNEL(256) moe_topk_fp32_x16(TopkRouting p) { route<float, 16>(p); }
 
 KERNEL(256) router_z_loss_bf16_256(Loss p) { router_z_loss<Bf16, 256>(p); }
 KERNEL(256) router_z_loss_bf16_512(Loss p) { router_z_loss<Bf16, 512>(p); }

@@ -141,7 +141,7 @@ DEVICE void multiply_tiles(const MxProblem& p) {
   LDS static u32x4 halves[2][kOperands][2 * kTiles][2][wave::kLanes];
   using PairScales = mx::PairScales<kWords>;
   const int lane = wave::lane();
-  const StreamKSchedule<1> schedule{p, tile::remap_to_xcd(wave::block_x(), p.blocks)};
+  const StreamKSchedule<1> schedule{p, tile::remap_to_xcd(wave::block_id_x(), p.blocks)};
   const int tiles_m = (p.m + kSide - 1) / kSide, tiles_n = (p.n + kSide - 1) / kSide;
   // The quarter that the wave multiplies, and the rows that it loads: one of two vectors of every other 16 rows of a half unit.
   const int token_rows = wave::index() % 2 * kTiles, weight_rows = wave::index() / 2 * kTiles;

@@ -19,7 +19,7 @@
 #include "device/reduce.h"
 #include "device/rows.h"
 
-struct Row : RowOutput {
+struct NormRow : RowOutput {
   const void* input;   // [hidden] T
   void* residual;      // [hidden] T, updated, or null
   const void* weight;  // [hidden] T, or null for ones
@@ -27,7 +27,7 @@ struct Row : RowOutput {
   float inverse_hidden, epsilon;
 };
 
-DEVICE float inverse_rms(float sum_of_squares, const Row& row) {
+DEVICE float inverse_rms(float sum_of_squares, const NormRow& row) {
   return numerics::rsqrt_approx(divide(sum_of_squares, float(row.hidden), row.inverse_hidden) + row.epsilon);
 }
 
@@ -43,28 +43,28 @@ DEVICE float dynamic_scale(float absmax, float scale_ub) { return absmax_to_scal
 
 // hidden is a multiple of 8 and at most threads * kChunks * 8; rows and weight are 16-byte aligned.
 template <class T, bool kResidual, Output kOutput, int kChunks>
-DEVICE void rms_norm_vector(Row row) {
+DEVICE void rms_norm_vector(NormRow row) {
   constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;  // z is rounded before it is used
   LDS static float sums[kMaxWaves], maxima[kMaxWaves];
   const int waves = row.threads / wave::kLanes;
 
   u32x4 input[kChunks], residual[kChunks], weight[kChunks];
   int chunk[kChunks];
-  bool mine[kChunks];
+  bool in_bounds[kChunks];
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    chunk[i] = wave::thread() + i * row.threads;
-    mine[i] = chunk[i] * kChunk < row.hidden;
-    input[i] = mem::load_vector_or_zero(row.input, chunk[i], mine[i]);
-    if constexpr (kResidual) residual[i] = mem::load_vector_or_zero(row.residual, chunk[i], mine[i]);
+    chunk[i] = wave::thread_id() + i * row.threads;
+    in_bounds[i] = chunk[i] * kChunk < row.hidden;
+    input[i] = mem::load_vector_or_zero(row.input, chunk[i], in_bounds[i]);
+    if constexpr (kResidual) residual[i] = mem::load_vector_or_zero(row.residual, chunk[i], in_bounds[i]);
   }
   // Ones without a weight: in place of the loads where those take predicates, else in place of the zeros that they give.
   const u32 one = T::pack({1.0f, 1.0f}), ones = mem::kPredicates || row.weight ? 0 : one;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     if constexpr (mem::kPredicates) weight[i] = u32x4{one, one, one, one};
-    if (!mem::kPredicates || (mine[i] && row.weight))
-      weight[i] = mem::load_vector_or_zero(row.weight, chunk[i], mine[i] && row.weight);
+    if (!mem::kPredicates || (in_bounds[i] && row.weight))
+      weight[i] = mem::load_vector_or_zero(row.weight, chunk[i], in_bounds[i] && row.weight);
   }
   mem::wait_for_scalars(row.inverse_hidden, row.epsilon);
   row.find<kOutput>(row.hidden);
@@ -80,7 +80,7 @@ DEVICE void rms_norm_vector(Row row) {
       Chunk r = unpack<T>(residual[i]);
       for (int j = 0; j < kChunk / 2; ++j) z.pair[j] += r.pair[j];
       u32x4 rounded = pack<T>(z);
-      if (mine[i]) mem::store((u32x4*)row.residual + chunk[i], rounded);
+      if (in_bounds[i]) mem::store((u32x4*)row.residual + chunk[i], rounded);
       if constexpr (kRounded) z = unpack<T>(rounded);
     }
     for (f32x2 pair : z.pair) squares = __builtin_elementwise_fma(pair, pair, squares);
@@ -96,9 +96,9 @@ DEVICE void rms_norm_vector(Row row) {
     for (int j = 0; j < kChunk / 2; ++j) n.pair[j] = normalize<T, !kRounded>(exact[i].pair[j], rms, w.pair[j]);
     normed[i] = pack<T>(n);
     if constexpr (kOutput == Output::kPlain) {
-      if (mine[i]) mem::store((u32x4*)row.out + chunk[i], normed[i]);
+      if (in_bounds[i]) mem::store((u32x4*)row.out + chunk[i], normed[i]);
     } else if constexpr (kOutput == Output::kStatic) {
-      if (mine[i]) mem::store((u32x2*)row.out + chunk[i], quantize(unpack<T>(normed[i]), inverse_scale));
+      if (in_bounds[i]) mem::store((u32x2*)row.out + chunk[i], quantize(unpack<T>(normed[i]), inverse_scale));
     } else if constexpr (kOutput == Output::kPerToken) {
       absmax = max_abs(absmax, unpack<T>(normed[i]));
     } else {
@@ -106,7 +106,7 @@ DEVICE void rms_norm_vector(Row row) {
       float group_max = wave::reduce_group<8>(max_abs(0.0f, unpack<T>(normed[i])), 0.0f, Max{});
       if (row.group_size == 128) group_max = wave::reduce_group<16>(group_max, 0.0f, Max{});
       const float scale = dynamic_scale(group_max, row.scale);
-      if (mine[i]) {
+      if (in_bounds[i]) {
         mem::store((u32x2*)row.out + chunk[i], quantize(unpack<T>(normed[i]), Scale(scale)));
         const int log2_lanes = row.group_size == 128 ? 4 : 3;
         if ((chunk[i] & ((1 << log2_lanes) - 1)) == 0)
@@ -116,17 +116,17 @@ DEVICE void rms_norm_vector(Row row) {
   }
   if constexpr (kOutput == Output::kPerToken) {
     const float scale = absmax_to_scale(row.bounded(reduce_block(absmax, 0.0f, maxima, waves, Max{})));
-    if (wave::thread() == 0) mem::store(row.scale_out, scale);
+    if (wave::thread_id() == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i)
-      if (mine[i]) mem::store((u32x2*)row.out + chunk[i], quantize(unpack<T>(normed[i]), divisor));
+      if (in_bounds[i]) mem::store((u32x2*)row.out + chunk[i], quantize(unpack<T>(normed[i]), divisor));
   }
 }
 
 // Any hidden size and alignment, one element per access; rereads the row from HBM instead of keeping it.
 template <class T, bool kResidual, Output kOutput>
-DEVICE void rms_norm_general(Row row) {
+DEVICE void rms_norm_general(NormRow row) {
   constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;
   LDS static float sums[kMaxWaves], maxima[kMaxWaves];
   const int waves = row.threads / wave::kLanes;
@@ -139,7 +139,7 @@ DEVICE void rms_norm_general(Row row) {
     return z;
   };
   float squares = 0.0f;
-  for (int column = wave::thread(); column < row.hidden; column += row.threads) {
+  for (int column = wave::thread_id(); column < row.hidden; column += row.threads) {
     float z = sum(column);
     if constexpr (kResidual && kRounded) {
       z = round_to<T>(z);
@@ -175,15 +175,15 @@ DEVICE void rms_norm_general(Row row) {
     }
   } else if constexpr (kOutput == Output::kPerToken) {
     float absmax = 0.0f;
-    for (int column = wave::thread(); column < row.hidden; column += row.threads)
+    for (int column = wave::thread_id(); column < row.hidden; column += row.threads)
       absmax = __builtin_fmaxf(absmax, __builtin_fabsf(normed(column)));
     const float scale = absmax_to_scale(row.bounded(reduce_block(absmax, 0.0f, maxima, waves, Max{})));
-    if (wave::thread() == 0) mem::store(row.scale_out, scale);
+    if (wave::thread_id() == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
-    for (int column = wave::thread(); column < row.hidden; column += row.threads) finish(column, divisor);
+    for (int column = wave::thread_id(); column < row.hidden; column += row.threads) finish(column, divisor);
   } else {
     const float inverse_scale = kOutput == Output::kStatic ? 1.0f / row.scale : 1.0f;
-    for (int column = wave::thread(); column < row.hidden; column += row.threads) {
+    for (int column = wave::thread_id(); column < row.hidden; column += row.threads) {
       float n = normed(column);
       if constexpr (kOutput == Output::kPlain) store_element<T>(row.out, column, n);
       else mem::store((u8*)row.out + column, numerics::to_e4m3(n * inverse_scale));
@@ -196,16 +196,16 @@ template <class T, bool kResidual, Output kOutput, int kChunks>
 DEVICE void rms_norm(const void* input, void* residual, const void* weight, i64 input_stride, i64 residual_stride,
                      int hidden, int threads, const float* scale, void* out, float* scale_out, i64 scale_row_stride,
                      i64 scale_stride, int group_size, float inverse_hidden, float epsilon) {
-  const i64 index = u32(wave::block_x());
-  const Row row{{scale, mem::kScalarsFirst ? load_scale<kOutput>(scale) : 0.0f, out, scale_out, scale_row_stride,
-                 scale_stride, group_size},
-                (const u16*)input + index * input_stride,
-                kResidual ? (u16*)residual + index * residual_stride : nullptr,
-                weight,
-                hidden,
-                threads,
-                inverse_hidden,
-                epsilon};
+  const i64 index = u32(wave::block_id_x());
+  const NormRow row{{scale, mem::kScalarsFirst ? load_scale<kOutput>(scale) : 0.0f, out, scale_out, scale_row_stride,
+                     scale_stride, group_size},
+                    (const u16*)input + index * input_stride,
+                    kResidual ? (u16*)residual + index * residual_stride : nullptr,
+                    weight,
+                    hidden,
+                    threads,
+                    inverse_hidden,
+                    epsilon};
   mem::issue_loads();
   if constexpr (kChunks == 0) rms_norm_general<T, kResidual, kOutput>(row);
   else rms_norm_vector<T, kResidual, kOutput, kChunks>(row);

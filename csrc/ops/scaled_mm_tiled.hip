@@ -105,7 +105,7 @@ DEVICE void multiply_tiled(const TiledProblem& p) {
                         p.last_group_divisor.inverse, p.last_group_divisor.shift, p.tiles_m, p.tiles_n, p.tiles,
                         p.split_k, p.panels_per_slice, p.remainder, p.a, p.b, p.a_stride, p.b_tile, p.b_row, p.b_vec,
                         p.b_step, p.m, p.n, p.k);
-  const int work = tile::remap_to_xcd(wave::block_x(), p.tiles * p.split_k);
+  const int work = tile::remap_to_xcd(wave::block_id_x(), p.tiles * p.split_k);
   const int k_slice = u32(work) / p.tiles_divisor, tile_index = work - k_slice * p.tiles;
   const tile::TileCoord position =
       tile::rasterize(tile_index, p.tiles_m, p.tiles_n, p.group_divisor, p.last_group_divisor);

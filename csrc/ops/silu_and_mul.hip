@@ -16,7 +16,7 @@
 #include "device/reduce.h"
 #include "device/rows.h"
 
-struct Row : RowOutput {
+struct GatedRow : RowOutput {
   const void* gate;  // [hidden] T
   const void* up;    // [hidden] T
   int hidden, threads;
@@ -42,17 +42,17 @@ DEVICE float group_scale(float absmax, float scale_ub) {
 
 // hidden is a multiple of 8; gate, up and out are 16-byte aligned. Chunks `first` on, kChunks per thread.
 template <class T, Output kOutput, int kChunks>
-DEVICE void silu_and_mul_vector(Row row, int first) {
+DEVICE void silu_and_mul_vector(GatedRow row, int first) {
   constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;
   u32x4 gate[kChunks], up[kChunks];
   int chunk[kChunks];
-  bool mine[kChunks];
+  bool in_bounds[kChunks];
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    chunk[i] = first + wave::thread() + i * row.threads;
-    mine[i] = chunk[i] * kChunk < row.hidden;
-    gate[i] = mem::load_vector_or_zero(row.gate, chunk[i], mine[i]);
-    up[i] = mem::load_vector_or_zero(row.up, chunk[i], mine[i]);
+    chunk[i] = first + wave::thread_id() + i * row.threads;
+    in_bounds[i] = chunk[i] * kChunk < row.hidden;
+    gate[i] = mem::load_vector_or_zero(row.gate, chunk[i], in_bounds[i]);
+    up[i] = mem::load_vector_or_zero(row.up, chunk[i], in_bounds[i]);
   }
   row.find<kOutput>(row.hidden);
   const float inverse_scale = kOutput == Output::kStatic ? 1.0f / row.scale : 0.0f;
@@ -63,9 +63,9 @@ DEVICE void silu_and_mul_vector(Row row, int first) {
   for (int i = 0; i < kChunks; ++i) {
     y[i] = silu_and_mul<T, kRounded>(gate[i], up[i]);
     if constexpr (kOutput == Output::kPlain) {
-      if (mine[i]) mem::store((u32x4*)row.out + chunk[i], pack<T>(y[i]));
+      if (in_bounds[i]) mem::store((u32x4*)row.out + chunk[i], pack<T>(y[i]));
     } else if constexpr (kOutput == Output::kStatic) {
-      if (mine[i]) mem::store((u32x2*)row.out + chunk[i], quantize(y[i], inverse_scale));
+      if (in_bounds[i]) mem::store((u32x2*)row.out + chunk[i], quantize(y[i], inverse_scale));
     } else if constexpr (kOutput == Output::kPerToken) {
       absmax = max_abs(absmax, y[i]);
     } else {
@@ -73,7 +73,7 @@ DEVICE void silu_and_mul_vector(Row row, int first) {
       float group_max = wave::reduce_group<8>(max_abs(0.0f, y[i]), 0.0f, Max{});
       if (row.group_size == 128) group_max = wave::reduce_group<16>(group_max, 0.0f, Max{});
       const float scale = group_scale(group_max, row.scale);
-      if (mine[i]) {
+      if (in_bounds[i]) {
         mem::store((u32x2*)row.out + chunk[i], quantize(y[i], Scale(scale)));
         const int log2_lanes = row.group_size == 128 ? 4 : 3;
         if ((chunk[i] & ((1 << log2_lanes) - 1)) == 0)
@@ -85,17 +85,17 @@ DEVICE void silu_and_mul_vector(Row row, int first) {
     LDS static float maxima[kMaxWaves];
     absmax = reduce_block(absmax, 0.0f, maxima, row.threads / wave::kLanes, Max{});
     const float scale = absmax_to_scale(row.bounded(absmax));
-    if (wave::thread() == 0) mem::store(row.scale_out, scale);
+    if (wave::thread_id() == 0) mem::store(row.scale_out, scale);
     const Scale divisor(scale);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i)
-      if (mine[i]) mem::store((u32x2*)row.out + chunk[i], quantize(y[i], divisor));
+      if (in_bounds[i]) mem::store((u32x2*)row.out + chunk[i], quantize(y[i], divisor));
   }
 }
 
 // Any hidden size and alignment, a block per row, one element per access.
 template <class T, Output kOutput>
-DEVICE void silu_and_mul_general(Row row) {
+DEVICE void silu_and_mul_general(GatedRow row) {
   row.find<kOutput>(row.hidden);
   auto activated = [&](int column) {
     constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;
@@ -107,7 +107,7 @@ DEVICE void silu_and_mul_general(Row row) {
   auto store_divided = [&](int column, const Scale& scale) {
     mem::store((u8*)row.out + column, numerics::to_e4m3(divide(activated(column), scale.value, scale.inverse)));
   };
-  const int thread = wave::thread();
+  const int thread = wave::thread_id();
   if constexpr (kOutput == Output::kPerBlock) {
     const int lane = wave::lane();
     for (int group = wave::index(); group * row.group_size < row.hidden; group += row.threads / wave::kLanes) {
@@ -146,16 +146,16 @@ template <class T, Output kOutput, int kChunks>
 DEVICE void silu_and_mul_row(const void* input, i64 input_stride, int hidden, int threads, void* out,
                              const float* scale, float* scale_out, i64 scale_row_stride, i64 scale_stride,
                              int group_size) {
-  const u16* gate = (const u16*)input + i64(u32(wave::block_x())) * input_stride;
-  const Row row{{scale, mem::kScalarsFirst ? load_scale<kOutput>(scale) : 0.0f, out, scale_out, scale_row_stride,
-                 scale_stride, group_size},
-                gate,
-                gate + hidden,
-                hidden,
-                threads};
+  const u16* gate = (const u16*)input + i64(u32(wave::block_id_x())) * input_stride;
+  const GatedRow row{{scale, mem::kScalarsFirst ? load_scale<kOutput>(scale) : 0.0f, out, scale_out, scale_row_stride,
+                      scale_stride, group_size},
+                     gate,
+                     gate + hidden,
+                     hidden,
+                     threads};
   mem::issue_loads();
   if constexpr (kChunks == 0) silu_and_mul_general<T, kOutput>(row);
-  else silu_and_mul_vector<T, kOutput, kChunks>(row, wave::block_y() * threads * kChunks);
+  else silu_and_mul_vector<T, kOutput, kChunks>(row, wave::block_id_y() * threads * kChunks);
 }
 
 // clang-format off

@@ -46,8 +46,8 @@ BUGS = {
     ),
     "last chunk dropped": (
         "ops/rms_norm.hip",
-        "mine[i] = chunk[i] * kChunk < row.hidden;",
-        "mine[i] = (chunk[i] + 1) * kChunk < row.hidden;",
+        "in_bounds[i] = chunk[i] * kChunk < row.hidden;",
+        "in_bounds[i] = (chunk[i] + 1) * kChunk < row.hidden;",
         ops.rms_norm_static_fp8_quant,
         "hidden2040-tail",
         "gfx942",
@@ -55,8 +55,8 @@ BUGS = {
     ),
     "one chunk too many": (
         "ops/silu_and_mul.hip",
-        "mine[i] = chunk[i] * kChunk < row.hidden;",
-        "mine[i] = chunk[i] * kChunk <= row.hidden;",
+        "in_bounds[i] = chunk[i] * kChunk < row.hidden;",
+        "in_bounds[i] = chunk[i] * kChunk <= row.hidden;",
         ops.silu_and_mul_quant,
         "hidden2040-tail",
         "gfx942",
@@ -64,8 +64,8 @@ BUGS = {
     ),
     "last column dropped": (
         "ops/rms_norm.hip",
-        "for (int column = wave::thread(); column < row.hidden; column += row.threads) finish(column, divisor);",
-        "for (int column = wave::thread(); column < row.hidden - 1; column += row.threads) finish(column, divisor);",
+        "for (int column = wave::thread_id(); column < row.hidden; column += row.threads) finish(column, divisor);",
+        "for (int column = wave::thread_id(); column < row.hidden - 1; column += row.threads) finish(column, divisor);",
         ops.rms_norm_dynamic_per_token_quant,
         "bf16-general",
         "gfx942",
@@ -73,7 +73,7 @@ BUGS = {
     ),
     "residual not stored": (
         "ops/rms_norm.hip",
-        "if (mine[i]) mem::store((u32x4*)row.residual + chunk[i], rounded);",
+        "if (in_bounds[i]) mem::store((u32x4*)row.residual + chunk[i], rounded);",
         "",
         ops.fused_add_rms_norm,
         "fp16",
@@ -550,8 +550,8 @@ BUGS = {
     ),
     "a group too many": (
         "ops/moe_routing.hip",
-        "groups_before(choice, p, mine.group) < p.topk_group",
-        "groups_before(choice, p, mine.group) <= p.topk_group",
+        "groups_before(choice, p, own.group) < p.topk_group",
+        "groups_before(choice, p, own.group) <= p.topk_group",
         ops.grouped_topk,
         "deepseek-v3",
         "gfx942",
@@ -568,8 +568,8 @@ BUGS = {
     ),
     "NaN as it is": (
         "ops/moe_routing.hip",
-        "i >= mine.count || x[i] != x[i]",
-        "i >= mine.count",
+        "i >= own.count || x[i] != x[i]",
+        "i >= own.count",
         ops.topk_softmax,
         "not-finite",
         "gfx942",
@@ -667,7 +667,7 @@ BUGS = {
     ),
     "router weight on input and output": (
         "ops/fused_experts.hip",
-        "const float weight = p.weigh ? lists.router[pair] : 1.0f;",
+        "const float weight = p.apply_weights ? lists.router[pair] : 1.0f;",
         "const float weight = lists.router[pair];",
         ops.fused_experts,
         "block-input-weight",
@@ -676,7 +676,7 @@ BUGS = {
     ),
     "repeated expert as a pair of its own": (
         "gemm/group_pairs.h",
-        "if (other < slot) expert = kNone;",
+        "if (other < slot) expert = kNoExpert;",
         "if (other < slot) continue;",
         ops.fused_experts,
         "block-repeated",
@@ -721,8 +721,8 @@ BUGS = {
     ),
     "block scales of tokens for those of weights": (
         "ops/fused_experts.hip",
-        "group.scale_b[0], group.tokens[0], group.tokens[1], group.scale_a[0]",
-        "group.scale_a[0], group.tokens[0], group.tokens[1], group.scale_b[0]",
+        "k_slice.scale_b[0], k_slice.tokens[0], k_slice.tokens[1],\n                                 k_slice.scale_a[0]",
+        "k_slice.scale_a[0], k_slice.tokens[0], k_slice.tokens[1], k_slice.scale_b[0]",
         ops.fused_experts,
         "mx-quantized",
         "gfx950",
@@ -730,7 +730,7 @@ BUGS = {
     ),
     "repeats add to each other's weights": (
         "gemm/group_pairs.h",
-        "else if (expert != kNone) lists.router",
+        "else if (expert != kNoExpert) lists.router",
         "else lists.router",
         ops.fused_experts,
         "bf16-repeated-m22",
@@ -757,7 +757,7 @@ BUGS = {
     ),
     "units of a tile's first block in all": (
         "ops/fused_experts.hip",
-        "wave::block_y() * mma::kWaves + wave::index()}",
+        "wave::block_id_y() * mma::kWaves + wave::index()}",
         "wave::index()}",
         ops.fused_experts,
         "block",
@@ -879,8 +879,8 @@ OVERFLOWS = {
     ),
     "rows of gate and up": (
         "ops/silu_and_mul.hip",
-        "i64(u32(wave::block_x())) * input_stride",
-        "int(u32(wave::block_x()) * u32(input_stride))",
+        "i64(u32(wave::block_id_x())) * input_stride",
+        "int(u32(wave::block_id_x()) * u32(input_stride))",
         "gfx950",
         large.test_rows,
         (ops.silu_and_mul,),

@@ -9,11 +9,11 @@ constexpr int kLanes = 64;
 constexpr double kLikely = 0.9999;
 
 DEVICE int lane() { return __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0)); }
-DEVICE int thread() { return __builtin_amdgcn_workitem_id_x(); }
+DEVICE int thread_id() { return __builtin_amdgcn_workitem_id_x(); }
 // The wave's number in its block, in a scalar register.
-DEVICE int index() { return __builtin_amdgcn_readfirstlane(thread() / kLanes); }
-DEVICE int block_x() { return __builtin_amdgcn_workgroup_id_x(); }
-DEVICE int block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+DEVICE int index() { return __builtin_amdgcn_readfirstlane(thread_id() / kLanes); }
+DEVICE int block_id_x() { return __builtin_amdgcn_workgroup_id_x(); }
+DEVICE int block_id_y() { return __builtin_amdgcn_workgroup_id_y(); }
 
 // A value that all lanes have alike, in a scalar register.
 DEVICE int uniform(int value) { return __builtin_amdgcn_readfirstlane(value); }

@@ -7,12 +7,12 @@ namespace wave {
 constexpr int kLanes = 32;
 constexpr double kLikely = 0.5;  // how likely a branch is where selects cost no more
 
-DEVICE int thread() { return __nvvm_read_ptx_sreg_tid_x(); }
-DEVICE int lane() { return thread() % kLanes; }
+DEVICE int thread_id() { return __nvvm_read_ptx_sreg_tid_x(); }
+DEVICE int lane() { return thread_id() % kLanes; }
 // The wave's number in its block.
-DEVICE int index() { return thread() / kLanes; }
-DEVICE int block_x() { return __nvvm_read_ptx_sreg_ctaid_x(); }
-DEVICE int block_y() { return __nvvm_read_ptx_sreg_ctaid_y(); }
+DEVICE int index() { return thread_id() / kLanes; }
+DEVICE int block_id_x() { return __nvvm_read_ptx_sreg_ctaid_x(); }
+DEVICE int block_id_y() { return __nvvm_read_ptx_sreg_ctaid_y(); }
 
 // A value that all lanes have alike.
 DEVICE int uniform(int value) { return value; }

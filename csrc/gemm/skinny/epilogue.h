@@ -81,7 +81,7 @@ struct TileEpilogue {
   DEVICE void end(Value (&sum)[kLaneTokens][kLaneVecs]) const {
     if (first_block != last_block) {
       const mem::Buffer partials = mem::buffer(p.partials);
-      const int at = wave::thread() * int(sizeof(Value));
+      const int at = wave::thread_id() * int(sizeof(Value));
 #pragma unroll
       for (int v = 0; v < kValues; ++v)
         if (has_partial(v))

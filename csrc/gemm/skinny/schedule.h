@@ -11,7 +11,7 @@ struct TileWork {
 template <int kGroupSteps>
 struct StreamKSchedule {
   const SkinnyProblem& p;
-  const int block = wave::block_x(), first = first_step(block), last = first_step(block + 1);
+  const int block = wave::block_id_x(), first = first_step(block), last = first_step(block + 1);
 
   DEVICE int first_step(int b) const { return p.steps_per_unit * first_unit(b); }
   DEVICE int first_unit(int b) const { return b * p.units_per_block + (b < p.remainder ? b : p.remainder); }

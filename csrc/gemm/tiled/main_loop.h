@@ -135,7 +135,7 @@ DEVICE void multiply_panels(Accumulators<Tile>& sums, TileLoader<Tile::kTileM, T
     if (first + i < last) start(first + i, i % lds::kBuffers, scales[i]);
     lds::end_group();
   }
-  const bool is_late = wave::thread() >= Tile::kThreads / 2;
+  const bool is_late = wave::thread_id() >= Tile::kThreads / 2;
   if constexpr (Tile::kPingPong) {
     lds::wait_for_copies<0>();
     block_barrier();  // hazard: the first panel is read before all waves have filled it

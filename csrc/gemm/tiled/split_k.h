@@ -13,7 +13,7 @@ DEVICE bool reduce_split_k(Accumulators<Tile>& sums, const Problem& p, int tile_
   auto partials = [&](int of_slice) __attribute__((always_inline)) {
     return mem::buffer(p.partials + (i64(tile_index) * p.split_k + of_slice) * (Tile::kTileM * Tile::kTileN));
   };
-  const int lane_offset = wave::thread() * int(sizeof(f32x4));
+  const int lane_offset = wave::thread_id() * int(sizeof(f32x4));
   auto offset = [](int i, int j, int v) {
     return ((i * Tile::kAccumulatorsN + j) * kVectors + v) * Tile::kThreads * int(sizeof(f32x4));
   };
@@ -28,9 +28,9 @@ DEVICE bool reduce_split_k(Accumulators<Tile>& sums, const Problem& p, int tile_
   auto load = [&](mem::Buffer from, int i, int j, int v) __attribute__((always_inline)) {
     return mem::load_device_or_zero<f32x4>(from, lane_offset, offset(i, j, v), true);
   };
-  const mem::Buffer mine = partials(k_slice);
+  const mem::Buffer own = partials(k_slice);
   for_all([&](f32x4& sum, int i, int j, int v)
-              __attribute__((always_inline)) { mem::store_device(mine, lane_offset, offset(i, j, v), sum); });
+              __attribute__((always_inline)) { mem::store_device(own, lane_offset, offset(i, j, v), sum); });
   if (!is_last_block(p.counters + tile_index, p.split_k, *(u32*)dynamic_lds)) return false;
   const mem::Buffer first = partials(0);
   for_all([&](f32x4& sum, int i, int j, int v) __attribute__((always_inline)) { sum = load(first, i, j, v); });

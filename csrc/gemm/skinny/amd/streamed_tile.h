@@ -42,7 +42,7 @@ struct StreamedTile {
       u32x4 vec[kLaneVecs];
       typename Scale::Loaded scale_a[kLaneScales + 1];
     };
-    const int producer = wave::thread() - mma::kWaves * wave::kLanes;
+    const int producer = wave::thread_id() - mma::kWaves * wave::kLanes;
     const mem::Buffer a = mem::buffer(p.a), scales = mem::buffer(p.scale_a);
     auto load = [&](TokenChunk& chunk, const TileWork& work, int u) __attribute__((always_inline)) {
       const int step = work.step + u, bytes = schedule.bytes_left(work, step);

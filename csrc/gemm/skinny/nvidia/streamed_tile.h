@@ -90,7 +90,7 @@ struct StreamedTile<Type, kTokens, kScales, Scale>::MainLoop {
   Scaling& scaling;  // in LDS
   const StreamKSchedule<kGroupSteps> schedule{p};
   const int lane = wave::lane(), group = wave::index() / mma::kWaves, consumer_wave = wave::index() % mma::kWaves;
-  const int thread = wave::thread() % kConsumerThreads;  // of the consumer group
+  const int thread = wave::thread_id() % kConsumerThreads;  // of the consumer group
 
   // Where the scales of a token lie, or, of the one past the last, those of a tile of the weight.
   DEVICE const u8* scales_from(int token, int tile) const {
@@ -220,16 +220,16 @@ struct StreamedTile<Type, kTokens, kScales, Scale>::MainLoop {
   DEVICE void end_tile(const Epilogue& epilogue, const float (&sum)[kSums], int stage) const {
     constexpr int kHalf = kSums / kConsumerGroups, kStage = kPanels * kPanelBytes / 4;
     auto* lds = (lds::Local<float>*)dynamic_lds;
-    lds::Local<float>* mine = lds + (group * kStages + stage) * kStage + thread;
-    const lds::Local<float>* theirs = lds + ((1 - group) * kStages + stage) * kStage + thread;
+    lds::Local<float>* sent = lds + (group * kStages + stage) * kStage + thread;
+    const lds::Local<float>* received = lds + ((1 - group) * kStages + stage) * kStage + thread;
     consumer_barrier<kConsumerThreads>(group);  // hazard: written while other waves' products still read there
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) mine[i * kConsumerThreads] = group == 0 ? sum[kHalf + i] : sum[i];
+    for (int i = 0; i < kHalf; ++i) sent[i * kConsumerThreads] = group == 0 ? sum[kHalf + i] : sum[i];
     block_barrier();  // hazard: read before it is written
     float half[kHalf];
 #pragma unroll
     for (int i = 0; i < kHalf; ++i)
-      half[i] = group == 0 ? sum[i] + theirs[i * kConsumerThreads] : theirs[i * kConsumerThreads] + sum[kHalf + i];
+      half[i] = group == 0 ? sum[i] + received[i * kConsumerThreads] : received[i * kConsumerThreads] + sum[kHalf + i];
     block_barrier();  // hazard: filled while it is still read
     f32x2 values[kTokens / 8][1];
 #pragma unroll

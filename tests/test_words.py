@@ -1,0 +1,93 @@
+"""The kernels' sources use the field's words: identifiers that had a name of our own occur nowhere in csrc any more."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+SUFFIXES = (".h", ".hip", ".cpp", ".py")
+
+# identifier: what stands in its place. Ordinary English words are not among them.
+REPLACED = {
+    # Skinny GEMMs
+    "Finish": "TileEpilogue",
+    "Narrow": "WaveSplitK",
+    "NARROW": "WAVE_SPLIT_K",
+    "SKINNY": "STREAMED_TILE",
+    "Turn": "KSlice",
+    "kTurn": "kSliceSteps",
+    "multiply_turn": "multiply_slice",
+    "kRing": "kStages",
+    "bring_tokens": "produce_tokens",
+    "kBringers": "kProducerWaves",
+    "bringer": "producer",
+    "kMaxPieces": "kMaxVecs",
+    "store_piece": "store_vec",
+    "kTeams": "kConsumerGroups",
+    "kTeamThreads": "kConsumerThreads",
+    "team_wave": "consumer_wave",
+    "team_barrier": "consumer_barrier",
+    "first_sharer": "first_block",
+    "last_sharer": "last_block",
+    "in_longer": "remainder_units",
+    "tile_units": "units_per_tile",
+    "by_tile_units": "units_per_tile_divisor",
+    "by_units": "units_per_block_divisor",
+    "by_longer_units": "longer_block_divisor",
+    "ends_here": "is_second_tile",
+    "kRun": "kVec",
+    "kLaneRuns": "kLaneVecs",
+    "store_run": "store_vec",
+    "kLoaded": "kFreeFloats",
+    "WIDE_HEADER": "gemm/skinny/streamed_tile.h",
+    # Tiled GEMMs
+    "Filler": "TileLoader",
+    "fill_a": "loader_a",
+    "fill_b": "loader_b",
+    "kPatchTokens": "kAccumulatorTokens",
+    "kPatchRows": "kAccumulatorRows",
+    "kPatchesM": "kAccumulatorsM",
+    "kPatchesN": "kAccumulatorsN",
+    "patch_token": "accumulator_token",
+    "patch_row": "accumulator_row",
+    "kTurns": "kPingPong",
+    "change_turns": "ping_pong_barrier",
+    "kPiece": "kVecBytes",
+    "kPieces": "kRowVecs",
+    "by_piece": "is_fragment_order",
+    "b_piece": "b_vec",
+    "kTogether": "kFragmentRows",
+    "kDies": "kXcds",
+    "work_of": "remap_to_xcd",
+    "per_die": "per_xcd",
+    "add_slices": "reduce_split_k",
+    # Arguments and the experts
+    "MxProduct": "MxProblem, SkinnyProblem, TiledProblem, GroupedProblem",
+    "kPaired": "kGated",
+    "kBegins": "kBeginsItem",
+    "sum_parts": "add_split_k",
+    "share_of": "lane_experts",
+    "is_mine": "is_found",
+}
+
+
+def sources() -> list[Path]:
+    return sorted(path for path in CSRC.rglob("*") if path.suffix in SUFFIXES)
+
+
+@pytest.mark.parametrize("identifier", REPLACED)
+def test_an_identifier_is_gone(identifier):
+    found = [
+        f"{path.relative_to(CSRC)}:{number}"
+        for path in sources()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(rf"\b{identifier}\b", line)
+    ]
+    assert not found, f"{identifier} is {REPLACED[identifier]} now"
+
+
+def test_what_replaces_them_is_there():
+    text = "\n".join(path.read_text() for path in sources())
+    names = {name for value in REPLACED.values() for name in value.split(", ") if "/" not in name}
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)] == []
