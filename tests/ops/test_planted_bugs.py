@@ -797,7 +797,7 @@ BUGS = {
 # name: (file, text, what replaces it, arch, test of test_large_tensors.py, its arguments, modules): an offset in 32 bits
 OVERFLOWS = {
     "tiles of a streamed weight": (
-        "device/skinny.h",
+        "gemm/skinny/weights.h",
         "first_row / mma::kRows * p.b_tile",
         "first_row / mma::kRows * int(p.b_tile)",
         "gfx942",

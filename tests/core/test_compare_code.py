@@ -11,7 +11,7 @@ import pytest
 
 from vllm_rocm_ops import launch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEM, KERNEL, OTHER = "silu_and_mul", "silu_and_mul_per_token_quant_bf16_x1", "silu_and_mul_bf16_x1"
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SUFFIXES = (".h", ".hip", ".cpp", ".py")
 
 # identifier: what stands in its place. Ordinary English words are not among them.

@@ -4,9 +4,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_build import load_build
+from load_build import load_build
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OUTPUTS = ("-c", "-S", "-emit-llvm")
 VENDORS = {"gfx942": "amd", "sm_90": "nvidia"}
 CASES = [
