@@ -327,7 +327,7 @@ DEVICE void load_balancing_loss(const Loss& p) {
       probabilities[wave::index()][own.first + i] = probability[i];
       counts[wave::index()][own.first + i] = count[i];
     }
-  block_barrier();  // hazard: sums and counts are read before the other waves wrote theirs
+  block_barrier();  // hazard: sums and counts are read before the other waves write them
   const mem::Buffer all_sums = mem::buffer(p.sums), all_counts = mem::buffer(p.counts);
   const int first = wave::block_id_x() * p.experts;
   for (int expert = thread; expert < p.experts; expert += kThreads) {

@@ -156,7 +156,7 @@ DEVICE void multiply_tiles(const MxProblem& p) {
     const mem::Buffer scale_a = mem::buffer((const u8*)p.scale_a + i64(m0) * p.scale_a_row);
     const mem::Buffer scale_b = mem::buffer((const u8*)p.scale_b + i64(n0 >> p.scale_b_shift) * p.scale_b_row);
 
-    // Where the lane's rows lie: of those that it brings, and of those that the wave multiplies.
+    // Offsets of the lane's rows: of those that it loads to LDS, and of the scales of those that the wave multiplies.
     int token_at[kTiles], weight_at[kTiles], token_scales_at[kTiles], weight_scales_at[kTiles];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {

@@ -11,7 +11,7 @@ from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
 
 TOKENS = {64: (16, 32, 64), 16: (8, 16)}  # the most that a kernel takes, by the rows of the weight in a tile
 NARROW_UNIT = 8  # steps of a unit with 16 rows, a turn of each wave
-# Of csrc/gemm/skinny/nvidia/streamed_tile.h, of both teams, by tokens: of one block on a compute unit, and of two.
+# Of csrc/gemm/skinny/nvidia/streamed_tile.h, of both consumer groups, by tokens: of one block on a compute unit, and of two.
 RING_PANELS = {16: (20, 8), 32: (16, 8), 64: (12, 6)}
 SHORTEST = 4  # steps: with fewer a block is over before it streams
 # What a kernel of so many rows and tokens is limited by, by the lanes of a wave: blocks that a compute unit holds at once, for

@@ -1,6 +1,6 @@
-// Loads at 32-bit offsets from a base that all lanes of a wave share. A lane that must not load gets zeros without a branch,
-// behind which the compiler could no longer count the loads in flight: its offset is sent out of the buffer's range
-// (CDNA3 ISA, section 9.1.5.2 "Range checking").
+// Loads at 32-bit offsets from a base that is the same in all lanes. A lane that must not load gets zeros without a branch: its
+// offset is out of the buffer's range (CDNA3 ISA, section 9.1.5.2 "Range checking"). Behind a branch the compiler could no longer
+// count the loads in flight.
 #pragma once
 #include "../mem.h"
 
@@ -8,7 +8,7 @@ namespace mem {
 
 using Buffer = __amdgpu_buffer_rsrc_t;
 
-// Whether a load takes a predicate; without, an if around what is done with it is cheaper.
+// Whether loads take predicates. Without them, a branch around the use of the result is cheaper.
 constexpr bool kPredicates = false;
 
 // The 2 GB from `base` on; `base` is the same in all lanes.
@@ -24,7 +24,7 @@ DEVICE u32x4 load_or_zero(Buffer from, int lane_offset, int offset, bool inside)
 DEVICE u32x4 load_vector_or_zero(const void* base, int index, bool inside) {
   return load_or_zero(buffer(base), index * int(sizeof(u32x4)), 0, inside);
 }
-// The same for what is read once: it should not displace what is read again.
+// The same for data that is read once: it should not displace data that is read again.
 DEVICE u32x4 load_once_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
   constexpr int kNonTemporal = 2;
   return __builtin_amdgcn_raw_buffer_load_b128(from, inside ? lane_offset : -1, offset, kNonTemporal);
@@ -43,8 +43,8 @@ DEVICE void store_if(bool inside, void* address, T value) {
   if (inside) store(address, value);
 }
 
-// What a block leaves for others of its launch, at base + lane_offset + offset: 4 or 16 bytes, past the L2 cache, which each die
-// has its own of (LLVM AMDGPU usage, "Memory Model gfx942": sc1 is agent scope). Stores have no scalar offset: with one, clang
+// Data for other blocks of the launch, at base + lane_offset + offset: 4 or 16 bytes. It bypasses the L2 cache, of which each
+// XCD has its own (LLVM AMDGPU usage, "Memory Model gfx942": sc1 is agent scope). Stores have no scalar offset: with one, clang
 // may miss that the next instruction overwrites the data.
 constexpr int kDeviceScope = 16;
 template <class T>
@@ -62,28 +62,28 @@ DEVICE T load_device_or_zero(Buffer from, int lane_offset, int offset, bool insi
   else return __builtin_bit_cast(T, __builtin_amdgcn_raw_buffer_load_b128(from, at, offset, kDeviceScope));
 }
 
-// Whether what all lanes have alike is loaded before what each has its own of: here by loads of another kind, of which none waits
-// for the other.
+// Whether scalars, which are the same in all lanes, are loaded before vectors. Here scalar loads are of another kind, and neither
+// kind waits for the other.
 constexpr bool kScalarsFirst = true;
-// Loads written above are under way before those written below.
+// Loads above are issued before those below.
 DEVICE void issue_loads() { __builtin_amdgcn_sched_barrier(0); }
-// Values that all lanes have alike, arguments and what is loaded through them, are waited for here, after they were issued above.
-// Left alone, the compiler loads each where it is used, and waits for it there.
+// One wait for scalars (arguments and what is loaded through them) whose loads were issued above. Left alone, the compiler loads
+// each at its use, and waits for it there.
 template <class T, class... More>
 DEVICE void wait_for_scalars(T& value, More&... more) {
   if constexpr (__is_const(T)) asm volatile("" ::"s"(value));
-  else asm volatile("" : "+s"(value));  // what is computed from it comes behind
+  else asm volatile("" : "+s"(value));  // what is computed from it comes after
   if constexpr (sizeof...(more) > 0) wait_for_scalars(more...);
   else __builtin_amdgcn_sched_barrier(0);
 }
 
-// Where a lane reads on in a stream.
+// The position of a lane in a stream.
 struct Cursor {
   Buffer base;
   int lane_offset;
 };
 DEVICE Cursor cursor(const void* base, int lane_offset) { return {buffer(base), lane_offset}; }
-// The 16 bytes `offset` further on, read once, in place of `value`. Where not inside, `value` is zero or what it was.
+// Loads the 16 bytes `offset` further on, which are read once, to `value`. If not inside, `value` becomes zero or stays.
 DEVICE void refill(u32x4& value, const Cursor& from, int offset, bool inside) {
   value = load_once_or_zero(from.base, from.lane_offset, offset, inside);
 }

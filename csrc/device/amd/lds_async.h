@@ -1,7 +1,6 @@
-// Copies from HBM to LDS, 16 bytes per lane. gfx950 writes them to LDS past the registers, while the wave goes on
-// (buffer_load_dwordx4 ... lds; CDNA4 ISA, section 9.1.9 "Memory Buffer Load to LDS"). gfx942 has that for 4 bytes only, four
-// times the instructions, and LDS for one buffer of a tile instead of two: there a copy waits in registers until its place
-// in LDS is free.
+// Asynchronous copies from HBM to LDS, 16 bytes per lane. gfx950 copies to LDS without registers (buffer_load_dwordx4 ... lds;
+// CDNA4 ISA, section 9.1.9 "Memory Buffer Load to LDS"). gfx942 has such copies of 4 bytes only, which would be four times the
+// instructions, and LDS for one buffer of a tile instead of two: there a copy stays in registers until the buffer is free.
 #pragma once
 #include "buffer.h"
 #include "wave.h"
@@ -13,19 +12,19 @@ using Local = __attribute__((address_space(3))) T;
 
 #if defined(__gfx942__)
 
-constexpr int kBuffers = 1;  // places in LDS that the copies of a loop take in turn
+constexpr int kBuffers = 1;  // buffers in LDS that a loop copies to in turn
 
-struct Copy {  // under way
+struct Copy {  // in flight
   u32x4 data;
 };
-// Lane l copies the 16 bytes at from + lane_offset + offset, zeros if not inside or for lane_offset -1, to `to` + 16 * l;
-// `offset` and `to` are the wave's.
+// Lane l copies 16 bytes from `from` + lane_offset + offset to `to` + 16 * l. If not inside, or for lane_offset -1, it writes
+// zeros. `offset` and `to` are the same in all lanes.
 DEVICE Copy start_copy(mem::Buffer from, int lane_offset, int offset, bool inside, Local<u8>* /*to*/) {
   return {mem::load_or_zero(from, lane_offset, offset, inside)};
 }
-// Copies form groups, each of those that were started since the last one ended.
+// Ends a group of copies: those that were started since the last group ended.
 DEVICE void end_group() {}
-// This wave's copies, but for the last kGroups groups, are in LDS once finish_copy was called for each.
+// Waits for this wave's copies except for the last kGroups groups. They are in LDS once finish_copy was called for each.
 template <int kGroups>
 DEVICE void wait_for_copies() {}
 DEVICE void finish_copy(const Copy& copy, Local<u8>* to) { ((Local<u32x4>*)to)[wave::lane()] = copy.data; }
@@ -35,8 +34,9 @@ DEVICE void finish_copy(const Copy& copy, Local<u8>* to) { ((Local<u32x4>*)to)[w
 constexpr int kBuffers = 2;
 
 struct Copy {};
-// In assembler, as compilers differ in what they know of this instruction and how long they wait for it. M0, which no other
-// instruction here uses, is the place in LDS, and needs a wait state (CDNA4 ISA, section 4.5 "Manually inserted wait states").
+// In assembler, because compilers differ in their support of this instruction and in how long they wait for it. M0, which no
+// other instruction here uses, is the LDS address. It needs a wait state (CDNA4 ISA, section 4.5 "Manually inserted wait
+// states").
 DEVICE Copy start_copy(mem::Buffer from, int lane_offset, int offset, bool inside, Local<u8>* to) {
   asm volatile("s_mov_b32 m0, %0\n\ts_nop 0\n\tbuffer_load_dwordx4 %1, %2, %3 offen lds" ::"s"(u32(i64(to))),
                "v"(inside ? lane_offset : -1), "s"(from), "s"(offset)
@@ -63,7 +63,7 @@ DEVICE int swizzle(int row) { return row % 8; }
 // (analysis/paper_experiments/phases) rows 4 to 11 at its neighbour: no conflict either way.
 DEVICE int swizzle(int row) { return row / 2 % 8; }
 #endif
-// Of rows that come from HBM in fragment order, so many lie together, chunk by chunk: those of one read.
+// Operands in fragment order have so many rows together, chunk by chunk: those of one read.
 constexpr int kFragmentRows = 16;
 
 }  // namespace lds

@@ -1,4 +1,4 @@
-// Products of weight rows, streamed through registers, with tokens that lie in LDS: 16 rows per wave, fp32 accumulation.
+// Products of weight rows, streamed through registers, with tokens in LDS: 16 rows per wave, fp32 accumulation.
 // v_mfma_f32_16x16x32_fp8_fp8, v_mfma_f32_16x16x16_bf16, _f16 (CDNA3 ISA, section 7.4 "Dense matrix fused-multiply-add"),
 // v_mfma_f32_16x16x32_bf16, _f16 on gfx950.
 #pragma once
@@ -11,7 +11,7 @@ constexpr int kRows = 16;              // weight rows of a wave
 constexpr int kWaves = 4;              // of a block that multiply, each with rows of its own
 constexpr int kDepth = 64;             // bytes of K of a step: 16 of each row per lane
 constexpr int kLoads = 1;              // 16-byte loads of weights per lane and step
-constexpr int kChunkBytes = 8 * 1024;  // the most that LDS gives a chunk of tokens
+constexpr int kChunkBytes = 8 * 1024;  // LDS for a chunk of tokens
 constexpr int kMaxVecs = 8;            // 16-byte loads of a producer lane for a chunk of tokens
 constexpr int kStages = 4;             // K slices that a wave of WaveSplitK has in registers
 
@@ -37,15 +37,15 @@ DEVICE void store_vec(u8* step, int index, u32x4 bytes) {
 template <int kTokens>
 struct Accumulator {
   static constexpr int kLaneTokens = kTokens / 16, kLaneRows = 4;
-  f32x4 sum[kLaneTokens];  // of four rows in a row
-  // Adds sums times the scale of their token, out of LDS, and of the weight.
+  f32x4 sum[kLaneTokens];  // of four neighbouring rows
+  // Adds the sums of a unit times the scale of their token, read from LDS, and of the weight.
   DEVICE void add_scaled(const Accumulator& unit, const float* scales, float scale) {
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) sum[i] += unit.sum[i] * (scales[token(wave::lane(), i)] * scale);
     compute_now();
   }
-  // The compiler must not move what is loaded next over registers that the sums are made of ahead of their last use: it would go
-  // to others, and the copy from there would wait for it.
+  // The compiler must not move the next loads before the last use of the registers that they overwrite: it would load to others,
+  // and the copy from there would wait for the loads.
   DEVICE void compute_now() {
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) asm volatile("" : "+v"(sum[i])::"memory");
@@ -98,11 +98,11 @@ template <class Type>
 DEVICE f32x4 multiply_tile(f32x4 sum, const Weights& weights, u32x4 tokens) {
   return multiply_add<Type>(sum, weights.load[0], tokens);
 }
-// Of which token of the tile and which row value i of a lane is.
+// Token and row of the tile that value i of a lane belongs to.
 DEVICE int value_token(int lane, int /*i*/) { return lane % 16; }
 DEVICE int value_row(int lane, int i) { return lane / 16 * 4 + i; }
-constexpr int kValueTokens = 1;  // of a lane: that of value i is number i % kValueTokens
-// Of a tile, the rows of a lane's values 0 and 1 are in one half, those of values 2 and 3 in the other, with equal places there.
+constexpr int kValueTokens = 1;  // tokens of a lane; value i belongs to number i % kValueTokens
+// The rows of values 0 and 1 of a lane are in one half of a tile, those of values 2 and 3 at the same place of the other half.
 DEVICE int half(int row) { return row / 2 % 2; }
 DEVICE int half_row(int row) { return row / 4 * 2 + row % 2; }
 

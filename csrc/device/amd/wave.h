@@ -5,7 +5,7 @@
 namespace wave {
 
 constexpr int kLanes = 64;
-// How likely a branch is where selects would cost each of a loop's turns more: it is the scalar unit that branches.
+// The likelihood that makes the compiler branch instead of select. Branches run on the scalar unit; selects cost every iteration.
 constexpr double kLikely = 0.9999;
 
 DEVICE int lane() { return __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0)); }
@@ -15,15 +15,15 @@ DEVICE int index() { return __builtin_amdgcn_readfirstlane(thread_id() / kLanes)
 DEVICE int block_id_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE int block_id_y() { return __builtin_amdgcn_workgroup_id_y(); }
 
-// A value that all lanes have alike, in a scalar register.
+// A value that is the same in all lanes, in a scalar register.
 DEVICE int uniform(int value) { return __builtin_amdgcn_readfirstlane(value); }
-// How many lanes say yes, and how many of those below this one.
+// The number of lanes that say yes, and the number of those below this lane.
 DEVICE int count(bool yes) { return __builtin_popcountll(__builtin_amdgcn_ballot_w64(yes)); }
 DEVICE int count_below(bool yes) {
   const unsigned long long all = __builtin_amdgcn_ballot_w64(yes);
   return __builtin_amdgcn_mbcnt_hi(u32(all >> 32), __builtin_amdgcn_mbcnt_lo(u32(all), 0));
 }
-// The value that another lane has. T, here and below, is float, int or u32.
+// The value of another lane. T, here and below, is float, int or u32.
 template <class T>
 DEVICE T from_lane(T value, int lane) {
   return __builtin_bit_cast(T, __builtin_amdgcn_ds_bpermute(lane * 4, __builtin_bit_cast(int, value)));
@@ -42,8 +42,8 @@ DEVICE T dpp(T identity, T value) {
                                                            /*bound_ctrl=*/false));
 }
 
-// The value of a lane in the other half of each aligned run of 2 * kHalf lanes (kHalf 1..8); which one does not matter where all
-// lanes of a half have the same.
+// The value of a lane in the other half of each aligned group of 2 * kHalf lanes (kHalf 1..8); which one does not matter where
+// all lanes of a half have the same.
 template <int kHalf, class T>
 DEVICE T other_half(T value) {
   static_assert(kHalf == 1 || kHalf == 2 || kHalf == 4 || kHalf == 8, "a DPP row has 16 lanes");
@@ -53,7 +53,7 @@ DEVICE T other_half(T value) {
   else return dpp<0x140>(value, value);                            // row_mirror
 }
 
-// Combines the values of each aligned run of kGroup lanes (2..16); every lane gets its run's result.
+// Combines the values of each aligned group of kGroup lanes (2..16); every lane gets the result of its group.
 template <int kGroup, class T, class Combine>
 DEVICE T reduce_group(T value, T identity, Combine combine) {
   static_assert(kGroup == 2 || kGroup == 4 || kGroup == 8 || kGroup == 16, "a DPP row has 16 lanes");
@@ -78,7 +78,7 @@ DEVICE u32 maximum(u32 value) {
   return reduce(value, 0u, [](u32 a, u32 b) __attribute__((always_inline)) { return a > b ? a : b; });
 }
 
-// The first lane where it holds; in one there must be.
+// The first lane where it holds. It must hold in one.
 DEVICE int first_lane(bool holds) { return __builtin_ctzll(__builtin_amdgcn_ballot_w64(holds)); }
 
 }  // namespace wave

@@ -1,4 +1,4 @@
-// Loads at 32-bit offsets from a base that all lanes of a wave share. A lane that must not load gets zeros.
+// Loads at 32-bit offsets from a base that is the same in all lanes. A lane that must not load gets zeros.
 #pragma once
 #include "../mem.h"
 
@@ -6,7 +6,7 @@ namespace mem {
 
 using Buffer = const u8*;
 
-// Whether a load takes a predicate, so that what is not loaded is added as zeros; an if would have the loads wait for each other.
+// Whether loads take predicates. Zeros are added for what is not loaded; a branch would have the loads wait for each other.
 constexpr bool kPredicates = true;
 
 DEVICE Buffer buffer(const void* base) { return (Buffer)base; }
@@ -21,7 +21,7 @@ DEVICE u32x4 load_vector_or_zero(const void* base, int index, bool inside) {
   if (inside) value = load<u32x4>((const u32x4*)base + index);
   return value;
 }
-// The same for what is read once: it should not displace what is read again.
+// The same for data that is read once: it should not displace data that is read again.
 DEVICE u32x4 load_once_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
   return inside ? load_once<u32x4>(from + lane_offset + offset) : u32x4{};
 }
@@ -45,7 +45,7 @@ DEVICE void store_if(bool inside, void* address, T value) {
 #undef STORE
 }
 
-// What a block leaves for others of its launch, at base + lane_offset + offset: the one L2 cache has it for all.
+// Data for other blocks of the launch, at base + lane_offset + offset, in the L2 cache of all.
 template <class T>
 DEVICE void store_device(Buffer to, int lane_offset, int offset, T value) {
   store((u8*)to + offset + lane_offset, value);
@@ -55,22 +55,21 @@ DEVICE T load_device_or_zero(Buffer from, int lane_offset, int offset, bool insi
   return inside ? load<T>(from + lane_offset + offset) : T{};
 }
 
-// Whether what all lanes have alike is loaded before what each has its own of. Here it is a load as any other, and ptxas puts
-// some of a row's behind one that stands before them.
+// Whether scalars, which are the same in all lanes, are loaded before vectors. Here they are loads as any other, and ptxas puts
+// some loads of a row behind a scalar one that comes first.
 constexpr bool kScalarsFirst = false;
-// Where loads are issued, and where values that all lanes have alike are waited for. Arguments are constants here: the compiler
-// may choose.
+// Nothing to order: arguments are constants here, and the compiler may choose where loads are issued and waited for.
 DEVICE void issue_loads() {}
 template <class... T>
 DEVICE void wait_for_scalars(T&...) {}
 
-// Where a lane reads on in a stream.
+// The position of a lane in a stream.
 struct Cursor {
   const u8* at;
 };
 
 DEVICE Cursor cursor(const void* base, int lane_offset) { return {(const u8*)base + lane_offset}; }
-// The 16 bytes `offset` further on, read once, in place of `value`. Where not inside, `value` is zero or what it was.
+// Loads the 16 bytes `offset` further on, which are read once, to `value`. If not inside, `value` becomes zero or stays.
 DEVICE void refill(u32x4& value, const Cursor& from, int offset, bool inside) {
   if (inside) value = load_once<u32x4>(from.at + offset);
 }

@@ -1,5 +1,5 @@
-// Copies from HBM to LDS (shared memory), 16 bytes per lane, past the registers (cp.async; PTX ISA, section 9.7.9.25.3
-// "Non-bulk copy").
+// Asynchronous copies from HBM to LDS (shared memory), 16 bytes per lane, without registers (cp.async; PTX ISA, section
+// 9.7.9.25.3 "Non-bulk copy").
 #pragma once
 #include "buffer.h"
 #include "wave.h"
@@ -9,15 +9,15 @@ namespace lds {
 template <class T>
 using Local = __attribute__((address_space(3))) T;
 
-constexpr int kBuffers = 3;  // places in LDS that the copies of a loop take in turn
+constexpr int kBuffers = 3;  // buffers in LDS that a loop copies to in turn
 
 DEVICE u32 address(const Local<u8>* place) { return u32(i64(place)); }
 
-struct Copy {};  // under way
-// Lane l copies the 16 bytes at from + lane_offset + offset, zeros if not inside or for lane_offset -1, to `to` + 16 * l;
-// `offset` and `to` are the wave's.
+struct Copy {};  // in flight
+// Lane l copies 16 bytes from `from` + lane_offset + offset to `to` + 16 * l. If not inside, or for lane_offset -1, it writes
+// zeros. `offset` and `to` are the same in all lanes.
 DEVICE Copy start_copy(mem::Buffer from, int lane_offset, int offset, bool inside, Local<u8>* to) {
-  const int bytes = inside && lane_offset >= 0 ? 16 : 0;  // that are read; the others become zeros
+  const int bytes = inside && lane_offset >= 0 ? 16 : 0;  // that are read; the others are zeros
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address(to) + wave::lane() * 16),
                "l"(mem::global(from + lane_offset + offset)), "r"(bytes)
                : "memory");
@@ -36,10 +36,10 @@ DEVICE void start_word(const void* from, bool inside, u32* to) {
                "l"(mem::global((const u8*)(i64(from) & -4))), "r"(inside ? 4 : 0)
                : "memory");
 }
-// Copies form groups, each of those that were started since the last one ended.
+// Ends a group of copies: those that were started since the last group ended.
 DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// This wave's copies, but for the last kGroups groups, are in LDS once finish_copy was called for each. The matrix units see them
-// without a fence of the async proxy, which would wait for all copies under way.
+// Waits for this wave's copies except for the last kGroups groups. They are in LDS once finish_copy was called for each. The
+// matrix units see them without a fence of the async proxy, which would wait for all copies in flight.
 template <int kGroups>
 DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
@@ -49,7 +49,7 @@ DEVICE void finish_copy(const Copy&, Local<u8>*) {}
 // Rows of 8 chunks of 16 bytes lie in LDS one after the other, chunk c of row r at c ^ swizzle(r): the matrix units' 128-byte
 // swizzle (PTX ISA, section 9.7.15.5.1 "Shared memory matrix layout").
 DEVICE int swizzle(int row) { return row % 8; }
-// Of rows that come from HBM in fragment order, so many lie together, chunk by chunk: the matrix units' core matrices.
+// Operands in fragment order have so many rows together, chunk by chunk: the core matrices of the matrix units.
 constexpr int kFragmentRows = 8;
 
 }  // namespace lds

@@ -45,20 +45,20 @@ DEVICE f32x4 multiply_tile(f32x4 sum, const Weights& weights, u32x4 tokens) {
   sum = mma_sync<Type>(sum, low.x, high.x, low.y, high.y, tokens.x, tokens.y);
   return mma_sync<Type>(sum, low.z, high.z, low.w, high.w, tokens.z, tokens.w);
 }
-// Of which token of the tile and which row value i of a lane is.
+// Token and row of the tile that value i of a lane belongs to.
 DEVICE int value_token(int lane, int i) { return lane % 4 * 2 + i % 2; }
 DEVICE int value_row(int lane, int i) { return lane / 4 + i / 2 * 8; }
-constexpr int kValueTokens = 2;  // of a lane: that of value i is number i % kValueTokens
-// Of a tile, the rows of a lane's values 0 and 1 are in one half, those of values 2 and 3 in the other, with equal places there.
+constexpr int kValueTokens = 2;  // tokens of a lane; value i belongs to number i % kValueTokens
+// The rows of values 0 and 1 of a lane are in one half of a tile, those of values 2 and 3 at the same place of the other half.
 DEVICE int half(int row) { return row / 8; }
 DEVICE int half_row(int row) { return row % 8; }
 
 // Products of panels that four waves together read out of LDS, fp32 accumulation: wgmma.mma_async.m64nN (PTX ISA, section 9.7.15
 // "Asynchronous warpgroup level matrix instructions").
 
-// Where the matrix units find rows of a panel, from `row` on: a descriptor, whose lower half starts with the address in 16
-// bytes and ends with the distance of core matrices along K, of no meaning with swizzle; its upper half has that of 8 rows and
-// the swizzle (PTX ISA, section 9.7.15.5.1.2 "Matrix descriptor").
+// The matrix descriptor of a panel's rows from `row` on (PTX ISA, section 9.7.15.5.1.2 "Matrix descriptor"). Its lower half has
+// the address in units of 16 bytes, and the distance of core matrices along K, which has no meaning with swizzle. Its upper
+// half has the distance of 8 rows, and the swizzle.
 struct Panel {
   u32 low, high;
   int step;  // of the lower half, along 32 bytes of K
@@ -68,7 +68,7 @@ struct Panel {
     high = kEightRows + (fragment_order ? 0 : kSwizzle);
     step = fragment_order ? 2 * kCoreMatrix : 2;
   }
-  // Of the panel at that place, 32 * i bytes of K further on.
+  // The descriptor of the panel at this address, 32 * i bytes of K further on.
   DEVICE i64 at(const lds::Local<u8>* panel, int i) const {
     return i64(high) << 32 | (low + (lds::address(panel) >> 4) + i * step);
   }
@@ -89,7 +89,7 @@ struct Panel {
 // sums of a's rows 16 * w + l / 4 and 8 more, d[i] and d[i + 2], with b's rows 8 * (i / 4) + 2 * (l % 4) + i % 2.
 template <class Type, int kValues>
 DEVICE void wgmma(float (&d)[kValues], i64 a, i64 b, int add);
-// Accumulators are there after this, not before.
+// The sums are valid after this.
 template <int kValues>
 DEVICE void wait_for_sums(float (&d)[kValues]);
 #define INSTRUCTION(Type, types, transpose, values, n, a, b, add_)                                                           \
@@ -127,7 +127,7 @@ WAIT(64)
 #undef SUMS_8
 // clang-format on
 
-// product = that of 64 rows of panel a and kValues * 2 rows of panel b, once it was waited for.
+// Starts product = 64 rows of panel a times kValues * 2 rows of panel b; wait_for_sums waits for it.
 template <class Type, int kValues>
 DEVICE void start_product(float (&product)[kValues], const Panel& a_at, const lds::Local<u8>* a, const Panel& b_at,
                           const lds::Local<u8>* b) {

@@ -10,11 +10,11 @@
 //
 // Tried on H200 (gemm.py, scaled_mm, microseconds) and not kept:
 // - Sums that meet in the LDS of a cluster of blocks: 0.2 to 0.9 less where tiles are shared, 0.3 more where they are not.
-// - Kernels that start while the one before runs (griddepcontrol), with their first panels under way: up to 16 tokens 1.26 to 1.30
+// - Kernels that start while the one before runs (griddepcontrol), with their first panels in flight: up to 16 tokens 1.26 to 1.30
 //   times as fast as the best peer in place of 1.06 to 1.10; but AMD's GPUs have nothing like it, and it is only right where that
 //   kernel does not write the weight. With panels on their way to the L2 cache only, which is always right, the largest
 //   products take 5 % longer.
-// - Tiles of 8 to 56 rows, one for each compute unit, in place of shared ones: at best 4 % less, 12.7 for 13.3 (1 x 2304 x 16384).
+// - Tiles of 8 to 56 rows, one for each compute unit, in place of stream-K: at best 4 % less, 12.7 for 13.3 (1 x 2304 x 16384).
 // - Tiles of 128 rows, which halve the reads of tokens: 57.1 for 58.4 (64 x 13312 x 16384), more elsewhere.
 // - Four consumer groups: 10.4 for 10.9 (1 x 4608 x 7168), as two panels a barrier give, but 3 to 8 % more for less than 20 MB.
 #pragma once
