@@ -154,7 +154,7 @@ def _waves(config: SkinnyConfig, arch: Arch) -> int:
 
 
 def arguments(product: Product, division: tuple[int, int, int], blocks: int, partial_bytes: int) -> tuple:
-    """The Product of csrc/gemm/skinny/problem.h that so many blocks compute, divided into tiles, steps of one, and of a unit.
+    """The SkinnyProblem of csrc/gemm/skinny/problem.h for so many blocks, divided into tiles, steps of one, and of a unit.
     Without partial sums no tile is shared."""
     out, a, b, scale_a, scale_b, bias = product
     tiles, steps, unit = division
