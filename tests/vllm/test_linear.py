@@ -531,6 +531,15 @@ def test_one_graph_serves_every_number_of_tokens(make, kind):
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize(("cuda", "tokens", "calls"), [(None, 64, 0), ("13.0", 32, 0), ("13.0", 33, 1)])
+def test_cutlass_has_what_it_is_faster_at(make, cuda, tokens, calls, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    layer, kernel, _ = make("channel", Native)
+    with launch.executor(Emulator("gfx950")):
+        kernel.apply_weights(layer, random(tokens, K).bfloat16())
+    assert len(kernel.native.calls) == calls
+
+
 @pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
 def test_fake_results_are_like_real_ones(make, kind):
     """A fake result has the shape, strides and dtype of the real one."""
