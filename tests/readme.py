@@ -1,9 +1,12 @@
 """Writes what is generated: parts of README.md and of the page beside the results, each between `<!-- name -->` and
 `<!-- /name -->`, and the pages of the ops: python tests/readme.py"""
 
+import ast
 import inspect
+import itertools
 import pathlib
 import re
+import textwrap
 from collections.abc import Callable
 
 import measurements
@@ -37,6 +40,36 @@ def families() -> str:
     return markdown(("what", "ops", "seams in vLLM", "tokens at most"), body)
 
 
+FOLDERS = (
+    "vllm_rocm_ops",
+    *(f"vllm_rocm_ops/{name}" for name in ("bench", "vllm", "vllm/seams", "ops", "families", "emulator")),
+)
+CSRC = ("csrc/ops", "csrc/gemm", "csrc/device", "csrc/runtime")
+
+
+def tree() -> str:
+    """The files of the package and of csrc, each with what its first sentence says."""
+
+    def said(path: pathlib.Path) -> str:
+        if path.suffix == ".py":
+            text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        else:
+            lines = itertools.takewhile(lambda line: line.startswith("//"), path.read_text().splitlines())
+            text = " ".join(line.removeprefix("//") for line in lines)
+        if not text:
+            raise ValueError(f"{path.relative_to(ROOT)} must say at its top what it is")
+        return textwrap.shorten(re.split(r"[.;](?: |$)", " ".join(text.split()))[0], 110, placeholder=" ...")
+
+    parts = []
+    for folder in (*FOLDERS, *CSRC):
+        suffixes = (".py",) if folder in FOLDERS else (".h", ".hip", ".cpp")
+        found = (ROOT / folder).rglob("*") if folder in CSRC else (ROOT / folder).iterdir()
+        paths = sorted(path for path in found if path.suffix in suffixes and path.name != "__init__.py")
+        body = ((f"`{path.relative_to(ROOT / folder)}`", said(path)) for path in paths)
+        parts.append(f"### {folder}/\n\n{markdown(('file', 'what'), body)}")
+    return "\n\n".join(parts)
+
+
 BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     README: {
         "unmeasured": measurements.unmeasured,
@@ -47,6 +80,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "single ops": measurements.single_ops,
         "ops": families,
     },
+    ROOT / "vllm_rocm_ops" / "docs" / "architecture.md": {"tree": tree},
     RESULTS / "README.md": {
         "profiles": measurements.profiles,
         "engine": measurements.engine_commands,

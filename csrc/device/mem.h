@@ -1,3 +1,4 @@
+// Loads and stores of HBM.
 #pragma once
 #include "types.h"
 

@@ -1,3 +1,4 @@
+// Declared in counters.h.
 #include "counters.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Declared in driver.h.
 #include "driver.h"
 
 #include <dlfcn.h>

@@ -1,3 +1,4 @@
+// How threads of a block wait for each other, and how blocks count who has come.
 #pragma once
 #include "../mem.h"
 

@@ -1,3 +1,4 @@
+// What the hardware rounds, converts and approximates.
 #pragma once
 #include "../types.h"
 
