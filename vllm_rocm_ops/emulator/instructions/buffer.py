@@ -18,7 +18,6 @@ from . import load_to_lds
 from .global_memory import bind_atomic
 from .transfer import (
     LOADS,
-    STORES,
     Site,
     at_agent_scope,
     buffer_load,
@@ -27,6 +26,7 @@ from .transfer import (
     extend,
     first_register,
     lanes_of,
+    load_or_store,
 )
 
 
@@ -69,12 +69,8 @@ def bind(ins: Instruction, program) -> Callable:
         return load_to_lds.bind(ins, program, None, load.size, immediate, place)
     if action == "atomic":
         return _bind_atomic(ins, program, kind, place)
-    table = {"load": LOADS, "store": STORES}.get(action, {})
-    if kind not in table:
-        raise UnsupportedInstruction(ins.mnemonic)
-    is_load = action == "load"
-    load = table[kind] if is_load else None
-    size, shift = (load.size, 0) if is_load else table[kind]
+    load, size, shift = load_or_store(ins, action, kind)
+    is_load = load is not None
     codes = tuple(ins.operands["vdata"].code + n for n in range(max(1, size // 4)))
     first = first_register(ins.operands["vdata"], size // 4, program)
     unit = min(size, 4)

@@ -10,12 +10,10 @@ from collections.abc import Callable
 import numpy as np
 
 from ..decode import NO_ADDRESS, Instruction
-from ..errors import ScratchOutOfBounds, Uninitialised, UnsupportedInstruction
+from ..errors import ScratchOutOfBounds, Uninitialised
 from ..events import Event, issue
 from ..operands import I32, I64
 from .transfer import (
-    LOADS,
-    STORES,
     Site,
     check_code,
     collect,
@@ -23,6 +21,7 @@ from .transfer import (
     extend,
     first_register,
     lanes_of,
+    load_or_store,
     signed_offset,
 )
 
@@ -52,12 +51,8 @@ def store_bytes(w, offsets, values, site) -> None:
 
 def bind(ins: Instruction, program) -> Callable:
     _, action, kind = ins.mnemonic.split("_", 2)
-    table = {"load": LOADS, "store": STORES}.get(action, {})
-    if kind not in table:
-        raise UnsupportedInstruction(ins.mnemonic)
-    is_load = action == "load"
-    load = table[kind] if is_load else None
-    size, shift = (load.size, 0) if is_load else table[kind]
+    load, size, shift = load_or_store(ins, action, kind)
+    is_load = load is not None
     offset = signed_offset(ins, 13)
     vector = check_code(ins.operands["addr"].code, program) if ins.fields["sve"] else None
     scalar = ins.operands["saddr"].code if "saddr" in ins.operands else NO_ADDRESS

@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import formats
 from ..decode import Instruction, Operand
+from ..errors import UnsupportedInstruction
 from ..operands import F16, F32, F64, I32, I64, U16, U32, U64, check_allocated, register
 from ..waves import LANES
 
@@ -124,6 +125,15 @@ def update(view: np.ndarray, units: np.ndarray, fn, data: np.ndarray, compare=No
 
 def destination_codes(operand: Operand, load: Load) -> list[int]:
     return [operand.code + n for n in range(max(1, load.size // 4))]
+
+
+def load_or_store(ins: Instruction, action: str, kind: str) -> tuple[Load | None, int, int]:
+    """The load that an instruction is, None if it stores; bytes of a lane; how far the data of a store is shifted."""
+    if action == "load" and kind in LOADS:
+        return LOADS[kind], LOADS[kind].size, 0
+    if action == "store" and kind in STORES:
+        return None, *STORES[kind]
+    raise UnsupportedInstruction(ins.mnemonic)
 
 
 def check_code(code: int, program) -> int:
