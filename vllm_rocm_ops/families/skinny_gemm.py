@@ -46,11 +46,11 @@ SHARING_US = {
     32: 3.0,
     64: 5.0,
 }  # that blocks which share tiles take longer; on AMD as of kernels through registers on H200
-DRAIN_US = 1.5  # where a block's share ends within a tile, it waits for its copies and other blocks for it
+SPLIT_TILE_US = 1.5  # where a block's share ends within a tile, it waits for its copies and other blocks for it
 SUMMED = {32: 150e3, 64: 60e3}  # bytes of partial sums a microsecond that a block reads
 # Of kernels through LDS only: that a block takes longer beside another, by tokens; and what is lost of the time in which some
 # compute units have no block.
-CROWDED_US, IDLE = {16: 1.0, 32: 0.6, 64: 0.0}, 0.15
+CO_RESIDENT_PENALTY_US, IDLE = {16: 1.0, 32: 0.6, 64: 0.0}, 0.15
 MOST_RESIDENT = 4
 MOST_TOKENS = TOKENS[64][-1]
 
@@ -114,11 +114,11 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     issuing = most_blocks * BLOCK_US[lanes] + most_parts * longest / keeps_up
     terms = {"streaming": max(streaming, issuing), "ends": -(-parts // config.blocks) * tiles // parts * END_US}
     if _ring_panels(config, tokens, arch):
-        terms["ends"] += (most_blocks - 1) * CROWDED_US[tokens]
+        terms["ends"] += (most_blocks - 1) * CO_RESIDENT_PENALTY_US[tokens]
         if config.parts and rest and rounds:
             terms["idle"] = IDLE * streaming * (at_once - rest) / parts
     if config.parts != 1:
-        terms["sharing"] = SHARING_US[lanes] + (DRAIN_US if config.parts == 0 else 0.0)
+        terms["sharing"] = SHARING_US[lanes] + (SPLIT_TILE_US if config.parts == 0 else 0.0)
         of_tile = config.rows * a.rows * 4
         terms["partials"] = 2 * _partial_bytes(config, a.rows) / hbm + config.blocks / tiles * of_tile / SUMMED[lanes]
     return terms
