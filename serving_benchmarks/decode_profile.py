@@ -92,12 +92,12 @@ def summarise(events: list[tuple[str, int, int]], steps: int) -> dict:
 # In the process that measures
 
 
-def record(llm, prompts: list, seed: int) -> list[dict]:
+def record(llm, prompts: list) -> list[dict]:
     """Profiles `STEPS` decode steps of all prompts at once: `compare` of what `stop` gives on every rank."""
     from vllm import SamplingParams
 
     tokens = STEPS_BEFORE + STEPS + 8  # no request ends meanwhile
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, seed=seed)
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     engine = llm.llm_engine
     for i, prompt in enumerate(prompts):
         engine.add_request(f"profiled {len(prompts)} {i}", prompt, sampling)

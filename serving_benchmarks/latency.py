@@ -177,7 +177,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
         report({"batch": {"batch_size": batch_size, "latencies": latencies, "decode_ms": decode}})
     result = {}
     try:
-        recorded = ((size, decode_profile.record(llm, prompts_of(size), job["seed"])) for size in job["profile"])
+        recorded = ((size, decode_profile.record(llm, prompts_of(size))) for size in job["profile"])
         result["profile"] = {size: ranks for size, ranks in recorded if ranks}
     except Exception as error:  # noqa: BLE001  the rest is as good without
         traceback.print_exc()

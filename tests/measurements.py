@@ -1,5 +1,6 @@
 """What the files under serving_benchmarks/results say, as tables: of the newest line of each case, whoever wrote it."""
 
+import argparse
 import json
 import pathlib
 import re
@@ -251,6 +252,11 @@ def engine_runs() -> list[tuple[str, dict, pathlib.Path]]:
     return [newest[case] for case in sorted(newest, key=str_and_numbers)]
 
 
+def options_of(command: str) -> argparse.Namespace:
+    """The options of a command of latency.py."""
+    return latency.parse_arguments(shlex.split(command)[2:])
+
+
 def str_and_numbers(case: tuple) -> tuple:
     """A key to sort by where a number may be None."""
     return tuple((value is None, value or 0) if not isinstance(value, str) else value for value in case)
@@ -267,7 +273,7 @@ def engine() -> str:
         if lacking(command) and result["model_id"] in compiled:
             continue
         without, ours = (latency_report.median_ms(sides[side]) for side in latency_report.SIDES)
-        options = latency.parse_arguments(shlex.split(command)[2:])
+        options = options_of(command)
         rank = f", a rank of {result['rank_of']} without collectives" if result["rank_of"] > 1 else ""
         if options.tensor_parallel_size > 1:
             experts = " + EP" if options.engine_args.get("enable_expert_parallel") else ""
@@ -293,7 +299,7 @@ def way(result: dict, command: str) -> str:
 
 def lacking(command: str) -> str:
     """What an engine that this command started did not do to make a model fast; nothing if it did all by default."""
-    options = latency.parse_arguments(shlex.split(command)[2:])
+    options = options_of(command)
     config = options.engine_args.get("compilation_config", {})
     if options.enforce_eager:
         return "eager: neither compiled nor captured in graphs"
@@ -402,7 +408,7 @@ def profiles() -> str:
 
 def weights_us(gpu: str, model: str, command: str) -> dict[str, float]:
     """Microseconds in which a rank's GPU reads all weights of its linears once, at the speed of its copies; by class."""
-    options = latency.parse_arguments(shlex.split(command)[2:])
+    options = options_of(command)
     config = model_layers.read(str(latency.find_model(model)))
     config["num_hidden_layers"] = options.num_layers or config["num_hidden_layers"]
     steps = newest_lines(RESULTS / gpu, ("decode_step",))
