@@ -28,6 +28,7 @@ On the CPU (`--device cpu`) both paths run the ops' references once, without a g
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Callable
@@ -423,12 +424,14 @@ def main() -> None:
     if ranks > 1 and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     options, arch = parse(__doc__, add_arguments)
+    if ranks > 1 and ranks not in (options.tp, options.ep if options.tp == 1 else None):
+        raise SystemExit(f"{ranks} processes must be those of --tp, or of --ep with --tp 1")
     if ranks > 1:
+        # torch.compile imports it. Imported once there is a group, the defaults of its functions keep that and its threads.
+        importlib.import_module("torch.distributed.nn.functional")
         torch.distributed.init_process_group("nccl" if options.device == "cuda" else "gloo")
     if options.ours is None:
         options.ours = frozenset(REPLACEABLE) - (options.stock or frozenset())
-    if ranks > 1 and ranks not in (options.tp, options.ep if options.tp == 1 else None):
-        raise SystemExit(f"{ranks} processes must be those of --tp, or of --ep with --tp 1")
     with torch.inference_mode():
         for model in options.model:
             run_model(model, options, arch, ranks)

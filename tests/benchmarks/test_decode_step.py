@@ -572,9 +572,21 @@ def test_the_command_runs_on_the_cpu():
     assert result.returncode == 0 and result.stdout.count("finite") == 2, result.stderr
 
 
+RUN_AND_LIST_THREADS = """
+import pathlib, runpy, sys
+sys.path.insert(0, str(pathlib.Path(sys.argv[1]).parent))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+print("threads:", *(path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/comm")))
+"""
+
+
 @pytest.mark.parametrize(("model", "ranks"), [(LLAMA, ["--tp", "2"]), (DEEPSEEK, ["--tp", "1", "--ep", "2"])])
-def test_two_processes_are_the_ranks(model, ranks):
+def test_two_processes_are_the_ranks_and_end_their_threads(model, ranks, tmp_path):
+    """A thread of gloo that outlives the process group may end the process with SIGABRT."""
+    (tmp_path / "run.py").write_text(RUN_AND_LIST_THREADS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(SCRIPTS / "decode_step.py"), "--device", "cpu", "--model", model, *ranks]
+    command += [str(tmp_path / "run.py"), str(SCRIPTS / "decode_step.py"), "--device", "cpu", "--model", model, *ranks]
     result = subprocess.run([*command, "--batch", "2", "--context", "4"], capture_output=True, text=True, check=False)
     assert result.returncode == 0 and result.stdout.count("2 ranks, batch 2") == 1, result.stderr
+    assert result.stdout.count("threads: ") == 2 and "gloo" not in result.stdout, result.stdout
