@@ -1,6 +1,7 @@
 """Everything that knows vLLM. `register` is the entry point `vllm.general_plugins`.
 
-vLLM calls it once in every process (front end, engine core, each worker) and dies if it raises, so it never does.
+vLLM calls `register` once in every process: front end, engine core, each worker. An exception from it would end vLLM, so it
+raises none.
 """
 
 import functools
@@ -12,8 +13,7 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
 def register() -> None:
-    """Put the ops into vLLM, seam by seam. Idempotent, initialises no device, does nothing elsewhere than on ROCm, CPU and,
-    where it is asked for, NVIDIA."""
+    """Install the seams on ROCm and CPU, and on NVIDIA if VLLM_ROCM_OPS_ON_NVIDIA=1. Idempotent. Initialises no device."""
     try:
         from vllm_rocm_ops.vllm import seam
 
@@ -24,8 +24,8 @@ def register() -> None:
 
 
 def know_variables() -> None:
-    """Have vLLM know our environment variables: it warns of others that begin with its name, or ends, as the user wants, and
-    keys its compile cache by those it knows."""
+    """Register our environment variables with vLLM. vLLM warns of an unknown VLLM_ variable, or refuses to start, as the user
+    wants. Its compile cache is keyed by the variables that it knows."""
     from vllm.envs import environment_variables
 
     for name in envs.VARIABLES:

@@ -1,19 +1,19 @@
-"""Our experts in vLLM's mixture-of-experts layers. They keep vLLM's native experts for the calls that ours leave to them.
+"""Our experts in vLLM's mixture-of-experts layers. Each keeps vLLM's native experts for the calls that it does not take.
 
-vLLM has no registry for experts: its functions that select them are wrapped, in every module that imported them. Ours come
-before all others, AITER's too, where the user named no backend and ours can serve the layer. The weights stay as loaded,
-which is vLLM's tag TRITON, and the native experts are vLLM's for that tag. AITER's read shuffled weights, so they cannot
-be these; `--moe-backend aiter` keeps them instead of ours.
+vLLM has no registry for experts, so the seams wrap vLLM's functions that select experts, in every module that imported them.
+Our experts come before all others, AITER's too, if the user named no backend and our experts can serve the layer. The weights
+stay as loaded, for which vLLM's backend is TRITON, and the native experts are vLLM's for that backend. AITER's experts read
+shuffled weights, so they cannot be the native ones. `--moe-backend aiter` keeps AITER's experts instead of ours.
 
-Which of the two runs is decided when a call runs: on ROCm vLLM runs the whole layer in one opaque op of its own, so this is
-Python outside of compiled graphs, and a captured graph has what was decided for its batch size. On CPU, where Dynamo traces
-the layer, there are no native experts and our op's reference serves.
+Each call chooses between our op and the native experts. On ROCm vLLM runs the whole layer in one opaque op, so the choice is
+made in Python outside of compiled graphs, and a captured graph holds the choice for its batch size. On CPU Dynamo traces the
+layer. There are no native experts there, and our op's reference runs.
 
-Tensor parallelism needs nothing here: a rank has its share of each expert, and vLLM sums over the ranks. With experts spread
-over ranks `expert_map` says which are here. Where tokens move between ranks, for data parallelism, vLLM keeps its own
-experts: it moves them quantized, ours would want them unquantized. Shared experts are linear layers of their own, with our
-kernels for those; vLLM folds them into the routed ones with AITER's experts only (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS),
-and such a layer stays AITER's. So the op's `shared_experts` is not reached from here.
+With tensor parallelism a rank has a part of each expert, and vLLM adds up the ranks' results. With expert parallelism
+`expert_map` says which experts a rank has. With data parallelism vLLM's own experts run: vLLM sends tokens between ranks
+quantized, and our op takes them unquantized. Shared experts are linear layers, which the seams for linear layers serve. vLLM
+fuses shared experts into the routed ones with AITER's experts only (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS), and such a
+layer stays AITER's, so the op's argument `shared_experts` has no use here.
 """
 
 import copy
@@ -28,7 +28,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.fused_experts import HALVES
 from vllm_rocm_ops.vllm import native_kernel, seam
 
-MOST_TOKENS = 64  # that ours take; where they win on AMD was not measured
+MOST_TOKENS = 64  # the most that our op takes; the crossover on AMD was not measured
 
 APPLY = (
     *("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts"),
@@ -49,7 +49,7 @@ def run(
     expert_map: Tensor | None,
     apply_router_weight_on_input: bool,
 ) -> Tensor:
-    """`fused_experts` with the scales that vLLM keeps in `experts`, or `theirs()` where that is better."""
+    """`fused_experts` with the scales in `experts`, or `theirs()` for calls that it does not take."""
     scales = experts.w1_scale, experts.w2_scale, experts.a1_scale, experts.a2_scale
     routing = topk_weights, topk_ids, hidden.dtype
     arguments = hidden, w1, w2, *routing, *scales, expert_map, 0, apply_router_weight_on_input
@@ -59,7 +59,7 @@ def run(
 
 
 def probe(oracle, select: str, *parameters: str) -> None:
-    """vLLM's base class of experts, and the module that selects them, are as expected."""
+    """vLLM's base class of experts and the module that selects experts are as expected."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
@@ -77,12 +77,12 @@ def probe(oracle, select: str, *parameters: str) -> None:
 
 
 def registers(oracle) -> bool:
-    """Whether vLLM asks a registry for experts before it selects its own, see patches/."""
+    """Whether this vLLM asks a registry for experts before it selects its own, as a patch in patches/ has it."""
     return hasattr(oracle, "select_registered_experts")
 
 
 def register_first(made: type, ours: list[type]) -> None:
-    """Ask a class of ours before the others of ours: in our list, and in vLLM's registry where there is one."""
+    """Put a class at the front of our list and, if vLLM has a registry for experts, before our other classes there."""
     ours.insert(0, made)
     if registers(made.oracle):
         from vllm.model_executor.layers.fused_moe.oracle.registry import register_moe_experts
@@ -91,14 +91,14 @@ def register_first(made: type, ours: list[type]) -> None:
 
 
 def replace(theirs: Callable, ours: Callable) -> None:
-    """Put our function in the place of vLLM's, in every module that has it."""
+    """Replace vLLM's function by ours in every module that has it."""
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(theirs.__name__) is theirs:
             setattr(module, theirs.__name__, ours)
 
 
 def first_of(ours: list[type], config, weight_key=None, activation_key=None) -> type | None:
-    """The first of our classes that can serve a layer; None where the user named a backend, or none can."""
+    """The first of our classes that can serve a layer. None if the user named a backend or no class can."""
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
 
     if config.moe_backend != "auto":
@@ -108,20 +108,21 @@ def first_of(ours: list[type], config, weight_key=None, activation_key=None) -> 
 
 
 def native_class(oracle, backend) -> type | None:
-    """The experts that vLLM has for a backend, on a GPU; None on CPU."""
-    classes = getattr(oracle, "_mxfp8_backend_to_kernel_cls", oracle.backend_to_kernel_cls)  # of backends that it adds
+    """vLLM's experts for a backend. None on CPU."""
+    # vLLM's module for MX-FP8 has a function of its own for the backends that it adds.
+    classes = getattr(oracle, "_mxfp8_backend_to_kernel_cls", oracle.backend_to_kernel_cls)
     return None if seam.served_platform() == "cpu" else classes(backend)[0]
 
 
 def copy_of(quant_config):
-    """A configuration of the same scales: vLLM's MX-FP8 experts take them out of theirs."""
+    """A copy that holds the same scales. vLLM's MX-FP8 experts remove the scales from the configuration that they are given."""
     return dataclasses.replace(quant_config, _w1=copy.copy(quant_config._w1), _w2=copy.copy(quant_config._w2))
 
 
 def modular(name: str, schemes: tuple, oracle, backend) -> type:
-    """Our class of experts for tokens that vLLM has routed, for quantization schemes (weight key, activation key).
+    """Our class of experts for tokens that vLLM has routed. `schemes` are pairs (weight key, activation key).
 
-    `apply` writes into a buffer of vLLM's, so our result is copied.
+    `apply` must write into a buffer of vLLM's, so the op's result is copied.
     """
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import _quantize_input
@@ -182,7 +183,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
                 )
                 return output
 
-            # What is to be weighted on input has been, by vLLM.
+            # With apply_router_weight_on_input vLLM has multiplied the input by the weights already.
             weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
             leave = None if self.native is None else theirs
             result = run(self, leave, hidden_states, w1, w2, weights, topk_ids, expert_map, False)
@@ -193,7 +194,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
 
 
 def finished(made: type, name: str, schemes: tuple, oracle, backend) -> type:
-    """A class of experts with its name, and what `Predicates` asks for."""
+    """The class with its name and the attributes that `Predicates` reads."""
     made.__name__ = made.__qualname__ = name
     made.schemes, made.native_class = schemes, staticmethod(lambda: native_class(oracle, backend))
     made.oracle, made.backend = oracle, backend
@@ -201,8 +202,8 @@ def finished(made: type, name: str, schemes: tuple, oracle, backend) -> type:
 
 
 class Predicates:
-    """What our experts answer when vLLM asks what they serve. `schemes` are pairs of weight and activation key, `native_class()`
-    is vLLM's class for the rest."""
+    """Our experts' answers when vLLM asks what they support. `schemes` are pairs of weight and activation key. `native_class()`
+    is vLLM's class for the calls that our op does not take."""
 
     @property
     def expects_unquantized_inputs(self):

@@ -1,10 +1,10 @@
 """One op for a norm or an activation and the quantization of its result, for the linear that consumes it.
 
-A linear says through vLLM's `get_input_quant_key` which quantized input it takes. Imports vLLM; seams import this file
-from their `install`.
+A linear says through vLLM's `get_input_quant_key` which quantized input it takes. This file imports vLLM, so seams import it
+in their `install` only.
 
-What the ops take is decided when a graph is traced, by facts that hold for every number of tokens: vLLM's own forward is then
-what the compiler sees of a layer that the ops leave to it. In an op's place its kernel runs, never its reference on a GPU.
+Whether an op runs is decided when a graph is traced, by conditions that hold for every number of tokens. For other layers the
+compiler sees vLLM's own forward. Where an op was chosen on a GPU its kernel runs, never its reference.
 """
 
 import torch
@@ -42,7 +42,7 @@ ops = torch.ops.vllm_rocm_ops
 
 
 def _has_kernels(name: str) -> bool:
-    """Whether kernels for this machine run the op on rows, whatever their length and number."""
+    """Whether this machine has kernels for the op, for rows of any length and number."""
     row, one = torch.empty(2, 2 * GROUP, dtype=DTYPES[0], device="meta"), torch.empty(1, device="meta")
     examples = {"input": row, "residual": row, "weight": row[0], "epsilon": 1e-6, "scale": one}
     examples |= {"quant_dtype": QUANT_DTYPE, "group_size": GROUP}
@@ -52,13 +52,13 @@ def _has_kernels(name: str) -> bool:
 
 
 def runnable(table: dict[QuantKey | None, tuple[str, ...]]) -> tuple[QuantKey | None, ...]:
-    """The quantizations whose ops all have kernels for this machine; None stands for none."""
+    """The quantization keys whose ops all have kernels for this machine. The key None stands for no quantization."""
     return tuple(key for key, names in table.items() if all(map(_has_kernels, names)))
 
 
 def in_rows(x: torch.Tensor) -> bool:
-    """Whether the rows of x lie at one stride, however many tokens, its first dimension, there are. The heads in a wider
-    projection lie at two."""
+    """Whether the rows of x lie at one stride for any number of tokens, which is x's first dimension. Heads that are a slice
+    of a wider projection lie at two strides."""
     step = None
     for size, stride in zip(x.shape[-2:0:-1], x.stride()[-2:0:-1]):
         if size == 1:
@@ -70,7 +70,7 @@ def in_rows(x: torch.Tensor) -> bool:
 
 
 class Quantized(QuantizedActivation):
-    """vLLM's pre-quantized activation, with the `shape` that multi-head latent attention reads from its input."""
+    """vLLM's pre-quantized activation with a `shape`, which multi-head latent attention reads from its input."""
 
     @property
     def shape(self) -> torch.Size:
@@ -78,7 +78,7 @@ class Quantized(QuantizedActivation):
 
 
 def key_of(linear: torch.nn.Module | None, columns: int, keys: tuple[QuantKey | None, ...]) -> QuantKey | None:
-    """The quantized input of so many columns that a linear takes, if it is one of the keys."""
+    """The key of the quantized input that a linear takes, if the key is in `keys` and fits so many columns. Else None."""
     key = None if linear is None else get_input_quant_key(linear)
     if key == kFp8Dynamic128Sym and columns % GROUP != 0:
         return None

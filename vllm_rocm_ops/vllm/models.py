@@ -12,13 +12,13 @@ from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 
 def set_consumer(producer: torch.nn.Module | None, parent: torch.nn.Module, name: str) -> None:
-    """Let a norm or an activation, if it is ours, see its one consumer. By name: LoRA may wrap the linear later."""
+    """Tell a norm or an activation of ours its one consumer. The consumer is kept by name, as LoRA may wrap the linear later."""
     if hasattr(type(producer), "consumer") and getattr(parent, name, None) is not None:
         producer.consumer = (parent, name)
 
 
 def set_consumers(model: torch.nn.Module) -> None:
-    """Set every consumer of a model. A result with a second reader (a router, an indexer, a gather) gets none."""
+    """Set every consumer of a model. A norm whose result has a second reader (a router, an indexer, a gather) gets none."""
     layers = list(model.modules())
     sequence_parallel = any(getattr(layer, "use_sequence_parallel_moe", False) for layer in layers)
     for layer in layers:

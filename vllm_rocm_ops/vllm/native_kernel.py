@@ -1,9 +1,9 @@
-"""Our linear kernels keep vLLM's native kernel for the same layer, for the calls that ours leave to it.
+"""Our linear kernels keep vLLM's native kernel for the same layer, for the calls that our ops do not take.
 
-Which of the two runs is decided when a call runs, inside one opaque torch op: a compiled graph serves every number of
-tokens, and a captured graph is captured per batch size, with what was decided for it. The op names the native kernel
-by its class and configuration. These are the same in every process, so graphs from vLLM's compile cache find it, and equal
-layers compile to equal graphs; a kernel keeps no more than them, weights are the op's arguments.
+Each call chooses between our op and the native kernel, inside one opaque torch op: a compiled graph serves every number of
+tokens, and a captured graph holds the choice for its batch size. The torch op names the native kernel by class and
+configuration. Both are the same in every process, so graphs from vLLM's compile cache find the kernel, and equal layers
+compile to equal graphs. A kernel has no other state: the weights are arguments of the torch op.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from vllm_rocm_ops.op import NAMESPACE, Op
 from vllm_rocm_ops.vllm import seam
 
 MARK = "vllm_rocm_ops_order"
-"""The buffer that says in what order a layer's weight lies. vLLM's weight cache hands buffers on with the weights."""
+"""The name of the buffer that holds the layout of a layer's weight. vLLM's weight cache keeps buffers beside the weights."""
 
 STATES = [(order, alone) for order in (None, "plain", "fragments") for alone in (False, True)]
-"""What the buffer counts: the order, and whether our kernel alone reads it."""
+"""The values of that buffer, by index: the order of the weight, and whether our kernel alone reads it."""
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _kernels: dict[str, object] = {}
 
 
 def define(function: Callable, fake: Callable) -> None:
-    """Make a function the torch op of its name."""
+    """Register a function as a torch op of the same name."""
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
     name = function.__name__
     _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=tags)
@@ -39,14 +39,15 @@ def define(function: Callable, fake: Callable) -> None:
 
 
 def is_supported() -> tuple[bool, str | None]:
-    """A kernel's answer: ours sum in an order that depends on the number of tokens."""
+    """A kernel's answer to vLLM. Our kernels sum in an order that depends on the number of tokens."""
     from vllm import envs as vllm_envs
 
     return (False, "is not batch invariant") if vllm_envs.VLLM_BATCH_INVARIANT else (True, None)
 
 
 def register_first(ours: type, table: dict, kind: str) -> None:
-    """Have vLLM ask our kernel before its own: through its registration where that can, see patches/, else in its table."""
+    """Have vLLM ask our kernel before its own: by `register_linear_kernel` if that can prepend, as a patch in patches/ lets it,
+    else in vLLM's table."""
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.platforms import current_platform
 
@@ -58,7 +59,7 @@ def register_first(ours: type, table: dict, kind: str) -> None:
 
 @contextlib.contextmanager
 def without(kernels: list[type], ours: type):
-    """vLLM's list of kernels as it is without ours."""
+    """Take our kernel out of vLLM's list for a while."""
     place = kernels.index(ours)
     del kernels[place]
     try:
@@ -68,8 +69,8 @@ def without(kernels: list[type], ours: type):
 
 
 def choose(ours: type, config, table: dict, quantization: str) -> type | None:
-    """The kernel that vLLM would choose without ours, on a GPU; None where there is none, and on CPU, where our ops'
-    references are what is tested."""
+    """The kernel that vLLM would choose without ours. None if there is none, and on CPU, where the tests need our ops'
+    references to run."""
     from vllm.model_executor.kernels.linear import choose_scaled_mm_linear_kernel
     from vllm.platforms import current_platform
 
@@ -83,7 +84,7 @@ def choose(ours: type, config, table: dict, quantization: str) -> type | None:
 
 
 def can_keep(native: type | None, base: type) -> tuple[bool, str]:
-    """A kernel's answer: it can keep one that gets its input from the base class that both have."""
+    """A kernel's answer to vLLM. The native kernel must have its input quantized by `base`, as ours has."""
     plain = native is None or (
         native.apply_weights is base.apply_weights and getattr(native, "apply_input_quant", True)
     )
@@ -91,27 +92,27 @@ def can_keep(native: type | None, base: type) -> tuple[bool, str]:
 
 
 def keep(kernel: object) -> str:
-    """The name by which `kept` finds a kernel."""
+    """Keep a kernel. Returns the name by which `kept` finds it."""
     name = f"{type(kernel).__name__} {kernel.config}"
     _kernels.setdefault(name, kernel)
     return name
 
 
 def kept(name: str) -> object:
-    """A native kernel of some layer of this process."""
+    """The native kernel of that name."""
     return _kernels[name]
 
 
 def run_or_native(native: Callable[[], Tensor], op: Op, most_tokens: int, *arguments) -> Tensor:
-    """Our op, where its kernels take the arguments and the first has at most so many rows; else `native()`."""
+    """Our op, if its kernels take the arguments and the first argument has at most `most_tokens` rows. Else `native()`."""
     tokens = arguments[0].numel() // max(arguments[0].shape[-1], 1)
     output = op.run_kernels(*arguments) if tokens <= most_tokens else None
     return native() if output is None else output
 
 
 def has_kernels(op: Op, *arguments, **keywords) -> bool:
-    """Whether kernels for this machine, which are there, take these arguments, given on the meta device. On CPU, where our ops'
-    references are what is tested, it answers yes."""
+    """Whether installed kernels for this machine take these arguments, which are on the meta device. True on CPU, where our ops'
+    references run."""
     arch = seam.arch_here(seam.served_platform())
     if arch is None:
         return True
@@ -122,7 +123,7 @@ def has_kernels(op: Op, *arguments, **keywords) -> bool:
 
 
 def rows_of(weight: Tensor) -> Tensor:
-    """A weight as [N, K], given so or as the view [K, N] that vLLM makes of it for some kernels."""
+    """A weight as [N, K]. It is given as [N, K], or as the transposed view [K, N] that vLLM makes for some kernels."""
     return weight if weight.stride(-1) == 1 else weight.t()
 
 
@@ -132,7 +133,7 @@ def has_fragments(weight: Tensor) -> bool:
 
 
 def fragments_of(weight: Tensor) -> Tensor:
-    """A weight that is [N, K] or [K, N] by its shape, but lies in fragment order, in the shape of `shuffle_weight`."""
+    """A weight in fragment order, given with the shape [N, K] or [K, N], in the shape that `shuffle_weight` returns."""
     rows = rows_of(weight)
     (n, k), size = rows.shape, weight.element_size()
     return rows.view(
@@ -141,7 +142,8 @@ def fragments_of(weight: Tensor) -> Tensor:
 
 
 def order(weight: Tensor, before: Tensor) -> str | None:
-    """How a kernel of vLLM's left a weight that was `before`: "plain", in "fragments" as some of AITER's do, or unknown."""
+    """The order in which vLLM's kernel left a weight that was `before`: "plain"; "fragments", as some of AITER's kernels want
+    it; None for an unknown one."""
     weight, before = rows_of(weight), rows_of(before)
     if weight.shape != before.shape or weight.dtype != before.dtype:
         return None
@@ -155,14 +157,14 @@ def order(weight: Tensor, before: Tensor) -> str | None:
 
 
 def note_order(kernel, layer: torch.nn.Module, order: str | None) -> None:
-    """Have a kernel of ours, and who gets the layer's tensors, know the order of the weight that was just prepared."""
+    """Note the order of the weight that was just prepared, in our kernel and in a buffer of the layer."""
     kernel.order = order
     state = torch.tensor(STATES.index((order, kernel.native is None)), dtype=torch.uint8, device="cpu")
     layer.register_buffer(MARK, state, persistent=False)
 
 
 def recall_order(kernel, layer: torch.nn.Module) -> None:
-    """Have a kernel know the order of a weight that another process prepared: nothing, where that did not say."""
+    """Read the order of a weight that another process prepared from the layer's buffer, if there is one."""
     state = getattr(layer, MARK, None)
     if state is None:
         return
@@ -176,9 +178,9 @@ def recall_order(kernel, layer: torch.nn.Module) -> None:
 
 
 def wants_fragments(layer: torch.nn.Module, weight: Tensor, op: Op, scale: Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether to put a layer's weight in fragment order: asked for, possible, nothing but the kernel reads it, and our kernels
-    are there, as vLLM's do not read it then."""
-    # By latent attention, which marks its projection so; by DeepSeek V4.
+    """Whether to put a layer's weight in fragment order. The user must ask for it, the sizes must allow it, nothing but the
+    linear kernel may read the weight, and our op must have kernels, as vLLM's do not read that order."""
+    # Latent attention marks a projection that it reads by the first name, DeepSeek V4 by the second.
     read_elsewhere = ("_cpu_skip_gemm_dispatch", "is_bmm")
     asked = envs.VLLM_ROCM_OPS_SHUFFLE == "1" and not any(getattr(layer, mark, False) for mark in read_elsewhere)
     rows = rows_of(weight).to("meta")

@@ -1,10 +1,10 @@
 """A seam is one place where vLLM takes our code instead of its own: one file in seams/ with a `SEAM`.
 
-A seam is installed when it is asked for, is made for this platform, was tried on this vLLM version, and its probe finds
-every name and signature that it touches. Otherwise it stays off, vLLM's own code runs, and `status` says why.
+A seam is installed if the user asks for it, it is made for this platform, it was tried on this vLLM version, and its probe
+finds every name and signature that the seam touches. Otherwise the seam stays off, vLLM's own code runs, and `status` says why.
 
-On NVIDIA nothing is installed, but for `VLLM_ROCM_OPS_ON_NVIDIA=1`: then vLLM's CUDA platform is served as its ROCm one is,
-by the code for development, so that a model can be measured with the ops and without.
+On NVIDIA no seam is installed, unless `VLLM_ROCM_OPS_ON_NVIDIA=1`. The seams then serve vLLM's CUDA platform as they serve its
+ROCm platform, so that a model can be measured with the ops and without.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(seams.__path
 
 
 class Unavailable(Exception):
-    """A probe's answer when vLLM or the machine lacks what a seam needs."""
+    """A probe raises it when vLLM or the machine lacks something that a seam needs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Seam:
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """What became of a seam in this process."""
+    """Whether a seam is on in this process, and why."""
 
     name: str
     replaces: str
@@ -60,7 +60,7 @@ _status: dict[str, Status] = {}
 
 
 def status() -> list[Status]:
-    """What became of every seam, in the order of installation. Empty until `install_all` ran."""
+    """Every seam's status, in the order of installation. Empty until `install_all` ran."""
     return list(_status.values())
 
 
@@ -70,7 +70,7 @@ def active() -> list[str]:
 
 
 def load(name: str) -> Seam:
-    """The seam of that name. Imports its file, which imports no vLLM."""
+    """The seam of that name. Imports the seam's file, which does not import vLLM."""
     return importlib.import_module(f"{seams.__name__}.{name}").SEAM
 
 
@@ -91,7 +91,7 @@ def install_all() -> list[Status]:
 
 
 def ordered(found: list[Seam]) -> list[Seam]:
-    """The same seams, each behind those that it is to come after."""
+    """The same seams, each behind those in its `after`."""
     left, done = {seam.name: seam for seam in found}, []
     while left:
         ready = next((seam for seam in left.values() if not left.keys() & set(seam.after)), None)
@@ -102,7 +102,7 @@ def ordered(found: list[Seam]) -> list[Seam]:
 
 
 def served_platform() -> str | None:
-    """vLLM's platform as `Seam.platforms` names it, where any seam is made for it and, on NVIDIA, asked for."""
+    """vLLM's platform as `Seam.platforms` names it. None for other platforms, and for NVIDIA unless the user asked for it."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
@@ -111,7 +111,7 @@ def served_platform() -> str | None:
 
 
 def lacks(platform: str) -> str:
-    """Why there are no kernels for this machine; empty if there are, or on CPU."""
+    """Why this machine has no kernels. Empty if it has kernels, and on CPU."""
     if platform == "cpu":
         return ""
     arch = arch_here(platform)
@@ -128,7 +128,7 @@ def _known(platform: str) -> list[str]:
 
 
 def arch_here(platform: str | None) -> str | None:
-    """This machine's arch, if there are kernels for it. Asks vLLM, which initialises no GPU."""
+    """This machine's arch, if there are kernels for it. vLLM is asked, which initialises no GPU."""
     if platform == "rocm":
         from vllm.platforms import rocm
 
@@ -176,7 +176,7 @@ def wanted(name: str, switch: str) -> bool:
 
 
 def in_range(version: str, versions: tuple[str, str]) -> bool:
-    """Whether a vLLM version lies within two minor releases, both included. A version without numbers does not."""
+    """Whether a vLLM version is within two minor releases, both included. False for a version without numbers."""
 
     def minor(text: str) -> tuple[int, int] | None:
         numbers = re.match(r"(\d+)\.(\d+)", text)
@@ -186,13 +186,13 @@ def in_range(version: str, versions: tuple[str, str]) -> bool:
 
 
 def require(holds: object, wanted: str) -> None:
-    """Raise `Unavailable` unless a condition of a probe holds."""
+    """Raise `Unavailable` unless a probe's condition holds."""
     if not holds:
         raise Unavailable(f"this vLLM lacks {wanted}")
 
 
 def require_parameters(function: Callable, *names: str) -> None:
-    """Raise `Unavailable` unless a callable has these parameters, `self` aside, in this order."""
+    """Raise `Unavailable` unless a callable's first parameters after `self` have these names, in this order."""
     found = [name for name in inspect.signature(function).parameters if name != "self"]
     text = f"{function.__qualname__}({', '.join(names)}), it has ({', '.join(found)})"
     require(tuple(found[: len(names)]) == names, text)

@@ -1,4 +1,4 @@
-"""What the ops and seams did inside a worker: `LLM(worker_extension_cls="vllm_rocm_ops.vllm.worker.Extension")`."""
+"""Statistics and seams of vLLM's workers: `LLM(worker_extension_cls="vllm_rocm_ops.vllm.worker.Extension")`."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from vllm_rocm_ops.vllm import seam
 
 
 class Extension:
-    """Methods for `llm.collective_rpc(name)`, one answer per worker."""
+    """Methods for `llm.collective_rpc(name)`, which returns one answer per worker."""
 
     def vllm_rocm_ops_stats(self) -> dict[str, dict[str, int]]:
         """`vllm_rocm_ops.stats()` of the worker."""

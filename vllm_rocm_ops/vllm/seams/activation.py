@@ -1,10 +1,10 @@
-"""Seam: vLLM's `SiluAndMul` runs our SwiGLU ops, quantizing too for a linear that takes quantized input."""
+"""Seam: vLLM's `SiluAndMul` runs our SwiGLU ops, which also quantize for a linear that takes quantized input."""
 
 from vllm_rocm_ops.vllm import seam
 
 
 def probe() -> None:
-    """`SiluAndMul` is an out-of-tree replaceable `CustomOp`, and vLLM's table of fused activations exists."""
+    """`SiluAndMul` is a `CustomOp` that a plugin may replace, and vLLM's table of fused activations exists."""
     from vllm.model_executor.custom_op import CustomOp, op_registry_oot
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.fusion import fused_act_quant
@@ -18,7 +18,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Register the subclass under vLLM's public out-of-tree API, and its rows in vLLM's table of fused activations."""
+    """Register the subclass by vLLM's `register_oot`, and its rows in vLLM's table of fused activations."""
     import torch
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.fusion.fused_act_quant import _FUSED_ACT_QUANT
@@ -29,18 +29,18 @@ def install() -> None:
 
     @SiluAndMul.register_oot
     class RocmOpsSiluAndMul(SiluAndMul):
-        """vLLM's SiluAndMul on our ops, for the inputs that they take."""
+        """vLLM's SiluAndMul, with our ops for the inputs that they take."""
 
         consumer: tuple[torch.nn.Module, str] | None = None
-        """The one linear that reads the result, as its parent and its name there."""
+        """The one linear that reads the result: its parent module, and its name in the parent."""
 
         def dispatch_forward(self, compile_native: bool):
-            """Put our forward before the one that vLLM picked, compiled or not."""
+            """Return our forward. Keep the one that vLLM chose, compiled or not."""
             self.vllm_forward = super().dispatch_forward(compile_native)
             return self.rocm_ops_forward
 
         def rocm_ops_forward(self, x):
-            """Our op, or vLLM's forward for what the kernels do not take."""
+            """Our op, or vLLM's forward for inputs that the kernels do not take."""
             linear = None if self.consumer is None else getattr(*self.consumer)
             key = fused_quant.key_of(linear, x.shape[-1] // 2, keys)
             if key not in keys or x.dtype not in fused_quant.DTYPES or not fused_quant.in_rows(x):

@@ -1,7 +1,7 @@
 """Seam: FP8 linear layers with scales per 128x128 block of the weight run our `block_scaled_mm` for few tokens.
 
-vLLM's native kernel, where there is one, serves the rest (native_kernel.py), prepares the weight and says how the input is
-quantized. With `VLLM_ROCM_OPS_SHUFFLE=1` ours serves any number of tokens, see scaled_linear.py.
+vLLM's native kernel, if there is one, serves all other calls (native_kernel.py), prepares the weight and says how the input is
+quantized. With `VLLM_ROCM_OPS_SHUFFLE=1` our op serves any number of tokens, see scaled_linear.py.
 """
 
 import torch
@@ -12,13 +12,13 @@ from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.families.weight_layout import shuffle_weight
 from vllm_rocm_ops.vllm import native_kernel, seam
 
-MOST_TOKENS = 64  # that ours takes; where it wins on AMD was not measured
+MOST_TOKENS = 64  # the most that our op takes; the crossover on AMD was not measured
 
 
 def block_scaled_linear(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, native: str
 ) -> Tensor:
-    """`block_scaled_mm`, or what the kernel that is kept as `native` makes of the same arguments."""
+    """`block_scaled_mm`, or the kernel that is kept by the name `native`, on the same arguments."""
 
     def theirs() -> Tensor:
         return native_kernel.kept(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
@@ -34,7 +34,7 @@ native_kernel.define(block_scaled_linear, _fake)
 
 
 def probe() -> None:
-    """vLLM's table of kernels, its choice among them and their base class are as expected."""
+    """vLLM's table of block-scaled kernels, the function that chooses one and their base class are as expected."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 
@@ -49,7 +49,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Put our kernel first in vLLM's table: its `register_linear_kernel` appends, and knows no block kernels before 0.33."""
+    """Put our kernel first in vLLM's table. vLLM's `register_linear_kernel` appends, and before 0.33 takes no block kernels."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.utils import replace_parameter
@@ -57,7 +57,7 @@ def install() -> None:
     table = linear._POSSIBLE_FP8_BLOCK_KERNELS
 
     class RocmOpsBlockScaledLinear(Fp8BlockScaledMMLinearKernel):
-        """`block_scaled_mm`, and the kernel that vLLM would choose without it."""
+        """`block_scaled_mm` and the native kernel of a layer."""
 
         @classmethod
         def is_supported(cls, compute_capability=None):
@@ -86,7 +86,7 @@ def install() -> None:
             super().__init__(config)
             native = self.native_class(config)
             self.native = native and native(config)
-            self.order = None if native else "plain"  # until it is known, vLLM's kernel runs
+            self.order = None if native else "plain"  # None: not known yet, the native kernel runs
             if self.native is not None:
                 self.quant_fp8, self.use_triton = self.native.quant_fp8, self.native.use_triton
                 self.native_name = native_kernel.keep(self.native)
@@ -95,7 +95,7 @@ def install() -> None:
             prepare = super() if self.native is None else self.native
             prepare.process_weights_after_loading(layer)
             order, params = "plain", self._get_layer_params(layer)
-            if params.block_scale.dtype == torch.float8_e8m0fnu:  # at once, as inputs' scales are float32
+            if params.block_scale.dtype == torch.float8_e8m0fnu:  # the op takes float32, as inputs' scales are
                 replace_parameter(layer, params.block_scale_attr, params.block_scale.data.float())
             scale = self._get_layer_params(layer).block_scale.data
             if native_kernel.wants_fragments(layer, params.weight, ops.block_scaled_mm, scale, self.config.out_dtype):

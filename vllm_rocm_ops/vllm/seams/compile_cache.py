@@ -1,7 +1,8 @@
 """Seam: a fingerprint of the ops in vLLM's configuration.
 
-vLLM's compile cache is keyed by its environment and configuration. It does not know what a plugin replaced, so a graph
-that was compiled without the ops, or with other ones, would be loaded and run. `additional_config` is hashed into the key.
+vLLM's compile cache is keyed by vLLM's environment and configuration, and not by what a plugin replaced. A graph that was
+compiled without the ops, or with other ops, would be loaded and run. vLLM hashes `additional_config` into the key, so the
+fingerprint goes there.
 """
 
 import hashlib
@@ -17,7 +18,8 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
 def fingerprint() -> str:
-    """Version, active seams, the weights' order and a hash of the code objects' stamps; those that cannot be read, by name."""
+    """The version, the active seams, the order of weights, a hash of the code objects' stamps, and the names of stamps that
+    cannot be read."""
     stamps, unreadable = hashlib.sha256(), []
     for stamp in sorted(launches.CODE.glob("*/*.json")):
         try:
@@ -32,7 +34,7 @@ def fingerprint() -> str:
 
 
 def mark(vllm_config) -> None:
-    """Put the fingerprint into a configuration, and into the log: only now vLLM has set logging up."""
+    """Put the fingerprint into a configuration and into the log. vLLM has set up logging by now, not earlier."""
     if not isinstance(vllm_config.additional_config, dict):
         logger.warning("vllm-rocm-ops: additional_config is no dict. After an update, clear vLLM's compile cache.")
         return
@@ -42,7 +44,7 @@ def mark(vllm_config) -> None:
 
 
 def probe() -> None:
-    """`VllmConfig` has the hashed field, and the platform completes configurations."""
+    """`VllmConfig` has the field `additional_config`, and the platform completes configurations."""
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
 

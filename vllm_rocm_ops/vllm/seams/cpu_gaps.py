@@ -1,10 +1,10 @@
-"""Seam, CPU only: what vLLM's CPU build lacks for FP8 models, so that they run, and are tested, on any machine."""
+"""Seam, CPU only: what vLLM's CPU build lacks for FP8 models, so that FP8 models can be tested on any machine."""
 
 from vllm_rocm_ops.vllm import seam
 
 
 def probe() -> None:
-    """The names that are replaced or called exist."""
+    """The functions that the seam replaces or calls exist."""
     import torch
     from vllm import _custom_ops
     from vllm.model_executor.layers.fusion import fused_act_quant
@@ -26,7 +26,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Fill the gaps."""
+    """Replace what does not work on CPU."""
     import torch
     from vllm import _custom_ops
     from vllm.model_executor.layers.activation import SiluAndMul
@@ -35,7 +35,7 @@ def install() -> None:
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, kFp8StaticTensorSym
 
-    # Loading a checkpoint with one scale per tensor quantizes again, through an op that is an empty placeholder on CPU.
+    # Loading a checkpoint with one scale per tensor quantizes the weight again by an op that does nothing on CPU.
     without_gap = _custom_ops.scaled_fp8_quant
 
     def scaled_fp8_quant(
@@ -55,13 +55,14 @@ def install() -> None:
 
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
 
-    # vLLM's own fused row calls an op that CPU builds do not have.
+    # vLLM's own row for this key calls an op that CPU builds lack.
     _FUSED_ACT_QUANT.pop((SiluAndMul, kFp8StaticTensorSym), None)
 
-    # vLLM's attention uses AMX tiles, which Linux grants a process that asks. Products in fp32 ask; not every model has any.
+    # vLLM's attention uses AMX tiles, for which a process must ask Linux. A GEMM in fp32 asks, but not every model
+    # has one.
     torch.cpu._init_amx()
 
-    # A CPU has no device capability, which reads as a GPU that needs Marlin.
+    # vLLM takes a device without a capability, such as a CPU, for a GPU that needs Marlin.
     construct = FBGEMMFp8Config.__init__
 
     def __init__(self, *arguments, **keywords):

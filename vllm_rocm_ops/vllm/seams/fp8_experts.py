@@ -1,12 +1,12 @@
-"""Seam: FP8 experts run our `fused_experts` for few tokens, see experts.py: with scales per 128x128 block, tensor or channel.
+"""Seam: FP8 experts with scales per 128x128 block, tensor or channel run our `fused_experts` for few tokens, see experts.py.
 
-Activations are quantized as vLLM does, but for the dynamic scheme per tensor: ours have one scale per token then.
+Activations are quantized as vLLM quantizes them, except with one dynamic scale per tensor: our op has one scale per token then.
 """
 
 from vllm_rocm_ops.vllm import experts, seam
 
 OURS: list[type] = []
-"""Our classes, the first to be asked first."""
+"""Our classes, in the order in which they are asked."""
 
 
 def probe() -> None:
@@ -27,11 +27,11 @@ SCHEMES = (
     ("kFp8StaticTensorSym", "kFp8DynamicTensorSym"),
     ("kFp8StaticTensorSym", "kFp8StaticTensorSym"),
 )
-"""vLLM's names of what weights and activations can be."""
+"""vLLM's names of the pairs (weight key, activation key) that our op takes."""
 
 
 def install() -> None:
-    """Ask our experts first."""
+    """Have vLLM ask our experts first."""
     from vllm.model_executor.layers.fused_moe.oracle import fp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 

@@ -1,7 +1,7 @@
-"""Seam: models whose norms and activations know the linear that reads their result.
+"""Seam: models whose norms and activations know the linear that reads their result, their consumer.
 
-vLLM links an activation to its linear in some models, and a norm to its linear nowhere. The consumers are set after a model
-is built, by subclasses (models.py) that take the place of vLLM's in its model registry.
+vLLM gives an activation its linear in some models, and a norm its linear in none. Subclasses of the models (models.py) replace
+vLLM's classes in vLLM's model registry. They set the consumers when a model has been built.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ TOUCHED = {
 
 
 def probe() -> None:
-    """The registry holds vLLM's own classes, whose files define what models.py reads. Imports no model."""
+    """The registry holds vLLM's own classes, and their files have the names that models.py reads. Imports no model."""
     from vllm import ModelRegistry
 
     for architecture, module in ARCHITECTURES.items():
@@ -44,7 +44,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Register the subclasses by name: the models are imported when vLLM wants one."""
+    """Register the subclasses by name, so that a model is imported only when vLLM needs it."""
     from vllm import ModelRegistry
 
     for architecture in ARCHITECTURES:

@@ -1,16 +1,16 @@
 """Seam: MX-FP8 experts (e4m3fn with one e8m0 scale per 32 of K) run our `fused_experts` for few tokens, see experts.py.
 
-On ROCm only gfx950 multiplies this format. There vLLM's Triton experts serve the rest; AITER's, where installed, come
-after ours. Layers are routed by vLLM.
+On ROCm only gfx950 has matrix instructions for this format. There vLLM's Triton experts serve all other calls. AITER's experts,
+if installed, come after ours. vLLM routes the tokens.
 """
 
 from vllm_rocm_ops.vllm import experts, seam
 
 OURS: list[type] = []
-"""Our classes, the first to be asked first."""
+"""Our classes, in the order in which they are asked."""
 
 SCHEME = "kMxfp8Static", "kMxfp8Dynamic"
-"""vLLM's names of what weights and activations are."""
+"""vLLM's names of the weight key and the activation key."""
 
 
 def probe() -> None:
@@ -25,7 +25,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Ask our experts first."""
+    """Have vLLM ask our experts first."""
     from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 

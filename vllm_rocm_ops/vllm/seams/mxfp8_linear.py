@@ -1,7 +1,7 @@
 """Seam: MX-FP8 linear layers (e4m3fn with one e8m0 scale per 32 of K) run our `mxfp8_scaled_mm` for few tokens.
 
-On ROCm only gfx950 multiplies this format. There vLLM's native kernel serves the rest (native_kernel.py) and prepares the weight,
-of which 32 rows may then share their scales; both read that.
+On ROCm only gfx950 has matrix instructions for this format. There vLLM's native kernel serves all other calls (native_kernel.py)
+and prepares the weight. The prepared weight may have one scale for 32 rows, which our op reads too.
 """
 
 import types
@@ -12,12 +12,13 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import native_kernel, seam
 
-MOST_TOKENS = 64  # that ours takes; where it wins on AMD was not measured
+MOST_TOKENS = 64  # the most that our op takes; the crossover on AMD was not measured
 GROUP = 32
 
 
 def mxfp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, native: str) -> Tensor:
-    """`mxfp8_scaled_mm` of x [M, K], quantized, and weight [N, K], or what the kernel that is kept as `native` makes of x."""
+    """`mxfp8_scaled_mm` of x [M, K], which is quantized first, and weight [N, K], or the kernel that is kept by the name
+    `native`, on x."""
 
     def theirs() -> Tensor:
         layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
@@ -39,7 +40,7 @@ native_kernel.define(mxfp8_linear, _fake)
 
 
 def probe() -> None:
-    """vLLM's table of kernels, its choice among them, their base class and its quantization op are as expected."""
+    """vLLM's table of MX-FP8 kernels, the function that chooses one, their base class and the quantization op are as expected."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
     from vllm.model_executor.layers.quantization.utils import mxfp8_utils
@@ -56,7 +57,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Put our kernel first in vLLM's table: its `register_linear_kernel` appends it to one that takes everything."""
+    """Put our kernel first in vLLM's table. `register_linear_kernel` would append it, behind a kernel that takes everything."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
     from vllm.model_executor.utils import replace_parameter
@@ -65,9 +66,9 @@ def install() -> None:
     table = linear._POSSIBLE_MXFP8_KERNELS
 
     class RocmOpsMxfp8Linear(Mxfp8LinearKernel):
-        """`mxfp8_scaled_mm`, and the kernel that vLLM would choose without it."""
+        """`mxfp8_scaled_mm` and the native kernel of a layer."""
 
-        supports_pre_processed_weights = True  # as of the native kernels: preparing only rewrites parameters
+        supports_pre_processed_weights = True  # as in the native kernels: preparation only rewrites parameters
 
         @classmethod
         def is_supported(cls, compute_capability=None):
@@ -94,7 +95,8 @@ def install() -> None:
             replace_parameter(layer, "weight_scale", layer.weight_scale.data[:n, : k // GROUP].contiguous())
 
         def apply_weights(self, layer, x, bias=None):
-            if self.native is not None and layer.weight.dtype != torch.float8_e4m3fn:  # it keeps some in bf16
+            # The native kernel keeps some weights in bf16.
+            if self.native is not None and layer.weight.dtype != torch.float8_e4m3fn:
                 return self.native.apply_weights(layer, x, bias)
             tokens, weight, weight_scale = x.reshape(-1, x.shape[-1]), layer.weight, layer.weight_scale
             if self.native is None:

@@ -1,7 +1,7 @@
-"""Seam: vLLM's `RMSNorm` runs our RMSNorm ops, quantizing too when it knows its consumer (see links.py and patches/).
+"""Seam: vLLM's `RMSNorm` runs our RMSNorm ops, which also quantize if the norm knows its consumer (see links.py and patches/).
 
-vLLM's compiler passes that look for its own RMSNorm (AITER's all-reduce with RMSNorm, its dual RMSNorm for latent
-attention) then find none. `VLLM_ROCM_OPS_SEAMS=-norm` brings them back, so that both can be measured.
+Some of vLLM's compiler passes look for vLLM's own RMSNorm: AITER's all-reduce with RMSNorm, and its dual RMSNorm for latent
+attention. They find none while this seam is on. `VLLM_ROCM_OPS_SEAMS=-norm` turns the seam off, so that both can be measured.
 """
 
 import importlib.util
@@ -10,7 +10,7 @@ from vllm_rocm_ops.vllm import seam
 
 
 def probe() -> None:
-    """`RMSNorm` is an out-of-tree replaceable `CustomOp` that picks its forward in `dispatch_forward`."""
+    """`RMSNorm` is a `CustomOp` that a plugin may replace, and chooses its forward in `dispatch_forward`."""
     from vllm.model_executor.custom_op import CustomOp, op_registry_oot
     from vllm.model_executor.layers.layernorm import RMSNorm
 
@@ -22,7 +22,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Register the subclass under vLLM's public out-of-tree API."""
+    """Register the subclass by vLLM's `register_oot`."""
     import torch
     from vllm import envs
     from vllm.model_executor.layers.layernorm import RMSNorm
@@ -30,29 +30,29 @@ def install() -> None:
     from vllm_rocm_ops.vllm import fused_quant
 
     ops, keys = torch.ops.vllm_rocm_ops, fused_quant.runnable(fused_quant.NORMS)
-    # A vLLM that offers norms the linear that reads their result, see patches/. Looked up before anything is registered.
+    # A patched vLLM passes norms the linear that reads their result, see patches/. Looked up before anything is registered.
     table = "vllm.model_executor.layers.fusion.fused_norm_quant"
     offers = importlib.util.find_spec(table) and not envs.VLLM_BATCH_INVARIANT
     fused = importlib.import_module(table)._FUSED_NORM_QUANT if offers else {}
 
     @RMSNorm.register_oot
     class RocmOpsRMSNorm(RMSNorm):
-        """vLLM's RMSNorm on our ops, for the inputs that they take."""
+        """vLLM's RMSNorm, with our ops for the inputs that they take."""
 
         consumer: tuple[torch.nn.Module, str] | None = None
-        """The one linear that reads the result, as its parent and its name there."""
+        """The one linear that reads the result: its parent module, and its name in the parent."""
 
         def dispatch_forward(self, compile_native: bool):
-            """Put our forward before the one that vLLM picked, compiled or not."""
+            """Return our forward. Keep the one that vLLM chose, compiled or not."""
             self.vllm_forward = super().dispatch_forward(compile_native)
             return self.vllm_forward if envs.VLLM_BATCH_INVARIANT else self.rocm_ops_forward
 
         def rocm_ops_forward(self, x, residual=None):
-            """Our op for the consumer that the norm knows."""
+            """Our op for the norm's consumer, if that is known."""
             return self.for_linear(x, residual, None if self.consumer is None else getattr(*self.consumer))
 
         def for_linear(self, x, residual, linear):
-            """Our op for a linear, or vLLM's forward for what the kernels do not take. Updates the residual in place."""
+            """Our op for a linear, or vLLM's forward for inputs that the kernels do not take. Updates the residual in place."""
             takes = (
                 self.variance_size_override is None
                 and self.has_weight

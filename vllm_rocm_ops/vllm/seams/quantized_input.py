@@ -1,11 +1,11 @@
 """Seam: vLLM's own FP8 linear kernels take a `QuantizedActivation` and say so.
 
-`FP8ScaledMMLinearKernel.apply_weights` already takes one, but only a few of its subclasses advertise it; the block-scaled
-kernels never take one; and `Fp8LinearMethod` and `FBGEMMFp8LinearMethod` never pass the advertisement on to the layer.
-A kernel with an `apply_weights` of its own is left alone: it may quantize in its own way.
+`FP8ScaledMMLinearKernel.apply_weights` takes one already, but only a few subclasses say so. The block-scaled kernels take none.
+`Fp8LinearMethod` and `FBGEMMFp8LinearMethod` do not tell the layer which input its kernel takes. A kernel that overrides
+`apply_weights` is left alone, as it may quantize in its own way.
 
-Weights from vLLM's weight cache come prepared: `Fp8LinearMethod` then leaves its kernel out, which is told here what it would
-have learned.
+Weights from vLLM's weight cache are prepared already. `Fp8LinearMethod` does not call its kernel's preparation then, so this
+seam tells the kernel the order of the weight, and the layer its kernel's input.
 """
 
 import functools
@@ -14,7 +14,7 @@ from vllm_rocm_ops.vllm import seam
 
 
 def probe() -> None:
-    """Both kernel base classes have the methods that are wrapped, and the layers' capability is stored as expected."""
+    """Both base classes have the methods that the seam wraps, and vLLM stores a layer's input quantization as expected."""
     import torch
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
@@ -53,14 +53,14 @@ def install() -> None:
     from vllm_rocm_ops.vllm import fused_quant, native_kernel
 
     def tell(layer, kernel) -> None:
-        """Have producers of a layer's input know what its kernel takes."""
-        # A batch-invariant layer's path through Fp8LinearMethod reads the input as a tensor.
+        """Store in a layer which quantized input its kernel takes, for the layer that makes the input."""
+        # With batch invariance, Fp8LinearMethod reads the input as a tensor.
         if kernel.input_quant_key() is not None and not envs.VLLM_BATCH_INVARIANT:
             layer.vllm_rocm_ops_column_major_scales = kernel.quant_fp8.column_major_scales
             expose_input_quant_key(layer, kernel)
 
     def advertise(base) -> None:
-        """Have kernels that use the base's `apply_weights` take what the ops make, and tell it to their layers."""
+        """Have kernels with the base's `apply_weights` say that they take quantized input, and store it in their layers."""
         construct, prepare = base.__init__, base.process_weights_after_loading
 
         @functools.wraps(construct)

@@ -1,8 +1,8 @@
-"""Seam: our experts route tokens too, where vLLM lets them: `grouped_topk` or `topk_softmax`, then `fused_experts`.
+"""Seam: our experts also route tokens, where vLLM lets them: `grouped_topk` or `topk_softmax`, then `fused_experts`.
 
-vLLM calls such experts monolithic. Against the seams fp8_experts and unquantized_experts alone, whose classes it puts itself
-before, that saves the kernels of vLLM's routing and two copies of the result. Layers that are balanced over ranks while they
-run, report where tokens went, or were quantized by Quark are routed by vLLM; so is any call that our kernels do not take.
+vLLM calls such experts monolithic. Their classes come before those of the seams fp8_experts and unquantized_experts. They save
+the kernels of vLLM's routing and two copies of the result. vLLM routes in layers with expert load balancing, in layers that
+report where tokens went, in layers that Quark quantized, and for any call that our kernels do not take.
 """
 
 import inspect
@@ -15,13 +15,13 @@ from vllm_rocm_ops.vllm import experts, native_kernel, seam
 from vllm_rocm_ops.vllm.seams import fp8_experts, unquantized_experts
 
 METHODS = {"DeepSeekV3": ("sigmoid", True), "RenormalizeNaive": ("softmax", True), "Default": ("softmax", False)}
-"""Of vLLM's methods of routing: how logits become scores, and whether the weights of a token are to sum to one."""
+"""vLLM's methods of routing: the function from logits to scores, and whether a token's weights are normalised to sum to one."""
 
 ROUTER = {
     *("use_grouped_topk", "num_expert_group", "topk_group", "scoring_func", "routed_scaling_factor"),
     "e_score_correction_bias",
 }
-"""Of the keywords of vLLM's `create_fused_moe_router`."""
+"""Keywords of vLLM's `create_fused_moe_router` that `route` uses."""
 
 APPLY = (
     *("hidden_states", "w1", "w2", "router_logits", "activation", "global_num_experts", "expert_map", "a1q_scale"),
@@ -41,8 +41,8 @@ def route(
     scale: float,
     has_native: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and ids, as vLLM's router gives them for these arguments of a layer. Where a layer `has_native` experts, that
-    router itself gives them for what our kernels do not take."""
+    """The weights and ids that vLLM's router returns for these arguments of a layer. If the layer `has_native` experts, vLLM's
+    router itself runs for calls that our kernels do not take."""
     scoring_func, renormalize = method
 
     def theirs() -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def route(
 
 
 def takes(method: tuple[str, bool], config) -> bool:
-    """Whether kernels route for layers of this configuration. Their groups are known only when they are called."""
+    """Whether kernels route for layers of this configuration. A layer's groups are known only at a call."""
     scoring_func, renormalize = method
     logits = torch.empty(1, config.num_experts, dtype=config.router_logits_dtype, device="meta")
     what = logits, config.experts_per_token, renormalize
@@ -95,18 +95,18 @@ def router_factory():
 
 
 def is_padding(tokens: int) -> Tensor | None:
-    """Which tokens only fill a captured graph: vLLM's routers without groups send them to no expert."""
+    """Which tokens only pad a captured graph's batch. vLLM's routers without groups send these to no expert."""
     from vllm.model_executor.layers.fused_moe.router import fused_topk_router
 
     return fused_topk_router._get_padding_mask(tokens)
 
 
 def kept_by() -> str:
-    """What of vLLM's configuration keeps routing with vLLM; empty if nothing does."""
+    """Which part of vLLM's configuration needs vLLM's own routing. Empty if none does."""
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config()
-    outputs = getattr(config, "aux_output_config", config.model_config)  # from 0.31 on; before
+    outputs = getattr(config, "aux_output_config", config.model_config)  # model_config: before vLLM 0.31
     if getattr(outputs, "enable_return_routed_experts", False):
         return "a report of where tokens went"
     quark = config.quant_config is not None and config.quant_config.get_name() == "quark"
@@ -114,7 +114,7 @@ def kept_by() -> str:
 
 
 def monolithic(modular: type) -> type:
-    """Our class of experts that route tokens, for what a modular one serves."""
+    """Our class of experts that route tokens, for the layers that a modular class serves."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
 
@@ -187,7 +187,7 @@ def monolithic(modular: type) -> type:
 
 
 def probe() -> None:
-    """One of the seams whose classes this one comes before is on, and vLLM's class of such experts is as expected."""
+    """fp8_experts or unquantized_experts is on, and vLLM's class of monolithic experts is as expected."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
     from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
@@ -208,7 +208,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Ask ours that route first."""
+    """Have vLLM ask our experts that route first."""
     for ours in (fp8_experts.OURS, unquantized_experts.OURS):
         for modular in ours[::-1]:
             experts.register_first(monolithic(modular), ours)

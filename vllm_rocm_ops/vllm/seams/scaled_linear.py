@@ -1,9 +1,9 @@
 """Seam: FP8 linear layers with scales per tensor, per token or per output channel run our `scaled_mm` for few tokens.
 
-vLLM's native kernel, where there is one, serves the rest (native_kernel.py) and prepares the weight, so the layout suits both:
-rows of K, on ROCm often padded, or the order of AITER's tuned kernels, which is our fragment order. With
-`VLLM_ROCM_OPS_SHUFFLE=1` every weight is put in fragment order at loading. No other kernel of vLLM's reads that, so ours
-then serves any number of tokens; off by default, because vLLM's are better at many.
+vLLM's native kernel, if there is one, serves all other calls (native_kernel.py) and prepares the weight. Our op reads both
+layouts that it may leave: rows of K, on ROCm often padded, or the order of AITER's tuned kernels, which is our fragment order.
+With `VLLM_ROCM_OPS_SHUFFLE=1` every weight is put in fragment order at loading. The native kernel does not read that order,
+so our op then serves any number of tokens. It is off by default, because vLLM's kernels are faster for many tokens.
 """
 
 import torch
@@ -13,8 +13,8 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.families.weight_layout import shuffle_weight
 from vllm_rocm_ops.vllm import native_kernel, seam
 
-MOST_TOKENS = 64  # that ours takes; where it wins on AMD was not measured
-BESIDE_CUTLASS = 32  # the same on NVIDIA: 64 took 1.04 of the time without ours (a step of Llama-3.1-405B, four H200)
+MOST_TOKENS = 64  # the most that our op takes; the crossover on AMD was not measured
+BESIDE_CUTLASS = 32  # on NVIDIA. With 64, a step of Llama-3.1-405B on four H200 took 1.04 of the time without the op
 
 
 def scaled_linear(
@@ -27,7 +27,7 @@ def scaled_linear(
     in_fragments: bool,
     native: str,
 ) -> Tensor:
-    """`scaled_mm`, or what the kernel that is kept as `native` makes of the same arguments. The weight b is as that left it."""
+    """`scaled_mm`, or the kernel that is kept by the name `native`, on the same arguments. The native kernel prepared b."""
 
     def theirs() -> Tensor:
         shape = [a.shape[0], b.numel() // a.shape[1]]
@@ -54,7 +54,7 @@ native_kernel.define(scaled_linear, _fake)
 
 
 def probe() -> None:
-    """vLLM's table of kernels, its choice among them and their base class are as expected."""
+    """vLLM's table of FP8 kernels, the function that chooses one and their base class are as expected."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
 
@@ -69,7 +69,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Put our kernel first in vLLM's table: its `register_linear_kernel` appends it to kernels that take everything."""
+    """Put our kernel first in vLLM's table. `register_linear_kernel` would append it, behind kernels that take everything."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
     from vllm.model_executor.utils import replace_parameter
@@ -77,7 +77,7 @@ def install() -> None:
     table = linear._POSSIBLE_FP8_KERNELS
 
     class RocmOpsScaledLinear(FP8ScaledMMLinearKernel):
-        """`scaled_mm`, and the kernel that vLLM would choose without it."""
+        """`scaled_mm` and the native kernel of a layer."""
 
         @classmethod
         def is_supported(cls, compute_capability=None):
@@ -99,16 +99,16 @@ def install() -> None:
             native = self.native_class(c)
             self.native = native and native(c, layer_param_names)
             self.native_name = native and native_kernel.keep(self.native)
-            self.order = None if self.native else "plain"  # until it is known, vLLM's kernel runs
+            self.order = None if self.native else "plain"  # None: not known yet, the native kernel runs
 
         def process_weights_after_loading(self, layer):
             name, order = self.layer_param_names[0], "plain"
             if self.native is not None:
-                # A copy, as vLLM may write what it prepares into the same memory.
+                # A copy, as vLLM may prepare the weight in place.
                 before = native_kernel.rows_of(getattr(layer, name).data).clone()
                 self.native.process_weights_after_loading(layer)
                 order = native_kernel.order(getattr(layer, name).data, before)
-                del before  # a whole weight; what follows may make another
+                del before  # frees a whole weight before the next copy is made
             super().process_weights_after_loading(layer)
             weight = getattr(layer, name).data
             fragments = layer, weight, ops.scaled_mm, self._get_layer_params(layer)[1].data, self.config.out_dtype

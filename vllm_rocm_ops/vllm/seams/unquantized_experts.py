@@ -3,7 +3,7 @@
 from vllm_rocm_ops.vllm import experts, seam
 
 OURS: list[type] = []
-"""Our classes, the first to be asked first."""
+"""Our classes, in the order in which they are asked."""
 
 
 def probe() -> None:
@@ -15,7 +15,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Ask our experts first."""
+    """Have vLLM ask our experts first."""
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
     backend = unquantized.UnquantizedMoeBackend.TRITON

@@ -1,8 +1,8 @@
 """Seam, GPUs only: linear layers in bf16 and fp16, as lm_head and routers are, run our `unquantized_gemm` for few tokens.
 
-vLLM's own function serves the rest: on ROCm an op with its own choice of kernels, on CUDA PyTorch's. Compiler passes for
-AITER that look for that op beside a norm no longer find it, unless vLLM has the patch for it, see patches/; where our norm is
-in place they do not find that either.
+vLLM's own function serves all other calls: on ROCm a torch op that chooses among kernels, on CUDA PyTorch's linear. vLLM's
+compiler passes for AITER that look for this torch op beside a norm find it only with the patch for it, see patches/. While the
+seam norm is on, these passes find no norm of vLLM's either.
 """
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import native_kernel, seam
 
-MOST_TOKENS = 16  # that ours takes; where it wins on AMD was not measured
+MOST_TOKENS = 16  # the most that our op takes; the crossover on AMD was not measured
 
 
 def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`unquantized_gemm`, or what vLLM's own function makes of the same arguments."""
+    """`unquantized_gemm`, or vLLM's own function on the same arguments."""
 
     def theirs() -> Tensor:
         if replaced() == "default_unquantized_gemm":
@@ -33,7 +33,7 @@ native_kernel.define(unquantized_linear, _fake)
 
 
 def few_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """`unquantized_gemm`, or None for what it leaves to vLLM's own."""
+    """`unquantized_gemm`, or None for calls that it does not take."""
     return native_kernel.run_or_native(lambda: None, ops.unquantized_gemm, MOST_TOKENS, x, weight, bias)
 
 
@@ -45,7 +45,7 @@ def replaced() -> str:
 
 
 def probe() -> None:
-    """vLLM's function for this platform is what its dispatch gives to layers, and the one for ROCm calls an op."""
+    """vLLM's dispatch returns its function for this platform, and the function for ROCm calls a torch op."""
     from vllm.model_executor.layers import utils
 
     theirs = getattr(utils, replaced())
@@ -55,7 +55,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Have vLLM's op ask ours first where it can, else replace the function where vLLM's dispatch looks it up."""
+    """Register our op with vLLM's if this vLLM lets plugins do so, else replace the function where vLLM's dispatch finds it."""
     from vllm import envs
     from vllm.model_executor.layers import utils
 
