@@ -173,7 +173,7 @@ def versus(lines: Iterable[dict], peers: str = "") -> str:
     return f"{statistics.geometric_mean(ratios):.2f}x{peers}, least {min(ratios):.2f}x" if ratios else ""
 
 
-# Summaries, for the README
+# Summaries, for the README and the page on measuring
 
 
 def single_ops() -> str:
@@ -262,9 +262,9 @@ def str_and_numbers(case: tuple) -> tuple:
     return tuple((value is None, value or 0) if not isinstance(value, str) else value for value in case)
 
 
-def engine() -> str:
-    """Decode through vLLM's engine, with the ops and without: a table for each way in which it was measured. Of a model that was
-    measured as vLLM compiles it, nothing else."""
+def engine(tables: slice = slice(None)) -> str:
+    """Decode through vLLM's engine, with the ops and without. There is a table for each way in which it was measured, compiled as
+    vLLM does by default first; `tables` selects some. A model that was measured compiled is in that table only."""
     ways: dict[str, list[tuple]] = {}
     runs = [(*run, json.loads(run[2].read_text())["command"]) for run in engine_runs()]
     compiled = {sides["with"][0]["model_id"] for _, sides, _, command in runs if not lacking(command)}
@@ -284,7 +284,8 @@ def engine() -> str:
             + (f"{without:.2f}", f"{ours:.2f}", times([latency_report.speedup(sides)]))
         )
     header = ("model", "GPU", "layers", "batch", "without, ms per token", "with", "ratio")
-    return "\n\n".join(f"{caption}\n\n{markdown(header, body)}" for caption, body in ways.items()) or "Nothing yet."
+    made = [f"{caption}\n\n{markdown(header, body)}" for caption, body in ways.items()]
+    return "\n\n".join(made[tables]) or "Nothing yet."
 
 
 def way(result: dict, command: str) -> str:

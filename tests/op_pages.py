@@ -24,6 +24,7 @@ SEAMS = ROOT / "vllm_rocm_ops" / "vllm"
 MODELS, TP = ("llama-3.1-405b-fp8", "deepseek-v3"), 8
 WIDTH = 120
 EXAMPLE = {"op": "fused_add_rms_norm_static_fp8_quant", "shape": "1x16384", "arch": "MI300X"}
+GUIDES = ("measuring", "tuning", "development", "architecture", "emulator", "CHANGELOG")
 WRITTEN = "<!-- Written by `python tests/readme.py`: change what it is made of, not this page. -->"
 FIRST = next(iter(archs.ARCHS))
 
@@ -465,6 +466,7 @@ def index() -> str:
         markdown(("op", "computes", *archs.ARCHS), rows),
         "Which kernel a call runs, and why:",
         explanation(),
+        "Other pages: " + ", ".join(f"[{name.lower()}]({name}.md)" for name in GUIDES) + ".",
     )
     return wrapped("\n\n".join(parts))
 

@@ -2,6 +2,7 @@
 `<!-- /name -->`, and the pages of the ops: python tests/readme.py"""
 
 import ast
+import functools
 import inspect
 import itertools
 import pathlib
@@ -12,6 +13,7 @@ from collections.abc import Callable
 import measurements
 import op_pages
 from measurements import RESULTS, ROOT, markdown
+from op_pages import DOCS
 
 from vllm_rocm_ops import envs
 from vllm_rocm_ops import op as op_module
@@ -74,13 +76,17 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     README: {
         "unmeasured": measurements.unmeasured,
         "switches": switches,
-        "engine": measurements.engine,
+        "engine": functools.partial(measurements.engine, slice(1)),
+        "ops": families,
+    },
+    DOCS / "measuring.md": {
+        "unmeasured": measurements.unmeasured,
+        "engine": functools.partial(measurements.engine, slice(1, None)),
         "decode": measurements.decode_summary,
         "experts": measurements.experts_summary,
         "single ops": measurements.single_ops,
-        "ops": families,
     },
-    ROOT / "vllm_rocm_ops" / "docs" / "architecture.md": {"tree": tree},
+    DOCS / "architecture.md": {"tree": tree},
     RESULTS / "README.md": {
         "profiles": measurements.profiles,
         "engine": measurements.engine_commands,

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import fnmatch
 import graphlib
 import os
@@ -14,14 +15,22 @@ import sys
 import pytest
 import readme
 from measurements import in_git
-from op_pages import DOCS, launches_of
+from op_pages import DOCS, GUIDES, launches_of
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import envs, launch
 from vllm_rocm_ops import op as op_module
+from vllm_rocm_ops.vllm import seam
 
 ROOT = readme.ROOT
 LARGEST_FILE = 200_000
+LARGEST_CODE, LARGEST_README = 20 * 1024, 8 * 1024
+LARGER_CODE = {  # may lose entries, and gets none
+    "serving_benchmarks/decode_step.py",
+    "vllm_rocm_ops/model_layers.py",
+    "vllm_rocm_ops/ops/fused_experts.py",
+    "vllm_rocm_ops/ops/moe_routing.py",
+}
 needs_git = pytest.mark.skipif(not in_git(), reason="git alone knows the order of a day's results, and what is tracked")
 
 
@@ -184,7 +193,6 @@ def test_every_launch_fits_its_arch():
 
 TEXT = (".py", ".sh", ".cpp", ".h", ".hip", ".md", ".toml")
 SCRIPTS = "serving_benchmarks"
-WRITTEN = ("CHANGELOG.md", "architecture.md", "emulator.md")  # pages that nothing generates
 
 
 def test_environment_variables_are_declared_and_used():
@@ -338,6 +346,13 @@ def test_no_binaries_and_nothing_large():
         assert b"\0" not in content, f"{name(path)} is binary"
 
 
+def test_code_files_are_small():
+    code = [path for path in FILES if path.suffix in (".py", ".h", ".hip", ".cpp", ".sh")]
+    large = {name(path) for path in code if path.stat().st_size > LARGEST_CODE and not name(path).startswith("tests/")}
+    assert large - LARGER_CODE == set(), f"divide these: more than {LARGEST_CODE} bytes"
+    assert LARGER_CODE - large == set(), "take these out of LARGER_CODE"
+
+
 def test_nothing_is_left_for_later():
     words = r"TO[D]O|FIX[M]E|XX[X]|pytest\.ski[p]\(|xfai[l]|NotImplemented[E]rror"
     code = [path for path in FILES if path.suffix in (".py", ".h", ".hip", ".cpp", ".sh")]
@@ -379,6 +394,7 @@ def test_a_user_reads_once_what_a_bare_system_lacks(tmp_path, command):
         [shutil.which("bash"), str(ROOT / command)], capture_output=True, text=True, check=False, env=environment
     )
     packages = "python3 python3-venv python3-dev g++ libnuma1"
+    assert f"`sudo apt-get install -y {packages}`" in readme.README.read_text()
     message = f"Please install first (names of Debian and Ubuntu): sudo apt-get install -y {packages}\n"
     assert (result.returncode, result.stdout, result.stderr) == (1, "", message)
 
@@ -389,7 +405,32 @@ def test_what_is_generated_is_fresh():
     documents = readme.documents()
     stale = [name(path) for path, text in documents.items() if not path.exists() or path.read_text() != text]
     assert not stale, "run: python tests/readme.py"
-    assert set(DOCS.glob("*")) == {path for path in documents if path.parent == DOCS} | {DOCS / n for n in WRITTEN}
+    assert set(DOCS.glob("*")) == {path for path in documents if path.parent == DOCS} | {
+        DOCS / f"{page}.md" for page in GUIDES
+    }
+
+
+def test_the_readme_is_short():
+    written = re.sub(r"<!-- ([\w ]+) -->.*?<!-- /\1 -->", "", readme.README.read_text(), flags=re.DOTALL)
+    assert len(written.encode()) <= LARGEST_README
+
+
+def test_the_readme_links_every_guide():
+    missing = [page for page in GUIDES if f"(vllm_rocm_ops/docs/{page}.md)" not in readme.README.read_text()]
+    assert not missing
+
+
+def test_the_readme_states_what_the_package_requires():
+    section = readme.README.read_text().partition("\n## Requirements\n")[2].partition("\n## ")[0]
+    project = (ROOT / "pyproject.toml").read_text()
+    assert set(re.findall(r"MI\d+X", section)) == set(archs.PRODUCTS)
+    first, last = {field.name: field for field in dataclasses.fields(seam.Seam)}["versions"].default
+    assert f"| vLLM | {first} to {last}. " in section
+    assert f"| torch | {re.search(r'torch>=([0-9.]+)', project)[1]} or newer" in section
+    assert f"| Python | {re.search(r'requires-python = .>=([0-9.]+)', project)[1]} or newer |" in section
+    driver = (ROOT / "csrc" / "runtime" / "driver.cpp").read_text()
+    releases = " or ".join(sorted(set(re.findall(r"libamdhip64\.so\.(\d+)", driver))))
+    assert f"| ROCm | the driver library of ROCm {releases} |" in section
 
 
 @pytest.mark.parametrize("page", files("*.md"), ids=name)
