@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 from dataclasses import replace
@@ -36,87 +37,112 @@ ARCH_CASES = [(name, arch) for name, instruction in MATRIX.items() for arch in i
 
 
 @cache
-def calculator() -> tuple[dict[str, list[str]], list[tuple[str, str, list[str], list[list[str]]]]]:
-    """The facts of every instruction, and (operand, mnemonic, columns, cells of 64 lanes) of every layout."""
+def calculator() -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
+    """The facts of every instruction, the last a hash of its layouts; and the layouts of some instructions, by operand."""
     facts, *layouts = re.sub(r"^#.*\n", "", ISA.read_text(), flags=re.MULTILINE).strip().split("\n\n")
-    parsed = []
-    for text in layouts:
-        names, columns, *lanes = text.split("\n")
+    parsed: dict[str, dict[str, str]] = {}
+    for layout in layouts:
+        names, text = layout.split("\n", 1)
         operand, *mnemonics = names.split()
-        cells = [lane.split() for lane in lanes]
-        parsed += [(operand, mnemonic, columns.split(), cells) for mnemonic in mnemonics]
+        for mnemonic in mnemonics:
+            parsed.setdefault(mnemonic, {})[operand] = text
     return {row.split()[0]: row.split()[1:] for row in facts.split("\n")}, parsed
 
 
-def bit_range(column: str) -> tuple[int, int]:
-    """First and last bit, counted through the operand's registers, of a column: v1, v0[15:8] or v[3:2]."""
-    register, low, high = re.fullmatch(r"v(\d*)(?:\[(?P<high>\d+):(?P<low>\d+)\])?", column).group(1, "low", "high")
-    if register == "":
-        return 32 * int(low), 32 * int(high) + 31
-    return 32 * int(register) + int(low or 0), 32 * int(register) + int(high or 31)
+def column_name(first: int, bits: int) -> str:
+    """Bits of an operand's registers as the calculator names them: v1, v0[15:8] or v[3:2]."""
+    register, low = divmod(first, 32)
+    if bits > 32:
+        return f"v[{register + 1}:{register}]"
+    return f"v{register}" if bits == 32 else f"v{register}[{low + bits - 1}:{low}]"
 
 
-def mismatches(layout: Layout, operand: str, columns: list[str], cells: list[list[str]], group: int = 1) -> list[str]:
-    """What a layout says otherwise than the calculator. `group`: places along k that a stored value can stand for, by pairs."""
-    wrong, seen = [], 0
-    for lane, column in itertools.product(range(LANES), range(len(columns))):
-        first, last = bit_range(columns[column])
-        cell = cells[lane][column]
-        row, place, end, block = re.fullmatch(r"(\d+),(\d+)(?:-(\d+))?(?:\.(\d+))?", cell).groups(default="0")
-        row, place, block = int(row), int(place), int(block)
-        if group == 1:
-            stored = [place]
-        else:
-            assert int(end) == place + 3 and place % 4 == 0
-            stored = [place // 2, place // 2 + 1]
-        if operand == "B":
-            where = [(block, place, row)]  # calculator: B[k][j]; layout: [block, j, k]
-        else:
-            where = [(block, row, k) for k in stored]
-        bits = [(int(layout.lane[x]), int(layout.item[x]) * layout.bits) for x in where]
-        expected = [(lane, first + n * layout.bits) for n in range(len(where))]
-        seen += len(where)
-        if bits != expected or last != expected[-1][1] + layout.bits - 1:
-            wrong.append(f"lane {lane} {columns[column]}: {cell}, got lane and bit {bits}")
-    if seen != layout.lane.size:
-        wrong.append(f"the calculator places {seen} elements, the layout {layout.lane.size}")
-    return wrong
+def calculator_text(layout: Layout, operand: str, sparse: bool) -> str:
+    """A layout as the calculator prints it. In a sparse operand, a pair of items stands for four places along k."""
+    items, blocks = 2 if sparse else 1, layout.lane.shape[0]
+    columns = range(0, layout.items, items)
+    cells: dict[tuple[int, int], list[str]] = {}
+    for block, row, k in np.ndindex(layout.lane.shape):
+        place = f"{4 * (k // 2)}-{4 * (k // 2) + 3}" if sparse else k
+        cell = f"{place},{row}" if operand == "B" else f"{row},{place}"  # the layout of B is [block, j, k]
+        cell += f".{block}" if blocks > 1 else ""
+        lane, item = int(layout.lane[block, row, k]), int(layout.item[block, row, k])
+        # The items of a pair are consecutive along k.
+        found = cells.setdefault((lane, item // items), [])
+        found += [cell] if item % items == k % items else ["out of order"]
+    lines = [
+        " ".join("/".join(dict.fromkeys(cells.get((lane, column // items), ["nothing"]))) for column in columns)
+        for lane in range(LANES)
+    ]
+    names = (column_name(column * layout.bits, items * layout.bits) for column in columns)
+    return "\n".join((" ".join(names), *lines))
 
 
-def layout_of(instruction: MatrixInstruction, operand: str) -> tuple[Layout, int]:
-    """An operand's layout, and the places along k per stored pair."""
-    if operand == "D":
-        return instruction.d_layout, 1
-    if operand == "B":
-        return instruction.b_layout(), 1
+def layouts_of(instruction: MatrixInstruction) -> dict[str, Layout]:
+    """The layouts of an instruction's operands, and of the index where A is sparse."""
     a = instruction.a_layout()
-    return (Layout(a.lane, a.item, 2) if operand == "index" else a), 4 if instruction.sparse else 1
+    layouts = {"A": a, "B": instruction.b_layout(), "D": instruction.d_layout}
+    return layouts | ({"index": Layout(a.lane, a.item, 2)} if instruction.sparse else {})
+
+
+def texts_of(instruction: MatrixInstruction, layouts: dict[str, Layout]) -> dict[str, str]:
+    """An instruction's layouts as the calculator prints them."""
+    return {
+        operand: calculator_text(layout, operand, instruction.sparse and operand in ("A", "index"))
+        for operand, layout in layouts.items()
+    }
+
+
+def hash_of(texts: dict[str, str]) -> str:
+    """The hash that the file has of an instruction's layouts."""
+    text = "\n\n".join(f"{operand}\n{text}" for operand, text in texts.items())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @pytest.mark.parametrize("mnemonic", [name for name, found in MATRIX.items() if "gfx942" in found.archs])
 def test_gfx942_layouts_are_the_calculators(mnemonic):
-    found = 0
-    for operand, name, columns, cells in calculator()[1]:
-        if name == mnemonic:
-            layout, group = layout_of(MATRIX[mnemonic], operand)
-            assert mismatches(layout, operand, columns, cells, group) == []
-            found += 1
-    assert found == (4 if MATRIX[mnemonic].sparse else 3)
+    facts, texts = calculator()
+    found = texts_of(MATRIX[mnemonic], layouts_of(MATRIX[mnemonic]))
+    for operand, text in texts.get(mnemonic, {}).items():
+        assert found[operand].split("\n") == text.split("\n"), operand
+    assert hash_of(found) == facts[mnemonic][-1]
 
 
 @pytest.mark.parametrize("operand", ["A", "B", "D", "index"])
 def test_a_wrong_lane_does_not_pass_the_comparison(operand):
     """Swapping two lanes, or two items of one lane, of any layout is seen."""
     for name in ("v_mfma_f32_16x16x32_fp8_fp8", "v_mfma_f32_4x4x4_16b_f16", "v_smfmac_f32_32x32x32_fp8_fp8"):
-        for found, mnemonic, columns, cells in calculator()[1]:
-            if mnemonic != name or found != operand:
-                continue
-            layout, group = layout_of(MATRIX[name], operand)
-            swap = np.arange(LANES)
-            swap[[5, 40]] = swap[[40, 5]]
-            assert len(mismatches(layout.through(swap), operand, columns, cells, group)) == 2 * len(columns)
-            item = np.where(layout.lane == 17, layout.item[::1] ^ 1, layout.item)
-            assert mismatches(replace(layout, item=item), operand, columns, cells, group)
+        layouts = layouts_of(MATRIX[name])
+        if operand not in layouts:
+            continue
+        texts, layout = texts_of(MATRIX[name], layouts), layouts[operand]
+        swap = np.arange(LANES)
+        swap[[5, 40]] = swap[[40, 5]]
+        swapped = texts_of(MATRIX[name], layouts | {operand: layout.through(swap)})
+        different = [pair[0] != pair[1] for pair in zip(*(t[operand].split("\n") for t in (texts, swapped)))]
+        assert [line for line, differs in enumerate(different) if differs] == [
+            1 + 5,
+            1 + 40,
+        ]  # behind the columns' names
+        item = np.where(layout.lane == 17, layout.item ^ 1, layout.item)
+        for wrong in (layout.through(swap), replace(layout, item=item)):
+            changed = hash_of(texts_of(MATRIX[name], layouts | {operand: wrong}))
+            assert changed != hash_of(texts) == calculator()[0][name][-1]
+
+
+def test_layouts_are_there_of_the_instructions_that_kernels_use():
+    used = set()
+    for path in (launch.CODE / "gfx942").glob("*.co"):
+        code = CodeObject(path)
+        for kernel in code.kernels.values():
+            instructions = decode(bytes(code.image[kernel.entry : kernel.entry + kernel.size]), kernel.entry)
+            used |= {instruction.mnemonic for instruction in instructions} & MATRIX.keys()
+    there = {name for name, texts in calculator()[1].items() if texts.keys() == layouts_of(MATRIX[name]).keys()}
+    missing = {name: texts_of(MATRIX[name], layouts_of(MATRIX[name])) for name in used - there}
+    assert not missing, "append these, whose hashes are right:\n\n" + "\n\n".join(
+        f"{operand} {name}\n{text}" for name, of_name in missing.items() for operand, text in of_name.items()
+    )
+    assert used == calculator()[1].keys(), "no kernel uses the others"
 
 
 def test_gfx942_cycles_and_registers_are_the_calculators():
@@ -125,7 +151,7 @@ def test_gfx942_cycles_and_registers_are_the_calculators():
     for name, expected in facts.items():
         instruction = MATRIX[name]
         layouts = instruction.a_layout(), instruction.b_layout(), instruction.d_layout
-        assert [instruction.cycles("gfx942"), *(layout.dwords for layout in layouts)] == [int(n) for n in expected]
+        assert [instruction.cycles("gfx942"), *(layout.dwords for layout in layouts)] == [int(n) for n in expected[:-1]]
 
 
 # Layouts of gfx950: the tables of the CDNA4 ISA document
