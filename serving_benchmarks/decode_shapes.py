@@ -2,8 +2,9 @@
 
     python serving_benchmarks/decode_shapes.py > tests/data/decode_kernels.csv
 
-The shapes are those of Llama-3.1-405B FP8 and DeepSeek-V3 as one rank of each way to divide them sees them. Left out is what
-is no product with one weight [N, K]: norms, activations, routed experts.
+The shapes are those of one rank of Llama-3.1-405B FP8 and DeepSeek-V3, for several ways to divide the models over ranks. A linear
+layer multiplies by one weight [N, K], so norms, activations and routed experts are not among them. A layer has a row for the
+first M, and for each M where a GPU's kernel or number of blocks changes. A cell is empty where a GPU's did not change.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def decode_shapes() -> list[DecodeShape]:
 
 
 def kernels() -> list[list[str]]:
-    """A table of the shapes: what each runs on each of `GPUS`, as kernel and blocks, or why it falls back."""
+    """A table of the shapes with the kernel and blocks of each on each of `GPUS`, or the reason of a fallback."""
     table = [["model", "layer", "M", "N", "K", *GPUS]]
     for shape in decode_shapes():
         found = []
@@ -83,5 +84,19 @@ def kernels() -> list[list[str]]:
     return table
 
 
+def changes(table: list[list[str]]) -> list[list[str]]:
+    """The rows of the table where a choice changes along M, without the cells that do not change."""
+    header, *rows = table
+    first = len(header) - len(GPUS)
+    shorter, before = [header], [""] * len(header)
+    for row in rows:
+        is_same_layer = row[:2] == before[:2]
+        cells = ["" if is_same_layer and cell == old else cell for cell, old in zip(row[first:], before[first:])]
+        if any(cells):
+            shorter.append(row[:first] + cells)
+        before = row
+    return shorter
+
+
 if __name__ == "__main__":
-    csv.writer(sys.stdout, lineterminator="\n").writerows(kernels())
+    csv.writer(sys.stdout, lineterminator="\n").writerows(changes(kernels()))
