@@ -1,41 +1,49 @@
-"""Draw a decode step from the results of decode_step.py: what its time is made of, stock beside ours.
+"""Draw the kinds of work of a decode step from the results of decode_step.py, stock beside ours.
 
     python serving_benchmarks/figures.py RESULTS.jsonl ... [--batch M] [--output DIR]
 
-Two figures per model and division, each as PNG and SVG: `-share`, the kinds' shares of the time at one batch size, and
-`-batches`, their times stacked over all batch sizes. Kinds are timed alone, so that a stack is not exactly the step,
-which a diamond marks. Fills differ in hatches too, and are labelled where there is room.
+Each model and division gets two SVG files. `-share` shows each kind's share of the time at one batch size. `-batches` stacks the
+kinds' times for every batch size. The kinds are timed alone, so a stack is not exactly the step. A diamond marks the step. Fills
+differ in hatches too, and have labels where there is room.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
 import json
+import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 OUT = Path(__file__).parent / "out"
 PATHS = ("stock", "ours")
-FILLS = {  # of kinds: colour, hatch
+UPRIGHT, ACROSS, FALLING, RISING = "M3 0V8", "M0 3H8", "M0 0L8 8", "M0 8L8 0"
+FILLS = {  # by kind: colour, and the hatch of a square of 8 pixels
     "linear": ("#4e79a7", ""),
-    "moe": ("#f28e2b", "//"),
-    "norm": ("#e15759", "\\\\"),
-    "activation": ("#76b7b2", "xx"),
-    "routing": ("#59a14f", "."),
-    "lm_head": ("#edc948", "--"),
-    "attention": ("#d4d4d4", "o"),
-    "quantization": ("#b07aa1", "++"),
-    "collectives": ("#9c755f", "||"),
+    "moe": ("#f28e2b", RISING),
+    "norm": ("#e15759", FALLING),
+    "activation": ("#76b7b2", FALLING + RISING),
+    "routing": ("#59a14f", "M3 3h1v1h-1z"),
+    "lm_head": ("#edc948", ACROSS),
+    "attention": ("#d4d4d4", "M2 4L4 2L6 4L4 6z"),
+    "quantization": ("#b07aa1", UPRIGHT + ACROSS),
+    "collectives": ("#9c755f", UPRIGHT),
     "rest": ("#ffffff", ""),
 }
 USUAL_BATCH = 32
-LABELLED = {"across": 0.08, "upright": 0.015}  # the least part of a bar that has a label so
+LABELLED = {"across": 0.08, "upright": 0.015}  # the least share that gets a label in this direction
+STYLE = (
+    "text{font:11px sans-serif;text-anchor:middle;dominant-baseline:middle}.left{text-anchor:start}.right{text-anchor:end}"
+    ".label{paint-order:stroke;stroke:#fff;stroke-width:4px}.grid{stroke:#ddd}.axis{fill:none}rect,.axis,.step{stroke:#000}.step{fill:#fff}"
+)
+COLUMNS = 5  # of the legend
 
 
 def read(paths: Iterable[Path]) -> dict[str, dict[int, dict]]:
-    """The last line of each batch size, by what else a case is. Raises ValueError where there is none."""
+    """The last line of each batch size, by the rest of the case's name. Raises ValueError if there is none."""
     found: dict[str, dict[int, dict]] = {}
     for path in paths:
         for line in map(json.loads, path.read_text().splitlines()):
@@ -57,125 +65,130 @@ def _step_us(line: dict, path: str) -> float:
     return line["us"] if path == "ours" else line["peers"]["stock"]
 
 
-def _legend(figure, pyplot, kinds: Iterable[str], lines: Iterable[dict]) -> None:
-    kinds, line = set(kinds), next(iter(lines))
-    shown = [kind for kind in FILLS if kind in kinds]
-    boxes = [
-        pyplot.Rectangle((0, 0), 1, 1, facecolor=FILLS[kind][0], hatch=FILLS[kind][1], edgecolor="black")
-        for kind in shown
-    ]
-    versions = ", ".join(f"{name} {line['versions'][name]}" for name in ("vllm", "torch"))
-    left_out = f"; left out: {', '.join(line['left_out'])}" if line["left_out"] else ""
-    figure.legend(
-        boxes,
-        shown,
-        title=f"{line['gpu']}; {versions}{left_out}",
-        title_fontsize=8,
-        fontsize=8,
-        loc="outside lower center",
-        ncols=5,
-        frameon=False,
+def _text(x: float, y: float, text: str, kind: str = "", upright: bool = False) -> str:
+    kind = f' class="{kind}"' if kind else ""
+    turned = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if upright else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{kind}{turned}>{html.escape(text)}</text>'
+
+
+def _rectangle(x: float, y: float, width: float, height: float, kind: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="url(#{kind})"/>'
+
+
+def _svg(width: int, height: int, title: tuple[str, str], body: Iterable[str], lines: Iterable[dict]) -> str:
+    """A figure with its title above and, below, its legend and what was measured."""
+    lines = list(lines)
+    kinds = [kind for kind in FILLS if any(kind in of_path for line in lines for of_path in stacks(line).values())]
+    parts = [*(_text(width / 2, 12 + 14 * i, text) for i, text in enumerate(title)), *body]
+    for place, kind in enumerate(kinds):
+        x = width / 2 + 110 * (place % COLUMNS - COLUMNS / 2)
+        y = height + 40 + 18 * (place // COLUMNS)
+        parts += [_rectangle(x, y - 6, 20, 12, kind), _text(x + 26, y, kind, "left")]
+    versions = ", ".join(f"{name} {lines[0]['versions'][name]}" for name in ("vllm", "torch"))
+    left_out = f"; left out: {', '.join(lines[0]['left_out'])}" if lines[0]["left_out"] else ""
+    parts.append(_text(width / 2, height + 18, f"{lines[0]['gpu']}; {versions}{left_out}"))
+    fills = (
+        f'<pattern id="{kind}" width="8" height="8" patternUnits="userSpaceOnUse"><path fill="{color}" d="M0 0H8V8H0z"/>'
+        f'<path fill="none" stroke="#000" stroke-width=".6" d="{hatch}"/></pattern>'
+        for kind, (color, hatch) in FILLS.items()
+        if kind in kinds
     )
+    height += 40 + 18 * -(-len(kinds) // COLUMNS)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
+    background = '<path fill="#fff" d="M0 0H9999V9999H0z"/>'
+    return "\n".join((head, f"<style>{STYLE}</style>", "<defs>", *fills, "</defs>", background, *parts, "</svg>\n"))
 
 
-def share(what: str, line: dict, pyplot):
-    """Two bars, each of 100 %."""
-    figure, axis = pyplot.subplots(figsize=(9, 3.4), layout="constrained")
-    of_paths = stacks(line)
-    for place, path in enumerate(PATHS):
-        left, total = 0.0, sum(of_paths[path].values())
-        for kind, us in of_paths[path].items():
-            color, hatch = FILLS[kind]
-            part = us / total
-            axis.barh(place, part, left=left, color=color, hatch=hatch, edgecolor="black", linewidth=0.8)
-            if part >= LABELLED["upright"]:
-                _label(axis, left + part / 2, place, f"{kind} {100 * part:.0f} %", part < LABELLED["across"])
-            left += part
-    steps = {path: f"{path}\n{_step_us(line, path) / 1000:.2f} ms" for path in PATHS}
-    axis.set_yticks(range(len(PATHS)), [steps[path] for path in PATHS])
-    axis.invert_yaxis()
-    axis.set_xlim(0, 1)
-    axis.set_xticks([i / 5 for i in range(6)], [f"{20 * i} %" for i in range(6)])
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.set_title(f"Share of a decode step, batch {line['shape']['batch']}\n{what}", fontsize=10)
-    _legend(figure, pyplot, (kind for of in of_paths.values() for kind in of), [line])
-    return figure
+def share(what: str, line: dict) -> str:
+    """Two bars of 100 % each."""
+    left, wide, high = 80, 780, 90
+
+    def body() -> Iterator[str]:
+        for place, (path, kinds) in enumerate(stacks(line).items()):
+            x, y, total = float(left), 45 + place * (high + 20), sum(kinds.values())
+            yield _text(left - 8, y + high / 2 - 7, path, "right")
+            yield _text(left - 8, y + high / 2 + 7, f"{_step_us(line, path) / 1000:.2f} ms", "right")
+            for kind, us in kinds.items():
+                part = us / total
+                yield _rectangle(x, y, part * wide, high, kind)
+                if part >= LABELLED["upright"]:
+                    label = f"{kind} {100 * part:.0f} %"
+                    yield _text(x + part * wide / 2, y + high / 2, label, "label", part < LABELLED["across"])
+                x += part * wide
+        for tick in range(0, 101, 20):
+            yield _text(left + wide * tick / 100, 260, f"{tick} %")
+
+    title = f"Share of a decode step, batch {line['shape']['batch']}", what
+    return _svg(left + wide + 40, 270, title, body(), [line])
 
 
-def _label(axis, x: float, y: float, text: str, upright: bool) -> None:
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.85}
-    axis.text(x, y, text, ha="center", va="center", fontsize=7, rotation=90 if upright else 0, bbox=box)
-
-
-def batches(what: str, lines: dict[int, dict], pyplot):
+def batches(what: str, lines: dict[int, dict]) -> str:
     """A bar of each path for every batch size."""
-    figure, axis = pyplot.subplots(figsize=(2.5 + 1.5 * len(lines), 5.2), layout="constrained")
-    kinds: set[str] = set()
+    left, group, high, bottom = 60, 110, 300, 370
+    width = max(left + group * len(lines) + 20, 110 * COLUMNS + 20)
     highest = max(
         max(_step_us(line, path), sum(stacks(line)[path].values())) for line in lines.values() for path in PATHS
     )
-    for index, line in enumerate(lines.values()):
-        for place, path in enumerate(PATHS):
-            x, bottom = index + (place - 0.5) * 0.42, 0.0
-            for kind, us in stacks(line)[path].items():
-                color, hatch = FILLS[kind]
-                axis.bar(x, us / 1000, 0.38, bottom / 1000, color=color, hatch=hatch, edgecolor="black", linewidth=0.8)
-                bottom += us
-                kinds.add(kind)
-            step = _step_us(line, path)
-            axis.plot(x, step / 1000, marker="D", color="black", markerfacecolor="white", markersize=5)
-            top = max(step, bottom) / 1000
-            axis.annotate(
-                f"{path}\n{step / 1000:.2f}", (x, top), (0, 6), textcoords="offset points", ha="center", fontsize=7
+    scale = high / highest
+    ticks = tick_step(highest / 1000)
+
+    def body() -> Iterator[str]:
+        for index in range(math.floor(highest / 1000 / ticks) + 1):
+            y = bottom - 1000 * scale * index * ticks
+            yield f'<path class="grid" d="M{left} {y:.1f}H{width - 20}"/>' + _text(
+                left - 6, y, f"{index * ticks:g}", "right"
             )
-    axis.set_xticks(range(len(lines)), [str(batch) for batch in lines])
-    axis.set_xlabel("batch size")
-    axis.set_ylabel("ms of a decode step (diamond: the whole step)")
-    axis.set_ylim(0, 1.15 * highest / 1000)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis="y", alpha=0.25)
-    axis.set_axisbelow(True)
-    axis.set_title(f"Decode step by kind of work, stock and ours\n{what}", fontsize=10)
-    _legend(figure, pyplot, kinds, lines.values())
-    return figure
+        yield f'<path class="axis" d="M{left} {bottom - high}V{bottom}H{width - 20}"/>'
+        yield _text(16, bottom - high / 2, "ms of a decode step (diamond: the whole step)", upright=True)
+        for index, (batch, line) in enumerate(lines.items()):
+            middle = left + group * (index + 0.5)
+            yield _text(middle, bottom + 12, f"{batch}")
+            for place, (path, kinds) in enumerate(stacks(line).items()):
+                x, y = middle + 46 * (place - 0.5), float(bottom)
+                for kind, us in kinds.items():
+                    y -= us * scale
+                    yield _rectangle(x - 21, y, 42, us * scale, kind)
+                step = _step_us(line, path)
+                at = bottom - step * scale
+                yield f'<path class="step" d="M{x:.1f} {at - 5:.1f}l5 5l-5 5l-5 -5z"/>'
+                yield _text(x, min(y, at) - 24, path) + _text(x, min(y, at) - 12, f"{step / 1000:.2f}")
+        yield _text(left + group * len(lines) / 2, bottom + 28, "batch size")
+
+    return _svg(width, bottom + 34, ("Decode step by kind of work, stock and ours", what), body(), lines.values())
+
+
+def tick_step(largest: float) -> float:
+    """The least of 1, 2, 5, 10, ... and their tenths, hundredths, ... that divides an axis into at most ten parts."""
+    power = 10.0 ** math.floor(math.log10(largest / 10))
+    return next(step * power for step in (1, 2, 5, 10) if step * power * 10 >= largest)
 
 
 def stem(what: str) -> str:
-    """Of the files that show a case."""
+    """The beginning of the names of a case's files."""
     return re.sub(r"[^\w.]+", "-", what).strip("-")
 
 
 def draw(found: dict[str, dict[int, dict]], batch: int | None, output: Path) -> list[Path]:
-    """Both figures of each case, in both formats. Raises ValueError for a batch size that a case lacks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    # The same file every time, with text as such.
-    matplotlib.rcParams |= {"svg.hashsalt": "decode step", "svg.fonttype": "none"}
-    from matplotlib import pyplot
-
+    """Write both figures of each case. Raises ValueError if a case lacks the batch size."""
     output.mkdir(parents=True, exist_ok=True)
     written = []
     for what, lines in found.items():
         chosen = batch or (USUAL_BATCH if USUAL_BATCH in lines else max(lines))
         if chosen not in lines:
             raise ValueError(f"{what} has batch sizes {', '.join(map(str, lines))}, not {chosen}")
-        for name, figure in (
-            ("share", share(what, lines[chosen], pyplot)),
-            ("batches", batches(what, lines, pyplot)),
-        ):
-            for kind, metadata in (("png", {}), ("svg", {"Date": None})):
-                path = output / f"{stem(what)}-{name}.{kind}"
-                figure.savefig(path, dpi=150, metadata=metadata)
-                written.append(path)
-            pyplot.close(figure)
+        for name, figure in (("share", share(what, lines[chosen])), ("batches", batches(what, lines))):
+            path = output / f"{stem(what)}-{name}.svg"
+            path.write_text(figure)
+            written.append(path)
     return written
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", type=Path, help="files of decode_step.py")
-    parser.add_argument("--batch", type=int, help=f"of the shares; default: {USUAL_BATCH} if there, else the largest")
+    parser.add_argument(
+        "--batch", type=int, help=f"for the shares; default: {USUAL_BATCH} if measured, else the largest"
+    )
     parser.add_argument("--output", type=Path, default=OUT, help="folder; default: serving_benchmarks/out")
     options = parser.parse_args(argv)
     try:
