@@ -1,4 +1,4 @@
-"""GPU architectures: what planning a launch needs to know of them."""
+"""GPU architectures: the properties that planning a launch needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Arch:
-    """One GPU architecture, or one product of it where `compute_units` differs from the usual. `str` gives the name that
+    """One GPU architecture, or a product of that architecture with another number of compute units. `str` gives the name that
     `named` takes."""
 
     name: str
@@ -20,8 +20,8 @@ class Arch:
     fp8_dtype: torch.dtype
     compute_units: int
     lds_bytes: int
-    bandwidth_gb_s: float  # of HBM, reading
-    block_scales: bool  # matrix instructions take an e8m0 scale per 32 of K: MX formats
+    bandwidth_gb_s: float  # HBM reads
+    block_scales: bool  # matrix instructions take MX formats, with an e8m0 scale per 32 of K
     code_suffix: str
 
     def __str__(self) -> str:
@@ -41,8 +41,8 @@ PRODUCTS = {"MI300X": "gfx942", "MI325X": "gfx942", "MI308X": "gfx942:80", "MI35
 
 
 def named(name: str) -> Arch:
-    """The architecture that a name says: one of `ARCHS` with its usual count of compute units, followed by a colon and
-    another count, or one of `PRODUCTS`; upper and lower case are the same. Raises ValueError."""
+    """The architecture of a name: one of `ARCHS`, such a name with a number of compute units (gfx942:80), or one of `PRODUCTS`.
+    Case does not matter. Raises ValueError."""
     match = re.fullmatch(r"(\w+)(?::([1-9]\d{0,3}))?", PRODUCTS.get(name.upper(), name.lower()))
     if match is None or match[1] not in ARCHS:
         raise ValueError(f"arch must be one of {', '.join((*ARCHS, *PRODUCTS))} or like gfx942:80, got {name}")
@@ -52,7 +52,7 @@ def named(name: str) -> Arch:
 
 @functools.cache
 def of_device(index: int) -> Arch | None:
-    """The architecture of GPU `index` of this process, with its own count of compute units; None if it is not ours."""
+    """The architecture of GPU `index` of this process, with its number of compute units. None if there are no kernels for it."""
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         name = properties.gcnArchName.split(":")[0]

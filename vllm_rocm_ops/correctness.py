@@ -1,11 +1,14 @@
-"""Whether an op computes what its reference does: DESIGN's rules for results, for the tests and for `vllm-rocm-ops bench`.
+"""Whether an op computes the result of its reference: the rules for results, for the tests and for `vllm-rocm-ops bench`.
 
-A result is held against the reference in the same precision, step by step: each element may be off by at most one step of
-its format, few may be off at all, and against float64 the error may not be larger than the reference's by more than
-given factors. Errors of fp32 results that are no long sums count by each element's own size; each element of a product is
-also held to what its own terms allow. Products of whole numbers (`whole_numbers`) are exact in any order, so that bits must
-be equal. What an op updates in place is compared bit for bit. `unwritten_is_nan` has outputs start out as NaN, so that an
-element nobody wrote shows. All raise `Wrong`.
+- Against the reference in the same precision, an element of 8 or 16 bits may be off by one ULP, and few elements may be off.
+- Against float64, the error may exceed the reference's error by given factors only. For fp32 results that are no long sums,
+  errors are relative to the element.
+- An element of a matrix product may be off by what its own terms allow.
+- A matrix product of whole numbers (`whole_numbers`) is exact in any order of summation, so its bits must be the reference's.
+- Arguments that an op updates in place must have the reference's bits.
+- Outputs start as NaN (`unwritten_is_nan`), so that an element that no kernel wrote is noticed.
+
+A result that breaks a rule raises `Wrong`.
 """
 
 from __future__ import annotations
@@ -22,33 +25,38 @@ from vllm_rocm_ops.op import Case, Op, describe
 from vllm_rocm_ops.quantization import MX_SCALES
 from vllm_rocm_ops.stats import reset_stats, stats
 
-OFF_BY_ONE = 0.01  # share of elements that may be off by one step
-LARGEST_ERROR, MEAN_ERROR = 2.0, 1.1  # against float64, of the reference's
-FLOOR = 1e-6  # of the largest element, or of the absolute terms of a product: a few roundings of fp32
-SMALLEST = 2.0**-126  # of fp32, normal: an error that is always allowed
+OFF_BY_ONE = 0.01  # the share of elements that may be off by one ULP
+LARGEST_ERROR, MEAN_ERROR = 2.0, 1.1  # against float64, relative to the reference's errors
+FLOOR = 1e-6  # relative to the largest element, or to a product's sum of absolute terms: a few roundings of fp32
+SMALLEST = 2.0**-126  # the smallest normal fp32: an error that is always allowed
 PRODUCTS = (
     "scaled_mm",
     "block_scaled_mm",
     "mxfp8_scaled_mm",
     "unquantized_gemm",
 )  # ops that are linear in their operands
-HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # at most, of an element
-SMALLEST_HALF_STEP = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}
+HALF_ULP = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+    torch.float32: 2.0**-24,
+}  # at most, relative to an element
+SMALLEST_HALF_ULP = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}
 SUMS_FLOOR = {32: 2.0**-11}  # by the lanes of a wave: wgmma keeps 14 bits of a sum of e4m3 products
 
 
 class Wrong(AssertionError):
-    """A result that is not what it must be."""
+    """A result that breaks a rule."""
 
 
 def require(holds: bool, what: str) -> None:
+    """Raise `Wrong` unless a rule holds."""
     if not holds:
         raise Wrong(what)
 
 
 @contextlib.contextmanager
 def unwritten_is_nan() -> Iterator[None]:
-    """Within it, tensors that PyTorch allocates start out as NaN."""
+    """A context in which tensors that PyTorch allocates start as NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     require(torch.utils.deterministic.fill_uninitialized_memory, "torch.utils.deterministic fills no memory")
@@ -59,12 +67,12 @@ def unwritten_is_nan() -> Iterator[None]:
 
 
 def generator_of(name: str) -> torch.Generator:
-    """A generator of a case's own."""
+    """A random generator whose seed is the case's name."""
     return torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
 
 def clone(value, device: str = "cpu"):
-    """A copy with the same strides in storage of its own."""
+    """A copy with the same strides, in memory of its own."""
     if not isinstance(value, torch.Tensor):
         return value
     extent = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride())) + 1 if value.numel() else 0
@@ -72,12 +80,12 @@ def clone(value, device: str = "cpu"):
 
 
 def as_tuple(value) -> tuple:
-    """One output or several, as several."""
+    """An op's outputs as a tuple, also if there is one."""
     return value if isinstance(value, tuple) else (value,)
 
 
-def steps(x: torch.Tensor) -> torch.Tensor:
-    """The position of each element in the ordered list of its format's values; both zeros are 0."""
+def ulp_index(x: torch.Tensor) -> torch.Tensor:
+    """The position of each element in the ordered list of its format's values. Both zeros have position 0."""
     width = 8 * x.element_size()
     bits = x.contiguous().view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[width]).long() & (1 << width) - 1
     sign = bits >> (width - 1)
@@ -86,10 +94,10 @@ def steps(x: torch.Tensor) -> torch.Tensor:
 
 
 def check(
-    name: str, ours: torch.Tensor, reference: torch.Tensor, oracle: torch.Tensor, steps_apart: bool, floor: float
+    name: str, ours: torch.Tensor, reference: torch.Tensor, oracle: torch.Tensor, count_ulps: bool, floor: float
 ) -> None:
-    """Holds an output against the reference in its own precision and in float64. `steps_apart`: no element may be off by more
-    than a step; `floor` is an error that is always allowed, as a share of the largest element."""
+    """Check an output against the reference in the same precision and in float64. With `count_ulps`, no element may be off by
+    more than one ULP. `floor` is an error that is always allowed, relative to the largest element."""
     ours = ours.cpu()
     require(
         (ours.shape, ours.dtype, ours.stride()) == (reference.shape, reference.dtype, reference.stride()),
@@ -102,23 +110,23 @@ def check(
         return
     if ours.numel() == 0:
         return
-    if ours.dtype != torch.float32 and steps_apart:
-        off = (steps(ours) - steps(reference)).abs().masked_fill(reference.isnan(), 0)
+    if ours.dtype != torch.float32 and count_ulps:
+        off = (ulp_index(ours) - ulp_index(reference)).abs().masked_fill(reference.isnan(), 0)
         worst = off.argmax()
-        mine, theirs = ours.flatten()[worst].item(), reference.flatten()[worst].item()
-        require(off.max() <= 1, f"{name}: element {int(worst)} is {mine}, not {theirs}")
+        got, wanted = ours.flatten()[worst].item(), reference.flatten()[worst].item()
+        require(off.max() <= 1, f"{name}: element {int(worst)} is {got}, not {wanted}")
         require(off.sum() <= max(OFF_BY_ONE * off.numel(), 2), f"{name}: {int(off.sum())} of {off.numel()} are off")
-    if ours.element_size() > 1:  # a cast to 8 bits is all rounding: the steps say more
+    if ours.element_size() > 1:  # an error of 8 bits is rounding: ULPs say more
         infinite = reference.isinf()  # in float64 it may be finite, which would allow any error elsewhere
         require(
-            steps_apart and ours.element_size() < 4 or torch.equal(ours[infinite], reference[infinite]),
+            count_ulps and ours.element_size() < 4 or torch.equal(ours[infinite], reference[infinite]),
             f"{name}: infinities differ",
         )
         largest = oracle.abs().nan_to_num(posinf=0.0).max()
         error, allowed = (
             (x.double() - oracle).abs().nan_to_num().masked_fill(infinite, 0.0) for x in (ours, reference)
         )
-        if ours.dtype == torch.float32 and steps_apart:
+        if ours.dtype == torch.float32 and count_ulps:
             sizes = oracle.abs().nan_to_num(posinf=1.0).clamp_min(SMALLEST / floor)
             error, allowed, largest = error / sizes, allowed / sizes, 1.0
         require(
@@ -129,21 +137,21 @@ def check(
 
 
 def check_terms(name: str, ours: torch.Tensor, oracle: torch.Tensor, terms: torch.Tensor, share: float) -> None:
-    """Holds each element of a product to a rounding of its own and, for the order of summation, a share of `terms`, the same
-    product of absolute values."""
-    allowed = HALF_STEP[ours.dtype] * oracle.abs() + SMALLEST_HALF_STEP[ours.dtype] + share * terms
+    """Check each element of a matrix product. It may be off by half a ULP and, for the order of summation, by a share of `terms`,
+    the matrix product of the absolute values."""
+    allowed = HALF_ULP[ours.dtype] * oracle.abs() + SMALLEST_HALF_ULP[ours.dtype] + share * terms
     off = (ours.cpu().double() - oracle).abs() / allowed
     off = off.where(ours.cpu().isfinite() & oracle.isfinite() & terms.isfinite(), 0.0)
     if off.numel() and off.max() > 1:
         worst = off.argmax()
-        mine, exact = ours.flatten()[worst].item(), oracle.flatten()[worst].item()
+        got, exact = ours.flatten()[worst].item(), oracle.flatten()[worst].item()
         raise Wrong(
-            f"{name}: element {int(worst)} is {mine}, not {exact}: an error of {off.max():.3g} times what it may be"
+            f"{name}: element {int(worst)} is {got}, not {exact}: the error is {off.max():.3g} times the allowed one"
         )
 
 
 def absolute(value):
-    """An argument with the absolute values of its elements; scales of 8 bits have no sign."""
+    """An argument with the absolute values of its elements. MX scales have no sign."""
     if not isinstance(value, torch.Tensor) or value.dtype in MX_SCALES or not value.is_floating_point():
         return value
     copy = clone(value)
@@ -151,8 +159,8 @@ def absolute(value):
 
 
 def whole_numbers(the_op: Op, arguments: tuple, generator: torch.Generator) -> tuple:
-    """A product's arguments with small whole numbers in place of their values, and scales that are powers of two: no sum of
-    theirs is rounded in fp32."""
+    """A matrix product's arguments with small whole numbers as values and powers of two as scales. No sum of their products is
+    rounded in fp32."""
 
     def whole(name: str, value):
         if not isinstance(value, torch.Tensor):
@@ -170,7 +178,7 @@ def whole_numbers(the_op: Op, arguments: tuple, generator: torch.Generator) -> t
 
 
 def in_float64(value):
-    """An argument of the reference as the oracle takes it: 16-bit tensors, and the output type asked for, as float64."""
+    """An argument as the reference takes it in float64: 16-bit tensors and the output dtype become float64."""
     halves = (torch.bfloat16, torch.float16)
     if isinstance(value, torch.Tensor):
         return value.double() if value.dtype in halves else clone(value)
@@ -178,35 +186,35 @@ def in_float64(value):
 
 
 def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False) -> None:
-    """One call of the op against its reference and against its oracle, the reference in float64. `exact`: as no sum is rounded,
-    the reference's bits."""
+    """Run the op once, and check it against its reference and against its oracle, the reference in float64. With `exact`, the
+    result must have the reference's bits."""
     reference_arguments, ours_arguments = [clone(v) for v in arguments], [clone(v, device) for v in arguments]
     oracle = as_tuple(the_op.reference(*[in_float64(v) for v in reference_arguments]))
     reference = as_tuple(the_op.reference(*reference_arguments))
     ours = as_tuple(the_op(*ours_arguments))
-    for name, mine, theirs in zip(the_op.Arguments._fields, ours_arguments, reference_arguments):
-        if isinstance(mine, torch.Tensor):
-            left, expected = mine.cpu().float(), theirs.float()
+    for name, got, wanted in zip(the_op.Arguments._fields, ours_arguments, reference_arguments):
+        if isinstance(got, torch.Tensor):
+            left, expected = got.cpu().float(), wanted.float()
             same = (left == expected) | (left.isnan() & expected.isnan())
             require(bool(same.all()), f"{the_op.name}: leaves another {name}")
     floor = SUMS_FLOOR.get(archs.of_device(0).wave_lanes, FLOOR) if the_op.sums and device == "cuda" else FLOOR
-    for i, (mine, theirs, true) in enumerate(zip(ours, reference, oracle)):
+    for i, (got, wanted, true) in enumerate(zip(ours, reference, oracle)):
         name = f"{the_op.name} output {i}"
-        check(name, mine, theirs, true.double(), not the_op.sums, floor)
+        check(name, got, wanted, true.double(), not the_op.sums, floor)
         if exact:
-            differ = (mine.cpu() != theirs) & ~theirs.isnan()
+            differ = (got.cpu() != wanted) & ~wanted.isnan()
             require(not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()} elements of exact sums differ")
         elif the_op.name in PRODUCTS:
             terms = the_op.reference(*[in_float64(absolute(v)) for v in arguments]).double()
-            check_terms(name, mine, true.double(), terms, floor)
+            check_terms(name, got, true.double(), terms, floor)
 
 
 def check_case(
     the_op: Op, case: Case, device: str, arch: Arch, configs: Iterable | None = None, whole: bool = False
 ) -> None:
-    """Checks a case in these configurations of its kernels, by default in all, and that they are what runs; for None, or where no
-    kernel takes the case, that the reference does. `whole`: a product in each of them on whole numbers, for the reference's bits,
-    and once for each kernel on the values of the case."""
+    """Check a case in some configurations, by default in all, and that the configuration's kernels ran. If the configuration is
+    None, or no kernel takes the case, the reference must have run. With `whole`, a matrix product runs in each configuration on
+    whole numbers, and with each kernel once on the values of the case."""
     arguments = case.make("cpu", generator_of(case.name), arch.fp8_dtype)
     a = the_op.Arguments(*arguments)
     exact = whole_numbers(the_op, arguments, generator_of(case.name)) if whole and the_op.name in PRODUCTS else None

@@ -1,4 +1,4 @@
-"""How a repeated call runs: its signature names an execution, which binds pointers and launches."""
+"""How a call runs when an op has seen its signature before: the execution of the signature binds pointers and launches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_rocm_ops.stats import counter
 
 
 class Execution:
-    """What one signature of one op runs: the reference, or bound launches."""
+    """How one signature of one op runs: by the reference, or by bound launches."""
 
     def __init__(self, op: str, kernel: str, run: Callable[[tuple], object], is_fallback: bool = False):
         self.run = run
@@ -27,8 +27,8 @@ class Execution:
 
 
 def signature(names: tuple[str, ...], hints: dict[str, object]) -> Callable[..., tuple]:
-    """A function (executor, *arguments) -> what a decision depends on. Written out per op, it takes half the time of a
-    loop over the arguments, and it is a fifth of a call's dispatch."""
+    """A function (executor, *arguments) -> signature, by everything that the choice of a kernel depends on. Its code is generated
+    for each op: this takes half the time of a loop over the arguments, and is a fifth of a call's dispatch."""
     parts = ["executor"]
     for name in names:
         layout = f"{name}.shape if {name}.is_contiguous() else ({name}.shape, {name}.stride())"
@@ -47,17 +47,17 @@ def _outputs(outputs) -> tuple[torch.Tensor, ...]:
 
 
 def _buffers(planned: tuple[Launch, ...], outputs, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """What each call allocates: the outputs, then the launches' workspaces."""
+    """The buffers that each call allocates: the outputs, then the launches' workspaces."""
     return (*_outputs(outputs), *(torch.empty(w, dtype=torch.uint8, device=device) for w in _workspaces(planned)))
 
 
 def _workspaces(planned: tuple[Launch, ...]) -> list[Workspace]:
-    """The launches' workspaces. One that several of them name is one."""
+    """The launches' workspaces, each once."""
     return list({id(arg): arg for l in planned for arg in l.args if isinstance(arg, Workspace)}.values())
 
 
 def _allocator(buffers: tuple[torch.Tensor, ...]) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Allocates buffers like these again."""
+    """A function that allocates buffers of the same shapes, strides and dtypes."""
     makers = [
         functools.partial(torch.empty_strided, b.size(), b.stride(), dtype=b.dtype, device=b.device) for b in buffers
     ]
@@ -88,9 +88,9 @@ def bind_device(
     """Calls of one signature on a GPU: allocate, fill in the pointers, launch on the current stream. `advice` ends the message of
     a launch that fails."""
     index = device.index
-    # Workspaces need no more care than outputs: while a graph is captured they are of its pool, where what one stream freed
-    # is not given to another, and graphs that share a pool may not run at once. Counters outlive a call: they are the
-    # runtime's.
+    # Workspaces are allocated like outputs. While a graph is captured they come from the graph's pool: a stream does not get memory
+    # there that another stream freed, and graphs that share a pool may not run at the same time. Counters outlive a call, so
+    # the runtime owns them.
     buffers = _buffers(planned, outputs, device)
     allocate, count, single = _allocator(buffers), len(_outputs(outputs)), not isinstance(outputs, tuple)
     bound = []

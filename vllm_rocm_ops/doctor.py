@@ -1,4 +1,4 @@
-"""What is installed and used on this machine, and what is not and why."""
+"""What is installed and used on this machine, and why the rest is not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLUGIN = "rocm_ops"
 
 
 def find() -> dict:
-    """Everything that decides what runs on this machine, as plain data."""
+    """Everything that the choice of kernels on this machine depends on, as plain data."""
     gpus = find_gpus()
     known = [gpu["arch"] for gpu in gpus if gpu["arch"] in archs.ARCHS]
     return {
@@ -45,7 +45,7 @@ def find() -> dict:
 
 
 def find_driver() -> dict:
-    """The GPU driver that kernels are launched through, or why there is none."""
+    """The GPU driver that launches kernels, or why there is none."""
     runtime, why = launches.runtime()
     if runtime is None:
         return {"backend": None, "status": why, "versions": {}}
@@ -70,7 +70,7 @@ def find_code_objects(arch: str) -> dict[str, dict]:
 
 
 def find_tables(folder: Path) -> dict:
-    """A folder of tuned tables: how many rows it has that change a configuration, by arch and op."""
+    """A folder of tuned tables, with the number of rows that change a configuration, by arch and op."""
     rows: dict[str, dict[str, int]] = {}
     for path in sorted(folder.glob("*/*.csv")):
         with path.open(newline="", errors="replace") as file:
@@ -80,13 +80,13 @@ def find_tables(folder: Path) -> dict:
 
 
 def find_vllm() -> dict:
-    """vLLM's version and what became of each seam in it."""
+    """vLLM's version and the status of each seam in it."""
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     result = {"version": None, "plugin": any(plugin.name == PLUGIN for plugin in plugins), "why_off": "", "seams": []}
     if importlib.util.find_spec("vllm") is None:
         return result | {"why_off": "vLLM is not installed"}
     previous = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # vLLM's own remarks; what matters is in the seams' status
+    logging.disable(logging.CRITICAL)  # vLLM's log; the seams' status has all that matters here
     try:
         import vllm
 
@@ -113,7 +113,7 @@ def what_runs(op: Op, arch: str) -> str:
 
 
 def text(found: dict) -> str:
-    """What `find` found, for people."""
+    """The result of `find` as text."""
     lines = []
 
     def section(title: str, first: str, *more: str) -> None:

@@ -1,4 +1,4 @@
-"""Every environment variable the package reads, read at the moment it is asked for: `envs.VLLM_ROCM_OPS_DISABLE`."""
+"""Every environment variable that the package reads. `envs.VLLM_ROCM_OPS_DISABLE` reads the variable at that moment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable: its name, its value when unset, and what it means."""
+    """One environment variable: its name, its value if it is unset, and its meaning."""
 
     name: str
     default: str

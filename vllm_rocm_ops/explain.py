@@ -1,4 +1,4 @@
-"""Why a call, or a model's calls, run the kernels that they run. Needs no GPU."""
+"""Which kernels a call, or the calls of a model, run, and why. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ DTYPES = {
     "e4m3fn": torch.float8_e4m3fn,
     "e4m3fnuz": torch.float8_e4m3fnuz,
 }
-MOST_ELEMENTS = 2**60  # of a tensor that is asked about
+MOST_ELEMENTS = 2**60  # of a tensor that `explain` takes
 MOST_NUMBER = 2**31
 
 
 def example(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype | None = None, **given) -> dict:
     """Arguments like those of the op's first case, on the meta device.
 
-    `shape` and `dtype` replace those of the first tensor, and what equals them in the others; the order of strides stays.
+    `shape` and `dtype` replace those of the first tensor, and equal sizes and dtypes of the others. The order of strides stays.
     `given` replaces whole arguments by name.
     """
     case = next(iter(op.cases()))
@@ -54,12 +54,12 @@ def example(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype |
 
 
 def explain(op: Op, arch: str, *changes, require_code: bool = False, **given) -> Explanation:
-    """What the op runs on `arch` with the arguments of `example`. No memory is allocated, and no GPU is needed."""
+    """The explanation of a call on `arch` with the arguments of `example`. No memory is allocated, and no GPU is needed."""
     return op.explain(**example(op, arch, *changes, **given), arch=arch, require_code=require_code)
 
 
 def emulate(op: Op, arch: str, *changes, **given) -> Iterator[str]:
-    """What the kernels of that call have and do in the emulator, line by line."""
+    """Lines about that call in the emulator: its kernels' registers, LDS and waves, and its instructions, bytes and waits."""
     from vllm_rocm_ops import emulated  # an extra
 
     case = None if any(changes) or given else next(iter(op.cases()))
@@ -67,7 +67,7 @@ def emulate(op: Op, arch: str, *changes, **given) -> Iterator[str]:
 
 
 def usual_arch() -> str:
-    """The architecture of this machine's first GPU if there are kernels for it, else the first of all."""
+    """The architecture of this machine's first GPU if there are kernels for it, else the first of `ARCHS`."""
     arch = archs.of_device(0) if torch.cuda.is_available() else None
     return str(arch or next(iter(archs.ARCHS)))
 
@@ -81,7 +81,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_argument(text: str) -> tuple[str, object]:
-    """'name=value', where a value is bf16[8x7168] (a tensor), e4m3fn (a dtype), none, true, false or a number."""
+    """'name=value' -> (name, value). A value is bf16[8x7168] (a tensor), e4m3fn (a dtype), none, true, false or a number."""
     name, found, value = text.partition("=")
     tensor = re.fullmatch(r"(\w+)\[([\dx]+)\]", value)
     if not found:
@@ -112,7 +112,7 @@ KINDS = {
 
 
 def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
-    """Arguments of an op by name, each of the type that it has there. Raises ValueError."""
+    """Arguments of an op by name. Raises ValueError for an unknown name, or a value of another type than the op takes."""
     given = {}
     hints = typing.get_type_hints(op.reference)
     for text in texts:
@@ -138,11 +138,11 @@ LIMITED = {
     "unquantized_gemm": unquantized_linear,
     "fused_experts": experts,
 }
-"""By op: the seam that gives it few tokens only, and leaves more to a kernel of vLLM's."""
+"""By op: the seam that calls it for few tokens only, and runs vLLM's kernel for more."""
 
 
 def most_tokens(op: Op) -> int | None:
-    """How many tokens an op gets in vLLM on a GPU; None for any number. Weights that are shuffled for us no other kernel takes."""
+    """The most tokens that vLLM gives an op on a GPU. None for any number, as for shuffled weights, which only we read."""
     module = LIMITED.get(op.name)
     if module is None or (
         envs.VLLM_ROCM_OPS_SHUFFLE == "1" and module in (scaled_linear, block_scaled_linear, mxfp8_linear)
@@ -152,9 +152,9 @@ def most_tokens(op: Op) -> int | None:
 
 
 def explain_model(calls: list[LayerCall], arch: str, batches: tuple[int, ...]) -> list[tuple[str, ...]]:
-    """A table of what each call of a rank runs on `arch`: the layer, calls per step, op, batch sizes, kernels, their blocks at
-    each size, and the configuration with the reason for it; a line for sizes that differ in blocks alone. Where vLLM gives our op
-    no call of that size it says so. Needs no GPU."""
+    """A table of the calls of a rank on `arch`: the layer, calls per step, op, batch sizes, kernels, the kernels' blocks at each
+    size, and the configuration with its reason. Sizes that differ in blocks only share a row. A size that the seam leaves to vLLM
+    says so. Needs no GPU."""
     lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
     known = archs.named(arch)
     for call in calls:
@@ -180,6 +180,6 @@ def explain_model(calls: list[LayerCall], arch: str, batches: tuple[int, ...]) -
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines with the rows' cells in columns."""
+    """The rows as lines of text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -1,9 +1,8 @@
 """e4m3 quantisation in plain PyTorch, with vLLM's conventions: the reference of every op that quantises.
 
-A scale is the factor that dequantises. Values are clamped to the limit of the format, which is 224 and not 240 for
-e4m3fnuz, so that NaN becomes the positive limit; dynamic scales are at least 1 / (limit * 512). vLLM 0.33 multiplies by
-the inverse of a static scale and divides by a dynamic one, and so does this.
-Given float64, everything is computed in float64 up to the cast.
+A scale is the factor that dequantises. Values are clamped to the limit of the format: 448 for e4m3fn, and 224, not 240, for
+e4m3fnuz. NaN becomes the positive limit. Dynamic scales are at least 1 / (limit * 512). As in vLLM 0.33, values are multiplied by
+the inverse of a static scale, and divided by a dynamic one. For float64 input everything before the cast is float64.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x clamped and rounded to nearest even."""
+    """x, clamped and rounded to nearest even."""
     return x.nan_to_num(nan=LIMIT[dtype]).clamp(-LIMIT[dtype], LIMIT[dtype]).to(dtype)
 
 
 def absmax(x: torch.Tensor) -> torch.Tensor:
-    """max(abs(x)) over the last dimension, kept, NaNs ignored."""
+    """max(abs(x)) over the last dimension, which stays with size 1. NaNs are ignored."""
     return x.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1, keepdim=True)
 
 
 def static(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x / scale as vLLM rounds it; scale has one element."""
+    """x / scale with vLLM's rounding. scale has one element."""
     return cast(x * (1.0 / scale.to(x.dtype)).reshape(()), dtype)
 
 
@@ -38,13 +37,12 @@ def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def at_least_minimum(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The scale, or the smallest one that vLLM lets a dynamic scale be."""
+    """The scale, or vLLM's minimum of a dynamic scale if that is larger."""
     return scale.clamp(min=1.0 / (LIMIT[dtype] * 512.0))
 
 
 def per_token(x: torch.Tensor, dtype: torch.dtype, scale_ub: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., hidden] -> (quantised, scale [rows, 1]); scale_ub, one element, bounds the absolute maximum;
-    a NaN does not."""
+    """x [..., hidden] -> (quantised, scale [rows, 1]). scale_ub, of one element, bounds the absolute maximum unless it is NaN."""
     largest = absmax(x)
     if scale_ub is not None:
         largest = largest.fmin(scale_ub.to(largest.dtype).reshape(()))
@@ -53,8 +51,8 @@ def per_token(x: torch.Tensor, dtype: torch.dtype, scale_ub: torch.Tensor | None
 
 
 def mx(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, columns] -> e4m3fn, and a scale 2^(s - 127) per 32 columns, uint8 s: the least that keeps the largest of them within
-    the limit. Of infinities the scale is that of the largest float32, which they then exceed again."""
+    """x [rows, columns] -> e4m3fn, and one scale 2^(s - 127) per 32 columns with s as uint8. It is the least scale that keeps
+    the 32 values within the limit. Infinities get the scale of the largest float32, and are clamped."""
     fp8, single = torch.float8_e4m3fn, torch.finfo(torch.float32)
     blocks = x.unflatten(1, (-1, MX_BLOCK))
     fraction, exponent = torch.frexp(absmax(blocks).clamp(single.tiny, single.max))
@@ -65,7 +63,7 @@ def mx(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mx_numbers(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The numbers in float64 that MX-FP8 values [rows, columns] with scales [rows, columns / 32] stand for, exactly; 255 is NaN."""
+    """The exact float64 numbers of MX-FP8 values [rows, columns] with scales [rows, columns / 32]. The scale 255 is NaN."""
     exponents = scales.view(torch.uint8).to(torch.float64)
     factors = torch.exp2(exponents - 127).masked_fill(exponents == 255, torch.nan)
     return values.to(torch.float64) * factors.repeat_interleave(MX_BLOCK, 1)

@@ -1,4 +1,4 @@
-"""What ran how often, and what the user is warned of."""
+"""Counts of the kernels and fallbacks that ran, and warnings to the user."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ class Count:
 
 
 def counter(op: str, kernel: str) -> Count:
-    """The count of an op's calls of a kernel, or of a fallback."""
+    """The count of an op's calls that run a kernel, or that fall back."""
     return _counts.setdefault(op, {}).setdefault(kernel, Count())
 
 
 def stats() -> dict[str, dict[str, int]]:
-    """How often each op ran which kernel, or why it fell back: {op: {kernel or "fallback: why": calls}}. Replays of a
-    captured graph run no Python and are not counted."""
+    """How often each op ran each kernel or fell back: {op: {kernel or "fallback: why": calls}}. Replays of a captured graph run no
+    Python and are not counted."""
     called = {op: {kernel: c.calls for kernel, c in kernels.items() if c.calls} for op, kernels in _counts.items()}
     return {op: kernels for op, kernels in called.items() if kernels}
 
 
 def reset_stats() -> None:
-    """Sets all counts back to zero."""
+    """Set all counts to zero."""
     for kernels in _counts.values():
         for count in kernels.values():
             count.calls = 0
 
 
 warned: set[str] = set()
-"""The subjects of warnings so far."""
+"""The subjects that were warned of."""
 
 
 def warn_once(subject: str, text: str) -> None:
-    """Warns of a subject the first time in this process."""
+    """Warn of a subject once in this process."""
     if subject not in warned:
         warned.add(subject)
         warnings.warn(text, stacklevel=3)

@@ -1,4 +1,4 @@
-"""Tuned tables: configurations that were measured to be best, in <arch>/<op>.csv, the user's before the shipped ones."""
+"""Tuned tables: configurations that were measured to be fastest, in <arch>/<op>.csv. The user's come before the shipped ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TABLES = Path(__file__).parent / "tables"
 
 
 class TunedRow(NamedTuple):
-    """A configuration from a tuned table, and where the row and the table come from."""
+    """A configuration from a tuned table, the origin of the row, and the file of the table."""
 
     config: object
     source: str
@@ -33,10 +33,10 @@ def config_fields(config) -> dict[str, str]:
 
 @functools.cache
 def table(path: Path, key: tuple[str, ...]) -> dict[tuple[str, ...], _Row]:
-    """The tuned rows of one op on one arch, by the values of the key's columns. The columns of a row are `compute_units`
-    (products of one arch differ in it), the problem's sizes, `config.<field>` for each field, empty where the configuration has
-    no such field, and where the row comes from (`source`). Empty in all of them: nothing is better than what ships. A table that
-    does not have these columns, or cannot be read, is not used, with a warning."""
+    """The tuned rows of one op on one arch, by the values of the key's columns. The columns of a table are `compute_units`, in
+    which products of one arch differ; the problem's sizes; `config.<field>` for each field, empty if the configuration has no such
+    field; and `source`, the origin of the row. A row whose configuration is empty says that no other configuration is faster than
+    the one that ships. A table without these columns, or that cannot be read, is not used, with a warning."""
     try:
         with path.open(newline="") as file:
             lines = list(csv.DictReader(file))
