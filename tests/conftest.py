@@ -1,4 +1,4 @@
-"""What all tests share: no tuned tables but the shipped ones."""
+"""All tests use the shipped tuned tables only, and the longest files start first."""
 
 import os
 
@@ -11,10 +11,10 @@ LONGEST = (
     *("test_planted_bugs", "test_ops", "test_generation", "test_fused_experts_tiled", "test_serve", "test_seams"),
     *("test_build", "test_patches", "test_scaled_mm_tiled", "test_large_tensors", "test_selection", "test_cli"),
 )
-"""Files that take longest, from minutes to half of one."""
+"""The files that take longest, from minutes down to half a minute."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, or workers would wait for it in the end."""
+    """Put the longest files first, so that no worker is left with one at the end."""
     place = {stem: place for place, stem in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))

@@ -1,4 +1,4 @@
-"""What the files under serving_benchmarks/results say, as tables: of the newest line of each case, whoever wrote it."""
+"""Tables of the results in serving_benchmarks/results, made from the newest line of each case in any file."""
 
 import argparse
 import json
@@ -24,9 +24,9 @@ import latency_report
 
 sys.path.pop()
 RESULTS = ROOT / "serving_benchmarks" / "results"
-ROWS = (1, 8, 32, 128, 512, 2048)  # of the tables with times
+ROWS = (1, 8, 32, 128, 512, 2048)  # in the tables with times
 SUMMARY_ROWS = (1, 8, 16, 32, 64, 128, 1024)
-OPS = "ops", "gemm", "moe"  # kinds of files whose lines are one op's, beside its peers
+OPS = "ops", "gemm", "moe"  # the kinds of files that have single ops with their peers
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -38,12 +38,12 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def in_git() -> bool:
-    """Whether this is a checkout, and git is here to be asked."""
+    """Whether this is a checkout and git is installed."""
     return (ROOT / ".git").exists() and shutil.which("git") is not None
 
 
 def committed(path: pathlib.Path) -> int:
-    """When a file was last committed; later than all others if it never was. Outside a checkout all are alike."""
+    """The time of a file's last commit. Later than all others for a new file. Equal for all files outside a checkout."""
     if not in_git():
         return 0
     git = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct", "--", str(path)]
@@ -51,13 +51,13 @@ def committed(path: pathlib.Path) -> int:
 
 
 def oldest_first(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    """By the day in their names, those of one day by when they were committed."""
+    """The files by the day in their names, and those of one day by the time of their commits."""
     return sorted(paths, key=lambda path: (path.name[: len("2026-01-01")], committed(path), path.name))
 
 
 def newest_lines(folder: pathlib.Path, kinds: Iterable[str]) -> dict[tuple[str, str], tuple[dict, pathlib.Path]]:
-    """The last line of every case in a folder's results of these kinds, and its file. Of a sweep over configurations, what is
-    chosen without one."""
+    """The last line of every case in a folder's results of these kinds, and its file. A sweep over configurations counts only by
+    the line of the configuration that a call gets."""
     newest = {}
     for path in oldest_first(path for kind in kinds for path in folder.glob(f"*-{kind}.jsonl")):
         for line in map(json.loads, path.read_text().splitlines()):
@@ -83,12 +83,12 @@ def best_peer(line: dict) -> str | None:
 
 
 def ratio(line: dict) -> float | None:
-    """How many times as fast as its best peer a line's op is."""
+    """The best peer's time over the op's time."""
     return line["peers"][best_peer(line)] / line["us"] if line["peers"] and line["us"] else None
 
 
 def groups_of(lines: Iterable[dict]) -> dict[tuple[str, str], dict[int, dict]]:
-    """Lines by op and by sizes, layout of the weights or a rank's share of the experts; then by rows, the last of equals."""
+    """Lines by (op, sizes and layout of the weights, or a rank's experts), then by rows. The last of equal lines counts."""
     groups: dict[tuple[str, str], dict[int, dict]] = {}
     for line in lines:
         if line["op"] == "fused_experts":
@@ -102,12 +102,12 @@ def groups_of(lines: Iterable[dict]) -> dict[tuple[str, str], dict[int, dict]]:
 
 
 def rows_of(line: dict) -> int:
-    """Tokens, or rows."""
+    """The rows or tokens of a line."""
     return next(iter(line["shape"].values()))
 
 
 def unmeasured(op: str | None = None) -> str:
-    """What no file has a time of, of an op or at all."""
+    """A sentence about the GPUs on which no file has a time, of an op or of anything."""
     timed = set().union(*(gpus(path, op) for path in (*RESULTS.glob("*/*.jsonl"), *RESULTS.glob("*/*-latency.json"))))
     what = f"No time of `{op}`" if op else "No time"
     products = [product for product in archs.PRODUCTS if not any(product in gpu for gpu in timed)]
@@ -121,7 +121,7 @@ def unmeasured(op: str | None = None) -> str:
 
 
 def gpus(path: pathlib.Path, op: str | None = None) -> set[str]:
-    """The GPUs that a file has times of, of an op or at all."""
+    """The GPUs on which a file has times, of an op or of anything."""
     if path.suffix == ".json":
         return set() if op else {(json.loads(path.read_text())["hardware"] or "").partition(" x ")[2]} - {""}
     lines = map(json.loads, path.read_text().splitlines())
@@ -136,7 +136,7 @@ def time(us: float | None) -> str:
 
 
 def times(ratios: Iterable[float | None]) -> str:
-    """A geometric mean; bold where it is below 1."""
+    """A geometric mean. Bold if it is below 1."""
     known = [value for value in ratios if value]
     if not known:
         return ""
@@ -145,12 +145,12 @@ def times(ratios: Iterable[float | None]) -> str:
 
 
 def links(paths: Iterable[pathlib.Path]) -> str:
-    """For the page beside the files."""
+    """Links to files from the page in their folder."""
     return ", ".join(f"[{path.name}]({path.relative_to(RESULTS).as_posix()})" for path in sorted(set(paths)))
 
 
 def head(lines: list[dict]) -> str:
-    """What a table's times are of."""
+    """The GPU and the versions that a table's times are of."""
     versions = {f"{name} {line['versions'][name]}" for line in lines for name in ("torch", "vllm")}
     return f"**{lines[0]['gpu']}**, {', '.join(sorted(versions))}"
 
@@ -160,7 +160,7 @@ def plural(count: int, what: str) -> str:
 
 
 def peers_of(lines: Iterable[dict]) -> str:
-    """Who is the best peer of any line."""
+    """The best peers of the lines."""
     return " or ".join(sorted({name.split()[0] for line in lines if (name := best_peer(line))}))
 
 
@@ -194,7 +194,7 @@ def single_ops() -> str:
 
 
 def experts_by_tokens(lines: list[dict], cell: Callable[[dict], str]) -> tuple[list[str], list[tuple]]:
-    """Headers, one for each number of tokens; and for each rank's share of the experts its name, lines and cells."""
+    """The headers, one for each number of tokens, and a row for each rank's experts: name, lines, cells."""
     shown = sorted({rows_of(line) for line in lines})
     rows = [
         (case, group, [cell(group[m]) if m in group else "" for m in shown])
@@ -204,7 +204,7 @@ def experts_by_tokens(lines: list[dict], cell: Callable[[dict], str]) -> tuple[l
 
 
 def experts_summary() -> str:
-    """Ratios by tokens, for each rank's share of the experts."""
+    """Ratios by tokens, for each rank's experts."""
     tables = []
     for newest in measured("moe"):
         lines = [line for line, _ in newest.values()]
@@ -237,7 +237,8 @@ def decode_summary() -> str:
 
 
 def engine_runs() -> list[tuple[str, dict, pathlib.Path]]:
-    """(GPU, {side: results}, file) of the newest pairs of each case in the files of latency.py. One commit's sides may be in two."""
+    """(GPU, {side: results}, file) of the newest pair of each case in the files of latency.py. The sides of one commit may be in two
+    files."""
     newest: dict[tuple, tuple[str, dict, pathlib.Path]] = {}
     pairs: dict[tuple, dict] = {}
     for path in oldest_first(RESULTS.glob("*/*-latency.json")):
@@ -258,7 +259,7 @@ def options_of(command: str) -> argparse.Namespace:
 
 
 def str_and_numbers(case: tuple) -> tuple:
-    """A key to sort by where a number may be None."""
+    """A sort key for cases whose numbers may be None."""
     return tuple((value is None, value or 0) if not isinstance(value, str) else value for value in case)
 
 
@@ -289,7 +290,7 @@ def engine(tables: slice = slice(None)) -> str:
 
 
 def way(result: dict, command: str) -> str:
-    """How a result through the engine was measured: its own sizes, and what the command of latency.py says."""
+    """How a result through the engine was measured: its sizes, and the options of the command of latency.py."""
     compiled = lacking(command) or "compiled as vLLM does by default"
     tokens = f"{plural(result['input_len'], 'token')} of prompt, {result['output_len']} generated"
     text = f"Median of {plural(len(result['latencies']), 'iteration')}, {tokens}; {compiled}."
@@ -299,7 +300,7 @@ def way(result: dict, command: str) -> str:
 
 
 def lacking(command: str) -> str:
-    """What an engine that this command started did not do to make a model fast; nothing if it did all by default."""
+    """The default optimisations that an engine of this command lacked. Empty if it had them all."""
     options = options_of(command)
     config = options.engine_args.get("compilation_config", {})
     if options.enforce_eager:
@@ -308,11 +309,11 @@ def lacking(command: str) -> str:
     return "captured in graphs, without compilation" if mode == 0 else ""
 
 
-# Tables, for the page beside the files
+# Tables, for the page of results
 
 
 def results() -> str:
-    """One table per GPU that has been measured: each op and size, beside the peer named in its row."""
+    """One table per GPU: each op and size with its time and its best peer's."""
     tables = []
     for newest in measured("ops", "gemm"):
         lines = [line for line, _ in newest.values()]
@@ -332,7 +333,7 @@ def results() -> str:
 
 
 def experts() -> str:
-    """One table per GPU on which experts were timed: each rank's share, beside the best of vLLM's."""
+    """One table per GPU on which experts were timed: each rank's experts beside the best of vLLM's."""
     tables = []
     for newest in measured("moe"):
         lines = [line for line, _ in newest.values()]
@@ -348,7 +349,7 @@ def experts() -> str:
 
 
 def decode() -> str:
-    """One table per GPU on which decode steps were timed; nothing where there was none."""
+    """One table per GPU on which decode steps were timed. Empty if none were."""
     tables = []
     for newest in measured("decode_step"):
         body = []
@@ -370,18 +371,18 @@ def decode() -> str:
 
 
 def engine_commands() -> str:
-    """How the numbers through the engine came about."""
+    """The commands that measured the engine."""
     commands: dict[pathlib.Path, str] = {}
     for _, _, path in engine_runs():
         report = json.loads(path.read_text())
         versions = ", ".join(f"{name} {report['versions'][name]}" for name in ("torch", "vllm"))
-        command = re.sub(r" --(output-json|plot) \S+", "", report["command"])  # places on that machine
+        command = re.sub(r" --(output-json|plot) \S+", "", report["command"])  # without paths on that machine
         commands[path] = f"{links([path])}, {versions}:\n\n```\n{command}\n```"
     return "\n\n".join(commands.values()) or "Nothing yet."
 
 
 def profiles() -> str:
-    """Where the time of decode steps goes in the engine: the newest profile of each model, without the ops / with them."""
+    """The time of decode steps in the engine by class of kernels: each model's newest profile, without the ops / with them."""
     newest: dict[tuple, str] = {}
     for path in oldest_first(RESULTS.glob("*/*-latency.json")):
         report = json.loads(path.read_text())
@@ -408,7 +409,7 @@ def profiles() -> str:
 
 
 def weights_us(gpu: str, model: str, command: str) -> dict[str, float]:
-    """Microseconds in which a rank's GPU reads all weights of its linears once, at the speed of its copies; by class."""
+    """Microseconds that a rank's GPU needs to read all weights of its linears once, at the bandwidth of a copy, by class."""
     options = options_of(command)
     config = model_layers.read(str(latency.find_model(model)))
     config["num_hidden_layers"] = options.num_layers or config["num_hidden_layers"]
@@ -447,13 +448,13 @@ OF_A_LAYER = {
 
 
 def each(values: Iterable[str]) -> str:
-    """All values, or the one that they are."""
+    """The values with slashes between them, or one value if all are equal."""
     values = list(values)
     return values[0] if len(set(values)) == 1 else " / ".join(values)
 
 
 def waits() -> str:
-    """One table per architecture: what the waits of each streaming loop leave in flight, commit by commit."""
+    """One table per architecture: the loads that the waits of each streaming loop leave in flight, commit by commit."""
 
     def left(loops: list[dict]) -> str:
         return "; ".join(" / ".join(" ".join(map(str, stage)) or "-" for stage in loop["left"]) for loop in loops)
@@ -474,7 +475,7 @@ def waits() -> str:
 
 
 def static() -> str:
-    """Two tables per arch: its GEMM kernels, and the layers of decode with a value for each M."""
+    """Two tables per arch: the GEMM kernels, and the layers of decode with a value for each M."""
     tables = []
     for newest in measured("static"):
         lines = [line for line, _ in newest.values()]

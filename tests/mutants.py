@@ -1,8 +1,8 @@
 """Plausible mistakes in kernels, each a change of one line, and the tests that catch it: python tests/mutants.py [names]
 
-Each mutant is built as gfx942 or gfx950 code into a folder of its own, and its tests run on that code until one fails. A table
-says which; the exit status is 1 if one survives that is not marked as equivalent. Without names all run, in some 20 minutes.
-What test_planted_bugs.py plants runs with every test command and is not repeated here.
+Each mutant is compiled for gfx942 or gfx950 in a folder of its own, and its tests run on that code until one fails. A table
+lists the tests that failed. The exit status is 1 if a mutant survives that is not marked as equivalent. Without names all
+mutants run, in some 20 minutes. The mistakes in test_planted_bugs.py run with every test command, and are not repeated here.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ARCHS = ("gfx942", "gfx950")
 
 
 class DoesNotFit(AssertionError):
-    """A text that is to be replaced is not in its file."""
+    """The text that a mutant replaces is not in its file."""
 
 
 class KernelCopy:
-    """A copy of the kernels' sources, and of the code objects that ship; of some modules, code with a mistake in it."""
+    """A copy of the kernels' sources and of the code objects that ship. Modules can be built with a mistake in them."""
 
     def __init__(self, root: Path):
         shutil.copytree(CSRC, root / "csrc")
@@ -49,7 +49,7 @@ class KernelCopy:
         return self._build.CODE
 
     def plant(self, file: str, text: str, replacement: str, modules: Iterable[str], archs: Iterable[str]) -> None:
-        """Builds the modules with one text replaced. The sources are left as they were."""
+        """Build the modules with one text replaced. The sources stay as they were."""
         path = self._build.CSRC / file
         original = path.read_text()
         if text not in original:
@@ -63,8 +63,8 @@ class KernelCopy:
 
 @dataclass(frozen=True)
 class Mutant:
-    """`text` is replaced in csrc/`file`; `module` is built of it for the archs that the tests name. `equivalent`: why no test
-    can see it."""
+    """`text` is replaced in csrc/`file`, and `module` is built for the archs that the tests name. `equivalent` is the reason why no
+    test can see the change."""
 
     file: str
     text: str
@@ -214,7 +214,7 @@ MUTANTS = {
         "rms_norm",
         cases("fused_add_rms_norm", "strided", "bf16-general"),
     ),
-    "one part too many of a reduction": Mutant(
+    "a reduction reads a slot beyond its waves": Mutant(
         "device/reduce.h", "slot < waves ?", "slot <= waves ?", "rms_norm", cases("rms_norm", "bf16")
     ),
     "rows of a norm's output in 32 bits": Mutant(
@@ -231,36 +231,36 @@ MUTANTS = {
         "silu_and_mul",
         large("test_last_of_many_rows[silu_and_mul_per_token_quant-gfx950]"),
     ),
-    # Skinny products
-    "a tile's own start counts as earlier": Mutant(
+    # Skinny GEMMs
+    "a block that starts at its tile counts as starting earlier": Mutant(
         EPILOGUE,
         "schedule.first_step(first_block) < tile * p.steps_per_tile",
         "schedule.first_step(first_block) <= tile * p.steps_per_tile",
         "scaled_mm",
         (),
-        "a block that starts at its tile's start and shares it has no other tile, so that either place is free; all agree",
+        "a block that starts at its tile's start and shares it has no other tile, so either place is free, and all blocks agree",
     ),
-    "sums of two tiles in one buffer (narrow)": Mutant(
+    "sums of two tiles in one buffer (wave split-K)": Mutant(
         WAVE_SPLIT_K, "parity ^= 1;", "", "block_scaled_mm", cases("block_scaled_mm", "m1", arch="gfx950")
     ),
-    "the next tile reads the last one's weights (narrow)": Mutant(
+    "the next tile reads the last one's weights (wave split-K)": Mutant(
         WAVE_SPLIT_K,
         "if (prefetch.tile != tile) tile_weights = weight_tile(prefetch.tile);",
         "",
         "block_scaled_mm",
         cases("block_scaled_mm", "m1", arch="gfx950"),
     ),
-    "sums carried into the next tile (narrow)": Mutant(
+    "sums carried into the next tile (wave split-K)": Mutant(
         WAVE_SPLIT_K, "sum[t] = f32x4{};", "", "block_scaled_mm", cases("block_scaled_mm", "m1", arch="gfx950")
     ),
-    "the next tile reads the last one's weights (wide)": Mutant(
+    "the next tile reads the last one's weights (streamed tile)": Mutant(
         "gemm/skinny/amd/streamed_tile.h",
         "if (next.tile != current.tile) tile_weights = weight_tile(next.tile);",
         "",
         "block_scaled_mm",
         cases("block_scaled_mm", "column-major-scales"),
     ),
-    "sums carried into the next tile (wide)": Mutant(
+    "sums carried into the next tile (streamed tile)": Mutant(
         "gemm/skinny/amd/streamed_tile.h",
         "end_tile(epilogue, sum);\n        sum = {};",
         "end_tile(epilogue, sum);",
@@ -274,7 +274,7 @@ MUTANTS = {
         "block_scaled_mm",
         cases("block_scaled_mm", "column-major-scales"),
     ),
-    "both shared tiles of a block in one place": Mutant(
+    "both split tiles of a block in one place": Mutant(
         EPILOGUE,
         "(b == first_block ? is_second_tile : 0)",
         "0",
@@ -291,14 +291,14 @@ MUTANTS = {
     "counted before partial sums are stored": Mutant(
         "device/arrive.h", "if (stored) wait_for_stores();", "", "scaled_mm", cases("scaled_mm", "long-k", "m1")
     ),
-    "partial sums stored to a die's own cache": Mutant(
+    "partial sums stored to an XCD's own cache": Mutant(
         EPILOGUE,
         "mem::store_device(partials, at, partial_offset(schedule.block, v), sum",
         "mem::store((u8*)p.partials + partial_offset(schedule.block, v) + at, sum",
         "scaled_mm",
         cases("scaled_mm", "long-k", "m1"),
     ),
-    "partial sums loaded from a die's own cache": Mutant(
+    "partial sums loaded from an XCD's own cache": Mutant(
         "device/amd/buffer.h",
         "raw_buffer_load_b128(from, at, offset, kDeviceScope)",
         "raw_buffer_load_b128(from, at, offset, 0)",
@@ -319,13 +319,13 @@ MUTANTS = {
         "scaled_mm",
         cases("scaled_mm", "bias-fp16"),
     ),
-    "a narrow tile begun only with two steps left": Mutant(
+    "a wave split-K tile begun only with two steps left": Mutant(
         WAVE_SPLIT_K,
         "if (next.end > 0) begin_tile(epilogue, next.tile);",
         "if (next.end > 1) begin_tile(epilogue, next.tile);",
         "block_scaled_mm",
         (),
-        "shares of narrow kernels are multiples of 8 steps",
+        "the steps of a block of a wave split-K kernel are a multiple of 8",
     ),
     "elements of a product in 32 bits (skinny)": Mutant(
         EPILOGUE,
@@ -384,7 +384,7 @@ MUTANTS = {
         "mxfp8_scaled_mm",
         cases("mxfp8_scaled_mm", "m530", arch="gfx950"),
     ),
-    "dies past the longer ones shifted too far": Mutant(
+    "XCDs behind those with one tile more shifted too far": Mutant(
         "gemm/tiled/rasterize.h",
         "(xcd < remainder ? xcd : remainder)",
         "xcd",
@@ -473,7 +473,7 @@ MUTANTS = {
         "fused_experts",
         cases("fused_experts", "block-map", "mx-m40-map", arch="gfx950"),
     ),
-    "of repeated ids the last weight": Mutant(
+    "the last weight of a repeated id only": Mutant(
         GROUP_PAIRS,
         "lists.router[pair] += lists.router[first + other]",
         "lists.router[pair] = lists.router[first + other]",
@@ -494,7 +494,7 @@ MUTANTS = {
         "fused_experts_tiled",
         ("test_fused_experts_tiled.py::test_case[gfx942-block-input-weight-m65-TiledConfig(tokens=64)]",),
     ),
-    "all patches have the first one's up scale": Mutant(
+    "all accumulator tiles have the first one's up scale": Mutant(
         EXPERTS_TILED,
         "block_of(rows_n + wave_n + j * tile::kAccumulatorRows / 2)",
         "block_of(rows_n + wave_n)",
@@ -587,7 +587,7 @@ class Result:
 
 
 class FirstFailure:
-    """A plugin of pytest that keeps the test that failed first, and what it said."""
+    """A pytest plugin that keeps the name and the message of the first test that fails."""
 
     test = said = ""
 
@@ -601,20 +601,20 @@ class FirstFailure:
 
 @contextlib.contextmanager
 def silent():
-    """pytest's report and compilers' warnings go nowhere."""
+    """Discard pytest's report and the compilers' warnings."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
 def find(test: str) -> str:
-    """The path of a test whose file is given without its folder."""
+    """A test's name with the path of its file, from a name without the folder."""
     file, separator, rest = test.partition("::")
     (path,) = TESTS.rglob(file)
     return f"{path}{separator}{rest}"
 
 
 def judge(name: str) -> Result:
-    """Runs a mutant's tests on its code, in this process, which is not used again."""
+    """Run a mutant's tests on its code, in this process. The process is not used again."""
     from vllm_rocm_ops import launch
 
     mutant, start, first = MUTANTS[name], time.monotonic(), FirstFailure()

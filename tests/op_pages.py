@@ -1,4 +1,4 @@
-"""A page for each op, made of its spec and of what says the rest: vLLM's seams, the rules for results, the files of results."""
+"""A page for each op, made from its spec, vLLM's seams, the rules for results and the files of results."""
 
 import ast
 import dataclasses
@@ -59,7 +59,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def types(op: Op, arch_name: str) -> str:
-    """What the kernels take and, where it differs, return."""
+    """The dtypes that the kernels take and, if they differ, the dtypes that they return."""
     found = launches_of(op, arch_name)
     inputs = dict.fromkeys(short(a[0].dtype) for a, _, _ in found)
     outputs = {short(correctness.as_tuple(output)[0].dtype) for _, output, _ in found}
@@ -68,7 +68,7 @@ def types(op: Op, arch_name: str) -> str:
 
 
 def documentation(of) -> tuple[str, str]:
-    """The first line of a docstring, and the rest with a paragraph on a line."""
+    """The first line of a docstring, and the rest with one paragraph per line."""
     first, _, rest = inspect.getdoc(of).partition("\n")
     return first, "\n\n".join(" ".join(paragraph.split()) for paragraph in rest.strip().split("\n\n"))
 
@@ -82,7 +82,7 @@ def sentence(of) -> str:
 
 
 def signature(op: Op) -> str:
-    """The reference's, an argument a line."""
+    """The reference's signature, one argument per line."""
 
     def annotation(of) -> str:
         return inspect.formatannotation(of).replace("torch.Tensor", "Tensor")
@@ -98,14 +98,14 @@ def signature(op: Op) -> str:
 
 
 def value(of) -> str:
-    """An argument, briefly."""
+    """A short text for an argument."""
     if isinstance(of, torch.Tensor):
         return f"{short(of.dtype)}[{' x '.join(map(str, of.shape))}]"
     return short(of) if isinstance(of, torch.dtype) else str(of)
 
 
 def arguments(op: Op) -> str:
-    """Each argument with what the contract asks of it, in the case whose contract says most."""
+    """Each argument with what the contract requires of it, in the case with the most requirements."""
     name, a = max(cases_of(op, FIRST), key=lambda case: (len(list(op.contract(case[1]))), case[1][0].numel() > 0))
     wanted: dict[str, list[str]] = {}
     for argument, must_be, _, _ in op.contract(a):
@@ -115,13 +115,13 @@ def arguments(op: Op) -> str:
         for argument in dict.fromkeys((*a._fields, *wanted))
     ]
     return (
-        f"What breaks this raises ValueError before anything is written. In a call as in the test case `{name}`:\n\n"
-        + markdown(("argument", "there", "must be"), rows)
+        "A call that breaks one of these rules raises ValueError before anything is written. The values are those of the test "
+        f"case `{name}`:\n\n" + markdown(("argument", "value", "must be"), rows)
     )
 
 
 def rules(op: Op) -> str:
-    """Every rule of the envelope that any case meets: those for all calls, then those for some, with an example."""
+    """Every rule of the envelope in any case: first the rules for all calls, then those for some calls, with an example."""
     met: dict[str, dict[str, object]] = {}
     held = set()
     for arch in archs.ARCHS.values():
@@ -137,7 +137,7 @@ def rules(op: Op) -> str:
         if len(cases) < len(cases_of(op, FIRST)):
             sizes = op.problem(met[group[0]][cases[0]]).items()
             parts.append(
-                f"Of some calls only, as `{cases[0]}` ({', '.join(f'{name} {size}' for name, size in sizes)}):"
+                f"For some calls only, such as `{cases[0]}` ({', '.join(f'{name} {size}' for name, size in sizes)}):"
             )
         parts.append("\n".join(f"- {rule.replace('torch.', '')}{'' if rule in held else ': never'}" for rule in group))
     return "\n\n".join(parts)
@@ -147,7 +147,7 @@ def rules(op: Op) -> str:
 
 
 def kernels(op: Op) -> str:
-    """The types per arch, and the kernels with the archs that have them and the threads of their blocks."""
+    """The dtypes for each arch, and the kernels with the threads of their blocks for each arch that has them."""
     found: dict[str, dict[str, set[int]]] = {}
     for arch in archs.ARCHS:
         for _, _, launch in launches_of(op, arch):
@@ -160,34 +160,35 @@ def kernels(op: Op) -> str:
     return "\n\n".join(
         (
             markdown(
-                ("GPU", "takes, and returns where it differs"),
+                ("GPU", "takes, and returns if it differs"),
                 ((arch, types(op, arch) or "nothing: PyTorch runs") for arch in archs.ARCHS),
             ),
-            f"From {', '.join(files)}, with so many threads in a block:",
+            f"The source is {', '.join(files)}. The columns have the threads of a block:",
             markdown(("kernels", *archs.ARCHS), ((", ".join(symbols), *threads) for threads, symbols in alike.items())),
         )
     )
 
 
 def configurations(op: Op) -> str:
-    """What a configuration is, and how one is chosen."""
+    """The parts of a configuration, and how a configuration is chosen."""
     classes = dict.fromkeys(
         type(config)
         for arch in archs.ARCHS.values()
         for _, a in cases_of(op, arch.name)
         for config in op.configs(a, arch)
     )
-    lines = ["A configuration says how they are launched:", ""]
+    lines = ["A configuration says how the kernels are launched:", ""]
     for of in classes:
         lines.append(f"- `{of.__name__}({', '.join(part.name for part in dataclasses.fields(of))})`. {sentence(of)}")
     if op.cost is not None:
         chosen = (
-            "The one of least cost by a model of the GPU runs; `vllm-rocm-ops explain` shows others and their terms."
+            "The configuration of the least cost by a model of the GPU runs. `vllm-rocm-ops explain` shows the others and the terms "
+            "of the cost."
         )
     else:
-        chosen = sentence(op.default) if op.default.__doc__ else "The spec says which runs."
+        chosen = sentence(op.default) if op.default.__doc__ else "The spec chooses one."
     key = ", ".join(("compute_units", *op.problem(cases_of(op, FIRST)[0][1])))
-    lines += ["", f"{chosen} A row of a tuned table, which `vllm-rocm-ops tune` writes, comes first; its key: {key}."]
+    lines += ["", f"{chosen} A row of a tuned table, which `vllm-rocm-ops tune` writes, comes first. Its key: {key}."]
     return "\n".join(lines)
 
 
@@ -195,23 +196,23 @@ def configurations(op: Op) -> str:
 
 
 def exactness(op: Op) -> str:
-    """The rules for results, and what was seen of them."""
+    """The rules for results, and the errors that were measured."""
     c = correctness
     outputs = [output for arch in archs.ARCHS for _, output, _ in launches_of(op, arch)]
     dtypes = {tensor.dtype for output in outputs for tensor in c.as_tuple(output)}
     floats = {dtype for dtype in dtypes if dtype.is_floating_point}
     rules_file = f"the rules of [{(name := pathlib.Path(c.__file__).name)}](../{name})"
     lines = [
-        f"Every test case is held against the PyTorch reference in the same precision and in float64, by {rules_file}:",
+        f"Every test case is compared with the PyTorch reference in the same precision and in float64, by {rules_file}:",
         "",
-        "- NaN exactly where the reference has it.",
+        "- NaNs are where the reference has them, and nowhere else.",
     ]
     if dtypes - floats:
-        lines.append("- Integers as the reference has them.")
+        lines.append("- Integers are those of the reference.")
     if not op.sums and any(dtype.itemsize < 4 for dtype in floats):
         lines.append(
-            f"- No element of 8 or 16 bits is off by more than one step of its format, and at most {100 * c.OFF_BY_ONE:g} % of "
-            "them, or two, are off at all."
+            f"- No element of 8 or 16 bits is off by more than one ULP. At most {100 * c.OFF_BY_ONE:g} % of the elements, or two, are "
+            "off."
         )
     if any(dtype.itemsize > 1 for dtype in floats):
         lines.append(
@@ -219,22 +220,22 @@ def exactness(op: Op) -> str:
             f"and the mean error {c.MEAN_ERROR:g} times, plus {c.FLOOR:g} of the largest element."
         )
     if torch.float32 in floats and not op.sums:
-        lines.append("- Errors of 32-bit elements count as shares of the elements' own size.")
+        lines.append("- Errors of 32-bit elements are relative to the element.")
     if op.name in c.PRODUCTS:
         lines += [
-            f"- Each element is within half a step of its format and {c.FLOOR:g} of the sum of its absolute terms.",
-            "- Products of small whole numbers with scales that are powers of two have the reference's bits.",
+            f"- Each element is off by at most half a ULP plus {c.FLOOR:g} of the sum of its absolute terms.",
+            "- Matrix products of small whole numbers with scales that are powers of two have the reference's bits.",
         ]
     if op.sums:
         wide = [
             f"{a.name} {c.SUMS_FLOOR[a.wave_lanes]:.1e}" for a in archs.ARCHS.values() if a.wave_lanes in c.SUMS_FLOOR
         ]
         lines.append(
-            f"- Results are long sums, which may cancel, so steps are not counted. On {', '.join(wide)} of the largest element is "
-            "allowed, as matrix instructions there keep fewer bits of a sum."
+            f"- Results are long sums, which may cancel, so ULPs are not counted. On {', '.join(wide)} of the largest element is "
+            "allowed, because matrix instructions keep fewer bits of a sum there."
         )
     if op.mutates:
-        lines.append(f"- What is updated in place (`{'`, `'.join(op.mutates)}`) has the reference's bits.")
+        lines.append(f"- Arguments that are updated in place (`{'`, `'.join(op.mutates)}`) have the reference's bits.")
     lines.append("- The same arguments give the same bits in every call.")
     if "quantization" in op.reference.__code__.co_names:
         lines += ["", documentation(quantization)[1]]
@@ -242,7 +243,7 @@ def exactness(op: Op) -> str:
 
 
 def seen(op: Op) -> Iterator[str]:
-    """What the newest results say of exactness."""
+    """The errors in the newest results."""
     for found in measurements.of_op(op.name, *measurements.OPS):
         where = f"On {found[0][0]['gpu']}, in"
         if errors := [line["relative_error"] for line, _ in found if "relative_error" in line]:
@@ -263,7 +264,7 @@ def seen(op: Op) -> Iterator[str]:
 
 
 def tested(op: Op) -> str:
-    """How many cases there are, what they are chosen for, and which of them no kernel takes."""
+    """The number of cases, their purpose, and those that no kernel takes."""
     lines = []
     for arch in archs.ARCHS.values():
         left: dict[str, list[str]] = {}
@@ -273,17 +274,17 @@ def tested(op: Op) -> str:
                 left.setdefault("; ".join(broken), []).append(f"`{name}`")
         for why, names in left.items():
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(f"- {arch.name}: PyTorch runs {shown}: the kernels need that {why}.")
+            lines.append(f"- {arch.name}: PyTorch runs {shown}. The kernels need that {why}.")
     how = (
-        "On a GPU the tests run there, without one in an emulator of the machine code for AMD's: "
+        "The tests run on the GPU if there is one, else AMD's machine code runs in an emulator: "
         f"`bash tests/run.sh -k {op.name}` in a checkout, or `vllm-rocm-ops bench --op {op.name} --once` on a GPU."
     )
-    cases = f"{len(cases_of(op, FIRST))} cases, in every configuration of the kernels. {sentence(op.cases)}"
+    cases = f"{len(cases_of(op, FIRST))} cases run in every configuration of the kernels. {sentence(op.cases)}"
     return "\n\n".join(filter(None, (cases, "\n".join(lines), how)))
 
 
 def measured(op: Op) -> str:
-    """Ratios by rows for each GPU, and where nothing was timed."""
+    """Ratios by rows for each GPU, and the GPUs on which nothing was timed."""
     parts = []
     for found in measurements.of_op(op.name, *measurements.OPS):
         lines = [line for line, _ in found]
@@ -294,12 +295,12 @@ def measured(op: Op) -> str:
             body.append((what[1], *cells))
         peers = "; ".join(sorted({name for line in lines for name in line["peers"]}))
         parts.append(
-            f"{measurements.head(lines)}: how many times as fast as the best of its peers ({peers}), by rows or tokens; bold where "
+            f"{measurements.head(lines)}: how many times as fast as the best of its peers ({peers}), by rows or tokens. Bold is "
             f"slower. Microseconds are in {files_of([found])}.\n\n" + markdown(("size", *map(str, shown)), body)
         )
     static = measurements.of_op(op.name, "static")
     if static:
-        parts.append(f"Registers, traffic and cycles by layer, static and emulated: {files_of(static)}.")
+        parts.append(f"Registers, traffic and cycles by layer, from code objects and the emulator: {files_of(static)}.")
     parts.append(measurements.unmeasured(op.name))
     return "\n\n".join(filter(None, parts))
 
@@ -313,7 +314,7 @@ def files_of(found: Iterable[list[tuple[dict, pathlib.Path]]]) -> str:
 
 @functools.cache
 def definitions() -> dict[tuple[str, str], ast.AST]:
-    """What the files of the seams define: (file, name) -> its tree."""
+    """The definitions in the files of the seams: (file, name) -> syntax tree."""
     found = {}
     for path in SEAMS.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
@@ -325,7 +326,7 @@ def definitions() -> dict[tuple[str, str], ast.AST]:
 
 @functools.cache
 def reached(file: str) -> frozenset[tuple[str, str]]:
-    """What a file defines, what that refers to in other files of the seams, and so on."""
+    """The definitions of a file, the definitions of other files of the seams that they refer to, and so on."""
     ahead = [key for key in definitions() if key[0] == file]
     found: set[tuple[str, str]] = set()
     while ahead:
@@ -342,7 +343,7 @@ def reached(file: str) -> frozenset[tuple[str, str]]:
 
 
 def names_op(node: ast.AST, name: str) -> bool:
-    """Whether it has `ops.<name>` or `torch.ops.vllm_rocm_ops.<name>`."""
+    """Whether a syntax tree has `ops.<name>` or `torch.ops.vllm_rocm_ops.<name>`."""
     places = "ops", f"torch.ops.{op_module.NAMESPACE}"
     return any(
         isinstance(part, ast.Attribute) and part.attr == name and ast.unparse(part.value) in places
@@ -352,7 +353,7 @@ def names_op(node: ast.AST, name: str) -> bool:
 
 @functools.cache
 def seams_of(op: Op) -> dict[str, int | None]:
-    """The seams that call an op, and the most tokens that they give it where they hold a kernel of vLLM's for more."""
+    """The seams that call an op, and the most tokens that they give it if they keep a kernel of vLLM's for more."""
     found: dict[str, int | None] = {}
     for name in seam.NAMES:
         for file, what in reached(name):
@@ -365,12 +366,12 @@ def seams_of(op: Op) -> dict[str, int | None]:
 
 
 def in_vllm(op: Op) -> str:
-    """A line for each seam that calls the op, then the layers of the shipped models that do."""
+    """A line for each seam that calls the op, then the layers of the shipped models that call it."""
     lines = []
     for name, most in seams_of(op).items():
-        limit = f", for at most {most} tokens where vLLM has a kernel for more" if most else ""
-        lines.append(f"- `{name}`{limit}. It replaces {seam.load(name).replaces}.")
-    parts = ["\n".join(lines) or "No seam calls it: vLLM does not run it by itself. It is there for your own calls."]
+        limit = f" It calls the op for at most {most} tokens, if vLLM has a kernel for more." if most else ""
+        lines.append(f"- The seam `{name}` replaces {seam.load(name).replaces}.{limit}")
+    parts = ["\n".join(lines) or "No seam calls this op, so vLLM does not run it. Your own programs can call it."]
     counts: dict[tuple[str, str, str], int] = {}
     for model in MODELS:
         for call in model_layers.calls(model_layers.read(model), TP):
@@ -384,7 +385,7 @@ def in_vllm(op: Op) -> str:
         parts += [
             f"In a decode step of one of {TP} tensor parallel ranks:",
             markdown(("model", "layer", "sizes", "calls"), rows),
-            f"`vllm-rocm-ops explain --model {next(iter(counts))[0]} --tp {TP}` says what they run.",
+            f"`vllm-rocm-ops explain --model {next(iter(counts))[0]} --tp {TP}` says which kernels they run.",
         ]
     return "\n\n".join(parts)
 
@@ -399,8 +400,8 @@ def page(op: Op) -> str:
     sections = {
         "Arguments": arguments(op),
         "Will kernels take it?": (
-            "Where one of these does not hold, the PyTorch reference computes the same, more slowly; "
-            f"`vllm-rocm-ops explain {op.name}` says which.\n\n{rules(op)}"
+            "If one of these rules does not hold, the PyTorch reference computes the same result, more slowly. "
+            f"`vllm-rocm-ops explain {op.name}` says which rule.\n\n{rules(op)}"
         ),
         "Kernels": f"{kernels(op)}\n\n{configurations(op)}",
         "How exact": exactness(op),
@@ -415,8 +416,8 @@ def page(op: Op) -> str:
         rest,
         f"```python\n{signature(op)}\n```",
         (
-            f"As `vllm_rocm_ops.ops.{op.name}` and `torch.ops.{op_module.NAMESPACE}.{op.name}`. Its spec is "
-            f"[{file}](../ops/{file}); [all ops](README.md)."
+            f"The op is `vllm_rocm_ops.ops.{op.name}` and `torch.ops.{op_module.NAMESPACE}.{op.name}`. Its spec is "
+            f"[{file}](../ops/{file}). [All ops](README.md)."
         ),
         sentence(module),
         *(f"## {title}\n\n{text}" for title, text in sections.items()),
@@ -425,7 +426,7 @@ def page(op: Op) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Text whose long lines are broken, but in tables and code."""
+    """Text with long lines broken, except in tables and code."""
     lines, in_code = [], False
     for line in text.splitlines():
         in_code ^= line.startswith("```")
@@ -433,7 +434,7 @@ def wrapped(text: str) -> str:
             lines.append(line)
             continue
         mark = "- " * line.startswith("- ")
-        whole = re.sub(r" ([-+*]) ", "\0\\1 ", line.removeprefix(mark))  # at the start of a line they would make a list
+        whole = re.sub(r" ([-+*]) ", "\0\\1 ", line.removeprefix(mark))  # at the start of a line these make a list
         indents = {"initial_indent": mark, "subsequent_indent": " " * len(mark)}
         broken = textwrap.wrap(whole, WIDTH, break_long_words=False, break_on_hyphens=False, **indents)
         lines += [part.replace("\0", " ") for part in broken]
@@ -441,7 +442,7 @@ def wrapped(text: str) -> str:
 
 
 def explanation() -> str:
-    """What `vllm-rocm-ops explain` says of the first call of the example."""
+    """The output of `vllm-rocm-ops explain` for the example."""
     op = next(op for op in op_module.registered() if op.name == EXAMPLE["op"])
     explained = explain.explain(op, EXAMPLE["arch"], explain.parse_shape(EXAMPLE["shape"]))
     return (
@@ -456,15 +457,15 @@ def index() -> str:
         for op in op_module.registered()
     )
     about = (
-        "Names, arguments and roundings are those of vLLM's ops, but results are returned. For each GPU: the types that kernels "
-        "take and, where they differ, return; PyTorch computes the rest. sm_90 is there for development."
+        "Names, arguments and roundings are those of vLLM's ops, but results are returned. A GPU's column has the types that its "
+        "kernels take and, if they differ, return. PyTorch computes other types. sm_90 is for development."
     )
     parts = (
         WRITTEN,
         "# Ops",
         about,
         markdown(("op", "computes", *archs.ARCHS), rows),
-        "Which kernel a call runs, and why:",
+        "`explain` says which kernel a call runs, and why:",
         explanation(),
         "Other pages: " + ", ".join(f"[{name.lower()}]({name}.md)" for name in GUIDES) + ".",
     )

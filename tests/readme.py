@@ -1,5 +1,7 @@
-"""Writes what is generated: parts of README.md and of the page beside the results, each between `<!-- name -->` and
-`<!-- /name -->`, and the pages of the ops: python tests/readme.py"""
+"""Writes all generated text: python tests/readme.py
+
+It writes the pages of the ops, and the parts of README.md and of some other pages between `<!-- name -->` and `<!-- /name -->`.
+"""
 
 import ast
 import functools
@@ -28,7 +30,7 @@ def switches() -> str:
 
 
 def families() -> str:
-    """A row for each file of ops: what they are, in which seams they run, and up to how many tokens."""
+    """A row for each file of ops: what the ops compute, the seams that call them, and the most tokens of these calls."""
     modules: dict[str, list[Op]] = {}
     for op in op_module.registered():
         modules.setdefault(op_pages.sentence(inspect.getmodule(op.reference)), []).append(op)
@@ -50,7 +52,7 @@ CSRC = ("csrc/ops", "csrc/gemm", "csrc/device", "csrc/runtime")
 
 
 def tree() -> str:
-    """The files of the package and of csrc, each with what its first sentence says."""
+    """The files of the package and of csrc, each with its first sentence."""
 
     def said(path: pathlib.Path) -> str:
         if path.suffix == ".py":
@@ -59,7 +61,7 @@ def tree() -> str:
             lines = itertools.takewhile(lambda line: line.startswith("//"), path.read_text().splitlines())
             text = " ".join(line.removeprefix("//") for line in lines)
         if not text:
-            raise ValueError(f"{path.relative_to(ROOT)} must say at its top what it is")
+            raise ValueError(f"{path.relative_to(ROOT)} must begin with a docstring or comment that says what it is")
         return textwrap.shorten(re.split(r"[.;](?: |$)", " ".join(text.split()))[0], 110, placeholder=" ...")
 
     parts = []
@@ -100,7 +102,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
 
 
 def fresh(path: pathlib.Path) -> str:
-    """A file's text with every generated part as it should be."""
+    """A file's text with every generated part written anew."""
     text = path.read_text()
     for name, make in BLOCKS[path].items():
         block = f"<!-- {name} -->\n{make()}\n<!-- /{name} -->"
@@ -108,12 +110,12 @@ def fresh(path: pathlib.Path) -> str:
             rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, block=block: block, text, flags=re.DOTALL
         )
         if count != 1:
-            raise ValueError(f"{path.relative_to(ROOT)} must have the part {name} once, has it {count} times")
+            raise ValueError(f"{path.relative_to(ROOT)} must have the part {name} once, got {count} times")
     return text
 
 
 def documents() -> dict[pathlib.Path, str]:
-    """Every file that has generated parts, with the text that it should have."""
+    """Every file that is generated or has generated parts, with its text."""
     return {path: fresh(path) for path in BLOCKS} | op_pages.pages()
 
 

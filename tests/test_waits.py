@@ -1,13 +1,13 @@
-"""The loops that stream weights keep their loads in flight, as the code objects of gfx942 and gfx950 say themselves.
+"""The loops that stream weights keep their loads in flight. The tests read the code objects of gfx942 and gfx950.
 
-A streaming loop is one whose matrix instructions take what vector loads brought to their registers; others take their operands
-out of LDS. Its steady path is the shortest way around with all of its products. Loads return in order, so that what an s_waitcnt
-leaves in flight says how far ahead of their products they are. Nothing is known of the kernels but their code.
+The matrix instructions of a streaming loop read registers that vector loads wrote. Other loops read their operands from LDS. The
+steady path of a loop is the shortest way around it with all of its matrix instructions. Loads return in order, so the number of
+loads that an s_waitcnt leaves in flight is the distance from a load to its matrix instruction. The tests know only the code.
 
     python tests/test_waits.py commit [folder of code objects]
 
-prints a line of JSON per streaming loop: of its loads once around, how many each wait leaves in flight, stage by stage.
-serving_benchmarks/results/<arch>/*-waits.jsonl have such lines.
+prints a line of JSON per streaming loop: the loads of one iteration, and the loads that each wait leaves in flight, stage by
+stage. serving_benchmarks/results/<arch>/*-waits.jsonl have such lines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ARCHS = ("gfx942", "gfx950")
 MODULES = sorted(path.stem for path in (CSRC / "ops").glob("*.hip"))
 
 
-def is_product(ins: Instruction) -> bool:
+def is_matrix_instruction(ins: Instruction) -> bool:
     return ins.mnemonic.startswith(("v_mfma", "v_smfmac"))
 
 
@@ -42,12 +42,12 @@ def counts_as_vector_memory(ins: Instruction) -> bool:
 
 
 def is_load(ins: Instruction) -> bool:
-    """Whether it is a load to registers."""
+    """Whether an instruction is a load to registers."""
     return counts_as_vector_memory(ins) and "_load_" in ins.mnemonic and bool(effects(ins)[1])
 
 
 def left_in_flight(ins: Instruction) -> int | None:
-    """What a wait for vector memory leaves in flight."""
+    """The number of vector memory operations that a wait leaves in flight. None if the instruction is no such wait."""
     if ins.mnemonic != "s_waitcnt":
         return None
     field = ins.fields["simm16"]
@@ -55,14 +55,14 @@ def left_in_flight(ins: Instruction) -> int | None:
     return count if count < 63 else None
 
 
-def hands_over(ins: Instruction) -> bool:
-    """Whether it stores, or waits for other waves, as the end of a tile does."""
+def is_store_or_barrier(ins: Instruction) -> bool:
+    """Whether an instruction stores or is a barrier, as at the end of a tile."""
     stores = ins.mnemonic.startswith("ds_write") or (counts_as_vector_memory(ins) and not is_load(ins))
     return stores or ins.mnemonic == "s_barrier"
 
 
 def cycles(nodes: Iterable[int], following: dict[int, list[int]]) -> list[set[int]]:
-    """The strongly connected components of these nodes that are more than a node (Tarjan)."""
+    """The strongly connected components of these nodes that have a cycle (Tarjan)."""
     nodes = set(nodes)
     index: dict[int, int] = {}
     low: dict[int, int] = {}
@@ -98,7 +98,7 @@ def cycles(nodes: Iterable[int], following: dict[int, list[int]]) -> list[set[in
 
 
 class Flow:
-    """A kernel's instructions and which may follow which."""
+    """The control flow graph of a kernel's instructions."""
 
     def __init__(self, code: CodeObject, name: str):
         kernel = code.kernels[name]
@@ -117,16 +117,16 @@ class Flow:
         return [target] if ins.mnemonic == "s_branch" else [place + 1, target]
 
     def first_of(self, nodes: set[int], following: dict[int, list[int]]) -> int:
-        """Where a loop is entered."""
+        """The instruction at which a loop is entered."""
         return min(after for node in following.keys() - nodes for after in following[node] if after in nodes)
 
     def loops(self) -> Iterator[Loop]:
-        """The innermost loops with products."""
+        """The innermost loops that have matrix instructions."""
         yield from self._loops(set(self.following), self.following)
 
     def _loops(self, nodes: set[int], following: dict[int, list[int]]) -> Iterator[Loop]:
         for body in cycles(nodes, following):
-            if not any(is_product(self.instructions[node]) for node in body):
+            if not any(is_matrix_instruction(self.instructions[node]) for node in body):
                 continue
             first = self.first_of(body, self.following)
             inside = {node: [n for n in following[node] if n in body and n != first] for node in body}
@@ -136,7 +136,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Wait:
-    """An s_waitcnt for vector memory: its place among the instructions, and what it leaves in flight."""
+    """An s_waitcnt for vector memory: its index among the instructions, and the number of operations that it leaves in flight."""
 
     place: int
     left: int
@@ -152,7 +152,7 @@ class Loop:
         self.touched = [effects(ins) for ins in self.on_path]
 
     def _forward(self) -> dict[int, list[int]]:
-        """What follows in the loop, without the ways back."""
+        """The control flow within the loop, without back edges."""
         following = {node: [n for n in self.flow.following[node] if n in self.body] for node in self.body}
         parts = [(self.body, self.first)]
         while parts:
@@ -179,7 +179,7 @@ class Loop:
             ways += [(best[n][0], n) for n in following[node] if n in best]
             if ways:
                 (products, length), way = max(ways, key=lambda way: way[0])
-                best[node] = (products + is_product(self.flow.instructions[node]), length - 1), way
+                best[node] = (products + is_matrix_instruction(self.flow.instructions[node]), length - 1), way
         path, node = [], self.first
         while node is not None:
             path.append(node)
@@ -188,34 +188,34 @@ class Loop:
 
     @property
     def loads(self) -> int:
-        """Loads to registers, once around."""
+        """Loads to registers in one iteration."""
         return sum(map(is_load, self.on_path))
 
     @cached_property
     def streams(self) -> bool:
-        """Whether a product takes what a load brought to its registers."""
+        """Whether a matrix instruction reads a register that a load wrote."""
         loaded: set[int] = set()
         for _ in range(2):
             for ins, (_, writes) in zip(self.on_path, self.touched, strict=True):
                 operands = {register for operand in ins.sources[:2] for register in operand.registers}
-                if is_product(ins) and operands & loaded:
+                if is_matrix_instruction(ins) and operands & loaded:
                     return True
                 loaded = loaded | writes if is_load(ins) else loaded - writes
         return False
 
     @cached_property
     def stages(self) -> list[list[Wait]]:
-        """The waits once around. A stage ends where loads follow a product of what was loaded."""
+        """The waits of one iteration, by stages. A stage ends when loads follow a matrix instruction that reads loaded registers."""
         unused: set[int] = set()
         waits: list[Wait] = []
         used = False
-        for _ in range(3):  # at first there is nothing that a product could take
+        for _ in range(3):  # in the first iteration nothing was loaded yet
             stages: list[list[Wait]] = []
             for place, ins, (reads, writes) in zip(self.path, self.on_path, self.touched, strict=True):
                 left = left_in_flight(ins)
                 if left is not None:
                     waits.append(Wait(place, left))
-                if is_product(ins) and reads & unused:
+                if is_matrix_instruction(ins) and reads & unused:
                     used = True
                     unused -= reads
                 if is_load(ins):
@@ -230,7 +230,7 @@ class Loop:
         return self.loads / len(self.stages)
 
     def detours(self) -> Iterator[Wait]:
-        """The waits off the steady path, of detours on which nothing is stored."""
+        """The waits on detours from the steady path that store nothing."""
         left = self.body - set(self.path)
         beside: dict[int, set[int]] = {node: set() for node in left}
         for node in left:
@@ -246,7 +246,7 @@ class Loop:
                     part.add(node)
                     work += beside[node]
             left -= part
-            if not any(hands_over(self.flow.instructions[node]) for node in part):
+            if not any(is_store_or_barrier(self.flow.instructions[node]) for node in part):
                 for node in sorted(part):
                     count = left_in_flight(self.flow.instructions[node])
                     if count is not None:
@@ -254,7 +254,7 @@ class Loop:
 
 
 def streaming_loops(path: Path) -> list[tuple[str, Loop]]:
-    """Each streaming loop of a code object, with its kernel."""
+    """The streaming loops of a code object, each with its kernel's name."""
     code = CodeObject(path)
     return [(name, loop) for name in code.kernels for loop in Flow(code, name).loops() if loop.streams]
 
@@ -265,7 +265,7 @@ def shipped_loops(arch: str, module: str) -> list[tuple[str, Loop]]:
 
 
 def faults(loop: Loop) -> list[str]:
-    """What is wrong with the waits of a streaming loop."""
+    """The errors in the waits of a streaming loop."""
     if len(loop.stages) < 3:
         return [f"{loop.loads} loads are in {len(loop.stages)} stages"]
     least = int(loop.loads - 1.5 * loop.stage_loads)
@@ -276,18 +276,20 @@ def faults(loop: Loop) -> list[str]:
         if wait.left < least:
             ins = loop.flow.instructions[wait.place]
             offset = ins.address - loop.flow.instructions[0].address
-            found.append(f"+{offset:#x} leaves {wait.left} of {loop.loads} loads in flight, not {least}{where}")
+            found.append(f"+{offset:#x} leaves {wait.left} of {loop.loads} loads in flight, not {least} or more{where}")
     lowest = [min(wait.left for wait in stage) for stage in loop.stages if stage]
     if lowest and max(lowest) - min(lowest) > loop.stage_loads:
-        found.append(f"stages wait until {lowest} are left: more apart than {loop.stage_loads:.0f}, the loads of one")
+        found.append(
+            f"stages leave {lowest} loads: these differ by more than the {loop.stage_loads:.0f} loads of a stage"
+        )
     return found
 
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_stages_stay_in_flight(arch, module):
-    """No wait leaves less in flight than all stages but the one that is multiplied and half of another, whose loads may come
-    among its products; and the stages' waits differ by the loads of one at most."""
+    """A wait leaves all stages in flight, except the one that is multiplied and half of the next, whose loads may come between its
+    matrix instructions. The waits of two stages differ by the loads of one stage at most."""
     wrong = {name: found for name, loop in shipped_loops(arch, module) if (found := faults(loop))}
     assert not wrong
 
@@ -296,32 +298,32 @@ def test_stages_stay_in_flight(arch, module):
 def test_streaming_kernels_are_found(arch):
     """The kernels for few tokens stream, and no other kernel does."""
     streaming = {name for module in MODULES for name, _ in shipped_loops(arch, module)}
-    products = {
+    expected = {
         name
         for module in MODULES
         for name in CodeObject(launch.CODE / arch / f"{module}.co").kernels
         if any(word in name for word in ("_narrow_", "_skinny_", "_stream_", "experts_gate_up_", "experts_down_"))
     }
-    assert streaming == products
+    assert streaming == expected
 
 
-# name: (file, text, what replaces it, module, part of the names of the kernels whose loads are then waited for)
+# name: (file, text, replacement, module, a part of the names of the kernels whose waits become wrong)
 DRAINS = {
-    "turns that load nothing": (
+    "slices that load nothing": (
         "gemm/skinny/wave_split_k.h",
         "if (mem::kPredicates && !more) continue;",
         "if (!more) continue;",
         "unquantized_gemm",
         "narrow",
     ),
-    "a turn's loads waited for": (
+    "a wait for a slice's loads": (
         "gemm/skinny/wave_split_k.h",
         "const float scale_b = kScaled",
         "__builtin_amdgcn_s_waitcnt(0x0f70);\nconst float scale_b = kScaled",
         "unquantized_gemm",
         "narrow",
     ),
-    "units' loads in any order": (
+    "loads of units in any order": (
         "gemm/skinny/amd/streamed_tile.h",
         "__builtin_amdgcn_sched_barrier(kScalarAndLds);",
         "{}",
