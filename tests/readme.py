@@ -1,7 +1,5 @@
-"""Writes all generated text: python tests/readme.py
-
-It writes the pages of the ops, and the parts of README.md and of some other pages between `<!-- name -->` and `<!-- /name -->`.
-"""
+"""Writes what is generated: parts of README.md and of the page beside the results, each between `<!-- name -->` and
+`<!-- /name -->`, and the pages of the ops: python tests/readme.py"""
 
 import ast
 import functools
@@ -115,7 +113,7 @@ def fresh(path: pathlib.Path) -> str:
 
 
 def documents() -> dict[pathlib.Path, str]:
-    """Every file that is generated or has generated parts, with its text."""
+    """Every file that has generated parts, with the text that it should have."""
     return {path: fresh(path) for path in BLOCKS} | op_pages.pages()
 
 

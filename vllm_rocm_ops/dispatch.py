@@ -52,7 +52,7 @@ def _buffers(planned: tuple[Launch, ...], outputs, device: torch.device) -> tupl
 
 
 def _workspaces(planned: tuple[Launch, ...]) -> list[Workspace]:
-    """The launches' workspaces, each once."""
+    """The launches' workspaces. One that several of them name is one."""
     return list({id(arg): arg for l in planned for arg in l.args if isinstance(arg, Workspace)}.values())
 
 

@@ -1,4 +1,4 @@
-"""Tuned tables: configurations that were measured to be fastest, in <arch>/<op>.csv. The user's come before the shipped ones."""
+"""Tuned tables: configurations that were measured to be best, in <arch>/<op>.csv, the user's before the shipped ones."""
 
 from __future__ import annotations
 

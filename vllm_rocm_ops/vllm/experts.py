@@ -28,7 +28,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.fused_experts import HALVES
 from vllm_rocm_ops.vllm import native_kernel, seam
 
-MOST_TOKENS = 64  # the most that our op takes; the crossover on AMD was not measured
+MOST_TOKENS = 64  # that ours take; where they win on AMD was not measured
 
 APPLY = (
     *("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts"),

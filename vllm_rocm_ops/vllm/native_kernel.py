@@ -104,7 +104,7 @@ def kept(name: str) -> object:
 
 
 def run_or_native(native: Callable[[], Tensor], op: Op, most_tokens: int, *arguments) -> Tensor:
-    """Our op, if its kernels take the arguments and the first argument has at most `most_tokens` rows. Else `native()`."""
+    """Our op, where its kernels take the arguments and the first has at most so many rows; else `native()`."""
     tokens = arguments[0].numel() // max(arguments[0].shape[-1], 1)
     output = op.run_kernels(*arguments) if tokens <= most_tokens else None
     return native() if output is None else output

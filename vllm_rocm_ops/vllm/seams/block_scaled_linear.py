@@ -12,7 +12,7 @@ from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.families.weight_layout import shuffle_weight
 from vllm_rocm_ops.vllm import native_kernel, seam
 
-MOST_TOKENS = 64  # the most that our op takes; the crossover on AMD was not measured
+MOST_TOKENS = 64  # that ours takes; where it wins on AMD was not measured
 
 
 def block_scaled_linear(

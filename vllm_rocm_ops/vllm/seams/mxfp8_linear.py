@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import native_kernel, seam
 
-MOST_TOKENS = 64  # the most that our op takes; the crossover on AMD was not measured
+MOST_TOKENS = 64  # that ours takes; where it wins on AMD was not measured
 GROUP = 32
 
 

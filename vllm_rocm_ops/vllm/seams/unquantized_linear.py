@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import native_kernel, seam
 
-MOST_TOKENS = 16  # the most that our op takes; the crossover on AMD was not measured
+MOST_TOKENS = 16  # that ours takes; where it wins on AMD was not measured
 
 
 def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -33,7 +33,7 @@ native_kernel.define(unquantized_linear, _fake)
 
 
 def few_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """`unquantized_gemm`, or None for calls that it does not take."""
+    """`unquantized_gemm`, or None for what it leaves to vLLM's own."""
     return native_kernel.run_or_native(lambda: None, ops.unquantized_gemm, MOST_TOKENS, x, weight, bias)
 
 
