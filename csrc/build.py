@@ -12,7 +12,8 @@ a kernel is used:
     a system clang            clang, then the newest clang-<version> of $PATH
     ziglang                   from PyPI, a build requirement, so there is always one
 
-The stamp holds sources, flags, compiler and the object's hash. A fresh object is not rebuilt: the same sources and flags make
+The stamp holds sources, flags, compiler, the object's hash, and names, offsets and types of each kernel's arguments, which a pass
+of its own finds in the compiler's debug information. A fresh object is not rebuilt: the same sources and flags make
 it fresh, whoever compiled it, unless $VLLM_ROCM_OPS_CLANG names another compiler. $VLLM_ROCM_OPS_DEBUG=1 asks for debug
 builds, as --debug does, and $VLLM_ROCM_OPS_ARCHS, a comma list, for other architectures than all of them, as --arch does.
 """
@@ -48,6 +49,8 @@ CODE_OBJECT_VERSION = "-mcode-object-version=5"
 # A wave starts with its kernel's first arguments in SGPRs, those that are no structures: two hold the arguments' address and 14
 # are left. Each such kernel begins with 256 bytes that load them, which firmware that has done so skips.
 PRELOAD_ARGUMENTS = ("-mllvm", "-amdgpu-kernarg-preload-count=16")
+# LLVM IR with debug information; warnings are those of the compile.
+DESCRIBE = ("-S", "-emit-llvm", "-w", "-Xclang", "-debug-info-kind=standalone", "-Xclang", "-disable-llvm-passes")
 PROBE = """
 #if __clang_major__ < 20
 #error "clang 20 or later is needed: the first that knows all of gfx950"
@@ -62,9 +65,11 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of the three steps: source to bitcode (PTX on NVIDIA), bitcode or assembler text to object, object to ELF."""
+    """Flags of the three steps: source to bitcode (PTX on NVIDIA), bitcode or assembler text to object, object to ELF; and what
+    describing kernels adds to the first."""
 
     compile: tuple[str, ...]
+    describe: tuple[str, ...] = DESCRIBE
     lower: tuple[str, ...] = ()
     link: tuple[str, ...] = ()
 
@@ -247,6 +252,74 @@ def compile_source(
     return compiler
 
 
+# Kernel arguments
+
+
+LETTERS = {"signed": "i", "unsigned": "u", "float": "f"}  # of numbers, by DWARF's encoding
+NAMED = ("typedef", "const_type", "volatile_type", "restrict_type", "enumeration_type")  # that lead to another type
+Numbers = list[tuple[str, int, str]]  # name, offset and type of each
+
+
+class DebugInfo:
+    """The kernels of LLVM IR, with the parameters and types that its debug information has."""
+
+    def __init__(self, ir: str):
+        kernel = r"^define [^@]*\b(?:amdgpu|ptx)_kernel\b[^@]*@(\w+)\(.*!dbg (!\d+)"
+        self.kernels = dict(re.findall(kernel, ir, re.MULTILINE))  # to the node that describes it
+        self.nodes = dict(re.findall(r"^(!\d+) = (?:distinct )?!(.*)$", ir, re.MULTILINE))
+        variables = [self.fields(node) for node, text in self.nodes.items() if text.startswith("DILocalVariable(")]
+        self.parameters = sorted((v for v in variables if "arg" in v), key=lambda v: int(v["arg"]))
+
+    def fields(self, node: str) -> dict[str, str]:
+        return {name: value.strip('"') for name, value in re.findall(r'(\w+): ("[^"]*"|[^,()]+)', self.nodes[node])}
+
+    def numbers(self, name: str, node: str) -> tuple[int, int, Numbers]:
+        """Size and alignment of a type in bytes, and the number or pointer that it is, or all those in a structure."""
+        found = self.fields(node)
+        kind, size = found.get("tag", "DW_TAG_base_type").removeprefix("DW_TAG_"), int(found.get("size", 0)) // 8
+        if kind in NAMED:
+            return self.numbers(name, found["baseType"])
+        if kind == "pointer_type":
+            return size, size, [(name, 0, "pointer")]
+        if kind == "base_type" and (letter := LETTERS.get(found["encoding"].split("_")[2])):
+            return size, size, [(name, 0, f"{letter}{8 * size}")]
+        if kind != "structure_type":
+            raise BuildError(
+                f"{name} must be a number, a pointer or a structure of such, got {found.get('name', kind)}"
+            )
+        alignment, inside = int(found.get("align", 8)) // 8, []
+        for member in map(self.fields, re.findall(r"!\d+", self.nodes[found["elements"]])):
+            is_static = "DIFlagStaticMember" in member.get("flags", "")
+            if member.get("tag") in ("DW_TAG_member", "DW_TAG_inheritance") and not is_static:
+                its_name = f"{name}.{member['name']}" if "name" in member else name
+                _, least, numbers = self.numbers(its_name, member["baseType"])
+                alignment, start = max(alignment, least), int(member.get("offset", 0)) // 8
+                inside += [(each, start + offset, its_type) for each, offset, its_type in numbers]
+        return size, alignment, inside
+
+    def arguments(self, kernel: str) -> dict:
+        """The bytes of a kernel's arguments, and offset and type of each by its name: "parameter" or "parameter.field"."""
+        end, found = 0, {}
+        for parameter in self.parameters:
+            if parameter["scope"] == self.kernels[kernel]:
+                size, alignment, numbers = self.numbers(parameter["name"], parameter["type"])
+                start = -(-end // alignment) * alignment
+                found |= {name: [start + offset, its_type] for name, offset, its_type in numbers}
+                end = start + size
+        return {"bytes": end, "arguments": found}
+
+
+def describe_kernels(compiler: Compiler, stem: str, arch: str, debug: bool, folder: Path) -> dict[str, dict]:
+    """The arguments of each kernel of an op."""
+    step, source, ir = flags(arch, debug), Path("ops", f"{stem}.hip"), folder / f"{stem}.ll"
+    run([*compiler.clang, *step.compile, *step.describe, source], ir, source, arch)
+    found = DebugInfo(ir.read_text())
+    try:
+        return {kernel: found.arguments(kernel) for kernel in sorted(found.kernels)}
+    except BuildError as error:
+        raise BuildError(f"{source}: {error}") from None
+
+
 # Stamps
 
 
@@ -263,7 +336,7 @@ def wanted_stamp(stem: str, arch: str, debug: bool) -> dict:
     """What the stamp of a fresh object says; of the compiler, only if one is asked for by name."""
     step = flags(arch, debug)
     stamp = {"sources": sources_hash(stem), "arch": arch, "debug": debug}
-    stamp["flags"] = [*step.compile, *step.lower, *step.link]
+    stamp["flags"] = [*step.compile, *step.lower, *step.link, *step.describe]
     if explicit_compiler():
         stamp["compiler"] = str(find_compiler(arch))
     return stamp
@@ -311,7 +384,8 @@ def make(stem: str, arch: str, output: Path, prebuilt: Path, debug: bool, force:
         else:
             compiler = compile_source(CSRC / "ops" / f"{stem}.hip", arch, unfinished, debug=debug)
             stamp = stamp | {"compiler": str(compiler)} | hash_of(unfinished)
-            unfinished.with_suffix(".json").write_text(json.dumps(stamp, indent=1) + "\n")
+            stamp["kernels"] = describe_kernels(compiler, stem, arch, debug, Path(folder))
+            unfinished.with_suffix(".json").write_text(json.dumps(stamp) + "\n")
             print(f"{name}  {compiler}", flush=True)
         # In this order no stamp ever stands beside an object that is not its own.
         code_object.with_suffix(".json").unlink(missing_ok=True)

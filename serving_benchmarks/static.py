@@ -111,7 +111,7 @@ def experts(m: int, arch: Arch) -> Iterator[Study]:
         weights = torch.zeros(m, TOPK)
         arguments = (tokens, w1, w2, weights, ids, torch.bfloat16, *scales, None, None, expert_map)
         explained = ops.fused_experts.explain(*arguments, arch=arch)
-        products = [l for l in explained.launches if any(arg is w for arg in l.args for w in (w1, w2))]
+        products = [l for l in explained.launches if any(arg is w for arg in l.named.values() for w in (w1, w2))]
         if not hit or products[0].module != ops.fused_experts.name:
             continue
         inputs = tuple(tensor for tensor in arguments if isinstance(tensor, torch.Tensor))
@@ -126,9 +126,10 @@ def experts(m: int, arch: Arch) -> Iterator[Study]:
 def in_order(products: list[Launch], arch: Arch) -> list[Launch]:
     """The two launches with the order of the pairs, which gate_up's first block leaves to down, in place of its workspace."""
     gate_up, down = products
-    [order] = (arg for arg in gate_up.args if isinstance(arg, Workspace) and any(arg is other for other in down.args))
+    taken = list(down.named.values())
+    [order] = (v for v in gate_up.named.values() if isinstance(v, Workspace) and any(v is other for other in taken))
     memory = torch.empty(order, dtype=torch.uint8)
-    first, *_ = filled = [l._replace(args=tuple(memory if a is order else a for a in l.args)) for l in products]
+    first, *_ = filled = [l.with_each(lambda arg: memory if arg is order else arg) for l in products]
     [whole] = executable([first])
     Emulator(arch.name).run(launch.code_object(first.module, arch.name), whole, (), [0])
     return filled
@@ -137,15 +138,16 @@ def in_order(products: list[Launch], arch: Arch) -> list[Launch]:
 def study(of: Study, emulator: Emulator, options) -> dict:
     """The line of one launch."""
     arch, planned, weight = emulator.arch, of.planned, of.weight
-    region = f"argument {next(i for i, arg in enumerate(planned.args) if arg is weight)}"
-    workspaces = [f"argument {i}" for i, arg in enumerate(planned.args) if isinstance(arg, Workspace)]
+    region = f"argument {next(name for name, arg in planned.named.items() if arg is weight)}"
+    workspaces = [f"argument {name}" for name, arg in planned.named.items() if isinstance(arg, Workspace)]
     [whole] = executable([planned])
     ran = run(emulator, whole, options.blocks)
     kernel, counters, grid, blocks = ran.kernel, ran.counters, ran.grid, ran.blocks
 
     blocks_per_unit = min(ran.held, grid / arch.compute_units)
     in_flight = counters.traffic.bytes_in_flight(region) / len(blocks) * blocks_per_unit
-    outputs = [arg for arg in planned.args if isinstance(arg, torch.Tensor) and all(arg is not i for i in of.inputs)]
+    tensors = [arg for arg in planned.named.values() if isinstance(arg, torch.Tensor)]
+    outputs = [tensor for tensor in tensors if all(tensor is not i for i in of.inputs)]
     others = sum(tensor.nbytes for tensor in (*of.inputs, *outputs)) - weight.nbytes
     weight_bytes = counters.traffic.lines_loaded(region) * LINE_BYTES
     partial_bytes = sum(counters.traffic.bytes_stored[workspace] for workspace in workspaces)

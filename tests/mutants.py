@@ -518,8 +518,8 @@ MUTANTS = {
     ),
     "rows that are combined in 32 bits": Mutant(
         EXPERTS_TILED,
-        "p.results + token * routing.slots() * p.columns",
-        "p.results + int(token) * routing.slots() * p.columns",
+        "combine.results + token * routing.slots() * combine.columns",
+        "combine.results + int(token) * routing.slots() * combine.columns",
         "fused_experts_tiled",
         large("test_last_tokens_that_are_combined[gfx942]"),
     ),

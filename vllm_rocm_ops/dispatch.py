@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable
 
 import torch
 
-from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops.launch import Counters, Launch, Workspace
 from vllm_rocm_ops.stats import counter
 
@@ -53,7 +53,7 @@ def _buffers(planned: tuple[Launch, ...], outputs, device: torch.device) -> tupl
 
 def _workspaces(planned: tuple[Launch, ...]) -> list[Workspace]:
     """The launches' workspaces. One that several of them name is one."""
-    return list({id(arg): arg for l in planned for arg in l.args if isinstance(arg, Workspace)}.values())
+    return list({id(arg): arg for l in planned for arg in l.args.values() if isinstance(arg, Workspace)}.values())
 
 
 def _allocator(buffers: tuple[torch.Tensor, ...]) -> Callable[[], tuple[torch.Tensor, ...]]:
@@ -64,29 +64,36 @@ def _allocator(buffers: tuple[torch.Tensor, ...]) -> Callable[[], tuple[torch.Te
     return lambda: tuple([make() for make in makers])
 
 
-def _positions(planned: tuple[Launch, ...], buffers: tuple, a) -> list[list[tuple[int, int]]]:
-    """For each launch, for each pointer of its arguments that differs between calls: its slot there, and its place in
-    (*buffers, *a). The workspaces are the last of the buffers."""
+def _positions(planned: tuple[Launch, ...], buffers: tuple, a) -> list[list[tuple[str, int]]]:
+    """For each launch, for each pointer of its arguments that differs between calls: its name, and its place in (*buffers, *a).
+    The workspaces are the last of the buffers."""
     place = {id(tensor): i for i, tensor in enumerate((*buffers, *a)) if isinstance(tensor, torch.Tensor)}
     workspaces = _workspaces(planned)
     place |= {id(workspace): len(buffers) - len(workspaces) + i for i, workspace in enumerate(workspaces)}
     pointers = (torch.Tensor, Workspace)
-    return [[(slot, place[id(arg)]) for slot, arg in enumerate(l.args) if isinstance(arg, pointers)] for l in planned]
+    return [[(name, place[id(arg)]) for name, arg in l.args.items() if isinstance(arg, pointers)] for l in planned]
 
 
-def _counters(l: Launch) -> tuple[int, int] | None:
-    """The slot of the launch's argument that wants counters, and how many; None where there is none."""
-    slots = [slot for slot, arg in enumerate(l.args) if isinstance(arg, Counters)]
-    if len(slots) > 1:
-        raise TypeError(f"{l.symbol} must have one Counters, got {len(slots)}")
-    return (slots[0], int(l.args[slots[0]])) if slots else None
+def _counters(l: Launch) -> tuple[str, int] | None:
+    """The name of the launch's argument that wants counters, and how many; None where there is none."""
+    found = [(name, int(arg)) for name, arg in l.args.items() if isinstance(arg, Counters)]
+    if len(found) > 1:
+        raise TypeError(f"{l.symbol} must have one Counters, got {len(found)}")
+    return found[0] if found else None
 
 
 def bind_device(
-    runtime, device: torch.device, planned: tuple[Launch, ...], handles: list[int], outputs, a, advice: str
+    runtime,
+    device: torch.device,
+    planned: tuple[Launch, ...],
+    handles: list[int],
+    packers: list[tuple[struct.Struct, dict[str, object]]],
+    outputs,
+    a,
+    advice: str,
 ) -> Callable[[tuple], object]:
-    """Calls of one signature on a GPU: allocate, fill in the pointers, launch on the current stream. `advice` ends the message of
-    a launch that fails."""
+    """Calls of one signature on a GPU: allocate, fill in the pointers, launch on the current stream. `packers` are those of the
+    arguments. `advice` ends the message of a launch that fails."""
     index = device.index
     # Workspaces are allocated like outputs. While a graph is captured they come from the graph's pool: a stream does not get memory
     # there that another stream freed, and graphs that share a pool may not run at the same time. Counters outlive a call, so
@@ -94,9 +101,11 @@ def bind_device(
     buffers = _buffers(planned, outputs, device)
     allocate, count, single = _allocator(buffers), len(_outputs(outputs)), not isinstance(outputs, tuple)
     bound = []
-    for l, handle, positions in zip(planned, handles, _positions(planned, buffers, a)):
-        layout, values = launches.packer(l.args)
-        bound.append((layout.pack, values, positions, _counters(l), (handle, *l.grid, *l.block, l.lds)))
+    for l, handle, (layout, values), positions in zip(planned, handles, packers, _positions(planned, buffers, a)):
+        slot, counters = {name: i for i, name in enumerate(values)}, _counters(l)
+        slots = [(slot[name], place) for name, place in positions]
+        how = (handle, *l.grid, *l.block, l.lds)
+        bound.append((layout.pack, [*values.values()], slots, counters and (slot[counters[0]], counters[1]), how))
     current_device, stream_of, launch = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, runtime.launch
     counters_of = runtime.counters
 
@@ -108,8 +117,8 @@ def bind_device(
         tensors = new + args
         stream = stream_of(index)
         try:
-            for pack, values, positions, counters, how in bound:
-                for slot, place in positions:
+            for pack, values, slots, counters, how in bound:
+                for slot, place in slots:
                     values[slot] = tensors[place].data_ptr()
                 if counters:
                     slot, number = counters
@@ -135,12 +144,12 @@ def bind_executor(executor, planned: tuple[Launch, ...], outputs, a) -> Callable
         tensors = new + args
         unwritten = new
         for l, positions, zeroed in bound:
-            values = list(l.args)
-            for slot, place in positions:
-                values[slot] = tensors[place]
+            values = dict(l.args)
+            for name, place in positions:
+                values[name] = tensors[place]
             if zeroed:
-                slot, values[slot] = zeroed
-            executor.launch(Launch(l.module, l.symbol, l.grid, l.block, tuple(values), l.lds), unwritten)
+                name, values[name] = zeroed
+            executor.launch(Launch(l.module, l.symbol, l.grid, l.block, values, l.lds), unwritten)
             unwritten = ()
         return new[0] if single else new[:count]
 

@@ -154,7 +154,7 @@ def executable(planned: Sequence[Launch]) -> list[Launch]:
             return tensors.setdefault(id(arg), torch.empty(arg, dtype=torch.uint8))
         return torch.zeros(arg, dtype=torch.int32) if isinstance(arg, launch.Counters) else arg
 
-    return [one._replace(args=tuple(map(tensor, one.args))) for one in planned]
+    return [one.with_each(tensor) for one in planned]
 
 
 def sample(grid: int, most: int) -> list[int]:

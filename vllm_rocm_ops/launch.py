@@ -1,4 +1,4 @@
-"""Launches: what a plan asks for, how its arguments are packed, and who executes it.
+"""Launches: what a plan asks for, which code that is, and who executes it.
 
 HIP, CUDA and the emulator are executors of the same `Launch`; nothing else differs between them.
 """
@@ -9,8 +9,7 @@ import contextlib
 import functools
 import hashlib
 import json
-import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -23,7 +22,7 @@ CODE = Path(__file__).parent / "code"
 
 
 class I64(int):
-    """An integer argument of 64 bits; a plain int has 32."""
+    """An integer of 64 bits among arguments in order; a plain int has 32 there."""
 
 
 class Workspace(int):
@@ -39,16 +38,27 @@ class Launch(NamedTuple):
     """One kernel launch.
 
     `module` is the stem of csrc/ops/<module>.hip, `symbol` the kernel. `grid` counts blocks, `block` threads, `lds` bytes
-    of dynamic LDS. `args` become, in order and naturally aligned: tensor, `Workspace`, `Counters` or None, a pointer;
-    `I64`, 64 bits; int, 32 bits; float, fp32. Executors see tensors in place of workspaces and counters.
+    of dynamic LDS. `args` are the kernel's arguments by their names, those of a structure as `fields` has them: a pointer is a
+    tensor, `Workspace`, `Counters` or None. Executors see tensors in place of workspaces and counters. Arguments of a kernel
+    without a stamp are a tuple, in order and naturally aligned: a pointer, `I64`, an int of 32 bits or a float for fp32.
     """
 
     module: str
     symbol: str
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
-    args: tuple
+    args: dict[str, object] | tuple
     lds: int = 0
+
+    @property
+    def named(self) -> dict[str | int, object]:
+        """The arguments by their names; those in order by their places."""
+        return self.args if isinstance(self.args, dict) else dict(enumerate(self.args))
+
+    def with_each(self, of: Callable[[object], object]) -> Launch:
+        """With of(argument) in place of each argument."""
+        args = {name: of(arg) for name, arg in self.named.items()}
+        return self._replace(args=args if isinstance(self.args, dict) else tuple(args.values()))
 
 
 class Executor(Protocol):
@@ -59,34 +69,13 @@ class Executor(Protocol):
     def launch(self, launch: Launch, uninitialised: tuple[torch.Tensor, ...]) -> None: ...
 
 
-def packer(args: tuple) -> tuple[struct.Struct, list]:
-    """The layout of a kernel's arguments, and their values with tensors as 0: `layout.pack(*values)` is the buffer."""
-    codes, values = "", []
-    for arg in args:
-        if arg is None or isinstance(arg, (torch.Tensor, Workspace, Counters)):
-            code, value = "Q", 0
-        elif isinstance(arg, I64):
-            code, value = "q", int(arg)
-        elif isinstance(arg, int):
-            code, value = "i", arg
-        elif isinstance(arg, float):
-            code, value = "f", arg
-        else:
-            raise TypeError(f"a kernel argument must be a tensor, None, int, I64 or float, got {arg!r}")
-        size = struct.calcsize(code)
-        padding = -struct.calcsize("=" + codes) % size
-        codes += "x" * padding + code
-        values.append(value)
-    return struct.Struct("=" + codes), values
-
-
-def pack(args: tuple) -> bytes:
-    """The kernel argument buffer (AMD's kernarg segment without hidden arguments; CUDA's parameter buffer)."""
-    layout, values = packer(args)
-    for i, arg in enumerate(args):
-        if isinstance(arg, torch.Tensor):
-            values[i] = arg.data_ptr()
-    return layout.pack(*values)
+def fields(structure: str, values: Mapping[str, object]) -> dict[str, object]:
+    """The arguments that fill a structure: "structure.field" for each field, some of which may be structures themselves."""
+    found = {}
+    for field, value in values.items():
+        name = f"{structure}.{field}"
+        found |= fields(name, value) if isinstance(value, Mapping) else {name: value}
+    return found
 
 
 def code_object(module: str, arch_name: str) -> Path:

@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import envs, tables
+from vllm_rocm_ops import envs, kernel_arguments, tables
 from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.dispatch import Execution, bind_device, bind_executor, signature
@@ -281,7 +281,7 @@ class Op:
         planned = tuple(self.plan(config, outputs, a, arch))
         try:
             for l in planned if require_code else ():
-                launches.built(l.module, arch.name)
+                kernel_arguments.parameters(launches.built(l.module, arch.name), l.symbol)
         except RuntimeError as error:
             return fallback(str(error), rules)
         return Explanation(self.name, str(arch), planned, config, f"{source} {config}", tuple(rules))
@@ -362,6 +362,7 @@ class Op:
         runtime, why = launches.runtime() if on_gpu and chosen.launches else (None, "")
         try:
             code = [(launches.built(l.module, arch.name), l.symbol) for l in chosen.launches if not why]
+            taken = [kernel_arguments.parameters(*of) for of in code]
             handles = [runtime.load(str(path), symbol, device.index) for path, symbol in code if on_gpu]
         except RuntimeError as error:
             why = str(error)
@@ -373,8 +374,11 @@ class Op:
         if not chosen.launches:
             return Execution(self.name, chosen.source, lambda args: self.reference(*args), is_fallback=True)
         kernel = " + ".join(launch.symbol for launch in chosen.launches)
+        packers = list(
+            map(kernel_arguments.packer, chosen.launches, taken)
+        )  # on the CPU, too, before anything is launched
         if on_gpu:
-            run = bind_device(runtime, device, chosen.launches, handles, outputs, a, self._advice())
+            run = bind_device(runtime, device, chosen.launches, handles, packers, outputs, a, self._advice())
         else:
             run = bind_executor(executor, chosen.launches, outputs, a)
         return Execution(self.name, kernel, run)

@@ -360,8 +360,8 @@ INSTANCES(block, E4m3, ScaleGranularity::kBlock)
 INSTANCES(row,   E4m3, ScaleGranularity::kRow)
 INSTANCES(bf16,  Bf16, ScaleGranularity::kNone)
 INSTANCES(fp16,  F16,  ScaleGranularity::kNone)
-KERNEL(kSumThreads) fused_experts_sum_bf16(PartialSums p) { add_split_k<Bf16>(p); }
-KERNEL(kSumThreads) fused_experts_sum_fp16(PartialSums p) { add_split_k<F16>(p); }
+KERNEL(kSumThreads) fused_experts_sum_bf16(PartialSums sums) { add_split_k<Bf16>(sums); }
+KERNEL(kSumThreads) fused_experts_sum_fp16(PartialSums sums) { add_split_k<F16>(sums); }
 #ifdef HAS_BLOCK_SCALED_MMA
 INSTANCES(mx,    E4m3, ScaleGranularity::kMx)
 #endif

@@ -67,10 +67,10 @@ struct AddInt {
   DEVICE int operator()(int a, int b) const { return a + b; }
 };
 
-KERNEL(kSortThreads) fused_experts_tiled_sort(Sort p) {
+KERNEL(kSortThreads) fused_experts_tiled_sort(Sort sort) {
   constexpr int kWaves = kSortThreads / wave::kLanes, kStep = kBatch * wave::kLanes;
   LDS static int counts[kMostExperts], of_waves[kWaves];
-  const Routing& routing = p.routing;
+  const Routing& routing = sort.routing;
   const int expert = wave::block_id_x(), tokens = routing.tokens, topk = routing.topk, shared = expert - routing.routed;
   const int ids = tokens * topk, of_wave = (ids + kWaves * kStep - 1) / (kWaves * kStep) * kStep;
   const int first = wave::index() * of_wave, end = first + of_wave < ids ? first + of_wave : ids;
@@ -97,26 +97,26 @@ KERNEL(kSortThreads) fused_experts_tiled_sort(Sort p) {
 
   int position = 0, tile = 0;  // the first of this expert
   for (int i = wave::lane(); i < routing.routed && i < expert; i += wave::kLanes)
-    position += counts[i], tile += (counts[i] + p.tile - 1) / p.tile;
+    position += counts[i], tile += (counts[i] + sort.tile - 1) / sort.tile;
   position = wave::reduce(position, 0, AddInt{}), tile = wave::reduce(tile, 0, AddInt{});
   const bool is_shared = shared >= 0;
-  if (is_shared) position += shared * tokens, tile += shared * ((tokens + p.tile - 1) / p.tile);
-  const int count = is_shared ? tokens : counts[expert], tiles = (count + p.tile - 1) / p.tile;
+  if (is_shared) position += shared * tokens, tile += shared * ((tokens + sort.tile - 1) / sort.tile);
+  const int count = is_shared ? tokens : counts[expert], tiles = (count + sort.tile - 1) / sort.tile;
   for (int i = wave::thread_id(); i < tiles; i += kSortThreads)
-    mem::store(p.tiles + 1 + tile + i, i32x4{expert, position + i * p.tile, position + count, 0});
-  if (expert == p.experts - 1 && wave::thread_id() == 0)
-    mem::store(p.tiles, i32x4{position + count, tile + tiles, 0, 0});
+    mem::store(sort.tiles + 1 + tile + i, i32x4{expert, position + i * sort.tile, position + count, 0});
+  if (expert == sort.experts - 1 && wave::thread_id() == 0)
+    mem::store(sort.tiles, i32x4{position + count, tile + tiles, 0, 0});
 
   if (is_shared) {
     for (int i = wave::thread_id(); i < tokens; i += kSortThreads)
-      mem::store(p.sorted + position + i, i * routing.slots() + topk + shared);
+      mem::store(sort.sorted + position + i, i * routing.slots() + topk + shared);
   } else {
     const int before = wave::lane() < wave::index() ? of_waves[wave::lane()] : 0;
     position += wave::reduce(before, 0, AddInt{});
     for_all([&](int at, int found) __attribute__((always_inline)) {
       const bool is_found = found == expert;
       const int to = position + wave::count_below(is_found);
-      if (is_found) mem::store(p.sorted + to, int(u32(at) / topk * routing.slots() + u32(at) % topk));
+      if (is_found) mem::store(sort.sorted + to, int(u32(at) / topk * routing.slots() + u32(at) % topk));
       position += wave::count(is_found);
     });
   }
@@ -316,15 +316,15 @@ struct Combine {
 
 constexpr int kCombineThreads = 256;
 
-KERNEL(kCombineThreads) fused_experts_tiled_combine(Combine p) {
-  const Routing& routing = p.routing;
+KERNEL(kCombineThreads) fused_experts_tiled_combine(Combine combine) {
+  const Routing& routing = combine.routing;
   const i64 token = wave::block_id_x();
   const int column = (wave::block_id_y() * kCombineThreads + wave::thread_id()) * kChunk;
-  if (column >= p.columns) return;
-  const mem::Buffer results = mem::buffer(p.results + token * routing.slots() * p.columns);
+  if (column >= combine.columns) return;
+  const mem::Buffer results = mem::buffer(combine.results + token * routing.slots() * combine.columns);
   f32x4 low = {}, high = {};
   auto add = [&](int slot, bool present, float weight) __attribute__((always_inline)) {
-    const int row = slot * p.columns * 4;
+    const int row = slot * combine.columns * 4;
     const u32x4 first = mem::load_or_zero(results, column * 4, row, present);
     const u32x4 second = mem::load_or_zero(results, column * 4 + 16, row, present);
     low += __builtin_bit_cast(f32x4, first) * weight;
@@ -336,9 +336,10 @@ KERNEL(kCombineThreads) fused_experts_tiled_combine(Combine p) {
     int expert[1];
     load_experts(routing, at, at[0] + 1, expert);
     const bool present = expert[0] >= 0;
-    add(slot, present, !present ? 0.0f : p.router ? mem::load<float>(p.router + at[0]) : 1.0f);
+    add(slot, present, !present ? 0.0f : combine.router ? mem::load<float>(combine.router + at[0]) : 1.0f);
   }
   for (int slot = routing.topk; slot < routing.slots(); ++slot) add(slot, true, 1.0f);
   const Chunk sum = {{low.lo, low.hi, high.lo, high.hi}};
-  mem::store((u16*)p.out + token * p.columns + column, p.out_type == 0 ? pack<Bf16>(sum) : pack<F16>(sum));
+  mem::store((u16*)combine.out + token * combine.columns + column,
+             combine.out_type == 0 ? pack<Bf16>(sum) : pack<F16>(sum));
 }

@@ -354,30 +354,30 @@ DEVICE void load_balancing_loss(const Loss& p) {
 }
 
 // clang-format off
-KERNEL(256) moe_topk_bf16_x2(TopkRouting p) { route<Bf16, 2>(p); }
-KERNEL(256) moe_topk_bf16_x4(TopkRouting p) { route<Bf16, 4>(p); }
-KERNEL(256) moe_topk_bf16_x8(TopkRouting p) { route<Bf16, 8>(p); }
-KERNEL(256) moe_topk_bf16_x16(TopkRouting p) { route<Bf16, 16>(p); }
-KERNEL(256) moe_topk_fp16_x2(TopkRouting p) { route<F16, 2>(p); }
-KERNEL(256) moe_topk_fp16_x4(TopkRouting p) { route<F16, 4>(p); }
-KERNEL(256) moe_topk_fp16_x8(TopkRouting p) { route<F16, 8>(p); }
-KERNEL(256) moe_topk_fp16_x16(TopkRouting p) { route<F16, 16>(p); }
-KERNEL(256) moe_topk_fp32_x2(TopkRouting p) { route<float, 2>(p); }
-KERNEL(256) moe_topk_fp32_x4(TopkRouting p) { route<float, 4>(p); }
-KERNEL(256) moe_topk_fp32_x8(TopkRouting p) { route<float, 8>(p); }
-KERNEL(256) moe_topk_fp32_x16(TopkRouting p) { route<float, 16>(p); }
+KERNEL(256) moe_topk_bf16_x2(TopkRouting routing) { route<Bf16, 2>(routing); }
+KERNEL(256) moe_topk_bf16_x4(TopkRouting routing) { route<Bf16, 4>(routing); }
+KERNEL(256) moe_topk_bf16_x8(TopkRouting routing) { route<Bf16, 8>(routing); }
+KERNEL(256) moe_topk_bf16_x16(TopkRouting routing) { route<Bf16, 16>(routing); }
+KERNEL(256) moe_topk_fp16_x2(TopkRouting routing) { route<F16, 2>(routing); }
+KERNEL(256) moe_topk_fp16_x4(TopkRouting routing) { route<F16, 4>(routing); }
+KERNEL(256) moe_topk_fp16_x8(TopkRouting routing) { route<F16, 8>(routing); }
+KERNEL(256) moe_topk_fp16_x16(TopkRouting routing) { route<F16, 16>(routing); }
+KERNEL(256) moe_topk_fp32_x2(TopkRouting routing) { route<float, 2>(routing); }
+KERNEL(256) moe_topk_fp32_x4(TopkRouting routing) { route<float, 4>(routing); }
+KERNEL(256) moe_topk_fp32_x8(TopkRouting routing) { route<float, 8>(routing); }
+KERNEL(256) moe_topk_fp32_x16(TopkRouting routing) { route<float, 16>(routing); }
 
-KERNEL(256) router_z_loss_bf16_256(Loss p) { router_z_loss<Bf16, 256>(p); }
-KERNEL(256) router_z_loss_bf16_512(Loss p) { router_z_loss<Bf16, 512>(p); }
-KERNEL(256) router_z_loss_fp16_256(Loss p) { router_z_loss<F16, 256>(p); }
-KERNEL(256) router_z_loss_fp16_512(Loss p) { router_z_loss<F16, 512>(p); }
-KERNEL(256) router_z_loss_fp32_256(Loss p) { router_z_loss<float, 256>(p); }
-KERNEL(256) router_z_loss_fp32_512(Loss p) { router_z_loss<float, 512>(p); }
+KERNEL(256) router_z_loss_bf16_256(Loss loss) { router_z_loss<Bf16, 256>(loss); }
+KERNEL(256) router_z_loss_bf16_512(Loss loss) { router_z_loss<Bf16, 512>(loss); }
+KERNEL(256) router_z_loss_fp16_256(Loss loss) { router_z_loss<F16, 256>(loss); }
+KERNEL(256) router_z_loss_fp16_512(Loss loss) { router_z_loss<F16, 512>(loss); }
+KERNEL(256) router_z_loss_fp32_256(Loss loss) { router_z_loss<float, 256>(loss); }
+KERNEL(256) router_z_loss_fp32_512(Loss loss) { router_z_loss<float, 512>(loss); }
 
-KERNEL(256) load_balancing_loss_bf16_256(Loss p) { load_balancing_loss<Bf16, 256>(p); }
-KERNEL(256) load_balancing_loss_bf16_512(Loss p) { load_balancing_loss<Bf16, 512>(p); }
-KERNEL(256) load_balancing_loss_fp16_256(Loss p) { load_balancing_loss<F16, 256>(p); }
-KERNEL(256) load_balancing_loss_fp16_512(Loss p) { load_balancing_loss<F16, 512>(p); }
-KERNEL(256) load_balancing_loss_fp32_256(Loss p) { load_balancing_loss<float, 256>(p); }
-KERNEL(256) load_balancing_loss_fp32_512(Loss p) { load_balancing_loss<float, 512>(p); }
+KERNEL(256) load_balancing_loss_bf16_256(Loss loss) { load_balancing_loss<Bf16, 256>(loss); }
+KERNEL(256) load_balancing_loss_bf16_512(Loss loss) { load_balancing_loss<Bf16, 512>(loss); }
+KERNEL(256) load_balancing_loss_fp16_256(Loss loss) { load_balancing_loss<F16, 256>(loss); }
+KERNEL(256) load_balancing_loss_fp16_512(Loss loss) { load_balancing_loss<F16, 512>(loss); }
+KERNEL(256) load_balancing_loss_fp32_256(Loss loss) { load_balancing_loss<float, 256>(loss); }
+KERNEL(256) load_balancing_loss_fp32_512(Loss loss) { load_balancing_loss<float, 512>(loss); }
 // clang-format on

@@ -10,10 +10,12 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 from load_build import load_build
 
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.arch import ARCHS
+from vllm_rocm_ops.emulator import Emulator
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL = """
@@ -62,6 +64,85 @@ def files(build) -> set[str]:
 
 def times(paths) -> list[int]:
     return [path.stat().st_mtime_ns for path in paths]
+
+
+ARGUMENTS = """
+#include "device/value.h"
+typedef unsigned int u32;
+enum Kind : int { kOne };
+namespace outer {
+struct Divisor { u32 inverse; int shift; };
+}
+struct Base { float* out; FIELDS };
+struct Problem : Base {
+  static constexpr int kRows = 4;
+  outer::Divisor divisor;
+  const volatile long stride;
+  Kind kind;
+  struct { unsigned char small; double wide; } inner;
+};
+template <class T> struct Pair { T first, second; };
+extern "C" __attribute__((global)) void store(Problem problem, int scale, Pair<long> pair) {
+  problem.out[0] = VALUE * scale * (100 * problem.rows + problem.columns) + pair.first;
+}
+template <class T> __attribute__((device)) void helper(T* not_an_argument) { *not_an_argument = T(1); }
+extern "C" __attribute__((global)) void scalars(const int* restricted, float epsilon, short count) {
+  helper((int*)restricted + count + int(epsilon));
+}
+"""
+STORES = {"problem.out": [0, "pointer"], "problem.rows": [8, "i32"], "problem.columns": [12, "i32"]}
+STORES |= {"problem.divisor.inverse": [16, "u32"], "problem.divisor.shift": [20, "i32"], "problem.stride": [24, "i64"]}
+STORES |= {"problem.kind": [32, "i32"], "problem.inner.small": [40, "u8"], "problem.inner.wide": [48, "f64"]}
+STORES |= {"scale": [56, "i32"], "pair.first": [64, "i64"], "pair.second": [72, "i64"]}
+
+
+def described(build, arch: str, debug: bool = False) -> dict:
+    """The arguments of the kernels of the tree's op."""
+    (path,) = build.build(archs=[arch], debug=debug)
+    return json.loads(path.with_suffix(".json").read_text())["kernels"]
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_stamp_has_names_offsets_and_types_of_arguments(build, debug):
+    """Of structures, of those that they are made of, and of types by other names; in each order of the fields."""
+    source = build.CSRC / "ops/add.hip"
+    scalars = {"restricted": [0, "pointer"], "epsilon": [8, "f32"], "count": [12, "i16"]}
+    for fields in ("int rows, columns;", "int columns, rows;"):
+        source.write_text(ARGUMENTS.replace("FIELDS", fields))
+        wanted = dict(STORES)
+        if fields != "int rows, columns;":
+            wanted |= {"problem.rows": [12, "i32"], "problem.columns": [8, "i32"]}
+        for arch in build.ARCHS:
+            assert described(build, arch, debug) == {
+                "scalars": {"bytes": 14, "arguments": scalars},
+                "store": {"bytes": 80, "arguments": wanted},
+            }
+
+
+def test_swapped_fields_are_filled_by_name(build):
+    """The plan stays, the structure changes: each field still gets its value."""
+    for fields in ("int rows, columns;", "int columns, rows;", "int columns, more, rows;"):
+        (build.CSRC / "ops/add.hip").write_text(ARGUMENTS.replace("FIELDS", fields))
+        (path,) = build.build(archs=["gfx942"])
+        out = torch.zeros(1)
+        names = json.loads(path.with_suffix(".json").read_text())["kernels"]["store"]["arguments"]
+        args = {name: 0.0 if kind == "f64" else 0 for name, (_, kind) in names.items()}
+        args |= {"problem.out": out, "problem.rows": 3, "problem.columns": 7, "scale": 2, "pair.first": 1}
+        Emulator("gfx942").run(path, launch.Launch("", "store", (1, 1, 1), (1, 1, 1), args), (out,))
+        assert out == 2 * 307 + 1
+
+
+@pytest.mark.parametrize(
+    "field, got", [("int rows[4]; int columns;", "array_type"), ("union { int rows; float columns; };", "union_type")]
+)
+def test_an_argument_that_no_launch_can_pass_is_refused(build, field, got):
+    kernel = 'extern "C" __attribute__((global)) void store(P p) { p.out[0] = 0; }'
+    (build.CSRC / "ops/add.hip").write_text(f"struct P {{ float* out; {field} }};\n{kernel}\n")
+    with pytest.raises(
+        build.BuildError, match=f"ops/add.hip: p.* must be a number, a pointer or a structure of such, got {got}"
+    ):
+        build.build(archs=["gfx942"])
+    assert not files(build)
 
 
 @pytest.mark.parametrize(("arch", "machine"), [("gfx942", 0x4C), ("gfx950", 0x4F)])
@@ -113,7 +194,10 @@ def test_builds_every_file_for_every_arch_with_a_stamp(build):
         for suffix in (code, ".json")
     }
     stamp = json.loads(paths[0].with_suffix(".json").read_text())
-    assert set(stamp) == {"sources", "flags", "arch", "compiler", "debug", "sha256"}
+    assert set(stamp) == {"sources", "flags", "arch", "compiler", "debug", "sha256", "kernels"}
+    for path in paths:
+        kernels = json.loads(path.with_suffix(".json").read_text())["kernels"]
+        assert kernels == {"add": {"bytes": 8, "arguments": {"p": [0, "pointer"]}}}
     assert (stamp["arch"], stamp["debug"]) == ("gfx942", False)
     assert stamp["compiler"].startswith("ziglang ") and "clang version" in stamp["compiler"]
     assert "-O3" in stamp["flags"] and "-mcode-object-version=5" in stamp["flags"]

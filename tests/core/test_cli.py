@@ -102,7 +102,11 @@ def test_explain_changes_what_belongs_together(arch):
     explained = explain.explain(vllm_rocm_ops.ops.fused_add_rms_norm, arch, (9, 2048), explain.DTYPES["fp16"])
     [planned] = explained.launches
     assert "fp16" in planned.symbol and planned.grid == (9, 1, 1)
-    assert [tuple(a.shape) for a in planned.args if hasattr(a, "shape")][:3] == [(9, 2048), (9, 2048), (2048,)]
+    assert [tuple(a.shape) for a in planned.named.values() if hasattr(a, "shape")][:3] == [
+        (9, 2048),
+        (9, 2048),
+        (2048,),
+    ]
 
 
 def test_explain_prints_rules_and_launch(capsys):

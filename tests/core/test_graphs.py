@@ -37,7 +37,7 @@ OF_KIND = {"tensor": ops.scaled_mm, "block": ops.block_scaled_mm}
 
 def counted(planned) -> int:
     """How many counters launches have."""
-    return sum(arg for l in planned for arg in l.args if isinstance(arg, Counters))
+    return sum(arg for l in planned for arg in l.named.values() if isinstance(arg, Counters))
 
 
 # In the emulator
@@ -54,12 +54,13 @@ def run_beside(emulator: Emulator, op: Op, given: list[tuple], share: bool) -> l
         planned = max((plan for plan in plans if counted([plan])), key=lambda plan: plan.grid)
         if counters is None or not share:
             counters = torch.zeros(counted([planned]), dtype=torch.int32)
-        memory = {
-            Counters: lambda arg, counters=counters: counters,
-            Workspace: lambda arg: torch.full((arg // 4,), float("nan")),
-        }
-        args = tuple(memory[type(arg)](arg) if type(arg) in memory else arg for arg in planned.args)
-        calls.append((planned._replace(args=args), out))
+
+        def memory(arg, counters=counters):
+            if isinstance(arg, Workspace):
+                return torch.full((arg // 4,), float("nan"))
+            return counters if isinstance(arg, Counters) else arg
+
+        calls.append((planned.with_each(memory), out))
     (first, _), *others = calls
     code = launch.code_object(first.module, emulator.arch.name)
     emulator.run(code, first, beside=[planned for planned, _ in others])

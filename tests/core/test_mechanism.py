@@ -24,7 +24,8 @@ import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import dispatch, envs, launch, op, ops
 from vllm_rocm_ops import tables as tuned_tables
-from vllm_rocm_ops.launch import I64, Launch
+from vllm_rocm_ops.kernel_arguments import Parameters, packer
+from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.stats import reset_stats, stats, warned
 from vllm_rocm_ops.vllm.seams import compile_cache
 
@@ -47,11 +48,14 @@ class Recorder:
 @pytest.fixture
 def recorder(tmp_path, monkeypatch):
     """On an arch whose code objects are taken to exist."""
-    executor = Recorder()
-    for module in ("rms_norm", "silu_and_mul"):
-        (tmp_path / executor.arch.name).mkdir(exist_ok=True)
-        (tmp_path / executor.arch.name / f"{module}.co").touch()
+    executor, built = Recorder(), launch.CODE
+    (tmp_path / executor.arch.name).mkdir()
     monkeypatch.setattr(launch, "CODE", tmp_path)
+    for module in ("rms_norm", "silu_and_mul"):
+        kernels = launch.stamp(built / executor.arch.name / f"{module}.co")["kernels"]
+        path = launch.code_object(module, executor.arch.name)
+        path.touch()
+        path.with_suffix(".json").write_text(json.dumps({"kernels": kernels}))
     with launch.executor(executor):
         yield executor
 
@@ -228,18 +232,45 @@ def test_missing_code_object_falls_back(recorder):
 
 
 def test_damaged_code_object_falls_back(recorder):
-    """A stamp says what its object is. One without a stamp, or without a hash in it, is taken as it is."""
+    """A stamp says what its object is. One without a hash is taken as it is."""
     path = launch.code_object("rms_norm", recorder.arch.name)
     ops.rms_norm(*norm_arguments(hidden=248))
-    for stamp in ("{}", "no stamp", json.dumps({"sha256": hashlib.sha256(b"").hexdigest()})):
-        path.with_suffix(".json").write_text(stamp)
-        assert launch.built("rms_norm", "gfx942") == path
-    assert list(stats()["rms_norm"]) == ["rms_norm_bf16_x1"]
+    stamp = launch.stamp(path)
+    path.with_suffix(".json").write_text(json.dumps(stamp | {"sha256": hashlib.sha256(b"").hexdigest()}))
+    ops.rms_norm(*norm_arguments(hidden=240))
+    assert stats()["rms_norm"] == {"rms_norm_bf16_x1": 2}
     reset_stats()
     path.write_bytes(b"cut off")
     broken_norms("the code object of rms_norm for gfx942 is damaged")
     explanation = ops.rms_norm.explain(*norm_arguments(hidden=256), arch="gfx942", require_code=True)
     assert "damaged" in explanation.source and not explanation.launches
+
+
+@pytest.mark.parametrize("stamp", ["{}", "no stamp", '{"kernels": {}}'])
+def test_a_code_object_whose_arguments_are_not_known_falls_back(recorder, stamp):
+    path = launch.code_object("rms_norm", recorder.arch.name)
+    path.with_suffix(".json").write_text(stamp)
+    broken_norms(f"the stamp of {path} does not have the arguments of rms_norm_bf16_x1")
+    explanation = ops.rms_norm.explain(*norm_arguments(hidden=256), arch="gfx942", require_code=True)
+    assert "does not have the arguments" in explanation.source and not explanation.launches
+    assert not recorder.launches
+
+
+def test_wrong_arguments_are_found_before_anything_is_launched(recorder, monkeypatch):
+    """Of the second launch of two."""
+    plan = ops.rms_norm.plan
+
+    def misspelt(*given):
+        (planned,) = plan(*given)
+        args = {name.replace("epsilon", "epsilion"): value for name, value in planned.args.items()}
+        return [planned, planned._replace(args=args)]
+
+    monkeypatch.setattr(ops.rms_norm, "plan", misspelt)
+    with pytest.raises(
+        TypeError, match="^rms_norm_bf16_x1: arguments must be input, .*got no epsilon and also epsilion$"
+    ):
+        ops.rms_norm(*norm_arguments(hidden=232))
+    assert not recorder.launches
 
 
 class Driver:
@@ -283,26 +314,27 @@ def gpu_of_cpu(monkeypatch):
 
 
 def bind(driver: Driver, kernel: Launch, x: torch.Tensor):
-    named = collections.namedtuple("arguments", "x")(x)
-    return dispatch.bind_device(driver, torch.device("cpu"), (kernel,), [5], torch.empty(2), named, "Set SWITCH=op")
+    named, device = collections.namedtuple("arguments", "x")(x), torch.device("cpu")
+    packed = packer(kernel, Parameters(20, {"x": (0, "pointer"), "counters": (8, "pointer"), "n": (16, "i32")}))
+    return dispatch.bind_device(driver, device, (kernel,), [5], [packed], torch.empty(2), named, "Set SWITCH=op")
 
 
 def test_each_launch_asks_for_its_counters(gpu_of_cpu):
     x, driver = torch.ones(2), Driver()
-    run = bind(driver, Launch("m", "k", (3, 1, 1), (64, 1, 1), (x, launch.Counters(36), 8)), x)
+    run = bind(driver, Launch("m", "k", (3, 1, 1), (64, 1, 1), {"n": 8, "counters": launch.Counters(36), "x": x}), x)
     for _ in range(2):
         run((x,))
     assert driver.asked == [(None, 7, 144)] * 2
     assert [how[:-1] for how in driver.launched] == [(5, 3, 1, 1, 64, 1, 1, 0, 7)] * 2
     assert driver.launched[0][-1] == struct.pack("<QQi", x.data_ptr(), 0xC0C0, 8)
-    two = (x, launch.Counters(1), launch.Counters(1))
+    two = {"x": launch.Counters(1), "counters": launch.Counters(1), "n": 1}
     with pytest.raises(TypeError, match="k must have one Counters, got 2"):
         bind(driver, Launch("m", "k", (3, 1, 1), (64, 1, 1), two), x)
 
 
 def test_a_launch_that_fails_names_the_switch(gpu_of_cpu):
     x = torch.ones(2)
-    run = bind(Driver("launch"), Launch("m", "k", (3, 1, 1), (64, 1, 1), (x,)), x)
+    run = bind(Driver("launch"), Launch("m", "k", (3, 1, 1), (64, 1, 1), {"x": x, "counters": None, "n": 1}), x)
     with pytest.raises(RuntimeError, match="^launch: out of registers. Set SWITCH=op$"):
         run((x,))
 
@@ -344,8 +376,9 @@ def test_a_repeated_signature_binds_new_pointers(recorder):
     first, second = norm_arguments(), norm_arguments()
     outs = [ops.rms_norm(*first), ops.rms_norm(*second)]
     for (launched, unwritten), arguments, out in zip(recorder.launches, (first, second), outs):
-        tensors = [arg for arg in launched.args if isinstance(arg, torch.Tensor)]
-        assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in (*arguments[:2], out)]
+        x, weight, _ = arguments
+        tensors = {name: id(arg) for name, arg in launched.args.items() if isinstance(arg, torch.Tensor)}
+        assert tensors == {"input": id(x), "weight": id(weight), "out": id(out)}
         assert unwritten == (out,)
     assert stats()["rms_norm"] == {"rms_norm_bf16_x1": 2}
 
@@ -589,7 +622,7 @@ def split_op():
         envelope=lambda a, arch: (("input has a row", a.input.dim() > 0),),
         configs=split_configs,
         plan=lambda config, out, a, arch: [
-            Launch("m", f"split_sum_{config.parts}", (1, 1, 1), (64, 1, 1), (a.input, out))
+            Launch("m", f"split_sum_{config.parts}", (1, 1, 1), (64, 1, 1), {"input": a.input, "out": out})
         ],
         problem=lambda a: {"elements": a.input.numel()},
         cases=lambda: (),
@@ -648,14 +681,6 @@ def test_an_op_needs_a_default_or_a_cost():
 
 
 # launches
-
-
-def test_arguments_are_packed_in_order_and_aligned():
-    tensor = torch.zeros(4)
-    packed = launch.pack((tensor, 7, None, 1.5, I64(-2), 3))
-    assert packed == struct.pack("<QixxxxQfxxxxqi", tensor.data_ptr(), 7, 0, 1.5, -2, 3)
-    with pytest.raises(TypeError, match="a kernel argument must be"):
-        launch.pack(("text",))
 
 
 def test_executors_nest():

@@ -1,6 +1,11 @@
-"""What the gfx942 and gfx950 code objects that ship say of themselves, without running them."""
+"""What the code objects that ship say of themselves, without running them."""
 
 from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,6 +14,7 @@ from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, op
 from vllm_rocm_ops.emulator.decode import decode
 from vllm_rocm_ops.emulator.objects import CodeObject
+from vllm_rocm_ops.kernel_arguments import FORMATS, Parameters, packer, parameters
 
 AMD = ("gfx942", "gfx950")
 
@@ -28,22 +34,115 @@ def planned(arch: archs.Arch):
 
 @pytest.mark.parametrize("arch", AMD)
 def test_plans_and_kernels_are_the_same(arch):
-    """Each planned symbol exists, takes just the arguments it is given, and may have as many threads; none is unused."""
+    """Each planned symbol exists and may have as many threads; none is unused."""
     kernels = {(module, name): k for module, o in objects(arch).items() for name, k in o.kernels.items()}
     launches = {(l.module, l.symbol): l for l in planned(archs.ARCHS[arch])}
     assert launches.keys() == kernels.keys()
     for key, l in launches.items():
-        explicit = [a for a in kernels[key].metadata[".args"] if not a[".value_kind"].startswith("hidden")]
-        if len(explicit) == 1 < len(l.args):  # one struct of them all
-            assert explicit[0][".size"] == launch.packer(l.args)[0].size, key
-        else:
-            assert [a[".offset"] for a in explicit] == offsets(l.args), key
         assert l.block[0] <= kernels[key].max_block, key
 
 
-def offsets(args: tuple) -> list[int]:
-    """Where each argument lies in the buffer: the layout of all before it and itself, less itself."""
-    return [launch.packer(args[: i + 1])[0].size - launch.packer((arg,))[0].size for i, arg in enumerate(args)]
+@pytest.mark.parametrize("arch", archs.ARCHS)
+def test_every_launch_of_every_case_gives_what_its_kernel_takes(arch):
+    for l in planned(archs.ARCHS[arch]):
+        takes = parameters(launch.code_object(l.module, arch), l.symbol)
+        layout, values = packer(l, takes)
+        assert layout.size == takes.bytes and len(layout.pack(*values.values())) == takes.bytes
+
+
+# What stamps say of the kernels' arguments
+
+
+class Parameter(NamedTuple):
+    """A parameter of a kernel, as its object has it; a structure is one. In bytes."""
+
+    offset: int
+    size: int
+    is_pointer: bool
+
+
+def amd_parameters(path: Path) -> dict[str, list[Parameter]]:
+    """Those of each kernel, as the metadata says. They fill the kernarg segment, but for hidden ones behind them."""
+    found = {}
+    for name, kernel in CodeObject(path).kernels.items():
+        end = max(arg[".offset"] + arg[".size"] for arg in kernel.metadata[".args"])
+        assert kernel.kernarg_size == kernel.metadata[".kernarg_segment_size"] == end, name
+        explicit = [arg for arg in kernel.metadata[".args"] if not arg[".value_kind"].startswith("hidden_")]
+        kinds = [arg[".value_kind"] == "global_buffer" for arg in explicit]
+        found[name] = [Parameter(arg[".offset"], arg[".size"], kind) for arg, kind in zip(explicit, kinds)]
+    return found
+
+
+def nvidia_parameters(path: Path) -> dict[str, list[Parameter]]:
+    """Those of each kernel, as its entry declares them."""
+    found = {}
+    for name, text in re.findall(r"^\.visible \.entry (\w+)\((.*?)\)", path.read_text(), re.MULTILINE | re.DOTALL):
+        found[name], end = [], 0
+        for line in text.split(","):
+            structure = re.fullmatch(r"\s*\.param \.align (\d+) \.b8 \w+\[(\d+)\]\s*", line)
+            number = re.fullmatch(r"\s*\.param \.[usfb](\d+)( \.ptr \.align 1)? \w+\s*", line)
+            alignment, size = map(int, structure.groups()) if structure else [int(number[1]) // 8] * 2
+            end += -end % alignment
+            found[name].append(Parameter(end, size, not structure and bool(number[2])))
+            end += size
+    return found
+
+
+def check(takes: Parameters, found: list[Parameter]) -> None:
+    """What a stamp says of a kernel is what its object says: each parameter is one number or pointer, or is filled by the fields of a
+    structure but for what aligns them."""
+    numbers: dict[str, list[tuple[int, str]]] = {}
+    for name, number in takes.arguments.items():
+        numbers.setdefault(name.partition(".")[0], []).append(tuple(number))
+    assert len(numbers) == len(found)
+    for (name, inside), parameter in zip(numbers.items(), found):
+        end, widest = parameter.offset, 1
+        for offset, kind in inside:
+            width = struct.calcsize(FORMATS[kind])
+            end += -end % width
+            assert offset == end, name
+            end, widest = end + width, max(widest, width)
+        assert end + -end % widest == parameter.offset + parameter.size, name
+        assert parameter.is_pointer == (name in takes.arguments and inside[0][1] == "pointer"), name
+    assert takes.bytes == max((parameter.offset + parameter.size for parameter in found), default=0)
+
+
+@pytest.mark.parametrize("arch", archs.ARCHS)
+def test_stamps_know_the_arguments_of_every_kernel(arch):
+    read = nvidia_parameters if arch not in AMD else amd_parameters
+    paths = sorted((launch.CODE / arch).glob("*" + archs.ARCHS[arch].code_suffix))
+    assert paths
+    for path in paths:
+        of_object = read(path)
+        assert launch.stamp(path)["kernels"].keys() == of_object.keys()
+        for name, found in of_object.items():
+            check(parameters(path, name), found)
+
+
+@pytest.mark.parametrize("arch, read", [("gfx950", amd_parameters), ("sm_90", nvidia_parameters)])
+@pytest.mark.parametrize(
+    "module, symbol, of", [("rms_norm", "rms_norm_bf16_x1", ""), ("scaled_mm", "scaled_mm_skinny_16", "problem.")]
+)
+def test_a_wrong_stamp_is_found(module, symbol, of, arch, read):
+    """A missing argument, a wrong width, a number for a pointer, two in the wrong places, too few bytes."""
+    path = launch.code_object(module, arch)
+    right, found = parameters(path, symbol), read(path)[symbol]
+    check(right, found)
+    one, other = {"": ("hidden", "threads_per_block"), "problem.": ("problem.m", "problem.n")}[of]
+    at, _ = right.arguments[one]
+    for wrong in (
+        {name: value for name, value in right.arguments.items() if name != one},
+        right.arguments | {one: (at, "i64")},
+        right.arguments | {one: right.arguments[other], other: right.arguments[one]},
+        {name: (offset, kind.replace("pointer", "f32")) for name, (offset, kind) in right.arguments.items()},
+    ):
+        with pytest.raises(AssertionError):
+            check(Parameters(right.bytes, wrong), found)
+    if not of:
+        with pytest.raises(AssertionError):
+            check(Parameters(right.bytes, right.arguments | {"out": (right.arguments["out"][0], "u64")}), found)
+    with pytest.raises(AssertionError):
+        check(Parameters(right.bytes - 4, right.arguments), found)
 
 
 @pytest.mark.parametrize("arch", AMD)

@@ -19,9 +19,9 @@ def run(x: torch.Tensor, arch_name: str, weights="channel", static=None, present
     emulator = Emulator(arch_name)
     rows = Rows(x, len(x), x.shape[1], x.stride(0), x.dtype)
     written, planned = experts_quantize.quantize(rows, weights, static, emulator.arch, present)
-    memory = {id(a): torch.full((a,), 0xFF, dtype=torch.uint8) for a in planned.args if isinstance(a, Workspace)}
-    args = tuple(memory.get(id(a), a) for a in planned.args)
-    emulator.run(launch.code_object(planned.module, arch_name), planned._replace(args=args))
+    workspaces = [arg for arg in planned.named.values() if isinstance(arg, Workspace)]
+    memory = {id(arg): torch.full((arg,), 0xFF, dtype=torch.uint8) for arg in workspaces}
+    emulator.run(launch.code_object(planned.module, arch_name), planned.with_each(lambda arg: memory.get(id(arg), arg)))
     values = memory[id(written.rows)].view(emulator.arch.fp8_dtype).reshape(x.shape)
     if static is not None:
         assert written.scale is static and written.scale_row == 0

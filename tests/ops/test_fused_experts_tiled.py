@@ -12,7 +12,6 @@ from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check, unwritten_is_nan
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.families import experts_tiled as tiled
-from vllm_rocm_ops.launch import Workspace
 from vllm_rocm_ops.op import Case
 from vllm_rocm_ops.ops.fused_experts import TILED_FROM
 from vllm_rocm_ops.stats import reset_stats, stats
@@ -97,12 +96,11 @@ def test_pairs_are_sorted(skewed, arch_name):
     weights = torch.empty(m, topk)
     a = OP.Arguments(hidden, w1, w2, weights, ids, torch.bfloat16, expert_map=expert_map, shared_experts=shared)
     sort = tiled.launches(tiled.TiledConfig(64), OP.allocate(a), a, emulator.arch)[0]
-    memory = [torch.full((arg // 4,), -7, dtype=torch.int32) for arg in sort.args if isinstance(arg, Workspace)]
-    order, tiles = memory
-    places = iter(memory)
-    args = tuple(next(places) if isinstance(arg, Workspace) else arg for arg in sort.args)
+    written = ("sort.sorted", "sort.tiles")
+    memory = {name: torch.full((sort.args[name] // 4,), -7, dtype=torch.int32) for name in written}
+    order, tiles = memory.values()
     blocks = [0, 4, 17, routed - 1, routed, experts - 1]
-    emulator.run(launch.code_object(sort.module, arch_name), sort._replace(args=args), blocks=blocks)
+    emulator.run(launch.code_object(sort.module, arch_name), sort._replace(args=sort.args | memory), blocks=blocks)
 
     known = (ids >= 0) & (ids < 60)
     expert_of = torch.where(known, expert_map.long()[ids.clamp(0, 59)], -1)

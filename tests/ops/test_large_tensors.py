@@ -194,11 +194,13 @@ def test_rows(the_op, executor):  # noqa: F811
 
 def run_last(emulator, planned: launch.Launch, blocks: int) -> dict[int, torch.Tensor]:
     """Runs the last blocks along x; what its workspaces, by their ids, then hold on reserved memory."""
-    workspaces = {id(arg): reserved((int(arg),), torch.uint8) for arg in planned.args if isinstance(arg, Workspace)}
-    args = tuple(workspaces.get(id(arg), arg) for arg in planned.args)
+    workspaces = {
+        id(arg): reserved((int(arg),), torch.uint8) for arg in planned.named.values() if isinstance(arg, Workspace)
+    }
+    filled = planned.with_each(lambda arg: workspaces.get(id(arg), arg))
     x, y, _ = planned.grid
     chosen = [row * x + last for row in range(y) for last in range(x - blocks, x)]
-    emulator.run(launch.code_object(planned.module, emulator.arch.name), planned._replace(args=args), blocks=chosen)
+    emulator.run(launch.code_object(planned.module, emulator.arch.name), filled, blocks=chosen)
     return workspaces
 
 
@@ -299,8 +301,7 @@ def test_last_tokens_that_are_combined(arch_name):
     planned = experts_tiled.launches(experts_tiled.TiledConfig(64), out, a, emulator.arch)[-1]
     last = torch.randn(2 * topk, h, generator=generator_of("combine"))
     results = with_zeros_before(last, m * topk)
-    given = tuple(results if isinstance(v, Workspace) else v for v in planned.args)
-    run_last(emulator, planned._replace(args=given), 2)
+    run_last(emulator, planned.with_each(lambda arg: results if isinstance(arg, Workspace) else arg), 2)
     exact = last.double().reshape(2, topk, h).sum(1)
     assert (out[-2:].double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 

@@ -33,7 +33,7 @@ def test_three_units_are_in_flight_whenever_a_wave_waits(m, tokens, monkeypatch)
     """The compiler could move the loads of the ring, or wait for more of them than it must."""
     emulator = Emulator(ARCH, traffic=True)
     run(emulator, MxConfig(tokens, streams=1, blocks=1), inputs(m, 64, 20 * PAIR), monkeypatch)
-    in_flight = emulator.last.traffic.bytes_in_flight("argument 1")  # of four waves
+    in_flight = emulator.last.traffic.bytes_in_flight("argument problem.b")  # of four waves
     assert in_flight >= 4 * 3 * UNIT_BYTES
 
 

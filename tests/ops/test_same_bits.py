@@ -28,7 +28,7 @@ def test_any_order_gives_the_same_bits(arch_name, monkeypatch):
     op, given = ops.scaled_mm, arguments(emulator.arch.fp8_dtype)
     a = op.Arguments(*given)
     planned = {config: op.plan(config, op.allocate(a), a, emulator.arch)[0] for config in op.configs(a, emulator.arch)}
-    divided = [c for c, l in planned.items() if any(isinstance(arg, Counters) for arg in l.args)]
+    divided = [c for c, l in planned.items() if any(isinstance(arg, Counters) for arg in l.named.values())]
     most_divided = max(divided, key=lambda config: planned[config].grid)
 
     def results(config, seeds) -> set[bytes]:

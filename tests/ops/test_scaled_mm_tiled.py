@@ -60,9 +60,8 @@ def test_last_tile_of_contest_shape(m, n, k, arch_name):
             return torch.full((arg // 4,), float("nan"))
         return torch.zeros(arg, dtype=torch.int32) if isinstance(arg, Counters) else arg
 
-    args = tuple(memory(arg) for arg in planned.args)
     path = launch.code_object(planned.module, arch_name)
-    emulator.run(path, planned._replace(args=args), blocks=blocks_of_tile(tiles - 1, tiles, config.slices))
+    emulator.run(path, planned.with_each(memory), blocks=blocks_of_tile(tiles - 1, tiles, config.slices))
 
     rows, columns = (m - 1) // config.tokens * config.tokens, (n - 1) // config.rows * config.rows
     assert out[:rows].isnan().all() and out[rows:, :columns].isnan().all(), "only the last tile is written"

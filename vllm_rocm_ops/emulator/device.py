@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vllm_rocm_ops import arch
+from vllm_rocm_ops import arch, kernel_arguments
 from vllm_rocm_ops import launch as launches
 
 from . import errors
@@ -94,16 +94,17 @@ class Emulator:
         traffic = Traffic(waves) if self.options.traffic else None
         space = Space(program.space_granule, self.options.races, traffic)
         assert space.add_bytes("the code object", bytes(program.code_object.relocated(program.base))) == program.base
-        kernargs = [self._kernarg(space, each, kernel, uninitialised) for each in (launch, *beside)]
+        kernargs = [self._kernarg(space, Path(path), each, kernel, uninitialised) for each in (launch, *beside)]
         self.last = Scheduler(program, launch, space, kernargs, self.options, blocks).run()
         self.history.append((launch.symbol, self.last))
         return self.last
 
-    def _kernarg(self, space: Space, launch, kernel: KernelObject, uninitialised: tuple) -> int:
-        tensors = [(f"argument {i}", arg) for i, arg in enumerate(launch.args) if isinstance(arg, torch.Tensor)]
+    def _kernarg(self, space: Space, path: Path, launch, kernel: KernelObject, uninitialised: tuple) -> int:
+        tensors = [(f"argument {name}", arg) for name, arg in launch.named.items() if isinstance(arg, torch.Tensor)]
         space.add_tensors(tensors, uninitialised)
-        args = tuple(launches.I64(space.address(arg)) if isinstance(arg, torch.Tensor) else arg for arg in launch.args)
-        content = launches.pack(args)
+        is_in_order = isinstance(launch.args, tuple)
+        takes = kernel_arguments.in_order(launch) if is_in_order else kernel_arguments.parameters(path, launch.symbol)
+        content = kernel_arguments.pack(launch, takes, space.address)
         explicit = [arg for arg in kernel.metadata.get(".args", ()) if not arg[".value_kind"].startswith("hidden_")]
         expected = max((arg[".offset"] + arg[".size"] for arg in explicit), default=0)
         if len(content) != expected:

@@ -11,7 +11,7 @@ from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families.experts import HALVES, scheme
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.families.rowwise import CHUNK, ELEMENTS
-from vllm_rocm_ops.launch import I64, Launch, Workspace
+from vllm_rocm_ops.launch import Launch, Workspace, fields
 from vllm_rocm_ops.quantization import LIMIT, MX_BLOCK
 
 MODULE = "fused_experts_quantize"
@@ -58,9 +58,18 @@ def quantize(
     values = Workspace(x.count * x.columns)
     scale = Workspace(x.count * runs * (1 if kind == "mx" else 4)) if static is None else static
     written = scale if static is None else None
-    args = (x.buffer, values, written, static, present, I64(x.stride), x.columns, threads)
+    args = {
+        "x": x.buffer,
+        "out": values,
+        "scale": written,
+        "static_scale": static,
+        "count": present,
+        "stride": x.stride,
+        "columns": x.columns,
+        "threads": threads,
+    }
     symbol = f"{MODULE}_{kind}_{ELEMENTS[x.dtype]}"
-    launch = Launch(MODULE, symbol, (x.count, parts, 1), (threads, 1, 1), args)
+    launch = Launch(MODULE, symbol, (x.count, parts, 1), (threads, 1, 1), fields("rows", args))
     return Operand(values, x.columns, scale, *((0, 0) if kind == "static" else (runs, 1))), launch
 
 

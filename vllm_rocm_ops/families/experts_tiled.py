@@ -24,7 +24,7 @@ from vllm_rocm_ops.families.experts_quantize import MOST_COLUMNS, Operand, Rows,
 from vllm_rocm_ops.families.gemm import OUT_TYPES
 from vllm_rocm_ops.families.rowwise import CHUNK
 from vllm_rocm_ops.families.tiled_gemm import ALONE, FLOPS_PER_BYTE, PANEL, RATE, RESIDENT, lds_bytes
-from vllm_rocm_ops.launch import I64, Launch, Workspace
+from vllm_rocm_ops.launch import Launch, Workspace, fields
 
 MODULE = "fused_experts_tiled"
 TOKENS, ROWS = (64, 128), 128  # of a tile: pairs of one expert, rows of its weight
@@ -100,25 +100,20 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     if m == 0:
         return []
     pairs, experts = m * slots(a), len(a.w1)
-    routing = (
-        a.topk_ids,
-        a.expert_map,
-        m,
-        topk,
-        a.shared_experts,
-        experts - a.shared_experts,
-        0 if a.expert_map is None else len(a.expert_map),
-        a.topk_ids.element_size() // 4,
-    )
+    routing = {
+        "ids": a.topk_ids,
+        "expert_map": a.expert_map,
+        "tokens": m,
+        "topk": topk,
+        "shared": a.shared_experts,
+        "routed": experts - a.shared_experts,
+        "mapped": 0 if a.expert_map is None else len(a.expert_map),
+        "id_words": a.topk_ids.element_size() // 4,
+    }
     most_tiles = min(pairs, pairs // config.tokens + experts)
     order, tiles = Workspace(pairs * 4), Workspace((1 + most_tiles) * 16)
-    sort = Launch(
-        MODULE,
-        f"{MODULE}_sort",
-        (experts, 1, 1),
-        (SORT_THREADS, 1, 1),
-        (*routing, order, tiles, experts, config.tokens),
-    )
+    args = {"routing": routing, "sorted": order, "tiles": tiles, "experts": experts, "tile": config.tokens}
+    sort = Launch(MODULE, f"{MODULE}_sort", (experts, 1, 1), (SORT_THREADS, 1, 1), fields("sort", args))
     act = Rows(Workspace(pairs * inner * a.out_dtype.itemsize), pairs, inner, inner, a.out_dtype)
     results = Workspace(pairs * h * 4)
     tokens, quantize_hidden = hidden_operand(a, arch)
@@ -127,42 +122,45 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     def product(name: str, x: Operand, weight: Tensor, scale: Tensor | None, to, router, tiles_n: int) -> Launch:
         _, rows, k = weight.shape
         size, (scale_expert, scale_row) = weight.element_size(), scale_strides(weight, scale)
-        args = (
-            x.rows,
-            weight,
-            to,
-            order,
-            tiles,
-            x.scale,
-            scale,
-            router,
-            I64(x.row_bytes),
-            I64(weight.stride(0) * size),
-            I64(scale_expert),
-            weight.stride(1) * size,
-            rows,
-            k * size,
-            x.scale_row,
-            x.scale_run,
-            scale_row,
-            slots(a),
-            topk,
-            OUT_TYPES[a.out_dtype],
-            tiles_n,
-        )
+        args = {
+            "a": x.rows,
+            "b": weight,
+            "out": to,
+            "sorted": order,
+            "tiles": tiles,
+            "scale_a": x.scale,
+            "scale_b": scale,
+            "router": router,
+            "a_stride": x.row_bytes,
+            "b_expert": weight.stride(0) * size,
+            "scale_b_expert": scale_expert,
+            "b_row": weight.stride(1) * size,
+            "n": rows,
+            "k": k * size,
+            "scale_a_row": x.scale_row,
+            "scale_a_k": x.scale_run,
+            "scale_b_row": scale_row,
+            "slots": slots(a),
+            "topk": topk,
+            "out_type": OUT_TYPES[a.out_dtype],
+            "tiles_n": tiles_n,
+        }
         none = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         kind = none.get(weight.dtype, "block" if scheme(weight, scale) == "block" else "row")
         symbol, lds = f"{MODULE}_{name}_{kind}_{config.tokens}", lds_bytes(config.tokens, ROWS, arch)
-        return Launch(MODULE, symbol, (most_tiles * tiles_n, 1, 1), (THREADS, 1, 1), args, lds)
+        return Launch(MODULE, symbol, (most_tiles * tiles_n, 1, 1), (THREADS, 1, 1), fields("problem", args), lds)
 
     on_input, on_output = (a.topk_weights, None) if a.apply_router_weight_on_input else (None, a.topk_weights)
     gate_up = product("gate_up", tokens, a.w1, a.w1_scale, act.buffer, on_input, -(-inner // (ROWS // 2)))
     down = product("down", activations, a.w2, a.w2_scale, results, None, -(-h // ROWS))
-    combine = Launch(
-        MODULE,
-        f"{MODULE}_combine",
-        (m, -(-h // (CHUNK * COMBINE_THREADS)), 1),
-        (COMBINE_THREADS, 1, 1),
-        (*routing, results, on_output, out, h, OUT_TYPES[a.out_dtype]),
-    )
+    args = {
+        "routing": routing,
+        "results": results,
+        "router": on_output,
+        "out": out,
+        "columns": h,
+        "out_type": OUT_TYPES[a.out_dtype],
+    }
+    grid = m, -(-h // (CHUNK * COMBINE_THREADS)), 1
+    combine = Launch(MODULE, f"{MODULE}_combine", grid, (COMBINE_THREADS, 1, 1), fields("combine", args))
     return [sort, *quantize_hidden, gate_up, *quantize_act, down, combine]

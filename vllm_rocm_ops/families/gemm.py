@@ -98,8 +98,7 @@ class Product(NamedTuple):
     bias: Tensor | None = None
 
 
-def divisor(value: int) -> tuple[int, int]:
+def divisor(value: int) -> dict[str, int]:
     """A Divisor of csrc/device/divisor.h, by which kernels divide whole numbers below 2^31."""
     shift = (value - 1).bit_length()
-    inverse = -(-(1 << 31 + shift) // value)
-    return inverse - (inverse >> 31 << 32), shift  # as an int
+    return {"inverse": -(-(1 << 31 + shift) // value), "shift": shift}

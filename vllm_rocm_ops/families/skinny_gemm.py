@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families.gemm import OUT_TYPES, PANEL, Operand, Product, divisor
 from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
-from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
+from vllm_rocm_ops.launch import Counters, Launch, Workspace, fields
 
 TOKENS = {64: (16, 32, 64), 16: (8, 16)}  # the most that a kernel takes, by the rows of the weight in a tile
 NARROW_UNIT = 8  # steps of a unit with 16 rows, a turn of each wave
@@ -153,8 +153,8 @@ def _waves(config: SkinnyConfig, arch: Arch) -> int:
     return 4 if config.rows == 16 else 8 if arch.wave_lanes == 32 else 5
 
 
-def arguments(product: Product, division: tuple[int, int, int], blocks: int, partial_bytes: int) -> tuple:
-    """The SkinnyProblem of csrc/gemm/skinny/problem.h for so many blocks, divided into tiles, steps of one, and of a unit.
+def arguments(product: Product, division: tuple[int, int, int], blocks: int, partial_bytes: int) -> dict:
+    """The fields of SkinnyProblem in csrc/gemm/skinny/problem.h for so many blocks, divided into tiles, steps of one, and of a unit.
     Without partial sums no tile is shared."""
     out, a, b, scale_a, scale_b, bias = product
     tiles, steps, unit = division
@@ -164,35 +164,36 @@ def arguments(product: Product, division: tuple[int, int, int], blocks: int, par
         row, step, tile = FRAGMENT_BYTES, FRAGMENT_ROWS * STEP, FRAGMENT_ROWS * b.k
     else:
         row, step, tile = b.stride, STEP, FRAGMENT_ROWS * b.stride
-    return (
-        a.tensor,
-        b.tensor,
-        out,
-        Workspace(partial_bytes) if partial_bytes else None,
-        Counters(tiles) if partial_bytes else None,
-        scale_a[0],
-        scale_b[0],
-        bias,
-        I64(tile),
-        a.stride,
-        row,
-        step,
-        a.rows,
-        b.rows,
-        a.k,
-        *scale_a[1:],
-        *scale_b[1:],
-        OUT_TYPES[out.dtype],
-        steps,
-        unit,
-        units,
-        longer,
-        tile_units,
-        longer * (units + 1),
-        *divisor(tile_units),
-        *divisor(max(units, 1)),
-        *divisor(units + 1),
-    )
+    return {
+        "a": a.tensor,
+        "b": b.tensor,
+        "out": out,
+        "partials": Workspace(partial_bytes) if partial_bytes else None,
+        "counters": Counters(tiles) if partial_bytes else None,
+        "scale_a": scale_a[0],
+        "scale_b": scale_b[0],
+        "bias": bias,
+        "b_tile": tile,
+        "a_stride": a.stride,
+        "b_row": row,
+        "b_step": step,
+        "m": a.rows,
+        "n": b.rows,
+        "k": a.k,
+        "scale_a_row": scale_a[1],
+        "scale_a_k": scale_a[2],
+        "scale_b_row": scale_b[1],
+        "out_type": OUT_TYPES[out.dtype],
+        "steps_per_tile": steps,
+        "steps_per_unit": unit,
+        "units_per_block": units,
+        "remainder": longer,
+        "units_per_tile": tile_units,
+        "remainder_units": longer * (units + 1),
+        "units_per_tile_divisor": divisor(tile_units),
+        "units_per_block_divisor": divisor(max(units, 1)),
+        "longer_block_divisor": divisor(units + 1),
+    }
 
 
 def launch(
@@ -209,4 +210,4 @@ def launch(
     shape = "skinny" if config.rows == 64 else "narrow"
     symbol = "_".join(filter(None, (module, kind, shape, str(tokens))))
     lds = _ring_panels(config, tokens, arch) * PANEL * (config.rows + tokens)
-    return [Launch(module, symbol, (config.blocks, 1, 1), (threads, 1, 1), args, lds)]
+    return [Launch(module, symbol, (config.blocks, 1, 1), (threads, 1, 1), fields("problem", args), lds)]

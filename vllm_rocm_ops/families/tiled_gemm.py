@@ -9,7 +9,7 @@ from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families.gemm import OUT_TYPES, PANEL, Operand, Product, divisor
 from vllm_rocm_ops.families.skinny_gemm import MOST_TOKENS
 from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
-from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
+from vllm_rocm_ops.launch import Counters, Launch, Workspace, fields
 
 MODULE = "scaled_mm_tiled"
 TILES = ((64, 128), (128, 128), (256, 256))  # of the output: tokens, rows of the weight
@@ -109,35 +109,40 @@ def launches(config: TiledConfig, product: Product, arch: Arch, kind: str) -> li
     tiles, slices = tiles_m * tiles_n, config.slices
     if b.is_shuffled:
         fragment = FRAGMENT_ROWS * FRAGMENT_BYTES
-        layout = (I64(FRAGMENT_ROWS * b.k), FRAGMENT_BYTES, fragment, FRAGMENT_ROWS * STEP)
+        tile, row, vec, step = FRAGMENT_ROWS * b.k, FRAGMENT_BYTES, fragment, FRAGMENT_ROWS * STEP
     else:
-        layout = (I64(FRAGMENT_ROWS * b.stride), b.stride, FRAGMENT_BYTES, STEP)
-    args = (
-        a.tensor,
-        b.tensor,
-        out,
-        Workspace(tiles * slices * config.tokens * config.rows * 4) if slices > 1 else None,
-        Counters(tiles) if slices > 1 else None,
-        scale_a[0],
-        scale_b[0],
-        bias,
-        I64(a.stride),
-        *layout,
-        a.rows,
-        b.rows,
-        a.k,
-        *scale_a[1:],
-        *scale_b[1:],
-        OUT_TYPES[out.dtype],
-        tiles_m,
-        tiles_n,
-        tiles,
-        slices,
-        *divmod(_panels(a), slices),
-        *divisor(tiles),
-        *divisor(GROUP * tiles_n),
-        *divisor(tiles_m % GROUP or GROUP),
-    )
+        tile, row, vec, step = FRAGMENT_ROWS * b.stride, b.stride, FRAGMENT_BYTES, STEP
+    args = {
+        "a": a.tensor,
+        "b": b.tensor,
+        "out": out,
+        "partials": Workspace(tiles * slices * config.tokens * config.rows * 4) if slices > 1 else None,
+        "counters": Counters(tiles) if slices > 1 else None,
+        "scale_a": scale_a[0],
+        "scale_b": scale_b[0],
+        "bias": bias,
+        "a_stride": a.stride,
+        "b_tile": tile,
+        "b_row": row,
+        "b_vec": vec,
+        "b_step": step,
+        "m": a.rows,
+        "n": b.rows,
+        "k": a.k,
+        "scale_a_row": scale_a[1],
+        "scale_a_k": scale_a[2],
+        "scale_b_row": scale_b[1],
+        "out_type": OUT_TYPES[out.dtype],
+        "tiles_m": tiles_m,
+        "tiles_n": tiles_n,
+        "tiles": tiles,
+        "split_k": slices,
+        "panels_per_slice": _panels(a) // slices,
+        "remainder": _panels(a) % slices,
+        "tiles_divisor": divisor(tiles),
+        "group_divisor": divisor(GROUP * tiles_n),
+        "last_group_divisor": divisor(tiles_m % GROUP or GROUP),
+    }
     symbol = f"{MODULE}_{kind}_{config.tokens}x{config.rows}"
     lds = lds_bytes(config.tokens, config.rows, arch)
-    return [Launch(MODULE, symbol, (tiles * slices, 1, 1), (THREADS[config.rows], 1, 1), args, lds)]
+    return [Launch(MODULE, symbol, (tiles * slices, 1, 1), (THREADS[config.rows], 1, 1), fields("problem", args), lds)]

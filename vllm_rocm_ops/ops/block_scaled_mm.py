@@ -13,7 +13,7 @@ from vllm_rocm_ops.families import gemm, skinny_gemm, weight_layout
 from vllm_rocm_ops.families import tiled_gemm as tiled
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.families.tiled_gemm import TiledConfig
-from vllm_rocm_ops.launch import I64, Launch, Workspace
+from vllm_rocm_ops.launch import Launch, Workspace
 from vllm_rocm_ops.op import Case, Op, describe
 from vllm_rocm_ops.quantization import LIMIT
 
@@ -86,7 +86,15 @@ def _loadable(scale: Tensor, alike: bool) -> tuple[tuple[Tensor | Workspace, int
         return (scale, *scale.stride()), []
     count, blocks = scale.numel(), scale.shape[1]
     widened = Workspace(count * 4)
-    args = (scale, widened, *map(I64, scale.stride()), blocks, *gemm.divisor(blocks), count)
+    args = {
+        "scales": scale,
+        "widened": widened,
+        "row_stride": scale.stride(0),
+        "block_stride": scale.stride(1),
+        "blocks": blocks,
+        **gemm.divisor(blocks),
+        "count": count,
+    }
     grid = (-(-count // THREADS), 1, 1)
     return (widened, blocks, 1), [Launch("block_scaled_mm", "block_scaled_mm_widen", grid, (THREADS, 1, 1), args)]
 

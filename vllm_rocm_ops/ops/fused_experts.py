@@ -26,7 +26,7 @@ from vllm_rocm_ops.families.experts_quantize import Rows, hidden_operand, operan
 from vllm_rocm_ops.families.experts_tiled import TiledConfig
 from vllm_rocm_ops.families.gemm import BLOCK, OUT_TYPES
 from vllm_rocm_ops.families.rowwise import CHUNK, ELEMENTS
-from vllm_rocm_ops.launch import I64, Launch, Workspace
+from vllm_rocm_ops.launch import Launch, Workspace, fields
 from vllm_rocm_ops.op import Case, Op, describe
 from vllm_rocm_ops.quantization import LIMIT, MX_BLOCK, MX_SCALES
 
@@ -258,7 +258,8 @@ def _plan(config: StreamedConfig | TiledConfig, out: Tensor, a, arch: Arch) -> l
     if config.parts > 1:
         grid = -(-m * h // (CHUNK * SUM_THREADS)), 1, 1
         symbol = f"{MODULE}_sum_{ELEMENTS[a.out_dtype]}"
-        launches.append(Launch(MODULE, symbol, grid, (SUM_THREADS, 1, 1), (partial, out, config.parts, m * h)))
+        args = {"partials": partial, "out": out, "count": config.parts, "elements": m * h}
+        launches.append(Launch(MODULE, symbol, grid, (SUM_THREADS, 1, 1), fields("sums", args)))
     return launches
 
 
@@ -268,44 +269,44 @@ def _stage(a, arch, lists, name, tokens, weight, scale, out, present, grid, step
     m, kind, size = a.hidden.shape[0], scheme(weight, scale), weight.element_size()
     scale_size = 0 if scale is None else scale.element_size()
     scale_expert, scale_row = (scale_size * n for n in scale_strides(weight, scale))
-    args = (
-        tokens.rows,
-        weight,
-        out,
-        tokens.scale,
-        scale,
-        a.topk_ids,
-        a.topk_weights,
-        lists,
-        present,
-        a.expert_map,
-        I64(weight.stride(0) * size),
-        I64(scale_expert),
-        tokens.row_bytes,
-        weight.stride(1) * size,
-        m,
-        rows,
-        k * size,
-        m * slots(a),
-        tokens.scale_row * scale_size,
-        scale_row,
-        a.topk_ids.shape[1],
-        a.shared_experts,
-        experts - a.shared_experts,
-        0 if a.expert_map is None else len(a.expert_map),
-        a.topk_ids.element_size() // 4,
-        2**20 // slots(a) + 1,
-        OUT_TYPES[a.out_dtype],
-        int(a.apply_router_weight_on_input == (name == "gate_up")),
-        step,
-        grid[1],
-        per_item,
-        2**31 // per_item + 1 - 2**32 * (per_item == 1),  # as the 32 bits of an unsigned int
-    )
+    args = {
+        "tokens": tokens.rows,
+        "weights": weight,
+        "out": out,
+        "scale_a": tokens.scale,
+        "scale_b": scale,
+        "ids": a.topk_ids,
+        "router": a.topk_weights,
+        "lists": lists,
+        "num_rows": present,
+        "expert_map": a.expert_map,
+        "expert_bytes": weight.stride(0) * size,
+        "expert_scales": scale_expert,
+        "token_bytes": tokens.row_bytes,
+        "row_bytes": weight.stride(1) * size,
+        "m": m,
+        "n": rows,
+        "k": k * size,
+        "pairs": m * slots(a),
+        "scale_a_row": tokens.scale_row * scale_size,
+        "scale_b_row": scale_row,
+        "topk": a.topk_ids.shape[1],
+        "shared": a.shared_experts,
+        "routed": experts - a.shared_experts,
+        "mapped": 0 if a.expert_map is None else len(a.expert_map),
+        "id_words": a.topk_ids.element_size() // 4,
+        "per_slot": 2**20 // slots(a) + 1,
+        "out_type": OUT_TYPES[a.out_dtype],
+        "apply_weights": int(a.apply_router_weight_on_input == (name == "gate_up")),
+        "step": step,
+        "split_k": grid[1],
+        "work_per_item": per_item,
+        "work_per_item_inverse": 2**31 // per_item + 1,
+    }
     lds = _down_lds(a) if name == "down" else _gate_up_lds(a)
     kinds = {"none": "bf16" if weight.dtype == torch.bfloat16 else "fp16", "tensor": "row", "channel": "row"}
     symbol = f"{MODULE}_{name}_{kinds.get(kind, kind)}"
-    return Launch(MODULE, symbol, grid, (WAVES * arch.wave_lanes, 1, 1), args, lds)
+    return Launch(MODULE, symbol, grid, (WAVES * arch.wave_lanes, 1, 1), fields("experts", args), lds)
 
 
 def _problem(a) -> dict[str, int]:

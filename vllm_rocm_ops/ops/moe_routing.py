@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace
+from vllm_rocm_ops.launch import Counters, Launch, Workspace, fields
 from vllm_rocm_ops.op import Case, Op, describe, is_wide_float
 
 __all__ = ["grouped_topk", "load_balancing_loss", "router_z_loss", "topk_sigmoid", "topk_softmax"]
@@ -117,7 +117,7 @@ def _fitting(needed: int, kernels: tuple[int, ...]) -> list[int]:
     return [most for most in kernels if most >= needed][:1]
 
 
-def _launch(symbol: str, blocks: int, args: tuple, arch: Arch) -> Launch:
+def _launch(symbol: str, blocks: int, args: dict, arch: Arch) -> Launch:
     return Launch("moe_routing", symbol, (blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1), args)
 
 
@@ -187,24 +187,29 @@ def _topk_plan(is_sigmoid: Callable[..., bool], epsilon: float, config: TopkConf
     if tokens == 0:
         return []
     group_size, lanes, _ = _division(a, arch)
-    args = (
-        x,
-        bias,
-        *outputs,
-        I64(x.stride(0)),
-        I64(tokens),
-        I64(0 if bias is None else list(ELEMENTS).index(bias.dtype)),
-        experts,
-        a.topk,
-        int(is_sigmoid(a)),
-        int(a.renormalize),
-        *_groups(a),
-        group_size,
-        lanes.bit_length() - 1,
-        epsilon,
-        float(getattr(a, "routed_scaling_factor", 1.0)),
-    )
-    return [_launch(f"moe_topk_{ELEMENTS[x.dtype]}_x{config.values}", -(-tokens // WAVES), args, arch)]
+    groups, topk_group = _groups(a)
+    weights, ids = outputs
+    args = {
+        "logits": x,
+        "bias": bias,
+        "weights": weights,
+        "ids": ids,
+        "stride": x.stride(0),
+        "tokens": tokens,
+        "bias_type": 0 if bias is None else list(ELEMENTS).index(bias.dtype),
+        "experts": experts,
+        "topk": a.topk,
+        "is_sigmoid": int(is_sigmoid(a)),
+        "renormalize": int(a.renormalize),
+        "groups": groups,
+        "topk_group": topk_group,
+        "group_size": group_size,
+        "log2_lanes": lanes.bit_length() - 1,
+        "epsilon": epsilon,
+        "scale": float(getattr(a, "routed_scaling_factor", 1.0)),
+    }
+    symbol = f"moe_topk_{ELEMENTS[x.dtype]}_x{config.values}"
+    return [_launch(symbol, -(-tokens // WAVES), fields("routing", args), arch)]
 
 
 def _topk_op(is_sigmoid: Callable[..., bool], epsilon: float, cases: Callable) -> Callable[[Callable], Op]:
@@ -359,21 +364,21 @@ def _loss_plan(name: str, config: LossConfig, out: Tensor, a, arch: Arch) -> lis
         scale = a.coefficient / max(tokens, 1)
     else:
         scale = a.coefficient * experts / (max(tokens, 1) ** 2 * topk)
-    args = (
-        x,
-        ids,
-        out,
-        Workspace(4 * sums),
-        None if ids is None else Workspace(4 * sums),
-        Counters(1),
-        I64(x.stride(0)),
-        I64(tokens),
-        experts,
-        topk,
-        config.blocks,
-        scale,
-    )
-    return [_launch(f"{name}_{ELEMENTS[x.dtype]}_{config.experts}", config.blocks, args, arch)]
+    args = {
+        "logits": x,
+        "ids": ids,
+        "loss": out,
+        "sums": Workspace(4 * sums),
+        "counts": None if ids is None else Workspace(4 * sums),
+        "counter": Counters(1),
+        "stride": x.stride(0),
+        "tokens": tokens,
+        "experts": experts,
+        "topk": topk,
+        "blocks": config.blocks,
+        "scale": scale,
+    }
+    return [_launch(f"{name}_{ELEMENTS[x.dtype]}_{config.experts}", config.blocks, fields("loss", args), arch)]
 
 
 def _loss_cases(with_ids: bool) -> Iterator[Case]:

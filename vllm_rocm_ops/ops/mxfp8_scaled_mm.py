@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families.gemm import OUT_TYPES, Product, activations, bias_contract, weight
 from vllm_rocm_ops.families.skinny_gemm import arguments
-from vllm_rocm_ops.launch import Launch
+from vllm_rocm_ops.launch import Launch, fields
 from vllm_rocm_ops.op import Case, Op, aligned, describe, row_stride
 from vllm_rocm_ops.quantization import (
     MX_BLOCK as BLOCK,
@@ -155,14 +155,13 @@ def _plan(config: MxConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     partial_bytes = config.blocks * 2 * config.tokens * config.kernel.rows * 4 if _is_shared(config, a) else 0
     scale_a, scale_b = (a.scale_a, row_stride(a.scale_a), 1), (a.scale_b, row_stride(a.scale_b))
     product = Product(out, activations(a.a), weight(a.b), scale_a, scale_b, a.bias)
-    args = (
-        *arguments(product, (*_units(config, a), 1), config.blocks, partial_bytes),
-        0 if a.scale_b.shape[0] == a.b.shape[0] else BLOCK.bit_length() - 1,
-        config.blocks,
-    )
+    args = arguments(product, (*_units(config, a), 1), config.blocks, partial_bytes)
+    args["scale_b_shift"] = 0 if a.scale_b.shape[0] == a.b.shape[0] else BLOCK.bit_length() - 1
+    args["blocks"] = config.blocks
     symbol = f"mxfp8_scaled_mm_{'stream' if config.streams else 'tile'}_{config.tokens}"
     symbol += "" if _has_words(a) else "_bytes"
-    return [Launch("mxfp8_scaled_mm", symbol, (config.blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1), args)]
+    grid, block = (config.blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1)
+    return [Launch("mxfp8_scaled_mm", symbol, grid, block, fields("problem", args))]
 
 
 def _cases() -> Iterator[Case]:

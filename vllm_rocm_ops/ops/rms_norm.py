@@ -16,7 +16,7 @@ from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import rowwise
 from vllm_rocm_ops.families.rowwise import RowConfig
-from vllm_rocm_ops.launch import I64, Launch
+from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.op import Op, row_stride, rows_of
 
 __all__ = [
@@ -84,23 +84,23 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
         name = "fused_add_" + name
     scale_row_stride, scale_stride = rowwise.scale_strides(scale_out)
     hidden = _hidden(a)
-    args = (
-        a.input,
-        residual,
-        a.weight,
-        I64(row_stride(a.input)),
-        I64(0 if residual is None else row_stride(residual)),
-        hidden,
-        config.threads,
-        getattr(a, "scale", getattr(a, "scale_ub", None)),
-        out,
-        scale_out,
-        I64(scale_row_stride),
-        I64(scale_stride),
-        getattr(a, "group_size", 0),
-        1.0 / hidden,
-        float(a.epsilon),
-    )
+    args = {
+        "input": a.input,
+        "residual": residual,
+        "weight": a.weight,
+        "input_stride": row_stride(a.input),
+        "residual_stride": 0 if residual is None else row_stride(residual),
+        "hidden": hidden,
+        "threads_per_block": config.threads,
+        "scale": getattr(a, "scale", getattr(a, "scale_ub", None)),
+        "out": out,
+        "scale_out": scale_out,
+        "scale_row_stride": scale_row_stride,
+        "scale_stride": scale_stride,
+        "group_size": getattr(a, "group_size", 0),
+        "inverse_hidden": 1.0 / hidden,
+        "epsilon": float(a.epsilon),
+    }
     symbol = rowwise.symbol(name, a.input.dtype, config)
     return [Launch("rms_norm", symbol, (rows_of(a.input), 1, 1), (config.threads, 1, 1), args)]
 

@@ -15,7 +15,7 @@ from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import rowwise
 from vllm_rocm_ops.families.rowwise import CHUNK, RowConfig
-from vllm_rocm_ops.launch import I64, Launch
+from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.op import Op, row_stride, rows_of
 
 __all__ = [
@@ -85,18 +85,18 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
     blocks = 1
     if config.chunks and not _per_token(a):
         blocks = -(-hidden // (CHUNK * config.chunks * config.threads))
-    args = (
-        a.input,
-        I64(row_stride(a.input)),
-        hidden,
-        config.threads,
-        out,
-        getattr(a, "scale", getattr(a, "scale_ub", None)),
-        scale_out,
-        I64(scale_row_stride),
-        I64(scale_stride),
-        getattr(a, "group_size", 0),
-    )
+    args = {
+        "input": a.input,
+        "input_stride": row_stride(a.input),
+        "hidden": hidden,
+        "threads_per_block": config.threads,
+        "out": out,
+        "scale": getattr(a, "scale", getattr(a, "scale_ub", None)),
+        "scale_out": scale_out,
+        "scale_row_stride": scale_row_stride,
+        "scale_stride": scale_stride,
+        "group_size": getattr(a, "group_size", 0),
+    }
     symbol = rowwise.symbol(name, a.input.dtype, config)
     return [Launch("silu_and_mul", symbol, (rows_of(a.input), blocks, 1), (config.threads, 1, 1), args)]
 
