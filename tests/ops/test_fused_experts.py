@@ -7,9 +7,9 @@ from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.correctness import run_and_check
 from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.families.experts_streamed import StreamedConfig
 from vllm_rocm_ops.families.experts_tiled import TiledConfig
 from vllm_rocm_ops.ops import fused_experts
-from vllm_rocm_ops.ops.fused_experts import StreamedConfig
 from vllm_rocm_ops.stats import stats
 
 CASES = {case.name: case for case in fused_experts.cases()}
@@ -72,8 +72,8 @@ def test_blocks_of_few_tiles_share_them(arch):
     """2048 rows of the output are 128 tiles, too few for any of the chips; for one token of one expert there is nothing to share."""
     config = fused_experts.explain(*layer(arch, 8, 8, 128, 2048, 768), arch=arch).config
     units = archs.named(arch).compute_units
-    assert units < 128 * config.parts <= 8 * units
-    assert fused_experts.explain(*layer(arch, 1, 1, 128, 2048, 128), arch=arch).config.parts == 1
+    assert units < 128 * config.split_k <= 8 * units
+    assert fused_experts.explain(*layer(arch, 1, 1, 128, 2048, 128), arch=arch).config.split_k == 1
 
 
 def test_few_tokens_of_an_expert_each_are_streamed_many_are_not():

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.families.experts import scheme
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.op import Op
-from vllm_rocm_ops.ops.fused_experts import scheme
 
 
 class Peer(NamedTuple):

@@ -90,3 +90,8 @@ def hidden_operand(a, arch: Arch) -> tuple[Operand, list[Launch]]:
         return operand(a, Rows(x, *x.shape, x.stride(0), x.dtype), scale, arch)
     row = 0 if scale.numel() == 1 else scale.shape[1]
     return Operand(x, x.stride(0), scale, row, int(scheme(a.w1, a.w1_scale) in ("block", "mx"))), []
+
+
+def quantizing(a) -> int:
+    """How many launches quantise the tokens of a call's two products."""
+    return 0 if a.w1.dtype in HALVES else 1 + (a.hidden.dtype != a.w1.dtype)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families.experts import (
-    HALVES,
     expected_hit,
     expected_pairs,
     expected_tiles,
@@ -20,7 +19,7 @@ from vllm_rocm_ops.families.experts import (
     scheme,
     slots,
 )
-from vllm_rocm_ops.families.experts_quantize import MOST_COLUMNS, Operand, Rows, hidden_operand, operand
+from vllm_rocm_ops.families.experts_quantize import MOST_COLUMNS, Operand, Rows, hidden_operand, operand, quantizing
 from vllm_rocm_ops.families.gemm import OUT_TYPES
 from vllm_rocm_ops.families.rowwise import CHUNK
 from vllm_rocm_ops.families.tiled_gemm import ALONE, FLOPS_PER_BYTE, PANEL, RATE, RESIDENT, lds_bytes
@@ -64,11 +63,6 @@ def envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 def configs(a, arch: Arch) -> list[TiledConfig]:
     """Every tile size."""
     return [TiledConfig(tokens) for tokens in TOKENS]
-
-
-def quantizing(a) -> int:
-    """Launches that quantise the tokens of a product."""
-    return 0 if a.w1.dtype in HALVES else 1 + (a.hidden.dtype != a.w1.dtype)
 
 
 def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:

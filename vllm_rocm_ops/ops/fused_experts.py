@@ -1,57 +1,30 @@
-"""The experts of a mixture-of-experts layer, from routed tokens to their weighted sum; kernels: csrc/ops/fused_experts.hip."""
+"""The experts of a mixture-of-experts layer, from routed tokens to their weighted sum; kernels: csrc/ops/fused_experts.hip
+for few tokens (families/experts_streamed.py), csrc/ops/fused_experts_tiled.hip for many (families/experts_tiled.py)."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families import experts_streamed as streamed
 from vllm_rocm_ops.families import experts_tiled as tiled
-from vllm_rocm_ops.families.experts import (
-    HALVES,
-    expected_hit,
-    expected_tiles,
-    intermediate,
-    scale_strides,
-    scheme,
-    slots,
-)
-from vllm_rocm_ops.families.experts_quantize import Rows, hidden_operand, operand
+from vllm_rocm_ops.families.experts import HALVES, scheme, slots
+from vllm_rocm_ops.families.experts_streamed import StreamedConfig
 from vllm_rocm_ops.families.experts_tiled import TiledConfig
-from vllm_rocm_ops.families.gemm import BLOCK, OUT_TYPES
-from vllm_rocm_ops.families.rowwise import CHUNK, ELEMENTS
-from vllm_rocm_ops.launch import Launch, Workspace, fields
+from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.op import Case, Op, describe
 from vllm_rocm_ops.quantization import LIMIT, MX_BLOCK, MX_SCALES
 
 __all__ = ["fused_experts"]
 
-MODULE = "fused_experts"
-MOST_TOKENS, MOST_SLOTS = 64, 32  # that blocks group in LDS
 TILED_FROM = 17  # tokens; with fewer the streamed kernels were the faster at every layer, on H200
 NO_EXPERT = 2**15 - 1
-TILE_ROWS, GATE_UP_ROWS = 16, 8  # of weights in a tile; of these the gate rows
-TILE_TOKENS = {32: 8, 64: 16}  # by the lanes of a wave
-WAVES = 4  # of a block
-GROUP = 128  # bytes of K that a wave takes at a time
-UNIT = 4  # groups of down's K that a wave takes at a time, at most
-SUM_THREADS = 256
-RESIDENT = {"gate_up": 3, "down": 4}  # blocks of a compute unit
-# The model of `_cost`, fitted to H200 at the models of serving_benchmarks/moe.py: the share of the bandwidth that gate_up gets, and
-# the one that down would get with no end of blocks; bytes a microsecond that a block of down gets by itself, by the lanes of a
-# wave, on AMD what it has in flight; of a further tile of an expert's tokens, a constant and the share of the time of the
-# first one's bytes, which caches may hold; for a launch; for the one that sums up parts; and for each further time that all
-# blocks of down are new ones.
-GATE_UP, DOWN = 1.03, 1.55
-OF_BLOCK = {32: 17.2e3, 64: 16.4e3}
-AGAIN_US, AGAIN = 0.2, 0.69
-LAUNCH_US, SUM_US, ROUND_US = 3.1, 2.8, 1.0
 
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
@@ -130,14 +103,6 @@ def _dequantized(values: Tensor, scale: Tensor | None, exact: torch.dtype) -> Te
     return values * (scale.reshape(-1, 1) if scale.dim() == 1 else scale)
 
 
-@dataclass(frozen=True)
-class StreamedConfig:
-    """For few tokens: blocks stream the weights of the experts that are hit; for the second product so many share each tile of
-    its rows, and a launch sums up their parts."""
-
-    parts: int
-
-
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     (m, _), (experts, n, h), size = a.hidden.shape, a.w1.shape, a.w1.element_size()
     yield f"{arch.name} multiplies the weights' dtype", a.w1.dtype in (*HALVES, arch.fp8_dtype)
@@ -158,155 +123,25 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"there are fewer than {NO_EXPERT} experts", experts < NO_EXPERT
     if scheme(a.w1, a.w1_scale) == "mx":
         yield f"{arch.name}'s matrix instructions take block scales", arch.block_scales
-        most = f"M is at most {MOST_TOKENS}, slots {MOST_SLOTS}, M * slots * (I / {GATE_UP_ROWS})^2 below 2^31"
-        yield f"with a scale per 32 of K, {most}, and lists of pairs and experts fit LDS", _is_streamed(a, arch)
-    elif not _is_streamed(a, arch):
+        most = f"M is at most {streamed.MOST_TOKENS}, slots {streamed.MOST_SLOTS}, M * slots * (I / {streamed.GATE_UP_ROWS})^2"
+        yield (
+            f"with a scale per 32 of K, {most} below 2^31, and lists of pairs and experts fit LDS",
+            streamed.takes(a, arch),
+        )
+    elif not streamed.takes(a, arch):
         yield from tiled.envelope(a, arch)
-
-
-def _is_streamed(a, arch: Arch) -> bool:
-    """Whether the streamed kernels can have it. Items times the square of an item's tiles: see divide_by."""
-    m, tiles = a.hidden.shape[0], intermediate(a) // GATE_UP_ROWS
-    fits = m <= MOST_TOKENS and slots(a) <= MOST_SLOTS and m * slots(a) * tiles**2 < 2**31
-    return fits and max(_gate_up_lds(a) + 2 * WAVES * 4 * arch.wave_lanes * 4, _down_lds(a)) <= arch.lds_bytes
-
-
-def _lists_bytes(a) -> int:
-    """Of the pairs in the order of their experts, as gate_up leaves them to down."""
-    return 16 + 10 * _padded_pairs(a)
-
-
-def _padded_pairs(a) -> int:
-    return (a.hidden.shape[0] * slots(a) + 8) // 8 * 8
-
-
-def _gate_up_lds(a) -> int:
-    """Bytes of LDS in which a block groups the pairs, beside the sums of its waves."""
-    return _lists_bytes(a) + 6 * _padded_pairs(a) + 4 * len(a.w1)
-
-
-def _down_lds(a) -> int:
-    """Bytes of LDS for the pairs and for each wave's sums."""
-    return _lists_bytes(a) + WAVES * a.hidden.shape[0] * TILE_ROWS * 4
 
 
 def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:
     is_mx = scheme(a.w1, a.w1_scale) == "mx"
-    takes = arch.block_scales or not is_mx
-    streamed = [StreamedConfig(n) for n in _parts(a, arch)] if takes and _is_streamed(a, arch) else []
+    can_stream = (arch.block_scales or not is_mx) and streamed.takes(a, arch)
     can_tile = not is_mx and all(holds for _, holds in tiled.envelope(a, arch))
-    is_worth = not streamed or a.hidden.shape[0] >= TILED_FROM
-    return streamed + (tiled.configs(a, arch) if can_tile and is_worth else [])
+    tiles = can_tile and (not can_stream or a.hidden.shape[0] >= TILED_FROM)
+    return (streamed.configs(a, arch) if can_stream else []) + (tiled.configs(a, arch) if tiles else [])
 
 
-def _parts(a, arch: Arch) -> list[int]:
-    """Whole tiles, or as many parts as all blocks fit on the chip at once, or in two turns; each wave with a unit at least."""
-    at_once, (_, units) = RESIDENT["down"] * arch.compute_units, _units(a)
-    most = -(-a.hidden.shape[0] * slots(a) * units // WAVES)
-    return sorted({max(min(turns * at_once // _down_tiles(a), most), 1) for turns in (0, 1, 2)})
-
-
-def _down_tiles(a) -> int:
-    return -(-a.hidden.shape[1] // TILE_ROWS)
-
-
-def _units(a) -> tuple[int, int]:
-    """Groups of down's K in a unit, and units of an item: as even as can be."""
-    groups = -(-intermediate(a) * a.w2.element_size() // GROUP)
-    units = -(-groups // UNIT)
-    return -(-groups // units), units
-
-
-def _cost(config: StreamedConfig | TiledConfig, a, arch: Arch) -> dict[str, float]:
-    """The time to stream the experts that are hit if all are as likely, each further tile of an expert's tokens, and launches."""
-    if isinstance(config, TiledConfig):
-        return tiled.cost(config, a, arch)
-    (m, h), bandwidth, lanes = a.hidden.shape, arch.bandwidth_gb_s * 1e3, arch.wave_lanes
-    hit, tiles = expected_hit(a), expected_tiles(a, TILE_TOKENS[lanes])
-    most = RESIDENT["down"] * arch.compute_units
-    blocks = _down_tiles(a) * config.parts
-    w1, w2 = (weight.numel() // len(weight) * weight.element_size() for weight in (a.w1, a.w2))  # bytes of an expert
-    us = w1 / (GATE_UP * bandwidth) + w2 * (1 / (DOWN * bandwidth) + 1 / (OF_BLOCK[lanes] * min(blocks, most)))
-    terms = {
-        "streaming": hit * us,
-        "further tiles": (tiles - hit) * (AGAIN_US + AGAIN * us),
-        "launches": (2 + tiled.quantizing(a)) * LAUNCH_US + (-(-blocks // most) - 1) * ROUND_US,
-    }
-    if config.parts > 1:
-        terms["sum"] = SUM_US + 8 * config.parts * m * h / bandwidth
-    return terms
-
-
-def _plan(config: StreamedConfig | TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
-    if isinstance(config, TiledConfig):
-        return tiled.launches(config, out, a, arch)
-    m, h = a.hidden.shape
-    if m == 0:
-        return []
-    inner, pairs = intermediate(a), m * slots(a)
-    act, lists, present = Workspace(pairs * inner * 2), Workspace(_lists_bytes(a)), Workspace(4)
-    hidden, quantize_hidden = hidden_operand(a, arch)
-    activation, quantize_act = operand(a, Rows(act, pairs, inner, inner, a.out_dtype), a.act_scale, arch, present)
-    tiles = inner // GATE_UP_ROWS
-    blocks = min(pairs * tiles, RESIDENT["gate_up"] * arch.compute_units)
-    stage, grid = functools.partial(_stage, a, arch, lists), (_down_tiles(a), config.parts, 1)
-    partial = out if config.parts == 1 else Workspace(config.parts * m * h * 4)
-    given = present if quantize_act else None
-    gate_up = stage("gate_up", hidden, a.w1, a.w1_scale, act, given, (blocks, 1, 1), blocks, tiles)
-    down = stage("down", activation, a.w2, a.w2_scale, partial, None, grid, *_units(a))
-    launches = [*quantize_hidden, gate_up, *quantize_act, down]
-    if config.parts > 1:
-        grid = -(-m * h // (CHUNK * SUM_THREADS)), 1, 1
-        symbol = f"{MODULE}_sum_{ELEMENTS[a.out_dtype]}"
-        args = {"partials": partial, "out": out, "count": config.parts, "elements": m * h}
-        launches.append(Launch(MODULE, symbol, grid, (SUM_THREADS, 1, 1), fields("sums", args)))
-    return launches
-
-
-def _stage(a, arch, lists, name, tokens, weight, scale, out, present, grid, step, per_item) -> Launch:
-    """The launch of one of the two products."""
-    experts, rows, k = weight.shape
-    m, kind, size = a.hidden.shape[0], scheme(weight, scale), weight.element_size()
-    scale_size = 0 if scale is None else scale.element_size()
-    scale_expert, scale_row = (scale_size * n for n in scale_strides(weight, scale))
-    args = {
-        "tokens": tokens.rows,
-        "weights": weight,
-        "out": out,
-        "scale_a": tokens.scale,
-        "scale_b": scale,
-        "ids": a.topk_ids,
-        "router": a.topk_weights,
-        "lists": lists,
-        "num_rows": present,
-        "expert_map": a.expert_map,
-        "expert_bytes": weight.stride(0) * size,
-        "expert_scales": scale_expert,
-        "token_bytes": tokens.row_bytes,
-        "row_bytes": weight.stride(1) * size,
-        "m": m,
-        "n": rows,
-        "k": k * size,
-        "pairs": m * slots(a),
-        "scale_a_row": tokens.scale_row * scale_size,
-        "scale_b_row": scale_row,
-        "topk": a.topk_ids.shape[1],
-        "shared": a.shared_experts,
-        "routed": experts - a.shared_experts,
-        "mapped": 0 if a.expert_map is None else len(a.expert_map),
-        "id_words": a.topk_ids.element_size() // 4,
-        "per_slot": 2**20 // slots(a) + 1,
-        "out_type": OUT_TYPES[a.out_dtype],
-        "apply_weights": int(a.apply_router_weight_on_input == (name == "gate_up")),
-        "step": step,
-        "split_k": grid[1],
-        "work_per_item": per_item,
-        "work_per_item_inverse": 2**31 // per_item + 1,
-    }
-    lds = _down_lds(a) if name == "down" else _gate_up_lds(a)
-    kinds = {"none": "bf16" if weight.dtype == torch.bfloat16 else "fp16", "tensor": "row", "channel": "row"}
-    symbol = f"{MODULE}_{name}_{kinds.get(kind, kind)}"
-    return Launch(MODULE, symbol, grid, (WAVES * arch.wave_lanes, 1, 1), fields("experts", args), lds)
+def _kernels(config: StreamedConfig | TiledConfig):
+    return tiled if isinstance(config, TiledConfig) else streamed
 
 
 def _problem(a) -> dict[str, int]:
@@ -422,8 +257,8 @@ def _op(reference) -> Op:
         contract=_contract,
         envelope=_envelope,
         configs=_configs,
-        cost=_cost,
-        plan=_plan,
+        cost=lambda config, a, arch: _kernels(config).cost(config, a, arch),
+        plan=lambda config, out, a, arch: _kernels(config).launches(config, out, a, arch),
         problem=_problem,
         cases=_cases,
         sums=True,

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and the losses that keep a router balanced; kernels: csrc/ops/moe_routing.hip.
+"""Which experts a token goes to; kernels: csrc/ops/moe_routing.hip.
 
 Names and arguments are those of vLLM, but results are returned, and everything is computed in fp32. Experts are ordered by
 score + bias, or without a bias by their logits, whose order is that of the scores before rounding. Of equals the smaller index
@@ -17,38 +17,17 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.launch import Counters, Launch, Workspace, fields
+from vllm_rocm_ops.families import routing
+from vllm_rocm_ops.launch import fields
 from vllm_rocm_ops.op import Case, Op, describe, is_wide_float
 
-__all__ = ["grouped_topk", "load_balancing_loss", "router_z_loss", "topk_sigmoid", "topk_softmax"]
+__all__ = ["grouped_topk", "topk_sigmoid", "topk_softmax"]
 
-ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SCORES = ("softmax", "sigmoid")
 EPSILON = 1e-20  # beside the sum that weights of grouped_topk are divided by
 TOPK_VALUES = (2, 4, 8, 16)  # the most experts of a lane, by kernel of the topk
-LOSS_EXPERTS = (256, 512)  # the most experts, by kernel of a loss
 MOST_TOPK = 32  # a lane keeps one
 MOST_GROUP_LANES = 16
-WAVES = 4  # of a block; of moe_topk, each with a token
-
-
-def _exact(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _logits(x: Tensor) -> Tensor:
-    return _exact(x).masked_fill(x.isnan(), -math.inf)
-
-
-def _exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(logits - maximum), the maximum's own being 1 even if infinite, and the maximum."""
-    maximum = logits.amax(-1, keepdim=True)
-    return torch.where(logits == maximum, 1.0, torch.exp(logits - maximum)), maximum
-
-
-def _softmax(logits: Tensor) -> Tensor:
-    exponentials, _ = _exponentials(logits)
-    return exponentials / exponentials.sum(-1, keepdim=True)
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
@@ -67,8 +46,8 @@ def _route(
     topk_group: int = 1,
     epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    logits = _logits(gating_output)
-    scores = logits.sigmoid() if scoring_func == "sigmoid" else _softmax(logits)
+    logits = routing.logits(gating_output)
+    scores = logits.sigmoid() if scoring_func == "sigmoid" else routing.softmax(logits)
     lowest = torch.finfo(torch.float32).min
     choice = logits if bias is None else scores + bias.to(scores.dtype)
     choice = choice.nan_to_num(nan=lowest, neginf=lowest, posinf=math.inf)
@@ -92,38 +71,6 @@ class TopkConfig:
     values: int
 
 
-@dataclass(frozen=True)
-class LossConfig:
-    """There are up to so many experts; the tokens are dealt to so many blocks."""
-
-    experts: int
-    blocks: int
-
-
-def _logits_contract(name: str, x: Tensor) -> Iterator[tuple[str, str, str, bool]]:
-    holds = x.dim() == 2 and is_wide_float(x) and x.shape[-1] > 0
-    yield name, "[M, E], floating point of 16 bits or more", describe(x), holds
-
-
-def _logits_envelope(name: str, x: Tensor) -> Iterator[tuple[str, bool]]:
-    yield f"{name} is bfloat16, float16 or float32", x.dtype in ELEMENTS
-    yield f"the elements of {name}'s rows lie side by side", x.stride(-1) == 1 or x.shape[-1] == 1
-    yield f"there are at most {LOSS_EXPERTS[-1]} experts", x.shape[-1] <= LOSS_EXPERTS[-1]
-    yield "there are fewer than 2^31 rows", x.shape[0] < 2**31
-
-
-def _fitting(needed: int, kernels: tuple[int, ...]) -> list[int]:
-    """What the smallest kernel takes that takes so many; nothing if none does."""
-    return [most for most in kernels if most >= needed][:1]
-
-
-def _launch(symbol: str, blocks: int, args: dict, arch: Arch) -> Launch:
-    return Launch("moe_routing", symbol, (blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1), args)
-
-
-# topk
-
-
 def _groups(a) -> tuple[int, int]:
     return getattr(a, "num_expert_group", 1), getattr(a, "topk_group", 1)
 
@@ -138,8 +85,8 @@ def _division(a, arch: Arch) -> tuple[int, int, int]:
     return experts, lanes, -(-experts // max(lanes, 1))
 
 
-def _topk_contract(a) -> Iterator[tuple[str, str, str, bool]]:
-    yield from _logits_contract("gating_output", a.gating_output)
+def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    yield from routing.contract("gating_output", a.gating_output)
     experts, bias = a.gating_output.shape[1], a.e_score_correction_bias
     if bias is not None:
         wanted = f"[E={experts}], floating point of 16 bits or more"
@@ -157,31 +104,31 @@ def _topk_contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "scoring_func", " or ".join(SCORES), scoring_func, scoring_func in SCORES
 
 
-def _topk_allocate(a) -> tuple[Tensor, Tensor]:
+def _allocate(a) -> tuple[Tensor, Tensor]:
     x = a.gating_output
     dtype = torch.promote_types(x.dtype, torch.float32)
     shape = (x.shape[0], a.topk)
     return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=torch.int32)
 
 
-def _topk_envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    yield from _logits_envelope("gating_output", a.gating_output)
+def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    yield from routing.envelope("gating_output", a.gating_output)
     yield f"topk is at most {MOST_TOPK}", a.topk <= MOST_TOPK
     bias = a.e_score_correction_bias
     if bias is not None:
-        yield "e_score_correction_bias is bfloat16, float16 or float32", bias.dtype in ELEMENTS
+        yield "e_score_correction_bias is bfloat16, float16 or float32", bias.dtype in routing.ELEMENTS
         yield "e_score_correction_bias is contiguous", bias.is_contiguous()
     _, lanes, per_lane = _division(a, arch)
     yield f"there are at most {arch.wave_lanes} groups, a lane for each", lanes > 0
     yield f"a lane has at most {TOPK_VALUES[-1]} experts", per_lane <= TOPK_VALUES[-1]
 
 
-def _topk_configs(a, arch: Arch) -> list[TopkConfig]:
+def _configs(a, arch: Arch) -> list[TopkConfig]:
     _, lanes, per_lane = _division(a, arch)
-    return [TopkConfig(values) for values in _fitting(per_lane, TOPK_VALUES) if lanes]
+    return [TopkConfig(values) for values in routing.fitting(per_lane, TOPK_VALUES) if lanes]
 
 
-def _topk_plan(is_sigmoid: Callable[..., bool], epsilon: float, config: TopkConfig, outputs, a, arch: Arch):
+def _plan(is_sigmoid: Callable[..., bool], epsilon: float, config: TopkConfig, outputs, a, arch: Arch):
     x, bias = a.gating_output, a.e_score_correction_bias
     tokens, experts = x.shape
     if tokens == 0:
@@ -196,7 +143,7 @@ def _topk_plan(is_sigmoid: Callable[..., bool], epsilon: float, config: TopkConf
         "ids": ids,
         "stride": x.stride(0),
         "tokens": tokens,
-        "bias_type": 0 if bias is None else list(ELEMENTS).index(bias.dtype),
+        "bias_type": 0 if bias is None else list(routing.ELEMENTS).index(bias.dtype),
         "experts": experts,
         "topk": a.topk,
         "is_sigmoid": int(is_sigmoid(a)),
@@ -208,19 +155,19 @@ def _topk_plan(is_sigmoid: Callable[..., bool], epsilon: float, config: TopkConf
         "epsilon": epsilon,
         "scale": float(getattr(a, "routed_scaling_factor", 1.0)),
     }
-    symbol = f"moe_topk_{ELEMENTS[x.dtype]}_x{config.values}"
-    return [_launch(symbol, -(-tokens // WAVES), fields("routing", args), arch)]
+    symbol = f"moe_topk_{routing.ELEMENTS[x.dtype]}_x{config.values}"
+    return [routing.launch(symbol, -(-tokens // routing.WAVES), fields("routing", args), arch)]
 
 
-def _topk_op(is_sigmoid: Callable[..., bool], epsilon: float, cases: Callable) -> Callable[[Callable], Op]:
+def _op(is_sigmoid: Callable[..., bool], epsilon: float, cases: Callable) -> Callable[[Callable], Op]:
     return lambda reference: Op(
         reference,
-        allocate=_topk_allocate,
-        contract=_topk_contract,
-        envelope=_topk_envelope,
-        configs=_topk_configs,
-        default=lambda a, arch: _topk_configs(a, arch)[0],
-        plan=functools.partial(_topk_plan, is_sigmoid, epsilon),
+        allocate=_allocate,
+        contract=_contract,
+        envelope=_envelope,
+        configs=_configs,
+        default=lambda a, arch: _configs(a, arch)[0],
+        plan=functools.partial(_plan, is_sigmoid, epsilon),
         problem=lambda a: {"m": a.gating_output.shape[0], "experts": a.gating_output.shape[1], "topk": a.topk},
         cases=cases,
     )
@@ -229,52 +176,14 @@ def _topk_op(is_sigmoid: Callable[..., bool], epsilon: float, cases: Callable) -
 # cases
 
 
-def _random(m: int, experts: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(m, experts, generator=generator) * 2
-
-
-def _equal(m: int, experts: int, generator: torch.Generator) -> Tensor:
-    """Rows of one value, of two values in turn, of both zeros in turn, and a spike at the first and last expert."""
-    x = torch.zeros(4, experts)
-    x[0] = 1.25
-    x[1, 1::2] = 0.5
-    x[2, 0::2] = -0.0
-    x[3, [0, -1]] = 3.0
-    return x.repeat(-(-m // 4), 1)[:m]
-
-
-def _not_finite(m: int, experts: int, generator: torch.Generator) -> Tensor:
-    """Rows of NaN alone, of NaN but for one, with infinities, of -inf alone, and with NaN here and there."""
-    x = _random(m, experts, generator)
-    x[0] = math.nan
-    x[1, torch.arange(experts) != experts // 2] = math.nan
-    x[2, [1, experts - 1]] = math.inf
-    x[2, 0] = -math.inf
-    x[3] = -math.inf
-    x[4, ::3] = math.nan
-    return x
-
-
-def _some_nan(m: int, experts: int, generator: torch.Generator) -> Tensor:
-    x = _random(m, experts, generator)
-    x[:, 1::3] = math.nan
-    return x
-
-
-def _matrix(values: Tensor, dtype: torch.dtype, padding: int, device: str) -> Tensor:
-    """A view of rows with so many elements more behind them."""
-    experts = values.shape[1]
-    return torch.nn.functional.pad(values, (0, padding)).to(dtype).to(device)[:, :experts]
-
-
 def _topk_case(
-    name: str, m: int, experts: int, topk: int, *rest, fill=_random, bias: torch.dtype | None = None, **given
+    name: str, m: int, experts: int, topk: int, *rest, fill=routing.random, bias: torch.dtype | None = None, **given
 ) -> Case:
     """Around the bias among the op's arguments lie `before` and `rest`."""
 
     def make(device, generator, fp8_dtype) -> tuple:
         dtype = given.get("dtype", torch.bfloat16)
-        x = _matrix(fill(m, experts, generator), dtype, given.get("padding", 0), device)
+        x = routing.matrix(fill(m, experts, generator), dtype, given.get("padding", 0), device)
         correction = torch.rand(experts, generator=generator).to(bias).to(device) if bias else None
         return x, topk, given.get("renormalize", True), *given.get("before", ()), correction, *rest
 
@@ -283,20 +192,20 @@ def _topk_case(
 
 def _topk_cases(*rest) -> Iterator[Case]:
     """Every instance on every arch, experts around multiples of lanes, ties, NaN, strides."""
-    for dtype, label in ELEMENTS.items():
+    for dtype, label in routing.ELEMENTS.items():
         yield _topk_case(label, 3, 256, 8, *rest, dtype=dtype)
         for experts, topk in ((60, 4), (128, 8), (512, 10)):
             yield _topk_case(f"{label}-experts{experts}", 2, experts, topk, *rest, dtype=dtype, renormalize=False)
-        for bias_dtype, bias_label in ELEMENTS.items():
+        for bias_dtype, bias_label in routing.ELEMENTS.items():
             yield _topk_case(f"{label}-bias-{bias_label}", 5, 250, 8, *rest, dtype=dtype, bias=bias_dtype)
     yield _topk_case("bias", 2, 72, 4, *rest, bias=torch.float32, renormalize=False)
     for experts, topk in ((4, 4), (8, 2), (63, 5), (65, 16), (257, 16), (511, 10)):
         yield _topk_case(f"experts{experts}", 2, experts, topk, *rest)
     yield _topk_case("one-expert", 2, 1, 1, *rest)
     yield _topk_case("all-of-32", 2, 32, 32, *rest)
-    yield _topk_case("equal", 4, 130, 16, *rest, fill=_equal)
-    yield _topk_case("not-finite", 5, 70, 8, *rest, fill=_not_finite)
-    yield _topk_case("not-finite-bias", 5, 70, 8, *rest, fill=_not_finite, bias=torch.float32)
+    yield _topk_case("equal", 4, 130, 16, *rest, fill=routing.equal)
+    yield _topk_case("not-finite", 5, 70, 8, *rest, fill=routing.not_finite)
+    yield _topk_case("not-finite-bias", 5, 70, 8, *rest, fill=routing.not_finite, bias=torch.float32)
     yield _topk_case("padded", 5, 64, 6, *rest, padding=7)
     yield _topk_case("one-token", 1, 256, 8, *rest)
     yield _topk_case("no-tokens", 0, 256, 8, *rest)
@@ -311,126 +220,30 @@ def _grouped_cases() -> Iterator[Case]:
     yield case("deepseek-v3", 3, 256, 8, 8, 4, scale=2.5, bias=torch.float32)
     yield case("deepseek-v3-fp32", 6, 256, 8, 8, 4, scale=2.5, bias=torch.float32, dtype=torch.float32)
     yield case("deepseek-v2", 3, 160, 6, 8, 3, "softmax", 16.0, renormalize=False)
-    for dtype, label in ELEMENTS.items():
-        for bias_dtype, bias_label in ELEMENTS.items():
+    for dtype, label in routing.ELEMENTS.items():
+        for bias_dtype, bias_label in routing.ELEMENTS.items():
             yield case(f"{label}-bias-{bias_label}", 3, 256, 8, 8, 4, scale=2.5, bias=bias_dtype, dtype=dtype)
     yield case("no-bias", 3, 256, 8, 8, 4)
     yield case("softmax-bias", 3, 128, 8, 4, 2, "softmax", bias=torch.float32)
     yield case("one-group", 3, 384, 8, 1, 1, scale=2.5, bias=torch.float32)
     yield case("all-groups", 2, 72, 6, 6, 6, bias=torch.float32)
-    for dtype, label in ELEMENTS.items():
+    for dtype, label in routing.ELEMENTS.items():
         yield case(f"{label}-two-groups", 2, 512, 16, 2, 1, bias=torch.float32, dtype=dtype)
     for groups, size in ((3, 51), (5, 33), (7, 4), (9, 17), (17, 5), (32, 16), (33, 2), (64, 8)):
         yield case(f"groups{groups}x{size}", 2, groups * size, 4, groups, 2, bias=torch.float32)
     yield case("groups-of-one", 2, 12, 3, 12, 5, "softmax")
     yield case("more-groups-than-lanes", 2, 130, 3, 65, 5, bias=torch.float32)
-    yield case("equal", 4, 96, 8, 8, 3, fill=_equal)
-    yield case("equal-softmax", 4, 96, 8, 8, 3, "softmax", fill=_equal, padding=5)
-    yield case("not-finite", 5, 96, 8, 8, 3, fill=_not_finite, bias=torch.float32)
-    yield case("not-finite-no-bias", 5, 96, 8, 8, 3, "softmax", fill=_not_finite)
+    yield case("equal", 4, 96, 8, 8, 3, fill=routing.equal)
+    yield case("equal-softmax", 4, 96, 8, 8, 3, "softmax", fill=routing.equal, padding=5)
+    yield case("not-finite", 5, 96, 8, 8, 3, fill=routing.not_finite, bias=torch.float32)
+    yield case("not-finite-no-bias", 5, 96, 8, 8, 3, "softmax", fill=routing.not_finite)
     yield case("no-tokens", 0, 256, 8, 8, 4, bias=torch.float32)
-
-
-# losses
-
-
-def _loss_contract(a) -> Iterator[tuple[str, str, str, bool]]:
-    yield from _logits_contract("logits", a.logits)
-    if hasattr(a, "topk_ids"):
-        ids, m = a.topk_ids, a.logits.shape[0]
-        holds = ids.dim() == 2 and ids.shape[0] == m and ids.shape[1] > 0 and ids.dtype in (torch.int32, torch.int64)
-        yield "topk_ids", f"int32 or int64 [M={m}, topk]", describe(ids), holds
-
-
-def _loss_envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    yield from _logits_envelope("logits", a.logits)
-    if hasattr(a, "topk_ids"):
-        yield "topk_ids is int32 and contiguous", a.topk_ids.dtype == torch.int32 and a.topk_ids.is_contiguous()
-
-
-def _loss_configs(a, arch: Arch) -> list[LossConfig]:
-    m, experts = a.logits.shape
-    most = max(min(-(-m // WAVES), arch.compute_units), 1)
-    fitting = _fitting(experts, LOSS_EXPERTS)
-    return [LossConfig(taken, blocks) for taken in fitting for blocks in sorted({1, most})]
-
-
-def _loss_plan(name: str, config: LossConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
-    x, ids = a.logits, getattr(a, "topk_ids", None)
-    tokens, experts = x.shape
-    sums = config.blocks * (1 if ids is None else experts)
-    topk = 0 if ids is None else ids.shape[1]
-    if ids is None:
-        scale = a.coefficient / max(tokens, 1)
-    else:
-        scale = a.coefficient * experts / (max(tokens, 1) ** 2 * topk)
-    args = {
-        "logits": x,
-        "ids": ids,
-        "loss": out,
-        "sums": Workspace(4 * sums),
-        "counts": None if ids is None else Workspace(4 * sums),
-        "counter": Counters(1),
-        "stride": x.stride(0),
-        "tokens": tokens,
-        "experts": experts,
-        "topk": topk,
-        "blocks": config.blocks,
-        "scale": scale,
-    }
-    return [_launch(f"{name}_{ELEMENTS[x.dtype]}_{config.experts}", config.blocks, fields("loss", args), arch)]
-
-
-def _loss_cases(with_ids: bool) -> Iterator[Case]:
-    """Every instance on every arch, tokens fewer and more than waves, and many of each, NaN, strides, ids of no expert."""
-
-    def case(name, m, experts, topk=4, fill=_random, no_expert=False, **given) -> Case:
-        def make(device, generator, fp8_dtype) -> tuple:
-            dtype = given.get("dtype", torch.bfloat16)
-            x = _matrix(fill(m, experts, generator), dtype, given.get("padding", 0), device)
-            if not with_ids:
-                return x, 0.001
-            ids = torch.rand(m, experts, generator=generator).argsort(-1)[:, :topk].to(torch.int32)
-            if no_expert:
-                ids[::2, 0], ids[1::2, -1] = -1, experts
-            return x, ids.to(device), 0.01
-
-        return Case(name, make)
-
-    for dtype, label in ELEMENTS.items():
-        yield case(label, 13, 32, dtype=dtype)
-        yield case(f"{label}-experts512", 3, 512, dtype=dtype)
-    for experts in (4, 63, 65, 129, 511):
-        yield case(f"experts{experts}", 3, experts)
-    yield case("padded", 9, 100, padding=3)
-    yield case("equal", 8, 12, fill=_equal)
-    yield case("not-finite", 6, 70, fill=_not_finite)
-    yield case("nan", 6, 70, fill=_some_nan)
-    yield case("one-token", 1, 8, topk=1)
-    yield case("no-tokens", 0, 8)
-    yield case("many-tokens", 200, 40)
-    if with_ids:
-        yield case("no-expert", 7, 24, no_expert=True)
-
-
-def _loss_op(reference: Callable) -> Op:
-    return Op(
-        reference,
-        allocate=lambda a: a.logits.new_empty((), dtype=torch.promote_types(a.logits.dtype, torch.float32)),
-        contract=_loss_contract,
-        envelope=_loss_envelope,
-        configs=_loss_configs,
-        default=lambda a, arch: _loss_configs(a, arch)[-1],
-        plan=functools.partial(_loss_plan, reference.__name__),
-        problem=lambda a: {"m": a.logits.shape[0], "experts": a.logits.shape[1]},
-        cases=functools.partial(_loss_cases, reference.__name__ == "load_balancing_loss"),
-    )
 
 
 # ops
 
 
-@_topk_op(lambda a: False, 0.0, _topk_cases)
+@_op(lambda a: False, 0.0, _topk_cases)
 def topk_softmax(
     gating_output: Tensor, topk: int, renormalize: bool = False, e_score_correction_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -443,7 +256,7 @@ def topk_softmax(
     return _route(gating_output, e_score_correction_bias, topk, renormalize, "softmax")
 
 
-@_topk_op(lambda a: True, 0.0, functools.partial(_topk_cases, 2.5))
+@_op(lambda a: True, 0.0, functools.partial(_topk_cases, 2.5))
 def topk_sigmoid(
     gating_output: Tensor,
     topk: int,
@@ -460,7 +273,7 @@ def topk_sigmoid(
     return _route(gating_output, e_score_correction_bias, topk, renormalize, "sigmoid", routed_scaling_factor)
 
 
-@_topk_op(lambda a: a.scoring_func == "sigmoid", EPSILON, _grouped_cases)
+@_op(lambda a: a.scoring_func == "sigmoid", EPSILON, _grouped_cases)
 def grouped_topk(
     gating_output: Tensor,
     topk: int,
@@ -482,28 +295,3 @@ def grouped_topk(
     return _route(
         gating_output, e_score_correction_bias, topk, renormalize, scoring_func, routed_scaling_factor, *groups
     )
-
-
-@_loss_op
-def router_z_loss(logits: Tensor, coefficient: float = 0.001) -> Tensor:
-    """coefficient * mean over tokens of logsumexp(logits)^2: what keeps a router's logits small.
-
-    logits [M, E] bf16, fp16 or fp32, rows at any stride. Returns one float32; 0 without tokens.
-    """
-    exponentials, maximum = _exponentials(_logits(logits))
-    log_sum = maximum.squeeze(-1) + exponentials.sum(-1).log()
-    return coefficient * log_sum.square().sum() / max(logits.shape[0], 1)
-
-
-@_loss_op
-def load_balancing_loss(logits: Tensor, topk_ids: Tensor, coefficient: float = 0.01) -> Tensor:
-    """coefficient * E * sum over experts of the share of topk_ids that name it * its mean probability: 1 * coefficient if even.
-
-    logits [M, E] bf16, fp16 or fp32, rows at any stride; topk_ids [M, topk] int32 or int64, of which any outside 0 to E - 1
-    name no expert. Returns one float32; 0 without tokens.
-    """
-    m, experts = logits.shape
-    probabilities = _softmax(_logits(logits)).sum(0)
-    named = topk_ids.long().masked_fill((topk_ids < 0) | (topk_ids >= experts), experts).flatten()
-    counts = named.new_zeros(experts + 1).scatter_add_(0, named, torch.ones_like(named))[:experts]
-    return (probabilities * counts).sum() * (coefficient * experts / (max(m, 1) ** 2 * topk_ids.shape[1]))

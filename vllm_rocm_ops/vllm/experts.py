@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.ops.fused_experts import HALVES
+from vllm_rocm_ops.families.experts import HALVES
 from vllm_rocm_ops.vllm import native_kernel, seam
 
 MOST_TOKENS = 64  # that ours take; where they win on AMD was not measured
