@@ -222,13 +222,13 @@ def test_explain_of_a_model_says_which_row_and_which_rule(capsys, monkeypatch, t
     (tmp_path / "gfx942").mkdir()
     table = tmp_path / "gfx942" / "scaled_mm.csv"
     table.write_text(
-        "compute_units,m,n,k,config.rows,config.parts,config.blocks,source\n304,8,2304,16384,64,0,304,mine\n"
+        "compute_units,m,n,k,config.rows,config.split_k,config.blocks,source\n304,8,2304,16384,64,0,304,mine\n"
     )
     op_module.forget_tables()
     assert cli.main(["explain", "--model", "llama-3.1-405b-fp8", "--tp", "8", "--batch", "8,128"]) == 0
     lines = capsys.readouterr().out.splitlines()
     [tuned] = [line for line in lines if line.startswith("qkv") and " 8  " in line]
-    assert tuned.endswith(f"tuned SkinnyConfig(rows=64, parts=0, blocks=304): {table}: mine")
+    assert tuned.endswith(f"tuned SkinnyConfig(rows=64, split_k=0, blocks=304): {table}: mine")
     [refused] = [line for line in lines if line.startswith("lm_head") and " 128 " in line]
     assert refused.endswith("of more than 16 tokens the seam leaves to vLLM")
     found = doctor.find()["tables"]

@@ -441,7 +441,7 @@ def tables(tmp_path, monkeypatch):
 
 
 def test_tuned_row_replaces_the_default(tables):
-    rows = "dtype,rows,hidden,compute_units,config.threads,config.chunks,source\nbf16,4,4096,304,256,2,a measurement\n"
+    rows = "dtype,rows,hidden,compute_units,config.threads,config.vectors_per_thread,source\nbf16,4,4096,304,256,2,a measurement\n"
     (tables / "rms_norm.csv").write_text(rows)
     tuned = ops.rms_norm.explain(*norm_arguments(4, 4096), arch="gfx942")
     others = [
@@ -455,7 +455,7 @@ def test_tuned_row_replaces_the_default(tables):
 
 
 def test_a_tuned_row_that_does_not_fit_is_no_configuration(tables):
-    rows = "dtype,rows,hidden,compute_units,config.threads,config.chunks,source\nbf16,4,4096,304,100,7,a slip\n"
+    rows = "dtype,rows,hidden,compute_units,config.threads,config.vectors_per_thread,source\nbf16,4,4096,304,100,7,a slip\n"
     (tables / "rms_norm.csv").write_text(rows)
     assert ops.rms_norm.explain(*norm_arguments(4, 4096), arch="gfx942").source.startswith("default")
 
@@ -471,7 +471,9 @@ def check_tables(folder: Path) -> None:
 
 def test_a_shipped_table_without_compute_units_is_left_out_with_a_warning(tables):
     """It ends no engine, but is none that ships."""
-    (tables / "rms_norm.csv").write_text("dtype,rows,hidden,config.threads,config.chunks\nbf16,4,4096,256,2\n")
+    (tables / "rms_norm.csv").write_text(
+        "dtype,rows,hidden,config.threads,config.vectors_per_thread\nbf16,4,4096,256,2\n"
+    )
     with pytest.warns(UserWarning, match="rms_norm.csv is not used: KeyError 'compute_units'"):
         assert explained_norm().source.startswith("default")
     with pytest.raises(AssertionError):
@@ -506,7 +508,7 @@ print(*[w.message for w in warned], sep="\\n")
     assert result.stdout.splitlines() == ["default", "default", said]
 
 
-NORM_HEADER = "compute_units,dtype,rows,hidden,config.threads,config.chunks,source\n"
+NORM_HEADER = "compute_units,dtype,rows,hidden,config.threads,config.vectors_per_thread,source\n"
 
 
 def explained_norm() -> op.Explanation:
@@ -549,7 +551,7 @@ def test_the_users_tables_are_where_the_environment_says(monkeypatch, tmp_path):
 def test_running_a_configuration_wins_over_rows_and_default(tables):
     (tables / "rms_norm.csv").write_text(NORM_HEADER + "304,bf16,4,4096,256,2,shipped\n")
     config = explained_norm().config
-    with ops.rms_norm.running(dataclasses.replace(config, threads=128, chunks=4)):
+    with ops.rms_norm.running(dataclasses.replace(config, threads=128, vectors_per_thread=4)):
         assert explained_norm().launches[0].symbol == "rms_norm_bf16_x4"
     assert explained_norm().config == config
 

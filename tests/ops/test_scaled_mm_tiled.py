@@ -53,7 +53,7 @@ def test_last_tile_of_contest_shape(m, n, k, arch_name):
     )
     scales = (scale_a, *scale_a.stride()), (scale_b, scale_b.stride(0))
     (planned,) = tiled_gemm.launches(config, gemm.Product(out, *operands, *scales), arch, kind="block")
-    tiles = planned.grid[0] // config.slices
+    tiles = planned.grid[0] // config.split_k
 
     def memory(arg):
         if isinstance(arg, Workspace):
@@ -61,7 +61,7 @@ def test_last_tile_of_contest_shape(m, n, k, arch_name):
         return torch.zeros(arg, dtype=torch.int32) if isinstance(arg, Counters) else arg
 
     path = launch.code_object(planned.module, arch_name)
-    emulator.run(path, planned.with_each(memory), blocks=blocks_of_tile(tiles - 1, tiles, config.slices))
+    emulator.run(path, planned.with_each(memory), blocks=blocks_of_tile(tiles - 1, tiles, config.split_k))
 
     rows, columns = (m - 1) // config.tokens * config.tokens, (n - 1) // config.rows * config.rows
     assert out[:rows].isnan().all() and out[rows:, :columns].isnan().all(), "only the last tile is written"

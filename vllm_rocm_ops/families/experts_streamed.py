@@ -10,9 +10,9 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families.experts import expected_hit, expected_tiles, intermediate, scale_strides, scheme, slots
-from vllm_rocm_ops.families.experts_quantize import Operand, Rows, hidden_operand, operand, quantizing
+from vllm_rocm_ops.families.experts_quantize import Activations, Rows, hidden_operand, operand, quantizing
 from vllm_rocm_ops.families.gemm import OUT_TYPES
-from vllm_rocm_ops.families.rowwise import CHUNK, ELEMENTS
+from vllm_rocm_ops.families.rowwise import ELEMENTS, VECTOR
 from vllm_rocm_ops.launch import Launch, Workspace, fields
 
 MODULE = "fused_experts"
@@ -125,7 +125,7 @@ def launches(config: StreamedConfig, out: Tensor, a, arch: Arch) -> list[Launch]
     down = product("down", activation, a.w2, a.w2_scale, partial, None, grid, *_units(a))
     planned = [*quantize_hidden, gate_up, *quantize_act, down]
     if config.split_k > 1:
-        grid = -(-m * h // (CHUNK * SUM_THREADS)), 1, 1
+        grid = -(-m * h // (VECTOR * SUM_THREADS)), 1, 1
         symbol = f"{MODULE}_sum_{ELEMENTS[a.out_dtype]}"
         args = {"partials": partial, "out": out, "count": config.split_k, "elements": m * h}
         planned.append(Launch(MODULE, symbol, grid, (SUM_THREADS, 1, 1), fields("sums", args)))
@@ -137,7 +137,7 @@ def _product(
     arch: Arch,
     lists: Workspace,
     name: str,
-    tokens: Operand,
+    tokens: Activations,
     weight: Tensor,
     scale: Tensor | None,
     out: Tensor | Workspace,

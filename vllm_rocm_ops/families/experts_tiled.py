@@ -19,10 +19,10 @@ from vllm_rocm_ops.families.experts import (
     scheme,
     slots,
 )
-from vllm_rocm_ops.families.experts_quantize import MOST_COLUMNS, Operand, Rows, hidden_operand, operand, quantizing
+from vllm_rocm_ops.families.experts_quantize import MOST_COLUMNS, Activations, Rows, hidden_operand, operand, quantizing
 from vllm_rocm_ops.families.gemm import OUT_TYPES
-from vllm_rocm_ops.families.rowwise import CHUNK
-from vllm_rocm_ops.families.tiled_gemm import ALONE, FLOPS_PER_BYTE, PANEL, RATE, RESIDENT, lds_bytes
+from vllm_rocm_ops.families.rowwise import VECTOR
+from vllm_rocm_ops.families.tiled_gemm import FLOPS_PER_BYTE, PANEL, RATE, RESIDENT, SINGLE_BLOCK_RATE, lds_bytes
 from vllm_rocm_ops.launch import Launch, Workspace, fields
 
 MODULE = "fused_experts_tiled"
@@ -79,10 +79,12 @@ def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
     for name, weight, rows, k in (("gate_up", a.w1, 2 * inner, h), ("down", a.w2, h, inner)):
         blocks = tiles * -(-rows // ROWS)
         of_unit = math.ceil(blocks / arch.compute_units)
-        alone = of_unit % RESIDENT[ROWS]
+        single = of_unit % RESIDENT[ROWS]
         of_block = 2 * config.tokens * ROWS * PANEL * -(-k * size // PANEL) / rate
         moved = weight.numel() * size * hit + pairs * (k * size + rows * 4)
-        terms[name] = max((of_unit - alone + alone / ALONE) * of_block, moved / (STREAMING[config.tokens] * bandwidth))
+        terms[name] = max(
+            (of_unit - single + single / SINGLE_BLOCK_RATE) * of_block, moved / (STREAMING[config.tokens] * bandwidth)
+        )
         terms[name] += blocks / at_once * ROUND_US
     terms["rest"] = (pairs * (h * 4 + inner * 3) + m * h * 5) / bandwidth + (4 + quantizing(a)) * LAUNCH_US
     return terms
@@ -113,7 +115,7 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     tokens, quantize_hidden = hidden_operand(a, arch)
     activations, quantize_act = operand(a, act, a.act_scale, arch, tiles)  # tiles begin with the number of rows
 
-    def product(name: str, x: Operand, weight: Tensor, scale: Tensor | None, to, router, tiles_n: int) -> Launch:
+    def product(name: str, x: Activations, weight: Tensor, scale: Tensor | None, to, router, tiles_n: int) -> Launch:
         _, rows, k = weight.shape
         size, (scale_expert, scale_row) = weight.element_size(), scale_strides(weight, scale)
         args = {
@@ -132,7 +134,7 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
             "n": rows,
             "k": k * size,
             "scale_a_row": x.scale_row,
-            "scale_a_k": x.scale_run,
+            "scale_a_k": x.scale_k,
             "scale_b_row": scale_row,
             "slots": slots(a),
             "topk": topk,
@@ -155,6 +157,6 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
         "columns": h,
         "out_type": OUT_TYPES[a.out_dtype],
     }
-    grid = m, -(-h // (CHUNK * COMBINE_THREADS)), 1
+    grid = m, -(-h // (VECTOR * COMBINE_THREADS)), 1
     combine = Launch(MODULE, f"{MODULE}_combine", grid, (COMBINE_THREADS, 1, 1), fields("combine", args))
     return [sort, *quantize_hidden, gate_up, *quantize_act, down, combine]

@@ -40,8 +40,8 @@ def activations(a: Tensor) -> Operand:
 def weight(b: Tensor, transposed: bool = False) -> Operand:
     """b [N, K], or [K, N] if transposed, or in fragment order."""
     if b.dim() == 5:
-        tiles, steps, pieces, rows, in_piece = b.shape
-        return Operand(b, tiles * rows, steps * pieces * in_piece * b.element_size(), 0)
+        tiles, steps, vectors, rows, in_vector = b.shape
+        return Operand(b, tiles * rows, steps * vectors * in_vector * b.element_size(), 0)
     return activations(b.t() if transposed else b)._replace(tensor=b)
 
 

@@ -1,7 +1,7 @@
 """What the ops on rows share: norms and activations, each plain or quantised per tensor, per token or per block.
 
-A kernel of theirs keeps a row, or a part of it, in the registers of a block: each thread owns `chunks` chunks of 8
-elements. Symbols end in the element type and the number of chunks, or in `general` for the kernel that takes any size
+A kernel of theirs keeps a row, or a part of it, in the registers of a block: each thread owns
+`vectors_per_thread` vectors of 8 elements. Symbols end in the element type and that number, or in `general` for the kernel that takes any size
 and alignment.
 """
 
@@ -20,18 +20,18 @@ from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.op import Case, aligned, describe, is_wide_float, overlaps_itself, row_stride, rows_of
 from vllm_rocm_ops.quantization import LIMIT
 
-CHUNK = 8  # elements of a 16-byte access
+VECTOR = 8  # elements of a 16-byte access
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 GROUP_SIZES = (64, 128)
-MAX_THREADS = {0: 1024, 1: 1024, 2: 1024, 4: 512, 8: 512}  # by chunks; as the kernels' launch bounds say
+MAX_THREADS = {0: 1024, 1: 1024, 2: 1024, 4: 512, 8: 512}  # by vectors of a thread; as the kernels' launch bounds say
 
 
 @dataclass(frozen=True)
 class RowConfig:
-    """A block has `threads` threads, each of which owns `chunks` chunks; chunks == 0 is the general kernel."""
+    """A block has `threads` threads, each of which owns so many vectors; 0 is the general kernel."""
 
     threads: int
-    chunks: int
+    vectors_per_thread: int
 
 
 def contract(a, parts: int) -> Iterator[tuple[str, str, str, bool]]:
@@ -102,28 +102,30 @@ def problem(a, hidden: int) -> dict[str, object]:
 
 
 def is_vector(hidden: int, *tensors: Tensor | None) -> bool:
-    """Whether rows of `hidden` elements can be read and written in chunks."""
-    return hidden % CHUNK == 0 and all(aligned(tensor) for tensor in tensors)
+    """Whether rows of `hidden` elements can be read and written in vectors."""
+    return hidden % VECTOR == 0 and all(aligned(tensor) for tensor in tensors)
 
 
-def configs(hidden: int, vector: bool, chunk_counts: tuple[int, ...], arch: Arch) -> Iterator[RowConfig]:
-    """The configurations that hold a whole row in one block, fewest chunks first, and the general one."""
+def configs(hidden: int, vector: bool, vectors_per_thread: tuple[int, ...], arch: Arch) -> Iterator[RowConfig]:
+    """The configurations that hold a whole row in one block, fewest vectors per thread first, and the general one."""
     if vector:
-        for chunks in chunk_counts:
-            threads = threads_for(hidden // CHUNK, chunks, arch)
-            if threads <= MAX_THREADS[chunks]:
-                yield RowConfig(threads, chunks)
+        for count in vectors_per_thread:
+            threads = threads_for(hidden // VECTOR, count, arch)
+            if threads <= MAX_THREADS[count]:
+                yield RowConfig(threads, count)
     yield RowConfig(min(threads_for(hidden, 4, arch), MAX_THREADS[0]), 0)
 
 
-def threads_for(pieces: int, pieces_per_thread: int, arch: Arch) -> int:
-    """Whole waves, enough to hold all pieces."""
-    waves = -(-pieces // (pieces_per_thread * arch.wave_lanes))
+def threads_for(count: int, per_thread: int, arch: Arch) -> int:
+    """Whole waves, enough to hold so many elements or vectors."""
+    waves = -(-count // (per_thread * arch.wave_lanes))
     return max(waves, 1) * arch.wave_lanes
 
 
 def symbol(op_name: str, dtype: torch.dtype, config: RowConfig) -> str:
-    return f"{op_name}_{ELEMENTS[dtype]}_" + (f"x{config.chunks}" if config.chunks else "general")
+    return f"{op_name}_{ELEMENTS[dtype]}_" + (
+        f"x{config.vectors_per_thread}" if config.vectors_per_thread else "general"
+    )
 
 
 def scale_strides(scale_out: Tensor | None) -> tuple[int, int]:
@@ -132,7 +134,7 @@ def scale_strides(scale_out: Tensor | None) -> tuple[int, int]:
 
 
 def cases(reference: Callable, parts: int) -> Iterator[Case]:
-    """Inputs that reach every path: chunk counts and their tails, strides, the general kernel, corner and special values, bounds
+    """Inputs that reach every path: vectors per thread and their tails, strides, the general kernel, corner and special values, bounds
     from below the least scale to none. A row of input is `parts` times as long as a row of the output."""
     parameters = inspect.signature(reference).parameters
     grouped = "group_size" in parameters

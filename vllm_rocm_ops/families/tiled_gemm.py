@@ -15,13 +15,13 @@ MODULE = "scaled_mm_tiled"
 TILES = ((64, 128), (128, 128), (256, 256))  # of the output: tokens, rows of the weight
 THREADS = {128: 256, 256: 512}  # of a block, by the rows of its tile
 RESIDENT = {128: 2, 256: 1}  # blocks that a compute unit runs at once
-SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
-GROUP = 8  # kGroupM of csrc/gemm/tiled/rasterize.h: tiles along M whose blocks run next to each other
+SPLIT_K = (1, 2, 3, 4, 6, 8, 12, 16)
+GROUP_M = 8  # kGroupM of csrc/gemm/tiled/rasterize.h: tiles along M whose blocks run next to each other
 
 # The model of `cost`. No AMD GPU was there to measure: rates are shares of what the chips are built for.
 FLOPS_PER_BYTE = 500  # that the matrix cores do while HBM brings a byte: about so on all archs
 RATE = {64: 0.35, 128: 0.45, 256: 0.55}  # of that, by the tokens of a tile: the larger, the fewer operands are read
-ALONE = 0.6  # of the rate, while one block of two is there
+SINGLE_BLOCK_RATE = 0.6  # of the rate, while one block of two is there
 LATENCY_US = 2.0  # from a block's first load to its first product, and from its last to its results
 SHARING_US = 2.0  # for the last block of a tile to arrive and see the others' sums
 SHARING_GB_S = 100.0  # at which one block reads them
@@ -29,11 +29,11 @@ SHARING_GB_S = 100.0  # at which one block reads them
 
 @dataclass(frozen=True)
 class TiledConfig:
-    """Tiles of `tokens` times `rows` results; K is cut into `slices`, each a block's."""
+    """Tiles of `tokens` times `rows` results; K is split into `split_k` slices, each a block's."""
 
     tokens: int
     rows: int
-    slices: int
+    split_k: int
 
 
 def is_for(a: Operand) -> bool:
@@ -68,35 +68,35 @@ def lds_bytes(tokens: int, rows: int, arch: Arch) -> int:
 
 
 def configs(a: Operand, b: Operand, arch: Arch) -> list[TiledConfig]:
-    """Every tile size; K cut as long as there are no more blocks than run at once."""
+    """Every tile size; split-K as long as there are no more blocks than run at once."""
     found = []
     for tokens, rows in TILES:
         if not _fits(tokens, rows, arch):
             continue
-        for slices in SLICES:
-            config = TiledConfig(tokens, rows, slices)
+        for split_k in SPLIT_K:
+            config = TiledConfig(tokens, rows, split_k)
             tiles_m, tiles_n = _tiles(config, a, b)
             at_once = RESIDENT[rows] * arch.compute_units
-            if slices == 1 or (slices <= _panels(a) and tiles_m * tiles_n * slices <= at_once):
+            if split_k == 1 or (split_k <= _panels(a) and tiles_m * tiles_n * split_k <= at_once):
                 found.append(config)
     return found
 
 
 def cost(config: TiledConfig, a: Operand, b: Operand, arch: Arch) -> dict[str, float]:
     """The time of a configuration by a model of the GPU, in microseconds: the products of the compute unit that has most, or
-    the bytes that HBM brings if they take longer; what blocks wait for while nothing else runs; the meeting of slices."""
+    the bytes that HBM brings if they take longer; what blocks wait for while nothing else runs; the sharing of tiles."""
     tiles_m, tiles_n = _tiles(config, a, b)
     results, resident = config.tokens * config.rows, RESIDENT[config.rows]
-    blocks = -(-tiles_m * tiles_n * config.slices // arch.compute_units)  # of a compute unit
-    alone = blocks % resident
+    blocks = -(-tiles_m * tiles_n * config.split_k // arch.compute_units)  # of a compute unit
+    single = blocks % resident
     bandwidth = arch.bandwidth_gb_s * 1e3  # bytes / us
     rate = RATE[config.tokens] * FLOPS_PER_BYTE * bandwidth / arch.compute_units  # flops / us
-    of_block = 2 * results * PANEL * -(-_panels(a) // config.slices) / rate
+    of_block = 2 * results * PANEL * -(-_panels(a) // config.split_k) / rate
     bytes_moved = (a.rows + b.rows) * a.k + 2 * a.rows * b.rows
     return {
-        "multiplying": max((blocks - alone + alone / ALONE) * of_block, bytes_moved / bandwidth),
+        "multiplying": max((blocks - single + single / SINGLE_BLOCK_RATE) * of_block, bytes_moved / bandwidth),
         "latency": -(-blocks // resident) * LATENCY_US,
-        "sharing": 0.0 if config.slices == 1 else SHARING_US + config.slices * results * 4 / (SHARING_GB_S * 1e3),
+        "sharing": 0.0 if config.split_k == 1 else SHARING_US + config.split_k * results * 4 / (SHARING_GB_S * 1e3),
     }
 
 
@@ -106,7 +106,7 @@ def launches(config: TiledConfig, product: Product, arch: Arch, kind: str) -> li
     if a.rows == 0:
         return []
     tiles_m, tiles_n = _tiles(config, a, b)
-    tiles, slices = tiles_m * tiles_n, config.slices
+    tiles, split_k = tiles_m * tiles_n, config.split_k
     if b.is_shuffled:
         fragment = FRAGMENT_ROWS * FRAGMENT_BYTES
         tile, row, vec, step = FRAGMENT_ROWS * b.k, FRAGMENT_BYTES, fragment, FRAGMENT_ROWS * STEP
@@ -116,8 +116,8 @@ def launches(config: TiledConfig, product: Product, arch: Arch, kind: str) -> li
         "a": a.tensor,
         "b": b.tensor,
         "out": out,
-        "partials": Workspace(tiles * slices * config.tokens * config.rows * 4) if slices > 1 else None,
-        "counters": Counters(tiles) if slices > 1 else None,
+        "partials": Workspace(tiles * split_k * config.tokens * config.rows * 4) if split_k > 1 else None,
+        "counters": Counters(tiles) if split_k > 1 else None,
         "scale_a": scale_a[0],
         "scale_b": scale_b[0],
         "bias": bias,
@@ -136,13 +136,13 @@ def launches(config: TiledConfig, product: Product, arch: Arch, kind: str) -> li
         "tiles_m": tiles_m,
         "tiles_n": tiles_n,
         "tiles": tiles,
-        "split_k": slices,
-        "panels_per_slice": _panels(a) // slices,
-        "remainder": _panels(a) % slices,
+        "split_k": split_k,
+        "panels_per_slice": _panels(a) // split_k,
+        "remainder": _panels(a) % split_k,
         "tiles_divisor": divisor(tiles),
-        "group_divisor": divisor(GROUP * tiles_n),
-        "last_group_divisor": divisor(tiles_m % GROUP or GROUP),
+        "group_divisor": divisor(GROUP_M * tiles_n),
+        "last_group_divisor": divisor(tiles_m % GROUP_M or GROUP_M),
     }
     symbol = f"{MODULE}_{kind}_{config.tokens}x{config.rows}"
     lds = lds_bytes(config.tokens, config.rows, arch)
-    return [Launch(MODULE, symbol, (tiles * slices, 1, 1), (THREADS[config.rows], 1, 1), fields("problem", args), lds)]
+    return [Launch(MODULE, symbol, (tiles * split_k, 1, 1), (THREADS[config.rows], 1, 1), fields("problem", args), lds)]

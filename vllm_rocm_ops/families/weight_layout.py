@@ -17,17 +17,17 @@ FRAGMENT_ROWS, FRAGMENT_BYTES = 16, 16
 def shuffle_weight(weight: Tensor) -> Tensor:
     """A weight [N, K] in fragment order: [N / 16, K / (64 bytes), 4, 16, 16 bytes]. N must be a multiple of 16, K of 64 bytes."""
     n, k = weight.shape
-    in_step, in_piece = STEP // weight.element_size(), FRAGMENT_BYTES // weight.element_size()
+    in_step, in_vector = STEP // weight.element_size(), FRAGMENT_BYTES // weight.element_size()
     if n % FRAGMENT_ROWS or k % in_step:
         wanted = f"[a multiple of {FRAGMENT_ROWS}, a multiple of {in_step}]"
         raise ValueError(f"shuffle_weight: weight must be {wanted}, got {describe(weight)}")
-    pieces = weight.reshape(n // FRAGMENT_ROWS, FRAGMENT_ROWS, k // in_step, STEP // FRAGMENT_BYTES, in_piece)
-    return pieces.permute(0, 2, 3, 1, 4).contiguous()
+    vectors = weight.reshape(n // FRAGMENT_ROWS, FRAGMENT_ROWS, k // in_step, STEP // FRAGMENT_BYTES, in_vector)
+    return vectors.permute(0, 2, 3, 1, 4).contiguous()
 
 
 def plain_weight(b: Tensor) -> Tensor:
     """A weight as [N, K], from [N, K] or fragment order."""
     if b.dim() == 2:
         return b
-    tiles, steps, pieces, rows, in_piece = b.shape
-    return b.permute(0, 3, 1, 2, 4).reshape(tiles * rows, steps * pieces * in_piece)
+    tiles, steps, vectors, rows, in_vector = b.shape
+    return b.permute(0, 3, 1, 2, 4).reshape(tiles * rows, steps * vectors * in_vector)

@@ -22,17 +22,17 @@ from vllm_rocm_ops.quantization import MX_SCALES, mx_numbers
 
 __all__ = ["mxfp8_scaled_mm"]
 
-PAIR = 256  # bytes of K of a unit
+UNIT_BYTES = 256  # of K
 WAVES = 4  # of a block
 
 
 class Kernel(NamedTuple):
-    """What there is to know of one: rows of b in a tile, blocks that a compute unit runs at once, units that a block loads
-    ahead."""
+    """What there is to know of one: rows of b in a tile, blocks that a compute unit runs at once, units that a block
+    prefetches."""
 
     rows: int
     resident: int
-    ahead: int
+    prefetch: int
 
 
 STREAMS = {16: Kernel(64, 3, 3), 32: Kernel(64, 3, 3), 64: Kernel(64, 2, 3)}  # by the tokens of a tile
@@ -100,13 +100,13 @@ def _has_words(a) -> bool:
 def _units(config: MxConfig, a) -> tuple[int, int]:
     """Tiles, and units of each."""
     m, n, k = _sizes(a)
-    return -(-m // config.tokens) * -(-n // config.kernel.rows), -(-k // PAIR)
+    return -(-m // config.tokens) * -(-n // config.kernel.rows), -(-k // UNIT_BYTES)
 
 
 def _is_shared(config: MxConfig, a) -> bool:
     """Whether blocks share tiles."""
-    tiles, pairs = _units(config, a)
-    return tiles * pairs % config.blocks != 0 or tiles * pairs // config.blocks % pairs != 0
+    tiles, units_per_tile = _units(config, a)
+    return tiles * units_per_tile % config.blocks != 0 or tiles * units_per_tile // config.blocks % units_per_tile != 0
 
 
 def _configs(a, arch: Arch) -> list[MxConfig]:
@@ -121,8 +121,8 @@ def _configs(a, arch: Arch) -> list[MxConfig]:
     configs = []
     for tokens, streams in fitting:
         any_number = MxConfig(tokens, streams, 1)
-        (tiles, pairs), resident = _units(any_number, a), any_number.kernel.resident
-        units, most = max(tiles * pairs, 1), resident * arch.compute_units
+        (tiles, units_per_tile), resident = _units(any_number, a), any_number.kernel.resident
+        units, most = max(tiles * units_per_tile, 1), resident * arch.compute_units
         blocks = {min(arch.compute_units * i, units) for i in range(1, resident + 1)}
         blocks |= {max(tiles, 1), min(-(-units // 2), most)}
         configs += [MxConfig(tokens, streams, count) for count in sorted(blocks)]
@@ -132,21 +132,21 @@ def _configs(a, arch: Arch) -> list[MxConfig]:
 def _cost(config: MxConfig, a, arch: Arch) -> dict[str, float]:
     """The time of the compute unit that has most, by a model: for each unit what takes longest of its bytes of b out of HBM,
     all its bytes out of the cache, its flops, and the wait for what is under way; and the meeting of blocks that share tiles."""
-    m, (tiles, pairs) = a.a.shape[0], _units(config, a)
-    tokens, (rows, resident, ahead) = config.tokens, config.kernel
+    m, (tiles, units_per_tile) = a.a.shape[0], _units(config, a)
+    tokens, (rows, resident, prefetch) = config.tokens, config.kernel
     blocks = -(-config.blocks // arch.compute_units)  # of a compute unit
     hbm = arch.bandwidth_gb_s * 1e3 / arch.compute_units  # bytes / us
     of_unit = max(
-        rows * (PAIR + PAIR // BLOCK) / -(-m // tokens) / hbm if m else 0.0,
-        (tokens + rows) * PAIR / CACHE_BYTES / CLOCK_MHZ,
-        2 * tokens * rows * PAIR / FLOPS / CLOCK_MHZ,
-        LATENCY_US / (ahead * min(blocks, resident)),
+        rows * (UNIT_BYTES + UNIT_BYTES // BLOCK) / -(-m // tokens) / hbm if m else 0.0,
+        (tokens + rows) * UNIT_BYTES / CACHE_BYTES / CLOCK_MHZ,
+        2 * tokens * rows * UNIT_BYTES / FLOPS / CLOCK_MHZ,
+        LATENCY_US / (prefetch * min(blocks, resident)),
     )
     sharing = 0.0
     if _is_shared(config, a):
         sums = blocks * 2 * rows * min(tokens, m) * 4  # bytes written, and read again
         sharing = SHARING_US * (2 + config.blocks / tiles / 16) + sums / hbm
-    return {"multiplying": -(-tiles * pairs // config.blocks) * blocks * of_unit, "sharing": sharing}
+    return {"multiplying": -(-tiles * units_per_tile // config.blocks) * blocks * of_unit, "sharing": sharing}
 
 
 def _plan(config: MxConfig, out: Tensor, a, arch: Arch) -> list[Launch]:

@@ -68,8 +68,8 @@ def _configs(a, arch: Arch) -> list[RowConfig]:
 
 
 def _default(a, arch: Arch) -> RowConfig:
-    """The fewest chunks per thread with at most 512 threads; measured on H200, it is within 5 % of the best everywhere.
-    Per block, where more waves hide the shuffles, the fewest chunks of all."""
+    """The fewest vectors per thread with at most 512 threads; measured on H200, it is within 5 % of the best everywhere.
+    Per block, where more waves hide the shuffles, the fewest of all."""
     fitting = _configs(a, arch)
     limit = rowwise.MAX_THREADS[1] if hasattr(a, "group_size") else 512
     return next((c for c in fitting if c.threads <= limit), fitting[0])

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import rowwise
-from vllm_rocm_ops.families.rowwise import CHUNK, RowConfig
+from vllm_rocm_ops.families.rowwise import VECTOR, RowConfig
 from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.op import Op, row_stride, rows_of
 
@@ -68,12 +68,12 @@ def _configs(a, arch: Arch) -> list[RowConfig]:
 
 
 def _default(a, arch: Arch) -> RowConfig:
-    """Per token, the fewest chunks per thread with at most 512 threads. Otherwise small blocks, to have more of them, until
+    """Per token, the fewest vectors per thread with at most 512 threads. Otherwise small blocks, to have more of them, until
     there is work for all compute units. Measured on H200, either is within 5 % of the best."""
     fitting = _configs(a, arch)
-    if _per_token(a) or fitting[0].chunks == 0:
+    if _per_token(a) or fitting[0].vectors_per_thread == 0:
         return next((c for c in fitting if c.threads <= 512), fitting[0])
-    return fitting[1] if rows_of(a.input) * (_hidden(a) // CHUNK) >= 1024 * arch.compute_units else fitting[0]
+    return fitting[1] if rows_of(a.input) * (_hidden(a) // VECTOR) >= 1024 * arch.compute_units else fitting[0]
 
 
 def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
@@ -83,8 +83,8 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
     scale_row_stride, scale_stride = rowwise.scale_strides(scale_out)
     hidden = _hidden(a)
     blocks = 1
-    if config.chunks and not _per_token(a):
-        blocks = -(-hidden // (CHUNK * config.chunks * config.threads))
+    if config.vectors_per_thread and not _per_token(a):
+        blocks = -(-hidden // (VECTOR * config.vectors_per_thread * config.threads))
     args = {
         "input": a.input,
         "input_stride": row_stride(a.input),
