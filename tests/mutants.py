@@ -92,11 +92,11 @@ def large(test: str) -> tuple[str, ...]:
     return (f"test_large_tensors.py::{test}",)
 
 
-RMS, SILU, TILED = "ops/rms_norm.hip", "ops/silu_and_mul.hip", "ops/scaled_mm_tiled.hip"
+RMS, TILED = "ops/rms_norm.hip", "ops/scaled_mm_tiled.hip"
 SCHEDULE, EPILOGUE, WAVE_SPLIT_K = (f"gemm/skinny/{file}.h" for file in ("schedule", "epilogue", "wave_split_k"))
 EXPERTS, EXPERTS_TILED, ROUTING = "ops/fused_experts.hip", "ops/fused_experts_tiled.hip", "ops/moe_routing.hip"
 GROUP_PAIRS = "gemm/group_pairs.h"
-QUANTIZE, MX, FLOAT8 = "ops/fused_experts_quantize.hip", "ops/mxfp8_scaled_mm.hip", "device/float8.h"
+MX, FLOAT8, ROW_OUTPUT = "ops/mxfp8_scaled_mm.hip", "device/float8.h", "device/row_output.h"
 PER_TOKEN, PER_BLOCK = "silu_and_mul_per_token_quant", "silu_and_mul_per_block_quant"
 NO_MINIMUM = "numerics::kE4m3Max), 1e-30f)"  # but a little one, as a row of zeros is not divided by zero
 
@@ -124,16 +124,16 @@ MUTANTS = {
         cases(PER_TOKEN, "bf16-special"),
     ),
     "a bound below the least scale (norm, token)": Mutant(
-        RMS,
-        "absmax_to_scale(row.bounded(reduce_block(absmax, 0.0f, maxima, waves, Max{})))",
-        "row.bounded(absmax_to_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{})))",
+        ROW_OUTPUT,
+        "return absmax_to_scale(bounded(absmax));",
+        "return bounded(absmax_to_scale(absmax));",
         "rms_norm",
         cases("rms_norm_dynamic_per_token_quant", "scale_ub-1e-09"),
     ),
     "a bound below the least scale (norm, block)": Mutant(
-        RMS,
-        "return absmax_to_scale(__builtin_fminf(absmax, scale_ub));",
-        "return __builtin_fminf(absmax_to_scale(absmax), scale_ub / numerics::kE4m3Max);",
+        ROW_OUTPUT,
+        "return absmax_to_scale(bounded(absmax));",
+        "return __builtin_fminf(absmax_to_scale(absmax), loaded_scale / numerics::kE4m3Max);",
         "rms_norm",
         cases("rms_norm_per_block_quant", "scale_ub-1e-09"),
     ),
@@ -145,9 +145,9 @@ MUTANTS = {
         cases("fused_add_rms_norm", "fp16-corners", "fp16-special"),
     ),
     "a bound below the least scale (activation)": Mutant(
-        SILU,
-        "return __builtin_fmaxf(__builtin_fminf(absmax_to_scale(absmax), scale_ub), kMinScale);",
-        "return __builtin_fminf(absmax_to_scale(absmax), scale_ub);",
+        ROW_OUTPUT,
+        "return __builtin_fmaxf(bounded(absmax_to_scale(absmax)), kMinScale);",
+        "return bounded(absmax_to_scale(absmax));",
         "silu_and_mul",
         cases(PER_BLOCK, "scale_ub-1e-09"),
     ),
@@ -186,7 +186,7 @@ MUTANTS = {
         "device/vec.h", "-1.4426950408889634f", "-1.443f", "silu_and_mul", cases("silu_and_mul", "bf16")
     ),
     "ties at 448 rounded over": Mutant(
-        QUANTIZE,
+        ROW_OUTPUT,
         "(1 << kMantissa) / 4 - 1",
         "(1 << kMantissa) / 4",
         "fused_experts_quantize",
@@ -218,16 +218,16 @@ MUTANTS = {
         "device/reduce.h", "slot < waves ?", "slot <= waves ?", "rms_norm", cases("rms_norm", "bf16")
     ),
     "rows of a norm's output in 32 bits": Mutant(
-        "device/rows.h",
-        "(u8*)out + row * hidden",
-        "(u8*)out + int(row) * hidden",
+        ROW_OUTPUT,
+        "(u8*)out + row * columns *",
+        "(u8*)out + int(row * columns) *",
         "rms_norm",
         large("test_last_of_many_rows[rms_norm-gfx942]"),
     ),
     "rows of an activation's output in 32 bits": Mutant(
-        "device/rows.h",
-        "(u8*)out + row * hidden",
-        "(u8*)out + int(row) * hidden",
+        ROW_OUTPUT,
+        "(u8*)out + row * columns *",
+        "(u8*)out + int(row * columns) *",
         "silu_and_mul",
         large("test_last_of_many_rows[silu_and_mul_per_token_quant-gfx950]"),
     ),
@@ -524,9 +524,9 @@ MUTANTS = {
         large("test_last_tokens_that_are_combined[gfx942]"),
     ),
     "rows that are quantised in 32 bits": Mutant(
-        QUANTIZE,
-        "p.out + i64(row) * p.columns",
-        "p.out + row * p.columns",
+        ROW_OUTPUT,
+        "(u8*)out + row * columns *",
+        "(u8*)out + int(row * columns) *",
         "fused_experts_quantize",
         large("test_last_rows_that_are_quantised[channel-gfx950]"),
     ),

@@ -16,14 +16,13 @@
 // too, are in flight before the first is used, and there is one barrier per reduction. A row is not split over blocks:
 // its sum of squares would need a barrier between blocks, which costs more than reading 64 KB in one block does. Nor do
 // the two reductions of the per-token kind share a barrier: the scale that vLLM computes depends on the rounded n.
-#include "device/reduce.h"
-#include "device/rows.h"
+#include "device/row_output.h"
 
-struct NormRow : RowOutput {
+struct NormRow {
   const void* input;   // [hidden] T
   void* residual;      // [hidden] T, updated, or null
   const void* weight;  // [hidden] T, or null for ones
-  int hidden, threads;
+  int hidden;
   float inverse_hidden, epsilon;
 };
 
@@ -39,36 +38,30 @@ DEVICE f32x2 normalize(f32x2 z, float rms, f32x2 weight) {
   return n * weight;
 }
 
-DEVICE float dynamic_scale(float absmax, float scale_ub) { return absmax_to_scale(__builtin_fminf(absmax, scale_ub)); }
-
 // hidden is a multiple of 8 and at most threads * kChunks * 8; rows and weight are 16-byte aligned.
 template <class T, bool kResidual, Output kOutput, int kChunks>
-DEVICE void rms_norm_vector(NormRow row) {
-  constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;  // z is rounded before it is used
-  LDS static float sums[kMaxWaves], maxima[kMaxWaves];
-  const int waves = row.threads / wave::kLanes;
-
+DEVICE void rms_norm_vector(NormRow row, RowOutput<T, kOutput> output) {
+  constexpr bool kRounded = !is_dynamic(kOutput);  // z is rounded before it is used
+  LDS static float sums[kMaxWaves];
+  RowChunks<kChunks, u32x4> chunks;
   u32x4 input[kChunks], residual[kChunks], weight[kChunks];
-  int chunk[kChunks];
-  bool in_bounds[kChunks];
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    chunk[i] = wave::thread_id() + i * row.threads;
-    in_bounds[i] = chunk[i] * kChunk < row.hidden;
-    input[i] = mem::load_vector_or_zero(row.input, chunk[i], in_bounds[i]);
-    if constexpr (kResidual) residual[i] = mem::load_vector_or_zero(row.residual, chunk[i], in_bounds[i]);
+    chunks.index[i] = wave::thread_id() + i * output.threads;
+    chunks.in_bounds[i] = chunks.index[i] * kChunk < row.hidden;
+    input[i] = mem::load_vector_or_zero(row.input, chunks.index[i], chunks.in_bounds[i]);
+    if constexpr (kResidual) residual[i] = mem::load_vector_or_zero(row.residual, chunks.index[i], chunks.in_bounds[i]);
   }
   // Ones without a weight: in place of the loads where those take predicates, else in place of the zeros that they give.
   const u32 one = T::pack({1.0f, 1.0f}), ones = mem::kPredicates || row.weight ? 0 : one;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     if constexpr (mem::kPredicates) weight[i] = u32x4{one, one, one, one};
-    if (!mem::kPredicates || (in_bounds[i] && row.weight))
-      weight[i] = mem::load_vector_or_zero(row.weight, chunk[i], in_bounds[i] && row.weight);
+    if (!mem::kPredicates || (chunks.in_bounds[i] && row.weight))
+      weight[i] = mem::load_vector_or_zero(row.weight, chunks.index[i], chunks.in_bounds[i] && row.weight);
   }
   mem::wait_for_scalars(row.inverse_hidden, row.epsilon);
-  row.find<kOutput>(row.hidden);
-  const float inverse_scale = kOutput == Output::kStatic ? 1.0f / row.scale : 0.0f;
+  output.locate(row.hidden);
 
   // z: the row, rounded ones kept packed.
   Chunk exact[kChunks];
@@ -80,58 +73,31 @@ DEVICE void rms_norm_vector(NormRow row) {
       Chunk r = unpack<T>(residual[i]);
       for (int j = 0; j < kChunk / 2; ++j) z.pair[j] += r.pair[j];
       u32x4 rounded = pack<T>(z);
-      if (in_bounds[i]) mem::store((u32x4*)row.residual + chunk[i], rounded);
+      if (chunks.in_bounds[i]) mem::store((u32x4*)row.residual + chunks.index[i], rounded);
       if constexpr (kRounded) z = unpack<T>(rounded);
     }
     for (f32x2 pair : z.pair) squares = __builtin_elementwise_fma(pair, pair, squares);
     exact[i] = z;
   }
-  const float rms = inverse_rms(reduce_block(squares.x + squares.y, 0.0f, sums, waves, Add{}), row);
+  const float rms = inverse_rms(reduce_block(squares.x + squares.y, 0.0f, sums, output.waves, Add{}), row);
 
-  u32x4 normed[kChunks];
-  float absmax = 0.0f;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     Chunk w = unpack<T>(weight[i] | ones), n;
     for (int j = 0; j < kChunk / 2; ++j) n.pair[j] = normalize<T, !kRounded>(exact[i].pair[j], rms, w.pair[j]);
-    normed[i] = pack<T>(n);
-    if constexpr (kOutput == Output::kPlain) {
-      if (in_bounds[i]) mem::store((u32x4*)row.out + chunk[i], normed[i]);
-    } else if constexpr (kOutput == Output::kStatic) {
-      if (in_bounds[i]) mem::store((u32x2*)row.out + chunk[i], quantize(unpack<T>(normed[i]), inverse_scale));
-    } else if constexpr (kOutput == Output::kPerToken) {
-      absmax = max_abs(absmax, unpack<T>(normed[i]));
-    } else {
-      // A group is the chunks of 8 or 16 neighbouring lanes.
-      float group_max = wave::reduce_group<8>(max_abs(0.0f, unpack<T>(normed[i])), 0.0f, Max{});
-      if (row.group_size == 128) group_max = wave::reduce_group<16>(group_max, 0.0f, Max{});
-      const float scale = dynamic_scale(group_max, row.scale);
-      if (in_bounds[i]) {
-        mem::store((u32x2*)row.out + chunk[i], quantize(unpack<T>(normed[i]), Scale(scale)));
-        const int log2_lanes = row.group_size == 128 ? 4 : 3;
-        if ((chunk[i] & ((1 << log2_lanes) - 1)) == 0)
-          mem::store(row.scale_out + (chunk[i] >> log2_lanes) * row.scale_stride, scale);
-      }
-    }
+    chunks.y[i] = pack<T>(n);
+    output.store(chunks.index[i], chunks.in_bounds[i], chunks.y[i]);
   }
-  if constexpr (kOutput == Output::kPerToken) {
-    const float scale = absmax_to_scale(row.bounded(reduce_block(absmax, 0.0f, maxima, waves, Max{})));
-    if (wave::thread_id() == 0) mem::store(row.scale_out, scale);
-    const Scale divisor(scale);
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i)
-      if (in_bounds[i]) mem::store((u32x2*)row.out + chunk[i], quantize(unpack<T>(normed[i]), divisor));
-  }
+  output.finish(chunks);
 }
 
 // Any hidden size and alignment, one element per access; rereads the row from HBM instead of keeping it.
 template <class T, bool kResidual, Output kOutput>
-DEVICE void rms_norm_general(NormRow row) {
-  constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;
-  LDS static float sums[kMaxWaves], maxima[kMaxWaves];
-  const int waves = row.threads / wave::kLanes;
+DEVICE void rms_norm_general(NormRow row, RowOutput<T, kOutput> output) {
+  constexpr bool kRounded = !is_dynamic(kOutput);
+  LDS static float sums[kMaxWaves];
   mem::wait_for_scalars(row.inverse_hidden, row.epsilon);
-  row.find<kOutput>(row.hidden);
+  output.locate(row.hidden);
 
   auto sum = [&](int column) {
     float z = load_element<T>(row.input, column);
@@ -139,7 +105,7 @@ DEVICE void rms_norm_general(NormRow row) {
     return z;
   };
   float squares = 0.0f;
-  for (int column = wave::thread_id(); column < row.hidden; column += row.threads) {
+  for (int column = wave::thread_id(); column < row.hidden; column += output.threads) {
     float z = sum(column);
     if constexpr (kResidual && kRounded) {
       z = round_to<T>(z);
@@ -147,7 +113,7 @@ DEVICE void rms_norm_general(NormRow row) {
     }
     squares = __builtin_fmaf(z, z, squares);
   }
-  const float rms = inverse_rms(reduce_block(squares, 0.0f, sums, waves, Add{}), row);
+  const float rms = inverse_rms(reduce_block(squares, 0.0f, sums, output.waves, Add{}), row);
 
   auto normed = [&](int column) {
     // The rounded kinds have already left z in the residual.
@@ -155,40 +121,9 @@ DEVICE void rms_norm_general(NormRow row) {
     float weight = row.weight ? load_element<T>(row.weight, column) : 1.0f;
     return round_to<T>(normalize<T, !kRounded>(f32x2{z, 0.0f}, rms, f32x2{weight, 0.0f})).x;
   };
-  auto finish = [&](int column, const Scale& scale) {
-    float n = normed(column);
-    if constexpr (kResidual) store_element<T>(row.residual, column, sum(column));
-    mem::store((u8*)row.out + column, numerics::to_e4m3(divide(n, scale.value, scale.inverse)));
-  };
-
-  if constexpr (kOutput == Output::kPerBlock) {
-    const int lane = wave::lane();
-    for (int group = wave::index(); group * row.group_size < row.hidden; group += waves) {
-      const int end = (group + 1) * row.group_size;
-      float absmax = 0.0f;
-      for (int column = group * row.group_size + lane; column < end; column += wave::kLanes)
-        absmax = __builtin_fmaxf(absmax, __builtin_fabsf(normed(column)));
-      const float scale = dynamic_scale(wave::reduce(absmax, 0.0f, Max{}), row.scale);
-      if (lane == 0) mem::store(row.scale_out + group * row.scale_stride, scale);
-      const Scale divisor(scale);
-      for (int column = group * row.group_size + lane; column < end; column += wave::kLanes) finish(column, divisor);
-    }
-  } else if constexpr (kOutput == Output::kPerToken) {
-    float absmax = 0.0f;
-    for (int column = wave::thread_id(); column < row.hidden; column += row.threads)
-      absmax = __builtin_fmaxf(absmax, __builtin_fabsf(normed(column)));
-    const float scale = absmax_to_scale(row.bounded(reduce_block(absmax, 0.0f, maxima, waves, Max{})));
-    if (wave::thread_id() == 0) mem::store(row.scale_out, scale);
-    const Scale divisor(scale);
-    for (int column = wave::thread_id(); column < row.hidden; column += row.threads) finish(column, divisor);
-  } else {
-    const float inverse_scale = kOutput == Output::kStatic ? 1.0f / row.scale : 1.0f;
-    for (int column = wave::thread_id(); column < row.hidden; column += row.threads) {
-      float n = normed(column);
-      if constexpr (kOutput == Output::kPlain) store_element<T>(row.out, column, n);
-      else mem::store((u8*)row.out + column, numerics::to_e4m3(n * inverse_scale));
-    }
-  }
+  output.store_elements(row.hidden, normed, [&](int column) {
+    if constexpr (kResidual && !kRounded) store_element<T>(row.residual, column, sum(column));
+  });
 }
 
 // kChunks == 0 is the general kernel.
@@ -197,18 +132,16 @@ DEVICE void rms_norm(const void* input, void* residual, const void* weight, i64 
                      int hidden, int threads, const float* scale, void* out, float* scale_out, i64 scale_row_stride,
                      i64 scale_stride, int group_size, float inverse_hidden, float epsilon) {
   const i64 index = u32(wave::block_id_x());
-  const NormRow row{{scale, mem::kScalarsFirst ? load_scale<kOutput>(scale) : 0.0f, out, scale_out, scale_row_stride,
-                     scale_stride, group_size},
-                    (const u16*)input + index * input_stride,
+  const RowOutput<T, kOutput> output(scale, out, scale_out, scale_row_stride, scale_stride, group_size, threads);
+  const NormRow row{(const u16*)input + index * input_stride,
                     kResidual ? (u16*)residual + index * residual_stride : nullptr,
                     weight,
                     hidden,
-                    threads,
                     inverse_hidden,
                     epsilon};
   mem::issue_loads();
-  if constexpr (kChunks == 0) rms_norm_general<T, kResidual, kOutput>(row);
-  else rms_norm_vector<T, kResidual, kOutput, kChunks>(row);
+  if constexpr (kChunks == 0) rms_norm_general<T, kResidual>(row, output);
+  else rms_norm_vector<T, kResidual, kOutput, kChunks>(row, output);
 }
 
 // clang-format off

@@ -13,13 +13,15 @@
 // nothing ties a row to a block, so columns are split over as many blocks as there are chunks for. The per-token kind
 // gives a row to a block, which keeps y in registers across its one barrier. Thread t of a block owns the chunks of 8
 // elements t, t + threads, ... of the block's columns.
-#include "device/reduce.h"
-#include "device/rows.h"
+#include "device/row_output.h"
 
-struct GatedRow : RowOutput {
+template <class T, Output kOutput>
+using Activation = RowOutput<T, kOutput, kOutput == Output::kPerBlock ? ScaleBound::kScale : ScaleBound::kAbsmax>;
+
+struct GatedRow {
   const void* gate;  // [hidden] T
   const void* up;    // [hidden] T
-  int hidden, threads;
+  int hidden;
 };
 
 DEVICE f32x2 silu(f32x2 gate) { return {silu(gate.x), silu(gate.y)}; }
@@ -36,109 +38,38 @@ DEVICE Chunk silu_and_mul(u32x4 gate, u32x4 up) {
   return y;
 }
 
-DEVICE float group_scale(float absmax, float scale_ub) {
-  return __builtin_fmaxf(__builtin_fminf(absmax_to_scale(absmax), scale_ub), kMinScale);
-}
-
 // hidden is a multiple of 8; gate, up and out are 16-byte aligned. Chunks `first` on, kChunks per thread.
 template <class T, Output kOutput, int kChunks>
-DEVICE void silu_and_mul_vector(GatedRow row, int first) {
-  constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;
+DEVICE void silu_and_mul_vector(GatedRow row, int first, Activation<T, kOutput> output) {
+  RowChunks<kChunks, Chunk> chunks;
   u32x4 gate[kChunks], up[kChunks];
-  int chunk[kChunks];
-  bool in_bounds[kChunks];
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    chunk[i] = first + wave::thread_id() + i * row.threads;
-    in_bounds[i] = chunk[i] * kChunk < row.hidden;
-    gate[i] = mem::load_vector_or_zero(row.gate, chunk[i], in_bounds[i]);
-    up[i] = mem::load_vector_or_zero(row.up, chunk[i], in_bounds[i]);
+    chunks.index[i] = first + wave::thread_id() + i * output.threads;
+    chunks.in_bounds[i] = chunks.index[i] * kChunk < row.hidden;
+    gate[i] = mem::load_vector_or_zero(row.gate, chunks.index[i], chunks.in_bounds[i]);
+    up[i] = mem::load_vector_or_zero(row.up, chunks.index[i], chunks.in_bounds[i]);
   }
-  row.find<kOutput>(row.hidden);
-  const float inverse_scale = kOutput == Output::kStatic ? 1.0f / row.scale : 0.0f;
-
-  Chunk y[kChunks];
-  float absmax = 0.0f;
+  output.locate(row.hidden);
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    y[i] = silu_and_mul<T, kRounded>(gate[i], up[i]);
-    if constexpr (kOutput == Output::kPlain) {
-      if (in_bounds[i]) mem::store((u32x4*)row.out + chunk[i], pack<T>(y[i]));
-    } else if constexpr (kOutput == Output::kStatic) {
-      if (in_bounds[i]) mem::store((u32x2*)row.out + chunk[i], quantize(y[i], inverse_scale));
-    } else if constexpr (kOutput == Output::kPerToken) {
-      absmax = max_abs(absmax, y[i]);
-    } else {
-      // A group is the chunks of 8 or 16 neighbouring lanes.
-      float group_max = wave::reduce_group<8>(max_abs(0.0f, y[i]), 0.0f, Max{});
-      if (row.group_size == 128) group_max = wave::reduce_group<16>(group_max, 0.0f, Max{});
-      const float scale = group_scale(group_max, row.scale);
-      if (in_bounds[i]) {
-        mem::store((u32x2*)row.out + chunk[i], quantize(y[i], Scale(scale)));
-        const int log2_lanes = row.group_size == 128 ? 4 : 3;
-        if ((chunk[i] & ((1 << log2_lanes) - 1)) == 0)
-          mem::store(row.scale_out + (chunk[i] >> log2_lanes) * row.scale_stride, scale);
-      }
-    }
+    chunks.y[i] = silu_and_mul<T, !is_dynamic(kOutput)>(gate[i], up[i]);
+    output.store(chunks.index[i], chunks.in_bounds[i], chunks.y[i]);
   }
-  if constexpr (kOutput == Output::kPerToken) {
-    LDS static float maxima[kMaxWaves];
-    absmax = reduce_block(absmax, 0.0f, maxima, row.threads / wave::kLanes, Max{});
-    const float scale = absmax_to_scale(row.bounded(absmax));
-    if (wave::thread_id() == 0) mem::store(row.scale_out, scale);
-    const Scale divisor(scale);
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i)
-      if (in_bounds[i]) mem::store((u32x2*)row.out + chunk[i], quantize(y[i], divisor));
-  }
+  output.finish(chunks);
 }
 
 // Any hidden size and alignment, a block per row, one element per access.
 template <class T, Output kOutput>
-DEVICE void silu_and_mul_general(GatedRow row) {
-  row.find<kOutput>(row.hidden);
-  auto activated = [&](int column) {
-    constexpr bool kRounded = kOutput == Output::kPlain || kOutput == Output::kStatic;
+DEVICE void silu_and_mul_general(GatedRow row, Activation<T, kOutput> output) {
+  output.locate(row.hidden);
+  output.store_elements(row.hidden, [&](int column) {
+    constexpr bool kRounded = !is_dynamic(kOutput);
     float y = silu(load_element<T>(row.gate, column));
     if constexpr (kRounded) y = round_to<T>(y);
     y *= load_element<T>(row.up, column);
     return kRounded ? round_to<T>(y) : y;
-  };
-  auto store_divided = [&](int column, const Scale& scale) {
-    mem::store((u8*)row.out + column, numerics::to_e4m3(divide(activated(column), scale.value, scale.inverse)));
-  };
-  const int thread = wave::thread_id();
-  if constexpr (kOutput == Output::kPerBlock) {
-    const int lane = wave::lane();
-    for (int group = wave::index(); group * row.group_size < row.hidden; group += row.threads / wave::kLanes) {
-      const int end = (group + 1) * row.group_size;
-      float absmax = 0.0f;
-      for (int column = group * row.group_size + lane; column < end; column += wave::kLanes)
-        absmax = __builtin_fmaxf(absmax, __builtin_fabsf(activated(column)));
-      const float scale = group_scale(wave::reduce(absmax, 0.0f, Max{}), row.scale);
-      if (lane == 0) mem::store(row.scale_out + group * row.scale_stride, scale);
-      const Scale divisor(scale);
-      for (int column = group * row.group_size + lane; column < end; column += wave::kLanes)
-        store_divided(column, divisor);
-    }
-  } else if constexpr (kOutput == Output::kPerToken) {
-    LDS static float maxima[kMaxWaves];
-    float absmax = 0.0f;
-    for (int column = thread; column < row.hidden; column += row.threads)
-      absmax = __builtin_fmaxf(absmax, __builtin_fabsf(activated(column)));
-    absmax = reduce_block(absmax, 0.0f, maxima, row.threads / wave::kLanes, Max{});
-    const float scale = absmax_to_scale(row.bounded(absmax));
-    if (thread == 0) mem::store(row.scale_out, scale);
-    const Scale divisor(scale);
-    for (int column = thread; column < row.hidden; column += row.threads) store_divided(column, divisor);
-  } else {
-    const float inverse_scale = kOutput == Output::kStatic ? 1.0f / row.scale : 1.0f;
-    for (int column = thread; column < row.hidden; column += row.threads) {
-      float y = activated(column);
-      if constexpr (kOutput == Output::kPlain) store_element<T>(row.out, column, y);
-      else mem::store((u8*)row.out + column, numerics::to_e4m3(y * inverse_scale));
-    }
-  }
+  });
 }
 
 // kChunks == 0 is the general kernel.
@@ -147,15 +78,11 @@ DEVICE void silu_and_mul_row(const void* input, i64 input_stride, int hidden, in
                              const float* scale, float* scale_out, i64 scale_row_stride, i64 scale_stride,
                              int group_size) {
   const u16* gate = (const u16*)input + i64(u32(wave::block_id_x())) * input_stride;
-  const GatedRow row{{scale, mem::kScalarsFirst ? load_scale<kOutput>(scale) : 0.0f, out, scale_out, scale_row_stride,
-                      scale_stride, group_size},
-                     gate,
-                     gate + hidden,
-                     hidden,
-                     threads};
+  const GatedRow row{gate, gate + hidden, hidden};
+  const Activation<T, kOutput> output(scale, out, scale_out, scale_row_stride, scale_stride, group_size, threads);
   mem::issue_loads();
-  if constexpr (kChunks == 0) silu_and_mul_general<T, kOutput>(row);
-  else silu_and_mul_vector<T, kOutput, kChunks>(row, wave::block_id_y() * threads * kChunks);
+  if constexpr (kChunks == 0) silu_and_mul_general<T, kOutput>(row, output);
+  else silu_and_mul_vector<T, kOutput, kChunks>(row, wave::block_id_y() * threads * kChunks, output);
 }
 
 // clang-format off

@@ -1,0 +1,204 @@
+// The end of kernels on rows (norms, activations, quantisation): y of a row, as T or in e4m3, and the scales of e4m3.
+//
+//     plain:     out = T(y)
+//     static:    out = e4m3(y * (1 / scale))
+//     per token: scale_out = max(min(absmax(y), scale_ub) / kE4m3Max, kMinScale);  out = e4m3(y / scale_out)
+//     per block: the same for each group of columns
+//     mx:        out = e4m3(y * 2^(127 - s)), s = scale_out for each group of 32 columns the least for which absmax(y) comes to at
+//                most 448, up to 254
+//
+// A kernel makes a RowOutput of its arguments, loads its row and calls locate(). It then calls store() for each chunk and finish(),
+// or store_elements(). Rows and chunks are passed by value: the compiler keeps an array in registers only while nothing refers to it.
+#pragma once
+#include "float8.h"
+#include "reduce.h"
+
+enum class Output { kPlain, kStatic, kPerToken, kPerBlock, kMx };
+
+// Those whose scales are computed from y.
+constexpr bool is_dynamic(Output output) { return output != Output::kPlain && output != Output::kStatic; }
+
+// What scale_ub bounds, where it is not null.
+enum class ScaleBound { kNone, kAbsmax, kScale };
+
+// The chunks of a row that a thread has, and y of them: fp32 (Chunk) or T (u32x4).
+template <int kChunks, class Y>
+struct RowChunks {
+  int index[kChunks];
+  bool in_bounds[kChunks];
+  Y y[kChunks];
+};
+
+// The exponent of absmax / 448, rounded up, as an e8m0 scale has it: 448 is 1.75 * 2^8.
+DEVICE u32 absmax_to_e8m0(float absmax) {
+  constexpr u32 kMantissa = 23, kOver = (1 << kMantissa) / 4 - 1;  // to be added to a mantissa above 0.75 to overflow
+  const u32 exponent = (__builtin_bit_cast(u32, absmax) + kOver) >> kMantissa;
+  return exponent > 8 ? exponent - 8 : 0;
+}
+
+// Where a row goes, and how. kGroupSize: columns of a group where that is known, else 0.
+template <class T, Output kOutput, ScaleBound kBound = ScaleBound::kAbsmax, int kGroupSize = 0>
+struct RowOutput {
+  const float* scale_at;  // [1]: the static scale; of the dynamic kinds scale_ub, or null
+  float loaded_scale;     // from there; of the static kind, after locate(), its inverse
+  void* out;              // [columns] T or e4m3; before locate() that of the first row, as all below
+  float* scale_out;       // per token: [1]; per block and mx: a group's, scale_stride apart
+  i64 scale_row_stride, scale_stride;
+  int group_size;              // 64 or 128
+  int threads, waves;          // of the block
+  float thread_absmax = 0.0f;  // of its chunks, per token
+
+  DEVICE RowOutput(const float* scale_at, void* out, float* scale_out, i64 scale_row_stride, i64 scale_stride,
+                   int group_size, int threads)
+      : scale_at(scale_at),
+        loaded_scale(mem::kScalarsFirst ? load_scale() : 0.0f),
+        out(out),
+        scale_out(scale_out),
+        scale_row_stride(scale_row_stride),
+        scale_stride(scale_stride),
+        group_size(group_size),
+        threads(threads),
+        waves(threads / wave::kLanes) {}
+
+  // Finds the row of this block. Called after the loads of the row, so that none of them waits for the scale.
+  DEVICE void locate(i64 columns) {
+    constexpr bool kHasScale = kOutput == Output::kStatic || (is_dynamic(kOutput) && kBound != ScaleBound::kNone);
+    if constexpr (!mem::kScalarsFirst && kOutput != Output::kPerToken) loaded_scale = load_scale();
+    if constexpr (kHasScale) mem::wait_for_scalars(out, loaded_scale);
+    else if constexpr (kGroupSize == 0) mem::wait_for_scalars(out);
+    const i64 row = u32(wave::block_id_x());
+    out = (u8*)out + row * columns * (kOutput == Output::kPlain ? 2 : 1);
+    if constexpr (is_dynamic(kOutput)) {
+      if constexpr (kGroupSize == 0) mem::wait_for_scalars(scale_out, scale_row_stride);
+      if constexpr (kOutput == Output::kMx) scale_out = (float*)((u8*)scale_out + row * scale_row_stride);
+      else scale_out += row * scale_row_stride;
+    }
+    if constexpr (kOutput == Output::kPerBlock && kGroupSize == 0) mem::wait_for_scalars(scale_stride, group_size);
+    if constexpr (kOutput == Output::kStatic) loaded_scale = 1.0f / loaded_scale;
+  }
+
+  // Stores a chunk, or takes its largest value per token. y is 0 out of bounds.
+  template <class Y>
+  DEVICE void store(int index, bool in_bounds, Y y) {
+    if constexpr (kOutput == Output::kPlain) {
+      if (in_bounds) mem::store((u32x4*)out + index, as_packed(y));
+    } else if constexpr (kOutput == Output::kStatic) {
+      if (in_bounds) mem::store((u32x2*)out + index, quantize(as_fp32(y), loaded_scale));
+    } else if constexpr (kOutput == Output::kPerToken) {
+      thread_absmax = max_abs(thread_absmax, as_fp32(y));
+    } else store_group(index, in_bounds, as_fp32(y));
+  }
+  // Called behind these: stores the chunks of a thread per token.
+  template <int kChunks, class Y>
+  DEVICE void finish(RowChunks<kChunks, Y> chunks) {
+    if constexpr (kOutput == Output::kPerToken) {
+      LDS static float maxima[kMaxWaves];
+      const float scale = absmax_to_bounded_scale(reduce_block(thread_absmax, 0.0f, maxima, waves, Max{}));
+      if (wave::thread_id() == 0) mem::store(scale_out, scale);
+      const Scale divisor(scale);
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i)
+        if (chunks.in_bounds[i]) mem::store((u32x2*)out + chunks.index[i], quantize(as_fp32(chunks.y[i]), divisor));
+    }
+  }
+
+  // Stores a row of any size and alignment, one element per access, with all threads of the block. value(column) is y, called
+  // once for each column and by the dynamic kinds twice by the same thread; then last(column) is called.
+  template <class Value, class Last>
+  DEVICE void store_elements(int columns, Value value, Last last) const {
+    static_assert(kOutput != Output::kMx);
+    const int thread = wave::thread_id();
+    auto store_divided = [&](int column, const Scale& by) {
+      const float y = value(column);
+      last(column);
+      mem::store((u8*)out + column, numerics::to_e4m3(divide(y, by.value, by.inverse)));
+    };
+    if constexpr (kOutput == Output::kPerBlock) {
+      const int lane = wave::lane();
+      for (int group = wave::index(); group * group_size < columns; group += waves) {
+        const int end = (group + 1) * group_size;
+        float absmax = 0.0f;
+        for (int column = group * group_size + lane; column < end; column += wave::kLanes)
+          absmax = __builtin_fmaxf(absmax, __builtin_fabsf(value(column)));
+        const float scale = absmax_to_bounded_scale(wave::reduce(absmax, 0.0f, Max{}));
+        if (lane == 0) mem::store(scale_out + group * scale_stride, scale);
+        const Scale divisor(scale);
+        for (int column = group * group_size + lane; column < end; column += wave::kLanes)
+          store_divided(column, divisor);
+      }
+    } else if constexpr (kOutput == Output::kPerToken) {
+      LDS static float maxima[kMaxWaves];
+      float absmax = 0.0f;
+      for (int column = thread; column < columns; column += threads)
+        absmax = __builtin_fmaxf(absmax, __builtin_fabsf(value(column)));
+      const float scale = absmax_to_bounded_scale(reduce_block(absmax, 0.0f, maxima, waves, Max{}));
+      if (thread == 0) mem::store(scale_out, scale);
+      const Scale divisor(scale);
+      for (int column = thread; column < columns; column += threads) store_divided(column, divisor);
+    } else {
+      for (int column = thread; column < columns; column += threads) {
+        const float y = value(column);
+        last(column);
+        if constexpr (kOutput == Output::kPlain) store_element<T>(out, column, y);
+        else mem::store((u8*)out + column, numerics::to_e4m3(y * loaded_scale));
+      }
+    }
+  }
+  template <class Value>
+  DEVICE void store_elements(int columns, Value value) const {
+    store_elements(columns, value, [](int) {});
+  }
+
+ private:
+  DEVICE float load_scale() const {
+    if constexpr (kOutput == Output::kStatic) return mem::load<float>(scale_at);
+    else if constexpr (!is_dynamic(kOutput) || kBound == ScaleBound::kNone) return 0.0f;
+    else return scale_at ? mem::load<float>(scale_at) : __builtin_inff();
+  }
+
+  // At most scale_ub. Where scalars are not loaded first, the per-token kind loads scale_ub here, at its only use.
+  DEVICE float bounded(float x) const {
+    if (mem::kScalarsFirst || kOutput != Output::kPerToken) return __builtin_fminf(x, loaded_scale);
+    return scale_at ? __builtin_fminf(x, mem::load<float>(scale_at)) : x;
+  }
+  DEVICE float absmax_to_bounded_scale(float absmax) const {
+    if constexpr (kBound == ScaleBound::kNone) return absmax_to_scale(absmax);
+    else if constexpr (kBound == ScaleBound::kAbsmax) return absmax_to_scale(bounded(absmax));
+    else return __builtin_fmaxf(bounded(absmax_to_scale(absmax)), kMinScale);
+  }
+
+  // A chunk, and the scale of its group, which is the chunks of neighbouring lanes.
+  DEVICE void store_group(int index, bool in_bounds, const Chunk& y) const {
+    int log2_lanes;
+    float absmax = max_abs(0.0f, y);
+    if constexpr (kGroupSize > 0) {
+      log2_lanes = __builtin_ctz(kGroupSize / kChunk);
+      absmax = wave::reduce_group<kGroupSize / kChunk>(absmax, 0.0f, Max{});
+    } else {
+      log2_lanes = group_size == 128 ? 4 : 3;
+      absmax = wave::reduce_group<8>(absmax, 0.0f, Max{});
+      if (group_size == 128) absmax = Max{}(absmax, wave::other_half<8>(absmax));
+    }
+    const bool is_first = (index & ((1 << log2_lanes) - 1)) == 0;
+    const i64 group_scale = (index >> log2_lanes) * scale_stride;
+    if constexpr (kOutput == Output::kMx) {
+      static_assert(numerics::kE4m3Max == 448.0f && kGroupSize == 32);
+      const u32 scale = absmax_to_e8m0(absmax);
+      if (in_bounds) {
+        mem::store((u32x2*)out + index, quantize(y, __builtin_bit_cast(float, (254 - scale) << 23)));
+        if (is_first) mem::store((u8*)scale_out + group_scale, u8(scale));
+      }
+    } else {
+      const float scale = absmax_to_bounded_scale(absmax);
+      if (in_bounds) {
+        mem::store((u32x2*)out + index, quantize(y, Scale(scale)));
+        if (is_first) mem::store(scale_out + group_scale, scale);
+      }
+    }
+  }
+
+  DEVICE static Chunk as_fp32(u32x4 y) { return unpack<T>(y); }
+  DEVICE static Chunk as_fp32(const Chunk& y) { return y; }
+  DEVICE static u32x4 as_packed(u32x4 y) { return y; }
+  DEVICE static u32x4 as_packed(const Chunk& y) { return pack<T>(y); }
+};
