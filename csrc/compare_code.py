@@ -11,11 +11,14 @@ kernels in a file does not matter. Their names do, unless --map says that a kern
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import re
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 # Offset, struct format and name of each field (LLVM AMDGPU usage, "Kernel Descriptor").
 DESCRIPTOR = (
@@ -32,36 +35,30 @@ DESCRIPTOR = (
     (60, "I", "reserved3"),
 )
 ENTRY_OFFSET = slice(16, 24)  # from the descriptor to the function: where the linker put them
-SECTION, SYMBOL = "<IIQQQQIIQQ", "<IBBHQQ"
-SYMTAB, DYNSYM, NOBITS, FUNCTION, OBJECT = 2, 11, 8, 2, 1
 
 Kernel = dict[str, bytes | tuple[str, ...]]  # by the name of the part
 
 
-def symbols(elf: bytes) -> Iterator[tuple[str, int, bytes]]:
-    """Name, type and bytes of each symbol of an ELF file that has a size."""
-    start, size, count = *struct.unpack_from("<Q", elf, 40), *struct.unpack_from("<HH", elf, 58)
-    sections = [struct.unpack_from(SECTION, elf, start + i * size) for i in range(count)]
-    for _, kind, _, _, offset, length, names, *_ in sections:
-        if kind not in (SYMTAB, DYNSYM):
-            continue
-        for at in range(offset, offset + length, struct.calcsize(SYMBOL)):
-            name, info, _, index, address, bytes_ = struct.unpack_from(SYMBOL, elf, at)
-            if bytes_ and 0 < index < count and sections[index][1] != NOBITS:
-                at_name = sections[names][4] + name
-                first = address - sections[index][3] + sections[index][4]
-                yield elf[at_name : elf.index(b"\0", at_name)].decode(), info & 15, elf[first : first + bytes_]
+@functools.cache
+def objects() -> ModuleType:
+    """vllm_rocm_ops/emulator/objects.py, which reads code objects, without the packages that it lies in: they need torch."""
+    path = Path(__file__).parents[1] / "vllm_rocm_ops" / "emulator" / "objects.py"
+    spec = importlib.util.spec_from_file_location("objects", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
 
 
-def amd_kernels(elf: bytes) -> dict[str, Kernel]:
-    found = list(symbols(elf))
-    constants = sorted({data for name, kind, data in found if kind == OBJECT and not name.endswith(".kd")})
-    kernels: dict[str, Kernel] = {name: {"text": data} for name, kind, data in found if kind == FUNCTION}
-    for name, _, data in found:
-        if name.endswith(".kd"):
-            descriptor = bytearray(data)
-            descriptor[ENTRY_OFFSET] = bytes(8)
-            kernels[name.removesuffix(".kd")] |= {"descriptor": bytes(descriptor), "constants": b"".join(constants)}
+def amd_kernels(path: Path) -> dict[str, Kernel]:
+    elf = objects().CodeObject(path)
+    data = {name: bytes(elf.image[first : first + size]) for name, (first, size) in elf.symbols.items() if size}
+    descriptors = {name: f"{name}.kd" for name in elf.kernels}
+    others = sorted(data[name] for name in data.keys() - {*descriptors, *descriptors.values()})
+    kernels = {}
+    for name, descriptor in descriptors.items():
+        without_entry = bytearray(data[descriptor])
+        without_entry[ENTRY_OFFSET] = bytes(8)
+        kernels[name] = {"text": data[name], "descriptor": bytes(without_entry), "constants": b"".join(others)}
     return kernels
 
 
@@ -106,7 +103,7 @@ def normalised(text: str, kernel: str, variables: Mapping[str, str]) -> tuple[st
 
 def kernels(folder: Path) -> dict[str, dict[str, Kernel]]:
     """The kernels of each file of one architecture's folder."""
-    found = {path.name: amd_kernels(path.read_bytes()) for path in sorted(folder.glob("*.co"))}
+    found = {path.name: amd_kernels(path) for path in sorted(folder.glob("*.co"))}
     return found | {path.name: nvidia_kernels(path.read_text()) for path in sorted(folder.glob("*.ptx"))}
 
 

@@ -1,6 +1,5 @@
 """csrc/compare_code.py: sees a difference of one byte, field or instruction, and none where only names or places differ."""
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_rocm_ops import launch
+from vllm_rocm_ops.emulator.objects import CodeObject
 
 ROOT = Path(__file__).resolve().parents[2]
 STEM, KERNEL, OTHER = "silu_and_mul", "silu_and_mul_per_token_quant_bf16_x1", "silu_and_mul_bf16_x1"
@@ -26,23 +26,17 @@ def folders(tmp_path):
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:
-    command = [sys.executable, ROOT / "csrc/compare_code.py", *arguments]
+    command = [sys.executable, "-S", ROOT / "csrc/compare_code.py", *arguments]  # a build tool needs no packages
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not result.stderr, result.stderr
     return result.returncode, result.stdout
 
 
-def compare_code():
-    spec = importlib.util.spec_from_file_location("compare_code", ROOT / "csrc/compare_code.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def change_byte(path: Path, kernel: str, symbol_offset: int) -> None:
     """Flip a bit of a symbol of an ELF file."""
-    elf = bytearray(path.read_bytes())
-    data = next(data for name, _, data in compare_code().symbols(bytes(elf)) if name == kernel)
+    code, elf = CodeObject(path), bytearray(path.read_bytes())
+    address, size = code.symbols[kernel]
+    data = code.image[address : address + size]
     assert elf.count(data) == 1
     elf[elf.index(data) + symbol_offset] ^= 1
     path.write_bytes(elf)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-_BUILD = Path(__file__).resolve().parents[2] / "csrc" / "build.py"
+from load_build import load_build
+
+_CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 
 @dataclass(frozen=True)
@@ -112,14 +113,10 @@ amdhsa.kernels:{metadata}
 """
 
 
+@functools.cache
 def build_module():
     """csrc/build.py, which compiles."""
-    name = "csrc_build"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, _BUILD)
-        sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    return load_build(_CSRC)
 
 
 def assemble(kernels: list[Kernel], arch: str, folder: Path) -> Path:
