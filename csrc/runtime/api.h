@@ -1,5 +1,5 @@
-// The part of HIP and of the CUDA driver API that loads a code object and launches a kernel, in our own declarations:
-// building needs no header of theirs. tests/test_runtime.py holds every line against the vendors' headers.
+// Declarations of the functions of HIP and the CUDA driver API that load a code object and launch a kernel, so that the build needs
+// no header of the vendors. tests/core/test_runtime.py checks every line against their headers.
 #pragma once
 
 #include <cstddef>
@@ -11,12 +11,12 @@ using Result = int;  // hipError_t, CUresult: enums of int's size; 0 is success
 using Module = struct ModuleObject*;
 using Function = struct FunctionObject*;
 using Stream = struct StreamObject*;
-using Context = struct ContextObject*;  // CUDA's; HIP has a current device instead
+using Context = struct ContextObject*;  // CUDA only; HIP has a current device
 using Graph = struct GraphObject*;
 using Node = struct NodeObject*;
-using UserObject = struct UserObjectObject*;  // it calls back when the graphs that retain it are gone
+using UserObject = struct UserObjectObject*;  // calls back when the graphs that retain it are destroyed
 
-// X(our name, HIP's function, CUDA's function, type): what both have, with the same meaning.
+// X(name here, HIP's function, CUDA's function, type): functions of both with the same meaning.
 #define API_SHARED(X)                                                                                                \
   X(init, hipInit, cuInit, Result(unsigned flags))                                                                   \
   X(count_devices, hipGetDeviceCount, cuDeviceGetCount, Result(int* count))                                          \
@@ -34,14 +34,14 @@ using UserObject = struct UserObjectObject*;  // it calls back when the graphs t
   X(get_capture_info, hipStreamGetCaptureInfo_v2, cuStreamGetCaptureInfo_v2,                                         \
     Result(Stream, int* status, unsigned long long* id, Graph*, const Node** dependencies, std::size_t* count))
 
-// As API_SHARED; what HIP before 5.3 and CUDA before 11.3 lack.
+// As API_SHARED, for functions that HIP before 5.3 and CUDA before 11.3 lack.
 #define API_OPTIONAL(X)                                                                                \
   X(create_user_object, hipUserObjectCreate, cuUserObjectCreate,                                       \
     Result(UserObject*, void* data, void (*destroy)(void* data), unsigned references, unsigned flags)) \
   X(retain_user_object, hipGraphRetainUserObject, cuGraphRetainUserObject,                             \
     Result(Graph, UserObject, unsigned references, unsigned flags))
 
-// X(our name, the vendor's function, type): what one has in its own way.
+// X(name here, the vendor's function, type): functions that the two have in different forms.
 #define API_HIP(X)                                               \
   X(get_device, hipGetDevice, Result(int* device))               \
   X(set_device, hipSetDevice, Result(int device))                \
@@ -76,7 +76,7 @@ struct Cuda {
   API_CUDA(API_MEMBER)
 };
 
-// X(our name, the vendor's constant, value)
+// X(name here, the vendor's constant, value)
 #define API_HIP_CONSTANTS(X)                                \
   X(kHipArguments, HIP_LAUNCH_PARAM_BUFFER_POINTER, 1)      \
   X(kHipArgumentsSize, HIP_LAUNCH_PARAM_BUFFER_SIZE, 2)     \

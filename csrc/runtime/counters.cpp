@@ -6,24 +6,24 @@
 
 namespace {
 
-constexpr std::size_t kLine = 128;        // of the caches: launches that run at once share none
-constexpr std::size_t kSlab = 64 * 1024;  // bytes asked of the driver at a time
+constexpr std::size_t kCacheLine = 128;         // bytes: concurrent launches share no cache line
+constexpr std::size_t kAllocation = 64 * 1024;  // bytes per allocation
 
 }  // namespace
 
 void* Counters::get(const Driver& driver, int device, api::Stream stream, std::size_t bytes) {
-  const Size size{device, (bytes + kLine - 1) / kLine * kLine};
-  const Capture capture = driver.capture_of(stream, device);
+  const Size size{device, (bytes + kCacheLine - 1) / kCacheLine * kCacheLine};
+  const Capture capture = driver.capture_info(stream, device);
   if (capture.graph == nullptr) {
-    void*& memory = of_streams_[{stream, size}];
+    void*& memory = stream_counters_[{stream, size}];
     if (memory == nullptr) memory = take(driver, size);
     return memory;
   }
-  if (!driver.knows_when_gone()) return take(driver, size);
-  OfCapture& of = of_capture(driver, capture);
+  if (!driver.has_user_objects()) return take(driver, size);
+  CaptureCounters& of = counters_of_capture(driver, capture);
   void* memory = take(driver, size);
   std::lock_guard lock(mutex_);
-  of.taken.emplace_back(size, memory);
+  of.in_use.emplace_back(size, memory);
   return memory;
 }
 
@@ -36,29 +36,29 @@ void* Counters::take(const Driver& driver, const Size& size) {
       return memory;
     }
   }
-  const std::size_t count = std::max<std::size_t>(kSlab / size.bytes, 1);
-  char* slab = static_cast<char*>(driver.zeroed_memory(size.device, count * size.bytes));
+  const std::size_t count = std::max<std::size_t>(kAllocation / size.bytes, 1);
+  char* allocation = static_cast<char*>(driver.zeroed_memory(size.device, count * size.bytes));
   std::lock_guard lock(mutex_);
-  for (std::size_t i = 1; i < count; ++i) free_[size].push_back(slab + i * size.bytes);
-  return slab;
+  for (std::size_t i = 1; i < count; ++i) free_[size].push_back(allocation + i * size.bytes);
+  return allocation;
 }
 
-// The graph of a capture that goes on is not gone, so what is found stays.
-Counters::OfCapture& Counters::of_capture(const Driver& driver, const Capture& capture) {
+// The graph of a capture under way still exists, so release() does not delete what is found here.
+Counters::CaptureCounters& Counters::counters_of_capture(const Driver& driver, const Capture& capture) {
   {
     std::lock_guard lock(mutex_);
     if (auto found = captures_.find(capture.id); found != captures_.end()) return *found->second;
   }
-  auto fresh = std::unique_ptr<OfCapture>(new OfCapture{*this, capture.id, {}});
-  driver.call_when_gone(capture.graph, &give_back, fresh.get());
+  auto fresh = std::unique_ptr<CaptureCounters>(new CaptureCounters{*this, capture.id, {}});
+  driver.retain_user_object(capture.graph, &release, fresh.get());
   std::lock_guard lock(mutex_);
   return *(captures_[capture.id] = fresh.release());
 }
 
-void Counters::give_back(void* of_capture) {
-  const std::unique_ptr<OfCapture> gone(static_cast<OfCapture*>(of_capture));
-  Counters& counters = gone->counters;
+void Counters::release(void* capture_counters) {
+  const std::unique_ptr<CaptureCounters> destroyed(static_cast<CaptureCounters*>(capture_counters));
+  Counters& counters = destroyed->counters;
   std::lock_guard lock(counters.mutex_);
-  for (const auto& [size, memory] : gone->taken) counters.free_[size].push_back(memory);
-  counters.captures_.erase(gone->id);
+  for (const auto& [size, memory] : destroyed->in_use) counters.free_[size].push_back(memory);
+  counters.captures_.erase(destroyed->id);
 }

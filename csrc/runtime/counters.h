@@ -1,4 +1,4 @@
-// Counters of launches: memory that is zero before a launch, and that the launch leaves zero.
+// Counters that the blocks of a launch share: memory that is zero before the launch, and that the launch leaves zero.
 #pragma once
 
 #include <compare>
@@ -10,9 +10,9 @@
 
 #include "driver.h"
 
-// Launches on a stream run one after the other and share theirs. A captured launch has its own: a graph is replayed on any
-// stream, beside other graphs, and streams that joined its capture run beside each other. When the graph is gone, later
-// captures get them.
+// Launches on a stream run one after the other and share counters. A captured launch has counters of its own: a graph is replayed
+// on any stream, concurrently with other graphs, and streams that joined its capture run concurrently. When the graph is destroyed,
+// its counters are free for later captures.
 class Counters {
  public:
   // For the next launch on `stream`. One thread at a time.
@@ -24,18 +24,18 @@ class Counters {
     std::size_t bytes;
     auto operator<=>(const Size&) const = default;
   };
-  struct OfCapture {
+  struct CaptureCounters {
     Counters& counters;
     unsigned long long id;
-    std::vector<std::pair<Size, void*>> taken;
+    std::vector<std::pair<Size, void*>> in_use;
   };
 
   void* take(const Driver& driver, const Size& size);
-  OfCapture& of_capture(const Driver& driver, const Capture& capture);
-  static void give_back(void* of_capture);  // called by the driver, which must not be called then
+  CaptureCounters& counters_of_capture(const Driver& driver, const Capture& capture);
+  static void release(void* capture_counters);  // the driver's callback, in which the driver must not be called
 
-  std::map<std::pair<api::Stream, Size>, void*> of_streams_;
-  std::mutex mutex_;  // of what follows; never held while the driver is called, as it may be waiting in give_back
+  std::map<std::pair<api::Stream, Size>, void*> stream_counters_;
+  std::mutex mutex_;  // guards what follows; never held during a call of the driver, which may be waiting in release
   std::map<Size, std::vector<void*>> free_;
-  std::map<unsigned long long, OfCapture*> captures_;  // by id
+  std::map<unsigned long long, CaptureCounters*> captures_;  // by id
 };

@@ -79,10 +79,10 @@ class HipDriver final : public Driver {
     return own_.set_bytes(memory, 0, bytes, stream);
   }
   void* arguments_end() const override { return reinterpret_cast<void*>(api::kHipArgumentsEnd); }
-  // HIP takes any size that the device has.
-  unsigned lds_allowed() const override { return std::numeric_limits<unsigned>::max(); }
-  void allow_lds(Kernel&, unsigned) const override {}
-  bool repair(api::Result, int) const override { return false; }
+  // HIP needs no attribute: a launch may have all LDS of the device.
+  unsigned max_dynamic_lds() const override { return std::numeric_limits<unsigned>::max(); }
+  void raise_max_dynamic_lds(Kernel&, unsigned) const override {}
+  bool recover(api::Result, int) const override { return false; }
 
   api::Hip own_;
 };
@@ -142,21 +142,21 @@ class CudaDriver final : public Driver {
     return own_.set_bytes(reinterpret_cast<unsigned long long>(memory), 0, bytes, stream);
   }
   void* arguments_end() const override { return reinterpret_cast<void*>(api::kCudaArgumentsEnd); }
-  unsigned lds_allowed() const override { return 48 * 1024; }
-  void allow_lds(Kernel& kernel, unsigned lds) const override {
+  unsigned max_dynamic_lds() const override { return 48 * 1024; }
+  void raise_max_dynamic_lds(Kernel& kernel, unsigned lds) const override {
     check(own_.set_attribute(kernel.function, api::kCudaDynamicLds, static_cast<int>(lds)),
           kernel.name + ": " + std::to_string(lds) + " bytes of dynamic LDS");
-    kernel.lds_allowed = lds;
+    kernel.max_dynamic_lds = lds;
   }
-  // A thread that has not used CUDA yet has no context; torch makes one only when it has to change the device.
-  bool repair(api::Result result, int device) const override {
+  // A thread that has not used CUDA has no current context. torch sets one only to change the device.
+  bool recover(api::Result result, int device) const override {
     return result == api::kCudaInvalidContext && own_.set_context(primary_context(device)) == 0;
   }
 
   api::Cuda own_;
 };
 
-// The library of that name that this process has loaded already, wherever from: torch brings its own HIP.
+// The path of the library of that name which this process has loaded: torch brings a HIP of its own.
 std::string loaded_library(const char* stem) {
   struct Search {
     const char* stem;
@@ -206,7 +206,7 @@ std::unique_ptr<Driver> Driver::find(std::string& status) {
           driver = make(library, handle);
           int devices = driver->count_devices();
           status = library + ": " + std::to_string(devices) + (devices == 1 ? " device" : " devices");
-          if (!driver->knows_when_gone())
+          if (!driver->has_user_objects())
             status += "; it has no " + driver->missing_ + ", so what captured graphs hold is kept when they are gone";
           return true;
         } catch (const std::runtime_error& error) {
@@ -214,7 +214,7 @@ std::unique_ptr<Driver> Driver::find(std::string& status) {
           return false;  // the library stays loaded: drivers do not survive dlclose
         }
       }
-      // A library that is there, but lacks one that it needs, says more than those that are not there.
+      // The error of a library that exists, but misses a dependency, says more than that a library does not exist.
       std::string error = dlerror();
       if (missing.empty() || error.compare(0, library.size(), library) != 0) missing = error;
     }
@@ -234,12 +234,12 @@ api::Module Driver::load_module(const std::string& path, int device) {
   auto image =
       std::make_unique<const std::string>(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
   api::Module module = nullptr;
-  on_device_uncaptured(device, [&] { module = load_image(path, image->c_str()); });
+  on_device_relaxed(device, [&] { module = load_image(path, image->c_str()); });
   images_.push_back(std::move(image));
   return module;
 }
 
-void Driver::on_device_uncaptured(int device, const std::function<void()>& action) const {
+void Driver::on_device_relaxed(int device, const std::function<void()>& action) const {
   on_device(device, [&] {
     int mode = api::kHipCaptureRelaxed;
     check(shared_.exchange_capture_mode(&mode), "capture mode");
@@ -254,9 +254,9 @@ void Driver::on_device_uncaptured(int device, const std::function<void()>& actio
 
 void* Driver::zeroed_memory(int device, std::size_t bytes) const {
   void* memory = nullptr;
-  on_device_uncaptured(device, [&] {
+  on_device_relaxed(device, [&] {
     memory = allocate(bytes);
-    api::Stream stream = nullptr;  // one of its own: the default stream would wait for others, and they for it
+    api::Stream stream = nullptr;  // not the default stream, which synchronizes with other streams
     check(shared_.create_stream(&stream, api::kHipNonBlocking), "stream");
     api::Result result = set_zero(memory, bytes, stream);
     if (result == 0) result = shared_.wait_for_stream(stream);
@@ -266,31 +266,32 @@ void* Driver::zeroed_memory(int device, std::size_t bytes) const {
   return memory;
 }
 
-Capture Driver::capture_of(api::Stream stream, int device) const {
-  if (stream == nullptr) return {};  // never captured; and asking fails while another stream is
+Capture Driver::capture_info(api::Stream stream, int device) const {
+  if (stream == nullptr) return {};  // the default stream; during captures of others the query fails
   int status = 0;
   Capture capture;
   auto ask = [&] { return shared_.get_capture_info(stream, &status, &capture.id, &capture.graph, nullptr, nullptr); };
   api::Result result = ask();
-  if (result != 0 && repair(result, device)) result = ask();
+  if (result != 0 && recover(result, device)) result = ask();
   check(result, "whether a stream is being captured");
   return status == api::kHipCaptureActive ? capture : Capture{};
 }
 
-void Driver::call_when_gone(api::Graph graph, void (*destroy)(void*), void* data) const {
+void Driver::retain_user_object(api::Graph graph, void (*destroy)(void*), void* data) const {
   api::UserObject object = nullptr;
   check(shared_.create_user_object(&object, data, destroy, 1, api::kHipNoDestructorSync), "user object");
   check(shared_.retain_user_object(graph, object, 1, api::kHipMoveReferences), "user object of a graph");
 }
 
 Kernel Driver::find_kernel(api::Module module, const std::string& path, const std::string& symbol, int device) const {
-  Kernel kernel{symbol + " of " + path, nullptr, device, lds_allowed()};
+  Kernel kernel{symbol + " of " + path, nullptr, device, max_dynamic_lds()};
   on_device(device, [&] { check(shared_.get_function(&kernel.function, module, symbol.c_str()), kernel.name); });
   return kernel;
 }
 
-void Driver::launch(Kernel& kernel, const Geometry& g, api::Stream stream, void* arguments, std::size_t bytes) const {
-  if (g.lds > kernel.lds_allowed) allow_lds(kernel, g.lds);
+void Driver::launch(Kernel& kernel, const LaunchDimensions& g, api::Stream stream, void* arguments,
+                    std::size_t bytes) const {
+  if (g.lds > kernel.max_dynamic_lds) raise_max_dynamic_lds(kernel, g.lds);
   void* extra[] = {reinterpret_cast<void*>(api::kHipArguments), arguments,
                    reinterpret_cast<void*>(api::kHipArgumentsSize), &bytes, arguments_end()};
   auto attempt = [&] {
@@ -300,7 +301,7 @@ void Driver::launch(Kernel& kernel, const Geometry& g, api::Stream stream, void*
   api::Result result = attempt();
   if (result == 0) [[likely]]
     return;
-  if (repair(result, kernel.device)) result = attempt();
+  if (recover(result, kernel.device)) result = attempt();
   auto size = [](unsigned x, unsigned y, unsigned z) {
     return "[" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + "]";
   };
