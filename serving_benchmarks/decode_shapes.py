@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import model_layers
+from vllm_rocm_ops import model_config, model_layers
 from vllm_rocm_ops.model_layers import LayerCall
 
 GPUS = ("gfx942", "gfx942:80", "gfx950", "sm_90")
@@ -55,7 +55,7 @@ class DecodeShape(NamedTuple):
 
 def linear_layers(model: str, tp: int, **changes) -> Iterator[tuple[LayerCall, int, int]]:
     """The linear layers of a model, with changes of its configuration, each with its N and K."""
-    for call in model_layers.calls(model_layers.read(model) | changes, tp):
+    for call in model_layers.calls(model_config.read(model) | changes, tp):
         arguments = call.case(1).make("meta", torch.Generator(), torch.float8_e4m3fn)
         sizes = call.op.problem(call.op.Arguments(*arguments))
         if list(sizes) == ["m", "n", "k"]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import model_layers
+from vllm_rocm_ops import model_config, model_layers
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "serving_benchmarks"))
@@ -411,7 +411,7 @@ def profiles() -> str:
 def weights_us(gpu: str, model: str, command: str) -> dict[str, float]:
     """Microseconds that a rank's GPU needs to read all weights of its linears once, at the bandwidth of a copy, by class."""
     options = options_of(command)
-    config = model_layers.read(str(latency.find_model(model)))
+    config = model_config.read(str(latency.find_model(model)))
     config["num_hidden_layers"] = options.num_layers or config["num_hidden_layers"]
     steps = newest_lines(RESULTS / gpu, ("decode_step",))
     if not steps:

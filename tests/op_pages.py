@@ -14,7 +14,7 @@ import torch
 from measurements import ROOT, markdown
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import correctness, explain, model_layers, quantization
+from vllm_rocm_ops import correctness, explain, model_config, model_layers, quantization
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.vllm import seam
@@ -374,7 +374,7 @@ def in_vllm(op: Op) -> str:
     parts = ["\n".join(lines) or "No seam calls this op, so vLLM does not run it. Your own programs can call it."]
     counts: dict[tuple[str, str, str], int] = {}
     for model in MODELS:
-        for call in model_layers.calls(model_layers.read(model), TP):
+        for call in model_layers.calls(model_config.read(model), TP):
             if call.op is op and call.count:
                 a = op.Arguments(*call.case(1).make("meta", torch.Generator(), archs.ARCHS[FIRST].fp8_dtype))
                 sizes = (f"{name} {size}" for name, size in op.problem(a).items() if name not in ("m", "rows", "dtype"))

@@ -12,7 +12,7 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import doctor, envs, explain, model_layers, patch
+from vllm_rocm_ops import doctor, envs, explain, model_config, model_layers, patch
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.bench import run as bench
 from vllm_rocm_ops.bench import tune
@@ -26,7 +26,7 @@ MOST_TOKENS = 2**24  # of a step
 
 def calls_of(arguments: argparse.Namespace) -> list[LayerCall]:
     """The calls of the model that was asked for. Raises ValueError, which names the model."""
-    config = model_layers.read(arguments.model)
+    config = model_config.read(arguments.model)
     try:
         return model_layers.calls(config, arguments.tp, arguments.ep)
     except ValueError as error:
@@ -112,7 +112,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     names = [op.name for op in op_module.registered()]
 
     def add_model(command: argparse.ArgumentParser, required: bool, batches: str) -> None:
-        shipped = ", ".join(model_layers.shipped())
+        shipped = ", ".join(model_config.shipped())
         add = command.add_argument
         add("--model", required=required, help=f"a config.json, a folder with one, or of: {shipped}")
         add("--tp", type=int, default=1, help="GPUs that each layer is divided over; default: 1")

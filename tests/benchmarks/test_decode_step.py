@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import correctness, model_layers, op, ops, quantization
+from vllm_rocm_ops import correctness, model_config, model_layers, op, ops, quantization
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "serving_benchmarks"
@@ -25,7 +25,7 @@ sys.path.remove(str(SCRIPTS))
 
 E4M3 = torch.float8_e4m3fn
 LLAMA, DEEPSEEK = "tiny-llama-fp8", "tiny-deepseek-v3-fp8"
-TOKEN_LLAMA = model_layers.read(LLAMA) | {"quantization_config": decode_step.PER_TOKEN}
+TOKEN_LLAMA = model_config.read(LLAMA) | {"quantization_config": decode_step.PER_TOKEN}
 
 
 def options(**given) -> argparse.Namespace:
@@ -276,11 +276,11 @@ def test_the_floor_is_all_weights_and_the_cache():
 
     inputs = steps(DEEPSEEK, batch=40, tp=2, context=8)["ours"].inputs  # 160 pairs: no expert of 16 without a token
     latent = 4 * (2 * 40 * 8 * 576 + 2 * 8 * 2 * 128 * 512)  # layers: cache; W_UK and W_UV
-    assert inputs.bytes == weight_bytes(model_layers.read(DEEPSEEK), 2, 16) + latent
+    assert inputs.bytes == weight_bytes(model_config.read(DEEPSEEK), 2, 16) + latent
 
     inputs = steps(DEEPSEEK, batch=1, tp=2, context=8)["ours"].inputs
     latent = 4 * (2 * 1 * 8 * 576 + 2 * 8 * 2 * 128 * 512)
-    assert inputs.bytes == weight_bytes(model_layers.read(DEEPSEEK), 2, 4) + latent
+    assert inputs.bytes == weight_bytes(model_config.read(DEEPSEEK), 2, 4) + latent
 
 
 # Stock

@@ -5,12 +5,12 @@ import importlib.util
 import pytest
 import torch
 
-from vllm_rocm_ops import model_layers, op, ops
+from vllm_rocm_ops import model_config, model_layers, op, ops
 from vllm_rocm_ops.bench.peers import OTHERS, PYTORCH, ROWS, peers, vllm_call
 from vllm_rocm_ops.correctness import as_tuple, clone
 
 TINY = ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8")
-CALLS = [call for model in TINY for call in model_layers.calls(model_layers.read(model)) if call.count]
+CALLS = [call for model in TINY for call in model_layers.calls(model_config.read(model)) if call.count]
 ON_GPUS = (ops.block_scaled_mm, ops.fused_experts)  # alone PyTorch multiplies so, or nothing of it does
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -90,7 +90,7 @@ def test_vllms_routing_is_the_same():
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("model", ["tiny-deepseek-v3", "tiny-deepseek-v3-fp8"])
 def test_vllms_experts_get_what_they_take(model):
-    call = next(call for call in model_layers.calls(model_layers.read(model), 1, 4) if call.op is ops.fused_experts)
+    call = next(call for call in model_layers.calls(model_config.read(model), 1, 4) if call.op is ops.fused_experts)
     arguments = call.case(5).make("cpu", GENERATOR, torch.float8_e4m3fn)
     tensors, how = peers(call.op)["vllm"].prepare(*arguments)
     assert tensors[0].shape == (5, 512) and how["global_num_experts"] == 16 and how["expert_map"] is arguments[10]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import cli, launch, model_layers, ops, tables
+from vllm_rocm_ops import cli, launch, model_config, model_layers, ops, tables
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.bench import clock, tune
 from vllm_rocm_ops.bench import run as bench
@@ -90,7 +90,7 @@ class ScriptedClock:
 
 
 def config_of_model(name: str = "tiny-llama-fp8") -> dict:
-    return model_layers.read(name) | SMALL
+    return model_config.read(name) | SMALL
 
 
 def problems_of(op, arch=ScriptedClock.arch, batches=(1, 8)) -> list[tune.Problem]:
@@ -266,7 +266,7 @@ def test_a_problem_of_many_layers_is_one():
     """The first layer's norm and the others' have one key: that of the call of which there are more is measured."""
     norms = problems_of(ops.rms_norm_per_block_quant)
     assert norms == []
-    calls = model_layers.calls(model_layers.read("deepseek-v3"), 8)
+    calls = model_layers.calls(model_config.read("deepseek-v3"), 8)
     found, _ = tune.problems(calls, (4,), ScriptedClock.arch)
     keys = [(problem.op.name, *problem.key.items()) for problem in found]
     assert len(keys) == len(set(keys))

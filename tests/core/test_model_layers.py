@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import model_layers, ops
-from vllm_rocm_ops.model_layers import calls, read
+from vllm_rocm_ops import model_config, ops
+from vllm_rocm_ops.model_config import read
+from vllm_rocm_ops.model_layers import calls
 
 LLAMA = "llama-3.1-405b-fp8"
 
@@ -233,7 +234,7 @@ def test_patterns_of_ignored_layers(pattern):
 
 
 @pytest.mark.parametrize("arch", archs.ARCHS)
-@pytest.mark.parametrize("model", model_layers.shipped())
+@pytest.mark.parametrize("model", model_config.shipped())
 def test_every_call_has_arguments_that_its_op_takes(model, arch):
     for call in calls(read(model)):
         arguments = call.case(3).make("meta", torch.Generator(), archs.ARCHS[arch].fp8_dtype)
