@@ -4,35 +4,37 @@
 
 The other tree is a checkout with its extension and code objects built. Its package is imported under another name, so that both
 trees' graphs are replayed in turn, each after other memory has filled the last-level cache; the median counts. A case is one of
-ops.py, gemm.py or moe.py, or routes tokens to DeepSeek-V3's experts. One line per case goes to
-serving_benchmarks/results/<gpu>/<date>-<commit>-compare.jsonl. What is slower by more than the tolerance is listed last.
+`vllm-rocm-ops bench --shapes`. One line per case goes to serving_benchmarks/results/<gpu>/<date>-<commit>-compare.jsonl. What is
+slower by more than the tolerance is listed last.
 """
 
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
-import gemm
-import moe
 import torch
-from ops import benchmarks, measure, open_results, parse
+from options import open_results, parse
 
-from vllm_rocm_ops import ops
-from vllm_rocm_ops.bench import clock
-from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.bench.clock import capture, measure
+from vllm_rocm_ops.bench.experts import experts
+from vllm_rocm_ops.bench.shapes import Shape, gemm, routing, rows
 
 PACKAGE, OTHER = "vllm_rocm_ops", "other_vllm_rocm_ops"
-ROWS, HIDDEN = (1, 8, 64, 1024), (16384, 7168)
 TOKENS = (1, 8, 16, 32, 64, 128)
+KINDS: dict[str, Callable[[], Iterable[Shape]]] = {
+    "rows": lambda: rows((1, 8, 64, 1024)),
+    "gemm": lambda: gemm(TOKENS),
+    "routing": lambda: routing((*TOKENS, 1024)),
+    "moe": lambda: experts(TOKENS),
+}
 
 
 def import_other(tree: Path, folder: Path) -> ModuleType:
@@ -44,41 +46,10 @@ def import_other(tree: Path, folder: Path) -> ModuleType:
     return importlib.import_module(f"{OTHER}.ops")
 
 
-def cases(kind: str, fp8: torch.dtype) -> Iterator[tuple[Op, str, list[tuple]]]:
-    """Op, name and sets of arguments of each case of a kind."""
-    if kind == "rows":
-        for benchmark, hidden, rows in itertools.product(benchmarks(fp8), HIDDEN, ROWS):
-            count = clock.calls_of_graph(int(benchmark.bytes_per_element * rows * hidden))
-            yield (
-                benchmark.op,
-                f"{rows}x{hidden}",
-                [benchmark.inputs(rows, hidden, torch.bfloat16) for _ in range(count)],
-            )
-    elif kind == "gemm":
-        for benchmark in gemm.BENCHMARKS:
-            for (layer, (n, k)), m in itertools.product(gemm.shapes(benchmark.quantized, gemm.TP).items(), TOKENS):
-                first = benchmark.inputs(m, n, k, fp8)
-                others = range(clock.calls_of_graph(first[benchmark.weight].nbytes) - 1)
-                yield benchmark.op, f"{layer} {m}x{n}x{k}", [first, *(benchmark.inputs(m, n, k, fp8) for _ in others)]
-    elif kind == "routing":
-        for m in (*TOKENS, 1024):
-            logits = [torch.randn(m, 256, device="cuda").bfloat16() for _ in range(64)]
-            bias = torch.randn(256, device="cuda")
-            yield ops.grouped_topk, f"{m}x256", [(l, 8, True, 8, 4, "sigmoid", 2.5, bias) for l in logits]
-    else:
-        for name, case in moe.MODELS.items():
-            weights = moe.make_weights(case, fp8)
-            for m in TOKENS:
-                generator = torch.Generator().manual_seed(m)
-                tokens = [moe.make_tokens(case, m, generator) for _ in range(16 if m <= 16 else 8)]
-                yield ops.fused_experts, f"{name} {m}", [moe.arguments(case, weights, t) for t in tokens]
-
-
 def main() -> None:
     def add_arguments(parser) -> None:
-        kinds = ("rows", "gemm", "routing", "moe")
         parser.add_argument("other", type=Path, help="the other tree")
-        parser.add_argument("--kinds", nargs="*", choices=kinds, default=kinds)
+        parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
         parser.add_argument(
             "--tolerance", type=float, default=0.01, help="a share of the other's time; default: %(default)s"
         )
@@ -88,9 +59,11 @@ def main() -> None:
     with open_results(options, "compare") as file, torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
         other = import_other(options.other, Path(folder))
         for kind in options.kinds:
-            for op, name, sets in cases(kind, arch.fp8_dtype):
+            for shape in KINDS[kind]():
+                op, name = shape.op, shape.case.name
+                sets = shape.sets(options.clock, shape.arguments(options.clock.device, arch.fp8_dtype))
                 calls = {"other": getattr(other, op.name), "this": op}
-                times = measure({tree: clock.capture(call, sets) for tree, call in calls.items()}, len(sets))
+                times = measure({tree: capture(call, sets) for tree, call in calls.items()}, len(sets))
                 ratio = times["this"] / times["other"]
                 configs = {tree: str(call.explain(*sets[0]).config) for tree, call in calls.items()}
                 line = {
@@ -106,7 +79,8 @@ def main() -> None:
                 ratios.setdefault(op.name, []).append(ratio)
                 if ratio > 1 + options.tolerance:
                     slower.append((ratio, op.name, name))
-            torch.cuda.empty_cache()
+                del sets
+                torch.cuda.empty_cache()
     for name, of_op in ratios.items():
         mean = math.exp(sum(map(math.log, of_op)) / len(of_op))
         print(f"{name}: {mean:.3f} of the other's time as a geometric mean, {min(of_op):.3f} to {max(of_op):.3f}")

@@ -12,13 +12,12 @@ from __future__ import annotations
 import csv
 import math
 import sys
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import model_config, model_layers
+from vllm_rocm_ops.bench.shapes import linear_layers
 from vllm_rocm_ops.model_layers import LayerCall
 
 GPUS = ("gfx942", "gfx942:80", "gfx950", "sm_90")
@@ -51,15 +50,6 @@ class DecodeShape(NamedTuple):
         if device == "meta":
             return on_meta
         return tuple(torch.zeros_like(v, device=device) if isinstance(v, torch.Tensor) else v for v in on_meta)
-
-
-def linear_layers(model: str, tp: int, **changes) -> Iterator[tuple[LayerCall, int, int]]:
-    """The linear layers of a model, with changes of its configuration, each with its N and K."""
-    for call in model_layers.calls(model_config.read(model) | changes, tp):
-        arguments = call.case(1).make("meta", torch.Generator(), torch.float8_e4m3fn)
-        sizes = call.op.problem(call.op.Arguments(*arguments))
-        if list(sizes) == ["m", "n", "k"]:
-            yield call, sizes["n"], sizes["k"]
 
 
 def decode_shapes() -> list[DecodeShape]:

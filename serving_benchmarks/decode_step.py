@@ -35,11 +35,12 @@ import os
 import torch
 from decode_paths import Call, Inputs, Step
 from decode_rank import Rank
-from ops import capture, measure, open_results, parse
+from options import open_results, parse
 from stock import COMPILED, Stock
 from torch import Tensor
 
 from vllm_rocm_ops import model_config, ops
+from vllm_rocm_ops.bench.clock import capture, measure
 from vllm_rocm_ops.stats import reset_stats, stats
 
 MODELS = ("llama-3.1-405b-fp8", "deepseek-v3")

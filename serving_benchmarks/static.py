@@ -35,11 +35,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from decode_shapes import MODELS, DecodeShape, linear_layers
-from ops import RESULTS, commit
+from decode_shapes import MODELS, DecodeShape
+from options import RESULTS
 
 from vllm_rocm_ops import doctor, launch, ops
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.bench import report
+from vllm_rocm_ops.bench.shapes import linear_layers
 from vllm_rocm_ops.emulated import executable, run
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.families.gemm import BLOCK
@@ -188,7 +190,7 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", help="names of layers; all by default")
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=(PLAIN, MXFP8))
     parser.add_argument("--blocks", type=int, default=64, help="about how many blocks of a launch are emulated")
-    parser.add_argument("--commit", default=commit())
+    parser.add_argument("--commit", default=report.commit())
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results' folders")
     options = parser.parse_args()
     for arch in options.arch:

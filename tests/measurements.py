@@ -342,7 +342,7 @@ def experts() -> str:
         header = ("experts of a layer", *tokens, "geometric mean")
         tables.append(
             "All launches of one layer's experts, random routing, microseconds, ours / the best of vLLM's fused MoE (Triton), by"
-            f" `python serving_benchmarks/moe.py`.\n{head(lines)}: {links(path for _, path in newest.values())}\n\n"
+            f" `vllm-rocm-ops bench --shapes moe --peers --jsonl`.\n{head(lines)}: {links(path for _, path in newest.values())}\n\n"
             + markdown(header, body)
         )
     return "\n\n".join(tables)

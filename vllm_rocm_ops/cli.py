@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import sys
@@ -14,21 +15,26 @@ import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import doctor, envs, explain, model_config, model_layers, patch
 from vllm_rocm_ops import op as op_module
+from vllm_rocm_ops.bench import report, shapes, tune
 from vllm_rocm_ops.bench import run as bench
-from vllm_rocm_ops.bench import tune
 from vllm_rocm_ops.bench.clock import GpuClock
-from vllm_rocm_ops.bench.peers import peers
+from vllm_rocm_ops.bench.experts import experts
+from vllm_rocm_ops.bench.peers import load_vllm, peers
 from vllm_rocm_ops.model_layers import LayerCall
-from vllm_rocm_ops.op import Case, Op
 
 MOST_TOKENS = 2**24  # of a step
+SHOWN = 3  # of the configurations of a sweep, the fastest
+RESULTS = Path("serving_benchmarks", "results")  # in a checkout
+LISTS = {"rows": shapes.rows, "gemm": shapes.gemm, "routing": shapes.routing, "moe": experts}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+KINDS = {"rows": "ops"}  # of files of results, where it is not the list's name
 
 
 def calls_of(arguments: argparse.Namespace) -> list[LayerCall]:
     """The calls of the model that was asked for. Raises ValueError, which names the model."""
     config = model_config.read(arguments.model)
     try:
-        return model_layers.calls(config, arguments.tp, arguments.ep)
+        return model_layers.calls(config, 1 if arguments.tp is None else arguments.tp, arguments.ep)
     except ValueError as error:
         raise ValueError(f"--model {arguments.model}: {error}") from None
 
@@ -63,12 +69,24 @@ def tune_model(arguments: argparse.Namespace) -> None:
     print(tune.summary(done, refused | more, clock))
 
 
-def cases_of(arguments: argparse.Namespace) -> list[tuple[Op, Case]]:
-    """The ops' cases, or a model's calls, that were asked for."""
-    cases = [(op, case) for op in op_module.registered() for case in op.cases()]
-    if arguments.model:
-        cases = [(call.op, call.case(batch)) for call in calls_of(arguments) for batch in arguments.batch or (1,)]
-    return bench.select(cases, arguments.op or "*", arguments.case or "*")
+def shapes_of(arguments: argparse.Namespace) -> list[shapes.Shape]:
+    """The ops' cases, a model's calls or the list of shapes that were asked for. Raises ValueError."""
+    given = {"tokens": arguments.batch, "tp": arguments.tp, "hidden": arguments.hidden}
+    given |= {"dtype": DTYPES.get(arguments.dtype), "shuffled": arguments.shuffled}
+    given = {name: value for name, value in given.items() if value is not None}
+    make = LISTS.get(arguments.shapes)
+    refused = given.keys() - (inspect.signature(make).parameters if make else ("tokens", "tp"))
+    if refused:
+        where = f"--shapes {arguments.shapes}" if make else "bench without --shapes"
+        raise ValueError(f"{where} takes no {' '.join(f'--{name}' for name in sorted(refused))}")
+    if make:
+        found = make(**given)
+    elif arguments.model:
+        calls = ((call, batch) for call in calls_of(arguments) for batch in arguments.batch or (1,))
+        found = (shapes.Shape(call.op, call.case(batch)) for call, batch in calls)
+    else:
+        found = (shapes.Shape(op, case) for op in op_module.registered() for case in op.cases())
+    return shapes.select(found, arguments.op or ["*"], arguments.case or ["*"])
 
 
 def emulate_cases(arguments: argparse.Namespace) -> int:
@@ -76,18 +94,20 @@ def emulate_cases(arguments: argparse.Namespace) -> int:
     from vllm_rocm_ops import emulated  # an extra
 
     failed = False
-    for line, wrong in emulated.bench(cases_of(arguments), arguments.emulate, arguments.jobs):
+    cases = [(shape.op, shape.case) for shape in shapes_of(arguments)]
+    for line, wrong in emulated.bench(cases, arguments.emulate, arguments.jobs):
         failed |= wrong
         print(line, flush=True)
     return int(failed)
 
 
-def bench_cases(arguments: argparse.Namespace) -> int:
-    """Prints what the ops' cases, or a model's calls, give and take here; 1 if a result is wrong."""
+def bench_shapes(arguments: argparse.Namespace) -> int:
+    """Prints what the shapes that were asked for give and take here; 1 if a result is wrong."""
+    wants_gpu = ("hbm", "profile", "shapes", "peers", "sweep", "jsonl")
     try:
         clock = GpuClock()
     except RuntimeError as error:
-        if arguments.hbm or arguments.profile:
+        if any(getattr(arguments, name) for name in wants_gpu):
             raise
         clock = None
         print(f"The ops run their PyTorch reference here ({error}): no kernel is checked, nothing is timed.")
@@ -95,14 +115,28 @@ def bench_cases(arguments: argparse.Namespace) -> int:
         for line in bench.hbm(clock, vllm_rocm_ops.ops.unquantized_gemm):
             print(line, flush=True)
         return 0
+    found = shapes_of(arguments)
+    vllm = load_vllm(arguments.vllm_library or (), arguments.vllm_version) if arguments.peers else None
+    origin = report.origin(clock, vllm, arguments.commit or report.commit()) if arguments.jsonl else None
+    how = {name: getattr(arguments, name) for name in ("once", "profile", "sweep", "peers")}
     lines = []
-    print(bench.HEADER)
+    print(report.HEADER)
     with torch.inference_mode():
-        for line in bench.run(cases_of(arguments), clock, once=arguments.once, profile=arguments.profile):
-            lines.append(line)
-            print(line, flush=True)
-    print(bench.summary(lines))
+        for of_shape in bench.run(found, clock, **how):
+            lines += of_shape
+            print("\n".join(map(str, of_shape[:SHOWN])), flush=True)
+            for peer, why in of_shape[0].unavailable.items():
+                print(f"  no {peer}: {why}")
+            if origin:
+                report.append(of_shape, origin, result_file(arguments, origin))
+    print(report.summary(lines))
     return int(any(line.wrong for line in lines))
+
+
+def result_file(arguments: argparse.Namespace, origin: report.Origin) -> Path:
+    """Where lines are appended: the given file, or the one of today, this GPU and this commit."""
+    kind = KINDS.get(arguments.shapes, arguments.shapes) or ("model" if arguments.model else "cases")
+    return arguments.jsonl if arguments.jsonl is not True else origin.file(RESULTS, kind)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -111,11 +145,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     names = [op.name for op in op_module.registered()]
 
-    def add_model(command: argparse.ArgumentParser, required: bool, batches: str) -> None:
+    def add_model(command: argparse.ArgumentParser, required: bool, batches: str, tp: str = "") -> None:
         shipped = ", ".join(model_config.shipped())
         add = command.add_argument
         add("--model", required=required, help=f"a config.json, a folder with one, or of: {shipped}")
-        add("--tp", type=int, default=1, help="GPUs that each layer is divided over; default: 1")
+        add("--tp", type=int, help=f"GPUs that each layer is divided over; default: 1{tp}")
         ep = "routed experts stay whole and are divided over the GPUs of --tp, or so many"
         add("--ep", type=int, nargs="?", const=0, metavar="GPUS", help=ep)
         add("--batch", type=parse_batches, metavar="N,N,...", help=f"tokens of a step; default: {batches}")
@@ -162,10 +196,34 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         )
     command.add_argument("--vllm", metavar="PATH", help="the folder of vLLM's package; default: where Python finds it")
 
-    command = commands.add_parser("bench", help="run the ops' test cases, or a model's calls: right, and how fast?")
-    add_model(command, False, "1")
-    command.add_argument("--op", metavar="PATTERN", help="ops of such names, e.g. 'rms_norm*'")
-    command.add_argument("--case", metavar="PATTERN", help="cases of such names, e.g. 'm16'")
+    meaning = "run the ops' test cases, a model's calls or a list of shapes: right, how fast, and beside what else?"
+    command = commands.add_parser("bench", help=meaning)
+    add_model(command, False, "1, or the list's own", f", {shapes.TP} with --shapes gemm")
+    meaning = "a list in place of cases: norms and activations, linear layers of Llama-3.1-405B and DeepSeek-V3, "
+    meaning += "DeepSeek-V3's routing, routed experts of public models; with --peers each beside vLLM's and PyTorch's"
+    command.add_argument("--shapes", choices=LISTS, help=meaning)
+    command.add_argument("--op", nargs="+", metavar="PATTERN", help="ops of such names, e.g. 'rms_norm*'")
+    command.add_argument(
+        "--case", nargs="+", metavar="PATTERN", help="cases of such names, e.g. 'm16' 'deepseek-v3-ep8 *'"
+    )
+    command.add_argument(
+        "--hidden", type=parse_batches, metavar="N,N,...", help="columns of --shapes rows; default: 16384,7168"
+    )
+    meaning = "of --shapes rows, bf16 or fp16; of the weights of --shapes moe, fp8 or bf16; default: the first"
+    command.add_argument("--dtype", choices=DTYPES, help=meaning)
+    command.add_argument(
+        "--shuffled", action="store_const", const=True, help="weights of --shapes gemm in fragment order for ours"
+    )
+    meaning = "time PyTorch's, vLLM's and AITER's own ops too, as far as installed (or on PYTHONPATH)"
+    command.add_argument("--peers", action="store_true", help=meaning)
+    meaning = "vLLM's compiled ops for --peers, where there is no more of vLLM"
+    command.add_argument("--vllm-library", nargs="+", metavar="PATH", help=meaning)
+    command.add_argument("--vllm-version", default="", metavar="TEXT", help="what results say of --vllm-library")
+    command.add_argument("--sweep", action="store_true", help="time every configuration; the three fastest are printed")
+    meaning = (
+        f"append a line of JSON for each case and configuration; default: {RESULTS}/<gpu>/<date>-<commit>-<kind>.jsonl"
+    )
+    command.add_argument("--jsonl", type=Path, nargs="?", const=True, metavar="FILE", help=meaning)
     mode = command.add_mutually_exclusive_group()
     mode.add_argument("--once", action="store_true", help="call each case once and check it; time nothing")
     mode.add_argument("--profile", action="store_true", help="only call each case a few times, for a profiler")
@@ -174,6 +232,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "check each case, and each kernel, in the emulator of this architecture; needs no GPU, but the extra [emulator]"
     )
     mode.add_argument("--emulate", metavar="ARCH", help=meaning)
+    command.add_argument(
+        "--commit", metavar="TEXT", help="what --jsonl says was measured; default: that of this checkout"
+    )
     jobs = min(2, os.cpu_count() or 1)
     command.add_argument("--jobs", type=int, default=jobs, metavar="N", help=f"processes of --emulate; default: {jobs}")
 
@@ -182,6 +243,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("explain takes an op or --model")
     if arguments.command == "explain" and arguments.model and arguments.emulate:
         parser.error("--emulate takes an op, not --model")
+    if arguments.command == "bench" and arguments.shapes and (arguments.model or arguments.emulate):
+        parser.error("--shapes goes neither with --model nor with --emulate")
     if arguments.command == "bench" and arguments.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
     return arguments
@@ -199,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.command == "tune":
             tune_model(arguments)
         elif arguments.command == "bench":
-            return emulate_cases(arguments) if arguments.emulate else bench_cases(arguments)
+            return emulate_cases(arguments) if arguments.emulate else bench_shapes(arguments)
         elif arguments.model:
             rows = explain.explain_model(
                 calls_of(arguments), arguments.arch or explain.usual_arch(), arguments.batch or (1,)

@@ -1,11 +1,16 @@
-"""The command bench: what it says of right and wrong results, with the emulator's cycles as a clock."""
+"""The command bench: what it says of right and wrong results, and of times, with the emulator's cycles as a clock."""
 
+import json
+
+import measurements
 import pytest
 import torch
 from test_tune import EmulatorClock
 
 from vllm_rocm_ops import cli, launch, ops
+from vllm_rocm_ops.bench import experts, peers, report, shapes
 from vllm_rocm_ops.bench import run as bench
+from vllm_rocm_ops.op import Case
 
 
 @pytest.fixture
@@ -15,18 +20,18 @@ def emulated():
         yield found
 
 
-def cases(op, *names: str) -> list[tuple]:
-    return [(op, case) for case in op.cases() if case.name in names]
+def cases(op, *names: str) -> list[shapes.Shape]:
+    return [shapes.Shape(op, case) for case in op.cases() if case.name in names]
 
 
 def test_right_results_and_what_a_call_moves(emulated):
-    [norm] = bench.run(cases(ops.fused_add_rms_norm, "bf16"), emulated)
+    [[norm]] = bench.run(cases(ops.fused_add_rms_norm, "bf16"), emulated)
     assert norm.wrong is None and norm.kernel.startswith("fused_add_rms_norm_bf16_x") and norm.median > 0
     assert norm.bytes_moved == 2 * (4 * 3 * 4096 + 4096)  # input, residual twice, output; weight
-    [product] = bench.run(cases(ops.scaled_mm, "m4"), emulated)
+    [[product]] = bench.run(cases(ops.scaled_mm, "m4"), emulated)
     assert product.flops == 2 * 4 * 48 * 1024
     assert f"{product.flops / product.median / 1e6:.1f}" in str(product) and "right" in str(product)
-    text = bench.summary([norm, product])
+    text = report.summary([norm, product])
     assert "2 cases, all right" in text and f"scaled_mm: {product.median:.2f} us as a geometric mean of 1 cases" in text
 
 
@@ -42,28 +47,28 @@ class Nothing:
 
 def test_wrong_results_are_said_and_counted(emulated, capsys, monkeypatch):
     with launch.executor(Nothing(emulated.arch)):
-        [line] = bench.run(cases(ops.rms_norm, "bf16"), emulated, once=True)
+        [[line]] = bench.run(cases(ops.rms_norm, "bf16"), emulated, once=True)
         assert line.wrong == "rms_norm output 0: NaNs differ" and "WRONG" in str(line)
-        assert "1 cases, 1 wrong" in bench.summary([line])
+        assert "1 cases, 1 wrong" in report.summary([line])
         monkeypatch.setattr(cli, "GpuClock", lambda: emulated)
         assert cli.main(["bench", "--op", "rms_norm", "--case", "bf16", "--once"]) == 1
     assert "NaNs differ" in capsys.readouterr().out
 
 
 def test_once_calls_and_checks_without_timing(emulated):
-    [line] = bench.run(cases(ops.silu_and_mul, "bf16"), emulated, once=True)
+    [[line]] = bench.run(cases(ops.silu_and_mul, "bf16"), emulated, once=True)
     assert line.wrong is None and not line.samples
 
 
 def test_profile_only_calls(emulated, monkeypatch):
     launched = []
     monkeypatch.setattr(emulated, "launch", lambda launch, uninitialised: launched.append(launch.symbol))
-    [line] = bench.run(cases(ops.silu_and_mul, "bf16"), emulated, profile=True)
+    [[line]] = bench.run(cases(ops.silu_and_mul, "bf16"), emulated, profile=True)
     assert line.wrong == "" and not line.samples and launched == [line.kernel] * bench.PROFILED_CALLS
 
 
 def test_nothing_to_do_is_not_timed(emulated):
-    [line] = bench.run(cases(ops.silu_and_mul, "no-rows"), emulated)
+    [[line]] = bench.run(cases(ops.silu_and_mul, "no-rows"), emulated)
     assert line.wrong is None and not line.samples
 
 
@@ -108,3 +113,208 @@ def test_bandwidths_count_all_bytes_once():
 
     found = bench.bandwidths(Recorder(), ops.unquantized_gemm, 1 << 20)
     assert found == {"copy": 1048.576, "sum": 1048.576, "unquantized_gemm": 1048.576}
+
+
+# Lists of shapes, sweeps, peers and files
+
+
+class Turns(EmulatorClock):
+    """Says that what is timed takes one microsecond more each time, in the order in which it is prepared."""
+
+    unit = "us"
+
+    def __init__(self, arch):
+        super().__init__(arch)
+        self.blocks, self.last = set(), None  # of what was timed, of what ran
+
+    def launch(self, launch, uninitialised):
+        super().launch(launch, uninitialised)
+        self.last = launch.block
+
+    def calls(self, bytes_of_call):
+        return 2
+
+    def prepare(self, call, sets):
+        assert len(sets) >= 2
+        with launch.executor(self):
+            call(*sets[-1])
+        self.blocks.add(self.last)
+        return len(sets)
+
+    def samples(self, prepared):
+        assert len(set(prepared.values())) == 1
+        return {name: [float(place)] * 3 for place, name in enumerate(prepared, start=1)}
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    found = Turns("gfx950")
+    monkeypatch.setattr(cli, "GpuClock", lambda: found)
+    monkeypatch.setattr(report, "COPIED", 1 << 10)
+    with launch.executor(found):
+        yield found
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Shapes of a tiny model, and tiny shares of experts."""
+    monkeypatch.setattr(shapes, "MODELS", {"tiny": "tiny-llama-fp8"})
+    sizes = {"known": 8, "topk": 2, "hidden": 128, "intermediate": 128}
+    shares = {"all": experts.Share(routed=8, shared=True, **sizes), "half": experts.Share(routed=4, **sizes)}
+    monkeypatch.setattr(experts, "SHARES", shares)
+
+
+def lines_of(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+COMMON = {"op", "case", "shape", "gpu", "us", "peers", "unavailable", "floor_us", "share_of_floor", "bandwidth_gb_s"}
+COMMON |= {"copy_gb_s", "kernel", "chosen", "versions", "commit"}
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "case", "sizes", "found"),
+    [
+        (["rows", "--batch", "2", "--hidden", "256"], 8, "2x256 bfloat16", ["rows", "hidden"], {"differs_from_vllm"}),
+        (["gemm", "--batch", "2", "--tp", "2", "--op", "*scaled_mm"], 8, "tiny tp2 qkv 2x", "mnk", {"relative_error"}),
+        (["routing", "--batch", "2"], 1, "2x256", ["tokens", "experts"], {"wrong"}),
+        (
+            ["moe", "--batch", "2", "--case", "half *"],
+            1,
+            "half 2 fp8",
+            ["m", "topk", "known", "routed", "shared", "hidden", "intermediate"],
+            {"experts_hit", "vllm_tiles", "differs"},
+        ),
+    ],
+)
+def test_a_list_of_shapes_gives_the_lines_that_results_have(
+    turns, small, tmp_path, capsys, options, count, case, sizes, found
+):
+    output = tmp_path / "there" / "lines.jsonl"
+    assert cli.main(["bench", "--shapes", *options, "--jsonl", str(output)]) == 0, capsys.readouterr().err
+    lines = lines_of(output)
+    assert len(lines) == count and lines[0]["case"].startswith(case) and all(line["us"] == 1.0 for line in lines)
+    for line in lines:
+        assert set(line) == COMMON | found and list(line["shape"]) == list(sizes) and line["chosen"]
+        assert line["floor_us"] > 0 and line["kernel"] and line["gpu"] == "cpu" and not line["peers"]
+        assert line.get("relative_error", 0.0) < 0.01 and line.get("wrong") is None
+    assert f"{count} cases" in capsys.readouterr().out
+
+
+def test_bytes_of_experts_are_those_of_the_ones_that_are_hit(turns, small):
+    for shape in experts.experts((3,)):
+        arguments = shape.arguments("cpu", torch.float8_e4m3fn)
+        sets = shape.sets(turns, arguments)
+        assert len(sets) == 32 and torch.equal(sets[0][4], arguments[4]) and not torch.equal(sets[1][4], arguments[4])
+        assert all(one[1] is arguments[1] for one in sets)
+        ids = [one[4] for one in sets]
+        hit = sum(len({int(i) for i in of_call.flatten() if i < shape.share.routed}) for of_call in ids) / 32
+        of_expert = 3 * 128 * 128 + 3 * 4  # weights, and a scale for each block of them
+        expected = (hit + shape.share.shared) * of_expert + 2 * 3 * 128 * 2
+        assert shape.bytes_moved(sets) == pytest.approx(expected)
+
+
+def test_each_call_has_tensors_of_its_own(turns):
+    [shape] = cases(ops.fused_add_rms_norm, "bf16")
+    first, second = shape.sets(turns, shape.arguments("cpu", torch.float8_e4m3fn))
+    for one, other in zip(first[:3], second[:3], strict=True):
+        assert torch.equal(one, other) and one.data_ptr() != other.data_ptr()
+
+
+def test_ours_alone_has_shuffled_weights(turns, small, tmp_path, capsys):
+    command = ["bench", "--shapes", "gemm", "--batch", "16", "--shuffled", "--peers", "--op", "unquantized_gemm"]
+    assert cli.main([*command, "--jsonl", str(tmp_path / "a.jsonl")]) == 0, capsys.readouterr().err
+    [line] = lines_of(tmp_path / "a.jsonl")
+    assert line["case"].endswith(" shuffled") and line["peers"]["torch"] == 2.0 and line["relative_error"] < 0.01
+    shape = next(shape for shape in shapes.gemm((2,), shuffled=True) if shape.op is ops.scaled_mm)
+    given = shape.arguments("cpu", torch.float8_e4m3fn)
+    assert given[1].dim() == 2 and shape.layout(*given)[1].dim() == 5
+
+
+def test_peers_are_timed_beside_a_sweep_and_the_fastest_come_first(turns, tmp_path, capsys):
+    command = ["bench", "--op", "silu_and_mul", "--case", "bf16", "--peers", "--sweep"]
+    assert cli.main([*command, "--jsonl", str(tmp_path / "a.jsonl")]) == 0
+    lines, out = lines_of(tmp_path / "a.jsonl"), capsys.readouterr().out
+    configs = len(lines)
+    assert configs > 3 and [line["us"] for line in lines] == sorted(line["us"] for line in lines)
+    assert [line["chosen"] for line in lines].count(True) == 1 and lines[0]["chosen"]
+    assert len({line["kernel"] for line in lines}) == configs and all(line["wrong"] is None for line in lines)
+    assert len(turns.blocks) > 2 and lines[0]["peers"]["torch"] == configs + 1.0
+    assert len([line for line in out.splitlines() if " bf16 " in line]) == 3  # the fastest of the sweep
+    assert f"silu_and_mul, up to 64 tokens: {configs + 1:.2f}x the best peer as a geometric mean" in out
+    assert "silu_and_mul: the chosen configurations take 1.000x the time of the best ones" in out
+
+
+def test_a_wrong_configuration_of_a_sweep_is_found(turns):
+    with launch.executor(Nothing(turns.arch)):
+        [lines] = bench.run(cases(ops.silu_and_mul, "bf16"), turns, sweep=True)
+    assert len(lines) > 3 and all(line.wrong for line in lines)
+
+
+def test_what_a_peer_says_is_why_it_is_unavailable(turns, monkeypatch, capsys):
+    def refuses(*_):
+        raise ValueError("it takes nothing\nat all")
+
+    monkeypatch.setattr(shapes, "peers", lambda op: {"refuses": peers.Peer(refuses), "torch": peers.Peer(op.reference)})
+    [[line]] = bench.run(cases(ops.rms_norm, "bf16"), turns, peers=True)
+    assert line.peers == {"torch": 2.0} and line.unavailable == {"refuses": "ValueError: it takes nothing"}
+    assert line.ratio == 2.0 and "torch 2.00" in str(line)
+
+
+def test_peers_are_timed_where_no_kernel_runs(turns):
+    case = Case("float32", lambda device, generator, fp8: (torch.ones(4, 16),))
+    [[line]] = bench.run([shapes.Shape(ops.silu_and_mul, case)], turns, peers=True)
+    found = line.json(report.Origin("GPU", 1.0, {}, "abc"))
+    assert found["us"] is None and found["peers"] and found["kernel"].startswith("none: fallback")
+    assert found["share_of_floor"] is None
+
+
+def test_differences_from_vllm_are_shares_of_elements(monkeypatch):
+    def theirs(op, out, a):
+        out = a.input if op is ops.fused_add_rms_norm else out
+        out.copy_(op.reference(*a))
+        out.view(-1)[:3] += 1
+
+    monkeypatch.setattr(shapes, "vllm_call", lambda op: lambda out, a: theirs(op, out, a))
+    x, residual, weight = torch.randn(2, 24).bfloat16(), torch.randn(2, 12).bfloat16(), torch.ones(12).bfloat16()
+    check = shapes.beside_vllm(ops.silu_and_mul, (x,))
+    assert check() == {"differs_from_vllm": {"out": pytest.approx(3 / 24)}}
+    check = shapes.beside_vllm(ops.fused_add_rms_norm, (x[:, :12].contiguous(), residual, weight, 1e-6))
+    assert check() == check() == {"differs_from_vllm": {"out": pytest.approx(3 / 24), "residual": 0.0}}
+
+
+def test_files_are_named_after_the_list_as_the_tables_want_them(turns, small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, options in {
+        "ops": ["rows", "--hidden", "256"],
+        "gemm": ["gemm"],
+        "moe": ["moe", "--case", "all*"],
+    }.items():
+        command = ["bench", "--shapes", *options, "--batch", "2", "--jsonl"]
+        assert cli.main([*command, *(["--op", "silu_and_mul"] if name == "ops" else [])]) == 0
+        [path] = tmp_path.glob(f"serving_benchmarks/results/cpu/*-unknown-{name}.jsonl")
+        assert measurements.OPS and name in measurements.OPS and lines_of(path)
+    monkeypatch.setattr(measurements, "RESULTS", tmp_path / "serving_benchmarks" / "results")
+    monkeypatch.setattr(measurements, "committed", lambda path: 0)
+    assert "| `silu_and_mul` | 1 |" in measurements.single_ops() and "all, fp8" in measurements.experts()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shapes", "moe", "--hidden", "128"], "--shapes moe takes no --hidden"),
+        (["--shapes", "rows", "--dtype", "fp8"], "the dtype of rows must be bfloat16 or float16, got torch.float8"),
+        (["--shapes", "moe", "--dtype", "fp16"], "must be float8_e4m3fn or bfloat16, got torch.float16"),
+        (["--shuffled"], "bench without --shapes takes no --shuffled"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(turns, options, message, capsys):
+    assert cli.main(["bench", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without one")
+@pytest.mark.parametrize("option", [["--shapes", "rows"], ["--peers"], ["--sweep"], ["--jsonl"]])
+def test_what_only_a_gpu_can_is_refused_without_one(option, capsys):
+    assert cli.main(["bench", *option]) == 2
+    assert "bench: there is no GPU" in capsys.readouterr().err

@@ -1,12 +1,17 @@
 """serving_benchmarks/compare.py: two trees' ops in one process. What it times needs a GPU."""
 
+import argparse
+import functools
+import json
 import pathlib
 import sys
 
 import pytest
 import torch
 
-from vllm_rocm_ops import ops
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import cli, ops
+from vllm_rocm_ops.bench.shapes import ROW_OPS, routing, rows
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -40,3 +45,44 @@ def test_the_other_trees_ops_are_its_own(compare, tmp_path):
     assert torch.equal(other.silu_and_mul(x), ops.silu_and_mul(x))
     assert hasattr(sys.modules[f"{compare.OTHER}.ops.silu_and_mul"], "OF_THE_OTHER")
     assert not hasattr(sys.modules["vllm_rocm_ops.ops.silu_and_mul"], "OF_THE_OTHER")
+
+
+def test_each_shape_of_a_kind_is_a_line(compare, tmp_path, monkeypatch, capsys):
+    called, output = [], tmp_path / "lines.jsonl"
+    clock = argparse.Namespace(device="cpu", calls=lambda bytes_of_call: 2)
+    options = argparse.Namespace(other=tmp_path, kinds=["rows", "routing"], tolerance=0.1, clock=clock, output=output)
+    options.versions, options.commit = {"torch": "2.11.0"}, "abc"
+
+    others = {op.name: functools.partial(op) for op in (*ROW_OPS, ops.grouped_topk)}
+    for op in (*ROW_OPS, ops.grouped_topk):
+        others[op.name].explain = op.explain
+
+    def capture(call, sets):
+        assert len(sets) == 2
+        call(*sets[0])
+        called.append(call)
+
+    monkeypatch.setattr(compare, "parse", lambda *_: (options, archs.ARCHS["gfx950"]))
+    monkeypatch.setattr(compare, "import_other", lambda tree, folder: argparse.Namespace(**others))
+    monkeypatch.setattr(compare, "capture", capture)
+    monkeypatch.setattr(compare, "measure", lambda graphs, calls: {"other": 2.0, "this": 3.0})
+    monkeypatch.setattr(compare, "KINDS", {"rows": lambda: rows((1, 2), (128,)), "routing": lambda: routing((3,))})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Made-up GPU")
+    compare.main()
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(lines) == 2 * 8 + 1 and called[::2] == [others[line["op"]] for line in lines]
+    assert called[1::2] == [getattr(ops, line["op"]) for line in lines]
+    assert lines[0]["case"] == "1x128 bfloat16" and lines[-1] == lines[-1] | {
+        "us": 3.0,
+        "other_us": 2.0,
+        "case": "3x256",
+    }
+    out = capsys.readouterr().out
+    assert "silu_and_mul: 1.500 of the other's time as a geometric mean" in out and out.count("slower: ") == len(lines)
+
+
+def test_the_kinds_are_those_of_the_command_bench(compare):
+    assert list(compare.KINDS) == list(cli.LISTS)
+    for kind, make in compare.KINDS.items():
+        names = {(shape.op.name, shape.case.name) for shape in make()}
+        assert len(names) == {"rows": 8 * 2 * 4, "gemm": 6 * 25, "routing": 7, "moe": 6 * 13}[kind]

@@ -583,7 +583,7 @@ def test_committed_figures_are_of_the_newest_results():
         assert shown and shown == numbers_in(path), "run figures.py"
 
 
-@pytest.mark.parametrize("script", ["decode_step.py", "dispatch.py", "figures.py"])
+@pytest.mark.parametrize("script", ["compare.py", "decode_step.py", "dispatch.py", "figures.py"])
 def test_help(script):
     command = [sys.executable, str(SCRIPTS / script), "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops import model_config, model_layers, op, ops
+from vllm_rocm_ops.bench import experts, vllm_experts
 from vllm_rocm_ops.bench.peers import OTHERS, PYTORCH, ROWS, peers, vllm_call
 from vllm_rocm_ops.correctness import as_tuple, clone
 
@@ -95,3 +96,40 @@ def test_vllms_experts_get_what_they_take(model):
     tensors, how = peers(call.op)["vllm"].prepare(*arguments)
     assert tensors[0].shape == (5, 512) and how["global_num_experts"] == 16 and how["expert_map"] is arguments[10]
     assert how["quant_config"].block_shape == ([128, 128] if model.endswith("fp8") else None)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("routed", [8, 4])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+def test_vllms_experts_compute_a_share_in_the_tiles_that_are_named(routed, shared, dtype, monkeypatch):
+    """Its kernels are Triton's: our reference stands in for them, with the shared expert as vLLM has it."""
+    fused_moe = importlib.import_module("vllm.model_executor.layers.fused_moe.fused_moe")
+    override = importlib.import_module("vllm.model_executor.layers.fused_moe")
+    ran_in = []
+
+    def stands_in(hidden, w1, w2, topk_weights, topk_ids, quant_config, expert_map, global_num_experts, **_):
+        ran_in.append(override.get_config())
+        assert global_num_experts == 8 + shared and (expert_map is None or len(expert_map) == global_num_experts)
+        scales = quant_config.w1_scale, quant_config.w2_scale
+        how = topk_weights, topk_ids, torch.bfloat16, *scales, None, None, expert_map
+        return ops.fused_experts.reference(hidden, w1, w2, *how)
+
+    tuned = {1: {"BLOCK_SIZE_M": 1}, 4: {"BLOCK_SIZE_M": 4}}
+    shipped = routed  # without the shared expert
+    monkeypatch.setattr(fused_moe, "fused_experts", stands_in)
+    monkeypatch.setattr(fused_moe, "get_moe_configs", lambda count, *_: tuned if count == shipped else None)
+    share = experts.Share(8, routed, 2, 128, 128, shared=shared)
+    [shape] = (s for s in _shapes_of(share, dtype, monkeypatch) if s.case.name.startswith("one 3 "))
+    sets = [shape.arguments("cpu", torch.float8_e4m3fn)]
+    found = shape.peers(sets)
+    assert {"vllm fused_experts", "vllm fused_experts, default tiles"} < set(found) and len(found) == 4
+    assert f"E={routed},N=128," in vllm_experts.tuned_file(sets[0])
+    line = shape.check(sets, "cpu", {name: peer for name, peer in found.items() if "Triton" not in name})()
+    assert len(line["differs"]) == 2 and max(line["differs"].values()) < 1e-2 and line["experts_hit"] >= 1
+    assert tuned[4] in ran_in and len(ran_in) == 2
+
+
+def _shapes_of(share: experts.Share, dtype: torch.dtype, monkeypatch) -> list[experts.Experts]:
+    monkeypatch.setattr(experts, "SHARES", {"one": share})
+    return list(experts.experts((1, 3), dtype))

@@ -1,1 +1,1 @@
-"""How long ops take: cases and models' calls (run.py), all configurations of them (tune.py), and what else computes the same."""
+"""How long ops take: cases, models' calls and lists of shapes (run.py), what is tuned (tune.py), and what else computes the same."""

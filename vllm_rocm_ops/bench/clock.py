@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from typing import Protocol
 
@@ -61,6 +62,11 @@ def replays(graphs: dict, calls: int, rounds: int = ROUNDS) -> dict[object, list
             end.synchronize()
             times[name].append(start.elapsed_time(end) * 1000 / calls)
     return times
+
+
+def measure(graphs: dict, calls: int) -> dict[object, float]:
+    """Median microseconds per call of each of `replays`."""
+    return {name: statistics.median(times) for name, times in replays(graphs, calls).items()}
 
 
 def calls_of_graph(bytes_of_call: int) -> int:

@@ -6,12 +6,13 @@
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.bench.clock import Clock
 from vllm_rocm_ops.families.experts import scheme
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.op import Op
@@ -40,6 +41,29 @@ def peers(op: Op) -> dict[str, Peer]:
         if is_there():
             found[name] = peer
     return found
+
+
+def prepare(found: Mapping[str, Peer], clock: Clock, sets: list[tuple]) -> tuple[dict[str, object], dict[str, str]]:
+    """What a clock takes of each peer, on so many sets of the op's arguments; and why the others are unavailable."""
+    prepared, unavailable = {}, {}
+    for name, peer in found.items():
+        try:
+            prepared[name] = clock.prepare(peer.call, [peer.prepare(*arguments) for arguments in sets])
+        except Exception as error:  # noqa: BLE001  whatever a peer says, it is not available
+            unavailable[name] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+    return prepared, unavailable
+
+
+def load_vllm(libraries: Sequence[str] = (), version: str = "") -> str | None:
+    """Registers vLLM's compiled ops: of these libraries, of this version, or those that are installed. Returns the version."""
+    for library in libraries:
+        torch.ops.load_library(library)
+    if libraries:
+        return version or "library"
+    load()
+    with contextlib.suppress(ImportError):
+        return importlib.import_module("vllm").__version__
+    return None
 
 
 @functools.cache
@@ -107,7 +131,7 @@ def _torch_blocks(a, b, sa, sb, dtype):
     return torch._scaled_mm(a, b.t(), sa, sb.t(), out_dtype=dtype)
 
 
-def _column_major(a, b, sa, sb, dtype):
+def column_major(a, b, sa, sb, dtype):
     """Scales of the activations as cuBLASLt and vLLM's block kernels want them."""
     return a, b, sa.t().contiguous().t(), sb, dtype
 
@@ -129,7 +153,7 @@ def _padded_blocks(a, b, sa, sb, dtype):
     if missing:
         a = torch.cat([a.view(torch.uint8), a.new_zeros(missing, a.shape[1], dtype=torch.uint8)]).view(a.dtype)
         sa = torch.cat([sa, sa.new_ones(missing, sa.shape[1])])
-    return _column_major(a, b, sa, sb, dtype)
+    return column_major(a, b, sa, sb, dtype)
 
 
 def _cutlass_blocks(a, b, sa, sb, dtype):
@@ -174,22 +198,26 @@ def _rocm_unquantized(x, weight, bias=None):
 # Mixtures of experts
 
 
-def _vllm_experts(*arguments) -> tuple:
-    """What vLLM's functional fused experts take, with its default tiles or those of the files that it ships."""
-    a = ops.fused_experts.Arguments(*arguments)
-    _require(a.shared_experts == 0, "shared experts as experts of their own")
+def experts_quantization(a):
+    """vLLM's description of how the weights and tokens of a call of `fused_experts` are quantised."""
     config = importlib.import_module("vllm.model_executor.layers.fused_moe.config")
     workspace = importlib.import_module("vllm.v1.worker.workspace")
     if not workspace.is_workspace_manager_initialized():
         workspace.init_workspace_manager(a.w1.device)
     kind = scheme(a.w1, a.w1_scale)
     _require(kind != "mx", "scales of float32")
-    quantization = config.FUSED_MOE_UNQUANTIZED_CONFIG
-    if kind != "none":
-        how = {"per_act_token_quant": kind == "channel", "per_out_ch_quant": kind == "channel"}
-        how["block_shape"] = [BLOCK, BLOCK] if kind == "block" else None
-        quantization = config.fp8_w8a8_moe_quant_config(a.w1_scale, a.w2_scale, a.hidden_scale, a.act_scale, **how)
-    common = {"quant_config": quantization, "expert_map": a.expert_map}
+    if kind == "none":
+        return config.FUSED_MOE_UNQUANTIZED_CONFIG
+    how = {"per_act_token_quant": kind == "channel", "per_out_ch_quant": kind == "channel"}
+    how["block_shape"] = [BLOCK, BLOCK] if kind == "block" else None
+    return config.fp8_w8a8_moe_quant_config(a.w1_scale, a.w2_scale, a.hidden_scale, a.act_scale, **how)
+
+
+def _vllm_experts(*arguments) -> tuple:
+    """What vLLM's functional fused experts take, with its default tiles or those of the files that it ships."""
+    a = ops.fused_experts.Arguments(*arguments)
+    _require(a.shared_experts == 0, "shared experts as experts of their own")
+    common = {"quant_config": experts_quantization(a), "expert_map": a.expert_map}
     if a.expert_map is not None:
         common["global_num_experts"] = len(a.expert_map)
     common["apply_router_weight_on_input"] = a.apply_router_weight_on_input
@@ -211,12 +239,12 @@ def _has_cutlass() -> bool:
     return hasattr(torch.ops._C, "cutlass_scaled_mm")
 
 
-def _has_vllm() -> bool:
+def has_vllm() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
 def _has_vllm_rocm() -> bool:
-    return torch.version.hip is not None and _has_vllm()
+    return torch.version.hip is not None and has_vllm()
 
 
 def _has_aiter() -> bool:
@@ -225,7 +253,7 @@ def _has_aiter() -> bool:
 
 PYTORCH: dict[str, dict[str, Peer]] = {
     "scaled_mm": {"torch": Peer(_torch_scaled), "torch tensorwise": Peer(_torch_tensorwise)},
-    "block_scaled_mm": {"torch": Peer(_torch_blocks, _column_major)},
+    "block_scaled_mm": {"torch": Peer(_torch_blocks, column_major)},
     "unquantized_gemm": {"torch": Peer(torch.nn.functional.linear)},
     "fused_experts": {},  # the reference goes through all experts, one by one
 }
@@ -239,10 +267,10 @@ OTHERS: dict[str, tuple[tuple[str, Peer, Callable[[], bool]], ...]] = {
     ),
     "block_scaled_mm": (
         ("vllm", Peer(_cutlass_blocks, _padded_blocks), _has_cutlass),
-        ("vllm triton", Peer(_triton_blocks), _has_vllm),
+        ("vllm triton", Peer(_triton_blocks), has_vllm),
         ("aiter", Peer(_aiter_blocks), _has_aiter),
     ),
-    "fused_experts": (("vllm", Peer(_call_vllm_experts, _vllm_experts), _has_vllm),),
-    "grouped_topk": (("vllm", Peer(_vllm_grouped_topk), _has_vllm),),
+    "fused_experts": (("vllm", Peer(_call_vllm_experts, _vllm_experts), has_vllm),),
+    "grouped_topk": (("vllm", Peer(_vllm_grouped_topk), has_vllm),),
     "unquantized_gemm": (("vllm rocm", Peer(_rocm_unquantized), _has_vllm_rocm),),
 }

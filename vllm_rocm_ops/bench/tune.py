@@ -25,6 +25,7 @@ from vllm_rocm_ops import model_layers, tables
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.bench.clock import Clock, tensor_bytes
+from vllm_rocm_ops.bench.peers import prepare
 from vllm_rocm_ops.op import Case, Op
 
 MARGIN = 0.03
@@ -107,15 +108,11 @@ def measure(problem: Problem, clock: Clock, peers: Mapping[str, object], folder:
     for config in dict.fromkeys((now, *op.configs(a, arch))):
         with op.running(config):
             prepared[config] = clock.prepare(op, sets)
-    unavailable = {}
-    for name, peer in peers.items():
-        try:
-            prepared[name] = clock.prepare(peer.call, [peer.prepare(*arguments) for arguments in sets])
-        except Exception as error:  # noqa: BLE001  whatever a peer says, it is not available
-            unavailable[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    of_peers, unavailable = prepare(peers, clock, sets)
+    prepared |= of_peers
     medians = _medians(clock, prepared)
     result = Result(problem, medians[now], medians[now], None, unavailable=unavailable)
-    result.peers = {name: medians[name] for name in peers if name in medians}
+    result.peers = {name: medians[name] for name in of_peers}
     fastest = min((config for config in prepared if config not in peers), key=medians.get)
     if _wins(medians[fastest], medians[now]):
         again = _medians(clock, {config: prepared[config] for config in (now, fastest)})
