@@ -161,6 +161,7 @@ def small(monkeypatch):
     monkeypatch.setattr(shapes, "MODELS", {"tiny": "tiny-llama-fp8"})
     sizes = {"known": 8, "topk": 2, "hidden": 128, "intermediate": 128}
     shares = {"all": experts.Share(routed=8, shared=True, **sizes), "half": experts.Share(routed=4, **sizes)}
+    shares["half+shared"] = experts.Share(routed=4, shared=True, **sizes)
     monkeypatch.setattr(experts, "SHARES", shares)
 
 
@@ -205,6 +206,8 @@ def test_bytes_of_experts_are_those_of_the_ones_that_are_hit(turns, small):
     for shape in experts.experts((3,)):
         arguments = shape.arguments("cpu", torch.float8_e4m3fn)
         sets = shape.sets(turns, arguments)
+        expert_map = ops.fused_experts.Arguments(*arguments).expert_map
+        assert expert_map is None or expert_map.tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
         assert len(sets) == 32 and torch.equal(sets[0][4], arguments[4]) and not torch.equal(sets[1][4], arguments[4])
         assert all(one[1] is arguments[1] for one in sets)
         ids = [one[4] for one in sets]

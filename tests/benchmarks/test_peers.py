@@ -124,7 +124,7 @@ def test_vllms_experts_compute_a_share_in_the_tiles_that_are_named(routed, share
     sets = [shape.arguments("cpu", torch.float8_e4m3fn)]
     found = shape.peers(sets)
     assert {"vllm fused_experts", "vllm fused_experts, default tiles"} < set(found) and len(found) == 4
-    assert f"E={routed},N=128," in vllm_experts.tuned_file(sets[0])
+    assert f"E={routed},N=128," in vllm_experts.tuned(sets[0])[0]
     line = shape.check(sets, "cpu", {name: peer for name, peer in found.items() if "Triton" not in name})()
     assert len(line["differs"]) == 2 and max(line["differs"].values()) < 1e-2 and line["experts_hit"] >= 1
     assert tuned[4] in ran_in and len(ran_in) == 2

@@ -9,20 +9,18 @@ to move the weights of the experts that are hit, with tokens in and out, average
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
+from vllm_rocm_ops import model_arguments
 from vllm_rocm_ops.bench import vllm_experts
 from vllm_rocm_ops.bench.clock import Clock
 from vllm_rocm_ops.bench.peers import Peer
-from vllm_rocm_ops.bench.shapes import Check, Shape
-from vllm_rocm_ops.families.gemm import BLOCK
-from vllm_rocm_ops.op import Case
+from vllm_rocm_ops.bench.shapes import Check, Shape, made_case
+from vllm_rocm_ops.model_arguments import Inputs
+from vllm_rocm_ops.model_config import BLOCKS, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.ops import fused_experts
 
 TOKENS = tuple(2**i for i in range(11))
@@ -64,61 +62,27 @@ SHARES = {
 }
 
 
-class Weights(NamedTuple):
-    """w1 [E, 2 I, H] and w2 [E, H, I] with their scales, None for bf16; expert_map [known] if not all are here."""
-
-    w1: Tensor
-    w2: Tensor
-    w1_scale: Tensor | None
-    w2_scale: Tensor | None
-    expert_map: Tensor | None
-
-
-@functools.lru_cache(maxsize=1)  # of one layer there is room
-def make_weights(share: Share, dtype: torch.dtype, device: str) -> Weights:
-    def weight(rows: int, columns: int) -> Tensor:
-        weight = torch.empty(share.experts, rows, columns, dtype=dtype, device=device)
-        for expert in weight:
-            values = torch.randn(rows, columns, device=device)
-            expert.copy_(values * columns**-0.5 if dtype == torch.bfloat16 else values)
-        return weight
-
-    def scale(rows: int, columns: int) -> Tensor | None:
-        if dtype == torch.bfloat16:
-            return None
-        shape = (-(-rows // BLOCK), -(-columns // BLOCK)) if share.blocks else (rows, 1)
-        return (torch.rand((share.experts, *shape), device=device) + 0.5) * columns**-0.5
-
-    expert_map = None
-    if share.routed < share.known:
-        expert_map = torch.full((share.known,), -1, dtype=torch.int32, device=device)
-        expert_map[: share.routed] = torch.arange(share.routed)
-    gate_up, down = (2 * share.intermediate, share.hidden), (share.hidden, share.intermediate)
-    return Weights(weight(*gate_up), weight(*down), scale(*gate_up), scale(*down), expert_map)
-
-
-def make_arguments(share: Share, weights: Weights, m: int, generator: torch.Generator, device: str) -> tuple:
-    """What our op takes with m tokens; shared experts are not in ids."""
-    scores, ids = torch.rand(m, share.known, generator=generator).topk(share.topk)
-    hidden = torch.randn(m, share.hidden, generator=generator).to(torch.bfloat16)
-    tokens = (t.to(device) for t in (hidden, scores / scores.sum(1, keepdim=True), ids.to(torch.int32)))
-    hidden, topk_weights, topk_ids = tokens
-    w1, w2, *scales, expert_map = weights
-    return hidden, w1, w2, topk_weights, topk_ids, torch.bfloat16, *scales, None, None, expert_map, int(share.shared)
-
-
 @dataclass(frozen=True)
 class Experts(Shape):
-    """A share of a layer with m tokens."""
+    """A share of a layer with so many tokens."""
 
     share: Share | None = None
 
+    def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
+        return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
+
     def sets(self, clock: Clock, arguments: tuple) -> list[tuple]:
-        m = len(arguments[0])
-        calls = next(calls for most, calls in CALLS.items() if m <= most or most == max(CALLS))
-        generator = torch.Generator().manual_seed(m)
-        weights = Weights(*(getattr(fused_experts.Arguments(*arguments), name) for name in Weights._fields))
-        return [make_arguments(self.share, weights, m, generator, clock.device) for _ in range(calls)]
+        """All with the same weights."""
+        a = fused_experts.Arguments(*arguments)
+        m, generator = len(a.hidden), torch.Generator(clock.device).manual_seed(1)
+        found = [arguments]
+        for _ in range(next(calls for most, calls in CALLS.items() if m <= most or most == max(CALLS)) - 1):
+            weights, ids = torch.rand(m, self.share.known, generator=generator, device=clock.device).topk(
+                self.share.topk
+            )
+            tokens = {"hidden": torch.randn_like(a.hidden), "topk_weights": weights, "topk_ids": ids.int()}
+            found.append(a._replace(**tokens))
+        return found
 
     def hits(self, arguments: tuple) -> int:
         """How many of the rank's experts a call reads."""
@@ -132,7 +96,8 @@ class Experts(Shape):
         return sum(map(self.hits, sets)) / len(sets) * of_expert + 2 * a.hidden.nbytes
 
     def peers(self, sets: list[tuple]) -> Mapping[str, Peer]:
-        return vllm_experts.peers(sets[0])
+        found = vllm_experts.variants(sets[0]) if vllm_experts.has_vllm() else {}
+        return {name: Peer(call, vllm_experts.prepare) for name, call in found.items()}
 
     def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
         """The largest difference from the result of each peer, relative to the largest result, for the call with most experts:
@@ -143,7 +108,7 @@ class Experts(Shape):
         for name, peer in peers.items():
             with contextlib.suppress(Exception):  # `peers.prepare` says why it is unavailable
                 theirs[name] = peer.call(*peer.prepare(*arguments)).float()
-        hit, file = round(sum(hits) / len(hits), 2), vllm_experts.tuned_file(sets[0]) if peers else None
+        hit, file = round(sum(hits) / len(hits), 2), vllm_experts.tuned(sets[0])[0] if peers else None
 
         def found() -> dict[str, object]:
             own = fused_experts(*arguments).float()
@@ -155,6 +120,20 @@ class Experts(Shape):
         return found
 
 
+def _arguments(m: int, inputs: Inputs, share: Share, quantization: str) -> tuple:
+    """Of our op, with weights that keep results about as large as tokens; shared experts are not in ids."""
+    sizes = share.known, share.experts, share.topk, share.hidden, share.intermediate
+    a = fused_experts.Arguments(*model_arguments.experts(m, inputs, *sizes, quantization))
+    given = {"shared_experts": int(share.shared), "topk_weights": a.topk_weights / a.topk_weights.sum(1, keepdim=True)}
+    if a.expert_map is not None:
+        given["expert_map"] = torch.where(a.expert_map < share.routed, a.expert_map, -1)
+    for weight, scale in ((a.w1, a.w1_scale), (a.w2, a.w2_scale)):
+        (weight if scale is None else scale).mul_(weight.shape[2] ** -0.5)
+    if quantization == TOKEN:
+        given |= {"w1_scale": a.w1_scale[..., None], "w2_scale": a.w2_scale[..., None]}  # as vLLM has them
+    return tuple(a._replace(**given))
+
+
 def experts(tokens: Iterable[int] = TOKENS, dtype: torch.dtype = torch.float8_e4m3fn) -> Iterator[Experts]:
     """The shares, with weights in the architecture's e4m3 or in bf16. Raises ValueError for another dtype."""
     if dtype not in (torch.float8_e4m3fn, torch.bfloat16):
@@ -162,11 +141,8 @@ def experts(tokens: Iterable[int] = TOKENS, dtype: torch.dtype = torch.float8_e4
     for name, share in SHARES.items():
         sizes = {"topk": share.topk, "known": share.known, "routed": share.routed, "shared": int(share.shared)}
         sizes |= {"hidden": share.hidden, "intermediate": share.intermediate}
+        quantization = UNQUANTIZED if dtype == torch.bfloat16 else BLOCKS if share.blocks else TOKEN
         for m in tokens:
-
-            def make(device: str, generator, fp8_dtype, share=share, m=m) -> tuple:
-                weights = make_weights(share, dtype if dtype == torch.bfloat16 else fp8_dtype, device)
-                return make_arguments(share, weights, m, torch.Generator().manual_seed(m), device)
-
-            case = Case(f"{name} {m} {'bf16' if dtype == torch.bfloat16 else 'fp8'}", make)
+            what = f"{name} {m} {'bf16' if dtype == torch.bfloat16 else 'fp8'}"
+            case = made_case(what, torch.bfloat16, _arguments, m, share, quantization)
             yield Experts(fused_experts, case, {"m": m} | sizes, group=name, share=share)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_rocm_ops import ops
+from vllm_rocm_ops.bench import vllm_experts
 from vllm_rocm_ops.bench.clock import Clock
 from vllm_rocm_ops.families.experts import scheme
 from vllm_rocm_ops.families.gemm import BLOCK
@@ -195,38 +195,7 @@ def _rocm_unquantized(x, weight, bias=None):
     return torch.ops.vllm.rocm_unquantized_gemm(x, weight, bias)
 
 
-# Mixtures of experts
-
-
-def experts_quantization(a):
-    """vLLM's description of how the weights and tokens of a call of `fused_experts` are quantised."""
-    config = importlib.import_module("vllm.model_executor.layers.fused_moe.config")
-    workspace = importlib.import_module("vllm.v1.worker.workspace")
-    if not workspace.is_workspace_manager_initialized():
-        workspace.init_workspace_manager(a.w1.device)
-    kind = scheme(a.w1, a.w1_scale)
-    _require(kind != "mx", "scales of float32")
-    if kind == "none":
-        return config.FUSED_MOE_UNQUANTIZED_CONFIG
-    how = {"per_act_token_quant": kind == "channel", "per_out_ch_quant": kind == "channel"}
-    how["block_shape"] = [BLOCK, BLOCK] if kind == "block" else None
-    return config.fp8_w8a8_moe_quant_config(a.w1_scale, a.w2_scale, a.hidden_scale, a.act_scale, **how)
-
-
-def _vllm_experts(*arguments) -> tuple:
-    """What vLLM's functional fused experts take, with its default tiles or those of the files that it ships."""
-    a = ops.fused_experts.Arguments(*arguments)
-    _require(a.shared_experts == 0, "shared experts as experts of their own")
-    common = {"quant_config": experts_quantization(a), "expert_map": a.expert_map}
-    if a.expert_map is not None:
-        common["global_num_experts"] = len(a.expert_map)
-    common["apply_router_weight_on_input"] = a.apply_router_weight_on_input
-    return (a.hidden, a.w1, a.w2, a.topk_weights, a.topk_ids), common
-
-
-def _call_vllm_experts(tensors: tuple, common: dict):
-    kernels = importlib.import_module("vllm.model_executor.layers.fused_moe.fused_moe")
-    return kernels.fused_experts(*tensors, **common)
+# Mixtures of experts: see vllm_experts.py
 
 
 def _vllm_grouped_topk(gating_output, *how):
@@ -239,12 +208,8 @@ def _has_cutlass() -> bool:
     return hasattr(torch.ops._C, "cutlass_scaled_mm")
 
 
-def has_vllm() -> bool:
-    return importlib.util.find_spec("vllm") is not None
-
-
 def _has_vllm_rocm() -> bool:
-    return torch.version.hip is not None and has_vllm()
+    return torch.version.hip is not None and vllm_experts.has_vllm()
 
 
 def _has_aiter() -> bool:
@@ -267,10 +232,10 @@ OTHERS: dict[str, tuple[tuple[str, Peer, Callable[[], bool]], ...]] = {
     ),
     "block_scaled_mm": (
         ("vllm", Peer(_cutlass_blocks, _padded_blocks), _has_cutlass),
-        ("vllm triton", Peer(_triton_blocks), has_vllm),
+        ("vllm triton", Peer(_triton_blocks), vllm_experts.has_vllm),
         ("aiter", Peer(_aiter_blocks), _has_aiter),
     ),
-    "fused_experts": (("vllm", Peer(_call_vllm_experts, _vllm_experts), has_vllm),),
-    "grouped_topk": (("vllm", Peer(_vllm_grouped_topk), has_vllm),),
+    "fused_experts": (("vllm", Peer(vllm_experts.call, vllm_experts.prepare), vllm_experts.has_vllm),),
+    "grouped_topk": (("vllm", Peer(_vllm_grouped_topk), vllm_experts.has_vllm),),
     "unquantized_gemm": (("vllm rocm", Peer(_rocm_unquantized), _has_vllm_rocm),),
 }

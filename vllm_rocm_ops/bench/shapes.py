@@ -82,7 +82,7 @@ def select(shapes: Iterable[Shape], op: Iterable[str], case: Iterable[str]) -> l
     return found
 
 
-def _case(name: str, dtype: torch.dtype, arguments: Callable, *sizes) -> Case:
+def made_case(name: str, dtype: torch.dtype, arguments: Callable, *sizes) -> Case:
     """One whose arguments `model_arguments` makes."""
 
     def make(device: str, generator: torch.Generator, fp8_dtype: torch.dtype) -> tuple:
@@ -117,7 +117,7 @@ def rows(
         raise ValueError(f"the dtype of rows must be bfloat16 or float16, got {dtype}")
     for (op, (arguments, *how)), h, m in itertools.product(ROW_OPS.items(), hidden, tokens):
         name = f"{m}x{h} {str(dtype).removeprefix('torch.')}"
-        yield Shape(op, _case(name, dtype, arguments, m, h, *how), {"rows": m, "hidden": h}, beside_vllm)
+        yield Shape(op, made_case(name, dtype, arguments, m, h, *how), {"rows": m, "hidden": h}, beside_vllm)
 
 
 def beside_vllm(op: Op, arguments: tuple) -> Check:
@@ -191,7 +191,7 @@ def gemm(tokens: Iterable[int] = TOKENS, tp: int = TP, shuffled: bool = False) -
             if call.count and (call.op is ops.unquantized_gemm) == (op is ops.unquantized_gemm)
         }
         for (layer, (n, k)), m in itertools.product(layers.items(), tokens):
-            case = _case(f"{layer} {m}x{n}x{k}" + " shuffled" * shuffled, torch.bfloat16, arguments, m, n, k, *how)
+            case = made_case(f"{layer} {m}x{n}x{k}" + " shuffled" * shuffled, torch.bfloat16, arguments, m, n, k, *how)
             layout = {"layout": _shuffle} if shuffled else {}
             yield Shape(op, case, {"m": m, "n": n, "k": k}, beside_float64, **layout)
 
@@ -215,5 +215,5 @@ DEEPSEEK_ROUTING = 256, 8, True, 8, 4, "sigmoid", 2.5, True
 def routing(tokens: Iterable[int] = (*TOKENS, 128, 1024)) -> Iterator[Shape]:
     """Tokens to DeepSeek-V3's experts."""
     for m in tokens:
-        case = _case(f"{m}x{DEEPSEEK_ROUTING[0]}", torch.bfloat16, model_arguments.routing, m, *DEEPSEEK_ROUTING)
+        case = made_case(f"{m}x{DEEPSEEK_ROUTING[0]}", torch.bfloat16, model_arguments.routing, m, *DEEPSEEK_ROUTING)
         yield Shape(ops.grouped_topk, case, {"tokens": m, "experts": DEEPSEEK_ROUTING[0]})
