@@ -23,7 +23,7 @@ from vllm_rocm_ops.bench.peers import load_vllm, peers
 from vllm_rocm_ops.model_layers import LayerCall
 
 MOST_TOKENS = 2**24  # of a step
-SHOWN = 3  # of the configurations of a sweep, the fastest
+SHOWN = 3  # of the configurations of a sweep; more where they are chosen or wrong
 RESULTS = Path("serving_benchmarks", "results")  # in a checkout
 LISTS = {"rows": shapes.rows, "gemm": shapes.gemm, "routing": shapes.routing, "moe": experts}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
@@ -124,7 +124,9 @@ def bench_shapes(arguments: argparse.Namespace) -> int:
     with torch.inference_mode():
         for of_shape in bench.run(found, clock, **how):
             lines += of_shape
-            print("\n".join(map(str, of_shape[:SHOWN])), flush=True)
+            for place, line in enumerate(of_shape):
+                if place < SHOWN or line.chosen or line.wrong:
+                    print(line, flush=True)
             for peer, why in of_shape[0].unavailable.items():
                 print(f"  no {peer}: {why}")
             if origin:
@@ -219,7 +221,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     meaning = "vLLM's compiled ops for --peers, where there is no more of vLLM"
     command.add_argument("--vllm-library", nargs="+", metavar="PATH", help=meaning)
     command.add_argument("--vllm-version", default="", metavar="TEXT", help="what results say of --vllm-library")
-    command.add_argument("--sweep", action="store_true", help="time every configuration; the three fastest are printed")
+    command.add_argument("--sweep", action="store_true", help="time every configuration; the fastest three are printed")
     meaning = (
         f"append a line of JSON for each case and configuration; default: {RESULTS}/<gpu>/<date>-<commit>-<kind>.jsonl"
     )

@@ -228,6 +228,7 @@ def test_ours_alone_has_shuffled_weights(turns, small, tmp_path, capsys):
     command = ["bench", "--shapes", "gemm", "--batch", "16", "--shuffled", "--peers", "--op", "unquantized_gemm"]
     assert cli.main([*command, "--jsonl", str(tmp_path / "a.jsonl")]) == 0, capsys.readouterr().err
     [line] = lines_of(tmp_path / "a.jsonl")
+    assert f"  relative_error {line['relative_error']:.2g}\n" in capsys.readouterr().out
     assert line["case"].endswith(" shuffled") and line["peers"]["torch"] == 2.0 and line["relative_error"] < 0.01
     shape = next(shape for shape in shapes.gemm((2,), shuffled=True) if shape.op is ops.scaled_mm)
     given = shape.arguments("cpu", torch.float8_e4m3fn)

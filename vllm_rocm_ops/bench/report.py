@@ -103,7 +103,7 @@ class Line:
         text += "".join(f"  {peer} {us:.2f}" for peer, us in self.peers.items())
         text += f"  {self.kernel}" + (f": {self.wrong}" if self.wrong else "")
         text += "" if self.chosen else f" {self.config}"
-        return text + "".join(f"  {name} {value}" for name, value in self.found.items())
+        return text + "".join(f"  {name} {_shown(value)}" for name, value in self.found.items())
 
     def json(self, origin: Origin) -> dict:
         """The line of a file of results."""
@@ -139,6 +139,12 @@ def append(lines: Iterable[Line], origin: Origin, path: Path) -> None:
 HEADER = (
     f"{'op':36} {'case':24} {'result':6} {'best us':>9} {'median':>9} {'slowest':>9} {'GB/s':>8} {'TFLOPS':>8}  kernel"
 )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(part)}" for name, part in value.items()) or "-"
+    return f"{value:.2g}" if isinstance(value, float) else str(value)
 
 
 def summary(lines: list[Line]) -> str:
