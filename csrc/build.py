@@ -302,7 +302,7 @@ class DebugInfo:
         end, found = 0, {}
         for parameter in self.parameters:
             if parameter["scope"] == self.kernels[kernel]:
-                size, alignment, numbers = self.numbers(parameter["name"], parameter["type"])
+                size, alignment, numbers = self.numbers(parameter.get("name", parameter["arg"]), parameter["type"])
                 start = -(-end // alignment) * alignment
                 found |= {name: [start + offset, its_type] for name, offset, its_type in numbers}
                 end = start + size

@@ -86,7 +86,7 @@ extern "C" __attribute__((global)) void store(Problem problem, int scale, Pair<l
   problem.out[0] = VALUE * scale * (100 * problem.rows + problem.columns) + pair.first;
 }
 template <class T> __attribute__((device)) void helper(T* not_an_argument) { *not_an_argument = T(1); }
-extern "C" __attribute__((global)) void scalars(const int* restricted, float epsilon, short count) {
+extern "C" __attribute__((global)) void scalars(const int* restricted, float epsilon, short count, char) {
   helper((int*)restricted + count + int(epsilon));
 }
 """
@@ -106,7 +106,7 @@ def described(build, arch: str, debug: bool = False) -> dict:
 def test_a_stamp_has_names_offsets_and_types_of_arguments(build, debug):
     """Of structures, of those that they are made of, and of types by other names; in each order of the fields."""
     source = build.CSRC / "ops/add.hip"
-    scalars = {"restricted": [0, "pointer"], "epsilon": [8, "f32"], "count": [12, "i16"]}
+    scalars = {"restricted": [0, "pointer"], "epsilon": [8, "f32"], "count": [12, "i16"], "4": [14, "i8"]}
     for fields in ("int rows, columns;", "int columns, rows;"):
         source.write_text(ARGUMENTS.replace("FIELDS", fields))
         wanted = dict(STORES)
@@ -114,7 +114,7 @@ def test_a_stamp_has_names_offsets_and_types_of_arguments(build, debug):
             wanted |= {"problem.rows": [12, "i32"], "problem.columns": [8, "i32"]}
         for arch in build.ARCHS:
             assert described(build, arch, debug) == {
-                "scalars": {"bytes": 14, "arguments": scalars},
+                "scalars": {"bytes": 15, "arguments": scalars},
                 "store": {"bytes": 80, "arguments": wanted},
             }
 
