@@ -374,9 +374,8 @@ class Op:
         if not chosen.launches:
             return Execution(self.name, chosen.source, lambda args: self.reference(*args), is_fallback=True)
         kernel = " + ".join(launch.symbol for launch in chosen.launches)
-        packers = list(
-            map(kernel_arguments.packer, chosen.launches, taken)
-        )  # on the CPU, too, before anything is launched
+        # In the emulator, too, wrong arguments are found before anything is launched.
+        packers = [kernel_arguments.packer(l, takes) for l, takes in zip(chosen.launches, taken)]
         if on_gpu:
             run = bind_device(runtime, device, chosen.launches, handles, packers, outputs, a, self._advice())
         else:
