@@ -13,7 +13,6 @@ import torch
 
 from vllm_rocm_ops.bench import vllm_experts
 from vllm_rocm_ops.bench.clock import Clock
-from vllm_rocm_ops.families.experts import scheme
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.op import Op
 
