@@ -1,4 +1,4 @@
-// The last of several blocks to arrive continues alone. The others return: no block waits.
+// The last of several blocks to arrive continues, and the others return. No block waits for another.
 #pragma once
 #include "gpu.h"
 

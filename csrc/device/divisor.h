@@ -1,5 +1,5 @@
-// Division of integers by a number that the host knows. The host passes its inverse, which takes three scalar instructions; a
-// division by a number of run time takes twenty, through the vector unit.
+// Integer division by a divisor that the host knows. The host passes the inverse: a division takes three scalar
+// instructions. By a divisor known at run time only, it takes twenty, through the vector unit.
 #pragma once
 #include "gpu.h"
 

@@ -1,6 +1,6 @@
-// e4m3 quantisation as vLLM does it: clamp to the format's limit, round to nearest even, scales at least
-// 1 / (limit * 512). csrc/.../quantization of vLLM 0.33 divides by a dynamic scale and multiplies by the inverse of a
-// static one; the two differ in the last bit, so both are here.
+// e4m3 quantisation as in vLLM: clamp to the format's limit, round to nearest even, scales of at least
+// 1 / (limit * 512). vLLM 0.33 (csrc/.../quantization) divides by a dynamic scale and multiplies by the inverse of a static one. The
+// results differ in the last bit, so both are here.
 #pragma once
 #include "vec.h"
 
@@ -20,8 +20,8 @@ DEVICE f32x2 divide(f32x2 numerator, float denominator, float inverse) {
   return {refined.x == refined.x ? refined.x : quotient.x, refined.y == refined.y ? refined.y : quotient.y};
 }
 
-// A dynamic scale as a divisor, with its inverse refined to what divide() needs. By an infinite scale (of a row with an
-// infinity in it) finite elements become 0 and infinities NaN.
+// A dynamic scale as a divisor, with its inverse as exact as divide() needs it. A row with an infinity has an infinite
+// scale: its finite elements become 0, infinities NaN.
 struct Scale {
   float value, inverse;
   DEVICE explicit Scale(float scale) : value(__builtin_fminf(scale, __FLT_MAX__)) {

@@ -22,7 +22,7 @@ template <class T>
 DEVICE T load(const void* address) {
   return *global((const T*)address);
 }
-// A load of data that is read once: it should not displace data that is read again.
+// A non-temporal load, for data that is read once: it should not evict data that is read again.
 template <class T>
 DEVICE T load_once(const void* address) {
   return __builtin_nontemporal_load(global((const T*)address));

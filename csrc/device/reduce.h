@@ -11,9 +11,9 @@ struct Max {
 
 constexpr int kMaxWaves = 1024 / wave::kLanes;
 
-// Combines one value per thread over the block; every thread gets the result. `partials` is LDS of this reduction alone.
-// Each wave writes its partial result there, and after the barrier every wave combines all of them in the same order, so
-// that no second barrier is needed. Not reusable before a further barrier.
+// Combines one value per thread over the block; every thread gets the result. `partials` is LDS for this reduction
+// alone: it may be reused only after a further barrier. Each wave writes its partial result there. After the barrier
+// every wave combines all of them in the same order, so that no second barrier is needed.
 template <class Combine>
 DEVICE float reduce_block(float value, float identity, float* partials, int waves, Combine combine) {
   value = wave::reduce(value, identity, combine);

@@ -1,27 +1,29 @@
-// The end of kernels on rows (norms, activations, quantisation): y of a row, as T or in e4m3, and the scales of e4m3.
+// The last step of kernels on rows (norms, activations, quantisation): stores y of a row as T, or quantised to e4m3
+// with scales.
 //
 //     plain:     out = T(y)
 //     static:    out = e4m3(y * (1 / scale))
 //     per token: scale_out = max(min(absmax(y), scale_ub) / kE4m3Max, kMinScale);  out = e4m3(y / scale_out)
-//     per block: the same for each group of columns
-//     mx:        out = e4m3(y * 2^(127 - s)), s = scale_out for each group of 32 columns the least for which absmax(y) comes to at
-//                most 448, up to 254
+//     per block: as per token, for each group of 64 or 128 columns
+//     mx:        out = e4m3(y * 2^(127 - s)) for each group of 32 columns; scale_out = s, the least e8m0 scale, up to 254,
+//                for which absmax(y) * 2^(127 - s) is at most 448
 //
-// A kernel makes a RowOutput of its arguments, loads its row and calls locate(). It then calls store() for each chunk and finish(),
-// or store_elements(). Rows and chunks are passed by value: the compiler keeps an array in registers only while nothing refers to it.
+// A kernel makes a RowOutput of its arguments, loads its row and calls locate(). It then calls store() for each chunk and
+// finish(), or store_elements(). Rows and chunks are passed by value: the compiler keeps an array in registers only while no
+// reference to it exists.
 #pragma once
 #include "float8.h"
 #include "reduce.h"
 
 enum class Output { kPlain, kStatic, kPerToken, kPerBlock, kMx };
 
-// Those whose scales are computed from y.
+// Whether the scales are computed from y.
 constexpr bool is_dynamic(Output output) { return output != Output::kPlain && output != Output::kStatic; }
 
-// What scale_ub bounds, where it is not null.
+// What scale_ub bounds: nothing, absmax(y), or the scale, which then is max(min(absmax(y) / kE4m3Max, scale_ub), kMinScale).
 enum class ScaleBound { kNone, kAbsmax, kScale };
 
-// The chunks of a row that a thread has, and y of them: fp32 (Chunk) or T (u32x4).
+// A thread's chunks of a row, and their y: fp32 (Chunk) or T (u32x4).
 template <int kChunks, class Y>
 struct RowChunks {
   int index[kChunks];
@@ -29,20 +31,20 @@ struct RowChunks {
   Y y[kChunks];
 };
 
-// The exponent of absmax / 448, rounded up, as an e8m0 scale has it: 448 is 1.75 * 2^8.
+// The e8m0 scale of absmax / 448, rounded up to a power of two: 448 is 1.75 * 2^8.
 DEVICE u32 absmax_to_e8m0(float absmax) {
-  constexpr u32 kMantissa = 23, kOver = (1 << kMantissa) / 4 - 1;  // to be added to a mantissa above 0.75 to overflow
+  constexpr u32 kMantissa = 23, kOver = (1 << kMantissa) / 4 - 1;  // added to a mantissa above 0.75, it carries
   const u32 exponent = (__builtin_bit_cast(u32, absmax) + kOver) >> kMantissa;
   return exponent > 8 ? exponent - 8 : 0;
 }
 
-// Where a row goes, and how. kGroupSize: columns of a group where that is known, else 0.
+// The output of a row. kGroupSize is the number of columns of a group if the kernel knows it, else 0.
 template <class T, Output kOutput, ScaleBound kBound = ScaleBound::kAbsmax, int kGroupSize = 0>
 struct RowOutput {
-  const float* scale_at;  // [1]: the static scale; of the dynamic kinds scale_ub, or null
-  float loaded_scale;     // from there; of the static kind, after locate(), its inverse
-  void* out;              // [columns] T or e4m3; before locate() that of the first row, as all below
-  float* scale_out;       // per token: [1]; per block and mx: a group's, scale_stride apart
+  const float* scale_at;  // [1]: the static scale; of dynamic outputs scale_ub, or null
+  float loaded_scale;     // its value; locate() replaces a static scale by its inverse
+  void* out;              // [columns] T or e4m3; the first row's before locate(), as scale_out
+  float* scale_out;       // per token: [1]; per block and mx: one per group, scale_stride apart
   i64 scale_row_stride, scale_stride;
   int group_size;              // 64 or 128
   int threads, waves;          // of the block
@@ -60,7 +62,7 @@ struct RowOutput {
         threads(threads),
         waves(threads / wave::kLanes) {}
 
-  // Finds the row of this block. Called after the loads of the row, so that none of them waits for the scale.
+  // Moves to the row of this block. Called after the loads of the row, so that no load waits for the scale.
   DEVICE void locate(i64 columns) {
     constexpr bool kHasScale = kOutput == Output::kStatic || (is_dynamic(kOutput) && kBound != ScaleBound::kNone);
     if constexpr (!mem::kScalarsFirst && kOutput != Output::kPerToken) loaded_scale = load_scale();
@@ -77,7 +79,7 @@ struct RowOutput {
     if constexpr (kOutput == Output::kStatic) loaded_scale = 1.0f / loaded_scale;
   }
 
-  // Stores a chunk, or takes its largest value per token. y is 0 out of bounds.
+  // Stores a chunk; per token, takes its absolute maximum only. y is 0 where it is not in bounds.
   template <class Y>
   DEVICE void store(int index, bool in_bounds, Y y) {
     if constexpr (kOutput == Output::kPlain) {
@@ -88,7 +90,7 @@ struct RowOutput {
       thread_absmax = max_abs(thread_absmax, as_fp32(y));
     } else store_group(index, in_bounds, as_fp32(y));
   }
-  // Called behind these: stores the chunks of a thread per token.
+  // Called after store() of all chunks: stores them per token.
   template <int kChunks, class Y>
   DEVICE void finish(RowChunks<kChunks, Y> chunks) {
     if constexpr (kOutput == Output::kPerToken) {
@@ -102,8 +104,9 @@ struct RowOutput {
     }
   }
 
-  // Stores a row of any size and alignment, one element per access, with all threads of the block. value(column) is y, called
-  // once for each column and by the dynamic kinds twice by the same thread; then last(column) is called.
+  // Stores a row of any size and alignment, one element per access, by all threads of the block. value(column) returns
+  // y. Dynamic outputs call it twice for a column, in the same thread. After the last call for a column, last(column)
+  // is called.
   template <class Value, class Last>
   DEVICE void store_elements(int columns, Value value, Last last) const {
     static_assert(kOutput != Output::kMx);
@@ -156,7 +159,7 @@ struct RowOutput {
     else return scale_at ? mem::load<float>(scale_at) : __builtin_inff();
   }
 
-  // At most scale_ub. Where scalars are not loaded first, the per-token kind loads scale_ub here, at its only use.
+  // min(x, scale_ub). Where scalars are not loaded first, the per-token output loads scale_ub here, at its only use.
   DEVICE float bounded(float x) const {
     if (mem::kScalarsFirst || kOutput != Output::kPerToken) return __builtin_fminf(x, loaded_scale);
     return scale_at ? __builtin_fminf(x, mem::load<float>(scale_at)) : x;
@@ -167,7 +170,7 @@ struct RowOutput {
     else return __builtin_fmaxf(bounded(absmax_to_scale(absmax)), kMinScale);
   }
 
-  // A chunk, and the scale of its group, which is the chunks of neighbouring lanes.
+  // Stores a chunk and, in the first lane of a group, the group's scale. A group is the chunks of neighbouring lanes.
   DEVICE void store_group(int index, bool in_bounds, const Chunk& y) const {
     int log2_lanes;
     float absmax = max_abs(0.0f, y);

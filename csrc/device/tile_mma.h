@@ -1,4 +1,4 @@
-// Chooses the vendor's products of panels, as gpu.h chooses the rest.
+// Includes the vendor's products of panels, as gpu.h does the other headers.
 #pragma once
 #if defined(__AMDGCN__)
 #include "amd/tile_mma.h"

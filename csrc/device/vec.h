@@ -1,4 +1,4 @@
-// Element types of 16 bits and chunks of them: 8 elements, 16 bytes, the widest access a lane has.
+// Element types of 16 bits, and chunks: vectors of 8 elements, 16 bytes, the widest access of a lane.
 #pragma once
 #include "gpu.h"
 
@@ -36,7 +36,7 @@ DEVICE void store_element(void* row, i64 column, float x) {
   else mem::store<u16>((u16*)row + column, u16(T::pack({x, x})));
 }
 
-// use((T*)nullptr), for a type T that is only known at run time: 0 bf16, 1 fp16, 2 fp32.
+// Calls use((T*)nullptr) for an element type T known at run time: 0 bf16, 1 fp16, 2 fp32.
 template <class Use>
 DEVICE auto with_output_type(int type, Use use) {
   if (type == 0) return use((Bf16*)nullptr);

@@ -1,13 +1,8 @@
-// e4m3 quantisation of rows of bf16 or fp16 between the products of fused_experts.
+// e4m3 quantisation of rows of bf16 or fp16 between the products of fused_experts, by device/row_output.h: static, per
+// token, per block of 128 columns, of which the last of a row may be shorter, or MX.
 //
-//     static:    out = e4m3(x * (1 / static_scale))
-//     per token: scale[row] = max(absmax(x) / 448, min_scale);  out = e4m3(x / scale[row])
-//     per block: the same for each run of 128 columns, the last of which may be shorter
-//     mx:        out = e4m3(x * 2^(127 - s)), s = scale[row, run] for each run of 32 columns the least for which absmax(x) comes to
-//                at most 448, up to 254
-//
-// Bytes per element: 2 + 1. A thread owns chunks of 8 neighbouring elements: one, with as many blocks to a row as it has
-// chunks for; or per token, whose maximum a block finds alone, thread t the chunks t, t + threads, ... of a row.
+// Bytes per element: 2 + 1. A chunk is 8 neighbouring elements. Per token a block owns a row, and thread t has the chunks t,
+// t + threads, ... Otherwise a thread has one chunk, and as many blocks share a row as it has chunks for.
 #include "device/row_output.h"
 
 struct Rows {
@@ -15,7 +10,7 @@ struct Rows {
   u8* out;        // [rows, columns] e4m3; columns are a multiple of 8
   void* scale;    // per token: [rows]; per block: [rows, ceil(columns / 128)]; mx: u8 [rows, columns / 32]; else null
   const float* static_scale;  // [1], or null
-  const int* count;           // [1]: rows that there are, of those that the grid is for; or null
+  const int* count;           // [1]: the number of rows, at most that of the grid; or null for all
   i64 stride;
   int columns, threads;
 };

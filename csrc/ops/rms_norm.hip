@@ -1,21 +1,17 @@
 // RMSNorm of rows, with an optional residual add in front and an optional e4m3 quantisation behind.
 //
 //     z = input + residual                   (residual := z, rounded to T)
-//     n = T(z * rsqrt(mean(z^2) + epsilon) * weight)
-//     plain:     out = n
-//     static:    out = e4m3(n * (1 / scale))
-//     per token: scale[row] = max(min(absmax(n), scale_ub) / 448, min_scale);  out = e4m3(n / scale[row])
-//     per block: the same for each run of group_size columns
+//     y = T(z * rsqrt(mean(z^2) + epsilon) * weight), which device/row_output.h stores or quantises
 //
-// Rounding follows vLLM 0.33.0's ops of the same names, as its wheel behaves: the plain and static kinds take z rounded to
-// T and round n once; the dynamic kinds take z unrounded and round n before the weight too.
+// Rounding is that of the ops of the same names in vLLM 0.33.0's wheel. Plain and static outputs take z rounded to T
+// and round y once. Dynamic outputs take z unrounded and round before the weight too.
 //
-// Bytes per element: 2 (input) + 4 (residual, read and written) + 1 or 2 (out); some 10 flops. Up to about 64 rows the
-// time is latency, above it is HBM bandwidth. A block owns a row and keeps it in registers between the reductions; lane
-// by lane a thread owns chunks of 8 elements, thread t those at t, t + threads, ... All loads of a row, the weight's
-// too, are in flight before the first is used, and there is one barrier per reduction. A row is not split over blocks:
-// its sum of squares would need a barrier between blocks, which costs more than reading 64 KB in one block does. Nor do
-// the two reductions of the per-token kind share a barrier: the scale that vLLM computes depends on the rounded n.
+// Bytes per element: 2 (input) + 4 (residual, read and written) + 1 or 2 (out); some 10 flops. Latency bounds the time up to
+// about 64 rows, HBM bandwidth above. A block owns a row and keeps it in registers between the reductions. Thread t has the
+// chunks of 8 elements t, t + threads, ... All loads of the row and of the weight are in flight before the first is used. Each
+// reduction has one barrier. Blocks do not share a row: the sum of squares would need a barrier between blocks, which takes
+// longer than one block takes to read 64 KB. The two reductions of the per-token output do not share a barrier: vLLM's scale
+// depends on the rounded y.
 #include "device/row_output.h"
 
 struct NormRow {

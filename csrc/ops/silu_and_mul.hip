@@ -1,18 +1,15 @@
 // SwiGLU activation of rows [gate | up], with an optional e4m3 quantisation behind.
 //
-//     y = gate * sigmoid(gate) * up
-//     plain:     out = T(T(gate * sigmoid(gate)) * up)
-//     static:    out = e4m3(plain * (1 / scale))
-//     per token: scale[row] = max(min(absmax(y), scale_ub) / 448, min_scale);  out = e4m3(y / scale[row])
-//     per block: scale[row, group] = max(min(absmax(y) / 448, scale_ub), min_scale);  out = e4m3(y / scale[row, group])
+//     y = gate * sigmoid(gate) * up, which device/row_output.h stores or quantises
 //
-// The dynamic kinds stay in fp32 up to the cast, and scale_ub bounds the absolute maximum per token but the scale per
-// block: all as vLLM's ops of the same names behave in the wheel of 0.33.0 (per token: as on its main branch).
+// Rounding is that of vLLM's ops of the same names in the wheel of 0.33.0 (per token: on its main branch). Plain and
+// static outputs round gate * sigmoid(gate) to T, and y. Dynamic outputs keep fp32 up to the cast. scale_ub bounds the
+// absolute maximum per token, but the scale per block.
 //
-// Bytes per element: 4 (gate and up) + 1 or 2 (out); some 8 flops and two transcendentals. Without a row-wide maximum
-// nothing ties a row to a block, so columns are split over as many blocks as there are chunks for. The per-token kind
-// gives a row to a block, which keeps y in registers across its one barrier. Thread t of a block owns the chunks of 8
-// elements t, t + threads, ... of the block's columns.
+// Bytes per element: 4 (gate and up) + 1 or 2 (out); some 8 flops and two transcendentals. Without a maximum over the
+// row, blocks share a row: there are as many as it has chunks for. The per-token output gives a row to one block, which
+// keeps y in registers across its one barrier. Thread t of a block has the chunks of 8 elements t, t + threads, ... of
+// the block's columns.
 #include "device/row_output.h"
 
 template <class T, Output kOutput>
@@ -38,7 +35,8 @@ DEVICE Chunk silu_and_mul(u32x4 gate, u32x4 up) {
   return y;
 }
 
-// hidden is a multiple of 8; gate, up and out are 16-byte aligned. Chunks `first` on, kChunks per thread.
+// hidden is a multiple of 8; gate, up and out are 16-byte aligned. The block has the chunks from `first` on, kChunks
+// per thread.
 template <class T, Output kOutput, int kChunks>
 DEVICE void silu_and_mul_vector(GatedRow row, int first, Activation<T, kOutput> output) {
   RowChunks<kChunks, Chunk> chunks;

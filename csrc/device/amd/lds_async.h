@@ -12,7 +12,7 @@ using Local = __attribute__((address_space(3))) T;
 
 #if defined(__gfx942__)
 
-constexpr int kBuffers = 1;  // buffers in LDS that a loop copies to in turn
+constexpr int kBuffers = 1;  // buffers in LDS that a loop copies to round-robin
 
 struct Copy {  // in flight
   u32x4 data;

@@ -1,4 +1,4 @@
-// How threads of a block wait for each other, and how blocks count who has come.
+// Barriers of the threads of a block, and counters that blocks share.
 #pragma once
 #include "../mem.h"
 
@@ -15,8 +15,9 @@ DEVICE void wait_for_stores() {
   asm volatile("" ::: "memory");       // the compiler moves no store over it
   __builtin_amdgcn_s_waitcnt(0x0f70);  // vmcnt(0)
 }
-// The number of blocks that counted before, from 0 to `blocks` - 1; the last block resets the counter to 0. It orders nothing: a
-// block waits for its stores before a barrier, and the last block loads with mem::load_device after another barrier.
+// The number of blocks that counted before, from 0 to `blocks` - 1; the last block resets the counter to 0. It orders
+// nothing: a block waits for its stores before a barrier, and the last block loads with mem::load_device after another
+// barrier.
 DEVICE u32 block_count(u32* counter, u32 blocks) {
   return __builtin_amdgcn_atomic_inc32(mem::global(counter), blocks - 1, __ATOMIC_RELAXED, "agent");
 }

@@ -8,7 +8,7 @@
 
 namespace tile {
 
-constexpr int kXcds = 8;                // the hardware deals a launch's blocks in turn
+constexpr int kXcds = 8;                // the hardware assigns blocks to them round-robin
 constexpr int kWaveTokens = 64;         // of the tile that a wave multiplies
 constexpr int kAccumulatorTokens = 16;  // AccumulatorTile
 constexpr int kAccumulatorRows = 32;

@@ -9,7 +9,7 @@ namespace lds {
 template <class T>
 using Local = __attribute__((address_space(3))) T;
 
-constexpr int kBuffers = 3;  // buffers in LDS that a loop copies to in turn
+constexpr int kBuffers = 3;  // buffers in LDS that a loop copies to round-robin
 
 DEVICE u32 address(const Local<u8>* place) { return u32(i64(place)); }
 

@@ -1,2 +1,2 @@
-// Nothing: up to sm_90 no matrix instruction takes block scales.
+// Empty: up to sm_90 no matrix instruction takes block scales.
 #pragma once

@@ -1,4 +1,4 @@
-// How threads of a block wait for each other, and how blocks count who has come.
+// Barriers of the threads of a block, and counters that blocks share.
 #pragma once
 #include "../mem.h"
 
