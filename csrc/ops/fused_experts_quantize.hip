@@ -42,8 +42,8 @@ DEVICE void quantize_row(const Rows& p) {
 #define INSTANCE(threads, symbol, T, output, chunks) \
   KERNEL(threads) symbol(Rows rows) { quantize_row<T, Output::output, chunks>(rows); }
 
-INSTANCE( 256, fused_experts_quantize_static_bf16, Bf16, kStatic,  1)
-INSTANCE( 256, fused_experts_quantize_static_fp16, F16,  kStatic,  1)
+INSTANCE( 256, fused_experts_quantize_static_bf16, Bf16, kStatic,   1)
+INSTANCE( 256, fused_experts_quantize_static_fp16, F16,  kStatic,   1)
 INSTANCE( 256, fused_experts_quantize_block_bf16,  Bf16, kPerBlock, 1)
 INSTANCE( 256, fused_experts_quantize_block_fp16,  F16,  kPerBlock, 1)
 INSTANCE(1024, fused_experts_quantize_token_bf16,  Bf16, kPerToken, 4)
