@@ -1,6 +1,6 @@
 // Tiles of 64 rows, streamed through LDS. A block has two consumer groups of four waves. Each group copies and multiplies
 // panels of its own: 128 bytes of K of the tile's rows and of all tokens. A stage is one or two panels; the groups take the
-// stages of a tile in turn. Registers hold enough loads for some 86 % of HBM's bandwidth, LDS for 96 % (gemm.py on H200, 13312
+// stages of a tile in turn. Registers hold enough loads for some 86 % of HBM's bandwidth, LDS for 96 % (measured on H200, 13312
 // x 16384). Past the end of a tile the next tile's panels follow, so that all stages but one are always in flight. A block that
 // is alone on a compute unit gets more stages: its size of dynamic LDS says so. Block scales come with their panel.
 //
@@ -8,7 +8,7 @@
 // cold one some two cycles. So a copy needs one offset per thread, a barrier serves two panels, and the epilogue has no
 // branches.
 //
-// Tried on H200 (gemm.py, scaled_mm, microseconds) and not kept:
+// Tried on H200 (scaled_mm, microseconds) and not kept:
 // - Sums that meet in the LDS of a cluster of blocks: 0.2 to 0.9 less where tiles are shared, 0.3 more where they are not.
 // - Kernels that start while the one before runs (griddepcontrol), with their first panels in flight: up to 16 tokens 1.26 to 1.30
 //   times as fast as the best peer in place of 1.06 to 1.10; but AMD's GPUs have nothing like it, and it is only right where that
@@ -29,7 +29,7 @@ struct StreamedTile {
                        kThreads = kConsumerGroups * kConsumerThreads;
   static constexpr int kWeightBytes = kTileRows * tile::kDepth, kPanelBytes = kWeightBytes + kTokens * tile::kDepth;
   static constexpr int kResident = 2;  // blocks, if LDS suffices
-  // Panels that a consumer group has in LDS if the block is alone on a compute unit, and otherwise; gemm.py knows both.
+  // Panels that a consumer group has in LDS if the block is alone on a compute unit, and otherwise; skinny_gemm.py knows both.
   static constexpr int kDeep = kTokens == 16 ? 10 : kTokens == 32 ? 8 : 6, kShallow = kTokens == 64 ? 3 : 4;
   static constexpr bool kScaled = kScales == ScaleGranularity::kBlock;
   // Words that hold the scales of the tokens and of the weight.
