@@ -145,7 +145,8 @@ def describe(tensor: torch.Tensor) -> str:
 @dataclass(eq=False)
 class Op:
     """One op; see the module's text for the parts. `mutates` names the arguments that it updates in place; `sums` says
-    that results are long sums, which may cancel, so that their rounding errors are not a step or so of each result."""
+    that results are long sums, which may cancel, so that their rounding errors are not a step or so of each result. `peer` is what
+    PyTorch itself has for the op's arguments, to be timed beside it: the reference unless it is named."""
 
     reference: Callable
     allocate: Callable
@@ -159,6 +160,7 @@ class Op:
     cost: Callable | None = None
     mutates: tuple[str, ...] = ()
     sums: bool = False
+    peer: Callable | None = None
     name: str = field(init=False)
 
     def __post_init__(self) -> None:

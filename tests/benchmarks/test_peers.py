@@ -1,6 +1,7 @@
 """What is timed beside the ops. Most of it needs a GPU: here, that arguments and names fit."""
 
 import importlib.util
+import itertools
 
 import pytest
 import torch
@@ -31,6 +32,13 @@ def test_every_op_has_pytorch_as_a_peer_that_computes_the_same(call):
     ours = call.op.reference(*map(clone, arguments))
     for mine, other in zip(as_tuple(ours), as_tuple(theirs), strict=True):
         torch.testing.assert_close(mine.float(), other.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("the_op", [o for o in op.registered() if o.peer], ids=lambda o: o.name)
+def test_the_peer_that_an_op_names_takes_its_arguments_and_computes_the_same(the_op):
+    for case in itertools.islice(the_op.cases(), 3):
+        arguments = case.make("cpu", GENERATOR, torch.float8_e4m3fn)
+        torch.testing.assert_close(the_op.peer(*arguments), the_op.reference(*arguments), rtol=2e-2, atol=2e-2)
 
 
 def test_block_peers_get_whole_fours_of_tokens_and_their_layout_of_scales():

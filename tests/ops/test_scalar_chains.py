@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops import launch, op, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.decode import Instruction, decode
@@ -16,7 +17,9 @@ from vllm_rocm_ops.emulator.objects import CodeObject, KernelObject
 from vllm_rocm_ops.families import gemm
 
 AMD = ("gfx942", "gfx950")
-ROWS = ("rms_norm", "silu_and_mul")
+ROWS = sorted(
+    {Path(o.reference.__code__.co_filename).stem for o in op.registered() if "rowwise" in o.reference.__globals__}
+)
 PRODUCTS = ("block_scaled_mm", "mxfp8_scaled_mm", "scaled_mm", "scaled_mm_tiled", "unquantized_gemm")
 DIVIDES = {  # by the beginning of kernels' names
     "fused_experts_tiled": "tiles are counted on the device, and pairs divided by slots",

@@ -1,6 +1,6 @@
 """What else is installed that computes what an op does, to be timed beside it: PyTorch, vLLM's compiled ops, AITER.
 
-`torch._scaled_mm` is hipBLASLt on ROCm and cuBLASLt on CUDA. Nothing here is called by the ops.
+What an op's own file names as its peer is not repeated here. `torch._scaled_mm` is hipBLASLt on ROCm and cuBLASLt on CUDA. Nothing here is called by the ops.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ class Peer(NamedTuple):
 
 def peers(op: Op) -> dict[str, Peer]:
     """The peers of an op, by name."""
-    found = dict(PYTORCH.get(op.name, {"torch": Peer(op.reference)}))
+    found = dict(PYTORCH.get(op.name, {"torch": Peer(op.peer or op.reference)}))
     vllm = vllm_call(op)
     if vllm is not None:
 
@@ -218,7 +218,6 @@ def _has_aiter() -> bool:
 PYTORCH: dict[str, dict[str, Peer]] = {
     "scaled_mm": {"torch": Peer(_torch_scaled), "torch tensorwise": Peer(_torch_tensorwise)},
     "block_scaled_mm": {"torch": Peer(_torch_blocks, column_major)},
-    "unquantized_gemm": {"torch": Peer(torch.nn.functional.linear)},
     "fused_experts": {},  # the reference goes through all experts, one by one
 }
 OTHERS: dict[str, tuple[tuple[str, Peer, Callable[[], bool]], ...]] = {

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,25 +35,24 @@ class RowConfig:
     vectors_per_thread: int
 
 
-def contract(a, parts: int) -> Iterator[tuple[str, str, str, bool]]:
-    """What the callers of every op on rows must respect; a row of input is `parts` times as long as a row of the output."""
+def contract(a, parts: int, columns: Iterable[str] = ("weight",)) -> Iterator[tuple[str, str, str, bool]]:
+    """What the callers of every op on rows must respect; a row of input is `parts` times as long as a row of the output.
+    `columns` names the arguments that have an element for each column, or are None."""
     x = a.input
     yield "input", "at least one-dimensional", f"{x.dim()} dimensions", x.dim() >= 1
     yield "input", "floating point of 16 bits or more", _name(x.dtype), is_wide_float(x)
     hidden = x.shape[-1] // parts
-    if getattr(a, "weight", None) is not None:
-        holds = a.weight.shape == (hidden,) and a.weight.dtype == x.dtype
-        yield "weight", f"{_name(x.dtype)}[hidden={hidden}]", describe(a.weight), holds
+    for name, value in _given(a, columns):
+        holds = value.shape == (hidden,) and value.dtype == x.dtype
+        yield name, f"{_name(x.dtype)}[hidden={hidden}]", describe(value), holds
     residual = getattr(a, "residual", None)
     if residual is not None:
         holds = residual.shape == x.shape and residual.dtype == x.dtype
         yield "residual", f"{_name(x.dtype)}{list(x.shape)} like input", describe(residual), holds
         yield "residual", "without elements in the same place", describe(residual), not overlaps_itself(residual)
-    for name in ("scale", "scale_ub"):
-        value = getattr(a, name, None)
-        if value is not None:
-            holds = value.numel() == 1 and value.dtype == torch.float32
-            yield name, "float32 with one element", describe(value), holds
+    for name, value in _given(a, ("scale", "scale_ub")):
+        holds = value.numel() == 1 and value.dtype == torch.float32
+        yield name, "float32 with one element", describe(value), holds
     if hasattr(a, "quant_dtype"):
         yield "quant_dtype", "float8_e4m3fn or float8_e4m3fnuz", _name(a.quant_dtype), a.quant_dtype in LIMIT
     if hasattr(a, "scale_ub"):
@@ -63,13 +63,15 @@ def contract(a, parts: int) -> Iterator[tuple[str, str, str, bool]]:
         yield "input", wanted, str(hidden), hidden % a.group_size == 0
 
 
-def envelope(a, arch: Arch, hidden: int) -> Iterator[tuple[str, bool]]:
+def envelope(a, arch: Arch, hidden: int, columns: Iterable[str] = ("weight",)) -> Iterator[tuple[str, bool]]:
     """What the kernels need beyond the contract."""
-    x, residual, weight = a.input, getattr(a, "residual", None), getattr(a, "weight", None)
+    x, residual = a.input, getattr(a, "residual", None)
     yield "input is bfloat16 or float16", x.dtype in ELEMENTS
     yield "input's rows lie at one stride, their elements side by side", _is_rows(x)
     yield "residual's rows lie at one stride, their elements side by side", residual is None or _is_rows(residual)
-    yield "weight is contiguous", weight is None or weight.is_contiguous()
+    for name in columns:
+        value = getattr(a, name, None)
+        yield f"{name} is contiguous", value is None or value.is_contiguous()
     yield "hidden is at least 1 and below 2^30", 1 <= hidden < 2**30
     yield "there are fewer than 2^31 rows", rows_of(x) < 2**31
     if hasattr(a, "quant_dtype"):
@@ -133,84 +135,107 @@ def scale_strides(scale_out: Tensor | None) -> tuple[int, int]:
     return (0, 0) if scale_out is None else scale_out.stride()
 
 
-def cases(reference: Callable, parts: int) -> Iterator[Case]:
-    """Inputs that reach every path: vectors per thread and their tails, strides, the general kernel, corner and special values, bounds
-    from below the least scale to none. A row of input is `parts` times as long as a row of the output."""
-    parameters = inspect.signature(reference).parameters
-    grouped = "group_size" in parameters
-    whole = 128 if grouped else 1
-    optional_residual = "residual" in parameters and parameters["residual"].default is None
-
-    def case(name: str, shape, dtype=torch.bfloat16, fill=_random, weight_fill=_weight, padding=0, **given) -> Case:
-        fills = (fill, weight_fill)
-        return Case(name, functools.partial(_inputs, parameters, parts, shape, dtype, fills, padding, given))
-
-    for dtype, label in ELEMENTS.items():
-        yield case(f"{label}", (3, 4096), dtype)
-        yield case(f"{label}-corners", (5, 1024), dtype, fill=_corners)
-        yield case(f"{label}-special", (9, 512), dtype, fill=_special)
-        if "weight" in parameters:
-            yield case(f"{label}-special-weight", (2, 512), dtype, weight_fill=_special_weight)
-        yield case(f"{label}-general", (2, 384 if grouped else 333), dtype, padding=1)
-        if optional_residual:
-            yield case(f"{label}-no-residual", (3, 4096), dtype, residual=None)
-            yield case(f"{label}-no-residual-general", (2, 384), dtype, residual=None, padding=1)
-    for hidden in (whole, 8 * whole, 2048 - whole, 2048 + whole):
-        yield case(f"hidden{hidden}", (2, hidden))
-    yield case("hidden2040-tail" if not grouped else "hidden1920-tail", (2, 1920 if grouped else 2040))
-    yield case("one-row", (1, 7168))
-    yield case("no-rows", (0, 512))
-    yield case("strided", (4, 704 - 704 % whole), padding=64)
-    yield case("three-dimensional", (2, 3, 512), padding=8)
-    if parts == 1:
-        yield case("llama", (1, 16384))
-    if "weight" in parameters and "quant_dtype" not in parameters:
-        yield case("no-weight", (2, 512), weight=None)
-    if "scale_ub" in parameters:
-        yield case("scale_ub", (2, 512), scale_ub=0.004)
-        for bound in (1e-9, 0.5, math.inf):
-            yield case(f"scale_ub-{bound:g}", (9, 512), fill=_special, scale_ub=bound)
-        if "weight" in parameters:
-            yield case("scale_ub-special-weight", (2, 512), scale_ub=0.5, weight_fill=_special_weight)
-    if grouped:
-        yield case("group64", (2, 1024), group_size=64)
-        yield case("group64-general", (2, 192), group_size=64, padding=1)
-        yield case("transposed", (3, 1024), is_scale_transposed=True)
+Fill = Callable[[tuple[int, ...], torch.dtype, torch.Generator], Tensor]
 
 
-def _inputs(parameters, parts, shape, dtype, fills, padding, given, device, generator, fp8_dtype) -> tuple:
-    """The arguments of one case, by the names of the reference's parameters."""
-    hidden, (fill, weight_fill) = shape[-1], fills
+@dataclass(frozen=True)
+class Cases:
+    """Makes the cases of an op: `standard` has those of every op on rows, and an op adds its own by `case`. A row of input is `parts`
+    times as long as a row of the output. `columns` fills the arguments that have an element for each column."""
 
-    def strided(columns: int, padding: int) -> Tensor:
-        values = fill((*shape[:-1], columns), dtype, generator)
-        return torch.nn.functional.pad(values, (0, padding)).to(device)[..., :columns]
+    reference: Callable
+    parts: int
+    columns: Mapping[str, Fill]
 
-    makers = {
-        "input": lambda: strided(parts * hidden, padding),
-        "residual": lambda: strided(hidden, 2 * padding),  # a stride of its own
-        "weight": lambda: weight_fill((hidden,), torch.float32, generator).to(dtype).to(device),
-        "epsilon": lambda: 1e-5,
-        "scale": lambda: torch.tensor([0.013], device=device),
-        "scale_ub": lambda: None,
-        "quant_dtype": lambda: fp8_dtype,
-        "group_size": lambda: 128,
-        "is_scale_transposed": lambda: False,
-    }
+    @functools.cached_property
+    def parameters(self) -> dict[str, object]:
+        """The types of the op's arguments by name."""
+        return {k: v for k, v in typing.get_type_hints(self.reference).items() if k != "return"}
 
-    def value(name: str):
-        if name not in given:
-            return makers[name]()
-        return torch.tensor([given[name]], device=device) if name == "scale_ub" else given[name]
+    def case(
+        self, name: str, shape: tuple[int, ...], dtype=torch.bfloat16, fill: Fill | None = None, padding=0, **given
+    ) -> Case:
+        """One whose output has this shape. `fill` makes input and residual, whose rows are `padding` elements and more apart. An
+        argument is as `given`, which for one of `columns` may be another way to fill it; else as usual; else its default."""
+        return Case(name, functools.partial(self._make, shape, dtype, fill or normal, padding, given))
 
-    return tuple(value(name) for name in parameters)
+    def standard(self) -> Iterator[Case]:
+        """Inputs that reach every path: vectors per thread and their tails, strides, the general kernel, corner and special values,
+        bounds from below the least scale to none."""
+        case, parameters = self.case, self.parameters
+        columns = [name for name in self.columns if name in parameters]
+        grouped = "group_size" in parameters
+        whole = 128 if grouped else 1
+        for dtype, label in ELEMENTS.items():
+            yield case(f"{label}", (3, 4096), dtype)
+            yield case(f"{label}-corners", (5, 1024), dtype, corners)
+            yield case(f"{label}-special", (9, 512), dtype, special)
+            for name in columns:
+                yield case(f"{label}-special-{name}", (2, 512), dtype, **{name: special_columns})
+            if columns:
+                yield case(f"{label}-far-from-zero", (3, 4096), dtype, far_from_zero)
+                yield case(f"{label}-tiny-variance", (3, 1024), dtype, tiny_variance)
+                yield case(f"{label}-far-from-zero-general", (2, 1152), dtype, far_from_zero, padding=1)
+            yield case(f"{label}-general", (2, 384 if grouped else 333), dtype, padding=1)
+            if parameters.get("residual") == Tensor | None:
+                yield case(f"{label}-no-residual", (3, 4096), dtype, residual=None)
+                yield case(f"{label}-no-residual-general", (2, 384), dtype, residual=None, padding=1)
+        for hidden in (whole, 8 * whole, 2048 - whole, 2048 + whole):
+            yield case(f"hidden{hidden}", (2, hidden))
+        yield case("hidden2040-tail" if not grouped else "hidden1920-tail", (2, 1920 if grouped else 2040))
+        yield case("one-row", (1, 7168))
+        yield case("no-rows", (0, 512))
+        yield case("strided", (4, 704 - 704 % whole), padding=64)
+        yield case("three-dimensional", (2, 3, 512), padding=8)
+        if self.parts == 1:
+            yield case("llama", (1, 16384))
+        for name in columns:
+            if parameters[name] == Tensor | None:
+                yield case(f"no-{name}", (2, 512), **{name: None})
+        if "scale_ub" in parameters:
+            yield case("scale_ub", (2, 512), scale_ub=0.004)
+            for bound in (1e-9, 0.5, math.inf):
+                yield case(f"scale_ub-{bound:g}", (9, 512), fill=special, scale_ub=bound)
+            for name in columns:
+                yield case(f"scale_ub-special-{name}", (2, 512), scale_ub=0.5, **{name: special_columns})
+        if grouped:
+            yield case("group64", (2, 1024), group_size=64)
+            yield case("group64-general", (2, 192), group_size=64, padding=1)
+            yield case("transposed", (3, 1024), is_scale_transposed=True)
+
+    def _make(self, shape, dtype, fill: Fill, padding: int, given, device: str, generator, fp8_dtype) -> tuple:
+        hidden = shape[-1]
+
+        def rows(columns: int, padding: int) -> Tensor:
+            values = fill((*shape[:-1], columns), dtype, generator)
+            return torch.nn.functional.pad(values, (0, padding)).to(device)[..., :columns]
+
+        usual = {
+            "input": lambda: rows(self.parts * hidden, padding),
+            "residual": lambda: rows(hidden, 2 * padding),  # a stride of its own
+            "epsilon": lambda: 1e-5,
+            "scale": lambda: torch.tensor([0.013], device=device),
+            "quant_dtype": lambda: fp8_dtype,
+        }
+
+        def value(name: str):
+            found = given.get(name, self.columns.get(name))
+            if callable(found):
+                return found((hidden,), torch.float32, generator).to(dtype).to(device)
+            if name not in given and name in usual:
+                return usual[name]()
+            if name == "scale_ub" and name in given:
+                return torch.tensor([found], device=device)
+            return found if name in given else inspect.signature(self.reference).parameters[name].default
+
+        return tuple(value(name) for name in self.parameters)
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def _corners(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def corners(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Rows with a spike in the last, the first and the middle column, of zeros, and with the largest finite values."""
     x = torch.randn(shape, generator=generator)
     for row, column in enumerate((-1, 0, shape[-1] // 2)):
@@ -220,7 +245,7 @@ def _corners(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Genera
     return x.to(dtype)
 
 
-def _special(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def special(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Nine rows, in an order of each tensor's own: with infinities and NaN in the first half and in the second, of zeros, of
     small values and of large ones."""
     x, half = torch.randn(shape, generator=generator), shape[-1] // 2
@@ -230,15 +255,34 @@ def _special(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Genera
     return x[torch.randperm(len(x), generator=generator)].to(dtype)
 
 
-def _weight(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def far_from_zero(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Of mean 1000 and standard deviation 1."""
+    return (torch.randn(shape, generator=generator) + 1000).to(dtype)
+
+
+def tiny_variance(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Three rows whose variances are 0, that of one element a step away from the others, and a tenth of the usual epsilon."""
+    x = torch.full(shape, 7.0)
+    x[1, 5] += 2.0**-5
+    x[2] = 1e-3 * torch.randn(shape[-1], generator=generator)
+    return x.to(dtype)
+
+
+def around_one(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     return (torch.randn(shape, generator=generator) * 0.2 + 1).to(dtype)
 
 
-def _special_weight(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def special_columns(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """One with infinities and a zero in its first block, a NaN in its second."""
-    weight = _weight(shape, dtype, generator)
-    weight[[7, 8, 40, 130]] = torch.tensor([math.inf, -math.inf, 0.0, math.nan])
-    return weight
+    values = around_one(shape, dtype, generator)
+    values[[7, 8, 40, 130]] = torch.tensor([math.inf, -math.inf, 0.0, math.nan])
+    return values
+
+
+def _given(a, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Those of the arguments of these names that there are and that are not None."""
+    values = ((name, getattr(a, name, None)) for name in names)
+    return ((name, value) for name, value in values if value is not None)
 
 
 def _is_rows(tensor: Tensor) -> bool:

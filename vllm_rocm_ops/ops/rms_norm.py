@@ -115,7 +115,7 @@ def _op(mutates: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
         default=_default,
         plan=functools.partial(_plan, reference.__name__),
         problem=lambda a: rowwise.problem(a, _hidden(a)),
-        cases=functools.partial(rowwise.cases, reference, 1),
+        cases=rowwise.Cases(reference, 1, {"weight": rowwise.around_one}).standard,
         mutates=mutates,
     )
 

@@ -111,7 +111,7 @@ def _op(reference: Callable) -> Op:
         default=_default,
         plan=functools.partial(_plan, reference.__name__),
         problem=lambda a: rowwise.problem(a, _hidden(a)),
-        cases=functools.partial(rowwise.cases, reference, 2),
+        cases=rowwise.Cases(reference, 2, {}).standard,
     )
 
 

@@ -82,6 +82,7 @@ def _op(reference) -> Op:
         problem=lambda a: gemm.problem(gemm.activations(a.x), gemm.weight(a.weight)),
         cases=_cases,
         sums=True,
+        peer=torch.nn.functional.linear,
     )
 
 
