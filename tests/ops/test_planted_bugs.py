@@ -53,6 +53,92 @@ BUGS = {
         "gfx942",
         "output 0",
     ),
+    "variance in one pass": (
+        "ops/layer_norm.hip",
+        """      pair -= its_mean;
+      square = __builtin_elementwise_fma(pair, pair, square);
+    }
+  }
+  const float factor = row.inverse_deviation(""",
+        """      square = __builtin_elementwise_fma(pair, pair, square);
+      pair -= its_mean;
+    }
+  }
+  const float factor = row.inverse_deviation(-mean * mean * row.hidden + """,
+        ops.layer_norm,
+        "bf16-far-from-zero",
+        "gfx942",
+        "output 0",
+    ),
+    "variance in one pass, per element": (
+        "ops/layer_norm.hip",
+        """load_element<T>(row.input, column) - mean;
+    square = __builtin_fmaf(d, d, square);
+  }
+  const float factor = row.inverse_deviation(""",
+        """load_element<T>(row.input, column);
+    square = __builtin_fmaf(d, d, square);
+  }
+  const float factor = row.inverse_deviation(-mean * mean * row.hidden + """,
+        ops.layer_norm_per_block_quant,
+        "fp16-far-from-zero-general",
+        "gfx950",
+        "output 0",
+    ),
+    "epsilon forgotten": (
+        "ops/layer_norm.hip",
+        "mean(sum_of_squares) + epsilon",
+        "mean(sum_of_squares)",
+        ops.layer_norm,
+        "fp16-tiny-variance",
+        "gfx950",
+        "output 0",
+    ),
+    "epsilon of another norm forgotten": (
+        "ops/rms_norm.hip",
+        "row.inverse_hidden) + row.epsilon",
+        "row.inverse_hidden)",
+        ops.fused_add_rms_norm_static_fp8_quant,
+        "bf16-tiny-variance",
+        "gfx942",
+        "output 0",
+    ),
+    "bias forgotten": (
+        "ops/layer_norm.hip",
+        "y = unpack<T>(bias[i])",
+        "y = unpack<T>(u32x4{})",
+        ops.layer_norm_static_fp8_quant,
+        "bf16",
+        "gfx942",
+        "output 0",
+    ),
+    "bias forgotten, per element": (
+        "ops/layer_norm.hip",
+        "row.bias ? load_element<T>(row.bias, column) : 0.0f",
+        "0.0f",
+        ops.layer_norm,
+        "bf16-general",
+        "gfx942",
+        "output 0",
+    ),
+    "tail in the variance": (
+        "ops/layer_norm.hip",
+        "chunks.in_bounds[i] ? mean : 0.0f",
+        "mean",
+        ops.layer_norm,
+        "bf16-far-from-zero",
+        "gfx942",
+        "output 0",
+    ),
+    "last columns dropped": (
+        "ops/layer_norm.hip",
+        "in_bounds[i] = chunks.index[i] * kChunk < row.hidden;",
+        "in_bounds[i] = (chunks.index[i] + 1) * kChunk < row.hidden;",
+        ops.layer_norm_dynamic_per_token_quant,
+        "hidden2040-tail",
+        "gfx950",
+        "output 0",
+    ),
     "one chunk too many": (
         "ops/silu_and_mul.hip",
         "in_bounds[i] = chunks.index[i] * kChunk < row.hidden;",

@@ -29,21 +29,17 @@ __all__ = [
 ]
 
 
-def _exact(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _add(input: Tensor, residual: Tensor | None) -> Tensor:
     """input + residual unrounded, which the residual takes over, rounded."""
     if residual is None:
-        return _exact(input)
-    z = _exact(input) + _exact(residual)
+        return rowwise.exact(input)
+    z = rowwise.exact(input) + rowwise.exact(residual)
     residual.copy_(z)
     return z
 
 
 def _scaled(z: Tensor, epsilon: float) -> Tensor:
-    z = _exact(z)
+    z = rowwise.exact(z)
     return z * torch.rsqrt(z.square().mean(-1, keepdim=True) + epsilon)
 
 
@@ -67,22 +63,12 @@ def _configs(a, arch: Arch) -> list[RowConfig]:
     return list(rowwise.configs(_hidden(a), vector, (1, 2, 4), arch))
 
 
-def _default(a, arch: Arch) -> RowConfig:
-    """The fewest vectors per thread with at most 512 threads; measured on H200, it is within 5 % of the best everywhere.
-    Per block, where more waves hide the shuffles, the fewest of all."""
-    fitting = _configs(a, arch)
-    limit = rowwise.MAX_THREADS[1] if hasattr(a, "group_size") else 512
-    return next((c for c in fitting if c.threads <= limit), fitting[0])
-
-
 def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
     if rows_of(a.input) == 0:
         return []
-    out, scale_out = outputs if isinstance(outputs, tuple) else (outputs, None)
     residual = getattr(a, "residual", None)
     if residual is not None and not name.startswith("fused_add_"):
         name = "fused_add_" + name
-    scale_row_stride, scale_stride = rowwise.scale_strides(scale_out)
     hidden = _hidden(a)
     args = {
         "input": a.input,
@@ -92,14 +78,9 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
         "residual_stride": 0 if residual is None else row_stride(residual),
         "hidden": hidden,
         "threads_per_block": config.threads,
-        "scale": getattr(a, "scale", getattr(a, "scale_ub", None)),
-        "out": out,
-        "scale_out": scale_out,
-        "scale_row_stride": scale_row_stride,
-        "scale_stride": scale_stride,
-        "group_size": getattr(a, "group_size", 0),
         "inverse_hidden": 1.0 / hidden,
         "epsilon": float(a.epsilon),
+        **rowwise.output_args(a, outputs),
     }
     symbol = rowwise.symbol(name, a.input.dtype, config)
     return [Launch("rms_norm", symbol, (rows_of(a.input), 1, 1), (config.threads, 1, 1), args)]
@@ -112,7 +93,7 @@ def _op(mutates: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
         contract=lambda a: rowwise.contract(a, 1),
         envelope=lambda a, arch: rowwise.envelope(a, arch, _hidden(a)),
         configs=_configs,
-        default=_default,
+        default=lambda a, arch: rowwise.default(a, _configs(a, arch)),
         plan=functools.partial(_plan, reference.__name__),
         problem=lambda a: rowwise.problem(a, _hidden(a)),
         cases=rowwise.Cases(reference, 1, {"weight": rowwise.around_one}).standard,
@@ -144,7 +125,7 @@ def rms_norm_static_fp8_quant(
     input: Tensor, weight: Tensor, scale: Tensor, epsilon: float, quant_dtype: torch.dtype
 ) -> Tensor:
     """RMSNorm, then division by `scale` (float32, one element) and the cast to quant_dtype. Returns [..., hidden]."""
-    return quantization.static(_exact(_normalize(input, weight, epsilon)), scale, quant_dtype)
+    return quantization.static(rowwise.exact(_normalize(input, weight, epsilon)), scale, quant_dtype)
 
 
 @_op(mutates=("residual",))
@@ -153,7 +134,7 @@ def fused_add_rms_norm_static_fp8_quant(
 ) -> Tensor:
     """residual += input, in place, then `rms_norm_static_fp8_quant` of the (rounded) residual."""
     _add(input, residual)
-    return quantization.static(_exact(_normalize(residual, weight, epsilon)), scale, quant_dtype)
+    return quantization.static(rowwise.exact(_normalize(residual, weight, epsilon)), scale, quant_dtype)
 
 
 @_op(mutates=("residual",))
@@ -171,7 +152,7 @@ def rms_norm_dynamic_per_token_quant(
     bounds the absolute maximum. Returns out [..., hidden] of quant_dtype and scale [rows, 1] float32.
     """
     n = _normalize_twice_rounded(_add(input, residual), weight, epsilon)
-    return quantization.per_token(_exact(n), quant_dtype, scale_ub)
+    return quantization.per_token(rowwise.exact(n), quant_dtype, scale_ub)
 
 
 @_op(mutates=("residual",))
@@ -191,6 +172,4 @@ def rms_norm_per_block_quant(
     is_scale_transposed.
     """
     n = _normalize_twice_rounded(_add(input, residual), weight, epsilon)
-    q, scale = quantization.per_token(_exact(n).unflatten(-1, (-1, group_size)), quant_dtype, scale_ub)
-    scales = rowwise.scales(input, rows_of(input), input.shape[-1] // group_size, is_scale_transposed)
-    return q.flatten(-2), scales.copy_(scale.view(scales.shape))
+    return rowwise.per_block(n, quant_dtype, scale_ub, group_size, is_scale_transposed)

@@ -26,24 +26,20 @@ __all__ = [
 ]
 
 
-def _exact(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _silu(gate: Tensor) -> Tensor:
     return gate / (1.0 + torch.exp(-gate))
 
 
 def _product(input: Tensor) -> Tensor:
     """silu(gate) * up, unrounded."""
-    gate, up = _exact(input).chunk(2, -1)
+    gate, up = rowwise.exact(input).chunk(2, -1)
     return _silu(gate) * up
 
 
 def _rounded_product(input: Tensor) -> Tensor:
     """silu(gate) * up, rounded after silu and after the product."""
     gate, up = input.chunk(2, -1)
-    return _silu(_exact(gate)).to(input.dtype) * up
+    return _silu(rowwise.exact(gate)).to(input.dtype) * up
 
 
 def _hidden(a) -> int:
@@ -79,8 +75,6 @@ def _default(a, arch: Arch) -> RowConfig:
 def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
     if rows_of(a.input) == 0:
         return []
-    out, scale_out = outputs if isinstance(outputs, tuple) else (outputs, None)
-    scale_row_stride, scale_stride = rowwise.scale_strides(scale_out)
     hidden = _hidden(a)
     blocks = 1
     if config.vectors_per_thread and not _per_token(a):
@@ -90,12 +84,7 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
         "input_stride": row_stride(a.input),
         "hidden": hidden,
         "threads_per_block": config.threads,
-        "out": out,
-        "scale": getattr(a, "scale", getattr(a, "scale_ub", None)),
-        "scale_out": scale_out,
-        "scale_row_stride": scale_row_stride,
-        "scale_stride": scale_stride,
-        "group_size": getattr(a, "group_size", 0),
+        **rowwise.output_args(a, outputs),
     }
     symbol = rowwise.symbol(name, a.input.dtype, config)
     return [Launch("silu_and_mul", symbol, (rows_of(a.input), blocks, 1), (config.threads, 1, 1), args)]
@@ -130,7 +119,7 @@ def silu_and_mul_quant(input: Tensor, scale: Tensor, quant_dtype: torch.dtype) -
 
     input [..., 2 * hidden] bf16 or fp16. Returns [..., hidden].
     """
-    return quantization.static(_exact(_rounded_product(input)), scale, quant_dtype)
+    return quantization.static(rowwise.exact(_rounded_product(input)), scale, quant_dtype)
 
 
 @_op
