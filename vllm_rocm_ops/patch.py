@@ -36,16 +36,21 @@ class Hunk:
 
 @dataclass(frozen=True)
 class Patch:
-    """A patch file: a header of `Name: text`, and a unified diff against the folder that vLLM's package is in."""
+    """A patch file: a header of `Name: text`, the commit message's body, and a unified diff against vLLM's tree.
+
+    `hunks` are those of the package, `tests` those of vLLM's tests/, which no installed vLLM has and nothing is applied to.
+    """
 
     name: str
     text: str
     header: dict[str, str]
+    message: str
     hunks: tuple[Hunk, ...]
+    tests: tuple[Hunk, ...]
 
     @property
     def paths(self) -> list[str]:
-        """The files that it changes."""
+        """The files of the package that it changes."""
         return list(dict.fromkeys(hunk.path for hunk in self.hunks))
 
 
@@ -68,17 +73,20 @@ def read(path: Path) -> Patch:
     """The patch in a file. ValueError where it is no such patch."""
     text = path.read_bytes().decode()
     head, _, diff = text.partition("\n\n--- ")
+    head, _, message = head.partition("\n\n")
     header = dict(line.split(": ", 1) for line in re.sub(r"\n +", " ", head).splitlines())
     hunks = []
     for part in re.split(r"^--- ", diff, flags=re.MULTILINE):
         old, new, *body = part.splitlines(keepends=True)
-        target = re.fullmatch(r"\+\+\+ b/(vllm/\S+)\n", new)
+        target = re.fullmatch(r"\+\+\+ b/((?:vllm|tests)/\S+)\n", new)
         if not target or ".." in target[1] or old not in (f"a/{target[1]}\n", "/dev/null\n"):
             raise ValueError(f"{path.name}: {old.strip()} and {new.strip()} name no file of vLLM's")
         hunks += [_hunk(path.name, target[1], lines) for lines in _split(body)]
         if old == "/dev/null\n" and hunks[-1].before:
             raise ValueError(f"{path.name}: {target[1]} is new but has lines before")
-    return Patch(path.stem, text, header, tuple(hunks))
+    package = [hunk for hunk in hunks if hunk.path.startswith("vllm/")]
+    tests = [hunk for hunk in hunks if hunk not in package]
+    return Patch(path.stem, text, header, message, tuple(package), tuple(tests))
 
 
 def _split(body: list[str]) -> list[list[str]]:

@@ -3,6 +3,8 @@
 import hashlib
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,17 @@ from vllm_rocm_ops import cli, doctor, patch
 ROOT = readme.ROOT
 FIRST = """\
 Subject: Say two
-Why: one is too few
 Without: there is one
 Upstream: none
 Remove when: there are two
 Test: here
 
+One is too few.
+
+--- /dev/null
++++ b/tests/test_a.py
+@@ -0,0 +1 @@
++assert second == 2
 --- a/vllm/a.py
 +++ b/vllm/a.py
 @@ -1,3 +1,4 @@ def somewhere
@@ -33,11 +40,12 @@ Test: here
 """
 SECOND = """\
 Subject: Add a file
-Why: it is new
 Without: it is not there
 Upstream: none
 Remove when: it is there
 Test: here
+
+It is new.
 
 --- /dev/null
 +++ b/vllm/deep/new.py
@@ -93,7 +101,7 @@ def test_apply_changes_what_it_says_and_revert_brings_it_back(vllm, capsys):
     after = contents(vllm)
     assert after["a.py"] == A.replace("third", "second = 2\nthird").replace("= 8", '= "eight"')
     assert after["deep/new.py"] == "new = 1\nnewer = 2\n" and after["deep/b.py"] == "old = 0\n"
-    assert after[f"{patch.MARKER}/01-two.patch"] == FIRST
+    assert after[f"{patch.MARKER}/01-two.patch"] == FIRST and not (vllm.parent / "tests").exists()
     assert [entry.applied for entry in patch.status(vllm)] == [True, True]
     assert "all were applied before" in run(capsys, "--vllm", vllm.parent, "--apply")[1]
     assert contents(vllm) == after
@@ -277,11 +285,43 @@ SHIPPED = sorted(ROOT.glob("patches/vllm-*/*.patch"))
 def test_a_shipped_patch_says_all_that_it_must(path):
     """And names a test that exists, with a number of its own."""
     shipped = patch.read(path)
-    assert list(shipped.header) == ["Subject", "Why", "Without", "Upstream", "Remove when", "Test"]
+    assert list(shipped.header) == ["Subject", "Without", "Upstream", "Remove when", "Test"]
     file, _, test = shipped.header["Test"].partition("::")
     assert f"\ndef {test}(" in (ROOT / file).read_text()
     assert re.fullmatch(r"\d\d-[a-z0-9-]+", path.stem)
-    assert not [hunk for hunk in shipped.hunks if max(map(len, hunk.after.splitlines())) > 88], "vLLM's line length"
+    hunks = (*shipped.hunks, *shipped.tests)
+    assert not [hunk for hunk in hunks if max(map(len, hunk.after.splitlines())) > 88], "vLLM's line length"
+    assert shipped.message and max(map(len, shipped.message.splitlines())) <= 72
+    assert "Signed-off-by" not in shipped.text, "the sender's"
+
+
+FOR_UPSTREAM = [path for path in SHIPPED if patch.read(path).tests]
+
+
+def test_patches_for_upstream():
+    assert [path.stem[:2] for path in FOR_UPSTREAM] == ["01", "03", "05"]
+
+
+@pytest.mark.parametrize("path", FOR_UPSTREAM, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_patch_for_upstream_is_in_upstreams_form(path, tmp_path):
+    """A tagged title, a message that ends with how to test it, and one new test file, as vLLM's linters want it."""
+    shipped = patch.read(path)
+    assert (
+        re.fullmatch(r"(\[[\w/]+\])+ [A-Z].*[^.]", shipped.header["Subject"]) and len(shipped.header["Subject"]) <= 72
+    )
+    (hunk,) = shipped.tests
+    assert not hunk.before and shipped.message.endswith(f"\n\nTest: pytest {hunk.path}")
+    licence, owner, docstring = hunk.after.splitlines()[:3]
+    assert licence == "# SPDX-License-Identifier: Apache-2.0" and docstring.startswith('"""')
+    assert owner == "# SPDX-FileCopyrightText: Copyright contributors to the vLLM project"
+    file = tmp_path / "test_it.py"
+    file.write_text(hunk.after)
+    ruff = [sys.executable, "-m", "ruff"]
+    style = ["--isolated", "--no-cache", "--line-length=88", "--target-version=py310", str(file)]
+    rules = ["--select=E,F,UP,B,ISC,SIM,I,G", "--config=lint.isort.known-first-party=['vllm']"]
+    for command in (["format", "--check", *style], ["check", *rules, *style]):
+        done = subprocess.run([*ruff, *command], check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_shipped_patches_are_independent():

@@ -1,4 +1,4 @@
-"""What the patches change in vLLM 0.33.0: each by itself, before and after; and that the seams use what they bring.
+"""What the patches change in vLLM 0.33.0, by their own tests and ours, before and after; and that the seams use what they bring.
 
 They are applied to a copy of its Python files. Where an engine runs, it does on the binaries of the vLLM for CPU that is
 installed, whose Python files are another release's.
@@ -88,39 +88,30 @@ def test_patches_apply_and_revert(source, tmp_path):
     assert contents(package) == before
 
 
-def test_registered_linear_kernels_come_first(source, patched):
-    """With prepend=True; without, last as before. All kinds are there, and others are refused."""
-    code = """
-import inspect, json
-from vllm.model_executor.kernels import linear
-from vllm.platforms import PlatformEnum
-class First: pass
-class Last: pass
-places = {}
-tables = {"mp": linear._POSSIBLE_KERNELS} | {
-    kind: getattr(linear, f"_POSSIBLE_{kind.upper()}_KERNELS")
-    for kind in ("int8", "fp8", "fp8_block", "mxfp8", "nvfp4", "mxfp4", "mxfp6")
-}
-prepend = {"prepend": True} if "prepend" in inspect.signature(linear.register_linear_kernel).parameters else {}
-for kind, table in tables.items():
-    before = list(table.get(PlatformEnum.ROCM, []))
-    linear.register_linear_kernel(Last, PlatformEnum.ROCM, kind)
-    linear.register_linear_kernel(First, PlatformEnum.ROCM, kind, **prepend)
-    after = table[PlatformEnum.ROCM]
-    places[kind] = [len(before), after.index(First), after.index(Last), [k for k in after if k not in (First, Last)] == before]
-try:
-    linear.register_linear_kernel(First, PlatformEnum.ROCM, "fp7")
-except ValueError as error:
-    places["refused"] = str(error)
-print(json.dumps(places))
+def test_the_patches_own_tests(source, patched, tmp_path):
+    """What is sent to vLLM with them: each patch's file passes, and without its patch some of it fails."""
+    patches = [one for one in patch.known(patched) if one.tests]
+    for hunk in (hunk for one in patches for hunk in one.tests):
+        file = tmp_path / hunk.path
+        file.parent.mkdir(parents=True)
+        file.write_text(hunk.after)
+    code = f"""
+import json, pytest
+class Outcomes:
+    found = {{}}
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.failed:
+            self.found.setdefault(report.nodeid.partition("::")[0], set()).add(report.outcome)
+outcomes = Outcomes()
+options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir", {str(tmp_path)!r}]
+pytest.main([*options, {str(tmp_path)!r}], plugins=[outcomes])
+print()
+print(json.dumps({{path: sorted(found) for path, found in outcomes.found.items()}}))
 """
-    for package, first, last in ((source, 1, 0), (patched, 0, 1)):
-        answer = ask(package, code)
-        assert answer.pop("refused") == "Unrecognized kernel type: fp7"
-        assert len(answer) == 8
-        for kind, (others, at, last_at, kept) in answer.items():
-            assert kept, kind
-            assert at == (0 if first == 0 else others + 1) and last_at == others + last, kind
+    files = [one.tests[0].path for one in patches]
+    assert ask(patched, code) == {file: ["passed"] for file in files}
+    without = ask(source, code)
+    assert without.keys() == set(files) and all("failed" in found for found in without.values())
 
 
 def test_registered_experts_come_first(source, patched):
@@ -168,40 +159,6 @@ print(json.dumps([{k: [backend.name, cls.__name__] for k, (backend, cls) in answ
     assert [key for _, key, _ in asked][2] == "None"
 
 
-@pytest.mark.parametrize("invariant", ["0", "1"])
-def test_fp8_layers_say_what_input_they_take(source, patched, invariant):
-    """As their kernels do; where a batch's size must not matter an fp8 layer may read the input itself, so it does not."""
-    code = """
-import json, torch, types
-from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
-from vllm.model_executor.layers.quantization import fbgemm_fp8, fp8
-from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
-class Kernel:
-    def __init__(self, key):
-        self.key = key
-    def process_weights_after_loading(self, layer):
-        layer.prepared = True
-    def input_quant_key(self):
-        return self.key
-def key_of(method, key, **attributes):
-    method = object.__new__(method)
-    method.__dict__ |= attributes | {"fp8_linear": Kernel(key)}
-    layer = torch.nn.Linear(16, 32)
-    method.process_weights_after_loading(layer)
-    assert layer.prepared
-    return get_input_quant_key(layer) == kFp8DynamicTokenSym if key else get_input_quant_key(layer)
-block = {"use_marlin": False, "block_quant": True, "act_q_static": False}
-fbgemm = {"quant_config": types.SimpleNamespace(use_marlin=False)}
-print(json.dumps([
-    key_of(method, key, **attributes)
-    for method, attributes in ((fp8.Fp8LinearMethod, block), (fbgemm_fp8.FBGEMMFp8LinearMethod, fbgemm))
-    for key in (kFp8DynamicTokenSym, None)
-]))
-"""
-    assert ask(source, code, VLLM_BATCH_INVARIANT=invariant) == [False, None, False, None]
-    assert ask(patched, code, VLLM_BATCH_INVARIANT=invariant) == [invariant == "0", None, True, None]
-
-
 NORMS = {
     ("llama", "static"): {
         "rms_norm_static_fp8_quant": 1,
@@ -230,43 +187,6 @@ def test_norms_quantize_without_links(engines, expected, source, patched, tmp_pa
     job = engines.job(("deepseek", "block"))
     answer = engines.run({"it": job}, vllm=runnable(source, tmp_path / "released"), **options)["it"]
     assert not [op for op in answer["stats"] if op.endswith("quant")], "vLLM fuses them now: the patch can go"
-
-
-def test_compile_cache_knows_plugins(source, patched, tmp_path):
-    """Those in use, with their versions, and not those that VLLM_PLUGINS leaves out."""
-    info = tmp_path / "other-1.0.dist-info"
-    info.mkdir()
-    (tmp_path / "other.py").write_text("def register(): pass\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nother = other:register\n")
-    code = f"""
-import json, os, pathlib
-from vllm.config import DeviceConfig, VllmConfig
-
-def print_hashes(version, plugins):
-    os.environ["VLLM_PLUGINS"] = plugins
-    metadata = "Metadata-Version: 2.1\\nName: other\\nVersion: " + version + "\\n"
-    pathlib.Path({str(info / "METADATA")!r}).write_text(metadata)
-    config = VllmConfig(device_config=DeviceConfig("cpu"))
-    print(json.dumps([config.compute_hash(), config.compute_hash(include_version=False)]), flush=True)
-
-hashes = {{}}
-for version, plugins in (("1.0", "other"), ("2.0", "other"), ("1.0", "none"), ("2.0", "none")):
-    reader, writer = os.pipe()
-    child = os.fork()  # each has loaded no plugin
-    if not child:
-        os.dup2(writer, 1)
-        print_hashes(version, plugins)
-        os._exit(0)
-    os.close(writer)
-    os.waitpid(child, 0)
-    hashes[version + " " + plugins] = json.loads(os.fdopen(reader).read().splitlines()[-1])
-print(json.dumps(hashes))
-"""
-    ours, theirs = ask(patched, code, tmp_path), ask(source, code, tmp_path)
-    one, two = ours["1.0 other"], ours["2.0 other"]
-    assert one[0] != two[0] and one[1] == two[1]
-    assert ours["1.0 none"] == ours["2.0 none"]
-    assert theirs["1.0 other"] == theirs["2.0 other"], "vLLM knows plugins: the patch can go"
 
 
 def test_registered_gemms_come_first(patched):
