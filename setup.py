@@ -5,6 +5,7 @@ Neither needs ROCm, CUDA, a GPU or torch. Without a C++ compiler on the machine,
 """
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -40,11 +41,14 @@ class BuildCodeObjects(build_py):
 
 
 class BuildExtension(build_ext):
-    """Builds with ziglang's compiler where there is no other."""
+    """Builds with ziglang's compiler where there is no other, and for the glibc that the wheel's tag names, if it names one."""
 
     def run(self) -> None:
-        if "CXX" not in os.environ and not shutil.which("c++"):
-            compiler = shlex.join([*build.zig(), "c++"])
+        tag = self.get_finalized_command("bdist_wheel").plat_name or ""
+        glibc = re.fullmatch(r"manylinux_(\d+)_(\d+)_(\w+)", tag)
+        if "CXX" not in os.environ and (glibc or not shutil.which("c++")):
+            target = ["-target", f"{glibc[3]}-linux-gnu.{glibc[1]}.{glibc[2]}"] if glibc else []
+            compiler = shlex.join([*build.zig(), "c++", *target])
             os.environ |= {
                 "CC": compiler,
                 "CXX": compiler,

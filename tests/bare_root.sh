@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Runs both README commands in a bare system, as a user without sudo and as root:
+# Runs both README commands in a bare system, as a user without sudo and as root, or installs a wheel there and tries it:
 #   bash tests/bare_root.sh bookworm|noble [arguments of tests/run.sh]
+#   bash tests/bare_root.sh jammy|bookworm|noble|trixie --wheel FILE [requirements: torch numpy tinygrad==0.14.0]
 #
-# As root, with debootstrap. The system has debootstrap's smallest set of packages, and the files of this tree without .git, as a
-# downloaded archive has them. Of this machine it gets its proxies, certificates and pip's settings, and the folders that these
-# name. Needs some 5 GB under $TMPDIR, which are given back.
+# Python is 3.10 in jammy, 3.11 in bookworm, 3.12 in noble and 3.13 in trixie; the emulator needs 3.11. As root, with debootstrap.
+# The system has debootstrap's smallest set of packages, and the files of this tree without .git, as a downloaded archive has them.
+# Of this machine it gets its proxies, certificates and pip's settings, and the folders that these name. Needs some 5 GB under
+# $TMPDIR, which are given back; twice that with a torch for CUDA.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 say() { printf '\n== %s\n' "$*"; }
@@ -12,14 +14,14 @@ die() { printf '%s\n' "$*" >&2; exit 2; }
 
 suite=${1:-}
 case $suite in
-  bookworm) mirror=http://deb.debian.org/debian script=$suite components=main checked=() ;;
+  bookworm | trixie) mirror=http://deb.debian.org/debian script=$suite components=main checked=() ;;
   # On a machine without Ubuntu's keys the mirror is known by its certificate. In the system apt has them.
-  noble)
+  jammy | noble)
     mirror=https://archive.ubuntu.com/ubuntu script=gutsy components=main,universe checked=(--no-check-gpg)
     keys=/usr/share/keyrings/ubuntu-archive-keyring.gpg
     [ ! -e $keys ] || checked=("--keyring=$keys")
     ;;
-  *) die "usage: bash tests/bare_root.sh bookworm|noble [arguments of tests/run.sh]" ;;
+  *) die "usage: bash tests/bare_root.sh bookworm|noble [arguments of tests/run.sh], or jammy|bookworm|noble|trixie --wheel FILE [requirements]" ;;
 esac
 [ "$(id -u)" = 0 ] || die "bare_root.sh must run as root"
 command -v debootstrap >/dev/null || die "Please install first: apt-get install -y debootstrap"
@@ -96,6 +98,27 @@ check() {
   echo "-- exit code $status, wanted $wanted; $((SECONDS - start)) s"
   [ "$status" = "$wanted" ] || failed=1
 }
+if [ "${1:-}" = --wheel ]; then
+  wheel=$(realpath "$2")
+  shift 2
+  cp "$wheel" "$root/project/"
+  inside "$root" sh -c 'apt-get update && apt-get install -y --no-install-recommends python3-venv' >"$root.log" 2>&1 ||
+    { tail -n 20 "$root.log"; rm -f "$root.log"; exit 1; }
+  rm -f "$root.log"
+  check 0 root python3 -m venv /wheel
+  check 0 root /wheel/bin/python -m pip install -q --no-deps "/project/${wheel##*/}"
+  check 0 root sh -c 'cd / && /wheel/bin/python -c "import sys, vllm_rocm_ops._C as c; print(sys.version, c.__file__, c.status())"'
+  if [ $# != 0 ]; then
+    check 0 root /wheel/bin/python -m pip install -q "$@"
+    check 0 root sh -c 'cd / && /wheel/bin/vllm-rocm-ops doctor'
+    op='import torch, vllm_rocm_ops; print(vllm_rocm_ops.ops.silu_and_mul(torch.ones(2, 64)), vllm_rocm_ops.stats())'
+    check 0 root sh -c "cd / && /wheel/bin/python -c '$op'"
+    case "$*" in
+      *tinygrad*) check 0 root sh -c 'cd / && /wheel/bin/vllm-rocm-ops bench --emulate gfx942 --op rms_norm' ;;
+    esac
+  fi
+  exit "$failed"
+fi
 check 1 nobody bash serving_benchmarks/quickstart.sh
 check 1 nobody bash tests/run.sh
 check 0 root bash serving_benchmarks/quickstart.sh

@@ -1,0 +1,104 @@
+"""Build the wheels to release, one for each Python, and check them.
+
+    python csrc/wheels.py [--python 3.10 3.11 3.12 3.13] [--out dist]
+
+Each serves every Linux with the glibc that its tag names, or a later one: setup.py has ziglang's compiler link for it, with its
+own C++ library inside. It holds the code objects for AMD's GPUs; those for NVIDIA come with a build from source. They are compiled
+once for all wheels, and fresh ones in vllm_rocm_ops/code/ are taken as they are. uv (`pip install uv`) finds each Python, or
+downloads it with its headers, and installs the build requirements; --python takes versions or paths, as uv does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import build
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+GLIBC = (2, 28)
+PLATFORM = "manylinux_{}_{}_x86_64".format(*GLIBC)
+ARCHS = tuple(filter(build.is_amd, build.ARCHS))
+NOT_SOURCE = (".*", "build", "dist", "shared", "code", "*.egg-info", "*.so", "__pycache__")
+
+
+def make(pythons: Sequence[str], out: Path) -> list[Path]:
+    """A wheel for each of `pythons`, in the folder `out`: all of them, or none where something is wrong with one."""
+    with tempfile.TemporaryDirectory() as folder:
+        # A copy: what an earlier build left in build/ would come along.
+        source = shutil.copytree(ROOT, Path(folder, "source"), ignore=shutil.ignore_patterns(*NOT_SOURCE))
+        build.build(archs=ARCHS, output=source / "vllm_rocm_ops" / "code", debug=False)
+        environment = os.environ | {"VLLM_ROCM_OPS_ARCHS": ",".join(ARCHS), "VLLM_ROCM_OPS_DEBUG": "0"}
+        for python in pythons:
+            command = [sys.executable, "-m", "uv", "build", "--quiet", "--wheel", "--python", python]
+            command += [f"--config-setting=--build-option=--plat-name={PLATFORM}", "--out-dir", folder, str(source)]
+            subprocess.run(command, check=True, env=environment)
+        wheels = sorted(Path(folder).glob("*.whl"))
+        if found := [f"{wheel.name}: {problem}" for wheel in wheels for problem in problems(wheel)]:
+            sys.exit("\n".join(found))
+        out.mkdir(parents=True, exist_ok=True)
+        return [Path(shutil.move(wheel, out / wheel.name)) for wheel in wheels]
+
+
+def problems(wheel: Path) -> list[str]:
+    """What is wrong with a wheel: its tag, its code objects, or what its extension needs."""
+    found = []
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (name for name in names if name.endswith(".dist-info/WHEEL"))
+        tags = re.findall(r"^Tag: (.+)$", archive.read(metadata).decode(), re.MULTILINE)
+        python = wheel.name.split("-")[2]
+        tag = f"{python}-{python}-{PLATFORM}"
+        if not wheel.name.endswith(f"-{tag}.whl") or tags != [tag]:
+            found.append(f"tag must be {tag}, got {', '.join(tags)}")
+        wanted = {
+            f"vllm_rocm_ops/code/{arch}/{stem}{end}"
+            for arch in ARCHS
+            for stem in build.stems()
+            for end in (build.suffix(arch), ".json")
+        }
+        present = {name for name in names if name.startswith("vllm_rocm_ops/code/")}
+        found += [f"must have {name}" for name in sorted(wanted - present)]
+        found += [f"must not have {name}" for name in sorted(present - wanted)]
+        extension = f"vllm_rocm_ops/_C.{python.replace('cp', 'cpython-')}-x86_64-linux-gnu.so"
+        extensions = sorted(name for name in names if name.endswith(".so"))
+        if extensions != [extension]:
+            found.append(f"must have one extension, {extension}, got {', '.join(extensions) or 'none'}")
+        for name in extensions:
+            found += [f"{name} {problem}" for problem in needs(archive.read(name))]
+    return found
+
+
+def needs(extension: bytes) -> list[str]:
+    """What an extension needs that not every system of the tag has: the names of versions are in its table of strings."""
+    found = []
+    for name in sorted(set(re.findall(rb"\0GLIBC_([\w.]+)(?=\0)", extension))):
+        numbers = name.split(b".")
+        if not numbers[0].isdigit() or tuple(map(int, numbers[:2])) > GLIBC:
+            found.append(f"needs GLIBC_{name.decode()}")
+    libraries = set(re.findall(rb"\0(libstdc\+\+\.so\S*?|libgcc_s\.so\S*?|libc\+\+\S*?\.so\S*?)(?=\0)", extension))
+    return found + [f"needs {library.decode()}" for library in sorted(libraries)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", nargs="+", default=PYTHONS, help=f"default: {' '.join(PYTHONS)}")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels; default: dist")
+    arguments = parser.parse_args()
+    try:
+        print(*make(arguments.python, arguments.out), sep="\n")
+    except (build.BuildError, subprocess.CalledProcessError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
