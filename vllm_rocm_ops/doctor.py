@@ -35,6 +35,7 @@ def find() -> dict:
         "code_objects": {arch: find_code_objects(arch) for arch in archs.ARCHS},
         "tables": {"yours": find_tables(envs.tables()), "shipped": find_tables(tuned_tables.TABLES)},
         "vllm": find_vllm(),
+        "emulator": find_emulator(),
         "patches": patch.find(),
         "environment": {name: os.environ[name] for name in envs.VARIABLES if name in os.environ},
         "ops": {
@@ -106,6 +107,15 @@ def find_vllm() -> dict:
     return result
 
 
+def find_emulator() -> dict:
+    """Whether kernels can run in the emulator, which is an extra, and why not."""
+    try:
+        import vllm_rocm_ops.emulator  # noqa: F401
+    except ImportError as error:
+        return {"why_off": str(error)}
+    return {"why_off": ""}
+
+
 def what_runs(op: Op, arch: str) -> str:
     """The kernel that the op's first case runs on `arch`, or "fallback: why"."""
     explained = explain(op, arch, require_code=True)
@@ -156,6 +166,7 @@ def text(found: dict) -> str:
         for row in found["patches"]["patches"]
     ]
     section("patches", *(table(patches) or [f"none: {found['patches']['why_none']}"]))
+    section("emulator", found["emulator"]["why_off"] or "installed")
     if found["environment"]:
         section("environment", *(f"{name}={value}" for name, value in found["environment"].items()))
     ops = []

@@ -421,7 +421,10 @@ def test_the_readme_states_what_the_package_requires():
     first, last = {field.name: field for field in dataclasses.fields(seam.Seam)}["versions"].default
     assert f"| vLLM | {first} to {last}. " in section
     assert f"| torch | {re.search(r'torch>=([0-9.]+)', project)[1]} or newer" in section
-    assert f"| Python | {re.search(r'requires-python = .>=([0-9.]+)', project)[1]} or newer |" in section
+    python, for_emulator = (
+        re.search(f"{what} *>= *'?([0-9.]+)", project)[1] for what in ('python = "', "python_version")
+    )
+    assert f"| Python | {python} or newer; {for_emulator} for the emulator" in section
     driver = (ROOT / "csrc" / "runtime" / "driver.cpp").read_text()
     releases = " or ".join(sorted(set(re.findall(r"libamdhip64\.so\.(\d+)", driver))))
     assert f"| ROCm | the driver library of ROCm {releases} |" in section

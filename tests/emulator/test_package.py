@@ -24,23 +24,26 @@ class Refuse:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Refuse())
-import vllm_rocm_ops.cli, vllm_rocm_ops.vllm
-try:
-    import vllm_rocm_ops.emulator
-except ImportError as error:
-    print(error)
+import vllm_rocm_ops.cli, vllm_rocm_ops.doctor, vllm_rocm_ops.vllm
+sys.version_info = {version}
+print(vllm_rocm_ops.doctor.find_emulator()["why_off"])
 sys.exit(vllm_rocm_ops.cli.main(["bench", "--emulate", "gfx942"]))
 """
 
 
-@pytest.mark.parametrize("missing", ["numpy", "tinygrad"])
-def test_it_names_its_extra_where_a_package_is_missing(missing):
-    """And all the rest does without."""
-    command = [sys.executable, "-W", "ignore", "-c", REFUSE.format(refused=[missing])]
+@pytest.mark.parametrize(
+    ("missing", "version", "needs"),
+    [
+        ("numpy", sys.version_info[:2], r"numpy: pip install 'vllm-rocm-ops\[emulator\]'"),
+        ("tinygrad", sys.version_info[:2], r"tinygrad[\w.]*: pip install 'vllm-rocm-ops\[emulator\]'"),
+        ("tinygrad", (3, 10), r"Python 3\.11 or newer, got 3\.10"),
+    ],
+)
+def test_it_says_what_it_needs(missing, version, needs):
+    """As doctor does; and all the rest does without."""
+    command = [sys.executable, "-W", "ignore", "-c", REFUSE.format(refused=[missing], version=version)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert re.fullmatch(
-        rf"the emulator needs {missing}[\w.]*: pip install 'vllm-rocm-ops\[emulator\]'\n", result.stdout
-    )
+    assert re.fullmatch(f"the emulator needs {needs}\n", result.stdout)
     assert (result.returncode, result.stderr) == (2, result.stdout)
 
 

@@ -19,6 +19,10 @@ write must not stand right before a read), halves of a register of which only th
 even and keeps f16 and f64 denormals, whatever MODE says.
 """
 
+import sys
+
+if sys.version_info < (3, 11):
+    raise ImportError("the emulator needs Python 3.11 or newer, got " + ".".join(map(str, sys.version_info[:2])))
 try:
     import numpy  # noqa: F401
     import tinygrad.renderer.amd  # noqa: F401
