@@ -1,5 +1,5 @@
 """Writes what is generated: parts of README.md and of the page beside the results, each between `<!-- name -->` and
-`<!-- /name -->`, and the pages of the ops: python tests/readme.py"""
+`<!-- /name -->`, the pages of the ops and that of what works with what: python tests/readme.py"""
 
 import ast
 import functools
@@ -10,6 +10,7 @@ import re
 import textwrap
 from collections.abc import Callable
 
+import compatibility
 import measurements
 import op_pages
 from measurements import RESULTS, ROOT, markdown
@@ -114,7 +115,7 @@ def fresh(path: pathlib.Path) -> str:
 
 def documents() -> dict[pathlib.Path, str]:
     """Every file that has generated parts, with the text that it should have."""
-    return {path: fresh(path) for path in BLOCKS} | op_pages.pages()
+    return {path: fresh(path) for path in BLOCKS} | op_pages.pages() | {compatibility.PAGE: compatibility.page()}
 
 
 if __name__ == "__main__":

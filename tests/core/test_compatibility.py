@@ -1,0 +1,51 @@
+"""The page of what works with what leaves out nothing that the tests know. That it is fresh, test_repo.py tests."""
+
+import compatibility
+import pytest
+
+from vllm_rocm_ops import model_config
+
+
+def table_below(title: str) -> list[list[str]]:
+    """The rows of the tables below a title of the page."""
+    text = compatibility.PAGE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+
+
+def test_every_recorded_selection_is_on_the_page():
+    """Each kind of linear and of experts; those with a condition behind a comma are of one of these kinds."""
+    recorded = {what for what, _ in compatibility.selection() if what.startswith(("linear ", "experts "))}
+    shown = {what for _, *rows, _ in compatibility.QUANTISATIONS.values() for what in rows if what}
+    assert shown == {what for what in recorded if "," not in what}
+
+
+def test_every_quantisation_that_an_engine_runs_is_on_the_page():
+    run = set().union(*compatibility.flavours().values())
+    assert run == {flavour for *_, flavour in compatibility.QUANTISATIONS.values() if flavour}
+
+
+def test_every_method_that_explain_knows_is_on_the_page():
+    shown = " ".join(written for written, *_ in compatibility.QUANTISATIONS.values())
+    assert {method for method in model_config.METHODS if f"`{method}`" in shown} == set(model_config.METHODS)
+
+
+@pytest.mark.parametrize("name", ["MXFP4", "INT4"])
+def test_what_is_refused_is_named(name):
+    rows = [row for row in table_below("Quantisations") if row[0] == name]
+    assert len(rows) >= 2 and all(row[-1].startswith("refused: ") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("answers", "cell"),
+    [
+        ([["RocmOpsX holds Y", "RocmOpsX holds Y"]] * 2, "selected"),
+        ([["RocmOpsX", "AiterX"]] * 2, "selected without AITER"),
+        ([["Y", "Y"]] * 2, "refused: vLLM's own come first"),
+        ([["Y", "Y"], ["vllm_rocm_ops.f", "vllm_rocm_ops.f"]], "selected: 0.1 not at all, 0.2 always"),
+    ],
+)
+def test_a_cell_says_where_ours_are_taken(monkeypatch, answers, cell):
+    monkeypatch.setattr(
+        compatibility, "selection", lambda: {("linear x", "gfx942"): dict(zip(("0.1", "0.2"), answers))}
+    )
+    assert compatibility.selected("linear x", "gfx942") == cell
