@@ -10,7 +10,8 @@ where the time goes (decode_profile.py). The engine runs inside the measuring pr
 gives it its own).
 
 `--rank-of 8` stands in for eight GPUs on one: heads, widths and vocabulary are what one of eight tensor parallel ranks has, and
-there are no collectives. On an NVIDIA GPU the ops need VLLM_ROCM_OPS_ON_NVIDIA=1. What failed is reported with its log's end.
+there are no collectives. On an NVIDIA GPU the ops need VLLM_ROCM_OPS_ON_NVIDIA=1, on a CPU VLLM_ROCM_OPS_ON_CPU=1. What failed is reported
+with its log's end.
 """
 
 from __future__ import annotations

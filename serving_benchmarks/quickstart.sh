@@ -10,7 +10,7 @@ if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
   defaults=(--model llama-3.1-405b-fp8 deepseek-v3 --num-layers 4 --batch-size 1 8 32)
 else
   # One thread: it is enough for a tiny model, and threads that wait for each other make times on a busy machine random.
-  export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+  export VLLM_ROCM_OPS_ON_CPU=1 VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   defaults=(--model tiny-llama tiny-llama-fp8 tiny-deepseek-v3-fp8 --batch-size 1 8 --enforce-eager
     --output-len 32 --num-iters 5 --num-iters-warmup 1)
 fi

@@ -7,7 +7,7 @@ and one without it, one after the other. Of every server each request rate asks 
 --output-len tokens each. Every rate of every side is a line of JSON, with percentiles of the times to the first token (TTFT), per
 token after it (TPOT) and between tokens (ITL), and throughputs; a server that does not come up is a line with its log's end.
 
-`--rank-of` and VLLM_ROCM_OPS_ON_NVIDIA are as in latency.py.
+`--rank-of`, VLLM_ROCM_OPS_ON_NVIDIA and VLLM_ROCM_OPS_ON_CPU are as in latency.py.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def find_vllm() -> dict:
 
         result["seams"] = [vars(status) for status in seam.install_all()]
         if not result["seams"]:
-            result["why_off"] = "vLLM runs on neither ROCm nor CPU here, and VLLM_ROCM_OPS_ON_NVIDIA is not 1"
+            result["why_off"] = "vLLM does not run on ROCm here; see VLLM_ROCM_OPS_ON_NVIDIA and VLLM_ROCM_OPS_ON_CPU"
     except Exception as error:  # noqa: BLE001  a vLLM that does not import is a finding, not a failure
         result["why_off"] = f"{type(error).__name__}: {error}"
     finally:

@@ -22,6 +22,8 @@ VARIABLES = {
         Variable("VLLM_ROCM_OPS_DISABLE", "", "comma list of ops whose kernels are not used; `all` for every op"),
         Variable("VLLM_ROCM_OPS_SEAMS", "all", "comma list of the vLLM seams to install; `none` for no seam"),
         Variable("VLLM_ROCM_OPS_ON_NVIDIA", "0", "development: 1 installs the seams on NVIDIA too, to measure them"),
+        Variable("VLLM_ROCM_OPS_ON_CPU", "0", "tests: 1 installs the seams on CPU too, where PyTorch runs in them"),
+        Variable("VLLM_ROCM_OPS_ANY_VERSION", "0", "1 installs the seams in untested vLLM versions too, as nightlies"),
         Variable("VLLM_ROCM_OPS_SHUFFLE", "0", "1 shuffles FP8 weights for our GEMMs, which then serve all tokens"),
         Variable(
             "VLLM_ROCM_OPS_TABLES", "", "folder of your tuned tables; `~/.config/vllm-rocm-ops/tables` by default"

@@ -15,10 +15,14 @@ MODEL = ("llama", "token")
 
 
 def lines_about(output: str) -> dict[str, str]:
-    """Seam -> why it is off, as logged; each seam at most once."""
-    found = re.findall(r"vllm-rocm-ops: seam (\w+) is off: (.*)\. vLLM's own code runs\.", output)
-    assert len(found) == len(dict(found)), found
-    return dict(found)
+    """Seam -> why it is off, as logged; each seam and each reason at most once. "every" stands for all seams."""
+    found = re.findall(r"vllm-rocm-ops(: [\w, ]+| is) off: (.*)\. vLLM's own code runs\.", output)
+    reasons = [reason for _, reason in found]
+    seams = [
+        (name, why) for names, why in found for name in names.removeprefix(": ").replace(" is", "every").split(", ")
+    ]
+    assert len(reasons) == len(set(reasons)) and len(seams) == len(dict(seams)), found
+    return dict(seams)
 
 
 @pytest.mark.slow
@@ -58,8 +62,8 @@ def test_an_unknown_vllm_is_left_alone(engines, expected):
     answer = answers["new"]
     reason = "tried on vLLM 0.30 to 0.33, this is 0.99.0"
     here = [name for name in seam.NAMES if "cpu" in seam.load(name).platforms]
-    off = {name: answer["seams"][name] for name in here}
-    assert off == lines_about(answers["output"]) == dict.fromkeys(here, reason)
+    assert {name: answer["seams"][name] for name in here} == dict.fromkeys(here, reason)
+    assert lines_about(answers["output"]) == {"every": reason}
     assert answer["stats"] == {}
     assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(MODEL, answer["tokens"])]
 
@@ -117,6 +121,71 @@ def test_stale_compiled_graphs_are_not_run(engines, expected):
     answer = run(flavour, *seam.NAMES)
     assert answer["stats"].keys() == {"rms_norm", "fused_add_rms_norm", "silu_and_mul"}
     assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(flavour, answer["tokens"])]
+
+
+@pytest.fixture
+def installed(monkeypatch, caplog):
+    """A function that installs three seams that do nothing, and one for NVIDIA. It gives the active ones and what was logged."""
+
+    def install(version: str = "0.33.0", **changed) -> tuple[list[str], list[str]]:
+        seams = {name: seam.Seam(name, "nothing", lambda: None, lambda: None) for name in ("first", "norm", "links")}
+        seams["other"] = dataclasses.replace(seams["norm"], name="other", platforms=("cuda",))
+        seams |= {name: dataclasses.replace(seams[name], **change) for name, change in changed.items()}
+        monkeypatch.setattr(seam, "_status", {})
+        monkeypatch.setattr(seam, "NAMES", tuple(seams))
+        monkeypatch.setattr(seam, "load", seams.get)
+        monkeypatch.setattr(vllm, "__version__", version)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="vllm.vllm_rocm_ops"):
+            seam.install_all()
+        return seam.active(), caplog.messages
+
+    import vllm
+
+    return install
+
+
+def test_one_reason_is_one_line(installed, monkeypatch):
+    """A reason of all seams turns the plugin off; that a seam is for another platform is no reason to mention."""
+    assert installed() == (["first", "norm", "links"], [])
+    off = "vllm-rocm-ops is off: {}. vLLM's own code runs."
+    assert installed("0.34.0") == ([], [off.format("tried on vLLM 0.30 to 0.33, this is 0.34.0")])
+    old = {"versions": ("0.30", "0.32")}
+    line = "vllm-rocm-ops: first, links off: tried on vLLM 0.30 to 0.32, this is 0.33.0. vLLM's own code runs."
+    assert installed(first=old, links=old) == (["norm"], [line])
+    monkeypatch.setattr(seam, "lacks", lambda platform: "there are kernels for gfx942 and gfx950 only")
+    assert installed() == ([], [off.format("there are kernels for gfx942 and gfx950 only")])
+    monkeypatch.setattr(seam, "wanted", lambda name, switch: False)
+    monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", "none")
+    assert installed() == ([], [off.format("VLLM_ROCM_OPS_SEAMS=none")])
+
+
+@pytest.mark.parametrize("version", ["0.34.0.dev12+g1234567", "dev"])
+def test_untested_versions_have_to_be_asked_for(installed, monkeypatch, version):
+    """Then the probes decide, and one line says so. In a tested version it is no matter."""
+    assert installed(version)[0] == []
+    monkeypatch.setenv("VLLM_ROCM_OPS_ANY_VERSION", "1")
+
+    def probe():
+        raise seam.Unavailable("this vLLM lacks it")
+
+    active, lines = installed(version, norm={"probe": probe})
+    assert active == ["first", "links"]
+    assert lines == [
+        "vllm-rocm-ops: norm off: this vLLM lacks it. vLLM's own code runs.",
+        f"vllm-rocm-ops: VLLM_ROCM_OPS_ANY_VERSION=1 turns on first, links, not tried on this vLLM, {version}",
+    ]
+    assert installed() == (["first", "norm", "links"], [])
+
+
+@pytest.mark.parametrize(("switch", "platform"), [(None, None), ("0", None), ("1", "cpu")])
+def test_the_cpu_has_to_be_asked_for(installed, monkeypatch, switch, platform):
+    """There are no kernels, and the references are slower than vLLM's own ops."""
+    monkeypatch.delenv("VLLM_ROCM_OPS_ON_CPU")
+    if switch is not None:
+        monkeypatch.setenv("VLLM_ROCM_OPS_ON_CPU", switch)
+    assert seam.served_platform() == platform
+    assert installed() == (["first", "norm", "links"] if platform else [], [])
 
 
 def test_register_never_raises(monkeypatch, caplog):

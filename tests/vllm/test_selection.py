@@ -104,6 +104,14 @@ def test_seams_are_on(selected, release, arch, aiter):
     assert with_plugin["fingerprint"] == "True"
 
 
+def test_other_gpus_of_amd_are_left_alone():
+    """On MI200 there are no kernels: vLLM's log has one line, for all seams."""
+    code = "import selection; selection.fake_amd('gfx90a', '0'); from vllm_rocm_ops.vllm import register; register()"
+    output = processes.run(code, python_files(RELEASES["0.33"]), HERE.parents[1], HERE, VLLM_PLUGINS="none")
+    [line] = [line for line in output.splitlines() if "rocm-ops" in line]
+    assert "vllm-rocm-ops is off: there are kernels for gfx942 and gfx950 only. vLLM's own code runs." in line
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_nvidia_is_left_alone(selected, release):
     """Not one answer differs there with the plugin installed."""

@@ -13,7 +13,8 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
 def register() -> None:
-    """Install the seams on ROCm and CPU, and on NVIDIA if VLLM_ROCM_OPS_ON_NVIDIA=1. Idempotent. Initialises no device."""
+    """Install the seams on ROCm, and where the user asked for them: VLLM_ROCM_OPS_ON_NVIDIA=1, VLLM_ROCM_OPS_ON_CPU=1. Idempotent.
+    Initialises no device."""
     try:
         from vllm_rocm_ops.vllm import seam
 

@@ -2,9 +2,12 @@
 
 A seam is installed if the user asks for it, it is made for this platform, it was tried on this vLLM version, and its probe
 finds every name and signature that the seam touches. Otherwise the seam stays off, vLLM's own code runs, and `status` says why.
+The log has one line for each reason, however many seams are off for it. With `VLLM_ROCM_OPS_ANY_VERSION=1` the probes alone say
+whether a seam fits this vLLM version.
 
 On NVIDIA no seam is installed, unless `VLLM_ROCM_OPS_ON_NVIDIA=1`. The seams then serve vLLM's CUDA platform as they serve its
-ROCm platform, so that a model can be measured with the ops and without.
+ROCm platform, so that a model can be measured with the ops and without. On CPU, which has no kernels, no seam is installed,
+unless `VLLM_ROCM_OPS_ON_CPU=1`. Then the ops' references run, for tests.
 """
 
 import dataclasses
@@ -84,9 +87,21 @@ def install_all() -> list[Status]:
     if platform is None:
         logger.debug("vllm-rocm-ops has nothing for this platform")
         return []
-    lack = lacks(platform)
+    lack, off, untested = lacks(platform), {}, []
     for seam in ordered([load(name) for name in NAMES]):
-        _status[seam.name] = _install(seam, platform, vllm.__version__, lack)
+        _status[seam.name], level = _install(seam, platform, vllm.__version__, lack)
+        if not _status[seam.name].on:
+            off.setdefault(level, {}).setdefault(_status[seam.name].reason, []).append(seam.name)
+        elif not in_range(vllm.__version__, seam.versions):
+            untested.append(seam.name)
+    for_others = sum(map(len, off.pop(logging.DEBUG, {}).values()))
+    for level, reasons in off.items():
+        for reason, names in reasons.items():
+            what = " is" if len(names) == len(_status) - for_others else f": {', '.join(names)}"
+            logger.log(level, "vllm-rocm-ops%s off: %s. vLLM's own code runs.", what, reason)
+    if untested:
+        text = "vllm-rocm-ops: VLLM_ROCM_OPS_ANY_VERSION=1 turns on %s, not tried on this vLLM, %s"
+        logger.warning(text, ", ".join(untested), vllm.__version__)
     return status()
 
 
@@ -102,12 +117,15 @@ def ordered(found: list[Seam]) -> list[Seam]:
 
 
 def served_platform() -> str | None:
-    """vLLM's platform as `Seam.platforms` names it. None for other platforms, and for NVIDIA unless the user asked for it."""
+    """vLLM's platform as `Seam.platforms` names it. None for other platforms, and for NVIDIA and CPU unless the user asked for
+    them."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
         return "cuda" if envs.VLLM_ROCM_OPS_ON_NVIDIA == "1" else None
-    return "rocm" if current_platform.is_rocm() else "cpu" if current_platform.is_cpu() else None
+    if current_platform.is_cpu():
+        return "cpu" if envs.VLLM_ROCM_OPS_ON_CPU == "1" else None
+    return "rocm" if current_platform.is_rocm() else None
 
 
 def lacks(platform: str) -> str:
@@ -141,10 +159,11 @@ def arch_here(platform: str | None) -> str | None:
     return None
 
 
-def _install(seam: Seam, platform: str, version: str, lack: str) -> Status:
-    def off(reason: str, level: int = logging.WARNING) -> Status:
-        logger.log(level, "vllm-rocm-ops: seam %s is off: %s. vLLM's own code runs.", seam.name, reason)
-        return Status(seam.name, seam.replaces, False, reason)
+def _install(seam: Seam, platform: str, version: str, lack: str) -> tuple[Status, int]:
+    """The status of a seam that was installed if it applies, and the level of the log for it."""
+
+    def off(reason: str, level: int = logging.WARNING) -> tuple[Status, int]:
+        return Status(seam.name, seam.replaces, False, reason), level
 
     if not wanted(seam.name, envs.VLLM_ROCM_OPS_SEAMS):
         return off(f"VLLM_ROCM_OPS_SEAMS={envs.VLLM_ROCM_OPS_SEAMS}", logging.INFO)
@@ -152,7 +171,7 @@ def _install(seam: Seam, platform: str, version: str, lack: str) -> Status:
         return off(f"for {' and '.join(seam.platforms)} only", logging.DEBUG)
     if lack:
         return off(lack)
-    if not in_range(version, seam.versions):
+    if not in_range(version, seam.versions) and envs.VLLM_ROCM_OPS_ANY_VERSION != "1":
         return off(f"tried on vLLM {seam.versions[0]} to {seam.versions[1]}, this is {version}")
     try:
         seam.probe()
@@ -161,7 +180,7 @@ def _install(seam: Seam, platform: str, version: str, lack: str) -> Status:
         return off(str(error))
     except Exception as error:  # noqa: BLE001  the other seams go on
         return off(f"{type(error).__name__}: {error}")
-    return Status(seam.name, seam.replaces, True, f"vLLM {version}")
+    return Status(seam.name, seam.replaces, True, f"vLLM {version}"), logging.DEBUG
 
 
 def wanted(name: str, switch: str) -> bool:
