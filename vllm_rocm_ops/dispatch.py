@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_rocm_ops.launch import Counters, Launch, Workspace
+from vllm_rocm_ops.launch import Counters, Launch, NotLaunched, Workspace
 from vllm_rocm_ops.stats import counter
 
 
@@ -16,9 +16,13 @@ class Execution:
     """How one signature of one op runs: by the reference, or by bound launches."""
 
     def __init__(self, op: str, kernel: str, run: Callable[[tuple], object], is_fallback: bool = False):
+        self.apart: tuple[tuple[int, int, int], ...] = ()  # see Op._apart
+        self.become(op, kernel, run, is_fallback)
+
+    def become(self, op: str, kernel: str, run: Callable[[tuple], object], is_fallback: bool) -> None:
+        """Run this from now on."""
         self.run = run
         self.is_fallback = is_fallback
-        self.apart: tuple[tuple[int, int, int], ...] = ()  # see Op._apart
         self.count = counter(op, kernel)
 
     def __call__(self, args: tuple):
@@ -93,7 +97,7 @@ def bind_device(
     advice: str,
 ) -> Callable[[tuple], object]:
     """Calls of one signature on a GPU: allocate, fill in the pointers, launch on the current stream. `packers` are those of the
-    arguments. `advice` ends the message of a launch that fails."""
+    arguments. `advice` ends the message of a launch that fails: of a call's first one `NotLaunched`, else RuntimeError."""
     index = device.index
     # Workspaces are allocated like outputs. While a graph is captured they come from the graph's pool: a stream does not get memory
     # there that another stream freed, and graphs that share a pool may not run at the same time. Counters outlive a call, so
@@ -115,7 +119,7 @@ def bind_device(
                 return run(args)
         new = allocate()
         tensors = new + args
-        stream = stream_of(index)
+        stream, failure = stream_of(index), NotLaunched
         try:
             for pack, values, slots, counters, how in bound:
                 for slot, place in slots:
@@ -124,8 +128,9 @@ def bind_device(
                     slot, number = counters
                     values[slot] = counters_of(index, stream, 4 * number)
                 launch(*how, stream, pack(*values))
+                failure = RuntimeError
         except RuntimeError as error:
-            raise RuntimeError(f"{error}. {advice}") from error
+            raise failure(f"{error}. {advice}") from error
         return new[0] if single else new[:count]
 
     return run

@@ -61,8 +61,13 @@ class Launch(NamedTuple):
         return self._replace(args=args if isinstance(self.args, dict) else tuple(args.values()))
 
 
+class NotLaunched(RuntimeError):
+    """A call's first launch failed, so that nothing of the call ran."""
+
+
 class Executor(Protocol):
-    """Runs launches of code for `arch`. `uninitialised` are the tensors that nothing has been written to yet."""
+    """Runs launches of code for `arch`. `uninitialised` are the tensors that nothing has been written to yet. A launch that
+    fails and wrote nothing may raise `NotLaunched`."""
 
     arch: Arch
 

@@ -38,11 +38,11 @@ from vllm_rocm_ops import envs, kernel_arguments, tables
 from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.dispatch import Execution, bind_device, bind_executor, signature
-from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.stats import warn_once
+from vllm_rocm_ops.launch import Launch, NotLaunched
+from vllm_rocm_ops.stats import FALLBACK, NO_GPU, counter, warn_once
 
 NAMESPACE = "vllm_rocm_ops"
-REMEMBERED_SIGNATURES = 4096  # per op; a server sees a few dozen
+REMEMBERED_SIGNATURES = 4096  # per op, the newest; each number of tokens of a prefill is one
 EXPLAINED_CONFIGS = 8  # the cheapest, which an explanation's text shows
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -146,7 +146,8 @@ def describe(tensor: torch.Tensor) -> str:
 class Op:
     """One op; see the module's text for the parts. `mutates` names the arguments that it updates in place; `sums` says
     that results are long sums, which may cancel, so that their rounding errors are not a step or so of each result. `peer` is what
-    PyTorch itself has for the op's arguments, to be timed beside it: the reference unless it is named."""
+    PyTorch itself has for the op's arguments, to be timed beside it: the reference unless it is named. `native`, which a caller
+    may set, computes what the reference computes, faster, and runs in its place on a GPU."""
 
     reference: Callable
     allocate: Callable
@@ -161,6 +162,7 @@ class Op:
     mutates: tuple[str, ...] = ()
     sums: bool = False
     peer: Callable | None = None
+    native: Callable | None = None
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -266,12 +268,12 @@ class Op:
 
     def _choose(self, a, arch: Arch | None, outputs, require_code: bool) -> Explanation:
         def fallback(why: str, rules=()) -> Explanation:
-            return Explanation(self.name, arch and str(arch), (), None, f"fallback: {why}", tuple(rules))
+            return Explanation(self.name, arch and str(arch), (), None, FALLBACK + why, tuple(rules))
 
         if self.name in disabled():
             return fallback("switched off by VLLM_ROCM_OPS_DISABLE")
         if arch is None:
-            return fallback("PyTorch reference on this device")
+            return fallback(NO_GPU)
         rules = list(self.envelope(a, arch))
         broken = [rule for rule, holds in rules if not holds]
         if broken:
@@ -294,13 +296,44 @@ class Op:
         args += self._defaults[len(args) :]
         try:
             execution = self._execution(args)
-        except ValueError:
+        except ValueError as error:
+            why = "the arguments break the op's contract"
+            counter(self.name, FALLBACK + why).calls += 1
+            self._warn(why, str(error))
             return None
-        return None if execution.is_fallback else execution(args)
+        if not execution.is_fallback:
+            try:
+                return execution(args)
+            except NotLaunched as error:
+                self._do_without(execution, str(error))
+        if execution.count is not counter(self.name, FALLBACK + NO_GPU):
+            execution.count.calls += 1
+        return None
 
     def _dispatch(self, *args):
         args += self._defaults[len(args) :]
-        return self._execution(args)(args)
+        execution = self._execution(args)
+        try:
+            return execution(args)
+        except NotLaunched as error:
+            self._do_without(execution, str(error))
+            return execution(args)
+
+    def _do_without(self, execution: Execution, why: str) -> None:
+        """Has the fallback run what a call's first launch failed for, now and later."""
+        execution.count.calls -= 1
+        why = why.removesuffix(f". {self._advice()}")
+        self._warn("launch", why)
+        execution.become(self.name, FALLBACK + why, self._without_kernels(on_gpu=True), is_fallback=True)
+
+    def _without_kernels(self, on_gpu: bool) -> Callable[[tuple], object]:
+        """What runs where kernels do not: on a GPU `native`, if there is one."""
+        if on_gpu and self.native is not None:
+            return lambda args: self.native(*args)
+        return lambda args: self.reference(*args)
+
+    def _warn(self, subject: str, why: str) -> None:
+        warn_once(f"{self.name}: {subject}", f"{self.name} runs without its kernels: {why}. {self._advice()}")
 
     def _execution(self, args: tuple) -> Execution:
         """What a call with this signature runs; decided the first time."""
@@ -314,7 +347,7 @@ class Op:
         execution = self._executions.get(key)
         if execution is None:
             if len(self._executions) >= REMEMBERED_SIGNATURES:
-                self.forget()
+                del self._executions[next(iter(self._executions))]
             a = self.Arguments(*args)
             execution = self._executions[key] = self._decide(a)
             execution.apart = self._apart(a)
@@ -362,19 +395,23 @@ class Op:
         arch = archs.of_device(device.index) if on_gpu else executor and executor.arch
         chosen = self._choose(a, arch, outputs, require_code=False)
         runtime, why = launches.runtime() if on_gpu and chosen.launches else (None, "")
+        if why:
+            warn_once("runtime", f"the ops run without their kernels: {why}")
         try:
             code = [(launches.built(l.module, arch.name), l.symbol) for l in chosen.launches if not why]
             taken = [kernel_arguments.parameters(*of) for of in code]
             handles = [runtime.load(str(path), symbol, device.index) for path, symbol in code if on_gpu]
         except RuntimeError as error:
             why = str(error)
-            warn_once(f"load {self.name}", f"{self.name} runs without its kernels: {why}. {self._advice()}")
+            self._warn("load", why)
         if why:
-            chosen = Explanation(self.name, chosen.arch, (), None, f"fallback: {why}", chosen.rules)
+            chosen = Explanation(self.name, chosen.arch, (), None, FALLBACK + why, chosen.rules)
+        elif chosen.is_fallback and chosen.rules:
+            self._warn(chosen.source, chosen.source.removeprefix(FALLBACK))
         if not chosen.launches and not chosen.is_fallback:
             return Execution(self.name, "nothing to do", lambda args: self.allocate(self.Arguments(*args)))
         if not chosen.launches:
-            return Execution(self.name, chosen.source, lambda args: self.reference(*args), is_fallback=True)
+            return Execution(self.name, chosen.source, self._without_kernels(arch is not None), is_fallback=True)
         kernel = " + ".join(launch.symbol for launch in chosen.launches)
         # In the emulator, too, wrong arguments are found before anything is launched.
         packers = [kernel_arguments.packer(l, takes) for l, takes in zip(chosen.launches, taken)]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import warnings
 
+FALLBACK = "fallback: "
+NO_GPU = "PyTorch reference on this device"
+
 _counts: dict[str, dict[str, Count]] = {}  # op -> kernel or "fallback: why" -> calls
 
 
@@ -23,6 +26,20 @@ def stats() -> dict[str, dict[str, int]]:
     Python and are not counted."""
     called = {op: {kernel: c.calls for kernel, c in kernels.items() if c.calls} for op, kernels in _counts.items()}
     return {op: kernels for op, kernels in called.items() if kernels}
+
+
+def fallbacks() -> dict[str, dict[str, int]]:
+    """How often each op fell back on a GPU, and why: {op: {why: calls}}."""
+    found = {
+        op: {kernel.removeprefix(FALLBACK): calls for kernel, calls in kernels.items() if is_fallback(kernel)}
+        for op, kernels in stats().items()
+    }
+    return {op: reasons for op, reasons in found.items() if reasons}
+
+
+def is_fallback(kernel: str) -> bool:
+    """Whether a kernel in `stats()` is the reason why none ran on a GPU."""
+    return kernel.startswith(FALLBACK) and kernel != FALLBACK + NO_GPU
 
 
 def reset_stats() -> None:

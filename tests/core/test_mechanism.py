@@ -26,7 +26,7 @@ from vllm_rocm_ops import dispatch, envs, launch, op, ops
 from vllm_rocm_ops import tables as tuned_tables
 from vllm_rocm_ops.kernel_arguments import Parameters, packer
 from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.stats import reset_stats, stats, warned
+from vllm_rocm_ops.stats import fallbacks, reset_stats, stats, warned
 from vllm_rocm_ops.vllm.seams import compile_cache
 
 DEVICE = "cuda" if torch.cuda.is_available() and archs.of_device(0) is not None else "cpu"
@@ -273,6 +273,113 @@ def test_wrong_arguments_are_found_before_anything_is_launched(recorder, monkeyp
     assert not recorder.launches
 
 
+def warnings_of(calls) -> list[str]:
+    """The warnings of a function."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        calls()
+    return [str(one.message) for one in found]
+
+
+def test_one_warning_for_each_reason_of_an_op(recorder, monkeypatch):
+    """It names the switch. What the user switched off, and what has no GPU, is not warned of."""
+
+    def calls():
+        for rows in (2, 3):
+            x, weight, epsilon = norm_arguments(rows=rows, hidden=224)
+            ops.rms_norm(x.float(), weight.float(), epsilon)
+            assert ops.rms_norm.run_kernels(x.t().contiguous().t(), weight, epsilon) is None
+
+    advice = ". To do without its kernels, set VLLM_ROCM_OPS_DISABLE=rms_norm"
+    float_input, strided = (
+        "input is bfloat16 or float16",
+        "input's rows lie at one stride, their elements side by side",
+    )
+    needs = [f"the kernels need that {rule}" for rule in (float_input, strided)]
+    assert warnings_of(calls) == [f"rms_norm runs without its kernels: {why}{advice}" for why in needs]
+    assert fallbacks() == {"rms_norm": dict.fromkeys(needs, 2)}
+    monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "rms_norm")
+    with launch.executor(None):
+        ops.silu_and_mul(norm_arguments()[0])
+    ops.rms_norm.forget()
+    warned.clear()
+    reset_stats()
+    assert warnings_of(calls) == []
+    assert fallbacks() == {"rms_norm": {"switched off by VLLM_ROCM_OPS_DISABLE": 4}}
+
+
+def test_arguments_that_break_the_contract_are_counted(recorder):
+    """Where the caller has something better than the reference, which would raise."""
+    x, weight, epsilon = norm_arguments(hidden=208)
+
+    def calls():
+        for rows in (1, 2):
+            assert ops.rms_norm.run_kernels(x[:rows], weight[:-1], epsilon) is None
+
+    (message,) = warnings_of(calls)
+    assert message.startswith("rms_norm runs without its kernels: rms_norm: weight must be ")
+    assert fallbacks() == {"rms_norm": {"the arguments break the op's contract": 2}}
+
+
+def test_on_a_gpu_what_is_native_comes_before_the_reference(recorder, monkeypatch):
+    x, weight, epsilon = norm_arguments(hidden=192)
+    native = []
+    monkeypatch.setattr(ops.rms_norm, "native", lambda *args: native.append(args) or torch.zeros_like(x))
+    ops.rms_norm(x, weight, epsilon)
+    assert [l.symbol for l, _ in recorder.launches] == ["rms_norm_bf16_x1"] and not native
+    monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "rms_norm")
+    ops.rms_norm.forget()
+    assert not ops.rms_norm(x, weight, epsilon).any()
+    assert len(native) == 1 and native[0][0].shape == x.shape
+    with launch.executor(None):
+        assert torch.equal(ops.rms_norm(x, weight, epsilon), ops.rms_norm.reference(x, weight, epsilon))
+    ops.rms_norm.forget()
+
+
+def test_a_call_whose_launch_fails_is_done_without(recorder, monkeypatch):
+    """Nothing ran, so that the residual is added to once. Later calls of the signature launch nothing."""
+    tried = []
+
+    def fail(launch_, uninitialised):
+        tried.append(launch_.symbol)
+        raise launch.NotLaunched(f"out of registers. To do without its kernels, set {switch}")
+
+    monkeypatch.setattr(recorder, "launch", fail)
+    switch = "VLLM_ROCM_OPS_DISABLE=fused_add_rms_norm"
+    x, weight, epsilon = norm_arguments(hidden=176)
+    residual, wanted = x.clone(), 2 * x
+
+    def calls():
+        for _ in range(2):
+            out = ops.fused_add_rms_norm(x, residual, weight, epsilon)
+            assert torch.equal(residual, wanted)
+            assert torch.equal(out, ops.rms_norm.reference(wanted, weight, epsilon))
+            residual.copy_(x)
+        assert ops.fused_add_rms_norm.run_kernels(x, residual, weight, epsilon) is None
+        assert ops.fused_add_rms_norm.run_kernels(x[:2], residual[:2], weight, epsilon) is None
+        assert torch.equal(residual, x)
+
+    why = "out of registers"
+    assert warnings_of(calls) == [
+        f"fused_add_rms_norm runs without its kernels: {why}. To do without its kernels, set {switch}"
+    ]
+    assert len(tried) == 2
+    assert stats() == {"fused_add_rms_norm": {f"fallback: {why}": 4}}
+
+
+def test_old_signatures_are_forgotten(recorder, monkeypatch):
+    """One by one: what is in use stays."""
+    monkeypatch.setattr(op, "REMEMBERED_SIGNATURES", 2)
+    ops.rms_norm.forget()
+    _, weight, epsilon = norm_arguments()
+    decided = []
+    monkeypatch.setattr(ops.rms_norm, "_decide", lambda a: decided.append(len(a.input)) or decide(a))
+    decide = op.Op._decide.__get__(ops.rms_norm)
+    for rows in (1, 2, 3, 2, 3, 1):
+        ops.rms_norm(torch.ones(rows, 256, dtype=torch.bfloat16), weight, epsilon)
+    assert decided == [1, 2, 3, 1]
+
+
 class Driver:
     """A runtime that fails where it is told to, and remembers for what it was asked for counters."""
 
@@ -289,7 +396,7 @@ class Driver:
         return 0xC0C0
 
     def launch(self, *arguments):
-        if self.fails_at == "launch":
+        if self.fails_at == f"launch {len(self.launched)}":
             raise RuntimeError("launch: out of registers")
         self.launched.append(arguments)
 
@@ -313,10 +420,11 @@ def gpu_of_cpu(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
 
 
-def bind(driver: Driver, kernel: Launch, x: torch.Tensor):
+def bind(driver: Driver, kernel: Launch, x: torch.Tensor, launches: int = 1):
     named, device = collections.namedtuple("arguments", "x")(x), torch.device("cpu")
     packed = packer(kernel, Parameters(20, {"x": (0, "pointer"), "counters": (8, "pointer"), "n": (16, "i32")}))
-    return dispatch.bind_device(driver, device, (kernel,), [5], [packed], torch.empty(2), named, "Set SWITCH=op")
+    many = (kernel,) * launches, [5] * launches, [packed] * launches
+    return dispatch.bind_device(driver, device, *many, torch.empty(2), named, "Set SWITCH=op")
 
 
 def test_each_launch_asks_for_its_counters(gpu_of_cpu):
@@ -332,11 +440,15 @@ def test_each_launch_asks_for_its_counters(gpu_of_cpu):
         bind(driver, Launch("m", "k", (3, 1, 1), (64, 1, 1), two), x)
 
 
-def test_a_launch_that_fails_names_the_switch(gpu_of_cpu):
+@pytest.mark.parametrize(("fails", "error"), [(0, launch.NotLaunched), (1, RuntimeError)])
+def test_a_launch_that_fails_names_the_switch(gpu_of_cpu, fails, error):
+    """Whether another may take the call depends on whether a launch ran before."""
     x = torch.ones(2)
-    run = bind(Driver("launch"), Launch("m", "k", (3, 1, 1), (64, 1, 1), {"x": x, "counters": None, "n": 1}), x)
-    with pytest.raises(RuntimeError, match="^launch: out of registers. Set SWITCH=op$"):
+    kernel = Launch("m", "k", (3, 1, 1), (64, 1, 1), {"x": x, "counters": None, "n": 1})
+    run = bind(Driver(f"launch {fails}"), kernel, x, launches=2)
+    with pytest.raises(RuntimeError, match="^launch: out of registers. Set SWITCH=op$") as raised:
         run((x,))
+    assert raised.type is error
 
 
 @pytest.mark.parametrize(

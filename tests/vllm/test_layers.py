@@ -7,7 +7,7 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch
+from vllm_rocm_ops import launch, ops, quantization
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.seams import norm as norm_seam
@@ -146,6 +146,74 @@ def test_a_norm_seam_that_fails_has_replaced_nothing(monkeypatch):
     with pytest.raises(AttributeError, match="_FUSED_NORM_QUANT"):
         norm_seam.install()
     assert "RMSNorm" not in op_registry_oot
+
+
+def natives() -> list[str]:
+    from vllm_rocm_ops.vllm import native_rows
+
+    return [*native_rows.NORMS, *native_rows.ACTIVATIONS]
+
+
+def groups_of(x, group_size, column_major_scales, use_ue8m0):
+    """vLLM's quantization in groups, which is for GPUs only, in PyTorch."""
+    assert not use_ue8m0
+    data, scale = quantization.per_token(x.float().unflatten(-1, (-1, group_size)), torch.float8_e4m3fn, None)
+    scale = scale.view(len(x), -1)
+    return data.flatten(-2), scale.t().contiguous().t() if column_major_scales else scale
+
+
+@pytest.mark.parametrize("name", natives())
+@pytest.mark.parametrize("shape", [(3,), (2, 3)], ids=str)
+def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, monkeypatch):
+    """With the results of the op's reference, but for rounding, where they should be, and the residual in place. Rows may lie
+    apart."""
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    from vllm_rocm_ops.vllm import native_rows
+
+    monkeypatch.setattr(fp8_utils, "per_token_group_quant_fp8", groups_of)
+    op = getattr(ops, name)
+    given = {
+        "input": random(*shape, 3 * HIDDEN)[..., : HIDDEN * (2 if "silu" in name else 1)],
+        "residual": random(*shape, 2 * HIDDEN)[..., :HIDDEN],
+        "weight": 1 + 0.1 * random(HIDDEN),
+        "epsilon": 1e-6,
+        "scale": torch.tensor([0.02]),
+        "quant_dtype": torch.float8_e4m3fn,
+        "group_size": 128,
+        "is_scale_transposed": True,
+        "scale_ub": None if "block" in name else torch.tensor([0.5]),
+    }
+    arguments = [given[argument] for argument in op.Arguments._fields]
+    copies = [value.clone() if value is given["residual"] else value for value in arguments]
+    function = (native_rows.NORMS | native_rows.ACTIVATIONS)[name]
+    found, wanted = function(*arguments), op.reference(*copies)
+    for one, two in zip(arguments, copies):
+        assert one is two or torch.equal(one, two)
+    if not isinstance(wanted, tuple):
+        found, wanted = (found, torch.ones(1)), (wanted, torch.ones(1))
+    assert [(t.shape, t.stride(), t.dtype) for t in found] == [(t.shape, t.stride(), t.dtype) for t in wanted]
+    torch.testing.assert_close(found[1], wanted[1], atol=0, rtol=0.01)
+    torch.testing.assert_close(found[0].float(), wanted[0].float(), atol=0.05, rtol=0.13)
+
+
+def test_ops_have_vllms_kernels_behind_them_on_a_gpu(monkeypatch):
+    """And on CPU their references."""
+    from vllm.platforms import current_platform
+
+    from vllm_rocm_ops.vllm import native_rows
+
+    assert {getattr(ops, name).native for name in natives()} == {None}
+    for name in natives():
+        monkeypatch.setattr(getattr(ops, name), "native", None)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    native_rows.install(native_rows.NORMS)
+    native_rows.install(native_rows.ACTIVATIONS)
+    with launch.executor(Emulator("gfx942")):
+        x = random(ROWS, HIDDEN + 1)[:, 1:]
+        wanted = ops.rms_norm.native(x, random(HIDDEN), 1e-6)
+        assert torch.equal(ops.rms_norm(x, random(HIDDEN), 1e-6), wanted)
+    assert all(getattr(ops, name).native for name in natives())
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])

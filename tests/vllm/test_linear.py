@@ -10,6 +10,7 @@ from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.families.weight_layout import shuffle_weight
+from vllm_rocm_ops.stats import fallbacks
 from vllm_rocm_ops.vllm import native_kernel, seam
 from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
 
@@ -178,7 +179,8 @@ def test_what_our_kernels_do_not_take_is_vllms(make, kind, arch, monkeypatch):
     with launch.executor(arch and Emulator(arch)):
         kernel.apply_weights(layer, random(FEW, K).bfloat16())
     assert len(kernel.native.calls) == 1
-    assert vllm_rocm_ops.stats() == {}
+    assert {op: [*reasons.values()] for op, reasons in fallbacks().items()} == ({OPS[kind]: [1]} if arch else {})
+    assert vllm_rocm_ops.stats().keys() == fallbacks().keys()
 
 
 def test_what_our_op_refuses_is_vllms(make):
@@ -188,6 +190,7 @@ def test_what_our_op_refuses_is_vllms(make):
         kernel.apply_weights(layer, random(FEW, K).bfloat16(), torch.zeros(N))
     [call] = kernel.native.calls
     assert call["bias"].dtype == torch.float32
+    assert fallbacks() == {"scaled_mm": {"the arguments break the op's contract": 1}}
 
 
 @pytest.mark.parametrize("kind", ["static", "channel", "block"])

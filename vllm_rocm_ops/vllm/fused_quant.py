@@ -4,7 +4,8 @@ A linear says through vLLM's `get_input_quant_key` which quantized input it take
 in their `install` only.
 
 Whether an op runs is decided when a graph is traced, by conditions that hold for every number of tokens. For other layers the
-compiler sees vLLM's own forward. Where an op was chosen on a GPU its kernel runs, never its reference.
+compiler sees vLLM's own forward. Where an op was chosen on a GPU its kernel runs, or vLLM's (native_rows.py), never its
+reference.
 """
 
 import torch

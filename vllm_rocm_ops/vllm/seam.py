@@ -136,9 +136,13 @@ def lacks(platform: str) -> str:
     if arch is None:
         return f"there are kernels for {' and '.join(_known(platform))} only"
     code = launches.CODE / arch
-    return (
-        "" if any(code.glob("*")) else f"there are no code objects in {code}; this package was installed without them"
-    )
+    if not any(code.glob("*")):
+        return f"there are no code objects in {code}; this package was installed without them"
+    try:
+        importlib.import_module("vllm_rocm_ops._C")  # which opens no driver
+    except ImportError as error:
+        return f"the extension vllm_rocm_ops._C does not load: {error}"
+    return ""
 
 
 def _known(platform: str) -> list[str]:

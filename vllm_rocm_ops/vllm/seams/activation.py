@@ -23,7 +23,7 @@ def install() -> None:
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.fusion.fused_act_quant import _FUSED_ACT_QUANT
 
-    from vllm_rocm_ops.vllm import fused_quant
+    from vllm_rocm_ops.vllm import fused_quant, native_rows
 
     keys = fused_quant.runnable(fused_quant.ACTIVATIONS)
 
@@ -48,6 +48,8 @@ def install() -> None:
             if key is not None:
                 return fused_quant.silu_and_mul(linear, key, x)
             return torch.ops.vllm_rocm_ops.silu_and_mul(x)
+
+    native_rows.install(native_rows.ACTIVATIONS)
 
     def fused(x, linear):
         key = fused_quant.key_of(linear, x.shape[-1] // 2, keys)

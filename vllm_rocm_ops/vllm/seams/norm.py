@@ -27,7 +27,7 @@ def install() -> None:
     from vllm import envs
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    from vllm_rocm_ops.vllm import fused_quant
+    from vllm_rocm_ops.vllm import fused_quant, native_rows
 
     ops, keys = torch.ops.vllm_rocm_ops, fused_quant.runnable(fused_quant.NORMS)
     # A patched vLLM passes norms the linear that reads their result, see patches/. Looked up before anything is registered.
@@ -73,6 +73,7 @@ def install() -> None:
                 result = ops.fused_add_rms_norm(x, residual, weight, epsilon)
             return result if residual is None else (result, residual)
 
+    native_rows.install(native_rows.NORMS)
     fused |= {(RocmOpsRMSNorm, key): RocmOpsRMSNorm.for_linear for key in keys if key is not None}
 
 

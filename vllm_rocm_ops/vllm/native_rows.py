@@ -1,0 +1,88 @@
+"""What runs in vLLM, on a GPU, for a call of a norm or an activation that our kernels do not take: vLLM's own kernels, in place of
+an op's PyTorch reference.
+
+Layers that our kernels cannot serve run vLLM's forward, see fused_quant.py. Left are single calls: of addresses that are not
+aligned, for instance, or of kernels that do not load.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+
+
+def _norm(input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> Tensor:
+    from vllm import _custom_ops
+
+    if residual is None:
+        output = torch.empty_like(input, memory_format=torch.contiguous_format)
+        _custom_ops.rms_norm(output, input.contiguous(), weight, epsilon)
+        return output
+    output, added = input.clone(memory_format=torch.contiguous_format), residual.contiguous()
+    _custom_ops.fused_add_rms_norm(output, added, weight, epsilon)
+    if added is not residual:
+        residual.copy_(added)
+    return output
+
+
+def _activation(input: Tensor) -> Tensor:
+    output = input.new_empty(*input.shape[:-1], input.shape[-1] // 2)
+    torch.ops._C.silu_and_mul(output, input.contiguous())
+    return output
+
+
+def _static(x: Tensor, scale: Tensor) -> Tensor:
+    from vllm import _custom_ops
+
+    return _custom_ops.scaled_fp8_quant(x.view(-1, x.shape[-1]), scale)[0].view(x.shape)
+
+
+def _per_token(x: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
+    from vllm import _custom_ops
+
+    quantized = _custom_ops.scaled_fp8_quant(x.view(-1, x.shape[-1]), scale_ub=bound, use_per_token_if_dynamic=True)
+    return quantized[0].view(x.shape), quantized[1]
+
+
+def _per_block(x: Tensor, group_size: int, column_major: bool) -> tuple[Tensor, Tensor]:
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    quantized = fp8_utils.per_token_group_quant_fp8(
+        x.view(-1, x.shape[-1]), group_size, column_major_scales=column_major, use_ue8m0=False
+    )
+    return quantized[0].view(x.shape), quantized[1]
+
+
+NORMS: dict[str, Callable] = {
+    "rms_norm": _norm,
+    "fused_add_rms_norm": lambda x, residual, weight, epsilon: _norm(x, weight, epsilon, residual),
+    "rms_norm_static_fp8_quant": lambda x, weight, scale, epsilon, dtype: _static(_norm(x, weight, epsilon), scale),
+    "fused_add_rms_norm_static_fp8_quant": lambda x, residual, weight, scale, epsilon, dtype: _static(
+        _norm(x, weight, epsilon, residual), scale
+    ),
+    "rms_norm_dynamic_per_token_quant": lambda x, weight, epsilon, dtype, bound, residual: _per_token(
+        _norm(x, weight, epsilon, residual), bound
+    ),
+    "rms_norm_per_block_quant": lambda x, weight, epsilon, dtype, group, column_major, bound, residual: _per_block(
+        _norm(x, weight, epsilon, residual), group, column_major
+    ),
+}
+ACTIVATIONS: dict[str, Callable] = {
+    "silu_and_mul": _activation,
+    "silu_and_mul_quant": lambda x, scale, dtype: _static(_activation(x), scale),
+    "silu_and_mul_per_token_quant": lambda x, dtype, bound: _per_token(_activation(x), bound),
+    "silu_and_mul_per_block_quant": lambda x, dtype, group, column_major, bound: _per_block(
+        _activation(x), group, column_major
+    ),
+}
+"""By op, with the op's arguments. Scales per block have no bound, as no seam gives one."""
+
+
+def install(table: dict[str, Callable]) -> None:
+    """Have the ops of a table fall back to vLLM's kernels. Not on CPU, where vLLM lacks most of them."""
+    from vllm.platforms import current_platform
+
+    for name, function in () if current_platform.is_cpu() else table.items():
+        getattr(ops, name).native = function
