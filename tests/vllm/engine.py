@@ -11,26 +11,27 @@ import traceback
 
 
 def generate(job: dict) -> dict:
-    """Load a model, generate greedily, and report tokens, log probabilities and what the ops did."""
+    """Load a model, generate greedily, and report tokens, log probabilities and what the ops did. Then generate once more for each
+    step of `job["then"]`: "again"; "reload", after the weights have been loaded again; or a LoRA adapter's folder, with it."""
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     import vllm_rocm_ops
     from vllm_rocm_ops.vllm import seam
 
-    llm = LLM(
-        model=job["model"],
-        skip_tokenizer_init=True,
-        max_model_len=256,
-        max_num_seqs=4,
-        max_num_batched_tokens=256,
-        dtype=job.get("dtype", "bfloat16"),
-        seed=0,
-        distributed_executor_backend="uni",
-        gpu_memory_utilization=0.3,
-        kv_cache_memory_bytes=32 << 20,
-        worker_extension_cls="vllm_rocm_ops.vllm.worker.Extension",
-        **job.get("engine", {}),
-    )
+    options = {
+        "skip_tokenizer_init": True,
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 256,
+        "dtype": job.get("dtype", "bfloat16"),
+        "seed": 0,
+        "distributed_executor_backend": "uni",
+        "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": 32 << 20,
+        "worker_extension_cls": "vllm_rocm_ops.vllm.worker.Extension",
+    }
+    llm = LLM(model=job["model"], **options | job.get("engine", {}))
     sampling = SamplingParams(
         temperature=0,
         max_tokens=job["max_tokens"],
@@ -42,19 +43,35 @@ def generate(job: dict) -> dict:
     llm.collective_rpc("vllm_rocm_ops_reset_stats")
     with emulated(job.get("emulate")), faulty(job.get("fault")):
         outputs = [request.outputs[0] for request in llm.generate(prompts, sampling, use_tqdm=False)]
-    [stats] = llm.collective_rpc("vllm_rocm_ops_stats")
-    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    stats, *other_ranks = llm.collective_rpc("vllm_rocm_ops_stats")
+    fallbacks = llm.collective_rpc("vllm_rocm_ops_fallbacks")
+    then = []
+    for step in job.get("then", ()):
+        if step == "reload":
+            llm.collective_rpc("reload_weights")
+        adapter = None if step in ("again", "reload") else LoRARequest("adapter", 1, step)
+        requests = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
+        then.append([list(request.outputs[0].token_ids) for request in requests])
+        cached = sum(request.num_cached_tokens or 0 for request in requests)
+    worker = getattr(llm.llm_engine.model_executor, "driver_worker", None)
+    model = worker and worker.worker.model_runner.model
     answer = {
         "tokens": [list(output.token_ids) for output in outputs],
         "logprobs": [
             [step[token].logprob for step, token in zip(output.logprobs or (), output.token_ids)] for output in outputs
         ],
+        "then": then,
+        "cached": cached if then else 0,
         "stats": stats,
+        "other_ranks": other_ranks,
+        "fallbacks": fallbacks,
         "seams": {entry.name: entry.reason if not entry.on else "on" for entry in seam.status()},
-        "classes": sorted({type(module).__name__ for module in model.modules()}),
+        "classes": sorted({type(module).__name__ for module in model.modules()}) if model else [],
         "version": vllm_rocm_ops.__version__,
     }
-    del model, llm
+    if model is None:  # which other processes have, whose workers end with the engine
+        llm.llm_engine.engine_core.shutdown()
+    del worker, model, llm
     release()
     return answer
 

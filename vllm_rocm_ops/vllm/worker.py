@@ -13,6 +13,10 @@ class Extension:
         """`vllm_rocm_ops.stats()` of the worker."""
         return vllm_rocm_ops.stats()
 
+    def vllm_rocm_ops_fallbacks(self) -> dict[str, dict[str, int]]:
+        """How often each op fell back to vLLM's code in the worker, and why."""
+        return vllm_rocm_ops.fallbacks()
+
     def vllm_rocm_ops_reset_stats(self) -> None:
         """`vllm_rocm_ops.reset_stats()` in the worker."""
         vllm_rocm_ops.reset_stats()

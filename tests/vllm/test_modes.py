@@ -1,0 +1,146 @@
+"""vLLM's ways to serve a model, with the ops: tensor and expert parallelism, LoRA, chunked prefill with a prefix cache, weights
+that are loaded again. The tokens are those of the plain computation, or of vLLM without the plugin.
+
+Not here, as vLLM's CPU build lacks them: pipeline parallelism, sleep, CUDA graphs."""
+
+import json
+import os
+import re
+
+import checkpoints
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytestmark = pytest.mark.slow
+
+TOKEN, BLOCK, BF16, EXPERTS = ("llama", "token"), ("llama", "block"), ("llama", "bf16"), ("deepseek", "block")
+full = pytest.mark.skipif(not os.environ.get("FULL_TESTS"), reason="takes long: bash tests/run.sh --full")
+
+
+def best(expected, flavour, tokens) -> list[list[int]]:
+    """The tokens of the plain computation."""
+    return [wanted.argmax(-1).tolist() for wanted in expected(flavour, tokens)]
+
+
+def counted(stats: dict) -> dict[str, int]:
+    """How often each op ran."""
+    return {op: sum(kernels.values()) for op, kernels in stats.items()}
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory) -> str:
+    """The folder of a LoRA adapter of rank 8 for every linear layer of the Llama."""
+    folder, rank = tmp_path_factory.mktemp("adapter"), 8
+    c = checkpoints.LLAMA
+    hidden, inner = c["hidden_size"], c["intermediate_size"]
+    q, kv = (c[heads] * c["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
+    generator, weights = torch.Generator().manual_seed(1), {}
+    sizes = {"q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden)}
+    sizes |= {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+    for layer in range(c["num_hidden_layers"]):
+        for name, (k, n) in sizes.items():
+            block = "self_attn" if name[0] in "qkvo" else "mlp"
+            stem = f"base_model.model.model.layers.{layer}.{block}.{name}"
+            weights[f"{stem}.lora_A.weight"] = 0.05 * torch.randn(rank, k, generator=generator)
+            weights[f"{stem}.lora_B.weight"] = 0.05 * torch.randn(n, rank, generator=generator)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"r": rank, "lora_alpha": rank, "target_modules": [*sizes], "peft_type": "LORA", "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def lora(engines, flavour, adapter: str) -> dict:
+    """A job that generates without an adapter, then with one."""
+    job = engines.job(flavour, then=[adapter])
+    job["engine"] |= {"enable_lora": True, "max_lora_rank": 8}
+    return job
+
+
+@pytest.fixture(scope="module")
+def answers(engines, adapter) -> dict[str, dict]:
+    """One model after the other, in one process."""
+    jobs = {
+        "chunked": engines.job(TOKEN, then=["again"]),
+        "reload token": engines.job(TOKEN, then=["reload", "reload"]),
+        "reload block": engines.job(EXPERTS, then=["reload", "reload"]),
+        "lora": lora(engines, TOKEN, adapter),
+    }
+    chunks = {"max_num_batched_tokens": 16, "enable_chunked_prefill": True}
+    jobs["chunked"]["engine"] |= chunks | {"enable_prefix_caching": True, "block_size": 32}
+    return engines.run(jobs)
+
+
+def test_chunked_prefill_and_a_prefix_cache(answers, expected):
+    """Prompts come in parts of 16 tokens, and the second time out of the cache."""
+    answer = answers["chunked"]
+    assert answer["then"] == [answer["tokens"]] == [best(expected, TOKEN, answer["tokens"])]
+    assert answer["cached"] >= 32
+    assert answer["stats"]["scaled_mm"]
+
+
+@pytest.mark.parametrize(("name", "flavour"), [("reload token", TOKEN), ("reload block", EXPERTS)])
+def test_weights_that_are_loaded_again(answers, expected, name, flavour):
+    """Twice: what the first loading left of the parameters takes the next one."""
+    answer = answers[name]
+    assert answer["then"] == [answer["tokens"]] * 2 == [best(expected, flavour, answer["tokens"])] * 2
+
+
+def test_lora(answers, engines, adapter, expected):
+    """Requests without an adapter have the model's tokens, those with one the tokens of vLLM without the plugin."""
+    answer = answers["lora"]
+    stock = engines.run({"lora": lora(engines, TOKEN, adapter)}, VLLM_PLUGINS="none")["lora"]
+    assert stock["stats"] == {} and answer["stats"]["scaled_mm"]
+    assert answer["tokens"] == best(expected, TOKEN, answer["tokens"]) == stock["tokens"]
+    assert answer["then"] == stock["then"] != [answer["tokens"]]
+
+
+def in_parallel(engines, flavour, **options) -> dict:
+    """A job of two ranks."""
+    job = engines.job(flavour)
+    job["engine"] |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", **options}
+    return job
+
+
+OFF = "silu_and_mul_per_token_quant"
+FORKED = """
+import multiprocessing
+from vllm.v1.executor import multiproc_executor
+multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+"""
+"""Workers start as they do on a GPU by default. On CPU vLLM spawns them, which takes long."""
+
+
+def test_tensor_parallelism(engines, expected):
+    """Each of two ranks runs the ops of its part as often as one alone would run those of the model. When a worker ends, it logs
+    what fell back in it."""
+    answers = engines.run({"it": in_parallel(engines, TOKEN)}, before=FORKED, VLLM_ROCM_OPS_DISABLE=OFF)
+    answer, why = answers["it"], "switched off by VLLM_ROCM_OPS_DISABLE"
+    assert answer["tokens"] == best(expected, TOKEN, answer["tokens"])
+    calls = 2 * len(answer["tokens"][0])  # of an activation: in each layer, each step
+    assert counted(answer["stats"])[OFF] == calls and counted(answer["stats"])["scaled_mm"] == 4 * calls
+    assert answer["other_ranks"] == [answer["stats"]]
+    assert answer["fallbacks"] == [{OFF: {why: calls}}] * 2
+    found = re.findall(rf"own code ran instead of {OFF} (\d+) times \({why}\)$", answers["output"], re.MULTILINE)
+    assert len(found) == 2 and min(map(int, found)) >= calls
+
+
+@full
+def test_expert_parallelism(engines, expected):
+    """Each of two ranks has half of the experts. Workers are spawned."""
+    flavours = {"bf16": ("deepseek", "bf16"), "block": EXPERTS}
+    jobs = {name: in_parallel(engines, flavour, enable_expert_parallel=True) for name, flavour in flavours.items()}
+    answers = engines.run(jobs)
+    for name, flavour in flavours.items():
+        answer = answers[name]
+        assert answer["tokens"] == best(expected, flavour, answer["tokens"])
+        assert answer["other_ranks"] == [answer["stats"]]
+        assert counted(answer["stats"])["fused_experts"] == 2 * len(answer["tokens"][0])
+
+
+@full
+def test_shuffled_weights_that_are_loaded_again(engines, expected):
+    """They are put in fragment order again."""
+    job = engines.job(BLOCK, then=["reload", "reload"])
+    answer = engines.run({"it": job}, VLLM_ROCM_OPS_SHUFFLE="1")["it"]
+    assert answer["then"] == [answer["tokens"]] * 2 == [best(expected, BLOCK, answer["tokens"])] * 2
