@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import importlib.metadata
 import importlib.util
 import logging
@@ -19,6 +20,7 @@ from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops import tables as tuned_tables
 from vllm_rocm_ops.explain import explain, table
 from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.vllm import kernel_selection
 
 PLUGIN = "rocm_ops"
 
@@ -34,6 +36,8 @@ def find() -> dict:
         "gpus": gpus,
         "code_objects": {arch: find_code_objects(arch) for arch in archs.ARCHS},
         "tables": {"yours": find_tables(envs.tables()), "shipped": find_tables(tuned_tables.TABLES)},
+        "measured": find_measured(envs.tables()),
+        "machine": kernel_selection.machine(),
         "vllm": find_vllm(),
         "emulator": find_emulator(),
         "patches": patch.find(),
@@ -78,6 +82,30 @@ def find_tables(folder: Path) -> dict:
             changing = [row for row in csv.DictReader(file) if any(row[k] for k in row if k and "config." in k)]
         rows.setdefault(path.parent.name, {})[path.stem] = len(changing)
     return {"folder": str(folder), "rows": rows}
+
+
+def find_measured(folder: Path) -> list[dict]:
+    """What vLLM's workers measured of our kernels and vLLM's, by the machine that they ran on."""
+    return [
+        {"path": str(path), **dataclasses.asdict(kernel_selection.read(path))}
+        for path in sorted(folder.glob("*/measured-*.json"))
+    ]
+
+
+def measured_lines(found: list[dict], machine: dict[str, str]) -> list[str]:
+    """What `find_measured` found: tables of this machine, and where there are others."""
+    lines = []
+    for one in found:
+        record = kernel_selection.Record(one["machine"], one["off"], one["shapes"])
+        what = "{path}: {number} shapes".format(path=one["path"], number=len(record.shapes))
+        if record.machine != machine:
+            differs = [f"{k} {v}" for k, v in record.machine.items() if machine.get(k) != v]
+            lines.append(f"{what}, on another machine: {', '.join(differs) or 'unknown'}")
+            continue
+        lines.append(f"{what}, on this machine")
+        lines += [f"{op} is off: {why}. To measure again, remove the file" for op, why in record.off.items()]
+        lines += kernel_selection.table(record)
+    return lines or ["nothing: vLLM's workers do so when they start"]
 
 
 def find_vllm() -> dict:
@@ -151,6 +179,7 @@ def text(found: dict) -> str:
         counts = [f"{op} {rows}" for by_op in tables["rows"].values() for op, rows in by_op.items()]
         tuned.append((whose, ", ".join(counts) or "no rows", tables["folder"]))
     section("tuned tables", *table(tuned))
+    section("measured", *measured_lines(found["measured"], found["machine"]))
     section("vLLM", *filter(None, [vllm["version"], vllm["why_off"]]))
     if not vllm["plugin"]:
         section(

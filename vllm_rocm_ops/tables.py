@@ -1,10 +1,16 @@
-"""Tuned tables: configurations that were measured to be best, in <arch>/<op>.csv, the user's before the shipped ones."""
+"""Tuned tables: configurations that were measured to be best, in <arch>/<op>.csv, the user's before the shipped ones.
+
+Beside the user's, in <arch>/, lies what vLLM's workers measure of kernels (vllm/kernel_selection.py)."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
+import fcntl
 import functools
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,3 +56,19 @@ def table(path: Path, key: tuple[str, ...]) -> dict[tuple[str, ...], _Row]:
     except (KeyError, TypeError, AttributeError, ValueError, csv.Error, OSError) as error:
         warn_once(str(path), f"{path} is not used: {type(error).__name__} {error}")
         return {}
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes a file that others read: they find the one before or this one, whole."""
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_text(text)
+    written.replace(path)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Waits until no other process is within it for the same path. The end of a process, however it comes, ends that too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -6,14 +6,16 @@ import torch
 from engines import Engines, prompts
 
 import vllm_rocm_ops
-from vllm_rocm_ops.vllm import register
+from vllm_rocm_ops.vllm import kernel_selection, register
 
 
 @pytest.fixture
-def configuration():
-    """vLLM's layers are made within a configuration."""
+def configuration(tmp_path, monkeypatch):
+    """vLLM's layers are made within a configuration, and nothing was measured."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
+    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "tables"))
+    kernel_selection.forget()
     register()
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu")), check_compile=False):
         vllm_rocm_ops.reset_stats()

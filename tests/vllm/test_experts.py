@@ -12,7 +12,7 @@ from torch import Tensor
 import vllm_rocm_ops
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.vllm import experts, seam
+from vllm_rocm_ops.vllm import experts, kernel_selection, kernel_timing, seam
 from vllm_rocm_ops.vllm.seams import fp8_experts, mxfp8_experts, routing_experts, unquantized_experts
 
 EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 8, 3, 256, 128, 5
@@ -501,3 +501,73 @@ def test_which_layers_stay_vllms(monkeypatch):
     assert [options for options in refused if is_ours(**options)] == []
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert not is_ours()
+
+
+class InTurn:
+    """A clock by which ours is the faster with up to four tokens."""
+
+    def times(self, calls, sets):
+        for arguments in sets:
+            for call in calls.values():
+                call(*arguments)
+        return {"ours": [1.0 if len(sets[0][1]) <= 4 else 3.0], "native": [2.0]}
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.parametrize(("form", "kind"), [*((form, kind) for form in FORMS for kind in ROUTING), ("modular", "mx")])
+def test_what_is_measured_serves(native, form, kind, fault, monkeypatch):
+    """With the layer's own weights and random routes: right experts of ours pass the check, and then serve where they are the
+    faster; those that take one expert for the next do not."""
+    layer, reference = Layer(kind), ops.fused_experts.reference
+
+    def ours(hidden, w1, w2, *others):
+        return reference(hidden, w1, w2.roll(1, 0) if fault else w2, *others)
+
+    def theirs(self, *arguments, **keywords):
+        asked = dict(zip(experts.APPLY, arguments)) | keywords
+        self.calls.append(asked)
+        asked["output"].copy_(layer.plain(asked["hidden_states"], asked["topk_weights"], asked["topk_ids"]))
+
+    monkeypatch.setattr(ops.fused_experts, "run_kernels", ours)
+    monkeypatch.setattr(native, "apply", theirs)
+    monkeypatch.setattr(native, "expects_unquantized_inputs", True)  # the CPU has no quantization in groups
+    monkeypatch.setattr(kernel_timing, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
+    kernel_selection.start()
+    native.calls.clear()
+    hidden, logits, bias = inputs(9), random(9, EXPERTS), random(EXPERTS) * 0.1
+
+    def serve(tokens: int) -> int:
+        native.calls.clear()
+        if form == "modular":
+            call(layer, made, *routed(tokens=tokens), hidden[:tokens])
+        else:
+            call_with_logits(layer, made, logits[:tokens], bias, hidden[:tokens])
+        return len(native.calls)
+
+    ours_class = modular(kind) if form == "modular" else (SEAMS.get(kind, fp8_experts).OURS[0])
+    made = kernel(layer, ours_class)
+    serve(9)
+    kernel_timing.warm_up((1, 2), 64, InTurn(), lambda mine: [mine])
+    [one] = kernel_selection.choices()
+    assert one.state == ("off" if fault else "measured"), one.why
+    assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])
+
+
+def test_measured_routes_are_uniform_over_all_ranks():
+    """Half of the experts are another rank's, and get half of the tokens."""
+    expert_map = torch.arange(EXPERTS, dtype=torch.int32).where(torch.arange(EXPERTS) < EXPERTS // 2, -1)
+    layer, here = Layer("bf16"), EXPERTS // 2
+    kept = (layer.w1[:here], layer.w2[:here], torch.bfloat16, None, TOPK, torch.int32, expert_map, False, None, EXPERTS)
+    _, x, weights, ids = experts.KERNELS.arguments(kept, random(4000, HIDDEN), 0)
+    counts = ids.flatten().bincount(minlength=EXPERTS)
+    assert ids.dtype == torch.int32 and counts.sum() == 4000 * TOPK
+    assert (counts / counts.float().mean() - 1).abs().max() < 0.1
+    assert all(len(set(row)) == TOPK for row in ids.tolist())
+    torch.testing.assert_close(weights.sum(1), torch.ones(4000))
+    assert torch.equal(experts.KERNELS.arguments(kept, x, 0)[3], ids)
+    assert not torch.equal(experts.KERNELS.arguments(kept, x, 1)[3], ids)
+    moved, operations = experts.KERNELS.work(kept, 1)
+    assert operations == 2 * 1.5 * 3 * HIDDEN * INNER and moved == 1.5 * 3 * HIDDEN * INNER * 2

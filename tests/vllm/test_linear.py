@@ -7,11 +7,11 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch
+from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.families.weight_layout import shuffle_weight
+from vllm_rocm_ops.families.weight_layout import plain_weight, shuffle_weight
 from vllm_rocm_ops.stats import fallbacks
-from vllm_rocm_ops.vllm import native_kernel, seam
+from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, native_kernel, seam
 from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
 
 N, K = 256, 256
@@ -614,3 +614,140 @@ def test_the_code_objects_are_in_the_fingerprint(tmp_path, monkeypatch):
     assert compile_cache.fingerprint() == before
     stamp.write_text('{"sources": "others"}')
     assert compile_cache.fingerprint() != before
+
+
+# The measurement of which kernel serves
+
+
+class Right(Native):
+    """Computes what our references do."""
+
+    def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
+        self.calls.append({})
+        weight = B if B.shape[0] == A.shape[1] else B.t()
+        return ops.scaled_mm.reference(A, weight, As, Bs, out_dtype, bias)
+
+    def apply_block_scaled_mm(self, *, A, B, As, Bs):
+        self.calls.append({})
+        return ops.block_scaled_mm.reference(A, B, As, Bs, self.config.out_dtype)
+
+
+class RightInFragments(Right):
+    """The same, from a weight that it shuffled."""
+
+    process_weights_after_loading = Shuffling.process_weights_after_loading
+
+    def apply_scaled_mm(self, *, B, **arguments):
+        return super().apply_scaled_mm(B=plain_weight(native_kernel.fragments_of(B)).t(), **arguments)
+
+
+class InTurn:
+    """A clock by which ours is the faster with up to so many tokens."""
+
+    def __init__(self, most: int):
+        self.most = most
+
+    def times(self, calls, sets):
+        tokens = len(sets[0][0])
+        return {"ours": [1.0 if tokens <= self.most else 3.0], "native": [2.0]}
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "native", "fault"),
+    [
+        *(
+            (kind, Right, fault)
+            for kind in ("static", "dynamic", "channel-static", "fbgemm")
+            for fault in (None, "scale")
+        ),
+        *(("channel", native, fault) for native in (Right, RightInFragments) for fault in (None, "scale", "bias")),
+        *(("block", Right, fault) for fault in (None, "scale")),
+    ],
+)
+def test_what_is_measured_serves(make, kind, native, fault, monkeypatch):
+    """With the layer's own weights, scales and bias: a right kernel of ours passes the check, and then serves where it is the
+    faster; one that has another scale or leaves the bias out does not."""
+    kernel_selection.start()
+    layer, kernel, _ = make(kind, native, k=K if kind != "block" else K + 64)
+    op = getattr(ops, OPS[kind])
+    names = {"scale": "scale_b", "bias": "bias"}
+
+    def ours(*arguments):
+        a = op.Arguments(*arguments)
+        if fault:
+            a = a._replace(**{names[fault]: None if fault == "bias" else 1.02 * a.scale_b})
+        return op.reference(*a)
+
+    monkeypatch.setattr(op, "run_kernels", ours)
+    bias = None if kind == "block" else random(N).bfloat16()
+    kernel.apply_weights(layer, random(MANY, layer.weight.numel() // N).bfloat16(), bias)
+    kernel_timing.warm_up((1, 17), MANY, InTurn(17), lambda mine: [mine])
+    [one] = kernel_selection.choices()
+    assert one.state == ("off" if fault else "measured"), one.why
+    assert not fault or "relative error" in one.why
+    kernel.native.calls.clear()
+    for tokens in (1, 17, 18, MANY):
+        kernel.apply_weights(layer, random(tokens, layer.weight.numel() // N).bfloat16(), bias)
+    assert len(kernel.native.calls) == (4 if fault else 2)
+
+
+def test_mx_layers_are_measured(make, monkeypatch):
+    """With scales that 32 rows share, as vLLM's kernel leaves them, and without."""
+    kernel_selection.start()
+    layer, kernel, exact = make("mxfp8", Native)
+    monkeypatch.setattr(ops.mxfp8_scaled_mm, "run_kernels", ops.mxfp8_scaled_mm.reference)
+
+    def native(self, layer, x, bias=None):
+        self.calls.append({})
+        return (x.float() @ exact.t()).to(x.dtype)
+
+    monkeypatch.setattr(type(kernel.native), "apply_weights", native)
+    kernel.apply_weights(layer, random(MANY, K).bfloat16())
+    monkeypatch.setattr(kernel_timing, "LARGEST_ERROR", 50.0)  # that native kernel rounds no tokens
+    kernel_timing.warm_up((1, 17), MANY, InTurn(17), lambda mine: [mine])
+    [one] = kernel_selection.choices()
+    assert one.state == "measured", one.why
+    kernel.native.calls.clear()
+    for tokens in (1, 17, 18, MANY):
+        kernel.apply_weights(layer, random(tokens, K).bfloat16())
+    assert len(kernel.native.calls) == 2
+
+
+def test_unquantized_layers_are_measured(monkeypatch):
+    """As far as vLLM calls them: its logits have one token of each request."""
+    kernel_selection.start()
+    weight, left = random(N, K).bfloat16(), []
+    monkeypatch.setattr(
+        ops.unquantized_gemm, "run_kernels", lambda x, weight, bias: (x.float() @ weight.t().float()).to(x)
+    )
+    monkeypatch.setattr(unquantized_linear, "replaced", lambda: "default_unquantized_gemm")
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *arguments: left.append(1) or linear(*arguments))
+    unquantized_linear.unquantized_linear(random(40, K).bfloat16(), weight, None)
+    kernel_timing.warm_up((1, 17), 8192, InTurn(17), lambda mine: [mine])
+    left.clear()
+    for tokens in (1, 17, 18, 40, 41):
+        unquantized_linear.unquantized_linear(random(tokens, K).bfloat16(), weight, None)
+    assert len(left) == 3
+    [one] = kernel_selection.choices()
+    assert len(one.ours) == 41
+
+
+def test_an_aiter_switch_is_undone_by_a_measurement_only(make, monkeypatch):
+    """Until then all tokens are AITER's."""
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
+    monkeypatch.setattr(ops.scaled_mm, "run_kernels", ops.scaled_mm.reference)
+    kernel_selection.start()
+    layer, kernel, _ = make("channel", Right)
+    for tokens in (1, MANY):
+        kernel.apply_weights(layer, random(tokens, K).bfloat16())
+    assert len(kernel.native.calls) == 2
+    kernel_timing.warm_up((1, 17), MANY, InTurn(17), lambda mine: [mine])
+    kernel.native.calls.clear()
+    kernel.apply_weights(layer, random(1, K).bfloat16())
+    assert not kernel.native.calls
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER_LINEAR", "0")
+    assert scaled_linear.KERNELS.most_tokens() == 64

@@ -214,7 +214,7 @@ def test_vllm_knows_our_variables(monkeypatch):
 
     validate = getattr(current_platform, "validate_environ", None) or vllm.envs.validate_environ  # from 0.31 on; before
     plugin.know_variables()
-    monkeypatch.setattr(os, "environ", {name: "1" for name in envs.VARIABLES})
+    monkeypatch.setattr(os, "environ", {name: "2" for name in envs.VARIABLES})
     validate(hard_fail=True)
     factors = vllm.envs.compile_factors()
     monkeypatch.setattr(os, "environ", {})

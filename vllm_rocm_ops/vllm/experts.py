@@ -1,9 +1,9 @@
 """Our experts in vLLM's mixture-of-experts layers. Each keeps vLLM's native experts for the calls that it does not take.
 
 vLLM has no registry for experts, so the seams wrap vLLM's functions that select experts, in every module that imported them.
-Our experts come before all others, AITER's too, if the user named no backend and our experts can serve the layer. The weights
-stay as loaded, for which vLLM's backend is TRITON, and the native experts are vLLM's for that backend. AITER's experts read
-shuffled weights, so they cannot be the native ones. `--moe-backend aiter` keeps AITER's experts instead of ours.
+Our experts come before all others if the user named no backend, did not ask for AITER by its switch, and our experts can serve
+the layer. The weights stay as loaded, for which vLLM's backend is TRITON, and the native experts are vLLM's for that backend.
+AITER's experts read shuffled weights, so they cannot be the native ones, and a layer has ours or AITER's.
 
 Each call chooses between our op and the native experts. On ROCm vLLM runs the whole layer in one opaque op, so the choice is
 made in Python outside of compiled graphs, and a captured graph holds the choice for its batch size. On CPU Dynamo traces the
@@ -25,10 +25,12 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.families.experts import HALVES
-from vllm_rocm_ops.vllm import native_kernel, seam
+from vllm_rocm_ops.families.experts import HALVES, scheme
+from vllm_rocm_ops.families.gemm import BLOCK
+from vllm_rocm_ops.quantization import MX_BLOCK, cast
+from vllm_rocm_ops.vllm import kernel_selection, native_kernel, seam
 
-MOST_TOKENS = 64  # that ours take; where they win on AMD was not measured
+MOST_TOKENS = 64  # that ours take where they were not measured (kernel_selection.py)
 
 APPLY = (
     *("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts"),
@@ -48,6 +50,8 @@ def run(
     topk_ids: Tensor,
     expert_map: Tensor | None,
     apply_router_weight_on_input: bool,
+    activation,
+    global_num_experts: int,
 ) -> Tensor:
     """`fused_experts` with the scales in `experts`, or `theirs()` for calls that it does not take."""
     scales = experts.w1_scale, experts.w2_scale, experts.a1_scale, experts.a2_scale
@@ -55,7 +59,104 @@ def run(
     arguments = hidden, w1, w2, *routing, *scales, expert_map, 0, apply_router_weight_on_input
     if theirs is None:
         return torch.ops.vllm_rocm_ops.fused_experts(*arguments)
-    return native_kernel.run_or_native(theirs, ops.fused_experts, MOST_TOKENS, *arguments)
+    key = type(experts), w1.shape, w2.shape, w1.dtype, hidden.dtype, topk_ids.shape[1], expert_map is None
+    how = topk_ids.shape[1], topk_ids.dtype, expert_map, apply_router_weight_on_input, activation, global_num_experts
+    layer = w1, w2, hidden.dtype, experts, *how
+    choice = kernel_selection.choice(key)
+    if choice is None:
+        choice = kernel_selection.choose(key, KERNELS, experts.native_class().__name__, layer)
+    if choice.layers is not None:
+        choice.note(w1, len(hidden), lambda: layer)
+    return native_kernel.run_or_native(theirs, ops.fused_experts, choice, *arguments)
+
+
+class Experts:
+    """Calls of experts as they are measured: routing is uniform over all experts, also those of other ranks. A layer: both
+    weights, the tokens' type, who keeps the scales, and the rest of `run`'s arguments."""
+
+    op, sampled_rows = ops.fused_experts, 3  # a row takes the whole weights of its experts
+
+    def most_tokens(self):
+        return MOST_TOKENS
+
+    def columns(self, layer):
+        return layer[0].shape[2], layer[1].shape[1]
+
+    def describe(self, layer):
+        w1, w2, dtype, experts, topk, _, expert_map, *_, total = layer
+        kinds = " ".join(dict.fromkeys(scheme(w, s) for w, s in ((w1, experts.w1_scale), (w2, experts.w2_scale))))
+        here = f"{len(w1)}" if expert_map is None else f"{len(w1)} of {total}"
+        types = kernel_selection.types(w1.dtype, dtype)
+        return f"{here} experts {w1.shape[2]}x{w2.shape[2]} top {topk} {types} scales {kinds}"
+
+    def work(self, layer, tokens):
+        w1, w2, _, _, topk, _, expert_map, *_, total = layer
+        pairs = tokens * topk * len(w1) / (len(w1) if expert_map is None else total)
+        weights = w1.nbytes + w2.nbytes
+        return weights * min(1.0, pairs / len(w1)), 2.0 * pairs * (w1[0].numel() + w2[0].numel())
+
+    def arguments(self, layer, x, seed):
+        *_, topk, ids_dtype, expert_map, _, _, total = layer
+        among = len(layer[0]) if expert_map is None else total
+        generator = torch.Generator(x.device).manual_seed(seed)
+        scores = torch.rand(len(x), among, generator=generator, device=x.device)
+        weights, ids = scores.topk(topk, 1)
+        return layer, x, weights / weights.sum(1, keepdim=True), ids.to(ids_dtype)
+
+    def run(self, layer, x, weights, ids):
+        w1, w2, _, experts, _, _, expert_map, on_input, activation, total = layer
+        how = activation, total, expert_map, on_input
+        routed = x, w1, w2, weights, ids
+        return run(experts, lambda: experts.whole.apply(*routed, *how), *routed, expert_map, on_input, *how[:2])
+
+    def exact(self, arguments, x, rows, columns):
+        layer, _, weights, ids = arguments
+        w1, w2, _, experts, _, _, expert_map, on_input, *_ = layer
+        here = ids if expert_map is None else expert_map[ids.long()]
+        results = torch.zeros(len(rows), len(columns), device=x.device)
+        for place, row in enumerate(rows.tolist()):
+            for expert, weight in zip(here[row].tolist(), weights[row].tolist()):
+                if expert < 0:
+                    continue
+                token = x[row].float() * (weight if on_input else 1.0)
+                token = _rounded(token, experts.a1_scale, expert, w1.dtype)
+                gate, up = (_exact(w1, experts.w1_scale, expert) @ token).chunk(2)
+                inner = _rounded(torch.nn.functional.silu(gate) * up, experts.a2_scale, expert, w2.dtype)
+                result = _exact(w2, experts.w2_scale, expert)[columns] @ inner
+                results[place] += result * (1.0 if on_input else weight)
+        return results
+
+
+KERNELS = Experts()
+
+
+def _exact(weights: Tensor, scales: Tensor | None, expert: int) -> Tensor:
+    """One expert's weight [N, K], dequantised."""
+    weight, kind = weights[expert].float(), scheme(weights, scales)
+    if kind == "none":
+        return weight
+    scale = scales[expert]
+    if kind == "mx":
+        return weight * torch.exp2(scale.view(torch.uint8).float() - 127).repeat_interleave(MX_BLOCK, 1)
+    if kind == "block":
+        scale = scale.repeat_interleave(BLOCK, 0)[: len(weight)].repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
+    return weight * (scale if kind == "block" else scale.view(-1, 1))
+
+
+def _rounded(x: Tensor, scales: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
+    """Values as a static scale leaves them: that of a model does not fit random tokens."""
+    if scales is None:
+        return x
+    scale = scales.flatten()[expert if scales.numel() > 1 else 0]
+    return cast(x / scale, dtype).float() * scale
+
+
+def whole(native) -> object:
+    """vLLM's kernel around native experts."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
+
+    return modular_kernel.FusedMoEKernel(no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular(), native)
 
 
 def probe(oracle, select: str, *parameters: str) -> None:
@@ -73,6 +174,10 @@ def probe(oracle, select: str, *parameters: str) -> None:
     config = "moe_config", "weight_key", "activation_key", "activation_format"
     seam.require_parameters(base.is_supported_config, "cls", *config)
     seam.require_parameters(no_dp_ep._quantize_input, "a1", "quant_config", "defer_input_quant")
+    seam.require_parameters(no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular)
+    calls = "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts", "expert_map"
+    seam.require_parameters(modular_kernel.FusedMoEKernel.apply, *calls, "apply_router_weight_on_input")
+    seam.require_parameters(modular_kernel.FusedMoEKernel.__init__, "prepare_finalize", "fused_experts")
     seam.require("SILU" in MoEActivation.__members__, "MoEActivation.SILU")
 
 
@@ -133,6 +238,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             super().__init__(moe_config, quant_config)
             native = self.native_class()
             self.native = native and native(moe_config, copy_of(quant_config))
+            self.whole = native and whole(self.native)  # for tokens that are not vLLM's
 
         def workspace_shapes(self, M, N, K, *others, **more):
             if self.native is None:
@@ -186,7 +292,8 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             # With apply_router_weight_on_input vLLM has multiplied the input by the weights already.
             weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
             leave = None if self.native is None else theirs
-            result = run(self, leave, hidden_states, w1, w2, weights, topk_ids, expert_map, False)
+            routed = hidden_states, w1, w2, weights, topk_ids
+            result = run(self, leave, *routed, expert_map, False, activation, global_num_experts)
             if result is not output:
                 output.copy_(result)
 
@@ -198,6 +305,7 @@ def finished(made: type, name: str, schemes: tuple, oracle, backend) -> type:
     made.__name__ = made.__qualname__ = name
     made.schemes, made.native_class = schemes, staticmethod(lambda: native_class(oracle, backend))
     made.oracle, made.backend = oracle, backend
+    made.beside_aiter = backend.name == "TRITON"  # vLLM has AITER's for the same layers
     return made
 
 
@@ -227,6 +335,10 @@ class Predicates:
         extra = next((name for name in extras if getattr(moe_config, name)), None)
         if extra or moe_config.in_dtype not in HALVES:
             return False, f"{experts_class.__name__} does not support {extra or moe_config.in_dtype}"
+        if experts_class.beside_aiter and native_kernel.asks_for_aiter(
+            "MOE"
+        ):  # whose weights only its own kernels read
+            return False, f"{experts_class.__name__} leaves the layer to AITER, which was asked for"
         native = experts_class.native_class()
         return (True, None) if native is None else native.is_supported_config(native, *asked)
 

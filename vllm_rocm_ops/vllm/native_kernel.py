@@ -1,8 +1,8 @@
 """Our linear kernels keep vLLM's native kernel for the same layer, for the calls that our ops do not take.
 
-Each call chooses between our op and the native kernel, inside one opaque torch op: a compiled graph serves every number of
-tokens, and a captured graph holds the choice for its batch size. The torch op names the native kernel by class and
-configuration. Both are the same in every process, so graphs from vLLM's compile cache find the kernel, and equal layers
+Each call chooses between our op and the native kernel (kernel_selection.py), inside one opaque torch op: a compiled graph
+serves every number of tokens, and a captured graph holds the choice for its batch size. The torch op names the native kernel by
+class and configuration. Both are the same in every process, so graphs from vLLM's compile cache find the kernel, and equal layers
 compile to equal graphs. A kernel has no other state: the weights are arguments of the torch op.
 """
 
@@ -17,6 +17,7 @@ from vllm_rocm_ops import envs
 from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP, shuffle_weight
 from vllm_rocm_ops.op import NAMESPACE, Op
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.kernel_selection import Choice, Refused
 
 MARK = "vllm_rocm_ops_order"
 """The name of the buffer that holds the layout of a layer's weight. vLLM's weight cache keeps buffers beside the weights."""
@@ -103,11 +104,46 @@ def kept(name: str) -> object:
     return _kernels[name]
 
 
-def run_or_native(native: Callable[[], Tensor], op: Op, most_tokens: int, *arguments) -> Tensor:
-    """Our op, where its kernels take the arguments and the first has at most so many rows; else `native()`."""
+def run_or_native(native: Callable[[], Tensor], op: Op, choice: Choice, *arguments) -> Tensor:
+    """Our op, where the choice for as many tokens as the first argument has rows is ours, and its kernels take the arguments;
+    else `native()`."""
     tokens = arguments[0].numel() // max(arguments[0].shape[-1], 1)
-    output = op.run_kernels(*arguments) if tokens <= most_tokens else None
+    output = op.run_kernels(*arguments) if choice.is_ours(tokens) else None
+    if output is None and choice.must_be_ours:
+        raise Refused
     return native() if output is None else output
+
+
+def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
+    """Rows of a tensor, in float32."""
+    one_byte = tensor.element_size() == 1
+    return tensor.view(torch.uint8)[places].view(tensor.dtype).float() if one_byte else tensor[places].float()
+
+
+def asks_for_aiter(kind: str) -> bool:
+    """Whether the user has asked for AITER by its switch, and not switched its kernels of a kind ("LINEAR", "MOE") off."""
+    from vllm import envs as vllm_envs
+
+    return (
+        vllm_envs.is_set("VLLM_ROCM_USE_AITER")
+        and vllm_envs.VLLM_ROCM_USE_AITER
+        and getattr(vllm_envs, f"VLLM_ROCM_USE_AITER_{kind}")
+    )
+
+
+class Linear:
+    """What `kernel_selection.Kernels` wants to know of linear layers. A layer's first value is its weight."""
+
+    op: Op
+    limit: Callable[[], int]
+    sampled_rows = 8
+
+    def most_tokens(self) -> int:
+        return 0 if asks_for_aiter("LINEAR") else self.limit()
+
+    def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
+        k, n = self.columns(layer)
+        return layer[0].nbytes + tokens * (k * layer[0].element_size() + 2 * n), 2.0 * tokens * n * k
 
 
 def has_kernels(op: Op, *arguments, **keywords) -> bool:

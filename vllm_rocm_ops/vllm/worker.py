@@ -3,7 +3,7 @@
 import dataclasses
 
 import vllm_rocm_ops
-from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm import kernel_selection, seam
 
 
 class Extension:
@@ -20,6 +20,19 @@ class Extension:
     def vllm_rocm_ops_reset_stats(self) -> None:
         """`vllm_rocm_ops.reset_stats()` in the worker."""
         vllm_rocm_ops.reset_stats()
+
+    def vllm_rocm_ops_choices(self) -> list[dict]:
+        """Which kernels serve each shape of a layer in the worker: "unmeasured", "measured" or "off", and the numbers of tokens
+        that are ours."""
+        return [
+            {
+                "shape": one.key,
+                "state": one.state,
+                "why": one.why,
+                "ours": [m for m, ours in enumerate(one.ours) if ours],
+            }
+            for one in kernel_selection.choices()
+        ]
 
     def vllm_rocm_ops_seams(self) -> list[dict]:
         """The seams' status in the worker."""

@@ -1,4 +1,4 @@
-"""Seam: FP8 linear layers with scales per 128x128 block of the weight run our `block_scaled_mm` for few tokens.
+"""Seam: FP8 linear layers with scales per 128x128 block of the weight run our `block_scaled_mm` where it is the faster.
 
 vLLM's native kernel, if there is one, serves all other calls (native_kernel.py), prepares the weight and says how the input is
 quantized. With `VLLM_ROCM_OPS_SHUFFLE=1` our op serves any number of tokens, see scaled_linear.py.
@@ -10,9 +10,9 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.families.weight_layout import shuffle_weight
-from vllm_rocm_ops.vllm import native_kernel, seam
+from vllm_rocm_ops.vllm import kernel_selection, native_kernel, seam
 
-MOST_TOKENS = 64  # that ours takes; where it wins on AMD was not measured
+MOST_TOKENS = 64  # that ours takes where it was not measured (kernel_selection.py)
 
 
 def block_scaled_linear(
@@ -23,7 +23,44 @@ def block_scaled_linear(
     def theirs() -> Tensor:
         return native_kernel.kept(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
 
-    return native_kernel.run_or_native(theirs, ops.block_scaled_mm, MOST_TOKENS, a, b, scale_a, scale_b, out_dtype)
+    key = native, b.shape
+    layer = b, scale_b, out_dtype, native
+    choice = kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, native, layer)
+    if choice.layers is not None:
+        choice.note(b, len(a), lambda: layer)
+    return native_kernel.run_or_native(theirs, ops.block_scaled_mm, choice, a, b, scale_a, scale_b, out_dtype)
+
+
+class BlockScaledLinear(native_kernel.Linear):
+    """`block_scaled_linear` as it is measured. A layer: the arguments but a and its scale."""
+
+    op, run = ops.block_scaled_mm, staticmethod(block_scaled_linear)
+
+    def limit(self):
+        return MOST_TOKENS
+
+    def columns(self, layer):
+        return layer[0].shape[1], layer[0].shape[0]
+
+    def describe(self, layer):
+        return "{1}x{0} {2}".format(*self.columns(layer), kernel_selection.types(layer[0].dtype, layer[2]))
+
+    def arguments(self, layer, x, seed):
+        b, scale_b, out_dtype, native = layer
+        a, scale_a = native_kernel.kept(native).quant_fp8.forward_native(x)  # which compiles nothing
+        return a, b, scale_a, scale_b, out_dtype, native
+
+    def exact(self, arguments, x, rows, columns):
+        a, b, scale_a, scale_b, *_ = arguments
+
+        def scaled(values, scale):
+            return values * scale.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
+
+        tokens = scaled(native_kernel.rows_at(a, rows), scale_a[rows])
+        return tokens @ scaled(native_kernel.rows_at(b, columns), scale_b[columns // BLOCK]).t()
+
+
+KERNELS = BlockScaledLinear()
 
 
 def _fake(a, b, scale_a, scale_b, out_dtype, native):

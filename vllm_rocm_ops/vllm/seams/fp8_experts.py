@@ -1,6 +1,7 @@
-"""Seam: FP8 experts with scales per 128x128 block, tensor or channel run our `fused_experts` for few tokens, see experts.py.
+"""Seam: FP8 experts run our `fused_experts` where it is the faster, see experts.py.
 
-Activations are quantized as vLLM quantizes them, except with one dynamic scale per tensor: our op has one scale per token then.
+They have scales per 128x128 block, tensor or channel. Activations are quantized as vLLM quantizes them, except with one
+dynamic scale per tensor: our op has one scale per token then.
 """
 
 from vllm_rocm_ops.vllm import experts, seam

@@ -1,4 +1,4 @@
-"""Seam: MX-FP8 linear layers (e4m3fn with one e8m0 scale per 32 of K) run our `mxfp8_scaled_mm` for few tokens.
+"""Seam: MX-FP8 linear layers (e4m3fn with one e8m0 scale per 32 of K) run our `mxfp8_scaled_mm` where it is the faster.
 
 On ROCm only gfx950 has matrix instructions for this format. There vLLM's native kernel serves all other calls (native_kernel.py)
 and prepares the weight. The prepared weight may have one scale for 32 rows, which our op reads too.
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import native_kernel, seam
+from vllm_rocm_ops.vllm import kernel_selection, native_kernel, seam
 
-MOST_TOKENS = 64  # that ours takes; where it wins on AMD was not measured
+MOST_TOKENS = 64  # that ours takes where it was not measured (kernel_selection.py)
 GROUP = 32
 
 
@@ -24,12 +24,47 @@ def mxfp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor |
         layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
         return native_kernel.kept(native).apply_weights(layer, x, bias)
 
-    if x.shape[0] > MOST_TOKENS:
+    key = native, weight.shape, bias is None
+    layer = weight, weight_scale, bias, native, x.dtype
+    choice = kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, native, layer)
+    if choice.layers is not None:
+        choice.note(weight, len(x), lambda: layer)
+    if not choice.is_ours(len(x)):
         return theirs()
     a, scale_a = torch.ops.vllm.mxfp8_quantize(x, False, 0)
     return native_kernel.run_or_native(
-        theirs, ops.mxfp8_scaled_mm, MOST_TOKENS, a, weight, scale_a, weight_scale, x.dtype, bias
+        theirs, ops.mxfp8_scaled_mm, choice, a, weight, scale_a, weight_scale, x.dtype, bias
     )
+
+
+class Mxfp8Linear(native_kernel.Linear):
+    """`mxfp8_linear` as it is measured. A layer: the arguments but x, and its type."""
+
+    op, run = ops.mxfp8_scaled_mm, staticmethod(mxfp8_linear)
+
+    def limit(self):
+        return MOST_TOKENS
+
+    def columns(self, layer):
+        return layer[0].shape[1], layer[0].shape[0]
+
+    def describe(self, layer):
+        return "{1}x{0} {2}".format(*self.columns(layer), kernel_selection.types(layer[-1])) + " bias" * (
+            layer[2] is not None
+        )
+
+    def arguments(self, layer, x, seed):
+        return (x, *layer[:-1])
+
+    def exact(self, arguments, x, rows, columns):
+        _, weight, weight_scale, bias, _ = arguments
+        shared = len(weight) // len(weight_scale)
+        scale = torch.exp2(weight_scale.view(torch.uint8)[columns // shared].float() - 127)
+        exact = native_kernel.rows_at(weight, columns) * scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+        return x[rows].float() @ exact.t() + (0.0 if bias is None else bias[columns].float())
+
+
+KERNELS = Mxfp8Linear()
 
 
 def _fake(x, weight, weight_scale, bias, native):

@@ -116,19 +116,16 @@ def kept_by() -> str:
 def monolithic(modular: type) -> type:
     """Our class of experts that route tokens, for the layers that a modular class serves."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
-    from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
 
     class RocmOpsRoutingExperts(experts.Predicates, modular_kernel.FusedMoEExpertsMonolithic):
         schemes, native_class = modular.schemes, staticmethod(modular.native_class)
-        oracle, backend = modular.oracle, modular.backend
+        oracle, backend, beside_aiter = modular.oracle, modular.backend, modular.beside_aiter
 
         def __init__(self, moe_config, quant_config):
             super().__init__(moe_config, quant_config)
             self.method, self.topk = METHODS[moe_config.routing_method.name], moe_config.experts_per_token
-            native, self.native = self.native_class(), None
-            if native is not None:
-                prepare = no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular()
-                self.native = modular_kernel.FusedMoEKernel(prepare, native(moe_config, quant_config))
+            native = self.native_class()
+            self.whole = self.native = native and experts.whole(native(moe_config, quant_config))
 
         @staticmethod
         def is_supported_config(experts_class, moe_config, weight_key, activation_key, activation_format):
@@ -178,9 +175,9 @@ def monolithic(modular: type) -> type:
                 return self.native.apply(hidden_states, w1, w2, weights, ids, *how)
 
             leave = None if self.native is None else theirs
-            return experts.run(
-                self, leave, hidden_states, w1, w2, weights, ids, expert_map, apply_router_weight_on_input
-            )
+            routed = hidden_states, w1, w2, weights, ids
+            how = expert_map, apply_router_weight_on_input, activation, global_num_experts
+            return experts.run(self, leave, *routed, *how)
 
     RocmOpsRoutingExperts.__name__ = RocmOpsRoutingExperts.__qualname__ = modular.__name__.replace("Ops", "OpsRouting")
     return RocmOpsRoutingExperts
@@ -190,16 +187,11 @@ def probe() -> None:
     """fp8_experts or unquantized_experts is on, and vLLM's class of monolithic experts is as expected."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
-    from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
     from vllm.model_executor.layers.fused_moe.router import fused_topk_router
 
     if not fp8_experts.OURS + unquantized_experts.OURS:
         raise seam.Unavailable("it needs fp8_experts or unquantized_experts")
     seam.require_parameters(modular_kernel.FusedMoEExpertsMonolithic.apply, *APPLY)
-    calls = "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts", "expert_map"
-    seam.require_parameters(modular_kernel.FusedMoEKernel.apply, *calls, "apply_router_weight_on_input")
-    seam.require_parameters(modular_kernel.FusedMoEKernel.__init__, "prepare_finalize", "fused_experts")
-    seam.require_parameters(no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular)
     seam.require_parameters(fused_topk_router._get_padding_mask, "num_tokens")
     seam.require_parameters(router_factory().create_fused_moe_router, "top_k", "global_num_experts", "renormalize")
     factory = inspect.signature(router_factory().create_fused_moe_router).parameters

@@ -1,4 +1,4 @@
-"""Seam: FP8 linear layers with scales per tensor, per token or per output channel run our `scaled_mm` for few tokens.
+"""Seam: FP8 linear layers with scales per tensor, per token or per output channel run our `scaled_mm` where it is the faster.
 
 vLLM's native kernel, if there is one, serves all other calls (native_kernel.py) and prepares the weight. Our op reads both
 layouts that it may leave: rows of K, on ROCm often padded, or the order of AITER's tuned kernels, which is our fragment order.
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.families.weight_layout import shuffle_weight
-from vllm_rocm_ops.vllm import native_kernel, seam
+from vllm_rocm_ops.families.weight_layout import FRAGMENT_ROWS, plain_weight, shuffle_weight
+from vllm_rocm_ops.vllm import kernel_selection, native_kernel, seam
 
-MOST_TOKENS = 64  # that ours takes; where it wins on AMD was not measured
+MOST_TOKENS = 64  # that ours takes where it was not measured (kernel_selection.py)
 BESIDE_CUTLASS = 32  # the same on NVIDIA: 64 took 1.04 of the time without ours (a step of Llama-3.1-405B, four H200)
 
 
@@ -35,15 +35,61 @@ def scaled_linear(
             A=a, B=b, out_dtype=out_dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=shape
         )
 
-    most = MOST_TOKENS if torch.version.cuda is None else BESIDE_CUTLASS
+    def layer() -> tuple:
+        static = scale_a if native_kernel.kept(native).quant_fp8.static else None
+        return b, scale_b, bias, out_dtype, in_fragments, native, static, a.shape[1]
+
+    key = native, b.shape, in_fragments, bias is None
+    choice = kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, native, layer())
+    if choice.layers is not None:
+        choice.note(b, len(a), layer)
     return native_kernel.run_or_native(
-        theirs, ops.scaled_mm, most, a, _weight(b, in_fragments), scale_a, scale_b, out_dtype, bias
+        theirs, ops.scaled_mm, choice, a, _weight(b, in_fragments), scale_a, scale_b, out_dtype, bias
     )
 
 
 def _weight(b: Tensor, in_fragments: bool) -> Tensor:
     """A weight as `scaled_mm` takes it."""
     return native_kernel.fragments_of(b) if in_fragments else native_kernel.rows_of(b).t()
+
+
+class ScaledLinear(native_kernel.Linear):
+    """`scaled_linear` as it is measured. A layer: the arguments but a and its scale, a static scale, K."""
+
+    op, run = ops.scaled_mm, staticmethod(scaled_linear)
+
+    def limit(self):
+        return MOST_TOKENS if torch.version.cuda is None else BESIDE_CUTLASS
+
+    def columns(self, layer):
+        return layer[-1], layer[0].numel() // layer[-1]
+
+    def describe(self, layer):
+        b, scale_b, bias, out_dtype, in_fragments, _, static, _ = layer
+        types = kernel_selection.types(b.dtype, out_dtype)
+        parts = ["{1}x{0}".format(*self.columns(layer)), types, f"{scale_b.numel()} scales"]
+        parts += [name for name, holds in (("static", static is not None), ("bias", bias is not None)) if holds]
+        return " ".join(parts + ["fragments"] * in_fragments)
+
+    def arguments(self, layer, x, seed):
+        b, scale_b, bias, out_dtype, in_fragments, native, static, _ = layer
+        a, scale_a = native_kernel.kept(native).quant_fp8.forward_native(x, static)  # which compiles nothing
+        scale_a = scale_a if scale_a.numel() == 1 else scale_a[: len(x)]  # some native kernels pad the tokens
+        return a[: len(x)], b, scale_a, scale_b, bias, out_dtype, in_fragments, native
+
+    def exact(self, arguments, x, rows, columns):
+        a, b, scale_a, scale_b, bias, _, in_fragments, _ = arguments
+        weight = _weight(b, in_fragments)
+        if in_fragments:
+            values = plain_weight(native_kernel.rows_at(weight, columns[::FRAGMENT_ROWS] // FRAGMENT_ROWS))
+        else:
+            values = native_kernel.rows_at(weight.t(), columns)
+        tokens = native_kernel.rows_at(a, rows) * (scale_a if scale_a.numel() == 1 else scale_a[rows].view(-1, 1))
+        scaled = values * (scale_b if scale_b.numel() == 1 else scale_b.flatten()[columns].view(-1, 1))
+        return tokens @ scaled.t() + (0.0 if bias is None else bias[columns].float())
+
+
+KERNELS = ScaledLinear()
 
 
 def _fake(a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):

@@ -1,4 +1,4 @@
-"""Seam: experts in bf16 and fp16 run our `fused_experts` for few tokens, see experts.py."""
+"""Seam: experts in bf16 and fp16 run our `fused_experts` where it is the faster, see experts.py."""
 
 from vllm_rocm_ops.vllm import experts, seam
 

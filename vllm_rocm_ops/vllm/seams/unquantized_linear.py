@@ -1,4 +1,4 @@
-"""Seam, GPUs only: linear layers in bf16 and fp16, as lm_head and routers are, run our `unquantized_gemm` for few tokens.
+"""Seam, GPUs only: linear layers in bf16 and fp16, as lm_head is, run our `unquantized_gemm` where it is the faster.
 
 vLLM's own function serves all other calls: on ROCm a torch op that chooses among kernels, on CUDA PyTorch's linear. vLLM's
 compiler passes for AITER that look for this torch op beside a norm find it only with the patch for it, see patches/. While the
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import native_kernel, seam
+from vllm_rocm_ops.op import rows_of
+from vllm_rocm_ops.vllm import kernel_selection, native_kernel, seam
 
-MOST_TOKENS = 16  # that ours takes; where it wins on AMD was not measured
+MOST_TOKENS = 16  # that ours takes where it was not measured (kernel_selection.py)
 
 
 def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -22,7 +23,44 @@ def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
             return torch.nn.functional.linear(x, weight, bias)
         return torch.ops.vllm.rocm_unquantized_gemm(x, weight, bias)
 
-    return native_kernel.run_or_native(theirs, ops.unquantized_gemm, MOST_TOKENS, x, weight, bias)
+    layer = weight, bias, x.dtype
+    choice = _choice(layer)
+    if choice.layers is not None:
+        choice.note(weight, rows_of(x), lambda: layer)
+    return native_kernel.run_or_native(theirs, ops.unquantized_gemm, choice, x, weight, bias)
+
+
+def _choice(layer: tuple, native: str = "") -> kernel_selection.Choice:
+    """The choice for layers of this shape beside vLLM's function, or one that a name tells apart."""
+    weight, bias, dtype = layer
+    key = "unquantized", weight.shape, dtype, bias is None
+    return kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, native or replaced(), layer)
+
+
+class UnquantizedLinear(native_kernel.Linear):
+    """`unquantized_linear` as it is measured. A layer: the arguments but x, and its type."""
+
+    op, run = ops.unquantized_gemm, staticmethod(unquantized_linear)
+
+    def limit(self):
+        return MOST_TOKENS
+
+    def columns(self, layer):
+        return layer[0].shape[1], layer[0].shape[0]
+
+    def describe(self, layer):
+        types = kernel_selection.types(layer[0].dtype, layer[2])
+        return "{1}x{0} {2}".format(*self.columns(layer), types) + " bias" * (layer[1] is not None)
+
+    def arguments(self, layer, x, seed):
+        return x, *layer[:2]
+
+    def exact(self, arguments, x, rows, columns):
+        _, weight, bias = arguments
+        return x[rows].float() @ weight[columns].float().t() + (0.0 if bias is None else bias[columns].float())
+
+
+KERNELS = UnquantizedLinear()
 
 
 def _fake(x, weight, bias):
@@ -34,7 +72,8 @@ native_kernel.define(unquantized_linear, _fake)
 
 def few_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """`unquantized_gemm`, or None for what it leaves to vLLM's own."""
-    return native_kernel.run_or_native(lambda: None, ops.unquantized_gemm, MOST_TOKENS, x, weight, bias)
+    choice = _choice((weight, bias, x.dtype), "within vLLM's op")  # which is not measured: it has no call without ours
+    return native_kernel.run_or_native(lambda: None, ops.unquantized_gemm, choice, x, weight, bias)
 
 
 def replaced() -> str:

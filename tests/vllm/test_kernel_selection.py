@@ -1,0 +1,653 @@
+"""Which kernel serves a call: what was timed, checked, kept and agreed on, with a clock that says what a test wants."""
+
+import dataclasses
+import functools
+import json
+import logging
+import multiprocessing
+import os
+import re
+import socket
+import sys
+import types
+from datetime import timedelta
+
+import pytest
+import torch
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import doctor, model_config, model_layers
+from vllm_rocm_ops.bench.clock import tensor_bytes
+from vllm_rocm_ops.vllm import kernel_selection as selection
+from vllm_rocm_ops.vllm import kernel_timing, native_kernel
+
+N, K, LIMIT = 48, 64, 16
+CAPTURED, MOST = (1, 8, 32, 64), 256
+
+
+class Product(native_kernel.Linear):
+    """x W^T in bf16, by an op named "product" and by vLLM. What ours does is a test's. A layer: its weight."""
+
+    def __init__(self, name: str = "product"):
+        self.op, self.ran = types.SimpleNamespace(name=name, run_kernels=self.kernel), []
+
+    def kernel(self, x, weight):
+        self.ran.append("ours")
+        return self.ours(x, weight)
+
+    def ours(self, x, weight):
+        return x @ weight.t()
+
+    def native(self, x, weight):
+        self.ran.append("native")
+        return x @ weight.t()
+
+    def most_tokens(self):
+        return LIMIT
+
+    def columns(self, layer):
+        return layer[0].shape[1], layer[0].shape[0]
+
+    def describe(self, layer):
+        return "{1}x{0}".format(*self.columns(layer))
+
+    def arguments(self, layer, x, seed):
+        return x, *layer
+
+    def run(self, x, weight):
+        key = self.op.name, weight.shape
+        choice = selection.choice(key) or selection.choose(key, self, "VllmKernel of a layer", (weight,))
+        if choice.layers is not None:
+            choice.note(weight, len(x), lambda: (weight,))
+        return native_kernel.run_or_native(lambda: self.native(x, weight), self.op, choice, x, weight)
+
+    def exact(self, arguments, x, rows, columns):
+        return x[rows].float() @ arguments[1][columns].float().t()
+
+    def serve(self, tokens: int) -> str:
+        """Who serves a call of so many tokens."""
+        self.ran.clear()
+        self.run(torch.ones(tokens, K, dtype=torch.bfloat16), WEIGHTS[0])
+        assert len(self.ran) == 1
+        return self.ran[0]
+
+
+WEIGHTS = [torch.randn(N, K, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3)]
+
+
+class FakeClock:
+    """Times by a function (kernel, tokens) -> samples; notes what it was asked."""
+
+    def __init__(self, samples=lambda name, tokens: [1.0] * 5):
+        self.samples, self.asked = samples, []
+
+    def times(self, calls, sets):
+        tokens = len(sets[0][0])
+        self.asked.append((tokens, [id(arguments[1]) for arguments in sets]))
+        for call in calls.values():
+            call(*sets[0])
+        return {name: self.samples(name, tokens) for name in calls}
+
+    def finish(self):
+        pass
+
+
+def ours_wins(at) -> FakeClock:
+    """A clock by which ours is the faster at these numbers of tokens, and much the slower at others."""
+    return FakeClock(lambda name, tokens: [10.0] * 3 if name == "native" else [5.0 if tokens in at else 50.0] * 3)
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    """A process with a model of three layers whose profile run was made, and nothing measured on this machine."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
+    monkeypatch.setattr(selection, "machine", lambda: {"arch": "gfx942", "gpu": "MI300X", "code": "1"})
+    selection.forget()
+    yield
+    selection.forget()
+
+
+def started(*kernels: Product) -> Product:
+    """The same kernels after the profile run of a new process."""
+    selection.forget()
+    selection.start()
+    for one in kernels:
+        for weight in WEIGHTS:
+            one.run(torch.ones(MOST, K, dtype=torch.bfloat16), weight)
+    return kernels[0]
+
+
+def warm_up(clock, gather=lambda mine: [mine]) -> None:
+    kernel_timing.warm_up(CAPTURED, MOST, clock, gather)
+
+
+def file() -> "os.PathLike":
+    return selection.path_of(selection.machine())
+
+
+def test_unmeasured_calls_have_the_fixed_limit(monkeypatch):
+    """Before the measurement, and without it."""
+    for switch in ("1", "0"):
+        monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", switch)
+        product = started(Product())
+        assert [product.serve(m) for m in (1, LIMIT, LIMIT + 1, MOST)] == ["ours", "ours", "native", "native"]
+        assert [one.state for one in selection.choices()] == ["unmeasured"]
+    assert selection.choices()[0].layers is None  # nothing is kept for a measurement that is switched off
+
+
+def test_the_faster_kernel_serves():
+    """At what was measured; between two of these the one that is slower for us decides; above all, vLLM's."""
+    product = started(Product())
+    clock = ours_wins({8, 32, 64, 256})
+    warm_up(clock)
+    assert [tokens for tokens, _ in clock.asked] == [1, 8, 32, 64, 128, 256]
+    served = {m: product.serve(m) for m in (1, 2, 7, 8, 9, 31, 32, 64, 65, 128, 129, 255, 256, 257, 5000)}
+    assert {m for m in served if served[m] == "ours"} == {8, 9, 31, 32, 64, 256}
+    [one] = selection.choices()
+    assert (one.state, one.layers) == ("measured", None)
+
+
+def test_layers_of_the_model_are_walked():
+    """Each graph calls layers of the model, each with its own weight, and no weight is copied."""
+    clock = ours_wins({1})
+    started(Product())
+    warm_up(clock)
+    assert clock.asked[0] == (1, [id(weight) for weight in WEIGHTS])
+
+
+@pytest.mark.parametrize(("ours", "winner"), [(9.9, "native"), (9.7, "ours")])
+def test_ours_has_to_win_by_more_than_the_margin(ours, winner):
+    """And what disturbs a few samples changes nothing."""
+    product = started(Product())
+    warm_up(
+        FakeClock(
+            lambda name, tokens: [ours, 90.0, ours, ours, 0.1] if name == "ours" else [10.0, 10.0, 0.2, 70.0, 10.0]
+        )
+    )
+    assert product.serve(1) == product.serve(MOST) == winner
+
+
+def test_what_no_kernel_takes_is_not_timed():
+    product = Product()
+    product.ours = lambda x, weight: x @ weight.t() if len(x) <= 32 else None
+    clock = ours_wins(range(MOST + 1))
+    started(product)
+    warm_up(clock)
+    assert [tokens for tokens, _ in clock.asked] == [1, 8, 32]
+    product.ran.clear()
+    assert [product.serve(m) for m in (32, 33, 64)] == ["ours", "native", "native"]
+
+
+WRONG = {
+    "a scale": lambda x, weight: 1.05 * (x @ weight.t()),
+    "a row": lambda x, weight: torch.where(torch.arange(len(x))[:, None] == len(x) // 2 + 3, 0.0, x @ weight.t()),
+    "a column": lambda x, weight: torch.where(torch.arange(N) == 21, 0.0, x @ weight.t()),
+    "unwritten": lambda x, weight: torch.full_like(x @ weight.t(), torch.nan),
+    "a shape": lambda x, weight: (x @ weight.t())[:, 1:],
+    "an error": lambda x, weight: x @ weight,
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, monkeypatch):
+    """Wherever it is wrong, for all shapes of the op and for later processes on this GPU, said once; not on another GPU, and
+    not with other code. Doctor shows it."""
+    product, other = Product(), Product("other")
+    product.ours = lambda x, weight: (WRONG[fault] if len(x) == 64 else Product.ours.__get__(product))(x, weight)
+    started(product, other)
+    with caplog.at_level(logging.WARNING):
+        warm_up(ours_wins(range(MOST + 1)))
+    [line] = caplog.messages
+    assert re.match(r"vllm-rocm-ops: product is off on this GPU, vLLM's own kernels run: .*48x64, 64 tokens", line)
+    assert {product.serve(m) for m in (1, 8, 64)} == {"native"}
+    assert other.serve(64) == "ours"
+    assert {one.key: one.state for one in selection.choices()} == {
+        "product 48x64 VllmKernel": "off",
+        "other 48x64 VllmKernel": "measured",
+    }
+    selection.forget()
+    assert product.serve(1) == "native"
+    found = doctor.find_measured(tmp_path)
+    assert [list(one["off"]) for one in found] == [["product"]]
+    text = "\n".join(doctor.measured_lines(found, selection.machine()))
+    assert "product is off" in text and "other" in text
+    for elsewhere in ({"gpu": "MI325X"}, {"code": "2"}):
+        here = {"arch": "gfx942", "gpu": "MI300X", "code": "1"} | elsewhere
+        monkeypatch.setattr(selection, "machine", lambda here=here: here)
+        selection.forget()
+        assert product.serve(1) == "ours"
+
+
+def test_a_native_kernel_that_the_sample_does_not_explain_serves(caplog):
+    """Ours cannot be judged beside it, and may as well be wrong."""
+    product = Product()
+    product.native = lambda x, weight: product.ran.append("native") or -(x @ weight.t())
+    started(product)
+    warm_up(ours_wins(range(MOST + 1)))
+    assert "cannot be judged" in caplog.text
+    assert product.serve(1) == "native"
+    assert "product" not in selection.read(file()).off
+
+
+def test_memory_that_is_full_leaves_what_was_measured(caplog):
+    """And what is above it to vLLM."""
+    product = Product()
+
+    def full(x, weight):
+        if len(x) > 32:
+            raise torch.OutOfMemoryError("no memory")
+        return x @ weight.t()
+
+    product.ours = full
+    started(product)
+    warm_up(ours_wins(range(MOST + 1)))
+    assert "is not measured: OutOfMemoryError" in caplog.text
+    assert [product.serve(m) for m in (32, 64)] == ["ours", "native"]
+    assert selection.read(file()).off == {}
+
+
+def test_what_is_known_is_read():
+    """A second process measures nothing; one that captures more sizes measures those."""
+    product = started(Product())
+    warm_up(ours_wins({1, 8}))
+    started(product)
+    clock = FakeClock()
+    warm_up(clock)
+    assert clock.asked == []
+    assert [product.serve(m) for m in (8, 9)] == ["ours", "native"]
+    started(product)
+    kernel_timing.warm_up((*CAPTURED, 4), MOST, clock := ours_wins({4}), lambda mine: [mine])
+    assert [tokens for tokens, _ in clock.asked] == [4]
+
+
+def test_a_file_that_is_none_is_measured_again():
+    other = selection.Record({"gpu": "another"}, {"product": "wrong there"})
+    for text in (
+        json.dumps(dataclasses.asdict(other)),
+        "",
+        "[]",
+        '{"machine": {}, "off": {}}',
+        '{"shapes": {"a": {"x": [1]}}, "machine": {}, "off": {}}',
+    ):
+        file().parent.mkdir(exist_ok=True)
+        file().write_text(text)
+        product = started(Product())
+        warm_up(ours_wins(range(MOST + 1)))
+        assert product.serve(MOST) == "ours"
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "file"))
+    product = started(Product())
+    warm_up(ours_wins(range(MOST + 1)))
+    assert "what is measured is not kept" in caplog.text
+    assert product.serve(MOST) == "ours"
+
+
+FORKS = multiprocessing.get_context("fork")
+
+
+def begin(target) -> multiprocessing.Process:
+    """A process that has what this one has, but for threads, which do not survive a fork."""
+
+    def alone():
+        torch.set_num_threads(1)
+        target()
+
+    process = FORKS.Process(target=alone)
+    process.start()
+    return process
+
+
+def in_a_process(target) -> int:
+    process = begin(target)
+    process.join(60)
+    return process.exitcode
+
+
+def test_a_worker_that_dies_while_measuring():
+    """Its op is off for the next, and only that; others are measured. One that was stopped by a signal that raises is not blamed."""
+    product, other = Product(), Product("other")
+
+    def dies():
+        product.ours = lambda x, weight: os._exit(9) if len(x) == 64 else x @ weight.t()
+        started(product, other)
+        warm_up(ours_wins(range(MOST + 1)))
+
+    def stopped():
+        product.ours = lambda x, weight: sys.exit(3) if len(x) == 64 else x @ weight.t()
+        started(product, other)
+        warm_up(ours_wins(range(MOST + 1)))
+
+    assert in_a_process(stopped) == 3
+    started(product, other)
+    assert selection.read(file()).off == {}
+    assert in_a_process(dies) == 9
+    started(product, other)
+    product.ran.clear()
+    warm_up(clock := ours_wins(range(MOST + 1)))
+    assert "ours" not in product.ran
+    assert product.serve(1) == "native" and other.serve(1) == "ours"
+    assert selection.read(file()).off == {
+        "product": "a process ended while it measured product 48x64 VllmKernel at 64 tokens"
+    }
+    assert clock.asked
+
+
+def test_one_worker_of_a_machine_measures():
+    """The others wait for it and read."""
+    results = FORKS.Queue()
+
+    def worker():
+        product = started(Product())
+        clock = FakeClock(lambda name, tokens: [1.0 if name == "ours" else 2.0])
+        warm_up(clock)
+        results.put((len(clock.asked), product.serve(MOST)))
+
+    workers = [begin(worker) for _ in range(3)]
+    found = sorted(results.get(timeout=60) for _ in workers)
+    for process in workers:
+        process.join(60)
+    assert found == [(0, "ours"), (0, "ours"), (6, "ours")]
+
+
+def test_ranks_agree():
+    """An op is off where it is off for one of them; ours serves where all that measured it have it so."""
+    product, other = Product(), Product("other")
+    started(product, other)
+    key = "product 48x64 VllmKernel"
+    theirs = selection.Decided({"other": "wrong there"}, {key: bytes([0, 0, 1, 1]), "a shape of theirs": bytes([0, 1])})
+    warm_up(ours_wins({1, 8}), lambda mine: [mine, theirs])
+    assert [product.serve(m) for m in (1, 2, 3, 4, 8)] == ["native", "ours", "ours", "native", "native"]
+    assert other.serve(1) == "native"
+    started(product, other)
+    both = selection.Decided({}, {key: bytes([0, 1])}), selection.Decided({}, {key: bytes([0, 1, 1])})
+    warm_up(None, lambda mine: [selection.Decided({}, {}), *both])
+    assert [product.serve(m) for m in (1, 2)] == ["ours", "native"]
+
+
+def test_ranks_stay_in_step_when_one_fails(caplog, monkeypatch):
+    """It takes part in the agreement all the same."""
+    product, asked = started(Product()), []
+    monkeypatch.setattr(selection, "read", lambda: None)
+    warm_up(FakeClock(), lambda mine: asked.append(mine) or [mine])
+    assert asked == [selection.Decided({}, {})]
+    assert "nothing was measured: TypeError" in caplog.text
+    assert product.serve(LIMIT) == "ours"
+
+
+def test_two_installations_have_a_file_each(tmp_path, monkeypatch):
+    """One that measures does not change what the other reads."""
+    for code, at in (("1", {1}), ("2", {8})):
+        monkeypatch.setattr(selection, "machine", lambda code=code: {"arch": "gfx942", "gpu": "MI300X", "code": code})
+        started(Product())
+        warm_up(ours_wins(at))
+    for code, wanted in (("1", ["ours", "native"]), ("2", ["native", "ours"])):
+        monkeypatch.setattr(selection, "machine", lambda code=code: {"arch": "gfx942", "gpu": "MI300X", "code": code})
+        selection.forget()
+        product = Product()
+        assert [product.serve(m) for m in (1, 8)] == wanted
+    assert len(list(tmp_path.rglob("measured-*.json"))) == 2
+
+
+def test_the_machine_is_named(monkeypatch):
+    """By everything that a measurement depends on: an op that is switched off is not measured, but may be later."""
+    here = REAL_MACHINE()
+    monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "scaled_mm")
+    assert REAL_MACHINE() == here | {"disabled": "scaled_mm"}
+    assert here.keys() >= {"gpu", "arch", "units", "driver", "torch", "vllm-rocm-ops", "code"}
+    assert all(isinstance(value, str) for value in here.values())
+
+
+REAL_MACHINE = selection.machine
+
+
+def test_the_code_is_part_of_the_machine(tmp_path, monkeypatch):
+    """A tuned table of the user's changes which kernel is measured."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
+    selection.code_hash.cache_clear()
+    before = selection.code_hash("gfx942")
+    (tmp_path / "gfx942").mkdir()
+    (tmp_path / "gfx942" / "scaled_mm.csv").write_text("m,source\n")
+    selection.code_hash.cache_clear()
+    assert selection.code_hash("gfx942") != before
+
+
+@pytest.mark.parametrize(("ours", "rounds"), [(14.0, [1, None]), (16.0, [1])])
+def test_what_has_no_chance_is_timed_once(monkeypatch, ours, rounds):
+    """A kernel that is slow at thousands of tokens would take all the time there is."""
+    asked = []
+
+    def replays(graphs, calls, rounds=None):
+        asked.append(rounds)
+        return {name: [(ours if name == "ours" else 10.0) / calls] for name in graphs}
+
+    monkeypatch.setattr(kernel_timing.clocks, "capture", lambda call, sets: (call, sets))
+    monkeypatch.setattr(kernel_timing.clocks, "replays", replays)
+    found = kernel_timing.GraphClock().times({"ours": min, "native": max}, [(1,), (2,)])
+    assert found == {"ours": [ours / 2], "native": [5.0]}
+    assert asked == rounds
+
+
+def test_progress_and_one_table_are_logged(caplog, monkeypatch):
+    now = iter(range(0, 10000, 3))
+    monkeypatch.setattr(kernel_timing.time, "monotonic", lambda: next(now))
+    started(Product())
+    with caplog.at_level(logging.INFO):
+        warm_up(ours_wins({1, 8, 32}))
+    lines = "\n".join(caplog.messages).splitlines()
+    assert any(re.match(r"vllm-rocm-ops: measured \d of 6 pairs in \d+ s", line) for line in lines)
+    place = next(i for i, line in enumerate(lines) if line.startswith("op "))
+    table = [re.split(r"  +", line) for line in lines[place:]]
+    assert table[0][:6] == ["op", "shape and vLLM's kernel", "tokens", "ours us", "vLLM's us", "winner"]
+    assert [row[2:6] for row in table[1:]] == [["1..32", "5.0", "10.0", "ours"], ["64..256", "50.0", "10.0", "vLLM's"]]
+
+
+def test_it_stops_in_time(caplog, monkeypatch):
+    """What was not measured by then has its fixed limit, or is vLLM's above what was."""
+    now = iter(range(0, 10000, 20))
+    monkeypatch.setattr(kernel_timing.time, "monotonic", lambda: next(now))
+    product, other = Product(), Product("other")
+    started(product, other)
+    warm_up(ours_wins(range(MOST + 1)))
+    assert "of 12 pairs were not measured" in caplog.text
+    assert other.serve(LIMIT) == "ours" and other.serve(LIMIT + 1) == "native"
+
+
+CAPTURED_BY_VLLM = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+LIMITED = ("scaled_mm", "block_scaled_mm", "unquantized_gemm", "fused_experts")
+
+
+@pytest.mark.parametrize(("model", "most"), [("llama-3.1-405b-fp8", 8192), ("deepseek-v3", 8192)])
+def test_the_time_it_takes(model, most):
+    """An estimate, which is meant to be too high, of what vLLM's default sizes take on MI300X with eight ranks."""
+    arch, total, pairs = archs.named("gfx942"), 0.0, 0
+    for layer in model_layers.calls(model_config.read(model), 8):
+        if layer.op.name not in LIMITED:
+            continue
+        for tokens in kernel_timing.sizes(CAPTURED_BY_VLLM, most):
+            arguments = layer.op.Arguments(*layer.case(tokens).make("meta", torch.Generator(), arch.fp8_dtype))
+            sizes = layer.op.problem(arguments)
+            moved = tensor_bytes(*arguments)
+            if layer.op.name == "fused_experts":
+                operations = 2.0 * arguments.topk_ids.numel() * (arguments.w1[0].numel() + arguments.w2[0].numel())
+            else:
+                operations = 2.0 * tokens * sizes["n"] * sizes["k"]
+            us = kernel_timing.call_us(moved, operations, arch.bandwidth_gb_s)
+            total += kernel_timing.pair_seconds(us, kernel_timing.calls_of_graph(us, max(layer.count, 1)))
+            pairs += 1
+    print(f"{model}: {pairs} pairs, {total:.0f} s")
+    assert total < kernel_timing.MOST_SECONDS < 60
+
+
+# In vLLM
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """A wrapper of vLLM's around a worker like the one for GPUs, and what happens in it, in order."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    from vllm_rocm_ops.vllm import register
+    from vllm_rocm_ops.vllm.seams import measured_selection
+
+    register()
+    happened, module = [], types.ModuleType("a_worker_for_gpus")
+
+    def kernel_warmup(worker, *, process_local_only=False):
+        happened.append("vLLM's warm-up")
+
+    class Worker:
+        local, times = False, "times"
+
+        def init_device(self):
+            happened.append("device")
+
+        def compile_or_warm_up_model(self):
+            module.kernel_warmup(self, process_local_only=self.local)
+            happened.append("capture")
+            return self.times
+
+    Worker.compile_or_warm_up_model.__module__, module.kernel_warmup = module.__name__, kernel_warmup
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(measured_selection, "warm_up", lambda worker: happened.append("ours"))
+    wrapper = WorkerWrapperBase()
+    wrapper.worker, wrapper.vllm_config = Worker(), None
+    yield wrapper, happened
+    assert module.kernel_warmup is kernel_warmup
+
+
+def test_when_a_worker_measures(worker):
+    """Behind vLLM's own warm-up of kernels and before graphs are captured; not where one worker alone warms up."""
+    wrapper, happened = worker
+    assert wrapper.compile_or_warm_up_model() == "times"
+    assert happened == ["vLLM's warm-up", "ours", "capture"]
+    wrapper.worker.local = True
+    happened.clear()
+    wrapper.compile_or_warm_up_model()
+    assert happened == ["vLLM's warm-up", "capture"]
+
+
+def test_ranks_gather_and_the_first_says(monkeypatch, caplog):
+    """Two real ranks, in processes of their own, that measured differently."""
+    results = FORKS.Queue()
+
+    def rank(number: int, port: int):
+        from vllm_rocm_ops.vllm.seams import measured_selection
+
+        os.environ["VLLM_ROCM_OPS_TABLES"] += f"/{number}"  # as on machines of their own
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2, timeout=timedelta(seconds=60)
+        )
+        group = types.SimpleNamespace(world_size=2, rank_in_group=number, cpu_group=None)
+        product = started(Product())
+        with caplog.at_level(logging.INFO):
+            clock, gather = (
+                ours_wins({1, 8} if number else {1, 32}),
+                functools.partial(measured_selection.gather_from, group),
+            )
+            kernel_timing.warm_up(CAPTURED, MOST, clock, gather, says=number == 0)
+        results.put((number, [product.serve(m) for m in (1, 8, 32)], "our kernels and vLLM's" in caplog.text))
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [begin(functools.partial(rank, number, port)) for number in range(2)]
+    found = sorted(results.get(timeout=60) for _ in ranks)
+    for process in ranks:
+        process.join(60)
+    served = ["ours", "native", "native"]
+    assert found == [(0, served, True), (1, served, False)]
+
+
+def test_a_vllm_that_is_otherwise_starts(caplog):
+    from vllm_rocm_ops.vllm.seams import measured_selection
+
+    measured_selection.warm_up(types.SimpleNamespace())
+    assert "vllm-rocm-ops: fixed limits hold: " in caplog.text
+
+
+def test_a_worker_that_fails_leaves_vllm_as_it_was(worker):
+    wrapper, happened = worker
+    del type(wrapper.worker).times
+    with pytest.raises(AttributeError, match="times"):
+        wrapper.compile_or_warm_up_model()
+    assert happened == ["vLLM's warm-up", "ours", "capture"]
+
+
+def test_layers_are_noted_from_the_start_of_a_worker(worker, monkeypatch):
+    from vllm.config import VllmConfig
+
+    wrapper, happened = worker
+    monkeypatch.setattr(selection, "start", lambda: happened.append("noting"))
+    wrapper.vllm_config = VllmConfig()
+    wrapper.init_device()
+    assert happened == ["noting", "device"]
+
+
+ON_CPU = """
+import torch
+from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel as Native
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.stats import counter
+from vllm_rocm_ops.vllm import kernel_timing, native_kernel
+from vllm_rocm_ops.vllm.seams import measured_selection
+
+native_kernel.choose = lambda *_: Native
+multiply = Native.apply_scaled_mm
+
+def counted(self, **arguments):
+    counter("vllm", "its kernel").calls += 1
+    return multiply(self, **arguments)
+
+def ours(a, b, scale_a, scale_b, *others):
+    counter("scaled_mm", "ours").calls += 1
+    return ops.scaled_mm.reference(a, b, scale_a, scale_b * FACTOR, *others)
+
+class Clock:
+    def times(self, calls, sets):
+        few = len(sets[0][0]) <= 8
+        return {"ours": [1.0 if few else 3.0], "native": [2.0]}
+
+    def finish(self):
+        pass
+
+Native.apply_scaled_mm, ops.scaled_mm.run_kernels, measured_selection.clock = counted, ours, Clock
+available = CPUWorker.determine_available_memory
+
+def after_a_profile_run(self):
+    self.model_runner.profile_run()  # as on a GPU
+    return available(self)
+
+CPUWorker.determine_available_memory = after_a_profile_run
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [1.0, 1.02])
+def test_inside_vllm(engines, expected, tmp_path, factor):
+    """A worker measures the model's own layers. A kernel of ours that is right then has the few tokens of decode, vLLM's the prompts;
+    one that is not right on this machine has none, and tokens are the plain model's all the same."""
+    flavour = ("llama", "token")
+    job = engines.job(flavour, max_tokens=4)
+    before = ON_CPU.replace("FACTOR", str(factor))
+    answers = engines.run({"it": job}, before=before, VLLM_ROCM_OPS_TABLES=str(tmp_path))
+    answer, output = answers["it"], answers["output"]
+    layers, steps = 8, 4
+    assert [step.tolist() for step in map(torch.tensor, answer["tokens"])] == [
+        wanted.argmax(-1).tolist() for wanted in expected(flavour, answer["tokens"])
+    ]
+    [path] = tmp_path.glob("*/measured-*.json")
+    record = selection.read(path)
+    if factor == 1.0:
+        assert answer["stats"]["scaled_mm"] == {"ours": layers * (steps - 1)}
+        assert answer["stats"]["vllm"] == {"its kernel": layers}
+        assert len(record.shapes) == 4 and not record.off
+        assert output.count("our kernels and vLLM's on this GPU") == 1
+    else:
+        assert "scaled_mm" not in answer["stats"]
+        assert answer["stats"]["vllm"] == {"its kernel": layers * steps}
+        assert list(record.off) == ["scaled_mm"]
+        assert output.count("scaled_mm is off on this GPU") == 1

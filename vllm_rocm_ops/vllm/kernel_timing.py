@@ -1,0 +1,312 @@
+"""Times our kernels against vLLM's native ones when a worker of vLLM's starts, for kernel_selection.py.
+
+The layers of a shape are known from vLLM's profile run, which calls the seams with the model's own weights. At vLLM's kernel
+warm-up, before graphs are captured, each shape is measured: graphs of one call per layer, which walk the model's weights, so
+that no cache holds them, ours and native in turn (bench/clock.py). Each pair is checked first: against a sample of rows and
+columns that is computed in float32 from the dequantised weights, our error may be at most `LARGEST_ERROR` of the native
+kernel's, and the two whole results may be no further apart than that allows.
+
+One worker of a machine measures, the others wait at the file's lock and read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import tables
+from vllm_rocm_ops.bench import clock as clocks
+from vllm_rocm_ops.vllm import kernel_selection
+from vllm_rocm_ops.vllm.kernel_selection import GROUP, NATIVE, Choice, Decided, Kernels, Measured, Record, Refused
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+LARGEST_ERROR = 2.0  # of the native kernel's own
+NO_SAMPLE = 0.25  # a relative error of the native kernel that says that the sample is not what it computes
+FLOOR = 1e-5  # a relative error that is always allowed: of a sum of float32 in another order
+SAMPLED_GROUPS = 4  # of columns
+ROWS_AT_A_TIME = 1024  # of two results that are compared
+SAMPLE_US = 500.0  # that the calls of one graph are to take
+MOST_SECONDS = 55.0
+HOPELESS = 1.5  # times the native kernel's time in one replay: not measured further
+PROGRESS_SECONDS = 5.0
+ROOF_SHARE, OPERATIONS_PER_US, LAUNCH_US = 0.5, 4e8, 3.0  # of a call, when its time is estimated
+CAPTURE_US, REPLAY_US, CHECK_US = 15e3, 300.0, 10e3  # of a graph and of a replay, besides its calls; of a check
+
+
+class Mismatch(Exception):
+    """Our result is not what it must be."""
+
+
+class Clock(Protocol):
+    """Times calls."""
+
+    def times(self, calls: dict[str, Callable], sets: list[tuple]) -> dict[str, list[float]]:
+        """Microseconds per call of each function on each set of arguments, in turn."""
+
+    def finish(self) -> None:
+        """Waits for all that was launched, which raises what went wrong."""
+
+
+class GraphClock:
+    """Replays of captured graphs between which caches are emptied."""
+
+    def times(self, calls, sets):
+        graphs = {name: clocks.capture(call, sets) for name, call in calls.items()}
+        first = clocks.replays(graphs, len(sets), rounds=1)
+        if min(first["ours"]) > HOPELESS * max(first["native"]):
+            return first
+        return clocks.replays(graphs, len(sets))
+
+    def finish(self):
+        torch.cuda.synchronize()
+
+
+def sizes(captured: Iterable[int], most: int) -> list[int]:
+    """The numbers of tokens to measure: one, the captured sizes, powers of two above them, and the most of a step."""
+    found = {1, *(size for size in captured if size <= most)}
+    power = 1 << max(found).bit_length() if len(found) > 1 else 2
+    while power < most:
+        found.add(power)
+        power *= 2
+    return sorted(found | {most})
+
+
+def estimate(kernels: Kernels, layer: tuple, layers: int, tokens: int, bandwidth_gb_s: float) -> tuple[int, float]:
+    """How many layers a graph has a call of, and seconds for the pair."""
+    us = call_us(*kernels.work(layer, tokens), bandwidth_gb_s)
+    calls = calls_of_graph(us, layers)
+    return calls, pair_seconds(us, calls)
+
+
+def call_us(moved: float, operations: float, bandwidth_gb_s: float) -> float:
+    """A pessimistic time of a call that moves so many bytes and has so many operations."""
+    return max(moved / (bandwidth_gb_s * 1e3 * ROOF_SHARE), operations / OPERATIONS_PER_US) + LAUNCH_US
+
+
+def calls_of_graph(us: float, layers: int) -> int:
+    """Calls of one graph, each of a layer of its own."""
+    return max(1, min(layers, math.ceil(SAMPLE_US / us)))
+
+
+def pair_seconds(us: float, calls: int) -> float:
+    """Seconds for one pair, each kernel in a graph of so many calls."""
+    return (2 * (CAPTURE_US + (clocks.ROUNDS + 2) * (calls * us + REPLAY_US)) + CHECK_US) / 1e6
+
+
+def sample(count: int, most: int) -> Tensor:
+    """The first, the last and some numbers between."""
+    if count <= most:
+        return torch.arange(count)
+    return torch.linspace(0, count - 1, most).long()
+
+
+def relative(error: Tensor, size: Tensor) -> float:
+    """The root of the sum of squares of an error, as a share of that of what it is an error of."""
+    return float(error.square().sum().sqrt() / size.square().sum().sqrt().clamp_min(1e-30))
+
+
+def distance(ours: Tensor, native: Tensor) -> float:
+    """The same of two whole results, some rows at a time, as memory is short."""
+    off = size = torch.zeros((), device=native.device)
+    for ours_rows, native_rows in zip(ours.split(ROWS_AT_A_TIME), native.split(ROWS_AT_A_TIME)):
+        off = off + (ours_rows.float() - native_rows.float()).square().sum()
+        size = size + native_rows.float().square().sum()
+    return float(off.sqrt() / size.sqrt().clamp_min(1e-30))
+
+
+def check(ours: Tensor, native: Tensor, exact: Tensor, rows: Tensor, columns: Tensor) -> tuple[float, float]:
+    """The relative errors of both kernels. Raises `Mismatch` where ours is not as near as it must be."""
+    if ours.shape != native.shape or ours.dtype != native.dtype:
+        raise Mismatch(f"{ours.dtype} {list(ours.shape)} in place of {native.dtype} {list(native.shape)}")
+
+    def sampled(output: Tensor) -> Tensor:
+        return output[rows][:, columns].float()
+
+    error, native_error = (relative(sampled(output) - exact, exact) for output in (ours, native))
+    if not native_error <= NO_SAMPLE:
+        raise ArithmeticError(f"vLLM's own kernel is {native_error:.2g} off, so that ours cannot be judged")
+    if not error <= LARGEST_ERROR * native_error + FLOOR:
+        raise Mismatch(f"a relative error of {error:.2g}, vLLM's kernel has {native_error:.2g}")
+    apart = distance(ours, native)
+    if not apart <= (LARGEST_ERROR + 1) * native_error + FLOOR:
+        raise Mismatch(f"{apart:.2g} away from vLLM's kernel, which has an error of {native_error:.2g}")
+    return error, native_error
+
+
+def measure_pair(
+    one: Choice, layers: list[tuple], tokens: int, clock: Clock, marked: contextlib.AbstractContextManager
+) -> Measured:
+    """Check and time ours against native at so many tokens. `marked` is entered while ours runs."""
+    kernels = one.kernels
+    columns_in, columns_out = kernels.columns(layers[0])
+    device = next(value for value in layers[0] if isinstance(value, Tensor)).device
+    generator = torch.Generator(device).manual_seed(tokens)
+    dtype = next((value for value in layers[0] if isinstance(value, torch.dtype)), torch.bfloat16)  # of tokens
+    x = torch.randn(tokens, columns_in, generator=generator, device=device).to(dtype)
+    sets = [kernels.arguments(layer, x, seed) for seed, layer in enumerate(layers)]
+    native = one.call(False, *sets[0])
+    reached = native.any(1).nonzero().flatten()  # not the tokens that have no expert here
+    rows = reached[sample(len(reached), kernels.sampled_rows).to(device)]
+    starts = sample(-(-columns_out // GROUP), SAMPLED_GROUPS) * GROUP
+    columns = (starts[:, None] + torch.arange(GROUP)).flatten()
+    columns = columns[columns < columns_out].to(device)
+    exact = kernels.exact(sets[0], x, rows, columns)
+    clock.finish()
+    with marked:
+        try:
+            ours = one.call(True, *sets[0])
+            clock.finish()
+        except Refused:
+            return NATIVE
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise Mismatch(f"{type(error).__name__}: {error}") from error
+        errors = check(ours, native, exact, rows, columns)
+        del ours, native, exact
+        calls = {"ours": functools.partial(one.call, True), "native": functools.partial(one.call, False)}
+        times = clock.times(calls, sets)
+    return Measured(statistics.median(times["ours"]), statistics.median(times["native"]), *errors)
+
+
+@contextlib.contextmanager
+def marker(path: Path, text: str) -> Iterator[None]:
+    """While ours runs, and both are timed, a file says so; one that is left behind tells of a process that ended there."""
+    with contextlib.suppress(OSError):
+        path.write_text(text)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def take_marker(path: Path, record: Record) -> None:
+    """Switch the op off whose measurement ended a process."""
+    try:
+        op, _, what = path.read_text().partition("\n")
+        path.unlink()
+    except OSError:
+        return
+    if op:
+        record.off[op] = f"a process ended while it measured {what}"
+
+
+def measure(
+    wanted: list[Choice], captured: Iterable[int], most: int, clock: Clock, record: Record, path: Path, save: Callable
+) -> None:
+    """Measure what a record lacks of some choices, and put it there. `save()` keeps the record. Stops after `MOST_SECONDS`."""
+    start = shown = time.monotonic()
+    left = {
+        one: [m for m in sizes(captured, min(most, one.most)) if m not in record.shapes.get(one.key, {})]
+        for one in wanted
+        if one.layers
+    }
+    count, done = sum(map(len, left.values())), 0
+    if count:
+        logger.info("vllm-rocm-ops: times its kernels against vLLM's: %d shapes, %d pairs", len(left), count)
+    arch = archs.ARCHS.get(record.machine.get("arch", ""))
+    bandwidth = arch.bandwidth_gb_s if arch else 1000.0
+    for one, todo in left.items():
+        op, layers = one.kernels.op.name, list(one.layers.values())
+        for tokens in todo:
+            done += 1
+            now = time.monotonic()
+            if op in record.off:
+                break
+            if now - start > MOST_SECONDS:
+                logger.warning(
+                    "vllm-rocm-ops: %d of %d pairs were not measured in %.0f s", count - done + 1, count, now - start
+                )
+                save()
+                return
+            if now - shown > PROGRESS_SECONDS:
+                shown = now
+                logger.info("vllm-rocm-ops: measured %d of %d pairs in %.0f s", done - 1, count, now - start)
+            calls, _ = estimate(one.kernels, layers[0], len(layers), tokens, bandwidth)
+            marked = marker(path.with_suffix(".running"), f"{op}\n{one.key} at {tokens} tokens")
+            try:
+                found = measure_pair(one, layers[:calls], tokens, clock, marked)
+            except Exception as error:  # noqa: BLE001  the other shapes go on
+                why = f"{str(error).partition(chr(10))[0]} ({one.shape}, {tokens} tokens)"
+                if isinstance(error, Mismatch):
+                    record.off[op] = why
+                    break
+                logger.warning("vllm-rocm-ops: %s is not measured: %s: %s", op, type(error).__name__, why)
+                if not isinstance(error, ArithmeticError):
+                    break
+                found = NATIVE
+            record.shapes.setdefault(one.key, {})[tokens] = found
+        save()
+
+
+def say_off(off: dict[str, str]) -> None:
+    """Warn of ops that are off."""
+    for op, why in off.items():
+        logger.warning("vllm-rocm-ops: %s is off on this GPU, vLLM's own kernels run: %s", op, why)
+
+
+def warm_up(
+    captured: Iterable[int],
+    most: int,
+    clock: Clock | None,
+    gather: Callable[[Decided], list[Decided]],
+    says: bool = True,
+) -> None:
+    """Measure what this process's choices need, or read what another has; agree with the other ranks through `gather`; take it, and
+    say what it is, if this process `says` so. No layer is noted from now on. Whatever fails leaves choices as they are, and the
+    ranks in step."""
+    record = Record({})
+    try:
+        record = _measured_here(captured, most, clock)
+    except Exception as error:  # noqa: BLE001  vLLM starts without it
+        logger.warning("vllm-rocm-ops: nothing was measured: %s: %s", type(error).__name__, error)
+    decided = kernel_selection.agreed(gather(record.decided()))
+    kernel_selection.settle(decided)
+    if not says:
+        return
+    say_off(decided.off)
+    known = {one.key for one in kernel_selection.choices()}
+    lines = kernel_selection.table(
+        Record(record.machine, record.off, {k: v for k, v in record.shapes.items() if k in known})
+    )
+    if lines:
+        logger.info("vllm-rocm-ops: our kernels and vLLM's on this GPU\n%s", "\n".join(lines))
+
+
+def _measured_here(captured: Iterable[int], most: int, clock: Clock | None) -> Record:
+    """This machine's record, complete for this process's choices where there is a clock."""
+    here = kernel_selection.machine()
+    path = kernel_selection.path_of(here)
+    wanted = [one for one in kernel_selection.choices() if one.layers]
+    if clock is None or not wanted:
+        return kernel_selection.read(path, here)
+    with contextlib.ExitStack() as stack:
+        keeps = True
+        try:
+            stack.enter_context(tables.locked(path.with_suffix(".lock")))
+        except OSError as error:
+            keeps = False
+            logger.warning("vllm-rocm-ops: what is measured is not kept: %s", error)
+        record = kernel_selection.read(path, here)
+        take_marker(path.with_suffix(".running"), record)
+
+        def save() -> None:
+            if keeps:
+                kernel_selection.write(path, record)
+
+        with torch.inference_mode():
+            measure(wanted, captured, most, clock, record, path, save)
+        return record

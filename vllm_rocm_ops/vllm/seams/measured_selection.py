@@ -1,0 +1,103 @@
+"""Seam: at vLLM's kernel warm-up our linear kernels and experts are timed against vLLM's, see kernel_timing.py."""
+
+import functools
+import logging
+import sys
+
+import torch
+
+from vllm_rocm_ops import envs
+from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, seam
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+METHOD, WARM_UP = "compile_or_warm_up_model", "kernel_warmup"
+
+
+def probe() -> None:
+    """Executors reach a worker's methods through its wrapper, which looks for its own first."""
+    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+
+    if envs.VLLM_ROCM_OPS_MEASURE == "0":
+        raise seam.Unavailable("VLLM_ROCM_OPS_MEASURE=0")
+    seam.require_parameters(getattr(WorkerBase, METHOD))
+    seam.require_parameters(WorkerWrapperBase.init_device)
+    seam.require_parameters(WorkerWrapperBase.__getattr__, "attr")
+    seam.require(METHOD not in vars(WorkerWrapperBase), f"a free WorkerWrapperBase.{METHOD}")
+
+
+def install() -> None:
+    """Note layers from the start of a worker's device to its warm-up, and measure then."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    begin = WorkerWrapperBase.init_device
+
+    @functools.wraps(begin)
+    def init_device(self, *arguments, **keywords):
+        kernel_selection.start()
+        return begin(self, *arguments, **keywords)
+
+    def compile_or_warm_up_model(self):
+        """The worker's own, with our measurement behind vLLM's kernel warm-up: before graphs are captured. A worker without one,
+        as on CPU, captures none."""
+        worker = self.worker
+        module = sys.modules[getattr(type(worker), METHOD).__module__]
+        theirs = getattr(module, WARM_UP, None)
+        if theirs is None:
+            result = worker.compile_or_warm_up_model()
+            warm_up(worker)
+            return result
+
+        @functools.wraps(theirs)
+        def kernel_warmup(of, *arguments, **keywords):
+            theirs(of, *arguments, **keywords)
+            if not keywords.get("process_local_only"):  # of one rank, without the others
+                warm_up(of)
+
+        setattr(module, WARM_UP, kernel_warmup)
+        try:
+            return worker.compile_or_warm_up_model()
+        finally:
+            setattr(module, WARM_UP, theirs)
+
+    WorkerWrapperBase.init_device = init_device
+    setattr(WorkerWrapperBase, METHOD, compile_or_warm_up_model)
+
+
+def warm_up(worker) -> None:
+    """Measure for a worker, and agree with those of its tensor-parallel group, the first of which says what was found."""
+    try:
+        from vllm.config import CUDAGraphMode, set_current_vllm_config
+        from vllm.distributed.parallel_state import get_tp_group
+
+        config, group = worker.vllm_config, get_tp_group()
+        captures = config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        captured = config.compilation_config.cudagraph_capture_sizes if captures else None
+        most, says = config.scheduler_config.max_num_batched_tokens, group.rank_in_group == 0
+        gather = functools.partial(gather_from, group)
+        with set_current_vllm_config(config):
+            kernel_timing.warm_up(captured or (), most, clock(), gather, says)
+    except Exception as error:  # noqa: BLE001  the worker starts without it
+        logger.warning("vllm-rocm-ops: fixed limits hold: %s: %s", type(error).__name__, error)
+
+
+def clock() -> kernel_timing.Clock | None:
+    """What times on this device; None on CPU."""
+    return None if seam.served_platform() == "cpu" else kernel_timing.GraphClock()
+
+
+def gather_from(group, decided: kernel_selection.Decided) -> list[kernel_selection.Decided]:
+    """What each rank of a group has decided."""
+    if group.world_size == 1:
+        return [decided]
+    found = [None] * group.world_size
+    torch.distributed.all_gather_object(found, decided, group=group.cpu_group)
+    return found
+
+
+SEAM = seam.Seam(
+    name="measured_selection",
+    replaces="nothing; times ours against vLLM's at its kernel warm-up, through WorkerWrapperBase.compile_or_warm_up_model",
+    probe=probe,
+    install=install,
+)
