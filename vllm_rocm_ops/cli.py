@@ -13,7 +13,7 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import doctor, envs, explain, model_config, model_layers, patch
+from vllm_rocm_ops import check, doctor, envs, explain, model_config, model_layers, patch
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.bench import report, shapes, tune
 from vllm_rocm_ops.bench import run as bench
@@ -240,6 +240,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     jobs = min(2, os.cpu_count() or 1)
     command.add_argument("--jobs", type=int, default=jobs, metavar="N", help=f"processes of --emulate; default: {jobs}")
 
+    check.add_command(commands)
     arguments = parser.parse_args(argv)
     if arguments.command == "explain" and (arguments.op is None) == (arguments.model is None):
         parser.error("explain takes an op or --model")
@@ -259,6 +260,8 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.command == "doctor":
             found = doctor.find()
             print(json.dumps(found, indent=1) if arguments.json else doctor.text(found))
+        elif arguments.command == "check":
+            return check.run(arguments)
         elif arguments.command == "patch":
             return patch.run(arguments.action, arguments.vllm, arguments.patch)
         elif arguments.command == "tune":

@@ -1,0 +1,250 @@
+"""The command `check`: parts that fail in any way are written down and the next one runs; here the emulator stands in for a GPU."""
+
+import argparse
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+import vllm_rocm_ops
+from vllm_rocm_ops import check, cli, launch, model_config, model_layers, ops
+from vllm_rocm_ops.bench.peers import Peer
+
+FORKS = multiprocessing.get_context("fork")
+
+
+def good(arch):
+    yield {"case": "first", "kernel": "one", "wrong": None}
+
+
+def hangs(arch):
+    yield {"case": "first", "kernel": "one", "wrong": None}
+    time.sleep(60)
+
+
+def hangs_and_ignores_signals(arch):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    yield from hangs(arch)
+
+
+def faults(arch):
+    yield {"case": "first", "kernel": "one", "wrong": None}
+    os.write(2, b"Memory access fault by GPU node-1\n")
+    ctypes.string_at(0)
+
+
+def leaves(arch):
+    yield {"case": "first", "kernel": "one", "wrong": None}
+    os._exit(0)
+
+
+def raises(arch):
+    yield {"case": "first", "kernel": "one", "wrong": None}
+    raise RuntimeError("no such kernel\nand a stack")
+
+
+def is_wrong(arch):
+    yield {"case": "first", "kernel": "one", "wrong": "element 3 is 1, not 2"}
+
+
+def takes_long(arch):
+    for _ in range(100):
+        yield {"case": "first", "kernel": "one", "wrong": None}
+        time.sleep(0.2)
+
+
+ENDS = {
+    good: "done",
+    takes_long: "stopped",
+    hangs: "hung: killed after 2 s",
+    hangs_and_ignores_signals: "hung: killed after 2 s",
+    faults: f"died: exit code {-signal.SIGSEGV}",
+    leaves: "died: exit code 0",
+    raises: "error: RuntimeError: no such kernel",
+    is_wrong: "done",
+}
+
+
+SECONDS = {hangs: 1.5, hangs_and_ignores_signals: 1.5, takes_long: 4.0}
+
+
+@pytest.mark.parametrize("part", ENDS, ids=lambda part: part.__name__)
+def test_how_parts_end(part):
+    """What was found before is kept, and what the process said where it did not end well."""
+    found = check.supervise(FORKS, part, (), None, SECONDS.get(part, 30.0))
+    assert found["ended"] == ENDS[part]
+    assert not multiprocessing.active_children()
+    assert {piece["case"] for piece in found["found"]} == {"first"}
+    assert (len(found["found"]) > 1) == (part is takes_long)
+    assert ("Memory access fault" in found["said"]) == (part is faults)
+    wrong = check.wrong_of({"part": "op it", **found})
+    assert bool(wrong) == (part not in (good, takes_long))
+    ends = {good: "right", takes_long: "right, stopped for lack of time"}
+    assert check.line_of({"part": "op it", **found}).endswith(ends[part] if part in ends else f"WRONG: {wrong[0]}")
+
+
+def options(tmp_path, **changes) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{"output": tmp_path / "it.json", "op": "*", "minutes": 5.0, "emulate": "gfx942"} | changes
+    )
+
+
+def test_parts_go_on_after_one_that_fails(tmp_path, monkeypatch, capsys):
+    """The file has all of them, and is there after each: also when the command is stopped."""
+    seen = []
+
+    def supervise(context, part, arguments, arch, seconds):
+        seen.append((arguments, (tmp_path / "it.json").exists()))
+        ended = "died: exit code -11" if arguments == ("rms_norm",) else "done"
+        return {"ended": ended, "seconds": 1.0, "found": [], "said": "a fault"}
+
+    monkeypatch.setattr(check, "supervise", supervise)
+    assert check.run(options(tmp_path)) == 1
+    written = json.loads((tmp_path / "it.json").read_text())
+    parts = {part["part"]: part["ended"] for part in written["parts"]}
+    assert parts["op rms_norm"].startswith("died") and parts["op silu_and_mul"] == "done"
+    assert {f"op {op.name}" for op in vllm_rocm_ops.op.registered()} < parts.keys()
+    assert {f"model {name} {tp}" for name, tp in check.TINY.items()} < parts.keys()
+    assert all(there for _, there in seen[1:])
+    assert "1 with something wrong" in capsys.readouterr().out
+
+
+def test_time_that_runs_out_is_said(tmp_path, monkeypatch, capsys):
+    now = iter(range(0, 100000, 20))
+    monkeypatch.setattr(check.time, "monotonic", lambda: next(now))
+    done = {"ended": "done", "seconds": 1.0, "found": [], "said": ""}
+    monkeypatch.setattr(check, "supervise", lambda *_: done)
+    assert check.run(options(tmp_path, minutes=2.0)) == 0
+    ended = [part["ended"] for part in json.loads((tmp_path / "it.json").read_text())["parts"]]
+    assert ended[0] == "done" and ended[-1] == "left out"
+    assert f"{ended.count('left out')} left out for lack of time" in capsys.readouterr().out
+
+
+def test_parts_on_a_gpu():
+    """Everything that the tester's file is to hold, for both models."""
+    parts = check.planned(None, "*")
+    kinds = {part[0] for part in parts}
+    assert kinds >= {"machine", "op", "bandwidth", "model"}
+    assert [part[1:] for part in parts if part[0] == "model"] == [("llama-3.1-405b-fp8", 8), ("deepseek-v3", 8)]
+    assert parts[0] == ("machine",)
+    assert check.SECONDS.keys() == check.PARTS.keys() >= kinds
+    with pytest.raises(ValueError, match="no op matches --op nothing"):
+        check.planned(None, "nothing")
+
+
+def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
+    found = {"ended": "done", "seconds": 1.0, "found": [{"gpus": []}], "said": ""}
+    monkeypatch.setattr(check, "supervise", lambda *_: found)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["check"]) == 2
+    assert "there is no GPU; --emulate gfx942" in capsys.readouterr().err
+
+
+@pytest.fixture
+def emulator():
+    pytest.importorskip("tinygrad")
+    from vllm_rocm_ops import emulated
+
+    with launch.executor(emulated.emulator_of("gfx942")):
+        yield
+
+
+def layer(op) -> model_layers.LayerCall:
+    name = "tiny-llama-fp8" if op.name in ("scaled_mm", "unquantized_gemm") else "tiny-deepseek-v3-fp8"
+    return next(call for call in model_layers.calls(model_config.read(name)) if call.op is op)
+
+
+@pytest.mark.parametrize(
+    "op", [ops.scaled_mm, ops.block_scaled_mm, ops.unquantized_gemm, ops.fused_experts], ids=lambda op: op.name
+)
+def test_layers_of_models_are_checked(emulator, monkeypatch, op):
+    """Emulated kernels beside the reference: right as they are, and found wrong where a scale or a weight is another's."""
+    call, arch = layer(op), check.archs.named("gfx942")
+    sizes = (1,) if op is ops.fused_experts else (1, 17)  # which takes seconds
+    arguments = call, "PyTorch's reference", Peer(op.reference), arch, check.Untimed(), sizes
+    vllm_rocm_ops.reset_stats()
+    found = list(check.beside(*arguments))
+    assert [(piece["tokens"], piece["wrong"]) for piece in found] == [(tokens, None) for tokens in sizes]
+    assert all(0 < piece["error"] <= 2 * piece["other error"] and piece["us"] is None for piece in found)
+    assert all(piece["predicted us"] > 0 and "fallback" not in piece["kernel"] for piece in found)
+    assert not any(kernel.startswith("fallback") for kernel in vllm_rocm_ops.stats()[op.name])
+    kernels = op.run_kernels
+
+    name = {"fused_experts": "w2_scale", "unquantized_gemm": "weight"}.get(op.name, "scale_b")
+
+    def wrong(*given):
+        a = op.Arguments(*given)
+        return kernels(*a._replace(**{name: getattr(a, name) * 1.25}))
+
+    monkeypatch.setattr(op, "run_kernels", wrong)
+    assert all("relative error" in piece["wrong"] for piece in check.beside(*arguments[:-1], (1,)))
+
+
+def test_another_kernel_that_does_not_take_a_call_is_named(emulator):
+    def refuses(*arguments):
+        raise RuntimeError("not this one")
+
+    call, arch = layer(ops.unquantized_gemm), check.archs.named("gfx942")
+    [found] = check.beside(call, "another", Peer(refuses), arch, check.Untimed(), (1, 17))
+    assert found["unavailable"] == "RuntimeError: not this one"
+
+
+def test_cases_on_a_gpu(emulator, monkeypatch):
+    """As `bench` has them: checked and timed. Here with a clock that says what it is told."""
+
+    class Clock:
+        arch, device, unit = check.archs.named("gfx942"), "cpu", "us"
+
+        def calls(self, size):
+            return 1
+
+        def prepare(self, call, sets):
+            return call(*sets[0])
+
+        def samples(self, prepared):
+            return {name: [2.0, 3.0, 4.0] for name in prepared}
+
+    cases = list(ops.router_z_loss.cases())[:2]
+    monkeypatch.setattr(ops.router_z_loss, "cases", lambda: cases)
+    monkeypatch.setattr(check, "GpuClock", Clock)
+    found = list(check.op_cases(None, "router_z_loss"))
+    assert [(piece["case"], piece["wrong"], piece["us"]) for piece in found] == [
+        (case.name, None, 3.0) for case in cases
+    ]
+    assert all(not piece["kernel"].startswith("fallback") for piece in found)
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path):
+    """One op, whole: processes of their own from a server that has imported everything."""
+    pytest.importorskip("tinygrad")
+    path = tmp_path / "it.json"
+    result = os.spawnv(
+        os.P_WAIT,
+        sys.executable,
+        [
+            sys.executable,
+            "-m",
+            "vllm_rocm_ops",
+            "check",
+            "--emulate",
+            "gfx942",
+            "--op",
+            "rms_norm",
+            "--output",
+            str(path),
+        ],
+    )
+    assert result == 0
+    written = json.loads(path.read_text())
+    assert {part["part"]: part["ended"] for part in written["parts"]} == {"machine": "done", "op rms_norm": "done"}
+    machine, cases = (part["found"] for part in written["parts"])
+    assert machine[0]["package"]["version"] == vllm_rocm_ops.__version__
+    assert cases and all(case["wrong"] is None for case in cases)
+    assert torch.__version__ == machine[0]["torch"]["version"]
