@@ -28,8 +28,9 @@ from vllm_rocm_ops.bench import peers
 from vllm_rocm_ops.correctness import as_tuple, clone
 from vllm_rocm_ops.families import rowwise
 from vllm_rocm_ops.families.gemm import BLOCK
-from vllm_rocm_ops.op import Op, rows_of
+from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.quantization import LIMIT
+from vllm_rocm_ops.tensors import rows_of
 
 UNCHECKED = ("fused_experts", "grouped_topk")  # the reference goes through all experts; equal experts come in any order
 MOST_DIFFERENCE = 0.05  # of the norms of results

@@ -21,9 +21,10 @@ import torch
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.op import Case, Op, describe
+from vllm_rocm_ops.op import Case, Op
 from vllm_rocm_ops.quantization import MX_SCALES
 from vllm_rocm_ops.stats import reset_stats, stats
+from vllm_rocm_ops.tensors import describe
 
 OFF_BY_ONE = 0.01  # the share of elements that may be off by one ULP
 LARGEST_ERROR, MEAN_ERROR = 2.0, 1.1  # against float64, relative to the reference's errors

@@ -22,7 +22,8 @@ from vllm_rocm_ops.emulator import Emulator, EmulatorError
 from vllm_rocm_ops.emulator.counters import Counters
 from vllm_rocm_ops.emulator.objects import KernelObject
 from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.op import Case, Op, extent
+from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.tensors import extent
 
 NEIGHBOURS = 16  # blocks that run side by side: of four waves, as many as the emulator runs in lockstep
 EXPLAINED_BLOCKS = 64  # of a launch

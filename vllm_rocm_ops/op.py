@@ -40,6 +40,7 @@ from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.dispatch import Execution, bind_device, bind_executor, signature
 from vllm_rocm_ops.launch import Launch, NotLaunched
 from vllm_rocm_ops.stats import FALLBACK, NO_GPU, counter, warn_once
+from vllm_rocm_ops.tensors import describe, extent, row_stride
 
 NAMESPACE = "vllm_rocm_ops"
 REMEMBERED_SIGNATURES = 4096  # per op, the newest; each number of tokens of a prefill is one
@@ -87,59 +88,6 @@ class Explanation:
                 parts = " + ".join(f"{term} {value:.2f}" for term, value in terms.items())
                 lines.append(f"  {mark} {cost:8.2f}  {config}: {parts}")
         return "\n".join(lines)
-
-
-def rows_of(tensor: torch.Tensor) -> int:
-    """How many rows of the last dimension a tensor has."""
-    return tensor.numel() // tensor.shape[-1] if tensor.shape[-1] else 0
-
-
-def row_stride(tensor: torch.Tensor) -> int | None:
-    """Elements between neighbouring rows of the last dimension; None where no single number says it."""
-    stride = None
-    for size, step in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1])):
-        if size == 1:
-            continue
-        if stride is None:
-            stride, expected = step, step * size
-        elif step != expected:
-            return None
-        else:
-            expected = step * size
-    return tensor.shape[-1] if stride is None else stride
-
-
-def aligned(tensor: torch.Tensor | None, size: int = 16) -> bool:
-    """Whether every row of the tensor starts at a multiple of `size` bytes."""
-    if tensor is None:
-        return True
-    address = 0 if tensor.is_meta else tensor.data_ptr()
-    return address % size == 0 and (row_stride(tensor) or 0) * tensor.element_size() % size == 0
-
-
-def is_wide_float(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds floating point numbers of 16 bits or more."""
-    return tensor.is_floating_point() and tensor.element_size() >= 2
-
-
-def extent(tensor: torch.Tensor) -> int:
-    """Elements from a tensor's first to behind its last."""
-    steps = (abs(step) * (size - 1) for size, step in zip(tensor.shape, tensor.stride()))
-    return sum(steps) + 1 if tensor.numel() else 0
-
-
-def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements may share their place: a dimension's step does not reach over those of smaller steps."""
-    reach = 1
-    for step, size in sorted((step, size) for size, step in zip(tensor.shape, tensor.stride()) if size > 1):
-        if step < reach:
-            return tensor.numel() > 0
-        reach += step * (size - 1)
-    return False
-
-
-def describe(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} strides {list(tensor.stride())}"
 
 
 @dataclass(eq=False)

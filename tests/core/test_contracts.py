@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vllm_rocm_ops import launch, op, ops
+from vllm_rocm_ops import launch, op, ops, tensors
 from vllm_rocm_ops.correctness import run_and_check
 from vllm_rocm_ops.emulator import Emulator
 
@@ -129,8 +129,10 @@ def test_rows_of_a_residual_must_not_overlap(the_op):
         given["residual"] = storage.as_strided((rows, hidden), strides)
         with pytest.raises(ValueError, match=f"{the_op.name}: residual must be without elements in the same place"):
             the_op(**given)
-    assert op.overlaps_itself(torch.zeros(9).as_strided((2, 3), (2, 1))) and not op.overlaps_itself(torch.zeros(3, 1))
-    assert not op.overlaps_itself(torch.zeros(4, 6, 8).permute(2, 0, 1)[:, ::2])
+    assert tensors.overlaps_itself(torch.zeros(9).as_strided((2, 3), (2, 1))) and not tensors.overlaps_itself(
+        torch.zeros(3, 1)
+    )
+    assert not tensors.overlaps_itself(torch.zeros(4, 6, 8).permute(2, 0, 1)[:, ::2])
 
 
 @pytest.mark.parametrize("the_op", WITH_RESIDUAL, ids=lambda o: o.name)

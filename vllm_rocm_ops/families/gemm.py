@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
 from vllm_rocm_ops.launch import Workspace
-from vllm_rocm_ops.op import describe, row_stride, rows_of
+from vllm_rocm_ops.tensors import describe, row_stride, rows_of
 
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 BLOCK = 128  # of K and of N per block scale

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.op import describe, is_wide_float
+from vllm_rocm_ops.tensors import describe, is_wide_float
 
 MODULE = "moe_routing"
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.op import Case, aligned, describe, is_wide_float, overlaps_itself, row_stride, rows_of
+from vllm_rocm_ops.op import Case
+from vllm_rocm_ops.tensors import aligned, describe, is_wide_float, overlaps_itself, row_stride, rows_of
 
 VECTOR = 8  # elements of a 16-byte access
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}

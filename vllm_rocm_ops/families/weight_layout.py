@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_rocm_ops.op import describe
+from vllm_rocm_ops.tensors import describe
 
 STEP = 64  # bytes of K
 FRAGMENT_ROWS, FRAGMENT_BYTES = 16, 16

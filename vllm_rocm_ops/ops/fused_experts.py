@@ -18,8 +18,9 @@ from vllm_rocm_ops.families.experts import HALVES, scheme, slots
 from vllm_rocm_ops.families.experts_streamed import StreamedConfig
 from vllm_rocm_ops.families.experts_tiled import TiledConfig
 from vllm_rocm_ops.families.gemm import BLOCK
-from vllm_rocm_ops.op import Case, Op, describe
+from vllm_rocm_ops.op import Case, Op
 from vllm_rocm_ops.quantization import LIMIT, MX_BLOCK, MX_SCALES
+from vllm_rocm_ops.tensors import describe
 
 __all__ = ["fused_experts"]
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import routing
 from vllm_rocm_ops.launch import fields
-from vllm_rocm_ops.op import Case, Op, describe, is_wide_float
+from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.tensors import describe, is_wide_float
 
 __all__ = ["grouped_topk", "topk_sigmoid", "topk_softmax"]
 

@@ -14,11 +14,12 @@ from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families.gemm import OUT_TYPES, Product, activations, bias_contract, weight
 from vllm_rocm_ops.families.skinny_gemm import arguments
 from vllm_rocm_ops.launch import Launch, fields
-from vllm_rocm_ops.op import Case, Op, aligned, describe, row_stride
+from vllm_rocm_ops.op import Case, Op
 from vllm_rocm_ops.quantization import (
     MX_BLOCK as BLOCK,
 )  # of K per scale; of N, where neighbouring rows of b share theirs
 from vllm_rocm_ops.quantization import MX_SCALES, mx_numbers
+from vllm_rocm_ops.tensors import aligned, describe, row_stride
 
 __all__ = ["mxfp8_scaled_mm"]
 

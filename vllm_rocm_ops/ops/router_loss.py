@@ -15,7 +15,8 @@ from torch import Tensor
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import routing
 from vllm_rocm_ops.launch import Counters, Launch, Workspace, fields
-from vllm_rocm_ops.op import Case, Op, describe
+from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.tensors import describe
 
 __all__ = ["load_balancing_loss", "router_z_loss"]
 

@@ -13,8 +13,9 @@ from vllm_rocm_ops.families import gemm, skinny_gemm, weight_layout
 from vllm_rocm_ops.families import tiled_gemm as tiled
 from vllm_rocm_ops.families.tiled_gemm import TiledConfig
 from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.op import Case, Op, describe
+from vllm_rocm_ops.op import Case, Op
 from vllm_rocm_ops.quantization import LIMIT
+from vllm_rocm_ops.tensors import describe
 
 __all__ = ["scaled_mm"]
 

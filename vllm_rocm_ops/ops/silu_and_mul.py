@@ -16,7 +16,8 @@ from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import rowwise
 from vllm_rocm_ops.families.rowwise import VECTOR, RowConfig
 from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.op import Op, row_stride, rows_of
+from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.tensors import row_stride, rows_of
 
 __all__ = [
     "silu_and_mul",

@@ -12,7 +12,8 @@ from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import gemm, skinny_gemm, weight_layout
 from vllm_rocm_ops.families.skinny_gemm import SkinnyConfig
 from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.op import Case, Op, describe, is_wide_float, rows_of
+from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.tensors import describe, is_wide_float, rows_of
 
 __all__ = ["unquantized_gemm"]
 

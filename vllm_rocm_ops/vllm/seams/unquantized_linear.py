@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.op import rows_of
+from vllm_rocm_ops.tensors import rows_of
 from vllm_rocm_ops.vllm import kernel_selection, native_kernel, seam
 
 MOST_TOKENS = 16  # that ours takes where it was not measured (kernel_selection.py)

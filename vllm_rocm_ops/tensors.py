@@ -1,0 +1,59 @@
+"""How tensors lie in memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def rows_of(tensor: Tensor) -> int:
+    """How many rows of the last dimension a tensor has."""
+    return tensor.numel() // tensor.shape[-1] if tensor.shape[-1] else 0
+
+
+def row_stride(tensor: Tensor) -> int | None:
+    """Elements between neighbouring rows of the last dimension; None where no single number says it."""
+    stride = None
+    for size, step in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1])):
+        if size == 1:
+            continue
+        if stride is None:
+            stride, expected = step, step * size
+        elif step != expected:
+            return None
+        else:
+            expected = step * size
+    return tensor.shape[-1] if stride is None else stride
+
+
+def aligned(tensor: Tensor | None, size: int = 16) -> bool:
+    """Whether every row of the tensor starts at a multiple of `size` bytes."""
+    if tensor is None:
+        return True
+    address = 0 if tensor.is_meta else tensor.data_ptr()
+    return address % size == 0 and (row_stride(tensor) or 0) * tensor.element_size() % size == 0
+
+
+def is_wide_float(tensor: Tensor) -> bool:
+    """Whether a tensor holds floating point numbers of 16 bits or more."""
+    return tensor.is_floating_point() and tensor.element_size() >= 2
+
+
+def extent(tensor: Tensor) -> int:
+    """Elements from a tensor's first to behind its last."""
+    steps = (abs(step) * (size - 1) for size, step in zip(tensor.shape, tensor.stride()))
+    return sum(steps) + 1 if tensor.numel() else 0
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements may share their place: a dimension's step does not reach over those of smaller steps."""
+    reach = 1
+    for step, size in sorted((step, size) for size, step in zip(tensor.shape, tensor.stride()) if size > 1):
+        if step < reach:
+            return tensor.numel() > 0
+        reach += step * (size - 1)
+    return False
+
+
+def describe(tensor: Tensor) -> str:
+    """Type, shape and strides of a tensor, for messages."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} strides {list(tensor.stride())}"
