@@ -30,7 +30,9 @@ def aligned(tensor: Tensor | None, size: int = 16) -> bool:
     if tensor is None:
         return True
     address = 0 if tensor.is_meta else tensor.data_ptr()
-    return address % size == 0 and (row_stride(tensor) or 0) * tensor.element_size() % size == 0
+    step = row_stride(tensor)
+    steps = (step,) if step is not None else tensor.stride()[:-1]
+    return all(number % size == 0 for number in (address, *(step * tensor.element_size() for step in steps)))
 
 
 def is_wide_float(tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@
 // reduction has one barrier. Blocks do not share a row: the sum of squares would need a barrier between blocks, which takes
 // longer than one block takes to read 64 KB. The two reductions of the per-token output do not share a barrier: vLLM's scale
 // depends on the rounded y.
+#include "device/divisor.h"
 #include "device/row_output.h"
 
 struct NormRow {
@@ -124,24 +125,14 @@ DEVICE void rms_norm_general(NormRow row, RowOutput<T, kOutput> output) {
 
 // kChunks == 0 is the general kernel.
 template <class T, bool kResidual, Output kOutput, int kChunks>
-DEVICE void rms_norm(const void* input, void* residual, const void* weight, i64 input_stride, i64 residual_stride,
-                     int hidden, int threads, const float* scale, void* out, float* scale_out, i64 scale_row_stride,
-                     i64 scale_stride, int group_size, float inverse_hidden, float epsilon) {
-  const i64 index = u32(wave::block_id_x());
-  const RowOutput<T, kOutput> output(scale, out, scale_out, scale_row_stride, scale_stride, group_size, threads);
-  const NormRow row{(const u16*)input + index * input_stride,
-                    kResidual ? (u16*)residual + index * residual_stride : nullptr,
-                    weight,
-                    hidden,
-                    inverse_hidden,
-                    epsilon};
+DEVICE void rms_norm(NormRow row, RowOutput<T, kOutput> output) {
   mem::issue_loads();
   if constexpr (kChunks == 0) rms_norm_general<T, kResidual>(row, output);
   else rms_norm_vector<T, kResidual, kOutput, kChunks>(row, output);
 }
 
 // clang-format off
-#define INSTANCE(threads, symbol, T, residual_add, output, chunks)                                                    \
+#define INSTANCE(threads, symbol, T, residual_add, output_kind, chunks)                                               \
   KERNEL(threads) symbol(                                                                                             \
       const void* input,      /* [rows, hidden] T, rows input_stride elements apart */                                \
       void* residual,         /* [rows, hidden] T, rows residual_stride elements apart; null without */               \
@@ -151,9 +142,30 @@ DEVICE void rms_norm(const void* input, void* residual, const void* weight, i64 
       void* out,              /* [rows, hidden] T or e4m3 */                                                          \
       float* scale_out,       /* [rows, 1] or [rows, hidden / group_size], by the two strides; null without */        \
       i64 scale_row_stride, i64 scale_stride, int group_size, float inverse_hidden, float epsilon) {                  \
-    rms_norm<T, residual_add, Output::output, chunks>(input, residual, weight, input_stride, residual_stride, hidden, \
-        threads_per_block, scale, out, scale_out, scale_row_stride, scale_stride, group_size, inverse_hidden,         \
-        epsilon);                                                                                                     \
+    const i64 index = u32(wave::block_id_x());                                                                        \
+    const RowOutput<T, Output::output_kind> output(                                                                   \
+        scale, out, scale_out, scale_row_stride, scale_stride, group_size, threads_per_block);                        \
+    rms_norm<T, residual_add, Output::output_kind, chunks>(                                                           \
+        {(const u16*)input + index * input_stride,                                                                    \
+         residual_add ? (u16*)residual + index * residual_stride : nullptr,                                           \
+         weight, hidden, inverse_hidden, epsilon}, output);                                                           \
+  }
+// Rows that lie at two strides, as those of heads that are a part of wider rows.
+#define HEADS_INSTANCE(threads, symbol, T, output_kind, chunks)                                                       \
+  KERNEL(threads) symbol(                                                                                             \
+      const void* input,      /* [rows / inner_count, inner_count, hidden] T, by the two strides */                   \
+      const void* weight,     /* [hidden] T or null */                                                                \
+      const float* scale,     /* as above, here and below */                                                          \
+      i64 outer_stride, int inner_stride, int inner_count, u32 inverse, int shift, /* the divisor inner_count */      \
+      int hidden, int threads_per_block, void* out, float* scale_out, i64 scale_row_stride, i64 scale_stride,         \
+      int group_size, float inverse_hidden, float epsilon) {                                                          \
+    const RowOutput<T, Output::output_kind> output(                                                                   \
+        scale, out, scale_out, scale_row_stride, scale_stride, group_size, threads_per_block);                        \
+    const u32 row = wave::block_id_x();                                                                               \
+    const int outer = row / Divisor{inverse, shift}, inner = int(row) - outer * inner_count;                          \
+    rms_norm<T, false, Output::output_kind, chunks>(                                                                  \
+        {(const u16*)input + outer * outer_stride + i64(inner) * inner_stride, nullptr,                               \
+         weight, hidden, inverse_hidden, epsilon}, output);                                                           \
   }
 
 INSTANCE(1024, rms_norm_bf16_x1,                                          Bf16, false, kPlain,    1)
@@ -220,4 +232,20 @@ INSTANCE(1024, fused_add_rms_norm_per_block_quant_fp16_x1,                F16,  
 INSTANCE(1024, fused_add_rms_norm_per_block_quant_fp16_x2,                F16,  true,  kPerBlock, 2)
 INSTANCE( 512, fused_add_rms_norm_per_block_quant_fp16_x4,                F16,  true,  kPerBlock, 4)
 INSTANCE(1024, fused_add_rms_norm_per_block_quant_fp16_general,           F16,  true,  kPerBlock, 0)
+HEADS_INSTANCE(1024, rms_norm_heads_bf16_x1,                              Bf16, kPlain,    1)
+HEADS_INSTANCE(1024, rms_norm_heads_bf16_general,                         Bf16, kPlain,    0)
+HEADS_INSTANCE(1024, rms_norm_static_fp8_quant_heads_bf16_x1,             Bf16, kStatic,   1)
+HEADS_INSTANCE(1024, rms_norm_static_fp8_quant_heads_bf16_general,        Bf16, kStatic,   0)
+HEADS_INSTANCE(1024, rms_norm_dynamic_per_token_quant_heads_bf16_x1,      Bf16, kPerToken, 1)
+HEADS_INSTANCE(1024, rms_norm_dynamic_per_token_quant_heads_bf16_general, Bf16, kPerToken, 0)
+HEADS_INSTANCE(1024, rms_norm_per_block_quant_heads_bf16_x1,              Bf16, kPerBlock, 1)
+HEADS_INSTANCE(1024, rms_norm_per_block_quant_heads_bf16_general,         Bf16, kPerBlock, 0)
+HEADS_INSTANCE(1024, rms_norm_heads_fp16_x1,                              F16,  kPlain,    1)
+HEADS_INSTANCE(1024, rms_norm_heads_fp16_general,                         F16,  kPlain,    0)
+HEADS_INSTANCE(1024, rms_norm_static_fp8_quant_heads_fp16_x1,             F16,  kStatic,   1)
+HEADS_INSTANCE(1024, rms_norm_static_fp8_quant_heads_fp16_general,        F16,  kStatic,   0)
+HEADS_INSTANCE(1024, rms_norm_dynamic_per_token_quant_heads_fp16_x1,      F16,  kPerToken, 1)
+HEADS_INSTANCE(1024, rms_norm_dynamic_per_token_quant_heads_fp16_general, F16,  kPerToken, 0)
+HEADS_INSTANCE(1024, rms_norm_per_block_quant_heads_fp16_x1,              F16,  kPerBlock, 1)
+HEADS_INSTANCE(1024, rms_norm_per_block_quant_heads_fp16_general,         F16,  kPerBlock, 0)
 // clang-format on

@@ -523,6 +523,16 @@ def test_explain_shows_the_rejected_rule():
     assert not explanation.launches and "NO  input is bfloat16 or float16" in str(explanation)
 
 
+@pytest.mark.parametrize("the_op", [ops.rms_norm, ops.layer_norm], ids=lambda o: o.name)
+def test_rows_at_two_strides_are_taken_by_rms_norm_and_at_three_by_none(the_op):
+    qkv = torch.empty(2, 5, 9216, dtype=torch.bfloat16, device="meta")
+    one = qkv[:, :, :128], None, *(None,) * (the_op is ops.layer_norm), 1e-6
+    two, three = ((x.unflatten(-1, (4, 128)), *one[1:]) for x in (qkv[:, :, :512], qkv[:, :3, :512]))
+    assert not the_op.explain(*one, arch="gfx942").is_fallback
+    assert the_op.explain(*two, arch="gfx942").is_fallback == (the_op is ops.layer_norm)
+    assert "NO  input's rows lie at one stride" in str(the_op.explain(*three, arch="gfx942"))
+
+
 @pytest.mark.parametrize(
     "name, compute_units",
     [("gfx942", 304), ("MI300X", 304), ("MI325X", 304), ("MI308X", 80), ("gfx942:80", 80), ("MI355X", 256)],

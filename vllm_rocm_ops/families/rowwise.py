@@ -13,6 +13,7 @@ import math
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,11 +70,18 @@ def contract(a, parts: int, columns: Iterable[str] = ("weight",)) -> Iterator[tu
         yield "input", wanted, str(hidden), hidden % a.group_size == 0
 
 
-def envelope(a, arch: Arch, hidden: int, columns: Iterable[str] = ("weight",)) -> Iterator[tuple[str, bool]]:
-    """What the kernels need beyond the contract."""
+def envelope(
+    a, arch: Arch, hidden: int, columns: Iterable[str] = ("weight",), two_strides: bool = False
+) -> Iterator[tuple[str, bool]]:
+    """What the kernels need beyond the contract. With `two_strides`, rows of the input may lie as those of heads do, where there is no
+    residual."""
     x, residual = a.input, getattr(a, "residual", None)
     yield "input is bfloat16 or float16", x.dtype in ELEMENTS
-    yield "input's rows lie at one stride, their elements side by side", _is_rows(x)
+    if two_strides and residual is None:
+        fits = _is_side_by_side(x) and (row_stride(x) is not None or heads(x) is not None)
+        yield "input's rows lie at one stride or at two, as heads in a wider row, their elements side by side", fits
+    else:
+        yield "input's rows lie at one stride, their elements side by side", _is_rows(x)
     yield "residual's rows lie at one stride, their elements side by side", residual is None or _is_rows(residual)
     for name in columns:
         value = getattr(a, name, None)
@@ -107,6 +115,28 @@ def scales(like: Tensor, rows: int, groups: int, transposed: bool) -> Tensor:
 def problem(a, hidden: int) -> dict[str, object]:
     """What a tuned row is keyed by."""
     return {"dtype": ELEMENTS.get(a.input.dtype), "rows": a.input.numel() // a.input.shape[-1], "hidden": hidden}
+
+
+class Heads(NamedTuple):
+    """Rows that lie at two strides: `inner_count` neighbours at the inner one, in elements, and such groups at the outer one."""
+
+    outer_stride: int
+    inner_stride: int
+    inner_count: int
+
+
+def heads(tensor: Tensor) -> Heads | None:
+    """How a tensor's rows lie at two strides; None where they lie otherwise, or further apart than the kernels can say."""
+    groups: list[tuple[int, int]] = []  # rows and their step, innermost first
+    for size, step in zip(tensor.shape[-2::-1], tensor.stride()[-2::-1]):
+        if groups and step == groups[-1][0] * groups[-1][1]:
+            groups[-1] = size * groups[-1][0], groups[-1][1]
+        elif size != 1:
+            groups.append((size, step))
+    if len(groups) != 2:
+        return None
+    (inner_count, inner_stride), (_, outer_stride) = groups
+    return Heads(outer_stride, inner_stride, inner_count) if max(inner_count, inner_stride) < 2**31 else None
 
 
 def is_vector(hidden: int, *tensors: Tensor | None) -> bool:
@@ -174,6 +204,30 @@ def per_block(
 Fill = Callable[[tuple[int, ...], torch.dtype, torch.Generator], Tensor]
 
 
+def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def corners(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Rows with a spike in the last, the first and the middle column, of zeros, and with the largest finite values."""
+    x = torch.randn(shape, generator=generator)
+    for row, column in enumerate((-1, 0, shape[-1] // 2)):
+        x[row, column] = 300.0
+    x[3] = 0.0
+    x[4, ::7] = 60000.0
+    return x.to(dtype)
+
+
+def special(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Nine rows, in an order of each tensor's own: with infinities and NaN in the first half and in the second, of zeros, of
+    small values and of large ones."""
+    x, half = torch.randn(shape, generator=generator), shape[-1] // 2
+    for row, value in enumerate((math.inf, -math.inf, math.nan)):
+        x[row, 5] = x[row + 3, half + 7] = value
+    x[6:] *= torch.tensor([0.0, 1e-3, 20.0])[:, None]
+    return x[torch.randperm(len(x), generator=generator)].to(dtype)
+
+
 @dataclass(frozen=True)
 class Cases:
     """Makes the cases of an op: `standard` has those of every op on rows, and an op adds its own by `case`. A row of input is `parts`
@@ -189,11 +243,19 @@ class Cases:
         return {k: v for k, v in typing.get_type_hints(self.reference).items() if k != "return"}
 
     def case(
-        self, name: str, shape: tuple[int, ...], dtype=torch.bfloat16, fill: Fill | None = None, padding=0, **given
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype=torch.bfloat16,
+        fill: Fill = normal,
+        padding=0,
+        heads_of=0,
+        **given,
     ) -> Case:
-        """One whose output has this shape. `fill` makes input and residual, whose rows are `padding` elements and more apart. An
-        argument is as `given`, which for one of `columns` may be another way to fill it; else as usual; else its default."""
-        return Case(name, functools.partial(self._make, shape, dtype, fill or normal, padding, given))
+        """One whose output has this shape. `fill` makes input and residual, whose rows are `padding` elements and more apart, or are heads
+        of rows `heads_of` elements apart. An argument is as `given`, which for one of `columns` may be another way to fill it; else as
+        usual; else its default."""
+        return Case(name, functools.partial(self._make, shape, dtype, fill, (padding, heads_of), given))
 
     def standard(self) -> Iterator[Case]:
         """Inputs that reach every path: vectors per thread and their tails, strides, the general kernel, corner and special values,
@@ -239,11 +301,16 @@ class Cases:
             yield case("group64-general", (2, 192), group_size=64, padding=1)
             yield case("transposed", (3, 1024), is_scale_transposed=True)
 
-    def _make(self, shape, dtype, fill: Fill, padding: int, given, device: str, generator, fp8_dtype) -> tuple:
-        hidden = shape[-1]
+    def _make(
+        self, shape, dtype, fill: Fill, apart: tuple[int, int], given, device: str, generator, fp8_dtype
+    ) -> tuple:
+        hidden, (padding, heads_of) = shape[-1], apart
 
         def rows(columns: int, padding: int) -> Tensor:
             values = fill((*shape[:-1], columns), dtype, generator)
+            if heads_of:
+                wide = torch.nn.functional.pad(values.flatten(1), (0, heads_of - shape[-2] * columns)).to(device)
+                return wide[:, : shape[-2] * columns].unflatten(1, (shape[-2], columns))
             return torch.nn.functional.pad(values, (0, padding)).to(device)[..., :columns]
 
         usual = {
@@ -265,30 +332,6 @@ class Cases:
             return found if name in given else inspect.signature(self.reference).parameters[name].default
 
         return tuple(value(name) for name in self.parameters)
-
-
-def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
-def corners(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Rows with a spike in the last, the first and the middle column, of zeros, and with the largest finite values."""
-    x = torch.randn(shape, generator=generator)
-    for row, column in enumerate((-1, 0, shape[-1] // 2)):
-        x[row, column] = 300.0
-    x[3] = 0.0
-    x[4, ::7] = 60000.0
-    return x.to(dtype)
-
-
-def special(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Nine rows, in an order of each tensor's own: with infinities and NaN in the first half and in the second, of zeros, of
-    small values and of large ones."""
-    x, half = torch.randn(shape, generator=generator), shape[-1] // 2
-    for row, value in enumerate((math.inf, -math.inf, math.nan)):
-        x[row, 5] = x[row + 3, half + 7] = value
-    x[6:] *= torch.tensor([0.0, 1e-3, 20.0])[:, None]
-    return x[torch.randperm(len(x), generator=generator)].to(dtype)
 
 
 def far_from_zero(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -321,8 +364,12 @@ def _given(a, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     return ((name, value) for name, value in values if value is not None)
 
 
+def _is_side_by_side(tensor: Tensor) -> bool:
+    return tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+
+
 def _is_rows(tensor: Tensor) -> bool:
-    return (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1) and row_stride(tensor) is not None
+    return _is_side_by_side(tensor) and row_stride(tensor) is not None
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ updated in place.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from torch import Tensor
 from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import rowwise
+from vllm_rocm_ops.families.gemm import divisor
 from vllm_rocm_ops.families.rowwise import RowConfig
 from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.op import Case, Op
 from vllm_rocm_ops.tensors import row_stride, rows_of
 
 __all__ = [
@@ -61,22 +62,26 @@ def _hidden(a) -> int:
 
 def _configs(a, arch: Arch) -> list[RowConfig]:
     vector = rowwise.is_vector(_hidden(a), a.input, getattr(a, "residual", None), a.weight)
-    return list(rowwise.configs(_hidden(a), vector, (1, 2, 4), arch))
+    return list(rowwise.configs(_hidden(a), vector, (1, 2, 4) if rowwise.heads(a.input) is None else (1,), arch))
 
 
 def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
     if rows_of(a.input) == 0:
         return []
-    residual = getattr(a, "residual", None)
+    residual, heads = getattr(a, "residual", None), rowwise.heads(a.input)
+    if heads is not None:
+        name += "_heads"
+        rows = {**heads._asdict(), **divisor(heads.inner_count)}
+    else:
+        residual_stride = 0 if residual is None else row_stride(residual)
+        rows = {"input_stride": row_stride(a.input), "residual": residual, "residual_stride": residual_stride}
     if residual is not None and not name.startswith("fused_add_"):
         name = "fused_add_" + name
     hidden = _hidden(a)
     args = {
         "input": a.input,
-        "residual": residual,
+        **rows,
         "weight": a.weight,
-        "input_stride": row_stride(a.input),
-        "residual_stride": 0 if residual is None else row_stride(residual),
         "hidden": hidden,
         "threads_per_block": config.threads,
         "inverse_hidden": 1.0 / hidden,
@@ -87,17 +92,30 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
     return [Launch("rms_norm", symbol, (rows_of(a.input), 1, 1), (config.threads, 1, 1), args)]
 
 
+def _cases(make: rowwise.Cases) -> Iterator[Case]:
+    """Inputs that reach every path: those of all norms, and heads that are a part of wider rows, as Qwen3's q and k are."""
+    yield from make.standard()
+    if make.parameters.get("residual") == Tensor:
+        return
+    given = {"residual": None} if "residual" in make.parameters else {}
+    for tokens, count in ((1, 64), (3, 64), (3, 8), (64, 4), (64, 8), (64, 64)):
+        yield make.case(f"{tokens}x{count}-heads", (tokens, count, 128), heads_of=9216, **given)
+    yield make.case("fp16-heads", (5, 3, 1024), torch.float16, heads_of=4096, **given)
+    yield make.case("heads-general", (3, 5, 384), heads_of=2049, **given)
+    yield make.case("fp16-heads-general", (3, 5, 384), torch.float16, heads_of=2049, **given)
+
+
 def _op(mutates: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
     return lambda reference: Op(
         reference,
         allocate=lambda a: rowwise.allocate(a, _hidden(a)),
         contract=lambda a: rowwise.contract(a, 1),
-        envelope=lambda a, arch: rowwise.envelope(a, arch, _hidden(a)),
+        envelope=lambda a, arch: rowwise.envelope(a, arch, _hidden(a), two_strides=True),
         configs=_configs,
         default=lambda a, arch: rowwise.default(a, _configs(a, arch)),
         plan=functools.partial(_plan, reference.__name__),
         problem=lambda a: rowwise.problem(a, _hidden(a)),
-        cases=rowwise.Cases(reference, 1, {"weight": rowwise.around_one}).standard,
+        cases=functools.partial(_cases, rowwise.Cases(reference, 1, {"weight": rowwise.around_one})),
         mutates=mutates,
     )
 
@@ -106,7 +124,8 @@ def _op(mutates: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
 def rms_norm(input: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     """RMSNorm over the last dimension.
 
-    input [..., hidden] bf16 or fp16, rows may be strided; weight [hidden] or None for ones. Returns [..., hidden].
+    input [..., hidden] bf16 or fp16, rows may be strided, also at two strides, as heads that are a part of wider rows;
+    weight [hidden] or None for ones. Returns [..., hidden].
     """
     return _normalize(input, weight, epsilon)
 
