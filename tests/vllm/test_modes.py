@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
 
-TOKEN, BLOCK, BF16, EXPERTS = ("llama", "token"), ("llama", "block"), ("llama", "bf16"), ("deepseek", "block")
+TOKEN, BLOCK, EXPERTS = ("llama", "token"), ("llama", "block"), ("deepseek", "block")
 full = pytest.mark.skipif(not os.environ.get("FULL_TESTS"), reason="takes long: bash tests/run.sh --full")
 
 
@@ -111,31 +111,35 @@ multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 """Workers start as they do on a GPU by default. On CPU vLLM spawns them, which takes long."""
 
 
-def test_tensor_parallelism(engines, expected):
+@pytest.fixture(scope="module")
+def parallel(engines) -> dict[str, dict]:
+    """Two ranks, without one op's kernels."""
+    jobs = {
+        "tensor": in_parallel(engines, TOKEN),
+        "expert": in_parallel(engines, ("deepseek", "bf16"), enable_expert_parallel=True),
+    }
+    return engines.run(jobs, before=FORKED, VLLM_ROCM_OPS_DISABLE=OFF)
+
+
+def test_tensor_parallelism(parallel, expected):
     """Each of two ranks runs the ops of its part as often as one alone would run those of the model. When a worker ends, it logs
     what fell back in it."""
-    answers = engines.run({"it": in_parallel(engines, TOKEN)}, before=FORKED, VLLM_ROCM_OPS_DISABLE=OFF)
-    answer, why = answers["it"], "switched off by VLLM_ROCM_OPS_DISABLE"
+    answer, why = parallel["tensor"], "switched off by VLLM_ROCM_OPS_DISABLE"
     assert answer["tokens"] == best(expected, TOKEN, answer["tokens"])
     calls = 2 * len(answer["tokens"][0])  # of an activation: in each layer, each step
     assert counted(answer["stats"])[OFF] == calls and counted(answer["stats"])["scaled_mm"] == 4 * calls
     assert answer["other_ranks"] == [answer["stats"]]
     assert answer["fallbacks"] == [{OFF: {why: calls}}] * 2
-    found = re.findall(rf"own code ran instead of {OFF} (\d+) times \({why}\)$", answers["output"], re.MULTILINE)
+    found = re.findall(rf"own code ran instead of {OFF} (\d+) times \({why}\)$", parallel["output"], re.MULTILINE)
     assert len(found) == 2 and min(map(int, found)) >= calls
 
 
-@full
-def test_expert_parallelism(engines, expected):
-    """Each of two ranks has half of the experts. Workers are spawned."""
-    flavours = {"bf16": ("deepseek", "bf16"), "block": EXPERTS}
-    jobs = {name: in_parallel(engines, flavour, enable_expert_parallel=True) for name, flavour in flavours.items()}
-    answers = engines.run(jobs)
-    for name, flavour in flavours.items():
-        answer = answers[name]
-        assert answer["tokens"] == best(expected, flavour, answer["tokens"])
-        assert answer["other_ranks"] == [answer["stats"]]
-        assert counted(answer["stats"])["fused_experts"] == 2 * len(answer["tokens"][0])
+def test_expert_parallelism(parallel, expected):
+    """Each of two ranks has half of the experts."""
+    answer = parallel["expert"]
+    assert answer["tokens"] == best(expected, ("deepseek", "bf16"), answer["tokens"])
+    assert answer["other_ranks"] == [answer["stats"]]
+    assert counted(answer["stats"])["fused_experts"] == 2 * len(answer["tokens"][0])
 
 
 @full

@@ -1,0 +1,58 @@
+"""What is broken at a user's ends no engine: ours is off, and a line says so."""
+
+import pathlib
+import re
+
+import processes
+import pytest
+
+pytestmark = pytest.mark.slow
+
+MODEL = ("llama", "token")
+
+NO_LAUNCH = """
+from vllm_rocm_ops import arch, launch
+
+class Broken:
+    arch = arch.named("gfx950")
+
+    def launch(self, kernel, uninitialised):
+        raise launch.NotLaunched("no kernel image is available for execution on the device")
+
+launch._executor = Broken()
+"""
+
+
+def test_no_kernel_launches(engines, expected, tmp_path):
+    """As with a driver that takes the code objects and does not run them. The user's tuned tables are no tables either."""
+    (tmp_path / "gfx950").mkdir()
+    for name, text in (("scaled_mm", b"a,b\n1,2\n"), ("fused_add_rms_norm", b"\x00\xff" * 99)):
+        (tmp_path / "gfx950" / f"{name}.csv").write_bytes(text)
+    answers = engines.run({"it": engines.job(MODEL)}, before=NO_LAUNCH, VLLM_ROCM_OPS_TABLES=str(tmp_path))
+    answer, why = answers["it"], "no kernel image is available for execution on the device"
+    assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(MODEL, answer["tokens"])]
+    assert len(answer["stats"]) == 4 and all(
+        list(kernels) == [f"fallback: {why}"] for kernels in answer["stats"].values()
+    )
+    line = (
+        rf"UserWarning: (\w+) runs without its kernels: {why}. To do without its kernels, set VLLM_ROCM_OPS_DISABLE=\1$"
+    )
+    assert sorted(re.findall(line, answers["output"], re.MULTILINE)) == sorted(answer["stats"])
+    assert len(re.findall(r"UserWarning: .*\.csv is not used: ", answers["output"])) == 2
+
+
+def test_a_package_that_does_not_import_ends_no_vllm():
+    """vLLM's loader of plugins says which one it was."""
+    code = """
+import sys
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "vllm_rocm_ops.ops.scaled_mm":
+            raise ImportError("libfoo.so.1: cannot open shared object file")
+sys.meta_path.insert(0, Broken())
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+print("goes on")
+"""
+    output = processes.run(code, pathlib.Path(__file__).parents[2])
+    assert "Failed to load plugin rocm_ops" in output and "libfoo.so.1" in output and "goes on" in output
