@@ -9,7 +9,7 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -144,3 +144,16 @@ def runtime():
     if _C.backend() is None:
         return None, _C.status()
     return _C, ""
+
+
+def not_loaded(planned: Iterable[Launch], arch_name: str) -> str:
+    """Why the GPU of this process does not load the code of launches. Empty if it does, or the process has initialised none."""
+    if not torch.cuda.is_initialized():
+        return ""
+    loader, why = runtime()
+    try:
+        for l in () if why else planned:
+            loader.load(str(built(l.module, arch_name)), l.symbol, torch.cuda.current_device())
+    except RuntimeError as error:
+        return str(error)
+    return why

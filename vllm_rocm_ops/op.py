@@ -126,6 +126,7 @@ class Op:
         )
         self._defaults = (inspect.Parameter.empty,) * (len(parameters) - len(defaults)) + tuple(defaults)
         self._executions: dict[tuple, Execution] = {}
+        self._is_trial = False
         self._hints = typing.get_type_hints(self.reference)
         self._signature = signature(self.Arguments._fields, self._hints)
         schema = torch.library.infer_schema(self.reference, mutates_args=self.mutates)
@@ -247,16 +248,25 @@ class Op:
         except ValueError as error:
             why = "the arguments break the op's contract"
             counter(self.name, FALLBACK + why).calls += 1
-            self._warn(why, str(error))
+            self.warn(why, str(error))
             return None
         if not execution.is_fallback:
             try:
                 return execution(args)
             except NotLaunched as error:
                 self._do_without(execution, str(error))
-        if execution.count is not counter(self.name, FALLBACK + NO_GPU):
+        if not self._is_trial and execution.count is not counter(self.name, FALLBACK + NO_GPU):
             execution.count.calls += 1
         return None
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[None]:
+        """Within it `run_kernels` finds out what kernels take: calls that they do not take are not counted or warned of."""
+        self._is_trial = True
+        try:
+            yield
+        finally:
+            self._is_trial = False
 
     def _dispatch(self, *args):
         args += self._defaults[len(args) :]
@@ -271,7 +281,7 @@ class Op:
         """Has the fallback run what a call's first launch failed for, now and later."""
         execution.count.calls -= 1
         why = why.removesuffix(f". {self._advice()}")
-        self._warn("launch", why)
+        self.warn("launch", why)
         execution.become(self.name, FALLBACK + why, self._without_kernels(on_gpu=True), is_fallback=True)
 
     def _without_kernels(self, on_gpu: bool) -> Callable[[tuple], object]:
@@ -280,7 +290,8 @@ class Op:
             return lambda args: self.native(*args)
         return lambda args: self.reference(*args)
 
-    def _warn(self, subject: str, why: str) -> None:
+    def warn(self, subject: str, why: str) -> None:
+        """Warn, once of a subject, that the op runs without its kernels."""
         warn_once(f"{self.name}: {subject}", f"{self.name} runs without its kernels: {why}. {self._advice()}")
 
     def _execution(self, args: tuple) -> Execution:
@@ -351,11 +362,11 @@ class Op:
             handles = [runtime.load(str(path), symbol, device.index) for path, symbol in code if on_gpu]
         except RuntimeError as error:
             why = str(error)
-            self._warn("load", why)
+            self.warn("load", why)
         if why:
             chosen = Explanation(self.name, chosen.arch, (), None, FALLBACK + why, chosen.rules)
-        elif chosen.is_fallback and chosen.rules:
-            self._warn(chosen.source, chosen.source.removeprefix(FALLBACK))
+        elif chosen.is_fallback and chosen.rules and not self._is_trial:
+            self.warn(chosen.source, chosen.source.removeprefix(FALLBACK))
         if not chosen.launches and not chosen.is_fallback:
             return Execution(self.name, "nothing to do", lambda args: self.allocate(self.Arguments(*args)))
         if not chosen.launches:

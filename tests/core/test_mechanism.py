@@ -202,7 +202,8 @@ def test_envelope_rules_fall_back_and_say_why(recorder):
         "rms_norm": {
             "rms_norm_bf16_x1": 1,
             "fallback: the kernels need that input is bfloat16 or float16": 1,
-            "fallback: the kernels need that input's rows lie at one stride, their elements side by side": 1,
+            "fallback: the kernels need that input's rows lie at one stride or at two, as heads in a wider row, their "
+            "elements side by side": 1,
         },
         "rms_norm_static_fp8_quant": {
             "fallback: the kernels need that gfx942 converts to quant_dtype (float8_e4m3fnuz)": 1
@@ -291,12 +292,10 @@ def test_one_warning_for_each_reason_of_an_op(recorder, monkeypatch):
             assert ops.rms_norm.run_kernels(x.t().contiguous().t(), weight, epsilon) is None
 
     advice = ". To do without its kernels, set VLLM_ROCM_OPS_DISABLE=rms_norm"
-    float_input, strided = (
-        "input is bfloat16 or float16",
-        "input's rows lie at one stride, their elements side by side",
-    )
-    needs = [f"the kernels need that {rule}" for rule in (float_input, strided)]
-    assert warnings_of(calls) == [f"rms_norm runs without its kernels: {why}{advice}" for why in needs]
+    given = warnings_of(calls)
+    needs = list(fallbacks()["rms_norm"])
+    assert [why.partition(" input")[0] for why in needs] == ["the kernels need that"] * 2
+    assert given == [f"rms_norm runs without its kernels: {why}{advice}" for why in needs]
     assert fallbacks() == {"rms_norm": dict.fromkeys(needs, 2)}
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "rms_norm")
     with launch.executor(None):
@@ -319,6 +318,23 @@ def test_arguments_that_break_the_contract_are_counted(recorder):
     (message,) = warnings_of(calls)
     assert message.startswith("rms_norm runs without its kernels: rms_norm: weight must be ")
     assert fallbacks() == {"rms_norm": {"the arguments break the op's contract": 2}}
+
+
+def test_trials_are_no_fallbacks(recorder):
+    """Of a caller that asks what kernels take. Code that does not load is warned of all the same."""
+    x, weight, epsilon = norm_arguments(hidden=160)
+
+    def calls():
+        with ops.rms_norm.trial():
+            assert ops.rms_norm.run_kernels(x.float(), weight.float(), epsilon) is None
+            launch.code_object("rms_norm", recorder.arch.name).unlink()
+            assert ops.rms_norm.run_kernels(x, weight, epsilon) is None
+
+    (message,) = warnings_of(calls)
+    assert "no code object of rms_norm" in message
+    assert fallbacks() == {}
+    assert ops.rms_norm.run_kernels(x, weight, epsilon) is None
+    assert sum(fallbacks()["rms_norm"].values()) == 1
 
 
 def test_on_a_gpu_what_is_native_comes_before_the_reference(recorder, monkeypatch):

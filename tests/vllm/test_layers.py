@@ -9,6 +9,7 @@ import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, ops, quantization
 from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.stats import warned
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.seams import norm as norm_seam
 
@@ -231,6 +232,27 @@ def test_which_results_kernels_make(monkeypatch, arch):
     assert None not in fused_quant.runnable(fused_quant.NORMS)
     monkeypatch.setattr(launch, "CODE", pathlib.Path("/nowhere"))
     assert [fused_quant.runnable(table) for table in tables] == [(), ()]
+
+
+class NoBinary:
+    """A runtime whose driver refuses code objects."""
+
+    def load(self, path, symbol, device):
+        raise RuntimeError(f"{symbol}: no binary for this GPU")
+
+
+def test_kernels_that_do_not_load_are_none(monkeypatch):
+    """Asked in a process that has initialised its GPU, as where weights are put in an order that vLLM's kernels do not read."""
+    from vllm_rocm_ops.vllm import fused_quant
+
+    monkeypatch.setattr(seam, "arch_here", lambda _: "gfx950")
+    monkeypatch.setattr(launch, "runtime", lambda: (NoBinary(), ""))
+    assert fused_quant.runnable(fused_quant.ACTIVATIONS) == (None, *fused_quant.KEYS)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    warned.clear()
+    with pytest.warns(UserWarning, match="^silu_and_mul runs without its kernels: .*: no binary for this GPU. To do "):
+        assert fused_quant.runnable(fused_quant.ACTIVATIONS) == ()
 
 
 @pytest.mark.parametrize(

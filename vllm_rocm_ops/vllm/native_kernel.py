@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import envs
+from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP, shuffle_weight
 from vllm_rocm_ops.op import NAMESPACE, Op
 from vllm_rocm_ops.vllm import seam
@@ -108,9 +109,13 @@ def run_or_native(native: Callable[[], Tensor], op: Op, choice: Choice, *argumen
     """Our op, where the choice for as many tokens as the first argument has rows is ours, and its kernels take the arguments;
     else `native()`."""
     tokens = arguments[0].numel() // max(arguments[0].shape[-1], 1)
+    if choice.must_be_ours:
+        with op.trial():
+            output = op.run_kernels(*arguments)
+        if output is None:
+            raise Refused
+        return output
     output = op.run_kernels(*arguments) if choice.is_ours(tokens) else None
-    if output is None and choice.must_be_ours:
-        raise Refused
     return native() if output is None else output
 
 
@@ -147,15 +152,18 @@ class Linear:
 
 
 def has_kernels(op: Op, *arguments, **keywords) -> bool:
-    """Whether installed kernels for this machine take these arguments, which are on the meta device. True on CPU, where our ops'
-    references run."""
+    """Whether installed kernels for this machine, which its GPU loads, take these arguments, which are on the meta device. True on
+    CPU, where our ops' references run."""
     arch = seam.arch_here(seam.served_platform())
     if arch is None:
         return True
     try:
-        return bool(op.explain(*arguments, arch=arch, require_code=True, **keywords).launches)
+        planned = op.explain(*arguments, arch=arch, require_code=True, **keywords).launches
     except ValueError:
         return False
+    if why := launches.not_loaded(planned, arch):
+        op.warn("load", why)
+    return bool(planned) and not why
 
 
 def rows_of(weight: Tensor) -> Tensor:
