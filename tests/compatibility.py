@@ -167,7 +167,7 @@ def vllm_table() -> str:
         rows.append((release, *by_arch, engine, "tested" if release in h200 else "not run"))
     versions = [seam.load(name).versions for name in seam.NAMES]
     first, last = min(first for first, _ in versions), max(last for _, last in versions)
-    why = f"refused: no seam was tried outside {first} to {last}"
+    why = f"refused without `VLLM_ROCM_OPS_ANY_VERSION=1`: no seam was tried outside {first} to {last}"
     return markdown(("vLLM", *AMD, "engine on CPU", "H200"), [*rows, ("others", why, why, why, why)])
 
 
@@ -246,6 +246,7 @@ def model_table() -> str:
                 "yes" if architecture in model_layers.FAMILIES else "no",
             )
         )
+    rows.append(("any that another plugin replaces", "refused: its classes stay", "not run", "not run", "no"))
     rows.append(("any other", "not linked", "selected by class, not run", "not run", "no"))
     return markdown(("model", "norms and activations", "engine on CPU", "engine on H200", "`explain`, `tune`"), rows)
 

@@ -16,12 +16,14 @@ import pytest
 import test_selection
 from engines import HERE, identity
 
+import vllm_rocm_ops
 from vllm_rocm_ops import patch
 
 pytestmark = pytest.mark.slow
 
 ROOT = HERE.parents[1]
 RELEASE = "0.33"
+FACTOR = f"rocm_ops: {vllm_rocm_ops.__version__}"
 
 
 @pytest.fixture(scope="module")
@@ -215,12 +217,13 @@ print(json.dumps([asked, result.tolist(), str(utils.rocm_unquantized_gemm.__modu
 def test_seams_use_what_is_there(source, patched):
     """And reach around vLLM where it is not. On a faked MI300X."""
     code = """
-import json, sys
+import json, sys, types
 import selection
 selection.fake_amd("gfx942", "0")
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized
+from vllm import plugins
 from vllm.platforms import current_platform
 used, register = [], linear.register_linear_kernel
 def register_linear_kernel(kernel_class, *arguments, **keywords):
@@ -229,7 +232,11 @@ def register_linear_kernel(kernel_class, *arguments, **keywords):
 register_linear_kernel.__wrapped__ = register  # what inspect.signature shows
 linear.register_linear_kernel = register_linear_kernel
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.seams import compile_cache
 off = [entry.reason for entry in seam.install_all() if not entry.on and entry.name not in ("cpu_gaps", "mxfp8_linear")]
+warnings = []
+compile_cache.logger.warning = warnings.append
+compile_cache.mark(types.SimpleNamespace(additional_config=object()))
 registry = sys.modules.get("vllm.model_executor.layers.fused_moe.oracle.registry")
 print(json.dumps({
     "off": off,
@@ -242,6 +249,8 @@ print(json.dumps({
         if not function.__module__.startswith("vllm.")
     ),
     "gemms": len(getattr(utils, "_REGISTERED_ROCM_UNQUANTIZED_GEMMS", ())),
+    "factors": getattr(plugins, "compile_factors", list)(),
+    "warnings": warnings,
 }))
 """
     without, with_patches = ask(source, code), ask(patched, code)
@@ -249,6 +258,8 @@ print(json.dumps({
     assert without["first"] == with_patches["first"] == "RocmOpsScaledLinear"
     assert (without["linear"], without["experts"], without["gemms"]) == ([], [], 0)
     assert len(without["replaced"]) == 3 and with_patches["replaced"] == []
+    assert with_patches["warnings"] == [] and "additional_config is no dict" in without["warnings"][0]
+    assert without["factors"] == [] and [name.partition(" with ")[0] for name in with_patches["factors"]] == [FACTOR]
     assert with_patches["linear"] == ["RocmOpsBlockScaledLinear", "RocmOpsMxfp8Linear", "RocmOpsScaledLinear"]
     modular = ["RocmOpsFp8Experts", "RocmOpsUnquantizedExperts"]
     routing = [name.replace("Ops", "OpsRouting") for name in modular]

@@ -1,16 +1,20 @@
 """A seam that does not fit is off, alone, and says so in one line; vLLM generates all the same."""
 
 import dataclasses
+import json
 import os
+import pathlib
 import re
 import types
 
+import processes
 import pytest
 
 from vllm_rocm_ops import envs
 from vllm_rocm_ops import vllm as plugin
 from vllm_rocm_ops.vllm import seam
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = ("llama", "token")
 
 
@@ -103,6 +107,46 @@ platform.check_and_update_config = classmethod(check_and_update_config)
 """
 """CPU's platform replaces vLLM's own compilation, with its cache and its passes, by a plain one: undo that. The passes
 name ops that CPU builds lack."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["theirs", "ours"])
+@pytest.mark.parametrize("how", ["name", "class"])
+def test_links_are_off_where_another_plugin_replaces_the_models(first, how):
+    """Its classes stay, as ROCm/ATOM's, by name or as such. The log has one line, once there are configurations; the fingerprint has
+    no links; the other seams stay on."""
+    code = f"""
+import json, sys, types, torch
+from vllm import ModelRegistry
+from vllm.config import DeviceConfig, VllmConfig
+from vllm_rocm_ops.vllm import register, seam
+class Theirs(torch.nn.Module):
+    pass
+sys.modules["theirs.models"] = types.ModuleType("theirs.models")
+Theirs.__module__ = "theirs.models"
+def replace():
+    for name in ("LlamaForCausalLM", "DeepseekV3ForCausalLM"):
+        ModelRegistry.register_model(name, {"Theirs" if how == "class" else "'theirs.models:Theirs'"})
+for plugin in ({"replace, register" if first == "theirs" else "register, replace"}):
+    plugin()
+configs = [VllmConfig(device_config=DeviceConfig("cpu")) for _ in range(2)]
+def named(entry):
+    return getattr(entry, "model_cls", None) or f"{{entry.module_name}}:{{entry.class_name}}"
+models = ("LlamaForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+print(json.dumps([
+    {{entry.name: entry.reason for entry in seam.status() if not entry.on}},
+    configs[0].additional_config["vllm_rocm_ops"],
+    [named(ModelRegistry.models[model]) for model in models],
+], default=lambda cls: f"{{cls.__module__}}:{{cls.__name__}}"))
+"""
+    output = processes.run(code, ROOT, VLLM_PLUGINS="none", VLLM_ROCM_OPS_ON_CPU="1")
+    off, fingerprint, (llama, deepseek_v2, deepseek_v3) = json.loads(output.splitlines()[-1])
+    assert llama == deepseek_v3 == "theirs.models:Theirs"
+    assert deepseek_v2 == "vllm.model_executor.models.deepseek_v2:DeepseekV2ForCausalLM"
+    reason = "another plugin replaces LlamaForCausalLM, DeepseekV3ForCausalLM by theirs.models:Theirs"
+    assert off == {"links": reason, "unquantized_linear": "for rocm and cuda only"}
+    assert lines_about(output) == {"links": reason}
+    assert "links" not in fingerprint and "norm" in fingerprint
 
 
 @pytest.mark.slow

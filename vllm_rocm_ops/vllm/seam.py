@@ -60,6 +60,7 @@ class Status:
 
 
 _status: dict[str, Status] = {}
+_turned_off: set[str] = set()  # and not in the log yet
 
 
 def status() -> list[Status]:
@@ -70,6 +71,23 @@ def status() -> list[Status]:
 def active() -> list[str]:
     """The names of the seams that are on."""
     return [entry.name for entry in _status.values() if entry.on]
+
+
+def turn_off(name: str, reason: str) -> None:
+    """Note that a seam, once installed, has undone what it did. `log_turned_off` says it."""
+    _status[name] = dataclasses.replace(_status[name], on=False, reason=reason)
+    _turned_off.add(name)
+
+
+def log_turned_off() -> None:
+    """Log, once, which seams were turned off after their installation."""
+    while _turned_off:
+        name = _turned_off.pop()
+        log_off(logging.WARNING, f": {name}", _status[name].reason)
+
+
+def log_off(level: int, what: str, reason: str) -> None:
+    logger.log(level, "vllm-rocm-ops%s off: %s. vLLM's own code runs.", what, reason)
 
 
 def load(name: str) -> Seam:
@@ -98,7 +116,7 @@ def install_all() -> list[Status]:
     for level, reasons in off.items():
         for reason, names in reasons.items():
             what = " is" if len(names) == len(_status) - for_others else f": {', '.join(names)}"
-            logger.log(level, "vllm-rocm-ops%s off: %s. vLLM's own code runs.", what, reason)
+            log_off(level, what, reason)
     if untested:
         text = "vllm-rocm-ops: VLLM_ROCM_OPS_ANY_VERSION=1 turns on %s, not tried on this vLLM, %s"
         logger.warning(text, ", ".join(untested), vllm.__version__)

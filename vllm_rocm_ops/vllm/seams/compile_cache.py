@@ -2,7 +2,7 @@
 
 vLLM's compile cache is keyed by vLLM's environment and configuration, and not by what a plugin replaced. A graph that was
 compiled without the ops, or with other ops, would be loaded and run. vLLM hashes `additional_config` into the key, so the
-fingerprint goes there.
+fingerprint goes there. A vLLM with patch 05 also asks for it.
 """
 
 import hashlib
@@ -34,12 +34,15 @@ def fingerprint() -> str:
 
 
 def mark(vllm_config) -> None:
-    """Put the fingerprint into a configuration and into the log. vLLM has set up logging by now, not earlier."""
-    if not isinstance(vllm_config.additional_config, dict):
-        logger.warning("vllm-rocm-ops: additional_config is no dict. After an update, clear vLLM's compile cache.")
-        return
+    """Put the fingerprint into a configuration and into the log. vLLM has set up logging and loaded all plugins by now."""
+    from vllm import plugins
+
+    seam.log_turned_off()
     found = fingerprint()
-    vllm_config.additional_config = {**vllm_config.additional_config, "vllm_rocm_ops": found}
+    if isinstance(vllm_config.additional_config, dict):
+        vllm_config.additional_config = {**vllm_config.additional_config, "vllm_rocm_ops": found}
+    elif not hasattr(plugins, "register_compile_factor"):
+        logger.warning("vllm-rocm-ops: additional_config is no dict. After an update, clear vLLM's compile cache.")
     logger.info("vllm-rocm-ops %s", found)
 
 
@@ -54,7 +57,11 @@ def probe() -> None:
 
 def install() -> None:
     """Mark each configuration when the platform has completed it."""
+    from vllm import plugins
     from vllm.platforms import current_platform
+
+    if hasattr(plugins, "register_compile_factor"):
+        plugins.register_compile_factor("rocm_ops", fingerprint)
 
     platform = type(current_platform)
     complete = platform.check_and_update_config

@@ -28,14 +28,43 @@ TOUCHED = {
 }
 
 
+def ours(architecture: str) -> str:
+    return f"vllm_rocm_ops.vllm.models:RocmOps{architecture}"
+
+
+def theirs(architecture: str) -> str:
+    return f"vllm.model_executor.models.{ARCHITECTURES[architecture]}:{architecture}"
+
+
+def registered(architecture: str) -> str:
+    """The class in vLLM's registry, as "module:class"; empty if there is none."""
+    from vllm import ModelRegistry
+
+    entry = ModelRegistry.models.get(architecture)
+    if cls := getattr(entry, "model_cls", None):
+        return f"{cls.__module__}:{cls.__qualname__}"
+    return f"{entry.module_name}:{entry.class_name}" if entry else ""
+
+
+def replaced() -> str:
+    """Which models another plugin, as ROCm/ATOM, replaces by its own classes. Empty if there are none."""
+    by: dict[str, list[str]] = {}
+    for architecture in ARCHITECTURES:
+        if (found := registered(architecture)).partition(".")[0] not in ("", "vllm", "vllm_rocm_ops"):
+            by.setdefault(found, []).append(architecture)
+    classes = "; ".join(f"{', '.join(names)} by {found}" for found, names in by.items())
+    return f"another plugin replaces {classes}" if by else ""
+
+
 def probe() -> None:
     """The registry holds vLLM's own classes, and their files have the names that models.py reads. Imports no model."""
     from vllm import ModelRegistry
 
-    for architecture, module in ARCHITECTURES.items():
-        entry = ModelRegistry.models.get(architecture)
-        found = getattr(entry, "module_name", None), getattr(entry, "class_name", None)
-        seam.require(found == (f"vllm.model_executor.models.{module}", architecture), f"{architecture} in its registry")
+    seam.require_parameters(ModelRegistry.register_model, "model_arch", "model_cls")
+    if why := replaced():
+        raise seam.Unavailable(why)
+    for architecture in ARCHITECTURES:
+        seam.require(registered(architecture) == theirs(architecture), f"{architecture} in its registry")
     for module, touched in TOUCHED.items():
         origin = importlib.util.find_spec(f"vllm.model_executor.models.{module}").origin
         source = pathlib.Path(origin).read_text()
@@ -44,11 +73,23 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Register the subclasses by name, so that a model is imported only when vLLM needs it."""
+    """Register the subclasses by name, so that a model is imported only when vLLM needs it. Each process of vLLM loads all plugins;
+    where one of them replaces a model later, vLLM's classes come back for the others."""
     from vllm import ModelRegistry
 
+    register = ModelRegistry.register_model
+
+    def register_model(model_arch, model_cls):
+        register(model_arch, model_cls)
+        if why := replaced():
+            for architecture in ARCHITECTURES:
+                if registered(architecture) == ours(architecture):
+                    register(architecture, theirs(architecture))
+            seam.turn_off("links", why)
+
     for architecture in ARCHITECTURES:
-        ModelRegistry.register_model(architecture, f"vllm_rocm_ops.vllm.models:RocmOps{architecture}")
+        register(architecture, ours(architecture))
+    ModelRegistry.register_model = register_model
 
 
 SEAM = seam.Seam(
