@@ -97,8 +97,9 @@ def _sum(input: Tensor, residual: Tensor | None) -> Tensor:
     return x
 
 
-def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)).to(weight.dtype) * weight
+def _norm(x: Tensor, weight: Tensor, epsilon: float, one_plus_weight: bool) -> Tensor:
+    n = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (n * (1.0 + weight.float())).to(weight.dtype) if one_plus_weight else n.to(weight.dtype) * weight
 
 
 def _by_static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -113,24 +114,24 @@ def _by_token(x: Tensor, dtype: torch.dtype, scale_ub: Tensor | None) -> tuple[T
     return _by_static(x, scale, dtype), scale
 
 
-def _rms_norm(input, weight, epsilon):
-    return _norm(_sum(input, None), weight, epsilon)
+def _rms_norm(input, weight, epsilon, one_plus_weight=False):
+    return _norm(_sum(input, None), weight, epsilon, one_plus_weight)
 
 
-def _fused_add_rms_norm(input, residual, weight, epsilon):
-    return _norm(_sum(input, residual), weight, epsilon)
+def _fused_add_rms_norm(input, residual, weight, epsilon, one_plus_weight=False):
+    return _norm(_sum(input, residual), weight, epsilon, one_plus_weight)
 
 
-def _rms_norm_static(input, weight, scale, epsilon, dtype):
-    return _by_static(_norm(_sum(input, None), weight, epsilon), scale, dtype)
+def _rms_norm_static(input, weight, scale, epsilon, dtype, one_plus_weight=False):
+    return _by_static(_norm(_sum(input, None), weight, epsilon, one_plus_weight), scale, dtype)
 
 
-def _fused_add_rms_norm_static(input, residual, weight, scale, epsilon, dtype):
-    return _by_static(_norm(_sum(input, residual), weight, epsilon), scale, dtype)
+def _fused_add_rms_norm_static(input, residual, weight, scale, epsilon, dtype, one_plus_weight=False):
+    return _by_static(_norm(_sum(input, residual), weight, epsilon, one_plus_weight), scale, dtype)
 
 
-def _rms_norm_per_token(input, weight, epsilon, dtype, scale_ub=None, residual=None):
-    return _by_token(_norm(_sum(input, residual), weight, epsilon), dtype, scale_ub)
+def _rms_norm_per_token(input, weight, epsilon, dtype, scale_ub=None, residual=None, one_plus_weight=False):
+    return _by_token(_norm(_sum(input, residual), weight, epsilon, one_plus_weight), dtype, scale_ub)
 
 
 def _silu_and_mul(input):

@@ -4,7 +4,8 @@
 //     y = T(z * rsqrt(mean(z^2) + epsilon) * weight), which device/row_output.h stores or quantises
 //
 // Rounding is that of the ops of the same names in vLLM 0.33.0's wheel. Plain and static outputs take z rounded to T
-// and round y once. Dynamic outputs take z unrounded and round before the weight too.
+// and round y once. Dynamic outputs take z unrounded and round before the weight too. With 1 + weight in the weight's place,
+// as vLLM's GemmaRMSNorm has it, all outputs round y once.
 //
 // Bytes per element: 2 (input) + 4 (residual, read and written) + 1 or 2 (out); some 10 flops. Latency bounds the time up to
 // about 64 rows, HBM bandwidth above. A block owns a row and keeps it in registers between the reductions. Thread t has the
@@ -27,16 +28,20 @@ DEVICE float inverse_rms(float sum_of_squares, const NormRow& row) {
   return numerics::rsqrt_approx(divide(sum_of_squares, float(row.hidden), row.inverse_hidden) + row.epsilon);
 }
 
-// z * rms * weight, before the last rounding.
-template <class T, bool kRoundTwice>
+// What z is multiplied with: the weight, or 1 + weight, as Gemma has it.
+enum class Factor { kWeight, kOnePlusWeight };
+
+// z * rms * factor, before the last rounding.
+template <class T, bool kRoundTwice, Factor kFactor>
 DEVICE f32x2 normalize(f32x2 z, float rms, f32x2 weight) {
   f32x2 n = z * rms;
+  if constexpr (kFactor == Factor::kOnePlusWeight) return n * (1.0f + weight);
   if constexpr (kRoundTwice) n = round_to<T>(n);
   return n * weight;
 }
 
 // hidden is a multiple of 8 and at most threads * kChunks * 8; rows and weight are 16-byte aligned.
-template <class T, bool kResidual, Output kOutput, int kChunks>
+template <class T, bool kResidual, Factor kFactor, int kChunks, Output kOutput>
 DEVICE void rms_norm_vector(NormRow row, RowOutput<T, kOutput> output) {
   constexpr bool kRounded = !is_dynamic(kOutput);  // z is rounded before it is used
   LDS static float sums[kMaxWaves];
@@ -81,7 +86,7 @@ DEVICE void rms_norm_vector(NormRow row, RowOutput<T, kOutput> output) {
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     Chunk w = unpack<T>(weight[i] | ones), n;
-    for (int j = 0; j < kChunk / 2; ++j) n.pair[j] = normalize<T, !kRounded>(exact[i].pair[j], rms, w.pair[j]);
+    for (int j = 0; j < kChunk / 2; ++j) n.pair[j] = normalize<T, !kRounded, kFactor>(exact[i].pair[j], rms, w.pair[j]);
     chunks.y[i] = pack<T>(n);
     output.store(chunks.index[i], chunks.in_bounds[i], chunks.y[i]);
   }
@@ -89,7 +94,7 @@ DEVICE void rms_norm_vector(NormRow row, RowOutput<T, kOutput> output) {
 }
 
 // Any hidden size and alignment, one element per access; rereads the row from HBM instead of keeping it.
-template <class T, bool kResidual, Output kOutput>
+template <class T, bool kResidual, Factor kFactor, Output kOutput>
 DEVICE void rms_norm_general(NormRow row, RowOutput<T, kOutput> output) {
   constexpr bool kRounded = !is_dynamic(kOutput);
   LDS static float sums[kMaxWaves];
@@ -116,7 +121,7 @@ DEVICE void rms_norm_general(NormRow row, RowOutput<T, kOutput> output) {
     // The rounded kinds have already left z in the residual.
     float z = kResidual && kRounded ? load_element<T>(row.residual, column) : sum(column);
     float weight = row.weight ? load_element<T>(row.weight, column) : 1.0f;
-    return round_to<T>(normalize<T, !kRounded>(f32x2{z, 0.0f}, rms, f32x2{weight, 0.0f})).x;
+    return round_to<T>(normalize<T, !kRounded, kFactor>(f32x2{z, 0.0f}, rms, f32x2{weight, 0.0f})).x;
   };
   output.store_elements(row.hidden, normed, [&](int column) {
     if constexpr (kResidual && !kRounded) store_element<T>(row.residual, column, sum(column));
@@ -124,15 +129,15 @@ DEVICE void rms_norm_general(NormRow row, RowOutput<T, kOutput> output) {
 }
 
 // kChunks == 0 is the general kernel.
-template <class T, bool kResidual, Output kOutput, int kChunks>
+template <class T, bool kResidual, Factor kFactor, int kChunks, Output kOutput>
 DEVICE void rms_norm(NormRow row, RowOutput<T, kOutput> output) {
   mem::issue_loads();
-  if constexpr (kChunks == 0) rms_norm_general<T, kResidual>(row, output);
-  else rms_norm_vector<T, kResidual, kOutput, kChunks>(row, output);
+  if constexpr (kChunks == 0) rms_norm_general<T, kResidual, kFactor>(row, output);
+  else rms_norm_vector<T, kResidual, kFactor, kChunks>(row, output);
 }
 
 // clang-format off
-#define INSTANCE(threads, symbol, T, residual_add, output_kind, chunks)                                               \
+#define INSTANCE(threads, symbol, T, output_kind, residual_add, factor, chunks)                                       \
   KERNEL(threads) symbol(                                                                                             \
       const void* input,      /* [rows, hidden] T, rows input_stride elements apart */                                \
       void* residual,         /* [rows, hidden] T, rows residual_stride elements apart; null without */               \
@@ -145,13 +150,13 @@ DEVICE void rms_norm(NormRow row, RowOutput<T, kOutput> output) {
     const i64 index = u32(wave::block_id_x());                                                                        \
     const RowOutput<T, Output::output_kind> output(                                                                   \
         scale, out, scale_out, scale_row_stride, scale_stride, group_size, threads_per_block);                        \
-    rms_norm<T, residual_add, Output::output_kind, chunks>(                                                           \
+    rms_norm<T, residual_add, Factor::factor, chunks>(                                                                \
         {(const u16*)input + index * input_stride,                                                                    \
          residual_add ? (u16*)residual + index * residual_stride : nullptr,                                           \
          weight, hidden, inverse_hidden, epsilon}, output);                                                           \
   }
 // Rows that lie at two strides, as those of heads that are a part of wider rows.
-#define HEADS_INSTANCE(threads, symbol, T, output_kind, chunks)                                                       \
+#define HEADS_INSTANCE(threads, symbol, T, output_kind, factor, chunks)                                               \
   KERNEL(threads) symbol(                                                                                             \
       const void* input,      /* [rows / inner_count, inner_count, hidden] T, by the two strides */                   \
       const void* weight,     /* [hidden] T or null */                                                                \
@@ -163,89 +168,37 @@ DEVICE void rms_norm(NormRow row, RowOutput<T, kOutput> output) {
         scale, out, scale_out, scale_row_stride, scale_stride, group_size, threads_per_block);                        \
     const u32 row = wave::block_id_x();                                                                               \
     const int outer = row / Divisor{inverse, shift}, inner = int(row) - outer * inner_count;                          \
-    rms_norm<T, false, Output::output_kind, chunks>(                                                                  \
+    rms_norm<T, false, Factor::factor, chunks>(                                                                       \
         {(const u16*)input + outer * outer_stride + i64(inner) * inner_stride, nullptr,                               \
          weight, hidden, inverse_hidden, epsilon}, output);                                                           \
   }
-
-INSTANCE(1024, rms_norm_bf16_x1,                                          Bf16, false, kPlain,    1)
-INSTANCE(1024, rms_norm_bf16_x2,                                          Bf16, false, kPlain,    2)
-INSTANCE( 512, rms_norm_bf16_x4,                                          Bf16, false, kPlain,    4)
-INSTANCE(1024, rms_norm_bf16_general,                                     Bf16, false, kPlain,    0)
-INSTANCE(1024, rms_norm_static_fp8_quant_bf16_x1,                         Bf16, false, kStatic,   1)
-INSTANCE(1024, rms_norm_static_fp8_quant_bf16_x2,                         Bf16, false, kStatic,   2)
-INSTANCE( 512, rms_norm_static_fp8_quant_bf16_x4,                         Bf16, false, kStatic,   4)
-INSTANCE(1024, rms_norm_static_fp8_quant_bf16_general,                    Bf16, false, kStatic,   0)
-INSTANCE(1024, rms_norm_dynamic_per_token_quant_bf16_x1,                  Bf16, false, kPerToken, 1)
-INSTANCE(1024, rms_norm_dynamic_per_token_quant_bf16_x2,                  Bf16, false, kPerToken, 2)
-INSTANCE( 512, rms_norm_dynamic_per_token_quant_bf16_x4,                  Bf16, false, kPerToken, 4)
-INSTANCE(1024, rms_norm_dynamic_per_token_quant_bf16_general,             Bf16, false, kPerToken, 0)
-INSTANCE(1024, rms_norm_per_block_quant_bf16_x1,                          Bf16, false, kPerBlock, 1)
-INSTANCE(1024, rms_norm_per_block_quant_bf16_x2,                          Bf16, false, kPerBlock, 2)
-INSTANCE( 512, rms_norm_per_block_quant_bf16_x4,                          Bf16, false, kPerBlock, 4)
-INSTANCE(1024, rms_norm_per_block_quant_bf16_general,                     Bf16, false, kPerBlock, 0)
-INSTANCE(1024, fused_add_rms_norm_bf16_x1,                                Bf16, true,  kPlain,    1)
-INSTANCE(1024, fused_add_rms_norm_bf16_x2,                                Bf16, true,  kPlain,    2)
-INSTANCE( 512, fused_add_rms_norm_bf16_x4,                                Bf16, true,  kPlain,    4)
-INSTANCE(1024, fused_add_rms_norm_bf16_general,                           Bf16, true,  kPlain,    0)
-INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_bf16_x1,               Bf16, true,  kStatic,   1)
-INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_bf16_x2,               Bf16, true,  kStatic,   2)
-INSTANCE( 512, fused_add_rms_norm_static_fp8_quant_bf16_x4,               Bf16, true,  kStatic,   4)
-INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_bf16_general,          Bf16, true,  kStatic,   0)
-INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_bf16_x1,        Bf16, true,  kPerToken, 1)
-INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_bf16_x2,        Bf16, true,  kPerToken, 2)
-INSTANCE( 512, fused_add_rms_norm_dynamic_per_token_quant_bf16_x4,        Bf16, true,  kPerToken, 4)
-INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_bf16_general,   Bf16, true,  kPerToken, 0)
-INSTANCE(1024, fused_add_rms_norm_per_block_quant_bf16_x1,                Bf16, true,  kPerBlock, 1)
-INSTANCE(1024, fused_add_rms_norm_per_block_quant_bf16_x2,                Bf16, true,  kPerBlock, 2)
-INSTANCE( 512, fused_add_rms_norm_per_block_quant_bf16_x4,                Bf16, true,  kPerBlock, 4)
-INSTANCE(1024, fused_add_rms_norm_per_block_quant_bf16_general,           Bf16, true,  kPerBlock, 0)
-INSTANCE(1024, rms_norm_fp16_x1,                                          F16,  false, kPlain,    1)
-INSTANCE(1024, rms_norm_fp16_x2,                                          F16,  false, kPlain,    2)
-INSTANCE( 512, rms_norm_fp16_x4,                                          F16,  false, kPlain,    4)
-INSTANCE(1024, rms_norm_fp16_general,                                     F16,  false, kPlain,    0)
-INSTANCE(1024, rms_norm_static_fp8_quant_fp16_x1,                         F16,  false, kStatic,   1)
-INSTANCE(1024, rms_norm_static_fp8_quant_fp16_x2,                         F16,  false, kStatic,   2)
-INSTANCE( 512, rms_norm_static_fp8_quant_fp16_x4,                         F16,  false, kStatic,   4)
-INSTANCE(1024, rms_norm_static_fp8_quant_fp16_general,                    F16,  false, kStatic,   0)
-INSTANCE(1024, rms_norm_dynamic_per_token_quant_fp16_x1,                  F16,  false, kPerToken, 1)
-INSTANCE(1024, rms_norm_dynamic_per_token_quant_fp16_x2,                  F16,  false, kPerToken, 2)
-INSTANCE( 512, rms_norm_dynamic_per_token_quant_fp16_x4,                  F16,  false, kPerToken, 4)
-INSTANCE(1024, rms_norm_dynamic_per_token_quant_fp16_general,             F16,  false, kPerToken, 0)
-INSTANCE(1024, rms_norm_per_block_quant_fp16_x1,                          F16,  false, kPerBlock, 1)
-INSTANCE(1024, rms_norm_per_block_quant_fp16_x2,                          F16,  false, kPerBlock, 2)
-INSTANCE( 512, rms_norm_per_block_quant_fp16_x4,                          F16,  false, kPerBlock, 4)
-INSTANCE(1024, rms_norm_per_block_quant_fp16_general,                     F16,  false, kPerBlock, 0)
-INSTANCE(1024, fused_add_rms_norm_fp16_x1,                                F16,  true,  kPlain,    1)
-INSTANCE(1024, fused_add_rms_norm_fp16_x2,                                F16,  true,  kPlain,    2)
-INSTANCE( 512, fused_add_rms_norm_fp16_x4,                                F16,  true,  kPlain,    4)
-INSTANCE(1024, fused_add_rms_norm_fp16_general,                           F16,  true,  kPlain,    0)
-INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_fp16_x1,               F16,  true,  kStatic,   1)
-INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_fp16_x2,               F16,  true,  kStatic,   2)
-INSTANCE( 512, fused_add_rms_norm_static_fp8_quant_fp16_x4,               F16,  true,  kStatic,   4)
-INSTANCE(1024, fused_add_rms_norm_static_fp8_quant_fp16_general,          F16,  true,  kStatic,   0)
-INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_fp16_x1,        F16,  true,  kPerToken, 1)
-INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_fp16_x2,        F16,  true,  kPerToken, 2)
-INSTANCE( 512, fused_add_rms_norm_dynamic_per_token_quant_fp16_x4,        F16,  true,  kPerToken, 4)
-INSTANCE(1024, fused_add_rms_norm_dynamic_per_token_quant_fp16_general,   F16,  true,  kPerToken, 0)
-INSTANCE(1024, fused_add_rms_norm_per_block_quant_fp16_x1,                F16,  true,  kPerBlock, 1)
-INSTANCE(1024, fused_add_rms_norm_per_block_quant_fp16_x2,                F16,  true,  kPerBlock, 2)
-INSTANCE( 512, fused_add_rms_norm_per_block_quant_fp16_x4,                F16,  true,  kPerBlock, 4)
-INSTANCE(1024, fused_add_rms_norm_per_block_quant_fp16_general,           F16,  true,  kPerBlock, 0)
-HEADS_INSTANCE(1024, rms_norm_heads_bf16_x1,                              Bf16, kPlain,    1)
-HEADS_INSTANCE(1024, rms_norm_heads_bf16_general,                         Bf16, kPlain,    0)
-HEADS_INSTANCE(1024, rms_norm_static_fp8_quant_heads_bf16_x1,             Bf16, kStatic,   1)
-HEADS_INSTANCE(1024, rms_norm_static_fp8_quant_heads_bf16_general,        Bf16, kStatic,   0)
-HEADS_INSTANCE(1024, rms_norm_dynamic_per_token_quant_heads_bf16_x1,      Bf16, kPerToken, 1)
-HEADS_INSTANCE(1024, rms_norm_dynamic_per_token_quant_heads_bf16_general, Bf16, kPerToken, 0)
-HEADS_INSTANCE(1024, rms_norm_per_block_quant_heads_bf16_x1,              Bf16, kPerBlock, 1)
-HEADS_INSTANCE(1024, rms_norm_per_block_quant_heads_bf16_general,         Bf16, kPerBlock, 0)
-HEADS_INSTANCE(1024, rms_norm_heads_fp16_x1,                              F16,  kPlain,    1)
-HEADS_INSTANCE(1024, rms_norm_heads_fp16_general,                         F16,  kPlain,    0)
-HEADS_INSTANCE(1024, rms_norm_static_fp8_quant_heads_fp16_x1,             F16,  kStatic,   1)
-HEADS_INSTANCE(1024, rms_norm_static_fp8_quant_heads_fp16_general,        F16,  kStatic,   0)
-HEADS_INSTANCE(1024, rms_norm_dynamic_per_token_quant_heads_fp16_x1,      F16,  kPerToken, 1)
-HEADS_INSTANCE(1024, rms_norm_dynamic_per_token_quant_heads_fp16_general, F16,  kPerToken, 0)
-HEADS_INSTANCE(1024, rms_norm_per_block_quant_heads_fp16_x1,              F16,  kPerBlock, 1)
-HEADS_INSTANCE(1024, rms_norm_per_block_quant_heads_fp16_general,         F16,  kPerBlock, 0)
 // clang-format on
+
+// Of one element type and kind of output, the symbols end in these.
+#define INSTANCES(name, T, output_kind, residual_add)                 \
+  INSTANCE(1024, name##_x1, T, output_kind, residual_add, kWeight, 1) \
+  INSTANCE(1024, name##_x2, T, output_kind, residual_add, kWeight, 2) \
+  INSTANCE(512, name##_x4, T, output_kind, residual_add, kWeight, 4)  \
+  INSTANCE(1024, name##_general, T, output_kind, residual_add, kWeight, 0)
+#define ONE_PLUS_INSTANCES(name, T, output_kind, residual_add)               \
+  INSTANCE(1024, name##_x1, T, output_kind, residual_add, kOnePlusWeight, 1) \
+  INSTANCE(1024, name##_general, T, output_kind, residual_add, kOnePlusWeight, 0)
+#define HEADS_INSTANCES(name, T, output_kind, factor)        \
+  HEADS_INSTANCE(1024, name##_x1, T, output_kind, factor, 1) \
+  HEADS_INSTANCE(1024, name##_general, T, output_kind, factor, 0)
+#define ALL(type, T, output_kind, name)                                        \
+  INSTANCES(name##_##type, T, output_kind, false)                              \
+  INSTANCES(fused_add_##name##_##type, T, output_kind, true)                   \
+  ONE_PLUS_INSTANCES(name##_one_plus_##type, T, output_kind, false)            \
+  ONE_PLUS_INSTANCES(fused_add_##name##_one_plus_##type, T, output_kind, true) \
+  HEADS_INSTANCES(name##_heads_##type, T, output_kind, kWeight)                \
+  HEADS_INSTANCES(name##_heads_one_plus_##type, T, output_kind, kOnePlusWeight)
+
+ALL(bf16, Bf16, kPlain, rms_norm)
+ALL(bf16, Bf16, kStatic, rms_norm_static_fp8_quant)
+ALL(bf16, Bf16, kPerToken, rms_norm_dynamic_per_token_quant)
+ALL(bf16, Bf16, kPerBlock, rms_norm_per_block_quant)
+ALL(fp16, F16, kPlain, rms_norm)
+ALL(fp16, F16, kStatic, rms_norm_static_fp8_quant)
+ALL(fp16, F16, kPerToken, rms_norm_dynamic_per_token_quant)
+ALL(fp16, F16, kPerBlock, rms_norm_per_block_quant)

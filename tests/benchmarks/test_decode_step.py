@@ -343,7 +343,7 @@ def traced(monkeypatch) -> list[list]:
     torch._dynamo.reset()
 
 
-ROW_CASES = ("bf16", "fp16-no-residual", "one-row", "strided", "scale_ub")
+ROW_CASES = ("bf16", "fp16-no-residual", "one-row", "strided", "scale_ub", "bf16-one-plus")
 
 
 @pytest.mark.parametrize(

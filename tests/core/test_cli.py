@@ -127,7 +127,7 @@ def test_explain_says_which_rule_does_not_hold(capsys):
     [
         ("weight=bf16[12]", "rms_norm: weight must be bfloat16[hidden=4096], got bfloat16[12]"),
         ("epsilon=small", "epsilon must be a number, true, false, none, a dtype or dtype[shape], got small"),
-        ("nonsense=1", "rms_norm has no argument nonsense, only input, weight, epsilon"),
+        ("nonsense=1", "rms_norm has no argument nonsense, only input, weight, epsilon, one_plus_weight"),
         ("nonsense", "nonsense must be name=value"),
         ("weight=5", "rms_norm: weight must be a tensor, as bf16[8x7168] or none, got 5"),
         ("input=none", "rms_norm: input must be a tensor, as bf16[8x7168], got none"),

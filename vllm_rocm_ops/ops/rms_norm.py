@@ -1,7 +1,8 @@
 """RMSNorm with an optional residual add in front and an optional e4m3 quantisation behind; kernels: csrc/ops/rms_norm.hip.
 
 Names, arguments and roundings are those of the ops in vLLM 0.33.0's wheel, but results are returned. `residual` is
-updated in place.
+updated in place. With `one_plus_weight`, 1 + weight takes the weight's place, in float32 and with one rounding behind it, as in
+vLLM's GemmaRMSNorm.
 """
 
 from __future__ import annotations
@@ -45,14 +46,19 @@ def _scaled(z: Tensor, epsilon: float) -> Tensor:
     return z * torch.rsqrt(z.square().mean(-1, keepdim=True) + epsilon)
 
 
-def _normalize(z: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+def _normalize(z: Tensor, weight: Tensor | None, epsilon: float, one_plus_weight: bool) -> Tensor:
     """RMSNorm of z in z's dtype, rounded once, as vLLM's plain and static ops do."""
     n = _scaled(z, epsilon)
-    return (n if weight is None else n * weight).to(z.dtype)
+    if weight is None:
+        return n.to(z.dtype)
+    return (n * (1.0 + rowwise.exact(weight) if one_plus_weight else weight)).to(z.dtype)
 
 
-def _normalize_twice_rounded(z: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm of an unrounded z in weight's dtype, rounded before the weight too, as vLLM's dynamic ops do."""
+def _normalize_unrounded(z: Tensor, weight: Tensor, epsilon: float, one_plus_weight: bool) -> Tensor:
+    """RMSNorm of an unrounded z in weight's dtype, rounded before the weight too, as vLLM's dynamic ops do; with 1 + weight rounded
+    once."""
+    if one_plus_weight:
+        return _normalize(z, weight, epsilon, True).to(weight.dtype)
     return _scaled(z, epsilon).to(weight.dtype) * weight
 
 
@@ -60,9 +66,16 @@ def _hidden(a) -> int:
     return a.input.shape[-1]
 
 
+def _one_plus(a) -> bool:
+    """Whether 1 + weight takes the weight's place; without a weight there are ones either way."""
+    return a.one_plus_weight and a.weight is not None
+
+
 def _configs(a, arch: Arch) -> list[RowConfig]:
     vector = rowwise.is_vector(_hidden(a), a.input, getattr(a, "residual", None), a.weight)
-    return list(rowwise.configs(_hidden(a), vector, (1, 2, 4) if rowwise.heads(a.input) is None else (1,), arch))
+    return list(
+        rowwise.configs(_hidden(a), vector, (1,) if _one_plus(a) or rowwise.heads(a.input) else (1, 2, 4), arch)
+    )
 
 
 def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
@@ -77,6 +90,8 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
         rows = {"input_stride": row_stride(a.input), "residual": residual, "residual_stride": residual_stride}
     if residual is not None and not name.startswith("fused_add_"):
         name = "fused_add_" + name
+    if _one_plus(a):
+        name += "_one_plus"
     hidden = _hidden(a)
     args = {
         "input": a.input,
@@ -93,8 +108,18 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
 
 
 def _cases(make: rowwise.Cases) -> Iterator[Case]:
-    """Inputs that reach every path: those of all norms, and heads that are a part of wider rows, as Qwen3's q and k are."""
+    """Inputs that reach every path: those of all norms, 1 + weight, and heads that are a part of wider rows, as Qwen3's q and k are."""
     yield from make.standard()
+    for dtype, label in rowwise.ELEMENTS.items():
+        offset = {"weight": rowwise.normal, "one_plus_weight": True}
+        yield make.case(f"{label}-one-plus", (3, 1920), dtype, **offset)
+        yield make.case(f"{label}-one-plus-general", (2, 384), dtype, padding=1, **offset)
+        if make.parameters.get("residual") != Tensor:
+            given = {"residual": None} if "residual" in make.parameters else {}
+            yield make.case(f"{label}-one-plus-heads", (3, 8, 128), dtype, heads_of=9216, **given, **offset)
+            yield make.case(f"{label}-one-plus-no-residual", (2, 384), dtype, **given, **offset)
+    if make.parameters["weight"] != Tensor:
+        yield make.case("one-plus-no-weight", (2, 512), weight=None, one_plus_weight=True)
     if make.parameters.get("residual") == Tensor:
         return
     given = {"residual": None} if "residual" in make.parameters else {}
@@ -121,40 +146,55 @@ def _op(mutates: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
 
 
 @_op()
-def rms_norm(input: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+def rms_norm(input: Tensor, weight: Tensor | None, epsilon: float, one_plus_weight: bool = False) -> Tensor:
     """RMSNorm over the last dimension.
 
     input [..., hidden] bf16 or fp16, rows may be strided, also at two strides, as heads that are a part of wider rows;
-    weight [hidden] or None for ones. Returns [..., hidden].
+    weight [hidden] or None for ones; with one_plus_weight, 1 + weight takes its place. Returns [..., hidden].
     """
-    return _normalize(input, weight, epsilon)
+    return _normalize(input, weight, epsilon, one_plus_weight)
 
 
 @_op(mutates=("residual",))
-def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+def fused_add_rms_norm(
+    input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float, one_plus_weight: bool = False
+) -> Tensor:
     """residual += input, in place, then RMSNorm of the (rounded) residual.
 
     input, residual [..., hidden] bf16 or fp16; weight [hidden] or None for ones. Returns [..., hidden].
     """
     _add(input, residual)
-    return _normalize(residual, weight, epsilon)
+    return _normalize(residual, weight, epsilon, one_plus_weight)
 
 
 @_op()
 def rms_norm_static_fp8_quant(
-    input: Tensor, weight: Tensor, scale: Tensor, epsilon: float, quant_dtype: torch.dtype
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    epsilon: float,
+    quant_dtype: torch.dtype,
+    one_plus_weight: bool = False,
 ) -> Tensor:
     """RMSNorm, then division by `scale` (float32, one element) and the cast to quant_dtype. Returns [..., hidden]."""
-    return quantization.static(rowwise.exact(_normalize(input, weight, epsilon)), scale, quant_dtype)
+    return quantization.static(rowwise.exact(_normalize(input, weight, epsilon, one_plus_weight)), scale, quant_dtype)
 
 
 @_op(mutates=("residual",))
 def fused_add_rms_norm_static_fp8_quant(
-    input: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float, quant_dtype: torch.dtype
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    epsilon: float,
+    quant_dtype: torch.dtype,
+    one_plus_weight: bool = False,
 ) -> Tensor:
     """residual += input, in place, then `rms_norm_static_fp8_quant` of the (rounded) residual."""
     _add(input, residual)
-    return quantization.static(rowwise.exact(_normalize(residual, weight, epsilon)), scale, quant_dtype)
+    return quantization.static(
+        rowwise.exact(_normalize(residual, weight, epsilon, one_plus_weight)), scale, quant_dtype
+    )
 
 
 @_op(mutates=("residual",))
@@ -165,13 +205,14 @@ def rms_norm_dynamic_per_token_quant(
     quant_dtype: torch.dtype,
     scale_ub: Tensor | None = None,
     residual: Tensor | None = None,
+    one_plus_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm, then quantisation with one dynamic scale per row.
 
     With `residual`, residual += input in place first; the norm sees the unrounded sum. scale_ub (float32, one element)
     bounds the absolute maximum. Returns out [..., hidden] of quant_dtype and scale [rows, 1] float32.
     """
-    n = _normalize_twice_rounded(_add(input, residual), weight, epsilon)
+    n = _normalize_unrounded(_add(input, residual), weight, epsilon, one_plus_weight)
     return quantization.per_token(rowwise.exact(n), quant_dtype, scale_ub)
 
 
@@ -185,11 +226,12 @@ def rms_norm_per_block_quant(
     is_scale_transposed: bool = False,
     scale_ub: Tensor | None = None,
     residual: Tensor | None = None,
+    one_plus_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm, then quantisation with one dynamic scale per `group_size` columns of a row.
 
     As `rms_norm_dynamic_per_token_quant`, but scale is [rows, hidden / group_size], column-major (strides (1, rows)) if
     is_scale_transposed.
     """
-    n = _normalize_twice_rounded(_add(input, residual), weight, epsilon)
+    n = _normalize_unrounded(_add(input, residual), weight, epsilon, one_plus_weight)
     return rowwise.per_block(n, quant_dtype, scale_ub, group_size, is_scale_transposed)
