@@ -62,8 +62,8 @@ def types(op: Op, arch_name: str) -> str:
     """The dtypes that the kernels take and, if they differ, the dtypes that they return."""
     found = launches_of(op, arch_name)
     inputs = dict.fromkeys(short(a[0].dtype) for a, _, _ in found)
-    outputs = {short(correctness.as_tuple(output)[0].dtype) for _, output, _ in found}
-    to = "" if outputs == set(inputs) else f" → {', '.join(sorted(outputs))}"
+    outputs = {short(out.dtype) for _, output, _ in found for out in correctness.as_tuple(output)[:1]}
+    to = "" if not outputs or outputs == set(inputs) else f" → {', '.join(sorted(outputs))}"
     return f"{', '.join(inputs)}{to}"
 
 

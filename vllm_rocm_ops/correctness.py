@@ -81,8 +81,8 @@ def clone(value, device: str = "cpu"):
 
 
 def as_tuple(value) -> tuple:
-    """An op's outputs as a tuple, also if there is one."""
-    return value if isinstance(value, tuple) else (value,)
+    """An op's outputs as a tuple, also if there is one or none."""
+    return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
 def ulp_index(x: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,8 @@ def signature(names: tuple[str, ...], hints: dict[str, object]) -> Callable[...,
 
 
 def _outputs(outputs) -> tuple[torch.Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+    """None is no outputs."""
+    return outputs if isinstance(outputs, tuple) else () if outputs is None else (outputs,)
 
 
 def _buffers(planned: tuple[Launch, ...], outputs, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -103,7 +104,7 @@ def bind_device(
     # there that another stream freed, and graphs that share a pool may not run at the same time. Counters outlive a call, so
     # the runtime owns them.
     buffers = _buffers(planned, outputs, device)
-    allocate, count, single = _allocator(buffers), len(_outputs(outputs)), not isinstance(outputs, tuple)
+    allocate, count, single = _allocator(buffers), len(_outputs(outputs)), isinstance(outputs, torch.Tensor)
     bound = []
     for l, handle, (layout, values), positions in zip(planned, handles, packers, _positions(planned, buffers, a)):
         slot, counters = {name: i for i, name in enumerate(values)}, _counters(l)
@@ -131,7 +132,7 @@ def bind_device(
                 failure = RuntimeError
         except RuntimeError as error:
             raise failure(f"{error}. {advice}") from error
-        return new[0] if single else new[:count]
+        return new[0] if single else new[:count] or None
 
     return run
 
@@ -140,7 +141,7 @@ def bind_executor(executor, planned: tuple[Launch, ...], outputs, a) -> Callable
     """Calls of one signature on CPU tensors through `executor`."""
     device = torch.device("cpu")
     buffers = _buffers(planned, outputs, device)
-    allocate, count, single = _allocator(buffers), len(_outputs(outputs)), not isinstance(outputs, tuple)
+    allocate, count, single = _allocator(buffers), len(_outputs(outputs)), isinstance(outputs, torch.Tensor)
     counters = [(at[0], torch.zeros(at[1], dtype=torch.int32)) if (at := _counters(l)) else None for l in planned]
     bound = list(zip(planned, _positions(planned, buffers, a), counters))
 
@@ -156,6 +157,6 @@ def bind_executor(executor, planned: tuple[Launch, ...], outputs, a) -> Callable
                 name, values[name] = zeroed
             executor.launch(Launch(l.module, l.symbol, l.grid, l.block, values, l.lds), unwritten)
             unwritten = ()
-        return new[0] if single else new[:count]
+        return new[0] if single else new[:count] or None
 
     return run

@@ -5,7 +5,7 @@ fallback on a GPU and, given float64, the oracle of its tests. Around it an `Op`
 
     contract(a)             yields (argument, wanted, got, holds): what every caller must respect, else ValueError; that all
                             tensors are on one device goes without saying
-    allocate(a)             the outputs, unwritten; also the fake (meta) implementation
+    allocate(a)             the outputs, unwritten, None without; also the fake (meta) implementation
     envelope(a, arch)       yields (rule, holds): what the kernels need; where one fails the reference runs, and says why
     configs(a, arch)        all configurations that fit
     cost(config, a, arch)   what one is expected to take: terms by name, in microseconds of a model of the GPU

@@ -1038,7 +1038,12 @@ def plant(kernels, monkeypatch):
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_caught(bug, plant, monkeypatch):
-    file, text, replacement, the_op, case_name, arch, said = BUGS[bug]
+    require_caught(BUGS[bug], plant, monkeypatch)
+
+
+def require_caught(bug: tuple, plant, monkeypatch) -> None:
+    """A line of BUGS, or of another file's."""
+    file, text, replacement, the_op, case_name, arch, said = bug
     case = next(c for c in the_op.cases() if c.name == case_name)
     emulator = Emulator(arch)
     arguments = case.make("cpu", generator_of(case.name), emulator.arch.fp8_dtype)

@@ -1,0 +1,46 @@
+// What attention needs of matrix instructions and conversions: scores of keys (16 rows of an instruction) and queries (its columns)
+// become the operand of the product with values. An instruction leaves lane l the scores of rows l / 4 and l / 4 + 8 and of two
+// columns, and takes two rows of column l / 4: a transposition of 8 x 8 (movmatrix; PTX ISA, section 9.7.14.5.17).
+#pragma once
+#include "device/gpu.h"
+
+namespace numerics {
+
+// a * b, rounded to fp32: no addition fuses with it.
+DEVICE float rounded_product(float a, float b) { return __nvvm_mul_rn_f(a, b); }
+
+// The two e4m3 in the lower or the upper half of a word.
+template <bool kUpper>
+DEVICE f32x2 from_e4m3x2(u32 word) {
+  using Pair = _Float16 __attribute__((ext_vector_type(2)));
+  u32 pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(u16(kUpper ? word >> 16 : word)));
+  return __builtin_convertvector(__builtin_bit_cast(Pair, pair), f32x2);
+}
+
+}  // namespace numerics
+
+namespace attention {
+
+// Which of 32 keys is this row of tile 0 or 1.
+DEVICE int key(int tile, int row) { return row % 8 / 2 * 8 + (2 * tile + row / 8) * 2 + row % 2; }
+DEVICE u32 transposed(u32 pair) {
+  u32 column;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(pair));
+  return column;
+}
+// The operand of keys 8 * (l % 4) to + 7, rounded to T, of the scores of two tiles.
+template <class T>
+DEVICE u32x4 operand(f32x4 tile_0, f32x4 tile_1) {
+  return {transposed(T::pack(tile_0.lo)), transposed(T::pack(tile_0.hi)), transposed(T::pack(tile_1.lo)),
+          transposed(T::pack(tile_1.hi))};
+}
+// Combines a value over the lanes that have the same columns.
+template <class Combine>
+DEVICE float reduce_rows(float value, Combine combine) {
+  value = combine(value, wave::other_half<4>(value));
+  value = combine(value, wave::other_half<8>(value));
+  return combine(value, wave::other_half<16>(value));
+}
+
+}  // namespace attention
