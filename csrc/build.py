@@ -3,7 +3,7 @@
     python csrc/build.py [--arch gfx942,gfx950] [--debug] [--force] [stem ...]
 
 builds in place (vllm_rocm_ops/code/<arch>/<stem>.co or .ptx); `pip install` calls `build` for the wheel. There is no list
-of ops: every file in csrc/ops is one. Kernels use clang builtins and the headers of csrc/device and csrc/gemm only, so that any
+of ops: every file in csrc/ops is one. Kernels use clang builtins and the headers of csrc only, so that any
 clang with the target compiles them, without ROCm, CUDA or a GPU. For each architecture the first of these that really compiles
 a kernel is used:
 
@@ -324,9 +324,9 @@ def describe_kernels(compiler: Compiler, stem: str, arch: str, debug: bool, fold
 
 
 def sources_hash(stem: str) -> str:
-    """sha256 over the op's file and all of csrc/device and csrc/gemm."""
+    """sha256 over the op's file and all headers of kernels."""
     digest = hashlib.sha256()
-    headers = sorted(path for folder in ("device", "gemm") for path in CSRC.glob(f"{folder}/**/*") if path.is_file())
+    headers = sorted(path for path in CSRC.glob("**/*.h") if path.parent.name != "runtime")
     for path in (CSRC / "ops" / f"{stem}.hip", *headers):
         digest.update(f"{path.relative_to(CSRC).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -48,6 +48,10 @@ class KernelCopy:
     def code(self) -> Path:
         return self._build.CODE
 
+    @property
+    def csrc(self) -> Path:
+        return self._build.CSRC
+
     def plant(self, file: str, text: str, replacement: str, modules: Iterable[str], archs: Iterable[str]) -> None:
         """Build the modules with one text replaced. The sources stay as they were."""
         path = self._build.CSRC / file

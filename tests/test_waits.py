@@ -29,7 +29,8 @@ from vllm_rocm_ops.emulator.objects import CodeObject
 from vllm_rocm_ops.emulator.sanitizer import effects
 
 ARCHS = ("gfx942", "gfx950")
-MODULES = sorted(path.stem for path in (CSRC / "ops").glob("*.hip"))
+ATTENTION = "paged_attention_decode"  # its keys and values are in flight in turn: ops/test_attention.py
+MODULES = sorted(path.stem for path in (CSRC / "ops").glob("*.hip") if path.stem != ATTENTION)
 
 
 def is_matrix_instruction(ins: Instruction) -> bool:

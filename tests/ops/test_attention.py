@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
+import test_waits
+import torch
+from mutants import CSRC
+from test_large_tensors import reserved
 from test_planted_bugs import WRONG, kernels, plant, require_caught  # noqa: F401
 
-from vllm_rocm_ops import ops
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops.correctness import generator_of
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.emulator.objects import CodeObject
 
 LEAVES = "leaves another "
+DECODE, OUTPUT = "attention/decode.h", "attention/output.h"
 
 # As in test_planted_bugs.py.
 BUGS = {
@@ -74,9 +86,286 @@ BUGS = {
         "gfx950",
         LEAVES + "value_cache",
     ),
+    "one key masked wrongly": (
+        DECODE,
+        "const bool seen = key < row_end[t][v]",
+        "const bool seen = key != first + 7 && key < row_end[t][v]",
+        ops.paged_attention_decode,
+        "lengths",
+        "gfx942",
+        WRONG,
+    ),
+    "a row sees the next token": (
+        DECODE,
+        "row_end[t][v] = first_row_end + column",
+        "row_end[t][v] = first_row_end + 1 + column",
+        ops.paged_attention_decode,
+        "rows-8",
+        "gfx950",
+        WRONG,
+    ),
+    "a window one key too small": (
+        DECODE,
+        "key >= row_end[t][v] - p.window",
+        "key > row_end[t][v] - p.window",
+        ops.paged_attention_decode,
+        "window",
+        "gfx942",
+        WRONG,
+    ),
+    "a page read past the end": (
+        DECODE,
+        "return low < end ? low : end - 1;",
+        "return low;",
+        ops.paged_attention_decode,
+        "bf16-64-packed",
+        "gfx950",
+        "argument|is in no tensor",
+    ),
+    "slots behind the last key used": (
+        DECODE,
+        "as_operand<T>(values.vec[tile][l]) & valid;",
+        "as_operand<T>(values.vec[tile][l]);",
+        ops.paged_attention_decode,
+        "bf16-fp8-64-native",
+        "gfx942",
+        WRONG,
+    ),
+    "a part left out of the combine": (
+        OUTPUT,
+        "for (int part = 0; part < parts; ++part) {",
+        "for (int part = 0; part < parts - 1; ++part) {",
+        ops.paged_attention_decode,
+        "long",
+        "gfx942",
+        WRONG,
+    ),
+    "the last step of a part left out": (
+        DECODE,
+        "step < steps; ++step",
+        "step < steps - (first_step > 0); ++step",
+        ops.paged_attention_decode,
+        "partition",
+        "gfx950",
+        WRONG,
+    ),
+    "rescale skipped": (
+        DECODE,
+        "if (wave::count(grows) > 0) {",
+        "if (false) {",
+        ops.paged_attention_decode,
+        "long",
+        "gfx950",
+        WRONG,
+    ),
+    "parts added without their maxima": (
+        OUTPUT,
+        "const float factor = numerics::exp2_approx(maximum - largest);\n        sum += ",
+        "const float factor = 1.0f;\n        sum += ",
+        ops.paged_attention_decode,
+        "partition",
+        "gfx942",
+        WRONG,
+    ),
+    "scale of K used for V in decode": (
+        OUTPUT,
+        "p.value_cache.scale ? mem::load<float>(p.value_cache.scale)",
+        "p.value_cache.scale ? mem::load<float>(p.key_cache.scale)",
+        ops.paged_attention_decode,
+        "fp16-fp8-128-packed",
+        "gfx950",
+        WRONG,
+    ),
+    "a wave's sums missing": (
+        DECODE,
+        "for (int w = 0; w < kWaves; ++w) total += buffer.out",
+        "for (int w = 1; w < kWaves; ++w) total += buffer.out",
+        ops.paged_attention_decode,
+        "llama",
+        "gfx942",
+        WRONG,
+    ),
+    "waves' sums without a barrier": (
+        DECODE,
+        "block_barrier();  // hazard: the waves' sums are read before they are written",
+        "{}",
+        ops.paged_attention_decode,
+        "llama",
+        "gfx950",
+        "read here|written here",
+    ),
+    "sums of the last dims written over": (
+        DECODE,
+        "if (round > 0) block_barrier();",
+        "{}",
+        ops.paged_attention_decode,
+        "fp16-256-packed",
+        "gfx942",
+        "read here|written here",
+    ),
+    "pages of the step before": (
+        DECODE,
+        "next_pages = pages;",
+        "",
+        ops.paged_attention_decode,
+        "long",
+        "gfx942",
+        WRONG,
+    ),
+    "keys of another head": (
+        OUTPUT,
+        "{row, head * p.group + of_all - row * p.group}",
+        "{row, of_all - row * p.group}",
+        ops.paged_attention_decode,
+        "heads-6-of-2",
+        "gfx950",
+        "is also written by",
+    ),
+    "two keys of the scores swapped": (
+        "attention/amd/operands.h",
+        "row / 4 * 8 + tile * 4 + row % 4",
+        "row / 4 * 8 + tile * 4 + (row ^ 1) % 4",
+        ops.paged_attention_decode,
+        "fp16-64-native",
+        "gfx942",
+        WRONG,
+    ),
+    "a sink left out": (
+        OUTPUT,
+        "sum = sum * factor + numerics::exp2_approx(sink - largest);",
+        "sum = sum * factor;",
+        ops.paged_attention_decode,
+        "sinks",
+        "gfx942",
+        WRONG,
+    ),
+    "partial sums counted before they are complete": (
+        "device/amd/sync.h",
+        "__builtin_amdgcn_s_waitcnt(0x0f70);",
+        "",
+        ops.paged_attention_decode,
+        "long",
+        "gfx950",
+        "was stored by .*no s_waitcnt",
+    ),
 }
 
 
+def only(symbol: str, source: str) -> str:
+    """The source of the kernels of paged_attention_decode with one of them, which compiles in a tenth of the time."""
+    kind, fp8, size, layout = re.fullmatch(r"paged_attention_decode_(bf16|fp16)(_fp8)?_(\d+)_(\w+)", symbol).groups()
+    of_kind = {"bf16": "Bf16", "fp16": "F16"}[kind]
+    head, macro, _ = source.partition("#define SIZES")
+    assert macro
+    is_native = str(layout == "native").lower()
+    return f"{head}INSTANCE({symbol}, {of_kind}, {'E4m3' if fp8 else of_kind}, {size}, {is_native})\n"
+
+
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bug_is_caught(bug, plant, monkeypatch):  # noqa: F811
+def test_planted_bug_is_caught(bug, kernels, plant, monkeypatch):  # noqa: F811
+    *_, the_op, case_name, arch, _ = BUGS[bug]
+    if the_op is ops.paged_attention_decode:
+        case = next(case for case in the_op.cases() if case.name == case_name)
+        arguments = case.make("meta", torch.Generator(), archs.ARCHS[arch].fp8_dtype)
+        (launched,) = the_op.explain(*arguments, arch=arch).launches
+        copy = kernels.csrc / "ops" / "paged_attention_decode.hip"
+        copy.write_text(only(launched.symbol, (CSRC / "ops" / "paged_attention_decode.hip").read_text()))
     require_caught(BUGS[bug], plant, monkeypatch)
+
+
+def inputs(case_name: str, emulator: Emulator) -> tuple:
+    case = next(case for case in ops.paged_attention_decode.cases() if case.name == case_name)
+    return case.make("cpu", generator_of(case_name), emulator.arch.fp8_dtype)
+
+
+def test_parts_of_a_constant_size_give_a_request_the_same_bits_in_any_batch():
+    emulator = Emulator("gfx942")
+    given = ops.paged_attention_decode.Arguments(*inputs("partition", emulator))
+    with launch.executor(emulator):
+        outs, lses = ops.paged_attention_decode(*given)
+        for r in range(3):
+            at = slice(r, r + 1)
+            alone = given._replace(
+                query=given.query[at], block_table=given.block_table[at], seq_lens=given.seq_lens[at]
+            )
+            out, lse = ops.paged_attention_decode(*alone)
+            assert torch.equal(out, outs[at]) and torch.equal(lse, lses[at])
+
+
+def test_any_order_of_blocks_gives_the_same_bits():
+    emulator = Emulator("gfx950", races=False)
+    given, found = inputs("long", emulator), set()
+    with (
+        launch.executor(emulator),
+        ops.paged_attention_decode.running(
+            ops.paged_attention_decode.cheapest(ops.paged_attention_decode.Arguments(*given), emulator.arch)
+        ),
+    ):
+        for seed in range(8):
+            emulator.options = dataclasses.replace(emulator.options, seed=seed)
+            found.add(ops.paged_attention_decode(*given)[1].numpy().tobytes())
+    assert len(found) == 1
+
+
+def test_the_plan_is_that_of_shapes():
+    """A captured graph serves any lengths."""
+    emulator = Emulator("gfx942")
+    given = ops.paged_attention_decode.Arguments(*inputs("lengths-parts", emulator))
+    executed = []
+    with launch.executor(emulator):
+        for lens in ([257, 0, 1, 130], [1, 1, 1, 1]):
+            now = given._replace(seq_lens=torch.tensor(lens, dtype=torch.int32))
+            table = now.block_table.where(now.block_table < 2**20, 0)  # pages of other requests, which are there
+            now = now._replace(
+                block_table=table, key_cache=given.key_cache.nan_to_num(), value_cache=given.value_cache.nan_to_num()
+            )
+            executed.append(ops.paged_attention_decode._execution(tuple(now)))
+            out, lse = ops.paged_attention_decode(*now)
+            wanted, wanted_lse = ops.paged_attention_decode.reference(*now)
+            torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+    assert executed[0] is executed[1]
+
+
+@pytest.mark.parametrize("layout", ["packed", "native"])
+def test_pages_behind_4_gb(layout):
+    """Slots are written there and read there."""
+    pages, heads, page, size = 3 * 2**19, 1, 16, 128
+    if layout == "packed":
+        both = reserved((pages, heads, page, 2 * size), torch.bfloat16)
+        caches = both.transpose(1, 2).split(size, -1)
+    else:
+        caches = (
+            reserved((pages, heads, size // 8, page, 8), torch.bfloat16),
+            reserved((pages, heads, size, page), torch.bfloat16),
+        )
+    assert caches[0].stride(0) * (pages - 1) * 2 > 2**32
+    tokens = 20
+    table = torch.tensor([[pages - 1, 2**18 + 3]], dtype=torch.int32)
+    slots = torch.arange(tokens)
+    slots = table[0, slots // page].long() * page + slots % page
+    query, key, value = (torch.randn(tokens, size, generator=generator_of(name)).bfloat16() for name in "qkv")
+    cos_sin = torch.cat((torch.ones(tokens, size // 2), torch.zeros(tokens, size // 2)), 1)
+    emulator = Emulator("gfx942")
+    with launch.executor(emulator):
+        ops.rope_and_cache(query, key, value, torch.arange(tokens), cos_sin, True, *caches, slots)
+        given = (query[-1:], *caches, table, torch.tensor([tokens], dtype=torch.int32), 0.1)
+        out, _ = ops.paged_attention_decode(*given)
+    weights = (query[-1:].float() @ key.float().t() * 0.1).softmax(-1)
+    torch.testing.assert_close(out.float(), weights @ value.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(ops.paged_attention_decode.reference(*given)[0], out, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_keys_or_values_stay_in_flight(arch):
+    """While a wave waits for its keys, all values are under way, and while for its values all keys; nothing is spilled."""
+    code = CodeObject(launch.CODE / arch / "paged_attention_decode.co")
+    for name, kernel in code.kernels.items():
+        assert kernel.statistics["scratch"] == 0, name
+        (loop,) = test_waits.Flow(code, name).loops()
+        fp8, size, _ = re.search(r"(_fp8)?_(\d+)_(\w+)$", name).groups()
+        keys = int(size) // (32 if fp8 else 16)
+        values = loop.loads - keys - 1  # one of pages
+        left = [count for ins in loop.on_path if (count := test_waits.left_in_flight(ins)) is not None]
+        if (arch, fp8, size) != ("gfx950", "_fp8", "192"):  # there values of a step wait for each other once
+            assert values > 0 and left and min(left) >= min(keys, values), (name, left)

@@ -84,14 +84,14 @@ class CacheLayout:
     def keys(self, pages: Tensor, slots: Tensor) -> Tensor:
         """The keys [..., heads, size] in these slots of pages."""
         if self.is_native:
-            return self.key.movedim(3, 1)[pages, slots].flatten(-2)
-        return self.key[pages, slots]
+            return _indexed(self.key.movedim(3, 1), pages, slots).flatten(-2)
+        return _indexed(self.key, pages, slots)
 
     def values(self, pages: Tensor, slots: Tensor) -> Tensor:
         """The values [..., heads, size] in these slots of pages."""
         if self.is_interleaved:
-            return self.value.permute(0, 2, 4, 1, 3)[pages, slots // self.x, slots % self.x]
-        return (self.value.movedim(3, 1) if self.is_native else self.value)[pages, slots]
+            return _indexed(self.value.permute(0, 2, 4, 1, 3), pages, slots // self.x, slots % self.x)
+        return _indexed(self.value.movedim(3, 1) if self.is_native else self.value, pages, slots)
 
     def write(self, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Writes keys and values [tokens, heads, size] of the caches' dtypes to these slots of pages."""
@@ -109,6 +109,10 @@ class CacheLayout:
 def _bits(tensor: Tensor) -> Tensor:
     """e4m3 as bytes, since PyTorch does not index all of its dtypes; others as they are."""
     return tensor.view(torch.uint8) if is_quantized(tensor) else tensor
+
+
+def _indexed(cache: Tensor, *indices: Tensor) -> Tensor:
+    return _bits(cache)[indices].view(cache.dtype)
 
 
 def cache_contract(key_cache: Tensor, value_cache: Tensor) -> Iterator[tuple[str, str, str, bool]]:
@@ -147,7 +151,8 @@ def cache_envelope(layout: CacheLayout, dtype: torch.dtype, arch: Arch) -> Itera
     key, value = layout.key_strides(), layout.value_strides()
     of_key = (key.block_stride, key.head_stride, key.slot_stride, key.chunk_stride)
     yield "elements of a key lie side by side", key.element_stride == 1
-    yield f"keys lie at multiples of {VECTOR} elements", _on_vectors(layout.key, *of_key)
+    x = layout.x
+    yield f"keys lie at multiples of {x} elements", _on_vectors(layout.key, *of_key, elements=x)
     if layout.is_native:
         along = (value.block_stride, value.head_stride, value.group_stride, value.element_stride)
         yield "slots of a value's element lie side by side", value.slot_stride == 1
@@ -157,9 +162,9 @@ def cache_envelope(layout: CacheLayout, dtype: torch.dtype, arch: Arch) -> Itera
     yield f"values lie at multiples of {VECTOR} elements", _on_vectors(layout.value, *along)
 
 
-def _on_vectors(cache: Tensor, *strides: int) -> bool:
-    address = 0 if cache.is_meta else cache.data_ptr()
-    return address % (VECTOR * cache.element_size()) == 0 and not any(stride % VECTOR for stride in strides)
+def _on_vectors(x: Tensor, *strides: int, elements: int = VECTOR) -> bool:
+    address = 0 if x.is_meta else x.data_ptr()
+    return address % (elements * x.element_size()) == 0 and not any(stride % elements for stride in strides)
 
 
 def heads(x: Tensor, size: int) -> Tensor:

@@ -37,4 +37,17 @@ DEVICE float reduce_rows(float value, Combine combine) {
   return combine(value, wave::from_lane(value, wave::lane() ^ 32));
 }
 
+// The sums are computed here: no load below moves above it, where it would need registers of its own, and a copy from there that
+// waits for it.
+DEVICE void compute_now(f32x4& sum) { asm volatile("" : "+v"(sum)::"memory"); }
+
+// Loads above are issued here, not behind the end of a loop.
+DEVICE void issue_now() { asm volatile("" ::: "memory"); }
+
+// What is computed of a loaded value is computed below, where the wait for it is too.
+template <class Vec>
+DEVICE void use_below(Vec& value) {
+  asm volatile("" : "+v"(value));
+}
+
 }  // namespace attention

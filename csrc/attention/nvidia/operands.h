@@ -43,4 +43,13 @@ DEVICE float reduce_rows(float value, Combine combine) {
   return combine(value, wave::other_half<16>(value));
 }
 
+// Nothing: ptxas orders loads.
+DEVICE void compute_now(f32x4&) {}
+// Loads above are issued here, not behind the end of a loop.
+DEVICE void issue_now() { asm volatile("" ::: "memory"); }
+
+// Nothing, for the same reason.
+template <class Vec>
+DEVICE void use_below(Vec&) {}
+
 }  // namespace attention

@@ -1,0 +1,429 @@
+// Flash decoding over a paged cache: up to 16 columns (rows of a query times heads that share a key head) attend to the keys of one
+// request and one key head.
+//
+//     scores^T = K q^T,   out^T = V^T p^T,   p = exp2(score - running maximum of the column)
+//
+// The keys of a request are divided in parts, one per block; a part's steps of 128 keys are divided over the four waves, 32 each.
+// A wave has 32 keys and 32 values in registers, and loads the next ones as soon as it has multiplied: keys are under way while
+// values are multiplied, and values while keys are. For D 128 in bf16 a wave has 8 KB of each, a block 32 KB to 64 KB. Pages
+// are looked up two steps ahead, by a lane per key. No operand goes through LDS: a lane loads the keys that its instruction
+// takes; values that lie slot by slot are transposed in registers, 8 keys x 8 elements per lane. Loads behind the last key load
+// that key again, so that no page id behind it is read and no slot behind it is multiplied.
+// The waves' sums meet in LDS; see output.h for those of parts.
+#pragma once
+#include "attention/operands.h"
+#include "attention/output.h"
+#include "device/arrive.h"
+#include "device/reduce.h"
+
+// A bf16 or fp16 pair of numbers that it has exactly.
+template <class T>
+DEVICE u32 pack_exact(float low, float high) {
+  if constexpr (__is_same(T, Bf16))
+    return __builtin_bit_cast(u32, low) >> 16 | (__builtin_bit_cast(u32, high) & 0xffff0000u);
+  else return T::pack({low, high});
+}
+
+// 8 elements as T.
+template <class T>
+DEVICE u32x4 as_operand(u32x4 elements) {
+  return elements;
+}
+template <class T>
+DEVICE u32x4 as_operand(u32x2 elements) {
+  using numerics::from_e4m3x2;
+  const f32x2 a = from_e4m3x2<false>(elements.x), b = from_e4m3x2<true>(elements.x);
+  const f32x2 c = from_e4m3x2<false>(elements.y), d = from_e4m3x2<true>(elements.y);
+  return {pack_exact<T>(a.x, a.y), pack_exact<T>(b.x, b.y), pack_exact<T>(c.x, c.y), pack_exact<T>(d.x, d.y)};
+}
+
+// kD elements of a head. kNative: slots of an element of V lie side by side, else elements of a slot.
+template <class T, class Cache, int kD, bool kNative>
+struct Decode : DecodeOutput<T, kD> {
+  using Output = DecodeOutput<T, kD>;
+  using Output::block, Output::column_tile, Output::head, Output::request, Output::parts, Output::p;
+  using Output::column, Output::columns, Output::store, Output::combine;
+  using Output::kColumns, Output::kLowest, Output::kPartFloats, Output::kThreads, Output::kWaves;
+
+  static constexpr int kTiles = kColumns / mma::kTileTokens, kWaveKeys = 32;
+  static constexpr int kStepKeys = kWaves * kWaveKeys;
+  static constexpr bool kFp8 = __is_same(Cache, E4m3);
+  static constexpr int kKeyLoads = kD / (kFp8 ? 64 : 32);  // steps of 64 bytes
+  static constexpr int kProducts = kD / 32;                // of a key tile
+  static constexpr int kDimTiles = kD / 16;
+  static constexpr int kLaneKeys = 8;                           // of V
+  static constexpr int kLaneDims = kD % 128 == 0 ? 8 : 4;       // that lie together, in a slot of V
+  static constexpr int kRound = kNative ? 64 : 16 * kLaneDims;  // dims whose tiles follow each other
+  static constexpr int kGroups = kD / kRound;
+
+  using Element = typename CacheType<Cache>::Element;
+  template <int kBytes>
+  struct Words;
+  template <>
+  struct Words<16> {
+    using Type = u32x4;
+  };
+  template <>
+  struct Words<8> {
+    using Type = u32x2;
+  };
+  template <>
+  struct Words<4> {
+    using Type = u32;
+  };
+  using ValueVec = typename Words<(kNative ? kLaneKeys : kLaneDims) * int(sizeof(Element))>::Type;
+
+  struct Keys {
+    u32x4 load[2][kKeyLoads][mma::kLoads];
+  };
+  struct Values {  // native: a vec of keys for each dim; else a vec of dims for each key
+    ValueVec vec[kNative ? kDimTiles : kGroups * kLaneKeys][mma::kLoads];
+  };
+  struct Buffer {
+    float maximum[kWaves][kColumns], sum[kWaves][kColumns];
+    f32x4 out[kWaves][kColumns][kRound / 4 + 1];
+  };
+
+  Buffer& buffer;
+  const int lane = wave::lane();
+  int begin, end;         // keys of the request that a row sees
+  int first_step, steps;  // of this part
+  int base;               // key of step 0
+  int first_row_end;      // the keys that row 0 sees end here
+
+  DEVICE Decode(const DecodeProblem& problem, Buffer& buffer) : Output(problem), buffer(buffer) {
+    const int length = wave::uniform(mem::load<int>(p.seq_lens + request));
+    end = length > 0 ? length : 0;
+    first_row_end = end - p.query_len + 1;
+    begin = p.window > 0 && first_row_end > p.window ? first_row_end - p.window : 0;
+    base = begin / kWaveKeys * kWaveKeys;
+    const int all = (end - base + kStepKeys - 1) / kStepKeys;
+    const int even = u32(all + p.parts - 1) / p.parts_divisor;
+    const int of_part = even > p.least_steps ? even : p.least_steps;
+    parts = all > of_part ? u32(all + of_part - 1) / u32(of_part) : 1;
+    first_step = wave::block_id_y() * of_part;
+    steps = all - first_step < of_part ? all - first_step : of_part;
+  }
+  DEVICE bool has_work() const { return wave::block_id_y() < parts; }
+
+  // The dim that is this row of a tile.
+  DEVICE static int dim(int tile, int row) {
+    if constexpr (kNative) return tile * 16 + row;
+    else return tile / kLaneDims * 16 * kLaneDims + row * kLaneDims + tile % kLaneDims;
+  }
+
+  // Key of a step of this wave.
+  DEVICE int step_key(int step) const { return base + ((first_step + step) * kWaves + wave::index()) * kWaveKeys; }
+  DEVICE int clamped(int key) const {
+    const int low = key > begin ? key : begin;
+    return low < end ? low : end - 1;
+  }
+
+  // Lane l looks up the page of key l % 32.
+  DEVICE int load_pages(int step) const {
+    const int page = u32(clamped(step_key(step) + lane % kWaveKeys)) / p.page_divisor;
+    return mem::load<int>(p.block_table + request * p.table_stride + page);
+  }
+  // Where a key of the step lies; `index` is its place among the step's 32.
+  DEVICE const Element* at(const CacheView& cache, int step, int page, int index) const {
+    const int key = clamped(step_key(step) + index), slot = key - u32(key) / p.page_divisor * p.page_size;
+    return slot_of<Cache>(cache, page, slot, head);
+  }
+
+  DEVICE void load(Keys& keys, int step, int pages) const {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+      for (int l = 0; l < mma::kLoads; ++l) {
+        const int index = attention::key(tile, mma::row(lane, l));
+        const Element* from = at(p.key_cache, step, wave::from_lane(pages, index), index) +
+                              mma::depth(lane) / 16 * p.key_cache.chunk_stride;
+#pragma unroll
+        for (int i = 0; i < kKeyLoads; ++i)
+          keys.load[tile][i][l] = mem::load<u32x4>(from + i * 4 * p.key_cache.chunk_stride);
+      }
+  }
+  DEVICE int first_value() const { return mma::depth(lane) / 2; }  // of the lane's keys
+  DEVICE void load(Values& values, int step, int pages) const {
+    if constexpr (kNative) {
+      // All eight keys are in one page, where some may be behind the last.
+      const Element* from = at(p.value_cache, step, wave::from_lane(pages, first_value()), first_value());
+      const int key = step_key(step) + first_value();
+      from -= clamped(key) % kLaneKeys;
+#pragma unroll
+      for (int tile = 0; tile < kDimTiles; ++tile)
+#pragma unroll
+        for (int l = 0; l < mma::kLoads; ++l)
+          values.vec[tile][l] = mem::load<ValueVec>(from + dim(tile, mma::row(lane, l)) * p.value_cache.element_stride);
+    } else {
+      int page[kLaneKeys];
+      const bool one_page = p.page_size % kLaneKeys == 0;
+      page[0] = wave::from_lane(pages, first_value());
+      if (one_page)
+#pragma unroll
+        for (int k = 1; k < kLaneKeys; ++k) page[k] = page[0];
+      else
+#pragma unroll
+        for (int k = 1; k < kLaneKeys; ++k) page[k] = wave::from_lane(pages, first_value() + k);
+#pragma unroll
+      for (int k = 0; k < kLaneKeys; ++k) {
+        const Element* from = at(p.value_cache, step, page[k], first_value() + k);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+          for (int l = 0; l < mma::kLoads; ++l)
+            values.vec[g * kLaneKeys + k][l] = mem::load<ValueVec>(from + dim(g * kLaneDims, mma::row(lane, l)));
+      }
+    }
+  }
+
+  // Row i of a tile of V^T in this lane: a dim of its eight keys.
+  DEVICE mma::Weights value_operand(const Values& values, int tile, const u32x4& valid) const {
+    mma::Weights operand;
+#pragma unroll
+    for (int l = 0; l < mma::kLoads; ++l)
+      if constexpr (kNative) operand.load[l] = as_operand<T>(values.vec[tile][l]) & valid;
+      else {
+        const int first = tile / kLaneDims * kLaneKeys, dim = tile % kLaneDims;
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+          operand.load[l][w] = pair(values.vec[first + 2 * w][l], values.vec[first + 2 * w + 1][l], dim);
+      }
+    return operand;
+  }
+  DEVICE static u32 word(u32 vec, int) { return vec; }
+  DEVICE static u32 word(u32x2 vec, int i) { return vec[i]; }
+  DEVICE static u32 word(u32x4 vec, int i) { return vec[i]; }
+  // Element `dim` of two keys, as T.
+  DEVICE static u32 pair(const ValueVec& first, const ValueVec& second, int dim) {
+    if constexpr (kFp8) {
+      const u32 a = word(first, dim / 4), b = word(second, dim / 4);
+      const f32x2 low = dim / 2 % 2 ? numerics::from_e4m3x2<true>(a) : numerics::from_e4m3x2<false>(a);
+      const f32x2 high = dim / 2 % 2 ? numerics::from_e4m3x2<true>(b) : numerics::from_e4m3x2<false>(b);
+      return pack_exact<T>(low[dim % 2], high[dim % 2]);
+    } else {
+      const u32 a = word(first, dim / 2), b = word(second, dim / 2);
+      return dim % 2 ? a >> 16 | (b & 0xffff0000u) : (a & 0xffff) | b << 16;
+    }
+  }
+
+  DEVICE void run() {
+    constexpr Max max{};
+    // Operands of the queries, in the order in which keys are loaded.
+    u32x4 query[kTiles][kProducts];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      const auto c = column(t * mma::kTileTokens + mma::tile_token(lane));
+      const u16* from = p.query + (i64(request) * p.query_len + c.row) * p.query_stride + c.head * p.query_head_stride;
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i) {
+        const int of_lane = mma::depth(lane) / 16;
+        const int element = kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8;
+        query[t][i] = mem::load<u32x4>(from + element);
+      }
+    }
+    int row_end[kTiles][mma::kValueTokens];  // of a column that the lane has scores of
+    float maximum[kTiles][mma::kValueTokens], sum[kTiles][mma::kValueTokens];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int v = 0; v < mma::kValueTokens; ++v) {
+        row_end[t][v] = first_row_end + column(t * mma::kTileTokens + mma::value_token(lane, v)).row;
+        maximum[t][v] = kLowest;
+        sum[t][v] = 0.0f;
+      }
+    f32x4 out[kTiles][kDimTiles] = {};
+    const float scale = p.scale * (p.key_cache.scale ? mem::load<float>(p.key_cache.scale) : 1.0f);
+
+    if (steps > 0) {
+      Keys keys;
+      Values values;
+      int pages = load_pages(0);
+      load(keys, 0, pages);
+      attention::issue_now();  // in the order of the loop, so that it waits for no more than there
+      int next_pages = load_pages(1);
+      attention::issue_now();
+      load(values, 0, pages);
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step) {
+        f32x4 score[kTiles][2] = {};
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+          for (int i = 0; i < kProducts; ++i) {
+            mma::Weights operand;
+#pragma unroll
+            for (int l = 0; l < mma::kLoads; ++l) {
+              if constexpr (kFp8) {
+                const u32x4 bytes = keys.load[tile][i / 2][l];
+                operand.load[l] = as_operand<T>(i % 2 ? bytes.hi : bytes.lo);
+              } else operand.load[l] = keys.load[tile][i][l];
+            }
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t)
+              score[t][tile] = mma::multiply_tile<T>(score[t][tile], operand, query[t][i]);
+          }
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+          for (int tile = 0; tile < 2; ++tile) attention::compute_now(score[t][tile]);
+        load(keys, step + 1, next_pages);
+        pages = load_pages(step + 2);
+
+        const int first = step_key(step);
+        bool grows = false;
+        float before[kTiles][mma::kValueTokens];
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          float largest[mma::kValueTokens];
+#pragma unroll
+          for (int v = 0; v < mma::kValueTokens; ++v) largest[v] = before[t][v] = maximum[t][v];
+#pragma unroll
+          for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const int v = i % mma::kValueTokens, key = first + attention::key(tile, mma::value_row(lane, i));
+              const bool seen = key < row_end[t][v] && (p.window <= 0 || key >= row_end[t][v] - p.window);
+              score[t][tile][i] = seen ? score[t][tile][i] * scale : -__builtin_inff();
+              largest[v] = max(largest[v], score[t][tile][i]);
+            }
+#pragma unroll
+          for (int v = 0; v < mma::kValueTokens; ++v) {
+            maximum[t][v] = attention::reduce_rows(largest[v], max);
+            grows |= maximum[t][v] > before[t][v];
+          }
+        }
+        if (wave::count(grows) > 0) {
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) {
+            float factor[mma::kValueTokens];
+#pragma unroll
+            for (int v = 0; v < mma::kValueTokens; ++v) {
+              factor[v] = numerics::exp2_approx(before[t][v] - maximum[t][v]);
+              sum[t][v] *= factor[v];
+            }
+#pragma unroll
+            for (int d = 0; d < kDimTiles; ++d)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) out[t][d][i] *= factor[i % mma::kValueTokens];
+          }
+        }
+        u32x4 weights[kTiles];
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+          for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const int v = i % mma::kValueTokens;
+              score[t][tile][i] = numerics::exp2_approx(score[t][tile][i] - maximum[t][v]);
+              sum[t][v] += score[t][tile][i];
+            }
+          weights[t] = attention::operand<T>(score[t][0], score[t][1]);
+        }
+
+        u32x4 valid = {};  // native: slots behind the last key, or before the first, may hold anything
+        if constexpr (kNative) {
+#pragma unroll
+          for (int tile = 0; tile < kDimTiles; ++tile)
+#pragma unroll
+            for (int l = 0; l < mma::kLoads; ++l) attention::use_below(values.vec[tile][l]);
+          const int key = first + first_value();
+#pragma unroll
+          for (int w = 0; w < 4; ++w)
+            valid[w] = (is_key(key + 2 * w) ? 0xffffu : 0) | (is_key(key + 2 * w + 1) ? 0xffff0000u : 0);
+        }
+#pragma unroll
+        for (int d = 0; d < kDimTiles; ++d) {
+          const mma::Weights operand = value_operand(values, d, valid);
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) out[t][d] = mma::multiply_tile<T>(out[t][d], operand, weights[t]);
+        }
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+          for (int d = 0; d < kDimTiles; ++d) attention::compute_now(out[t][d]);
+        load(values, step + 1, next_pages);
+        attention::issue_now();
+        next_pages = pages;
+      }
+    }
+    finish(maximum, sum, out);
+  }
+  DEVICE bool is_key(int key) const { return key >= begin && key < end; }
+
+  // The waves' sums together, and those of the parts.
+  DEVICE void finish(float (&maximum)[kTiles][mma::kValueTokens], float (&sum)[kTiles][mma::kValueTokens],
+                     f32x4 (&out)[kTiles][kDimTiles]) const {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int v = 0; v < mma::kValueTokens; ++v) {
+        const int c = t * mma::kTileTokens + mma::value_token(lane, v);
+        sum[t][v] = attention::reduce_rows(sum[t][v], Add{});
+        if (mma::value_row(lane, v) == 0) {
+          buffer.maximum[wave::index()][c] = maximum[t][v];
+          buffer.sum[wave::index()][c] = sum[t][v];
+        }
+      }
+    block_barrier();  // hazard: the waves' maxima are read before they are written
+    float factor[kTiles][mma::kValueTokens];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int v = 0; v < mma::kValueTokens; ++v)
+        factor[t][v] =
+            numerics::exp2_approx(maximum[t][v] - block_maximum(t * mma::kTileTokens + mma::value_token(lane, v)));
+
+    constexpr int kVecs = kColumns * kRound / 4, kThreadVecs = kVecs / kThreads;
+    float* const partial = p.partials + (i64(block) * p.parts + wave::block_id_y()) * kPartFloats;
+    const mem::Buffer to = mem::buffer(partial);
+    const bool is_whole = parts == 1;
+#pragma unroll
+    for (int round = 0; round < kGroups; ++round) {
+      if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int d = 0; d < kRound / 16; ++d)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int v = i % mma::kValueTokens, c = t * mma::kTileTokens + mma::value_token(lane, i);
+            const int at = dim(d, mma::value_row(lane, i));
+            ((float*)buffer.out[wave::index()][c])[at] = out[t][round * (kRound / 16) + d][i] * factor[t][v];
+          }
+      block_barrier();  // hazard: the waves' sums are read before they are written
+#pragma unroll
+      for (int i = 0; i < kThreadVecs; ++i) {
+        const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4), of_column = vec % (kRound / 4);
+        f32x4 total = {};
+#pragma unroll
+        for (int w = 0; w < kWaves; ++w) total += buffer.out[w][c][of_column];
+        const int first_dim = round * kRound + of_column * 4;
+        if (is_whole) store(c, first_dim, total, block_maximum(c), block_sum(c));
+        else mem::store_device(to, (c * kD + first_dim) * 4, 0, total);
+      }
+    }
+    if (is_whole) return;
+    if (wave::thread_id() < kColumns) {
+      const int c = wave::thread_id();
+      mem::store_device(to, (kColumns * kD + c) * 4, 0, block_maximum(c));
+      mem::store_device(to, (kColumns * (kD + 1) + c) * 4, 0, block_sum(c));
+    }
+    if (is_last_block(p.counters + block, parts)) combine();
+  }
+
+  DEVICE float block_maximum(int c) const {
+    float largest = buffer.maximum[0][c];
+#pragma unroll
+    for (int w = 1; w < kWaves; ++w) largest = __builtin_fmaxf(largest, buffer.maximum[w][c]);
+    return largest;
+  }
+  DEVICE float block_sum(int c) const {
+    const float largest = block_maximum(c);
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWaves; ++w) total += buffer.sum[w][c] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
+    return total;
+  }
+};

@@ -1,0 +1,23 @@
+// The arguments of flash decoding.
+#pragma once
+#include "attention/cache.h"
+#include "device/divisor.h"
+
+struct DecodeProblem {
+  const u16* query;  // [requests * query_len, query_heads, D]
+  u16* out;          // the same, contiguous
+  float* lse;        // [requests * query_len, query_heads], or null
+  CacheView key_cache, value_cache;
+  const int* block_table;  // [requests, pages of a request]
+  const int* seq_lens;     // [requests], with the rows of the query
+  const float* sinks;      // [query_heads], or null
+  float* partials;         // [blocks of a part, parts, 16 * (D + 2)], or null for one part
+  u32* counters;           // [blocks of a part], or null for one part
+  i64 query_stride, query_head_stride, table_stride;
+  float scale;                                  // of scores, times log2(e)
+  int query_len, query_heads, kv_heads, group;  // group: query heads of a key head
+  int column_tiles;                             // of 16
+  int page_size, parts, least_steps;
+  int window;  // keys that a row sees, or 0 for all
+  Divisor page_divisor, parts_divisor, group_divisor, tiles_divisor, heads_divisor;
+};
