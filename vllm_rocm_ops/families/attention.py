@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.op import describe
 from vllm_rocm_ops.quantization import LIMIT
+from vllm_rocm_ops.tensors import describe
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LAUNCH_US = 2.0  # what a launch takes beside its bytes

@@ -15,7 +15,8 @@ from vllm_rocm_ops.families import attention
 from vllm_rocm_ops.families.attention import CacheLayout
 from vllm_rocm_ops.families.gemm import divisor
 from vllm_rocm_ops.launch import Counters, Launch, Workspace, fields
-from vllm_rocm_ops.op import Case, Op, describe, is_wide_float
+from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.tensors import describe, is_wide_float
 
 __all__ = ["paged_attention_decode"]
 

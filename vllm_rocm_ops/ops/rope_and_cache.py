@@ -20,7 +20,8 @@ from vllm_rocm_ops.families import attention
 from vllm_rocm_ops.families.attention import CacheLayout, CacheStrides
 from vllm_rocm_ops.families.gemm import OUT_TYPES, divisor
 from vllm_rocm_ops.launch import Launch, fields
-from vllm_rocm_ops.op import Case, Op, describe, is_wide_float
+from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.tensors import describe, is_wide_float
 
 __all__ = ["rope_and_cache", "rope_and_cache_mla"]
 
