@@ -99,10 +99,10 @@ struct Decode : DecodeOutput<T, kD> {
     base = begin / kWaveKeys * kWaveKeys;
     const int all = (end - base + kStepKeys - 1) / kStepKeys;
     const int even = u32(all + p.parts - 1) / p.parts_divisor;
-    const int of_part = even > p.least_steps ? even : p.least_steps;
-    parts = all > of_part ? u32(all + of_part - 1) / u32(of_part) : 1;
-    first_step = wave::block_id_y() * of_part;
-    steps = all - first_step < of_part ? all - first_step : of_part;
+    const int steps_per_part = even > p.least_steps ? even : p.least_steps;
+    parts = all > steps_per_part ? u32(all + steps_per_part - 1) / u32(steps_per_part) : 1;
+    first_step = wave::block_id_y() * steps_per_part;
+    steps = all - first_step < steps_per_part ? all - first_step : steps_per_part;
   }
   DEVICE bool has_work() const { return wave::block_id_y() < parts; }
 

@@ -50,10 +50,10 @@ struct DecodeOutput {
 #pragma unroll 4
       for (int part = 0; part < parts; ++part) {
         const float maximum = mem::load_device_or_zero<float>(from, part * kBytes + kMaxima + c * 4, 0, true);
-        const float of_part = mem::load_device_or_zero<float>(from, part * kBytes + kSums + c * 4, 0, true);
+        const float part_sum = mem::load_device_or_zero<float>(from, part * kBytes + kSums + c * 4, 0, true);
         const f32x4 out = mem::load_device_or_zero<f32x4>(from, part * kBytes + vec * 16, 0, true);
         const float factor = numerics::exp2_approx(maximum - largest);
-        sum += of_part * factor;
+        sum += part_sum * factor;
         total += out * factor;
       }
       store(c, vec % (kD / 4) * 4, total, largest, sum);

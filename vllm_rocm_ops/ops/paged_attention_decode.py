@@ -163,9 +163,9 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
 
     def of_length(keys: int) -> tuple[float, float]:
         steps = -(-keys // STEP)
-        of_part = max(-(-steps // config.parts), config.least_steps)
-        parts = -(-steps // of_part)
-        part_bytes, blocks = of_part * STEP * bytes_of_key, _blocks(a) * parts
+        steps_per_part = max(-(-steps // config.parts), config.least_steps)
+        parts = -(-steps // steps_per_part)
+        part_bytes, blocks = steps_per_part * STEP * bytes_of_key, _blocks(a) * parts
         rounds = -(-blocks // (RESIDENT * arch.compute_units))
         of_block = BLOCK_US + part_bytes / (bandwidth / arch.compute_units)
         sharing = SHARING_US + PART_US * parts * layout.key_size / 128 if parts > 1 else 0.0
