@@ -33,7 +33,10 @@ class BuildCodeObjects(build_py):
             shutil.copytree(ROOT / "patches", target)
             self.patches = [str(path) for path in target.rglob("*.*")]
         output = build.CODE if self.editable_mode else Path(self.build_lib, "vllm_rocm_ops", "code")
-        self.code_objects = build.build(output=output.absolute())
+        try:
+            self.code_objects = build.build(output=output.absolute())
+        except build.BuildError as error:
+            raise SystemExit(str(error)) from None  # setuptools would format braces in the text
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         stamped = [str(file) for path in self.code_objects for file in (path, path.with_suffix(".json"))]
