@@ -4,18 +4,17 @@ that are loaded again. The tokens are those of the plain computation, or of vLLM
 Not here, as vLLM's CPU build lacks them: pipeline parallelism, sleep, CUDA graphs."""
 
 import json
-import os
 import re
 
 import checkpoints
 import pytest
 import torch
+from marks import full
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
 
 TOKEN, BLOCK, EXPERTS = ("llama", "token"), ("llama", "block"), ("deepseek", "block")
-full = pytest.mark.skipif(not os.environ.get("FULL_TESTS"), reason="takes long: bash tests/run.sh --full")
 
 
 def best(expected, flavour, tokens) -> list[list[int]]:
