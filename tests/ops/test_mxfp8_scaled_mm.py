@@ -8,10 +8,10 @@ import torch
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.correctness import generator_of
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.mxfp8_scaled_mm import PAIR, MxConfig, mxfp8_scaled_mm
+from vllm_rocm_ops.ops.mxfp8_scaled_mm import UNIT_BYTES, MxConfig, mxfp8_scaled_mm
 
 ARCH = "gfx950"
-UNIT_BYTES = 16 * PAIR  # of the weight, of a wave
+WEIGHT_BYTES = 16 * UNIT_BYTES  # of the weight, of a wave
 
 
 def run(emulator: Emulator, config: MxConfig, arguments: tuple, monkeypatch) -> torch.Tensor:
@@ -32,9 +32,9 @@ def inputs(m: int, n: int, k: int) -> tuple:
 def test_three_units_are_in_flight_whenever_a_wave_waits(m, tokens, monkeypatch):
     """The compiler could move the loads of the ring, or wait for more of them than it must."""
     emulator = Emulator(ARCH, traffic=True)
-    run(emulator, MxConfig(tokens, streams=1, blocks=1), inputs(m, 64, 20 * PAIR), monkeypatch)
+    run(emulator, MxConfig(tokens, streams=1, blocks=1), inputs(m, 64, 20 * UNIT_BYTES), monkeypatch)
     in_flight = emulator.last.traffic.bytes_in_flight("argument problem.b")  # of four waves
-    assert in_flight >= 4 * 3 * UNIT_BYTES
+    assert in_flight >= 4 * 3 * WEIGHT_BYTES
 
 
 @pytest.mark.parametrize(

@@ -72,5 +72,5 @@ def test_last_tile_of_contest_shape(m, n, k, arch_name):
         return tokens @ (b[columns:].to(exact) * of_rows).t()
 
     tile = out[rows:, columns:].contiguous()
-    check("tile", tile, reference(torch.float32).bfloat16(), reference(torch.float64), steps_apart=False, floor=FLOOR)
+    check("tile", tile, reference(torch.float32).bfloat16(), reference(torch.float64), count_ulps=False, floor=FLOOR)
     assert emulator.last.lds_conflict_cycles == 0

@@ -184,6 +184,7 @@ def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, monkeypatch):
         "group_size": 128,
         "is_scale_transposed": True,
         "scale_ub": None if "block" in name else torch.tensor([0.5]),
+        "one_plus_weight": False,
     }
     arguments = [given[argument] for argument in op.Arguments._fields]
     copies = [value.clone() if value is given["residual"] else value for value in arguments]

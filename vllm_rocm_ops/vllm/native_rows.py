@@ -55,6 +55,16 @@ def _per_block(x: Tensor, group_size: int, column_major: bool) -> tuple[Tensor, 
     return quantized[0].view(x.shape), quantized[1]
 
 
+def _of_plain_weight(op: str, native: Callable) -> Callable:
+    """The reference for 1 + weight, which no seam asks for: vLLM's GemmaRMSNorm stays its own."""
+
+    def run(*arguments):
+        *others, one_plus_weight = arguments
+        return getattr(ops, op).reference(*arguments) if one_plus_weight else native(*others)
+
+    return run
+
+
 NORMS: dict[str, Callable] = {
     "rms_norm": _norm,
     "fused_add_rms_norm": lambda x, residual, weight, epsilon: _norm(x, weight, epsilon, residual),
@@ -69,6 +79,7 @@ NORMS: dict[str, Callable] = {
         _norm(x, weight, epsilon, residual), group, column_major
     ),
 }
+NORMS = {op: _of_plain_weight(op, native) for op, native in NORMS.items()}
 ACTIVATIONS: dict[str, Callable] = {
     "silu_and_mul": _activation,
     "silu_and_mul_quant": lambda x, scale, dtype: _static(_activation(x), scale),
