@@ -8,15 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from pages import block_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "vllm_rocm_ops" / "docs" / "development.md"
 SECTION = re.search(r"^## Add an op\n(.*?)^## ", PAGE.read_text(), re.DOTALL | re.MULTILINE)[1]
-
-
-def block_of(language: str) -> str:
-    [block] = re.findall(rf"^```{re.escape(language)}\n(.*?)^```$", SECTION, re.DOTALL | re.MULTILINE)
-    return block
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +36,12 @@ def commands(tmp_path_factory):
     }
 
     def run(text: str, replacement: str) -> subprocess.CompletedProcess:
-        kernel = block_of("c++")
+        kernel = block_of(SECTION, "c++")
         assert kernel.count(text) == 1
         (root / "csrc/ops/scaled_add.hip").write_text(kernel.replace(text, replacement))
-        (root / "vllm_rocm_ops/ops/scaled_add.py").write_text(block_of("python"))
+        (root / "vllm_rocm_ops/ops/scaled_add.py").write_text(block_of(SECTION, "python"))
         (root / "vllm_rocm_ops/ops/__init__.py").write_text(ops)
-        command = ["bash", "-e", "-c", block_of("bash")]
+        command = ["bash", "-e", "-c", block_of(SECTION, "bash")]
         return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
 
     return run

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from assembly import build_module
+from pages import block_of
 
 import vllm_rocm_ops
 from vllm_rocm_ops.emulator import CodeObject, Emulator, EmulatorError
@@ -22,16 +23,11 @@ struct Dimensions { unsigned x; };
 """
 
 
-def block_of(language: str) -> str:
-    [block] = re.findall(rf"^```{re.escape(language)}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    return block
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The page's kernel, compiled without HIP's headers."""
     found = tmp_path_factory.mktemp("page")
-    (found / "scale.hip").write_text(HIP + block_of("c++"))
+    (found / "scale.hip").write_text(HIP + block_of(PAGE, "c++"))
     build_module().compile_source(found / "scale.hip", "gfx942", found / "scale.co")
     return found
 
@@ -41,7 +37,7 @@ def run(code: str, folder: pathlib.Path) -> subprocess.CompletedProcess:
 
 
 def test_the_example_runs(folder):
-    code = block_of("python")
+    code = block_of(PAGE, "python")
     assert len([line for line in code.splitlines() if line]) <= 10
     result = run(code, folder)
     assert result.returncode == 0, result.stderr
@@ -52,12 +48,12 @@ def test_the_example_runs(folder):
 
 def test_the_error_is_the_one_shown(folder):
     """But for the registers and the offset that a compiler chooses."""
-    code = block_of("python")
+    code = block_of(PAGE, "python")
     assert code.count("2.0, 1000)") == 1
     said = run(code.replace("2.0, 1000)", "2.0, 1001)"), folder).stderr.strip().splitlines()[-1]
     assert said.startswith("vllm_rocm_ops.emulator.errors.OutOfBounds: scale+0x"), said
     shown = re.compile(r"\+0x\w+ `(\w+) [^`]*`")
-    assert shown.sub(r" `\1`", said.partition(": ")[2]) == shown.sub(r" `\1`", block_of("text").strip())
+    assert shown.sub(r" `\1`", said.partition(": ")[2]) == shown.sub(r" `\1`", block_of(PAGE, "text").strip())
 
 
 def test_the_table_names_every_error():

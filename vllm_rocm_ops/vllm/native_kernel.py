@@ -137,7 +137,8 @@ def asks_for_aiter(kind: str) -> bool:
 
 
 class Linear:
-    """What `kernel_selection.Kernels` wants to know of linear layers. A layer's first value is its weight."""
+    """What `kernel_selection.Kernels` wants to know of linear layers. A layer's first value is its weight, [N, K] unless
+    `columns` says otherwise."""
 
     op: Op
     limit: Callable[[], int]
@@ -145,6 +146,10 @@ class Linear:
 
     def most_tokens(self) -> int:
         return 0 if asks_for_aiter("LINEAR") else self.limit()
+
+    def columns(self, layer: tuple) -> tuple[int, int]:
+        n, k = layer[0].shape
+        return k, n
 
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
         k, n = self.columns(layer)

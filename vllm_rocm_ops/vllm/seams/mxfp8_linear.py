@@ -45,9 +45,6 @@ class Mxfp8Linear(native_kernel.Linear):
     def limit(self):
         return MOST_TOKENS
 
-    def columns(self, layer):
-        return layer[0].shape[1], layer[0].shape[0]
-
     def describe(self, layer):
         return "{1}x{0} {2}".format(*self.columns(layer), kernel_selection.types(layer[-1])) + " bias" * (
             layer[2] is not None
