@@ -51,8 +51,10 @@ DEVICE void rms_norm_vector(NormRow row, RowOutput<T, kOutput> output) {
   for (int i = 0; i < kChunks; ++i) {
     chunks.index[i] = wave::thread_id() + i * output.threads;
     chunks.in_bounds[i] = chunks.index[i] * kChunk < row.hidden;
-    input[i] = mem::load_vector_or_zero(row.input, chunks.index[i], chunks.in_bounds[i]);
-    if constexpr (kResidual) residual[i] = mem::load_vector_or_zero(row.residual, chunks.index[i], chunks.in_bounds[i]);
+    auto load = [&](const void* from) { return mem::load_vector_or_zero(from, chunks.index[i], chunks.in_bounds[i]); };
+    if constexpr (kResidual && !kRounded) residual[i] = load(row.residual);
+    input[i] = load(row.input);
+    if constexpr (kResidual && kRounded) residual[i] = load(row.residual);
   }
   // Ones without a weight: in place of the loads where those take predicates, else in place of the zeros that they give.
   const u32 one = T::pack({1.0f, 1.0f}), ones = mem::kPredicates || row.weight ? 0 : one;
