@@ -264,6 +264,7 @@ def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
     os.close(write_end)
     final, measured = {"error": "the process ended early"}, {"batches": []}
     overdue = threading.Timer(job["timeout"], os.killpg, (process.pid, signal.SIGKILL))
+    begin = time.monotonic()
     overdue.start()
     try:
         with os.fdopen(read_end) as pipe:
@@ -287,6 +288,8 @@ def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if "error" in final:
+        if process.returncode == -signal.SIGKILL and time.monotonic() - begin >= job["timeout"]:
+            final["error"] = f"it took longer than --timeout {job['timeout']:g}"
         final["log_tail"] = tail(log)
     return final | measured
 

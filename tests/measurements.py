@@ -266,7 +266,7 @@ def str_and_numbers(case: tuple) -> tuple:
 def engine(tables: slice = slice(None)) -> str:
     """Decode through vLLM's engine, with the ops and without. There is a table for each way in which it was measured, compiled as
     vLLM does by default first; `tables` selects some. A model that was measured compiled is in that table only."""
-    ways: dict[str, list[tuple]] = {}
+    ways: dict[str, dict[tuple, dict[int, str]]] = {}
     runs = [(*run, json.loads(run[2].read_text())["command"]) for run in engine_runs()]
     compiled = {sides["with"][0]["model_id"] for _, sides, _, command in runs if not lacking(command)}
     for hardware, sides, _, command in sorted(runs, key=lambda run: bool(lacking(run[3]))):
@@ -279,13 +279,16 @@ def engine(tables: slice = slice(None)) -> str:
         if options.tensor_parallel_size > 1:
             experts = " + EP" if options.engine_args.get("enable_expert_parallel") else ""
             rank += f", TP{experts} {options.tensor_parallel_size}"
-        layers = str(result["num_layers"] or "all")
-        ways.setdefault(way(result, command), []).append(
-            (f"{result['model_id']}{rank}", hardware, layers, str(result["batch_size"]))
-            + (f"{without:.2f}", f"{ours:.2f}", times([latency_report.speedup(sides)]))
-        )
-    header = ("model", "GPU", "layers", "batch", "without, ms per token", "with", "ratio")
-    made = [f"{caption}\n\n{markdown(header, body)}" for caption, body in ways.items()]
+        layers, iterations = str(result["num_layers"] or "all"), str(len(result["latencies"]))
+        row = f"{result['model_id']}{rank}", hardware, layers, iterations
+        cell = f"{without:.2f} / {ours:.2f} {times([latency_report.speedup(sides)])}"
+        ways.setdefault(way(result, command), {}).setdefault(row, {})[result["batch_size"]] = cell
+    made = []
+    for caption, rows in ways.items():
+        batches = sorted(set().union(*rows.values()))
+        header = ("model", "GPU", "layers", "iterations", *(f"batch {batch}" for batch in batches))
+        body = [(*row, *(cells.get(batch, "") for batch in batches)) for row, cells in rows.items()]
+        made.append(f"{caption}\n\n{markdown(header, body)}")
     return "\n\n".join(made[tables]) or "Nothing yet."
 
 
@@ -293,7 +296,7 @@ def way(result: dict, command: str) -> str:
     """How a result through the engine was measured: its sizes, and the options of the command of latency.py."""
     compiled = lacking(command) or "compiled as vLLM does by default"
     tokens = f"{plural(result['input_len'], 'token')} of prompt, {result['output_len']} generated"
-    text = f"Median of {plural(len(result['latencies']), 'iteration')}, {tokens}; {compiled}."
+    text = f"Medians in ms per token, without the ops / with them; {tokens}; {compiled}."
     if lacking(command):
         text += " vLLM's compiler would fuse part of what runs without the ops: expect lower ratios with it."
     return text

@@ -50,6 +50,7 @@ TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 TINY_TOKENS = (1, 17)
 SECONDS = {"machine": 60, "op": 60, "bandwidth": 60, "model": 90, "emulator": 60}  # of a part, at most
 MINUTES = 5.0
+LEAST_SECONDS = 15.0  # that must be left for a part to be begun: one of an op takes 5 on an H200
 EMULATED_SECONDS = 0.5  # of processor time for an op's cases
 SOFT = 0.8  # of these: then a part stops by itself, between two pieces
 GOOD = ("done", "stopped", "left out")  # ways to end
@@ -387,7 +388,7 @@ def run(arguments: argparse.Namespace) -> int:
     for kind, *rest in planned(arguments.emulate, arguments.op):
         left = end - time.monotonic()
         done = {"ended": "left out", "seconds": 0.0, "found": [], "said": ""}
-        if left > 1:
+        if left > LEAST_SECONDS:
             done = supervise(context, PARTS[kind], tuple(rest), arguments.emulate, min(SECONDS[kind], left))
         parts.append({"part": " ".join(map(str, (kind, *rest))), **done})
         print(line_of(parts[-1]), flush=True)

@@ -289,14 +289,18 @@ pipe.write('{"hardware": "1 x GPU"}\\n{"batch": {"batch_size": 8}}\\n')
 
 
 @pytest.mark.parametrize(
-    "ends", ["print('the reason'); sys.exit(3)", "print('the reason', flush=True); time.sleep(600)"]
+    ("ends", "error"),
+    [
+        ("print('the reason'); sys.exit(3)", "the process ended early"),
+        ("print('the reason', flush=True); time.sleep(600)", "it took longer than --timeout 3"),
+    ],
 )
-def test_what_failed_is_reported_with_the_end_of_its_log(tmp_path, monkeypatch, ends):
+def test_what_failed_is_reported_with_the_end_of_its_log(tmp_path, monkeypatch, ends, error):
     """Also a side that takes too long. What was measured before stays measured."""
     (tmp_path / "stub.py").write_text(f"{WHOLE}\nprint('lines\\n' * 99)\n{ends}")
     monkeypatch.setattr(latency, "__file__", str(tmp_path / "stub.py"))
     found = latency.run_side({"side": "with", "random_experts": False, "timeout": 3}, tmp_path / "log", print)
-    assert found["error"] == "the process ended early"
+    assert found["error"] == error
     assert found["batches"] == [{"batch_size": 8}] and found["hardware"] == "1 x GPU"
     assert found["log_tail"][-1] == "the reason" and len(found["log_tail"]) == latency.LINES_OF_A_FAILURE
 

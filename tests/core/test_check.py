@@ -118,9 +118,10 @@ def test_parts_go_on_after_one_that_fails(tmp_path, monkeypatch, capsys):
 def test_time_that_runs_out_is_said(tmp_path, monkeypatch, capsys):
     now = iter(range(0, 100000, 20))
     monkeypatch.setattr(check.time, "monotonic", lambda: next(now))
-    done = {"ended": "done", "seconds": 1.0, "found": [], "said": ""}
-    monkeypatch.setattr(check, "supervise", lambda *_: done)
-    assert check.run(options(tmp_path, minutes=2.0)) == 0
+    done, given = {"ended": "done", "seconds": 1.0, "found": [], "said": ""}, []
+    monkeypatch.setattr(check, "supervise", lambda *arguments: given.append(arguments[-1]) or done)
+    assert check.run(options(tmp_path, minutes=2.2)) == 0
+    assert min(given) > check.LEAST_SECONDS, "a part that cannot start in what is left would look like one that hangs"
     ended = [part["ended"] for part in json.loads((tmp_path / "it.json").read_text())["parts"]]
     assert ended[0] == "done" and ended[-1] == "left out"
     assert f"{ended.count('left out')} left out for lack of time" in capsys.readouterr().out
