@@ -43,6 +43,15 @@ def test_the_other_trees_ops_are_its_own(compare, tmp_path):
     x = torch.randn(3, 512, dtype=torch.bfloat16)
     assert other.silu_and_mul is not ops.silu_and_mul and other.silu_and_mul.torch_op is not ops.silu_and_mul.torch_op
     assert torch.equal(other.silu_and_mul(x), ops.silu_and_mul(x))
+    compare.MODELS, compare.STEP_TOKENS = ("tiny-llama-fp8",), (3,)
+    compare.OF_STEPS = {**compare.OF_STEPS, "layers": 1, "device": "cpu"}
+    [(_, case, calls, sets, _)] = compare.steps(archs.ARCHS["gfx950"], other)
+    assert case == "tiny-llama-fp8 tp8, 1 layers, batch 3" and sets == [()]
+    stepped = {}
+    for tree, call in calls.items():
+        stepped[tree] = call.take_down()[0], {one.function for one in call.taken}
+    assert torch.equal(stepped["this"][0], stepped["other"][0])
+    assert ops.scaled_mm in stepped["this"][1] and ops.scaled_mm not in stepped["other"][1]
     assert hasattr(sys.modules[f"{compare.OTHER}.ops.silu_and_mul"], "OF_THE_OTHER")
     assert not hasattr(sys.modules["vllm_rocm_ops.ops.silu_and_mul"], "OF_THE_OTHER")
 
