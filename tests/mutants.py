@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class DoesNotFit(AssertionError):
 
 
 class KernelCopy:
-    """A copy of the kernels' sources and of the code objects that ship. Modules can be built with a mistake in them."""
+    """A copy of the kernels' sources and of the code objects that ship. Modules, or one kernel, can be built with a mistake in them."""
 
     def __init__(self, root: Path):
         shutil.copytree(CSRC, root / "csrc")
@@ -54,13 +55,31 @@ class KernelCopy:
 
     def plant(self, file: str, text: str, replacement: str, modules: Iterable[str], archs: Iterable[str]) -> None:
         """Build the modules with one text replaced. The sources stay as they were."""
-        path = self._build.CSRC / file
+        with self._replaced(file, text, replacement):
+            self._build.build(sorted(modules), list(archs))
+
+    def compile(self, file: str, text: str, replacement: str, module: str, symbol: str, arch: str) -> Path:
+        """One kernel with one text replaced, as a code object of its own: of a module's other kernels only their names are left."""
+        stamp = json.loads((CODE / arch / f"{module}.json").read_text())
+        others = [other for other in stamp["kernels"] if other != symbol]
+        # A template that nobody calls is read, no more.
+        left_out = "{0}(...)={0}(__VA_ARGS__); template <int> __attribute__((device)) void {0}_left_out(__VA_ARGS__)"
+        code = self.code.with_name("kernels") / arch / f"{symbol}.co"
+        with self._replaced(file, text, replacement):
+            source = self.csrc / "ops" / f"{module}.hip"
+            self._build.compile_source(source, arch, code, [left_out.format(other) for other in others])
+        code.with_suffix(".json").write_text(json.dumps({"kernels": {symbol: stamp["kernels"][symbol]}}))
+        return code
+
+    @contextlib.contextmanager
+    def _replaced(self, file: str, text: str, replacement: str) -> Iterator[None]:
+        path = self.csrc / file
         original = path.read_text()
         if text not in original:
             raise DoesNotFit(f"{file} does not hold {text!r}")
         try:
             path.write_text(original.replace(text, replacement))
-            self._build.build(sorted(modules), list(archs))
+            yield
         finally:
             path.write_text(original)
 
