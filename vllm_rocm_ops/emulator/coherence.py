@@ -158,14 +158,13 @@ class Coherence:
 
     def _seen_by(self, mine: np.ndarray, other: np.ndarray, kind, device: bool) -> np.ndarray:
         """The clock up to which wave `mine` has seen wave `other`, of a kind; of what loads with sc1 read, or others."""
+        known = self.seen if device else self.read_plainly
+        waves = [wave for wave in dict.fromkeys(mine.ravel().tolist()) if wave in known] if known else ()
         mine, other, kind = np.broadcast_arrays(mine, other, kind)
         out = np.zeros(mine.shape, np.int64)
-        known = self.seen if device else self.read_plainly
-        if known:
-            for wave in np.unique(mine).tolist():
-                if wave in known:
-                    here = mine == wave
-                    out[here] = known[wave][kind[here], other[here]]
+        for wave in waves:
+            here = mine == wave
+            out[here] = known[wave][kind[here], other[here]]
         return out
 
     def synchronise(self, w, site, addresses: np.ndarray, release: bool, acquire: bool) -> list:

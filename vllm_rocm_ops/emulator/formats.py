@@ -233,4 +233,4 @@ def decode_registers(registers: np.ndarray, format: Format | str) -> np.ndarray:
         triples = codes.reshape(*codes.shape[:-1], -1, 3).astype(np.uint32)
         words = triples @ np.array([1, 1 << 8, 1 << 16], dtype=np.uint32)
         codes = (words[..., None] >> np.array([0, 6, 12, 18], dtype=np.uint32) & 63).reshape(*codes.shape[:-1], -1)
-    return _float64_values(format)[codes]
+    return _float64_values(format).take(codes)

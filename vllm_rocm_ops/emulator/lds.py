@@ -24,6 +24,7 @@ class Lds:
         self.writer = np.zeros(count, np.int32)
         self.reader = np.zeros(count, np.int32)
         self.in_flight = np.zeros(count, bool)
+        self.has_loads = False  # whether any was ever in flight
 
     def clear(self, slot: int) -> None:
         """Makes a slot's LDS unwritten, for a new block."""
@@ -69,6 +70,10 @@ class Lds:
         self.mark(granules, w, where, positions)
         return granules
 
+    def begin_load(self, granules) -> None:
+        """Has a load to these granules be under way."""
+        self.in_flight[granules] = self.has_loads = True
+
     def mark(self, granules, w, where, positions) -> None:
         """Records the waves as writers."""
         key = self._key(w, where, granules)
@@ -86,33 +91,31 @@ class Lds:
         key = self._key(w, where, granules)
         now = key & ~255
         writer = self.writer[granules]
-        if reading and (writer == 0).any():
+        if reading and not writer.all():
             bad = self._first(writer == 0)
             raise where(Uninitialised, bad, f"LDS address {int(positions[bad]) % self.stride} was never written")
-        flying = self.in_flight[granules]
-        if flying.any():
+        if self.has_loads and (flying := self.in_flight[granules]).any():
             bad = self._first(flying)
             raise where(
                 MissingWait, bad, f"a load to LDS address {int(positions[bad]) % self.stride} may still be under way"
             )
         if not self.races:
             return
-        race = (writer >= now) & (writer & WAVE != key & WAVE)
-        if race.any():
+        since = writer >= now
+        if since.any() and (race := since & (writer & WAVE != key & WAVE)).any():
             verb = "read" if reading else "written"
             self._raise_race(race, granules, where, positions, f"{verb} here, written by {{}} since the last barrier")
         reader = self.reader[granules]
+        others = (reader >= now) & (reader != key)
         if reading:
-            new = np.where((reader >= now) & (reader != key), now | MANY_WAVES, key)
+            new = np.where(others, now | MANY_WAVES, key) if others.any() else key
             self.reader[granules] = new
             if w.count > 1:  # lanes of other waves may have read the same granule in this very instruction
                 lost = self.reader[granules] != new
                 if lost.any():
                     self.reader[granules[lost]] = np.broadcast_to(now, granules.shape)[lost] | MANY_WAVES
-        else:
-            race = (reader >= now) & (reader != key)
-            if race.any():
-                self._raise_race(race, granules, where, positions, "written here, read by {} since the last barrier")
+        elif others.any():
+            self._raise_race(others, granules, where, positions, "written here, read by {} since the last barrier")
 
     @staticmethod
     def _first(bad) -> int:

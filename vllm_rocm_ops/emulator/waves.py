@@ -47,8 +47,8 @@ class Waves:
         self.I = self._named(list(self.vgpr.view(np.int32)), vgprs, agprs)
         self.F = self._named(list(self.vgpr.view(np.float32)), vgprs, agprs)
         pairs = self.sgpr.view(np.uint64)
-        self.S = [self.sgpr[:, i : i + 1] for i in range(SGPRS)]
-        self.S64 = [pairs[:, i // 2 : i // 2 + 1] for i in range(SGPRS)]
+        self.S = list(self.sgpr.T[:, :, None])
+        self.S64 = [pair for pair in pairs.T[:, :, None] for _ in range(2)]
         self.exec_changed()
 
     @staticmethod
@@ -124,7 +124,10 @@ class Waves:
         """Takes in `other`'s waves."""
         for mine, theirs in zip(self.order, other.order, strict=True):
             mine.join(theirs, self.count)
-        for code in self.undefined | other.undefined:
+        never = {
+            code for code in self.undefined & other.undefined if not (code in self.defined or code in other.defined)
+        }
+        for code in (self.undefined | other.undefined) - never:
             lanes = [w.defined.get(code, np.full((w.count, LANES), code not in w.undefined)) for w in (self, other)]
             self.defined[code] = np.concatenate(lanes)
         self.undefined |= other.undefined

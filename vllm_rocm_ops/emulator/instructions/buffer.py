@@ -44,25 +44,20 @@ def bind(ins: Instruction, program) -> Callable:
 
     def place(w, size: int):
         """Addresses of the active lanes and, per dword, whether it is in range."""
-        rows, _ = w.active()
-        base = (w.S64[resource] & U64(0xFFFF_FFFF_FFFF))[rows, 0]
-        word1, records, word3 = (w.S[resource + n][rows, 0].astype(I64) for n in (1, 2, 3))
-        stride = word1 >> 16 & 0x3FFF
+        base = w.S64[resource] & U64(0xFFFF_FFFF_FFFF)
+        word1, records, word3 = (w.S[resource + n].astype(I64) for n in (1, 2, 3))
         if (word1 >> 31).any() or (word3 >> 23 & 1).any():
             raise UnsupportedInstruction(f"{ins.text}: a swizzled or thread-indexed buffer resource")
-        offset = np.full(len(rows), immediate, I64)
+        offset = scalar(w).astype(I64) + immediate
         if offen:
-            offset += lanes_of(w, w.U[offset_i]).astype(I64)
-        extra = scalar(w)
-        extra = extra[rows, 0].astype(I64) if extra.shape[0] > 1 else np.full(len(rows), int(extra[0, 0]), I64)
-        index = lanes_of(w, w.U[index_i]).astype(I64) if idxen else np.zeros(len(rows), I64)
-        address = base + (index * stride + offset + extra).astype(U64)
+            offset = offset + w.U[offset_i]
         pieces = np.arange(0, max(size, 4), 4)
         if idxen:
-            inside = np.broadcast_to((index < records)[:, None], (len(rows), len(pieces)))
-        else:
-            inside = (offset + extra)[:, None] + pieces + min(size, 4) <= records[:, None]
-        return address, inside
+            index = w.U[index_i].astype(I64)
+            inside = np.broadcast_to(lanes_of(w, index < records)[:, None], (len(w.active()[0]), len(pieces)))
+            return lanes_of(w, base + (index * (word1 >> 16 & 0x3FFF) + offset).astype(U64)), inside
+        inside = lanes_of(w, records - offset)[:, None] >= pieces + min(size, 4)
+        return lanes_of(w, base + offset.astype(U64)), inside
 
     if ins.fields["lds"] or kind.startswith("lds_"):
         load = LOADS[kind.removeprefix("lds_")]

@@ -50,7 +50,7 @@ def bind(ins, program, address, size: int, immediate: int, place) -> Callable:
                 base + offset + lanes * step, step, 4, w.scheduler.slots[w.block[rows]], site
             )
             granules = w.scheduler.lds.store(positions, values, w, site).reshape(len(rows), -1)
-            w.scheduler.lds.in_flight[granules] = True
+            w.scheduler.lds.begin_load(granules)
             w.scheduler.counters.vector_access(ins, w, a, size, inside)
             region = w.scheduler.space.name_at(a[0])
         where = None if granules is None else rows

@@ -266,7 +266,7 @@ class MatrixInstruction:
         else:
             items = eight_bit(format, arch) if format in ("fp8", "bf8") else format
         values = decode_registers(registers, items)
-        return values.reshape(*values.shape[:-2], -1)[..., layout.gather]
+        return values.reshape(*values.shape[:-2], -1).take(layout.gather, axis=-1)
 
     def _accumulator(self, registers: np.ndarray) -> np.ndarray:
         layout = self.d_layout
@@ -274,7 +274,7 @@ class MatrixInstruction:
             wanted = f"[{LANES}, {layout.dwords}]"
             raise ValueError(f"{self.mnemonic}: c must be {wanted} dwords, got {list(registers.shape[-2:])}")
         values = np.ascontiguousarray(registers, dtype=np.uint32).view(_ACCUMULATOR[self.c_format])
-        return values.reshape(*values.shape[:-2], -1)[..., layout.gather].astype(np.float64)
+        return values.reshape(*values.shape[:-2], -1).take(layout.gather, axis=-1).astype(np.float64)
 
     def _chain(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         """FMAs in the order of k, each rounded to the accumulator's format."""
@@ -310,7 +310,7 @@ class MatrixInstruction:
 
     def _registers(self, d: np.ndarray, saturate: bool) -> np.ndarray:
         """Rounds D and lays it out in registers."""
-        flat = d.reshape(*d.shape[:-3], -1)[..., self.d_layout.scatter]
+        flat = d.reshape(*d.shape[:-3], -1).take(self.d_layout.scatter, axis=-1)
         if self.c_format == "i32":
             if saturate:
                 flat = np.clip(flat, -(1 << 31), (1 << 31) - 1)
