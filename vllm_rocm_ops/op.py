@@ -34,17 +34,16 @@ from pathlib import Path
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import envs, kernel_arguments, tables
+from vllm_rocm_ops import arguments, envs, kernel_arguments, tables
 from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.dispatch import Execution, bind_device, bind_executor, signature
-from vllm_rocm_ops.launch import Launch, NotLaunched
+from vllm_rocm_ops.explanation import Explanation
+from vllm_rocm_ops.launch import NotLaunched
 from vllm_rocm_ops.stats import FALLBACK, NO_GPU, counter, warn_once
-from vllm_rocm_ops.tensors import describe, extent, row_stride
 
 NAMESPACE = "vllm_rocm_ops"
 REMEMBERED_SIGNATURES = 4096  # per op, the newest; each number of tokens of a prefill is one
-EXPLAINED_CONFIGS = 8  # the cheapest, which an explanation's text shows
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _registered: list[Op] = []
@@ -56,38 +55,6 @@ class Case:
 
     name: str
     make: Callable[[str, torch.Generator, torch.dtype], tuple]
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Why a call runs what it runs. `launches` is empty where the reference runs. `considered` are all configurations with
-    their costs, the cheapest first, where the op has a cost."""
-
-    op: str
-    arch: str | None
-    launches: tuple[Launch, ...]
-    config: object
-    source: str
-    rules: tuple[tuple[str, bool], ...] = ()
-    considered: tuple[tuple[object, dict[str, float]], ...] = ()
-
-    @property
-    def is_fallback(self) -> bool:
-        """Whether the reference runs. Kernels that a call needs none of, as for no rows, are no fallback."""
-        return self.config is None
-
-    def __str__(self) -> str:
-        lines = [f"{self.op} on {self.arch or 'cpu'}: {self.source}"]
-        lines += [f"  {'yes' if holds else 'NO '} {rule}" for rule, holds in self.rules]
-        lines += [f"  {launch.symbol} grid {launch.grid} block {launch.block}" for launch in self.launches]
-        if self.considered:
-            lines.append(f"  of {len(self.considered)} configurations, by the model's microseconds:")
-        for place, (config, terms) in enumerate(self.considered):
-            if place < EXPLAINED_CONFIGS or config == self.config:
-                mark, cost = "*" if config == self.config else " ", sum(terms.values())
-                parts = " + ".join(f"{term} {value:.2f}" for term, value in terms.items())
-                lines.append(f"  {mark} {cost:8.2f}  {config}: {parts}")
-        return "\n".join(lines)
 
 
 @dataclass(eq=False)
@@ -127,8 +94,8 @@ class Op:
         self._defaults = (inspect.Parameter.empty,) * (len(parameters) - len(defaults)) + tuple(defaults)
         self._executions: dict[tuple, Execution] = {}
         self._is_trial = False
-        self._hints = typing.get_type_hints(self.reference)
-        self._signature = signature(self.Arguments._fields, self._hints)
+        self.hints = typing.get_type_hints(self.reference)
+        self._signature = signature(self.Arguments._fields, self.hints)
         schema = torch.library.infer_schema(self.reference, mutates_args=self.mutates)
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
         _library.define(self.name + schema, tags=tags)
@@ -147,7 +114,7 @@ class Op:
         """What a call with these arguments runs on `arch` (a name that arch.named takes; by default the arguments' device),
         and why. The tensors may be on the meta device. With `require_code`, kernels must have been built too."""
         a = self.Arguments(*args, **kwargs)
-        self._check(a)
+        arguments.check(self, a)
         if arch is None:
             device = next(v.device for v in a if isinstance(v, torch.Tensor))
             arch = archs.of_device(device.index) if device.type == "cuda" else None
@@ -199,21 +166,6 @@ class Op:
     def cheapest(self, a, arch: Arch):
         """The configuration of the least cost, the first of equals."""
         return self.considered(a, arch)[0][0]
-
-    def _check(self, a) -> None:
-        for name, value in a._asdict().items():
-            hint = self._hints[name]
-            if hint in (torch.Tensor, torch.Tensor | None) and not isinstance(value, hint):
-                wanted = "a tensor" if hint is torch.Tensor else "a tensor or None"
-                raise ValueError(f"{self.name}: {name} must be {wanted}, got {value!r}")
-        tensors = {name: value for name, value in a._asdict().items() if isinstance(value, torch.Tensor)}
-        device = next(iter(tensors.values())).device
-        for name, tensor in tensors.items():
-            if tensor.device != device:
-                raise ValueError(f"{self.name}: {name} must be on {device}, got on {tensor.device}")
-        for argument, wanted, got, holds in self.contract(a):
-            if not holds:
-                raise ValueError(f"{self.name}: {argument} must be {wanted}, got {got}")
 
     def _choose(self, a, arch: Arch | None, outputs, require_code: bool) -> Explanation:
         def fallback(why: str, rules=()) -> Explanation:
@@ -297,11 +249,11 @@ class Op:
     def _execution(self, args: tuple) -> Execution:
         """What a call with this signature runs; decided the first time."""
         if torch.is_grad_enabled():
-            self._refuse_gradients(args)
+            arguments.refuse_gradients(self, args)
         try:
             key = self._signature(launches.cpu_executor(), *args)
         except AttributeError:
-            self._check(self.Arguments(*args))
+            arguments.check(self, self.Arguments(*args))
             raise
         execution = self._executions.get(key)
         if execution is None:
@@ -309,45 +261,16 @@ class Op:
                 del self._executions[next(iter(self._executions))]
             a = self.Arguments(*args)
             execution = self._executions[key] = self._decide(a)
-            execution.apart = self._apart(a)
+            execution.apart = arguments.apart(self, a)
         for updated, before, behind in execution.apart:
             distance = args[updated].data_ptr() - args[0].data_ptr()
             if -before < distance < behind:
-                self._refuse_overlap(args, updated, distance)
+                arguments.refuse_overlap(self, args, updated, distance)
         return execution
-
-    def _refuse_gradients(self, args: tuple) -> None:
-        """No op has a backward, and what a kernel writes would have no gradient without a word."""
-        for name, value in zip(self.Arguments._fields, args):
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                raise ValueError(
-                    f"{self.name}: {name} must not require grad where grad mode is on, as the op has no backward, got "
-                    f"{describe(value)} that does: detach it, or call the op under torch.no_grad()"
-                )
-
-    def _apart(self, a) -> tuple[tuple[int, int, int], ...]:
-        """For each argument that is updated in place: its place, and how many bytes it must begin before the first argument or
-        behind it."""
-        names = self.Arguments._fields
-        sizes = [extent(v) * v.element_size() if isinstance(v, torch.Tensor) else 0 for v in a]
-        return tuple((i, sizes[i], sizes[0]) for i in range(1, len(a)) if names[i] in self.mutates and sizes[i])
-
-    def _refuse_overlap(self, args: tuple, updated: int, distance: int) -> None:
-        """Raises unless the argument and the first are different columns of the same rows."""
-        one, two = args[updated], args[0]
-        size, step, columns = one.element_size(), row_stride(one), one.shape[-1]
-        same_rows = one.dtype == two.dtype and step is not None and step == row_stride(two)
-        if same_rows and columns <= -distance // size % step and two.shape[-1] <= distance // size % step:
-            return
-        names = self.Arguments._fields
-        raise ValueError(
-            f"{self.name}: {names[updated]} must have memory of its own, got some of {names[0]}'s: "
-            f"{distance} bytes behind its first element"
-        )
 
     def _decide(self, a) -> Execution:
         """Checks the arguments once and binds what a call with this signature runs."""
-        self._check(a)
+        arguments.check(self, a)
         device = next(v.device for v in a if isinstance(v, torch.Tensor))
         outputs, executor = self.allocate(a), launches.cpu_executor()
         on_gpu = device.type == "cuda"

@@ -24,6 +24,7 @@ import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import dispatch, envs, launch, op, ops
 from vllm_rocm_ops import tables as tuned_tables
+from vllm_rocm_ops.explanation import EXPLAINED_CONFIGS
 from vllm_rocm_ops.kernel_arguments import Parameters, packer
 from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.stats import fallbacks, reset_stats, stats, warned
@@ -792,12 +793,12 @@ def test_explain_shows_the_configurations_considered(split_op, tables):
         "  *   512.00  Split(parts=128): read 256.00 + combine 256.00",
         "      640.00  Split(parts=64): read 512.00 + combine 128.00",
     ]
-    assert len(lines) == 4 + op.EXPLAINED_CONFIGS
+    assert len(lines) == 4 + EXPLAINED_CONFIGS
     (tables / "split_sum.csv").write_text("compute_units,elements,config.parts,source\n304,32768,1,a measurement\n")
     tuned_tables.table.cache_clear()
     tuned = split_op.explain(x, arch="gfx942")
     lines = str(tuned).splitlines()
-    assert tuned.source == "tuned Split(parts=1)" and len(lines) == 5 + op.EXPLAINED_CONFIGS
+    assert tuned.source == "tuned Split(parts=1)" and len(lines) == 5 + EXPLAINED_CONFIGS
     assert lines[-1] == "  * 32770.00  Split(parts=1): read 32768.00 + combine 2.00"
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
-from vllm_rocm_ops.launch import Workspace
+from vllm_rocm_ops.launch import Counters, Workspace
 from vllm_rocm_ops.tensors import describe, row_stride, rows_of
 
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -96,6 +96,27 @@ class Product(NamedTuple):
     scale_a: tuple[Tensor | Workspace | None, int, int] = (None, 0, 0)
     scale_b: tuple[Tensor | Workspace | None, int] = (None, 0)
     bias: Tensor | None = None
+
+    def arguments(self, tiles: int, partial_bytes: int) -> dict:
+        """What the problems of the skinny and of the tiled kernels both have. Without partial sums no block shares a tile."""
+        return {
+            "a": self.a.tensor,
+            "b": self.b.tensor,
+            "out": self.out,
+            "partials": Workspace(partial_bytes) if partial_bytes else None,
+            "counters": Counters(tiles) if partial_bytes else None,
+            "scale_a": self.scale_a[0],
+            "scale_b": self.scale_b[0],
+            "bias": self.bias,
+            "a_stride": self.a.stride,
+            "m": self.a.rows,
+            "n": self.b.rows,
+            "k": self.a.k,
+            "scale_a_row": self.scale_a[1],
+            "scale_a_k": self.scale_a[2],
+            "scale_b_row": self.scale_b[1],
+            "out_type": OUT_TYPES[self.out.dtype],
+        }
 
 
 def divisor(value: int) -> dict[str, int]:

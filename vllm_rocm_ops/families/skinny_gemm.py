@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families.gemm import OUT_TYPES, PANEL, Operand, Product, divisor
+from vllm_rocm_ops.families.gemm import PANEL, Operand, Product, divisor
 from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
-from vllm_rocm_ops.launch import Counters, Launch, Workspace, fields
+from vllm_rocm_ops.launch import Launch, fields
 
 TOKENS = {64: (16, 32, 64), 16: (8, 16)}  # the most that a kernel takes, by the rows of the weight in a tile
 WAVE_SPLIT_K_UNIT = 8  # steps of a unit with 16 rows, a K slice of each wave
@@ -157,10 +157,8 @@ def _waves(config: SkinnyConfig, arch: Arch) -> int:
 
 
 def arguments(product: Product, division: tuple[int, int, int], blocks: int, partial_bytes: int) -> dict:
-    """The fields of SkinnyProblem in csrc/gemm/skinny/problem.h for so many blocks, divided into tiles, steps of one, and of a unit.
-    Without partial sums no tile is shared."""
-    out, a, b, scale_a, scale_b, bias = product
-    tiles, steps, unit = division
+    """The fields of SkinnyProblem in csrc/gemm/skinny/problem.h for so many blocks, divided into tiles, steps of one, and of a unit."""
+    b, (tiles, steps, unit) = product.b, division
     units_per_tile = steps // unit
     units_per_block, remainder = divmod(tiles * units_per_tile, blocks)
     if b.is_shuffled:
@@ -168,25 +166,10 @@ def arguments(product: Product, division: tuple[int, int, int], blocks: int, par
     else:
         row, step, tile = b.stride, STEP, FRAGMENT_ROWS * b.stride
     return {
-        "a": a.tensor,
-        "b": b.tensor,
-        "out": out,
-        "partials": Workspace(partial_bytes) if partial_bytes else None,
-        "counters": Counters(tiles) if partial_bytes else None,
-        "scale_a": scale_a[0],
-        "scale_b": scale_b[0],
-        "bias": bias,
+        **product.arguments(tiles, partial_bytes),
         "b_tile": tile,
-        "a_stride": a.stride,
         "b_row": row,
         "b_step": step,
-        "m": a.rows,
-        "n": b.rows,
-        "k": a.k,
-        "scale_a_row": scale_a[1],
-        "scale_a_k": scale_a[2],
-        "scale_b_row": scale_b[1],
-        "out_type": OUT_TYPES[out.dtype],
         "steps_per_tile": steps,
         "steps_per_unit": unit,
         "units_per_block": units_per_block,

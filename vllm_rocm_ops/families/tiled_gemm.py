@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families.gemm import OUT_TYPES, PANEL, Operand, Product, divisor
+from vllm_rocm_ops.families.gemm import PANEL, Operand, Product, divisor
 from vllm_rocm_ops.families.skinny_gemm import MOST_TOKENS
 from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
-from vllm_rocm_ops.launch import Counters, Launch, Workspace, fields
+from vllm_rocm_ops.launch import Launch, fields
 
 MODULE = "scaled_mm_tiled"
 TILES = ((64, 128), (128, 128), (256, 256))  # of the output: tokens, rows of the weight
@@ -102,7 +102,7 @@ def cost(config: TiledConfig, a: Operand, b: Operand, arch: Arch) -> dict[str, f
 
 def launches(config: TiledConfig, product: Product, arch: Arch, kind: str) -> list[Launch]:
     """The launches of a product: out is written row by row. `kind` is "row", "block" or "block_e8m0"."""
-    out, a, b, scale_a, scale_b, bias = product
+    a, b = product.a, product.b
     if a.rows == 0:
         return []
     tiles_m, tiles_n = _tiles(config, a, b)
@@ -113,26 +113,11 @@ def launches(config: TiledConfig, product: Product, arch: Arch, kind: str) -> li
     else:
         tile, row, vec, step = FRAGMENT_ROWS * b.stride, b.stride, FRAGMENT_BYTES, STEP
     args = {
-        "a": a.tensor,
-        "b": b.tensor,
-        "out": out,
-        "partials": Workspace(tiles * split_k * config.tokens * config.rows * 4) if split_k > 1 else None,
-        "counters": Counters(tiles) if split_k > 1 else None,
-        "scale_a": scale_a[0],
-        "scale_b": scale_b[0],
-        "bias": bias,
-        "a_stride": a.stride,
+        **product.arguments(tiles, tiles * split_k * config.tokens * config.rows * 4 if split_k > 1 else 0),
         "b_tile": tile,
         "b_row": row,
         "b_vec": vec,
         "b_step": step,
-        "m": a.rows,
-        "n": b.rows,
-        "k": a.k,
-        "scale_a_row": scale_a[1],
-        "scale_a_k": scale_a[2],
-        "scale_b_row": scale_b[1],
-        "out_type": OUT_TYPES[out.dtype],
         "tiles_m": tiles_m,
         "tiles_n": tiles_n,
         "tiles": tiles,

@@ -17,7 +17,7 @@ from vllm_rocm_ops import envs
 from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP, shuffle_weight
 from vllm_rocm_ops.op import NAMESPACE, Op
-from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm import kernel_selection, seam
 from vllm_rocm_ops.vllm.kernel_selection import Choice, Refused
 
 MARK = "vllm_rocm_ops_order"
@@ -125,6 +125,11 @@ def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
     return tensor.view(torch.uint8)[places].view(tensor.dtype).float() if one_byte else tensor[places].float()
 
 
+def bias_at(bias: Tensor | None, places: Tensor) -> Tensor | float:
+    """A bias in float32, 0 where there is none."""
+    return 0.0 if bias is None else bias[places].float()
+
+
 def asks_for_aiter(kind: str) -> bool:
     """Whether the user has asked for AITER by its switch, and not switched its kernels of a kind ("LINEAR", "MOE") off."""
     from vllm import envs as vllm_envs
@@ -154,6 +159,18 @@ class Linear:
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
         k, n = self.columns(layer)
         return layer[0].nbytes + tokens * (k * layer[0].element_size() + 2 * n), 2.0 * tokens * n * k
+
+    def sizes(self, layer: tuple, *types: torch.dtype, bias: Tensor | None = None) -> str:
+        """A layer's sizes and types, and whether it has a bias, for its description."""
+        k, n = self.columns(layer)
+        return f"{n}x{k} {kernel_selection.types(*types)}" + " bias" * (bias is not None)
+
+    def choice(self, key: tuple, native: str, layer: Callable[[], tuple], weight: Tensor, tokens: int) -> Choice:
+        """The choice for layers of a key, noted for one of them with so many tokens if it is to be measured."""
+        choice = kernel_selection.choice(key) or kernel_selection.choose(key, self, native, layer())
+        if choice.layers is not None:
+            choice.note(weight, tokens, layer)
+        return choice
 
 
 def has_kernels(op: Op, *arguments, **keywords) -> bool:

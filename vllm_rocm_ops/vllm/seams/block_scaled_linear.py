@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.families.weight_layout import shuffle_weight
-from vllm_rocm_ops.vllm import kernel_selection, native_kernel, seam
+from vllm_rocm_ops.vllm import native_kernel, seam
 
 MOST_TOKENS = 64  # that ours takes where it was not measured (kernel_selection.py)
 
@@ -23,11 +23,7 @@ def block_scaled_linear(
     def theirs() -> Tensor:
         return native_kernel.kept(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
 
-    key = native, b.shape
-    layer = b, scale_b, out_dtype, native
-    choice = kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, native, layer)
-    if choice.layers is not None:
-        choice.note(b, len(a), lambda: layer)
+    choice = KERNELS.choice((native, b.shape), native, lambda: (b, scale_b, out_dtype, native), b, len(a))
     return native_kernel.run_or_native(theirs, ops.block_scaled_mm, choice, a, b, scale_a, scale_b, out_dtype)
 
 
@@ -40,7 +36,7 @@ class BlockScaledLinear(native_kernel.Linear):
         return MOST_TOKENS
 
     def describe(self, layer):
-        return "{1}x{0} {2}".format(*self.columns(layer), kernel_selection.types(layer[0].dtype, layer[2]))
+        return self.sizes(layer, layer[0].dtype, layer[2])
 
     def arguments(self, layer, x, seed):
         b, scale_b, out_dtype, native = layer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import kernel_selection, native_kernel, seam
+from vllm_rocm_ops.vllm import native_kernel, seam
 
 MOST_TOKENS = 64  # that ours takes where it was not measured (kernel_selection.py)
 GROUP = 32
@@ -25,10 +25,7 @@ def mxfp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor |
         return native_kernel.kept(native).apply_weights(layer, x, bias)
 
     key = native, weight.shape, bias is None
-    layer = weight, weight_scale, bias, native, x.dtype
-    choice = kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, native, layer)
-    if choice.layers is not None:
-        choice.note(weight, len(x), lambda: layer)
+    choice = KERNELS.choice(key, native, lambda: (weight, weight_scale, bias, native, x.dtype), weight, len(x))
     if not choice.is_ours(len(x)):
         return theirs()
     a, scale_a = torch.ops.vllm.mxfp8_quantize(x, False, 0)
@@ -46,9 +43,7 @@ class Mxfp8Linear(native_kernel.Linear):
         return MOST_TOKENS
 
     def describe(self, layer):
-        return "{1}x{0} {2}".format(*self.columns(layer), kernel_selection.types(layer[-1])) + " bias" * (
-            layer[2] is not None
-        )
+        return self.sizes(layer, layer[-1], bias=layer[2])
 
     def arguments(self, layer, x, seed):
         return (x, *layer[:-1])
@@ -58,7 +53,7 @@ class Mxfp8Linear(native_kernel.Linear):
         shared = len(weight) // len(weight_scale)
         scale = torch.exp2(weight_scale.view(torch.uint8)[columns // shared].float() - 127)
         exact = native_kernel.rows_at(weight, columns) * scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
-        return x[rows].float() @ exact.t() + (0.0 if bias is None else bias[columns].float())
+        return x[rows].float() @ exact.t() + native_kernel.bias_at(bias, columns)
 
 
 KERNELS = Mxfp8Linear()

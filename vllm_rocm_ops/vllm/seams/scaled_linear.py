@@ -40,9 +40,7 @@ def scaled_linear(
         return b, scale_b, bias, out_dtype, in_fragments, native, static, a.shape[1]
 
     key = native, b.shape, in_fragments, bias is None
-    choice = kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, native, layer())
-    if choice.layers is not None:
-        choice.note(b, len(a), layer)
+    choice = KERNELS.choice(key, native, layer, b, len(a))
     return native_kernel.run_or_native(
         theirs, ops.scaled_mm, choice, a, _weight(b, in_fragments), scale_a, scale_b, out_dtype, bias
     )
@@ -86,7 +84,7 @@ class ScaledLinear(native_kernel.Linear):
             values = native_kernel.rows_at(weight.t(), columns)
         tokens = native_kernel.rows_at(a, rows) * (scale_a if scale_a.numel() == 1 else scale_a[rows].view(-1, 1))
         scaled = values * (scale_b if scale_b.numel() == 1 else scale_b.flatten()[columns].view(-1, 1))
-        return tokens @ scaled.t() + (0.0 if bias is None else bias[columns].float())
+        return tokens @ scaled.t() + native_kernel.bias_at(bias, columns)
 
 
 KERNELS = ScaledLinear()

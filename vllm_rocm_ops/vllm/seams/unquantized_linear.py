@@ -46,15 +46,14 @@ class UnquantizedLinear(native_kernel.Linear):
         return MOST_TOKENS
 
     def describe(self, layer):
-        types = kernel_selection.types(layer[0].dtype, layer[2])
-        return "{1}x{0} {2}".format(*self.columns(layer), types) + " bias" * (layer[1] is not None)
+        return self.sizes(layer, layer[0].dtype, layer[2], bias=layer[1])
 
     def arguments(self, layer, x, seed):
         return x, *layer[:2]
 
     def exact(self, arguments, x, rows, columns):
         _, weight, bias = arguments
-        return x[rows].float() @ weight[columns].float().t() + (0.0 if bias is None else bias[columns].float())
+        return x[rows].float() @ weight[columns].float().t() + native_kernel.bias_at(bias, columns)
 
 
 KERNELS = UnquantizedLinear()
