@@ -41,7 +41,8 @@ def make(pythons: Sequence[str], out: Path) -> list[Path]:
         for python in pythons:
             command = [sys.executable, "-m", "uv", "build", "--quiet", "--wheel", "--python", python]
             command += [f"--config-setting=--build-option=--plat-name={PLATFORM}", "--out-dir", folder, str(source)]
-            subprocess.run(command, check=True, env=environment)
+            if subprocess.run(command, check=False, env=environment).returncode:
+                sys.exit(f"no wheel for Python {python}, as uv says above; --python takes paths of installed ones, too")
         wheels = sorted(Path(folder).glob("*.whl"))
         if found := [f"{wheel.name}: {problem}" for wheel in wheels for problem in problems(wheel)]:
             sys.exit("\n".join(found))
@@ -96,7 +97,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         print(*make(arguments.python, arguments.out), sep="\n")
-    except (build.BuildError, subprocess.CalledProcessError) as error:
+    except build.BuildError as error:
         sys.exit(str(error))
 
 
