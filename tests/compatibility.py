@@ -3,6 +3,7 @@
 import ast
 import csv
 import functools
+import importlib.util
 import pathlib
 import re
 
@@ -13,7 +14,6 @@ from op_pages import DOCS, WRITTEN, types, wrapped
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import model_config, model_layers, ops
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.seams import links
 
 PAGE = DOCS / "compatibility.md"
 VLLM_TESTS = ROOT / "tests" / "vllm"
@@ -120,10 +120,14 @@ def on_h200(what: str) -> list[str]:
 @functools.cache
 def flavours() -> dict[str, set[str]]:
     """Architecture -> the quantisations in which vLLM's engine runs a tiny model of it on the CPU."""
-    of = {"llama": "LlamaForCausalLM", "deepseek": ROUTED}
+    spec = importlib.util.spec_from_file_location("checkpoints", VLLM_TESTS / "checkpoints.py")
+    checkpoints = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(checkpoints)
+    of = {"llama": checkpoints.LLAMA, "deepseek": checkpoints.DEEPSEEK, **checkpoints.FAMILIES}
     found: dict[str, set[str]] = {}
-    for model, flavour in constant(VLLM_TESTS / "engines.py", "FLAVOURS"):
-        found.setdefault(of[model], set()).add(flavour)
+    for table in ("FLAVOURS", "FAMILIES"):
+        for model, flavour in constant(VLLM_TESTS / "engines.py", table):
+            found.setdefault(of[model]["architectures"][0], set()).add(flavour)
     return found
 
 
@@ -234,21 +238,23 @@ def model_table() -> str:
             shipped.setdefault(model_config.read(name)["architectures"][0], []).append(name)
     measured = {sides["with"][0]["model_id"] for _, sides, _ in measurements.engine_runs()}
     rows = []
-    for architecture in dict.fromkeys((*links.ARCHITECTURES, *model_layers.FAMILIES)):
-        linked = architecture in links.ARCHITECTURES
-        tested = [name for name, (*_, flavour) in QUANTISATIONS.items() if flavour in flavours().get(architecture, ())]
+    for architecture in dict.fromkeys((*flavours(), *model_layers.FAMILIES)):
+        known = {flavour: name for name, (*_, flavour) in QUANTISATIONS.items() if flavour}
+        known["mixed"] = f"{known['token']}, experts in bf16"
+        tested = [name for flavour, name in known.items() if flavour in flavours().get(architecture, ())]
         rows.append(
             (
                 f"`{architecture}`",
-                "linked" if linked else "not linked: they quantise in a kernel of their own",
                 f"tested: {'; '.join(tested)}" if tested else "selected, not run",
                 ", ".join(name for name in shipped.get(architecture, ()) if name in measured) or "not run",
                 "yes" if architecture in model_layers.FAMILIES else "no",
             )
         )
-    rows.append(("any that another plugin replaces", "refused: its classes stay", "not run", "not run", "no"))
-    rows.append(("any other", "not linked", "selected by class, not run", "not run", "no"))
-    return markdown(("model", "norms and activations", "engine on CPU", "engine on H200", "`explain`, `tune`"), rows)
+    rows.append(
+        ("any that another plugin brings", "refused: its norms and activations are not linked", "not run", "no")
+    )
+    rows.append(("any other", "selected by class and by the source of its layers, not run", "not run", "no"))
+    return markdown(("model", "engine on CPU", "engine on H200", "`explain`, `tune`"), rows)
 
 
 def page() -> str:
@@ -277,6 +283,13 @@ def page() -> str:
         ),
         refused_table(),
         "## Models",
+        (
+            "In every model a norm or an activation quantises in its own kernel where the source of the model's layers says that one "
+            "linear alone reads the result: so in front of attention and of a feed-forward, and inside of the latter and of shared "
+            "experts. The log of vLLM says which these are, and why others are not. Others are ours in a compiled graph where the "
+            "compiler would fuse nothing with them, as in front of experts; norms of queries and keys, which it fuses with their "
+            "rotation, are vLLM's there."
+        ),
         model_table(),
     )
     return wrapped("\n\n".join(parts))

@@ -1,9 +1,9 @@
 """What one rank calls in a step of a model: each op with its arguments, from a Hugging Face config.json and the division.
 
 `calls(model_config.read(model), tp, ep)` lists them as vLLM with this package runs them: linear layers; the norms and
-activations around them, which in models that are linked (see vllm/seams/links.py) quantise for the one linear that
-reads their result; routing and experts. What runs no op of ours is left out: attention, rotary embeddings, collectives,
-Qwen3's norms of queries and keys, and in DeepSeek the bf16 products that latent attention absorbs.
+activations around them, which quantise for the one linear that reads their result (see vllm/seams/links.py); routing and
+experts. What runs no op of ours is left out: attention, rotary embeddings, collectives, Qwen3's norms of queries and keys,
+and in DeepSeek the bf16 products that latent attention absorbs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from vllm_rocm_ops import model_arguments, model_config, ops
 from vllm_rocm_ops.model_arguments import Inputs
 from vllm_rocm_ops.model_config import BLOCKS, MX, STATIC, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.vllm.seams import links
 
 VOCABULARY_UNIT = 64  # vLLM pads to a multiple
 MOST_LAYERS, MOST_SIZE = 4096, 2**20
@@ -72,7 +71,6 @@ class _Model:
         self.config, self.tp, self.ep = config, tp, tp if ep == 0 else ep
         self.hidden = self["hidden_size"]
         self.layers = self.size("num_hidden_layers", most=MOST_LAYERS)
-        self.linked = any(name in links.ARCHITECTURES for name in config["architectures"])
         name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
         self.dtype = torch.float16 if name == "float16" else torch.bfloat16
         self._quantization, self._ignored = model_config.quantization(
@@ -123,23 +121,23 @@ class _Model:
         return self._call(layer, ops.scaled_mm, model_arguments.scaled, n, k, quantization == TOKEN, count=count)
 
     def norm(self, layer: str, hidden: int, quantization: str = UNQUANTIZED, residual: bool = True) -> LayerCall:
-        """An RMSNorm, of `residual += input` if there is a residual; where linked, quantised for a linear that is quantised so."""
+        """An RMSNorm, of `residual += input` if there is a residual, quantised for a linear that is quantised so."""
         plain = ops.fused_add_rms_norm if residual else ops.rms_norm
         static = ops.fused_add_rms_norm_static_fp8_quant if residual else ops.rms_norm_static_fp8_quant
         op, arguments = {
             STATIC: (static, model_arguments.static_norm),
             TOKEN: (ops.rms_norm_dynamic_per_token_quant, model_arguments.token_norm),
             BLOCKS: (ops.rms_norm_per_block_quant, model_arguments.block_norm),
-        }.get(quantization if self.linked else UNQUANTIZED, (plain, model_arguments.norm))
+        }.get(quantization, (plain, model_arguments.norm))
         return self._call(layer, op, arguments, hidden, residual, self.number("rms_norm_eps"))
 
     def activation(self, layer: str, hidden: int, quantization: str) -> LayerCall:
-        """SwiGLU with so many columns of output; where linked, quantised for a linear that is quantised so."""
+        """SwiGLU with so many columns of output, quantised for a linear that is quantised so."""
         op, arguments = {
             STATIC: (ops.silu_and_mul_quant, model_arguments.static_activation),
             TOKEN: (ops.silu_and_mul_per_token_quant, model_arguments.dynamic_activation),
             BLOCKS: (ops.silu_and_mul_per_block_quant, model_arguments.dynamic_activation),
-        }.get(quantization if self.linked else UNQUANTIZED, (ops.silu_and_mul, model_arguments.activation))
+        }.get(quantization, (ops.silu_and_mul, model_arguments.activation))
         return self._call(layer, op, arguments, hidden)
 
     def mlp(self, layer: str, module: str, intermediate: int) -> Iterator[LayerCall]:

@@ -20,7 +20,7 @@ def test_every_recorded_selection_is_on_the_page():
 
 
 def test_every_quantisation_that_an_engine_runs_is_on_the_page():
-    run = set().union(*compatibility.flavours().values())
+    run = set().union(*compatibility.flavours().values()) - {"mixed"}  # experts in bf16, all else per token
     assert run == {flavour for *_, flavour in compatibility.QUANTISATIONS.values() if flavour}
 
 

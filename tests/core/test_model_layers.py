@@ -50,14 +50,14 @@ def test_deepseek_at_tp8():
 
 
 def test_qwen3_8b_at_tp2():
-    """vLLM's model is not linked, so norms and activations do not quantise."""
+    norm = "rms_norm_per_block_quant"
     assert found(read("qwen3-8b-fp8"), 2) == {
-        "input norm": [("rms_norm", 4096, 1), ("fused_add_rms_norm", 4096, 35)],
+        "input norm": [(norm, 4096, 1), (norm, 4096, 35)],
         "qkv": [("block_scaled_mm", 3072, 4096, 36)],
         "o": [("block_scaled_mm", 4096, 2048, 36)],
-        "post-attention norm": [("fused_add_rms_norm", 4096, 36)],
+        "post-attention norm": [(norm, 4096, 36)],
         "gate_up": [("block_scaled_mm", 12288, 4096, 36)],
-        "SwiGLU": [("silu_and_mul", 6144, 36)],
+        "SwiGLU": [("silu_and_mul_per_block_quant", 6144, 36)],
         "down": [("block_scaled_mm", 4096, 6144, 36)],
         "final norm": [("fused_add_rms_norm", 4096, 1)],
         "lm_head": [("unquantized_gemm", 75968, 4096, 1)],

@@ -62,25 +62,65 @@ DEEPSEEK = {
 }
 del DEEPSEEK["head_dim"]
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+QWEN_EXPERTS = {**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [0]}
+GLM_EXPERTS = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+GEMMA_LAYERS = {"layer_types": ["full_attention"] * 2, "sliding_window": 256, "query_pre_attn_scalar": 64}
+KIMI = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
+V2_LITE = {"q_lora_rank": None, "topk_method": "greedy", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
+FAMILIES = {
+    # name -> what differs from the configuration of a Llama or DeepSeek
+    "mistral": {"architectures": ["MistralForCausalLM"]},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "shared_expert_intermediate_size": 256,
+        **QWEN_EXPERTS,
+    },
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], **QWEN_EXPERTS},
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.5,
+        **EXPERTS,
+        **GLM_EXPERTS,
+    },
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2},
+    "gemma3_text": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        **GEMMA_LAYERS,
+    },
+    "deepseek_v2": {**DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], **V2_LITE},
+    "kimi_k2": {**DEEPSEEK, **KIMI},
+    "deepseek_v3": {**DEEPSEEK, "num_nextn_predict_layers": 1},
+}
+"""Other models, by vLLM's name of their configuration."""
+
 ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True}
 MX_ARGUMENTS = {**ARGUMENTS, "strategy": "group", "group_size": GROUP, "scale_dtype": "torch.uint8"}
+TOKEN = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head"],
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**ARGUMENTS, "strategy": "channel", "dynamic": False},
+            "input_activations": {**ARGUMENTS, "strategy": "token", "dynamic": True},
+            "output_activations": None,
+        }
+    },
+}
 QUANTIZATION = {
     "bf16": None,
     "static": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
-    "token": {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "ignore": ["lm_head"],
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**ARGUMENTS, "strategy": "channel", "dynamic": False},
-                "input_activations": {**ARGUMENTS, "strategy": "token", "dynamic": True},
-                "output_activations": None,
-            }
-        },
-    },
+    "token": TOKEN,
+    "mixed": {**TOKEN, "ignore": ["lm_head", "re:.*gate$", "re:.*[.]experts.*"]},
     "bounded": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1.5, "modules_to_not_convert": ["lm_head"]},
     "block": {
         "quant_method": "fp8",
@@ -104,7 +144,8 @@ QUANTIZATION = {
         },
     },
 }
-"""Quantization flavour -> quantization_config. `bounded` is per token with an upper bound on the scale."""
+"""Quantization flavour -> quantization_config. `bounded` is per token with an upper bound on the scale, `mixed` per token with experts
+in bf16, which vLLM's CPU build runs."""
 
 STATIC_INPUT_SCALE = {"qkv": 0.012, "o_proj": 0.006, "gate_up": 0.011, "down_proj": 0.02}
 
@@ -155,6 +196,61 @@ def llama_weights(config: dict) -> dict[str, torch.Tensor]:
     return weights
 
 
+def family_weights(config: dict) -> dict[str, torch.Tensor]:
+    """bf16 weights of one of FAMILIES: those of a Llama, and what else the family has."""
+    if "kv_lora_rank" in config:
+        return deepseek_weights(config)
+    family, generator = config["model_type"], torch.Generator().manual_seed(3)
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    weights = llama_weights(config)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        if family in ("qwen2", "qwen2_moe"):
+            for name, heads in (
+                ("q", "num_attention_heads"),
+                ("k", "num_key_value_heads"),
+                ("v", "num_key_value_heads"),
+            ):
+                bias = 0.1 * torch.randn(config[heads] * head_dim, generator=generator)
+                weights[f"{prefix}.self_attn.{name}_proj.bias"] = bias.bfloat16()
+        if family in ("qwen3", "qwen3_moe", "glm4_moe", "gemma3_text"):
+            for name in ("q_norm", "k_norm"):
+                weights[f"{prefix}.self_attn.{name}.weight"] = norm(generator, head_dim)
+        if family == "gemma3_text":
+            for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+                weights[f"{prefix}.{name}.weight"] = norm(generator, hidden)
+        if not has_experts(config, layer):
+            continue
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            del weights[f"{prefix}.mlp.{name}.weight"]
+        experts = config.get("num_local_experts") or config["num_experts"]
+        inner = config.get("moe_intermediate_size", config["intermediate_size"])
+        block = f"{prefix}.block_sparse_moe" if family == "mixtral" else f"{prefix}.mlp"
+        weights[f"{block}.gate.weight"] = linear(generator, experts, hidden)
+        for expert in range(experts):
+            weights |= mlp(generator, f"{block}.experts.{expert}", hidden, inner, 0.5)
+        if family == "glm4_moe":
+            weights[f"{block}.gate.e_score_correction_bias"] = 0.3 * torch.randn(experts, generator=generator)
+            weights |= mlp(generator, f"{block}.shared_experts", hidden, inner)
+        if family == "qwen2_moe":
+            weights |= mlp(generator, f"{block}.shared_expert", hidden, config["shared_expert_intermediate_size"])
+            weights[f"{block}.shared_expert_gate.weight"] = linear(generator, 1, hidden)
+    if family == "mixtral":
+        named = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+        for name in [name for name in weights if ".experts." in name]:
+            stem, part, _ = name.rsplit(".", 2)
+            weights[f"{stem}.{named[part]}.weight"] = weights.pop(name)
+    if family == "gemma3_text":  # whose norms have 1 + weight
+        weights |= {name: weight - 1 for name, weight in weights.items() if "norm" in name}
+    return weights
+
+
+def has_experts(config: dict, layer: int) -> bool:
+    """Whether a layer has experts."""
+    dense = config.get("mlp_only_layers", range(config.get("first_k_dense_replace", 0)))
+    return "num_experts_per_tok" in config and layer not in dense
+
+
 def deepseek_weights(config: dict) -> dict[str, torch.Tensor]:
     """bf16 weights of a DeepSeek V3."""
     generator = torch.Generator().manual_seed(1)
@@ -166,12 +262,26 @@ def deepseek_weights(config: dict) -> dict[str, torch.Tensor]:
         "model.norm.weight": norm(generator, hidden),
         "lm_head.weight": lm_head(generator, config["vocab_size"], hidden),
     }
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"] + config["num_nextn_predict_layers"]):
         prefix = f"model.layers.{layer}"
+        if layer == config["num_hidden_layers"]:  # multi-token prediction
+            weights |= {
+                f"{prefix}.embed_tokens.weight": weights["model.embed_tokens.weight"],
+                f"{prefix}.enorm.weight": norm(generator, hidden),
+                f"{prefix}.hnorm.weight": norm(generator, hidden),
+                f"{prefix}.eh_proj.weight": linear(generator, hidden, 2 * hidden),
+                f"{prefix}.shared_head.norm.weight": norm(generator, hidden),
+                f"{prefix}.shared_head.head.weight": weights["lm_head.weight"],
+            }
+        if query_rank is None:
+            weights[f"{prefix}.self_attn.q_proj.weight"] = linear(generator, heads * (nope + rope), hidden)
+        else:
+            weights |= {
+                f"{prefix}.self_attn.q_a_proj.weight": linear(generator, query_rank, hidden),
+                f"{prefix}.self_attn.q_a_layernorm.weight": norm(generator, query_rank),
+                f"{prefix}.self_attn.q_b_proj.weight": linear(generator, heads * (nope + rope), query_rank),
+            }
         weights |= {
-            f"{prefix}.self_attn.q_a_proj.weight": linear(generator, query_rank, hidden),
-            f"{prefix}.self_attn.q_a_layernorm.weight": norm(generator, query_rank),
-            f"{prefix}.self_attn.q_b_proj.weight": linear(generator, heads * (nope + rope), query_rank),
             f"{prefix}.self_attn.kv_a_proj_with_mqa.weight": linear(generator, latent + rope, hidden),
             f"{prefix}.self_attn.kv_a_layernorm.weight": norm(generator, latent),
             f"{prefix}.self_attn.kv_b_proj.weight": linear(generator, heads * (nope + value), latent),
@@ -184,7 +294,8 @@ def deepseek_weights(config: dict) -> dict[str, torch.Tensor]:
             continue
         inner = config["moe_intermediate_size"]
         weights[f"{prefix}.mlp.gate.weight"] = linear(generator, experts, hidden)
-        weights[f"{prefix}.mlp.gate.e_score_correction_bias"] = 0.3 * torch.randn(experts, generator=generator)
+        if config["topk_method"] == "noaux_tc":
+            weights[f"{prefix}.mlp.gate.e_score_correction_bias"] = 0.3 * torch.randn(experts, generator=generator)
         for expert in range(experts):
             weights |= mlp(generator, f"{prefix}.mlp.experts.{expert}", hidden, inner, 0.5)
         weights |= mlp(generator, f"{prefix}.mlp.shared_experts", hidden, inner * config["n_shared_experts"])
@@ -226,7 +337,12 @@ def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.
         return weights
     result, generator = {}, torch.Generator().manual_seed(2)
     for name, weight in weights.items():
-        if "_proj" not in name:
+        if (
+            "_proj" not in name
+            or "eh_proj" in name
+            or weight.dim() == 1
+            or (flavour == "mixed" and ".experts." in name)
+        ):
             result[name] = weight
             continue
         stem = name.removesuffix(".weight")
@@ -236,7 +352,7 @@ def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.
         if flavour == "mxfp8":
             result[name], result[f"{stem}.weight_scale"] = quantize_groups(weight)
             continue
-        per_row = flavour in ("token", "bounded")
+        per_row = flavour in ("token", "mixed", "bounded")
         largest = weight.float().abs().amax(1, keepdim=True) if per_row else weight.float().abs().amax()
         scale = largest / LIMIT
         result[name], result[f"{stem}.weight_scale"] = (weight.float() / scale).to(torch.float8_e4m3fn), scale
@@ -248,14 +364,18 @@ def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.
 
 
 def build(folder: pathlib.Path, model: str, flavour: str, **overrides) -> pathlib.Path:
-    """Write the checkpoint `model` ("llama" or "deepseek") in a quantization flavour; returns its folder."""
-    config = {**(LLAMA if model == "llama" else DEEPSEEK), **overrides}
-    weights = quantize((llama_weights if model == "llama" else deepseek_weights)(config), flavour)
+    """Write the checkpoint `model`, "llama", "deepseek" or one of FAMILIES, in a quantization flavour; returns its folder."""
+    if model in FAMILIES:
+        config, make = {**LLAMA, **FAMILIES[model], "model_type": model}, family_weights
+    else:
+        config, make = {"llama": (LLAMA, llama_weights), "deepseek": (DEEPSEEK, deepseek_weights)}[model]
+    config = {**config, **overrides}
+    weights = quantize(make(config), flavour)
     if QUANTIZATION[flavour]:
         config["quantization_config"] = QUANTIZATION[flavour]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
-    contiguous = {name: weight.contiguous() for name, weight in weights.items()}
+    contiguous = {name: weight.clone(memory_format=torch.contiguous_format) for name, weight in weights.items()}
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -22,6 +22,20 @@ FLAVOURS = {
     ("deepseek", "bf16"): (22, 104, 175),
     ("deepseek", "block"): (4, 5, 8),
 }
+FAMILIES = {
+    # The same for models that plain.py does not know: found in vLLM without the plugin.
+    ("mistral", "token"): (79, 153, 157),
+    ("qwen2", "token"): (43, 75, 156),
+    ("qwen3", "token"): (79, 139, 157),
+    ("qwen2_moe", "mixed"): (58, 73, 123),
+    ("qwen3_moe", "mixed"): (43, 49, 66),
+    ("glm4_moe", "mixed"): (18, 111, 129),
+    ("mixtral", "mixed"): (13, 62, 140),
+    ("gemma3_text", "token"): (59, 83, 114),
+    ("deepseek_v2", "mixed"): (1, 28, 33),
+    ("kimi_k2", "mixed"): (11, 72, 75),
+    ("deepseek_v3", "mixed"): (16, 34, 54),
+}
 NOT_COMPILED = ("bounded", "mxfp8")
 """Kinds that run eagerly only: compiled, they are like "token" and "bf16"."""
 STOCK = [("llama", "bf16"), ("llama", "token"), ("deepseek", "bf16")]
@@ -36,7 +50,7 @@ def identity(value: str | tuple[str, ...]) -> str:
 def prompts(flavour: tuple[str, str]) -> list[list[int]]:
     """The prompts for a model in a flavour."""
     result = []
-    for seed in FLAVOURS[flavour]:
+    for seed in (FLAVOURS | FAMILIES)[flavour]:
         generator = torch.Generator().manual_seed(seed)
         length = int(torch.randint(4, 40, (), generator=generator))
         result.append(torch.randint(3, checkpoints.LLAMA["vocab_size"], (length,), generator=generator).tolist())

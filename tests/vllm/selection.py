@@ -118,7 +118,7 @@ def select(plugin: str) -> dict[str, str]:
         "fingerprint": str("vllm_rocm_ops" in config.additional_config),
     }
     with set_current_vllm_config(config, check_compile=False):
-        for part in (layers, linear_kernels, experts, attention, models):
+        for part in (layers, linear_kernels, experts, attention):
             answer |= part(torch)
     return answer
 
@@ -240,14 +240,6 @@ def attention(torch) -> dict[str, str]:
     options = {name: options[name] for name in AttentionSelectorConfig._fields}
     path = current_platform.get_attn_backend_cls(None, AttentionSelectorConfig(**options), 16)
     return {"latent attention": path.rsplit(".", 1)[-1]}
-
-
-def models(torch) -> dict[str, str]:
-    """Where the registry finds the models."""
-    from vllm import ModelRegistry
-
-    names = ("LlamaForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-    return {name: ModelRegistry.models[name].class_name for name in names}
 
 
 def forked(function, *arguments):

@@ -31,6 +31,15 @@ def norm(dtype: torch.dtype = torch.bfloat16, **options):
     return layer
 
 
+def gemma_norm():
+    """vLLM's norm of 1 + weight."""
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+
+    layer = GemmaRMSNorm(HIDDEN).bfloat16()
+    layer.weight.data = 0.1 * random(HIDDEN)
+    return layer
+
+
 def linear(key: str, **attributes) -> torch.nn.Module:
     """What a layer of vLLM's looks like to a producer of its input: one linear, named `linear` in its parent."""
     from vllm.model_executor.layers.quantization.utils import quant_utils
@@ -58,15 +67,20 @@ def heads_of(qkv: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("arch", [None, "gfx942"])
-def test_norm_of_heads_in_a_wider_row(arch):
-    """Queries are normalized head by head inside the output of a wider projection: by vLLM, as the kernels take rows at one
-    stride; a single head is ours, and so are all heads that lie side by side."""
-    layer, qkv = norm(), random(ROWS, 4 * HIDDEN)
+@pytest.mark.parametrize("one_plus", [False, True])
+def test_norm_of_heads_in_a_wider_row(arch, one_plus):
+    """Queries are normalized head by head inside the output of a wider projection, whether they are all of it, some or one. Elements
+    that do not lie side by side are vLLM's."""
+    layer, qkv = gemma_norm() if one_plus else norm(), random(ROWS, 4 * HIDDEN)
     with launch.executor(arch and Emulator(arch)):
-        for x, ours in ((heads_of(qkv, 2), False), (heads_of(qkv, 1), True), (heads_of(qkv, 4), True)):
+        for x in (heads_of(qkv, 2), heads_of(qkv, 1), heads_of(qkv, 4), heads_of(qkv, 3)[:1]):
             vllm_rocm_ops.reset_stats()
             torch.testing.assert_close(layer(x), layer.vllm_forward(x), atol=0.04, rtol=0.01)
-            assert bool(vllm_rocm_ops.stats()) == ours
+            [kernel] = vllm_rocm_ops.stats()["rms_norm"]
+            assert kernel.startswith("fallback") == (arch is None)
+        vllm_rocm_ops.reset_stats()
+        x = random(HIDDEN, ROWS, 2).permute(1, 2, 0)
+        assert torch.equal(layer(x), layer.vllm_forward(x)) and not vllm_rocm_ops.stats()
 
 
 def test_a_residual_that_is_not_in_rows_is_vllms():
@@ -77,19 +91,21 @@ def test_a_residual_that_is_not_in_rows_is_vllms():
     assert vllm_rocm_ops.stats() == {}
 
 
-def test_what_is_vllms_is_decided_when_a_graph_is_traced(configuration):
-    """Without a break, and for every number of tokens: the compiler sees vLLM's own forward of the norms of heads, so that it
-    can fuse it with what is around, and ours of the others."""
+@pytest.mark.parametrize("stands_alone", [False, True])
+def test_what_is_vllms_is_decided_when_a_graph_is_traced(configuration, stands_alone):
+    """Without a break, and for every number of tokens: the compiler sees vLLM's own forward where it can fuse it with what is around,
+    as a norm of heads with their rotation, and ours of layers that it would fuse with nothing."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    layer, activation, graphs = norm(), SiluAndMul(), []
+    heads_norm, layer, activation, graphs = norm(), norm(), SiluAndMul(), []
+    layer.stands_alone = activation.stands_alone = stands_alone
 
     def backend(graph, _):
         graphs.append({node.target for node in graph.graph.nodes if node.op == "call_function"})
         return graph.forward
 
     def forward(qkv):
-        heads = layer(heads_of(qkv, 2)).flatten(-2)
+        heads = heads_norm(heads_of(qkv, 2)).flatten(-2)
         return activation(layer(heads.contiguous()[:, :HIDDEN], qkv[:, :HIDDEN].clone())[0]), heads
 
     torch._dynamo.reset()
@@ -98,11 +114,31 @@ def test_what_is_vllms_is_decided_when_a_graph_is_traced(configuration):
         qkv = random(rows, 4 * HIDDEN)
         torch._dynamo.mark_dynamic(qkv, 0)
         for found, wanted in zip(run(qkv), forward(qkv)):
-            torch.testing.assert_close(found, wanted, atol=0.04, rtol=0.01)
+            torch.testing.assert_close(found, wanted, atol=0.04, rtol=0.03)
     [calls] = graphs
     ops = torch.ops.vllm_rocm_ops
-    assert {ops.fused_add_rms_norm, ops.silu_and_mul} <= calls
-    assert ops.rms_norm not in calls
+    assert calls & {ops.rms_norm, ops.fused_add_rms_norm, ops.silu_and_mul} == (
+        {ops.fused_add_rms_norm, ops.silu_and_mul} if stands_alone else set()
+    )
+
+
+@pytest.mark.parametrize("key", [None, "kFp8StaticTensorSym", "kFp8DynamicTokenSym", "kFp8Dynamic128Sym"])
+def test_norm_of_one_plus_weight(key):
+    """Plain and quantized it is ours; with a residual only in a model that does not read the residual as it was."""
+    layer, x, residual = gemma_norm(), random(ROWS, HIDDEN), random(ROWS, HIDDEN)
+    plain, (added, total) = layer.vllm_forward(x), layer.vllm_forward(x, residual.clone())
+    if key is None:
+        torch.testing.assert_close(layer(x), plain, atol=0.04, rtol=0.01)
+    else:
+        layer.consumer = (linear(key, **KINDS[key]), "linear")
+        check(layer(x), plain, key)
+    vllm_rocm_ops.reset_stats()
+    assert torch.equal(layer(x, residual)[0], added) and not vllm_rocm_ops.stats()
+    layer.overwrites_residual = True
+    out, returned = layer(x, residual)
+    assert returned is residual and torch.equal(residual, total) and vllm_rocm_ops.stats()
+    if key is not None:
+        check(out, added, key)
 
 
 def made_again(monkeypatch, module, name: str, keys: tuple):
@@ -119,10 +155,12 @@ def made_again(monkeypatch, module, name: str, keys: tuple):
 @pytest.mark.parametrize("plain", [False, True])
 def test_without_kernels_layers_are_vllms(monkeypatch, plain):
     """Where kernels are missing or switched off: linked layers then hand over a plain result."""
+    from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.activation import SiluAndMul
 
     from vllm_rocm_ops.vllm.seams import activation
 
+    monkeypatch.delitem(op_registry_oot, "GemmaRMSNorm")
     made_again(monkeypatch, norm_seam, "RMSNorm", (None,) if plain else ())
     made_again(monkeypatch, activation, "SiluAndMul", (None,) if plain else ())
     layers = norm(), SiluAndMul()
@@ -164,8 +202,8 @@ def groups_of(x, group_size, column_major_scales, use_ue8m0):
 
 
 @pytest.mark.parametrize("name", natives())
-@pytest.mark.parametrize("shape", [(3,), (2, 3)], ids=str)
-def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, monkeypatch):
+@pytest.mark.parametrize(("shape", "one_plus"), [((3,), False), ((2, 3), False), ((2, 3), True)], ids=str)
+def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, one_plus, monkeypatch):
     """With the results of the op's reference, but for rounding, where they should be, and the residual in place. Rows may lie
     apart."""
     from vllm.model_executor.layers.quantization.utils import fp8_utils
@@ -184,7 +222,7 @@ def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, monkeypatch):
         "group_size": 128,
         "is_scale_transposed": True,
         "scale_ub": None if "block" in name else torch.tensor([0.5]),
-        "one_plus_weight": False,
+        "one_plus_weight": one_plus,
     }
     arguments = [given[argument] for argument in op.Arguments._fields]
     copies = [value.clone() if value is given["residual"] else value for value in arguments]
@@ -213,7 +251,7 @@ def test_ops_have_vllms_kernels_behind_them_on_a_gpu(monkeypatch):
     native_rows.install(native_rows.ACTIVATIONS)
     with launch.executor(Emulator("gfx942")):
         x = random(ROWS, HIDDEN + 1)[:, 1:]
-        wanted = ops.rms_norm.native(x, random(HIDDEN), 1e-6)
+        wanted = ops.rms_norm.native(x, random(HIDDEN), 1e-6, False)
         assert torch.equal(ops.rms_norm(x, random(HIDDEN), 1e-6), wanted)
     assert all(getattr(ops, name).native for name in natives())
 
@@ -376,29 +414,58 @@ def bare(made: type, **parts) -> torch.nn.Module:
     return layer
 
 
+def reader(quantized: bool, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    """A linear of vLLM's, as far as its reader's kind goes."""
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+    method = None if quantized else UnquantizedLinearMethod()
+    return bare(LinearBase, weight=torch.nn.Parameter(torch.empty(1, dtype=dtype)), quant_method=method)
+
+
 @pytest.mark.parametrize(
-    ("is_v32", "sequence_parallel", "linked"),
+    ("readers", "more", "linked", "stands_alone"),
     [
-        (False, False, {"input": "fused_qkv_a_proj", "latent": "q_b_proj", "post": "gate_up_proj"}),
-        (True, False, {"post": "gate_up_proj"}),
-        (False, True, {"latent": "q_b_proj", "post": "gate_up_proj"}),
+        ({"one": (True,)}, {}, True, False),
+        ({"one": (False,)}, {}, True, True),
+        ({"one": (True,)}, {"as_tensor": True}, False, False),
+        ({"one": (True,)}, {"others": {"x + y": None}}, False, False),
+        ({"one": (False,)}, {"others": {"x + y": None}}, False, False),
+        ({"one": (False,), "two": (False,)}, {}, False, True),
+        ({"one": (False,), "two": (True,)}, {}, False, False),
+        ({"router": (False, torch.float32)}, {}, True, False),
+        ({}, {"leaves_graph": True}, False, True),
+        ({"one": (True,)}, {"leaves_graph": True}, False, False),
+        ({}, {}, False, False),
     ],
 )
-def test_results_with_a_second_reader_are_not_linked(is_v32, sequence_parallel, linked):
-    """DeepSeek V3.2's indexer reads what its norms give, a gather over ranks what the first one gives."""
-    from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer, DeepseekV2MLP
-
+def test_who_reads_a_norm_decides(readers, more, linked, stands_alone):
+    """It has a consumer if that alone reads the result, as it is. The compiler fuses nothing with it if all that read it are whole to
+    the compiler: not a linear's quantization, nor a cast for the router."""
     from vllm_rocm_ops.vllm import models
+    from vllm_rocm_ops.vllm.readers import Readers
 
-    norms = {"input": norm(), "latent": norm(), "post": norm()}
-    latent = bare(torch.nn.Module, q_a_layernorm=norms["latent"], q_b_proj=norm(), fused_qkv_a_proj=norm())
-    layer = bare(
-        DeepseekV2DecoderLayer,
-        self_attn=bare(torch.nn.Module, mla_attn=latent, q_lora_rank=128, is_v32=is_v32),
-        input_layernorm=norms["input"],
-        post_attention_layernorm=norms["post"],
-        mlp=bare(DeepseekV2MLP, act_fn=None, gate_up_proj=norm()),
-        use_sequence_parallel_moe=sequence_parallel,
+    layer, parent = norm(), torch.nn.Module()
+    for name, kind in readers.items():
+        setattr(parent, name, reader(*kind))
+    why = models.set_readers(layer, Readers(parts={(0, name): (parent, name) for name in readers}, **more))
+    assert (layer.consumer == ((parent, next(iter(readers))) if linked else None), layer.stands_alone) == (
+        True,
+        stands_alone,
     )
-    models.set_consumers(layer)
-    assert {name: made.consumer[1] for name, made in norms.items() if made.consumer is not None} == linked
+    assert bool(why) != linked
+
+
+@pytest.mark.parametrize("module", ["atom.models", "vllm.model_executor.models.own"])
+def test_models_that_have_no_links(module, caplog):
+    """Another plugin's, and those that cannot be read: vLLM starts without, and says so in one line."""
+    from vllm_rocm_ops.vllm.seams import links
+
+    model = type("Own", (torch.nn.Module,), {"__module__": module})()
+    model.norm, model.modules = norm(), lambda: 1 / 0
+    with caplog.at_level("INFO", logger="vllm.vllm_rocm_ops"):
+        links.link(model)
+    why = {"atom.models": "none in Own, which is another plugin's"}
+    assert caplog.messages == [
+        f"vllm-rocm-ops: links: {why.get(module, 'none in Own: ZeroDivisionError: division by zero')}"
+    ]
+    assert model.norm.consumer is None

@@ -1,13 +1,11 @@
 """A seam that does not fit is off, alone, and says so in one line; vLLM generates all the same."""
 
 import dataclasses
-import json
 import os
 import pathlib
 import re
 import types
 
-import processes
 import pytest
 
 from vllm_rocm_ops import envs
@@ -110,46 +108,6 @@ name ops that CPU builds lack."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["theirs", "ours"])
-@pytest.mark.parametrize("how", ["name", "class"])
-def test_links_are_off_where_another_plugin_replaces_the_models(first, how):
-    """Its classes stay, as ROCm/ATOM's, by name or as such. The log has one line, once there are configurations; the fingerprint has
-    no links; the other seams stay on."""
-    code = f"""
-import json, sys, types, torch
-from vllm import ModelRegistry
-from vllm.config import DeviceConfig, VllmConfig
-from vllm_rocm_ops.vllm import register, seam
-class Theirs(torch.nn.Module):
-    pass
-sys.modules["theirs.models"] = types.ModuleType("theirs.models")
-Theirs.__module__ = "theirs.models"
-def replace():
-    for name in ("LlamaForCausalLM", "DeepseekV3ForCausalLM"):
-        ModelRegistry.register_model(name, {"Theirs" if how == "class" else "'theirs.models:Theirs'"})
-for plugin in ({"replace, register" if first == "theirs" else "register, replace"}):
-    plugin()
-configs = [VllmConfig(device_config=DeviceConfig("cpu")) for _ in range(2)]
-def named(entry):
-    return getattr(entry, "model_cls", None) or f"{{entry.module_name}}:{{entry.class_name}}"
-models = ("LlamaForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-print(json.dumps([
-    {{entry.name: entry.reason for entry in seam.status() if not entry.on}},
-    configs[0].additional_config["vllm_rocm_ops"],
-    [named(ModelRegistry.models[model]) for model in models],
-], default=lambda cls: f"{{cls.__module__}}:{{cls.__name__}}"))
-"""
-    output = processes.run(code, ROOT, VLLM_PLUGINS="none", VLLM_ROCM_OPS_ON_CPU="1")
-    off, fingerprint, (llama, deepseek_v2, deepseek_v3) = json.loads(output.splitlines()[-1])
-    assert llama == deepseek_v3 == "theirs.models:Theirs"
-    assert deepseek_v2 == "vllm.model_executor.models.deepseek_v2:DeepseekV2ForCausalLM"
-    reason = "another plugin replaces LlamaForCausalLM, DeepseekV3ForCausalLM by theirs.models:Theirs"
-    assert off == {"links": reason, "unquantized_linear": "for rocm and cuda only"}
-    assert lines_about(output) == {"links": reason}
-    assert "links" not in fingerprint and "norm" in fingerprint
-
-
-@pytest.mark.slow
 def test_stale_compiled_graphs_are_not_run(engines, expected):
     """vLLM loads a graph that another plugin of the same name compiled, with other seams or code, unless this one marks the
     configuration. (It does know our environment variables.)"""
@@ -202,6 +160,19 @@ def test_one_reason_is_one_line(installed, monkeypatch):
     monkeypatch.setattr(seam, "wanted", lambda name, switch: False)
     monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", "none")
     assert installed() == ([], [off.format("VLLM_ROCM_OPS_SEAMS=none")])
+
+
+def test_what_the_user_switches_off_is_no_warning(installed, monkeypatch, caplog):
+    """By VLLM_ROCM_OPS_SEAMS or by a seam's own switch."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "0")
+    monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", "-links")
+    active, _ = installed(first={"probe": seam.load("measured_selection").probe})
+    assert active == ["norm"]
+    ours = [record for record in caplog.records if record.name == "vllm.vllm_rocm_ops"]
+    assert {(record.levelname, record.message) for record in ours} == {
+        ("INFO", "vllm-rocm-ops: first off: VLLM_ROCM_OPS_MEASURE=0. vLLM's own code runs."),
+        ("INFO", "vllm-rocm-ops: links off: VLLM_ROCM_OPS_SEAMS=-links. vLLM's own code runs."),
+    }
 
 
 @pytest.mark.parametrize("version", ["0.34.0.dev12+g1234567", "dev"])

@@ -58,8 +58,7 @@ def runnable(table: dict[QuantKey | None, tuple[str, ...]]) -> tuple[QuantKey | 
 
 
 def in_rows(x: torch.Tensor) -> bool:
-    """Whether the rows of x lie at one stride for any number of tokens, which is x's first dimension. Heads that are a slice
-    of a wider projection lie at two strides."""
+    """Whether the rows of x lie at one stride for any number of tokens, which is x's first dimension."""
     step = None
     for size, stride in zip(x.shape[-2:0:-1], x.stride()[-2:0:-1]):
         if size == 1:
@@ -68,6 +67,11 @@ def in_rows(x: torch.Tensor) -> bool:
             return False
         step = stride * size
     return x.stride(-1) == 1 and (step is None or x.stride(0) == step)
+
+
+def in_heads(x: torch.Tensor) -> bool:
+    """Whether the rows of x lie at two strides, as heads [tokens, heads, size] do that are a slice of a wider projection."""
+    return x.dim() == 3 and x.stride(-1) == 1 and x.stride(-2) < 2**31
 
 
 class Quantized(QuantizedActivation):
@@ -87,21 +91,29 @@ def key_of(linear: torch.nn.Module | None, columns: int, keys: tuple[QuantKey | 
 
 
 def rms_norm(
-    linear: torch.nn.Module, key: QuantKey, x: torch.Tensor, residual: torch.Tensor | None, weight, epsilon: float
+    linear: torch.nn.Module,
+    key: QuantKey,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight,
+    epsilon: float,
+    one_plus: bool,
 ) -> Quantized:
     """RMSNorm of x, or of `residual += x`, quantized as `key` says for `linear`."""
     if key == kFp8StaticTensorSym:
         scale = linear.input_scale
         if residual is None:
-            data = ops.rms_norm_static_fp8_quant(x, weight, scale, epsilon, QUANT_DTYPE)
+            data = ops.rms_norm_static_fp8_quant(x, weight, scale, epsilon, QUANT_DTYPE, one_plus)
         else:
-            data = ops.fused_add_rms_norm_static_fp8_quant(x, residual, weight, scale, epsilon, QUANT_DTYPE)
+            data = ops.fused_add_rms_norm_static_fp8_quant(x, residual, weight, scale, epsilon, QUANT_DTYPE, one_plus)
     elif key == kFp8DynamicTokenSym:
         upper_bound = getattr(linear, "input_scale_ub", None)
-        data, scale = ops.rms_norm_dynamic_per_token_quant(x, weight, epsilon, QUANT_DTYPE, upper_bound, residual)
+        arguments = x, weight, epsilon, QUANT_DTYPE, upper_bound, residual, one_plus
+        data, scale = ops.rms_norm_dynamic_per_token_quant(*arguments)
     else:
         column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
-        data, scale = ops.rms_norm_per_block_quant(x, weight, epsilon, QUANT_DTYPE, GROUP, column_major, None, residual)
+        arguments = x, weight, epsilon, QUANT_DTYPE, GROUP, column_major, None, residual, one_plus
+        data, scale = ops.rms_norm_per_block_quant(*arguments)
     return Quantized(data, scale, x.dtype, data.shape, key)
 
 

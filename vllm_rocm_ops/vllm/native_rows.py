@@ -5,6 +5,7 @@ Layers that our kernels cannot serve run vLLM's forward, see fused_quant.py. Lef
 aligned, for instance, or of kernels that do not load.
 """
 
+import types
 from collections.abc import Callable
 
 import torch
@@ -13,9 +14,13 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 
 
-def _norm(input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> Tensor:
+def _norm(
+    input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None, one_plus_weight: bool = False
+) -> Tensor:
     from vllm import _custom_ops
 
+    if one_plus_weight:
+        return _gemma(input, weight, epsilon, residual)
     if residual is None:
         output = torch.empty_like(input, memory_format=torch.contiguous_format)
         _custom_ops.rms_norm(output, input.contiguous(), weight, epsilon)
@@ -24,6 +29,19 @@ def _norm(input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None
     _custom_ops.fused_add_rms_norm(output, added, weight, epsilon)
     if added is not residual:
         residual.copy_(added)
+    return output
+
+
+def _gemma(input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None) -> Tensor:
+    """vLLM's GemmaRMSNorm, which leaves the residual as it is."""
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+
+    norm = types.SimpleNamespace(weight=weight, variance_epsilon=epsilon)
+    result = GemmaRMSNorm.forward_native(norm, input.contiguous(), residual)
+    if residual is None:
+        return result
+    output, added = result
+    residual.copy_(added)
     return output
 
 
@@ -55,31 +73,22 @@ def _per_block(x: Tensor, group_size: int, column_major: bool) -> tuple[Tensor, 
     return quantized[0].view(x.shape), quantized[1]
 
 
-def _of_plain_weight(op: str, native: Callable) -> Callable:
-    """The reference for 1 + weight, which no seam asks for: vLLM's GemmaRMSNorm stays its own."""
-
-    def run(*arguments):
-        *others, one_plus_weight = arguments
-        return getattr(ops, op).reference(*arguments) if one_plus_weight else native(*others)
-
-    return run
-
-
 NORMS: dict[str, Callable] = {
-    "rms_norm": _norm,
-    "fused_add_rms_norm": lambda x, residual, weight, epsilon: _norm(x, weight, epsilon, residual),
-    "rms_norm_static_fp8_quant": lambda x, weight, scale, epsilon, dtype: _static(_norm(x, weight, epsilon), scale),
-    "fused_add_rms_norm_static_fp8_quant": lambda x, residual, weight, scale, epsilon, dtype: _static(
-        _norm(x, weight, epsilon, residual), scale
+    "rms_norm": lambda x, weight, epsilon, one_plus: _norm(x, weight, epsilon, None, one_plus),
+    "fused_add_rms_norm": lambda x, residual, weight, epsilon, one_plus: _norm(x, weight, epsilon, residual, one_plus),
+    "rms_norm_static_fp8_quant": lambda x, weight, scale, epsilon, dtype, one_plus: _static(
+        _norm(x, weight, epsilon, None, one_plus), scale
     ),
-    "rms_norm_dynamic_per_token_quant": lambda x, weight, epsilon, dtype, bound, residual: _per_token(
-        _norm(x, weight, epsilon, residual), bound
+    "fused_add_rms_norm_static_fp8_quant": lambda x, residual, weight, scale, epsilon, dtype, one_plus: _static(
+        _norm(x, weight, epsilon, residual, one_plus), scale
     ),
-    "rms_norm_per_block_quant": lambda x, weight, epsilon, dtype, group, column_major, bound, residual: _per_block(
-        _norm(x, weight, epsilon, residual), group, column_major
+    "rms_norm_dynamic_per_token_quant": lambda x, weight, epsilon, dtype, bound, residual, one_plus: _per_token(
+        _norm(x, weight, epsilon, residual, one_plus), bound
+    ),
+    "rms_norm_per_block_quant": lambda x, weight, epsilon, dtype, group, column_major, bound, residual, one_plus: (
+        _per_block(_norm(x, weight, epsilon, residual, one_plus), group, column_major)
     ),
 }
-NORMS = {op: _of_plain_weight(op, native) for op, native in NORMS.items()}
 ACTIVATIONS: dict[str, Callable] = {
     "silu_and_mul": _activation,
     "silu_and_mul_quant": lambda x, scale, dtype: _static(_activation(x), scale),

@@ -32,6 +32,10 @@ class Unavailable(Exception):
     """A probe raises it when vLLM or the machine lacks something that a seam needs."""
 
 
+class SwitchedOff(Unavailable):
+    """A probe raises it when the user has switched the seam off."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Seam:
     """One replacement inside vLLM.
@@ -60,7 +64,6 @@ class Status:
 
 
 _status: dict[str, Status] = {}
-_turned_off: set[str] = set()  # and not in the log yet
 
 
 def status() -> list[Status]:
@@ -71,19 +74,6 @@ def status() -> list[Status]:
 def active() -> list[str]:
     """The names of the seams that are on."""
     return [entry.name for entry in _status.values() if entry.on]
-
-
-def turn_off(name: str, reason: str) -> None:
-    """Note that a seam, once installed, has undone what it did. `log_turned_off` says it."""
-    _status[name] = dataclasses.replace(_status[name], on=False, reason=reason)
-    _turned_off.add(name)
-
-
-def log_turned_off() -> None:
-    """Log, once, which seams were turned off after their installation."""
-    while _turned_off:
-        name = _turned_off.pop()
-        log_off(logging.WARNING, f": {name}", _status[name].reason)
 
 
 def log_off(level: int, what: str, reason: str) -> None:
@@ -199,7 +189,7 @@ def _install(seam: Seam, platform: str, version: str, lack: str) -> tuple[Status
         seam.probe()
         seam.install()
     except Unavailable as error:
-        return off(str(error))
+        return off(str(error), logging.INFO if isinstance(error, SwitchedOff) else logging.WARNING)
     except Exception as error:  # noqa: BLE001  the other seams go on
         return off(f"{type(error).__name__}: {error}")
     return Status(seam.name, seam.replaces, True, f"vLLM {version}"), logging.DEBUG

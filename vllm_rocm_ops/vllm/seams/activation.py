@@ -1,4 +1,7 @@
-"""Seam: vLLM's `SiluAndMul` runs our SwiGLU ops, which also quantize for a linear that takes quantized input."""
+"""Seam: vLLM's `SiluAndMul` runs our SwiGLU ops, which also quantize for a linear that takes quantized input.
+
+In a compiled graph an activation that does not quantize is ours where the compiler would fuse it with nothing, see norm.py.
+"""
 
 from vllm_rocm_ops.vllm import seam
 
@@ -33,6 +36,8 @@ def install() -> None:
 
         consumer: tuple[torch.nn.Module, str] | None = None
         """The one linear that reads the result: its parent module, and its name in the parent."""
+        stands_alone = False
+        """Whether the compiler would fuse the activation with nothing behind it."""
 
         def dispatch_forward(self, compile_native: bool):
             """Return our forward. Keep the one that vLLM chose, compiled or not."""
@@ -43,7 +48,8 @@ def install() -> None:
             """Our op, or vLLM's forward for inputs that the kernels do not take."""
             linear = None if self.consumer is None else getattr(*self.consumer)
             key = fused_quant.key_of(linear, x.shape[-1] // 2, keys)
-            if key not in keys or x.dtype not in fused_quant.DTYPES or not fused_quant.in_rows(x):
+            fuses = key is None and torch.compiler.is_compiling() and not self.stands_alone
+            if fuses or key not in keys or x.dtype not in fused_quant.DTYPES or not fused_quant.in_rows(x):
                 return self.vllm_forward(x)
             if key is not None:
                 return fused_quant.silu_and_mul(linear, key, x)

@@ -37,7 +37,6 @@ def mark(vllm_config) -> None:
     """Put the fingerprint into a configuration and into the log. vLLM has set up logging and loaded all plugins by now."""
     from vllm import plugins
 
-    seam.log_turned_off()
     found = fingerprint()
     if isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config = {**vllm_config.additional_config, "vllm_rocm_ops": found}

@@ -1,100 +1,62 @@
-"""Seam: models whose norms and activations know the linear that reads their result, their consumer.
+"""Seam: a model's norms and activations know the linear that reads their result, their consumer.
 
-vLLM gives an activation its linear in some models, and a norm its linear in none. Subclasses of the models (models.py) replace
-vLLM's classes in vLLM's model registry. They set the consumers when a model has been built.
+vLLM gives an activation its linear in some models, and a norm its linear in none. When vLLM has built a model, whichever it is, the
+source of its layers says which linear that is (readers.py). Layers that are written in another way have no consumer, and the log
+says so once. Another plugin's models, as ROCm/ATOM's, are left alone.
 """
 
-import importlib.util
-import pathlib
-import re
+import functools
+import logging
 
-from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm import experts, seam
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "DeepseekV2ForCausalLM": "deepseek_v2",
-    "DeepseekV3ForCausalLM": "deepseek_v2",
-}
-TOUCHED = {
-    "llama": ("class LlamaDecoderLayer", "self.qkv_proj =", "self.gate_up_proj =", "self.post_attention_layernorm ="),
-    "deepseek_v2": (
-        "class DeepseekV2DecoderLayer",
-        "class DeepseekV2MLP",
-        "self.mla_attn = MultiHeadLatentAttentionWrapper",
-        "self.use_sequence_parallel_moe =",
-        "self.is_v32 =",
-        "self.q_lora_rank =",
-    ),
-}
-
-
-def ours(architecture: str) -> str:
-    return f"vllm_rocm_ops.vllm.models:RocmOps{architecture}"
-
-
-def theirs(architecture: str) -> str:
-    return f"vllm.model_executor.models.{ARCHITECTURES[architecture]}:{architecture}"
-
-
-def registered(architecture: str) -> str:
-    """The class in vLLM's registry, as "module:class"; empty if there is none."""
-    from vllm import ModelRegistry
-
-    entry = ModelRegistry.models.get(architecture)
-    if cls := getattr(entry, "model_cls", None):
-        return f"{cls.__module__}:{cls.__qualname__}"
-    return f"{entry.module_name}:{entry.class_name}" if entry else ""
-
-
-def replaced() -> str:
-    """Which models another plugin, as ROCm/ATOM, replaces by its own classes. Empty if there are none."""
-    by: dict[str, list[str]] = {}
-    for architecture in ARCHITECTURES:
-        if (found := registered(architecture)).partition(".")[0] not in ("", "vllm", "vllm_rocm_ops"):
-            by.setdefault(found, []).append(architecture)
-    classes = "; ".join(f"{', '.join(names)} by {found}" for found, names in by.items())
-    return f"another plugin replaces {classes}" if by else ""
+logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
 def probe() -> None:
-    """The registry holds vLLM's own classes, and their files have the names that models.py reads. Imports no model."""
-    from vllm import ModelRegistry
+    """vLLM builds all models, also those of speculative decoding, in one function; what readers.py takes as whole has these names."""
+    from vllm.model_executor.layers import attention_layer_base, linear
+    from vllm.model_executor.layers.fused_moe.runner import moe_runner_interface
+    from vllm.model_executor.model_loader import utils
 
-    seam.require_parameters(ModelRegistry.register_model, "model_arch", "model_cls")
-    if why := replaced():
-        raise seam.Unavailable(why)
-    for architecture in ARCHITECTURES:
-        seam.require(registered(architecture) == theirs(architecture), f"{architecture} in its registry")
-    for module, touched in TOUCHED.items():
-        origin = importlib.util.find_spec(f"vllm.model_executor.models.{module}").origin
-        source = pathlib.Path(origin).read_text()
-        for text in touched:
-            seam.require(re.search(rf"^\s*{re.escape(text)}", source, re.MULTILINE), f"{text!r} in models/{module}.py")
+    seam.require_parameters(utils.initialize_model, "vllm_config")
+    seam.require(hasattr(attention_layer_base, "AttentionLayerBase"), "AttentionLayerBase")
+    seam.require(hasattr(moe_runner_interface, "MoERunnerInterface"), "MoERunnerInterface")
+    seam.require(hasattr(linear, "LinearBase") and hasattr(linear, "UnquantizedLinearMethod"), "LinearBase")
 
 
 def install() -> None:
-    """Register the subclasses by name, so that a model is imported only when vLLM needs it. Each process of vLLM loads all plugins;
-    where one of them replaces a model later, vLLM's classes come back for the others."""
-    from vllm import ModelRegistry
+    """Wrap the function that builds a model."""
+    from vllm.model_executor.model_loader import utils
 
-    register = ModelRegistry.register_model
+    build = utils.initialize_model
 
-    def register_model(model_arch, model_cls):
-        register(model_arch, model_cls)
-        if why := replaced():
-            for architecture in ARCHITECTURES:
-                if registered(architecture) == ours(architecture):
-                    register(architecture, theirs(architecture))
-            seam.turn_off("links", why)
+    @functools.wraps(build)
+    def initialize_model(*arguments, **keywords):
+        model = build(*arguments, **keywords)
+        link(model)
+        return model
 
-    for architecture in ARCHITECTURES:
-        register(architecture, ours(architecture))
-    ModelRegistry.register_model = register_model
+    experts.replace(build, initialize_model)
+
+
+def link(model) -> None:
+    """Set a model's consumers. Without them it runs all the same."""
+    name = type(model).__qualname__
+    if not type(model).__module__.startswith("vllm."):
+        logger.info("vllm-rocm-ops: links: none in %s, which is another plugin's", name)
+        return
+    try:
+        from vllm_rocm_ops.vllm import models
+
+        models.set_consumers(model)
+    except Exception as error:  # noqa: BLE001  vLLM starts without it
+        logger.warning("vllm-rocm-ops: links: none in %s: %s: %s", name, type(error).__name__, error)
 
 
 SEAM = seam.Seam(
     name="links",
-    replaces=f"{', '.join(ARCHITECTURES)}, through ModelRegistry.register_model",
+    replaces="nothing; reads the models that initialize_model builds",
     probe=probe,
     install=install,
 )

@@ -19,7 +19,7 @@ def probe() -> None:
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
     if envs.VLLM_ROCM_OPS_MEASURE == "0":
-        raise seam.Unavailable("VLLM_ROCM_OPS_MEASURE=0")
+        raise seam.SwitchedOff("VLLM_ROCM_OPS_MEASURE=0")
     seam.require_parameters(getattr(WorkerBase, METHOD))
     seam.require_parameters(WorkerWrapperBase.init_device)
     seam.require_parameters(WorkerWrapperBase.__getattr__, "attr")

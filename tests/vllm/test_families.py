@@ -1,0 +1,81 @@
+"""vLLM generates the same tokens with the plugin as without it with every family of models, and each layer calls the ops that its
+structure has places for."""
+
+import os
+
+import checkpoints
+import pytest
+from engines import FAMILIES, STEPS, identity
+
+pytestmark = pytest.mark.slow
+
+FULL = bool(os.environ.get("FULL_TESTS"))
+ALWAYS = ("qwen3", "glm4_moe", "gemma3_text")
+"""Heads' norms; those and experts whose router reads the norm; norms of 1 + weight. Others run with --full."""
+RUN = [family for family in FAMILIES if FULL or family[0] in ALWAYS]
+
+
+def job(engines, family: tuple[str, str], **options) -> dict:
+    """A job; that of DeepSeek V3 predicts a token more in each step."""
+    result = engines.job(family, **options)
+    if family[0] == "deepseek_v3":
+        result["engine"]["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
+    return result
+
+
+@pytest.fixture(scope="module")
+def with_plugin(engines) -> dict[str, dict]:
+    return engines.run({identity(family): job(engines, family) for family in RUN})
+
+
+@pytest.fixture(scope="module")
+def without(engines) -> dict[str, dict]:
+    return engines.run({identity(family): job(engines, family) for family in RUN}, VLLM_PLUGINS="none")
+
+
+def calls_of_a_layer(config: dict, layer: int) -> dict[str, int]:
+    """How often each op runs in a layer in one step, eagerly."""
+    family = config["model_type"]
+    routed, latent = checkpoints.has_experts(config, layer), "kv_lora_rank" in config
+    dense = not routed or family not in ("mixtral", "qwen3_moe")  # or experts that all tokens share
+    gemma, queries = family == "gemma3_text", config.get("q_lora_rank") is not None
+    linked = (not latent or queries) + (not routed) + (latent and queries)
+    heads = 2 * (family in ("qwen3", "qwen3_moe", "glm4_moe"))
+    grouped = config.get("topk_method") == "noaux_tc" or family == "glm4_moe"
+    plain = heads + latent  # the norm of the keys' latent
+    return {
+        "rms_norm_dynamic_per_token_quant": linked,
+        "rms_norm": 4 if gemma else plain + (latent and not queries and layer == 0),
+        "fused_add_rms_norm": routed + (latent and not queries and layer > 0),
+        "silu_and_mul_per_token_quant": 0 if gemma else int(dense),
+        "scaled_mm": 2 + latent + 2 * dense,
+        "fused_experts": int(routed),
+        "grouped_topk": int(routed and grouped),
+        "topk_softmax": int(routed and not grouped),
+    }
+
+
+def expected_calls(config: dict) -> dict[str, int]:
+    """Of a generation. The last norm is vLLM's where it leaves the residual as it is."""
+    layers = [calls_of_a_layer(config, layer) for layer in range(config["num_hidden_layers"])]
+    calls = {op: STEPS * sum(layer[op] for layer in layers) for op in layers[0]}
+    calls["fused_add_rms_norm"] += STEPS * (config["model_type"] != "gemma3_text")
+    if "kv_lora_rank" in config:  # expands the latents of the prompts, in the first step
+        calls["scaled_mm"] += config["num_hidden_layers"]
+    return {op: count for op, count in calls.items() if count}
+
+
+def configuration(family: tuple[str, str]) -> dict:
+    return {**checkpoints.LLAMA, **checkpoints.FAMILIES[family[0]], "model_type": family[0]}
+
+
+@pytest.mark.parametrize("family", RUN, ids=identity)
+def test_tokens_are_those_of_stock_vllm(with_plugin, without, family):
+    ours, stock = with_plugin[identity(family)], without[identity(family)]
+    assert stock["stats"] == {} and ours["tokens"] == stock["tokens"]
+
+
+@pytest.mark.parametrize("family", [family for family in RUN if family[0] != "deepseek_v3"], ids=identity)
+def test_each_layer_calls_its_ops(with_plugin, family):
+    found = with_plugin[identity(family)]["stats"]
+    assert {op: sum(kernels.values()) for op, kernels in found.items()} == expected_calls(configuration(family))
