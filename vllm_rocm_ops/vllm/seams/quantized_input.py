@@ -50,12 +50,14 @@ def install() -> None:
     from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
     from vllm.model_executor.utils import is_weights_pre_processed
 
-    from vllm_rocm_ops.vllm import fused_quant, native_kernel
+    from vllm_rocm_ops.vllm import fused_quant, native_kernel, row_selection
 
     def tell(layer, kernel) -> None:
         """Store in a layer which quantized input its kernel takes, for the layer that makes the input."""
         # With batch invariance, Fp8LinearMethod reads the input as a tensor.
-        if kernel.input_quant_key() is not None and not envs.VLLM_BATCH_INVARIANT:
+        takes = kernel.input_quant_key() is not None and not envs.VLLM_BATCH_INVARIANT
+        if takes and not row_selection.stays_vllms(layer):
+            layer.vllm_rocm_ops_quantize = row_selection.quantizer(layer, kernel)
             layer.vllm_rocm_ops_column_major_scales = kernel.quant_fp8.column_major_scales
             expose_input_quant_key(layer, kernel)
 

@@ -1,0 +1,333 @@
+"""Which norms and activations of a model run our ops: those that vLLM's compiler does not serve as well.
+
+Our op makes the norm, or the activation, and the quantised input of the linear behind it. In vLLM that is a part of the compiled
+graph, a kernel of Inductor's or of one of vLLM's fusion passes. So it cannot be chosen at a call. It is decided when a worker has
+loaded its model and vLLM has not compiled it yet, once for all numbers of tokens:
+
+    measured    the same small graph is compiled with the model's settings and passes, and timed beside our op (kernel_timing.py).
+                Ours has to win over all that was measured, and may nowhere be the slower.
+    unmeasured  vLLM's where one of its passes fuses norms, or activations, with the quantisation; else ours.
+    off         vLLM's, as our op was wrong on this GPU.
+
+Where vLLM's stays, the layer gets vLLM's forward back, and the linear quantises its own input. AITER's all-reduce is fused with a
+plain norm, so where vLLM does that no norm is ours. What stays vLLM's is in the fingerprint of vLLM's compile cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import envs, ops
+from vllm_rocm_ops.families.gemm import BLOCK
+from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.quantization import LIMIT
+from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, seam
+from vllm_rocm_ops.vllm.kernel_selection import NATIVE, Decided, Measured, Record
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+TOKENS = (2, 8, 64, 256)  # that are measured, and the most of a step. Not one, for which Dynamo would compile once more
+SETS = 16  # of inputs, one for each call of a graph
+SAMPLED_ROWS = 8
+STAYS = "vllm_rocm_ops_stays_vllms"  # the mark of a linear whose input vLLM's forward makes
+
+_stay: set[str] = set()
+
+
+def stay() -> list[str]:
+    """The keys of what stays vLLM's in this process."""
+    return sorted(_stay)
+
+
+def stays_vllms(linear: torch.nn.Module) -> bool:
+    """Whether vLLM's forward makes a linear's input."""
+    return getattr(linear, STAYS, False)
+
+
+def quantizer(layer: torch.nn.Module, kernel) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """How vLLM quantises the input of a layer."""
+    quantize = getattr(kernel, "native", None) or kernel
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        params = kernel._get_layer_params(layer)
+        if hasattr(kernel, "use_triton"):  # scales per block
+            how = params.input_scale, params.input_scale_ub
+            return quantize.quant_fp8(x, *how, use_triton=quantize.use_triton)
+        return quantize.quant_fp8(x, *params[2:])
+
+    return run
+
+
+class Fused:
+    """A norm or an activation of ours, with the linear that takes its quantised result: as `kernel_timing.measure` takes it."""
+
+    def __init__(
+        self,
+        op: Op,
+        producer: torch.nn.Module,
+        linear: torch.nn.Module,
+        columns: int,
+        dtype: torch.dtype,
+        has_residual: bool,
+    ):
+        self.op, self.producer, self.linear, self.columns, self.dtype = op, producer, linear, columns, dtype
+        self.is_norm, self.has_residual = "weight" in op.Arguments._fields, has_residual
+        self.column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
+        bound = " bound" * (self.bound() is not None) + " column-major" * self.column_major
+        residual = " residual" * self.has_residual
+        self.shape = f"{columns} {kernel_selection.types(dtype)}{residual}{bound}"
+        self.key = f"{op.name} {self.shape} {kernel_selection.COMPILED}"
+        self.layers = dict.fromkeys(range(SETS), ())
+        self.kernels, self.compiled = self, None
+
+    def bound(self) -> Tensor | None:
+        takes = "scale_ub" in self.op.Arguments._fields and "block" not in self.op.name
+        return getattr(self.linear, "input_scale_ub", None) if takes else None
+
+    def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
+        tensors = 2 + 2 * self.has_residual
+        return float(tokens * self.columns * (tensors * self.dtype.itemsize + 1)), 0.0
+
+    def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor | None]:
+        """The input and the residual."""
+        device = next(self.linear.parameters()).device
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def random(columns: int) -> Tensor:
+            return torch.randn(tokens, columns, generator=generator, device=device).to(self.dtype)
+
+        x = random(self.columns * (1 if self.is_norm else 2))
+        return x, random(self.columns) if self.has_residual else None
+
+    def ours(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The quantised result, its scales and the residual, by our kernels. Raises `Refused` where they do not take it."""
+        from vllm_rocm_ops.vllm import fused_quant
+
+        given = {"input": x, "residual": residual, "quant_dtype": fused_quant.QUANT_DTYPE, "group_size": BLOCK}
+        given |= {"scale": getattr(self.linear, "input_scale", None), "scale_ub": self.bound()}
+        given |= {"is_scale_transposed": self.column_major, "one_plus_weight": False}
+        if self.is_norm:
+            given |= {"weight": self.producer.weight.data, "epsilon": self.producer.variance_epsilon}
+        with self.op.trial():
+            output = self.op.run_kernels(*(given[name] for name in self.op.Arguments._fields))
+        if output is None:
+            raise kernel_selection.Refused
+        return (*output, residual) if isinstance(output, tuple) else (output, given["scale"], residual)
+
+    def vllms(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The same by vLLM's layers."""
+        if residual is None:
+            return *self.linear.vllm_rocm_ops_quantize(self.producer.vllm_forward(x)), None
+        output, residual = self.producer.vllm_forward(x, residual)
+        return *self.linear.vllm_rocm_ops_quantize(output), residual
+
+    def exact(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The result, which is not quantised but bounded as its quantised values are, and the residual, in float32."""
+        from vllm_rocm_ops.vllm import fused_quant
+
+        x = x.float()
+        if not self.is_norm:
+            gate, up = x.chunk(2, 1)
+            result = torch.nn.functional.silu(gate) * up
+        else:
+            x = x if residual is None else x + residual.float()
+            scale = torch.rsqrt(x.square().mean(1, keepdim=True) + self.producer.variance_epsilon)
+            result = x * scale * self.producer.weight.data.float()
+        most = self.bound()
+        if "scale" in self.op.Arguments._fields:
+            most = self.linear.input_scale.float() * LIMIT[fused_quant.QUANT_DTYPE]
+        return result if most is None else result.clamp(-most, most), x if self.has_residual else None
+
+
+def dequantized(values: Tensor, scale: Tensor) -> Tensor:
+    """A quantised result in float32. Some of vLLM's kernels pad the tokens of the scales."""
+    groups = values.float().unflatten(1, (scale.shape[-1] if scale.dim() == 2 else 1, -1))
+    scale = scale[: len(values)].unsqueeze(-1) if scale.dim() == 2 and len(scale) > 1 else scale.reshape(-1)[0]
+    return (groups * scale).flatten(1)
+
+
+def measure_pair(one: Fused, layers: list[tuple], tokens: int, clock: kernel_timing.Clock, marked) -> Measured:
+    """Check and time our op against vLLM's, as `kernel_timing.measure_pair`."""
+    sets = [one.inputs(tokens, seed) for seed in range(len(layers))]
+    rows = kernel_timing.sample(tokens, SAMPLED_ROWS).to(sets[0][0].device)
+    columns = torch.arange(one.columns, device=rows.device)
+    exact = one.exact(*(value if value is None else value[rows] for value in sets[0]))
+
+    def fresh() -> tuple[Tensor, Tensor | None]:
+        return tuple(value if value is None else value.clone() for value in sets[0])
+
+    def results(output: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
+        values, scale, residual = output
+        return [dequantized(values[:tokens], scale), *([] if residual is None else [residual])]
+
+    native = results(one.compiled(*fresh()))
+    clock.finish()
+    with marked:
+        try:
+            ours = results(one.ours(*fresh()))
+            clock.finish()
+        except kernel_selection.Refused:
+            return NATIVE
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise kernel_timing.Mismatch(f"{type(error).__name__}: {error}") from error
+        found = [kernel_timing.check(*pair, rows, columns) for pair in zip(ours, native, exact)]
+        del ours, native
+        times = clock.times({"ours": one.ours, "native": one.compiled}, sets)
+    medians = (statistics.median(times[name]) for name in ("ours", "native"))
+    return Measured(*medians, *found[0])
+
+
+# The model
+
+
+def producers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Module | None]]:
+    """Our norms and activations in a model, each with the one linear that reads its result, if that is known."""
+    behind = {
+        layer.act_fn: layer.down_proj
+        for layer in model.modules()
+        if hasattr(layer, "act_fn") & hasattr(layer, "down_proj")
+    }
+    for layer in model.modules():
+        if hasattr(layer, "rocm_ops_forward"):
+            consumer = getattr(layer, "consumer", None)
+            yield layer, behind.get(layer) if consumer is None else getattr(*consumer, None)
+
+
+def fused_in(models: list[torch.nn.Module], hidden: int, dtype: torch.dtype) -> list[Fused]:
+    """What of these models runs our ops for a norm or an activation with the quantisation of its result. Norms as wide as the
+    model are those of its decoder layers, with a residual."""
+    from vllm_rocm_ops.vllm import fused_quant
+
+    runnable = {True: fused_quant.runnable(fused_quant.NORMS), False: fused_quant.runnable(fused_quant.ACTIVATIONS)}
+    found = []
+    for producer, linear in (pair for model in models for pair in producers(model)):
+        is_norm = hasattr(producer, "variance_epsilon")
+        if linear is None or not hasattr(linear, "vllm_rocm_ops_quantize"):
+            continue
+        columns = producer.weight.shape[0] if is_norm else linear.input_size_per_partition
+        key = fused_quant.key_of(linear, columns, runnable[is_norm])
+        if key is None:
+            continue
+        names = (fused_quant.NORMS if is_norm else fused_quant.ACTIVATIONS)[key]
+        has_residual = is_norm and columns == hidden
+        op = getattr(ops, names[-1 if has_residual else 0])
+        found.append(Fused(op, producer, linear, columns, dtype, has_residual))
+    return found
+
+
+def leave(producer: torch.nn.Module, linear: torch.nn.Module | None) -> None:
+    """Leave a norm or an activation to vLLM."""
+    producer._forward_method = producer.vllm_forward
+    if linear is not None and hasattr(linear, "vllm_rocm_ops_quantize"):
+        linear._input_quant_key = None
+        setattr(linear, STAYS, True)
+
+
+def decide(found: list[Fused], decided: Decided, fuses: dict[bool, bool]) -> dict[str, bool]:
+    """By key, whether our op runs. `fuses` says whether a pass of vLLM's fuses norms, and activations, with the quantisation."""
+    ours = {}
+    for one in found:
+        measured = decided.shapes.get(one.key)
+        runs = not fuses[one.is_norm] if measured is None else bool(measured[0])
+        ours[one.key] = runs and one.op.name not in decided.off
+    return ours
+
+
+def compiler(config) -> Callable[[Callable], Callable]:
+    """What compiles a function as vLLM compiles a piece of the model of this configuration: with its settings of Inductor and its
+    passes, for any number of tokens. Nothing, where vLLM does not compile."""
+    from vllm.compilation.backends import VllmBackend
+    from vllm.compilation.passes.inductor_pass import pass_context
+    from vllm.config import CompilationMode
+    from vllm.config.utils import Range
+
+    settings = config.compilation_config
+    if settings.mode != CompilationMode.VLLM_COMPILE or settings.backend not in ("", "inductor"):
+        return lambda function: function
+    backend = VllmBackend(config)
+    backend.configure_post_pass()
+    most = config.scheduler_config.max_num_batched_tokens
+
+    def inductor(graph, inputs):
+        from torch._inductor.compile_fx import compile_fx
+
+        with pass_context(Range(1, most)):
+            return compile_fx(graph, inputs, config_patches=backend.inductor_config)
+
+    def compiled(function: Callable) -> Callable:
+        def graph(*tensors):
+            return function(*tensors)
+
+        graph.__code__ = graph.__code__.replace()  # Dynamo counts compilations by the object
+        run = torch.compile(graph, backend=inductor, fullgraph=True)
+
+        def call(*tensors):
+            for tensor in tensors:
+                if tensor is not None:
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            return run(*tensors)
+
+        return call
+
+    return compiled
+
+
+def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable, says: bool) -> None:
+    """Decide for the model that a worker has loaded."""
+    config, runner = worker.vllm_config, worker.model_runner
+    drafter = getattr(getattr(runner, "drafter", None), "model", None)
+    models = [runner.get_model(), *([drafter] if isinstance(drafter, torch.nn.Module) else [])]
+    passes = config.compilation_config.pass_config
+    if passes.fuse_allreduce_rms and seam.served_platform() == "rocm" and not seam.names("norm"):
+        left = [pair for model in models for pair in producers(model) if hasattr(pair[0], "variance_epsilon")]
+        for pair in left:
+            leave(*pair)
+        if left:
+            _stay.add("norms")
+            text = "vllm-rocm-ops: %d norms stay vLLM's, which fuses them with AITER's all-reduce. VLLM_ROCM_OPS_SEAMS=norm,all has ours"
+            logger.info(text, len(left))
+    found = fused_in(models, config.model_config.get_hidden_size(), config.model_config.dtype)
+    distinct = {one.key: one for one in found}
+    most = config.scheduler_config.max_num_batched_tokens
+    if clock is not None and distinct:
+        compiled = functools.cache(lambda: compiler(config))
+        for one in distinct.values():
+            one.compiled = _lazily(one, compiled)
+    at = sorted({*(tokens for tokens in TOKENS if tokens < most), most})
+    wanted = {one: at for one in distinct.values()}
+    record, decided = Record({}), Decided({}, {})
+    if envs.VLLM_ROCM_OPS_MEASURE != "0":
+        record, decided = kernel_timing.agree(wanted, clock, gather, measure_pair)
+    ours = decide(found, decided, {True: passes.fuse_norm_quant, False: passes.fuse_act_quant})
+    for one in found:
+        if not ours[one.key]:
+            leave(one.producer, one.linear)
+    _stay.update(key for key, runs in ours.items() if not runs)
+    mark_again(config, models)
+    if says:
+        kernel_timing.say(record, decided, set(distinct))
+
+
+def _lazily(one: Fused, compiled: Callable) -> Callable:
+    """vLLM's compiled graph of a shape, compiled when it is called."""
+    graph = functools.cache(lambda: compiled()(one.vllms))
+    return lambda *tensors: graph()(*tensors)
+
+
+def mark_again(config, models: list[torch.nn.Module]) -> None:
+    """Put what stays vLLM's into the fingerprint of the compile cache, also in copies of the configuration that models hold."""
+    from vllm_rocm_ops.vllm.seams import compile_cache
+
+    if not _stay or "compile_cache" not in seam.active():
+        return
+    held = [getattr(layer, "vllm_config", None) for model in models for layer in model.modules()]
+    for one in {id(one): one for one in (config, *held) if one is not None}.values():
+        compile_cache.mark(one)
