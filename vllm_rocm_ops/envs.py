@@ -26,6 +26,7 @@ VARIABLES = {
         Variable("VLLM_ROCM_OPS_ANY_VERSION", "0", "1 installs the seams in untested vLLM versions too, as nightlies"),
         Variable("VLLM_ROCM_OPS_SHUFFLE", "0", "1 shuffles FP8 weights for our GEMMs, which then serve all tokens"),
         Variable("VLLM_ROCM_OPS_MEASURE", "1", "0 keeps vLLM's workers from timing our kernels against its own"),
+        Variable("VLLM_ROCM_OPS_ATTENTION", "0", "1 runs our decode attention wherever it fits, faster or not"),
         Variable(
             "VLLM_ROCM_OPS_TABLES", "", "folder of your tuned tables; `~/.config/vllm-rocm-ops/tables` by default"
         ),

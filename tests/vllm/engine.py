@@ -7,12 +7,14 @@ the ops did is at hand.
 import contextlib
 import gc
 import json
+import os
 import traceback
 
 
 def generate(job: dict) -> dict:
     """Load a model, generate greedily, and report tokens, log probabilities and what the ops did. Then generate once more for each
-    step of `job["then"]`: "again"; "reload", after the weights have been loaded again; or a LoRA adapter's folder, with it."""
+    step of `job["then"]`: "again"; "reload", after the weights have been loaded again; or a LoRA adapter's folder, with it.
+    `job["environment"]` holds for it and for the jobs behind it."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -31,6 +33,7 @@ def generate(job: dict) -> dict:
         "kv_cache_memory_bytes": 32 << 20,
         "worker_extension_cls": "vllm_rocm_ops.vllm.worker.Extension",
     }
+    os.environ |= job.get("environment", {})
     llm = LLM(model=job["model"], **options | job.get("engine", {}))
     sampling = SamplingParams(
         temperature=0,
@@ -118,6 +121,9 @@ def release() -> None:
     import torch
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    from vllm_rocm_ops.vllm import kernel_selection
+
+    kernel_selection.forget()
     gc.collect()
     cleanup_dist_env_and_memory()
     torch._dynamo.reset()

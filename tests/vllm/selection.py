@@ -230,16 +230,34 @@ def experts(torch) -> dict[str, str]:
 
 
 def attention(torch) -> dict[str, str]:
-    """The attention backend of multi-head latent attention."""
+    """The attention backends of heads of 128 and of multi-head latent attention, by choice and where the user names them; and
+    what vLLM's are that they hold."""
     from vllm.platforms import current_platform
+    from vllm.triton_utils import tl
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    options = dict.fromkeys(AttentionSelectorConfig._fields, False)
-    options |= {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": None}
-    options |= {"use_mla": True, "attn_type": "decoder"}
-    options = {name: options[name] for name in AttentionSelectorConfig._fields}
-    path = current_platform.get_attn_backend_cls(None, AttentionSelectorConfig(**options), 16)
-    return {"latent attention": path.rsplit(".", 1)[-1]}
+    answer = {}
+    tl.bfloat16 = "bfloat16"  # vLLM's stand-in for Triton lacks it, and backends that ROCm asks read it
+
+    def add(name: str, member: str | None, **given) -> None:
+        options = dict.fromkeys(AttentionSelectorConfig._fields, False)
+        options |= {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": None}
+        options |= {"attn_type": "decoder"} | given
+        options = {name: options[name] for name in AttentionSelectorConfig._fields}
+        selected = member and AttentionBackendEnum[member]
+        path = current_platform.get_attn_backend_cls(selected, AttentionSelectorConfig(**options), 16)
+        chosen = resolve_obj_by_qualname(path)
+        stock = chosen.__mro__[1].__name__ if path.startswith("vllm_rocm_ops") else ""
+        answer[name] = f"{chosen.__name__} holds {stock}" if stock else chosen.__name__
+
+    latent = {"head_size": 576, "use_mla": True}
+    add("attention", None)
+    add("attention, named triton", "TRITON_ATTN")
+    add("latent attention", None, **latent)
+    add("latent attention, named triton", "TRITON_MLA", **latent)
+    return answer
 
 
 def forked(function, *arguments):

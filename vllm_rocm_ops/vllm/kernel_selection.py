@@ -2,7 +2,7 @@
 
 For each shape of a layer there is a `Choice`. It is in one of three states:
 
-    unmeasured  ours up to a fixed number of tokens; none of them where AITER was asked for by its switch
+    unmeasured  ours up to a fixed number of tokens; none of them where AITER was asked for by its switch, and none in attention
     measured    ours where it was faster by more than `MARGIN`, at the numbers of tokens that were measured; between two of them
                 where it was at both; above the largest native
     off         native, on this GPU: our op gave a wrong result, raised, or did not come back. All shapes of the op are off.

@@ -1,0 +1,404 @@
+"""Our decode attention in vLLM's backends: which calls it serves, from which cache, and the engine's tokens with it and without."""
+
+import dataclasses
+import types
+
+import checkpoints
+import pytest
+import torch
+from engines import STEPS
+
+import vllm_rocm_ops
+from vllm_rocm_ops.vllm import attention, kernel_selection, seam
+from vllm_rocm_ops.vllm.seams import decode_attention
+
+LLAMA = ("llama", "bf16")
+HEADS, KV_HEADS, SIZE, PAGE, SCALE = 6, 2, 64, 16, 0.11
+SENTINEL = 7.0
+
+
+# In the engine
+
+
+def prompts() -> list[list[int]]:
+    """Some with pages that a second generation finds in the cache."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 500, (length,), generator=generator).tolist() for length in (70, 9, 97)]
+
+
+@pytest.fixture(scope="module")
+def generated(engines) -> dict[str, dict]:
+    """Models with our attention and without, by vLLM's CPU engine; each generates twice."""
+    jobs = {}
+    for name, flavour in {"llama": LLAMA}.items():
+        for whose, switch in {"ours": "1", "stock": "0"}.items():
+            made = engines.job(flavour, then=["again"], environment={"VLLM_ROCM_OPS_ATTENTION": switch})
+            made["prompts"], made["engine"]["enable_prefix_caching"] = prompts(), True
+            made["engine"]["block_size"] = 32
+            jobs[f"{name} {whose}"] = made
+    return engines.run(jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "op"), [("llama", "paged_attention_decode")])
+def test_tokens_are_stock_vllms(generated, model, op):
+    """Also where prefixes are cached. Ours has one call for each layer and step behind the prefill, and none unless asked for."""
+    ours, stock = generated[f"{model} ours"], generated[f"{model} stock"]
+    assert ours["tokens"] == stock["tokens"]
+    assert ours["then"] == stock["then"]
+    assert ours["cached"] == stock["cached"] > 0
+    assert sum(ours["stats"][op].values()) == checkpoints.LLAMA["num_hidden_layers"] * (STEPS - 1)
+    assert op not in stock["stats"]
+    assert ours["logprobs"] != stock["logprobs"]  # by rounding: two implementations ran
+    difference = torch.tensor(ours["logprobs"]) - torch.tensor(stock["logprobs"])
+    assert difference.abs().max() < 0.1
+
+
+MEASURED = """
+import os
+from vllm_rocm_ops.vllm import attention, attention_timing
+from vllm_rocm_ops.vllm.seams import measured_selection
+
+class Clock:
+    def times(self, calls, sets):
+        for call in calls.values():
+            call(*sets[0])
+        slow = str(int(sets[0][2].seq_lens[0])) == os.environ["SLOW"]
+        return {"ours": [3.0 if slow else 1.0], "native": [2.0]}
+
+    def finish(self):
+        pass
+
+measured_selection.clock, attention_timing.LENGTHS = Clock, (32, 100)
+right = attention.Decoder.call
+
+def call(self, *arguments):
+    out, *rest = right(self, *arguments)
+    return out * float(os.environ["FACTOR"]), *rest
+
+attention.Decoder.call = call
+"""
+
+
+WHAT = {"faster": ("0", 1.0), "slower with more keys": ("100", 1.0), "wrong": ("0", 1.05)}
+
+
+@pytest.fixture(scope="module")
+def measured(engines, tmp_path_factory) -> dict[str, tuple]:
+    """What was served and recorded where ours is the faster, where it is so for few keys only, and where it is wrong."""
+    folder, jobs = tmp_path_factory.mktemp("measured"), {}
+    for name, (slow, factor) in WHAT.items():
+        environment = {"VLLM_ROCM_OPS_TABLES": str(folder / name), "SLOW": slow, "FACTOR": str(factor)}
+        jobs[name] = engines.job(LLAMA, environment=environment)
+        jobs[name]["engine"]["block_size"] = 32
+    answers = engines.run(jobs, before=MEASURED)
+    return answers, {name: [kernel_selection.read(path) for path in (folder / name).glob("*/*.json")] for name in WHAT}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", WHAT)
+def test_what_was_measured_to_be_faster_serves(measured, what):
+    """At every length. What is not right on this machine is off."""
+    answers, records = measured
+    stats, [record] = answers[what]["stats"].get("paged_attention_decode", {}), records[what]
+    assert sum(stats.values()) == (checkpoints.LLAMA["num_hidden_layers"] * (STEPS - 1) if what == "faster" else 0)
+    if what == "wrong":
+        assert "4:2x64" in record.off["paged_attention_decode"]
+        assert answers["output"].count("paged_attention_decode is off on this GPU") == 1
+        return
+    keys = [f"paged_attention_decode 4:2x64 auto page 32 {n} of 256 keys CPUAttentionBackend" for n in (32, 100)]
+    assert [key for key in record.shapes if key.startswith("paged")] == keys
+    assert all(list(record.shapes[key]) == [1, 2, 4] for key in keys)
+    assert all(0 < one.error < 0.01 for key in keys for one in record.shapes[key].values())
+
+
+# Backends
+
+
+@dataclasses.dataclass
+class Batch:
+    """A call of a layer: requests of these lengths, of which the last `query_lens` tokens are the rows."""
+
+    lens: list[int]
+    query_lens: list[int]
+    padding: int = 0  # rows of tensors behind the batch's tokens
+    fp8: bool = False
+    layout: str = "contiguous"
+
+    def __post_init__(self):
+        generator = torch.Generator().manual_seed(sum(self.lens))
+        self.pages = torch.randperm(40, generator=generator)[: 4 * len(self.lens)].view(-1, 4).int()
+        shape = (len(self.lens), 4 * PAGE, KV_HEADS, SIZE)
+        self.keys, self.values = (torch.randn(shape, generator=generator) for _ in range(2))
+        self.keys[:, 3:7] *= 3
+        tokens = sum(self.query_lens) + self.padding
+        self.query = torch.randn(tokens, HEADS, SIZE, generator=generator).bfloat16()
+        dtype = torch.float8_e4m3fn if self.fp8 else torch.bfloat16
+        self.keys, self.values = self.keys.to(dtype), self.values.to(dtype)
+        self.scales = (0.4, 2.3) if self.fp8 else (1.0, 1.0)
+        self.output = torch.full_like(self.query, SENTINEL)
+
+    def expected(self, window: int = 99) -> torch.Tensor:
+        """The output, in float64."""
+        rows, begin = torch.full(self.query.shape, SENTINEL, dtype=torch.float64), 0
+        for request, (length, count) in enumerate(zip(self.lens, self.query_lens)):
+            keys, values = (
+                x[request].double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (self.keys, self.values)
+            )
+            for t in range(count):
+                end = max(length - count + t + 1, 0)
+                seen = slice(max(end - window, 0), end)
+                scores = torch.einsum("hd,nhd->hn", self.query[begin + t].double(), keys[seen])
+                weights = (scores * SCALE * self.scales[0]).softmax(-1)
+                rows[begin + t] = torch.einsum("hn,nhd->hd", weights, values[seen]) * self.scales[1]
+            begin += count
+        return rows
+
+    def packed(self) -> torch.Tensor:
+        """[pages, heads, slots, key and value], NaN where nothing was written."""
+        cache = torch.full((40, KV_HEADS, PAGE, 2 * SIZE), torch.nan).to(self.keys.dtype)
+        if self.layout == "tokens first":
+            cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
+        elif self.layout == "padded":
+            cache = torch.full((40, KV_HEADS, PAGE, 2 * SIZE + 32), torch.nan).to(self.keys.dtype)[..., : 2 * SIZE]
+        data = cache.view(torch.uint8 if self.fp8 else cache.dtype)
+        keys, values = (x.view(data.dtype) for x in (self.keys, self.values))
+        for request, length in enumerate(self.lens):
+            for token in range(length):
+                page, slot = self.pages[request, token // PAGE], token % PAGE
+                data[page, :, slot, :SIZE], data[page, :, slot, SIZE:] = keys[request, token], values[request, token]
+        return data
+
+    def native(self) -> torch.Tensor:
+        """[pages, 2, slots, heads * size]: bytes of keys [heads, size / x, slots, x] and of values [heads, size, slots]."""
+        both = self.packed()
+        x = 16 // both.element_size()
+        keys = both[..., :SIZE].unflatten(-1, (-1, x)).permute(0, 1, 3, 2, 4).reshape(40, PAGE, -1)
+        values = both[..., SIZE:].transpose(2, 3).reshape(40, PAGE, -1)
+        stacked = torch.stack([keys, values], 1 if self.layout == "padded" else 0)
+        return stacked if self.layout == "padded" else stacked.transpose(0, 1)
+
+    def metadata(self, member: str, **given):
+        tokens, longest = sum(self.query_lens), max(self.query_lens)
+        common = {"num_actual_tokens": tokens, "seq_lens": torch.tensor(self.lens, dtype=torch.int32), "causal": True}
+        common["block_table"] = self.pages
+        if member == "ROCM_AITER_FA":
+            decodes = [count for count in self.query_lens if count <= 8]
+            common |= {"num_decodes": len(decodes), "num_decode_tokens": sum(decodes), "num_extends": 0}
+            common |= {"num_prefills": len(self.query_lens) - len(decodes)}
+            common["decode_metadata"] = types.SimpleNamespace(max_query_len=max(decodes, default=0))
+        else:
+            common["max_query_len"] = longest
+        return types.SimpleNamespace(**common | given)
+
+
+GPU_BACKENDS = attention.PLATFORMS["rocm"]
+
+
+@pytest.fixture
+def layer(configuration, monkeypatch):
+    """A function that makes a layer's implementation, and calls it: what it gives is who served."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
+
+    def call(member: str, batch: Batch, output_scale=None, given=(), cache=None, **options) -> str:
+        served = []
+        backend = attention.made(attention.BACKENDS[member])
+        stock = backend.get_impl_cls().__mro__[2]
+        monkeypatch.setattr(stock, "forward", lambda self, *arguments: served.append(arguments))
+        common = dict.fromkeys(("alibi_slopes", "sliding_window")) | {"kv_cache_dtype": "fp8" if batch.fp8 else "auto"}
+        impl = backend.get_impl_cls()(HEADS, SIZE, SCALE, KV_HEADS, **common | options)
+        k_scale, v_scale = map(torch.tensor, batch.scales)
+        module = types.SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale)
+        cache = batch.native() if member == "ROCM_ATTN" else batch.packed()
+        arguments = module, batch.query, None, None, cache, batch.metadata(member, **dict(given)), batch.output
+        vllm_rocm_ops.reset_stats()
+        impl.forward(*arguments, output_scale=output_scale)
+        ran = sum(vllm_rocm_ops.stats().get("paged_attention_decode", {}).values())
+        assert (ran, len(served)) in ((1, 0), (0, 1))
+        assert not served or served[0] == (*arguments, output_scale, None)
+        assert ran or (batch.output == SENTINEL).all()
+        return "ours" if ran else "stock"
+
+    return call
+
+
+def assert_right(batch: Batch, **given) -> None:
+    assert (batch.output.double() - batch.expected(**given)).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("member", GPU_BACKENDS)
+@pytest.mark.parametrize("layout", ["contiguous", "tokens first", "padded"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_caches_are_read_as_they_lie(layer, member, layout, fp8):
+    """In each order in memory, with the scales of keys and of values."""
+    batch = Batch([33, 1, 50], [1, 1, 1], layout=layout, fp8=fp8)
+    assert layer(member, batch) == "ours"
+    assert_right(batch)
+
+
+@pytest.mark.parametrize("member", GPU_BACKENDS)
+def test_rows_behind_the_batch_are_left_alone(layer, member):
+    """Those that pad a graph's batch as requests without keys are zero, those behind all requests keep what they held."""
+    batch = Batch([20, 35, 0, 0], [1, 1, 1, 1], padding=3)
+    batch.pages[2:] = 2**30
+    assert layer(member, batch) == "ours"
+    wanted = batch.expected()
+    wanted[2:4] = 0
+    assert (batch.output.double() - wanted).abs().max() < 0.02
+    assert (batch.output[4:] == SENTINEL).all()
+
+
+@pytest.mark.parametrize("member", GPU_BACKENDS)
+def test_all_requests_may_have_the_same_few_rows(layer, member):
+    """As with speculative decoding. The first of a request may be among them."""
+    batch = Batch([20, 3, 49], [3, 3, 3])
+    assert layer(member, batch) == "ours"
+    assert_right(batch)
+
+
+@pytest.mark.parametrize("member", GPU_BACKENDS)
+@pytest.mark.parametrize("query_lens", [(1, 1, 12), (1, 3), (9, 9), (2, 1, 2)])
+def test_mixed_batches_stay_stock(layer, member, query_lens):
+    batch = Batch([30, 31, 32][: len(query_lens)], list(query_lens))
+    assert layer(member, batch) == "stock"
+
+
+@pytest.mark.parametrize("member", GPU_BACKENDS)
+def test_calls_with_what_our_op_lacks_stay_stock(layer, member):
+    """Each of these changes what a call has to compute."""
+    batch = Batch([20, 35], [1, 1])
+    assert layer(member, batch) == "ours"
+
+    def rest(**options) -> str:
+        return layer(member, Batch([20, 35], [1, 1]), **options)
+
+    assert rest(output_scale=torch.tensor(1.0)) == "stock"
+    assert rest(given={"causal": False}) == "stock"
+    assert rest(given={"causal": torch.tensor([True, False])}) == "stock"
+    assert rest(alibi_slopes=[0.1] * HEADS) == "stock"
+    assert rest(logits_soft_cap=30.0) == "stock"
+    assert rest(kv_cache_dtype="fp8_e5m2") == "stock"
+    assert rest(sinks=torch.zeros(HEADS, dtype=torch.bfloat16)) == "stock"
+    batch = Batch([20, 35], [1, 1])
+    batch.query = batch.query.float()
+    assert layer(member, batch) == "stock"
+
+
+def test_more_of_what_triton_has_stays_stock(layer):
+    for given in ({"mm_prefix_range_tensor": torch.zeros(1)}, {"rswa_prefix_lens": torch.zeros(1)}):
+        assert layer("TRITON_ATTN", Batch([20], [1]), given=given) == "stock"
+    assert layer("TRITON_ATTN", Batch([20], [1]), kv_cache_dtype="int8_per_token_head") == "stock"
+    assert layer("TRITON_ATTN", Batch([20], [1]), chunk_lookback=2) == "stock"
+    assert layer("TRITON_ATTN", Batch([20], [1]), attn_type="encoder_decoder") == "stock"
+
+
+@pytest.mark.parametrize("member", GPU_BACKENDS)
+def test_windows_and_sinks_are_ours(layer, member):
+    """A row sees as many keys as its window has, its own among them. A sink only adds to a row's sum."""
+    batch = Batch([33, 50], [1, 1])
+    assert layer(member, batch, sliding_window=10) == "ours"
+    assert_right(batch, window=10)
+    batch = Batch([33, 50], [1, 1])
+    assert layer(member, batch, sinks=torch.full((HEADS,), 3.0)) == "ours"
+    assert (batch.output.double().abs() <= batch.expected().abs() + 0.02).all()
+    assert batch.output.double().abs().sum() < 0.9 * batch.expected().abs().sum()
+
+
+def test_batches_that_a_graph_cannot_tell_apart_stay_stock(layer, monkeypatch):
+    """A graph of one request and several tokens may be replayed for fewer where it serves mixed batches, and where queries are cut
+    on the device. One row is one row in any of them."""
+    from vllm.config import CUDAGraphMode
+
+    several, one = Batch([20], [4]), Batch([20], [1])
+    modes = {CUDAGraphMode.FULL: "stock", CUDAGraphMode.FULL_AND_PIECEWISE: "ours", CUDAGraphMode.NONE: "ours"}
+    for mode, who in modes.items():
+        config = types.SimpleNamespace(
+            compilation_config=types.SimpleNamespace(cudagraph_mode=mode), speculative_config=None
+        )
+        monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda config=config: config)
+        assert layer("TRITON_ATTN", dataclasses.replace(several)) == who
+        assert layer("TRITON_ATTN", dataclasses.replace(one)) == "ours"
+    config.speculative_config = types.SimpleNamespace(enable_adaptive_verification=True)
+    assert layer("TRITON_ATTN", dataclasses.replace(several)) == "stock"
+    assert layer("TRITON_ATTN", dataclasses.replace(one)) == "ours"
+
+
+def test_the_switch(layer, monkeypatch):
+    """Without it, and without a measurement, vLLM's own runs. So it does where bits may not depend on the batch."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "0")
+    assert layer("ROCM_ATTN", Batch([20], [1])) == "stock"
+    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
+    assert layer("ROCM_ATTN", Batch([20], [1])) == "ours"
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True, raising=False)
+    assert layer("ROCM_ATTN", Batch([20], [1])) == "stock"
+
+
+@pytest.mark.parametrize(("forced", "asks"), [("1", False), ("0", True)])
+def test_queries_stay_of_16_bits_where_ours_is_forced(configuration, monkeypatch, forced, asks):
+    """vLLM quantizes them for a cache in FP8 if an implementation can take that, as Triton's on a GPU."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", forced)
+    stock = attention.made(attention.BACKENDS["TRITON_ATTN"]).get_impl_cls().__mro__[2]
+    construct = stock.__init__
+
+    def __init__(self, *arguments, **keywords):
+        construct(self, *arguments, **keywords)
+        self.supports_quant_query_input = True
+
+    monkeypatch.setattr(stock, "__init__", __init__)
+    impl = attention.made(attention.BACKENDS["TRITON_ATTN"]).get_impl_cls()(
+        HEADS, SIZE, SCALE, KV_HEADS, None, None, "fp8"
+    )
+    assert impl.supports_quant_query_input is asks
+
+
+# The seam
+
+
+def test_backends_keep_their_names(configuration):
+    """vLLM compares them, and asks a class for the rest."""
+    for member in attention.BACKENDS:
+        backend = attention.made(attention.BACKENDS[member])
+        stock = backend.__mro__[1]
+        assert backend.get_name() == stock.get_name()
+        assert backend.get_builder_cls().__mro__[-1] is object
+        assert issubclass(backend.get_impl_cls(), stock.get_impl_cls())
+        assert getattr(attention, backend.__name__) is backend
+    with pytest.raises(AttributeError):
+        attention.RocmOpsOtherBackend  # noqa: B018
+
+
+ROCM = "vllm.v1.attention.backends.rocm_attn"
+
+
+class OtherImpl(attention.DecodeImpl):
+    METHOD = *attention.DecodeImpl.METHOD, "more"
+
+
+CHANGES = {
+    "RocmAttentionImpl.forward": {"kind": OtherImpl},
+    "RocmAttentionImpl.heads": {"needs": ((f"{ROCM}.RocmAttentionImpl", ("heads",)),)},
+    "RocmAttentionMetadata.lens": {"needs": ((f"{ROCM}.RocmAttentionMetadata", ("lens",)),)},
+    "OtherImpl in": {"impl": "OtherImpl"},
+    f"{ROCM}.Other as ROCM_ATTN": {"path": f"{ROCM}.Other"},
+}
+
+
+@pytest.mark.parametrize("lack", CHANGES)
+def test_a_backend_of_another_shape_is_left_alone(configuration, lack):
+    """The seam says what vLLM lacks."""
+    backend = attention.BACKENDS["ROCM_ATTN"]
+    attention.check("ROCM_ATTN", backend)
+    with pytest.raises(seam.Unavailable, match=f"this vLLM lacks .*{lack}"):
+        attention.check("ROCM_ATTN", dataclasses.replace(backend, **CHANGES[lack]))
+
+
+def test_another_plugins_backend_is_left_alone(configuration, monkeypatch):
+    from vllm.v1.attention.backends import registry
+
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {registry.AttentionBackendEnum.CPU_ATTN: "theirs.Backend"})
+    with pytest.raises(seam.Unavailable, match="another plugin replaces CPU_ATTN by theirs.Backend"):
+        decode_attention.probe()
+    registry._ATTN_OVERRIDES.clear()
+    decode_attention.probe()
+    decode_attention.install()
+    assert registry.AttentionBackendEnum.CPU_ATTN.get_class() is attention.made(attention.BACKENDS["CPU_ATTN"])

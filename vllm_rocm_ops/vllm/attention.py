@@ -1,0 +1,437 @@
+"""Our decode attention in vLLM's attention backends.
+
+A backend is replaced in place by a subclass, whose layers run our op for batches in which every row is a decode row: all requests
+have the same query length, 1 to 8. Prefill, mixed batches, the cache write and metadata stay vLLM's, and so does each layer that
+our op lacks something for. What decides is known on the host and constant in a captured graph: shapes, the longest query and the
+layer's configuration. Rows that only pad a graph have no keys; nothing behind the batch's tokens is written.
+
+Ours serves where it was measured to be faster at every length (attention_timing.py), so nowhere until it was measured. With
+VLLM_ROCM_OPS_ATTENTION=1 it serves wherever it fits.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import envs, ops
+from vllm_rocm_ops.families.attention import ELEMENTS, CacheLayout
+from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.ops.paged_attention_decode import MOST_ROWS, SIZES
+from vllm_rocm_ops.vllm import attention_timing, kernel_selection, seam
+
+PLAIN, E4M3 = ("auto", "float16", "bfloat16"), ("fp8", "fp8_e4m3")  # vLLM's names of cache dtypes
+
+Batch = tuple[int, int]
+"""Requests and their query length."""
+
+NO_BATCH = 0, 0
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One of vLLM's backends. `kind` goes in front of its implementation. `needs` are classes and their attributes that it relies
+    on. `caches(impl, layer, kv_cache)` are its key and value cache as our ops take them, None where they are in another order;
+    `batch(metadata)` the requests and their query length if all are decode rows, else `NO_BATCH`."""
+
+    path: str
+    kind: type
+    impl: str
+    needs: tuple[tuple[str, tuple[str, ...]], ...]
+    caches: Callable[[object, torch.nn.Module, Tensor], tuple[Tensor, Tensor] | None] | None = None
+    batch: Callable[[object], Batch] | None = None
+    on_gpu: bool = True
+
+    @property
+    def module(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    @property
+    def name(self) -> str:
+        """Of the class."""
+        return self.path.rpartition(".")[2]
+
+
+# Layers
+
+
+def is_forced() -> bool:
+    """Whether ours serves wherever it fits, measured or not."""
+    return envs.VLLM_ROCM_OPS_ATTENTION == "1"
+
+
+def is_batch_invariant() -> bool:
+    from vllm import envs as vllm_envs
+
+    return bool(vllm_envs.VLLM_BATCH_INVARIANT)
+
+
+class Decoder:
+    """What our op is to one layer's implementation. `lacks` says why it serves none of the layer's calls; empty if it may."""
+
+    op: Op
+
+    def __init__(self, impl, backend: Backend):
+        from vllm.config import get_current_vllm_config
+
+        self.impl, self.backend, self.config = impl, backend, get_current_vllm_config()
+        self.is_forced = is_forced()
+        self.is_fp8 = impl.kv_cache_dtype in E4M3
+        self.lacks = next((f"it has {what}" for what, has in self.unfit() if has), "")
+        self.choices: dict[
+            int, tuple[kernel_selection.Choice, ...]
+        ] = {}  # by query length, one for each length of requests
+        if self.is_forced and not self.lacks and getattr(impl, "supports_quant_query_input", False):
+            impl.supports_quant_query_input = False  # ours takes queries of 16 bits
+
+    def unfit(self) -> Iterator[tuple[str, bool]]:
+        """What a layer may have that our op lacks, and whether this one has it."""
+        dtypes = PLAIN + E4M3 if self.backend.on_gpu else PLAIN
+        yield f"a cache of {self.impl.kv_cache_dtype}", self.impl.kv_cache_dtype not in dtypes
+
+    def takes(self, query_len: int) -> bool:
+        """Whether requests may have this query length. More than one is no constant of a captured graph if it holds mixed batches
+        too, or if queries are cut on the device."""
+        if query_len == 1:
+            return True
+        from vllm.config import CUDAGraphMode
+
+        mode = self.config.compilation_config.cudagraph_mode
+        mixed = mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL
+        return 1 < query_len <= MOST_ROWS and not mixed and not self.is_cut()
+
+    def is_cut(self) -> bool:
+        """Whether query lengths are fewer on the device than on the host."""
+        return getattr(self.config.speculative_config, "enable_adaptive_verification", False)
+
+    def is_ours(self, batch: Batch) -> bool:
+        """Whether ours serves a batch of decode rows."""
+        requests, query_len = batch
+        if not self.takes(query_len):
+            return False
+        choices = self.choices.get(query_len, ())
+        return self.is_forced or bool(choices) and all(choice.is_ours(requests) for choice in choices)
+
+    def call(self, *arguments):
+        """Our op; None where its kernels do not take the arguments. On CPU its reference runs, or the emulator."""
+        return self.op(*arguments) if arguments[0].device.type == "cpu" else self.op.run_kernels(*arguments)
+
+
+class HeadsDecoder(Decoder):
+    """Of layers that keep a key and a value of each head."""
+
+    op = ops.paged_attention_decode
+
+    def unfit(self):
+        impl = self.impl
+        yield from super().unfit()
+        yield "keys of an encoder", getattr(impl, "attn_type", "decoder") != "decoder"
+        yield f"heads of {impl.head_size}", impl.head_size not in SIZES
+        yield "ALiBi", impl.alibi_slopes is not None
+        yield "a soft cap", bool(impl.logits_soft_cap)
+        yield "sinks that are not float32", impl.sinks is not None and impl.sinks.dtype != torch.float32
+        yield "a window", self.window > 0 and not self.backend.on_gpu
+        yield "a look back by chunks", getattr(impl, "chunk_lookback", -1) != -1
+        # A request's rows would be ours in one batch and vLLM's in another.
+        yield "rows that must not depend on the batch", is_batch_invariant()
+
+    @functools.cached_property
+    def window(self) -> int:
+        """Keys that a row sees; 0 for all."""
+        found = self.impl.sliding_window
+        behind = found[0] if isinstance(found, tuple) else found  # in front of the row's own
+        return 0 if behind in (None, -1) else behind + 1
+
+    def serve(self, layer, query: Tensor, kv_cache: Tensor, metadata, output: Tensor) -> bool:
+        """Write the output of a batch, if ours serves it."""
+        if self.lacks or query.dtype not in ELEMENTS or not is_causal(metadata):
+            return False
+        batch = self.backend.batch(metadata)
+        return batch != NO_BATCH and self.is_ours(batch) and self.run(batch, layer, query, kv_cache, metadata, output)
+
+    def run(self, batch: Batch, layer, query: Tensor, kv_cache: Tensor, metadata, output: Tensor) -> bool:
+        """Write the output of a batch of decode rows, unless our kernels do not take it."""
+        (requests, query_len), caches = batch, self.caches(layer, kv_cache)
+        if caches is None:
+            return False
+        rows, places = requests * query_len, (metadata.block_table, metadata.seq_lens)
+        rest = self.impl.scale, query_len, *self.scales(layer), self.impl.sinks, self.window
+        found = self.call(query[:rows], *caches, *places, *rest)
+        if found is None:
+            return False
+        output[:rows].copy_(found[0].view(output[:rows].shape))
+        return True
+
+    def caches(self, layer, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The caches of keys and values, in the dtype that they hold."""
+        found = self.backend.caches(self.impl, layer, kv_cache)
+        if found is None or not self.is_fp8:
+            return found
+        from vllm.platforms import current_platform
+
+        return found[0].view(current_platform.fp8_dtype()), found[1].view(current_platform.fp8_dtype())
+
+    def scales(self, layer) -> tuple[Tensor | None, Tensor | None]:
+        """Of keys and of values."""
+        return (layer._k_scale, layer._v_scale) if self.is_fp8 else (None, None)
+
+    # When it is measured
+
+    def describe(self) -> str:
+        impl = self.impl
+        more = f" window {self.window}" * bool(self.window) + " sinks" * (impl.sinks is not None)
+        return f"{impl.num_heads}:{impl.num_kv_heads}x{impl.head_size} {impl.kv_cache_dtype}{more}"
+
+    def widths(self) -> tuple[int, int, int]:
+        """Elements of a row of queries, of output, and of a token in the cache."""
+        impl = self.impl
+        row = impl.num_heads * impl.head_size
+        return row, row, 2 * impl.num_kv_heads * impl.head_size
+
+    def page_size(self, layer) -> int:
+        return CacheLayout(*self.caches(layer, layer.kv_cache)).page_size
+
+    def ours(self, batch: Batch, layer, query: Tensor, metadata) -> Tensor | None:
+        """The output of a batch, by our op."""
+        output = torch.empty_like(query)
+        return output if self.run(batch, layer, query, layer.kv_cache, metadata, output) else None
+
+    def theirs(self, layer, query: Tensor, metadata) -> Tensor:
+        """The same by vLLM's implementation."""
+        output = torch.empty_like(query)
+        super(DecodeImpl, self.impl).forward(layer, query, None, None, layer.kv_cache, metadata, output)
+        return output
+
+    def exact(self, query_len: int, keys: int, layer, query: Tensor, metadata, requests: Tensor) -> Tensor:
+        """The output of some requests in float32, of a copy of their pages."""
+        layout = CacheLayout(*self.caches(layer, layer.kv_cache))
+        pages, table = attention_timing.pages_of(metadata.block_table, requests, keys, layout.page_size)
+        slots = torch.arange(layout.page_size, device=query.device)
+        caches = layout.keys(pages[:, None], slots).float(), layout.values(pages[:, None], slots).float()
+        rows = query.unflatten(0, (-1, query_len))[requests].flatten(0, 1).float()
+        rest = self.impl.scale, query_len, *self.scales(layer), self.impl.sinks, self.window
+        return self.op.reference(rows, *caches, table, metadata.seq_lens[requests], *rest)[0]
+
+
+def is_causal(metadata) -> bool:
+    """Whether a row sees all keys before it, and only these."""
+    others = ("mm_prefix_range_tensor", "rswa_prefix_lens", "dynamic_causal")
+    return metadata.causal is True and all(getattr(metadata, name, None) is None for name in others)
+
+
+class DecodeImpl:
+    """In front of a backend's implementation."""
+
+    METHOD = (
+        *("forward", "layer", "query", "key", "value", "kv_cache", "attn_metadata"),
+        *("output", "output_scale", "output_block_scale"),
+    )
+    """The name and the parameters of what is replaced."""
+
+    rocm_ops_backend: Backend
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.rocm_ops = HeadsDecoder(self, self.rocm_ops_backend)
+
+    def forward(
+        self,
+        layer,
+        query,
+        key,
+        value,
+        kv_cache,
+        attn_metadata,
+        output,
+        output_scale=None,
+        output_block_scale=None,
+    ):
+        plain = attn_metadata is not None and output_scale is None and output_block_scale is None
+        if plain and self.rocm_ops.serve(layer, query, kv_cache, attn_metadata, output):
+            return output
+        given = layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+        return super().forward(*given)
+
+
+# Caches and batches
+
+
+def packed(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """[pages, heads, N, key and value], in any order in memory."""
+    return kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
+
+
+def packed_unless_shuffled(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The same, unless the user has AITER shuffle the cache."""
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    return None if rocm_aiter_ops.is_shuffle_kv_cache_enabled() else packed(impl, layer, kv_cache)
+
+
+def native(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
+    """[pages, 2, N, heads * size]. A fusion for AITER has vLLM interleave values."""
+    from vllm.v1.attention.ops.paged_attn import PagedAttention
+
+    if getattr(impl, "_use_interleaved_v_cache", False):
+        return None
+    return PagedAttention.split_kv_cache(kv_cache.transpose(0, 1), impl.num_kv_heads, impl.head_size)
+
+
+def of_cpu(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
+    """[pages, heads, N, key and value] as bytes: all keys of a page, transposed, before its values. AMX has another order."""
+    if layer.isa not in ("vec", "vec16"):
+        return None
+    pages, heads, slots, both = kv_cache.shape
+    block, head, _, _ = kv_cache.stride()
+    shape, begin, size = (pages, slots, heads, both // 2), kv_cache.storage_offset(), both // 2
+    keys = kv_cache.as_strided(shape, (block, 1, head, slots), begin)
+    return keys, kv_cache.as_strided(shape, (block, size, head, 1), begin + slots * size)
+
+
+def batch_of_all(metadata) -> Batch:
+    """Where requests may have any lengths: their sum is the number of tokens, so they are equal if it is that of the longest."""
+    requests, longest = metadata.block_table.shape[0], metadata.max_query_len
+    return (requests, longest) if metadata.num_actual_tokens == requests * longest else NO_BATCH
+
+
+def batch_of_decodes(metadata) -> Batch:
+    """Where decode rows come first."""
+    if metadata.num_prefills or metadata.num_extends or not metadata.num_decodes:
+        return NO_BATCH
+    requests, longest = metadata.num_decodes, metadata.decode_metadata.max_query_len
+    same = metadata.num_decode_tokens == metadata.num_actual_tokens == requests * longest
+    return (requests, longest) if same and metadata.block_table.shape[0] == requests else NO_BATCH
+
+
+# Backends
+
+STOCK = "vllm.v1.attention.backends"
+OF_IMPL = (
+    *("num_heads", "num_kv_heads", "head_size", "scale", "sliding_window", "kv_cache_dtype", "alibi_slopes"),
+    *("logits_soft_cap", "sinks"),
+)
+OF_BATCH = ("num_actual_tokens", "seq_lens", "block_table", "causal")
+OF_SPLIT = ("num_decodes", "num_decode_tokens", "num_prefills", "num_extends", "decode_metadata")
+
+
+def _of_heads(module: str, stem: str, impl: str, metadata: str, more: tuple[str, ...], *rest, **given) -> Backend:
+    module = f"{STOCK}.{module}"
+    needs = (f"{module}.{impl}", OF_IMPL), (f"{module}.{metadata}", (*OF_BATCH, *more))
+    return Backend(f"{module}.{stem}Backend", DecodeImpl, impl, needs, *rest, **given)
+
+
+_TRITON = ("max_query_len", "mm_prefix_range_tensor", "rswa_prefix_lens")
+_of_all = ("max_query_len",), native, batch_of_all
+BACKENDS = {
+    "ROCM_ATTN": _of_heads("rocm_attn", "RocmAttention", "RocmAttentionImpl", "RocmAttentionMetadata", *_of_all),
+    "ROCM_AITER_FA": _of_heads(
+        *("rocm_aiter_fa", "AiterFlashAttention", "AiterFlashAttentionImpl", "AiterFlashAttentionMetadata"),
+        *(OF_SPLIT, packed_unless_shuffled, batch_of_decodes),
+    ),
+    "TRITON_ATTN": _of_heads(
+        *("triton_attn", "TritonAttention", "TritonAttentionImpl", "TritonAttentionMetadata"),
+        *(_TRITON, packed, batch_of_all),
+    ),
+    "CPU_ATTN": _of_heads(
+        *("cpu_attn", "CPUAttention", "CPUAttentionBackendImpl", "CPUAttentionMetadata"),
+        *(("max_query_len", "dynamic_causal"), of_cpu, batch_of_all),
+        on_gpu=False,
+    ),
+}
+PLATFORMS = {"rocm": ("ROCM_ATTN", "ROCM_AITER_FA", "TRITON_ATTN"), "cuda": ("TRITON_ATTN",), "cpu": ("CPU_ATTN",)}
+
+
+@functools.cache
+def made(backend: Backend) -> type:
+    """Our class for a backend."""
+    stock = getattr(importlib.import_module(backend.module), backend.name)
+    module = backend.kind.__module__
+
+    def derived(front: tuple[type, ...], theirs: type, **members) -> type:
+        return type(f"RocmOps{theirs.__name__}", (*front, theirs), {"__module__": module, **members})
+
+    impl = derived((backend.kind,), stock.get_impl_cls(), rocm_ops_backend=backend)
+    builder = derived((attention_timing.NotingBuilder,), stock.get_builder_cls())
+    getters = {"get_impl_cls": staticmethod(lambda: impl), "get_builder_cls": staticmethod(lambda: builder)}
+    return derived((), stock, **getters)
+
+
+def find(backends: dict[str, Backend], module: str, name: str) -> type:
+    """The class of that name, which vLLM's registry asks a module for."""
+    for backend in backends.values():
+        if name == f"RocmOps{backend.name}":
+            return made(backend)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+__getattr__ = functools.partial(find, BACKENDS, __name__)
+
+
+# What a seam does
+
+
+def check(member: str, backend: Backend) -> None:
+    """A backend is vLLM's own, and the files have what our subclass relies on. They are read and not imported, which takes long."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    seam.require_parameters(register_backend, "backend", "class_path")
+    found = getattr(AttentionBackendEnum, member, None)
+    seam.require(found is not None and found.value == backend.path, f"{backend.path} as {member}")
+    if found.is_overridden():
+        raise seam.Unavailable(f"another plugin replaces {member} by {found.get_path()}")
+    impl = _class(f"{backend.module}.{backend.impl}")
+    functions = {node.name: node for node in impl.body if isinstance(node, ast.FunctionDef)}
+    name, *wanted = backend.kind.METHOD
+    had = [argument.arg for argument in functions[name].args.args[1:]] if name in functions else []
+    seam.require(had == wanted, f"{backend.impl}.{name}({', '.join(wanted)}), it has ({', '.join(had)})")
+    for path, names in backend.needs:
+        known = _attributes(_class(path))
+        for name in names:
+            seam.require(name in known, f"{path.rpartition('.')[2]}.{name}")
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    source = Path(importlib.util.find_spec(module).origin).read_text()
+    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+
+
+def _class(path: str) -> ast.ClassDef:
+    module, _, name = path.rpartition(".")
+    seam.require(name in _classes(module), f"{name} in {module}")
+    return _classes(module)[name]
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    """What a class declares, and what its methods assign."""
+    declared = {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
+    found = [part for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)]
+    return declared | {part.attr for part in found if isinstance(part.value, ast.Name) and part.value.id == "self"}
+
+
+def served(backends: dict[str, Backend], platforms: dict[str, tuple[str, ...]]) -> dict[str, Backend]:
+    """The backends that are replaced on this platform."""
+    return {member: backends[member] for member in platforms[seam.served_platform()]}
+
+
+def probe(backends: dict[str, Backend]) -> None:
+    """Each backend is vLLM's own and as expected."""
+    for member, backend in backends.items():
+        check(member, backend)
+    _classes.cache_clear()
+
+
+def install(backends: dict[str, Backend]) -> None:
+    """Have vLLM's registry find our subclasses in the backends' places."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    for member, backend in backends.items():
+        register_backend(AttentionBackendEnum[member], f"{backend.kind.__module__}.RocmOps{backend.name}")
