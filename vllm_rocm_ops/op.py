@@ -192,8 +192,8 @@ class Op:
         return Explanation(self.name, str(arch), planned, config, f"{source} {config}", tuple(rules))
 
     def run_kernels(self, *args):
-        """What a call returns where kernels take these arguments. None, with nothing done, where the reference would run or
-        the arguments break the contract: for callers that then have something better than the reference."""
+        """What a call returns where kernels take these arguments, True if that is nothing. None, with nothing done, where the
+        reference would run or the arguments break the contract: for callers that then have something better than the reference."""
         args += self._defaults[len(args) :]
         try:
             execution = self._execution(args)
@@ -204,7 +204,8 @@ class Op:
             return None
         if not execution.is_fallback:
             try:
-                return execution(args)
+                found = execution(args)
+                return True if found is None else found
             except NotLaunched as error:
                 self._do_without(execution, str(error))
         if not self._is_trial and execution.count is not counter(self.name, FALLBACK + NO_GPU):

@@ -9,8 +9,11 @@ import torch
 from engines import STEPS
 
 import vllm_rocm_ops
+from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.families.attention import CacheLayout
 from vllm_rocm_ops.vllm import attention, kernel_selection, seam
-from vllm_rocm_ops.vllm.seams import decode_attention
+from vllm_rocm_ops.vllm.seams import decode_attention, rope_and_cache
 
 LLAMA = ("llama", "bf16")
 HEADS, KV_HEADS, SIZE, PAGE, SCALE = 6, 2, 64, 16, 0.11
@@ -349,6 +352,103 @@ def test_queries_stay_of_16_bits_where_ours_is_forced(configuration, monkeypatch
         HEADS, SIZE, SCALE, KV_HEADS, None, None, "fp8"
     )
     assert impl.supports_quant_query_input is asks
+
+
+# Rotation and cache write
+
+
+def rotated(x: torch.Tensor, angles: torch.Tensor, is_neox: bool) -> torch.Tensor:
+    """x [tokens, heads, size] rotated by angles [tokens, size / 2], in float64."""
+    pairs = x.double().unflatten(-1, (2, -1)).transpose(-1, -2) if is_neox else x.double().unflatten(-1, (-1, 2))
+    turned = torch.view_as_real(
+        torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(()).double(), angles)[:, None]
+    )
+    return (turned.transpose(-1, -2) if is_neox else turned).flatten(-2)
+
+
+@pytest.fixture
+def roped(configuration, monkeypatch):
+    """A function that has a layer rotate and write; it gives who did, and checks what ours did."""
+    from vllm import _custom_ops
+
+    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
+    monkeypatch.setattr(attention.HeadsDecoder, "rope", ops.rope_and_cache)
+
+    def call(member: str, is_neox: bool = True, kv_cache_dtype: str = "auto", stock_can: bool = False) -> list[str]:
+        backend, done = attention.made(attention.BACKENDS[member]), []
+        stock = backend.get_impl_cls().__mro__[2]
+        monkeypatch.setattr(stock, "fused_rope_kvcache_supported", lambda self: stock_can)
+        monkeypatch.setattr(stock, "do_rope_and_kv_cache_update", lambda *_: done.append("stock's"))
+        monkeypatch.setattr(stock, "do_kv_cache_update", lambda *_: done.append("stock's write"))
+        monkeypatch.setattr(_custom_ops, "rotary_embedding", lambda *_: done.append("stock's rotation"))
+        impl = backend.get_impl_cls()(HEADS, SIZE, SCALE, KV_HEADS, None, None, kv_cache_dtype)
+        batch = Batch([20], [5])
+        cache = torch.zeros_like(batch.native() if member == "ROCM_ATTN" else batch.packed())
+        batch.keys, batch.values = batch.keys[:, 15:20], batch.values[:, 15:20]
+        key, value = batch.keys[0].clone(), batch.values[0].clone()
+        query, slots = batch.query.clone(), torch.tensor([3, 21, -1, 100, 64])
+        angles = torch.rand(50, SIZE // 2, dtype=torch.float64) * 3
+        table, positions = torch.cat([angles.cos(), angles.sin()], -1).float(), torch.tensor([7, 1, 0, 30, 49])
+        module = types.SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
+        can = impl.fused_rope_kvcache_supported()
+        impl.do_rope_and_kv_cache_update(module, query, key, value, positions, table, is_neox, cache, slots)
+        if done:
+            assert torch.equal(query, batch.query) and not cache.any()
+            return [*done, can]
+        for given, found in ((batch.query, query), (batch.keys[0], key)):
+            assert (found.double() - rotated(given, angles[positions], is_neox)).abs().max() < 0.05
+        keys, values = impl.rocm_ops.caches(module, cache)
+        layout = CacheLayout(keys, values)
+        kept = slots >= 0
+        pages, places = slots[kept] // PAGE, slots[kept] % PAGE
+        assert torch.equal(layout.keys(pages, places), key[kept])
+        assert torch.equal(layout.values(pages, places), batch.values[0][kept])
+        assert cache.count_nonzero() <= 2 * kept.sum() * KV_HEADS * SIZE
+        return ["ours", can]
+
+    return call
+
+
+@pytest.mark.parametrize("member", GPU_BACKENDS)
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_rotation_and_write_are_ours_where_asked_for(roped, member, is_neox):
+    """Also where AITER could."""
+    assert roped(member, is_neox) == roped(member, is_neox, stock_can=True) == ["ours", True]
+
+
+def test_rotation_and_write_are_stock_otherwise(roped, monkeypatch):
+    """By AITER's op if that is there, else by two of vLLM's."""
+    two = ["stock's rotation", "stock's write"]
+    assert roped("TRITON_ATTN", kv_cache_dtype="int8_per_token_head") == [*two, False]
+    monkeypatch.setattr(attention.HeadsDecoder, "rope", None)
+    assert roped("ROCM_ATTN") == [*two, False]
+    assert roped("ROCM_ATTN", stock_can=True) == ["stock's", True]
+
+
+def test_rotation_and_write_have_to_be_asked_for(roped, monkeypatch):
+    """They were never measured."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "0")
+    assert roped("ROCM_ATTN") == ["stock's rotation", "stock's write", False]
+
+
+def test_the_seam_of_rotation_needs_the_hooks(configuration, monkeypatch):
+    monkeypatch.setattr(seam, "active", list)
+    with pytest.raises(seam.Unavailable, match="it needs decode_attention"):
+        rope_and_cache.probe()
+    monkeypatch.setattr(seam, "active", lambda: ["decode_attention"])
+    rope_and_cache.probe()
+    monkeypatch.setattr(rope_and_cache, "PARAMETERS", ("layer", "query"))
+    with pytest.raises(seam.Unavailable, match="do_rope_and_kv_cache_update.layer, query., it has .layer, query, key,"):
+        rope_and_cache.probe()
+
+
+def test_an_op_without_outputs_says_that_it_ran(configuration):
+    """A caller with something else to do has to know."""
+    case = next(iter(ops.rope_and_cache.cases()))
+    arguments = case.make("cpu", torch.Generator().manual_seed(0), torch.float8_e4m3fnuz)
+    assert ops.rope_and_cache.run_kernels(*arguments) is None
+    with launch.executor(Emulator("gfx942")):
+        assert ops.rope_and_cache.run_kernels(*arguments) is True
 
 
 # The seam

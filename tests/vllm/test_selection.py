@@ -35,7 +35,7 @@ MACHINES = [(arch, aiter) for arch in selection.ARCHS for aiter in selection.AIT
 KEY = ("what", "arch", "aiter", "plugin")
 LINEAR_SEAMS = ["scaled_linear", "block_scaled_linear", "mxfp8_linear", "unquantized_linear"]
 EXPERT_SEAMS = ["fp8_experts", "mxfp8_experts", "unquantized_experts", "routing_experts"]
-ATTENTION_SEAMS = ["decode_attention"]
+ATTENTION_SEAMS = ["decode_attention", "rope_and_cache"]
 OTHER_SEAMS = ["compile_cache", "quantized_input", "norm", "activation", "links", "measured_selection"]
 PLUGIN_SEAMS = {*LINEAR_SEAMS, *EXPERT_SEAMS, *ATTENTION_SEAMS, *OTHER_SEAMS}
 
@@ -139,7 +139,8 @@ def test_nvidia_is_left_alone(selected, release):
 def test_nvidia_is_served_where_it_is_asked_for(selected, release):
     """VLLM_ROCM_OPS_ON_NVIDIA=1: ours come first, and hold what vLLM would have chosen for CUDA."""
     without, asked = (selected[release][f"nvidia {plugin}"] for plugin in ("without", "asked"))
-    assert set(asked["seams on"].split(", ")) == {name for name in PLUGIN_SEAMS if "mxfp8" not in name}
+    for_amd = {"rope_and_cache", *(name for name in PLUGIN_SEAMS if "mxfp8" in name)}
+    assert set(asked["seams on"].split(", ")) == PLUGIN_SEAMS - for_amd
     assert asked["RMSNorm()"] == "RocmOpsRMSNorm.rocm_ops_forward"
     assert asked["SiluAndMul()"] == "RocmOpsSiluAndMul.rocm_ops_forward"
     assert asked["fingerprint"] == "True"

@@ -74,6 +74,14 @@ def is_batch_invariant() -> bool:
     return bool(vllm_envs.VLLM_BATCH_INVARIANT)
 
 
+def run(op: Op, *arguments):
+    """What `Op.run_kernels` returns; on CPU an op's reference runs, or the emulator."""
+    if arguments[0].device.type != "cpu":
+        return op.run_kernels(*arguments)
+    found = op(*arguments)
+    return True if found is None else found
+
+
 class Decoder:
     """What our op is to one layer's implementation. `lacks` says why it serves none of the layer's calls; empty if it may."""
 
@@ -120,15 +128,13 @@ class Decoder:
         choices = self.choices.get(query_len, ())
         return self.is_forced or bool(choices) and all(choice.is_ours(requests) for choice in choices)
 
-    def call(self, *arguments):
-        """Our op; None where its kernels do not take the arguments. On CPU its reference runs, or the emulator."""
-        return self.op(*arguments) if arguments[0].device.type == "cpu" else self.op.run_kernels(*arguments)
-
 
 class HeadsDecoder(Decoder):
     """Of layers that keep a key and a value of each head."""
 
     op = ops.paged_attention_decode
+    rope: Op | None = None
+    """Our op that rotates and writes the cache. The seam rope_and_cache sets it."""
 
     def unfit(self):
         impl = self.impl
@@ -164,7 +170,7 @@ class HeadsDecoder(Decoder):
             return False
         rows, places = requests * query_len, (metadata.block_table, metadata.seq_lens)
         rest = self.impl.scale, query_len, *self.scales(layer), self.impl.sinks, self.window
-        found = self.call(query[:rows], *caches, *places, *rest)
+        found = run(self.op, query[:rows], *caches, *places, *rest)
         if found is None:
             return False
         output[:rows].copy_(found[0].view(output[:rows].shape))
@@ -182,6 +188,21 @@ class HeadsDecoder(Decoder):
     def scales(self, layer) -> tuple[Tensor | None, Tensor | None]:
         """Of keys and of values."""
         return (layer._k_scale, layer._v_scale) if self.is_fp8 else (None, None)
+
+    def may_rotate(self) -> bool:
+        """Whether our op rotates for the layer and writes its cache. This is not measured."""
+        takes_cache = (
+            self.impl.kv_cache_dtype in PLAIN + E4M3 and getattr(self.impl, "attn_type", "decoder") == "decoder"
+        )
+        return self.rope is not None and self.is_forced and takes_cache
+
+    def rotate(self, layer, query, key, value, positions, cos_sin_cache, is_neox, kv_cache, slot_mapping) -> bool:
+        """Rotate queries and keys, and write the cache, unless our kernels do not take it."""
+        caches = self.caches(layer, kv_cache)
+        if caches is None:
+            return False
+        given = query, key, value, positions, cos_sin_cache, is_neox, *caches, slot_mapping, *self.scales(layer)
+        return run(self.rope, *given) is not None
 
     # When it is measured
 
@@ -259,6 +280,23 @@ class DecodeImpl:
             return output
         given = layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
         return super().forward(*given)
+
+    def fused_rope_kvcache_supported(self):
+        return super().fused_rope_kvcache_supported() or self.rocm_ops.may_rotate()
+
+    def do_rope_and_kv_cache_update(
+        self, layer, query, key, value, positions, cos_sin_cache, is_neox, kv_cache, layer_slot_mapping
+    ):
+        given = layer, query, key, value, positions, cos_sin_cache, is_neox, kv_cache, layer_slot_mapping
+        if self.rocm_ops.may_rotate() and self.rocm_ops.rotate(*given):
+            return
+        if super().fused_rope_kvcache_supported():
+            super().do_rope_and_kv_cache_update(*given)
+            return
+        from vllm import _custom_ops
+
+        _custom_ops.rotary_embedding(positions, query, key, self.head_size, cos_sin_cache, is_neox)
+        self.do_kv_cache_update(layer, key, value, kv_cache, layer_slot_mapping)
 
 
 # Caches and batches
@@ -387,15 +425,19 @@ def check(member: str, backend: Backend) -> None:
     seam.require(found is not None and found.value == backend.path, f"{backend.path} as {member}")
     if found.is_overridden():
         raise seam.Unavailable(f"another plugin replaces {member} by {found.get_path()}")
-    impl = _class(f"{backend.module}.{backend.impl}")
-    functions = {node.name: node for node in impl.body if isinstance(node, ast.FunctionDef)}
-    name, *wanted = backend.kind.METHOD
-    had = [argument.arg for argument in functions[name].args.args[1:]] if name in functions else []
-    seam.require(had == wanted, f"{backend.impl}.{name}({', '.join(wanted)}), it has ({', '.join(had)})")
+    require_method(f"{backend.module}.{backend.impl}", *backend.kind.METHOD)
     for path, names in backend.needs:
         known = _attributes(_class(path))
         for name in names:
             seam.require(name in known, f"{path.rpartition('.')[2]}.{name}")
+
+
+def require_method(path: str, name: str, *wanted: str) -> None:
+    """Raise `Unavailable` unless a class has a method with these parameters, and no more."""
+    functions = {node.name: node for node in _class(path).body if isinstance(node, ast.FunctionDef)}
+    had = [argument.arg for argument in functions[name].args.args[1:]] if name in functions else []
+    text = f"{path.rpartition('.')[2]}.{name}({', '.join(wanted)}), it has ({', '.join(had)})"
+    seam.require(name in functions and had == [*wanted], text)
 
 
 @functools.cache
