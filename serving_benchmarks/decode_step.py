@@ -21,6 +21,9 @@ embedding, a rank's own part of the vocabulary for all of it. Tokens go to rando
 router chose. With `--ep` of more than `--tp` (attention for the rank's own sequences, experts for those of all ranks),
 a rank alone has random tokens in place of the others'. Per-tensor scales are taken as known beforehand.
 
+Before a batch is timed, each layer of both paths is compared with float32 (decode_exact.py): ours may be off by at most 1.1 times
+as much as stock, else the benchmark ends. Ranks that exchange values are not compared.
+
 The floor is the time to read all weights, of the experts those that are hit, and the cache once, at the bandwidth of a
 copy.
 On the CPU (`--device cpu`) both paths run the ops' references once, without a graph, and nothing is timed.
@@ -31,7 +34,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import statistics
 
+import decode_exact
 import torch
 from decode_paths import Call, Inputs, Step
 from decode_rank import Rank
@@ -66,6 +71,12 @@ def check(logits: dict[str, Tensor]) -> None:
     for path, values in logits.items():
         if not values.isfinite().all():
             raise RuntimeError(f"{path} has logits that are not finite")
+
+
+def said(errors: dict[str, list[float]]) -> str:
+    """What layers are off by, as text."""
+    found = ", ".join(f"{path} {statistics.median(of):.2%} to {max(of):.2%}" for path, of in errors.items())
+    return f"; layers off float32's by {found}, as median and at most" if found else ""
 
 
 def run_kind(calls: list[Call], kind: str) -> None:
@@ -191,11 +202,14 @@ def run_model(model: str, options, arch, ranks: int) -> None:
         logits = {path: step.take_down()[0] for path, step in steps.items()}
         kernels = stats()
         check(logits)
+        errors = decode_exact.layer_errors(steps) if ranks == 1 else {}
+        if errors:
+            decode_exact.check(errors)
         name = f"{name_of(model, options, ranks)}, batch {batch}"
         if arch is None:
             calls = ", ".join(f"{path} {len(step.taken)} calls" for path, step in steps.items())
             if speaks:
-                print(f"{name}: {calls}, {inputs.bytes} bytes, finite")
+                print(f"{name}: {calls}, {inputs.bytes} bytes, finite{said(errors)}")
             continue
         times, alone = time_step(steps)
         counted = {path: launches(step) for path, step in steps.items()}
@@ -223,6 +237,7 @@ def run_model(model: str, options, arch, ranks: int) -> None:
             },
             "copy_gb_s": round(options.bandwidth, 1),
             "kinds_alone_us": {path: {kind: round(us, 3) for kind, us in of.items()} for path, of in alone.items()},
+            "layer_errors": {path: [float(f"{error:.3g}") for error in of] for path, of in errors.items()},
             "ours": sorted(options.ours),
             "kernels": kernels,
             "stock": {name: chosen.used for name, chosen in stock.items() if chosen.used},
@@ -245,7 +260,7 @@ def run_model(model: str, options, arch, ranks: int) -> None:
 def table(line: dict) -> str:
     """A line of results, as text."""
     times = {"stock": line["peers"]["stock"], "ours": line["us"]}
-    rows = [line["case"]]
+    rows = [line["case"] + said(line.get("layer_errors", {}))]
     for path, us in times.items():
         launched, share = line["launches"][path] or "?", 100 * line["share_of_floor"][path]
         rows.append(
