@@ -1,0 +1,441 @@
+"""What each op must compute, in float64, from its documentation. Nothing of the package is imported.
+
+`FORMULAS[op](before, after, outputs)` yields for each result (name, what was found, what is wanted, how far apart they may be). The
+arguments before and after the call are named tuples. Elements are left out whose exact value is not finite: test_ops.py has them.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+Found = Iterator[tuple[str, Tensor, Tensor, Tensor]]
+HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23, torch.float64: 0.0}
+"""Half a step of a type, of a value, at most."""
+LEAST = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-24, torch.float32: 2.0**-149, torch.float64: 0.0}
+LIMIT = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
+E4M3, E4M3_LEAST = 2.0**-4, 2.0**-10  # half steps
+FP32 = 1e-5  # of some sums in fp32
+OF_TERMS = 4e-6  # of a long sum in fp32, of its terms' absolute values
+
+
+def rounded(x: Tensor, dtype: torch.dtype, times: int = 1) -> Tensor:
+    """How far rounding may move x."""
+    return 1.01 * times * (HALF[dtype] * x.abs() + LEAST[dtype])
+
+
+def exact(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.double()
+
+
+# Rows
+
+
+def quantized(name: str, y: Tensor, off: Tensor, q: Tensor, scale: Tensor) -> Found:
+    """Values q of scale that stand for y, which is known but for `off`. `scale` has as many dimensions as y."""
+    limit = LIMIT[q.dtype]
+    wanted = (y / scale).clamp(-limit, limit)
+    yield name, q.double(), wanted, 1.01 * (E4M3 * wanted.abs() + E4M3_LEAST + off / scale)
+
+
+def dynamic(a, y: Tensor, off: Tensor, outputs: tuple, group: int | None, bounds_scale: bool = False) -> Found:
+    """Values and scales of rows or of groups of a row."""
+    q, scale = outputs
+    limit = LIMIT[q.dtype]
+    columns = y.shape[-1]
+    y, off, q = (x.reshape(-1, columns // (group or columns), group or columns) for x in (y, off, q))
+    largest = y.abs().amax(-1)
+    if a.scale_ub is not None:
+        bound = a.scale_ub.double().reshape(()) * (limit if bounds_scale else 1.0)
+        largest = torch.minimum(largest, bound.nan_to_num(nan=torch.inf, posinf=torch.inf))
+    wanted = (largest / limit).clamp(min=1 / (limit * 512))
+    yield "scale", scale.double(), wanted, 1e-5 * wanted + off.amax(-1) / limit
+    yield from quantized("values", y, off, q, scale.double().unsqueeze(-1))
+
+
+def output(a, y: Tensor, off: Tensor, outputs: tuple, group: int | None = None, bounds_scale: bool = False) -> Found:
+    """What an op on rows makes of y: y itself, or values of a static scale or of dynamic ones."""
+    if len(outputs) == 2:
+        yield from dynamic(a, y, off, outputs, group, bounds_scale)
+    elif "scale" in a._fields:
+        yield from quantized("values", y, off, outputs[0], a.scale.double().reshape(()))
+    else:
+        yield "output", outputs[0].double(), y, off
+
+
+def norm(before, after, outputs: tuple) -> Found:
+    a, dtype = before, before.input.dtype
+    x, rounds_norm = exact(a.input), "quant_dtype" not in a._fields or "scale" in a._fields
+    if getattr(a, "residual", None) is not None:
+        x = x + exact(a.residual)
+        yield "residual", after.residual.double(), x, rounded(x, dtype)
+        x = exact(after.residual) if rounds_norm else x
+    n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + a.epsilon)
+    weight = n.new_ones(()) if a.weight is None else exact(a.weight) + a.one_plus_weight
+    y = n * weight
+    yield from output(a, y, FP32 * y.abs() + rounded(y, dtype, 2), outputs, getattr(a, "group_size", None))
+
+
+def layer_norm(before, after, outputs: tuple) -> Found:
+    a, x = before, exact(before.input)
+    d = x - x.mean(-1, keepdim=True)
+    inverse = torch.rsqrt(d.square().mean(-1, keepdim=True) + a.epsilon)
+    weight = torch.ones(()) if a.weight is None else exact(a.weight)
+    bias = torch.zeros(()) if a.bias is None else exact(a.bias)
+    y = d * inverse * weight + bias
+    cancelled = FP32 * ((x.abs().amax(-1, keepdim=True) * inverse + (d * inverse).abs()) * weight.abs() + bias.abs())
+    off = cancelled + rounded(y, a.input.dtype)
+    yield from output(a, y, off, outputs, getattr(a, "group_size", None))
+
+
+def silu_and_mul(before, after, outputs: tuple) -> Found:
+    a = before
+    gate, up = exact(a.input).chunk(2, -1)
+    y = silu(gate) * up
+    off = FP32 * y.abs() + rounded(y, a.input.dtype, 2) + LEAST[a.input.dtype] * up.abs()
+    yield from output(a, y, off, outputs, getattr(a, "group_size", None), bounds_scale=hasattr(a, "group_size"))
+
+
+# Products
+
+
+def of_blocks(values: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
+    """values [n, k] times scales of blocks of so many rows and columns."""
+    n, k = values.shape
+    return values.double() * scale.double().repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+
+
+def powers(values: Tensor, scale: Tensor) -> Tensor:
+    """MX-FP8 values [n, k] with a scale for 32 columns, of a row or of 32 rows."""
+    bits = scale.view(torch.uint8).double()
+    scale = torch.exp2(bits - 127).masked_fill(bits == 255, torch.nan)
+    return of_blocks(values, scale, 1 if len(scale) == len(values) else 32, 32)
+
+
+def plain(weight: Tensor) -> Tensor:
+    """A weight [N, K], also of [N / 16, K / (64 bytes), 4, 16, 16 bytes]."""
+    if weight.dim() == 2:
+        return weight
+    tiles, steps, vectors, rows, elements = weight.shape
+    return weight.permute(0, 3, 1, 2, 4).reshape(tiles * rows, steps * vectors * elements)
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> Found:
+    """a @ b^T + bias."""
+    wanted, terms = a @ b.t(), a.abs() @ b.abs().t()
+    if bias is not None:
+        wanted, terms = wanted + bias.double(), terms + bias.double().abs()
+    representable = torch.finfo(torch.float32).max > terms
+    wanted = wanted.where(representable & (terms < torch.finfo(out.dtype).max), torch.nan)
+    yield "output", out.double(), wanted, rounded(wanted, out.dtype) + OF_TERMS * terms + 2.0**-126
+
+
+def scaled_mm(before, after, outputs: tuple) -> Found:
+    a = before
+    left = a.a.double() * a.scale_a.double().reshape(-1, 1)
+    right = (a.b.t() if a.b.dim() == 2 else plain(a.b)).double() * a.scale_b.double().reshape(-1, 1)
+    yield from product(left, right, a.bias, outputs[0])
+
+
+def block_scaled_mm(before, after, outputs: tuple) -> Found:
+    a = before
+    left, right = of_blocks(a.a, a.scale_a, 1, 128), of_blocks(plain(a.b), a.scale_b, 128, 128)
+    yield from product(left, right, None, outputs[0])
+
+
+def mxfp8_scaled_mm(before, after, outputs: tuple) -> Found:
+    a = before
+    yield from product(powers(a.a, a.scale_a), powers(a.b, a.scale_b), a.bias, outputs[0])
+
+
+def unquantized_gemm(before, after, outputs: tuple) -> Found:
+    a = before
+    left, out = exact(a.x).reshape(-1, a.x.shape[-1]), outputs[0]
+    yield from product(left, exact(plain(a.weight)), a.bias, out.reshape(len(left), -1))
+
+
+def as_quantized(x: Tensor, kind: str, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """Rows as a product with e4m3 weights takes them."""
+    limit = LIMIT[dtype]
+    if scale is not None:
+        unit = scale.double().reshape(())
+        return (x / unit).clamp(-limit, limit).float().to(dtype).double() * unit
+    width = {"block": 128, "mx": 32}.get(kind, x.shape[1])
+    groups = torch.nn.functional.pad(x, (0, -x.shape[1] % width)).unflatten(1, (-1, width))
+    largest = groups.abs().amax(-1, keepdim=True)
+    if kind == "mx":
+        unit = torch.exp2(torch.ceil(torch.log2(largest.clamp(min=2.0**-118) / limit)))
+    else:
+        unit = (largest / limit).clamp(min=1 / (limit * 512))
+    return ((groups / unit).clamp(-limit, limit).float().to(dtype).double() * unit).flatten(1)[:, : x.shape[1]]
+
+
+def fused_experts(before, after, outputs: tuple) -> Found:
+    a = before
+    scales = a.w1_scale
+    kind = "none" if scales is None else "mx" if scales.element_size() == 1 else "block" if scales.dim() == 3 else "row"
+    if kind == "block" and tuple(scales.shape[1:]) == (a.w1.shape[1], 1):
+        kind = "row"
+
+    def weight(values: Tensor, scale: Tensor | None) -> Tensor:
+        if kind == "none":
+            return values.double()
+        if kind == "mx":
+            return powers(values, scale)
+        return (
+            of_blocks(values, scale, 128, 128) if kind == "block" else values.double() * scale.double().reshape(-1, 1)
+        )
+
+    x = a.hidden.double()
+    if a.hidden.element_size() == 1:
+        x = (
+            powers(a.hidden, a.hidden_scale)
+            if kind == "mx"
+            else x * a.hidden_scale.double().repeat_interleave(128, 1)[:, : x.shape[1]]
+            if kind == "block"
+            else x * a.hidden_scale.double()
+        )
+    elif kind != "none":
+        x = as_quantized(x, kind, a.w1.dtype, a.hidden_scale)
+    routed, ids = len(a.w1) - a.shared_experts, a.topk_ids.long()
+    if a.expert_map is not None:
+        known = (ids >= 0) & (ids < len(a.expert_map))
+        ids = a.expert_map.long()[ids.where(known, 0)].where(known, -1)
+    total, terms = torch.zeros_like(x), torch.zeros_like(x)
+    for expert in range(len(a.w1)):
+        share = torch.ones(len(x), dtype=torch.float64, device=x.device)
+        if expert < routed:
+            share = (a.topk_weights.double() * (ids == expert)).sum(1)
+        w1, w2 = (weight(w[expert], None if s is None else s[expert]) for w, s in ((a.w1, scales), (a.w2, a.w2_scale)))
+        gate, up = (x @ w1.t() * (share[:, None] if a.apply_router_weight_on_input else 1.0)).chunk(2, 1)
+        inner = (silu(gate) * up).to(a.out_dtype).double()
+        if kind != "none":
+            inner = as_quantized(inner, kind, a.w1.dtype, a.act_scale)
+        share = torch.ones_like(share).where(share != 0, 0.0) if a.apply_router_weight_on_input else share
+        total += share[:, None] * (inner @ w2.t())
+        terms += share[:, None].abs() * (inner.abs() @ w2.abs().t())
+    of_terms = HALF[a.out_dtype] if kind == "none" else 0.02  # roundings of the inner values that fall the other way
+    yield "output", outputs[0].double(), total, rounded(total, a.out_dtype) + of_terms * terms
+
+
+# Routing
+
+
+def top(scores: Tensor, values: Tensor, before, outputs: tuple, factor: float, kept: Tensor, epsilon: float) -> Found:
+    """Ids are those of the largest `values` among the experts that are kept; weights are their scores."""
+    weights, ids = outputs
+    a = before
+    clear = torch.isfinite(before.gating_output.double()).all(-1)
+    bias = a.e_score_correction_bias
+    if bias is not None and not torch.isfinite(bias.double()).all():
+        clear[:] = False
+    values = values.masked_fill(~kept, -torch.inf)
+    wanted = values.topk(a.topk, -1)
+    mine = values.gather(-1, ids.long())
+    off = torch.full_like(mine, 2e-6).where(clear[:, None], torch.inf)
+    yield "chosen values", mine, wanted.values.where(clear[:, None], torch.nan), off + 1e-5 * wanted.values.abs()
+    ordered, _ = ids.long().sort(-1)
+    repeated = (ordered[:, 1:] == ordered[:, :-1]).double().sum(-1)
+    yield "repeated ids", repeated, torch.zeros_like(repeated), torch.zeros_like(repeated)
+    share = scores.gather(-1, ids.long())
+    if a.renormalize:
+        share = share / (share.sum(-1, keepdim=True) + epsilon)
+    share = (factor * share).where(clear[:, None], torch.nan)
+    yield "weights", weights.double(), share, 1e-5 * share.abs() + 1e-30
+
+
+def flat_top(score: str) -> Callable:
+    def formula(before, after, outputs: tuple) -> Found:
+        x = exact(before.gating_output)
+        scores = torch.softmax(x, -1) if score == "softmax" else torch.sigmoid(x)
+        bias = 0.0 if before.e_score_correction_bias is None else exact(before.e_score_correction_bias)
+        kept = torch.ones_like(x, dtype=torch.bool)
+        yield from top(scores, scores + bias, before, outputs, getattr(before, "routed_scaling_factor", 1.0), kept, 0.0)
+
+    return formula
+
+
+def grouped_topk(before, after, outputs: tuple) -> Found:
+    a, x = before, exact(before.gating_output)
+    scores = torch.softmax(x, -1) if a.scoring_func == "softmax" else torch.sigmoid(x)
+    values = scores if a.e_score_correction_bias is None else scores + exact(a.e_score_correction_bias)
+    grouped = values.nan_to_num(nan=-torch.inf).unflatten(-1, (a.num_expert_group, -1))
+    best = grouped.topk(min(1 if a.e_score_correction_bias is None else 2, grouped.shape[-1]), -1).values.sum(-1)
+    # A group that is as good as the last one that is kept, but for rounding, may take its place: those rows tell nothing.
+    order = best.sort(-1, descending=True).values
+    chosen = a.topk_group
+    if chosen < a.num_expert_group:
+        unclear = ~(order[:, chosen - 1] - order[:, chosen] > 1e-5)
+        x, outputs = x[~unclear], tuple(output[~unclear] for output in outputs)
+        scores, values, best = scores[~unclear], values[~unclear], best[~unclear]
+        before = before._replace(gating_output=before.gating_output[~unclear])
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(chosen, -1).indices, True)
+    kept = kept.repeat_interleave(scores.shape[-1] // a.num_expert_group, -1)
+    yield from top(scores, values, before, outputs, a.routed_scaling_factor, kept, 1e-20)
+
+
+def router_z_loss(before, after, outputs: tuple) -> Found:
+    x = exact(before.logits)
+    wanted = before.coefficient * torch.logsumexp(x, -1).square().sum() / max(len(x), 1)
+    yield "loss", outputs[0].double(), wanted, 1e-4 * wanted.abs() + 1e-12
+
+
+def load_balancing_loss(before, after, outputs: tuple) -> Found:
+    a, x = before, exact(before.logits)
+    experts = x.shape[1]
+    counts = torch.stack([(a.topk_ids == expert).sum() for expert in range(experts)]).double()
+    pairs = max(a.topk_ids.numel(), 1)
+    wanted = a.coefficient * experts * (counts / pairs * torch.softmax(x, -1).sum(0) / max(len(x), 1)).sum()
+    yield "loss", outputs[0].double(), wanted, 1e-4 * wanted.abs() + 1e-12
+
+
+# Attention
+
+
+def by_slot(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Caches of any layout as [pages, page, heads, size]."""
+    if key.dim() == 4:
+        return key, value
+    values = value.permute(0, 3, 1, 2) if value.dim() == 4 else value.permute(0, 2, 4, 1, 3).flatten(1, 2)
+    return key.permute(0, 3, 1, 2, 4).flatten(3), values
+
+
+def turned(x: Tensor, positions: Tensor, table: Tensor, is_neox: bool) -> tuple[Tensor, Tensor]:
+    """Heads [tokens, heads, size] whose first elements are rotated; and the sizes of the terms."""
+    x, rotary = x.double(), table.shape[1]
+    cos, sin = table[positions].double()[:, None].chunk(2, -1)
+    part, rest = x[..., :rotary], x[..., rotary:]
+    first, second = part.chunk(2, -1) if is_neox else (part[..., 0::2], part[..., 1::2])
+    both = first * cos - second * sin, second * cos + first * sin
+    sizes = first.abs() * cos.abs() + second.abs() * sin.abs(), second.abs() * cos.abs() + first.abs() * sin.abs()
+    joined = (
+        torch.cat([torch.cat(pair, -1) if is_neox else torch.stack(pair, -1).flatten(-2), tail], -1)
+        for pair, tail in ((both, rest), (sizes, rest.abs()))
+    )
+    return tuple(joined)
+
+
+def written(
+    name: str, old: Tensor, new: Tensor, rows: Tensor, slots: Tensor, scale: Tensor | None, off: Tensor
+) -> Found:
+    """A cache [pages, page, ...] after rows went to their slots; the other slots are as before."""
+    wanted, allowed = old.double().flatten(0, 1).clone(), torch.zeros(old.flatten(0, 1).shape, dtype=torch.float64)
+    allowed = allowed.to(old.device)
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        if old.element_size() == 1:
+            unit, limit = 1.0 if scale is None else scale.double().reshape(()), LIMIT[old.dtype]
+            wanted[slot] = (rows[row].double() / unit).clamp(-limit, limit)
+            allowed[slot] = 1.01 * (E4M3 * wanted[slot].abs() + E4M3_LEAST + off[row] / unit)
+        else:
+            wanted[slot], allowed[slot] = rows[row].double(), off[row]
+    yield name, new.double().flatten(0, 1), wanted, allowed
+
+
+def rope_and_cache(before, after, outputs: tuple) -> Found:
+    a = before
+    old, new = (by_slot(caches.key_cache, caches.value_cache) for caches in (before, after))
+    size = old[0].shape[-1]
+    for name in ("query", "key"):
+        rows, found = (getattr(of, name).reshape(len(a.positions), -1, size) for of in (before, after))
+        wanted, sizes = turned(rows, a.positions, a.cos_sin_cache, a.is_neox)
+        off = rounded(wanted, rows.dtype) + FP32 * sizes
+        yield name, found.double(), wanted, off
+    value = a.value.reshape(len(a.positions), -1, old[1].shape[-1])
+    yield from written("key_cache", old[0], new[0], wanted, a.slot_mapping, a.k_scale, off)
+    yield from written(
+        "value_cache", old[1], new[1], value, a.slot_mapping, a.v_scale, torch.zeros_like(value).double()
+    )
+
+
+def rope_and_cache_mla(before, after, outputs: tuple) -> Found:
+    a = before
+    for name in ("q_pe", "k_pe"):
+        rows, found = (getattr(of, name).reshape(len(a.positions), -1, a.k_pe.shape[-1]) for of in (before, after))
+        wanted, sizes = turned(rows, a.positions, a.cos_sin_cache, a.is_neox)
+        off = rounded(wanted, rows.dtype) + FP32 * sizes
+        yield name, found.double(), wanted, off
+    rows = torch.cat([a.kv_c.double(), wanted[:, 0]], -1)
+    off = torch.cat([torch.zeros_like(a.kv_c).double(), off[:, 0]], -1)
+    yield from written("kv_cache", a.kv_cache, after.kv_cache, rows, a.slot_mapping, a.scale, off)
+
+
+def paged_attention_decode(before, after, outputs: tuple) -> Found:
+    a, (out, lse) = before, outputs
+    keys, values = by_slot(a.key_cache, a.value_cache)
+    heads, size = keys.shape[2], keys.shape[3]
+    query = a.query.reshape(len(a.query), -1, size).double()
+    group = query.shape[1] // heads
+    wanted, off = torch.zeros_like(query), torch.zeros_like(query)
+    sums = torch.full(query.shape[:2], -torch.inf, dtype=torch.float64, device=query.device)
+    lse_off = torch.zeros_like(sums)
+    for request, length in enumerate(a.seq_lens.tolist()):
+        places = torch.arange(length, device=query.device)
+        pages = a.block_table[request].long()[places // keys.shape[1]]
+        k, v = (
+            cache[pages, places % keys.shape[1]].double() * (1.0 if scale is None else scale.double())
+            for cache, scale in ((keys, a.k_scale), (values, a.v_scale))
+        )
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        for row in range(a.query_len):
+            last = length - a.query_len + row
+            first = max(last - a.window + 1, 0) if a.window else 0
+            at = request * a.query_len + row
+            if last >= 0:
+                scores = torch.einsum("hd,chd->hc", query[at], k[first : last + 1]) * a.scale
+            else:
+                scores = query.new_zeros(query.shape[1], 0)
+            if a.sinks is not None:
+                scores = torch.cat([scores, a.sinks.double()[:, None]], 1)
+            if not scores.shape[1]:
+                continue
+            weights = torch.softmax(scores, 1)[:, : max(last + 1 - first, 0)]
+            seen = v[first : last + 1] if last >= 0 else v[:0]
+            wanted[at] = torch.einsum("hc,chd->hd", weights, seen)
+            off[at] = 2.0**-7 * torch.einsum("hc,chd->hd", weights, seen.abs())
+            sums[at] = torch.logsumexp(scores, 1)
+            lse_off[at] = 1e-3 + FP32 * scores.abs().amax(1)
+    yield "output", out.reshape(wanted.shape).double(), wanted, off + rounded(wanted, a.query.dtype)
+    if a.return_lse:
+        empty = torch.isinf(sums)
+        yield "lse", lse.double().where(~empty, 0.0), sums.where(~empty, 0.0), lse_off
+
+
+FORMULAS: dict[str, Callable[..., Found]] = {
+    **dict.fromkeys(
+        (
+            *("rms_norm", "fused_add_rms_norm", "rms_norm_static_fp8_quant", "fused_add_rms_norm_static_fp8_quant"),
+            *("rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant"),
+        ),
+        norm,
+    ),
+    **dict.fromkeys(
+        (
+            *("layer_norm", "layer_norm_static_fp8_quant", "layer_norm_dynamic_per_token_quant"),
+            "layer_norm_per_block_quant",
+        ),
+        layer_norm,
+    ),
+    **dict.fromkeys(
+        (
+            *("silu_and_mul", "silu_and_mul_quant", "silu_and_mul_per_token_quant"),
+            "silu_and_mul_per_block_quant",
+        ),
+        silu_and_mul,
+    ),
+    "scaled_mm": scaled_mm,
+    "block_scaled_mm": block_scaled_mm,
+    "mxfp8_scaled_mm": mxfp8_scaled_mm,
+    "unquantized_gemm": unquantized_gemm,
+    "fused_experts": fused_experts,
+    "topk_softmax": flat_top("softmax"),
+    "topk_sigmoid": flat_top("sigmoid"),
+    "grouped_topk": grouped_topk,
+    "router_z_loss": router_z_loss,
+    "load_balancing_loss": load_balancing_loss,
+    "rope_and_cache": rope_and_cache,
+    "rope_and_cache_mla": rope_and_cache_mla,
+    "paged_attention_decode": paged_attention_decode,
+}

@@ -1,0 +1,350 @@
+"""Random calls of every op against float64 (formulas.py), and calls that no op may take.
+
+    python tests/ops/fuzz.py [--calls 10000] [--malformed 1000] [--seed 0] [--op PATTERN] [--seconds N] [--emulate ARCH ...]
+
+A call has the kinds of arguments of one of the op's cases, with random values and, where the case says sizes, random sizes. It runs
+in a random configuration, first in those whose kernels have not run. On a GPU the kernels run there, else in the emulator as
+--emulate says. A malformed call is a valid one with one argument that is wrong. It must raise, and leave every tensor as it was.
+
+Prints how many combinations of op, type, kernels and configuration ran, and the kernels that did not. Fails for a wrong result, for a
+malformed call that is taken and, after 10,000 calls, for a kernel that never ran. The same seed makes the same calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import fnmatch
+import functools
+import inspect
+import json
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import formulas
+import torch
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import launch
+from vllm_rocm_ops import op as op_module
+from vllm_rocm_ops.correctness import as_tuple, clone, unwritten_is_nan
+from vllm_rocm_ops.families import rowwise
+from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.stats import reset_stats, stats
+
+REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError, IndexError)
+WHOLE = 10000  # calls, after which every kernel must have run
+WGMMA = 2.0**-11  # of the terms of a sum: NVIDIA's instruction keeps 14 bits
+
+
+class Wrong(AssertionError):
+    """A result that is not the formula's."""
+
+
+# Valid calls
+
+
+def tokens(rng: random.Random) -> int:
+    return rng.choice((1, 2, rng.randint(1, 20), rng.choice((15, 16, 17, 31, 33, 63, 64, 65, 70))))
+
+
+def row_shape(rng: random.Random, of_case: dict) -> tuple[int, ...]:
+    shape, group = of_case["shape"], of_case["given"].get("group_size", 128 if of_case["grouped"] else 1)
+    plain = of_case["fill"] is rowwise.normal and len(shape) == 2 and not of_case["apart"][1]
+    if not plain or any(callable(value) for value in of_case["given"].values()):
+        return shape
+    columns = rng.choice((rng.randint(1, 40), 8 * rng.randint(1, 300), rng.randint(1, 3000)))
+    return rng.randint(0, 6), group * max(columns // group, 1)
+
+
+SIZES: dict[str, Callable[[random.Random, dict], object]] = {
+    "m": lambda rng, of: tokens(rng),
+    "n": lambda rng, of: 16 * rng.randint(1, 12) if of["given"].get("shuffled") else rng.randint(1, 170),
+    "k": lambda rng, of: rng.choice((64, 128)) * rng.randint(1, 8),
+    "topk": lambda rng, of: rng.randint(1, 4),
+    "hidden": lambda rng, of: 64 * rng.randint(1, 5),
+    "intermediate": lambda rng, of: 32 * rng.randint(1, 5),
+    "shape": row_shape,
+    "lens": lambda rng, of: tuple(rng.randint(0, 150) for _ in range(rng.randint(1, 4))),
+    "tokens": lambda rng, of: rng.randint(4, 12),
+}
+"""How to draw a size of a case, by the name that the op's file has for it."""
+
+
+def resized(case: Case, the_op: Op, rng: random.Random) -> Callable:
+    """A case's maker with sizes of its own, where it takes sizes."""
+    make = case.make
+    if not isinstance(make, functools.partial):
+        return make
+    names = [name for name in inspect.signature(make.func).parameters][: len(make.args)]
+    of_case = dict(zip(names, make.args)) | {"grouped": "group_size" in the_op.Arguments._fields}
+    of_case.setdefault("given", {})
+    drawn = [SIZES[name](rng, of_case) if name in SIZES else value for name, value in zip(names, make.args)]
+    return functools.partial(make.func, *drawn)
+
+
+def arguments(the_op: Op, case: Case, rng: random.Random, fp8_dtype: torch.dtype, resizes: bool) -> tuple:
+    """Of a valid call: the case's, of random sizes if it may have them and those are valid."""
+    seed = rng.getrandbits(40)
+    for make in (resized(case, the_op, rng), case.make) if resizes else (case.make,):
+        with contextlib.suppress(ValueError, RuntimeError, IndexError):
+            found = make("cpu", torch.Generator().manual_seed(seed), fp8_dtype)
+            the_op.explain(*(value.to("meta") if isinstance(value, torch.Tensor) else value for value in found))
+            return found
+    raise RuntimeError(f"{the_op.name}: {case.name} makes no valid call")
+
+
+def configurations(the_op: Op, a, arch) -> list:
+    """Those of a call that kernels take."""
+    return the_op.configs(a, arch) if all(holds for _, holds in the_op.envelope(a, arch)) else []
+
+
+def unseen(the_op: Op, case: Case, arch, launched: set[str]):
+    """A configuration of a case whose kernels have not run, if there is one."""
+    a = the_op.Arguments(*case.make("meta", torch.Generator(), arch.fp8_dtype))
+    for config in configurations(the_op, a, arch):
+        if any(one.symbol not in launched for one in the_op.plan(config, the_op.allocate(a), a, arch)):
+            return config
+    return None
+
+
+def check(the_op: Op, before, after, outputs: tuple) -> None:
+    """Raises Wrong for a result that is not what the op's formula says."""
+    outputs = tuple(output.cpu() for output in outputs)
+    for name, found, wanted, allowed in formulas.FORMULAS[the_op.name](before, after, outputs):
+        if found.shape != wanted.shape:
+            raise Wrong(f"{name} is {list(found.shape)}, not {list(wanted.shape)}")
+        known = wanted.isfinite() & ~(found.isinf() & (wanted.abs() > 65000))
+        off = ((found - wanted).abs() > allowed) | found.isnan()
+        off &= known
+        if off.any():
+            place = int(off.flatten().int().argmax())
+            got, exact = (value.expand(wanted.shape).flatten()[place].item() for value in (found, wanted))
+            by = allowed.expand(wanted.shape).flatten()[place].item()
+            raise Wrong(
+                f"{name}: {int(off.sum())} of {off.numel()} are off, element {place} is {got}, not {exact} +- {by:.3g}"
+            )
+
+
+def run(the_op: Op, given: tuple, config, device: str) -> str:
+    """Runs and checks a call. Returns the kernels that ran."""
+    before = the_op.Arguments(*(clone(value) for value in given))
+    ours = the_op.Arguments(*(clone(value, device) for value in given))
+    reset_stats()
+    with unwritten_is_nan(), the_op.running(config) if config else contextlib.nullcontext():
+        outputs = as_tuple(the_op(*ours))
+    after = the_op.Arguments(*(value.cpu() if isinstance(value, torch.Tensor) else value for value in ours))
+    for name, value in before._asdict().items():
+        if isinstance(value, torch.Tensor) and name not in the_op.mutates and not same(value, getattr(after, name)):
+            raise Wrong(f"it changes {name}")
+    check(the_op, before, after, outputs)
+    return next(iter(stats()[the_op.name]))
+
+
+def same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits, wherever their elements lie."""
+    bits = (torch.empty(of.shape, dtype=of.dtype).copy_(of).reshape(-1).view(torch.uint8) for of in (x, y))
+    return torch.equal(*bits)
+
+
+# Malformed calls
+
+
+TIED = {
+    "weight": (-1,),
+    "bias": (0,),
+    "residual": (-1, 0),
+    "a": (-1,),
+    "scale_b": (-1,),
+    "w1": (1, 2),
+    "w2": (1, 2),
+    "topk_weights": (0, 1),
+    "topk_ids": (0,),
+    "e_score_correction_bias": (0,),
+    "positions": (0,),
+    "value": (0, -1),
+    "k_pe": (0, -1),
+    "kv_c": (0, -1),
+    "seq_lens": (0,),
+    "block_table": (0,),
+    "sinks": (0,),
+}
+"""Dimensions whose sizes other arguments fix."""
+NUMBERS = {
+    "topk": (0, -1, 10**6),
+    "group_size": (0, -128, 10**6),
+    "num_expert_group": (0, -1, 7919),
+    "topk_group": (0, -1, 7919),
+    "query_len": (0, -1),
+    "window": (-1,),
+    "partition": (-7,),
+    "shared_experts": (-1, 10**6),
+}
+E5M2 = torch.float8_e5m2
+
+
+def other_type(value: torch.Tensor) -> torch.dtype:
+    """A type that no argument may have in place of a tensor's."""
+    return torch.complex64 if value.is_floating_point() and value.element_size() > 1 else torch.int16
+
+
+def longer(value: torch.Tensor, dimension: int) -> torch.Tensor:
+    """With one more element in a dimension."""
+    bits = value.view(torch.uint8) if value.element_size() == 1 else value
+    size = value.shape[dimension]
+    places = torch.arange(size + 1).clamp(max=size - 1)
+    return bits.index_select(dimension, places).view(value.dtype)
+
+
+def malformed(the_op: Op, given: tuple, rng: random.Random) -> tuple[str, tuple]:
+    """The arguments with one that is wrong, and what is wrong."""
+    a = the_op.Arguments(*given)
+    choices: list[tuple[str, str, Callable]] = []
+    for name, value in a._asdict().items():
+        if isinstance(value, torch.Tensor):
+            choices.append((name, f"of {other_type(value)}", lambda v: v.float().to(other_type(v))))
+            choices.append((name, "a number", lambda v: 1.0))
+            if value.dtype in formulas.LIMIT:
+                choices.append((name, f"of {E5M2}", lambda v: v.float().to(E5M2)))
+            if name in the_op.reference.__annotations__ and "None" not in str(the_op.reference.__annotations__[name]):
+                choices.append((name, "None", lambda v: None))
+            for dimension in TIED.get(name, ()):
+                if value.dim() and 0 < value.shape[dimension] and value.numel() > 1:
+                    made = functools.partial(longer, dimension=dimension)
+                    choices.append((name, f"longer in dimension {dimension}", made))
+        elif isinstance(value, torch.dtype):
+            choices += [(name, str(wrong), lambda v, wrong=wrong: wrong) for wrong in (E5M2, torch.int32, torch.bool)]
+        choices += [(name, str(wrong), lambda v, wrong=wrong: wrong) for wrong in NUMBERS.get(name, ())]
+    name, what, change = rng.choice(choices)
+    return f"{name} {what}", tuple(a._replace(**{name: change(getattr(a, name))}))
+
+
+def taken(the_op: Op, given: tuple, device: str) -> str:
+    """What is wrong if a malformed call is taken, or changes a tensor; else nothing."""
+    ours = tuple(clone(value, device) for value in given)
+    try:
+        the_op(*ours)
+    except REFUSALS:
+        kept = (same(value, mine.cpu()) for value, mine in zip(given, ours) if isinstance(value, torch.Tensor))
+        return "" if all(kept) else "changes a tensor"
+    return "is taken"
+
+
+# The command
+
+
+class Fuzz:
+    """A sequence of calls."""
+
+    def __init__(self, pattern: str, seed: int):
+        self.ops = [op for op in op_module.registered() if fnmatch.fnmatchcase(op.name, pattern)]
+        if not self.ops:
+            raise SystemExit(f"no op matches --op {pattern}")
+        self.cases = [(op, case) for op in self.ops for case in op.cases()]
+        random.Random(seed).shuffle(self.cases)
+        self.seed, self.covered = seed, collections.Counter()
+        self.launched: dict[str, set[str]] = collections.defaultdict(set)
+        self.wrong: list[str] = []
+        self.calls = self.refused = 0
+
+    def drawn(self, number: int, what: str) -> tuple[Op, Case, random.Random]:
+        """The op and case of a call: each case in turn."""
+        return *self.cases[number % len(self.cases)], random.Random(f"{self.seed} {what} {number}")
+
+    def valid(self, number: int, device: str, arch) -> None:
+        the_op, case, rng = self.drawn(number, f"valid {arch.name}")
+        config = unseen(the_op, case, arch, self.launched[arch.name])
+        given = arguments(the_op, case, rng, arch.fp8_dtype, resizes=config is None)
+        if config is None:
+            found = configurations(the_op, the_op.Arguments(*given), arch)
+            config = rng.choice(found) if found else None
+        self.calls += 1
+        try:
+            ran = run(the_op, given, config, device)
+        except Exception as error:  # noqa: BLE001  each is a finding
+            what = f"{the_op.name} {case.name} {config}"
+            self.wrong.append(f"call {number} on {arch.name}, {what}: {type(error).__name__}: {error}")
+            return
+        self.launched[arch.name] |= set(ran.split(" + "))
+        dtype = next(value.dtype for value in given if isinstance(value, torch.Tensor))
+        self.covered[the_op.name, str(dtype), arch.name, ran, str(config)] += 1
+
+    def malformed(self, number: int, device: str, arch) -> None:
+        the_op, case, rng = self.drawn(number, f"malformed {arch.name}")
+        what, given = malformed(the_op, arguments(the_op, case, rng, arch.fp8_dtype, resizes=True), rng)
+        self.refused += 1
+        if found := taken(the_op, given, device):
+            self.wrong.append(f"malformed call {number} on {arch.name}, {the_op.name} {case.name} with {what}: {found}")
+
+    def kernels_that_did_not_run(self, arch) -> list[str]:
+        stamps = (launch.CODE / arch.name).glob("*.json")
+        every = {symbol for stamp in stamps for symbol in json.loads(stamp.read_text())["kernels"]}
+        return sorted(every - self.launched[arch.name])
+
+    def table(self) -> str:
+        """What ran, by op."""
+        ops = sorted({key[0] for key in self.covered})
+        rows = []
+        for op in ops:
+            keys = [key for key in self.covered if key[0] == op]
+            _, types, _, kernels, configs = (len(set(of)) for of in zip(*keys))
+            calls = sum(self.covered[key] for key in keys)
+            rows.append(f"{op:40} {calls:6} calls {types} types {kernels:4} kernels {configs:4} configurations")
+        return "\n".join(rows)
+
+
+def executors(emulate: list[str]):
+    """Of each machine: its device, its arch, and the context in which kernels run on it."""
+    if torch.cuda.is_available() and archs.of_device(0) is not None and not emulate:
+        yield "cuda", archs.of_device(0), contextlib.nullcontext
+        return
+    from vllm_rocm_ops.emulator import Emulator
+
+    for name in emulate or ("gfx942", "gfx950"):
+        emulator = Emulator(name)
+        yield "cpu", emulator.arch, functools.partial(launch.executor, emulator)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--calls", type=int, default=10000, help="valid ones, of all machines together; default: %(default)s")
+    add("--malformed", type=int, default=1000, help="default: %(default)s")
+    add("--seed", type=int, default=0)
+    add("--op", default="*", metavar="PATTERN", help="ops of such names only")
+    add("--seconds", type=float, default=float("inf"), help="of processor time, after which no call begins")
+    add("--emulate", nargs="+", default=[], metavar="ARCH", help="default, without a GPU: gfx942 gfx950")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    warnings.filterwarnings("ignore", ".*runs without its kernels")
+    machines, fuzz = list(executors(options.emulate)), Fuzz(options.op, options.seed)
+    formulas.OF_TERMS = WGMMA if machines[0][0] == "cuda" else formulas.OF_TERMS
+    start = time.process_time()
+    for kind, count in (("malformed", options.malformed), ("valid", options.calls)):
+        for number in range(count):
+            if time.process_time() - start > options.seconds:
+                break
+            device, arch, within = machines[number % len(machines)]
+            with within():
+                getattr(fuzz, kind)(number // len(machines), device, arch)
+    print(fuzz.table(), *fuzz.wrong, sep="\n")
+    missing = {arch.name: fuzz.kernels_that_did_not_run(arch) for _, arch, _ in machines}
+    for arch, symbols in missing.items():
+        print(f"{arch}: {len(fuzz.launched[arch])} kernels or fallbacks ran, {len(symbols)} kernels did not")
+    must_be_all = options.op == "*" and fuzz.calls >= WHOLE
+    if must_be_all and any(missing.values()):
+        print("never ran:", *(symbol for symbols in missing.values() for symbol in symbols))
+    what = f"{fuzz.calls} calls, {len(fuzz.covered)} combinations, {fuzz.refused} malformed calls"
+    print(f"seed {options.seed}: {what}, {len(fuzz.wrong)} wrong")
+    return int(bool(fuzz.wrong) or must_be_all and any(missing.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""A slice of fuzz.py's calls; that the formulas can fail, for each op; and that they are not the package's own."""
+
+import ast
+import contextlib
+import pathlib
+import random
+
+import formulas
+import fuzz
+import marks
+import pytest
+import torch
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import op as op_module
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.correctness import as_tuple, clone
+
+OPS = {op.name: op for op in op_module.registered()}
+ARCH = archs.ARCHS["gfx942"]
+pytestmark = pytest.mark.filterwarnings("ignore:.*runs without its kernels")
+SECONDS = 12  # of processor time
+
+
+def test_random_calls_are_right(capsys):
+    """And malformed ones are refused, with nothing written."""
+    assert fuzz.main(["--seconds", str(SECONDS / 4), "--calls", "0"]) == 0, capsys.readouterr().out
+    assert fuzz.main(["--seconds", str(SECONDS), "--malformed", "0"]) == 0, capsys.readouterr().out
+
+
+@marks.full
+def test_ten_thousand_calls_are_right_and_run_every_kernel(capsys):
+    assert fuzz.main([]) == 0, capsys.readouterr().out
+
+
+def test_there_is_a_formula_for_each_op_and_none_is_the_packages():
+    assert formulas.FORMULAS.keys() == OPS.keys()
+    tree = ast.parse(pathlib.Path(formulas.__file__).read_text())
+    imported = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported == {"collections.abc", "torch", "torch.nn.functional"}
+
+
+def usual(the_op) -> tuple:
+    """The arguments of an op's first case that has elements."""
+    case = next(iter(the_op.cases()))
+    return case.make("cpu", torch.Generator().manual_seed(0), ARCH.fp8_dtype)
+
+
+def wrong_values(x: torch.Tensor) -> torch.Tensor:
+    """The largest value is another; of ids, the first."""
+    bad = clone(x)
+    if not x.is_floating_point():
+        bad.view(-1)[0] = (bad.view(-1)[0] + 1) % 4
+        return bad
+    place = int(x.float().nan_to_num().abs().flatten().argmax())
+    index = torch.unravel_index(torch.tensor(place), x.shape) if x.dim() else ()
+    bad[index] = (x[index].float() * 0.8).to(x.dtype)
+    return bad
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_formula_knows_a_wrong_result(name):
+    """Any output, and any argument that is updated in place, with one element that is wrong by a fifth."""
+    the_op, given = OPS[name], usual(OPS[name])
+    before, after = (the_op.Arguments(*map(clone, given)) for _ in range(2))
+    outputs = as_tuple(the_op.reference(*after))
+    fuzz.check(the_op, before, after, outputs)
+    checked = 0
+    for place, output in enumerate(outputs):
+        if output.numel():
+            bad = (*outputs[:place], wrong_values(output), *outputs[place + 1 :])
+            with pytest.raises(fuzz.Wrong):
+                fuzz.check(the_op, before, after, bad)
+            checked += 1
+    for argument in the_op.mutates:
+        if getattr(after, argument) is not None:
+            bad = after._replace(**{argument: wrong_values(getattr(after, argument))})
+            with pytest.raises(fuzz.Wrong):
+                fuzz.check(the_op, before, bad, outputs)
+            checked += 1
+    assert checked
+
+
+def test_a_wrong_kernel_is_a_finding(monkeypatch, capsys):
+    """The reference stands for a kernel that leaves the scale out."""
+    exact = ops.scaled_mm.reference
+    monkeypatch.setattr(ops.scaled_mm, "reference", lambda a, b, scale_a, *rest: exact(a, b, scale_a * 0 + 1, *rest))
+    monkeypatch.setattr(fuzz, "configurations", lambda *_: [])
+    monkeypatch.setattr(fuzz, "unseen", lambda *_: None)
+    monkeypatch.setattr(fuzz, "executors", lambda _: [("cpu", ARCH, contextlib.nullcontext)])
+    assert fuzz.main(["--op", "scaled_mm", "--calls", "3", "--malformed", "0"]) == 1
+    assert "scaled_mm" in capsys.readouterr().out
+
+
+def test_a_malformed_call_that_is_taken_or_writes_is_a_finding(monkeypatch):
+    the_op, given = ops.fused_add_rms_norm, usual(ops.fused_add_rms_norm)
+    assert fuzz.taken(the_op, given, "cpu") == "is taken"
+
+    def writes(input, residual, *rest):
+        residual.zero_()
+        raise ValueError
+
+    monkeypatch.setattr(the_op, "reference", writes)
+    the_op.forget()
+    assert fuzz.taken(the_op, given, "cpu") == "changes a tensor"
+    the_op.forget()
+
+
+def test_the_same_seed_makes_the_same_calls():
+    def calls(seed: int) -> list:
+        made, found = fuzz.Fuzz("*", seed), []
+        for number in range(40):
+            the_op, case, rng = made.drawn(number, "valid")
+            given = fuzz.arguments(the_op, case, rng, ARCH.fp8_dtype, resizes=True)
+            found.append((the_op.name, case.name, [v.shape for v in given if isinstance(v, torch.Tensor)]))
+        return found
+
+    assert calls(3) == calls(3) != calls(4)
+
+
+def test_malformed_arguments_differ_in_one():
+    rng = random.Random(0)
+    for the_op in OPS.values():
+        given = usual(the_op)
+        what, wrong = fuzz.malformed(the_op, given, rng)
+        [name] = [name for name, x, y in zip(the_op.Arguments._fields, given, wrong) if x is not y]
+        assert what.startswith(name)
+
+
+def test_calls_of_no_op_are_refused():
+    with pytest.raises(SystemExit, match="no op matches --op nothing"):
+        fuzz.main(["--op", "nothing"])
