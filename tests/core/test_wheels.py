@@ -113,3 +113,11 @@ def test_the_command_makes_a_wheel_to_release(tmp_path):
     (extension,) = (tmp_path / "installed").rglob("*.so")
     code = f"import sys; sys.path.insert(0, {str(extension.parent)!r}); import _C; assert _C.status()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_python_that_is_not_there_is_named(wheels, tmp_path, capfd):
+    """With what uv says of it; nothing is left."""
+    absent = str(tmp_path / "python")
+    with pytest.raises(SystemExit, match=f"no wheel for Python {absent}, as uv says above"):
+        wheels.make([absent], tmp_path / "dist")
+    assert absent in capfd.readouterr().err and not (tmp_path / "dist").exists()

@@ -55,11 +55,6 @@ class Waves:
     def _named(rows: list, vgprs: int, agprs: int) -> list:
         return rows[:vgprs] + [None] * (256 - vgprs) + rows[vgprs : vgprs + agprs]
 
-    @property
-    def flush32(self) -> bool:
-        """Whether f32 denormals are flushed (MODE.fp_denorm bits 0-1)."""
-        return not self.mode & 0x30
-
     def exec_changed(self) -> None:
         """Derives `mask` and `full` from EXEC; to be called by whatever writes it."""
         self.full = bool((self.S64[126] == ALL).all())

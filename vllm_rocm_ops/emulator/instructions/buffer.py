@@ -46,7 +46,7 @@ def bind(ins: Instruction, program) -> Callable:
         """Addresses of the active lanes and, per dword, whether it is in range."""
         base = w.S64[resource] & U64(0xFFFF_FFFF_FFFF)
         word1, records, word3 = (w.S[resource + n].astype(I64) for n in (1, 2, 3))
-        if (word1 >> 31).any() or (word3 >> 23 & 1).any():
+        if (word1 >> 31 | word3 >> 23 & 1)[w.active()[0]].any():
             raise UnsupportedInstruction(f"{ins.text}: a swizzled or thread-indexed buffer resource")
         offset = scalar(w).astype(I64) + immediate
         if offen:
