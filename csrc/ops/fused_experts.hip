@@ -27,7 +27,7 @@
 
 struct Experts {
   const u8* tokens;   // [rows, K]; gate_up: hidden, a row per token; down: act, a row per pair, in their order
-  const u8* weights;  // [E, N, K]
+  const u8* weights;  // [E, N, K], or each expert's in fragment order [N / 16, K bytes / 64, 4, 16 rows, 16 bytes]
   void* out;          // gate_up: [pairs, N / 2]; down: [tokens, N]; of out_type
   const u8* scale_a;  // block: [rows, ceil(K / 128)]; row: [rows] or [1]; mx: [rows, K / 32]
   const u8* scale_b;  // block: [E, ceil(N / 128), ceil(K / 128)]; row: [E, N] or [E]; mx: [E, N, K / 32]; of E experts
@@ -37,7 +37,8 @@ struct Experts {
   int* num_rows;                    // gate_up: [1], gets the number of rows of act; or null
   const int* expert_map;            // [mapped], or null
   i64 expert_bytes, expert_scales;  // from an expert to the next: bytes of weights and of scale_b
-  int token_bytes, row_bytes;       // from row to row
+  int token_bytes, row_bytes;       // from row to row, of weights within 16 of them
+  int tile_bytes, spread;           // of weights from 16 rows to the next; bytes from a byte of K to the next, in steps of 16
   int m, n, k, pairs;               // tokens, rows of an expert's weight, bytes of K; pairs of tokens and slots
   int scale_a_row, scale_b_row;     // bytes between scales
   int topk, shared, routed, mapped, id_words;
@@ -106,8 +107,11 @@ struct ExpertMainLoop {
     const Item item(lists, index);
     const u8* weights = p.weights + item.expert * p.expert_bytes;
 #pragma unroll
-    for (int l = 0; l < mma::kLoads; ++l)
-      item_tile.weights[l] = mem::cursor(weights, row_of(tile, mma::row(lane, l)) * p.row_bytes + mma::depth(lane));
+    for (int l = 0; l < mma::kLoads; ++l) {
+      const int row = row_of(tile, mma::row(lane, l));
+      item_tile.weights[l] = mem::cursor(
+          weights, row / mma::kRows * p.tile_bytes + row % mma::kRows * p.row_bytes + mma::depth(lane) * p.spread);
+    }
     item_tile.scales_b = mem::buffer(p.scale_b + item.expert * p.expert_scales);
 #pragma unroll
     for (int i = 0; i < kScalesB; ++i) {
@@ -146,7 +150,7 @@ struct ExpertMainLoop {
       const bool inside = u * mma::kDepth < bytes;
 #pragma unroll
       for (int l = 0; l < mma::kLoads; ++l)
-        mem::refill(k_slice.weights[u].load[l], item_tile.weights[l], k + u * mma::kDepth, inside);
+        mem::refill(k_slice.weights[u].load[l], item_tile.weights[l], (k + u * mma::kDepth) * p.spread, inside);
       k_slice.tokens[u] =
           mem::load_or_zero(tokens, item_tile.token + u * mma::kDepth, k, inside && item_tile.token >= 0);
     }

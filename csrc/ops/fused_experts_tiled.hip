@@ -124,15 +124,15 @@ KERNEL(kSortThreads) fused_experts_tiled_sort(Sort sort) {
 
 struct GroupedProblem {
   const u8* a;           // gate_up: [tokens, K], rows a_stride bytes apart; down: [positions, K]
-  const u8* b;           // [experts, N, K], b_expert and b_row bytes apart
+  const u8* b;           // [experts, N, K], b_expert bytes apart; an expert's at b_tile, b_row and b_vec: see tile::Layout
   void* out;             // gate_up: [positions, N / 2] of out_type; down: [pairs, N] fp32
   const int* sorted;     // [positions]
   const i32x4* tiles;    // [1 + tiles]: as in Sort
   const float* scale_a;  // row: [rows of a] or [1]; block: [rows of a, ceil(K / 128)]; null without
   const float* scale_b;  // row: [experts, N] or [experts]; block: [experts, ceil(N / 128), ceil(K / 128)]; null without
   const float* router;   // gate_up: [tokens, topk], what sums are multiplied with; null for ones
-  i64 a_stride, b_expert, scale_b_expert;
-  int b_row, n, k;
+  i64 a_stride, b_expert, b_tile, scale_b_expert;
+  int b_row, b_vec, n, k;
   int scale_a_row, scale_a_k,
       scale_b_row;            // elements from scale to scale: of rows or blocks of rows, and of a's blocks of K
   int slots, topk, out_type;  // 0 bf16, 1 fp16
@@ -244,7 +244,7 @@ DEVICE void multiply_experts(const GroupedProblem& p) {
   tile::TileLoader<Tile::kTileM, Tile::kThreads> loader_a;
   tile::TileLoader<Tile::kTileN, Tile::kThreads> loader_b;
   const tile::Layout a_layout{16 * p.a_stride, int(p.a_stride), tile::kVecBytes, 4 * tile::kVecBytes};
-  const tile::Layout b_layout{16 * i64(p.b_row), p.b_row, tile::kVecBytes, 4 * tile::kVecBytes};
+  const tile::Layout b_layout{p.b_tile, p.b_row, p.b_vec, 4 * p.b_vec};
   loader_a.init(p.a + first_a * p.a_stride, a_layout,
                 [&](int m) { return m < expert_tile.count ? row_of_a(m) : tile::kNoRow; });
   loader_b.init(p.b + expert_tile.expert * p.b_expert, b_layout, [&](int row) {

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.families.gemm import BLOCK
+from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS
 from vllm_rocm_ops.quantization import MX_BLOCK, MX_SCALES
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -46,6 +47,14 @@ def scale_strides(weight: Tensor, scale: Tensor | None) -> tuple[int, int]:
     experts, _, k = weight.shape
     rows = {"none": 0, "tensor": 0, "channel": 1, "block": -(-k // BLOCK), "mx": k // MX_BLOCK}
     return 0 if scale is None else scale.numel() // experts, rows[scheme(weight, scale)]
+
+
+def weight_strides(a, weight: Tensor) -> tuple[int, int, int]:
+    """Bytes of an expert's weight from 16 rows to the next 16, from row to row of these, and from 16 bytes of a row to the next 16."""
+    if a.shuffled:
+        return FRAGMENT_ROWS * weight.shape[2] * weight.element_size(), FRAGMENT_BYTES, FRAGMENT_ROWS * FRAGMENT_BYTES
+    row = weight.stride(1) * weight.element_size()
+    return FRAGMENT_ROWS * row, row, FRAGMENT_BYTES
 
 
 def _odds(a) -> tuple[int, float]:

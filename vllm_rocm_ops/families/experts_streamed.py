@@ -9,10 +9,19 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families.experts import expected_hit, expected_tiles, intermediate, scale_strides, scheme, slots
+from vllm_rocm_ops.families.experts import (
+    expected_hit,
+    expected_tiles,
+    intermediate,
+    scale_strides,
+    scheme,
+    slots,
+    weight_strides,
+)
 from vllm_rocm_ops.families.experts_quantize import Activations, Rows, hidden_operand, operand, quantizing
 from vllm_rocm_ops.families.gemm import OUT_TYPES
 from vllm_rocm_ops.families.rowwise import ELEMENTS, VECTOR
+from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES
 from vllm_rocm_ops.launch import Launch, Workspace, fields
 
 MODULE = "fused_experts"
@@ -151,6 +160,7 @@ def _product(
     m, kind, size = a.hidden.shape[0], scheme(weight, scale), weight.element_size()
     scale_size = 0 if scale is None else scale.element_size()
     scale_expert, scale_row = (scale_size * n for n in scale_strides(weight, scale))
+    tile, row, vector = weight_strides(a, weight)
     args = {
         "tokens": tokens.rows,
         "weights": weight,
@@ -165,7 +175,9 @@ def _product(
         "expert_bytes": weight.stride(0) * size,
         "expert_scales": scale_expert,
         "token_bytes": tokens.row_bytes,
-        "row_bytes": weight.stride(1) * size,
+        "row_bytes": row,
+        "tile_bytes": tile,
+        "spread": vector // FRAGMENT_BYTES,
         "m": m,
         "n": rows,
         "k": k * size,

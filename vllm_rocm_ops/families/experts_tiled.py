@@ -18,6 +18,7 @@ from vllm_rocm_ops.families.experts import (
     scale_strides,
     scheme,
     slots,
+    weight_strides,
 )
 from vllm_rocm_ops.families.experts_quantize import MOST_COLUMNS, Activations, Rows, hidden_operand, operand, quantizing
 from vllm_rocm_ops.families.gemm import OUT_TYPES
@@ -118,6 +119,7 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     def product(name: str, x: Activations, weight: Tensor, scale: Tensor | None, to, router, tiles_n: int) -> Launch:
         _, rows, k = weight.shape
         size, (scale_expert, scale_row) = weight.element_size(), scale_strides(weight, scale)
+        b_tile, b_row, b_vec = weight_strides(a, weight)
         args = {
             "a": x.rows,
             "b": weight,
@@ -130,7 +132,9 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
             "a_stride": x.row_bytes,
             "b_expert": weight.stride(0) * size,
             "scale_b_expert": scale_expert,
-            "b_row": weight.stride(1) * size,
+            "b_tile": b_tile,
+            "b_row": b_row,
+            "b_vec": b_vec,
             "n": rows,
             "k": k * size,
             "scale_a_row": x.scale_row,

@@ -6,6 +6,7 @@ leaves it, where each wave reads contiguous kilobytes. An op takes either in the
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from vllm_rocm_ops.tensors import describe
@@ -23,6 +24,18 @@ def shuffle_weight(weight: Tensor) -> Tensor:
         raise ValueError(f"shuffle_weight: weight must be {wanted}, got {describe(weight)}")
     vectors = weight.reshape(n // FRAGMENT_ROWS, FRAGMENT_ROWS, k // in_step, STEP // FRAGMENT_BYTES, in_vector)
     return vectors.permute(0, 2, 3, 1, 4).contiguous()
+
+
+def fits(shape: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Whether a weight [N, K] can be in fragment order."""
+    return shape[0] % FRAGMENT_ROWS == 0 and shape[1] * dtype.itemsize % STEP == 0
+
+
+def unshuffled(weight: Tensor) -> Tensor:
+    """A weight in fragment order under its plain shape, as [N, K]."""
+    (n, k), in_vector = weight.shape, FRAGMENT_BYTES // weight.element_size()
+    steps = k * weight.element_size() // STEP
+    return plain_weight(weight.view(n // FRAGMENT_ROWS, steps, STEP // FRAGMENT_BYTES, FRAGMENT_ROWS, in_vector))
 
 
 def plain_weight(b: Tensor) -> Tensor:

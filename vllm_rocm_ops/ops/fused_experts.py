@@ -18,6 +18,7 @@ from vllm_rocm_ops.families.experts import HALVES, scheme, slots
 from vllm_rocm_ops.families.experts_streamed import StreamedConfig
 from vllm_rocm_ops.families.experts_tiled import TiledConfig
 from vllm_rocm_ops.families.gemm import BLOCK
+from vllm_rocm_ops.families.weight_layout import fits, shuffle_weight, unshuffled
 from vllm_rocm_ops.op import Case, Op
 from vllm_rocm_ops.quantization import LIMIT, MX_BLOCK, MX_SCALES
 from vllm_rocm_ops.tensors import describe
@@ -73,6 +74,10 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     if a.expert_map is not None:
         holds = a.expert_map.dim() == 1 and a.expert_map.numel() > 0 and a.expert_map.dtype == torch.int32
         yield "expert_map", "int32 [global experts], one or more", describe(a.expert_map), holds
+    if a.shuffled:
+        whole = all(fits(weight[0].shape, weight.dtype) and weight.is_contiguous() for weight in (a.w1, a.w2))
+        wanted = "False, unless rows of w1 and w2 are multiples of 16, columns of 64 bytes, and both contiguous"
+        yield "shuffled", wanted, f"True with {describe(a.w1)} and {describe(a.w2)}", whole
     yield "shared_experts", f"0 to E={experts}", str(a.shared_experts), 0 <= a.shared_experts <= experts
 
 
@@ -185,6 +190,9 @@ def _cases() -> Iterator[Case]:
     yield case("mx-quantized", 5, 2, 4, 160, 224, scheme="mx", quantized=True)
     yield case("mx-m40-map", 40, 3, 5, 128, 64, scheme="mx", mapped=True, shared_experts=1, scale_dtype=MX_SCALES[1])
     yield case("mx-m65", 65, 2, 4, 64, 32, scheme="mx")
+    yield case("block-shuffled", 3, 2, 4, 256, 64, shuffled=True)
+    yield case("bf16-shuffled", 3, 2, 4, 96, 32, scheme="none", shuffled=True)
+    yield case("block-shuffled-m70", 70, 2, 4, 192, 64, shuffled=True)
     yield case("no-tokens", 0, 2, 4, 128, 128)
 
 
@@ -210,7 +218,10 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
         return None if shape is None else (rand(experts, *shape) + 0.5) * times
 
     def weight(n: int, k: int) -> Tensor:
-        return (randn(experts, n, k) * (k**-0.5 if kind == "none" else 1.0)).to(dtype)
+        plain = (randn(experts, n, k) * (k**-0.5 if kind == "none" else 1.0)).to(dtype)
+        if not given.get("shuffled"):
+            return plain
+        return torch.stack([shuffle_weight(one).view(torch.uint8) for one in plain]).view(dtype).view(plain.shape)
 
     local = experts - shared
     known = 2 * local if given.get("mapped") else local
@@ -248,6 +259,7 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
         expert_map,
         shared,
         given.get("apply_router_weight_on_input", False),
+        given.get("shuffled", False),
     )
 
 
@@ -281,13 +293,15 @@ def fused_experts(
     expert_map: Tensor | None = None,
     shared_experts: int = 0,
     apply_router_weight_on_input: bool = False,
+    shuffled: bool = False,
 ) -> Tensor:
     """sum over a token's experts of weight * w2[expert] @ (silu(gate) * up), where [gate, up] = w1[expert] @ hidden.
 
     hidden [M, H] bf16 or fp16, or e4m3 with hidden_scale; w1 [E, 2 I, H], gate rows first, and w2 [E, H, I] of one type;
     topk_weights float32 and topk_ids int32 or int64 [M, topk]. Ids that are no expert count nothing: with expert_map, int32
     [global experts], those that it maps to -1. The last `shared_experts` of E take every token with weight 1 and are no
-    target of ids. With apply_router_weight_on_input a weight scales hidden, not the result.
+    target of ids. With apply_router_weight_on_input a weight scales hidden, not the result. If `shuffled`, each expert's w1 and w2
+    lie in the order of `shuffle_weight`, as AITER's experts have them, under their plain shapes.
 
     e4m3 weights come with float32 scales, [E], [E, N], or [E, ceil(N / 128), ceil(K / 128)]. With scales per block, hidden and
     the activation are quantised per 1x128, else per token or, given a static scale of one element, hidden_scale or act_scale,
@@ -315,8 +329,9 @@ def fused_experts(
     for expert in range(len(w1)):
         chosen = local == expert
         weight = topk_weights.to(exact).where(chosen, 0.0).sum(1) if expert < routed else total.new_ones(len(total))
-        w1_values = _dequantized(w1[expert], None if w1_scale is None else w1_scale[expert], exact)
-        w2_values = _dequantized(w2[expert], None if w2_scale is None else w2_scale[expert], exact)
+        w1_of, w2_of = (unshuffled(w[expert]) if shuffled else w[expert] for w in (w1, w2))
+        w1_values = _dequantized(w1_of, None if w1_scale is None else w1_scale[expert], exact)
+        w2_values = _dequantized(w2_of, None if w2_scale is None else w2_scale[expert], exact)
         gate_up = x @ w1_values.t()
         if apply_router_weight_on_input:
             gate_up = gate_up * weight[:, None]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_rocm_ops import envs
 from vllm_rocm_ops import launch as launches
-from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP, shuffle_weight
+from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP, fits, shuffle_weight
 from vllm_rocm_ops.op import NAMESPACE, Op
 from vllm_rocm_ops.vllm import kernel_selection, seam
 from vllm_rocm_ops.vllm.kernel_selection import Choice, Refused
@@ -195,7 +195,7 @@ def rows_of(weight: Tensor) -> Tensor:
 
 def has_fragments(weight: Tensor) -> bool:
     """Whether a weight [N, K] can be in fragment order."""
-    return weight.shape[0] % FRAGMENT_ROWS == 0 and weight.shape[1] * weight.element_size() % STEP == 0
+    return fits(weight.shape, weight.dtype)
 
 
 def fragments_of(weight: Tensor) -> Tensor:
