@@ -15,7 +15,7 @@ from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import envs
 from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.op import Explanation, Op
-from vllm_rocm_ops.vllm import experts
+from vllm_rocm_ops.vllm import experts, kernel_selection
 from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
 
 DTYPES = {
@@ -151,20 +151,88 @@ def most_tokens(op: Op) -> int | None:
     return module.MOST_TOKENS
 
 
+def measured_shapes(call: LayerCall, arch: str) -> list[str]:
+    """The shapes, as kernel_selection.py names them, under which a call may have been measured."""
+    a = call.op.Arguments(*call.case(2).make("meta", torch.Generator(), archs.named(arch).fp8_dtype))
+    name, module = call.op.name, LIMITED.get(call.op.name)
+    if name == "scaled_mm":
+        static = a.scale_a if a.scale_a.numel() == 1 else None
+        k = a.a.shape[1]
+        layers = [(a.b, a.scale_b, a.bias, a.out_dtype, fragments, None, static, k) for fragments in (False, True)]
+    elif name == "block_scaled_mm":
+        layers = [(a.b, a.scale_b, a.out_dtype, None)]
+    elif name == "mxfp8_scaled_mm":
+        layers = [(a.b, a.scale_b, a.bias, None, a.out_dtype)]
+    elif name == "unquantized_gemm":
+        layers = [(a.weight, a.bias, a.x.dtype)]
+    elif name == "fused_experts":
+        total = len(a.w1 if a.expert_map is None else a.expert_map)
+        how = a.topk_ids.shape[1], a.topk_ids.dtype, a.expert_map, a.apply_router_weight_on_input, None, total
+        scales = [
+            argparse.Namespace(w1_scale=a.w1_scale, w2_scale=a.w2_scale, shuffled=order) for order in (False, True)
+        ]
+        layers = [(a.w1, a.w2, a.out_dtype, one, *how) for one in scales]
+    elif hasattr(a, "quant_dtype"):
+        columns = a.input.shape[1] // (1 if hasattr(a, "weight") else 2)
+        residuals = ("", " residual") if getattr(a, "residual", None) is None else (" residual",)
+        start = f"{columns} {kernel_selection.types(a.input.dtype)}"
+        return [f"{start}{residual}{way}" for residual in residuals for way in ("", " column-major", " bound")]
+    else:
+        return []
+    return [module.KERNELS.describe(layer) for layer in layers]
+
+
+def measured_call(call: LayerCall, arch: str, record: kernel_selection.Record) -> str | None:
+    """The key under which a call was measured: its op, its shape and vLLM's kernel, a word."""
+    shapes = [f"{call.op.name} {shape}" for shape in measured_shapes(call, arch)] if record.shapes else []
+    return next((key for shape in shapes for key in record.shapes if key.rpartition(" ")[0] == shape), None)
+
+
+def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
+    """Whether ours serves a call with so many tokens, and what says so: a measurement on this machine, or a fixed limit. Nothing
+    says so of ops that no seam limits."""
+    name = call.op.name
+    if name in record.off:
+        return False, f"off on this GPU: {record.off[name]}"
+    if key is None:
+        most = most_tokens(call.op)
+        if name not in LIMITED or most is None:
+            return True, ""
+        few = tokens <= most
+        return few, "unmeasured" if few else f"unmeasured: of more than {most} tokens the seam leaves to vLLM"
+    measured = record.shapes[key]
+    ours = kernel_selection.ours_of(key, measured)
+    compiled = key.endswith(kernel_selection.COMPILED)
+    runs = bool(ours[0] if compiled else tokens < len(ours) and ours[tokens])
+    if one := measured.get(tokens):
+        us = [
+            f"{whose} {time:.1f} us" for whose, time in (("ours", one.ours), ("vLLM's", one.native)) if time is not None
+        ]
+        return runs, f"measured: {', '.join(us) or 'not ours'}"
+    return runs, f"measured at {', '.join(map(str, sorted(measured)))} tokens"
+
+
+def measured_here(arch: archs.Arch) -> kernel_selection.Record:
+    """What was measured on this machine, if its GPU is of that architecture."""
+    here = kernel_selection.machine()
+    known = here["arch"] == arch.name and here["units"] == str(arch.compute_units)
+    return kernel_selection.read(kernel_selection.path_of(here), here) if known else kernel_selection.Record({})
+
+
 def explain_model(calls: list[LayerCall], arch: str, batches: tuple[int, ...]) -> list[tuple[str, ...]]:
     """A table of the calls of a rank on `arch`: the layer, calls per step, op, batch sizes, kernels, the kernels' blocks at each
-    size, and the configuration with its reason. Sizes that differ in blocks only share a row. A size that the seam leaves to vLLM
-    says so. Needs no GPU."""
+    size, and the configuration with its reason. Sizes that differ in blocks only share a row. What was measured on this machine
+    says which kernel serves, or the fixed limit of what was not. Needs no GPU."""
     lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
     known = archs.named(arch)
+    record = measured_here(known)
     for call in calls:
         same: dict[tuple[str, str], list[tuple[int, str]]] = {}
-        most = most_tokens(call.op)
+        key = measured_call(call, arch, record)
         for batch in batches:
-            if most is not None and batch > most:
-                same.setdefault(("vLLM's own", f"of more than {most} tokens the seam leaves to vLLM"), []).append(
-                    (batch, "")
-                )
+            ours, said = decision(call, key, record, batch)
+            if not ours:
+                same.setdefault(("vLLM's own", said), []).append((batch, ""))
                 continue
             arguments = call.case(batch).make("meta", torch.Generator(), known.fp8_dtype)
             explained = call.op.explain(*arguments, arch=known)
@@ -172,6 +240,7 @@ def explain_model(calls: list[LayerCall], arch: str, batches: tuple[int, ...]) -
             kernel = " + ".join(launch.symbol for launch in explained.launches) or "PyTorch"
             blocks = "+".join(str(math.prod(launch.grid)) for launch in explained.launches)
             why = f"{explained.source}: {row.path}: {row.source}" if row else explained.source
+            why = f"{said}: {why}" if said else why
             same.setdefault((kernel, why), []).append((batch, blocks))
         for (kernel, why), sizes in same.items():
             tokens, blocks = (",".join(filter(None, map(str, column))) for column in zip(*sizes))

@@ -12,8 +12,9 @@ import pytest
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import cli, doctor, envs, explain, launch
+from vllm_rocm_ops import cli, doctor, envs, explain, launch, model_config, model_layers
 from vllm_rocm_ops import op as op_module
+from vllm_rocm_ops.vllm import kernel_selection
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 COMMAND = [sys.executable, "-m", "vllm_rocm_ops.cli"]
@@ -176,11 +177,64 @@ def test_explain_of_a_model_says_what_vllm_keeps(capsys, monkeypatch):
         return {layer: (tokens, why) for layer, tokens, kernel, why in cells if kernel == "vLLM's own"}
 
     found = kept()
-    assert found["o"] == found["experts"] == ("65", "of more than 64 tokens the seam leaves to vLLM")
-    assert found["lm_head"] == found["router"] == ("17,64,65", "of more than 16 tokens the seam leaves to vLLM")
+    assert found["o"] == found["experts"] == ("65", "unmeasured: of more than 64 tokens the seam leaves to vLLM")
+    limited = "unmeasured: of more than 16 tokens the seam leaves to vLLM"
+    assert found["lm_head"] == found["router"] == ("17,64,65", limited)
     assert not {"input norm", "routing", "dense SwiGLU"} & found.keys()
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
     assert kept().keys() == {"experts", "lm_head", "router"}
+
+
+def test_explain_of_a_model_shows_what_was_measured_here(capsys, monkeypatch, tmp_path):
+    """On a GPU of that architecture, in place of fixed limits: which serves, both times, and what is off."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
+    here = {"arch": "gfx942", "units": "304", "gpu": "MI300X"}
+    monkeypatch.setattr(kernel_selection, "machine", lambda: here)
+    ours, theirs = kernel_selection.Measured(5.0, 10.0), kernel_selection.Measured(20.0, 10.0)
+    call = {call.layer: call for call in model_layers.calls(model_config.read("deepseek-v3"), 8)}
+    shapes = {
+        "block_scaled_mm 7168x2048 float8_e4m3fnuz bfloat16 VllmKernel": {1: theirs, 64: ours, 512: ours, 1024: theirs},
+        "unquantized_gemm 256x7168 bfloat16 VllmKernel": {1: ours},
+        "fused_experts 256 experts 7168x256 top 8 float8_e4m3fnuz bfloat16 scales block shuffled AiterExperts": {
+            8: ours
+        },
+        "rms_norm_per_block_quant 7168 bfloat16 residual column-major compiled": {2: theirs, 8: theirs},
+        "rms_norm_per_block_quant 1536 bfloat16 compiled": {2: ours, 8: ours},
+    }
+    record = kernel_selection.Record(here, {"silu_and_mul_per_block_quant": "wrong here"}, shapes)
+    path = kernel_selection.path_of(here)
+    path.parent.mkdir(parents=True)
+    kernel_selection.write(path, record)
+
+    def rows(arch: str = "MI300X") -> dict[str, dict[str, tuple[bool, str]]]:
+        """By layer and number of tokens, whether the kernel is ours, and why."""
+        lines = explain.explain_model(list(call.values()), arch, (1, 8, 64, 512, 700, 2048))
+        cells = [
+            (line[0], tokens, line[4] != "vLLM's own", line[6]) for line in lines[1:] for tokens in line[3].split(",")
+        ]
+        found: dict[str, dict[str, tuple[bool, str]]] = {}
+        for layer, tokens, is_ours, why in cells:
+            found.setdefault(layer, {})[tokens] = is_ours, why
+        return found
+
+    found = rows()
+    assert {t: is_ours for t, (is_ours, _) in found["o"].items()} == {
+        "1": False,
+        "8": False,
+        "64": True,
+        "512": True,
+        "700": False,
+        "2048": False,
+    }
+    assert found["o"]["1"][1] == "measured: ours 20.0 us, vLLM's 10.0 us"
+    assert found["o"]["512"][1].startswith("measured: ours 5.0 us, vLLM's 10.0 us: default TiledConfig")
+    assert found["o"]["700"][1] == "measured at 1, 64, 512, 1024 tokens"
+    assert [found["experts"][t][0] for t in ("1", "8", "64")] == [True, True, False]
+    assert [found["q_a norm"][t][0] for t in ("1", "8", "2048")] == [True] * 3
+    assert not any(is_ours for is_ours, _ in found["dense post-attention norm"].values())
+    assert found["dense SwiGLU"]["8"] == (False, "off on this GPU: wrong here")
+    assert found["q_b"]["8"][1].startswith("unmeasured: ") and found["q_b"]["512"][1].startswith("unmeasured: ")
+    assert rows("MI355X")["o"]["1"][1].startswith("unmeasured: ")
 
 
 def test_the_limits_are_those_of_the_seams():
