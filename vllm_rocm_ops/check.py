@@ -215,7 +215,9 @@ class ModelCall:
             _, weight, scale_a, scale_b, *_ = a
             tokens = a[0].float() * torch.exp2(scale_a.view(torch.uint8).float() - 127).repeat_interleave(32, 1)
             return mxfp8_linear.KERNELS.exact((None, weight, scale_b, None, None), tokens, rows, columns)
-        scales = argparse.Namespace(w1_scale=a.w1_scale, w2_scale=a.w2_scale, a1_scale=None, a2_scale=None)
+        scales = argparse.Namespace(
+            w1_scale=a.w1_scale, w2_scale=a.w2_scale, a1_scale=None, a2_scale=None, shuffled=a.shuffled
+        )
         layer = a.w1, a.w2, None, scales, None, None, a.expert_map, a.apply_router_weight_on_input, None, None
         return experts.KERNELS.exact((layer, None, a.topk_weights, a.topk_ids), a.hidden, rows, columns)
 

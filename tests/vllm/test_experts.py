@@ -12,7 +12,7 @@ from torch import Tensor
 import vllm_rocm_ops
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.vllm import experts, kernel_selection, kernel_timing, seam
+from vllm_rocm_ops.vllm import experts, kernel_selection, kernel_timing, native_kernel, seam
 from vllm_rocm_ops.vllm.seams import fp8_experts, mxfp8_experts, routing_experts, unquantized_experts
 
 EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 8, 3, 256, 128, 5
@@ -478,7 +478,9 @@ def test_which_layers_stay_vllms(monkeypatch):
     """The user's choice, what the op does not compute, and tokens that move between ranks are vLLM's."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    moved = parallel(dp_size=2), parallel(dp_size=2, use_ep=True, ep_size=2), parallel(pcp_size=2)
+    spread = {"dp_size": 2, "use_ep": True, "ep_size": 2}
+    backends = "deepep_low_latency", "nixl_ep", "deepep_high_throughput"
+    moved = parallel(pcp_size=2), *(parallel(all2all_backend=name, **spread) for name in backends)
     refused = [
         {"activation": MoEActivation.GELU},
         {"has_bias": True},
@@ -501,6 +503,193 @@ def test_which_layers_stay_vllms(monkeypatch):
     assert [options for options in refused if is_ours(**options)] == []
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert not is_ours()
+
+
+@pytest.fixture
+def aiters_experts(monkeypatch):
+    """Has the user ask for AITER, whose experts are there."""
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
+    monkeypatch.setattr(rocm_aiter_ops, "is_fused_moe_enabled", lambda: True)
+
+
+@pytest.mark.parametrize("backend", [None, "allgather_reducescatter"])
+def test_tokens_that_move_between_ranks_are_served(backend):
+    """By the experts that do not route, also with load balancing. Without expert parallelism vLLM gathers them too."""
+    spread = {"dp_size": 2} if backend is None else SPREAD
+    for options in (spread, *([spread | {"enable_eplb": True}] if backend else [])):
+        for kind in ("block", "bf16"):
+            assert select(kind, **parallel(**options)) is modular(kind)
+
+
+def test_tokens_that_mori_moves_are_served(native, aiters_experts, monkeypatch):
+    """Beside AITER's experts, which vLLM wants there."""
+    monkeypatch.setattr(native, "is_supported_config", staticmethod(lambda *_: (True, None)))
+    for backend in ("mori_high_throughput", "mori_low_latency"):
+        for eplb in (False, True):
+            options = parallel(**SPREAD | {"all2all_backend": backend, "enable_eplb": eplb})
+            assert select("block", **options) is aiter("block")
+
+
+@pytest.mark.parametrize("backend", ["deepep_low_latency", "nixl_ep"])
+def test_batches_of_an_experts_tokens_are_refused_with_a_reason(backend, caplog):
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    options = parallel(dp_size=2, use_ep=True, ep_size=2, all2all_backend=backend)
+    keys = [getattr(quant_utils, name) for name in KINDS["block"]]
+    asked = config(**options), *keys, modular("block").activation_format()
+    supported, why = modular("block").is_supported_config(modular("block"), *asked)
+    assert not supported and f"in batches of an expert's, as {backend} sends them" in why
+    experts.say_refused.cache_clear()
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            assert experts.first_of(fp8_experts.OURS, *asked[:3]) is None
+    assert caplog.text.count("experts stay vLLM's") == 1
+
+
+def applied(
+    made, layer: Layer, hidden: Tensor, scale: Tensor | None, weights: Tensor, ids: Tensor, meta=None, **options
+):
+    """What experts put into vLLM's buffer, for tokens that vLLM has moved."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    output = torch.full((len(hidden), HIDDEN), torch.nan, dtype=torch.bfloat16)
+    given = {"hidden_states": hidden, "w1": layer.w1, "w2": layer.w2, "topk_weights": weights, "topk_ids": ids}
+    given |= {"activation": MoEActivation.SILU, "global_num_experts": EXPERTS, "expert_map": None, "a1q_scale": scale}
+    given |= {"workspace13": None, "workspace2": None, "expert_tokens_meta": meta, "a2_scale": None}
+    made.apply(output, **given | {"apply_router_weight_on_input": False} | options)
+    return output
+
+
+SPREAD = {"dp_size": 2, "use_ep": True, "ep_size": 2, "all2all_backend": "allgather_reducescatter"}
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("kind", ["block", "channel"])
+def test_tokens_come_quantized_where_the_native_experts_want_them_so(native, kind, ours, monkeypatch):
+    """And are quantized once: ours and the native ones get the values and scales that came."""
+    layer, (weights, ids), hidden = Layer(kind), routed(), inputs()
+    monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference if ours else lambda *_: None)
+    made = modular(kind)(config(**parallel(**SPREAD)), layer.quant_config)
+    assert not made.expects_unquantized_inputs
+    groups = hidden.float().unflatten(-1, (-1, BLOCK if kind == "block" else HIDDEN))
+    scale = groups.abs().amax(-1, keepdim=True) / LIMIT
+    values = (groups / scale).to(torch.float8_e4m3fn).flatten(-2)
+    output = applied(made, layer, values, scale.squeeze(-1), weights, ids)
+    if ours:
+        assert native.calls == []
+        close(output, layer.plain(hidden, weights, ids))
+    else:
+        [made] = native.calls
+        assert made["hidden_states"] is values and torch.equal(made["a1q_scale"], scale.squeeze(-1))
+    native.calls.clear()
+    monkeypatch.setattr(native, "expects_unquantized_inputs", True)
+    assert modular(kind)(config(**parallel(**SPREAD)), layer.quant_config).expects_unquantized_inputs
+
+
+def test_room_for_more_tokens_goes_to_no_expert(native, aiters_experts, monkeypatch):
+    """As in MoRI's buffers: what lies behind the tokens that came is anything, and counts nothing."""
+    import types
+
+    layer, (weights, ids), hidden = Layer("bf16"), routed(), inputs()
+    asked = []
+    monkeypatch.setattr(
+        ops.fused_experts, "run_kernels", lambda *a: asked.append(a[4]) or ops.fused_experts.reference(*a)
+    )
+    made = modular("bf16")(
+        config(**parallel(**SPREAD | {"all2all_backend": "mori_high_throughput"})), layer.quant_config
+    )
+    came = types.SimpleNamespace(expert_num_tokens=torch.tensor([2], dtype=torch.int32))
+    monkeypatch.setattr(native_kernel, "asks_for_aiter", lambda kind: False)
+    output = applied(made, layer, hidden, None, weights, ids, came)
+    assert torch.equal(asked[0][:2], ids[:2]) and (asked[0][2:] == -1).all()
+    close(output[:2], layer.plain(hidden, weights, ids)[:2])
+
+
+def aiter(kind: str) -> type:
+    """Our class beside AITER's experts."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    if kind == "bf16":
+        return next(one for one in unquantized_experts.OURS if one.shuffled)
+    scheme = tuple(getattr(quant_utils, name) for name in KINDS[kind])
+    return next(one for one in fp8_experts.OURS if one.shuffled and one.schemes == (scheme,))
+
+
+@pytest.mark.parametrize("kind", ROUTING)
+def test_with_aiter_asked_for_its_experts_are_the_native_ones(native, kind, monkeypatch):
+    """Weights are then prepared for AITER, and vLLM routes. Not where the shuffled order has no room for a size."""
+    select_from = unquantized_experts if kind == "bf16" else fp8_experts
+    monkeypatch.setattr(native, "is_supported_config", staticmethod(lambda *_: (True, None)))
+    assert select(kind) is not aiter(kind)
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
+    assert select(kind) is aiter(kind)
+    assert aiter(kind).backend.name == "AITER" and select_from.OURS[0] is not aiter(kind)
+    keys = aiter(kind).schemes[0]
+    assert experts.first_of(select_from.OURS, config(intermediate_size=48 if kind != "bf16" else 24), *keys) is None
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER_MOE", "0")
+    assert select(kind) is not aiter(kind)
+
+
+def shuffled(weights: Tensor) -> Tensor:
+    """Experts' weights as AITER's shuffle_weight(weights, layout=(16, 16)) leaves them, written as AITER does."""
+    (n, k), step, vector = weights.shape[1:], 32, 16 // weights.element_size()
+    parts = weights.view(torch.int16 if weights.element_size() == 2 else torch.uint8)
+    parts = parts.view(-1, n // 16, 16, k // step, step // vector, vector).permute(0, 1, 3, 4, 2, 5).contiguous()
+    return parts.view(weights.shape).view(weights.dtype)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.parametrize("kind", ["block", "channel", "bf16"])
+def test_aiters_weights_are_read_as_they_are(native, kind, fault, monkeypatch):
+    """Nothing is ours until it was measured; then ours reads the weights that AITER's experts read. AITER's get the mask of this
+    rank's experts in place of the map."""
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
+    layer, reference = Layer(kind), ops.fused_experts.reference
+    here = EXPERTS // 2
+    expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
+    expert_map[:here] = torch.arange(here, dtype=torch.int32)
+
+    def theirs(self, *arguments, **keywords):
+        asked = dict(zip(experts.APPLY, arguments)) | keywords
+        self.calls.append(asked)
+        found = layer.plain(asked["hidden_states"], asked["topk_weights"], asked["topk_ids"], within=range(here))
+        asked["output"].copy_(found)
+
+    def ours(*arguments):
+        *others, is_shuffled = arguments
+        return reference(*others, is_shuffled != fault)
+
+    monkeypatch.setattr(ops.fused_experts, "run_kernels", ours)
+    monkeypatch.setattr(native, "apply", theirs)
+    monkeypatch.setattr(native, "consumes_expert_mask", True)
+    monkeypatch.setattr(native, "expects_unquantized_inputs", True)
+    monkeypatch.setattr(kernel_timing, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
+    kernel_selection.start()
+    quant = layer.quant_config
+    if kind != "bf16":
+        for weight in (quant._w1, quant._w2):
+            weight.scale = weight.scale[:here]
+    made = aiter(kind)(config(), quant)
+    layer.w1, layer.w2 = shuffled(layer.w1[:here]), shuffled(layer.w2[:here])
+    hidden = inputs(9)
+
+    def serve(tokens: int) -> int:
+        native.calls.clear()
+        weights, ids = routed(tokens=tokens)
+        output = applied(made, layer, hidden[:tokens], None, weights, ids, expert_map=expert_map)
+        close(output, layer.plain(hidden[:tokens], weights, ids, within=range(here)))
+        return len(native.calls)
+
+    assert [serve(tokens) for tokens in (1, 9)] == [1, 1]
+    mask = native.calls[0]["expert_map"]
+    assert mask.tolist() == [1] * here + [0] * (EXPERTS - here + 1) and mask.dtype == torch.int32
+    kernel_timing.warm_up((1, 2), 64, InTurn(), lambda mine: [mine])
+    [one] = kernel_selection.choices()
+    assert one.state == ("off" if fault else "measured"), one.why
+    assert one.shape.endswith(" shuffled")
+    assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])
 
 
 class InTurn:

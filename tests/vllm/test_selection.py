@@ -183,12 +183,14 @@ def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
 @pytest.mark.parametrize(("arch", "aiter"), MACHINES)
 def test_experts_are_ours(selected, release, arch, aiter):
     """Our experts come first, hold the ones of vLLM that read weights as loaded, and route unless the routing is the model's
-    own. AITER's switch, set by the user, is before them, and so is a backend that the user names. Those of MX-FP8 do not route,
-    and are ours where the GPU multiplies it."""
+    own. With AITER's switch, set by the user, they hold AITER's, and do not route. A backend that the user names is before them.
+    Those of MX-FP8 do not route, and are ours where the GPU multiplies it."""
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
     kinds = {"fp8 block": "Fp8", "fp8 channel": "Fp8", "fp8 static": "Fp8", "fp8 dynamic": "Fp8", "bf16": "Unquantized"}
     for what in [what for what in without if what.startswith("experts") and "mxfp8" not in what and aiter == "1"]:
-        assert with_plugin[what] == without[what]
+        name = "Unquantized" if "bf16" in what else "Fp8"
+        ours = "" if "named" in what else f"RocmOpsAiter{name}Experts holds "
+        assert with_plugin[what] == ours + without[what]
     for kind, name in kinds.items() if aiter == "0" else ():
         assert with_plugin[f"experts {kind}"] == f"RocmOpsRouting{name}Experts holds TritonExperts as TRITON"
     for kind in ("fp8 block", "bf16"):

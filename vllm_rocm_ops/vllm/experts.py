@@ -1,23 +1,28 @@
 """Our experts in vLLM's mixture-of-experts layers. Each keeps vLLM's native experts for the calls that it does not take.
 
 vLLM has no registry for experts, so the seams wrap vLLM's functions that select experts, in every module that imported them.
-Our experts come before all others if the user named no backend, did not ask for AITER by its switch, and our experts can serve
-the layer. The weights stay as loaded, for which vLLM's backend is TRITON, and the native experts are vLLM's for that backend.
-AITER's experts read shuffled weights, so they cannot be the native ones, and a layer has ours or AITER's.
+Our experts come before all others if the user named no backend and our experts can serve the layer. The weights stay as loaded,
+for which vLLM's backend is TRITON, and the native experts are vLLM's for that backend. Where the user asked for AITER by its
+switch, weights are shuffled as AITER wants them, which our op reads too, the native experts are AITER's, vLLM routes, and ours
+serve what they were measured to win.
 
 Each call chooses between our op and the native experts. On ROCm vLLM runs the whole layer in one opaque op, so the choice is
 made in Python outside of compiled graphs, and a captured graph holds the choice for its batch size. On CPU Dynamo traces the
 layer. There are no native experts there, and our op's reference runs.
 
 With tensor parallelism a rank has a part of each expert, and vLLM adds up the ranks' results. With expert parallelism
-`expert_map` says which experts a rank has. With data parallelism vLLM's own experts run: vLLM sends tokens between ranks
-quantized, and our op takes them unquantized. Shared experts are linear layers, which the seams for linear layers serve. vLLM
+`expert_map` says which experts a rank has. With data parallelism vLLM sends tokens between ranks, by all-gather and reduce-scatter
+or by MoRI, quantized if the native experts want them so, and our op takes them so; MoRI's buffers have room for more tokens than
+came, and the rest goes to no expert. Experts that get their tokens in batches (DeepEP's low latency, NIXL) stay vLLM's. They are
+measured with tokens that nothing has quantized, on both sides. Shared experts are linear layers, which the seams for linear layers serve. vLLM
 fuses shared experts into the routed ones with AITER's experts only (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS), and such a
 layer stays AITER's, so the op's argument `shared_experts` has no use here.
 """
 
 import copy
 import dataclasses
+import functools
+import logging
 import sys
 from collections.abc import Callable
 
@@ -25,10 +30,13 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.families import weight_layout
 from vllm_rocm_ops.families.experts import HALVES, scheme
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.quantization import MX_BLOCK, cast
 from vllm_rocm_ops.vllm import kernel_selection, native_kernel, seam
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 MOST_TOKENS = 64  # that ours take where they were not measured (kernel_selection.py)
 
@@ -52,16 +60,21 @@ def run(
     apply_router_weight_on_input: bool,
     activation,
     global_num_experts: int,
+    hidden_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`fused_experts` with the scales in `experts`, or `theirs()` for calls that it does not take."""
-    scales = experts.w1_scale, experts.w2_scale, experts.a1_scale, experts.a2_scale
-    routing = topk_weights, topk_ids, hidden.dtype
-    arguments = hidden, w1, w2, *routing, *scales, expert_map, 0, apply_router_weight_on_input
+    """`fused_experts` with the scales in `experts`, or `theirs()` for calls that it does not take. Hidden that vLLM has quantized
+    comes with its scale and the type of the result."""
+    hidden_scale = experts.a1_scale if hidden_scale is None else hidden_scale
+    out_dtype = out_dtype or hidden.dtype
+    scales = experts.w1_scale, experts.w2_scale, hidden_scale, experts.a2_scale
+    routing = topk_weights, topk_ids, out_dtype
+    arguments = hidden, w1, w2, *routing, *scales, expert_map, 0, apply_router_weight_on_input, experts.shuffled
     if theirs is None:
         return torch.ops.vllm_rocm_ops.fused_experts(*arguments)
-    key = type(experts), w1.shape, w2.shape, w1.dtype, hidden.dtype, topk_ids.shape[1], expert_map is None
+    key = type(experts), w1.shape, w2.shape, w1.dtype, out_dtype, topk_ids.shape[1], expert_map is None
     how = topk_ids.shape[1], topk_ids.dtype, expert_map, apply_router_weight_on_input, activation, global_num_experts
-    layer = w1, w2, hidden.dtype, experts, *how
+    layer = w1, w2, out_dtype, experts, *how
     choice = kernel_selection.choice(key)
     if choice is None:
         choice = kernel_selection.choose(key, KERNELS, experts.native_class().__name__, layer)
@@ -77,7 +90,7 @@ class Experts:
     op, sampled_rows = ops.fused_experts, 3  # a row takes the whole weights of its experts
 
     def most_tokens(self):
-        return MOST_TOKENS
+        return 0 if native_kernel.asks_for_aiter("MOE") else MOST_TOKENS
 
     def columns(self, layer):
         return layer[0].shape[2], layer[1].shape[1]
@@ -87,7 +100,8 @@ class Experts:
         kinds = " ".join(dict.fromkeys(scheme(w, s) for w, s in ((w1, experts.w1_scale), (w2, experts.w2_scale))))
         here = f"{len(w1)}" if expert_map is None else f"{len(w1)} of {total}"
         types = kernel_selection.types(w1.dtype, dtype)
-        return f"{here} experts {w1.shape[2]}x{w2.shape[2]} top {topk} {types} scales {kinds}"
+        shuffled = " shuffled" * experts.shuffled
+        return f"{here} experts {w1.shape[2]}x{w2.shape[2]} top {topk} {types} scales {kinds}{shuffled}"
 
     def work(self, layer, tokens):
         w1, w2, _, _, topk, _, expert_map, *_, total = layer
@@ -105,7 +119,7 @@ class Experts:
 
     def run(self, layer, x, weights, ids):
         w1, w2, _, experts, _, _, expert_map, on_input, activation, total = layer
-        how = activation, total, expert_map, on_input
+        how = activation, total, experts.map_of_native(expert_map), on_input
         routed = x, w1, w2, weights, ids
         return run(experts, lambda: experts.whole.apply(*routed, *how), *routed, expert_map, on_input, *how[:2])
 
@@ -120,9 +134,9 @@ class Experts:
                     continue
                 token = x[row].float() * (weight if on_input else 1.0)
                 token = _rounded(token, experts.a1_scale, expert, w1.dtype)
-                gate, up = (_exact(w1, experts.w1_scale, expert) @ token).chunk(2)
+                gate, up = (_exact(w1, experts.w1_scale, expert, experts.shuffled) @ token).chunk(2)
                 inner = _rounded(torch.nn.functional.silu(gate) * up, experts.a2_scale, expert, w2.dtype)
-                result = _exact(w2, experts.w2_scale, expert)[columns] @ inner
+                result = _exact(w2, experts.w2_scale, expert, experts.shuffled)[columns] @ inner
                 results[place] += result * (1.0 if on_input else weight)
         return results
 
@@ -130,9 +144,10 @@ class Experts:
 KERNELS = Experts()
 
 
-def _exact(weights: Tensor, scales: Tensor | None, expert: int) -> Tensor:
+def _exact(weights: Tensor, scales: Tensor | None, expert: int, shuffled: bool) -> Tensor:
     """One expert's weight [N, K], dequantised."""
-    weight, kind = weights[expert].float(), scheme(weights, scales)
+    weight = weight_layout.unshuffled(weights[expert]) if shuffled else weights[expert]
+    weight, kind = weight.float(), scheme(weights, scales)
     if kind == "none":
         return weight
     scale = scales[expert]
@@ -208,15 +223,27 @@ def first_of(ours: list[type], config, weight_key=None, activation_key=None) -> 
 
     if config.moe_backend != "auto":
         return None
+    if why := refusal(config.moe_parallel_config):
+        say_refused(why)
+        return None
     asked = config, weight_key, activation_key, FusedMoEActivationFormat.Standard
     return next((candidate for candidate in ours if candidate.is_supported_config(candidate, *asked)[0]), None)
 
 
-def native_class(oracle, backend) -> type | None:
-    """vLLM's experts for a backend. None on CPU."""
+@functools.cache
+def say_refused(why: str) -> None:
+    """Log, once, why experts stay vLLM's."""
+    logger.info("vllm-rocm-ops: experts stay vLLM's: ours do not support %s", why)
+
+
+def native_class(oracle, backend, scheme: tuple) -> type | None:
+    """vLLM's experts for a backend, of several those for a pair (weight key, activation key). None on CPU."""
     # vLLM's module for MX-FP8 has a function of its own for the backends that it adds.
     classes = getattr(oracle, "_mxfp8_backend_to_kernel_cls", oracle.backend_to_kernel_cls)
-    return None if seam.served_platform() == "cpu" else classes(backend)[0]
+    if seam.served_platform() == "cpu":
+        return None
+    first, *others = classes(backend)
+    return next((one for one in (first, *others) if one._supports_quant_scheme(*scheme)), first) if others else first
 
 
 def copy_of(quant_config):
@@ -239,6 +266,11 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             native = self.native_class()
             self.native = native and native(moe_config, copy_of(quant_config))
             self.whole = native and whole(self.native)  # for tokens that are not vLLM's
+            self.moves_tokens = moe_config.moe_parallel_config.use_all2all_kernels or moe_config.dp_size > 1
+
+        @property
+        def expects_unquantized_inputs(self):
+            return not self.moves_tokens or self.native is None or self.native.expects_unquantized_inputs
 
         def workspace_shapes(self, M, N, K, *others, **more):
             if self.native is None:
@@ -267,9 +299,10 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             apply_router_weight_on_input,
         ):
             def theirs() -> Tensor:
-                quantized, scale = _quantize_input(
-                    hidden_states, self.quant_config, self.native.expects_unquantized_inputs
-                )
+                quantized, scale = hidden_states, a1q_scale
+                if self.expects_unquantized_inputs:
+                    as_it_is = self.native.expects_unquantized_inputs
+                    quantized, scale = _quantize_input(hidden_states, self.quant_config, as_it_is)
                 self.native.apply(
                     output,
                     quantized,
@@ -279,7 +312,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
                     topk_ids,
                     activation,
                     global_num_experts,
-                    expert_map,
+                    self.map_of_native(expert_map),
                     scale,
                     a2_scale,
                     workspace13,
@@ -292,8 +325,10 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             # With apply_router_weight_on_input vLLM has multiplied the input by the weights already.
             weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
             leave = None if self.native is None else theirs
-            routed = hidden_states, w1, w2, weights, topk_ids
-            result = run(self, leave, *routed, expert_map, False, activation, global_num_experts)
+            ids = topk_ids if expert_tokens_meta is None else those_that_came(topk_ids, expert_tokens_meta)
+            routed = hidden_states, w1, w2, weights, ids
+            how = expert_map, False, activation, global_num_experts
+            result = run(self, leave, *routed, *how, a1q_scale, output.dtype)
             if result is not output:
                 output.copy_(result)
 
@@ -303,10 +338,29 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
 def finished(made: type, name: str, schemes: tuple, oracle, backend) -> type:
     """The class with its name and the attributes that `Predicates` reads."""
     made.__name__ = made.__qualname__ = name
-    made.schemes, made.native_class = schemes, staticmethod(lambda: native_class(oracle, backend))
+    made.schemes, made.native_class = schemes, staticmethod(lambda: native_class(oracle, backend, schemes[0]))
     made.oracle, made.backend = oracle, backend
     made.beside_aiter = backend.name == "TRITON"  # vLLM has AITER's for the same layers
+    made.shuffled = backend.name == "AITER"
     return made
+
+
+def those_that_came(ids: Tensor, meta) -> Tensor:
+    """The experts of the tokens that other ranks have sent, in a buffer with room for more: -1 for the rest."""
+    came = torch.arange(len(ids), device=ids.device) < meta.expert_num_tokens
+    return torch.where(came[:, None], ids, -1)
+
+
+def refusal(config) -> str:
+    """Which way of moving tokens between ranks our experts do not serve. Empty if they do."""
+    backend = config.all2all_backend
+    if config.use_batched_activation_format:
+        return f"tokens in batches of an expert's, as {backend} sends them"
+    if getattr(config, "use_passthrough_all2all", False):
+        return "experts that send tokens themselves"
+    if config.use_all2all_kernels and not (config.use_ag_rs_all2all_kernels or config.use_mori_kernels):
+        return f"tokens that {backend} sends"
+    return "prefill context parallelism" if config.pcp_size != 1 else ""
 
 
 class Predicates:
@@ -328,6 +382,8 @@ class Predicates:
         from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 
         asked = moe_config, weight_key, activation_key, activation_format
+        if why := refusal(moe_config.moe_parallel_config):
+            return False, f"{experts_class.__name__} does not support {why}"
         supported, why = FusedMoEExperts.is_supported_config(experts_class, *asked)
         if not supported:
             return supported, why
@@ -335,10 +391,16 @@ class Predicates:
         extra = next((name for name in extras if getattr(moe_config, name)), None)
         if extra or moe_config.in_dtype not in HALVES:
             return False, f"{experts_class.__name__} does not support {extra or moe_config.in_dtype}"
-        if experts_class.beside_aiter and native_kernel.asks_for_aiter(
-            "MOE"
-        ):  # whose weights only its own kernels read
+        asks = native_kernel.asks_for_aiter("MOE")
+        if asks and experts_class.beside_aiter:
             return False, f"{experts_class.__name__} leaves the layer to AITER, which was asked for"
+        if experts_class.shuffled:
+            h, inner = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
+            dtype = moe_config.in_dtype if weight_key is None else weight_key.dtype
+            if not asks:
+                return False, f"{experts_class.__name__} needs VLLM_ROCM_USE_AITER=1"
+            if not all(weight_layout.fits(shape, dtype) for shape in ((2 * inner, h), (h, inner))):
+                return False, f"{experts_class.__name__} does not support {h} and {inner} columns"
         native = experts_class.native_class()
         return (True, None) if native is None else native.is_supported_config(native, *asked)
 
@@ -360,5 +422,17 @@ class Predicates:
 
     @staticmethod
     def _supports_parallel_config(config):
-        moves_tokens = config.use_all2all_kernels or getattr(config, "use_passthrough_all2all", False)
-        return not moves_tokens and config.dp_size == 1 and config.pcp_size == 1
+        return not refusal(config)
+
+    def map_of_native(self, expert_map: Tensor | None) -> Tensor | None:
+        """What the native experts want for the map from all experts to those of this rank: AITER's want which are here, and that
+        no expert follows."""
+        native = getattr(self.native, "fused_experts", self.native)
+        if expert_map is None or not getattr(native, "consumes_expert_mask", False):
+            return expert_map
+        known, mask = getattr(self, "_mask", (None, None))
+        if known is not expert_map:
+            mask = torch.zeros(len(expert_map) + 1, dtype=torch.int32, device=expert_map.device)
+            mask[:-1] = expert_map >= 0
+            self._mask = expert_map, mask
+        return mask

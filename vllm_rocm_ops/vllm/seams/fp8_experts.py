@@ -16,7 +16,8 @@ def probe() -> None:
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
     experts.probe(fp8, "select_fp8_moe_backend", "config", "weight_key", "activation_key")
-    seam.require("TRITON" in fp8.Fp8MoeBackend.__members__, "Fp8MoeBackend.TRITON")
+    for backend in ("TRITON", "AITER"):
+        seam.require(backend in fp8.Fp8MoeBackend.__members__, f"Fp8MoeBackend.{backend}")
     for weight, activation in SCHEMES:
         seam.require(hasattr(quant_utils, weight) and hasattr(quant_utils, activation), f"{weight} and {activation}")
 
@@ -38,6 +39,9 @@ def install() -> None:
 
     schemes = tuple(tuple(getattr(quant_utils, key) for key in scheme) for scheme in SCHEMES)
     experts.register_first(experts.modular("RocmOpsFp8Experts", schemes, fp8, fp8.Fp8MoeBackend.TRITON), OURS)
+    for scheme in schemes:
+        made = experts.modular("RocmOpsAiterFp8Experts", (scheme,), fp8, fp8.Fp8MoeBackend.AITER)
+        experts.register_first(made, OURS)
     if experts.registers(fp8):
         return
     theirs = fp8.select_fp8_moe_backend
@@ -46,7 +50,7 @@ def install() -> None:
         ours = experts.first_of(OURS, config, weight_key, activation_key)
         if ours is None:
             return theirs(config, weight_key, activation_key, *others, **more)
-        return fp8.Fp8MoeBackend.TRITON, ours
+        return ours.backend, ours
 
     experts.replace(theirs, select_fp8_moe_backend)
 

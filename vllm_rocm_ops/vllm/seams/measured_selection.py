@@ -84,7 +84,8 @@ def warm_up(worker) -> None:
         config, group = worker.vllm_config, get_tp_group()
         captures = config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
         captured = config.compilation_config.cudagraph_capture_sizes if captures else None
-        most, says = config.scheduler_config.max_num_batched_tokens, group.rank_in_group == 0
+        most = config.scheduler_config.max_num_batched_tokens * config.parallel_config.data_parallel_size
+        says = group.rank_in_group == 0
         gather = functools.partial(gather_from, group)
         with set_current_vllm_config(config):
             kernel_timing.warm_up(captured or (), most, clock(), gather, says)

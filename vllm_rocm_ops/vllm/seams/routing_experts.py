@@ -120,6 +120,7 @@ def monolithic(modular: type) -> type:
     class RocmOpsRoutingExperts(experts.Predicates, modular_kernel.FusedMoEExpertsMonolithic):
         schemes, native_class = modular.schemes, staticmethod(modular.native_class)
         oracle, backend, beside_aiter = modular.oracle, modular.backend, modular.beside_aiter
+        shuffled = modular.shuffled
 
         def __init__(self, moe_config, quant_config):
             super().__init__(moe_config, quant_config)
@@ -147,7 +148,8 @@ def monolithic(modular: type) -> type:
 
         @staticmethod
         def _supports_parallel_config(config):
-            return experts.Predicates._supports_parallel_config(config) and not config.enable_eplb
+            alone = config.dp_size == 1 and not config.use_all2all_kernels
+            return experts.Predicates._supports_parallel_config(config) and alone and not config.enable_eplb
 
         def apply(
             self,
@@ -202,7 +204,7 @@ def probe() -> None:
 def install() -> None:
     """Have vLLM ask our experts that route first."""
     for ours in (fp8_experts.OURS, unquantized_experts.OURS):
-        for modular in ours[::-1]:
+        for modular in [one for one in ours[::-1] if not one.shuffled]:  # beside AITER's experts, its routing stays
             experts.register_first(monolithic(modular), ours)
 
 

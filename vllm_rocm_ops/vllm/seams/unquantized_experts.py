@@ -11,22 +11,25 @@ def probe() -> None:
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
     experts.probe(unquantized, "select_unquantized_moe_backend", "moe_config")
-    seam.require("TRITON" in unquantized.UnquantizedMoeBackend.__members__, "UnquantizedMoeBackend.TRITON")
+    for backend in ("TRITON", "AITER"):
+        seam.require(backend in unquantized.UnquantizedMoeBackend.__members__, f"UnquantizedMoeBackend.{backend}")
 
 
 def install() -> None:
     """Have vLLM ask our experts first."""
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
-    backend = unquantized.UnquantizedMoeBackend.TRITON
-    experts.register_first(experts.modular("RocmOpsUnquantizedExperts", ((None, None),), unquantized, backend), OURS)
+    backends = unquantized.UnquantizedMoeBackend
+    for name, backend in (("", backends.TRITON), ("Aiter", backends.AITER)):
+        made = experts.modular(f"RocmOps{name}UnquantizedExperts", ((None, None),), unquantized, backend)
+        experts.register_first(made, OURS)
     if experts.registers(unquantized):
         return
     theirs = unquantized.select_unquantized_moe_backend
 
     def select_unquantized_moe_backend(moe_config):
         ours = experts.first_of(OURS, moe_config)
-        return theirs(moe_config) if ours is None else (backend, ours)
+        return theirs(moe_config) if ours is None else (ours.backend, ours)
 
     experts.replace(theirs, select_unquantized_moe_backend)
 
