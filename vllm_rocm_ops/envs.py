@@ -24,7 +24,9 @@ VARIABLES = {
         Variable("VLLM_ROCM_OPS_ON_NVIDIA", "0", "development: 1 installs the seams on NVIDIA too, to measure them"),
         Variable("VLLM_ROCM_OPS_ON_CPU", "0", "tests: 1 installs the seams on CPU too, where PyTorch runs in them"),
         Variable("VLLM_ROCM_OPS_ANY_VERSION", "0", "1 installs the seams in untested vLLM versions too, as nightlies"),
-        Variable("VLLM_ROCM_OPS_SHUFFLE", "0", "1 shuffles FP8 weights for our GEMMs, which then serve all tokens"),
+        Variable(
+            "VLLM_ROCM_OPS_SHUFFLE", "0", "1 shuffles FP8 weights where our GEMMs were measured to win at all sizes"
+        ),
         Variable("VLLM_ROCM_OPS_MEASURE", "1", "0 keeps vLLM's workers from timing our kernels against its own"),
         Variable("VLLM_ROCM_OPS_ATTENTION", "0", "1 runs our decode attention wherever it fits, faster or not"),
         Variable(

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import envs
 from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.op import Explanation, Op
 from vllm_rocm_ops.vllm import experts, kernel_selection
@@ -142,13 +141,9 @@ LIMITED = {
 
 
 def most_tokens(op: Op) -> int | None:
-    """The most tokens that vLLM gives an op on a GPU. None for any number, as for shuffled weights, which only we read."""
+    """The most tokens that vLLM gives an op on a GPU where nothing was measured. None for any number."""
     module = LIMITED.get(op.name)
-    if module is None or (
-        envs.VLLM_ROCM_OPS_SHUFFLE == "1" and module in (scaled_linear, block_scaled_linear, mxfp8_linear)
-    ):
-        return None
-    return module.MOST_TOKENS
+    return module and module.MOST_TOKENS
 
 
 def measured_shapes(call: LayerCall, arch: str) -> list[str]:
@@ -196,7 +191,7 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
         return False, f"off on this GPU: {record.off[name]}"
     if key is None:
         most = most_tokens(call.op)
-        if name not in LIMITED or most is None:
+        if most is None:
             return True, ""
         few = tokens <= most
         return few, "unmeasured" if few else f"unmeasured: of more than {most} tokens the seam leaves to vLLM"

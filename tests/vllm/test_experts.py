@@ -627,6 +627,10 @@ def test_with_aiter_asked_for_its_experts_are_the_native_ones(native, kind, monk
     assert select(kind) is aiter(kind)
     assert aiter(kind).backend.name == "AITER" and select_from.OURS[0] is not aiter(kind)
     keys = aiter(kind).schemes[0]
+    if kind != "bf16":
+        from vllm.model_executor.layers.fused_moe.oracle import fp8
+
+        assert fp8.select_fp8_moe_backend(config(), *keys)[0].name == "AITER"
     assert experts.first_of(select_from.OURS, config(intermediate_size=48 if kind != "bf16" else 24), *keys) is None
     monkeypatch.setenv("VLLM_ROCM_USE_AITER_MOE", "0")
     assert select(kind) is not aiter(kind)

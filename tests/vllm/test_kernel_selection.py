@@ -569,6 +569,38 @@ def test_a_vllm_that_is_otherwise_starts(caplog):
     assert "vllm-rocm-ops: fixed limits hold: " in caplog.text
 
 
+def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
+    """One of each shape, so that it is measured too, up to the most tokens; what cannot be called is named. A layer whose shape was
+    called gets the same decision, and one that ours alone reads needs none."""
+    from vllm_rocm_ops.vllm.seams import measured_selection
+
+    product, calls = started(Product()), []
+
+    class Method:
+        def apply(self, layer, x, bias):
+            calls.append((layer.name, x.shape, x.dtype))
+            return product.run(x, layer.weight) if layer.works else 1 / 0
+
+    def layer(name: str, weight, state=(None, False), works=True):
+        made = torch.nn.Module()
+        made.weight, made.name, made.works = torch.nn.Parameter(weight, requires_grad=False), name, works
+        made.quant_method, made.input_size_per_partition = Method(), weight.shape[1]
+        made.register_buffer(native_kernel.MARK, torch.tensor(native_kernel.STATES.index(state), dtype=torch.uint8))
+        return made
+
+    other, third, alone = (torch.randn(n, K).bfloat16() for n in (64, 80, 96))
+    model = torch.nn.Module()
+    model.called, model.drafts = layer("called", WEIGHTS[0]), layer("drafts", other)
+    model.again, model.fails = layer("again", other), layer("fails", third, works=False)
+    model.ours, model.plain = layer("ours", alone, ("plain", True)), torch.nn.Linear(K, 112)
+    assert measured_selection.reach([model], MOST, torch.bfloat16) == ["fails"]
+    assert calls == [(name, (1, K), torch.bfloat16) for name in ("drafts", "fails")]
+    warm_up(clock := ours_wins({1, 128}))
+    assert sorted({tokens for tokens, _ in clock.asked}) == [1, 8, 32, 64, 128, 256]
+    assert [one.state for one in selection.choices()] == ["measured", "measured"]
+    assert {one.shape for one in selection.choices()} == {"48x64", "64x64"}
+
+
 def test_a_worker_that_fails_leaves_vllm_as_it_was(worker):
     wrapper, happened = worker
     del type(wrapper.worker).times

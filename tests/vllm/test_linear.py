@@ -284,6 +284,7 @@ def test_the_weight_is_read_as_vllms_kernel_left_it(make, native):
 def test_weights_are_shuffled_only_for_kernels_that_are_there(make, kind, arch, monkeypatch):
     """vLLM's kernels could not serve in their place."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
+    monkeypatch.setattr(native_kernel, "won_everywhere", lambda key: True)
     monkeypatch.setattr(seam, "arch_here", lambda _: arch)
     monkeypatch.setattr(f"{__name__}.FP8", archs.named(arch).fp8_dtype)
     assert make(kind, Native)[1].native is None
@@ -341,6 +342,7 @@ def test_e8m0_scales_of_weights_are_widened_once(make):
 def test_weights_are_shuffled_on_request(make, kind, monkeypatch):
     """Then ours serves every number of tokens; but a weight that latent attention or DeepSeek V4 reads stays as it is."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
+    monkeypatch.setattr(native_kernel, "won_everywhere", lambda key: True)
     layer, kernel, exact = make(kind, Native)
     shape = layer.weight.shape
     rows = layer.weight if kind == "block" else layer.weight.t()
@@ -355,6 +357,48 @@ def test_weights_are_shuffled_on_request(make, kind, monkeypatch):
         assert kernel.native is not None
         assert layer.weight.shape == shape
         assert torch.equal(shuffle_weight(plain).flatten().view(torch.uint8), rows.data.flatten().view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_weights_are_shuffled_where_ours_won_at_every_size(make, kind, monkeypatch):
+    """In a start before, up to the most tokens of this one, by a measurement that still holds. The graph's cache knows of it."""
+    from vllm.config import get_current_vllm_config
+
+    from vllm_rocm_ops.vllm.seams import compile_cache
+
+    monkeypatch.setattr(native_kernel, "shuffled", set())
+    scheduler = get_current_vllm_config().scheduler_config
+    monkeypatch.setattr(scheduler, "max_num_batched_tokens", MANY)
+    monkeypatch.setattr(getattr(ops, OPS[kind]), "run_kernels", getattr(ops, OPS[kind]).reference)
+    kernel_selection.start()
+    layer, kernel, _ = make(kind, Right)
+    kernel.apply_weights(layer, random(MANY, K).bfloat16())
+    monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
+
+    def is_shuffled() -> bool:
+        kernel_selection.forget()
+        return make(kind, Right)[1].native is None
+
+    path, before = kernel_selection.path_of(kernel_selection.machine()), compile_cache.fingerprint()
+    kernel_timing.warm_up((), MANY, InTurn(MANY), lambda mine: [mine])
+    assert is_shuffled()
+    assert compile_cache.fingerprint() != before
+    record = kernel_selection.read(path)
+    [by_tokens] = record.shapes.values()
+    for off, shapes in (
+        ({OPS[kind]: "wrong"}, record.shapes),
+        ({}, {}),
+        ({}, {key: by_tokens | {64: kernel_selection.NATIVE} for key in record.shapes}),
+    ):
+        kernel_selection.write(path, kernel_selection.Record(record.machine, off, shapes))
+        assert not is_shuffled()
+    kernel_selection.write(path, record)
+    assert is_shuffled()
+    scheduler.max_num_batched_tokens = MANY + 1
+    assert not is_shuffled()
+    scheduler.max_num_batched_tokens = MANY
+    monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "0")
+    assert not is_shuffled()
 
 
 def handed_on(layer: torch.nn.Module, kernel, marked: bool = True) -> tuple[torch.nn.Module, object]:
@@ -386,6 +430,7 @@ def test_weights_that_another_process_prepared(make, kind, native, shuffle, monk
     from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
 
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", shuffle)
+    monkeypatch.setattr(native_kernel, "won_everywhere", lambda key: True)
     layer, kernel, exact = make(kind, native)
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "0")
     other, made = handed_on(layer, kernel)
@@ -415,6 +460,7 @@ def test_weights_of_unknown_order_are_vllms(make, kind):
 def test_shuffled_weights_are_refused_by_other_kernels(make, kind, monkeypatch):
     """An engine whose seams are off does not read what a weight cache shuffled for ours."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
+    monkeypatch.setattr(native_kernel, "won_everywhere", lambda key: True)
     layer, _, _ = make(kind, Native)
     with pytest.raises(RuntimeError, match="was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which SimpleNamespace cannot"):
         native_kernel.recall_order(types.SimpleNamespace(), layer)
@@ -424,6 +470,7 @@ def test_shuffled_weights_are_refused_by_other_kernels(make, kind, monkeypatch):
 def test_weights_that_are_loaded_again(make, native, monkeypatch):
     """Are prepared again, as the first time."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
+    monkeypatch.setattr(native_kernel, "won_everywhere", lambda key: True)
     layer, kernel, exact = make("channel", native)
     x = random(FEW, K).bfloat16()
     for _ in range(2):
@@ -692,6 +739,20 @@ def test_what_is_measured_serves(make, kind, native, fault, monkeypatch):
     for tokens in (1, 17, 18, MANY):
         kernel.apply_weights(layer, random(tokens, layer.weight.numel() // N).bfloat16(), bias)
     assert len(kernel.native.calls) == (4 if fault else 2)
+
+
+def test_what_won_above_the_limit_runs_tiled_kernels(make):
+    """So that ours serve prompts too."""
+    (layer, kernel, exact), x = make("channel", Right), random(MANY, K).bfloat16()
+    with launch.executor(Emulator("gfx950")):
+        kernel.apply_weights(layer, x)
+        assert len(kernel.native.calls) == 1 and vllm_rocm_ops.stats() == {}
+        [one] = kernel_selection.choices()
+        kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0]) + bytes([1]) * MANY}))
+        close(kernel.apply_weights(layer, x), x, exact)
+    [symbol] = vllm_rocm_ops.stats()["scaled_mm"]
+    assert symbol.startswith("scaled_mm_tiled_")
+    assert len(kernel.native.calls) == 1
 
 
 def test_mx_layers_are_measured(make, monkeypatch):

@@ -178,6 +178,15 @@ def choose(key: tuple, kernels: Kernels, native: str, layer: tuple) -> Choice:
     return made
 
 
+def wins(key: str) -> bytes:
+    """Where ours was measured to win for a key, as `Choice.ours`; nothing, where it was not measured, or its op is off."""
+    if envs.VLLM_ROCM_OPS_MEASURE == "0":
+        return b""
+    if _session.decided is None:
+        _session.decided = decided_before()
+    return b"" if key.partition(" ")[0] in _session.decided.off else _session.decided.shapes.get(key, b"")
+
+
 def choices() -> list[Choice]:
     """All choices of this process."""
     return list(_choices.values())

@@ -26,6 +26,9 @@ MARK = "vllm_rocm_ops_order"
 STATES = [(order, alone) for order in (None, "plain", "fragments") for alone in (False, True)]
 """The values of that buffer, by index: the order of the weight, and whether our kernel alone reads it."""
 
+shuffled: set[str] = set()
+"""The shapes of weights that this process has put in fragment order."""
+
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _kernels: dict[str, object] = {}
 
@@ -243,15 +246,35 @@ def recall_order(kernel, layer: torch.nn.Module) -> None:
         )
 
 
-def wants_fragments(layer: torch.nn.Module, weight: Tensor, op: Op, scale: Tensor, out_dtype: torch.dtype) -> bool:
+def wants_fragments(
+    layer: torch.nn.Module, weight: Tensor, kernels: Linear, kept: object, description: tuple, scale: Tensor, out_dtype
+) -> bool:
     """Whether to put a layer's weight in fragment order. The user must ask for it, the sizes must allow it, nothing but the
-    linear kernel may read the weight, and our op must have kernels, as vLLM's do not read that order."""
+    linear kernel may read the weight, and our op must have kernels, as vLLM's do not read that order. Where a kernel of vLLM's is
+    kept, ours must have been measured to be the faster at every number of tokens, in a start before; `description` is the layer
+    as `kernels` describe it."""
     # Latent attention marks a projection that it reads by the first name, DeepSeek V4 by the second.
     read_elsewhere = ("_cpu_skip_gemm_dispatch", "is_bmm")
     asked = envs.VLLM_ROCM_OPS_SHUFFLE == "1" and not any(getattr(layer, mark, False) for mark in read_elsewhere)
     rows = rows_of(weight).to("meta")
     if not asked or not has_fragments(rows):
         return False
+    shape = kernels.describe(description)
+    if kept is not None and not won_everywhere(f"{kernels.op.name} {shape} {type(kept).__name__}"):
+        return False
     a = torch.empty(1, rows.shape[1], dtype=rows.dtype, device="meta")
     scale_a = torch.empty(1, scale.shape[1] if scale.dim() == 2 and scale.shape[1] > 1 else 1, device="meta")
-    return has_kernels(op, a, fragments_of(rows), scale_a, scale.to("meta"), out_dtype)
+    wants = has_kernels(kernels.op, a, fragments_of(rows), scale_a, scale.to("meta"), out_dtype)
+    if wants:
+        shuffled.add(shape)
+    return wants
+
+
+def won_everywhere(key: str) -> bool:
+    """Whether ours was measured to be the faster for a shape at every number of tokens of this vLLM. A graph that was compiled for
+    the other order must not be found again, which the seam that measures sees to (row_selection.py)."""
+    from vllm.config import get_current_vllm_config
+
+    scheduler = get_current_vllm_config().scheduler_config
+    ours = kernel_selection.wins(key) if "measured_selection" in seam.active() else b""
+    return len(ours) > scheduler.max_num_batched_tokens and all(ours[1:])

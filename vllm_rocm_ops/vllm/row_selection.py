@@ -27,7 +27,7 @@ from vllm_rocm_ops import envs, ops
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.quantization import LIMIT
-from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, seam
+from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, native_kernel, seam
 from vllm_rocm_ops.vllm.kernel_selection import NATIVE, Decided, Measured, Record
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -188,6 +188,13 @@ def measure_pair(one: Fused, layers: list[tuple], tokens: int, clock: kernel_tim
 # The model
 
 
+def models_of(worker) -> list[torch.nn.Module]:
+    """The model that a worker has loaded, and the one that drafts tokens for it, if there is one."""
+    runner = worker.model_runner
+    drafter = getattr(getattr(runner, "drafter", None), "model", None)
+    return [runner.get_model(), *([drafter] if isinstance(drafter, torch.nn.Module) else [])]
+
+
 def producers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Module | None]]:
     """Our norms and activations in a model, each with the one linear that reads its result, if that is known."""
     behind = {
@@ -282,9 +289,7 @@ def compiler(config) -> Callable[[Callable], Callable]:
 
 def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable, says: bool) -> None:
     """Decide for the model that a worker has loaded."""
-    config, runner = worker.vllm_config, worker.model_runner
-    drafter = getattr(getattr(runner, "drafter", None), "model", None)
-    models = [runner.get_model(), *([drafter] if isinstance(drafter, torch.nn.Module) else [])]
+    config, models = worker.vllm_config, models_of(worker)
     passes = config.compilation_config.pass_config
     if passes.fuse_allreduce_rms and seam.served_platform() == "rocm" and not seam.names("norm"):
         left = [pair for model in models for pair in producers(model) if hasattr(pair[0], "variance_epsilon")]
@@ -311,7 +316,6 @@ def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable
         if not ours[one.key]:
             leave(one.producer, one.linear)
     _stay.update(key for key, runs in ours.items() if not runs)
-    mark_again(config, models)
     if says:
         kernel_timing.say(record, decided, set(distinct))
 
@@ -322,12 +326,13 @@ def _lazily(one: Fused, compiled: Callable) -> Callable:
     return lambda *tensors: graph()(*tensors)
 
 
-def mark_again(config, models: list[torch.nn.Module]) -> None:
-    """Put what stays vLLM's into the fingerprint of the compile cache, also in copies of the configuration that models hold."""
+def mark_again(worker) -> None:
+    """Put what was decided when a model was loaded into the fingerprint of the compile cache, also in copies of the configuration
+    that the model holds."""
     from vllm_rocm_ops.vllm.seams import compile_cache
 
-    if not _stay or "compile_cache" not in seam.active():
+    if "compile_cache" not in seam.active() or not (_stay or native_kernel.shuffled):
         return
-    held = [getattr(layer, "vllm_config", None) for model in models for layer in model.modules()]
-    for one in {id(one): one for one in (config, *held) if one is not None}.values():
+    held = [getattr(layer, "vllm_config", None) for model in models_of(worker) for layer in model.modules()]
+    for one in {id(one): one for one in (worker.vllm_config, *held) if one is not None}.values():
         compile_cache.mark(one)

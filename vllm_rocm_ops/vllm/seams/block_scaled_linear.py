@@ -1,7 +1,7 @@
 """Seam: FP8 linear layers with scales per 128x128 block of the weight run our `block_scaled_mm` where it is the faster.
 
 vLLM's native kernel, if there is one, serves all other calls (native_kernel.py), prepares the weight and says how the input is
-quantized. With `VLLM_ROCM_OPS_SHUFFLE=1` our op serves any number of tokens, see scaled_linear.py.
+quantized. With `VLLM_ROCM_OPS_SHUFFLE=1` our op may serve any number of tokens, see scaled_linear.py.
 """
 
 import torch
@@ -128,7 +128,9 @@ def install() -> None:
             if params.block_scale.dtype == torch.float8_e8m0fnu:  # the op takes float32, as inputs' scales are
                 replace_parameter(layer, params.block_scale_attr, params.block_scale.data.float())
             scale = self._get_layer_params(layer).block_scale.data
-            if native_kernel.wants_fragments(layer, params.weight, ops.block_scaled_mm, scale, self.config.out_dtype):
+            described = params.weight, scale, self.config.out_dtype, None
+            fragments = layer, params.weight, KERNELS, self.native, described, scale, self.config.out_dtype
+            if native_kernel.wants_fragments(*fragments):
                 replace_parameter(layer, params.WEIGHT, shuffle_weight(params.weight.data).view(params.weight.shape))
                 order, self.native = "fragments", None
             native_kernel.note_order(self, layer, order)

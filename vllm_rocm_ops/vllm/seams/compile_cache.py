@@ -12,13 +12,13 @@ import vllm_rocm_ops
 from vllm_rocm_ops import envs
 from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops.stats import warn_once
-from vllm_rocm_ops.vllm import row_selection, seam
+from vllm_rocm_ops.vllm import native_kernel, row_selection, seam
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
 def fingerprint() -> str:
-    """The version, the active seams, the order of weights, a hash of the code objects' stamps, the names of stamps that cannot be
+    """The version, the active seams, the order of weights, which are shuffled, a hash of the code objects' stamps, the names of stamps that cannot be
     read, and the norms and activations that stay vLLM's."""
     stamps, unreadable = hashlib.sha256(), []
     for stamp in sorted(launches.CODE.glob("*/*.json")):
@@ -30,6 +30,7 @@ def fingerprint() -> str:
     order = "shuffled" if envs.VLLM_ROCM_OPS_SHUFFLE == "1" else "plain"
     what = f"{', '.join(seam.active())}; {order} weights; code {stamps.hexdigest()[:16]}"
     what += f"; unreadable {', '.join(unreadable)}" if unreadable else ""
+    what += f"; shuffled {', '.join(sorted(native_kernel.shuffled))}" if native_kernel.shuffled else ""
     what += f"; vLLM's {', '.join(row_selection.stay())}" if row_selection.stay() else ""
     return f"{vllm_rocm_ops.__version__} with {what}"
 

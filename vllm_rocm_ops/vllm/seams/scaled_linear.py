@@ -2,8 +2,9 @@
 
 vLLM's native kernel, if there is one, serves all other calls (native_kernel.py) and prepares the weight. Our op reads both
 layouts that it may leave: rows of K, on ROCm often padded, or the order of AITER's tuned kernels, which is our fragment order.
-With `VLLM_ROCM_OPS_SHUFFLE=1` every weight is put in fragment order at loading. The native kernel does not read that order,
-so our op then serves any number of tokens. It is off by default, because vLLM's kernels are faster for many tokens.
+With `VLLM_ROCM_OPS_SHUFFLE=1` a weight is put in fragment order at loading where ours was measured to be the faster at every
+number of tokens, in a start before, or nothing else serves. The native kernel does not read that order, so our op then serves any
+number of tokens.
 """
 
 import torch
@@ -155,7 +156,11 @@ def install() -> None:
                 del before  # frees a whole weight before the next copy is made
             super().process_weights_after_loading(layer)
             weight = getattr(layer, name).data
-            fragments = layer, weight, ops.scaled_mm, self._get_layer_params(layer)[1].data, self.config.out_dtype
+            scale, out_dtype = self._get_layer_params(layer)[1].data, self.config.out_dtype
+            static = weight if self.quant_fp8.static else None
+            bias, k = getattr(layer, "bias", None), native_kernel.rows_of(weight).shape[1]
+            described = weight, scale, bias, out_dtype, False, self.native_name, static, k
+            fragments = layer, weight, KERNELS, self.native, described, scale, out_dtype
             if order == "plain" and native_kernel.wants_fragments(*fragments):
                 rows = native_kernel.rows_of(weight)
                 replace_parameter(layer, name, shuffle_weight(rows).view(rows.shape).t())
