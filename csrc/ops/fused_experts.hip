@@ -38,9 +38,9 @@ struct Experts {
   const int* expert_map;            // [mapped], or null
   i64 expert_bytes, expert_scales;  // from an expert to the next: bytes of weights and of scale_b
   int token_bytes, row_bytes;       // from row to row, of weights within 16 of them
-  int tile_bytes, spread;           // of weights from 16 rows to the next; bytes from a byte of K to the next, in steps of 16
-  int m, n, k, pairs;               // tokens, rows of an expert's weight, bytes of K; pairs of tokens and slots
-  int scale_a_row, scale_b_row;     // bytes between scales
+  int tile_bytes, spread;  // of weights from 16 rows to the next; bytes from a byte of K to the next, in steps of 16
+  int m, n, k, pairs;      // tokens, rows of an expert's weight, bytes of K; pairs of tokens and slots
+  int scale_a_row, scale_b_row;  // bytes between scales
   int topk, shared, routed, mapped, id_words;
   int per_slot;       // 2^20 / slots, rounded up
   int out_type;       // 0 bf16, 1 fp16

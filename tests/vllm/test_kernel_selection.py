@@ -639,14 +639,21 @@ def ours(a, b, scale_a, scale_b, *others):
     counter("scaled_mm", "ours").calls += 1
     return ops.scaled_mm.reference(a, b, scale_a, scale_b * FACTOR, *others)
 
+def rows(op):
+    return lambda *arguments: op.reference(*arguments, *op._defaults[len(arguments) :])
+
 class Clock:
     def times(self, calls, sets):
+        if hasattr(calls["ours"], "__self__"):  # a norm or an activation
+            return {"ours": [1.0 if ROWS else 3.0], "native": [2.0]}
         few = len(sets[0][0]) <= 8
         return {"ours": [1.0 if few else 3.0], "native": [2.0]}
 
     def finish(self):
         pass
 
+for name in ("rms_norm_dynamic_per_token_quant", "silu_and_mul_per_token_quant"):
+    getattr(ops, name).run_kernels = rows(getattr(ops, name))
 Native.apply_scaled_mm, ops.scaled_mm.run_kernels, measured_selection.clock = counted, ours, Clock
 available = CPUWorker.determine_available_memory
 
@@ -662,10 +669,11 @@ CPUWorker.determine_available_memory = after_a_profile_run
 @pytest.mark.parametrize("factor", [1.0, 1.02])
 def test_inside_vllm(engines, expected, tmp_path, factor):
     """A worker measures the model's own layers. A kernel of ours that is right then has the few tokens of decode, vLLM's the prompts;
-    one that is not right on this machine has none, and tokens are the plain model's all the same."""
+    one that is not right on this machine has none, and tokens are the plain model's all the same. Norms and activations are ours
+    where they were the faster."""
     flavour = ("llama", "token")
     job = engines.job(flavour, max_tokens=4)
-    before = ON_CPU.replace("FACTOR", str(factor))
+    before = ON_CPU.replace("FACTOR", str(factor)).replace("ROWS", str(factor == 1.0))
     answers = engines.run({"it": job}, before=before, VLLM_ROCM_OPS_TABLES=str(tmp_path))
     answer, output = answers["it"], answers["output"]
     layers, steps = 8, 4
@@ -674,11 +682,14 @@ def test_inside_vllm(engines, expected, tmp_path, factor):
     ]
     [path] = tmp_path.glob("*/measured-*.json")
     record = selection.read(path)
+    rows = {"rms_norm_dynamic_per_token_quant", "silu_and_mul_per_token_quant"}
+    assert rows & answer["stats"].keys() == (rows if factor == 1.0 else set())
+    assert {key.partition(" ")[0] for key in record.shapes if key.endswith(" compiled")} == rows
     if factor == 1.0:
         assert answer["stats"]["scaled_mm"] == {"ours": layers * (steps - 1)}
         assert answer["stats"]["vllm"] == {"its kernel": layers}
-        assert len(record.shapes) == 4 and not record.off
-        assert output.count("our kernels and vLLM's on this GPU") == 1
+        assert len(record.shapes) == 6 and not record.off
+        assert output.count("our kernels and vLLM's on this GPU") == 2
     else:
         assert "scaled_mm" not in answer["stats"]
         assert answer["stats"]["vllm"] == {"its kernel": layers * steps}

@@ -253,7 +253,7 @@ def test_the_compile_cache_knows_what_stays(kernels, monkeypatch):
     before = compile_cache.fingerprint()
     one = worker(layer)
     row_selection.before_compiling(one, Clock(lambda tokens: 20.0), lambda mine: [mine], False)
-    row_selection.mark_again(one)
+    compile_cache.mark_again(one)
     after = compile_cache.fingerprint()
     assert after != before
     assert one.vllm_config.additional_config == held.additional_config == {"vllm_rocm_ops": after}

@@ -27,7 +27,7 @@ from vllm_rocm_ops import envs, ops
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.quantization import LIMIT
-from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, native_kernel, seam
+from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, seam
 from vllm_rocm_ops.vllm.kernel_selection import NATIVE, Decided, Measured, Record
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -324,15 +324,3 @@ def _lazily(one: Fused, compiled: Callable) -> Callable:
     """vLLM's compiled graph of a shape, compiled when it is called."""
     graph = functools.cache(lambda: compiled()(one.vllms))
     return lambda *tensors: graph()(*tensors)
-
-
-def mark_again(worker) -> None:
-    """Put what was decided when a model was loaded into the fingerprint of the compile cache, also in copies of the configuration
-    that the model holds."""
-    from vllm_rocm_ops.vllm.seams import compile_cache
-
-    if "compile_cache" not in seam.active() or not (_stay or native_kernel.shuffled):
-        return
-    held = [getattr(layer, "vllm_config", None) for model in models_of(worker) for layer in model.modules()]
-    for one in {id(one): one for one in (worker.vllm_config, *held) if one is not None}.values():
-        compile_cache.mark(one)

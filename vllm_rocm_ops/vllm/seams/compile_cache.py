@@ -47,6 +47,17 @@ def mark(vllm_config) -> None:
     logger.info("vllm-rocm-ops %s", found)
 
 
+def mark_again(worker) -> None:
+    """Put what was decided when a worker loaded its model into the fingerprint, also in copies of the configuration that the model
+    holds."""
+    if SEAM.name not in seam.active() or not (row_selection.stay() or native_kernel.shuffled):
+        return
+    modules = (module for model in row_selection.models_of(worker) for module in model.modules())
+    held = [worker.vllm_config, *(getattr(module, "vllm_config", None) for module in modules)]
+    for config in {id(config): config for config in held if config is not None}.values():
+        mark(config)
+
+
 def probe() -> None:
     """`VllmConfig` has the field `additional_config`, and the platform completes configurations."""
     from vllm.config import VllmConfig

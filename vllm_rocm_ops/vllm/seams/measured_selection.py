@@ -9,6 +9,7 @@ import torch
 
 from vllm_rocm_ops import envs
 from vllm_rocm_ops.vllm import experts, kernel_selection, kernel_timing, native_kernel, row_selection, seam
+from vllm_rocm_ops.vllm.seams import compile_cache
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -35,7 +36,7 @@ def install() -> None:
     def load_model(self, *arguments, **keywords):
         result = self.worker.load_model(*arguments, **keywords)
         before_compiling(self.worker)
-        row_selection.mark_again(self.worker)
+        compile_cache.mark_again(self.worker)
         return result
 
     setattr(WorkerWrapperBase, LOAD, load_model)
