@@ -43,6 +43,7 @@ def generate(job: dict) -> dict:
         logprobs=job.get("logprobs"),
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    captured = llm.collective_rpc("vllm_rocm_ops_stats")[0]
     llm.collective_rpc("vllm_rocm_ops_reset_stats")
     with emulated(job.get("emulate")), faulty(job.get("fault")):
         outputs = [request.outputs[0] for request in llm.generate(prompts, sampling, use_tqdm=False)]
@@ -65,6 +66,7 @@ def generate(job: dict) -> dict:
         ],
         "then": then,
         "cached": cached if then else 0,
+        "captured": captured,
         "stats": stats,
         "other_ranks": other_ranks,
         "fallbacks": fallbacks,

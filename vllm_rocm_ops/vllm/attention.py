@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,12 +67,6 @@ def is_forced() -> bool:
     return envs.VLLM_ROCM_OPS_ATTENTION == "1"
 
 
-def is_batch_invariant() -> bool:
-    from vllm import envs as vllm_envs
-
-    return bool(vllm_envs.VLLM_BATCH_INVARIANT)
-
-
 def run(op: Op, *arguments):
     """What `Op.run_kernels` returns; on CPU an op's reference runs, or the emulator."""
     if arguments[0].device.type != "cpu":
@@ -88,10 +81,11 @@ class Decoder:
     op: Op
 
     def __init__(self, impl, backend: Backend):
+        from vllm import envs as vllm_envs
         from vllm.config import get_current_vllm_config
 
         self.impl, self.backend, self.config = impl, backend, get_current_vllm_config()
-        self.is_forced = is_forced()
+        self.is_forced, self.is_batch_invariant = is_forced(), bool(vllm_envs.VLLM_BATCH_INVARIANT)
         self.is_fp8 = impl.kv_cache_dtype in E4M3
         self.lacks = next((f"it has {what}" for what, has in self.unfit() if has), "")
         self.choices: dict[
@@ -147,7 +141,7 @@ class HeadsDecoder(Decoder):
         yield "a window", self.window > 0 and not self.backend.on_gpu
         yield "a look back by chunks", getattr(impl, "chunk_lookback", -1) != -1
         # A request's rows would be ours in one batch and vLLM's in another.
-        yield "rows that must not depend on the batch", is_batch_invariant()
+        yield "rows that must not depend on the batch", self.is_batch_invariant
 
     @functools.cached_property
     def window(self) -> int:
@@ -341,8 +335,8 @@ def batch_of_all(metadata) -> Batch:
 
 
 def batch_of_decodes(metadata) -> Batch:
-    """Where decode rows come first."""
-    if metadata.num_prefills or metadata.num_extends or not metadata.num_decodes:
+    """Where decode rows come first. They are all if they are as many as tokens."""
+    if not metadata.num_decodes:
         return NO_BATCH
     requests, longest = metadata.num_decodes, metadata.decode_metadata.max_query_len
     same = metadata.num_decode_tokens == metadata.num_actual_tokens == requests * longest
@@ -357,7 +351,7 @@ OF_IMPL = (
     *("logits_soft_cap", "sinks"),
 )
 OF_BATCH = ("num_actual_tokens", "seq_lens", "block_table", "causal")
-OF_SPLIT = ("num_decodes", "num_decode_tokens", "num_prefills", "num_extends", "decode_metadata")
+OF_SPLIT = ("num_decodes", "num_decode_tokens", "decode_metadata")
 
 
 def _of_heads(module: str, stem: str, impl: str, metadata: str, more: tuple[str, ...], *rest, **given) -> Backend:
@@ -442,7 +436,9 @@ def require_method(path: str, name: str, *wanted: str) -> None:
 
 @functools.cache
 def _classes(module: str) -> dict[str, ast.ClassDef]:
-    source = Path(importlib.util.find_spec(module).origin).read_text()
+    import vllm
+
+    source = Path(vllm.__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py").read_text()
     return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
 
 

@@ -30,31 +30,30 @@ LENGTHS = (128, 1024, 8192)
 class NotingBuilder:
     """In front of a backend's builder of metadata."""
 
-    def __init__(self, *arguments, **keywords):
-        super().__init__(*arguments, **keywords)
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device, *arguments, **keywords):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *arguments, **keywords)
         try:
-            note(self)
+            layers = vllm_config.compilation_config.static_forward_context
+            for name in layer_names:
+                decoder = getattr(getattr(layers.get(name), "impl", None), "rocm_ops", None)
+                if decoder is not None and is_measured(decoder):
+                    choose(decoder, layers[name], self, kv_cache_spec.block_size)
         except Exception as error:  # noqa: BLE001  nothing is measured then, and vLLM's own serves
             logger.warning("vllm-rocm-ops: attention is not measured: %s: %s", type(error).__name__, error)
 
 
-def note(builder) -> None:
-    """Make or find the choices of a builder's layers."""
-    layers = builder.vllm_config.compilation_config.static_forward_context
-    for name in builder.layer_names:
-        decoder = getattr(getattr(layers.get(name), "impl", None), "rocm_ops", None)
-        if decoder is not None and is_measured(decoder):
-            choose(decoder, layers[name], builder)
-
-
 def is_measured(decoder: Decoder) -> bool:
-    """Whether it has to be. Queries in FP8, which vLLM gives some of its implementations, ours does not take."""
+    """Whether it has to be. Queries in FP8, which vLLM gives some of its implementations, ours does not take. Kernels chosen by the
+    batch are not the same in any batch."""
+    if decoder.is_batch_invariant or getattr(decoder.impl, "dcp_world_size", 1) > 1:  # heads are then gathered
+        return False
     in_fp8 = decoder.is_fp8 and getattr(decoder.impl, "supports_quant_query_input", False)
     may_serve = not decoder.lacks and not in_fp8 and decoder.config.model_config.dtype in ELEMENTS
     return may_serve and not decoder.is_forced and envs.VLLM_ROCM_OPS_MEASURE != "0"
 
 
-def choose(decoder: Decoder, layer: torch.nn.Module, builder) -> None:
+def choose(decoder: Decoder, layer: torch.nn.Module, builder, page_size: int) -> None:
+    """Make or find the choices of a layer."""
     config = decoder.config
     longest, dtype = config.model_config.max_model_len, config.model_config.dtype
     drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
@@ -62,7 +61,7 @@ def choose(decoder: Decoder, layer: torch.nn.Module, builder) -> None:
         found = []
         for keys in [keys for keys in LENGTHS if keys <= longest] or [longest]:
             of = layer._k_scale, dtype, Layer(decoder, layer, builder)
-            context = Context(decoder, builder, query_len, keys)
+            context = Context(decoder, page_size, query_len, keys)
             choice = kernel_selection.choice(context.key)
             choice = choice or kernel_selection.choose(context.key, context, decoder.backend.name, of)
             if choice.layers is not None:
@@ -98,11 +97,11 @@ class Context:
 
     sampled_rows = 4
 
-    def __init__(self, decoder: Decoder, builder, query_len: int, keys: int):
+    def __init__(self, decoder: Decoder, page_size: int, query_len: int, keys: int):
         self.op, self.query_len, self.keys = decoder.op, query_len, keys
         rows = f" {query_len} rows" * (query_len > 1)
-        longest, page = decoder.config.model_config.max_model_len, builder.kv_cache_spec.block_size
-        self.shape = f"{decoder.describe()} page {page}{rows} {keys} of {longest} keys"
+        longest = decoder.config.model_config.max_model_len
+        self.shape = f"{decoder.describe()} page {page_size}{rows} {keys} of {longest} keys"
         self.key = "attention", decoder.backend.name, self.shape
 
     def most_tokens(self) -> int:
