@@ -11,12 +11,13 @@ made in Python outside of compiled graphs, and a captured graph holds the choice
 layer. There are no native experts there, and our op's reference runs.
 
 With tensor parallelism a rank has a part of each expert, and vLLM adds up the ranks' results. With expert parallelism
-`expert_map` says which experts a rank has. With data parallelism vLLM sends tokens between ranks, by all-gather and reduce-scatter
-or by MoRI, quantized if the native experts want them so, and our op takes them so; MoRI's buffers have room for more tokens than
-came, and the rest goes to no expert. Experts that get their tokens in batches (DeepEP's low latency, NIXL) stay vLLM's. They are
-measured with tokens that nothing has quantized, on both sides. Shared experts are linear layers, which the seams for linear layers serve. vLLM
-fuses shared experts into the routed ones with AITER's experts only (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS), and such a
-layer stays AITER's, so the op's argument `shared_experts` has no use here.
+`expert_map` says which experts a rank has. With data parallelism vLLM sends tokens between ranks, by all-gather and
+reduce-scatter or by MoRI, quantized if the native experts want them so, and our op takes them so; MoRI's buffers have room for
+more tokens than came, and the rest goes to no expert. Both sides are measured with tokens that nothing has quantized. Experts
+that get their tokens in batches (DeepEP's low latency, NIXL) stay vLLM's. Shared experts are linear layers, which the seams
+for linear layers serve. vLLM fuses shared experts into the routed ones with AITER's experts only
+(VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS), and such a layer stays AITER's, so the op's argument `shared_experts` has no use
+here.
 """
 
 import copy

@@ -18,8 +18,8 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
 def fingerprint() -> str:
-    """The version, the active seams, the order of weights, which are shuffled, a hash of the code objects' stamps, the names of stamps that cannot be
-    read, and the norms and activations that stay vLLM's."""
+    """The version, the active seams, the order of weights, a hash of the code objects' stamps, the names of stamps that cannot be
+    read, the shapes of shuffled weights, and the norms and activations that stay vLLM's."""
     stamps, unreadable = hashlib.sha256(), []
     for stamp in sorted(launches.CODE.glob("*/*.json")):
         try:

@@ -36,7 +36,6 @@ def install() -> None:
     def load_model(self, *arguments, **keywords):
         result = self.worker.load_model(*arguments, **keywords)
         before_compiling(self.worker)
-        compile_cache.mark_again(self.worker)
         return result
 
     setattr(WorkerWrapperBase, LOAD, load_model)
@@ -140,8 +139,11 @@ def before_compiling(worker) -> None:
 
         group = get_tp_group()
         gather = functools.partial(gather_from, group)
-        with set_current_vllm_config(worker.vllm_config):
-            row_selection.before_compiling(worker, clock(), gather, group.rank_in_group == 0)
+        try:
+            with set_current_vllm_config(worker.vllm_config):
+                row_selection.before_compiling(worker, clock(), gather, group.rank_in_group == 0)
+        finally:
+            compile_cache.mark_again(worker)
     except Exception as error:  # noqa: BLE001  the worker starts without it
         logger.warning("vllm-rocm-ops: norms and activations are not chosen: %s: %s", type(error).__name__, error)
 
