@@ -455,6 +455,24 @@ def test_who_reads_a_norm_decides(readers, more, linked, stands_alone):
     assert bool(why) != linked
 
 
+def test_norms_beside_one_that_feeds_them_are_the_compilers(monkeypatch):
+    """In a compiled graph, though they quantize where each is called alone. The norms of another module are not meant."""
+    from vllm_rocm_ops.vllm import models
+    from vllm_rocm_ops.vllm.readers import Model, Readers
+
+    layer, inner = torch.nn.Module(), torch.nn.Module()
+    layer.first, layer.second, layer.inner, inner.norm = norm(), norm(), inner, norm()
+    parent = linear("kFp8DynamicTokenSym")
+    layer.second.consumer = (parent, "linear")
+    feeds = {layer.first: Readers(feeds_norm=True, others={"second": None})}
+    monkeypatch.setattr(Model, "readers", lambda self, one: feeds.get(one, "not asked"))
+    models.set_consumers(layer)
+    assert [one.is_behind for one in (layer.first, layer.second, inner.norm)] == [False, True, False]
+    assert not isinstance(layer.second(random(ROWS, HIDDEN)), torch.Tensor)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert isinstance(layer.second(random(ROWS, HIDDEN)), torch.Tensor)
+
+
 @pytest.mark.parametrize("module", ["atom.models", "vllm.model_executor.models.own"])
 def test_models_that_have_no_links(module, caplog):
     """Another plugin's, and those that cannot be read: vLLM starts without, and says so in one line."""

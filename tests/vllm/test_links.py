@@ -407,6 +407,46 @@ def test_a_norm_that_others_use_is_not_linked():
     assert links(both)["0.norm"] == "linear, linear"
 
 
+class Scales(Layer):
+    def forward(self, x, residual):
+        residual = residual + x * 2
+        return self.linear(self.norm(residual)), residual
+
+
+class ScalesSometimes(Layer):
+    def forward(self, x):
+        if x.dtype == torch.float16:
+            x *= 2
+        return self.linear(self.norm(x))
+
+
+@pytest.mark.parametrize(("cls", "behind"), [(Plain, False), (Scales, True), (ScalesSometimes, False)])
+def test_what_the_compiler_makes_in_front(cls, behind):
+    """It fuses that with its own norm. DeepSeek scales in fp16 alone, which is not known from the source."""
+    layer = cls()
+    assert readers.Model(layer, (Leaf,)).readers(layer.norm).is_behind == behind
+
+
+def test_norms_in_a_row():
+    """The first of two feeds another: as Gemma's behind attention do."""
+
+    class Ours(Norm):
+        consumer = None
+
+    class Sandwich(Layer):
+        def forward(self, x, residual):
+            x = self.norm(x)
+            x, residual = self.other(x, residual)
+            return self.linear(x), residual
+
+    layer = Sandwich()
+    layer.norm, layer.other = Ours(), Ours()
+    known = readers.Model(layer, (Leaf,))
+    assert [known.readers(norm).feeds_norm for norm in (layer.norm, layer.other)] == [True, False]
+    plain = Returns()
+    assert readers.Model(plain, (Leaf,)).readers(plain.norm).feeds_norm
+
+
 def test_which_residuals_are_free():
     """Where the sum takes the residual's name, nothing reads the residual as it was, and it may be updated in place."""
     for cls, free in ((Plain, True), (KeepsTheResidual, False)):

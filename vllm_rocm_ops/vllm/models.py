@@ -27,6 +27,10 @@ def set_consumers(model: nn.Module) -> None:
     known, linked, left = Model(model, LEAVES), collections.Counter(), collections.Counter()
     for layer in producers:
         readers = known.readers(layer)
+        if getattr(readers, "feeds_norm", False):
+            for beside in known.owners[layer][-1][0].children():
+                if beside is not layer and hasattr(type(beside), "consumer"):
+                    beside.is_behind = True
         why = readers if isinstance(readers, str) else set_readers(layer, readers)
         owner, name = known.owners[layer][-1]
         (left if why else linked)[f"{type(owner).__name__}.{name}" + (f" ({why})" if why else "")] += 1
@@ -43,6 +47,7 @@ def set_readers(layer: nn.Module, readers: Readers) -> str:
     if not getattr(layer, "overwrites_residual", True):
         layer.overwrites_residual = readers.pairs == readers.overwritten
     is_read = bool(parts) or readers.leaves_graph
+    layer.is_behind |= readers.is_behind
     layer.stands_alone = is_read and not readers.others and all(is_opaque(layer, getattr(*part)) for part in parts)
     if readers.others:
         return f"read by {', '.join(readers.others)}"

@@ -23,6 +23,7 @@ FACTS = ("device", "dim", "dtype", "ndim", "numel", "size")
 """What a tensor answers beside its shape. A quantized activation has a shape only."""
 
 RESULT, BOTH = "the result", "the result and the residual"
+COMPUTED = "computed here"
 
 
 @dataclasses.dataclass
@@ -37,6 +38,10 @@ class Readers:
     """Whether a reader asks for more than the shape, or hands a view on."""
     leaves_graph: bool = False
     """Whether a model returns it that is compiled as a whole."""
+    feeds_norm: bool = False
+    """Whether another norm or activation of ours, or what follows its module, reads it."""
+    is_behind: bool = False
+    """Whether the layer's input is computed in front of it, by more than modules."""
     pairs: int = 0
     """How often the layer is called with a residual."""
     overwritten: int = 0
@@ -53,7 +58,7 @@ class Known:
 
 
 State = dict[str, "str | Known"]
-"""Local names that have the result, or a known value. Others have neither."""
+"""Local names that have the result, a known value, or one that was computed here. Others have none of them."""
 
 
 class Model:
@@ -129,7 +134,7 @@ class Run:
         elif isinstance(node, ast.AugAssign):
             for part in (node.target, node.value):
                 self.unread(part, state, node)
-            self.bind(node.target, None, state, node)
+            self.bind(node.target, COMPUTED, state, node)
         elif isinstance(node, ast.Expr):
             self.value(node.value, state)
         elif isinstance(node, ast.Assert):
@@ -158,6 +163,7 @@ class Run:
             if self.is_graph:
                 self.found.leaves_graph = True
             else:
+                self.found.feeds_norm = True
                 self.other(node)
 
     def unknown(self, node: ast.AST, state: State) -> None:
@@ -238,7 +244,7 @@ class Run:
         for part in ast.iter_child_nodes(node):
             if not isinstance(part, ast.expr_context | ast.operator | ast.unaryop | ast.cmpop):
                 self.unread(part, state, node)
-        return None
+        return COMPUTED if isinstance(node, ast.BinOp) else None
 
     def named(self, name: str, state: State) -> "str | Known | None":
         if name in state:
@@ -324,6 +330,7 @@ class Run:
 
     def made(self, node: ast.Call, given: list, named: dict) -> str:
         """What the layer returns: with a residual, the result and the residual."""
+        self.found.is_behind |= COMPUTED in (given[0] if given else named.get("x"),)
         if {RESULT, BOTH} & {value for value in (*given, *named.values()) if isinstance(value, str)}:
             self.other(node)
         residual = [*given[1:], *(value for name, value in named.items() if name != "x")]
@@ -350,6 +357,8 @@ class Run:
         if isinstance(value, self.model.leaf):
             self.found.parts[id(called.owner), called.name] = called.owner, called.name
             return
+        if hasattr(type(value), "consumer"):
+            self.found.feeds_norm = True
         module, function = (
             (value.__self__, value.__func__) if is_method else (value, getattr(type(value), "forward", None))
         )

@@ -38,6 +38,8 @@ def install() -> None:
         """The one linear that reads the result: its parent module, and its name in the parent."""
         stands_alone = False
         """Whether the compiler would fuse the activation with nothing behind it."""
+        is_behind = False
+        """Whether the compiler makes the input."""
 
         def dispatch_forward(self, compile_native: bool):
             """Return our forward. Keep the one that vLLM chose, compiled or not."""
@@ -48,7 +50,7 @@ def install() -> None:
             """Our op, or vLLM's forward for inputs that the kernels do not take."""
             linear = None if self.consumer is None else getattr(*self.consumer)
             key = fused_quant.key_of(linear, x.shape[-1] // 2, keys)
-            fuses = key is None and torch.compiler.is_compiling() and not self.stands_alone
+            fuses = torch.compiler.is_compiling() and (self.is_behind or (key is None and not self.stands_alone))
             if fuses or key not in keys or x.dtype not in fused_quant.DTYPES or not fused_quant.in_rows(x):
                 return self.vllm_forward(x)
             if key is not None:

@@ -2,7 +2,7 @@
 consumer (see links.py and patches/).
 
 In a compiled graph a norm that does not quantize is ours where the compiler would fuse it with nothing, as in front of experts.
-Elsewhere it is vLLM's, which Inductor fuses: q and k norms with the rotary embedding, others with a quantization that is not ours.
+Elsewhere it is vLLM's, which Inductor fuses: q and k norms with the rotary embedding, others with a quantization that is not ours or with what computes their input.
 
 Some of vLLM's compiler passes look for vLLM's own RMSNorm: AITER's all-reduce with RMSNorm, and its dual RMSNorm for latent
 attention. They find none while this seam is on. `VLLM_ROCM_OPS_SEAMS=-norm` turns the seam off, so that both can be measured.
@@ -65,6 +65,8 @@ def made_of(norm: type, one_plus: bool, keys: tuple) -> type:
         """The one linear that reads the result: its parent module, and its name in the parent."""
         stands_alone = False
         """Whether the compiler would fuse the norm with nothing behind it."""
+        is_behind = False
+        """Whether the compiler makes the input, as that of Gemma's norms by another norm: it fuses both, and the quantization."""
         overwrites_residual = not one_plus
         """Whether the residual may be updated in place. vLLM's own norm of 1 + weight leaves it, so there the model must say so."""
 
@@ -88,7 +90,7 @@ def made_of(norm: type, one_plus: bool, keys: tuple) -> type:
                 and (residual is None or (self.overwrites_residual and fused_quant.in_rows(residual)))
             )
             key = fused_quant.key_of(linear, x.shape[-1], keys)
-            fuses = key is None and torch.compiler.is_compiling() and not self.stands_alone
+            fuses = torch.compiler.is_compiling() and (self.is_behind or (key is None and not self.stands_alone))
             if not takes or fuses or key not in keys:
                 return self.vllm_forward(x, residual)
             weight, epsilon = self.weight.data, self.variance_epsilon
