@@ -32,7 +32,7 @@ FAMILIES = {
     ("glm4_moe", "mixed"): (18, 111, 129),
     ("mixtral", "mixed"): (13, 62, 140),
     ("gemma3_text", "token"): (59, 83, 114),
-    ("deepseek_v2", "mixed"): (1, 28, 33),
+    ("deepseek_v2", "mixed"): (28, 33, 61),
     ("kimi_k2", "mixed"): (11, 72, 75),
     ("deepseek_v3", "mixed"): (16, 34, 54),
 }
