@@ -98,6 +98,9 @@ struct ExpertMainLoop {
     return row < p.n ? row : p.n - 1;
   }
   // The block of 32 of a K slice whose scale this lane has.
+  // Bytes from a byte of K to the next, in steps of 16.
+  DEVICE int spread() const { return mem::kExpertFragments ? p.spread : 1; }
+
   DEVICE int mx_block() const { return kMx ? mma::depth(lane) / 16 : 0; }
   // The row of tokens and of scale_a that belongs to a place in the order of the pairs.
   DEVICE int token_row(int place) const { return kGated ? lists.pairs[place] * p.per_slot >> 20 : place; }
@@ -109,8 +112,9 @@ struct ExpertMainLoop {
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l) {
       const int row = row_of(tile, mma::row(lane, l));
-      item_tile.weights[l] = mem::cursor(
-          weights, row / mma::kRows * p.tile_bytes + row % mma::kRows * p.row_bytes + mma::depth(lane) * p.spread);
+      const int in_rows = mem::kExpertFragments ? row / mma::kRows * p.tile_bytes + row % mma::kRows * p.row_bytes
+                                                : row * p.row_bytes;
+      item_tile.weights[l] = mem::cursor(weights, in_rows + mma::depth(lane) * spread());
     }
     item_tile.scales_b = mem::buffer(p.scale_b + item.expert * p.expert_scales);
 #pragma unroll
@@ -150,7 +154,7 @@ struct ExpertMainLoop {
       const bool inside = u * mma::kDepth < bytes;
 #pragma unroll
       for (int l = 0; l < mma::kLoads; ++l)
-        mem::refill(k_slice.weights[u].load[l], item_tile.weights[l], (k + u * mma::kDepth) * p.spread, inside);
+        mem::refill(k_slice.weights[u].load[l], item_tile.weights[l], (k + u * mma::kDepth) * spread(), inside);
       k_slice.tokens[u] =
           mem::load_or_zero(tokens, item_tile.token + u * mma::kDepth, k, inside && item_tile.token >= 0);
     }

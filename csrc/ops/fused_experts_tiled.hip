@@ -244,7 +244,8 @@ DEVICE void multiply_experts(const GroupedProblem& p) {
   tile::TileLoader<Tile::kTileM, Tile::kThreads> loader_a;
   tile::TileLoader<Tile::kTileN, Tile::kThreads> loader_b;
   const tile::Layout a_layout{16 * p.a_stride, int(p.a_stride), tile::kVecBytes, 4 * tile::kVecBytes};
-  const tile::Layout b_layout{p.b_tile, p.b_row, p.b_vec, 4 * p.b_vec};
+  const int b_vec = mem::kExpertFragments ? p.b_vec : tile::kVecBytes;
+  const tile::Layout b_layout{mem::kExpertFragments ? p.b_tile : 16 * i64(p.b_row), p.b_row, b_vec, 4 * b_vec};
   loader_a.init(p.a + first_a * p.a_stride, a_layout,
                 [&](int m) { return m < expert_tile.count ? row_of_a(m) : tile::kNoRow; });
   loader_b.init(p.b + expert_tile.expert * p.b_expert, b_layout, [&](int row) {

@@ -112,6 +112,7 @@ def _dequantized(values: Tensor, scale: Tensor | None, exact: torch.dtype) -> Te
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     (m, _), (experts, n, h), size = a.hidden.shape, a.w1.shape, a.w1.element_size()
     yield f"{arch.name} multiplies the weights' dtype", a.w1.dtype in (*HALVES, arch.fp8_dtype)
+    yield f"{arch.name} has AITER, if the weights are in its order", not a.shuffled or arch.code_suffix == ".co"
     yield "H and I are multiples of 16 bytes, I of 8", h * size % 16 == n // 2 * size % 16 == n // 2 % 8 == 0
     for name in ("hidden", "w1", "w2"):
         tensor = getattr(a, name)

@@ -65,6 +65,9 @@ DEVICE T load_device_or_zero(Buffer from, int lane_offset, int offset, bool insi
 // Whether scalars, which are the same in all lanes, are loaded before vectors. Here scalar loads are of another kind, and neither
 // kind waits for the other.
 constexpr bool kScalarsFirst = true;
+
+// Whether experts' weights may be in fragment order, as AITER leaves them.
+constexpr bool kExpertFragments = true;
 // Loads above are issued before those below.
 DEVICE void issue_loads() { __builtin_amdgcn_sched_barrier(0); }
 // One wait for scalars (arguments and what is loaded through them) whose loads were issued above. Left alone, the compiler loads

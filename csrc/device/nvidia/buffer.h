@@ -58,6 +58,10 @@ DEVICE T load_device_or_zero(Buffer from, int lane_offset, int offset, bool insi
 // Whether scalars, which are the same in all lanes, are loaded before vectors. Here they are loads as any other, and ptxas puts
 // some loads of a row behind a scalar one that comes first.
 constexpr bool kScalarsFirst = false;
+
+// Whether experts' weights may be in fragment order. There is no AITER here, and its order takes registers: 140 in place of 128 in
+// a tiled kernel, which leaves one block where there were two.
+constexpr bool kExpertFragments = false;
 // Nothing to order: arguments are constants here, and the compiler may choose where loads are issued and waited for.
 DEVICE void issue_loads() {}
 template <class... T>
