@@ -112,8 +112,8 @@ struct ExpertMainLoop {
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l) {
       const int row = row_of(tile, mma::row(lane, l));
-      const int in_rows = mem::kExpertFragments ? row / mma::kRows * p.tile_bytes + row % mma::kRows * p.row_bytes
-                                                : row * p.row_bytes;
+      const int in_rows =
+          mem::kExpertFragments ? row / mma::kRows * p.tile_bytes + row % mma::kRows * p.row_bytes : row * p.row_bytes;
       item_tile.weights[l] = mem::cursor(weights, in_rows + mma::depth(lane) * spread());
     }
     item_tile.scales_b = mem::buffer(p.scale_b + item.expert * p.expert_scales);
