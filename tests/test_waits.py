@@ -1,6 +1,7 @@
 """The loops that stream weights keep their loads in flight. The tests read the code objects of gfx942 and gfx950.
 
-The matrix instructions of a streaming loop read registers that vector loads wrote. Other loops read their operands from LDS. The
+The matrix instructions of a streaming loop read registers that vector loads wrote, or what was converted from them. Other loops
+read their operands from LDS. The
 steady path of a loop is the shortest way around it with all of its matrix instructions. Loads return in order, so the number of
 loads that an s_waitcnt leaves in flight is the distance from a load to its matrix instruction. The tests know only the code.
 
@@ -30,6 +31,7 @@ from vllm_rocm_ops.emulator.sanitizer import effects
 
 ARCHS = ("gfx942", "gfx950")
 ATTENTION = "paged_attention_decode"  # its keys and values are in flight in turn: ops/test_attention.py
+STREAM = ("_narrow_", "_skinny_", "_stream_", "experts_gate_up_", "experts_down_", "mla_decode_bf16", "mla_decode_fp16")
 MODULES = sorted(path.stem for path in (CSRC / "ops").glob("*.hip") if path.stem != ATTENTION)
 
 
@@ -54,6 +56,11 @@ def left_in_flight(ins: Instruction) -> int | None:
     field = ins.fields["simm16"]
     count = field & 15 | field >> 10 & 0x30
     return count if count < 63 else None
+
+
+def is_conversion(ins: Instruction) -> bool:
+    """Whether an instruction is one of those that make 16 bits of e4m3."""
+    return ins.mnemonic.startswith(("v_cvt_pk_f32_fp8", "v_cvt_pk", "v_perm", "v_pack"))
 
 
 def is_store_or_barrier(ins: Instruction) -> bool:
@@ -194,14 +201,15 @@ class Loop:
 
     @cached_property
     def streams(self) -> bool:
-        """Whether a matrix instruction reads a register that a load wrote."""
+        """Whether a matrix instruction reads a register that a load wrote, or what was converted from one."""
         loaded: set[int] = set()
         for _ in range(2):
-            for ins, (_, writes) in zip(self.on_path, self.touched, strict=True):
+            for ins, (reads, writes) in zip(self.on_path, self.touched, strict=True):
                 operands = {register for operand in ins.sources[:2] for register in operand.registers}
                 if is_matrix_instruction(ins) and operands & loaded:
                     return True
-                loaded = loaded | writes if is_load(ins) else loaded - writes
+                is_loaded = is_load(ins) or (is_conversion(ins) and reads & loaded)
+                loaded = loaded | writes if is_loaded else loaded - writes
         return False
 
     @cached_property
@@ -219,6 +227,8 @@ class Loop:
                 if is_matrix_instruction(ins) and reads & unused:
                     used = True
                     unused -= reads
+                if is_conversion(ins) and reads & unused:
+                    unused |= writes
                 if is_load(ins):
                     if used:
                         stages.append(waits)
@@ -303,7 +313,7 @@ def test_streaming_kernels_are_found(arch):
         name
         for module in MODULES
         for name in CodeObject(launch.CODE / arch / f"{module}.co").kernels
-        if any(word in name for word in ("_narrow_", "_skinny_", "_stream_", "experts_gate_up_", "experts_down_"))
+        if any(word in name for word in STREAM)
     }
     assert streaming == expected
 

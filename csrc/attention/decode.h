@@ -6,47 +6,25 @@
 // The keys of a request are divided in parts, one per block; a part's steps of 128 keys are divided over the four waves, 32 each.
 // A wave has 32 keys and 32 values in registers, and loads the next ones as soon as it has multiplied: keys are under way while
 // values are multiplied, and values while keys are. For D 128 in bf16 a wave has 8 KB of each, a block 32 KB to 64 KB. Pages
-// are looked up two steps ahead, by a lane per key. No operand goes through LDS: a lane loads the keys that its instruction
-// takes; values that lie slot by slot are transposed in registers, 8 keys x 8 elements per lane. Loads behind the last key load
-// that key again, so that no page id behind it is read and no slot behind it is multiplied.
+// are looked up two steps ahead. No operand goes through LDS: a lane loads the keys that its instruction takes; values that lie
+// slot by slot are transposed in registers, 8 keys x 8 elements per lane.
 // The waves' sums meet in LDS; see output.h for those of parts.
 #pragma once
 #include "attention/operands.h"
-#include "attention/output.h"
+#include "attention/part.h"
 #include "device/arrive.h"
 #include "device/reduce.h"
 
-// A bf16 or fp16 pair of numbers that it has exactly.
-template <class T>
-DEVICE u32 pack_exact(float low, float high) {
-  if constexpr (__is_same(T, Bf16))
-    return __builtin_bit_cast(u32, low) >> 16 | (__builtin_bit_cast(u32, high) & 0xffff0000u);
-  else return T::pack({low, high});
-}
-
-// 8 elements as T.
-template <class T>
-DEVICE u32x4 as_operand(u32x4 elements) {
-  return elements;
-}
-template <class T>
-DEVICE u32x4 as_operand(u32x2 elements) {
-  using numerics::from_e4m3x2;
-  const f32x2 a = from_e4m3x2<false>(elements.x), b = from_e4m3x2<true>(elements.x);
-  const f32x2 c = from_e4m3x2<false>(elements.y), d = from_e4m3x2<true>(elements.y);
-  return {pack_exact<T>(a.x, a.y), pack_exact<T>(b.x, b.y), pack_exact<T>(c.x, c.y), pack_exact<T>(d.x, d.y)};
-}
-
 // kD elements of a head. kNative: slots of an element of V lie side by side, else elements of a slot.
 template <class T, class Cache, int kD, bool kNative>
-struct Decode : DecodeOutput<T, kD> {
-  using Output = DecodeOutput<T, kD>;
-  using Output::block, Output::column_tile, Output::head, Output::request, Output::parts, Output::p;
-  using Output::column, Output::columns, Output::store, Output::combine;
-  using Output::kColumns, Output::kLowest, Output::kPartFloats, Output::kThreads, Output::kWaves;
+struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
+  using Part = DecodePart<DecodeOutput<T, kD>, 128>;
+  using Part::base, Part::begin, Part::block, Part::clamped, Part::column, Part::combine, Part::end;
+  using Part::first_row_end, Part::first_step, Part::lane, Part::load_pages, Part::p, Part::parts, Part::request;
+  using Part::kColumns, Part::kLowest, Part::kPartFloats, Part::kThreads, Part::kWaveKeys, Part::kWaves;
+  using Part::steps, Part::store;
 
-  static constexpr int kTiles = kColumns / mma::kTileTokens, kWaveKeys = 32;
-  static constexpr int kStepKeys = kWaves * kWaveKeys;
+  static constexpr int kTiles = kColumns / mma::kTileTokens;
   static constexpr bool kFp8 = __is_same(Cache, E4m3);
   static constexpr int kKeyLoads = kD / (kFp8 ? 64 : 32);  // steps of 64 bytes
   static constexpr int kProducts = kD / 32;                // of a key tile
@@ -85,26 +63,8 @@ struct Decode : DecodeOutput<T, kD> {
   };
 
   Buffer& buffer;
-  const int lane = wave::lane();
-  int begin, end;         // keys of the request that a row sees
-  int first_step, steps;  // of this part
-  int base;               // key of step 0
-  int first_row_end;      // the keys that row 0 sees end here
 
-  DEVICE Decode(const DecodeProblem& problem, Buffer& buffer) : Output(problem), buffer(buffer) {
-    const int length = wave::uniform(mem::load<int>(p.seq_lens + request));
-    end = length > 0 ? length : 0;
-    first_row_end = end - p.query_len + 1;
-    begin = p.window > 0 && first_row_end > p.window ? first_row_end - p.window : 0;
-    base = begin / kWaveKeys * kWaveKeys;
-    const int all = (end - base + kStepKeys - 1) / kStepKeys;
-    const int even = u32(all + p.parts - 1) / p.parts_divisor;
-    const int steps_per_part = even > p.least_steps ? even : p.least_steps;
-    parts = all > steps_per_part ? u32(all + steps_per_part - 1) / u32(steps_per_part) : 1;
-    first_step = wave::block_id_y() * steps_per_part;
-    steps = all - first_step < steps_per_part ? all - first_step : steps_per_part;
-  }
-  DEVICE bool has_work() const { return wave::block_id_y() < parts; }
+  DEVICE Decode(const DecodeProblem& problem, Buffer& buffer) : Part(problem), buffer(buffer) {}
 
   // The dim that is this row of a tile.
   DEVICE static int dim(int tile, int row) {
@@ -112,23 +72,8 @@ struct Decode : DecodeOutput<T, kD> {
     else return tile / kLaneDims * 16 * kLaneDims + row * kLaneDims + tile % kLaneDims;
   }
 
-  // Key of a step of this wave.
+  // First key of a step of this wave.
   DEVICE int step_key(int step) const { return base + ((first_step + step) * kWaves + wave::index()) * kWaveKeys; }
-  DEVICE int clamped(int key) const {
-    const int low = key > begin ? key : begin;
-    return low < end ? low : end - 1;
-  }
-
-  // Lane l looks up the page of key l % 32.
-  DEVICE int load_pages(int step) const {
-    const int page = u32(clamped(step_key(step) + lane % kWaveKeys)) / p.page_divisor;
-    return mem::load<int>(p.block_table + request * p.table_stride + page);
-  }
-  // Where a key of the step lies; `index` is its place among the step's 32.
-  DEVICE const Element* at(const CacheView& cache, int step, int page, int index) const {
-    const int key = clamped(step_key(step) + index), slot = key - u32(key) / p.page_divisor * p.page_size;
-    return slot_of<Cache>(cache, page, slot, head);
-  }
 
   DEVICE void load(Keys& keys, int step, int pages) const {
 #pragma unroll
@@ -136,8 +81,9 @@ struct Decode : DecodeOutput<T, kD> {
 #pragma unroll
       for (int l = 0; l < mma::kLoads; ++l) {
         const int index = attention::key(tile, mma::row(lane, l));
-        const Element* from = at(p.key_cache, step, wave::from_lane(pages, index), index) +
-                              mma::depth(lane) / 16 * p.key_cache.chunk_stride;
+        const Element* from =
+            Part::template at<Cache>(p.key_cache, wave::from_lane(pages, index), step_key(step) + index) +
+            mma::depth(lane) / 16 * p.key_cache.chunk_stride;
 #pragma unroll
         for (int i = 0; i < kKeyLoads; ++i)
           keys.load[tile][i][l] = mem::load<u32x4>(from + i * 4 * p.key_cache.chunk_stride);
@@ -147,8 +93,8 @@ struct Decode : DecodeOutput<T, kD> {
   DEVICE void load(Values& values, int step, int pages) const {
     if constexpr (kNative) {
       // All eight keys are in one page, where some may be behind the last.
-      const Element* from = at(p.value_cache, step, wave::from_lane(pages, first_value()), first_value());
-      const int key = step_key(step) + first_value();
+      const int pages_of = wave::from_lane(pages, first_value()), key = step_key(step) + first_value();
+      const Element* from = Part::template at<Cache>(p.value_cache, pages_of, key);
       from -= clamped(key) % kLaneKeys;
 #pragma unroll
       for (int tile = 0; tile < kDimTiles; ++tile)
@@ -167,7 +113,7 @@ struct Decode : DecodeOutput<T, kD> {
         for (int k = 1; k < kLaneKeys; ++k) page[k] = wave::from_lane(pages, first_value() + k);
 #pragma unroll
       for (int k = 0; k < kLaneKeys; ++k) {
-        const Element* from = at(p.value_cache, step, page[k], first_value() + k);
+        const Element* from = Part::template at<Cache>(p.value_cache, page[k], step_key(step) + first_value() + k);
 #pragma unroll
         for (int g = 0; g < kGroups; ++g)
 #pragma unroll
@@ -200,7 +146,7 @@ struct Decode : DecodeOutput<T, kD> {
       const u32 a = word(first, dim / 4), b = word(second, dim / 4);
       const f32x2 low = dim / 2 % 2 ? numerics::from_e4m3x2<true>(a) : numerics::from_e4m3x2<false>(a);
       const f32x2 high = dim / 2 % 2 ? numerics::from_e4m3x2<true>(b) : numerics::from_e4m3x2<false>(b);
-      return pack_exact<T>(low[dim % 2], high[dim % 2]);
+      return attention::pack_exact<T>(low[dim % 2], high[dim % 2]);
     } else {
       const u32 a = word(first, dim / 2), b = word(second, dim / 2);
       return dim % 2 ? a >> 16 | (b & 0xffff0000u) : (a & 0xffff) | b << 16;
@@ -238,10 +184,10 @@ struct Decode : DecodeOutput<T, kD> {
     if (steps > 0) {
       Keys keys;
       Values values;
-      int pages = load_pages(0);
+      int pages = load_pages(step_key(0));
       load(keys, 0, pages);
       attention::issue_now();  // in the order of the loop, so that it waits for no more than there
-      int next_pages = load_pages(1);
+      int next_pages = load_pages(step_key(1));
       attention::issue_now();
       load(values, 0, pages);
 #pragma unroll 1
@@ -268,7 +214,7 @@ struct Decode : DecodeOutput<T, kD> {
 #pragma unroll
           for (int tile = 0; tile < 2; ++tile) attention::compute_now(score[t][tile]);
         load(keys, step + 1, next_pages);
-        pages = load_pages(step + 2);
+        pages = load_pages(step_key(step + 2));
 
         const int first = step_key(step);
         bool grows = false;

@@ -5,9 +5,9 @@
 #include "attention/problem.h"
 #include "device/reduce.h"
 
-template <class T, int kD>
+template <class T, int kD, int kColumns_ = 16, int kWaves_ = 4>
 struct DecodeOutput {
-  static constexpr int kColumns = 16, kWaves = 4, kThreads = kWaves * wave::kLanes;
+  static constexpr int kColumns = kColumns_, kWaves = kWaves_, kThreads = kWaves * wave::kLanes;
   static constexpr float kLowest = -3.0e38f;  // a maximum of no scores, so that there is no infinity to subtract
   static constexpr int kPartFloats = kColumns * (kD + 2);
 
@@ -33,30 +33,51 @@ struct DecodeOutput {
     return {row, head * p.group + of_all - row * p.group};
   }
 
-  // Adds the parts, in their order.
-  DEVICE void combine() const {
-    constexpr int kVecs = kColumns * kD / 4;
-    const mem::Buffer from = mem::buffer(p.partials + i64(block) * p.parts * kPartFloats);
+  // Four elements of a column, divided by exp2(maximum), and the sum of its weights, so divided.
+  struct Sums {
+    f32x4 total;
+    float maximum, sum;
+    DEVICE void clear() { *this = {{}, kLowest, 0.0f}; }
+    DEVICE void add(const Sums& other) {
+      const float largest = __builtin_fmaxf(maximum, other.maximum);
+      const float factor = numerics::exp2_approx(maximum - largest);
+      const float of_other = numerics::exp2_approx(other.maximum - largest);
+      total = total * factor + other.total * of_other;
+      sum = sum * factor + other.sum * of_other;
+      maximum = largest;
+    }
+  };
+  static constexpr int kColumnVecs = kD / 4, kVecs = kColumns * kColumnVecs;  // of four elements
+  DEVICE mem::Buffer partials() const { return mem::buffer(p.partials + i64(block) * p.parts * kPartFloats); }
+  DEVICE Sums load_sums(mem::Buffer from, int part, int vec) const {
     constexpr int kBytes = kPartFloats * 4, kMaxima = kColumns * kD * 4, kSums = kMaxima + kColumns * 4;
+    const int c = vec / kColumnVecs;
+    Sums sums;
+    sums.maximum = mem::load_device_or_zero<float>(from, part * kBytes + kMaxima + c * 4, 0, true);
+    sums.sum = mem::load_device_or_zero<float>(from, part * kBytes + kSums + c * 4, 0, true);
+    sums.total = mem::load_device_or_zero<f32x4>(from, part * kBytes + vec * 16, 0, true);
+    return sums;
+  }
+  DEVICE void store(int vec, const Sums& sums) const {
+    store(vec / kColumnVecs, vec % kColumnVecs * 4, sums.total, sums.maximum, sums.sum);
+  }
+
+  // Adds the parts, in their order. A thread loads several vecs at a time: the loads of one alone would wait for each other.
+  DEVICE void combine() const {
+    constexpr int kThreadVecs = kVecs / kThreads, kAtOnce = kThreadVecs < 4 ? kThreadVecs : 4;
+    const mem::Buffer from = partials();
 #pragma unroll 1
-    for (int vec = wave::thread_id(); vec < kVecs; vec += kThreads) {
-      const int c = vec / (kD / 4);
-      float largest = kLowest, sum = 0.0f;
-#pragma unroll 4
+    for (int first = 0; first < kThreadVecs; first += kAtOnce) {
+      Sums sums[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) sums[i].clear();
+#pragma unroll 2
       for (int part = 0; part < parts; ++part)
-        largest =
-            __builtin_fmaxf(largest, mem::load_device_or_zero<float>(from, part * kBytes + kMaxima + c * 4, 0, true));
-      f32x4 total = {};
-#pragma unroll 4
-      for (int part = 0; part < parts; ++part) {
-        const float maximum = mem::load_device_or_zero<float>(from, part * kBytes + kMaxima + c * 4, 0, true);
-        const float part_sum = mem::load_device_or_zero<float>(from, part * kBytes + kSums + c * 4, 0, true);
-        const f32x4 out = mem::load_device_or_zero<f32x4>(from, part * kBytes + vec * 16, 0, true);
-        const float factor = numerics::exp2_approx(maximum - largest);
-        sum += part_sum * factor;
-        total += out * factor;
-      }
-      store(c, vec % (kD / 4) * 4, total, largest, sum);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          sums[i].add(load_sums(from, part, (first + i) * kThreads + wave::thread_id()));
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) store((first + i) * kThreads + wave::thread_id(), sums[i]);
     }
   }
 

@@ -21,3 +21,11 @@ struct DecodeProblem {
   int window;  // keys that a row sees, or 0 for all
   Divisor page_divisor, parts_divisor, group_divisor, tiles_divisor, heads_divisor;
 };
+
+// Those of MLA: one key head, whose keys are a latent and a rotated part, and whose values are the latent. `query` is that of
+// the latent.
+struct MlaProblem {
+  DecodeProblem decode;
+  const u16* query_pe;  // [requests * query_len, query_heads, 64]
+  i64 query_pe_stride, query_pe_head_stride;
+};

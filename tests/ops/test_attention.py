@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import re
 
 import pytest
 import test_waits
 import torch
+from marks import full
 from mutants import CSRC
 from test_large_tensors import reserved
 from test_planted_bugs import WRONG, kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch, ops
-from vllm_rocm_ops.correctness import generator_of
+from vllm_rocm_ops import launch, op, ops
+from vllm_rocm_ops.correctness import check_case, generator_of
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.objects import CodeObject
+from vllm_rocm_ops.op import Case
 
 LEAVES = "leaves another "
-DECODE, OUTPUT = "attention/decode.h", "attention/output.h"
+DECODE, MLA = "attention/decode.h", "attention/mla.h"
+PART, OUTPUT = "attention/part.h", "attention/output.h"
 
 # As in test_planted_bugs.py.
 BUGS = {
@@ -114,7 +119,7 @@ BUGS = {
         WRONG,
     ),
     "a page read past the end": (
-        DECODE,
+        PART,
         "return low < end ? low : end - 1;",
         "return low;",
         ops.paged_attention_decode,
@@ -133,8 +138,8 @@ BUGS = {
     ),
     "a part left out of the combine": (
         OUTPUT,
-        "for (int part = 0; part < parts; ++part) {",
-        "for (int part = 0; part < parts - 1; ++part) {",
+        "for (int part = 0; part < parts; ++part)",
+        "for (int part = 0; part < parts - 1; ++part)",
         ops.paged_attention_decode,
         "long",
         "gfx942",
@@ -160,8 +165,8 @@ BUGS = {
     ),
     "parts added without their maxima": (
         OUTPUT,
-        "const float factor = numerics::exp2_approx(maximum - largest);\n        sum += ",
-        "const float factor = 1.0f;\n        sum += ",
+        "const float of_other = numerics::exp2_approx(other.maximum - largest);",
+        "const float of_other = 1.0f;",
         ops.paged_attention_decode,
         "partition",
         "gfx942",
@@ -239,6 +244,132 @@ BUGS = {
         "gfx942",
         WRONG,
     ),
+    "MLA: one key masked wrongly": (
+        MLA,
+        "first + owned_key + i < row_end",
+        "first + owned_key + i != 7 && first + owned_key + i < row_end",
+        ops.mla_decode,
+        "rows-8",
+        "gfx942",
+        WRONG,
+    ),
+    "MLA: a row sees the next token": (
+        MLA,
+        "row_end = first_row_end + this",
+        "row_end = first_row_end + 1 + this",
+        ops.mla_decode,
+        "rows-4",
+        "gfx950",
+        WRONG,
+    ),
+    "MLA: a page read past the end": (
+        PART,
+        "return low < end ? low : end - 1;",
+        "return low;",
+        ops.mla_decode,
+        "bf16-3",
+        "gfx950",
+        "argument|is in no tensor",
+    ),
+    "MLA: a part left out of the combine": (
+        MLA,
+        "part < parts; part += kWaves",
+        "part < parts - 1; part += kWaves",
+        ops.mla_decode,
+        "partition-many",
+        "gfx942",
+        WRONG,
+    ),
+    "MLA: the last step of a part left out": (
+        MLA,
+        "if (step < steps) multiply",
+        "if (step < steps - (first_step > 0)) multiply",
+        ops.mla_decode,
+        "partition-many",
+        "gfx950",
+        WRONG,
+    ),
+    "MLA: rescale skipped": (
+        MLA,
+        "if (wave::count(grows) > 0) {",
+        "if (false) {",
+        ops.mla_decode,
+        "page-64-padded",
+        "gfx942",
+        WRONG,
+    ),
+    "MLA: the rotated part left out": (
+        MLA,
+        "if (tile == 0) score = mma::multiply_tile",
+        "if (false) score = mma::multiply_tile",
+        ops.mla_decode,
+        "page-1",
+        "gfx950",
+        WRONG,
+    ),
+    "MLA: scale of scores left out": (
+        MLA,
+        "scale = p.scale * (p.key_cache.scale ? mem::load<float>(p.key_cache.scale) : 1.0f);",
+        "scale = p.scale;",
+        ops.mla_decode,
+        "bf16-fp8-3",
+        "gfx942",
+        WRONG,
+    ),
+    "MLA: scale of values left out": (
+        OUTPUT,
+        "value_scale = p.value_cache.scale ? mem::load<float>(p.value_cache.scale) : 1.0f;",
+        "value_scale = 1.0f;",
+        ops.mla_decode,
+        "fp16-fp8-3",
+        "gfx950",
+        WRONG,
+    ),
+    "MLA: values of other keys": (
+        MLA,
+        "weights[t].lo = from[of_lane() * 2 + flip];",
+        "weights[t].lo = from[of_lane() * 2];",
+        ops.mla_decode,
+        "fp16-3",
+        "gfx942",
+        WRONG,
+    ),
+    "MLA: elements transposed to other places": (
+        "attention/amd/operands.h",
+        "return half * 4 + row % 4;",
+        "return half * 4 + (row ^ 1) % 4;",
+        ops.mla_decode,
+        "bf16-17",
+        "gfx950",
+        WRONG,
+    ),
+    "MLA: pages of another step": (
+        MLA,
+        "keys.pages = load_pages(step_key(step + kRing));",
+        "keys.pages = load_pages(step_key(step + kRing - 1));",
+        ops.mla_decode,
+        "long",
+        "gfx950",
+        WRONG,
+    ),
+    "MLA: scores without a barrier": (
+        MLA,
+        "block_barrier();  // hazard: scores of the waves",
+        "{}  // hazard: scores of the waves",
+        ops.mla_decode,
+        "page-1",
+        "gfx942",
+        "read here|written here",
+    ),
+    "MLA: p without a barrier": (
+        MLA,
+        "block_barrier();  // hazard: p is read before",
+        "{}  // hazard: p is read before",
+        ops.mla_decode,
+        "page-1",
+        "gfx950",
+        "read here|written here",
+    ),
     "partial sums counted before they are complete": (
         "device/amd/sync.h",
         "__builtin_amdgcn_s_waitcnt(0x0f70);",
@@ -251,77 +382,90 @@ BUGS = {
 }
 
 
-def only(symbol: str, source: str) -> str:
-    """The source of the kernels of paged_attention_decode with one of them, which compiles in a tenth of the time."""
-    kind, fp8, size, layout = re.fullmatch(r"paged_attention_decode_(bf16|fp16)(_fp8)?_(\d+)_(\w+)", symbol).groups()
-    of_kind = {"bf16": "Bf16", "fp16": "F16"}[kind]
-    head, macro, _ = source.partition("#define SIZES")
+def only(symbols: set[str], source: str) -> str:
+    """The source of an op's kernels with some of them, which compile in a tenth of the time."""
+    head, macro, _ = source.partition("#define SIZES" if "#define SIZES" in source else "#define COLUMNS")
     assert macro
-    is_native = str(layout == "native").lower()
-    return f"{head}INSTANCE({symbol}, {of_kind}, {'E4m3' if fp8 else of_kind}, {size}, {is_native})\n"
+    lines = []
+    for symbol in symbols:
+        kind, fp8, *sizes = re.search(r"_(bf16|fp16)(_fp8)?_(\d+)_?(\w+)?$", symbol).groups()
+        element = {"bf16": "Bf16", "fp16": "F16"}[kind]
+        cache = "E4m3" if fp8 else element
+        if symbol.startswith("mla_decode_combine"):
+            lines.append(f"COMBINE({symbol}, {element}, {sizes[0]})\n")
+        elif symbol.startswith("mla_decode"):
+            lines.append(f"DECODE({symbol}, {element}, {cache}, {sizes[0]})\n")
+        else:
+            lines.append(f"INSTANCE({symbol}, {element}, {cache}, {sizes[0]}, {str(sizes[1] == 'native').lower()})\n")
+    return head + "".join(sorted(lines))
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_caught(bug, kernels, plant, monkeypatch):  # noqa: F811
     *_, the_op, case_name, arch, _ = BUGS[bug]
-    if the_op is ops.paged_attention_decode:
+    if the_op in (ops.mla_decode, ops.paged_attention_decode):
         case = next(case for case in the_op.cases() if case.name == case_name)
-        arguments = case.make("meta", torch.Generator(), archs.ARCHS[arch].fp8_dtype)
-        (launched,) = the_op.explain(*arguments, arch=arch).launches
-        copy = kernels.csrc / "ops" / "paged_attention_decode.hip"
-        copy.write_text(only(launched.symbol, (CSRC / "ops" / "paged_attention_decode.hip").read_text()))
+        arguments = the_op.Arguments(*case.make("meta", torch.Generator(), archs.ARCHS[arch].fp8_dtype))
+        configs = the_op.configs(arguments, archs.ARCHS[arch])
+        plans = [the_op.plan(config, the_op.allocate(arguments), arguments, archs.ARCHS[arch]) for config in configs]
+        symbols = {launched.symbol for plan in plans for launched in plan}
+        copy = kernels.csrc / "ops" / f"{the_op.name}.hip"
+        copy.write_text(only(symbols, (CSRC / "ops" / copy.name).read_text()))
     require_caught(BUGS[bug], plant, monkeypatch)
 
 
-def inputs(case_name: str, emulator: Emulator) -> tuple:
-    case = next(case for case in ops.paged_attention_decode.cases() if case.name == case_name)
+def inputs(the_op: op.Op, case_name: str, emulator: Emulator) -> tuple:
+    case = next(case for case in the_op.cases() if case.name == case_name)
     return case.make("cpu", generator_of(case_name), emulator.arch.fp8_dtype)
 
 
-def test_parts_of_a_constant_size_give_a_request_the_same_bits_in_any_batch():
+DECODES = (ops.paged_attention_decode, ops.mla_decode)
+
+
+@pytest.mark.parametrize("the_op", DECODES)
+def test_parts_of_a_constant_size_give_a_request_the_same_bits_in_any_batch(the_op):
     emulator = Emulator("gfx942")
-    given = ops.paged_attention_decode.Arguments(*inputs("partition", emulator))
+    given = the_op.Arguments(*inputs(the_op, "partition", emulator))
     with launch.executor(emulator):
-        outs, lses = ops.paged_attention_decode(*given)
+        outs, lses = the_op(*given)
         for r in range(3):
             at = slice(r, r + 1)
-            alone = given._replace(
-                query=given.query[at], block_table=given.block_table[at], seq_lens=given.seq_lens[at]
-            )
-            out, lse = ops.paged_attention_decode(*alone)
+            of_request = {name: getattr(given, name)[at] for name in ("block_table", "seq_lens")}
+            of_request |= {
+                name: getattr(given, name)[at] for name in given._fields if name.startswith("q") and name != "query_len"
+            }
+            out, lse = the_op(*given._replace(**of_request))
             assert torch.equal(out, outs[at]) and torch.equal(lse, lses[at])
 
 
-def test_any_order_of_blocks_gives_the_same_bits():
+@pytest.mark.parametrize("the_op", DECODES)
+def test_any_order_of_blocks_gives_the_same_bits(the_op):
     emulator = Emulator("gfx950", races=False)
-    given, found = inputs("long", emulator), set()
+    given, found = inputs(the_op, "long", emulator), set()
     with (
         launch.executor(emulator),
-        ops.paged_attention_decode.running(
-            ops.paged_attention_decode.cheapest(ops.paged_attention_decode.Arguments(*given), emulator.arch)
-        ),
+        the_op.running(the_op.cheapest(the_op.Arguments(*given), emulator.arch)),
     ):
-        for seed in range(8):
+        for seed in range(4):
             emulator.options = dataclasses.replace(emulator.options, seed=seed)
-            found.add(ops.paged_attention_decode(*given)[1].numpy().tobytes())
+            found.add(the_op(*given)[1].numpy().tobytes())
     assert len(found) == 1
 
 
-def test_the_plan_is_that_of_shapes():
+@pytest.mark.parametrize("the_op", DECODES)
+def test_the_plan_is_that_of_shapes(the_op):
     """A captured graph serves any lengths."""
     emulator = Emulator("gfx942")
-    given = ops.paged_attention_decode.Arguments(*inputs("lengths-parts", emulator))
-    executed = []
+    given = the_op.Arguments(*inputs(the_op, "lengths-parts", emulator))
+    requests, executed = len(given.seq_lens), []
+    caches = {name: getattr(given, name).nan_to_num() for name in given._fields if name.endswith("_cache")}
     with launch.executor(emulator):
-        for lens in ([257, 0, 1, 130], [1, 1, 1, 1]):
-            now = given._replace(seq_lens=torch.tensor(lens, dtype=torch.int32))
-            table = now.block_table.where(now.block_table < 2**20, 0)  # pages of other requests, which are there
-            now = now._replace(
-                block_table=table, key_cache=given.key_cache.nan_to_num(), value_cache=given.value_cache.nan_to_num()
-            )
-            executed.append(ops.paged_attention_decode._execution(tuple(now)))
-            out, lse = ops.paged_attention_decode(*now)
-            wanted, wanted_lse = ops.paged_attention_decode.reference(*now)
+        for lens in ([129, 0, 1, 130], [1, 1, 1, 1]):
+            table = given.block_table.where(given.block_table < 2**20, 0)  # pages of other requests, which are there
+            now = given._replace(seq_lens=torch.tensor(lens[:requests], dtype=torch.int32), block_table=table, **caches)
+            executed.append(the_op._execution(tuple(now)))
+            out, lse = the_op(*now)
+            wanted, wanted_lse = the_op.reference(*now)
             torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
             torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
     assert executed[0] is executed[1]
@@ -367,5 +511,34 @@ def test_keys_or_values_stay_in_flight(arch):
         keys = int(size) // (32 if fp8 else 16)
         values = loop.loads - keys - 1  # one of pages
         left = [count for ins in loop.on_path if (count := test_waits.left_in_flight(ins)) is not None]
-        if (arch, fp8, size) != ("gfx950", "_fp8", "192"):  # there values of a step wait for each other once
+        if (fp8, size) != ("_fp8", "192"):  # there values of a step wait for each other once
             assert values > 0 and left and min(left) >= min(keys, values), (name, left)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_nothing_of_mla_is_spilled(arch):
+    for name, kernel in CodeObject(launch.CODE / arch / "mla_decode.co").kernels.items():
+        spills = [kernel.statistics[kind] for kind in ("scratch", "vgpr_spills", "sgpr_spills")]
+        assert not any(spills) and kernel.statistics["lds"] <= archs.ARCHS["gfx942"].lds_bytes, name
+
+
+def test_keys_of_mla_that_only_some_ways_load_are_seen(kernels):  # noqa: F811
+    copy = kernels.csrc / "ops" / "mla_decode.hip"
+    copy.write_text(only({"mla_decode_bf16_1", "mla_decode_fp16_fp8_1"}, (CSRC / "ops" / copy.name).read_text()))
+    for which in ("", "!"):
+        text = f"if constexpr ({which}kFp8) load(keys, step + kRing);"
+        replacement = f"if constexpr ({which}kFp8) if (step < steps) load(keys, step + kRing);"
+        kernels.plant(MLA, text, replacement, ["mla_decode"], ["gfx942"])
+        loops = test_waits.streaming_loops(kernels.code / "gfx942" / "mla_decode.co")
+        assert [bool(test_waits.faults(loop)) for _, loop in sorted(loops)] == [which == "!", which == ""]
+
+
+@full
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("lens", [(4097,), (1, 0, 33, 1200, 64), tuple(range(97, 130))], ids=["long", "ragged", "many"])
+@pytest.mark.parametrize(("heads", "given"), [(16, {"fp8": True}), (128, {"page": 64}), (16, {"query_len": 4})])
+def test_long_and_many_requests_of_mla(heads, given, lens, arch):
+    of_op, emulator = importlib.import_module("vllm_rocm_ops.ops.mla_decode"), Emulator(arch)
+    case = Case(f"{heads} {lens}", functools.partial(of_op._inputs, lens, heads, given))
+    with launch.executor(emulator):
+        check_case(ops.mla_decode, case, "cpu", emulator.arch)

@@ -23,6 +23,7 @@ ROWS = sorted(
 PRODUCTS = ("block_scaled_mm", "mxfp8_scaled_mm", "scaled_mm", "scaled_mm_tiled", "unquantized_gemm")
 DIVIDES = {  # by the beginning of kernels' names
     "fused_experts_tiled": "tiles are counted on the device, and pairs divided by slots",
+    "mla_decode": "as below",
     "paged_attention_decode": "the parts of a request follow from its length, which only the device knows",
     "mxfp8_scaled_mm_tile": "they have no scalar registers left for divisors and arguments",
 }

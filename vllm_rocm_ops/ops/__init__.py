@@ -3,6 +3,7 @@
 from vllm_rocm_ops.ops.block_scaled_mm import *
 from vllm_rocm_ops.ops.fused_experts import *
 from vllm_rocm_ops.ops.layer_norm import *
+from vllm_rocm_ops.ops.mla_decode import *
 from vllm_rocm_ops.ops.moe_routing import *
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import *
 from vllm_rocm_ops.ops.paged_attention_decode import *

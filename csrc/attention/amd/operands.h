@@ -3,7 +3,7 @@
 // l % 16 and rows 4 * (l / 16) to + 3, and takes for column l % 16 eight elements; with the keys of two tiles in the order below
 // both are the same lane's.
 #pragma once
-#include "device/gpu.h"
+#include "device/vec.h"
 
 namespace numerics {
 
@@ -23,6 +23,14 @@ DEVICE f32x2 from_e4m3x2(u32 word) {
 
 namespace attention {
 
+// A bf16 or fp16 pair of numbers that it has exactly.
+template <class T>
+DEVICE u32 pack_exact(float low, float high) {
+  if constexpr (__is_same(T, Bf16))
+    return __builtin_amdgcn_perm(__builtin_bit_cast(u32, high), __builtin_bit_cast(u32, low), 0x07060302);
+  else return __builtin_bit_cast(u32, __builtin_amdgcn_cvt_pkrtz(low, high));
+}
+
 // Which of 32 keys is this row of tile 0 or 1.
 DEVICE int key(int tile, int row) { return row / 4 * 8 + tile * 4 + row % 4; }
 // The operand of keys 8 * (l / 16) to + 7, rounded to T, of the scores of two tiles.
@@ -30,6 +38,43 @@ template <class T>
 DEVICE u32x4 operand(f32x4 tile_0, f32x4 tile_1) {
   return {T::pack(tile_0.lo), T::pack(tile_0.hi), T::pack(tile_1.lo), T::pack(tile_1.hi)};
 }
+
+#define HAS_MLA_64 1  // MLA: blocks of 64 columns
+// Of MLA: the steps whose keys a wave has.
+constexpr int ring(int /*column_tiles*/) { return 3; }
+
+// Transposes 32 elements of the keys of two tiles to two operands of the product with values, whose rows are elements: a product
+// with the identity leaves lane l element l % 16 of keys 4 * (l / 16) to + 3.
+template <class T>
+DEVICE f32x4 times_identity(u32x2 keys) {
+  const int element = wave::lane() % 16;
+  const u32 one = (__is_same(T, Bf16) ? 0x3f80 : 0x3c00) << element % 2 * 16;
+  const bool is_here = element / 4 == wave::lane() / 16;
+  const u32x2 identity = {is_here && element / 2 % 2 == 0 ? one : 0, is_here && element / 2 % 2 == 1 ? one : 0};
+  if constexpr (__is_same(T, Bf16)) {
+    using Short4 = short __attribute__((ext_vector_type(4)));
+    return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(Short4, keys),
+                                                     __builtin_bit_cast(Short4, identity), f32x4{}, 0, 0, 0);
+  } else {
+    using Half4 = _Float16 __attribute__((ext_vector_type(4)));
+    return __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(Half4, keys), __builtin_bit_cast(Half4, identity),
+                                                 f32x4{}, 0, 0, 0);
+  }
+}
+template <class T>
+DEVICE void transpose(const mma::Weights& tile_0, const mma::Weights& tile_1, mma::Weights (&values)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const f32x4 a = times_identity<T>(half ? tile_0.load[0].hi : tile_0.load[0].lo);
+    const f32x4 b = times_identity<T>(half ? tile_1.load[0].hi : tile_1.load[0].lo);
+    values[half].load[0] = {pack_exact<T>(a.x, a.y), pack_exact<T>(a.z, a.w), pack_exact<T>(b.x, b.y),
+                            pack_exact<T>(b.z, b.w)};
+  }
+}
+// Row of transposed operand `half`: which of the 8 elements that a lane loaded together, and of which quarter of the 32.
+DEVICE int element(int half, int row) { return half * 4 + row % 4; }
+DEVICE int quarter(int row) { return row / 4; }
+
 // Combines a value over the lanes that have the same columns.
 template <class Combine>
 DEVICE float reduce_rows(float value, Combine combine) {
@@ -37,9 +82,12 @@ DEVICE float reduce_rows(float value, Combine combine) {
   return combine(value, wave::from_lane(value, wave::lane() ^ 32));
 }
 
-// The sums are computed here: no load below moves above it, where it would need registers of its own, and a copy from there that
+// The value is computed here: no load below moves above it, where it would need registers of its own, and a copy from there that
 // waits for it.
-DEVICE void compute_now(f32x4& sum) { asm volatile("" : "+v"(sum)::"memory"); }
+template <class Vec>
+DEVICE void compute_now(Vec& value) {
+  asm volatile("" : "+v"(value)::"memory");
+}
 
 // Loads above are issued here, not behind the end of a loop.
 DEVICE void issue_now() { asm volatile("" ::: "memory"); }

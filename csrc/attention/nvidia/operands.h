@@ -2,7 +2,7 @@
 // become the operand of the product with values. An instruction leaves lane l the scores of rows l / 4 and l / 4 + 8 and of two
 // columns, and takes two rows of column l / 4: a transposition of 8 x 8 (movmatrix; PTX ISA, section 9.7.14.5.17).
 #pragma once
-#include "device/gpu.h"
+#include "device/vec.h"
 
 namespace numerics {
 
@@ -22,6 +22,14 @@ DEVICE f32x2 from_e4m3x2(u32 word) {
 
 namespace attention {
 
+// A bf16 or fp16 pair of numbers that it has exactly.
+template <class T>
+DEVICE u32 pack_exact(float low, float high) {
+  if constexpr (__is_same(T, Bf16))
+    return __builtin_bit_cast(u32, low) >> 16 | (__builtin_bit_cast(u32, high) & 0xffff0000u);
+  else return T::pack({low, high});
+}
+
 // Which of 32 keys is this row of tile 0 or 1.
 DEVICE int key(int tile, int row) { return row % 8 / 2 * 8 + (2 * tile + row / 8) * 2 + row % 2; }
 DEVICE u32 transposed(u32 pair) {
@@ -35,6 +43,26 @@ DEVICE u32x4 operand(f32x4 tile_0, f32x4 tile_1) {
   return {transposed(T::pack(tile_0.lo)), transposed(T::pack(tile_0.hi)), transposed(T::pack(tile_1.lo)),
           transposed(T::pack(tile_1.hi))};
 }
+
+// Of MLA: the steps whose keys a wave has.
+constexpr int ring(int column_tiles) { return column_tiles == 1 ? 3 : 2; }
+
+// Transposes 32 elements of the keys of two tiles to two operands of the product with values, whose rows are elements.
+template <class T>
+DEVICE void transpose(const mma::Weights& tile_0, const mma::Weights& tile_1, mma::Weights (&values)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int l = 0; l < 2; ++l) {
+      const int word = half * 2 + l;
+      values[half].load[l] = {transposed(tile_0.load[0][word]), transposed(tile_0.load[1][word]),
+                              transposed(tile_1.load[0][word]), transposed(tile_1.load[1][word])};
+    }
+}
+// Row of transposed operand `half`: which of the 8 elements that a lane loaded together, and of which quarter of the 32.
+DEVICE int element(int half, int row) { return (half * 2 + row / 8) * 2 + row % 2; }
+DEVICE int quarter(int row) { return row % 8 / 2; }
+
 // Combines a value over the lanes that have the same columns.
 template <class Combine>
 DEVICE float reduce_rows(float value, Combine combine) {
@@ -44,7 +72,8 @@ DEVICE float reduce_rows(float value, Combine combine) {
 }
 
 // Nothing: ptxas orders loads.
-DEVICE void compute_now(f32x4&) {}
+template <class Vec>
+DEVICE void compute_now(Vec&) {}
 // Loads above are issued here, not behind the end of a loop.
 DEVICE void issue_now() { asm volatile("" ::: "memory"); }
 

@@ -1,0 +1,342 @@
+// Flash decoding of multi-head latent attention: 16 * kColumnTiles columns (rows of a query times heads) attend to the keys of one
+// request, of which all heads have the same. A key is a latent of 512 elements, which is its value too, and a rotated part of 64.
+//
+//     scores^T = K q^T,   out^T = latent^T p^T,   p = exp2(score - running maximum of the column)
+//
+// The keys of a request are divided in parts, one per block, and a part in steps of 32 keys. The waves divide the elements of
+// the latent: each loads its own, as the operands of the product with the query, and transposes them in registers for the product
+// with p, so that the latent is read once and goes through no LDS. Of the rotated part a wave has 32 elements of 16 keys.
+// Scores of a wave's elements meet in LDS. Sixteen threads per column add those of the waves, mask, keep the maximum and the sum,
+// and give p to all waves. Each wave has the keys of kRing steps in registers, and the pages of as many steps behind them: keys
+// of a step are loaded as soon as those of a step before are multiplied, or converted, and no wait is for more than one step.
+#pragma once
+#include "attention/part.h"
+#include "device/arrive.h"
+#include "device/reduce.h"
+
+constexpr int kLatent = 512, kMlaWaves = 8;
+
+template <class T, int kColumnTiles>
+using MlaPart = DecodePart<DecodeOutput<T, kLatent, 16 * kColumnTiles, kMlaWaves>, 32>;
+
+// Adds the parts of a request after the launch that left them: a lane has four elements, and each wave every eighth part.
+template <class T, int kColumnTiles>
+struct MlaCombine : MlaPart<T, kColumnTiles> {
+  using Part = MlaPart<T, kColumnTiles>;
+  using Part::parts, Part::kWaves;
+  using typename Part::Sums;
+  static constexpr int kBlocks = Part::kVecs / wave::kLanes;  // of a request's columns
+
+  struct Buffer {
+    Sums sums[kWaves][wave::kLanes];
+  };
+
+  DEVICE explicit MlaCombine(const MlaProblem& problem) : Part(problem.decode) {}
+
+  DEVICE void run(Buffer& buffer) const {
+    const int vec = wave::block_id_y() * wave::kLanes + wave::lane();
+    const mem::Buffer from = this->partials();
+    Sums sums;
+    sums.clear();
+#pragma unroll 4
+    for (int part = wave::index(); part < parts; part += kWaves) sums.add(this->load_sums(from, part, vec));
+    buffer.sums[wave::index()][wave::lane()] = sums;
+    block_barrier();  // hazard: sums of the waves are read before they are written
+    if (wave::index() > 0) return;
+#pragma unroll
+    for (int w = 1; w < kWaves; ++w) sums.add(buffer.sums[w][wave::lane()]);
+    this->store(vec, sums);
+  }
+};
+
+template <class T, class Cache, int kColumnTiles>
+struct MlaDecode : MlaPart<T, kColumnTiles> {
+  using Part = MlaPart<T, kColumnTiles>;
+  using Part::base, Part::block, Part::combine, Part::first_row_end, Part::first_step, Part::lane, Part::load_pages;
+  using Part::kColumns, Part::kLowest, Part::kPartFloats, Part::kThreads, Part::kWaveKeys, Part::kWaves;
+  using Part::p, Part::parts, Part::request, Part::steps, Part::store;
+
+  using Element = typename CacheType<Cache>::Element;
+  using RopeVec = typename CacheType<Cache>::Vec;
+  static constexpr bool kFp8 = __is_same(Cache, E4m3);
+  static constexpr int kRing = attention::ring(kColumnTiles);
+  static constexpr int kTiles = kColumns / mma::kTileTokens, kTilesOf16 = 16 / mma::kTileTokens;
+  static constexpr int kWaveDims = kLatent / kWaves;
+  static constexpr int kLoads = kWaveDims * int(sizeof(Element)) / 64;  // steps of 64 bytes
+  static constexpr int kProducts = kWaveDims / 32;                      // of a key tile
+  // Scores of so many columns are in LDS together. Sixteen threads reduce a column, so many of these at a time.
+  static constexpr int kShared = kColumns < 32 ? kColumns : 32, kSharedTiles = kShared / mma::kTileTokens;
+  static constexpr int kAtOnce = kThreads / 16 < kShared ? kThreads / 16 : kShared;
+  static constexpr int kOwned = kColumns / kAtOnce;  // columns that a thread reduces
+
+  struct Keys {
+    u32x4 latent[2][kLoads][mma::kLoads];
+    RopeVec rope[mma::kLoads];
+    int pages;  // of the keys that are loaded here next
+  };
+  struct Scores {
+    float score[kWaves][kShared][kWaveKeys + 4];
+    u16 weight[kColumns][kWaveKeys + 8];
+    float factor[kColumns];
+  };
+  struct Sums {
+    f32x4 out[16][kWaves * 8 + 1];
+    float maximum[kColumns], sum[kColumns];
+  };
+  union Buffer {
+    Scores scores;
+    Sums sums;
+  };
+
+  const MlaProblem& mla;
+  Buffer& buffer;
+  // Tiles of this wave are in the order in which it has the rotated part of tile 0.
+  const int flip = wave::index() % 2;
+  const int owner = wave::thread_id() / 16, owned_key = wave::thread_id() % 16 * 2;
+
+  u32x4 query[kTiles][kProducts], query_rope[kTiles];
+  f32x4 out[kTiles][2 * kProducts] = {};
+  float maximum[kOwned], sum[kOwned];  // of columns `owner`, owner + kAtOnce, ...
+  float scale;
+
+  DEVICE MlaDecode(const MlaProblem& problem, Buffer& buffer) : Part(problem.decode), mla(problem), buffer(buffer) {}
+
+  // First of the 8 elements of a wave's latent that operand i takes of a lane.
+  DEVICE static int first_element(int i, int of_lane) {
+    return kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8;
+  }
+  DEVICE static int of_lane() { return mma::depth(wave::lane()) / 16; }
+  // Which 32 elements of the rotated part the wave has.
+  DEVICE static int rope_half() { return wave::index() % 4 / 2; }
+  DEVICE int step_key(int step) const { return base + (first_step + step) * kWaveKeys; }
+  // Which of a step's keys is this row of a tile of this wave.
+  DEVICE int key(int tile, int row) const { return attention::key(tile ^ flip, row); }
+
+  DEVICE void load_query() {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      const auto c = this->column(t * mma::kTileTokens + mma::tile_token(lane));
+      const i64 row = i64(request) * p.query_len + c.row;
+      const u16* from = p.query + row * p.query_stride + c.head * p.query_head_stride + wave::index() * kWaveDims;
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i) query[t][i] = mem::load<u32x4>(from + first_element(i, of_lane()));
+      from = mla.query_pe + row * mla.query_pe_stride + c.head * mla.query_pe_head_stride;
+      query_rope[t] = mem::load<u32x4>(from + rope_half() * 32 + of_lane() * 8);
+      if (wave::index() >= 4) query_rope[t] = {};
+    }
+  }
+
+  DEVICE void load(Keys& keys, int step) const {
+    const int first = step_key(step);
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+      for (int l = 0; l < mma::kLoads; ++l) {
+        const int index = key(tile, mma::row(lane, l));
+        const Element* row = Part::template at<Cache>(p.key_cache, wave::from_lane(keys.pages, index), first + index);
+        const Element* from = row + wave::index() * kWaveDims + of_lane() * (16 / sizeof(Element));
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) keys.latent[tile][i][l] = mem::load<u32x4>(from + i * (64 / sizeof(Element)));
+        if (tile == 0) keys.rope[l] = mem::load<RopeVec>(row + kLatent + rope_half() * 32 + of_lane() * 8);
+      }
+    keys.pages = load_pages(step_key(step + kRing));
+    attention::issue_now();
+  }
+
+  // Keys as operands of the products.
+  struct Operands {
+    mma::Weights latent[2][kProducts], rope;
+  };
+  DEVICE Operands operands(const Keys& keys) const {
+    Operands of;
+#pragma unroll
+    for (int l = 0; l < mma::kLoads; ++l) {
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+        for (int i = 0; i < kProducts; ++i) {
+          if constexpr (kFp8) {
+            const u32x4 bytes = keys.latent[tile][i / 2][l];
+            of.latent[tile][i].load[l] = as_operand<T>(i % 2 ? bytes.hi : bytes.lo);
+            attention::compute_now(of.latent[tile][i].load[l]);
+          } else of.latent[tile][i].load[l] = keys.latent[tile][i][l];
+        }
+      of.rope.load[l] = as_operand<T>(keys.rope[l]);
+      if constexpr (kFp8) attention::compute_now(of.rope.load[l]);
+    }
+    return of;
+  }
+
+  // Multiplies the keys of a step, if there is one, and loads others. No way around has fewer loads, so that no wait is for more.
+  DEVICE void turn(Keys& keys, int step) {
+    const Operands of = operands(keys);
+    if constexpr (kFp8) load(keys, step + kRing);
+    if (step < steps) multiply(of, step_key(step));
+    if constexpr (!kFp8) load(keys, step + kRing);
+  }
+
+  DEVICE void multiply(const Operands& of, int first) {
+#pragma unroll
+    for (int begin = 0; begin < kColumns; begin += kShared) {
+      add_scores(of, begin);
+      block_barrier();  // hazard: scores of the waves are read before they are written
+      reduce_scores(first, begin);
+      block_barrier();  // hazard: p is read before it is written, or scores are written over before they are read
+    }
+    u32x4 weights[kTiles];
+    read_weights(weights);
+#pragma unroll
+    for (int i = 0; i < kProducts; ++i) {
+      mma::Weights values[2];
+      attention::transpose<T>(of.latent[0][i], of.latent[1][i], values);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t)
+          out[t][2 * i + half] = mma::multiply_tile<T>(out[t][2 * i + half], values[half], weights[t]);
+    }
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int d = 0; d < 2 * kProducts; ++d) attention::compute_now(out[t][d]);
+  }
+
+  // What the wave's elements add to the scores of kShared columns.
+  DEVICE void add_scores(const Operands& of, int begin) {
+#pragma unroll
+    for (int t = 0; t < kSharedTiles; ++t)
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const int of_all = begin / mma::kTileTokens + t;
+        f32x4 score = {};
+#pragma unroll
+        for (int i = 0; i < kProducts; ++i) score = mma::multiply_tile<T>(score, of.latent[tile][i], query[of_all][i]);
+        if (tile == 0) score = mma::multiply_tile<T>(score, of.rope, query_rope[of_all]);
+        auto& scores = buffer.scores.score[wave::index()];
+        const int c = t * mma::kTileTokens + mma::value_token(lane, 0);
+        if constexpr (mma::kValueTokens == 1) *(f32x4*)&scores[c][key(tile, mma::value_row(lane, 0))] = score;
+        else
+#pragma unroll
+          for (int i = 0; i < 4; ++i) scores[c + i % mma::kValueTokens][key(tile, mma::value_row(lane, i))] = score[i];
+      }
+  }
+
+  DEVICE void reduce_scores(int first, int begin) {
+    constexpr Max max{};
+    if (owner >= kAtOnce) return;
+#pragma unroll
+    for (int of_shared = 0; of_shared < kShared; of_shared += kAtOnce) {
+      const int place = of_shared + owner, c = begin + place, owned = (begin + of_shared) / kAtOnce;
+      const int row_end = first_row_end + this->column(c).row;
+      f32x2 score = {};
+#pragma unroll
+      for (int w = 0; w < kWaves; ++w) score += *(const f32x2*)&buffer.scores.score[w][place][owned_key];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) score[i] = first + owned_key + i < row_end ? score[i] * scale : -__builtin_inff();
+      const float largest = wave::reduce_group<16>(max(maximum[owned], max(score.x, score.y)), kLowest, max);
+      const float factor = numerics::exp2_approx(maximum[owned] - largest);
+      maximum[owned] = largest;
+      const f32x2 weight = {numerics::exp2_approx(score.x - largest), numerics::exp2_approx(score.y - largest)};
+      sum[owned] = sum[owned] * factor + (weight.x + weight.y);
+      *(u32*)&buffer.scores.weight[c][owned_key] = T::pack(weight);
+      if (owned_key == 0) buffer.scores.factor[c] = factor;
+    }
+  }
+
+  // The operands of p; sums are multiplied by the factors of the new maxima.
+  DEVICE void read_weights(u32x4 (&weights)[kTiles]) {
+    float factor[kTiles][mma::kValueTokens];
+    bool grows = false;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int v = 0; v < mma::kValueTokens; ++v) {
+        factor[t][v] = buffer.scores.factor[t * mma::kTileTokens + mma::value_token(lane, v)];
+        grows |= factor[t][v] != 1.0f;
+      }
+      // The first 8 bytes are of tile 0.
+      const auto* from = (const u32x2*)buffer.scores.weight[t * mma::kTileTokens + mma::tile_token(lane)];
+      weights[t].lo = from[of_lane() * 2 + flip];
+      weights[t].hi = from[of_lane() * 2 + (flip ^ 1)];
+    }
+    if (wave::count(grows) > 0) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int d = 0; d < 2 * kProducts; ++d)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) out[t][d][i] *= factor[t][i % mma::kValueTokens];
+    }
+  }
+
+  DEVICE void run() {
+    load_query();
+    scale = p.scale * (p.key_cache.scale ? mem::load<float>(p.key_cache.scale) : 1.0f);
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+      maximum[i] = kLowest;
+      sum[i] = 0.0f;
+    }
+    if (steps > 0) {
+      Keys ring[kRing];
+#pragma unroll
+      for (int i = 0; i < kRing; ++i) ring[i].pages = load_pages(step_key(i));
+#pragma unroll
+      for (int i = 0; i < kRing; ++i) load(ring[i], i);
+#pragma unroll 1
+      for (int step = 0; step < steps; step += kRing)
+#pragma unroll
+        for (int i = 0; i < kRing; ++i) turn(ring[i], step + i);
+    }
+    finish();
+  }
+
+  // The sums of this part, and those of all.
+  DEVICE void finish() {
+    static_assert(sizeof(Sums) <= sizeof(Scores::score));  // p, which waves may still read, is behind them
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+      const float total = wave::reduce_group<16>(sum[i], 0.0f, Add{});
+      if (owner < kAtOnce && owned_key == 0) {
+        buffer.sums.maximum[i * kAtOnce + owner] = maximum[i];
+        buffer.sums.sum[i * kAtOnce + owner] = total;
+      }
+    }
+    const mem::Buffer to = mem::buffer(p.partials + (i64(block) * p.parts + wave::block_id_y()) * kPartFloats);
+    const bool is_whole = parts == 1;
+    constexpr int kRoundVecs = kWaves * 8;  // of a column: 32 elements of each wave
+#pragma unroll
+    for (int tile = 0; tile < kColumnTiles; ++tile)
+#pragma unroll
+      for (int product = 0; product < kProducts; ++product) {
+        if (tile + product > 0) block_barrier();  // hazard: the last sums are written over before they are read
+#pragma unroll
+        for (int t = 0; t < kTilesOf16; ++t)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const int row = mma::value_row(lane, i), at = attention::quarter(row) * 8 + attention::element(half, row);
+              float* column = (float*)buffer.sums.out[t * mma::kTileTokens + mma::value_token(lane, i)];
+              column[wave::index() * 32 + at] = out[tile * kTilesOf16 + t][2 * product + half][i];
+            }
+        block_barrier();  // hazard: the waves' sums are read before they are written
+#pragma unroll
+        for (int i = 0; i < 16 * kRoundVecs / kThreads; ++i) {
+          const int vec = i * kThreads + wave::thread_id(), of_tile = vec / kRoundVecs, of_column = vec % kRoundVecs;
+          const f32x4 total = buffer.sums.out[of_tile][of_column];
+          const int c = tile * 16 + of_tile, of_wave = of_column % 8;
+          const int first = of_column / 8 * kWaveDims + first_element(product, of_wave / 2) + of_wave % 2 * 4;
+          if (is_whole) store(c, first, total, buffer.sums.maximum[c], buffer.sums.sum[c]);
+          else mem::store_device(to, (c * kLatent + first) * 4, 0, total);
+        }
+      }
+    if (is_whole) return;
+    if (wave::thread_id() < kColumns) {
+      const int c = wave::thread_id();
+      mem::store_device(to, (kColumns * kLatent + c) * 4, 0, buffer.sums.maximum[c]);
+      mem::store_device(to, (kColumns * (kLatent + 1) + c) * 4, 0, buffer.sums.sum[c]);
+    }
+    if (p.counters && is_last_block(p.counters + block, parts)) combine();
+  }
+};

@@ -1,0 +1,35 @@
+// Multi-head latent attention of up to eight query rows per request to a paged cache; see attention/mla.h.
+#include "attention/mla.h"
+
+template <class Kernel>
+DEVICE void decode(const MlaProblem& problem) {
+  LDS static typename Kernel::Buffer buffer;
+  Kernel decode(problem, buffer);
+  if (decode.has_work()) decode.run();
+}
+
+// The last of a request's blocks adds their parts if there are counters, else another launch does.
+template <class Kernel>
+DEVICE void combine(const MlaProblem& problem) {
+  LDS static typename Kernel::Buffer buffer;
+  const Kernel combine(problem);
+  if (combine.parts > 1) combine.run(buffer);
+}
+
+#define DECODE(symbol, T, Cache, tiles) \
+  KERNEL(kMlaWaves* wave::kLanes) symbol(const MlaProblem problem) { decode<MlaDecode<T, Cache, tiles>>(problem); }
+#define COMBINE(symbol, T, tiles) \
+  KERNEL(kMlaWaves* wave::kLanes) symbol(const MlaProblem problem) { combine<MlaCombine<T, tiles>>(problem); }
+#define COLUMNS(tiles)                                   \
+  DECODE(mla_decode_bf16_##tiles, Bf16, Bf16, tiles)     \
+  DECODE(mla_decode_bf16_fp8_##tiles, Bf16, E4m3, tiles) \
+  DECODE(mla_decode_fp16_##tiles, F16, F16, tiles)       \
+  DECODE(mla_decode_fp16_fp8_##tiles, F16, E4m3, tiles)  \
+  COMBINE(mla_decode_combine_bf16_##tiles, Bf16, tiles)  \
+  COMBINE(mla_decode_combine_fp16_##tiles, F16, tiles)
+
+COLUMNS(1)
+COLUMNS(2)
+#ifdef HAS_MLA_64
+COLUMNS(4)
+#endif

@@ -1,0 +1,246 @@
+"""Multi-head latent attention of few query rows per request to a paged cache; kernels: csrc/attention/mla.h."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families import attention, decode
+from vllm_rocm_ops.families.attention import CacheLayout
+from vllm_rocm_ops.families.decode import DecodeConfig
+from vllm_rocm_ops.launch import Launch, fields
+from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.tensors import describe, is_wide_float
+
+__all__ = ["mla_decode"]
+
+LATENT, ROPE = 512, 64  # elements of a key
+STEP, LEAST_STEPS = 32, 2  # keys that a block has at a time, and how many such a part has
+WAVES = 8
+COUNTED_PARTS = 8  # that the last of their blocks adds; more are added by a launch of their own
+# Microseconds of a model that no AMD GPU has confirmed.
+BLOCK_US, SHARING_US, COUNTED_US, PART_US = 2.0, 3.0, 0.3, 0.05
+
+
+def _layout(a) -> CacheLayout:
+    """One head, whose values are the first elements of its keys."""
+    rows = a.kv_cache.unsqueeze(2)
+    return CacheLayout(rows, rows[..., : a.q_nope.shape[2]])
+
+
+def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    dtype = a.q_nope.dtype
+    holds = a.q_nope.dim() == 3 and is_wide_float(a.q_nope) and 0 not in a.q_nope.shape[1:]
+    yield "q_nope", "of 16 bits or more, [rows, heads, latent size]", describe(a.q_nope), holds
+    rows, heads, latent = a.q_nope.shape
+    holds = a.q_pe.dtype == dtype and a.q_pe.dim() == 3 and a.q_pe.shape[:2] == (rows, heads) and a.q_pe.shape[2] > 0
+    yield "q_pe", f"{dtype} [rows={rows}, heads={heads}, size]", describe(a.q_pe), holds
+    row = latent + a.q_pe.shape[2]
+    holds = a.kv_cache.dim() == 3 and a.kv_cache.shape[2] == row and 0 not in a.kv_cache.shape
+    yield "kv_cache", f"[pages, N, {row}]", describe(a.kv_cache), holds
+    yield decode.cache_dtype_contract("kv_cache", a.kv_cache, dtype)
+    yield from decode.requests_contract(a, "q_nope", a.q_nope)
+    yield from attention.scale_contract("kv_scale", a.kv_scale)
+    yield decode.partition_contract(a)
+
+
+def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    layout = _layout(a)
+    yield "q_nope is bfloat16 or float16", a.q_nope.dtype in attention.ELEMENTS
+    sizes = (a.q_nope.shape[2], a.q_pe.shape[2])
+    yield f"the latent has {LATENT} elements and the rotated part {ROPE}", sizes == (LATENT, ROPE)
+    yield from attention.cache_envelope(layout, a.q_nope.dtype, arch)
+    yield attention.heads_envelope("q_nope", a.q_nope)
+    yield attention.heads_envelope("q_pe", a.q_pe)
+    yield from decode.requests_envelope(a, layout, 2**13)
+    yield "there are fewer than 2^31 blocks of a part", _blocks(a, arch) < 2**31
+
+
+def _tiles(a, arch: Arch) -> int:
+    """Of 16 columns: those of a block."""
+    needed = -(-a.query_len * a.q_nope.shape[1] // decode.COLUMNS)
+    most = 4 if arch.wave_lanes == 64 else 2  # as registers allow
+    return next((tiles for tiles in (1, 2) if needed <= tiles), most)
+
+
+def _blocks(a, arch: Arch) -> int:
+    """Of a part."""
+    columns = decode.COLUMNS * _tiles(a, arch)
+    return a.block_table.shape[0] * decode.column_tiles(a, a.q_nope, _layout(a), columns)
+
+
+def _configs(a, arch: Arch) -> list[DecodeConfig]:
+    fits = (a.q_nope.shape[2], a.q_pe.shape[2]) == (LATENT, ROPE)
+    return decode.configs(a, _layout(a), STEP, LEAST_STEPS) if fits else []
+
+
+def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
+    """A launch; rounds of blocks that stream their keys at their share of the bandwidth; the sum of parts. Lengths are not known: most
+    are nominal, a few fill the block table."""
+    bytes_of_key = a.kv_cache.shape[2] * a.kv_cache.element_size()
+    bandwidth, capacity = arch.bandwidth_gb_s * 1e3, decode.capacity(a, _layout(a))
+
+    def of_length(keys: int) -> tuple[float, float]:
+        parts, steps_per_part = decode.divided(config, keys, STEP)
+        part_bytes, blocks = steps_per_part * STEP * bytes_of_key, _blocks(a, arch) * parts
+        of_block = BLOCK_US + part_bytes / (bandwidth / arch.compute_units)
+        of_parts = blocks * decode.COLUMNS * _tiles(a, arch) * (LATENT + 2) * 8 / bandwidth  # stored and loaded
+        if config.parts > COUNTED_PARTS:
+            sharing = attention.LAUNCH_US + PART_US * parts
+        else:
+            sharing = SHARING_US + COUNTED_US * _tiles(a, arch) * parts
+        streaming = max(-(-blocks // arch.compute_units) * of_block, blocks * part_bytes / bandwidth)
+        return streaming, sharing + of_parts if parts > 1 else 0.0
+
+    streaming, sharing = of_length(min(capacity, decode.NOMINAL_KEYS))
+    terms = {"launch": attention.LAUNCH_US, "streaming": streaming, "sharing": sharing}
+    if capacity > decode.NOMINAL_KEYS:
+        terms["long"] = decode.LONG_SHARE * sum(of_length(capacity))
+    return terms
+
+
+def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
+    blocks, tiles = _blocks(a, arch), _tiles(a, arch)
+    if blocks == 0:
+        return []
+    columns, is_counted = decode.COLUMNS * tiles, config.parts <= COUNTED_PARTS
+    both = (a.kv_cache, a.kv_cache), (a.kv_scale, a.kv_scale)
+    shared = decode.problem_arguments(config, a, a.q_nope, _layout(a), *both, outputs, columns, counts=is_counted)
+    args = fields(
+        "problem",
+        {
+            "decode": {"query": a.q_nope, "sinks": None, "window": 0, **shared},
+            "query_pe": a.q_pe,
+            "query_pe_stride": a.q_pe.stride(0),
+            "query_pe_head_stride": a.q_pe.stride(1),
+        },
+    )
+    kind = attention.ELEMENTS[a.q_nope.dtype]
+    fp8 = "_fp8" * attention.is_quantized(a.kv_cache)
+    block = (WAVES * arch.wave_lanes, 1, 1)
+    launches = [Launch("mla_decode", f"mla_decode_{kind}{fp8}_{tiles}", (blocks, config.parts, 1), block, args)]
+    if not is_counted:
+        grid = (blocks, columns * LATENT // 4 // arch.wave_lanes, 1)
+        launches.append(Launch("mla_decode", f"mla_decode_combine_{kind}_{tiles}", grid, block, args))
+    return launches
+
+
+def _allocate(a) -> tuple[Tensor, Tensor]:
+    shape = a.q_nope.shape[:2] if a.return_lse else (0, 0)
+    return a.q_nope.new_empty(a.q_nope.shape), a.q_nope.new_empty(shape, dtype=decode.exact(a.q_nope))
+
+
+def _problem(a) -> dict[str, object]:
+    return {
+        "requests": a.block_table.shape[0],
+        "query_len": a.query_len,
+        "heads": a.q_nope.shape[1],
+        "capacity": decode.capacity(a, _layout(a)),
+    }
+
+
+# Cases
+
+
+def _inputs(lens, heads, given, device, generator, fp8_dtype) -> tuple:
+    """Pages in any order; garbage behind them in the table, NaN in slots that are not used."""
+    requests, query_len = len(lens), given.get("query_len", 1)
+    dtype, page, is_fp8 = given.get("dtype", torch.bfloat16), given.get("page", 16), given.get("fp8", False)
+    latent, rope = given.get("sizes", (LATENT, ROPE))
+    table, pages = decode.pages_of(lens, given, generator)
+    cache = torch.full((pages, page * (latent + rope) + given.get("padding", 0)), math.nan)
+    cache = cache.to(fp8_dtype if is_fp8 else dtype)[:, : page * (latent + rope)].unflatten(1, (page, -1))
+    rows = cache.unsqueeze(2)
+    decode.fill(CacheLayout(rows[..., latent:], rows[..., :latent]), table, lens, given, generator)
+    of_rows = requests * query_len
+    q_nope = torch.randn(heads, of_rows, latent, generator=generator).mul(2).to(dtype)
+    q_pe = torch.randn(of_rows, heads, 2 * rope, generator=generator).mul(2).to(dtype)
+    return (
+        q_nope.to(device).transpose(0, 1),
+        q_pe.to(device)[..., rope:],
+        cache.to(device),
+        table.to(device),
+        torch.tensor(lens, dtype=torch.int32).to(device),
+        given.get("scale", (latent + rope) ** -0.5),
+        query_len,
+        torch.tensor([1.3], device=device) if is_fp8 else None,
+        given.get("partition", 0),
+        given.get("return_lse", True),
+    )
+
+
+def _cases() -> Iterator[Case]:
+    """Every kernel; lengths around steps, pages and parts, empty ones and shorter than the query; heads that fill no tile and several;
+    pages of any size, large scores, a constant partition, parts that a launch of their own adds."""
+
+    def case(name: str, lens: tuple[int, ...], heads: int, **given) -> Case:
+        return Case(name, functools.partial(_inputs, lens, heads, given))
+
+    for dtype, kind in attention.ELEMENTS.items():
+        for fp8 in (False, True):
+            for heads in (3, 17, 64):
+                length, given = (35, {"wider": 0}) if fp8 else (135, {"wider": 70, "partition": 128})
+                yield case(f"{kind}{'-fp8' * fp8}-{heads}", (length,), heads, dtype=dtype, fp8=fp8, **given)
+    yield case("deepseek", (120,), 16, fp8=True)
+    yield case("lengths", (0, 1, 15, 16, 17, 31, 32, 33, 64, 65), 1, wider=0)
+    yield case("lengths-parts", (127, 128, 129), 2, wider=0)
+    yield case("rows-2", (2, 1, 0, 70), 16, query_len=2, wider=0)
+    yield case("rows-4", (3, 90), 16, query_len=4, fp8=True, wider=0)
+    yield case("rows-8", (40,), 3, query_len=8)
+    yield case("heads-128", (40,), 128, wider=0)
+    yield case("page-1", (37,), 1, page=1)
+    yield case("page-64-padded", (70,), 2, page=64, padding=64)
+    yield case("large-scores", (140,), 4, peak=40.0, scale=1.0)
+    yield case("partition", (300, 10, 256), 4, partition=128)
+    yield case("partition-many", (290, 1), 4, partition=128, wider=60)
+    yield case("long", (650,), 4)
+    yield case("no-lse", (20,), 2, return_lse=False)
+    yield case("sizes-256", (20,), 2, sizes=(256, 32))
+    yield case("no-requests", (), 2)
+
+
+def _op(reference) -> Op:
+    return Op(
+        reference,
+        allocate=_allocate,
+        contract=_contract,
+        envelope=_envelope,
+        configs=_configs,
+        cost=_cost,
+        plan=_plan,
+        problem=_problem,
+        cases=_cases,
+        sums=True,
+    )
+
+
+@_op
+def mla_decode(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    query_len: int = 1,
+    kv_scale: Tensor | None = None,
+    partition: int = 0,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the last query_len rows of each request to its keys in a paged MLA cache, of which all heads have the same.
+
+    q_nope [requests * query_len, heads, latent size] bf16 or fp16, in the space of the latent, and q_pe [the same, heads, size] are the
+    parts of a query; rows and heads may be strided. kv_cache [pages, N, latent size + size] as `rope_and_cache_mla` writes it, of
+    this dtype or e4m3 with a scale (float32, one element, default 1). A value is the latent of its key. block_table, seq_lens,
+    partition and what is returned, out [rows, heads, latent size], are as of `paged_attention_decode`.
+    """
+    query = torch.cat((q_nope, q_pe), -1)
+    rows = kv_cache.unsqueeze(2)
+    layout = CacheLayout(rows, rows[..., : q_nope.shape[2]])
+    out, lse = decode.reference(query, layout, block_table, seq_lens, query_len, scale, (kv_scale, kv_scale))
+    return out, lse if return_lse else lse.new_empty((0, 0))
