@@ -313,13 +313,16 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
 #pragma unroll
         for (int t = 0; t < kTilesOf16; ++t)
 #pragma unroll
-          for (int half = 0; half < 2; ++half)
+          for (int half = 0; half < 2; ++half) {
+            const f32x4 sums = out[tile * kTilesOf16 + t][2 * product + half];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               const int row = mma::value_row(lane, i), at = attention::quarter(row) * 8 + attention::element(half, row);
               float* column = (float*)buffer.sums.out[t * mma::kTileTokens + mma::value_token(lane, i)];
-              column[wave::index() * 32 + at] = out[tile * kTilesOf16 + t][2 * product + half][i];
+              if constexpr (mma::kValueTokens > 1) column[wave::index() * 32 + at] = sums[i];
+              else if (i == 0) *(f32x4*)(column + wave::index() * 32 + at) = sums;  // they are neighbours
             }
+          }
         block_barrier();  // hazard: the waves' sums are read before they are written
 #pragma unroll
         for (int i = 0; i < 16 * kRoundVecs / kThreads; ++i) {
