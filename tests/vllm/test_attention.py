@@ -12,7 +12,7 @@ import vllm_rocm_ops
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.families.attention import CacheLayout
-from vllm_rocm_ops.vllm import attention, kernel_selection, seam
+from vllm_rocm_ops.vllm import attention, attention_backends, kernel_selection, seam
 from vllm_rocm_ops.vllm.seams import decode_attention, rope_and_cache
 
 LAYERS = {
@@ -217,7 +217,7 @@ def layer(configuration, monkeypatch):
 
     def call(member: str, batch: Batch, output_scale=None, given=(), cache=None, **options) -> str:
         served = []
-        backend = attention.made(attention.BACKENDS[member])
+        backend = attention_backends.made(attention.BACKENDS[member])
         stock = backend.get_impl_cls().__mro__[2]
         monkeypatch.setattr(stock, "forward", lambda self, *arguments: served.append(arguments))
         common = dict.fromkeys(("alibi_slopes", "sliding_window")) | {"kv_cache_dtype": "fp8" if batch.fp8 else "auto"}
@@ -352,7 +352,7 @@ def test_the_switch(layer, monkeypatch):
 def test_queries_stay_of_16_bits_where_ours_is_forced(configuration, monkeypatch, forced, asks):
     """vLLM quantizes them for a cache in FP8 if an implementation can take that, as Triton's on a GPU."""
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", forced)
-    stock = attention.made(attention.BACKENDS["TRITON_ATTN"]).get_impl_cls().__mro__[2]
+    stock = attention_backends.made(attention.BACKENDS["TRITON_ATTN"]).get_impl_cls().__mro__[2]
     construct = stock.__init__
 
     def __init__(self, *arguments, **keywords):
@@ -360,7 +360,7 @@ def test_queries_stay_of_16_bits_where_ours_is_forced(configuration, monkeypatch
         self.supports_quant_query_input = True
 
     monkeypatch.setattr(stock, "__init__", __init__)
-    impl = attention.made(attention.BACKENDS["TRITON_ATTN"]).get_impl_cls()(
+    impl = attention_backends.made(attention.BACKENDS["TRITON_ATTN"]).get_impl_cls()(
         HEADS, SIZE, SCALE, KV_HEADS, None, None, "fp8"
     )
     assert impl.supports_quant_query_input is asks
@@ -387,7 +387,7 @@ def roped(configuration, monkeypatch):
     monkeypatch.setattr(attention.HeadsDecoder, "rope", ops.rope_and_cache)
 
     def call(member: str, is_neox: bool = True, kv_cache_dtype: str = "auto", stock_can: bool = False) -> list[str]:
-        backend, done = attention.made(attention.BACKENDS[member]), []
+        backend, done = attention_backends.made(attention.BACKENDS[member]), []
         stock = backend.get_impl_cls().__mro__[2]
         monkeypatch.setattr(stock, "fused_rope_kvcache_supported", lambda self: stock_can)
         monkeypatch.setattr(stock, "do_rope_and_kv_cache_update", lambda *_: done.append("stock's"))
@@ -469,7 +469,7 @@ def test_an_op_without_outputs_says_that_it_ran(configuration):
 def test_backends_keep_their_names(configuration):
     """vLLM compares them, and asks a class for the rest."""
     for member in attention.BACKENDS:
-        backend = attention.made(attention.BACKENDS[member])
+        backend = attention_backends.made(attention.BACKENDS[member])
         stock = backend.__mro__[1]
         assert backend.get_name() == stock.get_name()
         assert backend.get_builder_cls().__mro__[-1] is object
@@ -499,9 +499,9 @@ CHANGES = {
 def test_a_backend_of_another_shape_is_left_alone(configuration, lack):
     """The seam says what vLLM lacks."""
     backend = attention.BACKENDS["ROCM_ATTN"]
-    attention.check("ROCM_ATTN", backend)
+    attention_backends.check("ROCM_ATTN", backend)
     with pytest.raises(seam.Unavailable, match=f"this vLLM lacks .*{lack}"):
-        attention.check("ROCM_ATTN", dataclasses.replace(backend, **CHANGES[lack]))
+        attention_backends.check("ROCM_ATTN", dataclasses.replace(backend, **CHANGES[lack]))
 
 
 def test_another_plugins_backend_is_left_alone(configuration, monkeypatch):
@@ -513,4 +513,4 @@ def test_another_plugins_backend_is_left_alone(configuration, monkeypatch):
     registry._ATTN_OVERRIDES.clear()
     decode_attention.probe()
     decode_attention.install()
-    assert registry.AttentionBackendEnum.CPU_ATTN.get_class() is attention.made(attention.BACKENDS["CPU_ATTN"])
+    assert registry.AttentionBackendEnum.CPU_ATTN.get_class() is attention_backends.made(attention.BACKENDS["CPU_ATTN"])

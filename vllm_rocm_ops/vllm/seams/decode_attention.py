@@ -1,17 +1,17 @@
 """Seam: in vLLM's attention backends our `paged_attention_decode` serves batches of decode rows where it is the faster, see
 attention.py."""
 
-from vllm_rocm_ops.vllm import attention, seam
+from vllm_rocm_ops.vllm import attention, attention_backends, seam
 
 
 def probe() -> None:
     """The backends of this platform are vLLM's own and as expected."""
-    attention.probe(attention.served(attention.BACKENDS, attention.PLATFORMS))
+    attention_backends.probe(attention_backends.served(attention.BACKENDS, attention.PLATFORMS))
 
 
 def install() -> None:
     """Put our subclasses in the backends' places."""
-    attention.install(attention.served(attention.BACKENDS, attention.PLATFORMS))
+    attention_backends.install(attention_backends.served(attention.BACKENDS, attention.PLATFORMS))
 
 
 SEAM = seam.Seam(

@@ -7,7 +7,7 @@ vLLM's op and asks no backend.
 """
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import attention, seam
+from vllm_rocm_ops.vllm import attention, attention_backends, seam
 
 PARAMETERS = (
     "layer",
@@ -30,8 +30,8 @@ def probe() -> None:
         raise seam.Unavailable("it needs decode_attention")
     seam.require("fuse_rope_kvcache" in PassConfig.__dataclass_fields__, "PassConfig.fuse_rope_kvcache")
     base = "vllm.v1.attention.backend.AttentionImpl"
-    attention.require_method(base, "fused_rope_kvcache_supported")
-    attention.require_method(base, "do_rope_and_kv_cache_update", *PARAMETERS)
+    attention_backends.require_method(base, "fused_rope_kvcache_supported")
+    attention_backends.require_method(base, "do_rope_and_kv_cache_update", *PARAMETERS)
 
 
 def install() -> None:
