@@ -269,10 +269,12 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.command == "bench":
             return emulate_cases(arguments) if arguments.emulate else bench_shapes(arguments)
         elif arguments.model:
-            rows = explain.explain_model(
-                calls_of(arguments), arguments.arch or explain.usual_arch(), arguments.batch or (1,)
-            )
-            print("\n".join(explain.table(rows)))
+            arch = arguments.arch or explain.usual_arch()
+            calls = [
+                *calls_of(arguments),
+                explain.attention(model_config.read(arguments.model), arguments.tp or 1, arch),
+            ]
+            print("\n".join(explain.table(explain.explain_model(calls, arch, arguments.batch or (1,)))))
         else:
             op = getattr(vllm_rocm_ops.ops, arguments.op)
             given = explain.parse_arguments_of(op, arguments.given)

@@ -12,9 +12,11 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import model_layers
 from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.op import Explanation, Op
 from vllm_rocm_ops.vllm import experts, kernel_selection
+from vllm_rocm_ops.vllm.attention import is_forced
 from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
 
 DTYPES = {
@@ -140,6 +142,15 @@ LIMITED = {
 """By op: the seam that calls it for few tokens only, and runs vLLM's kernel for more."""
 
 
+MEASURED_FIRST = ("paged_attention_decode", "mla_decode")
+"""Ops that vLLM calls only where they were measured to be faster (vllm/attention.py)."""
+
+
+def attention(config: dict, tp: int, arch: str) -> LayerCall:
+    """The attention of a model's decode, with the cache as vLLM has it on `arch`."""
+    return model_layers.attention(config, tp, native=archs.named(arch).wave_lanes == 64)
+
+
 def most_tokens(op: Op) -> int | None:
     """The most tokens that vLLM gives an op on a GPU where nothing was measured. None for any number."""
     module = LIMITED.get(op.name)
@@ -189,6 +200,8 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
     name = call.op.name
     if name in record.off:
         return False, f"off on this GPU: {record.off[name]}"
+    if name in MEASURED_FIRST:
+        return attention_decision(call, record, tokens)
     if key is None:
         most = most_tokens(call.op)
         if most is None:
@@ -205,6 +218,26 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
         ]
         return runs, f"measured: {', '.join(us) or 'not ours'}"
     return runs, f"measured at {', '.join(map(str, sorted(measured)))} tokens"
+
+
+def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
+    """The same of attention, which is ours where it was faster at every length of requests, in each of vLLM's backends that were
+    measured."""
+    if is_forced():
+        return True, "VLLM_ROCM_OPS_ATTENTION=1"
+    heads, *sizes = call.parameters
+    shape = (
+        f"{heads}:{sizes[0]}x{sizes[1]} "
+        if call.op.name == "paged_attention_decode"
+        else f"{heads}x{sizes[0]}+{sizes[1]} "
+    )
+    found = {key: one for key, one in record.shapes.items() if key.startswith(f"{call.op.name} {shape}")}
+    served = [kernel_selection.ours_of(key, one) for key, one in found.items()]
+    if not served:
+        return False, "unmeasured: vLLM's own until ours was measured to be faster"
+    return all(
+        tokens < len(ours) and ours[tokens] for ours in served
+    ), f"measured with {len(served)} lengths and backends"
 
 
 def measured_here(arch: archs.Arch) -> kernel_selection.Record:

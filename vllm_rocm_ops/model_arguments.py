@@ -127,3 +127,33 @@ def experts(
     static = [inputs.scales(1) if quantization == STATIC else None for _ in range(2)]
     values = inputs.values(tokens, hidden), *(inputs.values(*size, dtype=weight_dtype) for size in (w1, w2))
     return *values, weights, ids.int(), inputs.dtype, scale(w1), scale(w2), *static, expert_map
+
+
+PAGE = 16  # vLLM's tokens of a page
+
+
+def heads_attention(
+    tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, positions: int, native: bool
+) -> tuple:
+    """Requests of one token, with as many keys as there are positions, in a cache as ROCM_ATTN or as TRITON_ATTN has it."""
+    places, width = _pages(tokens, inputs, positions)
+    x = 16 // inputs.dtype.itemsize
+    shapes = ((kv_heads, size // x, PAGE, x), (kv_heads, size, PAGE)) if native else ((PAGE, kv_heads, size),) * 2
+    caches = (inputs.values(tokens * width, *shape) for shape in shapes)
+    return inputs.values(tokens, heads, size), *caches, *places, size**-0.5
+
+
+def latent_attention(
+    tokens: int, inputs: Inputs, heads: int, latent: int, rope: int, size: int, positions: int
+) -> tuple:
+    """The same for heads of this size that share a latent and a rotated part."""
+    places, width = _pages(tokens, inputs, positions)
+    queries = inputs.values(tokens, heads, latent), inputs.values(tokens, heads, rope)
+    return *queries, inputs.values(tokens * width, PAGE, latent + rope), *places, size**-0.5
+
+
+def _pages(tokens: int, inputs: Inputs, positions: int) -> tuple[tuple[Tensor, Tensor], int]:
+    """The block table and the lengths of requests, and how many pages a request has."""
+    width = -(-positions // PAGE)
+    table = torch.arange(tokens * width, dtype=torch.int32, device=inputs.device).view(tokens, width)
+    return (table, torch.full((tokens,), positions, dtype=torch.int32, device=inputs.device)), width

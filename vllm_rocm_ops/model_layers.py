@@ -22,6 +22,7 @@ from vllm_rocm_ops.op import Case, Op
 
 VOCABULARY_UNIT = 64  # vLLM pads to a multiple
 MOST_LAYERS, MOST_SIZE = 4096, 2**20
+POSITIONS = 8192  # of a model that does not say it
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,22 @@ def calls(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
     """All calls of `sequence`, equal ones once with their count."""
     found = Counter(sequence(config, tp, ep))
     return [dataclasses.replace(call, count=call.count * times) for call, times in found.items()]
+
+
+def attention(config: dict, tp: int = 1, native: bool = True) -> LayerCall:
+    """Attention of decode, once for each layer, which `sequence` leaves out: whether it is ours vLLM decides when it starts. With
+    the cache of ROCM_ATTN, or the packed one."""
+    model = _Model(config, tp, None)
+    heads, positions = model.part("num_attention_heads"), model.size("max_position_embeddings", default=POSITIONS)
+    if "kv_lora_rank" in config:
+        rope = model["qk_rope_head_dim"]
+        sizes = heads, model["kv_lora_rank"], rope, model["qk_nope_head_dim"] + rope, positions
+        return LayerCall(
+            "attention", ops.mla_decode, model_arguments.latent_attention, sizes, model.dtype, model.layers
+        )
+    sizes = heads, *_kv_heads(model), positions, native
+    op = ops.paged_attention_decode
+    return LayerCall("attention", op, model_arguments.heads_attention, sizes, model.dtype, model.layers)
 
 
 class _Model:
@@ -178,13 +195,18 @@ class _Model:
         yield self.linear("lm_head", self.part("vocab_size", VOCABULARY_UNIT), self.hidden, UNQUANTIZED)
 
 
-def _attention(model: _Model, layer: int) -> Iterator[LayerCall]:
-    """What is around attention with grouped queries."""
-    heads, kv_heads = model.part("num_attention_heads"), model["num_key_value_heads"]
+def _kv_heads(model: _Model) -> tuple[int, int]:
+    """A rank's heads of keys and values, and their size."""
+    kv_heads = model["num_key_value_heads"]
     if kv_heads % model.tp and model.tp % kv_heads:
         raise ValueError(f"tp must divide num_key_value_heads={kv_heads} or be a multiple of it, got {model.tp}")
-    kv_heads = max(kv_heads // model.tp, 1)
     head_dim = model.size("head_dim", default=max(model.hidden // model["num_attention_heads"], 1))
+    return max(kv_heads // model.tp, 1), head_dim
+
+
+def _attention(model: _Model, layer: int) -> Iterator[LayerCall]:
+    """What is around attention with grouped queries."""
+    heads, (kv_heads, head_dim) = model.part("num_attention_heads"), _kv_heads(model)
     module = f"model.layers.{layer}.self_attn"
     qkv = model.quantization(*(f"{module}.{name}_proj" for name in "qkv"))
     yield model.norm("input norm", model.hidden, qkv, residual=layer > 0)

@@ -235,6 +235,28 @@ def test_explain_of_a_model_shows_what_was_measured_here(capsys, monkeypatch, tm
     assert rows("MI355X")["o"]["1"][1].startswith("unmeasured: ")
 
 
+def test_explain_of_a_model_says_that_attention_is_measured_first(capsys, monkeypatch):
+    """At every length, unless it is asked for."""
+
+    def explained(*lengths: tuple[float, float]) -> str:
+        shapes = {
+            f"paged_attention_decode 8:2x64 auto page 16 {128 << i} of 8192 keys RocmAttentionBackend": {
+                1: kernel_selection.Measured(ours, native, 0.0, 0.0)
+            }
+            for i, (ours, native) in enumerate(lengths)
+        }
+        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, shapes))
+        assert cli.main(["explain", "--model", "tiny-llama", "--arch", "gfx942"]) == 0
+        [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention")]
+        return " ".join(line.split()[3:])
+
+    assert explained().endswith("vLLM's own unmeasured: vLLM's own until ours was measured to be faster")
+    assert explained((2.0, 3.0), (4.0, 3.0)).endswith("vLLM's own measured with 2 lengths and backends")
+    assert "1 paged_attention_decode_bf16_64_native" in explained((2.0, 3.0), (2.0, 3.0))
+    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
+    assert "VLLM_ROCM_OPS_ATTENTION=1: default DecodeConfig" in explained()
+
+
 def test_the_limits_are_those_of_the_seams():
     """Every seam with a limit says it to `explain`."""
     folder = pathlib.Path(explain.experts.__file__).parent

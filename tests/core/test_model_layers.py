@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import model_config, ops
+from vllm_rocm_ops import explain, model_config, model_layers, ops
 from vllm_rocm_ops.model_config import read
 from vllm_rocm_ops.model_layers import calls
 
@@ -47,6 +47,25 @@ def test_deepseek_at_tp8():
     assert layers["router"] == [("unquantized_gemm", 256, 7168, 58)]
     assert layers["shared SwiGLU"] == [("silu_and_mul_per_block_quant", 256, 58)]
     assert layers["q_a norm"] == [("rms_norm_per_block_quant", 1536, 61)]
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "wanted"),
+    [
+        (LLAMA, 8, ("paged_attention_decode", [16, 128], [8192, 1, 16, 16, 8], 128**-0.5, 126)),
+        ("qwen3-8b-fp8", 16, ("paged_attention_decode", [2, 128], [2560, 1, 16, 16, 8], 128**-0.5, 36)),
+        ("deepseek-v3", 8, ("mla_decode", [16, 512], [10240, 16, 576], 192**-0.5, 61)),
+    ],
+)
+def test_attention_of_decode(model, tp, wanted):
+    """Its query and cache for one request of as many tokens as the model has positions."""
+    call = model_layers.attention(read(model), tp)
+    arguments = call.op.Arguments(*call.case(1).make("meta", torch.Generator(), torch.float8_e4m3fn))
+    cache = getattr(arguments, "kv_cache", None)
+    cache = arguments.key_cache if cache is None else cache
+    found = call.op.name, list(arguments[0].shape[1:]), list(cache.shape), arguments.scale, call.count
+    assert found == wanted
+    assert arguments.block_table.numel() == len(cache)
 
 
 def test_qwen3_8b_at_tp2():
@@ -236,7 +255,7 @@ def test_patterns_of_ignored_layers(pattern):
 @pytest.mark.parametrize("arch", archs.ARCHS)
 @pytest.mark.parametrize("model", model_config.shipped())
 def test_every_call_has_arguments_that_its_op_takes(model, arch):
-    for call in calls(read(model)):
+    for call in [*calls(read(model)), explain.attention(read(model), 1, arch)]:
         arguments = call.case(3).make("meta", torch.Generator(), archs.ARCHS[arch].fp8_dtype)
         assert call.op.explain(*arguments, arch=arch).launches, call.layer
 
@@ -244,7 +263,7 @@ def test_every_call_has_arguments_that_its_op_takes(model, arch):
 def test_arguments_run():
     """Random ones on CPU, through the references: shapes and types fit together."""
     for model in ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8"):
-        for call in calls(read(model)):
+        for call in [*calls(read(model)), explain.attention(read(model), 1, "gfx942")]:
             generator = torch.Generator().manual_seed(0)
             result = call.op(*call.case(2).make("cpu", generator, torch.float8_e4m3fn))
             first = result[0] if isinstance(result, tuple) else result

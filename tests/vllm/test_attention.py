@@ -17,6 +17,7 @@ from vllm_rocm_ops.vllm.seams import decode_attention, rope_and_cache
 
 LAYERS = {
     "llama": checkpoints.LLAMA["num_hidden_layers"],
+    "deepseek": checkpoints.DEEPSEEK["num_hidden_layers"],
 }
 HEADS, KV_HEADS, SIZE, PAGE, SCALE = 6, 2, 64, 16, 0.11
 SENTINEL = 7.0
@@ -46,7 +47,7 @@ def generated(engines) -> dict[str, dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "op"), [("llama", "paged_attention_decode")])
+@pytest.mark.parametrize(("model", "op"), [("llama", "paged_attention_decode"), ("deepseek", "mla_decode")])
 def test_tokens_are_stock_vllms(generated, model, op):
     """Also where prefixes are cached. Ours has one call for each layer and step behind the prefill, and none unless asked for."""
     ours, stock = generated[f"{model} ours"], generated[f"{model} stock"]
@@ -92,9 +93,10 @@ WHAT = {
     "faster": ("llama", "0", 1.0),
     "slower with more keys": ("llama", "100", 1.0),
     "wrong": ("llama", "0", 1.05),
+    "latent": ("deepseek", "0", 1.0),
 }
-OPS = {"llama": ("paged_attention_decode", "4:2x64")}
-OF = {"llama": ("page 32", "CPUAttentionBackend")}
+OPS = {"llama": ("paged_attention_decode", "4:2x64"), "deepseek": ("mla_decode", "4x512+64")}
+OF = {"llama": ("page 32", "CPUAttentionBackend"), "deepseek": ("page 16", "CPUMLABackend")}
 
 
 @pytest.fixture(scope="module")

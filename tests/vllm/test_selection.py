@@ -35,7 +35,7 @@ MACHINES = [(arch, aiter) for arch in selection.ARCHS for aiter in selection.AIT
 KEY = ("what", "arch", "aiter", "plugin")
 LINEAR_SEAMS = ["scaled_linear", "block_scaled_linear", "mxfp8_linear", "unquantized_linear"]
 EXPERT_SEAMS = ["fp8_experts", "mxfp8_experts", "unquantized_experts", "routing_experts"]
-ATTENTION_SEAMS = ["decode_attention", "rope_and_cache"]
+ATTENTION_SEAMS = ["decode_attention", "latent_attention", "rope_and_cache"]
 OTHER_SEAMS = ["compile_cache", "quantized_input", "norm", "activation", "links", "measured_selection"]
 PLUGIN_SEAMS = {*LINEAR_SEAMS, *EXPERT_SEAMS, *ATTENTION_SEAMS, *OTHER_SEAMS}
 
@@ -155,7 +155,8 @@ def test_nvidia_is_served_where_it_is_asked_for(selected, release):
         assert asked[f"linear {kind}"] == f"RocmOps{ours}Linear holds {stock} takes {takes}"
     for kind, name in {"fp8 block": "Fp8", "fp8 channel": "Fp8", "fp8 static": "Fp8", "bf16": "Unquantized"}.items():
         assert asked[f"experts {kind}"] == f"RocmOpsRouting{name}Experts holds TritonExperts as TRITON"
-    assert asked["attention, named triton"] == "RocmOpsTritonAttentionBackend holds TritonAttentionBackend"
+    for what in ("attention, named triton", "latent attention, named triton"):
+        assert asked[what] == f"RocmOps{without[what]} holds {without[what]}"
     for what in ("linear mxfp8", "experts mxfp8", "attention", "experts fp8 block, named triton"):
         assert asked[what] == without[what]
 
@@ -207,6 +208,6 @@ def test_experts_are_ours(selected, release, arch, aiter):
 def test_attention_backends_hold_vllms(selected, release, arch, aiter):
     """Ours are in the places of those that vLLM chooses, and of those that the user names."""
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
-    for what in [what for what in without if what.startswith("attention")]:
+    for what in [what for what in without if "attention" in what]:
         assert with_plugin[what] == f"RocmOps{without[what]} holds {without[what]}"
     assert with_plugin["fp8 dtype"] == without["fp8 dtype"]

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from vllm_rocm_ops import envs, ops
 from vllm_rocm_ops.families.attention import ELEMENTS, CacheLayout
+from vllm_rocm_ops.families.decode import MOST_ROWS
 from vllm_rocm_ops.op import Op
-from vllm_rocm_ops.ops.paged_attention_decode import MOST_ROWS, SIZES
+from vllm_rocm_ops.ops.paged_attention_decode import SIZES
 from vllm_rocm_ops.vllm import attention_timing, kernel_selection
 from vllm_rocm_ops.vllm.attention_backends import NO_BATCH, Backend, Batch, find
 
