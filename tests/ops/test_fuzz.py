@@ -99,11 +99,12 @@ def test_a_malformed_call_that_is_taken_or_writes_is_a_finding(monkeypatch):
 
     def writes(input, residual, *rest):
         residual.zero_()
-        raise ValueError
+        raise ValueError(message)
 
     monkeypatch.setattr(the_op, "reference", writes)
-    the_op.forget()
-    assert fuzz.taken(the_op, given, "cpu") == "changes a tensor"
+    for message, found in ((the_op.name, "changes a tensor"), ("no", "raises ValueError: no")):
+        the_op.forget()
+        assert fuzz.taken(the_op, given, "cpu") == found
     the_op.forget()
 
 

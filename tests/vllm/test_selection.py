@@ -36,7 +36,15 @@ KEY = ("what", "arch", "aiter", "plugin")
 LINEAR_SEAMS = ["scaled_linear", "block_scaled_linear", "mxfp8_linear", "unquantized_linear"]
 EXPERT_SEAMS = ["fp8_experts", "mxfp8_experts", "unquantized_experts", "routing_experts"]
 ATTENTION_SEAMS = ["decode_attention", "latent_attention", "rope_and_cache"]
-OTHER_SEAMS = ["compile_cache", "quantized_input", "norm", "activation", "links", "measured_selection"]
+OTHER_SEAMS = [
+    "checked_scales",
+    "compile_cache",
+    "quantized_input",
+    "norm",
+    "activation",
+    "links",
+    "measured_selection",
+]
 PLUGIN_SEAMS = {*LINEAR_SEAMS, *EXPERT_SEAMS, *ATTENTION_SEAMS, *OTHER_SEAMS}
 
 

@@ -1,0 +1,201 @@
+"""Checkpoints that cannot be right are errors when vLLM loads them, before any token, with the name of what is wrong."""
+
+import json
+import pathlib
+import re
+
+import checkpoints
+import processes
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_rocm_ops.vllm.seams import checked_scales
+
+HERE = pathlib.Path(__file__).parent
+LAYER = "model.layers.1.mlp.down_proj"
+NAN, INFINITE, NOT_LOADED = float("nan"), float("inf"), r"-3.4\S*"
+
+
+def changed(name: str, change):
+    def edit(tensors: dict) -> None:
+        tensors[name] = change(tensors[name])
+
+    return edit
+
+
+def without(name: str):
+    def edit(tensors: dict) -> None:
+        del tensors[name]
+
+    return edit
+
+
+def element(value: float):
+    def change(scale: torch.Tensor) -> torch.Tensor:
+        scale = scale.clone()
+        scale.view(-1)[0] = value
+        return scale
+
+    return change
+
+
+SCALE, INVERSE, INPUT = f"{LAYER}.weight_scale", f"{LAYER}.weight_scale_inv", f"{LAYER}.input_scale"
+WANTED = r"must be in the checkpoint, finite and positive, got {} in {} of"
+MERGED = "model.layers.0.self_attn.k_proj.weight_scale"
+BAD = {
+    # what: the quantization, what is done to its tensors, what the error says
+    "no scale, per tensor": ("static", without(SCALE), f"{SCALE} {WANTED.format(NOT_LOADED, 1)}"),
+    "no scale, per channel": ("token", without(SCALE), f"{SCALE} {WANTED.format('nan', 256)}"),
+    "no scale in a merged layer": ("token", without(MERGED), f"qkv_proj.weight_scale {WANTED.format('nan', 128)}"),
+    "no scale, per block": ("block", without(INVERSE), f"{INVERSE} {WANTED.format('nan', 8)}"),
+    "no scale, MX-FP8": ("mxfp8", without(SCALE), f"{SCALE} must be in the checkpoint and no NaN, got 255.0 in 4096"),
+    "no input scale": ("static", without(INPUT), f"{INPUT} {WANTED.format(NOT_LOADED, 1)}"),
+    "NaN": ("token", changed(SCALE, element(NAN)), f"{SCALE} {WANTED.format('nan', 1)}"),
+    "NaN in a block": ("block", changed(INVERSE, element(NAN)), f"{INVERSE} {WANTED.format('nan', 1)}"),
+    "infinite": ("static", changed(SCALE, element(INFINITE)), f"{SCALE} {WANTED.format('inf', 1)}"),
+    "negative": ("token", changed(SCALE, element(-1.0)), f"{SCALE} {WANTED.format('-1.0', 1)}"),
+    "zero": ("static", changed(SCALE, element(0.0)), f"{SCALE} {WANTED.format('0.0', 1)}"),
+    "zero for a row": ("token", changed(SCALE, element(0.0)), f"{SCALE} {WANTED.format('0.0', 1)}"),
+    "zero for a block": ("block", changed(INVERSE, element(0.0)), f"{INVERSE} {WANTED.format('0.0', 1)}"),
+    "zero for inputs": ("static", changed(INPUT, element(0.0)), f"{INPUT} {WANTED.format('0.0', 1)}"),
+    "e5m2": ("block", changed(f"{LAYER}.weight", lambda w: w.to(torch.float8_e5m2)), f"{LAYER}.weight must be e4m3"),
+    "a wrong shape, per channel": ("token", changed(SCALE, lambda s: s[:-1]), "(?i)size|shape|Assertion"),
+    "a wrong shape, per block": ("block", changed(INVERSE, lambda s: s[:, :-1]), "(?i)size|shape|Assertion"),
+    "a wrong shape, per tensor": (
+        "static",
+        changed(SCALE, lambda s: torch.ones(3)),
+        "(?i)size|shape|Assertion|element",
+    ),
+    "none": ("block", lambda tensors: None, "loads"),
+    "none, per tensor": ("static", lambda tensors: None, "loads"),
+    "none, per channel": ("token", lambda tensors: None, "loads"),
+    "none, MX-FP8": ("mxfp8", lambda tensors: None, "loads"),
+}
+EXPERTS = "model.layers.1.mlp.experts.3.down_proj"
+BAD_EXPERTS = {
+    "no scale of an expert": (without(f"{EXPERTS}.weight_scale_inv"), f"w2_weight_scale_inv {WANTED.format('nan', 2)}"),
+    "NaN for an expert": (
+        changed(f"{EXPERTS}.weight_scale_inv", element(NAN)),
+        f"w2_weight_scale_inv {WANTED.format('nan', 1)}",
+    ),
+    "none of experts": (lambda tensors: None, "loads"),
+}
+LOAD = """
+import json
+from vllm.engine.arg_utils import EngineArgs
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import registry
+from vllm.plugins import load_general_plugins
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+registry._run_in_subprocess = lambda look: look()
+load_general_plugins()
+found = {{}}
+for name, folder in {folders!r}.items():
+    config = EngineArgs(model=folder, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
+                        max_model_len=256).create_engine_config()
+    with set_current_vllm_config(config):
+        if not found:
+            store = "file://" + {answers!r} + ".store"
+            parallel_state.init_distributed_environment(1, 0, store, 0, "gloo")
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(1, 1)  # the groups are a model's
+        try:
+            with set_default_torch_dtype(config.model_config.dtype):
+                model = initialize_model(vllm_config=config)
+            get_model_loader(config.load_config).load_weights(model, config.model_config)
+            found[name] = "loads"
+        except Exception as error:
+            found[name] = type(error).__name__ + ": " + str(error)
+with open({answers!r}, "w") as file:
+    json.dump(found, file)
+"""
+
+
+def load(folder: pathlib.Path, folders: dict[str, pathlib.Path]) -> dict[str, str]:
+    """What vLLM says of each checkpoint, all in one process."""
+    answers = folder / "answers.json"
+    code = LOAD.format(folders={name: str(path) for name, path in folders.items()}, answers=str(answers))
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_NO_USAGE_STATS": "1"}
+    processes.run(code, HERE.parents[1], HERE.parent, HERE, TORCHDYNAMO_DISABLE="1", **environment)
+    return json.loads(answers.read_text())
+
+
+def edited(folder: pathlib.Path, model: str, kind: str, edit) -> pathlib.Path:
+    """A checkpoint with tensors that were changed."""
+    checkpoints.build(folder, model, kind)
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("bad")
+    folders = {
+        name: edited(folder / str(place), "llama", kind, edit)
+        for place, (name, (kind, edit, _)) in enumerate(BAD.items())
+    }
+    folders |= {
+        name: edited(folder / f"experts-{place}", "deepseek", "block", edit)
+        for place, (name, (edit, _)) in enumerate(BAD_EXPERTS.items())
+    }
+    return load(folder, folders)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", BAD)
+def test_vllm_or_ours_refuses_it(said, what):
+    *_, wanted = BAD[what]
+    assert re.search(wanted, said[what]), said[what]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", BAD_EXPERTS)
+def test_experts_are_checked_too(said, what):
+    assert re.search(BAD_EXPERTS[what][1], said[what]), said[what]
+
+
+# What may look bad, and is not
+
+
+def layer(weight: torch.Tensor, **scales: torch.Tensor) -> torch.nn.Module:
+    """A model of one layer, with an e4m3 weight."""
+    module = torch.nn.Linear(1, 1, bias=False)
+    for name, value in {"weight": weight.to(torch.float8_e4m3fn), **scales}.items():
+        setattr(module, name, torch.nn.Parameter(value, requires_grad=False))
+    return torch.nn.ModuleDict({"it": module})
+
+
+def test_a_scale_of_zero_is_fine_where_the_weight_is_zero():
+    """As of an expert that was never trained, or of a block of padding."""
+    weight, scale = torch.ones(200, 300), torch.ones(2, 3)
+    weight[128:, 256:], scale[1, 2] = 0, 0
+    checked_scales.check(layer(weight, weight_scale_inv=scale))
+    weight[199, 299] = -1
+    with pytest.raises(ValueError, match=r"it.weight_scale_inv must be .* positive, got 0.0 in 1 of 6 elements"):
+        checked_scales.check(layer(weight, weight_scale_inv=scale))
+
+
+def test_a_merged_layer_of_a_checkpoint_has_one_scale_per_tensor():
+    left = torch.tensor([0.5, checked_scales.NOT_LOADED, checked_scales.NOT_LOADED])
+    model = layer(torch.ones(3, 4), weight_scale=left, input_scale=left.clone())
+    checked_scales.forget_scales(model)
+    checked_scales.check(model)
+    for bad in (left.flip(0), torch.full((3,), checked_scales.NOT_LOADED)):
+        with pytest.raises(ValueError, match="it.weight_scale must be in the checkpoint"):
+            checked_scales.check(layer(torch.ones(3, 4), weight_scale=bad))
+
+
+def test_other_layers_are_left_alone():
+    """Those without an e4m3 weight, as int8 ones, and what is on no device yet."""
+    scale = torch.full((3, 1), float("nan"))
+    model = layer(torch.ones(3, 4), weight_scale=scale)
+    model["it"].weight = torch.nn.Parameter(torch.ones(3, 4, dtype=torch.int8), requires_grad=False)
+    checked_scales.check(model)
+    checked_scales.check(layer(torch.ones(3, 4), weight_scale=scale).to("meta"))
