@@ -73,7 +73,7 @@ def answer(job: dict, with_ops: bool) -> dict:
         settings |= {"enforce_eager": True, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
         settings["max_num_batched_tokens"] = max(step_tokens, WINDOW + GENERATED)
     llm = LLM(**settings | job["engine_args"])
-    sequences = trained.windows(job["tokens"]).tolist()
+    sequences = trained.windows(job["tokens"], trained.held_out(pathlib.Path(job["folder"]))).tolist()
     once = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     read = llm.generate([{"prompt_token_ids": tokens} for tokens in sequences], once, use_tqdm=False)
     found = [
@@ -179,7 +179,8 @@ def effects_of_scales(model: str, tokens: int, folder: pathlib.Path) -> dict[str
     """Those on the tokens of a measurement, from the folder if they are there."""
 
     def make() -> dict[str, Tensor]:
-        return trained.effects_of_scales(model, trained.trained_weights(model, folder), trained.windows(tokens))
+        sequences = trained.windows(tokens, trained.held_out(folder))
+        return trained.effects_of_scales(model, trained.trained_weights(model, folder), sequences)
 
     return trained.cached(folder / f"{model}-scales-{tokens}.safetensors", make)
 
@@ -206,7 +207,8 @@ def lines(arguments: argparse.Namespace, sides: dict[str, dict[str, dict]]) -> I
             line |= compare(ours, stock, effects_of_scales(model, arguments.tokens, arguments.folder), kind)
         else:
             line["unavailable"] = {side: f["error"] for side, f in (("ours", ours), ("stock", stock)) if "error" in f}
-            line["wrong"] = [f"with the ops: {ours['error']}"] if "error" in ours else []
+            only_ours = "error" in ours and "error" not in stock
+            line["wrong"] = [f"with the ops: {ours['error']}"] if only_ours else []
         yield line | {"calls": ours.get("stats", {}), "versions": ours["versions"], "commit": arguments.commit}
 
 
@@ -251,6 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     jobs = {
         f"{model}-{kind}": {
             "model": str(trained.checkpoint(model, kind, arguments.folder)),
+            "folder": str(arguments.folder),
             **{name: getattr(arguments, name) for name in ("tokens", "step_tokens", "enforce_eager", "engine_args")},
         }
         for model, kind in names

@@ -145,16 +145,25 @@ def test_lines_say_what_ran_and_what_did_not(scaled, monkeypatch, tmp_path):
     failed = {name: value for name, value in answers(exact).items() if name in ("hardware", "versions")}
     with_ops = {f"llama-{kind}": answers(exact) for kind in ("bf16", "block", "mxfp8")}
     with_ops["llama-static"] = failed | {"error": "ValueError: no"}
-    without = with_ops | {"llama-mxfp8": failed | {"error": "RuntimeError: none"}}
+    with_ops["llama-token"] = failed | {"error": "ValueError: neither"}
+    without = with_ops | {"llama-mxfp8": failed | {"error": "RuntimeError: none"}, "llama-static": answers(exact)}
     found = {line["case"]: line for line in quality.lines(arguments, {"with": with_ops, "without": without})}
     assert found["llama block"]["perplexity"].keys() == {"bf16", "stock", "ours"}
     assert found["llama block"]["wrong"] == found["llama mxfp8"]["wrong"] == []
     assert found["llama block"]["gpu"] == "Made-up GPU" and found["llama block"]["commit"] == "abc"
     assert found["llama mxfp8"]["perplexity"].keys() == {"bf16", "ours"}
     assert found["llama mxfp8"]["unavailable"] == {"stock": "RuntimeError: none"}
-    assert found["llama static"]["wrong"] == ["with the ops: ValueError: no"]
+    assert found["llama static"]["wrong"] == ["with the ops: ValueError: no"] and found["llama token"]["wrong"] == []
     said = "\n".join(map(quality.text, found.values()))
     assert "stock not runnable: RuntimeError: none" in said and "6 of 256 tokens equal" in said and "WRONG" in said
+
+
+def test_the_held_out_text_stays_that_of_the_checkpoints(tmp_path, monkeypatch):
+    """Also where another Python has other modules."""
+    before = trained.windows(512, trained.held_out(tmp_path))
+    monkeypatch.setattr(trained, "text", lambda held_out: torch.zeros(1000, dtype=torch.uint8))
+    assert torch.equal(trained.windows(512, trained.held_out(tmp_path)), before)
+    assert not torch.equal(trained.windows(512), before)
 
 
 def test_too_few_tokens_are_refused(capsys):

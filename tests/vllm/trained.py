@@ -52,9 +52,9 @@ def text(held_out: bool) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files(held_out))), dtype=torch.uint8)
 
 
-def windows(tokens: int) -> Tensor:
-    """Held-out sequences [tokens / WINDOW, WINDOW], spread evenly over that text."""
-    held_out, count = text(held_out=True), tokens // WINDOW
+def windows(tokens: int, held_out: Tensor | None = None) -> Tensor:
+    """Held-out sequences [tokens / WINDOW, WINDOW], spread evenly over that text, by default this Python's."""
+    held_out, count = text(held_out=True) if held_out is None else held_out, tokens // WINDOW
     starts = torch.linspace(0, len(held_out) - WINDOW, count).long()
     return torch.stack([held_out[start : start + WINDOW] for start in starts]).long()
 
@@ -296,6 +296,11 @@ def cache() -> pathlib.Path:
     return pathlib.Path(base) / "vllm-rocm-ops" / "trained"
 
 
+def held_out(folder: pathlib.Path) -> Tensor:
+    """The text that the checkpoints of a folder have not seen. Another Python has other modules."""
+    return cached(folder / "held-out.safetensors", lambda: {"text": text(held_out=True)})["text"]
+
+
 def trained_weights(model: str, folder: pathlib.Path, say=print) -> dict[str, Tensor]:
     """The weights of a trained model, from the folder if they are there."""
     return cached(folder / f"{model}.safetensors", lambda: train_until_good(model, say))
@@ -351,9 +356,11 @@ QUANTIZATION = checkpoints.QUANTIZATION | {
 def checkpoint(model: str, kind: str, folder: pathlib.Path) -> pathlib.Path:
     """The folder of a trained model's checkpoint in a quantization, which is written if it is not there."""
     path = folder / f"{model}-{kind}"
+    held_out(folder)
     if not (path / "config.json").exists():
         weights = trained_weights(model, folder)
-        write(path, model, kind, quantized(weights, kind, largest_inputs(model, weights)))
+        largest = largest_inputs(model, weights) if kind == "static" else {}
+        write(path, model, kind, quantized(weights, kind, largest))
     return path
 
 
