@@ -73,6 +73,8 @@ def answer(job: dict, with_ops: bool) -> dict:
         settings |= {"enforce_eager": True, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
         settings["max_num_batched_tokens"] = max(step_tokens, WINDOW + GENERATED)
     llm = LLM(**settings | job["engine_args"])
+    if with_ops:
+        llm.collective_rpc("vllm_rocm_ops_reset_stats")
     sequences = trained.windows(job["tokens"], trained.held_out(pathlib.Path(job["folder"]))).tolist()
     once = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     read = llm.generate([{"prompt_token_ids": tokens} for tokens in sequences], once, use_tqdm=False)
