@@ -25,7 +25,6 @@ struct MlaCombine : MlaPart<T, kColumnTiles> {
   using Part = MlaPart<T, kColumnTiles>;
   using Part::parts, Part::kWaves;
   using typename Part::Sums;
-  static constexpr int kBlocks = Part::kVecs / wave::kLanes;  // of a request's columns
 
   struct Buffer {
     Sums sums[kWaves][wave::kLanes];
@@ -122,7 +121,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
       for (int i = 0; i < kProducts; ++i) query[t][i] = mem::load<u32x4>(from + first_element(i, of_lane()));
       from = mla.query_pe + row * mla.query_pe_stride + c.head * mla.query_pe_head_stride;
       query_rope[t] = mem::load<u32x4>(from + rope_half() * 32 + of_lane() * 8);
-      if (wave::index() >= 4) query_rope[t] = {};
+      if (wave::index() >= 4) query_rope[t] = {};  // their scores are of waves 0 to 3
     }
   }
 
