@@ -7,7 +7,7 @@
 // the latent: each loads its own, as the operands of the product with the query, and transposes them in registers for the product
 // with p, so that the latent is read once and goes through no LDS. Of the rotated part a wave has 32 elements of 16 keys.
 // Scores of a wave's elements meet in LDS. Sixteen threads per column add those of the waves, mask, keep the maximum and the sum,
-// and give p to all waves. Each wave has the keys of kRing steps in registers, and the pages of as many steps behind them: keys
+// and give p to all waves. Each wave has the keys of kStages steps in registers, and the pages of as many steps behind them: keys
 // of a step are loaded as soon as those of a step before are multiplied, or converted, and no wait is for more than one step.
 #pragma once
 #include "attention/part.h"
@@ -58,7 +58,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
   using Element = typename CacheType<Cache>::Element;
   using RopeVec = typename CacheType<Cache>::Vec;
   static constexpr bool kFp8 = __is_same(Cache, E4m3);
-  static constexpr int kRing = attention::ring(kColumnTiles);
+  static constexpr int kStages = attention::stages(kColumnTiles);
   static constexpr int kTiles = kColumns / mma::kTileTokens, kTilesOf16 = 16 / mma::kTileTokens;
   static constexpr int kWaveDims = kLatent / kWaves;
   static constexpr int kLoads = kWaveDims * int(sizeof(Element)) / 64;  // steps of 64 bytes
@@ -138,7 +138,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
         for (int i = 0; i < kLoads; ++i) keys.latent[tile][i][l] = mem::load<u32x4>(from + i * (64 / sizeof(Element)));
         if (tile == 0) keys.rope[l] = mem::load<RopeVec>(row + kLatent + rope_half() * 32 + of_lane() * 8);
       }
-    keys.pages = load_pages(step_key(step + kRing));
+    keys.pages = load_pages(step_key(step + kStages));
     attention::issue_now();
   }
 
@@ -169,9 +169,9 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
   // Multiplies the keys of a step, if there is one, and loads others. No way around has fewer loads, so that no wait is for more.
   DEVICE void turn(Keys& keys, int step) {
     const Operands of = operands(keys);
-    if constexpr (kFp8) load(keys, step + kRing);
+    if constexpr (kFp8) load(keys, step + kStages);
     if (step < steps) multiply(of, step_key(step));
-    if constexpr (!kFp8) load(keys, step + kRing);
+    if constexpr (!kFp8) load(keys, step + kStages);
   }
 
   DEVICE void multiply(const Operands& of, int first) {
@@ -277,15 +277,15 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
       sum[i] = 0.0f;
     }
     if (steps > 0) {
-      Keys ring[kRing];
+      Keys stages[kStages];
 #pragma unroll
-      for (int i = 0; i < kRing; ++i) ring[i].pages = load_pages(step_key(i));
+      for (int i = 0; i < kStages; ++i) stages[i].pages = load_pages(step_key(i));
 #pragma unroll
-      for (int i = 0; i < kRing; ++i) load(ring[i], i);
+      for (int i = 0; i < kStages; ++i) load(stages[i], i);
 #pragma unroll 1
-      for (int step = 0; step < steps; step += kRing)
+      for (int step = 0; step < steps; step += kStages)
 #pragma unroll
-        for (int i = 0; i < kRing; ++i) turn(ring[i], step + i);
+        for (int i = 0; i < kStages; ++i) turn(stages[i], step + i);
     }
     finish();
   }

@@ -122,13 +122,13 @@ def partition_contract(a) -> tuple[str, str, str, bool]:
     return "partition", f"0 or a multiple of {PARTITION}", str(a.partition), holds
 
 
-def requests_envelope(a, layout: CacheLayout, most_parts: int) -> Iterator[tuple[str, bool]]:
+def requests_envelope(a, layout: CacheLayout, limit: int) -> Iterator[tuple[str, bool]]:
     yield f"query_len is at most {MOST_ROWS}", a.query_len <= MOST_ROWS
     yield "block_table's pages lie side by side", a.block_table.stride(1) == 1
     yield "seq_lens is contiguous", a.seq_lens.is_contiguous()
     keys = capacity(a, layout)
     yield "there is room for fewer than 2^30 keys of a request", keys < 2**30
-    yield f"there are at most {most_parts} parts", a.partition == 0 or -(-keys // a.partition) <= most_parts
+    yield f"there are at most {limit} parts", a.partition == 0 or -(-keys // a.partition) <= limit
 
 
 def capacity(a, layout: CacheLayout) -> int:
@@ -151,8 +151,8 @@ def configs(a, layout: CacheLayout, step: int, least_steps: int = 1) -> list[Dec
 def divided(config: DecodeConfig, keys: int, step: int) -> tuple[int, int]:
     """The parts of so many keys, and the steps of a part."""
     steps = -(-keys // step)
-    of_part = max(-(-steps // config.parts), config.least_steps)
-    return -(-steps // of_part), of_part
+    per_part = max(-(-steps // config.parts), config.least_steps)
+    return -(-steps // per_part), per_part
 
 
 def problem_arguments(

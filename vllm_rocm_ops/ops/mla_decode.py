@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import attention, decode
-from vllm_rocm_ops.families.attention import CacheLayout
 from vllm_rocm_ops.families.decode import DecodeConfig
 from vllm_rocm_ops.launch import Launch, fields
 from vllm_rocm_ops.op import Case, Op
@@ -27,10 +26,10 @@ COUNTED_PARTS = 8  # that the last of their blocks adds; more are added by a lau
 BLOCK_US, SHARING_US, COUNTED_US, PART_US = 2.0, 3.0, 0.3, 0.05
 
 
-def _layout(a) -> CacheLayout:
+def _layout(a) -> attention.CacheLayout:
     """One head, whose values are the first elements of its keys."""
     rows = a.kv_cache.unsqueeze(2)
-    return CacheLayout(rows, rows[..., : a.q_nope.shape[2]])
+    return attention.CacheLayout(rows, rows[..., : a.q_nope.shape[2]])
 
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
@@ -156,7 +155,7 @@ def _inputs(lens, heads, given, device, generator, fp8_dtype) -> tuple:
     cache = torch.full((pages, page * (latent + rope) + given.get("padding", 0)), math.nan)
     cache = cache.to(fp8_dtype if is_fp8 else dtype)[:, : page * (latent + rope)].unflatten(1, (page, -1))
     rows = cache.unsqueeze(2)
-    decode.fill(CacheLayout(rows[..., latent:], rows[..., :latent]), table, lens, given, generator)
+    decode.fill(attention.CacheLayout(rows[..., latent:], rows[..., :latent]), table, lens, given, generator)
     of_rows = requests * query_len
     q_nope = torch.randn(heads, of_rows, latent, generator=generator).mul(2).to(dtype)
     q_pe = torch.randn(of_rows, heads, 2 * rope, generator=generator).mul(2).to(dtype)
@@ -204,22 +203,18 @@ def _cases() -> Iterator[Case]:
     yield case("no-requests", (), 2)
 
 
-def _op(reference) -> Op:
-    return Op(
-        reference,
-        allocate=_allocate,
-        contract=_contract,
-        envelope=_envelope,
-        configs=_configs,
-        cost=_cost,
-        plan=_plan,
-        problem=_problem,
-        cases=_cases,
-        sums=True,
-    )
-
-
-@_op
+@functools.partial(
+    Op,
+    allocate=_allocate,
+    contract=_contract,
+    envelope=_envelope,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=_problem,
+    cases=_cases,
+    sums=True,
+)
 def mla_decode(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -241,6 +236,6 @@ def mla_decode(
     """
     query = torch.cat((q_nope, q_pe), -1)
     rows = kv_cache.unsqueeze(2)
-    layout = CacheLayout(rows, rows[..., : q_nope.shape[2]])
+    layout = attention.CacheLayout(rows, rows[..., : q_nope.shape[2]])
     out, lse = decode.reference(query, layout, block_table, seq_lens, query_len, scale, (kv_scale, kv_scale))
     return out, lse if return_lse else lse.new_empty((0, 0))

@@ -41,7 +41,7 @@ DEVICE u32x4 operand(f32x4 tile_0, f32x4 tile_1) {
 
 #define HAS_MLA_64 1  // MLA: blocks of 64 columns
 // Of MLA: the steps whose keys a wave has.
-constexpr int ring(int /*column_tiles*/) { return 3; }
+constexpr int stages(int /*column_tiles*/) { return 3; }
 
 // Transposes 32 elements of the keys of two tiles to two operands of the product with values, whose rows are elements: a product
 // with the identity leaves lane l element l % 16 of keys 4 * (l / 16) to + 3.

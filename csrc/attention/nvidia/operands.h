@@ -45,7 +45,7 @@ DEVICE u32x4 operand(f32x4 tile_0, f32x4 tile_1) {
 }
 
 // Of MLA: the steps whose keys a wave has.
-constexpr int ring(int column_tiles) { return column_tiles == 1 ? 3 : 2; }
+constexpr int stages(int column_tiles) { return column_tiles == 1 ? 3 : 2; }
 
 // Transposes 32 elements of the keys of two tiles to two operands of the product with values, whose rows are elements.
 template <class T>
