@@ -45,12 +45,12 @@ WANTED = r"must be in the checkpoint, finite and positive, got {} in {} of"
 MERGED = "model.layers.0.self_attn.k_proj.weight_scale"
 BAD = {
     # what: the quantization, what is done to its tensors, what the error says
-    "no scale, per tensor": ("static", without(SCALE), f"{SCALE} {WANTED.format(NOT_LOADED, 1)}"),
-    "no scale, per channel": ("token", without(SCALE), f"{SCALE} {WANTED.format('nan', 256)}"),
-    "no scale in a merged layer": ("token", without(MERGED), f"qkv_proj.weight_scale {WANTED.format('nan', 128)}"),
-    "no scale, per block": ("block", without(INVERSE), f"{INVERSE} {WANTED.format('nan', 8)}"),
-    "no scale, MX-FP8": ("mxfp8", without(SCALE), f"{SCALE} must be in the checkpoint and no NaN, got 255.0 in 4096"),
-    "no input scale": ("static", without(INPUT), f"{INPUT} {WANTED.format(NOT_LOADED, 1)}"),
+    "no scale, per tensor": ("static", without(SCALE), f"{SCALE} {WANTED.format('nothing', 1)}"),
+    "no scale, per channel": ("token", without(SCALE), f"{SCALE} {WANTED.format('nothing', 256)}"),
+    "no scale in a merged layer": ("token", without(MERGED), f"qkv_proj.weight_scale {WANTED.format('nothing', 128)}"),
+    "no scale, per block": ("block", without(INVERSE), f"{INVERSE} {WANTED.format('nothing', 8)}"),
+    "no scale, MX-FP8": ("mxfp8", without(SCALE), f"{SCALE} must be in the checkpoint and no NaN, got nothing in 4096"),
+    "no input scale": ("static", without(INPUT), f"{INPUT} {WANTED.format('nothing', 1)}"),
     "NaN": ("token", changed(SCALE, element(NAN)), f"{SCALE} {WANTED.format('nan', 1)}"),
     "NaN in a block": ("block", changed(INVERSE, element(NAN)), f"{INVERSE} {WANTED.format('nan', 1)}"),
     "infinite": ("static", changed(SCALE, element(INFINITE)), f"{SCALE} {WANTED.format('inf', 1)}"),
@@ -74,7 +74,6 @@ BAD = {
 }
 EXPERTS = "model.layers.1.mlp.experts.3.down_proj"
 BAD_EXPERTS = {
-    "no scale of an expert": (without(f"{EXPERTS}.weight_scale_inv"), f"w2_weight_scale_inv {WANTED.format('nan', 2)}"),
     "NaN for an expert": (
         changed(f"{EXPERTS}.weight_scale_inv", element(NAN)),
         f"w2_weight_scale_inv {WANTED.format('nan', 1)}",
@@ -190,6 +189,30 @@ def test_a_merged_layer_of_a_checkpoint_has_one_scale_per_tensor():
     for bad in (left.flip(0), torch.full((3,), checked_scales.NOT_LOADED)):
         with pytest.raises(ValueError, match="it.weight_scale must be in the checkpoint"):
             checked_scales.check(layer(torch.ones(3, 4), weight_scale=bad))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_experts_that_only_pad_have_no_scales(dtype, caplog):
+    """They keep what vLLM had there. Where no expert has one, the checkpoint lacks them."""
+    scale = torch.ones(3, 2, 1).to(dtype)
+    model = layer(torch.ones(3, 4, 8), weight_scale=scale)
+    before = checked_scales.forget_scales(model)
+    model["it"].weight_scale.data[:2] = 2
+    checked_scales.keep_padding(model, before)
+    checked_scales.check(model)
+    assert model["it"].weight_scale.flatten().tolist() == [2, 2, 2, 2, 1, 1]
+    assert "2 of 6 elements of it.weight_scale are not in the checkpoint" in caplog.text
+    before = checked_scales.forget_scales(model)
+    checked_scales.keep_padding(model, before)
+    with pytest.raises(ValueError, match="it.weight_scale must be in the checkpoint"):
+        checked_scales.check(model)
+
+
+def test_inputs_of_some_experts_may_never_have_been_seen():
+    """By what calibrated their scales. vLLM takes the largest."""
+    checked_scales.check(layer(torch.ones(3, 4, 8), input_scale=torch.tensor([0.0, 0.5, 0.0])))
+    with pytest.raises(ValueError, match="it.input_scale must be .* positive, got 0.0"):
+        checked_scales.check(layer(torch.ones(3, 4, 8), input_scale=torch.zeros(3)))
 
 
 def test_other_layers_are_left_alone():

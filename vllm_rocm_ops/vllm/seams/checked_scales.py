@@ -1,9 +1,11 @@
 """Seam: a checkpoint whose FP8 scales are missing or cannot be scales, or whose weights are e5m2, is refused when it is loaded.
 
-vLLM finds scales of a wrong shape. Without this seam the others load, and the model answers with anything.
+vLLM finds scales of a wrong shape. Without this seam the others load, and the model answers with anything. Some scales of a
+layer's experts may be missing, as of experts that only pad: these get back what vLLM had there, and a line says so.
 """
 
 import functools
+import logging
 import re
 from collections.abc import Iterator
 
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from vllm_rocm_ops.quantization import MX_SCALES
 from vllm_rocm_ops.vllm import seam
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 WEIGHT_SCALE = re.compile(r"(.*weight)_scale(_inv)?$")
@@ -35,8 +39,9 @@ def install() -> None:
 
     @functools.wraps(load)
     def load_weights(self, model, model_config):
-        forget_scales(model)
+        before = forget_scales(model)
         result = load(self, model, model_config)
+        keep_padding(model, before)
         check(model)
         return result
 
@@ -66,13 +71,33 @@ def scales(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]
                 yield f"{layer}.{name}", value, None
 
 
-def forget_scales(model: torch.nn.Module) -> None:
-    """Have scales of weights be NaN until they are loaded."""
-    for _, scale, weight in scales(model):
+def unloaded(scale: Tensor) -> Tensor:
+    """Where nothing was loaded into a scale since `forget_scales`."""
+    return scale.view(torch.uint8) == MX_NAN if scale.dtype in MX_SCALES else scale == NOT_LOADED
+
+
+def forget_scales(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Mark the scales of weights as not loaded. Returns what those of experts were."""
+    before = {}
+    for name, scale, weight in scales(model):
+        if weight is not None and weight.dim() == 3:
+            before[name] = scale.clone()
         if scale.dtype in MX_SCALES:
             scale.view(torch.uint8).fill_(MX_NAN)
         elif weight is not None and not is_per_tensor(scale, weight):
-            scale.fill_(torch.nan)
+            scale.fill_(NOT_LOADED)
+    return before
+
+
+def keep_padding(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
+    """Give scales of experts that were not loaded, while others of the layer were, what they had before."""
+    for name, scale, _ in scales(model):
+        left = unloaded(scale)
+        if name in before and left.any() and not left.all():
+            scale.copy_(torch.where(left, before[name].float(), scale.float()).to(scale.dtype))
+            logger.warning(
+                "vllm-rocm-ops: %d of %d elements of %s are not in the checkpoint", left.sum(), left.numel(), name
+            )
 
 
 def is_per_tensor(scale: Tensor, weight: Tensor | None) -> bool:
@@ -90,10 +115,10 @@ def check(model: torch.nn.Module) -> None:
             left = (scale == NOT_LOADED) & (first != NOT_LOADED) & is_per_tensor(scale, weight)
             bad, wanted = ~(scale.isfinite() & (scale >= 0) | left), "be in the checkpoint, finite and positive"
             zero = scale == 0
-            if zero.any() and (weight is None or any(not_zero(weight, scale, at) for at in zero.nonzero().tolist())):
+            if zero.all() if weight is None else any(not_zero(weight, scale, at) for at in zero.nonzero().tolist()):
                 bad |= zero
         if bad.any():
-            got = scale.float()[bad].flatten()[0].item()
+            got = "nothing" if unloaded(scale)[bad][0] else scale.float()[bad][0].item()
             raise ValueError(f"{name} must {wanted}, got {got} in {int(bad.sum())} of {bad.numel()} elements")
 
 
