@@ -208,7 +208,9 @@ def test_what_kernels_do_not_take_stays_vllms(kernels, monkeypatch):
 
 @pytest.mark.parametrize("measures", ["0", "1"])
 def test_unmeasured_vllms_stays_where_it_fuses(kernels, monkeypatch, measures):
-    """Without a clock, and with the switch off, whatever a table says."""
+    """Without a clock, and with the switch off, whatever a table says. Where no pass runs, as in eager mode, ours does."""
+    assert decide(Layer(KEYS[0]), None, fuse_norm_quant=True, fuse_act_quant=True) == ALL
+    monkeypatch.setattr(row_selection, "has_passes", lambda config: True)
     if measures == "0":
         decide(Layer(KEYS[0]), Clock(lambda tokens: 99.0))
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", measures)

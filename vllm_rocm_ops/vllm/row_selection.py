@@ -287,6 +287,13 @@ def compiler(config) -> Callable[[Callable], Callable]:
     return compiled
 
 
+def has_passes(config) -> bool:
+    """Whether vLLM runs its passes: where it compiles, for a GPU. Their switches may be set elsewhere too."""
+    from vllm.config import CompilationMode
+
+    return config.compilation_config.mode == CompilationMode.VLLM_COMPILE and seam.served_platform() != "cpu"
+
+
 def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable, says: bool) -> None:
     """Decide for the model that a worker has loaded."""
     config, models = worker.vllm_config, models_of(worker)
@@ -311,7 +318,9 @@ def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable
     record, decided = Record({}), Decided({}, {})
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
         record, decided = kernel_timing.agree(wanted, clock, gather, measure_pair)
-    ours = decide(found, decided, {True: passes.fuse_norm_quant, False: passes.fuse_act_quant})
+    runs = has_passes(config)
+    fuses = {True: runs and passes.fuse_norm_quant, False: runs and passes.fuse_act_quant}
+    ours = decide(found, decided, fuses)
     for one in found:
         if not ours[one.key]:
             leave(one.producer, one.linear)
