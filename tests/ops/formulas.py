@@ -362,13 +362,20 @@ def rope_and_cache_mla(before, after, outputs: tuple) -> Found:
     yield from written("kv_cache", a.kv_cache, after.kv_cache, rows, a.slot_mapping, a.scale, off)
 
 
-def paged_attention_decode(before, after, outputs: tuple) -> Found:
-    a, (out, lse) = before, outputs
-    keys, values = by_slot(a.key_cache, a.value_cache)
-    heads, size = keys.shape[2], keys.shape[3]
-    query = a.query.reshape(len(a.query), -1, size).double()
-    group = query.shape[1] // heads
-    wanted, off = torch.zeros_like(query), torch.zeros_like(query)
+def attended(
+    a,
+    outputs: tuple,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scales: tuple,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Found:
+    """Attention of rows of queries [rows, heads, size] to caches [pages, page, heads, size]."""
+    out, lse = outputs
+    group, dtype, query = query.shape[1] // keys.shape[2], query.dtype, query.double()
+    wanted, off = (query.new_zeros(*query.shape[:2], values.shape[3]) for _ in range(2))
     sums = torch.full(query.shape[:2], -torch.inf, dtype=torch.float64, device=query.device)
     lse_off = torch.zeros_like(sums)
     for request, length in enumerate(a.seq_lens.tolist()):
@@ -376,19 +383,19 @@ def paged_attention_decode(before, after, outputs: tuple) -> Found:
         pages = a.block_table[request].long()[places // keys.shape[1]]
         k, v = (
             cache[pages, places % keys.shape[1]].double() * (1.0 if scale is None else scale.double())
-            for cache, scale in ((keys, a.k_scale), (values, a.v_scale))
+            for cache, scale in zip((keys, values), scales)
         )
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         for row in range(a.query_len):
             last = length - a.query_len + row
-            first = max(last - a.window + 1, 0) if a.window else 0
+            first = max(last - window + 1, 0) if window else 0
             at = request * a.query_len + row
             if last >= 0:
                 scores = torch.einsum("hd,chd->hc", query[at], k[first : last + 1]) * a.scale
             else:
                 scores = query.new_zeros(query.shape[1], 0)
-            if a.sinks is not None:
-                scores = torch.cat([scores, a.sinks.double()[:, None]], 1)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None]], 1)
             if not scores.shape[1]:
                 continue
             weights = torch.softmax(scores, 1)[:, : max(last + 1 - first, 0)]
@@ -397,10 +404,23 @@ def paged_attention_decode(before, after, outputs: tuple) -> Found:
             off[at] = 2.0**-7 * torch.einsum("hc,chd->hd", weights, seen.abs())
             sums[at] = torch.logsumexp(scores, 1)
             lse_off[at] = 1e-3 + FP32 * scores.abs().amax(1)
-    yield "output", out.reshape(wanted.shape).double(), wanted, off + rounded(wanted, a.query.dtype)
+    yield "output", out.reshape(wanted.shape).double(), wanted, off + rounded(wanted, dtype)
     if a.return_lse:
         empty = torch.isinf(sums)
         yield "lse", lse.double().where(~empty, 0.0), sums.where(~empty, 0.0), lse_off
+
+
+def paged_attention_decode(before, after, outputs: tuple) -> Found:
+    a = before
+    keys, values = by_slot(a.key_cache, a.value_cache)
+    query = a.query.reshape(len(a.query), -1, keys.shape[3])
+    return attended(a, outputs, query, keys, values, (a.k_scale, a.v_scale), a.window, a.sinks)
+
+
+def mla_decode(before, after, outputs: tuple) -> Found:
+    a, keys = before, before.kv_cache.unsqueeze(2)
+    query = torch.cat([a.q_nope, a.q_pe], -1)
+    return attended(a, outputs, query, keys, keys[..., : a.q_nope.shape[2]], (a.kv_scale, a.kv_scale))
 
 
 FORMULAS: dict[str, Callable[..., Found]] = {
@@ -438,4 +458,5 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     "rope_and_cache": rope_and_cache,
     "rope_and_cache_mla": rope_and_cache_mla,
     "paged_attention_decode": paged_attention_decode,
+    "mla_decode": mla_decode,
 }

@@ -337,7 +337,7 @@ BUGS = {
     "MLA: elements transposed to other places": (
         "attention/amd/operands.h",
         "return half * 4 + row % 4;",
-        "return half * 4 + (row ^ 1) % 4;",
+        "return (half ^ 1) * 4 + row % 4;",
         ops.mla_decode,
         "bf16-17",
         "gfx950",
@@ -345,8 +345,8 @@ BUGS = {
     ),
     "MLA: pages of another step": (
         MLA,
-        "keys.pages = load_pages(step_key(step + kRing));",
-        "keys.pages = load_pages(step_key(step + kRing - 1));",
+        "keys.pages = load_pages(step_key(step + kStages));",
+        "keys.pages = load_pages(step_key(step + kStages - 1));",
         ops.mla_decode,
         "long",
         "gfx950",
@@ -526,8 +526,8 @@ def test_keys_of_mla_that_only_some_ways_load_are_seen(kernels):  # noqa: F811
     copy = kernels.csrc / "ops" / "mla_decode.hip"
     copy.write_text(only({"mla_decode_bf16_1", "mla_decode_fp16_fp8_1"}, (CSRC / "ops" / copy.name).read_text()))
     for which in ("", "!"):
-        text = f"if constexpr ({which}kFp8) load(keys, step + kRing);"
-        replacement = f"if constexpr ({which}kFp8) if (step < steps) load(keys, step + kRing);"
+        text = f"if constexpr ({which}kFp8) load(keys, step + kStages);"
+        replacement = f"if constexpr ({which}kFp8) if (step < steps) load(keys, step + kStages);"
         kernels.plant(MLA, text, replacement, ["mla_decode"], ["gfx942"])
         loops = test_waits.streaming_loops(kernels.code / "gfx942" / "mla_decode.co")
         assert [bool(test_waits.faults(loop)) for _, loop in sorted(loops)] == [which == "!", which == ""]
