@@ -603,7 +603,8 @@ import pathlib, runpy, sys
 sys.path.insert(0, str(pathlib.Path(sys.argv[1]).parent))
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
-print("threads:", *(path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/comm")))
+names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+sys.stdout.write(f"threads: {names}\\n")
 """
 
 
