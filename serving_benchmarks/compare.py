@@ -4,8 +4,9 @@
 
 The other tree is a checkout with its extension and code objects built. Its package is imported under another name, so that both
 trees' graphs are replayed in turn, each after other memory has filled the last-level cache; the median counts. A case is one of
-`vllm-rocm-ops bench --shapes`, or a decode step of some layers of a model as decode_step.py has it, with the ops of each tree. One line per case goes to serving_benchmarks/results/<gpu>/<date>-<commit>-compare.jsonl. What is
-slower by more than the tolerance is listed last.
+`vllm-rocm-ops bench --shapes`, or a decode step of some layers of a model as decode_step.py has it, with the ops of each tree.
+One line per case goes to serving_benchmarks/results/<gpu>/<date>-<commit>-compare.jsonl. What is slower by more than the
+tolerance is listed last.
 """
 
 from __future__ import annotations

@@ -511,8 +511,8 @@ def test_another_plugins_backend_is_left_alone(configuration, monkeypatch):
 
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {registry.AttentionBackendEnum.CPU_ATTN: "theirs.Backend"})
     with pytest.raises(seam.Unavailable, match="another plugin replaces CPU_ATTN by theirs.Backend"):
-        decode_attention.probe()
+        decode_attention.SEAM.probe()
     registry._ATTN_OVERRIDES.clear()
-    decode_attention.probe()
-    decode_attention.install()
+    decode_attention.SEAM.probe()
+    decode_attention.SEAM.install()
     assert registry.AttentionBackendEnum.CPU_ATTN.get_class() is attention_backends.made(attention.BACKENDS["CPU_ATTN"])

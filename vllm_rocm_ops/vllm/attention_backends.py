@@ -114,9 +114,13 @@ def _attributes(node: ast.ClassDef) -> set[str]:
     return declared | {part.attr for part in found if isinstance(part.value, ast.Name) and part.value.id == "self"}
 
 
-def served(backends: dict[str, Backend], platforms: dict[str, tuple[str, ...]]) -> dict[str, Backend]:
-    """The backends that are replaced on this platform."""
-    return {member: backends[member] for member in platforms[seam.served_platform()]}
+def seam_of(name: str, replaces: str, backends: dict[str, Backend], platforms: dict[str, tuple[str, ...]]) -> seam.Seam:
+    """The seam that replaces these backends, on each platform those that it has."""
+
+    def served() -> dict[str, Backend]:
+        return {member: backends[member] for member in platforms[seam.served_platform()]}
+
+    return seam.Seam(name=name, replaces=replaces, probe=lambda: probe(served()), install=lambda: install(served()))
 
 
 def probe(backends: dict[str, Backend]) -> None:

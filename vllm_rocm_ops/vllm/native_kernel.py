@@ -196,11 +196,6 @@ def rows_of(weight: Tensor) -> Tensor:
     return weight if weight.stride(-1) == 1 else weight.t()
 
 
-def has_fragments(weight: Tensor) -> bool:
-    """Whether a weight [N, K] can be in fragment order."""
-    return fits(weight.shape, weight.dtype)
-
-
 def fragments_of(weight: Tensor) -> Tensor:
     """A weight in fragment order, given with the shape [N, K] or [K, N], in the shape that `shuffle_weight` returns."""
     rows = rows_of(weight)
@@ -218,7 +213,7 @@ def order(weight: Tensor, before: Tensor) -> str | None:
         return None
     if torch.equal(weight.view(torch.uint8), before.view(torch.uint8)):
         return "plain"
-    if has_fragments(weight) and weight.is_contiguous():
+    if fits(weight.shape, weight.dtype) and weight.is_contiguous():
         shuffled = shuffle_weight(before)
         if torch.equal(fragments_of(weight).view(torch.uint8), shuffled.view(torch.uint8)):
             return "fragments"
@@ -257,7 +252,7 @@ def wants_fragments(
     read_elsewhere = ("_cpu_skip_gemm_dispatch", "is_bmm")
     asked = envs.VLLM_ROCM_OPS_SHUFFLE == "1" and not any(getattr(layer, mark, False) for mark in read_elsewhere)
     rows = rows_of(weight).to("meta")
-    if not asked or not has_fragments(rows):
+    if not asked or not fits(rows.shape, rows.dtype):
         return False
     shape = kernels.describe(description)
     if kept is not None and not won_everywhere(f"{kernels.op.name} {shape} {type(kept).__name__}"):
