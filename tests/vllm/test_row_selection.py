@@ -148,6 +148,14 @@ def test_the_faster_serves(kernels, key, caplog):
     assert "compiled" in caplog.text and "vLLM's" in caplog.text
 
 
+def test_scales_may_be_negative(kernels, caplog):
+    """As half of the random ones are that vLLM has for `load_format="dummy"`."""
+    layer = Layer(KEYS[1])
+    layer.down_proj.input_scale.neg_()
+    assert decide(layer, Clock()) == ALL
+    assert "not measured" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("us", "wins"),
     [

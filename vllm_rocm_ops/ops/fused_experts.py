@@ -109,10 +109,14 @@ def _dequantized(values: Tensor, scale: Tensor | None, exact: torch.dtype) -> Te
     return values * (scale.reshape(-1, 1) if scale.dim() == 1 else scale)
 
 
+def _reads_order(a, arch: Arch) -> bool:
+    return not a.shuffled or arch.code_suffix == ".co"
+
+
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     (m, _), (experts, n, h), size = a.hidden.shape, a.w1.shape, a.w1.element_size()
     yield f"{arch.name} multiplies the weights' dtype", a.w1.dtype in (*HALVES, arch.fp8_dtype)
-    yield f"{arch.name} has AITER, if the weights are in its order", not a.shuffled or arch.code_suffix == ".co"
+    yield f"{arch.name} has AITER, if the weights are in its order", _reads_order(a, arch)
     yield "H and I are multiples of 16 bytes, I of 8", h * size % 16 == n // 2 * size % 16 == n // 2 % 8 == 0
     for name in ("hidden", "w1", "w2"):
         tensor = getattr(a, name)
@@ -140,6 +144,8 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 
 def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:
+    if not _reads_order(a, arch):
+        return []
     is_mx = scheme(a.w1, a.w1_scale) == "mx"
     can_stream = (arch.block_scales or not is_mx) and streamed.takes(a, arch)
     can_tile = not is_mx and all(holds for _, holds in tiled.envelope(a, arch))

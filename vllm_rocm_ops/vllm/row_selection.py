@@ -141,7 +141,7 @@ class Fused:
             result = x * scale * self.producer.weight.data.float()
         most = self.bound()
         if "scale" in self.op.Arguments._fields:
-            most = self.linear.input_scale.float() * LIMIT[fused_quant.QUANT_DTYPE]
+            most = self.linear.input_scale.float().abs() * LIMIT[fused_quant.QUANT_DTYPE]
         return result if most is None else result.clamp(-most, most), x if self.has_residual else None
 
 
