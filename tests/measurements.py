@@ -279,14 +279,14 @@ def engine(tables: slice = slice(None)) -> str:
         if options.tensor_parallel_size > 1:
             experts = " + EP" if options.engine_args.get("enable_expert_parallel") else ""
             rank += f", TP{experts} {options.tensor_parallel_size}"
-        layers, iterations = str(result["num_layers"] or "all"), str(len(result["latencies"]))
-        row = f"{result['model_id']}{rank}", hardware, layers, iterations
+        layers, iterations = str(result["num_layers"] or "all"), f"{len(sides['with'])} x {len(result['latencies'])}"
+        row = f"{result['model_id']}{rank}", hardware, layers, str(result["output_len"]), iterations
         cell = f"{without:.2f} / {ours:.2f} {times([latency_report.speedup(sides)])}"
         ways.setdefault(way(result, command), {}).setdefault(row, {})[result["batch_size"]] = cell
     made = []
     for caption, rows in ways.items():
         batches = sorted(set().union(*rows.values()))
-        header = ("model", "GPU", "layers", "iterations", *(f"batch {batch}" for batch in batches))
+        header = ("model", "GPU", "layers", "generated", "pairs x iterations", *(f"batch {batch}" for batch in batches))
         body = [(*row, *(cells.get(batch, "") for batch in batches)) for row, cells in rows.items()]
         made.append(f"{caption}\n\n{markdown(header, body)}")
     return "\n\n".join(made[tables]) or "Nothing yet."
@@ -295,8 +295,8 @@ def engine(tables: slice = slice(None)) -> str:
 def way(result: dict, command: str) -> str:
     """How a result through the engine was measured: its sizes, and the options of the command of latency.py."""
     compiled = lacking(command) or "compiled as vLLM does by default"
-    tokens = f"{plural(result['input_len'], 'token')} of prompt, {result['output_len']} generated"
-    text = f"Medians in ms per token, without the ops / with them; {tokens}; {compiled}."
+    prompt = f"{plural(result['input_len'], 'token')} of prompt"
+    text = f"Medians in ms per token, without the ops / with them; {prompt}; {compiled}."
     if lacking(command):
         text += " vLLM's compiler would fuse part of what runs without the ops: expect lower ratios with it."
     return text
@@ -421,7 +421,7 @@ def weights_us(gpu: str, model: str, command: str) -> dict[str, float]:
         return {}
     copy_gb_s = statistics.median(line["copy_gb_s"] for line, _ in steps.values())
     found: dict[str, float] = {}
-    for call in model_layers.calls(config, options.tensor_parallel_size, 0):
+    for call in model_layers.calls(config, options.tensor_parallel_size * options.rank_of, 0):
         if not call.op.name.endswith(("mm", "gemm")):
             continue
         arguments = call.op.Arguments(*call.case(1).make("meta", None, torch.float8_e4m3fn))

@@ -66,20 +66,21 @@ def test_the_newest_pair_through_the_engine_counts(folder):
     write(folder / "2026-11-21-c-latency.json", report(("without", 1, 2.0), ("with", 1, 4.0), layers=None))
     write(folder / "2026-11-21-a-latency.json", report(("without", 1, 9.0), ("with", 1, 9.0), rank_of=8), age=1)
     assert engine().splitlines()[4:] == [
-        "| llama, a rank of 8 without collectives | 1 x Made-up GPU | 4 | 5 | 3.00 / 2.00 1.50x |",
-        "| llama | 1 x Made-up GPU | all | 5 | 2.00 / 4.00 **0.50x** |",
+        "| llama, a rank of 8 without collectives | 1 x Made-up GPU | 4 | 64 | 1 x 5 | 3.00 / 2.00 1.50x |",
+        "| llama | 1 x Made-up GPU | all | 64 | 1 x 5 | 2.00 / 4.00 **0.50x** |",
     ]
     commands = engine_commands()
     assert "(made-up-gpu/2026-11-21-b-latency.json)" in commands and "\npython it --rank-of 8\n" in commands
     assert "2026-11-21-a" not in commands
 
 
-def test_the_newest_profile_counts(folder):
+@pytest.mark.parametrize("half", ["--tensor-parallel-size 2", "--rank-of 2"])
+def test_the_newest_profile_counts(folder, half):
     """Beside the least time of the weights: two layers of tiny-llama on one of two GPUs."""
 
     def profiled(us: float) -> str:
         rank = {"kernels": {"scaled_mm_skinny_16": [4.0, us]}, "span_us": us + 1, "busy_us": us, "steps": 8}
-        made = json.loads(report(options="--model tiny-llama --num-layers 2 --tensor-parallel-size 2"))
+        made = json.loads(report(options=f"--model tiny-llama --num-layers 2 {half}"))
         made["results"] = [{"model_id": "tiny-llama", "num_layers": 2}]
         ranks = [rank | {"waiting_us": 0.0}, {"span_us": 5.0, "busy_us": 2.0, "waiting_us": 2.0}]
         runs = [("without", ranks), ("with", ranks)]
@@ -134,7 +135,7 @@ LOWER = " vLLM's compiler would fuse part of what runs without the ops: expect l
 def test_a_table_through_the_engine_says_how_it_was_measured(folder, options, says):
     pair = [("without", 1, 3.0), ("with", 1, 2.0)]
     write(folder / "2026-11-21-a-latency.json", report(*pair, options=options))
-    caption = "Medians in ms per token, without the ops / with them; 1 token of prompt, 64 generated"
+    caption = "Medians in ms per token, without the ops / with them; 1 token of prompt"
     assert engine().startswith(f"{caption}; {says}\n\n| model |")
     write(folder / "2026-11-21-b-latency.json", report(*pair, rank_of=8, options="--enforce-eager"))
     assert engine().count("| model |") == (2 if "without compilation" in says else 1), (
@@ -145,7 +146,7 @@ def test_a_table_through_the_engine_says_how_it_was_measured(folder, options, sa
 def test_a_table_through_the_engine_says_over_how_many_gpus(folder):
     experts = "--tensor-parallel-size 4 --engine-args '{\"enable_expert_parallel\": true}'"
     write(folder / "2026-11-21-a-latency.json", report(("without", 1, 3.0), ("with", 1, 2.0), options=experts))
-    assert "\n| llama, TP + EP 4 | 1 x Made-up GPU | 4 | 5 | 3.00 / 2.00 1.50x |" in engine()
+    assert "\n| llama, TP + EP 4 | 1 x Made-up GPU | 4 | 64 | 1 x 5 | 3.00 / 2.00 1.50x |" in engine()
 
 
 def test_the_newest_line_of_what_is_chosen_counts(folder):
