@@ -387,7 +387,10 @@ def test_a_side_that_fails_is_reported(tmp_path):
         ),
         ("deepseek-v3", 4, {"num_key_value_heads": 8, "moe_intermediate_size": 128}, "silu_and_mul_per_block_quant"),
         pytest.param(*("qwen3-8b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64}, "block_scaled_mm"), marks=full),
-        ("qwen3-30b-a3b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 16}, "fused_experts"),
+        pytest.param(
+            *("qwen3-30b-a3b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 16}, "fused_experts"),
+            marks=full,
+        ),
     ],
 )
 def test_real_configurations_run(tmp_path, model, layers, overrides, op):

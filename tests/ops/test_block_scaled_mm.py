@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marks import full
 
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.emulator import Emulator
@@ -26,7 +27,7 @@ def product(of: str, other: torch.dtype, scales: torch.Tensor, tokens: int, arch
     return ops.block_scaled_mm(a.to(fp8), b.to(fp8), scale_a.repeat(tokens, 1), scale_b[None], torch.float32)
 
 
-@pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch_name", ["gfx942", pytest.param("gfx950", marks=full)])
 @pytest.mark.parametrize("of", ["a", "b"])
 @pytest.mark.parametrize(
     "tokens, other",
