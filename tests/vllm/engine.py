@@ -57,7 +57,7 @@ def generate(job: dict) -> dict:
         requests = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
         then.append([list(request.outputs[0].token_ids) for request in requests])
         cached = sum(request.num_cached_tokens or 0 for request in requests)
-    worker = getattr(llm.llm_engine.model_executor, "driver_worker", None)
+    worker = getattr(getattr(llm.llm_engine, "model_executor", None), "driver_worker", None)
     model = worker and worker.worker.model_runner.model
     answer = {
         "tokens": [list(output.token_ids) for output in outputs],
