@@ -34,23 +34,25 @@ def refuse_gradients(op, args: tuple) -> None:
             )
 
 
-def apart(op, a) -> tuple[tuple[int, int, int], ...]:
-    """For each argument that is updated in place: its place, and how many bytes it must begin before the first argument or
-    behind it."""
+def apart(op, a) -> tuple[tuple[int, int, int, int], ...]:
+    """The places of each argument that is updated in place and the first one, and of each that is written and any other; and how many
+    bytes the one must begin before the other or behind it."""
     names = op.Arguments._fields
     sizes = [extent(v) * v.element_size() if isinstance(v, torch.Tensor) else 0 for v in a]
-    return tuple((i, sizes[i], sizes[0]) for i in range(1, len(a)) if names[i] in op.mutates and sizes[i])
+    pairs = [(i, 0) for i in range(1, len(a)) if names[i] in op.mutates]
+    pairs += [(i, j) for i, name in enumerate(names) if name in op.writes for j in range(len(a)) if j != i]
+    return tuple((i, j, sizes[i], sizes[j]) for i, j in pairs if sizes[i] and sizes[j])
 
 
-def refuse_overlap(op, args: tuple, updated: int, distance: int) -> None:
-    """Raises unless the argument and the first are different columns of the same rows."""
-    one, two = args[updated], args[0]
+def refuse_overlap(op, args: tuple, updated: int, other: int, distance: int) -> None:
+    """Raises unless the two arguments are different columns of the same rows."""
+    one, two = args[updated], args[other]
     size, step, columns = one.element_size(), row_stride(one), one.shape[-1]
     same_rows = one.dtype == two.dtype and step is not None and step == row_stride(two)
     if same_rows and columns <= -distance // size % step and two.shape[-1] <= distance // size % step:
         return
     names = op.Arguments._fields
     raise ValueError(
-        f"{op.name}: {names[updated]} must have memory of its own, got some of {names[0]}'s: "
+        f"{op.name}: {names[updated]} must have memory of its own, got some of {names[other]}'s: "
         f"{distance} bytes behind its first element"
     )

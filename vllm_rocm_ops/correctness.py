@@ -190,17 +190,21 @@ def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False
     """Run the op once, and check it against its reference and against its oracle, the reference in float64. With `exact`, the
     result must have the reference's bits."""
     reference_arguments, ours_arguments = [clone(v) for v in arguments], [clone(v, device) for v in arguments]
-    oracle = as_tuple(the_op.reference(*[in_float64(v) for v in reference_arguments]))
+    oracle_arguments = [in_float64(v) for v in reference_arguments]
+    oracle = as_tuple(the_op.reference(*oracle_arguments))
     reference = as_tuple(the_op.reference(*reference_arguments))
     ours = as_tuple(the_op(*ours_arguments))
-    for name, got, wanted in zip(the_op.Arguments._fields, ours_arguments, reference_arguments):
-        if isinstance(got, torch.Tensor):
+    names = [str(i) for i in range(len(ours))]
+    for name, got, wanted, true in zip(the_op.Arguments._fields, ours_arguments, reference_arguments, oracle_arguments):
+        if isinstance(got, torch.Tensor) and name in the_op.writes:
+            ours, reference, oracle, names = (*ours, got), (*reference, wanted), (*oracle, true), [*names, name]
+        elif isinstance(got, torch.Tensor):
             left, expected = got.cpu().float(), wanted.float()
             same = (left == expected) | (left.isnan() & expected.isnan())
             require(bool(same.all()), f"{the_op.name}: leaves another {name}")
     floor = SUMS_FLOOR.get(archs.of_device(0).wave_lanes, FLOOR) if the_op.sums and device == "cuda" else FLOOR
-    for i, (got, wanted, true) in enumerate(zip(ours, reference, oracle)):
-        name = f"{the_op.name} output {i}"
+    for what, got, wanted, true in zip(names, ours, reference, oracle):
+        name = f"{the_op.name} output {what}"
         check(name, got, wanted, true.double(), not the_op.sums, floor)
         if exact:
             differ = (got.cpu() != wanted) & ~wanted.isnan()

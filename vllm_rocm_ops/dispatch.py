@@ -16,7 +16,7 @@ class Execution:
     """How one signature of one op runs: by the reference, or by bound launches."""
 
     def __init__(self, op: str, kernel: str, run: Callable[[tuple], object], is_fallback: bool = False):
-        self.apart: tuple[tuple[int, int, int], ...] = ()  # see arguments.apart
+        self.apart: tuple[tuple[int, int, int, int], ...] = ()  # see arguments.apart
         self.become(op, kernel, run, is_fallback)
 
     def become(self, op: str, kernel: str, run: Callable[[tuple], object], is_fallback: bool) -> None:

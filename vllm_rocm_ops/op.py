@@ -60,7 +60,8 @@ class Case:
 @dataclass(eq=False)
 class Op:
     """One op; see the module's text for the parts. `mutates` names the arguments that it updates in place; `sums` says
-    that results are long sums, which may cancel, so that their rounding errors are not a step or so of each result. `peer` is what
+    that results are long sums, which may cancel, so that their rounding errors are not a step or so of each result; `writes` names
+    the arguments that may hold a result, in place of a tensor that the op returns, and shares no memory with others. `peer` is what
     PyTorch itself has for the op's arguments, to be timed beside it: the reference unless it is named. `native`, which a caller
     may set, computes what the reference computes, faster, and runs in its place on a GPU."""
 
@@ -76,6 +77,7 @@ class Op:
     cost: Callable | None = None
     mutates: tuple[str, ...] = ()
     sums: bool = False
+    writes: tuple[str, ...] = ()
     peer: Callable | None = None
     native: Callable | None = None
     name: str = field(init=False)
@@ -96,7 +98,7 @@ class Op:
         self._is_trial = False
         self.hints = typing.get_type_hints(self.reference)
         self._signature = signature(self.Arguments._fields, self.hints)
-        schema = torch.library.infer_schema(self.reference, mutates_args=self.mutates)
+        schema = torch.library.infer_schema(self.reference, mutates_args=(*self.mutates, *self.writes))
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
         _library.define(self.name + schema, tags=tags)
         _library.impl(self.name, self._dispatch, "CPU")
@@ -263,10 +265,10 @@ class Op:
             a = self.Arguments(*args)
             execution = self._executions[key] = self._decide(a)
             execution.apart = arguments.apart(self, a)
-        for updated, before, behind in execution.apart:
-            distance = args[updated].data_ptr() - args[0].data_ptr()
+        for updated, other, before, behind in execution.apart:
+            distance = args[updated].data_ptr() - args[other].data_ptr()
             if -before < distance < behind:
-                arguments.refuse_overlap(self, args, updated, distance)
+                arguments.refuse_overlap(self, args, updated, other, distance)
         return execution
 
     def _decide(self, a) -> Execution:

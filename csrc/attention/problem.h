@@ -5,7 +5,7 @@
 
 struct DecodeProblem {
   const u16* query;  // [requests * query_len, query_heads, D]
-  u16* out;          // the same, contiguous
+  u16* out;          // the same
   float* lse;        // [requests * query_len, query_heads], or null
   CacheView key_cache, value_cache;
   const int* block_table;  // [requests, pages of a request]
@@ -13,7 +13,7 @@ struct DecodeProblem {
   const float* sinks;      // [query_heads], or null
   float* partials;         // [blocks of a part, parts, 16 * (D + 2)], or null for one part
   u32* counters;           // [blocks of a part], or null for one part
-  i64 query_stride, query_head_stride, table_stride;
+  i64 query_stride, query_head_stride, out_stride, out_head_stride, table_stride;
   float scale;                                  // of scores, times log2(e)
   int query_len, query_heads, kv_heads, group;  // group: query heads of a key head
   int column_tiles;                             // of 16

@@ -364,6 +364,7 @@ def rope_and_cache_mla(before, after, outputs: tuple) -> Found:
 
 def attended(
     a,
+    after,
     outputs: tuple,
     query: Tensor,
     keys: Tensor,
@@ -374,6 +375,7 @@ def attended(
 ) -> Found:
     """Attention of rows of queries [rows, heads, size] to caches [pages, page, heads, size]."""
     out, lse = outputs
+    out = out if a.out is None else after.out
     group, dtype, query = query.shape[1] // keys.shape[2], query.dtype, query.double()
     wanted, off = (query.new_zeros(*query.shape[:2], values.shape[3]) for _ in range(2))
     sums = torch.full(query.shape[:2], -torch.inf, dtype=torch.float64, device=query.device)
@@ -414,13 +416,13 @@ def paged_attention_decode(before, after, outputs: tuple) -> Found:
     a = before
     keys, values = by_slot(a.key_cache, a.value_cache)
     query = a.query.reshape(len(a.query), -1, keys.shape[3])
-    return attended(a, outputs, query, keys, values, (a.k_scale, a.v_scale), a.window, a.sinks)
+    return attended(a, after, outputs, query, keys, values, (a.k_scale, a.v_scale), a.window, a.sinks)
 
 
 def mla_decode(before, after, outputs: tuple) -> Found:
     a, keys = before, before.kv_cache.unsqueeze(2)
     query = torch.cat([a.q_nope, a.q_pe], -1)
-    return attended(a, outputs, query, keys, keys[..., : a.q_nope.shape[2]], (a.kv_scale, a.kv_scale))
+    return attended(a, after, outputs, query, keys, keys[..., : a.q_nope.shape[2]], (a.kv_scale, a.kv_scale))
 
 
 FORMULAS: dict[str, Callable[..., Found]] = {

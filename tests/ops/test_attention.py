@@ -244,6 +244,24 @@ BUGS = {
         "gfx942",
         WRONG,
     ),
+    "heads of out side by side": (
+        OUTPUT,
+        "of.head * p.out_head_stride",
+        "of.head * kD",
+        ops.paged_attention_decode,
+        "out",
+        "gfx942",
+        "between its rows",
+    ),
+    "MLA: rows of out as those of the query": (
+        OUTPUT,
+        "row * p.out_stride",
+        "row * p.query_stride",
+        ops.mla_decode,
+        "out",
+        "gfx950",
+        "between its rows|problem.out",
+    ),
     "MLA: one key masked wrongly": (
         MLA,
         "first + owned_key + i < row_end",
@@ -450,6 +468,41 @@ def test_any_order_of_blocks_gives_the_same_bits(the_op):
             emulator.options = dataclasses.replace(emulator.options, seed=seed)
             found.add(the_op(*given)[1].numpy().tobytes())
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("the_op", DECODES)
+def test_an_out_that_cannot_be_written_is_refused(the_op):
+    """Before anything is launched: of another shape or type, with elements in one place, or in memory that another argument has."""
+    given = the_op.Arguments(*inputs(the_op, "out", Emulator("gfx942")))
+    query, out = given[0], given.out
+    wrong = {
+        "longer": torch.cat((out, out)),
+        "flat": out.flatten(1),
+        "fp16": out.half(),
+        "spread": out[:1].expand_as(out),
+    }
+    for bad in wrong.values():
+        with pytest.raises(ValueError, match=f"{the_op.name}: out must be .*, got "):
+            the_op(*given._replace(out=bad))
+    cache = next(name for name in given._fields if name.endswith("_cache"))
+    for name, bad in (
+        ("q", query),
+        (cache, getattr(given, cache).as_strided(query.shape, (query[0].numel(), query.shape[2], 1))),
+    ):
+        with pytest.raises(ValueError, match=f"out must have memory of its own, got some of {name}.*'s"):
+            the_op(*given._replace(out=bad))
+    behind = torch.empty(2, *query.shape, dtype=query.dtype)
+    the_op(*given._replace(**{given._fields[0]: behind[0].copy_(query)}, out=behind[1]))
+
+
+def test_an_out_that_kernels_cannot_store_to_is_the_references():
+    emulator = Emulator("gfx942")
+    given = ops.paged_attention_decode.Arguments(*inputs(ops.paged_attention_decode, "out", emulator))
+    apart = torch.zeros(*given.out.shape[:2], 67, dtype=given.out.dtype)[..., 3:]
+    with launch.executor(emulator), pytest.warns(UserWarning, match="out's heads lie at multiples of 16 bytes"):
+        empty, _ = ops.paged_attention_decode(*given._replace(out=apart))
+    assert empty.numel() == 0
+    assert torch.equal(apart, ops.paged_attention_decode.reference(*given._replace(out=None))[0])
 
 
 @pytest.mark.parametrize("the_op", DECODES)

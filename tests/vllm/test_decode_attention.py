@@ -7,6 +7,7 @@ import checkpoints
 import pytest
 import torch
 from engines import STEPS
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vllm_rocm_ops
 from vllm_rocm_ops import launch, ops
@@ -263,6 +264,36 @@ def test_rows_behind_the_batch_are_left_alone(layer, member):
     wanted[2:4] = 0
     assert (batch.output.double() - wanted).abs().max() < 0.02
     assert (batch.output[4:] == SENTINEL).all()
+
+
+@pytest.mark.parametrize("member", GPU_BACKENDS)
+def test_the_kernel_writes_to_vllms_output(layer, member):
+    """One launch, and nothing of PyTorch's but views."""
+    batch, called = Batch([20, 35], [1, 1], padding=1), []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if not any(result.alias_info for result in func._schema.returns):
+                called.append(func.name())
+            return func(*args, **kwargs or {})
+
+    class Counting(Emulator):
+        def launch(self, *arguments):
+            called.append("launch")
+            super().launch(*arguments)
+
+    with launch.executor(Counting("gfx942")):
+        forward = attention.HeadsDecoder.serve
+
+        def serve(*arguments):
+            with Calls():
+                return forward(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention.HeadsDecoder, "serve", serve)
+            assert layer(member, batch) == "ours"
+    assert called == ["vllm_rocm_ops::paged_attention_decode", "launch"]
+    assert_right(batch)
 
 
 @pytest.mark.parametrize("member", GPU_BACKENDS)

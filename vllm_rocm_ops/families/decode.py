@@ -13,7 +13,7 @@ from vllm_rocm_ops.families import attention
 from vllm_rocm_ops.families.attention import CacheLayout
 from vllm_rocm_ops.families.gemm import divisor
 from vllm_rocm_ops.launch import Counters, Workspace
-from vllm_rocm_ops.tensors import describe
+from vllm_rocm_ops.tensors import describe, overlaps_itself
 
 MOST_ROWS = 8  # of a request
 COLUMNS = 16  # rows times heads of a group that an instruction has
@@ -96,6 +96,20 @@ def reference(
     return out, lse
 
 
+def returned(out: Tensor | None, return_lse: bool, found: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """What an op returns: nothing for what the caller has a tensor for, or does not want."""
+    if out is not None:
+        found = out.copy_(found).new_empty(0)
+    return found, lse if return_lse else lse.new_empty((0, 0))
+
+
+def allocate(a, query: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """The same, unwritten."""
+    out = query.new_empty(query.shape if a.out is None else 0)
+    shape = (query.shape[0], heads) if a.return_lse else (0, 0)
+    return out, query.new_empty(shape, dtype=exact(query))
+
+
 # Rules
 
 
@@ -115,6 +129,18 @@ def requests_contract(a, name: str, query: Tensor) -> Iterator[tuple[str, str, s
     yield "query_len", "positive", str(a.query_len), a.query_len > 0
     rows = query.shape[0]
     yield name, f"of requests * query_len = {requests * a.query_len} rows", str(rows), rows == requests * a.query_len
+
+
+def out_contract(a, query: Tensor) -> Iterator[tuple[str, str, str, bool]]:
+    if a.out is not None:
+        holds = (a.out.shape, a.out.dtype) == (query.shape, query.dtype)
+        yield "out", f"{query.dtype} {list(query.shape)}", describe(a.out), holds
+        yield "out", "without elements in the same place", describe(a.out), not overlaps_itself(a.out)
+
+
+def out_envelope(a, size: int) -> Iterator[tuple[str, bool]]:
+    if a.out is not None:
+        yield attention.heads_envelope("out", attention.heads(a.out, size))
 
 
 def partition_contract(a) -> tuple[str, str, str, bool]:
@@ -170,6 +196,8 @@ def problem_arguments(
     """DecodeProblem of csrc/attention/problem.h without query, sinks and window. A block has so many columns; the last of those
     of a request adds the parts, if they are counted."""
     heads, group = query.shape[1], query.shape[1] // layout.heads
+    out = outputs[0] if a.out is None else a.out
+    of_out = attention.heads(out, layout.value_size).stride()
     tiles = column_tiles(a, query, layout, columns)
     blocks, parts = a.block_table.shape[0] * layout.heads * tiles, config.parts
     shared = parts > 1
@@ -178,7 +206,7 @@ def problem_arguments(
         return {"data": cache, "scale": scale, "offset": 0, **vars(strides)}
 
     return {
-        "out": outputs[0],
+        "out": out,
         "lse": outputs[1] if a.return_lse else None,
         "key_cache": of_cache(caches[0], scales[0], layout.key_strides()),
         "value_cache": of_cache(caches[1], scales[1], layout.value_strides()),
@@ -188,6 +216,8 @@ def problem_arguments(
         "counters": Counters(blocks) if shared and counts else None,
         "query_stride": query.stride(0),
         "query_head_stride": query.stride(1),
+        "out_stride": of_out[0],
+        "out_head_stride": of_out[1],
         "table_stride": a.block_table.stride(0),
         "scale": a.scale / math.log(2.0),
         "query_len": a.query_len,
@@ -221,6 +251,14 @@ def pages_of(lens, given: dict, generator: torch.Generator) -> tuple[Tensor, int
     pages = len(lens) * width + 2
     order = torch.randperm(pages, generator=generator).to(torch.int32)[: len(lens) * width]
     return order.view(len(lens), width), pages
+
+
+def out_of(given: dict, rows: int, heads: int, size: int, dtype: torch.dtype, device: str) -> Tensor | None:
+    """Rows and heads that lie apart, if the case asks for them."""
+    if not given.get("out"):
+        return None
+    shape = (rows, heads + 1, size + 8)
+    return torch.full(shape, math.nan).to(dtype).to(device)[:, 1:, :size]
 
 
 def fill(layout: CacheLayout, table: Tensor, lens, given: dict, generator: torch.Generator) -> None:

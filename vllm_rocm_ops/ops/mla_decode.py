@@ -46,6 +46,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield from decode.requests_contract(a, "q_nope", a.q_nope)
     yield from attention.scale_contract("kv_scale", a.kv_scale)
     yield decode.partition_contract(a)
+    yield from decode.out_contract(a, a.q_nope)
 
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -56,6 +57,7 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield from attention.cache_envelope(layout, a.q_nope.dtype, arch)
     yield attention.heads_envelope("q_nope", a.q_nope)
     yield attention.heads_envelope("q_pe", a.q_pe)
+    yield from decode.out_envelope(a, LATENT)
     yield from decode.requests_envelope(a, layout, 2**13)
     yield "there are fewer than 2^31 blocks of a part", _blocks(a, arch) < 2**31
 
@@ -130,8 +132,7 @@ def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
 
 
 def _allocate(a) -> tuple[Tensor, Tensor]:
-    shape = a.q_nope.shape[:2] if a.return_lse else (0, 0)
-    return a.q_nope.new_empty(a.q_nope.shape), a.q_nope.new_empty(shape, dtype=decode.exact(a.q_nope))
+    return decode.allocate(a, a.q_nope, a.q_nope.shape[1])
 
 
 def _problem(a) -> dict[str, object]:
@@ -170,6 +171,7 @@ def _inputs(lens, heads, given, device, generator, fp8_dtype) -> tuple:
         torch.tensor([1.3], device=device) if is_fp8 else None,
         given.get("partition", 0),
         given.get("return_lse", True),
+        decode.out_of(given, of_rows, heads, latent, dtype, device),
     )
 
 
@@ -199,6 +201,7 @@ def _cases() -> Iterator[Case]:
     yield case("partition-many", (290, 1), 4, partition=128, wider=60)
     yield case("long", (650,), 4)
     yield case("no-lse", (20,), 2, return_lse=False)
+    yield case("out", (70, 3), 4, out=True)
     yield case("sizes-256", (20,), 2, sizes=(256, 32))
     yield case("no-requests", (), 2)
 
@@ -214,6 +217,7 @@ def _cases() -> Iterator[Case]:
     problem=_problem,
     cases=_cases,
     sums=True,
+    writes=("out",),
 )
 def mla_decode(
     q_nope: Tensor,
@@ -226,16 +230,17 @@ def mla_decode(
     kv_scale: Tensor | None = None,
     partition: int = 0,
     return_lse: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last query_len rows of each request to its keys in a paged MLA cache, of which all heads have the same.
 
     q_nope [requests * query_len, heads, latent size] bf16 or fp16, in the space of the latent, and q_pe [the same, heads, size] are the
     parts of a query; rows and heads may be strided. kv_cache [pages, N, latent size + size] as `rope_and_cache_mla` writes it, of
     this dtype or e4m3 with a scale (float32, one element, default 1). A value is the latent of its key. block_table, seq_lens,
-    partition and what is returned, out [rows, heads, latent size], are as of `paged_attention_decode`.
+    partition, out [rows, heads, latent size] and what is returned are as of `paged_attention_decode`.
     """
     query = torch.cat((q_nope, q_pe), -1)
     rows = kv_cache.unsqueeze(2)
     layout = attention.CacheLayout(rows, rows[..., : q_nope.shape[2]])
-    out, lse = decode.reference(query, layout, block_table, seq_lens, query_len, scale, (kv_scale, kv_scale))
-    return out, lse if return_lse else lse.new_empty((0, 0))
+    found = decode.reference(query, layout, block_table, seq_lens, query_len, scale, (kv_scale, kv_scale))
+    return decode.returned(out, return_lse, *found)

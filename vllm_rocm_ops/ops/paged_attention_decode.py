@@ -55,6 +55,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         yield "sinks", f"float32 [heads={heads}]", describe(a.sinks), holds
     yield "window", "0 or more", str(a.window), a.window >= 0
     yield decode.partition_contract(a)
+    yield from decode.out_contract(a, a.query)
 
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -64,6 +65,7 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield from attention.cache_envelope(layout, a.query.dtype, arch)
     yield "pages of a native cache have a multiple of 8 slots", not layout.is_native or layout.page_size % 8 == 0
     yield attention.heads_envelope("query", _query(a))
+    yield from decode.out_envelope(a, layout.value_size)
     yield from decode.requests_envelope(a, layout, 2**15)
     yield "sinks is contiguous", a.sinks is None or a.sinks.is_contiguous()
     yield "there are fewer than 2^31 blocks of a part", _blocks(a) < 2**31
@@ -119,9 +121,7 @@ def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
 
 
 def _allocate(a) -> tuple[Tensor, Tensor]:
-    out = a.query.new_empty(a.query.shape)
-    shape = (a.query.shape[0], _query(a).shape[1]) if a.return_lse else (0, 0)
-    return out, a.query.new_empty(shape, dtype=decode.exact(a.query))
+    return decode.allocate(a, a.query, _query(a).shape[1])
 
 
 def _problem(a) -> dict[str, object]:
@@ -169,6 +169,7 @@ def _inputs(lens, heads, size, given, device, generator, fp8_dtype) -> tuple:
         given.get("window", 0),
         given.get("partition", 0),
         given.get("return_lse", True),
+        decode.out_of(given, requests * query_len, query_heads, size, dtype, device),
     )
 
 
@@ -205,6 +206,7 @@ def _cases() -> Iterator[Case]:
     yield case("partition", (300, 10, 256), (4, 1), 64, partition=128)
     yield case("long", (650,), (4, 1), 64)
     yield case("no-lse", (20,), (2, 1), 64, return_lse=False)
+    yield case("out", (40, 129), (3, 1), 64, out=True)
     yield case("size-80", (20,), (2, 1), 80)
     yield case("no-requests", (), (2, 1), 64)
 
@@ -221,6 +223,7 @@ def _op(reference) -> Op:
         problem=_problem,
         cases=_cases,
         sums=True,
+        writes=("out",),
     )
 
 
@@ -239,6 +242,7 @@ def paged_attention_decode(
     window: int = 0,
     partition: int = 0,
     return_lse: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last query_len rows of each request to its keys and values in a paged cache.
 
@@ -248,9 +252,10 @@ def paged_attention_decode(
     exp(sink) to a row's sum. Heads share a key head in groups of neighbours. Nothing behind seq_len is read or used. With partition
     a request's keys are added in parts of that many, so that its bits do not depend on the batch.
     Returns out like query, 0 without keys, and the natural logarithm of the sums [rows, heads] float32, empty unless return_lse.
+    With an `out` like query, rows and heads may be strided, that is written and an empty tensor returned in its place.
     """
     layout = CacheLayout(key_cache, value_cache)
     rows = attention.heads(query, layout.key_size)
     of = (rows, layout, block_table, seq_lens, query_len, scale, (k_scale, v_scale), window, sinks)
-    out, lse = decode.reference(*of)
-    return out.view(query.shape), lse if return_lse else lse.new_empty((0, 0))
+    found, lse = decode.reference(*of)
+    return decode.returned(out, return_lse, found.view(query.shape), lse)

@@ -131,12 +131,9 @@ class HeadsDecoder(Decoder):
         if caches is None:
             return False
         rows, places = requests * query_len, (metadata.block_table, metadata.seq_lens)
-        rest = self.impl.scale, query_len, *self.scales(layer), self.impl.sinks, self.window
-        found = run(self.op, query[:rows], *caches, *places, *rest)
-        if found is None:
-            return False
-        output[:rows].copy_(found[0].view(output[:rows].shape))
-        return True
+        query, rest = query[:rows], (self.impl.scale, query_len, *self.scales(layer), self.impl.sinks, self.window)
+        out = output[:rows].view(query.shape)
+        return run(self.op, query, *caches, *places, *rest, 0, False, out) is not None
 
     def caches(self, layer, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
         """The caches of keys and values, in the dtype that they hold."""
