@@ -149,6 +149,13 @@ def mxfp8_scaled_mm(before, after, outputs: tuple) -> Found:
     yield from product(powers(a.a, a.scale_a), powers(a.b, a.scale_b), a.bias, outputs[0])
 
 
+def batched_gemm(before, after, outputs: tuple) -> Found:
+    found = outputs[0] if before.out is None else after.out
+    x, weight = before.x.double(), before.weights.double()
+    wanted, terms = (torch.einsum("mhk,hkn->mhn", *of) for of in ((x, weight), (x.abs(), weight.abs())))
+    yield "output", found.double(), wanted, rounded(wanted, before.x.dtype) + OF_TERMS * terms
+
+
 def unquantized_gemm(before, after, outputs: tuple) -> Found:
     a = before
     left, out = exact(a.x).reshape(-1, a.x.shape[-1]), outputs[0]
@@ -451,6 +458,7 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     "block_scaled_mm": block_scaled_mm,
     "mxfp8_scaled_mm": mxfp8_scaled_mm,
     "unquantized_gemm": unquantized_gemm,
+    "batched_gemm": batched_gemm,
     "fused_experts": fused_experts,
     "topk_softmax": flat_top("softmax"),
     "topk_sigmoid": flat_top("sigmoid"),

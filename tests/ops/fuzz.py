@@ -174,6 +174,8 @@ TIED = {
     "block_table": (0,),
     "sinks": (0,),
     "out": (0, -1),
+    "x": (-1,),
+    "weights": (0, 1),
 }
 """Dimensions whose sizes other arguments fix."""
 NUMBERS = {

@@ -1,5 +1,6 @@
 """All ops: `vllm_rocm_ops.ops.<name>`. A new op is one file here, one in csrc/ops, and one line below."""
 
+from vllm_rocm_ops.ops.batched_gemm import *
 from vllm_rocm_ops.ops.block_scaled_mm import *
 from vllm_rocm_ops.ops.fused_experts import *
 from vllm_rocm_ops.ops.layer_norm import *

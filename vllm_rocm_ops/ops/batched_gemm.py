@@ -1,0 +1,212 @@
+"""Matrix product of few tokens with a weight of its own for each head, as latent attention absorbs its projections; kernels:
+csrc/gemm/batched.h."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families import attention, skinny_gemm
+from vllm_rocm_ops.families.gemm import Operand, Product
+from vllm_rocm_ops.launch import Launch, fields
+from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.tensors import describe, is_wide_float, overlaps_itself
+
+__all__ = ["batched_gemm"]
+
+TOKENS = (16, 32, 64)  # the most that a kernel takes
+ROWS, COLUMNS = 16, 64  # along N of a tile, of a weight with K side by side and with N
+TRANSPOSED_K = 128  # elements, where N lies side by side
+UNIT = skinny_gemm.WAVE_SPLIT_K_UNIT
+WAVES = 4
+# Microseconds of a model that no GPU has confirmed: that a tile's loads take, that a block begins and ends.
+TILE_US, BLOCK_US = 1.5, 0.5
+
+
+@dataclass(frozen=True)
+class BatchedConfig:
+    """A head's tiles are divided over so many blocks."""
+
+    blocks: int
+
+
+def _is_transposed(a) -> bool:
+    """Whether N lies side by side."""
+    return a.weights.stride(2) == 1 and a.weights.shape[2] > 1
+
+
+def _tiles(a) -> int:
+    """Of a head."""
+    return a.weights.shape[2] // (COLUMNS if _is_transposed(a) else ROWS)
+
+
+def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    yield "x", "[rows, heads, K] of 16 bits or more", describe(a.x), a.x.dim() == 3 and is_wide_float(a.x)
+    rows, heads, k = a.x.shape
+    holds = a.weights.dim() == 3 and a.weights.dtype == a.x.dtype and a.weights.shape[:2] == (heads, k)
+    yield "weights", f"{a.x.dtype} [heads={heads}, K={k}, N]", describe(a.weights), holds
+    if a.out is not None:
+        shape = [rows, heads, a.weights.shape[2]]
+        holds = a.out.dtype == a.x.dtype and [*a.out.shape] == shape
+        yield "out", f"{a.x.dtype} {shape}", describe(a.out), holds
+        yield "out", "without elements in the same place", describe(a.out), not overlaps_itself(a.out)
+
+
+def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    rows, heads, k = a.x.shape
+    n, strides = a.weights.shape[2], a.weights.stride()
+    yield "x is bfloat16 or float16", a.x.dtype in attention.ELEMENTS
+    yield f"there are at most {TOKENS[-1]} rows", rows <= TOKENS[-1]
+    yield "there are 1 to 65535 heads, and K and N are positive", 0 < heads < 2**16 and 0 < k and 0 < n
+    if _is_transposed(a):
+        yield f"K is {TRANSPOSED_K} where N lies side by side", k == TRANSPOSED_K
+        yield f"N is a multiple of {COLUMNS} there", n % COLUMNS == 0
+        steps = strides[:2]
+    else:
+        yield "weights have K or N side by side", strides[1] == 1 or k == 1
+        yield f"K is a multiple of {attention.VECTOR}", k % attention.VECTOR == 0
+        yield f"N is a multiple of {ROWS}", n % ROWS == 0
+        steps = (strides[0], strides[2])
+    yield attention.heads_envelope("x", a.x)
+    yield "weights lie at multiples of 16 bytes", _on_vectors(a.weights, *steps)
+    if a.out is not None:
+        yield attention.heads_envelope("out", a.out)
+        yield "out's rows lie N or more apart", rows < 2 or a.out.stride(0) >= n
+    reach = (rows * a.x.stride(0), k * strides[1], n * strides[2], rows * _row_step(a))
+    yield "a head's tensors reach over less than 1 GB", all(0 <= step < 2**29 for step in reach)
+
+
+def _on_vectors(x: Tensor, *strides: int) -> bool:
+    address = 0 if x.is_meta else x.data_ptr()
+    return address % 16 == 0 and not any(stride % attention.VECTOR for stride in strides)
+
+
+def _row_step(a) -> int:
+    """Elements between rows of what is written."""
+    return a.x.shape[1] * a.weights.shape[2] if a.out is None else a.out.stride(0)
+
+
+def _configs(a, arch: Arch) -> list[BatchedConfig]:
+    """A tile for each block; also four, where tiles stream."""
+    if a.weights.shape[2] % (COLUMNS if _is_transposed(a) else ROWS):
+        return []
+    tiles = _tiles(a)
+    counts = (tiles,) if _is_transposed(a) else (tiles, -(-tiles // 4))
+    return [BatchedConfig(blocks) for blocks in dict.fromkeys(counts)]
+
+
+def _cost(config: BatchedConfig, a, arch: Arch) -> dict[str, float]:
+    """A launch; rounds of blocks, in each of which tiles follow each other, or the bytes of the weights."""
+    heads, k, n = a.weights.shape
+    blocks, resident = heads * config.blocks, 4 * arch.compute_units
+    of_block = BLOCK_US + TILE_US * -(-_tiles(a) // config.blocks)
+    streaming = max(-(-blocks // resident) * of_block, heads * k * n * 2 / (arch.bandwidth_gb_s * 1e3))
+    return {"launch": attention.LAUNCH_US, "streaming": streaming}
+
+
+def _plan(config: BatchedConfig, outputs: Tensor, a, arch: Arch) -> list[Launch]:
+    rows, heads, k = a.x.shape
+    if not rows:
+        return []
+    n, size, is_transposed = a.weights.shape[2], a.x.element_size(), _is_transposed(a)
+    out = outputs if a.out is None else a.out
+    step = a.weights.stride(1 if is_transposed else 2) * size
+    steps = -(-k * size // (skinny_gemm.STEP * UNIT)) * UNIT
+    product = Product(out, Operand(a.x, rows, k * size, a.x.stride(0) * size), Operand(a.weights, n, k * size, step))
+    gemm = skinny_gemm.arguments(product, (_tiles(a), steps, steps), config.blocks, 0)
+    args = {
+        "gemm": gemm | {"n": max(_row_step(a), n)},
+        "a_head_stride": a.x.stride(1) * size,
+        "b_head_stride": a.weights.stride(0) * size,
+        "out_head_stride": (n if a.out is None else a.out.stride(1)) * size,
+    }
+    tokens = next(tokens for tokens in TOKENS if tokens >= rows)
+    symbol = f"batched_gemm_{attention.ELEMENTS[a.x.dtype]}_{'transposed' if is_transposed else 'narrow'}_{tokens}"
+    threads = WAVES * arch.wave_lanes
+    return [Launch("batched_gemm", symbol, (heads, config.blocks, 1), (threads, 1, 1), fields("problem", args))]
+
+
+def _allocate(a) -> Tensor:
+    rows, heads, _ = a.x.shape
+    return a.x.new_empty((rows, heads, a.weights.shape[2]) if a.out is None else 0)
+
+
+def _problem(a) -> dict[str, object]:
+    heads, k, n = a.weights.shape
+    return {"m": a.x.shape[0], "heads": heads, "n": n, "k": k, "side_by_side": "n" if _is_transposed(a) else "k"}
+
+
+def _peer(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """torch.bmm, written where vLLM has it written."""
+    found = x.new_empty((*x.shape[:2], weights.shape[2])) if out is None else out
+    torch.bmm(x.transpose(0, 1), weights, out=found.transpose(0, 1))
+    return found
+
+
+# Cases
+
+
+def _inputs(m, heads, k, n, given, device, generator, fp8_dtype) -> tuple:
+    dtype, extra = given.get("dtype", torch.bfloat16), given.get("padding", 0)
+    x = torch.randn(m, heads, k + extra, generator=generator).to(dtype).to(device)[..., :k]
+    both = torch.randn(heads, n + extra, k, generator=generator).to(dtype)  # as vLLM keeps both projections
+    if given.get("transposed"):
+        both = torch.randn(heads, k + extra, n, generator=generator).to(dtype).to(device)
+        weight = both[:, :k]
+    else:
+        weight = both.to(device)[:, :n].transpose(1, 2)
+    out = None
+    if given.get("out"):
+        out = torch.full((m, heads + 1, n + 8), math.nan).to(dtype).to(device)[:, 1:, :n]
+    return x, weight, out
+
+
+def _cases() -> Iterator[Case]:
+    """Every kernel; K and N around tiles and steps, tokens around those of a kernel, strides, heads of several tiles for each block."""
+
+    def case(name: str, m: int, heads: int, k: int, n: int, **given) -> Case:
+        return Case(name, functools.partial(_inputs, m, heads, k, n, given))
+
+    for dtype, kind in attention.ELEMENTS.items():
+        for m in (1, 17, 64):
+            yield case(f"{kind}-m{m}", m, 2, 512, 128, dtype=dtype)
+            yield case(f"{kind}-transposed-m{m}", m, 2, TRANSPOSED_K, 128, dtype=dtype, transposed=True)
+    yield case("heads-8", 4, 8, 512, 128, padding=64)
+    yield case("heads-8-transposed", 16, 8, TRANSPOSED_K, 256, transposed=True, padding=64)
+    yield case("k-tail", 5, 3, 8 * 67, 48)
+    yield case("k-small", 33, 2, 8, 16)
+    yield case("out", 18, 3, 192, 32, out=True)
+    yield case("out-transposed", 32, 3, TRANSPOSED_K, 64, out=True, transposed=True, padding=8)
+    yield case("n-20", 3, 2, 64, 20)
+    yield case("no-tokens", 0, 2, 64, 32)
+
+
+@functools.partial(
+    Op,
+    contract=_contract,
+    envelope=_envelope,
+    allocate=_allocate,
+    writes=("out",),
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=_problem,
+    peer=_peer,
+    cases=_cases,
+    sums=True,
+)
+def batched_gemm(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """x[:, h] @ weights[h] for each head h, summed in fp32: torch.bmm with rows first.
+
+    x [rows, heads, K] and weights [heads, K, N] are bf16 or fp16; K or N of the weights lies side by side, all else may be strided, as
+    vLLM keeps W_UV and W_UK_T of latent attention. Returns [rows, heads, N]; with an `out` of this shape, that is written and an
+    empty tensor returned.
+    """
+    found = _peer(x, weights, out)
+    return found if out is None else found.new_empty(0)
