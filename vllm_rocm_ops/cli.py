@@ -272,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
             arch = arguments.arch or explain.usual_arch()
             calls = [
                 *calls_of(arguments),
-                explain.attention(model_config.read(arguments.model), arguments.tp or 1, arch),
+                *explain.around(model_config.read(arguments.model), arguments.tp or 1, arch),
             ]
             print("\n".join(explain.table(explain.explain_model(calls, arch, arguments.batch or (1,)))))
         else:

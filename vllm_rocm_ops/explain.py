@@ -15,7 +15,7 @@ from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import model_layers
 from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.op import Explanation, Op
-from vllm_rocm_ops.vllm import experts, kernel_selection
+from vllm_rocm_ops.vllm import absorbed_products, experts, kernel_selection
 from vllm_rocm_ops.vllm.attention import is_forced
 from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
 
@@ -138,17 +138,25 @@ LIMITED = {
     "mxfp8_scaled_mm": mxfp8_linear,
     "unquantized_gemm": unquantized_linear,
     "fused_experts": experts,
+    "batched_gemm": absorbed_products,
 }
 """By op: the seam that calls it for few tokens only, and runs vLLM's kernel for more."""
 
 
-MEASURED_FIRST = ("paged_attention_decode", "mla_decode")
-"""Ops that vLLM calls only where they were measured to be faster (vllm/attention.py)."""
+FORCED = "VLLM_ROCM_OPS_ATTENTION=1"
+UNMEASURED = "unmeasured: vLLM's own until ours was measured to be faster"
+ATTENTION = ("paged_attention_decode", "mla_decode")
+"""Ops that vLLM calls only where they were measured to be faster (vllm/attention.py), at every length of requests."""
 
 
 def attention(config: dict, tp: int, arch: str) -> LayerCall:
     """The attention of a model's decode, with the cache as vLLM has it on `arch`."""
     return model_layers.attention(config, tp, native=archs.named(arch).wave_lanes == 64)
+
+
+def around(config: dict, tp: int, arch: str) -> list[LayerCall]:
+    """The calls of decode that vLLM gives ops of ours where they were measured to be faster."""
+    return [*model_layers.absorbed(config, tp), attention(config, tp, arch)]
 
 
 def most_tokens(op: Op) -> int | None:
@@ -178,6 +186,8 @@ def measured_shapes(call: LayerCall, arch: str) -> list[str]:
             argparse.Namespace(w1_scale=a.w1_scale, w2_scale=a.w2_scale, shuffled=order) for order in (False, True)
         ]
         layers = [(a.w1, a.w2, a.out_dtype, one, *how) for one in scales]
+    elif name == "batched_gemm":
+        layers = [(a.weights, a.x.dtype)]
     elif hasattr(a, "quant_dtype"):
         columns = a.input.shape[1] // (1 if hasattr(a, "weight") else 2)
         residuals = ("", " residual") if getattr(a, "residual", None) is None else (" residual",)
@@ -200,8 +210,12 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
     name = call.op.name
     if name in record.off:
         return False, f"off on this GPU: {record.off[name]}"
-    if name in MEASURED_FIRST:
+    if name in ATTENTION:
         return attention_decision(call, record, tokens)
+    if name == "batched_gemm" and is_forced():
+        return tokens <= absorbed_products.MOST_TOKENS, FORCED
+    if name == "batched_gemm" and key is None:
+        return False, UNMEASURED
     if key is None:
         most = most_tokens(call.op)
         if most is None:
@@ -224,7 +238,7 @@ def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens:
     """The same of attention, which is ours where it was faster at every length of requests, in each of vLLM's backends that were
     measured."""
     if is_forced():
-        return True, "VLLM_ROCM_OPS_ATTENTION=1"
+        return True, FORCED
     heads, *sizes = call.parameters
     shape = (
         f"{heads}:{sizes[0]}x{sizes[1]} "
@@ -234,7 +248,7 @@ def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens:
     found = {key: one for key, one in record.shapes.items() if key.startswith(f"{call.op.name} {shape}")}
     served = [kernel_selection.ours_of(key, one) for key, one in found.items()]
     if not served:
-        return False, "unmeasured: vLLM's own until ours was measured to be faster"
+        return False, UNMEASURED
     return all(
         tokens < len(ours) and ours[tokens] for ours in served
     ), f"measured with {len(served)} lengths and backends"

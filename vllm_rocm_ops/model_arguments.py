@@ -152,6 +152,12 @@ def latent_attention(
     return *queries, inputs.values(tokens * width, PAGE, latent + rope), *places, size**-0.5
 
 
+def absorbed(tokens: int, inputs: Inputs, heads: int, k: int, n: int, transposed: bool) -> tuple:
+    """A weight of each head [heads, K, N], with N side by side if transposed, else K."""
+    weights = inputs.values(heads, k, n) if transposed else inputs.values(heads, n, k).transpose(1, 2)
+    return inputs.values(tokens, heads, k), weights
+
+
 def _pages(tokens: int, inputs: Inputs, positions: int) -> tuple[tuple[Tensor, Tensor], int]:
     """The block table and the lengths of requests, and how many pages a request has."""
     width = -(-positions // PAGE)

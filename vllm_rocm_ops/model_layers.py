@@ -3,7 +3,7 @@
 `calls(model_config.read(model), tp, ep)` lists them as vLLM with this package runs them: linear layers; the norms and
 activations around them, which quantise for the one linear that reads their result (see vllm/seams/links.py); routing and
 experts. What runs no op of ours is left out: attention, rotary embeddings, collectives, Qwen3's norms of queries and keys,
-and in DeepSeek the bf16 products that latent attention absorbs.
+and in DeepSeek the products that latent attention absorbs.
 """
 
 from __future__ import annotations
@@ -79,6 +79,17 @@ def attention(config: dict, tp: int = 1, native: bool = True) -> LayerCall:
     sizes = heads, *_kv_heads(model), positions, native
     op = ops.paged_attention_decode
     return LayerCall("attention", op, model_arguments.heads_attention, sizes, model.dtype, model.layers)
+
+
+def absorbed(config: dict, tp: int = 1) -> list[LayerCall]:
+    """The products of latent attention's decode with the weights that it absorbs, which `sequence` leaves out too."""
+    if "kv_lora_rank" not in config:
+        return []
+    model = _Model(config, tp, None)
+    heads, latent = model.part("num_attention_heads"), model["kv_lora_rank"]
+    sizes = {"W_UK": (model["qk_nope_head_dim"], latent, True), "W_UV": (latent, model["v_head_dim"], False)}
+    op, arguments = ops.batched_gemm, model_arguments.absorbed
+    return [LayerCall(n, op, arguments, (heads, *of), model.dtype, model.layers) for n, of in sizes.items()]
 
 
 class _Model:

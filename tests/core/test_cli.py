@@ -257,6 +257,23 @@ def test_explain_of_a_model_says_that_attention_is_measured_first(capsys, monkey
     assert "VLLM_ROCM_OPS_ATTENTION=1: default DecodeConfig" in explained()
 
 
+def test_explain_of_a_model_says_that_absorbed_products_are_measured_first(capsys, monkeypatch):
+    def explained(shapes: dict | None = None) -> dict[str, str]:
+        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, shapes or {}))
+        assert cli.main(["explain", "--model", "deepseek-v3", "--tp", "8", "--arch", "gfx950"]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        return {line[0]: " ".join(line[3:]) for line in lines if line[0].startswith("W_U")}
+
+    ours = {"W_UK": "1 batched_gemm_bf16_transposed_16 128", "W_UV": "1 batched_gemm_bf16_narrow_16 128"}
+    assert set(explained().values()) == {"1 vLLM's own unmeasured: vLLM's own until ours was measured to be faster"}
+    measured = {1: kernel_selection.Measured(2.0, 3.0, 0.0, 0.0)}
+    found = explained({"batched_gemm 16x512x128 bfloat16 transposed bmm": measured})
+    assert found["W_UK"].startswith(f"{ours['W_UK']} measured: ours 2.0 us, vLLM's 3.0 us")
+    assert found["W_UV"].startswith("1 vLLM's own unmeasured")
+    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
+    assert all(line.startswith(f"{ours[name]} VLLM_ROCM_OPS_ATTENTION=1") for name, line in explained().items())
+
+
 def test_the_limits_are_those_of_the_seams():
     """Every seam with a limit says it to `explain`."""
     folder = pathlib.Path(explain.experts.__file__).parent

@@ -68,6 +68,19 @@ def test_attention_of_decode(model, tp, wanted):
     assert arguments.block_table.numel() == len(cache)
 
 
+def test_products_that_latent_attention_absorbs():
+    """Each of a head's two weights, which are [K, N], lies as vLLM has it."""
+    assert model_layers.absorbed(read(LLAMA), 8) == []
+    found = {}
+    for call in model_layers.absorbed(read("deepseek-v3"), 8):
+        x, weights = call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn)
+        found[call.layer] = call.op.name, [*x.shape], [*weights.shape], weights.stride().index(1), call.count
+    assert found == {
+        "W_UK": ("batched_gemm", [3, 16, 128], [16, 128, 512], 2, 61),
+        "W_UV": ("batched_gemm", [3, 16, 512], [16, 512, 128], 1, 61),
+    }
+
+
 def test_qwen3_8b_at_tp2():
     norm = "rms_norm_per_block_quant"
     assert found(read("qwen3-8b-fp8"), 2) == {
@@ -255,7 +268,7 @@ def test_patterns_of_ignored_layers(pattern):
 @pytest.mark.parametrize("arch", archs.ARCHS)
 @pytest.mark.parametrize("model", model_config.shipped())
 def test_every_call_has_arguments_that_its_op_takes(model, arch):
-    for call in [*calls(read(model)), explain.attention(read(model), 1, arch)]:
+    for call in [*calls(read(model)), *explain.around(read(model), 1, arch)]:
         arguments = call.case(3).make("meta", torch.Generator(), archs.ARCHS[arch].fp8_dtype)
         assert call.op.explain(*arguments, arch=arch).launches, call.layer
 
@@ -263,7 +276,7 @@ def test_every_call_has_arguments_that_its_op_takes(model, arch):
 def test_arguments_run():
     """Random ones on CPU, through the references: shapes and types fit together."""
     for model in ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8"):
-        for call in [*calls(read(model)), explain.attention(read(model), 1, "gfx942")]:
+        for call in [*calls(read(model)), *explain.around(read(model), 1, "gfx942")]:
             generator = torch.Generator().manual_seed(0)
             result = call.op(*call.case(2).make("cpu", generator, torch.float8_e4m3fn))
             first = result[0] if isinstance(result, tuple) else result

@@ -82,6 +82,9 @@ class Decoder:
         """Whether query lengths are fewer on the device than on the host."""
         return getattr(self.config.speculative_config, "enable_adaptive_verification", False)
 
+    def adopt(self, layer: torch.nn.Module) -> None:
+        """What else of a layer may be ours, once its weights are loaded."""
+
     def is_ours(self, batch: Batch) -> bool:
         """Whether ours serves a batch of decode rows."""
         requests, query_len = batch

@@ -36,6 +36,8 @@ class NotingBuilder:
             layers = vllm_config.compilation_config.static_forward_context
             for name in layer_names:
                 decoder = getattr(getattr(layers.get(name), "impl", None), "rocm_ops", None)
+                if decoder is not None:
+                    decoder.adopt(layers[name])
                 if decoder is not None and is_measured(decoder):
                     choose(decoder, layers[name], self, kv_cache_spec.block_size)
         except Exception as error:  # noqa: BLE001  nothing is measured then, and vLLM's own serves

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.families.attention import ELEMENTS
+from vllm_rocm_ops.families.decode import MOST_ROWS
 from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
-from vllm_rocm_ops.vllm import attention, attention_timing
+from vllm_rocm_ops.vllm import absorbed_products, attention, attention_timing
 from vllm_rocm_ops.vllm.attention import STOCK, Decoder
 from vllm_rocm_ops.vllm.attention_backends import NO_BATCH, Backend, Batch, find
 
@@ -39,6 +40,13 @@ class LatentDecoder(Decoder):
         """Of a cache that is split over GPUs each has a part of the last keys, so that rows would see other keys."""
         is_split = self.impl.dcp_world_size > 1
         return super().takes(query_len) and not self.is_cut() and (query_len == 1 or not is_split)
+
+    def adopt(self, layer: torch.nn.Module) -> None:
+        """The products around attention, unless bits may not depend on the batch."""
+        if not self.is_batch_invariant:
+            scheduler = self.config.scheduler_config
+            most = max(scheduler.max_num_seqs, 1) * MOST_ROWS
+            absorbed_products.adopt(layer, self.is_forced, min(most, scheduler.max_num_batched_tokens))
 
     def serve(self, q, kv_cache: Tensor, metadata, layer) -> tuple[Tensor, Tensor | None] | None:
         """The output and, for a cache that is split over GPUs, the logarithms of sums. None unless ours serves the batch."""

@@ -1,0 +1,174 @@
+"""The products that latent attention absorbs: which of vLLM's calls of torch.bmm are ours, and what they give."""
+
+import types
+
+import pytest
+import torch
+
+import vllm_rocm_ops
+from vllm_rocm_ops import launch
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.vllm import absorbed_products, kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.kernel_selection import Decided
+
+HEADS, NOPE, V, LATENT = 2, 128, 64, 256
+
+
+class Layer(torch.nn.Module):
+    """The two weights as vLLM makes them, of one projection."""
+
+    num_heads, v_head_dim, kv_lora_rank = HEADS, V, LATENT
+    is_aiter_triton_fp4_bmm_enabled = is_aiter_triton_fp8_bmm_enabled = is_amx_bmm_enabled = False
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        self.load(seed)
+
+    def load(self, seed: int) -> None:
+        from vllm.model_executor.utils import replace_parameter
+
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(HEADS * (NOPE + V), LATENT, generator=generator).bfloat16()
+        w_uk, w_uv = weight.t().view(LATENT, HEADS, NOPE + V).split([NOPE, V], -1)
+        replace_parameter(self, "W_UV", w_uv.transpose(0, 1), prefer_copy=True)
+        replace_parameter(self, "W_UK_T", w_uk.permute(1, 2, 0), prefer_copy=True)
+
+
+def calls(layer: Layer, rows: int = 3) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What vLLM computes with both weights, and what it should, in float64."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    generator = torch.Generator().manual_seed(rows)
+    q = torch.randn(rows, HEADS, NOPE + 64, generator=generator).bfloat16()[..., :NOPE]
+    latent = torch.randn(rows, HEADS, LATENT, generator=generator).bfloat16()
+    absorbed, out = q.new_empty(rows, HEADS, LATENT), q.new_empty(rows, HEADS * V)
+    with torch.no_grad():
+        torch.bmm(q.transpose(0, 1), layer.W_UK_T, out=absorbed.transpose(0, 1))
+        MLAAttention._v_up_proj(layer, latent, out)
+        plain = [torch.Tensor(weights.detach().float()).double() for weights in (layer.W_UK_T, layer.W_UV)]
+        wanted = [torch.einsum("mhk,hkn->mhn", x.double(), w) for x, w in zip((q, latent), plain)]
+    return [absorbed, out.view(rows, HEADS, V)], wanted
+
+
+def served(layer: Layer, rows: int = 3) -> int:
+    """How many of both products ours served. Both must be right."""
+    vllm_rocm_ops.reset_stats()
+    found, wanted = calls(layer, rows)
+    for got, exact in zip(found, wanted):
+        assert (got.double() - exact).abs().max() <= 2**-7 * exact.abs().max()
+    return sum(vllm_rocm_ops.stats().get("batched_gemm", {}).values())
+
+
+def test_both_products_are_ours_where_asked_for(configuration):
+    """By one launch each, and in vLLM's output."""
+    layer, launched = Layer(), []
+    assert served(layer) == 0
+    absorbed_products.adopt(layer, True, 64)
+    assert isinstance(layer.W_UV, torch.nn.Parameter) and layer.state_dict().keys() == {"W_UK_T", "W_UV"}
+
+    class Counting(Emulator):
+        def launch(self, planned, uninitialised):
+            launched.append(planned.symbol)
+            super().launch(planned, uninitialised)
+
+    with launch.executor(Counting("gfx942")):
+        assert served(layer) == 2
+    assert launched == ["batched_gemm_bf16_transposed_16", "batched_gemm_bf16_narrow_16"]
+
+
+def test_all_else_of_a_weight_stays(configuration):
+    """Its place when it is loaded again, the results of other calls, and their classes."""
+    layer = Layer()
+    before = [layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr(), layer.W_UV.stride()]
+    absorbed_products.adopt(layer, True, 64)
+    layer.load(1)
+    assert before == [layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr(), layer.W_UV.stride()]
+    assert served(layer) == 2
+    other, found = Layer(1), layer.W_UV.contiguous()
+    assert type(found) is torch.Tensor and torch.equal(found, other.W_UV)
+    vllm_rocm_ops.reset_stats()
+    left = torch.ones(HEADS, V, LATENT, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(torch.bmm(layer.W_UV, left), torch.bmm(other.W_UV, left))
+        assert torch.bmm(torch.ones(HEADS, 3, LATENT, dtype=torch.bfloat16), layer.W_UV).shape == (HEADS, 3, V)
+    assert sum(vllm_rocm_ops.stats()["batched_gemm"].values()) == 1  # the last: without an out
+
+
+def test_a_weight_that_is_no_parameter(configuration):
+    plain = Layer()
+    layer = types.SimpleNamespace(W_UV=plain.W_UV.detach(), other=1)
+    absorbed_products.adopt(layer, True, 64)
+    assert type(layer.W_UV) is absorbed_products.AbsorbedTensor
+    absorbed_products.leave(layer.W_UV)
+    assert type(layer.W_UV) is torch.Tensor
+
+
+@pytest.fixture
+def noted(configuration):
+    """A layer whose weights are noted to be measured."""
+    kernel_selection.start()
+    layer = Layer()
+    absorbed_products.adopt(layer, False, 200)
+    yield layer
+    kernel_selection.forget()
+
+
+def keys() -> dict[str, kernel_selection.Choice]:
+    return {one.key: one for one in kernel_selection.choices() if one.kernels is absorbed_products.KERNELS}
+
+
+def test_ours_serves_where_it_was_measured_to_be_faster(noted):
+    """Nowhere before that. A weight for which it never is gets its class back."""
+    uk, uv = "batched_gemm 2x256x128 bfloat16 transposed bmm", "batched_gemm 2x64x256 bfloat16 bmm"
+    assert list(keys()) == [uk, uv]
+    assert all(one.most == 64 and len(one.layers) == 1 for one in keys().values())
+    assert served(noted) == 0
+    kernel_selection.settle(Decided({}, {uk: bytes([0, 0, 0]), uv: bytes([0, 1, 1])}))
+    assert served(noted, 2) == 1 and served(noted, 3) == 0
+    assert type(noted.W_UK_T) is torch.nn.Parameter
+    assert type(noted.W_UV) is absorbed_products.AbsorbedParameter
+
+
+def test_nothing_is_noted_without_measurements(configuration, monkeypatch):
+    monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "0")
+    layer = Layer()
+    absorbed_products.adopt(layer, False, 64)
+    assert type(layer.W_UV) is torch.nn.Parameter
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, factor, tmp_path):
+    """Of the very call that vLLM makes."""
+
+    class Clock:
+        def times(self, calls, sets):
+            return {name: [float(len(call(*sets[0])))] for name, call in calls.items()}
+
+        def finish(self):
+            pass
+
+    right = absorbed_products._run
+
+    def run(x, weights, out):
+        right(x, weights, out)
+        return out.mul_(factor)
+
+    monkeypatch.setattr(absorbed_products, "_run", run)
+    for one in keys().values():
+        given = one, list(one.layers.values()), 5, Clock(), kernel_timing.marker(tmp_path / "mark", "")
+        with torch.inference_mode():
+            if factor == 1.0:
+                found = kernel_timing.measure_pair(*given)
+                assert found.ours == found.native == 5 and 0 < found.error < 0.01
+            else:
+                with pytest.raises(kernel_timing.Mismatch):
+                    kernel_timing.measure_pair(*given)
+
+
+def test_more_tokens_than_kernels_take_are_torchs(configuration):
+    layer = Layer()
+    absorbed_products.adopt(layer, True, 100)
+    with launch.executor(Emulator("gfx942")):
+        assert served(layer, absorbed_products.MOST_TOKENS) == 2
+        assert all(kernel.startswith("batched_gemm_") for kernel in vllm_rocm_ops.stats()["batched_gemm"])
+        assert served(layer, absorbed_products.MOST_TOKENS + 1) == 0
