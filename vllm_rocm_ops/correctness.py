@@ -43,6 +43,7 @@ HALF_ULP = {
     torch.float32: 2.0**-24,
 }  # at most, relative to an element
 SMALLEST_HALF_ULP = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}
+STEP, SHARE_OF_SUMS = 2.0**-3, 2.0**-7  # of e4m3 results that are long sums: of an element, and of the largest
 SUMS_FLOOR = {32: 2.0**-11}  # by the lanes of a wave: wgmma keeps 14 bits of a sum of e4m3 products
 
 
@@ -118,6 +119,10 @@ def check(
         got, wanted = ours.flatten()[worst].item(), reference.flatten()[worst].item()
         require(off.max() <= 1, f"{name}: element {int(worst)} is {got}, not {wanted}")
         require(off.sum() <= max(OFF_BY_ONE * off.numel(), 2), f"{name}: {int(off.sum())} of {off.numel()} are off")
+    if ours.element_size() == 1 and not count_ulps:
+        steps, largest = STEP * oracle.abs(), oracle.abs().nan_to_num().max()
+        off = ((ours.double() - oracle).abs() - steps).nan_to_num().max()
+        require(off <= SHARE_OF_SUMS * largest, f"{name}: off by {off} and a step")
     if ours.element_size() > 1:  # an error of 8 bits is rounding: ULPs say more
         infinite = reference.isinf()  # in float64 it may be finite, which would allow any error elsewhere
         require(

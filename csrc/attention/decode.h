@@ -291,6 +291,7 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
           for (int d = 0; d < kDimTiles; ++d) attention::compute_now(out[t][d]);
         load(values, step + 1, next_pages);
         attention::issue_now();
+        attention::use_below(pages);  // a copy above the loads of values would wait for the keys
         next_pages = pages;
       }
     }

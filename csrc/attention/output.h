@@ -95,8 +95,12 @@ struct DecodeOutput {
     const float value_scale = p.value_cache.scale ? mem::load<float>(p.value_cache.scale) : 1.0f;
     const float factor = sum != 0.0f ? value_scale / sum : 0.0f;
     const i64 row = i64(request) * p.query_len + of.row;
-    mem::store(p.out + row * p.out_stride + of.head * p.out_head_stride + first_dim,
-               u32x2{T::pack(total.lo * factor), T::pack(total.hi * factor)});
+    const i64 at = row * p.out_stride + of.head * p.out_head_stride + first_dim;
+    total *= factor;
+    if (p.out_scale) {
+      total *= 1.0f / mem::load<float>(p.out_scale);
+      mem::store((u8*)p.out + at, numerics::to_e4m3x4(total.lo, total.hi));
+    } else mem::store((u16*)p.out + at, u32x2{T::pack(total.lo), T::pack(total.hi)});
     if (first_dim == 0 && p.lse)
       mem::store(p.lse + row * p.query_heads + of.head,
                  sum != 0.0f ? (maximum + numerics::log2_approx(sum)) * 0.6931471805599453f : -__builtin_inff());

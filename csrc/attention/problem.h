@@ -4,9 +4,10 @@
 #include "device/divisor.h"
 
 struct DecodeProblem {
-  const u16* query;  // [requests * query_len, query_heads, D]
-  u16* out;          // the same
-  float* lse;        // [requests * query_len, query_heads], or null
+  const u16* query;        // [requests * query_len, query_heads, D]
+  void* out;               // the same, of 16 bits, or e4m3 with a scale
+  const float* out_scale;  // [1], or null
+  float* lse;              // [requests * query_len, query_heads], or null
   CacheView key_cache, value_cache;
   const int* block_table;  // [requests, pages of a request]
   const int* seq_lens;     // [requests], with the rows of the query

@@ -413,7 +413,10 @@ def attended(
             off[at] = 2.0**-7 * torch.einsum("hc,chd->hd", weights, seen.abs())
             sums[at] = torch.logsumexp(scores, 1)
             lse_off[at] = 1e-3 + FP32 * scores.abs().amax(1)
-    yield "output", out.reshape(wanted.shape).double(), wanted, off + rounded(wanted, dtype)
+    if getattr(a, "out_scale", None) is None:
+        yield "output", out.reshape(wanted.shape).double(), wanted, off + rounded(wanted, dtype)
+    else:
+        yield from quantized("output", wanted, off, out.reshape(wanted.shape), a.out_scale.double())
     if a.return_lse:
         empty = torch.isinf(sums)
         yield "lse", lse.double().where(~empty, 0.0), sums.where(~empty, 0.0), lse_off

@@ -16,7 +16,7 @@ from test_large_tensors import reserved
 from test_planted_bugs import WRONG, kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch, op, ops
+from vllm_rocm_ops import launch, op, ops, quantization
 from vllm_rocm_ops.correctness import check_case, generator_of
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.objects import CodeObject
@@ -253,6 +253,24 @@ BUGS = {
         "gfx942",
         "between its rows",
     ),
+    "scale of out left out": (
+        OUTPUT,
+        "total *= 1.0f / mem::load<float>(p.out_scale);",
+        "",
+        ops.paged_attention_decode,
+        "out-fp8-of-fp8",
+        "gfx950",
+        "off by",
+    ),
+    "pairs of e4m3 swapped": (
+        OUTPUT,
+        "to_e4m3x4(total.lo, total.hi)",
+        "to_e4m3x4(total.hi, total.lo)",
+        ops.paged_attention_decode,
+        "out-fp8",
+        "gfx942",
+        "off by",
+    ),
     "MLA: rows of out as those of the query": (
         OUTPUT,
         "row * p.out_stride",
@@ -480,6 +498,7 @@ def test_an_out_that_cannot_be_written_is_refused(the_op):
         "flat": out.flatten(1),
         "fp16": out.half(),
         "spread": out[:1].expand_as(out),
+        "e4m3 without a scale": out.to(torch.float8_e4m3fn),
     }
     for bad in wrong.values():
         with pytest.raises(ValueError, match=f"{the_op.name}: out must be .*, got "):
@@ -493,6 +512,29 @@ def test_an_out_that_cannot_be_written_is_refused(the_op):
             the_op(*given._replace(out=bad))
     behind = torch.empty(2, *query.shape, dtype=query.dtype)
     the_op(*given._replace(**{given._fields[0]: behind[0].copy_(query)}, out=behind[1]))
+
+
+def test_an_out_scale_without_an_out_for_it_is_refused():
+    given = ops.paged_attention_decode.Arguments(*inputs(ops.paged_attention_decode, "out-fp8", Emulator("gfx942")))
+    for out in (None, given.out.bfloat16()):
+        with pytest.raises(ValueError, match="out must be (a tensor where there is an out_scale|e4m3)"):
+            ops.paged_attention_decode(*given._replace(out=out))
+    with pytest.raises(ValueError, match="out_scale must be float32 with one element"):
+        ops.paged_attention_decode(*given._replace(out_scale=torch.ones(2)))
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_an_out_of_e4m3_is_as_vllm_rounds_it(arch):
+    """One key, whose value is the result: exact but for the last rounding. Values beyond the type's limit are clamped."""
+    emulator = Emulator(arch)
+    dtype, size = emulator.arch.fp8_dtype, 64
+    value = torch.linspace(-15, 15, size).bfloat16().view(1, 1, 1, size)
+    scale, out = torch.tensor([0.03]), torch.empty(1, 1, size, dtype=dtype)
+    given = value[0], value, value, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), 1.0
+    with launch.executor(emulator):
+        ops.paged_attention_decode(*given, out=out, out_scale=scale)
+    assert torch.equal(out.float(), quantization.static(value[0].float(), scale, dtype).float())
+    assert out.float().abs().max() == quantization.LIMIT[dtype]
 
 
 def test_an_out_that_kernels_cannot_store_to_is_the_references():

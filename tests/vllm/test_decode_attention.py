@@ -151,6 +151,7 @@ class Batch:
     padding: int = 0  # rows of tensors behind the batch's tokens
     fp8: bool = False
     layout: str = "contiguous"
+    output_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self):
         generator = torch.Generator().manual_seed(sum(self.lens))
@@ -163,7 +164,7 @@ class Batch:
         dtype = torch.float8_e4m3fn if self.fp8 else torch.bfloat16
         self.keys, self.values = self.keys.to(dtype), self.values.to(dtype)
         self.scales = (0.4, 2.3) if self.fp8 else (1.0, 1.0)
-        self.output = torch.full_like(self.query, SENTINEL)
+        self.output = torch.full_like(self.query, SENTINEL, dtype=self.output_dtype)
 
     def expected(self, window: int = 99) -> torch.Tensor:
         """The output, in float64."""
@@ -242,7 +243,7 @@ def layer(configuration, monkeypatch):
         ran = sum(vllm_rocm_ops.stats().get("paged_attention_decode", {}).values())
         assert (ran, len(served)) in ((1, 0), (0, 1))
         assert not served or served[0] == (*arguments, output_scale, None)
-        assert ran or (batch.output == SENTINEL).all()
+        assert ran or (batch.output.float() == SENTINEL).all()
         return "ours" if ran else "stock"
 
     return call
@@ -272,6 +273,17 @@ def test_rows_behind_the_batch_are_left_alone(layer, member):
     wanted[2:4] = 0
     assert (batch.output.double() - wanted).abs().max() < 0.02
     assert (batch.output[4:] == SENTINEL).all()
+
+
+@pytest.mark.parametrize("member", GPU_BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
+def test_outputs_that_vllm_wants_quantized_are_ours(layer, member, dtype):
+    """With the scale of the next layer."""
+    batch = Batch([33, 50], [1, 1], padding=1, output_dtype=dtype)
+    assert layer(member, batch, output_scale=torch.tensor(0.02)) == "ours"
+    wanted = batch.expected()[:2]
+    assert ((batch.output[:2].double() * 0.02 - wanted).abs() <= wanted.abs() / 16 + 0.02).all()
+    assert (batch.output[2:].float() == SENTINEL).all()
 
 
 @pytest.mark.parametrize("member", GPU_BACKENDS)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import attention
-from vllm_rocm_ops.families.attention import CacheLayout
+from vllm_rocm_ops.families.attention import ELEMENTS, CacheLayout
 from vllm_rocm_ops.families.gemm import divisor
 from vllm_rocm_ops.launch import Counters, Workspace
+from vllm_rocm_ops.quantization import LIMIT
 from vllm_rocm_ops.tensors import describe, overlaps_itself
 
 MOST_ROWS = 8  # of a request
@@ -76,12 +78,14 @@ def reference(
     scales: tuple[Tensor | None, Tensor | None],
     window: int = 0,
     sinks: Tensor | None = None,
+    quantize: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The rows [rows, heads, size of a value] of query's dtype, and the logarithms of their sums [rows, heads]."""
+    """The rows [rows, heads, size of a value] of query's dtype, or quantized, and the logarithms of their sums [rows, heads]."""
     of, (k_scale, v_scale) = exact(query), scales
     factor = scale if k_scale is None else scale * k_scale.to(of)
     requests = query.to(of).mul(factor).unflatten(0, (-1, query_len)) if len(seq_lens) else ()
-    out = query.new_empty((*query.shape[:2], layout.value_size))
+    quantize = quantize or (lambda rows: rows.to(query.dtype))
+    out = quantize(query.new_zeros((*query.shape[:2], layout.value_size), dtype=of))
     lse = query.new_empty(query.shape[:2], dtype=of)
     for r, (of_request, length) in enumerate(zip(requests, seq_lens.tolist())):
         places = torch.arange(max(length, 0), device=query.device)
@@ -91,7 +95,7 @@ def reference(
             values = values.to(query.dtype)
         found, sums = _request(of_request, keys, values, window, sinks)
         at = slice(r * query_len, (r + 1) * query_len)
-        out[at] = (found if v_scale is None else found * v_scale.to(of)).to(query.dtype)
+        out[at] = quantize(found if v_scale is None else found * v_scale.to(of))
         lse[at] = sums
     return out, lse
 
@@ -105,7 +109,7 @@ def returned(out: Tensor | None, return_lse: bool, found: Tensor, lse: Tensor) -
 
 def allocate(a, query: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """The same, unwritten."""
-    out = query.new_empty(query.shape if a.out is None else 0)
+    out = query.new_empty(query.shape) if a.out is None else a.out.new_empty(0)
     shape = (query.shape[0], heads) if a.return_lse else (0, 0)
     return out, query.new_empty(shape, dtype=exact(query))
 
@@ -131,15 +135,18 @@ def requests_contract(a, name: str, query: Tensor) -> Iterator[tuple[str, str, s
     yield name, f"of requests * query_len = {requests * a.query_len} rows", str(rows), rows == requests * a.query_len
 
 
-def out_contract(a, query: Tensor) -> Iterator[tuple[str, str, str, bool]]:
+def out_contract(a, query: Tensor, scale: Tensor | None = None) -> Iterator[tuple[str, str, str, bool]]:
+    if scale is not None:
+        yield "out", "a tensor where there is an out_scale", "None", a.out is not None
     if a.out is not None:
-        holds = (a.out.shape, a.out.dtype) == (query.shape, query.dtype)
-        yield "out", f"{query.dtype} {list(query.shape)}", describe(a.out), holds
+        dtype, holds = (query.dtype, a.out.dtype == query.dtype) if scale is None else ("e4m3", a.out.dtype in LIMIT)
+        yield "out", f"{dtype} {list(query.shape)}", describe(a.out), holds and a.out.shape == query.shape
         yield "out", "without elements in the same place", describe(a.out), not overlaps_itself(a.out)
 
 
-def out_envelope(a, size: int) -> Iterator[tuple[str, bool]]:
+def out_envelope(a, size: int, arch: Arch) -> Iterator[tuple[str, bool]]:
     if a.out is not None:
+        yield f"out is of 16 bits, or e4m3 as {arch.name} has it", a.out.dtype in (*ELEMENTS, arch.fp8_dtype)
         yield attention.heads_envelope("out", attention.heads(a.out, size))
 
 
@@ -207,6 +214,7 @@ def problem_arguments(
 
     return {
         "out": out,
+        "out_scale": getattr(a, "out_scale", None),
         "lse": outputs[1] if a.return_lse else None,
         "key_cache": of_cache(caches[0], scales[0], layout.key_strides()),
         "value_cache": of_cache(caches[1], scales[1], layout.value_strides()),
@@ -258,7 +266,7 @@ def out_of(given: dict, rows: int, heads: int, size: int, dtype: torch.dtype, de
     if not given.get("out"):
         return None
     shape = (rows, heads + 1, size + 8)
-    return torch.full(shape, math.nan).to(dtype).to(device)[:, 1:, :size]
+    return torch.full(shape, math.nan).to(given.get("out_dtype", dtype)).to(device)[:, 1:, :size]
 
 
 def fill(layout: CacheLayout, table: Tensor, lens, given: dict, generator: torch.Generator) -> None:

@@ -57,7 +57,7 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield from attention.cache_envelope(layout, a.q_nope.dtype, arch)
     yield attention.heads_envelope("q_nope", a.q_nope)
     yield attention.heads_envelope("q_pe", a.q_pe)
-    yield from decode.out_envelope(a, LATENT)
+    yield from decode.out_envelope(a, LATENT, arch)
     yield from decode.requests_envelope(a, layout, 2**13)
     yield "there are fewer than 2^31 blocks of a part", _blocks(a, arch) < 2**31
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import attention, decode
 from vllm_rocm_ops.families.attention import CacheLayout
@@ -55,7 +56,8 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         yield "sinks", f"float32 [heads={heads}]", describe(a.sinks), holds
     yield "window", "0 or more", str(a.window), a.window >= 0
     yield decode.partition_contract(a)
-    yield from decode.out_contract(a, a.query)
+    yield from attention.scale_contract("out_scale", a.out_scale)
+    yield from decode.out_contract(a, a.query, a.out_scale)
 
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -65,7 +67,7 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield from attention.cache_envelope(layout, a.query.dtype, arch)
     yield "pages of a native cache have a multiple of 8 slots", not layout.is_native or layout.page_size % 8 == 0
     yield attention.heads_envelope("query", _query(a))
-    yield from decode.out_envelope(a, layout.value_size)
+    yield from decode.out_envelope(a, layout.value_size, arch)
     yield from decode.requests_envelope(a, layout, 2**15)
     yield "sinks is contiguous", a.sinks is None or a.sinks.is_contiguous()
     yield "there are fewer than 2^31 blocks of a part", _blocks(a) < 2**31
@@ -143,6 +145,7 @@ def _inputs(lens, heads, size, given, device, generator, fp8_dtype) -> tuple:
     (query_heads, kv_heads), requests, query_len = heads, len(lens), given.get("query_len", 1)
     dtype, page, layout = given.get("dtype", torch.bfloat16), given.get("page", 16), given.get("layout", "packed")
     is_fp8 = given.get("fp8", False)
+    of_out = {"out_dtype": fp8_dtype} if given.get("out_fp8") else {}
     kind, x = (fp8_dtype, 16) if is_fp8 else (dtype, 8)
     order, pages = decode.pages_of(lens, given, generator)
     if layout == "packed":
@@ -169,7 +172,8 @@ def _inputs(lens, heads, size, given, device, generator, fp8_dtype) -> tuple:
         given.get("window", 0),
         given.get("partition", 0),
         given.get("return_lse", True),
-        decode.out_of(given, requests * query_len, query_heads, size, dtype, device),
+        decode.out_of(given | of_out, requests * query_len, query_heads, size, dtype, device),
+        torch.tensor([0.013], device=device) if of_out else None,
     )
 
 
@@ -207,6 +211,8 @@ def _cases() -> Iterator[Case]:
     yield case("long", (650,), (4, 1), 64)
     yield case("no-lse", (20,), (2, 1), 64, return_lse=False)
     yield case("out", (40, 129), (3, 1), 64, out=True)
+    yield case("out-fp8", (40, 129), (3, 1), 64, out=True, out_fp8=True)
+    yield case("out-fp8-of-fp8", (20, 0), (2, 2), 128, out=True, out_fp8=True, fp8=True, dtype=torch.float16, wider=0)
     yield case("size-80", (20,), (2, 1), 80)
     yield case("no-requests", (), (2, 1), 64)
 
@@ -243,6 +249,7 @@ def paged_attention_decode(
     partition: int = 0,
     return_lse: bool = False,
     out: Tensor | None = None,
+    out_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last query_len rows of each request to its keys and values in a paged cache.
 
@@ -252,10 +259,12 @@ def paged_attention_decode(
     exp(sink) to a row's sum. Heads share a key head in groups of neighbours. Nothing behind seq_len is read or used. With partition
     a request's keys are added in parts of that many, so that its bits do not depend on the batch.
     Returns out like query, 0 without keys, and the natural logarithm of the sums [rows, heads] float32, empty unless return_lse.
-    With an `out` like query, rows and heads may be strided, that is written and an empty tensor returned in its place.
+    With an `out` like query, rows and heads may be strided, that is written and an empty tensor returned in its place. With an
+    out_scale (float32, one element) an `out` of e4m3 gets the values divided by it.
     """
     layout = CacheLayout(key_cache, value_cache)
     rows = attention.heads(query, layout.key_size)
     of = (rows, layout, block_table, seq_lens, query_len, scale, (k_scale, v_scale), window, sinks)
-    found, lse = decode.reference(*of)
+    quantize = None if out_scale is None else lambda x: quantization.static(x, out_scale, out.dtype)
+    found, lse = decode.reference(*of, quantize)
     return decode.returned(out, return_lse, found.view(query.shape), lse)

@@ -22,6 +22,7 @@ from vllm_rocm_ops.families.attention import ELEMENTS, CacheLayout
 from vllm_rocm_ops.families.decode import MOST_ROWS
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.ops.paged_attention_decode import SIZES
+from vllm_rocm_ops.quantization import LIMIT
 from vllm_rocm_ops.vllm import attention_timing, kernel_selection
 from vllm_rocm_ops.vllm.attention_backends import NO_BATCH, Backend, Batch, find
 
@@ -121,14 +122,26 @@ class HeadsDecoder(Decoder):
         behind = found[0] if isinstance(found, tuple) else found  # in front of the row's own
         return 0 if behind in (None, -1) else behind + 1
 
-    def serve(self, layer, query: Tensor, kv_cache: Tensor, metadata, output: Tensor) -> bool:
-        """Write the output of a batch, if ours serves it."""
-        if self.lacks or query.dtype not in ELEMENTS or not is_causal(metadata):
+    def serve(self, layer, query: Tensor, kv_cache: Tensor, metadata, output: Tensor, scale: Tensor | None) -> bool:
+        """Write the output of a batch, if ours serves it; with a scale that of e4m3."""
+        fits = output.dtype in LIMIT if scale is not None else output.dtype == query.dtype
+        if self.lacks or query.dtype not in ELEMENTS or not fits or not is_causal(metadata):
             return False
         batch = self.backend.batch(metadata)
-        return batch != NO_BATCH and self.is_ours(batch) and self.run(batch, layer, query, kv_cache, metadata, output)
+        if batch == NO_BATCH or not self.is_ours(batch):
+            return False
+        return self.run(batch, layer, query, kv_cache, metadata, output, scale)
 
-    def run(self, batch: Batch, layer, query: Tensor, kv_cache: Tensor, metadata, output: Tensor) -> bool:
+    def run(
+        self,
+        batch: Batch,
+        layer,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata,
+        output: Tensor,
+        scale: Tensor | None = None,
+    ) -> bool:
         """Write the output of a batch of decode rows, unless our kernels do not take it."""
         (requests, query_len), caches = batch, self.caches(layer, kv_cache)
         if caches is None:
@@ -136,7 +149,7 @@ class HeadsDecoder(Decoder):
         rows, places = requests * query_len, (metadata.block_table, metadata.seq_lens)
         query, rest = query[:rows], (self.impl.scale, query_len, *self.scales(layer), self.impl.sinks, self.window)
         out = output[:rows].view(query.shape)
-        return run(self.op, query, *caches, *places, *rest, 0, False, out) is not None
+        return run(self.op, query, *caches, *places, *rest, 0, False, out, scale) is not None
 
     def caches(self, layer, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
         """The caches of keys and values, in the dtype that they hold."""
@@ -237,8 +250,8 @@ class DecodeImpl:
         output_scale=None,
         output_block_scale=None,
     ):
-        plain = attn_metadata is not None and output_scale is None and output_block_scale is None
-        if plain and self.rocm_ops.serve(layer, query, kv_cache, attn_metadata, output):
+        may_serve = attn_metadata is not None and output_block_scale is None
+        if may_serve and self.rocm_ops.serve(layer, query, kv_cache, attn_metadata, output, output_scale):
             return output
         given = layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
         return super().forward(*given)
