@@ -18,6 +18,7 @@ from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.bench import report, shapes, tune
 from vllm_rocm_ops.bench import run as bench
 from vllm_rocm_ops.bench.clock import GpuClock
+from vllm_rocm_ops.bench.contests import command as contests
 from vllm_rocm_ops.bench.experts import experts
 from vllm_rocm_ops.bench.peers import load_vllm, peers
 from vllm_rocm_ops.model_layers import LayerCall
@@ -227,8 +228,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     command.add_argument("--jsonl", type=Path, nargs="?", const=True, metavar="FILE", help=meaning)
     mode = command.add_mutually_exclusive_group()
-    mode.add_argument("--once", action="store_true", help="call each case once and check it; time nothing")
-    mode.add_argument("--profile", action="store_true", help="only call each case a few times, for a profiler")
+    mode.add_argument("--once", "-b", action="store_true", help="call each case once and check it; time nothing")
+    mode.add_argument("--profile", "-p", action="store_true", help="only call each case a few times, for a profiler")
     mode.add_argument("--hbm", action="store_true", help="the bandwidth of this GPU's memory instead")
     meaning = (
         "check each case, and each kernel, in the emulator of this architecture; needs no GPU, but the extra [emulator]"
@@ -239,6 +240,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     jobs = min(2, os.cpu_count() or 1)
     command.add_argument("--jobs", type=int, default=jobs, metavar="N", help=f"processes of --emulate; default: {jobs}")
+    contests.add_options(command)
 
     check.add_command(commands)
     arguments = parser.parse_args(argv)
@@ -250,6 +252,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--shapes goes neither with --model nor with --emulate")
     if arguments.command == "bench" and arguments.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
+    if arguments.command == "bench":
+        contests.refuse(parser, arguments)
     return arguments
 
 
@@ -266,6 +270,8 @@ def main(argv: list[str] | None = None) -> int:
             return patch.run(arguments.action, arguments.vllm, arguments.patch)
         elif arguments.command == "tune":
             tune_model(arguments)
+        elif arguments.command == "bench" and arguments.contest:
+            return contests.run(arguments)
         elif arguments.command == "bench":
             return emulate_cases(arguments) if arguments.emulate else bench_shapes(arguments)
         elif arguments.model:

@@ -1,0 +1,128 @@
+"""The contest moe: a layer of routed and shared experts in fp16, as DeepSeek has them.
+
+The data are tokens [batch, length, hidden], weights by name, and a configuration. An expert's weights lie transposed, as [inputs,
+outputs], so that ours are transposed and put together first, which counts. A router's scores are the softmax of its fp16 logits,
+rounded to fp16, where some are equal: which of these experts a token goes to is up to torch.topk, in the reference and
+in ours, because the results of another choice are wrong to the judge. The largest scores are the weights, as they are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.functional import linear, silu
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.bench.contests.contest import Contest, Sizes, Stage
+
+NAMES = ("dhidden", "dexpert", "nroutedexperts", "nsharedexperts", "nexpertspertoken", "bs", "seqlen", "seed")
+CONFIG = (
+    "d_hidden",
+    "d_expert",
+    "n_routed_experts",
+    "n_shared_experts",
+    "n_experts_per_token",
+    "batch_size",
+    "seq_len",
+)
+TESTS = (
+    (7168, 2048, 4, 1, 4, 1, 512, 9371),
+    (7168, 2048, 8, 1, 4, 2, 512, 2291),
+    (7168, 2048, 8, 1, 4, 1, 8192, 81934),
+)
+BENCHMARKS = ((7168, 2048, 32, 1, 4, 1, 2048, 9371), (7168, 2048, 32, 1, 4, 1, 8192, 1212))
+REDUCED = ((128, 64, 8, 2, 4, 2, 40, 2291), (128, 64, 4, 1, 4, 1, 8, 9371))
+Data = tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, int]]
+
+
+def _sizes(shapes: tuple[tuple[int, ...], ...]) -> tuple[Sizes, ...]:
+    return tuple(dict(zip(NAMES, shape)) for shape in shapes)
+
+
+def _make(sizes: Sizes, seed: int, device: str, fp8_dtype: torch.dtype) -> Data:
+    config = dict(zip(CONFIG, (sizes[name] for name in NAMES[:-1])))
+    hidden, expert, shared = sizes["dhidden"], sizes["dexpert"], sizes["dexpert"] * sizes["nsharedexperts"]
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float16, device=device, generator=generator)
+
+    x = drawn(sizes["bs"], sizes["seqlen"], hidden)
+    weights = {"router.weight": drawn(sizes["nroutedexperts"], hidden) / math.sqrt(hidden)}
+    widths = {f"experts.{i}": expert for i in range(sizes["nroutedexperts"])} | {"shared_experts": shared}
+    for name, width in widths.items():
+        for place in (0, 1):
+            weights[f"{name}.{place}.weight"] = drawn(hidden, width) / math.sqrt(width)
+        weights[f"{name}.2.weight"] = drawn(width, hidden) / math.sqrt(hidden)
+    return x, weights, config
+
+
+def _route(
+    x: torch.Tensor, weights: dict[str, torch.Tensor], config: dict[str, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores and the numbers of each token's experts, [tokens, topk]."""
+    scores = linear(x, weights["router.weight"]).softmax(-1)
+    found, ids = scores.topk(config["n_experts_per_token"], dim=-1, sorted=False)
+    return found.flatten(0, -2), ids.flatten(0, -2)
+
+
+def _expert(x: torch.Tensor, weights: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    gate, up, down = (weights[f"{name}.{place}.weight"] for place in range(3))
+    return linear(silu(linear(x, gate.t())) * linear(x, up.t()), down.t())
+
+
+def _reference(data: Data) -> tuple[torch.Tensor]:
+    x, weights, config = data
+    scores, ids = _route(x, weights, config)
+    tokens = x.flatten(0, 1)
+    total = torch.zeros_like(tokens)
+    for expert in range(config["n_routed_experts"]):
+        rows, places = (ids == expert).nonzero(as_tuple=True)
+        if len(rows):
+            total[rows] += _expert(tokens[rows], weights, f"experts.{expert}") * scores[rows, places, None]
+    return (total.view(x.shape) + _expert(x, weights, "shared_experts"),)
+
+
+def _ours(data: Data, stage: Stage) -> torch.Tensor:
+    x, weights, config = data
+    routed, shared = config["n_routed_experts"], config["n_shared_experts"]
+    width, hidden = config["d_expert"], config["d_hidden"]
+    with stage("transpose weights"):
+        w1 = x.new_empty(routed + shared, 2, width, hidden)
+        w2 = x.new_empty(routed + shared, hidden, width)
+        for expert in range(routed + shared):
+            own = expert < routed
+            name = f"experts.{expert}" if own else "shared_experts"
+            first = 0 if own else (expert - routed) * width
+            for place in (0, 1):
+                w1[expert, place].copy_(weights[f"{name}.{place}.weight"][:, first : first + width].t())
+            w2[expert].copy_(weights[f"{name}.2.weight"][first : first + width].t())
+    with stage("route"):
+        scores, ids = _route(x, weights, config)
+        scores, ids = scores.float(), ids.int()
+    with stage("experts"):
+        tokens = x.flatten(0, 1)
+        result = ops.fused_experts(tokens, w1.flatten(1, 2), w2, scores, ids, x.dtype, shared_experts=shared)
+    return result.view(x.shape)
+
+
+def _flops(sizes: Sizes) -> float:
+    """Of the router and of the experts that tokens go to."""
+    of_token = sizes["nroutedexperts"] + 3 * sizes["dexpert"] * (sizes["nexpertspertoken"] + sizes["nsharedexperts"])
+    return 2.0 * sizes["bs"] * sizes["seqlen"] * sizes["dhidden"] * of_token
+
+
+CONTEST = Contest(
+    name="moe",
+    make=_make,
+    reference=_reference,
+    ours=_ours,
+    flops=_flops,
+    tests=_sizes(TESTS),
+    benchmarks=_sizes(BENCHMARKS),
+    reduced=_sizes(REDUCED),
+    rtol=1e-2,
+    atol=1e-2,
+    outputs=("output",),
+)
