@@ -1,5 +1,5 @@
 """Writes what is generated: parts of README.md and of the page beside the results, each between `<!-- name -->` and
-`<!-- /name -->`, the pages of the ops and that of what works with what: python tests/readme.py"""
+`<!-- /name -->`, the pages of the ops, of what works with what and of other systems: python tests/readme.py"""
 
 import ast
 import functools
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import compatibility
 import measurements
 import op_pages
+import systems
 from measurements import RESULTS, ROOT, markdown
 from op_pages import DOCS
 
@@ -115,7 +116,8 @@ def fresh(path: pathlib.Path) -> str:
 
 def documents() -> dict[pathlib.Path, str]:
     """Every file that has generated parts, with the text that it should have."""
-    return {path: fresh(path) for path in BLOCKS} | op_pages.pages() | {compatibility.PAGE: compatibility.page()}
+    pages = {compatibility.PAGE: compatibility.page(), systems.PAGE: systems.page()}
+    return {path: fresh(path) for path in BLOCKS} | op_pages.pages() | pages
 
 
 if __name__ == "__main__":

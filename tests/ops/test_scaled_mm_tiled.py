@@ -3,14 +3,12 @@ tails, by the blocks of the configuration that the model chooses."""
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from vllm_rocm_ops import launch
+from vllm_rocm_ops.bench.contests import gemm as contest
 from vllm_rocm_ops.correctness import FLOOR, check, generator_of
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.families import gemm, tiled_gemm
@@ -19,8 +17,8 @@ from vllm_rocm_ops.launch import Counters, Workspace
 
 DIES = 8
 
-with (Path(__file__).parents[2] / "serving_benchmarks" / "contest_shapes.csv").open() as file:
-    SHAPES = [(int(row["m"]), int(row["n"]), int(row["k"])) for row in csv.DictReader(file)]
+PROBLEMS = (*contest.CONTEST.tests, *contest.CONTEST.benchmarks)
+SHAPES = [(sizes["m"], sizes["n"], sizes["k"]) for sizes in PROBLEMS]
 
 
 def e4m3(rows: int, k: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
