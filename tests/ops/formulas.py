@@ -89,6 +89,13 @@ def layer_norm(before, after, outputs: tuple) -> Found:
     yield from output(a, y, off, outputs, getattr(a, "group_size", None))
 
 
+def softmax(before, after, outputs: tuple) -> Found:
+    x = exact(before.input)
+    y = torch.exp(x - x.amax(-1, keepdim=True))
+    y = y / y.sum(-1, keepdim=True)
+    yield "output", outputs[0].double(), y, FP32 * y + 2.0**-126 + rounded(y, before.input.dtype)
+
+
 def silu_and_mul(before, after, outputs: tuple) -> Found:
     a = before
     gate, up = exact(a.input).chunk(2, -1)
@@ -457,6 +464,7 @@ FORMULAS: dict[str, Callable[..., Found]] = {
         ),
         silu_and_mul,
     ),
+    "softmax": softmax,
     "scaled_mm": scaled_mm,
     "block_scaled_mm": block_scaled_mm,
     "mxfp8_scaled_mm": mxfp8_scaled_mm,

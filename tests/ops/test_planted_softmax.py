@@ -1,0 +1,52 @@
+"""Bugs planted in a copy of softmax's kernels are caught, as in test_planted_bugs.py."""
+
+import pytest
+from marks import full
+from test_planted_bugs import kernels, plant, require_caught  # noqa: F401
+
+from vllm_rocm_ops import ops
+
+# name: (text, what replaces it, case, arch, what must be said)
+BUGS = {
+    "maximum not combined": (
+        "subtracted(reduce_block(maximum, kNothing, maxima, row.waves, Max{}));\n#pragma",
+        "subtracted(maximum);\n#pragma",
+        "bf16",
+        "gfx942",
+        "output 0",
+    ),
+    "sum not scaled when the maximum grows": (
+        "sum *= exponential<T>(maximum - subtracted(grown));",
+        "",
+        "rising",
+        "gfx950",
+        "output 0",
+    ),
+    "waves' sums not scaled": ("sum *= exponential<T>(maximum - of_row);", "", "fp32-long", "gfx942", "output 0"),
+    "tail counted": ("if (!in_bounds) pair =", "if (false) pair =", "hidden2040-tail", "gfx950", "output 0"),
+    "minus infinity subtracted": ("m == kNothing ? 0.0f : m", "m", "bf16-masked", "gfx942", "output 0"),
+    "logarithm rounded": (" + x * 1.925963033500e-8f", "", "fp32-masked", "gfx942", "output 0"),
+    "subnormal numbers lost": ("x < -126.0f", "false", "bf16-special", "gfx942", "output 0"),
+    "last elements left out": (
+        "column < row.hidden; column += row.threads)\n    store_element",
+        "column + 1 < row.hidden; column += row.threads)\n    store_element",
+        "fp16-general",
+        "gfx950",
+        "output 0",
+    ),
+    "rows overlap": ("block * hidden * size", "block * hidden * 2", "fp32", "gfx950", "argument out is also written"),
+    "second chunks dropped in the second pass": (
+        "Chunk y = values<T>(loaded[i], in_bounds);",
+        "Chunk y = values<T>(loaded[0], in_bounds);",
+        "rising",
+        "gfx942",
+        "output 0",
+    ),
+}
+USUAL = ("sum not scaled when the maximum grows", "tail counted", "minus infinity subtracted")  # of the default run
+
+
+@pytest.mark.parametrize("bug", [bug if bug in USUAL else pytest.param(bug, marks=full) for bug in BUGS])
+def test_planted_bug_is_caught(bug, plant, monkeypatch):  # noqa: F811
+    text, replacement, case, arch, said = BUGS[bug]
+    require_caught(("ops/softmax.hip", text, replacement, ops.softmax, case, arch, said), plant, monkeypatch)
