@@ -207,7 +207,6 @@ DEVICE void softmax_general(SoftmaxRow row) {
   }
 // Of one element type: fewest chunks of a thread first.
 #define INSTANCES(name, T)                             \
-  INSTANCE(1024, name##_x1, T, (softmax_vector<T, 1>)) \
   INSTANCE(1024, name##_x2, T, (softmax_vector<T, 2>)) \
   INSTANCE(512, name##_x4, T, (softmax_vector<T, 4>))  \
   INSTANCE(1024, name##_online, T, softmax_online<T>)  \

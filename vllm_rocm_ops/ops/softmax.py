@@ -25,7 +25,7 @@ MOST_THREADS = 1024
 
 @dataclass(frozen=True)
 class SoftmaxConfig:
-    """A block has so many threads. `kernel` is x1, x2 or x4 where a thread keeps so many vectors of 8 elements, online where it
+    """A block has so many threads. `kernel` is x2 or x4 where a thread keeps so many vectors of 8 elements, online where it
     goes through rows of any length, general for any alignment."""
 
     threads: int
@@ -47,7 +47,7 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 def _configs(a, arch: Arch) -> list[SoftmaxConfig]:
     hidden, vector = _hidden(a), rowwise.is_vector(_hidden(a), a.input)
-    *held, general = rowwise.configs(hidden, vector, (1, 2, 4), arch)
+    *held, general = rowwise.configs(hidden, vector, (2, 4), arch)
     found = [SoftmaxConfig(config.threads, f"x{config.vectors_per_thread}") for config in held]
     if vector:
         threads = rowwise.threads_for(hidden // rowwise.VECTOR, IN_FLIGHT, arch)
