@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import check, doctor, envs, explain, model_config, model_layers, patch
 from vllm_rocm_ops import op as op_module
-from vllm_rocm_ops.bench import report, shapes, tune
+from vllm_rocm_ops.bench import report, shapes, stream, tune
 from vllm_rocm_ops.bench import run as bench
 from vllm_rocm_ops.bench.clock import GpuClock
 from vllm_rocm_ops.bench.contests import command as contests
@@ -113,7 +114,9 @@ def bench_shapes(arguments: argparse.Namespace) -> int:
         clock = None
         print(f"The ops run their PyTorch reference here ({error}): no kernel is checked, nothing is timed.")
     if arguments.hbm:
-        for line in bench.hbm(clock, vllm_rocm_ops.ops.unquantized_gemm):
+        asked = arguments.sweep or any(getattr(arguments, name) is not None for name in stream.OPTIONS)
+        by_size = () if asked else bench.hbm(clock, vllm_rocm_ops.ops.unquantized_gemm)
+        for line in itertools.chain(by_size, stream.run(arguments, clock)):
             print(line, flush=True)
         return 0
     found = shapes_of(arguments)
@@ -241,6 +244,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     jobs = min(2, os.cpu_count() or 1)
     command.add_argument("--jobs", type=int, default=jobs, metavar="N", help=f"processes of --emulate; default: {jobs}")
     contests.add_options(command)
+    stream.add_options(command)
 
     check.add_command(commands)
     arguments = parser.parse_args(argv)
@@ -254,6 +258,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
     if arguments.command == "bench":
         contests.refuse(parser, arguments)
+        stream.refuse(parser, arguments)
     return arguments
 
 

@@ -104,6 +104,16 @@ def silu_and_mul(before, after, outputs: tuple) -> Found:
     yield from output(a, y, off, outputs, getattr(a, "group_size", None), bounds_scale=hasattr(a, "group_size"))
 
 
+def stream_memory(before, after, outputs: tuple) -> Found:
+    a, found = before, outputs[0].double()
+    wanted = {"copy": a.words, "write": torch.full_like(a.words, int("01" * 4, 16))}.get(a.direction)
+    if wanted is None:
+        runs = [run.double().sum() for run in a.words.split(1024)]
+        sums = torch.tensor([sum(runs[block :: a.num_blocks]) for block in range(a.num_blocks)], dtype=torch.float64)
+        wanted = (sums + 2**31) % 2**32 - 2**31
+    yield "output", found, wanted.double(), torch.zeros(found.shape, dtype=torch.float64)
+
+
 # Products
 
 
@@ -465,6 +475,7 @@ FORMULAS: dict[str, Callable[..., Found]] = {
         silu_and_mul,
     ),
     "softmax": softmax,
+    "stream_memory": stream_memory,
     "scaled_mm": scaled_mm,
     "block_scaled_mm": block_scaled_mm,
     "mxfp8_scaled_mm": mxfp8_scaled_mm,

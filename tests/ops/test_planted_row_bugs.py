@@ -1,4 +1,4 @@
-"""Bugs planted in a copy of softmax's kernels are caught, as in test_planted_bugs.py."""
+"""Bugs planted in a copy of the kernels of softmax and stream_memory are caught, as in test_planted_bugs.py."""
 
 import pytest
 from marks import full
@@ -7,7 +7,7 @@ from test_planted_bugs import kernels, plant, require_caught  # noqa: F401
 from vllm_rocm_ops import ops
 
 # name: (text, what replaces it, case, arch, what must be said)
-BUGS = {
+SOFTMAX = {
     "maximum not combined": (
         "subtracted(reduce_block(maximum, kNothing, maxima, row.waves, Max{}));\n#pragma",
         "subtracted(maximum);\n#pragma",
@@ -34,7 +34,7 @@ BUGS = {
         "gfx950",
         "output 0",
     ),
-    "rows overlap": ("block * hidden * size", "block * hidden * 2", "fp32", "gfx950", "argument out is also written"),
+    "rows overlap": ("block * hidden * size", "block * hidden * 2", "fp32", "gfx950", "of argument out"),
     "second chunks dropped in the second pass": (
         "Chunk y = values<T>(loaded[i], in_bounds);",
         "Chunk y = values<T>(loaded[0], in_bounds);",
@@ -43,10 +43,31 @@ BUGS = {
         "output 0",
     ),
 }
-USUAL = ("sum not scaled when the maximum grows", "tail counted", "minus infinity subtracted")  # of the default run
+STREAM = {
+    "tail left out": (
+        "for (; first < vectors;",
+        "for (; first + step < vectors;",
+        "write-tail",
+        "gfx942",
+        "NaNs|output 0",
+    ),
+    "another thread's sum too early": ("block_barrier();  // hazard", "// hazard", "read-few", "gfx950", "barrier"),
+    "one vector for a group": ("use(i, first + i * step)", "use(i, first)", "copy-groups", "gfx942", "output 0"),
+    "three words of four": ("sum.z + sum.w", "sum.z", "read-groups", "gfx950", "output 0"),
+    "a block's sum in another's place": (
+        "(u32*)out + u32(wave::block_id_x())",
+        "(u32*)out + (blocks - 1 - wave::block_id_x())",
+        "read-blocks",
+        "gfx942",
+        "output 0",
+    ),
+}
+BUGS = {name: (ops.softmax, *bug) for name, bug in SOFTMAX.items()}
+BUGS |= {name: (ops.stream_memory, *bug) for name, bug in STREAM.items()}
+USUAL = ("sum not scaled when the maximum grows",)  # of the default run
 
 
 @pytest.mark.parametrize("bug", [bug if bug in USUAL else pytest.param(bug, marks=full) for bug in BUGS])
 def test_planted_bug_is_caught(bug, plant, monkeypatch):  # noqa: F811
-    text, replacement, case, arch, said = BUGS[bug]
-    require_caught(("ops/softmax.hip", text, replacement, ops.softmax, case, arch, said), plant, monkeypatch)
+    the_op, text, replacement, case, arch, said = BUGS[bug]
+    require_caught((f"ops/{the_op.name}.hip", text, replacement, the_op, case, arch, said), plant, monkeypatch)

@@ -14,4 +14,5 @@ from vllm_rocm_ops.ops.router_loss import *
 from vllm_rocm_ops.ops.scaled_mm import *
 from vllm_rocm_ops.ops.silu_and_mul import *
 from vllm_rocm_ops.ops.softmax import *
+from vllm_rocm_ops.ops.stream_memory import *
 from vllm_rocm_ops.ops.unquantized_gemm import *
