@@ -10,6 +10,7 @@ import dataclasses
 import fcntl
 import functools
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from typing import NamedTuple
 from vllm_rocm_ops.stats import warn_once
 
 TABLES = Path(__file__).parent / "tables"
+POLL_SECONDS = 0.05
 
 
 class TunedRow(NamedTuple):
@@ -66,9 +68,18 @@ def replace(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Waits until no other process is within it for the same path. The end of a process, however it comes, ends that too."""
+def locked(path: Path, seconds: float) -> Iterator[None]:
+    """Waits until no other process is within it for the same path. The end of a process, however it comes, ends that too. Raises
+    TimeoutError where it takes longer than so many seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + seconds
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{path} is locked for more than {seconds:g} s") from None
+                time.sleep(POLL_SECONDS)
         yield

@@ -5,7 +5,7 @@ For each shape of a layer there is a `Choice`. It is in one of three states:
     unmeasured  ours up to a fixed number of tokens; none of them where AITER was asked for by its switch, and none in attention
     measured    ours where it was faster by more than `MARGIN`, at the numbers of tokens that were measured; between two of them
                 where it was at both; above the largest native
-    off         native, on this GPU: our op gave a wrong result, raised, or did not come back. All shapes of the op are off.
+    off         native, on this GPU: our op gave a wrong result, raised, or ended two processes. All shapes of the op are off.
 
 A choice is asked within the seam's opaque torch op, on the host: one compiled graph serves every number of tokens, and a
 captured graph has the kernel that was chosen for its size. It costs a look at a table of bytes.
@@ -221,11 +221,13 @@ def forget() -> None:
 
 @dataclasses.dataclass
 class Record:
-    """What was measured on one machine: `machine` says which; ops that are off, and why; by shape and number of tokens."""
+    """What was measured on one machine: `machine` says which; ops that are off, and why; by shape and number of tokens; by op, how
+    many processes in turn ended while they measured it."""
 
     machine: dict[str, str]
     off: dict[str, str] = dataclasses.field(default_factory=dict)
     shapes: dict[str, dict[int, Measured]] = dataclasses.field(default_factory=dict)
+    ended: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def decided(self) -> Decided:
         return Decided(dict(self.off), {key: ours_of(key, measured) for key, measured in self.shapes.items()})
@@ -310,7 +312,7 @@ def read(path: Path, machine: dict[str, str] | None = None) -> Record:
             for key, by_tokens in found["shapes"].items()
         }
         if machine in (None, found["machine"]):
-            return Record(dict(found["machine"]), dict(found["off"]), shapes)
+            return Record(dict(found["machine"]), dict(found["off"]), shapes, dict(found.get("ended", {})))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
     return Record(machine or {})

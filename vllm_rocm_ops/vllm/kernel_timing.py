@@ -39,6 +39,7 @@ SAMPLED_GROUPS = 4  # of columns
 ROWS_AT_A_TIME = 1024  # of two results that are compared
 SAMPLE_US = 500.0  # that the calls of one graph are to take
 MOST_SECONDS = 55.0
+MOST_SECONDS_WAITING = 300.0  # for another process that measures, which compiles too
 HOPELESS = 1.5  # times the native kernel's time in one replay: not measured further
 PROGRESS_SECONDS = 5.0
 ROOF_SHARE, OPERATIONS_PER_US, LAUNCH_US = 0.5, 4e8, 3.0  # of a call, when its time is estimated
@@ -193,15 +194,22 @@ def marker(path: Path, text: str) -> Iterator[None]:
             path.unlink()
 
 
-def take_marker(path: Path, record: Record) -> None:
-    """Switch the op off whose measurement ended a process."""
+def take_marker(path: Path, record: Record, save: Callable) -> None:
+    """Remember the op in whose measurement a process ended, before the next may end. It may have been killed: the op is measured
+    again, behind all others. It is off when a second process has ended there before one came through."""
     try:
         op, _, what = path.read_text().partition("\n")
-        path.unlink()
     except OSError:
         return
     if op:
-        record.off[op] = f"a process ended while it measured {what}"
+        record.ended[op] = record.ended.get(op, 0) + 1
+        if record.ended[op] > 1:
+            record.off[op] = f"{record.ended[op]} processes ended while they measured it, the last one {what}"
+        else:
+            logger.warning("vllm-rocm-ops: a process ended while it measured %s, which is measured again", what)
+        save()
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def measure(
@@ -210,7 +218,8 @@ def measure(
     """Measure what a record lacks of some choices, each at so many tokens, by `pair`, and put it there. `save()` keeps the record.
     Stops after `MOST_SECONDS`."""
     start = shown = time.monotonic()
-    left = {one: [m for m in at if m not in record.shapes.get(one.key, {})] for one, at in wanted.items()}
+    suspects_last = sorted(wanted.items(), key=lambda item: record.ended.get(item[0].kernels.op.name, 0))
+    left = {one: [m for m in at if m not in record.shapes.get(one.key, {})] for one, at in suspects_last}
     count, done = sum(map(len, left.values())), 0
     if count:
         logger.info("vllm-rocm-ops: times its kernels against vLLM's: %d shapes, %d pairs", len(left), count)
@@ -306,17 +315,23 @@ def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, pair: C
     with contextlib.ExitStack() as stack:
         keeps = True
         try:
-            stack.enter_context(tables.locked(path.with_suffix(".lock")))
+            stack.enter_context(tables.locked(path.with_suffix(".lock"), MOST_SECONDS_WAITING))
+        except TimeoutError as error:
+            logger.warning("vllm-rocm-ops: only what is known is used, as another process measures: %s", error)
+            return kernel_selection.read(path, here)
         except OSError as error:
             keeps = False
             logger.warning("vllm-rocm-ops: what is measured is not kept: %s", error)
         record = kernel_selection.read(path, here)
-        take_marker(path.with_suffix(".running"), record)
 
         def save() -> None:
             if keeps:
                 kernel_selection.write(path, record)
 
+        take_marker(path.with_suffix(".running"), record, save)
         with torch.inference_mode():
             measure(wanted, clock, record, path, save, pair)
+        if record.ended:  # not by what was measured, which came to its end now
+            record.ended.clear()
+            save()
         return record

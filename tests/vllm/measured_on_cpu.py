@@ -1,0 +1,55 @@
+"""vLLM's CPU engine as one where kernels are measured: a clock of made-up times, and ops of ours whose kernels are their references."""
+
+import time
+
+from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel as Native
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.stats import counter
+from vllm_rocm_ops.vllm import native_kernel
+from vllm_rocm_ops.vllm.seams import measured_selection
+
+
+class Clock:
+    """Ours is faster for few tokens; of norms and activations where `rows_win`. Each pair takes so many seconds."""
+
+    def __init__(self, rows_win: bool, seconds: float):
+        self.rows_win, self.seconds = rows_win, seconds
+
+    def times(self, calls, sets):
+        time.sleep(self.seconds)
+        if hasattr(calls["ours"], "__self__"):  # a norm or an activation
+            return {"ours": [1.0 if self.rows_win else 3.0], "native": [2.0]}
+        few = len(sets[0][0]) <= 8
+        return {"ours": [1.0 if few else 3.0], "native": [2.0]}
+
+    def finish(self):
+        pass
+
+
+def install(factor: float = 1.0, rows_win: bool = True, seconds: float = 0.0) -> None:
+    """Before a model is loaded. Our scaled_mm is wrong by a factor of a scale."""
+    multiply, available = Native.apply_scaled_mm, CPUWorker.determine_available_memory
+
+    def counted(self, **arguments):
+        counter("vllm", "its kernel").calls += 1
+        return multiply(self, **arguments)
+
+    def ours(a, b, scale_a, scale_b, *others):
+        counter("scaled_mm", "ours").calls += 1
+        return ops.scaled_mm.reference(a, b, scale_a, scale_b * factor, *others)
+
+    def rows(op):
+        return lambda *arguments: op.reference(*arguments, *op._defaults[len(arguments) :])
+
+    def after_a_profile_run(self):
+        self.model_runner.profile_run()  # as on a GPU
+        return available(self)
+
+    for name in ("rms_norm_dynamic_per_token_quant", "silu_and_mul_per_token_quant"):
+        getattr(ops, name).run_kernels = rows(getattr(ops, name))
+    native_kernel.choose = lambda *_: Native
+    Native.apply_scaled_mm, ops.scaled_mm.run_kernels = counted, ours
+    measured_selection.clock = lambda: Clock(rows_win, seconds)
+    CPUWorker.determine_available_memory = after_a_profile_run
