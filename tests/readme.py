@@ -13,6 +13,7 @@ from collections.abc import Callable
 import compatibility
 import measurements
 import op_pages
+import quality_table
 import systems
 from measurements import RESULTS, ROOT, markdown
 from op_pages import DOCS
@@ -87,6 +88,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "decode": measurements.decode_summary,
         "experts": measurements.experts_summary,
         "single ops": measurements.single_ops,
+        "quality": quality_table.quality,
     },
     DOCS / "architecture.md": {"tree": tree},
     RESULTS / "README.md": {

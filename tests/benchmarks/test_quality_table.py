@@ -4,6 +4,7 @@ import json
 
 import measurements
 import pytest
+import readme
 from quality_table import quality
 
 
@@ -46,6 +47,13 @@ def test_the_newest_line_of_each_checkpoint_is_a_row(folder):
         "| llama | FP8, a static scale per tensor | 5.2500 | 5.5000 | 5.5006 | +0.010% | -0.225% | 2000 of 2048 |",
         "| deepseek | FP8, a dynamic scale per tensor | 5.2500 | 5.5000 | 5.5006 | **+0.400%** | **-0.225%** | 2000 of 2048 |",
     ]
+
+
+def test_the_page_on_measuring_has_the_table(folder):
+    page = readme.DOCS / "measuring.md"
+    assert "<!-- quality -->\nNothing yet.\n<!-- /quality -->" in readme.fresh(page)
+    (folder / "2026-11-22-b-quality.jsonl").write_text(line("llama", "static") + "\n")
+    assert "| llama | FP8, a static scale per tensor | 5.2500 |" in readme.fresh(page)
 
 
 def test_what_one_side_cannot_run_has_no_difference(folder):
