@@ -60,6 +60,27 @@ BAD = {
     "zero for a block": ("block", changed(INVERSE, element(0.0)), f"{INVERSE} {WANTED.format('0.0', 1)}"),
     "zero for inputs": ("static", changed(INPUT, element(0.0)), f"{INPUT} {WANTED.format('0.0', 1)}"),
     "e5m2": ("block", changed(f"{LAYER}.weight", lambda w: w.to(torch.float8_e5m2)), f"{LAYER}.weight must be e4m3"),
+    "e5m2, per tensor": (
+        "static",
+        changed(f"{LAYER}.weight", lambda w: w.to(torch.float8_e5m2)),
+        f"{LAYER}.weight must be e4m3",
+    ),
+    "e5m2, per channel": (
+        "token",
+        changed(f"{LAYER}.weight", lambda w: w.to(torch.float8_e5m2)),
+        f"{LAYER}.weight must be e4m3",
+    ),
+    "e5m2, MX-FP8": (
+        "mxfp8",
+        changed(f"{LAYER}.weight", lambda w: w.to(torch.float8_e5m2)),
+        f"{LAYER}.weight must be e4m3",
+    ),
+    "a wrong shape, MX-FP8": ("mxfp8", changed(SCALE, lambda s: s[:, :-1]), "(?i)size|shape|Assertion"),
+    "NaN, MX-FP8": (
+        "mxfp8",
+        changed(SCALE, lambda s: s.clone().fill_(255)),
+        f"{SCALE} must be in the checkpoint and no NaN",
+    ),
     "a wrong shape, per channel": ("token", changed(SCALE, lambda s: s[:-1]), "(?i)size|shape|Assertion"),
     "a wrong shape, per block": ("block", changed(INVERSE, lambda s: s[:, :-1]), "(?i)size|shape|Assertion"),
     "a wrong shape, per tensor": (
@@ -77,6 +98,14 @@ BAD_EXPERTS = {
     "NaN for an expert": (
         changed(f"{EXPERTS}.weight_scale_inv", element(NAN)),
         f"w2_weight_scale_inv {WANTED.format('nan', 1)}",
+    ),
+    "zero for an expert": (
+        changed(f"{EXPERTS}.weight_scale_inv", element(0.0)),
+        f"w2_weight_scale_inv {WANTED.format('0.0', 1)}",
+    ),
+    "e5m2 for an expert": (
+        changed(f"{EXPERTS}.weight", lambda w: w.to(torch.float8_e5m2)),
+        f"{EXPERTS}.weight must be e4m3",
     ),
     "none of experts": (lambda tensors: None, "loads"),
 }
