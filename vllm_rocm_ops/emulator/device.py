@@ -49,8 +49,10 @@ class Emulator:
     `vllm_rocm_ops.launch.Launch`.
 
     `options` are those of `Options`. `last` is the last launch's `Counters`, `history` those of all launches with their
-    symbols.
+    symbols. What runs a launch, and what it runs, are of the two types.
     """
+
+    program_type, scheduler_type = Program, Scheduler
 
     def __init__(self, arch_name: str, **options):
         self.arch = arch.named(arch_name)
@@ -95,7 +97,7 @@ class Emulator:
         space = Space(program.space_granule, self.options.races, traffic)
         assert space.add_bytes("the code object", bytes(program.code_object.relocated(program.base))) == program.base
         kernargs = [self._kernarg(space, Path(path), each, kernel, uninitialised) for each in (launch, *beside)]
-        self.last = Scheduler(program, launch, space, kernargs, self.options, blocks).run()
+        self.last = self.scheduler_type(program, launch, space, kernargs, self.options, blocks).run()
         self.history.append((launch.symbol, self.last))
         return self.last
 
@@ -133,5 +135,5 @@ class Emulator:
         if key not in self._programs:
             if symbol not in code.kernels:
                 raise errors.LaunchError(f"{path} must hold {symbol}, got {sorted(code.kernels)}")
-            self._programs[key] = Program(code, symbol, self.arch.name)
+            self._programs[key] = self.program_type(code, symbol, self.arch.name)
         return self._programs[key]

@@ -1,0 +1,251 @@
+"""A compute unit in time: the waves of its blocks issue in order, each on its SIMD, as registers, waits and units allow.
+
+Of the waves that could take a unit, the one with the highest priority takes it, and of these the oldest; matrix instructions go before
+others. Waves of a SIMD issue to different units in the same cycle. A matrix instruction keeps the vector ALU while it issues, and the matrix unit for all its cycles;
+packed arithmetic needs both.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from .hierarchy import Memory
+from .machines import Machine
+from .trace import Access, Block, Step
+
+SIMDS = 4
+VECTOR = frozenset(("valu", "wide", "transcendental", "packed", "matrix"))
+NOTHING = Access()
+
+
+class _Simd:
+    __slots__ = ("lds", "lds_queue", "matrix", "matrix_wave", "scalar", "stores", "vector")
+
+    def __init__(self):
+        self.vector = self.matrix = self.scalar = self.lds = self.stores = 0.0
+        self.matrix_wave: _Wave | None = None
+        self.lds_queue: deque[float] = deque()
+
+
+class _Group:
+    """A block that runs."""
+
+    __slots__ = ("arrived", "live", "waiting")
+
+    def __init__(self, live: int):
+        self.live, self.arrived = live, 0.0
+        self.waiting: list[_Wave] = []
+
+
+class _Wave:
+    __slots__ = ("age", "at", "fetched", "group", "lgkm", "next", "priority", "ready", "simd", "steps", "vm")
+
+    def __init__(self, steps: list[Step], simd: _Simd, group: _Group, age: int, start: float):
+        self.steps, self.simd, self.group, self.age = steps, simd, group, age
+        self.at = self.priority = 0
+        self.next = self.fetched = start
+        self.ready: dict = {}  # by register: when it is written, and by which matrix instruction's chain
+        self.vm: list[float] = []
+        self.lgkm: list[float] = []
+
+
+class ComputeUnit:
+    """Runs blocks, `held` at once. `observe(wave's age, instruction's index, time)` is told of each issue."""
+
+    def __init__(self, machine: Machine, memory: Memory, observe: Callable[[int, int, float], None] | None = None):
+        self.machine, self.memory, self.observe = machine, memory, observe
+        self.simds = [_Simd() for _ in range(SIMDS)]
+        self.lds = 0.0
+        self.code: dict[int, float] = {}
+        self.waves = 0
+        self.heap: list = []
+
+    def run(
+        self,
+        blocks: Iterable[Block],
+        starts: Iterable[float],
+        held: int,
+        others: Callable[[int, int], float] | None = None,
+    ) -> float:
+        """Cycles until the last block has ended and its stores are done. `starts`: from when the dispatcher offers each block.
+        `others(block's place, running blocks)`: blocks of the chip for each of this compute unit."""
+        machine, memory, heap = self.machine, self.memory, self.heap
+        ahead = deque(enumerate(zip(blocks, starts, strict=False)))
+        running, end, warm = 0, 0.0, machine["dispatch"] + machine["first_warm"]
+
+        def start(time: float) -> None:
+            nonlocal running
+            place, (block, offered) = ahead.popleft()
+            running += 1
+            cold = not place or time <= 0
+            begin = max(time, offered) + (machine["first_instruction"] if cold else warm)
+            group = _Group(len(block.waves))
+            for steps in block.waves:
+                wave = _Wave(steps, self.simds[self.waves % SIMDS], group, self.waves, begin)
+                self.waves += 1
+                self._push(wave)
+            if others:
+                memory.others = others(place, running)
+
+        for _ in range(min(held, len(ahead))):
+            start(0.0)
+        while heap:
+            time, *_, wave = heapq.heappop(heap)
+            ended = self._step(time, wave)
+            if ended is not None:
+                end = max(end, ended)
+                wave.group.live -= 1
+                self._open(time, wave.group)
+                if not wave.group.live:
+                    running -= 1
+                    if ahead:
+                        start(time)
+        return max(end, memory.drained)
+
+    def _push(self, wave: _Wave) -> None:
+        """Finds when the wave's next instruction could issue, were all units free, and has it wait until then."""
+        machine, instr = self.machine, wave.steps[wave.at][0]
+        line = instr.address >> 6
+        fetched = max(wave.fetched, wave.next - machine["fetch_ahead"])
+        if line not in self.code:
+            self.code[line] = fetched + (machine["fetch_new_line"] if wave.at else 0)
+        crosses = instr.size == 8 and instr.address & 7
+        fetched = wave.fetched = max(fetched, self.code[line]) + (machine["crossing"] if crosses else machine["issue"])
+        time = max(wave.next, fetched)
+        ready = wave.ready
+        if ready:
+            for code in instr.reads:
+                if code in ready:
+                    done, chain = ready[code]
+                    if chain is not None and instr.kind == "matrix" and code in instr.chained:
+                        done = chain
+                    time = max(time, done)
+        if instr.kind == "wait":
+            for outstanding, allowed in ((wave.vm, instr.vm), (wave.lgkm, instr.lgkm)):
+                if len(outstanding) > allowed:
+                    time = max(time, outstanding[-(allowed + 1)])
+                    del outstanding[: len(outstanding) - allowed]
+        self._wait(time, wave, instr.kind)
+
+    def _wait(self, time: float, wave: _Wave, kind: str) -> None:
+        heapq.heappush(self.heap, (time, -wave.priority, kind != "matrix", wave.age, wave))
+
+    def _step(self, time: float, wave: _Wave) -> float | None:
+        """Issues a wave's next instruction, or has it wait for its unit. When a wave has ended: when its stores are done."""
+        instr, access = wave.steps[wave.at]
+        kind, simd, machine = instr.kind, wave.simd, self.machine
+        busy = self._busy_until(kind, simd, wave, access)
+        if busy > time:
+            self._wait(busy, wave, kind)
+            return None
+        if self.observe:
+            self.observe(wave.age, wave.at, time)
+        wave.next = time + machine["issue"]
+        if kind in VECTOR:
+            self._vector(time, wave, instr)
+        elif kind == "lds":
+            self._lds(time, wave, access or NOTHING)
+        elif kind == "vmem":
+            self._vmem(time, wave, access)
+        elif kind == "smem":
+            self._smem(time, wave, access)
+        elif kind == "salu":
+            simd.scalar = time + machine["issue"]
+            for code in instr.writes:
+                wave.ready[code] = time + machine["salu_latency"], None
+        elif kind == "nop":
+            wave.next = time + machine["issue"] * (instr.count + 1)
+        elif kind == "sleep":
+            wave.next = time + 64 * instr.count
+        elif kind == "priority":
+            wave.priority = instr.count & 3
+        elif kind == "end":
+            return max(time, wave.vm[-1] if wave.vm else 0.0)
+        wave.at += 1
+        if wave.at == len(wave.steps):
+            return max(time, wave.vm[-1] if wave.vm else 0.0)
+        if kind == "branch" and wave.steps[wave.at][0].address != instr.address + instr.size:
+            wave.next = wave.fetched = time + machine["branch"]
+        if kind == "barrier":
+            self._arrive(time, wave)
+        else:
+            self._push(wave)
+        return None
+
+    def _busy_until(self, kind: str, simd: _Simd, wave: _Wave, access: Access | None) -> float:
+        """When the unit that an instruction needs is free."""
+        if kind in VECTOR:
+            if kind == "matrix":
+                return max(simd.vector, simd.matrix)
+            if kind == "packed" and simd.matrix > 0:
+                again = self.machine["packed_after_matrix"] if simd.matrix_wave is wave else 0
+                return max(simd.vector, simd.matrix + again)
+            return simd.vector
+        if kind == "salu":
+            return simd.scalar
+        if kind == "vmem" and access:
+            return max(self.memory.room(), simd.stores if access.store else 0)
+        if kind == "lds" and len(simd.lds_queue) >= self.machine["lds_queue"]:
+            return simd.lds_queue[0]
+        return 0.0
+
+    def _vector(self, time: float, wave: _Wave, instr) -> None:
+        machine, simd, kind, chain = self.machine, wave.simd, instr.kind, None
+        if kind == "matrix":
+            simd.vector = time + machine["matrix_issue"]
+            simd.matrix, simd.matrix_wave = time + instr.cycles, wave
+            done, chain = simd.matrix + machine["matrix_latency"], simd.matrix + machine["matrix_chain"]
+        else:
+            unit = {"wide": "wide_valu", "transcendental": "transcendental"}.get(kind, "valu")
+            simd.vector = time + machine[unit]
+            done = simd.vector + machine["valu_latency"] - machine["valu"]
+        for code in instr.writes:
+            wave.ready[code] = done, chain
+
+    def _lds(self, time: float, wave: _Wave, access: Access) -> None:
+        machine, simd = self.machine, wave.simd
+        begin = max(time, self.lds, simd.lds)
+        self.lds = begin + access.cycles
+        simd.lds = begin + max(access.bytes / machine["lds_wave_bytes"], access.cycles)
+        queue = simd.lds_queue
+        queue.append(begin)
+        if len(queue) > machine["lds_queue"]:
+            queue.popleft()
+        _complete(wave.lgkm, simd.lds + machine["lds_latency"])
+
+    def _vmem(self, time: float, wave: _Wave, access: Access | None) -> None:
+        if access is None:  # no lane of it is active
+            _complete(wave.vm, time)
+        elif access.store:
+            wave.simd.stores = time + access.bytes / self.machine["vmem_bytes"]
+            _complete(wave.vm, self.memory.store(time, access))
+        else:
+            _complete(wave.vm, self.memory.load(time, access))
+
+    def _smem(self, time: float, wave: _Wave, access: Access | None) -> None:
+        done = time + self.machine["scalar_latency"]
+        for line in access.lines if access else ():
+            if ("scalar", line) not in self.code:
+                self.code["scalar", line] = time + self.machine["scalar_cold"]
+            done = max(done, self.code["scalar", line])
+        _complete(wave.lgkm, done)
+
+    def _arrive(self, time: float, wave: _Wave) -> None:
+        wave.group.waiting.append(wave)
+        self._open(time, wave.group)
+
+    def _open(self, time: float, group: _Group) -> None:
+        """Lets the waves of a block go on if all of them that run are at the barrier; the last came, or ended, at `time`."""
+        group.arrived = max(group.arrived, time)
+        if group.waiting and len(group.waiting) == group.live:
+            waiting, group.waiting = group.waiting, []
+            for wave in waiting:
+                wave.next = max(wave.next, group.arrived + self.machine["barrier"])
+                self._push(wave)
+
+
+def _complete(outstanding: list[float], time: float) -> None:
+    """Adds an operation to those that return in order."""
+    outstanding.append(max(time, outstanding[-1]) if outstanding else time)

@@ -1,0 +1,121 @@
+"""The memory of one compute unit: its vector memory path and L1, and its part of L2, Infinity Cache and HBM.
+
+Beyond L1 each level is a latency and a bandwidth. All blocks that run at once share the bandwidth evenly, so that the compute unit has
+the part of its own blocks. What other blocks of the die load too, crosses the fabric once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from .machines import Machine
+from .trace import LINE, Access
+
+L2, MALL, HBM = range(3)
+
+
+class Sharing(NamedTuple):
+    """How many blocks load a line, by line, if more than one does: of its die, and of the chip."""
+
+    die: Mapping[int, float]
+    chip: Mapping[int, float]
+
+
+NOTHING_SHARED = Sharing({}, {})
+
+
+class Memory:
+    """`hot`: whether Infinity Cache holds the inputs. `load` and `store` take an access in the order of their issue."""
+
+    def __init__(self, machine: Machine, sharing: Sharing = NOTHING_SHARED, hot: bool = False):
+        cycles = machine["clock"] / 1e3  # of a nanosecond
+        self.sharing, self.first_level = sharing, MALL if hot else HBM
+        base = machine["l2_latency"]
+        self.latency = (base, base + machine["mall_latency"] * cycles, base + machine["hbm_latency"] * cycles)
+        bandwidths = (machine[name] for name in ("l2_bandwidth", "mall_bandwidth", "hbm_bandwidth"))
+        self.cycles_per_byte = [cycles / bandwidth for bandwidth in bandwidths]  # 1 GB/s is a byte per nanosecond
+        self.path, self.limit = machine["vmem_bytes"], machine["vmem_in_flight"]
+        self.l1_latency, self.depth = machine["l1_latency"], int(machine["vmem_queue"])
+        self.lines = int(machine["l1_bytes"]) // LINE
+        self.l1: OrderedDict[int, None] = OrderedDict()
+        self.l2: set[int] = set()
+        self.free = [0.0, 0.0, 0.0]  # when each level has served what was asked of it
+        self.port = self.returned = 0.0
+        self.queue: list[float] = []  # when the last accesses leave the queue
+        self.awaited: list[tuple[float, int]] = []
+        self.bytes_awaited = 0
+        self.others = 1.0  # blocks of the chip for each of this compute unit
+
+    def room(self) -> float:
+        """When the queue takes another access."""
+        return self.queue[-self.depth] if len(self.queue) >= self.depth else 0.0
+
+    def _begin(self, time: float, access: Access, awaited: int) -> float:
+        """When the access has passed the address path."""
+        begin = max(time, self.port)
+        while self.awaited and self.bytes_awaited + awaited > self.limit:
+            arrival, size = heapq.heappop(self.awaited)
+            self.bytes_awaited -= size
+            begin = max(begin, arrival)
+        self.port = begin + max(4, access.bytes / self.path, len(access.lines))
+        self.queue.append(begin + self.l1_latency)
+        if len(self.queue) > 2 * self.depth:
+            del self.queue[: -self.depth]
+        return begin
+
+    def _await(self, arrival: float, size: int) -> None:
+        heapq.heappush(self.awaited, (arrival, size))
+        self.bytes_awaited += size
+
+    def _serve(self, level: int, time: float, size: float) -> float:
+        """When a level has served so many bytes more."""
+        self.free[level] = max(self.free[level], time) + size * self.cycles_per_byte[level] * self.others
+        return self.free[level]
+
+    def load(self, time: float, access: Access) -> float:
+        """When the data of a load that issues at `time` are in registers."""
+        l1, l2 = self.l1, self.l2
+        missed = [line for line in access.lines if line not in l1]
+        for line in access.lines:
+            l1[line] = None
+            l1.move_to_end(line)
+        while len(l1) > self.lines:
+            l1.popitem(last=False)
+        begin = self._begin(time, access, len(missed) * LINE)
+        arrival = begin + self.l1_latency
+        if missed:
+            arrival = max(arrival, self._serve(L2, begin, len(missed) * LINE) + self.latency[L2])
+            fresh = [line for line in missed if line not in l2]
+            if fresh:
+                l2.update(fresh)
+                arrival = max(arrival, self._beyond(begin, fresh))
+            self._await(arrival, len(missed) * LINE)
+        self.returned = max(self.returned + access.bytes / self.path, arrival)
+        return self.returned
+
+    def _beyond(self, time: float, lines: list[int]) -> float:
+        """When lines that this die's L2 has not had arrive."""
+        die, chip = self.sharing
+        arrival = self._serve(MALL, time, LINE * sum(1 / die.get(line, 1) for line in lines)) + self.latency[MALL]
+        if self.first_level == HBM:
+            arrival = max(
+                arrival, self._serve(HBM, time, LINE * sum(1 / chip.get(line, 1) for line in lines)) + self.latency[HBM]
+            )
+        return arrival
+
+    def store(self, time: float, access: Access) -> float:
+        """When a store that issues at `time` is complete. What it wrote goes on to Infinity Cache behind it."""
+        begin = self._begin(time, access, access.bytes)
+        done = (
+            max(self._serve(level, begin, access.bytes) for level in range(self.first_level + 1)) + self.latency[MALL]
+        )
+        self._await(done, access.bytes)
+        return done
+
+    @property
+    def drained(self) -> float:
+        """When every level has served what was asked of it."""
+        return max(self.free)

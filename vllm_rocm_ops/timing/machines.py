@@ -1,0 +1,137 @@
+"""The machines: their constants, each with its unit, its source, and whether it was documented, measured, fitted or guessed.
+
+No constant belongs to a kernel, a tile or a symbol. Cycles are those of the shader clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from vllm_rocm_ops import arch as archs
+
+KINDS = ("documented", "measured", "fitted", "guessed")
+MOST_FITTED = 15  # constants of a machine
+
+_ISA = "AMD Instinct MI300 (CDNA3) ISA"
+_COISSUE = "tingqli/pyhip docs/mfma-valu-coissue.md@581ed656, MI308X"
+_FIFO = "tingqli/pyhip attn_4wave/tools/vmem-fifo.md@38db46cf, MI308X"
+_LATENCY = "tingqli/pyhip docs/mem_latency.md@f4adf8be, MI308X"
+_CHASE = "RRZE-HPC/gpu-benches@1038c5d gpu-latency, MI300X at 2092 MHz"
+_STREAM = "RRZE-HPC/gpu-benches@1038c5d gpu-stream, MI300X"
+_CACHE = "RRZE-HPC/gpu-benches@1038c5d gpu-cache, MI300X"
+_BANDWIDTH = "tingqli/pyhip attn_4wave/tools/vmem-bandwidth.md@38db46cf, MI308X"
+_TRITON = "facebookexperimental/triton AMDLatencyModel.h@0d3d8f74, MI350X"
+_TRACES = "tinygrad/tinygrad@a9069c17 extra/sqtt, MI350X"
+_GLUON = "ROCm/gfx950-gluon-tutorials docs/tcp_bound_tile_model.md@41a37bc8, MI355X"
+_COUNTERS = "ROCm/rocprofiler-compute@95b600e tests/workloads/device_filter, MI300X"
+
+
+class Constant(NamedTuple):
+    """A number of the model."""
+
+    value: float
+    unit: str
+    kind: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A product. `machine[name]` is the value of a constant."""
+
+    name: str
+    constants: dict[str, Constant]
+
+    @property
+    def arch(self) -> archs.Arch:
+        """Its architecture, with its number of compute units."""
+        return archs.named(self.name)
+
+    def __getitem__(self, name: str) -> float:
+        return self.constants[name].value
+
+    def but(self, name: str | None = None, **constants: Constant | float) -> Machine:
+        """This machine with other constants; a mere number changes the value alone."""
+        changed = dict(self.constants)
+        for key, new in constants.items():
+            changed[key] = new if isinstance(new, Constant) else changed[key]._replace(value=float(new))
+        return Machine(name or self.name, changed)
+
+
+_CONSTANTS = {
+    # Issue
+    "issue": Constant(4, "cycles from an instruction of a wave to its next", "documented", _ISA),
+    "valu": Constant(4, "cycles of the vector ALU, 64 lanes on 16", "measured", _COISSUE),
+    "wide_valu": Constant(8, "cycles of an instruction on 64-bit numbers", "guessed", "half the rate, as " + _ISA),
+    "transcendental": Constant(16, "cycles of the vector ALU", "measured", _COISSUE),
+    "matrix_issue": Constant(4, "cycles that a matrix instruction keeps the vector ALU", "measured", _COISSUE),
+    "packed_after_matrix": Constant(
+        8, "cycles from the end of a wave's matrix instruction to a packed one of it", "measured", _COISSUE
+    ),
+    "crossing": Constant(
+        5, "cycles to fetch an 8-byte instruction that crosses an 8-byte boundary, 4 others", "measured", _COISSUE
+    ),
+    "fetch_ahead": Constant(12, "cycles that the fetch of a wave may be ahead", "guessed", "three instructions"),
+    "fetch_new_line": Constant(
+        54,
+        "cycles for 64 bytes of code that the compute unit has not had",
+        "measured",
+        "43 - 16 per 32 bytes: " + _COUNTERS,
+    ),
+    "branch": Constant(16, "cycles of a taken branch", "measured", _TRACES),
+    "barrier": Constant(20, "cycles from the last wave's arrival to the next instruction", "guessed", "a few issues"),
+    "salu_latency": Constant(4, "cycles to a scalar result", "guessed", "as long as its issue"),
+    "valu_latency": Constant(8, "cycles to a vector result", "measured", _TRITON),
+    "matrix_chain": Constant(2, "cycles more to an accumulator of the next matrix instruction", "measured", _TRITON),
+    "matrix_latency": Constant(12, "cycles more to a result for others", "documented", "LLVM's wait states of gfx940"),
+    # LDS
+    "lds_latency": Constant(48, "cycles to the first data of an LDS read", "measured", _LATENCY),
+    "lds_wave_bytes": Constant(64, "bytes per cycle between LDS and a SIMD", "measured", _LATENCY),
+    "lds_queue": Constant(
+        8, "LDS instructions of a SIMD that wait", "measured", "gluon-tutorials docs/lds_throughput.md"
+    ),
+    # Vector memory, up to L1
+    "vmem_issue": Constant(4, "cycles to issue a load while there is room", "measured", _FIFO),
+    "vmem_queue": Constant(16, "vector memory instructions of a compute unit before L1 has them", "measured", _FIFO),
+    "vmem_bytes": Constant(64, "bytes per cycle and compute unit, address and data", "measured", _FIFO),
+    "vmem_in_flight": Constant(32768, "bytes that a compute unit awaits", "measured", _GLUON),
+    "l1_bytes": Constant(32768, "bytes", "documented", "CDNA3 white paper"),
+    "l1_latency": Constant(116, "cycles", "measured", _CHASE),
+    # Caches and HBM
+    "l2_latency": Constant(212, "cycles", "measured", _CHASE),
+    "mall_latency": Constant(116, "ns beyond L2", "measured", "455 cycles: " + _CHASE),
+    "hbm_latency": Constant(318, "ns beyond L2", "measured", "877 cycles: " + _CHASE),
+    "l2_bandwidth": Constant(27000, "GB/s of all XCDs", "measured", _CACHE),
+    "mall_bandwidth": Constant(11900, "GB/s", "measured", "chipsandcheese.com, testing AMD's giant MI300X"),
+    "hbm_bandwidth": Constant(4200, "GB/s of reads", "measured", _STREAM),
+    "mall_bytes": Constant(256 << 20, "bytes", "documented", "CDNA3 white paper"),
+    "scalar_latency": Constant(48, "cycles of the scalar cache", "measured", "caps-tum/mt4g@4cc5566, MI300X"),
+    "scalar_cold": Constant(
+        660, "cycles of a scalar load that no cache near has", "measured", "550 to 770: " + _TRACES
+    ),
+    # Launch
+    "xcds": Constant(8, "dies with an L2 each", "documented", "CDNA3 white paper"),
+    "engines": Constant(4, "shader engines of an XCD, which start blocks in turn", "documented", "CDNA3 white paper"),
+    "dispatch": Constant(14.7, "cycles from a block to the next of its engine", "measured", _TRACES),
+    "dispatch_wave": Constant(5, "cycles more for each further wave of a block", "guessed", "registers are set"),
+    "first_instruction": Constant(684, "cycles from a wave's start, cold", "measured", _TRACES),
+    "first_warm": Constant(100, "cycles from a later block's start", "guessed", "code is there"),
+    "start": Constant(1.0, "us of a kernel before its first block and after its last", "fitted", "calibrate.py"),
+    "clock": Constant(2100, "MHz where memory bounds", "documented", "AMD Instinct MI300X data sheet"),
+}
+
+MI300X = Machine("MI300X", _CONSTANTS)
+MI308X = MI300X.but(
+    "MI308X",
+    clock=Constant(1800, "MHz", "measured", _BANDWIDTH),
+    hbm_bandwidth=Constant(4273, "GB/s", "measured", _BANDWIDTH),
+)
+MACHINES = {machine.name: machine for machine in (MI300X, MI308X)}
+
+
+def named(name: str) -> Machine:
+    """The machine of a product's name; case does not matter. Raises ValueError."""
+    if name.upper() not in MACHINES:
+        raise ValueError(f"a timing model exists of {', '.join(MACHINES)}, got {name}")
+    return MACHINES[name.upper()]
