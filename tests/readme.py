@@ -47,7 +47,7 @@ def families() -> str:
 
 FOLDERS = (
     "vllm_rocm_ops",
-    *(f"vllm_rocm_ops/{name}" for name in ("bench", "vllm", "vllm/seams", "ops", "families", "emulator")),
+    *(f"vllm_rocm_ops/{name}" for name in ("bench", "vllm", "vllm/seams", "ops", "families", "emulator", "timing")),
 )
 CSRC = ("csrc/ops", "csrc/gemm", "csrc/device", "csrc/runtime")
 

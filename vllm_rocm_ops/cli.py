@@ -23,6 +23,7 @@ from vllm_rocm_ops.bench.contests import command as contests
 from vllm_rocm_ops.bench.experts import experts
 from vllm_rocm_ops.bench.peers import load_vllm, peers
 from vllm_rocm_ops.model_layers import LayerCall
+from vllm_rocm_ops.timing import command as predict
 
 MOST_TOKENS = 2**24  # of a step
 SHOWN = 3  # of the configurations of a sweep; more where they are chosen or wrong
@@ -179,6 +180,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     command.add_argument("--emulate", action="store_true", help=meaning)
 
+    predict.add_command(commands, names, add_model)
+
     command = commands.add_parser("tune", help="find and keep the best configurations for a model on this GPU")
     add_model(command, True, f"1, 2, 4, 8, 16, 24, ... {tune.DECODE[-1]}, as vLLM captures graphs")
     command.add_argument("--op", choices=names, metavar="OP", help="this one only")
@@ -252,6 +255,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("explain takes an op or --model")
     if arguments.command == "explain" and arguments.model and arguments.emulate:
         parser.error("--emulate takes an op, not --model")
+    if arguments.command == "predict" and sum(map(bool, (arguments.op, arguments.model, arguments.check))) != 1:
+        parser.error("predict takes one of an op, --model and --check")
     if arguments.command == "bench" and arguments.shapes and (arguments.model or arguments.emulate):
         parser.error("--shapes goes neither with --model nor with --emulate")
     if arguments.command == "bench" and arguments.jobs < 1:
@@ -273,6 +278,8 @@ def main(argv: list[str] | None = None) -> int:
             return check.run(arguments)
         elif arguments.command == "patch":
             return patch.run(arguments.action, arguments.vllm, arguments.patch)
+        elif arguments.command == "predict":
+            return predict.run(arguments, lambda: calls_of(arguments), vllm_rocm_ops.ops)
         elif arguments.command == "tune":
             tune_model(arguments)
         elif arguments.command == "bench" and arguments.contest:

@@ -10,7 +10,9 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.program import Program
 from vllm_rocm_ops.emulator.scheduler import Scheduler
 from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.timing import trace
+from vllm_rocm_ops.timing import machines, trace
+from vllm_rocm_ops.timing.compute_unit import ComputeUnit
+from vllm_rocm_ops.timing.hierarchy import Memory
 
 LOOP = (
     LOAD_POINTERS
@@ -38,7 +40,36 @@ again:
 WAITS = (
     "s_waitcnt vmcnt(37) lgkmcnt(5)\n s_nop 6\n s_setprio 2\n v_pk_add_f32 v[2:3], v[4:5], v[6:7]\n v_exp_f32 v2, v0"
 )
-KERNELS = [Kernel("loop", LOOP, lds=4096), Kernel("waits", WAITS)]
+FLAG = """
+  v_mov_b32 v1, 0
+  v_mov_b32 v2, 0
+  v_readfirstlane_b32 s8, v0
+  ds_write_b32 v1, v2
+  s_waitcnt lgkmcnt(0)
+  s_barrier
+  s_cmp_eq_u32 s8, 0
+  s_cbranch_scc1 writer
+reader:
+  ds_read_b32 v3, v1
+  s_waitcnt lgkmcnt(0)
+  v_readfirstlane_b32 s9, v3
+  s_cmp_lg_u32 s9, 0
+  s_cbranch_scc1 done
+  s_sleep 1
+  s_branch reader
+writer:
+  s_movk_i32 s10, 50
+count:
+  s_nop 7
+  s_sub_u32 s10, s10, 1
+  s_cmp_lg_u32 s10, 0
+  s_cbranch_scc1 count
+  v_mov_b32 v2, 1
+  ds_write_b32 v1, v2
+done:
+  s_nop 0"""
+"""A wave looks at LDS until another has written it, without a barrier."""
+KERNELS = [Kernel("loop", LOOP, lds=4096), Kernel("waits", WAITS), Kernel("flag", FLAG, pointers=0, lds=256)]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +85,8 @@ def launch(blocks=3):
 
 def test_steps_are_those_that_ran(code):
     emulator = trace.RecordingEmulator("gfx942")
-    recording = trace.record(emulator, code, launch(), [0, 2], held=4)
-    assert (recording.name, recording.grid, recording.held) == ("loop", 3, 4)
+    recording = trace.record(emulator, code, launch(), [0, 2])
+    assert (recording.name, recording.grid, recording.held) == ("loop", 3, 8)
     assert [block.number for block in recording.blocks] == [0, 2]
     steps = [step for block in recording.blocks for wave in block.waves for step in wave]
     assert len(steps) == sum(emulator.last.instructions.values())
@@ -69,7 +100,7 @@ def test_steps_are_those_that_ran(code):
 
 
 def test_accesses_are_those_of_the_wave(code):
-    recording = trace.record(trace.RecordingEmulator("gfx942"), code, launch(), [0, 2], held=1)
+    recording = trace.record(trace.RecordingEmulator("gfx942"), code, launch(), [0, 2])
     first = next(access for instr, access in recording.blocks[0].waves[0] if instr.kind == "vmem").lines[0]
     for block in recording.blocks:
         for number, wave in enumerate(block.waves):
@@ -96,13 +127,30 @@ def test_what_instructions_say(code):
     assert instrs[3].reads == (260, 261, 262, 263) and instrs[3].writes == (258, 259) and instrs[3].size == 8
 
 
+def test_a_wave_that_waits_for_another_waits_in_time_too(code):
+    """However often it looked in the emulator: it finds what it read, once that is written."""
+    launched = Launch("", "flag", (1, 1, 1), (128, 1, 1), ())
+    emulator = trace.RecordingEmulator("gfx942", races=False)
+    (block,) = trace.record(emulator, code, launched, [0]).blocks
+    writer, reader = block.waves
+    assert emulator.last.mnemonics["ds_read_b32"] > 1
+    (read,) = [n for n, (instr, _) in enumerate(reader) if instr.text.startswith("ds_read")]
+    write = [n for n, (instr, _) in enumerate(writer) if instr.text.startswith("ds_write")][-1]
+    assert reader[read][1].after == (0, write)
+    times = {}
+    machine = machines.MI300X
+    unit = ComputeUnit(machine, Memory(machine), lambda *what: times.__setitem__(what[:2], what[2]))
+    unit.run([block], [0.0], 1)
+    assert times[1, read] > times[0, write] > times[1, read - 1] + 1000
+
+
 def test_recording_changes_no_result_and_others_do_not_record(code):
     plain, recorded = launch(), launch()
     emulator = Emulator("gfx942")
     assert (Emulator.program_type, Emulator.scheduler_type) == (Program, Scheduler)
     counters = emulator.run(code, plain)
     recorder = trace.RecordingEmulator("gfx942")
-    trace.record(recorder, code, recorded, [0, 1, 2], held=1)
+    trace.record(recorder, code, recorded, [0, 1, 2])
     assert torch.equal(plain.args[1], recorded.args[1])
     assert recorder.last.mnemonics == counters.mnemonics
     assert not hasattr(emulator.program(code, "loop"), "log") and counters.lds_accesses == 24

@@ -12,7 +12,7 @@ import numpy as np
 from .coherence import Coherence
 from .errors import Misaligned, OutOfBounds, Uninitialised
 
-_SLOT = 36  # log2 of the distance of regions
+SLOT = 36  # log2 of the distance of regions
 _WATCHED = 1 << 24  # readers are remembered in regions of up to so many bytes
 WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _ONES = {size: np.frombuffer(b"\1" * size, dtype)[0] for size, dtype in WORD.items()}
@@ -102,8 +102,8 @@ class Space:
         data = np.zeros(-(-max(len(content), 1) // 16) * 16, np.uint8)
         data[: len(content)] = np.frombuffer(content, np.uint8)
         slot = len(self.regions) + 1
-        self.regions[slot] = Region(name, slot << _SLOT, data, 0, len(content), writable=False)
-        return slot << _SLOT
+        self.regions[slot] = Region(name, slot << SLOT, data, 0, len(content), writable=False)
+        return slot << SLOT
 
     def add_tensors(self, tensors: list, uninitialised: tuple) -> None:
         """One region per group of tensors that overlap; `addresses` maps data_ptr to virtual addresses."""
@@ -123,7 +123,7 @@ class Space:
         low, high = start & ~15, -(-end // 16) * 16
         data = np.ctypeslib.as_array((ctypes.c_ubyte * (high - low)).from_address(low))
         slot = len(self.regions) + 1
-        base = slot << _SLOT | low & 0xFFF
+        base = slot << SLOT | low & 0xFFF
         name = " and ".join(dict.fromkeys(span[3] for span in group))
         region = Region(name, base, data, start - low, end - low)
         self.regions[slot] = region
@@ -155,7 +155,7 @@ class Space:
 
     def name_at(self, address) -> str:
         """The name of the region at an address."""
-        region = self.regions.get(int(address) >> _SLOT)
+        region = self.regions.get(int(address) >> SLOT)
         return region.name if region else ""
 
     def find(self, a: np.ndarray, size: int, align: int, where) -> list:
@@ -165,10 +165,10 @@ class Space:
         if bits & (align - 1):
             bad = int(np.argmax(a & np.uint64(align - 1) != 0))
             raise where(Misaligned, bad, f"address {int(a[bad]):#x} must be a multiple of {align}")
-        if low >> _SLOT == high >> _SLOT:
+        if low >> SLOT == high >> SLOT:
             return [self._part(a, low, high, size, bits, None, where)]
         parts = []
-        slots = a >> np.uint64(_SLOT)
+        slots = a >> np.uint64(SLOT)
         for slot in np.unique(slots):
             index = np.flatnonzero(slots == slot)
             part = a[index]
@@ -176,7 +176,7 @@ class Space:
         return parts
 
     def _part(self, a, low: int, high: int, size: int, bits: int, index, where):
-        region = self.regions.get(low >> _SLOT)
+        region = self.regions.get(low >> SLOT)
         unit = (bits | size) & -(bits | size)
         unit = min(unit, 16)
         if region is None:
@@ -231,7 +231,7 @@ class Space:
 
     def check_scalar_load(self, a: np.ndarray, size: int, w, where) -> None:
         """Refuses a scalar load of what another wave stores."""
-        region = self.regions.get(int(a[0]) >> _SLOT)
+        region = self.regions.get(int(a[0]) >> SLOT)
         if self.races and region is not None and region.last is not None:
             for region, offsets, index, _ in self.find(a, size, 4, where):
                 self.coherence.check_order(region, offsets, size, index, w, where, None, False)

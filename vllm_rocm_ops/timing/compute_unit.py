@@ -32,15 +32,18 @@ class _Simd:
 class _Group:
     """A block that runs."""
 
-    __slots__ = ("arrived", "live", "waiting")
+    __slots__ = ("arrived", "live", "waiting", "waves")
 
     def __init__(self, live: int):
         self.live, self.arrived = live, 0.0
         self.waiting: list[_Wave] = []
+        self.waves: list[_Wave] = []
 
 
 class _Wave:
-    __slots__ = ("age", "at", "fetched", "group", "lgkm", "next", "priority", "ready", "simd", "steps", "vm")
+    __slots__ = (
+        "age", "at", "awaited", "fetched", "group", "lgkm", "next", "priority", "ready", "simd", "steps", "vm",
+    )  # fmt: skip
 
     def __init__(self, steps: list[Step], simd: _Simd, group: _Group, age: int, start: float):
         self.steps, self.simd, self.group, self.age = steps, simd, group, age
@@ -49,6 +52,7 @@ class _Wave:
         self.ready: dict = {}  # by register: when it is written, and by which matrix instruction's chain
         self.vm: list[float] = []
         self.lgkm: list[float] = []
+        self.awaited: dict[int, list[_Wave]] = {}  # by step: who reads what it writes
 
 
 class ComputeUnit:
@@ -73,18 +77,19 @@ class ComputeUnit:
         `others(block's place, running blocks)`: blocks of the chip for each of this compute unit."""
         machine, memory, heap = self.machine, self.memory, self.heap
         ahead = deque(enumerate(zip(blocks, starts, strict=False)))
-        running, end, warm = 0, 0.0, machine["dispatch"] + machine["first_warm"]
+        running, end = 0, 0.0
 
         def start(time: float) -> None:
             nonlocal running
             place, (block, offered) = ahead.popleft()
             running += 1
-            cold = not place or time <= 0
-            begin = max(time, offered) + (machine["first_instruction"] if cold else warm)
+            begin = max(time, offered) + machine["first_instruction"]
             group = _Group(len(block.waves))
             for steps in block.waves:
                 wave = _Wave(steps, self.simds[self.waves % SIMDS], group, self.waves, begin)
                 self.waves += 1
+                group.waves.append(wave)
+            for wave in group.waves:
                 self._push(wave)
             if others:
                 memory.others = others(place, running)
@@ -101,12 +106,17 @@ class ComputeUnit:
                 if not wave.group.live:
                     running -= 1
                     if ahead:
-                        start(time)
+                        start(time + machine["dispatch"])
         return max(end, memory.drained)
 
     def _push(self, wave: _Wave) -> None:
         """Finds when the wave's next instruction could issue, were all units free, and has it wait until then."""
-        machine, instr = self.machine, wave.steps[wave.at][0]
+        machine, (instr, access) = self.machine, wave.steps[wave.at]
+        if access is not None and access.after is not None:
+            writer, step = wave.group.waves[access.after[0]], access.after[1]
+            if writer.at <= step:
+                writer.awaited.setdefault(step, []).append(wave)
+                return
         line = instr.address >> 6
         fetched = max(wave.fetched, wave.next - machine["fetch_ahead"])
         if line not in self.code:
@@ -164,6 +174,9 @@ class ComputeUnit:
         elif kind == "end":
             return max(time, wave.vm[-1] if wave.vm else 0.0)
         wave.at += 1
+        for reader in wave.awaited.pop(wave.at - 1, ()) if wave.awaited else ():
+            reader.next = max(reader.next, time + machine["issue"])
+            self._push(reader)
         if wave.at == len(wave.steps):
             return max(time, wave.vm[-1] if wave.vm else 0.0)
         if kind == "branch" and wave.steps[wave.at][0].address != instr.address + instr.size:
@@ -228,7 +241,7 @@ class ComputeUnit:
         done = time + self.machine["scalar_latency"]
         for line in access.lines if access else ():
             if ("scalar", line) not in self.code:
-                self.code["scalar", line] = time + self.machine["scalar_cold"]
+                self.code["scalar", line] = time + self.machine["scalar_l2"]
             done = max(done, self.code["scalar", line])
         _complete(wave.lgkm, done)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from .machines import Machine
-from .trace import LINE, Access
+from .trace import LINE, Access, region_of
 
 L2, MALL, HBM = range(3)
 
@@ -28,12 +28,13 @@ NOTHING_SHARED = Sharing({}, {})
 
 
 class Memory:
-    """`hot`: whether Infinity Cache holds the inputs. `load` and `store` take an access in the order of their issue."""
+    """`cold`: the regions that HBM alone holds, None for all; Infinity Cache has the others. `load` and `store` take an access in the
+    order of their issue."""
 
-    def __init__(self, machine: Machine, sharing: Sharing = NOTHING_SHARED, hot: bool = False):
+    def __init__(self, machine: Machine, sharing: Sharing = NOTHING_SHARED, cold: Collection[int] | None = None):
         cycles = machine["clock"] / 1e3  # of a nanosecond
-        self.sharing, self.first_level = sharing, MALL if hot else HBM
-        base = machine["l2_latency"]
+        self.sharing, self.cold = sharing, cold
+        base = machine["l2_latency"] + machine["wave_latency"]
         self.latency = (base, base + machine["mall_latency"] * cycles, base + machine["hbm_latency"] * cycles)
         bandwidths = (machine[name] for name in ("l2_bandwidth", "mall_bandwidth", "hbm_bandwidth"))
         self.cycles_per_byte = [cycles / bandwidth for bandwidth in bandwidths]  # 1 GB/s is a byte per nanosecond
@@ -100,17 +101,18 @@ class Memory:
         """When lines that this die's L2 has not had arrive."""
         die, chip = self.sharing
         arrival = self._serve(MALL, time, LINE * sum(1 / die.get(line, 1) for line in lines)) + self.latency[MALL]
-        if self.first_level == HBM:
-            arrival = max(
-                arrival, self._serve(HBM, time, LINE * sum(1 / chip.get(line, 1) for line in lines)) + self.latency[HBM]
-            )
+        cold = lines if self.cold is None else [line for line in lines if region_of(line) in self.cold]
+        if cold:
+            served = self._serve(HBM, time, LINE * sum(1 / chip.get(line, 1) for line in cold))
+            arrival = max(arrival, served + self.latency[HBM])
         return arrival
 
     def store(self, time: float, access: Access) -> float:
         """When a store that issues at `time` is complete. What it wrote goes on to Infinity Cache behind it."""
         begin = self._begin(time, access, access.bytes)
         done = (
-            max(self._serve(level, begin, access.bytes) for level in range(self.first_level + 1)) + self.latency[MALL]
+            max(self._serve(level, begin, access.bytes) for level in range(HBM + (self.cold is None)))
+            + self.latency[MALL]
         )
         self._await(done, access.bytes)
         return done

@@ -6,6 +6,8 @@ No constant belongs to a kernel, a tile or a symbol. Cycles are those of the sha
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 from vllm_rocm_ops import arch as archs
@@ -23,7 +25,7 @@ _CACHE = "RRZE-HPC/gpu-benches@1038c5d gpu-cache, MI300X"
 _BANDWIDTH = "tingqli/pyhip attn_4wave/tools/vmem-bandwidth.md@38db46cf, MI308X"
 _TRITON = "facebookexperimental/triton AMDLatencyModel.h@0d3d8f74, MI350X"
 _TRACES = "tinygrad/tinygrad@a9069c17 extra/sqtt, MI350X"
-_GLUON = "ROCm/gfx950-gluon-tutorials docs/tcp_bound_tile_model.md@41a37bc8, MI355X"
+_GLUON = "ROCm's gluon tutorials docs/tcp_bound_tile_model.md@41a37bc8, MI355X"
 _COUNTERS = "ROCm/rocprofiler-compute@95b600e tests/workloads/device_filter, MI300X"
 
 
@@ -59,6 +61,14 @@ class Machine:
         return Machine(name or self.name, changed)
 
 
+CALIBRATION = json.loads(Path(__file__).with_name("calibration.json").read_text())
+"""What calibrate.py found: the fitted constants, and how far predictions are from published times."""
+
+
+def _fitted(name: str, unit: str) -> Constant:
+    return Constant(CALIBRATION["fitted"][name], unit, "fitted", "timing/calibrate.py on published decode times")
+
+
 _CONSTANTS = {
     # Issue
     "issue": Constant(4, "cycles from an instruction of a wave to its next", "documented", _ISA),
@@ -74,10 +84,7 @@ _CONSTANTS = {
     ),
     "fetch_ahead": Constant(12, "cycles that the fetch of a wave may be ahead", "guessed", "three instructions"),
     "fetch_new_line": Constant(
-        54,
-        "cycles for 64 bytes of code that the compute unit has not had",
-        "measured",
-        "43 - 16 per 32 bytes: " + _COUNTERS,
+        0, "cycles for 64 bytes of code that the wave has not had, with a warm cache", "guessed", "the fetch is ahead"
     ),
     "branch": Constant(16, "cycles of a taken branch", "measured", _TRACES),
     "barrier": Constant(20, "cycles from the last wave's arrival to the next instruction", "guessed", "a few issues"),
@@ -100,24 +107,22 @@ _CONSTANTS = {
     "l1_latency": Constant(116, "cycles", "measured", _CHASE),
     # Caches and HBM
     "l2_latency": Constant(212, "cycles", "measured", _CHASE),
+    "wave_latency": _fitted("wave_latency", "cycles beyond L1 that a wave's data take more than a lane's"),
     "mall_latency": Constant(116, "ns beyond L2", "measured", "455 cycles: " + _CHASE),
     "hbm_latency": Constant(318, "ns beyond L2", "measured", "877 cycles: " + _CHASE),
     "l2_bandwidth": Constant(27000, "GB/s of all XCDs", "measured", _CACHE),
-    "mall_bandwidth": Constant(11900, "GB/s", "measured", "chipsandcheese.com, testing AMD's giant MI300X"),
+    "mall_bandwidth": _fitted("mall_bandwidth", "GB/s; 5400 to 11900 measured"),
     "hbm_bandwidth": Constant(4200, "GB/s of reads", "measured", _STREAM),
     "mall_bytes": Constant(256 << 20, "bytes", "documented", "CDNA3 white paper"),
     "scalar_latency": Constant(48, "cycles of the scalar cache", "measured", "caps-tum/mt4g@4cc5566, MI300X"),
-    "scalar_cold": Constant(
-        660, "cycles of a scalar load that no cache near has", "measured", "550 to 770: " + _TRACES
-    ),
+    "scalar_l2": Constant(172, "cycles of a scalar load that L2 has", "measured", "caps-tum/mt4g@4cc5566, MI300X"),
     # Launch
     "xcds": Constant(8, "dies with an L2 each", "documented", "CDNA3 white paper"),
     "engines": Constant(4, "shader engines of an XCD, which start blocks in turn", "documented", "CDNA3 white paper"),
     "dispatch": Constant(14.7, "cycles from a block to the next of its engine", "measured", _TRACES),
     "dispatch_wave": Constant(5, "cycles more for each further wave of a block", "guessed", "registers are set"),
-    "first_instruction": Constant(684, "cycles from a wave's start, cold", "measured", _TRACES),
-    "first_warm": Constant(100, "cycles from a later block's start", "guessed", "code is there"),
-    "start": Constant(1.0, "us of a kernel before its first block and after its last", "fitted", "calibrate.py"),
+    "first_instruction": Constant(100, "cycles from a wave's start, with a warm cache", "guessed", "684 when cold"),
+    "start": _fitted("start", "us of a kernel before its first block and after its last"),
     "clock": Constant(2100, "MHz where memory bounds", "documented", "AMD Instinct MI300X data sheet"),
 }
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from .compute_unit import ComputeUnit
 from .hierarchy import Memory
-from .machines import Machine
+from .machines import MI308X, Machine
 from .trace import LINE, Access, Block, Instr, Step, bank_cycles
 
-FILE = "gfx942_issue_microbench.csv"
+FILE = f"{MI308X.arch.name}_issue_microbench.csv"
 REGISTER_LIMIT = 0.5  # cycles
 RELATIVE_LIMIT = 0.1
 POSITION_LIMIT = 2  # instructions
@@ -241,7 +241,7 @@ def run(machine: Machine, folder: Path) -> Iterator[Result]:
     if not path.is_file():
         raise ValueError(f"{folder} must hold {FILE}")
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if "gfx942" in row["gpu"]]
+        rows = [row for row in csv.DictReader(file) if machine.arch.name in row["gpu"]]
     for row in rows:
         test, named = row["test"], (row["test"], row["instruction"], row["condition"])
         if test in ("lds_latency", "lds_throughput"):

@@ -6,7 +6,10 @@ Recording is an emulator of its own, whose programs note what they run; others a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,11 +20,19 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.counters import Counters, instruction_class
 from vllm_rocm_ops.emulator.decode import Instruction
 from vllm_rocm_ops.emulator.instructions.matrix import MATRIX
+from vllm_rocm_ops.emulator.memory import SLOT, Space
 from vllm_rocm_ops.emulator.program import Program
 from vllm_rocm_ops.emulator.sanitizer import effects
 from vllm_rocm_ops.emulator.scheduler import Scheduler
+from vllm_rocm_ops.launch import Launch
 
 LINE = 128  # bytes of a cache line
+APART = 1 << 50  # between the lines of copies of a block
+
+
+def region_of(line: int) -> int:
+    """The region of memory that a line is in."""
+    return line % APART >> SLOT - 7
 
 
 class Instr(NamedTuple):
@@ -44,12 +55,13 @@ class Instr(NamedTuple):
 
 class Access(NamedTuple):
     """What a memory instruction of one wave touched. `lines` are 128-byte lines of global memory, `bytes` what moved, `cycles` those of
-    the LDS's banks."""
+    the LDS's banks. `after`: the wave of the block, and its step, that wrote what a read of LDS finds, if no barrier is between."""
 
     lines: tuple[int, ...] = ()
     bytes: int = 0
     cycles: int = 0
     store: bool = False
+    after: tuple[int, int] | None = None
 
 
 Step = tuple[Instr, Access | None]
@@ -76,15 +88,17 @@ class Block:
 
 @dataclasses.dataclass
 class Recording:
-    """A launch: `blocks` of its `grid` ran, and a compute unit can hold `held` of them at once."""
+    """A launch: `blocks` of its `grid` ran, and a compute unit can hold `held` of them at once. `cold` are the regions of memory that no
+    cache has."""
 
     name: str
     grid: int
     held: int
     blocks: list[Block]
-    lds: int = 0
+    cold: frozenset[int]
 
 
+_STORES = ("ds_write", "global_store", "global_atomic", "buffer_store", "buffer_atomic", "flat_store", "flat_atomic")
 _PACKED = ("v_pk_add_f32", "v_pk_mul_f32", "v_pk_fma_f32", "v_pk_mov_b32")
 _KINDS = {"global": "vmem", "scratch": "vmem"}
 
@@ -118,12 +132,17 @@ class _Recorder(Program):
     """A program that notes each instruction that it runs, and for which waves."""
 
     log: list  # of [index, waves, accesses]
+    space: Space  # of the last launch
+    wanted: np.ndarray | None = None  # by wave: whether it is recorded; None: all are
 
     def bind(self, ins: Instruction):
         bound = super().bind(ins)
         index, run = self.index[ins.address], bound.run
 
         def noted(w):
+            if self.wanted is not None and not self.wanted[w.id].any():
+                w.scheduler.counters.entry = None
+                return run(w)
             entry = [index, w.id, None]
             self.log.append(entry)
             w.scheduler.counters.entry = entry
@@ -141,12 +160,15 @@ class _Noted(Counters):
     entry: list | None = None
 
     def _note(self, *access) -> None:
-        self.entry[2] = [*(self.entry[2] or ()), access]
+        if self.entry is not None:
+            self.entry[2] = [*(self.entry[2] or ()), access]
 
     def vector_access(self, ins, w, addresses, size, inside=None) -> None:
         self._note(w.active()[0], addresses, size, inside)
 
     def lds_access(self, ins, w, addresses, size) -> None:
+        if self.entry is None:
+            return
         rows, lanes = w.active()
         cycles = np.zeros(w.count, np.int64)
         for row in np.unique(rows):
@@ -156,7 +178,7 @@ class _Noted(Counters):
             if key not in self._patterns:
                 self._patterns[key] = bank_cycles(ins.mnemonic, addresses[chosen], lanes[chosen], size, self.arch)
             cycles[row] = self._patterns[key]
-        self._note(rows, cycles, size, None)
+        self._note(rows, cycles, size, addresses)
 
 
 class _Lanes(NamedTuple):
@@ -178,6 +200,7 @@ def bank_cycles(mnemonic: str, addresses: np.ndarray, lanes: np.ndarray, size: i
 class _RecordingScheduler(Scheduler):
     def __init__(self, program, *args):
         super().__init__(program, *args)
+        program.space = self.space
         self.counters = _Noted(program.arch, traffic=self.space.traffic)
         program.log = []
 
@@ -188,17 +211,10 @@ class RecordingEmulator(Emulator):
     program_type, scheduler_type = _Recorder, _RecordingScheduler
 
 
-def _accesses(found: list, is_lds: bool, store: bool) -> dict[int, Access]:
-    """By row: what the accesses of one instruction touched."""
+def _global_accesses(found: list, store: bool) -> dict[int, Access]:
+    """By row: what the accesses to global memory of one instruction touched."""
     result: dict[int, Access] = {}
     for rows, addresses, size, inside in found:
-        if is_lds:
-            counts = np.bincount(rows)
-            for row in np.flatnonzero(counts):
-                before = result.get(int(row), Access(store=store))
-                moved, cycles = before.bytes + int(counts[row]) * size, before.cycles + int(addresses[row])
-                result[int(row)] = Access((), moved, cycles, store)
-            continue
         kept = np.ones(len(rows), bool) if inside is None else inside.any(axis=1)
         keys = np.stack(
             [addresses[kept] >> np.uint64(7), addresses[kept] + np.uint64(size - 1) >> np.uint64(7)], axis=1
@@ -210,35 +226,106 @@ def _accesses(found: list, is_lds: bool, store: bool) -> dict[int, Access]:
     return result
 
 
+class _Lds:
+    """Who wrote the LDS of a block, so that reads know what they wait for, whatever the waves do until then."""
+
+    def __init__(self, size: int):
+        self.writer = np.full(max(1, size // 4), -1, np.int64)
+        self.writes: list[tuple[int, int, int]] = []  # wave, step, barriers before
+        self.barriers: Counter[int] = Counter()
+
+    def access(self, found: list, row: int, wave: int, step: int, store: bool) -> Access:
+        """What one wave's access was."""
+        moved = cycles = 0
+        after, last = None, -1
+        for rows, by_row, size, addresses in found:
+            chosen = addresses[rows == row]
+            if not len(chosen):
+                continue
+            moved, cycles = moved + len(chosen) * size, cycles + int(by_row[row])
+            dwords = (chosen[:, None] >> 2) + np.arange(max(1, size // 4))
+            if store:
+                self.writer[dwords] = len(self.writes)
+            else:
+                last = max(last, int(self.writer[dwords].max()))
+        if store:
+            self.writes.append((wave, step, self.barriers[wave]))
+        elif last >= 0:
+            writer, at, barriers = self.writes[last]
+            if writer != wave and barriers == self.barriers[wave]:
+                after = writer, at
+        return Access((), moved, cycles, store, after)
+
+
+_NO_EFFECT = frozenset(("salu", "valu", "wait", "branch", "sleep", "nop"))
+
+
+def _without_spin(steps: list[Step], instr: Instr) -> None:
+    """Drops what a wave did since it last read there, if it only slept and looked: how often depends on the emulator's order."""
+    for at in range(len(steps) - 1, max(-1, len(steps) - 64), -1):
+        before = steps[at][0]
+        if before is instr:
+            if any(each.kind == "sleep" for each, _ in steps[at:]):
+                del steps[at:]
+            return
+        if before.kind not in _NO_EFFECT:
+            return
+
+
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor at an address that GPUs' allocators give: a multiple of 256, unlike the host's."""
-    extent = tensors.extent(tensor)
-    room = torch.empty(extent * tensor.element_size() + 256, dtype=torch.uint8)
+    """The tensor at an address that GPUs' allocators give, a multiple of 256, unlike the host's. One on the meta device becomes zeros."""
+    size = tensors.extent(tensor) * tensor.element_size()
+    room = torch.zeros(size + 256, dtype=torch.uint8)
     start = -room.data_ptr() % 256
-    content = room[start : start + extent * tensor.element_size()].view(tensor.dtype)
-    moved = content.as_strided(tensor.shape, tensor.stride())
-    return moved.copy_(tensor) if tensor.device.type != "meta" else moved
+    moved = room[start : start + size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    return moved if tensor.device.type == "meta" else moved.copy_(tensor)
 
 
-def record(emulator: RecordingEmulator, path, launch, blocks: Sequence[int], held: int) -> Recording:
-    """Runs these blocks of a launch and returns what their waves did."""
+def record(
+    emulator: RecordingEmulator,
+    path: Path,
+    launch: Launch,
+    blocks: Sequence[int],
+    *,
+    run_all: bool = False,
+    cold: Collection[torch.Tensor] | None = None,
+) -> Recording:
+    """Runs these blocks of a launch, or all of them, and returns what the waves of these did. `cold` are the tensors that no cache has,
+    by default all."""
     program = emulator.program(path, launch.symbol)
-    emulator.run(path, launch, (), list(blocks))
-    per_block = -(-int(np.prod(launch.block)) // emulator.arch.wave_lanes)
+    grid, waves_per_block = math.prod(launch.grid), -(-math.prod(launch.block) // emulator.arch.wave_lanes)
+    program.wanted = np.zeros(grid * waves_per_block, bool) if run_all else None
+    waves: dict[int, list[Step]] = {block * waves_per_block + i: [] for block in blocks for i in range(waves_per_block)}
+    if run_all:
+        program.wanted[list(waves)] = True
+    emulator.run(path, launch, (), None if run_all else list(blocks))
     instrs: dict[int, Instr] = {}
-    waves: dict[int, list[Step]] = {block * per_block + i: [] for block in blocks for i in range(per_block)}
+    lds = {block: _Lds(program.object.lds + launch.lds) for block in blocks}
     for index, ids, found in program.log:
         instr = instrs.get(index)
         if instr is None:
             instr = instrs[index] = decoded(program.instructions[index], program.arch)
-        if found is None:
-            for number in ids.tolist():
-                waves[number].append((instr, None))
-            continue
-        store = "store" in instr.text or "write" in instr.text or "atomic" in instr.text
-        touched = _accesses(found, instr.kind == "lds", store)
+        store = instr.text.startswith(_STORES)
+        touched = _global_accesses(found, store) if found and instr.kind != "lds" else {}
         for row, number in enumerate(ids.tolist()):
-            waves[number].append((instr, touched.get(row)))
-    program.log = []
-    numbered = [Block(block, [waves[block * per_block + i] for i in range(per_block)]) for block in blocks]
-    return Recording(launch.symbol, int(np.prod(launch.grid)), held, numbered, program.object.lds + launch.lds)
+            if number not in waves:
+                continue
+            steps, (block, wave) = waves[number], divmod(number, waves_per_block)
+            access = touched.get(row)
+            if instr.kind == "barrier":
+                lds[block].barriers[wave] += 1
+            elif instr.kind == "lds":
+                if not store:
+                    _without_spin(steps, instr)
+                access = lds[block].access(found or [], row, wave, len(steps), store)
+            steps.append((instr, access))
+    program.log, space = [], program.space
+    numbered = [Block(block, [waves[block * waves_per_block + i] for i in range(waves_per_block)]) for block in blocks]
+    if cold is None:
+        regions = frozenset(space.regions)
+    else:
+        known = (space.addresses.get(tensor.data_ptr()) for tensor in cold)
+        regions = frozenset(address >> SLOT for address in known if address is not None)
+    one_unit = dataclasses.replace(emulator.options, compute_units=1)
+    held = one_unit.resident_blocks(program.object, waves_per_block, program.object.lds + launch.lds)
+    return Recording(launch.symbol, grid, held, numbered, regions)

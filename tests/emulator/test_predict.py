@@ -1,0 +1,204 @@
+"""Predicted times of launches, calls and models: what they depend on, how they are labelled, and what was held out of their fit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from vllm_rocm_ops import cli, ops
+from vllm_rocm_ops.timing import calibrate, launch_time, machines, points, predict
+from vllm_rocm_ops.timing.trace import LINE, Access, Block, Instr, Recording
+
+MACHINE = machines.MI300X
+WEIGHTS = 7 << 29  # the first line of region 7
+
+
+def loading(number: int, first: int, count: int, waves: int = 4) -> Block:
+    """A block whose waves load so many KiB each, eight at a time."""
+
+    def wave(at: int):
+        steps = []
+        for n in range(count):
+            start = first + 8 * (at * count + n)
+            steps.append((Instr("vmem", 8 * n, 8), Access(tuple(range(start, start + 8)), 8 * LINE)))
+            if n % 8 == 7:
+                steps.append((Instr("wait", 8 * n, 4, vm=0), None))
+        return [*steps, (Instr("wait", 8 * count, 4, vm=0), None), (Instr("end", 8 * count + 4, 4), None)]
+
+    return Block(number, [wave(at) for at in range(waves)])
+
+
+def streaming(grid: int, count: int = 64, held: int = 8, cold=frozenset({7})) -> Recording:
+    """A launch whose blocks load memory of their own."""
+    blocks = [loading(n, WEIGHTS + n * 32 * count, count) for n in range(16)]
+    return Recording("streaming", grid, held, blocks, cold)
+
+
+def test_a_stream_takes_as_long_as_its_bytes():
+    found = launch_time.predict(MACHINE, streaming(8 * 304))
+    assert found.megabytes == pytest.approx(8 * 304 * 4 * 64 * 1024 / 1e6)
+    assert found.bandwidth_us == pytest.approx(found.megabytes * 1e3 / MACHINE["hbm_bandwidth"])
+    assert found.bandwidth_us < found.us < 1.15 * found.bandwidth_us
+
+
+def test_blocks_that_stand_for_others_load_memory_of_their_own():
+    found = launch_time.predict(MACHINE, streaming(24 * 304, 8))
+    assert found.blocks == 24 and found.bandwidth_us < found.us
+
+
+def test_infinity_cache_is_faster_than_hbm_while_it_lasts():
+    cold, hot = (launch_time.predict(MACHINE, streaming(304, cold=regions)) for regions in ({7}, frozenset()))
+    assert hot.us < cold.us
+    too_much = launch_time.predict(MACHINE, streaming(8 * 304, cold=frozenset()))
+    assert too_much.megabytes > MACHINE["mall_bytes"] / 1e6 and too_much.us > too_much.megabytes * 1e3 / 4200
+
+
+def test_blocks_beyond_the_compute_units_take_a_second_round():
+    one, two = (launch_time.predict(MACHINE, streaming(grid, 8, held=1)) for grid in (304, 305))
+    assert (one.blocks, two.blocks) == (1, 2) and two.us > 1.2 * one.us
+
+
+def test_what_blocks_share_is_loaded_once():
+    blocks = [loading(n, WEIGHTS, 64) for n in range(16)]
+    shared = launch_time.predict(MACHINE, Recording("shared", 304, 1, blocks, frozenset({7})))
+    assert shared.megabytes == pytest.approx(4 * 64 * 1024 / 1e6)
+    assert shared.us < launch_time.predict(MACHINE, streaming(304, held=1)).us
+    of = launch_time.sharing(MACHINE, Recording("shared", 304, 1, blocks, frozenset({7})))
+    assert of.chip[WEIGHTS] == 304 and of.die[WEIGHTS] == 38
+
+
+def test_idle_blocks_leave_their_bandwidth_to_others():
+    busy = streaming(304, held=1)
+    half = busy.blocks[:8] + [Block(8 + n, [[(Instr("end", 0, 4), None)]] * 4) for n in range(8)]
+    found = launch_time.predict(MACHINE, Recording("half", 304, 1, half, busy.cold))
+    assert found.us < 0.7 * launch_time.predict(MACHINE, busy).us
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "least", "most"), [(ops.rms_norm, (8, 16384), 1, 8), (ops.scaled_mm, (1, 4096), 1, 20)]
+)
+def test_a_call_is_predicted(capsys, op, shape, least, most):
+    assert cli.main(["predict", op.name, "--shape", "x".join(map(str, shape))]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{op.name} on MI300X: predicted ") and " us, not measured; +-" in first
+    assert least < float(first.partition("predicted ")[2].split()[0]) < most
+    assert others and all(": predicted " in line for line in others)
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+    monkeypatch.setattr(predict, "BLOCKS", 16)
+
+
+@pytest.mark.usefixtures("few_blocks")
+def test_more_memory_takes_longer():
+    def us(n: int) -> float:
+        a, b = (torch.empty(1, 2048, device="meta"), torch.empty(n, 2048, device="meta").t())
+        given = {"a": a.to(MACHINE.arch.fp8_dtype), "b": b.to(MACHINE.arch.fp8_dtype), "bias": None}
+        given |= {"scale_a": torch.empty(1, device="meta"), "scale_b": torch.empty(1, device="meta")}
+        return sum(
+            kernel.prediction.us
+            for kernel in predict.predict_call(ops.scaled_mm, given | {"out_dtype": torch.bfloat16}, MACHINE)
+        )
+
+    assert us(65536) > 2 * us(16384) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mla_decode"], "predict: mla_decode must have lengths of requests"),
+        (["rms_norm", "--arch", "MI355X"], "a timing model exists of MI300X, MI308X, got MI355X"),
+        (["rms_norm", "--arch", "MI308X"], "--arch must be MI300X, the one that is calibrated, got MI308X"),
+        (["rms_norm", "--shape", "0x4096"], "must run a kernel of ours"),
+        (["--check", "nowhere"], "nowhere must hold gfx942_issue_microbench.csv"),
+    ],
+)
+def test_what_cannot_be_predicted_says_why(capsys, arguments, message):
+    assert cli.main(["predict", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("few_blocks")
+def test_a_model_is_predicted_call_by_call(capsys, monkeypatch):
+    some = cli.calls_of(cli.parse_arguments(["predict", "--model", "tiny-llama-fp8"]))[:4]
+    monkeypatch.setattr(cli, "calls_of", lambda arguments: some)
+    assert cli.main(["predict", "--model", "tiny-llama-fp8", "--batch", "1"]) == 0
+    head, *rows, last = capsys.readouterr().out.splitlines()
+    assert "predicted times in us, not measured" in head and last.startswith("predicted sum of a step with 1 tokens: ")
+    assert len(rows) == 5 and any("+-" in row for row in rows)
+
+
+def test_kinds_of_kernels_that_were_never_compared_have_no_band():
+    assert predict.band(ops.topk_softmax).ratio is None and "unknown" in predict.band(ops.fused_experts).text
+    of = machines.CALIBRATION["classes"]["skinny GEMM"]
+    assert predict.band(ops.scaled_mm).ratio == max(half["largest"] for half in of.values())
+
+
+# Calibration
+
+
+def written(folder, rows):
+    lines = ["source,gpu,op,kernel,dtype,M,N,K,extra,us,timing,note"]
+    lines += [f"s,MI300X,{op},{kernel},d,{m},64,,,{us},t," for op, kernel, m, us in rows]
+    (folder / points.FILE).write_text("\n".join(lines))
+    return folder
+
+
+def every_class(us):
+    return [
+        (op, kernel, m, us + m) for op, kernels in points.CLASSES.values() for kernel in kernels for m in range(1, 8)
+    ]
+
+
+def test_half_of_the_times_are_held_out_whatever_they_are(tmp_path):
+    found = points.read(written(tmp_path, every_class(10)))
+    assert [sum(p.kernel == "hfrk_swiglu" and p.held_out is held for p in found) for held in (False, True)] == [4, 3]
+    assert all((point.us is None) == point.held_out for point in found)
+    others = points.read(written(tmp_path, every_class(99)))
+    assert {point[:5] for point in found if point.held_out} == {point[:5] for point in others if point.held_out}
+    assert all(point.us is not None for point in points.read(tmp_path, held_out=True))
+
+
+def test_points_need_their_file_and_all_classes(tmp_path):
+    with pytest.raises(ValueError, match="must hold peer_measurements.csv"):
+        points.read(tmp_path)
+    with pytest.raises(ValueError, match="must have rows of gemv"):
+        points.read(written(tmp_path, [row for row in every_class(1) if row[0] != "gemv"]))
+
+
+def test_a_fit_finds_the_constants_and_takes_no_held_out_point():
+    truth = MACHINE.but(start=1.0, wave_latency=300, mall_bandwidth=6000)
+    recorded = {}
+    for grid, count in ((38, 8), (304, 32), (608, 16)):
+        each = streaming(grid, count, cold=frozenset())
+        point = points.Point("kind", f"{grid}", grid, count, 0, False, launch_time.predict(truth, each).us)
+        recorded[point] = each
+    found = calibrate.fit(MACHINE, recorded)
+    assert max(map(abs, calibrate.errors(found, recorded).values())) < 0.06
+    held = {point._replace(held_out=True): each for point, each in recorded.items()}
+    with pytest.raises(AssertionError):
+        calibrate.fit(MACHINE, held)
+
+
+def test_a_summary_divides_short_from_long_times():
+    exact = launch_time.Prediction(6.0, 0, 0, 1, 0)
+    made = [points.Point("k", "k", 1, 1, 1, False, us) for us in (5.0, 4.0)]
+    of = {point: math.log(exact.us / point.us) for point in made}
+    found = calibrate.summary(of, dict.fromkeys(made, exact))
+    assert (found["points"], found["largest"]) == (2, 0.5)
+    assert (found["median_above_5us"], found["median_us_below_5us"]) == (0.2, 2.0)
+
+
+def test_calibration_is_that_of_the_machine():
+    fitted = {name: constant.value for name, constant in MACHINE.constants.items() if constant.kind == "fitted"}
+    assert fitted == machines.CALIBRATION["fitted"] and set(fitted) == set(calibrate.STEPS)
+    for halves in machines.CALIBRATION["classes"].values():
+        assert set(halves) == {"fit", "held out"} and all(half["points"] > 3 for half in halves.values())
+
+
+def test_calibrating_without_files_says_what_is_missing(tmp_path, capsys):
+    assert calibrate.main([str(tmp_path), str(tmp_path), "--check"]) == 2
+    assert "must hold peer_measurements.csv" in capsys.readouterr().err

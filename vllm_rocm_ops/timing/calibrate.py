@@ -1,0 +1,213 @@
+"""Fits the constants that no microbenchmark gives, and says how far predictions are from published times.
+
+    python -m vllm_rocm_ops.timing.calibrate MEASUREMENTS OBJECTS
+
+MEASUREMENTS is a folder with peer_measurements.csv and gfx942_issue_microbench.csv, and nothing else is read of it. OBJECTS has the
+kernels that were measured, compiled for gfx942 from huggingface/hf-rocm-kernels: residual_rms.co, swiglu.co and skinny_gemm.co.
+The result goes to calibration.json beside this file; `--check` only prints it. Held-out points are predicted with the constants that
+the others gave, never fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from vllm_rocm_ops import emulated
+from vllm_rocm_ops.emulator import CodeObject
+from vllm_rocm_ops.launch import Launch
+
+from . import launch_time, machines, microbenchmarks, points
+from .launch_time import Prediction
+from .machines import Machine
+from .points import Point
+from .trace import Recording, RecordingEmulator, aligned, record
+
+BLOCKS = 64  # of a launch that are recorded
+STEPS = {"start": (0.0, 3.0, 0.1), "wave_latency": (0, 1000, 50), "mall_bandwidth": (4000, 12000, 500)}
+"""By fitted constant: its least and largest value, and the step between those that are tried."""
+
+
+def _zeros(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return aligned(torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def _one() -> torch.Tensor:
+    return aligned(torch.ones(1))
+
+
+def _symbol(path: Path, part: str) -> str:
+    """The kernel of a code object whose name has a part. Raises ValueError."""
+    found = [name for name in CodeObject(path).kernels if part in name]
+    if not found:
+        raise ValueError(f"{path} must hold a kernel with {part} in its name")
+    return found[0]
+
+
+Prepared = tuple[Path, Launch, list[torch.Tensor]]  # code object, launch, tensors that no cache has
+
+
+def _residual_rms(folder: Path, point: Point) -> Prepared:
+    """A block for each row, of as many threads as the source chooses."""
+    path, (m, n) = folder / "residual_rms.co", (point.m, point.n)
+    threads = 1024 if m <= 32 else 768 if m <= 128 else 384
+    args = (_zeros(m, n), _zeros(m, n), _zeros(n), _one(), _zeros(m, n, dtype=torch.uint8), None, 1e-6, n, 0)
+    return path, Launch("", _symbol(path, "residual_rms_vectorized"), (m, 1, 1), (threads, 1, 1), args), []
+
+
+_SWIGLU_THREADS = ((32, 256), (64, 448), (128, 64), (256, 192), (1024, 512), (2048, 128))
+
+
+def _swiglu(folder: Path, point: Point) -> Prepared:
+    """The blog says that the input has 16384 columns: two halves of 8192."""
+    path, (m, n) = folder / "swiglu.co", (point.m, point.n // 2)
+    threads = next((each for rows, each in _SWIGLU_THREADS if m * n <= rows * 16384), 1024)
+    args = (_zeros(m, 2 * n), _one(), _zeros(m, n, dtype=torch.uint8), _zeros(8), m, n, 0)
+    grid = -(-n * m // 8 // threads)
+    return path, Launch("", _symbol(path, "swiglu_vectorized"), (grid, 1, 1), (threads, 1, 1), args), []
+
+
+_SKINNY = {  # by n, k and most rows: producers of A and of B, consumers, splits of k; lanes of A and of B, queue, rows, instructions
+    (2304, 16384, 8): (3, 6, 2, 16, 1, 4, 3, 8, 4),
+    (2304, 16384, 16): (3, 4, 2, 8, 1, 4, 3, 16, 8),
+    (2304, 16384, 32): (2, 4, 2, 8, 2, 4, 2, 16, 8),
+    (13312, 16384, 8): (3, 6, 2, 3, 1, 3, 4, 8, 4),
+    (13312, 16384, 16): (2, 5, 3, 3, 1, 3, 3, 16, 8),
+    (13312, 16384, 32): (3, 6, 3, 1, 2, 3, 3, 16, 8),
+    (16384, 6656, 8): (2, 7, 2, 1, 1, 4, 2, 8, 4),
+    (16384, 6656, 16): (2, 5, 3, 1, 1, 4, 3, 16, 8),
+    (16384, 6656, 32): (2, 4, 2, 1, 2, 4, 2, 16, 8),
+}
+
+
+def _skinny_gemm(folder: Path, point: Point) -> Prepared:
+    """The configuration that the source has for the shape. The weight is cold, as the benchmark rotated it."""
+    path, (m, n, k) = folder / "skinny_gemm.co", (point.m, point.n, point.k)
+    *workers, split = (config := _SKINNY[n, k, next(rows for rows in (8, 16, 32) if m <= rows)])[:4]
+    instance = "".join(f"Li{number}E" for number in config[4:])
+    weight = _zeros(n, k, dtype=torch.uint8)
+    args = (_zeros(m, k, dtype=torch.uint8), weight, _zeros(m, n), _one(), m, n, k, k, split, *workers)
+    symbol = _symbol(path, f"skinny_gemm_kernelI{instance}")
+    return path, Launch("", symbol, (304, 1, 1), (64 * sum(workers), 1, 1), args), [weight]
+
+
+KERNELS: dict[str, Callable[[Path, Point], Prepared]] = {
+    "hfrk_skinny_gemm": _skinny_gemm,
+    "hfrk_residual_rms": _residual_rms,
+    "hfrk_swiglu": _swiglu,
+}
+
+
+def recordings(folder: Path, chosen: Iterable[Point]) -> dict[Point, Recording]:
+    """What the kernels of these points do. Raises ValueError where a code object is missing."""
+    emulator, found = RecordingEmulator(str(machines.MI300X.arch), races=False), {}
+    for point in chosen:
+        path, launch, cold = KERNELS[point.kernel](folder, point)
+        blocks = emulated.sample(math.prod(launch.grid), BLOCKS)
+        found[point] = record(emulator, path, launch, blocks, cold=cold)
+    return found
+
+
+def errors(machine: Machine, recorded: dict[Point, Recording]) -> dict[Point, float]:
+    """log(predicted / measured) by point."""
+    return {point: math.log(launch_time.predict(machine, each).us / point.us) for point, each in recorded.items()}
+
+
+def fit(machine: Machine, recorded: dict[Point, Recording]) -> Machine:
+    """The machine with the constants of `STEPS` that make the mean |log ratio| least, found one at a time until none changes."""
+    assert not any(point.held_out for point in recorded)
+    known: dict[tuple, float] = {}
+
+    def score(values: tuple) -> float:
+        if values not in known:
+            candidate = machine.but(**dict(zip(STEPS, values, strict=True)))
+            known[values] = statistics.mean(map(abs, errors(candidate, recorded).values()))
+        return known[values]
+
+    best, changed = tuple(float(machine[name]) for name in STEPS), True
+    while changed:
+        changed = False
+        for place, (low, high, step) in enumerate(STEPS.values()):
+            for direction in (step, -step):
+                while low <= (value := round(best[place] + direction, 3)) <= high:
+                    tried = (*best[:place], value, *best[place + 1 :])
+                    if score(tried) >= score(best):
+                        break
+                    best, changed = tried, True
+    return machine.but(**dict(zip(STEPS, best, strict=True)))
+
+
+def summary(of: dict[Point, float], exact: dict[Point, Prediction]) -> dict:
+    """Errors of some points: of the ratios above 5 us, in us below."""
+    ratios = sorted(abs(error) for error in of.values())
+    above = [abs(error) for point, error in of.items() if point.us >= 5]
+    below = [abs(exact[point].us - point.us) for point in of if point.us < 5]
+    return {
+        "points": len(of),
+        "median": round(math.expm1(statistics.median(ratios)), 3),
+        "p90": round(math.expm1(ratios[max(0, math.ceil(0.9 * len(ratios)) - 1)]), 3),
+        "largest": round(math.expm1(ratios[-1]), 3),
+        "median_above_5us": round(math.expm1(statistics.median(above)), 3) if above else None,
+        "median_us_below_5us": round(statistics.median(below), 2) if below else None,
+    }
+
+
+def calibrate(measurements: Path, objects: Path, machine: Machine, fitting: bool) -> dict:
+    """Fits if asked to, and reports on both halves; prints each point."""
+    chosen = [point for point in points.read(measurements, held_out=True) if point.kernel in KERNELS]
+    recorded = recordings(objects, chosen)
+    if fitting:
+        machine = fit(machine, {point: each for point, each in recorded.items() if not point.held_out})
+    exact = {point: launch_time.predict(machine, each) for point, each in recorded.items()}
+    of = errors(machine, recorded)
+    for point in sorted(chosen):
+        half = "held out" if point.held_out else "fit"
+        shape = f"{point.m}x{point.n}" + (f"x{point.k}" if point.k else "")
+        ratio = math.expm1(of[point])
+        print(
+            f"{point.kernel:18} {shape:16} {half:8} measured {point.us:7.2f} us, predicted {exact[point].us:7.2f} us, {ratio:+.0%}"
+        )
+    classes = {}
+    for kind in dict.fromkeys(point.kind for point in chosen):
+        for half in (False, True):
+            mine = {point: error for point, error in of.items() if (point.kind, point.held_out) == (kind, half)}
+            classes.setdefault(kind, {})["held out" if half else "fit"] = summary(mine, exact)
+    tests = list(microbenchmarks.run(machines.MI308X, measurements))
+    by_test: dict[str, dict] = {}
+    for result in tests:
+        entry = by_test.setdefault(result.test, {"tests": 0, "within": 0})
+        entry["tests"] += 1
+        entry["within"] += result.passes
+    fitted = {name: machine[name] for name in STEPS}
+    return {"fitted": fitted, "classes": classes, "microbenchmarks": by_test}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_rocm_ops.timing.calibrate", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("measurements", type=Path)
+    parser.add_argument("objects", type=Path)
+    parser.add_argument("--check", action="store_true", help="fit nothing and write nothing")
+    arguments = parser.parse_args(argv)
+    try:
+        found = calibrate(arguments.measurements, arguments.objects, machines.MI300X, not arguments.check)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    text = json.dumps(found, indent=1) + "\n"
+    print(text, end="")
+    if not arguments.check:
+        Path(machines.__file__).with_name("calibration.json").write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The command `vllm-rocm-ops predict`. What it runs needs the extra [emulator], and is imported when it does."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vllm_rocm_ops import explain
+from vllm_rocm_ops.model_layers import LayerCall
+
+from . import machines
+
+PRODUCT = "MI300X"  # whose times were compared
+
+
+def add_command(commands, names: Sequence[str], add_model: Callable) -> None:
+    """Adds the command to a parser's commands. `names` are those of ops; add_model(command, required, batches) adds the arguments of a
+    model."""
+    meaning = "predict how long a call, or a model's calls, take on a GPU that is not here; needs the extra [emulator]"
+    command = commands.add_parser("predict", help=meaning)
+    command.add_argument("op", nargs="?", choices=names, metavar="op", help="an op, as explain takes it")
+    add_model(command, False, "1")
+    command.add_argument("--arch", default=PRODUCT, metavar="PRODUCT", help=f"only {PRODUCT} until others are compared")
+    command.add_argument("--shape", type=explain.parse_shape, default=(), help="of the first tensor, e.g. 1x16384")
+    command.add_argument("--dtype", choices=list(explain.DTYPES), help="of the first tensor")
+    others = "other arguments, e.g. residual=none weight=bf16[7168] group_size=64"
+    command.add_argument("--with", nargs="+", default=(), metavar="NAME=VALUE", dest="given", help=others)
+    meaning = "compare the model with the published microbenchmarks in this folder, and show its calibration"
+    command.add_argument("--check", type=Path, metavar="FOLDER", help=meaning)
+
+
+def run(arguments: argparse.Namespace, calls: Callable[[], list[LayerCall]], ops) -> int:
+    """Prints what was asked for. `calls()` are the calls of the model, `ops` has the ops by name. Raises ValueError."""
+    machine = machines.named(arguments.arch)
+    if machine.name != PRODUCT:
+        raise ValueError(f"predict: --arch must be {PRODUCT}, the one that is calibrated, got {arguments.arch}")
+    from . import predict
+
+    if arguments.check:
+        lines = predict.check_lines(arguments.check)
+    elif arguments.model:
+        lines = predict.model_lines(calls(), arguments.batch or (1,), machine)
+    else:
+        op = getattr(ops, arguments.op)
+        given = explain.parse_arguments_of(op, arguments.given)
+        dtype = explain.DTYPES.get(arguments.dtype)
+        lines = predict.call_lines(op, explain.example(op, str(machine.arch), arguments.shape, dtype, **given), machine)
+    for line in lines:
+        print(line, flush=True)
+    return 0

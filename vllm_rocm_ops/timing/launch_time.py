@@ -1,0 +1,98 @@
+"""How long a launch takes: the compute unit with most blocks, from the kernel's start to its end.
+
+Blocks go to the dies in turn, and within a die to its compute units in turn. The recorded blocks stand for all: their lines say what
+blocks share, and each that a compute unit runs beyond those recorded is one of them with memory of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import NamedTuple
+
+from .compute_unit import ComputeUnit
+from .hierarchy import Memory, Sharing
+from .machines import Machine
+from .trace import APART, LINE, Access, Block, Recording, Step, region_of
+
+
+class Prediction(NamedTuple):
+    """A predicted time, in us, never a measured one. `bandwidth_us` is how long the bytes of all blocks take at the memory's own
+    bandwidth; `cycles` those of the compute unit; `blocks` how many it ran."""
+
+    us: float
+    cycles: float
+    bandwidth_us: float
+    blocks: int
+    megabytes: float
+
+
+def sharing(machine: Machine, recording: Recording) -> Sharing:
+    """How many of all blocks load a line, by the recorded ones that do."""
+    dies = int(machine["xcds"])
+    chip = Counter(line for block in recording.blocks for line in block.lines)
+    by_die: list[Counter] = [Counter() for _ in range(dies)]
+    for block in recording.blocks:
+        by_die[block.number % dies].update(block.lines)
+    per_block = recording.grid / len(recording.blocks)
+    of_chip = {line: count * per_block for line, count in chip.items() if count > 1}
+    of_die: dict[int, float] = {}
+    for counts in by_die:
+        for line, count in counts.items():
+            if chip[line] > 1:
+                of_die[line] = max(of_die.get(line, 1), count * per_block, of_chip[line] / dies)
+    return Sharing(of_die, of_chip)
+
+
+def _copy(block: Block, shared: Sharing, number: int) -> Block:
+    """A block like this one that loads and stores lines of its own, but for those that blocks share."""
+
+    def step(instr, access: Access | None) -> Step:
+        if access is None or not access.lines:
+            return instr, access
+        lines = tuple(line if line in shared.chip else line + number * APART for line in access.lines)
+        return instr, access._replace(lines=lines)
+
+    return Block(block.number, [[step(*each) for each in wave] for wave in block.waves])
+
+
+def _chosen(recording: Recording, count: int, shared: Sharing) -> list[Block]:
+    """The blocks of a compute unit: the longest of those recorded, then others spread over the grid, as copies where it runs more."""
+    blocks = recording.blocks
+    longest = max(range(len(blocks)), key=lambda i: sum(map(len, blocks[i].waves)))
+    chosen, step = [], max(1, len(blocks) // count)
+    for n in range(count):
+        block = blocks[(longest + n * step) % len(blocks)]
+        chosen.append(block if n < len(blocks) else _copy(block, shared, 1 + n // len(blocks)))
+    return chosen
+
+
+def predict(machine: Machine, recording: Recording) -> Prediction:
+    """The time of a launch."""
+    units, dies, grid = machine.arch.compute_units, int(machine["xcds"]), recording.grid
+    shared = sharing(machine, recording)
+    per_block, moved = grid / len(recording.blocks), [0.0, 0.0]
+    for block in recording.blocks:
+        for line in block.lines:
+            moved[region_of(line) in recording.cold] += LINE * per_block / shared.chip.get(line, 1)
+    cold = recording.cold if moved[0] <= machine["mall_bytes"] else None
+    most = math.ceil(math.ceil(grid / dies) / (units // dies))
+    held = min(recording.held, most)
+    waves = len(recording.blocks[0].waves)
+    between = machine["dispatch"] + machine["dispatch_wave"] * (waves - 1)
+    turns = math.ceil(min(grid, units * held) / (dies * machine["engines"]) / held)
+    starts = [between * turns * (place + 1) if place < held else 0.0 for place in range(most)]
+    capacity = units * held
+
+    chosen = _chosen(recording, most, shared)
+    mean = sum(len(block.lines) for block in recording.blocks) / len(recording.blocks)
+    busy = mean / max(1, max(len(block.lines) for block in chosen))
+
+    def others(place: int, running: int) -> float:
+        resident = min(max(grid - place // held * capacity, 1), capacity)
+        return max(1.0, resident * min(busy, 1.0) / running)
+
+    cycles = ComputeUnit(machine, Memory(machine, shared, cold)).run(chosen, starts, held, others)
+    least = sum(moved) / machine["mall_bandwidth"], moved[1] / machine["hbm_bandwidth"]
+    us = machine["start"] + cycles / machine["clock"]
+    return Prediction(us, cycles, max(least) / 1e3, most, sum(moved) / 1e6)

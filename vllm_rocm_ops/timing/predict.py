@@ -1,0 +1,166 @@
+"""How long a call, or a model's calls, would take on a GPU that is not here. Always a prediction, with the error band that calibrate.py
+found, never a measured time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from vllm_rocm_ops import emulated, explain, launch
+from vllm_rocm_ops.launch import Launch
+from vllm_rocm_ops.model_layers import LayerCall
+from vllm_rocm_ops.op import Op
+
+from . import launch_time, machines, microbenchmarks
+from .launch_time import Prediction
+from .machines import Machine
+from .trace import RecordingEmulator, aligned, record
+
+BLOCKS = 64  # of a launch that are recorded
+MOST_WAVES = 2048  # of a launch that runs whole, as others read what it writes
+PARAMETERS = frozenset(("b", "w1", "w2", "weight", "bias"))
+"""Arguments of ops that are a model's, and not in a cache when the next step needs them again. What the kernel before wrote is."""
+
+
+class Kernel(NamedTuple):
+    """A launch of a call: its kernel and its time."""
+
+    symbol: str
+    prediction: Prediction
+
+
+def _argument(name: str, value, experts: int):
+    """A value for an argument of the meta device. Tokens go to all experts in turn."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    made = aligned(value.to("meta"))
+    if name == "topk_ids":
+        made.copy_(torch.arange(value.numel()).reshape(value.shape) % experts)
+    elif name == "expert_map":
+        made.copy_(torch.arange(value.numel()).where(torch.arange(value.numel()) < experts, -1))
+    return made
+
+
+def predict_call(op: Op, given: dict, machine: Machine) -> list[Kernel]:
+    """The kernels of a call with arguments of the meta device. Raises ValueError where none of ours runs, or where the time depends on
+    lengths that are not known."""
+    if op.name in explain.MEASURED_FIRST:
+        raise ValueError(f"predict: {op.name} must have lengths of requests, which the model of time does not take yet")
+    experts = len(given["w1"]) if "w1" in given else 1
+    values = {name: _argument(name, value, experts) for name, value in given.items()}
+    emulator = RecordingEmulator(str(machine.arch), races=False)
+    planned = _aligned(emulated.executable(op.explain(**values, arch=emulator.arch).launches), values)
+    if not planned:
+        raise ValueError(f"predict: {op.name} must run a kernel of ours, got a call that PyTorch runs: see explain")
+    cold = [value for name, value in values.items() if name in PARAMETERS and isinstance(value, torch.Tensor)]
+    return [_kernel(emulator, machine, one, one is planned[-1], cold) for one in planned]
+
+
+def _aligned(planned: Sequence[Launch], values: dict) -> list[Launch]:
+    """The launches with outputs and workspaces where a GPU would have them, in all of them the same."""
+    storages = {value.untyped_storage().data_ptr() for value in values.values() if isinstance(value, torch.Tensor)}
+
+    def moved(arg):
+        if not isinstance(arg, torch.Tensor) or not arg.numel() or arg.untyped_storage().data_ptr() in storages:
+            return arg
+        return made.setdefault((arg.data_ptr(), arg.shape, arg.stride()), aligned(arg.to("meta")))
+
+    made: dict = {}
+    return [one.with_each(moved) for one in planned]
+
+
+def _kernel(emulator: RecordingEmulator, machine: Machine, one: Launch, last: bool, cold: list) -> Kernel:
+    grid, path = math.prod(one.grid), launch.code_object(one.module, emulator.arch.name)
+    waves = grid * -(-math.prod(one.block) // emulator.arch.wave_lanes)
+    recording = record(
+        emulator, path, one, emulated.sample(grid, BLOCKS), run_all=not last and waves <= MOST_WAVES, cold=cold
+    )
+    return Kernel(one.symbol, launch_time.predict(machine, recording))
+
+
+class Band(NamedTuple):
+    """How far predictions of such kernels were from published times: all were within `ratio`, None where none was compared."""
+
+    ratio: float | None
+    text: str
+
+    def __str__(self) -> str:
+        return "unknown" if self.ratio is None else f"+-{self.ratio:.0%}"
+
+
+ROWS = ("rms_norm", "fused_add_rms_norm", "layer_norm", "silu_and_mul")
+COMPARED = {"GEMM": ("skinny GEMM",), "rows": ("add RMSNorm", "SwiGLU")}
+"""By kind of op: the classes of published kernels that do the same."""
+
+
+def band(op: Op) -> Band:
+    """The error band of an op's kernels, from all published times of kernels that do the same."""
+    gemm = op.name in explain.LIMITED and op.name != "fused_experts"
+    kinds = COMPARED["GEMM" if gemm else "rows"] if gemm or op.name.startswith(ROWS) else ()
+    halves = [half for kind in kinds for half in machines.CALIBRATION["classes"][kind].values()]
+    if not halves:
+        return Band(None, "error unknown: no published time of such a kernel was compared")
+    ratio, count = max(half["largest"] for half in halves), sum(half["points"] for half in halves)
+    return Band(
+        ratio, f"+-{ratio:.0%}, the largest error in {count} published times of other kernels: {' and '.join(kinds)}"
+    )
+
+
+def call_lines(op: Op, given: dict, machine: Machine) -> Iterator[str]:
+    """Lines for people about a call."""
+    kernels = predict_call(op, given, machine)
+    total = sum(kernel.prediction.us for kernel in kernels)
+    yield f"{op.name} on {machine.name}: predicted {total:.1f} us, not measured; {band(op).text}"
+    for symbol, prediction in kernels:
+        yield (
+            f"  {symbol}: predicted {prediction.us:.1f} us; "
+            f"{prediction.cycles:.0f} cycles of a compute unit with {prediction.blocks} blocks, "
+            f"{prediction.megabytes:.1f} MB, which alone take {prediction.bandwidth_us:.1f} us"
+        )
+
+
+def model_lines(calls: Sequence[LayerCall], batches: Sequence[int], machine: Machine) -> Iterator[str]:
+    """Lines for people about the calls of a step of a model."""
+    yield f"{machine.name}: predicted times in us, not measured; attention and what runs no kernel of ours are left out"
+    for batch in batches:
+        rows, total, unknown, bound = [("layer", "op", "tokens", "a step", "predicted", "band")], 0.0, 0.0, 0.0
+        for call in calls:
+            if not call.count:
+                continue
+            case = call.case(batch).make("meta", torch.Generator(), machine.arch.fp8_dtype)
+            named = call.layer, call.op.name, str(batch), str(call.count)
+            try:
+                kernels = predict_call(call.op, call.op.Arguments(*case)._asdict(), machine)
+            except ValueError:
+                rows.append((*named, "-", "no kernel of ours"))
+                continue
+            us, of = sum(kernel.prediction.us for kernel in kernels), band(call.op)
+            rows.append((*named, f"{us:.1f}", str(of)))
+            total += us * call.count
+            unknown += us * call.count * (of.ratio is None)
+            bound += us * call.count * (of.ratio or 0)
+        yield from explain.table(rows)
+        known = f"+-{bound:.0f} us for {total - unknown:.0f} us of it, unknown for {unknown:.0f} us"
+        yield f"predicted sum of a step with {batch} tokens: {total:.0f} us; error {known}"
+
+
+def check_lines(folder: Path) -> Iterator[str]:
+    """Lines about the microbenchmarks in a folder and about the committed calibration."""
+    results = list(microbenchmarks.run(machines.MI308X, folder))
+    yield f"microbenchmarks: {sum(result.passes for result in results)} of {len(results)} within their limits; the others:"
+    for result in results:
+        if not result.passes:
+            yield (
+                f"  {result.test} {result.instruction}, {result.condition}: "
+                f"measured {result.measured:.3g}, predicted {result.predicted:.3g}"
+            )
+    for kind, halves in machines.CALIBRATION["classes"].items():
+        for half, found in halves.items():
+            yield (
+                f"{kind}, {half}: {found['points']} published times; median error {found['median']:.0%}, "
+                f"nine of ten within {found['p90']:.0%}, largest {found['largest']:.0%}"
+            )
