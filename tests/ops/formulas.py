@@ -452,6 +452,96 @@ def mla_decode(before, after, outputs: tuple) -> Found:
     return attended(a, after, outputs, query, keys, keys[..., : a.q_nope.shape[2]], (a.kv_scale, a.kv_scale))
 
 
+def random_words(counter: tuple[int, ...], seed: int) -> tuple[int, ...]:
+    """Philox4x32-10, as its authors publish it."""
+    x, y, z, w = counter
+    key, other = seed % 2**32, seed // 2**32 % 2**32
+    for step in range(10):
+        k, o = (key + step * 0x9E3779B9) % 2**32, (other + step * 0xBB67AE85) % 2**32
+        a, b = x * 0xD2511F53, z * 0xCD9E8D57
+        x, y, z, w = b // 2**32 ^ y ^ k, b % 2**32, a // 2**32 ^ w ^ o, a % 2**32
+    return x, y, z, w
+
+
+def dropped(a, sequence: int, rows: int, heads: int, keys: int) -> Tensor:
+    """Which weights [heads, rows, keys] are 0."""
+    words = [
+        [[random_words((of, row, head, sequence), a.seed) for of in range(-(-keys // 4))] for row in range(rows)]
+        for head in range(heads)
+    ]
+    of_key = torch.tensor(words, dtype=torch.float64).reshape(heads, rows, -1)
+    return (of_key < round(a.dropout * 2**32))[..., :keys]
+
+
+def flash_attention(before, after, outputs: tuple) -> Found:
+    a, (out, lse, mask) = before, outputs
+    turned = {"bshd": lambda x: x, "bhsd": lambda x: x.transpose(1, 2), "thd": lambda x: x.unsqueeze(0)}[a.layout]
+    queries, found = turned(a.q), turned(out)
+    heads = queries.shape[2]
+
+    def of_heads(scale: Tensor | None, count: int) -> Tensor:
+        ones = torch.ones(count, dtype=torch.float64)
+        return (ones if scale is None else ones * scale.double().reshape(-1)).repeat_interleave(heads // count)
+
+    if a.block_table is not None:
+        caches = by_slot(a.k, a.v)
+    sequences = len(queries) if a.cu_seqlens_q is None else len(a.cu_seqlens_q) - 1
+    for s in range(sequences):
+        rows = slice(None) if a.cu_seqlens_q is None else slice(*a.cu_seqlens_q[s : s + 2].tolist())
+        batch = s if a.cu_seqlens_q is None else 0
+        q = queries[batch, rows].double()
+        if a.block_table is not None:
+            places = torch.arange(int(a.seq_lens[s]))
+            page = caches[0].shape[1]
+            k, v = (c[a.block_table[s].long()[places // page], places % page].double() for c in caches)
+        else:
+            keys = slice(None) if a.cu_seqlens_k is None else slice(*a.cu_seqlens_k[s : s + 2].tolist())
+            k, v = (turned(x)[batch, keys].double() for x in (a.k, a.v))
+        kv_heads = k.shape[1]
+        k, v = (x.repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for x in (k, v))
+        factor = a.scale * of_heads(a.q_scale, heads) * of_heads(a.k_scale, kv_heads)
+        scores = q.transpose(0, 1) @ k.transpose(1, 2) * factor[:, None, None]
+        if a.softcap:
+            scores = a.softcap * torch.tanh(scores / a.softcap)
+        behind = k.shape[1] - len(q) + torch.arange(len(q))[:, None] - torch.arange(k.shape[1])
+        if a.alibi_slopes is not None:
+            scores = scores - a.alibi_slopes[s].double()[:, None, None] * behind.abs()
+        if a.bias is not None:
+            scores = scores + a.bias[s % len(a.bias)].double()
+        hidden = torch.zeros_like(behind, dtype=torch.bool)
+        if a.causal:
+            hidden |= behind < 0
+        if a.window:
+            hidden |= behind >= a.window
+        scores = scores.masked_fill(hidden, -torch.inf)
+        has_keys = (~hidden).any(1)
+        weights = torch.softmax(scores, -1).nan_to_num() if k.shape[1] else scores
+        of_value = of_heads(a.v_scale, kv_heads)[:, None, None]
+        if a.dropout:
+            gone = dropped(a, s, len(q), heads, k.shape[1])
+            if a.return_mask:
+                yield "mask", mask[batch].double(), (~gone).double(), torch.zeros(gone.shape, dtype=torch.float64)
+            weights = weights.masked_fill(gone, 0.0) / (1 - a.dropout)
+        wanted, sizes = weights @ v * of_value, weights @ v.abs() * of_value
+        off = 2.0**-7 * sizes + rounded(wanted, out.dtype)
+        if a.p_scale is not None:
+            most = weights.amax(-1, keepdim=True) / of_heads(a.p_scale, heads)[:, None, None]
+            off = off + 0.51 * most / (1 - a.dropout) * (v.abs() * of_value).sum(1, keepdim=True)
+        yield "output", found[batch, rows].transpose(0, 1).double(), wanted, off
+        if a.return_lse:
+            sums = torch.logsumexp(scores, -1)
+            ours = (lse[:, rows] if a.layout == "thd" else lse[batch]).double()
+            largest = scores.abs().where(~hidden, 0.0).amax(-1) if k.shape[1] else sums.abs()
+            wanted_sums = sums.where(has_keys, 0.0)
+            yield "lse", ours.where(has_keys, 0.0), wanted_sums, 1e-3 + FP32 * largest.nan_to_num()
+            yield (
+                "lse without keys",
+                ours.where(~has_keys, torch.inf).isinf().double(),
+                torch.ones_like(ours),
+                ours * 0.0,
+            )
+
+
 FORMULAS: dict[str, Callable[..., Found]] = {
     **dict.fromkeys(
         (
@@ -481,6 +571,7 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     "mxfp8_scaled_mm": mxfp8_scaled_mm,
     "unquantized_gemm": unquantized_gemm,
     "batched_gemm": batched_gemm,
+    "flash_attention": flash_attention,
     "fused_experts": fused_experts,
     "topk_softmax": flat_top("softmax"),
     "topk_sigmoid": flat_top("sigmoid"),

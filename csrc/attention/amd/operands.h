@@ -5,6 +5,9 @@
 #pragma once
 #include "device/vec.h"
 
+// The compiler leaves registers for so many waves of a SIMD.
+#define WAVES_PER_SIMD(waves) __attribute__((amdgpu_waves_per_eu(waves)))
+
 namespace numerics {
 
 // a * b, rounded to fp32: no addition fuses with it.
@@ -97,5 +100,9 @@ template <class Vec>
 DEVICE void use_below(Vec& value) {
   asm volatile("" : "+v"(value));
 }
+
+// Rows of 128 bytes lie in LDS one after the other, 16 bytes c of row r at c ^ swizzle(r): without bank conflicts where 16 rows are
+// read at a time, and where 8 are written.
+DEVICE int swizzle(int row) { return lds::swizzle(row); }
 
 }  // namespace attention

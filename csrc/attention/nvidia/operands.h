@@ -4,6 +4,9 @@
 #pragma once
 #include "device/vec.h"
 
+// Nothing: on AMD the compiler leaves registers for so many waves of a SIMD.
+#define WAVES_PER_SIMD(waves)
+
 namespace numerics {
 
 // a * b, rounded to fp32: no addition fuses with it.
@@ -80,5 +83,9 @@ DEVICE void issue_now() { asm volatile("" ::: "memory"); }
 // Nothing, for the same reason.
 template <class Vec>
 DEVICE void use_below(Vec&) {}
+
+// Rows of 128 bytes lie in LDS one after the other, 16 bytes c of row r at c ^ swizzle(r): without bank conflicts where 4 times 16
+// bytes of two rows are read at a time, and where 8 rows are written.
+DEVICE int swizzle(int row) { return row % 2 * 4 + row / 2 % 4; }
 
 }  // namespace attention

@@ -1,0 +1,115 @@
+// Copies of keys and values from HBM to LDS for flash attention, kKeys at a time. In LDS both are operands of the 16-bit type T: keys
+// by key, in the order of the rows of instructions, and values by element, so that the eight keys that a lane multiplies lie
+// side by side. A copy is in registers until the keys before were multiplied.
+#pragma once
+#include "attention/flash_tile.h"
+#include "attention/part.h"
+
+// kD elements of a key, kDv of a value.
+template <int kD, int kDv, int kKeys_, int kThreads_>
+struct FlashLayout {
+  static constexpr int kKeys = kKeys_, kThreads = kThreads_;
+  static constexpr int kKeyChunks = kD / 8,
+                       kRowChunks = kKeys / 8;  // of 16 bytes, of a key, and of an element of values
+  static constexpr int kQuarter = kDv / 4;
+  static constexpr int kKeyCopies = kKeys * kKeyChunks / kThreads;
+  static constexpr int kUnits = kRowChunks * kQuarter;  // of 8 keys x 4 elements of values
+  static constexpr int kValueCopies = kRowChunks * kDv / kThreads;
+  static_assert(kUnits <= kThreads && kKeyCopies * kThreads == kKeys * kKeyChunks);
+
+  struct Buffer {
+    u32x4 key[kKeys * kKeyChunks], value[kDv * kRowChunks];
+  };
+  // Where in the buffer chunk `chunk` of a key lies. Row: see key_of.
+  DEVICE static int key_at(int row, int chunk) {
+    return (chunk / 8 * kKeys + row) * 8 + (chunk % 8 ^ attention::swizzle(row));
+  }
+  // The key that is this row of this tile, of those of a step.
+  DEVICE static int key_of(int tile, int row) { return tile / 2 * 32 + attention::key(tile % 2, row); }
+  DEVICE static int key_of(int row) { return key_of(row / 16, row % 16); }
+  // Where eight keys of an element lie. Row: see row_of.
+  DEVICE static int value_at(int row, int chunk) {
+    const int at = row * kRowChunks + chunk;
+    return at / 8 * 8 + (at % 8 ^ attention::swizzle(at / 8));
+  }
+  // The elements 4 * i + j are in quarter j of the rows: those that a thread transposes together go to rows that its neighbours'
+  // neighbours have, and a lane has sums of four elements side by side.
+  DEVICE static int row_of(int element) { return element % 4 * kQuarter + element / 4; }
+};
+
+// The elements of two keys, as T: 16 bits each, of words with two elements of a key.
+DEVICE u32 pair_of(u32 first, u32 second, int upper) {
+  return upper ? first >> 16 | (second & 0xffff0000u) : (first & 0xffff) | second << 16;
+}
+
+// Keys and values of T, all elements there, side by side and aligned to 16 bytes.
+template <class T, class Layout>
+struct FlashLoader {
+  static constexpr int kThreads = Layout::kThreads;
+  const u8 *keys, *values;  // of the step
+  int left;                 // keys, from the step on
+  i64 key_bytes, value_bytes;
+  u32 key_offset, value_offset;
+  u32x4 key[Layout::kKeyCopies];
+  u32x2 value[8];
+  const bool has_unit = Layout::kUnits == kThreads || wave::uniform(wave::thread_id() < Layout::kUnits);
+
+  DEVICE static int unit_chunk() { return wave::thread_id() / Layout::kQuarter; }
+  DEVICE static int unit_row() { return wave::thread_id() % Layout::kQuarter; }
+
+  template <class Tile>
+  DEVICE FlashLoader(const FlashProblem& p, const Tile& tile, int begin, int end) : left(end - begin) {
+    auto first = [&](const CacheView& of) __attribute__((always_inline)) {
+      return of.data + 2 * (tile.sequence * of.block_stride + tile.kv_head * of.head_stride +
+                            i64(tile.first_key + begin) * of.slot_stride);
+    };
+    keys = first(p.key);
+    values = first(p.value);
+    key_bytes = 2 * p.key.slot_stride;
+    value_bytes = 2 * p.value.slot_stride;
+    key_offset = u32(Layout::key_of(wave::thread_id() / 8)) * u32(key_bytes) + wave::thread_id() % 8 * 16;
+    value_offset = u32(unit_chunk() * 8) * u32(value_bytes) + unit_row() * 8;
+  }
+  DEVICE static u32 held(int key, int count) { return key < count ? key : count - 1; }
+  // A thread's copies: kRound keys apart, then 128 bytes of a key.
+  static constexpr int kRound = kThreads / 8, kRounds = Layout::kKeys / kRound;
+  static_assert(kRound == 32);
+  DEVICE static int copy_row(int copy) { return copy % kRounds * kRound + wave::thread_id() / 8; }
+  DEVICE static int copy_chunk(int copy) { return copy / kRounds * 8 + wave::thread_id() % 8; }
+
+  // The next keys. Behind the last key that one is loaded again.
+  DEVICE void start() {
+    if (left >= Layout::kKeys) {
+#pragma unroll
+      for (int j = 0; j < Layout::kKeyCopies; ++j)
+        key[j] = mem::load<u32x4>(keys + j % kRounds * kRound * key_bytes + (key_offset + j / kRounds * 128));
+      if (has_unit)
+#pragma unroll
+        for (int k = 0; k < 8; ++k) value[k] = mem::load<u32x2>(values + k * value_bytes + value_offset);
+    } else {
+#pragma unroll
+      for (int j = 0; j < Layout::kKeyCopies; ++j)
+        key[j] = mem::load<u32x4>(keys + held(Layout::key_of(copy_row(j)), left) * key_bytes + copy_chunk(j) * 16);
+      if (has_unit)
+#pragma unroll
+        for (int k = 0; k < 8; ++k)
+          value[k] = mem::load<u32x2>(values + held(unit_chunk() * 8 + k, left) * value_bytes + unit_row() * 8);
+    }
+    keys += key_bytes * Layout::kKeys;
+    values += value_bytes * Layout::kKeys;
+    left -= Layout::kKeys;
+  }
+  DEVICE void finish(typename Layout::Buffer& to) const {
+#pragma unroll
+    for (int j = 0; j < Layout::kKeyCopies; ++j) to.key[Layout::key_at(copy_row(j), copy_chunk(j))] = key[j];
+    if (has_unit)
+#pragma unroll
+      for (int element = 0; element < 4; ++element) {
+        u32x4 eight;
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+          eight[w] = pair_of(value[2 * w][element / 2], value[2 * w + 1][element / 2], element % 2);
+        to.value[Layout::value_at(element * Layout::kQuarter + unit_row(), unit_chunk())] = eight;
+      }
+  }
+};

@@ -1,0 +1,317 @@
+"""Attention of many query rows, dense, of sequences of their own lengths, or over a paged cache (flash attention, forward)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families import attention, decode, flash
+from vllm_rocm_ops.families.attention import CacheLayout
+from vllm_rocm_ops.families.flash import Sizes
+from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.tensors import describe, is_wide_float
+
+__all__ = ["flash_attention"]
+
+
+def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    q, k, v = a.q, a.k, a.v
+    yield "layout", " or ".join(flash.LAYOUTS), str(a.layout), a.layout in flash.LAYOUTS
+    holds = (is_wide_float(q) or flash.is_narrow(q.dtype)) and q.dim() == (3 if a.layout == "thd" else 4)
+    yield "q", f"floating point, e4m3 or int8, of layout {a.layout}", describe(q), holds
+    holds = a.out_dtype in (
+        (None, q.dtype) if is_wide_float(q) else (None, torch.bfloat16, torch.float16, torch.float32)
+    )
+    yield "out_dtype", "None or, where q has 8 bits, bfloat16, float16 or float32", str(a.out_dtype), holds
+    yield from _where_keys_are(a)
+    kinds = (q.dtype, *((torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz) if is_wide_float(q) else ()))
+    yield "k", f"of q's dtype{' or of 8 bits' if is_wide_float(q) else ''}", describe(k), k.dtype in kinds
+    yield "v", f"of k's dtype {k.dtype}", describe(v), v.dtype == k.dtype
+    sizes = Sizes.of(a)
+    holds = sizes.size > 0 and sizes.heads > 0 and sizes.heads % sizes.kv_heads == 0
+    yield "q", f"of a multiple of {sizes.kv_heads} heads, of one element or more", describe(q), holds
+    if (slopes := a.alibi_slopes) is not None:
+        shape = (sizes.sequences, sizes.heads)
+        holds = slopes.dtype == torch.float32 and slopes.shape == shape
+        yield "alibi_slopes", f"float32 {list(shape)}, of sequences and heads", describe(slopes), holds
+    if (bias := a.bias) is not None:
+        yield "bias", "None where sequences have lengths of their own", describe(bias), a.layout != "thd"
+        shape = (sizes.sequences, sizes.heads, sizes.rows, sizes.keys)
+        holds = bias.dim() == 4 and bias.shape[0] in (1, shape[0]) and bias.shape[1:] == shape[1:]
+        wanted = f"of 16 bits or more, {list(shape)}, of batch (or 1), heads, rows and keys"
+        yield "bias", wanted, describe(bias), holds and is_wide_float(bias)
+    for name, heads in zip(
+        ("q_scale", "k_scale", "v_scale", "p_scale"), (sizes.heads, *[sizes.kv_heads] * 2, sizes.heads)
+    ):
+        if (scale := getattr(a, name)) is not None:
+            holds = scale.dtype == torch.float32 and scale.numel() in (1, heads)
+            yield name, f"float32 with one element or {heads}", describe(scale), holds
+    yield "p_scale", "None unless v is int8", "a tensor", a.p_scale is None or v.dtype == torch.int8
+    yield "softcap", "0 or more", str(a.softcap), a.softcap >= 0
+    yield "window", "0 or more", str(a.window), a.window >= 0
+    yield "dropout", "from 0 to less than 1", str(a.dropout), 0 <= a.dropout < 1
+    holds = not a.return_mask or a.layout != "thd"
+    yield "return_mask", "False where sequences have lengths of their own", str(a.return_mask), holds
+
+
+def _where_keys_are(a) -> Iterator[tuple[str, str, str, bool]]:
+    """The shapes of k and v, and what says where sequences begin and end."""
+    q, k, v = a.q, a.k, a.v
+    if a.layout != "thd":
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seq_lens"):
+            yield name, f"None with layout {a.layout}", "a tensor", getattr(a, name) is None
+    else:
+        cu = a.cu_seqlens_q
+        holds = cu is not None and cu.dtype == torch.int32 and cu.dim() == 1 and len(cu) > 0
+        yield "cu_seqlens_q", "int32 [sequences + 1]", "None" if cu is None else describe(cu), holds
+    if a.block_table is None:
+        yield "seq_lens", "None without block_table", "a tensor", a.seq_lens is None
+        if a.layout == "thd":
+            of_keys, wanted = a.cu_seqlens_k, len(a.cu_seqlens_q)
+            holds = of_keys is not None and of_keys.dtype == torch.int32 and of_keys.shape == (wanted,)
+            got = "None" if of_keys is None else describe(of_keys)
+            yield "cu_seqlens_k", f"int32 [sequences + 1={wanted}]", got, holds
+        yield "k", f"of layout {a.layout}, as q", describe(k), k.dim() == q.dim()
+        rows, keys = (flash.by_row(x, a.layout) for x in (q, k))
+        holds = keys.shape[0] == rows.shape[0] and keys.shape[2] > 0 and keys.shape[3] == rows.shape[3]
+        yield "k", f"of {rows.shape[0]} in the batch, heads of {rows.shape[3]}", describe(k), holds
+        holds = v.dim() == k.dim() and v.shape[:-1] == k.shape[:-1] and v.shape[-1] > 0
+        yield "v", f"{list(k.shape[:-1])} of values, of one element or more", describe(v), holds
+        return
+    table, lens = a.block_table, a.seq_lens
+    yield "cu_seqlens_k", "None with block_table", "a tensor", a.cu_seqlens_k is None
+    yield from attention.cache_contract(k, v)
+    size = CacheLayout(k, v).key_size
+    yield "k", f"of heads of {q.shape[-1]}", describe(k), size == q.shape[-1]
+    sequences = len(a.cu_seqlens_q) - 1
+    holds = table.dtype == torch.int32 and table.dim() == 2 and len(table) == sequences and table.shape[1] > 0
+    yield "block_table", f"int32 [sequences={sequences}, pages]", describe(table), holds
+    holds = lens is not None and lens.dtype == torch.int32 and lens.shape == (sequences,)
+    yield "seq_lens", f"int32 [sequences={sequences}]", "None" if lens is None else describe(lens), holds
+
+
+def _configs(a, arch: Arch) -> list[flash.FlashConfig]:
+    return flash.configs(a, arch) if all(holds for _, holds in _envelope(a, arch)) else []
+
+
+def _problem(a) -> dict[str, object]:
+    sizes = Sizes.of(a)
+    return {
+        "sequences": sizes.sequences,
+        "rows": sizes.rows,
+        "keys": sizes.keys,
+        "heads": f"{sizes.heads}:{sizes.kv_heads}",
+        "size": f"{sizes.size}:{sizes.value_size}",
+        "causal": a.causal,
+    }
+
+
+def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    yield "q is bfloat16 or float16", a.q.dtype in attention.ELEMENTS
+    yield "arguments are plain", flash.is_plain(a)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        yield f"{name} is contiguous", getattr(a, name) is None or getattr(a, name).is_contiguous()
+    sizes = Sizes.of(a)
+    yield "there are fewer than 2^30 rows and keys", max(sizes.rows, sizes.keys) < 2**30
+    yield "there are fewer than 2^30 tiles of rows", flash.tiles(a) < 2**30
+
+
+# Cases
+
+
+def _narrow(x: Tensor, kind: str | None, fp8_dtype: torch.dtype) -> Tensor:
+    """Normal numbers in 8 bits, if there is a kind."""
+    if kind is None:
+        return x
+    return x.float().mul(40).round().clamp(-127, 127).to(torch.int8) if kind == "int8" else x.to(fp8_dtype)
+
+
+def _cache(k: Tensor, v: Tensor, lens, given: dict, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys of sequences of these lengths in the pages of a cache, and its block table."""
+    x, heads = 16 // k.element_size(), k.shape[1]
+    table, pages = decode.pages_of(lens, given, generator)
+    page, size, value_size = given.get("page", 16), k.shape[2], v.shape[2]
+    if given["cache"] == "packed":
+        both = torch.full((pages, heads, page, size + value_size), math.nan).to(k.dtype)
+        caches = both.transpose(1, 2).split((size, value_size), -1)
+    else:
+        shapes = (pages, heads, size // x, page, x), (pages, heads, value_size, page)
+        caches = tuple(torch.full(shape, math.nan).to(k.dtype) for shape in shapes)
+    cache, begin = CacheLayout(*caches), 0
+    for row, length in zip(table, lens):
+        places = torch.arange(length)
+        of = slice(begin, begin + length)
+        cache.write(row[places // page].long(), places % page, k[of], v[of])
+        row[-(-length // page) :] = 2**30
+        begin += length
+    return *caches, table
+
+
+def _inputs(rows, keys, heads, size, given, device, generator, fp8_dtype) -> tuple:
+    """Of each sequence so many rows and keys; heads of queries and of keys; sizes of a key and a value."""
+    dtype, layout, batch = given.get("dtype", torch.bfloat16), given.get("layout", "bshd"), given.get("batch", 1)
+    (query_heads, kv_heads), (size, value_size) = heads, size if isinstance(size, tuple) else (size, size)
+    a, lens = {}, keys
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def narrow(of_heads: int) -> Tensor:
+        return torch.rand(given.get("scales", 1) * of_heads or 1, generator=generator).add(0.5).div(40).to(device)
+
+    if layout == "thd":
+        for name, of in (("cu_seqlens_q", rows), ("cu_seqlens_k", keys)):
+            a[name] = torch.tensor([0, *of]).cumsum(0).to(torch.int32).to(device)
+        rows, keys = sum(rows), sum(keys)
+    lead = () if layout == "thd" else (batch,)
+    q, k, v = (
+        rand(*lead, *of).to(dtype)
+        for of in ((rows, query_heads, size), (keys, kv_heads, size), (keys, kv_heads, value_size))
+    )
+    if given.get("packed"):
+        q, k, v = torch.cat((q, k, v), -1).split(size, -1)
+    q.mul_(given.get("peak", 2.0))
+    q = _narrow(q, given.get("q"), fp8_dtype)
+    k, v = (_narrow(x, given.get("kv"), fp8_dtype) for x in (k, v))
+    if given.get("q"):
+        a |= {"q_scale": narrow(query_heads), "out_dtype": dtype}
+    if given.get("kv"):
+        a |= {"k_scale": narrow(kv_heads), "v_scale": narrow(kv_heads)}
+    if given.get("cache"):
+        k, v, table = _cache(k, v, lens, given, generator)
+        seq_lens = torch.tensor(lens, dtype=torch.int32)
+        a |= {"cu_seqlens_k": None, "block_table": table.to(device), "seq_lens": seq_lens.to(device)}
+    if layout == "bhsd":
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    if given.get("transposed"):
+        v = v.transpose(-1, -2).contiguous().transpose(-1, -2)
+    sequences = len(lens) if layout == "thd" else batch
+    if given.get("alibi"):
+        a["alibi_slopes"] = rand(sequences, query_heads).exp().div(4).to(device)
+    if given.get("bias"):
+        a["bias"] = rand(batch, query_heads, rows, keys).to(given["bias"]).to(device)
+    if given.get("p_scale"):
+        a["p_scale"] = torch.full((query_heads,), 127.0, device=device)
+    for name in ("softcap", "causal", "window", "dropout", "seed", "return_mask"):
+        if name in given:
+            a[name] = given[name]
+    a |= {"layout": layout, "return_lse": given.get("return_lse", True)}
+    return flash_attention.Arguments(q.to(device), k.to(device), v.to(device), given.get("scale", size**-0.5), **a)
+
+
+def _cases() -> Iterator[Case]:
+    """Every kernel; rows and keys around tiles, none of either, rows without keys; groups, layouts, windows, sequences of their own
+    lengths."""
+
+    def case(name: str, rows, keys, heads, size, **given) -> Case:
+        return Case(name, functools.partial(_inputs, rows, keys, heads, size, given))
+
+    for dtype, kind in attention.ELEMENTS.items():
+        for size in flash.PLAIN_SIZES:
+            yield case(f"{kind}-{size[0]}", 33, 70, (2, 1), size, dtype=dtype, causal=True)
+    yield case("full", 20, 65, (1, 1), 64)
+    yield case("tiles", 130, 193, (2, 2), 64, causal=True)
+    yield case("one-of-one", 1, 1, (1, 1), 64, causal=True)
+    yield case("rows-without-keys", 140, 9, (1, 1), 64, causal=True)
+    yield case("no-keys", 3, 0, (1, 1), 64)
+    yield case("no-rows", 0, 3, (1, 1), 64)
+    yield case("batch", 5, 40, (6, 2), 64, batch=3)
+    yield case("bhsd", 17, 33, (4, 2), 64, batch=2, layout="bhsd", causal=True)
+    yield case("packed", 20, 20, (2, 2), 128, packed=True, causal=True)
+    yield case("window", 70, 200, (1, 1), 64, window=40, causal=True)
+    yield case("window-full", 3, 80, (1, 1), 64, window=65)
+    yield case("large-scores", 20, 130, (2, 1), 64, peak=30.0, scale=1.0)
+    yield case("persistent", 130, 70, (8, 2), 64, causal=True)
+    yield case("lengths", (1, 0, 7, 130, 2), (3, 5, 7, 66, 0), (2, 1), 64, layout="thd")
+    yield case("lengths-causal", (1, 7, 128, 30), (1, 70, 100, 20), (2, 1), 64, layout="thd", causal=True)
+    yield case("lengths-many", (1,) * 70, (2,) * 70, (1, 1), 64, layout="thd", causal=True)
+    yield case("no-lse", 4, 20, (1, 1), 64, return_lse=False)
+    for kind, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        yield case(f"{kind}-sizes-33-5", 20, 37, (2, 1), (33, 5), dtype=dtype, causal=True)
+        yield case(f"{kind}-sizes-256-200", 20, 37, (1, 1), (256, 200), dtype=dtype)
+    yield case("size-1", 5, 23, (1, 1), 1)
+    yield case("size-80", 20, 70, (1, 1), 80, causal=True)
+    yield case("transposed", 20, 80, (2, 1), 64, transposed=True, layout="bhsd")
+    yield case("transposed-any", 20, 37, (2, 1), 64, transposed=True)
+    yield case("softcap", 20, 70, (2, 1), 64, softcap=5.0, causal=True)
+    yield case("alibi", 20, 70, (4, 2), 64, batch=2, alibi=True)
+    yield case("alibi-causal", 70, 20, (2, 2), 64, alibi=True, causal=True)
+    yield case("alibi-lengths", (20, 3), (20, 40), (2, 1), 64, layout="thd", alibi=True, causal=True)
+    yield case("bias", 20, 70, (2, 1), 64, bias=torch.bfloat16, batch=3)
+    yield case("bias-causal", 20, 20, (2, 1), 64, bias=torch.float32, causal=True, dtype=torch.float16)
+    yield case("int8", 20, 70, (2, 1), 64, q="int8", kv="int8", dtype=torch.float16)
+    yield case("int8-weights", 20, 150, (2, 1), 64, q="int8", kv="int8", p_scale=True, dtype=torch.float16)
+    yield case("int8-keys", 20, 70, (2, 1), 64, kv="int8", causal=True)
+    yield case("int8-one-scale", 20, 70, (2, 2), 64, kv="int8", scales=0, transposed=True)
+    yield case("fp8", 20, 70, (2, 1), 128, q="fp8", kv="fp8")
+    yield case("fp8-keys", 20, 70, (2, 1), 64, kv="fp8", causal=True, dtype=torch.float16)
+    yield case("fp8-transposed", 20, 64, (2, 1), 64, q="fp8", kv="fp8", transposed=True, layout="bhsd")
+    yield case("cache", (20, 1, 0, 3), (40, 70, 5, 3), (4, 2), 64, layout="thd", cache="packed", causal=True)
+    yield case("cache-native", (20, 3), (50, 33), (4, 1), 64, layout="thd", cache="native", causal=True)
+    yield case("cache-fp8", (20, 3), (50, 33), (2, 1), 128, layout="thd", cache="packed", kv="fp8", causal=True)
+    yield case("cache-page-5", (9,), (23,), (2, 1), 64, layout="thd", cache="packed", page=5, window=9)
+    yield case("dropout", 20, 70, (2, 1), 64, dropout=0.3, seed=2**40 + 5, return_mask=True, batch=2)
+    yield case("dropout-lengths", (5, 20), (30, 20), (1, 1), 64, layout="thd", dropout=0.5, causal=True)
+    yield case("fp32", 5, 20, (1, 1), 64, dtype=torch.float32)
+
+
+@functools.partial(
+    Op,
+    contract=_contract,
+    envelope=_envelope,
+    allocate=flash.allocate,
+    configs=_configs,
+    default=lambda a, arch: flash.FlashConfig("each"),
+    plan=flash.launches,
+    problem=_problem,
+    cases=_cases,
+    sums=True,
+)
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool = False,
+    layout: str = "bshd",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    p_scale: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    return_mask: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """softmax(scale * q @ k^T) @ v of each head, where heads share a key head in groups of neighbours.
+
+    q [batch, rows, heads, size] of layout bshd, [batch, heads, rows, size] of bhsd, [rows of all sequences, heads, size] of thd; k and v
+    likewise, v with a size of its own, any strides (V may be given transposed, as a view). Sequences of thd begin and end at
+    cu_seqlens_q and cu_seqlens_k, int32 [sequences + 1]; or their keys are in the pages of a cache, as `paged_attention_decode` has it, where
+    block_table int32 [sequences, pages] says, seq_lens int32 [sequences] of each with the new ones: chunked prefill.
+    causal: the last row sees all keys, the row before one less. window: a row sees that many keys at most, back from the
+    one that a causal row sees last. softcap: scores s become softcap * tanh(s / softcap). alibi_slopes float32 [sequences, heads]:
+    scores lose slope * |key - last key of a causal row|. bias [batch or 1, heads, rows, keys] is added.
+    k and v may be e4m3 or int8 where q is not, or all three may be, with scales, float32, one or one per head. With p_scale, where v is int8,
+    weights are rounded to int8 after a product with it; p_scale has one element or one per head of q, as q_scale.
+    dropout: weights are zero with this probability, the others divided by 1 - dropout; seed says which, wherever kernels run.
+    Returns out like q with v's size, of q's dtype, or of out_dtype (default float16) where q has 8 bits; the natural logarithm of the
+    sums, float32 [batch, heads, rows] or [heads, rows] of thd, empty unless return_lse; which weights dropout kept, bool
+    [batch, heads, rows, keys], empty unless return_mask. Rows without keys are 0, and their sums' logarithm is inf.
+    """
+    names = locals()
+    return flash.reference(flash_attention.Arguments(**names))
