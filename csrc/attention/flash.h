@@ -6,11 +6,11 @@
 // LDS. While they multiply those, the next ones are under way to registers. A running maximum stays until scores exceed it by
 // kSlack, so that sums are rarely multiplied; both cancel in the end.
 #pragma once
-#include "attention/flash_loader.h"
+#include "attention/flash_general.h"
 #include "device/arrive.h"
 #include "device/reduce.h"
 
-template <class T, int kD, int kDv, int kKeys>
+template <class T, int kD, int kDv, int kKeys, bool kGeneral>
 struct Flash {
   static constexpr int kTileRows = 128, kWaves = 256 / wave::kLanes, kThreads = 256;
   static constexpr int kTiles = kTileRows / kWaves / mma::kTileTokens;  // of a wave's rows
@@ -20,11 +20,11 @@ struct Flash {
   static constexpr float kSlack = 8.0f;       // of exponents of 2
   using Layout = FlashLayout<kD, kDv, kKeys, kThreads>;
   using Tile = FlashTile<kTileRows>;
-  using Loader = FlashLoader<T, Layout>;
   using Buffer = typename Layout::Buffer;
 
-  const FlashProblem& arguments;
-  const FlashProblem& p = reloaded(arguments);
+  const FlashProblem& problem;
+  const FlashExtras* const extras;  // of a general kernel
+  const FlashProblem& p = reloaded(problem);
   Buffer& buffer;
   const Tile tile;
   const int lane = wave::lane() & (wave::kLanes - 1);  // which tells the compiler that it is not negative
@@ -34,40 +34,80 @@ struct Flash {
   f32x4 out[kTiles][kDimTiles];
   float factor;  // of scores, to exponents of 2
 
-  DEVICE Flash(const FlashProblem& problem, Buffer& buffer, int index)
-      : arguments(problem), buffer(buffer), tile(p, index) {}
-  // The arguments, loaded again where they are used below: over loops there are too few registers for all.
-  DEVICE static const FlashProblem& reloaded(const FlashProblem& problem) {
-    int zero = 0;
-    attention::compute_now(zero);
-    return (&problem)[wave::uniform(zero)];
-  }
+  DEVICE Flash(const FlashProblem& problem, const FlashExtras* extras, Buffer& buffer, int index)
+      : problem(problem), extras(extras), buffer(buffer), tile(p, index) {}
 
   DEVICE int row(int t, int v) const { return wave_row + t * mma::kTileTokens + mma::value_token(lane, v); }
-  DEVICE static float scale_of(const float* scale, int stride, int head) {
-    return scale ? mem::load<float>(scale + head * stride) : 1.0f;
-  }
   DEVICE int last_row() const {
     const int last = wave_row + kWaveRows < tile.rows ? wave_row + kWaveRows : tile.rows;
     return last - 1;
   }
 
+  // Where a row of the query, or the last, begins.
+  DEVICE i64 query_at(int row) const {
+    return tile.sequence * p.query_batch_stride + tile.head * p.query_head_stride +
+           (tile.first_query + (row < tile.rows ? row : tile.rows - 1)) * p.query_row_stride;
+  }
+  DEVICE static int query_element(int lane, int product) { return product * 32 + mma::depth(lane) / 16 * 8; }
   DEVICE void load_query() {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      const int of_tile = wave_row + t * mma::kTileTokens + mma::tile_token(lane);
-      const int row = of_tile < tile.rows ? of_tile : tile.rows - 1;
-      const u8* from = p.query + 2 * (tile.sequence * p.query_batch_stride + tile.head * p.query_head_stride +
-                                      (tile.first_query + row) * p.query_row_stride);
+      const i64 from = query_at(wave_row + t * mma::kTileTokens + mma::tile_token(lane));
 #pragma unroll
       for (int i = 0; i < kProducts; ++i)
-        query[t][i] = mem::load<u32x4>(from + (i * 32 + mma::depth(lane) / 16 * 8) * 2);
+        query[t][i] = mem::load<u32x4>((const u16*)p.query + from + query_element(lane, i));
+    }
+  }
+  // Of any kind. Elements that do not lie together are copied to LDS one by one.
+  DEVICE void load_any_query(const FlashExtras& e) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      const int first = wave_row + t * mma::kTileTokens;
+      if (e.query_order == kByElement) {
+        const i64 from = query_at(first + mma::tile_token(lane));
+#pragma unroll
+        for (int i = 0; i < kProducts; ++i) {
+          const int element = query_element(lane, i);
+          query[t][i] = element < e.size ? flash_eight(p.query, from + element, e.query_type) : u32x4{};
+        }
+        flash_operands<T>(query[t], e.query_type);
+        continue;
+      }
+      u16* rows = (u16*)&buffer + wave::index() * mma::kTileTokens * kD;
+      block_barrier();  // hazard: others still read the last keys, and this wave the last rows
+#pragma unroll 1
+      for (int i = lane; i < mma::kTileTokens * kD; i += wave::kLanes) {
+        const int element = i % kD;
+        const i64 from = query_at(first + i / kD) + element * e.query_element_stride;
+        rows[i] = element < e.size ? flash_element<T>(p.query, from, e.query_type) : 0;
+      }
+      block_barrier();  // hazard: rows are read before they are written
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i)
+        query[t][i] = *(const u32x4*)(rows + mma::tile_token(lane) * kD + query_element(lane, i));
     }
   }
 
   DEVICE void run() {
-    load_query();
-    factor = p.scale * 1.4426950408889634f;
+    const int last = tile.first_row + kTileRows < tile.rows ? tile.first_row + kTileRows : tile.rows;
+    const int begin = tile.begin(p, tile.first_row) / kKeys * kKeys, end = tile.end(p, last - 1);
+    if constexpr (kGeneral) {
+      const FlashExtras& e = reloaded(*extras);
+      const FlashScores scores(p, e, tile);
+      load_any_query(e);
+      add_all(GeneralFlashLoader<T, Layout>(problem, *extras, tile, begin), begin, end, 1.0f, &scores);
+      finish(scores.out_factor(reloaded(problem), reloaded(*extras), tile.kv_head));
+    } else {
+      load_query();
+      add_all(FlashLoader<T, Layout>(p, tile, begin), begin, end, p.scale * 1.4426950408889634f, (FlashScores*)nullptr);
+      finish(1.0f);
+    }
+  }
+
+  // Goes through the keys from `begin` to before `end`.
+  template <class Loader>
+  DEVICE void add_all(Loader loader, int begin, int end, float of_scores, const FlashScores* scores) {
+    factor = of_scores;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
@@ -78,23 +118,21 @@ struct Flash {
 #pragma unroll
       for (int d = 0; d < kDimTiles; ++d) out[t][d] = {};
     }
-    const int last = tile.first_row + kTileRows < tile.rows ? tile.first_row + kTileRows : tile.rows;
-    const int begin = tile.begin(p, tile.first_row) / kKeys * kKeys, end = tile.end(p, last - 1);
-    Loader loader(p, tile, begin, tile.keys);
-    if (begin < end) loader.start();
 #pragma unroll 1
-    for (int step = begin; step < end; step += kKeys) {
-      block_barrier();  // hazard: others still read the last keys
-      loader.finish(buffer);
-      block_barrier();  // hazard: keys are read before they are written
+    for (int step = begin - kKeys; step < end; step += kKeys) {
+      const bool is_loaded = step >= begin;  // the first turn only loads
+      if (is_loaded) {
+        block_barrier();  // hazard: others still read the last keys
+        loader.finish(buffer);
+        block_barrier();  // hazard: keys are read before they are written
+      }
       if (step + kKeys < end) loader.start();
       attention::issue_now();
-      if (wave_row < tile.rows && step < tile.end(p, last_row())) add_keys(step);
+      if (is_loaded && wave_row < tile.rows && step < tile.end(p, last_row())) add_keys(step, scores);
     }
-    finish();
   }
 
-  DEVICE void add_keys(int step) {
+  DEVICE void add_keys(int step, const FlashScores* scores) {
     constexpr Max max{};
     f32x4 score[kTiles][kKeyTiles] = {};
 #pragma unroll
@@ -111,6 +149,14 @@ struct Flash {
     for (auto& tiles : score)
       for (auto& four : tiles) attention::compute_now(four);
 
+    if constexpr (kGeneral) {
+      const FlashExtras& e = reloaded(*extras);
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+        scores->to_exponents(
+            e, score[t], [&](int i) { return row(t, i % mma::kValueTokens); },
+            [&](int k, int i) { return step + Layout::key_of(k, mma::value_row(lane, i)); });
+    }
     const bool all_seen = step + kKeys <= tile.end(p, wave_row) && step >= tile.begin(p, last_row());
     if (!all_seen) {
 #pragma unroll
@@ -131,6 +177,7 @@ struct Flash {
       }
     }
     bool grows = false;
+    const float slack = kGeneral && scores->weight_scale > 0.0f ? 0.0f : kSlack;
     float largest[kTiles][mma::kValueTokens];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
@@ -142,7 +189,7 @@ struct Flash {
 #pragma unroll
           for (int i = v; i < 4; i += mma::kValueTokens) most = max(most, score[t][k][i]);
         largest[t][v] = attention::reduce_rows(most, max);
-        grows |= (largest[t][v] - maximum[t][v]) * factor > kSlack;
+        grows |= (largest[t][v] - maximum[t][v]) * factor > slack;
       }
     if (wave::count(grows) > 0) {
 #pragma unroll
@@ -171,6 +218,7 @@ struct Flash {
           score[t][k][i] = numerics::exp2_approx(__builtin_fmaf(score[t][k][i], factor, -maximum[t][v] * factor));
           sum[t][v] += score[t][k][i];
         }
+      if constexpr (kGeneral) drop(step, t, score[t], *scores);
 #pragma unroll
       for (int k = 0; k < kKeyTiles / 2; ++k)
         weights[t][k] = attention::operand<T>(score[t][2 * k], score[t][2 * k + 1]);
@@ -190,8 +238,29 @@ struct Flash {
       }
   }
 
-  DEVICE void finish() {
-    const FlashProblem& p = reloaded(arguments);
+  // What becomes of the weights of a tile's rows behind their sum.
+  DEVICE void drop(int step, int t, f32x4 (&weight)[kKeyTiles], const FlashScores& scores) const {
+    const FlashExtras& e = reloaded(*extras);
+    if (!e.threshold && !e.weight_scale) return;
+#pragma unroll
+    for (int k = 0; k < kKeyTiles; ++k) {
+      u32x4 words = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = step + Layout::key_of(k, mma::value_row(lane, i));
+        // With one row to a lane its four keys are neighbours.
+        if (e.threshold && (i == 0 || mma::kValueTokens > 1))
+          words = scores.words(e, row(t, i % mma::kValueTokens), key);
+        const int w = mma::kValueTokens > 1 ? key % 4 : i;
+        const u32 word = w < 2 ? w ? words.y : words.x : w == 2 ? words.z : words.w;
+        weight[k][i] = scores.weight(e, weight[k][i], word);
+      }
+    }
+  }
+
+  DEVICE void finish(float of_out) {
+    const FlashProblem& p = reloaded(problem);
+    const int value_size = kGeneral ? reloaded(*extras).value_size : kDv;
     constexpr int kQuarterTiles = kDimTiles / 4;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -199,7 +268,7 @@ struct Flash {
 #pragma unroll
       for (int v = 0; v < mma::kValueTokens; ++v) {
         const float total = attention::reduce_rows(sum[t][v], Add{});
-        by[v] = total > 0.0f ? 1.0f / total : 0.0f;
+        by[v] = total > 0.0f ? of_out / total : 0.0f;
         if (p.lse && mma::value_row(lane, v) == 0 && row(t, v) < tile.rows) {
           const float lse = (maximum[t][v] * factor + numerics::log2_approx(total)) * 0.6931471805599453f;
           mem::store(
@@ -218,7 +287,12 @@ struct Flash {
           const f32x4 four = {out[t][d][i], out[t][d + kQuarterTiles][i], out[t][d + 2 * kQuarterTiles][i],
                               out[t][d + 3 * kQuarterTiles][i]};
           const int element = 4 * (d * 16 + mma::value_row(lane, i));
-          mem::store(to + element, u32x2{T::pack(four.lo * by[v]), T::pack(four.hi * by[v])});
+          const u32x2 packed = {T::pack(four.lo * by[v]), T::pack(four.hi * by[v])};
+          if constexpr (kGeneral) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+              if (element + j < value_size) mem::store<u16>(to + element + j, packed[j / 2] >> j % 2 * 16);
+          } else mem::store(to + element, packed);
         }
       }
     }
@@ -227,11 +301,11 @@ struct Flash {
 
 // Goes through tiles: one, or without a counter every blocks-th, or with one the next that nobody has.
 template <class Kernel>
-DEVICE void flash_tiles(const FlashProblem& p, typename Kernel::Buffer& buffer) {
+DEVICE void flash_tiles(const FlashProblem& p, const FlashExtras* extras, typename Kernel::Buffer& buffer) {
   int index = wave::block_id_x();
 #pragma unroll 1
   while (index < p.tiles) {
-    Kernel kernel(p, buffer, index);
+    Kernel kernel(p, extras, buffer, index);
     if (kernel.tile.has_rows()) kernel.run();
     if (!p.counter) index += p.blocks;
     else {

@@ -5,10 +5,18 @@
 #include "attention/flash_tile.h"
 #include "attention/part.h"
 
+// Arguments, loaded again where they are used below: over loops there are too few registers for all.
+template <class Arguments>
+DEVICE const Arguments& reloaded(const Arguments& arguments) {
+  int zero = 0;
+  attention::compute_now(zero);
+  return (&arguments)[wave::uniform(zero)];
+}
+
 // kD elements of a key, kDv of a value.
 template <int kD, int kDv, int kKeys_, int kThreads_>
 struct FlashLayout {
-  static constexpr int kKeys = kKeys_, kThreads = kThreads_;
+  static constexpr int kKeys = kKeys_, kThreads = kThreads_, kElements = kD, kValueElements = kDv;
   static constexpr int kKeyChunks = kD / 8,
                        kRowChunks = kKeys / 8;  // of 16 bytes, of a key, and of an element of values
   static constexpr int kQuarter = kDv / 4;
@@ -20,6 +28,27 @@ struct FlashLayout {
   struct Buffer {
     u32x4 key[kKeys * kKeyChunks], value[kDv * kRowChunks];
   };
+  // A thread copies chunks of keys that are kRound apart, then those 8 chunks further on; and a unit of values, if there is one.
+  static constexpr int kRound = kThreads / 8, kRounds = kKeys / kRound;
+  static_assert(kRound == 32);
+  DEVICE static int copy_row(int copy) { return copy % kRounds * kRound + wave::thread_id() / 8; }
+  DEVICE static int copy_chunk(int copy) { return copy / kRounds * 8 + wave::thread_id() % 8; }
+  DEVICE static bool has_unit() { return kUnits == kThreads || wave::uniform(wave::thread_id() < kUnits); }
+  DEVICE static int unit_chunk() { return wave::thread_id() / kQuarter; }
+  DEVICE static int unit_row() { return wave::thread_id() % kQuarter; }
+  // Writes a unit: words of two elements of each key.
+  DEVICE static void write_unit(Buffer& to, const u32x2 (&keys)[8]) {
+#pragma unroll
+    for (int element = 0; element < 4; ++element) {
+      u32x4 eight;
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const u32 a = keys[2 * w][element / 2], b = keys[2 * w + 1][element / 2];
+        eight[w] = element % 2 ? a >> 16 | (b & 0xffff0000u) : (a & 0xffff) | b << 16;
+      }
+      to.value[value_at(element * kQuarter + unit_row(), unit_chunk())] = eight;
+    }
+  }
   // Where in the buffer chunk `chunk` of a key lies. Row: see key_of.
   DEVICE static int key_at(int row, int chunk) {
     return (chunk / 8 * kKeys + row) * 8 + (chunk % 8 ^ attention::swizzle(row));
@@ -32,15 +61,10 @@ struct FlashLayout {
     const int at = row * kRowChunks + chunk;
     return at / 8 * 8 + (at % 8 ^ attention::swizzle(at / 8));
   }
-  // The elements 4 * i + j are in quarter j of the rows: those that a thread transposes together go to rows that its neighbours'
-  // neighbours have, and a lane has sums of four elements side by side.
+  // Element 4 * i + j is row i of quarter j: threads side by side write rows side by side, and a lane's sums are of four elements
+  // side by side.
   DEVICE static int row_of(int element) { return element % 4 * kQuarter + element / 4; }
 };
-
-// The elements of two keys, as T: 16 bits each, of words with two elements of a key.
-DEVICE u32 pair_of(u32 first, u32 second, int upper) {
-  return upper ? first >> 16 | (second & 0xffff0000u) : (first & 0xffff) | second << 16;
-}
 
 // Keys and values of T, all elements there, side by side and aligned to 16 bytes.
 template <class T, class Layout>
@@ -52,13 +76,9 @@ struct FlashLoader {
   u32 key_offset, value_offset;
   u32x4 key[Layout::kKeyCopies];
   u32x2 value[8];
-  const bool has_unit = Layout::kUnits == kThreads || wave::uniform(wave::thread_id() < Layout::kUnits);
-
-  DEVICE static int unit_chunk() { return wave::thread_id() / Layout::kQuarter; }
-  DEVICE static int unit_row() { return wave::thread_id() % Layout::kQuarter; }
 
   template <class Tile>
-  DEVICE FlashLoader(const FlashProblem& p, const Tile& tile, int begin, int end) : left(end - begin) {
+  DEVICE FlashLoader(const FlashProblem& p, const Tile& tile, int begin) : left(tile.keys - begin) {
     auto first = [&](const CacheView& of) __attribute__((always_inline)) {
       return of.data + 2 * (tile.sequence * of.block_stride + tile.kv_head * of.head_stride +
                             i64(tile.first_key + begin) * of.slot_stride);
@@ -68,32 +88,30 @@ struct FlashLoader {
     key_bytes = 2 * p.key.slot_stride;
     value_bytes = 2 * p.value.slot_stride;
     key_offset = u32(Layout::key_of(wave::thread_id() / 8)) * u32(key_bytes) + wave::thread_id() % 8 * 16;
-    value_offset = u32(unit_chunk() * 8) * u32(value_bytes) + unit_row() * 8;
+    value_offset = u32(Layout::unit_chunk() * 8) * u32(value_bytes) + Layout::unit_row() * 8;
   }
   DEVICE static u32 held(int key, int count) { return key < count ? key : count - 1; }
-  // A thread's copies: kRound keys apart, then 128 bytes of a key.
-  static constexpr int kRound = kThreads / 8, kRounds = Layout::kKeys / kRound;
-  static_assert(kRound == 32);
-  DEVICE static int copy_row(int copy) { return copy % kRounds * kRound + wave::thread_id() / 8; }
-  DEVICE static int copy_chunk(int copy) { return copy / kRounds * 8 + wave::thread_id() % 8; }
 
   // The next keys. Behind the last key that one is loaded again.
   DEVICE void start() {
     if (left >= Layout::kKeys) {
 #pragma unroll
       for (int j = 0; j < Layout::kKeyCopies; ++j)
-        key[j] = mem::load<u32x4>(keys + j % kRounds * kRound * key_bytes + (key_offset + j / kRounds * 128));
-      if (has_unit)
+        key[j] = mem::load<u32x4>(keys + j % Layout::kRounds * Layout::kRound * key_bytes +
+                                  (key_offset + j / Layout::kRounds * 128));
+      if (Layout::has_unit())
 #pragma unroll
         for (int k = 0; k < 8; ++k) value[k] = mem::load<u32x2>(values + k * value_bytes + value_offset);
     } else {
 #pragma unroll
       for (int j = 0; j < Layout::kKeyCopies; ++j)
-        key[j] = mem::load<u32x4>(keys + held(Layout::key_of(copy_row(j)), left) * key_bytes + copy_chunk(j) * 16);
-      if (has_unit)
+        key[j] = mem::load<u32x4>(keys + held(Layout::key_of(Layout::copy_row(j)), left) * key_bytes +
+                                  Layout::copy_chunk(j) * 16);
+      if (Layout::has_unit())
 #pragma unroll
         for (int k = 0; k < 8; ++k)
-          value[k] = mem::load<u32x2>(values + held(unit_chunk() * 8 + k, left) * value_bytes + unit_row() * 8);
+          value[k] = mem::load<u32x2>(values + held(Layout::unit_chunk() * 8 + k, left) * value_bytes +
+                                      Layout::unit_row() * 8);
     }
     keys += key_bytes * Layout::kKeys;
     values += value_bytes * Layout::kKeys;
@@ -101,15 +119,8 @@ struct FlashLoader {
   }
   DEVICE void finish(typename Layout::Buffer& to) const {
 #pragma unroll
-    for (int j = 0; j < Layout::kKeyCopies; ++j) to.key[Layout::key_at(copy_row(j), copy_chunk(j))] = key[j];
-    if (has_unit)
-#pragma unroll
-      for (int element = 0; element < 4; ++element) {
-        u32x4 eight;
-#pragma unroll
-        for (int w = 0; w < 4; ++w)
-          eight[w] = pair_of(value[2 * w][element / 2], value[2 * w + 1][element / 2], element % 2);
-        to.value[Layout::value_at(element * Layout::kQuarter + unit_row(), unit_chunk())] = eight;
-      }
+    for (int j = 0; j < Layout::kKeyCopies; ++j)
+      to.key[Layout::key_at(Layout::copy_row(j), Layout::copy_chunk(j))] = key[j];
+    if (Layout::has_unit()) Layout::write_unit(to, value);
   }
 };

@@ -38,6 +38,10 @@ struct FlashTile {
     first_query = begin;
     const int tile = of_rows - (begin / kTileRows + sequence), tiles = (rows + kTileRows - 1) / kTileRows;
     first_row = tile < tiles ? (tiles - 1 - tile) * kTileRows : rows;
+    if (p.seq_lens) {
+      keys = wave::uniform(mem::load<int>(p.seq_lens + sequence));
+      return;
+    }
     first_key = wave::uniform(mem::load<int>(p.key_begins + sequence));
     keys = wave::uniform(mem::load<int>(p.key_begins + sequence + 1)) - first_key;
   }

@@ -214,6 +214,8 @@ RESIDENT = 2  # blocks of a compute unit
 KINDS = {torch.int8: 2, torch.float8_e4m3fn: 1, torch.float8_e4m3fnuz: 1}  # of elements; 0 is the product's
 BY_ELEMENT, BY_KEY, ANY_ORDER = range(3)  # FlashOrder of csrc/attention/flash_problem.h
 PLAIN_SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))  # of a key and of a value
+GENERAL_SIZES = (128, 256)  # at most, of both
+BIASES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as with_output_type of csrc/device/vec.h has them
 
 
 @dataclass(frozen=True)
@@ -253,17 +255,41 @@ def strides(a) -> tuple[CacheStrides, CacheStrides]:
     return tuple(found)
 
 
-def _on_vectors(x: Tensor, found: CacheStrides, elements: int) -> bool:
-    """Whether a key's elements lie side by side, so many of them aligned."""
-    steps = (found.block_stride, found.head_stride, found.group_stride, found.slot_stride, found.chunk_stride)
+def _on_vectors(x: Tensor, steps: tuple[int, ...], elements: int) -> bool:
+    """Whether x begins at so many elements and all steps are multiples of them."""
     address = 0 if x.is_meta else x.data_ptr()
-    is_aligned = address % (elements * x.element_size()) == 0
-    return found.element_stride == 1 and is_aligned and not any(step % elements for step in steps)
+    return address % (elements * x.element_size()) == 0 and not any(step % elements for step in steps)
+
+
+def _steps(found: CacheStrides) -> tuple[int, ...]:
+    """But for that from element to element."""
+    return found.block_stride, found.head_stride, found.group_stride, found.slot_stride, found.chunk_stride
+
+
+def orders(a) -> tuple[int, int, int]:
+    """What lies together of q, k and v."""
+    sizes, (of_key, of_value), q = Sizes.of(a), strides(a), by_row(a.q, a.layout)
+    is_together = q.stride(3) == 1 and sizes.size % 8 == 0 and _on_vectors(a.q, q.stride()[:3], 8)
+    of_q = BY_ELEMENT if is_together else ANY_ORDER
+    is_together = of_key.element_stride == 1 and sizes.size % 8 == 0 and _on_vectors(a.k, _steps(of_key), 8)
+    of_k = BY_ELEMENT if is_together else ANY_ORDER
+    is_together = of_value.element_stride == 1 and sizes.value_size % 4 == 0 and _on_vectors(a.v, _steps(of_value), 4)
+    if is_together:
+        return of_q, of_k, BY_ELEMENT
+    steps = (of_value.block_stride, of_value.head_stride, of_value.group_stride, of_value.chunk_stride)
+    is_together = of_value.slot_stride == 1 and a.cu_seqlens_k is None and page_size(a) % 8 == 0
+    is_together = is_together and _on_vectors(a.v, (*steps, of_value.element_stride), 8)
+    return of_q, of_k, BY_KEY if is_together else ANY_ORDER
+
+
+def page_size(a) -> int:
+    """Of a cache; without one a multiple of all that kernels take together."""
+    return 2**20 if a.block_table is None else CacheLayout(a.k, a.v).page_size
 
 
 def is_plain(a) -> bool:
     """Whether the kernels for plain arguments take a call; the general ones, which are slower, may take others."""
-    sizes, (of_key, of_value), q = Sizes.of(a), strides(a), by_row(a.q, a.layout)
+    sizes, (of_key, of_value) = Sizes.of(a), strides(a)
     extras = (a.block_table, a.alibi_slopes, a.bias, a.q_scale, a.k_scale, a.v_scale)
     return (
         a.k.dtype == a.q.dtype == out_dtype(a)
@@ -271,16 +297,65 @@ def is_plain(a) -> bool:
         and all(extra is None for extra in extras)
         and a.softcap == a.dropout == 0
         and a.scale > 0
-        and _on_vectors(a.k, of_key, 8)
-        and _on_vectors(a.v, of_value, 8)
+        and orders(a) == (BY_ELEMENT, BY_ELEMENT, BY_ELEMENT)
         and max(of_key.slot_stride, of_value.slot_stride) < 2**24
-        and q.stride(3) == 1
-        and attention.heads_envelope("q", a.q.flatten(0, 1) if a.q.dim() == 4 else a.q)[1]
+        and _on_vectors(a.v, _steps(of_value), 8)
     )
 
 
+def _extras(a) -> dict[str, object]:
+    """FlashExtras of csrc/attention/flash_problem.h."""
+    sizes, q = Sizes.of(a), by_row(a.q, a.layout)
+    by_head = {"query": a.q_scale, "key": a.k_scale, "value": a.v_scale, "weight": a.p_scale}
+    bias, slopes = (tuple(x.stride()) if x is not None else (0,) * 4 for x in (a.bias, a.alibi_slopes))
+    return {
+        "block_table": a.block_table,
+        "slopes": a.alibi_slopes,
+        "query_scale": a.q_scale,
+        "weight_scale": a.p_scale,
+        "bias": a.bias,
+        "query_element_stride": q.stride(3),
+        "table_stride": 0 if a.block_table is None else a.block_table.stride(0),
+        "slopes_stride": slopes[0],
+        "slopes_head_stride": slopes[1],
+        "bias_batch_stride": bias[0] if a.bias is not None and len(a.bias) > 1 else 0,
+        **dict(zip(("bias_head_stride", "bias_row_stride", "bias_key_stride"), bias[1:])),
+        "softcap": float(a.softcap),
+        "factor": 1.0 / (1.0 - a.dropout),
+        "size": sizes.size,
+        "value_size": sizes.value_size,
+        "page_size": page_size(a),
+        "query_type": KINDS.get(a.q.dtype, 0),
+        "key_type": KINDS.get(a.k.dtype, 0),
+        **dict(zip(("query_order", "key_order", "value_order"), orders(a))),
+        "bias_type": 0 if a.bias is None else BIASES[a.bias.dtype],
+        **{f"{name}_scale_stride": int(scale is not None and scale.numel() > 1) for name, scale in by_head.items()},
+        "threshold": threshold(a.dropout) if a.dropout > 0 else 0,
+        "seed_low": a.seed % WORD,
+        "seed_high": a.seed // WORD % WORD,
+        "page_divisor": divisor(page_size(a)),
+    }
+
+
+def _mask_launch(mask: Tensor, a) -> Launch:
+    sizes = Sizes.of(a)
+    args = {
+        "mask": mask,
+        "keys": sizes.keys,
+        "threshold": threshold(a.dropout),
+        "seed_low": a.seed % WORD,
+        "seed_high": a.seed // WORD % WORD,
+        "rows_divisor": divisor(sizes.rows),
+        "heads_divisor": divisor(sizes.heads),
+        "rows": sizes.rows,
+        "heads": sizes.heads,
+    }
+    grid = (sizes.sequences * sizes.heads * sizes.rows, 1, 1)
+    return Launch("flash_attention", "flash_attention_mask", grid, (THREADS, 1, 1), fields("problem", args))
+
+
 def launches(config: FlashConfig, outputs: tuple[Tensor, Tensor, Tensor], a, arch: Arch) -> list[Launch]:
-    sizes, (out, lse, _), count = Sizes.of(a), outputs, tiles(a)
+    sizes, (out, lse, mask), count = Sizes.of(a), outputs, tiles(a)
     if count == 0:
         return []
     blocks = count if config.tiles == "each" else min(count, RESIDENT * arch.compute_units)
@@ -294,6 +369,7 @@ def launches(config: FlashConfig, outputs: tuple[Tensor, Tensor, Tensor], a, arc
         "value": {"data": a.v, "scale": a.v_scale, "offset": 0, **vars(of_value)},
         "row_begins": a.cu_seqlens_q,
         "key_begins": a.cu_seqlens_k,
+        "seq_lens": a.seq_lens,
         "counter": Counters(1) if config.tiles == "dynamic" else None,
         "query_batch_stride": q.stride(0) if is_dense else 0,
         "query_row_stride": q.stride(1),
@@ -319,5 +395,10 @@ def launches(config: FlashConfig, outputs: tuple[Tensor, Tensor, Tensor], a, arc
         "kv_heads_divisor": divisor(sizes.kv_heads),
         "sequences_divisor": divisor(max(sizes.sequences, 1)),
     }
-    symbol = f"flash_attention_{attention.ELEMENTS[out.dtype]}_{sizes.size}"
-    return [Launch("flash_attention", symbol, (blocks, 1, 1), (THREADS, 1, 1), fields("problem", args))]
+    kind, args = attention.ELEMENTS[out.dtype], fields("problem", args)
+    size = sizes.size
+    if not is_plain(a):
+        size = f"general_{next(most for most in GENERAL_SIZES if max(sizes.size, sizes.value_size) <= most)}"
+        args |= fields("extras", _extras(a))
+    found = [Launch("flash_attention", f"flash_attention_{kind}_{size}", (blocks, 1, 1), (THREADS, 1, 1), args)]
+    return [*found, _mask_launch(mask, a)] if mask.numel() else found
