@@ -47,7 +47,10 @@ def families() -> str:
 
 FOLDERS = (
     "vllm_rocm_ops",
-    *(f"vllm_rocm_ops/{name}" for name in ("bench", "vllm", "vllm/seams", "ops", "families", "emulator", "timing")),
+    *(
+        f"vllm_rocm_ops/{name}"
+        for name in ("bench", "bench/contests", "vllm", "vllm/seams", "ops", "families", "emulator", "timing")
+    ),
 )
 CSRC = ("csrc/ops", "csrc/gemm", "csrc/device", "csrc/runtime")
 
