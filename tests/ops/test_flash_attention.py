@@ -15,6 +15,7 @@ from test_planted_bugs import WRONG, kernels, plant, require_caught  # noqa: F40
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops.bench.attention import attention
 from vllm_rocm_ops.correctness import check_case, generator_of
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.families import flash
@@ -111,7 +112,7 @@ MORE_BUGS = {
         GENERAL,
         "e.key_scale_stride, tile.kv_head)",
         "e.key_scale_stride, 0)",
-        "fp8-transposed",
+        "int8-keys",
         "gfx950",
         WRONG,
     ),
@@ -232,6 +233,21 @@ def test_no_call_that_kernels_do_not_take_is_left_without_a_reason():
     for case, reason in (("fp32", "q is bfloat16"), ("full", "")):
         explanation = ops.flash_attention.explain(*inputs(case), arch=arch)
         assert explanation.is_fallback == bool(reason) and reason in explanation.source
+
+
+def test_kernels_take_the_shapes_that_are_timed():
+    """And work is counted once for each score that a causal row sees."""
+    for shape in attention():
+        arguments = shape.case.make("meta", torch.Generator(), torch.float8_e4m3fn)
+        explanation = ops.flash_attention.explain(*arguments, arch="gfx942")
+        (planned,) = explanation.launches
+        assert "general" not in planned.symbol
+    rows, keys = 1024, 1024
+    full, causal = (
+        next(s.sizes["flops"] for s in attention() if ("causal" in s.case.name) == is_causal)
+        for is_causal in (False, True)
+    )
+    assert full == 4 * 16 * 128 * rows * keys and causal == full * (rows + 1) // (2 * rows)
 
 
 # perf-kernels' shapes, of a size that the emulator takes: batch, heads, key heads, rows, keys, size.

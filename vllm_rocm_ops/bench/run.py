@@ -82,7 +82,7 @@ def _timed(
     line = dataclasses.replace(
         line,
         bytes_moved=shape.bytes_moved(sets),
-        flops=2 * line.sizes["m"] * line.sizes["n"] * line.sizes["k"] if {"m", "n", "k"} <= set(line.sizes) else 0,
+        flops=shape.flops(line.sizes),
         peers=medians,
         unavailable=unavailable,
     )

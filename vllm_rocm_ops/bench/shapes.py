@@ -49,6 +49,10 @@ class Shape:
         outputs = correctness.as_tuple(self.op.allocate(a))
         return tensor_bytes(*a, *outputs, *(getattr(a, name) for name in self.op.mutates))
 
+    def flops(self, sizes: Mapping[str, int]) -> int:
+        """Of a call; of products alone."""
+        return 2 * sizes["m"] * sizes["n"] * sizes["k"] if {"m", "n", "k"} <= set(sizes) else 0
+
     def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
         """Of what runs when it is called."""
         if self.compare:

@@ -250,7 +250,7 @@ def _cases() -> Iterator[Case]:
     yield case("bias-causal", 20, 20, (2, 1), 64, bias=torch.float32, causal=True, dtype=torch.float16)
     yield case("int8", 20, 70, (2, 1), 64, q="int8", kv="int8", dtype=torch.float16)
     yield case("int8-weights", 20, 150, (2, 1), 64, q="int8", kv="int8", p_scale=True, dtype=torch.float16)
-    yield case("int8-keys", 20, 70, (2, 1), 64, kv="int8", causal=True)
+    yield case("int8-keys", 20, 70, (4, 2), 64, kv="int8", causal=True)
     yield case("int8-one-scale", 20, 70, (2, 2), 64, kv="int8", scales=0, transposed=True)
     yield case("fp8", 20, 70, (2, 1), 128, q="fp8", kv="fp8")
     yield case("fp8-keys", 20, 70, (2, 1), 64, kv="fp8", causal=True, dtype=torch.float16)
