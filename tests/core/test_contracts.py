@@ -168,7 +168,10 @@ def test_a_residual_has_memory_of_its_own(the_op):
 def test_no_gradient_is_lost_silently(the_op):
     """Of ops that take floats. Not on CPU, where the reference could have one, nor through kernels."""
     given = example(the_op)
-    name, value = next((n, v) for n, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point())
+    floats = [(n, v) for n, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    if not floats:
+        pytest.skip("whole numbers have no gradient")
+    name, value = floats[0]
     wanting = given | {name: value.detach().requires_grad_()}
     with pytest.raises(ValueError, match=f"{the_op.name}: {name} must not require grad where grad mode is on"):
         the_op(**wanting)

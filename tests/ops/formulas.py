@@ -166,6 +166,17 @@ def mxfp8_scaled_mm(before, after, outputs: tuple) -> Found:
     yield from product(powers(a.a, a.scale_a), powers(a.b, a.scale_b), a.bias, outputs[0])
 
 
+def dequantize_int4(before, after, outputs: tuple) -> Found:
+    a = before
+    raw = a.quantized.contiguous().view(torch.uint8)
+    pairs = raw[..., : 4 * a.groups].contiguous().view(torch.float16).double().unflatten(-1, (a.groups, 2))
+    packed = raw[..., 4 * a.groups :]
+    values = torch.stack((packed % 16, packed // 16), -1).flatten(-2).double().unflatten(-1, (a.groups, -1))
+    wanted = (values * pairs[..., :1] + pairs[..., 1:]).flatten(-2)
+    largest = (15 * pairs[..., :1].abs() + pairs[..., 1:].abs()).expand_as(values).flatten(-2)
+    yield "values", outputs[0].double(), wanted, rounded(wanted, a.dtype) + 2.0**-22 * largest
+
+
 def batched_gemm(before, after, outputs: tuple) -> Found:
     found = outputs[0] if before.out is None else after.out
     x, weight = before.x.double(), before.weights.double()
@@ -572,6 +583,7 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     "unquantized_gemm": unquantized_gemm,
     "batched_gemm": batched_gemm,
     "flash_attention": flash_attention,
+    "dequantize_int4": dequantize_int4,
     "fused_experts": fused_experts,
     "topk_softmax": flat_top("softmax"),
     "topk_sigmoid": flat_top("sigmoid"),

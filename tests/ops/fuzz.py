@@ -184,6 +184,7 @@ NUMBERS = {
     "num_expert_group": (0, -1, 7919),
     "topk_group": (0, -1, 7919),
     "query_len": (0, -1),
+    "groups": (0, -1, 10**6),
     "window": (-1,),
     "partition": (-7,),
     "shared_experts": (-1, 10**6),

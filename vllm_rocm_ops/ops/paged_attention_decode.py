@@ -258,6 +258,7 @@ def paged_attention_decode(
     rows, of which row t sees keys up to seq_len - query_len + t, with a window that many of them. sinks [heads] float32 add
     exp(sink) to a row's sum. Heads share a key head in groups of neighbours. Nothing behind seq_len is read or used. With partition
     a request's keys are added in parts of that many, so that its bits do not depend on the batch.
+    Keys and values without pages [requests, N, heads, size] are a cache of one page per request, with the block table arange(requests).
     Returns out like query, 0 without keys, and the natural logarithm of the sums [rows, heads] float32, empty unless return_lse.
     With an `out` like query, rows and heads may be strided, that is written and an empty tensor returned in its place. With an
     out_scale (float32, one element) an `out` of e4m3 gets the values divided by it.

@@ -1,0 +1,36 @@
+// Values of 4 bits, with a scale and a shift for each group of a row, as 16 bits.
+//
+//     out[r, g, d] = T(q[r, g, d] * scale[r, g] + shift[r, g])
+//
+// A row is the groups' pairs of fp16, scale and shift, and then eight values in a word, the first in the lowest bits. A thread has a
+// word: it loads 8 bytes and stores 16.
+#include "device/divisor.h"
+#include "device/vec.h"
+
+template <class T>
+DEVICE void dequantize(const u32* quantized, void* out, i64 stride, int words, int groups, Divisor words_divisor,
+                       Divisor group_divisor, int count) {
+  const int index = wave::block_id_x() * 256 + wave::thread_id();
+  if (index >= count) return;
+  const int row = u32(index) / words_divisor, word = index - row * words, group = u32(word) / group_divisor;
+  const u32* from = quantized + row * stride;
+  const f32x2 pair = F16::unpack(mem::load<u32>(from + group));  // scale and shift
+  const u32 values = mem::load<u32>(from + groups + word);
+  Chunk chunk;
+#pragma unroll
+  for (int i = 0; i < kChunk / 2; ++i) {
+    const float low = values >> 8 * i & 15, high = values >> (8 * i + 4) & 15;
+    chunk.pair[i] = {__builtin_fmaf(low, pair.x, pair.y), __builtin_fmaf(high, pair.x, pair.y)};
+  }
+  mem::store((u32x4*)out + index, pack<T>(chunk));
+}
+
+#define INSTANCE(symbol, T)                                                                         \
+  KERNEL(256)                                                                                       \
+  symbol(const u32* quantized, void* out, i64 stride, int words, int groups, Divisor words_divisor, \
+         Divisor group_divisor, int count) {                                                        \
+    dequantize<T>(quantized, out, stride, words, groups, words_divisor, group_divisor, count);      \
+  }
+
+INSTANCE(dequantize_int4_bf16, Bf16)
+INSTANCE(dequantize_int4_fp16, F16)

@@ -1,0 +1,90 @@
+"""Attention of decode where there are many keys, caches of more than 4 GB, and keys and values without pages."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import pytest
+import torch
+from marks import full
+from test_large_tensors import reserved
+
+from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops.correctness import check_case, generator_of
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.op import Case
+
+ARCHS = pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+LLAMA = {"layout": "native", "wider": 0}
+LONG = {
+    "heads": (ops.paged_attention_decode, (131072,), (16, 1), 128, LLAMA),
+    "heads fp8": (ops.paged_attention_decode, (131071, 3), (8, 1), 128, {"fp8": True, "page": 32}),
+    "window": (ops.paged_attention_decode, (131072,), (4, 1), 64, {"window": 70000}),
+    "constant parts": (ops.paged_attention_decode, (131072, 700), (4, 1), 64, {"partition": 512}),
+    "latent": (ops.mla_decode, (131072,), 16, {"fp8": True}),
+    "latent rows": (ops.mla_decode, (131070, 1), 16, {"query_len": 2}),
+}
+
+
+@full
+@ARCHS
+@pytest.mark.parametrize("name", LONG)
+def test_131072_keys(name, arch):
+    """As a model's longest request has them."""
+    the_op, *sizes = LONG[name]
+    of_op, emulator = importlib.import_module(f"vllm_rocm_ops.ops.{the_op.name}"), Emulator(arch, races=False)
+    case = Case(name, functools.partial(of_op._inputs, *sizes))
+    given = the_op.Arguments(*case.make("meta", torch.Generator(), emulator.arch.fp8_dtype))
+    with launch.executor(emulator):
+        check_case(the_op, case, "cpu", emulator.arch, [the_op.cheapest(given, emulator.arch)])
+
+
+@full
+@ARCHS
+@pytest.mark.parametrize("fp8", [False, True])
+def test_pages_of_a_latent_behind_4_gb(arch, fp8):
+    """Slots are written there and read there."""
+    emulator = Emulator(arch)
+    page, row, tokens = 16, 576, 20
+    pages = 2**32 // (page * row * (1 if fp8 else 2)) + 9
+    cache = reserved((pages, page, row), emulator.arch.fp8_dtype if fp8 else torch.bfloat16)
+    assert cache.stride(0) * (pages - 1) * cache.element_size() > 2**32
+    table, scale = torch.tensor([[pages - 1, 5]], dtype=torch.int32), torch.tensor([0.05]) if fp8 else None
+    slots = torch.arange(tokens)
+    slots = table[0, slots // page].long() * page + slots % page
+    q_nope, q_pe, latent, k_pe = (
+        torch.randn(*shape, generator=generator_of(str(shape))).bfloat16()
+        for shape in ((1, 2, 512), (1, 2, 64), (tokens, 512), (tokens, 64))
+    )
+    cos_sin = torch.cat((torch.ones(tokens, 32), torch.zeros(tokens, 32)), 1)
+    rotated = q_pe.expand(tokens, -1, -1).contiguous()
+    with launch.executor(emulator):
+        ops.rope_and_cache_mla(rotated, k_pe, latent, torch.arange(tokens), cos_sin, True, cache, slots, scale)
+        given = q_nope, q_pe, cache, table, torch.tensor([tokens], dtype=torch.int32), 0.05, 1, scale
+        out, _ = ops.mla_decode(*given)
+    keys = torch.cat((latent, k_pe), 1).float()
+    weights = (torch.cat((q_nope, q_pe), 2)[0].float() @ keys.t() * 0.05).softmax(-1)
+    near = 0.15 if fp8 else 2e-2
+    torch.testing.assert_close(out[0].float(), weights @ latent.float(), rtol=near, atol=near)
+    torch.testing.assert_close(ops.mla_decode.reference(*given)[0], out, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx950", marks=full)])
+@pytest.mark.parametrize("lens", [(150, 1, 0, 37), pytest.param((4097, 4096, 513), marks=full)])
+def test_keys_and_values_without_pages(arch, lens):
+    """[requests, N, heads, size]: each request is a page of its own, of any length."""
+    requests, n, heads, size = len(lens), max(lens), 2, 64
+    generator = generator_of(str(lens))
+    query = torch.randn(requests, 4, size, generator=generator).bfloat16()
+    keys, values = (torch.randn(requests, n, heads, size, generator=generator).bfloat16() for _ in range(2))
+    places = torch.arange(requests, dtype=torch.int32)[:, None]
+    with launch.executor(Emulator(arch)):
+        given = query, keys, values, places, torch.tensor(lens, dtype=torch.int32), 0.125
+        assert ops.paged_attention_decode.explain(*given, arch=arch).launches
+        out, _ = ops.paged_attention_decode(*given)
+    for r, length in enumerate(lens):
+        k, v = (x[r, :length].double().repeat_interleave(2, 1) for x in (keys, values))
+        weights = (torch.einsum("hd,nhd->hn", query[r].double(), k) * 0.125).softmax(-1)
+        wanted = torch.einsum("hn,nhd->hd", weights, v)
+        assert (out[r].double() - wanted).abs().max() < 0.02 if length else not out[r].any()

@@ -1,0 +1,121 @@
+"""Rows of 4 bits as 16 bits, for attention to a cache in int4; kernel: csrc/ops/dequantize_int4.hip."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families.attention import ELEMENTS
+from vllm_rocm_ops.families.gemm import divisor
+from vllm_rocm_ops.launch import I64, Launch, fields
+from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.tensors import describe, row_stride, rows_of
+
+__all__ = ["dequantize_int4"]
+
+IN_WORD = 8  # values of an int32
+
+
+@dataclass(frozen=True)
+class DequantizeConfig:
+    threads: int
+
+
+def _words(a) -> int:
+    """Of a row's values."""
+    return a.quantized.shape[-1] - a.groups
+
+
+def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    holds = a.quantized.dtype == torch.int32 and a.quantized.dim() > 0
+    yield "quantized", "int32 [..., groups + size / 8]", describe(a.quantized), holds
+    yield "groups", "positive", str(a.groups), a.groups > 0
+    holds = _words(a) > 0 and _words(a) % a.groups == 0
+    yield "quantized", f"of a multiple of groups={a.groups} words behind these", describe(a.quantized), holds
+    yield "dtype", "bfloat16 or float16", str(a.dtype), a.dtype in ELEMENTS
+
+
+def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    lies = row_stride(a.quantized) is not None and a.quantized.stride(-1) == 1
+    yield "quantized's rows lie at one stride, their words side by side", lies
+    yield "there are fewer than 2^31 words", rows_of(a.quantized) * _words(a) < 2**31
+
+
+def _plan(config: DequantizeConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+    words, rows = _words(a), rows_of(a.quantized)
+    if not rows:
+        return []
+    args = {
+        "quantized": a.quantized,
+        "out": out,
+        "stride": I64(row_stride(a.quantized)),
+        "words": words,
+        "groups": a.groups,
+        **fields("words_divisor", divisor(words)),
+        **fields("group_divisor", divisor(words // a.groups)),
+        "count": rows * words,
+    }
+    grid = -(-rows * words // config.threads), 1, 1
+    return [Launch("dequantize_int4", f"dequantize_int4_{ELEMENTS[a.dtype]}", grid, (config.threads, 1, 1), args)]
+
+
+def quantize(values: Tensor, groups: int) -> Tensor:
+    """Values [..., size] in this format, as perf-kernels quantises: 0 to 15 from the least to the largest value of a group."""
+    grouped = values.float().unflatten(-1, (groups, -1))
+    least, largest = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    pair = torch.cat(((largest - least) / 15, least), -1).half()
+    scale, shift = pair.float().unsqueeze(-2).unbind(-1)
+    bits = ((grouped - shift) / scale.clamp(min=2.0**-24) + 0.5).clamp(0, 15).to(torch.uint8).flatten(-2)
+    packed = bits[..., ::2] | bits[..., 1::2] << 4
+    return torch.cat((pair.flatten(-2).view(torch.int32), packed.contiguous().view(torch.int32)), -1)
+
+
+def _inputs(sizes, groups, dtype, padding, device, generator, fp8_dtype) -> tuple:
+    quantized = quantize(torch.randn(*sizes, generator=generator) * 3, groups)
+    apart = torch.zeros(*quantized.shape[:-1], quantized.shape[-1] + padding, dtype=torch.int32)
+    apart[..., : quantized.shape[-1]] = quantized
+    return apart.to(device)[..., : quantized.shape[-1]], groups, dtype
+
+
+def _cases() -> Iterator[Case]:
+    """Each type, one group and several, rows of a word and of more than a block has, none, rows apart."""
+    for name, shape, groups, dtype, padding in (
+        ("bf16", (2, 3, 2, 128), 1, torch.bfloat16, 0),
+        ("fp16", (5, 64), 4, torch.float16, 0),
+        ("word", (300, 8), 1, torch.float16, 0),
+        ("long", (3, 2 * 8 * 300), 2, torch.bfloat16, 0),
+        ("padded", (7, 192), 8, torch.float16, 5),
+        ("none", (0, 64), 1, torch.bfloat16, 0),
+    ):
+        yield Case(name, functools.partial(_inputs, shape, groups, dtype, padding))
+
+
+@functools.partial(
+    Op,
+    contract=_contract,
+    envelope=_envelope,
+    allocate=lambda a: a.quantized.new_empty((*a.quantized.shape[:-1], IN_WORD * _words(a)), dtype=a.dtype),
+    configs=lambda a, arch: [DequantizeConfig(threads=256)],
+    default=lambda a, arch: DequantizeConfig(threads=256),
+    plan=_plan,
+    problem=lambda a: {"rows": rows_of(a.quantized), "size": IN_WORD * _words(a), "groups": a.groups},
+    cases=_cases,
+)
+def dequantize_int4(quantized: Tensor, groups: int = 1, dtype: torch.dtype = torch.float16) -> Tensor:
+    """Values of 4 bits times their group's scale plus its shift, rounded once.
+
+    quantized int32 [..., groups + size / 8], as perf-kernels keeps keys and values (06-attention-decode): the groups' scale and shift,
+    fp16 in the lower and the upper half of a word, then the values, eight in a word, the first in the lowest bits. Returns [...,
+    size] of dtype, bf16 or fp16: keys and values [requests, N, heads, size] are as `paged_attention_decode` takes those without
+    pages.
+    """
+    scale, shift = quantized[..., :groups].contiguous().view(torch.float16).unflatten(-1, (-1, 2)).unbind(-1)
+    words = quantized[..., groups:].unflatten(-1, (groups, -1))
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=quantized.device)
+    values = (words.unsqueeze(-1) >> shifts & 15).flatten(-2).double()
+    return (values * scale.double().unsqueeze(-1) + shift.double().unsqueeze(-1)).flatten(-2).float().to(dtype)
