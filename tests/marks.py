@@ -5,3 +5,8 @@ import os
 import pytest
 
 full = pytest.mark.skipif(not os.environ.get("FULL_TESTS"), reason="takes long: bash tests/run.sh --full")
+
+
+def third(values) -> list:
+    """A parameter for each value of a long list: every third runs by default, all with --full."""
+    return [pytest.param(value, marks=() if i % 3 == 0 else full) for i, value in enumerate(values)]

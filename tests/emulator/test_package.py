@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from marks import full
 
 import vllm_rocm_ops
 
@@ -34,7 +35,7 @@ sys.exit(vllm_rocm_ops.cli.main(["bench", "--emulate", "gfx942"]))
 @pytest.mark.parametrize(
     ("missing", "version", "needs"),
     [
-        ("numpy", sys.version_info[:2], r"numpy: pip install 'vllm-rocm-ops\[emulator\]'"),
+        pytest.param("numpy", sys.version_info[:2], r"numpy: pip install 'vllm-rocm-ops\[emulator\]'", marks=full),
         ("tinygrad", sys.version_info[:2], r"tinygrad[\w.]*: pip install 'vllm-rocm-ops\[emulator\]'"),
         ("tinygrad", (3, 10), r"Python 3\.11 or newer, got 3\.10"),
     ],

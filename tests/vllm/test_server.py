@@ -48,6 +48,7 @@ def session_of(folder: pathlib.Path, *options: str) -> server_load.Session:
     return server_load.Session(server_load.parse([*options]), folder, Forked)
 
 
+@full
 @pytest.mark.slow
 def test_a_server_under_load(tmp_path, capsys):
     """For a few seconds, with the kernels emulated for some requests; then with an op that is wrong, which is seen; then SIGTERM."""
