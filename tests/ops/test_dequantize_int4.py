@@ -21,7 +21,7 @@ BUGS = {
         "gfx942",
     ),
     "the first group's scale": (FILE, "load<u32>(from + group)", "load<u32>(from)", "padded", "gfx950"),
-    "values behind no group": (FILE, "from + groups + word", "from + 1 + word", "long", "gfx942"),
+    "values behind no group": (FILE, "from + p.groups + word", "from + 1 + word", "long", "gfx942"),
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families.attention import ELEMENTS
 from vllm_rocm_ops.families.gemm import divisor
-from vllm_rocm_ops.launch import I64, Launch, fields
+from vllm_rocm_ops.launch import Launch, fields
 from vllm_rocm_ops.op import Case, Op
 from vllm_rocm_ops.tensors import describe, row_stride, rows_of
 
@@ -53,15 +53,23 @@ def _plan(config: DequantizeConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     args = {
         "quantized": a.quantized,
         "out": out,
-        "stride": I64(row_stride(a.quantized)),
+        "stride": row_stride(a.quantized),
         "words": words,
         "groups": a.groups,
-        **fields("words_divisor", divisor(words)),
-        **fields("group_divisor", divisor(words // a.groups)),
         "count": rows * words,
+        "words_divisor": divisor(words),
+        "group_divisor": divisor(words // a.groups),
     }
     grid = -(-rows * words // config.threads), 1, 1
-    return [Launch("dequantize_int4", f"dequantize_int4_{ELEMENTS[a.dtype]}", grid, (config.threads, 1, 1), args)]
+    return [
+        Launch(
+            "dequantize_int4",
+            f"dequantize_int4_{ELEMENTS[a.dtype]}",
+            grid,
+            (config.threads, 1, 1),
+            fields("problem", args),
+        )
+    ]
 
 
 def quantize(values: Tensor, groups: int) -> Tensor:
