@@ -106,6 +106,27 @@ def test_more_memory_takes_longer():
     assert us(65536) > 2 * us(16384) > 10
 
 
+@pytest.mark.usefixtures("few_blocks")
+def test_launches_find_what_the_ones_before_left_them(monkeypatch):
+    """Blocks of the second product read which experts were hit; without that they load nothing."""
+    monkeypatch.setattr(predict, "MOST_WAVES", 0)
+    calls = cli.calls_of(cli.parse_arguments(["predict", "--model", "tiny-deepseek-v3-fp8"]))
+    call = next(call for call in calls if call.op is ops.fused_experts)
+    case = call.case(4).make("meta", torch.Generator(), MACHINE.arch.fp8_dtype)
+    given = call.op.Arguments(*case)._asdict()
+    kernels = predict.predict_call(call.op, given, MACHINE)
+    hit = min(given["topk_ids"].numel(), len(given["w1"]))
+    for name, weight in (("gate_up", given["w1"]), ("down", given["w2"])):
+        (kernel,) = [kernel for kernel in kernels if name in kernel.symbol]
+        assert kernel.prediction.megabytes > 0.8 * hit * weight[0].numel() * weight.element_size() / 1e6
+
+
+def test_no_launch_is_faster_than_its_bytes():
+    for grid in (8 * 304 - 1, 8 * 304 + 1, 9 * 304):
+        found = launch_time.predict(MACHINE, streaming(grid, 16))
+        assert found.us >= found.bandwidth_us
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

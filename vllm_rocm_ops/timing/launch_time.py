@@ -68,7 +68,7 @@ def _chosen(recording: Recording, count: int, shared: Sharing) -> list[Block]:
 
 
 def predict(machine: Machine, recording: Recording) -> Prediction:
-    """The time of a launch."""
+    """The time of a launch: at least that of its bytes, as a late block would else have too large a part of the bandwidth."""
     units, dies, grid = machine.arch.compute_units, int(machine["xcds"]), recording.grid
     shared = sharing(machine, recording)
     per_block, moved = grid / len(recording.blocks), [0.0, 0.0]
@@ -86,7 +86,7 @@ def predict(machine: Machine, recording: Recording) -> Prediction:
 
     chosen = _chosen(recording, most, shared)
     mean = sum(len(block.lines) for block in recording.blocks) / len(recording.blocks)
-    busy = mean / max(1, max(len(block.lines) for block in chosen))
+    busy = mean * len(chosen) / max(1, sum(len(block.lines) for block in chosen))
 
     def others(place: int, running: int) -> float:
         resident = min(max(grid - place // held * capacity, 1), capacity)
@@ -94,5 +94,5 @@ def predict(machine: Machine, recording: Recording) -> Prediction:
 
     cycles = ComputeUnit(machine, Memory(machine, shared, cold)).run(chosen, starts, held, others)
     least = sum(moved) / machine["mall_bandwidth"], moved[1] / machine["hbm_bandwidth"]
-    us = machine["start"] + cycles / machine["clock"]
+    us = machine["start"] + max(cycles / machine["clock"], max(least) / 1e3)
     return Prediction(us, cycles, max(least) / 1e3, most, sum(moved) / 1e6)
