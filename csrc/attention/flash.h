@@ -3,8 +3,8 @@
 //     scores^T = K q^T,   out^T = V^T p^T,   p = exp2(score - running maximum of the row)
 //
 // A wave has rows of its own in registers, as columns of its instructions, and their sums. All waves read the same keys and values from
-// LDS. While they multiply those, the next ones are under way to registers. A running maximum stays until scores exceed it by
-// kSlack, so that sums are rarely multiplied; both cancel in the end.
+// LDS. While they multiply those, the next ones are under way to registers. Sums are multiplied only where a maximum of the wave grows.
+// It is the maximum, not one near it: the largest weight of a row, 1, is not rounded, and much of the error is its.
 #pragma once
 #include "attention/flash_general.h"
 #include "device/arrive.h"
@@ -17,7 +17,6 @@ struct Flash {
   static constexpr int kWaveRows = kTiles * mma::kTileTokens;
   static constexpr int kKeyTiles = kKeys / 16, kProducts = kD / 32, kDimTiles = kDv / 16;
   static constexpr float kLowest = -1.0e30f;  // a maximum of no scores, so that there is no infinity to subtract
-  static constexpr float kSlack = 8.0f;       // of exponents of 2
   using Layout = FlashLayout<kD, kDv, kKeys, kThreads>;
   using Tile = FlashTile<kTileRows>;
   using Buffer = typename Layout::Buffer;
@@ -177,7 +176,6 @@ struct Flash {
       }
     }
     bool grows = false;
-    const float slack = kGeneral && scores->weight_scale > 0.0f ? 0.0f : kSlack;
     float largest[kTiles][mma::kValueTokens];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
@@ -189,7 +187,7 @@ struct Flash {
 #pragma unroll
           for (int i = v; i < 4; i += mma::kValueTokens) most = max(most, score[t][k][i]);
         largest[t][v] = attention::reduce_rows(most, max);
-        grows |= (largest[t][v] - maximum[t][v]) * factor > slack;
+        grows |= largest[t][v] > maximum[t][v];
       }
     if (wave::count(grows) > 0) {
 #pragma unroll

@@ -99,7 +99,6 @@ MORE_BUGS = {
         "gfx950",
         WRONG,
     ),
-    "weights above int8": (FLASH, "> 0.0f ? 0.0f : kSlack", "< 0.0f ? 0.0f : kSlack", "int8-weights", "gfx942", WRONG),
     "no scale of values": (
         GENERAL,
         "flash_scale(p.value.scale, e.value_scale_stride, kv_head) * e.factor",
