@@ -42,9 +42,9 @@ BUGS = {
         "gfx942",
         "argument|tensor|" + WRONG,
     ),
-    "another random word": (FLASH, "w ? words.y : words.x", "w ? words.x : words.y", "dropout", "gfx950", WRONG),
 }
 MORE_BUGS = {
+    "another random word": (FLASH, "w ? words.y : words.x", "w ? words.x : words.y", "dropout", "gfx950", WRONG),
     "keys in no order": (
         LOADER,
         "attention::key(tile % 2, row)",
