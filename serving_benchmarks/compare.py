@@ -1,6 +1,6 @@
 """Time the ops of this tree beside those of another tree of this project, on the same inputs, in one process on this GPU.
 
-    python serving_benchmarks/compare.py /path/to/other [--kinds rows gemm routing moe steps] [--tolerance 0.01]
+    python serving_benchmarks/compare.py /path/to/other [--kinds rows gemm routing moe attention steps] [--tolerance 0.01]
 
 The other tree is a checkout with its extension and code objects built. Its package is imported under another name, so that both
 trees' graphs are replayed in turn, each after other memory has filled the last-level cache; the median counts. A case is one of
@@ -27,6 +27,7 @@ from decode_paths import Inputs, Step
 from decode_step import MODELS, REPLACEABLE, build
 from options import open_results, parse
 
+from vllm_rocm_ops.bench.attention import attention
 from vllm_rocm_ops.bench.clock import capture, measure
 from vllm_rocm_ops.bench.experts import experts
 from vllm_rocm_ops.bench.shapes import Shape, gemm, routing, rows
@@ -38,6 +39,7 @@ KINDS: dict[str, Callable[[], Iterable[Shape]]] = {
     "gemm": lambda: gemm(TOKENS),
     "routing": lambda: routing((*TOKENS, 1024)),
     "moe": lambda: experts(TOKENS),
+    "attention": attention,
 }
 STEPS = "steps"
 STEP_TOKENS = (1, 8, 32)

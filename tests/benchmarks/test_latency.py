@@ -381,7 +381,11 @@ def test_a_side_that_fails_is_reported(tmp_path):
 @pytest.mark.parametrize(
     ("model", "layers", "overrides", "op"),
     [
-        ("llama-3.1-405b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64}, "fused_add_rms_norm_static_fp8_quant"),
+        pytest.param(
+            *("llama-3.1-405b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64}),
+            "fused_add_rms_norm_static_fp8_quant",
+            marks=full,
+        ),
         pytest.param(
             *("llama-3.1-405b-fp8-kv", 2, {"num_key_value_heads": 2, "head_dim": 64}, "silu_and_mul_quant"), marks=full
         ),

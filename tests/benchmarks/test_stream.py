@@ -76,8 +76,8 @@ def test_a_wrong_result_ends_it(recorder, capsys, monkeypatch):
         (["--size", "4"], "--size needs --hbm"),
         (["--direction", "read", "--workgroups", "1"], "--direction --workgroups needs --hbm"),
         (["--hbm", "--size", "0"], "must be MiB, 1 to 1048576, got 0"),
-        (["--hbm", "--workgroups", "1,x"], "--workgroups must be numbers from 1 to 1048576 with commas"),
-        (["--hbm", "--workgroups", "0"], "--workgroups must be numbers from 1 to 1048576 with commas"),
+        (["--hbm", "--workgroups", "1,x"], "--workgroups must be numbers from 1 to 65536 with commas"),
+        (["--hbm", "--workgroups", "0"], "--workgroups must be numbers from 1 to 65536 with commas"),
         (["--hbm", "--direction", "sideways"], "invalid choice: 'sideways'"),
     ],
 )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from marks import full
 
 from vllm_rocm_ops import launch, op, ops, tensors
 from vllm_rocm_ops.correctness import run_and_check
@@ -192,7 +193,7 @@ def test_a_bound_that_is_nan_bounds_nothing(the_op, arch_name):
         run_and_check(the_op, tuple(given.values()), "cpu")
 
 
-@pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch_name", ["gfx942", pytest.param("gfx950", marks=full)])
 @pytest.mark.parametrize("case", ["block-map", "bf16", "bf16-m70"])
 def test_the_weight_of_no_expert_counts_nothing(case, arch_name):
     """Whatever it is."""

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from marks import full
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, ops
@@ -67,7 +68,7 @@ def run_beside(emulator: Emulator, op: Op, given: list[tuple], share: bool) -> l
     return [out for _, out in calls]
 
 
-@pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch_name", [pytest.param("gfx942", marks=full), "gfx950"])
 @pytest.mark.parametrize("kind", OF_KIND)
 def test_launches_that_run_at_once(kind, arch_name):
     """With counters of their own both are right in every order of their waves; with the same ones not in all."""

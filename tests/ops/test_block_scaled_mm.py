@@ -28,7 +28,7 @@ def product(of: str, other: torch.dtype, scales: torch.Tensor, tokens: int, arch
 
 
 @pytest.mark.parametrize("arch_name", ["gfx942", pytest.param("gfx950", marks=full)])
-@pytest.mark.parametrize("of", ["a", "b"])
+@pytest.mark.parametrize("of", ["a", pytest.param("b", marks=full)])
 @pytest.mark.parametrize(
     "tokens, other",
     [

@@ -20,7 +20,7 @@ DIRECTIONS = ("read", "write", "copy")
 WORDS = 4  # of an access
 THREADS = 256  # kThreads of the kernels
 VALUE = 0x01010101
-MOST_BLOCKS = 2**20
+MOST_BLOCKS = 2**16
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def _argument(name: str, value, experts: int):
 def predict_call(op: Op, given: dict, machine: Machine) -> list[Kernel]:
     """The kernels of a call with arguments of the meta device. Raises ValueError where none of ours runs, or where the time depends on
     lengths that are not known."""
-    if op.name in explain.MEASURED_FIRST:
+    if op.name in explain.ATTENTION:
         raise ValueError(f"predict: {op.name} must have lengths of requests, which the model of time does not take yet")
     experts = len(given["w1"]) if "w1" in given else 1
     values = {name: _argument(name, value, experts) for name, value in given.items()}
@@ -98,7 +98,7 @@ COMPARED = {"GEMM": ("skinny GEMM",), "rows": ("add RMSNorm", "SwiGLU")}
 
 def band(op: Op) -> Band:
     """The error band of an op's kernels, from all published times of kernels that do the same."""
-    gemm = op.name in explain.LIMITED and op.name != "fused_experts"
+    gemm = op.name in explain.LIMITED and op.name not in ("batched_gemm", "fused_experts")
     kinds = COMPARED["GEMM" if gemm else "rows"] if gemm or op.name.startswith(ROWS) else ()
     halves = [half for kind in kinds for half in machines.CALIBRATION["classes"][kind].values()]
     if not halves:
