@@ -293,7 +293,7 @@ def engine(tables: slice = slice(None)) -> str:
 
 
 def way(result: dict, command: str) -> str:
-    """How a result through the engine was measured: its sizes, and the options of the command of latency.py."""
+    """How a result through the engine was measured: its prompt, and the options of the command of latency.py."""
     compiled = lacking(command) or "compiled as vLLM does by default"
     prompt = f"{plural(result['input_len'], 'token')} of prompt"
     text = f"Medians in ms per token, without the ops / with them; {prompt}; {compiled}."

@@ -1,7 +1,7 @@
 """Bugs planted in a copy of the kernels of softmax and stream_memory are caught, as in test_planted_bugs.py."""
 
 import pytest
-from marks import full
+from marks import third
 from test_planted_bugs import kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import ops
@@ -64,10 +64,9 @@ STREAM = {
 }
 BUGS = {name: (ops.softmax, *bug) for name, bug in SOFTMAX.items()}
 BUGS |= {name: (ops.stream_memory, *bug) for name, bug in STREAM.items()}
-USUAL = ("sum not scaled when the maximum grows",)  # of the default run
 
 
-@pytest.mark.parametrize("bug", [bug if bug in USUAL else pytest.param(bug, marks=full) for bug in BUGS])
+@pytest.mark.parametrize("bug", third(BUGS))
 def test_planted_bug_is_caught(bug, plant, monkeypatch):  # noqa: F811
     the_op, text, replacement, case, arch, said = BUGS[bug]
     require_caught((f"ops/{the_op.name}.hip", text, replacement, the_op, case, arch, said), plant, monkeypatch)
