@@ -29,6 +29,7 @@ from options import open_results, parse
 
 from vllm_rocm_ops.bench.attention import attention
 from vllm_rocm_ops.bench.clock import capture, measure
+from vllm_rocm_ops.bench.decode_attention import decode_attention
 from vllm_rocm_ops.bench.experts import experts
 from vllm_rocm_ops.bench.shapes import Shape, gemm, routing, rows
 
@@ -40,6 +41,7 @@ KINDS: dict[str, Callable[[], Iterable[Shape]]] = {
     "routing": lambda: routing((*TOKENS, 1024)),
     "moe": lambda: experts(TOKENS),
     "attention": attention,
+    "decode-attention": decode_attention,
 }
 STEPS = "steps"
 STEP_TOKENS = (1, 8, 32)

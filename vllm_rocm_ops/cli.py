@@ -21,6 +21,7 @@ from vllm_rocm_ops.bench import run as bench
 from vllm_rocm_ops.bench.attention import attention
 from vllm_rocm_ops.bench.clock import GpuClock
 from vllm_rocm_ops.bench.contests import command as contests
+from vllm_rocm_ops.bench.decode_attention import decode_attention
 from vllm_rocm_ops.bench.experts import experts
 from vllm_rocm_ops.bench.peers import load_vllm, peers
 from vllm_rocm_ops.model_layers import LayerCall
@@ -29,7 +30,14 @@ from vllm_rocm_ops.timing import command as predict
 MOST_TOKENS = 2**24  # of a step
 SHOWN = 3  # of the configurations of a sweep; more where they are chosen or wrong
 RESULTS = Path("serving_benchmarks", "results")  # in a checkout
-LISTS = {"rows": shapes.rows, "gemm": shapes.gemm, "routing": shapes.routing, "moe": experts, "attention": attention}
+LISTS = {
+    "rows": shapes.rows,
+    "gemm": shapes.gemm,
+    "routing": shapes.routing,
+    "moe": experts,
+    "attention": attention,
+    "decode-attention": decode_attention,
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 KINDS = {"rows": "ops"}  # of files of results, where it is not the list's name
 
@@ -210,10 +218,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     command = commands.add_parser("bench", help=meaning)
     add_model(command, False, "1, or the list's own", f", {shapes.TP} with --shapes gemm")
     meaning = "a list in place of cases: norms and activations, linear layers of Llama-3.1-405B and DeepSeek-V3, "
-    meaning += (
-        "DeepSeek-V3's routing, routed experts of public models, attention of prompts; with --peers each beside vLLM's "
-    )
-    meaning += "and PyTorch's"
+    meaning += "DeepSeek-V3's routing, routed experts of public models, attention of prompts and of decode steps; with --peers each beside "
+    meaning += "vLLM's and PyTorch's"
     command.add_argument("--shapes", choices=LISTS, help=meaning)
     command.add_argument("--op", nargs="+", metavar="PATTERN", help="ops of such names, e.g. 'rms_norm*'")
     command.add_argument(

@@ -1,5 +1,6 @@
 """The command bench: what it says of right and wrong results, and of times, with the emulator's cycles as a clock."""
 
+import functools
 import json
 
 import measurements
@@ -8,7 +9,7 @@ import torch
 from test_tune import EmulatorClock
 
 from vllm_rocm_ops import cli, launch, ops
-from vllm_rocm_ops.bench import experts, peers, report, shapes
+from vllm_rocm_ops.bench import decode_attention, experts, peers, report, shapes
 from vllm_rocm_ops.bench import run as bench
 from vllm_rocm_ops.op import Case
 
@@ -322,3 +323,19 @@ def test_options_that_do_not_fit_are_refused(turns, options, message, capsys):
 def test_what_only_a_gpu_can_is_refused_without_one(option, capsys):
     assert cli.main(["bench", *option]) == 2
     assert "bench: there is no GPU" in capsys.readouterr().err
+
+
+def test_decode_attention_is_checked_by_its_first_and_last_request(emulated):
+    lens = [3, 40, 17]
+    for heads in ((4, 2, 64), (3,)):
+        op = ops.mla_decode if len(heads) == 1 else ops.paged_attention_decode
+        make = functools.partial(decode_attention._make, heads, lens, torch.bfloat16)
+        shape = decode_attention.Decode(op, Case("tiny", make), {"batch": 3}, keys=sum(lens))
+        [[line]] = bench.run([shape], emulated, once=True)
+        assert line.found["relative_error"] < 0.01
+        of_key = 576 * 2 if len(heads) == 1 else 2 * 2 * 64 * 2
+        given = shape.arguments("cpu", torch.float8_e4m3fn)
+        assert 60 * of_key < shape.bytes_moved([given]) < 60 * of_key + 3 * 4 * 1088 * 2
+        with launch.executor(Nothing(emulated.arch)):
+            [[line]] = bench.run([shape], emulated, once=True)
+        assert not line.found["relative_error"] < 0.5
