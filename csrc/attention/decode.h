@@ -12,17 +12,15 @@
 #pragma once
 #include "attention/operands.h"
 #include "attention/part.h"
-#include "device/arrive.h"
 #include "device/reduce.h"
 
 // kD elements of a head. kNative: slots of an element of V lie side by side, else elements of a slot.
 template <class T, class Cache, int kD, bool kNative>
 struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
   using Part = DecodePart<DecodeOutput<T, kD>, 128>;
-  using Part::base, Part::begin, Part::block, Part::clamped, Part::column, Part::combine, Part::end;
-  using Part::first_row_end, Part::first_step, Part::lane, Part::load_pages, Part::p, Part::parts, Part::request;
-  using Part::kColumns, Part::kLowest, Part::kPartFloats, Part::kThreads, Part::kWaveKeys, Part::kWaves;
-  using Part::steps, Part::store;
+  using Part::begin, Part::block, Part::column, Part::columns, Part::end, Part::finish_column, Part::first_row_end;
+  using Part::kColumns, Part::kLowest, Part::kThreads, Part::kWaves;
+  using Part::lane, Part::load_pages, Part::p, Part::parts, Part::request, Part::step_key, Part::store;
 
   static constexpr int kTiles = kColumns / mma::kTileTokens;
   static constexpr bool kFp8 = __is_same(Cache, E4m3);
@@ -58,11 +56,13 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
     ValueVec vec[kNative ? kDimTiles : kGroups * kLaneKeys][mma::kLoads];
   };
   struct Buffer {
-    float maximum[kWaves][kColumns], sum[kWaves][kColumns];
+    float maximum[kWaves][kColumns], sum[kWaves][kColumns], factor[kColumns];
     f32x4 out[kWaves][kColumns][kRound / 4 + 1];
   };
 
   Buffer& buffer;
+  const int of_lane = mma::depth(lane) / 16;     // of the 16 bytes that lanes have of a key
+  const int first_value = mma::depth(lane) / 2;  // of the lane's eight values
 
   DEVICE Decode(const DecodeProblem& problem, Buffer& buffer) : Part(problem), buffer(buffer) {}
 
@@ -72,48 +72,40 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
     else return tile / kLaneDims * 16 * kLaneDims + row * kLaneDims + tile % kLaneDims;
   }
 
-  // First key of a step of this wave.
-  DEVICE int step_key(int step) const { return base + ((first_step + step) * kWaves + wave::index()) * kWaveKeys; }
-
-  DEVICE void load(Keys& keys, int step, int pages) const {
+  static constexpr int kUnit = 1 << CacheType<Cache>::kLog2Group;  // elements in 16 bytes
+  struct Places {
+    u32 key, value;
+  };
+  // Where the lane's key of 32 lies.
+  DEVICE Places places(int pages, int first) const {
+    return {Part::template place<Cache, kUnit>(p.key_cache, pages, first),
+            Part::template place<Cache, kLaneKeys, kNative>(p.value_cache, pages, first)};
+  }
+  DEVICE void load(Keys& keys, const Places& places) const {
+    const i64 chunk = kNative ? p.key_cache.chunk_stride : kUnit;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
       for (int l = 0; l < mma::kLoads; ++l) {
         const int index = attention::key(tile, mma::row(lane, l));
-        const Element* from =
-            Part::template at<Cache>(p.key_cache, wave::from_lane(pages, index), step_key(step) + index) +
-            mma::depth(lane) / 16 * p.key_cache.chunk_stride;
+        const Element* from = Part::template at<Cache, kUnit>(p.key_cache, places.key, index) + of_lane * chunk;
 #pragma unroll
-        for (int i = 0; i < kKeyLoads; ++i)
-          keys.load[tile][i][l] = mem::load<u32x4>(from + i * 4 * p.key_cache.chunk_stride);
+        for (int i = 0; i < kKeyLoads; ++i) keys.load[tile][i][l] = mem::load<u32x4>(from + i * 4 * chunk);
       }
   }
-  DEVICE int first_value() const { return mma::depth(lane) / 2; }  // of the lane's keys
-  DEVICE void load(Values& values, int step, int pages) const {
+  DEVICE void load(Values& values, const Places& places) const {
     if constexpr (kNative) {
       // All eight keys are in one page, where some may be behind the last.
-      const int pages_of = wave::from_lane(pages, first_value()), key = step_key(step) + first_value();
-      const Element* from = Part::template at<Cache>(p.value_cache, pages_of, key);
-      from -= clamped(key) % kLaneKeys;
+      const Element* from = Part::template at<Cache, kLaneKeys>(p.value_cache, places.value, first_value);
 #pragma unroll
       for (int tile = 0; tile < kDimTiles; ++tile)
 #pragma unroll
         for (int l = 0; l < mma::kLoads; ++l)
           values.vec[tile][l] = mem::load<ValueVec>(from + dim(tile, mma::row(lane, l)) * p.value_cache.element_stride);
     } else {
-      int page[kLaneKeys];
-      const bool one_page = p.page_size % kLaneKeys == 0;
-      page[0] = wave::from_lane(pages, first_value());
-      if (one_page)
-#pragma unroll
-        for (int k = 1; k < kLaneKeys; ++k) page[k] = page[0];
-      else
-#pragma unroll
-        for (int k = 1; k < kLaneKeys; ++k) page[k] = wave::from_lane(pages, first_value() + k);
 #pragma unroll
       for (int k = 0; k < kLaneKeys; ++k) {
-        const Element* from = Part::template at<Cache>(p.value_cache, page[k], step_key(step) + first_value() + k);
+        const Element* from = Part::template at<Cache, kLaneKeys>(p.value_cache, places.value, first_value + k);
 #pragma unroll
         for (int g = 0; g < kGroups; ++g)
 #pragma unroll
@@ -163,35 +155,37 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
       const u16* from = p.query + (i64(request) * p.query_len + c.row) * p.query_stride + c.head * p.query_head_stride;
 #pragma unroll
       for (int i = 0; i < kProducts; ++i) {
-        const int of_lane = mma::depth(lane) / 16;
         const int element = kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8;
         query[t][i] = mem::load<u32x4>(from + element);
       }
     }
-    int row_end[kTiles][mma::kValueTokens];  // of a column that the lane has scores of
+    int first_seen[kTiles][mma::kValueTokens], seen[kTiles][mma::kValueTokens];  // keys of a column that the lane has
     float maximum[kTiles][mma::kValueTokens], sum[kTiles][mma::kValueTokens];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
       for (int v = 0; v < mma::kValueTokens; ++v) {
-        row_end[t][v] = first_row_end + column(t * mma::kTileTokens + mma::value_token(lane, v)).row;
+        const int row_end = first_row_end + column(t * mma::kTileTokens + mma::value_token(lane, v)).row;
+        first_seen[t][v] = p.window > 0 ? row_end - p.window : 0;
+        seen[t][v] = row_end > first_seen[t][v] ? row_end - first_seen[t][v] : 0;
         maximum[t][v] = kLowest;
         sum[t][v] = 0.0f;
       }
     f32x4 out[kTiles][kDimTiles] = {};
     const float scale = p.scale * (p.key_cache.scale ? mem::load<float>(p.key_cache.scale) : 1.0f);
 
-    if (steps > 0) {
+    int step = wave::block_id_y();
+    if (step_key(step) < end) {
       Keys keys;
       Values values;
-      int pages = load_pages(step_key(0));
-      load(keys, 0, pages);
+      Places at = places(Part::first_pages(), step_key(step));
+      load(keys, at);
       attention::issue_now();  // in the order of the loop, so that it waits for no more than there
-      int next_pages = load_pages(step_key(1));
+      int next_pages = load_pages(step_key(step + parts));
       attention::issue_now();
-      load(values, 0, pages);
+      load(values, at);
 #pragma unroll 1
-      for (int step = 0; step < steps; ++step) {
+      for (; step_key(step) < end; step += parts) {
         f32x4 score[kTiles][2] = {};
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile)
@@ -213,8 +207,9 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
         for (int t = 0; t < kTiles; ++t)
 #pragma unroll
           for (int tile = 0; tile < 2; ++tile) attention::compute_now(score[t][tile]);
-        load(keys, step + 1, next_pages);
-        pages = load_pages(step_key(step + 2));
+        at = places(next_pages, step_key(step + parts));
+        load(keys, at);
+        int pages = load_pages(step_key(step + 2 * parts));
 
         const int first = step_key(step);
         bool grows = false;
@@ -229,8 +224,8 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               const int v = i % mma::kValueTokens, key = first + attention::key(tile, mma::value_row(lane, i));
-              const bool seen = key < row_end[t][v] && (p.window <= 0 || key >= row_end[t][v] - p.window);
-              score[t][tile][i] = seen ? score[t][tile][i] * scale : -__builtin_inff();
+              const bool is_seen = u32(key - first_seen[t][v]) < u32(seen[t][v]);
+              score[t][tile][i] = is_seen ? score[t][tile][i] * scale : -__builtin_inff();
               largest[v] = max(largest[v], score[t][tile][i]);
             }
 #pragma unroll
@@ -274,7 +269,7 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
           for (int tile = 0; tile < kDimTiles; ++tile)
 #pragma unroll
             for (int l = 0; l < mma::kLoads; ++l) attention::use_below(values.vec[tile][l]);
-          const int key = first + first_value();
+          const int key = first + first_value;
 #pragma unroll
           for (int w = 0; w < 4; ++w)
             valid[w] = (is_key(key + 2 * w) ? 0xffffu : 0) | (is_key(key + 2 * w + 1) ? 0xffff0000u : 0);
@@ -289,7 +284,7 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
         for (int t = 0; t < kTiles; ++t)
 #pragma unroll
           for (int d = 0; d < kDimTiles; ++d) attention::compute_now(out[t][d]);
-        load(values, step + 1, next_pages);
+        load(values, at);
         attention::issue_now();
         attention::use_below(pages);  // a copy above the loads of values would wait for the keys
         next_pages = pages;
@@ -323,22 +318,29 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
             numerics::exp2_approx(maximum[t][v] - block_maximum(t * mma::kTileTokens + mma::value_token(lane, v)));
 
     constexpr int kVecs = kColumns * kRound / 4, kThreadVecs = kVecs / kThreads;
-    float* const partial = p.partials + (i64(block) * p.parts + wave::block_id_y()) * kPartFloats;
-    const mem::Buffer to = mem::buffer(partial);
+    const mem::Buffer to = Part::slot(wave::block_id_y());
     const bool is_whole = parts == 1;
+    if (wave::thread_id() < kColumns) {
+      const int c = wave::thread_id();
+      if (is_whole) buffer.factor[c] = finish_column(c, block_maximum(c), block_sum(c), true);
+      else Part::store_sums(to, c, block_maximum(c), block_sum(c));
+    }
 #pragma unroll
     for (int round = 0; round < kGroups; ++round) {
       if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read
 #pragma unroll
       for (int t = 0; t < kTiles; ++t)
+        for (int i = 0; i < 4; ++i) {
+          const int v = i % mma::kValueTokens, c = t * mma::kTileTokens + mma::value_token(lane, i);
+          float* column = (float*)buffer.out[wave::index()][c] + dim(0, mma::value_row(lane, i));
+          constexpr int kNeighbours = kNative ? 1 : 4;  // dims of a row
 #pragma unroll
-        for (int d = 0; d < kRound / 16; ++d)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int v = i % mma::kValueTokens, c = t * mma::kTileTokens + mma::value_token(lane, i);
-            const int at = dim(d, mma::value_row(lane, i));
-            ((float*)buffer.out[wave::index()][c])[at] = out[t][round * (kRound / 16) + d][i] * factor[t][v];
+          for (int d = 0; d < kRound / 16; d += kNeighbours) {
+            const auto value = [&](int n) { return out[t][round * (kRound / 16) + d + n][i] * factor[t][v]; };
+            if constexpr (kNative) column[d * 16] = value(0);
+            else *(f32x4*)(column + d) = f32x4{value(0), value(1), value(2), value(3)};
           }
+        }
       block_barrier();  // hazard: the waves' sums are read before they are written
 #pragma unroll
       for (int i = 0; i < kThreadVecs; ++i) {
@@ -347,17 +349,11 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
 #pragma unroll
         for (int w = 0; w < kWaves; ++w) total += buffer.out[w][c][of_column];
         const int first_dim = round * kRound + of_column * 4;
-        if (is_whole) store(c, first_dim, total, block_maximum(c), block_sum(c));
-        else mem::store_device(to, (c * kD + first_dim) * 4, 0, total);
+        if (is_whole) store(c, first_dim, total * buffer.factor[c]);
+        else if (c < columns()) mem::store_device(to, (c * kD + first_dim) * 4, 0, total);
       }
     }
-    if (is_whole) return;
-    if (wave::thread_id() < kColumns) {
-      const int c = wave::thread_id();
-      mem::store_device(to, (kColumns * kD + c) * 4, 0, block_maximum(c));
-      mem::store_device(to, (kColumns * (kD + 1) + c) * 4, 0, block_sum(c));
-    }
-    if (is_last_block(p.counters + block, parts)) combine();
+    if (!is_whole) Part::add_parts();
   }
 
   DEVICE float block_maximum(int c) const {

@@ -11,7 +11,6 @@
 // of a step are loaded as soon as those of a step before are multiplied, or converted, and no wait is for more than one step.
 #pragma once
 #include "attention/part.h"
-#include "device/arrive.h"
 #include "device/reduce.h"
 
 constexpr int kLatent = 512, kMlaWaves = 8;
@@ -23,37 +22,57 @@ using MlaPart = DecodePart<DecodeOutput<T, kLatent, 16 * kColumnTiles, kMlaWaves
 template <class T, int kColumnTiles>
 struct MlaCombine : MlaPart<T, kColumnTiles> {
   using Part = MlaPart<T, kColumnTiles>;
-  using Part::parts, Part::kWaves;
-  using typename Part::Sums;
+  using Part::kColumnVecs, Part::kLowest, Part::kMaxima, Part::kSums, Part::kWaves, Part::parts;
 
+  // Elements of a column, divided by exp2(maximum), and the sum of its weights, so divided.
+  struct Sums {
+    f32x4 total;
+    float maximum, sum;
+    DEVICE void add(const Sums& other) {
+      const float largest = __builtin_fmaxf(maximum, other.maximum);
+      const float factor = numerics::exp2_approx(maximum - largest);
+      const float of_other = numerics::exp2_approx(other.maximum - largest);
+      total = total * factor + other.total * of_other;
+      sum = sum * factor + other.sum * of_other;
+      maximum = largest;
+    }
+  };
   struct Buffer {
     Sums sums[kWaves][wave::kLanes];
   };
 
   DEVICE explicit MlaCombine(const MlaProblem& problem) : Part(problem.decode) {}
 
+  DEVICE Sums load(int part, int vec) const {
+    const mem::Buffer from = this->slot(part);
+    const int c = vec / kColumnVecs;
+    return {mem::load_device_or_zero<f32x4>(from, vec * 16, 0, true),
+            mem::load_device_or_zero<float>(from, kMaxima + c * 4, 0, true),
+            mem::load_device_or_zero<float>(from, kSums + c * 4, 0, true)};
+  }
   DEVICE void run(Buffer& buffer) const {
-    const int vec = wave::block_id_y() * wave::kLanes + wave::lane();
-    const mem::Buffer from = this->partials();
-    Sums sums;
-    sums.clear();
+    const int vec = wave::block_id_y() * wave::kLanes + wave::lane(), c = vec / kColumnVecs;
+    if (c >= this->columns()) return;  // so are all lanes
+    Sums sums = {{}, kLowest, 0.0f};
 #pragma unroll 4
-    for (int part = wave::index(); part < parts; part += kWaves) sums.add(this->load_sums(from, part, vec));
+    for (int part = wave::index(); part < parts; part += kWaves) sums.add(load(part, vec));
     buffer.sums[wave::index()][wave::lane()] = sums;
     block_barrier();  // hazard: sums of the waves are read before they are written
     if (wave::index() > 0) return;
 #pragma unroll
     for (int w = 1; w < kWaves; ++w) sums.add(buffer.sums[w][wave::lane()]);
-    this->store(vec, sums);
+    const int of_column = vec % kColumnVecs;
+    this->store(c, of_column * 4, sums.total * this->finish_column(c, sums.maximum, sums.sum, of_column == 0));
   }
 };
 
 template <class T, class Cache, int kColumnTiles>
 struct MlaDecode : MlaPart<T, kColumnTiles> {
   using Part = MlaPart<T, kColumnTiles>;
-  using Part::base, Part::block, Part::combine, Part::first_row_end, Part::first_step, Part::lane, Part::load_pages;
-  using Part::kColumns, Part::kLowest, Part::kPartFloats, Part::kThreads, Part::kWaveKeys, Part::kWaves;
-  using Part::p, Part::parts, Part::request, Part::steps, Part::store;
+  using Part::columns, Part::end, Part::finish_column, Part::first_row_end, Part::kColumns, Part::kLowest;
+  using Part::kThreads, Part::kWaveKeys, Part::kWaves, Part::lane, Part::load_pages, Part::p, Part::parts,
+      Part::request;
+  using Part::step_key, Part::store;
 
   using Element = typename CacheType<Cache>::Element;
   using RopeVec = typename CacheType<Cache>::Vec;
@@ -80,7 +99,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
   };
   struct Sums {
     f32x4 out[16][kWaves * 8 + 1];
-    float maximum[kColumns], sum[kColumns];
+    float factor[kColumns];
   };
   union Buffer {
     Scores scores;
@@ -107,7 +126,6 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
   DEVICE static int of_lane() { return mma::depth(wave::lane()) / 16; }
   // Which 32 elements of the rotated part the wave has.
   DEVICE static int rope_half() { return wave::index() % 4 / 2; }
-  DEVICE int step_key(int step) const { return base + (first_step + step) * kWaveKeys; }
   // Which of a step's keys is this row of a tile of this wave.
   DEVICE int key(int tile, int row) const { return attention::key(tile ^ flip, row); }
 
@@ -126,19 +144,19 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
   }
 
   DEVICE void load(Keys& keys, int step) const {
-    const int first = step_key(step);
+    constexpr int kUnit = 1 << CacheType<Cache>::kLog2Group;
+    const u32 places = Part::template place<Cache, kUnit>(p.key_cache, keys.pages, step_key(step));
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
       for (int l = 0; l < mma::kLoads; ++l) {
-        const int index = key(tile, mma::row(lane, l));
-        const Element* row = Part::template at<Cache>(p.key_cache, wave::from_lane(keys.pages, index), first + index);
+        const Element* row = Part::template at<Cache, kUnit>(p.key_cache, places, key(tile, mma::row(lane, l)));
         const Element* from = row + wave::index() * kWaveDims + of_lane() * (16 / sizeof(Element));
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) keys.latent[tile][i][l] = mem::load<u32x4>(from + i * (64 / sizeof(Element)));
         if (tile == 0) keys.rope[l] = mem::load<RopeVec>(row + kLatent + rope_half() * 32 + of_lane() * 8);
       }
-    keys.pages = load_pages(step_key(step + kStages));
+    keys.pages = load_pages(step_key(step + kStages * parts));
     attention::issue_now();
   }
 
@@ -169,9 +187,9 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
   // Multiplies the keys of a step, if there is one, and loads others. No way around has fewer loads, so that no wait is for more.
   DEVICE void turn(Keys& keys, int step) {
     const Operands of = operands(keys);
-    if constexpr (kFp8) load(keys, step + kStages);
-    if (step < steps) multiply(of, step_key(step));
-    if constexpr (!kFp8) load(keys, step + kStages);
+    if constexpr (kFp8) load(keys, step + kStages * parts);
+    if (step_key(step) < end) multiply(of, step_key(step));
+    if constexpr (!kFp8) load(keys, step + kStages * parts);
   }
 
   DEVICE void multiply(const Operands& of, int first) {
@@ -276,16 +294,18 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
       maximum[i] = kLowest;
       sum[i] = 0.0f;
     }
-    if (steps > 0) {
+    int step = wave::block_id_y();
+    if (step_key(step) < end) {
       Keys stages[kStages];
 #pragma unroll
-      for (int i = 0; i < kStages; ++i) stages[i].pages = load_pages(step_key(i));
+      for (int i = 0; i < kStages; ++i)
+        stages[i].pages = i == 0 ? Part::first_pages() : load_pages(step_key(step + i * parts));
 #pragma unroll
-      for (int i = 0; i < kStages; ++i) load(stages[i], i);
+      for (int i = 0; i < kStages; ++i) load(stages[i], step + i * parts);
 #pragma unroll 1
-      for (int step = 0; step < steps; step += kStages)
+      for (; step_key(step) < end; step += kStages * parts)
 #pragma unroll
-        for (int i = 0; i < kStages; ++i) turn(stages[i], step + i);
+        for (int i = 0; i < kStages; ++i) turn(stages[i], step + i * parts);
     }
     finish();
   }
@@ -293,16 +313,16 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
   // The sums of this part, and those of all.
   DEVICE void finish() {
     static_assert(sizeof(Sums) <= sizeof(Scores::score));  // p, which waves may still read, is behind them
+    const mem::Buffer to = Part::slot(wave::block_id_y());
+    const bool is_whole = parts == 1;
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
       const float total = wave::reduce_group<16>(sum[i], 0.0f, Add{});
-      if (owner < kAtOnce && owned_key == 0) {
-        buffer.sums.maximum[i * kAtOnce + owner] = maximum[i];
-        buffer.sums.sum[i * kAtOnce + owner] = total;
-      }
+      const int c = i * kAtOnce + owner;
+      if (owner >= kAtOnce || owned_key > 0) continue;
+      if (is_whole) buffer.sums.factor[c] = finish_column(c, maximum[i], total, true);
+      else Part::store_sums(to, c, maximum[i], total);
     }
-    const mem::Buffer to = mem::buffer(p.partials + (i64(block) * p.parts + wave::block_id_y()) * kPartFloats);
-    const bool is_whole = parts == 1;
     constexpr int kRoundVecs = kWaves * 8;  // of a column: 32 elements of each wave
 #pragma unroll
     for (int tile = 0; tile < kColumnTiles; ++tile)
@@ -329,16 +349,10 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
           const f32x4 total = buffer.sums.out[of_tile][of_column];
           const int c = tile * 16 + of_tile, of_wave = of_column % 8;
           const int first = of_column / 8 * kWaveDims + first_element(product, of_wave / 2) + of_wave % 2 * 4;
-          if (is_whole) store(c, first, total, buffer.sums.maximum[c], buffer.sums.sum[c]);
-          else mem::store_device(to, (c * kLatent + first) * 4, 0, total);
+          if (is_whole) store(c, first, total * buffer.sums.factor[c]);
+          else if (c < columns()) mem::store_device(to, (c * kLatent + first) * 4, 0, total);
         }
       }
-    if (is_whole) return;
-    if (wave::thread_id() < kColumns) {
-      const int c = wave::thread_id();
-      mem::store_device(to, (kColumns * kLatent + c) * 4, 0, buffer.sums.maximum[c]);
-      mem::store_device(to, (kColumns * (kLatent + 1) + c) * 4, 0, buffer.sums.sum[c]);
-    }
-    if (p.counters && is_last_block(p.counters + block, parts)) combine();
+    if (!is_whole && p.counters) Part::add_parts();
   }
 };

@@ -1,8 +1,9 @@
-// What a block of flash decoding computes, and where that goes. The sums of parts meet in HBM, where the last block to arrive adds them
+// What a block of flash decoding computes, and where that goes. The sums of parts meet in HBM, where the last blocks to arrive add them
 // in the order of the parts. A part is `least_steps` steps or more, so that it does not depend on other requests where `parts`
 // parts of that are enough.
 #pragma once
 #include "attention/problem.h"
+#include "device/arrive.h"
 #include "device/reduce.h"
 
 template <class T, int kD, int kColumns_ = 16, int kWaves_ = 4>
@@ -33,76 +34,107 @@ struct DecodeOutput {
     return {row, head * p.group + of_all - row * p.group};
   }
 
-  // Four elements of a column, divided by exp2(maximum), and the sum of its weights, so divided.
-  struct Sums {
-    f32x4 total;
-    float maximum, sum;
-    DEVICE void clear() { *this = {{}, kLowest, 0.0f}; }
-    DEVICE void add(const Sums& other) {
-      const float largest = __builtin_fmaxf(maximum, other.maximum);
-      const float factor = numerics::exp2_approx(maximum - largest);
-      const float of_other = numerics::exp2_approx(other.maximum - largest);
-      total = total * factor + other.total * of_other;
-      sum = sum * factor + other.sum * of_other;
-      maximum = largest;
-    }
-  };
-  static constexpr int kColumnVecs = kD / 4, kVecs = kColumns * kColumnVecs;  // of four elements
-  DEVICE mem::Buffer partials() const { return mem::buffer(p.partials + i64(block) * p.parts * kPartFloats); }
-  DEVICE Sums load_sums(mem::Buffer from, int part, int vec) const {
-    constexpr int kBytes = kPartFloats * 4, kMaxima = kColumns * kD * 4, kSums = kMaxima + kColumns * 4;
-    const int c = vec / kColumnVecs;
-    Sums sums;
-    sums.maximum = mem::load_device_or_zero<float>(from, part * kBytes + kMaxima + c * 4, 0, true);
-    sums.sum = mem::load_device_or_zero<float>(from, part * kBytes + kSums + c * 4, 0, true);
-    sums.total = mem::load_device_or_zero<f32x4>(from, part * kBytes + vec * 16, 0, true);
-    return sums;
+  static constexpr int kColumnVecs = kD / 4;  // of four elements
+  static constexpr int kFanIn = 16;           // parts, or sums of them, that a block adds
+  static constexpr int kMaxima = kColumns * kD * 4, kSums = kMaxima + kColumns * 4;  // bytes before them in a slot
+
+  DEVICE mem::Buffer slot(int index) const {
+    return mem::buffer(p.partials + (i64(block) * p.slots + index) * kPartFloats);
   }
-  DEVICE void store(int vec, const Sums& sums) const {
-    store(vec / kColumnVecs, vec % kColumnVecs * 4, sums.total, sums.maximum, sums.sum);
+  DEVICE static void store_sums(mem::Buffer slot, int c, float maximum, float sum) {
+    mem::store_device(slot, kMaxima + c * 4, 0, maximum);
+    mem::store_device(slot, kSums + c * 4, 0, sum);
   }
 
-  // Adds the parts, in their order. A thread loads several vecs at a time: the loads of one alone would wait for each other.
-  DEVICE void combine() const {
-    constexpr int kThreadVecs = kVecs / kThreads, kAtOnce = kThreadVecs < 4 ? kThreadVecs : 4;
-    const mem::Buffer from = partials();
-#pragma unroll 1
-    for (int first = 0; first < kThreadVecs; first += kAtOnce) {
-      Sums sums[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) sums[i].clear();
-#pragma unroll 2
-      for (int part = 0; part < parts; ++part)
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
-          sums[i].add(load_sums(from, part, (first + i) * kThreads + wave::thread_id()));
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) store((first + i) * kThreads + wave::thread_id(), sums[i]);
+  // Adds the parts once their blocks stored them, in a tree: of kFanIn neighbours the last to arrive adds all, in their order.
+  DEVICE void add_parts() const {
+    int place = wave::block_id_y(), count = parts, first_slot = 0, slots = p.parts;
+    u32* counters = p.counters + i64(block) * p.groups;
+    while (true) {
+      const int group = place / kFanIn, first = group * kFanIn;
+      const int members = count - first < kFanIn ? count - first : kFanIn;
+      if (!is_last_block(counters + group, members)) return;
+      count = (count + kFanIn - 1) / kFanIn;
+      add(first_slot + first, members, count > 1 ? first_slot + slots + group : -1);
+      if (count == 1) return;
+      place = group;
+      first_slot += slots;
+      slots = (slots + kFanIn - 1) / kFanIn;
+      counters += slots;
     }
   }
-
-  // Four elements of a column, of these sums.
-  DEVICE void store(int c, int first_dim, f32x4 total, float maximum, float sum) const {
+  // Adds what is in `members` slots from `first` on to slot `to`, or to the results if that is below 0.
+  DEVICE void add(int first, int members, int to) const {
+    constexpr int kColumnThreads = kThreads / kColumns, kAtOnce = kColumnVecs / kColumnThreads % 2 ? 1 : 2;
+    const int c = wave::thread_id() / kColumnThreads, own = wave::thread_id() % kColumnThreads;
     if (c >= columns()) return;
+    const mem::Buffer from = slot(first);
+    float factor[kFanIn], sums[kFanIn], largest = kLowest, sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kFanIn; ++i) {
+      const float maximum =
+          mem::load_device_or_zero<float>(from, i * kPartFloats * 4 + kMaxima + c * 4, 0, i < members);
+      sums[i] = mem::load_device_or_zero<float>(from, i * kPartFloats * 4 + kSums + c * 4, 0, i < members);
+      factor[i] = i < members ? maximum : kLowest;
+    }
+#pragma unroll
+    for (int i = 0; i < kFanIn; ++i) largest = __builtin_fmaxf(largest, factor[i]);
+#pragma unroll
+    for (int i = 0; i < kFanIn; ++i) {
+      factor[i] = numerics::exp2_approx(factor[i] - largest);
+      sum += sums[i] * factor[i];
+    }
+    const float of_column = to < 0 ? finish_column(c, largest, sum, own == 0) : 1.0f;
+    if (to >= 0 && own == 0) store_sums(slot(to), c, largest, sum);
+#pragma unroll 1
+    for (int begin = own; begin < kColumnVecs; begin += kAtOnce * kColumnThreads) {
+      f32x4 vecs[kAtOnce][kFanIn];
+#pragma unroll
+      for (int v = 0; v < kAtOnce; ++v)
+#pragma unroll
+        for (int i = 0; i < kFanIn; ++i) {
+          const int vec = c * kColumnVecs + begin + v * kColumnThreads;
+          vecs[v][i] = mem::load_device_or_zero<f32x4>(from, i * kPartFloats * 4 + vec * 16, 0, i < members);
+        }
+#pragma unroll
+      for (int v = 0; v < kAtOnce; ++v) {
+        f32x4 total = {};
+#pragma unroll
+        for (int i = 0; i < kFanIn; ++i) total += vecs[v][i] * factor[i];
+        const int dim = (begin + v * kColumnThreads) * 4;
+        if (to < 0) store(c, dim, total * of_column);
+        else mem::store_device(slot(to), (c * kD + dim) * 4, 0, total);
+      }
+    }
+  }
+
+  // What the sums of a column are multiplied by, of its maximum and the sum of its weights, divided by exp2(maximum). `stores`:
+  // the logarithm of this sum.
+  DEVICE float finish_column(int c, float maximum, float sum, bool stores) const {
     const Column of = column(c);
+    float before = 1.0f;
     if (p.sinks) {
       const float sink = mem::load<float>(p.sinks + of.head) * 1.4426950408889634f;
-      const float largest = __builtin_fmaxf(maximum, sink), factor = numerics::exp2_approx(maximum - largest);
-      sum = sum * factor + numerics::exp2_approx(sink - largest);
-      total *= factor;
+      const float largest = __builtin_fmaxf(maximum, sink);
+      before = numerics::exp2_approx(maximum - largest);
+      sum = sum * before + numerics::exp2_approx(sink - largest);
       maximum = largest;
     }
+    if (stores && p.lse && c < columns())
+      mem::store(p.lse + (i64(request) * p.query_len + of.row) * p.query_heads + of.head,
+                 sum != 0.0f ? (maximum + numerics::log2_approx(sum)) * 0.6931471805599453f : -__builtin_inff());
     const float value_scale = p.value_cache.scale ? mem::load<float>(p.value_cache.scale) : 1.0f;
-    const float factor = sum != 0.0f ? value_scale / sum : 0.0f;
+    return sum != 0.0f ? before * (value_scale / sum) : 0.0f;
+  }
+  // Four elements of a column, multiplied by that.
+  DEVICE void store(int c, int first_dim, f32x4 values) const {
+    if (c >= columns()) return;
+    const Column of = column(c);
     const i64 row = i64(request) * p.query_len + of.row;
     const i64 at = row * p.out_stride + of.head * p.out_head_stride + first_dim;
-    total *= factor;
     if (p.out_scale) {
-      total *= 1.0f / mem::load<float>(p.out_scale);
-      mem::store((u8*)p.out + at, numerics::to_e4m3x4(total.lo, total.hi));
-    } else mem::store((u16*)p.out + at, u32x2{T::pack(total.lo), T::pack(total.hi)});
-    if (first_dim == 0 && p.lse)
-      mem::store(p.lse + row * p.query_heads + of.head,
-                 sum != 0.0f ? (maximum + numerics::log2_approx(sum)) * 0.6931471805599453f : -__builtin_inff());
+      values *= 1.0f / mem::load<float>(p.out_scale);
+      mem::store((u8*)p.out + at, numerics::to_e4m3x4(values.lo, values.hi));
+    } else mem::store((u16*)p.out + at, u32x2{T::pack(values.lo), T::pack(values.hi)});
   }
 };

@@ -1,6 +1,7 @@
-// The keys of a request that a block has: one part of them, in steps of kStepKeys, and where they lie. A wave has 32 keys at a time,
-// whose pages its lanes look up, a lane per key. Loads behind the last key load that key again, so that no page id behind it is
-// read and no slot behind it is multiplied.
+// The keys of a request that a block has: one part of them, in steps of kStepKeys, and where they lie. Of `parts` parts this one has
+// every parts-th step, from step block_id_y on: where the first lies does not depend on the length, so that its pages are
+// looked up while the length is loaded. A wave has 32 keys at a time, whose places its lanes find, a lane per key. Loads behind the
+// last key load that key again, so that no page id behind it is used and no slot behind it is multiplied.
 #pragma once
 #include "attention/operands.h"
 #include "attention/output.h"
@@ -26,39 +27,60 @@ struct DecodePart : Output {
   static constexpr int kWaveKeys = 32;
 
   const int lane = wave::lane();
-  int begin, end;         // keys of the request that a row sees
-  int first_step, steps;  // of this part
-  int base;               // key of step 0
-  int first_row_end;      // the keys that row 0 sees end here
+  const int* const table = p.block_table + request * p.table_stride;
+  int begin, end;     // keys of the request that a row sees
+  int base;           // key of step 0
+  int first_row_end;  // the keys that row 0 sees end here
+  int early_pages;    // of the first keys, without a window; behind the last key any
 
   DEVICE explicit DecodePart(const DecodeProblem& problem) : Output(problem) {
-    const int length = wave::uniform(mem::load<int>(p.seq_lens + request));
+    const int of_request = mem::load<int>(p.seq_lens + request);
+    if (p.window == 0) {
+      const int page = u32(part_key(wave::block_id_y()) + lane % kWaveKeys) / p.page_divisor;
+      early_pages = mem::load<int>(table + (page < p.table_pages ? page : p.table_pages - 1));
+    }
+    const int length = wave::uniform(of_request);
     end = length > 0 ? length : 0;
     first_row_end = end - p.query_len + 1;
     begin = p.window > 0 && first_row_end > p.window ? first_row_end - p.window : 0;
     base = begin / kWaveKeys * kWaveKeys;
-    const int all = (end - base + kStepKeys - 1) / kStepKeys;
-    const int even = u32(all + p.parts - 1) / p.parts_divisor;
-    const int steps_per_part = even > p.least_steps ? even : p.least_steps;
-    parts = all > steps_per_part ? u32(all + steps_per_part - 1) / u32(steps_per_part) : 1;
-    first_step = wave::block_id_y() * steps_per_part;
-    steps = all - first_step < steps_per_part ? all - first_step : steps_per_part;
+    const int steps = (end - base + kStepKeys - 1) / kStepKeys;
+    const int most = u32(steps + p.least_steps - 1) / p.least_divisor;  // parts, that none has fewer steps
+    parts = most > p.parts ? p.parts : most > 0 ? most : 1;
   }
   DEVICE bool has_work() const { return wave::block_id_y() < parts; }
+
+  // First key of a step that is this wave's, from `base` on.
+  DEVICE static int part_key(int step) { return step * kStepKeys + wave::index() * kWaveKeys % kStepKeys; }
+  DEVICE int step_key(int step) const { return base + part_key(step); }
 
   DEVICE int clamped(int key) const {
     const int low = key > begin ? key : begin;
     return low < end ? low : end - 1;
   }
-  // Lane l looks up the page of key `first` + l % 32.
+  // Lane l has the page of key `first` + l % 32.
   DEVICE int load_pages(int first) const {
-    const int page = u32(clamped(first + lane % kWaveKeys)) / p.page_divisor;
-    return mem::load<int>(p.block_table + request * p.table_stride + page);
+    return mem::load<int>(table + u32(clamped(first + lane % kWaveKeys)) / p.page_divisor);
   }
-  // Where the elements of a key in this page begin.
-  template <class Cache>
-  DEVICE auto at(const CacheView& cache, int page, int key) const {
-    const int held = clamped(key), slot = held - u32(held) / p.page_divisor * p.page_size;
-    return (const typename CacheType<Cache>::Element*)slot_of<Cache>(cache, page, slot, head);
+  // The same of the part's first keys, of which there is one at least.
+  DEVICE int first_pages() const {
+    const int first = step_key(wave::block_id_y());
+    return p.window > 0 ? load_pages(first) : wave::from_lane(early_pages, clamped(first + lane % kWaveKeys) - first);
+  }
+  // Where the lane's key, of 32 from `first` on in these pages, begins in a cache, in units of kUnit elements. Of a value whose
+  // slots lie side by side: where its eight slots do.
+  template <class Cache, int kUnit, bool kSideBySide = false>
+  DEVICE u32 place(const CacheView& cache, int page, int first) const {
+    constexpr int kLog2Group = CacheType<Cache>::kLog2Group, kMask = (1 << kLog2Group) - 1;
+    const int key = clamped(first + lane % kWaveKeys), slot = key - u32(key) / p.page_divisor * p.page_size;
+    const u32 of_slot = kSideBySide ? u32(slot & kMask) / kUnit : u32(slot & kMask) * u32(cache.slot_stride / kUnit);
+    const u32 of_head = u32((cache.offset + head * cache.head_stride) / kUnit);
+    return u32(page) * u32(cache.block_stride / kUnit) + u32(slot >> kLog2Group) * u32(cache.group_stride / kUnit) +
+           of_slot + of_head;
+  }
+  // The elements at the place of lane `index`.
+  template <class Cache, int kUnit>
+  DEVICE auto at(const CacheView& cache, u32 place, int index) const {
+    return (const typename CacheType<Cache>::Element*)cache.data + u64(wave::from_lane(place, index)) * kUnit;
   }
 };

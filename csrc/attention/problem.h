@@ -12,15 +12,17 @@ struct DecodeProblem {
   const int* block_table;  // [requests, pages of a request]
   const int* seq_lens;     // [requests], with the rows of the query
   const float* sinks;      // [query_heads], or null
-  float* partials;         // [blocks of a part, parts, 16 * (D + 2)], or null for one part
-  u32* counters;           // [blocks of a part], or null for one part
+  float* partials;         // [blocks of a part, slots, columns * (D + 2)], or null for one part
+  u32* counters;           // [blocks of a part, groups], or null where no block adds parts
   i64 query_stride, query_head_stride, out_stride, out_head_stride, table_stride;
   float scale;                                  // of scores, times log2(e)
   int query_len, query_heads, kv_heads, group;  // group: query heads of a key head
   int column_tiles;                             // of 16
-  int page_size, parts, least_steps;
-  int window;  // keys that a row sees, or 0 for all
-  Divisor page_divisor, parts_divisor, group_divisor, tiles_divisor, heads_divisor;
+  int page_size, table_pages;                   // table_pages: of a request
+  int parts, least_steps;
+  int slots, groups;  // output.h: sums of parts and of groups of them, and groups, of a request
+  int window;         // keys that a row sees, or 0 for all
+  Divisor page_divisor, least_divisor, group_divisor, tiles_divisor, heads_divisor;
 };
 
 // Those of MLA: one key head, whose keys are a latent and a rotated part, and whose values are the latent. `query` is that of

@@ -19,10 +19,12 @@ from vllm_rocm_ops.tensors import describe, overlaps_itself
 
 MOST_ROWS = 8  # of a request
 COLUMNS = 16  # rows times heads of a group that an instruction has
+FAN_IN = 16  # sums that a block adds
 PARTITION = 128  # a constant partition is a multiple of it
 MOST_PARTS = 128
 NOMINAL_KEYS = 4096  # of most requests, where the block table has room for more
 LONG_SHARE = 0.05  # of the others
+LONGER = 2  # times as long is the longest
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,13 @@ def requests_envelope(a, layout: CacheLayout, limit: int) -> Iterator[tuple[str,
     yield "seq_lens is contiguous", a.seq_lens.is_contiguous()
     keys = capacity(a, layout)
     yield "there is room for fewer than 2^30 keys of a request", keys < 2**30
+    yield "the caches span fewer than 2^35 elements", _span(layout.key) < 2**35 and _span(layout.value) < 2**35
     yield f"there are at most {limit} parts", a.partition == 0 or -(-keys // a.partition) <= limit
+
+
+def _span(x: Tensor) -> int:
+    """Elements from the first to the last."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1
 
 
 def capacity(a, layout: CacheLayout) -> int:
@@ -182,10 +190,18 @@ def configs(a, layout: CacheLayout, step: int, least_steps: int = 1) -> list[Dec
 
 
 def divided(config: DecodeConfig, keys: int, step: int) -> tuple[int, int]:
-    """The parts of so many keys, and the steps of a part."""
+    """The parts of so many keys, and the most steps of a part."""
     steps = -(-keys // step)
-    per_part = max(-(-steps // config.parts), config.least_steps)
-    return -(-steps // per_part), per_part
+    parts = max(min(config.parts, -(-steps // config.least_steps)), 1)
+    return parts, -(-steps // parts)
+
+
+def tree(parts: int) -> list[int]:
+    """How many sums there are: those of parts, of groups of FAN_IN of them, and so on."""
+    counts = [parts]
+    while counts[-1] > 1:
+        counts.append(-(-counts[-1] // FAN_IN))
+    return counts
 
 
 def problem_arguments(
@@ -206,8 +222,8 @@ def problem_arguments(
     out = outputs[0] if a.out is None else a.out
     of_out = attention.heads(out, layout.value_size).stride()
     tiles = column_tiles(a, query, layout, columns)
-    blocks, parts = a.block_table.shape[0] * layout.heads * tiles, config.parts
-    shared = parts > 1
+    blocks, sums = a.block_table.shape[0] * layout.heads * tiles, tree(config.parts)
+    shared, slots, groups = config.parts > 1, sum(sums[:-1]), sum(sums[1:])
 
     def of_cache(cache: Tensor, scale: Tensor | None, strides) -> dict:
         return {"data": cache, "scale": scale, "offset": 0, **vars(strides)}
@@ -220,8 +236,8 @@ def problem_arguments(
         "value_cache": of_cache(caches[1], scales[1], layout.value_strides()),
         "block_table": a.block_table,
         "seq_lens": a.seq_lens,
-        "partials": Workspace(4 * blocks * parts * columns * (layout.value_size + 2)) if shared else None,
-        "counters": Counters(blocks) if shared and counts else None,
+        "partials": Workspace(4 * blocks * slots * columns * (layout.value_size + 2)) if shared else None,
+        "counters": Counters(blocks * groups) if shared and counts else None,
         "query_stride": query.stride(0),
         "query_head_stride": query.stride(1),
         "out_stride": of_out[0],
@@ -234,10 +250,13 @@ def problem_arguments(
         "group": group,
         "column_tiles": tiles,
         "page_size": layout.page_size,
-        "parts": parts,
+        "table_pages": a.block_table.shape[1],
+        "parts": config.parts,
         "least_steps": config.least_steps,
+        "slots": slots,
+        "groups": groups,
         "page_divisor": divisor(layout.page_size),
-        "parts_divisor": divisor(parts),
+        "least_divisor": divisor(config.least_steps),
         "group_divisor": divisor(group),
         "tiles_divisor": divisor(tiles),
         "heads_divisor": divisor(layout.heads),

@@ -81,21 +81,25 @@ def _configs(a, arch: Arch) -> list[DecodeConfig]:
 
 
 def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
-    """A launch; rounds of blocks that stream their keys at their share of the bandwidth; the sum of parts. Lengths are not known: most
-    are nominal, a few fill the block table."""
+    """A launch; rounds of blocks that stream their keys at their share of the bandwidth, the longest request's no less than the
+    others'; the sum of parts. Lengths are not known: most are nominal, a few fill the block table."""
     bytes_of_key = a.kv_cache.shape[2] * a.kv_cache.element_size()
     bandwidth, capacity = arch.bandwidth_gb_s * 1e3, decode.capacity(a, _layout(a))
 
-    def of_length(keys: int) -> tuple[float, float]:
-        parts, steps_per_part = decode.divided(config, keys, STEP)
-        part_bytes, blocks = steps_per_part * STEP * bytes_of_key, _blocks(a, arch) * parts
+    def of_keys(blocks: int, keys: int) -> float:
+        part_bytes = decode.divided(config, keys, STEP)[1] * STEP * bytes_of_key
         of_block = BLOCK_US + part_bytes / (bandwidth / arch.compute_units)
+        return max(-(-blocks // arch.compute_units) * of_block, blocks * part_bytes / bandwidth)
+
+    def of_length(keys: int) -> tuple[float, float]:
+        parts = decode.divided(config, keys, STEP)[0]
+        blocks = _blocks(a, arch) * parts
         of_parts = blocks * decode.COLUMNS * _tiles(a, arch) * (LATENT + 2) * 8 / bandwidth  # stored and loaded
         if config.parts > COUNTED_PARTS:
             sharing = attention.LAUNCH_US + PART_US * parts
         else:
             sharing = SHARING_US + COUNTED_US * _tiles(a, arch) * parts
-        streaming = max(-(-blocks // arch.compute_units) * of_block, blocks * part_bytes / bandwidth)
+        streaming = max(of_keys(blocks, keys), of_keys(1, min(decode.LONGER * keys, capacity)))
         return streaming, sharing + of_parts if parts > 1 else 0.0
 
     streaming, sharing = of_length(min(capacity, decode.NOMINAL_KEYS))

@@ -25,7 +25,7 @@ STEP = 128  # keys that a block has at a time
 WAVES = 4
 RESIDENT = 2  # blocks of a compute unit
 # Microseconds of a model that no AMD GPU has confirmed.
-BLOCK_US, SHARING_US, PART_US = 2.0, 3.0, 0.08
+BLOCK_US, SHARING_US = 2.0, 3.0
 
 
 def _layout(a) -> CacheLayout:
@@ -85,19 +85,22 @@ def _configs(a, arch: Arch) -> list[DecodeConfig]:
 
 
 def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
-    """A launch; rounds of blocks that stream their keys and values at their share of the bandwidth; the sum of parts. Lengths are not
-    known: most are nominal, a few fill the block table."""
+    """A launch; rounds of blocks that stream their keys and values at their share of the bandwidth, the longest request's no less
+    than the others'; the sum of parts. Lengths are not known: most are nominal, a few fill the block table."""
     layout = _layout(a)
     bytes_of_key = 2 * layout.key_size * layout.key.element_size()
     bandwidth, capacity = arch.bandwidth_gb_s * 1e3, decode.capacity(a, layout)
 
-    def of_length(keys: int) -> tuple[float, float]:
-        parts, steps_per_part = decode.divided(config, keys, STEP)
-        part_bytes, blocks = steps_per_part * STEP * bytes_of_key, _blocks(a) * parts
+    def of_keys(blocks: int, keys: int) -> float:
         rounds = -(-blocks // (RESIDENT * arch.compute_units))
+        part_bytes = decode.divided(config, keys, STEP)[1] * STEP * bytes_of_key
         of_block = BLOCK_US + part_bytes / (bandwidth / arch.compute_units)
-        sharing = SHARING_US + PART_US * parts * layout.key_size / 128 if parts > 1 else 0.0
-        return max(rounds * of_block, blocks * part_bytes / bandwidth), sharing
+        return max(rounds * of_block, blocks * part_bytes / bandwidth)
+
+    def of_length(keys: int) -> tuple[float, float]:
+        parts = decode.divided(config, keys, STEP)[0]
+        streaming = max(of_keys(_blocks(a) * parts, keys), of_keys(1, min(decode.LONGER * keys, capacity)))
+        return streaming, SHARING_US * (len(decode.tree(parts)) - 1)
 
     streaming, sharing = of_length(min(capacity, decode.NOMINAL_KEYS))
     terms = {"launch": attention.LAUNCH_US, "streaming": streaming, "sharing": sharing}
@@ -179,7 +182,7 @@ def _inputs(lens, heads, size, given, device, generator, fp8_dtype) -> tuple:
 
 def _cases() -> Iterator[Case]:
     """Every kernel; lengths around steps, pages and parts, empty ones and shorter than the query; groups that fill no tile and several;
-    pages of any size, windows, sinks, large scores, a constant partition."""
+    pages of any size, windows, sinks, large scores, a constant partition, more parts than a block adds."""
 
     def case(name: str, lens: tuple[int, ...], heads: tuple[int, int], size: int, **given) -> Case:
         return Case(name, functools.partial(_inputs, lens, heads, size, given))
@@ -208,6 +211,7 @@ def _cases() -> Iterator[Case]:
     yield case("sinks", (150, 0), (4, 1), 64, sinks=True)
     yield case("large-scores", (140,), (4, 1), 64, peak=40.0, scale=1.0)
     yield case("partition", (300, 10, 256), (4, 1), 64, partition=128)
+    yield case("tree", (2190, 140), (2, 1), 64, partition=128)
     yield case("long", (650,), (4, 1), 64)
     yield case("no-lse", (20,), (2, 1), 64, return_lse=False)
     yield case("out", (40, 129), (3, 1), 64, out=True)
