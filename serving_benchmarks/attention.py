@@ -1,37 +1,32 @@
-"""Attention of a decode step, the same for both of its paths: vLLM's kernels where they are, else plain PyTorch.
+"""Attention of a decode step: its caches and calls, the same for both of its paths.
 
-For Llama these are vLLM's rotation, its write to a paged cache and FlashAttention 3; for DeepSeek the absorbed products,
-the rotation, the write and FlashMLA. All sequences have the same length, and their pages follow each other.
+A layer rotates queries and keys and writes the cache (`rotation`), attends (`attention`) and, of DeepSeek, multiplies with the
+two weights that it absorbs (`absorbed`). All sequences have the same length, and their pages follow each other.
 """
 
 from __future__ import annotations
 
-import importlib
-from functools import partial
+from collections.abc import Callable
 
 import torch
-from stock import REFUSALS, has, reason, require_same
 from torch import Tensor
 
-MOST_SPLITS = 32  # of a sequence by FlashAttention, as vLLM allows in a captured graph
+from vllm_rocm_ops import ops
 
 
 class Pages:
-    """What all layers share: where the tokens of `batch` sequences of `context` tokens lie in a cache, so many to a page, what
-    vLLM's kernels take to find them, and how `size` values are rotated. A step writes the last token."""
+    """What all layers share: where the tokens of `batch` sequences of `context` tokens lie in a cache, so many to a page, and
+    how `size` values are rotated. A step writes the last token."""
 
-    def __init__(self, rank, size: int, batch: int, context: int, page: int):
+    def __init__(self, rank, size: int, is_neox: bool, batch: int, context: int, page: int):
         each, last, device = -(-context // page), context - 1, rank.device
         self.batch, self.context, self.page, self.count = batch, context, page, batch * each
         self.table = torch.arange(self.count, dtype=torch.int32, device=device).view(batch, each)
         self.slots = self.table[:, last // page].long() * page + last % page
         self.lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
-        self.starts = torch.arange(batch + 1, dtype=torch.int32, device=device)  # of the sequences' queries
         self.positions = torch.full((batch,), last, device=device)
-        self.scale = torch.ones(1, device=device)  # of a cache that is not quantised
-        self.flash = self.schedule = None  # vLLM's kernel, and how it divides its work
-        self.cos_sin = cos_and_sin(rank, size, context)
-        self.rotation = rotation(self.cos_sin)
+        self.cos_sin, self.is_neox = cos_and_sin(rank, size, context), is_neox
+        self.rotation = rotation(self.cos_sin, is_neox)
 
     def of(self, cache: Tensor) -> Tensor:
         """A cache [pages, page, ...] as [batch, context, ...]."""
@@ -45,17 +40,24 @@ def cos_and_sin(rank, size: int, context: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), 1).to(rank.dtype).to(rank.device)
 
 
-def rotation(table: Tensor) -> Tensor:
-    """[size, size]: rows times it are rotated as at the last position of the table, halves against each other."""
+def rotation(table: Tensor, is_neox: bool) -> Tensor:
+    """[size, size]: rows times it are rotated as at the last position of the table, halves against each other or neighbours."""
     cos, sin = (half.diag() for half in table[-1].chunk(2))
-    return torch.cat((torch.cat((cos, sin), 1), torch.cat((-sin, cos), 1)))
+    of_halves = torch.cat((torch.cat((cos, sin), 1), torch.cat((-sin, cos), 1)))
+    if is_neox:
+        return of_halves
+    places = torch.arange(len(of_halves), device=table.device)
+    order = places // 2 + places % 2 * (len(places) // 2)  # of a half, where a neighbour lies
+    return of_halves[order][:, order]
 
 
 class GroupedAttention:
     """Of one layer: qkv [M, (heads + 2 kv_heads) * head_dim] -> [M, heads * head_dim], over caches of keys and values
     [pages, page, kv_heads, head_dim]."""
 
+    OPS = (ops.rope_and_cache, ops.paged_attention_decode)
     PAGE = 16  # as in vLLM, unless told otherwise
+    IS_NEOX = True
 
     @staticmethod
     def rotated(config: dict) -> int:
@@ -70,66 +72,24 @@ class GroupedAttention:
         self.keys, self.values = (rank.values(pages.count, pages.page, self.kv_heads, self.head_dim) for _ in range(2))
         self.bytes = sum(pages.of(cache).nbytes for cache in (self.keys, self.values))
 
-    def inputs(self, rank) -> tuple[Tensor, ...]:
-        """Some, of the right shapes."""
-        return (rank.values(self.pages.batch, (self.heads + 2 * self.kv_heads) * self.head_dim),)
-
-    def pytorch(self, qkv: Tensor) -> Tensor:
-        rows = qkv.unflatten(1, (-1, self.head_dim))
-        rotated = torch.bmm(rows[:, : -self.kv_heads], self.pages.rotation.expand(len(qkv), -1, -1))
-        keys, values = (self.pages.of(cache).transpose(1, 2) for cache in (self.keys, self.values))
-        keys[:, :, -1].copy_(rotated[:, self.heads :])
-        values[:, :, -1].copy_(rows[:, -self.kv_heads :])
-        q = rotated[:, : self.heads].unflatten(1, (self.kv_heads, -1))  # the heads of a group are rows of one query
-        return torch.nn.functional.scaled_dot_product_attention(q, keys, values).reshape(len(qkv), -1)
-
-    def prepare(self) -> None:
-        """Finds vLLM's kernels. Raises one of REFUSALS."""
-        if not (has("rotary_embedding") and has("reshape_and_cache_flash", "_C_cache_ops")):
-            raise ImportError("vLLM has no rotary_embedding or reshape_and_cache_flash")
-        flash = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
-        pages, shape = self.pages, {"num_splits": MOST_SPLITS, "causal": True}
-        pages.schedule = flash.get_scheduler_metadata(
-            pages.batch,
-            1,
-            pages.context,
-            self.heads,
-            self.kv_heads,
-            self.head_dim,
-            pages.lengths,
-            self.keys.dtype,
-            cu_seqlens_q=pages.starts,
-            page_size=pages.page,
-            **shape,
-        )
-        pages.flash = partial(flash.flash_attn_varlen_func, fa_version=3, max_seqlen_q=1, **shape)
-
-    def vllm(self, qkv: Tensor) -> Tensor:
+    def run(self, call: Callable, qkv: Tensor) -> Tensor:
+        """`call` takes a kind, an op and its arguments."""
         pages, kv = self.pages, self.kv_heads * self.head_dim
         q, k, v = qkv.split((self.heads * self.head_dim, kv, kv), 1)
-        torch.ops._C.rotary_embedding(pages.positions, q, k, self.head_dim, pages.cos_sin, True)
-        q, k, v = (rows.unflatten(1, (-1, self.head_dim)) for rows in (q, k, v))
-        torch.ops._C_cache_ops.reshape_and_cache_flash(
-            k, v, self.keys, self.values, pages.slots, "auto", pages.scale, pages.scale
-        )
-        result = pages.flash(
-            q,
-            self.keys,
-            self.values,
-            cu_seqlens_q=pages.starts,
-            max_seqlen_k=pages.context,
-            seqused_k=pages.lengths,
-            block_table=pages.table,
-            scheduler_metadata=pages.schedule,
-        )
-        return result.reshape(len(qkv), -1)
+        caches, q_heads = (self.keys, self.values), q.unflatten(1, (-1, self.head_dim))
+        how = pages.positions, pages.cos_sin, pages.is_neox
+        call("rotation", ops.rope_and_cache, q, k, v, *how, *caches, pages.slots)
+        rest = pages.table, pages.lengths, self.head_dim**-0.5
+        return call("attention", ops.paged_attention_decode, q_heads, *caches, *rest).flatten(1)
 
 
 class LatentAttention:
     """Of one layer: q [M, heads * (nope + rope)], normed kv [M, rank] and k_pe [M, rope] -> [M, heads * v], over a
     cache [pages, page, rank + rope]."""
 
+    OPS = (ops.batched_gemm, ops.rope_and_cache_mla, ops.mla_decode)
     PAGE = 64  # FlashMLA's
+    IS_NEOX = False
 
     @staticmethod
     def rotated(config: dict) -> int:
@@ -143,64 +103,24 @@ class LatentAttention:
         self.cache = rank.values(pages.count, pages.page, self.rank + self.rope)
         self.bytes = sum(read.nbytes for read in (pages.of(self.cache), self.w_uk, self.w_uv))
 
-    def inputs(self, rank) -> tuple[Tensor, ...]:
-        """Some, of the right shapes."""
-        sizes = (len(self.w_uk) * (self.nope + self.rope), self.rank, self.rope)
-        return tuple(rank.values(self.pages.batch, size) for size in sizes)
-
-    def _absorbed(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        q_nope, q_pe = q.unflatten(1, (len(self.w_uk), -1)).split((self.nope, self.rope), -1)
-        return torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1), q_pe
-
-    def _of_values(self, latent: Tensor) -> Tensor:
-        return torch.bmm(latent.transpose(0, 1), self.w_uv).transpose(0, 1).reshape(len(latent), -1)
-
-    def pytorch(self, q: Tensor, kv: Tensor, k_pe: Tensor) -> Tensor:
-        absorbed, q_pe = self._absorbed(q)
-        queries = torch.cat((absorbed, torch.bmm(q_pe, self.pages.rotation.expand(len(q), -1, -1))), -1)
-        cache = self.pages.of(self.cache)
-        cache[:, -1, : self.rank].copy_(kv)
-        cache[:, -1, self.rank :].copy_(k_pe @ self.pages.rotation)
-        scores = torch.bmm(queries, cache.transpose(1, 2)) * self.softmax_scale
-        return self._of_values(torch.bmm(torch.softmax(scores, -1), cache[..., : self.rank]))
-
-    def prepare(self) -> None:
-        """Finds vLLM's kernels. Raises one of REFUSALS."""
-        if not (has("rotary_embedding") and has("concat_and_cache_mla", "_C_cache_ops")):
-            raise ImportError("vLLM has no rotary_embedding or concat_and_cache_mla")
-        mla = importlib.import_module("vllm.v1.attention.ops.flashmla")
-        self.pages.schedule, _ = mla.get_mla_metadata()
-        self.pages.flash = partial(mla.flash_mla_with_kvcache, causal=True)
-
-    def vllm(self, q: Tensor, kv: Tensor, k_pe: Tensor) -> Tensor:
-        pages, (absorbed, q_pe) = self.pages, self._absorbed(q)
-        torch.ops._C.rotary_embedding(pages.positions, q_pe, k_pe[:, None], self.rope, pages.cos_sin, True)
-        torch.ops._C_cache_ops.concat_and_cache_mla(kv, k_pe, self.cache, pages.slots, "auto", pages.scale)
-        latent, _ = pages.flash(
-            torch.cat((absorbed, q_pe), -1)[:, None],
-            self.cache[:, :, None],
-            pages.table,
-            pages.lengths,
-            self.rank,
-            pages.schedule,
-            softmax_scale=self.softmax_scale,
-        )
-        return self._of_values(latent[:, 0])
+    def run(self, call: Callable, q: Tensor, kv: Tensor, k_pe: Tensor) -> Tensor:
+        """`call` takes a kind, an op and its arguments."""
+        pages, (q_nope, q_pe) = self.pages, q.unflatten(1, (len(self.w_uk), -1)).split((self.nope, self.rope), -1)
+        absorbed = call("absorbed", ops.batched_gemm, q_nope, self.w_uk)
+        how = pages.positions, pages.cos_sin, pages.is_neox
+        call("rotation", ops.rope_and_cache_mla, q_pe, k_pe, kv, *how, self.cache, pages.slots)
+        rest = pages.table, pages.lengths, self.softmax_scale
+        latent = call("attention", ops.mla_decode, absorbed, q_pe, self.cache, *rest)
+        return call("absorbed", ops.batched_gemm, latent, self.w_uv).flatten(1)
 
 
-def of_layers(rank, batch: int, context: int) -> tuple[list, str]:
-    """The attention of each layer, and whose kernels `run` is: "vllm", or "torch" and why."""
-    family = LatentAttention if rank.absorbed else GroupedAttention
-    pages = Pages(rank, family.rotated(rank.config), batch, context, family.PAGE)
-    layers = [family(rank, layer, pages) for layer in range(len(rank.layers) - 1)]
-    try:
-        layers[0].prepare()
-        given = layers[0].inputs(rank)
-        expected = layers[0].pytorch(*(x.clone() for x in given))
-        require_same(layers[0].vllm(*given), expected)
-        used = "vllm"
-    except REFUSALS as error:
-        used = f"torch: {reason(error)}"
-    for layer in layers:
-        layer.run = layer.vllm if used == "vllm" else layer.pytorch
-    return layers, used
+def family(rank) -> type:
+    """The attention of a rank's layers."""
+    return LatentAttention if rank.absorbed else GroupedAttention
+
+
+def of_layers(rank, batch: int, context: int) -> list:
+    """The attention of each layer."""
+    of = family(rank)
+    pages = Pages(rank, of.rotated(rank.config), of.IS_NEOX, batch, context, of.PAGE)
+    return [of(rank, layer, pages) for layer in range(len(rank.layers) - 1)]

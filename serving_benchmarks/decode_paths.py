@@ -12,6 +12,7 @@ from stock import Stock, per_block, per_token, static
 from torch import Tensor
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.op import Op
 
 
 class Call(NamedTuple):
@@ -29,7 +30,7 @@ class Inputs:
     def __init__(self, rank: Rank, batch: int, context: int):
         rank.generator.manual_seed(1)  # the same on all ranks, whatever they have drawn
         self.batch, self.context, self.tokens = batch, context, batch * rank.groups
-        self.attention, self.attention_by = of_layers(rank, batch, context)
+        self.attention = of_layers(rank, batch, context)
         self.hidden = rank.values(batch, rank.config["hidden_size"])
         self.of_all = rank.values(self.tokens, rank.config["hidden_size"])  # the tokens of all ranks
         self.routes: dict[int, dict[str, Tensor]] = {}  # by layer
@@ -94,6 +95,11 @@ class Step:
         part = self.rank.layers[layer][name]
         function = part.op if part.kind in self.ours else self.stock[part.op.name]
         return self.call(part.kind, function, *part.given._replace(**activations))
+
+    def attend(self, kind: str, op: Op, *arguments) -> Tensor | None:
+        """The first result of an op of attention."""
+        result = self.call(kind, op if kind in self.ours else self.stock[op.name], *arguments)
+        return result[0] if isinstance(result, tuple) else result
 
     def norm(self, layer: int, name: str, x: Tensor, residual: Tensor | None = None):
         """The result, with its scale if it is quantised."""
@@ -176,7 +182,7 @@ class Step:
 def grouped(step: Step, layer: int, x: Tensor, residual: Tensor) -> Tensor:
     """A layer of Llama."""
     x = step.linear(layer, "qkv", step.norm(layer, "input norm", x, residual))
-    x = step.call("attention", step.inputs.attention[layer].run, x)
+    x = step.inputs.attention[layer].run(step.attend, x)
     x = step.summed(step.linear(layer, "o", x))
     return step.summed(step.mlp(layer, "", step.norm(layer, "post-attention norm", x, residual)))
 
@@ -191,7 +197,7 @@ def latent(step: Step, layer: int, x: Tensor, residual: Tensor) -> Tensor:
         both = step.linear(layer, "fused q_a+kv_a (replicated)", x)
         q, kv = step.linear(layer, "q_b", step.norm(layer, "q_a norm", both[:, :q_rank])), both[:, q_rank:]
     normed = step.norm(layer, "kv_a norm", kv[:, :kv_rank])
-    x = step.call("attention", step.inputs.attention[layer].run, q, normed, kv[:, kv_rank:])
+    x = step.inputs.attention[layer].run(step.attend, q, normed, kv[:, kv_rank:])
     x = step.summed(step.linear(layer, "o", x))
     if "experts" in parts:
         return step.summed(step.experts(layer, step.norm(layer, "post-attention norm", x, residual)))

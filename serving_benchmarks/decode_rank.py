@@ -59,11 +59,10 @@ class Rank:
             self.layers[-1][call.layer] = Part(call.op, kind_of(call), _tamed(call.op, given))
 
     def _absorbed(self, n: int, rank: int) -> tuple[Tensor, Tensor]:
-        """The two halves of kv_b, unquantised."""
+        """The two halves of kv_b, unquantised and, as vLLM has them, views of it."""
         nope, v = self.config["qk_nope_head_dim"], self.config["v_head_dim"]
-        heads = n // (nope + v)
-        w_uk = self.values(heads, nope, rank, scale=nope**-0.5)
-        return w_uk, self.values(heads, rank, v, scale=rank**-0.5)
+        w_uk, w_uv = self.values(n // (nope + v), nope + v, rank).split((nope, v), 1)
+        return w_uk.mul_(nope**-0.5), w_uv.mul_(rank**-0.5).transpose(1, 2)
 
     @property
     def softmax_scale(self) -> float:

@@ -14,9 +14,12 @@ it finds its inputs less often in a cache and its neighbours do not overlap with
 step exactly; leaving a kind out of the step would change what its neighbours find as well, and gives differences of
 large numbers.
 
-The same on both sides, so that nothing is compared: attention over a bf16 cache of `--context` tokens, which all
-sequences have, by vLLM's kernels where they are, else in plain PyTorch (attention.py); quantisation that no norm or
-activation does; collectives, which only torchrun starts, all ranks with the same weights; the rest. A copy stands for the
+Attention goes over a bf16 cache of `--context` tokens, which all sequences have (attention.py). Its kinds are `rotation`, which also
+writes the cache, `attention` itself and the products that DeepSeek has `absorbed`. `--stock rotation,attention,absorbed` leaves it to
+vLLM's kernels on both sides. Without vLLM stock's attention is plain PyTorch, and the result says so.
+
+The same on both sides, so that nothing is compared: quantisation that no norm or activation does; collectives, which only
+torchrun starts, all ranks with the same weights; the rest. A copy stands for the
 embedding, a rank's own part of the vocabulary for all of it. Tokens go to random experts, all as likely, whatever the
 router chose. With `--ep` of more than `--tp` (attention for the rank's own sequences, experts for those of all ranks),
 a rank alone has random tokens in place of the others'. Per-tensor scales are taken as known beforehand.
@@ -37,7 +40,9 @@ import os
 import statistics
 
 import decode_exact
+import stock_attention
 import torch
+from attention import family
 from decode_paths import Call, Inputs, Step
 from decode_rank import Rank
 from options import open_results, parse
@@ -49,8 +54,9 @@ from vllm_rocm_ops.bench.clock import capture, measure
 from vllm_rocm_ops.stats import reset_stats, stats
 
 MODELS = ("llama-3.1-405b-fp8", "deepseek-v3")
-REPLACEABLE = ("norm", "linear", "activation", "routing", "moe", "lm_head")
-KINDS = (*REPLACEABLE, "attention", "quantization", "collectives", "rest")
+OF_ATTENTION = ("rotation", "attention", "absorbed")
+REPLACEABLE = ("norm", "linear", "activation", "routing", "moe", "lm_head", *OF_ATTENTION)
+KINDS = (*REPLACEABLE, "quantization", "collectives", "rest")
 PER_TOKEN = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}  # as Meta's checkpoint
 
 
@@ -186,7 +192,7 @@ def run_model(model: str, options, arch, ranks: int) -> None:
     """Appends a line of results per batch; without an arch, where nothing is timed, prints one."""
     torch.cuda.empty_cache()  # of what was before, as there is little room
     rank = build(model, options, arch.fp8_dtype if arch else torch.float8_e4m3fn)
-    called = {part.op for layer in rank.layers for part in layer.values()}
+    called = {*family(rank).OPS, *(part.op for layer in rank.layers for part in layer.values())}
     method = rank.config.get("quantization_config", {}).get("quant_method")
     stock = {op.name: Stock(op, options.device, method) for op in called}
     moe = bool(stock.get(ops.fused_experts.name, True))
@@ -241,7 +247,6 @@ def run_model(model: str, options, arch, ranks: int) -> None:
             "ours": sorted(options.ours),
             "kernels": kernels,
             "stock": {name: chosen.used for name, chosen in stock.items() if chosen.used},
-            "attention": inputs.attention_by,
             "left_out": left_out,
             "fold_shared": options.fold_shared,
             "quantization": options.quantization,
@@ -280,6 +285,8 @@ def table(line: dict) -> str:
     for op, used in line["stock"].items():
         refusals = [reason for refused in used.values() for reason in refused if reason.startswith(COMPILED)]
         rows += [f"  stock {op} as it is not compiled: {reason}" for reason in refusals]
+        if op in stock_attention.KINDS:
+            rows += [f"  stock {op} by {name}" + f", as {'; '.join(no)}" * bool(no) for name, no in used.items()]
     rows.append("  " + "left out: " + ", ".join(line["left_out"]) if line["left_out"] else "  nothing is left out")
     return "\n".join(rows)
 

@@ -29,6 +29,8 @@ FILLS = {  # by kind: colour, and the hatch of a square of 8 pixels
     "routing": ("#59a14f", "M3 3h1v1h-1z"),
     "lm_head": ("#edc948", ACROSS),
     "attention": ("#d4d4d4", "M2 4L4 2L6 4L4 6z"),
+    "rotation": ("#bab0ac", RISING + UPRIGHT),
+    "absorbed": ("#ff9da7", FALLING + ACROSS),
     "quantization": ("#b07aa1", UPRIGHT + ACROSS),
     "collectives": ("#9c755f", UPRIGHT),
     "rest": ("#ffffff", ""),

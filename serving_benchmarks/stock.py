@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
+import stock_attention
 import torch
 from torch import Tensor
 
@@ -246,6 +247,9 @@ def _of_peer(peer: peers.Peer, *arguments):
 def candidates(op: Op, method: str | None) -> Iterator[tuple[str, Callable]]:
     """Functions of the op's arguments that compute it on a GPU, by name, the first choice first, for a model that is
     quantised by a method."""
+    if op.name in stock_attention.KINDS:
+        yield from stock_attention.candidates(op)
+        return
     if compiles(op, method):
         yield COMPILED, compiled(NATIVE[op.name], BACKEND)
     elif op is ops.silu_and_mul_per_block_quant and torch.version.hip:
@@ -291,9 +295,12 @@ class Stock:
         for name, call in self.candidates:
             try:
                 if call is not self.op.reference:
-                    result = call(*_copies(arguments))
+                    mine, theirs = _copies(arguments), _copies(arguments)
+                    result = call(*mine)
                     if self.op.name not in UNCHECKED:
-                        require_same(result, self.op.reference(*_copies(arguments)))
+                        require_same(result, self.op.reference(*theirs))
+                        for updated in self.op.mutates:
+                            require_same(*(getattr(self.op.Arguments(*given), updated) for given in (mine, theirs)))
             except REFUSALS as error:
                 refused.append(f"{name}: {reason(error)}")
                 continue
@@ -315,6 +322,8 @@ def reason(error: Exception) -> str:
 def require_same(result, expected) -> None:
     """Raises ValueError for a result that is another."""
     for mine, wanted in zip(as_tuple(result), as_tuple(expected), strict=True):
+        if mine.numel() == wanted.numel() == 0:
+            continue
         off = ((mine.float() - wanted.float()).norm() / wanted.float().norm()).item()
         if not off <= MOST_DIFFERENCE:
             raise ValueError(f"its result is off by {off:.2f} of the reference's")

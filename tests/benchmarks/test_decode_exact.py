@@ -64,6 +64,7 @@ WRONG = {
     "the weights of experts": (DEEPSEEK, "fused_experts", {"w2_scale": 1.1}, 0),
     "the weight of a norm": ("tiny-llama", "fused_add_rms_norm", {"weight": 1.02}, 1),
     "an unquantised weight": ("tiny-llama", "unquantized_gemm", {"weight": 1.02}, 2),
+    "the scale of scores": (LLAMA, "paged_attention_decode", {"scale": 1.3}, 1),
 }
 
 

@@ -158,7 +158,7 @@ def test_llama_is_what_its_formula_says(model, quantization, layers, most):
 
 def test_absorbed_latent_attention_is_that_over_keys_and_values():
     rank = steps("tiny-deepseek-v3")["ours"].rank
-    layer = attention.LatentAttention(rank, 0, attention.Pages(rank, 64, 3, 5, 4))
+    layer = attention.LatentAttention(rank, 0, attention.Pages(rank, 64, False, 3, 5, 4))
     heads, nope, rope = 16, 128, 64
     q, kv, k_pe = (torch.randn(3, size).bfloat16() for size in (heads * (nope + rope), 512, rope))
     before = layer.pages.of(layer.cache)[:, :-1]
@@ -172,20 +172,13 @@ def test_absorbed_latent_attention_is_that_over_keys_and_values():
     scores += torch.einsum("mhd,mcd->mhc", by_head[..., nope:] @ layer.pages.rotation.float(), rows[..., 512:])
     weights = torch.softmax(scores * (nope + rope) ** -0.5, -1)
     expected = torch.einsum("mhc,mhcv->mhv", weights, values).flatten(1)
-    assert (layer.pytorch(q, kv, k_pe).float() - expected).norm() < 0.02 * expected.norm()
+    found = layer.run(first_of, q.clone(), kv, k_pe.clone()).float()
+    assert (found - expected).norm() < 0.02 * expected.norm()
 
 
-@pytest.mark.parametrize("model, family", [(LLAMA, "GroupedAttention"), (DEEPSEEK, "LatentAttention")])
-def test_attention_is_vllms_where_that_is_the_same(model, family, monkeypatch):
-    family, rank = getattr(attention, family), steps(model)["ours"].rank
-    assert attention.of_layers(rank, 2, 20)[1].startswith("torch: ImportError vLLM has no")
-    monkeypatch.setattr(family, "prepare", lambda self: None)
-    monkeypatch.setattr(family, "vllm", family.pytorch)
-    layers, used = attention.of_layers(rank, 2, 20)
-    assert used == "vllm" and {layer.run.__func__ for layer in layers} == {family.vllm}
-    monkeypatch.setattr(family, "vllm", lambda self, *x: 1.1 * family.pytorch(self, *x))
-    layers, used = attention.of_layers(rank, 2, 20)
-    assert "off by 0.1" in used and {layer.run.__func__ for layer in layers} == {family.pytorch}
+def first_of(kind, op_, *arguments):
+    result = op_(*arguments)
+    return result[0] if isinstance(result, tuple) else result
 
 
 def test_the_shared_expert_may_be_folded_into_ours():
@@ -202,8 +195,13 @@ def test_the_shared_expert_may_be_folded_into_ours():
 
 def test_kinds_are_replaceable_one_by_one():
     """What is not ours is stock's; what is the same on both sides is neither."""
+    grouped = steps(LLAMA, ours=frozenset(("attention",)), layers=1)["ours"]
+    grouped.take_down()
+    called = [call.function for call in grouped.taken if call.kind in decode_step.OF_ATTENTION]
+    assert called == [grouped.stock["rope_and_cache"], ops.paged_attention_decode]
+    step = steps(DEEPSEEK, ep=8, layers=2)["ours"]
     for kind in decode_step.REPLACEABLE:
-        step = steps(DEEPSEEK, ours=frozenset((kind,)), ep=8, layers=2)["ours"]
+        step.ours = frozenset((kind,))
         step.take_down()
         by_ours = {call.kind for call in step.taken if isinstance(call.function, op.Op)}
         by_stock = {call.kind for call in step.taken if isinstance(call.function, stock.Stock)}
@@ -496,10 +494,11 @@ def test_a_line_says_what_was_measured(results):
     assert line["floor_us"] == pytest.approx(line["bytes"] / 4000e3, abs=1e-3)
     assert line["share_of_floor"]["ours"] == pytest.approx(line["floor_us"] / line["us"], abs=1e-3)
     assert line["left_out"] == ["collectives"] and "differs" not in line
-    assert set(line["kinds_alone_us"]["ours"]) == {*decode_step.KINDS} - {"routing", "moe", "collectives"}
-    assert line["launches"] == line["calls"] == {"stock": 40, "ours": 40}
+    assert set(line["kinds_alone_us"]["ours"]) == {*decode_step.KINDS} - {"routing", "moe", "collectives", "absorbed"}
+    assert line["launches"] == line["calls"] == {"stock": 44, "ours": 44}
     assert line["stock"]["scaled_mm"] == {"reference": []}
-    assert set(line["kernels"]) == {call.op.name for call in model_layers.calls(TOKEN_LLAMA)}
+    of_attention = {"rope_and_cache", "paged_attention_decode"}
+    assert set(line["kernels"]) == {call.op.name for call in model_layers.calls(TOKEN_LLAMA)} | of_attention
     assert set(lines[3]["kernels"]) == {"fused_add_rms_norm", "rms_norm", "rms_norm_per_block_quant"}
     text = decode_step.table(line)
     assert "scaled_mm fallback: PyTorch reference on this device, 16 calls" in text
@@ -507,6 +506,8 @@ def test_a_line_says_what_was_measured(results):
     refused = {"vllm": ["vllm compiled: ImportError no Triton", "other: ValueError"]}
     text = decode_step.table(line | {"stock": {"rms_norm": refused}})
     assert "stock rms_norm as it is not compiled: vllm compiled: ImportError no Triton" in text and "other" not in text
+    text = decode_step.table(line | {"stock": {"mla_decode": {"vllm Triton MLA": ["vllm FlashMLA: RuntimeError no"]}}})
+    assert "stock mla_decode by vllm Triton MLA, as vllm FlashMLA: RuntimeError no" in text
 
 
 def numbers_in(figure: pathlib.Path) -> set[str]:
@@ -568,7 +569,7 @@ def test_the_page_has_a_table_where_there_are_results(results, tmp_path, monkeyp
     assert "**Made-up GPU**, torch 2.11.0, vllm 0.33.0: " in rows[1] and results.name in rows[1]
     line = json.loads(results.read_text().splitlines()[1])
     assert rows[-1].startswith("| tiny-llama-fp8 tp2, context 8 | 2 | ")
-    assert f"| {line['peers']['stock'] / line['us']:.2f}x | 40 / 40 | collectives |" in rows[-1]
+    assert f"| {line['peers']['stock'] / line['us']:.2f}x | 44 / 44 | collectives |" in rows[-1]
 
 
 @pytest.mark.skipif(not measurements.in_git(), reason="git alone knows which of a day's results are the newest")
