@@ -12,6 +12,7 @@ from test_large_tensors import reserved
 
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.correctness import check_case, generator_of
+from vllm_rocm_ops.emulated import executable
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.op import Case
 
@@ -88,3 +89,23 @@ def test_keys_and_values_without_pages(arch, lens):
         weights = (torch.einsum("hd,nhd->hn", query[r].double(), k) * 0.125).softmax(-1)
         wanted = torch.einsum("hn,nhd->hd", weights, v)
         assert (out[r].double() - wanted).abs().max() < 0.02 if length else not out[r].any()
+
+
+@pytest.mark.parametrize("name", ["paged_attention_decode", "mla_decode"])
+def test_a_part_loads_no_other_parts_keys(name):
+    """Steps ahead of a part's last one are of keys that it has; of a block's last lines others may load the rest."""
+    the_op, emulator, keys = getattr(ops, name), Emulator("gfx942", races=False, traffic=True), 1024
+    table, lens = torch.arange(keys // 16, dtype=torch.int32)[None], torch.tensor([keys], dtype=torch.int32)
+    if the_op is ops.mla_decode:
+        cache = torch.zeros(keys // 16, 16, 576, dtype=torch.bfloat16)
+        given = torch.zeros(1, 2, 512).bfloat16(), torch.zeros(1, 2, 64).bfloat16(), cache, table, lens, 0.1
+    else:
+        cache = torch.zeros(keys // 16, 1, 16, 16, 8, dtype=torch.bfloat16)
+        given = torch.zeros(1, 2, 128).bfloat16(), cache, torch.zeros_like(cache).view(-1, 1, 128, 16), table, lens, 0.1
+    first, *_ = executable(the_op.explain(*given, arch=emulator.arch).launches)
+    blocks = first.grid[0] * first.grid[1]
+    counted = emulator.run(launch.code_object(first.module, "gfx942"), first, (), list(range(blocks)))
+    names = [f"argument {name}" for name in first.named if name.endswith("cache.data")]
+    regions = [" and ".join(names)] if the_op is ops.mla_decode else names
+    lines = [counted.traffic.lines_loaded(region) for region in regions]
+    assert blocks >= 8 and all(cache.nbytes <= loaded * 128 < 1.05 * cache.nbytes for loaded in lines), lines
