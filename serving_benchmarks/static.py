@@ -4,7 +4,8 @@
 
 One line per FP8 layer of Llama-3.1-405B and DeepSeek-V3 at TP 8, form of its weight and M, and per product of DeepSeek-V3's
 routed experts at TP 8 and EP 8, where only the experts that random tokens hit count as bytes to move, goes to
-serving_benchmarks/results/<arch>/<date>-<commit>-static.jsonl. Weights are as in the checkpoint (plain), as if it were in MX-FP8,
+serving_benchmarks/results/<arch>/<date>-<commit>-static.jsonl; also one per type of the cache, M sequences and number of keys of their
+attention. There the cache is the weight, N are keys, and K the elements that a token has in the cache. Weights are as in the checkpoint (plain), as if it were in MX-FP8,
 where the arch has that, or, if asked for, those of the checkpoint in fragment order (shuffled). The code objects are those that
 ship.
 
@@ -53,6 +54,7 @@ SHOWN = ("llama405b_tp8", "dsv3_tp8")
 PLAIN, MXFP8, SHUFFLED = WEIGHTS = ("plain", "mxfp8", "shuffled")
 EXPERTS = {"dsv3_tp8": (256, 256, 7168, 256), "dsv3_ep8": (32, 256, 7168, 2048)}  # here, of all, hidden, intermediate
 TOPK = 8
+CONTEXTS, PAGE = (1024, 8192), 16  # keys of a sequence; tokens of a page
 LINE_BYTES = 128
 SIMDS = 4  # of a compute unit
 CLOCK_GHZ = {"gfx942": 2.1, "gfx950": 2.4}  # peak, of MI300X and MI355X
@@ -71,7 +73,7 @@ def shapes(weights: str, options) -> list[DecodeShape]:
 
 
 class Study(NamedTuple):
-    """One launch of an op, and which of its arguments is the weight. Of the weight a call needs so many bytes."""
+    """One launch of an op, and which of its arguments are the weight. Of the weight a call needs so many bytes."""
 
     op: Op
     case: str
@@ -79,7 +81,7 @@ class Study(NamedTuple):
     config: object
     planned: Launch
     inputs: tuple[torch.Tensor, ...]
-    weight: torch.Tensor
+    weights: tuple[torch.Tensor, ...]
     needed: int
 
 
@@ -96,7 +98,32 @@ def linear(shape: DecodeShape, weights: str, arch: Arch) -> Study:
     inputs = tuple(tensor for tensor in arguments if isinstance(tensor, torch.Tensor))
     case = f"{shape.model} {shape.layer}{f', {weights}' * (weights != PLAIN)} {shape.m}x{shape.n}x{shape.k}"
     sizes = {"m": shape.m, "n": shape.n, "k": shape.k}
-    return Study(op, case, sizes, explained.config, planned, inputs, weight, weight.nbytes)
+    return Study(op, case, sizes, explained.config, planned, inputs, (weight,), weight.nbytes)
+
+
+def attention(m: int, arch: Arch) -> Iterator[Study]:
+    """The launch that reads the cache, of m sequences of as many keys."""
+    for keys, dtype in itertools.product(CONTEXTS, (torch.bfloat16, arch.fp8_dtype)):
+        pages, x, kind = m * keys // PAGE, 16 // dtype.itemsize, "bf16" if dtype == torch.bfloat16 else "e4m3"
+
+        def cache(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.uint8 if dtype.itemsize == 1 else dtype).view(dtype)
+
+        def tokens(*shape: int) -> torch.Tensor:
+            return torch.zeros(m, *shape, dtype=torch.bfloat16)
+
+        where = torch.arange(pages, dtype=torch.int32).view(m, -1), torch.full((m,), keys, dtype=torch.int32)
+        of_llama = cache(pages, 1, 128 // x, PAGE, x), cache(pages, 1, 128, PAGE)  # native
+        of_deepseek = (cache(pages, PAGE, 576),)
+        for model, op, queries, caches in (
+            ("llama405b_tp8", ops.paged_attention_decode, (tokens(16, 128),), of_llama),
+            ("dsv3_tp8", ops.mla_decode, (tokens(16, 512), tokens(16, 64)), of_deepseek),
+        ):
+            explained = op.explain(*queries, *caches, *where, 0.1, arch=arch)
+            elements, inputs = sum(c.numel() for c in caches) // (m * keys), (*queries, *caches, *where)
+            case, sizes = f"{model} attention {kind} {m}x{keys}x{elements}", {"m": m, "n": keys, "k": elements}
+            needed, planned = sum(c.nbytes for c in caches), explained.launches[0]
+            yield Study(op, case, sizes, explained.config, planned, inputs, caches, needed)
 
 
 def experts(m: int, arch: Arch) -> Iterator[Study]:
@@ -121,8 +148,8 @@ def experts(m: int, arch: Arch) -> Iterator[Study]:
         for name, weight, planned in zip(("gate_up", "down"), (w1, w2), in_order(products, arch), strict=True):
             _, n, k = weight.shape
             case, sizes = f"{model} experts {name} {m}x{n}x{k}", {"m": m, "n": n, "k": k}
-            found = ops.fused_experts, case, sizes, explained.config, planned, (*others, weight), weight, hit * n * k
-            yield Study(*found)
+            found = ops.fused_experts, case, sizes, explained.config, planned, (*others, weight), (weight,)
+            yield Study(*found, hit * n * k)
 
 
 def in_order(products: list[Launch], arch: Arch) -> list[Launch]:
@@ -139,19 +166,22 @@ def in_order(products: list[Launch], arch: Arch) -> list[Launch]:
 
 def study(of: Study, emulator: Emulator, options) -> dict:
     """The line of one launch."""
-    arch, planned, weight = emulator.arch, of.planned, of.weight
-    region = f"argument {next(name for name, arg in planned.named.items() if arg is weight)}"
+    arch, planned = emulator.arch, of.planned
+    names = {
+        id(weight): [f"argument {n}" for n, arg in planned.named.items() if arg is weight] for weight in of.weights
+    }
+    regions = [" and ".join(of_weight) for of_weight in names.values()]
     workspaces = [f"argument {name}" for name, arg in planned.named.items() if isinstance(arg, Workspace)]
     [whole] = executable([planned])
     ran = run(emulator, whole, options.blocks)
     kernel, counters, grid, blocks = ran.kernel, ran.counters, ran.grid, ran.blocks
 
     blocks_per_unit = min(ran.held, grid / arch.compute_units)
-    in_flight = counters.traffic.bytes_in_flight(region) / len(blocks) * blocks_per_unit
+    in_flight = sum(map(counters.traffic.bytes_in_flight, regions)) / len(blocks) * blocks_per_unit
     tensors = [arg for arg in planned.named.values() if isinstance(arg, torch.Tensor)]
     outputs = [tensor for tensor in tensors if all(tensor is not i for i in of.inputs)]
-    others = sum(tensor.nbytes for tensor in (*of.inputs, *outputs)) - weight.nbytes
-    weight_bytes = counters.traffic.lines_loaded(region) * LINE_BYTES
+    others = sum(tensor.nbytes for tensor in (*of.inputs, *outputs)) - sum(weight.nbytes for weight in of.weights)
+    weight_bytes = sum(map(counters.traffic.lines_loaded, regions)) * LINE_BYTES
     partial_bytes = sum(counters.traffic.bytes_stored[workspace] for workspace in workspaces)
     hbm = others + (weight_bytes + 2 * partial_bytes) * grid / len(blocks)
     return {
@@ -202,7 +232,9 @@ def main() -> None:
             layers = (linear(shape, w, emulator.arch) for w in studied for shape in shapes(w, options))
             with_experts = not options.layers or "experts" in options.layers
             of_experts = (found for m in options.m if with_experts for found in experts(m, emulator.arch))
-            for of in itertools.chain(layers, of_experts):
+            with_attention = not options.layers or "attention" in options.layers
+            of_attention = (found for m in options.m if with_attention for found in attention(m, emulator.arch))
+            for of in itertools.chain(layers, of_experts, of_attention):
                 line = study(of, emulator, options)
                 file.write(json.dumps(line) + "\n")
                 print(
