@@ -110,21 +110,29 @@ def _starts(lengths: Tensor) -> Tensor:
 class FlashAttention(Planned):
     """FLASH_ATTN with FlashAttention 3."""
 
-    def plan(self, query: Tensor, keys: Tensor, lengths: Tensor) -> dict[str, object]:
+    def plan(self, query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> dict[str, object]:
         flash = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
-        (batch, heads, size), (_, page, kv_heads, _) = query.shape, keys.shape
-        starts, most = _starts(lengths), int(lengths.max())
-        how = {"cu_seqlens_q": starts, "num_splits": MOST_SPLITS, "causal": True}
+        (batch, heads, _), (_, page, kv_heads, value_size) = query.shape, values.shape
+        sizes = batch, 1, int(lengths.max()), heads, kv_heads, keys.shape[3]
+        how = {"cu_seqlens_q": _starts(lengths), "num_splits": MOST_SPLITS, "causal": True}
         schedule = flash.get_scheduler_metadata(
-            batch, 1, most, heads, kv_heads, size, lengths, keys.dtype, page_size=page, **how
+            *sizes, lengths, keys.dtype, headdim_v=value_size, page_size=page, **how
         )
-        how |= {"max_seqlen_q": 1, "max_seqlen_k": most, "scheduler_metadata": schedule}
-        return {"call": functools.partial(flash.flash_attn_varlen_func, fa_version=3, **how)}
+        how |= {"max_seqlen_q": 1, "max_seqlen_k": sizes[2], "scheduler_metadata": schedule, "fa_version": 3}
+        return {"call": functools.partial(flash.flash_attn_varlen_func, **how)}
 
-    def __call__(self, query, key_cache, value_cache, block_table, seq_lens, scale, *_):
-        call = self.planned(query, key_cache, seq_lens)["call"]
+    def __call__(self, query, key_cache, value_cache, block_table, seq_lens, scale, *_, **of_latent):
+        call = self.planned(query, key_cache, value_cache, seq_lens)["call"]
         shared = {"seqused_k": seq_lens, "block_table": block_table, "softmax_scale": scale}
-        return call(query, key_cache, value_cache, **shared)
+        return call(query, key_cache, value_cache, **shared, **of_latent)
+
+
+class FlashAttentionMla(FlashAttention):
+    """FLASH_ATTN_MLA, which vLLM takes on Hopper: the rotated parts are keys, and latents values."""
+
+    def __call__(self, q_nope, q_pe, kv_cache, *rest):
+        values, keys = kv_cache.unsqueeze(2).split((q_nope.shape[2], q_pe.shape[2]), -1)
+        return super().__call__(q_pe, keys, values, *rest, q_v=q_nope)
 
 
 class Unified(Planned):
@@ -230,6 +238,7 @@ KINDS: dict[str, dict[str, Callable[[], Callable]]] = {  # by op and name, what 
         "torch": lambda: _attend_by_torch,
     },
     "mla_decode": {
+        "vllm FlashAttention 3": FlashAttentionMla,
         "vllm FlashMLA": FlashMla,
         "vllm Triton MLA": TritonMla,
         "torch": lambda: _attend_latent_by_torch,

@@ -19,6 +19,7 @@ sys.path.remove(str(SCRIPTS))
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 CONTEXT, PAGE = 37, 64
+FLASH = "vllm.vllm_flash_attn.flash_attn_interface"
 GPU = pytest.mark.skipif(not HAS_GPU, reason="vLLM's kernels need a GPU")
 
 
@@ -85,12 +86,15 @@ class FlashMade:
         self.planned = []
 
     def get_scheduler_metadata(self, batch, queries, most, heads, kv_heads, size, lengths, dtype, **rest):
-        self.planned.append((batch, queries, most, heads, kv_heads, size))
+        self.planned.append((batch, queries, most, heads, kv_heads, size, rest["headdim_v"]))
         assert rest["cu_seqlens_q"].tolist() == [0, 1, 2] and rest["page_size"] == PAGE
         return "schedule"
 
     def flash_attn_varlen_func(self, q, k, v, *, seqused_k, block_table, softmax_scale, **rest):
         assert rest["scheduler_metadata"] == "schedule" and rest["max_seqlen_k"] == CONTEXT and rest["fa_version"] == 3
+        if "q_v" in rest:
+            cache = torch.cat((v, k), -1)[:, :, 0]
+            return ops.mla_decode.reference(rest["q_v"], q, cache, block_table, seqused_k, softmax_scale)[0]
         return ops.paged_attention_decode.reference(q, k, v, block_table, seqused_k, softmax_scale)[0]
 
     def get_mla_metadata(self):
@@ -106,12 +110,8 @@ class FlashMade:
 @pytest.mark.parametrize(
     ("name", "by", "module", "plan"),
     [
-        (
-            "paged_attention_decode",
-            "vllm FlashAttention 3",
-            "vllm.vllm_flash_attn.flash_attn_interface",
-            (2, 1, 37, 16, 1, 128),
-        ),
+        ("paged_attention_decode", "vllm FlashAttention 3", FLASH, (2, 1, 37, 16, 1, 128, 128)),
+        ("mla_decode", "vllm FlashAttention 3", FLASH, (2, 1, 37, 16, 1, 64, 512)),
         ("mla_decode", "vllm FlashMLA", "vllm.v1.attention.ops.flashmla", ()),
     ],
 )
@@ -121,6 +121,8 @@ def test_a_step_plans_once_for_all_layers(name, by, module, plan, monkeypatch):
     fake = types.SimpleNamespace(**{n: getattr(made, n) for n in names})
     load = importlib.import_module
     monkeypatch.setattr(importlib, "import_module", lambda asked: fake if asked == module else load(asked))
+    others = {other: make for other, make in stock_attention.KINDS[name].items() if other in (by, "torch")}
+    monkeypatch.setitem(stock_attention.KINDS, name, others)
     chosen = stock.Stock(getattr(ops, name), "cuda")
     given = arguments(name, "cpu")
     layers = [chosen(*given) for _ in range(3)]
