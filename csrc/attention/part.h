@@ -1,7 +1,7 @@
 // The keys of a request that a block has: one part of them, in steps of kStepKeys, and where they lie. Of `parts` parts this one has
 // every parts-th step, from step block_id_y on: where the first lies does not depend on the length, so that its pages are
 // looked up while the length is loaded. A wave has 32 keys at a time, whose places its lanes find, a lane per key. Loads behind the
-// last key load that key again, so that no page id behind it is used and no slot behind it is multiplied.
+// last key load one that the part has, so that no page id behind it is used and no slot behind it is multiplied.
 #pragma once
 #include "attention/operands.h"
 #include "attention/output.h"
@@ -31,6 +31,7 @@ struct DecodePart : Output {
   int begin, end;     // keys of the request that a row sees
   int base;           // key of step 0
   int first_row_end;  // the keys that row 0 sees end here
+  int own;            // a key of this part, if it has any
   int early_pages;    // of the first keys, without a window; behind the last key any
 
   DEVICE explicit DecodePart(const DecodeProblem& problem) : Output(problem) {
@@ -44,6 +45,7 @@ struct DecodePart : Output {
     first_row_end = end - p.query_len + 1;
     begin = p.window > 0 && first_row_end > p.window ? first_row_end - p.window : 0;
     base = begin / kWaveKeys * kWaveKeys;
+    own = step_key(wave::block_id_y()) > begin ? step_key(wave::block_id_y()) : begin;
     const int steps = (end - base + kStepKeys - 1) / kStepKeys;
     const int most = u32(steps + p.least_steps - 1) / p.least_divisor;  // parts, that none has fewer steps
     parts = most > p.parts ? p.parts : most > 0 ? most : 1;
@@ -56,7 +58,7 @@ struct DecodePart : Output {
 
   DEVICE int clamped(int key) const {
     const int low = key > begin ? key : begin;
-    return low < end ? low : end - 1;
+    return low < end ? low : own;
   }
   // Lane l has the page of key `first` + l % 32.
   DEVICE int load_pages(int first) const {

@@ -43,7 +43,7 @@ def generate(job: dict) -> dict:
         logprobs=job.get("logprobs"),
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-    captured = llm.collective_rpc("vllm_rocm_ops_stats")[0]
+    captured = llm.collective_rpc("vllm_rocm_ops_stats")
     llm.collective_rpc("vllm_rocm_ops_reset_stats")
     with emulated(job.get("emulate")), faulty(job.get("fault")):
         outputs = [request.outputs[0] for request in llm.generate(prompts, sampling, use_tqdm=False)]
@@ -70,6 +70,7 @@ def generate(job: dict) -> dict:
         "stats": stats,
         "other_ranks": other_ranks,
         "fallbacks": fallbacks,
+        "choices": llm.collective_rpc("vllm_rocm_ops_choices"),
         "seams": {entry.name: entry.reason if not entry.on else "on" for entry in seam.status()},
         "classes": sorted({type(module).__name__ for module in model.modules()}) if model else [],
         "version": vllm_rocm_ops.__version__,

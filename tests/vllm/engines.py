@@ -47,10 +47,23 @@ def identity(value: str | tuple[str, ...]) -> str:
     return value if isinstance(value, str) else "-".join(value)
 
 
+FORKED = """
+import multiprocessing
+from vllm.v1.executor import multiproc_executor
+multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+"""
+"""Workers start as they do on a GPU by default. On CPU vLLM spawns them, which takes long."""
+
+
 def prompts(flavour: tuple[str, str]) -> list[list[int]]:
     """The prompts for a model in a flavour."""
+    return prompts_of((FLAVOURS | FAMILIES)[flavour])
+
+
+def prompts_of(seeds: tuple[int, ...]) -> list[list[int]]:
+    """A prompt for each seed."""
     result = []
-    for seed in (FLAVOURS | FAMILIES)[flavour]:
+    for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         length = int(torch.randint(4, 40, (), generator=generator))
         result.append(torch.randint(3, checkpoints.LLAMA["vocab_size"], (length,), generator=generator).tolist())

@@ -3,12 +3,11 @@ that are loaded again. The tokens are those of the plain computation, or of vLLM
 
 Not here, as vLLM's CPU build lacks them: pipeline parallelism, sleep, CUDA graphs."""
 
-import concurrent.futures
 import re
-import socket
 
 import checkpoints
 import pytest
+from engines import FORKED
 from marks import full
 
 pytestmark = pytest.mark.slow
@@ -85,12 +84,6 @@ def in_parallel(engines, flavour, **options) -> dict:
 
 
 OFF = "silu_and_mul_per_token_quant"
-FORKED = """
-import multiprocessing
-from vllm.v1.executor import multiproc_executor
-multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
-"""
-"""Workers start as they do on a GPU by default. On CPU vLLM spawns them, which takes long."""
 
 
 @pytest.fixture(scope="module")
@@ -122,60 +115,6 @@ def test_expert_parallelism(parallel, expected):
     assert answer["tokens"] == best(expected, ("deepseek", "bf16"), answer["tokens"])
     assert answer["other_ranks"] == [answer["stats"]]
     assert counted(answer["stats"])["fused_experts"] == 2 * len(answer["tokens"][0])
-
-
-DATA_PARALLEL = (
-    FORKED
-    + """
-import torch
-from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-from vllm.v1.engine import utils
-
-def all_gatherv(self, tensors, dim=0, sizes=None):
-    if not isinstance(tensors, list):
-        return all_gatherv(self, [tensors], dim, sizes)[0]
-    gathered = []
-    for tensor in tensors:
-        rows = torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, max(sizes) - len(tensor)))
-        parts = [torch.empty_like(rows) for _ in sizes]
-        torch.distributed.all_gather(parts, rows, group=self.device_group)
-        gathered.append(torch.cat([part[:size] for part, size in zip(parts, sizes)]))
-    return gathered
-
-def reduce_scatterv(self, tensor, dim=0, sizes=None):
-    total = tensor.clone()
-    torch.distributed.all_reduce(total, group=self.device_group)
-    return total.split(sizes)[self.rank_in_group]
-
-CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
-utils.get_mp_context = multiproc_executor.get_mp_context
-"""
-)
-"""With the two collectives that vLLM lacks on CPU."""
-
-
-@full
-def test_data_parallelism(engines, expected):
-    """Each of two ranks has its own requests and half of the experts, to which tokens of both come."""
-    flavour = ("deepseek", "bf16")
-    engines.checkpoint(flavour)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-
-    def serve(rank: int) -> dict:
-        job = engines.job(flavour)
-        job["prompts"] = job["prompts"][rank : 2 * rank + 1]  # one, and two
-        job["engine"] |= {"enable_expert_parallel": True, "all2all_backend": "allgather_reducescatter"}
-        environment = {"VLLM_DP_RANK": rank, "VLLM_DP_RANK_LOCAL": rank, "VLLM_DP_SIZE": 2, "VLLM_DP_MASTER_PORT": port}
-        environment |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_ENABLE_V1_MULTIPROCESSING": 1}
-        return engines.run({"it": job}, before=DATA_PARALLEL, **{name: str(v) for name, v in environment.items()})["it"]
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        answers = list(pool.map(serve, range(2)))
-    (first,), (second, third) = (answer["tokens"] for answer in answers)
-    assert [first, second, third] == best(expected, flavour, [first, second, third])
-    for answer in answers:
-        assert counted(answer["stats"])["fused_experts"] >= 2 * len(first)
 
 
 @full

@@ -1,0 +1,212 @@
+"""Two ranks of vLLM's engine on two GPUs, compiled, as vLLM does by default: tensor, expert and data parallel, with the plugin and without.
+All engines run at the same time.
+
+Where there is no GPU, with --full, they run on CPU, eagerly, one after the other: there the ops are their references, gloo's collectives
+stand in for NCCL's, a made-up clock measures a Llama's linear layers, and vLLM without the plugin cannot run blocks of FP8.
+"""
+
+import concurrent.futures
+import os
+import re
+import socket
+from typing import NamedTuple
+
+import checkpoints
+import plain
+import pytest
+import torch
+from engines import FLAVOURS, FORKED, STEPS, prompts_of
+from server_load import errors_of
+
+from vllm_rocm_ops.stats import FALLBACK
+from vllm_rocm_ops.vllm import kernel_selection
+
+GPUS = torch.cuda.device_count()
+ON_GPU = GPUS >= 2
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not ON_GPU and bool(GPUS or not os.environ.get("FULL_TESTS")), reason="needs two GPUs"),
+]
+
+TIE, FAR = 1.0, 0.05
+"""By how much a token may be less likely than the best one of the plain model, and by how much all may be off on average."""
+
+
+class Tiny(NamedTuple):
+    """A checkpoint whose parts have whole blocks on two ranks, and seeds of prompts for which the best token leads by far."""
+
+    model: str
+    kind: str
+    sizes: dict[str, int]
+    seeds: tuple[int, ...]
+
+
+LLAMA = Tiny("llama", "token", {}, FLAVOURS["llama", "token"])
+DEEPSEEK = Tiny("deepseek", "block", {"moe_intermediate_size": 256}, (1, 14, 16))
+TENSOR = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+EXPERT = {"enable_expert_parallel": True}
+WITHOUT = {"VLLM_PLUGINS": "none"}
+RUNS = {
+    # the model, the engine's options, the environment
+    "tensor": (LLAMA, TENSOR, {}),
+    "tensor-unmeasured": (LLAMA, TENSOR, {"VLLM_ROCM_OPS_MEASURE": "0"}),
+    "tensor-without": (LLAMA, TENSOR, WITHOUT),
+    "expert": (DEEPSEEK, TENSOR | EXPERT, {}),
+    "expert-without": (DEEPSEEK, TENSOR | EXPERT, WITHOUT),
+    "data-0": (DEEPSEEK, EXPERT, {"VLLM_DP_RANK": "0", "VLLM_DP_RANK_LOCAL": "0"}),
+    "data-1": (DEEPSEEK, EXPERT, {"VLLM_DP_RANK": "1", "VLLM_DP_RANK_LOCAL": "1"}),
+}
+OURS = ["tensor", "tensor-unmeasured", "expert", "data-0", "data-1"]
+MEASURED = (
+    {"tensor": ["tensor"], "expert": ["expert"], "data": ["data-0", "data-1"]} if ON_GPU else {"tensor": ["tensor"]}
+)
+"""By tables, the runs that share them."""
+STOCK = {"tensor": "tensor-without", "tensor-unmeasured": "tensor-without"} | (
+    {"expert": "expert-without"} if ON_GPU else {}
+)
+
+COLLECTIVES = """
+import torch
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.v1.engine import utils
+
+def all_gatherv(self, tensors, dim=0, sizes=None):
+    if not isinstance(tensors, list):
+        return all_gatherv(self, [tensors], dim, sizes)[0]
+    gathered = []
+    for tensor in tensors:
+        rows = torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, max(sizes) - len(tensor)))
+        parts = [torch.empty_like(rows) for _ in sizes]
+        torch.distributed.all_gather(parts, rows, group=self.device_group)
+        gathered.append(torch.cat([part[:size] for part, size in zip(parts, sizes)]))
+    return gathered
+
+def reduce_scatterv(self, tensor, dim=0, sizes=None):
+    total = tensor.clone()
+    torch.distributed.all_reduce(total, group=self.device_group)
+    return total.split(sizes)[self.rank_in_group]
+
+CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
+utils.get_mp_context = multiproc_executor.get_mp_context
+"""
+"""The two that vLLM lacks on CPU."""
+
+
+def tables_of(name: str) -> str:
+    """The folder of what a run measures, which ranks that are data parallel share."""
+    return f"tables-{'data' if name.startswith('data') else name}"
+
+
+def folder_of(engines, tiny: Tiny):
+    path = engines.folder / f"two-ranks-{tiny.model}"
+    return path if path.exists() else checkpoints.build(path, tiny.model, tiny.kind, **tiny.sizes)
+
+
+def run(engines, name: str, port: int) -> dict:
+    """The answer of an engine; a rank of two that are data parallel has one request, the other one two."""
+    tiny, options, more = RUNS[name]
+    environment = {
+        "VLLM_ROCM_OPS_TABLES": str(engines.folder / tables_of(name)),
+        "VLLM_ROCM_OPS_ON_NVIDIA": "1",
+        **more,
+    }
+    job = engines.job(("llama", "token"), compiled=ON_GPU, logprobs=1, model=str(folder_of(engines, tiny)))
+    job["prompts"] = prompts_of(tiny.seeds)
+    if ON_GPU:
+        del job["engine"]["compilation_config"]
+    job["engine"] |= options
+    before = "" if ON_GPU else FORKED
+    if name == "tensor" and not ON_GPU:
+        before += "import measured_on_cpu; measured_on_cpu.install()\n"
+    if name.startswith("data"):
+        rank = int(more["VLLM_DP_RANK"])
+        job["prompts"] = job["prompts"][rank : 2 * rank + 1]
+        job["engine"]["all2all_backend"] = "allgather_reducescatter"
+        environment |= {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        before += "" if ON_GPU else COLLECTIVES
+    answers = engines.run({"it": job}, before=before, cache=f"cache-{name}", **environment)
+    return {**answers["it"], "output": answers["output"], "prompts": job["prompts"]}
+
+
+@pytest.fixture(scope="module")
+def answers(engines):
+    """By name, what a run answered. A run that failed raises for those who ask for it."""
+    for tiny in (LLAMA, DEEPSEEK):
+        folder_of(engines, tiny)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    names = [name for name in RUNS if ON_GPU or name != "expert-without"]
+    alone = [] if ON_GPU else [name for name in names if not name.startswith("data")]
+    with concurrent.futures.ThreadPoolExecutor(1) as one, concurrent.futures.ThreadPoolExecutor(len(names)) as many:
+        futures = {name: one.submit(run, engines, name, port) for name in alone}
+        concurrent.futures.wait(futures.values())
+        futures |= {name: many.submit(run, engines, name, port) for name in names if name not in futures}
+    return lambda name: futures[name].result()
+
+
+@pytest.fixture(scope="module")
+def models(engines) -> dict[str, plain.Model]:
+    return {tiny.model: plain.Model(folder_of(engines, tiny)) for tiny in (LLAMA, DEEPSEEK)}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_tokens(answers, models, name):
+    """They are those without the plugin, and likely for the plain model, which reads them."""
+    answer, far = answers(name), []
+    if name in STOCK:
+        assert answers(STOCK[name])["stats"] == {}
+        assert answer["tokens"] == answers(STOCK[name])["tokens"]
+    assert len(answer["tokens"]) == len(answer["prompts"])
+    for prompt, tokens, logprobs in zip(answer["prompts"], answer["tokens"], answer["logprobs"]):
+        assert len(tokens) == STEPS
+        logits = models[RUNS[name][0].model].logits(prompt + tokens[:-1], len(prompt))
+        wanted = logits[len(prompt) - 1 :].log_softmax(-1)
+        found = wanted[torch.arange(STEPS), tokens]
+        assert (wanted.amax(-1) - found).max() <= TIE
+        far += (torch.tensor(logprobs) - found).abs().tolist()
+    assert sum(far) / len(far) <= FAR, far
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_each_rank_launches_our_kernels(answers, name, capsys):
+    """As many as the other, when nothing is measured any more; before, when graphs are captured, each rank some. No op of ours runs
+    its reference, nor vLLM's code in its place."""
+    answer = answers(name)
+    ranks = [answer["stats"], *answer["other_ranks"]]
+    assert len(ranks) == len(answer["captured"]) == (1 if name.startswith("data") else 2)
+    assert ranks[0] and all(rank == ranks[0] for rank in ranks)
+    with capsys.disabled():
+        print(f"\n{name}: captured {answer['captured']}, then {ranks[0]}, fell back {answer['fallbacks']}")
+    if ON_GPU:
+        assert all(answer["captured"])
+        counted = [kernel for rank in (*answer["captured"], *ranks) for of_op in rank.values() for kernel in of_op]
+        assert not [kernel for kernel in counted if kernel.startswith(FALLBACK)]
+        assert answer["fallbacks"] == [{}] * len(ranks)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_ranks_agree_on_one_table(answers, engines, name):
+    """Each pair of kernels was measured by one of them; both have the same choices, none of which is off."""
+    runs = [answers(run) for run in MEASURED[name]]
+    [path] = (
+        path for path in (engines.folder / f"tables-{name}").rglob("*") if path.suffix != ".lock" and path.is_file()
+    )
+    record = kernel_selection.read(path)
+    said = [re.findall(r"against vLLM's: \d+ shapes, (\d+) pairs", run["output"]) for run in runs]
+    pairs = sum(map(len, record.shapes.values()))
+    assert pairs and sum(int(count) for of_run in said for count in of_run) == pairs
+    assert not record.off and not record.ended
+    first, *others = (choices for run in runs for choices in run["choices"])
+    assert others and all(choices == first for choices in others)
+    assert {choice["state"] for choice in first if choice["shape"] in record.shapes} == {"measured"}
+
+
+def errors(answer: dict) -> list[str]:
+    """What a log says of errors. vLLM warns with a traceback that it has no tokenizer."""
+    return [line for line in errors_of(answer["output"]) if "WARNING" not in line or "vllm-rocm-ops" in line]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_no_log_has_an_error(answers, name):
+    assert errors(answers(name)) == []
