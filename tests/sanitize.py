@@ -1,9 +1,10 @@
 """NVIDIA's compute-sanitizer over the op tests, on a GPU that our code is compiled for (sm_90): a line for each of its tools.
 
-    python tests/sanitize.py [--tool memcheck racecheck initcheck synccheck] [-k EXPRESSION] [--of-each 3]
+    python tests/sanitize.py [--tool memcheck racecheck initcheck synccheck] [-k EXPRESSION] [--of-each 3] [--part 1/2]
 
 Runs cases of tests/ops/test_ops.py, in all configurations: for each kernel the smallest that runs it, and --of-each of an op at
-least. With -k, pytest's own, it runs those tests of tests/ops that fit instead.
+least. With -k, pytest's own, it runs those tests of tests/ops that fit instead. With --part 1/2 it runs every second of its cases, with
+--part 2/2 the others, for where time is short.
 
 Fails if a tool found anything in a kernel of ours or could not say where, if a test failed or none ran, and if a tool takes longer
 than --timeout. Each tensor is an allocation of its own, so that an access beyond one shows. racecheck looks at shared memory only.
@@ -177,19 +178,29 @@ def run(sanitizer: str, tool: str, tests: list[str], seconds: float) -> tuple[st
         return output.read(), status
 
 
+def share(text: str) -> tuple[int, int]:
+    """Which part of how many, of "1/2". Raises ValueError."""
+    part, parts = map(int, text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError(text)
+    return part, parts
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--tool", nargs="+", choices=TOOLS, default=list(TOOLS), help="default: all")
     add("-k", metavar="EXPRESSION", help="tests of tests/ops, as pytest takes it")
     add("--of-each", type=int, default=3, help="cases of each op at least; default: %(default)s")
+    add("--part", type=share, default=(1, 1), metavar="I/N", help="of the cases; default: all of them")
     add("--timeout", type=float, default=1800, help="seconds for one tool; default: %(default)s")
     add("--logs", type=pathlib.Path, help="folder that keeps each tool's output")
     arguments = parser.parse_args(argv)
     arch, sanitizer = gpu(), find_sanitizer()
     kernels = {name for the_op in op.registered() for case in the_op.cases() for name in kernels_of(the_op, case, arch)}
     tests = [str(OP_TESTS), "-k", arguments.k] if arguments.k else []
-    for the_op, case in [] if arguments.k else chosen(arch, arguments.of_each):
+    part, parts = arguments.part
+    for the_op, case in [] if arguments.k else chosen(arch, arguments.of_each)[part - 1 :: parts]:
         tests.append(f"{OP_TESTS / 'test_ops.py'}::test_case[{arch.name}-{the_op.name}-{case.name}]")
     well = True
     for tool in arguments.tool:

@@ -155,6 +155,16 @@ def test_a_line_for_each_tool(fake, capsys):
     ids = slices[0].split()
     assert all("/ops/test_ops.py::test_case[sm_90-" in test for test in ids)
     assert sum("[sm_90-router_z_loss-" in test for test in ids) >= 3
+    for part in ("1/2", "2/2"):
+        assert sanitize.main(["--tool", "memcheck", "--part", part]) == 0
+    one, other = (line.split() for line in fake.read_text().splitlines()[-2:])
+    assert sorted([*one, *other]) == sorted(ids) and one and other
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "2"])
+def test_a_part_that_there_is_not(part):
+    with pytest.raises(SystemExit):
+        sanitize.main(["--part", part])
 
 
 def test_a_tool_that_takes_too_long(fake, tmp_path, capsys):

@@ -2,19 +2,21 @@
 
     python tests/vllm/quality.py [--model llama deepseek] [--kind block ...] [--tokens 65536] [--output FILE.jsonl]
 
-Trains the models if the folder of checkpoints lacks them (trained.py): some minutes of one core, once. Each side runs in a process
+Trains the models if the folder of checkpoints lacks them (trained.py), once: some minutes of one core, or of a GPU. Each side runs in a process
 of its own and reads the same held-out text; vLLM gives the log probability of every token of it. A checkpoint is right if
 - the perplexity with the ops differs from that without by at most 0.1 % with static scales, and 0.3 % with dynamic ones;
 - no layer's scale is wrong by more than 1 %, with certainty. Near its best a model's perplexity hardly depends on a scale, but single tokens'
   log probabilities do. PyTorch finds what a wrong scale of each layer does to them; how much of that is in the differences
   between the two sides is a least squares fit.
 
+Each model has processes of its own; --at-once of them run in parallel, on a GPU all.
+
 A step has at most --step-tokens tokens, 16 by default, so that the ops for few tokens run too. VLLM_ROCM_OPS_MEASURE is 0 unless it
-is set: ours then takes every call that it can. On an NVIDIA GPU the ops need VLLM_ROCM_OPS_ON_NVIDIA=1, on a CPU
-VLLM_ROCM_OPS_ON_CPU=1. Appends a line of JSON for each checkpoint to the output. Fails if a checkpoint is not right.
+is set: ours then takes every call that it can. On a CPU the ops need VLLM_ROCM_OPS_ON_CPU=1. Appends a line of JSON for each checkpoint to the output. Fails if a checkpoint is not right.
 """
 
 import argparse
+import concurrent.futures
 import json
 import math
 import pathlib
@@ -117,8 +119,8 @@ def worker(path: pathlib.Path) -> None:
 def run_side(side: str, jobs: dict[str, dict], folder: pathlib.Path) -> dict[str, dict]:
     """The answers of one side. A job that failed has an "error", and the jobs after it another process."""
     answers: dict[str, dict] = {}
-    found, request, log = (folder / f"{side}.{suffix}" for suffix in ("answers", "json", "log"))
-    environment = {"VLLM_ROCM_OPS_MEASURE": "0", **latency.environment(side)}
+    found, request, log = (folder / f"{side}-{min(jobs)}.{suffix}" for suffix in ("answers", "json", "log"))
+    environment = {"VLLM_ROCM_OPS_MEASURE": "0", "VLLM_ROCM_OPS_ON_NVIDIA": "1", **latency.environment(side)}
     while left := {name: job for name, job in jobs.items() if name not in answers}:
         request.write_text(json.dumps({"side": side, "jobs": left, "answers": str(found)}))
         with log.open("a") as output:
@@ -132,6 +134,19 @@ def run_side(side: str, jobs: dict[str, dict], folder: pathlib.Path) -> dict[str
         if len(answers) == before:
             raise RuntimeError(f"the process {side} the ops ended early:\n{log.read_text(errors='replace')[-4000:]}")
     return answers
+
+
+def run_sides(jobs: dict[str, dict], folder: pathlib.Path, at_once: int) -> dict[str, dict[str, dict]]:
+    """The answers of both sides, so many processes at a time, each with the jobs of a model."""
+    models = {name.partition("-")[0]: {} for name in jobs}
+    for name, job in jobs.items():
+        models[name.partition("-")[0]][name] = job
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        running = {side: [pool.submit(run_side, side, of, folder) for of in models.values()] for side in latency.SIDES}
+        return {
+            side: {name: found for one in of_side for name, found in one.result().items()}
+            for side, of_side in running.items()
+        }
 
 
 def perplexity(log_probabilities: Tensor) -> float:
@@ -161,7 +176,7 @@ def compare(ours: dict, stock: dict, effects: dict[str, Tensor], kind: str) -> d
     difference = found["ours"] - found["stock"]
     off = perplexity(found["ours"]) / perplexity(found["stock"]) - 1
     most_off = MOST_OFF.get(kind, MOST_OFF_DYNAMIC)
-    errors, wrong = scale_errors(difference, effects), []
+    errors, wrong = scale_errors(difference, effects), ["no op ran"] * (not ours["stats"])
     if not abs(off) <= most_off:
         wrong.append(f"the perplexity differs by {off:+.3%}, at most {most_off:.1%}")
     for layer, (error, standard) in errors.items():
@@ -234,6 +249,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--tokens", type=int, default=65536, help="held-out tokens; default: %(default)s")
     add("--step-tokens", type=int, help="of a step of the engine; default: 16, on a CPU as many as there are")
     add("--enforce-eager", action="store_true", help="no compilation, no graph capture")
+    at_once = 4 if torch.cuda.is_available() else 1
+    add("--at-once", type=int, default=at_once, help="processes, which share a GPU; default: %(default)s")
     add("--engine-args", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     add("--folder", type=pathlib.Path, default=trained.cache(), help="of checkpoints; default: %(default)s")
     add("--only-checkpoints", action="store_true", help="train, write the checkpoints, and end")
@@ -263,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.only_checkpoints:
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        sides = {side: run_side(side, jobs, pathlib.Path(folder)) for side in latency.SIDES}
+        sides = run_sides(jobs, pathlib.Path(folder), arguments.at_once)
     wrong = False
     for line in lines(arguments, sides):
         print(text(line), flush=True)

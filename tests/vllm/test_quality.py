@@ -86,7 +86,7 @@ def test_text_is_held_out():
 def answers(log_probabilities: torch.Tensor, **more) -> dict:
     said = [[1, 2, 3], [4, 5, 6]]
     found = {"log_probabilities": log_probabilities.tolist(), "tokens": said, "hardware": "2 x Made-up GPU"}
-    return found | {"versions": {"vllm": "0.33.0", "torch": "2.11.0"}, "stats": {}} | more
+    return found | {"versions": {"vllm": "0.33.0", "torch": "2.11.0"}, "stats": {"rms_norm": {"it": 1}}} | more
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -105,6 +105,7 @@ def test_equal_answers_are_right(scaled):
     found = quality.compare(answers(rounded), answers(exact), effects, "static")
     assert found["wrong"] == [] and 0.001 < found["log_probabilities_off"] < 0.01
     assert found["tokens_equal"] == 6
+    assert quality.compare(answers(rounded, stats={}), answers(exact), effects, "static")["wrong"] == ["no op ran"]
     other = answers(rounded, tokens=[[1, 2, 9], [9, 5, 6]])
     assert quality.compare(other, answers(exact), effects, "static")["tokens_equal"] == 2
 

@@ -12,6 +12,7 @@ import types
 
 import load_requests
 import processes
+import psutil
 import pytest
 import server_load
 from aiohttp import web
@@ -301,29 +302,20 @@ def test_a_process_that_is_left_is_seen(tmp_path):
     assert asyncio.run(server.ended(5)) < 5
 
 
-def test_who_holds_a_lock(tmp_path):
-    """And not who waits for it."""
-    code = """
-import fcntl, sys, time
-file = open(sys.argv[1], "a")
-fcntl.flock(file, fcntl.LOCK_EX)
-print("holds", flush=True)
-time.sleep(60)
-"""
+def test_who_has_a_lock_open(tmp_path):
+    """Until its end."""
+    code = "import sys, time; file = open(sys.argv[1], 'a'); print('open', flush=True); time.sleep(60)"
     lock = tmp_path / "a.lock"
-    first = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE)
-    first.stdout.readline()
-    other = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE)
+    lock.touch()
+    process = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE)
+    other = psutil.Process(process.pid)
     try:
-        assert server_load.holder(lock) == first.pid
-        first.kill()
-        other.stdout.readline()
-        assert server_load.holder(lock) == other.pid
+        process.stdout.readline()
+        assert server_load.has_open(other, lock) and not server_load.has_open(psutil.Process(), lock)
     finally:
-        for process in (first, other):
-            process.kill()
-            process.wait()
-    assert server_load.holder(lock) is None
+        process.kill()
+        process.wait()
+    assert not server_load.has_open(other, lock)
 
 
 @pytest.mark.parametrize(

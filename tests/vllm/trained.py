@@ -1,7 +1,7 @@
 """A small Llama and a small DeepSeek V3, trained on text that ships with Python, with bytes for tokens.
 
 A wrong scale changes the perplexity of a trained model on text that it has not seen. Of a random model it does not. Training
-takes some minutes of one core for each model, the same steps every time. Checkpoints are cached in the user's cache folder, one
+takes some minutes of one core for each model, with the same steps every time, or a minute of a GPU. Checkpoints are cached in the user's cache folder, one
 for each quantization that the seams take.
 """
 
@@ -208,7 +208,8 @@ def train(model: str, steps: int, report=lambda step, loss: None) -> dict[str, T
     """The weights, in bf16, after so many steps."""
     config, generator = CONFIGS[model], torch.Generator().manual_seed(0)
     shapes = (checkpoints.llama_weights if model == "llama" else checkpoints.deepseek_weights)(config)
-    weights = initial(config, shapes, generator)
+    device = find_device()
+    weights = {name: weight.to(device) for name, weight in initial(config, shapes, generator).items()}
     trained = Model(config, weights)
     parameters = {name: weight.requires_grad_() for name, weight in weights.items() if not name.endswith("bias")}
     outer = {"model.embed_tokens.weight", "lm_head.weight"}
@@ -222,7 +223,9 @@ def train(model: str, steps: int, report=lambda step, loss: None) -> dict[str, T
         for group in optimizer.param_groups:  # up over 20 steps, then down to zero
             group["lr"] = group["rate"] * min((step + 1) / 20, (steps - step) / steps)
         starts = torch.randint(len(source) - WINDOW, (SEQUENCES,), generator=generator)
-        loss = trained.loss(torch.stack([source[start : start + WINDOW] for start in starts]).long())
+        sequences = torch.stack([source[start : start + WINDOW] for start in starts]).long().to(device)
+        with torch.device(device):
+            loss = trained.loss(sequences)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
@@ -230,15 +233,20 @@ def train(model: str, steps: int, report=lambda step, loss: None) -> dict[str, T
         for name, load in trained.loads.items():  # as DeepSeek balances experts, without a loss
             weights[f"{name}.gate.e_score_correction_bias"] += BIAS_RATE * (load.float().mean() - load).sign()
         report(step, loss.item())
-    return {name: weight.detach().to(shapes[name].dtype) for name, weight in weights.items()}
+    return {name: weight.detach().to("cpu", shapes[name].dtype) for name, weight in weights.items()}
+
+
+def find_device() -> str:
+    """A GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 # What a trained model tells
 
 
 def log_probabilities(model: str, weights: dict[str, Tensor], sequences: Tensor) -> Tensor:
-    """Of each token behind the first, [sequences, tokens - 1]. Found on a GPU if there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """Of each token behind the first, [sequences, tokens - 1]."""
+    device = find_device()
     with torch.no_grad(), torch.device(device):
         here = Model(CONFIGS[model], {name: weight.float().to(device) for name, weight in weights.items()})
         found = [
