@@ -108,4 +108,4 @@ def test_a_part_loads_no_other_parts_keys(name):
     names = [f"argument {name}" for name in first.named if name.endswith("cache.data")]
     regions = [" and ".join(names)] if the_op is ops.mla_decode else names
     lines = [counted.traffic.lines_loaded(region) for region in regions]
-    assert blocks >= 8 and all(cache.nbytes <= loaded * 128 < 1.05 * cache.nbytes for loaded in lines), lines
+    assert blocks >= 8 and all(cache.nbytes <= loaded * 128 < 1.15 * cache.nbytes for loaded in lines), lines

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families import attention, decode
+from vllm_rocm_ops.families import attention, decode, decode_times
 from vllm_rocm_ops.families.decode import DecodeConfig
 from vllm_rocm_ops.launch import Launch, fields
 from vllm_rocm_ops.op import Case, Op
@@ -22,8 +22,6 @@ LATENT, ROPE = 512, 64  # elements of a key
 STEP, LEAST_STEPS = 32, 2  # keys that a block has at a time, and how many such a part has
 WAVES = 8
 COUNTED_PARTS = 8  # that the last of their blocks adds; more are added by a launch of their own
-# Microseconds of a model that no AMD GPU has confirmed.
-BLOCK_US, SHARING_US, COUNTED_US, PART_US = 2.0, 3.0, 0.3, 0.05
 
 
 def _layout(a) -> attention.CacheLayout:
@@ -84,11 +82,11 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
     """A launch; rounds of blocks that stream their keys at their share of the bandwidth, the longest request's no less than the
     others'; the sum of parts. Lengths are not known: most are nominal, a few fill the block table."""
     bytes_of_key = a.kv_cache.shape[2] * a.kv_cache.element_size()
-    bandwidth, capacity = arch.bandwidth_gb_s * 1e3, decode.capacity(a, _layout(a))
+    bandwidth, capacity, times = arch.bandwidth_gb_s * 1e3, decode.capacity(a, _layout(a)), decode_times.of(arch)
 
     def of_keys(blocks: int, keys: int) -> float:
         part_bytes = decode.divided(config, keys, STEP)[1] * STEP * bytes_of_key
-        of_block = BLOCK_US + part_bytes / (bandwidth / arch.compute_units)
+        of_block = times.block + part_bytes / decode_times.rate(times.latent_gb_s, arch, blocks)
         return max(-(-blocks // arch.compute_units) * of_block, blocks * part_bytes / bandwidth)
 
     def of_length(keys: int) -> tuple[float, float]:
@@ -96,9 +94,9 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
         blocks = _blocks(a, arch) * parts
         of_parts = blocks * decode.COLUMNS * _tiles(a, arch) * (LATENT + 2) * 8 / bandwidth  # stored and loaded
         if config.parts > COUNTED_PARTS:
-            sharing = attention.LAUNCH_US + PART_US * parts
+            sharing = attention.LAUNCH_US + times.added * parts
         else:
-            sharing = SHARING_US + COUNTED_US * _tiles(a, arch) * parts
+            sharing = times.latent + times.counted * _tiles(a, arch) * parts
         streaming = max(of_keys(blocks, keys), of_keys(1, min(decode.LONGER * keys, capacity)))
         return streaming, sharing + of_parts if parts > 1 else 0.0
 

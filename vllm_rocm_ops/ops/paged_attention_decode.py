@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families import attention, decode
+from vllm_rocm_ops.families import attention, decode, decode_times
 from vllm_rocm_ops.families.attention import CacheLayout
 from vllm_rocm_ops.families.decode import DecodeConfig
 from vllm_rocm_ops.launch import Launch, fields
@@ -24,8 +24,6 @@ SIZES = (64, 128, 192, 256)  # of a head
 STEP = 128  # keys that a block has at a time
 WAVES = 4
 RESIDENT = 2  # blocks of a compute unit
-# Microseconds of a model that no AMD GPU has confirmed.
-BLOCK_US, SHARING_US = 2.0, 3.0
 
 
 def _layout(a) -> CacheLayout:
@@ -89,18 +87,18 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
     than the others'; the sum of parts. Lengths are not known: most are nominal, a few fill the block table."""
     layout = _layout(a)
     bytes_of_key = 2 * layout.key_size * layout.key.element_size()
-    bandwidth, capacity = arch.bandwidth_gb_s * 1e3, decode.capacity(a, layout)
+    bandwidth, capacity, times = arch.bandwidth_gb_s * 1e3, decode.capacity(a, layout), decode_times.of(arch)
 
     def of_keys(blocks: int, keys: int) -> float:
         rounds = -(-blocks // (RESIDENT * arch.compute_units))
         part_bytes = decode.divided(config, keys, STEP)[1] * STEP * bytes_of_key
-        of_block = BLOCK_US + part_bytes / (bandwidth / arch.compute_units)
+        of_block = times.block + part_bytes / decode_times.rate(times.unit_gb_s, arch, blocks)
         return max(rounds * of_block, blocks * part_bytes / bandwidth)
 
     def of_length(keys: int) -> tuple[float, float]:
         parts = decode.divided(config, keys, STEP)[0]
         streaming = max(of_keys(_blocks(a) * parts, keys), of_keys(1, min(decode.LONGER * keys, capacity)))
-        return streaming, SHARING_US * (len(decode.tree(parts)) - 1)
+        return streaming, times.sharing * (len(decode.tree(parts)) - 1)
 
     streaming, sharing = of_length(min(capacity, decode.NOMINAL_KEYS))
     terms = {"launch": attention.LAUNCH_US, "streaming": streaming, "sharing": sharing}
