@@ -36,6 +36,7 @@ PRODUCTS = (
     "mxfp8_scaled_mm",
     "unquantized_gemm",
     "batched_gemm",
+    "gemm",
 )  # ops that are linear in their operands
 HALF_ULP = {
     torch.bfloat16: 2.0**-8,
@@ -159,7 +160,11 @@ def check_terms(name: str, ours: torch.Tensor, oracle: torch.Tensor, terms: torc
 
 def absolute(value):
     """An argument with the absolute values of its elements. MX scales have no sign."""
-    if not isinstance(value, torch.Tensor) or value.dtype in MX_SCALES or not value.is_floating_point():
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.dtype in MX_SCALES
+        or not (value.is_floating_point() or value.dtype == torch.int8)
+    ):
         return value
     copy = clone(value)
     return copy.copy_(value.double().abs())
@@ -215,7 +220,7 @@ def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False
         if exact:
             differ = (got.cpu() != wanted) & ~wanted.isnan()
             require(not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()} elements of exact sums differ")
-        elif the_op.name in PRODUCTS and got.numel():
+        elif the_op.name in PRODUCTS and got.numel() and got.is_floating_point():
             operands = [None if n in the_op.writes else v for n, v in zip(the_op.Arguments._fields, arguments)]
             terms = the_op.reference(*[in_float64(absolute(v)) for v in operands]).double()
             check_terms(name, got, true.double(), terms, floor)

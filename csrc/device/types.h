@@ -11,9 +11,19 @@ using i64 = long long;
 using u64 = unsigned long long;
 using u32x2 = u32 __attribute__((ext_vector_type(2)));
 using u32x4 = u32 __attribute__((ext_vector_type(4)));
+using i32x4 = int __attribute__((ext_vector_type(4)));
 using f32x2 = float __attribute__((ext_vector_type(2)));
 using f32x4 = float __attribute__((ext_vector_type(4)));
 
-struct E4m3;  // element types: the arch's e4m3, and those of vec.h
+struct E4m3;  // element types: the arch's e4m3 and e5m2, those of vec.h, and int8
+struct E5m2;
 struct Bf16;
 struct F16;
+struct I8;
+struct E4m3E5m2;  // tokens of the one and weights of the other
+struct E5m2E4m3;
+
+// Sums of int8 products are whole numbers, whose bits lie in registers of floats.
+DEVICE f32x4 add_whole(f32x4 a, f32x4 b) {
+  return __builtin_bit_cast(f32x4, __builtin_bit_cast(i32x4, a) + __builtin_bit_cast(i32x4, b));
+}

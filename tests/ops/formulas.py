@@ -184,6 +184,30 @@ def batched_gemm(before, after, outputs: tuple) -> Found:
     yield "output", found.double(), wanted, rounded(wanted, before.x.dtype) + OF_TERMS * terms
 
 
+def gemm(before, after, outputs: tuple) -> Found:
+    a, out = before, outputs[0]
+    left, right = (x.double() if s is None else x.double() * s.double().reshape(-1, 1) for x, s in gemm_sides(a))
+    bias = torch.zeros(()) if a.bias is None else a.bias
+    slope = {"none": 1.0, "leaky_relu": 0.01}[a.activation]
+    if out.is_floating_point():
+        for name, found, wanted, off in product(left, right, None, out):
+            wanted = wanted + bias.double()
+            wanted = wanted.where(wanted >= 0, wanted * slope)
+            yield name, found, wanted, off + rounded(wanted, out.dtype) + OF_TERMS * bias.double().abs()
+        return
+    wanted, limits = left @ right.t(), torch.iinfo(out.dtype)
+    terms = left.abs() @ right.abs().t()
+    scaled = a.scale_a is not None or a.scale_b is not None or slope != 1.0
+    wanted = wanted.where(wanted >= 0, wanted * slope).clamp(limits.min, limits.max)
+    yield "output", out.double(), wanted, (0.5 + OF_TERMS * terms) * scaled
+
+
+def gemm_sides(a) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Rows along K and their scales."""
+    yield a.a, a.scale_a
+    yield a.b.t(), a.scale_b
+
+
 def unquantized_gemm(before, after, outputs: tuple) -> Found:
     a = before
     left, out = exact(a.x).reshape(-1, a.x.shape[-1]), outputs[0]
@@ -582,6 +606,7 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     "mxfp8_scaled_mm": mxfp8_scaled_mm,
     "unquantized_gemm": unquantized_gemm,
     "batched_gemm": batched_gemm,
+    "gemm": gemm,
     "flash_attention": flash_attention,
     "dequantize_int4": dequantize_int4,
     "fused_experts": fused_experts,

@@ -190,6 +190,8 @@ NUMBERS = {
     "shared_experts": (-1, 10**6),
 }
 E5M2 = torch.float8_e5m2
+ANY_TYPE = ("gemm",)
+"""Ops that take operands, and make results, of types that others do not."""
 
 
 def other_type(value: torch.Tensor) -> torch.dtype:
@@ -213,7 +215,7 @@ def malformed(the_op: Op, given: tuple, rng: random.Random) -> tuple[str, tuple]
         if isinstance(value, torch.Tensor):
             choices.append((name, f"of {other_type(value)}", lambda v: v.float().to(other_type(v))))
             choices.append((name, "a number", lambda v: 1.0))
-            if value.dtype in formulas.LIMIT:
+            if value.dtype in formulas.LIMIT and the_op.name not in ANY_TYPE:
                 choices.append((name, f"of {E5M2}", lambda v: v.float().to(E5M2)))
             if name in the_op.reference.__annotations__ and "None" not in str(the_op.reference.__annotations__[name]):
                 choices.append((name, "None", lambda v: None))
@@ -222,7 +224,8 @@ def malformed(the_op: Op, given: tuple, rng: random.Random) -> tuple[str, tuple]
                     made = functools.partial(longer, dimension=dimension)
                     choices.append((name, f"longer in dimension {dimension}", made))
         elif isinstance(value, torch.dtype):
-            choices += [(name, str(wrong), lambda v, wrong=wrong: wrong) for wrong in (E5M2, torch.int32, torch.bool)]
+            others = (E5M2, torch.bool) if the_op.name in ANY_TYPE else (E5M2, torch.int32, torch.bool)
+            choices += [(name, str(wrong), lambda v, wrong=wrong: wrong) for wrong in others]
         choices += [(name, str(wrong), lambda v, wrong=wrong: wrong) for wrong in NUMBERS.get(name, ())]
     name, what, change = rng.choice(choices)
     return f"{name} {what}", tuple(a._replace(**{name: change(getattr(a, name))}))

@@ -100,34 +100,56 @@ def cost(config: TiledConfig, a: Operand, b: Operand, arch: Arch) -> dict[str, f
     }
 
 
+def tiles(config: TiledConfig, a: Operand, b: Operand) -> int:
+    """Of the output."""
+    tiles_m, tiles_n = _tiles(config, a, b)
+    return tiles_m * tiles_n
+
+
+def partial_bytes(config: TiledConfig, a: Operand, b: Operand) -> int:
+    """What the blocks that share tiles leave for the last of them."""
+    return tiles(config, a, b) * config.split_k * config.tokens * config.rows * 4 if config.split_k > 1 else 0
+
+
+def division(config: TiledConfig, a: Operand, b: Operand) -> dict:
+    """The fields of a kernel's problem that say how its work is divided."""
+    tiles_m, tiles_n = _tiles(config, a, b)
+    return {
+        "tiles_m": tiles_m,
+        "tiles_n": tiles_n,
+        "tiles": tiles_m * tiles_n,
+        "split_k": config.split_k,
+        "panels_per_slice": _panels(a) // config.split_k,
+        "remainder": _panels(a) % config.split_k,
+        "tiles_divisor": divisor(tiles_m * tiles_n),
+        "group_divisor": divisor(GROUP_M * tiles_n),
+        "last_group_divisor": divisor(tiles_m % GROUP_M or GROUP_M),
+    }
+
+
+def launch(module: str, kind: str, config: TiledConfig, a: Operand, b: Operand, arch: Arch, problem: dict) -> Launch:
+    """The launch of a kernel of csrc/ops/<module>.hip, a block for each slice of each tile."""
+    symbol = f"{module}_{kind}_{config.tokens}x{config.rows}"
+    grid, lds = tiles(config, a, b) * config.split_k, lds_bytes(config.tokens, config.rows, arch)
+    return Launch(module, symbol, (grid, 1, 1), (THREADS[config.rows], 1, 1), fields("problem", problem), lds)
+
+
 def launches(config: TiledConfig, product: Product, arch: Arch, kind: str) -> list[Launch]:
     """The launches of a product: out is written row by row. `kind` is "row", "block" or "block_e8m0"."""
     a, b = product.a, product.b
     if a.rows == 0:
         return []
-    tiles_m, tiles_n = _tiles(config, a, b)
-    tiles, split_k = tiles_m * tiles_n, config.split_k
     if b.is_shuffled:
         fragment = FRAGMENT_ROWS * FRAGMENT_BYTES
         tile, row, vec, step = FRAGMENT_ROWS * b.k, FRAGMENT_BYTES, fragment, FRAGMENT_ROWS * STEP
     else:
         tile, row, vec, step = FRAGMENT_ROWS * b.stride, b.stride, FRAGMENT_BYTES, STEP
     args = {
-        **product.arguments(tiles, tiles * split_k * config.tokens * config.rows * 4 if split_k > 1 else 0),
+        **product.arguments(tiles(config, a, b), partial_bytes(config, a, b)),
+        **division(config, a, b),
         "b_tile": tile,
         "b_row": row,
         "b_vec": vec,
         "b_step": step,
-        "tiles_m": tiles_m,
-        "tiles_n": tiles_n,
-        "tiles": tiles,
-        "split_k": split_k,
-        "panels_per_slice": _panels(a) // split_k,
-        "remainder": _panels(a) % split_k,
-        "tiles_divisor": divisor(tiles),
-        "group_divisor": divisor(GROUP_M * tiles_n),
-        "last_group_divisor": divisor(tiles_m % GROUP_M or GROUP_M),
     }
-    symbol = f"{MODULE}_{kind}_{config.tokens}x{config.rows}"
-    lds = lds_bytes(config.tokens, config.rows, arch)
-    return [Launch(MODULE, symbol, (tiles * split_k, 1, 1), (THREADS[config.rows], 1, 1), fields("problem", args), lds)]
+    return [launch(MODULE, kind, config, a, b, arch, args)]

@@ -16,12 +16,6 @@ DEVICE float rounded_product(float a, float b) {
   return a * b;
 }
 
-// The two e4m3 in the lower or the upper half of a word.
-template <bool kUpper>
-DEVICE f32x2 from_e4m3x2(u32 word) {
-  return __builtin_amdgcn_cvt_pk_f32_fp8(word, kUpper);
-}
-
 }  // namespace numerics
 
 namespace attention {

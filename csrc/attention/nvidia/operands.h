@@ -12,15 +12,6 @@ namespace numerics {
 // a * b, rounded to fp32: no addition fuses with it.
 DEVICE float rounded_product(float a, float b) { return __nvvm_mul_rn_f(a, b); }
 
-// The two e4m3 in the lower or the upper half of a word.
-template <bool kUpper>
-DEVICE f32x2 from_e4m3x2(u32 word) {
-  using Pair = _Float16 __attribute__((ext_vector_type(2)));
-  u32 pair;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(u16(kUpper ? word >> 16 : word)));
-  return __builtin_convertvector(__builtin_bit_cast(Pair, pair), f32x2);
-}
-
 }  // namespace numerics
 
 namespace attention {

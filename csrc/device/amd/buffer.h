@@ -36,6 +36,9 @@ DEVICE float load_float_or_zero(Buffer from, int lane_offset, int offset, bool i
 DEVICE u32 load_byte_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
   return __builtin_amdgcn_raw_buffer_load_b8(from, inside ? lane_offset : -1, offset, 0);
 }
+DEVICE u32 load_short_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
+  return __builtin_amdgcn_raw_buffer_load_b16(from, inside ? lane_offset : -1, offset, 0);
+}
 
 // The value at address, if inside.
 template <class T>

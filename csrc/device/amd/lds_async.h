@@ -53,6 +53,9 @@ DEVICE void finish_copy(const Copy&, Local<u8>*) {}
 
 #endif
 
+// What this thread stored to LDS itself, the matrix units see after this and a barrier.
+DEVICE void publish() {}
+
 // Rows of 8 chunks of 16 bytes lie in LDS one after the other, chunk c of row r at c ^ swizzle(r).
 #if defined(__gfx942__)
 // 32 banks are one row. The 8 lanes that ds_write_b128 serves together write one row, those of ds_read_b128 read eight, half of

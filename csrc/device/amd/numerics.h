@@ -26,6 +26,16 @@ DEVICE u32 to_e4m3x4(f32x2 low, f32x2 high) {
 }
 DEVICE u8 to_e4m3(float x) { return u8(__builtin_amdgcn_cvt_pk_fp8_f32(clamp_e4m3(x), 0.0f, 0, false)); }
 
+// The two e4m3, e5m2 in the lower or the upper half of a word.
+template <bool kUpper>
+DEVICE f32x2 from_e4m3x2(u32 word) {
+  return __builtin_amdgcn_cvt_pk_f32_fp8(word, kUpper);
+}
+template <bool kUpper>
+DEVICE f32x2 from_e5m2x2(u32 word) {
+  return __builtin_amdgcn_cvt_pk_f32_bf8(word, kUpper);
+}
+
 // Round to nearest even; a NaN that came from a bf16 or fp16 keeps its low bits clear, so the carry cannot reach its exponent.
 DEVICE u32 to_bf16x2(f32x2 x) {
 #if defined(__gfx942__)

@@ -31,6 +31,9 @@ DEVICE float load_float_or_zero(Buffer from, int lane_offset, int offset, bool i
 DEVICE u32 load_byte_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
   return inside ? load<u8>(from + lane_offset + offset) : 0;
 }
+DEVICE u32 load_short_or_zero(Buffer from, int lane_offset, int offset, bool inside) {
+  return inside ? load<u16>(from + lane_offset + offset) : 0;
+}
 
 // The value at address, if inside: under a predicate, as a branch around each store would have them wait for each other.
 template <class T>

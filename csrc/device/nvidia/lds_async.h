@@ -45,6 +45,8 @@ DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 DEVICE void finish_copy(const Copy&, Local<u8>*) {}
+// What this thread stored to LDS itself, the matrix units see after this and a barrier.
+DEVICE void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Rows of 8 chunks of 16 bytes lie in LDS one after the other, chunk c of row r at c ^ swizzle(r): the matrix units' 128-byte
 // swizzle (PTX ISA, section 9.7.15.5.1 "Shared memory matrix layout").

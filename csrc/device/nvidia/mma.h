@@ -74,11 +74,22 @@ struct Panel {
   }
 };
 
+template <class Type>
+struct SumOf {
+  using Value = float;
+};
+template <>
+struct SumOf<I8> {
+  using Value = int;
+};
+template <class Type>
+using Sum = typename SumOf<Type>::Value;
+
 // clang-format off
-#define SUMS_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define SUMS_16(i) SUMS_8(i), SUMS_8(i + 8)
-#define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
-#define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
+#define SUMS_8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
+#define SUMS_16(c, i) SUMS_8(c, i), SUMS_8(c, i + 8)
+#define SUMS_32(c, i) SUMS_16(c, i), SUMS_16(c, i + 16)
+#define SUMS_64(c, i) SUMS_32(c, i), SUMS_32(c, i + 32)
 #define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -88,32 +99,41 @@ struct Panel {
 // d += or, if not `add`, = the product of 32 bytes of K of 64 rows of a and of kValues * 2 rows of b. Lane l of wave w has the
 // sums of a's rows 16 * w + l / 4 and 8 more, d[i] and d[i + 2], with b's rows 8 * (i / 4) + 2 * (l % 4) + i % 2.
 template <class Type, int kValues>
-DEVICE void wgmma(float (&d)[kValues], i64 a, i64 b, int add);
+DEVICE void wgmma(Sum<Type> (&d)[kValues], i64 a, i64 b, int add);
 // The sums are valid after this.
 template <int kValues>
 DEVICE void wait_for_sums(float (&d)[kValues]);
-#define INSTRUCTION(Type, types, transpose, values, n, a, b, add_)                                                           \
-  template <> DEVICE void wgmma<Type, values>(float (&d)[values], i64 of_a, i64 of_b, int add) {                             \
+template <int kValues>
+DEVICE void wait_for_sums(int (&d)[kValues]);
+#define INSTRUCTION(Type, types, more, c, values, n, a, b, add_)                                                             \
+  template <> DEVICE void wgmma<Type, values>(Sum<Type> (&d)[values], i64 of_a, i64 of_b, int add) {                             \
     asm volatile("{.reg .pred p; setp.ne.b32 p, %" #add_ ", 0; wgmma.mma_async.sync.aligned.m64n" #n types " {" NAMES_##values \
-                 "}, %" #a ", %" #b ", p, 1, 1" transpose ";}"                                                               \
-                 : SUMS_##values(0) : "l"(of_a), "l"(of_b), "n"(add));                                                       \
+                 "}, %" #a ", %" #b ", p" more ";}"                                                               \
+                 : SUMS_##values(c, 0) : "l"(of_a), "l"(of_b), "n"(add));                                                       \
   }
-#define INSTRUCTIONS(Type, types, transpose)              \
-  INSTRUCTION(Type, types, transpose, 8, 16, 8, 9, 10)    \
-  INSTRUCTION(Type, types, transpose, 16, 32, 16, 17, 18) \
-  INSTRUCTION(Type, types, transpose, 32, 64, 32, 33, 34) \
-  INSTRUCTION(Type, types, transpose, 64, 128, 64, 65, 66)
-INSTRUCTIONS(E4m3, "k32.f32.e4m3.e4m3", "")
-INSTRUCTIONS(Bf16, "k16.f32.bf16.bf16", ", 0, 0")
-INSTRUCTIONS(F16, "k16.f32.f16.f16", ", 0, 0")
-#define WAIT(values)                                                                                                           \
-  template <> DEVICE void wait_for_sums<values>(float (&d)[values]) {                                                          \
-    asm volatile("wgmma.wait_group.sync.aligned 0;" : SUMS_##values(0) :: "memory");                                           \
+#define INSTRUCTIONS(Type, types, more)                      \
+  INSTRUCTION(Type, types, more, "+f", 8, 16, 8, 9, 10)    \
+  INSTRUCTION(Type, types, more, "+f", 16, 32, 16, 17, 18) \
+  INSTRUCTION(Type, types, more, "+f", 32, 64, 32, 33, 34) \
+  INSTRUCTION(Type, types, more, "+f", 64, 128, 64, 65, 66)
+INSTRUCTIONS(E4m3, "k32.f32.e4m3.e4m3", ", 1, 1")
+INSTRUCTIONS(E5m2, "k32.f32.e5m2.e5m2", ", 1, 1")
+INSTRUCTIONS(E4m3E5m2, "k32.f32.e4m3.e5m2", ", 1, 1")
+INSTRUCTIONS(E5m2E4m3, "k32.f32.e5m2.e4m3", ", 1, 1")
+INSTRUCTIONS(Bf16, "k16.f32.bf16.bf16", ", 1, 1, 0, 0")
+INSTRUCTIONS(F16, "k16.f32.f16.f16", ", 1, 1, 0, 0")
+INSTRUCTION(I8, "k32.s32.s8.s8", "", "+r", 32, 64, 32, 33, 34)
+INSTRUCTION(I8, "k32.s32.s8.s8", "", "+r", 64, 128, 64, 65, 66)
+#define WAIT(values, type, c)                                                                                                  \
+  template <> DEVICE void wait_for_sums<values>(type (&d)[values]) {                                                           \
+    asm volatile("wgmma.wait_group.sync.aligned 0;" : SUMS_##values(c, 0) :: "memory");                                        \
   }
-WAIT(8)
-WAIT(16)
-WAIT(32)
-WAIT(64)
+WAIT(8, float, "+f")
+WAIT(16, float, "+f")
+WAIT(32, float, "+f")
+WAIT(64, float, "+f")
+WAIT(32, int, "+r")
+WAIT(64, int, "+r")
 #undef WAIT
 #undef INSTRUCTIONS
 #undef INSTRUCTION
@@ -129,7 +149,7 @@ WAIT(64)
 
 // Starts product = 64 rows of panel a times kValues * 2 rows of panel b; wait_for_sums waits for it.
 template <class Type, int kValues>
-DEVICE void start_product(float (&product)[kValues], const Panel& a_at, const lds::Local<u8>* a, const Panel& b_at,
+DEVICE void start_product(Sum<Type> (&product)[kValues], const Panel& a_at, const lds::Local<u8>* a, const Panel& b_at,
                           const lds::Local<u8>* b) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -137,8 +157,8 @@ DEVICE void start_product(float (&product)[kValues], const Panel& a_at, const ld
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 template <class Type, int kValues>
-DEVICE void multiply_panels(float (&product)[kValues], const Panel& a_at, const lds::Local<u8>* a, const Panel& b_at,
-                            const lds::Local<u8>* b) {
+DEVICE void multiply_panels(Sum<Type> (&product)[kValues], const Panel& a_at, const lds::Local<u8>* a,
+                            const Panel& b_at, const lds::Local<u8>* b) {
   start_product<Type>(product, a_at, a, b_at, b);
   wait_for_sums(product);
 }

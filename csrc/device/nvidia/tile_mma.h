@@ -37,13 +37,18 @@ struct Multiplier {
   template <bool kScaled>
   DEVICE void multiply_add(AccumulatorTile (&sums)[kM][kN], const lds::Local<u8>* tokens, const lds::Local<u8>* weights,
                            const float (&factor)[kN][2][kM][kLaneTokens]) const {
-    float product[kN * 16];
+    mma::Sum<Type> product[kN * 16];
     mma::multiply_panels<Type>(product, tokens_at, tokens, weights_at, weights);
 #pragma unroll
     for (int i = 0; i < kN * 4; ++i) {
-      const f32x4 p = {product[i * 4], product[i * 4 + 1], product[i * 4 + 2], product[i * 4 + 3]};
-      const auto& of = factor[i / 4][i % 4 / 2][0];
-      sums[0][i / 4].sum[i % 4] += kScaled ? p * f32x4{of[0], of[0], of[1], of[1]} : p;
+      if constexpr (__is_same(Type, I8)) {
+        const i32x4 p = {product[i * 4], product[i * 4 + 1], product[i * 4 + 2], product[i * 4 + 3]};
+        sums[0][i / 4].sum[i % 4] = add_whole(sums[0][i / 4].sum[i % 4], __builtin_bit_cast(f32x4, p));
+      } else {
+        const f32x4 p = {product[i * 4], product[i * 4 + 1], product[i * 4 + 2], product[i * 4 + 3]};
+        const auto& of = factor[i / 4][i % 4 / 2][0];
+        sums[0][i / 4].sum[i % 4] += kScaled ? p * f32x4{of[0], of[0], of[1], of[1]} : p;
+      }
     }
   }
 };

@@ -92,10 +92,10 @@ struct BlockScales {
   }
 };
 
-// Adds the products of the panels from `first` to before `last`, at least one. Rows have k bytes.
-template <class Tile, class Type, class Scaling>
-DEVICE void multiply_panels(Accumulators<Tile>& sums, TileLoader<Tile::kTileM, Tile::kThreads>& loader_a,
-                            TileLoader<Tile::kTileN, Tile::kThreads>& loader_b, bool b_in_fragment_order,
+// Adds the products of the panels from `first` to before `last`, at least one. Rows have k bytes. The loaders have `start` and
+// `finish` of a TileLoader.
+template <class Tile, class Type, class LoaderA, class LoaderB, class Scaling>
+DEVICE void multiply_panels(Accumulators<Tile>& sums, LoaderA& loader_a, LoaderB& loader_b, bool b_in_fragment_order,
                             const Scaling& scaling, int first, int last, int k) {
   constexpr int kPanelA = Tile::kTileM * kDepth, kBuffer = kPanelA + Tile::kTileN * kDepth;
   auto* lds = (lds::Local<u8>*)dynamic_lds;

@@ -5,9 +5,13 @@
 
 namespace tile {
 
+struct AddFloats {
+  DEVICE f32x4 operator()(f32x4 a, f32x4 b) const { return a + b; }
+};
+
 // Stores the partial sums of a K slice to HBM. The last block of the tile to arrive adds up those of all slices, in the order
 // of K, and returns true.
-template <class Tile, class Problem>
+template <class Tile, class Add = AddFloats, class Problem>
 DEVICE bool reduce_split_k(Accumulators<Tile>& sums, const Problem& p, int tile_index, int k_slice) {
   constexpr int kVectors = sizeof(AccumulatorTile) / sizeof(f32x4);
   auto partials = [&](int of_slice) __attribute__((always_inline)) {
@@ -36,7 +40,8 @@ DEVICE bool reduce_split_k(Accumulators<Tile>& sums, const Problem& p, int tile_
   for_all([&](f32x4& sum, int i, int j, int v) __attribute__((always_inline)) { sum = load(first, i, j, v); });
   for (int s = 1; s < p.split_k; ++s) {
     const mem::Buffer next = partials(s);
-    for_all([&](f32x4& sum, int i, int j, int v) __attribute__((always_inline)) { sum += load(next, i, j, v); });
+    for_all([&](f32x4& sum, int i, int j, int v)
+                __attribute__((always_inline)) { sum = Add{}(load(next, i, j, v), sum); });
   }
   return true;
 }

@@ -1,0 +1,62 @@
+// Products of accumulator tiles of int8 (v_mfma_i32_16x16x32_i8, v_mfma_i32_16x16x64_i8), of e5m2, and of e4m3 with e5m2
+// (v_mfma_f32_16x16x32_bf8_fp8 and its like; v_mfma_f32_16x16x128_f8f6f4). CDNA3 and CDNA4 ISA, section 7.
+#pragma once
+#include "tile_mma.h"
+
+namespace tile {
+
+template <>
+DEVICE void multiply_add<I8>(AccumulatorTile& accumulator, const Fragment& tokens, const Fragment (&weights)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      i32x4 sum = __builtin_bit_cast(i32x4, accumulator.sum[row]);
+#if defined(__gfx942__)
+      using Words = i64 __attribute__((ext_vector_type(2)));
+      const Words t = __builtin_bit_cast(Words, tokens.half[half]),
+                  w = __builtin_bit_cast(Words, weights[row].half[half]);
+      const i64 t0 = t.x, t1 = t.y, w0 = w.x, w1 = w.y;
+      sum = __builtin_amdgcn_mfma_i32_16x16x32_i8(w0, t0, sum, 0, 0, 0);
+      sum = __builtin_amdgcn_mfma_i32_16x16x32_i8(w1, t1, sum, 0, 0, 0);
+#else
+      sum = __builtin_amdgcn_mfma_i32_16x16x64_i8(__builtin_bit_cast(i32x4, weights[row].half[half]),
+                                                  __builtin_bit_cast(i32x4, tokens.half[half]), sum, 0, 0, 0);
+#endif
+      accumulator.sum[row] = __builtin_bit_cast(f32x4, sum);
+    }
+}
+
+// Of weights and tokens in the two formats of 8 bits.
+#if defined(__gfx942__)
+#define PRODUCT(type, instruction, weights_format, tokens_format)                                                      \
+  template <>                                                                                                          \
+  DEVICE void multiply_add<type>(AccumulatorTile & accumulator, const Fragment& tokens, const Fragment(&weights)[2]) { \
+    using Words = i64 __attribute__((ext_vector_type(2)));                                                             \
+    _Pragma("unroll") for (int i = 0; i < 4; ++i) {                                                                    \
+      const Words t = __builtin_bit_cast(Words, tokens.half[i / 2]);                                                   \
+      _Pragma("unroll") for (int row = 0; row < 2; ++row) {                                                            \
+        const Words w = __builtin_bit_cast(Words, weights[row].half[i / 2]);                                           \
+        accumulator.sum[row] =                                                                                         \
+            __builtin_amdgcn_mfma_f32_16x16x32_##instruction(w[i % 2], t[i % 2], accumulator.sum[row], 0, 0, 0);       \
+      }                                                                                                                \
+    }                                                                                                                  \
+  }
+#else
+#define PRODUCT(type, instruction, weights_format, tokens_format)                                                      \
+  template <>                                                                                                          \
+  DEVICE void multiply_add<type>(AccumulatorTile & accumulator, const Fragment& tokens, const Fragment(&weights)[2]) { \
+    using Operand = int __attribute__((ext_vector_type(8)));                                                           \
+    constexpr int kUnitScale = 0;                                                                                      \
+    _Pragma("unroll") for (int row = 0; row < 2; ++row) accumulator.sum[row] =                                         \
+        __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(__builtin_bit_cast(Operand, weights[row]),                    \
+                                                         __builtin_bit_cast(Operand, tokens), accumulator.sum[row],    \
+                                                         weights_format, tokens_format, 0, kUnitScale, 0, kUnitScale); \
+  }
+#endif
+PRODUCT(E5m2, bf8_bf8, 1, 1)
+PRODUCT(E4m3E5m2, bf8_fp8, 1, 0)
+PRODUCT(E5m2E4m3, fp8_bf8, 0, 1)
+#undef PRODUCT
+
+}  // namespace tile

@@ -1,0 +1,154 @@
+"""gemm: bugs that its cases catch, what it refuses and leaves to torch, and its operands of every type and order."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from marks import full
+from test_planted_bugs import WRONG, kernels, plant, require_caught  # noqa: F401
+
+from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops.correctness import check_case, generator_of, run_and_check
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.op import Case
+from vllm_rocm_ops.ops.gemm import _inputs
+
+FILE, LOADER, BYTES = "ops/gemm.hip", "gemm/tiled/element_loader.h", "device/amd/tile_mma_bytes.h"
+BUGS = {
+    "int8 sums of slices added as floats": (FILE, "return add_whole(a, b);", "return a + b;", "int8-int8", "gfx942"),
+    "K's tail read": (LOADER, "(k - panel * kDepth) / (1 + kHalves)", "kPanel", "int8-int8-cr", "gfx950"),
+    "one scale for all columns": (FILE, "scale_b + i64(n) * p.scale_b_row", "scale_b", "int8", "gfx950"),
+    "all results times the slope": (FILE, "x < 0.0f ? x * p.slope : x", "x * p.slope", "bf16", "gfx942"),
+    "rounded down": (FILE, "__builtin_rintf", "__builtin_floorf", "int8-int8", "gfx950"),
+    "saturated too late": (FILE, "byte ? 127.0f", "byte ? 255.0f", "int8-int8", "gfx942"),
+    "bias of rows for columns": (
+        FILE,
+        "i64(m) * p.bias_row + i64(n) * p.bias_column",
+        "i64(n) * p.bias_row + i64(m) * p.bias_column",
+        "fp16-few",
+        "gfx942",
+    ),
+    "every other product left out": (FILE, "Sum(dot.x + dot.y)", "Sum(dot.x)", "bf16-few", "gfx950"),
+    "the types changed over": (
+        BYTES,
+        "PRODUCT(E4m3E5m2, bf8_fp8, 1, 0)",
+        "PRODUCT(E4m3E5m2, fp8_bf8, 0, 1)",
+        "e4m3-e5m2-few",
+        "gfx950",
+    ),
+    "half of K left out": (
+        BYTES,
+        "sum = __builtin_amdgcn_mfma_i32_16x16x32_i8(w1, t1, sum, 0, 0, 0);",
+        "",
+        "int8-int32",
+        "gfx942",
+    ),
+    "int8 without a sign": (
+        "gemm/element.h",
+        "float((signed char)(word >> kShift))",
+        "float((u8)(word >> kShift))",
+        "int8-e4m3-cr",
+        "gfx942",
+    ),
+    "rows for columns": (
+        LOADER,
+        "PanelVec{index % kRows, index / kRows}",
+        "PanelVec{index / kRowVecs, index / kRows}",
+        "e5m2-e5m2-cc",
+        "gfx942",
+    ),
+}
+BY_DEFAULT = ("int8 sums of slices added as floats", "K's tail read")
+
+
+@pytest.mark.parametrize("bug", [pytest.param(bug, marks=() if bug in BY_DEFAULT else full) for bug in BUGS])
+def test_planted_bug_is_caught(bug, kernels, plant, monkeypatch):  # noqa: F811
+    *planted, case_name, arch = BUGS[bug]
+    said = f"{WRONG}|element .* is|, not |bytes at byte"
+    require_caught((*planted, ops.gemm, case_name, arch, said), plant, monkeypatch)
+
+
+def matrices(a: torch.dtype, b: torch.dtype, m: int = 3, k: int = 32, n: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(m, k).to(a), torch.ones(k, n).to(b)
+
+
+@pytest.mark.parametrize(
+    "a, b, k, why",
+    [
+        (torch.float32, torch.float32, 32, "a is not float32, which torch multiplies"),
+        (torch.bfloat16, torch.float16, 32, "bfloat16 does not meet float16"),
+        (
+            torch.float8_e4m3fnuz,
+            torch.float8_e4m3fn,
+            32,
+            r"gfx950 multiplies a's dtype \(int8, e4m3, e5m2, bf16, fp16\)",
+        ),
+        (torch.int8, torch.int8, 2**17, r"K is below 2\^17, so that sums of int8 have 32 bits"),
+    ],
+)
+def test_what_is_left_to_torch_says_why(a, b, k, why):
+    explanation = ops.gemm.explain(*matrices(a, b, k=k), torch.float32, arch="gfx950")
+    assert explanation.is_fallback
+    with launch.executor(Emulator("gfx950")), pytest.warns(UserWarning, match=why):
+        assert ops.gemm(*matrices(a, b, k=k), torch.float32).eq(k).all()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"b": torch.ones(31, 5).half()}, r"b must be .* \[K=32, N\], got float16\[31, 5\]"),
+        ({"out_dtype": torch.int8}, "out_dtype must be .* of int8 with int8, int32 or int8, got torch.int8"),
+        ({"scale_a": torch.ones(5)}, "scale_a must be float32 with 1 or 3 elements, got float32"),
+        ({"bias": torch.ones(3).half()}, r"bias must be torch.float16, not of ints, \[N=5\] or \[M=3, 1\], got"),
+        ({"activation": "gelu"}, "activation must be none or leaky_relu, got gelu"),
+    ],
+)
+def test_what_is_wrong_is_named(change, message):
+    a, b = matrices(torch.float16, torch.float16)
+    with pytest.raises(ValueError, match=f"gemm: {message}"):
+        ops.gemm(**{"a": a, "b": b, "out_dtype": torch.float16} | change)
+
+
+def test_int8_saturates_and_sums_exactly():
+    """Sums that no float32 holds, and results beyond those of int8."""
+    k = 1300
+    a, b = torch.full((9, k), -127, dtype=torch.int8), torch.full((k, 3), 127, dtype=torch.int8)
+    b[:, 1], b[:, 2], a[:, 0] = -127, 0, 126
+    sums = (a.double() @ b.double()).long()
+    assert sums.abs().max() > 2**24 and sums.abs().max() % 2
+    tiny = torch.full((1,), 1e-5)
+    with launch.executor(Emulator("gfx942")):
+        for rows in (a, a[:1]):
+            assert torch.equal(ops.gemm(rows, b, torch.int32).long(), sums[: len(rows)])
+            found = ops.gemm(rows, b, torch.int8, scale_a=tiny)
+            assert found[0].tolist() == [-128, 127, 0]
+
+
+KINDS = ("int8", "e4m3", "e5m2", "bf16", "fp16")
+
+
+@full
+@pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("a, b", list(itertools.product(KINDS, KINDS)))
+def test_every_pair_in_every_order(a, b, arch_name):
+    if {a, b} == {"bf16", "fp16"}:
+        pytest.skip("torch multiplies them")
+    emulator = Emulator(arch_name)
+    with launch.executor(emulator):
+        for order, (m, n, k) in itertools.product(("rr", "rc", "cr", "cc"), ((5, 3, 100), (67, 129, 272), (1, 1, 1))):
+            for given in ({"scales": "rows", "bias": "row"}, {"scales": "tensors", "activation": "leaky_relu"}):
+                name = f"{a} {b} {order} {m} {n} {k}"
+                case = Case(name, lambda *of, m=m, n=n, k=k, o=order, g=given: _inputs(m, n, k, a, b, o, g, *of))
+                check_case(ops.gemm, case, "cpu", emulator.arch)
+
+
+@full
+@pytest.mark.parametrize("n, k", [(23, 128), (4096, 3078), (4096, 4096)])
+def test_shapes_of_few_rows_of_perf_kernels(n, k):
+    """Those of multreduce_matmul_kernel: fp16, one row, a bias of rows."""
+    emulator = Emulator("gfx942")
+    made = _inputs(1, n, k, "fp16", "fp16", "rc", {"bias": "row"}, "cpu", generator_of("few"), emulator.arch.fp8_dtype)
+    with launch.executor(emulator):
+        run_and_check(ops.gemm, made[:2] + (torch.float16,) + made[3:5] + (made[5].half(), "none"), "cpu")

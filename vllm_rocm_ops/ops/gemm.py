@@ -1,0 +1,324 @@
+"""Matrix product of operands of any type, strides and sizes, with scales, bias and activation; kernels: csrc/ops/gemm.hip."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families import gemm as products
+from vllm_rocm_ops.families import tiled_gemm as tiled
+from vllm_rocm_ops.families.gemm import Operand
+from vllm_rocm_ops.families.tiled_gemm import TiledConfig
+from vllm_rocm_ops.launch import Counters, Launch, Workspace, fields
+from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.tensors import describe
+
+__all__ = ["gemm"]
+
+E5M2 = {torch.float8_e4m3fn: torch.float8_e5m2, torch.float8_e4m3fnuz: torch.float8_e5m2fnuz}
+HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+INTS = {torch.int32: 3, torch.int8: 4}
+OUT_TYPES = products.OUT_TYPES | INTS
+SLOPES = {"none": 1.0, "leaky_relu": 0.01}  # what results below 0 are multiplied by
+FEW = (1, 4, 8)  # the most rows of a that a kernel without tiles takes
+THREADS = 256  # of its blocks
+ROWS, SPLIT_K = 128, (1, 2, 4, 8, 16)  # of the tiles here
+LARGE = ("int8", "e4m3", "bf16", "fp16")  # what is also multiplied in tiles of 128 rows of a
+
+# The model of `_cost`, beside that of the tiled kernels. No AMD GPU was there to measure.
+BY_ELEMENT = 4.0  # how many times as long products of elements take that are loaded one by one
+LANE_OPERATIONS = 134e3  # of a compute unit in a microsecond
+OPERATIONS = (2.0, 1.5)  # that an element of b takes, and times each row of a
+LATENCY_US = 2.0
+
+
+@dataclass(frozen=True)
+class FewConfig:
+    """A wave multiplies a column of b with all rows of a, at most `tokens`."""
+
+    tokens: int
+
+
+def _types(arch: Arch) -> dict[torch.dtype, str]:
+    """The names of what the kernels take on arch, in the order of ElementType in csrc/gemm/element.h."""
+    return {torch.int8: "int8", arch.fp8_dtype: "e4m3", E5M2[arch.fp8_dtype]: "e5m2", **HALVES}
+
+
+def _multiplied(a, arch: Arch) -> tuple[str, int]:
+    """The type that a pair is multiplied in, and its bytes."""
+    pair = dict.fromkeys((a.a.dtype, a.b.dtype))
+    for dtype, name in HALVES.items():
+        if dtype in pair:
+            return name, 2
+    if torch.int8 in pair:
+        return ("int8", 1) if len(pair) == 1 else ("fp16", 2)
+    return "_".join(_types(arch)[dtype] for dtype in pair), 1
+
+
+def _operands(a, size: int) -> tuple[Operand, Operand]:
+    """a and b as rows along K, of elements of so many bytes as they are multiplied."""
+    sides = ((a.a, a.a.stride(0)), (a.b.t(), a.b.stride(1)))
+    return tuple(Operand(t, t.shape[0], t.shape[1] * size, stride * t.element_size()) for t, stride in sides)
+
+
+def _lies_in_vectors(operand: Operand) -> bool:
+    """Whether each 16 bytes of a row lie together and aligned."""
+    rows = operand.tensor
+    together = rows.stride(1) == 1 and (rows.shape[0] == 1 or operand.stride % 16 == 0)
+    return together and rows.data_ptr() % 16 == 0
+
+
+def _has_vectors(operand: Operand) -> bool:
+    """The same, rows are whole vectors, and their elements are of the type that is multiplied."""
+    in_memory = operand.tensor.shape[1] * operand.tensor.element_size()
+    return _lies_in_vectors(operand) and in_memory == operand.k and operand.k % 16 == 0
+
+
+def _is_fast(operands: tuple[Operand, Operand]) -> bool:
+    return all(_has_vectors(operand) and operand.stride < 2**25 for operand in operands)
+
+
+def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    types = (torch.int8, *E5M2, *E5M2.values(), *HALVES, torch.float32)
+    wanted = "int8, float8_e4m3, float8_e5m2, bfloat16, float16 or float32"
+    yield "a", f"{wanted} [M, K]", describe(a.a), a.a.dim() == 2 and a.a.dtype in types
+    k = a.a.shape[1]
+    holds = a.b.dim() == 2 and a.b.dtype in types and a.b.shape[0] == k
+    yield "b", f"{wanted} [K={k}, N]", describe(a.b), holds
+    m, n = a.a.shape[0], a.b.shape[1]
+    for name, scale, rows in (("scale_a", a.scale_a, m), ("scale_b", a.scale_b, n)):
+        if scale is not None:
+            holds = scale.dtype == torch.float32 and scale.numel() in (1, rows)
+            yield name, f"float32 with 1 or {rows} elements", describe(scale), holds
+    of_ints = a.a.dtype == a.b.dtype == torch.int8
+    wanted = "bfloat16, float16, float32 or, of int8 with int8, int32 or int8"
+    yield "out_dtype", wanted, str(a.out_dtype), a.out_dtype in (OUT_TYPES if of_ints else products.OUT_TYPES)
+    if a.bias is not None:
+        wanted = f"{a.out_dtype}, not of ints, [N={n}] or [M={m}, 1]"
+        holds = a.out_dtype not in INTS and a.bias.dtype == a.out_dtype and tuple(a.bias.shape) in ((n,), (m, 1))
+        yield "bias", wanted, describe(a.bias), holds
+    yield "activation", " or ".join(SLOPES), str(a.activation), a.activation in SLOPES
+
+
+def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    for name, dtype in (("a", a.a.dtype), ("b", a.b.dtype)):
+        yield f"{name} is not float32, which torch multiplies", dtype != torch.float32
+        yield f"{arch.name} multiplies {name}'s dtype ({', '.join(_types(arch).values())})", dtype in _types(arch)
+    yield "bfloat16 does not meet float16", {a.a.dtype, a.b.dtype} != set(HALVES)
+    rest = [t for t in (a.scale_a, a.scale_b, a.bias) if t is not None]
+    yield "scales and bias are contiguous", all(t.is_contiguous() for t in rest)
+    m, n, k = _sizes(a)
+    yield "N and K are at least 1", min(n, k) > 0
+    yield "K is below 2^17, so that sums of int8 have 32 bits", k < 2**17 or torch.int8 not in (a.a.dtype, a.b.dtype)
+    yield "M, N and K are below 2^30, M * N is below 2^40", max(m, n, k) < 2**30 and m * n < 2**40
+    for name, rows in (("a", a.a), ("b", a.b.t())):
+        reach = (256 * rows.stride(0) + 128 * rows.stride(1)) * rows.element_size()
+        yield f"256 rows and 128 elements of K of {name} reach over less than 2 GB", reach < 2**31
+
+
+def _sizes(a) -> tuple[int, int, int]:
+    return a.a.shape[0], a.b.shape[1], a.a.shape[1]
+
+
+def _configs(a, arch: Arch) -> list:
+    if not all(holds for _, holds in _envelope(a, arch)):
+        return []
+    kind, size = _multiplied(a, arch)
+    operands = _operands(a, size)
+    found: list = [c for c in tiled.configs(*operands, arch) if c.rows == ROWS and c.split_k in SPLIT_K]
+    if kind not in LARGE or not _is_fast(operands):
+        found = [c for c in found if c.tokens == tiled.TILES[0][0]]
+    return [FewConfig(t) for t in FEW if t >= a.a.shape[0]][:1] + found
+
+
+def _cost(config, a, arch: Arch) -> dict[str, float]:
+    operands = _operands(a, _multiplied(a, arch)[1])
+    if isinstance(config, TiledConfig):
+        terms = tiled.cost(config, *operands, arch)
+        return terms | {"multiplying": terms["multiplying"] * (1.0 if _is_fast(operands) else BY_ELEMENT)}
+    m, n, k = _sizes(a)
+    elements = n * k * (OPERATIONS[0] + OPERATIONS[1] * m)
+    apart = BY_ELEMENT if not all(_lies_in_vectors(operand) for operand in operands) else 1.0
+    moved = n * k * a.b.element_size() / (arch.bandwidth_gb_s * 1e3)
+    issued = apart * elements / (arch.compute_units * LANE_OPERATIONS)
+    return {"multiplying": max(moved, issued), "latency": LATENCY_US}
+
+
+def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
+    m, n, k = _sizes(a)
+    if m == 0:
+        return []
+    kind, size = _multiplied(a, arch)
+    operands = _operands(a, size)
+    has_vectors = _has_vectors if isinstance(config, TiledConfig) else _lies_in_vectors
+    types = list(_types(arch))
+    problem = {
+        name: {
+            "data": tensor,
+            "row": operand.stride,
+            "step": operand.tensor.stride(1) * tensor.element_size(),
+            "type": types.index(tensor.dtype),
+            "vectors": int(has_vectors(operand)),
+        }
+        for name, tensor, operand in zip("ab", (a.a, a.b), operands)
+    }
+    is_row_bias = a.bias is not None and a.bias.dim() == 2
+    problem |= {
+        "out": out,
+        "partials": None,
+        "counters": None,
+        "scale_a": a.scale_a,
+        "scale_b": a.scale_b,
+        "bias": a.bias,
+        "m": m,
+        "n": n,
+        "k": k,
+        "scale_a_row": int(a.scale_a is not None and a.scale_a.numel() > 1),
+        "scale_b_row": int(a.scale_b is not None and a.scale_b.numel() > 1),
+        "bias_row": int(is_row_bias),
+        "bias_column": int(a.bias is not None and not is_row_bias),
+        "out_type": OUT_TYPES[out.dtype],
+        "unscaled": int(_is_unscaled(a)),
+        "slope": SLOPES[a.activation],
+    }
+    if isinstance(config, FewConfig):
+        whole = TiledConfig(tiled.TILES[0][0], ROWS, 1)
+        problem |= tiled.division(whole, *operands)
+        sums = "int" if kind == "int8" else "float"
+        blocks = -(-n // (THREADS // arch.wave_lanes))
+        symbol = f"gemm_few_{sums}_{config.tokens}"
+        return [Launch("gemm", symbol, (blocks, 1, 1), (THREADS, 1, 1), fields("problem", problem))]
+    if bytes_shared := tiled.partial_bytes(config, *operands):
+        problem["partials"] = Workspace(bytes_shared)
+        problem["counters"] = Counters(tiled.tiles(config, *operands))
+    problem |= tiled.division(config, *operands)
+    return [tiled.launch("gemm", kind if _is_fast(operands) else f"any_{kind}", config, *operands, arch, problem)]
+
+
+def _is_unscaled(a) -> bool:
+    """Whether results are the sums themselves."""
+    return a.out_dtype == torch.int32 and a.scale_a is None and a.scale_b is None and a.activation == "none"
+
+
+def _cases() -> Iterator[Case]:
+    """Each type alone and with each other, in every order of rows and columns, sizes that nothing divides, all kinds of results."""
+
+    def case(name: str, m: int, n: int, k: int, a: str, b: str, order: str = "rc", **given) -> Case:
+        return Case(name, functools.partial(_inputs, m, n, k, a, b, order, given))
+
+    leaky = {"activation": "leaky_relu"}
+    yield case("fp16-few", 1, 23, 31, "fp16", "fp16", bias="row")
+    yield case("bf16-few", 7, 5, 120, "bf16", "bf16", scales="rows", **leaky)
+    yield case("e4m3-e5m2-few", 4, 6, 256, "e4m3", "e5m2", scales="tensors", out_dtype=torch.float32)
+    yield case("int8-few", 1, 3, 16, "int8", "int8", scales="rows", bias="column")
+    yield case("int8-few-int32", 3, 5, 520, "int8", "int8", out_dtype=torch.int32)
+    yield case("int8", 8, 133, 144, "int8", "int8", scales="rows", bias="column")
+    yield case("int8-int8", 70, 20, 272, "int8", "int8", scales="powers", out_dtype=torch.int8)
+    yield case("int8-int32", 10, 20, 144, "int8", "int8", out_dtype=torch.int32)
+    for kind in ("e4m3", "e5m2", "bf16", "fp16"):
+        yield case(kind, 65, 40, 80, kind, kind, scales="rows", **leaky)
+    yield case("e5m2-e4m3", 17, 40, 80, "e5m2", "e4m3", scales="rows", out_dtype=torch.float16)
+    for a, b, order in (
+        ("int8", "int8", "cr"),
+        ("e4m3", "e4m3", "rr"),
+        ("e5m2", "e5m2", "cc"),
+        ("e4m3", "e5m2", "rr"),
+        ("e5m2", "e4m3", "rr"),
+        ("bf16", "e5m2", "rr"),
+        ("e4m3", "fp16", "cc"),
+        ("int8", "e4m3", "cr"),
+    ):
+        yield case(f"{a}-{b}-{order}", 11, 35, 77, a, b, order, scales="rows", bias="column")
+    yield case("no-rows", 0, 32, 64, "int8", "int8")
+    yield case("fp32", 3, 5, 7, "fp32", "fp32")
+
+
+def _inputs(m, n, k, a_kind, b_kind, order, given, device, generator, fp8_dtype) -> tuple:
+    """`order` says of a and of b whether they lie in rows or in columns, with a gap between them."""
+
+    def matrix(rows: int, columns: int, kind: str, order: str, gap: int = 16) -> Tensor:
+        of_kind = {"int8": torch.int8, "e4m3": fp8_dtype, "e5m2": E5M2[fp8_dtype], "fp32": torch.float32}
+        dtype = of_kind.get(kind) or {name: dtype for dtype, name in HALVES.items()}[kind]
+        outer, inner = (rows, columns) if order == "r" else (columns, rows)
+        values = torch.randn(outer, inner + gap, generator=generator)
+        values = (values * 40).round().clamp(-127, 127) if kind == "int8" else values
+        values = values.to(dtype).to(device)[:, :inner]
+        return values if order == "r" else values.t()
+
+    def scale(rows: int) -> Tensor | None:
+        rows = rows if given.get("scales") in ("rows", "powers") else 1
+        if given.get("scales") == "powers":
+            return (2.0 ** torch.randint(-9, -5, (rows, 1), generator=generator)).to(device)
+        return None if not given.get("scales") else (torch.rand(rows, 1, generator=generator) + 0.5).to(device)
+
+    out_dtype = given.get("out_dtype", torch.bfloat16)
+    bias = None
+    if given.get("bias"):
+        bias = torch.randn((m, 1) if given["bias"] == "row" else (n,), generator=generator).to(out_dtype).to(device)
+    operands = matrix(m, k, a_kind, order[0]), matrix(k, n, b_kind, order[1])
+    return *operands, out_dtype, scale(m), scale(n), bias, given.get("activation", "none")
+
+
+def _op(reference) -> Op:
+    return Op(
+        reference,
+        allocate=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[1]), dtype=a.out_dtype),
+        contract=_contract,
+        envelope=_envelope,
+        configs=_configs,
+        cost=_cost,
+        plan=_plan,
+        problem=_problem,
+        cases=_cases,
+        sums=True,
+    )
+
+
+def _problem(a) -> dict[str, object]:
+    """What a tuned row is keyed by: sizes, types, and whether a and b have K innermost."""
+    m, n, k = _sizes(a)
+    types = [str(dtype).removeprefix("torch.") for dtype in (a.a.dtype, a.b.dtype)]
+    inner = [int(stride == 1) for stride in (a.a.stride(1), a.b.stride(0))]
+    return {"m": m, "n": n, "k": k, "a": types[0], "b": types[1], "a_inner": inner[0], "b_inner": inner[1]}
+
+
+@_op
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
+    """activation((a @ b) * scale_a * scale_b^T + bias), the sums in fp32, those of int8 with int8 exact.
+
+    a [M, K] and b [K, N] are int8, e4m3, e5m2, bf16, fp16 or fp32, each its own, with any strides; scale_a has 1 or M elements,
+    scale_b 1 or N, float32. bias is of out_dtype, [N] or [M, 1]. activation is "none" or "leaky_relu", which multiplies what is
+    below 0 by 0.01. Returns [M, N] in bf16, fp16, fp32 or, of int8 with int8, int32 or int8: rounded to nearest even, saturated, NaN
+    as 0. Matrices of fp32 are multiplied by torch, as are bf16 with fp16. Scales of blocks: block_scaled_mm.
+    """
+    wide = torch.float64 if out_dtype == torch.float64 else torch.float32
+    summed = torch.float64 if a.dtype == b.dtype == torch.int8 else wide
+    product = a.to(summed) @ b.to(summed)
+    if out_dtype == torch.int32 and scale_a is None and scale_b is None and activation == "none":
+        return product.to(out_dtype)
+    product = product.to(wide)
+    if scale_a is not None:
+        product = product * scale_a.to(wide).reshape(-1, 1)
+    if scale_b is not None:
+        product = product * scale_b.to(wide).reshape(1, -1)
+    if bias is not None:
+        product = product + bias.to(wide)
+    product = torch.where(product < 0, product * SLOPES[activation], product)
+    if out_dtype in INTS:
+        limits = torch.iinfo(out_dtype)
+        high = limits.max if out_dtype == torch.int8 else 2147483520  # the largest float32 below
+        product = product.nan_to_num(nan=0.0).clamp(limits.min, high).round()
+    return product.to(out_dtype)
