@@ -260,7 +260,8 @@ print(json.dumps({
     assert len(without["replaced"]) == 3 and with_patches["replaced"] == []
     assert with_patches["warnings"] == [] and "additional_config is no dict" in without["warnings"][0]
     assert without["factors"] == [] and [name.partition(" with ")[0] for name in with_patches["factors"]] == [FACTOR]
-    assert with_patches["linear"] == ["RocmOpsBlockScaledLinear", "RocmOpsMxfp8Linear", "RocmOpsScaledLinear"]
+    ours = ["BlockScaled", "Int8", "Mxfp8", "Scaled"]
+    assert with_patches["linear"] == [f"RocmOps{name}Linear" for name in ours]
     modular = ["RocmOpsFp8Experts", "RocmOpsUnquantizedExperts"]
     routing = [name.replace("Ops", "OpsRouting") for name in modular]
     names = list(dict.fromkeys(with_patches["experts"]))  # AITER's have one for each form of weights

@@ -33,7 +33,7 @@ ASKED = list(RELEASES) if os.environ.get("FULL_TESTS") else ["0.30", "0.33"]
 """The oldest and the newest; with --full all. Of others the table repeats what is recorded."""
 MACHINES = [(arch, aiter) for arch in selection.ARCHS for aiter in selection.AITER]
 KEY = ("what", "arch", "aiter", "plugin")
-LINEAR_SEAMS = ["scaled_linear", "block_scaled_linear", "mxfp8_linear", "unquantized_linear"]
+LINEAR_SEAMS = ["scaled_linear", "block_scaled_linear", "mxfp8_linear", "int8_linear", "unquantized_linear"]
 EXPERT_SEAMS = ["fp8_experts", "mxfp8_experts", "unquantized_experts", "routing_experts"]
 ATTENTION_SEAMS = ["decode_attention", "latent_attention", "rope_and_cache"]
 OTHER_SEAMS = [

@@ -1,0 +1,202 @@
+"""INT8 linear layers in vLLM: what ours compute, which calls they leave to vLLM's native kernel, and when they serve."""
+
+import pytest
+import torch
+
+import vllm_rocm_ops
+from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, native_kernel, seam
+from vllm_rocm_ops.vllm.seams import int8_linear
+
+N, K, FEW, MANY = 48, 160, 5, 65
+NAMES = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
+CHOOSE = native_kernel.choose
+
+pytestmark = pytest.mark.usefixtures("configuration")
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+class Native:
+    """What vLLM's kernels are made of here: it computes the product in float32 and keeps in `calls` how many tokens it had."""
+
+    supported = classmethod(lambda cls, *_: (True, None))
+
+    def apply_weights(self, layer, x, bias=None):
+        self.calls.append(len(x))
+        weight, scale, input_scale, zero_point, adjustment = self._get_layer_params(layer)
+        assert zero_point is None and adjustment is None
+        a, scale_a = int8_linear.quantized(x, input_scale)
+        return ops.gemm.reference(a, weight, x.dtype, scale_a, scale, bias)
+
+
+class Packing(Native):
+    """Leaves the weight in an order that we do not know."""
+
+    def process_weights_after_loading(self, layer):
+        super().process_weights_after_loading(layer)
+        layer.weight = torch.nn.Parameter(layer.weight.data.flip(0), requires_grad=False)
+
+
+KINDS = {"tensors": (False, True), "fused": (False, False), "channels": (True, False), "channels static": (True, True)}
+"""Whether weights have a scale per channel, and activations a static one."""
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """A function that makes a layer of a kind with its kernel, which keeps `native`, if given; and the exact weight."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
+
+    monkeypatch.setattr(native_kernel, "_kernels", {})
+
+    def make(kind: str, native: type | None = None):
+        if native is not None:
+            supported = {"is_supported": native.supported, "can_implement": native.supported, "calls": []}
+            native = type(native.__name__, (native, CutlassInt8ScaledMMLinearKernel), supported)
+        monkeypatch.setattr(native_kernel, "choose", lambda *_: native)
+        per_channel, static = KINDS[kind]
+        layer, weight = torch.nn.Module(), (40 * random(N, K)).round().clamp(-127, 127).to(torch.int8)
+        layer.logical_widths = [N // 3, N - N // 3] if kind == "fused" else [N]
+        count = N if per_channel else len(layer.logical_widths)
+        scale = random(count).abs() / 100 + 0.001
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        layer.weight_scale = torch.nn.Parameter(scale.view(-1, 1) if per_channel else scale, requires_grad=False)
+        layer.input_scale = torch.nn.Parameter(torch.tensor([0.03]), requires_grad=False) if static else None
+        layer.input_zero_point = layer.azp_adj = None
+        of_rows = scale if per_channel else scale.repeat_interleave(torch.tensor(layer.logical_widths))
+        kernel = linear.init_int8_linear_kernel(per_channel, static, True, "test")
+        assert type(kernel).__name__ == "RocmOpsInt8Linear"
+        kernel.process_weights_after_loading(layer)
+        return layer, kernel, weight.float() * of_rows.view(-1, 1)
+
+    return make
+
+
+def close(output: torch.Tensor, x: torch.Tensor, exact: torch.Tensor) -> None:
+    """Raise unless an output is x @ exact^T within the rounding of x to int8."""
+    wanted = x.float() @ exact.t()
+    assert output.dtype == x.dtype
+    assert (output.float() - wanted).abs().mean() < 0.02 * wanted.abs().mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products(make, kind):
+    """Without a kernel of vLLM's our op serves any number of tokens, in any number of dimensions, with a bias."""
+    layer, kernel, exact = make(kind)
+    bias = random(N).bfloat16()
+    for shape in ((FEW, K), (MANY, K), (2, 3, K)):
+        x = random(*shape).bfloat16()
+        output = kernel.apply_weights(layer, x, bias)
+        assert output.shape == (*shape[:-1], N)
+        close(output - bias, x, exact)
+    assert vllm_rocm_ops.stats()["gemm"] == {"fallback: PyTorch reference on this device": 3}
+
+
+def test_what_was_not_measured_is_vllms(make):
+    """At any number of tokens."""
+    layer, kernel, exact = make("channels", Native)
+    with launch.executor(Emulator("gfx950")):
+        for tokens in (1, MANY):
+            x = random(tokens, K).bfloat16()
+            close(kernel.apply_weights(layer, x), x, exact)
+    assert kernel.native.calls == [1, MANY] and vllm_rocm_ops.stats() == {}
+
+
+class InTurn:
+    """A clock by which ours is the faster with up to 17 tokens."""
+
+    def times(self, calls, sets):
+        return {"ours": [1.0 if len(sets[0][0]) <= 17 else 3.0], "native": [2.0]}
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize("fault", [None, "scale_b", "bias"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_measured_serves(make, kind, fault, monkeypatch):
+    """A right kernel passes the check, and then serves where it is the faster; with another scale or without a bias it does not."""
+    kernel_selection.start()
+    layer, kernel, _ = make(kind, Native)
+
+    def ours(*arguments):
+        a = ops.gemm.Arguments(*arguments, "none")
+        return ops.gemm.reference(
+            *(a._replace(**{fault: None if fault == "bias" else 1.02 * a.scale_b}) if fault else a)
+        )
+
+    monkeypatch.setattr(ops.gemm, "run_kernels", ours)
+    bias = random(N).bfloat16()
+    kernel.apply_weights(layer, random(MANY, K).bfloat16(), bias)
+    kernel_timing.warm_up((1, 17), MANY, InTurn(), lambda mine: [mine])
+    [one] = kernel_selection.choices()
+    assert one.state == ("off" if fault else "measured"), one.why
+    kernel.native.calls.clear()
+    for tokens in (1, 17, 18, MANY):
+        kernel.apply_weights(layer, random(tokens, K).bfloat16(), bias)
+    assert kernel.native.calls == ([1, 17, 18, MANY] if fault else [18, MANY])
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_kernels_serve_where_ours_won(make, arch):
+    """The emulated kernels give what the native one gives, but for roundings of the last bit; a bias of another type is vLLM's."""
+    layer, kernel, _ = make("channels", Native)
+    x, bias = random(MANY, K).bfloat16(), random(N).bfloat16()
+    wanted = kernel.apply_weights(layer, x, bias)
+    [one] = kernel_selection.choices()
+    kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0]) + bytes([1]) * MANY}))
+    with launch.executor(Emulator(arch)):
+        output = kernel.apply_weights(layer, x, bias)
+        [symbol] = vllm_rocm_ops.stats()["gemm"]
+        assert symbol.startswith("gemm_int8_") and len(kernel.native.calls) == 1
+        torch.testing.assert_close(output, wanted, rtol=2**-7, atol=1e-3)
+        kernel.apply_weights(layer, x, bias.float())
+    assert len(kernel.native.calls) == 2
+
+
+def test_weights_of_unknown_order_are_vllms(make):
+    layer, kernel, _ = make("channels", Packing)
+    kernel.apply_weights(layer, random(FEW, K).bfloat16())
+    assert kernel.order is None and kernel.native.calls == [FEW]
+
+
+def test_activations_with_a_zero_point_are_vllms():
+    from vllm.model_executor.kernels import linear
+
+    ours = linear._POSSIBLE_INT8_KERNELS[linear.current_platform._enum][0]
+    config = linear.Int8ScaledMMLinearLayerConfig(
+        is_static_input_scheme=False, is_channelwise=True, input_symmetric=False
+    )
+    assert ours.can_implement(config) == (False, "takes no activations with a zero point")
+    assert type(linear.init_int8_linear_kernel(True, False, False, "test")) is not ours
+
+
+def test_vllm_chooses_the_native_kernel(make, monkeypatch):
+    """The first of its own that takes the layer."""
+    from vllm.model_executor.kernels import linear
+
+    _, kernel, _ = make("channels", Native)
+    table, platform = linear._POSSIBLE_INT8_KERNELS, linear.current_platform._enum
+    monkeypatch.setitem(table, platform, [type(kernel), type(kernel.native)])
+    monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
+    assert CHOOSE(type(kernel), kernel.config, table, "int8_w8a8") is type(kernel.native)
+
+
+def test_fake_results_are_like_real_ones(make):
+    layer, kernel, _ = make("channels static", Native)
+    x = random(FEW, K).bfloat16()
+    arguments = x, layer.weight, layer.weight_scale, layer.input_scale, None, kernel.native_name
+    torch.library.opcheck(torch.ops.vllm_rocm_ops.int8_linear.default, arguments, test_utils="test_faketensor")
+
+
+def test_the_probe_notices_another_table(monkeypatch):
+    from vllm.model_executor.kernels import linear
+
+    int8_linear.probe()
+    monkeypatch.delattr(linear, "_POSSIBLE_INT8_KERNELS")
+    with pytest.raises(seam.Unavailable, match="this vLLM lacks _POSSIBLE_INT8_KERNELS"):
+        int8_linear.probe()
