@@ -9,7 +9,9 @@
 // gemm_<type>_<tile>: a block computes a tile of the output, or a K slice of one (gemm/tiled/main_loop.h, split_k.h), of operands
 // whose rows along K are side by side and aligned. gemm_any_<type>_<tile>: the same of any strides, element by element
 // (gemm/tiled/element_loader.h). gemm_few_<sums>_<tokens>: a wave multiplies a column of b with all tokens and adds up its lanes' sums.
-// The same inputs give the same bits.
+// gemm_int8_narrow_<tokens>, gemm_int8_skinny_<tokens>: int8 with scales and few tokens (gemm/skinny.h), whose sums are exact over 64
+// of K and then fp32. The same inputs give the same bits.
+#include "gemm/skinny.h"
 #include "gemm/tiled/element_loader.h"
 #include "gemm/tiled/main_loop.h"
 #include "gemm/tiled/output.h"
@@ -199,9 +201,14 @@ TILES(fp16,          64,  F16,      F16,  false)
 TILES(fp16,          128, F16,      F16,  false)
 TILES(any_fp16,      64,  F16,      F16,  true)
 FEW(float, float, 1)
-FEW(float, float, 4)
 FEW(float, float, 8)
 FEW(int,   int,   1)
-FEW(int,   int,   4)
 FEW(int,   int,   8)
+WAVE_SPLIT_K(gemm_int8_narrow_8,   I8, 8,  ScaleGranularity::kRow)
+WAVE_SPLIT_K(gemm_int8_narrow_16,  I8, 16, ScaleGranularity::kRow)
+#ifdef HAS_INT8_STREAMS
+STREAMED_TILE(gemm_int8_skinny_16, I8, 16, ScaleGranularity::kRow)
+STREAMED_TILE(gemm_int8_skinny_32, I8, 32, ScaleGranularity::kRow)
+STREAMED_TILE(gemm_int8_skinny_64, I8, 64, ScaleGranularity::kRow)
+#endif
 // clang-format on

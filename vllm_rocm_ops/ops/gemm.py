@@ -11,8 +11,10 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import gemm as products
+from vllm_rocm_ops.families import skinny_gemm as skinny
 from vllm_rocm_ops.families import tiled_gemm as tiled
-from vllm_rocm_ops.families.gemm import Operand
+from vllm_rocm_ops.families.gemm import Operand, Product
+from vllm_rocm_ops.families.skinny_gemm import SkinnyConfig
 from vllm_rocm_ops.families.tiled_gemm import TiledConfig
 from vllm_rocm_ops.launch import Counters, Launch, Workspace, fields
 from vllm_rocm_ops.op import Case, Op
@@ -25,7 +27,7 @@ HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 INTS = {torch.int32: 3, torch.int8: 4}
 OUT_TYPES = products.OUT_TYPES | INTS
 SLOPES = {"none": 1.0, "leaky_relu": 0.01}  # what results below 0 are multiplied by
-FEW = (1, 4, 8)  # the most rows of a that a kernel without tiles takes
+FEW = (1, 8)  # the most rows of a that a kernel without tiles takes
 THREADS = 256  # of its blocks
 ROWS, SPLIT_K = 128, (1, 2, 4, 8, 16)  # of the tiles here
 LARGE = ("int8", "e4m3", "bf16", "fp16")  # what is also multiplied in tiles of 128 rows of a
@@ -83,6 +85,23 @@ def _is_fast(operands: tuple[Operand, Operand]) -> bool:
     return all(_has_vectors(operand) and operand.stride < 2**25 for operand in operands)
 
 
+def _is_skinny(a, kind: str) -> bool:
+    """Whether the skinny kernels are among those for a call: int8 with scales, few rows of a, no more than a bias of columns behind."""
+    plain = a.out_dtype in products.OUT_TYPES and a.activation == "none" and (a.bias is None or a.bias.dim() == 1)
+    return (
+        kind == "int8"
+        and plain
+        and a.a.shape[0] <= skinny.MOST_TOKENS
+        and a.scale_a is not None
+        and a.scale_b is not None
+        and all(holds for _, holds in products.envelope(*_skinny_operands(a)))
+    )
+
+
+def _skinny_operands(a) -> tuple[Operand, Operand]:
+    return products.activations(a.a), products.weight(a.b, transposed=True)
+
+
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     types = (torch.int8, *E5M2, *E5M2.values(), *HALVES, torch.float32)
     wanted = "int8, float8_e4m3, float8_e5m2, bfloat16, float16 or float32"
@@ -133,10 +152,15 @@ def _configs(a, arch: Arch) -> list:
     found: list = [c for c in tiled.configs(*operands, arch) if c.rows == ROWS and c.split_k in SPLIT_K]
     if kind not in LARGE or not _is_fast(operands):
         found = [c for c in found if c.tokens == tiled.TILES[0][0]]
+    if _is_skinny(a, kind):
+        narrow = arch.wave_lanes == 32  # HAS_INT8_STREAMS in csrc/device
+        found += [c for c in skinny.configs(*_skinny_operands(a), arch) if c.rows == 16 or not narrow]
     return [FewConfig(t) for t in FEW if t >= a.a.shape[0]][:1] + found
 
 
 def _cost(config, a, arch: Arch) -> dict[str, float]:
+    if isinstance(config, SkinnyConfig):
+        return skinny.cost(config, *_skinny_operands(a), arch)
     operands = _operands(a, _multiplied(a, arch)[1])
     if isinstance(config, TiledConfig):
         terms = tiled.cost(config, *operands, arch)
@@ -154,6 +178,10 @@ def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
     if m == 0:
         return []
     kind, size = _multiplied(a, arch)
+    if isinstance(config, SkinnyConfig):
+        scale_a, scale_b = (a.scale_a, int(a.scale_a.numel() > 1), 0), (a.scale_b, int(a.scale_b.numel() > 1))
+        product = Product(out, *_skinny_operands(a), scale_a, scale_b, a.bias)
+        return skinny.launch("gemm", config, product, arch, kind=kind)
     operands = _operands(a, size)
     has_vectors = _has_vectors if isinstance(config, TiledConfig) else _lies_in_vectors
     types = list(_types(arch))
@@ -217,7 +245,9 @@ def _cases() -> Iterator[Case]:
     yield case("e4m3-e5m2-few", 4, 6, 256, "e4m3", "e5m2", scales="tensors", out_dtype=torch.float32)
     yield case("int8-few", 1, 3, 16, "int8", "int8", scales="rows", bias="column")
     yield case("int8-few-int32", 3, 5, 520, "int8", "int8", out_dtype=torch.int32)
-    yield case("int8", 8, 133, 144, "int8", "int8", scales="rows", bias="column")
+    yield case("int8", 12, 70, 144, "int8", "int8", scales="rows", bias="column")
+    for m in (20, 40):
+        yield case(f"int8-m{m}", m, 20, 64, "int8", "int8", scales="tensors")
     yield case("int8-int8", 70, 20, 272, "int8", "int8", scales="powers", out_dtype=torch.int8)
     yield case("int8-int32", 10, 20, 144, "int8", "int8", out_dtype=torch.int32)
     for kind in ("e4m3", "e5m2", "bf16", "fp16"):
@@ -253,7 +283,7 @@ def _inputs(m, n, k, a_kind, b_kind, order, given, device, generator, fp8_dtype)
     def scale(rows: int) -> Tensor | None:
         rows = rows if given.get("scales") in ("rows", "powers") else 1
         if given.get("scales") == "powers":
-            return (2.0 ** torch.randint(-9, -5, (rows, 1), generator=generator)).to(device)
+            return (2.0 ** torch.randint(-5, -2, (rows, 1), generator=generator)).to(device)
         return None if not given.get("scales") else (torch.rand(rows, 1, generator=generator) + 0.5).to(device)
 
     out_dtype = given.get("out_dtype", torch.bfloat16)

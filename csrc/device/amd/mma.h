@@ -1,6 +1,6 @@
 // Products of weight rows, streamed through registers, with tokens in LDS: 16 rows per wave, fp32 accumulation.
 // v_mfma_f32_16x16x32_fp8_fp8, v_mfma_f32_16x16x16_bf16, _f16 (CDNA3 ISA, section 7.4 "Dense matrix fused-multiply-add"),
-// v_mfma_f32_16x16x32_bf16, _f16 on gfx950.
+// v_mfma_f32_16x16x32_bf16, _f16 on gfx950; v_mfma_i32_16x16x32_i8, on gfx950 v_mfma_i32_16x16x64_i8.
 #pragma once
 #include "sync.h"
 #include "wave.h"
@@ -90,6 +90,25 @@ DEVICE f32x4 multiply_add<F16>(f32x4 sum, u32x4 weights, u32x4 tokens) {
   return __builtin_amdgcn_mfma_f32_16x16x32_f16(w, t, sum, 0, 0, 0);
 #endif
 }
+
+// Sums of products of int8, which are whole numbers.
+DEVICE i32x4 multiply_add_whole(i32x4 sum, u32x4 weights, u32x4 tokens) {
+#if defined(__gfx942__)
+  Halves w = __builtin_bit_cast(Halves, weights), t = __builtin_bit_cast(Halves, tokens);
+  i64 w0 = w.x, w1 = w.y, t0 = t.x, t1 = t.y;
+  sum = __builtin_amdgcn_mfma_i32_16x16x32_i8(w0, t0, sum, 0, 0, 0);
+  return __builtin_amdgcn_mfma_i32_16x16x32_i8(w1, t1, sum, 0, 0, 0);
+#else
+  return __builtin_amdgcn_mfma_i32_16x16x64_i8(__builtin_bit_cast(i32x4, weights), __builtin_bit_cast(i32x4, tokens),
+                                               sum, 0, 0, 0);
+#endif
+}
+// The product of a step is exact, and rounded where it is added.
+template <>
+DEVICE f32x4 multiply_add<I8>(f32x4 sum, u32x4 weights, u32x4 tokens) {
+  return sum + __builtin_convertvector(multiply_add_whole(i32x4{}, weights, tokens), f32x4);
+}
+#define HAS_INT8_STREAMS 1  // StreamedTile of int8
 
 // The same with the tokens in registers, by one wave alone: lane l holds token l % 16 of a tile, bytes 16 * (l / 16) on.
 constexpr int kTileTokens = 16;

@@ -1,4 +1,4 @@
-// Products of accumulator tiles of int8 (v_mfma_i32_16x16x32_i8, v_mfma_i32_16x16x64_i8), of e5m2, and of e4m3 with e5m2
+// Products of accumulator tiles of int8, of e5m2, and of e4m3 with e5m2
 // (v_mfma_f32_16x16x32_bf8_fp8 and its like; v_mfma_f32_16x16x128_f8f6f4). CDNA3 and CDNA4 ISA, section 7.
 #pragma once
 #include "tile_mma.h"
@@ -11,19 +11,9 @@ DEVICE void multiply_add<I8>(AccumulatorTile& accumulator, const Fragment& token
   for (int half = 0; half < 2; ++half)
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      i32x4 sum = __builtin_bit_cast(i32x4, accumulator.sum[row]);
-#if defined(__gfx942__)
-      using Words = i64 __attribute__((ext_vector_type(2)));
-      const Words t = __builtin_bit_cast(Words, tokens.half[half]),
-                  w = __builtin_bit_cast(Words, weights[row].half[half]);
-      const i64 t0 = t.x, t1 = t.y, w0 = w.x, w1 = w.y;
-      sum = __builtin_amdgcn_mfma_i32_16x16x32_i8(w0, t0, sum, 0, 0, 0);
-      sum = __builtin_amdgcn_mfma_i32_16x16x32_i8(w1, t1, sum, 0, 0, 0);
-#else
-      sum = __builtin_amdgcn_mfma_i32_16x16x64_i8(__builtin_bit_cast(i32x4, weights[row].half[half]),
-                                                  __builtin_bit_cast(i32x4, tokens.half[half]), sum, 0, 0, 0);
-#endif
-      accumulator.sum[row] = __builtin_bit_cast(f32x4, sum);
+      const i32x4 sum = __builtin_bit_cast(i32x4, accumulator.sum[row]);
+      accumulator.sum[row] =
+          __builtin_bit_cast(f32x4, mma::multiply_add_whole(sum, weights[row].half[half], tokens.half[half]));
     }
 }
 

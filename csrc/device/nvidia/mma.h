@@ -39,6 +39,16 @@ INSTRUCTION(Bf16, "k16.row.col.f32.bf16.bf16.f32")
 INSTRUCTION(F16, "k16.row.col.f32.f16.f16.f32")
 #undef INSTRUCTION
 // clang-format on
+// The product is exact, and rounded where it is added.
+template <>
+DEVICE f32x4 mma_sync<I8>(f32x4 sum, u32 w0, u32 w1, u32 w2, u32 w3, u32 t0, u32 t1) {
+  int a = 0, b = 0, c = 0, d = 0;
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(a), "+r"(b), "+r"(c), "+r"(d)
+      : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(t0), "r"(t1));
+  return sum + __builtin_convertvector(i32x4{a, b, c, d}, f32x4);
+}
 template <class Type>
 DEVICE f32x4 multiply_tile(f32x4 sum, const Weights& weights, u32x4 tokens) {
   const u32x4 low = weights.load[0], high = weights.load[1];
