@@ -40,6 +40,7 @@ QUANTISATIONS = {
     ),
     "the same, scales of tokens bounded": ("`fbgemm_fp8`", "linear fbgemm", "", "bounded"),
     "FP8, scales per 1x128 and 128x128": ("`fp8`, `compressed-tensors`", "linear block", "experts fp8 block", "block"),
+    "INT8, symmetric, a scale per token or static": ("`compressed-tensors`, `quark`", "linear int8", None, ""),
     "MX-FP8, a scale per 32": ("`mxfp8`, `modelopt`, `compressed-tensors`", "linear mxfp8", "experts mxfp8", "mxfp8"),
 }
 
@@ -134,8 +135,10 @@ def flavours() -> dict[str, set[str]]:
 # Tables
 
 
-def selected(what: str, arch: str) -> str:
+def selected(what: str | None, arch: str) -> str:
     """A cell of linears or experts: whether vLLM takes ours, in all releases and with AITER too."""
+    if what is None:
+        return "refused: no seam of ours takes them"
     if not what:
         return "vLLM has none"
     ours = {
@@ -226,8 +229,10 @@ def refused_table() -> str:
                 rows.append((name, f"`{method}`", f"refused: {error}"))
             else:
                 raise ValueError(f"{name} by {method} must be refused, is taken")
-    if touched != {"FP8", "FP8_BLOCK", "MXFP8"}:
-        raise ValueError(f"the seams of linears must be those of FP8, they are those of {', '.join(sorted(touched))}")
+    if touched != {"FP8", "FP8_BLOCK", "INT8", "MXFP8"}:
+        raise ValueError(
+            f"the seams of linears must be those of 8 bits, they are those of {', '.join(sorted(touched))}"
+        )
     return markdown(("quantisation", "in a checkpoint", "what `explain` says"), rows)
 
 
@@ -278,8 +283,9 @@ def page() -> str:
         f"In vLLM {releases()[0]} to {releases()[-1]}.",
         quantisation_table(),
         (
-            "No kernel of ours reads what follows. The seams of linear layers and experts are those of FP8, MX-FP8 and unquantised "
-            "layers only, so vLLM's own kernels run; norms, activations and the layers that are left in bf16 are as in any model."
+            "No kernel of ours reads what follows, but for linear layers in INT8, which `explain` does not know. The seams of linear "
+            "layers and experts are those of FP8, MX-FP8 and unquantised layers and of linears in INT8 only, so vLLM's own kernels "
+            "run; norms, activations and the layers that are left in bf16 are as in any model."
         ),
         refused_table(),
         "## Models",

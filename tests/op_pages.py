@@ -361,7 +361,7 @@ def seams_of(op: Op) -> dict[str, int | None]:
             if names_op(node, op.name):
                 limited = any(isinstance(part, ast.Name) and part.id == "MOST_TOKENS" for part in ast.walk(node))
                 most = definitions()[file, "MOST_TOKENS"].value.value if limited else None
-                found[name] = most or found.get(name)
+                found[name] = found.get(name) if most is None else most
     return found
 
 
@@ -369,7 +369,8 @@ def in_vllm(op: Op) -> str:
     """A line for each seam that calls the op, then the layers of the shipped models that call it."""
     lines = []
     for name, most in seams_of(op).items():
-        limit = f" It calls the op for at most {most} tokens, if vLLM has a kernel for more." if most else ""
+        limits = {None: "", 0: " It calls the op where it was measured to be faster than vLLM's kernel."}
+        limit = limits.get(most, f" It calls the op for at most {most} tokens, if vLLM has a kernel for more.")
         lines.append(f"- The seam `{name}` replaces {seam.load(name).replaces}.{limit}")
     parts = ["\n".join(lines) or "No seam calls this op, so vLLM does not run it. Your own programs can call it."]
     counts: dict[tuple[str, str, str], int] = {}

@@ -38,7 +38,7 @@ def families() -> str:
     body = []
     for about, ops in modules.items():
         seams = {name: most for op in ops for name, most in op_pages.seams_of(op).items()}
-        tokens = sorted({str(most or "any") for most in seams.values()})
+        tokens = sorted({{None: "any", 0: "where measured"}.get(most, str(most)) for most in seams.values()})
         links = ", ".join(f"[{op.name}](vllm_rocm_ops/docs/{op.name}.md)" for op in ops)
         what = re.split(r"; |\.(?: |$)", about)[0]
         body.append((what, links, ", ".join(f"`{name}`" for name in seams), " or ".join(tokens)))

@@ -24,6 +24,7 @@ from vllm_rocm_ops.bench.contests import command as contests
 from vllm_rocm_ops.bench.decode_attention import decode_attention
 from vllm_rocm_ops.bench.experts import experts
 from vllm_rocm_ops.bench.peers import load_vllm, peers
+from vllm_rocm_ops.bench.products import products
 from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.timing import command as predict
 
@@ -33,6 +34,7 @@ RESULTS = Path("serving_benchmarks", "results")  # in a checkout
 LISTS = {
     "rows": shapes.rows,
     "gemm": shapes.gemm,
+    "products": products,
     "routing": shapes.routing,
     "moe": experts,
     "attention": attention,

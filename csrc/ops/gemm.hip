@@ -49,7 +49,7 @@ DEVICE int to_int(float x, bool byte) {
   return x == x ? int(nearest) : 0;
 }
 
-struct Finish {
+struct ResultOf {
   const GemmProblem& p;
   DEVICE float scale_a(int m) const { return p.scale_a ? mem::load<float>(p.scale_a + i64(m) * p.scale_a_row) : 1.0f; }
   DEVICE float scale_b(int n) const { return p.scale_b ? mem::load<float>(p.scale_b + i64(n) * p.scale_b_row) : 1.0f; }
@@ -66,7 +66,7 @@ struct Finish {
 
 template <class Tile, bool kWhole>
 DEVICE void store_results(const Accumulators<Tile>& sums, const GemmProblem& p, int first_m, int first_n) {
-  const Finish finish{p};
+  const ResultOf finish{p};
 #pragma unroll
   for (int j = 0; j < Tile::kAccumulatorsN; ++j) {
     const int n = first_n + j * tile::kAccumulatorRows + tile::accumulator_row(wave::lane()), count = p.n - n;
@@ -162,7 +162,7 @@ DEVICE void multiply_few(const GemmProblem& p) {
       sums[t] += Sum(dot.x + dot.y);
     }
   }
-  const Finish finish{p};
+  const ResultOf finish{p};
 #pragma unroll
   for (int t = 0; t < kTokens; ++t) {
     if (t >= p.m) continue;

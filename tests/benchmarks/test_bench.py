@@ -9,7 +9,7 @@ import torch
 from test_tune import EmulatorClock
 
 from vllm_rocm_ops import cli, launch, ops
-from vllm_rocm_ops.bench import decode_attention, experts, peers, report, shapes
+from vllm_rocm_ops.bench import decode_attention, experts, peers, products, report, shapes
 from vllm_rocm_ops.bench import run as bench
 from vllm_rocm_ops.op import Case
 
@@ -164,6 +164,8 @@ def small(monkeypatch):
     shares = {"all": experts.Share(routed=8, shared=True, **sizes), "half": experts.Share(routed=4, **sizes)}
     shares["half+shared"] = experts.Share(routed=4, shared=True, **sizes)
     monkeypatch.setattr(experts, "SHARES", shares)
+    for name, sizes in (("LARGE", ((3, 16, 32),)), ("FEW", ((1, 5, 7),)), ("LAYERS", ((16, 32),))):
+        monkeypatch.setattr(products, name, sizes)
 
 
 def lines_of(path) -> list[dict]:
@@ -179,6 +181,7 @@ COMMON |= {"copy_gb_s", "kernel", "chosen", "versions", "commit"}
     [
         (["rows", "--batch", "2", "--hidden", "256"], 8, "2x256 bfloat16", ["rows", "hidden"], {"differs_from_vllm"}),
         (["gemm", "--batch", "2", "--tp", "2", "--op", "*scaled_mm"], 8, "tiny tp2 qkv 2x", "mnk", {"relative_error"}),
+        (["products", "--batch", "2"], 7, "3x16x32 int8", "mnk", {"relative_error"}),
         (["routing", "--batch", "2"], 1, "2x256", ["tokens", "experts"], {"wrong"}),
         (
             ["moe", "--batch", "2", "--case", "half *"],

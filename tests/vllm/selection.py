@@ -155,12 +155,13 @@ def linear_kernels(torch) -> dict[str, str]:
     def add(name: str, kernel) -> None:
         native = getattr(kernel, "native", None)
         holds = f" holds {type(native).__name__}" if native is not None else ""
-        taken = names.get(kernel.input_quant_key(), "no quantized input")
+        taken = names.get(getattr(kernel, "input_quant_key", lambda: None)(), "no quantized input")
         answer[name] = f"{type(kernel).__name__}{holds} takes {taken}"
 
     shape = {"weight_shape": (16384, 16384)}
     known = inspect.signature(linear.init_mxfp8_linear_kernel).parameters
     add("linear mxfp8", linear.init_mxfp8_linear_kernel(**{k: v for k, v in shape.items() if k in known}))
+    add("linear int8", linear.init_int8_linear_kernel(True, False, True, "test"))
     for name, (weight_key, input_key) in cases.items():
         kernel = linear.init_fp8_linear_kernel(
             activation_quant_key=input_key,

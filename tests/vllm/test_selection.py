@@ -175,6 +175,7 @@ def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
     """Our kernels come first, hold the one that vLLM would have chosen, and take quantized input; gfx942 has no MX-FP8."""
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
     ours = {"static": "Scaled", "dynamic": "Scaled", "per token": "Scaled", "fbgemm": "Scaled", "block": "BlockScaled"}
+    ours["int8"] = "Int8"
     if arch == "gfx950":
         ours["mxfp8"] = "Mxfp8"
     taken = {"static": "kFp8StaticTensorSym", "block": "kFp8Dynamic128Sym"}

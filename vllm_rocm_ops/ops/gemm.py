@@ -294,6 +294,18 @@ def _inputs(m, n, k, a_kind, b_kind, order, given, device, generator, fp8_dtype)
     return *operands, out_dtype, scale(m), scale(n), bias, given.get("activation", "none")
 
 
+def _torch(a: Tensor, b: Tensor, *rest) -> Tensor:
+    """PyTorch's own product of the types, and the rest behind it. It raises where there is none."""
+    if a.dtype == b.dtype == torch.int8:
+        product = torch._int_mm(a, b)
+    elif a.element_size() == b.element_size() == 1:
+        one = torch.ones((), device=a.device)
+        product = torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
+    else:
+        product = a @ b if a.dtype == b.dtype else a.float() @ b.float()
+    return _finished(product, torch.float32, *rest)
+
+
 def _op(reference) -> Op:
     return Op(
         reference,
@@ -306,6 +318,7 @@ def _op(reference) -> Op:
         problem=_problem,
         cases=_cases,
         sums=True,
+        peer=_torch,
     )
 
 
@@ -327,7 +340,7 @@ def gemm(
     bias: Tensor | None = None,
     activation: str = "none",
 ) -> Tensor:
-    """activation((a @ b) * scale_a * scale_b^T + bias), the sums in fp32, those of int8 with int8 exact.
+    """activation((a @ b) * scale_a * scale_b^T + bias), the sums in fp32, those of int8 with int8 exact if results are ints.
 
     a [M, K] and b [K, N] are int8, e4m3, e5m2, bf16, fp16 or fp32, each its own, with any strides; scale_a has 1 or M elements,
     scale_b 1 or N, float32. bias is of out_dtype, [N] or [M, 1]. activation is "none" or "leaky_relu", which multiplies what is
@@ -336,7 +349,11 @@ def gemm(
     """
     wide = torch.float64 if out_dtype == torch.float64 else torch.float32
     summed = torch.float64 if a.dtype == b.dtype == torch.int8 else wide
-    product = a.to(summed) @ b.to(summed)
+    return _finished(a.to(summed) @ b.to(summed), wide, out_dtype, scale_a, scale_b, bias, activation)
+
+
+def _finished(product: Tensor, wide: torch.dtype, out_dtype, scale_a, scale_b, bias, activation: str) -> Tensor:
+    """What is behind the sums, in `wide`."""
     if out_dtype == torch.int32 and scale_a is None and scale_b is None and activation == "none":
         return product.to(out_dtype)
     product = product.to(wide)

@@ -21,17 +21,22 @@ DEVICE u32 to_e4m3x4(f32x2 low, f32x2 high) {
 DEVICE u8 to_e4m3(float x) { return u8(__nvvm_ff_to_e4m3x2_rn(0.0f, clamp_e4m3(x))); }
 
 // The two e4m3, e5m2 in the lower or the upper half of a word.
-#define CONVERSION(name, type)                                                                \
-  template <bool kUpper>                                                                      \
-  DEVICE f32x2 name(u32 word) {                                                               \
-    using Pair = _Float16 __attribute__((ext_vector_type(2)));                                \
-    u32 pair;                                                                                 \
-    asm("cvt.rn.f16x2." type " %0, %1;" : "=r"(pair) : "h"(u16(kUpper ? word >> 16 : word))); \
-    return __builtin_convertvector(__builtin_bit_cast(Pair, pair), f32x2);                    \
-  }
-CONVERSION(from_e4m3x2, "e4m3x2")
-CONVERSION(from_e5m2x2, "e5m2x2")
-#undef CONVERSION
+DEVICE f32x2 from_f16x2(u32 pair) {
+  using Pair = _Float16 __attribute__((ext_vector_type(2)));
+  return __builtin_convertvector(__builtin_bit_cast(Pair, pair), f32x2);
+}
+template <bool kUpper>
+DEVICE f32x2 from_e4m3x2(u32 word) {
+  u32 pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(u16(kUpper ? word >> 16 : word)));
+  return from_f16x2(pair);
+}
+template <bool kUpper>
+DEVICE f32x2 from_e5m2x2(u32 word) {
+  u32 pair;
+  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pair) : "h"(u16(kUpper ? word >> 16 : word)));
+  return from_f16x2(pair);
+}
 
 DEVICE u32 to_bf16x2(f32x2 x) {
   using bf16x2 = __bf16 __attribute__((ext_vector_type(2)));
