@@ -51,10 +51,12 @@ _registered: list[Op] = []
 
 @dataclass(frozen=True)
 class Case:
-    """One set of inputs: `make(device, generator, fp8_dtype)` gives the op's arguments in order."""
+    """One set of inputs: `make(device, generator, fp8_dtype)` gives the op's arguments in order. One that repeats what other ops'
+    cases reach is `rare`: it runs with `--full` alone."""
 
     name: str
     make: Callable[[str, torch.Generator, torch.dtype], tuple]
+    rare: bool = False
 
 
 @dataclass(eq=False)

@@ -51,14 +51,14 @@ def per_token(x: torch.Tensor, dtype: torch.dtype, scale_ub: torch.Tensor | None
 
 
 def mx(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, columns] -> e4m3fn, and one scale 2^(s - 127) per 32 columns with s as uint8. It is the least scale that keeps
+    """x [..., columns] -> e4m3fn, and one scale 2^(s - 127) per 32 columns with s as uint8. It is the least scale that keeps
     the 32 values within the limit. Infinities get the scale of the largest float32, and are clamped."""
     fp8, single = torch.float8_e4m3fn, torch.finfo(torch.float32)
-    blocks = x.unflatten(1, (-1, MX_BLOCK))
+    blocks = x.unflatten(-1, (-1, MX_BLOCK))
     fraction, exponent = torch.frexp(absmax(blocks).clamp(single.tiny, single.max))
     limit_fraction, limit_exponent = math.frexp(LIMIT[fp8])
     scale = (exponent - limit_exponent + (fraction > limit_fraction) + 127).clamp(0, 254)
-    values = cast(blocks * torch.exp2(127.0 - scale).to(x.dtype), fp8).flatten(1)
+    values = cast(blocks * torch.exp2(127.0 - scale).to(x.dtype), fp8).flatten(-2)
     return values, scale[..., 0].to(torch.uint8)
 
 

@@ -35,6 +35,22 @@ DEVICE float absmax_to_scale(float absmax) {
   return __builtin_fmaxf(divide(absmax, numerics::kE4m3Max, 1.0f / numerics::kE4m3Max), kMinScale);
 }
 
+// The e8m0 scale of absmax / 448, rounded up to a power of two: 448 is 1.75 * 2^8.
+DEVICE u32 absmax_to_e8m0(float absmax) {
+  static_assert(numerics::kE4m3fnMax == 448.0f);
+  constexpr u32 kMantissa = 23, kOver = (1 << kMantissa) / 4 - 1;  // added to a mantissa above 0.75, it carries
+  const u32 exponent = (__builtin_bit_cast(u32, absmax) + kOver) >> kMantissa;
+  return exponent > 8 ? exponent - 8 : 0;
+}
+// 2^(127 - scale)
+DEVICE float inverse_e8m0(u32 scale) { return __builtin_bit_cast(float, (254 - scale) << 23); }
+
+DEVICE u32x2 quantize_mx(const Chunk& x, u32 scale) {
+  Chunk q;
+  for (int i = 0; i < kChunk / 2; ++i) q.pair[i] = x.pair[i] * inverse_e8m0(scale);
+  return {numerics::to_e4m3fnx4(q.pair[0], q.pair[1]), numerics::to_e4m3fnx4(q.pair[2], q.pair[3])};
+}
+
 DEVICE u32x2 quantize(const Chunk& x, float inverse_scale) {
   Chunk q;
   for (int i = 0; i < kChunk / 2; ++i) q.pair[i] = x.pair[i] * inverse_scale;

@@ -5,7 +5,7 @@
 //     static:    out = e4m3(y * (1 / scale))
 //     per token: scale_out = max(min(absmax(y), scale_ub) / kE4m3Max, kMinScale);  out = e4m3(y / scale_out)
 //     per block: as per token, for each group of 64 or 128 columns
-//     mx:        out = e4m3(y * 2^(127 - s)) for each group of 32 columns; scale_out = s, the least e8m0 scale, up to 254,
+//     mx:        out = e4m3fn(y * 2^(127 - s)) for each group of 32 columns; scale_out = s, the least e8m0 scale, up to 254,
 //                for which absmax(y) * 2^(127 - s) is at most 448
 //
 // A kernel makes a RowOutput of its arguments, loads its row and calls locate(). It then calls store() for each chunk and
@@ -20,6 +20,8 @@ enum class Output { kPlain, kStatic, kPerToken, kPerBlock, kMx };
 // Whether the scales are computed from y.
 constexpr bool is_dynamic(Output output) { return output != Output::kPlain && output != Output::kStatic; }
 
+constexpr int kMxGroup = 32;  // columns that share an mx scale
+
 // What scale_ub bounds: nothing, absmax(y), or the scale, which then is max(min(absmax(y) / kE4m3Max, scale_ub), kMinScale).
 enum class ScaleBound { kNone, kAbsmax, kScale };
 
@@ -31,15 +33,9 @@ struct RowChunks {
   Y y[kChunks];
 };
 
-// The e8m0 scale of absmax / 448, rounded up to a power of two: 448 is 1.75 * 2^8.
-DEVICE u32 absmax_to_e8m0(float absmax) {
-  constexpr u32 kMantissa = 23, kOver = (1 << kMantissa) / 4 - 1;  // added to a mantissa above 0.75, it carries
-  const u32 exponent = (__builtin_bit_cast(u32, absmax) + kOver) >> kMantissa;
-  return exponent > 8 ? exponent - 8 : 0;
-}
-
 // The output of a row. kGroupSize is the number of columns of a group if the kernel knows it, else 0.
-template <class T, Output kOutput, ScaleBound kBound = ScaleBound::kAbsmax, int kGroupSize = 0>
+template <class T, Output kOutput, ScaleBound kBound = kOutput == Output::kMx ? ScaleBound::kNone : ScaleBound::kAbsmax,
+          int kGroupSize = kOutput == Output::kMx ? kMxGroup : 0>
 struct RowOutput {
   const float* scale_at;  // [1]: the static scale; of dynamic outputs scale_ub, or null
   float loaded_scale;     // its value; locate() replaces a static scale by its inverse
@@ -109,14 +105,27 @@ struct RowOutput {
   // is called.
   template <class Value, class Last>
   DEVICE void store_elements(int columns, Value value, Last last) const {
-    static_assert(kOutput != Output::kMx);
     const int thread = wave::thread_id();
     auto store_divided = [&](int column, const Scale& by) {
       const float y = value(column);
       last(column);
       mem::store((u8*)out + column, numerics::to_e4m3(divide(y, by.value, by.inverse)));
     };
-    if constexpr (kOutput == Output::kPerBlock) {
+    if constexpr (kOutput == Output::kMx) {
+      const int lane = wave::lane();
+      for (int group = wave::index(); group * kMxGroup < columns; group += waves) {
+        const int column = group * kMxGroup + lane;
+        const bool in_bounds = lane < kMxGroup;
+        const float y = in_bounds ? value(column) : 0.0f;
+        const u32 scale = absmax_to_e8m0(wave::reduce(__builtin_fabsf(y), 0.0f, Max{}));
+        if (lane == 0) mem::store((u8*)scale_out + group * scale_stride, u8(scale));
+        const f32x2 scaled = {y * inverse_e8m0(scale), 0.0f};
+        if (in_bounds) {
+          last(column);
+          mem::store((u8*)out + column, u8(numerics::to_e4m3fnx4(scaled, scaled)));
+        }
+      }
+    } else if constexpr (kOutput == Output::kPerBlock) {
       const int lane = wave::lane();
       for (int group = wave::index(); group * group_size < columns; group += waves) {
         const int end = (group + 1) * group_size;
@@ -185,10 +194,10 @@ struct RowOutput {
     const bool is_first = (index & ((1 << log2_lanes) - 1)) == 0;
     const i64 group_scale = (index >> log2_lanes) * scale_stride;
     if constexpr (kOutput == Output::kMx) {
-      static_assert(numerics::kE4m3Max == 448.0f && kGroupSize == 32);
+      static_assert(kGroupSize == kMxGroup);
       const u32 scale = absmax_to_e8m0(absmax);
       if (in_bounds) {
-        mem::store((u32x2*)out + index, quantize(y, __builtin_bit_cast(float, (254 - scale) << 23)));
+        mem::store((u32x2*)out + index, quantize_mx(y, scale));
         if (is_first) mem::store((u8*)scale_out + group_scale, u8(scale));
       }
     } else {

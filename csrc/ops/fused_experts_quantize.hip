@@ -17,7 +17,7 @@ struct Rows {
 
 template <class T, Output kOutput, int kChunks>
 DEVICE void quantize_row(const Rows& p) {
-  constexpr int kGroupSize = kOutput == Output::kMx ? 32 : 128;
+  constexpr int kGroupSize = kOutput == Output::kMx ? kMxGroup : 128;
   const int row = wave::block_id_x();
   if (p.count && row >= mem::load<int>(p.count)) return;
   const u16* x = (const u16*)p.x + row * p.stride;

@@ -6,6 +6,7 @@
 //     static:    out = e4m3(y * (1 / scale))
 //     per token: scale[row] = max(min(absmax(y), scale_ub) / 448, min_scale);  out = e4m3(y / scale[row])
 //     per block: the same for each run of group_size columns
+//     mx:        out = e4m3fn(y * 2^(127 - s)), s per run of 32 columns
 //
 // All is fp32 up to the one rounding to T. The variance is that of the differences from the mean, which takes a second reduction
 // but loses nothing where the mean is far from zero; mean(input^2) - mean(input)^2 would lose all of it.
@@ -131,7 +132,9 @@ INSTANCES(layer_norm_bf16, Bf16, Output::kPlain)
 INSTANCES(layer_norm_static_fp8_quant_bf16, Bf16, Output::kStatic)
 INSTANCES(layer_norm_dynamic_per_token_quant_bf16, Bf16, Output::kPerToken)
 INSTANCES(layer_norm_per_block_quant_bf16, Bf16, Output::kPerBlock)
+INSTANCES(layer_norm_mxfp8_quant_bf16, Bf16, Output::kMx)
 INSTANCES(layer_norm_fp16, F16, Output::kPlain)
 INSTANCES(layer_norm_static_fp8_quant_fp16, F16, Output::kStatic)
 INSTANCES(layer_norm_dynamic_per_token_quant_fp16, F16, Output::kPerToken)
 INSTANCES(layer_norm_per_block_quant_fp16, F16, Output::kPerBlock)
+INSTANCES(layer_norm_mxfp8_quant_fp16, F16, Output::kMx)

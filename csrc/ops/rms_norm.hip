@@ -5,7 +5,8 @@
 //
 // Rounding is that of the ops of the same names in vLLM 0.33.0's wheel. Plain and static outputs take z rounded to T
 // and round y once. Dynamic outputs take z unrounded and round before the weight too. With 1 + weight in the weight's place,
-// as vLLM's GemmaRMSNorm has it, all outputs round y once.
+// as vLLM's GemmaRMSNorm has it, all outputs round y once. The MX output, for which vLLM has no fused op, rounds as the plain one: it
+// is that of a norm and a quantisation of its result.
 //
 // Bytes per element: 2 (input) + 4 (residual, read and written) + 1 or 2 (out); some 10 flops. Latency bounds the time up to
 // about 64 rows, HBM bandwidth above. A block owns a row and keeps it in registers between the reductions. Thread t has the
@@ -40,10 +41,13 @@ DEVICE f32x2 normalize(f32x2 z, float rms, f32x2 weight) {
   return n * weight;
 }
 
+// Whether z is rounded before it is used.
+constexpr bool rounds_sum(Output output) { return !is_dynamic(output) || output == Output::kMx; }
+
 // hidden is a multiple of 8 and at most threads * kChunks * 8; rows and weight are 16-byte aligned.
 template <class T, bool kResidual, Factor kFactor, int kChunks, Output kOutput>
 DEVICE void rms_norm_vector(NormRow row, RowOutput<T, kOutput> output) {
-  constexpr bool kRounded = !is_dynamic(kOutput);  // z is rounded before it is used
+  constexpr bool kRounded = rounds_sum(kOutput);
   LDS static float sums[kMaxWaves];
   RowChunks<kChunks, u32x4> chunks;
   u32x4 input[kChunks], residual[kChunks], weight[kChunks];
@@ -98,7 +102,7 @@ DEVICE void rms_norm_vector(NormRow row, RowOutput<T, kOutput> output) {
 // Any hidden size and alignment, one element per access; rereads the row from HBM instead of keeping it.
 template <class T, bool kResidual, Factor kFactor, Output kOutput>
 DEVICE void rms_norm_general(NormRow row, RowOutput<T, kOutput> output) {
-  constexpr bool kRounded = !is_dynamic(kOutput);
+  constexpr bool kRounded = rounds_sum(kOutput);
   LDS static float sums[kMaxWaves];
   mem::wait_for_scalars(row.inverse_hidden, row.epsilon);
   output.locate(row.hidden);
@@ -188,19 +192,23 @@ DEVICE void rms_norm(NormRow row, RowOutput<T, kOutput> output) {
 #define HEADS_INSTANCES(name, T, output_kind, factor)        \
   HEADS_INSTANCE(1024, name##_x1, T, output_kind, factor, 1) \
   HEADS_INSTANCE(1024, name##_general, T, output_kind, factor, 0)
-#define ALL(type, T, output_kind, name)                                        \
-  INSTANCES(name##_##type, T, output_kind, false)                              \
-  INSTANCES(fused_add_##name##_##type, T, output_kind, true)                   \
-  ONE_PLUS_INSTANCES(name##_one_plus_##type, T, output_kind, false)            \
-  ONE_PLUS_INSTANCES(fused_add_##name##_one_plus_##type, T, output_kind, true) \
-  HEADS_INSTANCES(name##_heads_##type, T, output_kind, kWeight)                \
+#define ROWS(type, T, output_kind, name)                            \
+  INSTANCES(name##_##type, T, output_kind, false)                   \
+  INSTANCES(fused_add_##name##_##type, T, output_kind, true)        \
+  ONE_PLUS_INSTANCES(name##_one_plus_##type, T, output_kind, false) \
+  ONE_PLUS_INSTANCES(fused_add_##name##_one_plus_##type, T, output_kind, true)
+#define ALL(type, T, output_kind, name)                         \
+  ROWS(type, T, output_kind, name)                              \
+  HEADS_INSTANCES(name##_heads_##type, T, output_kind, kWeight) \
   HEADS_INSTANCES(name##_heads_one_plus_##type, T, output_kind, kOnePlusWeight)
 
 ALL(bf16, Bf16, kPlain, rms_norm)
 ALL(bf16, Bf16, kStatic, rms_norm_static_fp8_quant)
 ALL(bf16, Bf16, kPerToken, rms_norm_dynamic_per_token_quant)
 ALL(bf16, Bf16, kPerBlock, rms_norm_per_block_quant)
+ROWS(bf16, Bf16, kMx, rms_norm_mxfp8_quant)
 ALL(fp16, F16, kPlain, rms_norm)
 ALL(fp16, F16, kStatic, rms_norm_static_fp8_quant)
 ALL(fp16, F16, kPerToken, rms_norm_dynamic_per_token_quant)
 ALL(fp16, F16, kPerBlock, rms_norm_per_block_quant)
+ROWS(fp16, F16, kMx, rms_norm_mxfp8_quant)

@@ -12,6 +12,7 @@ import os
 
 import pytest
 import torch
+from marks import full
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, op
@@ -19,7 +20,7 @@ from vllm_rocm_ops.correctness import check_case
 
 FEW_UNITS = 3
 OPS = list(op.registered())
-CASES = [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in OPS for c in o.cases()]
+CASES = [pytest.param(o, c, id=f"{o.name}-{c.name}", marks=full if c.rare else ()) for o in OPS for c in o.cases()]
 
 
 def executors():

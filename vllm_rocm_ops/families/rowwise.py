@@ -1,4 +1,4 @@
-"""What the ops on rows share: norms and activations, each plain or quantised per tensor, per token or per block.
+"""What the ops on rows share: norms and activations, each plain or quantised per tensor, per token, per block or to MX-FP8.
 
 A kernel of theirs keeps a row, or a part of it, in the registers of a block: each thread owns
 `vectors_per_thread` vectors of 8 elements. Symbols end in the element type and that number, or in `general` for the kernel that takes any size
@@ -7,6 +7,7 @@ and alignment.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -21,6 +22,7 @@ from torch import Tensor
 from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.op import Case
+from vllm_rocm_ops.quantization import MX_BLOCK, MX_SCALES
 from vllm_rocm_ops.tensors import aligned, describe, is_wide_float, overlaps_itself, row_stride, rows_of
 
 VECTOR = 8  # elements of a 16-byte access
@@ -37,7 +39,9 @@ class RowConfig:
     vectors_per_thread: int
 
 
-def contract(a, parts: int, columns: Iterable[str] = ("weight",)) -> Iterator[tuple[str, str, str, bool]]:
+def contract(
+    a, parts: int, columns: Iterable[str] = ("weight",), mx: bool = False
+) -> Iterator[tuple[str, str, str, bool]]:
     """What the callers of every op on rows must respect; a row of input is `parts` times as long as a row of the output.
     `columns` names the arguments that have an element for each column, or are None."""
     x = a.input
@@ -64,6 +68,9 @@ def contract(a, parts: int, columns: Iterable[str] = ("weight",)) -> Iterator[tu
         )
     if hasattr(a, "scale_ub"):
         yield "input", "rows of one element or more", str(list(x.shape)), hidden > 0
+    if mx:
+        wanted = f"a multiple of {MX_BLOCK} above 0 in its last output dimension"
+        yield "input", wanted, str(hidden), hidden > 0 and hidden % MX_BLOCK == 0
     if hasattr(a, "group_size"):
         yield "group_size", "positive", str(a.group_size), a.group_size > 0
         wanted = f"a multiple of group_size={a.group_size} in its last output dimension"
@@ -94,9 +101,12 @@ def envelope(
         yield f"group_size is one of {GROUP_SIZES}", a.group_size in GROUP_SIZES
 
 
-def allocate(a, hidden: int):
+def allocate(a, hidden: int, mx: bool = False):
     """The outputs: plain [..., hidden] in the input's dtype, or quantised, with the scales of the dynamic kinds behind."""
     x = a.input
+    if mx:
+        scale = x.new_empty((rows_of(x), hidden // MX_BLOCK), dtype=MX_SCALES[0])
+        return x.new_empty((*x.shape[:-1], hidden), dtype=torch.float8_e4m3fn), scale
     out = x.new_empty((*x.shape[:-1], hidden), dtype=getattr(a, "quant_dtype", x.dtype))
     if not hasattr(a, "scale_ub"):
         return out
@@ -166,10 +176,10 @@ def symbol(op_name: str, dtype: torch.dtype, config: RowConfig) -> str:
     )
 
 
-def default(a, fitting: list[RowConfig]) -> RowConfig:
+def default(a, fitting: list[RowConfig], mx: bool = False) -> RowConfig:
     """Of those that fit a norm, the one of the fewest vectors per thread with at most 512 threads; measured on H200, it is within 5 % of
-    the best everywhere. Per block, where more waves hide the shuffles, the one of the fewest of all."""
-    limit = MAX_THREADS[1] if hasattr(a, "group_size") else 512
+    the best everywhere. Per block, where more waves hide the shuffles, the one of the fewest of all; MX-FP8 has the same shuffles."""
+    limit = MAX_THREADS[1] if mx or hasattr(a, "group_size") else 512
     return next((config for config in fitting if config.threads <= limit), fitting[0])
 
 
@@ -199,6 +209,12 @@ def per_block(
     q, scale = quantization.per_token(exact(y).unflatten(-1, (-1, group_size)), quant_dtype, scale_ub)
     result = scales(y, rows_of(y), y.shape[-1] // group_size, is_scale_transposed)
     return q.flatten(-2), result.copy_(scale.view(result.shape))
+
+
+def mx(y: Tensor) -> tuple[Tensor, Tensor]:
+    """The reference of quantisation to MX-FP8: y [..., hidden] -> (e4m3fn, scale [rows, hidden / 32])."""
+    q, scale = quantization.mx(exact(y))
+    return q, scale.reshape(rows_of(y), y.shape[-1] // MX_BLOCK)
 
 
 Fill = Callable[[tuple[int, ...], torch.dtype, torch.Generator], Tensor]
@@ -231,11 +247,14 @@ def special(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
 @dataclass(frozen=True)
 class Cases:
     """Makes the cases of an op: `standard` has those of every op on rows, and an op adds its own by `case`. A row of input is `parts`
-    times as long as a row of the output. `columns` fills the arguments that have an element for each column."""
+    times as long as a row of the output. `columns` fills the arguments that have an element for each column. A row of the output is a
+    multiple of `whole` elements, where no group_size says so. `further` arguments are those of all cases that do not give their own."""
 
     reference: Callable
     parts: int
     columns: Mapping[str, Fill]
+    whole: int = 1
+    further: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def parameters(self) -> dict[str, object]:
@@ -255,7 +274,9 @@ class Cases:
         """One whose output has this shape. `fill` makes input and residual, whose rows are `padding` elements and more apart, or are heads
         of rows `heads_of` elements apart. An argument is as `given`, which for one of `columns` may be another way to fill it; else as
         usual; else its default."""
-        return Case(name, functools.partial(self._make, shape, dtype, fill, (padding, heads_of), given))
+        return Case(
+            name, functools.partial(self._make, shape, dtype, fill, (padding, heads_of), {**self.further, **given})
+        )
 
     def standard(self) -> Iterator[Case]:
         """Inputs that reach every path: vectors per thread and their tails, strides, the general kernel, corner and special values,
@@ -263,7 +284,7 @@ class Cases:
         case, parameters = self.case, self.parameters
         columns = [name for name in self.columns if name in parameters]
         grouped = "group_size" in parameters
-        whole = 128 if grouped else 1
+        whole = 128 if grouped else self.whole
         for dtype, label in ELEMENTS.items():
             yield case(f"{label}", (3, 4096), dtype)
             yield case(f"{label}-corners", (5, 1024), dtype, corners)
@@ -274,13 +295,13 @@ class Cases:
                 yield case(f"{label}-far-from-zero", (3, 4224), dtype, far_from_zero)
                 yield case(f"{label}-tiny-variance", (3, 1024), dtype, tiny_variance)
                 yield case(f"{label}-far-from-zero-general", (2, 1152), dtype, far_from_zero, padding=1)
-            yield case(f"{label}-general", (2, 384 if grouped else 333), dtype, padding=1)
+            yield case(f"{label}-general", (2, 384 if whole > 1 else 333), dtype, padding=1)
             if parameters.get("residual") == Tensor | None:
                 yield case(f"{label}-no-residual", (3, 4096), dtype, residual=None)
                 yield case(f"{label}-no-residual-general", (2, 384), dtype, residual=None, padding=1)
         for hidden in (whole, 8 * whole, 2048 - whole, 2048 + whole):
             yield case(f"hidden{hidden}", (2, hidden))
-        yield case("hidden2040-tail" if not grouped else "hidden1920-tail", (2, 1920 if grouped else 2040))
+        yield case("hidden2040-tail" if whole == 1 else "hidden1920-tail", (2, 2040 if whole == 1 else 1920))
         yield case("one-row", (1, 7168))
         yield case("no-rows", (0, 512))
         yield case("strided", (4, 704 - 704 % whole), padding=64)
@@ -300,6 +321,11 @@ class Cases:
             yield case("group64", (2, 1024), group_size=64)
             yield case("group64-general", (2, 192), group_size=64, padding=1)
             yield case("transposed", (3, 1024), is_scale_transposed=True)
+
+    def some_rare(self, cases: Iterable[Case]) -> Iterator[Case]:
+        """The cases, all but some rare: those of an output whose kernels differ from another op's in one step."""
+        often = ("bf16", "fp16-special", "fp16-general") if self.whole > 1 else ("bf16",)
+        return (dataclasses.replace(case, rare=case.name not in often) for case in cases)
 
     def _make(
         self, shape, dtype, fill: Fill, apart: tuple[int, int], given, device: str, generator, fp8_dtype

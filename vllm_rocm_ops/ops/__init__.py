@@ -16,6 +16,7 @@ from vllm_rocm_ops.ops.rope_and_cache import *
 from vllm_rocm_ops.ops.router_loss import *
 from vllm_rocm_ops.ops.scaled_mm import *
 from vllm_rocm_ops.ops.silu_and_mul import *
+from vllm_rocm_ops.ops.silu_and_mul_with_clamp import *
 from vllm_rocm_ops.ops.softmax import *
 from vllm_rocm_ops.ops.stream_memory import *
 from vllm_rocm_ops.ops.unquantized_gemm import *

@@ -17,11 +17,13 @@ from vllm_rocm_ops.families import rowwise
 from vllm_rocm_ops.families.rowwise import RowConfig
 from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.quantization import MX_BLOCK
 from vllm_rocm_ops.tensors import row_stride, rows_of
 
 __all__ = [
     "layer_norm",
     "layer_norm_dynamic_per_token_quant",
+    "layer_norm_mxfp8_quant",
     "layer_norm_per_block_quant",
     "layer_norm_static_fp8_quant",
 ]
@@ -66,8 +68,8 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
     return [Launch("layer_norm", symbol, (rows, 1, 1), (config.threads, 1, 1), args)]
 
 
-def _op(reference: Callable, peer: Callable | None = None) -> Op:
-    make = rowwise.Cases(reference, 1, COLUMNS)
+def _op(reference: Callable, peer: Callable | None = None, mx: bool = False) -> Op:
+    make = rowwise.Cases(reference, 1, COLUMNS, MX_BLOCK if mx else 1)
 
     def cases() -> Iterator[Case]:
         """As for the other norms, and rows with neither weight nor bias."""
@@ -76,14 +78,14 @@ def _op(reference: Callable, peer: Callable | None = None) -> Op:
 
     return Op(
         reference,
-        allocate=lambda a: rowwise.allocate(a, _hidden(a)),
-        contract=lambda a: rowwise.contract(a, 1, COLUMNS),
+        allocate=lambda a: rowwise.allocate(a, _hidden(a), mx),
+        contract=lambda a: rowwise.contract(a, 1, COLUMNS, mx),
         envelope=lambda a, arch: rowwise.envelope(a, arch, _hidden(a), COLUMNS),
         configs=_configs,
-        default=lambda a, arch: rowwise.default(a, _configs(a, arch)),
+        default=lambda a, arch: rowwise.default(a, _configs(a, arch), mx),
         plan=functools.partial(_plan, reference.__name__),
         problem=lambda a: rowwise.problem(a, _hidden(a)),
-        cases=cases,
+        cases=(lambda: make.some_rare(cases())) if mx else cases,
         peer=peer,
     )
 
@@ -151,3 +153,15 @@ def layer_norm_per_block_quant(
     return rowwise.per_block(
         _normalize(input, weight, bias, epsilon), quant_dtype, scale_ub, group_size, is_scale_transposed
     )
+
+
+@functools.partial(_op, mx=True)
+def layer_norm_mxfp8_quant(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """`layer_norm`, then quantisation to MX-FP8, as `mxfp8_scaled_mm` takes it: one e8m0 scale per 32 columns of a row.
+
+    hidden is a multiple of 32. Returns out [..., hidden] float8_e4m3fn, on all GPUs, and scale [rows, hidden / 32] uint8: s for
+    2^(s - 127), the least that keeps a group within 448.
+    """
+    return rowwise.mx(_normalize(input, weight, bias, epsilon))

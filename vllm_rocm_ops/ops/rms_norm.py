@@ -20,6 +20,7 @@ from vllm_rocm_ops.families.gemm import divisor
 from vllm_rocm_ops.families.rowwise import RowConfig
 from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.quantization import MX_BLOCK
 from vllm_rocm_ops.tensors import row_stride, rows_of
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "fused_add_rms_norm_static_fp8_quant",
     "rms_norm",
     "rms_norm_dynamic_per_token_quant",
+    "rms_norm_mxfp8_quant",
     "rms_norm_per_block_quant",
     "rms_norm_static_fp8_quant",
 ]
@@ -114,13 +116,13 @@ def _cases(make: rowwise.Cases) -> Iterator[Case]:
         offset = {"weight": rowwise.normal, "one_plus_weight": True}
         yield make.case(f"{label}-one-plus", (3, 1920), dtype, **offset)
         yield make.case(f"{label}-one-plus-general", (2, 384), dtype, padding=1, **offset)
-        if make.parameters.get("residual") != Tensor:
+        if make.parameters.get("residual") != Tensor and make.whole == 1:
             given = {"residual": None} if "residual" in make.parameters else {}
             yield make.case(f"{label}-one-plus-heads", (3, 8, 128), dtype, heads_of=9216, **given, **offset)
             yield make.case(f"{label}-one-plus-no-residual", (2, 384), dtype, **given, **offset)
     if make.parameters["weight"] != Tensor:
         yield make.case("one-plus-no-weight", (2, 512), weight=None, one_plus_weight=True)
-    if make.parameters.get("residual") == Tensor:
+    if make.parameters.get("residual") == Tensor or make.whole > 1:
         return
     given = {"residual": None} if "residual" in make.parameters else {}
     for tokens, count in ((1, 64), (3, 64), (3, 8), (64, 4), (64, 8), (64, 64)):
@@ -130,19 +132,23 @@ def _cases(make: rowwise.Cases) -> Iterator[Case]:
     yield make.case("fp16-heads-general", (3, 5, 384), torch.float16, heads_of=2049, **given)
 
 
-def _op(mutates: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
-    return lambda reference: Op(
-        reference,
-        allocate=lambda a: rowwise.allocate(a, _hidden(a)),
-        contract=lambda a: rowwise.contract(a, 1),
-        envelope=lambda a, arch: rowwise.envelope(a, arch, _hidden(a), two_strides=True),
-        configs=_configs,
-        default=lambda a, arch: rowwise.default(a, _configs(a, arch)),
-        plan=functools.partial(_plan, reference.__name__),
-        problem=lambda a: rowwise.problem(a, _hidden(a)),
-        cases=functools.partial(_cases, rowwise.Cases(reference, 1, {"weight": rowwise.around_one})),
-        mutates=mutates,
-    )
+def _op(mutates: tuple[str, ...] = (), mx: bool = False) -> Callable[[Callable], Op]:
+    def of(reference: Callable) -> Op:
+        make = rowwise.Cases(reference, 1, {"weight": rowwise.around_one}, MX_BLOCK if mx else 1)
+        return Op(
+            reference,
+            allocate=lambda a: rowwise.allocate(a, _hidden(a), mx),
+            contract=lambda a: rowwise.contract(a, 1, mx=mx),
+            envelope=lambda a, arch: rowwise.envelope(a, arch, _hidden(a), two_strides=not mx),
+            configs=_configs,
+            default=lambda a, arch: rowwise.default(a, _configs(a, arch), mx),
+            plan=functools.partial(_plan, reference.__name__),
+            problem=lambda a: rowwise.problem(a, _hidden(a)),
+            cases=(lambda: make.some_rare(_cases(make))) if mx else functools.partial(_cases, make),
+            mutates=mutates,
+        )
+
+    return of
 
 
 @_op()
@@ -235,3 +241,18 @@ def rms_norm_per_block_quant(
     """
     n = _normalize_unrounded(_add(input, residual), weight, epsilon, one_plus_weight)
     return rowwise.per_block(n, quant_dtype, scale_ub, group_size, is_scale_transposed)
+
+
+@_op(mutates=("residual",), mx=True)
+def rms_norm_mxfp8_quant(
+    input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None, one_plus_weight: bool = False
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm, then quantisation to MX-FP8, as `mxfp8_scaled_mm` takes it: one e8m0 scale per 32 columns of a row.
+
+    With `residual`, residual += input in place first; the norm sees the rounded sum. The values quantised are those of `rms_norm`
+    or `fused_add_rms_norm`, rounded to input's dtype. hidden is a multiple of 32. Returns out [..., hidden] float8_e4m3fn, on all
+    GPUs, and scale [rows, hidden / 32] uint8: s for 2^(s - 127), the least that keeps a group within 448.
+    """
+    if residual is not None:
+        _add(input, residual)
+    return rowwise.mx(_normalize(input if residual is None else residual, weight, epsilon, one_plus_weight))

@@ -36,6 +36,22 @@ DEVICE f32x2 from_e5m2x2(u32 word) {
   return __builtin_amdgcn_cvt_pk_f32_bf8(word, kUpper);
 }
 
+// OCP's e4m3 on every arch, as MX formats have it: four floats -> four bytes, with its limit in kE4m3Max's place. Where e4m3 is
+// FNUZ, its byte of x / 2 is OCP's of x, but for a zero of negative x, which FNUZ does not have.
+constexpr float kE4m3fnMax = 448.0f;
+DEVICE u32 to_e4m3fnx4(f32x2 low, f32x2 high) {
+#if defined(__gfx942__)
+  static_assert(2 * kE4m3Max == kE4m3fnMax);
+  low = {clamp_e4m3(low.x * 0.5f), clamp_e4m3(low.y * 0.5f)};
+  high = {clamp_e4m3(high.x * 0.5f), clamp_e4m3(high.y * 0.5f)};
+  const u32x2 l = __builtin_bit_cast(u32x2, low), h = __builtin_bit_cast(u32x2, high);
+  const u32 tops = __builtin_amdgcn_perm(l.y, l.x, 0x0c0c0703) | __builtin_amdgcn_perm(h.y, h.x, 0x07030c0c);
+  return to_e4m3x4(low, high) | (tops & 0x80808080);
+#else
+  return to_e4m3x4(low, high);
+#endif
+}
+
 // Round to nearest even; a NaN that came from a bf16 or fp16 keeps its low bits clear, so the carry cannot reach its exponent.
 DEVICE u32 to_bf16x2(f32x2 x) {
 #if defined(__gfx942__)

@@ -38,6 +38,10 @@ DEVICE f32x2 from_e5m2x2(u32 word) {
   return from_f16x2(pair);
 }
 
+// OCP's e4m3, as MX formats have it.
+constexpr float kE4m3fnMax = kE4m3Max;
+DEVICE u32 to_e4m3fnx4(f32x2 low, f32x2 high) { return to_e4m3x4(low, high); }
+
 DEVICE u32 to_bf16x2(f32x2 x) {
   using bf16x2 = __bf16 __attribute__((ext_vector_type(2)));
   return __builtin_bit_cast(u32, __builtin_convertvector(x, bf16x2));

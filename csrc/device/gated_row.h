@@ -1,0 +1,94 @@
+// Activations of rows [gate | up]: y = activation(gate, up), which row_output.h stores or quantises.
+//
+// Without a maximum over the row, blocks share a row: there are as many as it has chunks for. The per-token output gives a row
+// to one block, which keeps y in registers across its one barrier. Thread t of a block has the chunks of 8 elements t,
+// t + threads, ... of the block's columns.
+#pragma once
+#include "row_output.h"
+
+template <class T, Output kOutput>
+using GatedOutput = RowOutput<T, kOutput,
+                              kOutput == Output::kMx         ? ScaleBound::kNone
+                              : kOutput == Output::kPerBlock ? ScaleBound::kScale
+                                                             : ScaleBound::kAbsmax>;
+
+struct GatedRow {
+  const void* gate;  // [hidden] T
+  const void* up;    // [hidden] T
+  int hidden;
+};
+
+// hidden is a multiple of 8; gate, up and out are 16-byte aligned. The block has the chunks from `first` on, kChunks
+// per thread.
+template <class T, Output kOutput, int kChunks, class Activation>
+DEVICE void gated_vector(GatedRow row, int first, Activation activation, GatedOutput<T, kOutput> output) {
+  RowChunks<kChunks, Chunk> chunks;
+  u32x4 gate[kChunks], up[kChunks];
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    chunks.index[i] = first + wave::thread_id() + i * output.threads;
+    chunks.in_bounds[i] = chunks.index[i] * kChunk < row.hidden;
+    gate[i] = mem::load_vector_or_zero(row.gate, chunks.index[i], chunks.in_bounds[i]);
+    up[i] = mem::load_vector_or_zero(row.up, chunks.index[i], chunks.in_bounds[i]);
+  }
+  output.locate(row.hidden);
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    const Chunk g = unpack<T>(gate[i]);
+    chunks.y[i] = unpack<T>(up[i]);
+    for (int j = 0; j < kChunk / 2; ++j) chunks.y[i].pair[j] = activation(g.pair[j], chunks.y[i].pair[j]);
+    output.store(chunks.index[i], chunks.in_bounds[i], chunks.y[i]);
+  }
+  output.finish(chunks);
+}
+
+// Any hidden size and alignment, a block per row, one element per access.
+template <class T, Output kOutput, class Activation>
+DEVICE void gated_general(GatedRow row, Activation activation, GatedOutput<T, kOutput> output) {
+  output.locate(row.hidden);
+  output.store_elements(row.hidden, [&](int column) {
+    return activation(load_element<T>(row.gate, column), load_element<T>(row.up, column));
+  });
+}
+
+// kChunks == 0 is the general kernel.
+template <class T, Output kOutput, int kChunks, class Activation>
+DEVICE void gated_row(const void* input, i64 input_stride, int hidden, int threads, void* out, const float* scale,
+                      float* scale_out, i64 scale_row_stride, i64 scale_stride, int group_size, Activation activation) {
+  const u16* gate = (const u16*)input + i64(u32(wave::block_id_x())) * input_stride;
+  const GatedRow row{gate, gate + hidden, hidden};
+  const GatedOutput<T, kOutput> output(scale, out, scale_out, scale_row_stride, scale_stride, group_size, threads);
+  mem::issue_loads();
+  if constexpr (kChunks == 0) gated_general<T, kOutput>(row, activation, output);
+  else gated_vector<T, kOutput, kChunks>(row, wave::block_id_y() * threads * kChunks, activation, output);
+}
+
+// clang-format off
+// A kernel; further parameters, if any, and then the activation come last.
+#define GATED_ROWS(threads, symbol, T, output, chunks, more, ...)                                                     \
+  KERNEL(threads) symbol(                                                                                             \
+      const void* input,      /* [rows, 2 * hidden] T, rows input_stride elements apart */                            \
+      i64 input_stride, int hidden, int threads_per_block,                                                            \
+      void* out,              /* [rows, hidden] T or e4m3 */                                                          \
+      const float* scale,     /* [1], of the static kind; of the dynamic kinds scale_ub or null */                    \
+      float* scale_out,       /* [rows, 1] or [rows, hidden / group_size], by the two strides; null without */        \
+      i64 scale_row_stride, i64 scale_stride, int group_size more) {                                                  \
+    gated_row<T, Output::output, chunks>(input, input_stride, hidden, threads_per_block, out, scale, scale_out,       \
+        scale_row_stride, scale_stride, group_size, __VA_ARGS__);                                                     \
+  }
+// Those of an element type: INSTANCE(threads, symbol, T, output, chunks).
+#define GATED_INSTANCES(INSTANCE, name, type, T)                             \
+  INSTANCE(1024, name##_##type##_x1, T, kPlain, 1)                           \
+  INSTANCE(1024, name##_##type##_general, T, kPlain, 0)                      \
+  INSTANCE(1024, name##_quant_##type##_x1, T, kStatic, 1)                    \
+  INSTANCE(1024, name##_quant_##type##_general, T, kStatic, 0)               \
+  INSTANCE(1024, name##_per_token_quant_##type##_x1, T, kPerToken, 1)        \
+  INSTANCE(1024, name##_per_token_quant_##type##_x2, T, kPerToken, 2)        \
+  INSTANCE( 512, name##_per_token_quant_##type##_x4, T, kPerToken, 4)        \
+  INSTANCE( 512, name##_per_token_quant_##type##_x8, T, kPerToken, 8)        \
+  INSTANCE(1024, name##_per_token_quant_##type##_general, T, kPerToken, 0)   \
+  INSTANCE(1024, name##_per_block_quant_##type##_x1, T, kPerBlock, 1)        \
+  INSTANCE(1024, name##_per_block_quant_##type##_general, T, kPerBlock, 0)   \
+  INSTANCE(1024, name##_mxfp8_quant_##type##_x1, T, kMx, 1)                  \
+  INSTANCE(1024, name##_mxfp8_quant_##type##_general, T, kMx, 0)
+// clang-format on
