@@ -209,7 +209,7 @@ MUTANTS = {
         "device/vec.h", "-1.4426950408889634f", "-1.443f", "silu_and_mul", cases("silu_and_mul", "bf16")
     ),
     "ties at 448 rounded over": Mutant(
-        ROW_OUTPUT,
+        "device/float8.h",
         "(1 << kMantissa) / 4 - 1",
         "(1 << kMantissa) / 4",
         "fused_experts_quantize",
@@ -511,21 +511,21 @@ MUTANTS = {
         ("test_fused_experts_tiled.py::test_pairs_are_sorted[even-gfx942]",),
     ),
     "a shared expert gets a router weight": Mutant(
-        EXPERTS_TILED,
+        "gemm/expert_tiles.h",
         "p.router && slot < p.topk ?",
         "p.router ?",
         "fused_experts_tiled",
         ("test_fused_experts_tiled.py::test_case[gfx942-block-input-weight-m65-TiledConfig(tokens=64)]",),
     ),
     "all accumulator tiles have the first one's up scale": Mutant(
-        EXPERTS_TILED,
+        "gemm/expert_tiles.h",
         "block_of(rows_n + wave_n + j * tile::kAccumulatorRows / 2)",
         "block_of(rows_n + wave_n)",
         "fused_experts_tiled",
         cases("fused_experts", "block-odd-m70"),
     ),
     "gate scale not clamped to the gate rows": Mutant(
-        EXPERTS_TILED,
+        "gemm/expert_tiles.h",
         "block_of(wave_n < rows_n ? wave_n : rows_n - 1) * 4",
         "block_of(wave_n) * 4",
         "fused_experts_tiled",

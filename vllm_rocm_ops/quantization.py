@@ -12,6 +12,8 @@ import math
 import torch
 
 LIMIT = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
+E5M2 = {torch.float8_e5m2: torch.float8_e4m3fn, torch.float8_e5m2fnuz: torch.float8_e4m3fnuz}
+"""e5m2 and the e4m3 of the same GPU."""
 MX_BLOCK = 32  # values that share a scale of an MX format
 MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 
@@ -48,6 +50,13 @@ def per_token(x: torch.Tensor, dtype: torch.dtype, scale_ub: torch.Tensor | None
         largest = largest.fmin(scale_ub.to(largest.dtype).reshape(()))
     scale = scale_of(largest, dtype)
     return cast(x / scale, dtype), scale.reshape(-1, 1)
+
+
+def int8(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., hidden] -> (int8, scale): x / scale to nearest even, from -127 to 127, NaN 127. The scale is the given one, or one per
+    row: absmax / 127 of an absmax of at least 1e-10, as in vLLM's per_token_quant_int8."""
+    scale = absmax(x).clamp(min=1e-10) / 127.0 if scale is None else scale.to(x.dtype).reshape(())
+    return (x / scale).nan_to_num(nan=127.0).clamp(-127.0, 127.0).round().to(torch.int8), scale
 
 
 def mx(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,7 @@
-// e4m3 quantisation of rows of bf16 or fp16 between the products of fused_experts, by device/row_output.h: static, per
-// token, per block of 128 columns, of which the last of a row may be shorter, or MX.
+// Quantisation of rows of bf16 or fp16 between the products of fused_experts. To e4m3 by device/row_output.h: static, per
+// token, per block of 128 columns, of which the last of a row may be shorter, or MX. To int8, static or per token:
+//
+//     scale = max(absmax(x), 1e-10) / 127;  out = int8(x / scale), to nearest even, from -127 to 127; NaN becomes 127
 //
 // Bytes per element: 2 + 1. A chunk is 8 neighbouring elements. Per token a block owns a row, and thread t has the chunks t,
 // t + threads, ... Otherwise a thread has one chunk, and as many blocks share a row as it has chunks for.
@@ -38,7 +40,63 @@ DEVICE void quantize_row(const Rows& p) {
   output.finish(chunks);
 }
 
+// Four numbers as int8.
+DEVICE u32 to_int8x4(f32x2 low, f32x2 high) {
+  const float x[4] = {low.x, low.y, high.x, high.y};
+  u32 packed = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float clamped = __builtin_fmaxf(__builtin_fminf(x[i], 127.0f), -127.0f);
+    packed |= (u32(int(__builtin_rintf(clamped))) & 0xff) << i * 8;
+  }
+  return packed;
+}
+
+// A block owns a row, whose scale it computes if kDynamic; thread t has the chunks t, t + threads, ...
+template <class T, bool kDynamic>
+DEVICE void quantize_row_to_int8(const Rows& p) {
+  constexpr int kChunks = 4;
+  const int row = wave::block_id_x();
+  if (p.count && row >= mem::load<int>(p.count)) return;
+  const u16* x = (const u16*)p.x + row * p.stride;
+  u8* out = p.out + i64(row) * p.columns;
+  Chunk chunks[kChunks];
+  float absmax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    const int index = wave::thread_id() + i * p.threads;
+    chunks[i] = unpack<T>(mem::load_vector_or_zero(x, index, index * kChunk < p.columns));
+    absmax = max_abs(absmax, chunks[i]);
+  }
+  float scale;
+  if constexpr (kDynamic) {
+    LDS static float maxima[kMaxWaves];
+    absmax = reduce_block(absmax, 0.0f, maxima, p.threads / wave::kLanes, Max{});
+    scale = divide(__builtin_fmaxf(absmax, 1e-10f), 127.0f, 1.0f / 127.0f);
+    if (wave::thread_id() == 0) mem::store((float*)p.scale + row, scale);
+  } else {
+    scale = mem::load<float>(p.static_scale);
+  }
+  const Scale divisor(scale);
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    const int index = wave::thread_id() + i * p.threads;
+    f32x2 q[kChunk / 2];
+    for (int j = 0; j < kChunk / 2; ++j) q[j] = divide(chunks[i].pair[j], divisor.value, divisor.inverse);
+    if (index * kChunk < p.columns)
+      mem::store((u32x2*)out + index, u32x2{to_int8x4(q[0], q[1]), to_int8x4(q[2], q[3])});
+  }
+}
+
 // clang-format off
+#define INT8_INSTANCE(symbol, T, dynamic) \
+  KERNEL(1024) symbol(Rows rows) { quantize_row_to_int8<T, dynamic>(rows); }
+
+INT8_INSTANCE(fused_experts_quantize_int8_token_bf16,  Bf16, true)
+INT8_INSTANCE(fused_experts_quantize_int8_token_fp16,  F16,  true)
+INT8_INSTANCE(fused_experts_quantize_int8_static_bf16, Bf16, false)
+INT8_INSTANCE(fused_experts_quantize_int8_static_fp16, F16,  false)
+
 #define INSTANCE(threads, symbol, T, output, chunks) \
   KERNEL(threads) symbol(Rows rows) { quantize_row<T, Output::output, chunks>(rows); }
 

@@ -26,7 +26,11 @@ def case(name: str, m: int, topk: int, experts: int, hidden: int, intermediate: 
 
 
 FEW = [  # which the op itself gives to other kernels
-    case for case in OP.cases() if case.make.args[0] < TILED_FROM and case.make.args[-1].get("scheme") != "mx"
+    case
+    for case in OP.cases()
+    if case.make.args[0] < TILED_FROM
+    and case.make.args[-1].get("scheme") != "mx"
+    and "weights" not in case.make.args[-1]
 ]
 CASES = [
     case("block-m129-one-expert", 129, 1, 3, 128, 128, one=True),

@@ -179,7 +179,7 @@ BUGS = {
         "output 0",
     ),
     "one chunk too many": (
-        "ops/silu_and_mul.hip",
+        "device/gated_row.h",
         "in_bounds[i] = chunks.index[i] * kChunk < row.hidden;",
         "in_bounds[i] = chunks.index[i] * kChunk <= row.hidden;",
         ops.silu_and_mul_quant,
@@ -566,7 +566,7 @@ BUGS = {
         "barrier",
     ),
     "weights of another expert": (
-        "ops/fused_experts_tiled.hip",
+        "gemm/expert_tiles.h",
         "p.b + expert_tile.expert * p.b_expert",
         "p.b + (expert_tile.expert ^ 1) * p.b_expert",
         ops.fused_experts,
@@ -611,7 +611,7 @@ BUGS = {
         "barrier",
     ),
     "gate scales for up rows": (
-        "ops/fused_experts_tiled.hip",
+        "gemm/expert_tiles.h",
         "block_of(rows_n + wave_n + j",
         "block_of(wave_n + j",
         ops.fused_experts,
@@ -908,7 +908,7 @@ BUGS = {
         WRONG,
     ),
     "block scale too small": (
-        "device/row_output.h",
+        "device/float8.h",
         "return exponent > 8 ? exponent - 8 : 0;",
         "return exponent > 8 ? exponent - 9 : 0;",
         ops.fused_experts,
@@ -970,7 +970,7 @@ OVERFLOWS = {
         ("bf16",),
     ),
     "experts in tiles": (
-        "ops/fused_experts_tiled.hip",
+        "gemm/expert_tiles.h",
         "p.b + expert_tile.expert * p.b_expert",
         "p.b + expert_tile.expert * u32(p.b_expert)",
         "gfx950",
@@ -1002,7 +1002,7 @@ OVERFLOWS = {
         (ops.rms_norm,),
     ),
     "rows of gate and up": (
-        "ops/silu_and_mul.hip",
+        "device/gated_row.h",
         "i64(u32(wave::block_id_x())) * input_stride",
         "int(u32(wave::block_id_x()) * u32(input_stride))",
         "gfx950",

@@ -9,9 +9,19 @@ from torch import Tensor
 
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS
-from vllm_rocm_ops.quantization import MX_BLOCK, MX_SCALES
+from vllm_rocm_ops.quantization import E5M2, MX_BLOCK, MX_SCALES
 
 HALVES = (torch.bfloat16, torch.float16)
+
+
+BYTES = (torch.int8, *E5M2)
+"""Weights that the tiled kernels alone multiply, beside those of all kernels."""
+
+
+def activation_dtype(a) -> torch.dtype | None:
+    """What tokens are quantised to in front of a product; None where they stay as they are."""
+    dtype = a.w1.dtype
+    return None if a.weight_only or dtype in HALVES else E5M2.get(dtype, dtype)
 
 
 def intermediate(a) -> int:

@@ -1,4 +1,5 @@
-"""The tokens of each product of fused_experts: as they are, or quantised ahead by csrc/ops/fused_experts_quantize.hip."""
+"""The tokens of each product of fused_experts: as they are, or quantised ahead by csrc/ops/fused_experts_quantize.hip, to e4m3 or
+int8."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families.experts import HALVES, scheme
+from vllm_rocm_ops.families.experts import HALVES, activation_dtype, scheme
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.families.rowwise import ELEMENTS, VECTOR
 from vllm_rocm_ops.launch import Launch, Workspace, fields
-from vllm_rocm_ops.quantization import LIMIT, MX_BLOCK
+from vllm_rocm_ops.quantization import MX_BLOCK
 
 MODULE = "fused_experts_quantize"
 THREADS = 256  # of a block at most, but for those that have a row to themselves
@@ -43,17 +44,23 @@ class Activations(NamedTuple):
 
 
 def quantize(
-    x: Rows, weights: str, static: Tensor | None, arch: Arch, num_rows: Tensor | Workspace | None = None
+    x: Rows,
+    weights: str,
+    static: Tensor | None,
+    arch: Arch,
+    num_rows: Tensor | Workspace | None = None,
+    to_int8: bool = False,
 ) -> tuple[Activations, Launch]:
-    """x in e4m3 and the launch that writes it: divided by the static scale if there is one, else by scales as go with how the
-    weights are scaled: float32 per 128 columns with "block", e8m0 per 32 columns with "mx", else float32 per row. `num_rows`, an
+    """x in e4m3, or in int8, and the launch that writes it: divided by the static scale if there is one, else by scales as go with how
+    the weights are scaled: float32 per 128 columns with "block", e8m0 per 32 columns with "mx", else float32 per row. `num_rows`, an
     int32 on the device, says how many of the rows there are; the others are neither read nor written."""
     group_of = {"block": BLOCK, "mx": MX_BLOCK}
     kind = "static" if static is not None else weights if weights in group_of else "token"
     vectors, lanes = -(-x.columns // VECTOR), arch.wave_lanes
-    most = max(ROW_THREADS, -(-vectors // ROW_VECTORS)) if kind == "token" else THREADS
+    owns_row = kind == "token" or to_int8
+    most = max(ROW_THREADS, -(-vectors // ROW_VECTORS)) if owns_row else THREADS
     threads = -(-min(vectors, most) // lanes) * lanes
-    blocks_per_row = 1 if kind == "token" else -(-vectors // threads)
+    blocks_per_row = 1 if owns_row else -(-vectors // threads)
     groups = -(-x.columns // group_of.get(kind, x.columns))
     values = Workspace(x.count * x.columns)
     scale = Workspace(x.count * groups * (1 if kind == "mx" else 4)) if static is None else static
@@ -68,7 +75,7 @@ def quantize(
         "columns": x.columns,
         "threads": threads,
     }
-    symbol = f"{MODULE}_{kind}_{ELEMENTS[x.dtype]}"
+    symbol = f"{MODULE}_{'int8_' if to_int8 else ''}{kind}_{ELEMENTS[x.dtype]}"
     launch = Launch(MODULE, symbol, (x.count, blocks_per_row, 1), (threads, 1, 1), fields("rows", args))
     return Activations(values, x.columns, scale, *((0, 0) if kind == "static" else (groups, 1))), launch
 
@@ -77,16 +84,17 @@ def operand(
     a, x: Rows, static: Tensor | None, arch: Arch, num_rows: Workspace | None = None
 ) -> tuple[Activations, list[Launch]]:
     """x as a product of fused_experts takes it, and the launch that quantises it if the weights want that."""
-    if a.w1.dtype in HALVES:
+    dtype = activation_dtype(a)
+    if dtype is None:
         return Activations(x.buffer, x.stride * x.dtype.itemsize), []
-    quantized, launch = quantize(x, scheme(a.w1, a.w1_scale), static, arch, num_rows)
+    quantized, launch = quantize(x, scheme(a.w1, a.w1_scale), static, arch, num_rows, dtype == torch.int8)
     return quantized, [launch]
 
 
 def hidden_operand(a, arch: Arch) -> tuple[Activations, list[Launch]]:
     """The same of the op's argument `hidden`."""
     x, scale = a.hidden, a.hidden_scale
-    if x.dtype not in LIMIT:
+    if x.dtype in HALVES:
         return operand(a, Rows(x, *x.shape, x.stride(0), x.dtype), scale, arch)
     row = 0 if scale.numel() == 1 else scale.shape[1]
     return Activations(x, x.stride(0), scale, row, int(scheme(a.w1, a.w1_scale) in ("block", "mx"))), []
@@ -94,4 +102,5 @@ def hidden_operand(a, arch: Arch) -> tuple[Activations, list[Launch]]:
 
 def quantizing(a) -> int:
     """How many launches quantise the tokens of a call's two products."""
-    return 0 if a.w1.dtype in HALVES else 1 + (a.hidden.dtype != a.w1.dtype)
+    dtype = activation_dtype(a)
+    return 0 if dtype is None else 1 + (a.hidden.dtype != dtype)

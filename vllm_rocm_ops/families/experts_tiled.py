@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.families import experts_bytes
 from vllm_rocm_ops.families.experts import (
     expected_hit,
     expected_pairs,
@@ -22,7 +23,7 @@ from vllm_rocm_ops.families.experts import (
 )
 from vllm_rocm_ops.families.experts_quantize import MOST_COLUMNS, Activations, Rows, hidden_operand, operand, quantizing
 from vllm_rocm_ops.families.gemm import OUT_TYPES
-from vllm_rocm_ops.families.rowwise import VECTOR
+from vllm_rocm_ops.families.rowwise import ELEMENTS, VECTOR
 from vllm_rocm_ops.families.tiled_gemm import FLOPS_PER_BYTE, PANEL, RATE, RESIDENT, SINGLE_BLOCK_RATE, lds_bytes
 from vllm_rocm_ops.launch import Launch, Workspace, fields
 
@@ -52,12 +53,15 @@ def envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     kind = scheme(a.w1, a.w1_scale)
     scales = [scale for scale in (a.w1_scale, a.w2_scale) if scale is not None]
     yield "scales of the weights are float32", all(scale.dtype == torch.float32 for scale in scales)
+    yield "weights alone have a scale per row or tensor", not a.weight_only or kind in ("tensor", "channel")
     yield "out_dtype is that of weights without scales", kind != "none" or a.out_dtype == a.w1.dtype
     once = not a.apply_router_weight_on_input or a.topk_ids.shape[1] == 1  # an id that a token repeats is another pair
     yield "weights on the input are those of one expert a token", once
     columns = [h] if a.hidden_scale is None else []
     columns += [inner] if a.act_scale is None else []
-    holds = kind not in ("tensor", "channel") or max(columns, default=0) <= MOST_COLUMNS
+    if a.w1.dtype == torch.int8:
+        columns = [h, inner]  # with a static scale too, rows are blocks'
+    holds = kind not in ("tensor", "channel") or a.weight_only or max(columns, default=0) <= MOST_COLUMNS
     yield f"what is quantised per token has at most {MOST_COLUMNS} columns", holds
 
 
@@ -91,6 +95,11 @@ def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
     return terms
 
 
+def _kind(weight: Tensor, scale: Tensor | None) -> str:
+    """What the symbols of these kernels say of types and scales."""
+    return ELEMENTS.get(weight.dtype, "block" if scheme(weight, scale) == "block" else "row")
+
+
 def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     """The launches of a call: out [M, H] is contiguous."""
     (m, h), inner, topk = a.hidden.shape, intermediate(a), a.topk_ids.shape[1]
@@ -116,7 +125,9 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     tokens, quantize_hidden = hidden_operand(a, arch)
     activations, quantize_act = operand(a, act, a.act_scale, arch, tiles)  # tiles begin with the number of rows
 
-    def product(name: str, x: Activations, weight: Tensor, scale: Tensor | None, to, router, tiles_n: int) -> Launch:
+    def product(
+        name: str, x: Activations, dtype: torch.dtype, weight: Tensor, scale: Tensor | None, to, router, tiles_n: int
+    ) -> Launch:
         _, rows, k = weight.shape
         size, (scale_expert, scale_row) = weight.element_size(), scale_strides(weight, scale)
         b_tile, b_row, b_vec = weight_strides(a, weight)
@@ -136,7 +147,7 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
             "b_row": b_row,
             "b_vec": b_vec,
             "n": rows,
-            "k": k * size,
+            "k": k * (a.hidden.element_size() if a.weight_only else size),
             "scale_a_row": x.scale_row,
             "scale_a_k": x.scale_k,
             "scale_b_row": scale_row,
@@ -145,14 +156,16 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
             "out_type": OUT_TYPES[a.out_dtype],
             "tiles_n": tiles_n,
         }
-        none = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-        kind = none.get(weight.dtype, "block" if scheme(weight, scale) == "block" else "row")
-        symbol, lds = f"{MODULE}_{name}_{kind}_{config.tokens}", lds_bytes(config.tokens, ROWS, arch)
-        return Launch(MODULE, symbol, (most_tiles * tiles_n, 1, 1), (THREADS, 1, 1), fields("problem", args), lds)
+        module, kind = experts_bytes.kernels(a, weight, scale, dtype) or (MODULE, _kind(weight, scale))
+        symbol = f"{module}_{name}_{kind}_{config.tokens}"
+        lds, grid = lds_bytes(config.tokens, ROWS, arch), (most_tiles * tiles_n, 1, 1)
+        return Launch(module, symbol, grid, (THREADS, 1, 1), fields("problem", args), lds)
 
     on_input, on_output = (a.topk_weights, None) if a.apply_router_weight_on_input else (None, a.topk_weights)
-    gate_up = product("gate_up", tokens, a.w1, a.w1_scale, act.buffer, on_input, -(-inner // (ROWS // 2)))
-    down = product("down", activations, a.w2, a.w2_scale, results, None, -(-h // ROWS))
+    gate_up = product(
+        "gate_up", tokens, a.hidden.dtype, a.w1, a.w1_scale, act.buffer, on_input, -(-inner // (ROWS // 2))
+    )
+    down = product("down", activations, a.out_dtype, a.w2, a.w2_scale, results, None, -(-h // ROWS))
     args = {
         "routing": routing,
         "results": results,

@@ -88,6 +88,7 @@ def op(
     """An op whose kernels are csrc/ops/`module`.hip. `further` gives those of their arguments that only this activation has,
     `contract` what these must be."""
     mx = reference.__name__.endswith("_mxfp8_quant")
+    is_variant = mx or module != "silu_and_mul"
     make = rowwise.Cases(reference, 2, {}, quantization.MX_BLOCK if mx else 1)
     return Op(
         reference,
@@ -98,7 +99,5 @@ def op(
         default=_default,
         plan=functools.partial(_plan, module, reference.__name__, further),
         problem=lambda a: rowwise.problem(a, hidden(a)),
-        cases=(lambda: make.some_rare(cases(make)))
-        if mx or module != "silu_and_mul"
-        else functools.partial(cases, make),
+        cases=functools.partial(make.some_rare, cases) if is_variant else functools.partial(cases, make),
     )

@@ -14,14 +14,15 @@ from vllm_rocm_ops import quantization
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import experts_streamed as streamed
 from vllm_rocm_ops.families import experts_tiled as tiled
-from vllm_rocm_ops.families.experts import HALVES, scheme, slots
+from vllm_rocm_ops.families.experts import BYTES, HALVES, scheme, slots
+from vllm_rocm_ops.families.experts_contract import contract
+from vllm_rocm_ops.families.experts_quantize import quantizing
 from vllm_rocm_ops.families.experts_streamed import StreamedConfig
 from vllm_rocm_ops.families.experts_tiled import TiledConfig
 from vllm_rocm_ops.families.gemm import BLOCK
-from vllm_rocm_ops.families.weight_layout import fits, shuffle_weight, unshuffled
+from vllm_rocm_ops.families.weight_layout import shuffle_weight, unshuffled
 from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.quantization import LIMIT, MX_BLOCK, MX_SCALES
-from vllm_rocm_ops.tensors import describe
+from vllm_rocm_ops.quantization import E5M2, MX_BLOCK, MX_SCALES
 
 __all__ = ["fused_experts"]
 
@@ -29,60 +30,11 @@ TILED_FROM = 17  # tokens; with fewer the streamed kernels were the faster at ev
 NO_EXPERT = 2**15 - 1
 
 
-def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
-    dims = a.hidden.dim() == 2 and a.w1.dim() == a.w2.dim() == 3
-    yield "hidden, w1, w2", "[M, H], [E, 2 I, H], [E, H, I]", describe(a.hidden), dims
-    m, h = a.hidden.shape
-    experts, n, _ = a.w1.shape
-    holds = a.w1.shape[2] == h and n % 2 == 0 and a.w1.dtype in (*HALVES, *LIMIT)
-    yield "w1", f"bf16, fp16 or e4m3 [E, 2 I, H={h}]", describe(a.w1), holds
-    holds = a.w2.shape == (experts, h, n // 2) and a.w2.dtype == a.w1.dtype
-    yield "w2", f"{a.w1.dtype} [E={experts}, H={h}, I={n // 2}]", describe(a.w2), holds
-    wanted = HALVES if a.w1.dtype in LIMIT else (a.w1.dtype,)
-    quantized = a.w1.dtype in LIMIT and a.hidden.dtype == a.w1.dtype
-    yield "hidden", f"{' or '.join(map(str, wanted))} [M, H]", describe(a.hidden), quantized or a.hidden.dtype in wanted
-    yield "out_dtype", "bfloat16 or float16", str(a.out_dtype), a.out_dtype in HALVES
-    holds = a.topk_ids.dim() == 2 and len(a.topk_ids) == m and a.topk_ids.dtype in (torch.int32, torch.int64)
-    yield "topk_ids", f"int32 or int64 [M={m}, topk]", describe(a.topk_ids), holds
-    holds = a.topk_weights.shape == a.topk_ids.shape and a.topk_weights.dtype == torch.float32
-    yield "topk_weights", f"float32 {list(a.topk_ids.shape)}", describe(a.topk_weights), holds
-    for name, weight, scale in (("w1_scale", a.w1, a.w1_scale), ("w2_scale", a.w2, a.w2_scale)):
-        needed = weight.dtype in LIMIT
-        wanted = (
-            "float32 [E], [E, N] or [E, ceil(N / 128), ceil(K / 128)], or, with e4m3fn, e8m0 or uint8 [E, N, K / 32]"
-        )
-        kind = scheme(weight, scale)
-        holds = (scale is not None) == needed and kind != "unknown"
-        holds = holds and (scale is None or kind == "mx" or scale.dtype == torch.float32)
-        yield name, wanted if needed else "None", "None" if scale is None else describe(scale), holds
-    kind, of_w2 = scheme(a.w1, a.w1_scale), scheme(a.w2, a.w2_scale)
-    same = kind == of_w2 or not {kind, of_w2} & {"block", "mx"}
-    yield "w1_scale and w2_scale", "both or neither per 128x128, or per 1x32", f"per {kind} and per {of_w2}", same
-    if a.hidden_scale is not None or quantized:
-        scale = a.hidden_scale
-        shapes = {"block": ((m, -(-h // BLOCK)),), "mx": ((m, h // MX_BLOCK),)}.get(kind, ((m, 1), (1,), ()))
-        shapes = shapes if quantized else () if kind == "mx" else ((1,), ())
-        dtypes = MX_SCALES if kind == "mx" else (torch.float32,)
-        holds = scale is not None and a.w1.dtype in LIMIT and tuple(scale.shape) in shapes and scale.dtype in dtypes
-        wanted = (
-            f"{' or '.join(map(str, dtypes))}, one of {', '.join(str(list(s)) for s in shapes)}" if shapes else "None"
-        )
-        yield "hidden_scale", wanted, "None" if scale is None else describe(scale), holds
-    if a.act_scale is not None:
-        holds = a.w1.dtype in LIMIT and a.act_scale.numel() == 1 and a.act_scale.dtype == torch.float32 and kind != "mx"
-        yield "act_scale", "float32, one element, with e4m3 weights not scaled per 1x32", describe(a.act_scale), holds
-    if a.expert_map is not None:
-        holds = a.expert_map.dim() == 1 and a.expert_map.numel() > 0 and a.expert_map.dtype == torch.int32
-        yield "expert_map", "int32 [global experts], one or more", describe(a.expert_map), holds
-    if a.shuffled:
-        whole = all(fits(weight[0].shape, weight.dtype) and weight.is_contiguous() for weight in (a.w1, a.w2))
-        wanted = "False, unless rows of w1 and w2 are multiples of 16, columns of 64 bytes, and both contiguous"
-        yield "shuffled", wanted, f"True with {describe(a.w1)} and {describe(a.w2)}", whole
-    yield "shared_experts", f"0 to E={experts}", str(a.shared_experts), 0 <= a.shared_experts <= experts
-
-
 def _quantized(x: Tensor, dtype: torch.dtype, kind: str, scale: Tensor | None) -> Tensor:
     """x as the products see it: quantised with its static scale, or a dynamic one per 32 or 128 columns or per row, and back."""
+    if dtype == torch.int8:
+        values, dynamic = quantization.int8(x, scale)
+        return values.to(x.dtype) * dynamic
     if scale is not None:
         return quantization.static(x, scale, dtype).to(x.dtype) * scale.to(x.dtype).reshape(())
     if kind == "mx":
@@ -113,9 +65,14 @@ def _reads_order(a, arch: Arch) -> bool:
     return not a.shuffled or arch.code_suffix == ".co"
 
 
+def _can_stream(a, arch: Arch) -> bool:
+    return a.w1.dtype not in BYTES and not a.weight_only and streamed.takes(a, arch)
+
+
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     (m, _), (experts, n, h), size = a.hidden.shape, a.w1.shape, a.w1.element_size()
-    yield f"{arch.name} multiplies the weights' dtype", a.w1.dtype in (*HALVES, arch.fp8_dtype)
+    known = E5M2.get(a.w1.dtype, a.w1.dtype) in (*HALVES, arch.fp8_dtype, torch.int8)
+    yield f"{arch.name} multiplies the weights' dtype", known
     yield f"{arch.name} has AITER, if the weights are in its order", _reads_order(a, arch)
     yield "H and I are multiples of 16 bytes, I of 8", h * size % 16 == n // 2 * size % 16 == n // 2 % 8 == 0
     for name in ("hidden", "w1", "w2"):
@@ -126,8 +83,9 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     for name in ("w1", "w2"):
         weight = getattr(a, name)
         yield f"an expert's {name} reaches over less than 2 GB", weight.shape[1] * weight.stride(1) * size < 2**31
-    columns = max(h, a.hidden.stride(0)) if a.hidden.dtype == a.w1.dtype else h
-    yield "hidden, unless it is quantised ahead, reaches over less than 2 GB", m * columns * size < 2**31
+    columns = max(h, a.hidden.stride(0)) if quantizing(a) < 2 else h
+    width = a.hidden.element_size() if a.weight_only else size
+    yield "hidden, unless it is quantised ahead, reaches over less than 2 GB", m * columns * width < 2**31
     for name in ("topk_weights", "topk_ids", "hidden_scale", "w1_scale", "w2_scale", "act_scale", "expert_map"):
         tensor = getattr(a, name)
         yield f"{name} is contiguous", tensor is None or tensor.is_contiguous()
@@ -139,7 +97,7 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
             f"with a scale per 32 of K, {most} below 2^31, and lists of pairs and experts fit LDS",
             streamed.takes(a, arch),
         )
-    elif not streamed.takes(a, arch):
+    elif not _can_stream(a, arch):
         yield from tiled.envelope(a, arch)
 
 
@@ -147,7 +105,7 @@ def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:
     if not _reads_order(a, arch):
         return []
     is_mx = scheme(a.w1, a.w1_scale) == "mx"
-    can_stream = (arch.block_scales or not is_mx) and streamed.takes(a, arch)
+    can_stream = (arch.block_scales or not is_mx) and _can_stream(a, arch)
     can_tile = not is_mx and all(holds for _, holds in tiled.envelope(a, arch))
     tiles = can_tile and (not can_stream or a.hidden.shape[0] >= TILED_FROM)
     return (streamed.configs(a, arch) if can_stream else []) + (tiled.configs(a, arch) if tiles else [])
@@ -165,8 +123,10 @@ def _problem(a) -> dict[str, int]:
 def _cases() -> Iterator[Case]:
     """Every instance; tokens around a tile of them; experts without tokens and with all; sizes around blocks of 128."""
 
-    def case(name: str, m: int, topk: int, experts: int, hidden: int, intermediate: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, m, topk, experts, hidden, intermediate, given))
+    def case(
+        name: str, m: int, topk: int, experts: int, hidden: int, intermediate: int, rare: bool = False, **given
+    ) -> Case:
+        return Case(name, functools.partial(_inputs, m, topk, experts, hidden, intermediate, given), rare)
 
     yield case("block", 3, 2, 8, 256, 128)
     yield case("block-m1", 1, 3, 8, 384, 256)
@@ -201,12 +161,32 @@ def _cases() -> Iterator[Case]:
     yield case("bf16-shuffled", 3, 2, 4, 96, 32, scheme="none", shuffled=True)
     yield case("block-shuffled-m70", 70, 2, 4, 192, 64, shuffled=True)
     yield case("no-tokens", 0, 2, 4, 128, 128)
+    yield case("e5m2-block-m70", 70, 2, 4, 208, 80, rare=True, weights="e5m2", shared_experts=1)
+    for kind in ("int8", "e5m2"):
+        of_kind = functools.partial(case, weights=kind)
+        yield of_kind(kind, 5, 2, 4, 192, 96, scheme="channel", shared_experts=1)
+        yield of_kind(f"{kind}-m70", 70, 2, 3, 208, 80, True, scheme="channel", out_dtype=torch.float16)
+        yield of_kind(f"{kind}-static", 4, 2, 4, 144, 96, True, scheme="tensor", static=True, out_dtype=torch.float16)
+        yield of_kind(f"{kind}-quantized", 20, 2, 4, 128, 64, True, scheme="tensor", quantized=True)
+        yield of_kind(f"{kind}-shuffled", 3, 2, 4, 128, 64, True, scheme="channel", shuffled=True)
+    for kind in ("int8", "e4m3", "e5m2"):
+        alone = functools.partial(case, weights=kind, weight_only=True, scheme="channel")
+        yield alone(f"{kind}-alone", 5, 2, 4, 192, 80, kind == "e4m3", shared_experts=1)
+        yield alone(f"{kind}-alone-m70", 70, 2, 3, 208, 96, True, out_dtype=torch.float16)
+        yield alone(f"{kind}-alone-shuffled", 3, 2, 4, 128, 64, True, shuffled=True)
+    yield case("int8-alone-tensor", 4, 2, 4, 144, 48, True, weights="int8", weight_only=True, scheme="tensor")
 
 
 def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp8_dtype) -> tuple:
     kind, shared = given.get("scheme", "block"), given.get("shared_experts", 0)
     out_dtype = given.get("out_dtype", torch.bfloat16)
     dtype = {"none": out_dtype, "mx": torch.float8_e4m3fn}.get(kind, fp8_dtype)
+    of_fp8 = {"int8": torch.int8, "e5m2": next(e5m2 for e5m2, e4m3 in E5M2.items() if e4m3 == fp8_dtype)}
+    weight_dtype = of_fp8.get(given.get("weights"), dtype)
+    dtype = torch.int8 if weight_dtype == torch.int8 else dtype
+    step = 1 / 64 if dtype == torch.int8 else 1.0  # by which scales of int8 are smaller, and its values larger
+
+    bounds = (-127, 127) if dtype == torch.int8 else (-math.inf, math.inf)
 
     def rand(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator).to(device)
@@ -222,10 +202,10 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
         if kind == "mx":
             return mx_scale(experts, n, k // MX_BLOCK, times=times)
         shape = {"block": (-(-n // BLOCK), -(-k // BLOCK)), "channel": (n,), "tensor": (), "none": None}[kind]
-        return None if shape is None else (rand(experts, *shape) + 0.5) * times
+        return None if shape is None else (rand(experts, *shape) + 0.5) * times * step
 
     def weight(n: int, k: int) -> Tensor:
-        plain = (randn(experts, n, k) * (k**-0.5 if kind == "none" else 1.0)).to(dtype)
+        plain = (randn(experts, n, k) * (k**-0.5 if kind == "none" else 1 / step)).clamp(*bounds).to(weight_dtype)
         if not given.get("shuffled"):
             return plain
         return torch.stack([shuffle_weight(one).view(torch.uint8) for one in plain]).view(dtype).view(plain.shape)
@@ -248,8 +228,9 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
         ids[1::3, -1] -= 2**32
     x, x_scale = randn(m, hidden).to(out_dtype), None
     if given.get("quantized"):
-        x = randn(m, hidden).to(dtype)
-        x_scale = mx_scale(m, hidden // MX_BLOCK) if kind == "mx" else rand(m, -(-hidden // BLOCK)) + 0.5
+        x = (randn(m, hidden) / step).clamp(*bounds).to(dtype)
+        groups = -(-hidden // BLOCK) if kind == "block" else 1
+        x_scale = mx_scale(m, hidden // MX_BLOCK) if kind == "mx" else (rand(m, groups) + 0.5) * step
     if given.get("static"):
         x_scale = torch.full((1,), 0.02).to(device)
     return (
@@ -267,6 +248,7 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
         shared,
         given.get("apply_router_weight_on_input", False),
         given.get("shuffled", False),
+        given.get("weight_only", False),
     )
 
 
@@ -274,7 +256,7 @@ def _op(reference) -> Op:
     return Op(
         reference,
         allocate=lambda a: a.hidden.new_empty(a.hidden.shape, dtype=a.out_dtype),
-        contract=_contract,
+        contract=contract,
         envelope=_envelope,
         configs=_configs,
         cost=lambda config, a, arch: _kernels(config).cost(config, a, arch),
@@ -301,6 +283,7 @@ def fused_experts(
     shared_experts: int = 0,
     apply_router_weight_on_input: bool = False,
     shuffled: bool = False,
+    weight_only: bool = False,
 ) -> Tensor:
     """sum over a token's experts of weight * w2[expert] @ (silu(gate) * up), where [gate, up] = w1[expert] @ hidden.
 
@@ -314,18 +297,20 @@ def fused_experts(
     the activation are quantised per 1x128, else per token or, given a static scale of one element, hidden_scale or act_scale,
     by that; e4m3 hidden has its scales [M, ceil(H / 128)], [M, 1] or [1]. MX-FP8 weights, e4m3fn, come with scales 2^(s - 127)
     [E, N, K / 32], uint8 or float8_e8m0fnu, hidden and the activation are then quantised per 1x32 (quantization.py), and e4m3fn
-    hidden has its scales [M, H / 32]. Between the products the activation is of out_dtype, bf16 or fp16. Returns [M, H].
+    hidden has its scales [M, H / 32]. With e5m2 weights tokens are as with e4m3 ones, so e4m3. int8 weights (W8A8) come with scales
+    [E] or [E, N]; hidden and the activation are quantised to int8 per token or by a static scale, and int8 hidden has its scales
+    [M, 1] or [1]. With weight_only (W8A16) nothing is quantised here: hidden and the activation stay bf16 or fp16. Between the products the activation is of out_dtype, bf16 or fp16. Returns [M, H].
     """
     exact = torch.float64 if out_dtype == torch.float64 else torch.float32
-    kind = scheme(w1, w1_scale)
+    kind, dtype = scheme(w1, w1_scale), None if weight_only or w1_scale is None else E5M2.get(w1.dtype, w1.dtype)
     x = hidden.to(exact)
-    if hidden.dtype in LIMIT and kind == "mx":
+    if hidden.dtype == dtype and kind == "mx":
         x = quantization.mx_numbers(hidden, hidden_scale).to(exact)
-    elif hidden.dtype in LIMIT:
+    elif hidden.dtype == dtype:
         scale = hidden_scale.to(exact)
         x = x * (scale.repeat_interleave(BLOCK, 1)[:, : hidden.shape[1]] if kind == "block" else scale)
-    elif w1.dtype in LIMIT:
-        x = _quantized(x, w1.dtype, kind, hidden_scale)
+    elif dtype is not None:
+        x = _quantized(x, dtype, kind, hidden_scale)
     routed = len(w1) - shared_experts
     local = topk_ids.long()
     if expert_map is not None:
@@ -344,8 +329,8 @@ def fused_experts(
             gate_up = gate_up * weight[:, None]
         gate, up = gate_up.chunk(2, 1)
         inner = (gate / (1.0 + torch.exp(-gate)) * up).to(out_dtype).to(exact)
-        if w1.dtype in LIMIT:
-            inner = _quantized(inner, w1.dtype, kind, act_scale)
+        if dtype is not None:
+            inner = _quantized(inner, dtype, kind, act_scale)
         result = inner @ w2_values.t()
         if not apply_router_weight_on_input:
             result = result * weight[:, None]

@@ -1,0 +1,73 @@
+// Copies of rows of 8-bit elements from HBM to panels of bf16 or fp16 in LDS. The conversion is exact.
+#pragma once
+#include "gemm/element.h"
+#include "gemm/tiled/loader.h"
+
+namespace tile {
+
+// The ElementType of a type of 8 bits.
+template <class From>
+constexpr ElementType kElementType = __is_same(From, I8)     ? kI8
+                                     : __is_same(From, E5m2) ? kE5m2
+                                                             : kE4m3;
+
+// The copies of kRows rows by the kThreads threads of a block, as TileLoader's. A copy is 16 elements, a panel 64 of each row: one
+// step of a weight in fragment order.
+template <class To, class From, int kRows, int kThreads>
+struct WideningLoader {
+  static constexpr int kRowCopies = kRowVecs / 2, kCopies = kRows * kRowCopies / kThreads;
+  static constexpr bool kHeld = lds::kBuffers < 3;  // one panel at a time is in flight, in registers
+  mem::Buffer from;
+  int offset[kCopies];  // of the thread's copies at K = 0, or kNoRow
+  int place[kCopies];   // their rows of the panel
+  int depth;            // bytes of a panel's row before them
+  int step;             // bytes from a panel to the next
+  u32x4 copy[kCopies];
+
+  // Row r of the panel is row row_of(r), counted from `first`. kNoRow gives zeros without a read.
+  template <class RowOf>
+  DEVICE void init(const u8* first, const Layout& layout, RowOf row_of) {
+    from = mem::buffer(first);
+    step = layout.step;
+    const int vec = wave::thread_id() % kRowCopies;
+    depth = 2 * vec * kVecBytes;
+#pragma unroll
+    for (int j = 0; j < kCopies; ++j) {
+      const int at = (j * kThreads + wave::thread_id()) / kRowCopies, row = row_of(at);
+      offset[j] = row == kNoRow ? kNoRow : row / 16 * int(layout.tile) + row % 16 * layout.row + vec * layout.vec;
+      place[j] = at;
+    }
+  }
+  // Panel number `panel` along K, of which bytes of To from k on are zeros.
+  DEVICE void start(int panel, int k, lds::Local<u8>* to) {
+    const bool inside = depth < k - panel * kDepth;
+#pragma unroll
+    for (int j = 0; j < kCopies; ++j) copy[j] = mem::load_or_zero(from, offset[j], panel * step, inside);
+    if (!kHeld) {
+      store(to);
+      lds::publish();
+    }
+  }
+  DEVICE void finish(lds::Local<u8>* to) {
+    if (kHeld) store(to);
+  }
+
+ private:
+  DEVICE void store(lds::Local<u8>* to) const {
+#pragma unroll
+    for (int j = 0; j < kCopies; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const PanelVec vec{place[j], depth / kVecBytes + half};
+        const u32 low = copy[j][2 * half], high = copy[j][2 * half + 1];
+        *(lds::Local<u32x4>*)(to + vec.swizzled_index(false) * kVecBytes) =
+            u32x4{widen<false>(low), widen<true>(low), widen<false>(high), widen<true>(high)};
+      }
+  }
+  template <bool kUpper>
+  DEVICE static u32 widen(u32 word) {
+    return To::pack(unpack_bytes<kUpper>(word, kElementType<From>));
+  }
+};
+
+}  // namespace tile

@@ -1,0 +1,186 @@
+"""fused_experts with weights of int8 and e5m2: what they are refused for, what falls back and says why, and planted bugs."""
+
+import pytest
+import torch
+from marks import full
+from test_planted_bugs import kernels, plant, require_caught  # noqa: F401
+
+from vllm_rocm_ops import ops, quantization
+from vllm_rocm_ops.correctness import generator_of
+
+OP = ops.fused_experts
+
+
+def arguments(name: str, **changes):
+    case = next(case for case in OP.cases() if case.name == name)
+    return OP.Arguments(*case.make("cpu", generator_of(name), torch.float8_e4m3fn))._replace(**changes)
+
+
+@pytest.mark.parametrize("kind", ["int8", "e5m2"])
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_kernels_of_8_bits(kind, arch):
+    a = OP.Arguments(
+        *next(c for c in OP.cases() if c.name == kind).make(
+            "meta", torch.Generator(), torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
+        )
+    )
+    assert all(
+        "fused_experts_tiled_bytes" in launch.module for launch in planned(a, arch) if "gate_up" in launch.symbol
+    )
+    assert any(f"{kind}_with_bf16" in launch.symbol for launch in planned(a._replace(weight_only=True), arch))
+    of_blocks = a._replace(w1_scale=torch.empty(4, 2, 2, device="meta"), w2_scale=torch.empty(4, 2, 1, device="meta"))
+    if kind == "e5m2":
+        explained = OP.explain(*of_blocks._replace(weight_only=True), arch=arch)
+        assert explained.is_fallback and "weights alone have a scale per row or tensor" in explained.source
+        other = "gfx950" if arch == "gfx942" else "gfx942"
+        assert f"{other} multiplies the weights' dtype" in OP.explain(*a, arch=other).source
+
+
+def planned(a, arch: str) -> tuple:
+    chosen = OP.explain(*a, arch=arch)
+    assert chosen.config is not None, chosen.source
+    return chosen.launches
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"w1_scale": torch.ones(4, 2, 2)}, "w1_scale must be float32"),
+        ({"w1_scale": None}, "w1_scale must be float32"),
+        ({"hidden": torch.zeros(5, 192, dtype=torch.int8)}, "hidden_scale must be"),
+        ({"hidden": torch.zeros(5, 192, dtype=torch.int8), "weight_only": True}, "hidden must be"),
+        ({"act_scale": torch.ones(1), "weight_only": True}, "act_scale must be"),
+    ],
+)
+def test_refuses(changes, said):
+    with pytest.raises(ValueError, match=said):
+        OP(*arguments("int8", **changes))
+
+
+def test_weight_only_is_the_exact_product():
+    """W8A16 of int8: the result of dequantised weights in bf16 arithmetic's place."""
+    a = arguments("int8-alone")
+    wide = a._replace(
+        w1=(a.w1.float() * a.w1_scale[..., None]).bfloat16(), w2=(a.w2.float() * a.w2_scale[..., None]).bfloat16()
+    )
+    plain = OP.reference(*wide._replace(w1_scale=None, w2_scale=None, weight_only=False))
+    got = OP.reference(*a)
+    assert (got - plain).float().norm() < 0.01 * plain.float().norm()
+    quantised = OP.reference(*a._replace(weight_only=False))
+    assert not torch.equal(got, quantised)
+
+
+def test_int8_quantisation():
+    x = torch.tensor([[0.5, -1.5, 2.5, 127.0], [0.0, 0.0, 0.0, 0.0], [1.0, float("nan"), -2.0, 2.0]])
+    values, scale = quantization.int8(x)
+    assert values.tolist() == [[0, -2, 2, 127], [0, 0, 0, 0], [64, 127, -127, 127]]  # ties to even
+    assert scale.flatten().tolist() == pytest.approx([1.0, 1e-10 / 127, 2 / 127])
+
+
+# name: (file, text, what replaces it, op, case, arch, what must be said)
+BUGS = {
+    "whole sums taken for floats": (
+        "gemm/expert_tiles.h",
+        "if constexpr (__is_same(Type, I8)) to_floats(sums);",
+        "",
+        OP,
+        "int8",
+        "gfx942",
+        "error|NaN",
+    ),
+    "int8 truncated": (
+        "ops/fused_experts_quantize.hip",
+        "__builtin_rintf(clamped)",
+        "clamped",
+        OP,
+        "int8",
+        "gfx950",
+        "error",
+    ),
+    "int8 wraps": (
+        "ops/fused_experts_quantize.hip",
+        "__builtin_fminf(x[i], 127.0f)",
+        "x[i]",
+        OP,
+        "int8-static",
+        "gfx942",
+        "error",
+    ),
+    "scale of the first row": (
+        "ops/fused_experts_quantize.hip",
+        "mem::store((float*)p.scale + row, scale)",
+        "mem::store((float*)p.scale, scale)",
+        OP,
+        "int8",
+        "gfx950",
+        "error|NaN|nothing|wrote|Race|written",
+    ),
+    "half of int8's K twice": (
+        "device/amd/tile_mma_bytes.h",
+        "mfma_i32_16x16x32_i8(w1, t1",
+        "mfma_i32_16x16x32_i8(w0, t0",
+        OP,
+        "int8",
+        "gfx942",
+        "error",
+    ),
+    "tokens taken for e5m2": (
+        "device/amd/tile_mma_bytes.h",
+        "PRODUCT(E4m3E5m2, bf8_fp8, 1, 0)",
+        "PRODUCT(E4m3E5m2, bf8_bf8, 1, 1)",
+        OP,
+        "e5m2",
+        "gfx950",
+        "error|NaN",
+    ),
+    "both halves of 16 weights in one place": (
+        "gemm/tiled/widening_loader.h",
+        "depth / kVecBytes + half}",
+        "depth / kVecBytes}",
+        OP,
+        "int8-alone",
+        "gfx950",
+        "error|NaN|Uninitialised|Race|written",
+    ),
+    "every panel the first": (
+        "gemm/tiled/widening_loader.h",
+        "panel * step, inside)",
+        "0, inside)",
+        OP,
+        "e5m2-alone",
+        "gfx942",
+        "error",
+    ),
+    "tokens scaled that have no scales": (
+        "gemm/expert_tiles.h",
+        "kScales == ScaleGranularity::kRow && !kWidened;",
+        "kScales == ScaleGranularity::kRow;",
+        OP,
+        "int8-alone",
+        "gfx942",
+        ".",
+    ),
+    "last weights past K": (
+        "gemm/tiled/widening_loader.h",
+        "depth < k - panel * kDepth",
+        "true",
+        OP,
+        "int8-alone",
+        "gfx950",
+        "error|bytes",
+    ),
+    "weights taken for e4m3": (
+        "device/amd/tile_mma_bytes.h",
+        "PRODUCT(E4m3E5m2, bf8_fp8, 1, 0)",
+        "PRODUCT(E4m3E5m2, fp8_fp8, 0, 0)",
+        OP,
+        "e5m2",
+        "gfx942",
+        "error|NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", [pytest.param(bug, marks=full if i else ()) for i, bug in enumerate(BUGS)])
+def test_planted_bug_is_caught(bug, plant, monkeypatch):  # noqa: F811
+    require_caught(BUGS[bug], plant, monkeypatch)
