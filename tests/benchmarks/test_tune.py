@@ -249,10 +249,10 @@ def test_peers_are_timed_and_those_that_fail_say_why(folders):
 
 
 def test_what_no_kernel_takes_is_counted():
-    calls = model_layers.calls(config_of_model("tiny-llama"))
-    found, refused = tune.problems(calls, (8, 4096), ScriptedClock.arch)
-    assert all(problem.key["m"] == "8" for problem in found if problem.op is ops.unquantized_gemm)
-    assert refused and all("M is at most 64" in why for why in refused.values())
+    config = config_of_model("tiny-llama") | {"quantization_config": {"quant_method": "mxfp8"}}
+    found, refused = tune.problems(model_layers.calls(config), (8, 4096), archs.ARCHS["gfx942"])
+    assert found and all(problem.op is not ops.mxfp8_scaled_mm for problem in found)
+    assert refused and all("gfx942's matrix instructions take block scales" in why for why in refused.values())
 
 
 def test_nothing_is_tuned_without_code(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""What else is installed that computes what an op does, to be timed beside it: PyTorch, vLLM's compiled ops, AITER.
+"""What else is installed that computes what an op does, to be timed beside it: PyTorch, vLLM's compiled ops, AITER, Triton.
 
 What an op's own file names as its peer is not repeated here. `torch._scaled_mm` is hipBLASLt on ROCm and cuBLASLt on CUDA. Nothing here is called by the ops.
 """
@@ -194,6 +194,10 @@ def _rocm_unquantized(x, weight, bias=None):
     return torch.ops.vllm.rocm_unquantized_gemm(x, weight, bias)
 
 
+def _triton_dot_scaled(*arguments):
+    return importlib.import_module("vllm_rocm_ops.bench.triton_mx").dot_scaled(*arguments)
+
+
 # Mixtures of experts: see vllm_experts.py
 
 
@@ -209,6 +213,10 @@ def _has_cutlass() -> bool:
 
 def _has_vllm_rocm() -> bool:
     return torch.version.hip is not None and vllm_experts.has_vllm()
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _has_aiter() -> bool:
@@ -234,6 +242,7 @@ OTHERS: dict[str, tuple[tuple[str, Peer, Callable[[], bool]], ...]] = {
         ("aiter", Peer(_aiter_blocks), _has_aiter),
     ),
     "fused_experts": (("vllm", Peer(vllm_experts.call, vllm_experts.prepare), vllm_experts.has_vllm),),
+    "mxfp8_scaled_mm": (("triton", Peer(_triton_dot_scaled), _has_triton),),
     "grouped_topk": (("vllm", Peer(_vllm_grouped_topk), vllm_experts.has_vllm),),
     "unquantized_gemm": (("vllm rocm", Peer(_rocm_unquantized), _has_vllm_rocm),),
 }

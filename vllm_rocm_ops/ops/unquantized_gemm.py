@@ -1,4 +1,4 @@
-"""Matrix product in bf16 or fp16 for few tokens: lm_head, routers, and what else stays unquantised."""
+"""Matrix product in bf16 or fp16: lm_head, routers, and what else stays unquantised; for more than 64 tokens with gemm's kernels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import gemm, skinny_gemm, weight_layout
 from vllm_rocm_ops.families.skinny_gemm import SkinnyConfig
+from vllm_rocm_ops.families.tiled_gemm import TiledConfig
 from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.tensors import describe, is_wide_float, rows_of
+from vllm_rocm_ops.ops.gemm import gemm as products_of_any
+from vllm_rocm_ops.tensors import describe, is_wide_float, row_stride, rows_of
 
 __all__ = ["unquantized_gemm"]
 
@@ -32,12 +34,42 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "x is bfloat16 or float16", a.x.dtype in ELEMENTS
-    yield f"M is at most {skinny_gemm.MOST_TOKENS}", rows_of(a.x) <= skinny_gemm.MOST_TOKENS
+    most = skinny_gemm.MOST_TOKENS
+    yield f"M is at most {most}, unless the weight is in rows", rows_of(a.x) <= most or a.weight.dim() == 2
     yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
     yield from gemm.envelope(gemm.activations(a.x), gemm.weight(a.weight))
+    if _is_many(a) and a.weight.dim() == 2:
+        yield from products_of_any.envelope(_as_products_of_any(a), arch)
 
 
-def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+def _is_many(a) -> bool:
+    """Whether the tiled kernels of csrc/ops/gemm.hip are those for so many tokens."""
+    return rows_of(a.x) > skinny_gemm.MOST_TOKENS
+
+
+def _as_products_of_any(a):
+    """The arguments of the op `gemm` that multiplies the same."""
+    k = a.x.shape[-1]
+    rows = a.x.as_strided((rows_of(a.x), k), (row_stride(a.x) or k, 1))
+    return products_of_any.Arguments(rows, a.weight.t(), a.x.dtype, bias=a.bias)
+
+
+def _configs(a, arch: Arch) -> list[SkinnyConfig | TiledConfig]:
+    if not _is_many(a):
+        return skinny_gemm.configs(gemm.activations(a.x), gemm.weight(a.weight), arch)
+    return products_of_any.configs(_as_products_of_any(a), arch) if a.weight.dim() == 2 else []
+
+
+def _cost(config: SkinnyConfig | TiledConfig, a, arch: Arch) -> dict[str, float]:
+    if isinstance(config, TiledConfig):
+        return products_of_any.cost(config, _as_products_of_any(a), arch)
+    return skinny_gemm.cost(config, gemm.activations(a.x), gemm.weight(a.weight), arch)
+
+
+def _plan(config: SkinnyConfig | TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+    if isinstance(config, TiledConfig):
+        (launch,) = products_of_any.plan(config, out, _as_products_of_any(a), arch)
+        return [launch._replace(args=launch.args | {"problem.a.data": a.x, "problem.b.data": a.weight})]
     product = gemm.Product(out, gemm.activations(a.x), gemm.weight(a.weight), bias=a.bias)
     return skinny_gemm.launch("unquantized_gemm", config, product, arch, kind=ELEMENTS[a.x.dtype])
 
@@ -57,6 +89,8 @@ def _cases() -> Iterator[Case]:
     yield case("padded", 5, 32, 256, padding=128)
     yield case("sequences", (2, 3), 32, 64)
     yield case("no-tokens", 0, 32, 64)
+    yield case("router-m65", 65, 256, 448)
+    yield case("router-m130", (2, 65), 72, 264, padding=8, dtype=torch.float16, bias=True)
 
 
 def _inputs(tokens, n, k, given, device, generator, fp8_dtype) -> tuple:
@@ -77,8 +111,8 @@ def _op(reference) -> Op:
         allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], gemm.weight(a.weight).rows)),
         contract=_contract,
         envelope=_envelope,
-        configs=lambda a, arch: skinny_gemm.configs(gemm.activations(a.x), gemm.weight(a.weight), arch),
-        cost=lambda config, a, arch: skinny_gemm.cost(config, gemm.activations(a.x), gemm.weight(a.weight), arch),
+        configs=_configs,
+        cost=_cost,
         plan=_plan,
         problem=lambda a: gemm.problem(gemm.activations(a.x), gemm.weight(a.weight)),
         cases=_cases,

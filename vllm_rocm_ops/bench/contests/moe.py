@@ -4,6 +4,9 @@ The data are tokens [batch, length, hidden], weights by name, and a configuratio
 outputs], so that ours are transposed and put together first, which counts. A router's scores are the softmax of its fp16 logits,
 rounded to fp16, where some are equal: which of these experts a token goes to is up to torch.topk, in the reference and
 in ours, because the results of another choice are wrong to the judge. The largest scores are the weights, as they are.
+
+The contest's own template and the Triton wrapper that is built on it return the losses of the router, too. Ours does so where the
+configuration has one of their coefficients, as (output, aux_data).
 """
 
 from __future__ import annotations
@@ -67,6 +70,24 @@ def _route(
     return found.flatten(0, -2), ids.flatten(0, -2)
 
 
+COEFFICIENTS = {"router_z_loss_coef": 0.001, "load_balance_loss_coef": 0.01}
+
+
+def aux_data(x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, config: dict) -> dict[str, torch.Tensor]:
+    """The losses and statistics of a router [experts, hidden] that sends tokens x [..., hidden] to ids [tokens, topk], by the names
+    of the wrapper, losses in x's dtype. Coefficients that the configuration lacks are the wrapper's own."""
+    logits, experts = linear(x, router).flatten(0, -2), len(router)
+    z, balance = (float(config.get(name, usual)) for name, usual in COEFFICIENTS.items())
+    counts = ids.flatten().bincount(minlength=experts)
+    return {
+        "router_z_loss": ops.router_z_loss(logits, z).to(x.dtype),
+        "load_balancing_loss": ops.load_balancing_loss(logits, ids.int(), balance).to(x.dtype),
+        "expert_assignment_counts": counts,
+        "avg_router_probs_per_expert_stat": logits.softmax(-1).mean(0),
+        "fraction_tokens_per_expert_stat": counts.float() / max(ids.numel(), 1),
+    }
+
+
 def _expert(x: torch.Tensor, weights: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     gate, up, down = (weights[f"{name}.{place}.weight"] for place in range(3))
     return linear(silu(linear(x, gate.t())) * linear(x, up.t()), down.t())
@@ -84,7 +105,7 @@ def _reference(data: Data) -> tuple[torch.Tensor]:
     return (total.view(x.shape) + _expert(x, weights, "shared_experts"),)
 
 
-def _ours(data: Data, stage: Stage) -> torch.Tensor:
+def _ours(data: Data, stage: Stage) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
     x, weights, config = data
     routed, shared = config["n_routed_experts"], config["n_shared_experts"]
     width, hidden = config["d_expert"], config["d_hidden"]
@@ -101,10 +122,15 @@ def _ours(data: Data, stage: Stage) -> torch.Tensor:
     with stage("route"):
         scores, ids = _route(x, weights, config)
         scores, ids = scores.float(), ids.int()
+    losses = None
+    if config.keys() & COEFFICIENTS.keys():
+        with stage("losses"):
+            losses = aux_data(x, weights["router.weight"], ids, config)
     with stage("experts"):
         tokens = x.flatten(0, 1)
         result = ops.fused_experts(tokens, w1.flatten(1, 2), w2, scores, ids, x.dtype, shared_experts=shared)
-    return result.view(x.shape)
+    result = result.view(x.shape)
+    return result if losses is None else (result, losses)
 
 
 def _flops(sizes: Sizes) -> float:
