@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 
 from torch import Tensor
@@ -93,7 +94,7 @@ def op(
     return Op(
         reference,
         allocate=lambda a: rowwise.allocate(a, hidden(a), mx),
-        contract=lambda a: (*_contract(a, mx), *contract(a)),
+        contract=lambda a: itertools.chain(_contract(a, mx), contract(a)),
         envelope=lambda a, arch: rowwise.envelope(a, arch, hidden(a)),
         configs=_configs,
         default=_default,

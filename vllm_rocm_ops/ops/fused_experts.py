@@ -174,6 +174,7 @@ def _cases() -> Iterator[Case]:
         yield alone(f"{kind}-alone", 5, 2, 4, 192, 80, kind == "e4m3", shared_experts=1)
         yield alone(f"{kind}-alone-m70", 70, 2, 3, 208, 96, True, out_dtype=torch.float16)
         yield alone(f"{kind}-alone-shuffled", 3, 2, 4, 128, 64, True, shuffled=True)
+    yield case("int8-static-bf16", 4, 2, 4, 144, 96, True, scheme="tensor", weights="int8", static=True)
     yield case("int8-alone-tensor", 4, 2, 4, 144, 48, True, weights="int8", weight_only=True, scheme="tensor")
 
 

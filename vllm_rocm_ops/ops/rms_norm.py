@@ -116,10 +116,13 @@ def _cases(make: rowwise.Cases) -> Iterator[Case]:
         offset = {"weight": rowwise.normal, "one_plus_weight": True}
         yield make.case(f"{label}-one-plus", (3, 1920), dtype, **offset)
         yield make.case(f"{label}-one-plus-general", (2, 384), dtype, padding=1, **offset)
-        if make.parameters.get("residual") != Tensor and make.whole == 1:
+        if make.parameters.get("residual") != Tensor:
             given = {"residual": None} if "residual" in make.parameters else {}
-            yield make.case(f"{label}-one-plus-heads", (3, 8, 128), dtype, heads_of=9216, **given, **offset)
             yield make.case(f"{label}-one-plus-no-residual", (2, 384), dtype, **given, **offset)
+            if make.whole == 1:
+                yield make.case(f"{label}-one-plus-heads", (3, 8, 128), dtype, heads_of=9216, **given, **offset)
+            else:
+                yield make.case(f"{label}-one-plus-no-residual-general", (2, 96), dtype, padding=1, **given, **offset)
     if make.parameters["weight"] != Tensor:
         yield make.case("one-plus-no-weight", (2, 512), weight=None, one_plus_weight=True)
     if make.parameters.get("residual") == Tensor or make.whole > 1:
