@@ -54,9 +54,24 @@ def dynamic(a, y: Tensor, off: Tensor, outputs: tuple, group: int | None, bounds
     yield from quantized("values", y, off, q, scale.double().unsqueeze(-1))
 
 
+def mx(y: Tensor, off: Tensor, outputs: tuple) -> Found:
+    """Values of OCP's e4m3 and exponents of 32 each: the least that keeps these within 448."""
+    q, scale = outputs
+    y, off, q = (x.reshape(-1, x.shape[-1] // 32, 32) for x in (y, off, q))
+    largest, apart = y.abs().amax(-1), off.amax(-1)
+    least, wanted, most = (
+        (torch.ceil(torch.log2(of.clamp(min=2.0**-126) / 448.0)) + 127).clamp(0, 254)
+        for of in (largest - apart, largest, largest + apart)
+    )
+    yield "scale", scale.double(), wanted, (most - least).nan_to_num(nan=0.0)
+    yield from quantized("values", y, off, q, torch.exp2(scale.double() - 127).unsqueeze(-1))
+
+
 def output(a, y: Tensor, off: Tensor, outputs: tuple, group: int | None = None, bounds_scale: bool = False) -> Found:
     """What an op on rows makes of y: y itself, or values of a static scale or of dynamic ones."""
-    if len(outputs) == 2:
+    if len(outputs) == 2 and outputs[1].dtype == torch.uint8:
+        yield from mx(y, off, outputs)
+    elif len(outputs) == 2:
         yield from dynamic(a, y, off, outputs, group, bounds_scale)
     elif "scale" in a._fields:
         yield from quantized("values", y, off, outputs[0], a.scale.double().reshape(()))
@@ -101,6 +116,15 @@ def silu_and_mul(before, after, outputs: tuple) -> Found:
     gate, up = exact(a.input).chunk(2, -1)
     y = silu(gate) * up
     off = FP32 * y.abs() + rounded(y, a.input.dtype, 2) + LEAST[a.input.dtype] * up.abs()
+    yield from output(a, y, off, outputs, getattr(a, "group_size", None), bounds_scale=hasattr(a, "group_size"))
+
+
+def silu_and_mul_with_clamp(before, after, outputs: tuple) -> Found:
+    a = before
+    gate, up = exact(a.input).chunk(2, -1)
+    gate, up = gate.clamp(max=a.limit), up.clamp(-a.limit, a.limit) + a.beta
+    y = gate * torch.sigmoid(a.alpha * gate) * up
+    off = FP32 * y.abs() + rounded(y, a.input.dtype) + LEAST[a.input.dtype] * up.abs()
     yield from output(a, y, off, outputs, getattr(a, "group_size", None), bounds_scale=hasattr(a, "group_size"))
 
 
@@ -215,7 +239,12 @@ def unquantized_gemm(before, after, outputs: tuple) -> Found:
 
 
 def as_quantized(x: Tensor, kind: str, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """Rows as a product with e4m3 weights takes them."""
+    """Rows as a product takes them beside weights that have no wider type."""
+    if dtype == torch.int8:
+        largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-10)
+        unit = largest / 127 if scale is None else scale.double().reshape(())
+        return (x / unit).clamp(-127, 127).round() * unit
+    dtype = {torch.float8_e5m2: torch.float8_e4m3fn, torch.float8_e5m2fnuz: torch.float8_e4m3fnuz}.get(dtype, dtype)
     limit = LIMIT[dtype]
     if scale is not None:
         unit = scale.double().reshape(())
@@ -255,7 +284,7 @@ def fused_experts(before, after, outputs: tuple) -> Found:
             if kind == "block"
             else x * a.hidden_scale.double()
         )
-    elif kind != "none":
+    elif kind != "none" and not a.weight_only:
         x = as_quantized(x, kind, a.w1.dtype, a.hidden_scale)
     routed, ids = len(a.w1) - a.shared_experts, a.topk_ids.long()
     if a.expert_map is not None:
@@ -269,12 +298,14 @@ def fused_experts(before, after, outputs: tuple) -> Found:
         w1, w2 = (weight(w[expert], None if s is None else s[expert]) for w, s in ((a.w1, scales), (a.w2, a.w2_scale)))
         gate, up = (x @ w1.t() * (share[:, None] if a.apply_router_weight_on_input else 1.0)).chunk(2, 1)
         inner = (silu(gate) * up).to(a.out_dtype).double()
-        if kind != "none":
+        if kind != "none" and not a.weight_only:
             inner = as_quantized(inner, kind, a.w1.dtype, a.act_scale)
         share = torch.ones_like(share).where(share != 0, 0.0) if a.apply_router_weight_on_input else share
         total += share[:, None] * (inner @ w2.t())
         terms += share[:, None].abs() * (inner.abs() @ w2.abs().t())
-    of_terms = HALF[a.out_dtype] if kind == "none" else 0.02  # roundings of the inner values that fall the other way
+    of_terms = (
+        HALF[a.out_dtype] if kind == "none" or a.weight_only else 0.02
+    )  # roundings of the inner values that fall the other way
     yield "output", outputs[0].double(), total, rounded(total, a.out_dtype) + of_terms * terms
 
 
@@ -581,23 +612,30 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     **dict.fromkeys(
         (
             *("rms_norm", "fused_add_rms_norm", "rms_norm_static_fp8_quant", "fused_add_rms_norm_static_fp8_quant"),
-            *("rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant"),
+            *("rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant", "rms_norm_mxfp8_quant"),
         ),
         norm,
     ),
     **dict.fromkeys(
         (
             *("layer_norm", "layer_norm_static_fp8_quant", "layer_norm_dynamic_per_token_quant"),
-            "layer_norm_per_block_quant",
+            *("layer_norm_per_block_quant", "layer_norm_mxfp8_quant"),
         ),
         layer_norm,
     ),
     **dict.fromkeys(
         (
             *("silu_and_mul", "silu_and_mul_quant", "silu_and_mul_per_token_quant"),
-            "silu_and_mul_per_block_quant",
+            *("silu_and_mul_per_block_quant", "silu_and_mul_mxfp8_quant"),
         ),
         silu_and_mul,
+    ),
+    **dict.fromkeys(
+        (
+            f"silu_and_mul_with_clamp{kind}"
+            for kind in ("", "_quant", "_per_token_quant", "_per_block_quant", "_mxfp8_quant")
+        ),
+        silu_and_mul_with_clamp,
     ),
     "softmax": softmax,
     "stream_memory": stream_memory,
