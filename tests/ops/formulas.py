@@ -54,8 +54,9 @@ def dynamic(a, y: Tensor, off: Tensor, outputs: tuple, group: int | None, bounds
     yield from quantized("values", y, off, q, scale.double().unsqueeze(-1))
 
 
-def mx(y: Tensor, off: Tensor, outputs: tuple) -> Found:
-    """Values of OCP's e4m3 and exponents of 32 each: the least that keeps these within 448."""
+def mx(y: Tensor, off: Tensor, outputs: tuple, most_of_type: float) -> Found:
+    """Values of OCP's e4m3 and exponents of 32 each: the least that keeps these within 448. Groups are left out that overflow where y
+    is rounded."""
     q, scale = outputs
     y, off, q = (x.reshape(-1, x.shape[-1] // 32, 32) for x in (y, off, q))
     largest, apart = y.abs().amax(-1), off.amax(-1)
@@ -63,14 +64,16 @@ def mx(y: Tensor, off: Tensor, outputs: tuple) -> Found:
         (torch.ceil(torch.log2(of.clamp(min=2.0**-126) / 448.0)) + 127).clamp(0, 254)
         for of in (largest - apart, largest, largest + apart)
     )
-    yield "scale", scale.double(), wanted, (most - least).nan_to_num(nan=0.0)
+    fits = largest + apart < most_of_type
+    y = y.where(fits.unsqueeze(-1), torch.nan)
+    yield "scale", scale.double(), wanted.where(fits, torch.nan), (most - least).nan_to_num(nan=0.0)
     yield from quantized("values", y, off, q, torch.exp2(scale.double() - 127).unsqueeze(-1))
 
 
 def output(a, y: Tensor, off: Tensor, outputs: tuple, group: int | None = None, bounds_scale: bool = False) -> Found:
     """What an op on rows makes of y: y itself, or values of a static scale or of dynamic ones."""
     if len(outputs) == 2 and outputs[1].dtype == torch.uint8:
-        yield from mx(y, off, outputs)
+        yield from mx(y, off, outputs, torch.finfo(a.input.dtype).max)
     elif len(outputs) == 2:
         yield from dynamic(a, y, off, outputs, group, bounds_scale)
     elif "scale" in a._fields:
