@@ -270,6 +270,9 @@ def fused_experts(before, after, outputs: tuple) -> Found:
         kind = "row"
 
     def weight(values: Tensor, scale: Tensor | None) -> Tensor:
+        if a.shuffled:
+            (n, k), elements = values.shape, 16 // values.element_size()
+            values = plain(values.view(n // 16, k // (4 * elements), 4, 16, elements))
         if kind == "none":
             return values.double()
         if kind == "mx":

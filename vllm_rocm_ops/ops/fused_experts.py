@@ -209,7 +209,9 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
         plain = (randn(experts, n, k) * (k**-0.5 if kind == "none" else 1 / step)).clamp(*bounds).to(weight_dtype)
         if not given.get("shuffled"):
             return plain
-        return torch.stack([shuffle_weight(one).view(torch.uint8) for one in plain]).view(dtype).view(plain.shape)
+        return (
+            torch.stack([shuffle_weight(one).view(torch.uint8) for one in plain]).view(weight_dtype).view(plain.shape)
+        )
 
     local = experts - shared
     known = 2 * local if given.get("mapped") else local
