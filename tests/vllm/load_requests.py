@@ -96,9 +96,9 @@ def asks(generator: random.Random, longest: int, vocabulary: int, of_each: int) 
 
 @contextlib.asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Client]:
-    """What asks a server."""
-    limits = aiohttp.ClientTimeout(total=WITHIN)
-    async with aiohttp.ClientSession(url, timeout=limits, connector=aiohttp.TCPConnector(limit=0)) as session:
+    """What asks a server, by a connection for each request: one that is kept may be closed by the server when the next one is sent."""
+    limits, connections = aiohttp.ClientTimeout(total=WITHIN), aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(url, timeout=limits, connector=connections) as session:
         yield Client(session)
 
 

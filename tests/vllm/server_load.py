@@ -7,8 +7,8 @@ Serves a small random model with a made-up tokenizer and a LoRA adapter, on what
     second   two servers start at the same time with the same folders of caches and of measured tables; they answer alike
     load     --rate requests per second for --seconds, up to --at-once in parallel: short and long ones, with LoRA, with shared
              prefixes, aborted ones and bad ones. Each answer must be that of a lone run (load_requests.py), every request must have
-             left the server at the end, and its memory may grow by --growth MiB at most in the last two thirds (vLLM's CPU engine
-             alone keeps growing for minutes, as it meets batches of new sizes)
+             left the server at the end, and its memory may grow by --growth MiB at most in the last two thirds. On CPU oneDNN is kept
+             from caching a product for each size of batches, by which a server without the ops grows as much as one with them
     emulate  a few requests at a time whose kernels are --arch's code in the emulator; not on a GPU
     end      SIGTERM while requests run: the server ends within --end-within seconds, and no process is left
     kill     SIGKILL to the worker that measures our kernels: the server ends; the next one measures again, and no op is off
@@ -165,17 +165,21 @@ class Session:
         adapter = checkpoints.build_adapter(folder / "adapter", self.config)
         self.command = ["serve", str(model), *shlex.split(OPTIONS), "--lora-modules", f"{ADAPTER}={adapter}"]
         self.command += ["--enforce-eager"] * self.on_cpu + arguments.server_args
-        self.environment = serve.latency.environment("with") | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), serve.named_vllm(folder)]),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CACHE_ROOT": str(folder / "cache"),
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache" / "inductor"),
-            "MALLOC_ARENA_MAX": "2",  # so that memory that is freed goes back, and what is left is a leak
-            "MALLOC_MMAP_THRESHOLD_": "65536",
-            "MALLOC_TRIM_THRESHOLD_": "65536",
-        }
+        self.environment = (
+            serve.latency.environment("with")
+            | {
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), serve.named_vllm(folder)]),
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+                "VLLM_SERVER_DEV_MODE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_CACHE_ROOT": str(folder / "cache"),
+                "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache" / "inductor"),
+                "MALLOC_ARENA_MAX": "2",  # so that memory that is freed goes back, and what is left is a leak
+                "MALLOC_MMAP_THRESHOLD_": "65536",
+                "MALLOC_TRIM_THRESHOLD_": "65536",
+                "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1",  # else oneDNN keeps 1024 products, one for each size that batches have
+            }
+        )
         cpu = {"VLLM_ROCM_OPS_ON_CPU": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         self.environment = (cpu if self.on_cpu else {"VLLM_ROCM_OPS_ON_NVIDIA": "1"}) | self.environment
 
@@ -481,7 +485,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--of-each", type=int, default=4, help="requests of each kind, which are asked again; default: %(default)s")
     add("--stage", nargs="+", choices=STAGES, default=list(STAGES), help="default: all")
     add("--tie", type=float, help="log probability that rounding may be worth; default: 0.3 on a CPU, 3 on a GPU")
-    add("--growth", type=float, default=64, help="MiB by which memory may grow; default: %(default)s")
+    add("--growth", type=float, default=24, help="MiB by which memory may grow; default: %(default)s")
     add("--end-within", type=float, default=30, help="seconds; default: %(default)s")
     add("--start-timeout", type=float, default=600, help="seconds; default: %(default)s")
     add("--seed", type=int, default=0, help="of the requests; default: %(default)s")
