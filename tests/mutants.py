@@ -1,6 +1,6 @@
-"""Plausible mistakes in kernels, each a change of one line, and the tests that catch it: python tests/mutants.py [names]
+"""Plausible mistakes in kernels and seams, each a change of one line, and the tests that catch it: python tests/mutants.py [names]
 
-Each mutant is compiled for gfx942 or gfx950 in a folder of its own, and its tests run on that code until one fails. A table
+Those of seams are in seam_mutants.py, which has them imported. Each mutant of a kernel is compiled for gfx942 or gfx950 in a folder of its own, and its tests run on that code until one fails. A table
 lists the tests that failed. The exit status is 1 if a mutant survives that is not marked as equivalent. Without names all
 mutants run, in some 20 minutes. The mistakes in test_planted_bugs.py run with every test command, and are not repeated here.
 """
@@ -17,12 +17,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from load_build import load_build
+from seam_mutants import SEAM_MUTANTS, SeamMutant
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
@@ -597,6 +598,7 @@ MUTANTS = {
         "moe_routing",
         large("test_last_of_many_tokens[gfx942]"),
     ),
+    **SEAM_MUTANTS,
 }
 
 
@@ -646,6 +648,8 @@ def judge(name: str) -> Result:
         return Result(name, verdict, caught, said, time.monotonic() - start)
 
     try:
+        if isinstance(mutant, SeamMutant):
+            return judge_seam(mutant, first, result)
         with tempfile.TemporaryDirectory() as folder, silent():
             copy = KernelCopy(Path(folder))
             copy.plant(mutant.file, mutant.text, mutant.replacement, [mutant.module], mutant.archs)
@@ -666,6 +670,22 @@ def judge(name: str) -> Result:
     return result(first.test, not unseen, first.said)
 
 
+def judge_seam(mutant: SeamMutant, first: FirstFailure, result: Callable[..., Result]) -> Result:
+    """The same for a mistake in Python."""
+    if not mutant.fits():
+        raise DoesNotFit(f"{mutant.file} does not hold {mutant.text!r}")
+    mutant.plant()
+    with silent():
+        status = pytest.main(
+            ["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", find(mutant.test)], plugins=[first]
+        )
+    if status == pytest.ExitCode.OK:
+        return result("SURVIVED", False)
+    if status != pytest.ExitCode.TESTS_FAILED:
+        return result(f"no such tests: {mutant.test}", False)
+    return result(first.test, True, first.said)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="name", help="parts of mutants' names, or of their files'")
@@ -679,6 +699,9 @@ def main() -> int:
 
     from vllm_rocm_ops import ops  # noqa: F401  once, before the processes divide
 
+    if any(isinstance(MUTANTS[name], SeamMutant) for name in found):
+        with silent():
+            from vllm import LLM  # noqa: F401  once, too; it imports nothing of ours
     torch.set_num_threads(1)
     print("| Mutant | File | Change | Caught by | Seconds |\n|---|---|---|---|---|")
     lived = 0

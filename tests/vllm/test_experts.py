@@ -573,6 +573,8 @@ def test_tokens_come_quantized_where_the_native_experts_want_them_so(native, kin
     monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference if ours else lambda *_: None)
     made = modular(kind)(config(**parallel(**SPREAD)), layer.quant_config)
     assert not made.expects_unquantized_inputs
+    without_ep = parallel(dp_size=2, use_ep=False, ep_size=1, all2all_backend="allgather_reducescatter")
+    assert not modular(kind)(config(**without_ep), layer.quant_config).expects_unquantized_inputs
     groups = hidden.float().unflatten(-1, (-1, BLOCK if kind == "block" else HIDDEN))
     scale = groups.abs().amax(-1, keepdim=True) / LIMIT
     values = (groups / scale).to(torch.float8_e4m3fn).flatten(-2)

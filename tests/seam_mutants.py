@@ -1,0 +1,198 @@
+"""Plausible mistakes in the code between vLLM and the ops, for mutants.py: a change of one line each, and the file of tests that
+catches it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "vllm_rocm_ops"
+
+
+@dataclass(frozen=True)
+class SeamMutant:
+    """`text` is replaced in vllm/`file` of the package, and a file of tests/vllm is to fail, without what starts an engine."""
+
+    file: str
+    text: str
+    replacement: str
+    test: str
+    equivalent: str = ""
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        return (self.test,)
+
+    @property
+    def change(self) -> str:
+        return " ".join(f"{self.text} -> {self.replacement or '(nothing)'}".split()).replace("|", "\\|")
+
+    @property
+    def path(self) -> Path:
+        return PACKAGE / "vllm" / self.file
+
+    @property
+    def module(self) -> str:
+        return ".".join((PACKAGE.name, "vllm", *Path(self.file).with_suffix("").parts))
+
+    def fits(self) -> bool:
+        return self.text in self.path.read_text()
+
+    def plant(self) -> None:
+        """Have this process, which has not imported the module, import it with the mistake."""
+        if self.module in sys.modules:
+            raise RuntimeError(f"{self.module} is imported already")
+        sys.meta_path.insert(0, _Finder(self))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, mutant: SeamMutant):
+        self.mutant = mutant
+
+    def find_spec(self, name, path, target=None):
+        if name != self.mutant.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        spec.loader = _Loader(self.mutant, name, spec.origin)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, mutant: SeamMutant, name: str, path: str):
+        super().__init__(name, path)
+        self.mutant = mutant
+
+    def get_code(self, fullname):
+        source = Path(self.path).read_text()
+        return compile(source.replace(self.mutant.text, self.mutant.replacement), self.path, "exec", dont_inherit=True)
+
+
+ATTENTION, GUARDS, LATENT, ABSORBED, ROWS = (
+    ("attention.py", "test_decode_attention.py"),
+    ("attention.py", "test_seam_guards.py"),
+    ("latent_attention.py", "test_latent_attention.py"),
+    ("absorbed_products.py", "test_absorbed_products.py"),
+    ("row_selection.py", "test_row_selection.py"),
+)
+
+
+def of(where: tuple[str, str], text: str, replacement: str = "", equivalent: str = "") -> SeamMutant:
+    """A mutant of a file with its tests."""
+    return SeamMutant(where[0], text, replacement, where[1], equivalent)
+
+
+SEAM_MUTANTS = {
+    # Decode attention
+    "several rows of a request in graphs of mixed batches": of(ATTENTION, " and not mixed and not", " and not"),
+    "several rows of a request that are cut on the device": of(
+        ATTENTION, "not mixed and not self.is_cut()", "not mixed"
+    ),
+    "a window without the row's own key": of(ATTENTION, "else behind + 1", "else behind"),
+    "the scale of keys for values": of(
+        ATTENTION, "(layer._k_scale, layer._v_scale)", "(layer._k_scale, layer._k_scale)"
+    ),
+    "requests of any lengths taken for equal": of(
+        ATTENTION, "if metadata.num_actual_tokens == requests * longest else", "if longest <= MOST_ROWS else"
+    ),
+    "ours where it is faster at one length": of(GUARDS, "and all(choice.is_ours", "and any(choice.is_ours"),
+    "rows that see more than what is before them": of(
+        ATTENTION, "return metadata.causal is True and all(", "return any("
+    ),
+    "what a layer has and ours lacks is served": of(ATTENTION, "if self.lacks or query.dtype", "if query.dtype"),
+    "sinks of 16 bits": of(ATTENTION, "impl.sinks is not None and impl.sinks.dtype != torch.float32", "False"),
+    "ours where bits may not depend on the batch": of(
+        ATTENTION, '"rows that must not depend on the batch", self.is_batch_invariant', '"no rows", False'
+    ),
+    "rotation that was not asked for": of(
+        ATTENTION, "self.rope is not None and self.is_forced and", "self.rope is not None and"
+    ),
+    "AMX's order of keys": of(GUARDS, 'layer.isa not in ("vec", "vec16")', 'layer.isa not in ("vec", "vec16", "amx")'),
+    "AITER's shuffled cache": of(GUARDS, "return None if rocm_aiter_ops.is_shuffle_kv_cache_enabled() else", "return"),
+    "interleaved values": of(GUARDS, 'if getattr(impl, "_use_interleaved_v_cache", False):', "if False:"),
+    # When attention is measured
+    "attention measured where heads are gathered": SeamMutant(
+        "attention_timing.py",
+        'or getattr(decoder.impl, "dcp_world_size", 1) > 1:',
+        ":",
+        "test_seam_guards.py",
+    ),
+    "lengths that a model does not have": SeamMutant(
+        "attention_timing.py",
+        "for keys in [keys for keys in LENGTHS if keys <= longest] or [longest]:",
+        "for keys in LENGTHS:",
+        "test_seam_guards.py",
+    ),
+    "attention measured though it is forced": SeamMutant(
+        "attention_timing.py", "may_serve and not decoder.is_forced and", "may_serve and", "test_seam_guards.py"
+    ),
+    # Latent attention
+    "single rows beside prefills taken for longer": of(
+        LATENT, "1 if metadata.num_prefills else metadata.max_query_len", "metadata.max_query_len"
+    ),
+    "parts of keys by the batch": of(LATENT, "PARTITION * self.is_batch_invariant", "0"),
+    "no logarithms of sums for a split cache": of(
+        LATENT, "(found[0], found[1] if is_split else None)", "(found[0], None)"
+    ),
+    "several rows of a split cache": of(LATENT, " and (query_len == 1 or not is_split)", ""),
+    "AITER's decode of a split cache": of(LATENT, '"Aiter" in self.backend.name', "False"),
+    "a latent of another size": of(LATENT, "impl.kv_lora_rank != LATENT", "False"),
+    # Absorbed products
+    "heads taken for tokens": of(ABSORBED, "choice.is_ours(x.shape[1])", "choice.is_ours(x.shape[0])"),
+    "a weight left before it was measured": of(ABSORBED, "if choice.layers is None and not any", "if not any"),
+    "a weight's order not told apart": of(ABSORBED, '" transposed" * (layer[0].stride(2) == 1)', '""'),
+    "tokens of another type": SeamMutant(
+        ABSORBED[0], "if x.dtype != weights.dtype:", "if False:", "test_seam_guards.py"
+    ),
+    "products served unmeasured": of(ABSORBED, "        return 0\n", "        return MOST_TOKENS\n"),
+    "more tokens than kernels take": of(ABSORBED, "if len(arguments[0]) > MOST_TOKENS:", "if False:"),
+    "products noted without measurements": of(ABSORBED, 'envs.VLLM_ROCM_OPS_MEASURE == "0"', "False"),
+    "a result beside vLLM's buffer": of(ABSORBED, "None if out is None else out.transpose(0, 1)", "None"),
+    # Norms and activations
+    "an op that is off": of(ROWS, "runs and one.op.name not in decided.off", "runs"),
+    "a fusion of norms taken for one of activations": of(ROWS, "not fuses[one.is_norm]", "not fuses[True]"),
+    "a linear that is left and linked again": of(ROWS, "        setattr(linear, STAYS, True)\n", ""),
+    "a compile cache that does not know what stays": of(
+        ROWS, "_stay.update(key for key, runs in ours.items() if not runs)", ""
+    ),
+    "a residual that is not checked": of(ROWS, "*([] if residual is None else [residual])", ""),
+    "AITER's fusion of norms lost": of(ROWS, "if passes.fuse_allreduce_rms and", "if False and"),
+    "a negative static scale": of(ROWS, "self.linear.input_scale.float().abs()", "self.linear.input_scale.float()"),
+    "somewhere slower": SeamMutant("kernel_selection.py", "max(ratios) <= 1 + MARGIN and", "", "test_row_selection.py"),
+    "ours where one rank measured so": SeamMutant(
+        "kernel_selection.py", "bytes(a & b for", "bytes(a | b for", "test_row_selection.py"
+    ),
+    # Experts of several ranks
+    "tokens in batches of an expert's": SeamMutant(
+        "expert_support.py", "if config.use_batched_activation_format:", "if False:", "test_experts.py"
+    ),
+    "tokens that another way sends": SeamMutant(
+        "expert_support.py", "if config.use_all2all_kernels and not (", "if False and not (", "test_experts.py"
+    ),
+    "routing of tokens that other ranks have": SeamMutant(
+        "seams/routing_experts.py",
+        "alone = config.dp_size == 1 and not",
+        "alone = not",
+        "test_experts.py",
+    ),
+    "tokens of data parallel ranks quantised twice": SeamMutant(
+        "experts.py", "use_all2all_kernels or moe_config.dp_size > 1", "use_all2all_kernels", "test_experts.py"
+    ),
+    "a rank's first expert hidden from AITER": SeamMutant(
+        "expert_support.py", "mask[:-1] = expert_map >= 0", "mask[:-1] = expert_map > 0", "test_experts.py"
+    ),
+    "experts timed as if all were here": SeamMutant(
+        "experts.py",
+        "among = len(layer[0]) if expert_map is None else total",
+        "among = len(layer[0])",
+        "test_experts.py",
+    ),
+    "measured for the tokens of one rank": SeamMutant(
+        "seams/measured_selection.py",
+        "config.scheduler_config.max_num_batched_tokens * config.parallel_config.data_parallel_size",
+        "config.scheduler_config.max_num_batched_tokens",
+        "test_kernel_selection.py",
+    ),
+}

@@ -1,0 +1,93 @@
+"""Guards of the seams of attention that nothing else tests without an engine."""
+
+import types
+
+import pytest
+import torch
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm import absorbed_products, attention, attention_timing
+
+
+def choices(*ours: bool) -> tuple:
+    """Those of a layer, one for each length of requests."""
+    return tuple(types.SimpleNamespace(is_ours=lambda requests, of=of: of) for of in ours)
+
+
+@pytest.mark.parametrize(
+    ("of", "ours"),
+    [(choices(True, True), True), (choices(True, False), False), (choices(False, True), False), ((), False)],
+)
+def test_ours_serves_where_it_is_faster_at_every_length(of, ours):
+    decoder = attention.HeadsDecoder.__new__(attention.HeadsDecoder)
+    decoder.is_forced, decoder.choices = False, {1: of}
+    assert decoder.is_ours((3, 1)) is ours
+
+
+def test_caches_in_another_order_are_left_alone(configuration, monkeypatch):
+    """AMX's, AITER's shuffled one, and one whose values are interleaved."""
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    impl, cache = types.SimpleNamespace(head_size=64, num_kv_heads=2), torch.zeros(4, 2, 32, 128)
+    assert [attention.of_cpu(impl, types.SimpleNamespace(isa=isa), cache) is None for isa in ("vec", "amx")] == [
+        False,
+        True,
+    ]
+    for shuffled in (False, True):
+        monkeypatch.setattr(rocm_aiter_ops, "is_shuffle_kv_cache_enabled", lambda shuffled=shuffled: shuffled)
+        assert (attention.packed_unless_shuffled(impl, None, cache) is None) is shuffled
+    impl._use_interleaved_v_cache = True
+    assert attention.native(impl, None, cache) is None
+
+
+def decoder(**changed) -> types.SimpleNamespace:
+    """What attention_timing.py asks of a layer's decoder."""
+    model = types.SimpleNamespace(dtype=torch.bfloat16, max_model_len=changed.pop("longest", 8192))
+    scheduler = types.SimpleNamespace(max_num_seqs=4)
+    config = types.SimpleNamespace(model_config=model, scheduler_config=scheduler, speculative_config=None)
+    made = {
+        "is_batch_invariant": False,
+        "is_fp8": False,
+        "is_forced": False,
+        "lacks": "",
+        "config": config,
+        "choices": {},
+    }
+    made |= {
+        "op": ops.paged_attention_decode,
+        "backend": types.SimpleNamespace(name="Backend"),
+        "describe": lambda: "a layer",
+    }
+    return types.SimpleNamespace(**made | {"impl": types.SimpleNamespace(), "takes": lambda query_len: True} | changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"is_forced": True},
+        {"lacks": "it has ALiBi"},
+        {"is_batch_invariant": True},
+        {"impl": types.SimpleNamespace(dcp_world_size=2)},
+        {"impl": types.SimpleNamespace(supports_quant_query_input=True), "is_fp8": True},
+    ],
+    ids=["forced", "lacking", "invariant", "gathered heads", "queries of 8 bits"],
+)
+def test_what_cannot_serve_is_not_measured(changed):
+    assert attention_timing.is_measured(decoder())
+    assert not attention_timing.is_measured(decoder(**changed))
+
+
+@pytest.mark.parametrize(("longest", "lengths"), [(8192, [128, 1024, 8192]), (2000, [128, 1024]), (100, [100])])
+def test_requests_are_as_long_as_the_model_allows(configuration, longest, lengths):
+    of = decoder(longest=longest)
+    attention_timing.choose(of, types.SimpleNamespace(_k_scale=torch.ones(1)), None, 16)
+    assert [choice.shape for choice in of.choices[1]] == [f"a layer page 16 {n} of {longest} keys" for n in lengths]
+
+
+def test_tokens_of_another_type_than_the_weight_are_torchs():
+    """Whose error says so."""
+    layer = types.SimpleNamespace(W_UK_T=torch.nn.Parameter(torch.ones(2, 8, 8).bfloat16(), requires_grad=False))
+    absorbed_products.adopt(layer, True, 64)
+    assert type(layer.W_UK_T) is absorbed_products.AbsorbedParameter
+    with pytest.raises(RuntimeError, match="Half"):
+        torch.bmm(torch.ones(2, 1, 8).half(), layer.W_UK_T)
