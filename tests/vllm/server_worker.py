@@ -4,7 +4,6 @@ import contextlib
 import os
 
 import torch
-from vllm import _custom_ops
 
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.vllm.worker import Extension as Base
@@ -16,12 +15,6 @@ if SECONDS in os.environ and not torch.cuda.is_available():
     import measured_on_cpu
 
     measured_on_cpu.install(seconds=float(os.environ[SECONDS]))
-
-if (
-    not torch.cuda.is_available()
-):  # each linear layer keeps what oneDNN made for 32 sizes of batches, which looks like a leak
-    _make = _custom_ops.create_onednn_mm
-    _custom_ops.create_onednn_mm = lambda weight, *_: _make(weight, 1)
 
 
 class Extension(Base):
