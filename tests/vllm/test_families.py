@@ -84,10 +84,16 @@ def test_each_layer_calls_its_ops(with_plugin, family):
     assert {op: sum(kernels.values()) for op, kernels in found.items()} == expected_calls(configuration(family))
 
 
-LOST = {("qwen3", "token"): 1, ("mixtral", "mixed"): 1, ("glm4_moe", "mixed"): 2, ("gemma3_text", "token"): 0}
+LOST = {
+    ("qwen3", "token"): 1,
+    ("mixtral", "mixed"): 1,
+    ("glm4_moe", "mixed"): 2,
+    ("gemma3_text", "token"): 0,
+    ("kimi_k2", "mixed"): 5,
+}
 """How many kernels a model takes more than where Inductor has all norms and activations: one gathers the embedding, one in each layer
-of experts with shared ones adds their results; Inductor fuses both with the norm behind. Not here is latent attention, whose writes
-to slices kernels.py does not move to a GPU."""
+of experts with shared ones adds their results; Inductor fuses both with the norm behind. Each layer of Kimi's experts takes two more.
+Latent attention loses none: two dense layers with it take 18 kernels, with Inductor's norms 17 and the embedding's gather in them."""
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +126,12 @@ def around_linears(graph: dict[str, int]) -> dict[str, int]:
 @pytest.mark.parametrize("family", LOST, ids=identity)
 def test_kernels_of_compiled_graphs(graphs, family, capsys):
     """Norms, activations and quantizations take as many as where Inductor has them all, but for LOST. Without links, where nothing of ours
-    quantizes, they are Inductor's; so are Gemma's, whose norms follow one another."""
+    quantizes, they are Inductor's; so are Gemma's, whose norms follow one another. Ours alone is a norm that only latent attention
+    reads."""
     ours, inductors, unlinked = (around_linears(graphs[seams][identity(family)]) for seams in graphs)
     with capsys.disabled():
         print(f"\n{identity(family)}: {ours}, without norms and activations {inductors}, without links {unlinked}")
     assert sum(ours.values()) == inductors["generated"] + LOST[family] and unlinked == inductors
-    assert any(op.endswith("quant") for op in ours) == (family[0] != "gemma3_text") and "rms_norm" not in ours
+    assert any(op.endswith("quant") for op in ours) == (family[0] != "gemma3_text")
+    alone = configuration(family)["num_hidden_layers"] if "kv_lora_rank" in configuration(family) else 0
+    assert ours.get("rms_norm", 0) == alone
