@@ -267,8 +267,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("explain takes an op or --model")
     if arguments.command == "explain" and arguments.model and arguments.emulate:
         parser.error("--emulate takes an op, not --model")
-    if arguments.command == "predict" and sum(map(bool, (arguments.op, arguments.model, arguments.check))) != 1:
-        parser.error("predict takes one of an op, --model and --check")
+    if arguments.command == "predict":
+        predict.check_arguments(arguments, parser.error)
     if arguments.command == "bench" and arguments.shapes and (arguments.model or arguments.emulate):
         parser.error("--shapes goes neither with --model nor with --emulate")
     if arguments.command == "bench" and arguments.jobs < 1:

@@ -66,7 +66,7 @@ class Instruction:
         parts = [str(self.operands[name]) for name in sorted(self.operands, key=_ORDER.__getitem__)]
         if "literal" in self.fields:
             parts = [f"{self.fields['literal']:#x}" if part in ("lit", "src[255]") else part for part in parts]
-        shown = {k: v for k, v in self.fields.items() if v and k not in ("literal", "vsrc0")}
+        shown = {k: v for k, v in self.fields.items() if v and k not in ("literal", "vsrc0", "error")}
         return (
             " ".join([self.mnemonic, ", ".join(parts), *(f"{k}:{v:#x}" for k, v in shown.items())])
             .replace("  ", " ")

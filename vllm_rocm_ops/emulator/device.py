@@ -104,9 +104,7 @@ class Emulator:
     def _kernarg(self, space: Space, path: Path, launch, kernel: KernelObject, uninitialised: tuple) -> int:
         tensors = [(f"argument {name}", arg) for name, arg in launch.named.items() if isinstance(arg, torch.Tensor)]
         space.add_tensors(tensors, uninitialised)
-        is_in_order = isinstance(launch.args, tuple)
-        takes = kernel_arguments.in_order(launch) if is_in_order else kernel_arguments.parameters(path, launch.symbol)
-        content = kernel_arguments.pack(launch, takes, space.address)
+        content = self.packed(path, launch, space)
         explicit = [arg for arg in kernel.metadata.get(".args", ()) if not arg[".value_kind"].startswith("hidden_")]
         expected = max((arg[".offset"] + arg[".size"] for arg in explicit), default=0)
         if len(content) != expected:
@@ -121,6 +119,12 @@ class Emulator:
                 value = hidden[kind][axis].to_bytes(arg[".size"], "little")
                 content[arg[".offset"] : arg[".offset"] + arg[".size"]] = value
         return space.add_bytes("the kernel arguments", bytes(content))
+
+    def packed(self, path: Path, launch, space: Space) -> bytes:
+        """The bytes of a launch's arguments, with the addresses that its tensors have in `space`."""
+        is_in_order = isinstance(launch.args, tuple)
+        takes = kernel_arguments.in_order(launch) if is_in_order else kernel_arguments.parameters(path, launch.symbol)
+        return kernel_arguments.pack(launch, takes, space.address)
 
     def program(self, path: Path | str, symbol: str) -> Program:
         """The bound kernel; cached until the file changes."""

@@ -219,11 +219,18 @@ class CodeObject:
         lds, scratch, kernarg, _, offset = struct.unpack_from("<IIIIq", self.image, address)
         rsrc3, rsrc1, rsrc2, properties, preload = struct.unpack_from("<IIIHH", self.image, address + 44)
         entry = address + offset
-        size = self.symbols[name][1]
+        size = self.symbols.get(name, (entry, 0))[1] or self._code_end(entry) - entry
+        kernarg = kernarg or metadata.get(".kernarg_segment_size", 0)
         rsrc = rsrc1, rsrc2, rsrc3
         return KernelObject(
             name, entry, size, lds, scratch, kernarg, *rsrc, properties, preload & 0x7F, preload >> 7, metadata
         )
+
+    def _code_end(self, entry: int) -> int:
+        """Where the code that starts at `entry` ends at the latest, for assemblers that leave a kernel's size out."""
+        spans = ((section["address"], section["address"] + section["size"]) for section in self._sections)
+        kernels = (self.symbols.get(kernel[".name"], (0, 0))[0] for kernel in self.metadata["amdhsa.kernels"])
+        return min([end for start, end in spans if start <= entry < end] + [at for at in kernels if at > entry])
 
     def relocated(self, base: int) -> bytearray:
         """The image as the loader leaves it in memory at `base`."""

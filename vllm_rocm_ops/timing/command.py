@@ -26,8 +26,22 @@ def add_command(commands, names: Sequence[str], add_model: Callable) -> None:
     command.add_argument("--dtype", choices=list(explain.DTYPES), help="of the first tensor")
     others = "other arguments, e.g. residual=none weight=bf16[7168] group_size=64"
     command.add_argument("--with", nargs="+", default=(), metavar="NAME=VALUE", dest="given", help=others)
+    meaning = "a code object of whoever, whose kernel is run and timed; see docs/timing.md"
+    command.add_argument("--object", type=Path, metavar="FILE", help=meaning)
+    command.add_argument("--symbol", help="the kernel, where the object holds several")
+    command.add_argument("--grid", default="1", metavar="X[xY[xZ]]", help="blocks")
+    command.add_argument("--block", default="256", metavar="X[xY[xZ]]", help="threads of a block")
+    command.add_argument("--lds", type=int, default=0, metavar="BYTES", help="of LDS beyond the kernel's own")
+    meaning = 'the argument buffer: hex digits, with a buffer\'s bytes as its pointer, or JSON such as ["buffer:4096", "u32:7"]'
+    command.add_argument("--args", default="", metavar="HEX|JSON", dest="kernel_args", help=meaning)
     meaning = "compare the model with the published microbenchmarks in this folder, and show its calibration"
     command.add_argument("--check", type=Path, metavar="FOLDER", help=meaning)
+
+
+def check_arguments(arguments: argparse.Namespace, error: Callable[[str], None]) -> None:
+    """Calls `error` unless one thing is asked for."""
+    if sum(map(bool, (arguments.op, arguments.model, arguments.object, arguments.check))) != 1:
+        error("predict takes one of an op, --model, --object and --check")
 
 
 def run(arguments: argparse.Namespace, calls: Callable[[], list[LayerCall]], ops) -> int:
@@ -35,9 +49,12 @@ def run(arguments: argparse.Namespace, calls: Callable[[], list[LayerCall]], ops
     machine = machines.named(arguments.arch)
     if machine.name != PRODUCT:
         raise ValueError(f"predict: --arch must be {PRODUCT}, the one that is calibrated, got {arguments.arch}")
-    from . import predict
+    from . import foreign, predict
 
-    if arguments.check:
+    if arguments.object:
+        names = ("object", "symbol", "grid", "block", "kernel_args", "lds")
+        lines = foreign.lines(machine, *(getattr(arguments, name) for name in names))
+    elif arguments.check:
         lines = predict.check_lines(arguments.check)
     elif arguments.model:
         lines = predict.model_lines(calls(), arguments.batch or (1,), machine)

@@ -64,6 +64,7 @@ class ComputeUnit:
         self.lds = 0.0
         self.code: dict[int, float] = {}
         self.waves = 0
+        self.ends: list[float] = []  # of the blocks that have ended
         self.heap: list = []
 
     def run(
@@ -104,6 +105,7 @@ class ComputeUnit:
                 wave.group.live -= 1
                 self._open(time, wave.group)
                 if not wave.group.live:
+                    self.ends.append(end)
                     running -= 1
                     if ahead:
                         start(time + machine["dispatch"])

@@ -15,6 +15,8 @@ from .hierarchy import Memory, Sharing
 from .machines import Machine
 from .trace import APART, LINE, Access, Block, Recording, Step, region_of
 
+MOST_STEPS = 400_000  # of a compute unit's waves that are run
+
 
 class Prediction(NamedTuple):
     """A predicted time, in us, never a measured one. `bandwidth_us` is how long the bytes of all blocks take at the memory's own
@@ -25,6 +27,14 @@ class Prediction(NamedTuple):
     bandwidth_us: float
     blocks: int
     megabytes: float
+
+    @property
+    def details(self) -> str:
+        """What it rests on, for people."""
+        return (
+            f"{self.cycles:.0f} cycles of a compute unit with {self.blocks} blocks, "
+            f"{self.megabytes:.1f} MB, which alone take {self.bandwidth_us:.1f} us"
+        )
 
 
 def sharing(machine: Machine, recording: Recording) -> Sharing:
@@ -56,10 +66,14 @@ def _copy(block: Block, shared: Sharing, number: int) -> Block:
     return Block(block.number, [[step(*each) for each in wave] for wave in block.waves])
 
 
+def _steps(block: Block) -> int:
+    return sum(map(len, block.waves))
+
+
 def _chosen(recording: Recording, count: int, shared: Sharing) -> list[Block]:
     """The blocks of a compute unit: the longest of those recorded, then others spread over the grid, as copies where it runs more."""
     blocks = recording.blocks
-    longest = max(range(len(blocks)), key=lambda i: sum(map(len, blocks[i].waves)))
+    longest = max(range(len(blocks)), key=lambda i: _steps(blocks[i]))
     chosen, step = [], max(1, len(blocks) // count)
     for n in range(count):
         block = blocks[(longest + n * step) % len(blocks)]
@@ -67,10 +81,12 @@ def _chosen(recording: Recording, count: int, shared: Sharing) -> list[Block]:
     return chosen
 
 
-def predict(machine: Machine, recording: Recording) -> Prediction:
-    """The time of a launch: at least that of its bytes, as a late block would else have too large a part of the bandwidth."""
+def predict(machine: Machine, recording: Recording, shared: Sharing | None = None) -> Prediction:
+    """The time of a launch: at least that of its bytes, as a late block would else have too large a part of the bandwidth. `shared` is by
+    default what the recorded blocks share. Of turns with
+    more than `MOST_STEPS` steps at least two are run, and the others taken to be like the last."""
     units, dies, grid = machine.arch.compute_units, int(machine["xcds"]), recording.grid
-    shared = sharing(machine, recording)
+    shared = shared or sharing(machine, recording)
     per_block, moved = grid / len(recording.blocks), [0.0, 0.0]
     for block in recording.blocks:
         for line in block.lines:
@@ -84,7 +100,8 @@ def predict(machine: Machine, recording: Recording) -> Prediction:
     starts = [between * turns * (place + 1) if place < held else 0.0 for place in range(most)]
     capacity = units * held
 
-    chosen = _chosen(recording, most, shared)
+    ran = min(most, held * max(2, MOST_STEPS // max(1, held * max(map(_steps, recording.blocks)))))
+    chosen = _chosen(recording, ran, shared)
     mean = sum(len(block.lines) for block in recording.blocks) / len(recording.blocks)
     busy = mean * len(chosen) / max(1, sum(len(block.lines) for block in chosen))
 
@@ -92,7 +109,10 @@ def predict(machine: Machine, recording: Recording) -> Prediction:
         resident = min(max(grid - place // held * capacity, 1), capacity)
         return max(1.0, resident * min(busy, 1.0) / running)
 
-    cycles = ComputeUnit(machine, Memory(machine, shared, cold)).run(chosen, starts, held, others)
+    unit = ComputeUnit(machine, Memory(machine, shared, cold))
+    cycles = unit.run(chosen, starts, held, others)
+    if ran < most:
+        cycles += (most - ran) * (cycles - unit.ends[ran - held - 1]) / held
     least = sum(moved) / machine["mall_bandwidth"], moved[1] / machine["hbm_bandwidth"]
     us = machine["start"] + max(cycles / machine["clock"], max(least) / 1e3)
     return Prediction(us, cycles, max(least) / 1e3, most, sum(moved) / 1e6)

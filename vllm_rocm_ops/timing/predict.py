@@ -115,11 +115,7 @@ def call_lines(op: Op, given: dict, machine: Machine) -> Iterator[str]:
     total = sum(kernel.prediction.us for kernel in kernels)
     yield f"{op.name} on {machine.name}: predicted {total:.1f} us, not measured; {band(op).text}"
     for symbol, prediction in kernels:
-        yield (
-            f"  {symbol}: predicted {prediction.us:.1f} us; "
-            f"{prediction.cycles:.0f} cycles of a compute unit with {prediction.blocks} blocks, "
-            f"{prediction.megabytes:.1f} MB, which alone take {prediction.bandwidth_us:.1f} us"
-        )
+        yield f"  {symbol}: predicted {prediction.us:.1f} us; {prediction.details}"
 
 
 def model_lines(calls: Sequence[LayerCall], batches: Sequence[int], machine: Machine) -> Iterator[str]:

@@ -128,16 +128,23 @@ def decoded(ins: Instruction, arch: str) -> Instr:
     return Instr(kind, ins.address, ins.size, tuple(sorted(reads)), tuple(sorted(writes)), **more, text=ins.text)
 
 
+def _nothing(w) -> None:
+    """Leaves the waves as they are."""
+
+
 class _Recorder(Program):
     """A program that notes each instruction that it runs, and for which waves."""
 
     log: list  # of [index, waves, accesses]
     space: Space  # of the last launch
     wanted: np.ndarray | None = None  # by wave: whether it is recorded; None: all are
+    computes_matrices = True  # or only notes matrix instructions, whose results no address needs
 
     def bind(self, ins: Instruction):
         bound = super().bind(ins)
         index, run = self.index[ins.address], bound.run
+        if not self.computes_matrices and ins.mnemonic in MATRIX and not bound.fault:
+            run = _nothing
 
         def noted(w):
             if self.wanted is not None and not self.wanted[w.id].any():
