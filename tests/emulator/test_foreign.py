@@ -86,7 +86,9 @@ def test_the_time_is_that_of_the_op(norm):
     emulator = trace.RecordingEmulator("gfx942", races=False)
     one = planned(torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16), torch.zeros(HIDDEN, dtype=torch.bfloat16))
     expected = launch_time.predict(MACHINE, trace.record(emulator, PATH, one, range(ROWS)))
-    assert foreign.predict(MACHINE, PATH, norm).us == pytest.approx(expected.us, rel=0.02)
+    assert foreign.predict(MACHINE, foreign.record("gfx942", PATH, norm), norm.grid).us == pytest.approx(
+        expected.us, rel=0.02
+    )
 
 
 def test_bad_input_says_what_is_wrong(norm, capsys, tmp_path):

@@ -962,6 +962,17 @@ case(
     "s_mov_b32 s10, 1\n s_set_gpr_idx_on s10, gpr_idx(DST)\n v_mov_b32 v10, v2\n s_set_gpr_idx_off",
     lambda _, v: [OLD, v[0]],
 )
+case(
+    "indexed_source",
+    "s_mov_b32 s10, 1\n s_set_gpr_idx_on s10, gpr_idx(SRC0)\n v_sub_u32 v10, v2, v2\n v_sub_u32 v11, v3, v2\n s_set_gpr_idx_off",
+    lambda _, v: [v[1] - v[0] & 0xFFFFFFFF, v[2] - v[0] & 0xFFFFFFFF],
+)
+case(
+    "setvskip",
+    "s_mov_b32 s10, 4\n v_mov_b32 v11, 0\n s_setvskip s10, 2\n v_mov_b32 v10, v2\n s_setvskip s10, 1\n v_mov_b32 v11, v2\n"
+    " s_setvskip 0, 0\n v_mov_b32 v12, v3",
+    lambda _, v: [OLD, v[0], v[1]],
+)
 
 # Scalar; s10.. from lane 5 of v2, v3
 LANE5 = (

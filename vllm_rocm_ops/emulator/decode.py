@@ -21,6 +21,7 @@ _ORDER = (
 )
 _ORDER = {name: position for position, name in enumerate(_ORDER.split())}
 _SCALE_PREFIX = 0xD3AC  # the first dword's high half of V_MFMA_SCALE (CDNA4 ISA, VOP3PX2)
+_SKIPPED = ("VOP", "DS", "FLAT", "GLOBAL", "SCRATCH", "MUBUF")
 _LITERAL_MNEMONICS = ("v_fmamk_", "v_fmaak_", "v_madmk_", "v_madak_")
 
 
@@ -194,7 +195,7 @@ def decode(code: bytes, address: int) -> list[Instruction]:
             instruction = Instruction(address + at, 4, "undecodable", "", "", {}, {"error": str(error)}, window[:4])
         instructions.append(instruction)
         at += instruction.size
-    return _mark_indexed(instructions)
+    return _mark_skipped(_mark_indexed(instructions))
 
 
 def _mark_indexed(instructions: list[Instruction]) -> list[Instruction]:
@@ -209,5 +210,25 @@ def _mark_indexed(instructions: list[Instruction]) -> list[Instruction]:
             mode = 0
         elif mode and instruction.encoding.startswith("VOP"):
             instruction = replace(instruction, fields={**instruction.fields, "gpr_idx": mode})
+        marked.append(instruction)
+    return marked
+
+
+def skips(instruction: Instruction) -> dict[str, int] | None:
+    """Which bit of which SGPR an S_SETVSKIP takes, nothing for its constant 0; None where it is not written so."""
+    source, bit = (operand.code for operand in instruction.sources)
+    if not 128 <= bit < 160 or VCC + 1 < source != 128:
+        return None
+    return {} if source == 128 else {"vskip": source, "vskip_bit": bit - 128}
+
+
+def _mark_skipped(instructions: list[Instruction]) -> list[Instruction]:
+    """Tells the vector and memory instructions behind an S_SETVSKIP (CDNA3 ISA) which bit skips them, as far as the next one."""
+    skip, marked = {}, []
+    for instruction in instructions:
+        if instruction.mnemonic == "s_setvskip":
+            skip = skips(instruction) or {}
+        elif skip and instruction.encoding.startswith(_SKIPPED):
+            instruction = replace(instruction, fields={**instruction.fields, **skip})
         marked.append(instruction)
     return marked

@@ -95,6 +95,9 @@ def effects(ins: Instruction) -> tuple[frozenset[int], frozenset[int]]:
         reads |= set(operands["sdst"].registers)
         if scalar.scc == "only":
             writes.clear()
+    if name.startswith(("s_store_", "s_atomic_")):
+        reads |= set(operands["sdata"].registers)
+        writes = reads & writes if "atomic" in name and ins.fields["glc"] else set()
     if name == "s_setreg_b32":
         reads, writes = reads | writes, set()
     if "gpr_idx" in ins.fields:  # which registers an indexed move touches is not known here

@@ -133,12 +133,13 @@ class Scheduler:
         block = np.repeat(blocks, per_block)
         wave = np.tile(np.arange(per_block), len(blocks))
         count = len(block)
-        vgpr = np.full((kernel.vgprs + kernel.agprs, count, LANES), _POISON, np.uint32)
+        poison = 0 if self.program.trusted else _POISON
+        vgpr = np.full((kernel.vgprs + kernel.agprs, count, LANES), poison, np.uint32)
         thread = wave[:, None] * LANES + np.arange(LANES)
         x, y, _ = self.block_size
         axes = kernel.rsrc2 >> 11 & 3  # ENABLE_VGPR_WORKITEM_ID: x, xy or xyz, packed
         vgpr[0] = thread % x | (thread // x % y << 10 if axes else 0) | (thread // x // y << 20 if axes > 1 else 0)
-        sgpr = np.full((count, SGPRS), _POISON, np.uint32)
+        sgpr = np.full((count, SGPRS), poison, np.uint32)
         known = self._set_sgprs(sgpr, block)
         sgpr.view(np.uint64)[:, EXEC // 2] = Waves.bits(thread < self.threads)[:, 0]
         scratch = np.zeros((count, LANES, 2 * kernel.scratch), np.uint8) if kernel.scratch else None
@@ -162,7 +163,7 @@ class Scheduler:
             M0,
         }
         w.pc = self.program.index[start]
-        w.undefined = registers - known
+        w.undefined = set() if self.program.trusted else registers - known
         w.alert = set(w.undefined)
         return w
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,14 +35,21 @@ def add_command(commands, names: Sequence[str], add_model: Callable) -> None:
     command.add_argument("--lds", type=int, default=0, metavar="BYTES", help="of LDS beyond the kernel's own")
     meaning = 'the argument buffer: hex digits, with a buffer\'s bytes as its pointer, or JSON such as ["buffer:4096", "u32:7"]'
     command.add_argument("--args", default="", metavar="HEX|JSON", dest="kernel_args", help=meaning)
+    meaning = "a file like validation_points_gfx942.csv, printed with the columns predicted_us and why; needs --git"
+    command.add_argument("--points", type=Path, metavar="CSV", help=meaning)
+    meaning = "a bare git directory of ROCm/aiter, which has the code objects by their blobs"
+    command.add_argument("--git", type=Path, metavar="DIR", help=meaning)
+    command.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="of a row of --points")
     meaning = "compare the model with the published microbenchmarks in this folder, and show its calibration"
     command.add_argument("--check", type=Path, metavar="FOLDER", help=meaning)
 
 
 def check_arguments(arguments: argparse.Namespace, error: Callable[[str], None]) -> None:
     """Calls `error` unless one thing is asked for."""
-    if sum(map(bool, (arguments.op, arguments.model, arguments.object, arguments.check))) != 1:
-        error("predict takes one of an op, --model, --object and --check")
+    if sum(map(bool, (arguments.op, arguments.model, arguments.object, arguments.points, arguments.check))) != 1:
+        error("predict takes one of an op, --model, --object, --points and --check")
+    if (arguments.points is None) != (arguments.git is None) or not arguments.limit > 0:
+        error("predict takes --points and --git together, and a positive --limit")
 
 
 def run(arguments: argparse.Namespace, calls: Callable[[], list[LayerCall]], ops) -> int:
@@ -49,8 +57,11 @@ def run(arguments: argparse.Namespace, calls: Callable[[], list[LayerCall]], ops
     machine = machines.named(arguments.arch)
     if machine.name != PRODUCT:
         raise ValueError(f"predict: --arch must be {PRODUCT}, the one that is calibrated, got {arguments.arch}")
-    from . import foreign, predict
+    from . import foreign, predict, validation
 
+    if arguments.points:
+        validation.run(arguments.points, arguments.git, sys.stdout, sys.stderr, arguments.limit)
+        return 0
     if arguments.object:
         names = ("object", "symbol", "grid", "block", "kernel_args", "lds")
         lines = foreign.lines(machine, *(getattr(arguments, name) for name in names))

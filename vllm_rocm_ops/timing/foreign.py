@@ -2,7 +2,7 @@
 them.
 
     launch = foreign.ObjectLaunch("name", (80, 1, 1), (256, 1, 1), {0: torch.zeros(4096), 8: struct.pack("<I", 512)})
-    foreign.predict(machines.named("MI300X"), "kernels.co", launch)
+    foreign.predict(machines.named("MI300X"), foreign.record("gfx942", path, launch), launch.grid)
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from vllm_rocm_ops.emulator import CodeObject
 from vllm_rocm_ops.emulator.objects import KernelObject
 
 from . import launch_time, trace
+from .compute_unit import SIMDS
 from .hierarchy import Sharing
 from .launch_time import Prediction
 from .machines import Machine
@@ -63,7 +64,7 @@ def packed(args: Arguments, address: Callable[[torch.Tensor], int]) -> bytes:
 class ObjectProgram(trace.RecordingEmulator.program_type):
     """A program of a code object that others published, which runs on the hardware as it is."""
 
-    needs_wait_states = False
+    trusted = True
 
 
 class _TimedProgram(ObjectProgram):
@@ -108,12 +109,18 @@ class _ByRegion(Mapping):
         return len(self.factors)
 
 
-def probes(grid: tuple[int, int, int]) -> list[int]:
-    """The numbers of a block in the middle of a grid, of its next along each axis, and of one beyond all three."""
-    x, y, z = (size // 2 if size > 2 else 0 for size in grid)
+def probes(grid: tuple[int, int, int], whole_axis: int | None = None) -> list[int]:
+    """The numbers of a block in the middle of a grid, of its next along each axis, and of one beyond all three. Along `whole_axis` there
+    are all."""
     steps = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)]
-    found = ((min(x + i, grid[0] - 1), min(y + j, grid[1] - 1), min(z + k, grid[2] - 1)) for i, j, k in steps)
-    return list(dict.fromkeys(i + grid[0] * (j + grid[1] * k) for i, j, k in found))
+    found: dict[int, None] = {}
+    for step in steps:
+        at = [min((size // 2 if size > 2 else 0) + more, size - 1) for size, more in zip(grid, step, strict=True)]
+        for place in range(grid[whole_axis]) if whole_axis is not None else (None,):
+            if place is not None:
+                at[whole_axis] = place
+            found[at[0] + grid[0] * (at[1] + grid[1] * at[2])] = None
+    return list(found)
 
 
 def sharing(machine: Machine, recording: trace.Recording, grid: tuple[int, int, int], running: int) -> Sharing:
@@ -145,18 +152,36 @@ def _by_region(lines: Collection[int]) -> dict[int, frozenset[int]]:
     return {region: frozenset(of) for region, of in itertools.groupby(ordered, trace.region_of)}
 
 
-def predict(
-    machine: Machine, path: Path, launch: ObjectLaunch, cold: Collection[torch.Tensor] | None = None
-) -> Prediction:
-    """The predicted time of a launch. `cold` are the tensors that no cache has, by default all. Raises ValueError and the emulator's
-    errors, which name the symbol, the instruction and its offset."""
-    emulator = TimedEmulator(str(machine.arch), races=False)
-    if launch.grid[1:] == (1, 1):  # no axis says what blocks share
-        blocks = emulated.sample(launch.grid[0], BLOCKS)
-        return launch_time.predict(machine, trace.record(emulator, path, launch, blocks, cold=cold))
-    recording = trace.record(emulator, path, launch, probes(launch.grid), cold=cold)
+def record(
+    arch: str,
+    path: Path,
+    launch: ObjectLaunch,
+    cold: Collection[torch.Tensor] | None = None,
+    whole_axis: int | None = None,
+) -> trace.Recording:
+    """Runs some blocks of a launch. `cold` are the tensors that no cache has, by default all; `whole_axis` the axis of the grid whose
+    blocks wait for each other. Raises ValueError and the emulator's errors, which name the symbol, the instruction and its offset."""
+    has_axes = launch.grid[1:] != (1, 1)
+    blocks = probes(launch.grid, whole_axis) if has_axes else emulated.sample(launch.grid[0], BLOCKS)
+    return trace.record(TimedEmulator(arch, races=False), path, launch, blocks, cold=cold)
+
+
+def predict(machine: Machine, recording: trace.Recording, grid: tuple[int, int, int]) -> Prediction:
+    """The predicted time of a recorded launch. Only a grid with more than one axis says what blocks share."""
     running = recording.held * machine.arch.compute_units
-    return launch_time.predict(machine, recording, sharing(machine, recording, launch.grid, running))
+    return timed(machine, recording, sharing(machine, recording, grid, running) if grid[1:] != (1, 1) else None)
+
+
+def timed(machine: Machine, recording: trace.Recording, shared: Sharing | None = None) -> Prediction:
+    """The time of a recorded launch, at the clock that its matrix instructions leave."""
+    block = recording.blocks[0]
+    matrix = sum(instr.cycles for wave in block.waves for instr, _ in wave) / SIMDS
+    if not matrix:
+        return launch_time.predict(machine, recording, shared)
+    found = launch_time.predict(machine.but(clock=machine["matrix_clock"]), recording, shared)
+    busy = matrix * found.blocks / found.cycles
+    clock = machine["clock"] + (machine["matrix_clock"] - machine["clock"]) * min(1.0, busy / machine["matrix_load"])
+    return found._replace(us=machine["start"] + max(found.cycles / clock, found.bandwidth_us))
 
 
 # What the command takes
@@ -282,6 +307,6 @@ def lines(
     launch = ObjectLaunch(
         kernel.name, dimensions("--grid", grid), dimensions("--block", block), arguments(kernel, args), lds
     )
-    found = predict(machine, path, launch)
+    found = predict(machine, record(str(machine.arch), path, launch), launch.grid)
     yield f"{kernel.name} on {machine.name}: predicted {found.us:.1f} us, not measured; error unknown"
     yield f"  {found.details}"

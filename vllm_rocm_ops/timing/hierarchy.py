@@ -15,6 +15,7 @@ from .machines import Machine
 from .trace import LINE, Access, region_of
 
 L2, MALL, HBM = range(3)
+WAVE_LINES = 8  # that 64 lanes with 16 bytes each have
 
 
 class Sharing(NamedTuple):
@@ -34,7 +35,7 @@ class Memory:
     def __init__(self, machine: Machine, sharing: Sharing = NOTHING_SHARED, cold: Collection[int] | None = None):
         cycles = machine["clock"] / 1e3  # of a nanosecond
         self.sharing, self.cold = sharing, cold
-        base = machine["l2_latency"] + machine["wave_latency"]
+        self.wave_latency, base = machine["wave_latency"], machine["l2_latency"]
         self.latency = (base, base + machine["mall_latency"] * cycles, base + machine["hbm_latency"] * cycles)
         bandwidths = (machine[name] for name in ("l2_bandwidth", "mall_bandwidth", "hbm_bandwidth"))
         self.cycles_per_byte = [cycles / bandwidth for bandwidth in bandwidths]  # 1 GB/s is a byte per nanosecond
@@ -67,6 +68,10 @@ class Memory:
             del self.queue[: -self.depth]
         return begin
 
+    def _more(self, access: Access) -> float:
+        """Cycles beyond those of a lane's data: all of `wave_latency` for a wave that loads 16 bytes a lane, less for fewer lines."""
+        return self.wave_latency * min(1.0, (len(access.lines) - 1) / (WAVE_LINES - 1))
+
     def _await(self, arrival: float, size: int) -> None:
         heapq.heappush(self.awaited, (arrival, size))
         self.bytes_awaited += size
@@ -93,6 +98,7 @@ class Memory:
             if fresh:
                 l2.update(fresh)
                 arrival = max(arrival, self._beyond(begin, fresh))
+            arrival += self._more(access)
             self._await(arrival, len(missed) * LINE)
         self.returned = max(self.returned + access.bytes / self.path, arrival)
         return self.returned
@@ -113,6 +119,7 @@ class Memory:
         done = (
             max(self._serve(level, begin, access.bytes) for level in range(HBM + (self.cold is None)))
             + self.latency[MALL]
+            + self._more(access)
         )
         self._await(done, access.bytes)
         return done

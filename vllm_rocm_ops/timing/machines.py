@@ -26,6 +26,9 @@ _BANDWIDTH = "tingqli/pyhip attn_4wave/tools/vmem-bandwidth.md@38db46cf, MI308X"
 _TRITON = "facebookexperimental/triton AMDLatencyModel.h@0d3d8f74, MI350X"
 _TRACES = "tinygrad/tinygrad@a9069c17 extra/sqtt, MI350X"
 _GLUON = "ROCm's gluon tutorials docs/tcp_bound_tile_model.md@41a37bc8, MI355X"
+_LOADED = "ROCm's gluon tutorials kernels/gemm/gfx942@eb0f5ebe, MI300X"
+_FORMOCAST = "2.0 to 3.0: ROCm/rocm-libraries tensilelite/formocast_simulator.cpp@02c9982c and aiter's shortest kernels"
+_SLOW = "1420 to 1480 in the slow state: tingqli/pyhip docs/attn_gemm_optimization.md@bc013ed7, MI308X"
 _COUNTERS = "ROCm/rocprofiler-compute@95b600e tests/workloads/device_filter, MI300X"
 
 
@@ -124,12 +127,18 @@ _CONSTANTS = {
     "first_instruction": Constant(100, "cycles from a wave's start, with a warm cache", "guessed", "684 when cold"),
     "start": _fitted("start", "us of a kernel before its first block and after its last"),
     "clock": Constant(2100, "MHz where memory bounds", "documented", "AMD Instinct MI300X data sheet"),
+    "profiled": Constant(2.5, "us of a kernel in a profiler beyond its blocks", "measured", _FORMOCAST),
+    "matrix_clock": Constant(1500, "MHz where matrix instructions bound; 1280 to 1550", "measured", _LOADED),
+    "matrix_load": Constant(
+        0.5, "of the cycles with matrix instructions, from where that clock is", "guessed", "a half"
+    ),
 }
 
 MI300X = Machine("MI300X", _CONSTANTS)
 MI308X = MI300X.but(
     "MI308X",
     clock=Constant(1800, "MHz", "measured", _BANDWIDTH),
+    matrix_clock=Constant(1460, "MHz where matrix instructions bound", "measured", _SLOW),
     hbm_bandwidth=Constant(4273, "GB/s", "measured", _BANDWIDTH),
 )
 MACHINES = {machine.name: machine for machine in (MI300X, MI308X)}

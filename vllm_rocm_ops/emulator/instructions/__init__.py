@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from ..decode import Instruction
+from ..decode import EXEC, Instruction
 from ..errors import UnsupportedInstruction
 from . import buffer, global_memory, lds, scalar, scalar_memory, scratch, vector
 
@@ -21,8 +22,33 @@ BINDERS = MEMORY | dict.fromkeys(("SOP1", "SOP2", "SOPC", "SOPK", "SOPP"), scala
 
 def bind(ins: Instruction, program) -> Callable:
     """Resolves an instruction of `program` to a function on waves."""
+    if "vskip" in ins.fields:
+        return _bind_skipped(ins, program)
     if ins.encoding.startswith("VOP"):
         return vector.bind(ins, program)
     if ins.encoding not in BINDERS:
         raise UnsupportedInstruction(f"{ins.words.hex()}: {ins.fields.get('error', ins.encoding)}")
     return BINDERS[ins.encoding](ins, program)
+
+
+def _bind_skipped(ins: Instruction, program) -> Callable:
+    """An instruction between an S_SETVSKIP and the one that ends it, which waves with the bit set leave out."""
+    code, bit = ins.fields["vskip"], ins.fields["vskip_bit"]
+    others = {name: value for name, value in ins.fields.items() if name not in ("vskip", "vskip_bit")}
+    run = bind(replace(ins, fields=others), program)
+
+    def run_unskipped(w):
+        skipped = (w.S[code][:, 0] >> bit & 1).astype(bool)
+        if skipped.all():
+            return None
+        if not skipped.any():
+            return run(w)
+        saved = w.S64[EXEC].copy()
+        w.S64[EXEC][skipped] = 0
+        w.exec_changed()
+        result = run(w)
+        w.S64[EXEC][...] = saved
+        w.exec_changed()
+        return result
+
+    return run_unskipped

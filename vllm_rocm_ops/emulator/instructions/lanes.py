@@ -6,11 +6,12 @@ Source: AMD Instinct MI300 (CDNA3) ISA, chapter 12 "Instructions"; CDNA4 ISA for
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 
-from ..decode import M0, Operand
+from ..decode import M0, VGPR, Operand
 from ..errors import UnsupportedInstruction
 from ..events import Event, issue
 from ..operands import I64, U32, check_allocated, dpp_lanes, read, read_scalar, register
@@ -32,6 +33,29 @@ def bind_indexed_move(ins, program) -> Callable:
             check_allocated(Operand(to if mode == 8 else at, 1, "B32", 32), program)
             values = w.U[register(at)][n] if mode == 1 else np.broadcast_to(value(w), (w.count, 64))[n]
             np.copyto(w.U[register(to)][n], values, where=w.mask[n])
+
+    return run
+
+
+def bind_indexed_source(ins, program, bind: Callable) -> Callable:
+    """Other vector instructions under S_SET_GPR_IDX_ON, of source 0 alone: `bind` resolves them without an index."""
+    if ins.fields["gpr_idx"] != 1 or ins.variant:
+        raise UnsupportedInstruction(f"{ins.text} under VGPR indexing")
+    place = next(name for name in ("src0", "vsrc0") if name in ins.operands)
+    source, bound = ins.operands[place], {}
+    fields = {name: value for name, value in ins.fields.items() if name != "gpr_idx"}
+
+    def run(w):
+        indices = w.S[M0][:, 0] & U32(255)
+        index = int(indices[0]) if source.code >= VGPR else 0
+        if (indices != indices[0]).any():
+            raise UnsupportedInstruction(f"{ins.text}: indices differ between waves")
+        if index not in bound:
+            shifted = dataclasses.replace(source, code=source.code + index)
+            bound[index] = bind(
+                dataclasses.replace(ins, operands={**ins.operands, place: shifted}, fields=fields), program
+            )
+        return bound[index](w)
 
     return run
 

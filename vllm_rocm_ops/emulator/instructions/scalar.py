@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..decode import EXEC, M0, Instruction, Operand
+from ..decode import EXEC, M0, Instruction, Operand, skips
 from ..errors import UnsupportedInstruction
 from ..events import wait
 from ..operands import I32, I64, U32, U64, read_scalar
@@ -422,6 +422,10 @@ def bind(ins: Instruction, program) -> Callable:
         raise UnsupportedInstruction(name)
     if name in ("s_getpc_b64", "s_setpc_b64", "s_swappc_b64", "s_call_b64"):
         return _bind_pc(ins, program)
+    if name == "s_setvskip":
+        if skips(ins) is None:
+            raise UnsupportedInstruction(f"{ins.text}: a bit that is not a constant's")
+        return lambda w: None  # `decode` has told the instructions that follow
     if name == "s_set_gpr_idx_on":
         return _bind_index_mode(ins, program)
     if name.startswith(("s_getreg", "s_setreg")):

@@ -1,4 +1,4 @@
-"""Scalar loads: SMEM.
+"""Scalar loads, stores and atomics: SMEM.
 
 Source: AMD Instinct MI300 (CDNA3) ISA, chapter "Scalar Memory Operations".
 """
@@ -13,9 +13,47 @@ from ..decode import Instruction, Operand
 from ..errors import UnsupportedInstruction
 from ..events import Event, issue
 from ..operands import U32, U64, read_scalar
-from .transfer import (
-    Site,
-)
+from .transfer import ATOMICS, Site, update
+
+
+def _offset(ins: Instruction):
+    """The immediate offset, and a reader of the SGPR that is added to it, if there is one."""
+    immediate = ins.fields["offset"] if ins.fields["imm"] else 0
+    immediate -= (immediate & 0x100000) << 1
+    offset = read_scalar(ins.operands["soffset"], ins, U32) if "soffset" in ins.operands else None
+    if not ins.fields["imm"] and not ins.fields["soffset_en"]:  # the offset field's low bits name an SGPR
+        offset = read_scalar(Operand(ins.fields["offset"] & 0x7F, 1, "B32", 32), ins, U32)
+    return immediate, offset
+
+
+def _bind_store(ins: Instruction) -> Callable:
+    """S_STORE_DWORD* and S_ATOMIC_*, each for a wave; an atomic with glc returns what was there."""
+    name, source, base = ins.mnemonic, ins.operands["sdata"].code, ins.operands["sbase"].code
+    immediate, offset = _offset(ins)
+    kind = name.removeprefix("s_atomic_")
+    if name.startswith("s_atomic_") and kind not in ATOMICS:
+        raise UnsupportedInstruction(name)
+    count = int(name.rpartition("x")[2]) if "dwordx" in name else 1
+    returned = (source,) if ins.fields["glc"] and kind != name else ()
+
+    def run(w):
+        address = w.S64[base][:, 0] + U64(immediate % (1 << 64))
+        if offset is not None:
+            address = address + offset(w)[:, 0].astype(U64)
+        address, site, space = address & ~U64(3), Site(ins, w, np.arange(w.count), None), w.scheduler.space
+        data = np.ascontiguousarray(w.sgpr[:, source : source + count])
+        if kind == name:
+            changed = space.store(address, data.view(np.uint8), 4, w, site, True, True)
+        else:
+            change = lambda view, units, chosen: update(view, units, ATOMICS[kind], data[chosen, 0])
+            old, changed = space.atomic(address, 4, change, w, site), True
+            if returned:
+                w.S[source][:, 0] = old
+        if changed:
+            w.scheduler.progress()
+        issue(w, Event("scalar", returned))
+
+    return run
 
 
 def bind(ins: Instruction, program) -> Callable:
@@ -30,16 +68,14 @@ def bind(ins: Instruction, program) -> Callable:
             issue(w, Event("scalar", (destination, destination + 1)))
 
         return clock
+    if name.startswith(("s_store_dword", "s_atomic_")):
+        return _bind_store(ins)
     buffer = name.startswith("s_buffer_load_dword")
     if not (buffer or name.startswith("s_load_dword")):
         raise UnsupportedInstruction(name)
     count = int(name.rpartition("x")[2]) if "dwordx" in name else 1
+    immediate, offset = _offset(ins)
     base = ins.operands["sbase"].code
-    immediate = ins.fields["offset"] if ins.fields["imm"] else 0
-    immediate -= (immediate & 0x100000) << 1
-    offset = read_scalar(ins.operands["soffset"], ins, U32) if "soffset" in ins.operands else None
-    if not ins.fields["imm"] and not ins.fields["soffset_en"]:  # the offset field's low bits name an SGPR
-        offset = read_scalar(Operand(ins.fields["offset"] & 0x7F, 1, "B32", 32), ins, U32)
     registers = tuple(range(destination, destination + count))
     size = 4 * count
 

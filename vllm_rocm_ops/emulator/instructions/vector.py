@@ -37,7 +37,9 @@ def bind(ins: Instruction, program) -> Callable:
     """Resolves a vector instruction to a function on waves."""
     name = ins.mnemonic
     if "gpr_idx" in ins.fields:
-        return lanes.bind_indexed_move(ins, program)
+        if name == "v_mov_b32":
+            return lanes.bind_indexed_move(ins, program)
+        return lanes.bind_indexed_source(ins, program, bind)
     if family := special(name):
         return family(ins, program)
     if name in packed.PACKED_OPS:

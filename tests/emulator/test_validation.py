@@ -1,0 +1,143 @@
+"""Published points: every row gets a time or a reason, whatever is in it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import subprocess
+import time
+
+import pytest
+
+from vllm_rocm_ops import cli, launch
+from vllm_rocm_ops.timing import foreign, machines, published, validation
+
+HEAD = ["set", "csv", "gpu", "cu_num", "op", "code_object", "blob_at_measurement", "blob_latest", "commit", "M", "N", "K", "batch_or_experts", "extra", "us"]
+MACHINE = machines.MI300X
+TILES = (2, 64)
+
+
+@pytest.fixture(scope="module")
+def git(tmp_path_factory):
+    """A bare git directory with an object of ours, and the blob."""
+    folder = tmp_path_factory.mktemp("git")
+    subprocess.run(["git", "init", "-q", "--bare", str(folder)], check=True)
+    path = launch.code_object("silu_and_mul", "gfx942")
+    command = ["git", f"--git-dir={folder}", "hash-object", "-w", str(path)]
+    return folder, subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def row(**others) -> dict[str, str]:
+    given = {"gpu": "MI308X (80 CU)", "op": "bf16", "code_object": "hsa/gfx942/bf16gemm/bf16gemm_tn_32x64_splitk.co"}
+    given |= {"M": "64", "N": "128", "K": "256", "batch_or_experts": "1", "extra": "splitK=2", "us": "5"}
+    return dict.fromkeys(HEAD, "") | given | others
+
+
+def printed(tmp_path, git, rows, limit=30.0):
+    """The rows that are printed for these, and the log."""
+    path, out, log = tmp_path / "points.csv", io.StringIO(), io.StringIO()
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, HEAD)
+        writer.writeheader()
+        writer.writerows(rows)
+    validation.run(path, git, out, log, limit)
+    return list(csv.DictReader(io.StringIO(out.getvalue()))), log.getvalue().splitlines()
+
+
+def test_every_row_gets_a_time_or_a_reason(tmp_path, git, monkeypatch):
+    folder, blob = git
+    times = iter((12.5, 1 / 3))
+    monkeypatch.setattr(published, "predict", lambda *arguments: next(times))
+    monkeypatch.setattr(validation, "CodeObject", lambda path: type("Code", (), {"kernels": {"k": path}}))
+    good = row(blob_at_measurement=blob)
+    rows = [
+        good, row(blob_at_measurement="0" * 40), row(), row(M="many"), row(code_object="archive/kernel.s"),
+        row(gpu="a GPU", blob_latest=blob), good, row(blob_latest=blob, M="65"), row(blob_latest=blob, M="66"),
+    ]  # fmt: skip
+    found, log = printed(tmp_path, folder, rows)
+    assert [each["predicted_us"] for each in found] == ["12.5", *[""] * 5, "12.5", "0.3333", ""]
+    reasons = [each["why"] for each in found]
+    for why, wanted in zip(
+        reasons,
+        ("", "does not have the blob 000", "no code object is named", "invalid literal", "is no code object of aiter",
+         "the GPU must be a product", "", "", "StopIteration"), strict=True,
+    ):  # fmt: skip
+        assert wanted in why and bool(why) == bool(wanted), (why, wanted)
+    assert all(each[name] == of[name] for each, of in zip(found, rows, strict=True) for name in HEAD)
+    assert len(log) == 9 and log[0].startswith("1 of 9, ") and log[0].endswith(" s: 12.5 us")
+
+
+def test_a_row_that_takes_too_long_or_kills_its_process_is_left(tmp_path, git, monkeypatch):
+    def slow(fields, *_):
+        if fields["M"] == "1":
+            time.sleep(60)
+        if fields["M"] == "2":
+            raise SystemExit
+        return validation.Found(1.0, "")
+
+    monkeypatch.setattr(validation, "predict_row", slow)
+    found, _ = printed(tmp_path, git[0], [row(M=str(n)) for n in range(4)], 1.0)
+    assert [each["predicted_us"] for each in found] == ["1", "", "", "1"]
+    assert [each["why"][:16] for each in found] == ["", *["took longer than"] * 2, ""]
+
+
+@pytest.mark.parametrize(
+    ("rows", "git_folder", "message"),
+    [
+        ("M,N", None, "must have the columns gpu"),
+        (None, None, "must be a CSV file"),
+        (",".join(HEAD), "none", "--git must be"),
+    ],
+)
+def test_files_that_are_not_as_wanted(tmp_path, git, capsys, rows, git_folder, message):
+    path = tmp_path / "points.csv"
+    if rows:
+        path.write_text(rows + "\n")
+    assert cli.main(["predict", "--points", str(path), "--git", str(git_folder or git[0])]) == 2
+    assert message in capsys.readouterr().err
+
+
+def kernel(bytes: int):
+    """A kernel of others, as far as layouts need it."""
+    metadata = {".args": [{".offset": 0, ".size": bytes, ".value_kind": "by_value"}]}
+    return foreign.KernelObject("k", *[0] * 11, metadata)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "bytes", "grid", "ran", "numbers"),
+    [
+        ("fp8gemm_blockscale/x_96x128.co", "splitK=2", 256, (32, 11, 1), (32, 3, 1), {96: 288, 112: 2048, 128: 512, 192: 2, 240: 4}),
+        ("i8gemm/x_64x256.co", "splitK=1", 208, (8, 16, 1), (8, 3, 1), {96: 192, 144: 512, 176: 4096, 192: 1}),
+        ("bf16gemm/x_32x64_splitk.co", "splitK=4", 352, (32, 32, 4), (32, 3, 4), {96: 4096, 160: 1024, 224: 96, 272: 4, 288: 1}),
+    ],
+)  # fmt: skip
+def test_layouts_of_products(name, extra, bytes, grid, ran, numbers):
+    of = published.row(row(code_object=f"hsa/gfx942/{name}", M="1024", N="2048", K="512", extra=extra))
+    found = published.call(of, kernel(bytes))
+    assert (found.grid, found.launch.grid, found.launch.block) == (grid, ran, (256, 1, 1))
+    assert {at: int.from_bytes(found.launch.args[at], "little") for at in numbers} == numbers
+    assert len(foreign.packed(found.launch.args, lambda tensor: 0)) == bytes
+    assert found.cleared == (2 * 1024 * 2048 if name.startswith("fp8") else 0)
+
+
+def test_recordings_are_kept_for_more_rows(monkeypatch):
+    made = []
+    monkeypatch.setattr(foreign, "record", lambda *arguments: made.append(arguments) or RECORDING)
+    recorder = published.Recorder()
+    path = launch.code_object("silu_and_mul", "gfx942")
+    for m, cold in (("1024", False), ("4096", True), ("1000000", True), ("16", False)):
+        of = published.row(row(code_object="hsa/gfx942/i8gemm/x_64x256.co", M=m, N="2048", K="512", extra=""))
+        what = published.call(of, kernel(208))
+        found = recorder.record("gfx942", path, what)
+        assert found.grid == 8 * -(-int(m) // 64) and bool(found.cold) is cold
+    assert len(made) == 2
+
+
+RECORDING = foreign.trace.Recording("k", 1, 1, [], frozenset({1}))
+
+
+def test_unknown_families_say_so():
+    with pytest.raises(ValueError, match="the arguments of pa are not known"):
+        published.call(published.row(row(code_object="hsa/gfx942/pa/pa_32x64.co")), kernel(16))
+    with pytest.raises(ValueError, match="must have a tile in its name"):
+        published.call(published.row(row(code_object="hsa/gfx942/i8gemm/x.co")), kernel(208))
