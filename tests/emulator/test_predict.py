@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vllm_rocm_ops import cli, ops
+from vllm_rocm_ops import cli, explain, ops
 from vllm_rocm_ops.timing import calibrate, launch_time, machines, points, predict
 from vllm_rocm_ops.timing.trace import LINE, Access, Block, Instr, Recording
 
@@ -127,10 +127,20 @@ def test_no_launch_is_faster_than_its_bytes():
         assert found.us >= found.bandwidth_us
 
 
+@pytest.mark.usefixtures("few_blocks")
+@pytest.mark.parametrize("op", [ops.mla_decode, ops.paged_attention_decode])
+def test_attention_reads_as_many_keys_as_are_said(op):
+    given = explain.example(op, "gfx942")
+    cache = given["kv_cache" if op is ops.mla_decode else "key_cache"]
+    bytes_of_key = cache[0, 0].numel() * cache.element_size() * (1 if op is ops.mla_decode else 2)
+    short, long = (predict.predict_call(op, given, MACHINE, context)[0].prediction for context in (128, 512))
+    assert long.us > short.us
+    assert 0.9 < (long.megabytes - short.megabytes) * 1e6 / (384 * bytes_of_key) < 1.6
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mla_decode"], "predict: mla_decode must have lengths of requests"),
         (["rms_norm", "--arch", "MI355X"], "a timing model exists of MI300X, MI308X, got MI355X"),
         (["rms_norm", "--arch", "MI308X"], "--arch must be MI300X, the one that is calibrated, got MI308X"),
         (["rms_norm", "--shape", "0x4096"], "must run a kernel of ours"),
@@ -149,7 +159,8 @@ def test_a_model_is_predicted_call_by_call(capsys, monkeypatch):
     assert cli.main(["predict", "--model", "tiny-llama-fp8", "--batch", "1"]) == 0
     head, *rows, last = capsys.readouterr().out.splitlines()
     assert "predicted times in us, not measured" in head and last.startswith("predicted sum of a step with 1 tokens: ")
-    assert len(rows) == 5 and any("+-" in row for row in rows)
+    assert len(rows) == 6 and any("+-" in row for row in rows)
+    assert rows[-1].split()[:2] == ["attention", "paged_attention_decode"] and "of 4096 keys a request" in head
 
 
 def test_kinds_of_kernels_that_were_never_compared_have_no_band():

@@ -12,7 +12,23 @@ import pytest
 from vllm_rocm_ops import cli, launch
 from vllm_rocm_ops.timing import foreign, machines, published, validation
 
-HEAD = ["set", "csv", "gpu", "cu_num", "op", "code_object", "blob_at_measurement", "blob_latest", "commit", "M", "N", "K", "batch_or_experts", "extra", "us"]
+HEAD = [
+    "set",
+    "csv",
+    "gpu",
+    "cu_num",
+    "op",
+    "code_object",
+    "blob_at_measurement",
+    "blob_latest",
+    "commit",
+    "M",
+    "N",
+    "K",
+    "batch_or_experts",
+    "extra",
+    "us",
+]
 MACHINE = machines.MI300X
 TILES = (2, 64)
 

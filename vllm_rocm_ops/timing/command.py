@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vllm_rocm_ops import explain
+from vllm_rocm_ops import explain, model_config, model_layers
 from vllm_rocm_ops.model_layers import LayerCall
 
 from . import machines
 
+CONTEXT, MOST_CONTEXT = 4096, 1 << 20  # keys of a request
 PRODUCT = "MI300X"  # whose times were compared
 
 
@@ -27,6 +28,8 @@ def add_command(commands, names: Sequence[str], add_model: Callable) -> None:
     command.add_argument("--dtype", choices=list(explain.DTYPES), help="of the first tensor")
     others = "other arguments, e.g. residual=none weight=bf16[7168] group_size=64"
     command.add_argument("--with", nargs="+", default=(), metavar="NAME=VALUE", dest="given", help=others)
+    meaning = f"keys of each request, for attention; default: {CONTEXT}"
+    command.add_argument("--context", type=int, default=CONTEXT, metavar="KEYS", help=meaning)
     meaning = "a code object of whoever, whose kernel is run and timed; see docs/timing.md"
     command.add_argument("--object", type=Path, metavar="FILE", help=meaning)
     command.add_argument("--symbol", help="the kernel, where the object holds several")
@@ -50,6 +53,8 @@ def check_arguments(arguments: argparse.Namespace, error: Callable[[str], None])
         error("predict takes one of an op, --model, --object, --points and --check")
     if (arguments.points is None) != (arguments.git is None) or not arguments.limit > 0:
         error("predict takes --points and --git together, and a positive --limit")
+    if not 0 < arguments.context <= MOST_CONTEXT:
+        error(f"predict takes a --context of 1 to {MOST_CONTEXT} keys, got {arguments.context}")
 
 
 def run(arguments: argparse.Namespace, calls: Callable[[], list[LayerCall]], ops) -> int:
@@ -68,12 +73,15 @@ def run(arguments: argparse.Namespace, calls: Callable[[], list[LayerCall]], ops
     elif arguments.check:
         lines = predict.check_lines(arguments.check)
     elif arguments.model:
-        lines = predict.model_lines(calls(), arguments.batch or (1,), machine)
+        attention = model_layers.attention(model_config.read(arguments.model), arguments.tp or 1)
+        lines = predict.model_lines([*calls(), attention], arguments.batch or (1,), machine, arguments.context)
     else:
         op = getattr(ops, arguments.op)
         given = explain.parse_arguments_of(op, arguments.given)
         dtype = explain.DTYPES.get(arguments.dtype)
-        lines = predict.call_lines(op, explain.example(op, str(machine.arch), arguments.shape, dtype, **given), machine)
+        lines = predict.call_lines(
+            op, explain.example(op, str(machine.arch), arguments.shape, dtype, **given), machine, arguments.context
+        )
     for line in lines:
         print(line, flush=True)
     return 0

@@ -16,14 +16,17 @@ from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.op import Op
 
 from . import launch_time, machines, microbenchmarks
+from .command import CONTEXT
 from .launch_time import Prediction
 from .machines import Machine
 from .trace import RecordingEmulator, aligned, record
 
 BLOCKS = 64  # of a launch that are recorded
 MOST_WAVES = 2048  # of a launch that runs whole, as others read what it writes
-PARAMETERS = frozenset(("b", "w1", "w2", "weight", "bias"))
-"""Arguments of ops that are a model's, and not in a cache when the next step needs them again. What the kernel before wrote is."""
+CACHES, LENGTHS = ("key_cache", "value_cache", "kv_cache"), ("block_table", "seq_lens")
+PARAMETERS = frozenset(("b", "w1", "w2", "weight", "bias", *CACHES))
+"""Arguments of ops that are a model's or requests', and not in a cache when the next step needs them again. What the kernel before wrote
+is."""
 
 
 class Kernel(NamedTuple):
@@ -37,7 +40,7 @@ def _argument(name: str, value, experts: int):
     """A value for an argument of the meta device. Tokens go to all experts in turn."""
     if not isinstance(value, torch.Tensor):
         return value
-    made = aligned(value.to("meta"))
+    made = aligned(value if name in LENGTHS else value.to("meta"))
     if name == "topk_ids":
         made.copy_(torch.arange(value.numel()).reshape(value.shape) % experts)
     elif name == "expert_map":
@@ -45,11 +48,26 @@ def _argument(name: str, value, experts: int):
     return made
 
 
-def predict_call(op: Op, given: dict, machine: Machine) -> list[Kernel]:
-    """The kernels of a call with arguments of the meta device. Raises ValueError where none of ours runs, or where the time depends on
-    lengths that are not known."""
+def with_context(given: dict, context: int) -> dict:
+    """Arguments of attention with a cache that has pages for so many keys of each request, and these pages in turn."""
+    caches = [name for name in CACHES if name in given]
+    requests, page = len(given["block_table"]), given[caches[0]].shape[1]
+    pages = -(-context // page)
+    made = {
+        name: torch.empty_strided(
+            (requests * pages, *given[name].shape[1:]), given[name].stride(), dtype=given[name].dtype, device="meta"
+        )
+        for name in caches
+    }
+    table = torch.arange(requests * pages, dtype=given["block_table"].dtype).reshape(requests, pages)
+    return given | made | {"block_table": table, "seq_lens": torch.full_like(given["seq_lens"], context, device="cpu")}
+
+
+def predict_call(op: Op, given: dict, machine: Machine, context: int = CONTEXT) -> list[Kernel]:
+    """The kernels of a call with arguments of the meta device, and so many keys of each request where it is attention. Raises ValueError
+    where none of ours runs."""
     if op.name in explain.ATTENTION:
-        raise ValueError(f"predict: {op.name} must have lengths of requests, which the model of time does not take yet")
+        given = with_context(given, context)
     experts = len(given["w1"]) if "w1" in given else 1
     values = {name: _argument(name, value, experts) for name, value in given.items()}
     emulator = RecordingEmulator(str(machine.arch), races=False)
@@ -109,18 +127,22 @@ def band(op: Op) -> Band:
     )
 
 
-def call_lines(op: Op, given: dict, machine: Machine) -> Iterator[str]:
+def call_lines(op: Op, given: dict, machine: Machine, context: int = CONTEXT) -> Iterator[str]:
     """Lines for people about a call."""
-    kernels = predict_call(op, given, machine)
+    kernels = predict_call(op, given, machine, context)
     total = sum(kernel.prediction.us for kernel in kernels)
-    yield f"{op.name} on {machine.name}: predicted {total:.1f} us, not measured; {band(op).text}"
+    of = f" of {context} keys a request" if op.name in explain.ATTENTION else ""
+    yield f"{op.name}{of} on {machine.name}: predicted {total:.1f} us, not measured; {band(op).text}"
     for symbol, prediction in kernels:
         yield f"  {symbol}: predicted {prediction.us:.1f} us; {prediction.details}"
 
 
-def model_lines(calls: Sequence[LayerCall], batches: Sequence[int], machine: Machine) -> Iterator[str]:
+def model_lines(
+    calls: Sequence[LayerCall], batches: Sequence[int], machine: Machine, context: int = CONTEXT
+) -> Iterator[str]:
     """Lines for people about the calls of a step of a model."""
-    yield f"{machine.name}: predicted times in us, not measured; attention and what runs no kernel of ours are left out"
+    left_out = f"attention of {context} keys a request; what runs no kernel of ours is left out"
+    yield f"{machine.name}: predicted times in us, not measured; {left_out}"
     for batch in batches:
         rows, total, unknown, bound = [("layer", "op", "tokens", "a step", "predicted", "band")], 0.0, 0.0, 0.0
         for call in calls:
@@ -129,7 +151,7 @@ def model_lines(calls: Sequence[LayerCall], batches: Sequence[int], machine: Mac
             case = call.case(batch).make("meta", torch.Generator(), machine.arch.fp8_dtype)
             named = call.layer, call.op.name, str(batch), str(call.count)
             try:
-                kernels = predict_call(call.op, call.op.Arguments(*case)._asdict(), machine)
+                kernels = predict_call(call.op, call.op.Arguments(*case)._asdict(), machine, context)
             except ValueError:
                 rows.append((*named, "-", "no kernel of ours"))
                 continue
