@@ -8,9 +8,10 @@ import subprocess
 import time
 
 import pytest
+import torch
 
 from vllm_rocm_ops import cli, launch
-from vllm_rocm_ops.timing import foreign, machines, published, validation
+from vllm_rocm_ops.timing import foreign, launch_time, machines, published, validation
 
 HEAD = [
     "set",
@@ -64,6 +65,7 @@ def test_every_row_gets_a_time_or_a_reason(tmp_path, git, monkeypatch):
     folder, blob = git
     times = iter((12.5, 1 / 3))
     monkeypatch.setattr(published, "predict", lambda *arguments: next(times))
+    monkeypatch.setattr(validation, "call", lambda *arguments: None)
     monkeypatch.setattr(validation, "CodeObject", lambda path: type("Code", (), {"kernels": {"k": path}}))
     good = row(blob_at_measurement=blob)
     rows = [
@@ -115,7 +117,7 @@ def test_files_that_are_not_as_wanted(tmp_path, git, capsys, rows, git_folder, m
 
 def kernel(bytes: int):
     """A kernel of others, as far as layouts need it."""
-    metadata = {".args": [{".offset": 0, ".size": bytes, ".value_kind": "by_value"}]}
+    metadata = {".max_flat_workgroup_size": 512, ".args": [{".offset": 0, ".size": bytes, ".value_kind": "by_value"}]}
     return foreign.KernelObject("k", *[0] * 11, metadata)
 
 
@@ -129,11 +131,46 @@ def kernel(bytes: int):
 )  # fmt: skip
 def test_layouts_of_products(name, extra, bytes, grid, ran, numbers):
     of = published.row(row(code_object=f"hsa/gfx942/{name}", M="1024", N="2048", K="512", extra=extra))
-    found = published.call(of, kernel(bytes))
+    found = validation.call(of, kernel(bytes))
     assert (found.grid, found.launch.grid, found.launch.block) == (grid, ran, (256, 1, 1))
     assert {at: int.from_bytes(found.launch.args[at], "little") for at in numbers} == numbers
     assert len(foreign.packed(found.launch.args, lambda tensor: 0)) == bytes
     assert found.cleared == (2 * 1024 * 2048 if name.startswith("fp8") else 0)
+
+
+ATTENTION = {
+    "": ("128", 4096, (8, 32, 2), (4, 32, 1), (4, 32, 1), 7.0),
+    "_causal": ("128", 4096, (8, 32, 2), (1, 32, 1), (2, 32, 1), 7.0),
+    "_group": ("128/128", 2583, (32, 2, 8), (32, 1, 4), (32, 1, 4), (2583 - 512) / 512),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_layouts_of_attention(kind):
+    sizes, keys, grid, short, long, beyond = ATTENTION[kind]
+    causal = int(kind == "_causal")
+    queries = 4096 if causal else 2048
+    extra = f"q_heads=32 kv_heads=8 causal={causal}"
+    given = {"M": queries, "N": keys, "K": sizes, "batch_or_experts": 2, "extra": extra}
+    name = f"hsa/gfx942/fmha_v3_fwd/MI300/fwd_hd128_bf16{kind}.co"
+    of = published.row(row(code_object=name) | {key: str(value) for key, value in given.items()})
+    found = validation.call(of, kernel(512))
+    assert (found.grid, found.launch.grid, found.second.grid, found.beyond) == (grid, short, long, beyond)
+    numbers = {at: int.from_bytes(found.second.args[at], "little") for at in (96, 112, 128, 176, 192, 272, 304, 384)}
+    assert numbers == {96: 1024, 112: 8192, 128: 256 * 8192, 176: 4, 192: 2048, 272: 1024, 304: 128, 384: 8192}
+    assert found.launch.args[48].numel() == 512 * 8 * 128 * 2
+    if kind == "_group":
+        assert found.launch.args[448].view(torch.int32).tolist()[:2] == [0, 512]
+
+
+def test_a_second_launch_says_how_the_time_grows(monkeypatch):
+    monkeypatch.setattr(foreign, "record", lambda arch, path, launch, *_: RECORDING)
+    times = iter((10.0, 14.0))
+    monkeypatch.setattr(foreign, "predict", lambda *_: RESULT._replace(us=next(times)))
+    one = foreign.ObjectLaunch("k", (1, 1, 1), (64, 1, 1), {})
+    what = published.Call(one, (4, 1, 1), (), False, second=one._replace(symbol="l"), beyond=7.0)
+    us = published.predict(MACHINE, what, launch.code_object("silu_and_mul", "gfx942"), published.Recorder())
+    assert us == 10 + 7 * 4 + MACHINE["profiled"]
 
 
 def test_recordings_are_kept_for_more_rows(monkeypatch):
@@ -143,17 +180,18 @@ def test_recordings_are_kept_for_more_rows(monkeypatch):
     path = launch.code_object("silu_and_mul", "gfx942")
     for m, cold in (("1024", False), ("4096", True), ("1000000", True), ("16", False)):
         of = published.row(row(code_object="hsa/gfx942/i8gemm/x_64x256.co", M=m, N="2048", K="512", extra=""))
-        what = published.call(of, kernel(208))
-        found = recorder.record("gfx942", path, what)
+        what = validation.call(of, kernel(208))
+        found = recorder.record("gfx942", path, what, what.launch)
         assert found.grid == 8 * -(-int(m) // 64) and bool(found.cold) is cold
     assert len(made) == 2
 
 
+RESULT = launch_time.Prediction(1.0, 1.0, 0.0, 1, 0.0)
 RECORDING = foreign.trace.Recording("k", 1, 1, [], frozenset({1}))
 
 
 def test_unknown_families_say_so():
     with pytest.raises(ValueError, match="the arguments of pa are not known"):
-        published.call(published.row(row(code_object="hsa/gfx942/pa/pa_32x64.co")), kernel(16))
+        validation.call(published.row(row(code_object="hsa/gfx942/pa/pa_32x64.co")), kernel(16))
     with pytest.raises(ValueError, match="must have a tile in its name"):
-        published.call(published.row(row(code_object="hsa/gfx942/i8gemm/x.co")), kernel(208))
+        validation.call(published.row(row(code_object="hsa/gfx942/i8gemm/x.co")), kernel(208))

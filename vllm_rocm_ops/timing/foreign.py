@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -61,10 +62,21 @@ def packed(args: Arguments, address: Callable[[torch.Tensor], int]) -> bytes:
     return bytes(content)
 
 
+class _AllRegisters(KernelObject):
+    """A kernel whose waves may name all registers: those beyond the VGPRs of its descriptor are, in hardware, AGPRs by other names."""
+
+    vgprs = agprs = 256
+
+
 class ObjectProgram(trace.RecordingEmulator.program_type):
     """A program of a code object that others published, which runs on the hardware as it is."""
 
     trusted = True
+
+    def __init__(self, code: CodeObject, name: str, arch: str):
+        super().__init__(code, name, arch)
+        fields = dataclasses.fields(KernelObject)
+        self.object = _AllRegisters(**{field.name: getattr(self.object, field.name) for field in fields})
 
 
 class _TimedProgram(ObjectProgram):

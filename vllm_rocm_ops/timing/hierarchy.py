@@ -119,7 +119,7 @@ class Memory:
         done = (
             max(self._serve(level, begin, access.bytes) for level in range(HBM + (self.cold is None)))
             + self.latency[MALL]
-            + self._more(access)
+            + self.wave_latency
         )
         self._await(done, access.bytes)
         return done

@@ -13,11 +13,19 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from vllm_rocm_ops.emulator import CodeObject
+from vllm_rocm_ops.emulator.objects import KernelObject
 
-from . import machines, published
+from . import machines, published, published_attention, published_gemm
 
 LIMIT = 60.0  # seconds of a row
 COLUMNS = ("gpu", "op", "code_object", "blob_at_measurement", "blob_latest", "M", "N", "K", "batch_or_experts", "extra")
+FAMILIES = {
+    "fp8gemm_blockscale": published_gemm.eight_bits,
+    "i8gemm": published_gemm.eight_bits,
+    "bf16gemm": published_gemm.bf16,
+    "fmha_v3_fwd": published_attention.call,
+}
+"""By the folder of a code object: the call of a row."""
 STAND_IN = "MI300X"  # for products without a machine of their own
 
 
@@ -51,6 +59,13 @@ def machine_of(gpu: str) -> machines.Machine:
     return machines.MACHINES.get(name, machines.MACHINES[STAND_IN])
 
 
+def call(of: published.Row, kernel: KernelObject) -> published.Call:
+    """The call of a row by the kernel of its object. Raises ValueError where the layout is not known."""
+    if of.family not in FAMILIES:
+        raise ValueError(f"the arguments of {of.family or of.code_object} are not known")
+    return FAMILIES[of.family](of, kernel)
+
+
 def predict_row(fields: dict[str, str], git: Path, folder: Path, recorder: published.Recorder) -> Found:
     """What a row gets; no error leaves this function."""
     try:
@@ -62,7 +77,8 @@ def predict_row(fields: dict[str, str], git: Path, folder: Path, recorder: publi
         code = CodeObject(path)
         if len(code.kernels) != 1:
             raise ValueError(f"{row.code_object} must have one kernel, got {len(code.kernels)}")
-        return Found(published.predict(machine, row, path, next(iter(code.kernels.values())), recorder), "")
+        what = call(row, next(iter(code.kernels.values())))
+        return Found(published.predict(machine, what, path, recorder), "")
     except Exception as error:  # noqa: BLE001  a row of whatever must not stop the others
         text = " ".join(str(error).split())
         return Found(None, text if type(error) is ValueError else f"{type(error).__name__}: {text}")

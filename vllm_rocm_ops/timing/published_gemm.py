@@ -1,0 +1,54 @@
+"""GEMMs of ROCm/aiter whose times were published: what fp8gemm_blockscale, i8gemm and bf16gemm take, and how many blocks are launched."""
+
+from __future__ import annotations
+
+from vllm_rocm_ops.emulator.objects import KernelObject
+
+from .foreign import ObjectLaunch, explicit_bytes
+from .published import SLOT, Call, Row, laid_out, zeros
+
+WARM_BYTES = 2_500_000  # of inputs, of which 101 copies fit Infinity Cache
+
+
+def eight_bits(of: Row, kernel: KernelObject) -> Call:
+    """fp8gemm_blockscale and i8gemm: a tile for each block, K split along the first axis of the grid."""
+    (rows, columns), m, n, k = of.tile, of.m, of.n, int(of.k)
+    split, ran = int(of.extra.get("splitK", 1)), _fewer(m, rows)
+    is_scaled_by_block = of.family == "fp8gemm_blockscale"
+    names = "C A B SA SB BIAS M N K PA PB PC KS" + " SM SN SK" * is_scaled_by_block
+    scales = (4 * ran * (k // 128), 4 * (n // 128) * (k // 128)) if is_scaled_by_block else (4 * ran, 4 * n)
+    inputs = {"A": zeros(ran * k), "B": zeros(n * k), "SA": zeros(scales[0]), "SB": zeros(scales[1])}
+    values = {"C": zeros(2 * ran * n), **inputs, "BIAS": zeros(4 * n), "M": ran, "N": n, "K": k, "PA": k, "PB": k}
+    values |= {"PC": 2 * n, "KS": split}
+    if is_scaled_by_block:
+        values |= {"SM": ran, "SN": n // 128, "SK": k // 128}
+    grid = n // columns * split, -(-m // rows), 1
+    return _call(kernel, names, values, inputs, grid, -(-ran // rows), (m + n) * k, 2 * m * n if split > 1 else 0)
+
+
+def bf16(of: Row, kernel: KernelObject) -> Call:
+    """bf16gemm: a tile for each block, K split along the third axis of the grid, whose blocks wait for the one that clears."""
+    (rows, columns), m, n, k = of.tile, of.m, of.n, int(of.k)
+    split, ran = int(of.extra.get("splitK", 1)), _fewer(m, rows)
+    names = "D C A B alpha beta SD0 SD1 SC0 SC1 SA0 SA1 SB0 SB1 M N K splitk is_out_b16 Bias add_bias semaphore"
+    inputs = {"A": zeros(2 * ran * k), "B": zeros(2 * n * k)}
+    values = {"D": zeros(2 * ran * n), **inputs, "alpha": 1.0, "beta": 0.0, "SD0": 2 * n, "SC0": 2 * n, "SA0": 2 * k}
+    values |= {"SB0": 2 * k, "M": ran, "N": n, "K": k, "splitk": split, "is_out_b16": 1}
+    if explicit_bytes(kernel) > SLOT * names.split().index("semaphore"):
+        values["semaphore"] = zeros(4 * 1024)
+    grid = -(-n // columns), -(-m // rows), split
+    made = _call(kernel, names, values, inputs, grid, -(-ran // rows), 2 * (m + n) * k)
+    return made._replace(whole_axis=2)
+
+
+def _fewer(m: int, rows: int) -> int:
+    """Rows of which blocks do the same as of all: three tiles, where there are more."""
+    return min(m, 3 * rows)
+
+
+def _call(
+    kernel: KernelObject, names: str, values: dict, inputs: dict, grid: tuple, tiles: int, bytes: int, cleared: int = 0
+) -> Call:
+    """A GEMM whose second axis of the grid has `tiles` of rows in the launch; its inputs have so many bytes."""
+    launch = ObjectLaunch(kernel.name, (grid[0], tiles, grid[2]), (256, 1, 1), laid_out(kernel, names, values))
+    return Call(launch, grid, tuple(inputs.values()), bytes >= WARM_BYTES, cleared)
