@@ -157,6 +157,27 @@ def test_axes_of_the_grid_say_what_blocks_share():
     assert everywhere in found.chip and rows not in found.chip
 
 
+def test_what_blocks_have_for_themselves_may_be_loaded_more_than_once():
+    blocks = [
+        trace.Block(n, [[(trace.Instr("vmem", 0, 8), trace.Access(((5 << 29) + n,), trace.LINE))]])
+        for n in foreign.probes((8, 8, 1))
+    ]
+    recording = trace.Recording("k", 64, 1, blocks, frozenset({5}))
+    once, twice = (foreign.predict(MACHINE, recording, (8, 8, 1), repeats) for repeats in (1.0, 2.0))
+    assert once.megabytes == pytest.approx(2 * twice.megabytes) == pytest.approx(64 * trace.LINE / 1e6)
+
+
+def test_matrix_instructions_lower_the_clock():
+    def us(cycles: int) -> float:
+        wave = [(trace.Instr("matrix" if cycles else "valu", 8 * n, 8, cycles=cycles), None) for n in range(64)]
+        block = trace.Block(0, [[*wave, (trace.Instr("end", 512, 4), None)]] * 4)
+        return foreign.predict(MACHINE, trace.Recording("k", 1, 1, [block], frozenset()), (1, 1, 1))
+
+    busy, idle = us(16), us(0)
+    assert busy.us == pytest.approx(busy.cycles / MACHINE["matrix_clock"])
+    assert idle.us == pytest.approx(idle.cycles / MACHINE["clock"])
+
+
 def test_many_turns_are_like_the_last_one(monkeypatch):
     def us(grid: int) -> float:
         wave = [(trace.Instr("valu", 4 * n, 4), None) for n in range(200)]

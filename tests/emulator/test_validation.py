@@ -163,6 +163,24 @@ def test_layouts_of_attention(kind):
         assert found.launch.args[448].view(torch.int32).tolist()[:2] == [0, 512]
 
 
+@pytest.mark.parametrize(("family", "bytes"), [("fmoe", 448), ("fmoe_2stages", 368)])
+def test_layouts_of_experts(family, bytes):
+    name = f"hsa/gfx942/{family}/silu/fmoe_bf16_pertokenFp8_g1u1_32x128.co"
+    given = {"M": "512", "N": "256", "K": "2048", "batch_or_experts": "64", "extra": "topk=8 block_m=32 Silu per_Token"}
+    of = published.row(row(code_object=name) | given)
+    found = validation.call(of, kernel(bytes))
+    assert found.launch.grid == (2, 3, 1) and found.grid[0] == 2
+    assert 512 * 8 / 32 < found.grid[1] <= 64 * 4 and found.repeats == found.grid[1] / 64
+    at = dict(zip(("STP", "SEP", "dim"), (144, 176, 192) if family == "fmoe" else (112, 128, 144), strict=True))
+    tokens = found.launch.args[at["STP"]].view(torch.int32).tolist()
+    real = [token & 0xFFFFFF for token in tokens[:96] if token & 0xFFFFFF < 512]
+    assert len(real) == 3 * round(512 * 8 / found.grid[1]) and tokens[31] == 512 | 8 << 24
+    assert found.launch.args[at["SEP"]].view(torch.int32).tolist()[:3] == [0, 1, 2]
+    assert int.from_bytes(found.launch.args[at["dim"]], "little") == 2048
+    with pytest.raises(ValueError, match="find their work themselves"):
+        validation.call(of._replace(code_object=name.replace("_32x", "_ps_32x")), kernel(bytes))
+
+
 def test_a_second_launch_says_how_the_time_grows(monkeypatch):
     monkeypatch.setattr(foreign, "record", lambda arch, path, launch, *_: RECORDING)
     times = iter((10.0, 14.0))

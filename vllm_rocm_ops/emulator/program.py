@@ -25,7 +25,8 @@ class Bound(NamedTuple):
 class Program:
     """A kernel, bound. What a launch changes is the scheduler's."""
 
-    trusted = False  # code that runs on the hardware as it is: no check of M0's wait states, registers start as written zeros
+    trusted = False
+    """Whether the code runs on the hardware as it is: its waits are not checked, and registers and LDS start as written zeros."""
 
     def __init__(self, code: CodeObject, name: str, arch: str):
         self.object: KernelObject = code.kernels[name]

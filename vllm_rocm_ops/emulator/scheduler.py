@@ -53,6 +53,7 @@ class Scheduler:
         order = np.arange(blocks) if chosen is None else np.array(chosen)
         resident = min(len(order), options.resident_blocks(self.kernel, self.waves_per_block, lds))
         self.lds = Lds(resident, lds, program.lds_granule, options.races)
+        self.lds.checked = not program.trusted
         self.slots = np.full(blocks, -1, np.int64)
         self.free_slots = list(range(resident))[::-1]
         self.next_blocks = deque((order if self.rng is None else self.rng.permutation(order)).tolist())

@@ -178,10 +178,17 @@ def record(
     return trace.record(TimedEmulator(arch, races=False), path, launch, blocks, cold=cold)
 
 
-def predict(machine: Machine, recording: trace.Recording, grid: tuple[int, int, int]) -> Prediction:
-    """The predicted time of a recorded launch. Only a grid with more than one axis says what blocks share."""
-    running = recording.held * machine.arch.compute_units
-    return timed(machine, recording, sharing(machine, recording, grid, running) if grid[1:] != (1, 1) else None)
+def predict(
+    machine: Machine, recording: trace.Recording, grid: tuple[int, int, int], repeats: float = 1.0
+) -> Prediction:
+    """The predicted time of a recorded launch. Only a grid with more than one axis says what blocks share; so many, `repeats`, load what
+    no axis says that they share."""
+    if grid[1:] == (1, 1):
+        return timed(machine, recording)
+    shared = sharing(machine, recording, grid, recording.held * machine.arch.compute_units)
+    for of, least in ((shared.chip, repeats), (shared.die, repeats / machine["xcds"])):
+        of.factors = {region: max(factor, least) for region, factor in of.factors.items()}
+    return timed(machine, recording, shared)
 
 
 def timed(machine: Machine, recording: trace.Recording, shared: Sharing | None = None) -> Prediction:

@@ -58,7 +58,8 @@ class Row(NamedTuple):
 class Call(NamedTuple):
     """The launch of a row, with fewer rows where more do the same, and the whole `grid`. `inputs` are in HBM if `is_cold`. `cleared` are
     bytes that another kernel sets to zero before. `whole_axis`: the axis of the grid whose blocks wait for each other.
-    Where there is a `second` launch, the time lies `beyond` times as far from that of `launch` as its own."""
+    Where there is a `second` launch, the time lies `beyond` times as far from that of `launch` as its own.
+    `repeats`: how many blocks of the whole grid load what each block of the launch has for itself."""
 
     launch: ObjectLaunch
     grid: tuple[int, int, int]
@@ -68,6 +69,7 @@ class Call(NamedTuple):
     whole_axis: int | None = None
     second: ObjectLaunch | None = None
     beyond: float = 0.0
+    repeats: float = 1.0
 
 
 def row(fields: dict[str, str]) -> Row:
@@ -107,7 +109,8 @@ def predict(machine: Machine, what: Call, path: Path, recorder: Recorder) -> flo
     """The predicted time of a row's call in us, as its profiler counts it. Raises ValueError and the emulator's errors."""
     ran = [what.launch] if what.second is None else [what.launch, what.second]
     times = [
-        foreign.predict(machine, recorder.record(str(machine.arch), path, what, each), what.grid).us for each in ran
+        foreign.predict(machine, recorder.record(str(machine.arch), path, what, each), what.grid, what.repeats).us
+        for each in ran
     ]
     us = times[0] + what.beyond * (times[-1] - times[0]) + machine["profiled"]
     if what.cleared:

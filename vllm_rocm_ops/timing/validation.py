@@ -15,7 +15,7 @@ from typing import IO, NamedTuple
 from vllm_rocm_ops.emulator import CodeObject
 from vllm_rocm_ops.emulator.objects import KernelObject
 
-from . import machines, published, published_attention, published_gemm
+from . import machines, published, published_attention, published_gemm, published_moe
 
 LIMIT = 60.0  # seconds of a row
 COLUMNS = ("gpu", "op", "code_object", "blob_at_measurement", "blob_latest", "M", "N", "K", "batch_or_experts", "extra")
@@ -24,6 +24,8 @@ FAMILIES = {
     "i8gemm": published_gemm.eight_bits,
     "bf16gemm": published_gemm.bf16,
     "fmha_v3_fwd": published_attention.call,
+    "fmoe": published_moe.call,
+    "fmoe_2stages": published_moe.call,
 }
 """By the folder of a code object: the call of a row."""
 STAND_IN = "MI300X"  # for products without a machine of their own
