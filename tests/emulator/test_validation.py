@@ -177,8 +177,13 @@ def test_layouts_of_experts(family, bytes):
     assert len(real) == 3 * round(512 * 8 / found.grid[1]) and tokens[31] == 512 | 8 << 24
     assert found.launch.args[at["SEP"]].view(torch.int32).tolist()[:3] == [0, 1, 2]
     assert int.from_bytes(found.launch.args[at["dim"]], "little") == 2048
-    with pytest.raises(ValueError, match="find their work themselves"):
-        validation.call(of._replace(code_object=name.replace("_32x", "_ps_32x")), kernel(bytes))
+    with pytest.raises(ValueError, match="sorts tokens itself"):
+        validation.call(of._replace(code_object=name.replace("_32x", "_flat_32x")), kernel(bytes))
+    persistent = validation.call(of._replace(code_object=name.replace("_32x", "_ps_32x")), kernel(bytes))
+    assert persistent.grid == persistent.launch.grid == persistent.second.grid == (80, 1, 1)
+    assert persistent.beyond == (found.grid[1] - 40) / 40
+    starts = [each.args[at["SEP"]].view(torch.int32) for each in (persistent.launch, persistent.second)]
+    assert [len(each) - 4 for each in starts] == [40, 80]
 
 
 def test_a_second_launch_says_how_the_time_grows(monkeypatch):

@@ -304,9 +304,13 @@ class Scheduler:
                 self.lds.writer[event.granules] += 1 << 8
         self.waiting.append(w)
         self._check_barriers(w)
-        self._open_barriers(w)
+        if not self.program.trusted:
+            self._open_barriers(w)
 
     def _check_barriers(self, w: Waves) -> None:
+        if self.program.trusted:  # hardware's barriers do not wait for waves that have ended
+            self._open_barriers(w)
+            return
         stuck = (self.arrived > 0) & (self.ended > 0) & (self.arrived + self.ended == self.waves_per_block)
         if stuck.any():
             block = int(np.argmax(stuck))
@@ -318,7 +322,8 @@ class Scheduler:
             )
 
     def _open_barriers(self, w: Waves) -> None:
-        complete = self.arrived == self.waves_per_block
+        ended = self.ended if self.program.trusted else 0
+        complete = (self.arrived + ended == self.waves_per_block) & (self.arrived > 0)
         if not complete[w.block].any():
             return
         opened: list[Waves] = []

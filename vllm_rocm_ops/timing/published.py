@@ -47,6 +47,11 @@ class Row(NamedTuple):
         return parts[2] if len(parts) > 3 and parts[0] == "hsa" else ""
 
     @property
+    def units(self) -> int:
+        """Compute units of its GPU."""
+        return 80 if "MI308" in self.gpu else 304
+
+    @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns of a block's tile, as the object's name has them."""
         found = re.findall(r"_(\d+)x(\d+)(?:_|\.)", self.code_object.rpartition("/")[2])

@@ -18,45 +18,53 @@ from .trace import aligned
 ONE = """O X GU XC D XQ GUQ DQ SMQ STP SW SEP dim inter tokens experts Xs GUs Ds Os eGUs eDs eGUQs eDQs eSMQs topk total_tgs ps_deno"""
 FIRST = """O X GU XC XQ GUQ SMQ STP SEP dim inter tokens experts Xs GUs Os eGUs eGUQs eSMQs topk splitk activation SW"""
 TILES = 3  # of rows, that are in the launch
-OTHER = ("_ps_", "_psx_", "_flat", "_emsort")
+PERSISTENT, SORTING = ("_ps_", "_psx_"), ("_flat", "_emsort")
+WEIGHTS = {"fmoe": (32, 64), "fmoe_2stages": (32,)}  # offsets of their pointers
 
 
 def call(of: Row, kernel: KernelObject) -> Call:
-    """The launch of a row. Raises ValueError for kernels whose blocks take one tile after the other, or sort themselves."""
+    """The launches of a row: one, or, where blocks take one tile after the other, one with a turn of tiles and one with two. Raises
+    ValueError for kernels that sort tokens themselves."""
     name = of.code_object.rpartition("/")[2]
-    if any(each in name for each in OTHER):
-        raise ValueError(f"{name} has blocks that find their work themselves, which is not modelled")
-    (rows, columns), tokens, inter, dim = of.tile, of.m, of.n, int(of.k)
-    experts, topk = of.batch_or_experts, int(of.extra["topk"])
-    is_one, is_block = of.family == "fmoe", "blockscale" in name
-    of_x = 2 if "_a16_" in name else 1
-    counts = _counts(tokens, experts, topk)
+    if any(each in name for each in SORTING):
+        raise ValueError(f"{name} sorts tokens itself, which is not modelled")
+    (rows, columns), topk = of.tile, int(of.extra["topk"])
+    counts, across = _counts(of.m, of.batch_or_experts, topk), -(-of.n // columns)
     tiles, hit = int((-(-counts // rows)).sum()), int((counts > 0).sum())
+    filled = round(of.m * topk / tiles)
+    if not any(each in name for each in PERSISTENT):
+        made = _launch(of, kernel, (across, min(tiles, TILES), 1), min(tiles, TILES), filled)
+        weights = tuple(made.args[at] for at in WEIGHTS[of.family])
+        return Call(made, (across, tiles, 1), weights, True, repeats=tiles / hit)
+    units = of.units
+    turn = max(1, units // across)
+    one, two = (
+        _launch(of, kernel, (units, 1, 1), min(tiles, turn * turns), filled, units // across * across)
+        for turns in (1, 2)
+    )
+    made = Call(one, (units, 1, 1), tuple(one.args[at] for at in WEIGHTS[of.family]), True)
+    return made if tiles <= turn else made._replace(second=two, beyond=(tiles - turn) / (min(tiles, 2 * turn) - turn))
+
+
+def _launch(of: Row, kernel: KernelObject, grid: tuple, tiles: int, filled: int, workers: int = 0) -> ObjectLaunch:
+    """A launch with so many tiles of rows, each of an expert of its own and with so many tokens."""
+    name = of.code_object.rpartition("/")[2]
+    (rows, columns), tokens, inter, dim, topk = of.tile, of.m, of.n, int(of.k), int(of.extra["topk"])
+    is_one, is_block, of_x = of.family == "fmoe", "blockscale" in name, 2 if "_a16_" in name else 1
     scale = 4 * (2 * inter // 128) * (dim // 128) if is_block else 4 * 2 * inter
-    scale_down = 4 * (inter // 128) * (dim // 128) if is_block else 4 * dim
-    ran = min(tiles, TILES)
-    weights = {"GU": zeros(ran * 2 * inter * dim)} | ({"D": zeros(ran * inter * dim)} if is_one else {})
-    values = {
-        "O": zeros(tokens * (2 * dim if is_one else 4 * topk * inter)),
-        "X": zeros(tokens * dim * of_x),
-        **weights,
-    }
-    values |= {"XC": _numbers([ran * rows] * 2), "XQ": zeros(4 * tokens * (dim // 128 if is_block else 1))}
-    values |= {
-        "GUQ": zeros(ran * scale),
-        "STP": _numbers(_sorted(tokens, topk, rows, ran, round(tokens * topk / tiles))),
-    }
-    values |= {"SW": zeros(4 * ran * rows), "SEP": _numbers(range(ran)), "dim": dim, "inter": inter, "tokens": tokens}
-    values |= {"experts": experts, "Xs": dim * of_x, "GUs": dim, "eGUs": 2 * inter * dim, "eGUQs": scale, "topk": topk}
+    room = tokens + 1  # places without a token read one beyond
+    values = {"O": zeros(room * (2 * dim if is_one else 4 * topk * inter)), "X": zeros(room * dim * of_x)}
+    values |= {"GU": zeros(tiles * 2 * inter * dim), "XC": _numbers([tiles * rows] * 2)}
+    values |= {"XQ": zeros(8 * (room + rows) * (dim // 128 if is_block else 1)), "GUQ": zeros(tiles * scale)}
+    values |= {"STP": _numbers(_sorted(tokens, topk, rows, tiles, filled)), "SW": zeros(4 * tiles * rows)}
+    values |= {"SEP": _numbers(range(tiles)), "dim": dim, "inter": inter, "tokens": tokens, "topk": topk}
+    values |= {"experts": of.batch_or_experts, "Xs": dim * of_x, "GUs": dim, "eGUs": 2 * inter * dim, "eGUQs": scale}
     values |= {"Os": 2 * dim if is_one else 2 * topk * inter, "eSMQs": 4 * inter}
     if is_one:
-        values |= {"DQ": zeros(ran * scale_down), "Ds": inter, "eDs": inter * dim, "eDQs": scale_down}
-        values |= {"ps_deno": -(-inter // columns)}
-    grid = -(-inter // columns), tiles, 1
-    launch = ObjectLaunch(
-        kernel.name, (grid[0], ran, 1), (256, 1, 1), laid_out(kernel, ONE if is_one else FIRST, values)
-    )
-    return Call(launch, grid, tuple(weights.values()), True, repeats=tiles / hit)
+        down = 4 * (inter // 128) * (dim // 128) if is_block else 4 * dim
+        values |= {"D": zeros(tiles * inter * dim), "DQ": zeros(tiles * down), "Ds": inter, "eDs": inter * dim}
+        values |= {"eDQs": down, "ps_deno": -(-inter // columns), "total_tgs": workers}
+    return ObjectLaunch(kernel.name, grid, (256, 1, 1), laid_out(kernel, ONE if is_one else FIRST, values))
 
 
 def _counts(tokens: int, experts: int, topk: int) -> torch.Tensor:
