@@ -9,3 +9,5 @@ start and the end (launch_time.py). machines.py has every constant, its source, 
 microbenchmarks.py compares the compute unit with published microbenchmarks, points.py has published decode times and which of
 them may be fitted.
 """
+
+CONTEXT = 4096  # keys of a request, where nothing else is said

@@ -15,8 +15,7 @@ from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.op import Op
 
-from . import launch_time, machines, microbenchmarks
-from .command import CONTEXT
+from . import CONTEXT, launch_time, machines, microbenchmarks
 from .launch_time import Prediction
 from .machines import Machine
 from .trace import RecordingEmulator, aligned, record

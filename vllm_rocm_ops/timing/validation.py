@@ -74,7 +74,7 @@ def predict_row(fields: dict[str, str], git: Path, folder: Path, recorder: publi
         row = published.row(fields)
         machine = machine_of(row.gpu)
         if not row.family:
-            raise ValueError(f"{row.code_object} is no code object of aiter for gfx942")
+            raise ValueError(f"{row.code_object} is no code object of aiter")
         path = object_at(git, row.blob, folder)
         code = CodeObject(path)
         if len(code.kernels) != 1:
