@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from marks import full
 
 from vllm_rocm_ops import cli, explain, ops
 from vllm_rocm_ops.timing import calibrate, launch_time, machines, points, predict
@@ -128,7 +129,7 @@ def test_no_launch_is_faster_than_its_bytes():
 
 
 @pytest.mark.usefixtures("few_blocks")
-@pytest.mark.parametrize("op", [ops.mla_decode, ops.paged_attention_decode])
+@pytest.mark.parametrize("op", [pytest.param(ops.mla_decode, marks=full), ops.paged_attention_decode])
 def test_attention_reads_as_many_keys_as_are_said(op):
     given = explain.example(op, "gfx942")
     cache = given["kv_cache" if op is ops.mla_decode else "key_cache"]
