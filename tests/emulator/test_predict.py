@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from marks import full
@@ -53,7 +51,10 @@ def test_infinity_cache_is_faster_than_hbm_while_it_lasts():
     cold, hot = (launch_time.predict(MACHINE, streaming(304, cold=regions)) for regions in ({7}, frozenset()))
     assert hot.us < cold.us
     too_much = launch_time.predict(MACHINE, streaming(8 * 304, cold=frozenset()))
-    assert too_much.megabytes > MACHINE["mall_bytes"] / 1e6 and too_much.us > too_much.megabytes * 1e3 / 4200
+    assert (
+        too_much.megabytes > MACHINE["mall_bytes"] / 1e6
+        and too_much.us > too_much.megabytes * 1e3 / MACHINE["hbm_bandwidth"]
+    )
 
 
 def test_blocks_beyond_the_compute_units_take_a_second_round():
@@ -216,20 +217,11 @@ def test_a_fit_finds_the_constants_and_takes_no_held_out_point():
         calibrate.fit(MACHINE, held)
 
 
-def test_a_summary_divides_short_from_long_times():
-    exact = launch_time.Prediction(6.0, 0, 0, 1, 0)
-    made = [points.Point("k", "k", 1, 1, 1, False, us) for us in (5.0, 4.0)]
-    of = {point: math.log(exact.us / point.us) for point in made}
-    found = calibrate.summary(of, dict.fromkeys(made, exact))
-    assert (found["points"], found["largest"]) == (2, 0.5)
-    assert (found["median_above_5us"], found["median_us_below_5us"]) == (0.2, 2.0)
-
-
 def test_calibration_is_that_of_the_machine():
     fitted = {name: constant.value for name, constant in MACHINE.constants.items() if constant.kind == "fitted"}
     assert fitted == machines.CALIBRATION["fitted"] and set(fitted) == set(calibrate.STEPS)
     for halves in machines.CALIBRATION["classes"].values():
-        assert set(halves) == {"fit", "held out"} and all(half["points"] > 3 for half in halves.values())
+        assert set(halves) == {"fit", "held out"} and sum(half["points"] for half in halves.values()) > 4
 
 
 def test_calibrating_without_files_says_what_is_missing(tmp_path, capsys):

@@ -3,7 +3,8 @@
     python -m vllm_rocm_ops.timing.calibrate MEASUREMENTS OBJECTS
 
 MEASUREMENTS is a folder with peer_measurements.csv and gfx942_issue_microbench.csv, and nothing else is read of it. OBJECTS has the
-kernels that were measured, compiled for gfx942 from huggingface/hf-rocm-kernels: residual_rms.co, swiglu.co and skinny_gemm.co.
+kernels that were measured, compiled for gfx942: residual_rms.co, swiglu.co and skinny_gemm.co from huggingface/hf-rocm-kernels, wvsplitk.co
+from vLLM's csrc/rocm/skinny_gemms.cu.
 The result goes to calibration.json beside this file; `--check` only prints it. Held-out points are predicted with the constants that
 the others gave, never fitted.
 """
@@ -24,12 +25,15 @@ from vllm_rocm_ops import emulated
 from vllm_rocm_ops.emulator import CodeObject
 from vllm_rocm_ops.launch import Launch
 
-from . import launch_time, machines, microbenchmarks, points
+from . import launch_time, machines, microbenchmarks, points, report, scatter
 from .launch_time import Prediction
 from .machines import Machine
 from .points import Point
+from .report import HALVES, Case
 from .trace import Recording, RecordingEmulator, aligned, record
 
+CALIBRATION = Path(__file__).with_name("calibration.json")
+FIGURE = Path(__file__).parents[1] / "docs" / "timing.svg"
 BLOCKS = 64  # of a launch that are recorded
 STEPS = {"start": (0.0, 3.0, 0.1), "wave_latency": (0, 1000, 50), "mall_bandwidth": (4000, 12000, 500)}
 """By fitted constant: its least and largest value, and the step between those that are tried."""
@@ -98,10 +102,26 @@ def _skinny_gemm(folder: Path, point: Point) -> Prepared:
     return path, Launch("", symbol, (304, 1, 1), (64 * sum(workers), 1, 1), args), [weight]
 
 
+def _rounds_of(rows: int, at_once: int, waves: int) -> int:
+    """The fewest waves of a block, of `waves` at most, that need no more rounds of `at_once` rows for each."""
+    rounds = -(-rows // (at_once * waves))
+    return next(fewer for fewer in range(max(1, waves - 12), waves + 1) if -(-rows // (at_once * fewer)) == rounds)
+
+
+def _gemv(folder: Path, point: Point) -> Prepared:
+    """vLLM's wvSplitK for one token, two rows of the weight at a time: 16 waves of a block, of which some leave. The weight is cold."""
+    path, (n, k) = folder / "wvsplitk.co", (point.n, point.k)
+    weight, units, rows = _zeros(n, k), machines.MI300X.arch.compute_units, 2
+    working = _rounds_of(n, units * rows, 16)
+    args = (k, k, k, n, 1, 1, weight, _zeros(1, k), None, _zeros(1, n), working, units)
+    return path, Launch("", _symbol(path, "wvSplitK_hf_sml_"), (units, 1, 1), (64, 16, 1), args), [weight]
+
+
 KERNELS: dict[str, Callable[[Path, Point], Prepared]] = {
     "hfrk_skinny_gemm": _skinny_gemm,
     "hfrk_residual_rms": _residual_rms,
     "hfrk_swiglu": _swiglu,
+    "wvSpltK (hipBLASLt)": _gemv,
 }
 
 
@@ -144,49 +164,53 @@ def fit(machine: Machine, recorded: dict[Point, Recording]) -> Machine:
     return machine.but(**dict(zip(STEPS, best, strict=True)))
 
 
-def summary(of: dict[Point, float], exact: dict[Point, Prediction]) -> dict:
-    """Errors of some points: of the ratios above 5 us, in us below."""
-    ratios = sorted(abs(error) for error in of.values())
-    above = [abs(error) for point, error in of.items() if point.us >= 5]
-    below = [abs(exact[point].us - point.us) for point in of if point.us < 5]
-    return {
-        "points": len(of),
-        "median": round(math.expm1(statistics.median(ratios)), 3),
-        "p90": round(math.expm1(ratios[max(0, math.ceil(0.9 * len(ratios)) - 1)]), 3),
-        "largest": round(math.expm1(ratios[-1]), 3),
-        "median_above_5us": round(math.expm1(statistics.median(above)), 3) if above else None,
-        "median_us_below_5us": round(statistics.median(below), 2) if below else None,
-    }
-
-
 def calibrate(measurements: Path, objects: Path, machine: Machine, fitting: bool) -> dict:
     """Fits if asked to, and reports on both halves; prints each point."""
     chosen = [point for point in points.read(measurements, held_out=True) if point.kernel in KERNELS]
     recorded = recordings(objects, chosen)
     if fitting:
         machine = fit(machine, {point: each for point, each in recorded.items() if not point.held_out})
-    exact = {point: launch_time.predict(machine, each) for point, each in recorded.items()}
-    of = errors(machine, recorded)
-    for point in sorted(chosen):
-        half = "held out" if point.held_out else "fit"
-        shape = f"{point.m}x{point.n}" + (f"x{point.k}" if point.k else "")
-        ratio = math.expm1(of[point])
+    cases = [_case(point, launch_time.predict(machine, recorded[point])) for point in sorted(chosen)]
+    for case in cases:
+        shape = "x".join(str(size) for size in (case.m, case.n, case.k) if size)
         print(
-            f"{point.kernel:18} {shape:16} {half:8} measured {point.us:7.2f} us, predicted {exact[point].us:7.2f} us, {ratio:+.0%}"
+            f"{case.kernel:18} {shape:16} {case.half:8} measured {case.us:7.2f} us, predicted {case.predicted:7.2f} us, "
+            f"{case.predicted / case.us - 1:+.0%}"
         )
-    classes = {}
-    for kind in dict.fromkeys(point.kind for point in chosen):
-        for half in (False, True):
-            mine = {point: error for point, error in of.items() if (point.kind, point.held_out) == (kind, half)}
-            classes.setdefault(kind, {})["held out" if half else "fit"] = summary(mine, exact)
-    tests = list(microbenchmarks.run(machines.MI308X, measurements))
     by_test: dict[str, dict] = {}
-    for result in tests:
+    for result in microbenchmarks.run(machines.MI308X, measurements):
         entry = by_test.setdefault(result.test, {"tests": 0, "within": 0})
         entry["tests"] += 1
         entry["within"] += result.passes
-    fitted = {name: machine[name] for name in STEPS}
-    return {"fitted": fitted, "classes": classes, "microbenchmarks": by_test}
+    return {
+        "fitted": {name: machine[name] for name in STEPS},
+        "sensitivity": report.sensitivity(
+            machine, STEPS, lambda tried: [launch_time.predict(tried, each).us for each in recorded.values()]
+        ),
+        "classes": report.classes(cases),
+        "baselines": report.baselines(cases, machine["hbm_bandwidth"]),
+        "same_shape": report.ranks(cases, same_shape=True),
+        "microbenchmarks": by_test,
+        "points": [list(case) for case in cases],
+    }
+
+
+def _case(point: Point, found: Prediction) -> Case:
+    half = HALVES[point.held_out]
+    predicted, megabytes = round(found.us, 3), round(found.megabytes, 3)
+    return Case(*point[:5], half, point.us, predicted, megabytes, found.blocks)
+
+
+def written(found: dict) -> str:
+    """A calibration as the file has it: a line for each point."""
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in found["points"])
+    text = json.dumps(found | {"points": []}, indent=1)
+    return text.replace('"points": []', f'"points": [\n{rows}\n ]') + "\n"
+
+
+def figure(found: dict) -> str:
+    """The scatter plot of a calibration, an SVG file."""
+    return scatter.draw([Case(*row) for row in found["points"]], f"{machines.MI300X.name}, published decode times")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -202,10 +226,11 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    text = json.dumps(found, indent=1) + "\n"
+    text = written(found)
     print(text, end="")
     if not arguments.check:
-        Path(machines.__file__).with_name("calibration.json").write_text(text)
+        CALIBRATION.write_text(text)
+        FIGURE.write_text(figure(found))
     return 0
 
 
