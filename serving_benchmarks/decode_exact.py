@@ -6,6 +6,9 @@ that the first path has there: an error of one layer is not hidden under the err
 
 from __future__ import annotations
 
+import math
+import statistics
+
 import torch
 from decode_paths import Step, grouped, latent
 from torch import Tensor
@@ -15,6 +18,9 @@ from vllm_rocm_ops.families import weight_layout
 from vllm_rocm_ops.families.gemm import BLOCK
 
 MOST_OF_STOCK = 1.1
+"""As a geometric mean of all layers."""
+MOST_OF_A_LAYER = 1.3
+"""The rounding of one token in one layer varies. vLLM's compiled norms leave out a rounding that its own kernel and ours have."""
 
 
 def by_blocks(weight: Tensor, scale: Tensor) -> Tensor:
@@ -150,11 +156,16 @@ def layer_errors(steps: dict[str, Step]) -> dict[str, list[float]]:
 
 
 def check(errors: dict[str, list[float]]) -> None:
-    """Raises RuntimeError for a layer where ours is farther off than stock, by more than rounding is."""
-    for number, (stock, ours) in enumerate(zip(errors["stock"], errors["ours"], strict=True)):
-        if not ours <= MOST_OF_STOCK * stock:
-            last = number == len(errors["ours"]) - 1
-            raise RuntimeError(
-                f"ours must be off by at most {MOST_OF_STOCK} times as much as stock, of float32's "
-                f"{'logits' if last else f'layer {number}'}, got {ours:.4f} and {stock:.4f}"
-            )
+    """Raises RuntimeError where ours is farther off than stock, in a layer or in all, by more than rounding is."""
+    ratios = [ours / stock for stock, ours in zip(errors["stock"], errors["ours"], strict=True)]
+    worst = max(range(len(ratios)), key=lambda number: ratios[number] if ratios[number] == ratios[number] else math.inf)
+    if not ratios[worst] <= MOST_OF_A_LAYER:
+        where = "logits" if worst == len(ratios) - 1 else f"layer {worst}"
+        raise RuntimeError(
+            f"ours must be off by at most {MOST_OF_A_LAYER} times as much as stock, of float32's {where}, got "
+            f"{errors['ours'][worst]:.4f} and {errors['stock'][worst]:.4f}"
+        )
+    if (mean := statistics.geometric_mean(ratios)) > MOST_OF_STOCK:
+        raise RuntimeError(
+            f"ours must be off by at most {MOST_OF_STOCK} times as much as stock, of float32's layers as a geometric mean, got {mean:.3f}"
+        )

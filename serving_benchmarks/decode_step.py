@@ -25,7 +25,7 @@ router chose. With `--ep` of more than `--tp` (attention for the rank's own sequ
 a rank alone has random tokens in place of the others'. Per-tensor scales are taken as known beforehand.
 
 Before a batch is timed, each layer of both paths is compared with float32 (decode_exact.py): ours may be off by at most 1.1 times
-as much as stock, else the benchmark ends. Ranks that exchange values are not compared.
+as much as stock as a geometric mean of layers, else the benchmark ends. Ranks that exchange values are not compared.
 
 The floor is the time to read all weights, of the experts those that are hit, and the cache once, at the bandwidth of a
 copy.

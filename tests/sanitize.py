@@ -96,7 +96,7 @@ def reports(output: str) -> Iterator[tuple[str, str]]:
     """Each report of a tool: its first line, and all of its lines."""
     lines: list[str] = []
     for line in [*output.splitlines(), "========= end"]:
-        if line.startswith("========= ") and not line.startswith("=========  ") and not re.match(r"=+ and ", line):
+        if HEAD.match(line) and not re.match(r"=+ and ", line):
             if lines:
                 yield HEAD.match(lines[0])[1], "\n".join(lines)
             lines = [line]

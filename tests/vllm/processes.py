@@ -1,8 +1,9 @@
 """Runs code in processes of its own, each with another vLLM or environment, or something replaced before vLLM is there.
 
-They are forks of one that has imported what every vLLM imports, which takes seconds, and nothing of vLLM.
+They are forks of one that has imported what every vLLM imports, which takes seconds, and nothing of vLLM. Beside a GPU they start anew.
 """
 
+import glob
 import multiprocessing
 import os
 import pathlib
@@ -10,8 +11,9 @@ import sys
 import tempfile
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # vLLM's own setting, which Inductor reads when it is imported
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
+# What a GPU's runtime has started in does not fork.
+FORKS = multiprocessing.get_context("spawn" if glob.glob("/dev/nvidia[0-9]") + glob.glob("/dev/kfd") else "forkserver")
+multiprocessing.get_context("forkserver").set_forkserver_preload(
     [
         "torch._inductor.standalone_compile",
         "transformers.modeling_gguf_pytorch_utils",

@@ -24,7 +24,6 @@ PARTITION = 128  # a constant partition is a multiple of it
 MOST_PARTS = 128
 NOMINAL_KEYS = 4096  # of most requests, where the block table has room for more
 LONG_SHARE = 0.05  # of the others
-LONGER = 2  # times as long is the longest
 
 
 @dataclass(frozen=True)

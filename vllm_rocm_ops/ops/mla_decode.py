@@ -79,8 +79,8 @@ def _configs(a, arch: Arch) -> list[DecodeConfig]:
 
 
 def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
-    """A launch; rounds of blocks that stream their keys at their share of the bandwidth, the longest request's no less than the
-    others'; the sum of parts. Lengths are not known: most are nominal, a few fill the block table."""
+    """A launch; rounds of blocks that stream their keys at their share of the bandwidth; the sum of parts. Lengths are not known: most
+    are nominal, a few fill the block table."""
     bytes_of_key = a.kv_cache.shape[2] * a.kv_cache.element_size()
     bandwidth, capacity, times = arch.bandwidth_gb_s * 1e3, decode.capacity(a, _layout(a)), decode_times.of(arch)
 
@@ -97,8 +97,7 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
             sharing = attention.LAUNCH_US + times.added * parts
         else:
             sharing = times.latent + times.counted * _tiles(a, arch) * parts
-        streaming = max(of_keys(blocks, keys), of_keys(1, min(decode.LONGER * keys, capacity)))
-        return streaming, sharing + of_parts if parts > 1 else 0.0
+        return of_keys(blocks, keys), sharing + of_parts if parts > 1 else 0.0
 
     streaming, sharing = of_length(min(capacity, decode.NOMINAL_KEYS))
     terms = {"launch": attention.LAUNCH_US, "streaming": streaming, "sharing": sharing}

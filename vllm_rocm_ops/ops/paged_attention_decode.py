@@ -83,8 +83,8 @@ def _configs(a, arch: Arch) -> list[DecodeConfig]:
 
 
 def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
-    """A launch; rounds of blocks that stream their keys and values at their share of the bandwidth, the longest request's no less
-    than the others'; the sum of parts. Lengths are not known: most are nominal, a few fill the block table."""
+    """A launch; rounds of blocks that stream their keys and values at their share of the bandwidth; the sum of parts. Lengths are not
+    known: most are nominal, a few fill the block table."""
     layout = _layout(a)
     bytes_of_key = 2 * layout.key_size * layout.key.element_size()
     bandwidth, capacity, times = arch.bandwidth_gb_s * 1e3, decode.capacity(a, layout), decode_times.of(arch)
@@ -97,8 +97,7 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
 
     def of_length(keys: int) -> tuple[float, float]:
         parts = decode.divided(config, keys, STEP)[0]
-        streaming = max(of_keys(_blocks(a) * parts, keys), of_keys(1, min(decode.LONGER * keys, capacity)))
-        return streaming, times.sharing * (len(decode.tree(parts)) - 1)
+        return of_keys(_blocks(a) * parts, keys), times.sharing * (len(decode.tree(parts)) - 1)
 
     streaming, sharing = of_length(min(capacity, decode.NOMINAL_KEYS))
     terms = {"launch": attention.LAUNCH_US, "streaming": streaming, "sharing": sharing}
