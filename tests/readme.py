@@ -10,6 +10,7 @@ import re
 import textwrap
 from collections.abc import Callable
 
+import attention_table
 import compatibility
 import measurements
 import op_pages
@@ -90,6 +91,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "engine": functools.partial(measurements.engine, slice(1, None)),
         "decode": measurements.decode_summary,
         "experts": measurements.experts_summary,
+        "decode attention": attention_table.decode_summary,
         "single ops": measurements.single_ops,
         "quality": quality_table.quality,
     },
@@ -99,6 +101,8 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "engine": measurements.engine_commands,
         "decode": measurements.decode,
         "experts": measurements.experts,
+        "decode attention": attention_table.decode,
+        "attention": attention_table.prompts,
         "single ops": measurements.results,
         "static": measurements.static,
         "waits": measurements.waits,
