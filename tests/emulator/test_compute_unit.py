@@ -150,6 +150,13 @@ def test_a_wave_with_priority_goes_first():
     assert done((Instr("priority", 0, 4, count=3), None)) < done() - 300
 
 
+def test_a_matrix_instruction_goes_before_what_has_priority():
+    matrix = Instr("matrix", 0, 8, cycles=16), None
+    first = [(Instr("priority", 0, 4, count=3), None), *[VALU] * 60, END]
+    _, times = run(first, [END], [END], [END], [*[matrix] * 10, END])
+    assert times[4][9] < times[0][60] - 40
+
+
 def test_a_new_line_of_code_takes_time():
     _, times = run([VALU] * 40, machine=MACHINE.but(fetch_new_line=54))
     gaps = [b - a for a, b in zip(times[0], times[0][1:], strict=False)]
@@ -177,5 +184,5 @@ def test_constants_say_where_they_come_from():
         assert all(constant.kind in machines.KINDS and constant.source for constant in machine.constants.values())
         assert sum(c.kind == "fitted" for c in machine.constants.values()) <= machines.MOST_FITTED
         assert machine.arch.code_suffix == ".co"
-    with pytest.raises(ValueError, match="a timing model exists of MI300X, MI308X, got H200"):
+    with pytest.raises(ValueError, match="a timing model exists of MI300X, MI308X, MI325X, MI355X, got H200"):
         machines.named("H200")

@@ -2,9 +2,9 @@
 
     python -m vllm_rocm_ops.timing.calibrate MEASUREMENTS OBJECTS
 
-MEASUREMENTS is a folder with peer_measurements.csv and gfx942_issue_microbench.csv, and nothing else is read of it. OBJECTS has the
+MEASUREMENTS is a folder with peer_measurements.csv, gfx942_issue_microbench.csv and gfx942_traced_asm.csv, and nothing else is read of it. OBJECTS has the
 kernels that were measured, compiled for gfx942: residual_rms.co, swiglu.co and skinny_gemm.co from huggingface/hf-rocm-kernels, wvsplitk.co
-from vLLM's csrc/rocm/skinny_gemms.cu.
+from vLLM's csrc/rocm/skinny_gemms.cu, and what traced.py reads. The barrier is fitted first, on one traced kernel, then the others on decode.
 The result goes to calibration.json beside this file; `--check` only prints it. Held-out points are predicted with the constants that
 the others gave, never fitted.
 """
@@ -25,7 +25,7 @@ from vllm_rocm_ops import emulated
 from vllm_rocm_ops.emulator import CodeObject
 from vllm_rocm_ops.launch import Launch
 
-from . import launch_time, machines, microbenchmarks, points, report, scatter
+from . import fitting, launch_time, machines, microbenchmarks, points, report, scatter, traced
 from .launch_time import Prediction
 from .machines import Machine
 from .points import Point
@@ -36,6 +36,7 @@ CALIBRATION = Path(__file__).with_name("calibration.json")
 FIGURE = Path(__file__).parents[1] / "docs" / "timing.svg"
 BLOCKS = 64  # of a launch that are recorded
 STEPS = {"start": (0.0, 3.0, 0.1), "wave_latency": (0, 1000, 50), "mall_bandwidth": (4000, 12000, 500)}
+FITTED = {"barrier": traced.BARRIERS, **STEPS}
 """By fitted constant: its least and largest value, and the step between those that are tried."""
 
 
@@ -143,30 +144,15 @@ def errors(machine: Machine, recorded: dict[Point, Recording]) -> dict[Point, fl
 def fit(machine: Machine, recorded: dict[Point, Recording]) -> Machine:
     """The machine with the constants of `STEPS` that make the mean |log ratio| least, found one at a time until none changes."""
     assert not any(point.held_out for point in recorded)
-    known: dict[tuple, float] = {}
-
-    def score(values: tuple) -> float:
-        if values not in known:
-            candidate = machine.but(**dict(zip(STEPS, values, strict=True)))
-            known[values] = statistics.mean(map(abs, errors(candidate, recorded).values()))
-        return known[values]
-
-    best, changed = tuple(float(machine[name]) for name in STEPS), True
-    while changed:
-        changed = False
-        for place, (low, high, step) in enumerate(STEPS.values()):
-            for direction in (step, -step):
-                while low <= (value := round(best[place] + direction, 3)) <= high:
-                    tried = (*best[:place], value, *best[place + 1 :])
-                    if score(tried) >= score(best):
-                        break
-                    best, changed = tried, True
-    return machine.but(**dict(zip(STEPS, best, strict=True)))
+    return fitting.least(machine, STEPS, lambda tried: statistics.mean(map(abs, errors(tried, recorded).values())))
 
 
 def calibrate(measurements: Path, objects: Path, machine: Machine, fitting: bool) -> dict:
     """Fits if asked to, and reports on both halves; prints each point."""
     chosen = [point for point in points.read(measurements, held_out=True) if point.kernel in KERNELS]
+    kernels = [(kernel, traced.recording(objects, kernel)) for kernel in traced.read(measurements)]
+    if fitting:
+        machine = machine.but(barrier=traced.fit_barrier(_traced_machine(machine), *kernels[0]))
     recorded = recordings(objects, chosen)
     if fitting:
         machine = fit(machine, {point: each for point, each in recorded.items() if not point.held_out})
@@ -183,9 +169,12 @@ def calibrate(measurements: Path, objects: Path, machine: Machine, fitting: bool
         entry["tests"] += 1
         entry["within"] += result.passes
     return {
-        "fitted": {name: machine[name] for name in STEPS},
+        "fitted": {name: machine[name] for name in FITTED},
+        "traced": traced.predicted(_traced_machine(machine), kernels),
         "sensitivity": report.sensitivity(
-            machine, STEPS, lambda tried: [launch_time.predict(tried, each).us for each in recorded.values()]
+            machine,
+            FITTED,
+            lambda tried: [launch_time.predict(tried, of).us for point, of in recorded.items() if not point.held_out],
         ),
         "classes": report.classes(cases),
         "baselines": report.baselines(cases, machine["hbm_bandwidth"]),
@@ -195,9 +184,14 @@ def calibrate(measurements: Path, objects: Path, machine: Machine, fitting: bool
     }
 
 
+def _traced_machine(machine: Machine) -> Machine:
+    """The machine of the traces, with the fitted constants of this one."""
+    return machines.MI308X.but(**{name: machine[name] for name in FITTED})
+
+
 def _case(point: Point, found: Prediction) -> Case:
     half = HALVES[point.held_out]
-    predicted, megabytes = round(found.us, 3), round(found.megabytes, 3)
+    predicted, megabytes = round(found.us, 2), round(found.megabytes, 3)
     return Case(*point[:5], half, point.us, predicted, megabytes, found.blocks)
 
 

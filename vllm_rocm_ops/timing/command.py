@@ -13,7 +13,7 @@ from vllm_rocm_ops.model_layers import LayerCall
 from . import CONTEXT, machines
 
 MOST_CONTEXT = 1 << 20  # keys of a request
-PRODUCT = "MI300X"  # whose times were compared
+PRODUCT = machines.COMPARED
 
 
 def add_command(commands, names: Sequence[str], add_model: Callable) -> None:
@@ -23,7 +23,8 @@ def add_command(commands, names: Sequence[str], add_model: Callable) -> None:
     command = commands.add_parser("predict", help=meaning)
     command.add_argument("op", nargs="?", choices=names, metavar="op", help="an op, as explain takes it")
     add_model(command, False, "1")
-    command.add_argument("--arch", default=PRODUCT, metavar="PRODUCT", help=f"only {PRODUCT} until others are compared")
+    products = f"one of {', '.join(machines.MACHINES)}; times were compared of {PRODUCT} alone"
+    command.add_argument("--arch", "--device", default=PRODUCT, metavar="PRODUCT", help=products)
     command.add_argument("--shape", type=explain.parse_shape, default=(), help="of the first tensor, e.g. 1x16384")
     command.add_argument("--dtype", choices=list(explain.DTYPES), help="of the first tensor")
     others = "other arguments, e.g. residual=none weight=bf16[7168] group_size=64"
@@ -43,8 +44,11 @@ def add_command(commands, names: Sequence[str], add_model: Callable) -> None:
     meaning = "a bare git directory of ROCm/aiter, which has the code objects by their blobs"
     command.add_argument("--git", type=Path, metavar="DIR", help=meaning)
     command.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="of a row of --points")
-    meaning = "compare the model with the published microbenchmarks in this folder, and show its calibration"
-    command.add_argument("--check", type=Path, metavar="FOLDER", help=meaning)
+    meaning = (
+        "compare the model with the published microbenchmarks in this folder, and show its calibration; without a folder, measure "
+        "calls on this machine's AMD GPU, and refit the model to them in a file of the user"
+    )
+    command.add_argument("--check", type=Path, nargs="?", const=True, metavar="FOLDER", help=meaning)
 
 
 def check_arguments(arguments: argparse.Namespace, error: Callable[[str], None]) -> None:
@@ -60,14 +64,15 @@ def check_arguments(arguments: argparse.Namespace, error: Callable[[str], None])
 def run(arguments: argparse.Namespace, calls: Callable[[], list[LayerCall]], ops) -> int:
     """Prints what was asked for. `calls()` are the calls of the model, `ops` has the ops by name. Raises ValueError."""
     machine = machines.named(arguments.arch)
-    if machine.name != PRODUCT:
-        raise ValueError(f"predict: --arch must be {PRODUCT}, the one that is calibrated, got {arguments.arch}")
-    from . import foreign, predict, validation
+    from . import foreign, predict, refit, validation
 
     if arguments.points:
         validation.run(arguments.points, arguments.git, sys.stdout, sys.stderr, arguments.limit)
         return 0
-    if arguments.object:
+    machine = refit.of_user(machine)
+    if arguments.check is True:  # no folder
+        lines = refit.lines(*refit.machine_here())
+    elif arguments.object:
         names = ("object", "symbol", "grid", "block", "kernel_args", "lds")
         lines = foreign.lines(machine, *(getattr(arguments, name) for name in names))
     elif arguments.check:
@@ -82,6 +87,8 @@ def run(arguments: argparse.Namespace, calls: Callable[[], list[LayerCall]], ops
         lines = predict.call_lines(
             op, explain.example(op, str(machine.arch), arguments.shape, dtype, **given), machine, arguments.context
         )
+    if refit.file_of(machine).is_file():
+        print(f"constants refitted by --check, of {refit.file_of(machine)}")
     for line in lines:
         print(line, flush=True)
     return 0

@@ -1,8 +1,8 @@
 """A compute unit in time: the waves of its blocks issue in order, each on its SIMD, as registers, waits and units allow.
 
-Of the waves that could take a unit, the one with the highest priority takes it, and of these the oldest; matrix instructions go before
-others. Waves of a SIMD issue to different units in the same cycle. A matrix instruction keeps the vector ALU while it issues, and the matrix unit for all its cycles;
-packed arithmetic needs both.
+Matrix instructions go before others. Of the waves that could take a unit, the one with the highest priority takes it, and of these
+the oldest. Waves of a SIMD issue to different units in the same cycle. A matrix instruction keeps the vector ALU while it issues, and
+the matrix unit for all its cycles; packed arithmetic needs both.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class ComputeUnit:
         self._wait(time, wave, instr.kind)
 
     def _wait(self, time: float, wave: _Wave, kind: str) -> None:
-        heapq.heappush(self.heap, (time, -wave.priority, kind != "matrix", wave.age, wave))
+        heapq.heappush(self.heap, (time, kind != "matrix", -wave.priority, wave.age, wave))
 
     def _step(self, time: float, wave: _Wave) -> float | None:
         """Issues a wave's next instruction, or has it wait for its unit. When a wave has ended: when its stores are done."""

@@ -29,6 +29,9 @@ _GLUON = "ROCm's gluon tutorials docs/tcp_bound_tile_model.md@41a37bc8, MI355X"
 _LOADED = "ROCm's gluon tutorials kernels/gemm@eb0f5ebe, MI300X"
 _FORMOCAST = "2.0 to 3.0: ROCm/rocm-libraries tensilelite/formocast_simulator.cpp@02c9982c and aiter's shortest kernels"
 _SLOW = "1420 to 1480 in the slow state: tingqli/pyhip docs/attn_gemm_optimization.md@bc013ed7, MI308X"
+_GLUON_COISSUE = "ROCm's gluon tutorials attention/mfma_coissue_scheduling.md@82b7a3a3, gfx950"
+_GLUON_LDS = "ROCm's gluon tutorials docs/lds_throughput.md@62624bf8, gfx950"
+_GLUON_HBM = "ROCm's gluon tutorials, 256 workgroups, MI350X or MI355X"
 _COUNTERS = "ROCm/rocprofiler-compute@95b600e tests/workloads/device_filter, MI300X"
 
 
@@ -68,8 +71,8 @@ CALIBRATION = json.loads(Path(__file__).with_name("calibration.json").read_text(
 """What calibrate.py found: the fitted constants, and how far predictions are from published times."""
 
 
-def _fitted(name: str, unit: str) -> Constant:
-    return Constant(CALIBRATION["fitted"][name], unit, "fitted", "timing/calibrate.py on published decode times")
+def _fitted(name: str, unit: str, on: str = "published decode times") -> Constant:
+    return Constant(CALIBRATION["fitted"][name], unit, "fitted", f"timing/calibrate.py on {on}")
 
 
 _CONSTANTS = {
@@ -90,9 +93,13 @@ _CONSTANTS = {
         0, "cycles for 64 bytes of code that the wave has not had, with a warm cache", "guessed", "the fetch is ahead"
     ),
     "branch": Constant(16, "cycles of a taken branch", "measured", _TRACES),
-    "barrier": Constant(20, "cycles from the last wave's arrival to the next instruction", "guessed", "a few issues"),
+    "barrier": _fitted(
+        "barrier", "cycles from the last wave's arrival to the next instruction", "one traced kernel, timing/traced.py"
+    ),
     "salu_latency": Constant(4, "cycles to a scalar result", "guessed", "as long as its issue"),
-    "valu_latency": Constant(8, "cycles to a vector result", "measured", _TRITON),
+    "valu_latency": Constant(
+        4, "cycles to a vector result", "documented", "LLVM's scheduling model of gfx940: one pass"
+    ),
     "matrix_chain": Constant(2, "cycles more to an accumulator of the next matrix instruction", "measured", _TRITON),
     "matrix_latency": Constant(12, "cycles more to a result for others", "documented", "LLVM's wait states of gfx940"),
     # LDS
@@ -141,7 +148,49 @@ MI308X = MI300X.but(
     matrix_clock=Constant(1460, "MHz where matrix instructions bound", "measured", _SLOW),
     hbm_bandwidth=Constant(4273, "GB/s", "measured", _BANDWIDTH),
 )
-MACHINES = {machine.name: machine for machine in (MI300X, MI308X)}
+
+
+def _as_guess(constant: Constant, products: str) -> Constant:
+    """A constant of other products, for one on which nobody measured it."""
+    return constant._replace(kind="guessed", source=f"as of {products}: {constant.source}")
+
+
+def _like(machine: Machine, name: str, kinds: tuple[str, ...], products: str, **constants: Constant) -> Machine:
+    """A product with the constants of another, those of these kinds as guesses, and with its own."""
+    guessed = {key: _as_guess(each, products) for key, each in machine.constants.items() if each.kind in kinds}
+    return machine.but(name, **(guessed | constants))
+
+
+MI325X = _like(
+    MI300X,
+    "MI325X",
+    ("fitted",),
+    "MI300X, whose compute dies it has",
+    hbm_bandwidth=Constant(4750, "GB/s of reads", "guessed", "the part of 6000 that MI300X reads of its 5300"),
+    clock=Constant(2100, "MHz where memory bounds", "documented", "AMD Instinct MI325X data sheet"),
+    matrix_clock=_as_guess(MI300X.constants["matrix_clock"], "MI300X, which may take less power"),
+)
+MI355X = _like(
+    MI300X,
+    "MI355X",
+    ("fitted", "measured"),
+    "gfx942",
+    matrix_issue=Constant(8, "cycles that a matrix instruction keeps the vector ALU", "measured", _GLUON_COISSUE),
+    packed_after_matrix=Constant(
+        12, "cycles from the end of a wave's matrix instruction to a packed one of it", "measured", _GLUON_COISSUE
+    ),
+    lds_wave_bytes=Constant(128, "bytes per cycle between LDS and a SIMD", "measured", _GLUON_LDS),
+    lds_queue=MI300X.constants["lds_queue"],
+    branch=MI300X.constants["branch"],
+    matrix_chain=MI300X.constants["matrix_chain"],
+    vmem_in_flight=MI300X.constants["vmem_in_flight"],
+    dispatch=MI300X.constants["dispatch"],
+    hbm_bandwidth=Constant(6440, "GB/s of reads", "measured", _GLUON_HBM),
+    clock=Constant(2400, "MHz", "documented", "AMD Instinct MI355X data sheet"),
+    xcds=Constant(8, "dies with an L2 each", "documented", "AMD Instinct MI355X data sheet"),
+)
+MACHINES = {machine.name: machine for machine in (MI300X, MI308X, MI325X, MI355X)}
+COMPARED = MI300X.name  # the product whose times were compared with predictions
 
 
 def named(name: str) -> Machine:

@@ -18,7 +18,7 @@ from vllm_rocm_ops.op import Op
 from . import CONTEXT, launch_time, machines, microbenchmarks
 from .launch_time import Prediction
 from .machines import Machine
-from .trace import RecordingEmulator, aligned, record
+from .trace import Recording, RecordingEmulator, aligned, record
 
 BLOCKS = 64  # of a launch that are recorded
 MOST_WAVES = 2048  # of a launch that runs whole, as others read what it writes
@@ -29,10 +29,11 @@ is."""
 
 
 class Kernel(NamedTuple):
-    """A launch of a call: its kernel and its time."""
+    """A launch of a call: its kernel, its time, and what it does."""
 
     symbol: str
     prediction: Prediction
+    recording: Recording
 
 
 def _argument(name: str, value, experts: int):
@@ -95,7 +96,7 @@ def _kernel(emulator: RecordingEmulator, machine: Machine, one: Launch, last: bo
     waves = grid * -(-math.prod(one.block) // emulator.arch.wave_lanes)
     blocks = sorted({0, *emulated.sample(grid, BLOCKS)})  # the first often writes what later launches read
     recording = record(emulator, path, one, blocks, run_all=not last and waves <= MOST_WAVES, cold=cold)
-    return Kernel(one.symbol, launch_time.predict(machine, recording))
+    return Kernel(one.symbol, launch_time.predict(machine, recording), recording)
 
 
 class Band(NamedTuple):
@@ -113,8 +114,10 @@ COMPARED = {"GEMM": ("skinny GEMM",), "rows": ("add RMSNorm", "SwiGLU")}
 """By kind of op: the classes of published kernels that do the same."""
 
 
-def band(op: Op) -> Band:
+def band(op: Op, product: str = machines.COMPARED) -> Band:
     """The error band of an op's kernels, from all published times of kernels that do the same."""
+    if product != machines.COMPARED:
+        return Band(None, f"error unknown: no time of {product} was compared")
     gemm = op.name in explain.LIMITED and op.name not in ("batched_gemm", "fused_experts")
     kinds = COMPARED["GEMM" if gemm else "rows"] if gemm or op.name.startswith(ROWS) else ()
     halves = [half for kind in kinds for half in machines.CALIBRATION["classes"][kind].values()]
@@ -131,8 +134,8 @@ def call_lines(op: Op, given: dict, machine: Machine, context: int = CONTEXT) ->
     kernels = predict_call(op, given, machine, context)
     total = sum(kernel.prediction.us for kernel in kernels)
     of = f" of {context} keys a request" if op.name in explain.ATTENTION else ""
-    yield f"{op.name}{of} on {machine.name}: predicted {total:.1f} us, not measured; {band(op).text}"
-    for symbol, prediction in kernels:
+    yield f"{op.name}{of} on {machine.name}: predicted {total:.1f} us, not measured; {band(op, machine.name).text}"
+    for symbol, prediction, _ in kernels:
         yield f"  {symbol}: predicted {prediction.us:.1f} us; {prediction.details}"
 
 
@@ -154,7 +157,7 @@ def model_lines(
             except ValueError:
                 rows.append((*named, "-", "no kernel of ours"))
                 continue
-            us, of = sum(kernel.prediction.us for kernel in kernels), band(call.op)
+            us, of = sum(kernel.prediction.us for kernel in kernels), band(call.op, machine.name)
             rows.append((*named, f"{us:.1f}", str(of)))
             total += us * call.count
             unknown += us * call.count * (of.ratio is None)

@@ -1,0 +1,146 @@
+"""Measures on an AMD GPU what the model predicts, and refits the machine's few constants to it, in a file of the user.
+
+`predict` uses the constants of that file from then on, and says so. What the model is for other users does not change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from vllm_rocm_ops import envs, explain, ops
+from vllm_rocm_ops.bench import clock
+from vllm_rocm_ops.op import Op
+
+from . import fitting, launch_time, machines, predict
+from .machines import Constant, Machine
+from .trace import Recording, region_of
+
+STEPS = {
+    "start": (0.0, 5.0, 0.1),
+    "wave_latency": (0, 1000, 50),
+    "mall_bandwidth": (3000, 18000, 500),
+    "hbm_bandwidth": (2000, 8000, 100),
+}
+CALLS = (  # op, shape of its first tensor, N of its weight
+    ("rms_norm", (1, 16384), 0),
+    ("rms_norm", (512, 8192), 0),
+    ("silu_and_mul", (64, 16384), 0),
+    ("silu_and_mul", (2048, 16384), 0),
+    ("scaled_mm", (1, 8192), 8192),
+    ("scaled_mm", (16, 16384), 16384),
+)
+
+
+class Measured(NamedTuple):
+    """A call, how long it took, and what its kernels do."""
+
+    name: str
+    us: float
+    recordings: list[Recording]
+
+    def predicted(self, machine: Machine) -> float:
+        return sum(launch_time.predict(machine, each).us for each in self.recordings)
+
+
+def arguments_of(op: Op, arch: str, shape: tuple[int, ...], n: int) -> dict:
+    """Arguments of the meta device; a weight of n rows where `n`."""
+    given = explain.example(op, arch, shape)
+    if n:
+        given["b"] = torch.empty(n, shape[-1], dtype=given["b"].dtype, device="meta").t()
+        given |= {name: torch.empty(1, device="meta") for name in ("scale_a", "scale_b")} | {"bias": None}
+    return given
+
+
+def on_gpu(timer: clock.GpuClock, op: Op, given: dict) -> float:
+    """Median microseconds of a call whose tensors no cache has."""
+
+    def made(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=timer.device).zero_()
+
+    sets = [tuple(map(made, given.values())) for _ in range(timer.calls(clock.tensor_bytes(*given.values())))]
+    return statistics.median(timer.samples({"call": timer.prepare(op, sets)})["call"])
+
+
+def measured(machine: Machine, time: Callable[[Op, dict], float], calls=CALLS) -> Iterator[Measured]:
+    """Each call with its time by `time(op, arguments)`. No cache has its tensors."""
+    for name, shape, n in calls:
+        op = getattr(ops, name)
+        given = arguments_of(op, str(machine.arch), shape, n)
+        recordings = []
+        for kernel in predict.predict_call(op, given, machine):
+            lines = {line for block in kernel.recording.blocks for line in block.lines}
+            recordings.append(dataclasses.replace(kernel.recording, cold=frozenset(map(region_of, lines))))
+        case = "x".join(map(str, (*shape, *([n] if n else ()))))
+        yield Measured(f"{name} {case}", time(op, given), recordings)
+
+
+def refitted(machine: Machine, found: list[Measured]) -> Machine:
+    """The machine with the constants of `STEPS` that make the mean |log(predicted / measured)| least."""
+
+    def error(tried: Machine) -> float:
+        return statistics.mean(abs(math.log(each.predicted(tried) / each.us)) for each in found)
+
+    return fitting.least(machine, STEPS, error)
+
+
+def file_of(machine: Machine) -> Path:
+    """The user's constants of a machine."""
+    return envs.tables() / f"timing-{machine.name}.json"
+
+
+def of_user(machine: Machine) -> Machine:
+    """The machine with the user's constants, if there are any. Raises ValueError where they are none of `STEPS` or no numbers."""
+    path = file_of(machine)
+    if not path.is_file():
+        return machine
+    try:
+        constants = {name: float(value) for name, value in json.loads(path.read_text()).items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"predict: {path} must have constants by name, got {error}") from error
+    if set(constants) - set(STEPS):
+        raise ValueError(f"predict: {path} must have some of {', '.join(STEPS)}, got {', '.join(constants)}")
+    units = {name: machine.constants[name].unit for name in constants}
+    return machine.but(**{name: Constant(value, units[name], "fitted", str(path)) for name, value in constants.items()})
+
+
+def machine_here() -> tuple[Machine, Callable[[Op, dict], float]]:
+    """The machine of this process's first GPU, and what times calls on it. Raises ValueError where there is none of AMD."""
+    try:
+        timer = clock.GpuClock()
+    except RuntimeError as error:
+        raise ValueError(f"predict: --check without a folder needs an AMD GPU: {error}") from error
+    name = torch.cuda.get_device_name()
+    alike = [each for each in machines.MACHINES.values() if str(each.arch) == str(timer.arch)]
+    if not alike:
+        raise ValueError(f"predict: --check without a folder needs one of {', '.join(machines.MACHINES)}, got {name}")
+    machine = next((each for each in alike if each.name in name), alike[0])
+    return machine, lambda op, given: on_gpu(timer, op, given)
+
+
+def lines(machine: Machine, time: Callable[[Op, dict], float], calls=CALLS) -> Iterator[str]:
+    """Lines about the calls on this GPU, measured and predicted, before the fit and after. Writes the user's constants."""
+    found = []
+    yield f"{machine.name}: all tensors cold; predicted with the constants that everyone has"
+    for each in measured(machine, time, calls):
+        found.append(each)
+        us = each.predicted(machine)
+        yield f"  {each.name}: measured {each.us:.1f} us, predicted {us:.1f} us, {us / each.us - 1:+.0%}"
+    fitted = refitted(machine, found)
+    for each in found:
+        us = each.predicted(fitted)
+        yield f"  {each.name}: refitted {us:.1f} us, {us / each.us - 1:+.0%}"
+    path = file_of(machine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({name: fitted[name] for name in STEPS}, indent=1) + "\n")
+    changes = ", ".join(f"{name} {machine[name]:g} to {fitted[name]:g}" for name in STEPS)
+    yield f"{changes}; predict uses {path} from now on"
