@@ -2,11 +2,11 @@
 
     python -m vllm_rocm_ops.timing.calibrate MEASUREMENTS OBJECTS
 
-MEASUREMENTS is a folder with peer_measurements.csv, gfx942_issue_microbench.csv and gfx942_traced_asm.csv, and nothing else is read of it. OBJECTS has the
-kernels that were measured, compiled for gfx942: residual_rms.co, swiglu.co and skinny_gemm.co from huggingface/hf-rocm-kernels, wvsplitk.co
-from vLLM's csrc/rocm/skinny_gemms.cu, and what traced.py reads. The barrier is fitted first, on one traced kernel, then the others on decode.
-The result goes to calibration.json beside this file; `--check` only prints it. Held-out points are predicted with the constants that
-the others gave, never fitted.
+MEASUREMENTS is a folder with peer_measurements.csv, gfx942_issue_microbench.csv and gfx942_traced_asm.csv; nothing else is read of it.
+OBJECTS has the kernels that were measured, compiled for gfx942: residual_rms.co, swiglu.co and skinny_gemm.co from
+huggingface/hf-rocm-kernels, wvsplitk.co from vLLM's csrc/rocm/skinny_gemms.cu, and what traced.py reads. The barrier is fitted first, on
+one traced kernel, then the others on decode. The result goes to calibration.json and figure.svg beside this file; `--check` only prints
+it. Held-out points are predicted with the constants that the others gave, never fitted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .report import HALVES, Case
 from .trace import Recording, RecordingEmulator, aligned, record
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
-FIGURE = Path(__file__).parents[1] / "docs" / "timing.svg"
+FIGURE = Path(__file__).with_name("figure.svg")
 BLOCKS = 64  # of a launch that are recorded
 STEPS = {"start": (0.0, 3.0, 0.1), "wave_latency": (0, 1000, 50), "mall_bandwidth": (4000, 12000, 500)}
 FITTED = {"barrier": traced.BARRIERS, **STEPS}

@@ -29,8 +29,8 @@ _GLUON = "ROCm's gluon tutorials docs/tcp_bound_tile_model.md@41a37bc8, MI355X"
 _LOADED = "ROCm's gluon tutorials kernels/gemm@eb0f5ebe, MI300X"
 _FORMOCAST = "2.0 to 3.0: ROCm/rocm-libraries tensilelite/formocast_simulator.cpp@02c9982c and aiter's shortest kernels"
 _SLOW = "1420 to 1480 in the slow state: tingqli/pyhip docs/attn_gemm_optimization.md@bc013ed7, MI308X"
-_GLUON_COISSUE = "ROCm's gluon tutorials attention/mfma_coissue_scheduling.md@82b7a3a3, gfx950"
-_GLUON_LDS = "ROCm's gluon tutorials docs/lds_throughput.md@62624bf8, gfx950"
+_GLUON_COISSUE = "ROCm's gluon tutorials attention/mfma_coissue_scheduling.md@82b7a3a3, MI355X"
+_GLUON_LDS = "ROCm's gluon tutorials docs/lds_throughput.md@62624bf8, MI355X"
 _GLUON_HBM = "ROCm's gluon tutorials, 256 workgroups, MI350X or MI355X"
 _COUNTERS = "ROCm/rocprofiler-compute@95b600e tests/workloads/device_filter, MI300X"
 
@@ -174,7 +174,7 @@ MI355X = _like(
     MI300X,
     "MI355X",
     ("fitted", "measured"),
-    "gfx942",
+    "MI300X and MI308X",
     matrix_issue=Constant(8, "cycles that a matrix instruction keeps the vector ALU", "measured", _GLUON_COISSUE),
     packed_after_matrix=Constant(
         12, "cycles from the end of a wave's matrix instruction to a packed one of it", "measured", _GLUON_COISSUE
