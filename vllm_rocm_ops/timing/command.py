@@ -23,7 +23,7 @@ def add_command(commands, names: Sequence[str], add_model: Callable) -> None:
     command = commands.add_parser("predict", help=meaning)
     command.add_argument("op", nargs="?", choices=names, metavar="op", help="an op, as explain takes it")
     add_model(command, False, "1")
-    products = f"one of {', '.join(machines.MACHINES)}; times were compared of {PRODUCT} alone"
+    products = f"one of {', '.join(machines.MACHINES)}; error bands are known of {PRODUCT} alone"
     command.add_argument("--arch", "--device", default=PRODUCT, metavar="PRODUCT", help=products)
     command.add_argument("--shape", type=explain.parse_shape, default=(), help="of the first tensor, e.g. 1x16384")
     command.add_argument("--dtype", choices=list(explain.DTYPES), help="of the first tensor")
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace, calls: Callable[[], list[LayerCall]], ops
         lines = predict.call_lines(
             op, explain.example(op, str(machine.arch), arguments.shape, dtype, **given), machine, arguments.context
         )
-    if refit.file_of(machine).is_file():
+    if not arguments.check and refit.file_of(machine).is_file():
         print(f"constants refitted by --check, of {refit.file_of(machine)}")
     for line in lines:
         print(line, flush=True)

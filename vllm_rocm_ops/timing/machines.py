@@ -190,7 +190,7 @@ MI355X = _like(
     xcds=Constant(8, "dies with an L2 each", "documented", "AMD Instinct MI355X data sheet"),
 )
 MACHINES = {machine.name: machine for machine in (MI300X, MI308X, MI325X, MI355X)}
-COMPARED = MI300X.name  # the product whose times were compared with predictions
+COMPARED = MI300X.name  # the product whose decode times were compared with predictions
 
 
 def named(name: str) -> Machine:

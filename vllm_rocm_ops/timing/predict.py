@@ -117,7 +117,7 @@ COMPARED = {"GEMM": ("skinny GEMM",), "rows": ("add RMSNorm", "SwiGLU")}
 def band(op: Op, product: str = machines.COMPARED) -> Band:
     """The error band of an op's kernels, from all published times of kernels that do the same."""
     if product != machines.COMPARED:
-        return Band(None, f"error unknown: no time of {product} was compared")
+        return Band(None, f"error unknown: no published decode time of {product} was compared")
     gemm = op.name in explain.LIMITED and op.name not in ("batched_gemm", "fused_experts")
     kinds = COMPARED["GEMM" if gemm else "rows"] if gemm or op.name.startswith(ROWS) else ()
     halves = [half for kind in kinds for half in machines.CALIBRATION["classes"][kind].values()]
