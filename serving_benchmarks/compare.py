@@ -31,13 +31,16 @@ from vllm_rocm_ops.bench.attention import attention
 from vllm_rocm_ops.bench.clock import capture, measure
 from vllm_rocm_ops.bench.decode_attention import decode_attention
 from vllm_rocm_ops.bench.experts import experts
+from vllm_rocm_ops.bench.products import products
 from vllm_rocm_ops.bench.shapes import Shape, gemm, routing, rows
+from vllm_rocm_ops.op import registered
 
 PACKAGE, OTHER = "vllm_rocm_ops", "other_vllm_rocm_ops"
 TOKENS = (1, 8, 16, 32, 64, 128)
 KINDS: dict[str, Callable[[], Iterable[Shape]]] = {
     "rows": lambda: rows((1, 8, 64, 1024)),
     "gemm": lambda: gemm(TOKENS),
+    "products": products,
     "routing": lambda: routing((*TOKENS, 1024)),
     "moe": lambda: experts(TOKENS),
     "attention": attention,
@@ -75,8 +78,7 @@ def steps(arch, other: ModuleType) -> Iterator[tuple]:
     """Decode steps of a rank, on the same weights: what is not an op of ours is the same in both."""
     for model in MODELS:
         rank = build(model, argparse.Namespace(**OF_STEPS), arch.fp8_dtype)
-        names = {part.op.name for layer in rank.layers for part in layer.values()}
-        others = {name: older(getattr(other, name)) for name in names}
+        others = {op.name: older(getattr(other, op.name)) for op in registered() if hasattr(other, op.name)}
         for tokens in STEP_TOKENS:
             inputs = Inputs(rank, tokens, 1024)
             calls = {

@@ -40,7 +40,7 @@ QUANTISATIONS = {
     ),
     "the same, scales of tokens bounded": ("`fbgemm_fp8`", "linear fbgemm", "", "bounded"),
     "FP8, scales per 1x128 and 128x128": ("`fp8`, `compressed-tensors`", "linear block", "experts fp8 block", "block"),
-    "INT8, symmetric, a scale per token or static": ("`compressed-tensors`, `quark`", "linear int8", None, ""),
+    "INT8, symmetric, a scale per token or static": ("`compressed-tensors`, `quark`", "linear int8", None, None),
     "MX-FP8, a scale per 32": ("`mxfp8`, `modelopt`, `compressed-tensors`", "linear mxfp8", "experts mxfp8", "mxfp8"),
 }
 

@@ -3,7 +3,7 @@
 from compatibility import QUANTISATIONS
 from measurements import head, markdown, measured
 
-NAMES = {flavour or "dynamic": name for name, (*_, flavour) in QUANTISATIONS.items()}
+NAMES = {flavour or "dynamic": name for name, (*_, flavour) in QUANTISATIONS.items() if flavour is not None}
 ABOUT = (
     "Perplexity of held-out text in vLLM, of small models trained by `python tests/vllm/quality.py`: of the bf16 checkpoint "
     "without the ops, then of each checkpoint without and with them. A worst scale error is that of the layer whose scale "
