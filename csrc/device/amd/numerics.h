@@ -41,7 +41,6 @@ DEVICE f32x2 from_e5m2x2(u32 word) {
 constexpr float kE4m3fnMax = 448.0f;
 DEVICE u32 to_e4m3fnx4(f32x2 low, f32x2 high) {
 #if defined(__gfx942__)
-  static_assert(2 * kE4m3Max == kE4m3fnMax);
   low = {clamp_e4m3(low.x * 0.5f), clamp_e4m3(low.y * 0.5f)};
   high = {clamp_e4m3(high.x * 0.5f), clamp_e4m3(high.y * 0.5f)};
   const u32x2 l = __builtin_bit_cast(u32x2, low), h = __builtin_bit_cast(u32x2, high);
