@@ -233,7 +233,7 @@ BUGS = {
         ops.paged_attention_decode,
         "llama",
         "gfx950",
-        "read here|written here",
+        "read here|written here|was never written",
     ),
     "sums of the last dims written over": (
         DECODE,
