@@ -116,7 +116,7 @@ BUGS = {
         "error|NaN|nothing|wrote|Race|written",
     ),
     "half of int8's K twice": (
-        "device/amd/tile_mma_bytes.h",
+        "device/amd/mma.h",
         "mfma_i32_16x16x32_i8(w1, t1",
         "mfma_i32_16x16x32_i8(w0, t0",
         OP,

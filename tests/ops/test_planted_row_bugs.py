@@ -47,7 +47,7 @@ STREAM = {
     "tail left out": (
         "for (; first < vectors;",
         "for (; first + step < vectors;",
-        "write-tail",
+        "read-tail",
         "gfx942",
         "NaNs|output 0",
     ),
