@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import pytest
@@ -686,6 +687,21 @@ def judge_seam(mutant: SeamMutant, first: FirstFailure, result: Callable[..., Re
     return result(first.test, True, first.said)
 
 
+FORK = multiprocessing.get_context("fork")
+
+
+def judge_apart(name: str) -> Result:
+    """In a process of its own, whose tests may start others."""
+    receive, send = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=lambda: send.send(judge(name)))
+    process.start()
+    send.close()
+    try:
+        return receive.recv()
+    finally:
+        process.join()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="name", help="parts of mutants' names, or of their files'")
@@ -705,8 +721,8 @@ def main() -> int:
     torch.set_num_threads(1)
     print("| Mutant | File | Change | Caught by | Seconds |\n|---|---|---|---|---|")
     lived = 0
-    with multiprocessing.get_context("fork").Pool(arguments.jobs, maxtasksperchild=1) as pool:
-        for of in pool.imap(judge, found, chunksize=1):
+    with ThreadPool(arguments.jobs) as pool:
+        for of in pool.imap(judge_apart, found, chunksize=1):
             mutant = MUTANTS[of.name]
             lived += not of.caught
             print(f"| {of.name} | {mutant.file} | `{mutant.change}` | {of.verdict} | {of.seconds:.0f} |", flush=True)

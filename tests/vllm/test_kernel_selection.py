@@ -761,3 +761,26 @@ def test_inside_vllm(engines, expected, tmp_path, factor):
         assert answer["stats"]["vllm"] == {"its kernel": layers * steps}
         assert list(record.off) == ["scaled_mm"]
         assert output.count("scaled_mm is off on this GPU") == 1
+
+
+def test_pairs_are_measured_for_the_tokens_of_all_data_parallel_ranks(monkeypatch):
+    """Experts of a rank get those of the others too."""
+    from types import SimpleNamespace
+
+    import vllm.config
+    from vllm.distributed import parallel_state
+
+    from vllm_rocm_ops.vllm.seams import measured_selection
+
+    called = []
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=vllm.config.CUDAGraphMode.NONE),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
+        parallel_config=SimpleNamespace(data_parallel_size=3),
+    )
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
+    monkeypatch.setattr(vllm.config, "set_current_vllm_config", lambda config: contextlib.nullcontext())
+    monkeypatch.setattr(measured_selection, "clock", lambda: None)
+    monkeypatch.setattr(measured_selection.kernel_timing, "warm_up", lambda *arguments: called.append(arguments))
+    measured_selection.warm_up(SimpleNamespace(vllm_config=config))
+    assert [arguments[:2] for arguments in called] == [((), 300)]
