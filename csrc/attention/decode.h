@@ -330,6 +330,7 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
       if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read
 #pragma unroll
       for (int t = 0; t < kTiles; ++t)
+#pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int v = i % mma::kValueTokens, c = t * mma::kTileTokens + mma::value_token(lane, i);
           float* column = (float*)buffer.out[wave::index()][c] + dim(0, mma::value_row(lane, i));

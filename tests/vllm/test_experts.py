@@ -7,6 +7,7 @@ import typing
 import pytest
 import selection
 import torch
+from linears import random
 from torch import Tensor
 
 import vllm_rocm_ops
@@ -30,10 +31,6 @@ ROUTING = [kind for kind in KINDS if kind != "mx"]
 SEAMS = {"bf16": unquantized_experts, "mx": mxfp8_experts}  # the others are fp8_experts
 
 pytestmark = pytest.mark.usefixtures("configuration")
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def config(**options):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from linears import FEW, MANY, random, require_products
 
 import vllm_rocm_ops
 from vllm_rocm_ops import launch, ops
@@ -9,15 +10,11 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, native_kernel, seam
 from vllm_rocm_ops.vllm.seams import int8_linear
 
-N, K, FEW, MANY = 48, 160, 5, 65
+N, K = 48, 160
 NAMES = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
 CHOOSE = native_kernel.choose
 
 pytestmark = pytest.mark.usefixtures("configuration")
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 class Native:
@@ -86,14 +83,7 @@ def close(output: torch.Tensor, x: torch.Tensor, exact: torch.Tensor) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_products(make, kind):
     """Without a kernel of vLLM's our op serves any number of tokens, in any number of dimensions, with a bias."""
-    layer, kernel, exact = make(kind)
-    bias = random(N).bfloat16()
-    for shape in ((FEW, K), (MANY, K), (2, 3, K)):
-        x = random(*shape).bfloat16()
-        output = kernel.apply_weights(layer, x, bias)
-        assert output.shape == (*shape[:-1], N)
-        close(output - bias, x, exact)
-    assert vllm_rocm_ops.stats()["gemm"] == {"fallback: PyTorch reference on this device": 3}
+    require_products(*make(kind), "gemm", close)
 
 
 def test_what_was_not_measured_is_vllms(make):

@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from linears import FEW, MANY, random, require_products
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
@@ -15,16 +16,11 @@ from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, native_kernel, s
 from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
 
 N, K = 256, 256
-FEW, MANY = 5, 65
 FP8 = torch.float8_e4m3fn
 CHOOSE = native_kernel.choose
 
 
 pytestmark = pytest.mark.usefixtures("configuration")
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 class Native:
@@ -140,14 +136,7 @@ OPS = dict.fromkeys(KINDS, "scaled_mm") | {"block": "block_scaled_mm", "mxfp8": 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products(make, kind):
     """Without a kernel of vLLM's, our op serves any number of tokens, in any number of dimensions, with a bias."""
-    layer, kernel, exact = make(kind)
-    bias = random(N).bfloat16()
-    for shape in ((FEW, K), (MANY, K), (2, 3, K)):
-        x = random(*shape).bfloat16()
-        output = kernel.apply_weights(layer, x, bias)
-        assert output.shape == (*shape[:-1], N)
-        close(output - bias, x, exact)
-    assert vllm_rocm_ops.stats()[OPS[kind]] == {"fallback: PyTorch reference on this device": 3}
+    require_products(*make(kind), OPS[kind], close)
 
 
 @pytest.mark.parametrize("kind", KINDS)
