@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,6 +15,23 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.op import Op
+
+MOST_BESIDE = 256
+"""Tokens up to which vLLM computes the shared expert on a stream of its own, VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD's default."""
+
+
+@functools.cache
+def second_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[torch.cuda.Stream]:
+    """Has the GPU compute what is called here beside what is called next, until the stream that this gives is waited for."""
+    stream = second_stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield stream
 
 
 class Call(NamedTuple):
@@ -135,11 +154,16 @@ class Step:
         return self.linear(layer, f"{prefix}down", self._quantising(layer, f"{prefix}SwiGLU", given, x, {}))
 
     def experts(self, layer: int, x: Tensor) -> Tensor:
-        """Router, routed experts, the shared expert; its part of the sum over ranks of a group."""
+        """Router, routed experts, the shared expert; its part of the sum over ranks of a group. As in vLLM the shared expert of few
+        tokens runs beside the others."""
         parts = self.rank.layers[layer]
-        self.op(layer, "routing", gating_output=self.linear(layer, "router", x))
         folds = self.rank.folds_shared and "moe" in self.ours
-        result = None
+        has_shared = "shared gate_up" in parts and not folds
+        stream = shared = result = None
+        if has_shared and x.is_cuda and len(x) <= MOST_BESIDE:
+            with beside() as stream:
+                shared = self.mlp(layer, "shared ", x)
+        self.op(layer, "routing", gating_output=self.linear(layer, "router", x))
         if self.moe:
             given, tokens = parts["experts"].given, self._gathered(x)
             activations = {"hidden": tokens, **self.inputs.routes[layer]}
@@ -149,10 +173,13 @@ class Step:
                 names = ("w1", "w2", "w1_scale", "w2_scale")
                 activations |= {name: getattr(given, name)[:-1] for name in names}
             result = self._scattered(self.op(layer, "experts", **activations))
-        if "shared gate_up" in parts and not folds:
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
+        elif has_shared:
             shared = self.mlp(layer, "shared ", x)
-            result = shared if result is None else self.call("rest", torch.add, result, shared)
-        return x if result is None else result
+        if result is None or shared is None:
+            return next((part for part in (result, shared) if part is not None), x)
+        return self.call("rest", torch.add, result, shared)
 
     # Collectives, among several processes
 

@@ -55,6 +55,23 @@ def test_a_references_result_is_right_and_a_changed_one_is_wrong(of):
     assert wrong.startswith(f"1 of {of.reference(of_reduced(of))[0].numel()} elements of {of.outputs[0]} are wrong: [")
 
 
+def test_rounding_of_nvidia_is_allowed_there_alone():
+    machine, of = judge.Emulated(FP8), gemm.CONTEST
+    data, seen = of_reduced(of), []
+
+    def off(data):
+        (result,), terms = of.reference(data), of.terms(data)
+        seen.append(terms)
+        return result + (terms * judge.NVIDIA_ROUNDING).to(result.dtype)
+
+    assert "are wrong" in judge_of(of, off).check(contest.copy(data))
+    machine.rounding = judge.NVIDIA_ROUNDING
+    assert judge.Judge(of, lambda data, stage: off(data), machine).check(contest.copy(data)) == ""
+    a, b = (x.float().abs() for x in data[:2])
+    scales = data[2].abs(), data[3].abs()  # one block of K
+    torch.testing.assert_close(seen[0], (a * scales[0]) @ (b * scales[1].repeat_interleave(128, 0)[: len(b)]).t())
+
+
 def test_problems_are_those_of_the_tasks():
     assert [len(of.tests) for of in CONTESTS] == [11, 3, 4] and [len(of.benchmarks) for of in CONTESTS] == [18, 2, 2]
     for of in CONTESTS:
@@ -181,7 +198,7 @@ def test_infinities_and_nans_must_be_where_the_references_are():
 class Scripted:
     """A machine whose every call takes the next of these seconds."""
 
-    device, fp8_dtype = "cpu", FP8
+    device, fp8_dtype, rounding = "cpu", FP8, 0.0
 
     def __init__(self, *times: float):
         self.times, self.now, self.reads = times, 0.0, 0

@@ -76,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise RuntimeError(f"--contest needs a GPU or --emulate: {error}") from None
     if arguments.stage is not None:
         return _print_stage(judge, arguments.number, arguments.stage)
+    if judge.machine.rounding and contest.terms is gemm.CONTEST.terms:
+        print("results may be off by 2^-11 of the terms of a sum too: NVIDIA's FP8 instructions keep 14 bits")
     numbers = range(len(contest.benchmarks)) if arguments.number is None else [arguments.number]
     if arguments.profile:
         return _say("case", (judge.profiled(number) for number in numbers))

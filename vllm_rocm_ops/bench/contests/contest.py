@@ -29,7 +29,7 @@ class Contest:
 
     make(sizes, seed, device, fp8_dtype) gives the data of a call. reference(data) gives the expected outputs, and ours(data, stage)
     what our ops compute; both may change `data`, of which copy(data) is a copy in memory of its own, and again(data) undoes what a
-    call changed. `tests` are checked, `benchmarks` checked and timed, `reduced` checked in the emulator. A result is right
+    call changed. terms(data) are the sums of absolute terms where the inputs are FP8. `tests` are checked, `benchmarks` checked and timed, `reduced` checked in the emulator. A result is right
     where |result - expected| <= atol + rtol * |expected|, and both are NaN or the same infinity. Timing stops where the
     standard error of the mean is below `error` of it. `floors` are the contest's own microseconds at the speed of light, by the
     number of the benchmark."""
@@ -48,6 +48,7 @@ class Contest:
     error: float = 0.001
     floors: Mapping[int, float] = field(default_factory=dict)
     again: Callable[[object], None] = lambda data: None
+    terms: Callable[[object], torch.Tensor | float] = lambda data: 0.0
 
     def data(self, sizes: Sizes, device: str, fp8_dtype: torch.dtype, later: int = 0) -> object:
         """The inputs of a problem; with the seed of so many later ones in a ranked run."""
@@ -66,8 +67,10 @@ def copy(data):
     return data.copy() if hasattr(data, "copy") else data
 
 
-def compare(contest: Contest, result: object, expected: tuple[torch.Tensor, ...]) -> str:
-    """What is wrong with a result; empty if nothing is."""
+def compare(
+    contest: Contest, result: object, expected: tuple[torch.Tensor, ...], slack: torch.Tensor | float = 0.0
+) -> str:
+    """What is wrong with a result, which may be off by `slack` more than the contest allows; empty if nothing is."""
     results = result if isinstance(result, tuple) else (result,)
     results = [value for value in results if not isinstance(value, dict)]  # auxiliary data
     if len(results) != len(expected):
@@ -79,7 +82,7 @@ def compare(contest: Contest, result: object, expected: tuple[torch.Tensor, ...]
         if got.shape != wanted.shape or got.device != wanted.device:
             shapes = f"{list(wanted.shape)} on {wanted.device}, got {list(got.shape)} on {got.device}"
             return f"{name} must be {shapes}"
-        off = wrong_elements(got, wanted, contest.rtol, contest.atol)
+        off = wrong_elements(got, wanted, contest.rtol, contest.atol + slack)
         count = int(off.sum())
         if count:
             places = off.nonzero()[:SHOWN].tolist()
@@ -88,7 +91,7 @@ def compare(contest: Contest, result: object, expected: tuple[torch.Tensor, ...]
     return ""
 
 
-def wrong_elements(got: torch.Tensor, wanted: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
+def wrong_elements(got: torch.Tensor, wanted: torch.Tensor, rtol: float, atol: torch.Tensor | float) -> torch.Tensor:
     """Which elements the contests' judge calls wrong. It computes in the tensors' dtypes."""
     off = (got - wanted).abs() > atol + rtol * wanted.abs()
     for kind in (torch.isnan, torch.isposinf, torch.isneginf):

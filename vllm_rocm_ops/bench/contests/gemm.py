@@ -67,12 +67,22 @@ def _make(sizes: Sizes, seed: int, device: str, fp8_dtype: torch.dtype) -> tuple
     return a, b, scale_a, scale_b, torch.zeros(m, n, dtype=torch.bfloat16, device=device)
 
 
-def _reference(data: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
-    a, b, scale_a, scale_b, c = data
+def _values(data: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B with their scales."""
+    a, b, scale_a, scale_b, _ = data
     n, k = b.shape
-    values_a = a.float() * scale_a.repeat_interleave(BLOCK, 1)[:, :k]
-    values_b = b.float() * scale_b.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
-    return ((values_a @ values_b.t()).to(c.dtype),)
+    of_b = scale_b.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+    return a.float() * scale_a.repeat_interleave(BLOCK, 1)[:, :k], b.float() * of_b
+
+
+def _reference(data: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+    a, b = _values(data)
+    return ((a @ b.t()).to(data[-1].dtype),)
+
+
+def _terms(data: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    a, b = _values(data)
+    return a.abs() @ b.abs().t()
 
 
 def _ours(data: tuple[torch.Tensor, ...], stage: Stage) -> torch.Tensor:
@@ -98,4 +108,5 @@ CONTEST = Contest(
     atol=1e-3,
     outputs=("c",),
     floors=FLOORS,
+    terms=_terms,
 )
