@@ -1,20 +1,24 @@
 """NVIDIA's compute-sanitizer over the op tests, on a GPU that our code is compiled for (sm_90): a line for each of its tools.
 
-    python tests/sanitize.py [--tool memcheck racecheck initcheck synccheck] [-k EXPRESSION] [--of-each 3] [--part 1/2]
+    python tests/sanitize.py [--tool memcheck racecheck initcheck synccheck] [-k EXPRESSION] [--of-each 3] [--workers 4]
 
 Runs cases of tests/ops/test_ops.py, in all configurations: for each kernel the smallest that runs it, and --of-each of an op at
-least. With -k, pytest's own, it runs those tests of tests/ops that fit instead. With --part 1/2 it runs every second of its cases, with
---part 2/2 the others, for where time is short.
+least. With -k, pytest's own, it runs those tests of tests/ops that fit instead, a tool's in one process. Otherwise a tool's cases are
+dealt among as many processes as there are --workers; so many run at once, on all visible GPUs in turn.
 
-Fails if a tool found anything in a kernel of ours or could not say where, if a test failed or none ran, and if a tool takes longer
-than --timeout. Each tensor is an allocation of its own, so that an access beyond one shows. racecheck looks at shared memory only.
+Fails if a tool found anything in a kernel of ours or could not say where, if a test failed, was skipped or none ran, and if a tool
+takes longer than --timeout; then it says which cases did not end. Each tensor is an allocation of its own, so that an access beyond one
+shows. racecheck looks at shared memory only.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import os
 import pathlib
 import re
@@ -42,7 +46,8 @@ SUMMARY = re.compile(r"^(?:\w+ SUMMARY: (\d+) (?:error|hazard)s?(?: displayed.*)
 SILENT = re.compile(
     r"^(COMPUTE-SANITIZER|\w+ SUMMARY:|Target application returned an error|Saved host backtrace|Host Frame)"
 )
-OUTCOME = re.compile(r"(\d+) (passed|failed|error)s?\b(?=.* in [\d.]+s)")
+MIDDLE = re.compile(r"(?<=[^=\n])(?=={9} \S)")  # where a report begins behind pytest's words
+OUTCOME = re.compile(r"(\d+) (passed|failed|skipped|error)s?\b(?=.* in [\d.]+s)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +69,11 @@ class Result:
         parts = [f"{sum(self.ours.values())} errors in our kernels, {self.passed} tests passed, {self.failed} failed"]
         parts += [f"{sum(self.others.values())} errors in others'"] * bool(self.others) + [self.why] * bool(self.why)
         return ", ".join(parts)
+
+    def __add__(self, other: Result) -> Result:
+        both = ((self.ours, other.ours), (self.others, other.others))
+        ours, others = (dict(collections.Counter(one) + collections.Counter(two)) for one, two in both)
+        return Result(ours, others, self.passed + other.passed, self.failed + other.failed, self.why or other.why)
 
 
 def kernels_of(the_op: Op, case: Case, arch: Arch) -> set[str]:
@@ -95,7 +105,7 @@ def chosen(arch: Arch, of_each: int) -> list[tuple[Op, Case]]:
 def reports(output: str) -> Iterator[tuple[str, str]]:
     """Each report of a tool: its first line, and all of its lines."""
     lines: list[str] = []
-    for line in [*output.splitlines(), "========= end"]:
+    for line in [*MIDDLE.sub("\n", output).splitlines(), "========= end"]:
         if HEAD.match(line) and not re.match(r"=+ and ", line):
             if lines:
                 yield HEAD.match(lines[0])[1], "\n".join(lines)
@@ -129,6 +139,8 @@ def parse(output: str, status: int, kernels: set[str]) -> Result:
         why = why or "there is no summary"
     elif not counts:
         why = why or "no test ran"
+    elif "skipped" in counts:
+        why = why or f"{counts['skipped']} tests were skipped"
     elif unprinted > 0:
         why = why or f"{unprinted} errors were not printed"
     elif status not in (0, FOUND) and not failed:
@@ -160,30 +172,61 @@ def gpu() -> Arch:
     return arch
 
 
-def run(sanitizer: str, tool: str, tests: list[str], seconds: float) -> tuple[str, int | None]:
-    """The output of a tool over these tests and its exit status, which is None if it took too long."""
-    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", str(PRINTED)]
-    command += ["--report-api-errors", "no"] if tool == "memcheck" else []
-    command += [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *tests]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            status = None
-        output.seek(0)
-        return output.read(), status
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Tests that a process runs under a tool."""
+
+    tool: str
+    tests: list[str]
+    log: pathlib.Path
+    environment: dict[str, str]
+
+    def run(self, sanitizer: str, began: dict[str, float], seconds: float) -> int | None:
+        """The exit status, which is None if the tool takes longer than so many seconds since it began with its first share."""
+        left = began.setdefault(self.tool, time.monotonic()) + seconds - time.monotonic()
+        command = [sanitizer, "--tool", self.tool, "--error-exitcode", str(FOUND), "--print-limit", str(PRINTED)]
+        command += ["--report-api-errors", "no"] if self.tool == "memcheck" else []
+        command += [sys.executable, "-m", "pytest", "-q", "-o", "verbosity_test_cases=1", "-p", "no:cacheprovider"]
+        command += ["--tb=short", *self.tests]
+        with self.log.open("w") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, env={**os.environ, **self.environment}, start_new_session=True
+            )
+            try:
+                return process.wait(max(left, 0))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return None
+
+    def not_ended(self) -> list[str]:
+        """The tests that have no outcome in the log, in their order; the first may have begun."""
+        ended = re.findall(r"\b(?:PASSED|FAILED|ERROR|SKIPPED)\b", self.log.read_text(errors="replace"))
+        return [test.rpartition("::")[2] for test in self.tests if "::" in test][len(ended) :]
+
+    def result(self, status: int | None, kernels: set[str]) -> Result:
+        found = parse(self.log.read_text(errors="replace"), status or 0, kernels)
+        if status is None:
+            found = dataclasses.replace(found, why=f"it took longer than --timeout: {self.log}")
+        return found
 
 
-def share(text: str) -> tuple[int, int]:
-    """Which part of how many, of "1/2". Raises ValueError."""
-    part, parts = map(int, text.split("/"))
-    if not 1 <= part <= parts:
-        raise ValueError(text)
-    return part, parts
+def shares(tools: list[str], tests: list[str], whole: bool, workers: int, logs: pathlib.Path) -> list[Share]:
+    """What the processes run, those of a tool in a row. Each has a GPU and its part of the processor's cores."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = itertools.cycle(named.split(",") if named else map(str, range(torch.cuda.device_count() or 1)))
+    of_all = {
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "PYTHONUNBUFFERED": "1",
+        "FULL_TESTS": "1",
+        "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // workers, 1)),
+    }
+    dealt = [tests] if whole else [part for place in range(workers) if (part := tests[place::workers])]
+    return [
+        Share(tool, part, logs / f"{tool}-{place}.log", of_all | {"CUDA_VISIBLE_DEVICES": next(gpus)})
+        for tool in tools
+        for place, part in enumerate(dealt)
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -192,35 +235,38 @@ def main(argv: list[str] | None = None) -> int:
     add("--tool", nargs="+", choices=TOOLS, default=list(TOOLS), help="default: all")
     add("-k", metavar="EXPRESSION", help="tests of tests/ops, as pytest takes it")
     add("--of-each", type=int, default=3, help="cases of each op at least; default: %(default)s")
-    add("--part", type=share, default=(1, 1), metavar="I/N", help="of the cases; default: all of them")
+    add("--workers", type=int, default=1, help="processes at once; default: %(default)s")
     add("--timeout", type=float, default=1800, help="seconds for one tool; default: %(default)s")
-    add("--logs", type=pathlib.Path, help="folder that keeps each tool's output")
+    add("--logs", type=pathlib.Path, help="folder that keeps each process' output; default: a new one")
     arguments = parser.parse_args(argv)
+    if arguments.workers < 1:
+        parser.error(f"--workers must be at least 1, got {arguments.workers}")
     arch, sanitizer = gpu(), find_sanitizer()
     kernels = {name for the_op in op.registered() for case in the_op.cases() for name in kernels_of(the_op, case, arch)}
     tests = [str(OP_TESTS), "-k", arguments.k] if arguments.k else []
-    part, parts = arguments.part
-    for the_op, case in [] if arguments.k else chosen(arch, arguments.of_each)[part - 1 :: parts]:
+    for the_op, case in [] if arguments.k else chosen(arch, arguments.of_each):
         tests.append(f"{OP_TESTS / 'test_ops.py'}::test_case[{arch.name}-{the_op.name}-{case.name}]")
-    well = True
-    for tool in arguments.tool:
-        start = time.monotonic()
-        output, status = run(sanitizer, tool, tests, arguments.timeout)
-        if arguments.logs:
-            arguments.logs.mkdir(parents=True, exist_ok=True)
-            (arguments.logs / f"{tool}.log").write_text(output)
-        result = parse(output, status or 0, kernels)
-        if status is None:
-            result = dataclasses.replace(result, why=f"it took longer than --timeout {arguments.timeout:g}")
-        well &= result.is_clean
-        print(
-            f"{tool}: {'clean' if result.is_clean else 'WRONG'}: {result.told()}, {time.monotonic() - start:.0f} s",
-            flush=True,
-        )
-        for what, count in sorted({**result.ours, **result.others}.items()):
-            print(f"  {count} x {what}", flush=True)
-        if result.why or result.failed:
-            print("\n".join(f"  | {line}" for line in output.splitlines()[-20:]), flush=True)
+    logs = arguments.logs or pathlib.Path(tempfile.mkdtemp(prefix="sanitize-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    parts = shares(arguments.tool, tests, bool(arguments.k), arguments.workers, logs)
+    well, began = True, {}
+    with concurrent.futures.ThreadPoolExecutor(arguments.workers) as pool:
+        running = [(part, pool.submit(part.run, sanitizer, began, arguments.timeout)) for part in parts]
+        for tool, of_tool in itertools.groupby(running, lambda one: one[0].tool):
+            ended = [(part, future.result()) for part, future in of_tool]
+            results = [part.result(status, kernels) for part, status in ended]
+            result = functools.reduce(Result.__add__, results)
+            well &= result.is_clean
+            state, seconds = "clean" if result.is_clean else "WRONG", time.monotonic() - began[tool]
+            print(f"{tool}: {state}: {result.told()}, {seconds:.0f} s", flush=True)
+            for what, count in sorted({**result.ours, **result.others}.items()):
+                print(f"  {count} x {what}", flush=True)
+            for (part, status), of_part in zip(ended, results, strict=True):
+                for test in part.not_ended() if status is None else ():
+                    print(f"  did not end: {test}", flush=True)
+                if status is not None and (of_part.why or of_part.failed):
+                    last = part.log.read_text(errors="replace").splitlines()[-20:]
+                    print(f"  {part.log}:", *(f"  | {line}" for line in last), sep="\n", flush=True)
     return int(not well)
 
 

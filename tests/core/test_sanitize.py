@@ -87,6 +87,11 @@ def test_what_a_tool_says(output, status, ours, others, is_clean):
     assert result.failed == (output is BARRIER) and result.passed >= 270
 
 
+def test_a_report_behind_the_words_of_a_test():
+    behind = BEYOND.replace("========= Invalid", "test_ops.py::test_case[one] ========= Invalid", 1)
+    assert sanitize.parse(behind, 86, KERNELS) == sanitize.parse(BEYOND, 86, KERNELS)
+
+
 def test_errors_of_others_alone_are_clean():
     text = UNWRITTEN.partition("========= Uninitialized __global__ memory read of size 16")[0]
     assert sanitize.parse(text + PASSED + "========= ERROR SUMMARY: 1 error\n", 86, KERNELS).is_clean
@@ -103,6 +108,7 @@ def test_a_test_that_fails_is_not_clean():
         ("", 0, "there is no summary"),
         (PASSED, 0, "there is no summary"),
         (CLEAN.replace(PASSED, "no tests ran in 0.01s\n"), 5, "no test ran"),
+        (CLEAN.replace("271 passed", "270 passed, 1 skipped"), 0, "1 tests were skipped"),
         (NOT_PRINTED, 86, "257 errors were not printed"),
         (CLEAN, 139, "exit status 139"),
         ("========= Internal Sanitizer Error: out of memory\n" + CLEAN, 0, "Internal Sanitizer Error: out of memory"),
@@ -115,10 +121,10 @@ def test_what_cannot_be_trusted(output, status, why):
 
 RACING = "router_z_loss_bf16_256"
 FAKE = """#!{python}
-import sys
+import os, sys
 options = dict(zip(sys.argv, sys.argv[1:]))
 tests = sys.argv[sys.argv.index("--tb=short") + 1:]
-open({seen!r}, "a").write(" ".join(tests) + "\\n")
+open({seen!r}, "a").write(" ".join([os.environ["CUDA_VISIBLE_DEVICES"], *tests]) + "\\n")
 print(open({outputs!r} + "/" + options["--tool"]).read())
 sys.exit(86 if options["--tool"] == "racecheck" else 0)
 """
@@ -126,7 +132,7 @@ sys.exit(86 if options["--tool"] == "racecheck" else 0)
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """A compute-sanitizer on PATH that finds a race, on a machine with a GPU; the file of the tests that it was given."""
+    """A compute-sanitizer on PATH that finds a race, on a machine with two GPUs; the file of the GPUs and tests that it was given."""
     seen, tool = tmp_path / "seen", tmp_path / "compute-sanitizer"
     tool.write_text(FAKE.format(python=sys.executable, seen=str(seen), outputs=str(tmp_path)))
     tool.chmod(0o755)
@@ -134,6 +140,8 @@ def fake(tmp_path, monkeypatch):
         (tmp_path / name).write_text(RACE.replace("scaled_mm_skinny_16", RACING) if name == "racecheck" else CLEAN)
     monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
     monkeypatch.setattr(sanitize, "gpu", lambda: archs.ARCHS["sm_90"])
+    monkeypatch.setattr(sanitize.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     some = {op.name: op for op in op_module.registered() if op.name in ("router_z_loss", "rms_norm_static_fp8_quant")}
     monkeypatch.setattr(sanitize.op, "registered", some.values)
     return seen
@@ -149,29 +157,46 @@ def test_a_line_for_each_tool(fake, capsys):
         "synccheck: clean: 0 errors",
     ]
     assert f"  1 x Error: Race reported between Write access in {RACING}" in lines
-    assert sanitize.main(["--tool", "synccheck", "-k", "rope"]) == 0
-    *slices, own = fake.read_text().splitlines()
-    assert own.endswith("tests/ops -k rope") and len({*slices}) == 1
-    ids = slices[0].split()
+    assert sanitize.main(["--tool", "synccheck", "-k", "rope", "--workers", "3"]) == 0
+    *given, own = fake.read_text().splitlines()
+    assert own.endswith("tests/ops -k rope") and len({line[2:] for line in given}) == 1
+    ids = given[0].split()[1:]
     assert all("/ops/test_ops.py::test_case[sm_90-" in test for test in ids)
     assert sum("[sm_90-router_z_loss-" in test for test in ids) >= 3
-    for part in ("1/2", "2/2"):
-        assert sanitize.main(["--tool", "memcheck", "--part", part]) == 0
-    one, other = (line.split() for line in fake.read_text().splitlines()[-2:])
-    assert sorted([*one, *other]) == sorted(ids) and one and other
 
 
-@pytest.mark.parametrize("part", ["0/2", "3/2", "2"])
-def test_a_part_that_there_is_not(part):
+def test_workers_share_the_cases_and_the_gpus(fake, capsys):
+    assert sanitize.main(["--tool", "memcheck", "initcheck"]) == 0
+    whole = [line.split()[1:] for line in fake.read_text().splitlines()]
+    fake.unlink()
+    assert sanitize.main(["--tool", "memcheck", "initcheck", "--workers", "3"]) == 0
+    *_, memcheck, initcheck = capsys.readouterr().out.splitlines()
+    assert f" {3 * 271} tests passed" in memcheck and f" {3 * 271} tests passed" in initcheck
+    given = [line.split() for line in fake.read_text().splitlines()]
+    assert sorted(gpu for gpu, *_ in given) == ["0"] * 3 + ["1"] * 3
+    assert sorted(test for _, *tests in given for test in tests) == sorted(whole[0] * 2)
+    assert max(len(tests) for tests in given) - min(len(tests) for tests in given) <= 1
+    assert sanitize.main(["--tool", "racecheck", "--workers", "3"]) == 1
+    assert f"3 x Error: Race reported between Write access in {RACING}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", ["0", "-1", "x"])
+def test_a_number_of_workers_that_there_is_not(workers):
     with pytest.raises(SystemExit):
-        sanitize.main(["--part", part])
+        sanitize.main(["--workers", workers])
 
 
 def test_a_tool_that_takes_too_long(fake, tmp_path, capsys):
+    """Says which cases did not end, and keeps what each process said."""
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text("#!/bin/sh\necho begun\nsleep 60\n")
-    assert sanitize.main(["--tool", "memcheck", "--timeout", "0.5"]) == 1
-    assert "it took longer than --timeout 0.5" in capsys.readouterr().out
+    tool.write_text('#!/bin/sh\necho "a case PASSED"\nsleep 60\n')
+    logs = tmp_path / "logs"
+    assert sanitize.main(["--tool", "memcheck", "--timeout", "2", "--workers", "2", "--logs", str(logs)]) == 1
+    found = capsys.readouterr().out
+    assert "it took longer than --timeout" in found
+    tests = [line for line in found.splitlines() if line.startswith("  did not end: test_case[sm_90-")]
+    assert len(tests) == len(sanitize.chosen(archs.ARCHS["sm_90"], 3)) - 2
+    assert [path.read_text() for path in logs.iterdir()] == ["a case PASSED\n"] * 2
 
 
 def test_every_kernel_has_a_case_of_few_elements():
