@@ -17,6 +17,7 @@ LEAST = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-24, torch.float32: 2.0*
 LIMIT = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
 E4M3, E4M3_LEAST = 2.0**-4, 2.0**-10  # half steps
 FP32 = 1e-5  # of some sums in fp32
+SIGMOID = 2.0**-126  # a smaller one may be 0 in fp32
 OF_TERMS = 4e-6  # of a long sum in fp32, of its terms' absolute values
 
 
@@ -118,7 +119,7 @@ def silu_and_mul(before, after, outputs: tuple) -> Found:
     a = before
     gate, up = exact(a.input).chunk(2, -1)
     y = silu(gate) * up
-    off = FP32 * y.abs() + rounded(y, a.input.dtype, 2) + LEAST[a.input.dtype] * up.abs()
+    off = FP32 * y.abs() + rounded(y, a.input.dtype, 2) + LEAST[a.input.dtype] * up.abs() + SIGMOID * (gate * up).abs()
     yield from output(a, y, off, outputs, getattr(a, "group_size", None), bounds_scale=hasattr(a, "group_size"))
 
 
@@ -127,7 +128,7 @@ def silu_and_mul_with_clamp(before, after, outputs: tuple) -> Found:
     gate, up = exact(a.input).chunk(2, -1)
     gate, up = gate.clamp(max=a.limit), up.clamp(-a.limit, a.limit) + a.beta
     y = gate * torch.sigmoid(a.alpha * gate) * up
-    off = FP32 * y.abs() + rounded(y, a.input.dtype) + LEAST[a.input.dtype] * up.abs()
+    off = FP32 * y.abs() + rounded(y, a.input.dtype) + LEAST[a.input.dtype] * up.abs() + SIGMOID * (gate * up).abs()
     yield from output(a, y, off, outputs, getattr(a, "group_size", None), bounds_scale=hasattr(a, "group_size"))
 
 

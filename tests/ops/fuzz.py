@@ -1,24 +1,28 @@
 """Random calls of every op against float64 (formulas.py), and calls that no op may take.
 
-    python tests/ops/fuzz.py [--calls 10000] [--malformed 1000] [--seed 0] [--op PATTERN] [--seconds N] [--emulate ARCH ...]
+    python tests/ops/fuzz.py [--calls 10000] [--malformed 1000] [--seed 0] [--op PATTERN] [--workers N] [--emulate ARCH ...]
 
 A call has the kinds of arguments of one of the op's cases, with random values and, where the case says sizes, random sizes. It runs
-in a random configuration, first in those whose kernels have not run. On a GPU the kernels run there, else in the emulator as
+in a random configuration, first in those whose kernels no call before it runs. On GPUs the kernels run there, else in the emulator as
 --emulate says. A malformed call is a valid one with one argument that is wrong. It must raise, and leave every tensor as it was.
 
 Prints how many combinations of op, type, kernels and configuration ran, and the kernels that did not. Fails for a wrong result, for a
-malformed call that is taken and, after 10,000 calls, for a kernel that never ran. The same seed makes the same calls.
+malformed call that is taken and, after 10,000 calls, for a kernel that never ran. The same seed makes the same calls, among however
+many workers they are dealt. Each worker is a process of one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import contextlib
+import dataclasses
 import fnmatch
 import functools
 import inspect
 import json
+import multiprocessing
 import random
 import sys
 import time
@@ -103,13 +107,31 @@ def configurations(the_op: Op, a, arch) -> list:
     return the_op.configs(a, arch) if all(holds for _, holds in the_op.envelope(a, arch)) else []
 
 
-def unseen(the_op: Op, case: Case, arch, launched: set[str]):
-    """A configuration of a case whose kernels have not run, if there is one."""
-    a = the_op.Arguments(*case.make("meta", torch.Generator(), arch.fp8_dtype))
-    for config in configurations(the_op, a, arch):
-        if any(one.symbol not in launched for one in the_op.plan(config, the_op.allocate(a), a, arch)):
-            return config
-    return None
+class Cover:
+    """Which calls run kernels that no call before them runs. Cases' own sizes tell it without a run, and the same to each worker."""
+
+    def __init__(self, cases: list[tuple[Op, Case]], arch):
+        self.cases, self.arch = cases, arch
+        self.kernels: set[str] = set()
+        self.number = self.last = -1
+
+    def config(self, number: int):
+        """The configuration that a call must have for that, if there is one. Numbers must grow from call to call."""
+        found = None
+        while self.number < number and self.number - self.last <= len(self.cases):
+            self.number += 1
+            found = self.unseen(*self.cases[self.number % len(self.cases)])
+            self.last = self.number if found is not None else self.last
+        return found if self.number == number else None
+
+    def unseen(self, the_op: Op, case: Case):
+        a = the_op.Arguments(*case.make("meta", torch.Generator(), self.arch.fp8_dtype))
+        for config in configurations(the_op, a, self.arch):
+            kernels = {one.symbol for one in the_op.plan(config, the_op.allocate(a), a, self.arch)}
+            if not kernels <= self.kernels:
+                self.kernels |= kernels
+                return config
+        return None
 
 
 def check(the_op: Op, before, after, outputs: tuple) -> None:
@@ -247,53 +269,28 @@ def taken(the_op: Op, given: tuple, device: str) -> str:
 # The command
 
 
-class Fuzz:
-    """A sequence of calls."""
+@dataclasses.dataclass
+class Found:
+    """What calls showed."""
 
-    def __init__(self, pattern: str, seed: int):
-        self.ops = [op for op in op_module.registered() if fnmatch.fnmatchcase(op.name, pattern)]
-        if not self.ops:
-            raise SystemExit(f"no op matches --op {pattern}")
-        self.cases = [(op, case) for op in self.ops for case in op.cases()]
-        random.Random(seed).shuffle(self.cases)
-        self.seed, self.covered = seed, collections.Counter()
-        self.launched: dict[str, set[str]] = collections.defaultdict(set)
-        self.wrong: list[str] = []
-        self.calls = self.refused = 0
+    calls: int = 0
+    refused: int = 0
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    covered: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    launched: dict[str, set[str]] = dataclasses.field(default_factory=dict)
 
-    def drawn(self, number: int, what: str) -> tuple[Op, Case, random.Random]:
-        """The op and case of a call: each case in turn."""
-        return *self.cases[number % len(self.cases)], random.Random(f"{self.seed} {what} {number}")
+    def add(self, other: Found) -> None:
+        self.calls += other.calls
+        self.refused += other.refused
+        self.wrong += other.wrong
+        self.covered += other.covered
+        for arch, kernels in other.launched.items():
+            self.launched.setdefault(arch, set()).update(kernels)
 
-    def valid(self, number: int, device: str, arch) -> None:
-        the_op, case, rng = self.drawn(number, f"valid {arch.name}")
-        config = unseen(the_op, case, arch, self.launched[arch.name])
-        given = arguments(the_op, case, rng, arch.fp8_dtype, resizes=config is None)
-        if config is None:
-            found = configurations(the_op, the_op.Arguments(*given), arch)
-            config = rng.choice(found) if found else None
-        self.calls += 1
-        try:
-            ran = run(the_op, given, config, device)
-        except Exception as error:  # noqa: BLE001  each is a finding
-            what = f"{the_op.name} {case.name} {config}"
-            self.wrong.append(f"call {number} on {arch.name}, {what}: {type(error).__name__}: {error}")
-            return
-        self.launched[arch.name] |= set(ran.split(" + "))
-        dtype = next(value.dtype for value in given if isinstance(value, torch.Tensor))
-        self.covered[the_op.name, str(dtype), arch.name, ran, str(config)] += 1
-
-    def malformed(self, number: int, device: str, arch) -> None:
-        the_op, case, rng = self.drawn(number, f"malformed {arch.name}")
-        what, given = malformed(the_op, arguments(the_op, case, rng, arch.fp8_dtype, resizes=True), rng)
-        self.refused += 1
-        if found := taken(the_op, given, device):
-            self.wrong.append(f"malformed call {number} on {arch.name}, {the_op.name} {case.name} with {what}: {found}")
-
-    def kernels_that_did_not_run(self, arch) -> list[str]:
-        stamps = (launch.CODE / arch.name).glob("*.json")
+    def kernels_that_did_not_run(self, arch: str) -> list[str]:
+        stamps = (launch.CODE / arch).glob("*.json")
         every = {symbol for stamp in stamps for symbol in json.loads(stamp.read_text())["kernels"]}
-        return sorted(every - self.launched[arch.name])
+        return sorted(every - self.launched.get(arch, set()))
 
     def table(self) -> str:
         """What ran, by op."""
@@ -305,6 +302,53 @@ class Fuzz:
             calls = sum(self.covered[key] for key in keys)
             rows.append(f"{op:40} {calls:6} calls {types} types {kernels:4} kernels {configs:4} configurations")
         return "\n".join(rows)
+
+
+class Fuzz:
+    """A sequence of calls."""
+
+    def __init__(self, pattern: str, seed: int):
+        self.ops = [op for op in op_module.registered() if fnmatch.fnmatchcase(op.name, pattern)]
+        if not self.ops:
+            raise SystemExit(f"no op matches --op {pattern}")
+        self.cases = [(op, case) for op in self.ops for case in op.cases()]
+        random.Random(seed).shuffle(self.cases)
+        self.seed, self.found = seed, Found()
+        self.covers: dict[str, Cover] = {}
+
+    def drawn(self, number: int, what: str) -> tuple[Op, Case, random.Random]:
+        """The op and case of a call: each case in turn."""
+        return *self.cases[number % len(self.cases)], random.Random(f"{self.seed} {what} {number}")
+
+    def call(self, number: int, arch) -> tuple[Op, Case, tuple, object]:
+        """The op, case, arguments and configuration of a valid call."""
+        the_op, case, rng = self.drawn(number, f"valid {arch.name}")
+        config = self.covers.setdefault(arch.name, Cover(self.cases, arch)).config(number)
+        given = arguments(the_op, case, rng, arch.fp8_dtype, resizes=config is None)
+        if config is None and (found := configurations(the_op, the_op.Arguments(*given), arch)):
+            config = rng.choice(found)
+        return the_op, case, given, config
+
+    def valid(self, number: int, device: str, arch) -> None:
+        the_op, case, given, config = self.call(number, arch)
+        self.found.calls += 1
+        try:
+            ran = run(the_op, given, config, device)
+        except Exception as error:  # noqa: BLE001  each is a finding
+            what = f"{the_op.name} {case.name} {config}"
+            self.found.wrong.append(f"call {number} on {arch.name}, {what}: {type(error).__name__}: {error}")
+            return
+        self.found.launched.setdefault(arch.name, set()).update(ran.split(" + "))
+        dtype = next(value.dtype for value in given if isinstance(value, torch.Tensor))
+        self.found.covered[the_op.name, str(dtype), arch.name, ran, str(config)] += 1
+
+    def malformed(self, number: int, device: str, arch) -> None:
+        the_op, case, rng = self.drawn(number, f"malformed {arch.name}")
+        what, given = malformed(the_op, arguments(the_op, case, rng, arch.fp8_dtype, resizes=True), rng)
+        self.found.refused += 1
+        if found := taken(the_op, given, device):
+            what = f"{the_op.name} {case.name} with {what}"
+            self.found.wrong.append(f"malformed call {number} on {arch.name}, {what}: {found}")
 
 
 def executors(emulate: list[str]):
@@ -326,36 +370,55 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--malformed", type=int, default=1000, help="default: %(default)s")
     add("--seed", type=int, default=0)
     add("--op", default="*", metavar="PATTERN", help="ops of such names only")
-    add("--seconds", type=float, default=float("inf"), help="of processor time, after which no call begins")
+    add("--seconds", type=float, default=float("inf"), help="of a worker's processor time, after which no call begins")
+    add("--workers", type=int, default=1, help="processes, on all visible GPUs in turn; default: %(default)s")
     add("--emulate", nargs="+", default=[], metavar="ARCH", help="default, without a GPU: gfx942 gfx950")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.workers < 1:
+        parser.error(f"--workers must be at least 1, got {options.workers}")
+    return options
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
+def work(options: argparse.Namespace, worker: int) -> Found:
+    """The calls of a worker."""
     warnings.filterwarnings("ignore", ".*runs without its kernels")
+    torch.set_num_threads(1)  # the formulas' tensors are small
     machines, fuzz = list(executors(options.emulate)), Fuzz(options.op, options.seed)
-    formulas.OF_TERMS = WGMMA if machines[0][0] == "cuda" else formulas.OF_TERMS
+    if machines[0][0] == "cuda":
+        formulas.OF_TERMS = WGMMA
+        torch.cuda.set_device(worker % torch.cuda.device_count())
     start = time.process_time()
     for kind, count in (("malformed", options.malformed), ("valid", options.calls)):
-        for number in range(count):
+        for number in range(worker, count, options.workers):
             if time.process_time() - start > options.seconds:
                 break
             device, arch, within = machines[number % len(machines)]
             with within():
                 getattr(fuzz, kind)(number // len(machines), device, arch)
-    if fuzz.calls:
-        print(fuzz.table())
-    print(*fuzz.wrong, sep="\n", end="\n" * bool(fuzz.wrong))
-    missing = {arch.name: fuzz.kernels_that_did_not_run(arch) for _, arch, _ in machines}
+    return fuzz.found
+
+
+def main(argv: list[str] | None = None) -> int:
+    options, found = parse(argv), Found()
+    if options.workers == 1:
+        found.add(work(options, 0))
+    else:
+        spawn = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(options.workers, spawn) as pool:
+            for part in pool.map(work, [options] * options.workers, range(options.workers)):
+                found.add(part)
+    if found.calls:
+        print(found.table())
+    print(*found.wrong, sep="\n", end="\n" * bool(found.wrong))
+    missing = {arch.name: found.kernels_that_did_not_run(arch.name) for _, arch, _ in executors(options.emulate)}
     for arch, symbols in missing.items():
         print(f"{arch}: {len(symbols)} kernels did not run")
-    must_be_all = options.op == "*" and fuzz.calls >= WHOLE
+    must_be_all = options.op == "*" and found.calls >= WHOLE
     if must_be_all and any(missing.values()):
         print("never ran:", *(symbol for symbols in missing.values() for symbol in symbols))
-    what = f"{fuzz.calls} calls, {len(fuzz.covered)} combinations, {fuzz.refused} malformed calls"
-    print(f"seed {options.seed}: {what}, {len(fuzz.wrong)} wrong")
-    return int(bool(fuzz.wrong) or must_be_all and any(missing.values()))
+    what = f"{found.calls} calls, {len(found.covered)} combinations, {found.refused} malformed calls"
+    print(f"seed {options.seed}: {what}, {len(found.wrong)} wrong")
+    return int(bool(found.wrong) or must_be_all and any(missing.values()))
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def test_a_wrong_kernel_is_a_finding(monkeypatch, capsys):
     exact = ops.scaled_mm.reference
     monkeypatch.setattr(ops.scaled_mm, "reference", lambda a, b, scale_a, *rest: exact(a, b, scale_a * 0 + 1, *rest))
     monkeypatch.setattr(fuzz, "configurations", lambda *_: [])
-    monkeypatch.setattr(fuzz, "unseen", lambda *_: None)
+    monkeypatch.setattr(fuzz.Cover, "config", lambda *_: None)
     monkeypatch.setattr(fuzz, "executors", lambda _: [("cpu", ARCH, contextlib.nullcontext)])
     assert fuzz.main(["--op", "scaled_mm", "--calls", "3", "--malformed", "0"]) == 1
     assert "scaled_mm" in capsys.readouterr().out
@@ -120,6 +120,63 @@ def test_the_same_seed_makes_the_same_calls():
     assert calls(3) == calls(3) != calls(4)
 
 
+def test_workers_make_the_calls_of_one():
+    def calls(numbers: range) -> list:
+        made, found = fuzz.Fuzz("rms_norm*", 0), []
+        for number in numbers:
+            the_op, case, given, config = made.call(number, ARCH)
+            tensors = [value for value in given if isinstance(value, torch.Tensor)]
+            found.append(
+                (number, the_op.name, case.name, str(config), [x.double().nan_to_num().sum() for x in tensors])
+            )
+        return found
+
+    whole = calls(range(90))
+    assert sorted(calls(range(0, 90, 2)) + calls(range(1, 90, 2)), key=lambda call: call[0]) == whole
+    assert len({config for *_, config, _ in whole}) > 2
+
+
+@marks.full
+@pytest.mark.parametrize("arch", archs.ARCHS)
+def test_ten_thousand_calls_choose_every_kernel(arch):
+    made, kernels = fuzz.Fuzz("*", 0), set()
+    cover = fuzz.Cover(made.cases, archs.ARCHS[arch])
+    for number in range(fuzz.WHOLE):
+        the_op, case = made.cases[number % len(made.cases)]
+        if (config := cover.config(number)) is not None:
+            a = the_op.Arguments(*case.make("meta", torch.Generator(), cover.arch.fp8_dtype))
+            kernels |= {one.symbol for one in the_op.plan(config, the_op.allocate(a), a, cover.arch)}
+    assert fuzz.Found(launched={arch: kernels}).kernels_that_did_not_run(arch) == [] and len(kernels) > 400
+
+
+def test_what_workers_found_is_one():
+    found, wrong = fuzz.Found(), "call 1 is wrong"
+    for part in (["a", "b"], ["b", "c"]):
+        found.add(fuzz.Found(2, 1, [wrong], fuzz.collections.Counter(part), {"gfx942": {*part}}))
+    assert found == fuzz.Found(4, 2, [wrong] * 2, fuzz.collections.Counter("abbc"), {"gfx942": {*"abc"}})
+
+
+@marks.full
+def test_processes_find_what_one_does(capsys):
+    found = []
+    for workers in ("1", "2"):
+        options = [
+            "--op",
+            "topk_softmax",
+            "--emulate",
+            "gfx942",
+            "--calls",
+            "7",
+            "--malformed",
+            "3",
+            "--workers",
+            workers,
+        ]
+        assert fuzz.main(options) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1]
+
+
 def test_malformed_arguments_differ_in_one():
     rng = random.Random(0)
     for the_op in OPS.values():
@@ -129,6 +186,8 @@ def test_malformed_arguments_differ_in_one():
         assert what.startswith(name)
 
 
-def test_calls_of_no_op_are_refused():
+def test_calls_of_no_op_and_workers_that_are_none_are_refused():
     with pytest.raises(SystemExit, match="no op matches --op nothing"):
         fuzz.main(["--op", "nothing"])
+    with pytest.raises(SystemExit):
+        fuzz.main(["--workers", "0"])
