@@ -102,11 +102,11 @@ def check(
 ) -> None:
     """Check an output against the reference in the same precision and in float64. With `count_ulps`, no element may be off by
     more than one ULP. `floor` is an error that is always allowed, relative to the largest element."""
-    ours = ours.cpu()
     require(
         (ours.shape, ours.dtype, ours.stride()) == (reference.shape, reference.dtype, reference.stride()),
         f"{name}: {describe(ours)}, not {describe(reference)}",
     )
+    ours = ours.cpu()
     require(torch.equal(ours.isnan(), reference.isnan()), f"{name}: NaNs differ")
     if not ours.is_floating_point():
         # A row that overflows where its result is rounded has another MX scale in float64.

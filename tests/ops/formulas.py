@@ -297,23 +297,27 @@ def fused_experts(before, after, outputs: tuple) -> Found:
     if a.expert_map is not None:
         known = (ids >= 0) & (ids < len(a.expert_map))
         ids = a.expert_map.long()[ids.where(known, 0)].where(known, -1)
-    total, terms = torch.zeros_like(x), torch.zeros_like(x)
+    total, terms, off = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
     for expert in range(len(a.w1)):
         share = torch.ones(len(x), dtype=torch.float64, device=x.device)
         if expert < routed:
             share = (a.topk_weights.double() * (ids == expert)).sum(1)
         w1, w2 = (weight(w[expert], None if s is None else s[expert]) for w, s in ((a.w1, scales), (a.w2, a.w2_scale)))
-        gate, up = (x @ w1.t() * (share[:, None] if a.apply_router_weight_on_input else 1.0)).chunk(2, 1)
+        on_input = share[:, None] if a.apply_router_weight_on_input else torch.ones_like(share[:, None])
+        gate, up = (x @ w1.t() * on_input).chunk(2, 1)
+        gate_off, up_off = (OF_TERMS * (x.abs() @ w1.abs().t()) * on_input.abs()).chunk(2, 1)
         inner = (silu(gate) * up).to(a.out_dtype).double()
+        inner_off = 1.1 * up.abs() * gate_off + silu(gate).abs() * up_off  # silu rises by at most 1.1
         if kind != "none" and not a.weight_only:
             inner = as_quantized(inner, kind, a.w1.dtype, a.act_scale)
         share = torch.ones_like(share).where(share != 0, 0.0) if a.apply_router_weight_on_input else share
         total += share[:, None] * (inner @ w2.t())
         terms += share[:, None].abs() * (inner.abs() @ w2.abs().t())
+        off += share[:, None].abs() * (inner_off @ w2.abs().t())
     of_terms = (
         HALF[a.out_dtype] if kind == "none" or a.weight_only else 0.02
     )  # roundings of the inner values that fall the other way
-    yield "output", outputs[0].double(), total, rounded(total, a.out_dtype) + of_terms * terms
+    yield "output", outputs[0].double(), total, rounded(total, a.out_dtype) + of_terms * terms + off
 
 
 # Routing

@@ -42,7 +42,10 @@ struct WideningLoader {
   DEVICE void start(int panel, int k, lds::Local<u8>* to) {
     const bool inside = depth < k - panel * kDepth;
 #pragma unroll
-    for (int j = 0; j < kCopies; ++j) copy[j] = mem::load_or_zero(from, offset[j], panel * step, inside);
+    for (int j = 0; j < kCopies; ++j) {
+      const bool reads = inside && (mem::kChecksRange || offset[j] != kNoRow);
+      copy[j] = mem::load_or_zero(from, offset[j], panel * step, reads);
+    }
     if (!kHeld) {
       store(to);
       lds::publish();

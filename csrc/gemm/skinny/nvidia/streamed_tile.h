@@ -134,7 +134,7 @@ struct StreamedTile<Type, kTokens, kScales, Scale>::MainLoop {
           weights.start(step * p.b_step, p.b_tile, left, to);
           tokens.start(step * mma::kDepth, i64(16) * p.a_stride, left, to + kWeightBytes);
           if (kScaled && thread <= kTokens)
-            lds::start_word(scales + step / kPanelSteps * step_of_scales,
+            lds::start_word<Scale::kBytes>(scales + step / kPanelSteps * step_of_scales,
                             left > 0 && (thread < p.m || thread == kTokens),
                             &scaling[group][stage * kPanels + i][thread]);
         }
