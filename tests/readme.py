@@ -94,6 +94,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "decode attention": attention_table.decode_summary,
         "single ops": measurements.single_ops,
         "quality": quality_table.quality,
+        "arithmetic": quality_table.arithmetic,
     },
     DOCS / "architecture.md": {"tree": tree},
     RESULTS / "README.md": {
