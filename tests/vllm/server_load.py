@@ -415,18 +415,23 @@ async def kill(session: Session) -> str:
 
 
 async def stopped_while_it_measures(server: Server, session: Session) -> psutil.Process:
-    """The process of a server that measures, stopped where it times a pair of kernels. On a GPU that takes milliseconds."""
-    end = time.monotonic() + session.arguments.start_timeout
+    """The process of a server that measures, stopped where it times a pair of kernels. On a GPU that takes milliseconds, so who
+    has the lock of the tables is known before."""
+    end, tables = time.monotonic() + session.arguments.start_timeout, session.tables("kill")
+    process = None
     while server.process.poll() is None and time.monotonic() < end:
-        for mark in session.tables("kill").rglob("*.running"):
-            for process in server.processes():
-                if has_open(process, mark.with_suffix(".lock")):
-                    process.suspend()
-                    await asyncio.sleep(0.05)
-                    if mark.exists():
-                        return process
-                    process.resume()
-        await asyncio.sleep(0.005)
+        if process is None:
+            locks = [*tables.rglob("*.lock")]
+            processes = server.processes() if locks else ()
+            process = next((one for lock in locks for one in processes if has_open(one, lock)), None)
+        for mark in tables.rglob("*.running") if process else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+                await asyncio.sleep(0.05)
+                if mark.exists():
+                    return process
+                process.resume()
+        await asyncio.sleep(0.001)
     raise Wrong(f"kill: no process of the server was seen to measure: {server.tail()}")
 
 

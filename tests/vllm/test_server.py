@@ -318,6 +318,40 @@ def test_who_has_a_lock_open(tmp_path):
     assert not server_load.has_open(other, lock)
 
 
+MEASURING = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir()
+lock = open(folder / "a.lock", "a")
+for _ in range(40):
+    time.sleep(0.12)
+    (folder / "a.running").write_text("it")
+    time.sleep(0.03)
+    (folder / "a.running").unlink()
+"""
+
+
+def test_a_process_is_stopped_where_it_measures_for_milliseconds(tmp_path, monkeypatch):
+    """Though to look at the many files that it has open takes longer."""
+    has_open = server_load.has_open
+    monkeypatch.setattr(server_load, "has_open", lambda *of: time.sleep(0.06) or has_open(*of))
+
+    def spawn(command, environment, log):
+        log.touch()
+        return subprocess.Popen([sys.executable, "-c", MEASURING, str(tmp_path / "tables")])
+
+    server = server_load.Server("server", [], {}, tmp_path, spawn)
+    options = types.SimpleNamespace(start_timeout=20)
+    session = types.SimpleNamespace(arguments=options, tables=lambda stage: tmp_path / "tables")
+    process = asyncio.run(server_load.stopped_while_it_measures(server, session))
+    try:
+        assert process.pid == server.process.pid and process.status() == psutil.STATUS_STOPPED
+        assert (tmp_path / "tables" / "a.running").exists()
+    finally:
+        server.kill()
+    assert asyncio.run(server.ended(5)) < 5 and (tmp_path / "tables" / "a.running").exists()
+
+
 @pytest.mark.parametrize(
     ("files", "fits"),
     [
