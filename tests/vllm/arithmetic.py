@@ -6,7 +6,8 @@ vLLM decodes held-out text with the ops, a token of each of --requests at a time
 step is kept, by layer (the checkpoints are those of quality.py, which are made if the folder lacks them). Each call then runs again:
 on this machine's GPU or, with --emulate and where there is none, as the emulated code objects; and as stock has it. That is vLLM's own
 kernel on a GPU, where bench/peers.py knows one that takes the call, else the op's reference, which rounds where vLLM does. On a CPU
-vLLM strides its cache of keys; emulated calls have them side by side, as on a GPU. It has no seam for the rotation there.
+vLLM strides its cache of keys; emulated calls have them side by side, as on a GPU. There bf16 products are vLLM's, whose arguments
+`unquantized_gemm` gets. Rotations are ours on ROCm alone.
 
 Errors are norms of the difference from the exact result (tests/ops/formulas.py, in float64) over the norm of that. A result is right if
 no element of it is off by more than its formula allows, and if its error is at most 1.1 times stock's. gfx942's e4m3fnuz gets the bits
@@ -50,6 +51,7 @@ MOST = 1.1  # of stock's error
 FLOOR = 1e-6  # an error that is always right: a few roundings of fp32
 WGMMA = 2.0**-11  # of the terms of a sum: NVIDIA's instruction keeps 14 bits
 MINUS_ZERO = 0x80  # of e4m3fn, which is NaN in e4m3fnuz
+CPU_LINEAR = "cpu_linear"  # what a layer of vLLM's calls for a product of bf16 on a CPU
 GENERATED = 3
 LONGEST = 128  # tokens of a request with its answer
 
@@ -81,6 +83,14 @@ def recorded(model: torch.nn.Module, rows: int) -> Iterator[list[Call]]:
             calls.append((self.name, running[-1] if running else "", tuple(map(clone, args))))
         return execution(self, args)
 
+    def product(layer: str, linear: Callable, *args):
+        if records and args[0].dtype == args[1].dtype == torch.bfloat16:
+            calls.append(("unquantized_gemm", layer, tuple(map(clone, args))))
+        return linear(*args)
+
+    on_cpu = {module: linear for module in model.modules() if (linear := getattr(module, CPU_LINEAR, None))}
+    for module, linear in on_cpu.items():
+        setattr(module, CPU_LINEAR, functools.partial(product, names[id(module)], linear))
     hooks = [
         handle
         for module in model.modules()
@@ -94,6 +104,8 @@ def recorded(model: torch.nn.Module, rows: int) -> Iterator[list[Call]]:
         yield calls
     finally:
         Op._execution = execution
+        for module, linear in on_cpu.items():
+            setattr(module, CPU_LINEAR, linear)
         for handle in hooks:
             handle.remove()
 
@@ -101,6 +113,7 @@ def recorded(model: torch.nn.Module, rows: int) -> Iterator[list[Call]]:
 def capture(job: dict) -> list[Call]:
     """The calls of a step of decode."""
     from vllm import LLM, SamplingParams
+    from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
 
     settings = {
@@ -114,13 +127,15 @@ def capture(job: dict) -> list[Call]:
         "seed": 0,
         "distributed_executor_backend": "uni",
         "gpu_memory_utilization": 0.3,
-        "kv_cache_memory_bytes": 16 << 20,
+        "num_gpu_blocks_override": 16 * job["requests"],  # each call keeps the whole cache
         "enforce_eager": True,  # the hooks are not in a graph
         "async_scheduling": False,
         "allow_deprecated_quantization": True,  # fbgemm's
     }
     if current_platform.is_cpu():  # vLLM's rotation for CPU, which eager mode takes, is wrong for latent attention
         settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+        dispatch = utils.dispatch_cpu_unquantized_gemm
+        utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: dispatch(layer, remove_weight=False)
     llm = LLM(**settings | job["engine_args"])
     text = trained.windows(job["requests"] * trained.WINDOW, trained.held_out(pathlib.Path(job["folder"])))
     prompts = [{"prompt_token_ids": row[: 40 + 9 * (place % 8)].tolist()} for place, row in enumerate(text)]

@@ -108,6 +108,23 @@ def test_calls_are_recorded_by_layer_in_the_last_pass_of_so_many_rows():
     assert len(calls) == 2
 
 
+def test_products_of_a_cpu_are_recorded():
+    """vLLM's, in place of ours."""
+
+    class Layer(torch.nn.Linear):
+        cpu_linear = staticmethod(torch.nn.functional.linear)
+
+        def forward(self, x):
+            return self.cpu_linear(x, self.weight, self.bias)
+
+    model, x = torch.nn.Sequential(Layer(8, 4, dtype=torch.bfloat16)), torch.ones(2, 8, dtype=torch.bfloat16)
+    with torch.no_grad(), arithmetic.recorded(model, rows=2) as calls:
+        model(x)
+    [(name, layer, (tokens, weight, bias))] = calls
+    assert (name, layer) == ("unquantized_gemm", "0") and torch.equal(tokens, x)
+    assert torch.equal(weight, model[0].weight) and torch.equal(bias, model[0].bias)
+
+
 def test_no_requests_are_refused(capsys):
     with pytest.raises(SystemExit):
         arithmetic.parse(["--requests", "0"])
@@ -132,5 +149,6 @@ def test_in_vllm(tmp_path, capsys):
             ("silu_and_mul_per_token_quant", "mlp"),
             ("scaled_mm", "mlp.down_proj"),
             ("fused_add_rms_norm", "model.norm"),
+            ("unquantized_gemm", "lm_head"),
         }
         assert not line["wrong"] and not line["fallbacks"]
