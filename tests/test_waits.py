@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from vllm_rocm_ops.emulator.sanitizer import effects
 
 ARCHS = ("gfx942", "gfx950")
 ATTENTION = "paged_attention_decode"  # its keys and values are in flight in turn: ops/test_attention.py
+STAGED = re.compile(r"flash_attention_(bf16|fp16)_\d+")  # the general ones convert what they load
 STREAM = ("_narrow_", "_skinny_", "_stream_", "experts_gate_up_", "experts_down_", "mla_decode_bf16", "mla_decode_fp16")
 MODULES = sorted(path.stem for path in (CSRC / "ops").glob("*.hip") if path.stem != ATTENTION)
 
@@ -296,6 +298,57 @@ def faults(loop: Loop) -> list[str]:
     return found
 
 
+def early_waits(loop: Loop) -> list[int]:
+    """The waits of a loop that brings its operands to LDS which leave fewer operations in flight than loads since the last barrier,
+    behind all of these and in front of a matrix instruction."""
+    instructions, body = loop.flow.instructions, loop.body
+    following = {
+        node: [n for n in loop.flow.following[node] if n in body and instructions[node].mnemonic != "s_barrier"]
+        for node in body
+    }
+    assert not cycles(body, following), "a way around without a barrier"
+
+    multiplies, loads_more = {}, {}  # from an instruction to the next barrier
+    for node in (order := _last_first(following)):
+        for found, is_one in ((multiplies, is_matrix_instruction), (loads_more, is_load)):
+            found[node] = is_one(instructions[node]) or any(found[n] for n in following[node])
+    loads, early = dict.fromkeys(body, 0), []
+    for node in reversed(order):
+        left = left_in_flight(instructions[node])
+        if left is not None and left < loads[node] and multiplies[node] and not loads_more[node]:
+            early.append(node)
+        after = loads[node] + is_load(instructions[node])
+        for other in following[node]:
+            loads[other] = max(loads[other], after)
+    assert max(loads.values()) > 4, "nothing is loaded behind a barrier"
+    return early
+
+
+def _last_first(following: dict[int, list[int]]) -> list[int]:
+    """The nodes of an acyclic graph, each behind those that follow it."""
+    found: dict[int, None] = {}
+    for root in following:
+        work = [root]
+        while work:
+            left = [n for n in following[work[-1]] if n not in found]
+            if left:
+                work.append(left[0])
+            else:
+                found[work.pop()] = None
+    return list(found)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_next_keys_are_in_flight_while_keys_are_multiplied(arch):
+    """In flash attention."""
+    code = CodeObject(launch.CODE / arch / "flash_attention.co")
+    names = [name for name in code.kernels if STAGED.fullmatch(name)]
+    assert len(names) == 8
+    for name in names:
+        (loop,) = Flow(code, name).loops()
+        assert not early_waits(loop), name
+
+
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_stages_stay_in_flight(arch, module):
@@ -355,6 +408,14 @@ def test_planted_drain_is_seen(drain, kernels):
     kernels.plant(file, text, replacement, [module], ["gfx942"])
     seen = {name for name, loop in streaming_loops(kernels.code / "gfx942" / f"{module}.co") if faults(loop)}
     assert seen and all(of_names in name for name in seen)
+
+
+def test_planted_wait_for_the_next_keys_is_seen(kernels):
+    name, text = "flash_attention_bf16_64", "attention::issue_now();"
+    replacement = f"{text}\n__builtin_amdgcn_s_waitcnt(0x0f70);"
+    path = kernels.compile("attention/flash.h", text, replacement, "flash_attention", name, "gfx942")
+    (loop,) = Flow(CodeObject(path), name).loops()
+    assert early_waits(loop)
 
 
 def main() -> None:

@@ -117,17 +117,15 @@ struct Flash {
 #pragma unroll
       for (int d = 0; d < kDimTiles; ++d) out[t][d] = {};
     }
+    if (begin < end) loader.start();  // in front of the loop, which then waits for no query behind loads of keys
 #pragma unroll 1
-    for (int step = begin - kKeys; step < end; step += kKeys) {
-      const bool is_loaded = step >= begin;  // the first turn only loads
-      if (is_loaded) {
-        block_barrier();  // hazard: others still read the last keys
-        loader.finish(buffer);
-        block_barrier();  // hazard: keys are read before they are written
-      }
+    for (int step = begin; step < end; step += kKeys) {
+      block_barrier();  // hazard: others still read the last keys
+      loader.finish(buffer);
+      block_barrier();  // hazard: keys are read before they are written
       if (step + kKeys < end) loader.start();
       attention::issue_now();
-      if (is_loaded && wave_row < tile.rows && step < tile.end(p, last_row())) add_keys(step, scores);
+      if (wave_row < tile.rows && step < tile.end(p, last_row())) add_keys(step, scores);
     }
   }
 
