@@ -117,7 +117,7 @@ def emulate_cases(arguments: argparse.Namespace) -> int:
 
 def bench_shapes(arguments: argparse.Namespace) -> int:
     """Prints what the shapes that were asked for give and take here; 1 if a result is wrong."""
-    wants_gpu = ("hbm", "profile", "shapes", "peers", "sweep", "jsonl")
+    wants_gpu = ("hbm", "profile", "shapes", "peers", "sweep", "jsonl", "csv")
     try:
         clock = GpuClock()
     except RuntimeError as error:
@@ -133,7 +133,8 @@ def bench_shapes(arguments: argparse.Namespace) -> int:
         return 0
     found = shapes_of(arguments)
     vllm = load_vllm(arguments.vllm_library or (), arguments.vllm_version) if arguments.peers else None
-    origin = report.origin(clock, vllm, arguments.commit or report.commit()) if arguments.jsonl else None
+    commit = arguments.commit or report.commit()
+    origin = report.origin(clock, vllm, commit) if arguments.jsonl else None
     how = {name: getattr(arguments, name) for name in ("once", "profile", "sweep", "peers")}
     lines = []
     print(report.HEADER)
@@ -147,6 +148,8 @@ def bench_shapes(arguments: argparse.Namespace) -> int:
                 print(f"  no {peer}: {why}")
             if origin:
                 report.append(of_shape, origin, result_file(arguments, origin))
+            if arguments.csv:
+                report.append_csv(of_shape, report.gpu_name(clock), commit, arguments.csv)
     print(report.summary(lines))
     return int(any(line.wrong for line in lines))
 
@@ -245,6 +248,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         f"append a line of JSON for each case and configuration; default: {RESULTS}/<gpu>/<date>-<commit>-<kind>.jsonl"
     )
     command.add_argument("--jsonl", type=Path, nargs="?", const=True, metavar="FILE", help=meaning)
+    meaning = "add a row for each measurement, also of each peer, to this table"
+    command.add_argument("--csv", type=Path, metavar="FILE", help=meaning)
     mode = command.add_mutually_exclusive_group()
     mode.add_argument("--once", "-b", action="store_true", help="call each case once and check it; time nothing")
     mode.add_argument("--profile", "-p", action="store_true", help="only call each case a few times, for a profiler")
@@ -254,7 +259,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     mode.add_argument("--emulate", metavar="ARCH", help=meaning)
     command.add_argument(
-        "--commit", metavar="TEXT", help="what --jsonl says was measured; default: that of this checkout"
+        "--commit", metavar="TEXT", help="what --jsonl and --csv say was measured; default: that of this checkout"
     )
     jobs = min(2, os.cpu_count() or 1)
     command.add_argument("--jobs", type=int, default=jobs, metavar="N", help=f"processes of --emulate; default: {jobs}")
@@ -271,6 +276,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         predict.check_arguments(arguments, parser.error)
     if arguments.command == "bench" and arguments.shapes and (arguments.model or arguments.emulate):
         parser.error("--shapes goes neither with --model nor with --emulate")
+    if arguments.command == "bench" and (arguments.csv or arguments.jsonl) and (arguments.hbm or arguments.emulate):
+        parser.error("--csv and --jsonl go neither with --hbm nor with --emulate")
     if arguments.command == "bench" and arguments.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
     if arguments.command == "bench":

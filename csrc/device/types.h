@@ -27,3 +27,9 @@ struct E5m2E4m3;
 DEVICE f32x4 add_whole(f32x4 a, f32x4 b) {
   return __builtin_bit_cast(f32x4, __builtin_bit_cast(i32x4, a) + __builtin_bit_cast(i32x4, b));
 }
+// Sums of products of Type as floats.
+template <class Type>
+DEVICE f32x4 float_sums(f32x4 sums) {
+  if constexpr (__is_same(Type, I8)) return __builtin_convertvector(__builtin_bit_cast(i32x4, sums), f32x4);
+  else return sums;
+}

@@ -1,5 +1,6 @@
 """The command bench: what it says of right and wrong results, and of times, with the emulator's cycles as a clock."""
 
+import csv
 import functools
 import json
 
@@ -181,7 +182,7 @@ COMMON |= {"copy_gb_s", "kernel", "chosen", "versions", "commit"}
     [
         (["rows", "--batch", "2", "--hidden", "256"], 8, "2x256 bfloat16", ["rows", "hidden"], {"differs_from_vllm"}),
         (["gemm", "--batch", "2", "--tp", "2", "--op", "*scaled_mm"], 8, "tiny tp2 qkv 2x", "mnk", {"relative_error"}),
-        (["products", "--batch", "2"], 7, "3x16x32 int8", "mnk", {"relative_error"}),
+        (["products", "--batch", "2"], 8, "3x16x32 int8", "mnk", {"relative_error"}),
         (["routing", "--batch", "2"], 1, "2x256", ["tokens", "experts"], {"wrong"}),
         (
             ["moe", "--batch", "2", "--case", "half *"],
@@ -253,6 +254,28 @@ def test_peers_are_timed_beside_a_sweep_and_the_fastest_come_first(turns, tmp_pa
     assert "silu_and_mul: the chosen configurations take 1.000x the time of the best ones" in out
 
 
+def test_each_measurement_is_a_row_of_the_table(turns, small, tmp_path, monkeypatch):
+    path = tmp_path / "there" / "times.csv"
+    monkeypatch.setattr(shapes, "peers", lambda op: {"torch": peers.Peer(op.reference)})
+    command = ["bench", "--shapes", "products", "--batch", "2", "--peers", "--csv", str(path), "--commit", "abc"]
+    assert cli.main([*command, "--case", "3x16x32 int8"]) == 0
+    assert cli.main([*command, "--case", "1x5x7 *", "--once"]) == 0
+    with path.open(newline="") as file:
+        timed, theirs, checked = csv.DictReader(file)
+    assert tuple(timed) == report.COLUMNS and timed["op"] == "gemm" and timed["shape"] == "m=3 n=16 k=32"
+    assert timed["by"] == "vllm_rocm_ops" and timed["kernel"] and timed["us"] == "1.0"
+    assert (theirs["by"], theirs["us"], theirs["best_us"]) == ("torch", "2.0", "")
+    assert float(timed["tflops"]) == round(2 * 3 * 16 * 32 / 1e6, 2) and timed["commit"] == "abc" == theirs["commit"]
+    assert (checked["case"], checked["us"], checked["gpu"]) == ("1x5x7 fp16", "", "cpu")
+
+
+@pytest.mark.parametrize("mode", [["--hbm"], ["--emulate", "gfx942"]])
+def test_what_is_not_timed_so_has_no_table(mode, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", *mode, "--csv", "times.csv"])
+    assert "--csv and --jsonl go neither with --hbm nor with --emulate" in capsys.readouterr().err
+
+
 def test_a_wrong_configuration_of_a_sweep_is_found(turns):
     with launch.executor(Nothing(turns.arch)):
         [lines] = bench.run(cases(ops.silu_and_mul, "bf16"), turns, sweep=True)
@@ -322,7 +345,7 @@ def test_options_that_do_not_fit_are_refused(turns, options, message, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without one")
-@pytest.mark.parametrize("option", [["--shapes", "rows"], ["--peers"], ["--sweep"], ["--jsonl"]])
+@pytest.mark.parametrize("option", [["--shapes", "rows"], ["--peers"], ["--sweep"], ["--jsonl"], ["--csv", "a.csv"]])
 def test_what_only_a_gpu_can_is_refused_without_one(option, capsys):
     assert cli.main(["bench", *option]) == 2
     assert "bench: there is no GPU" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops import model_config, model_layers, op, ops
-from vllm_rocm_ops.bench import experts, vllm_experts
+from vllm_rocm_ops.bench import experts, products, vllm_experts
 from vllm_rocm_ops.bench.peers import OTHERS, PYTORCH, ROWS, peers, vllm_call
 from vllm_rocm_ops.correctness import as_tuple, clone
 
@@ -40,6 +40,16 @@ def test_the_peer_that_an_op_names_takes_its_arguments_and_computes_the_same(the
         arguments = case.make("cpu", GENERATOR, torch.float8_e4m3fn)
         theirs, ours = the_op.peer(*arguments), the_op.reference(*arguments)
         torch.testing.assert_close(theirs, ours, rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["int8", "e4m3", "bf16"])
+def test_the_peer_of_products_takes_the_arguments_that_are_timed(kind, monkeypatch):
+    monkeypatch.setattr(products, "LARGE", ((32, 16, 48),))
+    [shape] = [shape for shape in products.products(()) if shape.case.name == f"32x16x48 {kind}"]
+    arguments = shape.arguments("cpu", torch.float8_e4m3fn)
+    peer = shape.peers([arguments])["torch"]
+    theirs = peer.call(*peer.prepare(*arguments))
+    torch.testing.assert_close(theirs, ops.gemm.reference(*arguments), rtol=2e-2, atol=2e-2)
 
 
 def test_block_peers_get_whole_fours_of_tokens_and_their_layout_of_scales():

@@ -12,9 +12,10 @@ from test_planted_bugs import WRONG, kernels, plant, require_caught  # noqa: F40
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.gemm import _inputs
+from vllm_rocm_ops.families.gemm_cases import inputs
 
-FILE, LOADER, BYTES = "ops/gemm.hip", "gemm/tiled/element_loader.h", "device/amd/tile_mma_bytes.h"
+FILE, LOADER, BYTES = "gemm/any.h", "gemm/tiled/element_loader.h", "device/amd/tile_mma_bytes.h"
+MAIN_LOOP = "gemm/tiled/main_loop.h"
 BUGS = {
     "int8 sums of slices added as floats": (FILE, "return add_whole(a, b);", "return a + b;", "int8-int8", "gfx942"),
     "K's tail read": (LOADER, "(k - panel * kDepth) / (1 + kHalves)", "kPanel", "int8-int8-cr", "gfx950"),
@@ -29,7 +30,7 @@ BUGS = {
         "fp16-few",
         "gfx942",
     ),
-    "every other product left out": (FILE, "Sum(dot.x + dot.y)", "Sum(dot.x)", "bf16-few", "gfx950"),
+    "every other product left out": (FILE, "Sum((dot.x + dot.y)", "Sum((dot.x)", "bf16-few", "gfx950"),
     "the types changed over": (
         BYTES,
         "PRODUCT(E4m3E5m2, bf8_fp8, 1, 0)",
@@ -57,6 +58,43 @@ BUGS = {
         "PanelVec{index / kRowVecs, index / kRows}",
         "e5m2-e5m2-cc",
         "gfx942",
+    ),
+    "one block of columns for all": (
+        FILE,
+        "p.scale_b + i64(block_n) * p.scale_b_row",
+        "p.scale_b",
+        "blocks-int8-int8",
+        "gfx942",
+    ),
+    "a block of K for each 128 bytes": (
+        MAIN_LOOP,
+        "u32(panel) / kPanels",
+        "u32(panel)",
+        "blocks-bf16-e4m3-rr",
+        "gfx942",
+    ),
+    "blocks of K taken for neighbours": (FILE, "scales.b_k = p.scale_b_k;", "", "blocks-e4m3", "gfx950"),
+    "bits of whole sums scaled": (
+        "device/types.h",
+        "if constexpr (__is_same(Type, I8)) return __builtin_convertvector",
+        "if constexpr (false) return __builtin_convertvector",
+        "blocks-int8-m40",
+        "gfx950",
+    ),
+    "scaled int8 sums of slices added as ints": (
+        FILE,
+        "if constexpr (kInts && !kBlocks) return AddWhole{};",
+        "if constexpr (kInts) return AddWhole{};",
+        "blocks-int8-int8",
+        "gfx950",
+    ),
+    "few rows with the first block of K": (FILE, "block = k / kScaleBlock;", "block = 0;", "blocks-int8-few", "gfx942"),
+    "few rows with the first block of columns": (
+        FILE,
+        "p.scale_b + n / kScaleBlock * i64(p.scale_b_row)",
+        "p.scale_b",
+        "blocks-int8-few",
+        "gfx950",
     ),
 }
 BY_DEFAULT = ("int8 sums of slices added as floats", "K's tail read")
@@ -102,6 +140,11 @@ def test_what_is_left_to_torch_says_why(a, b, k, why):
         ({"scale_a": torch.ones(5)}, "scale_a must be float32 with 1 or 3 elements, got float32"),
         ({"bias": torch.ones(3).half()}, r"bias must be torch.float16, not of ints, \[N=5\] or \[M=3, 1\], got"),
         ({"activation": "gelu"}, "activation must be none or leaky_relu, got gelu"),
+        ({"block_scales": True}, r"scale_a must be float32 \[3, 1\], a scale for each block, got none"),
+        (
+            {"block_scales": True, "scale_a": torch.ones(3, 1), "scale_b": torch.ones(5)},
+            r"scale_b must be float32 \[1, 1\], a scale for each block, got float32\[5\]",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(change, message):
@@ -125,6 +168,7 @@ def test_int8_saturates_and_sums_exactly():
             assert found[0].tolist() == [-128, 127, 0]
 
 
+BLOCKS = {"scales": "blocks", "block_scales": True}
 KINDS = ("int8", "e4m3", "e5m2", "bf16", "fp16")
 PAIRS = [pair for pair in itertools.product(KINDS, KINDS) if set(pair) != {"bf16", "fp16"}]
 
@@ -135,12 +179,25 @@ PAIRS = [pair for pair in itertools.product(KINDS, KINDS) if set(pair) != {"bf16
 def test_every_pair_in_every_order(a, b, arch_name):
     emulator = Emulator(arch_name)
     for order, (m, n, k) in itertools.product(("rr", "rc", "cr", "cc"), ((5, 3, 100), (67, 9, 144), (1, 1, 1))):
-        for given in ({"scales": "rows", "bias": "row"}, {"scales": "tensors", "activation": "leaky_relu"}):
+        for given in (
+            {"scales": "rows", "bias": "row"},
+            {"scales": "tensors", "activation": "leaky_relu"},
+            BLOCKS,
+        ):
             generator = generator_of(f"{a} {b} {order} {m}")
-            arguments = _inputs(m, n, k, a, b, order, given, "cpu", generator, emulator.arch.fp8_dtype)
+            arguments = inputs(m, n, k, a, b, order, given, "cpu", generator, emulator.arch.fp8_dtype)
             with launch.executor(emulator):
                 run_and_check(ops.gemm, arguments, "cpu")
             assert not ops.gemm.explain(*arguments, arch=arch_name).is_fallback
+
+
+def test_one_scale_for_all_blocks():
+    """Where a weight alone has scales: those of the other operand lie 0 elements apart."""
+    a, b = matrices(torch.bfloat16, torch.float8_e4m3fn, 9, 300, 130)
+    scale_b, one = torch.arange(1.0, 7.0).view(3, 2), torch.ones(1)
+    with launch.executor(Emulator("gfx950")):
+        found = ops.gemm(a, b, torch.float32, one.expand(9, 3), scale_b, block_scales=True)
+    assert torch.equal(found, (scale_b.T @ torch.tensor([128.0, 128, 44])).repeat_interleave(128)[:130].expand(9, 130))
 
 
 @full
@@ -148,6 +205,6 @@ def test_every_pair_in_every_order(a, b, arch_name):
 def test_shapes_of_few_rows_of_perf_kernels(n, k):
     """Those of multreduce_matmul_kernel: fp16, one row, a bias of rows."""
     emulator = Emulator("gfx942")
-    made = _inputs(1, n, k, "fp16", "fp16", "rc", {"bias": "row"}, "cpu", generator_of("few"), emulator.arch.fp8_dtype)
+    made = inputs(1, n, k, "fp16", "fp16", "rc", {"bias": "row"}, "cpu", generator_of("few"), emulator.arch.fp8_dtype)
     with launch.executor(emulator):
         run_and_check(ops.gemm, made[:2] + (torch.float16,) + made[3:5] + (made[5].half(), "none"), "cpu")

@@ -159,6 +159,12 @@ def _cutlass_blocks(a, b, sa, sb, dtype):
     return _cutlass(a, b.t(), sa, sb.t(), dtype)
 
 
+def _cutlass_gemm(a, b, dtype, sa=None, sb=None, bias=None, *rest):
+    """Of `gemm`'s arguments: int8, and fp8, with scales."""
+    _require(a.dtype == b.dtype and a.element_size() == 1 and not rest, "two operands of one type of 8 bits")
+    return _cutlass(a, b, sa, sb, dtype, bias)
+
+
 def _rocm_tensorwise(a, b, sa, sb, dtype, bias=None):
     _require(sb.numel() == 1, "one scale per tensor")
     kernels = importlib.import_module("vllm.model_executor.kernels.linear.scaled_mm.rocm")
@@ -242,6 +248,7 @@ OTHERS: dict[str, tuple[tuple[str, Peer, Callable[[], bool]], ...]] = {
         ("aiter", Peer(_aiter_blocks), _has_aiter),
     ),
     "fused_experts": (("vllm", Peer(vllm_experts.call, vllm_experts.prepare), vllm_experts.has_vllm),),
+    "gemm": (("vllm", Peer(_cutlass_gemm), _has_cutlass),),
     "mxfp8_scaled_mm": (("triton", Peer(_triton_dot_scaled), _has_triton),),
     "grouped_topk": (("vllm", Peer(_vllm_grouped_topk), vllm_experts.has_vllm),),
     "unquantized_gemm": (("vllm rocm", Peer(_rocm_unquantized), _has_vllm_rocm),),

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.bench.shapes import Shape, beside_float64
+from vllm_rocm_ops.families.gemm import BLOCK, E5M2
 from vllm_rocm_ops.op import Case
-from vllm_rocm_ops.ops.gemm import E5M2
 
 KINDS = ("int8", "e4m3", "e5m2", "bf16", "fp16")
 LARGE = (*((1024 * i,) * 3 for i in (1, 2, 4, 8)), (4864, 4096, 8192), (9728, 8192, 65536), (4864, 8192, 4160))
@@ -20,15 +20,16 @@ LAYERS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # N and K
 
 
 def products(tokens: Iterable[int] = (1, 8, 16, 32, 64, 256, 2048)) -> Iterator[Shape]:
-    """M, N and K of `LARGE` in each type, of `FEW`, and of layers in int8 with so many tokens."""
+    """M, N and K of `LARGE` in each type, of `FEW`, and of layers in int8 with so many tokens, with scales of rows and of blocks."""
     sizes = [(*of, kind) for of in LARGE for kind in KINDS] + [(*of, "fp16") for of in FEW]
-    sizes += [(m, *of, "int8") for of in LAYERS for m in tokens]
+    sizes += [(m, *of, kind) for kind in ("int8", "int8 blocks") for of in LAYERS for m in tokens]
     for m, n, k, kind in sizes:
         case = Case(f"{m}x{n}x{k} {kind}", functools.partial(_arguments, m, n, k, kind))
         yield Shape(ops.gemm, case, {"m": m, "n": n, "k": k}, beside_float64)
 
 
-def _arguments(m: int, n: int, k: int, kind: str, device: str, generator: torch.Generator, fp8: torch.dtype) -> tuple:
+def _arguments(m: int, n: int, k: int, of: str, device: str, generator: torch.Generator, fp8: torch.dtype) -> tuple:
+    kind, _, blocks = of.partition(" ")
     types = {"int8": torch.int8, "e4m3": fp8, "e5m2": E5M2[fp8], "bf16": torch.bfloat16, "fp16": torch.float16}
 
     def rows(count: int) -> Tensor:
@@ -38,5 +39,9 @@ def _arguments(m: int, n: int, k: int, kind: str, device: str, generator: torch.
     def scale(count: int) -> Tensor:
         return torch.rand(count, 1, device=device, generator=generator) / 100
 
+    if blocks:
+        per_k = -(-k // BLOCK)
+        scales = [torch.rand(count, per_k, device=device, generator=generator) / 100 for count in (m, -(-n // BLOCK))]
+        return rows(m), rows(n).t(), torch.bfloat16, scales[0], scales[1].t(), None, "none", True
     scales = (None, None) if kind in ("bf16", "fp16") else (scale(m), scale(n))
     return rows(m), rows(n).t(), torch.bfloat16, *scales

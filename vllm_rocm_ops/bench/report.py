@@ -1,7 +1,9 @@
-"""What was measured: a line per case, as text and as JSON for the files under serving_benchmarks/results, and what lines sum up to."""
+"""What was measured: a line per case, as text, as JSON for the files under serving_benchmarks/results, and as CSV, and what lines sum
+up to."""
 
 from __future__ import annotations
 
+import csv
 import datetime
 import json
 import statistics
@@ -38,8 +40,11 @@ class Origin:
 def origin(clock: Clock, vllm: str | None, commit: str) -> Origin:
     """That of what is measured here, beside this version of vLLM."""
     versions = {"torch": torch.__version__, "vllm": vllm, "vllm_rocm_ops": vllm_rocm_ops.__version__}
-    gpu = torch.cuda.get_device_name() if clock.device == "cuda" else clock.device
-    return Origin(gpu, copy_bandwidth(clock), versions, commit)
+    return Origin(gpu_name(clock), copy_bandwidth(clock), versions, commit)
+
+
+def gpu_name(clock: Clock) -> str:
+    return torch.cuda.get_device_name() if clock.device == "cuda" else clock.device
 
 
 def copy_bandwidth(clock: Clock) -> float:
@@ -134,6 +139,57 @@ def append(lines: Iterable[Line], origin: Origin, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(json.dumps(line.json(origin)) + "\n" for line in lines)
+
+
+COLUMNS = (
+    "op",
+    "case",
+    "shape",
+    "by",
+    "kernel",
+    "us",
+    "best_us",
+    "slowest_us",
+    "gb_s",
+    "tflops",
+    "result",
+    "gpu",
+    "commit",
+)
+
+
+def append_csv(lines: list[Line], gpu: str, commit: str, path: Path) -> None:
+    """Adds lines to a table: a row of each configuration of ours, and one of each peer, of which only the median is known. A new
+    file begins with the names of the columns."""
+
+    def row(line: Line, by: str, samples: tuple[float, ...], kernel: str = "", result: str = "") -> dict:
+        us = statistics.median(samples) if samples else None
+        spread = len(samples) > 1
+        return {
+            "op": line.op,
+            "case": line.case,
+            "shape": " ".join(f"{name}={size}" for name, size in line.sizes.items()),
+            "by": by,
+            "kernel": kernel,
+            "us": us and round(us, 3),
+            "best_us": round(min(samples), 3) if spread else None,
+            "slowest_us": round(max(samples), 3) if spread else None,
+            "gb_s": us and round(line.bytes_moved / us / 1e3, 1),
+            "tflops": round(line.flops / us / 1e6, 2) if us and line.flops else None,
+            "result": result,
+            "gpu": gpu,
+            "commit": commit,
+        }
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if file.tell() == 0:
+            writer.writeheader()
+        for line in lines:
+            result = {None: "right", "": ""}.get(line.wrong, line.wrong)
+            writer.writerow(row(line, "vllm_rocm_ops", line.samples, line.config or line.kernel, result))
+        writer.writerows(row(lines[0], peer, (us,)) for peer, us in lines[0].peers.items())
 
 
 HEADER = (

@@ -12,6 +12,8 @@ from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, 
 from vllm_rocm_ops.launch import Counters, Workspace
 from vllm_rocm_ops.tensors import describe, row_stride, rows_of
 
+E5M2 = {torch.float8_e4m3fn: torch.float8_e5m2, torch.float8_e4m3fnuz: torch.float8_e5m2fnuz}
+HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 BLOCK = 128  # of K and of N per block scale
 PANEL = 2 * STEP  # bytes of K of what LDS holds at a time

@@ -1,8 +1,7 @@
-"""Matrix product of operands of any type, strides and sizes, with scales, bias and activation; kernels: csrc/ops/gemm.hip."""
+"""Matrix product of operands of any type, strides and sizes, with scales, bias and activation; kernels: csrc/ops/gemm.hip, gemm_blocks.hip."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,19 +10,19 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import gemm as products
+from vllm_rocm_ops.families import gemm_cases
 from vllm_rocm_ops.families import skinny_gemm as skinny
 from vllm_rocm_ops.families import tiled_gemm as tiled
-from vllm_rocm_ops.families.gemm import Operand, Product
+from vllm_rocm_ops.families.gemm import BLOCK, E5M2, HALVES, Operand, Product
 from vllm_rocm_ops.families.skinny_gemm import SkinnyConfig
 from vllm_rocm_ops.families.tiled_gemm import TiledConfig
+from vllm_rocm_ops.families.weight_layout import STEP
 from vllm_rocm_ops.launch import Counters, Launch, Workspace, fields
-from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.tensors import describe
 
 __all__ = ["gemm"]
 
-E5M2 = {torch.float8_e4m3fn: torch.float8_e5m2, torch.float8_e4m3fnuz: torch.float8_e5m2fnuz}
-HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 INTS = {torch.int32: 3, torch.int8: 4}
 OUT_TYPES = products.OUT_TYPES | INTS
 SLOPES = {"none": 1.0, "leaky_relu": 0.01}  # what results below 0 are multiplied by
@@ -31,6 +30,7 @@ FEW = (1, 8)  # the most rows of a that a kernel without tiles takes
 THREADS = 256  # of its blocks
 ROWS, SPLIT_K = 128, (1, 2, 4, 8, 16)  # of the tiles here
 LARGE = ("int8", "e4m3", "bf16", "fp16")  # what is also multiplied in tiles of 128 rows of a
+UNIT = BLOCK // STEP  # steps of a block of K in the skinny kernels
 
 # The model of `_cost`, beside that of the tiled kernels. No AMD GPU was there to measure.
 BY_ELEMENT = 4.0  # how many times as long products of elements take that are loaded one by one
@@ -81,8 +81,10 @@ def _has_vectors(operand: Operand) -> bool:
     return _lies_in_vectors(operand) and in_memory == operand.k and operand.k % 16 == 0
 
 
-def _is_fast(operands: tuple[Operand, Operand]) -> bool:
-    return all(_has_vectors(operand) and operand.stride < 2**25 for operand in operands)
+def _is_fast(a, operands: tuple[Operand, Operand]) -> bool:
+    """Whether the kernels of rows in vectors take a call. Two operands of 16 bits have none with scales of blocks."""
+    has_scales = a.block_scales and a.a.element_size() == a.b.element_size() == 2
+    return not has_scales and all(_has_vectors(operand) and operand.stride < 2**25 for operand in operands)
 
 
 def _is_skinny(a, kind: str) -> bool:
@@ -94,6 +96,7 @@ def _is_skinny(a, kind: str) -> bool:
         and a.a.shape[0] <= skinny.MOST_TOKENS
         and a.scale_a is not None
         and a.scale_b is not None
+        and (not a.block_scales or a.scale_b.stride(0) == 1 or a.scale_b.shape[0] == 1)
         and all(holds for _, holds in products.envelope(*_skinny_operands(a)))
     )
 
@@ -110,8 +113,16 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     holds = a.b.dim() == 2 and a.b.dtype in types and a.b.shape[0] == k
     yield "b", f"{wanted} [K={k}, N]", describe(a.b), holds
     m, n = a.a.shape[0], a.b.shape[1]
-    for name, scale, rows in (("scale_a", a.scale_a, m), ("scale_b", a.scale_b, n)):
-        if scale is not None:
+    blocks_n, blocks_k = -(-n // BLOCK), -(-k // BLOCK)
+    for name, scale, rows, shape in (
+        ("scale_a", a.scale_a, m, (m, blocks_k)),
+        ("scale_b", a.scale_b, n, (blocks_k, blocks_n)),
+    ):
+        if a.block_scales:
+            holds = scale is not None and scale.dtype == torch.float32 and scale.shape == shape
+            found = "none" if scale is None else describe(scale)
+            yield name, f"float32 {list(shape)}, a scale for each block", found, holds
+        elif scale is not None:
             holds = scale.dtype == torch.float32 and scale.numel() in (1, rows)
             yield name, f"float32 with 1 or {rows} elements", describe(scale), holds
     of_ints = a.a.dtype == a.b.dtype == torch.int8
@@ -129,8 +140,12 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
         yield f"{name} is not float32, which torch multiplies", dtype != torch.float32
         yield f"{arch.name} multiplies {name}'s dtype ({', '.join(_types(arch).values())})", dtype in _types(arch)
     yield "bfloat16 does not meet float16", {a.a.dtype, a.b.dtype} != set(HALVES)
-    rest = [t for t in (a.scale_a, a.scale_b, a.bias) if t is not None]
-    yield "scales and bias are contiguous", all(t.is_contiguous() for t in rest)
+    scales = [t for t in (a.scale_a, a.scale_b) if t is not None]
+    of_rows = scales if not a.block_scales else []
+    yield "scales of rows and bias are contiguous", all(t.is_contiguous() for t in (*of_rows, a.bias) if t is not None)
+    if a.block_scales:
+        reaches = [sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) for t in scales]
+        yield "scales of blocks reach over fewer than 2^29 elements", max(reaches) < 2**29
     m, n, k = _sizes(a)
     yield "N and K are at least 1", min(n, k) > 0
     yield "K is below 2^17, so that sums of int8 have 32 bits", k < 2**17 or torch.int8 not in (a.a.dtype, a.b.dtype)
@@ -150,21 +165,26 @@ def _configs(a, arch: Arch) -> list:
     kind, size = _multiplied(a, arch)
     operands = _operands(a, size)
     found: list = [c for c in tiled.configs(*operands, arch) if c.rows == ROWS and c.split_k in SPLIT_K]
-    if kind not in LARGE or not _is_fast(operands):
+    if kind not in LARGE or not _is_fast(a, operands):
         found = [c for c in found if c.tokens == tiled.TILES[0][0]]
     if _is_skinny(a, kind):
         narrow = arch.wave_lanes == 32  # HAS_INT8_STREAMS in csrc/device
-        found += [c for c in skinny.configs(*_skinny_operands(a), arch) if c.rows == 16 or not narrow]
+        found += [c for c in skinny.configs(*_skinny_operands(a), arch, _unit(a)) if c.rows == 16 or not narrow]
     return [FewConfig(t) for t in FEW if t >= a.a.shape[0]][:1] + found
+
+
+def _unit(a) -> int:
+    """Steps of K that a block of the skinny kernels has together."""
+    return UNIT if a.block_scales else 1
 
 
 def _cost(config, a, arch: Arch) -> dict[str, float]:
     if isinstance(config, SkinnyConfig):
-        return skinny.cost(config, *_skinny_operands(a), arch)
+        return skinny.cost(config, *_skinny_operands(a), arch, _unit(a))
     operands = _operands(a, _multiplied(a, arch)[1])
     if isinstance(config, TiledConfig):
         terms = tiled.cost(config, *operands, arch)
-        return terms | {"multiplying": terms["multiplying"] * (1.0 if _is_fast(operands) else BY_ELEMENT)}
+        return terms | {"multiplying": terms["multiplying"] * (1.0 if _is_fast(a, operands) else BY_ELEMENT)}
     m, n, k = _sizes(a)
     elements = n * k * (OPERATIONS[0] + OPERATIONS[1] * m)
     apart = BY_ELEMENT if not all(_lies_in_vectors(operand) for operand in operands) else 1.0
@@ -178,10 +198,12 @@ def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
     if m == 0:
         return []
     kind, size = _multiplied(a, arch)
+    (scale_a_row, scale_a_k), (scale_b_row, scale_b_k) = _scale_strides(a)
+    module = "gemm_blocks" if a.block_scales else "gemm"
     if isinstance(config, SkinnyConfig):
-        scale_a, scale_b = (a.scale_a, int(a.scale_a.numel() > 1), 0), (a.scale_b, int(a.scale_b.numel() > 1))
-        product = Product(out, *_skinny_operands(a), scale_a, scale_b, a.bias)
-        return skinny.launch("gemm", config, product, arch, kind=kind)
+        scales = (a.scale_a, scale_a_row, scale_a_k), (a.scale_b, scale_b_row)
+        product = Product(out, *_skinny_operands(a), *scales, a.bias)
+        return skinny.launch(module, config, product, arch, _unit(a), kind)
     operands = _operands(a, size)
     has_vectors = _has_vectors if isinstance(config, TiledConfig) else _lies_in_vectors
     types = list(_types(arch))
@@ -206,8 +228,10 @@ def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
         "m": m,
         "n": n,
         "k": k,
-        "scale_a_row": int(a.scale_a is not None and a.scale_a.numel() > 1),
-        "scale_b_row": int(a.scale_b is not None and a.scale_b.numel() > 1),
+        "scale_a_row": scale_a_row,
+        "scale_b_row": scale_b_row,
+        "scale_a_k": scale_a_k,
+        "scale_b_k": scale_b_k,
         "bias_row": int(is_row_bias),
         "bias_column": int(a.bias is not None and not is_row_bias),
         "out_type": OUT_TYPES[out.dtype],
@@ -217,15 +241,23 @@ def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
     if isinstance(config, FewConfig):
         whole = TiledConfig(tiled.TILES[0][0], ROWS, 1)
         problem |= tiled.division(whole, *operands)
-        sums = "int" if kind == "int8" else "float"
-        blocks = -(-n // (THREADS // arch.wave_lanes))
-        symbol = f"gemm_few_{sums}_{config.tokens}"
-        return [Launch("gemm", symbol, (blocks, 1, 1), (THREADS, 1, 1), fields("problem", problem))]
+        sums = "" if a.block_scales else "int_" if kind == "int8" else "float_"
+        grid = -(-n // (THREADS // arch.wave_lanes))
+        symbol = f"{module}_few_{sums}{config.tokens}"
+        return [Launch(module, symbol, (grid, 1, 1), (THREADS, 1, 1), fields("problem", problem))]
     if bytes_shared := tiled.partial_bytes(config, *operands):
         problem["partials"] = Workspace(bytes_shared)
         problem["counters"] = Counters(tiled.tiles(config, *operands))
     problem |= tiled.division(config, *operands)
-    return [tiled.launch("gemm", kind if _is_fast(operands) else f"any_{kind}", config, *operands, arch, problem)]
+    kind = kind if _is_fast(a, operands) else f"any_{kind}"
+    return [tiled.launch(module, kind, config, *operands, arch, problem)]
+
+
+def _scale_strides(a) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Elements from scale to scale of a's rows and along K, and of b's columns, or of blocks of them, and along K."""
+    if a.block_scales:
+        return a.scale_a.stride(), a.scale_b.t().stride()
+    return tuple((int(scale is not None and scale.numel() > 1), 0) for scale in (a.scale_a, a.scale_b))
 
 
 def _is_unscaled(a) -> bool:
@@ -233,77 +265,34 @@ def _is_unscaled(a) -> bool:
     return a.out_dtype == torch.int32 and a.scale_a is None and a.scale_b is None and a.activation == "none"
 
 
-def _cases() -> Iterator[Case]:
-    """Each type alone and with each other, in every order of rows and columns, sizes that nothing divides, all kinds of results."""
-
-    def case(name: str, m: int, n: int, k: int, a: str, b: str, order: str = "rc", **given) -> Case:
-        return Case(name, functools.partial(_inputs, m, n, k, a, b, order, given))
-
-    leaky = {"activation": "leaky_relu"}
-    yield case("fp16-few", 1, 23, 31, "fp16", "fp16", bias="row")
-    yield case("bf16-few", 7, 5, 120, "bf16", "bf16", scales="rows", **leaky)
-    yield case("e4m3-e5m2-few", 4, 6, 256, "e4m3", "e5m2", scales="tensors", out_dtype=torch.float32)
-    yield case("int8-few", 1, 3, 16, "int8", "int8", scales="rows", bias="column")
-    yield case("int8-few-int32", 3, 5, 520, "int8", "int8", out_dtype=torch.int32)
-    yield case("int8", 12, 70, 144, "int8", "int8", scales="rows", bias="column")
-    for m in (20, 40):
-        yield case(f"int8-m{m}", m, 20, 64, "int8", "int8", scales="tensors")
-    yield case("int8-int8", 70, 20, 272, "int8", "int8", scales="powers", out_dtype=torch.int8)
-    yield case("int8-int32", 10, 20, 144, "int8", "int8", out_dtype=torch.int32)
-    for kind in ("e4m3", "e5m2", "bf16", "fp16"):
-        yield case(kind, 65, 40, 80, kind, kind, scales="rows", **leaky)
-    yield case("e5m2-e4m3", 17, 40, 80, "e5m2", "e4m3", scales="rows", out_dtype=torch.float16)
-    for a, b, order in (
-        ("int8", "int8", "cr"),
-        ("e4m3", "e4m3", "rr"),
-        ("e5m2", "e5m2", "cc"),
-        ("e4m3", "e5m2", "rr"),
-        ("e5m2", "e4m3", "rr"),
-        ("bf16", "e5m2", "rr"),
-        ("e4m3", "fp16", "cc"),
-        ("int8", "e4m3", "cr"),
-    ):
-        yield case(f"{a}-{b}-{order}", 11, 35, 77, a, b, order, scales="rows", bias="column")
-    yield case("no-rows", 0, 32, 64, "int8", "int8")
-    yield case("fp32", 3, 5, 7, "fp32", "fp32")
-
-
-def _inputs(m, n, k, a_kind, b_kind, order, given, device, generator, fp8_dtype) -> tuple:
-    """`order` says of a and of b whether they lie in rows or in columns, with a gap between them."""
-
-    def matrix(rows: int, columns: int, kind: str, order: str, gap: int = 16) -> Tensor:
-        of_kind = {"int8": torch.int8, "e4m3": fp8_dtype, "e5m2": E5M2[fp8_dtype], "fp32": torch.float32}
-        dtype = of_kind.get(kind) or {name: dtype for dtype, name in HALVES.items()}[kind]
-        outer, inner = (rows, columns) if order == "r" else (columns, rows)
-        values = torch.randn(outer, inner + gap, generator=generator)
-        values = (values * 40).round().clamp(-127, 127) if kind == "int8" else values
-        values = values.to(dtype).to(device)[:, :inner]
-        return values if order == "r" else values.t()
-
-    def scale(rows: int) -> Tensor | None:
-        rows = rows if given.get("scales") in ("rows", "powers") else 1
-        if given.get("scales") == "powers":
-            return (2.0 ** torch.randint(-5, -2, (rows, 1), generator=generator)).to(device)
-        return None if not given.get("scales") else (torch.rand(rows, 1, generator=generator) + 0.5).to(device)
-
-    out_dtype = given.get("out_dtype", torch.bfloat16)
-    bias = None
-    if given.get("bias"):
-        bias = torch.randn((m, 1) if given["bias"] == "row" else (n,), generator=generator).to(out_dtype).to(device)
-    operands = matrix(m, k, a_kind, order[0]), matrix(k, n, b_kind, order[1])
-    return *operands, out_dtype, scale(m), scale(n), bias, given.get("activation", "none")
-
-
-def _torch(a: Tensor, b: Tensor, *rest) -> Tensor:
-    """PyTorch's own product of the types, and the rest behind it. It raises where there is none."""
+def _torch(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    block_scales: bool = False,
+) -> Tensor:
+    """PyTorch's own product of the types, which scales those of fp8, and the rest behind it. It raises where there is none."""
+    if block_scales:
+        raise NotImplementedError("PyTorch has no product of all these types with scales of blocks")
     if a.dtype == b.dtype == torch.int8:
         product = torch._int_mm(a, b)
     elif a.element_size() == b.element_size() == 1:
         one = torch.ones((), device=a.device)
-        product = torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
+        scales = [one if scale is None else scale for scale in (scale_a, scale_b)]
+        if max(scale.numel() for scale in scales) > 1:
+            shapes = (len(a), 1), (1, b.shape[1])
+            scales = [s.reshape(shape if s.numel() > 1 else ()).expand(shape) for s, shape in zip(scales, shapes)]
+        product = torch._scaled_mm(a, b, *(scale.contiguous() for scale in scales), out_dtype=torch.bfloat16)
+        scale_a = scale_b = None
     else:
         product = a @ b if a.dtype == b.dtype else a.float() @ b.float()
-    return _finished(product, torch.float32, *rest)
+    if out_dtype not in INTS and scale_a is scale_b is bias is None and activation == "none":
+        return product.to(out_dtype)
+    return _finished(product, torch.float32, out_dtype, scale_a, scale_b, bias, activation)
 
 
 def _op(reference) -> Op:
@@ -316,7 +305,7 @@ def _op(reference) -> Op:
         cost=_cost,
         plan=_plan,
         problem=_problem,
-        cases=_cases,
+        cases=gemm_cases.cases,
         sums=True,
         peer=_torch,
     )
@@ -327,7 +316,8 @@ def _problem(a) -> dict[str, object]:
     m, n, k = _sizes(a)
     types = [str(dtype).removeprefix("torch.") for dtype in (a.a.dtype, a.b.dtype)]
     inner = [int(stride == 1) for stride in (a.a.stride(1), a.b.stride(0))]
-    return {"m": m, "n": n, "k": k, "a": types[0], "b": types[1], "a_inner": inner[0], "b_inner": inner[1]}
+    kinds = {"a": types[0], "b": types[1], "a_inner": inner[0], "b_inner": inner[1], "blocks": int(a.block_scales)}
+    return {"m": m, "n": n, "k": k} | kinds
 
 
 @_op
@@ -339,31 +329,41 @@ def gemm(
     scale_b: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str = "none",
+    block_scales: bool = False,
 ) -> Tensor:
     """activation((a @ b) * scale_a * scale_b^T + bias), the sums in fp32, those of int8 with int8 exact if results are ints.
 
     a [M, K] and b [K, N] are int8, e4m3, e5m2, bf16, fp16 or fp32, each its own, with any strides; scale_a has 1 or M elements,
-    scale_b 1 or N, float32. bias is of out_dtype, [N] or [M, 1]. activation is "none" or "leaky_relu", which multiplies what is
-    below 0 by 0.01. Returns [M, N] in bf16, fp16, fp32 or, of int8 with int8, int32 or int8: rounded to nearest even, saturated, NaN
-    as 0. Matrices of fp32 are multiplied by torch, as are bf16 with fp16. Scales of blocks: block_scaled_mm.
+    scale_b 1 or N, float32. With block_scales every product of 128 of K is scaled by itself: scale_a is [M, ceil(K / 128)], scale_b
+    [ceil(K / 128), ceil(N / 128)], with any strides, and 0 where one scale has to do for several. bias is of out_dtype, [N] or
+    [M, 1]. activation is "none" or "leaky_relu", which multiplies what is below 0 by 0.01. Returns [M, N] in bf16, fp16, fp32 or,
+    of int8 with int8, int32 or int8: rounded to nearest even, saturated, NaN as 0. Matrices of fp32 are multiplied by torch, as
+    are bf16 with fp16. MX-FP8, e8m0 scales and shuffled weights: mxfp8_scaled_mm and block_scaled_mm.
     """
     wide = torch.float64 if out_dtype == torch.float64 else torch.float32
     summed = torch.float64 if a.dtype == b.dtype == torch.int8 else wide
-    return _finished(a.to(summed) @ b.to(summed), wide, out_dtype, scale_a, scale_b, bias, activation)
+    a, b = a.to(summed), b.to(summed)
+    if block_scales:
+        (k, n), scales = b.shape, scale_b.to(summed).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        a, b = a * scale_a.to(summed).repeat_interleave(BLOCK, 1)[:, :k], b * scales[:k, :n]
+    return _finished(a @ b, wide, out_dtype, scale_a, scale_b, bias, activation, block_scales)
 
 
-def _finished(product: Tensor, wide: torch.dtype, out_dtype, scale_a, scale_b, bias, activation: str) -> Tensor:
-    """What is behind the sums, in `wide`."""
+def _finished(
+    product: Tensor, wide: torch.dtype, out_dtype, scale_a, scale_b, bias, activation: str, block_scales: bool = False
+) -> Tensor:
+    """What is behind the sums, in `wide`. Those of blocks are scaled."""
     if out_dtype == torch.int32 and scale_a is None and scale_b is None and activation == "none":
         return product.to(out_dtype)
     product = product.to(wide)
-    if scale_a is not None:
+    if scale_a is not None and not block_scales:
         product = product * scale_a.to(wide).reshape(-1, 1)
-    if scale_b is not None:
+    if scale_b is not None and not block_scales:
         product = product * scale_b.to(wide).reshape(1, -1)
     if bias is not None:
         product = product + bias.to(wide)
-    product = torch.where(product < 0, product * SLOPES[activation], product)
+    if activation != "none":
+        product = torch.where(product < 0, product * SLOPES[activation], product)
     if out_dtype in INTS:
         limits = torch.iinfo(out_dtype)
         high = limits.max if out_dtype == torch.int8 else 2147483520  # the largest float32 below

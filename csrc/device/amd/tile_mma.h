@@ -123,8 +123,9 @@ struct Multiplier {
         AccumulatorTile product[2];
         constexpr int kMatrix = 8, kVector = 2;
         auto add_scaled = [&](int i) __attribute__((always_inline)) {
-          sums[i][j].sum[0] += product[i % 2].sum[0] * factor[j][0][i][0];
-          sums[i][j].sum[1] += product[i % 2].sum[1] * factor[j][1][i][0];
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            sums[i][j].sum[half] += float_sums<Type>(product[i % 2].sum[half]) * factor[j][half][i][0];
         };
 #pragma unroll
         for (int i = 0; i < kM; ++i) {

@@ -94,6 +94,8 @@ struct SumOf<I8> {
 };
 template <class Type>
 using Sum = typename SumOf<Type>::Value;
+template <class Type>
+using SumVec = Sum<Type> __attribute__((ext_vector_type(4)));
 
 // clang-format off
 #define SUMS_8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])

@@ -41,11 +41,12 @@ struct Multiplier {
     mma::multiply_panels<Type>(product, tokens_at, tokens, weights_at, weights);
 #pragma unroll
     for (int i = 0; i < kN * 4; ++i) {
-      if constexpr (__is_same(Type, I8)) {
-        const i32x4 p = {product[i * 4], product[i * 4 + 1], product[i * 4 + 2], product[i * 4 + 3]};
-        sums[0][i / 4].sum[i % 4] = add_whole(sums[0][i / 4].sum[i % 4], __builtin_bit_cast(f32x4, p));
+      const mma::SumVec<Type> values = {product[i * 4], product[i * 4 + 1], product[i * 4 + 2], product[i * 4 + 3]};
+      const f32x4 sum = __builtin_bit_cast(f32x4, values);
+      if constexpr (__is_same(Type, I8) && !kScaled) {
+        sums[0][i / 4].sum[i % 4] = add_whole(sums[0][i / 4].sum[i % 4], sum);
       } else {
-        const f32x4 p = {product[i * 4], product[i * 4 + 1], product[i * 4 + 2], product[i * 4 + 3]};
+        const f32x4 p = float_sums<Type>(sum);
         const auto& of = factor[i / 4][i % 4 / 2][0];
         sums[0][i / 4].sum[i % 4] += kScaled ? p * f32x4{of[0], of[0], of[1], of[1]} : p;
       }

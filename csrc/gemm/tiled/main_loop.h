@@ -42,11 +42,10 @@ struct Unscaled {
   DEVICE void multiply(const Panel&, ScaleFactors&) const {}
 };
 
-// Block scales of tokens and of weight rows. The lower half of a lane's weight rows has the first scale of b. So has the upper
-// half, or with kHalves a scale of its own for each accumulator tile.
-template <class Tile, bool kHalves, class Scale = Fp32Scale>
+// Block scales of tokens and of weight rows, for kPanels panels of K each. The lower half of a lane's weight rows has the first scale
+// of b. So has the upper half, or with kHalves a scale of its own for each accumulator tile.
+template <class Tile, bool kHalves, class Scale = Fp32Scale, int kPanels = 1>
 struct BlockScales {
-  static_assert(kScaleBlock == kDepth);
   static constexpr bool kScaled = true;
   static constexpr int kWeights = kHalves ? 1 + Tile::kAccumulatorsN : 1;
   struct Panel {
@@ -54,7 +53,7 @@ struct BlockScales {
   };
   mem::Buffer a, b;
   int a_at[Tile::kAccumulatorsM][kLaneTokens], b_at[kWeights];  // bytes
-  int a_k;                                                      // elements from block to block of K
+  int a_k, b_k = 1;                                             // elements from block to block of K
 
   // `row_of` gives the row of `tokens` that a token of the tile has.
   template <class RowOf>
@@ -69,14 +68,16 @@ struct BlockScales {
         a_at[i][t] = row_of(Tile::wave_m() + Tile::token(i * kLaneTokens + t)) * row * Scale::kBytes;
   }
   DEVICE Panel load(int panel) const {
+    const int block = u32(panel) / kPanels;
     Panel scales;
 #pragma unroll
-    for (int j = 0; j < kWeights; ++j) scales.b[j] = Scale::load_or_zero(b, b_at[j], panel * Scale::kBytes, true);
+    for (int j = 0; j < kWeights; ++j)
+      scales.b[j] = Scale::load_or_zero(b, b_at[j], block * (b_k * Scale::kBytes), true);
 #pragma unroll
     for (int i = 0; i < Tile::kAccumulatorsM; ++i)
 #pragma unroll
       for (int t = 0; t < kLaneTokens; ++t)
-        scales.a[i][t] = Scale::load_or_zero(a, a_at[i][t], panel * a_k * Scale::kBytes, true);
+        scales.a[i][t] = Scale::load_or_zero(a, a_at[i][t], block * a_k * Scale::kBytes, true);
     return scales;
   }
   DEVICE void multiply(const Panel& scales, ScaleFactors<Tile>& factors) const {
