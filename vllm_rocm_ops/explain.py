@@ -17,7 +17,13 @@ from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.op import Explanation, Op
 from vllm_rocm_ops.vllm import absorbed_products, experts, kernel_selection
 from vllm_rocm_ops.vllm.attention import is_forced
-from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
+from vllm_rocm_ops.vllm.seams import (
+    block_scaled_linear,
+    int8_linear,
+    mxfp8_linear,
+    scaled_linear,
+    unquantized_linear,
+)
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -136,6 +142,7 @@ LIMITED = {
     "scaled_mm": scaled_linear,
     "block_scaled_mm": block_scaled_linear,
     "mxfp8_scaled_mm": mxfp8_linear,
+    "gemm": int8_linear,
     "unquantized_gemm": unquantized_linear,
     "fused_experts": experts,
     "batched_gemm": absorbed_products,
@@ -177,6 +184,9 @@ def measured_shapes(call: LayerCall, arch: str) -> list[str]:
         layers = [(a.b, a.scale_b, a.out_dtype, None)]
     elif name == "mxfp8_scaled_mm":
         layers = [(a.b, a.scale_b, a.bias, None, a.out_dtype)]
+    elif name == "gemm":
+        static = a.scale_a if a.scale_a.numel() == 1 else None
+        layers = [(a.b, a.scale_b, static, a.bias, None, a.out_dtype)]
     elif name == "unquantized_gemm":
         layers = [(a.weight, a.bias, a.x.dtype)]
     elif name == "fused_experts":
@@ -220,6 +230,8 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
         most = most_tokens(call.op)
         if most is None:
             return True, ""
+        if most == 0:
+            return False, UNMEASURED
         few = tokens <= most
         return few, "unmeasured" if few else f"unmeasured: of more than {most} tokens the seam leaves to vLLM"
     measured = record.shapes[key]

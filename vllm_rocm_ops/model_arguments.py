@@ -47,6 +47,12 @@ def scaled(tokens: int, inputs: Inputs, n: int, k: int, per_row: bool) -> tuple:
     return a, b.t(), *scales, inputs.dtype
 
 
+def int8_scaled(tokens: int, inputs: Inputs, n: int, k: int, per_token: bool) -> tuple:
+    """Weights have a scale for each channel; the input has one for each token, or one."""
+    a, b = ((40 * inputs.values(rows, k)).clamp(-127, 127).to(torch.int8) for rows in (tokens, n))
+    return a, b.t(), inputs.dtype, inputs.scales(tokens if per_token else 1, 1), inputs.scales(n, 1)
+
+
 def block_scaled(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
     a, b = (inputs.values(rows, k, dtype=inputs.fp8_dtype) for rows in (tokens, n))
     blocks = -(-k // BLOCK)

@@ -14,13 +14,15 @@ from vllm_rocm_ops.ops.mxfp8_scaled_mm import BLOCK as MX_BLOCK
 
 SHIPPED = Path(__file__).parent / "models"
 
-# How a linear layer is quantised: weights are e4m3 in all but the first.
+# How a linear layer is quantised: weights are e4m3 in all but the first, and in those of INT8.
 UNQUANTIZED = "none"
 STATIC = "static"  # one scale for the input, known beforehand
 TENSOR = "tensor"  # one scale for the input, found by vLLM
 TOKEN = "token"  # a scale per token and per output channel
 BLOCKS = "block"  # a scale per 1x128 of the input and per 128x128 of the weight
 MX = "mx"  # an e8m0 scale per 32 of both; e4m3fn on every GPU
+INT8 = "int8"  # weights and input int8, with a scale per token and per output channel
+INT8_STATIC = "int8 static"  # the same with one scale for the input, known beforehand
 
 
 def shipped() -> list[str]:
@@ -111,13 +113,24 @@ def _compressed_tensors(config: dict) -> tuple[str, list[str]]:
     ignored, groups = names(config, "ignore"), section(config, "config_groups")
     group = section(groups, next(iter(groups), "group_0"))
     weights, inputs = section(group, "weights"), section(group, "input_activations")
+    if len(groups) == 1 and [(q.get("type"), q.get("num_bits")) for q in (weights, inputs)] == [("int", 8)] * 2:
+        return _int8(weights, inputs), ignored
     if len(groups) != 1 or [(q.get("type"), q.get("num_bits")) for q in (weights, inputs)] != [("float", 8)] * 2:
-        raise ValueError("config_groups must have one group, with weights and inputs in 8-bit float")
+        raise ValueError("config_groups must have one group, with weights and inputs in 8-bit float or 8-bit int")
     if all(tuple(map(q.get, ("strategy", "group_size", "scale_dtype"))) == MX_STRATEGY for q in (weights, inputs)):
         return MX, ignored
     if weights.get("strategy") == "block":
         return _blocks(weights, "block_structure"), ignored
     return TOKEN if inputs.get("dynamic") else STATIC, ignored
+
+
+def _int8(weights: dict, inputs: dict) -> str:
+    if weights.get("strategy") not in ("channel", "tensor") or inputs.get("strategy") not in ("token", "tensor"):
+        wanted = "in 8-bit int must have weights with the strategy channel or tensor, and inputs with token or tensor"
+        raise ValueError(f"config_groups {wanted}")
+    if not weights.get("symmetric", True) or not inputs.get("symmetric", True):
+        raise ValueError("config_groups in 8-bit int must be symmetric: layers with zero points are vLLM's")
+    return INT8 if inputs.get("dynamic") else INT8_STATIC
 
 
 def _modelopt(config: dict) -> tuple[str, list[str]]:

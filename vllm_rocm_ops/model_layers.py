@@ -3,7 +3,7 @@
 `calls(model_config.read(model), tp, ep)` lists them as vLLM with this package runs them: linear layers; the norms and
 activations around them, which quantise for the one linear that reads their result (see vllm/seams/links.py); routing and
 experts. What runs no op of ours is left out: attention, rotary embeddings, collectives, Qwen3's norms of queries and keys,
-and in DeepSeek the products that latent attention absorbs.
+experts in INT8, and in DeepSeek the products that latent attention absorbs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from vllm_rocm_ops import model_arguments, model_config, ops
 from vllm_rocm_ops.model_arguments import Inputs
-from vllm_rocm_ops.model_config import BLOCKS, MX, STATIC, TOKEN, UNQUANTIZED
+from vllm_rocm_ops.model_config import BLOCKS, INT8, INT8_STATIC, MX, STATIC, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.op import Case, Op
 
 VOCABULARY_UNIT = 64  # vLLM pads to a multiple
@@ -146,6 +146,9 @@ class _Model:
             return self._call(layer, ops.block_scaled_mm, model_arguments.block_scaled, n, k, count=count)
         if quantization == MX:
             return self._call(layer, ops.mxfp8_scaled_mm, model_arguments.mx_scaled, n, k, count=count)
+        if quantization in (INT8, INT8_STATIC):
+            of_token = quantization == INT8
+            return self._call(layer, ops.gemm, model_arguments.int8_scaled, n, k, of_token, count=count)
         return self._call(layer, ops.scaled_mm, model_arguments.scaled, n, k, quantization == TOKEN, count=count)
 
     def norm(self, layer: str, hidden: int, quantization: str = UNQUANTIZED, residual: bool = True) -> LayerCall:
@@ -178,6 +181,9 @@ class _Model:
 
     def experts(self, module: str, count: str) -> Iterator[LayerCall]:
         """The choice of experts for each token, and the experts that the rank has of all, of which there are `count`."""
+        quantization = self.quantization(*(f"{module}.0.{name}_proj" for name in ("gate", "up", "down")))
+        if quantization in (INT8, INT8_STATIC):
+            return  # vLLM's, and their routing
         experts = self[count]
         topk = self.size("num_experts_per_tok", most=experts)
         renormalize = bool(self.config.get("norm_topk_prob"))
@@ -196,7 +202,6 @@ class _Model:
             raise ValueError(f"ep must divide {count}={experts}, got {self.ep}")
         else:
             here = experts // self.ep
-        quantization = self.quantization(*(f"{module}.0.{name}_proj" for name in ("gate", "up", "down")))
         sizes = experts, here, topk, self.hidden, intermediate
         yield self._call("experts", ops.fused_experts, model_arguments.experts, *sizes, quantization)
 

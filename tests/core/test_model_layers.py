@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import explain, model_config, model_layers, ops
+from vllm_rocm_ops import cli, explain, model_config, model_layers, ops
 from vllm_rocm_ops.model_config import read
 from vllm_rocm_ops.model_layers import calls
+from vllm_rocm_ops.vllm import kernel_selection
 
 LLAMA = "llama-3.1-405b-fp8"
 
@@ -247,6 +248,49 @@ def test_quantization_decides_ops_and_scales(name):
     assert gate_up.op is ops.scaled_mm and a.scale_a.shape == (scales, 1)
 
 
+def int8(**changes) -> dict:
+    """A configuration of INT8 W8A8, with changes of its inputs."""
+    weights = {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True, "dynamic": False}
+    inputs = weights | {"strategy": "token", "dynamic": True} | changes
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]}
+
+
+@pytest.mark.parametrize(("changes", "scales"), [({}, 3), ({"dynamic": False, "strategy": "tensor"}, 1)])
+def test_int8_layers_are_calls_of_the_seam(changes, scales, capsys, tmp_path):
+    """Their input comes from norms and activations that quantize nothing, and vLLM's kernels run where ours were not measured."""
+    config = read("tiny-llama") | {"quantization_config": int8(**changes)}
+    by_layer = {call.layer: call for call in calls(config)}
+    assert by_layer["post-attention norm"].op is ops.fused_add_rms_norm and by_layer["SwiGLU"].op is ops.silu_and_mul
+    assert by_layer["lm_head"].op is ops.unquantized_gemm
+    down = by_layer["down"]
+    a = down.op.Arguments(*down.case(3).make("cpu", torch.Generator().manual_seed(0), torch.float8_e4m3fn))
+    assert down.op is ops.gemm and a.a.dtype == a.b.dtype == torch.int8 and a.a.float().std() > 20
+    assert (a.scale_a.numel(), a.scale_b.numel(), a.b.stride(0)) == (scales, 512, 1)
+    assert ops.gemm(*a).isfinite().all()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert cli.main(["explain", "--model", str(path), "--arch", "gfx942", "--batch", "1,64"]) == 0
+    [line] = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("gate_up ")]
+    assert line[2:6] == ["gemm", "1,64", "vLLM's", "own"] and line[-1] == "faster"
+
+
+def test_measured_int8_layers_are_ours():
+    [down] = [call for call in calls(read("tiny-llama") | {"quantization_config": int8()}) if call.layer == "down"]
+    [shape] = explain.measured_shapes(down, "gfx942")
+    key = f"gemm {shape} Native"
+    times = {8: kernel_selection.Measured(1.0, 2.0), 64: kernel_selection.Measured(3.0, 2.0)}
+    record = kernel_selection.Record({}, shapes={key: times})
+    assert explain.measured_call(down, "gfx942", record) == key
+    assert explain.decision(down, key, record, 8) == (True, "measured: ours 1.0 us, vLLM's 2.0 us")
+    assert not explain.decision(down, key, record, 64)[0]
+
+
+def test_experts_in_int8_are_vllms():
+    layers = found(read("qwen3-30b-a3b-fp8") | {"quantization_config": int8()})
+    assert layers["qkv"][0][0] == "gemm" and layers.keys().isdisjoint({"routing", "experts"})
+
+
 def test_layers_that_a_checkpoint_leaves_unquantized():
     """As in Meta's own FP8 checkpoint: no attention, and neither the first nor the last layer's MLP."""
     ignored = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(126) for name in "qkvo"]
@@ -370,6 +414,8 @@ QUARK = QUANTIZED["quark"][0]
         ({"quantization_config": CHANNEL | {"config_groups": {}}}, "config_groups must have one group"),
         ({"quantization_config": CHANNEL | {"config_groups": {"group_0": 5}}}, "group_0 must be an object, got 5"),
         ({"quantization_config": {"quant_method": "quark"}}, "global_quant_config must have"),
+        ({"quantization_config": int8(symmetric=False)}, "in 8-bit int must be symmetric"),
+        ({"quantization_config": int8(strategy="group")}, "inputs with token or tensor"),
         ({"quantization_config": QUARK | {"layer_quant_config": {"*k_proj": {}}}}, "global_quant_config must have"),
         ({"quantization_config": QUARK | {"layer_quant_config": {"*k_proj": 5}}}, r"\*k_proj must be an object, got 5"),
     ],

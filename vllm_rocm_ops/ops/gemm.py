@@ -10,13 +10,12 @@ from torch import Tensor
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import gemm as products
-from vllm_rocm_ops.families import gemm_cases
+from vllm_rocm_ops.families import gemm_blocks, gemm_cases
 from vllm_rocm_ops.families import skinny_gemm as skinny
 from vllm_rocm_ops.families import tiled_gemm as tiled
-from vllm_rocm_ops.families.gemm import BLOCK, E5M2, HALVES, Operand, Product
+from vllm_rocm_ops.families.gemm import E5M2, HALVES, Operand, Product
 from vllm_rocm_ops.families.skinny_gemm import SkinnyConfig
 from vllm_rocm_ops.families.tiled_gemm import TiledConfig
-from vllm_rocm_ops.families.weight_layout import STEP
 from vllm_rocm_ops.launch import Counters, Launch, Workspace, fields
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.tensors import describe
@@ -30,7 +29,6 @@ FEW = (1, 8)  # the most rows of a that a kernel without tiles takes
 THREADS = 256  # of its blocks
 ROWS, SPLIT_K = 128, (1, 2, 4, 8, 16)  # of the tiles here
 LARGE = ("int8", "e4m3", "bf16", "fp16")  # what is also multiplied in tiles of 128 rows of a
-UNIT = BLOCK // STEP  # steps of a block of K in the skinny kernels
 
 # The model of `_cost`, beside that of the tiled kernels. No AMD GPU was there to measure.
 BY_ELEMENT = 4.0  # how many times as long products of elements take that are loaded one by one
@@ -113,18 +111,13 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     holds = a.b.dim() == 2 and a.b.dtype in types and a.b.shape[0] == k
     yield "b", f"{wanted} [K={k}, N]", describe(a.b), holds
     m, n = a.a.shape[0], a.b.shape[1]
-    blocks_n, blocks_k = -(-n // BLOCK), -(-k // BLOCK)
-    for name, scale, rows, shape in (
-        ("scale_a", a.scale_a, m, (m, blocks_k)),
-        ("scale_b", a.scale_b, n, (blocks_k, blocks_n)),
-    ):
-        if a.block_scales:
-            holds = scale is not None and scale.dtype == torch.float32 and scale.shape == shape
-            found = "none" if scale is None else describe(scale)
-            yield name, f"float32 {list(shape)}, a scale for each block", found, holds
-        elif scale is not None:
-            holds = scale.dtype == torch.float32 and scale.numel() in (1, rows)
-            yield name, f"float32 with 1 or {rows} elements", describe(scale), holds
+    if a.block_scales:
+        yield from gemm_blocks.contract(a)
+    else:
+        for name, scale, rows in (("scale_a", a.scale_a, m), ("scale_b", a.scale_b, n)):
+            if scale is not None:
+                holds = scale.dtype == torch.float32 and scale.numel() in (1, rows)
+                yield name, f"float32 with 1 or {rows} elements", describe(scale), holds
     of_ints = a.a.dtype == a.b.dtype == torch.int8
     wanted = "bfloat16, float16, float32 or, of int8 with int8, int32 or int8"
     yield "out_dtype", wanted, str(a.out_dtype), a.out_dtype in (OUT_TYPES if of_ints else products.OUT_TYPES)
@@ -140,12 +133,11 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
         yield f"{name} is not float32, which torch multiplies", dtype != torch.float32
         yield f"{arch.name} multiplies {name}'s dtype ({', '.join(_types(arch).values())})", dtype in _types(arch)
     yield "bfloat16 does not meet float16", {a.a.dtype, a.b.dtype} != set(HALVES)
-    scales = [t for t in (a.scale_a, a.scale_b) if t is not None]
-    of_rows = scales if not a.block_scales else []
-    yield "scales of rows and bias are contiguous", all(t.is_contiguous() for t in (*of_rows, a.bias) if t is not None)
+    rest = [t for t in (a.scale_a, a.scale_b, a.bias) if t is not None]
     if a.block_scales:
-        reaches = [sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) for t in scales]
-        yield "scales of blocks reach over fewer than 2^29 elements", max(reaches) < 2**29
+        yield from gemm_blocks.envelope(a)
+        rest = rest[2:]
+    yield "scales of rows and bias are contiguous", all(t.is_contiguous() for t in rest)
     m, n, k = _sizes(a)
     yield "N and K are at least 1", min(n, k) > 0
     yield "K is below 2^17, so that sums of int8 have 32 bits", k < 2**17 or torch.int8 not in (a.a.dtype, a.b.dtype)
@@ -175,7 +167,7 @@ def _configs(a, arch: Arch) -> list:
 
 def _unit(a) -> int:
     """Steps of K that a block of the skinny kernels has together."""
-    return UNIT if a.block_scales else 1
+    return gemm_blocks.UNIT if a.block_scales else 1
 
 
 def _cost(config, a, arch: Arch) -> dict[str, float]:
@@ -199,7 +191,7 @@ def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
         return []
     kind, size = _multiplied(a, arch)
     (scale_a_row, scale_a_k), (scale_b_row, scale_b_k) = _scale_strides(a)
-    module = "gemm_blocks" if a.block_scales else "gemm"
+    module = gemm_blocks.MODULE if a.block_scales else "gemm"
     if isinstance(config, SkinnyConfig):
         scales = (a.scale_a, scale_a_row, scale_a_k), (a.scale_b, scale_b_row)
         product = Product(out, *_skinny_operands(a), *scales, a.bias)
@@ -277,7 +269,7 @@ def _torch(
 ) -> Tensor:
     """PyTorch's own product of the types, which scales those of fp8, and the rest behind it. It raises where there is none."""
     if block_scales:
-        raise NotImplementedError("PyTorch has no product of all these types with scales of blocks")
+        raise ValueError("it takes no scales of blocks of all these types")
     if a.dtype == b.dtype == torch.int8:
         product = torch._int_mm(a, b)
     elif a.element_size() == b.element_size() == 1:
@@ -344,8 +336,7 @@ def gemm(
     summed = torch.float64 if a.dtype == b.dtype == torch.int8 else wide
     a, b = a.to(summed), b.to(summed)
     if block_scales:
-        (k, n), scales = b.shape, scale_b.to(summed).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-        a, b = a * scale_a.to(summed).repeat_interleave(BLOCK, 1)[:, :k], b * scales[:k, :n]
+        a, b = gemm_blocks.scaled(a, b, scale_a, scale_b)
     return _finished(a @ b, wide, out_dtype, scale_a, scale_b, bias, activation, block_scales)
 
 
