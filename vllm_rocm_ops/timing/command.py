@@ -44,6 +44,9 @@ def add_command(commands, names: Sequence[str], add_model: Callable) -> None:
     meaning = "a bare git directory of ROCm/aiter, which has the code objects by their blobs"
     command.add_argument("--git", type=Path, metavar="DIR", help=meaning)
     command.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="of a row of --points")
+    command.add_argument("--jobs", type=int, default=1, metavar="N", help="processes for the rows of --points")
+    meaning = "a folder that keeps what rows of --points got, for the next time that the same model is asked"
+    command.add_argument("--cache", type=Path, metavar="FOLDER", help=meaning)
     meaning = (
         "compare the model with the published microbenchmarks in this folder, and show its calibration; without a folder, measure "
         "calls on this machine's AMD GPU, and refit the model to them in a file of the user"
@@ -55,8 +58,8 @@ def check_arguments(arguments: argparse.Namespace, error: Callable[[str], None])
     """Calls `error` unless one thing is asked for."""
     if sum(map(bool, (arguments.op, arguments.model, arguments.object, arguments.points, arguments.check))) != 1:
         error("predict takes one of an op, --model, --object, --points and --check")
-    if (arguments.points is None) != (arguments.git is None) or not arguments.limit > 0:
-        error("predict takes --points and --git together, and a positive --limit")
+    if (arguments.points is None) != (arguments.git is None) or not arguments.limit > 0 or arguments.jobs < 1:
+        error("predict takes --points and --git together, and a positive --limit and --jobs")
     if not 0 < arguments.context <= MOST_CONTEXT:
         error(f"predict takes a --context of 1 to {MOST_CONTEXT} keys, got {arguments.context}")
 
@@ -67,7 +70,8 @@ def run(arguments: argparse.Namespace, calls: Callable[[], list[LayerCall]], ops
     from . import foreign, predict, refit, validation
 
     if arguments.points:
-        validation.run(arguments.points, arguments.git, sys.stdout, sys.stderr, arguments.limit)
+        given = arguments.points, arguments.git, sys.stdout, sys.stderr, arguments.limit, arguments.jobs, arguments.cache
+        validation.run(*given)
         return 0
     machine = refit.of_user(machine)
     if arguments.check is True:  # no folder

@@ -49,7 +49,7 @@ class Row(NamedTuple):
     @property
     def units(self) -> int:
         """Compute units of its GPU."""
-        return 80 if "MI308" in self.gpu else 304
+        return next((units for name, units in (("MI308", 80), ("MI35", 256)) if name in self.gpu), 304)
 
     @property
     def tile(self) -> tuple[int, int]:

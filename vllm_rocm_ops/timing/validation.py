@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import hashlib
+import json
 import multiprocessing
+import multiprocessing.connection
 import re
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -18,6 +22,7 @@ from vllm_rocm_ops.emulator.objects import KernelObject
 from . import machines, published, published_attention, published_gemm, published_moe
 
 LIMIT = 60.0  # seconds of a row
+LATE = "took longer than"
 COLUMNS = ("gpu", "op", "code_object", "blob_at_measurement", "blob_latest", "M", "N", "K", "batch_or_experts", "extra")
 FAMILIES = {
     "fp8gemm_blockscale": published_gemm.eight_bits,
@@ -55,10 +60,10 @@ def object_at(git: Path, blob: str, folder: Path) -> Path:
 
 def machine_of(gpu: str) -> machines.Machine:
     """The machine of a row's product. Raises ValueError."""
-    name = next(iter(re.findall("MI[0-9]+[A-Z]", gpu)), "")
-    if not name:
+    names = re.findall("MI[0-9]+[A-Z]", gpu)
+    if not names:
         raise ValueError(f"the GPU must be a product such as {STAND_IN}, got {gpu!r}")
-    return machines.MACHINES.get(name, machines.MACHINES[STAND_IN])
+    return machines.MACHINES[next((name for name in names if name in machines.MACHINES), STAND_IN)]
 
 
 def call(of: published.Row, kernel: KernelObject) -> published.Call:
@@ -94,7 +99,7 @@ def _work(connection, git: Path, folder: Path) -> None:
 
 
 class _Worker:
-    """A process that can be stopped in the middle of a row."""
+    """A process that can be stopped in the middle of a row. `asked` is the row that it has, `until` when it must be done."""
 
     def __init__(self, git: Path, folder: Path):
         context = multiprocessing.get_context("fork")
@@ -102,12 +107,18 @@ class _Worker:
         self.process = context.Process(target=_work, args=(other, git, folder), daemon=True)
         self.process.start()
         other.close()
+        self.asked: tuple | None = None
+        self.until = 0.0
 
-    def ask(self, fields: dict[str, str], limit: float) -> Found | None:
-        """What the row gets; None, and the process is at its end, if it fails or takes longer than `limit` seconds."""
+    def ask(self, key: tuple, limit: float) -> None:
+        """Gives it a row, for at most so many seconds."""
+        self.asked, self.until = key, time.monotonic() + limit
+        self.connection.send(dict(zip(COLUMNS, key, strict=True)))
+
+    def answer(self) -> Found | None:
+        """What its row gets; None, and the process is at its end, if it failed or took too long."""
         try:
-            self.connection.send(fields)
-            if self.connection.poll(limit):
+            if self.connection.poll():
                 return self.connection.recv()
         except (EOFError, OSError):
             pass
@@ -120,33 +131,90 @@ class _Worker:
         self.connection.close()
 
 
-def predictions(rows: list[dict[str, str]], git: Path, log: IO[str], limit: float = LIMIT) -> Iterator[Found]:
-    """What each row gets, in order; a row that was there before gets the same. `log` is told of each."""
-    known: dict[tuple, Found] = {}
-    worker, begin = None, time.monotonic()
+def _alike(key: tuple) -> tuple:
+    """Rows of like launches next to each other, as recordings are kept."""
+    of = dict(zip(COLUMNS, key, strict=True))
+    return tuple(of[name] for name in ("code_object", "blob_at_measurement", "blob_latest", "N", "K", "extra", "gpu", "M"))
+
+
+def _answers(keys: list[tuple], git: Path, limit: float, jobs: int) -> Iterator[tuple[tuple, Found]]:
+    """What rows get, as their processes have it."""
+    ahead, workers = deque(sorted(keys, key=_alike)), []
+    late = Found(None, f"{LATE} {limit:.0f} s, or more memory than there is")
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for place, fields in enumerate(rows):
-                key = tuple(fields[name] for name in COLUMNS)
-                if key not in known:
-                    worker = worker or _Worker(git, Path(folder))
-                    found = worker.ask(fields, limit)
-                    if found is None:
-                        worker, found = (
-                            None,
-                            Found(None, f"took longer than {limit:.0f} s, or more memory than there is"),
-                        )
-                    known[key] = found
-                shown = f"{known[key].us:.1f} us" if known[key].us else known[key].why
-                print(f"{place + 1} of {len(rows)}, {time.monotonic() - begin:.0f} s: {shown}", file=log, flush=True)
-                yield known[key]
+            while ahead or any(worker.asked for worker in workers):
+                while ahead and len(workers) < jobs:
+                    workers.append(_Worker(git, Path(folder)))
+                for worker in workers:
+                    if ahead and not worker.asked:
+                        worker.ask(ahead.popleft(), limit)
+                busy = [worker for worker in workers if worker.asked]
+                first = max(0.0, min(worker.until for worker in busy) - time.monotonic())
+                ready = multiprocessing.connection.wait([worker.connection for worker in busy], first)
+                for worker in busy:
+                    if worker.connection in ready or worker.until <= time.monotonic():
+                        key, worker.asked = worker.asked, None
+                        found = worker.answer()
+                        if found is None:
+                            workers.remove(worker)
+                        yield key, found or late
         finally:
-            if worker:
+            for worker in workers:
                 worker.stop()
 
 
-def run(path: Path, git: Path, out: IO[str], log: IO[str], limit: float = LIMIT) -> None:
-    """Prints the rows of a file with `predicted_us` and `why`. Raises ValueError for a file that has no such rows, or without git's
+class _Kept:
+    """What rows got before, in a file of a folder; another model has another file."""
+
+    def __init__(self, folder: Path | None):
+        self.path = folder / f"points-{_model()}.jsonl" if folder else None
+        self.found: dict[tuple, Found] = {}
+        if self.path and self.path.is_file():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                key, us, why = json.loads(line)
+                self.found[tuple(key)] = Found(us, why)
+
+    def add(self, key: tuple, found: Found) -> None:
+        """Keeps what a row got, but for one that took too long here."""
+        self.found[key] = found
+        if self.path and not found.why.startswith(LATE):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([key, *found]) + "\n")
+
+
+def _model() -> str:
+    """The hash of all files that a prediction comes from."""
+    digest, package = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted((*package.glob("emulator/**/*.py"), *package.glob("timing/*.*"), package / "arch.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def predictions(
+    rows: list[dict[str, str]], git: Path, log: IO[str], limit: float = LIMIT, jobs: int = 1, kept: Path | None = None
+) -> Iterator[Found]:
+    """What each row gets, in order; a row that was there before, or in the folder `kept`, gets the same. `jobs` processes run at once.
+    `log` is told of each as it is found."""
+    begin, known = time.monotonic(), _Kept(kept)
+    keys = [tuple(fields[name] for name in COLUMNS) for fields in rows]
+    new = [key for key in dict.fromkeys(keys) if key not in known.found]
+    answers, shown = _answers(new, git, limit, jobs), 0
+    for key in keys:
+        while key not in known.found:
+            known.add(*(answer := next(answers)))
+            shown, found = shown + 1, answer[1]
+            text = f"{found.us:.1f} us" if found.us else found.why
+            print(f"{shown} of {len(new)}, {time.monotonic() - begin:.0f} s: {text}", file=log, flush=True)
+        yield known.found[key]
+    answers.close()
+
+
+def run(
+    path: Path, git: Path, out: IO[str], log: IO[str], limit: float = LIMIT, jobs: int = 1, kept: Path | None = None
+) -> None:
+    """Prints the rows of a file with `predicted_us` and `why`, see `predictions`. Raises ValueError for a file that has no such rows, or without git's
     directory."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -162,7 +230,7 @@ def run(path: Path, git: Path, out: IO[str], log: IO[str], limit: float = LIMIT)
     added = [name for name in ("predicted_us", "why") if name not in names]
     writer = csv.DictWriter(out, [*names, *added], lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
-    for fields, found in zip(rows, predictions(rows, git, log, limit), strict=True):
+    for fields, found in zip(rows, predictions(rows, git, log, limit, jobs, kept), strict=True):
         us = "" if found.us is None else f"{found.us:.4g}"
         writer.writerow({**fields, "predicted_us": us, "why": found.why})
         out.flush()
