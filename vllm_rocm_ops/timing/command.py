@@ -70,7 +70,15 @@ def run(arguments: argparse.Namespace, calls: Callable[[], list[LayerCall]], ops
     from . import foreign, predict, refit, validation
 
     if arguments.points:
-        given = arguments.points, arguments.git, sys.stdout, sys.stderr, arguments.limit, arguments.jobs, arguments.cache
+        given = (
+            arguments.points,
+            arguments.git,
+            sys.stdout,
+            sys.stderr,
+            arguments.limit,
+            arguments.jobs,
+            arguments.cache,
+        )
         validation.run(*given)
         return 0
     machine = refit.of_user(machine)

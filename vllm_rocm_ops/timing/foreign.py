@@ -33,12 +33,20 @@ BLOCKS = 16  # of a grid with one axis that are recorded
 MOST_BYTES = 1 << 33  # of a launch's buffers
 PREFIX = "predict --object"
 
-Arguments = dict[int, torch.Tensor | bytes]
+
+class Pointers(NamedTuple):
+    """A pointer to `table`, which starts with pointers to `tensors`."""
+
+    table: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+
+
+Arguments = dict[int, torch.Tensor | bytes | Pointers]
 
 
 class ObjectLaunch(NamedTuple):
-    """A launch of a kernel that has no stamp. `args` are by their offsets in the argument buffer: tensors for pointers, bytes for all
-    else; what none covers is zero."""
+    """A launch of a kernel that has no stamp. `args` are by their offsets in the argument buffer: tensors for pointers, or `Pointers`,
+    bytes for all else; what none covers is zero."""
 
     symbol: str
     grid: tuple[int, int, int]
@@ -49,13 +57,23 @@ class ObjectLaunch(NamedTuple):
     @property
     def named(self) -> dict[str, object]:
         """The arguments by what errors call them."""
-        return {f"at byte {offset}": value for offset, value in self.args.items()}
+        found: dict[str, object] = {}
+        for offset, value in self.args.items():
+            is_nested = isinstance(value, Pointers)
+            found[f"at byte {offset}"] = value.table if is_nested else value
+            for place, tensor in enumerate(value.tensors if is_nested else ()):
+                found[f"{place} of that at byte {offset}"] = tensor
+        return found
 
 
 def packed(args: Arguments, address: Callable[[torch.Tensor], int]) -> bytes:
     """The argument buffer, as far as the arguments go."""
     content = bytearray()
     for offset, value in args.items():
+        if isinstance(value, Pointers):
+            inner = struct.pack(f"<{len(value.tensors)}Q", *map(address, value.tensors))
+            value.table[: len(inner)] = torch.frombuffer(bytearray(inner), dtype=torch.uint8)
+            value = value.table
         raw = struct.pack("<Q", address(value)) if isinstance(value, torch.Tensor) else value
         content.extend(bytes(max(0, offset + len(raw) - len(content))))
         content[offset : offset + len(raw)] = raw

@@ -63,15 +63,20 @@ def with_context(given: dict, context: int) -> dict:
     return given | made | {"block_table": table, "seq_lens": torch.full_like(given["seq_lens"], context, device="cpu")}
 
 
-def predict_call(op: Op, given: dict, machine: Machine, context: int = CONTEXT) -> list[Kernel]:
-    """The kernels of a call with arguments of the meta device, and so many keys of each request where it is attention. Raises ValueError
-    where none of ours runs."""
+def predict_call(op: Op, given: dict, machine: Machine, context: int = CONTEXT, config=None) -> list[Kernel]:
+    """The kernels of a call with arguments of the meta device, and so many keys of each request where it is attention; in a
+    configuration of the op, by default the one that a call gets. Raises ValueError where none of ours runs."""
     if op.name in explain.ATTENTION:
         given = with_context(given, context)
     experts = len(given["w1"]) if "w1" in given else 1
     values = {name: _argument(name, value, experts) for name, value in given.items()}
     emulator = RecordingEmulator(str(machine.arch), races=False)
-    planned = _aligned(emulated.executable(op.explain(**values, arch=emulator.arch).launches), values)
+    if config is None:
+        launches = op.explain(**values, arch=emulator.arch).launches
+    else:
+        a = op.Arguments(**values)
+        launches = op.plan(config, op.allocate(a), a, emulator.arch)
+    planned = _aligned(emulated.executable(launches), values)
     if not planned:
         raise ValueError(f"predict: {op.name} must run a kernel of ours, got a call that PyTorch runs: see explain")
     cold = [value for name, value in values.items() if name in PARAMETERS and isinstance(value, torch.Tensor)]
@@ -139,6 +144,31 @@ def call_lines(op: Op, given: dict, machine: Machine, context: int = CONTEXT) ->
         yield f"  {symbol}: predicted {prediction.us:.1f} us; {prediction.details}"
 
 
+class Predicted(NamedTuple):
+    """A call of a model's step: its time in us and its kernels, None and 0 where no kernel of ours runs."""
+
+    call: LayerCall
+    us: float | None
+    kernels: int
+    band: Band
+
+
+def step(calls: Sequence[LayerCall], tokens: int, machine: Machine, context: int = CONTEXT) -> Iterator[Predicted]:
+    """The calls of a step of a model with so many tokens."""
+    for call in calls:
+        if not call.count:
+            continue
+        case = call.case(tokens).make("meta", torch.Generator(), machine.arch.fp8_dtype)
+        try:
+            kernels = predict_call(call.op, call.op.Arguments(*case)._asdict(), machine, context)
+        except ValueError:
+            yield Predicted(call, None, 0, Band(None, ""))
+        else:
+            yield Predicted(
+                call, sum(kernel.prediction.us for kernel in kernels), len(kernels), band(call.op, machine.name)
+            )
+
+
 def model_lines(
     calls: Sequence[LayerCall], batches: Sequence[int], machine: Machine, context: int = CONTEXT
 ) -> Iterator[str]:
@@ -147,21 +177,12 @@ def model_lines(
     yield f"{machine.name}: predicted times in us, not measured; {left_out}"
     for batch in batches:
         rows, total, unknown, bound = [("layer", "op", "tokens", "a step", "predicted", "band")], 0.0, 0.0, 0.0
-        for call in calls:
-            if not call.count:
-                continue
-            case = call.case(batch).make("meta", torch.Generator(), machine.arch.fp8_dtype)
+        for call, us, _, of in step(calls, batch, machine, context):
             named = call.layer, call.op.name, str(batch), str(call.count)
-            try:
-                kernels = predict_call(call.op, call.op.Arguments(*case)._asdict(), machine, context)
-            except ValueError:
-                rows.append((*named, "-", "no kernel of ours"))
-                continue
-            us, of = sum(kernel.prediction.us for kernel in kernels), band(call.op, machine.name)
-            rows.append((*named, f"{us:.1f}", str(of)))
-            total += us * call.count
-            unknown += us * call.count * (of.ratio is None)
-            bound += us * call.count * (of.ratio or 0)
+            rows.append((*named, "-", "no kernel of ours") if us is None else (*named, f"{us:.1f}", str(of)))
+            total += (us or 0) * call.count
+            unknown += (us or 0) * call.count * (of.ratio is None)
+            bound += (us or 0) * call.count * (of.ratio or 0)
         yield from explain.table(rows)
         known = f"+-{bound:.0f} us for {total - unknown:.0f} us of it, unknown for {unknown:.0f} us"
         yield f"predicted sum of a step with {batch} tokens: {total:.0f} us; error {known}"

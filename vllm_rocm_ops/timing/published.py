@@ -11,6 +11,7 @@ import math
 import re
 import struct
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from vllm_rocm_ops.emulator.objects import KernelObject
 
 from . import foreign
-from .foreign import Arguments, ObjectLaunch, explicit_bytes
+from .foreign import Arguments, ObjectLaunch, Pointers, explicit_bytes
 from .machines import Machine
 from .trace import Recording, aligned
 
@@ -99,7 +100,7 @@ class Recorder:
 
     def record(self, arch: str, path: Path, what: Call, launch: ObjectLaunch) -> Recording:
         """A recording of a launch of the call, for its whole grid. Raises ValueError and the emulator's errors."""
-        args = tuple((at, value if isinstance(value, bytes) else value.numel()) for at, value in launch.args.items())
+        args = tuple((at, _what(value)) for at, value in launch.args.items())
         key = (path.name, launch.symbol, launch.grid, args)
         if key not in self.kept:
             while len(self.kept) >= KEPT:
@@ -121,6 +122,19 @@ def predict(machine: Machine, what: Call, path: Path, recorder: Recorder) -> flo
     if what.cleared:
         us += machine["profiled"] + what.cleared / machine["mall_bandwidth"] / 1e3
     return us
+
+
+def _what(value):
+    """What of an argument tells launches apart."""
+    if isinstance(value, Pointers):
+        return tuple(tensor.numpy().tobytes() for tensor in value.tensors)
+    return value if isinstance(value, bytes) else value.numel()
+
+
+def numbers(values: Iterable[int]) -> torch.Tensor:
+    """A buffer of unsigned numbers of 4 bytes, and 16 bytes more."""
+    content = struct.pack(f"<{len(values := list(values))}I", *(value & 0xFFFFFFFF for value in values))
+    return aligned(torch.frombuffer(bytearray(content + bytes(16)), dtype=torch.uint8))
 
 
 def zeros(size: int) -> torch.Tensor:

@@ -5,15 +5,12 @@ Tokens go to experts at random, as there; of all tiles of rows three are in the 
 
 from __future__ import annotations
 
-import struct
-
 import torch
 
 from vllm_rocm_ops.emulator.objects import KernelObject
 
 from .foreign import ObjectLaunch
-from .published import Call, Row, laid_out, zeros
-from .trace import aligned
+from .published import Call, Row, laid_out, numbers, zeros
 
 ONE = """O X GU XC D XQ GUQ DQ SMQ STP SW SEP dim inter tokens experts Xs GUs Ds Os eGUs eDs eGUQs eDQs eSMQs topk total_tgs ps_deno"""
 FIRST = """O X GU XC XQ GUQ SMQ STP SEP dim inter tokens experts Xs GUs Os eGUs eGUQs eSMQs topk splitk activation SW"""
@@ -54,10 +51,10 @@ def _launch(of: Row, kernel: KernelObject, grid: tuple, tiles: int, filled: int,
     scale = 4 * (2 * inter // 128) * (dim // 128) if is_block else 4 * 2 * inter
     room = tokens + 1  # places without a token read one beyond
     values = {"O": zeros(room * (2 * dim if is_one else 4 * topk * inter)), "X": zeros(room * dim * of_x)}
-    values |= {"GU": zeros(tiles * 2 * inter * dim), "XC": _numbers([tiles * rows] * 2)}
+    values |= {"GU": zeros(tiles * 2 * inter * dim), "XC": numbers([tiles * rows] * 2)}
     values |= {"XQ": zeros(8 * (room + rows) * (dim // 128 if is_block else 1)), "GUQ": zeros(tiles * scale)}
-    values |= {"STP": _numbers(_sorted(tokens, topk, rows, tiles, filled)), "SW": zeros(4 * tiles * rows)}
-    values |= {"SEP": _numbers(range(tiles)), "dim": dim, "inter": inter, "tokens": tokens, "topk": topk}
+    values |= {"STP": numbers(_sorted(tokens, topk, rows, tiles, filled)), "SW": zeros(4 * tiles * rows)}
+    values |= {"SEP": numbers(range(tiles)), "dim": dim, "inter": inter, "tokens": tokens, "topk": topk}
     values |= {"experts": of.batch_or_experts, "Xs": dim * of_x, "GUs": dim, "eGUs": 2 * inter * dim, "eGUQs": scale}
     values |= {"Os": 2 * dim if is_one else 2 * topk * inter, "eSMQs": 4 * inter}
     if is_one:
@@ -82,8 +79,3 @@ def _sorted(tokens: int, topk: int, rows: int, tiles: int, filled: int) -> list[
         places = range(tile * taken, (tile + 1) * taken)
         found += [n * step % tokens | n % topk << 24 for n in places] + [tokens | topk << 24] * (rows - taken)
     return found
-
-
-def _numbers(values) -> torch.Tensor:
-    values = list(values)
-    return aligned(torch.frombuffer(bytearray(struct.pack(f"<{len(values)}I", *values) + bytes(16)), dtype=torch.uint8))

@@ -19,7 +19,7 @@ from typing import IO, NamedTuple
 from vllm_rocm_ops.emulator import CodeObject
 from vllm_rocm_ops.emulator.objects import KernelObject
 
-from . import machines, published, published_attention, published_gemm, published_moe
+from . import machines, published, published_attention, published_gemm, published_mla, published_moe
 
 LIMIT = 60.0  # seconds of a row
 LATE = "took longer than"
@@ -31,6 +31,7 @@ FAMILIES = {
     "fmha_v3_fwd": published_attention.call,
     "fmoe": published_moe.call,
     "fmoe_2stages": published_moe.call,
+    "mla": published_mla.call,
 }
 """By the folder of a code object: the call of a row."""
 STAND_IN = "MI300X"  # for products without a machine of their own
@@ -134,7 +135,9 @@ class _Worker:
 def _alike(key: tuple) -> tuple:
     """Rows of like launches next to each other, as recordings are kept."""
     of = dict(zip(COLUMNS, key, strict=True))
-    return tuple(of[name] for name in ("code_object", "blob_at_measurement", "blob_latest", "N", "K", "extra", "gpu", "M"))
+    return tuple(
+        of[name] for name in ("code_object", "blob_at_measurement", "blob_latest", "N", "K", "extra", "gpu", "M")
+    )
 
 
 def _answers(keys: list[tuple], git: Path, limit: float, jobs: int) -> Iterator[tuple[tuple, Found]]:

@@ -1,0 +1,119 @@
+"""What the model says of the configurations that products of few tokens could have, beside the one that `cost` chooses.
+
+    python -m vllm_rocm_ops.timing.choices --device MI300X --tokens 1 16 64 > choices.csv
+    python -m vllm_rocm_ops.timing.choices --read choices.csv
+
+The first predicts the linear layers of Llama-3.1-405B and DeepSeek-V3 on one GPU of eight, in their cheapest configurations. The second
+says, from such a file, what today's choice loses to the best one of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.bench.shapes import linear_layers
+from vllm_rocm_ops.model_layers import LayerCall
+
+from . import machines, predict
+from .machines import Machine
+
+MODELS = ("llama-3.1-405b-fp8", "deepseek-v3")
+RANKS = 8
+HEADER = ("device", "op", "M", "N", "K", "config", "cost_us", "predicted_us")
+Row = dict[str, str]
+
+
+def layers() -> dict[tuple[str, int, int], LayerCall]:
+    """The linear layers, each shape once, by op, N and K."""
+    found = {}
+    for model in MODELS:
+        for call, n, k in linear_layers(model, RANKS):
+            found.setdefault((call.op.name, n, k), call)
+    return found
+
+
+def costs(call: LayerCall, tokens: int, arch: Arch) -> tuple[tuple, dict[object, float]]:
+    """The arguments of a call, on the meta device, and the cost of each of its configurations, the cheapest first."""
+    a = call.op.Arguments(*call.case(tokens).make("meta", torch.Generator(), arch.fp8_dtype))
+    found = {config: sum(call.op.cost(config, a, arch).values()) for config in call.op.configs(a, arch)}
+    return a, dict(sorted(found.items(), key=lambda of: of[1]))
+
+
+def predicted(call: LayerCall, a, config, machine: Machine) -> float:
+    """The predicted time of a configuration, in us."""
+    return sum(kernel.prediction.us for kernel in predict.predict_call(call.op, a._asdict(), machine, config=config))
+
+
+def rows(machine: Machine, tokens: Iterable[int], most: int) -> Iterator[Row]:
+    """A row for each configuration of each shape, of the `most` cheapest."""
+    for (op, n, k), call in layers().items():
+        for m in tokens:
+            a, known = costs(call, m, machine.arch)
+            for config, cost in list(known.items())[:most]:
+                values = (
+                    machine.name,
+                    op,
+                    m,
+                    n,
+                    k,
+                    config,
+                    f"{cost:.2f}",
+                    f"{predicted(call, a, config, machine):.2f}",
+                )
+                yield dict(zip(HEADER, map(str, values), strict=True))
+
+
+def losses(found: Iterable[Row]) -> Iterator[tuple[Row, Row]]:
+    """Of each shape of a file: the row of today's choice and that of the least predicted time."""
+    shapes: dict[tuple, list[Row]] = defaultdict(list)
+    for row in found:
+        shapes[tuple(row[name] for name in HEADER[:5])].append(row)
+    calls = layers()
+    for (device, op, m, n, k), of in shapes.items():
+        _, known = costs(calls[op, int(n), int(k)], int(m), archs.named(device))
+        names = {row["config"] for row in of}
+        chosen = next(str(config) for config in known if str(config) in names)
+        best = min(of, key=lambda row: float(row["predicted_us"]))
+        yield next(row for row in of if row["config"] == chosen), best
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m vllm_rocm_ops.timing.choices", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default=machines.COMPARED)
+    parser.add_argument("--tokens", type=int, nargs="+", default=(1, 16, 64))
+    parser.add_argument("--most", type=int, default=8, help="configurations of a shape")
+    parser.add_argument("--read", type=Path, metavar="CSV")
+    arguments = parser.parse_args(argv)
+    if arguments.read is None:
+        writer = csv.DictWriter(sys.stdout, HEADER, lineterminator="\n")
+        writer.writeheader()
+        for row in rows(machines.named(arguments.device), arguments.tokens, arguments.most):
+            writer.writerow(row)
+            sys.stdout.flush()
+        return 0
+    logs = []
+    with arguments.read.open(newline="") as file:
+        for chosen, best in losses(csv.DictReader(file)):
+            of = float(chosen["predicted_us"]) / float(best["predicted_us"])
+            logs.append(math.log(of))
+            print(
+                f"{of:.2f} {chosen['op']} {chosen['M']}x{chosen['N']}x{chosen['K']}: {chosen['config']}, best {best['config']}"
+            )
+    print(
+        f"{len(logs)} shapes: {math.exp(sum(logs) / len(logs)):.3f} as a geometric mean, at most {math.exp(max(logs)):.2f}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
