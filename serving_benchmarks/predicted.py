@@ -74,6 +74,7 @@ def lines(device: str, batches: list[int], beside: dict[tuple, dict[str, float]]
                 a = call.op.Arguments(*case.make("meta", None, machine.arch.fp8_dtype))
                 shape = call.op.problem(a)
                 line = {"model": name, "device": device, "arch": machine.arch.name, "batch": batch, "layer": call.layer}
+                line["case"] = f"{name}, {call.layer}, {call.count} of {batch}"
                 line |= {"op": call.op.name, "count": call.count, "kernels": found.kernels, "context": CONTEXT}
                 line |= {
                     "evidence": "predicted, never measured",

@@ -14,6 +14,7 @@ import attention_table
 import compatibility
 import measurements
 import op_pages
+import predicted_table
 import quality_table
 import systems
 from measurements import RESULTS, ROOT, markdown
@@ -84,6 +85,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "unmeasured": measurements.unmeasured,
         "switches": switches,
         "engine": functools.partial(measurements.engine, slice(1)),
+        "predicted": predicted_table.steps,
         "ops": families,
     },
     DOCS / "measuring.md": {
@@ -97,6 +99,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "arithmetic": quality_table.arithmetic,
     },
     DOCS / "architecture.md": {"tree": tree},
+    DOCS / "timing.md": {"published": predicted_table.published},
     RESULTS / "README.md": {
         "profiles": measurements.profiles,
         "engine": measurements.engine_commands,
@@ -105,6 +108,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "decode attention": attention_table.decode,
         "attention": attention_table.prompts,
         "single ops": measurements.results,
+        "predicted": predicted_table.calls,
         "static": measurements.static,
         "waits": measurements.waits,
     },

@@ -54,9 +54,11 @@ def predicted(call: LayerCall, a, config, machine: Machine) -> float:
     return sum(kernel.prediction.us for kernel in predict.predict_call(call.op, a._asdict(), machine, config=config))
 
 
-def rows(machine: Machine, tokens: Iterable[int], most: int) -> Iterator[Row]:
-    """A row for each configuration of each shape, of the `most` cheapest."""
+def rows(machine: Machine, tokens: Iterable[int], most: int, only: str = "") -> Iterator[Row]:
+    """A row for each configuration of each shape, of the `most` cheapest; of one op `only`, if it is named."""
     for (op, n, k), call in layers().items():
+        if only not in ("", op):
+            continue
         for m in tokens:
             a, known = costs(call, m, machine.arch)
             for config, cost in list(known.items())[:most]:
@@ -91,13 +93,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m vllm_rocm_ops.timing.choices", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default=machines.COMPARED)
     parser.add_argument("--tokens", type=int, nargs="+", default=(1, 16, 64))
+    parser.add_argument("--op", default="", help="of these alone")
     parser.add_argument("--most", type=int, default=8, help="configurations of a shape")
     parser.add_argument("--read", type=Path, metavar="CSV")
     arguments = parser.parse_args(argv)
     if arguments.read is None:
         writer = csv.DictWriter(sys.stdout, HEADER, lineterminator="\n")
         writer.writeheader()
-        for row in rows(machines.named(arguments.device), arguments.tokens, arguments.most):
+        for row in rows(machines.named(arguments.device), arguments.tokens, arguments.most, arguments.op):
             writer.writerow(row)
             sys.stdout.flush()
         return 0

@@ -1,0 +1,157 @@
+"""Published points as one list, how far predictions are from them, and what the model says of configurations."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+
+import pytest
+import torch
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops.timing import choices, foreign, machines, predict, published_mla, residuals
+
+OBJECT = "hsa/gfx950/bf16gemm/a_64x64.co"
+
+
+def write(path, header, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, header, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def point(us: float, predicted: float | str = "", **others) -> dict[str, str]:
+    """A row as `predict --points` prints it."""
+    given = dict.fromkeys(residuals.HEADER, "") | {"set": "fit", "gpu": "MI308X", "op": "bf16", "code_object": "a.co"}
+    given |= {"M": "1", "N": "2", "K": "3", "us": str(us), "predicted_us": str(predicted), "why": ""}
+    return given | {key: str(value) for key, value in others.items()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The published tables, and a bare git directory with two versions of an object."""
+    git, work = tmp_path / "git", tmp_path / "work"
+
+    def run(*command) -> str:
+        of = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", f"--git-dir={git}", f"--work-tree={work}", *command]
+        return subprocess.run(of, check=True, capture_output=True, text=True).stdout.strip()
+
+    subprocess.run(["git", "init", "-q", "--bare", str(git)], check=True)
+    commits = []
+    for content in ("old", "new"):
+        for name in (OBJECT, residuals.LATENT):
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            (work / name).write_text(content + name)
+        run("add", ".")
+        run("commit", "-q", "-m", content)
+        commits.append((run("rev-parse", "HEAD"), run("rev-parse", f"HEAD:{OBJECT}")))
+    gemm = {"gpu": "MI350X/MI355X (256 CU)", "op": "bf16", "code_object": OBJECT, "M": "8", "N": "64", "K": "128"}
+    rows = [gemm | {"commit": commit, "us": "5", "B": "1", "splitK": "3"} for commit, _ in commits]
+    rows += [rows[0] | {"code_object": ""}, rows[0] | {"us": "0"}]
+    write(tmp_path / residuals.GEMMS, [*gemm, "commit", "us", "B", "splitK"], rows)
+    peer = {
+        "gpu": "MI300X",
+        "op": "mla_decode",
+        "kernel": "aiter asm",
+        "extra": "batch 16 heads 128 ctx 21",
+        "us": "16.4",
+    }
+    write(tmp_path / residuals.PEERS, list(peer), [peer, peer | {"kernel": "hipkittens"}, peer | {"gpu": "MI355X"}])
+    points = [point(10 + n, M=n) for n in range(5)] + [
+        point(30, M=0, code_object="b.co"),
+        point(3, M=4, set="holdout_op"),
+    ]
+    write(
+        tmp_path / residuals.POINTS, residuals.HEADER, [{key: row[key] for key in residuals.HEADER} for row in points]
+    )
+    return tmp_path, git, [blob for _, blob in commits], run("rev-parse", f"HEAD:{residuals.LATENT}")
+
+
+def test_all_points_with_an_object_are_listed_each_with_the_object_that_was_measured(folder, capsys):
+    path, git, blobs, latent = folder
+    rows = residuals.listed(path, git)
+    assert [row["set"] for row in rows] == ["fit"] * 6 + ["holdout_op", "peer"] + ["other architecture"] * 2
+    assert [row["blob_at_measurement"] for row in rows[-2:]] == blobs and rows[-1]["extra"] == "splitK=3"
+    assert [rows[7][name] for name in ("M", "N", "K", "blob_latest", "us")] == ["16", "21", "128", latent, "16.4"]
+    few = residuals.listed(path, git, 1)
+    assert {"0"} == {row["M"] for row in few if row["set"] == "fit" and row["us"] in ("10", "30")}, "the pair is whole"
+    assert len(few) in (5, 6) and residuals.listed(path, git, 1) == few
+    assert residuals.main(["points", str(path), "--git", str(git), "--most", "1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(few)
+    assert residuals.main(["points", str(path / "none"), "--git", str(git)]) == 2
+    assert "FileNotFoundError" in capsys.readouterr().err
+
+
+def test_errors_and_pairs_are_those_of_the_rows(tmp_path, monkeypatch):
+    fault = "OutOfBounds: _Z4name+0x10 `buffer_load_dword v7`, block (1, 0, 0): 4 bytes"
+    rows = [
+        point(10, 11, M=1), point(12, 9, M=1, code_object="b.co"),  # in the wrong order
+        point(10, 12, M=2), point(20, 30, M=2, code_object="b.co"), point(30, 31, M=2, code_object="b.co", extra="splitK=2"),
+        point(10, 5, M=3), point(10.5, 20, M=3, code_object="b.co"),  # not apart
+        point(10, 10, M=4), point(30, 10, M=4),  # one kernel twice
+        point(10, M=5, why=fault), point(40, M=5, code_object="b.co", why="x/b.co sorts tokens itself"),
+        point(10, M=6, set="holdout_op", why="no"), point(10, 20, M=7, set="holdout_op"),
+    ]  # fmt: skip
+    found = residuals.judged(rows)
+    assert found["pairs"] == [{"gpu": "MI308X", "op": "bf16", "pairs": 3, "right": 2}]
+    fit, other = found["classes"]
+    assert (fit["points"], fit["predicted"], fit["median"], fit["p90"]) == (11, 9, 0.5, None)
+    assert fit["bias"] == 0.033 and fit["why"] == {"OutOfBounds in buffer_load_dword": 1, "it sorts tokens itself": 1}
+    assert (other["points"], other["predicted"], other["median"], other["p90"]) == (2, 1, 1.0, None)
+    monkeypatch.setattr(residuals, "REPORT", tmp_path / "published.json")
+    write(tmp_path / "predicted.csv", list(rows[0]), rows)
+    assert residuals.main(["judge", str(tmp_path / "predicted.csv")]) == 0
+    assert json.loads(residuals.REPORT.read_text()) == found
+
+
+@pytest.mark.parametrize(
+    ("requests", "keys", "units", "blocks", "most"),
+    [(1, 21, 304, 2, 1), (16, 21, 304, 32, 1), (128, 21, 304, 128, 1), (256, 21, 304, 256, 1), (256, 21, 80, 64, 4),
+     (256, 21, 228, 128, 2), (3, 4000, 304, 84, 1)],
+)  # fmt: skip
+def test_requests_are_divided_among_blocks(requests, keys, units, blocks, most):
+    found = published_mla.divided(requests, keys, units)
+    assert len(found) == blocks <= units and max(map(len, found)) == most
+    works = [work for block in found for work in block]
+    for request in range(requests):
+        mine = [work for work in works if work.request == request]
+        ends = [(work.start, work.end) for work in mine]
+        assert ends[0][0] == request * keys and ends[-1][1] == (request + 1) * keys
+        assert all(end == start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
+        assert (len(mine) == 1) == (mine[0].part < 0)
+    parts = [work.part for work in works if work.part >= 0]
+    assert parts == list(range(len(parts)))
+
+
+def test_a_pointer_to_pointers_is_packed_and_named():
+    table, one, other = torch.zeros(32, dtype=torch.uint8), torch.zeros(4), torch.zeros(8)
+    addresses = {id(table): 7 << 36, id(one): 1 << 36, id(other): 2 << 36}
+    launch = foreign.ObjectLaunch("k", (1, 1, 1), (64, 1, 1), {8: foreign.Pointers(table, (one, other))})
+    assert foreign.packed(launch.args, lambda tensor: addresses[id(tensor)]) == bytes(8) + (7 << 36).to_bytes(
+        8, "little"
+    )
+    assert table.view(torch.int64).tolist() == [1 << 36, 2 << 36, 0, 0]
+    assert [id(value) for value in launch.named.values()] == [id(table), id(one), id(other)]
+
+
+def test_configurations_are_compared_with_the_one_that_is_chosen(monkeypatch, tmp_path, capsys):
+    (of, n, k), call = next(iter(choices.layers().items()))
+    _, known = choices.costs(call, 1, archs.named("MI300X"))
+    first, second, *_ = known
+    assert known[first] <= known[second] and of == "scaled_mm"
+    times = {first: 12.0, second: 10.0}
+    kernel = type("Kernel", (), {})
+    kernel.prediction = foreign.Prediction(1.0, 1.0, 0.0, 1, 0.0)
+    monkeypatch.setattr(
+        predict, "predict_call",
+        lambda op, given, machine, config: [predict.Kernel("k", kernel.prediction._replace(us=times[config]), None)],
+    )  # fmt: skip
+    monkeypatch.setattr(choices, "layers", lambda: {(of, n, k): call})
+    found = list(choices.rows(machines.MI300X, (1,), 2))
+    assert [float(row["predicted_us"]) for row in found] == [12, 10]
+    write(tmp_path / "choices.csv", choices.HEADER, found)
+    assert choices.main(["--read", str(tmp_path / "choices.csv")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"1.20 scaled_mm 1x{n}x{k}: {first}, best {second}") and "at most 1.20" in out
