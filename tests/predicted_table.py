@@ -39,7 +39,7 @@ def steps() -> str:
     """A row for each model, and one for each published table of its products."""
     tables = []
     for newest in measured("predicted"):
-        line, path = next(iter(newest.values()))
+        line, _ = next(iter(newest.values()))
         models = _by_step(newest)
         batches = list(dict.fromkeys(batch for of in models.values() for batch in of))
         rows = []

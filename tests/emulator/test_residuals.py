@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import subprocess
 
@@ -119,7 +120,7 @@ def test_requests_are_divided_among_blocks(requests, keys, units, blocks, most):
         mine = [work for work in works if work.request == request]
         ends = [(work.start, work.end) for work in mine]
         assert ends[0][0] == request * keys and ends[-1][1] == (request + 1) * keys
-        assert all(end == start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
+        assert all(end == start for (_, end), (start, _) in itertools.pairwise(ends))
         assert (len(mine) == 1) == (mine[0].part < 0)
     parts = [work.part for work in works if work.part >= 0]
     assert parts == list(range(len(parts)))

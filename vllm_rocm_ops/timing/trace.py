@@ -6,6 +6,7 @@ Recording is an emulator of its own, whose programs note what they run; others a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -74,7 +75,7 @@ class Block:
     number: int
     waves: list[list[Step]]
 
-    @property
+    @functools.cached_property
     def lines(self) -> set[int]:
         """The lines of global memory that it touched."""
         return {
@@ -227,9 +228,12 @@ def _global_accesses(found: list, store: bool) -> dict[int, Access]:
             [addresses[kept] >> np.uint64(7), addresses[kept] + np.uint64(size - 1) >> np.uint64(7)], axis=1
         )
         chosen = rows[kept]
-        for row in np.unique(chosen):
-            mine = keys[chosen == row]
-            result[int(row)] = Access(tuple(dict.fromkeys(mine.ravel().tolist())), len(mine) * size, 0, store)
+        order = np.argsort(chosen, kind="stable")
+        starts = np.flatnonzero(np.diff(chosen[order], prepend=-1))
+        for row, mine in zip(chosen[order][starts].tolist(), np.split(keys[order], starts[1:]), strict=False):
+            lines = mine.ravel()
+            lines = lines[np.append(True, lines[1:] != lines[:-1])]  # most lanes' neighbours touch the same line
+            result[row] = Access(tuple(dict.fromkeys(lines.tolist())), len(mine) * size, 0, store)
     return result
 
 
