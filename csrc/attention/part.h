@@ -20,11 +20,12 @@ DEVICE u32x4 as_operand(u32x2 elements) {
   return {pack_exact<T>(a.x, a.y), pack_exact<T>(b.x, b.y), pack_exact<T>(c.x, c.y), pack_exact<T>(d.x, d.y)};
 }
 
-template <class Output, int kStepKeys>
+// `least_steps` counts steps of kLeastKeys.
+template <class Output, int kStepKeys_, int kWaveKeys_ = 32, int kLeastKeys = kStepKeys_>
 struct DecodePart : Output {
   using Output::head, Output::p, Output::parts, Output::request;
 
-  static constexpr int kWaveKeys = 32;
+  static constexpr int kStepKeys = kStepKeys_, kWaveKeys = kWaveKeys_;
 
   const int lane = wave::lane();
   const int* const table = p.block_table + request * p.table_stride;
@@ -36,17 +37,14 @@ struct DecodePart : Output {
 
   DEVICE explicit DecodePart(const DecodeProblem& problem) : Output(problem) {
     const int of_request = mem::load<int>(p.seq_lens + request);
-    if (p.window == 0) {
-      const int page = u32(part_key(wave::block_id_y()) + lane % kWaveKeys) / p.page_divisor;
-      early_pages = mem::load<int>(table + (page < p.table_pages ? page : p.table_pages - 1));
-    }
+    if (p.window == 0) early_pages = load_any_pages(part_key(wave::block_id_y()));
     const int length = wave::uniform(of_request);
     end = length > 0 ? length : 0;
     first_row_end = end - p.query_len + 1;
     begin = p.window > 0 && first_row_end > p.window ? first_row_end - p.window : 0;
     base = begin / kWaveKeys * kWaveKeys;
     own = step_key(wave::block_id_y()) > begin ? step_key(wave::block_id_y()) : begin;
-    const int steps = (end - base + kStepKeys - 1) / kStepKeys;
+    const int steps = (end - base + kLeastKeys - 1) / kLeastKeys;
     const int most = u32(steps + p.least_steps - 1) / p.least_divisor;  // parts, that none has fewer steps
     parts = most > p.parts ? p.parts : most > 0 ? most : 1;
   }
@@ -63,6 +61,11 @@ struct DecodePart : Output {
   // Lane l has the page of key `first` + l % 32.
   DEVICE int load_pages(int first) const {
     return mem::load<int>(table + u32(clamped(first + lane % kWaveKeys)) / p.page_divisor);
+  }
+  // The same, and any page of the table for a key behind the last.
+  DEVICE int load_any_pages(int first) const {
+    const int page = u32(first + lane % kWaveKeys) / p.page_divisor;
+    return mem::load<int>(table + (page < p.table_pages ? page : p.table_pages - 1));
   }
   // The same of the part's first keys, of which there is one at least.
   DEVICE int first_pages() const {

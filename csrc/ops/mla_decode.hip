@@ -33,3 +33,21 @@ COLUMNS(2)
 #ifdef HAS_MLA_64
 COLUMNS(4)
 #endif
+#if defined(__NVPTX__)
+#include "attention/nvidia/mla_in_lds.h"
+
+#define IN_LDS(symbol, T, tiles)                            \
+  KERNEL(kMlaWaves* wave::kLanes) symbol(const MlaProblem problem) { \
+    MlaDecodeInLds<T, tiles> decode(problem);               \
+    if (decode.has_work()) decode.run();                    \
+  }
+#define IN_LDS_COLUMNS(tiles)                    \
+  IN_LDS(mla_decode_bf16_lds_##tiles, Bf16, tiles) \
+  IN_LDS(mla_decode_fp16_lds_##tiles, F16, tiles)
+
+COMBINE(mla_decode_combine_bf16_4, Bf16, 4)
+COMBINE(mla_decode_combine_fp16_4, F16, 4)
+IN_LDS_COLUMNS(1)
+IN_LDS_COLUMNS(2)
+IN_LDS_COLUMNS(4)
+#endif

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +23,15 @@ LATENT, ROPE = 512, 64  # elements of a key
 STEP, LEAST_STEPS = 32, 2  # keys that a block has at a time, and how many such a part has
 WAVES = 8
 COUNTED_PARTS = 8  # that the last of their blocks adds; more are added by a launch of their own
+LEAST_STEPS_IN_LDS = 4  # of a part of two times 64 keys
+PANEL = 64  # elements of a row of a panel in LDS, and keys
+
+
+@dataclass(frozen=True)
+class MlaConfig(DecodeConfig):
+    """Keys go through registers, or through LDS: on NVIDIA, without conversion."""
+
+    in_lds: bool = False
 
 
 def _layout(a) -> attention.CacheLayout:
@@ -57,31 +67,45 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield attention.heads_envelope("q_pe", a.q_pe)
     yield from decode.out_envelope(a, LATENT, arch)
     yield from decode.requests_envelope(a, layout, 2**13)
-    yield "there are fewer than 2^31 blocks of a part", _blocks(a, arch) < 2**31
+    yield "there are fewer than 2^31 blocks of a part", _blocks(a, arch, False) < 2**31
 
 
-def _tiles(a, arch: Arch) -> int:
+def _tiles(a, arch: Arch, in_lds: bool) -> int:
     """Of 16 columns: those of a block."""
     needed = -(-a.query_len * a.q_nope.shape[1] // decode.COLUMNS)
-    most = 4 if arch.wave_lanes == 64 else 2  # as registers allow
+    most = 4 if arch.wave_lanes == 64 or in_lds else 2  # as registers allow
     return next((tiles for tiles in (1, 2) if needed <= tiles), most)
 
 
-def _blocks(a, arch: Arch) -> int:
+def _blocks(a, arch: Arch, in_lds: bool) -> int:
     """Of a part."""
-    columns = decode.COLUMNS * _tiles(a, arch)
+    columns = decode.COLUMNS * _tiles(a, arch, in_lds)
     return a.block_table.shape[0] * decode.column_tiles(a, a.q_nope, _layout(a), columns)
 
 
-def _configs(a, arch: Arch) -> list[DecodeConfig]:
-    fits = (a.q_nope.shape[2], a.q_pe.shape[2]) == (LATENT, ROPE)
-    return decode.configs(a, _layout(a), STEP, LEAST_STEPS) if fits else []
+def _lds_bytes(columns: int) -> int:
+    """Two steps' keys, a query, and weights, maxima and factors of its columns; csrc/attention/nvidia/mla_in_lds.h."""
+    teams = 1 if columns == 64 else 2
+    rows = 2 * PANEL * (LATENT + ROPE) + columns * (LATENT + ROPE + teams * PANEL)
+    return 2 * rows + 16 * teams * columns + 4 * columns
 
 
-def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
+def _configs(a, arch: Arch) -> list[MlaConfig]:
+    if (a.q_nope.shape[2], a.q_pe.shape[2]) != (LATENT, ROPE):
+        return []
+    can_be_in_lds = arch.wave_lanes == 32 and not attention.is_quantized(a.kv_cache)
+    kinds = {False: LEAST_STEPS} | ({True: LEAST_STEPS_IN_LDS} if can_be_in_lds else {})
+    if a.partition:  # of one kind, whatever else is in the batch
+        kinds = dict([kinds.popitem()])
+    found = ((decode.configs(a, _layout(a), STEP, least), in_lds) for in_lds, least in kinds.items())
+    return [MlaConfig(**vars(config), in_lds=in_lds) for configs, in_lds in found for config in configs]
+
+
+def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
     """A launch; rounds of blocks that stream their keys at their share of the bandwidth; the sum of parts. Lengths are not known: most
     are nominal, a few fill the block table."""
     bytes_of_key = a.kv_cache.shape[2] * a.kv_cache.element_size()
+    tiles = _tiles(a, arch, config.in_lds)
     bandwidth, capacity, times = arch.bandwidth_gb_s * 1e3, decode.capacity(a, _layout(a)), decode_times.of(arch)
 
     def of_keys(blocks: int, keys: int) -> float:
@@ -91,12 +115,12 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
 
     def of_length(keys: int) -> tuple[float, float]:
         parts = decode.divided(config, keys, STEP)[0]
-        blocks = _blocks(a, arch) * parts
-        of_parts = blocks * decode.COLUMNS * _tiles(a, arch) * (LATENT + 2) * 8 / bandwidth  # stored and loaded
+        blocks = _blocks(a, arch, config.in_lds) * parts
+        of_parts = blocks * decode.COLUMNS * tiles * (LATENT + 2) * 8 / bandwidth  # stored and loaded
         if config.parts > COUNTED_PARTS:
             sharing = attention.LAUNCH_US + times.added * parts
         else:
-            sharing = times.latent + times.counted * _tiles(a, arch) * parts
+            sharing = times.latent + times.counted * tiles * parts
         return of_keys(blocks, keys), sharing + of_parts if parts > 1 else 0.0
 
     streaming, sharing = of_length(min(capacity, decode.NOMINAL_KEYS))
@@ -106,8 +130,8 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
     return terms
 
 
-def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
-    blocks, tiles = _blocks(a, arch), _tiles(a, arch)
+def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
+    blocks, tiles = _blocks(a, arch, config.in_lds), _tiles(a, arch, config.in_lds)
     if blocks == 0:
         return []
     columns, is_counted = decode.COLUMNS * tiles, config.parts <= COUNTED_PARTS
@@ -125,7 +149,9 @@ def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
     kind = attention.ELEMENTS[a.q_nope.dtype]
     fp8 = "_fp8" * attention.is_quantized(a.kv_cache)
     block = (WAVES * arch.wave_lanes, 1, 1)
-    launches = [Launch("mla_decode", f"mla_decode_{kind}{fp8}_{tiles}", (blocks, config.parts, 1), block, args)]
+    where, lds = ("_lds", _lds_bytes(columns)) if config.in_lds else ("", 0)
+    symbol = f"mla_decode_{kind}{fp8}{where}_{tiles}"
+    launches = [Launch("mla_decode", symbol, (blocks, config.parts, 1), block, args, lds)]
     if not is_counted:
         grid = (blocks, columns * LATENT // 4 // arch.wave_lanes, 1)
         launches.append(Launch("mla_decode", f"mla_decode_combine_{kind}_{tiles}", grid, block, args))
@@ -201,6 +227,7 @@ def _cases() -> Iterator[Case]:
     yield case("partition", (300, 10, 256), 4, partition=128)
     yield case("partition-many", (290, 1), 4, partition=128, wider=60)
     yield case("long", (650,), 4)
+    yield case("long-64", (330, 70), 64)
     yield case("no-lse", (20,), 2, return_lse=False)
     yield case("out", (70, 3), 4, out=True)
     yield case("sizes-256", (20,), 2, sizes=(256, 32))

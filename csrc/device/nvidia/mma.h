@@ -78,6 +78,13 @@ struct Panel {
     high = kEightRows + (fragment_order ? 0 : kSwizzle);
     step = fragment_order ? 2 * kCoreMatrix : 2;
   }
+  // Of a panel whose columns are rows of the operand: `at` counts 16 rows of the panel, of 64 of its columns. Between 8 rows
+  // of the panel is one distance, whichever of both counts.
+  struct Transposed {};
+  DEVICE explicit Panel(Transposed) : Panel(0, false) {
+    low = high % (1u << 16) << 16;
+    step = 16 * tile::kDepth / 16;
+  }
   // The descriptor of the panel at this address, 32 * i bytes of K further on.
   DEVICE i64 at(const lds::Local<u8>* panel, int i) const {
     return i64(high) << 32 | (low + (lds::address(panel) >> 4) + i * step);
@@ -112,17 +119,25 @@ using SumVec = Sum<Type> __attribute__((ext_vector_type(4)));
 // sums of a's rows 16 * w + l / 4 and 8 more, d[i] and d[i + 2], with b's rows 8 * (i / 4) + 2 * (l % 4) + i % 2.
 template <class Type, int kValues>
 DEVICE void wgmma(Sum<Type> (&d)[kValues], i64 a, i64 b, int add);
+// The same of 64 columns of 16 rows of a panel a, 16 bits each.
+template <class Type, int kValues>
+DEVICE void wgmma_of_transposed(Sum<Type> (&d)[kValues], i64 a, i64 b, int add);
 // The sums are valid after this.
 template <int kValues>
 DEVICE void wait_for_sums(float (&d)[kValues]);
 template <int kValues>
 DEVICE void wait_for_sums(int (&d)[kValues]);
-#define INSTRUCTION(Type, types, more, c, values, n, a, b, add_)                                                             \
-  template <> DEVICE void wgmma<Type, values>(Sum<Type> (&d)[values], i64 of_a, i64 of_b, int add) {                             \
+#define INSTRUCTION_(name, Type, types, more, c, values, n, a, b, add_)                                                      \
+  template <> DEVICE void name<Type, values>(Sum<Type> (&d)[values], i64 of_a, i64 of_b, int add) {                              \
     asm volatile("{.reg .pred p; setp.ne.b32 p, %" #add_ ", 0; wgmma.mma_async.sync.aligned.m64n" #n types " {" NAMES_##values \
                  "}, %" #a ", %" #b ", p" more ";}"                                                               \
                  : SUMS_##values(c, 0) : "l"(of_a), "l"(of_b), "n"(add));                                                       \
   }
+#define INSTRUCTION(Type, types, more, ...) INSTRUCTION_(wgmma, Type, types, more, __VA_ARGS__)
+#define OF_TRANSPOSED(Type, types)                                                                 \
+  INSTRUCTION_(wgmma_of_transposed, Type, types, ", 1, 1, 1, 0", "+f", 8, 16, 8, 9, 10)            \
+  INSTRUCTION_(wgmma_of_transposed, Type, types, ", 1, 1, 1, 0", "+f", 16, 32, 16, 17, 18)         \
+  INSTRUCTION_(wgmma_of_transposed, Type, types, ", 1, 1, 1, 0", "+f", 32, 64, 32, 33, 34)
 #define INSTRUCTIONS(Type, types, more)                      \
   INSTRUCTION(Type, types, more, "+f", 8, 16, 8, 9, 10)    \
   INSTRUCTION(Type, types, more, "+f", 16, 32, 16, 17, 18) \
@@ -134,6 +149,8 @@ INSTRUCTIONS(E4m3E5m2, "k32.f32.e4m3.e5m2", ", 1, 1")
 INSTRUCTIONS(E5m2E4m3, "k32.f32.e5m2.e4m3", ", 1, 1")
 INSTRUCTIONS(Bf16, "k16.f32.bf16.bf16", ", 1, 1, 0, 0")
 INSTRUCTIONS(F16, "k16.f32.f16.f16", ", 1, 1, 0, 0")
+OF_TRANSPOSED(Bf16, "k16.f32.bf16.bf16")
+OF_TRANSPOSED(F16, "k16.f32.f16.f16")
 INSTRUCTION(I8, "k32.s32.s8.s8", "", "+r", 32, 64, 32, 33, 34)
 INSTRUCTION(I8, "k32.s32.s8.s8", "", "+r", 64, 128, 64, 65, 66)
 #define WAIT(values, type, c)                                                                                                  \
@@ -148,7 +165,9 @@ WAIT(32, int, "+r")
 WAIT(64, int, "+r")
 #undef WAIT
 #undef INSTRUCTIONS
+#undef OF_TRANSPOSED
 #undef INSTRUCTION
+#undef INSTRUCTION_
 #undef NAMES_64
 #undef NAMES_32
 #undef NAMES_16

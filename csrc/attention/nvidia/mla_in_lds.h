@@ -1,0 +1,329 @@
+// Flash decoding of latents whose elements have 16 bits, through LDS: the keys' panels of 64 x 64 elements are read there by both
+// products (wgmma), by that with p as its transposed operand.
+//
+//     scores^T = K q^T,   out^T = latent^T p^T
+//
+// A step of a team of four or eight waves has 64 keys. Up to 32 columns two teams have steps of their own, and their sums meet at
+// the end; of 64 columns the groups of four waves of the one team divide the columns of the scores and the elements of the
+// latent. Panels are loaded again as soon as they are multiplied: two steps' keys are in LDS.
+#pragma once
+#include "attention/mla.h"
+
+extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // Places of MlaDecodeInLds
+
+template <class T, int kColumnTiles>
+using MlaPartInLds = DecodePart<DecodeOutput<T, kLatent, 16 * kColumnTiles, kMlaWaves>, kColumnTiles == 4 ? 64 : 128,
+                                kColumnTiles == 4 ? 8 : 16, 32>;
+
+template <class T, int kColumnTiles>
+struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
+  using Part = MlaPartInLds<T, kColumnTiles>;
+  using Part::columns, Part::end, Part::finish_column, Part::first_row_end, Part::kColumns, Part::kLowest;
+  using Part::kThreads, Part::kWaveKeys, Part::kWaves, Part::lane, Part::load_any_pages, Part::p, Part::parts;
+  using Part::request, Part::step_key, Part::store;
+
+  static constexpr int kKeys = 64, kPanels = (kLatent + 64) / 64;
+  static constexpr int kGroups = kWaves / mma::kWaves, kGroupThreads = kThreads / kGroups;
+  static constexpr int kTeams = kColumns == 64 ? 1 : 2, kTeamGroups = kGroups / kTeams;
+  static constexpr int kTeamThreads = kGroupThreads * kTeamGroups;
+  static constexpr int kStages = kTeamGroups;  // of a team
+  static constexpr int kScoreColumns = kColumns / kTeamGroups, kScores = kScoreColumns / 2;
+  static constexpr int kDimTiles = kLatent / 64 / kTeamGroups, kSums = kColumns / 2;
+  static constexpr int kLaneColumns = kScores / 2;
+  static constexpr int kRows = kWaveKeys / 4;  // of keys, that a wave copies
+
+  static constexpr int kPanelBytes = kKeys * tile::kDepth, kStageBytes = kPanels * kPanelBytes;
+  static constexpr int kQueryPanelBytes = kColumns * tile::kDepth;
+  // What lies in LDS behind the keys.
+  static constexpr int kQuery = kGroups * kStageBytes, kWeights = kQuery + kPanels * kQueryPanelBytes;
+  static constexpr int kMaxima = kWeights + kTeams * kQueryPanelBytes;
+  static constexpr int kFactors = kMaxima + kGroups * kScoreColumns * 16, kBytes = kFactors + kColumns * 4;
+  static_assert(kBytes + 1024 <= 227 * 1024);
+  // In their place, at the end.
+  static constexpr int kRowFloats = kLatent + 4;  // of the sums of a column
+  static_assert(kTeams * kColumns * kRowFloats * 4 <= kQuery);
+  struct Ends {
+    float wave_sum[kTeams][kColumns][mma::kWaves], maximum[kTeams][kColumns], factor[kColumns];
+  };
+  static_assert(sizeof(Ends) <= kPanels * kQueryPanelBytes);
+
+  const MlaProblem& mla;
+  const int wave_index = wave::index(), group = wave_index / mma::kWaves, group_wave = wave_index % mma::kWaves;
+  const int team = group / kTeamGroups, member = group % kTeamGroups;
+  float score[kScores];
+  float out[kDimTiles][kSums] = {};
+  float maximum[kLaneColumns], sum[kLaneColumns];
+  int row_end[kLaneColumns];  // the keys that the column sees end here
+  float scale;
+
+  DEVICE explicit MlaDecodeInLds(const MlaProblem& problem) : Part(problem.decode), mla(problem) {
+    this->own = wave::block_id_y() * Part::kStepKeys;
+  }
+
+  DEVICE static lds::Local<u8>* at(int place) { return (lds::Local<u8>*)dynamic_lds + place; }
+  DEVICE int stage_at(int stage) const { return (team * kStages + stage) * kStageBytes; }
+  // Of a team, whose threads see what each wrote to LDS before.
+  DEVICE void team_barrier() const {
+    if constexpr (kTeams == 1) block_barrier();
+    else consumer_barrier<kTeamThreads>(team);
+  }
+  // Of value i of the scores of a lane, or of its sums: the column, from a group's first on, and the row of 64.
+  DEVICE int value_column(int i) const { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
+  DEVICE int value_row(int i) const { return group_wave * 16 + lane / 4 + i / 2 % 2 * 8; }
+  DEVICE static constexpr int lane_column(int i) { return i / 4 * 2 + i % 2; }  // which of the lane's it is
+  DEVICE int column_of(int lane_column) const { return lane_column / 2 * 8 + lane % 4 * 2 + lane_column % 2; }
+
+  // 16 bytes of a row of a panel per lane, those of four rows by a wave; lane l's go to place l.
+  DEVICE int row_of_copy(int first) const { return first + lane / 8; }
+  DEVICE int vec_of_copy(int first) const { return lane % 8 ^ lds::swizzle(row_of_copy(first)); }
+
+  DEVICE void load_query() const {
+#pragma unroll 1
+    for (int i = wave_index; i < kColumns / 4 * kPanels; i += kWaves) {
+      const int panel = i / (kColumns / 4), first = i % (kColumns / 4) * 4, vec = vec_of_copy(first) * 8;
+      const auto c = this->column(row_of_copy(first));
+      const i64 row = i64(request) * p.query_len + c.row;
+      const u16* latent = p.query + row * p.query_stride + c.head * p.query_head_stride + panel * 64;
+      const u16* rope = mla.query_pe + row * mla.query_pe_stride + c.head * mla.query_pe_head_stride;
+      const u16* from = (panel < kPanels - 1 ? latent : rope) + vec;
+      lds::start_copy((const u8*)from, 0, 0, true, at(kQuery + panel * kQueryPanelBytes + first * tile::kDepth));
+    }
+  }
+
+  // The keys of a step that this wave copies: where they lie, and how many there are.
+  struct Rows {
+    const u8* from[kRows];
+    int count;
+  };
+  DEVICE Rows rows(int pages, int step) const {
+    const u32 places = Part::template place<T, 8>(p.key_cache, pages, step_key(step));
+    Rows rows;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      rows.from[i] = (const u8*)Part::template at<T, 8>(p.key_cache, places, i * 4 + lane / 8) + vec_of_copy(i * 4) * 16;
+    rows.count = end - step_key(step);
+    return rows;
+  }
+  // Zeros behind the last key.
+  DEVICE void load(const Rows& rows, int panel, int stage) const {
+    const int first = wave_index * kWaveKeys % kKeys;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      lds::start_copy(rows.from[i], 0, panel * tile::kDepth, row_of_copy(i * 4) < rows.count,
+                      at(stage_at(stage) + panel * kPanelBytes + (first + i * 4) * tile::kDepth));
+  }
+
+  // First key of the team's in a step.
+  DEVICE int team_key(int step) const { return step * Part::kStepKeys + team * kKeys; }
+
+  DEVICE void multiply_query(int stage) {
+    const mma::Panel keys(0, false), query(member * kScoreColumns, false);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        mma::wgmma<T>(score, keys.at(at(stage_at(stage) + panel * kPanelBytes), i),
+                      query.at(at(kQuery + panel * kQueryPanelBytes), i), panel + i > 0);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    mma::wait_for_sums(score);
+  }
+
+  // p of a step's keys, from `first` on, in LDS, and the factors of the sums before.
+  DEVICE void weigh(int first, float (&factor)[kLaneColumns]) {
+    constexpr Max max{};
+    float largest[kLaneColumns];
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; ++c) largest[c] = -__builtin_inff();
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const int c = lane_column(i);
+      score[i] = first + value_row(i) < row_end[c] ? score[i] * scale : -__builtin_inff();
+      largest[c] = max(largest[c], score[i]);
+    }
+    auto* maxima = (lds::Local<f32x4>*)at(kMaxima) + group * kScoreColumns;
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; ++c) {
+      largest[c] = attention::reduce_rows(largest[c], max);
+      if (lane / 4 == 0) ((lds::Local<float>*)(maxima + column_of(c)))[group_wave] = largest[c];
+    }
+    consumer_barrier<kGroupThreads>(kTeams + group);  // hazard: maxima of the waves are read before they are written
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; ++c) {
+      const f32x4 of_waves = maxima[column_of(c)];
+      const float new_maximum = max(max(maximum[c], max(of_waves.x, of_waves.y)), max(of_waves.z, of_waves.w));
+      factor[c] = numerics::exp2_approx(maximum[c] - new_maximum);
+      maximum[c] = new_maximum;
+      sum[c] *= factor[c];
+    }
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const int c = lane_column(i);
+      score[i] = numerics::exp2_approx(score[i] - maximum[c]);
+      sum[c] += score[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) {
+      const u32 pair = attention::transposed(T::pack({score[i], score[i + 1]}));
+      const int c = member * kScoreColumns + i / 4 * 8 + lane / 4, vec = group_wave * 2 + i / 2 % 2;
+      const int to = c * tile::kDepth + (vec ^ lds::swizzle(c)) * 16 + lane % 4 * 4;
+      *(lds::Local<u32>*)at(kWeights + team * kQueryPanelBytes + to) = pair;
+    }
+    if constexpr (kTeamGroups > 1)
+#pragma unroll
+      for (int c = 0; c < kLaneColumns; ++c)
+        if (lane / 4 == 0 && group_wave == 0)
+          ((lds::Local<float>*)at(kFactors))[member * kScoreColumns + column_of(c)] = factor[c];
+    lds::publish();
+  }
+
+  // Sums are multiplied by the factors of the new maxima.
+  DEVICE void scale_sums(const float (&factor)[kLaneColumns]) {
+    float of_sums[kSums / 2];
+    bool grows = false;
+#pragma unroll
+    for (int c = 0; c < kSums / 2; ++c) {
+      if constexpr (kTeamGroups > 1) of_sums[c] = ((const lds::Local<float>*)at(kFactors))[column_of(c)];
+      else of_sums[c] = factor[c];
+      grows |= of_sums[c] != 1.0f;
+    }
+    if (wave::count(grows) == 0) return;
+#pragma unroll
+    for (int d = 0; d < kDimTiles; ++d)
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) out[d][i] *= of_sums[lane_column(i)];
+  }
+
+  // Adds the product of the latents with p, and loads other keys where they were.
+  DEVICE void multiply_weights(int stage, const Rows& next) {
+    constexpr int kAtOnce = 2, kChunks = kDimTiles / kAtOnce;
+    const mma::Panel values{mma::Panel::Transposed{}}, weights(0, false);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int d = 0; d < kDimTiles; ++d) {
+      const int panel = stage_at(stage) + (member * kDimTiles + d) * kPanelBytes;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        mma::wgmma_of_transposed<T>(out[d], values.at(at(panel), i),
+                                    weights.at(at(kWeights + team * kQueryPanelBytes), i), 1);
+      if (d % kAtOnce == kAtOnce - 1) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    }
+    const bool loads = next.count + wave_index * kWaveKeys % kKeys > 0;  // the team
+    if (loads) load(next, kPanels - 1, stage);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      wait_for_groups<kChunks>(chunk);
+      team_barrier();  // hazard: keys are loaded where other waves still multiply
+      if (loads)
+#pragma unroll
+        for (int g = 0; g < kTeamGroups; ++g)
+#pragma unroll
+          for (int d = 0; d < kAtOnce; ++d) load(next, g * kDimTiles + chunk * kAtOnce + d, stage);
+    }
+#pragma unroll
+    for (int d = 0; d < kDimTiles; ++d) mma::wait_for_sums(out[d]);
+    lds::end_group();
+  }
+  // Until the first chunk + 1 of kChunks groups of products are done.
+  template <int kChunks>
+  DEVICE static void wait_for_groups(int chunk) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kChunks - 1 - chunk) : "memory");
+  }
+
+  DEVICE void run() {
+    load_query();
+    lds::end_group();
+    int step = wave::block_id_y();
+    int pages = p.window == 0 ? this->early_pages : 0;
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) {
+      const Rows of_stage = rows(pages, step + s * parts);
+      pages = load_any_pages(step_key(step + (s + 1) * parts));
+      if (team_key(step + s * parts) < end)
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) load(of_stage, panel, s);
+      lds::end_group();
+    }
+    scale = p.scale * (p.key_cache.scale ? mem::load<float>(p.key_cache.scale) : 1.0f);
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; ++c) {
+      maximum[c] = kLowest;
+      sum[c] = 0.0f;
+      row_end[c] = first_row_end + this->column(member * kScoreColumns + column_of(c)).row;
+    }
+    lds::wait_for_copies<kStages>();
+    block_barrier();  // hazard: the query is multiplied before it is there
+    int stage = 0;
+#pragma unroll 1
+    for (; team_key(step) < end; step += parts) {
+      const Rows next = rows(pages, step + kStages * parts);
+      pages = load_any_pages(step_key(step + (kStages + 1) * parts));
+      lds::wait_for_copies<kStages - 1>();
+      team_barrier();  // hazard: keys are multiplied before they are there
+      multiply_query(stage);
+      float factor[kLaneColumns];
+      weigh(team_key(step), factor);
+      team_barrier();  // hazard: p is multiplied before it is there
+      scale_sums(factor);
+      multiply_weights(stage, next);
+      stage = stage + 1 < kStages ? stage + 1 : 0;
+    }
+    finish();
+  }
+
+  // The sums of this part, and those of all.
+  DEVICE void finish() {
+    lds::wait_for_copies<0>();
+    block_barrier();  // hazard: keys and queries are written over before they are read
+    auto& ends = *(lds::Local<Ends>*)at(kQuery);
+#pragma unroll
+    for (int i = 0; i < kLaneColumns; ++i) {
+      const float of_wave = attention::reduce_rows(sum[i], Add{});
+      const int c = member * kScoreColumns + column_of(i);
+      if (lane / 4 > 0) continue;
+      ends.wave_sum[team][c][group_wave] = of_wave;
+      if (group_wave == 0) ends.maximum[team][c] = maximum[i];
+    }
+    block_barrier();  // hazard: sums and maxima are read before they are written
+    const auto largest = [&](int c) {
+      float largest = ends.maximum[0][c];
+      for (int t = 1; t < kTeams; ++t) largest = __builtin_fmaxf(largest, ends.maximum[t][c]);
+      return largest;
+    };
+    auto* sums = (lds::Local<float>*)at(0);
+#pragma unroll
+    for (int i = 0; i < kSums; i += i % 4 == 1 ? 3 : 1) {
+      const int c = value_column(i);
+      const float factor = numerics::exp2_approx(ends.maximum[team][c] - largest(c));
+#pragma unroll
+      for (int d = 0; d < kDimTiles; ++d)
+#pragma unroll
+        for (int half = 0; half < 4; half += 2)
+          sums[(team * kColumns + c) * kRowFloats + (member * kDimTiles + d) * 64 + value_row(half)] =
+              out[d][i + half] * factor;
+    }
+    const mem::Buffer to = Part::slot(wave::block_id_y());
+    const bool is_whole = parts == 1;
+    if (wave::thread_id() < kColumns) {
+      const int c = wave::thread_id();
+      float total = 0.0f;
+      for (int t = 0; t < kTeams; ++t) {
+        const f32x4 of_waves = *(lds::Local<f32x4>*)ends.wave_sum[t][c];
+        total += numerics::exp2_approx(ends.maximum[t][c] - largest(c)) * (of_waves.x + of_waves.y + of_waves.z + of_waves.w);
+      }
+      if (is_whole) ends.factor[c] = finish_column(c, largest(c), total, true);
+      else Part::store_sums(to, c, largest(c), total);
+    }
+    block_barrier();  // hazard: the teams' sums are read before they are written
+#pragma unroll
+    for (int i = 0; i < kColumns * kLatent / 4 / kThreads; ++i) {
+      const int vec = i * kThreads + wave::thread_id(), c = vec / (kLatent / 4), dim = vec % (kLatent / 4) * 4;
+      f32x4 total = {};
+#pragma unroll
+      for (int t = 0; t < kTeams; ++t) total += *(lds::Local<f32x4>*)(sums + (t * kColumns + c) * kRowFloats + dim);
+      if (is_whole) store(c, dim, total * ends.factor[c]);
+      else if (c < columns()) mem::store_device(to, (c * kLatent + dim) * 4, 0, total);
+    }
+    if (!is_whole && p.counters) Part::add_parts();
+  }
+};
