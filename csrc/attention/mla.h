@@ -41,10 +41,12 @@ struct MlaCombine : MlaPart<T, kColumnTiles> {
     Sums sums[kWaves][wave::kLanes];
   };
 
+  int first_slot = 0;
+
   DEVICE explicit MlaCombine(const MlaProblem& problem) : Part(problem.decode) {}
 
   DEVICE Sums load(int part, int vec) const {
-    const mem::Buffer from = this->slot(part);
+    const mem::Buffer from = this->slot(first_slot + part);
     const int c = vec / kColumnVecs;
     return {mem::load_device_or_zero<f32x4>(from, vec * 16, 0, true),
             mem::load_device_or_zero<float>(from, kMaxima + c * 4, 0, true),

@@ -16,7 +16,7 @@ struct DecodeOutput {
   int block, column_tile, head, request;  // block: of a part
   int parts;                              // of the request
 
-  DEVICE explicit DecodeOutput(const DecodeProblem& p) : p(p), block(wave::block_id_x()) {
+  DEVICE explicit DecodeOutput(const DecodeProblem& p, int block = wave::block_id_x()) : p(p), block(block) {
     const int of_tiles = u32(block) / p.tiles_divisor;
     column_tile = block - of_tiles * p.column_tiles;
     request = u32(of_tiles) / p.heads_divisor;

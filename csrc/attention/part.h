@@ -35,15 +35,16 @@ struct DecodePart : Output {
   int own;            // a key of this part, if it has any
   int early_pages;    // of the first keys, without a window; behind the last key any
 
-  DEVICE explicit DecodePart(const DecodeProblem& problem) : Output(problem) {
+  DEVICE explicit DecodePart(const DecodeProblem& problem) : DecodePart(problem, wave::block_id_x(), wave::block_id_y()) {}
+  DEVICE DecodePart(const DecodeProblem& problem, int block, int first_step) : Output(problem, block) {
     const int of_request = mem::load<int>(p.seq_lens + request);
-    if (p.window == 0) early_pages = load_any_pages(part_key(wave::block_id_y()));
+    if (p.window == 0) early_pages = load_any_pages(part_key(first_step));
     const int length = wave::uniform(of_request);
     end = length > 0 ? length : 0;
     first_row_end = end - p.query_len + 1;
     begin = p.window > 0 && first_row_end > p.window ? first_row_end - p.window : 0;
     base = begin / kWaveKeys * kWaveKeys;
-    own = step_key(wave::block_id_y()) > begin ? step_key(wave::block_id_y()) : begin;
+    own = step_key(first_step) > begin ? step_key(first_step) : begin;
     const int steps = (end - base + kLeastKeys - 1) / kLeastKeys;
     const int most = u32(steps + p.least_steps - 1) / p.least_divisor;  // parts, that none has fewer steps
     parts = most > p.parts ? p.parts : most > 0 ? most : 1;

@@ -18,15 +18,15 @@ DEVICE void combine(const MlaProblem& problem) {
 
 #define DECODE(symbol, T, Cache, tiles) \
   KERNEL(kMlaWaves* wave::kLanes) symbol(const MlaProblem problem) { decode<MlaDecode<T, Cache, tiles>>(problem); }
-#define COMBINE(symbol, T, tiles) \
-  KERNEL(kMlaWaves* wave::kLanes) symbol(const MlaProblem problem) { combine<MlaCombine<T, tiles>>(problem); }
+#define COMBINE(symbol, Combine, T, tiles) \
+  KERNEL(kMlaWaves* wave::kLanes) symbol(const MlaProblem problem) { combine<Combine<T, tiles>>(problem); }
 #define COLUMNS(tiles)                                   \
   DECODE(mla_decode_bf16_##tiles, Bf16, Bf16, tiles)     \
   DECODE(mla_decode_bf16_fp8_##tiles, Bf16, E4m3, tiles) \
   DECODE(mla_decode_fp16_##tiles, F16, F16, tiles)       \
   DECODE(mla_decode_fp16_fp8_##tiles, F16, E4m3, tiles)  \
-  COMBINE(mla_decode_combine_bf16_##tiles, Bf16, tiles)  \
-  COMBINE(mla_decode_combine_fp16_##tiles, F16, tiles)
+  COMBINE(mla_decode_combine_bf16_##tiles, MlaCombine, Bf16, tiles)  \
+  COMBINE(mla_decode_combine_fp16_##tiles, MlaCombine, F16, tiles)
 
 COLUMNS(1)
 COLUMNS(2)
@@ -36,18 +36,19 @@ COLUMNS(4)
 #if defined(__NVPTX__)
 #include "attention/nvidia/mla_in_lds.h"
 
-#define IN_LDS(symbol, T, tiles)                            \
-  KERNEL(kMlaWaves* wave::kLanes) symbol(const MlaProblem problem) { \
-    MlaDecodeInLds<T, tiles> decode(problem);               \
-    if (decode.has_work()) decode.run();                    \
-  }
-#define IN_LDS_COLUMNS(tiles)                    \
-  IN_LDS(mla_decode_bf16_lds_##tiles, Bf16, tiles) \
-  IN_LDS(mla_decode_fp16_lds_##tiles, F16, tiles)
+#define IN_LDS(symbol, T, tiles, run) \
+  KERNEL(kMlaWaves* wave::kLanes) symbol(const MlaProblem problem) { MlaDecodeInLds<T, tiles>::run(problem); }
+#define IN_LDS_COLUMNS(tiles)                                                \
+  IN_LDS(mla_decode_bf16_lds_##tiles, Bf16, tiles, run)                      \
+  IN_LDS(mla_decode_fp16_lds_##tiles, F16, tiles, run)                       \
+  IN_LDS(mla_decode_bf16_lds_even_##tiles, Bf16, tiles, run_even_steps)      \
+  IN_LDS(mla_decode_fp16_lds_even_##tiles, F16, tiles, run_even_steps)       \
+  COMBINE(mla_decode_combine_bf16_even_##tiles, MlaCombineEven, Bf16, tiles) \
+  COMBINE(mla_decode_combine_fp16_even_##tiles, MlaCombineEven, F16, tiles)
 
-COMBINE(mla_decode_combine_bf16_4, Bf16, 4)
-COMBINE(mla_decode_combine_fp16_4, F16, 4)
 IN_LDS_COLUMNS(1)
 IN_LDS_COLUMNS(2)
 IN_LDS_COLUMNS(4)
+COMBINE(mla_decode_combine_bf16_4, MlaCombine, Bf16, 4)
+COMBINE(mla_decode_combine_fp16_4, MlaCombine, F16, 4)
 #endif

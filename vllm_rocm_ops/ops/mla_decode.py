@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families import attention, decode, decode_times
 from vllm_rocm_ops.families.decode import DecodeConfig
-from vllm_rocm_ops.launch import Launch, fields
+from vllm_rocm_ops.launch import Launch, Workspace, fields
 from vllm_rocm_ops.op import Case, Op
 from vllm_rocm_ops.tensors import describe, is_wide_float
 
@@ -25,13 +25,16 @@ WAVES = 8
 COUNTED_PARTS = 8  # that the last of their blocks adds; more are added by a launch of their own
 LEAST_STEPS_IN_LDS = 4  # of a part of two times 64 keys
 PANEL = 64  # elements of a row of a panel in LDS, and keys
+EVEN_KEYS = 128  # of a step of even parts
 
 
 @dataclass(frozen=True)
 class MlaConfig(DecodeConfig):
-    """Keys go through registers, or through LDS: on NVIDIA, without conversion."""
+    """Keys go through registers, or through LDS: on NVIDIA, without conversion. `even`: so many parts in all, of one length, which may
+    have keys of several requests."""
 
     in_lds: bool = False
+    even: bool = False
 
 
 def _layout(a) -> attention.CacheLayout:
@@ -98,7 +101,11 @@ def _configs(a, arch: Arch) -> list[MlaConfig]:
     if a.partition:  # of one kind, whatever else is in the batch
         kinds = dict([kinds.popitem()])
     found = ((decode.configs(a, _layout(a), STEP, least), in_lds) for in_lds, least in kinds.items())
-    return [MlaConfig(**vars(config), in_lds=in_lds) for configs, in_lds in found for config in configs]
+    configs = [MlaConfig(**vars(config), in_lds=in_lds) for configs, in_lds in found for config in configs]
+    blocks, keys = _blocks(a, arch, True), decode.capacity(a, _layout(a))
+    if can_be_in_lds and not a.partition and 0 < blocks * (keys + EVEN_KEYS) < 2**31:
+        configs.append(MlaConfig(arch.compute_units, LEAST_STEPS_IN_LDS, in_lds=True, even=True))
+    return configs
 
 
 def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
@@ -114,6 +121,11 @@ def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
         return max(-(-blocks // arch.compute_units) * of_block, blocks * part_bytes / bandwidth)
 
     def of_length(keys: int) -> tuple[float, float]:
+        if config.even:
+            steps = -(-keys // EVEN_KEYS) * _blocks(a, arch, True)
+            blocks = min(config.parts, steps)
+            of_block = times.block + -(-steps // blocks) * EVEN_KEYS * bytes_of_key / decode_times.rate(None, arch, blocks)
+            return of_block, attention.LAUNCH_US + times.added * blocks / _blocks(a, arch, True)
         parts = decode.divided(config, keys, STEP)[0]
         blocks = _blocks(a, arch, config.in_lds) * parts
         of_parts = blocks * decode.COLUMNS * tiles * (LATENT + 2) * 8 / bandwidth  # stored and loaded
@@ -134,9 +146,11 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
     blocks, tiles = _blocks(a, arch, config.in_lds), _tiles(a, arch, config.in_lds)
     if blocks == 0:
         return []
-    columns, is_counted = decode.COLUMNS * tiles, config.parts <= COUNTED_PARTS
+    columns, is_counted = decode.COLUMNS * tiles, config.parts <= COUNTED_PARTS and not config.even
     both = (a.kv_cache, a.kv_cache), (a.kv_scale, a.kv_scale)
     shared = decode.problem_arguments(config, a, a.q_nope, _layout(a), *both, outputs, columns, counts=is_counted)
+    if config.even:
+        shared |= {"partials": Workspace(4 * (blocks + config.parts) * columns * (LATENT + 2)), "slots": 1}
     args = fields(
         "problem",
         {
@@ -144,17 +158,20 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
             "query_pe": a.q_pe,
             "query_pe_stride": a.q_pe.stride(0),
             "query_pe_head_stride": a.q_pe.stride(1),
+            "requests": a.block_table.shape[0] if config.even else 0,
+            "blocks": config.parts,
         },
     )
     kind = attention.ELEMENTS[a.q_nope.dtype]
     fp8 = "_fp8" * attention.is_quantized(a.kv_cache)
     block = (WAVES * arch.wave_lanes, 1, 1)
-    where, lds = ("_lds", _lds_bytes(columns)) if config.in_lds else ("", 0)
-    symbol = f"mla_decode_{kind}{fp8}{where}_{tiles}"
-    launches = [Launch("mla_decode", symbol, (blocks, config.parts, 1), block, args, lds)]
+    even, lds = "_even" * config.even, _lds_bytes(columns) if config.in_lds else 0
+    symbol = f"mla_decode_{kind}{fp8}{'_lds' * config.in_lds}{even}_{tiles}"
+    parts = (config.parts, 1, 1) if config.even else (blocks, config.parts, 1)
+    launches = [Launch("mla_decode", symbol, parts, block, args, lds)]
     if not is_counted:
         grid = (blocks, columns * LATENT // 4 // arch.wave_lanes, 1)
-        launches.append(Launch("mla_decode", f"mla_decode_combine_{kind}_{tiles}", grid, block, args))
+        launches.append(Launch("mla_decode", f"mla_decode_combine_{kind}{even}_{tiles}", grid, block, args))
     return launches
 
 

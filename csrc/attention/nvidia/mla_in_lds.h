@@ -7,7 +7,7 @@
 // the end; of 64 columns the groups of four waves of the one team divide the columns of the scores and the elements of the
 // latent. Panels are loaded again as soon as they are multiplied: two steps' keys are in LDS.
 #pragma once
-#include "attention/mla.h"
+#include "attention/nvidia/even_steps.h"
 
 extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // Places of MlaDecodeInLds
 
@@ -55,9 +55,19 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
   float maximum[kLaneColumns], sum[kLaneColumns];
   int row_end[kLaneColumns];  // the keys that the column sees end here
   float scale;
+  int first_step, next_step, keys_end, slot;  // steps of the part, the end of its keys, and where its sums go
 
+  // Every parts-th step.
   DEVICE explicit MlaDecodeInLds(const MlaProblem& problem) : Part(problem.decode), mla(problem) {
-    this->own = wave::block_id_y() * Part::kStepKeys;
+    first_step = slot = wave::block_id_y(), next_step = parts, keys_end = end;
+    this->own = first_step * Part::kStepKeys;
+  }
+  // Steps from `first` to `last` that follow each other, of what `part_count` blocks have.
+  DEVICE MlaDecodeInLds(const MlaProblem& problem, int block, int first, int last, int slot, int part_count)
+      : Part(problem.decode, block, first), mla(problem), slot(slot) {
+    first_step = first, next_step = 1, keys_end = last * Part::kStepKeys < end ? last * Part::kStepKeys : end;
+    parts = part_count;
+    this->own = first_step * Part::kStepKeys;
   }
 
   DEVICE static lds::Local<u8>* at(int place) { return (lds::Local<u8>*)dynamic_lds + place; }
@@ -101,7 +111,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
       rows.from[i] = (const u8*)Part::template at<T, 8>(p.key_cache, places, i * 4 + lane / 8) + vec_of_copy(i * 4) * 16;
-    rows.count = end - step_key(step);
+    rows.count = keys_end - step_key(step);
     return rows;
   }
   // Zeros behind the last key.
@@ -233,13 +243,13 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
   DEVICE void run() {
     load_query();
     lds::end_group();
-    int step = wave::block_id_y();
+    int step = first_step;
     int pages = p.window == 0 ? this->early_pages : 0;
 #pragma unroll
     for (int s = 0; s < kStages; ++s) {
-      const Rows of_stage = rows(pages, step + s * parts);
-      pages = load_any_pages(step_key(step + (s + 1) * parts));
-      if (team_key(step + s * parts) < end)
+      const Rows of_stage = rows(pages, step + s * next_step);
+      pages = load_any_pages(step_key(step + (s + 1) * next_step));
+      if (team_key(step + s * next_step) < keys_end)
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) load(of_stage, panel, s);
       lds::end_group();
@@ -255,9 +265,9 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     block_barrier();  // hazard: the query is multiplied before it is there
     int stage = 0;
 #pragma unroll 1
-    for (; team_key(step) < end; step += parts) {
-      const Rows next = rows(pages, step + kStages * parts);
-      pages = load_any_pages(step_key(step + (kStages + 1) * parts));
+    for (; team_key(step) < keys_end; step += next_step) {
+      const Rows next = rows(pages, step + kStages * next_step);
+      pages = load_any_pages(step_key(step + (kStages + 1) * next_step));
       lds::wait_for_copies<kStages - 1>();
       team_barrier();  // hazard: keys are multiplied before they are there
       multiply_query(stage);
@@ -302,7 +312,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
           sums[(team * kColumns + c) * kRowFloats + (member * kDimTiles + d) * 64 + value_row(half)] =
               out[d][i + half] * factor;
     }
-    const mem::Buffer to = Part::slot(wave::block_id_y());
+    const mem::Buffer to = Part::slot(slot);
     const bool is_whole = parts == 1;
     if (wave::thread_id() < kColumns) {
       const int c = wave::thread_id();
@@ -325,5 +335,33 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
       else if (c < columns()) mem::store_device(to, (c * kLatent + dim) * 4, 0, total);
     }
     if (!is_whole && p.counters) Part::add_parts();
+  }
+
+  DEVICE static void run(const MlaProblem& problem) {
+    MlaDecodeInLds decode(problem);
+    if (decode.has_work()) decode.run();
+  }
+  DEVICE static void run_even_steps(const MlaProblem& problem) {
+    constexpr int kSteps = EvenSteps::kKeys / Part::kStepKeys;
+    const EvenSteps even(problem);
+    const int own = wave::block_id_x();
+    if (own >= even.blocks) return;
+    const int end = even.first_of(own + 1);
+    int step = even.first_of(own);
+    auto place = even.place_of(step);
+#pragma unroll 1
+    while (true) {
+      const int after = place.first + place.steps, last = after < end ? after : end;
+      const int part_count = even.block_of(after - 1) - even.block_of(place.first) + 1;
+      MlaDecodeInLds decode(problem, place.block, (step - place.first) * kSteps, (last - place.first) * kSteps, own,
+                            part_count);
+      decode.run();
+      step = last;
+      if (step == end) return;
+      ++place.block;
+      place.first = step;
+      place.steps = even.steps_of(u32(place.block) / problem.decode.tiles_divisor);
+      block_barrier();  // hazard: sums are written over before they are read
+    }
   }
 };

@@ -1,0 +1,73 @@
+// Keys of requests, divided evenly over blocks, whatever the lengths are.
+#pragma once
+#include "attention/mla.h"
+
+// The steps of kKeys keys of a launch's blocks of a part, or one where there are no keys, divided evenly over `blocks`: each has some
+// that follow each other, of one request or of several. What block b leaves of block of a part i, if others have more of it, is in
+// slot b + i.
+struct EvenSteps {
+  static constexpr int kKeys = 128;
+  const DecodeProblem& p;
+  const int requests;
+  int blocks;         // that have steps
+  int steps, before;  // of all, and those of the requests before the lane's first
+  int lane_requests;
+
+  DEVICE explicit EvenSteps(const MlaProblem& problem)
+      : p(problem.decode), requests(problem.requests) {
+    lane_requests = (requests + wave::kLanes - 1) / wave::kLanes;
+    const int first = wave::lane() * lane_requests;
+    int own = 0;
+#pragma unroll 4
+    for (int i = 0; i < lane_requests; ++i) own += first + i < requests ? steps_of(first + i) : 0;
+    own *= p.column_tiles;
+    int sum = own;
+#pragma unroll
+    for (int below = 1; below < wave::kLanes; below *= 2) {
+      const int other = wave::from_lane(sum, wave::lane() - below);
+      sum += wave::lane() >= below ? other : 0;
+    }
+    steps = wave::read(sum, wave::kLanes - 1);
+    before = sum - own;
+    blocks = problem.blocks < steps ? problem.blocks : steps;
+  }
+  DEVICE int steps_of(int request) const {
+    const int keys = mem::load<int>(p.seq_lens + request);
+    return keys > kKeys ? (keys + kKeys - 1) / kKeys : 1;
+  }
+  // The first step of a block, and the block that has a step.
+  DEVICE int first_of(int block) const { return u64(block) * u32(steps) / u32(blocks); }
+  DEVICE int block_of(int step) const { return (u64(step + 1) * u32(blocks) - 1) / u32(steps); }
+  // The block of a part that has a step, and its first step.
+  struct Place {
+    int block, first, steps;
+  };
+  DEVICE Place place_of(int step) const {
+    const int lane = wave::count(before <= step) - 1;
+    Place place = {lane * lane_requests * p.column_tiles, wave::from_lane(before, lane), 0};
+    while (true) {
+      place.steps = steps_of(u32(place.block) / p.tiles_divisor);
+      if (step < place.first + place.steps) return place;
+      place.first += place.steps;
+      ++place.block;
+    }
+  }
+  // The same of a block of a part.
+  DEVICE Place place(int block) const {
+    const int request = u32(block) / p.tiles_divisor, lane = request / lane_requests;
+    Place place = {block, wave::from_lane(before, lane), steps_of(request)};
+    for (int r = lane * lane_requests; r < request; ++r) place.first += steps_of(r) * p.column_tiles;
+    place.first += (block - request * p.column_tiles) * place.steps;
+    return place;
+  }
+};
+
+template <class T, int kColumnTiles>
+struct MlaCombineEven : MlaCombine<T, kColumnTiles> {
+  DEVICE explicit MlaCombineEven(const MlaProblem& problem) : MlaCombine<T, kColumnTiles>(problem) {
+    const EvenSteps even(problem);
+    const auto place = even.place(this->block);
+    this->first_slot = even.block_of(place.first);
+    this->parts = even.block_of(place.first + place.steps - 1) - this->first_slot + 1;
+  }
+};
