@@ -1,5 +1,5 @@
 // Types of the scales in HBM: how a lane loads a scale, and which type its register has. `value` converts it to fp32, `of_word`
-// takes it out of a word of LDS.
+// one in a word of LDS.
 #pragma once
 #include "gpu.h"
 
@@ -16,7 +16,7 @@ struct Fp32Scale {
     return mem::load_float_or_zero(from, lane_offset, offset, inside);
   }
   DEVICE static float value(Loaded scale) { return scale; }
-  DEVICE static float of_word(u32 word, u32 /*address*/) { return __builtin_bit_cast(float, word); }
+  DEVICE static float of_word(u32 word) { return __builtin_bit_cast(float, word); }
 };
 
 // Powers of two: byte e is 2^(e - 127), 255 is NaN. A register has one scale as a word: the compiler would pack four bytes into a
@@ -33,5 +33,5 @@ struct E8m0Scale {
     const float power = __builtin_bit_cast(float, __builtin_elementwise_max(scale << 23, kSmallest));
     return __builtin_fmaf(power, 0.0f, power);  // infinity becomes NaN
   }
-  DEVICE static float of_word(u32 word, u32 address) { return value(word >> address % 4 * 8 & 0xff); }
+  DEVICE static float of_word(u32 word) { return value(word); }
 };

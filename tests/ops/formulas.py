@@ -309,14 +309,16 @@ def fused_experts(before, after, outputs: tuple) -> Found:
         inner = (silu(gate) * up).to(a.out_dtype).double()
         inner_off = 1.1 * up.abs() * gate_off + silu(gate).abs() * up_off  # silu rises by at most 1.1
         if kind != "none" and not a.weight_only:
-            inner = as_quantized(inner, kind, a.w1.dtype, a.act_scale)
+            error = HALF[a.out_dtype] * inner.abs() + inner_off  # by which a value may be rounded the other way
+            below, inner, above = (as_quantized(inner + by * error, kind, a.w1.dtype, a.act_scale) for by in (-1, 0, 1))
+            inner_off = torch.maximum((below - inner).abs(), (above - inner).abs())
         share = torch.ones_like(share).where(share != 0, 0.0) if a.apply_router_weight_on_input else share
         total += share[:, None] * (inner @ w2.t())
         terms += share[:, None].abs() * (inner.abs() @ w2.abs().t())
         off += share[:, None].abs() * (inner_off @ w2.abs().t())
     of_terms = (
         HALF[a.out_dtype] if kind == "none" or a.weight_only else 0.02
-    )  # roundings of the inner values that fall the other way
+    )  # a share of roundings of x falls the other way
     yield "output", outputs[0].double(), total, rounded(total, a.out_dtype) + of_terms * terms + off
 
 

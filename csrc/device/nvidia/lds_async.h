@@ -30,12 +30,10 @@ DEVICE void start_copy(const u8* from, bool inside, Local<u8>* to) {
                "l"(mem::global(from)), "r"(int(inside))
                : "memory");
 }
-// The lane copies the word that `from` lies in, up to the kBytes at `from`, behind which are zeros; or zeros.
-template <int kBytes>
+// The lane copies the word at `from`, or zeros.
 DEVICE void start_word(const void* from, bool inside, u32* to) {
-  const int bytes = kBytes == 4 ? 4 : int(i64(from) & 3) + kBytes;  // that are read
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address((Local<u8>*)to)),
-               "l"(mem::global((const u8*)(i64(from) & -4))), "r"(inside ? bytes : 0)
+               "l"(mem::global(from)), "r"(inside ? 4 : 0)
                : "memory");
 }
 // Ends a group of copies: those that were started since the last group ended.

@@ -99,14 +99,17 @@ struct StreamedTile<Type, kTokens, kScales, Scale>::MainLoop {
   }
   DEVICE int scale_step(int token) const { return (token < kTokens ? p.scale_a_k : 1) * Scale::kBytes; }
   // The scale of the consumer group's panel number `panel` of a stage.
-  DEVICE float scale(int stage, int panel, int token, const TileWork& work) const {
-    const int block = work.step / kPanelSteps + group * kPanels + panel;
-    return Scale::of_word(scaling[group][stage * kPanels + panel][token],
-                          u32(i64(scales_from(token, work.tile))) + block * scale_step(token));
+  DEVICE float scale(int stage, int panel, int token) const {
+    return Scale::of_word(scaling[group][stage * kPanels + panel][token]);
   }
   // The same for a token and the next.
-  DEVICE f32x2 scales_of_tokens(int stage, int panel, int token, const TileWork& work) const {
-    return {scale(stage, panel, token, work), scale(stage, panel, token + 1, work)};
+  DEVICE f32x2 scales_of_tokens(int stage, int panel, int token) const {
+    return {scale(stage, panel, token), scale(stage, panel, token + 1)};
+  }
+  // A word of LDS gets a scale, or zeros. An asynchronous copy has 4 bytes at least.
+  DEVICE static void start_scale(const u8* from, bool inside, u32* to) {
+    if constexpr (Scale::kBytes == 4) lds::start_word(from, inside, to);
+    else *to = mem::load_byte_or_zero(from, 0, 0, inside);
   }
 
   DEVICE void multiply() const {
@@ -134,9 +137,8 @@ struct StreamedTile<Type, kTokens, kScales, Scale>::MainLoop {
           weights.start(step * p.b_step, p.b_tile, left, to);
           tokens.start(step * mma::kDepth, i64(16) * p.a_stride, left, to + kWeightBytes);
           if (kScaled && thread <= kTokens)
-            lds::start_word<Scale::kBytes>(scales + step / kPanelSteps * step_of_scales,
-                            left > 0 && (thread < p.m || thread == kTokens),
-                            &scaling[group][stage * kPanels + i][thread]);
+            start_scale(scales + step / kPanelSteps * step_of_scales, left > 0 && (thread < p.m || thread == kTokens),
+                        &scaling[group][stage * kPanels + i][thread]);
         }
         prefetch = schedule.after(prefetch);
         if (prefetch.tile != tile && prefetch.end > 0) {
@@ -171,11 +173,11 @@ struct StreamedTile<Type, kTokens, kScales, Scale>::MainLoop {
 #pragma unroll
         for (int i = 0; i < kProducts; ++i) {
           mma::wait_for_sums(product[i]);
-          const float scale_b = kScaled ? scale(stage, first + i, kTokens, current) : 1.0f;
+          const float scale_b = kScaled ? scale(stage, first + i, kTokens) : 1.0f;
 #pragma unroll
           for (int j = 0; j < kSums / 4; ++j) {
             const int token = j * 8 + lane % 4 * 2;
-            const f32x2 scale_a = kScaled ? scales_of_tokens(stage, first + i, token, current) : f32x2{1.0f, 1.0f};
+            const f32x2 scale_a = kScaled ? scales_of_tokens(stage, first + i, token) : f32x2{1.0f, 1.0f};
 #pragma unroll
             for (int v = 0; v < 4; ++v) sum[j * 4 + v] += product[i][j * 4 + v] * (scale_a[v % 2] * scale_b);
           }
