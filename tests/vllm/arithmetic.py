@@ -204,19 +204,30 @@ def in_type_of(fp8_dtype: torch.dtype, the_op: Op, given: tuple) -> tuple:
     return tuple(converted(name, value) for name, value in zip(the_op.Arguments._fields, given))
 
 
-def stock(the_op: Op, a) -> tuple[tuple, str]:
-    """The results of vLLM's kernel for a call on a GPU, else of the reference; and which it is. Updates what is updated in place."""
-    peer = peers.peers(the_op).get("vllm") if a_tensor(a).is_cuda else None
-    with contextlib.suppress(Exception):  # whatever it says, it does not take the call
-        prepared = peer.prepare(*map(clone_here, a)) if peer else None
+def of_vllm(the_op: Op, a) -> tuple | None:
+    """The results of vLLM's own kernel, if one takes the call. It updates what the op updates in place."""
+    peer = peers.peers(the_op).get("vllm")
+    if peer is None:
+        return None
+    try:
+        prepared = peer.prepare(*map(clone_here, a))
         found = peer.call(*prepared)
-        if found is None:
-            found, changed = prepared
-            found = changed.input if the_op.name == "fused_add_rms_norm" else found
-            for name in the_op.mutates:
+    except Exception:  # noqa: BLE001  whatever it says, it does not take the call
+        return None
+    if found is None:
+        found, changed = prepared
+        found = changed.input if the_op.name == "fused_add_rms_norm" else found
+        for name in the_op.mutates:
+            if getattr(a, name) is not None:
                 getattr(a, name).copy_(getattr(changed, name))
-        return as_tuple(found), "vllm"
-    return as_tuple(the_op.reference(*a)), "reference"
+    like = as_tuple(the_op.allocate(a))
+    return tuple(result[: len(one)] for result, one in zip(as_tuple(found), like, strict=True))  # without padding
+
+
+def stock(the_op: Op, a) -> tuple[tuple, str]:
+    """The results of vLLM's kernel for a call on a GPU, else of the reference; and which it is. Both update what the op does."""
+    found = of_vllm(the_op, a) if a_tensor(a).is_cuda else None
+    return (as_tuple(the_op.reference(*a)), "reference") if found is None else (found, "vllm")
 
 
 def a_tensor(a) -> Tensor:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, ops
-from vllm_rocm_ops.correctness import as_tuple
+from vllm_rocm_ops.correctness import as_tuple, clone
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.op import Op
 
@@ -73,6 +73,18 @@ def test_an_op_that_is_wrong_is_noticed(monkeypatch, machine, plant, why):
     found = arithmetic.judged(CALLS, *machine)
     assert any(what.startswith(f"layers.0.o: {why}") for what in found["wrong"]), found
     assert [one["wrong"] for one in found["results"]] == [False, False, True]
+
+
+def test_stock_is_vllms_kernel_where_it_has_one():
+    """Its norm on CPU, which updates as ours does."""
+    name, _, given = call("fused_add_rms_norm", "hidden8")
+    the_op = getattr(ops, name)
+    mine, theirs = (the_op.Arguments(*map(clone, given)) for _ in range(2))
+    [wanted], [found] = as_tuple(the_op.reference(*mine)), arithmetic.of_vllm(the_op, theirs)
+    assert (found.double() - wanted.double()).norm() < 0.01 * wanted.double().norm()
+    assert torch.equal(mine.residual, theirs.residual) and not torch.equal(theirs.residual, given[1])
+    assert arithmetic.of_vllm(ops.router_z_loss, ()) is None
+    assert arithmetic.stock(the_op, mine)[1] == "reference"
 
 
 def test_where_no_kernel_runs_nothing_is_right():
