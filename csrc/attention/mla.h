@@ -14,9 +14,10 @@
 #include "device/reduce.h"
 
 constexpr int kLatent = 512, kMlaWaves = 8;
+constexpr int kMlaFanIn = 8;  // COUNTED_PARTS of ops/mla_decode.py
 
 template <class T, int kColumnTiles>
-using MlaPart = DecodePart<DecodeOutput<T, kLatent, 16 * kColumnTiles, kMlaWaves>, 32>;
+using MlaPart = DecodePart<DecodeOutput<T, kLatent, 16 * kColumnTiles, kMlaWaves, kMlaFanIn>, 32>;
 
 // Adds the parts of a request after the launch that left them: a lane has four elements, and each wave every eighth part.
 template <class T, int kColumnTiles>
@@ -158,7 +159,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
         for (int i = 0; i < kLoads; ++i) keys.latent[tile][i][l] = mem::load<u32x4>(from + i * (64 / sizeof(Element)));
         if (tile == 0) keys.rope[l] = mem::load<RopeVec>(row + kLatent + rope_half() * 32 + of_lane() * 8);
       }
-    keys.pages = load_pages(step_key(step + kStages * parts));
+    keys.pages = load_pages(step_key(wave::uniform(step + kStages * parts)));
     attention::issue_now();
   }
 
@@ -189,9 +190,10 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
   // Multiplies the keys of a step, if there is one, and loads others. No way around has fewer loads, so that no wait is for more.
   DEVICE void turn(Keys& keys, int step) {
     const Operands of = operands(keys);
-    if constexpr (kFp8) load(keys, step + kStages * parts);
+    const int next = wave::uniform(step + kStages * parts);
+    if constexpr (kFp8) load(keys, next);
     if (step_key(step) < end) multiply(of, step_key(step));
-    if constexpr (!kFp8) load(keys, step + kStages * parts);
+    if constexpr (!kFp8) load(keys, next);
   }
 
   DEVICE void multiply(const Operands& of, int first) {
@@ -245,7 +247,9 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
     if (owner >= kAtOnce) return;
 #pragma unroll
     for (int of_shared = 0; of_shared < kShared; of_shared += kAtOnce) {
-      const int place = of_shared + owner, c = begin + place, owned = (begin + of_shared) / kAtOnce;
+      int place = of_shared + owner;
+      attention::use_below(place);  // its addresses take no registers over the loop
+      const int c = begin + place, owned = (begin + of_shared) / kAtOnce;
       const int row_end = first_row_end + this->column(c).row;
       f32x2 score = {};
 #pragma unroll
@@ -307,7 +311,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
 #pragma unroll 1
       for (; step_key(step) < end; step += kStages * parts)
 #pragma unroll
-        for (int i = 0; i < kStages; ++i) turn(stages[i], step + i * parts);
+        for (int i = 0; i < kStages; ++i) turn(stages[i], wave::uniform(step + i * parts));  // no sums of it with lanes
     }
     finish();
   }

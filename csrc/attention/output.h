@@ -6,7 +6,7 @@
 #include "device/arrive.h"
 #include "device/reduce.h"
 
-template <class T, int kD, int kColumns_ = 16, int kWaves_ = 4>
+template <class T, int kD, int kColumns_ = 16, int kWaves_ = 4, int kFanIn_ = 16>
 struct DecodeOutput {
   static constexpr int kColumns = kColumns_, kWaves = kWaves_, kThreads = kWaves * wave::kLanes;
   static constexpr float kLowest = -3.0e38f;  // a maximum of no scores, so that there is no infinity to subtract
@@ -35,7 +35,7 @@ struct DecodeOutput {
   }
 
   static constexpr int kColumnVecs = kD / 4;  // of four elements
-  static constexpr int kFanIn = 16;           // parts, or sums of them, that a block adds
+  static constexpr int kFanIn = kFanIn_;      // parts, or sums of them, that a block adds
   static constexpr int kMaxima = kColumns * kD * 4, kSums = kMaxima + kColumns * 4;  // bytes before them in a slot
 
   DEVICE mem::Buffer slot(int index) const {
@@ -72,9 +72,8 @@ struct DecodeOutput {
     float factor[kFanIn], sums[kFanIn], largest = kLowest, sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kFanIn; ++i) {
-      const float maximum =
-          mem::load_device_or_zero<float>(from, i * kPartFloats * 4 + kMaxima + c * 4, 0, i < members);
-      sums[i] = mem::load_device_or_zero<float>(from, i * kPartFloats * 4 + kSums + c * 4, 0, i < members);
+      const float maximum = mem::load_device_or_zero<float>(from, kMaxima + c * 4, i * kPartFloats * 4, i < members);
+      sums[i] = mem::load_device_or_zero<float>(from, kSums + c * 4, i * kPartFloats * 4, i < members);
       factor[i] = i < members ? maximum : kLowest;
     }
 #pragma unroll
@@ -94,7 +93,7 @@ struct DecodeOutput {
 #pragma unroll
         for (int i = 0; i < kFanIn; ++i) {
           const int vec = c * kColumnVecs + begin + v * kColumnThreads;
-          vecs[v][i] = mem::load_device_or_zero<f32x4>(from, i * kPartFloats * 4 + vec * 16, 0, i < members);
+          vecs[v][i] = mem::load_device_or_zero<f32x4>(from, vec * 16, i * kPartFloats * 4, i < members);
         }
 #pragma unroll
       for (int v = 0; v < kAtOnce; ++v) {

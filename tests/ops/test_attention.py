@@ -417,8 +417,8 @@ BUGS = {
     ),
     "MLA: pages of another step": (
         MLA,
-        "keys.pages = load_pages(step_key(step + kStages * parts));",
-        "keys.pages = load_pages(step_key(step + (kStages - 1) * parts));",
+        "load_pages(step_key(wave::uniform(step + kStages * parts)))",
+        "load_pages(step_key(wave::uniform(step + (kStages - 1) * parts)))",
         ops.mla_decode,
         "long",
         "gfx950",
@@ -631,34 +631,54 @@ def test_pages_behind_4_gb(layout):
     torch.testing.assert_close(ops.paged_attention_decode.reference(*given)[0], out, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-def test_keys_or_values_stay_in_flight(arch):
-    """While a wave waits for its keys, all values are under way, and while for its values all keys; nothing is spilled."""
-    code = CodeObject(launch.CODE / arch / "paged_attention_decode.co")
-    for name, kernel in code.kernels.items():
-        assert kernel.statistics["scratch"] == 0, name
+def keys_and_values_wait(code: CodeObject) -> list[str]:
+    """The kernels of heads in which a wait leaves neither all keys nor all values of a step under way."""
+    wrong = []
+    for name in code.kernels:
         (loop,) = test_waits.Flow(code, name).loops()
         fp8, size, _ = re.search(r"(_fp8)?_(\d+)_(\w+)$", name).groups()
         keys = int(size) // (32 if fp8 else 16)
         values = loop.loads - keys - 1  # one of pages
         left = [count for ins in loop.on_path if (count := test_waits.left_in_flight(ins)) is not None]
-        if (fp8, size) != ("_fp8", "192"):  # there values of a step wait for each other once
-            assert values > 0 and left and min(left) >= min(keys, values), (name, left)
+        if (fp8, size) == ("_fp8", "192"):
+            continue  # there values of a step wait for each other once
+        if values <= 0 or not left or min(left) < min(keys, values):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_keys_or_values_stay_in_flight(arch):
+    """While a wave waits for its keys, all values are under way, and while for its values all keys; nothing is spilled."""
+    code = CodeObject(launch.CODE / arch / "paged_attention_decode.co")
+    assert not any(kernel.statistics["scratch"] for kernel in code.kernels.values())
+    assert not keys_and_values_wait(code)
+
+
+def test_planted_wait_for_all_keys_is_seen(kernels):  # noqa: F811
+    name, text = "paged_attention_decode_bf16_64_native", "attention::compute_now(score[t][tile]);"
+    drained = f"{text}\n__builtin_amdgcn_s_waitcnt(0x0f70);"
+    code = CodeObject(kernels.compile(DECODE, text, drained, "paged_attention_decode", name, "gfx942"))
+    assert keys_and_values_wait(code) == [name]
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_nothing_of_mla_is_spilled(arch):
+    """And of up to 16 columns a compute unit has two blocks, but of gfx950's with keys of 16 bits, which have 4 registers too many."""
     for name, kernel in CodeObject(launch.CODE / arch / "mla_decode.co").kernels.items():
         spills = [kernel.statistics[kind] for kind in ("scratch", "vgpr_spills", "sgpr_spills")]
         assert not any(spills) and kernel.statistics["lds"] <= archs.ARCHS["gfx942"].lds_bytes, name
+        if name.endswith("_1"):
+            most = 128 if arch == "gfx942" or "fp8" in name else 132
+            assert kernel.statistics["vgprs"] <= most, name
 
 
 def test_keys_of_mla_that_only_some_ways_load_are_seen(kernels):  # noqa: F811
     copy = kernels.csrc / "ops" / "mla_decode.hip"
     copy.write_text(only({"mla_decode_bf16_1", "mla_decode_fp16_fp8_1"}, (CSRC / "ops" / copy.name).read_text()))
     for which in ("", "!"):
-        text = f"if constexpr ({which}kFp8) load(keys, step + kStages * parts);"
-        replacement = f"if constexpr ({which}kFp8) if (step_key(step) < end) load(keys, step + kStages * parts);"
+        text = f"if constexpr ({which}kFp8) load(keys, next);"
+        replacement = f"if constexpr ({which}kFp8) if (step_key(step) < end) load(keys, next);"
         kernels.plant(MLA, text, replacement, ["mla_decode"], ["gfx942"])
         loops = test_waits.streaming_loops(kernels.code / "gfx942" / "mla_decode.co")
         wrong = {name: bool(test_waits.faults(loop)) for name, loop in loops}

@@ -28,17 +28,37 @@ LONG = {
 }
 
 
+SHORTER = {
+    "4097 keys": (ops.paged_attention_decode, (4097,), (2, 1), 64, LLAMA),
+    "33 requests": (ops.paged_attention_decode, tuple(range(33)), (2, 1), 64, LLAMA),
+    "latent, 4097 keys": (ops.mla_decode, (4097,), 2, {"fp8": True, "wider": 0}),
+    "latent, 33 requests": (ops.mla_decode, tuple(range(33)), 2, {"wider": 0}),
+}
+
+
+def check_lengths(the_op, sizes: tuple, arch: str) -> None:
+    """A case of these sizes, in the configuration that is chosen for it."""
+    of_op, emulator = importlib.import_module(f"vllm_rocm_ops.ops.{the_op.name}"), Emulator(arch, races=False)
+    case = Case(str(sizes), functools.partial(of_op._inputs, *sizes))
+    given = the_op.Arguments(*case.make("meta", torch.Generator(), emulator.arch.fp8_dtype))
+    with launch.executor(emulator):
+        check_case(the_op, case, "cpu", emulator.arch, [the_op.cheapest(given, emulator.arch)])
+
+
+@pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx950", marks=full)])
+@pytest.mark.parametrize("name", SHORTER)
+def test_thousands_of_keys_and_many_requests(name, arch):
+    the_op, *sizes = SHORTER[name]
+    check_lengths(the_op, sizes, arch)
+
+
 @full
 @ARCHS
 @pytest.mark.parametrize("name", LONG)
 def test_131072_keys(name, arch):
     """As a model's longest request has them."""
     the_op, *sizes = LONG[name]
-    of_op, emulator = importlib.import_module(f"vllm_rocm_ops.ops.{the_op.name}"), Emulator(arch, races=False)
-    case = Case(name, functools.partial(of_op._inputs, *sizes))
-    given = the_op.Arguments(*case.make("meta", torch.Generator(), emulator.arch.fp8_dtype))
-    with launch.executor(emulator):
-        check_case(the_op, case, "cpu", emulator.arch, [the_op.cheapest(given, emulator.arch)])
+    check_lengths(the_op, sizes, arch)
 
 
 @full
