@@ -34,6 +34,8 @@ def generate(job: dict) -> dict:
         "worker_extension_cls": "vllm_rocm_ops.vllm.worker.Extension",
     }
     os.environ |= job.get("environment", {})
+    if job.get("engine", {}).get("speculative_config"):
+        options["disable_log_stats"] = False  # the drafts are counted there
     llm = LLM(model=job["model"], **options | job.get("engine", {}))
     sampling = SamplingParams(
         temperature=0,
@@ -72,6 +74,7 @@ def generate(job: dict) -> dict:
         "fallbacks": fallbacks,
         "choices": llm.collective_rpc("vllm_rocm_ops_choices"),
         "seams": {entry.name: entry.reason if not entry.on else "on" for entry in seam.status()},
+        "drafted": drafted(llm) if job.get("engine", {}).get("speculative_config") else 0,
         "classes": sorted({type(module).__name__ for module in model.modules()}) if model else [],
         "version": vllm_rocm_ops.__version__,
     }
@@ -80,6 +83,11 @@ def generate(job: dict) -> dict:
     del worker, model, llm
     release()
     return answer
+
+
+def drafted(llm) -> int:
+    """How many tokens were drafted."""
+    return sum(one.value for one in llm.get_metrics() if one.name == "vllm:spec_decode_num_draft_tokens")
 
 
 @contextlib.contextmanager
