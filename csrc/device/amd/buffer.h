@@ -10,8 +10,6 @@ using Buffer = __amdgpu_buffer_rsrc_t;
 
 // Whether loads take predicates. Without them, a branch around the use of the result is cheaper.
 constexpr bool kPredicates = false;
-// Whether a lane offset of -1 is out of range and gives zeros.
-constexpr bool kChecksRange = true;
 
 // The 2 GB from `base` on; `base` is the same in all lanes.
 DEVICE Buffer buffer(const void* base) {

@@ -8,8 +8,6 @@ using Buffer = const u8*;
 
 // Whether loads take predicates. Zeros are added for what is not loaded; a branch would have the loads wait for each other.
 constexpr bool kPredicates = true;
-// Whether a lane offset of -1 is out of range and gives zeros.
-constexpr bool kChecksRange = false;
 
 DEVICE Buffer buffer(const void* base) { return (Buffer)base; }
 // 16 bytes at base + lane_offset + offset, or zeros; `offset` is the same in all lanes.

@@ -43,8 +43,8 @@ struct WideningLoader {
     const bool inside = depth < k - panel * kDepth;
 #pragma unroll
     for (int j = 0; j < kCopies; ++j) {
-      const bool reads = inside && (mem::kChecksRange || offset[j] != kNoRow);
-      copy[j] = mem::load_or_zero(from, offset[j], panel * step, reads);
+      const bool has_row = !mem::kPredicates || offset[j] != kNoRow;  // else the address itself says that there is none
+      copy[j] = mem::load_or_zero(from, offset[j], panel * step, inside && has_row);
     }
     if (!kHeld) {
       store(to);
