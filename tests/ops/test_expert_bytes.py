@@ -144,8 +144,8 @@ BUGS = {
     ),
     "every panel the first": (
         "gemm/tiled/widening_loader.h",
-        "panel * step, inside)",
-        "0, inside)",
+        "panel * step, inside &&",
+        "0, inside &&",
         OP,
         "e5m2-alone",
         "gfx942",

@@ -270,8 +270,8 @@ BUGS = {
     ),
     "the neighbouring panel's e8m0 scale": (
         "gemm/tiled/main_loop.h",
-        "b_at[j], panel * Scale::kBytes",
-        "b_at[j], (panel ^ 1) * Scale::kBytes",
+        "b_at[j], block * (b_k * Scale::kBytes)",
+        "b_at[j], (block ^ 1) * (b_k * Scale::kBytes)",
         ops.block_scaled_mm,
         "e8m0-tiles-long",
         "gfx950",
@@ -324,8 +324,8 @@ BUGS = {
     ),
     "weight scale of another block": (
         "gemm/tiled/main_loop.h",
-        "b_at[j], panel * Scale::kBytes, true",
-        "b_at[j], panel / 2 * Scale::kBytes, true",
+        "b_at[j], block * (b_k * Scale::kBytes), true",
+        "b_at[j], block / 2 * (b_k * Scale::kBytes), true",
         ops.block_scaled_mm,
         "tiles",
         "gfx950",
