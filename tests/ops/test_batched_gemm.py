@@ -19,7 +19,6 @@ from vllm_rocm_ops.emulator.objects import CodeObject
 
 BATCHED = "gemm/batched.h"
 
-# As in test_planted_bugs.py, without the op.
 BUGS = {
     "columns of a pair swapped": (
         BATCHED,
@@ -100,7 +99,7 @@ MORE = {
 
 def check_caught(bug: tuple, kernels, plant, monkeypatch) -> None:  # noqa: F811
     """With the one kernel that the case runs, which compiles in a tenth of the time."""
-    *planted, case_name, arch, said = bug
+    *_, case_name, arch, _ = bug
     case = next(case for case in ops.batched_gemm.cases() if case.name == case_name)
     a = ops.batched_gemm.Arguments(*case.make("meta", torch.Generator(), archs.ARCHS[arch].fp8_dtype))
     [launched] = ops.batched_gemm.explain(*a, arch=arch).launches
@@ -111,7 +110,7 @@ def check_caught(bug: tuple, kernels, plant, monkeypatch) -> None:  # noqa: F811
     form = {"narrow": "WAVES", "transposed": "TRANSPOSED"}[form]
     instance = f"{form}({kind}, {'Bf16' if kind == 'bf16' else 'F16'}, {tokens})\n"
     (kernels.csrc / "ops" / "batched_gemm.hip").write_text(head + instance)
-    require_caught((*planted, ops.batched_gemm, case_name, arch, said), plant, monkeypatch)
+    require_caught(bug, plant, monkeypatch, ops.batched_gemm)
 
 
 @pytest.mark.parametrize("bug", BUGS)

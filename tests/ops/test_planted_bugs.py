@@ -1039,8 +1039,10 @@ def test_planted_bug_is_caught(bug, plant, monkeypatch):
     require_caught(BUGS[bug], plant, monkeypatch)
 
 
-def require_caught(bug: tuple, plant, monkeypatch) -> None:
-    """A line of BUGS, or of another file's."""
+def require_caught(bug: tuple, plant, monkeypatch, the_op=None, said: str = "") -> None:
+    """A line of BUGS; or of those of one op, which leave out the op and, where it is the same for all, what must be said."""
+    if the_op is not None:
+        bug = (*bug[:3], the_op, *bug[3:], *filter(None, [said]))
     file, text, replacement, the_op, case_name, arch, said = bug
     case = next(c for c in the_op.cases() if c.name == case_name)
     emulator = plant(arch, file, text, replacement)

@@ -8,11 +8,10 @@ namespace tile {
 // The copies of kRows rows by the kThreads threads of a block, as TileLoader's. To: Bf16, F16, or any type of 8 bits, whose elements
 // stay as they are.
 template <class To, int kRows, int kThreads>
-struct ElementLoader {
+struct ElementLoader : RegisterLoader<ElementLoader<To, kRows, kThreads>> {
   static constexpr bool kHalves = __is_same(To, Bf16) || __is_same(To, F16);
   static constexpr int kElements = kVecBytes / (1 + kHalves), kPanel = kDepth / (1 + kHalves);  // of a copy, of a panel
   static constexpr int kCopies = kRows * kRowVecs / kThreads;
-  static constexpr bool kHeld = lds::kBuffers < 3;  // one panel at a time is in flight, in registers
   const u8* first;
   i64 panel_step;
   int step, type;
@@ -39,8 +38,7 @@ struct ElementLoader {
       offset[j] = row == kNoRow ? -1 : int(row * from.row + depth[j] * from.step);
     }
   }
-  // Panel number `panel` along K, of which bytes from k on are zeros.
-  DEVICE void start(int panel, int k, lds::Local<u8>* to) {
+  DEVICE void load(int panel, int k) {
     const mem::Buffer from = mem::buffer(first + panel * panel_step);
     const int left = (k - panel * kDepth) / (1 + kHalves);
 #pragma unroll
@@ -48,20 +46,13 @@ struct ElementLoader {
       const int count = offset[j] < 0 ? 0 : left - depth[j];
       copy[j] = vectors ? mem::load_or_zero(from, offset[j], 0, count > 0) : gather(from, offset[j], count);
     }
-    if (!kHeld) {
-      store(to);
-      lds::publish();
-    }
   }
-  DEVICE void finish(lds::Local<u8>* to) {
-    if (kHeld) store(to);
-  }
-
- private:
-  DEVICE void store(lds::Local<u8>* to) {
+  DEVICE void store(lds::Local<u8>* to) const {
 #pragma unroll
     for (int j = 0; j < kCopies; ++j) *(lds::Local<u32x4>*)(to + place[j]) = copy[j];
   }
+
+ private:
   DEVICE u32x4 gather(mem::Buffer from, int at, int count) const {
     u32 bits[kElements];
     const bool halves = kHalves && type >= kBf16;

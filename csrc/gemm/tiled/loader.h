@@ -47,4 +47,24 @@ struct TileLoader {
   }
 };
 
+// Of a Loader that copies through registers: load(panel, k) fills them, and store(to) writes them to a panel in LDS. One panel at a
+// time is in flight: in registers until it is needed, or, where LDS has room for it, stored at once.
+template <class Loader>
+struct RegisterLoader {
+  static constexpr bool kHeld = lds::kBuffers < 3;
+  // Panel number `panel` along K, of which bytes of what is multiplied from k on are zeros.
+  DEVICE void start(int panel, int k, lds::Local<u8>* to) {
+    loader().load(panel, k);
+    if (kHeld) return;
+    loader().store(to);
+    lds::publish();
+  }
+  DEVICE void finish(lds::Local<u8>* to) {
+    if (kHeld) loader().store(to);
+  }
+
+ private:
+  DEVICE Loader& loader() { return static_cast<Loader&>(*this); }
+};
+
 }  // namespace tile

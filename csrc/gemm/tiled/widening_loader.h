@@ -14,9 +14,8 @@ constexpr ElementType kElementType = __is_same(From, I8)     ? kI8
 // The copies of kRows rows by the kThreads threads of a block, as TileLoader's. A copy is 16 elements, a panel 64 of each row: one
 // step of a weight in fragment order.
 template <class To, class From, int kRows, int kThreads>
-struct WideningLoader {
+struct WideningLoader : RegisterLoader<WideningLoader<To, From, kRows, kThreads>> {
   static constexpr int kRowCopies = kRowVecs / 2, kCopies = kRows * kRowCopies / kThreads;
-  static constexpr bool kHeld = lds::kBuffers < 3;  // one panel at a time is in flight, in registers
   mem::Buffer from;
   int offset[kCopies];  // of the thread's copies at K = 0, or kNoRow
   int place[kCopies];   // their rows of the panel
@@ -38,24 +37,14 @@ struct WideningLoader {
       place[j] = at;
     }
   }
-  // Panel number `panel` along K, of which bytes of To from k on are zeros.
-  DEVICE void start(int panel, int k, lds::Local<u8>* to) {
+  DEVICE void load(int panel, int k) {
     const bool inside = depth < k - panel * kDepth;
 #pragma unroll
     for (int j = 0; j < kCopies; ++j) {
       const bool has_row = !mem::kPredicates || offset[j] != kNoRow;  // else the address itself says that there is none
       copy[j] = mem::load_or_zero(from, offset[j], panel * step, inside && has_row);
     }
-    if (!kHeld) {
-      store(to);
-      lds::publish();
-    }
   }
-  DEVICE void finish(lds::Local<u8>* to) {
-    if (kHeld) store(to);
-  }
-
- private:
   DEVICE void store(lds::Local<u8>* to) const {
 #pragma unroll
     for (int j = 0; j < kCopies; ++j)
@@ -67,6 +56,8 @@ struct WideningLoader {
             u32x4{widen<false>(low), widen<true>(low), widen<false>(high), widen<true>(high)};
       }
   }
+
+ private:
   template <bool kUpper>
   DEVICE static u32 widen(u32 word) {
     return To::pack(unpack_bytes<kUpper>(word, kElementType<From>));
