@@ -214,7 +214,7 @@ def batched_gemm(before, after, outputs: tuple) -> Found:
 
 def gemm(before, after, outputs: tuple) -> Found:
     a, out = before, outputs[0]
-    left, right = (x.double() if s is None else x.double() * s.double().reshape(-1, 1) for x, s in gemm_sides(a))
+    left, right = gemm_sides(a)
     bias = torch.zeros(()) if a.bias is None else a.bias
     slope = {"none": 1.0, "leaky_relu": 0.01}[a.activation]
     if out.is_floating_point():
@@ -230,10 +230,13 @@ def gemm(before, after, outputs: tuple) -> Found:
     yield "output", out.double(), wanted, (0.5 + OF_TERMS * terms) * scaled
 
 
-def gemm_sides(a) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Rows along K and their scales."""
-    yield a.a, a.scale_a
-    yield a.b.t(), a.scale_b
+def gemm_sides(a) -> tuple[Tensor, Tensor]:
+    """Rows along K, times their scales."""
+    sides = (a.a, a.scale_a), (a.b.t(), a.scale_b)
+    if a.block_scales:
+        (rows, scale_a), (columns, scale_b) = sides
+        return of_blocks(rows, scale_a, 1, 128), of_blocks(columns, scale_b.t(), 128, 128)
+    return tuple(x.double() * (1.0 if s is None else s.double().reshape(-1, 1)) for x, s in sides)
 
 
 def unquantized_gemm(before, after, outputs: tuple) -> Found:
