@@ -116,10 +116,10 @@ def published() -> str:
     found = json.loads(PUBLISHED.read_text())
 
     def share(value: float | None) -> str:
-        return "over half have none" if value is None else f"{value:.0%}"
+        return "over half have none" if value is None else f"{100 * value:.0f} %"
 
     def signed(value: float | None) -> str:
-        return "" if value is None else f"{value:+.0%}"
+        return "" if value is None else f"{100 * value:+.0f} %"
 
     rows = [
         (

@@ -103,7 +103,7 @@ def test_bad_input_says_what_is_wrong(norm, capsys, tmp_path):
         (command(norm, good, object=tmp_path / "none.co"), "none.co must be a code object, got FileNotFoundError"),
         (
             command(norm, good, object=launch.code_object("rms_norm", "gfx950")),
-            "must be compiled for gfx942, got gfx950",
+            f"{norm.symbol} of {launch.code_object('rms_norm', 'gfx950')} must be compiled for gfx942, got gfx950",
         ),
         (command(norm, good, symbol="norm"), "--symbol must be one of fused_add_rms_norm"),
         (command(norm, good, grid="4x"), "--grid must be one to three positive numbers"),

@@ -47,7 +47,7 @@ SHARING_US = {
     64: 5.0,
 }  # that blocks which share tiles take longer; on AMD as of kernels through registers on H200
 SPLIT_TILE_US = 1.5  # where a block's share ends within a tile, it waits for its copies and other blocks for it
-SUMMED = {32: 150e3, 64: 60e3}  # bytes of partial sums a microsecond that a block reads
+SUMMED = {32: 150e3, 64: 85e3}  # bytes of partial sums a microsecond that a block reads; AMD: see docs/timing.md
 # Of kernels through LDS only: that a block takes longer beside another, by tokens; and what is lost of the time in which some
 # compute units have no block.
 CO_RESIDENT_PENALTY_US, IDLE_COST = {16: 1.0, 32: 0.6, 64: 0.0}, 0.15

@@ -232,7 +232,7 @@ def kernel_of(path: Path, symbol: str | None, arch: str) -> KernelObject:
     except (OSError, KeyError, IndexError, struct.error, UnicodeDecodeError) as error:
         raise ValueError(f"{PREFIX}: {path} must be a code object, got {type(error).__name__}: {error}") from None
     if code.arch != arch:
-        raise ValueError(f"{PREFIX}: {path} must be compiled for {arch}, got {code.arch}")
+        raise ValueError(f"{PREFIX}: {symbol or 'the kernel'} of {path} must be compiled for {arch}, got {code.arch}")
     if symbol is None and len(kernels) == 1:
         return next(iter(kernels.values()))
     if symbol not in kernels:
