@@ -124,7 +124,9 @@ def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
         if config.even:
             steps = -(-keys // EVEN_KEYS) * _blocks(a, arch, True)
             blocks = min(config.parts, steps)
-            of_block = times.block + -(-steps // blocks) * EVEN_KEYS * bytes_of_key / decode_times.rate(None, arch, blocks)
+            of_block = times.block + -(-steps // blocks) * EVEN_KEYS * bytes_of_key / decode_times.rate(
+                None, arch, blocks
+            )
             return of_block, attention.LAUNCH_US + times.added * blocks / _blocks(a, arch, True)
         parts = decode.divided(config, keys, STEP)[0]
         blocks = _blocks(a, arch, config.in_lds) * parts
