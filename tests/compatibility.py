@@ -45,9 +45,9 @@ QUANTISATIONS = {
 }
 
 
-def compressed(kind: str, bits: int, inputs: bool) -> dict:
-    """A quantization_config of compressed-tensors in one format."""
-    tensor = {"type": kind, "num_bits": bits}
+def compressed(kind: str, bits: int, inputs: bool, symmetric: bool = True) -> dict:
+    """A quantization_config of compressed-tensors in one format, with a scale per tensor."""
+    tensor = {"type": kind, "num_bits": bits, "strategy": "tensor", "symmetric": symmetric}
     group = {"weights": tensor, "input_activations": tensor if inputs else None}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
 
@@ -66,7 +66,7 @@ REFUSED = {
         "awq": {"quant_method": "awq", "bits": 4},
         "compressed-tensors": compressed("int", 4, False),
     },
-    "INT8": {"compressed-tensors": compressed("int", 8, True)},
+    "INT8 with zero points": {"compressed-tensors": compressed("int", 8, True, symmetric=False)},
     "FP8 weights, bf16 inputs": {"compressed-tensors": compressed("float", 8, False)},
 }
 """What no kernel of ours reads -> a quantization_config for each way in which checkpoints have it."""
@@ -283,7 +283,7 @@ def page() -> str:
         f"In vLLM {releases()[0]} to {releases()[-1]}.",
         quantisation_table(),
         (
-            "No kernel of ours reads what follows, but for linear layers in INT8, which `explain` does not know. The seams of linear "
+            "No kernel of ours reads what follows, and `explain` does not know INT8 as Quark writes it. The seams of linear "
             "layers and experts are those of FP8, MX-FP8 and unquantised layers and of linears in INT8 only, so vLLM's own kernels "
             "run; norms, activations and the layers that are left in bf16 are as in any model."
         ),
