@@ -283,7 +283,7 @@ def page() -> str:
         f"In vLLM {releases()[0]} to {releases()[-1]}.",
         quantisation_table(),
         (
-            "No kernel of ours reads what follows, and `explain` does not know INT8 as Quark writes it. The seams of linear "
+            "No kernel of ours reads what follows. The seams of linear "
             "layers and experts are those of FP8, MX-FP8 and unquantised layers and of linears in INT8 only, so vLLM's own kernels "
             "run; norms, activations and the layers that are left in bf16 are as in any model."
         ),

@@ -149,9 +149,14 @@ def _quark(config: dict) -> tuple[str, list[str]]:
     weights, inputs = of(section(config, "global_quant_config"))
     layers = section(config, "layer_quant_config")
     same = all(of(section(layers, name)) == (weights, inputs) for name in layers)
-    if [q.get("dtype") for q in (weights, inputs)] != ["fp8_e4m3"] * 2 or not same:
-        raise ValueError("global_quant_config must have weights and inputs in fp8_e4m3, the same in all layers")
+    dtypes = {q.get("dtype") for q in (weights, inputs)}
+    if dtypes not in ({"fp8_e4m3"}, {"int8"}) or not same:
+        raise ValueError("global_quant_config must have weights and inputs in fp8_e4m3 or int8, the same in all layers")
     ignored = names(config, "exclude")
+    if dtypes == {"int8"}:
+        if not all(q.get("symmetric") for q in (weights, inputs)):
+            raise ValueError("global_quant_config in int8 must be symmetric: layers with zero points are vLLM's")
+        return INT8 if inputs.get("is_dynamic") else INT8_STATIC, ignored
     if not inputs.get("is_dynamic"):
         return STATIC, ignored
     return TOKEN if inputs.get("qscheme") == "per_channel" else TENSOR, ignored

@@ -275,6 +275,19 @@ def test_int8_layers_are_calls_of_the_seam(changes, scales, capsys, tmp_path):
     assert line[2:6] == ["gemm", "1,64", "vLLM's", "own"] and line[-1] == "faster"
 
 
+@pytest.mark.parametrize(("dynamic", "scales"), [(True, 4), (False, 1)])
+def test_int8_as_quark_writes_it(dynamic, scales):
+    weights = {"dtype": "int8", "qscheme": "per_channel", "symmetric": True, "is_dynamic": False}
+    inputs = weights | {"qscheme": "per_channel" if dynamic else "per_tensor", "is_dynamic": dynamic}
+    config = {"quant_method": "quark", "global_quant_config": {"weight": weights, "input_tensors": inputs}}
+    by_layer = {call.layer: call for call in calls(read("tiny-llama") | {"quantization_config": config})}
+    a = ops.gemm.Arguments(*by_layer["o"].case(4).make("meta", torch.Generator(), torch.float8_e4m3fn))
+    assert by_layer["o"].op is ops.gemm and a.scale_a.shape == (scales, 1)
+    inputs["symmetric"] = False
+    with pytest.raises(ValueError, match="global_quant_config in int8 must be symmetric"):
+        calls(read("tiny-llama") | {"quantization_config": config})
+
+
 def test_measured_int8_layers_are_ours():
     [down] = [call for call in calls(read("tiny-llama") | {"quantization_config": int8()}) if call.layer == "down"]
     [shape] = explain.measured_shapes(down, "gfx942")
