@@ -24,6 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from . import machines
 from .report import APART
 
 REPORT = Path(__file__).with_name("published.json")
@@ -32,7 +33,7 @@ HEADER = (
     "set", "csv", "gpu", "cu_num", "op", "code_object", "blob_at_measurement", "blob_latest", "commit", "M", "N", "K",
     "batch_or_experts", "extra", "us",
 )  # fmt: skip
-LATENT = "hsa/gfx942/mla/mla_a8w8_qh128_m32x4_n16x2_msk0_ps.co"  # what aiter launches for FP8 and 128 heads
+LATENT = f"hsa/{machines.MI300X.arch.name}/mla/mla_a8w8_qh128_m32x4_n16x2_msk0_ps.co"  # what aiter launches for FP8 and 128 heads
 Row = dict[str, str]
 
 
@@ -80,7 +81,7 @@ def _latent(folder: Path, git: Path) -> list[Row]:
     found = []
     for row in _read(folder / PEERS):
         match = re.fullmatch(r"batch (\d+) heads (128) ctx (\d+)", row["extra"])
-        if match and (row["op"], row["kernel"], row["gpu"]) == ("mla_decode", "aiter asm", "MI300X"):
+        if match and (row["op"], row["kernel"], row["gpu"]) == ("mla_decode", "aiter asm", machines.MI300X.name):
             sizes = {"M": match[1], "N": match[3], "K": match[2], "batch_or_experts": "1", "extra": ""}
             more = {"set": "peer", "csv": PEERS, "code_object": LATENT, "blob_latest": blob}
             found.append(row | sizes | more | {"blob_at_measurement": "", "commit": ""})
