@@ -1,6 +1,6 @@
 """Predicted times of decode steps on a GPU that is not here, beside published times of others' products. Never a measured time of ours.
 
-    python serving_benchmarks/predicted.py [--device MI300X] [--batch 1 16] [--published FOLDER]
+    python serving_benchmarks/predicted.py [--device MI300X] [--batch 1 16 32] [--published FOLDER]
 
 A line per call of one rank's step goes to serving_benchmarks/results/<arch>/<date>-<commit>-predicted.jsonl: Llama-3.1-405B FP8 at TP 8,
 DeepSeek-V3 at TP 8, and at TP 8 with whole experts on 8 GPUs. Attention has 4096 keys a request. Calls that run no kernel of ours and
@@ -90,7 +90,7 @@ def lines(device: str, batches: list[int], beside: dict[tuple, dict[str, float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default=machines.COMPARED, choices=list(machines.MACHINES))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 32])
     parser.add_argument("--published", type=Path, metavar="FOLDER")
     parser.add_argument("--commit", default=report.commit())
     parser.add_argument("--output", type=Path, default=RESULTS)

@@ -40,6 +40,7 @@ def steps() -> str:
     tables = []
     for newest in measured("predicted"):
         line, _ = next(iter(newest.values()))
+        commits = ", ".join(dict.fromkeys(each["commit"] for each, _ in newest.values()))
         models = _by_step(newest)
         batches = list(dict.fromkeys(batch for of in models.values() for batch in of))
         rows = []
@@ -51,7 +52,7 @@ def steps() -> str:
                     rows.append((model, f"products, ours predicted / {who} published", *cells))
         tables.append(
             f"**{line['device']}**, predicted, never measured, ms of a step of one rank, {line['context']} keys a request, "
-            f"without collectives; the error of the rest is unknown. Kernels of {line['commit']}.\n\n"
+            f"without collectives; the error of the rest is unknown. Kernels of {commits}.\n\n"
             + markdown(("model", "what", *(f"batch {batch}" for batch in batches)), rows)
         )
     return "\n\n".join(tables) or "Nothing yet."
