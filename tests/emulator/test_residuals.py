@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops.timing import choices, foreign, machines, predict, published_mla, residuals
+from vllm_rocm_ops.timing import choices, foreign, machines, predict, published, published_mla, residuals
 
 OBJECT = "hsa/gfx950/bf16gemm/a_64x64.co"
 
@@ -110,7 +110,7 @@ def test_errors_and_pairs_are_those_of_the_rows(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("requests", "keys", "units", "blocks", "most"),
     [(1, 21, 304, 2, 1), (16, 21, 304, 32, 1), (128, 21, 304, 128, 1), (256, 21, 304, 256, 1), (256, 21, 80, 64, 4),
-     (256, 21, 228, 128, 2), (3, 4000, 304, 84, 1)],
+     (256, 21, 228, 128, 2), (3, 4000, 304, 84, 1), (40, 640, 304, 200, 1)],
 )  # fmt: skip
 def test_requests_are_divided_among_blocks(requests, keys, units, blocks, most):
     found = published_mla.divided(requests, keys, units)
@@ -135,6 +135,18 @@ def test_a_pointer_to_pointers_is_packed_and_named():
     )
     assert table.view(torch.int64).tolist() == [1 << 36, 2 << 36, 0, 0]
     assert [id(value) for value in launch.named.values()] == [id(table), id(one), id(other)]
+
+
+def test_launches_whose_blocks_are_told_other_things_are_recorded_apart(monkeypatch, tmp_path):
+    made = []
+    recording = foreign.trace.Recording("k", 1, 1, [], frozenset())
+    monkeypatch.setattr(foreign, "record", lambda *arguments: made.append(arguments) or recording)
+    recorder = published.Recorder()
+    for told in ((0, 1), (0, 2), (0, 1)):
+        args = {0: foreign.Pointers(published.zeros(16), (published.numbers(told),))}
+        launch = foreign.ObjectLaunch("k", (1, 1, 1), (64, 1, 1), args)
+        recorder.record("x", tmp_path / "a.co", published.Call(launch, (1, 1, 1), (), True), launch)
+    assert len(made) == 2
 
 
 def test_configurations_are_compared_with_the_one_that_is_chosen(monkeypatch, tmp_path, capsys):
