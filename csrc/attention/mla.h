@@ -270,17 +270,19 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
   DEVICE void read_weights(u32x4 (&weights)[kTiles]) {
     float factor[kTiles][mma::kValueTokens];
     bool grows = false;
+    int own = lane;
+    attention::use_below(own);  // as in reduce_scores
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
       for (int v = 0; v < mma::kValueTokens; ++v) {
-        factor[t][v] = buffer.scores.factor[t * mma::kTileTokens + mma::value_token(lane, v)];
+        factor[t][v] = buffer.scores.factor[t * mma::kTileTokens + mma::value_token(own, v)];
         grows |= factor[t][v] != 1.0f;
       }
       // The first 8 bytes are of tile 0.
-      const auto* from = (const u32x2*)buffer.scores.weight[t * mma::kTileTokens + mma::tile_token(lane)];
-      weights[t].lo = from[of_lane() * 2 + flip];
-      weights[t].hi = from[of_lane() * 2 + (flip ^ 1)];
+      const auto* from = (const u32x2*)buffer.scores.weight[t * mma::kTileTokens + mma::tile_token(own)];
+      weights[t].lo = from[mma::depth(own) / 16 * 2 + flip];
+      weights[t].hi = from[mma::depth(own) / 16 * 2 + (flip ^ 1)];
     }
     if (wave::count(grows) > 0) {
 #pragma unroll

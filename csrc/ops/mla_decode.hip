@@ -16,8 +16,11 @@ DEVICE void combine(const MlaProblem& problem) {
   if (combine.parts > 1) combine.run(buffer);
 }
 
-#define DECODE(symbol, T, Cache, tiles) \
-  KERNEL(kMlaWaves* wave::kLanes) symbol(const MlaProblem problem) { decode<MlaDecode<T, Cache, tiles>>(problem); }
+// Of up to 16 columns two blocks are on a compute unit.
+#define DECODE(symbol, T, Cache, tiles)                                                                 \
+  KERNEL(kMlaWaves* wave::kLanes) WAVES_PER_SIMD(tiles == 1 ? 4 : 2) symbol(const MlaProblem problem) { \
+    decode<MlaDecode<T, Cache, tiles>>(problem);                                                        \
+  }
 #define COMBINE(symbol, Combine, T, tiles) \
   KERNEL(kMlaWaves* wave::kLanes) symbol(const MlaProblem problem) { combine<Combine<T, tiles>>(problem); }
 #define COLUMNS(tiles)                                   \

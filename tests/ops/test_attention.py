@@ -664,13 +664,11 @@ def test_planted_wait_for_all_keys_is_seen(kernels):  # noqa: F811
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_nothing_of_mla_is_spilled(arch):
-    """And of up to 16 columns a compute unit has two blocks, but of gfx950's with keys of 16 bits, which have 4 registers too many."""
+    """And of up to 16 columns a compute unit has two blocks."""
     for name, kernel in CodeObject(launch.CODE / arch / "mla_decode.co").kernels.items():
         spills = [kernel.statistics[kind] for kind in ("scratch", "vgpr_spills", "sgpr_spills")]
         assert not any(spills) and kernel.statistics["lds"] <= archs.ARCHS["gfx942"].lds_bytes, name
-        if name.endswith("_1"):
-            most = 128 if arch == "gfx942" or "fp8" in name else 132
-            assert kernel.statistics["vgprs"] <= most, name
+        assert kernel.statistics["vgprs"] <= (128 if name.endswith("_1") else 256), name
 
 
 def test_keys_of_mla_that_only_some_ways_load_are_seen(kernels):  # noqa: F811
