@@ -23,12 +23,12 @@ DEVICE void combine(const MlaProblem& problem) {
   }
 #define COMBINE(symbol, Combine, T, tiles) \
   KERNEL(kMlaWaves* wave::kLanes) symbol(const MlaProblem problem) { combine<Combine<T, tiles>>(problem); }
-#define COLUMNS(tiles)                                   \
-  DECODE(mla_decode_bf16_##tiles, Bf16, Bf16, tiles)     \
-  DECODE(mla_decode_bf16_fp8_##tiles, Bf16, E4m3, tiles) \
-  DECODE(mla_decode_fp16_##tiles, F16, F16, tiles)       \
-  DECODE(mla_decode_fp16_fp8_##tiles, F16, E4m3, tiles)  \
-  COMBINE(mla_decode_combine_bf16_##tiles, MlaCombine, Bf16, tiles)  \
+#define COLUMNS(tiles)                                              \
+  DECODE(mla_decode_bf16_##tiles, Bf16, Bf16, tiles)                \
+  DECODE(mla_decode_bf16_fp8_##tiles, Bf16, E4m3, tiles)            \
+  DECODE(mla_decode_fp16_##tiles, F16, F16, tiles)                  \
+  DECODE(mla_decode_fp16_fp8_##tiles, F16, E4m3, tiles)             \
+  COMBINE(mla_decode_combine_bf16_##tiles, MlaCombine, Bf16, tiles) \
   COMBINE(mla_decode_combine_fp16_##tiles, MlaCombine, F16, tiles)
 
 COLUMNS(1)
@@ -36,7 +36,7 @@ COLUMNS(2)
 #ifdef HAS_MLA_64
 COLUMNS(4)
 #endif
-#if defined(__NVPTX__)
+#ifdef HAS_MLA_IN_LDS
 #include "attention/nvidia/mla_in_lds.h"
 
 #define IN_LDS(symbol, T, tiles, run) \

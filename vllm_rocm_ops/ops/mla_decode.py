@@ -88,9 +88,9 @@ def _blocks(a, arch: Arch, in_lds: bool) -> int:
 
 def _lds_bytes(columns: int) -> int:
     """Two steps' keys, a query, and weights, maxima and factors of its columns; csrc/attention/nvidia/mla_in_lds.h."""
-    teams = 1 if columns == 64 else 2
-    rows = 2 * PANEL * (LATENT + ROPE) + columns * (LATENT + ROPE + teams * PANEL)
-    return 2 * rows + 16 * teams * columns + 4 * columns
+    consumers = 1 if columns == 64 else 2
+    rows = 2 * PANEL * (LATENT + ROPE) + columns * (LATENT + ROPE + consumers * PANEL)
+    return 2 * rows + 16 * consumers * columns + 4 * columns
 
 
 def _configs(a, arch: Arch) -> list[MlaConfig]:
@@ -233,6 +233,8 @@ def _cases() -> Iterator[Case]:
             for heads in (3, 17, 64):
                 length, given = (35, {"wider": 0}) if fp8 else (135, {"wider": 70, "partition": 128})
                 yield case(f"{kind}{'-fp8' * fp8}-{heads}", (length,), heads, dtype=dtype, fp8=fp8, **given)
+                if not fp8:
+                    yield case(f"{kind}-even-{heads}", (140, 3), heads, dtype=dtype)
     yield case("deepseek", (120,), 16, fp8=True)
     yield case("lengths", (0, 1, 15, 16, 17, 31, 32, 33, 64, 65), 1, wider=0)
     yield case("lengths-parts", (127, 128, 129), 2, wider=0)
@@ -246,7 +248,7 @@ def _cases() -> Iterator[Case]:
     yield case("partition", (300, 10, 256), 4, partition=128)
     yield case("partition-many", (290, 1), 4, partition=128, wider=60)
     yield case("long", (650,), 4)
-    yield case("long-64", (330, 70), 64)
+    yield case("requests", (1, 0, 130) * 45, 1, wider=0)
     yield case("no-lse", (20,), 2, return_lse=False)
     yield case("out", (70, 3), 4, out=True)
     yield case("sizes-256", (20,), 2, sizes=(256, 32))

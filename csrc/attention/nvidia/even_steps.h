@@ -13,8 +13,7 @@ struct EvenSteps {
   int steps, before;  // of all, and those of the requests before the lane's first
   int lane_requests;
 
-  DEVICE explicit EvenSteps(const MlaProblem& problem)
-      : p(problem.decode), requests(problem.requests) {
+  DEVICE explicit EvenSteps(const MlaProblem& problem) : p(problem.decode), requests(problem.requests) {
     lane_requests = (requests + wave::kLanes - 1) / wave::kLanes;
     const int first = wave::lane() * lane_requests;
     int own = 0;

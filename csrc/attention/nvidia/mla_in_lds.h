@@ -3,9 +3,9 @@
 //
 //     scores^T = K q^T,   out^T = latent^T p^T
 //
-// A step of a team of four or eight waves has 64 keys. Up to 32 columns two teams have steps of their own, and their sums meet at
-// the end; of 64 columns the groups of four waves of the one team divide the columns of the scores and the elements of the
-// latent. Panels are loaded again as soon as they are multiplied: two steps' keys are in LDS.
+// A consumer, four or eight waves, has 64 keys at a time. Up to 32 columns two consumers have keys of their own, and their sums
+// meet at the end. Of 64 columns there is one, whose groups of four waves divide the columns of the scores and the elements of
+// the latent. Panels are loaded again as soon as they are multiplied: 128 keys are in LDS.
 #pragma once
 #include "attention/nvidia/even_steps.h"
 
@@ -24,11 +24,11 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
 
   static constexpr int kKeys = 64, kPanels = (kLatent + 64) / 64;
   static constexpr int kGroups = kWaves / mma::kWaves, kGroupThreads = kThreads / kGroups;
-  static constexpr int kTeams = kColumns == 64 ? 1 : 2, kTeamGroups = kGroups / kTeams;
-  static constexpr int kTeamThreads = kGroupThreads * kTeamGroups;
-  static constexpr int kStages = kTeamGroups;  // of a team
-  static constexpr int kScoreColumns = kColumns / kTeamGroups, kScores = kScoreColumns / 2;
-  static constexpr int kDimTiles = kLatent / 64 / kTeamGroups, kSums = kColumns / 2;
+  static constexpr int kConsumers = kColumns == 64 ? 1 : 2, kConsumerGroups = kGroups / kConsumers;
+  static constexpr int kConsumerThreads = kGroupThreads * kConsumerGroups;
+  static constexpr int kStages = kConsumerGroups;  // of a consumer
+  static constexpr int kScoreColumns = kColumns / kConsumerGroups, kScores = kScoreColumns / 2;
+  static constexpr int kDimTiles = kLatent / 64 / kConsumerGroups, kSums = kColumns / 2;
   static constexpr int kLaneColumns = kScores / 2;
   static constexpr int kRows = kWaveKeys / 4;  // of keys, that a wave copies
 
@@ -36,20 +36,20 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
   static constexpr int kQueryPanelBytes = kColumns * tile::kDepth;
   // What lies in LDS behind the keys.
   static constexpr int kQuery = kGroups * kStageBytes, kWeights = kQuery + kPanels * kQueryPanelBytes;
-  static constexpr int kMaxima = kWeights + kTeams * kQueryPanelBytes;
+  static constexpr int kMaxima = kWeights + kConsumers * kQueryPanelBytes;
   static constexpr int kFactors = kMaxima + kGroups * kScoreColumns * 16, kBytes = kFactors + kColumns * 4;
   static_assert(kBytes + 1024 <= 227 * 1024);
   // In their place, at the end.
   static constexpr int kRowFloats = kLatent + 4;  // of the sums of a column
-  static_assert(kTeams * kColumns * kRowFloats * 4 <= kQuery);
+  static_assert(kConsumers * kColumns * kRowFloats * 4 <= kQuery);
   struct Ends {
-    float wave_sum[kTeams][kColumns][mma::kWaves], maximum[kTeams][kColumns], factor[kColumns];
+    float wave_sum[kConsumers][kColumns][mma::kWaves], maximum[kConsumers][kColumns], factor[kColumns];
   };
   static_assert(sizeof(Ends) <= kPanels * kQueryPanelBytes);
 
   const MlaProblem& mla;
   const int wave_index = wave::index(), group = wave_index / mma::kWaves, group_wave = wave_index % mma::kWaves;
-  const int team = group / kTeamGroups, member = group % kTeamGroups;
+  const int consumer = group / kConsumerGroups, member = group % kConsumerGroups;
   float score[kScores];
   float out[kDimTiles][kSums] = {};
   float maximum[kLaneColumns], sum[kLaneColumns];
@@ -71,11 +71,11 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
   }
 
   DEVICE static lds::Local<u8>* at(int place) { return (lds::Local<u8>*)dynamic_lds + place; }
-  DEVICE int stage_at(int stage) const { return (team * kStages + stage) * kStageBytes; }
-  // Of a team, whose threads see what each wrote to LDS before.
-  DEVICE void team_barrier() const {
-    if constexpr (kTeams == 1) block_barrier();
-    else consumer_barrier<kTeamThreads>(team);
+  DEVICE int stage_at(int stage) const { return (consumer * kStages + stage) * kStageBytes; }
+  // Of a consumer, whose threads see what each wrote to LDS before.
+  DEVICE void own_barrier() const {
+    if constexpr (kConsumers == 1) block_barrier();
+    else consumer_barrier<kConsumerThreads>(consumer);
   }
   // Of value i of the scores of a lane, or of its sums: the column, from a group's first on, and the row of 64.
   DEVICE int value_column(int i) const { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
@@ -110,7 +110,8 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     Rows rows;
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      rows.from[i] = (const u8*)Part::template at<T, 8>(p.key_cache, places, i * 4 + lane / 8) + vec_of_copy(i * 4) * 16;
+      rows.from[i] =
+          (const u8*)Part::template at<T, 8>(p.key_cache, places, i * 4 + lane / 8) + vec_of_copy(i * 4) * 16;
     rows.count = keys_end - step_key(step);
     return rows;
   }
@@ -123,8 +124,8 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
                       at(stage_at(stage) + panel * kPanelBytes + (first + i * 4) * tile::kDepth));
   }
 
-  // First key of the team's in a step.
-  DEVICE int team_key(int step) const { return step * Part::kStepKeys + team * kKeys; }
+  // First key of the consumer's in a step.
+  DEVICE int first_key(int step) const { return step * Part::kStepKeys + consumer * kKeys; }
 
   DEVICE void multiply_query(int stage) {
     const mma::Panel keys(0, false), query(member * kScoreColumns, false);
@@ -157,7 +158,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
       largest[c] = attention::reduce_rows(largest[c], max);
       if (lane / 4 == 0) ((lds::Local<float>*)(maxima + column_of(c)))[group_wave] = largest[c];
     }
-    consumer_barrier<kGroupThreads>(kTeams + group);  // hazard: maxima of the waves are read before they are written
+    consumer_barrier<kGroupThreads>(kConsumers + group);  // hazard: maxima of the waves are read before they are written
 #pragma unroll
     for (int c = 0; c < kLaneColumns; ++c) {
       const f32x4 of_waves = maxima[column_of(c)];
@@ -177,9 +178,9 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
       const u32 pair = attention::transposed(T::pack({score[i], score[i + 1]}));
       const int c = member * kScoreColumns + i / 4 * 8 + lane / 4, vec = group_wave * 2 + i / 2 % 2;
       const int to = c * tile::kDepth + (vec ^ lds::swizzle(c)) * 16 + lane % 4 * 4;
-      *(lds::Local<u32>*)at(kWeights + team * kQueryPanelBytes + to) = pair;
+      *(lds::Local<u32>*)at(kWeights + consumer * kQueryPanelBytes + to) = pair;
     }
-    if constexpr (kTeamGroups > 1)
+    if constexpr (kConsumerGroups > 1)
 #pragma unroll
       for (int c = 0; c < kLaneColumns; ++c)
         if (lane / 4 == 0 && group_wave == 0)
@@ -193,7 +194,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     bool grows = false;
 #pragma unroll
     for (int c = 0; c < kSums / 2; ++c) {
-      if constexpr (kTeamGroups > 1) of_sums[c] = ((const lds::Local<float>*)at(kFactors))[column_of(c)];
+      if constexpr (kConsumerGroups > 1) of_sums[c] = ((const lds::Local<float>*)at(kFactors))[column_of(c)];
       else of_sums[c] = factor[c];
       grows |= of_sums[c] != 1.0f;
     }
@@ -215,18 +216,18 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         mma::wgmma_of_transposed<T>(out[d], values.at(at(panel), i),
-                                    weights.at(at(kWeights + team * kQueryPanelBytes), i), 1);
+                                    weights.at(at(kWeights + consumer * kQueryPanelBytes), i), 1);
       if (d % kAtOnce == kAtOnce - 1) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     }
-    const bool loads = next.count + wave_index * kWaveKeys % kKeys > 0;  // the team
+    const bool loads = next.count + wave_index * kWaveKeys % kKeys > 0;  // the consumer
     if (loads) load(next, kPanels - 1, stage);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       wait_for_groups<kChunks>(chunk);
-      team_barrier();  // hazard: keys are loaded where other waves still multiply
+      own_barrier();  // hazard: keys are loaded where other waves still multiply
       if (loads)
 #pragma unroll
-        for (int g = 0; g < kTeamGroups; ++g)
+        for (int g = 0; g < kConsumerGroups; ++g)
 #pragma unroll
           for (int d = 0; d < kAtOnce; ++d) load(next, g * kDimTiles + chunk * kAtOnce + d, stage);
     }
@@ -249,7 +250,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     for (int s = 0; s < kStages; ++s) {
       const Rows of_stage = rows(pages, step + s * next_step);
       pages = load_any_pages(step_key(step + (s + 1) * next_step));
-      if (team_key(step + s * next_step) < keys_end)
+      if (first_key(step + s * next_step) < keys_end)
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) load(of_stage, panel, s);
       lds::end_group();
@@ -265,15 +266,15 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     block_barrier();  // hazard: the query is multiplied before it is there
     int stage = 0;
 #pragma unroll 1
-    for (; team_key(step) < keys_end; step += next_step) {
+    for (; first_key(step) < keys_end; step += next_step) {
       const Rows next = rows(pages, step + kStages * next_step);
       pages = load_any_pages(step_key(step + (kStages + 1) * next_step));
       lds::wait_for_copies<kStages - 1>();
-      team_barrier();  // hazard: keys are multiplied before they are there
+      own_barrier();  // hazard: keys are multiplied before they are there
       multiply_query(stage);
       float factor[kLaneColumns];
-      weigh(team_key(step), factor);
-      team_barrier();  // hazard: p is multiplied before it is there
+      weigh(first_key(step), factor);
+      own_barrier();  // hazard: p is multiplied before it is there
       scale_sums(factor);
       multiply_weights(stage, next);
       stage = stage + 1 < kStages ? stage + 1 : 0;
@@ -291,25 +292,25 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
       const float of_wave = attention::reduce_rows(sum[i], Add{});
       const int c = member * kScoreColumns + column_of(i);
       if (lane / 4 > 0) continue;
-      ends.wave_sum[team][c][group_wave] = of_wave;
-      if (group_wave == 0) ends.maximum[team][c] = maximum[i];
+      ends.wave_sum[consumer][c][group_wave] = of_wave;
+      if (group_wave == 0) ends.maximum[consumer][c] = maximum[i];
     }
     block_barrier();  // hazard: sums and maxima are read before they are written
     const auto largest = [&](int c) {
       float largest = ends.maximum[0][c];
-      for (int t = 1; t < kTeams; ++t) largest = __builtin_fmaxf(largest, ends.maximum[t][c]);
+      for (int t = 1; t < kConsumers; ++t) largest = __builtin_fmaxf(largest, ends.maximum[t][c]);
       return largest;
     };
     auto* sums = (lds::Local<float>*)at(0);
 #pragma unroll
     for (int i = 0; i < kSums; i += i % 4 == 1 ? 3 : 1) {
       const int c = value_column(i);
-      const float factor = numerics::exp2_approx(ends.maximum[team][c] - largest(c));
+      const float factor = numerics::exp2_approx(ends.maximum[consumer][c] - largest(c));
 #pragma unroll
       for (int d = 0; d < kDimTiles; ++d)
 #pragma unroll
         for (int half = 0; half < 4; half += 2)
-          sums[(team * kColumns + c) * kRowFloats + (member * kDimTiles + d) * 64 + value_row(half)] =
+          sums[(consumer * kColumns + c) * kRowFloats + (member * kDimTiles + d) * 64 + value_row(half)] =
               out[d][i + half] * factor;
     }
     const mem::Buffer to = Part::slot(slot);
@@ -317,20 +318,21 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     if (wave::thread_id() < kColumns) {
       const int c = wave::thread_id();
       float total = 0.0f;
-      for (int t = 0; t < kTeams; ++t) {
+      for (int t = 0; t < kConsumers; ++t) {
         const f32x4 of_waves = *(lds::Local<f32x4>*)ends.wave_sum[t][c];
-        total += numerics::exp2_approx(ends.maximum[t][c] - largest(c)) * (of_waves.x + of_waves.y + of_waves.z + of_waves.w);
+        total += numerics::exp2_approx(ends.maximum[t][c] - largest(c)) *
+                 (of_waves.x + of_waves.y + of_waves.z + of_waves.w);
       }
       if (is_whole) ends.factor[c] = finish_column(c, largest(c), total, true);
       else Part::store_sums(to, c, largest(c), total);
     }
-    block_barrier();  // hazard: the teams' sums are read before they are written
+    block_barrier();  // hazard: the consumers' sums are read before they are written
 #pragma unroll
     for (int i = 0; i < kColumns * kLatent / 4 / kThreads; ++i) {
       const int vec = i * kThreads + wave::thread_id(), c = vec / (kLatent / 4), dim = vec % (kLatent / 4) * 4;
       f32x4 total = {};
 #pragma unroll
-      for (int t = 0; t < kTeams; ++t) total += *(lds::Local<f32x4>*)(sums + (t * kColumns + c) * kRowFloats + dim);
+      for (int t = 0; t < kConsumers; ++t) total += *(lds::Local<f32x4>*)(sums + (t * kColumns + c) * kRowFloats + dim);
       if (is_whole) store(c, dim, total * ends.factor[c]);
       else if (c < columns()) mem::store_device(to, (c * kLatent + dim) * 4, 0, total);
     }

@@ -38,6 +38,7 @@ DEVICE u32x4 operand(f32x4 tile_0, f32x4 tile_1) {
           transposed(T::pack(tile_1.hi))};
 }
 
+#define HAS_MLA_IN_LDS 1
 // Of MLA: the steps whose keys a wave has.
 constexpr int stages(int column_tiles) { return column_tiles == 1 ? 3 : 2; }
 
