@@ -48,7 +48,8 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
   static_assert(sizeof(Ends) <= kPanels * kQueryPanelBytes);
 
   const MlaProblem& mla;
-  const int wave_index = wave::index(), group = wave_index / mma::kWaves, group_wave = wave_index % mma::kWaves;
+  const int wave_index = wave::read(wave::index(), 0), group = wave_index / mma::kWaves,
+            group_wave = wave_index % mma::kWaves;
   const int consumer = group / kConsumerGroups, member = group % kConsumerGroups;
   float score[kScores];
   float out[kDimTiles][kSums] = {};
@@ -72,6 +73,8 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
 
   DEVICE static lds::Local<u8>* at(int place) { return (lds::Local<u8>*)dynamic_lds + place; }
   DEVICE int stage_at(int stage) const { return (consumer * kStages + stage) * kStageBytes; }
+  // The place, from which descriptors are computed where they are needed: those of a loop take 36 registers else, and a copy each.
+  DEVICE static int in_scalars(int place) { return wave::read(place, 0); }
   // Of a consumer, whose threads see what each wrote to LDS before.
   DEVICE void own_barrier() const {
     if constexpr (kConsumers == 1) block_barrier();
@@ -129,13 +132,14 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
 
   DEVICE void multiply_query(int stage) {
     const mma::Panel keys(0, false), query(member * kScoreColumns, false);
+    const int keys_from = in_scalars(stage_at(stage)), query_from = in_scalars(kQuery);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        mma::wgmma<T>(score, keys.at(at(stage_at(stage) + panel * kPanelBytes), i),
-                      query.at(at(kQuery + panel * kQueryPanelBytes), i), panel + i > 0);
+        mma::wgmma<T>(score, keys.at(at(keys_from + panel * kPanelBytes), i),
+                      query.at(at(query_from + panel * kQueryPanelBytes), i), panel + i > 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     mma::wait_for_sums(score);
   }
@@ -158,7 +162,8 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
       largest[c] = attention::reduce_rows(largest[c], max);
       if (lane / 4 == 0) ((lds::Local<float>*)(maxima + column_of(c)))[group_wave] = largest[c];
     }
-    consumer_barrier<kGroupThreads>(kConsumers + group);  // hazard: maxima of the waves are read before they are written
+    consumer_barrier<kGroupThreads>(kConsumers +
+                                    group);  // hazard: maxima of the waves are read before they are written
 #pragma unroll
     for (int c = 0; c < kLaneColumns; ++c) {
       const f32x4 of_waves = maxima[column_of(c)];
@@ -209,14 +214,15 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
   DEVICE void multiply_weights(int stage, const Rows& next) {
     constexpr int kAtOnce = 2, kChunks = kDimTiles / kAtOnce;
     const mma::Panel values{mma::Panel::Transposed{}}, weights(0, false);
+    const int values_from = in_scalars(stage_at(stage) + member * kDimTiles * kPanelBytes);
+    const int weights_from = in_scalars(kWeights + consumer * kQueryPanelBytes);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int d = 0; d < kDimTiles; ++d) {
-      const int panel = stage_at(stage) + (member * kDimTiles + d) * kPanelBytes;
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        mma::wgmma_of_transposed<T>(out[d], values.at(at(panel), i),
-                                    weights.at(at(kWeights + consumer * kQueryPanelBytes), i), 1);
+        mma::wgmma_of_transposed<T>(out[d], values.at(at(values_from + d * kPanelBytes), i),
+                                    weights.at(at(weights_from), i), 1);
       if (d % kAtOnce == kAtOnce - 1) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     }
     const bool loads = next.count + wave_index * kWaveKeys % kKeys > 0;  // the consumer
