@@ -53,8 +53,10 @@ struct MlaCombine : MlaPart<T, kColumnTiles> {
             mem::load_device_or_zero<float>(from, kMaxima + c * 4, 0, true),
             mem::load_device_or_zero<float>(from, kSums + c * 4, 0, true)};
   }
-  DEVICE void run(Buffer& buffer) const {
-    const int vec = wave::block_id_y() * wave::kLanes + wave::lane(), c = vec / kColumnVecs;
+  DEVICE void run(Buffer& buffer) const { add(buffer, wave::block_id_y()); }
+  // The elements of so many lanes.
+  DEVICE void add(Buffer& buffer, int lanes) const {
+    const int vec = lanes * wave::kLanes + wave::lane(), c = vec / kColumnVecs;
     if (c >= this->columns()) return;  // so are all lanes
     Sums sums = {{}, kLowest, 0.0f};
 #pragma unroll 4

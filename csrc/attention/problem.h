@@ -31,6 +31,7 @@ struct MlaProblem {
   DecodeProblem decode;
   const u16* query_pe;  // [requests * query_len, query_heads, 64]
   i64 query_pe_stride, query_pe_head_stride;
-  int requests;  // whose steps are divided evenly over blocks, or 0: each request has its parts
-  int blocks;    // of that division
+  int requests;        // whose steps are divided evenly over blocks, or 0: each request has its parts
+  int blocks;          // of that division
+  int combine_blocks;  // that then add a request's parts
 };

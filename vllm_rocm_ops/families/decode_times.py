@@ -15,7 +15,7 @@ class Times:
     """`block`: of a block beside its keys. `unit_gb_s`: what a compute unit reads keys of heads at, however few do, and `latent_gb_s`
     latents; None is its share. `sharing`: of a block that adds up to FAN_IN sums of heads, from the last part's store on. Of a
     latent's sums the same is `latent` and `counted` for each part, or `added` for each part, beside the launch, where a launch adds
-    them."""
+    them. Of a latent through LDS: `lds_block` for 16 columns, `lds_gb_s`, and what an even division takes, `even`."""
 
     block: float
     unit_gb_s: float | None
@@ -24,6 +24,9 @@ class Times:
     latent: float
     counted: float
     added: float
+    lds_block: float = 0.0
+    lds_gb_s: float | None = None
+    even: float = 0.0
 
 
 def rate(most_gb_s: float | None, arch: Arch, blocks: int) -> float:
@@ -40,9 +43,19 @@ def rate(most_gb_s: float | None, arch: Arch, blocks: int) -> float:
 # counted: 33 KB, of which a unit has 44 KB in flight (gluon-tutorials, tcp_bound_tile_model.md) for 1000 cycles: 94 GB/s.
 # sharing: what `latent` is, and 16 sums of 8 KB at this rate. added: a round of 1000 cycles has 32 parts, four of each wave.
 AMD = Times(block=2.0, unit_gb_s=48.0, latent_gb_s=35.0, sharing=3.0, latent=1.5, counted=0.35, added=0.015)
+# For development. Those of latents were measured on an H200 with all configurations of 42 shapes; the others are guesses.
 NVIDIA = Times(
-    block=2.0, unit_gb_s=None, latent_gb_s=None, sharing=3.0, latent=3.0, counted=0.3, added=0.05
-)  # guesses, for development
+    block=2.0,
+    unit_gb_s=None,
+    latent_gb_s=20.6,
+    sharing=3.0,
+    latent=4.0,
+    counted=0.07,
+    added=0.05,
+    lds_block=2.9,
+    lds_gb_s=47.0,
+    even=100.0,
+)
 
 
 def of(arch: Arch) -> Times:

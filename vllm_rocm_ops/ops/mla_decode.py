@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -22,9 +23,11 @@ __all__ = ["mla_decode"]
 LATENT, ROPE = 512, 64  # elements of a key
 STEP, LEAST_STEPS = 32, 2  # keys that a block has at a time, and how many such a part has
 WAVES = 8
-COUNTED_PARTS = 8  # that the last of their blocks adds; more are added by a launch of their own
+COUNTED_PARTS = 8  # of 16 columns, that the last of their blocks adds; more are added by a launch of their own
 LEAST_STEPS_IN_LDS = 4  # of a part of two times 64 keys
+RAGGED_SHARE = 0.1  # of what the longest of different lengths take beside their mean
 PANEL = 64  # elements of a row of a panel in LDS, and keys
+EVEN_COMBINE_BLOCKS = 528  # that add even parts: what runs at once on 132 units
 EVEN_KEYS = 128  # of a step of even parts
 
 
@@ -104,43 +107,49 @@ def _configs(a, arch: Arch) -> list[MlaConfig]:
     configs = [MlaConfig(**vars(config), in_lds=in_lds) for configs, in_lds in found for config in configs]
     blocks, keys = _blocks(a, arch, True), decode.capacity(a, _layout(a))
     if can_be_in_lds and not a.partition and 0 < blocks * (keys + EVEN_KEYS) < 2**31:
-        configs.append(MlaConfig(arch.compute_units, LEAST_STEPS_IN_LDS, in_lds=True, even=True))
+        parts = arch.compute_units // blocks * blocks  # of equal lengths each has keys of one request
+        configs.append(MlaConfig(parts or arch.compute_units, LEAST_STEPS_IN_LDS, in_lds=True, even=True))
     return configs
+
+
+def _is_counted(config: MlaConfig, tiles: int) -> bool:
+    return config.parts * tiles <= COUNTED_PARTS and not config.even
 
 
 def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
     """A launch; rounds of blocks that stream their keys at their share of the bandwidth; the sum of parts. Lengths are not known: most
-    are nominal, a few fill the block table."""
+    are nominal, a few fill the block table, and some differ, where parts that are not even wait for the longest."""
     bytes_of_key = a.kv_cache.shape[2] * a.kv_cache.element_size()
     tiles = _tiles(a, arch, config.in_lds)
+    blocks_of_part = _blocks(a, arch, config.in_lds)
     bandwidth, capacity, times = arch.bandwidth_gb_s * 1e3, decode.capacity(a, _layout(a)), decode_times.of(arch)
+    unit_gb_s, block_us = times.latent_gb_s, times.block
+    if config.in_lds:
+        unit_gb_s, block_us = times.lds_gb_s, times.lds_block * tiles
 
-    def of_keys(blocks: int, keys: int) -> float:
-        part_bytes = decode.divided(config, keys, STEP)[1] * STEP * bytes_of_key
-        of_block = times.block + part_bytes / decode_times.rate(times.latent_gb_s, arch, blocks)
+    def of_keys(parts: int, steps: int) -> float:
+        blocks, part_bytes = blocks_of_part * parts, steps * STEP * bytes_of_key
+        of_block = block_us + part_bytes / decode_times.rate(unit_gb_s, arch, blocks)
         return max(-(-blocks // arch.compute_units) * of_block, blocks * part_bytes / bandwidth)
 
     def of_length(keys: int) -> tuple[float, float]:
-        if config.even:
-            steps = -(-keys // EVEN_KEYS) * _blocks(a, arch, True)
-            blocks = min(config.parts, steps)
-            of_block = times.block + -(-steps // blocks) * EVEN_KEYS * bytes_of_key / decode_times.rate(
-                None, arch, blocks
-            )
-            return of_block, attention.LAUNCH_US + times.added * blocks / _blocks(a, arch, True)
-        parts = decode.divided(config, keys, STEP)[0]
-        blocks = _blocks(a, arch, config.in_lds) * parts
-        of_parts = blocks * decode.COLUMNS * tiles * (LATENT + 2) * 8 / bandwidth  # stored and loaded
-        if config.parts > COUNTED_PARTS:
-            sharing = attention.LAUNCH_US + times.added * parts
-        else:
+        most = -(-config.parts // blocks_of_part) if config.even else config.parts
+        parts, steps = decode.divided(dataclasses.replace(config, parts=most), keys, STEP)
+        of_parts = blocks_of_part * parts * decode.COLUMNS * tiles * (LATENT + 2) * 8 / bandwidth  # stored and loaded
+        if _is_counted(config, tiles):
             sharing = times.latent + times.counted * tiles * parts
-        return of_keys(blocks, keys), sharing + of_parts if parts > 1 else 0.0
+        else:
+            sharing = attention.LAUNCH_US + times.added * parts
+        return of_keys(parts, steps), sharing + of_parts if parts > 1 else 0.0
 
     streaming, sharing = of_length(min(capacity, decode.NOMINAL_KEYS))
     terms = {"launch": attention.LAUNCH_US, "streaming": streaming, "sharing": sharing}
     if capacity > decode.NOMINAL_KEYS:
         terms["long"] = decode.LONG_SHARE * sum(of_length(capacity))
+    if config.even:
+        terms["even"] = times.even
+    elif config.in_lds and a.block_table.shape[0] > 1:
+        terms["longest"] = RAGGED_SHARE * (streaming + terms.get("long", 0.0))
     return terms
 
 
@@ -148,10 +157,12 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
     blocks, tiles = _blocks(a, arch, config.in_lds), _tiles(a, arch, config.in_lds)
     if blocks == 0:
         return []
-    columns, is_counted = decode.COLUMNS * tiles, config.parts <= COUNTED_PARTS and not config.even
+    columns, is_counted = decode.COLUMNS * tiles, _is_counted(config, tiles)
     both = (a.kv_cache, a.kv_cache), (a.kv_scale, a.kv_scale)
     shared = decode.problem_arguments(config, a, a.q_nope, _layout(a), *both, outputs, columns, counts=is_counted)
+    combine_blocks = columns * LATENT // 4 // arch.wave_lanes
     if config.even:
+        combine_blocks = min(combine_blocks, max(EVEN_COMBINE_BLOCKS // blocks, 1))
         shared |= {"partials": Workspace(4 * (blocks + config.parts) * columns * (LATENT + 2)), "slots": 1}
     args = fields(
         "problem",
@@ -162,6 +173,7 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
             "query_pe_head_stride": a.q_pe.stride(1),
             "requests": a.block_table.shape[0] if config.even else 0,
             "blocks": config.parts,
+            "combine_blocks": combine_blocks,
         },
     )
     kind = attention.ELEMENTS[a.q_nope.dtype]
@@ -172,7 +184,7 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
     parts = (config.parts, 1, 1) if config.even else (blocks, config.parts, 1)
     launches = [Launch("mla_decode", symbol, parts, block, args, lds)]
     if not is_counted:
-        grid = (blocks, columns * LATENT // 4 // arch.wave_lanes, 1)
+        grid = (blocks, combine_blocks, 1)
         launches.append(Launch("mla_decode", f"mla_decode_combine_{kind}{even}_{tiles}", grid, block, args))
     return launches
 

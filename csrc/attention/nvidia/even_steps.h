@@ -61,12 +61,24 @@ struct EvenSteps {
   }
 };
 
+// Of a request `combine_blocks` blocks, as all of a launch must know how the steps are divided.
 template <class T, int kColumnTiles>
 struct MlaCombineEven : MlaCombine<T, kColumnTiles> {
-  DEVICE explicit MlaCombineEven(const MlaProblem& problem) : MlaCombine<T, kColumnTiles>(problem) {
+  using Combine = MlaCombine<T, kColumnTiles>;
+  const int blocks;
+
+  DEVICE explicit MlaCombineEven(const MlaProblem& problem) : Combine(problem), blocks(problem.combine_blocks) {
     const EvenSteps even(problem);
     const auto place = even.place(this->block);
     this->first_slot = even.block_of(place.first);
     this->parts = even.block_of(place.first + place.steps - 1) - this->first_slot + 1;
+  }
+  DEVICE void run(typename Combine::Buffer& buffer) const {
+#pragma unroll 1
+    for (int lanes = wave::block_id_y(); lanes < Combine::kColumns * Combine::kColumnVecs / wave::kLanes;
+         lanes += blocks) {
+      this->add(buffer, lanes);
+      block_barrier();  // hazard: sums are written over before they are read
+    }
   }
 };

@@ -103,10 +103,11 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     }
   }
 
-  // The keys of a step that this wave copies: where they lie, and how many there are.
+  // The keys of a step that this wave copies: where they lie, how many there are, and whether the block has any.
   struct Rows {
     const u8* from[kRows];
     int count;
+    bool any;
   };
   DEVICE Rows rows(int pages, int step) const {
     const u32 places = Part::template place<T, 8>(p.key_cache, pages, step_key(step));
@@ -116,6 +117,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
       rows.from[i] =
           (const u8*)Part::template at<T, 8>(p.key_cache, places, i * 4 + lane / 8) + vec_of_copy(i * 4) * 16;
     rows.count = keys_end - step_key(step);
+    rows.any = has_keys(step);
     return rows;
   }
   // Zeros behind the last key.
@@ -127,7 +129,8 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
                       at(stage_at(stage) + panel * kPanelBytes + (first + i * 4) * tile::kDepth));
   }
 
-  // First key of the consumer's in a step.
+  DEVICE bool has_keys(int step) const { return step * Part::kStepKeys < keys_end; }
+  // First key of the consumer's in a step. One without keys there has zeros, and weights of 0: the block's barriers are those of all.
   DEVICE int first_key(int step) const { return step * Part::kStepKeys + consumer * kKeys; }
 
   DEVICE void multiply_query(int stage) {
@@ -225,13 +228,12 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
                                     weights.at(at(weights_from), i), 1);
       if (d % kAtOnce == kAtOnce - 1) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     }
-    const bool loads = next.count + wave_index * kWaveKeys % kKeys > 0;  // the consumer
-    if (loads) load(next, kPanels - 1, stage);
+    if (next.any) load(next, kPanels - 1, stage);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       wait_for_groups<kChunks>(chunk);
       own_barrier();  // hazard: keys are loaded where other waves still multiply
-      if (loads)
+      if (next.any)
 #pragma unroll
         for (int g = 0; g < kConsumerGroups; ++g)
 #pragma unroll
@@ -256,7 +258,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     for (int s = 0; s < kStages; ++s) {
       const Rows of_stage = rows(pages, step + s * next_step);
       pages = load_any_pages(step_key(step + (s + 1) * next_step));
-      if (first_key(step + s * next_step) < keys_end)
+      if (of_stage.any)
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) load(of_stage, panel, s);
       lds::end_group();
@@ -272,7 +274,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     block_barrier();  // hazard: the query is multiplied before it is there
     int stage = 0;
 #pragma unroll 1
-    for (; first_key(step) < keys_end; step += next_step) {
+    for (; has_keys(step); step += next_step) {
       const Rows next = rows(pages, step + kStages * next_step);
       pages = load_any_pages(step_key(step + (kStages + 1) * next_step));
       lds::wait_for_copies<kStages - 1>();
@@ -333,7 +335,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
       else Part::store_sums(to, c, largest(c), total);
     }
     block_barrier();  // hazard: the consumers' sums are read before they are written
-#pragma unroll
+#pragma unroll 4
     for (int i = 0; i < kColumns * kLatent / 4 / kThreads; ++i) {
       const int vec = i * kThreads + wave::thread_id(), c = vec / (kLatent / 4), dim = vec % (kLatent / 4) * 4;
       f32x4 total = {};
