@@ -6,7 +6,8 @@
 #include "device/arrive.h"
 #include "device/reduce.h"
 
-template <class T, int kD, int kColumns_ = 16, int kWaves_ = 4, int kFanIn_ = 16>
+// A thread that adds has kAddedVecs vecs of all at once.
+template <class T, int kD, int kColumns_ = 16, int kWaves_ = 4, int kFanIn_ = 16, int kAddedVecs = 2>
 struct DecodeOutput {
   static constexpr int kColumns = kColumns_, kWaves = kWaves_, kThreads = kWaves * wave::kLanes;
   static constexpr float kLowest = -3.0e38f;  // a maximum of no scores, so that there is no infinity to subtract
@@ -65,7 +66,8 @@ struct DecodeOutput {
   }
   // Adds what is in `members` slots from `first` on to slot `to`, or to the results if that is below 0.
   DEVICE void add(int first, int members, int to) const {
-    constexpr int kColumnThreads = kThreads / kColumns, kAtOnce = kColumnVecs / kColumnThreads % 2 ? 1 : 2;
+    constexpr int kColumnThreads = kThreads / kColumns, kThreadVecs = kColumnVecs / kColumnThreads;
+    constexpr int kAtOnce = kThreadVecs % kAddedVecs ? 1 : kAddedVecs;
     const int c = wave::thread_id() / kColumnThreads, own = wave::thread_id() % kColumnThreads;
     if (c >= columns()) return;
     const mem::Buffer from = slot(first);

@@ -35,9 +35,9 @@ struct DecodePart : Output {
   int own;            // a key of this part, if it has any
   int early_pages;    // of the first keys, without a window; behind the last key any
 
-  DEVICE explicit DecodePart(const DecodeProblem& problem)
-      : DecodePart(problem, wave::block_id_x(), wave::block_id_y()) {}
-  DEVICE DecodePart(const DecodeProblem& problem, int block, int first_step) : Output(problem, block) {
+  DEVICE explicit DecodePart(const DecodeProblem& problem, int block = wave::block_id_x(),
+                             int first_step = wave::block_id_y())
+      : Output(problem, block) {
     const int of_request = mem::load<int>(p.seq_lens + request);
     if (p.window == 0) early_pages = load_any_pages(part_key(first_step));
     const int length = wave::uniform(of_request);

@@ -12,8 +12,8 @@
 extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // Places of MlaDecodeInLds
 
 template <class T, int kColumnTiles>
-using MlaPartInLds = DecodePart<DecodeOutput<T, kLatent, 16 * kColumnTiles, kMlaWaves>, kColumnTiles == 4 ? 64 : 128,
-                                kColumnTiles == 4 ? 8 : 16, 32>;
+using MlaPartInLds = DecodePart<DecodeOutput<T, kLatent, 16 * kColumnTiles, kMlaWaves, kMlaFanIn, 4>,
+                                kColumnTiles == 4 ? 64 : 128, kColumnTiles == 4 ? 8 : 16, 32>;
 
 template <class T, int kColumnTiles>
 struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
