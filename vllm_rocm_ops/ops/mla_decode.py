@@ -99,14 +99,13 @@ def _lds_bytes(columns: int) -> int:
 def _configs(a, arch: Arch) -> list[MlaConfig]:
     if (a.q_nope.shape[2], a.q_pe.shape[2]) != (LATENT, ROPE):
         return []
-    can_be_in_lds = arch.wave_lanes == 32 and not attention.is_quantized(a.kv_cache)
+    # With a partition there is one kind, whatever else is in the batch.
+    can_be_in_lds = arch.wave_lanes == 32 and not attention.is_quantized(a.kv_cache) and not a.partition
     kinds = {False: LEAST_STEPS} | ({True: LEAST_STEPS_IN_LDS} if can_be_in_lds else {})
-    if a.partition:  # of one kind, whatever else is in the batch
-        kinds = dict([kinds.popitem()])
     found = ((decode.configs(a, _layout(a), STEP, least), in_lds) for in_lds, least in kinds.items())
     configs = [MlaConfig(**vars(config), in_lds=in_lds) for configs, in_lds in found for config in configs]
     blocks, keys = _blocks(a, arch, True), decode.capacity(a, _layout(a))
-    if can_be_in_lds and not a.partition and 0 < blocks * (keys + EVEN_KEYS) < 2**31:
+    if can_be_in_lds and 0 < blocks * (keys + EVEN_KEYS) < 2**31:
         parts = arch.compute_units // blocks * blocks  # of equal lengths each has keys of one request
         configs.append(MlaConfig(parts or arch.compute_units, LEAST_STEPS_IN_LDS, in_lds=True, even=True))
     return configs
