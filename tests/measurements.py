@@ -267,6 +267,7 @@ def engine(tables: slice = slice(None)) -> str:
     """Decode through vLLM's engine, with the ops and without. There is a table for each way in which it was measured, compiled as
     vLLM does by default first; `tables` selects some. A model that was measured compiled is in that table only."""
     ways: dict[str, dict[tuple, dict[int, str]]] = {}
+    often: dict[tuple, dict[str, None]] = {}  # in the order of batches
     runs = [(*run, json.loads(run[2].read_text())["command"]) for run in engine_runs()]
     compiled = {sides["with"][0]["model_id"] for _, sides, _, command in runs if not lacking(command)}
     for hardware, sides, _, command in sorted(runs, key=lambda run: bool(lacking(run[3]))):
@@ -280,14 +281,17 @@ def engine(tables: slice = slice(None)) -> str:
             experts = " + EP" if options.engine_args.get("enable_expert_parallel") else ""
             rank += f", TP{experts} {options.tensor_parallel_size}"
         layers, iterations = str(result["num_layers"] or "all"), f"{len(sides['with'])} x {len(result['latencies'])}"
-        row = f"{result['model_id']}{rank}", hardware, layers, str(result["output_len"]), iterations
+        row = f"{result['model_id']}{rank}", hardware, layers, str(result["output_len"])
+        often.setdefault(row, {})[iterations] = None
         cell = f"{without:.2f} / {ours:.2f} {times([latency_report.speedup(sides)])}"
         ways.setdefault(way(result, command), {}).setdefault(row, {})[result["batch_size"]] = cell
     made = []
     for caption, rows in ways.items():
         batches = sorted(set().union(*rows.values()))
         header = ("model", "GPU", "layers", "generated", "pairs x iterations", *(f"batch {batch}" for batch in batches))
-        body = [(*row, *(cells.get(batch, "") for batch in batches)) for row, cells in rows.items()]
+        body = [
+            (*row, ", ".join(often[row]), *(cells.get(batch, "") for batch in batches)) for row, cells in rows.items()
+        ]
         made.append(f"{caption}\n\n{markdown(header, body)}")
     return "\n\n".join(made[tables]) or "Nothing yet."
 

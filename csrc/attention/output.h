@@ -89,13 +89,14 @@ struct DecodeOutput {
     if (to >= 0 && own == 0) store_sums(slot(to), c, largest, sum);
 #pragma unroll 1
     for (int begin = own; begin < kColumnVecs; begin += kAtOnce * kColumnThreads) {
+      const int left = wave::anew(members);
       f32x4 vecs[kAtOnce][kFanIn];
 #pragma unroll
       for (int v = 0; v < kAtOnce; ++v)
 #pragma unroll
         for (int i = 0; i < kFanIn; ++i) {
           const int vec = c * kColumnVecs + begin + v * kColumnThreads;
-          vecs[v][i] = mem::load_device_or_zero<f32x4>(from, vec * 16, i * kPartFloats * 4, i < members);
+          vecs[v][i] = mem::load_device_or_zero<f32x4>(from, vec * 16, i * kPartFloats * 4, i < left);
         }
 #pragma unroll
       for (int v = 0; v < kAtOnce; ++v) {

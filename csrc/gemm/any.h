@@ -156,6 +156,7 @@ DEVICE void multiply_few(const GemmProblem& p) {
     const Chunk w = load_elements(p.b, column, k, p.k - k);
     const i64 block = k / kScaleBlock;
     float scale_b = 1.0f;
+    const i64 scale_a_row = kBlocks ? wave::anew(p.scale_a_row) : 0;
     if (kBlocks) scale_b = mem::load<float>(p.scale_b + n / kScaleBlock * i64(p.scale_b_row) + block * p.scale_b_k);
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
@@ -165,7 +166,7 @@ DEVICE void multiply_few(const GemmProblem& p) {
 #pragma unroll
       for (int i = 0; i < kChunk / 2; ++i) dot = __builtin_elementwise_fma(x.pair[i], w.pair[i], dot);
       float scale = 1.0f;
-      if (kBlocks) scale = scale_b * mem::load<float>(p.scale_a + t * i64(p.scale_a_row) + block * p.scale_a_k);
+      if (kBlocks) scale = scale_b * mem::load<float>(p.scale_a + t * scale_a_row + block * p.scale_a_k);
       sums[t] += Sum((dot.x + dot.y) * scale);
     }
   }

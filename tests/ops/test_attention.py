@@ -464,7 +464,7 @@ def only(symbols: set[str], source: str) -> str:
         element = {"bf16": "Bf16", "fp16": "F16"}[kind]
         cache = "E4m3" if fp8 else element
         if symbol.startswith("mla_decode_combine"):
-            lines.append(f"COMBINE({symbol}, {element}, {sizes[0]})\n")
+            lines.append(f"COMBINE({symbol}, MlaCombine, {element}, {sizes[0]})\n")
         elif symbol.startswith("mla_decode"):
             lines.append(f"DECODE({symbol}, {element}, {cache}, {sizes[0]})\n")
         else:

@@ -81,4 +81,12 @@ DEVICE u32 maximum(u32 value) {
 // The first lane where it holds. It must hold in one.
 DEVICE int first_lane(bool holds) { return __builtin_ctzll(__builtin_amdgcn_ballot_w64(holds)); }
 
+// A value that is the same in all lanes, as if it were new: what is computed of it, as masks of lanes, is not kept in scalars from
+// one place to another.
+template <class T>
+DEVICE T anew(T value) {
+  asm volatile("" : "+s"(value));
+  return value;
+}
+
 }  // namespace wave

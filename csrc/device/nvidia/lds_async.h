@@ -32,8 +32,8 @@ DEVICE void start_copy(const u8* from, bool inside, Local<u8>* to) {
 }
 // The lane copies the word at `from`, or zeros.
 DEVICE void start_word(const void* from, bool inside, u32* to) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address((Local<u8>*)to)),
-               "l"(mem::global(from)), "r"(inside ? 4 : 0)
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address((Local<u8>*)to)), "l"(mem::global(from)),
+               "r"(inside ? 4 : 0)
                : "memory");
 }
 // Ends a group of copies: those that were started since the last group ended.

@@ -64,4 +64,10 @@ DEVICE u32 maximum(u32 value) { return __nvvm_redux_sync_umax(value, ~0u); }
 // The first lane where it holds. It must hold in one.
 DEVICE int first_lane(bool holds) { return __builtin_ctz(__nvvm_vote_ballot_sync(~0u, holds)); }
 
+// Nothing: there are as many registers of scalars as of others.
+template <class T>
+DEVICE T anew(T value) {
+  return value;
+}
+
 }  // namespace wave
