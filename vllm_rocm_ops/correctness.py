@@ -45,7 +45,10 @@ HALF_ULP = {
 }  # at most, relative to an element
 SMALLEST_HALF_ULP = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}
 STEP, SHARE_OF_SUMS = 2.0**-3, 2.0**-7  # of e4m3 results that are long sums: of an element, and of the largest
-SUMS_FLOOR = {32: 2.0**-11}  # by the lanes of a wave: wgmma keeps 14 bits of a sum of e4m3 products
+NVIDIA_ROUNDING = (
+    2.0**-11
+)  # of the terms of a sum of e4m3 products, of which wgmma keeps 14 bits; AMD's instructions keep fp32
+SUMS_FLOOR = {32: NVIDIA_ROUNDING}  # by the lanes of a wave
 
 
 class Wrong(AssertionError):

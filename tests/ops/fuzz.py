@@ -35,14 +35,13 @@ import torch
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch
 from vllm_rocm_ops import op as op_module
-from vllm_rocm_ops.correctness import as_tuple, clone, unwritten_is_nan
+from vllm_rocm_ops.correctness import SUMS_FLOOR, as_tuple, clone, unwritten_is_nan
 from vllm_rocm_ops.families import rowwise
 from vllm_rocm_ops.op import Case, Op
 from vllm_rocm_ops.stats import reset_stats, stats
 
 REFUSALS = (ValueError, TypeError, RuntimeError)
 WHOLE = 10000  # calls, after which every kernel must have run
-WGMMA = 2.0**-11  # of the terms of a sum: NVIDIA's instruction keeps 14 bits
 
 
 class Wrong(AssertionError):
@@ -385,7 +384,7 @@ def work(options: argparse.Namespace, worker: int) -> Found:
     torch.set_num_threads(1)  # the formulas' tensors are small
     machines, fuzz = list(executors(options.emulate)), Fuzz(options.op, options.seed)
     if machines[0][0] == "cuda":
-        formulas.OF_TERMS = WGMMA
+        formulas.OF_TERMS = SUMS_FLOOR.get(machines[0][1].wave_lanes, formulas.OF_TERMS)
         torch.cuda.set_device(worker % torch.cuda.device_count())
     start = time.process_time()
     for kind, count in (("malformed", options.malformed), ("valid", options.calls)):

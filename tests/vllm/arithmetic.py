@@ -36,7 +36,7 @@ from torch import Tensor
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.bench import peers, report
-from vllm_rocm_ops.correctness import as_tuple, clone, unwritten_is_nan
+from vllm_rocm_ops.correctness import SUMS_FLOOR, as_tuple, clone, unwritten_is_nan
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.quantization import MX_SCALES
 from vllm_rocm_ops.stats import FALLBACK, reset_stats, stats
@@ -49,7 +49,6 @@ import latency
 del sys.path[-2:]
 MOST = 1.1  # of stock's error
 FLOOR = 1e-6  # an error that is always right: a few roundings of fp32
-WGMMA = 2.0**-11  # of the terms of a sum: NVIDIA's instruction keeps 14 bits
 MINUS_ZERO = 0x80  # of e4m3fn, which is NaN in e4m3fnuz
 CPU_LINEAR = "cpu_linear"  # what a layer of vLLM's calls for a product of bf16 on a CPU
 GENERATED = 3
@@ -372,7 +371,8 @@ def main(argv: list[str] | None = None) -> int:
         for job in jobs:
             calls = torch.load(job["calls"], weights_only=False)
             for name, device, arch, within in machines(arguments.emulate):
-                formulas.OF_TERMS = WGMMA if device == "cuda" else formulas.OF_TERMS
+                if device == "cuda":
+                    formulas.OF_TERMS = SUMS_FLOOR.get(arch.wave_lanes, formulas.OF_TERMS)
                 line = {"op": "arithmetic", "case": job["case"], "machine": name, "requests": arguments.requests}
                 line |= {"gpu": name} if device == "cuda" else {}
                 line |= judged(calls, device, arch, within) | {"versions": latency.versions()}

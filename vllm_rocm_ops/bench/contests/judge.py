@@ -18,13 +18,12 @@ import torch
 
 from vllm_rocm_ops.bench.contests import contest as contests
 from vllm_rocm_ops.bench.contests.contest import Contest, Sizes
+from vllm_rocm_ops.correctness import NVIDIA_ROUNDING
 from vllm_rocm_ops.stats import reset_stats, stats
 
 LEAST_CALLS, MOST_CALLS = 3, 100
 SECONDS, RANKED_SECONDS, WALL_SECONDS = 10.0, 30.0, 120.0
 STAGED_CALLS = 5
-NVIDIA_ROUNDING = 2.0**-11
-"""Of the terms of a sum. Hopper's instructions keep 14 bits of each sum of FP8; AMD's keep fp32, which the contests ask for."""
 NEXT_SEED = 13  # from one call of a ranked run to the next
 Kernel = Callable[..., object]  # of data and a Stage
 
