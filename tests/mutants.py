@@ -710,7 +710,10 @@ def main() -> int:
     found = [n for n, m in MUTANTS.items() if any(part in f"{n} {m.file}" for part in arguments.names or [""])]
     if not found:
         parser.error(f"names must be parts of {', '.join(MUTANTS)}")
-    os.environ["VLLM_ROCM_OPS_TABLES"] = os.devnull
+    os.environ |= {
+        "VLLM_ROCM_OPS_TABLES": os.devnull,
+        "FULL_TESTS": "1",
+    }  # the tests that mutants name run, whatever takes long
     import torch
 
     from vllm_rocm_ops import ops  # noqa: F401  once, before the processes divide
