@@ -1,6 +1,7 @@
 """All tests use the shipped tuned tables only, vLLM's CPU platform has the seams, and the longest files start first."""
 
 import os
+import sys
 
 import pytest
 
@@ -27,3 +28,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first, so that no worker is left with one at the end."""
     place = {stem: place for place, stem in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_warned_of():
+    """What is said once in a process each test may see, whichever tests ran before it in the same process."""
+    stats = sys.modules.get("vllm_rocm_ops.stats")
+    if stats:
+        stats.warned.clear()
