@@ -329,13 +329,10 @@ def text(line: dict) -> Iterator[str]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, kinds = parser.add_argument, list(dict.fromkeys(kind for of in trained.KINDS.values() for kind in of))
-    add("--model", nargs="+", choices=list(trained.KINDS), default=list(trained.KINDS), help="default: all")
-    add("--kind", nargs="+", choices=kinds, default=kinds, help="quantizations, default: all that a model has")
+    add = parser.add_argument
+    trained.add_arguments(add)
     add("--requests", type=int, default=8, help="which decode at a time; default: %(default)s")
     add("--emulate", nargs="+", default=[], metavar="ARCH", help="default, without a GPU: gfx942 gfx950")
-    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
-    add("--folder", type=pathlib.Path, default=trained.cache(), help="of checkpoints; default: %(default)s")
     add("--output", type=pathlib.Path, help="the .jsonl file that lines are appended to; {} stands for the machine")
     add("--commit", default=report.commit())
     add("--worker", type=pathlib.Path, help=argparse.SUPPRESS)

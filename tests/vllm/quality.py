@@ -243,16 +243,13 @@ def text(line: dict) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, kinds = parser.add_argument, list(dict.fromkeys(kind for of in trained.KINDS.values() for kind in of))
-    add("--model", nargs="+", choices=list(trained.KINDS), default=list(trained.KINDS), help="default: all")
-    add("--kind", nargs="+", choices=kinds, default=kinds, help="quantizations, default: all that a model has")
+    add = parser.add_argument
+    trained.add_arguments(add)
     add("--tokens", type=int, default=65536, help="held-out tokens; default: %(default)s")
     add("--step-tokens", type=int, help="of a step of the engine; default: 16, on a CPU as many as there are")
     add("--enforce-eager", action="store_true", help="no compilation, no graph capture")
     at_once = 4 if torch.cuda.is_available() else 1
     add("--at-once", type=int, default=at_once, help="processes, which share a GPU; default: %(default)s")
-    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
-    add("--folder", type=pathlib.Path, default=trained.cache(), help="of checkpoints; default: %(default)s")
     add("--only-checkpoints", action="store_true", help="train, write the checkpoints, and end")
     add("--output", type=pathlib.Path, help="the .jsonl file that lines are appended to; without, they are printed")
     add("--commit", default=report.commit())

@@ -298,6 +298,15 @@ def effects_of_scales(model: str, weights: dict[str, Tensor], sequences: Tensor)
 # Checkpoints
 
 
+def add_arguments(add: Callable) -> None:
+    """The options that say which of the checkpoints vLLM runs, and how."""
+    kinds = list(dict.fromkeys(kind for of in KINDS.values() for kind in of))
+    add("--model", nargs="+", choices=list(KINDS), default=list(KINDS), help="default: all")
+    add("--kind", nargs="+", choices=kinds, default=kinds, help="quantizations, default: all that a model has")
+    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
+    add("--folder", type=pathlib.Path, default=cache(), help="of checkpoints; default: %(default)s")
+
+
 def cache() -> pathlib.Path:
     """Where checkpoints are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
