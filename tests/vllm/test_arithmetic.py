@@ -76,13 +76,14 @@ def test_an_op_that_is_wrong_is_noticed(monkeypatch, machine, plant, why):
 
 
 def test_stock_is_vllms_kernel_where_it_has_one():
-    """Its norm on CPU, which updates as ours does."""
+    """Its norm on CPU, which updates as ours does; without AVX-512 it rounds toward zero."""
     name, _, given = call("fused_add_rms_norm", "hidden8")
     the_op = getattr(ops, name)
     mine, theirs = (the_op.Arguments(*map(clone, given)) for _ in range(2))
     [wanted], [found] = as_tuple(the_op.reference(*mine)), arithmetic.of_vllm(the_op, theirs)
     assert (found.double() - wanted.double()).norm() < 0.01 * wanted.double().norm()
-    assert torch.equal(mine.residual, theirs.residual) and not torch.equal(theirs.residual, given[1])
+    torch.testing.assert_close(mine.residual, theirs.residual, atol=0, rtol=2**-7)
+    assert not torch.equal(theirs.residual, given[1])
     assert arithmetic.of_vllm(ops.router_z_loss, ()) is None
     assert arithmetic.stock(the_op, mine)[1] == "reference"
 

@@ -205,7 +205,7 @@ def groups_of(x, group_size, column_major_scales, use_ue8m0):
 @pytest.mark.parametrize(("shape", "one_plus"), [((3,), False), ((2, 3), False), ((2, 3), True)], ids=str)
 def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, one_plus, monkeypatch):
     """With the results of the op's reference, but for rounding, where they should be, and the residual in place. Rows may lie
-    apart."""
+    apart. Without AVX-512 vLLM rounds sums toward zero."""
     from vllm.model_executor.layers.quantization.utils import fp8_utils
 
     from vllm_rocm_ops.vllm import native_rows
@@ -229,7 +229,9 @@ def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, one_plus, monke
     function = (native_rows.NORMS | native_rows.ACTIVATIONS)[name]
     found, wanted = function(*arguments), op.reference(*copies)
     for one, two in zip(arguments, copies):
-        assert one is two or torch.equal(one, two)
+        assert one is two or torch.equal(one, two) or one is given["residual"]
+        if one is given["residual"]:
+            torch.testing.assert_close(one, two, atol=0, rtol=2**-7)
     if not isinstance(wanted, tuple):
         found, wanted = (found, torch.ones(1)), (wanted, torch.ones(1))
     assert [(t.shape, t.stride(), t.dtype) for t in found] == [(t.shape, t.stride(), t.dtype) for t in wanted]
@@ -250,7 +252,7 @@ def test_ops_have_vllms_kernels_behind_them_on_a_gpu(monkeypatch):
     native_rows.install(native_rows.NORMS)
     native_rows.install(native_rows.ACTIVATIONS)
     with launch.executor(Emulator("gfx942")):
-        x = random(ROWS, HIDDEN + 1)[:, 1:]
+        x = random(ROWS, 2 * HIDDEN)[:, ::2]  # rows that no kernel takes
         wanted = ops.rms_norm.native(x, random(HIDDEN), 1e-6, False)
         assert torch.equal(ops.rms_norm(x, random(HIDDEN), 1e-6), wanted)
     assert all(getattr(ops, name).native for name in natives())
