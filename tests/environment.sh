@@ -52,8 +52,13 @@ if not found("torch") or not found("vllm"):
     sys.exit(not found("torch") or not any((__import__("torch").version.hip, __import__("torch").version.cuda)))'
 }
 
+# What pyproject.toml says that a build needs, into .venv.
+install_build_requirements() {
+  pip $(sed -n 's/^requires = \[\(.*\)\]$/\1/p' pyproject.toml | tr -d '",')
+}
+
 # The build of the package finds what this has compiled, and says what does not compile.
-compile_kernels() { "$python" -m pip install "$(grep -om1 'ziglang[^"]*' pyproject.toml)" && "$python" csrc/build.py; }
+compile_kernels() { install_build_requirements && "$python" csrc/build.py; }
 
 make_environment() {
   if [ ! -x "$python" ]; then
@@ -84,8 +89,9 @@ for path in sys.path:
 build_package() {
   say "Building the kernels and installing the package"
   [ -z "${compiling-}" ] || wait "$compiling" || true
+  install_build_requirements
   "$python" -m pip list --format=freeze | grep -iE '^(torch|triton|pytorch|vllm(-cpu)?=|numpy|.*aiter)' >"$root/.venv/keep.txt"
-  pip -e '.[test,bench,emulator]' -c "$root/.venv/keep.txt"
+  pip --no-build-isolation -e '.[test,bench,emulator]' -c "$root/.venv/keep.txt"
 }
 
 # once STEP FILE...: run STEP unless it has succeeded before with these very files.
@@ -98,7 +104,7 @@ once() {
 }
 
 cd "$root" || exit 1
-export PIP_DISABLE_PIP_VERSION_CHECK=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COMPILE=1  # most modules of what is installed are never imported
 install_missing_packages
 once make_environment tests/environment.sh tests/cpu-requirements.txt
 once build_package pyproject.toml setup.py $(find csrc -type f ! -name '*.pyc' | LC_ALL=C sort)

@@ -389,7 +389,11 @@ def test_a_side_that_fails_is_reported(tmp_path):
         pytest.param(
             *("llama-3.1-405b-fp8-kv", 2, {"num_key_value_heads": 2, "head_dim": 64}, "silu_and_mul_quant"), marks=full
         ),
-        ("deepseek-v3", 4, {"num_key_value_heads": 8, "moe_intermediate_size": 128}, "silu_and_mul_per_block_quant"),
+        pytest.param(
+            *("deepseek-v3", 4, {"num_key_value_heads": 8, "moe_intermediate_size": 128}),
+            "silu_and_mul_per_block_quant",
+            marks=full,
+        ),
         pytest.param(*("qwen3-8b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64}, "block_scaled_mm"), marks=full),
         pytest.param(
             *("qwen3-30b-a3b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 16}, "fused_experts"),

@@ -15,6 +15,7 @@ import processes
 import pytest
 import test_selection
 from engines import HERE, identity
+from marks import full
 
 import vllm_rocm_ops
 from vllm_rocm_ops import patch
@@ -269,6 +270,7 @@ print(json.dumps({
     assert {name for name in names if "Aiter" in name} == {name.replace("Ops", "OpsAiter") for name in modular}
 
 
+@full
 def test_selection_is_the_same_with_patches(patched, monkeypatch):
     """But for the function of unquantized layers, which is vLLM's own then and asks ours."""
     monkeypatch.setattr(test_selection, "python_files", lambda requirement: patched.parent)
