@@ -388,6 +388,37 @@ def engine_commands() -> str:
     return "\n\n".join(commands.values()) or "Nothing yet."
 
 
+def serving() -> str:
+    """vLLM's server at each rate of requests, without the ops / with them, by the newest file of each model, rank and layers."""
+    newest: dict[tuple, tuple[dict, pathlib.Path]] = {}
+    for path in oldest_first(RESULTS.glob("*/*-serve.jsonl")):
+        for line in map(json.loads, path.read_text().splitlines()):
+            model = (line["hardware"], line["model"], line["num_layers"], line["rank_of"])
+            newest[(*model, float(line["request_rate"]), line["side"])] = line, path
+    rows = []
+    for case in dict.fromkeys(case[:-1] for case in sorted(newest, key=str_and_numbers)):
+        (without, path), (ours, _) = (newest[(*case, side)] for side in latency_report.SIDES)
+        hardware, model, layers, rank_of, rate = case
+        figures = (("ttft_ms", "p50"), ("tpot_ms", "p50"), ("itl_ms", "p99"), ("output_tokens_per_s", None))
+        pairs = [[line[name][of] if of else line[name] for line in (without, ours)] for name, of in figures]
+        what = f"{model}, a rank of {rank_of}" if rank_of > 1 else model
+        asked = f"{ours['num_prompts']} x {ours['input_len']} + {ours['output_len']}"
+        cells = (" / ".join(f"{value:.{0 if value > 50 else 2}f}" for value in pair) for pair in pairs)
+        speedup = times([pairs[1][0] / pairs[1][1]])
+        rows.append((what, hardware, str(layers or "all"), asked, f"{rate:g}", *cells, speedup, links([path])))
+    header = (
+        "model",
+        "GPU",
+        "layers",
+        "prompts x tokens + generated",
+        "requests per s",
+        "TTFT ms",
+        "TPOT ms",
+        "ITL p99 ms",
+    )
+    return markdown((*header, "tokens/s", "TPOT", "file"), rows) if rows else "Nothing yet."
+
+
 def profiles() -> str:
     """The time of decode steps in the engine by class of kernels: each model's newest profile, without the ops / with them."""
     newest: dict[tuple, str] = {}

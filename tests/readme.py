@@ -103,6 +103,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     RESULTS / "README.md": {
         "profiles": measurements.profiles,
         "engine": measurements.engine_commands,
+        "serving": measurements.serving,
         "decode": measurements.decode,
         "experts": measurements.experts,
         "decode attention": attention_table.decode,
