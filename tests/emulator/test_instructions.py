@@ -18,6 +18,7 @@ import torch
 from assembly import LOAD_POINTERS, Kernel, assemble
 
 from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.emulator.instructions import transfer
 from vllm_rocm_ops.launch import Launch
 
 OLD = 0xAAAAAAAA
@@ -1123,3 +1124,22 @@ def test_instruction(c, arch, objects):
             shown = f"lane {lane}: v{10 + i} is {int(got[i, lane]):#x}, not {value & 0xFFFFFFFF:#x}"
             sources = ", ".join(f"{row[lane]:#x}" for row in columns)
             assert same(int(got[i, lane]), value & 0xFFFFFFFF, c), f"{shown}; sources {sources}"
+
+
+@pytest.mark.parametrize("name", ["add_f32", "swap", "inc", "pk_add_bf16"])
+def test_atomics_of_lanes_that_meet_go_one_after_the_other(name):
+    random = np.random.default_rng(3)
+    units, data = random.integers(0, 5, 64), random.integers(0x3F80, 0x4F80, 64, np.uint32) << np.uint32(16)
+    start, change = random.integers(0x3F80, 0x4F80, 5, np.uint32) << np.uint32(16), transfer.ATOMICS[name]
+    memory, olds = start.copy(), []
+    for unit, value in zip(units, data, strict=True):
+        olds.append(memory[unit])
+        memory[unit : unit + 1] = change(memory[unit : unit + 1].copy(), value[None])
+    found = start.copy()
+    assert (transfer.update(found, units, change, data) == olds).all() and (found == memory).all()
+
+
+def test_compare_and_swap_of_lanes_that_meet():
+    memory, units = np.array([7, 7], np.uint32), np.array([0, 0, 1, 0])
+    compare, data = np.array([7, 1, 6, 2], np.uint32), np.array([1, 2, 3, 4], np.uint32)
+    assert transfer.update(memory, units, None, data, compare).tolist() == [7, 1, 7, 2] and memory.tolist() == [4, 7]

@@ -117,6 +117,20 @@ def test_processes_share_rows_and_what_they_found_is_kept(tmp_path, git, monkeyp
     assert len(list(kept.iterdir())) == 2
 
 
+def test_a_process_gets_rows_of_like_launches(monkeypatch):
+    def key(**others) -> tuple[str, ...]:
+        return tuple(row(**others)[name] for name in validation.COLUMNS)
+
+    monkeypatch.setattr(validation, "PORTION", 3)
+    keys = [key(M=str(m), K=k) for m in (100, 20, 3, 5) for k in ("512", "256")]
+    found = [[(of[validation.COLUMNS.index("M")], of[validation.COLUMNS.index("K")]) for of in portion] for portion in
+             validation._portions([*keys, key(gpu="MI325X", M="20")])]  # fmt: skip
+    assert found == [
+        [("100", "512")], [("20", "256"), ("100", "256")], [("3", "512"), ("5", "512"), ("20", "512")],
+        [("3", "256"), ("5", "256"), ("20", "256")],
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("rows", "git_folder", "message"),
     [

@@ -286,7 +286,7 @@ def _without_spin(steps: list[Step], instr: Instr) -> None:
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor at an address that GPUs' allocators give, a multiple of 256, unlike the host's. One on the meta device becomes zeros."""
     size = tensors.extent(tensor) * tensor.element_size()
-    room = torch.zeros(size + 256, dtype=torch.uint8)
+    room = torch.from_numpy(np.zeros(size + 256, np.uint8))  # numpy's zeros take no memory until they are written
     start = -room.data_ptr() % 256
     moved = room[start : start + size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
     return moved if tensor.device.type == "meta" else moved.copy_(tensor)

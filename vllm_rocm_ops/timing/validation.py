@@ -22,6 +22,7 @@ from vllm_rocm_ops.emulator.objects import KernelObject
 from . import machines, published, published_attention, published_gemm, published_mla, published_moe
 
 LIMIT = 60.0  # seconds of a row
+PORTION = 8  # rows of like launches that one process gets
 LATE = "took longer than"
 COLUMNS = ("gpu", "op", "code_object", "blob_at_measurement", "blob_latest", "M", "N", "K", "batch_or_experts", "extra")
 FAMILIES = {
@@ -100,7 +101,8 @@ def _work(connection, git: Path, folder: Path) -> None:
 
 
 class _Worker:
-    """A process that can be stopped in the middle of a row. `asked` is the row that it has, `until` when it must be done."""
+    """A process that can be stopped in the middle of a row. `asked` is the row that it has, `until` when it must be done, `ahead` what is
+    for it after that."""
 
     def __init__(self, git: Path, folder: Path):
         context = multiprocessing.get_context("fork")
@@ -109,6 +111,7 @@ class _Worker:
         self.process.start()
         other.close()
         self.asked: tuple | None = None
+        self.ahead: deque[tuple] = deque()
         self.until = 0.0
 
     def ask(self, key: tuple, limit: float) -> None:
@@ -132,26 +135,37 @@ class _Worker:
         self.connection.close()
 
 
-def _alike(key: tuple) -> tuple:
-    """Rows of like launches next to each other, as recordings are kept."""
-    of = dict(zip(COLUMNS, key, strict=True))
-    return tuple(
-        of[name] for name in ("code_object", "blob_at_measurement", "blob_latest", "N", "K", "extra", "gpu", "M")
-    )
+def _portions(keys: list[tuple]) -> list[list[tuple]]:
+    """Rows of like launches together, as a process keeps recordings; `PORTION` at most, so that processes end at about the same time. In
+    the order in which they begin in the file."""
+    place = {key: at for at, key in enumerate(keys)}
+    alike: dict[tuple, list[tuple]] = {}
+    for key in keys:
+        of = dict(zip(COLUMNS, key, strict=True))
+        names = ("code_object", "blob_at_measurement", "blob_latest", "N", "K", "batch_or_experts", "extra")
+        alike.setdefault(tuple(of[name] for name in names), []).append(key)
+    rows_of_m = COLUMNS.index("M")
+    found = []
+    for rows in alike.values():
+        rows.sort(key=lambda key: (key[rows_of_m].zfill(9), key))
+        found += [rows[at : at + PORTION] for at in range(0, len(rows), PORTION)]
+    return sorted(found, key=lambda portion: min(place[key] for key in portion))
 
 
 def _answers(keys: list[tuple], git: Path, limit: float, jobs: int) -> Iterator[tuple[tuple, Found]]:
     """What rows get, as their processes have it."""
-    ahead, workers = deque(sorted(keys, key=_alike)), []
+    ahead, workers = deque(map(deque, _portions(keys))), []
     late = Found(None, f"{LATE} {limit:.0f} s, or more memory than there is")
     with tempfile.TemporaryDirectory() as folder:
         try:
-            while ahead or any(worker.asked for worker in workers):
+            while ahead or any(worker.asked or worker.ahead for worker in workers):
                 while ahead and len(workers) < jobs:
                     workers.append(_Worker(git, Path(folder)))
                 for worker in workers:
-                    if ahead and not worker.asked:
-                        worker.ask(ahead.popleft(), limit)
+                    if not worker.asked and not worker.ahead and ahead:
+                        worker.ahead = ahead.popleft()
+                    if not worker.asked and worker.ahead:
+                        worker.ask(worker.ahead.popleft(), limit)
                 busy = [worker for worker in workers if worker.asked]
                 first = max(0.0, min(worker.until for worker in busy) - time.monotonic())
                 ready = multiprocessing.connection.wait([worker.connection for worker in busy], first)
@@ -161,6 +175,7 @@ def _answers(keys: list[tuple], git: Path, limit: float, jobs: int) -> Iterator[
                         found = worker.answer()
                         if found is None:
                             workers.remove(worker)
+                            ahead.extendleft([worker.ahead] if worker.ahead else [])
                         yield key, found or late
         finally:
             for worker in workers:

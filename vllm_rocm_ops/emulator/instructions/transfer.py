@@ -104,20 +104,20 @@ ATOMICS: dict[str, Callable] = {
 
 
 def update(view: np.ndarray, units: np.ndarray, fn, data: np.ndarray, compare=None) -> np.ndarray:
-    """Applies an atomic to view[units], lane by lane where lanes meet; returns the old values."""
+    """Applies an atomic to view[units], one lane after the other where lanes meet; returns the old values."""
     if fn is None:
         fn = lambda old, pair_: np.where(old == pair_[1], pair_[0], old)
-    apply = fn if compare is None else lambda old, i: np.where(old == compare[i], data[i], old)
-    if len(np.unique(units)) == len(units):
-        old = view[units]
-        view[units] = fn(old, data) if compare is None else np.where(old == compare, data, old)
-        return old
-    old = np.empty_like(data)
-    for i, unit in enumerate(units):
-        old[i] = view[unit]
-        value = view[unit : unit + 1].copy()
-        view[unit] = (fn(value, data[i : i + 1]) if compare is None else apply(value, i))[0]
-    return old
+    found, rest = np.empty_like(data), np.arange(len(units))
+    while len(rest):
+        first = np.unique(units[rest], return_index=True)[1]  # of the lanes that meet
+        lanes = rest[first]
+        old = view[units[lanes]]
+        found[lanes] = old
+        view[units[lanes]] = (
+            fn(old, data[lanes]) if compare is None else np.where(old == compare[lanes], data[lanes], old)
+        )
+        rest = np.delete(rest, first)
+    return found
 
 
 # Moving between registers and bytes
