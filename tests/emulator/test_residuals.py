@@ -49,9 +49,11 @@ def folder(tmp_path):
         run("commit", "-q", "-m", content)
         commits.append((run("rev-parse", "HEAD"), run("rev-parse", f"HEAD:{OBJECT}")))
     gemm = {"gpu": "MI350X/MI355X (256 CU)", "op": "bf16", "code_object": OBJECT, "M": "8", "N": "64", "K": "128"}
-    rows = [gemm | {"commit": commit, "us": "5", "B": "1", "splitK": "3"} for commit, _ in commits]
+    gemm |= {"us": "5", "B": "1", "splitK": "3", "dtype": "bfloat16->bfloat16"}
+    rows = [gemm | {"commit": commit} for commit, _ in commits]
+    rows[0] |= {"dtype": "bfloat16->float32"}
     rows += [rows[0] | {"code_object": ""}, rows[0] | {"us": "0"}]
-    write(tmp_path / residuals.GEMMS, [*gemm, "commit", "us", "B", "splitK"], rows)
+    write(tmp_path / residuals.GEMMS, [*gemm, "commit"], rows)
     peer = {
         "gpu": "MI300X",
         "op": "mla_decode",
@@ -74,7 +76,9 @@ def test_all_points_with_an_object_are_listed_each_with_the_object_that_was_meas
     path, git, blobs, latent = folder
     rows = residuals.listed(path, git)
     assert [row["set"] for row in rows] == ["fit"] * 6 + ["holdout_op", "peer"] + ["other architecture"] * 2
-    assert [row["blob_at_measurement"] for row in rows[-2:]] == blobs and rows[-1]["extra"] == "splitK=3"
+    assert [row["blob_at_measurement"] for row in rows[-2:]] == blobs
+    assert [row["extra"] for row in rows[-2:]] == ["splitK=3 out=float32", "splitK=3"]
+    assert residuals.shape(rows[-1]) != residuals.shape(rows[-2])
     assert [rows[7][name] for name in ("M", "N", "K", "blob_latest", "us")] == ["16", "21", "128", latent, "16.4"]
     few = residuals.listed(path, git, 1)
     assert {"0"} == {row["M"] for row in few if row["set"] == "fit" and row["us"] in ("10", "30")}, "the pair is whole"

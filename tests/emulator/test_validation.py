@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops import cli, launch
-from vllm_rocm_ops.timing import foreign, launch_time, machines, published, validation
+from vllm_rocm_ops.timing import foreign, launch_time, machines, published, published_gemm, validation
 
 HEAD = [
     "set",
@@ -167,7 +167,34 @@ def test_layouts_of_products(name, extra, bytes, grid, ran, numbers):
     assert (found.grid, found.launch.grid, found.launch.block) == (grid, ran, (256, 1, 1))
     assert {at: int.from_bytes(found.launch.args[at], "little") for at in numbers} == numbers
     assert len(foreign.packed(found.launch.args, lambda tensor: 0)) == bytes
-    assert found.cleared == (2 * 1024 * 2048 if name.startswith("fp8") else 0)
+    assert found.cleared == ((2 * 1024 * 2048,) if name.startswith("fp8") else ())
+
+
+@pytest.mark.parametrize(
+    ("name", "commit", "split", "cleared"),
+    [
+        ("fp8gemm_blockscale", published_gemm.CLEARS_BIAS[0], 2, (2 * 64 * 128, 4 * 128)),
+        ("fp8gemm_blockscale", published_gemm.CLEARS_BIAS[1], 1, (4 * 128,)), ("fp8gemm_blockscale", "", 1, ()),
+        ("i8gemm", published_gemm.CLEARS_NOTHING[0], 2, ()), ("i8gemm", published_gemm.CLEARS_BIAS[0], 2, (2 * 64 * 128,)),
+    ],
+)  # fmt: skip
+def test_launch_code_of_a_commit_clears(name, commit, split, cleared, monkeypatch):
+    of = published.row(row(code_object=f"hsa/gfx942/{name}/x_64x128.co", commit=commit, extra=f"splitK={split}"))
+    found = validation.call(of, kernel(256))
+    assert found.cleared == cleared
+    monkeypatch.setattr(published.Recorder, "record", lambda *_: None)
+    monkeypatch.setattr(foreign, "predict", lambda *_: launch_time.Prediction(7.0, 0.0, 0.0, 1, 0.0))
+    us = published.predict(MACHINE, found, None, published.Recorder())
+    bytes_us = sum(cleared) / MACHINE["mall_bandwidth"] / 1e3
+    assert us == pytest.approx(7 + (1 + len(cleared)) * MACHINE["profiled"] + bytes_us)
+
+
+def test_products_of_four_bytes():
+    given = row(code_object="hsa/gfx950/bf16gemm/x_32x64_splitk.co")
+    for extra, size in (("splitK=2 out=float32", 4), ("splitK=2", 2)):
+        args = validation.call(published.row(given | {"extra": extra}), kernel(352)).launch.args
+        numbers = {at: int.from_bytes(args[at], "little") for at in (96, 128, 288)}
+        assert args[0].numel() == 64 * 128 * size and numbers == {96: 128 * size, 128: 128 * size, 288: size == 2}
 
 
 ATTENTION = {

@@ -40,6 +40,7 @@ class Row(NamedTuple):
     k: str
     batch_or_experts: int
     extra: dict[str, str]
+    commit: str = ""  # that published it
 
     @property
     def family(self) -> str:
@@ -63,7 +64,7 @@ class Row(NamedTuple):
 
 class Call(NamedTuple):
     """The launch of a row, with fewer rows where more do the same, and the whole `grid`. `inputs` are in HBM if `is_cold`. `cleared` are
-    bytes that another kernel sets to zero before. `whole_axis`: the axis of the grid whose blocks wait for each other.
+    bytes that other kernels set to zero before, of each. `whole_axis`: the axis of the grid whose blocks wait for each other.
     Where there is a `second` launch, the time lies `beyond` times as far from that of `launch` as its own.
     `repeats`: how many blocks of the whole grid load what each block of the launch has for itself."""
 
@@ -71,7 +72,7 @@ class Call(NamedTuple):
     grid: tuple[int, int, int]
     inputs: tuple[torch.Tensor, ...]
     is_cold: bool
-    cleared: int = 0
+    cleared: tuple[int, ...] = ()
     whole_axis: int | None = None
     second: ObjectLaunch | None = None
     beyond: float = 0.0
@@ -85,9 +86,8 @@ def row(fields: dict[str, str]) -> Row:
         words = [each for each in fields["extra"].split() if "=" not in each]
         blob = fields["blob_at_measurement"] or fields["blob_latest"]
         numbers = int(fields["M"]), int(fields["N"]), fields["K"], int(fields["batch_or_experts"] or 1)
-        return Row(
-            fields["gpu"], fields["op"], fields["code_object"], blob, *numbers, extra | {"words": " ".join(words)}
-        )
+        extra["words"] = " ".join(words)
+        return Row(fields["gpu"], fields["op"], fields["code_object"], blob, *numbers, extra, fields["commit"])
     except (KeyError, ValueError, AttributeError) as error:
         raise ValueError(f"the row must have the columns of validation_points_gfx942.csv: {error!r}") from None
 
@@ -119,9 +119,7 @@ def predict(machine: Machine, what: Call, path: Path, recorder: Recorder) -> flo
         for each in ran
     ]
     us = times[0] + what.beyond * (times[-1] - times[0]) + machine["profiled"]
-    if what.cleared:
-        us += machine["profiled"] + what.cleared / machine["mall_bandwidth"] / 1e3
-    return us
+    return us + sum(machine["profiled"] + size / machine["mall_bandwidth"] / 1e3 for size in what.cleared)
 
 
 def _what(value):

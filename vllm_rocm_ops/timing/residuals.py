@@ -69,7 +69,10 @@ def _of_gfx950(folder: Path, git: Path) -> list[Row]:
     return [
         row
         | {"set": "other architecture", "csv": GEMMS, "batch_or_experts": row["B"] or "1"}
-        | {"extra": f"splitK={row['splitK'] or 1}", "blob_latest": ""}
+        | {
+            "extra": f"splitK={row['splitK'] or 1}{' out=float32' * row['dtype'].endswith('>float32')}",
+            "blob_latest": "",
+        }
         | {"blob_at_measurement": blobs.get(f"{row['commit']}:{row['code_object']}", "")}
         for row in rows
     ]

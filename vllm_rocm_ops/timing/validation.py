@@ -24,7 +24,9 @@ from . import machines, published, published_attention, published_gemm, publishe
 LIMIT = 60.0  # seconds of a row
 PORTION = 8  # rows of like launches that one process gets
 LATE = "took longer than"
-COLUMNS = ("gpu", "op", "code_object", "blob_at_measurement", "blob_latest", "M", "N", "K", "batch_or_experts", "extra")
+COLUMNS = (
+    "gpu", "op", "code_object", "blob_at_measurement", "blob_latest", "commit", "M", "N", "K", "batch_or_experts", "extra",
+)  # fmt: skip
 FAMILIES = {
     "fp8gemm_blockscale": published_gemm.eight_bits,
     "i8gemm": published_gemm.eight_bits,
