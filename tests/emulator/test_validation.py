@@ -157,6 +157,7 @@ def kernel(bytes: int):
     ("name", "extra", "bytes", "grid", "ran", "numbers"),
     [
         ("fp8gemm_blockscale/x_96x128.co", "splitK=2", 256, (32, 11, 1), (32, 3, 1), {96: 288, 112: 2048, 128: 512, 192: 2, 240: 4}),
+        ("fp8gemm_blockscale/x_32x128.co", "splitK=3", 256, (32, 32, 1), (32, 3, 1), {192: 2}),
         ("i8gemm/x_64x256.co", "splitK=1", 208, (8, 16, 1), (8, 3, 1), {96: 192, 144: 512, 176: 4096, 192: 1}),
         ("bf16gemm/x_32x64_splitk.co", "splitK=4", 352, (32, 32, 4), (32, 3, 4), {96: 4096, 160: 1024, 224: 96, 272: 4, 288: 1}),
     ],
@@ -187,6 +188,14 @@ def test_launch_code_of_a_commit_clears(name, commit, split, cleared, monkeypatc
     us = published.predict(MACHINE, found, None, published.Recorder())
     bytes_us = sum(cleared) / MACHINE["mall_bandwidth"] / 1e3
     assert us == pytest.approx(7 + (1 + len(cleared)) * MACHINE["profiled"] + bytes_us)
+
+
+def test_latent_attention_adds_up_by_a_kernel():
+    name = "hsa/gfx942/mla/mla_a8w8_qh128_m32x4_n16x2_msk0_ps.co"
+    given = {"gpu": "MI300X", "op": "mla_decode", "code_object": name, "M": "16", "N": "21", "K": "128"}
+    for requests, added in (("16", (4 * 32 + 2 * 16) * 128 * 512), ("128", 1)):  # divided into 32 parts, and not
+        found = validation.call(published.row(row(**given | {"M": requests})), kernel(512))
+        assert found.cleared == (added,)
 
 
 def test_products_of_four_bytes():

@@ -16,7 +16,8 @@ CLEARS_NOTHING = ("ab99221a28c2", "661dff9f7efe", "b7c5fc6df0f8")
 def eight_bits(of: Row, kernel: KernelObject) -> Call:
     """fp8gemm_blockscale and i8gemm: a tile for each block, K split along the first axis of the grid."""
     (rows, columns), m, n, k = of.tile, of.m, of.n, int(of.k)
-    split, ran = int(of.extra.get("splitK", 1)), _fewer(m, rows)
+    blocks = k // 128  # of which each part of K has as many
+    split, ran = -(-blocks // -(-blocks // int(of.extra.get("splitK", 1)))), _fewer(m, rows)
     is_scaled_by_block = of.family == "fp8gemm_blockscale"
     names = "C A B SA SB BIAS M N K PA PB PC KS" + " SM SN SK" * is_scaled_by_block
     scales = (4 * ran * (k // 128), 4 * (n // 128) * (k // 128)) if is_scaled_by_block else (4 * ran, 4 * n)

@@ -91,4 +91,4 @@ def call(of: Row, kernel: KernelObject) -> Call:
     total = sum(tensor.numel() for tensor in inputs.values())
     added = (4 * parts + 2 * requests * (parts > 0)) * heads * VALUE
     made = ObjectLaunch(kernel.name, grid, (256, 1, 1), laid_out(kernel, NAMES, values))
-    return Call(made, grid, tuple(inputs.values()), total >= WARM_BYTES, max(1, added))
+    return Call(made, grid, tuple(inputs.values()), total >= WARM_BYTES, (max(1, added),))
