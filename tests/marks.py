@@ -6,6 +6,9 @@ import pytest
 
 full = pytest.mark.skipif(not os.environ.get("FULL_TESTS"), reason="takes long: bash tests/run.sh --full")
 
+CHIPS = ("gfx942", pytest.param("gfx950", marks=full))
+"""Emulated, or read: gfx942 by default, both with --full."""
+
 
 def third(values) -> list:
     """A parameter for each value of a long list: every third runs by default, all with --full."""

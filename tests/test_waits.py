@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
+from marks import CHIPS
 from mutants import CSRC, KernelCopy
 
 from vllm_rocm_ops import launch
@@ -350,7 +351,7 @@ def test_the_next_keys_are_in_flight_while_keys_are_multiplied(arch):
 
 
 @pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", CHIPS)
 def test_stages_stay_in_flight(arch, module):
     """A wait leaves all stages in flight, except the one that is multiplied and half of the next, whose loads may come between its
     matrix instructions. The waits of two stages differ by the loads of one stage at most."""

@@ -368,6 +368,7 @@ def test_a_model_runs_on_both_sides(tmp_path):
     assert "tiny-llama: no kernel of the ops ran" in result.stdout
 
 
+@full
 @pytest.mark.slow
 def test_a_side_that_fails_is_reported(tmp_path):
     """Three query heads cannot share two key-value heads."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from load_build import load_build
+from marks import full
 
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.arch import ARCHS
@@ -386,6 +387,7 @@ def test_checkout_builds():
 STEMS = ("fused_experts_quantize", "silu_and_mul")
 
 
+@full
 @pytest.mark.slow
 def test_sdist_and_wheel_in_a_clean_environment(tmp_path, monkeypatch):
     """The source distribution has all sources, and builds a wheel from nothing, here of two ops, which takes less time; installed,

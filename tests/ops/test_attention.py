@@ -10,7 +10,7 @@ import re
 import pytest
 import test_waits
 import torch
-from marks import full, third
+from marks import CHIPS, full, third
 from mutants import CSRC
 from test_large_tensors import reserved
 from test_planted_bugs import WRONG, kernels, plant, require_caught  # noqa: F401
@@ -647,7 +647,7 @@ def keys_and_values_wait(code: CodeObject) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", CHIPS)
 def test_keys_or_values_stay_in_flight(arch):
     """While a wave waits for its keys, all values are under way, and while for its values all keys; nothing is spilled."""
     code = CodeObject(launch.CODE / arch / "paged_attention_decode.co")

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from marks import third
+from marks import CHIPS, third
 
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check, unwritten_is_nan
@@ -47,7 +47,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=["gfx942", "gfx950"])
+@pytest.fixture(params=CHIPS)
 def emulator(request):
     emulator = Emulator(request.param)
     with launch.executor(emulator), unwritten_is_nan():

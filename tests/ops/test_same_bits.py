@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from marks import full
+from marks import CHIPS
 
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.emulator import Emulator
@@ -21,7 +21,7 @@ def arguments(fp8_dtype: torch.dtype) -> tuple:
     return a, b.t(), scale_a, scale_b, torch.float32
 
 
-@pytest.mark.parametrize("arch_name", ["gfx942", pytest.param("gfx950", marks=full)])
+@pytest.mark.parametrize("arch_name", CHIPS)
 def test_any_order_gives_the_same_bits(arch_name, monkeypatch):
     """Calls of one signature share their counters, which the last block of each leaves as it found them. That another
     division of K gives other bits shows that another order of summation would, too."""

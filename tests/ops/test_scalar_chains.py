@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from marks import CHIPS
 
 from vllm_rocm_ops import launch, op, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check
@@ -145,7 +146,7 @@ def test_products_wait_for_their_arguments_once(arch):
         walk(code, kernel, visit)
 
 
-@pytest.mark.parametrize("arch", AMD)
+@pytest.mark.parametrize("arch", CHIPS)
 def test_no_kernel_divides_whole_numbers_at_run_time(arch):
     """Each such division takes the reciprocal of a float and what mends it: some twenty instructions, through the vector unit."""
     for code, kernel in kernels(arch):

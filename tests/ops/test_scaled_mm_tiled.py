@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from marks import CHIPS
 
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.bench.contests import gemm as contest
@@ -35,7 +36,7 @@ def blocks_of_tile(tile: int, tiles: int, slices: int) -> list[int]:
     return [int(block_of_piece[s * tiles + tile]) for s in range(slices)]
 
 
-@pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch_name", CHIPS)
 @pytest.mark.parametrize("m, n, k", SHAPES)
 def test_last_tile_of_contest_shape(m, n, k, arch_name):
     emulator = Emulator(arch_name)

@@ -176,6 +176,7 @@ PLAIN_NORMS = {"llama": 1, "deepseek": 3}
 """Norms with a residual in one step whose result is no linear's alone: the last one, and those before a router."""
 
 
+@full
 def test_norms_quantize_without_links(engines, expected, source, patched, tmp_path):
     """The models' own forwards hand them their linear. The tokens are right."""
     jobs = {identity(flavour): engines.job(flavour) for flavour in NORMS}
