@@ -10,13 +10,14 @@ os.environ["VLLM_ROCM_OPS_ON_CPU"] = "1"
 
 
 LONGEST = (
-    *("test_ops", "test_generation", "test_fused_experts_tiled", "test_serve", "test_seams", "test_build"),
+    *("test_ops", "test_generation", "test_patches", "test_waits", "test_selection", "test_latency"),
     *(
         "test_planted_bugs",
-        "test_patches",
+        "test_fused_experts_tiled",
+        "test_serve",
+        "test_seams",
         "test_scaled_mm_tiled",
         "test_large_tensors",
-        "test_selection",
         "test_cli",
         "test_server",
     ),

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up all that the tests need, once, and runs them: bash tests/run.sh [--full] [pytest arguments]
 # Without a GPU the kernels' gfx942 and gfx950 code runs in the emulator; vLLM runs on the CPU.
-# --full: every op on more chips (test_ops.py), more of vLLM's modes (test_modes.py), and then what the tests catch of plausible
+# --full: every op on more chips (test_ops.py), what marks.py has for it, and then what the tests catch of plausible
 # mistakes (mutants.py).
 set -euo pipefail
 full=

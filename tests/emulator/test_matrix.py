@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from assembly import build_module
+from marks import full
 
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.emulator import Emulator
@@ -130,6 +131,7 @@ def test_a_wrong_lane_does_not_pass_the_comparison(operand):
             assert changed != hash_of(texts) == calculator()[0][name][-1]
 
 
+@full
 def test_layouts_are_there_of_the_instructions_that_kernels_use():
     used = set()
     for path in (launch.CODE / "gfx942").glob("*.co"):
