@@ -54,7 +54,7 @@ if not found("torch") or not found("vllm"):
 
 # What pyproject.toml says that a build needs, into .venv.
 install_build_requirements() {
-  pip $(sed -n 's/^requires = \[\(.*\)\]$/\1/p' pyproject.toml | tr -d '",')
+  pip $(sed -n 's/", "/ /g; s/^requires = \["\(.*\)"\]$/\1/p' pyproject.toml)
 }
 
 # The build of the package finds what this has compiled, and says what does not compile.
