@@ -4,7 +4,9 @@ import os
 
 import pytest
 
-full = pytest.mark.skipif(not os.environ.get("FULL_TESTS"), reason="takes long: bash tests/run.sh --full")
+FULL = bool(os.environ.get("FULL_TESTS"))
+"""With --full."""
+full = pytest.mark.skipif(not FULL, reason="takes long: bash tests/run.sh --full")
 
 CHIPS = ("gfx942", pytest.param("gfx950", marks=full))
 """Emulated, or read: gfx942 by default, both with --full."""

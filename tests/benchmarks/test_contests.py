@@ -1,19 +1,17 @@
 """The contests' problems and their judge: ours in the emulator, submissions that are wrong, and the rules of timing."""
 
 import dataclasses
-import os
 import re
 import textwrap
 
 import pytest
 import torch
-from marks import full
+from marks import FULL, full
 
 from vllm_rocm_ops import cli
 from vllm_rocm_ops.bench.contests import command, contest, gemm, judge, mla, moe
 from vllm_rocm_ops.stats import FALLBACK
 
-FULL = bool(os.environ.get("FULL_TESTS"))
 CONTESTS = [gemm.CONTEST, moe.CONTEST, mla.CONTEST]
 FP8 = torch.float8_e4m3fnuz
 

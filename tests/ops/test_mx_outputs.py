@@ -1,11 +1,9 @@
 """Ops on rows that write MX-FP8: the bytes are those of the plain op and a quantisation of its result, for every bf16 number and on
 both chips, and what they write is what `mxfp8_scaled_mm` takes."""
 
-import os
-
 import pytest
 import torch
-from marks import third
+from marks import FULL, third
 from test_planted_bugs import kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import launch, ops, quantization
@@ -40,7 +38,7 @@ def test_bytes_of_a_norm(arch, general):
     rows[1] = -1.0
     numbers = all_numbers()
     mixed = numbers.t().reshape(numbers.shape)  # groups of numbers of many sizes
-    some = 1 if os.environ.get("FULL_TESTS") else 8
+    some = 1 if FULL else 8
     for weight in (numbers[:: 8 if general else some], mixed[5:6], numbers[3 :: 4 * some].flip(1)):
         for one in weight:
             if one.isnan().any():  # would be NaN * rms in another order of bits

@@ -8,11 +8,9 @@ What a result must be, vllm_rocm_ops/correctness.py says. Outputs start out as N
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-from marks import full
+from marks import FULL, full
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, op
@@ -20,7 +18,6 @@ from vllm_rocm_ops.correctness import check_case
 
 FEW_UNITS = 3
 OPS = list(op.registered())
-FULL = bool(os.environ.get("FULL_TESTS"))
 
 
 def executors():

@@ -2,17 +2,15 @@
 structure has places for."""
 
 import json
-import os
 import re
 
 import checkpoints
 import pytest
 from engines import FAMILIES, STEPS, identity
-from marks import full
+from marks import FULL, full
 
 pytestmark = pytest.mark.slow
 
-FULL = bool(os.environ.get("FULL_TESTS"))
 ALWAYS = ("qwen3", "glm4_moe", "gemma3_text")
 """Heads' norms; those and experts whose router reads the norm; norms of 1 + weight. Others run with --full."""
 RUN = [family for family in FAMILIES if FULL or family[0] in ALWAYS]

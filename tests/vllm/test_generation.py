@@ -1,20 +1,18 @@
 """vLLM generates with the ops in it: the same tokens, the ops called exactly as often as the model has places for them."""
 
 import importlib.metadata
-import os
 
 import checkpoints
 import pytest
 import torch
 from engines import FLAVOURS, NOT_COMPILED, STEPS, STOCK, identity
-from marks import full
+from marks import FULL, full
 
 pytestmark = pytest.mark.slow
 
 MODES = ("eager", "compiled")
-COMPILED = [flavour for flavour in FLAVOURS if flavour[1] not in NOT_COMPILED]
-if not os.environ.get("FULL_TESTS"):
-    COMPILED = [("llama", "token"), ("deepseek", "block")]
+FEW_COMPILED = [("llama", "token"), ("deepseek", "block")]
+COMPILED = [flavour for flavour in FLAVOURS if flavour[1] not in NOT_COMPILED] if FULL else FEW_COMPILED
 MODES_OF = [(m, flavour) for m, flavours in zip(MODES, (FLAVOURS, COMPILED)) for flavour in flavours]
 
 

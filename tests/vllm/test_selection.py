@@ -8,7 +8,6 @@ import concurrent.futures
 import csv
 import io
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import zipfile
 import processes
 import pytest
 import selection
+from marks import FULL
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ RELEASES = {
     "0.33": "vllm==0.33.0",
 }
 """Minor release -> where its Python files are from. Only those are used: they are the same for every platform."""
-ASKED = list(RELEASES) if os.environ.get("FULL_TESTS") else ["0.30", "0.33"]
+ASKED = list(RELEASES) if FULL else ["0.30", "0.33"]
 """The oldest and the newest; with --full all. Of others the table repeats what is recorded."""
 MACHINES = [(arch, aiter) for arch in selection.ARCHS for aiter in selection.AITER]
 KEY = ("what", "arch", "aiter", "plugin")
