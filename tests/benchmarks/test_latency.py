@@ -1,5 +1,7 @@
 """serving_benchmarks/latency.py: what it reports, and real runs of it with small models on this machine."""
 
+import copy
+import importlib
 import json
 import os
 import pathlib
@@ -8,6 +10,7 @@ import sys
 import time
 
 import pytest
+import torch
 from marks import full
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -410,3 +413,23 @@ def test_real_configurations_run(tmp_path, model, layers, overrides, op):
     result, found = run(tmp_path, "--model", model, *arguments)
     assert result.returncode == 0, result.stdout
     assert op in found["runs"][0]["op_stats"]
+
+
+def test_random_routers_spread_tokens(monkeypatch):
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    monkeypatch.setattr(DummyModelLoader, "load_weights", DummyModelLoader.load_weights)  # importing replaces it
+    random_experts = importlib.import_module("random_experts")
+    layer = torch.nn.ModuleDict({name: torch.nn.Linear(64, 256, bias=False) for name in ("gate", "gate_proj")})
+    layer["gate"].e_score_correction_bias = torch.nn.Parameter(torch.randn(256))
+    kept = layer["gate_proj"].weight.clone()
+    model = torch.nn.ModuleList([layer, copy.deepcopy(layer)])
+    random_experts.spread(model)
+    assert torch.equal(layer["gate_proj"].weight, kept)
+    gates = [layer["gate"] for layer in model]
+    assert not torch.equal(gates[0].weight, gates[1].weight) and not any(
+        gate.e_score_correction_bias.any() for gate in gates
+    )
+    tokens = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) / 1000
+    hit = [(gate(tokens) + gate.e_score_correction_bias).topk(8).indices.unique().numel() for gate in gates]
+    assert min(hit) > 50, hit  # 57 of 256 if each token chose at random
