@@ -1,9 +1,9 @@
-"""Random routers that spread tokens over experts: `LLM(worker_extension_cls="random_experts.Extension")`, on both sides.
+"""Random weights that spread tokens over experts: `LLM(worker_extension_cls="random_experts.Extension")`, on both sides.
 
-vLLM's dummy weights send all tokens of a model to the same experts, as the bias of a router is larger than its products. Where this
-module is imported they have no bias and weights of N(0, 1), each router its own. A token then goes to experts by what it is,
-through the kernels that route in service: VLLM_MOE_ROUTING_SIMULATION_STRATEGY replaces these, with slower ones on
-one side (vLLM 0.33: 12 us a layer on the H200). Tokens that are sampled at temperature 1 are all different.
+vLLM's dummy weights send all tokens of a model to the same experts: a router's bias is larger than its products. Where this module is
+imported, routers have no bias, and logits of about N(0, 1) that depend on the token: embeddings are N(0, 1), norms' weights 1,
+a router's N(0, 1 / hidden size). Tokens that are sampled at temperature 1 are all different. So the kernels run that route in service:
+VLLM_MOE_ROUTING_SIMULATION_STRATEGY replaces these, on one side by slower ones (vLLM 0.33 on the H200: 12 us a layer).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 ROUTER = re.compile(r"(^|\.)(gate|router)\.weight$")
-BIAS = "e_score_correction_bias"
 
 if "vllm_rocm_ops" in sys.modules:  # the side with the ops
     from vllm_rocm_ops.vllm.worker import Extension
@@ -28,13 +27,17 @@ else:
 
 @torch.no_grad()
 def spread(model: torch.nn.Module) -> None:
-    """Gives the model such routers, the same in all ranks."""
+    """Gives the model such weights; a router's are the same in all ranks."""
     for i, (name, parameter) in enumerate(model.named_parameters()):
-        if name.endswith(BIAS):
+        if name.endswith("e_score_correction_bias"):
             parameter.zero_()
+        elif name.endswith("norm.weight"):
+            parameter.fill_(1)
+        elif name.endswith("embed_tokens.weight"):
+            parameter.normal_()
         elif ROUTER.search(name):
             values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
-            parameter.copy_(values)
+            parameter.copy_(values / parameter.shape[1] ** 0.5)
 
 
 @functools.wraps(DummyModelLoader.load_weights)
