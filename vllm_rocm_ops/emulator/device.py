@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,7 +64,6 @@ class Emulator:
         self.options = Options(compute_units=self.arch.compute_units, lds_bytes=self.arch.lds_bytes, **options)
         self.last: Counters | None = None
         self.history: list[tuple[str, Counters]] = []
-        self._objects: dict[tuple, CodeObject] = {}
         self._programs: dict[tuple, Program] = {}
 
     def launch(self, launch, uninitialised: tuple = ()) -> None:
@@ -127,17 +128,30 @@ class Emulator:
         return kernel_arguments.pack(launch, takes, space.address)
 
     def program(self, path: Path | str, symbol: str) -> Program:
-        """The bound kernel; cached until the file changes."""
+        """The kernel; cached until the file changes."""
         path = Path(path)
         stamp = (path, path.stat().st_mtime_ns, path.stat().st_size)
-        code = self._objects.get(stamp)
-        if code is None:
-            code = self._objects[stamp] = CodeObject(path)
-            if code.arch != self.arch.name:
-                raise errors.LaunchError(f"{path} must be compiled for {self.arch.name}, got {code.arch}")
         key = (*stamp, symbol)
         if key not in self._programs:
+            code = _code_object(*stamp)
+            if code.arch != self.arch.name:
+                raise errors.LaunchError(f"{path} must be compiled for {self.arch.name}, got {code.arch}")
             if symbol not in code.kernels:
                 raise errors.LaunchError(f"{path} must hold {symbol}, got {sorted(code.kernels)}")
-            self._programs[key] = self.program_type(code, symbol, self.arch.name)
+            if self.program_type is Program:  # what it learns from launches stays this emulator's
+                self._programs[key] = copy.copy(_program(*key))
+            else:
+                self._programs[key] = self.program_type(code, symbol, self.arch.name)
         return self._programs[key]
+
+
+@functools.lru_cache(maxsize=64)
+def _code_object(path: Path, mtime_ns: int, size: int) -> CodeObject:
+    return CodeObject(path)
+
+
+@functools.lru_cache(maxsize=128)
+def _program(path: Path, mtime_ns: int, size: int, symbol: str) -> Program:
+    """A kernel whose bound instructions all emulators of the process share."""
+    code = _code_object(path, mtime_ns, size)
+    return Program(code, symbol, code.arch)
