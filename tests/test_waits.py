@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
-from marks import CHIPS
+from marks import CHIPS, full, sixth
 from mutants import CSRC, KernelCopy
 
 from vllm_rocm_ops import launch
@@ -35,6 +35,7 @@ ARCHS = ("gfx942", "gfx950")
 ATTENTION = "paged_attention_decode"  # its keys and values are in flight in turn: ops/test_attention.py
 STAGED = re.compile(r"flash_attention_(bf16|fp16)_\d+")  # the general ones convert what they load
 STREAM = ("_narrow_", "_skinny_", "_stream_", "experts_gate_up_", "experts_down_", "mla_decode_bf16", "mla_decode_fp16")
+ALWAYS = ("fused_experts", "mla_decode", "scaled_mm")  # others with --full
 MODULES = sorted(path.stem for path in (CSRC / "ops").glob("*.hip") if path.stem != ATTENTION)
 
 
@@ -350,7 +351,7 @@ def test_the_next_keys_are_in_flight_while_keys_are_multiplied(arch):
         assert not early_waits(loop), name
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", [pytest.param(m, marks=() if m in ALWAYS else full) for m in MODULES])
 @pytest.mark.parametrize("arch", CHIPS)
 def test_stages_stay_in_flight(arch, module):
     """A wait leaves all stages in flight, except the one that is multiplied and half of the next, whose loads may come between its
@@ -359,7 +360,8 @@ def test_stages_stay_in_flight(arch, module):
     assert not wrong
 
 
-@pytest.mark.parametrize("arch", CHIPS)
+@full
+@pytest.mark.parametrize("arch", ARCHS)
 def test_streaming_kernels_are_found(arch):
     """The kernels for few tokens stream, and no other kernel does."""
     streaming = {name for module in MODULES for name, _ in shipped_loops(arch, module)}
@@ -403,7 +405,7 @@ def kernels(tmp_path_factory):
     return KernelCopy(tmp_path_factory.mktemp("drained"))
 
 
-@pytest.mark.parametrize("drain", DRAINS)
+@pytest.mark.parametrize("drain", sixth(DRAINS))
 def test_planted_drain_is_seen(drain, kernels):
     file, text, replacement, module, of_names = DRAINS[drain]
     kernels.plant(file, text, replacement, [module], ["gfx942"])

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import full
 
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.emulator.objects import CodeObject
 
+pytestmark = full  # NVIDIA's code is compared, too
 ROOT = Path(__file__).resolve().parents[2]
 STEM, KERNEL, OTHER = "silu_and_mul", "silu_and_mul_per_token_quant_bf16_x1", "silu_and_mul_bf16_x1"
 

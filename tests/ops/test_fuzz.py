@@ -19,7 +19,7 @@ from vllm_rocm_ops.correctness import as_tuple, clone
 OPS = {op.name: op for op in op_module.registered()}
 ARCH = archs.ARCHS["gfx942"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs without its kernels")
-SECONDS = 12  # of processor time
+SECONDS = 6  # of processor time
 
 
 def test_random_calls_are_right(capsys):

@@ -11,6 +11,7 @@ import mmap
 
 import pytest
 import torch
+from marks import CHIPS
 from test_ops import executor  # noqa: F401
 
 from vllm_rocm_ops import arch as archs
@@ -247,7 +248,7 @@ def check_last_rows(the_op: op.Op, arguments: tuple, names: tuple[str, ...], row
             assert expected is None or torch.equal(getattr(large, name)[-len(expected) :], expected), name
 
 
-EMULATED = pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
+EMULATED = pytest.mark.parametrize("arch_name", CHIPS)
 
 
 @EMULATED

@@ -11,7 +11,7 @@ from marks import FULL, full
 pytestmark = pytest.mark.slow
 
 MODES = ("eager", "compiled")
-FEW_COMPILED = [("llama", "token"), ("deepseek", "block")]
+FEW_COMPILED = [("deepseek", "block")]
 COMPILED = [flavour for flavour in FLAVOURS if flavour[1] not in NOT_COMPILED] if FULL else FEW_COMPILED
 MODES_OF = [(m, flavour) for m, flavours in zip(MODES, (FLAVOURS, COMPILED)) for flavour in flavours]
 

@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from marks import full
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import doctor, model_config, model_layers, tables
@@ -731,7 +732,7 @@ def test_layers_are_noted_from_the_start_of_a_worker(worker, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factor", [1.0, 1.02])
+@pytest.mark.parametrize("factor", [1.0, pytest.param(1.02, marks=full)])
 def test_inside_vllm(engines, expected, tmp_path, factor):
     """A worker measures the model's own layers. A kernel of ours that is right then has the few tokens of decode, vLLM's the prompts;
     one that is not right on this machine has none, and tokens are the plain model's all the same. Norms and activations are ours

@@ -112,7 +112,7 @@ def experts(release: str, path: str) -> nn.Module:
     return part(release, path, gate=Leaf(), experts=Leaf(), is_sequence_parallel=False)
 
 
-@pytest.mark.parametrize("release", test_selection.RELEASES)
+@pytest.mark.parametrize("release", test_selection.ASKED)
 @pytest.mark.parametrize("family", DENSE)
 def test_layers_with_grouped_queries(release, family):
     """Both norms of a layer and its activation; not the norms of queries and keys, which are rotated then. In front of experts the router
@@ -159,7 +159,7 @@ def deepseek(release: str, routed: bool = False, sparse: bool = False, **flags) 
 LATENT = "self_attn.mla_attn"
 
 
-@pytest.mark.parametrize("release", test_selection.RELEASES)
+@pytest.mark.parametrize("release", test_selection.ASKED)
 def test_layers_with_latent_attention(release):
     """Those of DeepSeek V2, V3, Kimi-K2 and multi-token prediction. V3.2's indexer reads what its norms give, a gather over ranks
     what the first one gives, and without a latent of the queries two linears do."""

@@ -29,8 +29,8 @@ RELEASES = {
     "0.33": "vllm==0.33.0",
 }
 """Minor release -> where its Python files are from. Only those are used: they are the same for every platform."""
-ASKED = list(RELEASES) if FULL else ["0.30", "0.33"]
-"""The oldest and the newest; with --full all. Of others the table repeats what is recorded."""
+ASKED = list(RELEASES) if FULL else ["0.33"]
+"""The newest; with --full all. Of others the table repeats what is recorded."""
 MACHINES = [(arch, aiter) for arch in selection.ARCHS for aiter in selection.AITER]
 KEY = ("what", "arch", "aiter", "plugin")
 LINEAR_SEAMS = ["scaled_linear", "block_scaled_linear", "mxfp8_linear", "int8_linear", "unquantized_linear"]
