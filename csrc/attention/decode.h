@@ -7,7 +7,7 @@
 // A wave has 32 keys and 32 values in registers, and loads the next ones as soon as it has multiplied: keys are under way while
 // values are multiplied, and values while keys are. For D 128 in bf16 a wave has 8 KB of each, a block 32 KB to 64 KB. Pages
 // are looked up two steps ahead. No operand goes through LDS: a lane loads the keys that its instruction takes; values that lie
-// slot by slot are transposed in registers, 8 keys x 8 elements per lane.
+// slot by slot are transposed in registers, 8 keys x 8 elements per lane. On NVIDIA queries lie in LDS, so that registers suffice.
 // The waves' sums meet in LDS; see output.h for those of parts.
 #pragma once
 #include "attention/operands.h"
@@ -59,6 +59,10 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
     float maximum[kWaves][kColumns], sum[kWaves][kColumns], factor[kColumns];
     f32x4 out[kWaves][kColumns][kRound / 4 + 1];
   };
+
+  // Whether a wave's queries lie in its part of `out` until there are sums; of larger heads, keys and values alone fill the registers.
+  static constexpr bool kQueryInLds = attention::kQueryInLds && kD <= 128;
+  static_assert(!kQueryInLds || kTiles * kProducts * wave::kLanes * 16 <= sizeof(Buffer::out[0]));
 
   Buffer& buffer;
   const int of_lane = mma::depth(lane) / 16;     // of the 16 bytes that lanes have of a key
@@ -149,6 +153,7 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
     constexpr Max max{};
     // Operands of the queries, in the order in which keys are loaded.
     u32x4 query[kTiles][kProducts];
+    u32x4* const query_in_lds = (u32x4*)buffer.out[wave::index()];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       const auto c = column(t * mma::kTileTokens + mma::tile_token(lane));
@@ -156,7 +161,9 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
 #pragma unroll
       for (int i = 0; i < kProducts; ++i) {
         const int element = kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8;
-        query[t][i] = mem::load<u32x4>(from + element);
+        if constexpr (kQueryInLds)
+          attention::copy_query((u8*)(query_in_lds + (t * kProducts + i) * wave::kLanes), from + element);
+        else query[t][i] = mem::load<u32x4>(from + element);
       }
     }
     int first_seen[kTiles][mma::kValueTokens], seen[kTiles][mma::kValueTokens];  // keys of a column that the lane has
@@ -184,6 +191,10 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
       int next_pages = load_pages(step_key(step + parts));
       attention::issue_now();
       load(values, at);
+      if constexpr (kQueryInLds) {
+        attention::issue_here();  // keys and values do not wait for queries
+        attention::wait_for_query();
+      }
 #pragma unroll 1
       for (; step_key(step) < end; step += parts) {
         f32x4 score[kTiles][2] = {};
@@ -200,8 +211,10 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
               } else operand.load[l] = keys.load[tile][i][l];
             }
 #pragma unroll
-            for (int t = 0; t < kTiles; ++t)
+            for (int t = 0; t < kTiles; ++t) {
+              if constexpr (kQueryInLds) query[t][i] = query_in_lds[(t * kProducts + i) * wave::kLanes + lane];
               score[t][tile] = mma::multiply_tile<T>(score[t][tile], operand, query[t][i]);
+            }
           }
 #pragma unroll
         for (int t = 0; t < kTiles; ++t)
@@ -289,7 +302,7 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
         attention::use_below(pages);  // a copy above the loads of values would wait for the keys
         next_pages = pages;
       }
-    }
+    } else if constexpr (kQueryInLds) attention::wait_for_query();  // hazard: queries are copied over sums
     finish(maximum, sum, out);
   }
   DEVICE bool is_key(int key) const { return key >= begin && key < end; }

@@ -95,6 +95,13 @@ DEVICE void use_below(Vec& value) {
   asm volatile("" : "+v"(value));
 }
 
+// A wave's queries stay in registers.
+constexpr bool kQueryInLds = false;
+DEVICE void copy_query(u8*, const u16*) {}
+DEVICE void wait_for_query() {}
+// Nothing: the compiler does not move loads behind the products that follow.
+DEVICE void issue_here() {}
+
 // Rows of 128 bytes lie in LDS one after the other, 16 bytes c of row r at c ^ swizzle(r): without bank conflicts where 16 rows are
 // read at a time, and where 8 are written.
 DEVICE int swizzle(int row) { return lds::swizzle(row); }

@@ -76,6 +76,21 @@ DEVICE void issue_now() { asm volatile("" ::: "memory"); }
 template <class Vec>
 DEVICE void use_below(Vec&) {}
 
+// A wave's queries lie in LDS where there is room, which leaves registers for keys and values on their way. A lane copies 16
+// bytes, and reads what it copied itself. Waves share what L1 has of them: blocks of many parts load the same from L2.
+constexpr bool kQueryInLds = true;
+DEVICE void copy_query(u8* to, const u16* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(lds::address((lds::Local<u8>*)to) + wave::lane() * 16),
+               "l"(mem::global(from))
+               : "memory");
+}
+DEVICE void wait_for_query() {
+  lds::end_group();
+  lds::wait_for_copies<0>();
+}
+// Loads above are issued above: ptxas moves none over this.
+DEVICE void issue_here() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
+
 // Rows of 128 bytes lie in LDS one after the other, 16 bytes c of row r at c ^ swizzle(r): without bank conflicts where 4 times 16
 // bytes of two rows are read at a time, and where 8 rows are written.
 DEVICE int swizzle(int row) { return row % 2 * 4 + row / 2 % 4; }
