@@ -223,6 +223,7 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
         at = places(next_pages, step_key(step + parts));
         load(keys, at);
         int pages = load_pages(step_key(step + 2 * parts));
+        if constexpr (kQueryInLds) attention::issue_here();  // else ptxas puts keys behind the products with values
 
         const int first = step_key(step);
         bool grows = false;
