@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marks import full
 
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.correctness import generator_of
@@ -38,7 +39,13 @@ def test_three_units_are_in_flight_whenever_a_wave_waits(m, tokens, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "m, config", [(16, MxConfig(16, 1, 7)), (40, MxConfig(64, 1, 5)), (70, MxConfig(64, 0, 7))], ids=str
+    "m, config",
+    [
+        (16, MxConfig(16, 1, 7)),
+        pytest.param(40, MxConfig(64, 1, 5), marks=full),
+        pytest.param(70, MxConfig(64, 0, 7), marks=full),
+    ],
+    ids=str,
 )
 def test_same_bits_in_any_order_of_waves(m, config, monkeypatch):
     """Tiles shared by several blocks, whose waves run in random orders."""

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from marks import CHIPS
+from marks import CHIPS, FULL
 
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.emulator import Emulator
@@ -41,8 +41,9 @@ def test_any_order_gives_the_same_bits(arch_name, monkeypatch):
             found.add(op(*given).numpy().tobytes())
         return found
 
+    few = list(planned)[:: 1 if FULL else 4]
     with launch.executor(emulator):
-        others = set().union(*(results(config, [None]) for config in planned if config != most_divided))
+        others = set().union(*(results(config, [None]) for config in few if config != most_divided))
         same = results(most_divided, range(CALLS))
     op.forget()
     assert len(same) == 1 and others - same

@@ -91,6 +91,7 @@ def test_patches_apply_and_revert(source, tmp_path):
     assert contents(package) == before
 
 
+@full
 def test_the_patches_own_tests(source, patched, tmp_path):
     """What is sent to vLLM with them: each patch's file passes, and without its patch some of it fails."""
     patches = [one for one in patch.known(patched) if one.tests]
