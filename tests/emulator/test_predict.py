@@ -6,7 +6,8 @@ import pytest
 import torch
 from marks import full
 
-from vllm_rocm_ops import cli, explain, ops
+from vllm_rocm_ops import cli, emulated, explain, model_arguments, ops
+from vllm_rocm_ops.families.tiled_gemm import TiledConfig
 from vllm_rocm_ops.timing import calibrate, launch_time, machines, points, predict
 from vllm_rocm_ops.timing.trace import LINE, Access, Block, Instr, Recording
 
@@ -226,3 +227,41 @@ def test_calibration_is_that_of_the_machine():
 def test_calibrating_without_files_says_what_is_missing(tmp_path, capsys):
     assert calibrate.main([str(tmp_path), str(tmp_path), "--check"]) == 2
     assert "must hold peer_measurements.csv" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("grid", "tiles"), [(96, 24), (144, 24), (864, 144), (132, 4), (1008, 36), (528, 33), (147, 21)]
+)
+def test_of_blocks_that_share_tiles_whole_tiles_are_recorded(grid, tiles):
+    found, sharing = predict.sampled(grid, 64, tiles), -(-grid // tiles)
+    assert found == sorted(set(found)) and 0 <= found[0] and found[-1] < grid
+    assert len(found) <= 64 + 2 * sharing
+
+    def remapped(block: int) -> int:  # remap_to_xcd
+        die, each, more = block % 8, grid // 8, grid % 8
+        return die * each + min(die, more) + block // 8
+
+    assert sorted(remapped(block) for block in range(grid)) == list(range(grid))
+    orders = {
+        "neighbours": [block * tiles // grid for block in range(grid)],
+        "apart": [remapped(block) % tiles for block in range(grid)],
+        "neighbours on a die": [remapped(block) * tiles // grid for block in range(grid)],
+    }
+    for order, tile_of in orders.items():
+        assert any(tile_of.count(tile) == [tile_of[b] for b in found].count(tile) for tile in range(tiles)), order
+
+
+def test_blocks_that_share_nothing_are_spread():
+    assert predict.sampled(1000, 64, 0) == predict.sampled(1000, 64, 1000) == emulated.sample(1000, 64)
+    assert predict.sampled(40, 64, 10) == list(range(40))
+
+
+def test_a_split_product_adds_up_what_others_left_whatever_the_number_of_slices():
+    """Of six slices no 16 neighbours have all of a tile's."""
+    arguments = model_arguments.block_scaled(
+        128, model_arguments.Inputs("meta", torch.Generator(), torch.float8_e4m3fnuz, torch.bfloat16), 3072, 768
+    )
+    a, op = ops.block_scaled_mm.Arguments(*arguments), ops.block_scaled_mm
+    (kernel,) = predict.predict_call(op, a._asdict(), MACHINE, config=TiledConfig(128, 128, 6))
+    steps = sorted(sum(map(len, block.waves)) for block in kernel.recording.blocks)
+    assert kernel.recording.grid == 144 and steps[-1] > 1.5 * steps[0]

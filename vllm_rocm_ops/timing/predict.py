@@ -3,6 +3,7 @@ found, never a measured time."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from .machines import Machine
 from .trace import Recording, RecordingEmulator, aligned, record
 
 BLOCKS = 64  # of a launch that are recorded
+DIES = 8  # of the GPUs whose code is traced
 MOST_WAVES = 2048  # of a launch that runs whole, as others read what it writes
 CACHES, LENGTHS = ("key_cache", "value_cache", "kv_cache"), ("block_table", "seq_lens")
 PARAMETERS = frozenset(("b", "w1", "w2", "weight", "bias", *CACHES))
@@ -76,14 +78,14 @@ def predict_call(op: Op, given: dict, machine: Machine, context: int = CONTEXT, 
     else:
         a = op.Arguments(**values)
         launches = op.plan(config, op.allocate(a), a, emulator.arch)
-    planned = _aligned(emulated.executable(launches), values)
+    planned = at_addresses(emulated.executable(launches), values)
     if not planned:
         raise ValueError(f"predict: {op.name} must run a kernel of ours, got a call that PyTorch runs: see explain")
     cold = [value for name, value in values.items() if name in PARAMETERS and isinstance(value, torch.Tensor)]
     return [_kernel(emulator, machine, one, one is planned[-1], cold) for one in planned]
 
 
-def _aligned(planned: Sequence[Launch], values: dict) -> list[Launch]:
+def at_addresses(planned: Sequence[Launch], values: dict) -> list[Launch]:
     """The launches with outputs and workspaces where a GPU would have them, in all of them the same."""
     storages = {value.untyped_storage().data_ptr() for value in values.values() if isinstance(value, torch.Tensor)}
 
@@ -96,11 +98,52 @@ def _aligned(planned: Sequence[Launch], values: dict) -> list[Launch]:
     return [one.with_each(moved) for one in planned]
 
 
-def _kernel(emulator: RecordingEmulator, machine: Machine, one: Launch, last: bool, cold: list) -> Kernel:
+def recorded(
+    emulator: RecordingEmulator, one: Launch, last: bool, cold: list, most: int = BLOCKS, whole: int = MOST_WAVES
+) -> Recording:
+    """About so many of the blocks of a launch; all run, if others read what it writes and they have at most `whole` waves."""
     grid, path = math.prod(one.grid), launch.code_object(one.module, emulator.arch.name)
     waves = grid * -(-math.prod(one.block) // emulator.arch.wave_lanes)
-    blocks = sorted({0, *emulated.sample(grid, BLOCKS)})  # the first often writes what later launches read
-    recording = record(emulator, path, one, blocks, run_all=not last and waves <= MOST_WAVES, cold=cold)
+    blocks = sorted({0, *sampled(grid, most, _tiles(one))})  # the first often writes what later launches read
+    return record(emulator, path, one, blocks, run_all=not last and waves <= whole, cold=cold)
+
+
+def _tiles(one: Launch) -> int:
+    """How many tiles a launch has that blocks share: its counters; 0 if they share none."""
+    given = one.named.items()
+    return max(
+        (value.numel() for name, value in given if str(name).endswith("counters") and value is not None), default=0
+    )
+
+
+def sampled(grid: int, most: int, tiles: int) -> list[int]:
+    """About so many blocks of a grid. Of those that share tiles, all of some tiles, as the last of a tile does more than the others. The
+    blocks of a tile are neighbours, or, in the order in which neighbours are on one die (csrc/gemm/tiled/rasterize.h), neighbours or
+    `tiles` apart."""
+    sharing = -(-grid // tiles) if tiles else 1
+    if sharing == 1 or grid <= most:
+        return emulated.sample(grid, most)
+    count = max(most // (3 * sharing), 1)
+    first = max(tiles // 2 - count, 0)
+    found = set(range(first * sharing, min((first + max(count, 2)) * sharing, grid)))
+    for tile, part in itertools.product(range(first, first + count), range(sharing)):
+        for index in (tile + part * tiles, tile * sharing + part):
+            die, place = _on_die(min(index, grid - 1), grid)
+            found.add(place * DIES + die)
+    return sorted(found)
+
+
+def _on_die(index: int, grid: int) -> tuple[int, int]:
+    """The die that has an index, and its place there, where dies have equally many neighbouring ones, the first ones one more."""
+    each, more = divmod(grid, DIES)
+    if index < more * (each + 1):
+        return divmod(index, each + 1)
+    die, place = divmod(index - more * (each + 1), each)
+    return more + die, place
+
+
+def _kernel(emulator: RecordingEmulator, machine: Machine, one: Launch, last: bool, cold: list) -> Kernel:
+    recording = recorded(emulator, one, last, cold)
     return Kernel(one.symbol, launch_time.predict(machine, recording), recording)
 
 
