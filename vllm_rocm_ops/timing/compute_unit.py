@@ -17,6 +17,7 @@ from .trace import Access, Block, Step
 
 SIMDS = 4
 VECTOR = frozenset(("valu", "wide", "transcendental", "packed", "matrix"))
+ATOMIC = ("global_atomic", "buffer_atomic")
 NOTHING = Access()
 
 
@@ -160,7 +161,7 @@ class ComputeUnit:
         elif kind == "lds":
             self._lds(time, wave, access or NOTHING)
         elif kind == "vmem":
-            self._vmem(time, wave, access)
+            self._vmem(time, wave, access, instr.text.startswith(ATOMIC))
         elif kind == "smem":
             self._smem(time, wave, access)
         elif kind == "salu":
@@ -210,7 +211,7 @@ class ComputeUnit:
         machine, simd, kind, chain = self.machine, wave.simd, instr.kind, None
         if kind == "matrix":
             simd.vector = time + machine["matrix_issue"]
-            simd.matrix, simd.matrix_wave = time + instr.cycles, wave
+            simd.matrix, simd.matrix_wave = time + instr.cycles * machine["matrix_cycles"], wave
             done, chain = simd.matrix + machine["matrix_latency"], simd.matrix + machine["matrix_chain"]
         else:
             unit = {"wide": "wide_valu", "transcendental": "transcendental"}.get(kind, "valu")
@@ -230,12 +231,13 @@ class ComputeUnit:
             queue.popleft()
         _complete(wave.lgkm, simd.lds + machine["lds_latency"])
 
-    def _vmem(self, time: float, wave: _Wave, access: Access | None) -> None:
+    def _vmem(self, time: float, wave: _Wave, access: Access | None, is_atomic: bool) -> None:
         if access is None:  # no lane of it is active
             _complete(wave.vm, time)
         elif access.store:
             wave.simd.stores = time + access.bytes / self.machine["vmem_bytes"]
-            _complete(wave.vm, self.memory.store(time, access))
+            more = self.machine["atomic"] if is_atomic else 0
+            _complete(wave.vm, self.memory.store(time, access) + more)
         else:
             _complete(wave.vm, self.memory.load(time, access))
 

@@ -64,7 +64,7 @@ class Machine:
         changed = dict(self.constants)
         for key, new in constants.items():
             changed[key] = new if isinstance(new, Constant) else changed[key]._replace(value=float(new))
-        return Machine(name or self.name, changed)
+        return dataclasses.replace(self, name=name or self.name, constants=changed)
 
 
 CALIBRATION = json.loads(Path(__file__).with_name("calibration.json").read_text())
@@ -81,6 +81,7 @@ _CONSTANTS = {
     "valu": Constant(4, "cycles of the vector ALU, 64 lanes on 16", "measured", _COISSUE),
     "wide_valu": Constant(8, "cycles of an instruction on 64-bit numbers", "guessed", "half the rate, as " + _ISA),
     "transcendental": Constant(16, "cycles of the vector ALU", "measured", _COISSUE),
+    "matrix_cycles": Constant(1, "of the cycles of a matrix instruction", "documented", "they are this GPU's"),
     "matrix_issue": Constant(4, "cycles that a matrix instruction keeps the vector ALU", "measured", _COISSUE),
     "packed_after_matrix": Constant(
         8, "cycles from the end of a wave's matrix instruction to a packed one of it", "measured", _COISSUE
@@ -119,6 +120,7 @@ _CONSTANTS = {
     "l2_latency": Constant(212, "cycles", "measured", _CHASE),
     "wave_latency": _fitted("wave_latency", "cycles beyond L1 that a wave's data take more than a lane's"),
     "mall_latency": Constant(116, "ns beyond L2", "measured", "455 cycles: " + _CHASE),
+    "atomic": Constant(0, "cycles that an atomic takes longer than a store", "guessed", "nobody published it"),
     "hbm_latency": Constant(318, "ns beyond L2", "measured", "877 cycles: " + _CHASE),
     "l2_bandwidth": Constant(27000, "GB/s of all XCDs", "measured", _CACHE),
     "mall_bandwidth": _fitted("mall_bandwidth", "GB/s; 5400 to 11900 measured"),
