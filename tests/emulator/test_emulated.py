@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from marks import full
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import cli, emulated, explain, op, ops
@@ -52,6 +53,7 @@ def test_bench_says_what_is_right_and_how_long_it_took(capsys):
     assert math.isclose(sum(seconds), float(total[1]), abs_tol=0.25)
 
 
+@full
 def test_bench_divides_the_cases_over_processes():
     command = [
         sys.executable,

@@ -7,6 +7,7 @@ import checkpoints
 import pytest
 import torch
 from engines import STEPS
+from marks import full
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vllm_rocm_ops
@@ -118,6 +119,7 @@ def measured(engines, tmp_path_factory) -> dict[str, tuple]:
     return answers, {name: [kernel_selection.read(path) for path in (folder / name).glob("*/*.json")] for name in WHAT}
 
 
+@full
 @pytest.mark.slow
 @pytest.mark.parametrize("what", WHAT)
 def test_what_was_measured_to_be_faster_serves(measured, what):

@@ -161,6 +161,7 @@ def all_in(stats: dict[str, dict[str, int]]) -> dict[str, int]:
     return {op: sum(counts.values()) for op, counts in stats.items()}
 
 
+@full
 def test_gfx942_code_runs_inside_vllm(engines, expected):
     """Every op of a generation runs its gfx942 code object in the emulator, in gfx942's e4m3fnuz, and tokens are right."""
     flavours = [("llama", kind) for kind in ("static", "token", "block")]

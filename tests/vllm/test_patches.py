@@ -118,6 +118,7 @@ print(json.dumps({{path: sorted(found) for path, found in outcomes.found.items()
     assert without.keys() == set(files) and all("failed" in found for found in without.values())
 
 
+@full
 def test_registered_experts_come_first(source, patched):
     """By priority, where they support a layer and the user named no backend, before AITER that was asked for."""
     code = """

@@ -303,7 +303,7 @@ class Machine:
     [
         (None, 90, None, ""),
         ("0", 90, None, ""),
-        ("1", 90, "cuda", ""),
+        pytest.param("1", 90, "cuda", "", marks=full),
         ("1", 100, "cuda", "there are kernels for sm_90 only"),
     ],
 )

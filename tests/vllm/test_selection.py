@@ -16,7 +16,7 @@ import zipfile
 import processes
 import pytest
 import selection
-from marks import FULL
+from marks import FULL, full
 
 pytestmark = pytest.mark.slow
 
@@ -143,6 +143,7 @@ def test_nvidia_is_left_alone(selected, release):
     assert with_plugin["seams on"] == with_plugin["seams off"] == ""
 
 
+@full  # which builds its kernels
 @pytest.mark.parametrize("release", ASKED)
 def test_nvidia_is_served_where_it_is_asked_for(selected, release):
     """VLLM_ROCM_OPS_ON_NVIDIA=1: ours come first, and hold what vLLM would have chosen for CUDA."""
