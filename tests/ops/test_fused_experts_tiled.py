@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from marks import CHIPS, sixth
+from marks import CHIPS, few_of
 
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check, unwritten_is_nan
@@ -57,7 +57,7 @@ def emulator(request):
 
 
 @pytest.mark.parametrize("config", tiled.configs(None, None), ids=str)
-@pytest.mark.parametrize("case", [*sixth(FEW), *CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*few_of(FEW), *CASES], ids=lambda case: case.name)
 def test_case(case, config, emulator, monkeypatch):
     monkeypatch.setattr(OP, "default", lambda *_: config)
     reset_stats()

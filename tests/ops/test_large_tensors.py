@@ -11,7 +11,7 @@ import mmap
 
 import pytest
 import torch
-from marks import CHIPS, sixth
+from marks import CHIPS, few_of
 from test_ops import executor  # noqa: F401
 
 from vllm_rocm_ops import arch as archs
@@ -111,7 +111,7 @@ SKINNY = (ops.scaled_mm, ops.block_scaled_mm, ops.unquantized_gemm)
 
 
 @pytest.mark.parametrize("the_op", SKINNY, ids=lambda o: o.name)
-@pytest.mark.parametrize("m", sixth([64, 5]))
+@pytest.mark.parametrize("m", few_of([64, 5]))
 def test_skinny_products(the_op, m, executor):  # noqa: F811
     """64 tokens reach over all but 2 GB, as far as they may; rows of the weight over more than 4."""
     a, b, *rest = gemm_arguments(the_op, m, 2**32 // FAR + 9, 192, executor[1].fp8_dtype)
@@ -151,7 +151,7 @@ EXPERTS = {case.name: case for case in ops.fused_experts.cases()}
 
 @pytest.mark.parametrize(
     "case",
-    sixth(
+    few_of(
         [
             "block",
             "block-quantized",

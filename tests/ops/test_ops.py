@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from marks import FULL, full
+from marks import FULL, SHARE, full
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, op
@@ -45,12 +45,13 @@ def executor(request):
 
 
 def runs():
-    """Each case on a GPU, or with --full on four chips in the emulator; else a sixth of an op's cases on one chip, a sixth on another."""
+    """Each case on a GPU, or with --full on four chips in the emulator; else one of `SHARE` cases of an op on one chip, and one on
+    another."""
     for executor in executors():
         value, name = (executor.values[0], executor.id) if hasattr(executor, "values") else (executor, executor)
         for the_op in OPS:
             for place, case in enumerate(the_op.cases()):
-                is_other = value != "cuda" and place % 6 != 3 * (":" in value)
+                is_other = value != "cuda" and place % SHARE != SHARE // 2 * (":" in value)
                 marks = full if case.rare or is_other else ()
                 yield pytest.param(value, the_op, case, id=f"{name}-{the_op.name}-{case.name}", marks=marks)
 
