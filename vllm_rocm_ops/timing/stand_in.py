@@ -1,6 +1,6 @@
 """An H200 in the model, with AMD's instructions in place of its own, beside measured times of all configurations.
 
-    python -m vllm_rocm_ops.timing.stand_in record FOLDER        # traces of the calls of configurations.py, some hours of processor time
+    python -m vllm_rocm_ops.timing.stand_in record FOLDER        # traces of the calls of configurations.py
     python -m vllm_rocm_ops.timing.stand_in judge FOLDER FILE    # the times that configurations.py measured; --fit finds the constants
 
 No emulator runs our kernels' code for sm_90. The same source compiled for gfx942 runs in the emulator, in the configurations and with
@@ -41,10 +41,8 @@ from .launch_time import Sharing, Work
 from .machines import Machine
 from .trace import Access, Block, RecordingEmulator, Step
 
-BLOCKS, MOST_WAVES = (
-    32,
-    (512, 4096),
-)  # of a launch that are recorded; that run whole, of the first, which may sort, more
+BLOCKS = 32  # of a launch that are recorded
+MOST_WAVES = 512, 4096  # of a launch that runs whole; of the first, which may sort, more
 MOST_STEPS = 60_000  # of a configuration that is fitted, as the others take most of the time
 LOADS = 8  # that a stretch must have to run in two turns
 HALVES = ("fit", "held out")
