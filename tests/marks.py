@@ -19,4 +19,4 @@ CHIPS = ("gfx942", pytest.param("gfx950", marks=full))
 
 def few_of(values) -> list:
     """A parameter for each value of a long list: the first of every `SHARE` runs by default, all with --full."""
-    return [pytest.param(value, marks=() if i % SHARE == 0 else full) for i, value in enumerate(values)]
+    return [value if i % SHARE == 0 else pytest.param(value, marks=full) for i, value in enumerate(values)]

@@ -12,7 +12,7 @@ import mmap
 import pytest
 import torch
 from marks import CHIPS, few_of
-from test_ops import executor  # noqa: F401
+from test_ops import executor, executors  # noqa: F401
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, op, ops, quantization
@@ -36,6 +36,7 @@ GB = 2**30
 FAR = 2**25 - 16  # bytes between the rows of a skinny product, at most
 TILE_FAR = (2**31 - 4096) // 256 // 16 * 16  # of a tiled one
 MX_FAR = 2**24 - 16  # of an MX-FP8 one
+EXECUTORS = pytest.mark.parametrize("executor", few_of([*executors()][::-1]), indirect=True)  # gfx950 has MX products
 
 
 def reach(shape, strides, size: int) -> int:
@@ -110,6 +111,7 @@ def gemm_arguments(the_op: op.Op, m: int, n: int, k: int, fp8: torch.dtype) -> t
 SKINNY = (ops.scaled_mm, ops.block_scaled_mm, ops.unquantized_gemm)
 
 
+@EXECUTORS
 @pytest.mark.parametrize("the_op", SKINNY, ids=lambda o: o.name)
 @pytest.mark.parametrize("m", few_of([64, 5]))
 def test_skinny_products(the_op, m, executor):  # noqa: F811
@@ -121,6 +123,7 @@ def test_skinny_products(the_op, m, executor):  # noqa: F811
     run(the_op, (a, b, *rest), apart, executor)
 
 
+@EXECUTORS
 @pytest.mark.parametrize("the_op", SKINNY[:2], ids=lambda o: o.name)
 @pytest.mark.parametrize("m, n", [(2**32 // TILE_FAR + 9, 130), (65, 2**32 // TILE_FAR + 9)], ids=["tokens", "weight"])
 def test_tiled_products(the_op, m, n, executor):  # noqa: F811
@@ -129,6 +132,7 @@ def test_tiled_products(the_op, m, n, executor):  # noqa: F811
     run(the_op, (a, b, *rest), apart, executor)
 
 
+@EXECUTORS
 @pytest.mark.parametrize("m", [5, 70])
 def test_scales_of_tokens(m, executor):  # noqa: F811
     """Of a block-scaled product they may reach over 2 GB."""
@@ -137,6 +141,7 @@ def test_scales_of_tokens(m, executor):  # noqa: F811
         run(ops.block_scaled_mm, arguments, {"scale_a": steps}, executor)
 
 
+@EXECUTORS
 @pytest.mark.parametrize("m, n", [(5, 265), (64, 265), (265, 70), (66, 265)])
 def test_mx_products(m, n, executor):  # noqa: F811
     if not executor[1].block_scales:
@@ -149,6 +154,7 @@ def test_mx_products(m, n, executor):  # noqa: F811
 EXPERTS = {case.name: case for case in ops.fused_experts.cases()}
 
 
+@EXECUTORS
 @pytest.mark.parametrize(
     "case",
     few_of(
@@ -183,6 +189,7 @@ def test_experts(case, executor):  # noqa: F811
 ROWS = [o for o in op.registered() if o.Arguments._fields[0] == "input"]
 
 
+@EXECUTORS
 @pytest.mark.parametrize("the_op", ROWS, ids=lambda o: o.name)
 def test_rows(the_op, executor):  # noqa: F811
     """Three rows over 4 GB, two elements of 16 bits wide."""
@@ -195,6 +202,7 @@ def test_rows(the_op, executor):  # noqa: F811
 HEADS = {o: c for o in ROWS for c in o.cases() if c.name == "3x8-heads"}
 
 
+@EXECUTORS
 @pytest.mark.parametrize("the_op", HEADS, ids=lambda o: o.name)
 def test_heads(the_op, executor):  # noqa: F811
     """Heads of three rows over 8 GB."""

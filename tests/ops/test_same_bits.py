@@ -10,7 +10,7 @@ from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.launch import Counters
 
-CALLS = 100
+CALLS = 100 if FULL else 25
 TOKENS, ROWS, K = 3, 64, 1280
 
 
