@@ -236,6 +236,45 @@ def decode_summary() -> str:
     return "\n\n".join(tables) or "Nothing yet."
 
 
+def beside_the_engine() -> str:
+    """The ratios of engines that ran alone as one rank of several, and of steps of the same layers with vLLM's attention: with a
+    model's own scales and few keys, as engines have, where such a step was measured."""
+    steps: dict[tuple, dict[tuple, dict[int, dict]]] = {}
+    for newest in measured("decode_step"):
+        for line, path in newest.values():
+            shape = line["shape"]
+            if line["ranks"] == 1 and shape["ep"] is None and "attention" not in line["ours"]:
+                rank = path.parent.name, shape["model"], shape["tp"], shape["layers"]
+                how = line["quantization"] == "config", -shape["context"]
+                steps.setdefault(rank, {}).setdefault(how, {})[shape["batch"]] = line
+    rows: dict[tuple, dict[int, str]] = {}
+    for _, sides, path in engine_runs():
+        result = sides["with"][0]
+        layers = result["num_layers"] or layers_of(result["model_id"])
+        found = steps.get((path.parent.name, result["model_id"], result["rank_of"], layers))
+        if not found or result["batch_size"] not in (step := found[max(found)]):
+            continue
+        line = step[result["batch_size"]]
+        row = result["model_id"], f"1 of {result['rank_of']}", str(layers), str(line["shape"]["context"])
+        cell = f"{times([latency_report.speedup(sides)])}, {times([ratio(line)])}"
+        rows.setdefault(row, {})[result["batch_size"]] = cell
+    batches = sorted(set().union(*rows.values()))
+    header = (
+        "ratios of the engine, of the step",
+        "rank",
+        "layers",
+        "keys in the step",
+        *(f"batch {b}" for b in batches),
+    )
+    body = [(*row, *(cells.get(batch, "") for batch in batches)) for row, cells in rows.items()]
+    return markdown(header, body) if body else "Nothing yet."
+
+
+def layers_of(model: str) -> int:
+    """How many layers a shipped model has."""
+    return model_config.read(str(latency.find_model(model)))["num_hidden_layers"]
+
+
 def engine_runs() -> list[tuple[str, dict, pathlib.Path]]:
     """(GPU, {side: results}, file) of the newest pair of each case in the files of latency.py. The sides of one commit may be in two
     files."""

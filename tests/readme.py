@@ -92,6 +92,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "unmeasured": measurements.unmeasured,
         "engine": functools.partial(measurements.engine, slice(1, None)),
         "decode": measurements.decode_summary,
+        "beside the engine": measurements.beside_the_engine,
         "experts": measurements.experts_summary,
         "decode attention": attention_table.decode_summary,
         "single ops": measurements.single_ops,

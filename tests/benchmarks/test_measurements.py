@@ -5,7 +5,7 @@ import os
 
 import measurements
 import pytest
-from measurements import engine, engine_commands, measured, profiles, single_ops, times, unmeasured
+from measurements import beside_the_engine, engine, engine_commands, measured, profiles, single_ops, times, unmeasured
 
 CONFIG = json.loads((measurements.latency.CONFIGS / "tiny-llama" / "config.json").read_text())
 
@@ -72,6 +72,24 @@ def test_the_newest_pair_through_the_engine_counts(folder):
     commands = engine_commands()
     assert "(made-up-gpu/2026-11-21-b-latency.json)" in commands and "\npython it --rank-of 8\n" in commands
     assert "2026-11-21-a" not in commands
+
+
+def test_the_engine_stands_beside_the_step_of_its_layers(folder):
+    """Not beside a step of other layers, of whole experts or with our attention; a model's own scales come first, then few keys."""
+
+    def step(us: float, ours: tuple[str, ...] = ("norm",), quantization: str = "", **shape) -> str:
+        rank = {"model": "llama", "tp": 8, "ep": None, "batch": 8, "context": 1024, "layers": 4, **shape}
+        more = {"op": "decode_step", "ours": ours, "quantization": quantization, "ranks": 1}
+        return line(us, case=f"{us}, batch 8", shape=rank, peers={"stock": 120.0}, **more)
+
+    assert beside_the_engine() == "Nothing yet."
+    others = {"layers": 5}, {"ep": 8}, {"ours": ("norm", "attention")}, {"tp": 4}, {"quantization": "token"}
+    lines = [step(i, **{"quantization": "config", "context": 1, **other}) for i, other in enumerate(others, 1)]
+    lines += step(60, quantization="config"), step(40, quantization="config", context=64)
+    write(folder / "2026-11-21-decode_step.jsonl", "".join(lines))
+    pairs = [("without", 1, 3.0), ("with", 1, 2.0), ("without", 8, 5.0), ("with", 8, 2.0)]
+    write(folder / "2026-11-21-a-latency.json", report(*pairs, rank_of=8))
+    assert beside_the_engine().splitlines()[2:] == ["| llama | 1 of 8 | 4 | 64 | 2.50x, 3.00x |"]
 
 
 @pytest.mark.parametrize("half", ["--tensor-parallel-size 2", "--rank-of 2"])
