@@ -10,6 +10,7 @@ from marks import full
 
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.emulator import CodeObject, Emulator, errors
+from vllm_rocm_ops.emulator.memory import Space
 from vllm_rocm_ops.launch import I64, Launch
 
 GLOBAL_THREAD = LOAD_POINTERS + "  s_lshl_b32 s3, s2, 6\n  v_add_u32 v1, s3, v0\n  v_lshlrev_b32 v1, 2, v1\n"
@@ -582,6 +583,19 @@ def test_global_races(device, seed):
     source = torch.zeros(256, dtype=torch.int32)
     device.run("global_through_barrier", source, block=256, emulator=emulator)
     assert torch.equal(source, arange(256) ^ 64)
+
+
+def test_emulators_share_kernels_but_not_what_launches_teach(device, monkeypatch):
+    """Which arguments a kernel stores to is an emulator's knowledge: another one's first launch has all watched again."""
+    known = []
+    watch = Space.watch
+    monkeypatch.setattr(Space, "watch", lambda space, stored: (known.append(stored), watch(space, stored))[0])
+    one, other = Emulator(device.arch), Emulator(device.arch)
+    for emulator in (one, one, other, one, other):
+        device.run("copy", emulator=emulator)
+    taught = {"argument 1"}
+    assert known == [None, taught, None, taught, taught]
+    assert one.program(device.path, "copy") is other.program(device.path, "copy")
 
 
 def test_waves_that_never_reach_a_barrier(device):

@@ -153,4 +153,15 @@ def test_recording_changes_no_result_and_others_do_not_record(code):
     trace.record(recorder, code, recorded, [0, 1, 2])
     assert torch.equal(plain.args[1], recorded.args[1])
     assert recorder.last.mnemonics == counters.mnemonics
-    assert not hasattr(emulator.program(code, "loop"), "log") and counters.lds_accesses == 24
+    assert emulator.program(code, "loop") is not recorder.program(code, "loop") and counters.lds_accesses == 24
+
+
+def test_recorders_share_kernels_but_not_what_is_recorded(code):
+    """One launch records a block of three that run, the other the only one that runs."""
+    one, other = trace.RecordingEmulator("gfx942"), trace.RecordingEmulator("gfx942")
+    assert one.program(code, "loop") is other.program(code, "loop")
+    (first,) = trace.record(one, code, launch(), [0], run_all=True).blocks
+    (second,) = trace.record(other, code, launch(), [1]).blocks
+    assert (one.last.instructions["lds"], other.last.instructions["lds"]) == (24, 8)
+    assert second.waves[0] and list(map(len, second.waves)) == list(map(len, first.waves))
+    assert one.launched is other.launched is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -64,7 +63,7 @@ class Emulator:
         self.options = Options(compute_units=self.arch.compute_units, lds_bytes=self.arch.lds_bytes, **options)
         self.last: Counters | None = None
         self.history: list[tuple[str, Counters]] = []
-        self._programs: dict[tuple, Program] = {}
+        self._stored: dict[Program, set[str]] = {}  # the arguments that launches so far wrote to
 
     def launch(self, launch, uninitialised: tuple = ()) -> None:
         """Runs a launch of an op's module."""
@@ -98,7 +97,9 @@ class Emulator:
         space = Space(program.space_granule, self.options.races, traffic)
         assert space.add_bytes("the code object", bytes(program.code_object.relocated(program.base))) == program.base
         kernargs = [self._kernarg(space, Path(path), each, kernel, uninitialised) for each in (launch, *beside)]
+        space.watch(self._stored.get(program))
         self.last = self.scheduler_type(program, launch, space, kernargs, self.options, blocks).run()
+        self._stored[program] = self._stored.get(program, set()) | space.stored_names()
         self.history.append((launch.symbol, self.last))
         return self.last
 
@@ -128,21 +129,15 @@ class Emulator:
         return kernel_arguments.pack(launch, takes, space.address)
 
     def program(self, path: Path | str, symbol: str) -> Program:
-        """The kernel; cached until the file changes."""
+        """The kernel, as all emulators of the process have it until the file changes."""
         path = Path(path)
-        stamp = (path, path.stat().st_mtime_ns, path.stat().st_size)
-        key = (*stamp, symbol)
-        if key not in self._programs:
-            code = _code_object(*stamp)
-            if code.arch != self.arch.name:
-                raise errors.LaunchError(f"{path} must be compiled for {self.arch.name}, got {code.arch}")
-            if symbol not in code.kernels:
-                raise errors.LaunchError(f"{path} must hold {symbol}, got {sorted(code.kernels)}")
-            if self.program_type is Program:  # what it learns from launches stays this emulator's
-                self._programs[key] = copy.copy(_program(*key))
-            else:
-                self._programs[key] = self.program_type(code, symbol, self.arch.name)
-        return self._programs[key]
+        stamp = path, path.stat().st_mtime_ns, path.stat().st_size
+        code = _code_object(*stamp)
+        if code.arch != self.arch.name:
+            raise errors.LaunchError(f"{path} must be compiled for {self.arch.name}, got {code.arch}")
+        if symbol not in code.kernels:
+            raise errors.LaunchError(f"{path} must hold {symbol}, got {sorted(code.kernels)}")
+        return _program(self.program_type, *stamp, symbol)
 
 
 @functools.lru_cache(maxsize=64)
@@ -150,8 +145,7 @@ def _code_object(path: Path, mtime_ns: int, size: int) -> CodeObject:
     return CodeObject(path)
 
 
-@functools.lru_cache(maxsize=128)
-def _program(path: Path, mtime_ns: int, size: int, symbol: str) -> Program:
-    """A kernel whose bound instructions all emulators of the process share."""
+@functools.lru_cache(maxsize=32)
+def _program(kind: type[Program], path: Path, mtime_ns: int, size: int, symbol: str) -> Program:
     code = _code_object(path, mtime_ns, size)
-    return Program(code, symbol, code.arch)
+    return kind(code, symbol, code.arch)

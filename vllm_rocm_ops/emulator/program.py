@@ -23,7 +23,7 @@ class Bound(NamedTuple):
 
 
 class Program:
-    """A kernel, bound. What a launch changes is the scheduler's."""
+    """A kernel, bound. What a launch changes is the scheduler's, what launches teach the emulator's."""
 
     trusted = False
     """Whether the code runs on the hardware as it is: its waits are not checked, and registers and LDS start as written zeros."""
@@ -36,7 +36,6 @@ class Program:
         entry, size = self.object.entry, self.object.size
         self.instructions = decode(bytes(code.image[entry : entry + size]), entry)
         self.index = {ins.address: i for i, ins in enumerate(self.instructions)}
-        self.stored: set[str] | None = None  # the arguments that launches so far wrote to
         self.bound: list[Bound | None] = [None] * len(self.instructions)  # bound when first executed
         self.space_granule = min(
             [_narrowest(ins.mnemonic, ("global", "buffer", "flat")) for ins in self.instructions] + [4]

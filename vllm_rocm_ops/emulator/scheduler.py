@@ -48,7 +48,6 @@ class Scheduler:
         self.ended = np.zeros(blocks, np.int64)
         self.block_of = np.arange(blocks * self.waves_per_block) // self.waves_per_block
         space.coherence.begin(len(self.block_of))
-        space.watch(program.stored)
         lds = self.kernel.lds + launch.lds
         order = np.arange(blocks) if chosen is None else np.array(chosen)
         resident = min(len(order), options.resident_blocks(self.kernel, self.waves_per_block, lds))
@@ -66,7 +65,6 @@ class Scheduler:
             while self.next_blocks or self.queue or self.waiting:
                 self._turn()
         self.counters.finish(self.program.instructions, self.counts)
-        self.program.stored = self.space.stored_names() | (self.program.stored or set())
         return self.counters
 
     def error(self, kind, ins, w, row: int, lane: int | None, message: str) -> errors.EmulatorError:

@@ -22,7 +22,7 @@ from .machines import Machine
 from .trace import Recording, RecordingEmulator, aligned, record
 
 BLOCKS = 64  # of a launch that are recorded
-DIES = 8  # of the GPUs whose code is traced
+DIES = int(machines.MI300X["xcds"])  # as the traced code has it: kXcds in csrc/device/amd/tile_mma.h
 MOST_WAVES = 2048  # of a launch that runs whole, as others read what it writes
 CACHES, LENGTHS = ("key_cache", "value_cache", "kv_cache"), ("block_table", "seq_lens")
 PARAMETERS = frozenset(("b", "w1", "w2", "weight", "bias", *CACHES))

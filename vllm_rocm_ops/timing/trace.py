@@ -21,7 +21,7 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.counters import Counters, instruction_class
 from vllm_rocm_ops.emulator.decode import Instruction
 from vllm_rocm_ops.emulator.instructions.matrix import MATRIX
-from vllm_rocm_ops.emulator.memory import SLOT, Space
+from vllm_rocm_ops.emulator.memory import SLOT
 from vllm_rocm_ops.emulator.program import Program
 from vllm_rocm_ops.emulator.sanitizer import effects
 from vllm_rocm_ops.emulator.scheduler import Scheduler
@@ -134,11 +134,8 @@ def _nothing(w) -> None:
 
 
 class _Recorder(Program):
-    """A program that notes each instruction that it runs, and for which waves."""
+    """A program that notes in its launch's scheduler each instruction that it runs, and for which waves."""
 
-    log: list  # of [index, waves, accesses]
-    space: Space  # of the last launch
-    wanted: np.ndarray | None = None  # by wave: whether it is recorded; None: all are
     computes_matrices = True  # or only notes matrix instructions, whose results no address needs
 
     def bind(self, ins: Instruction):
@@ -148,12 +145,13 @@ class _Recorder(Program):
             run = _nothing
 
         def noted(w):
-            if self.wanted is not None and not self.wanted[w.id].any():
-                w.scheduler.counters.entry = None
+            scheduler = w.scheduler
+            if scheduler.wanted is not None and not scheduler.wanted[w.id].any():
+                scheduler.counters.entry = None
                 return run(w)
             entry = [index, w.id, None]
-            self.log.append(entry)
-            w.scheduler.counters.entry = entry
+            scheduler.log.append(entry)
+            scheduler.counters.entry = entry
             if ins.encoding == "SMEM" and "sbase" in ins.operands:
                 base = w.S64[ins.operands["sbase"].code][:, 0] + np.uint64(ins.fields["offset"] & 0xFFFFF)
                 entry[2] = [(np.arange(w.count), base, 64, None)]
@@ -206,17 +204,24 @@ def bank_cycles(mnemonic: str, addresses: np.ndarray, lanes: np.ndarray, size: i
 
 
 class _RecordingScheduler(Scheduler):
-    def __init__(self, program, *args):
+    """A launch whose `log` has [index of an instruction, waves, accesses]. `wanted`, by wave: whether it is recorded; None: all are."""
+
+    def __init__(self, wanted: np.ndarray | None, program: Program, *args):
         super().__init__(program, *args)
-        program.space = self.space
         self.counters = _Noted(program.arch, traffic=self.space.traffic)
-        program.log = []
+        self.wanted, self.log = wanted, []
 
 
 class RecordingEmulator(Emulator):
-    """An emulator that keeps what the waves of its last launch did."""
+    """An emulator whose `launched` has what the waves of its last launch did."""
 
-    program_type, scheduler_type = _Recorder, _RecordingScheduler
+    program_type = _Recorder
+    wanted: np.ndarray | None = None  # by wave of the next launches: whether it is recorded; None: all are
+    launched: _RecordingScheduler | None = None
+
+    def scheduler_type(self, *args) -> _RecordingScheduler:
+        self.launched = _RecordingScheduler(self.wanted, *args)
+        return self.launched
 
 
 def _global_accesses(found: list, store: bool) -> dict[int, Access]:
@@ -305,14 +310,15 @@ def record(
     by default all."""
     program = emulator.program(path, launch.symbol)
     grid, waves_per_block = math.prod(launch.grid), -(-math.prod(launch.block) // emulator.arch.wave_lanes)
-    program.wanted = np.zeros(grid * waves_per_block, bool) if run_all else None
+    emulator.wanted = np.zeros(grid * waves_per_block, bool) if run_all else None
     waves: dict[int, list[Step]] = {block * waves_per_block + i: [] for block in blocks for i in range(waves_per_block)}
     if run_all:
-        program.wanted[list(waves)] = True
+        emulator.wanted[list(waves)] = True
     emulator.run(path, launch, (), None if run_all else list(blocks))
+    (log, space), emulator.launched = (emulator.launched.log, emulator.launched.space), None
     instrs: dict[int, Instr] = {}
     lds = {block: _Lds(program.object.lds + launch.lds) for block in blocks}
-    for index, ids, found in program.log:
+    for index, ids, found in log:
         instr = instrs.get(index)
         if instr is None:
             instr = instrs[index] = decoded(program.instructions[index], program.arch)
@@ -330,7 +336,6 @@ def record(
                     _without_spin(steps, instr)
                 access = lds[block].access(found or [], row, wave, len(steps), store)
             steps.append((instr, access))
-    program.log, space = [], program.space
     numbered = [Block(block, [waves[block * waves_per_block + i] for i in range(waves_per_block)]) for block in blocks]
     if cold is None:
         regions = frozenset(space.regions)
