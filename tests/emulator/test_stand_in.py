@@ -170,7 +170,9 @@ def test_the_record_has_what_the_model_needs():
     assert all(one.kind in machines.KINDS for one in stand_in.MACHINE.constants.values())
     assert "H200" not in machines.MACHINES  # no prediction of a call is one of it
     assert dataclasses.is_dataclass(stand_in.MACHINE) and stand_in.MACHINE.arch.compute_units == 132
-    classes = json.loads(stand_in.RESULT.read_text())["classes"]
+    written = stand_in.RESULT.read_text()
+    classes = json.loads(written)["classes"]
+    assert stand_in.text_of(json.loads(written)) == written, "as judge --write leaves it"
     assert set(classes) == {point.kind for point in POINTS} | {"all"}
     hidden = configurations.held_out(POINTS)
     for kind, of in classes.items():

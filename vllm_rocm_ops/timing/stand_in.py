@@ -18,6 +18,7 @@ import json
 import math
 import multiprocessing
 import pickle
+import re
 import statistics
 import sys
 import time
@@ -305,6 +306,11 @@ def chosen(file: Path, hidden: set[str]) -> dict[str, dict[str, float]]:
     return {kind: {half: statistics.geometric_mean(lost) for half, lost in found.items()} for kind, found in of.items()}
 
 
+def text_of(result: dict) -> str:
+    """A result as its file has it: what a kernel takes in one line."""
+    return re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", json.dumps(result, indent=1)) + "\n"
+
+
 def predictions(found: list[Row], machine: Machine, jobs: int = 1) -> list[float]:
     """The predicted times of configurations, in us, in so many processes."""
     if jobs == 1:
@@ -363,7 +369,7 @@ def main(argv: list[str] | None = None) -> int:
             print(kind, half, each)
     if arguments.write:
         fitted = {name: machine[name] for name in STEPS}
-        RESULT.write_text(json.dumps(RESULT_OF | {"fitted": fitted, "classes": classes}, indent=1) + "\n")
+        RESULT.write_text(text_of(RESULT_OF | {"fitted": fitted, "classes": classes}))
     return 0
 
 
