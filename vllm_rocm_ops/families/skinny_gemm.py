@@ -48,6 +48,9 @@ SHARING_US = {
 }  # that blocks which share tiles take longer; on AMD as of kernels through registers on H200
 SPLIT_TILE_US = 1.5  # where a block's share ends within a tile, it waits for its copies and other blocks for it
 SUMMED = {32: 150e3, 64: 85e3}  # bytes of partial sums a microsecond that a block reads; AMD: see docs/timing.md
+# That a block waits for the partial sums of as many further blocks as it loads at once, kBlocksAtOnce in
+# csrc/gemm/skinny/epilogue.h at most; AMD: see docs/timing.md; among SUMMED on H200.
+SUM_ROUND_US, SUMMED_AT_ONCE = {32: 0.0, 64: 0.85}, 8
 # Of kernels through LDS only: that a block takes longer beside another, by tokens; and what is lost of the time in which some
 # compute units have no block.
 CO_RESIDENT_PENALTY_US, IDLE_COST = {16: 1.0, 32: 0.6, 64: 0.0}, 0.15
@@ -123,7 +126,9 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     if config.split_k != 1:
         terms["sharing"] = SHARING_US[lanes] + (SPLIT_TILE_US if config.split_k == 0 else 0.0)
         of_tile = config.rows * a.rows * 4
-        terms["partials"] = 2 * _partial_bytes(config, a.rows) / hbm + config.blocks / tiles * of_tile / SUMMED[lanes]
+        share = config.blocks / tiles
+        summing = share * of_tile / SUMMED[lanes] + max(share / SUMMED_AT_ONCE - 1, 0) * SUM_ROUND_US[lanes]
+        terms["partials"] = 2 * _partial_bytes(config, a.rows) / hbm + summing
     return terms
 
 
