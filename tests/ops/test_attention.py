@@ -399,8 +399,8 @@ BUGS = {
     ),
     "MLA: values of other keys": (
         MLA,
-        "weights[t].lo = from[of_lane() * 2 + flip];",
-        "weights[t].lo = from[of_lane() * 2];",
+        "weights[t].lo = from[mma::depth(own) / 16 * 2 + flip];",
+        "weights[t].lo = from[mma::depth(own) / 16 * 2];",
         ops.mla_decode,
         "fp16-3",
         "gfx942",

@@ -67,7 +67,7 @@ MORE_BUGS = {
         ": 0x7fffffff) < of_rows",
         "lengths",
         "gfx950",
-        WRONG + "|argument|tensor",
+        WRONG + "|never written",
     ),
     "sums kept as they were": (FLASH, "sum[t][v] *= by[v];", "", "large-scores", "gfx942", WRONG),
     "sums of all batches in the first": (
