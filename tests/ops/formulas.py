@@ -245,10 +245,10 @@ def unquantized_gemm(before, after, outputs: tuple) -> Found:
     yield from product(left, exact(plain(a.weight)), a.bias, out.reshape(len(left), -1))
 
 
-def as_quantized(x: Tensor, kind: str, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """Rows as a product takes them beside weights that have no wider type."""
+def as_quantized(x: Tensor, kind: str, dtype: torch.dtype, scale: Tensor | None, of: Tensor) -> Tensor:
+    """Rows as a product takes them beside weights that have no wider type, in units of the rows `of`."""
     if dtype == torch.int8:
-        largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-10)
+        largest = of.abs().amax(-1, keepdim=True).clamp(min=1e-10)
         unit = largest / 127 if scale is None else scale.double().reshape(())
         return (x / unit).clamp(-127, 127).round() * unit
     dtype = {torch.float8_e5m2: torch.float8_e4m3fn, torch.float8_e5m2fnuz: torch.float8_e4m3fnuz}.get(dtype, dtype)
@@ -257,8 +257,8 @@ def as_quantized(x: Tensor, kind: str, dtype: torch.dtype, scale: Tensor | None)
         unit = scale.double().reshape(())
         return (x / unit).clamp(-limit, limit).float().to(dtype).double() * unit
     width = {"block": 128, "mx": 32}.get(kind, x.shape[1])
-    groups = torch.nn.functional.pad(x, (0, -x.shape[1] % width)).unflatten(1, (-1, width))
-    largest = groups.abs().amax(-1, keepdim=True)
+    groups, of = (torch.nn.functional.pad(t, (0, -t.shape[1] % width)).unflatten(1, (-1, width)) for t in (x, of))
+    largest = of.abs().amax(-1, keepdim=True)
     if kind == "mx":
         unit = torch.exp2(torch.ceil(torch.log2(largest.clamp(min=2.0**-118) / limit)))
     else:
@@ -285,7 +285,12 @@ def fused_experts(before, after, outputs: tuple) -> Found:
             of_blocks(values, scale, 128, 128) if kind == "block" else values.double() * scale.double().reshape(-1, 1)
         )
 
-    x = a.hidden.double()
+    def quantized(x: Tensor, error: Tensor | float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Also by how much it is off where an error of x, or of its unit, makes it round the other way."""
+        below, found, above = (as_quantized(x + by * error, kind, a.w1.dtype, scale, x) for by in (-1, 0, 1))
+        return found, torch.maximum((below - found).abs(), (above - found).abs())
+
+    x, x_off = a.hidden.double(), torch.zeros((), dtype=torch.float64, device=a.hidden.device)
     if a.hidden.element_size() == 1:
         x = (
             powers(a.hidden, a.hidden_scale)
@@ -295,7 +300,7 @@ def fused_experts(before, after, outputs: tuple) -> Found:
             else x * a.hidden_scale.double()
         )
     elif kind != "none" and not a.weight_only:
-        x = as_quantized(x, kind, a.w1.dtype, a.hidden_scale)
+        x, x_off = quantized(x, 2.0**-22 * x.abs(), a.hidden_scale)
     routed, ids = len(a.w1) - a.shared_experts, a.topk_ids.long()
     if a.expert_map is not None:
         known = (ids >= 0) & (ids < len(a.expert_map))
@@ -308,13 +313,12 @@ def fused_experts(before, after, outputs: tuple) -> Found:
         w1, w2 = (weight(w[expert], None if s is None else s[expert]) for w, s in ((a.w1, scales), (a.w2, a.w2_scale)))
         on_input = share[:, None] if a.apply_router_weight_on_input else torch.ones_like(share[:, None])
         gate, up = (x @ w1.t() * on_input).chunk(2, 1)
-        gate_off, up_off = (OF_TERMS * (x.abs() @ w1.abs().t()) * on_input.abs()).chunk(2, 1)
+        gate_off, up_off = ((OF_TERMS * x.abs() + x_off) @ w1.abs().t() * on_input.abs()).chunk(2, 1)
         inner = (silu(gate) * up).to(a.out_dtype).double()
         inner_off = 1.1 * up.abs() * gate_off + silu(gate).abs() * up_off  # silu rises by at most 1.1
         if kind != "none" and not a.weight_only:
-            error = HALF[a.out_dtype] * inner.abs() + inner_off  # by which a value may be rounded the other way
-            below, inner, above = (as_quantized(inner + by * error, kind, a.w1.dtype, a.act_scale) for by in (-1, 0, 1))
-            inner_off = torch.maximum((below - inner).abs(), (above - inner).abs())
+            error = 2 * HALF[a.out_dtype] * inner.abs() + inner_off  # its own, and the largest's
+            inner, inner_off = quantized(inner, error, a.act_scale)
         share = torch.ones_like(share).where(share != 0, 0.0) if a.apply_router_weight_on_input else share
         total += share[:, None] * (inner @ w2.t())
         terms += share[:, None].abs() * (inner.abs() @ w2.abs().t())
