@@ -14,8 +14,9 @@ from vllm_rocm_ops.arch import Arch
 class Times:
     """`block`: of a block beside its keys. `unit_gb_s`: what a compute unit reads keys of heads at, however few do; None is its share.
     `latent_gb_s`: the same of latents, by a block's tiles of 16 columns. `sharing`: of a block that adds up to FAN_IN sums of heads,
-    from the last part's store on. Of a latent's sums the same is `latent` and `counted` for each part, or `added` for each part, beside the launch, where a launch adds
-    them. Of a latent through LDS: `lds_block` for 16 columns, `lds_gb_s`, and what an even division takes, `even`."""
+    from the last part's store on. Of a latent's sums the same is `latent` and `counted` for each part, or `added` for each part,
+    beside the launch, where a launch adds them. Of a latent through LDS: `lds_block` for 16 columns, `lds_gb_s`, and what an even
+    division takes, `even`."""
 
     block: float
     unit_gb_s: float | None
