@@ -285,7 +285,7 @@ def fused_experts(before, after, outputs: tuple) -> Found:
             of_blocks(values, scale, 128, 128) if kind == "block" else values.double() * scale.double().reshape(-1, 1)
         )
 
-    def quantized(x: Tensor, error: Tensor | float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    def quantized(x: Tensor, error: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """Also by how much it is off where an error of x, or of its unit, makes it round the other way."""
         below, found, above = (as_quantized(x + by * error, kind, a.w1.dtype, scale, x) for by in (-1, 0, 1))
         return found, torch.maximum((below - found).abs(), (above - found).abs())
@@ -317,7 +317,8 @@ def fused_experts(before, after, outputs: tuple) -> Found:
         inner = (silu(gate) * up).to(a.out_dtype).double()
         inner_off = 1.1 * up.abs() * gate_off + silu(gate).abs() * up_off  # silu rises by at most 1.1
         if kind != "none" and not a.weight_only:
-            error = 2 * HALF[a.out_dtype] * inner.abs() + inner_off  # its own, and the largest's
+            roundings = 2 if a.act_scale is None else 1  # its own, and that of the largest, where it is the unit
+            error = roundings * HALF[a.out_dtype] * inner.abs() + inner_off
             inner, inner_off = quantized(inner, error, a.act_scale)
         share = torch.ones_like(share).where(share != 0, 0.0) if a.apply_router_weight_on_input else share
         total += share[:, None] * (inner @ w2.t())
