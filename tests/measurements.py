@@ -26,6 +26,7 @@ sys.path.pop()
 RESULTS = ROOT / "serving_benchmarks" / "results"
 ROWS = (1, 8, 32, 128, 512, 2048)  # in the tables with times
 SUMMARY_ROWS = (1, 8, 16, 32, 64, 128, 1024)
+NO_ATTENTION = "-decode_attention,-latent_attention"  # VLLM_ROCM_OPS_SEAMS of runs with all ops but attention
 OPS = "ops", "gemm", "moe"  # the kinds of files that have single ops with their peers
 
 
@@ -243,7 +244,8 @@ def beside_the_engine() -> str:
     for newest in measured("decode_step"):
         for line, path in newest.values():
             shape = line["shape"]
-            if line["ranks"] == 1 and shape["ep"] is None and "attention" not in line["ours"]:
+            per_token = line["quantization"] == "token" and shape["model"].startswith("llama")  # not as engines have it
+            if line["ranks"] == 1 and shape["ep"] is None and "attention" not in line["ours"] and not per_token:
                 rank = path.parent.name, shape["model"], shape["tp"], shape["layers"]
                 how = line["quantization"] == "config", -shape["context"]
                 steps.setdefault(rank, {}).setdefault(how, {})[shape["batch"]] = line
@@ -252,7 +254,8 @@ def beside_the_engine() -> str:
         result = sides["with"][0]
         layers = result["num_layers"] or layers_of(result["model_id"])
         found = steps.get((path.parent.name, result["model_id"], result["rank_of"], layers))
-        if not found or result["batch_size"] not in (step := found[max(found)]):
+        chosen = backend_of(json.loads(path.read_text())["command"])  # a step has vLLM's choice
+        if chosen or not found or result["batch_size"] not in (step := found[max(found)]):
             continue
         line = step[result["batch_size"]]
         row = result["model_id"], f"1 of {result['rank_of']}", str(layers), str(line["shape"]["context"])
@@ -277,17 +280,18 @@ def layers_of(model: str) -> int:
 
 def engine_runs() -> list[tuple[str, dict, pathlib.Path]]:
     """(GPU, {side: results}, file) of the newest pair of each case in the files of latency.py. The sides of one commit may be in two
-    files."""
+    files. Runs without some seams are a side of their own."""
     newest: dict[tuple, tuple[str, dict, pathlib.Path]] = {}
     pairs: dict[tuple, dict] = {}
     for path in oldest_first(RESULTS.glob("*/*-latency.json")):
         report = json.loads(path.read_text())
         for result in report["results"]:
             kept = ("model_id", "num_layers", "rank_of", "input_len", "output_len", "batch_size")
-            case = path.parent.name, *(result[name] for name in kept)
+            case = path.parent.name, *(result[name] for name in kept), backend_of(report["command"])
             sides = pairs.setdefault((report.get("commit") or path.name, case), {})
-            sides.setdefault(result["side"], []).append(result)
-            if len(sides) == 2:
+            seams = report.get("environment", {}).get("VLLM_ROCM_OPS_SEAMS", "")
+            sides.setdefault(" ".join(filter(None, (result["side"], seams))), []).append(result)
+            if not seams and sides.keys() >= latency_report.SIDES.keys():
                 newest[case] = report["hardware"], sides, path
     return [newest[case] for case in sorted(newest, key=str_and_numbers)]
 
@@ -295,6 +299,29 @@ def engine_runs() -> list[tuple[str, dict, pathlib.Path]]:
 def options_of(command: str) -> argparse.Namespace:
     """The options of a command of latency.py."""
     return latency.parse_arguments(shlex.split(command)[2:])
+
+
+def backend_of(command: str) -> str:
+    """The attention backend that a command of latency.py asks for. Empty if vLLM chooses it."""
+    return options_of(command).engine_args.get("attention_backend", "")
+
+
+def attention_in_engine() -> str:
+    """Decode through vLLM's engine without the ops, with all but attention, and with all."""
+    rows: dict[tuple, dict[int, str]] = {}
+    for hardware, sides, path in engine_runs():
+        result, partly = sides["with"][0], sides.get(f"with {NO_ATTENTION}")
+        if partly is None:
+            continue
+        backend = backend_of(json.loads(path.read_text())["command"])
+        row = result["model_id"], backend, f"1 of {result['rank_of']}", hardware, str(result["num_layers"] or "all")
+        stock, others, ours = (latency_report.median_ms(runs) for runs in (sides["without"], partly, sides["with"]))
+        cell = f"{stock:.2f} / {others:.2f} / {ours:.2f} {times([others / ours])}"
+        rows.setdefault((*row, str(result["input_len"])), {})[result["batch_size"]] = cell
+    batches = sorted(set().union(*rows.values()))
+    header = ("model", "backend", "rank", "GPU", "layers", "prompt", *(f"batch {batch}" for batch in batches))
+    body = [(*row, *(cells.get(batch, "") for batch in batches)) for row, cells in rows.items()]
+    return markdown(header, body) if body else "Nothing yet."
 
 
 def str_and_numbers(case: tuple) -> tuple:
@@ -319,6 +346,8 @@ def engine(tables: slice = slice(None)) -> str:
         if options.tensor_parallel_size > 1:
             experts = " + EP" if options.engine_args.get("enable_expert_parallel") else ""
             rank += f", TP{experts} {options.tensor_parallel_size}"
+        if backend := backend_of(command):
+            rank += f", {backend}"
         layers, iterations = str(result["num_layers"] or "all"), f"{len(sides['with'])} x {len(result['latencies'])}"
         row = f"{result['model_id']}{rank}", hardware, layers, str(result["output_len"])
         often.setdefault(row, {})[iterations] = None

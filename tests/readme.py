@@ -93,6 +93,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "engine": functools.partial(measurements.engine, slice(1, None)),
         "decode": measurements.decode_summary,
         "beside the engine": measurements.beside_the_engine,
+        "attention in the engine": measurements.attention_in_engine,
         "experts": measurements.experts_summary,
         "decode attention": attention_table.decode_summary,
         "single ops": measurements.single_ops,

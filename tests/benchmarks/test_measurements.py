@@ -5,7 +5,18 @@ import os
 
 import measurements
 import pytest
-from measurements import beside_the_engine, engine, engine_commands, measured, profiles, single_ops, times, unmeasured
+from measurements import (
+    NO_ATTENTION,
+    attention_in_engine,
+    beside_the_engine,
+    engine,
+    engine_commands,
+    measured,
+    profiles,
+    single_ops,
+    times,
+    unmeasured,
+)
 
 CONFIG = json.loads((measurements.latency.CONFIGS / "tiny-llama" / "config.json").read_text())
 
@@ -75,7 +86,8 @@ def test_the_newest_pair_through_the_engine_counts(folder):
 
 
 def test_the_engine_stands_beside_the_step_of_its_layers(folder):
-    """Not beside a step of other layers, of whole experts or with our attention; a model's own scales come first, then few keys."""
+    """Not beside a step of other layers, of whole experts, with our attention or with scales that a Llama does not have, nor an
+    engine with another backend than vLLM's choice; a model's own scales come first, then few keys."""
 
     def step(us: float, ours: tuple[str, ...] = ("norm",), quantization: str = "", **shape) -> str:
         rank = {"model": "llama", "tp": 8, "ep": None, "batch": 8, "context": 1024, "layers": 4, **shape}
@@ -84,12 +96,35 @@ def test_the_engine_stands_beside_the_step_of_its_layers(folder):
 
     assert beside_the_engine() == "Nothing yet."
     others = {"layers": 5}, {"ep": 8}, {"ours": ("norm", "attention")}, {"tp": 4}, {"quantization": "token"}
+    others += {"quantization": "token", "layers": 6}, {"quantization": ""}
     lines = [step(i, **{"quantization": "config", "context": 1, **other}) for i, other in enumerate(others, 1)]
     lines += step(60, quantization="config"), step(40, quantization="config", context=64)
     write(folder / "2026-11-21-decode_step.jsonl", "".join(lines))
     pairs = [("without", 1, 3.0), ("with", 1, 2.0), ("without", 8, 5.0), ("with", 8, 2.0)]
     write(folder / "2026-11-21-a-latency.json", report(*pairs, rank_of=8))
+    write(folder / "2026-11-21-b-latency.json", report(*pairs, rank_of=8, layers=6))
+    asked = """--rank-of 8 --engine-args '{"attention_backend": "TRITON_MLA"}'"""
+    write(folder / "2026-11-21-c-latency.json", report(("without", 8, 9.0), ("with", 8, 1.0), rank_of=8, options=asked))
     assert beside_the_engine().splitlines()[2:] == ["| llama | 1 of 8 | 4 | 64 | 2.50x, 3.00x |"]
+
+
+def test_attention_in_the_engine_stands_beside_the_run_without_it(folder):
+    """Which is no side of the other tables, nor is a run of vLLM's own choice of a backend one of a backend asked for."""
+
+    def runs(name: str, *results: tuple[str, int, float], backend: str = "TRITON_MLA", **environment: str) -> None:
+        asked = f"""--engine-args '{{"attention_backend": "{backend}"}}'"""
+        made = json.loads(report(*results, options=asked)) | {"commit": "abc", "environment": environment}
+        write(folder / f"2026-11-21-{name}-latency.json", json.dumps(made))
+
+    runs("a", ("without", 8, 6.0), ("with", 8, 3.0))
+    assert attention_in_engine() == "Nothing yet."
+    runs("b", ("with", 8, 4.5), VLLM_ROCM_OPS_SEAMS=NO_ATTENTION)
+    runs("c", ("with", 8, 1.0), backend="")
+    assert [row.rpartition(" | 1 | ")[2] for row in attention_in_engine().splitlines()[2:]] == [
+        "6.00 / 4.50 / 3.00 1.50x |"
+    ]
+    assert engine().splitlines()[4:] == ["| llama, TRITON_MLA | 1 x Made-up GPU | 4 | 64 | 1 x 5 | 6.00 / 3.00 2.00x |"]
+    assert "2026-11-21-a" in engine_commands()
 
 
 @pytest.mark.parametrize("half", ["--tensor-parallel-size 2", "--rank-of 2"])
