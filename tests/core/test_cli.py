@@ -98,6 +98,13 @@ def test_explain_takes_every_op(op, arch):
     assert explained.launches or "fallback: the kernels need" in explained.source, str(explained)
 
 
+@pytest.mark.parametrize("op", [vllm_rocm_ops.ops.mla_decode, vllm_rocm_ops.ops.paged_attention_decode])
+def test_what_is_not_given_lets_attention_choose_its_parts(op):
+    """As vLLM calls it, where no constant partition is asked for."""
+    assert explain.example(op, "gfx942")["partition"] == 0
+    assert len(explain.explain(op, "gfx942").considered) > 1
+
+
 @pytest.mark.parametrize("arch", archs.ARCHS)
 def test_explain_changes_what_belongs_together(arch):
     explained = explain.explain(vllm_rocm_ops.ops.fused_add_rms_norm, arch, (9, 2048), explain.DTYPES["fp16"])

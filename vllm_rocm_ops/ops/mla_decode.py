@@ -242,10 +242,10 @@ def _cases() -> Iterator[Case]:
     for dtype, kind in attention.ELEMENTS.items():
         for fp8 in (False, True):
             for heads in (3, 17, 64):
-                length, given = (35, {"wider": 0}) if fp8 else (135, {"wider": 70, "partition": 128})
-                yield case(f"{kind}{'-fp8' * fp8}-{heads}", (length,), heads, dtype=dtype, fp8=fp8, **given)
                 if not fp8:
                     yield case(f"{kind}-even-{heads}", (140, 3), heads, dtype=dtype, wider=70)
+                length, given = (35, {"wider": 0}) if fp8 else (135, {"wider": 70, "partition": 128})
+                yield case(f"{kind}{'-fp8' * fp8}-{heads}", (length,), heads, dtype=dtype, fp8=fp8, **given)
     yield case("deepseek", (120,), 16, fp8=True)
     yield case("lengths", (0, 1, 15, 16, 17, 31, 32, 33, 64, 65), 1, wider=0)
     yield case("lengths-parts", (127, 128, 129), 2, wider=0)
