@@ -24,6 +24,7 @@ from .trace import Recording, RecordingEmulator, aligned, record
 BLOCKS = 64  # of a launch that are recorded
 DIES = int(machines.MI300X["xcds"])  # as the traced code has it: kXcds in csrc/device/amd/tile_mma.h
 MOST_WAVES = 2048  # of a launch that runs whole, as others read what it writes
+SORTS = "_sort"  # ends the symbol of one that always runs whole, as others find their work in what it writes
 CACHES, LENGTHS = ("key_cache", "value_cache", "kv_cache"), ("block_table", "seq_lens")
 PARAMETERS = frozenset(("b", "w1", "w2", "weight", "bias", *CACHES))
 """Arguments of ops that are a model's or requests', and not in a cache when the next step needs them again. What the kernel before wrote
@@ -39,11 +40,11 @@ class Kernel(NamedTuple):
 
 
 def _argument(name: str, value, experts: int):
-    """A value for an argument of the meta device. Tokens go to all experts in turn."""
+    """A value for an argument of the meta device. Tokens go to all experts in turn, if ids have no values."""
     if not isinstance(value, torch.Tensor):
         return value
-    made = aligned(value if name in LENGTHS else value.to("meta"))
-    if name == "topk_ids":
+    made = aligned(value if name in (*LENGTHS, "topk_ids") else value.to("meta"))
+    if name == "topk_ids" and value.is_meta:
         made.copy_(torch.arange(value.numel()).reshape(value.shape) % experts)
     elif name == "expert_map":
         made.copy_(torch.arange(value.numel()).where(torch.arange(value.numel()) < experts, -1))
@@ -101,11 +102,14 @@ def at_addresses(planned: Sequence[Launch], values: dict) -> list[Launch]:
 def recorded(
     emulator: RecordingEmulator, one: Launch, last: bool, cold: list, most: int = BLOCKS, whole: int = MOST_WAVES
 ) -> Recording:
-    """About so many of the blocks of a launch; all run, if others read what it writes and they have at most `whole` waves."""
+    """About so many of the blocks of a launch; all run, if others read what it writes and they have at most `whole` waves
+    or find their work in it."""
     grid, path = math.prod(one.grid), launch.code_object(one.module, emulator.arch.name)
     waves = grid * -(-math.prod(one.block) // emulator.arch.wave_lanes)
     blocks = sorted({0, *sampled(grid, most, _tiles(one))})  # the first often writes what later launches read
-    return record(emulator, path, one, blocks, run_all=not last and waves <= whole, cold=cold)
+    return record(
+        emulator, path, one, blocks, run_all=not last and (waves <= whole or one.symbol.endswith(SORTS)), cold=cold
+    )
 
 
 def _tiles(one: Launch) -> int:
