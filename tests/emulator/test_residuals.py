@@ -154,7 +154,7 @@ def test_launches_whose_blocks_are_told_other_things_are_recorded_apart(monkeypa
 
 
 def test_configurations_are_compared_with_the_one_that_is_chosen(monkeypatch, tmp_path, capsys):
-    (of, n, k), call = next(iter(choices.layers().items()))
+    (of, layer), call = next(iter(choices.layers().items()))
     _, known = choices.costs(call, 1, archs.named("MI300X"))
     first, second, *_ = known
     assert known[first] <= known[second] and of == "scaled_mm"
@@ -165,10 +165,19 @@ def test_configurations_are_compared_with_the_one_that_is_chosen(monkeypatch, tm
         predict, "predict_call",
         lambda op, given, machine, config: [predict.Kernel("k", kernel.prediction._replace(us=times[config]), None)],
     )  # fmt: skip
-    monkeypatch.setattr(choices, "layers", lambda: {(of, n, k): call})
+    monkeypatch.setattr(choices, "layers", lambda: {(of, layer): call})
     found = list(choices.rows(machines.MI300X, (1,), 2))
     assert [float(row["predicted_us"]) for row in found] == [12, 10]
     write(tmp_path / "choices.csv", choices.HEADER, found)
     assert choices.main(["--read", str(tmp_path / "choices.csv")]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"1.20 scaled_mm 1x{n}x{k}: {first}, best {second}") and "at most 1.20" in out
+    assert out.startswith(f"1.20 scaled_mm 1x{layer}: {first}, best {second}") and "at most 1.20" in out
+
+
+def test_experts_whose_configurations_are_compared_get_the_tokens_of_a_draw():
+    """As likely all as `cost` takes them; of one token, at least one expert is here."""
+    call, arch = choices.layers()["fused_experts", "deepseek-v3-ep8"], archs.named("MI300X")
+    one, many = (choices.costs(call, tokens, arch)[0] for tokens in (1, 512))
+    assert (one.topk_ids < len(one.w1)).any() and choices.costs(call, 1, arch)[0].topk_ids.equal(one.topk_ids)
+    assert all(len(set(ids)) == 8 for ids in many.topk_ids.tolist())
+    assert (many.topk_ids < len(many.w1)).sum().item() == pytest.approx(512, rel=0.1)

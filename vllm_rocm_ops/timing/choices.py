@@ -1,10 +1,12 @@
-"""What the model says of the configurations that products of few tokens could have, beside the one that `cost` chooses.
+"""What the model says of the configurations that products of few tokens and experts could have, beside the one that `cost` chooses.
 
     python -m vllm_rocm_ops.timing.choices --device MI300X --tokens 1 16 64 > choices.csv
+    python -m vllm_rocm_ops.timing.choices --op fused_experts --tokens 1 8 32 > experts.csv
     python -m vllm_rocm_ops.timing.choices --read choices.csv
 
-The first predicts the linear layers of Llama-3.1-405B and DeepSeek-V3 on one GPU of eight, in their cheapest configurations. The second
-says, from such a file, what today's choice loses to the best one of it.
+The first predicts the linear layers of Llama-3.1-405B and DeepSeek-V3 on one GPU of eight, and experts, whose tokens go where one random
+draw sends them, in their cheapest configurations; the second experts alone. The last says, from such a file, what today's choice loses to
+the best one of it.
 """
 
 from __future__ import annotations
@@ -21,24 +23,38 @@ import torch
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.bench import experts
 from vllm_rocm_ops.bench.shapes import linear_layers
+from vllm_rocm_ops.model_arguments import Inputs
 from vllm_rocm_ops.model_layers import LayerCall
+from vllm_rocm_ops.ops import fused_experts
 
 from . import machines, predict
+from .configurations import SHARES
 from .machines import Machine
 
 MODELS = ("llama-3.1-405b-fp8", "deepseek-v3")
 RANKS = 8
-HEADER = ("device", "op", "M", "N", "K", "config", "cost_us", "predicted_us")
+HEADER = ("device", "op", "M", "layer", "config", "cost_us", "predicted_us")
 Row = dict[str, str]
 
 
-def layers() -> dict[tuple[str, int, int], LayerCall]:
-    """The linear layers, each shape once, by op, N and K."""
+def _experts(tokens: int, inputs: Inputs, share: experts.Share) -> tuple:
+    """With ids that have values, all experts as likely."""
+    a = fused_experts.Arguments(*experts._arguments(tokens, inputs, share, experts.BLOCKS))
+    drawn = torch.rand(tokens, share.known, generator=torch.Generator().manual_seed(0)).topk(share.topk)
+    return tuple(a._replace(topk_ids=drawn.indices.int()))
+
+
+def layers() -> dict[tuple[str, str], LayerCall]:
+    """The linear layers, each shape once, by op and NxK, and the experts, by op and share."""
     found = {}
     for model in MODELS:
         for call, n, k in linear_layers(model, RANKS):
-            found.setdefault((call.op.name, n, k), call)
+            found.setdefault((call.op.name, f"{n}x{k}"), call)
+    for name in SHARES:
+        of_share = LayerCall(name, fused_experts, _experts, (experts.SHARES[name],), torch.bfloat16)
+        found[fused_experts.name, name] = of_share
     return found
 
 
@@ -56,7 +72,7 @@ def predicted(call: LayerCall, a, config, machine: Machine) -> float:
 
 def rows(machine: Machine, tokens: Iterable[int], most: int, only: str = "") -> Iterator[Row]:
     """A row for each configuration of each shape, of the `most` cheapest; of one op `only`, if it is named."""
-    for (op, n, k), call in layers().items():
+    for (op, layer), call in layers().items():
         if only not in ("", op):
             continue
         for m in tokens:
@@ -66,8 +82,7 @@ def rows(machine: Machine, tokens: Iterable[int], most: int, only: str = "") -> 
                     machine.name,
                     op,
                     m,
-                    n,
-                    k,
+                    layer,
                     config,
                     f"{cost:.2f}",
                     f"{predicted(call, a, config, machine):.2f}",
@@ -79,10 +94,10 @@ def losses(found: Iterable[Row]) -> Iterator[tuple[Row, Row]]:
     """Of each shape of a file: the row of today's choice and that of the least predicted time."""
     shapes: dict[tuple, list[Row]] = defaultdict(list)
     for row in found:
-        shapes[tuple(row[name] for name in HEADER[:5])].append(row)
+        shapes[tuple(row[name] for name in HEADER[:4])].append(row)
     calls = layers()
-    for (device, op, m, n, k), of in shapes.items():
-        _, known = costs(calls[op, int(n), int(k)], int(m), archs.named(device))
+    for (device, op, m, layer), of in shapes.items():
+        _, known = costs(calls[op, layer], int(m), archs.named(device))
         names = {row["config"] for row in of}
         chosen = next(str(config) for config in known if str(config) in names)
         best = min(of, key=lambda row: float(row["predicted_us"]))
@@ -109,9 +124,7 @@ def main(argv: list[str] | None = None) -> int:
         for chosen, best in losses(csv.DictReader(file)):
             of = float(chosen["predicted_us"]) / float(best["predicted_us"])
             logs.append(math.log(of))
-            print(
-                f"{of:.2f} {chosen['op']} {chosen['M']}x{chosen['N']}x{chosen['K']}: {chosen['config']}, best {best['config']}"
-            )
+            print(f"{of:.2f} {chosen['op']} {chosen['M']}x{chosen['layer']}: {chosen['config']}, best {best['config']}")
     print(
         f"{len(logs)} shapes: {math.exp(sum(logs) / len(logs)):.3f} as a geometric mean, at most {math.exp(max(logs)):.2f}"
     )
