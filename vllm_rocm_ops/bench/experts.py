@@ -120,7 +120,7 @@ class Experts(Shape):
         return found
 
 
-def _arguments(m: int, inputs: Inputs, share: Share, quantization: str) -> tuple:
+def arguments_of(m: int, inputs: Inputs, share: Share, quantization: str) -> tuple:
     """Of our op, with weights that keep results about as large as tokens; shared experts are not in ids."""
     sizes = share.known, share.experts, share.topk, share.hidden, share.intermediate
     a = fused_experts.Arguments(*model_arguments.experts(m, inputs, *sizes, quantization))
@@ -144,5 +144,5 @@ def experts(tokens: Iterable[int] = TOKENS, dtype: torch.dtype = torch.float8_e4
         quantization = UNQUANTIZED if dtype == torch.bfloat16 else BLOCKS if share.blocks else TOKEN
         for m in tokens:
             what = f"{name} {m} {'bf16' if dtype == torch.bfloat16 else 'fp8'}"
-            case = made_case(what, torch.bfloat16, _arguments, m, share, quantization)
+            case = made_case(what, torch.bfloat16, arguments_of, m, share, quantization)
             yield Experts(fused_experts, case, {"m": m} | sizes, group=name, share=share)

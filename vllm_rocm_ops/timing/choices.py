@@ -41,7 +41,7 @@ Row = dict[str, str]
 
 def _experts(tokens: int, inputs: Inputs, share: experts.Share) -> tuple:
     """With ids that have values, all experts as likely."""
-    a = fused_experts.Arguments(*experts._arguments(tokens, inputs, share, experts.BLOCKS))
+    a = fused_experts.Arguments(*experts.arguments_of(tokens, inputs, share, experts.BLOCKS))
     drawn = torch.rand(tokens, share.known, generator=torch.Generator().manual_seed(0)).topk(share.topk)
     return tuple(a._replace(topk_ids=drawn.indices.int()))
 

@@ -88,7 +88,7 @@ def in_turn(arguments: tuple, number: int = 0) -> tuple:
 
 
 def _experts(m: int, inputs: Inputs, share: experts.Share, quantization: str) -> tuple:
-    made = experts._arguments(m, inputs, share, quantization)
+    made = experts.arguments_of(m, inputs, share, quantization)
     return made if inputs.device == "meta" else in_turn(made)
 
 
