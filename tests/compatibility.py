@@ -241,7 +241,7 @@ def model_table() -> str:
     for name in model_config.shipped():
         if not name.startswith("tiny"):
             shipped.setdefault(model_config.read(name)["architectures"][0], []).append(name)
-    measured = {sides["with"][0]["model_id"] for _, sides, _ in measurements.engine_runs()}
+    measured = {run.sides["with"][0]["model_id"] for run in measurements.engine_runs()}
     rows = []
     for architecture in dict.fromkeys((*flavours(), *model_layers.FAMILIES)):
         known = {flavour: name for name, (*_, flavour) in QUANTISATIONS.items() if flavour}

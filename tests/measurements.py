@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -216,6 +217,13 @@ def experts_summary() -> str:
     return "\n\n".join(tables) or "Nothing yet."
 
 
+def by_batch(header: tuple[str, ...], rows: dict[tuple[str, ...], dict[int, str]]) -> str:
+    """A table of rows, each with cells by batch size."""
+    batches = sorted(set().union(*rows.values()))
+    body = ((*row, *(cells.get(batch, "") for batch in batches)) for row, cells in rows.items())
+    return markdown((*header, *(f"batch {batch}" for batch in batches)), body)
+
+
 def decode_summary() -> str:
     """A row for each step, milliseconds by batch size."""
     tables = []
@@ -224,16 +232,13 @@ def decode_summary() -> str:
         steps: dict[str, dict[int, dict]] = {}
         for line in lines:
             steps.setdefault(line["case"].rpartition(", batch ")[0], {})[line["shape"]["batch"]] = line
-        shown = sorted({batch for step in steps.values() for batch in step})
 
-        def cell(line: dict | None) -> str:
-            if line is None:
-                return ""
+        def cell(line: dict) -> str:
             return f"{line['peers']['stock'] / 1000:.1f} → {line['us'] / 1000:.1f}: {times([ratio(line)])}"
 
-        body = [(what, *(cell(step.get(batch)) for batch in shown)) for what, step in sorted(steps.items())]
-        header = ("a rank's step, ms", *(f"batch {batch}" for batch in shown))
-        tables.append(f"{head(lines)}:\n\n{markdown(header, body)}")
+        rows = {(what,): {batch: cell(line) for batch, line in step.items()} for what, step in sorted(steps.items())}
+        table = by_batch(("a rank's step, ms",), rows)
+        tables.append(f"{head(lines)}:\n\n{table}")
     return "\n\n".join(tables) or "Nothing yet."
 
 
@@ -250,27 +255,19 @@ def beside_the_engine() -> str:
                 how = line["quantization"] == "config", -shape["context"]
                 steps.setdefault(rank, {}).setdefault(how, {})[shape["batch"]] = line
     rows: dict[tuple, dict[int, str]] = {}
-    for _, sides, path in engine_runs():
-        result = sides["with"][0]
+    for run in engine_runs():
+        result = run.sides["with"][0]
         layers = result["num_layers"] or layers_of(result["model_id"])
-        found = steps.get((path.parent.name, result["model_id"], result["rank_of"], layers))
-        chosen = backend_of(json.loads(path.read_text())["command"])  # a step has vLLM's choice
-        if chosen or not found or result["batch_size"] not in (step := found[max(found)]):
+        found = steps.get((run.paths[-1].parent.name, result["model_id"], result["rank_of"], layers))
+        asked = backend_of(run.command)  # a step has vLLM's choice
+        if asked or not found or result["batch_size"] not in (step := found[max(found)]):
             continue
         line = step[result["batch_size"]]
         row = result["model_id"], f"1 of {result['rank_of']}", str(layers), str(line["shape"]["context"])
-        cell = f"{times([latency_report.speedup(sides)])}, {times([ratio(line)])}"
+        cell = f"{times([latency_report.speedup(run.sides)])}, {times([ratio(line)])}"
         rows.setdefault(row, {})[result["batch_size"]] = cell
-    batches = sorted(set().union(*rows.values()))
-    header = (
-        "ratios of the engine, of the step",
-        "rank",
-        "layers",
-        "keys in the step",
-        *(f"batch {b}" for b in batches),
-    )
-    body = [(*row, *(cells.get(batch, "") for batch in batches)) for row, cells in rows.items()]
-    return markdown(header, body) if body else "Nothing yet."
+    header = ("ratios of the engine, of the step", "rank", "layers", "keys in the step")
+    return by_batch(header, rows) if rows else "Nothing yet."
 
 
 def layers_of(model: str) -> int:
@@ -278,22 +275,37 @@ def layers_of(model: str) -> int:
     return model_config.read(str(latency.find_model(model)))["num_hidden_layers"]
 
 
-def engine_runs() -> list[tuple[str, dict, pathlib.Path]]:
-    """(GPU, {side: results}, file) of the newest pair of each case in the files of latency.py. The sides of one commit may be in two
-    files. Runs without some seams are a side of their own."""
-    newest: dict[tuple, tuple[str, dict, pathlib.Path]] = {}
-    pairs: dict[tuple, dict] = {}
+class EngineRun(NamedTuple):
+    """A pair of sides through the engine, with what other sides there are, the files of all, and the command of the last side."""
+
+    hardware: str
+    sides: dict[str, list[dict]]
+    paths: list[pathlib.Path]
+    command: str
+
+
+def engine_runs() -> list[EngineRun]:
+    """The newest pair of each case in the files of latency.py. The sides of one commit may be in several files. Runs without some seams
+    are a side of their own."""
+    newest: dict[tuple, EngineRun] = {}
+    pairs: dict[tuple, tuple[dict, list[pathlib.Path]]] = {}
     for path in oldest_first(RESULTS.glob("*/*-latency.json")):
         report = json.loads(path.read_text())
         for result in report["results"]:
             kept = ("model_id", "num_layers", "rank_of", "input_len", "output_len", "batch_size")
             case = path.parent.name, *(result[name] for name in kept), backend_of(report["command"])
-            sides = pairs.setdefault((report.get("commit") or path.name, case), {})
-            seams = report.get("environment", {}).get("VLLM_ROCM_OPS_SEAMS", "")
-            sides.setdefault(" ".join(filter(None, (result["side"], seams))), []).append(result)
-            if not seams and sides.keys() >= latency_report.SIDES.keys():
-                newest[case] = report["hardware"], sides, path
+            sides, paths = pairs.setdefault((report.get("commit") or path.name, case), ({}, []))
+            sides.setdefault(" ".join(filter(None, (result["side"], seams_of(report)))), []).append(result)
+            if path not in paths:
+                paths.append(path)
+            if not seams_of(report) and sides.keys() >= latency_report.SIDES.keys():
+                newest[case] = EngineRun(report["hardware"], sides, paths, report["command"])
     return [newest[case] for case in sorted(newest, key=str_and_numbers)]
+
+
+def seams_of(report: dict) -> str:
+    """The seams of a run, where it names them."""
+    return report.get("environment", {}).get("VLLM_ROCM_OPS_SEAMS", "")
 
 
 def options_of(command: str) -> argparse.Namespace:
@@ -309,19 +321,16 @@ def backend_of(command: str) -> str:
 def attention_in_engine() -> str:
     """Decode through vLLM's engine without the ops, with all but attention, and with all."""
     rows: dict[tuple, dict[int, str]] = {}
-    for hardware, sides, path in engine_runs():
-        result, partly = sides["with"][0], sides.get(f"with {NO_ATTENTION}")
+    for run in engine_runs():
+        result, partly = run.sides["with"][0], run.sides.get(f"with {NO_ATTENTION}")
         if partly is None:
             continue
-        backend = backend_of(json.loads(path.read_text())["command"])
-        row = result["model_id"], backend, f"1 of {result['rank_of']}", hardware, str(result["num_layers"] or "all")
-        stock, others, ours = (latency_report.median_ms(runs) for runs in (sides["without"], partly, sides["with"]))
+        row = result["model_id"], backend_of(run.command), f"1 of {result['rank_of']}", run.hardware
+        row += str(result["num_layers"] or "all"), str(result["input_len"])
+        stock, others, ours = map(latency_report.median_ms, (run.sides["without"], partly, run.sides["with"]))
         cell = f"{stock:.2f} / {others:.2f} / {ours:.2f} {times([others / ours])}"
-        rows.setdefault((*row, str(result["input_len"])), {})[result["batch_size"]] = cell
-    batches = sorted(set().union(*rows.values()))
-    header = ("model", "backend", "rank", "GPU", "layers", "prompt", *(f"batch {batch}" for batch in batches))
-    body = [(*row, *(cells.get(batch, "") for batch in batches)) for row, cells in rows.items()]
-    return markdown(header, body) if body else "Nothing yet."
+        rows.setdefault(row, {})[result["batch_size"]] = cell
+    return by_batch(("model", "backend", "rank", "GPU", "layers", "prompt"), rows) if rows else "Nothing yet."
 
 
 def str_and_numbers(case: tuple) -> tuple:
@@ -334,9 +343,9 @@ def engine(tables: slice = slice(None)) -> str:
     vLLM does by default first; `tables` selects some. A model that was measured compiled is in that table only."""
     ways: dict[str, dict[tuple, dict[int, str]]] = {}
     often: dict[tuple, dict[str, None]] = {}  # in the order of batches
-    runs = [(*run, json.loads(run[2].read_text())["command"]) for run in engine_runs()]
-    compiled = {sides["with"][0]["model_id"] for _, sides, _, command in runs if not lacking(command)}
-    for hardware, sides, _, command in sorted(runs, key=lambda run: bool(lacking(run[3]))):
+    runs = engine_runs()
+    compiled = {run.sides["with"][0]["model_id"] for run in runs if not lacking(run.command)}
+    for hardware, sides, _, command in sorted(runs, key=lambda run: bool(lacking(run.command))):
         result = sides["with"][0]
         if lacking(command) and result["model_id"] in compiled:
             continue
@@ -355,12 +364,9 @@ def engine(tables: slice = slice(None)) -> str:
         ways.setdefault(way(result, command), {}).setdefault(row, {})[result["batch_size"]] = cell
     made = []
     for caption, rows in ways.items():
-        batches = sorted(set().union(*rows.values()))
-        header = ("model", "GPU", "layers", "generated", "pairs x iterations", *(f"batch {batch}" for batch in batches))
-        body = [
-            (*row, ", ".join(often[row]), *(cells.get(batch, "") for batch in batches)) for row, cells in rows.items()
-        ]
-        made.append(f"{caption}\n\n{markdown(header, body)}")
+        header = ("model", "GPU", "layers", "generated", "pairs x iterations")
+        table = by_batch(header, {(*row, ", ".join(often[row])): cells for row, cells in rows.items()})
+        made.append(f"{caption}\n\n{table}")
     return "\n\n".join(made[tables]) or "Nothing yet."
 
 
@@ -448,11 +454,12 @@ def decode() -> str:
 def engine_commands() -> str:
     """The commands that measured the engine."""
     commands: dict[pathlib.Path, str] = {}
-    for _, _, path in engine_runs():
+    for path in (path for run in engine_runs() for path in run.paths):
         report = json.loads(path.read_text())
         versions = ", ".join(f"{name} {report['versions'][name]}" for name in ("torch", "vllm"))
         command = re.sub(r" --(output-json|plot) \S+", "", report["command"])  # without paths on that machine
-        commands[path] = f"{links([path])}, {versions}:\n\n```\n{command}\n```"
+        seams = f"VLLM_ROCM_OPS_SEAMS={seams_of(report)} " if seams_of(report) else ""
+        commands[path] = f"{links([path])}, {versions}:\n\n```\n{seams}{command}\n```"
     return "\n\n".join(commands.values()) or "Nothing yet."
 
 

@@ -125,6 +125,10 @@ def test_attention_in_the_engine_stands_beside_the_run_without_it(folder):
     ]
     assert engine().splitlines()[4:] == ["| llama, TRITON_MLA | 1 x Made-up GPU | 4 | 64 | 1 x 5 | 6.00 / 3.00 2.00x |"]
     assert "2026-11-21-a" in engine_commands()
+    assert (
+        f"2026-11-21-b-latency.json), torch 2.11.0, vllm 0.33.0:\n\n```\nVLLM_ROCM_OPS_SEAMS={NO_ATTENTION} python"
+        in (engine_commands())
+    )
 
 
 @pytest.mark.parametrize("half", ["--tensor-parallel-size 2", "--rank-of 2"])
