@@ -5,10 +5,10 @@ import os
 import pathlib
 import subprocess
 import sys
-import time
 
 import pytest
 from marks import full
+from processes import ended
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "serving_benchmarks" / "serve.py"
 sys.path.insert(0, str(SCRIPT.parent))
@@ -47,16 +47,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 http.server.HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
 """
-
-
-def ended(pid: int) -> bool:
-    """Whether a process ends within 5 s; init may take a while to reap it."""
-    stat = pathlib.Path(f"/proc/{pid}/stat")
-    for _ in range(100):
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.fixture
