@@ -143,10 +143,7 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
       const f32x2 low = dim / 2 % 2 ? numerics::from_e4m3x2<true>(a) : numerics::from_e4m3x2<false>(a);
       const f32x2 high = dim / 2 % 2 ? numerics::from_e4m3x2<true>(b) : numerics::from_e4m3x2<false>(b);
       return attention::pack_exact<T>(low[dim % 2], high[dim % 2]);
-    } else {
-      const u32 a = word(first, dim / 2), b = word(second, dim / 2);
-      return dim % 2 ? a >> 16 | (b & 0xffff0000u) : (a & 0xffff) | b << 16;
-    }
+    } else return attention::pair_of(word(first, dim / 2), word(second, dim / 2), dim % 2);
   }
 
   DEVICE void run() {

@@ -1,5 +1,5 @@
-// Flash decoding of multi-head latent attention: 16 * kColumnTiles columns (rows of a query times heads) attend to the keys of one
-// request, of which all heads have the same. A key is a latent of 512 elements, which is its value too, and a rotated part of 64.
+// Flash decoding of multi-head latent attention: 16 or 32 columns (rows of a query times heads) attend to the keys of one request, of
+// which all heads have the same. A key is a latent of 512 elements, which is its value too, and a rotated part of 64.
 //
 //     scores^T = K q^T,   out^T = latent^T p^T,   p = exp2(score - running maximum of the column)
 //
@@ -46,14 +46,33 @@ struct MlaCombine : MlaPart<T, kColumnTiles> {
 
   DEVICE explicit MlaCombine(const MlaProblem& problem) : Part(problem.decode) {}
 
+  // Nothing of a part that there is not.
   DEVICE Sums load(int part, int vec) const {
     const mem::Buffer from = this->slot(first_slot + part);
     const int c = vec / kColumnVecs;
-    return {mem::load_device_or_zero<f32x4>(from, vec * 16, 0, true),
-            mem::load_device_or_zero<float>(from, kMaxima + c * 4, 0, true),
-            mem::load_device_or_zero<float>(from, kSums + c * 4, 0, true)};
+    const bool is_part = part < parts;
+    const float maximum = mem::load_device_or_zero<float>(from, kMaxima + c * 4, 0, is_part);
+    return {mem::load_device_or_zero<f32x4>(from, vec * 16, 0, is_part), is_part ? maximum : kLowest,
+            mem::load_device_or_zero<float>(from, kSums + c * 4, 0, is_part)};
   }
-  DEVICE void run(Buffer& buffer) const { add(buffer, wave::block_id_y()); }
+  DEVICE void finish(const Sums& sums, int vec) const {
+    const int c = vec / kColumnVecs, of_column = vec % kColumnVecs;
+    this->store(c, of_column * 4, sums.total * this->finish_column(c, sums.maximum, sums.sum, of_column == 0));
+  }
+  DEVICE void run(Buffer& buffer) const {
+    if (this->p.parts <= kWaves) add_few((wave::block_id_y() * kWaves + wave::index()) * wave::kLanes + wave::lane());
+    else add(buffer, wave::block_id_y());
+  }
+  // Of few parts a wave adds all.
+  DEVICE void add_few(int vec) const {
+    if (vec / kColumnVecs >= this->columns()) return;
+    Sums of_parts[kWaves];
+#pragma unroll
+    for (int part = 0; part < kWaves; ++part) of_parts[part] = load(part, vec);
+#pragma unroll
+    for (int part = 1; part < kWaves; ++part) of_parts[0].add(of_parts[part]);
+    finish(of_parts[0], vec);
+  }
   // The elements of so many lanes.
   DEVICE void add(Buffer& buffer, int lanes) const {
     const int vec = lanes * wave::kLanes + wave::lane(), c = vec / kColumnVecs;
@@ -66,8 +85,7 @@ struct MlaCombine : MlaPart<T, kColumnTiles> {
     if (wave::index() > 0) return;
 #pragma unroll
     for (int w = 1; w < kWaves; ++w) sums.add(buffer.sums[w][wave::lane()]);
-    const int of_column = vec % kColumnVecs;
-    this->store(c, of_column * 4, sums.total * this->finish_column(c, sums.maximum, sums.sum, of_column == 0));
+    finish(sums, vec);
   }
 };
 
@@ -87,9 +105,8 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
   static constexpr int kWaveDims = kLatent / kWaves;
   static constexpr int kLoads = kWaveDims * int(sizeof(Element)) / 64;  // steps of 64 bytes
   static constexpr int kProducts = kWaveDims / 32;                      // of a key tile
-  // Scores of so many columns are in LDS together. Sixteen threads reduce a column, so many of these at a time.
-  static constexpr int kShared = kColumns < 32 ? kColumns : 32, kSharedTiles = kShared / mma::kTileTokens;
-  static constexpr int kAtOnce = kThreads / 16 < kShared ? kThreads / 16 : kShared;
+  // Sixteen threads reduce a column, so many of these at a time.
+  static constexpr int kAtOnce = kThreads / 16 < kColumns ? kThreads / 16 : kColumns;
   static constexpr int kOwned = kColumns / kAtOnce;  // columns that a thread reduces
 
   struct Keys {
@@ -98,7 +115,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
     int pages;  // of the keys that are loaded here next
   };
   struct Scores {
-    float score[kWaves][kShared][kWaveKeys + 4];
+    float score[kWaves][kColumns][kWaveKeys + 4];
     u16 weight[kColumns][kWaveKeys + 8];
     float factor[kColumns];
   };
@@ -199,13 +216,10 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
   }
 
   DEVICE void multiply(const Operands& of, int first) {
-#pragma unroll
-    for (int begin = 0; begin < kColumns; begin += kShared) {
-      add_scores(of, begin);
-      block_barrier();  // hazard: scores of the waves are read before they are written
-      reduce_scores(first, begin);
-      block_barrier();  // hazard: p is read before it is written, or scores are written over before they are read
-    }
+    add_scores(of);
+    block_barrier();  // hazard: scores of the waves are read before they are written
+    reduce_scores(first);
+    block_barrier();  // hazard: p is read before it is written, or scores are written over before they are read
     u32x4 weights[kTiles];
     read_weights(weights);
 #pragma unroll
@@ -224,17 +238,16 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
       for (int d = 0; d < 2 * kProducts; ++d) attention::compute_now(out[t][d]);
   }
 
-  // What the wave's elements add to the scores of kShared columns.
-  DEVICE void add_scores(const Operands& of, int begin) {
+  // What the wave's elements add to the scores.
+  DEVICE void add_scores(const Operands& of) {
 #pragma unroll
-    for (int t = 0; t < kSharedTiles; ++t)
+    for (int t = 0; t < kTiles; ++t)
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
-        const int of_all = begin / mma::kTileTokens + t;
         f32x4 score = {};
 #pragma unroll
-        for (int i = 0; i < kProducts; ++i) score = mma::multiply_tile<T>(score, of.latent[tile][i], query[of_all][i]);
-        if (tile == 0) score = mma::multiply_tile<T>(score, of.rope, query_rope[of_all]);
+        for (int i = 0; i < kProducts; ++i) score = mma::multiply_tile<T>(score, of.latent[tile][i], query[t][i]);
+        if (tile == 0) score = mma::multiply_tile<T>(score, of.rope, query_rope[t]);
         auto& scores = buffer.scores.score[wave::index()];
         const int c = t * mma::kTileTokens + mma::value_token(lane, 0);
         if constexpr (mma::kValueTokens == 1) *(f32x4*)&scores[c][key(tile, mma::value_row(lane, 0))] = score;
@@ -244,18 +257,17 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
       }
   }
 
-  DEVICE void reduce_scores(int first, int begin) {
+  DEVICE void reduce_scores(int first) {
     constexpr Max max{};
     if (owner >= kAtOnce) return;
 #pragma unroll
-    for (int of_shared = 0; of_shared < kShared; of_shared += kAtOnce) {
-      int place = of_shared + owner;
-      attention::use_below(place);  // its addresses take no registers over the loop
-      const int c = begin + place, owned = (begin + of_shared) / kAtOnce;
+    for (int owned = 0; owned < kOwned; ++owned) {
+      int c = owned * kAtOnce + owner;
+      attention::use_below(c);  // its addresses take no registers over the loop
       const int row_end = first_row_end + this->column(c).row;
       f32x2 score = {};
 #pragma unroll
-      for (int w = 0; w < kWaves; ++w) score += *(const f32x2*)&buffer.scores.score[w][place][owned_key];
+      for (int w = 0; w < kWaves; ++w) score += *(const f32x2*)&buffer.scores.score[w][c][owned_key];
 #pragma unroll
       for (int i = 0; i < 2; ++i) score[i] = first + owned_key + i < row_end ? score[i] * scale : -__builtin_inff();
       const float largest = wave::reduce_group<16>(max(maximum[owned], max(score.x, score.y)), kLowest, max);

@@ -78,8 +78,13 @@ struct DecodePart : Output {
   // slots lie side by side: where its eight slots do.
   template <class Cache, int kUnit, bool kSideBySide = false>
   DEVICE u32 place(const CacheView& cache, int page, int first) const {
+    return place_of<Cache, kUnit, kSideBySide>(cache, page, clamped(first + lane % kWaveKeys));
+  }
+  // The same of a key.
+  template <class Cache, int kUnit, bool kSideBySide = false>
+  DEVICE u32 place_of(const CacheView& cache, int page, int key) const {
     constexpr int kLog2Group = CacheType<Cache>::kLog2Group, kMask = (1 << kLog2Group) - 1;
-    const int key = clamped(first + lane % kWaveKeys), slot = key - u32(key) / p.page_divisor * p.page_size;
+    const int slot = key - u32(key) / p.page_divisor * p.page_size;
     const u32 of_slot = kSideBySide ? u32(slot & kMask) / kUnit : u32(slot & kMask) * u32(cache.slot_stride / kUnit);
     const u32 of_head = u32((cache.offset + head * cache.head_stride) / kUnit);
     return u32(page) * u32(cache.block_stride / kUnit) + u32(slot >> kLog2Group) * u32(cache.group_stride / kUnit) +

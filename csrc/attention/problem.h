@@ -31,7 +31,7 @@ struct MlaProblem {
   DecodeProblem decode;
   const u16* query_pe;  // [requests * query_len, query_heads, 64]
   i64 query_pe_stride, query_pe_head_stride;
-  int requests;        // whose steps are divided evenly over blocks, or 0: each request has its parts
-  int blocks;          // of that division
+  int requests;
+  int blocks;  // that steps of all requests are divided over evenly, where a request does not have parts of its own
   int combine_blocks;  // that then add a request's parts
 };

@@ -33,8 +33,8 @@ EVEN_KEYS = 128  # of a step of even parts
 
 @dataclass(frozen=True)
 class MlaConfig(DecodeConfig):
-    """Keys go through registers, or through LDS: on NVIDIA, without conversion. `even`: so many parts in all, of one length, which may
-    have keys of several requests."""
+    """Keys go through registers, or through LDS: on AMD those of more than 32 columns, on NVIDIA any that are not converted. `even`:
+    so many parts in all, of one length, which may have keys of several requests."""
 
     in_lds: bool = False
     even: bool = False
@@ -78,9 +78,11 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 def _tiles(a, arch: Arch, in_lds: bool) -> int:
     """Of 16 columns: those of a block."""
-    needed = -(-a.query_len * a.q_nope.shape[1] // decode.COLUMNS)
-    most = 4 if arch.wave_lanes == 64 or in_lds else 2  # as registers allow
-    return next((tiles for tiles in (1, 2) if needed <= tiles), most)
+    return next((tiles for tiles in (1, 2) if _needed_tiles(a) <= tiles), 4 if in_lds else 2)  # as registers allow
+
+
+def _needed_tiles(a) -> int:
+    return -(-a.query_len * a.q_nope.shape[1] // decode.COLUMNS)
 
 
 def _blocks(a, arch: Arch, in_lds: bool) -> int:
@@ -101,7 +103,10 @@ def _configs(a, arch: Arch) -> list[MlaConfig]:
         return []
     # With a partition there is one kind, whatever else is in the batch.
     can_be_in_lds = arch.wave_lanes == 32 and not attention.is_quantized(a.kv_cache) and not a.partition
-    kinds = {False: LEAST_STEPS} | ({True: LEAST_STEPS_IN_LDS} if can_be_in_lds else {})
+    if arch.wave_lanes == 64:
+        kinds = {_needed_tiles(a) > 2: LEAST_STEPS}
+    else:
+        kinds = {False: LEAST_STEPS} | ({True: LEAST_STEPS_IN_LDS} if can_be_in_lds else {})
     found = ((decode.configs(a, _layout(a), STEP, least), in_lds) for in_lds, least in kinds.items())
     configs = [MlaConfig(**vars(config), in_lds=in_lds) for configs, in_lds in found for config in configs]
     blocks, keys = _blocks(a, arch, True), decode.capacity(a, _layout(a))
@@ -122,9 +127,9 @@ def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
     tiles = _tiles(a, arch, config.in_lds)
     blocks_of_part = _blocks(a, arch, config.in_lds)
     bandwidth, capacity, times = arch.bandwidth_gb_s * 1e3, decode.capacity(a, _layout(a)), decode_times.of(arch)
-    unit_gb_s, block_us = times.latent_gb_s[tiles], times.block
+    unit_gb_s, block_us = times.latent_gb_s.get(tiles), times.block
     if config.in_lds:
-        unit_gb_s, block_us = times.lds_gb_s, times.lds_block * tiles
+        unit_gb_s, block_us = times.lds_gb_s * a.kv_cache.element_size() / 2, times.lds_block * tiles
 
     def of_keys(parts: int, steps: int) -> float:
         blocks, part_bytes = blocks_of_part * parts, steps * STEP * bytes_of_key
@@ -159,7 +164,8 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
     columns, is_counted = decode.COLUMNS * tiles, _is_counted(config, tiles)
     both = (a.kv_cache, a.kv_cache), (a.kv_scale, a.kv_scale)
     shared = decode.problem_arguments(config, a, a.q_nope, _layout(a), *both, outputs, columns, counts=is_counted)
-    combine_blocks = columns * LATENT // 4 // arch.wave_lanes
+    waves = WAVES if config.parts <= WAVES else 1  # of a block that have elements of their own when parts are added
+    combine_blocks = columns * LATENT // 4 // (waves * arch.wave_lanes)
     if config.even:
         combine_blocks = min(combine_blocks, max(EVEN_COMBINE_BLOCKS // blocks, 1))
         shared |= {"partials": Workspace(4 * (blocks + config.parts) * columns * (LATENT + 2)), "slots": 1}
@@ -170,7 +176,7 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
             "query_pe": a.q_pe,
             "query_pe_stride": a.q_pe.stride(0),
             "query_pe_head_stride": a.q_pe.stride(1),
-            "requests": a.block_table.shape[0] if config.even else 0,
+            "requests": a.block_table.shape[0],
             "blocks": config.parts,
             "combine_blocks": combine_blocks,
         },
@@ -178,7 +184,7 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
     kind = attention.ELEMENTS[a.q_nope.dtype]
     fp8 = "_fp8" * attention.is_quantized(a.kv_cache)
     block = (WAVES * arch.wave_lanes, 1, 1)
-    even, lds = "_even" * config.even, _lds_bytes(columns) if config.in_lds else 0
+    even, lds = "_even" * config.even, _lds_bytes(columns) if config.in_lds and arch.wave_lanes == 32 else 0
     symbol = f"mla_decode_{kind}{fp8}{'_lds' * config.in_lds}{even}_{tiles}"
     parts = (config.parts, 1, 1) if config.even else (blocks, config.parts, 1)
     launches = [Launch("mla_decode", symbol, parts, block, args, lds)]

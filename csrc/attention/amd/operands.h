@@ -28,6 +28,11 @@ DEVICE u32 pack_exact(float low, float high) {
   else return __builtin_bit_cast(u32, __builtin_amdgcn_cvt_pkrtz(low, high));
 }
 
+// 16 bits of two words each: of both the high or the low ones.
+DEVICE u32 pair_of(u32 first, u32 second, bool high) {
+  return __builtin_amdgcn_perm(second, first, high ? 0x07060302 : 0x05040100);
+}
+
 // Which of 32 keys is this row of tile 0 or 1.
 DEVICE int key(int tile, int row) { return row / 4 * 8 + tile * 4 + row % 4; }
 // The operand of keys 8 * (l / 16) to + 7, rounded to T, of the scores of two tiles.
@@ -36,9 +41,23 @@ DEVICE u32x4 operand(f32x4 tile_0, f32x4 tile_1) {
   return {T::pack(tile_0.lo), T::pack(tile_0.hi), T::pack(tile_1.lo), T::pack(tile_1.hi)};
 }
 
-#define HAS_MLA_64 1  // MLA: blocks of 64 columns
+#define HAS_MLA_64 1  // MLA through LDS, 64 columns a block
 // Of MLA: the steps whose keys a wave has.
 constexpr int stages(int /*column_tiles*/) { return 3; }
+
+// sum + a b of 16 keys, four in each lane's row of a and column of b.
+template <class T>
+DEVICE f32x4 multiply_16_keys(f32x4 sum, u32x2 a, u32x2 b) {
+  if constexpr (__is_same(T, Bf16)) {
+    using Short4 = short __attribute__((ext_vector_type(4)));
+    return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(Short4, a), __builtin_bit_cast(Short4, b), sum,
+                                                     0, 0, 0);
+  } else {
+    using Half4 = _Float16 __attribute__((ext_vector_type(4)));
+    return __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(Half4, a), __builtin_bit_cast(Half4, b), sum, 0, 0,
+                                                 0);
+  }
+}
 
 // Transposes 32 elements of the keys of two tiles to two operands of the product with values, whose rows are elements: a product
 // with the identity leaves lane l element l % 16 of keys 4 * (l / 16) to + 3.
@@ -48,15 +67,7 @@ DEVICE f32x4 times_identity(u32x2 keys) {
   const u32 one = (__is_same(T, Bf16) ? 0x3f80 : 0x3c00) << element % 2 * 16;
   const bool is_here = element / 4 == wave::lane() / 16;
   const u32x2 identity = {is_here && element / 2 % 2 == 0 ? one : 0, is_here && element / 2 % 2 == 1 ? one : 0};
-  if constexpr (__is_same(T, Bf16)) {
-    using Short4 = short __attribute__((ext_vector_type(4)));
-    return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(Short4, keys),
-                                                     __builtin_bit_cast(Short4, identity), f32x4{}, 0, 0, 0);
-  } else {
-    using Half4 = _Float16 __attribute__((ext_vector_type(4)));
-    return __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(Half4, keys), __builtin_bit_cast(Half4, identity),
-                                                 f32x4{}, 0, 0, 0);
-  }
+  return multiply_16_keys<T>(f32x4{}, keys, identity);
 }
 template <class T>
 DEVICE void transpose(const mma::Weights& tile_0, const mma::Weights& tile_1, mma::Weights (&values)[2]) {
@@ -94,6 +105,12 @@ template <class Vec>
 DEVICE void use_below(Vec& value) {
   asm volatile("" : "+v"(value));
 }
+
+// The compiler moves no instruction over this.
+DEVICE void schedule_fence() { __builtin_amdgcn_sched_barrier(0); }
+
+// This wave's instructions go before those of others on its SIMD.
+DEVICE void go_first() { __builtin_amdgcn_s_setprio(1); }
 
 // A wave's queries stay in registers.
 constexpr bool kQueryInLds = false;

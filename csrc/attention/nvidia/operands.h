@@ -24,6 +24,11 @@ DEVICE u32 pack_exact(float low, float high) {
   else return T::pack({low, high});
 }
 
+// 16 bits of two words each: of both the high or the low ones.
+DEVICE u32 pair_of(u32 first, u32 second, bool high) {
+  return high ? first >> 16 | (second & 0xffff0000u) : (first & 0xffff) | second << 16;
+}
+
 // Which of 32 keys is this row of tile 0 or 1.
 DEVICE int key(int tile, int row) { return row % 8 / 2 * 8 + (2 * tile + row / 8) * 2 + row % 2; }
 DEVICE u32 transposed(u32 pair) {

@@ -1,0 +1,343 @@
+// Flash decoding of latents through LDS, 64 columns a block. Keys are converted on their way there, once for both products.
+//
+//     scores^T = K q^T,   out^T = latent^T p^T
+//
+// Four waves have the scores of 16 columns each. Four have the sums of 128 elements of the latent each, of all columns, and load keys.
+// A SIMD has one of either kind. A turn has one barrier and 16 keys, a unit. In turn i scores of unit i are computed while the keys
+// of unit i + 1 are read, values of unit i - 1 are multiplied with p while those of unit i are read, and unit i + 2 goes to LDS, where
+// three units are. The two units behind it are on their way in registers.
+#pragma once
+#include "attention/mla.h"
+#include "device/panel.h"
+
+template <class T, class Cache>
+struct MlaDecodeInLds : MlaPart<T, 4> {
+  using Part = MlaPart<T, 4>;
+  using Part::clamped, Part::columns, Part::end, Part::finish_column, Part::first_row_end, Part::kColumns;
+  using Part::kLowest, Part::kStepKeys, Part::kThreads, Part::kWaves, Part::lane, Part::p, Part::parts;
+  using Part::request, Part::store;
+
+  using Element = typename CacheType<Cache>::Element;
+  static constexpr bool kFp8 = __is_same(Cache, E4m3);
+  static constexpr int kKeys = 16, kStepUnits = kStepKeys / kKeys;  // of a unit, and units of a step
+  static constexpr int kSlots = 3, kStages = 2;                     // units in LDS and on their way there
+  static_assert(kStages <= kStepUnits, "the first pages are those of a step");
+  static constexpr int kGroupWaves = kWaves / 2, kColumnTiles = kColumns / 16;
+  static constexpr int kPanels = (kLatent + 64) / 64;  // of 64 elements
+  // With the padding a row of two neighbouring panels has all banks of gfx950, where two rows have them.
+  static constexpr int kPanelBytes = (kKeys + 1) * tile::kDepth;
+  static constexpr int kProducts = kPanels * 2;        // of 32 elements of a key
+  static constexpr int kDims = kLatent / kGroupWaves;  // of a wave's sums
+  static constexpr int kLaneDims = kDims / 16;         // that lie together
+
+  struct Units {
+    u8 keys[kSlots][kPanels * kPanelBytes];  // panel by panel
+    u32x2 weights[2][kColumnTiles][wave::kLanes];
+    float factor[2][kColumns];
+  };
+  struct Ends {
+    f32x4 out[16][kLatent / 4 + 1];
+    float factor[kColumns];
+  };
+  union Buffer {
+    Units units;
+    Ends ends;
+  };
+
+  const MlaProblem& mla;
+  Buffer& buffer;
+  const int group_wave = wave::index() % kGroupWaves;
+
+  DEVICE MlaDecodeInLds(const MlaProblem& problem, Buffer& buffer)
+      : Part(problem.decode, block_of(problem)), mla(problem), buffer(buffer) {}
+
+  // Blocks that have the same keys are as far apart as there are requests: of eight, on one die.
+  DEVICE static int block_of(const MlaProblem& problem) {
+    const int index = wave::block_id_x(), tile = u32(index) / u32(problem.requests);
+    return (index - tile * problem.requests) * problem.decode.column_tiles + tile;
+  }
+  // First key of a unit of this part.
+  DEVICE int unit_key(int unit) const {
+    return (wave::block_id_y() + unit / kStepUnits * parts) * kStepKeys + unit % kStepUnits * kKeys;
+  }
+  // 16 bytes of a row of a panel.
+  DEVICE u8* at(int slot, int panel, int row, int vec) const {
+    return buffer.units.keys[slot] + panel * kPanelBytes + row * tile::kDepth + (vec ^ lds::swizzle(row)) * 16;
+  }
+  DEVICE static int next_slot(int slot) { return slot + 1 < kSlots ? slot + 1 : 0; }
+
+  // The scores of a wave's 16 columns. Their maximum is raised only where a score is kSlack above it, so that sums are seldom multiplied.
+  // The largest weight is rounded then, too. What that changes in a sum that it dominates, the sum of rounded weights takes back.
+  struct Scores {
+    static constexpr float kSlack = 8.0f;
+    const MlaDecodeInLds& of;
+    u32x4 query[kProducts], keys[kProducts];
+    float maximum = kLowest, sum = 0.0f, rounded_sum = 0.0f;
+    int row_end;
+    float scale;
+
+    DEVICE explicit Scores(const MlaDecodeInLds& of) : of(of) {
+      const auto& p = of.p;
+      const auto c = of.column(of.group_wave * 16 + of.lane % 16);
+      const i64 row = i64(of.request) * p.query_len + c.row;
+      const u16* latent = p.query + row * p.query_stride + c.head * p.query_head_stride;
+      const u16* rope = of.mla.query_pe + row * of.mla.query_pe_stride + c.head * of.mla.query_pe_head_stride;
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i) {
+        const int element = i * 32 + of.lane / 16 * 8;
+        query[i] = mem::load<u32x4>(i < kLatent / 32 ? latent + element : rope + (element - kLatent));
+      }
+      row_end = of.first_row_end + c.row;
+      scale = p.scale * (p.key_cache.scale ? mem::load<float>(p.key_cache.scale) : 1.0f);
+    }
+
+    DEVICE void run() {
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i) attention::compute_now(query[i]);  // the loop waits for no loads
+      block_barrier();  // hazard: keys are read before they are written
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i) read(i, 0);
+      int slot = 0;
+#pragma unroll 1
+      for (int unit = 0; unit % kStages > 0 || of.unit_key(unit) < of.end; ++unit) {  // as many turns as sums have
+        slot = next_slot(slot);
+        add(unit % 2, of.unit_key(unit), slot);
+        block_barrier();  // hazard: weights are read before they are written, or keys are written over before they are read
+      }
+      block_barrier();  // hazard: sums are written over weights before they are read
+    }
+    DEVICE void read(int i, int slot) {
+      keys[i] = *(const u32x4*)of.at(slot, i / 2, of.lane % 16, i % 2 * 4 + of.lane / 16);
+    }
+
+    // Weights of a unit, from this key on; reads the keys of the next.
+    DEVICE void add(int buffer, int first, int next) {
+      constexpr Max max{};
+      f32x4 sums[2] = {};  // so that no product waits for the one before
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i) {
+        sums[i % 2] = mma::multiply_add<T>(sums[i % 2], keys[i], query[i]);
+        attention::schedule_fence();  // to the same registers
+        read(i, next);
+      }
+      f32x4 score = sums[0] + sums[1];
+      float largest = maximum;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        score[i] = first + mma::value_row(of.lane, i) < row_end ? score[i] * scale : -__builtin_inff();
+        largest = max(largest, score[i]);
+      }
+      float factor = 1.0f;
+      if (wave::count(largest > maximum + kSlack) > 0) {
+        largest = attention::reduce_rows(largest, max);
+        factor = numerics::exp2_approx(maximum - largest);
+        maximum = largest;
+        sum *= factor;
+        rounded_sum *= factor;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        score[i] = numerics::exp2_approx(score[i] - maximum);
+        sum += score[i];
+      }
+      const u32x2 weights = {T::pack(score.lo), T::pack(score.hi)};
+      const f32x2 rounded = T::unpack(weights.x) + T::unpack(weights.y);
+      rounded_sum += rounded.x + rounded.y;
+      auto& units = of.buffer.units;
+      units.weights[buffer][of.group_wave][of.lane] = weights;
+      if (of.lane < 16) units.factor[buffer][of.group_wave * 16 + of.lane] = factor;
+    }
+
+    // Maxima and sums of the columns, and what sums of values are multiplied by.
+    DEVICE void finish_columns(mem::Buffer to) const {
+      const float total = attention::reduce_rows(sum, Add{}), rounded = attention::reduce_rows(rounded_sum, Add{});
+      const int c = of.group_wave * 16 + of.lane;
+      if (of.lane >= 16) return;
+      float factor = rounded > 0.0f ? total / rounded : 0.0f;
+      if (of.parts == 1) factor *= of.finish_column(c, maximum, total, true);
+      else Part::store_sums(to, c, maximum, total);
+      of.buffer.ends.factor[c] = factor;
+    }
+    DEVICE void write(int) const {}
+  };
+
+  // The sums of kDims elements of all columns.
+  struct Sums {
+    static constexpr int kKeyLanes = 16;  // that load a key
+    static constexpr int kElements = 16 / int(sizeof(Element)), kLoads = kLatent / kElements / kKeyLanes;
+    struct Stage {  // a lane's part of a unit's keys
+      u32x4 latent[kLoads];
+      u32 rope[int(sizeof(Element))];
+      int page;  // of the key that is loaded here next
+    };
+
+    const MlaDecodeInLds& of;
+    const int of_key = of.lane % kKeyLanes,
+              row = of.group_wave * 4 + of.lane / kKeyLanes;  // which key and part the lane loads
+    f32x4 out[kColumnTiles][kLaneDims] = {};
+    u32x4 values[4];
+
+    DEVICE explicit Sums(const MlaDecodeInLds& of) : of(of) {}
+
+    DEVICE int key(int unit) const { return of.clamped(of.unit_key(unit) + row); }
+    DEVICE void load_page(Stage& stage, int unit) const {
+      stage.page = mem::load<int>(of.table + u32(key(unit)) / of.p.page_divisor);
+    }
+    DEVICE void load(Stage& stage, int unit) const {
+      constexpr int kUnit = 1 << CacheType<Cache>::kLog2Group;
+      const u32 place = of.template place_of<Cache, kUnit>(of.p.key_cache, stage.page, key(unit));
+      const Element* from = (const Element*)of.p.key_cache.data + u64(place) * kUnit;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) stage.latent[i] = mem::load<u32x4>(from + (i * kKeyLanes + of_key) * kElements);
+      const Element* rope = from + kLatent + of_key * 4;
+      if constexpr (kFp8) stage.rope[0] = mem::load<u32>(rope);
+      else {
+        const u32x2 words = mem::load<u32x2>(rope);
+        stage.rope[0] = words.x, stage.rope[1] = words.y;
+      }
+      load_page(stage, unit + kStages);
+      attention::issue_now();
+    }
+    // Part i of the latents, or with i = kLoads the rotated part.
+    DEVICE void store_keys(const Stage& stage, int slot, int i) const {
+      if (i == kLoads) {
+        u32x2 rope;
+        if constexpr (kFp8) rope = as_operand<T>(u32x2{stage.rope[0], 0}).lo;
+        else rope = {stage.rope[0], stage.rope[1]};
+        *(u32x2*)(of.at(slot, kPanels - 1, row, of_key / 2) + of_key % 2 * 8) = rope;
+      } else if constexpr (kFp8) {
+        // Every other four lanes store the second vec first, as eight lanes have the same row of two panels.
+        const int vec = (i * kKeyLanes + of_key) * 2;
+        const bool crossed = of_key / 4 % 2;
+        const u32x4 bytes = stage.latent[i], low = as_operand<T>(bytes.lo), high = as_operand<T>(bytes.hi);
+        *(u32x4*)of.at(slot, vec / 8, row, vec % 8 + crossed) = crossed ? high : low;
+        *(u32x4*)of.at(slot, vec / 8, row, vec % 8 + !crossed) = crossed ? low : high;
+      } else {
+        const int vec = i * kKeyLanes + of_key;
+        *(u32x4*)of.at(slot, vec / 8, row, vec % 8) = stage.latent[i];
+      }
+    }
+    // A unit's keys go to LDS, and the unit kStages behind is loaded.
+    DEVICE void replace(Stage& stage, int slot, int unit) const {
+#pragma unroll
+      for (int i = 0; i <= kLoads; ++i) store_keys(stage, slot, i);
+      load(stage, unit + kStages);
+    }
+
+    DEVICE void run() {
+      attention::go_first();  // the other wave of the SIMD has its keys in registers and fills the gaps
+      Stage stages[kStages];
+#pragma unroll
+      for (int s = 0; s < kStages; ++s) stages[s].page = wave::from_lane(of.early_pages, key(s) - of.unit_key(0));
+#pragma unroll
+      for (int s = 0; s < kStages; ++s) load(stages[s], s);
+#pragma unroll
+      for (int s = 0; s < kStages; ++s) replace(stages[s], s, s);
+      block_barrier();  // hazard: keys are read before they are written
+      read_values(values, 0);
+      replace(stages[0], 2, 2);
+      block_barrier();  // hazard: weights are read before they are written
+      int slot = 0;
+#pragma unroll 1
+      for (int unit = 0; of.unit_key(unit) < of.end; unit += kStages)
+#pragma unroll
+        for (int s = 0; s < kStages; ++s) {
+          Stage& stage = stages[(s + 3) % kStages];
+          u32x2 weights[kColumnTiles];
+          u32x4 next[4];
+          read_weights(weights, s);
+          read_values(next, next_slot(slot));
+#pragma unroll
+          for (int d = 0; d < kLaneDims; ++d) {  // the rest is done between products
+            add(weights, d);
+            if (d <= kLoads) store_keys(stage, slot, d);
+            if (d == kLoads) load(stage, unit + s + 3 + kStages);
+            attention::schedule_fence();
+          }
+#pragma unroll
+          for (int k = 0; k < 4; ++k) values[k] = next[k];
+          block_barrier();  // hazard: keys are read before they are written, or written over before they are read
+          slot = next_slot(slot);
+        }
+    }
+
+    // The eight elements of row r of the tiles, so that lanes that read two rows of keys together have all banks.
+    DEVICE static int panel(int r) { return r / 4 % 2; }
+    DEVICE static int vec(int r) { return r / 8 * 4 + r % 4; }
+
+    DEVICE void read_values(u32x4 (&values)[4], int slot) const {
+      const int r = of.lane % 16;
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        values[k] = *(const u32x4*)of.at(slot, of.group_wave * 2 + panel(r), of.lane / 16 * 4 + k, vec(r));
+      attention::schedule_fence();
+    }
+    // The sums of before are multiplied by the factors of the new maxima.
+    DEVICE void read_weights(u32x2 (&weights)[kColumnTiles], int buffer) {
+      const auto& units = of.buffer.units;
+      float factor[kColumnTiles];
+      bool grows = false;
+#pragma unroll
+      for (int t = 0; t < kColumnTiles; ++t) {
+        factor[t] = units.factor[buffer][t * 16 + of.lane % 16];
+        weights[t] = units.weights[buffer][t][of.lane];
+        grows |= factor[t] != 1.0f;
+      }
+      if (wave::count(grows) == 0) return;
+#pragma unroll
+      for (int t = 0; t < kColumnTiles; ++t)
+#pragma unroll
+        for (int d = 0; d < kLaneDims; ++d) out[t][d] *= factor[t];
+    }
+    DEVICE void add(const u32x2 (&weights)[kColumnTiles], int d) {
+      using attention::pair_of;
+      const u32x2 operand = {pair_of(values[0][d / 2], values[1][d / 2], d % 2),
+                             pair_of(values[2][d / 2], values[3][d / 2], d % 2)};
+#pragma unroll
+      for (int t = 0; t < kColumnTiles; ++t) out[t][d] = attention::multiply_16_keys<T>(out[t][d], operand, weights[t]);
+    }
+
+    DEVICE void finish_columns(mem::Buffer) const {}
+    // A tile of columns to LDS.
+    DEVICE void write(int t) const {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = mma::value_row(of.lane, i);
+        f32x4* column =
+            of.buffer.ends.out[of.lane % 16] + (of.group_wave * kDims + (panel(r) * 8 + vec(r)) * kLaneDims) / 4;
+#pragma unroll
+        for (int d = 0; d < kLaneDims; d += 4)
+          column[d / 4] = {out[t][d][i], out[t][d + 1][i], out[t][d + 2][i], out[t][d + 3][i]};
+      }
+    }
+  };
+
+  template <class Group>
+  DEVICE void run_as() {
+    Group group(*this);
+    if (unit_key(0) < end) group.run();
+    const mem::Buffer to = Part::slot(wave::block_id_y());
+    group.finish_columns(to);
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
+      constexpr int kColumnVecs = kLatent / 4;
+      if (t > 0) block_barrier();  // hazard: the last sums are written over before they are read
+      group.write(t);
+      block_barrier();  // hazard: sums and factors are read before they are written
+#pragma unroll
+      for (int i = 0; i < 16 * kColumnVecs / kThreads; ++i) {
+        const int vec = i * kThreads + wave::thread_id(), of_column = vec % kColumnVecs;
+        const int c = t * 16 + vec / kColumnVecs;
+        const f32x4 total = buffer.ends.out[vec / kColumnVecs][of_column] * buffer.ends.factor[c];
+        if (parts == 1) store(c, of_column * 4, total);
+        else if (c < columns()) mem::store_device(to, (c * kLatent + of_column * 4) * 4, 0, total);
+      }
+    }
+  }
+
+  DEVICE void run() {
+    if (wave::index() < kGroupWaves) run_as<Scores>();
+    else run_as<Sums>();
+    if (parts > 1 && p.counters) Part::add_parts();
+  }
+};
