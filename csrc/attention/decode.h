@@ -14,12 +14,17 @@
 #include "attention/part.h"
 #include "device/reduce.h"
 
+constexpr int kMostForRegisters = 128;  // elements: of larger heads, keys and values alone fill the registers
+
+template <class T, int kD>
+using HeadPart = DecodePart<DecodeOutput<T, kD, 16, 4, 16, 2, attention::kAddsAtOnce && kD <= kMostForRegisters>, 128>;
+
 // kD elements of a head. kNative: slots of an element of V lie side by side, else elements of a slot.
 template <class T, class Cache, int kD, bool kNative>
-struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
-  using Part = DecodePart<DecodeOutput<T, kD>, 128>;
+struct Decode : HeadPart<T, kD> {
+  using Part = HeadPart<T, kD>;
   using Part::begin, Part::block, Part::column, Part::columns, Part::end, Part::finish_column, Part::first_row_end;
-  using Part::kColumns, Part::kLowest, Part::kThreads, Part::kWaves;
+  using Part::kAddsAtOnce, Part::kColumns, Part::kLowest, Part::kThreads, Part::kWaves;
   using Part::lane, Part::load_pages, Part::p, Part::parts, Part::request, Part::step_key, Part::store;
 
   static constexpr int kTiles = kColumns / mma::kTileTokens;
@@ -60,8 +65,9 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
     f32x4 out[kWaves][kColumns][kRound / 4 + 1];
   };
 
-  // Whether a wave's queries lie in its part of `out` until there are sums; of larger heads, keys and values alone fill the registers.
-  static constexpr bool kQueryInLds = attention::kQueryInLds && kD <= 128;
+  static constexpr bool kHasRegisters = kD <= kMostForRegisters;
+  // Whether a wave's queries lie in its part of `out` until there are sums.
+  static constexpr bool kQueryInLds = attention::kQueryInLds && kHasRegisters;
   static_assert(!kQueryInLds || kTiles * kProducts * wave::kLanes * 16 <= sizeof(Buffer::out[0]));
 
   Buffer& buffer;
@@ -161,9 +167,10 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
 #pragma unroll
       for (int i = 0; i < kProducts; ++i) {
         const int element = kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8;
-        if constexpr (kQueryInLds)
-          attention::copy_query((u8*)(query_in_lds + (t * kProducts + i) * wave::kLanes), from + element);
-        else query[t][i] = mem::load<u32x4>(from + element);
+        if constexpr (kQueryInLds) {
+          if (step_key(wave::block_id_y()) < end)  // hazard: without keys none waits until they are copied
+            attention::copy_query((u8*)(query_in_lds + (t * kProducts + i) * wave::kLanes), from + element);
+        } else query[t][i] = mem::load<u32x4>(from + element);
       }
     }
     int first_seen[kTiles][mma::kValueTokens], seen[kTiles][mma::kValueTokens];  // keys of a column that the lane has
@@ -223,7 +230,8 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
         at = places(next_pages, step_key(step + parts));
         load(keys, at);
         int pages = load_pages(step_key(step + 2 * parts));
-        if constexpr (kQueryInLds) attention::issue_here();  // else ptxas puts keys behind the products with values
+        // Else ptxas puts keys behind the products with values. Hazard: other lanes' sums are written over queries.
+        if constexpr (kQueryInLds) attention::issue_here();
 
         const int first = step_key(step);
         bool grows = false;
@@ -303,25 +311,16 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
         attention::use_below(pages);  // a copy above the loads of values would wait for the keys
         next_pages = pages;
       }
-    } else if constexpr (kQueryInLds) attention::wait_for_query();  // hazard: queries are copied over sums
-    finish(maximum, sum, out);
+    }
+    if constexpr (kAddsAtOnce) finish_at_once(maximum, sum, out);
+    else finish(maximum, sum, out);
   }
   DEVICE bool is_key(int key) const { return key >= begin && key < end; }
 
   // The waves' sums together, and those of the parts.
   DEVICE void finish(float (&maximum)[kTiles][mma::kValueTokens], float (&sum)[kTiles][mma::kValueTokens],
                      f32x4 (&out)[kTiles][kDimTiles]) const {
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-      for (int v = 0; v < mma::kValueTokens; ++v) {
-        const int c = t * mma::kTileTokens + mma::value_token(lane, v);
-        sum[t][v] = attention::reduce_rows(sum[t][v], Add{});
-        if (mma::value_row(lane, v) == 0) {
-          buffer.maximum[wave::index()][c] = maximum[t][v];
-          buffer.sum[wave::index()][c] = sum[t][v];
-        }
-      }
+    put_maxima(maximum, sum);
     block_barrier();  // hazard: the waves' maxima are read before they are written
     float factor[kTiles][mma::kValueTokens];
 #pragma unroll
@@ -342,20 +341,7 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
 #pragma unroll
     for (int round = 0; round < kGroups; ++round) {
       if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int v = i % mma::kValueTokens, c = t * mma::kTileTokens + mma::value_token(lane, i);
-          float* column = (float*)buffer.out[wave::index()][c] + dim(0, mma::value_row(lane, i));
-          constexpr int kNeighbours = kNative ? 1 : 4;  // dims of a row
-#pragma unroll
-          for (int d = 0; d < kRound / 16; d += kNeighbours) {
-            const auto value = [&](int n) { return out[t][round * (kRound / 16) + d + n][i] * factor[t][v]; };
-            if constexpr (kNative) column[d * 16] = value(0);
-            else *(f32x4*)(column + d) = f32x4{value(0), value(1), value(2), value(3)};
-          }
-        }
+      put_round(round, out, factor);
       block_barrier();  // hazard: the waves' sums are read before they are written
 #pragma unroll
       for (int i = 0; i < kThreadVecs; ++i) {
@@ -369,6 +355,89 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
       }
     }
     if (!is_whole) Part::add_parts();
+  }
+
+  // The same with one barrier less: the waves' sums are multiplied by their factors where they are added.
+  DEVICE void finish_at_once(float (&maximum)[kTiles][mma::kValueTokens], float (&sum)[kTiles][mma::kValueTokens],
+                             f32x4 (&out)[kTiles][kDimTiles]) const {
+    put_maxima(maximum, sum);
+    float one[kTiles][mma::kValueTokens];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int v = 0; v < mma::kValueTokens; ++v) one[t][v] = 1.0f;
+    constexpr int kVecs = kColumns * kRound / 4, kThreadVecs = kVecs / kThreads;
+    const bool is_whole = parts == 1;
+#pragma unroll
+    for (int round = 0; round < kGroups; ++round) {
+      if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read
+      put_round(round, out, one);
+      block_barrier();  // hazard: the waves' sums are read before they are written
+      f32x4 total[kThreadVecs] = {};
+#pragma unroll
+      for (int i = 0; i < kThreadVecs; ++i) {
+        const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4), of_column = vec % (kRound / 4);
+        const float largest = block_maximum(c);
+#pragma unroll
+        for (int w = 0; w < kWaves; ++w)
+          total[i] += buffer.out[w][c][of_column] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
+      }
+      if (is_whole) {
+        if (round == 0) {
+          const int c = wave::thread_id();
+          if (c < kColumns) buffer.factor[c] = finish_column(c, block_maximum(c), block_sum(c), true);
+          block_barrier();  // hazard: factors are read before they are written
+        }
+#pragma unroll
+        for (int i = 0; i < kThreadVecs; ++i) {
+          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
+          store(c, round * kRound + vec % (kRound / 4) * 4, total[i] * buffer.factor[c]);
+        }
+      } else {
+        const mem::Buffer to = Part::slot(wave::block_id_y());
+#pragma unroll
+        for (int i = 0; i < kThreadVecs; ++i) {
+          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
+          if (c < columns()) mem::store_device(to, (c * kD + round * kRound + vec % (kRound / 4) * 4) * 4, 0, total[i]);
+        }
+      }
+    }
+    if (is_whole) return;
+    if (const int c = wave::thread_id(); c < kColumns)
+      Part::store_sums(Part::slot(wave::block_id_y()), c, block_maximum(c), block_sum(c));
+    Part::add_parts();
+  }
+  // The wave's maxima and sums of weights, and what of its sums is added in a round.
+  DEVICE void put_maxima(const float (&maximum)[kTiles][mma::kValueTokens],
+                         float (&sum)[kTiles][mma::kValueTokens]) const {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int v = 0; v < mma::kValueTokens; ++v) {
+        const int c = t * mma::kTileTokens + mma::value_token(lane, v);
+        sum[t][v] = attention::reduce_rows(sum[t][v], Add{});
+        if (mma::value_row(lane, v) == 0) {
+          buffer.maximum[wave::index()][c] = maximum[t][v];
+          buffer.sum[wave::index()][c] = sum[t][v];
+        }
+      }
+  }
+  DEVICE void put_round(int round, const f32x4 (&out)[kTiles][kDimTiles],
+                        const float (&factor)[kTiles][mma::kValueTokens]) const {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int v = i % mma::kValueTokens, c = t * mma::kTileTokens + mma::value_token(lane, i);
+        float* column = (float*)buffer.out[wave::index()][c] + dim(0, mma::value_row(lane, i));
+        constexpr int kNeighbours = kNative ? 1 : 4;  // dims of a row
+#pragma unroll
+        for (int d = 0; d < kRound / 16; d += kNeighbours) {
+          const auto value = [&](int n) { return out[t][round * (kRound / 16) + d + n][i] * factor[t][v]; };
+          if constexpr (kNative) column[d * 16] = value(0);
+          else *(f32x4*)(column + d) = f32x4{value(0), value(1), value(2), value(3)};
+        }
+      }
   }
 
   DEVICE float block_maximum(int c) const {
