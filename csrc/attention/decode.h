@@ -68,13 +68,18 @@ struct Decode : HeadPart<T, kD> {
   static constexpr bool kHasRegisters = kD <= kMostForRegisters;
   // Whether a wave's queries lie in its part of `out` until there are sums.
   static constexpr bool kQueryInLds = attention::kQueryInLds && kHasRegisters;
+  static constexpr bool kMasksApart = attention::kMasksApart && kHasRegisters;
+  static constexpr bool kLastTurnApart = attention::kLastTurnApart && kHasRegisters;
   static_assert(!kQueryInLds || kTiles * kProducts * wave::kLanes * 16 <= sizeof(Buffer::out[0]));
 
   Buffer& buffer;
   const int of_lane = mma::depth(lane) / 16;     // of the 16 bytes that lanes have of a key
   const int first_value = mma::depth(lane) / 2;  // of the lane's eight values
 
-  DEVICE Decode(const DecodeProblem& problem, Buffer& buffer) : Part(problem), buffer(buffer) {}
+  DEVICE Decode(const DecodeProblem& problem, Buffer& buffer) : Part(problem), buffer(buffer) {
+    // Else ptxas loads pages once it is known that the block has keys.
+    if constexpr (kHasRegisters) attention::issue_here();
+  }
 
   // The dim that is this row of a tile.
   DEVICE static int dim(int tile, int row) {
@@ -173,6 +178,7 @@ struct Decode : HeadPart<T, kD> {
         } else query[t][i] = mem::load<u32x4>(from + element);
       }
     }
+    if constexpr (kQueryInLds) attention::end_query();
     int first_seen[kTiles][mma::kValueTokens], seen[kTiles][mma::kValueTokens];  // keys of a column that the lane has
     float maximum[kTiles][mma::kValueTokens], sum[kTiles][mma::kValueTokens];
 #pragma unroll
@@ -202,118 +208,147 @@ struct Decode : HeadPart<T, kD> {
         attention::issue_here();  // keys and values do not wait for queries
         attention::wait_for_query();
       }
+      // The last turn, if it is apart, loads nothing.
+#pragma unroll
+      for (int is_last = 0; is_last <= kLastTurnApart; ++is_last)
 #pragma unroll 1
-      for (; step_key(step) < end; step += parts) {
-        f32x4 score[kTiles][2] = {};
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-          for (int i = 0; i < kProducts; ++i) {
-            mma::Weights operand;
-#pragma unroll
-            for (int l = 0; l < mma::kLoads; ++l) {
-              if constexpr (kFp8) {
-                const u32x4 bytes = keys.load[tile][i / 2][l];
-                operand.load[l] = as_operand<T>(i % 2 ? bytes.hi : bytes.lo);
-              } else operand.load[l] = keys.load[tile][i][l];
-            }
-#pragma unroll
-            for (int t = 0; t < kTiles; ++t) {
-              if constexpr (kQueryInLds) query[t][i] = query_in_lds[(t * kProducts + i) * wave::kLanes + lane];
-              score[t][tile] = mma::multiply_tile<T>(score[t][tile], operand, query[t][i]);
-            }
-          }
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-          for (int tile = 0; tile < 2; ++tile) attention::compute_now(score[t][tile]);
-        at = places(next_pages, step_key(step + parts));
-        load(keys, at);
-        int pages = load_pages(step_key(step + 2 * parts));
-        // Else ptxas puts keys behind the products with values. Hazard: other lanes' sums are written over queries.
-        if constexpr (kQueryInLds) attention::issue_here();
-
-        const int first = step_key(step);
-        bool grows = false;
-        float before[kTiles][mma::kValueTokens];
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          float largest[mma::kValueTokens];
-#pragma unroll
-          for (int v = 0; v < mma::kValueTokens; ++v) largest[v] = before[t][v] = maximum[t][v];
+        for (; step_key(step + (kLastTurnApart && !is_last ? parts : 0)) < end; step += parts) {
+          f32x4 score[kTiles][2] = {};
 #pragma unroll
           for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int v = i % mma::kValueTokens, key = first + attention::key(tile, mma::value_row(lane, i));
-              const bool is_seen = u32(key - first_seen[t][v]) < u32(seen[t][v]);
-              score[t][tile][i] = is_seen ? score[t][tile][i] * scale : -__builtin_inff();
-              largest[v] = max(largest[v], score[t][tile][i]);
+            for (int i = 0; i < kProducts; ++i) {
+              mma::Weights operand;
+#pragma unroll
+              for (int l = 0; l < mma::kLoads; ++l) {
+                if constexpr (kFp8) {
+                  const u32x4 bytes = keys.load[tile][i / 2][l];
+                  operand.load[l] = as_operand<T>(i % 2 ? bytes.hi : bytes.lo);
+                } else operand.load[l] = keys.load[tile][i][l];
+              }
+#pragma unroll
+              for (int t = 0; t < kTiles; ++t) {
+                if constexpr (kQueryInLds) query[t][i] = query_in_lds[(t * kProducts + i) * wave::kLanes + lane];
+                score[t][tile] = mma::multiply_tile<T>(score[t][tile], operand, query[t][i]);
+              }
             }
 #pragma unroll
-          for (int v = 0; v < mma::kValueTokens; ++v) {
-            maximum[t][v] = attention::reduce_rows(largest[v], max);
-            grows |= maximum[t][v] > before[t][v];
+          for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) attention::compute_now(score[t][tile]);
+          int pages = 0;
+          if (!is_last) {
+            at = places(next_pages, step_key(step + parts));
+            load(keys, at);
+            pages = load_pages(step_key(step + 2 * parts));
           }
-        }
-        if (wave::count(grows) > 0) {
+          // Else ptxas puts keys behind the products with values. Hazard: other lanes' sums are written over queries.
+          if constexpr (kQueryInLds) attention::issue_here();
+
+          const int first = step_key(step);
+          if constexpr (kMasksApart) scale_and_mask(score, scale, first);
+          bool grows = false;
+          float before[kTiles][mma::kValueTokens];
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
-            float factor[mma::kValueTokens];
+            float largest[mma::kValueTokens];
+#pragma unroll
+            for (int v = 0; v < mma::kValueTokens; ++v) largest[v] = before[t][v] = maximum[t][v];
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                const int v = i % mma::kValueTokens, key = first + attention::key(tile, mma::value_row(lane, i));
+                if constexpr (!kMasksApart) {
+                  const bool is_seen = u32(key - first_seen[t][v]) < u32(seen[t][v]);
+                  score[t][tile][i] = is_seen ? score[t][tile][i] * scale : -__builtin_inff();
+                }
+                largest[v] = max(largest[v], score[t][tile][i]);
+              }
 #pragma unroll
             for (int v = 0; v < mma::kValueTokens; ++v) {
-              factor[v] = numerics::exp2_approx(before[t][v] - maximum[t][v]);
-              sum[t][v] *= factor[v];
+              maximum[t][v] = attention::reduce_rows(largest[v], max);
+              grows |= maximum[t][v] > before[t][v];
             }
-#pragma unroll
-            for (int d = 0; d < kDimTiles; ++d)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) out[t][d][i] *= factor[i % mma::kValueTokens];
           }
-        }
-        u32x4 weights[kTiles];
+          if (wave::count(grows) > 0) {
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
+            for (int t = 0; t < kTiles; ++t) {
+              float factor[mma::kValueTokens];
 #pragma unroll
-          for (int tile = 0; tile < 2; ++tile)
+              for (int v = 0; v < mma::kValueTokens; ++v) {
+                factor[v] = numerics::exp2_approx(before[t][v] - maximum[t][v]);
+                sum[t][v] *= factor[v];
+              }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int v = i % mma::kValueTokens;
-              score[t][tile][i] = numerics::exp2_approx(score[t][tile][i] - maximum[t][v]);
-              sum[t][v] += score[t][tile][i];
+              for (int d = 0; d < kDimTiles; ++d)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) out[t][d][i] *= factor[i % mma::kValueTokens];
             }
-          weights[t] = attention::operand<T>(score[t][0], score[t][1]);
-        }
+          }
+          u32x4 weights[kTiles];
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                const int v = i % mma::kValueTokens;
+                score[t][tile][i] = numerics::exp2_approx(score[t][tile][i] - maximum[t][v]);
+                sum[t][v] += score[t][tile][i];
+              }
+            weights[t] = attention::operand<T>(score[t][0], score[t][1]);
+          }
 
-        u32x4 valid = {};  // native: slots behind the last key, or before the first, may hold anything
-        if constexpr (kNative) {
+          u32x4 valid = {};  // native: slots behind the last key, or before the first, may hold anything
+          if constexpr (kNative) {
 #pragma unroll
-          for (int tile = 0; tile < kDimTiles; ++tile)
+            for (int tile = 0; tile < kDimTiles; ++tile)
 #pragma unroll
-            for (int l = 0; l < mma::kLoads; ++l) attention::use_below(values.vec[tile][l]);
-          const int key = first + first_value;
+              for (int l = 0; l < mma::kLoads; ++l) attention::use_below(values.vec[tile][l]);
+            const int key = first + first_value;
 #pragma unroll
-          for (int w = 0; w < 4; ++w)
-            valid[w] = (is_key(key + 2 * w) ? 0xffffu : 0) | (is_key(key + 2 * w + 1) ? 0xffff0000u : 0);
+            for (int w = 0; w < 4; ++w)
+              valid[w] = (is_key(key + 2 * w) ? 0xffffu : 0) | (is_key(key + 2 * w + 1) ? 0xffff0000u : 0);
+          }
+#pragma unroll
+          for (int d = 0; d < kDimTiles; ++d) {
+            const mma::Weights operand = value_operand(values, d, valid);
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t) out[t][d] = mma::multiply_tile<T>(out[t][d], operand, weights[t]);
+          }
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+            for (int d = 0; d < kDimTiles; ++d) attention::compute_now(out[t][d]);
+          if (!is_last) load(values, at);
+          attention::issue_now();
+          attention::use_below(pages);  // a copy above the loads of values would wait for the keys
+          next_pages = pages;
+          if (is_last) break;
         }
-#pragma unroll
-        for (int d = 0; d < kDimTiles; ++d) {
-          const mma::Weights operand = value_operand(values, d, valid);
-#pragma unroll
-          for (int t = 0; t < kTiles; ++t) out[t][d] = mma::multiply_tile<T>(out[t][d], operand, weights[t]);
-        }
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-          for (int d = 0; d < kDimTiles; ++d) attention::compute_now(out[t][d]);
-        load(values, at);
-        attention::issue_now();
-        attention::use_below(pages);  // a copy above the loads of values would wait for the keys
-        next_pages = pages;
-      }
     }
     if constexpr (kAddsAtOnce) finish_at_once(maximum, sum, out);
     else finish(maximum, sum, out);
+  }
+  // The wave's scores of a step, of keys from `first` on.
+  DEVICE void scale_and_mask(f32x4 (&score)[kTiles][2], float scale, int first) const {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) score[t][tile] *= scale;
+    // The first row's keys end first, and the last row's begin last.
+    if (first + Part::kWaveKeys <= first_row_end && (p.window == 0 || first >= end - p.window)) return;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row_end = first_row_end + column(t * mma::kTileTokens + mma::value_token(lane, i)).row;
+          const int key = first + attention::key(tile, mma::value_row(lane, i));
+          if (key >= row_end || (p.window > 0 && key < row_end - p.window)) score[t][tile][i] = -__builtin_inff();
+        }
   }
   DEVICE bool is_key(int key) const { return key >= begin && key < end; }
 
