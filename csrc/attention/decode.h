@@ -8,34 +8,25 @@
 // values are multiplied, and values while keys are. For D 128 in bf16 a wave has 8 KB of each, a block 32 KB to 64 KB. Pages
 // are looked up two steps ahead. No operand goes through LDS: a lane loads the keys that its instruction takes; values that lie
 // slot by slot are transposed in registers, 8 keys x 8 elements per lane. On NVIDIA queries lie in LDS, so that registers suffice.
-// The waves' sums meet in LDS; see output.h for those of parts.
+// The waves' sums meet in LDS, see decode_sums.h, and those of parts in HBM, see output.h.
 #pragma once
-#include "attention/operands.h"
-#include "attention/part.h"
-#include "device/reduce.h"
-
-constexpr int kMostForRegisters = 128;  // elements: of larger heads, keys and values alone fill the registers
-
-template <class T, int kD>
-using HeadPart = DecodePart<DecodeOutput<T, kD, 16, 4, 16, 2, attention::kAddsAtOnce && kD <= kMostForRegisters>, 128>;
+#include "attention/decode_sums.h"
 
 // kD elements of a head. kNative: slots of an element of V lie side by side, else elements of a slot.
 template <class T, class Cache, int kD, bool kNative>
-struct Decode : HeadPart<T, kD> {
+struct Decode : DecodeSums<T, kD, kNative> {
   using Part = HeadPart<T, kD>;
-  using Part::begin, Part::block, Part::column, Part::columns, Part::end, Part::finish_column, Part::first_row_end;
-  using Part::kAddsAtOnce, Part::kColumns, Part::kLowest, Part::kThreads, Part::kWaves;
-  using Part::lane, Part::load_pages, Part::p, Part::parts, Part::request, Part::step_key, Part::store;
+  using Sums = DecodeSums<T, kD, kNative>;
+  using Part::begin, Part::block, Part::column, Part::end, Part::first_row_end, Part::kAddsAtOnce, Part::kLowest;
+  using Part::lane, Part::load_pages, Part::p, Part::parts, Part::request, Part::step_key;
+  using Sums::buffer, Sums::dim, Sums::finish, Sums::finish_at_once;
+  using Sums::kDimTiles, Sums::kGroups, Sums::kLaneDims, Sums::kTiles;
+  using typename Sums::Buffer;
 
-  static constexpr int kTiles = kColumns / mma::kTileTokens;
   static constexpr bool kFp8 = __is_same(Cache, E4m3);
   static constexpr int kKeyLoads = kD / (kFp8 ? 64 : 32);  // steps of 64 bytes
   static constexpr int kProducts = kD / 32;                // of a key tile
-  static constexpr int kDimTiles = kD / 16;
-  static constexpr int kLaneKeys = 8;                           // of V
-  static constexpr int kLaneDims = kD % 128 == 0 ? 8 : 4;       // that lie together, in a slot of V
-  static constexpr int kRound = kNative ? 64 : 16 * kLaneDims;  // dims whose tiles follow each other
-  static constexpr int kGroups = kD / kRound;
+  static constexpr int kLaneKeys = 8;                      // of V
 
   using Element = typename CacheType<Cache>::Element;
   template <int kBytes>
@@ -60,10 +51,6 @@ struct Decode : HeadPart<T, kD> {
   struct Values {  // native: a vec of keys for each dim; else a vec of dims for each key
     ValueVec vec[kNative ? kDimTiles : kGroups * kLaneKeys][mma::kLoads];
   };
-  struct Buffer {
-    float maximum[kWaves][kColumns], sum[kWaves][kColumns], factor[kColumns];
-    f32x4 out[kWaves][kColumns][kRound / 4 + 1];
-  };
 
   static constexpr bool kHasRegisters = kD <= kMostForRegisters;
   // Whether a wave's queries lie in its part of `out` until there are sums.
@@ -72,19 +59,12 @@ struct Decode : HeadPart<T, kD> {
   static constexpr bool kLastTurnApart = attention::kLastTurnApart && kHasRegisters;
   static_assert(!kQueryInLds || kTiles * kProducts * wave::kLanes * 16 <= sizeof(Buffer::out[0]));
 
-  Buffer& buffer;
   const int of_lane = mma::depth(lane) / 16;     // of the 16 bytes that lanes have of a key
   const int first_value = mma::depth(lane) / 2;  // of the lane's eight values
 
-  DEVICE Decode(const DecodeProblem& problem, Buffer& buffer) : Part(problem), buffer(buffer) {
+  DEVICE Decode(const DecodeProblem& problem, Buffer& buffer) : Sums(problem, buffer) {
     // Else ptxas loads pages once it is known that the block has keys.
     if constexpr (kHasRegisters) attention::issue_here();
-  }
-
-  // The dim that is this row of a tile.
-  DEVICE static int dim(int tile, int row) {
-    if constexpr (kNative) return tile * 16 + row;
-    else return tile / kLaneDims * 16 * kLaneDims + row * kLaneDims + tile % kLaneDims;
   }
 
   static constexpr int kUnit = 1 << CacheType<Cache>::kLog2Group;  // elements in 16 bytes
@@ -351,141 +331,4 @@ struct Decode : HeadPart<T, kD> {
         }
   }
   DEVICE bool is_key(int key) const { return key >= begin && key < end; }
-
-  // The waves' sums together, and those of the parts.
-  DEVICE void finish(float (&maximum)[kTiles][mma::kValueTokens], float (&sum)[kTiles][mma::kValueTokens],
-                     f32x4 (&out)[kTiles][kDimTiles]) const {
-    put_maxima(maximum, sum);
-    block_barrier();  // hazard: the waves' maxima are read before they are written
-    float factor[kTiles][mma::kValueTokens];
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-      for (int v = 0; v < mma::kValueTokens; ++v)
-        factor[t][v] =
-            numerics::exp2_approx(maximum[t][v] - block_maximum(t * mma::kTileTokens + mma::value_token(lane, v)));
-
-    constexpr int kVecs = kColumns * kRound / 4, kThreadVecs = kVecs / kThreads;
-    const mem::Buffer to = Part::slot(wave::block_id_y());
-    const bool is_whole = parts == 1;
-    if (wave::thread_id() < kColumns) {
-      const int c = wave::thread_id();
-      if (is_whole) buffer.factor[c] = finish_column(c, block_maximum(c), block_sum(c), true);
-      else Part::store_sums(to, c, block_maximum(c), block_sum(c));
-    }
-#pragma unroll
-    for (int round = 0; round < kGroups; ++round) {
-      if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read
-      put_round(round, out, factor);
-      block_barrier();  // hazard: the waves' sums are read before they are written
-#pragma unroll
-      for (int i = 0; i < kThreadVecs; ++i) {
-        const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4), of_column = vec % (kRound / 4);
-        f32x4 total = {};
-#pragma unroll
-        for (int w = 0; w < kWaves; ++w) total += buffer.out[w][c][of_column];
-        const int first_dim = round * kRound + of_column * 4;
-        if (is_whole) store(c, first_dim, total * buffer.factor[c]);
-        else if (c < columns()) mem::store_device(to, (c * kD + first_dim) * 4, 0, total);
-      }
-    }
-    if (!is_whole) Part::add_parts();
-  }
-
-  // The same with one barrier less: the waves' sums are multiplied by their factors where they are added.
-  DEVICE void finish_at_once(float (&maximum)[kTiles][mma::kValueTokens], float (&sum)[kTiles][mma::kValueTokens],
-                             f32x4 (&out)[kTiles][kDimTiles]) const {
-    put_maxima(maximum, sum);
-    float one[kTiles][mma::kValueTokens];
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-      for (int v = 0; v < mma::kValueTokens; ++v) one[t][v] = 1.0f;
-    constexpr int kVecs = kColumns * kRound / 4, kThreadVecs = kVecs / kThreads;
-    const bool is_whole = parts == 1;
-#pragma unroll
-    for (int round = 0; round < kGroups; ++round) {
-      if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read
-      put_round(round, out, one);
-      block_barrier();  // hazard: the waves' sums are read before they are written
-      f32x4 total[kThreadVecs] = {};
-#pragma unroll
-      for (int i = 0; i < kThreadVecs; ++i) {
-        const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4), of_column = vec % (kRound / 4);
-        const float largest = block_maximum(c);
-#pragma unroll
-        for (int w = 0; w < kWaves; ++w)
-          total[i] += buffer.out[w][c][of_column] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
-      }
-      if (is_whole) {
-        if (round == 0) {
-          const int c = wave::thread_id();
-          if (c < kColumns) buffer.factor[c] = finish_column(c, block_maximum(c), block_sum(c), true);
-          block_barrier();  // hazard: factors are read before they are written
-        }
-#pragma unroll
-        for (int i = 0; i < kThreadVecs; ++i) {
-          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
-          store(c, round * kRound + vec % (kRound / 4) * 4, total[i] * buffer.factor[c]);
-        }
-      } else {
-        const mem::Buffer to = Part::slot(wave::block_id_y());
-#pragma unroll
-        for (int i = 0; i < kThreadVecs; ++i) {
-          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
-          if (c < columns()) mem::store_device(to, (c * kD + round * kRound + vec % (kRound / 4) * 4) * 4, 0, total[i]);
-        }
-      }
-    }
-    if (is_whole) return;
-    if (const int c = wave::thread_id(); c < kColumns)
-      Part::store_sums(Part::slot(wave::block_id_y()), c, block_maximum(c), block_sum(c));
-    Part::add_parts();
-  }
-  // The wave's maxima and sums of weights, and what of its sums is added in a round.
-  DEVICE void put_maxima(const float (&maximum)[kTiles][mma::kValueTokens],
-                         float (&sum)[kTiles][mma::kValueTokens]) const {
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-      for (int v = 0; v < mma::kValueTokens; ++v) {
-        const int c = t * mma::kTileTokens + mma::value_token(lane, v);
-        sum[t][v] = attention::reduce_rows(sum[t][v], Add{});
-        if (mma::value_row(lane, v) == 0) {
-          buffer.maximum[wave::index()][c] = maximum[t][v];
-          buffer.sum[wave::index()][c] = sum[t][v];
-        }
-      }
-  }
-  DEVICE void put_round(int round, const f32x4 (&out)[kTiles][kDimTiles],
-                        const float (&factor)[kTiles][mma::kValueTokens]) const {
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int v = i % mma::kValueTokens, c = t * mma::kTileTokens + mma::value_token(lane, i);
-        float* column = (float*)buffer.out[wave::index()][c] + dim(0, mma::value_row(lane, i));
-        constexpr int kNeighbours = kNative ? 1 : 4;  // dims of a row
-#pragma unroll
-        for (int d = 0; d < kRound / 16; d += kNeighbours) {
-          const auto value = [&](int n) { return out[t][round * (kRound / 16) + d + n][i] * factor[t][v]; };
-          if constexpr (kNative) column[d * 16] = value(0);
-          else *(f32x4*)(column + d) = f32x4{value(0), value(1), value(2), value(3)};
-        }
-      }
-  }
-
-  DEVICE float block_maximum(int c) const {
-    float largest = buffer.maximum[0][c];
-#pragma unroll
-    for (int w = 1; w < kWaves; ++w) largest = __builtin_fmaxf(largest, buffer.maximum[w][c]);
-    return largest;
-  }
-  DEVICE float block_sum(int c) const {
-    const float largest = block_maximum(c);
-    float total = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kWaves; ++w) total += buffer.sum[w][c] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
-    return total;
-  }
 };
