@@ -8,29 +8,25 @@
 // values are multiplied, and values while keys are. For D 128 in bf16 a wave has 8 KB of each, a block 32 KB to 64 KB. Pages
 // are looked up two steps ahead. No operand goes through LDS: a lane loads the keys that its instruction takes; values that lie
 // slot by slot are transposed in registers, 8 keys x 8 elements per lane. On NVIDIA queries lie in LDS, so that registers suffice.
-// The waves' sums meet in LDS; see output.h for those of parts.
+// The waves' sums meet in LDS, see decode_sums.h, and those of parts in HBM, see output.h.
 #pragma once
-#include "attention/operands.h"
-#include "attention/part.h"
-#include "device/reduce.h"
+#include "attention/decode_sums.h"
 
 // kD elements of a head. kNative: slots of an element of V lie side by side, else elements of a slot.
 template <class T, class Cache, int kD, bool kNative>
-struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
-  using Part = DecodePart<DecodeOutput<T, kD>, 128>;
-  using Part::begin, Part::block, Part::column, Part::columns, Part::end, Part::finish_column, Part::first_row_end;
-  using Part::kColumns, Part::kLowest, Part::kThreads, Part::kWaves;
-  using Part::lane, Part::load_pages, Part::p, Part::parts, Part::request, Part::step_key, Part::store;
+struct Decode : DecodeSums<T, kD, kNative> {
+  using Part = HeadPart<T, kD>;
+  using Sums = DecodeSums<T, kD, kNative>;
+  using Part::begin, Part::block, Part::column, Part::end, Part::first_row_end, Part::kAddsAtOnce, Part::kLowest;
+  using Part::lane, Part::load_pages, Part::p, Part::parts, Part::request, Part::step_key;
+  using Sums::buffer, Sums::dim, Sums::finish, Sums::finish_at_once;
+  using Sums::kDimTiles, Sums::kGroups, Sums::kLaneDims, Sums::kTiles;
+  using typename Sums::Buffer;
 
-  static constexpr int kTiles = kColumns / mma::kTileTokens;
   static constexpr bool kFp8 = __is_same(Cache, E4m3);
   static constexpr int kKeyLoads = kD / (kFp8 ? 64 : 32);  // steps of 64 bytes
   static constexpr int kProducts = kD / 32;                // of a key tile
-  static constexpr int kDimTiles = kD / 16;
-  static constexpr int kLaneKeys = 8;                           // of V
-  static constexpr int kLaneDims = kD % 128 == 0 ? 8 : 4;       // that lie together, in a slot of V
-  static constexpr int kRound = kNative ? 64 : 16 * kLaneDims;  // dims whose tiles follow each other
-  static constexpr int kGroups = kD / kRound;
+  static constexpr int kLaneKeys = 8;                      // of V
 
   using Element = typename CacheType<Cache>::Element;
   template <int kBytes>
@@ -55,25 +51,20 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
   struct Values {  // native: a vec of keys for each dim; else a vec of dims for each key
     ValueVec vec[kNative ? kDimTiles : kGroups * kLaneKeys][mma::kLoads];
   };
-  struct Buffer {
-    float maximum[kWaves][kColumns], sum[kWaves][kColumns], factor[kColumns];
-    f32x4 out[kWaves][kColumns][kRound / 4 + 1];
-  };
 
-  // Whether a wave's queries lie in its part of `out` until there are sums; of larger heads, keys and values alone fill the registers.
-  static constexpr bool kQueryInLds = attention::kQueryInLds && kD <= 128;
+  static constexpr bool kHasRegisters = kD <= kMostForRegisters;
+  // Whether a wave's queries lie in its part of `out` until there are sums.
+  static constexpr bool kQueryInLds = attention::kQueryInLds && kHasRegisters;
+  static constexpr bool kMasksApart = attention::kMasksApart && kHasRegisters;
+  static constexpr bool kLastTurnApart = attention::kLastTurnApart && kHasRegisters;
   static_assert(!kQueryInLds || kTiles * kProducts * wave::kLanes * 16 <= sizeof(Buffer::out[0]));
 
-  Buffer& buffer;
   const int of_lane = mma::depth(lane) / 16;     // of the 16 bytes that lanes have of a key
   const int first_value = mma::depth(lane) / 2;  // of the lane's eight values
 
-  DEVICE Decode(const DecodeProblem& problem, Buffer& buffer) : Part(problem), buffer(buffer) {}
-
-  // The dim that is this row of a tile.
-  DEVICE static int dim(int tile, int row) {
-    if constexpr (kNative) return tile * 16 + row;
-    else return tile / kLaneDims * 16 * kLaneDims + row * kLaneDims + tile % kLaneDims;
+  DEVICE Decode(const DecodeProblem& problem, Buffer& buffer) : Sums(problem, buffer) {
+    // Else ptxas loads pages once it is known that the block has keys.
+    if constexpr (kHasRegisters) attention::issue_here();
   }
 
   static constexpr int kUnit = 1 << CacheType<Cache>::kLog2Group;  // elements in 16 bytes
@@ -158,11 +149,13 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
 #pragma unroll
       for (int i = 0; i < kProducts; ++i) {
         const int element = kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8;
-        if constexpr (kQueryInLds)
-          attention::copy_query((u8*)(query_in_lds + (t * kProducts + i) * wave::kLanes), from + element);
-        else query[t][i] = mem::load<u32x4>(from + element);
+        if constexpr (kQueryInLds) {
+          if (step_key(wave::block_id_y()) < end)  // hazard: without keys none waits until they are copied
+            attention::copy_query((u8*)(query_in_lds + (t * kProducts + i) * wave::kLanes), from + element);
+        } else query[t][i] = mem::load<u32x4>(from + element);
       }
     }
+    if constexpr (kQueryInLds) attention::end_query();
     int first_seen[kTiles][mma::kValueTokens], seen[kTiles][mma::kValueTokens];  // keys of a column that the lane has
     float maximum[kTiles][mma::kValueTokens], sum[kTiles][mma::kValueTokens];
 #pragma unroll
@@ -192,193 +185,147 @@ struct Decode : DecodePart<DecodeOutput<T, kD>, 128> {
         attention::issue_here();  // keys and values do not wait for queries
         attention::wait_for_query();
       }
+      // The last turn, if it is apart, loads nothing.
+#pragma unroll
+      for (int is_last = 0; is_last <= kLastTurnApart; ++is_last)
 #pragma unroll 1
-      for (; step_key(step) < end; step += parts) {
-        f32x4 score[kTiles][2] = {};
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-          for (int i = 0; i < kProducts; ++i) {
-            mma::Weights operand;
-#pragma unroll
-            for (int l = 0; l < mma::kLoads; ++l) {
-              if constexpr (kFp8) {
-                const u32x4 bytes = keys.load[tile][i / 2][l];
-                operand.load[l] = as_operand<T>(i % 2 ? bytes.hi : bytes.lo);
-              } else operand.load[l] = keys.load[tile][i][l];
-            }
-#pragma unroll
-            for (int t = 0; t < kTiles; ++t) {
-              if constexpr (kQueryInLds) query[t][i] = query_in_lds[(t * kProducts + i) * wave::kLanes + lane];
-              score[t][tile] = mma::multiply_tile<T>(score[t][tile], operand, query[t][i]);
-            }
-          }
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-          for (int tile = 0; tile < 2; ++tile) attention::compute_now(score[t][tile]);
-        at = places(next_pages, step_key(step + parts));
-        load(keys, at);
-        int pages = load_pages(step_key(step + 2 * parts));
-        if constexpr (kQueryInLds) attention::issue_here();  // else ptxas puts keys behind the products with values
-
-        const int first = step_key(step);
-        bool grows = false;
-        float before[kTiles][mma::kValueTokens];
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          float largest[mma::kValueTokens];
-#pragma unroll
-          for (int v = 0; v < mma::kValueTokens; ++v) largest[v] = before[t][v] = maximum[t][v];
+        for (; step_key(step + (kLastTurnApart && !is_last ? parts : 0)) < end; step += parts) {
+          f32x4 score[kTiles][2] = {};
 #pragma unroll
           for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int v = i % mma::kValueTokens, key = first + attention::key(tile, mma::value_row(lane, i));
-              const bool is_seen = u32(key - first_seen[t][v]) < u32(seen[t][v]);
-              score[t][tile][i] = is_seen ? score[t][tile][i] * scale : -__builtin_inff();
-              largest[v] = max(largest[v], score[t][tile][i]);
+            for (int i = 0; i < kProducts; ++i) {
+              mma::Weights operand;
+#pragma unroll
+              for (int l = 0; l < mma::kLoads; ++l) {
+                if constexpr (kFp8) {
+                  const u32x4 bytes = keys.load[tile][i / 2][l];
+                  operand.load[l] = as_operand<T>(i % 2 ? bytes.hi : bytes.lo);
+                } else operand.load[l] = keys.load[tile][i][l];
+              }
+#pragma unroll
+              for (int t = 0; t < kTiles; ++t) {
+                if constexpr (kQueryInLds) query[t][i] = query_in_lds[(t * kProducts + i) * wave::kLanes + lane];
+                score[t][tile] = mma::multiply_tile<T>(score[t][tile], operand, query[t][i]);
+              }
             }
 #pragma unroll
-          for (int v = 0; v < mma::kValueTokens; ++v) {
-            maximum[t][v] = attention::reduce_rows(largest[v], max);
-            grows |= maximum[t][v] > before[t][v];
+          for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) attention::compute_now(score[t][tile]);
+          int pages = 0;
+          if (!is_last) {
+            at = places(next_pages, step_key(step + parts));
+            load(keys, at);
+            pages = load_pages(step_key(step + 2 * parts));
           }
-        }
-        if (wave::count(grows) > 0) {
+          // Else ptxas puts keys behind the products with values. Hazard: other lanes' sums are written over queries.
+          if constexpr (kQueryInLds) attention::issue_here();
+
+          const int first = step_key(step);
+          if constexpr (kMasksApart) scale_and_mask(score, scale, first);
+          bool grows = false;
+          float before[kTiles][mma::kValueTokens];
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
-            float factor[mma::kValueTokens];
+            float largest[mma::kValueTokens];
+#pragma unroll
+            for (int v = 0; v < mma::kValueTokens; ++v) largest[v] = before[t][v] = maximum[t][v];
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                const int v = i % mma::kValueTokens, key = first + attention::key(tile, mma::value_row(lane, i));
+                if constexpr (!kMasksApart) {
+                  const bool is_seen = u32(key - first_seen[t][v]) < u32(seen[t][v]);
+                  score[t][tile][i] = is_seen ? score[t][tile][i] * scale : -__builtin_inff();
+                }
+                largest[v] = max(largest[v], score[t][tile][i]);
+              }
 #pragma unroll
             for (int v = 0; v < mma::kValueTokens; ++v) {
-              factor[v] = numerics::exp2_approx(before[t][v] - maximum[t][v]);
-              sum[t][v] *= factor[v];
+              maximum[t][v] = attention::reduce_rows(largest[v], max);
+              grows |= maximum[t][v] > before[t][v];
             }
-#pragma unroll
-            for (int d = 0; d < kDimTiles; ++d)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) out[t][d][i] *= factor[i % mma::kValueTokens];
           }
-        }
-        u32x4 weights[kTiles];
+          if (wave::count(grows) > 0) {
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
+            for (int t = 0; t < kTiles; ++t) {
+              float factor[mma::kValueTokens];
 #pragma unroll
-          for (int tile = 0; tile < 2; ++tile)
+              for (int v = 0; v < mma::kValueTokens; ++v) {
+                factor[v] = numerics::exp2_approx(before[t][v] - maximum[t][v]);
+                sum[t][v] *= factor[v];
+              }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int v = i % mma::kValueTokens;
-              score[t][tile][i] = numerics::exp2_approx(score[t][tile][i] - maximum[t][v]);
-              sum[t][v] += score[t][tile][i];
+              for (int d = 0; d < kDimTiles; ++d)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) out[t][d][i] *= factor[i % mma::kValueTokens];
             }
-          weights[t] = attention::operand<T>(score[t][0], score[t][1]);
-        }
+          }
+          u32x4 weights[kTiles];
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                const int v = i % mma::kValueTokens;
+                score[t][tile][i] = numerics::exp2_approx(score[t][tile][i] - maximum[t][v]);
+                sum[t][v] += score[t][tile][i];
+              }
+            weights[t] = attention::operand<T>(score[t][0], score[t][1]);
+          }
 
-        u32x4 valid = {};  // native: slots behind the last key, or before the first, may hold anything
-        if constexpr (kNative) {
+          u32x4 valid = {};  // native: slots behind the last key, or before the first, may hold anything
+          if constexpr (kNative) {
 #pragma unroll
-          for (int tile = 0; tile < kDimTiles; ++tile)
+            for (int tile = 0; tile < kDimTiles; ++tile)
 #pragma unroll
-            for (int l = 0; l < mma::kLoads; ++l) attention::use_below(values.vec[tile][l]);
-          const int key = first + first_value;
+              for (int l = 0; l < mma::kLoads; ++l) attention::use_below(values.vec[tile][l]);
+            const int key = first + first_value;
 #pragma unroll
-          for (int w = 0; w < 4; ++w)
-            valid[w] = (is_key(key + 2 * w) ? 0xffffu : 0) | (is_key(key + 2 * w + 1) ? 0xffff0000u : 0);
+            for (int w = 0; w < 4; ++w)
+              valid[w] = (is_key(key + 2 * w) ? 0xffffu : 0) | (is_key(key + 2 * w + 1) ? 0xffff0000u : 0);
+          }
+#pragma unroll
+          for (int d = 0; d < kDimTiles; ++d) {
+            const mma::Weights operand = value_operand(values, d, valid);
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t) out[t][d] = mma::multiply_tile<T>(out[t][d], operand, weights[t]);
+          }
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+            for (int d = 0; d < kDimTiles; ++d) attention::compute_now(out[t][d]);
+          if (!is_last) load(values, at);
+          attention::issue_now();
+          attention::use_below(pages);  // a copy above the loads of values would wait for the keys
+          next_pages = pages;
+          if (is_last) break;
         }
-#pragma unroll
-        for (int d = 0; d < kDimTiles; ++d) {
-          const mma::Weights operand = value_operand(values, d, valid);
-#pragma unroll
-          for (int t = 0; t < kTiles; ++t) out[t][d] = mma::multiply_tile<T>(out[t][d], operand, weights[t]);
-        }
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-          for (int d = 0; d < kDimTiles; ++d) attention::compute_now(out[t][d]);
-        load(values, at);
-        attention::issue_now();
-        attention::use_below(pages);  // a copy above the loads of values would wait for the keys
-        next_pages = pages;
-      }
-    } else if constexpr (kQueryInLds) attention::wait_for_query();  // hazard: queries are copied over sums
-    finish(maximum, sum, out);
-  }
-  DEVICE bool is_key(int key) const { return key >= begin && key < end; }
-
-  // The waves' sums together, and those of the parts.
-  DEVICE void finish(float (&maximum)[kTiles][mma::kValueTokens], float (&sum)[kTiles][mma::kValueTokens],
-                     f32x4 (&out)[kTiles][kDimTiles]) const {
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-      for (int v = 0; v < mma::kValueTokens; ++v) {
-        const int c = t * mma::kTileTokens + mma::value_token(lane, v);
-        sum[t][v] = attention::reduce_rows(sum[t][v], Add{});
-        if (mma::value_row(lane, v) == 0) {
-          buffer.maximum[wave::index()][c] = maximum[t][v];
-          buffer.sum[wave::index()][c] = sum[t][v];
-        }
-      }
-    block_barrier();  // hazard: the waves' maxima are read before they are written
-    float factor[kTiles][mma::kValueTokens];
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-      for (int v = 0; v < mma::kValueTokens; ++v)
-        factor[t][v] =
-            numerics::exp2_approx(maximum[t][v] - block_maximum(t * mma::kTileTokens + mma::value_token(lane, v)));
-
-    constexpr int kVecs = kColumns * kRound / 4, kThreadVecs = kVecs / kThreads;
-    const mem::Buffer to = Part::slot(wave::block_id_y());
-    const bool is_whole = parts == 1;
-    if (wave::thread_id() < kColumns) {
-      const int c = wave::thread_id();
-      if (is_whole) buffer.factor[c] = finish_column(c, block_maximum(c), block_sum(c), true);
-      else Part::store_sums(to, c, block_maximum(c), block_sum(c));
     }
+    if constexpr (kAddsAtOnce) finish_at_once(maximum, sum, out);
+    else finish(maximum, sum, out);
+  }
+  // The wave's scores of a step, of keys from `first` on.
+  DEVICE void scale_and_mask(f32x4 (&score)[kTiles][2], float scale, int first) const {
 #pragma unroll
-    for (int round = 0; round < kGroups; ++round) {
-      if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read
+    for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t)
+      for (int tile = 0; tile < 2; ++tile) score[t][tile] *= scale;
+    // The first row's keys end first, and the last row's begin last.
+    if (first + Part::kWaveKeys <= first_row_end && (p.window == 0 || first >= end - p.window)) return;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int v = i % mma::kValueTokens, c = t * mma::kTileTokens + mma::value_token(lane, i);
-          float* column = (float*)buffer.out[wave::index()][c] + dim(0, mma::value_row(lane, i));
-          constexpr int kNeighbours = kNative ? 1 : 4;  // dims of a row
-#pragma unroll
-          for (int d = 0; d < kRound / 16; d += kNeighbours) {
-            const auto value = [&](int n) { return out[t][round * (kRound / 16) + d + n][i] * factor[t][v]; };
-            if constexpr (kNative) column[d * 16] = value(0);
-            else *(f32x4*)(column + d) = f32x4{value(0), value(1), value(2), value(3)};
-          }
+          const int row_end = first_row_end + column(t * mma::kTileTokens + mma::value_token(lane, i)).row;
+          const int key = first + attention::key(tile, mma::value_row(lane, i));
+          if (key >= row_end || (p.window > 0 && key < row_end - p.window)) score[t][tile][i] = -__builtin_inff();
         }
-      block_barrier();  // hazard: the waves' sums are read before they are written
-#pragma unroll
-      for (int i = 0; i < kThreadVecs; ++i) {
-        const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4), of_column = vec % (kRound / 4);
-        f32x4 total = {};
-#pragma unroll
-        for (int w = 0; w < kWaves; ++w) total += buffer.out[w][c][of_column];
-        const int first_dim = round * kRound + of_column * 4;
-        if (is_whole) store(c, first_dim, total * buffer.factor[c]);
-        else if (c < columns()) mem::store_device(to, (c * kD + first_dim) * 4, 0, total);
-      }
-    }
-    if (!is_whole) Part::add_parts();
   }
-
-  DEVICE float block_maximum(int c) const {
-    float largest = buffer.maximum[0][c];
-#pragma unroll
-    for (int w = 1; w < kWaves; ++w) largest = __builtin_fmaxf(largest, buffer.maximum[w][c]);
-    return largest;
-  }
-  DEVICE float block_sum(int c) const {
-    const float largest = block_maximum(c);
-    float total = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kWaves; ++w) total += buffer.sum[w][c] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
-    return total;
-  }
+  DEVICE bool is_key(int key) const { return key >= begin && key < end; }
 };

@@ -2,13 +2,16 @@
 // in the order of the parts. A part is `least_steps` steps or more, so that it does not depend on other requests where `parts`
 // parts of that are enough.
 #pragma once
+#include "attention/operands.h"
 #include "attention/problem.h"
 #include "device/arrive.h"
 #include "device/reduce.h"
 
-// A thread that adds has kAddedVecs vecs of all at once.
-template <class T, int kD, int kColumns_ = 16, int kWaves_ = 4, int kFanIn_ = 16, int kAddedVecs = 2>
+// A thread that adds has kAddedVecs vecs of all at once; or, with kAddsAtOnce, all that registers hold.
+template <class T, int kD, int kColumns_ = 16, int kWaves_ = 4, int kFanIn_ = 16, int kAddedVecs = 2,
+          bool kAddsAtOnce_ = false>
 struct DecodeOutput {
+  static constexpr bool kAddsAtOnce = kAddsAtOnce_;
   static constexpr int kColumns = kColumns_, kWaves = kWaves_, kThreads = kWaves * wave::kLanes;
   static constexpr float kLowest = -3.0e38f;  // a maximum of no scores, so that there is no infinity to subtract
   static constexpr int kPartFloats = kColumns * (kD + 2);
@@ -56,7 +59,8 @@ struct DecodeOutput {
       const int members = count - first < kFanIn ? count - first : kFanIn;
       if (!is_last_block(counters + group, members)) return;
       count = (count + kFanIn - 1) / kFanIn;
-      add(first_slot + first, members, count > 1 ? first_slot + slots + group : -1);
+      if constexpr (kAddsAtOnce) add_at_once(first_slot + first, members, count > 1 ? first_slot + slots + group : -1);
+      else add(first_slot + first, members, count > 1 ? first_slot + slots + group : -1);
       if (count == 1) return;
       place = group;
       first_slot += slots;
@@ -110,6 +114,67 @@ struct DecodeOutput {
     }
   }
 
+  // The same, where all that a thread adds of some slots is on its way before anything is computed of it. `add` waits for the
+  // maxima, then for the sums, then for vecs.
+  DEVICE void add_at_once(int first, int members, int to) const {
+    constexpr int kColumnThreads = kThreads / kColumns, kThreadVecs = kColumnVecs / kColumnThreads;
+    constexpr int kMembers = 32 / kThreadVecs;  // at once, as registers allow
+    const int own_column = wave::thread_id() / kColumnThreads, own = wave::thread_id() % kColumnThreads;
+    const bool is_column = own_column < columns();
+    const int c = is_column ? own_column : 0;
+    float largest = kLowest, sum = 0.0f;
+    f32x4 total[kThreadVecs] = {};
+#pragma unroll 1
+    for (int begin = 0; begin < members; begin += kMembers) {
+      const int left = members - begin;
+      const mem::Buffer from = slot(first + begin);
+      float maximum[kMembers], sums[kMembers];
+      f32x4 vecs[kThreadVecs][kMembers];
+#pragma unroll
+      for (int i = 0; i < kMembers; ++i) {
+        maximum[i] = mem::load_device_or_zero<float>(from, kMaxima + c * 4, i * kPartFloats * 4, i < left);
+        sums[i] = mem::load_device_or_zero<float>(from, kSums + c * 4, i * kPartFloats * 4, i < left);
+      }
+#pragma unroll
+      for (int v = 0; v < kThreadVecs; ++v)
+#pragma unroll
+        for (int i = 0; i < kMembers; ++i) {
+          const int vec = c * kColumnVecs + own + v * kColumnThreads;
+          vecs[v][i] = mem::load_device_or_zero<f32x4>(from, vec * 16, i * kPartFloats * 4, i < left);
+        }
+      attention::issue_here();  // else ptxas loads vecs once maxima are there
+      float factor = largest;
+#pragma unroll
+      for (int i = 0; i < kMembers; ++i) {
+        if (i >= left) maximum[i] = kLowest;
+        largest = __builtin_fmaxf(largest, maximum[i]);
+      }
+      factor = numerics::exp2_approx(factor - largest);
+      sum *= factor;
+#pragma unroll
+      for (int v = 0; v < kThreadVecs; ++v) total[v] *= factor;
+#pragma unroll
+      for (int i = 0; i < kMembers; ++i) {
+        factor = numerics::exp2_approx(maximum[i] - largest);
+        sum += sums[i] * factor;
+#pragma unroll
+        for (int v = 0; v < kThreadVecs; ++v) total[v] += vecs[v][i] * factor;
+      }
+    }
+    if (!is_column) return;
+    if (to < 0) {
+      const float of_column = finish_column(c, largest, sum, own == 0);
+#pragma unroll
+      for (int v = 0; v < kThreadVecs; ++v) total[v] *= of_column;
+      store(c, own * 4, kColumnThreads * 4, total);
+    } else {
+      if (own == 0) store_sums(slot(to), c, largest, sum);
+#pragma unroll
+      for (int v = 0; v < kThreadVecs; ++v)
+        mem::store_device(slot(to), (c * kColumnVecs + own + v * kColumnThreads) * 16, 0, total[v]);
+    }
+  }
+
   // What the sums of a column are multiplied by, of its maximum and the sum of its weights, divided by exp2(maximum). `stores`:
   // the logarithm of this sum.
   DEVICE float finish_column(int c, float maximum, float sum, bool stores) const {
@@ -138,5 +203,24 @@ struct DecodeOutput {
       values *= 1.0f / mem::load<float>(p.out_scale);
       mem::store((u8*)p.out + at, numerics::to_e4m3x4(values.lo, values.hi));
     } else mem::store((u16*)p.out + at, u32x2{T::pack(values.lo), T::pack(values.hi)});
+  }
+  // Several of them, so many dims apart, with one branch.
+  template <int kVecs>
+  DEVICE void store(int c, int first_dim, int apart, const f32x4 (&vecs)[kVecs]) const {
+    const Column of = column(c);
+    const i64 row = i64(request) * p.query_len + of.row;
+    const i64 at = row * p.out_stride + of.head * p.out_head_stride + first_dim;
+    if (p.out_scale) {
+      const float inverse = 1.0f / mem::load<float>(p.out_scale);
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) {
+        const f32x4 values = vecs[v] * inverse;
+        mem::store((u8*)p.out + at + v * apart, numerics::to_e4m3x4(values.lo, values.hi));
+      }
+    } else {
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v)
+        mem::store((u16*)p.out + at + v * apart, u32x2{T::pack(vecs[v].lo), T::pack(vecs[v].hi)});
+    }
   }
 };

@@ -23,7 +23,7 @@ from vllm_rocm_ops.emulator.objects import CodeObject
 from vllm_rocm_ops.op import Case
 
 LEAVES = "leaves another "
-DECODE, MLA = "attention/decode.h", "attention/mla.h"
+DECODE, SUMS, MLA = "attention/decode.h", "attention/decode_sums.h", "attention/mla.h"
 PART, OUTPUT = "attention/part.h", "attention/output.h"
 
 # As in test_planted_bugs.py.
@@ -183,8 +183,8 @@ BUGS = {
     ),
     "the last step of a part left out": (
         DECODE,
-        "step_key(step) < end; step += parts",
-        "step_key(step) < end - 128 * (step > 0); step += parts",
+        "? parts : 0)) < end; step += parts",
+        "? parts : 0)) < end - 128 * (step > 0); step += parts",
         ops.paged_attention_decode,
         "partition",
         "gfx950",
@@ -218,7 +218,7 @@ BUGS = {
         WRONG,
     ),
     "a wave's sums missing": (
-        DECODE,
+        SUMS,
         "for (int w = 0; w < kWaves; ++w) total += buffer.out",
         "for (int w = 1; w < kWaves; ++w) total += buffer.out",
         ops.paged_attention_decode,
@@ -227,7 +227,7 @@ BUGS = {
         WRONG,
     ),
     "waves' sums without a barrier": (
-        DECODE,
+        SUMS,
         "block_barrier();  // hazard: the waves' sums are read before they are written",
         "{}",
         ops.paged_attention_decode,
@@ -236,7 +236,7 @@ BUGS = {
         "read here|written here|was never written",
     ),
     "sums of the last dims written over": (
-        DECODE,
+        SUMS,
         "if (round > 0) block_barrier();",
         "{}",
         ops.paged_attention_decode,

@@ -216,6 +216,7 @@ def _cases() -> Iterator[Case]:
     yield case("out-fp8-of-fp8", (20, 0), (2, 2), 128, out=True, out_fp8=True, fp8=True, dtype=torch.float16, wider=0)
     yield case("size-80", (20,), (2, 1), 80)
     yield case("no-requests", (), (2, 1), 64)
+    yield case("nine-parts", (1030, 140), (2, 1), 128, partition=128)
 
 
 def _op(reference) -> Op:

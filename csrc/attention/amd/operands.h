@@ -115,9 +115,13 @@ DEVICE void go_first() { __builtin_amdgcn_s_setprio(1); }
 // A wave's queries stay in registers.
 constexpr bool kQueryInLds = false;
 DEVICE void copy_query(u8*, const u16*) {}
+DEVICE void end_query() {}
 DEVICE void wait_for_query() {}
 // Nothing: the compiler does not move loads behind the products that follow.
 DEVICE void issue_here() {}
+
+// As nothing was timed here, what was faster on NVIDIA is not done: see nvidia/operands.h.
+constexpr bool kLastTurnApart = false, kMasksApart = false, kAddsAtOnce = false;
 
 // Rows of 128 bytes lie in LDS one after the other, 16 bytes c of row r at c ^ swizzle(r): without bank conflicts where 16 rows are
 // read at a time, and where 8 are written.

@@ -89,12 +89,19 @@ DEVICE void copy_query(u8* to, const u16* from) {
                "l"(mem::global(from))
                : "memory");
 }
-DEVICE void wait_for_query() {
-  lds::end_group();
-  lds::wait_for_copies<0>();
-}
+// Behind the last copy, and above other loads: a wait is also for what was loaded before the end of a group.
+DEVICE void end_query() { lds::end_group(); }
+DEVICE void wait_for_query() { lds::wait_for_copies<0>(); }
 // Loads above are issued above: ptxas moves none over this.
 DEVICE void issue_here() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
+
+// What was faster on an H200, where registers suffice for it. The last turn of the loop has code of its own, which loads nothing:
+// most blocks have one turn.
+constexpr bool kLastTurnApart = true;
+// Keys that a row does not see are masked where a step has any, and the rows' ends are found there: fewer registers in the loop.
+constexpr bool kMasksApart = true;
+// What a thread adds is loaded before anything is computed of it: waits are most of what sums take.
+constexpr bool kAddsAtOnce = true;
 
 // Rows of 128 bytes lie in LDS one after the other, 16 bytes c of row r at c ^ swizzle(r): without bank conflicts where 4 times 16
 // bytes of two rows are read at a time, and where 8 rows are written.

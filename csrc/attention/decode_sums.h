@@ -1,0 +1,176 @@
+// The end of a block of flash decoding: the waves' sums meet in LDS, and go to the results, or to those of the request's other parts.
+#pragma once
+#include "attention/operands.h"
+#include "attention/part.h"
+#include "device/reduce.h"
+
+constexpr int kMostForRegisters = 128;  // elements: of larger heads, keys and values alone fill the registers
+
+template <class T, int kD>
+using HeadPart = DecodePart<DecodeOutput<T, kD, 16, 4, 16, 2, attention::kAddsAtOnce && kD <= kMostForRegisters>, 128>;
+
+// kD elements of a head. kNative: tiles have elements that follow each other, else kLaneDims of a row do.
+template <class T, int kD, bool kNative>
+struct DecodeSums : HeadPart<T, kD> {
+  using Part = HeadPart<T, kD>;
+  using Part::columns, Part::finish_column, Part::kColumns, Part::kThreads, Part::kWaves;
+  using Part::lane, Part::parts, Part::store;
+
+  static constexpr int kTiles = kColumns / mma::kTileTokens;
+  static constexpr int kDimTiles = kD / 16;
+  static constexpr int kLaneDims = kD % 128 == 0 ? 8 : 4;       // that lie together, in a slot of V
+  static constexpr int kRound = kNative ? 64 : 16 * kLaneDims;  // dims whose tiles follow each other
+  static constexpr int kGroups = kD / kRound;
+
+  struct Buffer {
+    float maximum[kWaves][kColumns], sum[kWaves][kColumns], factor[kColumns];
+    f32x4 out[kWaves][kColumns][kRound / 4 + 1];
+  };
+
+  Buffer& buffer;
+
+  DEVICE DecodeSums(const DecodeProblem& problem, Buffer& buffer) : Part(problem), buffer(buffer) {}
+
+  // The dim that is this row of a tile.
+  DEVICE static int dim(int tile, int row) {
+    if constexpr (kNative) return tile * 16 + row;
+    else return tile / kLaneDims * 16 * kLaneDims + row * kLaneDims + tile % kLaneDims;
+  }
+
+  // The waves' sums together, and those of the parts.
+  DEVICE void finish(float (&maximum)[kTiles][mma::kValueTokens], float (&sum)[kTiles][mma::kValueTokens],
+                     f32x4 (&out)[kTiles][kDimTiles]) const {
+    put_maxima(maximum, sum);
+    block_barrier();  // hazard: the waves' maxima are read before they are written
+    float factor[kTiles][mma::kValueTokens];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int v = 0; v < mma::kValueTokens; ++v)
+        factor[t][v] =
+            numerics::exp2_approx(maximum[t][v] - block_maximum(t * mma::kTileTokens + mma::value_token(lane, v)));
+
+    constexpr int kVecs = kColumns * kRound / 4, kThreadVecs = kVecs / kThreads;
+    const mem::Buffer to = Part::slot(wave::block_id_y());
+    const bool is_whole = parts == 1;
+    if (wave::thread_id() < kColumns) {
+      const int c = wave::thread_id();
+      if (is_whole) buffer.factor[c] = finish_column(c, block_maximum(c), block_sum(c), true);
+      else Part::store_sums(to, c, block_maximum(c), block_sum(c));
+    }
+#pragma unroll
+    for (int round = 0; round < kGroups; ++round) {
+      if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read
+      put_round(round, out, factor);
+      block_barrier();  // hazard: the waves' sums are read before they are written
+#pragma unroll
+      for (int i = 0; i < kThreadVecs; ++i) {
+        const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4), of_column = vec % (kRound / 4);
+        f32x4 total = {};
+#pragma unroll
+        for (int w = 0; w < kWaves; ++w) total += buffer.out[w][c][of_column];
+        const int first_dim = round * kRound + of_column * 4;
+        if (is_whole) store(c, first_dim, total * buffer.factor[c]);
+        else if (c < columns()) mem::store_device(to, (c * kD + first_dim) * 4, 0, total);
+      }
+    }
+    if (!is_whole) Part::add_parts();
+  }
+
+  // The same with one barrier less: the waves' sums are multiplied by their factors where they are added.
+  DEVICE void finish_at_once(float (&maximum)[kTiles][mma::kValueTokens], float (&sum)[kTiles][mma::kValueTokens],
+                             f32x4 (&out)[kTiles][kDimTiles]) const {
+    put_maxima(maximum, sum);
+    float one[kTiles][mma::kValueTokens];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int v = 0; v < mma::kValueTokens; ++v) one[t][v] = 1.0f;
+    constexpr int kVecs = kColumns * kRound / 4, kThreadVecs = kVecs / kThreads;
+    const bool is_whole = parts == 1;
+#pragma unroll
+    for (int round = 0; round < kGroups; ++round) {
+      if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read
+      put_round(round, out, one);
+      block_barrier();  // hazard: the waves' sums are read before they are written
+      f32x4 total[kThreadVecs] = {};
+#pragma unroll
+      for (int i = 0; i < kThreadVecs; ++i) {
+        const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4), of_column = vec % (kRound / 4);
+        const float largest = block_maximum(c);
+#pragma unroll
+        for (int w = 0; w < kWaves; ++w)
+          total[i] += buffer.out[w][c][of_column] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
+      }
+      if (is_whole) {
+        if (round == 0) {
+          const int c = wave::thread_id();
+          if (c < kColumns) buffer.factor[c] = finish_column(c, block_maximum(c), block_sum(c), true);
+          block_barrier();  // hazard: factors are read before they are written
+        }
+#pragma unroll
+        for (int i = 0; i < kThreadVecs; ++i) {
+          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
+          store(c, round * kRound + vec % (kRound / 4) * 4, total[i] * buffer.factor[c]);
+        }
+      } else {
+        const mem::Buffer to = Part::slot(wave::block_id_y());
+#pragma unroll
+        for (int i = 0; i < kThreadVecs; ++i) {
+          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
+          if (c < columns()) mem::store_device(to, (c * kD + round * kRound + vec % (kRound / 4) * 4) * 4, 0, total[i]);
+        }
+      }
+    }
+    if (is_whole) return;
+    if (const int c = wave::thread_id(); c < kColumns)
+      Part::store_sums(Part::slot(wave::block_id_y()), c, block_maximum(c), block_sum(c));
+    Part::add_parts();
+  }
+  // The wave's maxima and sums of weights, and what of its sums is added in a round.
+  DEVICE void put_maxima(const float (&maximum)[kTiles][mma::kValueTokens],
+                         float (&sum)[kTiles][mma::kValueTokens]) const {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int v = 0; v < mma::kValueTokens; ++v) {
+        const int c = t * mma::kTileTokens + mma::value_token(lane, v);
+        sum[t][v] = attention::reduce_rows(sum[t][v], Add{});
+        if (mma::value_row(lane, v) == 0) {
+          buffer.maximum[wave::index()][c] = maximum[t][v];
+          buffer.sum[wave::index()][c] = sum[t][v];
+        }
+      }
+  }
+  DEVICE void put_round(int round, const f32x4 (&out)[kTiles][kDimTiles],
+                        const float (&factor)[kTiles][mma::kValueTokens]) const {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int v = i % mma::kValueTokens, c = t * mma::kTileTokens + mma::value_token(lane, i);
+        float* column = (float*)buffer.out[wave::index()][c] + dim(0, mma::value_row(lane, i));
+        constexpr int kNeighbours = kNative ? 1 : 4;  // dims of a row
+#pragma unroll
+        for (int d = 0; d < kRound / 16; d += kNeighbours) {
+          const auto value = [&](int n) { return out[t][round * (kRound / 16) + d + n][i] * factor[t][v]; };
+          if constexpr (kNative) column[d * 16] = value(0);
+          else *(f32x4*)(column + d) = f32x4{value(0), value(1), value(2), value(3)};
+        }
+      }
+  }
+
+  DEVICE float block_maximum(int c) const {
+    float largest = buffer.maximum[0][c];
+#pragma unroll
+    for (int w = 1; w < kWaves; ++w) largest = __builtin_fmaxf(largest, buffer.maximum[w][c]);
+    return largest;
+  }
+  DEVICE float block_sum(int c) const {
+    const float largest = block_maximum(c);
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWaves; ++w) total += buffer.sum[w][c] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
+    return total;
+  }
+};
