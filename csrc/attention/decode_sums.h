@@ -7,7 +7,7 @@
 constexpr int kMostForRegisters = 128;  // elements: of larger heads, keys and values alone fill the registers
 
 template <class T, int kD>
-using HeadPart = DecodePart<DecodeOutput<T, kD, 16, 4, 16, 2, attention::kAddsAtOnce && kD <= kMostForRegisters>, 128>;
+using HeadPart = DecodePart<DecodeOutput<T, kD, 16, 4, 16, 2, kD <= kMostForRegisters>, 128>;
 
 // kD elements of a head. kNative: tiles have elements that follow each other, else kLaneDims of a row do.
 template <class T, int kD, bool kNative>

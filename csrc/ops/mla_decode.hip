@@ -23,6 +23,14 @@ DEVICE void combine(const MlaProblem& problem) {
   }
 #define COMBINE(symbol, Combine, T, tiles) \
   KERNEL(kMlaWaves* wave::kLanes) symbol(const MlaProblem problem) { combine<Combine<T, tiles>>(problem); }
+#ifdef HAS_MLA_64
+#include "attention/amd/mla_in_lds.h"
+
+#define DECODE_64(symbol, T, Cache)                                                    \
+  KERNEL(kMlaWaves* wave::kLanes) WAVES_PER_SIMD(2) symbol(const MlaProblem problem) { \
+    decode<MlaDecodeInLds<T, Cache>>(problem);                                         \
+  }
+#endif
 #define COLUMNS(tiles)                                              \
   DECODE(mla_decode_bf16_##tiles, Bf16, Bf16, tiles)                \
   DECODE(mla_decode_bf16_fp8_##tiles, Bf16, E4m3, tiles)            \
@@ -36,17 +44,10 @@ COLUMNS(2)
 COMBINE(mla_decode_combine_bf16_4, MlaCombine, Bf16, 4)
 COMBINE(mla_decode_combine_fp16_4, MlaCombine, F16, 4)
 #ifdef HAS_MLA_64
-#include "attention/amd/mla_in_lds.h"
-
-#define COLUMNS_64(symbol, T, Cache)                                                   \
-  KERNEL(kMlaWaves* wave::kLanes) WAVES_PER_SIMD(2) symbol(const MlaProblem problem) { \
-    decode<MlaDecodeInLds<T, Cache>>(problem);                                         \
-  }
-
-COLUMNS_64(mla_decode_bf16_lds_4, Bf16, Bf16)
-COLUMNS_64(mla_decode_bf16_fp8_lds_4, Bf16, E4m3)
-COLUMNS_64(mla_decode_fp16_lds_4, F16, F16)
-COLUMNS_64(mla_decode_fp16_fp8_lds_4, F16, E4m3)
+DECODE_64(mla_decode_bf16_lds_4, Bf16, Bf16)
+DECODE_64(mla_decode_bf16_fp8_lds_4, Bf16, E4m3)
+DECODE_64(mla_decode_fp16_lds_4, F16, F16)
+DECODE_64(mla_decode_fp16_fp8_lds_4, F16, E4m3)
 #endif
 #ifdef HAS_MLA_IN_LDS
 #include "attention/nvidia/mla_in_lds.h"

@@ -23,7 +23,12 @@ from vllm_rocm_ops.emulator.objects import CodeObject
 from vllm_rocm_ops.op import Case
 
 LEAVES = "leaves another "
-DECODE, SUMS, MLA = "attention/decode.h", "attention/decode_sums.h", "attention/mla.h"
+DECODE, SUMS, MLA, MLA_64 = (
+    "attention/decode.h",
+    "attention/decode_sums.h",
+    "attention/mla.h",
+    "attention/amd/mla_in_lds.h",
+)
 PART, OUTPUT = "attention/part.h", "attention/output.h"
 
 # As in test_planted_bugs.py.
@@ -442,6 +447,141 @@ BUGS = {
         "gfx950",
         "read here|written here",
     ),
+    "MLA of 64 columns: one key masked wrongly": (
+        MLA_64,
+        "first + mma::value_row(of.lane, i) < row_end",
+        "first + mma::value_row(of.lane, i) != 7 && first + mma::value_row(of.lane, i) < row_end",
+        ops.mla_decode,
+        "heads-128",
+        "gfx942",
+        WRONG,
+    ),
+    "MLA of 64 columns: a row sees the next token": (
+        MLA_64,
+        "row_end = of.first_row_end + c.row;",
+        "row_end = of.first_row_end + c.row + 1;",
+        ops.mla_decode,
+        "rows-4",
+        "gfx942",
+        WRONG,
+    ),
+    "MLA of 64 columns: sums are not multiplied by a new maximum": (
+        MLA_64,
+        "if (wave::count(grows) == 0) return;",
+        "return;",
+        ops.mla_decode,
+        "rows-4",
+        "gfx950",
+        WRONG,
+    ),
+    "MLA of 64 columns: maxima of a lane, not of a column": (
+        MLA_64,
+        "largest = attention::reduce_rows(largest, max);",
+        "",
+        ops.mla_decode,
+        "heads-128",
+        "gfx950",
+        WRONG,
+    ),
+    "MLA of 64 columns: what rounding changes is not taken back": (
+        MLA_64,
+        "float factor = rounded > 0.0f ? total / rounded : 0.0f;",
+        "float factor = 1.0f;",
+        ops.mla_decode,
+        "bf16-64",
+        "gfx942",
+        WRONG,
+    ),
+    "MLA of 64 columns: values of the wrong row": (
+        MLA_64,
+        "of.lane / 16 * 4 + k, vec(r)",
+        "of.lane / 16 * 4 + (k ^ 1), vec(r)",
+        ops.mla_decode,
+        "fp16-64",
+        "gfx950",
+        WRONG,
+    ),
+    "MLA of 64 columns: elements in other places": (
+        MLA_64,
+        "return r / 8 * 4 + r % 4;",
+        "return r % 8;",
+        ops.mla_decode,
+        "bf16-64",
+        "gfx950",
+        WRONG,
+    ),
+    "MLA of 64 columns: the rotated part left out": (
+        MLA_64,
+        "i < kLatent / 32 ? latent + element : rope + (element - kLatent)",
+        "latent + element % kLatent",
+        ops.mla_decode,
+        "heads-128",
+        "gfx942",
+        WRONG,
+    ),
+    "MLA of 64 columns: a pair of vecs swapped": (
+        MLA_64,
+        "= crossed ? high : low;",
+        "= low;",
+        ops.mla_decode,
+        "bf16-fp8-64",
+        "gfx942",
+        WRONG,
+    ),
+    "MLA of 64 columns: scale of scores left out": (
+        MLA_64,
+        "scale = p.scale * (p.key_cache.scale ? mem::load<float>(p.key_cache.scale) : 1.0f);",
+        "scale = p.scale;",
+        ops.mla_decode,
+        "fp16-fp8-64",
+        "gfx950",
+        WRONG,
+    ),
+    "MLA of 64 columns: pages of another unit": (
+        MLA_64,
+        "load_page(stage, unit + kStages);",
+        "load_page(stage, unit + kStages - 1);",
+        ops.mla_decode,
+        "rows-4",
+        "gfx950",
+        WRONG,
+    ),
+    "MLA of 64 columns: keys and weights without a barrier": (
+        MLA_64,
+        "block_barrier();  // hazard: weights are read before they are written, or keys",
+        "{}  // hazard: weights are read before they are written, or keys",
+        ops.mla_decode,
+        "bf16-64",
+        "gfx942",
+        "read here|written here|barrier",
+    ),
+    "MLA of 64 columns: a slot is written over too early": (
+        MLA_64,
+        "if (d <= kLoads) store_keys(stage, slot, d);",
+        "if (d <= kLoads) store_keys(stage, next_slot(slot), d);",
+        ops.mla_decode,
+        "bf16-64",
+        "gfx950",
+        "read here|written here",
+    ),
+    "MLA of 64 columns: blocks of another request": (
+        MLA_64,
+        "(index - tile * problem.requests) * problem.decode.column_tiles + tile;",
+        "index - tile;",
+        ops.mla_decode,
+        "heads-128",
+        "gfx942",
+        WRONG,
+    ),
+    "MLA: a part left out where few are added": (
+        MLA,
+        "for (int part = 1; part < kWaves; ++part) of_parts[0].add",
+        "for (int part = 2; part < kWaves; ++part) of_parts[0].add",
+        ops.mla_decode,
+        "bf16-64",
+        "gfx942",
+        WRONG,
+    ),
     "partial sums counted before they are complete": (
         "device/amd/sync.h",
         "__builtin_amdgcn_s_waitcnt(0x0f70);",
@@ -460,11 +600,13 @@ def only(symbols: set[str], source: str) -> str:
     assert macro
     lines = []
     for symbol in symbols:
-        kind, fp8, *sizes = re.search(r"_(bf16|fp16)(_fp8)?_(\d+)_?(\w+)?$", symbol).groups()
+        kind, fp8, lds, *sizes = re.search(r"_(bf16|fp16)(_fp8)?(_lds)?_(\d+)_?(\w+)?$", symbol).groups()
         element = {"bf16": "Bf16", "fp16": "F16"}[kind]
         cache = "E4m3" if fp8 else element
         if symbol.startswith("mla_decode_combine"):
             lines.append(f"COMBINE({symbol}, MlaCombine, {element}, {sizes[0]})\n")
+        elif lds:
+            lines.append(f"DECODE_64({symbol}, {element}, {cache})\n")
         elif symbol.startswith("mla_decode"):
             lines.append(f"DECODE({symbol}, {element}, {cache}, {sizes[0]})\n")
         else:

@@ -121,7 +121,7 @@ DEVICE void wait_for_query() {}
 DEVICE void issue_here() {}
 
 // As nothing was timed here, what was faster on NVIDIA is not done: see nvidia/operands.h.
-constexpr bool kLastTurnApart = false, kMasksApart = false, kAddsAtOnce = false;
+constexpr bool kLastTurnApart = false, kMasksApart = false;
 
 // Rows of 128 bytes lie in LDS one after the other, 16 bytes c of row r at c ^ swizzle(r): without bank conflicts where 16 rows are
 // read at a time, and where 8 are written.

@@ -100,8 +100,6 @@ DEVICE void issue_here() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"
 constexpr bool kLastTurnApart = true;
 // Keys that a row does not see are masked where a step has any, and the rows' ends are found there: fewer registers in the loop.
 constexpr bool kMasksApart = true;
-// What a thread adds is loaded before anything is computed of it: waits are most of what sums take.
-constexpr bool kAddsAtOnce = true;
 
 // Rows of 128 bytes lie in LDS one after the other, 16 bytes c of row r at c ^ swizzle(r): without bank conflicts where 4 times 16
 // bytes of two rows are read at a time, and where 8 rows are written.
