@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
+import statistics
 import subprocess
 
 import pytest
@@ -194,28 +196,37 @@ def test_experts_whose_configurations_are_compared_get_the_tokens_of_a_draw():
 def test_simpler_models_know_half_of_each_kernels_shapes(tmp_path, monkeypatch):
     bandwidth = machines.MI308X["hbm_bandwidth"] * 1e3  # bytes / us
 
-    def row(kernel: str, m: int, n: int, k: int, us: float | None = None, **others) -> dict[str, str]:
-        bytes = 2 * ((m + n) * k + m * n)
+    def row(kernel: str, m: int, n: int, k: int, us: float, **others) -> dict[str, str]:
         name = f"hsa/gfx942/bf16gemm/bf16gemm_{kernel}_64x64.co"
-        return point(us or 2.5 + bytes / bandwidth, M=m, N=n, K=k, extra="splitK=1", code_object=name, **others)
+        return point(us, M=m, N=n, K=k, extra="splitK=1", code_object=name, **others)
 
-    shapes = [(64, 64 * n, 512 * k) for n in (1, 3, 9) for k in (1, 5, 8)]
-    rows = [row("a", *shape, set="holdout_kernel") for shape in shapes]
-    rows += [row("b", *shape, us=3 + shape[2] / 1000, set="fit") for shape in shapes]
-    rows += [row("c", *shapes[0], set="alone"), point(5, op="other", M=1, N=1, K=1, set="unknown")]
-    fit, other = simpler.errors(rows)
-    assert (fit["set"], fit["points"], other["set"], other["points"]) == ("fit", 4, "holdout_kernel", 4)
-    assert (
-        other["bytes / bandwidth + 2.5 us"] == 0 and other["regression per kernel"] == 0 < other["median of the class"]
-    )
-    assert fit["bytes / bandwidth + 2.5 us"] > 0.1 and fit["regression per kernel"] == 0
-    late = [each | {"us": str(10 * float(each["us"]))} for each in rows]
-    assert simpler.errors(late)[1]["points"] == 4, "the halves do not depend on times"
+    shapes = [(64 * 80 * m, 64 * n, 512 * k) for n in (1, 3, 9) for k in (1, 5, 8) for m in (1, 2)]
+    rows = [row("a", m, n, k, 2.5 + 2 * ((m + n) * k + m * n) / bandwidth, set="holdout_kernel") for m, n, k in shapes]
+    rows += [row("b", m, n, k, 3 + m * n / 64**2 / 80 * (1 + k / 1000), set="fit") for m, n, k in shapes]
+    rows += [row("c", *shapes[0], us=1, set="alone"), point(5, op="other", M=1, N=1, K=1, set="unknown")]
+    rows += [point(5 + keys, op="mla_decode", M=1, N=keys, K=128, set="peer", code_object="c.co") for keys in (1, 20)]
+    fit, other, peer = simpler.errors(rows)
+    assert [(each["set"], each["points"]) for each in (fit, other, peer)] == [
+        ("fit", 8), ("holdout_kernel", 8), ("peer", 1),
+    ]  # fmt: skip
+    assert other["bytes / bandwidth + 2.5 us"] == 0 == other["regression per kernel"] < other["median of the class"]
+    assert fit["regression per kernel"] == 0 and peer["regression per kernel"] is None
+    found = simpler.cases(rows)
+    logs = [
+        abs(math.log((2.5 + case.megabytes * 1e6 / bandwidth) / case.us))
+        for case in found
+        if case.half == "held out" and case.kind.endswith("fit")
+    ]
+    assert fit["bytes / bandwidth + 2.5 us"] == pytest.approx(math.expm1(statistics.median(logs)), abs=0.001)
+    late = simpler.cases([each | {"us": f"{7 * float(each['us']) ** 2}"} for each in rows])
+    assert [case.half for case in found] == [case.half for case in late]
+    halves = {(case.kernel, case.n, case.k): case.half for case in found}
+    assert all(halves[case.kernel, case.n, case.k] == case.half for case in found), "whatever M is"
     monkeypatch.setattr(residuals, "REPORT", tmp_path / "published.json")
     residuals.REPORT.write_text('{"classes": [], "pairs": []}')
     write(tmp_path / "points.csv", list(rows[0]), rows)
     assert residuals.main(["simpler", str(tmp_path / "points.csv")]) == 0
-    assert json.loads(residuals.REPORT.read_text()) == {"classes": [], "pairs": [], "simpler": [fit, other]}
+    assert json.loads(residuals.REPORT.read_text()) == {"classes": [], "pairs": [], "simpler": [fit, other, peer]}
 
 
 @pytest.mark.parametrize(

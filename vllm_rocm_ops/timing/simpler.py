@@ -81,7 +81,7 @@ def _half_of_each_kernel(rows: Iterable[Row]) -> set[tuple[str, str, str]]:
     return found
 
 
-def _cases(rows: Iterable[Row]) -> list[Case]:
+def cases(rows: Iterable[Row]) -> list[Case]:
     """The rows whose bytes are known. Steps of K are those of keys in attention."""
     known = [row for row in rows if moved(row) is not None]
     fitted, found = _half_of_each_kernel(known), []
@@ -102,9 +102,9 @@ def errors(rows: Sequence[Row]) -> list[dict]:
         by_gpu[row["gpu"]].append(row)
     found = {}
     for gpu, of in by_gpu.items():
-        cases = _cases(of)
-        made = report.baselines(cases, machine_of(gpu)["hbm_bandwidth"]) if cases else {}
-        tiled = {case.kind for case in cases if case.blocks}
+        mine = cases(of)
+        made = report.baselines(mine, machine_of(gpu)["hbm_bandwidth"]) if mine else {}
+        tiled = {case.kind for case in mine if case.blocks}
         for name, classes in made.items():
             for kind, halves in classes.items():
                 if HALVES[1] in halves:
