@@ -112,21 +112,37 @@ OPS = {
 }
 
 
+def _share(value: float | None) -> str:
+    return "over half have none" if value is None else f"{100 * value:.0f} %"
+
+
+def _class(each: dict) -> tuple[str, str, str]:
+    return OPS.get(each["op"], each["op"]), each["gpu"].partition(" (")[0], SETS[each["set"]]
+
+
+def simpler() -> str:
+    """A row for each class of published points with shapes that the simpler models were not fitted to."""
+    found = json.loads(PUBLISHED.read_text())
+    ours = {_class(each): _share(each["median"]) for each in found["classes"]}
+    names = list(found["simpler"][0])[4:]
+    rows = [
+        (*_class(each), ours[_class(each)], *("" if each[name] is None else _share(each[name]) for name in names))
+        for each in found["simpler"]
+    ]
+    return markdown(("kernels", "GPU", "set", "this model", *names), rows)
+
+
 def published() -> str:
     """A row for each class of published points, then the pairs."""
     found = json.loads(PUBLISHED.read_text())
-
-    def share(value: float | None) -> str:
-        return "over half have none" if value is None else f"{100 * value:.0f} %"
 
     def signed(value: float | None) -> str:
         return "" if value is None else f"{100 * value:+.0f} %"
 
     rows = [
         (
-            OPS.get(each["op"], each["op"]), each["gpu"].partition(" (")[0], SETS[each["set"]],
-            f"{each['predicted']} of {each['points']}", share(each["median"]) if each["predicted"] else "",
-            "" if each["p90"] is None else share(each["p90"]), signed(each["bias"]),
+            *_class(each), f"{each['predicted']} of {each['points']}", _share(each["median"]) if each["predicted"] else "",
+            "" if each["p90"] is None else _share(each["p90"]), signed(each["bias"]),
         )
         for each in found["classes"]
     ]  # fmt: skip

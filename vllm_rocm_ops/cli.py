@@ -115,6 +115,15 @@ def emulate_cases(arguments: argparse.Namespace) -> int:
     return int(failed)
 
 
+def predict_shapes(arguments: argparse.Namespace) -> int:
+    """Prints what the timing model says of the shapes that were asked for."""
+    from vllm_rocm_ops.timing import machines, predict  # an extra
+
+    for line in predict.shape_lines(shapes_of(arguments), machines.named(arguments.predict)):
+        print(line, flush=True)
+    return 0
+
+
 def bench_shapes(arguments: argparse.Namespace) -> int:
     """Prints what the shapes that were asked for give and take here; 1 if a result is wrong."""
     wants_gpu = ("hbm", "profile", "shapes", "peers", "sweep", "jsonl", "csv")
@@ -258,6 +267,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "check each case, and each kernel, in the emulator of this architecture; needs no GPU, but the extra [emulator]"
     )
     mode.add_argument("--emulate", metavar="ARCH", help=meaning)
+    meaning = "predict the time of each case on this product, which need not be here; needs the extra [emulator]; see docs/timing.md"
+    mode.add_argument("--predict", metavar="PRODUCT", help=meaning)
     command.add_argument(
         "--commit", metavar="TEXT", help="what --jsonl and --csv say was measured; default: that of this checkout"
     )
@@ -276,8 +287,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         predict.check_arguments(arguments, parser.error)
     if arguments.command == "bench" and arguments.shapes and (arguments.model or arguments.emulate):
         parser.error("--shapes goes neither with --model nor with --emulate")
-    if arguments.command == "bench" and (arguments.csv or arguments.jsonl) and (arguments.hbm or arguments.emulate):
-        parser.error("--csv and --jsonl go neither with --hbm nor with --emulate")
+    untimed = arguments.command == "bench" and (arguments.hbm or arguments.emulate or arguments.predict)
+    if untimed and (arguments.csv or arguments.jsonl):
+        parser.error("--csv and --jsonl go neither with --hbm nor with --emulate nor with --predict")
     if arguments.command == "bench" and arguments.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
     if arguments.command == "bench":
@@ -304,7 +316,8 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.command == "bench" and arguments.contest:
             return contests.run(arguments)
         elif arguments.command == "bench":
-            return emulate_cases(arguments) if arguments.emulate else bench_shapes(arguments)
+            run = emulate_cases if arguments.emulate else predict_shapes if arguments.predict else bench_shapes
+            return run(arguments)
         elif arguments.model:
             arch = arguments.arch or explain.usual_arch()
             calls = [

@@ -188,6 +188,30 @@ def test_a_model_is_predicted_call_by_call(capsys, monkeypatch):
     assert rows[-1].split()[:2] == ["attention", "paged_attention_decode"] and "of 4096 keys a request" in head
 
 
+@pytest.mark.usefixtures("few_blocks")
+def test_bench_predicts_lists_and_cases(capsys):
+    assert cli.main(["bench", "--predict", "MI300X", "--shapes", "rows", "--batch", "4", "--hidden", "512"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "MI300X: predicted times in us, not measured" and len(lines) > 4
+    assert all(": predicted " in line and line.endswith(" us, band +-13%") for line in lines), lines
+    assert cli.main(["bench", "--predict", "MI355X", "--op", "rms_norm", "paged_attention*", "--case", "bf16*"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    case = next(case for case in ops.rms_norm.cases() if case.name.startswith("bf16"))
+    mi355x = machines.MI355X
+    given = ops.rms_norm.Arguments(*case.make("meta", torch.Generator(), mi355x.arch.fp8_dtype))._asdict()
+    us = sum(kernel.prediction.us for kernel in predict.predict_call(ops.rms_norm, given, mi355x))
+    assert first.startswith("MI355X") and f"  rms_norm {case.name}: predicted {us:.1f} us, band unknown" in lines
+    assert any(line.endswith("see vllm-rocm-ops predict paged_attention_decode --context") for line in lines)
+
+
+def test_bench_refuses_what_has_no_prediction(capsys):
+    assert cli.main(["bench", "--predict", "H200", "--op", "rms_norm"]) == 2
+    assert "a timing model exists of MI300X" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--predict", "MI300X", "--jsonl"])
+    assert "nor with --predict" in capsys.readouterr().err
+
+
 def test_kinds_of_kernels_that_were_never_compared_have_no_band():
     assert predict.band(ops.topk_softmax).ratio is None and "unknown" in predict.band(ops.fused_experts).text
     of = machines.CALIBRATION["classes"]["skinny GEMM"]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
+import statistics
 import subprocess
 
 import pytest
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops.timing import choices, foreign, machines, predict, published, published_mla, residuals
+from vllm_rocm_ops.timing import choices, foreign, machines, predict, published, published_mla, residuals, simpler
 
 OBJECT = "hsa/gfx950/bf16gemm/a_64x64.co"
 
@@ -106,9 +108,17 @@ def test_errors_and_pairs_are_those_of_the_rows(tmp_path, monkeypatch):
     assert fit["bias"] == 0.033 and fit["why"] == {"OutOfBounds in buffer_load_dword": 1, "it sorts tokens itself": 1}
     assert (other["points"], other["predicted"], other["median"], other["p90"]) == (2, 1, 1.0, None)
     monkeypatch.setattr(residuals, "REPORT", tmp_path / "published.json")
+    residuals.REPORT.write_text('{"simpler": []}')
     write(tmp_path / "predicted.csv", list(rows[0]), rows)
     assert residuals.main(["judge", str(tmp_path / "predicted.csv")]) == 0
-    assert json.loads(residuals.REPORT.read_text()) == found
+    assert json.loads(residuals.REPORT.read_text()) == found | {"simpler": []}
+    others = [point(10, 11, gpu="MI300X"), point(10, 12, M=7, set="holdout_op")]
+    write(tmp_path / "others.csv", list(rows[0]), others)
+    assert residuals.main(["judge", str(tmp_path / "others.csv"), "--keep"]) == 0
+    both = json.loads(residuals.REPORT.read_text())
+    assert both["pairs"] == found["pairs"] and [(each["gpu"], each["set"], each["points"]) for each in both["classes"]] == [
+        ("MI300X", "fit", 1), ("MI308X", "fit", 11), ("MI308X", "holdout_op", 1),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -181,3 +191,55 @@ def test_experts_whose_configurations_are_compared_get_the_tokens_of_a_draw():
     assert (one.topk_ids < len(one.w1)).any() and choices.costs(call, 1, arch)[0].topk_ids.equal(one.topk_ids)
     assert all(len(set(ids)) == 8 for ids in many.topk_ids.tolist())
     assert (many.topk_ids < len(many.w1)).sum().item() == pytest.approx(512, rel=0.1)
+
+
+def test_simpler_models_know_half_of_each_kernels_shapes(tmp_path, monkeypatch):
+    bandwidth = machines.MI308X["hbm_bandwidth"] * 1e3  # bytes / us
+
+    def row(kernel: str, m: int, n: int, k: int, us: float, **others) -> dict[str, str]:
+        name = f"hsa/gfx942/bf16gemm/bf16gemm_{kernel}_64x64.co"
+        return point(us, M=m, N=n, K=k, extra="splitK=1", code_object=name, **others)
+
+    shapes = [(64 * 80 * m, 64 * n, 512 * k) for n in (1, 3, 9) for k in (1, 5, 8) for m in (1, 2)]
+    rows = [row("a", m, n, k, 2.5 + 2 * ((m + n) * k + m * n) / bandwidth, set="holdout_kernel") for m, n, k in shapes]
+    rows += [row("b", m, n, k, 3 + m * n / 64**2 / 80 * (1 + k / 1000), set="fit") for m, n, k in shapes]
+    rows += [row("c", *shapes[0], us=1, set="alone"), point(5, op="other", M=1, N=1, K=1, set="unknown")]
+    rows += [point(5 + keys, op="mla_decode", M=1, N=keys, K=128, set="peer", code_object="c.co") for keys in (1, 20)]
+    fit, other, peer = simpler.errors(rows)
+    assert [(each["set"], each["points"]) for each in (fit, other, peer)] == [
+        ("fit", 8), ("holdout_kernel", 8), ("peer", 1),
+    ]  # fmt: skip
+    assert other["bytes / bandwidth + 2.5 us"] == 0 == other["regression per kernel"] < other["median of the class"]
+    assert fit["regression per kernel"] == 0 and peer["regression per kernel"] is None
+    found = simpler.cases(rows)
+    logs = [
+        abs(math.log((2.5 + case.megabytes * 1e6 / bandwidth) / case.us))
+        for case in found
+        if case.half == "held out" and case.kind.endswith("fit")
+    ]
+    assert fit["bytes / bandwidth + 2.5 us"] == pytest.approx(math.expm1(statistics.median(logs)), abs=0.001)
+    late = simpler.cases([each | {"us": f"{7 * float(each['us']) ** 2}"} for each in rows])
+    assert [case.half for case in found] == [case.half for case in late]
+    halves = {(case.kernel, case.n, case.k): case.half for case in found}
+    assert all(halves[case.kernel, case.n, case.k] == case.half for case in found), "whatever M is"
+    monkeypatch.setattr(residuals, "REPORT", tmp_path / "published.json")
+    residuals.REPORT.write_text('{"classes": [], "pairs": []}')
+    write(tmp_path / "points.csv", list(rows[0]), rows)
+    assert residuals.main(["simpler", str(tmp_path / "points.csv")]) == 0
+    assert json.loads(residuals.REPORT.read_text()) == {"classes": [], "pairs": [], "simpler": [fit, other, peer]}
+
+
+@pytest.mark.parametrize(
+    ("op", "fields", "bytes"),
+    [
+        ("fp8_blockscale_bpreshuffle", {"M": 2, "N": 3, "K": 5}, 25 + 12),
+        ("bf16", {"M": 2, "N": 3, "K": 5, "extra": "splitK=1 out=float32"}, 50 + 24),
+        ("attn_fwd", {"M": 7, "N": 11, "K": 128, "extra": "q_heads=4 kv_heads=2 causal=0"}, 512 * (28 + 22)),
+        ("attn_fwd varlen", {"M": 7, "N": 11, "K": "192/128", "extra": "q_heads=4 kv_heads=2"}, 640 * (28 + 22)),
+        ("fused_moe stage 1", {"M": 1, "N": 3, "K": 5, "batch_or_experts": 8, "extra": "topk=2"}, 60 + 5 + 12),
+        ("fused_moe stage 1+2", {"M": 1, "N": 3, "K": 5, "batch_or_experts": 8, "extra": "topk=2"}, 90 + 5 + 10),
+        ("mla_decode", {"M": 3, "N": 5, "K": 7}, 15 * 576 + 21 * (576 + 1024)),
+    ],
+)
+def test_bytes_of_calls(op, fields, bytes):
+    assert simpler.moved(point(1, op=op, **fields)) == bytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm_rocm_ops.arch import Arch
 from vllm_rocm_ops.families.gemm import PANEL, Operand, Product, divisor
-from vllm_rocm_ops.families.skinny_gemm import MOST_TOKENS
+from vllm_rocm_ops.families.skinny_gemm import MOST_TOKENS, SUMMED
 from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
 from vllm_rocm_ops.launch import Launch, fields
 
@@ -24,7 +24,7 @@ RATE = {64: 0.35, 128: 0.45, 256: 0.55}  # of that, by the tokens of a tile: the
 SINGLE_BLOCK_RATE = 0.6  # of the rate, while one block of two is there
 LATENCY_US = 2.0  # from a block's first load to its first product, and from its last to its results
 SHARING_US = 2.0  # for the last block of a tile to arrive and see the others' sums
-SHARING_GB_S = 100.0  # at which one block reads them
+SHARING_GB_S = {32: 100.0, 64: SUMMED[64] / 1e3}  # at which one block reads them, by the lanes of a wave
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,11 @@ def cost(config: TiledConfig, a: Operand, b: Operand, arch: Arch) -> dict[str, f
     rate = RATE[config.tokens] * FLOPS_PER_BYTE * bandwidth / arch.compute_units  # flops / us
     of_block = 2 * results * PANEL * -(-_panels(a) // config.split_k) / rate
     bytes_moved = (a.rows + b.rows) * a.k + 2 * a.rows * b.rows
+    of_sums = results * 4 / (SHARING_GB_S[arch.wave_lanes] * 1e3)
     return {
         "multiplying": max((blocks - single + single / SINGLE_BLOCK_RATE) * of_block, bytes_moved / bandwidth),
         "latency": -(-blocks // resident) * LATENCY_US,
-        "sharing": 0.0 if config.split_k == 1 else SHARING_US + config.split_k * results * 4 / (SHARING_GB_S * 1e3),
+        "sharing": SHARING_US + config.split_k * of_sums if config.split_k > 1 else 0.0,
     }
 
 

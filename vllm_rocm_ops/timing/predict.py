@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from vllm_rocm_ops import emulated, explain, launch
+from vllm_rocm_ops.bench.shapes import Shape
 from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.op import Op
@@ -189,6 +190,24 @@ def call_lines(op: Op, given: dict, machine: Machine, context: int = CONTEXT) ->
     yield f"{op.name}{of} on {machine.name}: predicted {total:.1f} us, not measured; {band(op, machine.name).text}"
     for symbol, prediction, _ in kernels:
         yield f"  {symbol}: predicted {prediction.us:.1f} us; {prediction.details}"
+
+
+def shape_lines(found: Iterable[Shape], machine: Machine) -> Iterator[str]:
+    """A line for people about each of these shapes; attention is left to `call_lines`, which is told how many keys there are."""
+    yield f"{machine.name}: predicted times in us, not measured"
+    for shape in found:
+        name, op = f"{shape.op.name} {shape.case.name}", shape.op
+        if op.name in explain.ATTENTION:
+            yield f"  {name}: see vllm-rocm-ops predict {op.name} --context"
+            continue
+        made = shape.case.make("meta", torch.Generator(), machine.arch.fp8_dtype)
+        try:
+            kernels = predict_call(op, op.Arguments(*shape.layout(*made))._asdict(), machine)
+        except ValueError as error:
+            yield f"  {name}: {error}"
+        else:
+            us = sum(kernel.prediction.us for kernel in kernels)
+            yield f"  {name}: predicted {us:.1f} us, band {band(op, machine.name)}"
 
 
 class Predicted(NamedTuple):

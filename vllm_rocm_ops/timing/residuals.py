@@ -3,9 +3,11 @@
     python -m vllm_rocm_ops.timing.residuals points MEASUREMENTS --git DIR > points.csv
     vllm-rocm-ops predict --points points.csv --git DIR --jobs 2 --cache FOLDER > predicted.csv
     python -m vllm_rocm_ops.timing.residuals judge predicted.csv
+    python -m vllm_rocm_ops.timing.residuals simpler points.csv
 
 MEASUREMENTS has validation_points_gfx942.csv, aiter_gemm_gfx950_256cu.csv and peer_measurements.csv; DIR is a bare git directory of
-ROCm/aiter. `points` lists their rows with a code object, `judge` writes published.json beside this file. Nothing is fitted.
+ROCm/aiter. `points` lists their rows with a code object, `judge` writes published.json beside this file; with `--keep` what it says of
+classes and pairs without a row in predicted.csv stays. `simpler` adds how near three simpler models come. Nothing of the model is fitted.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from . import machines
+from . import machines, simpler
 from .report import APART
 
 REPORT = Path(__file__).with_name("published.json")
@@ -167,6 +169,15 @@ def judged(rows: Sequence[Row]) -> dict:
     return {"classes": found, "pairs": pairs}
 
 
+def merged(known: dict, found: dict) -> dict:
+    """What was found, and of what was known the classes and pairs that were not."""
+    made = {}
+    for part, names in (("classes", ("op", "gpu", "set")), ("pairs", ("gpu", "op"))):
+        of = {tuple(entry[name] for name in names): entry for entry in (*known[part], *found[part])}
+        made[part] = [of[key] for key in sorted(of)]
+    return made
+
+
 def _reason(why: str) -> str:
     """Why there is no time, without what is of one row."""
     if re.match("[A-Za-z]+: ", why):
@@ -184,7 +195,10 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--git", type=Path, required=True, metavar="DIR")
     command.add_argument("--most", type=int, metavar="N", help="rows of a class, beside those in pairs; default: all")
     command = commands.add_parser("judge", help="write published.json")
-    command.add_argument("predicted", type=Path, nargs="+")
+    command.add_argument("rows", type=Path, nargs="+")
+    command.add_argument("--keep", action="store_true", help="of classes without a row here, what published.json says")
+    command = commands.add_parser("simpler", help="write into published.json how near simpler models come")
+    command.add_argument("rows", type=Path, nargs="+")
     arguments = parser.parse_args(argv)
     try:
         if arguments.command == "points":
@@ -192,7 +206,12 @@ def main(argv: list[str] | None = None) -> int:
             writer.writeheader()
             writer.writerows(listed(arguments.measurements, arguments.git, arguments.most))
             return 0
-        found = judged([row for path in arguments.predicted for row in _read(path)])
+        rows = [row for path in arguments.rows for row in _read(path)]
+        known = json.loads(REPORT.read_text())
+        if arguments.command == "simpler":
+            found = known | {"simpler": simpler.errors(rows)}
+        else:
+            found = known | (merged(known, judged(rows)) if arguments.keep else judged(rows))
     except (OSError, KeyError, ValueError, subprocess.CalledProcessError) as error:
         print(f"residuals: {error!r}", file=sys.stderr)
         return 2
