@@ -264,6 +264,7 @@ def _cases() -> Iterator[Case]:
     yield case("large-scores", (140,), 4, peak=40.0, scale=1.0)
     yield case("partition", (300, 10, 256), 4, partition=128)
     yield case("partition-many", (290, 1), 4, partition=128, wider=60)
+    yield case("partition-few", (270, 3), 40, partition=128, wider=0)
     yield case("long", (650,), 4)
     yield case("requests", (1, 0, 130) * 45, 1, rare=True, wider=0)
     yield case("no-lse", (20,), 2, return_lse=False)
