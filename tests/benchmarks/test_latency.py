@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from marks import full
-from processes import ended
+from process_end import ended
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "serving_benchmarks" / "latency.py"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from marks import full
-from processes import ended
+from process_end import ended
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "serving_benchmarks" / "serve.py"
 sys.path.insert(0, str(SCRIPT.parent))
