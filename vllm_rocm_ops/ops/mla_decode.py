@@ -262,6 +262,7 @@ def _cases() -> Iterator[Case]:
     yield case("page-1", (37,), 1, page=1)
     yield case("page-64-padded", (70,), 2, page=64, padding=64)
     yield case("large-scores", (140,), 4, peak=40.0, scale=1.0)
+    yield case("large-scores-64", (140,), 40, peak=40.0, scale=1.0)
     yield case("partition", (300, 10, 256), 4, partition=128)
     yield case("partition-many", (290, 1), 4, partition=128, wider=60)
     yield case("partition-few", (270, 3), 40, partition=128, wider=0)
