@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -103,6 +104,26 @@ def shapes_of(arguments: argparse.Namespace) -> list[shapes.Shape]:
     return shapes.select(found, arguments.op or ["*"], arguments.case or ["*"])
 
 
+def explanation(arguments: argparse.Namespace) -> Iterator[str]:
+    """Lines that explain what was asked for, and what --emulate and --predict add. Raises ValueError, TypeError, RuntimeError, and
+    ImportError without the extra."""
+    ops, predicted = vllm_rocm_ops.ops, iter(())
+    if arguments.predict:  # first, so that what it lacks is said alone
+        predicted = predict.explained(arguments, lambda: calls_of(arguments), ops)
+    arch = arguments.predict or arguments.arch or explain.usual_arch()
+    if arguments.model:
+        around = explain.around(model_config.read(arguments.model), arguments.tp or 1, arch)
+        yield from explain.table(explain.explain_model([*calls_of(arguments), *around], arch, arguments.batch or (1,)))
+    else:
+        op = getattr(ops, arguments.op)
+        given = explain.parse_arguments_of(op, arguments.given)
+        call = op, arch, arguments.shape, explain.DTYPES.get(arguments.dtype)
+        yield str(explain.explain(*call, **given))
+        if arguments.emulate:
+            yield from explain.emulate(*call, **given)
+    yield from predicted
+
+
 def emulate_cases(arguments: argparse.Namespace) -> int:
     """Prints for each op whether its cases are right in the emulator; 1 if one is not."""
     from vllm_rocm_ops import emulated  # an extra
@@ -193,7 +214,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     command.add_argument("op", nargs="?", choices=names, metavar="op", help="one of: " + ", ".join(names))
     add_model(command, False, "1")
     arch = "an architecture, or one and its count of compute units, or a product; default: this machine's GPU, else "
-    command.add_argument("--arch", help=arch + next(iter(archs.ARCHS)))
+    on = command.add_mutually_exclusive_group()
+    on.add_argument("--arch", help=arch + next(iter(archs.ARCHS)))
+    meaning = "explain it on this product, which need not be here, and predict its time; needs the extra [emulator]; see docs/timing.md"
+    on.add_argument("--predict", metavar="PRODUCT", help=meaning)
     command.add_argument("--shape", type=explain.parse_shape, default=(), help="of the first tensor, e.g. 1x16384")
     command.add_argument("--dtype", choices=list(explain.DTYPES), help="of the first tensor")
     others = "other arguments, e.g. residual=none weight=bf16[7168] group_size=64"
@@ -318,19 +342,8 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.command == "bench":
             run = emulate_cases if arguments.emulate else predict_shapes if arguments.predict else bench_shapes
             return run(arguments)
-        elif arguments.model:
-            arch = arguments.arch or explain.usual_arch()
-            calls = [
-                *calls_of(arguments),
-                *explain.around(model_config.read(arguments.model), arguments.tp or 1, arch),
-            ]
-            print("\n".join(explain.table(explain.explain_model(calls, arch, arguments.batch or (1,)))))
         else:
-            op = getattr(vllm_rocm_ops.ops, arguments.op)
-            given = explain.parse_arguments_of(op, arguments.given)
-            call = op, arguments.arch or explain.usual_arch(), arguments.shape, explain.DTYPES.get(arguments.dtype)
-            print(explain.explain(*call, **given))
-            for line in explain.emulate(*call, **given) if arguments.emulate else ():
+            for line in explanation(arguments):
                 print(line, flush=True)
     except (ImportError, TypeError, ValueError, RuntimeError) as error:
         why = str(error).partition("\n")[0]  # torch's errors go on with a stack

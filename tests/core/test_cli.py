@@ -161,6 +161,30 @@ def test_an_error_of_torch_is_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "explain: no such size\n"
 
 
+@pytest.mark.parametrize("asked", [["rms_norm"], ["--model", "tiny-llama"]])
+@pytest.mark.parametrize("product", ["H200", "gfx942"])
+def test_explain_predicts_for_gpus_with_a_timing_model_only(asked, product, capsys):
+    """As predict does, and without an explanation before it."""
+    for given in (["explain", *asked, "--predict", product], ["predict", *asked, "--device", product]):
+        assert cli.main(given) == 2
+        assert capsys.readouterr() == ("", f"a timing model exists of MI300X, MI308X, MI325X, MI355X, got {product}\n")
+
+
+def test_explain_says_what_predictions_need():
+    """As predict does, and without an explanation before it."""
+    asked = [
+        ["explain", "rms_norm", "--predict", "MI300X"],
+        ["explain", "--model", "tiny-llama", "--predict", "MI300X"],
+    ]
+    code = "import sys; sys.modules['tinygrad.renderer.amd'] = None; from vllm_rocm_ops import cli\n"
+    code += f"sys.exit([cli.main(given) for given in {[*asked, ['predict', 'rms_norm']]}] != [2, 2, 2])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    first, *others = result.stderr.splitlines()[-3:]
+    assert re.fullmatch(r"the emulator needs [\w.]+: pip install 'vllm-rocm-ops\[emulator\]'", first)
+    assert others == [first, first]
+
+
 def test_names_of_gpus_in_any_case():
     assert archs.named("mi300x") == archs.named("MI300X") == archs.named("GFX942")
     assert archs.named("mi308x").compute_units == 80
@@ -352,6 +376,7 @@ def test_explain_of_a_model_refuses_with_a_plain_message(arguments, message, cap
     ("arguments", "message"),
     [
         (["explain"], "explain takes an op or --model"),
+        (["explain", "rms_norm", "--arch", "gfx942", "--predict", "MI300X"], "--predict: not allowed with argument"),
         (["explain", "rms_norm", "--model", "deepseek-v3"], "explain takes an op or --model"),
         (
             ["explain", "--model", "deepseek-v3", "--batch", "1,x"],

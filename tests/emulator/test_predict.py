@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from marks import full
@@ -9,7 +11,7 @@ from marks import full
 from vllm_rocm_ops import cli, emulated, explain, model_arguments, model_config, ops
 from vllm_rocm_ops.families import experts_tiled
 from vllm_rocm_ops.families.tiled_gemm import TiledConfig
-from vllm_rocm_ops.timing import calibrate, launch_time, machines, points, predict
+from vllm_rocm_ops.timing import calibrate, launch_time, machines, points, predict, refit
 from vllm_rocm_ops.timing.trace import LINE, Access, Block, Instr, Recording
 
 MACHINE = machines.MI300X
@@ -186,6 +188,46 @@ def test_a_model_is_predicted_call_by_call(capsys, monkeypatch):
     assert "predicted times in us, not measured" in head and last.startswith("predicted sum of a step with 1 tokens: ")
     assert len(rows) == 6 and any("+-" in row for row in rows)
     assert rows[-1].split()[:2] == ["attention", "paged_attention_decode"] and "of 4096 keys a request" in head
+
+
+def printed(capsys, *arguments: str) -> str:
+    """What a command that succeeds prints."""
+    assert cli.main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("few_blocks")
+@pytest.mark.parametrize("product", ["mi300x", "MI308X"])
+def test_explain_predicts_the_call_that_it_explains(capsys, product):
+    call = "rms_norm", "--shape", "3x512", "--dtype", "fp16", "--with", "weight=none"
+    explained = printed(capsys, "explain", *call, "--arch", product)
+    predicted = printed(capsys, "predict", *call, "--device", product)
+    assert f"rms_norm on {product.upper()}: predicted " in predicted and "not measured; " in predicted
+    assert printed(capsys, "explain", *call, "--predict", product) == explained + predicted
+
+
+@pytest.mark.usefixtures("few_blocks")
+def test_explain_predicts_the_calls_of_a_model(capsys, monkeypatch):
+    some = cli.calls_of(cli.parse_arguments(["explain", "--model", "tiny-llama-fp8"]))[:4]
+    monkeypatch.setattr(cli, "calls_of", lambda arguments: some)
+    model = "--model", "tiny-llama-fp8", "--batch", "2"
+    explained, predicted = (
+        printed(capsys, "explain", *model, "--arch", "MI308X"),
+        printed(capsys, "predict", *model, "--device", "MI308X"),
+    )
+    assert "predicted sum of a step with 2 tokens: " in predicted
+    assert printed(capsys, "explain", *model, "--predict", "MI308X") == explained + predicted
+
+
+def test_explain_tells_of_constants_that_were_refitted(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
+    call = "rms_norm", "--shape", "3x512"
+    before = printed(capsys, "explain", *call, "--predict", "MI300X")
+    refit.file_of(MACHINE).write_text(json.dumps({"start": 3.0}))
+    after = printed(capsys, "explain", *call, "--predict", "MI300X")
+    assert f"constants refitted by --check, of {refit.file_of(MACHINE)}" in after.splitlines()
+    times = [float(text.partition("MI300X: predicted ")[2].split()[0]) for text in (before, after)]
+    assert times[1] > times[0] + 2
 
 
 @pytest.mark.usefixtures("few_blocks")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from vllm_rocm_ops import explain, model_config, model_layers
@@ -89,18 +90,41 @@ def run(arguments: argparse.Namespace, calls: Callable[[], list[LayerCall]], ops
         lines = foreign.lines(machine, *(getattr(arguments, name) for name in names))
     elif arguments.check:
         lines = predict.check_lines(arguments.check)
-    elif arguments.model:
-        attention = model_layers.attention(model_config.read(arguments.model), arguments.tp or 1)
-        lines = predict.model_lines([*calls(), attention], arguments.batch or (1,), machine, arguments.context)
     else:
-        op = getattr(ops, arguments.op)
-        given = explain.parse_arguments_of(op, arguments.given)
-        dtype = explain.DTYPES.get(arguments.dtype)
-        lines = predict.call_lines(
-            op, explain.example(op, str(machine.arch), arguments.shape, dtype, **given), machine, arguments.context
-        )
-    if not arguments.check and refit.file_of(machine).is_file():
-        print(f"constants refitted by --check, of {refit.file_of(machine)}")
-    for line in lines:
+        lines = _asked(arguments, machine, arguments.context, calls, ops)
+    for line in itertools.chain(() if arguments.check else _refitted(machine), lines):
         print(line, flush=True)
     return 0
+
+
+def explained(arguments: argparse.Namespace, calls: Callable[[], list[LayerCall]], ops) -> Iterator[str]:
+    """Lines about what explain was asked for, as `run` prints them. Raises ValueError, and ImportError without the extra."""
+    machine = machines.named(arguments.predict)
+    from . import refit
+
+    machine = refit.of_user(machine)
+    return itertools.chain(_refitted(machine), _asked(arguments, machine, CONTEXT, calls, ops))
+
+
+def _refitted(machine: machines.Machine) -> Iterator[str]:
+    from . import refit
+
+    if refit.file_of(machine).is_file():
+        yield f"constants refitted by --check, of {refit.file_of(machine)}"
+
+
+def _asked(
+    arguments: argparse.Namespace, machine: machines.Machine, context: int, calls: Callable[[], list[LayerCall]], ops
+) -> Iterator[str]:
+    """Lines about a model's calls or a call of an op."""
+    from . import predict
+
+    if arguments.model:
+        attention = model_layers.attention(model_config.read(arguments.model), arguments.tp or 1)
+        return predict.model_lines([*calls(), attention], arguments.batch or (1,), machine, context)
+    op = getattr(ops, arguments.op)
+    given = explain.parse_arguments_of(op, arguments.given)
+    dtype = explain.DTYPES.get(arguments.dtype)
+    return predict.call_lines(
+        op, explain.example(op, str(machine.arch), arguments.shape, dtype, **given), machine, context
+    )
