@@ -127,9 +127,10 @@ def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
     tiles = _tiles(a, arch, config.in_lds)
     blocks_of_part = _blocks(a, arch, config.in_lds)
     bandwidth, capacity, times = arch.bandwidth_gb_s * 1e3, decode.capacity(a, _layout(a)), decode_times.of(arch)
-    unit_gb_s, block_us = times.latent_gb_s.get(tiles), times.block
     if config.in_lds:
         unit_gb_s, block_us = times.lds_gb_s * a.kv_cache.element_size() / 2, times.lds_block * tiles
+    else:
+        unit_gb_s, block_us = times.latent_gb_s[tiles], times.block
 
     def of_keys(parts: int, steps: int) -> float:
         blocks, part_bytes = blocks_of_part * parts, steps * STEP * bytes_of_key
