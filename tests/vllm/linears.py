@@ -13,6 +13,14 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def ask_for_aiter(monkeypatch) -> None:
+    """Switch AITER on, whose library is there."""
+    from vllm import _aiter_ops
+
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
+    monkeypatch.setattr(_aiter_ops, "IS_AITER_FOUND", True)
+
+
 def require_products(layer, kernel, exact: torch.Tensor, op: str, close: Callable[..., None]) -> None:
     """Raise unless a kernel, without one of vLLM's, serves any number of tokens, in any number of dimensions, with a bias, by this op,
     and its outputs but for the bias are `close` to x @ exact^T."""

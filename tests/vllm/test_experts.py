@@ -4,10 +4,11 @@ layers they serve."""
 import pathlib
 import typing
 
+import frames
 import pytest
 import selection
 import torch
-from linears import random
+from linears import ask_for_aiter, random
 from torch import Tensor
 
 import vllm_rocm_ops
@@ -507,7 +508,7 @@ def aiters_experts(monkeypatch):
     """Has the user ask for AITER, whose experts are there."""
     from vllm._aiter_ops import rocm_aiter_ops
 
-    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
+    ask_for_aiter(monkeypatch)
     monkeypatch.setattr(rocm_aiter_ops, "is_fused_moe_enabled", lambda: True)
 
 
@@ -622,7 +623,7 @@ def test_with_aiter_asked_for_its_experts_are_the_native_ones(native, kind, monk
     select_from = unquantized_experts if kind == "bf16" else fp8_experts
     monkeypatch.setattr(native, "is_supported_config", staticmethod(lambda *_: (True, None)))
     assert select(kind) is not aiter(kind)
-    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
+    ask_for_aiter(monkeypatch)
     assert select(kind) is aiter(kind)
     assert aiter(kind).backend.name == "AITER" and select_from.OURS[0] is not aiter(kind)
     keys = aiter(kind).schemes[0]
@@ -648,7 +649,7 @@ def shuffled(weights: Tensor) -> Tensor:
 def test_aiters_weights_are_read_as_they_are(native, kind, fault, monkeypatch):
     """Nothing is ours until it was measured; then ours reads the weights that AITER's experts read. AITER's get the mask of this
     rank's experts in place of the map."""
-    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
+    ask_for_aiter(monkeypatch)
     layer, reference = Layer(kind), ops.fused_experts.reference
     here = EXPERTS // 2
     expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
@@ -746,6 +747,37 @@ def test_what_is_measured_serves(native, form, kind, fault, monkeypatch):
     [one] = kernel_selection.choices()
     assert one.state == ("off" if fault else "measured"), one.why
     assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("wins", [False, True])
+def test_experts_that_ours_never_serves_are_vllms_own(native, wins, monkeypatch):
+    """Of ours vLLM still asks what they support and how much workspace they want, nothing else."""
+    layer = Layer("block")
+
+    def theirs(self, *arguments, **keywords):
+        asked = dict(zip(experts.APPLY, arguments)) | keywords
+        self.calls.append(asked)
+        asked["output"].copy_(layer.plain(asked["hidden_states"], asked["topk_weights"], asked["topk_ids"]))
+
+    monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
+    monkeypatch.setattr(native, "apply", theirs)
+    monkeypatch.setattr(native, "expects_unquantized_inputs", True)
+    kernel_selection.start()
+    native.calls.clear()
+    made, hidden = kernel(layer, modular("block")), inputs(4)
+
+    def serve():
+        call(layer, made, *routed(tokens=4), hidden)
+
+    serve()
+    assert not native.calls
+    [one] = kernel_selection.choices()
+    kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0, 0, 0, 0, wins])}))
+    serve()
+    found = {name.rpartition(".")[2] for name in frames.entered(serve)}
+    asked = {"workspace_shapes", "finalize_weight_and_reduce_impl", "expects_unquantized_inputs", "activation_format"}
+    assert (found <= asked) is not wins, found
+    assert len(native.calls) == (0 if wins else 2)
 
 
 def test_measured_routes_are_uniform_over_all_ranks():

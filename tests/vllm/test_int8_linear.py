@@ -134,6 +134,7 @@ def test_what_is_measured_serves(make, kind, fault, monkeypatch):
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_kernels_serve_where_ours_won(make, arch):
     """The emulated kernels give what the native one gives, but for roundings of the last bit; a bias of another type is vLLM's."""
+    kernel_selection.start()
     layer, kernel, _ = make("channels", Native)
     x, bias = random(MANY, K).bfloat16(), random(N).bfloat16()
     wanted = kernel.apply_weights(layer, x, bias)

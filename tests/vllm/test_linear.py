@@ -2,9 +2,10 @@
 
 import types
 
+import frames
 import pytest
 import torch
-from linears import FEW, MANY, random, require_products
+from linears import FEW, MANY, ask_for_aiter, random, require_products
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
@@ -533,18 +534,122 @@ def test_unquantized_layers(shape, arch, monkeypatch):
     assert (len(calls), list(vllm_rocm_ops.stats())) == ((0, ["unquantized_gemm"]) if ours else (1, []))
 
 
-def test_batch_invariant_unquantized_layers_are_vllms(monkeypatch):
-    """As are those on a CPU."""
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    """vLLM's module with our function installed in the place of one that appends to `calls`; and the calls."""
     from vllm.model_executor.layers import utils
 
-    monkeypatch.setattr(utils, "rocm_unquantized_gemm", lambda *_: "theirs")
-    monkeypatch.setattr(torch.ops.vllm_rocm_ops, "unquantized_linear", lambda *_: "ours")
+    calls = []
+
+    def theirs(layer, x, weight, bias=None):
+        calls.append(layer)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(utils, "rocm_unquantized_gemm", theirs)
+    monkeypatch.setattr(unquantized_linear, "_looked_up", set())
     unquantized_linear.install()
-    on_gpu, on_cpu = (types.SimpleNamespace(is_cuda=is_cuda) for is_cuda in (True, False))
-    assert utils.rocm_unquantized_gemm(None, on_gpu, None) == "ours"
-    assert utils.rocm_unquantized_gemm(None, on_cpu, None) == "theirs"
+    return utils, theirs, calls
+
+
+def test_batch_invariant_unquantized_layers_are_vllms(replaced, monkeypatch):
+    """As are those on a CPU."""
+    utils, _, calls = replaced
+    x, weight = random(FEW, K).bfloat16(), random(N, K).bfloat16()
+    monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", ops.unquantized_gemm.reference)
+    utils.rocm_unquantized_gemm(None, x.as_subclass(OnGpu), weight)
+    assert not calls
+    utils.rocm_unquantized_gemm(None, x, weight)
+    assert len(calls) == 1
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert utils.rocm_unquantized_gemm(None, on_gpu, None) == "theirs"
+    utils.rocm_unquantized_gemm(None, x.as_subclass(OnGpu), weight)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", ["fuse_act_padding", "fuse_allreduce_rms", "fuse_norm_quant"])
+def test_graphs_keep_the_op_that_a_pass_looks_for(replaced, name, monkeypatch):
+    """AITER's norm with padding of gpt-oss, and its all-reduce with the indexer's projection, match vLLM's op beside a norm."""
+    from vllm.config import get_current_vllm_config
+    from vllm.platforms import current_platform
+
+    utils, _, calls = replaced
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda _: True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(get_current_vllm_config().compilation_config.pass_config, name, True)
+    x, weight = random(FEW, K).bfloat16().as_subclass(OnGpu), random(N, K).bfloat16()
+    monkeypatch.setattr(torch.ops.vllm_rocm_ops, "unquantized_linear", lambda *_: "ours")
+    output = utils.rocm_unquantized_gemm(None, x, weight)
+    assert (output == "ours" if isinstance(output, str) else False) is (name == "fuse_norm_quant")
+    assert len(calls) == (name != "fuse_norm_quant")
+
+
+@pytest.mark.parametrize("wins", [False, True])
+@pytest.mark.parametrize("binds", [False, True])
+def test_an_unquantized_layer_that_ours_never_serves_is_vllms_own(replaced, wins, binds, monkeypatch):
+    """A linear method binds vLLM's function when it is made; one of embeddings, as lm_head's, looks it up at each call."""
+    utils, theirs, calls = replaced
+    monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", ops.unquantized_gemm.reference)
+    monkeypatch.setattr(unquantized_linear, "replaced", lambda: "rocm_unquantized_gemm")
+    kernel_selection.start()
+    method = types.SimpleNamespace(_gemm_impl=utils.rocm_unquantized_gemm) if binds else types.SimpleNamespace()
+    layer = types.SimpleNamespace(quant_method=method)
+    x, weight = random(FEW, K).bfloat16().as_subclass(OnGpu), random(N, K).bfloat16()
+
+    def call():
+        return (method._gemm_impl if binds else utils.rocm_unquantized_gemm)(layer, x, weight)
+
+    call()  # while layers are noted nothing is given back
+    assert frames.entered(call) and not calls
+    [one] = kernel_selection.choices()
+    kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0] * FEW + [wins])}))
+    call()
+    assert bool(frames.entered(call)) is wins
+    assert len(calls) == (0 if wins else 2)
+    assert (utils.rocm_unquantized_gemm is theirs) is not (wins or binds)
+
+
+def test_one_embedding_that_ours_serves_keeps_the_function_for_all(replaced, monkeypatch):
+    """The logits of a draft model beside the model's."""
+    utils, theirs, calls = replaced
+    monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", ops.unquantized_gemm.reference)
+    kernel_selection.start()
+    layers = [(random(FEW, K).bfloat16().as_subclass(OnGpu), random(rows, K).bfloat16()) for rows in (N, 2 * N)]
+    for x, weight in layers:
+        utils.rocm_unquantized_gemm(None, x, weight)
+    loses, wins = kernel_selection.choices()
+    decided = {loses.key: bytes(FEW + 1), wins.key: bytes([0] * FEW + [1])}
+    kernel_selection.settle(kernel_selection.Decided({}, decided))
+    for x, weight in layers:
+        utils.rocm_unquantized_gemm(None, x, weight)
+    assert utils.rocm_unquantized_gemm is not theirs and len(calls) == 1
+
+
+@pytest.mark.parametrize("wins", [False, True])
+@pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
+def test_a_layer_that_ours_never_serves_is_vllms_own(make, kind, wins, monkeypatch):
+    """Outside of compiled graphs nothing of ours is in between, from the second call after measuring, but the question for an input
+    that a norm has quantized."""
+    kernel_selection.start()
+    layer, kernel, _ = make(kind, Native)
+    monkeypatch.setattr(getattr(ops, OPS[kind]), "run_kernels", getattr(ops, OPS[kind]).reference)
+    x = random(FEW, K).bfloat16()
+
+    def call():
+        return kernel.apply_weights(layer, x)
+
+    call()
+    assert frames.entered(call) and not kernel.native.calls
+    [one] = kernel_selection.choices()
+    kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0] * FEW + [wins])}))
+    call()
+    found = {name for name in frames.entered(call) if not name.startswith("quantized_input.")}
+    assert bool(found) is wins, found
+    assert len(kernel.native.calls) == (0 if wins else 2)
 
 
 @pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
@@ -786,9 +891,23 @@ def test_unquantized_layers_are_measured(monkeypatch):
     assert len(one.ours) == 41
 
 
+@pytest.mark.parametrize("is_found", [False, True])
+@pytest.mark.parametrize("is_on", [False, True])
+def test_aiter_is_asked_for_by_the_value_of_its_switch(configuration, is_on, is_found, monkeypatch):
+    """A vLLM that has it on by default runs AITER's kernels, and no switch is set. Not without the library."""
+    from vllm import _aiter_ops
+    from vllm import envs as vllm_envs
+
+    monkeypatch.delenv("VLLM_ROCM_USE_AITER", raising=False)
+    monkeypatch.setitem(vllm_envs.environment_variables, "VLLM_ROCM_USE_AITER", lambda: is_on)
+    monkeypatch.setattr(_aiter_ops, "IS_AITER_FOUND", is_found)
+    assert native_kernel.asks_for_aiter("LINEAR") is (is_on and is_found)
+    assert scaled_linear.KERNELS.most_tokens() == (0 if is_on and is_found else 64)
+
+
 def test_an_aiter_switch_is_undone_by_a_measurement_only(make, monkeypatch):
     """Until then all tokens are AITER's."""
-    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
+    ask_for_aiter(monkeypatch)
     monkeypatch.setattr(ops.scaled_mm, "run_kernels", ops.scaled_mm.reference)
     kernel_selection.start()
     layer, kernel, _ = make("channel", Right)

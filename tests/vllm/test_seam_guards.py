@@ -2,16 +2,17 @@
 
 import types
 
+import frames
 import pytest
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import absorbed_products, attention, attention_timing
+from vllm_rocm_ops.vllm import absorbed_products, attention, attention_timing, latent_attention
 
 
 def choices(*ours: bool) -> tuple:
     """Those of a layer, one for each length of requests."""
-    return tuple(types.SimpleNamespace(is_ours=lambda requests, of=of: of) for of in ours)
+    return tuple(types.SimpleNamespace(is_ours=lambda requests, of=of: of, is_never_ours=not of) for of in ours)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,42 @@ def test_ours_serves_where_it_is_faster_at_every_length(of, ours):
     decoder = attention.HeadsDecoder.__new__(attention.HeadsDecoder)
     decoder.is_forced, decoder.choices = False, {1: of}
     assert decoder.is_ours((3, 1)) is ours
+
+
+@pytest.mark.parametrize(
+    ("of", "forced", "lacks", "never"),
+    [
+        ({1: choices(True, True)}, False, "", False),
+        ({1: choices(True, False)}, False, "", True),
+        ({1: choices(True, False), 4: choices(True, True)}, False, "", False),
+        ({}, False, "", True),
+        ({}, True, "", False),
+        ({1: choices(True, True)}, False, "it has ALiBi", True),
+    ],
+)
+@pytest.mark.parametrize("kind", [attention.DecodeImpl, latent_attention.LatentImpl])
+def test_an_implementation_that_ours_never_serves_is_vllms_own(kind, of, forced, lacks, never):
+    """From its second batch on, of which nothing of ours is asked."""
+    name, *parameters = kind.METHOD
+
+    asked = []
+
+    def theirs(self, *given):
+        asked.append(given)
+        return "theirs"
+
+    impl = type("Impl", (kind, type("Stock", (), {name: theirs})), {"__init__": lambda self: None})()
+    impl.rocm_ops = attention.Decoder.__new__(attention.Decoder)
+    impl.rocm_ops.choices, impl.rocm_ops.is_forced, impl.rocm_ops.lacks = of, forced, lacks
+    impl.rocm_ops.serve = lambda *_: False
+    given = [None if parameter == "output_block_scale" else parameter for parameter in parameters]
+
+    def call():
+        assert getattr(impl, name)(*given) == "theirs"
+
+    assert frames.entered(call)
+    assert bool(frames.entered(call)) is not never
+    assert asked == [tuple(given)] * 2
 
 
 def test_caches_in_another_order_are_left_alone(configuration, monkeypatch):

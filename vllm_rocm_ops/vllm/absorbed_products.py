@@ -74,7 +74,7 @@ def product(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor 
     """What torch.bmm returns, by our op; None where it is not ours. x [heads, rows, K]; out [heads, rows, N]."""
     choice = weights.rocm_ops_choice
     if choice is not None and not choice.must_be_ours and not choice.is_ours(x.shape[1]):
-        if choice.layers is None and not any(choice.ours):
+        if choice.is_never_ours:
             leave(weights)
         return None
     if x.dtype != weights.dtype:

@@ -94,6 +94,11 @@ class Decoder:
         choices = self.choices.get(query_len, ())
         return self.is_forced or bool(choices) and all(choice.is_ours(requests) for choice in choices)
 
+    def is_never_ours(self) -> bool:
+        """Whether vLLM's implementation serves every batch from now on."""
+        never = all(any(choice.is_never_ours for choice in choices) for choices in self.choices.values())
+        return bool(self.lacks) or (never and not self.is_forced)
+
 
 class HeadsDecoder(Decoder):
     """Of layers that keep a key and a value of each head."""
@@ -253,6 +258,8 @@ class DecodeImpl:
         may_serve = attn_metadata is not None and output_block_scale is None
         if may_serve and self.rocm_ops.serve(layer, query, kv_cache, attn_metadata, output, output_scale):
             return output
+        if may_serve and self.rocm_ops.is_never_ours():
+            self.forward = super().forward
         given = layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
         return super().forward(*given)
 

@@ -92,6 +92,9 @@ class Predicates:
     def _supports_parallel_config(config):
         return not refusal(config)
 
+    def leave(self) -> None:
+        """Have the native experts serve later calls by themselves. Experts that route have no counterpart in vLLM to leave to."""
+
     def map_of_native(self, expert_map: Tensor | None) -> Tensor | None:
         """What the native experts want for the map from all experts to those of this rank: AITER's want which are here, and that
         no expert follows."""

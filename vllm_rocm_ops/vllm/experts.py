@@ -78,6 +78,8 @@ def run(
         choice = kernel_selection.choose(key, KERNELS, experts.native_class().__name__, layer)
     if choice.layers is not None:
         choice.note(w1, len(hidden), lambda: layer)
+    if choice.is_never_ours:
+        experts.leave()
     return native_kernel.run_or_native(theirs, ops.fused_experts, choice, *arguments)
 
 
@@ -258,11 +260,16 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             native = self.native_class()
             self.native = native and native(moe_config, copy_of(quant_config))
             self.whole = native and whole(self.native)  # for tokens that are not vLLM's
-            self.moves_tokens = moe_config.moe_parallel_config.use_all2all_kernels or moe_config.dp_size > 1
+            moves_tokens = moe_config.moe_parallel_config.use_all2all_kernels or moe_config.dp_size > 1
+            self.is_fed_as_native = moves_tokens
 
         @property
         def expects_unquantized_inputs(self):
-            return not self.moves_tokens or self.native is None or self.native.expects_unquantized_inputs
+            return not self.is_fed_as_native or self.native is None or self.native.expects_unquantized_inputs
+
+        def leave(self):
+            if not getattr(self.native, "consumes_expert_mask", False):
+                self.apply, self.is_fed_as_native = self.native.apply, True
 
         def workspace_shapes(self, M, N, K, *others, **more):
             if self.native is None:

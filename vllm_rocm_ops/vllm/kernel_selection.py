@@ -121,6 +121,11 @@ class Choice:
         """Whether our kernels serve a call of so many tokens."""
         return tokens < len(self.ours) and self.ours[tokens] == 1
 
+    @property
+    def is_never_ours(self) -> bool:
+        """Whether vLLM's kernel serves every call from now on: ours wins at no size, and nothing is left to measure."""
+        return self.layers is None and 1 not in self.ours
+
     def note(self, weight: Tensor, tokens: int, layer: Callable[[], tuple]) -> None:
         """Remember a layer, which is called with so many tokens."""
         self.most = max(self.most, tokens)

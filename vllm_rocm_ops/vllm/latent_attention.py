@@ -122,7 +122,11 @@ class LatentImpl:
 
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
         given = q, kv_c_and_k_pe_cache, attn_metadata, layer
-        return self.rocm_ops.serve(*given) or super().forward_mqa(*given)
+        if found := self.rocm_ops.serve(*given):
+            return found
+        if self.rocm_ops.is_never_ours():
+            self.forward_mqa = super().forward_mqa
+        return super().forward_mqa(*given)
 
 
 _COMMON = "vllm.model_executor.layers.attention.mla_attention"

@@ -134,14 +134,13 @@ def bias_at(bias: Tensor | None, places: Tensor) -> Tensor | float:
 
 
 def asks_for_aiter(kind: str) -> bool:
-    """Whether the user has asked for AITER by its switch, and not switched its kernels of a kind ("LINEAR", "MOE") off."""
+    """Return whether vLLM runs AITER's kernels of a kind ("LINEAR", "MOE"): by the value of its switches, whoever set them, where the
+    library is installed."""
+    from vllm import _aiter_ops
     from vllm import envs as vllm_envs
 
-    return (
-        vllm_envs.is_set("VLLM_ROCM_USE_AITER")
-        and vllm_envs.VLLM_ROCM_USE_AITER
-        and getattr(vllm_envs, f"VLLM_ROCM_USE_AITER_{kind}")
-    )
+    switched_on = vllm_envs.VLLM_ROCM_USE_AITER and getattr(vllm_envs, f"VLLM_ROCM_USE_AITER_{kind}")
+    return switched_on and _aiter_ops.IS_AITER_FOUND
 
 
 class Linear:
@@ -150,7 +149,18 @@ class Linear:
 
     op: Op
     limit: Callable[[], int]
+    choice_of: Callable[..., Choice]
+    run: Callable[..., Tensor]
     sampled_rows = 8
+
+    def call(self, kernel, *arguments) -> Tensor:
+        """Run the torch op in a compiled graph, its function elsewhere. A kernel of ours that is called outside of compiled graphs
+        and never serves its layer hands all later calls to the kernel it keeps."""
+        if torch.compiler.is_compiling():
+            return getattr(torch.ops.vllm_rocm_ops, self.run.__name__)(*arguments)
+        if self.choice_of(*arguments).is_never_ours:
+            kernel.apply_weights = kernel.native.apply_weights
+        return self.run(*arguments)
 
     def most_tokens(self) -> int:
         return 0 if asks_for_aiter("LINEAR") else self.limit()

@@ -23,7 +23,7 @@ def block_scaled_linear(
     def theirs() -> Tensor:
         return native_kernel.kept(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
 
-    choice = KERNELS.choice((native, b.shape), native, lambda: (b, scale_b, out_dtype, native), b, len(a))
+    choice = KERNELS.choice_of(a, b, scale_a, scale_b, out_dtype, native)
     return native_kernel.run_or_native(theirs, ops.block_scaled_mm, choice, a, b, scale_a, scale_b, out_dtype)
 
 
@@ -34,6 +34,9 @@ class BlockScaledLinear(native_kernel.Linear):
 
     def limit(self):
         return MOST_TOKENS
+
+    def choice_of(self, a, b, scale_a, scale_b, out_dtype, native):
+        return self.choice((native, b.shape), native, lambda: (b, scale_b, out_dtype, native), b, len(a))
 
     def describe(self, layer):
         return self.sizes(layer, layer[0].dtype, layer[2])
@@ -142,7 +145,7 @@ def install() -> None:
             if self.native is None:
                 weight = native_kernel.fragments_of(B) if self.order == "fragments" else B
                 return torch.ops.vllm_rocm_ops.block_scaled_mm(A, weight, As, Bs, out_dtype)
-            return torch.ops.vllm_rocm_ops.block_scaled_linear(A, B, As, Bs, out_dtype, self.native_name)
+            return KERNELS.call(self, A, B, As, Bs, out_dtype, self.native_name)
 
     native_kernel.register_first(RocmOpsBlockScaledLinear, table, "fp8_block")
 

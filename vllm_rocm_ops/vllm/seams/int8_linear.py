@@ -27,10 +27,7 @@ def int8_linear(
         values = weight, weight_scale, input_scale, None, None
         return kernel.apply_weights(types.SimpleNamespace(**dict(zip(kernel.layer_param_names, values))), x, bias)
 
-    def layer() -> tuple:
-        return weight, weight_scale, input_scale, bias, native, x.dtype
-
-    choice = KERNELS.choice((native, weight.shape, bias is None), native, layer, weight, len(x))
+    choice = KERNELS.choice_of(x, weight, weight_scale, input_scale, bias, native)
     if not choice.is_ours(len(x)):
         return theirs()
     a, scale_a = quantized(x, input_scale)
@@ -51,6 +48,12 @@ class Int8Linear(native_kernel.Linear):
 
     def limit(self):
         return MOST_TOKENS
+
+    def choice_of(self, x, weight, weight_scale, input_scale, bias, native):
+        def layer() -> tuple:
+            return weight, weight_scale, input_scale, bias, native, x.dtype
+
+        return self.choice((native, weight.shape, bias is None), native, layer, weight, len(x))
 
     def columns(self, layer):
         return layer[0].shape
@@ -147,7 +150,7 @@ def install() -> None:
                 output = torch.ops.vllm_rocm_ops.gemm(a, weight, x.dtype, scale_a, weight_scale, bias)
             else:
                 arguments = tokens, weight, weight_scale, input_scale, bias, self.native_name
-                output = torch.ops.vllm_rocm_ops.int8_linear(*arguments)
+                output = KERNELS.call(self, *arguments)
             return output.view(*x.shape[:-1], output.shape[-1])
 
     native_kernel.register_first(RocmOpsInt8Linear, table, "int8")

@@ -24,8 +24,7 @@ def mxfp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor |
         layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
         return native_kernel.kept(native).apply_weights(layer, x, bias)
 
-    key = native, weight.shape, bias is None
-    choice = KERNELS.choice(key, native, lambda: (weight, weight_scale, bias, native, x.dtype), weight, len(x))
+    choice = KERNELS.choice_of(x, weight, weight_scale, bias, native)
     if not choice.is_ours(len(x)):
         return theirs()
     a, scale_a = torch.ops.vllm.mxfp8_quantize(x, False, 0)
@@ -41,6 +40,10 @@ class Mxfp8Linear(native_kernel.Linear):
 
     def limit(self):
         return MOST_TOKENS
+
+    def choice_of(self, x, weight, weight_scale, bias, native):
+        key = native, weight.shape, bias is None
+        return self.choice(key, native, lambda: (weight, weight_scale, bias, native, x.dtype), weight, len(x))
 
     def describe(self, layer):
         return self.sizes(layer, layer[-1], bias=layer[2])
@@ -130,7 +133,7 @@ def install() -> None:
                 a, scale_a = torch.ops.vllm.mxfp8_quantize(tokens, False, 0)
                 output = torch.ops.vllm_rocm_ops.mxfp8_scaled_mm(a, weight, scale_a, weight_scale, x.dtype, bias)
             else:
-                output = torch.ops.vllm_rocm_ops.mxfp8_linear(tokens, weight, weight_scale, bias, self.native_name)
+                output = KERNELS.call(self, tokens, weight, weight_scale, bias, self.native_name)
             return output.view(*x.shape[:-1], output.shape[-1])
 
     native_kernel.register_first(RocmOpsMxfp8Linear, table, "mxfp8")

@@ -36,12 +36,7 @@ def scaled_linear(
             A=a, B=b, out_dtype=out_dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=shape
         )
 
-    def layer() -> tuple:
-        static = scale_a if native_kernel.kept(native).quant_fp8.static else None
-        return b, scale_b, bias, out_dtype, in_fragments, native, static, a.shape[1]
-
-    key = native, b.shape, in_fragments, bias is None
-    choice = KERNELS.choice(key, native, layer, b, len(a))
+    choice = KERNELS.choice_of(a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native)
     return native_kernel.run_or_native(
         theirs, ops.scaled_mm, choice, a, _weight(b, in_fragments), scale_a, scale_b, out_dtype, bias
     )
@@ -59,6 +54,13 @@ class ScaledLinear(native_kernel.Linear):
 
     def limit(self):
         return MOST_TOKENS if torch.version.cuda is None else BESIDE_CUTLASS
+
+    def choice_of(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
+        def layer() -> tuple:
+            static = scale_a if native_kernel.kept(native).quant_fp8.static else None
+            return b, scale_b, bias, out_dtype, in_fragments, native, static, a.shape[1]
+
+        return self.choice((native, b.shape, in_fragments, bias is None), native, layer, b, len(a))
 
     def columns(self, layer):
         return layer[-1], layer[0].numel() // layer[-1]
@@ -177,7 +179,7 @@ def install() -> None:
                 output = torch.ops.vllm_rocm_ops.scaled_mm(A, weight, As, Bs, out_dtype, bias)
             else:
                 arguments = A, B, As, Bs, bias, out_dtype, in_fragments, self.native_name
-                output = torch.ops.vllm_rocm_ops.scaled_linear(*arguments)
+                output = KERNELS.call(self, *arguments)
             return output.view(*output_shape[:-1], output.shape[-1])
 
     native_kernel.register_first(RocmOpsScaledLinear, table, "fp8")

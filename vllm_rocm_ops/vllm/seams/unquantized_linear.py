@@ -1,9 +1,13 @@
 """Seam, GPUs only: linear layers in bf16 and fp16, as lm_head is, run our `unquantized_gemm` where it is the faster.
 
-vLLM's own function serves all other calls: on ROCm a torch op that chooses among kernels, on CUDA PyTorch's linear. vLLM's
-compiler passes for AITER that look for this torch op beside a norm find it only with the patch for it, see patches/. While the
-seam norm is on, these passes find no norm of vLLM's either.
+vLLM's own function serves all other calls: on ROCm a torch op that chooses among kernels, on CUDA PyTorch's linear. Compiled graphs
+hold our torch op in its place, unless a compiler pass of vLLM's looks for vLLM's op beside a norm. vLLM calls lm_head outside of
+its graphs, where the host's time counts: there no torch op is in between, and a layer that ours never serves gets vLLM's function
+back.
 """
+
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,11 +27,16 @@ def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
             return torch.nn.functional.linear(x, weight, bias)
         return torch.ops.vllm.rocm_unquantized_gemm(x, weight, bias)
 
+    return native_kernel.run_or_native(theirs, ops.unquantized_gemm, _noted(x, weight, bias), x, weight, bias)
+
+
+def _noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> kernel_selection.Choice:
+    """Return the choice for a call, noted where it is to be measured."""
     layer = weight, bias, x.dtype
     choice = _choice(layer)
     if choice.layers is not None:
         choice.note(weight, rows_of(x), lambda: layer)
-    return native_kernel.run_or_native(theirs, ops.unquantized_gemm, choice, x, weight, bias)
+    return choice
 
 
 def _choice(layer: tuple, native: str = "") -> kernel_selection.Choice:
@@ -89,6 +98,34 @@ def probe() -> None:
     seam.require(hasattr(torch.ops.vllm, "rocm_unquantized_gemm"), "torch.ops.vllm.rocm_unquantized_gemm")
 
 
+def is_matched() -> bool:
+    """Return whether a pass of vLLM's matches its op beside a norm: AITER's norm with padding, AITER's all-reduce with a norm and the
+    indexer's projection."""
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.platforms import current_platform
+
+    config = get_current_vllm_config_or_none()
+    passes = config and config.compilation_config.pass_config
+    names = "fuse_act_padding", "fuse_allreduce_rms"
+    return current_platform.is_rocm() and any(getattr(passes, name, False) for name in names)
+
+
+def give_back(layer: torch.nn.Module, choice: kernel_selection.Choice, replacement: Callable, theirs: Callable) -> None:
+    """Give a layer that ours never serves vLLM's function back. Layers of embeddings look it up at each call, so that they get it when
+    ours serves none of them."""
+    from vllm.model_executor.layers import utils
+
+    method = getattr(layer, "quant_method", None)
+    if getattr(method, "_gemm_impl", None) is replacement:
+        method._gemm_impl = theirs
+    elif all(one.is_never_ours for one in _looked_up) and getattr(utils, replaced()) is replacement:
+        setattr(utils, replaced(), theirs)
+
+
+_looked_up: set[kernel_selection.Choice] = set()
+"""The choices of layers that look vLLM's function up at each call."""
+
+
 def install() -> None:
     """Register our op with vLLM's if this vLLM lets plugins do so, else replace the function where vLLM's dispatch finds it."""
     from vllm import envs
@@ -104,7 +141,17 @@ def install() -> None:
     def unquantized_gemm(layer, x, weight, bias=None):
         if envs.VLLM_BATCH_INVARIANT or not x.is_cuda:
             return theirs(layer, x, weight, bias)
-        return torch.ops.vllm_rocm_ops.unquantized_linear(x, weight, bias)
+        if torch.compiler.is_compiling():
+            if is_matched():
+                return theirs(layer, x, weight, bias)
+            return torch.ops.vllm_rocm_ops.unquantized_linear(x, weight, bias)
+        choice = _noted(x, weight, bias)
+        if not hasattr(getattr(layer, "quant_method", None), "_gemm_impl"):
+            _looked_up.add(choice)
+        if choice.is_never_ours:
+            give_back(layer, choice, unquantized_gemm, theirs)
+        native = functools.partial(theirs, layer, x, weight, bias)
+        return native_kernel.run_or_native(native, ops.unquantized_gemm, choice, x, weight, bias)
 
     setattr(utils, name, unquantized_gemm)
 

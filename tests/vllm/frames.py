@@ -1,0 +1,27 @@
+"""Counts the Python frames of the package that a call enters."""
+
+import collections
+import pathlib
+import sys
+from collections.abc import Callable
+
+import vllm_rocm_ops
+
+PACKAGE = str(pathlib.Path(vllm_rocm_ops.__file__).parent)
+
+
+def entered(call: Callable[[], object]) -> collections.Counter[str]:
+    """Return the functions of the package that a call enters, and how often each."""
+    found = collections.Counter()
+
+    def profile(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            found[f"{pathlib.Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}"] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found
