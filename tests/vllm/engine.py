@@ -14,7 +14,8 @@ import traceback
 def generate(job: dict) -> dict:
     """Load a model, generate greedily, and report tokens, log probabilities and what the ops did. Then generate once more for each
     step of `job["then"]`: "again"; "reload", after the weights have been loaded again; or a LoRA adapter's folder, with it.
-    `job["environment"]` holds for it and for the jobs behind it."""
+    `job["environment"]` holds for it and for the jobs behind it. With `job["frames"]` the answer has the functions of the package
+    that one decode step enters, and how often."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -59,6 +60,7 @@ def generate(job: dict) -> dict:
         requests = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
         then.append([list(request.outputs[0].token_ids) for request in requests])
         cached = sum(request.num_cached_tokens or 0 for request in requests)
+    entered = frames_of_a_step(llm, prompts) if job.get("frames") else {}
     worker = getattr(getattr(llm.llm_engine, "model_executor", None), "driver_worker", None)
     model = worker and worker.worker.model_runner.model
     answer = {
@@ -70,6 +72,7 @@ def generate(job: dict) -> dict:
         "cached": cached if then else 0,
         "captured": captured,
         "stats": stats,
+        "frames": entered,
         "other_ranks": other_ranks,
         "fallbacks": fallbacks,
         "choices": llm.collective_rpc("vllm_rocm_ops_choices"),
@@ -83,6 +86,18 @@ def generate(job: dict) -> dict:
     del worker, model, llm
     release()
     return answer
+
+
+def frames_of_a_step(llm, prompts: list[dict]) -> dict[str, int]:
+    """Return what a generation of one more token enters."""
+    import frames
+    from vllm import SamplingParams
+
+    def generate(tokens: int) -> None:
+        llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False), use_tqdm=False)
+
+    fewer, more = (frames.entered(lambda tokens=tokens: generate(tokens)) for tokens in (3, 4))
+    return dict(more - fewer)
 
 
 def drafted(llm) -> int:

@@ -1,6 +1,7 @@
 """Counts the Python frames of the package that a call enters."""
 
 import collections
+import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -16,7 +17,8 @@ def entered(call: Callable[[], object]) -> collections.Counter[str]:
 
     def profile(frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            found[f"{pathlib.Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}"] += 1
+            file = os.path.relpath(frame.f_code.co_filename, PACKAGE).removesuffix(".py")
+            found[f"{file}.{frame.f_code.co_qualname}"] += 1
 
     before = sys.getprofile()
     sys.setprofile(profile)

@@ -731,6 +731,11 @@ def test_layers_are_noted_from_the_start_of_a_worker(worker, monkeypatch):
     assert happened == ["noting", "device"]
 
 
+FRAMES_OF_A_STEP, FRAMES_OF_A_STEP_OF_VLLMS = 215, 66
+"""The package's Python frames in a decode step, references aside: of two layers with eight linears, five norms, two activations and two
+of attention that are ours; and where linears, norms and activations are vLLM's."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, pytest.param(1.02, marks=full)])
 def test_inside_vllm(engines, expected, tmp_path, factor):
@@ -738,11 +743,15 @@ def test_inside_vllm(engines, expected, tmp_path, factor):
     one that is not right on this machine has none, and tokens are the plain model's all the same. Norms and activations are ours
     where they were the faster."""
     flavour = ("llama", "token")
-    job = engines.job(flavour, max_tokens=4)
+    job = engines.job(flavour, max_tokens=4, frames=True)
     before = f"import measured_on_cpu; measured_on_cpu.install({factor}, rows_win={factor == 1.0})"
     answers = engines.run({"it": job}, before=before, VLLM_ROCM_OPS_TABLES=str(tmp_path))
     answer, output = answers["it"], answers["output"]
     layers, steps = 8, 4
+    host = {
+        name: n for name, n in answer["frames"].items() if name.startswith(("vllm/", "op.", "dispatch.", "launch."))
+    }
+    assert sum(host.values()) <= (FRAMES_OF_A_STEP if factor == 1.0 else FRAMES_OF_A_STEP_OF_VLLMS), host
     assert [step.tolist() for step in map(torch.tensor, answer["tokens"])] == [
         wanted.argmax(-1).tolist() for wanted in expected(flavour, answer["tokens"])
     ]

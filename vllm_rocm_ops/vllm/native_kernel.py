@@ -151,6 +151,9 @@ class Linear:
     limit: Callable[[], int]
     choice_of: Callable[..., Choice]
     run: Callable[..., Tensor]
+    """The function of the seam's torch op, which serves a call by its choice."""
+    serve: Callable[..., Tensor]
+    """The same with the choice in front of the arguments."""
     sampled_rows = 8
 
     def call(self, kernel, *arguments) -> Tensor:
@@ -158,9 +161,10 @@ class Linear:
         and never serves its layer hands all later calls to the kernel it keeps."""
         if torch.compiler.is_compiling():
             return getattr(torch.ops.vllm_rocm_ops, self.run.__name__)(*arguments)
-        if self.choice_of(*arguments).is_never_ours:
+        choice = self.choice_of(*arguments)
+        if choice.is_never_ours:
             kernel.apply_weights = kernel.native.apply_weights
-        return self.run(*arguments)
+        return self.serve(choice, *arguments)
 
     def most_tokens(self) -> int:
         return 0 if asks_for_aiter("LINEAR") else self.limit()

@@ -19,12 +19,8 @@ def block_scaled_linear(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, native: str
 ) -> Tensor:
     """`block_scaled_mm`, or the kernel that is kept by the name `native`, on the same arguments."""
-
-    def theirs() -> Tensor:
-        return native_kernel.kept(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
-
-    choice = KERNELS.choice_of(a, b, scale_a, scale_b, out_dtype, native)
-    return native_kernel.run_or_native(theirs, ops.block_scaled_mm, choice, a, b, scale_a, scale_b, out_dtype)
+    given = a, b, scale_a, scale_b, out_dtype, native
+    return KERNELS.serve(KERNELS.choice_of(*given), *given)
 
 
 class BlockScaledLinear(native_kernel.Linear):
@@ -37,6 +33,12 @@ class BlockScaledLinear(native_kernel.Linear):
 
     def choice_of(self, a, b, scale_a, scale_b, out_dtype, native):
         return self.choice((native, b.shape), native, lambda: (b, scale_b, out_dtype, native), b, len(a))
+
+    def serve(self, choice, a, b, scale_a, scale_b, out_dtype, native):
+        def theirs() -> Tensor:
+            return native_kernel.kept(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
+
+        return native_kernel.run_or_native(theirs, self.op, choice, a, b, scale_a, scale_b, out_dtype)
 
     def describe(self, layer):
         return self.sizes(layer, layer[0].dtype, layer[2])

@@ -22,16 +22,8 @@ def int8_linear(
     """`gemm` of x [M, K], which is quantized first, and weight [K, N], or the kernel that is kept by the name `native`, on x.
     Without an input_scale each token has its own."""
 
-    def theirs() -> Tensor:
-        kernel = native_kernel.kept(native)
-        values = weight, weight_scale, input_scale, None, None
-        return kernel.apply_weights(types.SimpleNamespace(**dict(zip(kernel.layer_param_names, values))), x, bias)
-
-    choice = KERNELS.choice_of(x, weight, weight_scale, input_scale, bias, native)
-    if not choice.is_ours(len(x)):
-        return theirs()
-    a, scale_a = quantized(x, input_scale)
-    return native_kernel.run_or_native(theirs, ops.gemm, choice, a, weight, x.dtype, scale_a, weight_scale, bias)
+    given = x, weight, weight_scale, input_scale, bias, native
+    return KERNELS.serve(KERNELS.choice_of(*given), *given)
 
 
 def quantized(x: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -54,6 +46,17 @@ class Int8Linear(native_kernel.Linear):
             return weight, weight_scale, input_scale, bias, native, x.dtype
 
         return self.choice((native, weight.shape, bias is None), native, layer, weight, len(x))
+
+    def serve(self, choice, x, weight, weight_scale, input_scale, bias, native):
+        def theirs() -> Tensor:
+            kernel = native_kernel.kept(native)
+            values = weight, weight_scale, input_scale, None, None
+            return kernel.apply_weights(types.SimpleNamespace(**dict(zip(kernel.layer_param_names, values))), x, bias)
+
+        if not choice.is_ours(len(x)):
+            return theirs()
+        a, scale_a = quantized(x, input_scale)
+        return native_kernel.run_or_native(theirs, self.op, choice, a, weight, x.dtype, scale_a, weight_scale, bias)
 
     def columns(self, layer):
         return layer[0].shape

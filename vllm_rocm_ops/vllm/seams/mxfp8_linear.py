@@ -20,17 +20,8 @@ def mxfp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor |
     """`mxfp8_scaled_mm` of x [M, K], which is quantized first, and weight [N, K], or the kernel that is kept by the name
     `native`, on x."""
 
-    def theirs() -> Tensor:
-        layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
-        return native_kernel.kept(native).apply_weights(layer, x, bias)
-
-    choice = KERNELS.choice_of(x, weight, weight_scale, bias, native)
-    if not choice.is_ours(len(x)):
-        return theirs()
-    a, scale_a = torch.ops.vllm.mxfp8_quantize(x, False, 0)
-    return native_kernel.run_or_native(
-        theirs, ops.mxfp8_scaled_mm, choice, a, weight, scale_a, weight_scale, x.dtype, bias
-    )
+    given = x, weight, weight_scale, bias, native
+    return KERNELS.serve(KERNELS.choice_of(*given), *given)
 
 
 class Mxfp8Linear(native_kernel.Linear):
@@ -44,6 +35,16 @@ class Mxfp8Linear(native_kernel.Linear):
     def choice_of(self, x, weight, weight_scale, bias, native):
         key = native, weight.shape, bias is None
         return self.choice(key, native, lambda: (weight, weight_scale, bias, native, x.dtype), weight, len(x))
+
+    def serve(self, choice, x, weight, weight_scale, bias, native):
+        def theirs() -> Tensor:
+            layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
+            return native_kernel.kept(native).apply_weights(layer, x, bias)
+
+        if not choice.is_ours(len(x)):
+            return theirs()
+        a, scale_a = torch.ops.vllm.mxfp8_quantize(x, False, 0)
+        return native_kernel.run_or_native(theirs, self.op, choice, a, weight, scale_a, weight_scale, x.dtype, bias)
 
     def describe(self, layer):
         return self.sizes(layer, layer[-1], bias=layer[2])

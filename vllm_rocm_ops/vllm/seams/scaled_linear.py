@@ -29,17 +29,8 @@ def scaled_linear(
     native: str,
 ) -> Tensor:
     """`scaled_mm`, or the kernel that is kept by the name `native`, on the same arguments. The native kernel prepared b."""
-
-    def theirs() -> Tensor:
-        shape = [a.shape[0], b.numel() // a.shape[1]]
-        return native_kernel.kept(native).apply_scaled_mm(
-            A=a, B=b, out_dtype=out_dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=shape
-        )
-
-    choice = KERNELS.choice_of(a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native)
-    return native_kernel.run_or_native(
-        theirs, ops.scaled_mm, choice, a, _weight(b, in_fragments), scale_a, scale_b, out_dtype, bias
-    )
+    given = a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native
+    return KERNELS.serve(KERNELS.choice_of(*given), *given)
 
 
 def _weight(b: Tensor, in_fragments: bool) -> Tensor:
@@ -61,6 +52,16 @@ class ScaledLinear(native_kernel.Linear):
             return b, scale_b, bias, out_dtype, in_fragments, native, static, a.shape[1]
 
         return self.choice((native, b.shape, in_fragments, bias is None), native, layer, b, len(a))
+
+    def serve(self, choice, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
+        def theirs() -> Tensor:
+            shape = [a.shape[0], b.numel() // a.shape[1]]
+            return native_kernel.kept(native).apply_scaled_mm(
+                A=a, B=b, out_dtype=out_dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=shape
+            )
+
+        weight = _weight(b, in_fragments)
+        return native_kernel.run_or_native(theirs, self.op, choice, a, weight, scale_a, scale_b, out_dtype, bias)
 
     def columns(self, layer):
         return layer[-1], layer[0].numel() // layer[-1]
