@@ -586,7 +586,7 @@ def test_committed_figures_are_of_the_newest_results():
         assert shown and shown == numbers_in(path), "run figures.py"
 
 
-@pytest.mark.parametrize("script", few_of(["decode_step.py", "compare.py", "dispatch.py", "figures.py"]))
+@pytest.mark.parametrize("script", few_of(["decode_step.py", "compare.py", "host_time.py", "figures.py"]))
 def test_help(script):
     command = [sys.executable, str(SCRIPTS / script), "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -138,6 +138,7 @@ def install() -> None:
         utils.register_rocm_unquantized_gemm(few_tokens)
         return
 
+    @functools.wraps(theirs)
     def unquantized_gemm(layer, x, weight, bias=None):
         if envs.VLLM_BATCH_INVARIANT or not x.is_cuda:
             return theirs(layer, x, weight, bias)

@@ -1,0 +1,380 @@
+"""Time what a call costs the host: an op beside a PyTorch call, or each seam of a model beside vLLM's own path.
+
+    python serving_benchmarks/host_time.py                                                     # ops
+    python serving_benchmarks/host_time.py --model llama-3.1-405b-fp8 --num-layers 2 --rank-of 8   # seams
+
+Launches are asynchronous on a GPU, so that the host's time is what is measured. Without a GPU the launches of ops are discarded. A
+captured graph pays nothing of this: it counts in eager mode, in what vLLM keeps out of its graphs, as lm_head, and between
+piecewise graphs.
+
+With a model, vLLM's engine runs in this process, eagerly, with random weights. Of each kind of layer one call with the tokens of a
+decode step is repeated by three paths in turn: vLLM's own, without anything of ours; ours where our kernels serve; ours where it
+leaves the call to vLLM's kernel, because another number of tokens is ours. The median of each is reported, and the median of the
+rounds' differences from vLLM's. On an NVIDIA GPU the seams need VLLM_ROCM_OPS_ON_NVIDIA=1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import launch
+
+CALLS, ROUNDS = 20, 60
+ALLOWED_US = 10.0  # that a call of ours may take longer than vLLM's
+VLLMS, SERVES, LEAVES = "vLLM's own", "ours serves", "ours leaves"
+
+
+class Discard:
+    """An executor that runs nothing."""
+
+    arch = archs.ARCHS["gfx950"]
+
+    def launch(self, launch, uninitialised) -> None:
+        pass
+
+
+class Timed(NamedTuple):
+    """A call, and what is done before each round of it."""
+
+    call: Callable
+    before: Callable[[], None] = lambda: None
+
+
+def host_times(calls: dict[str, Timed], synchronize: Callable) -> dict[str, list[float]]:
+    """Return the host's microseconds per call of each function, in each round."""
+    times = {name: [] for name in calls}
+    for round_ in range(ROUNDS + 1):  # the first is not kept
+        for name, (call, before) in calls.items():
+            before()
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            if round_:
+                times[name].append((time.perf_counter() - start) / CALLS * 1e6)
+    synchronize()
+    return times
+
+
+# Ops
+
+
+def op_calls(device: str, fp8: torch.dtype) -> dict[str, Timed]:
+    """Return calls of some ops, after one of PyTorch's."""
+    x, residual = (torch.randn(1, 4096, device=device).bfloat16() for _ in range(2))
+    weight, scale = torch.ones(4096, device=device).bfloat16(), torch.ones(1, device=device)
+    tokens, weights = (torch.zeros(rows, 16384, device=device).to(fp8) for rows in (1, 2304))
+    out, two, ops = torch.empty_like(x), torch.randn(1, 8192, device=device).bfloat16(), torch.ops.vllm_rocm_ops
+    static = x, residual, weight, scale, 1e-6, fp8
+    by_block = x, weight, 1e-6, fp8, 128, False, None, residual
+    calls = {
+        "torch.add, out given": lambda: torch.add(x, residual, out=out),
+        "rms_norm": lambda: ops.rms_norm(x, weight, 1e-6),
+        "silu_and_mul": lambda: ops.silu_and_mul(two),
+        "fused_add_rms_norm_static_fp8_quant": lambda: ops.fused_add_rms_norm_static_fp8_quant(*static),
+        "rms_norm_per_block_quant": lambda: ops.rms_norm_per_block_quant(*by_block),
+        "scaled_mm, with counters": lambda: ops.scaled_mm(tokens, weights.t(), scale, scale, torch.bfloat16),
+    }
+    return {name: Timed(call) for name, call in calls.items()}
+
+
+def time_ops() -> None:
+    """Print the host's time of ops."""
+    gpu = torch.cuda.is_available()
+    device, synchronize = ("cuda", torch.cuda.synchronize) if gpu else ("cpu", lambda: None)
+    fp8 = archs.of_device(0).fp8_dtype if gpu else Discard.arch.fp8_dtype
+    print(f"host time per call on {torch.cuda.get_device_name() if gpu else 'CPU, launches discarded'}")
+    with torch.inference_mode(), contextlib.nullcontext() if gpu else launch.executor(Discard()):
+        for name, times in host_times(op_calls(device, fp8), synchronize).items():
+            print(f"{name:40} {statistics.median(times):6.2f} us")
+
+
+# Seams
+
+Found = Iterator[tuple[str, str, dict[str, Timed]]]
+"""Of each layer of a kind: its seam, its name, and the call by each path."""
+
+
+def chosen(serves: bool) -> Callable[[], None]:
+    """Return what has every choice of the process take one side for a decode step. Where ours leaves the call, another number of tokens
+    is ours, so that nothing is given back for good."""
+    from vllm_rocm_ops.vllm import kernel_selection
+
+    ours = kernel_selection.ALWAYS if serves else bytes(1 << 16) + bytes([1])
+
+    def choose() -> None:
+        for choice in kernel_selection.choices():
+            choice.ours = ours
+
+    return choose
+
+
+def paths(vllms: Callable, ours: Callable, leaves: bool = True) -> dict[str, Timed]:
+    """Return the paths of a call. Only a call that asks a choice leaves it to vLLM's kernel."""
+    found = {VLLMS: Timed(vllms), SERVES: Timed(ours, chosen(True))}
+    return found | ({LEAVES: Timed(ours, chosen(False))} if leaves else {})
+
+
+def kernels_of(module: torch.nn.Module) -> Iterator[object]:
+    """Yield the linear kernels and experts of ours that a layer holds."""
+    method = getattr(module, "quant_method", None)
+    moe = getattr(method, "moe_kernel", None)
+    holders = [vars(one) for one in (method, getattr(module, "scheme", None), moe) if hasattr(one, "__dict__")]
+    held = [value for holder in holders for value in holder.values()] + [getattr(moe, "fused_experts", None)]
+    yield from {id(one): one for one in held if type(one).__name__.startswith("RocmOps")}.values()
+
+
+def linears(model: torch.nn.Module, dtype: torch.dtype) -> Found:
+    """Yield each shape of the quantized linear layers."""
+    seen = set()
+    for name, module in model.named_modules():
+        for kernel in kernels_of(module) if hasattr(module, "input_size_per_partition") else ():
+            kind = type(kernel).__name__, module.weight.shape
+            if kernel.native is None or kind in seen:
+                continue
+            seen.add(kind)
+            x = torch.randn(1, module.input_size_per_partition, device=module.weight.device).to(dtype)
+            given, ours = (module, x, getattr(module, "bias", None)), type(kernel).apply_weights
+            vllms = functools.partial(kernel.native.apply_weights, *given)
+            yield seam_of(type(kernel)), name, paths(vllms, functools.partial(ours, kernel, *given))
+
+
+def unquantized(model: torch.nn.Module, dtype: torch.dtype, replaced: Callable) -> Found:
+    """Yield lm_head, by vLLM's function and by the one that replaced it."""
+    head = getattr(model, "lm_head", None)
+    if head is not None and hasattr(replaced, "__wrapped__"):
+        x = torch.randn(1, head.weight.shape[1], device=head.weight.device).to(dtype)
+        given = head, x, head.weight
+        calls = functools.partial(replaced.__wrapped__, *given), functools.partial(replaced, *given)
+        yield "unquantized_linear", "lm_head", paths(*calls)
+
+
+def rows(model: torch.nn.Module, dtype: torch.dtype) -> Found:
+    """Yield norms and activations with the quantized input of the linear after them."""
+    from vllm_rocm_ops.vllm import row_selection
+
+    seen = set()
+    for producer, linear in row_selection.producers(model):
+        is_norm, quantize = hasattr(producer, "variance_epsilon"), getattr(linear, "vllm_rocm_ops_quantize", None)
+        columns = producer.weight.shape[0] if is_norm else getattr(linear, "input_size_per_partition", 0)
+        kind = is_norm, columns, quantize is not None
+        if not columns or kind in seen or row_selection.stays_vllms(linear):
+            continue
+        seen.add(kind)
+        device = next(model.parameters()).device
+        x = torch.randn(1, columns * (1 if is_norm else 2), device=device).to(dtype)
+        given = (x, torch.zeros_like(x)) if is_norm else (x,)
+
+        def vllms(producer=producer, given=given, quantize=quantize):
+            output = producer.vllm_forward(*given)
+            return quantize(output[0] if isinstance(output, tuple) else output) if quantize else output
+
+        name = f"{type(producer).__name__} of {columns}" + " and quantization" * bool(quantize)
+        ours = functools.partial(producer.rocm_ops_forward, *given)
+        yield "norm" if is_norm else "activation", name, paths(vllms, ours, leaves=False)
+
+
+class Recorded(NamedTuple):
+    """The first call of a class of ours in a decode step."""
+
+    ours: object
+    method: str
+    given: tuple
+    named: dict
+
+
+def attention(recorded: dict[type, Recorded]) -> Found:
+    """Yield the implementations of attention that a decode step called."""
+    for front, (impl, method, given, named) in recorded.items():
+        if method == "apply":
+            continue
+        name = "latent_attention" if method == "forward_mqa" else "decode_attention"
+        calls = (getattr(super(front, impl), method), functools.partial(getattr(front, method), impl))
+        yield name, type(impl).__name__, paths(*(functools.partial(call, *given, **named) for call in calls))
+
+
+def absorbed(model: torch.nn.Module, dtype: torch.dtype) -> Found:
+    """Yield the products that absorb projections of latent attention."""
+    from vllm_rocm_ops.vllm import absorbed_products
+
+    for name, module in model.named_modules():
+        for weight in absorbed_products.WEIGHTS:
+            found = getattr(module, weight, None)
+            if not isinstance(found, absorbed_products.Absorbed):
+                continue
+            heads, k, n = found.shape
+            x, out = torch.zeros(heads, 1, k, device=found.device, dtype=dtype), None
+            out = torch.empty(heads, 1, n, device=found.device, dtype=dtype)
+            plain = found.as_subclass(torch.Tensor)
+            calls = (functools.partial(torch.bmm, x, one, out=out) for one in (plain, found))
+            yield "latent_attention", f"{name}.{weight}", paths(*calls)
+        if hasattr(module, absorbed_products.WEIGHTS[0]):
+            return
+
+
+def experts(recorded: dict[type, Recorded]) -> Found:
+    """Yield the experts that a decode step called. vLLM's own path routes with the router that vLLM would have made."""
+    from vllm_rocm_ops.vllm import experts as in_vllm
+    from vllm_rocm_ops.vllm.seams import routing_experts
+
+    for kind, (ours, method, _, named) in recorded.items():
+        if method != "apply" or ours.native is None:
+            continue
+        tokens = named["hidden_states"], named["w1"], named["w2"]
+        how = tuple(
+            named[name] for name in ("activation", "global_num_experts", "expert_map", "apply_router_weight_on_input")
+        )
+        if "router_logits" not in named:
+            given = *tokens, named["topk_weights"], named["topk_ids"], *how
+            calls = (functools.partial(one.apply, *given) for one in (ours.whole, in_vllm.whole(ours)))
+            yield "experts", kind.__name__, paths(*calls)
+            continue
+        logits, groups, (scoring_func, renormalize) = named["router_logits"], named["num_expert_group"], ours.method
+        router = routing_experts.router_factory().create_fused_moe_router(
+            ours.topk,
+            logits.shape[-1],
+            renormalize,
+            use_grouped_topk=bool(groups),
+            num_expert_group=groups,
+            topk_group=named["topk_group"],
+            scoring_func=scoring_func,
+            routed_scaling_factor=named["routed_scaling_factor"] or 1.0,
+            e_score_correction_bias=named["e_score_correction_bias"],
+        )
+
+        def vllms(router=router, tokens=tokens, logits=logits, ours=ours, how=how):
+            return ours.native.apply(*tokens, *router.select_experts(tokens[0], logits), *how)
+
+        yield "routing_experts", kind.__name__, paths(vllms, functools.partial(kind.apply, ours, **named))
+
+
+@contextlib.contextmanager
+def recording(model: torch.nn.Module) -> Iterator[dict[type, Recorded]]:
+    """Record the last call of each class of ours for attention and experts, with what it was given."""
+    from vllm_rocm_ops.vllm.attention import DecodeImpl
+    from vllm_rocm_ops.vllm.latent_attention import LatentImpl
+
+    found: dict[type, Recorded] = {}
+    kinds = {front: front.METHOD[0] for front in (DecodeImpl, LatentImpl)}
+    kinds |= {type(one): "apply" for module in model.modules() for one in kernels_of(module) if hasattr(one, "whole")}
+    with contextlib.ExitStack() as stack:
+        for kind, method in kinds.items():
+            stack.enter_context(replaced(kind, method, found))
+        for module in model.modules():  # what was given back runs ours once more, to be recorded
+            for one in (getattr(module, "impl", None), *kernels_of(module)):
+                for method in kinds.values():
+                    getattr(one, "__dict__", {}).pop(method, None)
+        yield found
+
+
+@contextlib.contextmanager
+def replaced(kind: type, method: str, found: dict[type, Recorded]) -> Iterator[None]:
+    """Put a method that notes its call in a class's place."""
+    ours = getattr(kind, method)
+
+    def note(self, *given, **named):
+        found[kind] = Recorded(self, method, given, named)
+        return ours(self, *given, **named)
+
+    setattr(kind, method, note)
+    try:
+        yield
+    finally:
+        setattr(kind, method, ours)
+
+
+def seams(options: argparse.Namespace) -> list[dict]:
+    """Return a line for each layer of a model that a seam serves."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from latency import find_model, hardware, overrides, versions
+    from vllm import LLM, SamplingParams
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers import utils
+
+    from vllm_rocm_ops.vllm import register
+    from vllm_rocm_ops.vllm.seams import unquantized_linear
+
+    register()
+    of_linears = getattr(utils, unquantized_linear.replaced())
+    path = find_model(options.model)
+    settings = {"model": str(path), "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256}
+    settings |= {"max_num_seqs": 4, "max_num_batched_tokens": 256, "enforce_eager": True, "seed": 0}
+    settings |= {"distributed_executor_backend": "uni", "enable_prefix_caching": False} | options.engine_args
+    settings["hf_overrides"] = overrides(path, options.num_layers, options.rank_of) | settings.get("hf_overrides", {})
+    llm = LLM(**settings)
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    model, config = worker.model_runner.get_model(), worker.vllm_config
+    dtype, synchronize = (
+        config.model_config.dtype,
+        torch.cuda.synchronize if torch.cuda.is_available() else lambda: None,
+    )
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True, detokenize=False)
+    with recording(model) as recorded:
+        llm.generate([{"prompt_token_ids": [3]}], sampling, use_tqdm=False)
+    lines, context = [], set_forward_context(None, config, num_tokens=1)
+    with torch.inference_mode(), set_current_vllm_config(config), context:
+        parts = (linears(model, dtype), unquantized(model, dtype, of_linears), rows(model, dtype))
+        for part in (*parts, attention(recorded), absorbed(model, dtype), experts(recorded)):
+            for seam, layer, calls in part:
+                lines.append({"seam": seam, "layer": layer} | summary(host_times(calls, synchronize)))
+                print(row(lines[-1]), flush=True)
+    origin = {"model": path.name, "layers": options.num_layers, "rank_of": options.rank_of, "hardware": hardware()}
+    return [line | origin | {"versions": versions(), "commit": options.commit} for line in lines]
+
+
+def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Return the median of each path, and the median of its rounds' differences from vLLM's own."""
+    us = {name: round(statistics.median(values), 2) for name, values in times.items()}
+    apart = {
+        name: round(statistics.median(ours - vllms for ours, vllms in zip(values, times[VLLMS])), 2)
+        for name, values in times.items()
+        if name != VLLMS
+    }
+    return {"us": us, "apart_us": apart}
+
+
+def row(line: dict) -> str:
+    """Return a line of the table."""
+    ours = "  ".join(f"{name} {line['us'][name]:7.2f} us ({apart:+.2f})" for name, apart in line["apart_us"].items())
+    over = "  over the limit" * (max(line["apart_us"].values()) > ALLOWED_US)
+    return f"{line['seam']:20} {line['layer']:44.44}  {VLLMS} {line['us'][VLLMS]:7.2f} us  {ours}{over}"
+
+
+def seam_of(kind: type) -> str:
+    """Return the name of the seam that defines a class."""
+    return kind.__module__.rpartition(".")[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder with a config.json, or a shipped name; default: ops, without vLLM")
+    parser.add_argument("--num-layers", type=int, help="layers to keep of the model; default: all")
+    parser.add_argument("--rank-of", type=int, default=1, help="tensor parallel ranks that the model is one of")
+    parser.add_argument("--engine-args", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
+    parser.add_argument("--commit", default="", help="of the code measured, where this is no checkout")
+    parser.add_argument("--output", type=Path, help="file that result lines are appended to")
+    options = parser.parse_args()
+    if options.model is None:
+        time_ops()
+        return
+    lines = seams(options)
+    if options.output:
+        with options.output.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
