@@ -9,9 +9,6 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.stats import reset_stats, stats
-from vllm_rocm_ops.tensors import canonical
 
 DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e4m3fnuz),
@@ -50,11 +47,11 @@ def resized(tensor: torch.Tensor, shape, dtype: torch.dtype | None = None, room:
     return laid(tensor, strides, shape, dtype)
 
 
-def units(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """The tensor with another stride in a dimension of size 1: odd, and far beyond what kernels take."""
-    for d, size in enumerate(tensor.shape):
-        for step in (3, 2**40 + 1) if size == 1 else ():
-            yield d, laid(tensor, (*tensor.stride()[:d], step, *tensor.stride()[d + 1 :]))
+def unit_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with odd strides, far beyond what kernels take, in its dimensions of size 1."""
+    return tensor.as_strided(
+        tensor.shape, [2**40 + 1 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride())]
+    )
 
 
 def roomy(tensor: torch.Tensor) -> torch.Tensor:
