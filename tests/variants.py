@@ -87,7 +87,11 @@ def moved(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     storage = torch.empty(tensor.untyped_storage().nbytes() + 32, dtype=torch.uint8)
     for start in (tensor.element_size(), 8):
         if storage.numel() < 2**24:
-            yield storage[start : start + storage.numel() - 32].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+            yield (
+                storage[start : start + storage.numel() - 32]
+                .view(tensor.dtype)
+                .as_strided(tensor.shape, tensor.stride())
+            )
 
 
 def values(value) -> Iterator:

@@ -55,6 +55,7 @@ def said_by(the_op, arguments: tuple, arch) -> str:
 
 # Inputs
 
+
 def changed(value, change):
     """An argument changed: a tuple is a tensor's shape, a list one whose rows begin at multiples of 16, a dictionary has strides."""
     if callable(change):
@@ -237,7 +238,10 @@ FOLLOW = {
     ("batched_gemm", "out's rows lie N or more apart"): "of a contract without overlaps",
     ("fused_experts", "act_scale is contiguous"): "it has one element",
     ("fused_experts", "scales of the weights are"): "the contract has others with a scale per 32 of K only",
-    ("fused_experts", "there are fewer than # experts"): "with more the tiled kernels serve, which have a bound of their own",
+    (
+        "fused_experts",
+        "there are fewer than # experts",
+    ): "with more the tiled kernels serve, which have a bound of their own",
     ("gemm", "is not #, which torch multiplies"): "no arch's kernels multiply it",
     ("mla_decode", "sizes of heads are multiples"): "the latent's size is fixed",
     ("mla_decode", "out is of # bits"): "the contract has query's dtype",
@@ -285,7 +289,5 @@ def test_each_rule_is_broken_alone(the_op):
         add(arguments, ARCH)
     absent = {rule for rule in rules if (name := ABSENT.match(rule[0])) and name[0] not in the_op.Arguments._fields}
     left = rules - broken - absent
-    followed = {
-        rule for rule in left for name, text in FOLLOW if name in the_op.name and text in " ".join(rule)
-    }
+    followed = {rule for rule in left for name, text in FOLLOW if name in the_op.name and text in " ".join(rule)}
     assert left == followed, left - followed
