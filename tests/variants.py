@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 
-
 DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e4m3fnuz),
     *(torch.float8_e8m0fnu, torch.int8, torch.uint8, torch.int32, torch.int64),

@@ -121,7 +121,10 @@ BREACHES = [
     Breach(
         "rows are at least 1 long and below 32 MB",
         "block_scaled_mm/m5",
-        **{"a": at((5, BYTES), 0, 1), "b": at((192, BYTES), 0, 1), "scale_a": (5, 2**18), "scale_b": (2, 2**18)},
+        a=at((5, BYTES), 0, 1),
+        b=at((192, BYTES), 0, 1),
+        scale_a=(5, 2**18),
+        scale_b=(2, 2**18),
     ),
     Breach("rows are at least 1 long", "scaled_mm/m2", a=at((2, BYTES), 0, 1), b=at((BYTES, 48), 1, 0)),
     Breach(
@@ -134,7 +137,8 @@ BREACHES = [
     Breach(
         "M and N are below 2^30, M * N is below 2^42",
         "block_scaled_mm/tiles",
-        **{"a": (2**30, 400), "scale_a": at((2**30, 4), 0, 1)},
+        a=(2**30, 400),
+        scale_a=at((2**30, 4), 0, 1),
     ),
     Breach("K is below 2^17", "gemm/int8", a=(12, 2**17), b=(2**17, 70)),
     *(
@@ -152,13 +156,18 @@ BREACHES = [
     Breach(
         "a token's results take less than 2 GB",
         "fused_experts/bf16-m70",
-        **{"hidden": (70, 2**17), "w1": (4, 128, 2**17), "w2": (4, 2**17, 64)},
+        hidden=(70, 2**17),
+        w1=(4, 128, 2**17),
+        w2=(4, 2**17, 64),
         **{name: (70, 2**12) for name in ("topk_ids", "topk_weights")},
     ),
     Breach(
         "what is quantised per token has at most",
         "fused_experts/channel-m70",
-        **{"hidden": (70, 2**17), "w1": (3, 160, 2**17), "w2": (3, 2**17, 80), "w2_scale": (3, 2**17)},
+        hidden=(70, 2**17),
+        w1=(3, 160, 2**17),
+        w2=(3, 2**17, 80),
+        w2_scale=(3, 2**17),
     ),
     Breach("sm_90 has AITER", "fused_experts/block-shuffled", "sm_90"),
     Breach("sm_90's matrix instructions take block scales", "fused_experts/mx", "sm_90"),
@@ -171,7 +180,9 @@ BREACHES = [
     Breach(
         "the mask has fewer than 2^30 rows",
         "flash_attention/dropout",
-        **{"q": (1, 2**20, 2**10, 64), "k": (1, 70, 1, 64), "v": (1, 70, 1, 64)},
+        q=(1, 2**20, 2**10, 64),
+        k=(1, 70, 1, 64),
+        v=(1, 70, 1, 64),
     ),
     Breach("query_len is at most 8", "mla_decode/bf16-3", query_len=9, q_nope=(9, 3, 512), q_pe=(9, 3, 64)),
     Breach("query_len is at most 8", "paged_attention_decode/bf16-64-packed", query_len=9, query=(9, 3, 64)),
@@ -191,7 +202,8 @@ BREACHES = [
     Breach(
         "pages of a native cache have a multiple of 8 slots",
         "paged_attention_decode/bf16-64-native",
-        **{"key_cache": (11, 1, 8, 12, 8), "value_cache": [11, 1, 64, 12]},
+        key_cache=(11, 1, 8, 12, 8),
+        value_cache=[11, 1, 64, 12],
     ),
     *(
         Breach("the caches span fewer than 2^35", "paged_attention_decode/bf16-64-packed", **{name: {0: 2**33}})
@@ -206,13 +218,18 @@ BREACHES = [
     Breach(
         "sizes of heads are multiples of 8",
         "rope_and_cache/bf16-packed",
-        **{"query": [3, 4, 68], "key": [3, 2, 68], "value": [3, 2, 68]},
+        query=[3, 4, 68],
+        key=[3, 2, 68],
+        value=[3, 2, 68],
         **{name: [1, 16, 2, 68] for name in ("key_cache", "value_cache")},
     ),
     Breach(
         "the rotary size is a multiple",
         "rope_and_cache_mla/bf16",
-        **{"q_pe": (3, 16, 72), "k_pe": (3, 72), "cos_sin_cache": (97, 72), "kv_cache": [1, 16, 584]},
+        q_pe=(3, 16, 72),
+        k_pe=(3, 72),
+        cos_sin_cache=(97, 72),
+        kv_cache=[1, 16, 584],
     ),
     # Routing
     Breach("topk is at most 32", "topk_softmax/bf16", topk=33),
@@ -223,7 +240,8 @@ BREACHES = [
     Breach(
         "there are at most 512 experts",
         "grouped_topk/deepseek-v3",
-        **{"gating_output": (3, 520), "e_score_correction_bias": (520,)},
+        gating_output=(3, 520),
+        e_score_correction_bias=(520,),
     ),
     Breach("num_expert_group", "grouped_topk/deepseek-v3", num_expert_group=256),
     *(
