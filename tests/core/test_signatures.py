@@ -193,3 +193,31 @@ def test_executors_and_devices_count(the_op):
         if isinstance(value, torch.Tensor):
             moved = replaced(base, i, value.as_subclass(Elsewhere))
             assert the_op._signature(None, *base) != the_op._signature(None, *moved)
+
+
+def apart(tensor: torch.Tensor, dimension: int, room: int) -> torch.Tensor:
+    """The tensor's values with more room between the elements of one dimension; others begin at multiples of 16."""
+    strides, step = [0] * tensor.dim(), 1
+    for d in sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), -d)):
+        strides[d] = step + room * (d == dimension)
+        step = -(-strides[d] * max(tensor.shape[d], 1) // 16) * 16
+    storage = torch.empty(sum((n - 1) * step for n, step in zip(tensor.shape, strides)) + 1, dtype=tensor.dtype)
+    return storage.as_strided(tensor.shape, strides).copy_(tensor)
+
+
+@each_op
+def test_calls_with_other_strides_compute_the_same(the_op):
+    """One after the other, in kernels or where they fall back: whole vectors apart, and parts of one."""
+    emulator = Emulator("gfx950")
+    with launch.executor(emulator):
+        sizes = {
+            name: sum(v.numel() for v in arguments if isinstance(v, torch.Tensor))
+            for name, arguments in cases(the_op, emulator.arch.fp8_dtype).items()
+            if not {0, 1} & {*arguments[0].shape} and the_op.explain(*arguments, arch=emulator.arch).launches
+        }
+        (case,) = [case for case in the_op.cases() if case.name == min(sizes, key=sizes.get)]
+        arguments = case.make("cpu", generator_of(case.name), emulator.arch.fp8_dtype)
+        for i, value in enumerate(arguments):
+            for d, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                for room in (16, 4) if size > 1 else ():
+                    run_and_check(the_op, replaced(arguments, i, apart(value, d, room)), "cpu")
