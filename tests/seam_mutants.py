@@ -128,6 +128,9 @@ SEAM_MUTANTS = {
     "attention measured though it is forced": SeamMutant(
         "attention_timing.py", "may_serve and not decoder.is_forced and", "may_serve and", "test_seam_guards.py"
     ),
+    "single rows not measured where there are drafts": SeamMutant(
+        "attention_timing.py", "{1, 1 + drafts}", "{1 + drafts}", "test_seam_guards.py"
+    ),
     # Latent attention
     "single rows beside prefills taken for longer": of(
         LATENT, "1 if metadata.num_prefills else metadata.max_query_len", "metadata.max_query_len"
@@ -163,6 +166,15 @@ SEAM_MUTANTS = {
     "somewhere slower": SeamMutant("kernel_selection.py", "max(ratios) <= 1 + MARGIN and", "", "test_row_selection.py"),
     "ours where one rank measured so": SeamMutant(
         "kernel_selection.py", "bytes(a & b for", "bytes(a | b for", "test_row_selection.py"
+    ),
+    "an op off where the last rank has it off": SeamMutant(
+        "kernel_selection.py", "off = {**decided.off, **off}", "off = dict(decided.off)", "test_kernel_selection.py"
+    ),
+    "a late failure of vLLM's kernel taken for ours": SeamMutant(
+        "kernel_timing.py", "    clock.finish()\n    with marked:", "    with marked:", "test_kernel_selection.py"
+    ),
+    "a result that grows in place is not read": SeamMutant(
+        "readers.py", "for part in (node.target, node.value):", "for part in (node.value,):", "test_links.py"
     ),
     # Experts of several ranks
     "tokens in batches of an expert's": SeamMutant(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from vllm_rocm_ops.tensors import describe, extent, row_stride
+from vllm_rocm_ops.tensors import canonical, describe, extent, row_stride
 
 
-def check(op, a) -> None:
-    """Raise ValueError unless tensors are tensors, on one device, and the op's contract holds."""
+def checked(op, a):
+    """Return the arguments with canonical strides, so that rules and plans see nothing that a signature leaves out. Raise
+    ValueError unless tensors are tensors, on one device, and the op's contract holds."""
     for name, value in a._asdict().items():
         hint = op.hints[name]
         if hint in (torch.Tensor, torch.Tensor | None) and not isinstance(value, hint):
@@ -19,9 +20,11 @@ def check(op, a) -> None:
     for name, tensor in tensors.items():
         if tensor.device != device:
             raise ValueError(f"{op.name}: {name} must be on {device}, got on {tensor.device}")
+    a = a._replace(**{name: canonical(tensor) for name, tensor in tensors.items()})
     for argument, wanted, got, holds in op.contract(a):
         if not holds:
             raise ValueError(f"{op.name}: {argument} must be {wanted}, got {got}")
+    return a
 
 
 def refuse_gradients(op, args: tuple) -> None:

@@ -117,8 +117,7 @@ class Op:
     def explain(self, *args, arch: str | Arch | None = None, require_code: bool = False, **kwargs) -> Explanation:
         """What a call with these arguments runs on `arch` (a name that arch.named takes; by default the arguments' device),
         and why. The tensors may be on the meta device. With `require_code`, kernels must have been built too."""
-        a = self.Arguments(*args, **kwargs)
-        arguments.check(self, a)
+        a = arguments.checked(self, self.Arguments(*args, **kwargs))
         if arch is None:
             device = next(v.device for v in a if isinstance(v, torch.Tensor))
             arch = archs.of_device(device.index) if device.type == "cuda" else None
@@ -258,7 +257,7 @@ class Op:
         try:
             key = self._signature(launches.cpu_executor(), *args)
         except AttributeError:
-            arguments.check(self, self.Arguments(*args))
+            arguments.checked(self, self.Arguments(*args))
             raise
         execution = self._executions.get(key)
         if execution is None:
@@ -275,7 +274,7 @@ class Op:
 
     def _decide(self, a) -> Execution:
         """Checks the arguments once and binds what a call with this signature runs."""
-        arguments.check(self, a)
+        a = arguments.checked(self, a)
         device = next(v.device for v in a if isinstance(v, torch.Tensor))
         outputs, executor = self.allocate(a), launches.cpu_executor()
         on_gpu = device.type == "cuda"

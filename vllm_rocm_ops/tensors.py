@@ -25,6 +25,18 @@ def row_stride(tensor: Tensor) -> int | None:
     return tensor.shape[-1] if stride is None else stride
 
 
+def canonical(tensor: Tensor) -> Tensor:
+    """Return the tensor with a contiguous tensor's strides in the dimensions whose stride reaches nothing: those of size 1, and all of
+    a tensor without elements."""
+    strides, step = [], 1
+    for size, given in zip(reversed(tensor.shape), reversed(tensor.stride())):
+        step = given if size > 1 and tensor.numel() else step
+        strides.append(step)
+        step *= max(size, 1)
+    strides = tuple(reversed(strides))
+    return tensor if strides == tensor.stride() else tensor.as_strided(tensor.shape, strides)
+
+
 def aligned(tensor: Tensor | None, size: int = 16) -> bool:
     """Whether every row of the tensor starts at a multiple of `size` bytes."""
     if tensor is None:

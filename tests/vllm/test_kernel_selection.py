@@ -222,6 +222,25 @@ def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, mon
         assert product.serve(1) == "ours"
 
 
+@pytest.mark.parametrize("fails", ["native", "ours"])
+def test_a_kernel_that_fails_after_its_launch_is_the_one_to_blame(fails, caplog):
+    """As on a GPU, where the error comes when the clock waits."""
+    product, clock, failed = Product(), ours_wins(range(MOST + 1)), []
+    of = getattr(product, fails)
+    setattr(product, fails, lambda *given: failed.append("illegal address") or of(*given))
+
+    def finish():
+        if failed:
+            raise RuntimeError(failed.pop())
+
+    clock.finish = finish
+    started(product)
+    failed.clear()
+    warm_up(clock)
+    assert list(selection.read(file()).off) == ["product"] * (fails == "ours")
+    assert ("is not measured: RuntimeError: illegal address" in caplog.text) == (fails == "native")
+
+
 def test_a_native_kernel_that_the_sample_does_not_explain_serves(caplog):
     """Ours cannot be judged beside it, and may as well be wrong."""
     product = Product()
@@ -432,13 +451,14 @@ def test_one_worker_of_a_machine_measures():
     assert found == [(0, "ours"), (0, "ours"), (6, "ours")]
 
 
-def test_ranks_agree():
-    """An op is off where it is off for one of them; ours serves where all that measured it have it so."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_agree(rank):
+    """An op is off where it is off for one of them, the first or the last; ours serves where all that measured it have it so."""
     product, other = Product(), Product("other")
     started(product, other)
     key = "product 48x64 VllmKernel"
     theirs = selection.Decided({"other": "wrong there"}, {key: bytes([0, 0, 1, 1]), "a shape of theirs": bytes([0, 1])})
-    warm_up(ours_wins({1, 8}), lambda mine: [mine, theirs])
+    warm_up(ours_wins({1, 8}), lambda mine: [mine, theirs] if rank == 0 else [theirs, mine])
     assert [product.serve(m) for m in (1, 2, 3, 4, 8)] == ["native", "ours", "ours", "native", "native"]
     assert other.serve(1) == "native"
     started(product, other)

@@ -256,6 +256,20 @@ class AddsToTheResidual(Layer):
         return self.linear(x), residual
 
 
+class GrowsInPlace(Layer):
+    def forward(self, x, y):
+        x = self.norm(x)
+        x += y
+        return self.linear(x)
+
+
+class GrowsTheResidual(Layer):
+    def forward(self, x, residual):
+        x = self.norm(x)
+        residual += x
+        return self.linear(x), residual
+
+
 class KeepsTheResidual(Layer):
     def forward(self, x, residual):
         x, total = self.norm(x, residual)
@@ -348,6 +362,8 @@ LINKED = (Plain, ByName, Handed, ThroughMethods, Overrides, KeepsTheResidual)
 REFUSED = {
     ReadsTwice: "linear, second",
     AddsToTheResidual: "linear, residual + x",
+    GrowsInPlace: "x += y",
+    GrowsTheResidual: "linear, residual += x",
     OneBranchReads: "linear, y + x",
     Returns: "linear, return x",
     Loops: "for _ in range(2):",

@@ -121,6 +121,15 @@ def test_requests_are_as_long_as_the_model_allows(configuration, longest, length
     assert [choice.shape for choice in of.choices[1]] == [f"a layer page 16 {n} of {longest} keys" for n in lengths]
 
 
+def test_with_drafts_single_rows_are_measured_too(configuration):
+    """The first step of a request has none."""
+    of = decoder(takes=lambda query_len: query_len <= 4)
+    for drafts, wanted in ((0, {1}), (3, {1, 4}), (4, {1})):
+        of.config.speculative_config, of.choices = types.SimpleNamespace(num_speculative_tokens=drafts), {}
+        attention_timing.choose(of, types.SimpleNamespace(_k_scale=torch.ones(1)), None, 16)
+        assert of.choices.keys() == wanted
+
+
 def test_tokens_of_another_type_than_the_weight_are_torchs():
     """Whose error says so."""
     layer = types.SimpleNamespace(W_UK_T=torch.nn.Parameter(torch.ones(2, 8, 8).bfloat16(), requires_grad=False))

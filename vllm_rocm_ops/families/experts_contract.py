@@ -63,7 +63,7 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
         holds = a.expert_map.dim() == 1 and a.expert_map.numel() > 0 and a.expert_map.dtype == torch.int32
         yield "expert_map", "int32 [global experts], one or more", describe(a.expert_map), holds
     if a.shuffled:
-        whole = all(fits(weight[0].shape, weight.dtype) and weight.is_contiguous() for weight in (a.w1, a.w2))
+        whole = all(fits(weight.shape[1:], weight.dtype) and weight.is_contiguous() for weight in (a.w1, a.w2))
         wanted = "False, unless rows of w1 and w2 are multiples of 16, columns of 64 bytes, and both contiguous"
         yield "shuffled", wanted, f"True with {describe(a.w1)} and {describe(a.w2)}", whole
     yield "shared_experts", f"0 to E={experts}", str(a.shared_experts), 0 <= a.shared_experts <= experts

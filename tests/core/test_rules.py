@@ -1,0 +1,311 @@
+"""Each rule of each op's contract and envelope is broken by an input that breaks no other, which is then refused or falls back with
+that rule's text. Most inputs are variants of cases (variants.py); BREACHES has those that change several arguments at once, or
+miss a bound by little, and FOLLOW says why a rule cannot be broken alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from variants import cases, donors, laid, moved, on_cpu, resized, together, variants
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import op
+from vllm_rocm_ops.stats import FALLBACK
+from vllm_rocm_ops.tensors import canonical
+
+OPS = list(op.registered())
+ARCH = archs.ARCHS["gfx950"]
+Rule = tuple[str, ...]
+"""The argument and what is wanted of it, or the text of an envelope's rule; without numbers and dtypes."""
+
+
+def plain(text: str) -> str:
+    return re.sub(r"(torch\.)?\b(bfloat16|float\d\w*|u?int\d+|e4m3|gfx\d+|sm_\d+)\b|\[[^\]]*\]|\d+", "#", text)
+
+
+def judge(the_op, arguments: tuple, arch) -> tuple[set[Rule], str, Rule | None]:
+    """The rules that are asked, what a call says if one alone is broken, and that rule. A contract ends at its first breach."""
+    rules, broken = set(), []
+    tensors = (torch.Tensor, torch.Tensor | None)
+    for name, value in zip(the_op.Arguments._fields, arguments):
+        if the_op.hints[name] in tensors and not isinstance(value, the_op.hints[name]):
+            return rules, "", None
+    a = the_op.Arguments(*(canonical(v) if isinstance(v, torch.Tensor) else v for v in arguments))
+    for argument, wanted, _, holds in the_op.contract(a):
+        rules.add((argument, plain(wanted)))
+        if not holds:
+            return rules, f"{the_op.name}: {argument} must be {wanted}, got ", (argument, plain(wanted))
+    for text, holds in the_op.envelope(a, arch):
+        rules.add((plain(text),))
+        broken += [] if holds else [text]
+    said = FALLBACK + "the kernels need that " + "; ".join(broken)
+    return rules, said, (plain(broken[0]),) if len(broken) == 1 else None
+
+
+def said_by(the_op, arguments: tuple, arch) -> str:
+    """What a call's error or fallback says."""
+    try:
+        return the_op.explain(*arguments, arch=arch).source
+    except ValueError as error:
+        return str(error)
+
+
+# Inputs
+
+
+def changed(value, change):
+    """An argument changed: a tuple is a tensor's shape, a list one whose rows begin at multiples of 16, a dictionary has strides."""
+    if callable(change):
+        return change(value)
+    if not isinstance(value, torch.Tensor):
+        return change
+    if isinstance(change, torch.dtype):
+        return laid(value, value.stride(), dtype=change)
+    if isinstance(change, dict):
+        return laid(value, [change.get(d, step) for d, step in enumerate(value.stride())])
+    return resized(value, change, room=16 if isinstance(change, list) else 1)
+
+
+def at(shape: tuple[int, ...], *strides: int):
+    """A change to this shape with these strides."""
+    return lambda value: laid(value, strides, shape)
+
+
+class Breach:
+    """A case of an op with some arguments changed, and the rule that this breaks."""
+
+    def __init__(self, rule: str, of: str, arch: str = ARCH.name, **changes):
+        self.rule, self.of, self.arch, self.changes = rule, of, archs.ARCHS[arch], changes
+        self.op, _, self.case = of.partition("/")
+
+    def arguments(self, the_op) -> tuple:
+        given = the_op.Arguments(*cases(the_op, self.arch.fp8_dtype)[self.case])._asdict()
+        for name, change in self.changes.items():
+            given[name] = changed(given[name], change)
+        return tuple(given.values())
+
+
+def inputs(the_op) -> Iterator[tuple]:
+    """Variants of each case that is asked a rule that no case before was."""
+    others, asked = donors(the_op, ARCH.fp8_dtype), set()
+    for base in cases(the_op, ARCH.fp8_dtype).values():
+        rules, _, broken = judge(the_op, base, ARCH)
+        yield base
+        if rules <= asked or broken:
+            continue
+        asked |= rules
+        for i, (name, value) in enumerate(zip(the_op.Arguments._fields, base)):
+            for other in variants(value) if value is not None else others.get(name, ()):
+                yield (*base[:i], other, *base[i + 1 :])
+        yield from together(base)
+        there = on_cpu(base)
+        for i, value in enumerate(there):
+            for other in moved(value) if isinstance(value, torch.Tensor) else ():
+                yield (*there[:i], other, *there[i + 1 :])
+
+
+BYTES = 2**25  # of a row, from which on it is too long
+
+BREACHES = [
+    # Products
+    Breach("K is a multiple of 8", "batched_gemm/bf16-m1", x=[1, 2, 516], weights=[2, 516, 128]),
+    Breach("N is a multiple of 64 there", "batched_gemm/bf16-transposed-m1", weights=[2, 128, 72]),
+    Breach("N is at least 1", "block_scaled_mm/m1", a=(1, 16), b=(2**30, 16), scale_a=(1, 1), scale_b=(2**23, 1)),
+    Breach("N is at least 1", "scaled_mm/m1", a=(1, 16), b=(16, 2**30), scale_b=(1,)),
+    Breach("rows are a multiple of 16 bytes", "block_scaled_mm/m5", a=[5, 1000], b=[192, 1000]),
+    Breach("rows are a multiple of 16 bytes", "scaled_mm/m2", a=[2, 1000], b=[1000, 48]),
+    Breach("rows are a multiple of 16 bytes", "unquantized_gemm/bf16-m16", x=[16, 500], weight=[80, 500]),
+    Breach(
+        "rows are at least 1 long and below 32 MB",
+        "block_scaled_mm/m5",
+        a=at((5, BYTES), 0, 1),
+        b=at((192, BYTES), 0, 1),
+        scale_a=(5, 2**18),
+        scale_b=(2, 2**18),
+    ),
+    Breach("rows are at least 1 long", "scaled_mm/m2", a=at((2, BYTES), 0, 1), b=at((BYTES, 48), 1, 0)),
+    Breach(
+        "rows are at least 1 long",
+        "unquantized_gemm/bf16-m16",
+        x=at((16, BYTES // 2), 0, 1),
+        weight=at((80, BYTES // 2), 0, 1),
+    ),
+    Breach("rows are at least 1 long", "scaled_mm/m1", a=(1, 128), b=(128, 2**29), scale_b=(1,)),
+    Breach(
+        "M and N are below 2^30, M * N is below 2^42",
+        "block_scaled_mm/tiles",
+        a=(2**30, 400),
+        scale_a=at((2**30, 4), 0, 1),
+    ),
+    Breach("K is below 2^17", "gemm/int8", a=(12, 2**17), b=(2**17, 70)),
+    *(
+        Breach(f"256 rows and 128 elements of K of {side} reach", "unquantized_gemm/router-m65", **{name: {0: 2**23}})
+        for side, name in (("a", "x"), ("b", "weight"))
+    ),
+    # Experts
+    Breach("weight_only", "fused_experts/fp16", weight_only=True),
+    Breach("w1_scale and w2_scale", "fused_experts/block", w2_scale=(8,)),
+    Breach("hidden_scale", "fused_experts/int8-quantized", hidden_scale=torch.float16),
+    Breach("H and I are multiples", "fused_experts/fp16", hidden=[18, 132], w1=[4, 128, 132], w2=[4, 132, 64]),
+    Breach("H and I are multiples", "fused_experts/fp16", w1=(4, 120, 136), w2=[4, 136, 60]),
+    Breach("weights on the input are those of one expert", "fused_experts/bf16-m70", apply_router_weight_on_input=True),
+    Breach("out_dtype is that of weights", "fused_experts/bf16-m70", out_dtype=torch.float16),
+    Breach(
+        "a token's results take less than 2 GB",
+        "fused_experts/bf16-m70",
+        hidden=(70, 2**17),
+        w1=(4, 128, 2**17),
+        w2=(4, 2**17, 64),
+        **{name: (70, 2**12) for name in ("topk_ids", "topk_weights")},
+    ),
+    Breach(
+        "what is quantised per token has at most",
+        "fused_experts/channel-m70",
+        hidden=(70, 2**17),
+        w1=(3, 160, 2**17),
+        w2=(3, 2**17, 80),
+        w2_scale=(3, 2**17),
+    ),
+    Breach("sm_90 has AITER", "fused_experts/block-shuffled", "sm_90"),
+    Breach("sm_90's matrix instructions take block scales", "fused_experts/mx", "sm_90"),
+    Breach("sm_90's matrix instructions take block scales", "mxfp8_scaled_mm/m1", "sm_90"),
+    # Attention
+    Breach("k is of q's dtype", "flash_attention/fp8-keys", k=torch.float8_e4m3fnuz, v=torch.float8_e4m3fnuz),
+    Breach("a bias is", "flash_attention/bias", bias=torch.float64),
+    Breach("k_scale is contiguous", "flash_attention/int8-keys", k_scale={0: 2}),
+    Breach("v_scale is contiguous", "flash_attention/int8-keys", v_scale={0: 2}),
+    Breach(
+        "the mask has fewer than 2^30 rows",
+        "flash_attention/dropout",
+        q=(1, 2**20, 2**10, 64),
+        k=(1, 70, 1, 64),
+        v=(1, 70, 1, 64),
+    ),
+    Breach("query_len is at most 8", "mla_decode/bf16-3", query_len=9, q_nope=(9, 3, 512), q_pe=(9, 3, 64)),
+    Breach("query_len is at most 8", "paged_attention_decode/bf16-64-packed", query_len=9, query=(9, 3, 64)),
+    Breach("there are at most 8192 parts", "mla_decode/bf16-3", block_table=(1, 2**16 + 1)),
+    Breach(
+        "there are at most 32768 parts",
+        "paged_attention_decode/bf16-64-packed",
+        partition=128,
+        block_table=(1, 2**18 + 1),
+    ),
+    Breach("there are fewer than 2^31 slots", "mla_decode/bf16-3", kv_cache=at((2**27, 16, 576), 0, 576, 1)),
+    Breach(
+        "there are fewer than 2^31 slots",
+        "paged_attention_decode/bf16-64-packed",
+        **{name: at((2**27, 16, 1, 64), 0, 64, 64, 1) for name in ("key_cache", "value_cache")},
+    ),
+    Breach(
+        "pages of a native cache have a multiple of 8 slots",
+        "paged_attention_decode/bf16-64-native",
+        key_cache=(11, 1, 8, 12, 8),
+        value_cache=[11, 1, 64, 12],
+    ),
+    *(
+        Breach("the caches span fewer than 2^35", "paged_attention_decode/bf16-64-packed", **{name: {0: 2**33}})
+        for name in ("key_cache", "value_cache")
+    ),
+    *(
+        Breach(f"{name}s lie at multiples", "paged_attention_decode/heads-6-of-2", **{f"{name}_cache": {d: odd}})
+        for name, odd in (("key", 2**15 + 8), ("value", 2**15 + 4))
+        for d in (0, 1, 2)
+    ),
+    # Rotation
+    Breach(
+        "sizes of heads are multiples of 8",
+        "rope_and_cache/bf16-packed",
+        query=[3, 4, 68],
+        key=[3, 2, 68],
+        value=[3, 2, 68],
+        **{name: [1, 16, 2, 68] for name in ("key_cache", "value_cache")},
+    ),
+    Breach(
+        "the rotary size is a multiple",
+        "rope_and_cache_mla/bf16",
+        q_pe=(3, 16, 72),
+        k_pe=(3, 72),
+        cos_sin_cache=(97, 72),
+        kv_cache=[1, 16, 584],
+    ),
+    # Routing
+    Breach("topk is at most 32", "topk_softmax/bf16", topk=33),
+    Breach("topk is at most 32", "topk_sigmoid/bf16", topk=33),
+    Breach("topk is at most 32", "grouped_topk/deepseek-v3", topk=33),
+    Breach("there are at most 512 experts", "topk_softmax/bf16", gating_output=(3, 513)),
+    Breach("there are at most 512 experts", "topk_sigmoid/bf16", gating_output=(3, 513)),
+    Breach(
+        "there are at most 512 experts",
+        "grouped_topk/deepseek-v3",
+        gating_output=(3, 520),
+        e_score_correction_bias=(520,),
+    ),
+    Breach("num_expert_group", "grouped_topk/deepseek-v3", num_expert_group=256),
+    *(
+        Breach("e_score_correction_bias is", f"{name}/bf16-bias-bf16", e_score_correction_bias=torch.float64)
+        for name in ("topk_softmax", "topk_sigmoid", "grouped_topk")
+    ),
+]
+
+GATED = "silu_and_mul"
+CACHE = "one tensor has keys and values"
+FOLLOW = {
+    ("batched_gemm", "out's rows lie N or more apart"): "of a contract without overlaps",
+    ("fused_experts", "act_scale is contiguous"): "it has one element",
+    ("fused_experts", "scales of the weights are"): "the contract has others with a scale per 32 of K only",
+    (
+        "fused_experts",
+        "there are fewer than # experts",
+    ): "with more the tiled kernels serve, which have a bound of their own",
+    ("gemm", "is not #, which torch multiplies"): "no arch's kernels multiply it",
+    ("mla_decode", "sizes of heads are multiples"): "the latent's size is fixed",
+    ("mla_decode", "out is of # bits"): "the contract has query's dtype",
+    ("mla_decode", "lie side by side"): CACHE,
+    ("mla_decode", "values lie at multiples"): CACHE,
+    ("rope_and_cache_mla", "sizes of heads are multiples"): "key and value are heads, too",
+    ("rope_and_cache_mla", "lie side by side"): CACHE,
+    ("rope_and_cache_mla", "values lie at multiples"): CACHE,
+    ("paged_attention_decode", "sizes of heads are multiples"): "sizes are listed",
+    ("topk", "a lane has at most"): "of the most experts",
+    ("topk", "groups, a lane for each"): "there is one group",
+    (GATED, "at least one-dimensional"): "rows have two halves",
+    ("stream_memory", "a multiple of # words"): "16-byte aligned",
+    ("unquantized_gemm", "N and K are at least"): "rows are at least 1 long, and so is N",
+    ("unquantized_gemm", "does not meet"): "the contract has one dtype",
+    ("unquantized_gemm", "which torch multiplies"): "x is bfloat16 or float16",
+    ("unquantized_gemm", "multiplies "): "x is bfloat16 or float16",
+    ("unquantized_gemm", "sums of # have"): "x is bfloat16 or float16",
+    ("unquantized_gemm", "scales of rows and bias"): "bias is contiguous",
+}
+"""Rules, by parts of their op's name and of their text, that another one implies."""
+
+
+ABSENT = re.compile("residual|weight|scoring_func|num_expert_group|topk_group")
+"""Arguments that some of the ops which share a rule do not have."""
+
+
+@pytest.mark.parametrize("the_op", OPS, ids=lambda o: o.name)
+def test_each_rule_is_broken_alone(the_op):
+    rules, broken = set(), set()
+
+    def add(arguments: tuple, arch) -> Rule | None:
+        found, said, alone = judge(the_op, arguments, arch)
+        rules.update(found)
+        if alone and alone not in broken:
+            broken.add(alone)
+            assert said_by(the_op, arguments, arch).startswith(said)
+        return alone
+
+    for breach in BREACHES:
+        if breach.op == the_op.name:
+            alone = add(breach.arguments(the_op), breach.arch)
+            assert alone and plain(breach.rule) in plain(" ".join(alone)), (breach.of, breach.changes, alone)
+    for arguments in inputs(the_op):
+        add(arguments, ARCH)
+    absent = {rule for rule in rules if (name := ABSENT.match(rule[0])) and name[0] not in the_op.Arguments._fields}
+    left = rules - broken - absent
+    followed = {rule for rule in left for name, text in FOLLOW if name in the_op.name and text in " ".join(rule)}
+    assert left == followed, left - followed
