@@ -254,7 +254,9 @@ def order(weight: Tensor, before: Digest) -> str | None:
     found = checksum(rows)
     if found.equal(before.plain):
         return "plain"
-    return "fragments" if before.fragments is not None and rows.is_contiguous() and found.equal(before.fragments) else None
+    return (
+        "fragments" if before.fragments is not None and rows.is_contiguous() and found.equal(before.fragments) else None
+    )
 
 
 def in_fragments(weight: Tensor) -> Tensor:
