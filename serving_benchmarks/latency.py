@@ -2,11 +2,11 @@
 
     python serving_benchmarks/latency.py --model tiny-llama llama-3.1-405b-fp8 --num-layers 4 --batch-size 1 8 32
 
-Random weights, no download. For each model, vLLM runs without the plugin and with it, each time in a process of its own with
-the same seed, and `--pairs` times, since two starts of an engine differ too; every batch size gets warm-up and measured
+Random weights, no download. For each model, vLLM runs without the plugin and with it, in processes of their own with
+the same seed, `--pairs` times, since starts differ too; every batch size gets warm-up and measured
 iterations of prompts of --input-len tokens that generate --output-len tokens. Reported is the median time per decoded token,
-from the engine's time stamps of a request's first and last token, and the median of the pairs' ratios; the time to the first
-token, which --input-len 2048 --output-len 2 makes that of prefill; seconds and memory of each start (engine_start.py). `--profile` says
+from the engine's time stamps of a request's first and last token, and the median of the pairs' ratios; time to first token
+(prefill: --input-len 2048 --output-len 2); seconds and memory of starts (engine_start.py). `--profile` says
 where the time goes (decode_profile.py). The engine runs inside the measuring process (VLLM_ENABLE_V1_MULTIPROCESSING=1
 gives it its own).
 
@@ -148,8 +148,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
         settings["distributed_executor_backend"] = "uni"
     if current_platform.is_cpu():
         settings["gpu_memory_utilization"] = 0.3
-    module = "random_experts" if job["random_experts"] else "engine_start"
-    settings["worker_extension_cls"] = f"{module}.Extension"
+    settings["worker_extension_cls"] = f"{'random_experts' if job['random_experts'] else 'engine_start'}.Extension"
     settings |= job["engine_args"]
     settings["hf_overrides"] = job["overrides"] | settings.get("hf_overrides", {})
     begin = time.perf_counter()
