@@ -2,10 +2,11 @@
 
     python serving_benchmarks/latency.py --model tiny-llama llama-3.1-405b-fp8 --num-layers 4 --batch-size 1 8 32
 
-Random weights, no download. For each model, vLLM runs without the plugin and with it, each time in a process of its own with
-the same seed, and `--pairs` times, since two starts of an engine differ too; every batch size gets warm-up and measured
+Random weights, no download. For each model, vLLM runs without the plugin and with it, in processes of their own with
+the same seed, `--pairs` times, since starts differ too; every batch size gets warm-up and measured
 iterations of prompts of --input-len tokens that generate --output-len tokens. Reported is the median time per decoded token,
-from the engine's time stamps of a request's first and last token, and the median of the pairs' ratios. `--profile` says
+from the engine's time stamps of a request's first and last token, and the median of the pairs' ratios; time to first token
+(prefill: --input-len 2048 --output-len 2); seconds and memory of starts (engine_start.py). `--profile` says
 where the time goes (decode_profile.py). The engine runs inside the measuring process (VLLM_ENABLE_V1_MULTIPROCESSING=1
 gives it its own).
 
@@ -147,13 +148,12 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
         settings["distributed_executor_backend"] = "uni"
     if current_platform.is_cpu():
         settings["gpu_memory_utilization"] = 0.3
-    if job["random_experts"]:
-        settings["worker_extension_cls"] = "random_experts.Extension"
-    elif with_ops:
-        settings["worker_extension_cls"] = "vllm_rocm_ops.vllm.worker.Extension"
+    settings["worker_extension_cls"] = f"{'random_experts' if job['random_experts'] else 'engine_start'}.Extension"
     settings |= job["engine_args"]
     settings["hf_overrides"] = job["overrides"] | settings.get("hf_overrides", {})
+    begin = time.perf_counter()
     llm = LLM(**settings)
+    start_s = time.perf_counter() - begin
     if not with_ops and "vllm_rocm_ops" in sys.modules:
         raise RuntimeError("the plugin was loaded on the side without it")
 
@@ -169,7 +169,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
 
     report({"hardware": hardware(), "versions": versions()})
     for batch_size in job["batch_sizes"]:
-        prompts, latencies, decode = prompts_of(batch_size), [], []
+        prompts, latencies, decode, first = prompts_of(batch_size), [], [], []
         for iteration in range(job["num_iters_warmup"] + job["num_iters"]):
             start = time.perf_counter()
             outputs = llm.generate(prompts, sampling(job["output_len"]), use_tqdm=False)
@@ -179,9 +179,13 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
             if iteration >= job["num_iters_warmup"]:
                 latencies.append(latency)
                 decode.append(1e3 * per_token)
+                first.append(1e3 * statistics.median(output.metrics.first_token_latency for output in outputs))
             report({"batch_size": batch_size, "decode_ms": 1e3 * per_token})
-        report({"batch": {"batch_size": batch_size, "latencies": latencies, "decode_ms": decode}})
-    result = {}
+        report({"batch": {"batch_size": batch_size, "latencies": latencies, "decode_ms": decode, "ttft_ms": first}})
+    ranks = llm.collective_rpc("engine_start")
+    start = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    result = {"start": {"start_s": start_s, **start, "kv_blocks": blocks}}
     try:
         recorded = ((size, decode_profile.record(llm, prompts_of(size), sampling)) for size in job["profile"])
         result["profile"] = {size: ranks for size, ranks in recorded if ranks}
@@ -319,6 +323,7 @@ def summarise(job: dict, batch: dict) -> dict:
         "rank_of": job["rank_of"],
         "pair": job["pair"],
         "decode_ms_per_token": statistics.median(batch["decode_ms"]),
+        "ttft_ms": statistics.median(batch["ttft_ms"]),
         "decode_ms_percentiles": {str(p): float(numpy.percentile(batch["decode_ms"], p)) for p in PERCENTILES},
     }
 
@@ -387,7 +392,7 @@ def benchmark(arguments: argparse.Namespace) -> dict:
             run = {"model_id": job["name"], "side": job["side"], "log": f"{log.parent.name}/{log.name}"}
             report |= {name: found[name] for name in ("hardware", "versions") if name in found}
             report["results"] += [summarise(job, batch) for batch in found["batches"]]
-            kept = ("error", "log_tail", "op_stats", "seams", "profile", "profile_error")
+            kept = ("error", "log_tail", "start", "op_stats", "seams", "profile", "profile_error")
             report["runs"].append(run | {k: found[k] for k in kept if k in found})
             arguments.output_json.write_text(json.dumps(report, indent=1) + "\n")  # what is measured stays measured
         bar.set_description("done")

@@ -66,6 +66,49 @@ def ratio(report: dict, model: str, sides: dict[str, list[dict]]) -> str:
     return f"{speedup(sides):.2f}x"
 
 
+STARTS = (
+    ("start, s", "start_s", 1),
+    ("load, s", "load_s", 1),
+    ("warm-up, s", "warm_up_s", 1),
+    ("peak of load, GiB", "load_peak_bytes", 1 << 30),
+    ("peak of warm-up, GiB", "warm_up_peak_bytes", 1 << 30),
+    ("steady, GiB", "steady_bytes", 1 << 30),
+    ("KV cache, blocks", "kv_blocks", 1),
+)
+"""Lines of the table of starts: a name, what it is in a run, and its unit."""
+
+
+def differences(report: dict) -> list[list[str]]:
+    """Rows of what starts and first tokens take on each side, medians, and the difference where there are both sides."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for run in report["runs"]:
+        for name, key, unit in STARTS:
+            if run.get("start", {}).get(key) is not None:
+                sides = found.setdefault((run["model_id"], name), {})
+                sides.setdefault(run["side"], []).append(run["start"][key] / unit)
+    for result in report["results"]:
+        if "ttft_ms" in result:
+            name = f"first token of {result['batch_size']} x {result['input_len']}, ms"
+            sides = found.setdefault((result["model_id"], name), {})
+            sides.setdefault(result["side"], []).append(result["ttft_ms"])
+    rows = []
+    for (model, name), sides in found.items():
+        values = [statistics.median(sides[side]) if side in sides else None for side in SIDES]
+        cells = ["" if value is None else f"{value:,.2f}" for value in values]
+        apart = "" if None in values else f"{values[1] - values[0]:+,.2f}"
+        percent = f"{100 * (values[1] / values[0] - 1):+.1f} %" if apart and values[0] else ""
+        rows.append([model, name, *cells, apart, percent])
+    return rows
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Lines of a table whose first row is its header."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines
+
+
 def table(report: dict) -> str:
     """The results, and under them why some are missing."""
     measured = [side for side in SIDES if any(run["side"] == side for run in report["runs"])]
@@ -80,10 +123,10 @@ def table(report: dict) -> str:
         if len(measured) == 2:
             row.append(ratio(report, model, sides))
         rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    lines = ["Decode, ms per token: median (10th-90th percentile)", "", *lines]
+    lines = ["Decode, ms per token: median (10th-90th percentile)", "", *aligned(rows)]
+    if starts := differences(report):
+        header = ["model", "", *(f"{side} the ops" for side in SIDES), "difference", ""]
+        lines += ["", "Starts and first tokens: medians", "", *aligned([header, *starts])]
     for run in report["runs"]:
         if "error" in run:
             why = textwrap.shorten(run["error"], 300)

@@ -10,19 +10,12 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 
 import torch
+from engine_start import Extension  # noqa: F401  which vLLM finds here
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 ROUTER = re.compile(r"(^|\.)(gate|router)\.weight$")
-
-if "vllm_rocm_ops" in sys.modules:  # the side with the ops
-    from vllm_rocm_ops.vllm.worker import Extension
-else:
-
-    class Extension:
-        """Nothing more for a worker."""
 
 
 @torch.no_grad()

@@ -36,7 +36,12 @@ def report(without: list[float] | None, with_ops: list[float], stats: dict) -> d
             runs.append(run | {"error": "ValueError: no kernel\nfor this"})
             continue
         runs.append(run | ({"op_stats": stats} if side == "with" else {}))
-        batch = {"batch_size": 8, "latencies": [0.128 * t for t in times], "decode_ms": times}
+        batch = {
+            "batch_size": 8,
+            "latencies": [0.128 * t for t in times],
+            "decode_ms": times,
+            "ttft_ms": [3 * t for t in times],
+        }
         results.append(latency.summarise({**job, "side": side}, batch))
     versions = {"vllm": "0.32.0", "torch": "2.13.0"}
     return {"results": results, "runs": runs, "hardware": "1 x GPU", "versions": versions}
@@ -58,6 +63,23 @@ def test_table_compares_medians():
     text = latency_report.table(report([4.0, 5.0, 6.0], [2.0, 2.5, 3.0], KERNELS))
     assert "5.00 (4.20-5.80)" in text and "2.50 (2.10-2.90)" in text and "2.00x" in text
     assert "plain PyTorch" not in text
+
+
+def test_table_has_what_starts_take():
+    """Medians of each side over its starts, and what the ops add."""
+    whole = report([4.0], [5.0], KERNELS)
+    for run, seconds in zip(whole["runs"], (20.0, 25.0)):
+        run["start"] = {"start_s": seconds, "load_peak_bytes": 3 << 30, "kv_blocks": 100}
+    rows = {row[1]: row[2:] for row in latency_report.differences(whole)}
+    assert rows == {
+        "start, s": ["20.00", "25.00", "+5.00", "+25.0 %"],
+        "peak of load, GiB": ["3.00", "3.00", "+0.00", "+0.0 %"],
+        "KV cache, blocks": ["100.00", "100.00", "+0.00", "+0.0 %"],
+        "first token of 8 x 1, ms": ["12.00", "15.00", "+3.00", "+25.0 %"],
+    }
+    assert "first token of 8 x 1, ms" in latency_report.table(whole)
+    del whole["runs"][0]["start"]
+    assert latency_report.differences(whole)[0][2:] == ["", "25.00", "", ""]
 
 
 def test_pairs_of_starts_have_the_median_of_their_ratios():
@@ -355,6 +377,9 @@ def test_a_model_runs_on_both_sides(tmp_path):
     ]
     assert all(len(r["latencies"]) == 2 and r["decode_ms_per_token"] > 0 for r in found["results"])
     without, with_ops = found["runs"]
+    added = {name: with_ops["start"][name] - value for name, value in without["start"].items()}
+    assert added["kv_blocks"] == 0 and added["load_s"] < 10 and added["warm_up_s"] < 10, added
+    assert added["load_peak_bytes"] < 256 << 20 and min(without["start"].values()) > 0, added
     assert "op_stats" not in without
     assert without["profile"] == with_ops["profile"] == {}  # no GPU
     assert {"fused_add_rms_norm", "silu_and_mul"} <= set(with_ops["op_stats"])

@@ -7,7 +7,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.stats import counter
-from vllm_rocm_ops.vllm import native_kernel
+from vllm_rocm_ops.vllm import kernel_timing, native_kernel
 from vllm_rocm_ops.vllm.seams import measured_selection
 
 
@@ -52,4 +52,5 @@ def install(factor: float = 1.0, rows_win: bool = True, seconds: float = 0.0) ->
     native_kernel.choose = lambda *_: Native
     Native.apply_scaled_mm, ops.scaled_mm.run_kernels = counted, ours
     measured_selection.clock = lambda: Clock(rows_win, seconds)
+    kernel_timing.MOST_SECONDS = 1000.0  # references and compilers of a CPU take their time
     CPUWorker.determine_available_memory = after_a_profile_run

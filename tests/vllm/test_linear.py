@@ -6,6 +6,7 @@ import frames
 import pytest
 import torch
 from linears import FEW, MANY, ask_for_aiter, random, require_products
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
@@ -303,6 +304,47 @@ def test_layers_keep_nothing_but_their_weights(make, kind, native):
     kept = [tensor for tensor in tensors_of(layers, set()) if tensor.numel() >= N * K]
     assert [id(tensor) for tensor in kept] == [id(layer.weight) for layer, _ in layers]
     assert len(native_kernel._kernels) == (native is not None)
+
+
+class Storages(TorchDispatchMode):
+    """Notes the largest storage that is allocated."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        given = {each.untyped_storage().data_ptr() for each in arguments if isinstance(each, torch.Tensor)}
+        output = function(*arguments, **(keywords or {}))
+        if isinstance(output, torch.Tensor) and output.untyped_storage().data_ptr() not in given:
+            self.largest = max(self.largest, output.untyped_storage().nbytes())
+        return output
+
+
+@pytest.mark.parametrize("padding", [0, 16])
+def test_no_weight_is_held_twice(padding, monkeypatch):
+    """Neither while its order is told nor while it is put in another, which leaves it where it was, without its padding."""
+    monkeypatch.setattr(native_kernel, "PART_BYTES", 32 * K)
+    weight = torch.zeros(N, K + padding, dtype=FP8)[:, :K].copy_(random(N, K))
+    wanted = shuffle_weight(weight)
+    with Storages() as storages:
+        before = native_kernel.Digest.of(weight)
+        assert native_kernel.order(weight.t(), before) == "plain"
+        rows = native_kernel.in_fragments(weight.t())
+        assert native_kernel.order(rows, before) == "fragments"
+    assert storages.largest < weight.nbytes
+    assert rows.data_ptr() == weight.data_ptr()
+    assert torch.equal(native_kernel.fragments_of(rows).float(), wanted.float())
+
+
+def test_one_changed_byte_is_seen():
+    """Wherever it is, as is a row or a column in another's place."""
+    weight = random(N, K).to(FP8)
+    before = native_kernel.Digest.of(weight)
+    for row, column in ((0, 0), (N - 1, K - 1), (37, 101)):
+        changed = weight.clone()
+        changed.view(torch.uint8)[row, column] ^= 1
+        assert native_kernel.order(changed, before) is None
+    for axis in (0, 1):
+        assert native_kernel.order(weight.view(torch.uint8).roll(1, axis).view(FP8), before) is None
 
 
 class PowersOfTwo(Native):

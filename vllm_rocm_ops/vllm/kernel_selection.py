@@ -4,7 +4,7 @@ For each shape of a layer there is a `Choice`. It is in one of three states:
 
     unmeasured  ours up to a fixed number of tokens; none of them where AITER was asked for by its switch, and none in attention
     measured    ours where it was faster by more than `MARGIN`, at the numbers of tokens that were measured; between two of them
-                where it was at both; above the largest native
+                where it was at both; above the largest the fixed number holds, if ours was faster there, else native
     off         native, on this GPU: our op gave a wrong result, raised, or ended two processes. All shapes of the op are off.
 
 A choice is asked within the seam's opaque torch op, on the host: one compiled graph serves every number of tokens, and a
@@ -137,7 +137,8 @@ class Choice:
         if self.kernels.op.name in decided.off:
             self.state, self.why, self.ours = "off", decided.off[self.kernels.op.name], b""
         elif self.key in decided.shapes:
-            self.state, self.ours = "measured", decided.shapes[self.key]
+            ours, fixed = decided.shapes[self.key], bytes(1) + bytes([1]) * self.kernels.most_tokens()
+            self.state, self.ours = "measured", ours + fixed[len(ours) :] if ours[-1:] == b"\1" else ours
 
     def call(self, ours: bool, *arguments) -> Tensor:
         """A call by our kernels, or by native ones. Raises `Refused` where ours do not take it."""
@@ -158,10 +159,11 @@ class Decided(NamedTuple):
 
 @dataclasses.dataclass
 class _Session:
-    """Of a process: whether layers are noted, and what was decided."""
+    """Of a process: whether layers are noted, what was decided, and how many seconds this start has spent measuring."""
 
     records: bool = False
     decided: Decided | None = None
+    spent: float = 0.0
 
 
 _session = _Session()
@@ -199,7 +201,17 @@ def choices() -> list[Choice]:
 
 def start() -> None:
     """Note layers from now on, as a model is to be loaded."""
-    _session.records = envs.VLLM_ROCM_OPS_MEASURE != "0"
+    _session.records, _session.spent = envs.VLLM_ROCM_OPS_MEASURE != "0", 0.0
+
+
+def spend(seconds: float) -> None:
+    """Add seconds that this start has spent measuring."""
+    _session.spent += seconds
+
+
+def spent() -> float:
+    """Return the seconds that this start has spent measuring."""
+    return _session.spent
 
 
 def settle(decided: Decided) -> None:
@@ -218,7 +230,7 @@ def types(*dtypes: torch.dtype) -> str:
 def forget() -> None:
     """Forget all choices, and what was decided."""
     _choices.clear()
-    _session.records, _session.decided = False, None
+    _session.records, _session.decided, _session.spent = False, None, 0.0
 
 
 # What was measured, in a file
@@ -238,10 +250,15 @@ class Record:
         return Decided(dict(self.off), {key: ours_of(key, measured) for key, measured in self.shapes.items()})
 
 
+def is_whole(key: str) -> bool:
+    """Whether a key's kernel is chosen once, for all numbers of tokens."""
+    return key.endswith(f" {COMPILED}")
+
+
 def ours_of(key: str, measured: dict[int, Measured]) -> bytes:
     """Where ours serves: at the numbers of tokens at which it won, and between two of these that are neighbours. Of what is
     compiled one byte, for all of them: ours, where it wins over all that was measured and is nowhere the slower."""
-    if key.endswith(f" {COMPILED}"):
+    if is_whole(key):
         ratios = [one.ours / one.native if one.ours and one.native else math.inf for one in measured.values()]
         return bytes([max(ratios) <= 1 + MARGIN and statistics.geometric_mean(ratios) * (1 + MARGIN) < 1])
     sizes = sorted(measured)
@@ -341,7 +358,9 @@ def agreed(all_decided: list[Decided]) -> Decided:
         off = {**decided.off, **off}
         for key, ours in decided.shapes.items():
             before = shapes.get(key, ours)
-            shapes[key] = bytes(a & b for a, b in zip(before, ours))
+            longest = max(len(before), len(ours))
+            both = (one + one[-1:] * (longest - len(one)) for one in (before, ours))  # above what it measured, as there
+            shapes[key] = bytes(a & b for a, b in zip(*both))
     return Decided(off, shapes)
 
 

@@ -38,8 +38,9 @@ FLOOR = 1e-5  # a relative error that is always allowed: of a sum of float32 in 
 SAMPLED_GROUPS = 4  # of columns
 ROWS_AT_A_TIME = 1024  # of two results that are compared
 SAMPLE_US = 500.0  # that the calls of one graph are to take
-MOST_SECONDS = 55.0
-MOST_SECONDS_WAITING = 300.0  # for another process that measures, which compiles too
+MOST_SECONDS = 10.0  # of a start, for linear layers, experts, attention, norms and activations, and for waiting
+MOST_SECONDS_WAITING = 60.0  # for another process that measures, which compiles too
+FEW_ROUNDS = 5  # after which a kernel that was the faster in each is the faster
 HOPELESS = 1.5  # times the native kernel's time in one replay: not measured further
 PROGRESS_SECONDS = 5.0
 ROOF_SHARE, OPERATIONS_PER_US, LAUNCH_US = 0.5, 4e8, 3.0  # of a call, when its time is estimated
@@ -65,13 +66,23 @@ class GraphClock:
 
     def times(self, calls, sets):
         graphs = {name: clocks.capture(call, sets) for name, call in calls.items()}
-        first = clocks.replays(graphs, len(sets), rounds=1)
-        if min(first["ours"]) > HOPELESS * max(first["native"]):
-            return first
-        return clocks.replays(graphs, len(sets))
+        found = clocks.replays(graphs, len(sets), rounds=1)
+        if min(found["ours"]) > HOPELESS * max(found["native"]):
+            return found
+        found = clocks.replays(graphs, len(sets), rounds=FEW_ROUNDS)
+        if is_clear(found):
+            return found
+        more = clocks.replays(graphs, len(sets), rounds=clocks.ROUNDS - FEW_ROUNDS)
+        return {name: times + more[name] for name, times in found.items()}
 
     def finish(self):
         torch.cuda.synchronize()
+
+
+def is_clear(times: dict[str, list[float]]) -> bool:
+    """Whether more samples would not change who serves: all of one kernel are below all of the other."""
+    ours, native = times["ours"], times["native"]
+    return max(ours) * (1 + kernel_selection.MARGIN) < min(native) or min(ours) > max(native)
 
 
 def sizes(captured: Iterable[int], most: int) -> list[int]:
@@ -103,7 +114,7 @@ def calls_of_graph(us: float, layers: int) -> int:
 
 def pair_seconds(us: float, calls: int) -> float:
     """Seconds for one pair, each kernel in a graph of so many calls."""
-    return (2 * (CAPTURE_US + (clocks.ROUNDS + 2) * (calls * us + REPLAY_US)) + CHECK_US) / 1e6
+    return (2 * (CAPTURE_US + (FEW_ROUNDS + 2) * (calls * us + REPLAY_US)) + CHECK_US) / 1e6
 
 
 def sample(count: int, most: int) -> Tensor:
@@ -212,36 +223,58 @@ def take_marker(path: Path, record: Record, save: Callable) -> None:
         path.unlink()
 
 
+def in_order(wanted: dict[Choice, list[int]], record: Record, bandwidth_gb_s: float) -> list[tuple[Choice, list[int]]]:
+    """Return what a record lacks, the most valuable first: powers of two, few tokens before many, then the sizes between; at each
+    size by their share of a step. Sizes for which one kernel is chosen are one item. Last come ops in whose measurement a
+    process ended."""
+
+    def place(item: tuple[Choice, list[int]]) -> tuple:
+        one, at = item
+        tokens = 1 if kernel_selection.is_whole(one.key) else at[0]
+        share = len(one.layers) * call_us(*one.kernels.work(next(iter(one.layers.values())), tokens), bandwidth_gb_s)
+        return record.ended.get(one.kernels.op.name, 0), tokens & (tokens - 1) > 0, tokens, -share
+
+    items = []
+    for one, at in wanted.items():
+        lacking = [m for m in at if m not in record.shapes.get(one.key, {})]
+        whole = kernel_selection.is_whole(one.key)
+        items += [(one, lacking)] if whole and lacking else [(one, [m]) for m in lacking]
+    return sorted(items, key=place)
+
+
 def measure(
-    wanted: dict[Choice, list[int]], clock: Clock, record: Record, path: Path, save: Callable, pair: Callable
+    wanted: dict[Choice, list[int]],
+    clock: Clock,
+    record: Record,
+    path: Path,
+    save: Callable,
+    pair: Callable,
+    end: float,
 ) -> None:
     """Measure what a record lacks of some choices, each at so many tokens, by `pair`, and put it there. `save()` keeps the record.
-    Stops after `MOST_SECONDS`."""
+    Nothing is begun that would end after the time `end`, by its estimate."""
     start = shown = time.monotonic()
-    suspects_last = sorted(wanted.items(), key=lambda item: record.ended.get(item[0].kernels.op.name, 0))
-    left = {one: [m for m in at if m not in record.shapes.get(one.key, {})] for one, at in suspects_last}
-    count, done = sum(map(len, left.values())), 0
-    if count:
-        logger.info("vllm-rocm-ops: times its kernels against vLLM's: %d shapes, %d pairs", len(left), count)
     arch = archs.ARCHS.get(record.machine.get("arch", ""))
     bandwidth = arch.bandwidth_gb_s if arch else 1000.0
-    for one, todo in left.items():
+    todo, done, left = in_order(wanted, record, bandwidth), 0, []
+    count, given_up = sum(len(at) for _, at in todo), set()
+    if todo:
+        shapes = len({one for one, _ in todo})
+        logger.info("vllm-rocm-ops: times its kernels against vLLM's: %d shapes, %d pairs", shapes, count)
+    for one, at in todo:
         op, layers = one.kernels.op.name, list(one.layers.values())
-        for tokens in todo:
+        if op in record.off or one in given_up:
+            continue
+        estimates = [estimate(one.kernels, layers[0], len(layers), tokens, bandwidth) for tokens in at]
+        now = time.monotonic()
+        if now + sum(seconds for _, seconds in estimates) > end:
+            left += [f"{one.shape} at {tokens}" for tokens in at]
+            continue
+        if now - shown > PROGRESS_SECONDS:
+            shown = now
+            logger.info("vllm-rocm-ops: measured %d of %d pairs in %.0f s", done, count, now - start)
+        for tokens, (calls, _) in zip(at, estimates):
             done += 1
-            now = time.monotonic()
-            if op in record.off:
-                break
-            if now - start > MOST_SECONDS:
-                logger.warning(
-                    "vllm-rocm-ops: %d of %d pairs were not measured in %.0f s", count - done + 1, count, now - start
-                )
-                save()
-                return
-            if now - shown > PROGRESS_SECONDS:
-                shown = now
-                logger.info("vllm-rocm-ops: measured %d of %d pairs in %.0f s", done - 1, count, now - start)
-            calls, _ = estimate(one.kernels, layers[0], len(layers), tokens, bandwidth)
             marked = marker(path.with_suffix(".running"), f"{op}\n{one.key} at {tokens} tokens")
             try:
                 found = pair(one, layers[:calls], tokens, clock, marked)
@@ -252,10 +285,14 @@ def measure(
                     break
                 logger.warning("vllm-rocm-ops: %s is not measured: %s: %s", op, type(error).__name__, why)
                 if not isinstance(error, ArithmeticError):
+                    given_up.add(one)
                     break
                 found = NATIVE
             record.shapes.setdefault(one.key, {})[tokens] = found
         save()
+    if left:
+        text = "vllm-rocm-ops: %d of %d pairs were not measured in %.0f s; fixed limits hold there until the next start: %s"
+        logger.info(text, len(left), count, time.monotonic() - start, ", ".join(left))
 
 
 def say_off(off: dict[str, str]) -> None:
@@ -286,13 +323,17 @@ def agree(
     clock: Clock | None,
     gather: Callable[[Decided], list[Decided]],
     pair: Callable = measure_pair,
+    share: float = 1.0,
 ) -> tuple[Record, Decided]:
-    """This machine's record, complete for what is `wanted` where there is a clock, and what all ranks decide."""
+    """This machine's record, with what is `wanted` where there is a clock, and what all ranks decide. It may take its share of
+    `MOST_SECONDS`, less what this start has spent."""
     record = Record({})
+    begin = time.monotonic()
     try:
-        record = _measured_here(wanted, clock, pair)
+        record = _measured_here(wanted, clock, pair, begin + share * MOST_SECONDS - kernel_selection.spent())
     except Exception as error:  # noqa: BLE001  vLLM starts without it
         logger.warning("vllm-rocm-ops: nothing was measured: %s: %s", type(error).__name__, error)
+    kernel_selection.spend(time.monotonic() - begin)
     return record, kernel_selection.agreed(gather(record.decided()))
 
 
@@ -306,8 +347,8 @@ def say(record: Record, decided: Decided, known: set[str]) -> None:
         logger.info("vllm-rocm-ops: our kernels and vLLM's on this GPU\n%s", "\n".join(lines))
 
 
-def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, pair: Callable) -> Record:
-    """This machine's record, complete for what is wanted where there is a clock."""
+def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, pair: Callable, end: float) -> Record:
+    """This machine's record, with what is wanted, measured until `end` at most, where there is a clock."""
     here = kernel_selection.machine()
     path = kernel_selection.path_of(here)
     if clock is None or not wanted:
@@ -330,7 +371,7 @@ def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, pair: C
 
         take_marker(path.with_suffix(".running"), record, save)
         with torch.inference_mode():
-            measure(wanted, clock, record, path, save, pair)
+            measure(wanted, clock, record, path, save, pair, end)
         if record.ended:  # not by what was measured, which came to its end now
             record.ended.clear()
             save()

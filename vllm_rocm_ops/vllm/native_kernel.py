@@ -9,6 +9,7 @@ compile to equal graphs. A kernel has no other state: the weights are arguments 
 import contextlib
 import inspect
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ MARK = "vllm_rocm_ops_order"
 
 STATES = [(order, alone) for order in (None, "plain", "fragments") for alone in (False, True)]
 """The values of that buffer, by index: the order of the weight, and whether our kernel alone reads it."""
+
+PART_BYTES = 16 << 20  # of a weight that is summed or reordered at a time
 
 shuffled: set[str] = set()
 """The shapes of weights that this process has put in fragment order."""
@@ -219,19 +222,64 @@ def fragments_of(weight: Tensor) -> Tensor:
     )
 
 
-def order(weight: Tensor, before: Tensor) -> str | None:
+class Digest(NamedTuple):
+    """What tells the order of a weight [N, K] without a copy of it: checksums of it in rows and, if it fits, in fragment order."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    plain: Tensor
+    fragments: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "Digest":
+        rows = rows_of(weight)
+        fragments = checksum(rows, shuffle_weight) if fits(rows.shape, rows.dtype) else None
+        return cls(rows.shape, rows.dtype, checksum(rows), fragments)
+
+
+def parts(rows: Tensor) -> tuple[Tensor, ...]:
+    """A weight [N, K] in parts of `PART_BYTES` at most, of whole fragments: no second weight is held while they are read."""
+    return rows.split(max(PART_BYTES // (rows.shape[1] * rows.element_size() * FRAGMENT_ROWS), 1) * FRAGMENT_ROWS)
+
+
+def checksum(rows: Tensor, reorder: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
+    """Return the sum, modulo 2^64, of a weight's words as `reorder` leaves them, each times a random number of its row and one of
+    its column."""
+    row_bytes = rows.shape[1] * rows.element_size()
+    word = torch.int32 if row_bytes % 4 == 0 else torch.uint8
+    generator = torch.Generator(rows.device).manual_seed(0)
+
+    def random(count: int) -> Tensor:
+        return torch.randint(1 << 62, (count,), generator=generator, dtype=torch.int64, device=rows.device)
+
+    of_columns, total = random(row_bytes // word.itemsize), torch.zeros((), dtype=torch.int64, device=rows.device)
+    for part in parts(rows):
+        words = reorder(part).contiguous().flatten().view(word).view(len(part), -1)
+        total += ((words * of_columns).sum(1) * random(len(part))).sum()
+    return total
+
+
+def order(weight: Tensor, before: Digest) -> str | None:
     """The order in which vLLM's kernel left a weight that was `before`: "plain"; "fragments", as some of AITER's kernels want
     it; None for an unknown one."""
-    weight, before = rows_of(weight), rows_of(before)
-    if weight.shape != before.shape or weight.dtype != before.dtype:
+    rows = rows_of(weight)
+    if (rows.shape, rows.dtype) != before[:2]:
         return None
-    if torch.equal(weight.view(torch.uint8), before.view(torch.uint8)):
+    found = checksum(rows)
+    if found.equal(before.plain):
         return "plain"
-    if fits(weight.shape, weight.dtype) and weight.is_contiguous():
-        shuffled = shuffle_weight(before)
-        if torch.equal(fragments_of(weight).view(torch.uint8), shuffled.view(torch.uint8)):
-            return "fragments"
-    return None
+    return (
+        "fragments" if before.fragments is not None and rows.is_contiguous() and found.equal(before.fragments) else None
+    )
+
+
+def in_fragments(weight: Tensor) -> Tensor:
+    """Put a weight in fragment order where it lies, and return it as [N, K] without the padding of its rows."""
+    rows = rows_of(weight)
+    packed = rows.as_strided(rows.shape, (rows.shape[1], 1))  # no row ends behind its own in `rows`
+    for source, place in zip(parts(rows), parts(packed)):
+        place.copy_(shuffle_weight(source).view(place.shape))
+    return packed
 
 
 def note_order(kernel, layer: torch.nn.Module, order: str | None) -> None:

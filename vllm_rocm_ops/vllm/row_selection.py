@@ -33,6 +33,7 @@ from vllm_rocm_ops.vllm.kernel_selection import NATIVE, Decided, Measured, Recor
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 TOKENS = (2, 8, 64, 256)  # that are measured, and the most of a step. Not one, for which Dynamo would compile once more
+SHARE = 0.4  # of the time to measure in a start, of which the rest is for linear layers, experts and attention
 SETS = 16  # of inputs, one for each call of a graph
 SAMPLED_ROWS = 8
 STAYS = "vllm_rocm_ops_stays_vllms"  # the mark of a linear whose input vLLM's forward makes
@@ -317,7 +318,7 @@ def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable
     wanted = {one: at for one in distinct.values()}
     record, decided = Record({}), Decided({}, {})
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
-        record, decided = kernel_timing.agree(wanted, clock, gather, measure_pair)
+        record, decided = kernel_timing.agree(wanted, clock, gather, measure_pair, SHARE)
     runs = has_passes(config)
     fuses = {True: runs and passes.fuse_norm_quant, False: runs and passes.fuse_act_quant}
     ours = decide(found, decided, fuses)

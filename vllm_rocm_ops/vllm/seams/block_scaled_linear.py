@@ -9,7 +9,6 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.families.gemm import BLOCK
-from vllm_rocm_ops.families.weight_layout import shuffle_weight
 from vllm_rocm_ops.vllm import native_kernel, seam
 
 MOST_TOKENS = 64  # that ours takes where it was not measured (kernel_selection.py)
@@ -136,7 +135,7 @@ def install() -> None:
             described = params.weight, scale, self.config.out_dtype, None
             fragments = layer, params.weight, KERNELS, self.native, described, scale, self.config.out_dtype
             if native_kernel.wants_fragments(*fragments):
-                replace_parameter(layer, params.WEIGHT, shuffle_weight(params.weight.data).view(params.weight.shape))
+                replace_parameter(layer, params.WEIGHT, native_kernel.in_fragments(params.weight.data))
                 order, self.native = "fragments", None
             native_kernel.note_order(self, layer, order)
 

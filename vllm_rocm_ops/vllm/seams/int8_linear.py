@@ -137,10 +137,11 @@ def install() -> None:
                 native_kernel.note_order(self, layer, "plain")
                 return
             name = self.layer_param_names[0]
-            before = getattr(layer, name).data.clone()  # a copy, as vLLM may prepare the weight in place
+            shape, before = getattr(layer, name).shape, native_kernel.checksum(getattr(layer, name).data)
             self.native.process_weights_after_loading(layer)
             weight = getattr(layer, name)
-            is_plain = weight is not None and weight.dtype == torch.int8 and torch.equal(weight.data.t(), before)
+            is_plain = weight is not None and (weight.dtype, weight.t().shape) == (torch.int8, shape)
+            is_plain = is_plain and native_kernel.checksum(weight.data.t()).equal(before)
             native_kernel.note_order(self, layer, "plain" if is_plain else None)
 
         def apply_weights(self, layer, x, bias=None):

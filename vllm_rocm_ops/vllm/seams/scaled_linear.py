@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.families.weight_layout import FRAGMENT_ROWS, plain_weight, shuffle_weight
+from vllm_rocm_ops.families.weight_layout import FRAGMENT_ROWS, plain_weight
 from vllm_rocm_ops.vllm import kernel_selection, native_kernel, seam
 
 MOST_TOKENS = 64  # that ours takes where it was not measured (kernel_selection.py)
@@ -152,11 +152,9 @@ def install() -> None:
         def process_weights_after_loading(self, layer):
             name, order = self.layer_param_names[0], "plain"
             if self.native is not None:
-                # A copy, as vLLM may prepare the weight in place.
-                before = native_kernel.rows_of(getattr(layer, name).data).clone()
+                before = native_kernel.Digest.of(getattr(layer, name).data)
                 self.native.process_weights_after_loading(layer)
                 order = native_kernel.order(getattr(layer, name).data, before)
-                del before  # frees a whole weight before the next copy is made
             super().process_weights_after_loading(layer)
             weight = getattr(layer, name).data
             scale, out_dtype = self._get_layer_params(layer)[1].data, self.config.out_dtype
@@ -165,8 +163,7 @@ def install() -> None:
             described = weight, scale, bias, out_dtype, False, self.native_name, static, k
             fragments = layer, weight, KERNELS, self.native, described, scale, out_dtype
             if order == "plain" and native_kernel.wants_fragments(*fragments):
-                rows = native_kernel.rows_of(weight)
-                replace_parameter(layer, name, shuffle_weight(rows).view(rows.shape).t())
+                replace_parameter(layer, name, native_kernel.in_fragments(weight).t())
                 order, self.native = "fragments", None
             native_kernel.note_order(self, layer, order)
 
