@@ -41,7 +41,7 @@ def kind_of(value) -> Hashable:
     if isinstance(value, float):
         return (value > 0) - (value < 0), value == 1.0
     if isinstance(value, int) and not isinstance(value, bool):
-        return value if 0 <= value < SMALL else f"{bisect.bisect(BOUNDS, value)} of BOUNDS"
+        return value if 0 <= value < SMALL else (bisect.bisect(BOUNDS, value), value % 8 == 0)
     return value
 
 
@@ -59,8 +59,7 @@ def looks(x: torch.Tensor) -> Iterator[Hashable]:
         return
     values = x.double()
     finite = values[values.isfinite()]
-    yield from ((bool(found.any()), what) for what, found in (("nan", values.isnan()), ("inf", values == torch.inf)))
-    yield "-inf", bool((values == -torch.inf).any())
+    yield "special", *(bool(found.any()) for found in (values.isnan(), values == torch.inf, values == -torch.inf))
     if finite.numel():
         yield "size", bisect.bisect(SIZES, float(finite.abs().max())), float(finite.min()) >= 0, float(finite.max()) < 0
         yield "equal", bool((finite == finite[0]).all())
@@ -72,7 +71,7 @@ def runs_of(the_op: Op, case: Case, arch: Arch) -> list[Run]:
     outputs = the_op.allocate(a)
     tensors = {name: value for name, value in a._asdict().items() if isinstance(value, torch.Tensor)}
     given = {(the_op.name, name, kind_of(value)) for name, value in a._asdict().items()}
-    given |= {(the_op.name, name, look) for name, value in tensors.items() for look in looks(value)}
+    given |= {(the_op.name, name, value.dtype, look) for name, value in tensors.items() for look in looks(value)}
     megabytes = sum(x.nbytes for x in (*tensors.values(), *as_tuple(outputs))) / 1e6
     runs = []
     for config in the_op.configs(a, arch):
@@ -80,6 +79,7 @@ def runs_of(the_op: Op, case: Case, arch: Arch) -> list[Run]:
         for launched in the_op.plan(config, outputs, a, arch):
             reached.add(launched.symbol)
             reached |= {(the_op.name, type(config), name, kind_of(v)) for name, v in launched.named.items()}
+            reached |= {(launched.symbol, name) for name, v in launched.named.items() if v is None}
             waves += torch.Size((*launched.grid, *launched.block)).numel() // 64
         runs.append(Run(config, frozenset(reached), 0.1 + 0.006 * waves + 0.2 * megabytes))
     broken = frozenset((the_op.name, rule) for rule, holds in the_op.envelope(a, arch) if not holds)
