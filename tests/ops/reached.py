@@ -72,6 +72,7 @@ def runs_of(the_op: Op, case: Case, arch: Arch) -> list[Run]:
     tensors = {name: value for name, value in a._asdict().items() if isinstance(value, torch.Tensor)}
     given = {(the_op.name, name, kind_of(value)) for name, value in a._asdict().items()}
     given |= {(the_op.name, name, value.dtype, look) for name, value in tensors.items() for look in looks(value)}
+    special = {(name, look) for name, value in tensors.items() for look in looks(value) if look[0] == "special"}
     megabytes = sum(x.nbytes for x in (*tensors.values(), *as_tuple(outputs))) / 1e6
     runs = []
     for config in the_op.configs(a, arch):
@@ -80,6 +81,7 @@ def runs_of(the_op: Op, case: Case, arch: Arch) -> list[Run]:
             reached.add(launched.symbol)
             reached |= {(the_op.name, type(config), name, kind_of(v)) for name, v in launched.named.items()}
             reached |= {(launched.symbol, name) for name, v in launched.named.items() if v is None}
+            reached |= {(launched.symbol, *look) for look in special}
             waves += torch.Size((*launched.grid, *launched.block)).numel() // 64
         runs.append(Run(config, frozenset(reached), 0.1 + 0.006 * waves + 0.2 * megabytes))
     broken = frozenset((the_op.name, rule) for rule, holds in the_op.envelope(a, arch) if not holds)
