@@ -1,18 +1,24 @@
 """Plausible mistakes in kernels and seams, each a change of one line, and the tests that catch it: python tests/mutants.py [names]
 
-Those of seams are in seam_mutants.py, which has them imported. Each mutant of a kernel is compiled for gfx942 or gfx950 in a folder of its own, and its tests run on that code until one fails. A table
+Those of seams are in seam_mutants.py, which has them imported. Each mutant of a kernel is compiled in a folder of its own, and tests
+run on that code until one fails: those that it names, with --full; else all of tests/ops that concern an op which launches a kernel
+of a module that includes the file, first as they run by default, and where none of these fails, with --full. A table
 lists the tests that failed. The exit status is 1 if a mutant survives that is not marked as equivalent. Without names all
-mutants run, in some 20 minutes. The mistakes in test_planted_bugs.py run with every test command, and are not repeated here.
+mutants run. The mistakes in test_planted_bugs.py run with every test command, and are not repeated here.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
+import functools
 import io
+import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -88,15 +94,19 @@ class KernelCopy:
 
 @dataclass(frozen=True)
 class Mutant:
-    """`text` is replaced in csrc/`file`, and `module` is built for the archs that the tests name. `equivalent` is the reason why no
-    test can see the change."""
+    """`text` is replaced in csrc/`file`, and `module`, by default each that includes the file, is built for the archs that the tests
+    name. `equivalent` is the reason why no test can see the change."""
 
     file: str
     text: str
     replacement: str
-    module: str
-    tests: tuple[str, ...]
+    module: str = ""
+    tests: tuple[str, ...] = ()
     equivalent: str = ""
+
+    @property
+    def modules(self) -> list[str]:
+        return [self.module] if self.module else [m.stem for m in CSRC.glob("ops/*.hip") if self.file in included(m)]
 
     @property
     def archs(self) -> list[str]:
@@ -105,6 +115,37 @@ class Mutant:
     @property
     def change(self) -> str:
         return " ".join(f"{self.text} -> {self.replacement or '(nothing)'}".split()).replace("|", "\\|")
+
+
+@functools.cache
+def included(path: Path) -> frozenset[str]:
+    """A source of kernels and all headers that it includes, by their paths in csrc."""
+    found, left = set(), [path]
+    while left:
+        of = left.pop()
+        if of not in found and of.exists():
+            found.add(of)
+            names = re.findall(r'^#include "(.*)"', of.read_text(), re.MULTILINE)
+            left += [(of.parent / name).resolve() if (of.parent / name).exists() else CSRC / name for name in names]
+    return frozenset(of.relative_to(CSRC).as_posix() for of in found)
+
+
+@functools.cache
+def launched_by() -> dict[str, set[str]]:
+    """The ops of which a case launches a kernel of a module, by module."""
+    import torch
+
+    from vllm_rocm_ops import arch, op
+
+    found = collections.defaultdict(set)
+    for of, (the_op, case) in itertools.product(
+        map(arch.named, ARCHS), ((o, c) for o in op.registered() for c in o.cases())
+    ):
+        a = the_op.Arguments(*case.make("meta", torch.Generator(), of.fp8_dtype))
+        for config in the_op.configs(a, of):
+            for launched in the_op.plan(config, the_op.allocate(a), a, of):
+                found[launched.module].add(the_op.name)
+    return found
 
 
 def cases(op: str, *names: str, arch: str = "gfx942") -> tuple[str, ...]:
@@ -599,6 +640,7 @@ MUTANTS = {
         "moe_routing",
         large("test_last_of_many_tokens[gfx942]"),
     ),
+    **{name: Mutant(**mutant) for name, mutant in json.loads((TESTS / "data" / "mutants.json").read_text()).items()},
     **SEAM_MUTANTS,
 }
 
@@ -613,9 +655,25 @@ class Result:
 
 
 class FirstFailure:
-    """A pytest plugin that keeps the name and the message of the first test that fails."""
+    """A pytest plugin that keeps the name and the message of the first test that fails. With `ops` it leaves out what concerns none of
+    them, and what plants bugs of its own."""
 
     test = said = ""
+
+    def __init__(self, ops: set[str] | None = None):
+        self.ops = ops
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.ops is not None:
+            items[:] = sorted(filter(self.concerns, items), key=lambda item: item.path.stem != "test_ops")
+
+    def concerns(self, item: pytest.Item) -> bool:
+        """Whether a test has one of the ops as a parameter, or else its file names one."""
+        given = getattr(item, "callspec", None)
+        of = given and (given.params.get("the_op") or given.params.get("name"))
+        named = getattr(of, "name", of) in self.ops
+        in_file = any(re.search(rf"\b{op}\b", source_of(item.path)) for op in self.ops)
+        return "planted" not in item.name and (named if given and "the_op" in given.params else in_file)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item, call):
@@ -623,6 +681,11 @@ class FirstFailure:
         if call.excinfo is not None and not self.test and not call.excinfo.errisinstance(pytest.skip.Exception):
             self.test = item.nodeid.rpartition("/")[2]
             self.said = " ".join(f"{call.excinfo.typename}: {call.excinfo.value}".split())
+
+
+@functools.cache
+def source_of(path: Path) -> str:
+    return path.read_text()
 
 
 @contextlib.contextmanager
@@ -653,10 +716,12 @@ def judge(name: str) -> Result:
             return judge_seam(mutant, first, result)
         with tempfile.TemporaryDirectory() as folder, silent():
             copy = KernelCopy(Path(folder))
-            copy.plant(mutant.file, mutant.text, mutant.replacement, [mutant.module], mutant.archs)
+            copy.plant(mutant.file, mutant.text, mutant.replacement, mutant.modules, mutant.archs)
             if mutant.equivalent:
                 return result(f"equivalent: {mutant.equivalent}", True)
             launch.CODE = copy.code
+            if not mutant.tests:
+                return judge_by_ops(mutant, result)
             selection = [find(test) for test in mutant.tests]
             status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *selection], plugins=[first])
     except DoesNotFit as error:
@@ -669,6 +734,24 @@ def judge(name: str) -> Result:
         return result(f"no such tests: {' '.join(mutant.tests)}", False)
     unseen = first.said.startswith("UnsupportedInstruction")  # the emulator, not the test
     return result(first.test, not unseen, first.said)
+
+
+def judge_by_ops(mutant: Mutant, result: Callable[..., Result]) -> Result:
+    """Run the tests of the ops that a mutant may reach, as they run by default and then with --full."""
+    ops = set().union(*(launched_by()[module] for module in mutant.modules))
+    for how, full in (("by default", ""), ("with --full", "1")):
+        status, test, said = apart(run_tests_of, ops, full)
+        if status != pytest.ExitCode.OK:
+            return result(f"{test} {how}", status == pytest.ExitCode.TESTS_FAILED, said)
+    return result("SURVIVED", False)
+
+
+def run_tests_of(ops: set[str], full: str) -> tuple[int, str, str]:
+    os.environ["FULL_TESTS"] = full
+    first = FirstFailure(ops)
+    with silent():
+        status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", str(TESTS / "ops")], plugins=[first])
+    return int(status), first.test, first.said
 
 
 def judge_seam(mutant: SeamMutant, first: FirstFailure, result: Callable[..., Result]) -> Result:
@@ -690,10 +773,10 @@ def judge_seam(mutant: SeamMutant, first: FirstFailure, result: Callable[..., Re
 FORK = multiprocessing.get_context("fork")
 
 
-def judge_apart(name: str) -> Result:
-    """In a process of its own, whose tests may start others."""
+def apart(call: Callable, *arguments):
+    """The result of a call in a process of its own, whose tests may start others."""
     receive, send = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=lambda: send.send(judge(name)))
+    process = FORK.Process(target=lambda: send.send(call(*arguments)))
     process.start()
     send.close()
     try:
@@ -722,10 +805,12 @@ def main() -> int:
         with silent():
             from vllm import LLM  # noqa: F401  once, too; it imports nothing of ours
     torch.set_num_threads(1)
+    if not all(MUTANTS[name].tests for name in found):
+        launched_by()  # once, too
     print("| Mutant | File | Change | Caught by | Seconds |\n|---|---|---|---|---|")
     lived = 0
     with ThreadPool(arguments.jobs) as pool:
-        for of in pool.imap(judge_apart, found, chunksize=1):
+        for of in pool.imap(functools.partial(apart, judge), found, chunksize=1):
             mutant = MUTANTS[of.name]
             lived += not of.caught
             print(f"| {of.name} | {mutant.file} | `{mutant.change}` | {of.verdict} | {of.seconds:.0f} |", flush=True)

@@ -51,12 +51,10 @@ _registered: list[Op] = []
 
 @dataclass(frozen=True)
 class Case:
-    """One set of inputs: `make(device, generator, fp8_dtype)` gives the op's arguments in order. One that repeats what other ops'
-    cases reach is `rare`: it runs with `--full` alone."""
+    """One set of inputs: `make(device, generator, fp8_dtype)` gives the op's arguments in order."""
 
     name: str
     make: Callable[[str, torch.Generator, torch.dtype], tuple]
-    rare: bool = False
 
 
 @dataclass(eq=False)

@@ -10,10 +10,10 @@ import re
 import pytest
 import test_waits
 import torch
-from marks import CHIPS, few_of, full
+from marks import CHIPS, full
 from mutants import CSRC
 from test_large_tensors import reserved
-from test_planted_bugs import WRONG, kernels, plant, require_caught  # noqa: F401
+from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, op, ops, quantization
@@ -641,7 +641,7 @@ def only(symbols: set[str], source: str) -> str:
     return head + "".join(sorted(lines))
 
 
-@pytest.mark.parametrize("bug", few_of(BUGS))
+@pytest.mark.parametrize("bug", few_of_bugs(BUGS))
 def test_planted_bug_is_caught(bug, kernels, plant, monkeypatch):  # noqa: F811
     *_, the_op, case_name, arch, _ = BUGS[bug]
     if the_op in (ops.mla_decode, ops.paged_attention_decode):

@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
-from marks import few_of, full
+from marks import full
 from mutants import CSRC
 from test_large_tensors import reserved
-from test_planted_bugs import WRONG, kernels, plant, require_caught  # noqa: F401
+from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, ops
@@ -113,7 +113,7 @@ def check_caught(bug: tuple, kernels, plant, monkeypatch) -> None:  # noqa: F811
     require_caught(bug, plant, monkeypatch, ops.batched_gemm)
 
 
-@pytest.mark.parametrize("bug", few_of(BUGS))
+@pytest.mark.parametrize("bug", few_of_bugs(BUGS))
 def test_planted_bug_is_caught(bug, kernels, plant, monkeypatch):  # noqa: F811
     check_caught(BUGS[bug], kernels, plant, monkeypatch)
 

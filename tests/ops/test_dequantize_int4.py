@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from marks import few_of
-from test_planted_bugs import WRONG, kernels, plant, require_caught  # noqa: F401
+from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.correctness import generator_of
@@ -26,7 +25,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", few_of(BUGS))
+@pytest.mark.parametrize("bug", few_of_bugs(BUGS))
 def test_planted_bug_is_caught(bug, kernels, plant, monkeypatch):  # noqa: F811
     require_caught(BUGS[bug], plant, monkeypatch, ops.dequantize_int4, f"{WRONG}|element .* is")
 

@@ -9,9 +9,9 @@ import importlib
 import pytest
 import torch
 from formulas import random_words
-from marks import few_of, full
+from marks import full
 from test_large_tensors import reserved
-from test_planted_bugs import WRONG, kernels, plant, require_caught  # noqa: F401
+from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, ops
@@ -141,7 +141,7 @@ MORE_BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", few_of([*BUGS, *MORE_BUGS]))
+@pytest.mark.parametrize("bug", few_of_bugs(BUGS | MORE_BUGS))
 def test_planted_bug_is_caught(bug, plant, monkeypatch):  # noqa: F811
     require_caught((BUGS | MORE_BUGS)[bug], plant, monkeypatch, ops.flash_attention)
 

@@ -57,7 +57,11 @@ def emulator(request):
 
 
 @pytest.mark.parametrize("config", tiled.configs(None, None), ids=str)
-@pytest.mark.parametrize("case", [*few_of(FEW), *CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [*few_of(FEW, lambda case: frozenset({case.make.args[-1].get("scheme")})), *CASES],
+    ids=lambda case: case.name,
+)
 def test_case(case, config, emulator, monkeypatch):
     monkeypatch.setattr(OP, "default", lambda *_: config)
     reset_stats()

@@ -19,13 +19,12 @@ from vllm_rocm_ops.correctness import as_tuple, clone
 OPS = {op.name: op for op in op_module.registered()}
 ARCH = archs.ARCHS["gfx942"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs without its kernels")
-SECONDS = 6  # of processor time
+CALLS = 60  # of which the first run kernels that none before them runs
 
 
 def test_random_calls_are_right(capsys):
     """And malformed ones are refused, with nothing written."""
-    assert fuzz.main(["--seconds", str(SECONDS / 4), "--calls", "0"]) == 0, capsys.readouterr().out
-    assert fuzz.main(["--seconds", str(SECONDS), "--malformed", "0"]) == 0, capsys.readouterr().out
+    assert fuzz.main(["--calls", str(CALLS)]) == 0, capsys.readouterr().out
 
 
 @marks.full

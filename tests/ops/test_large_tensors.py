@@ -1,4 +1,4 @@
-"""Tensors above 2 and 4 GB are computed right, or the reference answers and says why.
+"""Tensors above 2 and 4 GB are computed right, or the reference answers and says why; test_far_apart.py has a call of every op.
 
 A few rows, or experts, lie so far apart that what they reach over is large. On the CPU they take memory only where they are
 written; a read between rows is an error of the emulator.
@@ -65,15 +65,15 @@ def spread(tensor: torch.Tensor, *steps: int, device: str) -> torch.Tensor:
     return storage.as_strided(tensor.shape, strides).copy_(tensor)
 
 
-def run(the_op: op.Op, arguments: tuple, apart: dict[str, tuple[int, ...]], executor) -> None:  # noqa: F811
-    """Every configuration with the arguments of these names spread, against the reference with them as they are."""
+def run(the_op: op.Op, arguments: tuple, apart: dict[str, tuple[int, ...]], executor, configs=None) -> None:  # noqa: F811
+    """Every configuration, or some, with the arguments of these names spread, against the reference with them as they are."""
     device, arch = executor
     small = the_op.Arguments(*arguments)
     left = [clone(v) for v in small]
     reference = as_tuple(the_op.reference(*left))
     oracle = as_tuple(the_op.reference(*map(in_float64, small)))
     on_device = small._replace(**{n: clone(v, device) for n, v in small._asdict().items()})
-    for config in the_op.configs(small, arch):
+    for config in configs or the_op.configs(small, arch):
         large = on_device._replace(**{n: spread(getattr(small, n), *s, device=device) for n, s in apart.items()})
         reset_stats()
         with the_op.running(config), unwritten_is_nan():
@@ -100,6 +100,8 @@ def gemm_arguments(the_op: op.Op, m: int, n: int, k: int, fp8: torch.dtype) -> t
     a, b = (torch.randn(rows, k, generator=generator) for rows in (m, n))
     if the_op is ops.unquantized_gemm:
         return a.bfloat16(), b.bfloat16()
+    if the_op is ops.gemm:
+        return (a * 9).to(torch.int8), (b * 9).to(torch.int8).t(), torch.bfloat16, rand(m, 1), rand(n, 1)
     a, b = a.to(fp8), b.to(fp8)
     if the_op is ops.mxfp8_scaled_mm:
         return a, b, e8m0(m), e8m0(n), torch.bfloat16
@@ -187,16 +189,6 @@ def test_experts(case, executor):  # noqa: F811
 
 
 ROWS = [o for o in op.registered() if o.Arguments._fields[0] == "input"]
-
-
-@EXECUTORS
-@pytest.mark.parametrize("the_op", ROWS, ids=lambda o: o.name)
-def test_rows(the_op, executor):  # noqa: F811
-    """Three rows over 4 GB, two elements of 16 bits wide."""
-    case = next(c for c in the_op.cases() if c.name == "bf16")
-    arguments = case.make("cpu", generator_of(case.name), executor[1].fp8_dtype)
-    tensors = [n for n in ("input", "residual") if n in the_op.Arguments._fields]
-    run(the_op, arguments, {name: (2**31 + 16, 2) for name in tensors}, executor)
 
 
 HEADS = {o: c for o in ROWS for c in o.cases() if c.name == "3x8-heads"}
@@ -297,16 +289,32 @@ def test_last_of_a_large_product(m, n, k, blocks, arch_name):
 
 
 @EMULATED
-@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_last_of_a_long_stream(arch_name):
+    """The last block of 2^16 copies the last run of 4 KB of every 256 MB."""
+    emulator, last = Emulator(arch_name), torch.arange(1024, dtype=torch.int32)
+    words = with_zeros_before(last, 17 * 2**26)
+    a = ops.stream_memory.Arguments(words, "copy", 2**16)
+    (config,) = ops.stream_memory.configs(a, emulator.arch)
+    out = allocate_reserved(ops.stream_memory, a)
+    (planned,) = ops.stream_memory.plan(config, out, a, emulator.arch)
+    run_last(emulator, planned, 1)
+    assert torch.equal(out[-1024:], last)
+
+
+@EMULATED
+@pytest.mark.parametrize("kind", ["channel", "block", "int8"])
 def test_last_rows_that_are_quantised(kind, arch_name):
     """Ahead of the experts."""
     emulator, (rows, columns) = Emulator(arch_name), (2**18 + 3, 8192)
     fp8, last = emulator.arch.fp8_dtype, torch.randn(2, columns, generator=generator_of(kind)).bfloat16()
     hidden = experts_quantize.Rows(with_zeros_before(last, rows), rows, columns, columns, torch.bfloat16)
-    written, planned = experts_quantize.quantize(hidden, kind, None, emulator.arch)
+    written, planned = experts_quantize.quantize(hidden, kind, None, emulator.arch, to_int8=kind == "int8")
     ours = run_last(emulator, planned, 2)[id(written.rows)].view(fp8).reshape(rows, columns)[-2:]
     runs = last.float().unflatten(-1, (-1, 128 if kind == "block" else columns))
-    expected, _ = quantization.per_token(runs, fp8, None)
+    if kind == "int8":
+        expected, _ = quantization.int8(runs, None)
+    else:
+        expected, _ = quantization.per_token(runs, fp8, None)
     assert torch.equal(ours.view(torch.uint8), expected.flatten(-2).view(torch.uint8))
 
 

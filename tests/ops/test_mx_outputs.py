@@ -3,8 +3,8 @@ both chips, and what they write is what `mxfp8_scaled_mm` takes."""
 
 import pytest
 import torch
-from marks import FULL, few_of
-from test_planted_bugs import kernels, plant, require_caught  # noqa: F401
+from marks import FULL
+from test_planted_bugs import few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import launch, ops, quantization
 from vllm_rocm_ops.emulator import Emulator
@@ -201,7 +201,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", few_of(BUGS))
+@pytest.mark.parametrize("bug", few_of_bugs(BUGS))
 def test_planted_bug_is_caught(bug, plant, monkeypatch):  # noqa: F811
     file, text, replacement, the_op, _, arch, _ = BUGS[bug]
     if isinstance(the_op, Op):

@@ -1,4 +1,4 @@
-"""Every op, every case, every configuration of its kernels, on every executor at hand.
+"""Every op, every case, every configuration of its kernels, on every executor at hand; by default what `chosen` chooses of them.
 
 The executors: the GPU of this machine if it has one of ours, else the emulator with the gfx942 and gfx950 code that ships,
 the latter on a chip of three compute units. There blocks take several tiles one after the other, as with large weights, and
@@ -8,9 +8,12 @@ What a result must be, vllm_rocm_ops/correctness.py says. Outputs start out as N
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from marks import FULL, SHARE, full
+from marks import FULL, cover, full
+from reached import runs_of
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, op
@@ -44,22 +47,40 @@ def executor(request):
         yield "cpu", emulator.arch
 
 
+@functools.cache
+def chosen() -> dict[tuple[str, str, str], list]:
+    """The configurations that run by default, of a chip, an op and a case: each feature of reached.py once on one of the chips."""
+    found = []
+    for the_op in OPS:
+        for place, case in enumerate(the_op.cases()):
+            chips = [*executors()][:: -1 if place % 2 else 1]  # of two that reach the same the first is chosen
+            found += [
+                ((chip, the_op.name, case.name), run)
+                for chip in chips
+                for run in runs_of(the_op, case, archs.named(chip))
+            ]
+    by_case = {}
+    for place in sorted(cover([run.reached for _, run in found], [run.cost for _, run in found])):
+        key, run = found[place]
+        by_case.setdefault(key, []).append(run.config)
+    return by_case
+
+
 def runs():
-    """Each case on a GPU, or with --full on four chips in the emulator; else one of `SHARE` cases of an op on one chip, and one on
-    another."""
+    """Each case on a GPU, or with --full on four chips in the emulator; else those that `chosen` names."""
     for executor in executors():
         value, name = (executor.values[0], executor.id) if hasattr(executor, "values") else (executor, executor)
         for the_op in OPS:
-            for place, case in enumerate(the_op.cases()):
-                is_other = value != "cuda" and place % SHARE != SHARE // 2 * (":" in value)
-                marks = full if case.rare or is_other else ()
-                yield pytest.param(value, the_op, case, id=f"{name}-{the_op.name}-{case.name}", marks=marks)
+            for case in the_op.cases():
+                configs = None if FULL or value == "cuda" else chosen().get((value, the_op.name, case.name), ())
+                marks = full if configs == () else ()
+                yield pytest.param(value, the_op, case, configs, id=f"{name}-{the_op.name}-{case.name}", marks=marks)
 
 
-@pytest.mark.parametrize("executor, the_op, case", runs(), indirect=["executor"])
-def test_case(the_op, case, executor):
+@pytest.mark.parametrize("executor, the_op, case, configs", runs(), indirect=["executor"])
+def test_case(the_op, case, configs, executor):
     device, arch = executor
-    check_case(the_op, case, device, arch, whole=arch.compute_units == FEW_UNITS)
+    check_case(the_op, case, device, arch, configs, whole=arch.compute_units == FEW_UNITS)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU; test_same_bits.py is its like in the emulator")

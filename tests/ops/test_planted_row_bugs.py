@@ -1,8 +1,7 @@
 """Bugs planted in a copy of the kernels of softmax and stream_memory are caught, as in test_planted_bugs.py."""
 
 import pytest
-from marks import few_of
-from test_planted_bugs import kernels, plant, require_caught  # noqa: F401
+from test_planted_bugs import few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import ops
 
@@ -66,7 +65,7 @@ BUGS = {name: (ops.softmax, *bug) for name, bug in SOFTMAX.items()}
 BUGS |= {name: (ops.stream_memory, *bug) for name, bug in STREAM.items()}
 
 
-@pytest.mark.parametrize("bug", few_of(BUGS))
+@pytest.mark.parametrize("bug", few_of_bugs(BUGS))
 def test_planted_bug_is_caught(bug, plant, monkeypatch):  # noqa: F811
     the_op, text, replacement, case, arch, said = BUGS[bug]
     require_caught((f"ops/{the_op.name}.hip", text, replacement, the_op, case, arch, said), plant, monkeypatch)

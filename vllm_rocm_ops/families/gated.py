@@ -89,7 +89,6 @@ def op(
     """An op whose kernels are csrc/ops/`module`.hip. `further` gives those of their arguments that only this activation has,
     `contract` what these must be."""
     mx = reference.__name__.endswith("_mxfp8_quant")
-    is_variant = mx or module != "silu_and_mul"
     make = rowwise.Cases(reference, 2, {}, quantization.MX_BLOCK if mx else 1)
     return Op(
         reference,
@@ -100,5 +99,5 @@ def op(
         default=_default,
         plan=functools.partial(_plan, module, reference.__name__, further),
         problem=lambda a: rowwise.problem(a, hidden(a)),
-        cases=functools.partial(make.some_rare, cases) if is_variant else functools.partial(cases, make),
+        cases=functools.partial(cases, make),
     )

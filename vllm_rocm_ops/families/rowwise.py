@@ -322,11 +322,6 @@ class Cases:
             yield case("group64-general", (2, 192), group_size=64, padding=1)
             yield case("transposed", (3, 1024), is_scale_transposed=True)
 
-    def some_rare(self, cases: Callable[[Cases], Iterable[Case]]) -> Iterator[Case]:
-        """The kinds of inputs that the family's other ops have; most run with `--full` alone, as the kernels differ in one step."""
-        often = ("bf16", "fp16-special", "fp16-general") if self.whole > 1 else ("bf16",)
-        return (dataclasses.replace(case, rare=case.name not in often) for case in cases(self))
-
     def _make(
         self, shape, dtype, fill: Fill, apart: tuple[int, int], given, device: str, generator, fp8_dtype
     ) -> tuple:

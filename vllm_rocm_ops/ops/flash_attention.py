@@ -230,6 +230,7 @@ def _cases() -> Iterator[Case]:
     yield case("bhsd", 17, 33, (4, 2), 64, batch=2, layout="bhsd", causal=True)
     yield case("packed", 20, 20, (2, 2), 128, packed=True, causal=True)
     yield case("window", 70, 200, (1, 1), 64, window=40, causal=True)
+    yield case("window-over-tiles", 32, 280, (1, 1), 64, window=200, causal=True)
     yield case("window-full", 3, 80, (1, 1), 64, window=65)
     yield case("large-scores", 20, 130, (2, 1), 64, peak=30.0, scale=1.0)
     yield case("persistent", 130, 70, (8, 2), 64, causal=True)

@@ -123,10 +123,8 @@ def _problem(a) -> dict[str, int]:
 def _cases() -> Iterator[Case]:
     """Every instance; tokens around a tile of them; experts without tokens and with all; sizes around blocks of 128."""
 
-    def case(
-        name: str, m: int, topk: int, experts: int, hidden: int, intermediate: int, rare: bool = False, **given
-    ) -> Case:
-        return Case(name, functools.partial(_inputs, m, topk, experts, hidden, intermediate, given), rare)
+    def case(name: str, m: int, topk: int, experts: int, hidden: int, intermediate: int, **given) -> Case:
+        return Case(name, functools.partial(_inputs, m, topk, experts, hidden, intermediate, given))
 
     yield case("block", 3, 2, 8, 256, 128)
     yield case("block-m1", 1, 3, 8, 384, 256)
@@ -138,6 +136,8 @@ def _cases() -> Iterator[Case]:
     yield case("block-repeated", 3, 3, 2, 128, 64)
     yield case("bf16-repeated-m22", 22, 3, 2, 64, 16, scheme="none", one=True)  # a token's pairs in two waves
     yield case("bf16-repeated-m44", 44, 6, 4, 64, 16, scheme="none", ids=torch.int64)
+    yield case("block-distinct-m1", 1, 8, 16, 128, 64, distinct=True)  # pairs fill their lists in multiples of 8
+    yield case("bf16-distinct-m2", 2, 4, 8, 64, 16, scheme="none", distinct=True)
     yield case("block-long", 2, 1, 2, 2688, 16)  # more groups of K than a wave has in registers
     yield case("block-m40", 40, 4, 16, 128, 64, shared_experts=1)
     yield case("block-m65", 65, 2, 8, 256, 128)
@@ -161,21 +161,21 @@ def _cases() -> Iterator[Case]:
     yield case("bf16-shuffled", 3, 2, 4, 96, 32, scheme="none", shuffled=True)
     yield case("block-shuffled-m70", 70, 2, 4, 192, 64, shuffled=True)
     yield case("no-tokens", 0, 2, 4, 128, 128)
-    yield case("e5m2-block-m70", 70, 2, 4, 208, 80, rare=True, weights="e5m2", shared_experts=1)
+    yield case("e5m2-block-m70", 70, 2, 4, 208, 80, weights="e5m2", shared_experts=1)
     for kind in ("int8", "e5m2"):
         of_kind = functools.partial(case, weights=kind)
         yield of_kind(kind, 5, 2, 4, 192, 96, scheme="channel", shared_experts=1)
-        yield of_kind(f"{kind}-m70", 70, 2, 3, 208, 80, True, scheme="channel", out_dtype=torch.float16)
-        yield of_kind(f"{kind}-static", 4, 2, 4, 144, 96, True, scheme="tensor", static=True, out_dtype=torch.float16)
-        yield of_kind(f"{kind}-quantized", 20, 2, 4, 128, 64, True, scheme="tensor", quantized=True)
-        yield of_kind(f"{kind}-shuffled", 3, 2, 4, 128, 64, True, scheme="channel", shuffled=True)
+        yield of_kind(f"{kind}-m70", 70, 2, 3, 208, 80, scheme="channel", out_dtype=torch.float16)
+        yield of_kind(f"{kind}-static", 4, 2, 4, 144, 96, scheme="tensor", static=True, out_dtype=torch.float16)
+        yield of_kind(f"{kind}-quantized", 20, 2, 4, 128, 64, scheme="tensor", quantized=True)
+        yield of_kind(f"{kind}-shuffled", 3, 2, 4, 128, 64, scheme="channel", shuffled=True)
     for kind in ("int8", "e4m3", "e5m2"):
         alone = functools.partial(case, weights=kind, weight_only=True, scheme="channel")
-        yield alone(f"{kind}-alone", 5, 2, 4, 192, 80, kind == "e4m3", shared_experts=1)
-        yield alone(f"{kind}-alone-m70", 70, 2, 3, 208, 96, True, out_dtype=torch.float16)
-        yield alone(f"{kind}-alone-shuffled", 3, 2, 4, 128, 64, True, shuffled=True)
-    yield case("int8-static-bf16", 4, 2, 4, 144, 96, True, scheme="tensor", weights="int8", static=True)
-    yield case("int8-alone-tensor", 4, 2, 4, 144, 48, True, weights="int8", weight_only=True, scheme="tensor")
+        yield alone(f"{kind}-alone", 5, 2, 4, 192, 80, shared_experts=1)
+        yield alone(f"{kind}-alone-m70", 70, 2, 3, 208, 96, out_dtype=torch.float16)
+        yield alone(f"{kind}-alone-shuffled", 3, 2, 4, 128, 64, shuffled=True)
+    yield case("int8-static-bf16", 4, 2, 4, 144, 96, scheme="tensor", weights="int8", static=True)
+    yield case("int8-alone-tensor", 4, 2, 4, 144, 48, weights="int8", weight_only=True, scheme="tensor")
 
 
 def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp8_dtype) -> tuple:
@@ -217,6 +217,8 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
     known = 2 * local if given.get("mapped") else local
     ids = torch.randint(-2, known + 2, (m, topk), generator=generator)
     ids[-1:, -1:] = min(1, known - 1)  # the last pair has an expert
+    if given.get("distinct"):  # as a router chooses
+        ids = torch.stack([torch.randperm(known, generator=generator)[:topk] for _ in range(m)])
     if given.get("one"):
         ids.fill_(min(1, known - 1))
     expert_map = None

@@ -85,7 +85,7 @@ def _op(reference: Callable, peer: Callable | None = None, mx: bool = False) -> 
         default=lambda a, arch: rowwise.default(a, _configs(a, arch), mx),
         plan=functools.partial(_plan, reference.__name__),
         problem=lambda a: rowwise.problem(a, _hidden(a)),
-        cases=functools.partial(make.some_rare, lambda _: cases()) if mx else cases,
+        cases=cases,
         peer=peer,
     )
 

@@ -243,8 +243,8 @@ def _cases() -> Iterator[Case]:
     """Every kernel; lengths around steps, pages and parts, empty ones and shorter than the query; heads that fill no tile and several;
     pages of any size, large scores, a constant partition, parts that a launch of their own adds."""
 
-    def case(name: str, lens: tuple[int, ...], heads: int, rare: bool = False, **given) -> Case:
-        return Case(name, functools.partial(_inputs, lens, heads, given), rare)
+    def case(name: str, lens: tuple[int, ...], heads: int, **given) -> Case:
+        return Case(name, functools.partial(_inputs, lens, heads, given))
 
     for dtype, kind in attention.ELEMENTS.items():
         for fp8 in (False, True):
@@ -268,7 +268,7 @@ def _cases() -> Iterator[Case]:
     yield case("partition-many", (290, 1), 4, partition=128, wider=60)
     yield case("partition-few", (270, 3), 40, partition=128, wider=0)
     yield case("long", (650,), 4)
-    yield case("requests", (1, 0, 130) * 45, 1, rare=True, wider=0)
+    yield case("requests", (1, 0, 130) * 45, 1, wider=0)
     yield case("no-lse", (20,), 2, return_lse=False)
     yield case("out", (70, 3), 4, out=True)
     yield case("sizes-256", (20,), 2, sizes=(256, 32))

@@ -236,6 +236,7 @@ def _grouped_cases() -> Iterator[Case]:
     yield case("more-groups-than-lanes", 2, 130, 3, 65, 5, bias=torch.float32)
     yield case("equal", 4, 96, 8, 8, 3, fill=routing.equal)
     yield case("equal-softmax", 4, 96, 8, 8, 3, "softmax", fill=routing.equal, padding=5)
+    yield case("tiny-scores", 3, 64, 4, 4, 2, fill=lambda m, n, _: torch.full((m, n), -46.0))  # of EPSILON
     yield case("not-finite", 5, 96, 8, 8, 3, fill=routing.not_finite, bias=torch.float32)
     yield case("not-finite-no-bias", 5, 96, 8, 8, 3, "softmax", fill=routing.not_finite)
     yield case("no-tokens", 0, 256, 8, 8, 4, bias=torch.float32)

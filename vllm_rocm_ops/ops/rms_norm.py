@@ -147,7 +147,7 @@ def _op(mutates: tuple[str, ...] = (), mx: bool = False) -> Callable[[Callable],
             default=lambda a, arch: rowwise.default(a, _configs(a, arch), mx),
             plan=functools.partial(_plan, reference.__name__),
             problem=lambda a: rowwise.problem(a, _hidden(a)),
-            cases=functools.partial(make.some_rare, _cases) if mx else functools.partial(_cases, make),
+            cases=functools.partial(_cases, make),
             mutates=mutates,
         )
 

@@ -295,6 +295,7 @@ def _gqa_inputs(tokens, heads, size, given, device, generator, fp8_dtype) -> tup
     query_heads, kv_heads = heads
     dtype, rotary, page = given.get("dtype", torch.bfloat16), given.get("rotary", size), given.get("page", 16)
     is_fp8, pages = given.get("fp8", False), -(-(tokens + 3) // given.get("page", 16))
+    first = given.get("first", 0)  # of the positions
     kind = fp8_dtype if is_fp8 else dtype
     rows = torch.randn(tokens, (query_heads + 2 * kv_heads) * size, generator=generator).to(dtype).to(device)
     parts = rows.split([query_heads * size, kv_heads * size, kv_heads * size], 1)
@@ -310,8 +311,8 @@ def _gqa_inputs(tokens, heads, size, given, device, generator, fp8_dtype) -> tup
     scales = [torch.tensor([s], device=device) if is_fp8 else None for s in (0.037, 0.011)]
     return (
         *(part.unflatten(1, (-1, size)) if given.get("apart") else part for part in parts),
-        torch.randint(0, 97, (tokens,), generator=generator).to(device),
-        _cos_sin(97, rotary, given.get("cos_dtype", dtype), generator).to(device),
+        (torch.randint(0, 97, (tokens,), generator=generator) + first).to(device),
+        _cos_sin(first + 97, rotary, given.get("cos_dtype", dtype), generator).to(device),
         given.get("is_neox", True),
         *caches,
         _slots(tokens, pages * page, given, generator).to(device),
@@ -337,6 +338,7 @@ def _gqa_cases() -> Iterator[Case]:
     yield case("page5-padded", 7, (2, 2), 32, page=5, padding=24)
     yield case("unmapped", 4, (2, 1), 64, unmapped=2)
     yield case("odd-rotary", 2, (2, 1), 32, rotary=20)
+    yield case("long-context", 3, (1, 1), 32, rotary=16, first=2**16)
     yield case("no-tokens", 0, (2, 1), 64)
 
 

@@ -1,0 +1,88 @@
+"""What calls of an op reach, without a run: the default tests are chosen by it.
+
+A case reaches, in a configuration on a chip: each argument given or left out, of its type, layout and kind of values; and its plan,
+the kernels' symbols and each of their arguments by its kind, by the configuration's class. Where no kernel takes a case it
+reaches the rules that it breaks.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from vllm_rocm_ops.arch import Arch
+from vllm_rocm_ops.correctness import as_tuple, generator_of
+from vllm_rocm_ops.launch import Counters, Workspace
+from vllm_rocm_ops.op import Case, Op
+
+SMALL = 4  # numbers below are told apart: they are types, orders and levels
+BOUNDS = (0, SMALL, 65, 129, 2**16, 2**31)  # others are told apart by these: a wave has 64 lanes, a tile 128 rows
+SIZES = (1e-30, 1e-4, 100.0, 1e4, 1e30)  # and floats by these
+MOST_VALUES = 2**16  # of a tensor whose values are looked at
+
+
+class Run(NamedTuple):
+    """A case in one configuration, or in None where no kernel takes it."""
+
+    config: object
+    reached: frozenset[Hashable]
+    cost: float  # about the seconds in the emulator
+
+
+def kind_of(value) -> Hashable:
+    """What tells two values of an argument apart."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    if isinstance(value, (Workspace, Counters)):
+        return type(value)
+    if isinstance(value, float):
+        return (value > 0) - (value < 0), value == 1.0
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if 0 <= value < SMALL else (bisect.bisect(BOUNDS, value), value % 8 == 0)
+    return value
+
+
+def looks(x: torch.Tensor) -> Iterator[Hashable]:
+    """The layout of an argument, and values that kernels treat apart."""
+    yield "packed" if x.is_contiguous() else "with gaps" if x.dim() and x.stride(-1) == 1 else "in another order"
+    yield "elements", min(x.numel(), 2)
+    if not 0 < x.numel() <= MOST_VALUES or x.dtype == torch.bool:
+        return
+    if not x.is_floating_point():
+        yield "least", kind_of(int(x.min()))
+        yield "most", bisect.bisect(BOUNDS, int(x.max()))
+        rows = x.reshape(-1, x.shape[-1] if x.dim() else 1).sort(-1).values
+        yield "repeats", bool((rows[:, 1:] == rows[:, :-1]).any())
+        return
+    values = x.double()
+    finite = values[values.isfinite()]
+    yield "special", *(bool(found.any()) for found in (values.isnan(), values == torch.inf, values == -torch.inf))
+    if finite.numel():
+        yield "size", bisect.bisect(SIZES, float(finite.abs().max())), float(finite.min()) >= 0, float(finite.max()) < 0
+        yield "equal", bool((finite == finite[0]).all())
+
+
+def runs_of(the_op: Op, case: Case, arch: Arch) -> list[Run]:
+    """A case in each configuration."""
+    a = the_op.Arguments(*case.make("cpu", generator_of(case.name), arch.fp8_dtype))
+    outputs = the_op.allocate(a)
+    tensors = {name: value for name, value in a._asdict().items() if isinstance(value, torch.Tensor)}
+    given = {(the_op.name, name, kind_of(value)) for name, value in a._asdict().items()}
+    given |= {(the_op.name, name, value.dtype, look) for name, value in tensors.items() for look in looks(value)}
+    special = {(name, look) for name, value in tensors.items() for look in looks(value) if look[0] == "special"}
+    megabytes = sum(x.nbytes for x in (*tensors.values(), *as_tuple(outputs))) / 1e6
+    runs = []
+    for config in the_op.configs(a, arch):
+        reached, waves = {(the_op.name, type(config)), *given}, 0
+        for launched in the_op.plan(config, outputs, a, arch):
+            reached.add(launched.symbol)
+            reached |= {(the_op.name, type(config), name, kind_of(v)) for name, v in launched.named.items()}
+            reached |= {(launched.symbol, name) for name, v in launched.named.items() if v is None}
+            reached |= {(launched.symbol, *look) for look in special}
+            waves += torch.Size((*launched.grid, *launched.block)).numel() // 64
+        runs.append(Run(config, frozenset(reached), 0.1 + 0.006 * waves + 0.2 * megabytes))
+    broken = frozenset((the_op.name, rule) for rule, holds in the_op.envelope(a, arch) if not holds)
+    return runs or [Run(None, broken | {(the_op.name, None)}, 0.1 + 0.2 * megabytes)]

@@ -1,0 +1,141 @@
+"""Every registered op rounds values that lie halfway between two results to the even one, as its reference does.
+
+Arguments are whole numbers and scales powers of two, so that results before rounding are exact. A second run, in an emulator whose
+conversions round such values away from zero, tells which elements lie halfway: those that differ.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import launch, op, ops
+from vllm_rocm_ops.correctness import as_tuple, clone, generator_of, unwritten_is_nan
+from vllm_rocm_ops.emulator import Emulator, device, formats
+from vllm_rocm_ops.emulator.instructions.table import VECTOR
+from vllm_rocm_ops.quantization import MX_SCALES
+
+ROUNDED = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
+FILLS = ("whole", "ones", "no queries")
+MOST_CASES = 20  # of a type of results
+NEVER: dict[op.Op, set[str]] = {
+    ops.softmax: {"torch.bfloat16"},  # exponentials are divided by their sum
+    ops.silu_and_mul_with_clamp_per_token_quant: {"torch.float8_e4m3fn"},  # a scale is a 448th of a largest result
+    ops.silu_and_mul_with_clamp_per_block_quant: {"torch.float8_e4m3fn"},
+}
+"""Types of results that are exact in no call, so that none lies halfway."""
+
+
+def filled(name: str, x, fill: str, generator: torch.Generator):
+    """An argument of whole numbers, the first of ones of any sign if `fill` says so, queries of zeros; a scale of powers of two."""
+    if not isinstance(x, torch.Tensor) or x.dtype not in (*ROUNDED, torch.float16, torch.float32, *MX_SCALES):
+        return x
+    copy = clone(x)
+    if x.dtype in MX_SCALES:
+        copy.view(torch.uint8).copy_(torch.randint(125, 130, x.shape, generator=generator))
+    elif "scale" in name:
+        copy.copy_(2.0 ** torch.randint(-2, 3, x.shape, generator=generator))
+    else:
+        most = 127 if x.dtype == torch.int8 else 255
+        largest = {"ones": 2, "no queries": 1 if name.startswith("q") else most}.get(fill, most)
+        sign = torch.randint(0, 2, x.shape, generator=generator) * 2.0 - 1
+        copy.copy_(sign * torch.randint(int(largest > 1), largest, x.shape, generator=generator))
+    return copy
+
+
+def results(the_op: op.Op, given: tuple, run) -> list[torch.Tensor]:
+    """What a call returns, and leaves in the arguments that it updates or writes."""
+    a = the_op.Arguments(*map(clone, given))
+    outputs = as_tuple(run(*a))
+    return [
+        *outputs,
+        *(x for name, x in a._asdict().items() if x is not None and name in (*the_op.mutates, *the_op.writes)),
+    ]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+@contextlib.contextmanager
+def away_from_zero(whole_numbers: bool):
+    """A context in which the emulator's conversions to 8 and 16 bits and its v_rndne round ties away from zero."""
+    nearest, rndne = formats.Format._nearest_even, VECTOR["v_rndne_f32"]
+
+    def away(self, magnitude):
+        codes = nearest(self, magnitude)
+        low, high = (self.values[np.minimum(codes + up, self._largest_code)].astype(np.float64) for up in (0, 1))
+        value = magnitude.view(np.float32).astype(np.float64)
+        with np.errstate(all="ignore"):
+            return codes + np.uint32(1) * ((value != low) & (value - low == high - value))
+
+    def forget() -> None:
+        if whole_numbers:  # programs hold v_rndne; what converts to floats looks up the format
+            device._program.cache_clear()
+        for one in (formats.E4M3FN, formats.E5M2):
+            one.__dict__.pop("_codes", None)
+
+    forget()
+    formats.Format._nearest_even = away
+    VECTOR["v_rndne_f32"] = dataclasses.replace(
+        rndne, fn=lambda x: np.copysign(np.floor(np.abs(x) + np.float32(0.5)), x)
+    )
+    try:
+        yield
+    finally:
+        formats.Format._nearest_even, VECTOR["v_rndne_f32"] = nearest, rndne
+        forget()
+
+
+def check_ties(the_op: op.Op, given: tuple) -> set[torch.dtype]:
+    """Check a call where it rounds values that lie halfway. Return the types of results that have such."""
+    with unwritten_is_nan():
+        with launch.executor(Emulator("gfx950")):
+            the_op.forget()
+            right = results(the_op, given, the_op)
+        with launch.executor(Emulator("gfx950")), away_from_zero(any(x.dtype == torch.int8 for x in right)):
+            the_op.forget()
+            other = results(the_op, given, the_op)
+        the_op.forget()
+    found = set()
+    for mine, away, wanted in zip(right, other, results(the_op, given, the_op.reference)):
+        halfway = bits(mine) != bits(away)
+        if mine.dtype in ROUNDED and halfway.any():
+            assert torch.equal(bits(mine)[halfway], bits(wanted)[halfway]), (
+                f"{the_op.name} rounds a tie as {mine.dtype}"
+            )
+            found.add(mine.dtype)
+    return found
+
+
+def calls(the_op: op.Op, arch) -> Iterator[tuple[set[torch.dtype], tuple]]:
+    """Calls that kernels take, by each rounded type of their results: few of each, those first whose lengths are all kinds."""
+    count = collections.Counter()
+    for case in sorted(the_op.cases(), key=lambda case: "lengths" not in case.name):
+        a = the_op.Arguments(*case.make("cpu", generator_of(case.name), arch.fp8_dtype))
+        if the_op.configs(a, arch):
+            outputs = [*as_tuple(the_op.allocate(a)), *(getattr(a, name) for name in (*the_op.mutates, *the_op.writes))]
+            types = {x.dtype for x in outputs if x is not None and x.numel()}.intersection(ROUNDED)
+            count.update(types)
+            if any(count[dtype] <= MOST_CASES for dtype in types):
+                for fill in FILLS:
+                    generator = generator_of(case.name)
+                    yield types, tuple(filled(name, x, fill, generator) for name, x in a._asdict().items())
+
+
+@pytest.mark.parametrize("the_op", [*op.registered()], ids=lambda o: o.name)
+def test_ties(the_op):
+    wanted, found = set(), set()
+    for types, given in calls(the_op, archs.ARCHS["gfx950"]):
+        wanted |= types
+        if not types <= found:
+            found |= check_ties(the_op, given)
+    left = {str(dtype) for dtype in wanted - found}
+    assert left == NEVER.get(the_op, set()), f"{the_op.name}: no case has a result of {left} halfway between two"
