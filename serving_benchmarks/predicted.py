@@ -1,4 +1,5 @@
-"""Predicted times of decode steps on a GPU that is not here, beside published times of others' products. Never a measured time of ours.
+"""Predicted times of the kernels of decode steps on a GPU that is not here, beside published times of others' GEMMs. Never a measured time
+of ours. Their sum is not a step: launches cost nothing in it, and all-reduces, rotation, cache writes and absorbed GEMMs are left out.
 
     python serving_benchmarks/predicted.py [--device MI300X] [--batch 1 16 32] [--published FOLDER]
 
