@@ -477,8 +477,12 @@ def trees() -> list[str]:
     tables = []
     for newest in measured("compare"):
         lines, files = [line for line, _ in newest.values()], links(path for _, path in newest.values())
-        caption = f"This tree beside an older one, {lines[0]['gpu']}, by `python serving_benchmarks/compare.py`: {files}"
-        tables.append(f"{caption}\n\n{markdown(('op', 'cases', 'speedup, geometric mean', 'least'), by_op(lines, cells))}")
+        caption = (
+            f"This tree beside an older one, {lines[0]['gpu']}, by `python serving_benchmarks/compare.py`: {files}"
+        )
+        tables.append(
+            f"{caption}\n\n{markdown(('op', 'cases', 'speedup, geometric mean', 'least'), by_op(lines, cells))}"
+        )
     return tables
 
 

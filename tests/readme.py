@@ -68,7 +68,9 @@ def tree() -> str:
         for path in sorted((ROOT / top).rglob("*"), key=lambda path: (path.parent, path.name)):
             if path.suffix in SUFFIXES and path.name != "__init__.py":
                 place = path.relative_to(ROOT)
-                folder = "/".join(place.parts[:2] if top == "csrc" else place.parts[:-1]) if len(place.parts) > 2 else top
+                folder = (
+                    "/".join(place.parts[:2] if top == "csrc" else place.parts[:-1]) if len(place.parts) > 2 else top
+                )
                 rows.setdefault(folder, []).append((f"`{place.relative_to(folder)}`", said(path)))
     return "\n\n".join(f"### {folder}/\n\n{markdown(('file', 'what'), body)}" for folder, body in rows.items())
 

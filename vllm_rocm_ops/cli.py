@@ -256,7 +256,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         )
     command.add_argument("--vllm", metavar="PATH", help="the folder of vLLM's package; default: where Python finds it")
 
-    meaning = "check and benchmark the ops' test cases, a model's calls or a list of shapes, optionally against other kernels"
+    meaning = (
+        "check and benchmark the ops' test cases, a model's calls or a list of shapes, optionally against other kernels"
+    )
     command = commands.add_parser("bench", help=meaning)
     add_model(command, False, "1, or the list's own", f", {shapes.TP} with --shapes gemm")
     meaning = "a list in place of cases: norms and activations, linear layers of Llama-3.1-405B and DeepSeek-V3, "

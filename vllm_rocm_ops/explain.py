@@ -309,7 +309,10 @@ def explain_model(
         return lines
     return [
         ("layer", "calls", "tokens", "kernel"),
-        *((layer, count, tokens, f"{kernel} ({why})" if why else kernel) for layer, count, _, tokens, kernel, _, why in lines[1:]),
+        *(
+            (layer, count, tokens, f"{kernel} ({why})" if why else kernel)
+            for layer, count, _, tokens, kernel, _, why in lines[1:]
+        ),
     ]
 
 

@@ -236,7 +236,7 @@ def step(calls: Sequence[LayerCall], tokens: int, machine: Machine, context: int
 
 
 LEFT_OUT = (
-    "launch gaps, all-reduces, rotary embedding, KV-cache writes, the absorbed GEMMs of MLA, sampling, and calls that "
+    "launch overhead, all-reduces, rotary embedding, KV-cache writes, the absorbed GEMMs of MLA, sampling, and calls that "
     "run no kernel of ours"
 )
 """What a decode step has beside the kernels of `step`."""
