@@ -27,6 +27,17 @@ def beside(lines: list[dict], peer: str) -> str:
     return f"{times([statistics.geometric_mean(ratios)])}, least {times([min(ratios)])}" if ratios else ""
 
 
+def losses(lines: list[dict]) -> str:
+    """Return in how many shapes ours is slower than each peer, and how many times."""
+    found = []
+    for peer in dict.fromkeys(peer for line in lines for peer in line["peers"]):
+        times_slower = [line["us"] / line["peers"][peer] for line in lines if peer in line["peers"]]
+        slower = [value for value in times_slower if value > 1]
+        how = f", {min(slower):.1f} to {max(slower):.1f} times" if slower else ""
+        found.append(f"slower than {peer} in {len(slower)} of {len(times_slower)} shapes{how}")
+    return "; ".join(found)
+
+
 def decode_summary() -> str:
     """A row for each model and range of shapes, a column for each peer."""
     tables = []
@@ -46,7 +57,7 @@ def decode_summary() -> str:
         lines = [line for line, _ in newest.values()]
         peers = list(dict.fromkeys(peer for line in lines for peer in line["peers"]))
         row = str(len(lines)), *(beside(lines, peer) for peer in peers)
-        what = f"Prefill attention, `flash_attention`, which vLLM does not call. {head(lines)}, geometric means"
+        what = f"Prefill attention, `flash_attention`, which vLLM does not call: {losses(lines)}. {head(lines)}, geometric means"
         tables.append(f"{what}:\n\n{markdown(('shapes', *peers), [row])}")
     return "\n\n".join(tables) or "Nothing yet."
 
@@ -80,9 +91,8 @@ def prompts() -> str:
             (line["case"], time(line["us"]), *(time(line["peers"].get(peer)) for peer in peers), times([ratio(line)]))
             for line in lines
         ]
-        about = [f"best peer / ours: {versus(lines)}", *(f"{peer} alone: {beside(lines, peer)}" for peer in peers)]
         table = markdown(("batch x heads:key heads x rows x keys x size", "ours", *peers, "best peer / ours"), rows)
-        return f"{'; '.join(about)}.\n\n{table}"
+        return f"Ours is {losses(lines)}.\n\n{table}"
 
     what = "Prefill attention by `flash_attention`, which vLLM does not call, microseconds"
     return _tables(PREFILL, f"{what}, by `vllm-rocm-ops bench --shapes attention --peers --jsonl`", table)

@@ -2,7 +2,8 @@
 
 import json
 
-from measurements import ROOT, each, links, markdown, measured
+import measurements
+from measurements import ROOT, links, markdown, measured
 
 from vllm_rocm_ops.timing import predict
 
@@ -52,7 +53,9 @@ def steps() -> str:
         batches = list(dict.fromkeys(batch for of in models.values() for batch in of))
         rows = []
         for model, of in models.items():
-            launches = each(str(sum(line["count"] * line["kernels"] for line in of[batch])) for batch in batches)
+            launches = measurements.each(
+                str(sum(line["count"] * line["kernels"] for line in of[batch])) for batch in batches
+            )
             rows.append((model, launches, "sum of these kernels", *(_sum(of[batch]) for batch in batches)))
             for who, fields in OTHERS.items():
                 cells = [_beside(of[batch], *fields) for batch in batches]
