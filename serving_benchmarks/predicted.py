@@ -24,7 +24,7 @@ import figures
 from vllm_rocm_ops import explain, model_config, model_layers
 from vllm_rocm_ops.bench import report
 from vllm_rocm_ops.model_layers import LayerCall
-from vllm_rocm_ops.timing import CONTEXT, machines, predict
+from vllm_rocm_ops.timing import CONTEXT, machines
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = {
@@ -64,6 +64,8 @@ def lines(
     device: str, batches: Iterable[int], beside: dict[tuple, dict[str, float]], commit: str, names: Iterable[str] = ()
 ) -> Iterator[dict]:
     """A line for each call of each step of the models of these names, by default of all; what several call is predicted once."""
+    from vllm_rocm_ops.timing import predict  # an extra
+
     machine = machines.named(device)
     known: dict[tuple, predict.Predicted] = {}
     for batch in batches:
@@ -95,6 +97,8 @@ def lines(
 
 def summary(found: list[dict]) -> Iterator[str]:
     """Lines for people: a table for each model with a column for each batch size, and the sums."""
+    from vllm_rocm_ops.timing import predict  # an extra
+
     device, context = found[0]["device"], found[0]["context"]
     batches = list(dict.fromkeys(line["batch"] for line in found))
     for model in dict.fromkeys(line["model"] for line in found):

@@ -23,7 +23,7 @@ import latency
 import latency_report
 import predicted
 
-from vllm_rocm_ops import explain, model_config, model_layers
+from vllm_rocm_ops import doctor, explain, model_config, model_layers
 from vllm_rocm_ops.timing import machines
 
 MODELS = "Llama-3.1-405B FP8, TP 8", "DeepSeek-V3, TP 8"
@@ -74,15 +74,24 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=figures.OUT, help="folder; default: serving_benchmarks/out")
     options = parser.parse_args(argv)
     options.output.mkdir(parents=True, exist_ok=True)
-    jobs = [(batch, name) for name in MODELS for batch in options.batch]
+    commit, why_off = latency.commit(), doctor.find_emulator()["why_off"]
+    jobs = [] if why_off else [(batch, name) for name in MODELS for batch in options.batch]
+    tiny = latency.parse_arguments([*TINY.split(), "--output-json", str(options.output / "latency.json")])
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        commit = latency.commit()
         asked = [pool.submit(predict, options.device, *job, commit) for job in jobs]
-        output = ["--output-json", str(options.output / "latency.json")]
-        print(*loaded(latency.benchmark(latency.parse_arguments([*TINY.split(), *output]))), sep="\n")
+        try:
+            print(*loaded(latency.benchmark(tiny)), sep="\n")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
         for name in MODELS:
             print("", *kernels(name, options.device, options.batch), sep="\n", flush=True)
+        if asked:
+            print("\nPredicting the times of these kernels", file=sys.stderr, flush=True)
         found = [line for one in asked for line in one.result()]
+    if why_off:
+        print(f"\nNo predicted times: {why_off}")
+        return
     print("", *predicted.summary(found), sep="\n")
     path = options.output / f"predicted-{options.device}.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in found))
