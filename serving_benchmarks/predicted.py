@@ -16,6 +16,7 @@ import argparse
 import csv
 import datetime
 import json
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -119,10 +120,11 @@ def summary(found: list[dict]) -> Iterator[str]:
         yield f"{model} on {device}: predicted us of a call, not measured; {context} keys a request"
         yield from explain.table(rows)
         yield ""
-    yield (
+    about = (
         f"A sum is not a decode step: it does not have {predict.LEFT_OUT}. It has our kernels also where vLLM's own run until ours were "
         "measured to be faster. Its +- leaves out kernels whose band is unknown."
     )
+    yield from textwrap.wrap(about, explain.WIDTH, break_on_hyphens=False)
 
 
 def main() -> None:
