@@ -5,20 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from figures import kind_of
 from torch import Tensor
 
 from vllm_rocm_ops import model_layers, ops
-from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.op import Op
 
 WEIGHTS = ("weight", "b", "scale_b", "w1", "w2", "w1_scale", "w2_scale", "e_score_correction_bias")
-
-
-def kind_of(call: LayerCall) -> str:
-    """The kind of work that a call is."""
-    kinds = {"router": "routing", "routing": "routing", "experts": "moe", "lm_head": "lm_head"}
-    of_op = "norm" if "rms_norm" in call.op.name else "activation" if "silu_and_mul" in call.op.name else "linear"
-    return kinds.get(call.layer, of_op)
 
 
 class Part(NamedTuple):
@@ -56,7 +49,7 @@ class Rank:
                 self.absorbed.append(self._absorbed(*call.parameters[:2]))
                 continue
             given = call.op.Arguments(*call.case(1).make(device, self.generator, fp8_dtype))
-            self.layers[-1][call.layer] = Part(call.op, kind_of(call), _tamed(call.op, given))
+            self.layers[-1][call.layer] = Part(call.op, kind_of(call.layer, call.op.name), _tamed(call.op, given))
 
     def _absorbed(self, n: int, rank: int) -> tuple[Tensor, Tensor]:
         """The two halves of kv_b, unquantised and, as vLLM has them, views of it."""

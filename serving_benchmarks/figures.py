@@ -1,10 +1,10 @@
-"""Draw the kinds of work of a decode step from the results of decode_step.py, stock beside ours.
+"""Draw the kinds of work of a decode step from the results of decode_step.py, stock beside ours, or of predicted.py.
 
     python serving_benchmarks/figures.py RESULTS.jsonl ... [--batch M] [--output DIR]
 
 Each model and division gets two SVG files. `-share` shows each kind's share of the time at one batch size. `-batches` stacks the
 kinds' times for every batch size. The kinds are timed alone, so a stack is not exactly the step. A diamond marks the step. Fills
-differ in hatches too, and have labels where there is room.
+differ in hatches too, and have labels where there is room. Predicted kernels get one file, with a bar for each model and batch size.
 """
 
 from __future__ import annotations
@@ -44,6 +44,24 @@ STYLE = (
 COLUMNS = 5  # of the legend
 
 
+def kind_of(layer: str, op: str) -> str:
+    """Return the kind of work of a model's call."""
+    kinds = {
+        "router": "routing",
+        "routing": "routing",
+        "experts": "moe",
+        "lm_head": "lm_head",
+        "attention": "attention",
+    }
+    return kinds.get(layer, "norm" if "rms_norm" in op else "activation" if "silu_and_mul" in op else "linear")
+
+
+def predicted_lines(paths: Iterable[Path]) -> list[dict]:
+    """Return the lines of predicted.py in files."""
+    lines = (json.loads(line) for path in paths for line in path.read_text().splitlines())
+    return [line for line in lines if "predicted_us" in line]
+
+
 def read(paths: Iterable[Path]) -> dict[str, dict[int, dict]]:
     """The last line of each batch size, by the rest of the case's name. Raises ValueError if there is none."""
     found: dict[str, dict[int, dict]] = {}
@@ -77,18 +95,24 @@ def _rectangle(x: float, y: float, width: float, height: float, kind: str) -> st
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="url(#{kind})"/>'
 
 
-def _svg(width: int, height: int, title: tuple[str, str], body: Iterable[str], lines: Iterable[dict]) -> str:
-    """A figure with its title above and, below, its legend and what was measured."""
+def _measured_svg(width: int, height: int, title: tuple[str, str], body: Iterable[str], lines: Iterable[dict]) -> str:
+    """A figure of decode_step.py's lines."""
     lines = list(lines)
-    kinds = [kind for kind in FILLS if any(kind in of_path for line in lines for of_path in stacks(line).values())]
+    kinds = {kind for line in lines for of_path in stacks(line).values() for kind in of_path}
+    versions = ", ".join(f"{name} {lines[0]['versions'][name]}" for name in ("vllm", "torch"))
+    left_out = f"; left out: {', '.join(lines[0]['left_out'])}" if lines[0]["left_out"] else ""
+    return _svg(width, height, title, body, kinds, f"{lines[0]['gpu']}; {versions}{left_out}")
+
+
+def _svg(width: int, height: int, title: tuple[str, str], body: Iterable[str], used: set[str], caption: str) -> str:
+    """A figure with its title above and, below, its caption and the legend of the kinds that are used."""
+    kinds = [kind for kind in FILLS if kind in used]
     parts = [*(_text(width / 2, 12 + 14 * i, text) for i, text in enumerate(title)), *body]
     for place, kind in enumerate(kinds):
         x = width / 2 + 110 * (place % COLUMNS - COLUMNS / 2)
         y = height + 40 + 18 * (place // COLUMNS)
         parts += [_rectangle(x, y - 6, 20, 12, kind), _text(x + 26, y, kind, "left")]
-    versions = ", ".join(f"{name} {lines[0]['versions'][name]}" for name in ("vllm", "torch"))
-    left_out = f"; left out: {', '.join(lines[0]['left_out'])}" if lines[0]["left_out"] else ""
-    parts.append(_text(width / 2, height + 18, f"{lines[0]['gpu']}; {versions}{left_out}"))
+    parts.append(_text(width / 2, height + 18, caption))
     fills = (
         f'<pattern id="{kind}" width="8" height="8" patternUnits="userSpaceOnUse"><path fill="{color}" d="M0 0H8V8H0z"/>'
         f'<path fill="none" stroke="#000" stroke-width=".6" d="{hatch}"/></pattern>'
@@ -121,7 +145,25 @@ def share(what: str, line: dict) -> str:
             yield _text(left + wide * tick / 100, 260, f"{tick} %")
 
     title = f"Share of a decode step, batch {line['shape']['batch']}", what
-    return _svg(left + wide + 40, 270, title, body(), [line])
+    return _measured_svg(left + wide + 40, 270, title, body(), [line])
+
+
+def _axis(left: int, right: int, bottom: int, high: int, highest_us: float, title: str) -> Iterator[str]:
+    """An axis of milliseconds with its grid."""
+    ticks = tick_step(highest_us / 1000)
+    for index in range(math.floor(highest_us / 1000 / ticks) + 1):
+        y = bottom - 1000 * high / highest_us * index * ticks
+        yield f'<path class="grid" d="M{left} {y:.1f}H{right}"/>' + _text(left - 6, y, f"{index * ticks:g}", "right")
+    yield f'<path class="axis" d="M{left} {bottom - high}V{bottom}H{right}"/>'
+    yield _text(16, bottom - high / 2, title, upright=True)
+
+
+def _stack(x: float, bottom: float, kinds: dict[str, float], scale: float) -> Iterator[str]:
+    """A bar of kinds, in the order of `FILLS`."""
+    y = bottom
+    for kind in (kind for kind in FILLS if kind in kinds):
+        y -= kinds[kind] * scale
+        yield _rectangle(x - 21, y, 42, kinds[kind] * scale, kind)
 
 
 def batches(what: str, lines: dict[int, dict]) -> str:
@@ -132,31 +174,70 @@ def batches(what: str, lines: dict[int, dict]) -> str:
         max(_step_us(line, path), sum(stacks(line)[path].values())) for line in lines.values() for path in PATHS
     )
     scale = high / highest
-    ticks = tick_step(highest / 1000)
 
     def body() -> Iterator[str]:
-        for index in range(math.floor(highest / 1000 / ticks) + 1):
-            y = bottom - 1000 * scale * index * ticks
-            yield f'<path class="grid" d="M{left} {y:.1f}H{width - 20}"/>' + _text(
-                left - 6, y, f"{index * ticks:g}", "right"
-            )
-        yield f'<path class="axis" d="M{left} {bottom - high}V{bottom}H{width - 20}"/>'
-        yield _text(16, bottom - high / 2, "ms of a decode step (diamond: the whole step)", upright=True)
+        yield from _axis(left, width - 20, bottom, high, highest, "ms of a decode step (diamond: the whole step)")
         for index, (batch, line) in enumerate(lines.items()):
             middle = left + group * (index + 0.5)
             yield _text(middle, bottom + 12, f"{batch}")
             for place, (path, kinds) in enumerate(stacks(line).items()):
-                x, y = middle + 46 * (place - 0.5), float(bottom)
-                for kind, us in kinds.items():
-                    y -= us * scale
-                    yield _rectangle(x - 21, y, 42, us * scale, kind)
+                x = middle + 46 * (place - 0.5)
+                yield from _stack(x, bottom, kinds, scale)
                 step = _step_us(line, path)
                 at = bottom - step * scale
                 yield f'<path class="step" d="M{x:.1f} {at - 5:.1f}l5 5l-5 5l-5 -5z"/>'
-                yield _text(x, min(y, at) - 24, path) + _text(x, min(y, at) - 12, f"{step / 1000:.2f}")
+                above = min(bottom - sum(kinds.values()) * scale, at)
+                yield _text(x, above - 24, path) + _text(x, above - 12, f"{step / 1000:.2f}")
         yield _text(left + group * len(lines) / 2, bottom + 28, "batch size")
 
-    return _svg(width, bottom + 34, ("Decode step by kind of work, stock and ours", what), body(), lines.values())
+    return _measured_svg(
+        width, bottom + 34, ("Decode step by kind of work, stock and ours", what), body(), lines.values()
+    )
+
+
+def predicted(lines: list[dict]) -> str:
+    """A bar of each model and batch size, with the error band of what has one."""
+    left, bar, high, bottom = 60, 70, 300, 380
+    groups: dict[str, dict[int, list[dict]]] = {}
+    for line in lines:
+        groups.setdefault(line["model"], {}).setdefault(line["batch"], []).append(line)
+    bands = {name: [sum_of(of) for of in found.values()] for name, found in groups.items()}
+    highest = max(us + bound for of in bands.values() for us, bound, _ in of)
+    scale = high / highest
+    width = max(left + bar * sum(len(found) + 0.5 for found in groups.values()) + 20, 110 * COLUMNS + 120)
+    kinds = {kind_of(line["layer"], line["op"]) for line in lines}
+
+    def body() -> Iterator[str]:
+        yield from _axis(left, int(width) - 20, bottom, high, highest, "ms, predicted sum of these kernels")
+        x = left + bar * 0.75
+        for name, found in groups.items():
+            yield _text(x + bar * (len(found) - 1) / 2, bottom + 28, name)
+            for (batch, of), (us, bound, launches) in zip(found.items(), bands[name]):
+                stack: dict[str, float] = {}
+                for line in of:
+                    kind = kind_of(line["layer"], line["op"])
+                    stack[kind] = stack.get(kind, 0.0) + line["predicted_us"] * line["count"]
+                yield from _stack(x, bottom, stack, scale)
+                low, top = (bottom - (us + sign * bound) * scale for sign in (-1, 1))
+                yield f'<path class="axis" d="M{x} {low:.1f}V{top:.1f}M{x - 5} {low:.1f}h10M{x - 5} {top:.1f}h10"/>'
+                yield _text(x, top - 22, f"{us / 1000:.1f} ms") + _text(x, top - 10, f"{launches} launches")
+                yield _text(x, bottom + 12, f"batch {batch}")
+                x += bar
+            x += bar / 2
+
+    title = (
+        f"Predicted for {lines[0]['device']}, never measured: the kernels of a decode step by kind",
+        "their sum, not a step: without launch overhead, all-reduces, rotation, cache writes, absorbed GEMMs, sampling",
+    )
+    band = f"error bars: of kernels with a known error band; {lines[0]['context']} keys a request; kernels of {lines[0]['commit']}"
+    return _svg(int(width), bottom + 34, title, body(), kinds, band)
+
+
+def sum_of(lines: list[dict]) -> tuple[float, float, int]:
+    """Return predicted us, the error bound of the part that has a band, and launches of lines of predicted.py."""
+    us = sum(line["predicted_us"] * line["count"] for line in lines)
+    bound = sum(line["predicted_us"] * line["count"] * (line["band"] or 0) for line in lines)
+    return us, bound, sum(line["kernels"] * line["count"] for line in lines)
 
 
 def tick_step(largest: float) -> float:
@@ -187,14 +268,20 @@ def draw(found: dict[str, dict[int, dict]], batch: int | None, output: Path) -> 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path, help="files of decode_step.py")
+    parser.add_argument("results", nargs="+", type=Path, help="files of decode_step.py or predicted.py")
     parser.add_argument(
         "--batch", type=int, help=f"for the shares; default: {USUAL_BATCH} if measured, else the largest"
     )
     parser.add_argument("--output", type=Path, default=OUT, help="folder; default: serving_benchmarks/out")
     options = parser.parse_args(argv)
     try:
-        written = draw(read(options.results), options.batch, options.output)
+        lines = predicted_lines(options.results)
+        if lines:
+            written = [options.output / f"predicted-{lines[0]['device']}.svg"]
+            options.output.mkdir(parents=True, exist_ok=True)
+            written[0].write_text(predicted(lines))
+        else:
+            written = draw(read(options.results), options.batch, options.output)
     except (ValueError, OSError) as error:
         sys.exit(f"figures.py: {error}")
     print("\n".join(map(str, written)))

@@ -1,4 +1,5 @@
-"""Predicted times of decode steps on a GPU that is not here, beside published times of others' products. Never a measured time of ours.
+"""Predicted times of the kernels of decode steps on a GPU that is not here, beside published times of others' GEMMs. Never a measured time
+of ours. Their sum is not a step: launches cost nothing in it, and all-reduces, rotation, cache writes and absorbed GEMMs are left out.
 
     python serving_benchmarks/predicted.py [--device MI300X] [--batch 1 16 32] [--published FOLDER]
 
@@ -15,13 +16,16 @@ import argparse
 import csv
 import datetime
 import json
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from vllm_rocm_ops import model_config, model_layers
+import figures
+
+from vllm_rocm_ops import explain, model_config, model_layers
 from vllm_rocm_ops.bench import report
 from vllm_rocm_ops.model_layers import LayerCall
-from vllm_rocm_ops.timing import CONTEXT, machines, predict
+from vllm_rocm_ops.timing import CONTEXT, machines
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = {
@@ -57,12 +61,17 @@ def published(folder: Path | None, gpu: str) -> dict[tuple, dict[str, float]]:
     return found
 
 
-def lines(device: str, batches: list[int], beside: dict[tuple, dict[str, float]], commit: str) -> Iterator[dict]:
-    """A line for each call of each step; what several models call is predicted once."""
+def lines(
+    device: str, batches: Iterable[int], beside: dict[tuple, dict[str, float]], commit: str, names: Iterable[str] = ()
+) -> Iterator[dict]:
+    """A line for each call of each step of the models of these names, by default of all; what several call is predicted once."""
+    from vllm_rocm_ops.timing import predict  # an extra
+
     machine = machines.named(device)
     known: dict[tuple, predict.Predicted] = {}
     for batch in batches:
-        for name, model in MODELS.items():
+        for name in names or MODELS:
+            model = MODELS[name]
             for call in calls(*model):
                 case = call.case(batch)
                 key = call.op.name, call.arguments, call.parameters, batch
@@ -85,6 +94,37 @@ def lines(device: str, batches: list[int], beside: dict[tuple, dict[str, float]]
                 if list(shape) == ["m", "n", "k"]:
                     line |= {"shape": shape, **beside.get((call.op.name, *shape.values()), {})}
                 yield line
+
+
+def summary(found: list[dict]) -> Iterator[str]:
+    """Lines for people: a table for each model with a column for each batch size, and the sums."""
+    from vllm_rocm_ops.timing import predict  # an extra
+
+    device, context = found[0]["device"], found[0]["context"]
+    batches = list(dict.fromkeys(line["batch"] for line in found))
+    for model in dict.fromkeys(line["model"] for line in found):
+        of_model = [line for line in found if line["model"] == model]
+        calls: dict[tuple, dict[int, dict]] = {}
+        for line in of_model:
+            calls.setdefault((line["layer"], line["op"], line["count"]), {})[line["batch"]] = line
+        rows = [("layer", "op", "calls", *(f"batch {batch}" for batch in batches), "band")]
+        for (layer, op, count), of_call in calls.items():
+            cells = (f"{of_call[batch]['predicted_us']:.1f}" if batch in of_call else "-" for batch in batches)
+            band = predict.Band(next(iter(of_call.values()))["band"], "")
+            rows.append((layer, op, str(count), *cells, str(band)))
+        sums = [figures.sum_of([line for line in of_model if line["batch"] == batch]) for batch in batches]
+        rows.append(
+            ("sum of these kernels, ms", "", "", *(f"{us / 1e3:.1f} +-{bound / 1e3:.1f}" for us, bound, _ in sums), "")
+        )
+        rows.append(("launches", "", "", *(str(launches) for *_, launches in sums), ""))
+        yield f"{model} on {device}: predicted us of a call, not measured; {context} keys a request"
+        yield from explain.table(rows)
+        yield ""
+    about = (
+        f"A sum is not a decode step: it does not have {predict.LEFT_OUT}. It has our kernels also where vLLM's own run until ours were "
+        "measured to be faster. Its +- leaves out kernels whose band is unknown."
+    )
+    yield from textwrap.wrap(about, explain.WIDTH, break_on_hyphens=False)
 
 
 def main() -> None:

@@ -3,9 +3,9 @@
 import statistics
 from collections.abc import Callable
 
-from measurements import both, head, links, markdown, measured, time, times, versus
+from measurements import both, head, links, markdown, measured, ratio, time, times, versus
 
-DECODE, PROMPTS = "decode-attention", "attention"
+DECODE, PREFILL = "decode-attention", "attention"
 SHORT = "up to 4096 keys and 16 requests"
 
 
@@ -27,6 +27,17 @@ def beside(lines: list[dict], peer: str) -> str:
     return f"{times([statistics.geometric_mean(ratios)])}, least {times([min(ratios)])}" if ratios else ""
 
 
+def losses(lines: list[dict]) -> str:
+    """Return in how many shapes ours is slower than each peer, and how many times."""
+    found = []
+    for peer in dict.fromkeys(peer for line in lines for peer in line["peers"]):
+        times_slower = [line["us"] / line["peers"][peer] for line in lines if peer in line["peers"]]
+        slower = [value for value in times_slower if value > 1]
+        how = f", {min(slower):.1f} to {max(slower):.1f} times" if slower else ""
+        found.append(f"slower than {peer} in {len(slower)} of {len(times_slower)} shapes{how}")
+    return "; ".join(found)
+
+
 def decode_summary() -> str:
     """A row for each model and range of shapes, a column for each peer."""
     tables = []
@@ -42,6 +53,12 @@ def decode_summary() -> str:
                     rows.append((model, what, str(len(of_range)), *cells, versus(of_range)))
         header = ("heads of", "range", "shapes", *peers, "the best peer")
         tables.append(f"{head(lines)}, geometric means:\n\n{markdown(header, rows)}")
+    for newest in measured(PREFILL):
+        lines = [line for line, _ in newest.values()]
+        peers = list(dict.fromkeys(peer for line in lines for peer in line["peers"]))
+        row = str(len(lines)), *(beside(lines, peer) for peer in peers)
+        what = f"Prefill attention, `flash_attention`, which vLLM does not call: {losses(lines)}. {head(lines)}, geometric means"
+        tables.append(f"{what}:\n\n{markdown(('shapes', *peers), [row])}")
     return "\n\n".join(tables) or "Nothing yet."
 
 
@@ -70,11 +87,15 @@ def prompts() -> str:
 
     def table(lines: list[dict]) -> str:
         peers = list(dict.fromkeys(peer for line in lines for peer in line["peers"]))
-        rows = [(line["case"], time(line["us"]), *(time(line["peers"].get(peer)) for peer in peers)) for line in lines]
-        return markdown(("batch x heads:key heads x rows x keys x size", "ours", *peers), rows)
+        rows = [
+            (line["case"], time(line["us"]), *(time(line["peers"].get(peer)) for peer in peers), times([ratio(line)]))
+            for line in lines
+        ]
+        table = markdown(("batch x heads:key heads x rows x keys x size", "ours", *peers, "best peer / ours"), rows)
+        return f"Ours is {losses(lines)}.\n\n{table}"
 
-    what = "Attention of prompts by `flash_attention`, which vLLM does not call, microseconds"
-    return _tables(PROMPTS, f"{what}, by `vllm-rocm-ops bench --shapes attention --peers --jsonl`", table)
+    what = "Prefill attention by `flash_attention`, which vLLM does not call, microseconds"
+    return _tables(PREFILL, f"{what}, by `vllm-rocm-ops bench --shapes attention --peers --jsonl`", table)
 
 
 def _tables(kind: str, what: str, table: Callable[[list[dict]], str]) -> str:

@@ -114,7 +114,7 @@ def required(what: str) -> str:
 
 def on_h200(what: str) -> list[str]:
     """The versions of a package in the newest results."""
-    lines = (line for found in measurements.measured(*measurements.OPS) for line, _ in found.values())
+    lines = (line for found in measurements.measured(*measurements.timed_kinds()) for line, _ in found.values())
     return sorted({line["versions"][what] for line in lines if what in line.get("versions", {})})
 
 

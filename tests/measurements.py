@@ -28,7 +28,7 @@ RESULTS = ROOT / "serving_benchmarks" / "results"
 ROWS = (1, 8, 32, 128, 512, 2048)  # in the tables with times
 SUMMARY_ROWS = (1, 8, 16, 32, 64, 128, 1024)
 NO_ATTENTION = "-decode_attention,-latent_attention"  # VLLM_ROCM_OPS_SEAMS of runs with all ops but attention
-OPS = "ops", "gemm", "moe"  # the kinds of files that have single ops with their peers
+PER_OP = "ops", "gemm", "shuffled-gemm"  # the kinds of files with rows and GEMMs by the number of rows
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -57,15 +57,30 @@ def oldest_first(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
     return sorted(paths, key=lambda path: (path.name[: len("2026-01-01")], committed(path), path.name))
 
 
+def kind_of(path: pathlib.Path) -> str:
+    """Return what follows <date>-<commit>- in a result file's name."""
+    return path.stem.split("-", 4)[-1]
+
+
+def lines_of(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def newest_lines(folder: pathlib.Path, kinds: Iterable[str]) -> dict[tuple[str, str], tuple[dict, pathlib.Path]]:
     """The last line of every case in a folder's results of these kinds, and its file. A sweep over configurations counts only by
     the line of the configuration that a call gets."""
     newest = {}
-    for path in oldest_first(path for kind in kinds for path in folder.glob(f"*-{kind}.jsonl")):
-        for line in map(json.loads, path.read_text().splitlines()):
+    for path in oldest_first(path for path in folder.glob("*.jsonl") if kind_of(path) in kinds):
+        for line in lines_of(path):
             if line.get("chosen", True):
                 newest[line["op"], line["case"]] = line, path
     return newest
+
+
+def timed_kinds() -> set[str]:
+    """Return the kinds of files whose lines have an op's time and its peers'."""
+    first = {path: path.read_text().partition("\n")[0] for path in RESULTS.glob("*/*.jsonl")}
+    return {kind_of(path) for path, line in first.items() if {"op", "us", "peers"} <= json.loads(line).keys()}
 
 
 def measured(*kinds: str) -> Iterator[dict[tuple[str, str], tuple[dict, pathlib.Path]]]:
@@ -90,22 +105,35 @@ def ratio(line: dict) -> float | None:
 
 
 def groups_of(lines: Iterable[dict]) -> dict[tuple[str, str], dict[int, dict]]:
-    """Lines by (op, sizes and layout of the weights, or a rank's experts), then by rows. The last of equal lines counts."""
+    """Group lines by op and by what `rows_of` leaves of their shape, then by rows. The last of equal lines counts."""
     groups: dict[tuple[str, str], dict[int, dict]] = {}
     for line in lines:
+        case, shape = line["case"], line["shape"]
         if line["op"] == "fused_experts":
-            case, _, weights = line["case"].split()
-            what = f"{case}, {weights}"
+            name, _, weights = case.split()
+            what = f"{name}, {weights}"
+        elif "keys" in shape:  # prefill attention
+            name, batch, heads, rows, keys, size, causal = PREFILL.fullmatch(case).groups()
+            what = f"{name}, {batch} x {heads} heads of {size}{', causal' if causal else ''}"
+            what += "" if keys == rows else f", {keys} keys"
+        elif "context" in shape:  # decode attention
+            what = f"{case.removesuffix(' ragged').rpartition(' ')[0]}, {shape['context']} keys"
+            what += ", ragged" * case.endswith(" ragged")
         else:
-            shuffled = "shuffled" if line["case"].endswith("shuffled") else ""
-            what = ", ".join(filter(None, (" x ".join(map(str, list(line["shape"].values())[1:])), shuffled)))
+            last = case.rpartition("x")[2].partition(" ")[2]  # a type or a layout
+            sizes = " x ".join(map(str, list(shape.values())[1:]))
+            what = ", ".join(filter(None, (sizes, last if last != "bfloat16" else "")))
         groups.setdefault((line["op"], what), {})[rows_of(line)] = line
     return groups
 
 
+PREFILL = re.compile(r"(.+) (\d+)x(\d+:\d+)x(\d+)x(\d+)x(\d+)( causal)?")
+
+
 def rows_of(line: dict) -> int:
-    """The rows or tokens of a line."""
-    return next(iter(line["shape"].values()))
+    """Return the query rows of prefill attention, the requests of decode attention, else the rows or tokens."""
+    shape = line["shape"]
+    return shape["rows"] if "keys" in shape else next(iter(shape.values()))
 
 
 def unmeasured(op: str | None = None) -> str:
@@ -181,7 +209,7 @@ def versus(lines: Iterable[dict], peers: str = "") -> str:
 def single_ops() -> str:
     """Geometric means over sizes, by rows or tokens."""
     tables = []
-    for newest in measured("ops", "gemm"):
+    for newest in measured(*PER_OP):
         lines = [line for line, _ in newest.values()]
         of_ops: dict[str, list[dict[int, dict]]] = {}
         for (op, size), by_rows in groups_of(lines).items():
@@ -396,7 +424,7 @@ def lacking(command: str) -> str:
 def results() -> str:
     """One table per GPU: each op and size with its time and its best peer's."""
     tables = []
-    for newest in measured("ops", "gemm"):
+    for newest in measured(*PER_OP):
         lines = [line for line, _ in newest.values()]
         shown = [rows for rows in ROWS if any(rows == rows_of(line) for line in lines)]
         body = []
@@ -410,7 +438,72 @@ def results() -> str:
             f"best peer.\nEvery case with every peer: {links(path for _, path in newest.values())}\n\n"
             + markdown(header, body)
         )
-    return "\n\n".join(tables) or "Nothing yet."
+    return "\n\n".join([*tables, *products(), *trees(), *choices()]) or "Nothing yet."
+
+
+def products() -> list[str]:
+    """Return a table per GPU of GEMMs of all types: a row for each M, N and K, a column for each type."""
+    tables = []
+    for newest in measured("products"):
+        lines = [line for line, _ in newest.values()]
+        rows: dict[str, dict[str, dict]] = {}
+        for line in lines:
+            size, _, kind = line["case"].partition(" ")
+            rows.setdefault(size, {})[kind] = line
+        kinds = list(dict.fromkeys(kind for found in rows.values() for kind in found))
+        body = [(size, *(both(found[kind]) if kind in found else "" for kind in kinds)) for size, found in rows.items()]
+        tables.append(
+            f"`gemm`, {head(lines)}: microseconds, ours / best peer, by `vllm-rocm-ops bench --shapes products --peers --jsonl`; "
+            f"{versus(lines, ' as a geometric mean')}. {links(path for _, path in newest.values())}\n\n"
+            + markdown(("M x N x K", *kinds), body)
+        )
+    return tables
+
+
+def by_op(lines: list[dict], cells: Callable[[list[dict]], tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return a row for each op: its name, the number of its lines, and cells made of them."""
+    names = dict.fromkeys(line["op"] for line in lines)
+    found = {name: [line for line in lines if line["op"] == name] for name in names}
+    return [(f"`{name}`", str(len(of)), *cells(of)) for name, of in found.items()]
+
+
+def trees() -> list[str]:
+    """Return a table per GPU of two trees of this project beside each other."""
+
+    def cells(lines: list[dict]) -> tuple[str, str]:
+        ratios = [line["other_us"] / line["us"] for line in lines]
+        return times([statistics.geometric_mean(ratios)]), times([min(ratios)])
+
+    tables = []
+    for newest in measured("compare"):
+        lines, files = [line for line, _ in newest.values()], links(path for _, path in newest.values())
+        caption = (
+            f"This tree beside an older one, {lines[0]['gpu']}, by `python serving_benchmarks/compare.py`: {files}"
+        )
+        tables.append(
+            f"{caption}\n\n{markdown(('op', 'cases', 'speedup, geometric mean', 'least'), by_op(lines, cells))}"
+        )
+    return tables
+
+
+def choices() -> list[str]:
+    """Return a table per GPU of how much slower the chosen configurations are than the fastest."""
+
+    def cells(lines: list[dict]) -> tuple[str, str, str]:
+        regrets = [line["us"][line["chosen"]] / min(line["us"].values()) for line in lines]
+        return (
+            str(sum(len(line["us"]) for line in lines)),
+            f"{100 * statistics.geometric_mean(regrets) - 100:.1f} %",
+            f"{100 * max(regrets) - 100:.1f} %",
+        )
+
+    tables = []
+    for newest in measured("configurations"):
+        lines, files = [line for line, _ in newest.values()], links(path for _, path in newest.values())
+        caption = f"Regret of the default configuration, {lines[0]['gpu']}, by `python -m vllm_rocm_ops.timing.configurations`: {files}"
+        header = "op", "calls", "configurations", "geometric mean", "largest"
+        tables.append(f"{caption}\n\n{markdown(header, by_op(lines, cells))}")
+    return tables
 
 
 def experts() -> str:

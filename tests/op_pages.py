@@ -244,7 +244,7 @@ def exactness(op: Op) -> str:
 
 def seen(op: Op) -> Iterator[str]:
     """The errors in the newest results."""
-    for found in measurements.of_op(op.name, *measurements.OPS):
+    for found in measurements.of_op(op.name, *measurements.timed_kinds()):
         where = f"On {found[0][0]['gpu']}, in"
         if errors := [line["relative_error"] for line, _ in found if "relative_error" in line]:
             least = f"the norm of the error against float64 was at most {max(errors):.2g} of the result's"
@@ -286,17 +286,18 @@ def tested(op: Op) -> str:
 def measured(op: Op) -> str:
     """Ratios by rows for each GPU, and the GPUs on which nothing was timed."""
     parts = []
-    for found in measurements.of_op(op.name, *measurements.OPS):
+    for found in measurements.of_op(op.name, *measurements.timed_kinds()):
         lines = [line for line, _ in found]
         shown = sorted({measurements.rows_of(line) for line in lines})
         body = []
         for what, by_rows in measurements.groups_of(lines).items():
-            cells = (measurements.times([measurements.ratio(by_rows[m])]) if m in by_rows else "" for m in shown)
-            body.append((what[1], *cells))
+            cells = [measurements.times([measurements.ratio(by_rows[m])]) if m in by_rows else "" for m in shown]
+            body += [(what[1], *cells)] if any(cells) else []
         peers = "; ".join(sorted({name for line in lines for name in line["peers"]}))
         parts.append(
-            f"{measurements.head(lines)}: how many times as fast as the best of its peers ({peers}), by rows or tokens. Bold is "
-            f"slower. Microseconds are in {files_of([found])}.\n\n" + markdown(("size", *map(str, shown)), body)
+            f"{measurements.head(lines)}: speedup over the best peer ({peers}), by rows, tokens or requests. Bold is slower. "
+            f"Microseconds, also of what has no peer, are in {files_of([found])}.\n\n"
+            + markdown(("size", *map(str, shown)), body)
         )
     static = measurements.of_op(op.name, "static")
     if static:

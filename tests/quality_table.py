@@ -1,7 +1,7 @@
 """The tables of tests/vllm/quality.py's and arithmetic.py's results, for a page that readme.py writes."""
 
 from compatibility import QUANTISATIONS
-from measurements import ROOT, head, markdown, measured, plural
+from measurements import head, markdown, measured, plural
 
 NAMES = {flavour or "dynamic": name for name, (*_, flavour) in QUANTISATIONS.items() if flavour is not None}
 ABOUT = (
@@ -58,7 +58,9 @@ def arithmetic() -> str:
         (f"`{op}`", result, str(max(map(len, of.values()))), *(errors(of.get(machine, [])) for machine in machines))
         for (op, result), of in sorted(calls.items())
     )
-    links = ", ".join(f"[{path.parent.name}](../../{path.relative_to(ROOT)})" for path in files)
+    links = ", ".join(
+        f"[{path.parent.name}](../../serving_benchmarks/results/{path.parent.name}/{path.name})" for path in files
+    )
     about = f"{ARITHMETIC} {plural(len(checkpoints), 'checkpoint')}: {links}."
     return f"{about}\n\n{markdown(('op', 'result', 'calls', *machines), rows)}"
 

@@ -47,18 +47,11 @@ def families() -> str:
     return markdown(("what", "ops", "seams in vLLM", "tokens at most"), body)
 
 
-FOLDERS = (
-    "vllm_rocm_ops",
-    *(
-        f"vllm_rocm_ops/{name}"
-        for name in ("bench", "bench/contests", "vllm", "vllm/seams", "ops", "families", "emulator", "timing")
-    ),
-)
-CSRC = ("csrc/ops", "csrc/gemm", "csrc/device", "csrc/runtime")
+SUFFIXES = (".py", ".h", ".hip", ".cpp")
 
 
 def tree() -> str:
-    """The files of the package and of csrc, each with its first sentence."""
+    """Return every source file of the package and of csrc with its first sentence, folder by folder."""
 
     def said(path: pathlib.Path) -> str:
         if path.suffix == ".py":
@@ -70,14 +63,16 @@ def tree() -> str:
             raise ValueError(f"{path.relative_to(ROOT)} must begin with a docstring or comment that says what it is")
         return textwrap.shorten(re.split(r"[.;](?: |$)", " ".join(text.split()))[0], 110, placeholder=" ...")
 
-    parts = []
-    for folder in (*FOLDERS, *CSRC):
-        suffixes = (".py",) if folder in FOLDERS else (".h", ".hip", ".cpp")
-        found = (ROOT / folder).rglob("*") if folder in CSRC else (ROOT / folder).iterdir()
-        paths = sorted(path for path in found if path.suffix in suffixes and path.name != "__init__.py")
-        body = ((f"`{path.relative_to(ROOT / folder)}`", said(path)) for path in paths)
-        parts.append(f"### {folder}/\n\n{markdown(('file', 'what'), body)}")
-    return "\n\n".join(parts)
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for top in ("vllm_rocm_ops", "csrc"):
+        for path in sorted((ROOT / top).rglob("*"), key=lambda path: (path.parent, path.name)):
+            if path.suffix in SUFFIXES and path.name != "__init__.py":
+                place = path.relative_to(ROOT)
+                folder = (
+                    "/".join(place.parts[:2] if top == "csrc" else place.parts[:-1]) if len(place.parts) > 2 else top
+                )
+                rows.setdefault(folder, []).append((f"`{place.relative_to(folder)}`", said(path)))
+    return "\n\n".join(f"### {folder}/\n\n{markdown(('file', 'what'), body)}" for folder, body in rows.items())
 
 
 BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {

@@ -336,7 +336,7 @@ def _lines(path: str) -> list[dict]:
 
 def add_command(commands) -> None:
     """Adds the command to a parser's commands."""
-    meaning = "check and measure everything on this GPU, in five minutes, and write one file to send"
+    meaning = "check every op on this GPU, benchmark it against other kernels, and write one file to send; five minutes"
     command = commands.add_parser("check", help=meaning)
     command.add_argument(
         "--output", type=Path, metavar="FILE", help="default: vllm-rocm-ops-check-<GPU>-<time>.json here"

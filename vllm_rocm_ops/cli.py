@@ -113,7 +113,9 @@ def explanation(arguments: argparse.Namespace) -> Iterator[str]:
     arch = arguments.predict or arguments.arch or explain.usual_arch()
     if arguments.model:
         around = explain.around(model_config.read(arguments.model), arguments.tp or 1, arch)
-        yield from explain.table(explain.explain_model([*calls_of(arguments), *around], arch, arguments.batch or (1,)))
+        calls, batches = [*calls_of(arguments), *around], arguments.batch or (1,)
+        rows = explain.explain_model(calls, arch, batches, arguments.verbose)
+        yield from explain.table(rows, None if arguments.verbose else explain.WIDTH)
     else:
         op = getattr(ops, arguments.op)
         given = explain.parse_arguments_of(op, arguments.given)
@@ -226,6 +228,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "also run the call in the emulator: registers, LDS, instructions, bytes, waits; needs the extra [emulator]"
     )
     command.add_argument("--emulate", action="store_true", help=meaning)
+    meaning = "with --model: also the op, the blocks and the configuration of each call"
+    command.add_argument("--verbose", action="store_true", help=meaning)
 
     predict.add_command(commands, names, add_model)
 
@@ -252,7 +256,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         )
     command.add_argument("--vllm", metavar="PATH", help="the folder of vLLM's package; default: where Python finds it")
 
-    meaning = "run the ops' test cases, a model's calls or a list of shapes: right, how fast, and beside what else?"
+    meaning = (
+        "check and benchmark the ops' test cases, a model's calls or a list of shapes, optionally against other kernels"
+    )
     command = commands.add_parser("bench", help=meaning)
     add_model(command, False, "1, or the list's own", f", {shapes.TP} with --shapes gemm")
     meaning = "a list in place of cases: norms and activations, linear layers of Llama-3.1-405B and DeepSeek-V3, "
@@ -284,7 +290,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     meaning = "add a row for each measurement, also of each peer, to this table"
     command.add_argument("--csv", type=Path, metavar="FILE", help=meaning)
     mode = command.add_mutually_exclusive_group()
-    mode.add_argument("--once", "-b", action="store_true", help="call each case once and check it; time nothing")
+    meaning = "call each case once and check it; time nothing; as --emulate always does"
+    command.add_argument("--once", "-b", action="store_true", help=meaning)
     mode.add_argument("--profile", "-p", action="store_true", help="only call each case a few times, for a profiler")
     mode.add_argument("--hbm", action="store_true", help="the bandwidth of this GPU's memory instead")
     meaning = (
@@ -311,6 +318,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         predict.check_arguments(arguments, parser.error)
     if arguments.command == "bench" and arguments.shapes and (arguments.model or arguments.emulate):
         parser.error("--shapes goes neither with --model nor with --emulate")
+    if arguments.command == "bench" and arguments.once and (arguments.profile or arguments.hbm or arguments.predict):
+        parser.error("--once checks results, which none of --profile, --hbm and --predict does")
     untimed = arguments.command == "bench" and (arguments.hbm or arguments.emulate or arguments.predict)
     if untimed and (arguments.csv or arguments.jsonl):
         parser.error("--csv and --jsonl go neither with --hbm nor with --emulate nor with --predict")

@@ -198,9 +198,12 @@ def text(found: dict) -> str:
     section("emulator", found["emulator"]["why_off"] or "installed")
     if found["environment"]:
         section("environment", *(f"{name}={value}" for name, value in found["environment"].items()))
-    ops = []
+    ops, unbuilt = [], {arch for arch, modules in found["code_objects"].items() if not modules}
     for name, by_arch in found["ops"].items():
-        for kernel in dict.fromkeys(by_arch.values()):
-            ops.append((name, " ".join(arch for arch in by_arch if by_arch[arch] == kernel), kernel))
+        built_for = {arch: kernel for arch, kernel in by_arch.items() if arch not in unbuilt}
+        for kernel in dict.fromkeys(built_for.values()):
+            ops.append((name, " ".join(arch for arch in built_for if built_for[arch] == kernel), kernel))
+    asked = dict.fromkeys(arch for by_arch in found["ops"].values() for arch in by_arch if arch in unbuilt)
+    ops += [("every op", arch, "fallback: no code object was built for it") for arch in asked]
     lines += ["", "ops, each with the kernel of its first test case", *("  " + line for line in table(ops))]
     return "\n".join(lines)

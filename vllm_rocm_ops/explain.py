@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import re
+import textwrap
 import typing
 from collections.abc import Iterable, Iterator
 
@@ -34,6 +35,7 @@ DTYPES = {
 }
 MOST_ELEMENTS = 2**60  # of a tensor that `explain` takes
 MOST_NUMBER = 2**31
+WIDTH = 120  # of a model's table
 
 
 def example(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype | None = None, **given) -> dict:
@@ -273,10 +275,13 @@ def measured_here(arch: archs.Arch) -> kernel_selection.Record:
     return kernel_selection.read(kernel_selection.path_of(here), here) if known else kernel_selection.Record({})
 
 
-def explain_model(calls: list[LayerCall], arch: str, batches: tuple[int, ...]) -> list[tuple[str, ...]]:
+def explain_model(
+    calls: list[LayerCall], arch: str, batches: tuple[int, ...], verbose: bool = True
+) -> list[tuple[str, ...]]:
     """A table of the calls of a rank on `arch`: the layer, calls per step, op, batch sizes, kernels, the kernels' blocks at each
     size, and the configuration with its reason. Sizes that differ in blocks only share a row. What was measured on this machine
-    says which kernel serves, or the fixed limit of what was not. Needs no GPU."""
+    says which kernel serves, or the fixed limit of what was not. Without `verbose` op, blocks and configurations are left out, and
+    reasons follow the kernels. Needs no GPU."""
     lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
     known = archs.named(arch)
     record = measured_here(known)
@@ -294,15 +299,31 @@ def explain_model(calls: list[LayerCall], arch: str, batches: tuple[int, ...]) -
             kernel = " + ".join(launch.symbol for launch in explained.launches) or "PyTorch"
             blocks = "+".join(str(math.prod(launch.grid)) for launch in explained.launches)
             why = f"{explained.source}: {row.path}: {row.source}" if row else explained.source
-            why = f"{said}: {why}" if said else why
-            same.setdefault((kernel, why), []).append((batch, blocks))
+            if not verbose and explained.launches:
+                why = "tuned" if row else ""
+            same.setdefault((kernel, ": ".join(filter(None, (said, why)))), []).append((batch, blocks))
         for (kernel, why), sizes in same.items():
             tokens, blocks = (",".join(filter(None, map(str, column))) for column in zip(*sizes))
             lines.append((call.layer, str(call.count), call.op.name, tokens, kernel, blocks, why))
-    return lines
+    if verbose:
+        return lines
+    return [
+        ("layer", "calls", "tokens", "kernel"),
+        *(
+            (layer, count, tokens, f"{kernel} ({why})" if why else kernel)
+            for layer, count, _, tokens, kernel, _, why in lines[1:]
+        ),
+    ]
 
 
-def table(rows: list[tuple[str, ...]]) -> list[str]:
-    """The rows as lines of text with aligned columns."""
+def table(rows: list[tuple[str, ...]], width: int | None = None) -> list[str]:
+    """The rows as lines of text with aligned columns. The last column is broken so that no line is wider than `width`."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    left = sum(widths[:-1]) + 2 * len(widths[:-1])
+    lines = []
+    for *row, last in rows:
+        parts = textwrap.wrap(last, max(width - left, 1), break_on_hyphens=False) if width else [last]
+        for part in parts or [""]:
+            lines.append("  ".join((*map(str.ljust, row, widths), part)).rstrip())
+            row = [""] * len(row)
+    return lines

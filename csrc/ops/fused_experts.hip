@@ -97,10 +97,10 @@ struct ExpertMainLoop {
     else row += tile * kTileOut;
     return row < p.n ? row : p.n - 1;
   }
-  // The block of 32 of a K slice whose scale this lane has.
   // Bytes from a byte of K to the next, in steps of 16.
   DEVICE int spread() const { return mem::kExpertFragments ? p.spread : 1; }
 
+  // The block of 32 of a K slice whose scale this lane has.
   DEVICE int mx_block() const { return kMx ? mma::depth(lane) / 16 : 0; }
   // The row of tokens and of scale_a that belongs to a place in the order of the pairs.
   DEVICE int token_row(int place) const { return kGated ? lists.pairs[place] * p.per_slot >> 20 : place; }

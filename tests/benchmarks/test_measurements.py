@@ -2,9 +2,13 @@
 
 import json
 import os
+import pathlib
+import re
 
 import measurements
+import op_pages
 import pytest
+import readme
 from measurements import (
     NO_ATTENTION,
     attention_in_engine,
@@ -18,6 +22,9 @@ from measurements import (
     unmeasured,
 )
 
+from vllm_rocm_ops import op as op_module
+
+RESULTS_PAGE = measurements.RESULTS / "README.md"
 CONFIG = json.loads((measurements.latency.CONFIGS / "tiny-llama" / "config.json").read_text())
 
 
@@ -242,3 +249,42 @@ def test_what_no_file_has_a_time_of_is_said(folder):
 )
 def test_bold_is_what_is_slower(ratios, text):
     assert times(ratios) == text
+
+
+# The committed results
+
+
+def tables(page: pathlib.Path, lines: list[str], path: pathlib.Path) -> set[str]:
+    """Return the parts of a page that show something of a result file that has these lines, where there is no other."""
+    path.write_text("\n".join(lines) + "\n")
+    return {name for name, make in readme.BLOCKS[page].items() if make() not in ("", "Nothing yet.")} - {"unmeasured"}
+
+
+RESULT_FILES = sorted(measurements.RESULTS.glob("*/*.jsonl"))
+
+
+@pytest.mark.parametrize("file", RESULT_FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_op_of_a_result_file_stands_in_one_table_of_the_results(folder, file):
+    """And the answers of models and the errors of ops, which the results leave to it, on the page on measuring."""
+    page = readme.DOCS / "measuring.md" if file.stem.endswith(("-quality", "-arithmetic")) else RESULTS_PAGE
+    lines = file.read_text().splitlines()
+    ops = {line: json.loads(line).get("op") for line in lines}
+    for op in set(ops.values()):
+        shown = tables(page, [line for line in lines if ops[line] == op], folder / file.name)
+        assert len(shown) == 1, f"{op} of {file.name} stands in {shown or 'no table'}"
+
+
+def test_the_page_of_an_op_shows_every_kind_of_its_results():
+    """Times beside peers, from files of any name."""
+    timed: dict[str, set[tuple[str, str]]] = {}
+    for path in RESULT_FILES:
+        for line in measurements.lines_of(path):
+            if {"op", "us", "peers"} <= line.keys():
+                timed.setdefault(line["op"], set()).add((path.parent.name, measurements.kind_of(path)))
+    ops = {op.name: op for op in op_module.registered()}
+    assert {"scaled_mm", "flash_attention", "mla_decode"} < timed.keys() & ops.keys()
+    for name in timed.keys() & ops.keys():
+        text = op_pages.measured(ops[name])
+        for gpu, kind in timed[name]:
+            assert re.search(rf"/{gpu}/[\d-]+\w+-{kind}\.jsonl", text), f"{kind} of {gpu} is not on the page of {name}"
+        assert re.search(r"\| \**\d+\.\d\dx", text), f"the page of {name} has no ratio"

@@ -1,18 +1,25 @@
-"""serving_benchmarks/predicted.py: lines of predicted steps beside published times, and the tables of them."""
+"""serving_benchmarks/predicted.py and without_gpu.py: lines of predicted kernels beside published times, their tables and figure."""
 
 import csv
-import importlib.util
+import importlib
+import json
 import pathlib
+import sys
+from concurrent.futures import Future
+from xml.etree import ElementTree
 
 import predicted_table
 import pytest
 
 from vllm_rocm_ops.timing import predict
 
-PATH = pathlib.Path(__file__).resolve().parents[2] / "serving_benchmarks" / "predicted.py"
-spec = importlib.util.spec_from_file_location("predicted", PATH)
-predicted = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(predicted)
+SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "serving_benchmarks"
+PATH = SCRIPTS / "predicted.py"
+sys.path.append(str(SCRIPTS))
+figures, latency, predicted, without_gpu = map(
+    importlib.import_module, ("figures", "latency", "predicted", "without_gpu")
+)
+sys.path.remove(str(SCRIPTS))
 
 
 @pytest.fixture
@@ -71,7 +78,140 @@ def test_steps_are_listed_beside_published_times(folder, monkeypatch):
     total, known = (sum(line["count"] for line in found if line["model"] == "one" and line["batch"] == 1 and line["op"] in of)
                     for of in ({line["op"] for line in found}, {"scaled_mm"}))  # fmt: skip
     assert "predicted, never measured" in steps[0] and "Kernels of abc" in steps[0]
-    assert f"| one | the step | {total / 100:.1f}, +-{known / 400:.1f} for {known / 100:.1f} of it |" in steps[4]
-    assert "| one | products, ours predicted / aiter's tuner published | 1.9 / 2.5 |  |" in steps
-    assert "| one | products, ours predicted / Hugging Face published | 1.3 / 1.4 |  |" in steps
+    launches = 2 * sum(line["count"] for line in found if (line["model"], line["batch"]) == ("one", 1))
+    assert "A sum is not a decode step: launches cost nothing in it" in steps[0] and "the step" not in steps[4]
+    assert (
+        f"| one | {launches} | sum of these kernels | {total / 100:.1f}, +-{known / 400:.1f} for {known / 100:.1f} of it |"
+        in steps[4]
+    )
+    assert "| one |  | GEMMs, ours predicted / aiter's tuner published | 1.9 / 2.5 |  |" in steps
+    assert "| one |  | GEMMs, ours predicted / Hugging Face published | 1.3 / 1.4 |  |" in steps
     assert "| one | qkv | `scaled_mm` | 126 | 10.0 (15.0), A 20.0, H 11.0 | 10.0 (15.0) |" in predicted_table.calls()
+
+
+# What a machine without a GPU shows
+
+
+def made_up(device: str, batches: list[int], beside: dict, commit: str, names: list[str]):
+    """Two kernels for each model and batch size, of 1 and of 2 ms, one with an error band."""
+    for batch in batches:
+        for name in names:
+            line = {"model": name, "device": device, "batch": batch, "context": 4096, "commit": commit}
+            yield line | {
+                "layer": "o",
+                "op": "scaled_mm",
+                "count": 10,
+                "kernels": 1,
+                "predicted_us": 100.0,
+                "band": 0.25,
+            }
+            yield line | {
+                "layer": "experts",
+                "op": "fused_experts",
+                "count": 4,
+                "kernels": 5,
+                "predicted_us": 500.0,
+                "band": None,
+            }
+
+
+class InlinePool:
+    """Runs what is submitted at once, in this process."""
+
+    def __init__(self, *how):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def shutdown(self, cancel_futures: bool) -> None:
+        pass
+
+    def submit(self, call, *given) -> Future:
+        future = Future()
+        future.set_result(call(*given))
+        return future
+
+
+def report(**of_with) -> dict:
+    """As latency.py reports a tiny run of both sides."""
+    seams = [{"name": "norm", "on": True}, {"name": "rope_and_cache", "on": False}]
+    run = {"model_id": "tiny-llama", "log": "logs/it.log"}
+    runs = [
+        run | {"side": "without"},
+        run | {"side": "with", "seams": seams, "op_stats": {"rms_norm": {"fallback: CPU": 7}}},
+    ]
+    runs[1] |= of_with
+    return {"runs": runs, "versions": {"vllm": "0.32.0"}, "hardware": "2 cores"}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A tiny run and predictions that take no time."""
+    monkeypatch.setattr(latency, "benchmark", lambda arguments: report())
+    monkeypatch.setattr(predicted, "lines", made_up)
+    monkeypatch.setattr(without_gpu, "ProcessPoolExecutor", InlinePool)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_machine_without_a_gpu_shows_kernels_and_predicted_times(tmp_path, capsys):
+    without_gpu.main(["--batch", "1", "8", "--output", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "seams on:   norm\nseams off:  rope_and_cache\nops called: rms_norm (7)\nNo kernel ran" in out
+    for model in without_gpu.MODELS:
+        assert f"\n{model} on MI300X: kernels by tokens of a step\n" in out
+        table = out.partition(f"\n{model} on MI300X: predicted us of a call, not measured; ")[2].splitlines()[1:]
+        rows = [row.split() for row in table[:5]]
+        assert rows[1] == ["o", "scaled_mm", "10", "100.0", "100.0", "+-25%"]
+        assert rows[2] == ["experts", "fused_experts", "4", "500.0", "500.0", "unknown"]
+        assert rows[3] == ["sum", "of", "these", "kernels,", "ms", "3.0", "+-0.2", "3.0", "+-0.2"] and rows[4] == [
+            "launches",
+            "30",
+            "30",
+        ]
+    assert "scaled_mm_narrow_8" in out and "fused_experts_gate_up_block" in out
+    assert "A sum is not a decode step" in out and predict.LEFT_OUT in " ".join(out.split())
+    assert all(len(line) <= 120 or line.startswith(str(tmp_path)) for line in out.splitlines())
+    path = tmp_path / "predicted-MI300X.svg"
+    assert out.splitlines()[-1] == str(path)
+    lines = [json.loads(line) for line in (tmp_path / "predicted-MI300X.jsonl").read_text().splitlines()]
+    assert len(lines) == 8 and figures.predicted(lines) == path.read_text()
+    figure = ElementTree.fromstring(path.read_text())
+    texts = [element.text for element in figure.iterfind(".//{*}text")]
+    assert (
+        texts[0] == "Predicted for MI300X, never measured: the kernels of a decode step by kind"
+        and "not a step" in texts[1]
+    )
+    assert [texts.count(text) for text in ("3.0 ms", "30 launches", "batch 1", "batch 8", "linear", "moe")] == [
+        4,
+        4,
+        2,
+        2,
+        1,
+        1,
+    ]
+    bars = {
+        kind: [float(r.get("height")) for r in figure.iterfind(".//{*}rect") if r.get("fill") == f"url(#{kind})"]
+        for kind in ("linear", "moe")
+    }
+    assert (
+        bars["moe"][0] == pytest.approx(2 * bars["linear"][0], rel=1e-3) and len(bars["moe"]) == 4 + 1
+    )  # and the legend
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_predictions_lack_is_said_after_the_rest(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(without_gpu.doctor, "find_emulator", lambda: {"why_off": "the emulator needs Python 3.11"})
+    without_gpu.main(["--batch", "1", "--output", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "scaled_mm_narrow_8" in out and out.endswith("\nNo predicted times: the emulator needs Python 3.11\n")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_side_that_fails_without_a_gpu_says_why(monkeypatch, tmp_path):
+    monkeypatch.setattr(latency, "benchmark", lambda arguments: report(error="no memory"))
+    with pytest.raises(RuntimeError, match="tiny-llama with the ops: no memory; see logs/it.log"):
+        without_gpu.main(["--output", str(tmp_path)])

@@ -84,6 +84,17 @@ def test_doctor_reports_missing_code_objects(monkeypatch, tmp_path):
     assert doctor.find_code_objects("gfx942") == {}
 
 
+@pytest.mark.parametrize("unbuilt", [["sm_90"], ["gfx942", "gfx950", "sm_90"]])
+def test_doctor_says_once_what_was_not_built(found, unbuilt):
+    runs = {arch: "fallback: no code object of it" if arch in unbuilt else "a_kernel" for arch in archs.ARCHS}
+    ops = dict.fromkeys(found["ops"], runs)
+    objects = {arch: {} if arch in unbuilt else {"rms_norm": {"compiler": "one"}} for arch in archs.ARCHS}
+    lines = doctor.text(found | {"ops": ops, "code_objects": objects}).partition("\nops, ")[2].splitlines()[1:]
+    built = len(archs.ARCHS) > len(unbuilt)
+    assert len(lines) == len(ops) * built + len(unbuilt)
+    assert [line.split()[2] for line in lines if "no code object was built" in line] == unbuilt
+
+
 def test_doctor_reports_switches(monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "rms_norm")
     assert "switched off by VLLM_ROCM_OPS_DISABLE" in doctor.what_runs(vllm_rocm_ops.ops.rms_norm, "gfx942")
@@ -198,7 +209,16 @@ def test_unknown_gpus_are_refused(name):
 
 def test_explain_of_a_model_says_what_vllm_keeps(capsys, monkeypatch):
     """The seams give ours few tokens only: 64 of the products and experts, 16 of those in bf16."""
-    arguments = ["explain", "--model", "tiny-deepseek-v3-fp8", "--batch", "16,17,64,65", "--arch", "mi300x"]
+    arguments = [
+        "explain",
+        "--model",
+        "tiny-deepseek-v3-fp8",
+        "--batch",
+        "16,17,64,65",
+        "--arch",
+        "mi300x",
+        "--verbose",
+    ]
 
     def kept() -> dict[str, tuple[str, str]]:
         assert cli.main(arguments) == 0
@@ -277,7 +297,7 @@ def test_explain_of_a_model_says_that_attention_is_measured_first(capsys, monkey
             for i, (ours, native) in enumerate(lengths)
         }
         monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, shapes))
-        assert cli.main(["explain", "--model", "tiny-llama", "--arch", "gfx942"]) == 0
+        assert cli.main(["explain", "--model", "tiny-llama", "--arch", "gfx942", "--verbose"]) == 0
         [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention")]
         return " ".join(line.split()[3:])
 
@@ -291,7 +311,7 @@ def test_explain_of_a_model_says_that_attention_is_measured_first(capsys, monkey
 def test_explain_of_a_model_says_that_absorbed_products_are_measured_first(capsys, monkeypatch):
     def explained(shapes: dict | None = None) -> dict[str, str]:
         monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, shapes or {}))
-        assert cli.main(["explain", "--model", "deepseek-v3", "--tp", "8", "--arch", "gfx950"]) == 0
+        assert cli.main(["explain", "--model", "deepseek-v3", "--tp", "8", "--arch", "gfx950", "--verbose"]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         return {line[0]: " ".join(line[3:]) for line in lines if line[0].startswith("W_U")}
 
@@ -331,12 +351,27 @@ def test_without_torch_there_is_a_message(tmp_path, arguments):
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "MI308X", "sm_90"])
 @pytest.mark.parametrize("model", ["llama-3.1-405b-fp8", "deepseek-v3"])
 def test_explain_takes_a_model(model, arch, capsys):
-    assert cli.main(["explain", "--model", model, "--tp", "8", "--batch", "1,8,64", "--arch", arch]) == 0
+    asked = ["explain", "--model", model, "--tp", "8", "--batch", "1,8,64", "--arch", arch]
+    assert cli.main([*asked, "--verbose"]) == 0
     header, *lines = capsys.readouterr().out.splitlines()
     assert header.split() == ["layer", "calls", "op", "tokens", "kernel", "blocks", "configuration"]
     layers = {line[: header.index("calls")].strip() for line in lines}
     assert {"o", "input norm", "final norm", "lm_head"} <= layers and len(layers) >= 9
     assert not [line for line in lines if "fallback" in line]
+    kernels = {
+        kernel for line in lines for kernel in line[header.index("kernel") : header.index("blocks")].split(" + ")
+    }
+    assert cli.main(asked) == 0
+    short = capsys.readouterr().out
+    assert max(map(len, short.splitlines())) <= 120
+    assert {kernel.strip() for kernel in kernels} <= set(re.findall(r"vLLM's own|\w+", short))
+
+
+@pytest.mark.parametrize("model", model_config.shipped())
+def test_explain_of_a_shipped_model_fits_a_terminal(model, capsys):
+    assert cli.main(["explain", "--model", model, "--batch", "1,2,4,8,16,32,64,128", "--arch", "MI300X"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["layer", "calls", "tokens", "kernel"] and max(map(len, lines)) <= 120
 
 
 def test_explain_of_a_model_says_which_row_and_which_rule(capsys, monkeypatch, tmp_path):
@@ -347,7 +382,7 @@ def test_explain_of_a_model_says_which_row_and_which_rule(capsys, monkeypatch, t
         "compute_units,m,n,k,config.rows,config.split_k,config.blocks,source\n304,8,2304,16384,64,0,304,mine\n"
     )
     op_module.forget_tables()
-    assert cli.main(["explain", "--model", "llama-3.1-405b-fp8", "--tp", "8", "--batch", "8,128"]) == 0
+    assert cli.main(["explain", "--model", "llama-3.1-405b-fp8", "--tp", "8", "--batch", "8,128", "--verbose"]) == 0
     lines = capsys.readouterr().out.splitlines()
     [tuned] = [line for line in lines if line.startswith("qkv") and " 8  " in line]
     assert tuned.endswith(f"tuned SkinnyConfig(rows=64, split_k=0, blocks=304): {table}: mine")
@@ -387,7 +422,7 @@ def test_explain_of_a_model_refuses_with_a_plain_message(arguments, message, cap
         (["explain", "rms_norm", "--shape", "99999999999x99999999999"], "must be sizes with x between them"),
         (["bench", "--model", "tiny-llama", "--batch", "99999999999"], "at most 16777216, got 99999999999"),
         (["tune"], "the following arguments are required: --model"),
-        (["bench", "--once", "--profile"], "not allowed with"),
+        (["bench", "--once", "--profile"], "--once checks results, which none of --profile, --hbm and --predict does"),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):

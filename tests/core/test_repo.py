@@ -406,6 +406,17 @@ def test_what_is_generated_is_fresh():
     }
 
 
+def test_architecture_lists_every_source_file():
+    text = (DOCS / "architecture.md").read_text()
+    listed = {
+        f"{folder}/{file}"
+        for folder, _, rest in (part.partition("/\n") for part in text.split("\n### ")[1:])
+        for file in re.findall(r"^\| `([^`]+)` \|", rest, re.MULTILINE)
+    }
+    sources = {name(path) for top in ("vllm_rocm_ops", "csrc") for path in under(top, ".py", ".h", ".hip", ".cpp")}
+    assert listed == {path for path in sources if not path.endswith("/__init__.py")}
+
+
 def test_the_readme_is_short():
     written = re.sub(r"<!-- ([\w ]+) -->.*?<!-- /\1 -->", "", readme.README.read_text(), flags=re.DOTALL)
     assert len(written.encode()) <= LARGEST_README

@@ -184,8 +184,23 @@ def test_a_model_is_predicted_call_by_call(capsys, monkeypatch):
     some = cli.calls_of(cli.parse_arguments(["predict", "--model", "tiny-llama-fp8"]))[:4]
     monkeypatch.setattr(cli, "calls_of", lambda arguments: some)
     assert cli.main(["predict", "--model", "tiny-llama-fp8", "--batch", "1"]) == 0
-    head, *rows, last = capsys.readouterr().out.splitlines()
-    assert "predicted times in us, not measured" in head and last.startswith("predicted sum of a step with 1 tokens: ")
+    head, *rows, total, last = capsys.readouterr().out.splitlines()
+    assert "predicted times in us, not measured" in head
+    cells = [row.split() for row in rows[1:]]
+    assert cells and all("-" not in row for row in cells)
+    launches = [int(row[-3]) for row in cells]
+    assert f" us in {sum(launches)} launches; error " in total and total.startswith(
+        "predicted sum of these kernels with 1 tokens: "
+    )
+    for missing in (
+        "not a decode step",
+        "launch overhead",
+        "all-reduces",
+        "rotary",
+        "KV-cache writes",
+        "absorbed GEMMs",
+    ):
+        assert missing in last
     assert len(rows) == 6 and any("+-" in row for row in rows)
     assert rows[-1].split()[:2] == ["attention", "paged_attention_decode"] and "of 4096 keys a request" in head
 
@@ -215,7 +230,7 @@ def test_explain_predicts_the_calls_of_a_model(capsys, monkeypatch):
         printed(capsys, "explain", *model, "--arch", "MI308X"),
         printed(capsys, "predict", *model, "--device", "MI308X"),
     )
-    assert "predicted sum of a step with 2 tokens: " in predicted
+    assert "predicted sum of these kernels with 2 tokens: " in predicted
     assert printed(capsys, "explain", *model, "--predict", "MI308X") == explained + predicted
 
 

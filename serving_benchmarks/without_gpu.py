@@ -1,0 +1,106 @@
+"""Show what a machine without a GPU can: that vLLM loads the plugin, which kernels two models run on MI300X, and predicted times.
+
+    python serving_benchmarks/without_gpu.py [--device MI300X] [--batch 1 8 32]
+
+A tiny model decodes once in vLLM's CPU build, without the plugin and with it. Then come the tables of `explain --model` and of
+predicted.py for one rank of Llama-3.1-405B FP8 and of DeepSeek-V3, both at TP 8, and a figure of the predicted times. Two processes
+predict while vLLM runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import figures
+import latency
+import latency_report
+import predicted
+
+from vllm_rocm_ops import doctor, explain, model_config, model_layers
+from vllm_rocm_ops.timing import machines
+
+MODELS = "Llama-3.1-405B FP8, TP 8", "DeepSeek-V3, TP 8"
+TINY = "--model tiny-llama --batch-size 1 --output-len 8 --num-iters 1 --num-iters-warmup 1 --enforce-eager"
+PROCESSES = 2
+
+
+def loaded(report: dict) -> Iterator[str]:
+    """Lines about the tiny run of latency.py: what vLLM loaded, and which ops ran. Raises RuntimeError if a side failed."""
+    for run in report["runs"]:
+        if "error" in run:
+            raise RuntimeError(f"{run['model_id']} {run['side']} the ops: {run['error']}; see {run['log']}")
+    [run] = (run for run in report["runs"] if run["side"] == "with")
+    versions, stats = report["versions"], run["op_stats"]
+    seams = {on: [seam["name"] for seam in run["seams"] if seam["on"] is on] for on in (True, False)}
+    yield f"vLLM {versions['vllm']} decoded {run['model_id']} without the plugin and with it, on {report['hardware']}."
+    yield from _wrapped("seams on:   ", seams[True])
+    yield from _wrapped("seams off:  ", seams[False])
+    yield from _wrapped("ops called: ", [f"{op} ({sum(ran.values())})" for op, ran in stats.items()])
+    if not latency_report.kernels(stats):
+        yield "No kernel ran, as there is no GPU: the ops ran PyTorch, so the times of this run say nothing and are not shown."
+
+
+def _wrapped(title: str, names: list[str]) -> list[str]:
+    return textwrap.wrap(
+        ", ".join(names) or "none", explain.WIDTH, initial_indent=title, subsequent_indent=" " * len(title)
+    )
+
+
+def kernels(name: str, arch: str, batches: list[int]) -> Iterator[str]:
+    """Lines of `explain --model` for a rank of a model of predicted.py."""
+    model, tp, ep = predicted.MODELS[name]
+    config = model_config.read(model)
+    calls = [*model_layers.calls(config, tp, ep), *explain.around(config, tp, arch)]
+    yield f"{name} on {arch}: kernels by tokens of a step"
+    yield from explain.table(explain.explain_model(calls, arch, tuple(batches), verbose=False), explain.WIDTH)
+
+
+def predict(device: str, batch: int, name: str, commit: str) -> list[dict]:
+    """Return the lines of predicted.py for a model and a batch size."""
+    return list(predicted.lines(device, [batch], {}, commit, [name]))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default=machines.COMPARED, choices=list(machines.MACHINES))
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--output", type=Path, default=figures.OUT, help="folder; default: serving_benchmarks/out")
+    options = parser.parse_args(argv)
+    options.output.mkdir(parents=True, exist_ok=True)
+    commit, why_off = latency.commit(), doctor.find_emulator()["why_off"]
+    jobs = [] if why_off else [(batch, name) for name in MODELS for batch in options.batch]
+    tiny = latency.parse_arguments([*TINY.split(), "--output-json", str(options.output / "latency.json")])
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        asked = [pool.submit(predict, options.device, *job, commit) for job in jobs]
+        try:
+            print(*loaded(latency.benchmark(tiny)), sep="\n")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        for name in MODELS:
+            print("", *kernels(name, options.device, options.batch), sep="\n", flush=True)
+        if asked:
+            print("\nPredicting the times of these kernels", file=sys.stderr, flush=True)
+        found = [line for one in asked for line in one.result()]
+    if why_off:
+        print(f"\nNo predicted times: {why_off}")
+        return
+    print("", *predicted.summary(found), sep="\n")
+    path = options.output / f"predicted-{options.device}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in found))
+    print()
+    figures.main([str(path), "--output", str(options.output)])
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RuntimeError as error:
+        sys.exit(f"without_gpu.py: {error}")
