@@ -201,10 +201,17 @@ def speedups(series: dict[str, dict[int, tuple[float, float, float]]]) -> str:
     for place, ((what, points), (color, marker)) in enumerate(zip(series.items(), LINES)):
         at = [(x(batch, place), *map(y, point)) for batch, point in sorted(points.items())]
         line = "L".join(f"{across:.1f} {value:.1f}" for across, value, _, _ in at)
-        bars = "".join(f"M{across:.1f} {p10:.1f}V{p90:.1f}m-4 0h8M{across - 4:.1f} {p10:.1f}h8" for across, _, p10, p90 in at)
+        bars = "".join(
+            f"M{across:.1f} {p10:.1f}V{p90:.1f}m-4 0h8M{across - 4:.1f} {p10:.1f}h8" for across, _, p10, p90 in at
+        )
         beside = bottom + 54 + 18 * place
-        marks = "".join(f"M{across:.1f} {value:.1f}{marker}" for across, value, _, _ in at) + f"M{left + 30} {beside}{marker}"
-        parts.append(f'<path fill="none" stroke="{color}" stroke-width="1.5" d="M{line}{bars}"/><path fill="{color}" d="{marks}"/>')
+        marks = (
+            "".join(f"M{across:.1f} {value:.1f}{marker}" for across, value, _, _ in at)
+            + f"M{left + 30} {beside}{marker}"
+        )
+        parts.append(
+            f'<path fill="none" stroke="{color}" stroke-width="1.5" d="M{line}{bars}"/><path fill="{color}" d="{marks}"/>'
+        )
         parts.append(_text(left + 44, beside, what, "left"))
     return _document(right + 20, bottom + 54 + 18 * len(series), [], parts)
 

@@ -308,8 +308,9 @@ def engine_runs() -> list[EngineRun]:
 
 def baseline_of(report: dict) -> str:
     """Return vLLM's version in a report, with the switches of its kernels that were set."""
-    switches = [f"{name}={value}" for name, value in report.get("environment", {}).items() if name.startswith("VLLM_USE_")]
-    return f"vLLM {report['versions']['vllm']}" + (f" with {' '.join(sorted(switches))}" if switches else "")
+    set_here = sorted(report.get("environment", {}).items())
+    switches = [f"`{name}={value}`" for name, value in set_here if name.startswith("VLLM_USE_")]
+    return f"vLLM {report['versions']['vllm']}" + (f" with {', '.join(switches)}" if switches else "")
 
 
 def seams_of(report: dict) -> str:
@@ -374,7 +375,9 @@ def engine_cases() -> dict[str, list[EngineCase]]:
             rank += f", {backend}"
         row = f"{result['model_id']}{rank}", run.hardware, str(result["num_layers"] or "all")
         ways.setdefault(way(run), {}).setdefault(row, {})[result["batch_size"]] = run
-    return {how: [EngineCase(*row, dict(sorted(of.items()))) for row, of in cases.items()] for how, cases in ways.items()}
+    return {
+        how: [EngineCase(*row, dict(sorted(of.items()))) for row, of in cases.items()] for how, cases in ways.items()
+    }
 
 
 def samples(run: EngineRun) -> str:
@@ -399,7 +402,17 @@ def engine() -> str:
                 medians = (f"{latency_report.median_ms(run.sides[side]):.2f}" for side in latency_report.SIDES)
                 generated = str(run.sides["with"][0]["output_len"])
                 body.append((*case[:3], generated, str(batch), samples(run), *medians, speedup_text(run)))
-        header = ("model", "GPU", "layers", "generated", "batch", "n", "vLLM ms", "with the plugin ms", "speedup (p10 to p90)")
+        header = (
+            "model",
+            "GPU",
+            "layers",
+            "generated",
+            "batch",
+            "n",
+            "vLLM ms",
+            "with the plugin ms",
+            "speedup (p10 to p90)",
+        )
         made.append(f"{how}\n\n{markdown(header, body)}")
     return "\n\n".join(made) or "Nothing yet."
 

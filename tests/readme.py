@@ -36,13 +36,18 @@ def variables() -> str:
 def seams() -> str:
     """Return a row for each seam that a user may name."""
     loaded = (seam.load(name) for name in seam.NAMES)
-    return markdown(("seam", "replaces"), ((f"`{one.name}`", one.replaces) for one in loaded if "rocm" in one.platforms))
+    return markdown(
+        ("seam", "replaces"), ((f"`{one.name}`", one.replaces) for one in loaded if "rocm" in one.platforms)
+    )
 
 
 FORMATS = {
     # weights and activations -> the rows of selection.csv for linears and for experts
     "BF16, FP16": (("linear unquantized",), ("experts bf16",)),
-    "FP8, per tensor, static or dynamic": (("linear static", "linear dynamic"), ("experts fp8 static", "experts fp8 dynamic")),
+    "FP8, per tensor, static or dynamic": (
+        ("linear static", "linear dynamic"),
+        ("experts fp8 static", "experts fp8 dynamic"),
+    ),
     "FP8, per token and channel": (("linear per token", "linear fbgemm"), ("experts fp8 channel",)),
     "FP8, 1x128 and 128x128 blocks": (("linear block",), ("experts fp8 block",)),
     "MXFP8": (("linear mxfp8",), ("experts mxfp8",)),
@@ -57,7 +62,9 @@ def support() -> str:
     def runs(arch: str, linears: tuple[str, ...], experts: tuple[str, ...]) -> str:
         kinds = {"linear": linears, "MoE": experts}
         served = (
-            kind for kind, rows in kinds.items() if rows and all(compatibility.selected(row, arch) == "selected" for row in rows)
+            kind
+            for kind, rows in kinds.items()
+            if rows and all(compatibility.selected(row, arch) == "selected" for row in rows)
         )
         return ", ".join(served) or "vLLM's kernels"
 
@@ -92,7 +99,7 @@ def predictions() -> str:
             launches = sum(line["count"] * line["kernels"] for line in of)
             band = sum(line["predicted_us"] * line["count"] * line["band"] for line in known) / 1e3
             lines.append(
-                f"- {of[0]['device']}, {model}, batch 1: {_sum_ms(of):.1f} ms in {launches:,} launches. The error band is +-{band:.1f} ms "
+                f"- {of[0]['device']}, {model}, batch 1: {_sum_ms(of):.1f} ms in {launches:,} launches. The error band is ±{band:.1f} ms "
                 f"on {_sum_ms(known):.1f} ms of the sum, and unknown on the rest."
             )
     return "\n".join(lines)
@@ -192,7 +199,11 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "arithmetic": quality_table.arithmetic,
     },
     DOCS / "architecture.md": {"tree": tree},
-    DOCS / "timing.md": {"steps": predicted_table.steps, "published": predicted_table.published, "simpler": predicted_table.simpler},
+    DOCS / "timing.md": {
+        "steps": predicted_table.steps,
+        "published": predicted_table.published,
+        "simpler": predicted_table.simpler,
+    },
     RESULTS / "README.md": {
         "profiles": measurements.profiles,
         "engine": measurements.engine_commands,
