@@ -1,6 +1,7 @@
 """Tables of the results in serving_benchmarks/results, made from the newest line of each case in any file."""
 
 import argparse
+import functools
 import json
 import pathlib
 import re
@@ -45,6 +46,7 @@ def in_git() -> bool:
     return (ROOT / ".git").exists() and shutil.which("git") is not None
 
 
+@functools.cache
 def committed(path: pathlib.Path) -> int:
     """The time of a file's last commit. Later than all others for a new file. Equal for all files outside a checkout."""
     if not in_git():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import xml.etree.ElementTree
 
 import measurements
@@ -278,3 +279,16 @@ def test_what_no_file_has_a_time_of_is_said(folder):
 )
 def test_bold_is_what_is_slower(ratios, text):
     assert times(ratios) == text
+
+
+def test_speedups_are_drawn_in_place():
+    """Batch 4 lies twice as far along as batch 2, and a speedup as far up as its label."""
+    drawn = measurements.figures.speedups({"one": {1: (1.2, 1.1, 1.3), 2: (1.0, 1.0, 1.0), 4: (0.9, 0.8, 0.95)}})
+    y = {found[1]: float(found[0]) for found in re.findall(r'y="([\d.]+)" class="right">([\d.]+)x<', drawn)}
+    points = re.search(r'stroke-width="1.5" d="M([\d. L]+)', drawn)[1].split("L")
+    (first, at_first), (second, at_second), (third, at_third) = (map(float, point.split()) for point in points)
+    assert second - first == pytest.approx(third - second, abs=0.2) and second > first
+    assert (at_first, at_second, at_third) == (y["1.2"], y["1.0"], y["0.9"]) and at_first < at_second < at_third
+    assert f"{y['1.1']:.1f}V{y['1.3']:.1f}" in drawn
+    with pytest.raises(ValueError, match="at most 5 series, got 6"):
+        measurements.figures.speedups({str(i): {1: (1.0, 1.0, 1.0)} for i in range(6)})
