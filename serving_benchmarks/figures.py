@@ -1,4 +1,5 @@
-"""Draw the kinds of work of a decode step from the results of decode_step.py, stock beside ours, or of predicted.py.
+"""Draw the kinds of work of a decode step from the results of decode_step.py, stock beside ours, or of predicted.py. `speedups`
+draws README's figure for `python tests/readme.py`.
 
     python serving_benchmarks/figures.py RESULTS.jsonl ... [--batch M] [--output DIR]
 
@@ -42,6 +43,13 @@ STYLE = (
     ".label{paint-order:stroke;stroke:#fff;stroke-width:4px}.grid{stroke:#ddd}.axis{fill:none}rect,.axis,.step{stroke:#000}.step{fill:#fff}"
 )
 COLUMNS = 5  # of the legend
+LINES = (  # of the speedups: color, and a marker around its point
+    ("#c8102e", "m-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z"),
+    ("#2f6db3", "m-4.5 -4.5h9v9h-9z"),
+    ("#e08214", "m0 -6l6 10h-12z"),
+    ("#35875a", "m0 -6l6 6l-6 6l-6 -6z"),
+    ("#7b5aa6", "m-5 -2h3v-3h4v3h3v4h-3v3h-4v-3h-3z"),
+)
 
 
 def kind_of(layer: str, op: str) -> str:
@@ -119,10 +127,13 @@ def _svg(width: int, height: int, title: tuple[str, str], body: Iterable[str], u
         for kind, (color, hatch) in FILLS.items()
         if kind in kinds
     )
-    height += 40 + 18 * -(-len(kinds) // COLUMNS)
+    return _document(width, height + 40 + 18 * -(-len(kinds) // COLUMNS), ["<defs>", *fills, "</defs>"], parts)
+
+
+def _document(width: int, height: int, defs: Iterable[str], parts: Iterable[str]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
     background = '<path fill="#fff" d="M0 0H9999V9999H0z"/>'
-    return "\n".join((head, f"<style>{STYLE}</style>", "<defs>", *fills, "</defs>", background, *parts, "</svg>\n"))
+    return "\n".join((head, f"<style>{STYLE}</style>", *defs, background, *parts, "</svg>\n"))
 
 
 def share(what: str, line: dict) -> str:
@@ -238,6 +249,52 @@ def sum_of(lines: list[dict]) -> tuple[float, float, int]:
     us = sum(line["predicted_us"] * line["count"] for line in lines)
     bound = sum(line["predicted_us"] * line["count"] * (line["band"] or 0) for line in lines)
     return us, bound, sum(line["kernels"] * line["count"] for line in lines)
+
+
+def speedups(series: dict[str, dict[int, tuple[float, float, float]]]) -> str:
+    """Draw a line for each series: speedup, p10 and p90 by batch size. Raises ValueError for more series than lines are told apart."""
+    if len(series) > len(LINES):
+        raise ValueError(f"speedups: at most {len(LINES)} series, got {len(series)}")
+    left, right, top, bottom = 60, 700, 34, 300
+    sizes = sorted({batch for points in series.values() for batch in points})
+    values = [value for points in series.values() for point in points.values() for value in point]
+    low, high = math.floor(10 * min(1, *values) - 0.5) / 10, math.ceil(10 * max(values)) / 10
+    scale = (bottom - top) / (high - low)
+
+    def x(batch: int, place: int) -> float:  # markers at one batch size stand side by side
+        doublings = math.log2(sizes[-1] / sizes[0]) or 1
+        along = left + 30 + (right - left - 60) * math.log2(batch / sizes[0]) / doublings
+        return along + 5 * (place - (len(series) - 1) / 2)
+
+    def y(value: float) -> float:
+        return bottom - scale * (value - low)
+
+    middle = (len(series) - 1) / 2
+    parts = [_text((left + right) / 2, 14, "Decode speedup with vllm-rocm-ops by batch size (bars: p10 to p90)")]
+    parts.append(f'<path fill="#f3f3f3" d="M{left} {y(1):.1f}H{right}V{bottom}H{left}z"/>')
+    for tenth in range(round(10 * low), round(10 * high) + 1):
+        parts.append(f'<path class="grid" d="M{left} {y(tenth / 10):.1f}H{right}"/>')
+        parts.append(_text(left - 8, y(tenth / 10), f"{tenth / 10:.1f}x", "right"))
+    parts += [_text(x(batch, middle), bottom + 14, f"{batch}") for batch in sizes]
+    parts.append(f'<path class="axis" d="M{left} {top}V{bottom}H{right}M{left} {y(1):.1f}H{right}"/>')
+    parts.append(_text(right - 6, y(1) + 10, "slower than vLLM", "right"))
+    parts.append(_text((left + right) / 2, bottom + 32, "batch size"))
+    for place, ((what, points), (color, marker)) in enumerate(zip(series.items(), LINES)):
+        at = [(x(batch, place), *map(y, point)) for batch, point in sorted(points.items())]
+        line = "L".join(f"{across:.1f} {value:.1f}" for across, value, _, _ in at)
+        bars = "".join(
+            f"M{across:.1f} {p10:.1f}V{p90:.1f}m-4 0h8M{across - 4:.1f} {p10:.1f}h8" for across, _, p10, p90 in at
+        )
+        beside = bottom + 54 + 18 * place
+        marks = (
+            "".join(f"M{across:.1f} {value:.1f}{marker}" for across, value, _, _ in at)
+            + f"M{left + 30} {beside}{marker}"
+        )
+        parts.append(
+            f'<path fill="none" stroke="{color}" stroke-width="1.5" d="M{line}{bars}"/><path fill="{color}" d="{marks}"/>'
+        )
+        parts.append(_text(left + 44, beside, what, "left"))
+    return _document(right + 20, bottom + 54 + 18 * len(series), [], parts)
 
 
 def tick_step(largest: float) -> float:

@@ -45,6 +45,12 @@ def speedup(sides: dict[str, list[dict]]) -> float:
     )
 
 
+def speedup_spread(sides: dict[str, list[dict]]) -> tuple[float, float]:
+    """Return bounds of the speedup: p10 of the side without the ops over p90 of the side with them, and p90 over p10."""
+    (low, high), (low_with, high_with) = (spread_ms(sides[side]) for side in SIDES)
+    return low / high_with, high / low_with
+
+
 def op_stats(report: dict) -> dict[str, dict]:
     """By model: how often each op ran what."""
     return {run["model_id"]: run["op_stats"] for run in report["runs"] if "op_stats" in run}

@@ -1,6 +1,7 @@
 """Tables of the results in serving_benchmarks/results, made from the newest line of each case in any file."""
 
 import argparse
+import functools
 import json
 import pathlib
 import re
@@ -20,6 +21,7 @@ from vllm_rocm_ops import model_config, model_layers
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "serving_benchmarks"))
 import decode_profile
+import figures
 import latency
 import latency_report
 
@@ -44,6 +46,7 @@ def in_git() -> bool:
     return (ROOT / ".git").exists() and shutil.which("git") is not None
 
 
+@functools.cache
 def committed(path: pathlib.Path) -> int:
     """The time of a file's last commit. Later than all others for a new file. Equal for all files outside a checkout."""
     if not in_git():
@@ -304,12 +307,14 @@ def layers_of(model: str) -> int:
 
 
 class EngineRun(NamedTuple):
-    """A pair of sides through the engine, with what other sides there are, the files of all, and the command of the last side."""
+    """A pair of sides through the engine, with what other sides there are, the files of all, the command of the last side, and the
+    baseline: vLLM's version with the switches of its kernels."""
 
     hardware: str
     sides: dict[str, list[dict]]
     paths: list[pathlib.Path]
     command: str
+    baseline: str
 
 
 def engine_runs() -> list[EngineRun]:
@@ -327,8 +332,15 @@ def engine_runs() -> list[EngineRun]:
             if path not in paths:
                 paths.append(path)
             if not seams_of(report) and sides.keys() >= latency_report.SIDES.keys():
-                newest[case] = EngineRun(report["hardware"], sides, paths, report["command"])
+                newest[case] = EngineRun(report["hardware"], sides, paths, report["command"], baseline_of(report))
     return [newest[case] for case in sorted(newest, key=str_and_numbers)]
+
+
+def baseline_of(report: dict) -> str:
+    """Return vLLM's version in a report, with the switches of its kernels that were set."""
+    set_here = sorted(report.get("environment", {}).items())
+    switches = [f"`{name}={value}`" for name, value in set_here if name.startswith("VLLM_USE_")]
+    return f"vLLM {report['versions']['vllm']}" + (f" with {', '.join(switches)}" if switches else "")
 
 
 def seams_of(report: dict) -> str:
@@ -366,45 +378,127 @@ def str_and_numbers(case: tuple) -> tuple:
     return tuple((value is None, value or 0) if not isinstance(value, str) else value for value in case)
 
 
-def engine(tables: slice = slice(None)) -> str:
-    """Decode through vLLM's engine, with the ops and without. There is a table for each way in which it was measured, compiled as
-    vLLM does by default first; `tables` selects some. A model that was measured compiled is in that table only."""
-    ways: dict[str, dict[tuple, dict[int, str]]] = {}
-    often: dict[tuple, dict[str, None]] = {}  # in the order of batches
+class EngineCase(NamedTuple):
+    """One row of the engine tables: a model on some GPUs, and its runs by batch size."""
+
+    model: str
+    gpus: str
+    layers: str
+    runs: dict[int, EngineRun]
+
+
+def engine_cases() -> dict[str, list[EngineCase]]:
+    """Return the rows of the engine tables by how they were measured, with vLLM's default compilation first. A model that was measured
+    with it is in no other table for another compilation."""
+    ways: dict[str, dict[tuple[str, ...], dict[int, EngineRun]]] = {}
     runs = engine_runs()
     compiled = {run.sides["with"][0]["model_id"] for run in runs if not lacking(run.command)}
-    for hardware, sides, _, command in sorted(runs, key=lambda run: bool(lacking(run.command))):
-        result = sides["with"][0]
-        if lacking(command) and result["model_id"] in compiled:
+    for run in sorted(runs, key=lambda run: bool(lacking(run.command))):
+        result, options = run.sides["with"][0], options_of(run.command)
+        if lacking(run.command) and result["model_id"] in compiled:
             continue
-        without, ours = (latency_report.median_ms(sides[side]) for side in latency_report.SIDES)
-        options = options_of(command)
-        rank = f", a rank of {result['rank_of']} without collectives" if result["rank_of"] > 1 else ""
+        rank = f", one TP{result['rank_of']} rank, no all-reduce" if result["rank_of"] > 1 else ""
         if options.tensor_parallel_size > 1:
             experts = " + EP" if options.engine_args.get("enable_expert_parallel") else ""
-            rank += f", TP{experts} {options.tensor_parallel_size}"
-        if backend := backend_of(command):
+            rank += f", TP{options.tensor_parallel_size}{experts}"
+        if backend := backend_of(run.command):
             rank += f", {backend}"
-        layers, iterations = str(result["num_layers"] or "all"), f"{len(sides['with'])} x {len(result['latencies'])}"
-        row = f"{result['model_id']}{rank}", hardware, layers, str(result["output_len"])
-        often.setdefault(row, {})[iterations] = None
-        cell = f"{without:.2f} / {ours:.2f} {times([latency_report.speedup(sides)])}"
-        ways.setdefault(way(result, command), {}).setdefault(row, {})[result["batch_size"]] = cell
+        row = f"{result['model_id']}{rank}", run.hardware, str(result["num_layers"] or "all")
+        ways.setdefault(way(run), {}).setdefault(row, {})[result["batch_size"]] = run
+    return {
+        how: [EngineCase(*row, dict(sorted(of.items()))) for row, of in cases.items()] for how, cases in ways.items()
+    }
+
+
+def samples(run: EngineRun) -> str:
+    """Return n of a run: pairs of engine starts x iterations of each start."""
+    starts = run.sides["with"]
+    return f"{len(starts)} x {len(starts[0]['latencies'])}"
+
+
+def speedup_text(run: EngineRun) -> str:
+    """Return a run's speedup with its spread."""
+    low, high = latency_report.speedup_spread(run.sides)
+    return f"{times([latency_report.speedup(run.sides)])} ({low:.2f} to {high:.2f})"
+
+
+def engine() -> str:
+    """Return a table for each way in which the engine was measured, with a row for each model and batch size."""
     made = []
-    for caption, rows in ways.items():
-        header = ("model", "GPU", "layers", "generated", "pairs x iterations")
-        table = by_batch(header, {(*row, ", ".join(often[row])): cells for row, cells in rows.items()})
-        made.append(f"{caption}\n\n{table}")
-    return "\n\n".join(made[tables]) or "Nothing yet."
+    for how, cases in engine_cases().items():
+        body = []
+        for case in cases:
+            for batch, run in case.runs.items():
+                medians = (f"{latency_report.median_ms(run.sides[side]):.2f}" for side in latency_report.SIDES)
+                generated = str(run.sides["with"][0]["output_len"])
+                body.append((*case[:3], generated, str(batch), samples(run), *medians, speedup_text(run)))
+        header = (
+            "model",
+            "GPU",
+            "layers",
+            "generated",
+            "batch",
+            "n",
+            "vLLM ms",
+            "with the plugin ms",
+            "speedup (p10 to p90)",
+        )
+        made.append(f"{how}\n\n{markdown(header, body)}")
+    return "\n\n".join(made) or "Nothing yet."
 
 
-def way(result: dict, command: str) -> str:
-    """How a result through the engine was measured: its prompt, and the options of the command of latency.py."""
-    compiled = lacking(command) or "compiled as vLLM does by default"
-    prompt = f"{plural(result['input_len'], 'token')} of prompt"
-    text = f"Medians in ms per token, without the ops / with them; {prompt}; {compiled}."
-    if lacking(command):
-        text += " vLLM's compiler would fuse part of what runs without the ops: expect lower ratios with it."
+SHOWN_BATCHES = (1, 8, 32, 64)  # in README's table
+
+
+def is_whole(case: EngineCase) -> bool:
+    """Whether a case has all layers of its model, or real tensor parallelism."""
+    return case.layers == "all" or any(options_of(run.command).tensor_parallel_size > 1 for run in case.runs.values())
+
+
+def named(case: EngineCase) -> str:
+    """Return a case's model, with its share of the layers if it has not all."""
+    model = next(iter(case.runs.values())).sides["with"][0]["model_id"]
+    return case.model if case.layers == "all" else f"{case.model}, {case.layers} of {layers_of(model)} layers"
+
+
+def whole_models() -> tuple[str, list[EngineCase]]:
+    """Return how the whole models were measured with vLLM's default compilation and choice of backend, and their rows."""
+    how, cases = next(iter(engine_cases().items()), ("", []))
+    return how, [case for case in cases if is_whole(case)]
+
+
+def whole_models_table() -> str:
+    """Return the speedups of the whole models at the batch sizes that most of them have."""
+    how, cases = whole_models()
+    body = []
+    for case in cases:
+        cells = (speedup_text(case.runs[batch]) if batch in case.runs else "" for batch in SHOWN_BATCHES)
+        each_n = dict.fromkeys(samples(case.runs[batch]) for batch in SHOWN_BATCHES if batch in case.runs)
+        body.append((named(case), case.gpus, ", ".join(each_n), *cells))
+    header = ("model", "GPU", "n", *(f"batch {batch}" for batch in SHOWN_BATCHES))
+    return f"{how}\n\n{markdown(header, body)}" if body else "Nothing yet."
+
+
+def whole_models_figure() -> str:
+    """Return the figure of these speedups, as SVG."""
+    _, cases = whole_models()
+    series = {
+        f"{named(case)}, {case.gpus}": {
+            batch: (latency_report.speedup(run.sides), *latency_report.speedup_spread(run.sides))
+            for batch, run in case.runs.items()
+        }
+        for case in cases
+    }
+    return figures.speedups(series)
+
+
+def way(run: EngineRun) -> str:
+    """Return how a run was measured: prompt, compilation, versions and switches."""
+    prompt = f"{plural(run.sides['with'][0]['input_len'], 'token')} of prompt"
+    compiled = lacking(run.command) or "vLLM's default compilation and graph capture"
+    text = f"Random weights, {prompt}, {compiled}, {run.baseline}."
+    if lacking(run.command):
+        text += " vLLM's compiler would fuse a part of the baseline: expect lower speedups with it."
     return text
 
 

@@ -1,9 +1,7 @@
-"""Writes what is generated: parts of README.md and of the page beside the results, each between `<!-- name -->` and
-`<!-- /name -->`, the pages of the ops, of what works with what and of other systems: python tests/readme.py"""
+"""Write what is generated: parts of README.md and of pages, each between `<!-- name -->` and
+`<!-- /name -->`, README's figure, and whole pages: python tests/readme.py"""
 
 import ast
-import functools
-import inspect
 import itertools
 import pathlib
 import re
@@ -20,31 +18,130 @@ import systems
 from measurements import RESULTS, ROOT, markdown
 from op_pages import DOCS
 
-from vllm_rocm_ops import envs
-from vllm_rocm_ops import op as op_module
+import vllm_rocm_ops
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import doctor, envs, ops
 from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.vllm import seam
 
 README = ROOT / "README.md"
+FIGURE = RESULTS / "speedup.svg"
 
 
-def switches() -> str:
+def variables() -> str:
     rows = ((f"`{v.name}`", f"`{v.default}`" if v.default else "", v.meaning) for v in envs.VARIABLES.values())
     return markdown(("variable", "default", "meaning"), rows)
 
 
-def families() -> str:
-    """A row for each file of ops: what the ops compute, the seams that call them, and the most tokens of these calls."""
-    modules: dict[str, list[Op]] = {}
-    for op in op_module.registered():
-        modules.setdefault(op_pages.sentence(inspect.getmodule(op.reference)), []).append(op)
-    body = []
-    for about, ops in modules.items():
-        seams = {name: most for op in ops for name, most in op_pages.seams_of(op).items()}
-        tokens = sorted({{None: "any", 0: "where measured"}.get(most, str(most)) for most in seams.values()})
-        links = ", ".join(f"[{op.name}](vllm_rocm_ops/docs/{op.name}.md)" for op in ops)
-        what = re.split(r"; |\.(?: |$)", about)[0]
-        body.append((what, links, ", ".join(f"`{name}`" for name in seams), " or ".join(tokens)))
-    return markdown(("what", "ops", "seams in vLLM", "tokens at most"), body)
+def seams() -> str:
+    """Return a row for each seam that a user may name."""
+    loaded = (seam.load(name) for name in seam.NAMES)
+    return markdown(
+        ("seam", "replaces"), ((f"`{one.name}`", one.replaces) for one in loaded if "rocm" in one.platforms)
+    )
+
+
+FORMATS = {
+    # weights and activations -> the rows of selection.csv for linears and for experts
+    "BF16, FP16": (("linear unquantized",), ("experts bf16",)),
+    "FP8, per tensor, static or dynamic": (
+        ("linear static", "linear dynamic"),
+        ("experts fp8 static", "experts fp8 dynamic"),
+    ),
+    "FP8, per token and channel": (("linear per token", "linear fbgemm"), ("experts fp8 channel",)),
+    "FP8, 1x128 and 128x128 blocks": (("linear block",), ("experts fp8 block",)),
+    "MXFP8": (("linear mxfp8",), ("experts mxfp8",)),
+    "INT8 W8A8, symmetric": (("linear int8",), ()),
+}
+ATTENTION = {"MHA, GQA": (ops.paged_attention_decode, "key_cache"), "MLA": (ops.mla_decode, "kv_cache")}
+
+
+def support() -> str:
+    """Return the support matrix: which formats and KV cache dtypes have kernels on which GPU."""
+
+    def runs(arch: str, linears: tuple[str, ...], experts: tuple[str, ...]) -> str:
+        kinds = {"linear": linears, "MoE": experts}
+        served = (
+            kind
+            for kind, rows in kinds.items()
+            if rows and all(compatibility.selected(row, arch) == "selected" for row in rows)
+        )
+        return ", ".join(served) or "vLLM's kernels"
+
+    def cached(arch: str, op: Op, cache: str) -> str:
+        dtypes = {getattr(a, cache).dtype for a, _, _ in op_pages.launches_of(op, arch)}
+        names = ("FP8" if dtype.itemsize == 1 else op_pages.short(dtype).upper() for dtype in dtypes)
+        return ", ".join(sorted(names, key=("BF16", "FP16", "FP8").index))
+
+    rows = [(name, *(runs(arch, *of) for arch in compatibility.AMD)) for name, of in FORMATS.items()]
+    rows.append(("; ".join(compatibility.REFUSED), *["vLLM's kernels"] * len(compatibility.AMD)))
+    for name, of in ATTENTION.items():
+        rows.append((f"{name} decode attention, KV cache", *(cached(arch, *of) for arch in compatibility.AMD)))
+    fp8 = (str(archs.ARCHS[arch].fp8_dtype).removeprefix("torch.") for arch in compatibility.AMD)
+    rows.append(("FP8 dtype", *(f"`{dtype}`" for dtype in fp8)))
+    titles = []
+    for arch in compatibility.AMD:
+        products = (name for name, of in archs.PRODUCTS.items() if of.partition(":")[0] == arch)
+        titles.append(f"{', '.join(products)} ({arch})")
+    return markdown(("weights and activations", *titles), rows)
+
+
+def predictions() -> str:
+    """Return a line for each model: the predicted sum of the kernels of a decode step at batch 1."""
+    lines = []
+    for newest in measurements.measured("predicted"):
+        models: dict[str, list[dict]] = {}
+        for line, _ in newest.values():
+            if line["batch"] == 1:
+                models.setdefault(line["model"], []).append(line)
+        for model, of in models.items():
+            known = [line for line in of if line["band"] is not None]
+            launches = sum(line["count"] * line["kernels"] for line in of)
+            band = sum(line["predicted_us"] * line["count"] * line["band"] for line in known) / 1e3
+            lines.append(
+                f"- {of[0]['device']}, {model}, batch 1: {_sum_ms(of):.1f} ms in {launches:,} launches. The error band is ±{band:.1f} ms "
+                f"on {_sum_ms(known):.1f} ms of the sum, and unknown on the rest."
+            )
+    return "\n".join(lines)
+
+
+def _sum_ms(lines: list[dict]) -> float:
+    return sum(line["predicted_us"] * line["count"] for line in lines) / 1e3
+
+
+SHOWN = ("vllm-rocm-ops", "GPUs", "measured", "vLLM", "seams")  # of doctor's sections, in README
+SHOWN_SEAMS = ("scaled_linear", "block_scaled_linear", "fp8_experts")
+
+
+def doctor_sample() -> str:
+    """Return the sections of `doctor` that a user looks at first, as they are for an MI300X."""
+    product, arch = next(iter(archs.PRODUCTS.items()))
+    known = [seam.load(name) for name in SHOWN_SEAMS]
+    found = {
+        "package": {"version": vllm_rocm_ops.__version__, "path": ".../site-packages/vllm_rocm_ops"},
+        "torch": {"version": "", "hip": "", "cuda": ""},
+        "driver": {"backend": "hip", "status": "", "versions": {}},
+        "gpus": [{"name": f"AMD Instinct {product}", "arch": arch}],
+        "code_objects": {arch: {}},
+        "tables": {"yours": {"rows": {}, "folder": ""}},
+        "measured": [],
+        "machine": {},
+        "vllm": {
+            "version": f"{known[0].versions[1]}.0",
+            "plugin": True,
+            "why_off": "",
+            "seams": [{"name": one.name, "on": True, "replaces": one.replaces, "reason": ""} for one in known],
+        },
+        "patches": {"patches": [], "why_none": ""},
+        "emulator": {"why_off": ""},
+        "environment": {},
+        "ops": {},
+    }
+    shown, lines = False, []
+    for line in doctor.text(found).splitlines():
+        shown = line.startswith(SHOWN) or (shown and line.startswith(" "))
+        lines += [line] if shown else []
+    return "\n".join(("```", "$ vllm-rocm-ops doctor", *lines, " " * 14 + "...", "```"))
 
 
 SUFFIXES = (".py", ".h", ".hip", ".cpp")
@@ -78,14 +175,15 @@ def tree() -> str:
 BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     README: {
         "unmeasured": measurements.unmeasured,
-        "switches": switches,
-        "engine": functools.partial(measurements.engine, slice(1)),
-        "predicted": predicted_table.steps,
-        "ops": families,
+        "engine": measurements.whole_models_table,
+        "predicted": predictions,
+        "support": support,
+        "doctor": doctor_sample,
     },
+    DOCS / "configuration.md": {"variables": variables, "seams": seams},
     DOCS / "measuring.md": {
         "unmeasured": measurements.unmeasured,
-        "engine": functools.partial(measurements.engine, slice(1, None)),
+        "engine": measurements.engine,
         "decode": measurements.decode_summary,
         "beside the engine": measurements.beside_the_engine,
         "attention in the engine": measurements.attention_in_engine,
@@ -96,7 +194,11 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "arithmetic": quality_table.arithmetic,
     },
     DOCS / "architecture.md": {"tree": tree},
-    DOCS / "timing.md": {"published": predicted_table.published, "simpler": predicted_table.simpler},
+    DOCS / "timing.md": {
+        "steps": predicted_table.steps,
+        "published": predicted_table.published,
+        "simpler": predicted_table.simpler,
+    },
     RESULTS / "README.md": {
         "profiles": measurements.profiles,
         "engine": measurements.engine_commands,
@@ -129,6 +231,7 @@ def fresh(path: pathlib.Path) -> str:
 def documents() -> dict[pathlib.Path, str]:
     """Every file that has generated parts, with the text that it should have."""
     pages = {compatibility.PAGE: compatibility.page(), systems.PAGE: systems.page()}
+    pages[FIGURE] = measurements.whole_models_figure()
     return {path: fresh(path) for path in BLOCKS} | op_pages.pages() | pages
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import xml.etree.ElementTree
 
 import measurements
 import op_pages
@@ -20,6 +21,8 @@ from measurements import (
     single_ops,
     times,
     unmeasured,
+    whole_models_figure,
+    whole_models_table,
 )
 
 from vllm_rocm_ops import op as op_module
@@ -59,6 +62,7 @@ def report(
             "side": side,
             "batch_size": batch,
             "decode_ms_per_token": ms,
+            "decode_ms_percentiles": {"10": ms - 0.5, "90": ms + 1},
             "input_len": 1,
             "output_len": 64,
             "latencies": [0.1] * 5,
@@ -83,9 +87,10 @@ def test_the_newest_pair_through_the_engine_counts(folder):
     write(folder / "2026-11-21-b-latency.json", report(*pair, rank_of=8))
     write(folder / "2026-11-21-c-latency.json", report(("without", 1, 2.0), ("with", 1, 4.0), layers=None))
     write(folder / "2026-11-21-a-latency.json", report(("without", 1, 9.0), ("with", 1, 9.0), rank_of=8), age=1)
+    rank = "llama, one TP8 rank, no all-reduce | 1 x Made-up GPU"
     assert engine().splitlines()[4:] == [
-        "| llama, a rank of 8 without collectives | 1 x Made-up GPU | 4 | 64 | 1 x 5 | 3.00 / 2.00 1.50x |",
-        "| llama | 1 x Made-up GPU | all | 64 | 1 x 5 | 2.00 / 4.00 **0.50x** |",
+        f"| {rank} | 4 | 64 | 1 | 1 x 5 | 3.00 | 2.00 | 1.50x (0.83 to 2.67) |",
+        "| llama | 1 x Made-up GPU | all | 64 | 1 | 1 x 5 | 2.00 | 4.00 | **0.50x** (0.30 to 0.86) |",
     ]
     commands = engine_commands()
     assert "(made-up-gpu/2026-11-21-b-latency.json)" in commands and "\npython it --rank-of 8\n" in commands
@@ -130,7 +135,8 @@ def test_attention_in_the_engine_stands_beside_the_run_without_it(folder):
     assert [row.rpartition(" | 1 | ")[2] for row in attention_in_engine().splitlines()[2:]] == [
         "6.00 / 4.50 / 3.00 1.50x |"
     ]
-    assert engine().splitlines()[4:] == ["| llama, TRITON_MLA | 1 x Made-up GPU | 4 | 64 | 1 x 5 | 6.00 / 3.00 2.00x |"]
+    [row] = engine().splitlines()[4:]
+    assert row.startswith("| llama, TRITON_MLA | 1 x Made-up GPU | 4 | 64 | 8 | 1 x 5 | 6.00 | 3.00 | 2.00x (")
     assert "2026-11-21-a" in engine_commands()
     assert (
         f"2026-11-21-b-latency.json), torch 2.11.0, vllm 0.33.0:\n\n```\nVLLM_ROCM_OPS_SEAMS={NO_ATTENTION} python"
@@ -181,26 +187,28 @@ def test_the_newest_profile_counts(folder, half):
     ]
 
 
-LOWER = " vLLM's compiler would fuse part of what runs without the ops: expect lower ratios with it."
+LOWER = " vLLM's compiler would fuse a part of the baseline: expect lower speedups with it."
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("", "compiled as vLLM does by default."),
-        ("--enforce-eager", "eager: neither compiled nor captured in graphs." + LOWER),
+        ("", "vLLM's default compilation and graph capture, vLLM 0.33.0."),
+        ("--enforce-eager", "eager: neither compiled nor captured in graphs, vLLM 0.33.0." + LOWER),
         (
             '--engine-args \'{"compilation_config": {"mode": 0}}\'',
-            "captured in graphs, without compilation." + LOWER,
+            "captured in graphs, without compilation, vLLM 0.33.0." + LOWER,
         ),
-        ("--engine-args '{\"compilation_config\": 3}'", "compiled as vLLM does by default."),
+        (
+            "--engine-args '{\"compilation_config\": 3}'",
+            "vLLM's default compilation and graph capture, vLLM 0.33.0.",
+        ),
     ],
 )
 def test_a_table_through_the_engine_says_how_it_was_measured(folder, options, says):
     pair = [("without", 1, 3.0), ("with", 1, 2.0)]
     write(folder / "2026-11-21-a-latency.json", report(*pair, options=options))
-    caption = "Medians in ms per token, without the ops / with them; 1 token of prompt"
-    assert engine().startswith(f"{caption}; {says}\n\n| model |")
+    assert engine().startswith(f"Random weights, 1 token of prompt, {says}\n\n| model |")
     write(folder / "2026-11-21-b-latency.json", report(*pair, rank_of=8, options="--enforce-eager"))
     assert engine().count("| model |") == (2 if "without compilation" in says else 1), (
         "what was measured compiled stands alone"
@@ -210,7 +218,35 @@ def test_a_table_through_the_engine_says_how_it_was_measured(folder, options, sa
 def test_a_table_through_the_engine_says_over_how_many_gpus(folder):
     experts = "--tensor-parallel-size 4 --engine-args '{\"enable_expert_parallel\": true}'"
     write(folder / "2026-11-21-a-latency.json", report(("without", 1, 3.0), ("with", 1, 2.0), options=experts))
-    assert "\n| llama, TP + EP 4 | 1 x Made-up GPU | 4 | 64 | 1 x 5 | 3.00 / 2.00 1.50x |" in engine()
+    assert "\n| llama, TP4 + EP | 1 x Made-up GPU | 4 | 64 | 1 | 1 x 5 | 3.00 | 2.00 | 1.50x (" in engine()
+
+
+def test_the_spread_covers_all_pairs(folder):
+    """n is pairs x iterations; the speedup is the median of the pairs, its bounds are of the widest percentiles."""
+    pairs = [("without", 1, 3.0), ("with", 1, 2.0), ("without", 1, 4.0), ("with", 1, 2.5)]
+    write(folder / "2026-11-21-a-latency.json", report(*pairs))
+    assert engine().endswith(f" | 2 x 5 | 3.50 | 2.25 | 1.55x ({2.5 / 3.5:.2f} to {5 / 1.5:.2f}) |")
+
+
+def test_the_switches_of_the_baseline_are_said(folder):
+    made = json.loads(report(("without", 1, 3.0), ("with", 1, 2.0)))
+    made["environment"] = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_CACHE_ROOT": "/elsewhere"}
+    write(folder / "2026-11-21-a-latency.json", json.dumps(made))
+    assert ", vLLM 0.33.0 with `VLLM_USE_DEEP_GEMM=0`.\n" in engine()
+
+
+def test_the_readme_has_whole_models_and_real_parallelism(folder, monkeypatch):
+    monkeypatch.setattr(measurements, "layers_of", lambda model: 9)
+    pair = [("without", 8, 3.0), ("with", 8, 2.0), ("without", 2, 3.0), ("with", 2, 3.3)]
+    write(folder / "2026-11-21-a-latency.json", report(*pair, layers=None))
+    write(folder / "2026-11-21-b-latency.json", report(*pair, rank_of=8))
+    write(folder / "2026-11-21-c-latency.json", report(*pair, options="--tensor-parallel-size 4"))
+    rows = whole_models_table().splitlines()[4:]
+    assert [row.split(" | ")[0] for row in rows] == ["| llama, TP4, 4 of 9 layers", "| llama"]
+    assert rows[1] == "| llama | 1 x Made-up GPU | 1 x 5 |  | 1.50x (0.83 to 2.67) |  |  |"
+    drawn = xml.etree.ElementTree.fromstring(whole_models_figure())
+    texts = [element.text for element in drawn.iter() if element.tag.endswith("text")]
+    assert {"2", "8", "0.9x", "1.5x", "llama, 1 x Made-up GPU"} <= set(texts)
 
 
 def test_the_newest_line_of_what_is_chosen_counts(folder):
@@ -288,3 +324,16 @@ def test_the_page_of_an_op_shows_every_kind_of_its_results():
         for gpu, kind in timed[name]:
             assert re.search(rf"/{gpu}/[\d-]+\w+-{kind}\.jsonl", text), f"{kind} of {gpu} is not on the page of {name}"
         assert re.search(r"\| \**\d+\.\d\dx", text), f"the page of {name} has no ratio"
+
+
+def test_speedups_are_drawn_in_place():
+    """Batch 4 lies twice as far along as batch 2, and a speedup as far up as its label."""
+    drawn = measurements.figures.speedups({"one": {1: (1.2, 1.1, 1.3), 2: (1.0, 1.0, 1.0), 4: (0.9, 0.8, 0.95)}})
+    y = {found[1]: float(found[0]) for found in re.findall(r'y="([\d.]+)" class="right">([\d.]+)x<', drawn)}
+    points = re.search(r'stroke-width="1.5" d="M([\d. L]+)', drawn)[1].split("L")
+    (first, at_first), (second, at_second), (third, at_third) = (map(float, point.split()) for point in points)
+    assert second - first == pytest.approx(third - second, abs=0.2) and second > first
+    assert (at_first, at_second, at_third) == (y["1.2"], y["1.0"], y["0.9"]) and at_first < at_second < at_third
+    assert f"{y['1.1']:.1f}V{y['1.3']:.1f}" in drawn
+    with pytest.raises(ValueError, match="at most 5 series, got 6"):
+        measurements.figures.speedups({str(i): {1: (1.0, 1.0, 1.0)} for i in range(6)})

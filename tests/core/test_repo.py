@@ -8,6 +8,7 @@ import graphlib
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,13 +20,16 @@ from measurements import in_git
 from op_pages import DOCS, GUIDES, launches_of
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import envs, launch
+from vllm_rocm_ops import check, cli, envs, launch
 from vllm_rocm_ops import op as op_module
-from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.families.decode import MOST_ROWS
+from vllm_rocm_ops.vllm import experts, kernel_selection, kernel_timing, seam
+from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
 
 ROOT = readme.ROOT
 LARGEST_FILE = 200_000
-LARGEST_CODE, LARGEST_README = 20 * 1024, 8 * 1024
+LARGEST_CODE = 20 * 1024
+README_LINES, README_TABLES = 130, 2  # written, and generated
 needs_git = pytest.mark.skipif(not in_git(), reason="git alone knows the order of a day's results, and what is tracked")
 
 
@@ -418,8 +422,44 @@ def test_architecture_lists_every_source_file():
 
 
 def test_the_readme_is_short():
-    written = re.sub(r"<!-- ([\w ]+) -->.*?<!-- /\1 -->", "", readme.README.read_text(), flags=re.DOTALL)
-    assert len(written.encode()) <= LARGEST_README
+    block = r"<!-- ([\w ]+) -->(.*?)<!-- /\1 -->"
+    text = readme.README.read_text()
+    generated = [found for _, found in re.findall(block, text, flags=re.DOTALL)]
+    written = re.sub(block, "", text, flags=re.DOTALL)
+    assert sum(bool(line) for line in written.splitlines()) <= README_LINES
+    assert sum(found.count("| --- |") > 0 for found in generated) <= README_TABLES
+
+
+def test_the_readme_states_the_limits_of_selection():
+    text = " ".join(readme.README.read_text().split())
+    limits = {
+        f"more than {kernel_timing.LARGEST_ERROR:g}x the error",
+        f"more than {100 * kernel_selection.MARGIN:g} % faster",
+        f"at most {kernel_timing.MOST_SECONDS:g} s before vLLM compiles it and {kernel_timing.MOST_SECONDS:g} s at warm-up",
+        f"the plugin up to {experts.MOST_TOKENS} tokens and BF16 linear layers up to {unquantized_linear.MOST_TOKENS}",
+        f"serves 1 to {MOST_ROWS} query rows",
+        "in five minutes",
+    }
+    assert {limit for limit in limits if limit not in text} == set()
+    assert check.MINUTES == 5
+    fp8 = scaled_linear, block_scaled_linear, mxfp8_linear
+    assert {of.MOST_TOKENS for of in fp8} == {experts.MOST_TOKENS}
+
+
+@pytest.mark.parametrize("page", [readme.README, DOCS / "configuration.md"], ids=name)
+def test_switches_name_what_there_is(page):
+    """Every value of VLLM_ROCM_OPS_SEAMS and _DISABLE, and the verb and the options of every command."""
+    text = page.read_text()
+    for value in re.findall(r"VLLM_ROCM_OPS_SEAMS=([\w,-]+)", text):
+        seam.wanted("norm", value)  # raises for a name that is no seam
+    known = {op.name for op in op_module.registered()}
+    assert set(re.findall(r"VLLM_ROCM_OPS_DISABLE=(\w+)", text)) <= known
+    commands = re.findall(
+        r"^(?:\$ )?(vllm-rocm-ops [a-z].*?) *(?:#.*)?$|`(vllm-rocm-ops [a-z][^`]*)`", text, re.MULTILINE
+    )
+    assert commands
+    for command in map("".join, commands):
+        assert cli.parse_arguments(shlex.split(command)[1:])
 
 
 def test_the_readme_links_every_guide():
@@ -443,10 +483,18 @@ def test_the_readme_states_what_the_package_requires():
     assert f"| ROCm | the driver library of ROCm {releases} |" in section
 
 
+def headings(page: pathlib.Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
 @pytest.mark.parametrize("page", files("*.md"), ids=name)
 def test_links_exist(page):
     text = page.read_text()
-    for target in re.findall(r"\]\(([^)#\s]+)[^)\s]*\)", text):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for target, heading in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text):
+        linked = page.parent / target if target else page
+        assert target.startswith("https://") or linked.exists(), target
+        assert not heading or heading in headings(linked), f"{target}#{heading}"
     for script in re.findall(r"(?:bash|python) ([\w/]+\.(?:sh|py))", text):
         assert (ROOT / script).exists(), script
