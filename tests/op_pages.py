@@ -24,7 +24,17 @@ SEAMS = ROOT / "vllm_rocm_ops" / "vllm"
 MODELS, TP = ("llama-3.1-405b-fp8", "deepseek-v3"), 8
 WIDTH = 120
 EXAMPLE = {"op": "fused_add_rms_norm_static_fp8_quant", "shape": "1x16384", "arch": "MI300X"}
-GUIDES = ("compatibility", "configuration", "measuring", "tuning", "development", "architecture", "emulator", "timing", "CHANGELOG")
+GUIDES = (
+    "compatibility",
+    "configuration",
+    "measuring",
+    "tuning",
+    "development",
+    "architecture",
+    "emulator",
+    "timing",
+    "CHANGELOG",
+)
 WRITTEN = "<!-- Written by `python tests/readme.py`: change what it is made of, not this page. -->"
 FIRST = next(iter(archs.ARCHS))
 
