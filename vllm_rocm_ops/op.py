@@ -112,6 +112,10 @@ class Op:
     def __call__(self, *args, **kwargs):
         return self.torch_op(*args, **kwargs)
 
+    def call(self, *args):
+        """Call the torch op where a graph is traced, else its function: without the cost of PyTorch's dispatcher, for seams."""
+        return self.torch_op(*args) if torch.compiler.is_compiling() else self._dispatch(*args)
+
     def explain(self, *args, arch: str | Arch | None = None, require_code: bool = False, **kwargs) -> Explanation:
         """What a call with these arguments runs on `arch` (a name that arch.named takes; by default the arguments' device),
         and why. The tensors may be on the meta device. With `require_code`, kernels must have been built too."""

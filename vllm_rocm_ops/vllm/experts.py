@@ -70,14 +70,24 @@ def run(
     arguments = hidden, w1, w2, *routing, *scales, expert_map, 0, apply_router_weight_on_input, experts.shuffled
     if theirs is None:
         return torch.ops.vllm_rocm_ops.fused_experts(*arguments)
-    key = type(experts), w1.shape, w2.shape, w1.dtype, out_dtype, topk_ids.shape[1], expert_map is None
-    how = topk_ids.shape[1], topk_ids.dtype, expert_map, apply_router_weight_on_input, activation, global_num_experts
-    layer = w1, w2, out_dtype, experts, *how
-    choice = kernel_selection.choice(key)
-    if choice is None:
-        choice = kernel_selection.choose(key, KERNELS, experts.native_class().__name__, layer)
-    if choice.layers is not None:
-        choice.note(w1, len(hidden), lambda: layer)
+    choice = getattr(experts, "choice", None)
+    if choice is None or choice.layers is not None:
+        key = type(experts), w1.shape, w2.shape, w1.dtype, out_dtype, topk_ids.shape[1], expert_map is None
+        how = (
+            topk_ids.shape[1],
+            topk_ids.dtype,
+            expert_map,
+            apply_router_weight_on_input,
+            activation,
+            global_num_experts,
+        )
+        layer = w1, w2, out_dtype, experts, *how
+        choice = kernel_selection.choice(key)
+        if choice is None:
+            choice = kernel_selection.choose(key, KERNELS, experts.native_class().__name__, layer)
+        if choice.layers is not None:
+            choice.note(w1, len(hidden), lambda: layer)
+        experts.choice = choice
     if choice.is_never_ours:
         experts.leave()
     return native_kernel.run_or_native(theirs, ops.fused_experts, choice, *arguments)

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.platforms import current_platform
 
-from vllm_rocm_ops import ops as registered
+from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import native_kernel
 
 KEYS = (kFp8StaticTensorSym, kFp8DynamicTokenSym, kFp8Dynamic128Sym)
@@ -39,15 +39,13 @@ ACTIVATIONS = {
 }
 """The ops by the quantization of their result."""
 
-ops = torch.ops.vllm_rocm_ops
-
 
 def _has_kernels(name: str) -> bool:
     """Whether this machine has kernels for the op, for rows of any length and number."""
     row, one = torch.empty(2, 2 * GROUP, dtype=DTYPES[0], device="meta"), torch.empty(1, device="meta")
     examples = {"input": row, "residual": row, "weight": row[0], "epsilon": 1e-6, "scale": one}
     examples |= {"quant_dtype": QUANT_DTYPE, "group_size": GROUP}
-    op = getattr(registered, name)
+    op = getattr(ops, name)
     known = {argument: value for argument, value in examples.items() if argument in op.Arguments._fields}
     return native_kernel.has_kernels(op, **known)
 
@@ -103,17 +101,19 @@ def rms_norm(
     if key == kFp8StaticTensorSym:
         scale = linear.input_scale
         if residual is None:
-            data = ops.rms_norm_static_fp8_quant(x, weight, scale, epsilon, QUANT_DTYPE, one_plus)
+            data = ops.rms_norm_static_fp8_quant.call(x, weight, scale, epsilon, QUANT_DTYPE, one_plus)
         else:
-            data = ops.fused_add_rms_norm_static_fp8_quant(x, residual, weight, scale, epsilon, QUANT_DTYPE, one_plus)
+            data = ops.fused_add_rms_norm_static_fp8_quant.call(
+                x, residual, weight, scale, epsilon, QUANT_DTYPE, one_plus
+            )
     elif key == kFp8DynamicTokenSym:
         upper_bound = getattr(linear, "input_scale_ub", None)
         arguments = x, weight, epsilon, QUANT_DTYPE, upper_bound, residual, one_plus
-        data, scale = ops.rms_norm_dynamic_per_token_quant(*arguments)
+        data, scale = ops.rms_norm_dynamic_per_token_quant.call(*arguments)
     else:
         column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
         arguments = x, weight, epsilon, QUANT_DTYPE, GROUP, column_major, None, residual, one_plus
-        data, scale = ops.rms_norm_per_block_quant(*arguments)
+        data, scale = ops.rms_norm_per_block_quant.call(*arguments)
     return Quantized(data, scale, x.dtype, data.shape, key)
 
 
@@ -121,11 +121,11 @@ def silu_and_mul(linear: torch.nn.Module, key: QuantKey, x: torch.Tensor) -> Qua
     """silu(first half of x) * second half, quantized as `key` says for `linear`."""
     if key == kFp8StaticTensorSym:
         scale = linear.input_scale
-        data = ops.silu_and_mul_quant(x, scale, QUANT_DTYPE)
+        data = ops.silu_and_mul_quant.call(x, scale, QUANT_DTYPE)
     elif key == kFp8DynamicTokenSym:
         upper_bound = getattr(linear, "input_scale_ub", None)
-        data, scale = ops.silu_and_mul_per_token_quant(x, QUANT_DTYPE, upper_bound)
+        data, scale = ops.silu_and_mul_per_token_quant.call(x, QUANT_DTYPE, upper_bound)
     else:
         column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
-        data, scale = ops.silu_and_mul_per_block_quant(x, QUANT_DTYPE, GROUP, column_major)
+        data, scale = ops.silu_and_mul_per_block_quant.call(x, QUANT_DTYPE, GROUP, column_major)
     return Quantized(data, scale, x.dtype, data.shape, key)

@@ -164,7 +164,9 @@ class Linear:
         and never serves its layer hands all later calls to the kernel it keeps."""
         if torch.compiler.is_compiling():
             return getattr(torch.ops.vllm_rocm_ops, self.run.__name__)(*arguments)
-        choice = self.choice_of(*arguments)
+        choice = getattr(kernel, "choice", None)
+        if choice is None or choice.layers is not None:  # a key takes as long to make as an op to launch
+            choice = kernel.choice = self.choice_of(*arguments)
         if choice.is_never_ours:
             kernel.apply_weights = kernel.native.apply_weights
         return self.serve(choice, *arguments)

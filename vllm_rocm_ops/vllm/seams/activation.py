@@ -26,6 +26,7 @@ def install() -> None:
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.fusion.fused_act_quant import _FUSED_ACT_QUANT
 
+    from vllm_rocm_ops import ops
     from vllm_rocm_ops.vllm import fused_quant, native_rows
 
     keys = fused_quant.runnable(fused_quant.ACTIVATIONS)
@@ -55,7 +56,7 @@ def install() -> None:
                 return self.vllm_forward(x)
             if key is not None:
                 return fused_quant.silu_and_mul(linear, key, x)
-            return torch.ops.vllm_rocm_ops.silu_and_mul(x)
+            return ops.silu_and_mul.call(x)
 
     native_rows.install(native_rows.ACTIVATIONS)
 

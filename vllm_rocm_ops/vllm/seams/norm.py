@@ -54,9 +54,8 @@ def made_of(norm: type, one_plus: bool, keys: tuple) -> type:
     import torch
     from vllm import envs
 
+    from vllm_rocm_ops import ops
     from vllm_rocm_ops.vllm import fused_quant
-
-    ops = torch.ops.vllm_rocm_ops
 
     class RocmOpsNorm(norm):
         """vLLM's norm, with our ops for the inputs that they take."""
@@ -97,9 +96,9 @@ def made_of(norm: type, one_plus: bool, keys: tuple) -> type:
             if key is not None:
                 result = fused_quant.rms_norm(linear, key, x, residual, weight, epsilon, one_plus)
             elif residual is None:
-                result = ops.rms_norm(x, weight, epsilon, one_plus)
+                result = ops.rms_norm.call(x, weight, epsilon, one_plus)
             else:
-                result = ops.fused_add_rms_norm(x, residual, weight, epsilon, one_plus)
+                result = ops.fused_add_rms_norm.call(x, residual, weight, epsilon, one_plus)
             return result if residual is None else (result, residual)
 
     RocmOpsNorm.__name__ = RocmOpsNorm.__qualname__ = f"RocmOps{norm.__name__}"

@@ -35,7 +35,9 @@ def scaled_linear(
 
 def _weight(b: Tensor, in_fragments: bool) -> Tensor:
     """A weight as `scaled_mm` takes it."""
-    return native_kernel.fragments_of(b) if in_fragments else native_kernel.rows_of(b).t()
+    if in_fragments:
+        return native_kernel.fragments_of(b)
+    return b.t() if b.stride(-1) == 1 else b
 
 
 class ScaledLinear(native_kernel.Linear):
