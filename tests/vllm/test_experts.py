@@ -694,6 +694,7 @@ def test_aiters_weights_are_read_as_they_are(native, kind, fault, monkeypatch):
     assert one.state == ("off" if fault else "measured"), one.why
     assert one.shape.endswith(" shuffled")
     assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])
+    assert native.calls[0]["expert_map"].tolist() == mask.tolist()
 
 
 class InTurn:
@@ -778,6 +779,8 @@ def test_experts_that_ours_never_serves_are_vllms_own(native, wins, monkeypatch)
     asked = {"workspace_shapes", "finalize_weight_and_reduce_impl", "expects_unquantized_inputs", "activation_format"}
     assert (found <= asked) is not wins, found
     assert len(native.calls) == (0 if wins else 2)
+    monkeypatch.setattr(native, "expects_unquantized_inputs", False)  # vLLM then quantizes before it calls them
+    assert modular("block").expects_unquantized_inputs.fget(made.fused_experts) is wins
 
 
 def test_measured_routes_are_uniform_over_all_ranks():
