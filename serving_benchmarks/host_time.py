@@ -34,6 +34,7 @@ from vllm_rocm_ops import launch
 CALLS, ROUNDS = 20, 60
 ALLOWED_US = 10.0  # that a call of ours may take longer than vLLM's
 VLLMS, SERVES, LEAVES = "vLLM's own", "ours serves", "ours leaves"
+OURS = SERVES, LEAVES
 
 
 class Discard:

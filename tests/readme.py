@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import attention_table
 import compatibility
+import host_tables
 import measurements
 import op_pages
 import predicted_table
@@ -207,6 +208,8 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "experts": measurements.experts,
         "decode attention": attention_table.decode,
         "attention": attention_table.prompts,
+        "host time": host_tables.host_times,
+        "starts": host_tables.starts,
         "single ops": measurements.results,
         "predicted": predicted_table.calls,
         "static": measurements.static,

@@ -101,7 +101,7 @@ SEAM_MUTANTS = {
     "rows that see more than what is before them": of(
         ATTENTION, "return metadata.causal is True and all(", "return any("
     ),
-    "what a layer has and ours lacks is served": of(ATTENTION, "if self.lacks or query.dtype", "if query.dtype"),
+    "what a layer has and ours lacks is served": of(ATTENTION, "if self.lacks or batch", "if batch"),
     "sinks of 16 bits": of(ATTENTION, "impl.sinks is not None and impl.sinks.dtype != torch.float32", "False"),
     "ours where bits may not depend on the batch": of(
         ATTENTION, '"rows that must not depend on the batch", self.is_batch_invariant', '"no rows", False'
@@ -144,7 +144,7 @@ SEAM_MUTANTS = {
     "a latent of another size": of(LATENT, "impl.kv_lora_rank != LATENT", "False"),
     # Absorbed products
     "heads taken for tokens": of(ABSORBED, "choice.is_ours(x.shape[1])", "choice.is_ours(x.shape[0])"),
-    "a weight left before it was measured": of(ABSORBED, "if choice.layers is None and not any", "if not any"),
+    "a weight left before it was measured": of(ABSORBED, "if choice.is_never_ours", "if 1 not in choice.ours"),
     "a weight's order not told apart": of(ABSORBED, '" transposed" * (layer[0].stride(2) == 1)', '""'),
     "tokens of another type": SeamMutant(
         ABSORBED[0], "if x.dtype != weights.dtype:", "if False:", "test_seam_guards.py"

@@ -270,7 +270,7 @@ def test_int8_layers_are_calls_of_the_seam(changes, scales, capsys, tmp_path):
     assert ops.gemm(*a).isfinite().all()
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    assert cli.main(["explain", "--model", str(path), "--arch", "gfx942", "--batch", "1,64"]) == 0
+    assert cli.main(["explain", "--model", str(path), "--arch", "gfx942", "--batch", "1,64", "--verbose"]) == 0
     [line] = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("gate_up ")]
     assert line[2:6] == ["gemm", "1,64", "vLLM's", "own"] and line[-1] == "faster"
 

@@ -12,7 +12,7 @@ import torch
 from marks import cover
 from test_ops import executor  # noqa: F401
 
-from vllm_rocm_ops import op, ops
+from vllm_rocm_ops import op, ops, tensors
 from vllm_rocm_ops.correctness import generator_of
 
 STEPS = (
@@ -44,7 +44,8 @@ def apart(the_op: op.Op, given, arch) -> tuple[dict[str, tuple[int, ...]], list]
             strides = [step // size for step in steps]
             if not FAR < large.reach(x.shape, strides, size) < FARTHEST:
                 continue
-            spread = a._replace(**{name: torch.empty_strided(x.shape, strides, dtype=x.dtype, device="meta")})
+            far = tensors.canonical(torch.empty_strided(x.shape, strides, dtype=x.dtype, device="meta"))
+            spread = a._replace(**{name: far})
             rules = [
                 *(holds for *_, holds in the_op.contract(spread)),
                 *(holds for _, holds in the_op.envelope(spread, arch)),

@@ -138,7 +138,6 @@ def install() -> None:
         utils.register_rocm_unquantized_gemm(few_tokens)
         return
 
-    @functools.wraps(theirs)
     def unquantized_gemm(layer, x, weight, bias=None):
         if envs.VLLM_BATCH_INVARIANT or not x.is_cuda:
             return theirs(layer, x, weight, bias)
@@ -154,6 +153,7 @@ def install() -> None:
         native = functools.partial(theirs, layer, x, weight, bias)
         return native_kernel.run_or_native(native, ops.unquantized_gemm, choice, x, weight, bias)
 
+    unquantized_gemm.__wrapped__ = theirs
     setattr(utils, name, unquantized_gemm)
 
 
