@@ -33,7 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_was_warned_of():
-    """What is said once in a process each test may see, whichever tests ran before it in the same process."""
+    """What is said once in a process each test may see, whichever tests ran before it in the same process. Each has kernels measured,
+    unless it says otherwise."""
+    os.environ.pop("VLLM_ROCM_OPS_MEASURE", None)
+    if envs := sys.modules.get("vllm_rocm_ops.envs"):
+        vars(envs).pop("VLLM_ROCM_OPS_MEASURE", None)
     stats = sys.modules.get("vllm_rocm_ops.stats")
     if stats:
         stats.warned.clear()
