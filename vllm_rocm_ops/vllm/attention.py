@@ -129,9 +129,8 @@ class HeadsDecoder(Decoder):
 
     def serve(self, layer, query: Tensor, kv_cache: Tensor, metadata, output: Tensor, scale: Tensor | None) -> bool:
         """Write the output of a batch, if ours serves it; with a scale that of e4m3."""
-        batch = self.backend.batch(
-            metadata
-        )  # first what most calls that are left to vLLM fail for, as this is the host's time
+        # First what most calls that are left to vLLM fail for: this is the host's time.
+        batch = self.backend.batch(metadata)
         if self.lacks or batch == NO_BATCH or not self.is_ours(batch):
             return False
         fits = output.dtype in LIMIT if scale is not None else output.dtype == query.dtype

@@ -110,7 +110,7 @@ def is_matched() -> bool:
     return current_platform.is_rocm() and any(getattr(passes, name, False) for name in names)
 
 
-def give_back(layer: torch.nn.Module, choice: kernel_selection.Choice, replacement: Callable, theirs: Callable) -> None:
+def give_back(layer: torch.nn.Module, replacement: Callable, theirs: Callable) -> None:
     """Give a layer that ours never serves vLLM's function back. Layers of embeddings look it up at each call, so that they get it when
     ours serves none of them."""
     from vllm.model_executor.layers import utils
@@ -149,7 +149,7 @@ def install() -> None:
         if not hasattr(getattr(layer, "quant_method", None), "_gemm_impl"):
             _looked_up.add(choice)
         if choice.is_never_ours:
-            give_back(layer, choice, unquantized_gemm, theirs)
+            give_back(layer, unquantized_gemm, theirs)
         native = functools.partial(theirs, layer, x, weight, bias)
         return native_kernel.run_or_native(native, ops.unquantized_gemm, choice, x, weight, bias)
 
