@@ -31,13 +31,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 
 
+def switches() -> dict[str, str]:
+    """Return the package's environment variables that are set, and what hides one of them."""
+    environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_OPS_")}
+    envs = sys.modules.get("vllm_rocm_ops.envs")
+    return environment | {
+        name: f"{value!r} in envs" for name, value in vars(envs or sys).items() if name.startswith("VLLM_ROCM_OPS_")
+    }
+
+
 @pytest.fixture(autouse=True)
-def nothing_was_warned_of():
-    """What is said once in a process each test may see, whichever tests ran before it in the same process. Each has kernels measured,
-    unless it says otherwise."""
-    os.environ.pop("VLLM_ROCM_OPS_MEASURE", None)
-    if envs := sys.modules.get("vllm_rocm_ops.envs"):
-        vars(envs).pop("VLLM_ROCM_OPS_MEASURE", None)
+def process_is_left_as_it_was():
+    """Clear the warnings that a process gives once, and fail a test that leaves a switch set for the tests after it."""
     stats = sys.modules.get("vllm_rocm_ops.stats")
     if stats:
         stats.warned.clear()
+    before = switches()
+    yield
+    assert switches() == before

@@ -7,6 +7,7 @@ compile to equal graphs. A kernel has no other state: the weights are arguments 
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable
 from typing import NamedTuple
@@ -115,14 +116,19 @@ def run_or_native(native: Callable[[], Tensor], op: Op, choice: Choice, *argumen
     """Our op, where the choice for as many tokens as the first argument has rows is ours, and its kernels take the arguments;
     else `native()`."""
     tokens = arguments[0].numel() // max(arguments[0].shape[-1], 1)
-    if choice.must_be_ours:
-        with op.trial():
-            output = op.run_kernels(*arguments)
-        if output is None:
-            raise Refused
-        return output
-    output = op.run_kernels(*arguments) if choice.is_ours(tokens) else None
+    output = run_ours(op, choice, *arguments) if choice.is_ours(tokens) else None
     return native() if output is None else output
+
+
+def run_ours(op: Op, choice: Choice, *arguments) -> Tensor | None:
+    """Run our op, or return None where its kernels do not take the arguments. Raises `Refused` there in a call that measures ours."""
+    if not choice.must_be_ours:
+        return op.run_kernels(*arguments)
+    with op.trial():
+        output = op.run_kernels(*arguments)
+    if output is None:
+        raise Refused
+    return output
 
 
 def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
@@ -155,9 +161,19 @@ class Linear:
     choice_of: Callable[..., Choice]
     run: Callable[..., Tensor]
     """The function of the seam's torch op, which serves a call by its choice."""
-    serve: Callable[..., Tensor]
-    """The same with the choice in front of the arguments."""
+    theirs: Callable[..., Tensor]
+    """vLLM's kernel on the arguments of `run`."""
+    taken: Callable[..., tuple]
+    """The arguments of our op, from those of `run`."""
     sampled_rows = 8
+
+    def serve(self, choice: Choice, *arguments) -> Tensor:
+        """Run a call by its choice. The first argument is [tokens, K]."""
+        output = None
+        if choice.is_ours(arguments[0].shape[0]):
+            run = functools.partial(run_ours, self.op, choice) if choice.must_be_ours else self.op.run_kernels
+            output = run(*self.taken(*arguments))
+        return self.theirs(*arguments) if output is None else output
 
     def call(self, kernel, *arguments) -> Tensor:
         """Run the torch op in a compiled graph, its function elsewhere. A kernel of ours that is called outside of compiled graphs

@@ -31,13 +31,13 @@ class BlockScaledLinear(native_kernel.Linear):
         return MOST_TOKENS
 
     def choice_of(self, a, b, scale_a, scale_b, out_dtype, native):
-        return self.choice((native, b.shape), native, lambda: (b, scale_b, out_dtype, native), b, len(a))
+        return self.choice((native, b.shape), native, lambda: (b, scale_b, out_dtype, native), b, a.shape[0])
 
-    def serve(self, choice, a, b, scale_a, scale_b, out_dtype, native):
-        def theirs() -> Tensor:
-            return native_kernel.kept(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
+    def theirs(self, a, b, scale_a, scale_b, out_dtype, native):
+        return native_kernel.kept(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
 
-        return native_kernel.run_or_native(theirs, self.op, choice, a, b, scale_a, scale_b, out_dtype)
+    def taken(self, a, b, scale_a, scale_b, out_dtype, native):
+        return a, b, scale_a, scale_b, out_dtype
 
     def describe(self, layer):
         return self.sizes(layer, layer[0].dtype, layer[2])

@@ -45,18 +45,16 @@ class Int8Linear(native_kernel.Linear):
         def layer() -> tuple:
             return weight, weight_scale, input_scale, bias, native, x.dtype
 
-        return self.choice((native, weight.shape, bias is None), native, layer, weight, len(x))
+        return self.choice((native, weight.shape, bias is None), native, layer, weight, x.shape[0])
 
-    def serve(self, choice, x, weight, weight_scale, input_scale, bias, native):
-        def theirs() -> Tensor:
-            kernel = native_kernel.kept(native)
-            values = weight, weight_scale, input_scale, None, None
-            return kernel.apply_weights(types.SimpleNamespace(**dict(zip(kernel.layer_param_names, values))), x, bias)
+    def theirs(self, x, weight, weight_scale, input_scale, bias, native):
+        kernel = native_kernel.kept(native)
+        values = weight, weight_scale, input_scale, None, None
+        return kernel.apply_weights(types.SimpleNamespace(**dict(zip(kernel.layer_param_names, values))), x, bias)
 
-        if not choice.is_ours(len(x)):
-            return theirs()
+    def taken(self, x, weight, weight_scale, input_scale, bias, native):
         a, scale_a = quantized(x, input_scale)
-        return native_kernel.run_or_native(theirs, self.op, choice, a, weight, x.dtype, scale_a, weight_scale, bias)
+        return a, weight, x.dtype, scale_a, weight_scale, bias
 
     def columns(self, layer):
         return layer[0].shape

@@ -34,17 +34,15 @@ class Mxfp8Linear(native_kernel.Linear):
 
     def choice_of(self, x, weight, weight_scale, bias, native):
         key = native, weight.shape, bias is None
-        return self.choice(key, native, lambda: (weight, weight_scale, bias, native, x.dtype), weight, len(x))
+        return self.choice(key, native, lambda: (weight, weight_scale, bias, native, x.dtype), weight, x.shape[0])
 
-    def serve(self, choice, x, weight, weight_scale, bias, native):
-        def theirs() -> Tensor:
-            layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
-            return native_kernel.kept(native).apply_weights(layer, x, bias)
+    def theirs(self, x, weight, weight_scale, bias, native):
+        layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
+        return native_kernel.kept(native).apply_weights(layer, x, bias)
 
-        if not choice.is_ours(len(x)):
-            return theirs()
+    def taken(self, x, weight, weight_scale, bias, native):
         a, scale_a = torch.ops.vllm.mxfp8_quantize(x, False, 0)
-        return native_kernel.run_or_native(theirs, self.op, choice, a, weight, scale_a, weight_scale, x.dtype, bias)
+        return a, weight, scale_a, weight_scale, x.dtype, bias
 
     def describe(self, layer):
         return self.sizes(layer, layer[-1], bias=layer[2])

@@ -53,17 +53,16 @@ class ScaledLinear(native_kernel.Linear):
             static = scale_a if native_kernel.kept(native).quant_fp8.static else None
             return b, scale_b, bias, out_dtype, in_fragments, native, static, a.shape[1]
 
-        return self.choice((native, b.shape, in_fragments, bias is None), native, layer, b, len(a))
+        return self.choice((native, b.shape, in_fragments, bias is None), native, layer, b, a.shape[0])
 
-    def serve(self, choice, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
-        def theirs() -> Tensor:
-            shape = [a.shape[0], b.numel() // a.shape[1]]
-            return native_kernel.kept(native).apply_scaled_mm(
-                A=a, B=b, out_dtype=out_dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=shape
-            )
+    def theirs(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
+        shape = [a.shape[0], b.numel() // a.shape[1]]
+        return native_kernel.kept(native).apply_scaled_mm(
+            A=a, B=b, out_dtype=out_dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=shape
+        )
 
-        weight = _weight(b, in_fragments)
-        return native_kernel.run_or_native(theirs, self.op, choice, a, weight, scale_a, scale_b, out_dtype, bias)
+    def taken(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
+        return a, _weight(b, in_fragments), scale_a, scale_b, out_dtype, bias
 
     def columns(self, layer):
         return layer[-1], layer[0].numel() // layer[-1]
@@ -178,9 +177,8 @@ def install() -> None:
                 weight = _weight(B, in_fragments)
                 output = torch.ops.vllm_rocm_ops.scaled_mm(A, weight, As, Bs, out_dtype, bias)
             else:
-                arguments = A, B, As, Bs, bias, out_dtype, in_fragments, self.native_name
-                output = KERNELS.call(self, *arguments)
-            return output.view(*output_shape[:-1], output.shape[-1])
+                output = KERNELS.call(self, A, B, As, Bs, bias, out_dtype, in_fragments, self.native_name)
+            return output if len(output_shape) == 2 else output.view(*output_shape[:-1], output.shape[-1])
 
     native_kernel.register_first(RocmOpsScaledLinear, table, "fp8")
 
