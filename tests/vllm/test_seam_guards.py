@@ -12,7 +12,9 @@ from vllm_rocm_ops.vllm import absorbed_products, attention, attention_timing, l
 
 def choices(*ours: bool) -> tuple:
     """Those of a layer, one for each length of requests."""
-    return tuple(types.SimpleNamespace(is_ours=lambda requests, of=of: of, is_never_ours=not of) for of in ours)
+    return tuple(
+        types.SimpleNamespace(is_ours=lambda requests, of=of: of, is_never_ours=not of, layers=None) for of in ours
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,19 @@ def test_an_implementation_that_ours_never_serves_is_vllms_own(kind, of, forced,
     assert frames.entered(call)
     assert bool(frames.entered(call)) is not never
     assert asked == [tuple(given)] * 2
+
+
+def test_whether_ours_ever_serves_is_found_once():
+    """After what was measured is known, and anew where a cache is made anew."""
+    decoder = attention.Decoder.__new__(attention.Decoder)
+    decoder.is_forced, decoder.lacks, decoder.choices = False, "", {1: choices(True)}
+    of = decoder.choices[1][0]
+    of.layers = {}
+    assert not decoder.is_never_ours()
+    of.layers, of.is_never_ours = None, True
+    assert decoder.is_never_ours()
+    decoder.choices = None  # which no call reads any more
+    assert decoder.is_never_ours()
 
 
 def test_caches_in_another_order_are_left_alone(configuration, monkeypatch):
@@ -116,9 +131,10 @@ def test_what_cannot_serve_is_not_measured(changed):
 
 @pytest.mark.parametrize(("longest", "lengths"), [(8192, [128, 1024, 8192]), (2000, [128, 1024]), (100, [100])])
 def test_requests_are_as_long_as_the_model_allows(configuration, longest, lengths):
-    of = decoder(longest=longest)
+    of = decoder(longest=longest, never_ours=True)
     attention_timing.choose(of, types.SimpleNamespace(_k_scale=torch.ones(1)), None, 16)
     assert [choice.shape for choice in of.choices[1]] == [f"a layer page 16 {n} of {longest} keys" for n in lengths]
+    assert of.never_ours is None  # what was found for other choices
 
 
 def test_with_drafts_single_rows_are_measured_too(configuration):

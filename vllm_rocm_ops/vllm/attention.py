@@ -48,6 +48,8 @@ class Decoder:
     """What our op is to one layer's implementation. `lacks` says why it serves none of the layer's calls; empty if it may."""
 
     op: Op
+    never_ours: bool | None = None
+    """What `is_never_ours` has found for good."""
 
     def __init__(self, impl, backend: Backend):
         from vllm import envs as vllm_envs
@@ -95,9 +97,15 @@ class Decoder:
         return self.is_forced or bool(choices) and all(choice.is_ours(requests) for choice in choices)
 
     def is_never_ours(self) -> bool:
-        """Whether vLLM's implementation serves every batch from now on."""
-        never = all(any(choice.is_never_ours for choice in choices) for choices in self.choices.values())
-        return bool(self.lacks) or (never and not self.is_forced)
+        """Return whether vLLM's implementation serves every batch from now on: of each query length ours loses at some length of
+        requests. Kept once nothing is left to measure, as each call that is left to vLLM asks."""
+        if self.never_ours is None:
+            never = all(any(choice.is_never_ours for choice in choices) for choices in self.choices.values())
+            never = bool(self.lacks) or (never and not self.is_forced)
+            if any(choice.layers is not None for choices in self.choices.values() for choice in choices):
+                return never
+            self.never_ours = never
+        return self.never_ours
 
 
 class HeadsDecoder(Decoder):

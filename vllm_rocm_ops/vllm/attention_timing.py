@@ -69,7 +69,7 @@ def choose(decoder: Decoder, layer: torch.nn.Module, builder, page_size: int) ->
             if choice.layers is not None:
                 choice.note(layer._k_scale, config.scheduler_config.max_num_seqs, lambda of=of: of)
             found.append(choice)
-        decoder.choices[query_len] = tuple(found)
+        decoder.choices[query_len], decoder.never_ours = tuple(found), None
 
 
 class Layer:
