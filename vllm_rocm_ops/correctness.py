@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -178,19 +178,26 @@ def whole_numbers(the_op: Op, arguments: tuple, generator: torch.Generator) -> t
     """A matrix product's arguments with small whole numbers as values and powers of two as scales. No sum of their products is
     rounded in fp32."""
 
-    def whole(name: str, value):
-        if not isinstance(value, torch.Tensor):
-            return value
-        copy = clone(value)
-        if value.dtype in MX_SCALES:
-            copy.view(torch.uint8).copy_(torch.randint(125, 130, value.shape, generator=generator))
-        elif "scale" in name:
-            copy.copy_(2.0 ** torch.randint(-2, 3, value.shape, generator=generator))
-        else:
-            copy.copy_(torch.randint(-3, 4, value.shape, generator=generator))
-        return copy
+    def small(value: torch.Tensor) -> torch.Tensor:
+        return torch.randint(-3, 4, value.shape, generator=generator)
 
-    return tuple(whole(name, value) for name, value in zip(the_op.Arguments._fields, arguments))
+    return tuple(
+        whole(name, value, small, generator) if isinstance(value, torch.Tensor) else value
+        for name, value in zip(the_op.Arguments._fields, arguments)
+    )
+
+
+def whole(
+    name: str, value: torch.Tensor, numbers: Callable[[torch.Tensor], torch.Tensor], generator: torch.Generator
+) -> torch.Tensor:
+    """Return a copy of an argument that holds `numbers(value)`, or powers of two where its name or type is that of a scale."""
+    copy = clone(value)
+    if value.dtype in MX_SCALES:
+        copy.view(torch.uint8).copy_(torch.randint(125, 130, value.shape, generator=generator))
+    else:
+        is_scale = "scale" in name
+        copy.copy_(2.0 ** torch.randint(-2, 3, value.shape, generator=generator) if is_scale else numbers(value))
+    return copy
 
 
 def in_float64(value):

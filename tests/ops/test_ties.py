@@ -17,7 +17,7 @@ import torch
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, op, ops
-from vllm_rocm_ops.correctness import as_tuple, clone, generator_of, unwritten_is_nan
+from vllm_rocm_ops.correctness import as_tuple, clone, generator_of, unwritten_is_nan, whole
 from vllm_rocm_ops.emulator import Emulator, device, formats
 from vllm_rocm_ops.emulator.instructions.table import VECTOR
 from vllm_rocm_ops.quantization import MX_SCALES
@@ -37,17 +37,14 @@ def filled(name: str, x, fill: str, generator: torch.Generator):
     """An argument of whole numbers, the first of ones of any sign if `fill` says so, queries of zeros; a scale of powers of two."""
     if not isinstance(x, torch.Tensor) or x.dtype not in (*ROUNDED, torch.float16, torch.float32, *MX_SCALES):
         return x
-    copy = clone(x)
-    if x.dtype in MX_SCALES:
-        copy.view(torch.uint8).copy_(torch.randint(125, 130, x.shape, generator=generator))
-    elif "scale" in name:
-        copy.copy_(2.0 ** torch.randint(-2, 3, x.shape, generator=generator))
-    else:
+
+    def numbers(x: torch.Tensor) -> torch.Tensor:
         most = 127 if x.dtype == torch.int8 else 255
         largest = {"ones": 2, "no queries": 1 if name.startswith("q") else most}.get(fill, most)
         sign = torch.randint(0, 2, x.shape, generator=generator) * 2.0 - 1
-        copy.copy_(sign * torch.randint(int(largest > 1), largest, x.shape, generator=generator))
-    return copy
+        return sign * torch.randint(int(largest > 1), largest, x.shape, generator=generator)
+
+    return whole(name, x, numbers, generator)
 
 
 def results(the_op: op.Op, given: tuple, run) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import zipfile
 
+import filelock
 import processes
 import pytest
 import selection
@@ -51,17 +52,19 @@ PLUGIN_SEAMS = {*LINEAR_SEAMS, *EXPERT_SEAMS, *ATTENTION_SEAMS, *OTHER_SEAMS}
 def python_files(requirement: str) -> pathlib.Path:
     """A folder with the Python files of a vLLM release, from its wheel on PyPI; kept for the next time."""
     folder = BUILD / requirement.replace("==", "-")
-    if not folder.exists():
-        wheels = folder.with_suffix(".wheel")
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(wheels)]
-        subprocess.run([*command, requirement], check=True)
-        [wheel] = wheels.glob("*.whl")
-        partial = folder.with_suffix(".partial")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(partial, [name for name in archive.namelist() if name.endswith(".py")])
-        wheel.unlink()
-        wheels.rmdir()
-        partial.rename(folder)
+    BUILD.mkdir(exist_ok=True)
+    with filelock.FileLock(folder.with_suffix(".lock")):  # other files' tests want it, too
+        if not folder.exists():
+            wheels = folder.with_suffix(".wheel")
+            options = ["-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d"]
+            subprocess.run([sys.executable, *options, str(wheels), requirement], check=True)
+            [wheel] = wheels.glob("*.whl")
+            partial = folder.with_suffix(".partial")
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(partial, [name for name in archive.namelist() if name.endswith(".py")])
+            wheel.unlink()
+            wheels.rmdir()
+            partial.rename(folder)
     return folder
 
 
