@@ -3,6 +3,7 @@
 Each part runs in a process of its own, within a time: one that hangs or faults the GPU is written down, with the end of what it
 said, and the next one runs. The process that starts them touches no GPU. The parts:
 
+    smoke ...    stages from loading the driver to the smallest case of each op (smoke.py); after one that fails, nothing else runs
     machine      what `doctor` finds
     op ...       each op's cases, checked and timed as `bench` does
     bandwidth    of the GPU's memory
@@ -37,6 +38,7 @@ import torch
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import doctor, explain, launch, model_config, model_layers, ops, tables
 from vllm_rocm_ops import op as op_module
+from vllm_rocm_ops import smoke as smoke_stages
 from vllm_rocm_ops.bench import run as bench
 from vllm_rocm_ops.bench.clock import GpuClock, tensor_bytes
 from vllm_rocm_ops.bench.peers import Peer, peers
@@ -48,7 +50,7 @@ MODELS = {"llama-3.1-405b-fp8": 8, "deepseek-v3": 8}  # with so many ranks
 TINY = {"tiny-llama-fp8": 1, "tiny-deepseek-v3-fp8": 1}
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 TINY_TOKENS = (1, 17)
-SECONDS = {"machine": 60, "op": 60, "bandwidth": 60, "model": 90, "emulator": 60}  # of a part, at most
+SECONDS = {"smoke": 60, "machine": 60, "op": 60, "bandwidth": 60, "model": 90, "emulator": 60}  # of a part, at most
 MINUTES = 5.0
 LEAST_SECONDS = 15.0  # that must be left for a part to be begun: one of an op takes 5 on an H200
 EMULATED_SECONDS = 0.5  # of processor time for an op's cases
@@ -60,6 +62,11 @@ OPS = ("scaled_mm", "block_scaled_mm", "mxfp8_scaled_mm", "unquantized_gemm", "f
 
 
 # The parts, each a function that yields what it finds, piece by piece
+
+
+def smoke(arch: str | None, stage: str, *arguments) -> Iterator[dict]:
+    """A stage of smoke.py."""
+    yield from smoke_stages.STAGES[stage](arch, *arguments)
 
 
 def machine(arch: str | None) -> Iterator[dict]:
@@ -86,11 +93,8 @@ def op_cases(arch: str | None, name: str) -> Iterator[dict]:
 
     known = archs.named(arch)
 
-    def size(case) -> int:
-        return tensor_bytes(*case.make("meta", torch.Generator(), known.fp8_dtype))
-
     start = time.process_time()
-    for task in emulated.tasks([(op, case) for case in sorted(op.cases(), key=size)], known):
+    for task in emulated.tasks([(op, case) for case in smoke_stages.smallest_first(op, known)], known):
         done = emulated.check(task, arch)
         kernels = " + ".join(sorted(done.kernels)) or "fallback"
         yield {"case": task.case.name, "kernel": kernels, "wrong": done.wrong or None, "us": None}
@@ -236,6 +240,7 @@ def counted(arch: str | None, name: str) -> Iterator[dict]:
 
 
 PARTS: dict[str, Callable[..., Iterator[dict]]] = {
+    "smoke": smoke,
     "machine": machine,
     "op": op_cases,
     "bandwidth": bandwidth,
@@ -249,7 +254,9 @@ def planned(arch: str | None, pattern: str) -> list[tuple]:
     names = [op.name for op in op_module.registered() if fnmatch.fnmatchcase(op.name, pattern)]
     if not names:
         raise ValueError(f"check: no op matches --op {pattern}")
-    found: list[tuple] = [("machine",), *(("op", name) for name in names)]
+    stages = [("smoke", stage, *[pattern] * (stage == "ops")) for stage in smoke_stages.STAGES]
+    stages = [stage for stage in stages if not arch or stage[1] in smoke_stages.EMULATED]
+    found: list[tuple] = [*stages[:1], ("machine",), *stages[1:], *(("op", name) for name in names)]
     if pattern == "*":
         found += [] if arch else [("bandwidth",)]
         found += [("model", name, tp) for name, tp in (TINY if arch else MODELS).items()]
@@ -356,7 +363,8 @@ def wrong_of(part: dict) -> list[str]:
         for piece in part["found"]
         if piece.get("wrong")
     ]
-    return wrong + ([] if part["ended"] in GOOD else [part["ended"]])
+    begun = part["found"][-1]["case"] if part["found"] and part["found"][-1].get("begun") else ""
+    return wrong + ([] if part["ended"] in GOOD else [part["ended"] + f", in {begun}" * bool(begun)])
 
 
 def line_of(part: dict) -> str:
@@ -386,25 +394,37 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"check: --minutes must be positive, got {arguments.minutes}")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm_rocm_ops.check"])
-    parts, end, path = [], time.monotonic() + 60 * arguments.minutes, arguments.output
+    parts, end, path, failed = [], time.monotonic() + 60 * arguments.minutes, arguments.output, ""
+
+    def write(*part: dict) -> None:
+        found = {"command": "check", "emulated": arguments.emulate, "parts": [*parts, *part]}
+        tables.replace(path, json.dumps(found, indent=1))
+
     for kind, *rest in planned(arguments.emulate, arguments.op):
+        part = {"part": " ".join(map(str, (kind, *rest))), "ended": "left out", "seconds": 0.0, "found": [], "said": ""}
         left = end - time.monotonic()
-        done = {"ended": "left out", "seconds": 0.0, "found": [], "said": ""}
-        if left > LEAST_SECONDS:
-            done = supervise(context, PARTS[kind], tuple(rest), arguments.emulate, min(SECONDS[kind], left))
-        parts.append({"part": " ".join(map(str, (kind, *rest))), **done})
-        print(line_of(parts[-1]), flush=True)
+        if failed:
+            part["said"] = f"{failed} failed"
+        elif left > LEAST_SECONDS:
+            if path is not None:
+                write(part | {"ended": "begun"})  # what a machine that goes down leaves
+            part |= supervise(context, PARTS[kind], tuple(rest), arguments.emulate, min(SECONDS[kind], left))
+        parts.append(part)
+        print(line_of(part), flush=True)
         if path is None:
             path = file_name(parts, arguments.emulate)
-        tables.replace(path, json.dumps({"command": "check", "emulated": arguments.emulate, "parts": parts}, indent=1))
-        if kind == "machine" and not arguments.emulate and not any(found["gpus"] for found in done["found"]):
+        write()
+        if not arguments.emulate and any(piece.get("gpus") == [] for piece in part["found"]):
             raise RuntimeError(
                 f"there is no GPU; --emulate {next(iter(archs.ARCHS))} has the emulator stand in for one"
             )
+        if kind == "smoke" and wrong_of(part):
+            failed = part["part"]
     bad = sum(bool(wrong_of(part)) for part in parts)
     left_out = sum(part["ended"] == "left out" for part in parts)
     text = f"{len(parts)} parts, {f'{bad} with something wrong' if bad else 'all right'}"
-    print(text + (f", {left_out} left out for lack of time" if left_out else ""))
+    why = f"as {failed} failed" if failed else "for lack of time"
+    print(text + (f", {left_out} left out {why}" if left_out else ""))
     if not (arguments.emulate or any(part["part"].startswith("emulator") for part in parts)):
         print("without the emulator's counts: they need the extra vllm-rocm-ops[emulator]")
     print(f"please send {path.resolve()}")

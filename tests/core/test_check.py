@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import vllm_rocm_ops
-from vllm_rocm_ops import check, cli, launch, model_config, model_layers, ops
+from vllm_rocm_ops import check, cli, launch, model_config, model_layers, ops, smoke
 from vllm_rocm_ops.bench.peers import Peer
 
 FORKS = multiprocessing.get_context("fork")
@@ -131,9 +131,10 @@ def test_parts_on_a_gpu():
     """Everything that the tester's file is to hold, for both models."""
     parts = check.planned(None, "*")
     kinds = {part[0] for part in parts}
-    assert kinds >= {"machine", "op", "bandwidth", "model"}
+    assert kinds >= {"smoke", "machine", "op", "bandwidth", "model"}
     assert [part[1:] for part in parts if part[0] == "model"] == [("llama-3.1-405b-fp8", 8), ("deepseek-v3", 8)]
-    assert parts[0] == ("machine",)
+    assert [part[1] for part in parts if part[0] == "smoke"] == list(smoke.STAGES)
+    assert parts[:2] == [("smoke", "driver"), ("machine",)] and parts[7][0] == "op"  # none before the last stage
     assert check.SECONDS.keys() == check.PARTS.keys() >= kinds
     with pytest.raises(ValueError, match="no op matches --op nothing"):
         check.planned(None, "nothing")
@@ -244,8 +245,10 @@ def test_the_command(tmp_path):
     )
     assert result == 0
     written = json.loads(path.read_text())
-    assert {part["part"]: part["ended"] for part in written["parts"]} == {"machine": "done", "op rms_norm": "done"}
-    machine, cases = (part["found"] for part in written["parts"])
+    parts = {part["part"]: part["found"] for part in written["parts"]}
+    assert {part["ended"] for part in written["parts"]} == {"done"}
+    assert list(parts) == ["smoke stamps", "machine", "smoke launch", "op rms_norm"]
+    machine, cases = parts["machine"], parts["op rms_norm"]
     assert machine[0]["package"]["version"] == vllm_rocm_ops.__version__
     assert cases and all(case["wrong"] is None for case in cases)
     assert torch.__version__ == machine[0]["torch"]["version"]
