@@ -27,6 +27,7 @@ import math
 import multiprocessing
 import os
 import re
+import statistics
 import tempfile
 import time
 import traceback
@@ -43,6 +44,7 @@ from vllm_rocm_ops.bench import run as bench
 from vllm_rocm_ops.bench.clock import GpuClock, tensor_bytes
 from vllm_rocm_ops.bench.peers import Peer, peers
 from vllm_rocm_ops.bench.shapes import Shape
+from vllm_rocm_ops.timing import frozen
 from vllm_rocm_ops.vllm import experts, kernel_selection, kernel_timing, native_kernel
 from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
 
@@ -57,6 +59,7 @@ EMULATED_SECONDS = 0.5  # of processor time for an op's cases
 SOFT = 0.8  # of these: then a part stops by itself, between two pieces
 GOOD = ("done", "stopped", "left out")  # ways to end
 GRACE_SECONDS = 10.0  # for a process that was killed
+WORST = 5  # predictions that the last lines name
 SAID = 16000  # characters of what a part wrote that are kept
 OPS = ("scaled_mm", "block_scaled_mm", "mxfp8_scaled_mm", "unquantized_gemm", "fused_experts")
 
@@ -112,6 +115,7 @@ def model(arch: str | None, name: str, tp: int) -> Iterator[dict]:
     """Our kernels beside others, for the linear layers and experts of a model's rank."""
     known = archs.named(arch) if arch else GpuClock().arch
     clock = Untimed() if arch else kernel_timing.GraphClock()
+    product = None if arch else frozen.product_of(torch.cuda.get_device_name(0))
     with torch.inference_mode():
         for call in model_layers.calls(model_config.read(name), tp):
             if call.op.name not in OPS:
@@ -119,11 +123,13 @@ def model(arch: str | None, name: str, tp: int) -> Iterator[dict]:
             others = {"PyTorch's reference": Peer(call.op.reference)} if arch else peers(call.op)
             for other, peer in others.items():
                 if "tensorwise" not in other:  # another product
-                    yield from beside(call, other, peer, known, clock, TINY_TOKENS if arch else TOKENS)
+                    yield from beside(call, other, peer, known, clock, TINY_TOKENS if arch else TOKENS, product)
 
 
-def beside(call, other: str, peer: Peer, arch: archs.Arch, clock, sizes: tuple[int, ...]) -> Iterator[dict]:
-    """Our kernels beside another for one call of a model, with so many tokens."""
+def beside(
+    call, other: str, peer: Peer, arch: archs.Arch, clock, sizes: tuple[int, ...], product: str | None = None
+) -> Iterator[dict]:
+    """Our kernels beside another for one call of a model, with so many tokens; on a product, what was predicted of it, too."""
     kernels = ModelCall(call, peer, arch)
     layer = torch.empty(0, device=kernels.device), call.dtype  # weights are made for each size
     choice = kernels.choice = kernel_selection.Choice(kernels, other, layer)
@@ -134,6 +140,7 @@ def beside(call, other: str, peer: Peer, arch: archs.Arch, clock, sizes: tuple[i
             "beside": other,
             "tokens": tokens,
             **kernels.predicted(tokens),
+            "frozen": frozen.find(product, call, tokens, arch),
         }
         calls = kernel_timing.estimate(kernels, layer, max(call.count, 1), tokens, arch.bandwidth_gb_s)[0]
         try:
@@ -379,6 +386,27 @@ def line_of(part: dict) -> str:
     return f"{part['part']:44} {part['seconds']:6.1f} s  {what:40}  {verdict}"
 
 
+def against_frozen(parts: list[dict]) -> list[str]:
+    """Return lines about what was measured of calls that were predicted before, each call once."""
+    pieces = [piece for part in parts for piece in part["found"] if piece.get("frozen") and piece.get("us")]
+    calls = {(piece["layer"], piece["op"], piece["kernel"], piece["tokens"]): piece for piece in reversed(pieces)}
+    if not calls:
+        return []
+    ratios = {name: piece["us"] / piece["frozen"]["us"] for name, piece in calls.items()}
+    bands = {name: piece["frozen"]["band"] for name, piece in calls.items()}
+    held = [1 / (1 + band) <= ratios[name] <= 1 + band for name, band in bands.items() if band is not None]
+    of = frozen.newest()
+    lines = [f"predicted on {of['date']} at {of['commit']}, before any such GPU was seen: {len(calls)} of these calls"]
+    lines.append(f"  measured / predicted: median {statistics.median(ratios.values()):.2f}")
+    lines.append(f"  within the band: {sum(held)} of {len(held)}; {len(calls) - len(held)} have no band")
+    worst = sorted(ratios, key=lambda name: -abs(math.log(ratios[name])))[:WORST]
+    return lines + [
+        f"  {layer}, {tokens} tokens: {calls[layer, op, kernel, tokens]['us']:.1f} us measured, "
+        f"{calls[layer, op, kernel, tokens]['frozen']['us']:.1f} predicted ({op})"
+        for layer, op, kernel, tokens in worst
+    ]
+
+
 def file_name(found: list[dict], arch: str | None) -> Path:
     """A name for the file: what ran, and when."""
     gpus = [gpu["name"] for part in found for piece in part["found"] for gpu in piece.get("gpus", ())]
@@ -420,6 +448,8 @@ def run(arguments: argparse.Namespace) -> int:
             )
         if kind == "smoke" and wrong_of(part):
             failed = part["part"]
+    for line in against_frozen(parts):
+        print(line)
     bad = sum(bool(wrong_of(part)) for part in parts)
     left_out = sum(part["ended"] == "left out" for part in parts)
     text = f"{len(parts)} parts, {f'{bad} with something wrong' if bad else 'all right'}"

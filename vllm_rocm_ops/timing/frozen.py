@@ -1,0 +1,108 @@
+"""Predictions that were written down before anybody measured them: `timing/frozen/<date>-<commit>.json`. `vllm-rocm-ops check` sets what
+it measures beside them.
+
+    python -m vllm_rocm_ops.timing.frozen --date 2026-11-24 --commit 1234567 > vllm_rocm_ops/timing/frozen/2026-11-24-1234567.json
+
+Makes a file, in some forty minutes; needs the extra [emulator]. A prediction holds for the code objects whose hashes it has, and is not
+set beside others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import launch, model_config, model_layers
+from vllm_rocm_ops.model_layers import LayerCall
+
+from . import CONTEXT, machines
+
+FOLDER = Path(__file__).parent / "frozen"
+MODELS = {"llama-3.1-405b-fp8": 8, "deepseek-v3": 8, "qwen3-30b-a3b-fp8": 1}  # with so many ranks
+PRODUCTS = ("MI300X", "MI325X", "MI355X")
+TOKENS = (1, 8, 32, 64)
+
+
+def code_of(call: LayerCall, tokens: int, arch: archs.Arch) -> dict[str, str]:
+    """Return the hashes of the code objects that a call's kernels are in, by symbol."""
+    case = call.case(tokens).make("meta", torch.Generator(), arch.fp8_dtype)
+    launches = call.op.explain(*case, arch=arch, require_code=True).launches
+    return {one.symbol: launch.stamp(launch.code_object(one.module, arch.name))["sha256"][:16] for one in launches}
+
+
+def key(product: str, call: LayerCall, tokens: int) -> str:
+    """Return what a prediction is found by."""
+    return f"{product} {call.op.name} {call.parameters!r} {str(call.dtype).removeprefix('torch.')} {tokens} tokens"
+
+
+def predictions(products: tuple[str, ...], tokens: tuple[int, ...]) -> Iterator[tuple[str, dict]]:
+    """Yield the key of each call of the models' decode steps, and its prediction: microseconds, the band as a share of them or None where
+    it is unknown, launches, and the code."""
+    from . import launch_time, predict
+
+    done = set()
+    for arch in dict.fromkeys(machines.named(product).arch for product in products):
+        alike = [machines.named(product) for product in products if machines.named(product).arch == arch]
+        for name, tp in MODELS.items():
+            config = model_config.read(name)
+            for call in [*model_layers.calls(config, tp), model_layers.attention(config, tp)]:
+                for size in tokens if call.count else ():
+                    if key(alike[0].name, call, size) in done:
+                        continue
+                    done.add(key(alike[0].name, call, size))
+                    case = call.case(size).make("meta", torch.Generator(), arch.fp8_dtype)
+                    try:
+                        kernels = predict.predict_call(call.op, call.op.Arguments(*case)._asdict(), alike[0])
+                    except ValueError:  # PyTorch runs it
+                        continue
+                    code = code_of(call, size, arch)
+                    for machine in alike:  # which run the same instructions
+                        us = sum(launch_time.predict(machine, kernel.recording).us for kernel in kernels)
+                        band = predict.band(call.op, machine.name).ratio
+                        values = {"us": round(us, 2), "band": band, "launches": len(kernels), "code": code}
+                        yield key(machine.name, call, size), values
+
+
+@functools.cache
+def newest() -> dict:
+    """Return the file that was frozen last: its `date`, `commit` and `calls`."""
+    paths = sorted(FOLDER.glob("*.json"))
+    return json.loads(paths[-1].read_text()) if paths else {"date": "", "commit": "", "calls": {}}
+
+
+def product_of(gpu: str) -> str | None:
+    """Return the product that a GPU's name has, as torch gives it."""
+    return next((product for product in PRODUCTS if product in gpu), None)
+
+
+def find(product: str | None, call: LayerCall, tokens: int, arch: archs.Arch) -> dict | None:
+    """Return what was predicted of a call, if it was, for the code that is installed."""
+    found = newest()["calls"].get(key(product, call, tokens)) if product else None
+    return found if found and found["code"] == code_of(call, tokens, arch) else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--date", required=True, help="of the file")
+    parser.add_argument("--commit", required=True, help="of the kernels and of the model")
+    parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=PRODUCTS)
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    arguments = parser.parse_args()
+    calls = {}
+    for name, values in predictions(tuple(arguments.products), tuple(arguments.tokens)):
+        calls[name] = values
+        print(f"{name}: {values['us']} us", file=sys.stderr, flush=True)
+    head = {"date": arguments.date, "commit": arguments.commit, "context": CONTEXT}
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(values)}" for name, values in calls.items())
+    print(f'{json.dumps(head)[:-1]}, "calls": {{\n{lines}\n}}}}')
+
+
+if __name__ == "__main__":
+    main()
