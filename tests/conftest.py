@@ -31,21 +31,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 
 
-def switches() -> dict[str, str]:
-    """Return the package's environment variables that are set, and what hides one of them."""
-    environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_OPS_")}
-    envs = sys.modules.get("vllm_rocm_ops.envs")
-    return environment | {
-        name: f"{value!r} in envs" for name, value in vars(envs or sys).items() if name.startswith("VLLM_ROCM_OPS_")
-    }
+def state() -> dict[str, str]:
+    """Return what tests of one process share: the package's variables that are set, what hides one, and seams that are off though this
+    platform has them."""
+    found = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_OPS_")}
+    envs, seam = (sys.modules.get(f"vllm_rocm_ops.{name}") for name in ("envs", "vllm.seam"))
+    hidden = vars(envs) if envs else {}
+    found |= {name: f"{value!r} in envs" for name, value in hidden.items() if name.startswith("VLLM_ROCM_OPS_")}
+    off = [one for one in seam.status() if not one.on and not one.reason.startswith("for ")] if seam else []
+    return found | {f"seam {one.name}": one.reason for one in off}
 
 
 @pytest.fixture(autouse=True)
 def process_is_left_as_it_was():
-    """Clear the warnings that a process gives once, and fail a test that leaves a switch set for the tests after it."""
+    """Clear the warnings that a process gives once, and fail a test that leaves another state to the tests after it."""
     stats = sys.modules.get("vllm_rocm_ops.stats")
     if stats:
         stats.warned.clear()
-    before = switches()
+    before = state()
     yield
-    assert switches() == before
+    assert state() == before
