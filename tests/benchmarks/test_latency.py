@@ -441,8 +441,11 @@ def test_real_configurations_run(tmp_path, model, layers, overrides, op):
 
 def test_random_routers_spread_tokens(monkeypatch):
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     monkeypatch.setattr(DummyModelLoader, "load_weights", DummyModelLoader.load_weights)  # importing replaces it
+    for method in ("load_model", "compile_or_warm_up_model"):  # which the module times, where it is imported first
+        monkeypatch.setattr(WorkerWrapperBase, method, vars(WorkerWrapperBase).get(method), raising=False)
     random_experts = importlib.import_module("random_experts")
     layer = torch.nn.ModuleDict({name: torch.nn.Linear(64, 256, bias=False) for name in ("gate", "gate_proj")})
     layer["gate"].e_score_correction_bias = torch.nn.Parameter(torch.randn(256))
