@@ -27,7 +27,6 @@ import math
 import multiprocessing
 import os
 import re
-import statistics
 import tempfile
 import time
 import traceback
@@ -59,7 +58,6 @@ EMULATED_SECONDS = 0.5  # of processor time for an op's cases
 SOFT = 0.8  # of these: then a part stops by itself, between two pieces
 GOOD = ("done", "stopped", "left out")  # ways to end
 GRACE_SECONDS = 10.0  # for a process that was killed
-WORST = 5  # predictions that the last lines name
 SAID = 16000  # characters of what a part wrote that are kept
 OPS = ("scaled_mm", "block_scaled_mm", "mxfp8_scaled_mm", "unquantized_gemm", "fused_experts")
 
@@ -386,27 +384,6 @@ def line_of(part: dict) -> str:
     return f"{part['part']:44} {part['seconds']:6.1f} s  {what:40}  {verdict}"
 
 
-def against_frozen(parts: list[dict]) -> list[str]:
-    """Return lines about what was measured of calls that were predicted before, each call once."""
-    pieces = [piece for part in parts for piece in part["found"] if piece.get("frozen") and piece.get("us")]
-    calls = {(piece["layer"], piece["op"], piece["kernel"], piece["tokens"]): piece for piece in reversed(pieces)}
-    if not calls:
-        return []
-    ratios = {name: piece["us"] / piece["frozen"]["us"] for name, piece in calls.items()}
-    bands = {name: piece["frozen"]["band"] for name, piece in calls.items()}
-    held = [1 / (1 + band) <= ratios[name] <= 1 + band for name, band in bands.items() if band is not None]
-    of = frozen.newest()
-    lines = [f"predicted on {of['date']} at {of['commit']}, before any such GPU was seen: {len(calls)} of these calls"]
-    lines.append(f"  measured / predicted: median {statistics.median(ratios.values()):.2f}")
-    lines.append(f"  within the band: {sum(held)} of {len(held)}; {len(calls) - len(held)} have no band")
-    worst = sorted(ratios, key=lambda name: -abs(math.log(ratios[name])))[:WORST]
-    return lines + [
-        f"  {layer}, {tokens} tokens: {calls[layer, op, kernel, tokens]['us']:.1f} us measured, "
-        f"{calls[layer, op, kernel, tokens]['frozen']['us']:.1f} predicted ({op})"
-        for layer, op, kernel, tokens in worst
-    ]
-
-
 def file_name(found: list[dict], arch: str | None) -> Path:
     """A name for the file: what ran, and when."""
     gpus = [gpu["name"] for part in found for piece in part["found"] for gpu in piece.get("gpus", ())]
@@ -448,7 +425,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
         if kind == "smoke" and wrong_of(part):
             failed = part["part"]
-    for line in against_frozen(parts):
+    for line in frozen.beside([piece for part in parts for piece in part["found"]]):
         print(line)
     bad = sum(bool(wrong_of(part)) for part in parts)
     left_out = sum(part["ended"] == "left out" for part in parts)

@@ -18,6 +18,8 @@ from vllm_rocm_ops.timing import choices, foreign, machines, predict, published,
 
 OBJECT = "hsa/gfx950/bf16gemm/a_64x64.co"
 
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="published objects are read from git")
+
 
 def write(path, header, rows):
     with path.open("w", newline="") as file:
@@ -36,8 +38,6 @@ def point(us: float, predicted: float | str = "", **others) -> dict[str, str]:
 @pytest.fixture
 def folder(tmp_path):
     """The published tables, and a bare git directory with two versions of an object."""
-    if shutil.which("git") is None:
-        pytest.skip("there is no git, of whose objects such rows are")
     git, work = tmp_path / "git", tmp_path / "work"
 
     def run(*command) -> str:
@@ -77,6 +77,7 @@ def folder(tmp_path):
     return tmp_path, git, [blob for _, blob in commits], run("rev-parse", f"HEAD:{residuals.LATENT}")
 
 
+@needs_git
 def test_all_points_with_an_object_are_listed_each_with_the_object_that_was_measured(folder, capsys):
     path, git, blobs, latent = folder
     rows = residuals.listed(path, git)

@@ -34,12 +34,12 @@ HEAD = [
 MACHINE = machines.MI300X
 TILES = (2, 64)
 
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="published objects are read from git")
+
 
 @pytest.fixture(scope="module")
 def git(tmp_path_factory):
     """A bare git directory with an object of ours, and the blob."""
-    if shutil.which("git") is None:
-        pytest.skip("there is no git, of whose objects such rows are")
     folder = tmp_path_factory.mktemp("git")
     subprocess.run(["git", "init", "-q", "--bare", str(folder)], check=True)
     path = launch.code_object("silu_and_mul", "gfx942")
@@ -64,6 +64,7 @@ def printed(tmp_path, git, rows, limit=30.0, jobs=1, kept=None):
     return list(csv.DictReader(io.StringIO(out.getvalue()))), log.getvalue().splitlines()
 
 
+@needs_git
 def test_every_row_gets_a_time_or_a_reason(tmp_path, git, monkeypatch):
     folder, blob = git
     times = {64: 12.5, 65: 1 / 3}
@@ -88,6 +89,7 @@ def test_every_row_gets_a_time_or_a_reason(tmp_path, git, monkeypatch):
     assert len(log) == 8 and log[0].startswith("1 of 8, ") and sum(line.endswith(" s: 12.5 us") for line in log) == 1
 
 
+@needs_git
 def test_a_row_that_takes_too_long_or_kills_its_process_is_left(tmp_path, git, monkeypatch):
     def slow(fields, *_):
         if fields["M"] == "1":
@@ -102,6 +104,7 @@ def test_a_row_that_takes_too_long_or_kills_its_process_is_left(tmp_path, git, m
     assert [each["why"][:16] for each in found] == ["", *["took longer than"] * 2, ""]
 
 
+@needs_git
 def test_processes_share_rows_and_what_they_found_is_kept(tmp_path, git, monkeypatch):
     def asked(fields, *_):
         if fields["M"] == "3":
@@ -134,6 +137,7 @@ def test_a_process_gets_rows_of_like_launches(monkeypatch):
     ]  # fmt: skip
 
 
+@needs_git
 @pytest.mark.parametrize(
     ("rows", "git_folder", "message"),
     [

@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +30,7 @@ FOLDER = Path(__file__).parent / "frozen"
 MODELS = {"llama-3.1-405b-fp8": 8, "deepseek-v3": 8, "qwen3-30b-a3b-fp8": 1}  # with so many ranks
 PRODUCTS = ("MI300X", "MI325X", "MI355X")
 TOKENS = (1, 8, 32, 64)
+WORST = 5  # predictions that are named
 
 
 def code_of(call: LayerCall, tokens: int, arch: archs.Arch) -> dict[str, str]:
@@ -86,6 +89,27 @@ def find(product: str | None, call: LayerCall, tokens: int, arch: archs.Arch) ->
     """Return what was predicted of a call, if it was, for the code that is installed."""
     found = newest()["calls"].get(key(product, call, tokens)) if product else None
     return found if found and found["code"] == code_of(call, tokens, arch) else None
+
+
+def beside(found: list[dict]) -> list[str]:
+    """Return lines about what `check` has measured of calls that were predicted before, each call once."""
+    pieces = [piece for piece in found if piece.get("frozen") and piece.get("us")]
+    calls = {(piece["layer"], piece["op"], piece["kernel"], piece["tokens"]): piece for piece in reversed(pieces)}
+    if not calls:
+        return []
+    ratios = {name: piece["us"] / piece["frozen"]["us"] for name, piece in calls.items()}
+    bands = {name: piece["frozen"]["band"] for name, piece in calls.items()}
+    held = [1 / (1 + band) <= ratios[name] <= 1 + band for name, band in bands.items() if band is not None]
+    of = newest()
+    lines = [f"predicted on {of['date']} at {of['commit']}, before any such GPU was seen: {len(calls)} of these calls"]
+    lines.append(f"  measured / predicted: median {statistics.median(ratios.values()):.2f}")
+    lines.append(f"  within the band: {sum(held)} of {len(held)}; {len(calls) - len(held)} have no band")
+    worst = sorted(ratios, key=lambda name: -abs(math.log(ratios[name])))[:WORST]
+    return lines + [
+        f"  {layer}, {tokens} tokens: {calls[layer, op, kernel, tokens]['us']:.1f} us measured, "
+        f"{calls[layer, op, kernel, tokens]['frozen']['us']:.1f} predicted ({op})"
+        for layer, op, kernel, tokens in worst
+    ]
 
 
 def main() -> None:
