@@ -127,7 +127,7 @@ def model(arch: str | None, name: str, tp: int) -> Iterator[dict]:
 def beside(
     call, other: str, peer: Peer, arch: archs.Arch, clock, sizes: tuple[int, ...], product: str | None = None
 ) -> Iterator[dict]:
-    """Our kernels beside another for one call of a model, with so many tokens; on a product, what was predicted of it, too."""
+    """Yield our kernels beside another for one call of a model, by tokens; on a product that has frozen predictions, beside these too."""
     kernels = ModelCall(call, peer, arch)
     layer = torch.empty(0, device=kernels.device), call.dtype  # weights are made for each size
     choice = kernels.choice = kernel_selection.Choice(kernels, other, layer)

@@ -190,7 +190,7 @@ def whole_numbers(the_op: Op, arguments: tuple, generator: torch.Generator) -> t
 def whole(
     name: str, value: torch.Tensor, numbers: Callable[[torch.Tensor], torch.Tensor], generator: torch.Generator
 ) -> torch.Tensor:
-    """Return a copy of an argument that holds `numbers(value)`, or powers of two where its name or type is that of a scale."""
+    """Return a copy of an argument that holds `numbers(value)`, or powers of two if it is a scale by name or type."""
     copy = clone(value)
     if value.dtype in MX_SCALES:
         copy.view(torch.uint8).copy_(torch.randint(125, 130, value.shape, generator=generator))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import correctness, launch, ops
+from vllm_rocm_ops import correctness, doctor, launch, ops
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.bench import clock
 from vllm_rocm_ops.bench.clock import tensor_bytes
@@ -34,7 +34,7 @@ def smallest(op: op_module.Op, arch: archs.Arch):
 
 
 def here(arch: str | None) -> archs.Arch:
-    """Return the emulated architecture, or that of this process's first GPU. Raises RuntimeError where there are no kernels for it."""
+    """Return the architecture that is emulated, else the first GPU's. Raises RuntimeError where there are no kernels for it."""
     found = archs.named(arch) if arch else archs.of_device(0)
     if found is None:
         raise RuntimeError(f"there are no kernels for {torch.cuda.get_device_name()}")
@@ -53,10 +53,12 @@ def driver(arch: str | None) -> Iterator[dict]:
 def modules(name: str) -> dict[str, list[str]]:
     """Return the symbols of each code object for an architecture, as the stamps have them. Raises RuntimeError where one is damaged, or
     there are none."""
-    paths = sorted((launch.CODE / name).glob("*" + archs.ARCHS[name].code_suffix))
-    if not paths:
+    found = doctor.find_code_objects(name)
+    if not found:
         raise RuntimeError(f"no code objects for {name} in {launch.CODE}")
-    return {path.stem: list(launch.stamp(launch.built(path.stem, name))["kernels"]) for path in paths}
+    for module in found:
+        launch.built(module, name)
+    return {module: list(stamp["kernels"]) for module, stamp in found.items()}
 
 
 def stamps(arch: str | None) -> Iterator[dict]:

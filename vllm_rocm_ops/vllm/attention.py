@@ -49,7 +49,7 @@ class Decoder:
 
     op: Op
     never_ours: bool | None = None
-    """What `is_never_ours` has found for good."""
+    """The answer of `is_never_ours`, once it is final."""
 
     def __init__(self, impl, backend: Backend):
         from vllm import envs as vllm_envs
