@@ -6,8 +6,8 @@ Random weights, no download. For each model, vLLM runs without the plugin and wi
 the same seed, `--pairs` times, since starts differ too; every batch size gets warm-up and measured
 iterations of prompts of --input-len tokens that generate --output-len tokens. Reported is the median time per decoded token,
 from the engine's time stamps of a request's first and last token, and the median of the pairs' ratios; time to first token
-(prefill: --input-len 2048 --output-len 2); seconds and memory of starts (engine_start.py). `--profile` says
-where the time goes (decode_profile.py). The engine runs inside the measuring process (VLLM_ENABLE_V1_MULTIPROCESSING=1
+(prefill: --input-len 2048 --output-len 2); a loop of Python before each iteration, as a step that waits for the host takes what a
+shared host gives; seconds and memory of starts (engine_start.py). `--profile` says where the time goes (decode_profile.py). The engine runs inside the measuring process (VLLM_ENABLE_V1_MULTIPROCESSING=1
 gives it its own).
 
 `--rank-of 8` stands in for eight GPUs on one: heads, widths and vocabulary are what one of eight tensor parallel ranks has, and
@@ -35,14 +35,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import decode_profile
-from latency_report import SIDES, plot, table
+from latency_report import SIDES, plot, summarise, table
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parent / "vllm_rocm_ops" / "models"
 PLUGIN = "rocm_ops"
 SECONDS_TO_END = 30
 LINES_OF_A_FAILURE = 40
-PERCENTILES = (10, 25, 50, 75, 90, 99)  # as in `vllm bench latency`
 LEAST = {"batch_size": 1, "input_len": 1, "output_len": 2, "num_iters": 1, "rank_of": 1, "pairs": 1}
 
 
@@ -123,6 +122,14 @@ def overrides(model: Path, num_layers: int | None, rank_of: int) -> dict[str, in
 # In the measuring process
 
 
+def host_us() -> float:
+    """Return the microseconds of a fixed loop of Python: the speed that a shared host gives this process now."""
+    start = time.perf_counter()
+    for _ in range(20_000):
+        pass
+    return 1e6 * (time.perf_counter() - start)
+
+
 def measure(job: dict, report: Callable[[dict], None]) -> None:
     """Runs one model on one side; reports every iteration, every batch size and then what else there is to say."""
     from vllm import LLM, SamplingParams
@@ -169,8 +176,9 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
 
     report({"hardware": hardware(), "versions": versions()})
     for batch_size in job["batch_sizes"]:
-        prompts, latencies, decode, first = prompts_of(batch_size), [], [], []
+        prompts, latencies, decode, first, host = prompts_of(batch_size), [], [], [], []
         for iteration in range(job["num_iters_warmup"] + job["num_iters"]):
+            loop_us = host_us()
             start = time.perf_counter()
             outputs = llm.generate(prompts, sampling(job["output_len"]), use_tqdm=False)
             latency = time.perf_counter() - start
@@ -178,10 +186,12 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
             per_token = statistics.median(spans) / (job["output_len"] - 1)
             if iteration >= job["num_iters_warmup"]:
                 latencies.append(latency)
+                host.append(loop_us)
                 decode.append(1e3 * per_token)
                 first.append(1e3 * statistics.median(output.metrics.first_token_latency for output in outputs))
             report({"batch_size": batch_size, "decode_ms": 1e3 * per_token})
-        report({"batch": {"batch_size": batch_size, "latencies": latencies, "decode_ms": decode, "ttft_ms": first}})
+        times = {"latencies": latencies, "decode_ms": decode, "ttft_ms": first, "host_us": host}
+        report({"batch": {"batch_size": batch_size, **times}})
     ranks = llm.collective_rpc("engine_start")
     start = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
     blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
@@ -303,29 +313,6 @@ def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
 def tail(log: Path) -> list[str]:
     """The last lines of a log."""
     return log.read_text(errors="replace").splitlines()[-LINES_OF_A_FAILURE:]
-
-
-def summarise(job: dict, batch: dict) -> dict:
-    """One batch size of one side, in the form of `vllm bench latency` with what we add."""
-    import numpy
-
-    latencies = batch["latencies"]
-    return {
-        "model_id": job["name"],
-        "avg_latency": statistics.fmean(latencies),
-        "latencies": latencies,
-        "percentiles": {str(p): float(numpy.percentile(latencies, p)) for p in PERCENTILES},
-        "side": job["side"],
-        "batch_size": batch["batch_size"],
-        "input_len": job["input_len"],
-        "output_len": job["output_len"],
-        "num_layers": job["num_layers"],
-        "rank_of": job["rank_of"],
-        "pair": job["pair"],
-        "decode_ms_per_token": statistics.median(batch["decode_ms"]),
-        "ttft_ms": statistics.median(batch["ttft_ms"]),
-        "decode_ms_percentiles": {str(p): float(numpy.percentile(batch["decode_ms"], p)) for p in PERCENTILES},
-    }
 
 
 def benchmark(arguments: argparse.Namespace) -> dict:

@@ -10,7 +10,33 @@ import decode_profile
 
 SIDES = {"without": "vLLM", "with": "vLLM + vllm-rocm-ops"}
 NO_RATIO = "no kernel ran"
+PERCENTILES = (10, 25, 50, 75, 90, 99)  # as in `vllm bench latency`
 CHARACTERS_PER_INCH = 14  # of a plot's caption
+
+
+def summarise(job: dict, batch: dict) -> dict:
+    """One batch size of one side, in the form of `vllm bench latency` with what we add."""
+    import numpy
+
+    latencies, decode = batch["latencies"], batch["decode_ms"]
+    return {
+        "model_id": job["name"],
+        "avg_latency": statistics.fmean(latencies),
+        "latencies": latencies,
+        "percentiles": {str(p): float(numpy.percentile(latencies, p)) for p in PERCENTILES},
+        "side": job["side"],
+        "batch_size": batch["batch_size"],
+        "input_len": job["input_len"],
+        "output_len": job["output_len"],
+        "num_layers": job["num_layers"],
+        "rank_of": job["rank_of"],
+        "pair": job["pair"],
+        "decode_ms_per_token": statistics.median(decode),
+        "ttft_ms": statistics.median(batch["ttft_ms"]),
+        "decode_ms_percentiles": {str(p): float(numpy.percentile(decode, p)) for p in PERCENTILES},
+        "host_us": statistics.median(batch["host_us"]),
+        "iterations": {name: batch[name] for name in ("decode_ms", "ttft_ms", "host_us")},
+    }
 
 
 def pairs(report: dict) -> list[tuple[str, int, dict[str, list[dict]]]]:
@@ -85,7 +111,7 @@ STARTS = (
 
 
 def differences(report: dict) -> list[list[str]]:
-    """Rows of what starts and first tokens take on each side, medians, and the difference where there are both sides."""
+    """Return rows of what starts, first tokens and the host take on each side, medians, and the difference where there are both sides."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for run in report["runs"]:
         for name, key, unit in STARTS:
@@ -93,10 +119,14 @@ def differences(report: dict) -> list[list[str]]:
                 sides = found.setdefault((run["model_id"], name), {})
                 sides.setdefault(run["side"], []).append(run["start"][key] / unit)
     for result in report["results"]:
-        if "ttft_ms" in result:
-            name = f"first token of {result['batch_size']} x {result['input_len']}, ms"
-            sides = found.setdefault((result["model_id"], name), {})
-            sides.setdefault(result["side"], []).append(result["ttft_ms"])
+        names = {
+            "ttft_ms": f"first token of {result['batch_size']} x {result['input_len']}, ms",
+            "host_us": f"loop of Python at batch {result['batch_size']}, us",
+        }
+        for key, name in names.items():
+            if key in result:
+                sides = found.setdefault((result["model_id"], name), {})
+                sides.setdefault(result["side"], []).append(result[key])
     rows = []
     for (model, name), sides in found.items():
         values = [statistics.median(sides[side]) if side in sides else None for side in SIDES]

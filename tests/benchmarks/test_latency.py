@@ -41,8 +41,9 @@ def report(without: list[float] | None, with_ops: list[float], stats: dict) -> d
             "latencies": [0.128 * t for t in times],
             "decode_ms": times,
             "ttft_ms": [3 * t for t in times],
+            "host_us": [100 * t for t in times],
         }
-        results.append(latency.summarise({**job, "side": side}, batch))
+        results.append(latency_report.summarise({**job, "side": side}, batch))
     versions = {"vllm": "0.32.0", "torch": "2.13.0"}
     return {"results": results, "runs": runs, "hardware": "1 x GPU", "versions": versions}
 
@@ -57,6 +58,11 @@ def test_summary_has_the_form_of_vllm_bench_latency():
     assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
     assert result["percentiles"]["50"] == pytest.approx(0.256)
     assert len(result["latencies"]) == 3
+    assert result["iterations"] == {
+        "decode_ms": [1.0, 2.0, 9.0],
+        "ttft_ms": [3.0, 6.0, 27.0],
+        "host_us": [100.0, 200.0, 900.0],
+    }
 
 
 def test_table_compares_medians():
@@ -76,6 +82,7 @@ def test_table_has_what_starts_take():
         "peak of load, GiB": ["3.00", "3.00", "+0.00", "+0.0 %"],
         "KV cache, blocks": ["100.00", "100.00", "+0.00", "+0.0 %"],
         "first token of 8 x 1, ms": ["12.00", "15.00", "+3.00", "+25.0 %"],
+        "loop of Python at batch 8, us": ["400.00", "500.00", "+100.00", "+25.0 %"],
     }
     assert "first token of 8 x 1, ms" in latency_report.table(whole)
     del whole["runs"][0]["start"]
@@ -376,6 +383,7 @@ def test_a_model_runs_on_both_sides(tmp_path):
         *(("without", 1), ("without", 2), ("with", 1), ("with", 2))
     ]
     assert all(len(r["latencies"]) == 2 and r["decode_ms_per_token"] > 0 for r in found["results"])
+    assert all(len(r["iterations"]["host_us"]) == 2 and r["host_us"] > 0 for r in found["results"])
     without, with_ops = found["runs"]
     added = {name: with_ops["start"][name] - value for name, value in without["start"].items()}
     assert added["kv_blocks"] == 0 and added["load_s"] < 10 and added["warm_up_s"] < 10, added
