@@ -386,7 +386,7 @@ def test_a_model_runs_on_both_sides(tmp_path):
     assert all(len(r["iterations"]["host_us"]) == 2 and r["host_us"] > 0 for r in found["results"])
     without, with_ops = found["runs"]
     added = {name: with_ops["start"][name] - value for name, value in without["start"].items()}
-    assert added["kv_blocks"] == 0 and added["load_s"] < 10 and added["warm_up_s"] < 10, added
+    assert added["kv_blocks"] == 0 and added["load_s"] < 30 and added["warm_up_s"] < 30, added
     assert added["load_peak_bytes"] < 256 << 20 and min(without["start"].values()) > 0, added
     assert "op_stats" not in without
     assert without["profile"] == with_ops["profile"] == {}  # no GPU

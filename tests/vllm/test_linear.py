@@ -696,6 +696,40 @@ def test_a_layer_that_ours_never_serves_is_vllms_own(make, kind, wins, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
+def test_a_call_that_ours_leaves_asks_once(make, kind):
+    """Where ours serves another number of tokens, what is left to vLLM's kernel costs a look at the choice."""
+    kernel_selection.start()
+    layer, kernel, _ = make(kind, Native)
+    x = random(FEW, K).bfloat16()
+    kernel.apply_weights(layer, x)
+    [one] = kernel_selection.choices()
+    before = len(kernel.native.calls)
+    kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0] * (FEW + 1) + [1])}))
+    entered = frames.entered(lambda: kernel.apply_weights(layer, x))
+    asked = {name.rpartition(".")[2] for name in entered if "quantized_input." not in name}
+    assert {"leaves", "is_ours", "is_never_ours"} < asked and len(asked) == 4, entered
+    assert len(kernel.native.calls) == before + 1
+
+
+def test_an_unquantized_layer_keeps_its_choice(replaced, monkeypatch):
+    """A key takes as long to make as an op to launch."""
+    utils, _, calls = replaced
+    monkeypatch.setattr(unquantized_linear, "replaced", lambda: "rocm_unquantized_gemm")
+    kernel_selection.start()
+    layer, weight = types.SimpleNamespace(quant_method=None), random(N, K).bfloat16()
+    few, more = (random(tokens, K).bfloat16().as_subclass(OnGpu) for tokens in (FEW, FEW + 1))
+    utils.rocm_unquantized_gemm(layer, few, weight)
+    [one] = kernel_selection.choices()
+    kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0] * (FEW + 1) + [1])}))
+    utils.rocm_unquantized_gemm(layer, few, weight)
+    assert len(calls) == 2
+    entered = frames.entered(lambda: utils.rocm_unquantized_gemm(layer, few, weight))
+    assert len(calls) == 3 and not any("_noted" in name or "_choice" in name for name in entered), entered
+    monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", lambda *_: "ours")
+    assert utils.rocm_unquantized_gemm(layer, more, weight) == "ours"
+
+
+@pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
 def test_one_graph_serves_every_number_of_tokens(make, kind):
     """What runs is decided inside one op, with the tokens of the call, not when a graph is compiled."""
     layer, kernel, exact = make(kind, Native)

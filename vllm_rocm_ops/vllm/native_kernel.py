@@ -152,6 +152,17 @@ def asks_for_aiter(kind: str) -> bool:
     return switched_on and _aiter_ops.IS_AITER_FOUND
 
 
+def leaves(kernel, tokens: Tensor) -> bool:
+    """Return whether a kernel of ours leaves a call outside of compiled graphs to the kernel it keeps, with nothing left to measure. A
+    kernel that never serves its layer hands all later calls over."""
+    choice = None if torch.compiler.is_compiling() else getattr(kernel, "choice", None)
+    if choice is None or choice.layers is not None or choice.is_ours(tokens.numel() // max(tokens.shape[-1], 1)):
+        return False
+    if choice.is_never_ours:
+        kernel.apply_weights = kernel.native.apply_weights
+    return True
+
+
 class Linear:
     """What `kernel_selection.Kernels` wants to know of linear layers. A layer's first value is its weight, [N, K] unless
     `columns` says otherwise."""
@@ -176,15 +187,12 @@ class Linear:
         return self.theirs(*arguments) if output is None else output
 
     def call(self, kernel, *arguments) -> Tensor:
-        """Run the torch op in a compiled graph, its function elsewhere. A kernel of ours that is called outside of compiled graphs
-        and never serves its layer hands all later calls to the kernel it keeps."""
+        """Run the torch op in a compiled graph, its function elsewhere."""
         if torch.compiler.is_compiling():
             return getattr(torch.ops.vllm_rocm_ops, self.run.__name__)(*arguments)
         choice = getattr(kernel, "choice", None)
         if choice is None or choice.layers is not None:  # a key takes as long to make as an op to launch
             choice = kernel.choice = self.choice_of(*arguments)
-        if choice.is_never_ours:
-            kernel.apply_weights = kernel.native.apply_weights
         return self.serve(choice, *arguments)
 
     def most_tokens(self) -> int:

@@ -141,7 +141,7 @@ def install() -> None:
 
         def apply_block_scaled_mm(self, A, B, As, Bs):
             out_dtype = self.config.out_dtype
-            if self.order is None:
+            if self.order is None or native_kernel.leaves(self, A):
                 return self.native.apply_block_scaled_mm(A=A, B=B, As=As, Bs=Bs)
             if self.native is None:
                 weight = native_kernel.fragments_of(B) if self.order == "fragments" else B

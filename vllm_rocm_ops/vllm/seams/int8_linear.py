@@ -143,7 +143,7 @@ def install() -> None:
             native_kernel.note_order(self, layer, "plain" if is_plain else None)
 
         def apply_weights(self, layer, x, bias=None):
-            if self.order is None:
+            if self.order is None or native_kernel.leaves(self, x):
                 return self.native.apply_weights(layer, x, bias)
             weight, weight_scale, input_scale = self._get_layer_params(layer)[:3]
             tokens = x.reshape(-1, x.shape[-1])

@@ -125,7 +125,8 @@ def install() -> None:
 
         def apply_weights(self, layer, x, bias=None):
             # The native kernel keeps some weights in bf16.
-            if self.native is not None and layer.weight.dtype != torch.float8_e4m3fn:
+            kept = self.native is not None and layer.weight.dtype != torch.float8_e4m3fn
+            if kept or native_kernel.leaves(self, x):
                 return self.native.apply_weights(layer, x, bias)
             tokens, weight, weight_scale = x.reshape(-1, x.shape[-1]), layer.weight, layer.weight_scale
             if self.native is None:

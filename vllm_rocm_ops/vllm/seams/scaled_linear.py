@@ -170,7 +170,7 @@ def install() -> None:
 
         def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
             in_fragments = self.order == "fragments"
-            if self.order is None:
+            if self.order is None or native_kernel.leaves(self, A):
                 arguments = {"A": A, "B": B, "As": As, "Bs": Bs, "bias": bias, "output_shape": output_shape}
                 output = self.native.apply_scaled_mm(out_dtype=out_dtype, **arguments)
             elif self.native is None:

@@ -15,6 +15,9 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.tensors import rows_of
 from vllm_rocm_ops.vllm import kernel_selection, native_kernel, seam
 
+DECIDED = "vllm_rocm_ops_choice"
+"""The attribute of a layer that holds its choice, where nothing is left to measure."""
+
 MOST_TOKENS = 16  # that ours takes where it was not measured (kernel_selection.py)
 
 
@@ -138,17 +141,20 @@ def install() -> None:
         return
 
     def unquantized_gemm(layer, x, weight, bias=None):
-        if envs.VLLM_BATCH_INVARIANT or not x.is_cuda:
-            return theirs(layer, x, weight, bias)
-        if torch.compiler.is_compiling():
-            if is_matched():
+        compiles = torch.compiler.is_compiling()
+        choice = None if compiles else getattr(layer, DECIDED, None)
+        if choice is None:
+            if envs.VLLM_BATCH_INVARIANT or not x.is_cuda or compiles and is_matched():
                 return theirs(layer, x, weight, bias)
-            return torch.ops.vllm_rocm_ops.unquantized_linear(x, weight, bias)
-        choice = _noted(x, weight, bias)
-        if not hasattr(getattr(layer, "quant_method", None), "_gemm_impl"):
-            _looked_up.add(choice)
-        if choice.is_never_ours:
-            give_back(layer, unquantized_gemm, theirs)
+            if compiles:
+                return torch.ops.vllm_rocm_ops.unquantized_linear(x, weight, bias)
+            choice = _noted(x, weight, bias)
+            if not hasattr(getattr(layer, "quant_method", None), "_gemm_impl"):
+                _looked_up.add(choice)
+            if choice.is_never_ours:
+                give_back(layer, unquantized_gemm, theirs)
+            if choice.layers is None and layer is not None:
+                setattr(layer, DECIDED, choice)
         ours = choice.is_ours(rows_of(x))
         output = native_kernel.run_ours(ops.unquantized_gemm, choice, x, weight, bias) if ours else None
         return theirs(layer, x, weight, bias) if output is None else output
