@@ -155,13 +155,21 @@ SEAM_MUTANTS = {
     "a result beside vLLM's buffer": of(ABSORBED, "None if out is None else out.transpose(0, 1)", "None"),
     # Norms and activations
     "an op that is off": of(ROWS, "runs and one.op.name not in decided.off", "runs"),
-    "a fusion of norms taken for one of activations": of(ROWS, "not fuses[one.is_norm]", "not fuses[True]"),
+    "a fusion of norms taken for one of activations": of(
+        ROWS, "passes.fuse_norm_quant if is_norm else", "passes.fuse_norm_quant or"
+    ),
     "a linear that is left and linked again": of(ROWS, "        setattr(linear, STAYS, True)\n", ""),
     "a compile cache that does not know what stays": of(
         ROWS, "_stay.update(key for key, runs in ours.items() if not runs)", ""
     ),
     "a residual that is not checked": of(ROWS, "*([] if residual is None else [residual])", ""),
-    "AITER's fusion of norms lost": of(ROWS, "if passes.fuse_allreduce_rms and", "if False and"),
+    "AITER's fusion of norms lost": of(ROWS, "passes.fuse_allreduce_rms) or seam", "False) or seam"),
+    "a fusion in two stages": of(ROWS, "if not takes_one_stage(config):", "if False:"),
+    "a pattern that vLLM lacks": of(ROWS, "fused_quant.KEYS) in patterns", "fused_quant.KEYS) is not False"),
+    "a draft model without its norms": of(ROWS, '("speculator", "drafter")', '("drafter",)'),
+    "an eager time for a compiled norm": of(
+        ROWS, "kernel_selection.COMPILED if compiles else kernel_selection.EAGER", '"eager"'
+    ),
     "a negative static scale": of(ROWS, "self.linear.input_scale.float().abs()", "self.linear.input_scale.float()"),
     "somewhere slower": SeamMutant("kernel_selection.py", "max(ratios) <= 1 + MARGIN and", "", "test_row_selection.py"),
     "ours where one rank measured so": SeamMutant(

@@ -211,9 +211,10 @@ def measured_shapes(call: LayerCall, arch: str) -> list[str]:
 
 
 def measured_call(call: LayerCall, arch: str, record: kernel_selection.Record) -> str | None:
-    """The key under which a call was measured: its op, its shape and vLLM's kernel, a word."""
+    """The key under which a call was measured: its op, its shape and vLLM's kernel, a word. A compiled one comes before an eager one."""
     shapes = [f"{call.op.name} {shape}" for shape in measured_shapes(call, arch)] if record.shapes else []
-    return next((key for shape in shapes for key in record.shapes if key.rpartition(" ")[0] == shape), None)
+    keys = sorted(record.shapes, key=lambda key: key.endswith(kernel_selection.EAGER))
+    return next((key for shape in shapes for key in keys if key.rpartition(" ")[0] == shape), None)
 
 
 def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
@@ -238,7 +239,7 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
         return few, "unmeasured" if few else f"unmeasured: of more than {most} tokens the seam leaves to vLLM"
     measured = record.shapes[key]
     ours = kernel_selection.ours_of(key, measured)
-    compiled = key.endswith(kernel_selection.COMPILED)
+    compiled = kernel_selection.is_whole(key)
     runs = bool(ours[0] if compiled else tokens < len(ours) and ours[tokens])
     if one := measured.get(tokens):
         us = [

@@ -248,7 +248,8 @@ def test_explain_of_a_model_shows_what_was_measured_here(capsys, monkeypatch, tm
             8: ours
         },
         "rms_norm_per_block_quant 7168 bfloat16 residual column-major compiled": {2: theirs, 8: theirs},
-        "rms_norm_per_block_quant 1536 bfloat16 compiled": {2: ours, 8: ours},
+        "rms_norm_per_block_quant 1536 bfloat16 eager": {2: theirs, 8: theirs},
+        "rms_norm_per_block_quant 1536 bfloat16 AITER-compiled": {2: ours, 8: ours},
     }
     record = kernel_selection.Record(here, {"silu_and_mul_per_block_quant": "wrong here"}, shapes)
     path = kernel_selection.path_of(here)

@@ -137,7 +137,7 @@ def test_the_faster_serves(kernels, key, caplog):
     assert decide(Layer(key), again := Clock()) == ALL and again.asked == []
     [path] = kernel_selection.envs.tables().glob("*/measured-*.json")
     record = kernel_selection.read(path)
-    assert len(record.shapes) == 3 and all(name.endswith(" compiled") for name in record.shapes)
+    assert len(record.shapes) == 3 and all(name.endswith(" eager") for name in record.shapes)
     for by_tokens in record.shapes.values():
         assert all(
             one.error <= 2 * one.native_error + 1e-5 and 1e-3 < one.native_error < 0.1 for one in by_tokens.values()
@@ -146,7 +146,7 @@ def test_the_faster_serves(kernels, key, caplog):
     with caplog.at_level(logging.INFO):
         assert decide(Layer(key), Clock(lambda tokens: 20.0)) == NONE
     assert len(row_selection.stay()) == 3
-    assert "compiled" in caplog.text and "vLLM's" in caplog.text
+    assert "eager" in caplog.text and "vLLM's" in caplog.text
 
 
 def test_scales_may_be_negative(kernels, caplog):
@@ -219,7 +219,10 @@ def test_what_kernels_do_not_take_stays_vllms(kernels, monkeypatch):
 def test_unmeasured_vllms_stays_where_it_fuses(kernels, monkeypatch, measures):
     """Without a clock, and with the switch off, whatever a table says. Where no pass runs, as in eager mode, ours does."""
     assert decide(Layer(KEYS[0]), None, fuse_norm_quant=True, fuse_act_quant=True) == ALL
-    monkeypatch.setattr(row_selection, "has_passes", lambda config: True)
+    monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: True)
+    monkeypatch.setattr(row_selection, "compiler", lambda config: lambda function: function)
+    monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
+    monkeypatch.setattr(seam, "arch_here", lambda _: None)
     if measures == "0":
         decide(Layer(KEYS[0]), Clock(lambda tokens: 99.0))
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", measures)
@@ -233,25 +236,149 @@ def test_unmeasured_vllms_stays_where_it_fuses(kernels, monkeypatch, measures):
 def test_ranks_agree(kernels):
     """Ours runs where it does for all ranks."""
     [layer] = [Layer(KEYS[0])]
-    found = row_selection.fused_in([layer], HIDDEN, torch.bfloat16)
+    found = row_selection.fused_in(layer, HIDDEN, torch.bfloat16, lambda is_norm: "eager")
     slow = kernel_selection.Decided({}, {found[0].key: bytes([0]), found[1].key: bytes([1])})
     wrong = kernel_selection.Decided({found[2].op.name: "wrong there"}, {})
     assert decide(layer, Clock(), lambda mine: [mine, slow, wrong]) == {"norm": False, "q": True, "act": False}
 
 
-@pytest.mark.parametrize(("switch", "platform"), [("all", "rocm"), ("norm,all", "rocm"), ("all", "cuda")])
-def test_norms_stay_vllms_where_it_fuses_them_with_aiters_all_reduce(kernels, monkeypatch, caplog, switch, platform):
-    """All of them, also those with no linear behind; the user can have ours."""
-    monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", switch)
-    monkeypatch.setattr(seam, "served_platform", lambda: platform)
-    monkeypatch.setattr(seam, "arch_here", lambda _: None)
-    layer = Layer(KEYS[0])
-    layer.norm = type(layer.q_norm)(HIDDEN, dtype=torch.bfloat16)
-    stays = (switch, platform) == ("all", "rocm")
+class Communicator:
+    """AITER's all-reduce in a group of fully connected GPUs, by vLLM's own rule for its one-stage kernel."""
+
+    def __init__(self, ranks: int, per_group: bool = True):
+        from vllm.distributed.device_communicators.aiter_custom_all_reduce import AiterCustomAllreduce
+
+        self.supports_per_group_quant = per_group
+        self._impl = types.SimpleNamespace(world_size=ranks, fully_connected=True)
+        self.use_1stage_fused_ar_rms = types.MethodType(AiterCustomAllreduce.use_1stage_fused_ar_rms, self)
+
+
+@pytest.fixture
+def aiter(kernels, monkeypatch):
+    """Has vLLM compile for a simulated rank with AITER's all-reduce, of so many ranks or none."""
+    from vllm import _aiter_ops
+
+    def of(ranks: int | None, switch: str = "all", platform: str = "rocm", **how) -> None:
+        communicator = ranks and Communicator(ranks, **how)
+        monkeypatch.setattr(_aiter_ops.rocm_aiter_ops, "get_aiter_allreduce", lambda: communicator)
+        monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", switch)
+        monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: True)
+        monkeypatch.setattr(seam, "served_platform", lambda: platform)
+        monkeypatch.setattr(seam, "arch_here", lambda _: None)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("how", "key", "stays"),
+    [
+        ({"ranks": 8}, KEYS[2], True),
+        ({"ranks": 8, "per_group": False}, KEYS[2], False),  # an older AITER
+        ({"ranks": 8}, KEYS[0], False),  # no pattern for static scales
+        ({"ranks": 8}, KEYS[1], False),  # nor for scales per token
+        ({"ranks": None}, KEYS[2], False),  # VLLM_ROCM_USE_AITER_CUSTOM_AR=0
+        ({"ranks": 8, "switch": "norm,all"}, KEYS[2], False),
+        ({"ranks": 8, "platform": "cuda"}, KEYS[2], False),
+    ],
+)
+def test_norms_stay_vllms_where_it_fuses_them_with_aiters_all_reduce(aiter, caplog, how, key, stays):
+    """Those behind all-reduces for whose quantization vLLM has a pattern, and those with no linear behind; the user can have ours."""
+    aiter(**how)
+    layer = Layer(key)
+    layer.norm, layer.other = (type(layer.q_norm)(HIDDEN, eps, dtype=torch.bfloat16) for eps in (1e-6, 1e-4))
     with caplog.at_level(logging.INFO):
-        assert decide(layer, None, fuse_allreduce_rms=True) == {"norm": not stays, "q": not stays, "act": True}
-    assert (layer.norm._forward_method == layer.norm.vllm_forward) == stays
-    assert ("3 norms stay vLLM's" in caplog.text) == stays
+        found = decide(layer, None, fuse_allreduce_rms=True)
+    assert found == {"norm": not stays, "q": True, "act": True}
+    fused = how.get("ranks") and len(how) + ("per_group" in how) in (1, 3)
+    assert (layer.norm._forward_method == layer.norm.vllm_forward) == bool(fused)
+    assert layer.other._forward_method == layer.other.rocm_ops_forward  # an epsilon that the patterns lack
+    assert (f"{1 + stays} norms stay vLLM's" in caplog.text) == bool(fused)
+
+
+LAYERS = {
+    "llama-405b": (16384, KEYS[1]),
+    "llama-70b": (8192, None),
+    "llama-8b": (4096, None),
+    "deepseek-v3": (7168, KEYS[2]),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "fuses"),
+    [
+        ("llama-405b", 8, False),  # rows of more than 1,024 packs
+        ("llama-70b", 8, False),  # 8 tokens are 128 KiB, which is too many
+        ("llama-70b", 4, True),
+        ("llama-8b", 8, True),
+        ("deepseek-v3", 8, True),
+        ("deepseek-v3", 4, True),
+    ],
+)
+def test_an_all_reduce_of_two_stages_is_not_fused(aiter, monkeypatch, caplog, model, ranks, fuses):
+    """vLLM's pass is off where a decode step would take the slower kernel, and the compile cache knows."""
+    hidden, _ = LAYERS[model]
+    aiter(ranks)
+    one = worker(torch.nn.Module(), fuse_allreduce_rms=True)
+    one.vllm_config.model_config.get_hidden_size = lambda: hidden
+    with caplog.at_level(logging.INFO):
+        row_selection.before_compiling(one, None, lambda mine: [mine], True)
+    assert one.vllm_config.compilation_config.pass_config.fuse_allreduce_rms is fuses
+    assert row_selection.stay() == [f"all-reduce with norms {'on' if fuses else 'off'}"]
+    assert (f"8 tokens of {hidden} take its two-stage kernel" in caplog.text) is not fuses
+
+
+def test_what_is_measured_holds_for_one_baseline(kernels, monkeypatch):
+    """Eager or compiled, fused with the quantisation or not, AITER's or not."""
+    from vllm_rocm_ops.vllm import native_kernel
+
+    model, keys = Layer(KEYS[0]), []
+    monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
+    for compiles, passes, aiters in [
+        (False, {}, False),
+        (True, {}, False),
+        (True, {"fuse_norm_quant": True}, False),
+        (True, {}, True),
+    ]:
+        monkeypatch.setattr(row_selection, "is_compiled", lambda config, model, compiles=compiles: compiles)
+        monkeypatch.setattr(native_kernel, "asks_for_aiter", lambda kind, aiters=aiters: aiters)
+        name = row_selection.baseline_of(worker(model, **passes).vllm_config, model)
+        keys.append((name(True), name(False)))
+    assert keys == [
+        ("eager", "eager"),
+        ("compiled", "compiled"),
+        ("fused-compiled", "compiled"),
+        ("AITER-compiled", "AITER-compiled"),
+    ]
+    assert all(kernel_selection.is_whole(f"op 512 bfloat16 {name}") for pair in keys for name in pair)
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_model_whose_classes_are_not_compiled_is_eager(runs):
+    """Also in vLLM's compiled mode. A draft model may be the other."""
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+    from vllm.config import CompilationMode
+
+    class Decoder(torch.nn.Module, TorchCompileWithNoGuardsWrapper):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self.do_not_compile = not runs
+
+    config, model = worker(None, CompilationMode.VLLM_COMPILE).vllm_config, torch.nn.Module()
+    assert not row_selection.is_compiled(config, model)
+    model.model = Decoder()
+    assert row_selection.is_compiled(config, model) is runs
+    assert not row_selection.is_compiled(worker(None, CompilationMode.NONE).vllm_config, model)
+
+
+@pytest.mark.parametrize("runner", ["speculator", "drafter"])
+def test_norms_of_a_draft_model_are_decided(kernels, runner):
+    """Model runner V2 has a speculator, V1 a drafter."""
+    model, draft = Layer(KEYS[0]), Layer(KEYS[0])
+    one = worker(model)
+    setattr(one.model_runner, runner, types.SimpleNamespace(model=draft))
+    assert row_selection.models_of(one) == [model, draft]
+    row_selection.before_compiling(one, Clock(lambda tokens: 20.0), lambda mine: [mine], False)
+    assert all(row_selection.stays_vllms(linear) for linear in (model.qkv_proj, draft.qkv_proj, draft.q_b_proj))
 
 
 def test_the_compile_cache_knows_what_stays(kernels, monkeypatch):

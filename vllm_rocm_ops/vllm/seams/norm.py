@@ -4,8 +4,9 @@ consumer (see links.py and patches/).
 In a compiled graph a norm that does not quantize is ours where the compiler would fuse it with nothing, as in front of experts.
 Elsewhere it is vLLM's, which Inductor fuses: q and k norms with the rotary embedding, others with a quantization that is not ours or with what computes their input.
 
-Some of vLLM's compiler passes look for vLLM's own RMSNorm: AITER's all-reduce with RMSNorm, and its dual RMSNorm for latent
-attention. They find none while this seam is on. `VLLM_ROCM_OPS_SEAMS=-norm` turns the seam off, so that both can be measured.
+Some of vLLM's compiler passes look for vLLM's own RMSNorm: AITER's all-reduce with RMSNorm, for which row_selection.py leaves norms,
+and its dual RMSNorm for latent attention, which finds none while this seam is on. `VLLM_ROCM_OPS_SEAMS=-norm` turns the seam off, so
+that both can be measured.
 """
 
 import importlib.util
