@@ -128,20 +128,13 @@ def paths(vllms: Callable, ours: Callable, leaves: bool = True) -> dict[str, Tim
     return found | ({LEAVES: Timed(ours, chosen(False))} if leaves else {})
 
 
-def kernels_of(module: torch.nn.Module) -> Iterator[object]:
-    """Yield the linear kernels and experts of ours that a layer holds."""
-    method = getattr(module, "quant_method", None)
-    moe = getattr(method, "moe_kernel", None)
-    holders = [vars(one) for one in (method, getattr(module, "scheme", None), moe) if hasattr(one, "__dict__")]
-    held = [value for holder in holders for value in holder.values()] + [getattr(moe, "fused_experts", None)]
-    yield from {id(one): one for one in held if type(one).__name__.startswith("RocmOps")}.values()
-
-
 def linears(model: torch.nn.Module, dtype: torch.dtype) -> Found:
     """Yield each shape of the quantized linear layers."""
+    from vllm_rocm_ops.vllm import reach
+
     seen = set()
     for name, module in model.named_modules():
-        for kernel in kernels_of(module) if hasattr(module, "input_size_per_partition") else ():
+        for kernel in reach.kernels_of(module) if hasattr(module, "input_size_per_partition") else ():
             kind = type(kernel).__name__, module.weight.shape
             if kernel.native is None or kind in seen:
                 continue
@@ -264,17 +257,20 @@ def experts(recorded: dict[type, Recorded]) -> Found:
 @contextlib.contextmanager
 def recording(model: torch.nn.Module) -> Iterator[dict[type, Recorded]]:
     """Record the last call of each class of ours for attention and experts, with what it was given."""
+    from vllm_rocm_ops.vllm import reach
     from vllm_rocm_ops.vllm.attention import DecodeImpl
     from vllm_rocm_ops.vllm.latent_attention import LatentImpl
 
     found: dict[type, Recorded] = {}
     kinds = {front: front.METHOD[0] for front in (DecodeImpl, LatentImpl)}
-    kinds |= {type(one): "apply" for module in model.modules() for one in kernels_of(module) if hasattr(one, "whole")}
+    kinds |= {
+        type(one): "apply" for module in model.modules() for one in reach.kernels_of(module) if hasattr(one, "whole")
+    }
     with contextlib.ExitStack() as stack:
         for kind, method in kinds.items():
             stack.enter_context(replaced(kind, method, found))
         for module in model.modules():  # what was given back runs ours once more, to be recorded
-            for one in (getattr(module, "impl", None), *kernels_of(module)):
+            for one in (getattr(module, "impl", None), *reach.kernels_of(module)):
                 for method in kinds.values():
                     getattr(one, "__dict__", {}).pop(method, None)
         yield found

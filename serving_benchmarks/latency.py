@@ -205,6 +205,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
     if with_ops:
         result["op_stats"] = llm.collective_rpc("vllm_rocm_ops_stats")[0]
         result["seams"] = llm.collective_rpc("vllm_rocm_ops_seams")[0]
+        result["reach"] = llm.collective_rpc("vllm_rocm_ops_reach")[0]
     report({"result": result})
 
 
@@ -379,7 +380,7 @@ def benchmark(arguments: argparse.Namespace) -> dict:
             run = {"model_id": job["name"], "side": job["side"], "log": f"{log.parent.name}/{log.name}"}
             report |= {name: found[name] for name in ("hardware", "versions") if name in found}
             report["results"] += [summarise(job, batch) for batch in found["batches"]]
-            kept = ("error", "log_tail", "start", "op_stats", "seams", "profile", "profile_error")
+            kept = ("error", "log_tail", "start", "op_stats", "seams", "reach", "profile", "profile_error")
             report["runs"].append(run | {k: found[k] for k in kept if k in found})
             arguments.output_json.write_text(json.dumps(report, indent=1) + "\n")  # what is measured stays measured
         bar.set_description("done")

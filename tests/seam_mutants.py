@@ -70,12 +70,13 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(source.replace(self.mutant.text, self.mutant.replacement), self.path, "exec", dont_inherit=True)
 
 
-ATTENTION, GUARDS, LATENT, ABSORBED, ROWS = (
+ATTENTION, GUARDS, LATENT, ABSORBED, ROWS, REACH = (
     ("attention.py", "test_decode_attention.py"),
     ("attention.py", "test_seam_guards.py"),
     ("latent_attention.py", "test_latent_attention.py"),
     ("absorbed_products.py", "test_absorbed_products.py"),
     ("row_selection.py", "test_row_selection.py"),
+    ("reach.py", "test_reach.py"),
 )
 
 
@@ -153,6 +154,13 @@ SEAM_MUTANTS = {
     "more tokens than kernels take": of(ABSORBED, "if len(arguments[0]) > MOST_TOKENS:", "if False:"),
     "products noted without measurements": of(ABSORBED, 'envs.VLLM_ROCM_OPS_MEASURE == "0"', "False"),
     "a result beside vLLM's buffer": of(ABSORBED, "None if out is None else out.transpose(0, 1)", "None"),
+    # Reach
+    "a layer without ours counted as taken": of(REACH, "next(kernels_of(module), None) is not None", "True"),
+    "attention that says what it lacks counted as taken": of(
+        REACH, '"layers of attention", not lacks', '"layers of attention", True'
+    ),
+    "layers of seams that are off": of(REACH, "if on.isdisjoint(SEAMS[kind]):", "if False:"),
+    "what is left counted as missed": of(REACH, "if not taken:", "if left or not taken:"),
     # Norms and activations
     "an op that is off": of(ROWS, "runs and one.op.name not in decided.off", "runs"),
     "a fusion of norms taken for one of activations": of(

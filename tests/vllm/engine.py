@@ -75,6 +75,7 @@ def generate(job: dict) -> dict:
         "frames": entered,
         "other_ranks": other_ranks,
         "fallbacks": fallbacks,
+        "reach": llm.collective_rpc("vllm_rocm_ops_reach")[0] if model else {},
         "choices": llm.collective_rpc("vllm_rocm_ops_choices"),
         "seams": {entry.name: entry.reason if not entry.on else "on" for entry in seam.status()},
         "drafted": drafted(llm) if job.get("engine", {}).get("speculative_config") else 0,

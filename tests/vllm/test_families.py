@@ -82,6 +82,17 @@ def test_each_layer_calls_its_ops(with_plugin, family):
     assert {op: sum(kernels.values()) for op, kernels in found.items()} == expected_calls(configuration(family))
 
 
+@pytest.mark.parametrize("family", RUN, ids=identity)
+def test_each_layer_is_taken(with_plugin, family):
+    """By the seams of its kind, but Gemma's GeGLU, which no op of ours computes."""
+    found, config = with_plugin[identity(family)]["reach"], configuration(family)
+    assert {kind: one["missed"] for kind, one in found.items() if one["missed"]} == {}
+    routed = sum(checkpoints.has_experts(config, layer) for layer in range(config["num_hidden_layers"]))
+    assert found.get("layers of experts", {"taken": 0})["taken"] == routed
+    assert found["norms"]["taken"] > config["num_hidden_layers"] and found["linear layers"]["taken"] > 0
+    assert ("activations" in found) == (family[0] != "gemma3_text")
+
+
 LOST = {
     ("qwen3", "token"): 1,
     ("mixtral", "mixed"): 1,

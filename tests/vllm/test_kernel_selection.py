@@ -846,7 +846,7 @@ def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
     model.called, model.drafts = layer("called", WEIGHTS[0]), layer("drafts", other)
     model.again, model.fails = layer("again", other), layer("fails", third, works=False)
     model.ours, model.plain = layer("ours", alone, ("plain", True)), torch.nn.Linear(K, 112)
-    assert measured_selection.reach([model], MOST, torch.bfloat16) == ["fails"]
+    assert measured_selection.call_others([model], MOST, torch.bfloat16) == ["fails"]
     assert calls == [(name, (1, K), torch.bfloat16) for name in ("drafts", "fails")]
     warm_up(clock := ours_wins({1, 128}))
     assert sorted({tokens for tokens, _ in clock.asked}) == [1, 8, 32, 64, 128, 256]

@@ -3,7 +3,7 @@
 import dataclasses
 
 import vllm_rocm_ops
-from vllm_rocm_ops.vllm import kernel_selection, seam
+from vllm_rocm_ops.vllm import kernel_selection, reach, seam
 
 
 class Extension:
@@ -33,6 +33,11 @@ class Extension:
             }
             for one in kernel_selection.choices()
         ]
+
+    def vllm_rocm_ops_reach(self) -> dict[str, dict]:
+        """What the seams have taken of the worker's models, by kind of layer: how many layers, how many of them were left to vLLM, and
+        what no seam took, by class."""
+        return {kind: dataclasses.asdict(one) for kind, one in reach.found(self).items()}
 
     def vllm_rocm_ops_seams(self) -> list[dict]:
         """The seams' status in the worker."""

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from vllm_rocm_ops import envs
-from vllm_rocm_ops.vllm import experts, kernel_selection, kernel_timing, native_kernel, row_selection, seam
+from vllm_rocm_ops.vllm import experts, kernel_selection, kernel_timing, native_kernel, reach, row_selection, seam
 from vllm_rocm_ops.vllm.seams import compile_cache
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -92,7 +92,7 @@ def warm_up(worker) -> None:
             timer, left = clock(), []
             if timer is not None:
                 tokens = config.scheduler_config.max_num_batched_tokens
-                left = reach(row_selection.models_of(worker), tokens, config.model_config.dtype)
+                left = call_others(row_selection.models_of(worker), tokens, config.model_config.dtype)
             kernel_timing.warm_up(captured or (), most, timer, gather, says)
         if left and says:
             text = "vllm-rocm-ops: unmeasured, so that fixed limits hold, as vLLM's profile run did not call them: %s"
@@ -101,7 +101,7 @@ def warm_up(worker) -> None:
         logger.warning("vllm-rocm-ops: fixed limits hold: %s: %s", type(error).__name__, error)
 
 
-def reach(models: list[torch.nn.Module], most: int, dtype: torch.dtype) -> list[str]:
+def call_others(models: list[torch.nn.Module], most: int, dtype: torch.dtype) -> list[str]:
     """Call each FP8 linear layer of a shape that the profile run did not call, so that it is measured too: a projection of latent
     attention, for instance, or what drafts tokens. Returns the names of layers that cannot be called so, experts among them."""
     seen = {
@@ -142,6 +142,8 @@ def before_compiling(worker) -> None:
         try:
             with set_current_vllm_config(worker.vllm_config):
                 row_selection.before_compiling(worker, clock(), gather, group.rank_in_group == 0)
+                if group.rank_in_group == 0:
+                    reach.say(reach.found(worker))
         finally:
             compile_cache.mark_again(worker)
     except Exception as error:  # noqa: BLE001  the worker starts without it

@@ -1,0 +1,112 @@
+"""Which layers of a model the seams have taken. A probe finds a name that vLLM no longer has, not a model with layers of its own, whose
+norms, for instance, are a class that no seam replaces."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Iterator
+
+import torch
+
+from vllm_rocm_ops.vllm import row_selection, seam
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+SEAMS = {
+    "norms": ("norm",),
+    "activations": ("activation",),
+    "linear layers": ("scaled_linear", "block_scaled_linear", "int8_linear", "mxfp8_linear"),
+    "layers of experts": ("fp8_experts", "mxfp8_experts", "unquantized_experts", "routing_experts"),
+    "layers of attention": ("decode_attention", "latent_attention"),
+}
+"""Kinds of layers, and the seams that take them."""
+
+
+@dataclasses.dataclass
+class Reach:
+    """Layers of a kind: how many run through a seam, how many of these were left to vLLM before it compiled, and those that no seam
+    took, by class."""
+
+    taken: int = 0
+    left: int = 0
+    missed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+
+def kernels_of(module: torch.nn.Module) -> Iterator[object]:
+    """Yield the linear kernels and experts of ours that a layer holds."""
+    method = getattr(module, "quant_method", None)
+    moe = getattr(method, "moe_kernel", None)
+    holders = [vars(one) for one in (method, getattr(module, "scheme", None), moe) if hasattr(one, "__dict__")]
+    held = [value for holder in holders for value in holder.values()] + [getattr(moe, "fused_experts", None)]
+    yield from {id(one): one for one in held if type(one).__name__.startswith("RocmOps")}.values()
+
+
+def kind_of(module: torch.nn.Module) -> str | None:
+    """Return the kind of a layer that a seam may take. A linear layer is one with a weight of 8 bits."""
+    name, weight = type(module).__name__, getattr(module, "weight", None)
+    if "RMSNorm" in name:
+        return "norms"
+    if "SiluAndMul" in name:
+        return "activations"
+    if hasattr(module, "w13_weight"):
+        return "layers of experts"
+    if hasattr(module, "input_size_per_partition") and getattr(weight, "dtype", torch.float32).itemsize == 1:
+        return "linear layers"
+    return None
+
+
+def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, bool, str]]:
+    """Yield of each layer its kind, whether a seam has taken it, whether it was left to vLLM, and what it is."""
+    for module in model.modules():
+        kind = kind_of(module)
+        if kind in ("norms", "activations"):
+            taken = hasattr(module, "rocm_ops_forward")
+            left = taken and module._forward_method == getattr(module, "vllm_forward", None)
+            yield kind, taken, left, type(module).__name__
+        elif kind is not None:
+            yield kind, next(kernels_of(module), None) is not None, False, type(module.quant_method).__name__
+
+
+def attention(config) -> Iterator[tuple[str, bool, bool, str]]:
+    """Yield the same of the layers of attention, which a model's configuration lists."""
+    for layer in config.compilation_config.static_forward_context.values():
+        if impl := getattr(layer, "impl", None):
+            lacks = getattr(getattr(impl, "rocm_ops", None), "lacks", "no seam")
+            why = f"{type(impl).__name__}, {lacks}" if hasattr(impl, "rocm_ops") else type(impl).__name__
+            yield "layers of attention", not lacks, False, why
+
+
+def found(worker) -> dict[str, Reach]:
+    """Return what the seams have taken of the models that a worker has loaded, by kind of layer. Kinds whose seams are all off are not
+    in it."""
+    on, result = set(seam.active()), {}
+    every = [one for model in row_selection.models_of(worker) for one in layers(model)]
+    for kind, taken, left, what in (*every, *attention(worker.vllm_config)):
+        if on.isdisjoint(SEAMS[kind]):
+            continue
+        reach = result.setdefault(kind, Reach())
+        reach.taken += taken
+        reach.left += left
+        if not taken:
+            reach.missed[what] += 1
+    return result
+
+
+def say(reached: dict[str, Reach]) -> None:
+    """Log what was taken, and warn of what was not."""
+    counts = [
+        f"{one.taken} {kind}" + (f" ({one.left} of them left to vLLM)" if one.left else "")
+        for kind, one in reached.items()
+        if one.taken
+    ]
+    if counts:
+        logger.info("vllm-rocm-ops: takes %s", ", ".join(counts))
+    missed = [
+        f"{one.missed.total()} {kind} ({', '.join(f'{count} {what}' for what, count in sorted(one.missed.items()))})"
+        for kind, one in reached.items()
+        if one.missed
+    ]
+    if missed:
+        logger.warning("vllm-rocm-ops: vLLM's own code runs %s", "; ".join(missed))
