@@ -262,6 +262,24 @@ def model_table() -> str:
     return markdown(("model", "engine on CPU", "engine on H200", "`explain`, `tune`"), rows)
 
 
+def beside(answer: str) -> str:
+    """The kernel of vLLM's beside ours in an answer of selection.csv, or the one that runs alone."""
+    alone, holds, held = answer.partition(" holds ")
+    return f"`{held.split()[0]}`" if holds else f"`{alone.split()[0]}` alone"
+
+
+def aiter_table() -> str:
+    """What of vLLM's is beside ours, without AITER and with it, in the newest release."""
+    kinds = ("linear ", "experts ", "attention", "latent attention")
+    rows = []
+    for what in dict.fromkeys(what for what, _ in selection()):
+        if what.startswith(kinds) and "," not in what and what != "linear unquantized":
+            answers = [selection()[what, arch][releases()[-1]] for arch in AMD]
+            rows.append((what, *(beside(answer) for pair in answers for answer in pair)))
+    header = [f"{arch}{how}" for arch in AMD for how in ("", ", AITER")]
+    return markdown(("layer", *header), rows)
+
+
 def page() -> str:
     parts = (
         WRITTEN,
@@ -288,6 +306,13 @@ def page() -> str:
             "run; norms, activations and the layers that are left in bf16 are as in any model."
         ),
         refused_table(),
+        "## AITER",
+        (
+            f"Most recipes for AMD set `VLLM_ROCM_USE_AITER=1`. The kernel of vLLM {releases()[-1]} that ours is timed against, and that serves "
+            'where ours is not the faster; "alone" where ours has no place. With tensor parallelism norms in front of linears with scales per '
+            "128 and of bf16 stay vLLM's, fused with AITER's all-reduce, if its one-stage kernel takes 8 tokens; else that fusion is off."
+        ),
+        aiter_table(),
         "## Models",
         (
             "In every model a norm or an activation quantises in its own kernel where the source of the model's layers says that one "
