@@ -172,7 +172,7 @@ SEAM_MUTANTS = {
     ),
     "a residual that is not checked": of(ROWS, "*([] if residual is None else [residual])", ""),
     "AITER's fusion of norms lost": of(ROWS, "passes.fuse_allreduce_rms) or seam", "False) or seam"),
-    "a fusion in two stages": of(ROWS, "if not takes_one_stage(config):", "if False:"),
+    "a fusion in two stages": of(ROWS, "if takes_one_stage(communicator, config):", "if True:"),
     "a pattern that vLLM lacks": of(ROWS, "fused_quant.KEYS) in patterns", "fused_quant.KEYS) is not False"),
     "a draft model without its norms": of(ROWS, '("speculator", "drafter")', '("drafter",)'),
     "an eager time for a compiled norm": of(

@@ -323,25 +323,22 @@ def baseline_of(config, model: torch.nn.Module) -> Callable[[bool], str]:
     return name
 
 
-def takes_one_stage(config) -> bool:
+def takes_one_stage(communicator, config) -> bool:
     """Return whether AITER's one-stage kernel takes the all-reduce and norm of a decode step, as vLLM's communicator says."""
-    from vllm._aiter_ops import rocm_aiter_ops
-
-    communicator, model = rocm_aiter_ops.get_aiter_allreduce(), config.model_config
-    if communicator is None:  # the pass fuses nothing
-        return False
-    takes = getattr(communicator, "use_1stage_fused_ar_rms", None)  # an older vLLM does not say, and keeps its fusion
-    return takes is None or takes(torch.empty(DECODE_TOKENS, model.get_hidden_size(), dtype=model.dtype, device="meta"))
+    takes, model = getattr(communicator, "use_1stage_fused_ar_rms", None), config.model_config
+    if takes is None:  # an older vLLM does not say, and keeps its fusion
+        return True
+    return takes(torch.empty(DECODE_TOKENS, model.get_hidden_size(), dtype=model.dtype, device="meta"))
 
 
-def behind_all_reduces(model: torch.nn.Module, hidden: int) -> Iterator[tuple[torch.nn.Module, torch.nn.Module | None]]:
+def behind_all_reduces(
+    communicator, model: torch.nn.Module, hidden: int
+) -> Iterator[tuple[torch.nn.Module, torch.nn.Module | None]]:
     """Yield our norms of a model that vLLM's pass fuses with AITER's all-reduce, each with the linear behind. It has patterns for a
     norm alone, and for one with a quantization by groups."""
-    from vllm._aiter_ops import rocm_aiter_ops
-
     from vllm_rocm_ops.vllm import fused_quant
 
-    groups = getattr(rocm_aiter_ops.get_aiter_allreduce(), "supports_per_group_quant", False)
+    groups = getattr(communicator, "supports_per_group_quant", False)
     patterns = {None, fused_quant.kFp8Dynamic128Sym} if groups else {None}
     for norm, linear in producers(model):
         matches = getattr(norm, "variance_epsilon", None) in EPSILONS and norm.weight.shape[0] == hidden
@@ -354,20 +351,24 @@ def leave_to_all_reduce(config, models: list[torch.nn.Module], says: bool) -> No
     passes, models = config.compilation_config.pass_config, [one for one in models if is_compiled(config, one)]
     if not (models and passes.fuse_allreduce_rms) or seam.served_platform() != "rocm" or seam.names("norm"):
         return
-    hidden = config.model_config.get_hidden_size()
-    if not takes_one_stage(config):
-        passes.fuse_allreduce_rms = False
-        text = "vllm-rocm-ops: vLLM's fusion of AITER's all-reduce with norms is off: %d tokens of %d take its two-stage kernel"
-        left = [DECODE_TOKENS, hidden]
-    else:
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    communicator, hidden = rocm_aiter_ops.get_aiter_allreduce(), config.model_config.get_hidden_size()
+    if communicator is None:  # the pass fuses nothing
+        return
+    if takes_one_stage(communicator, config):
         text = "vllm-rocm-ops: %d norms stay vLLM's, which fuses them with AITER's all-reduce. VLLM_ROCM_OPS_SEAMS=norm,all has ours"
-        pairs = [pair for model in models for pair in behind_all_reduces(model, hidden)]
+        pairs = [pair for model in models for pair in behind_all_reduces(communicator, model, hidden)]
         for pair in pairs:
             leave(*pair)
-        left = [len(pairs)]
+        said = [len(pairs)]
+    else:
+        passes.fuse_allreduce_rms = False
+        text = "vllm-rocm-ops: vLLM's fusion of AITER's all-reduce with norms is off: %d tokens of %d take its two-stage kernel"
+        said = [DECODE_TOKENS, hidden]
     _stay.add(f"{ALL_REDUCE} {'on' if passes.fuse_allreduce_rms else 'off'}")
     if says:
-        logger.info(text, *left)
+        logger.info(text, *said)
 
 
 def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable, says: bool) -> None:
