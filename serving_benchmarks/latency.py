@@ -350,7 +350,9 @@ def benchmark(arguments: argparse.Namespace) -> dict:
         }
         for name in arguments.model
         for pair in range(arguments.pairs)
-        for side in SIDES
+        for side in list(SIDES)[
+            :: -1 if pair % 2 else 1
+        ]  # each side is first in turn, as a host warms up and cools down
         if side in arguments.side
     ]
     iterations = len(arguments.batch_size) * (arguments.num_iters_warmup + arguments.num_iters)

@@ -89,6 +89,17 @@ def test_table_has_what_starts_take():
     assert latency_report.differences(whole)[0][2:] == ["", "25.00", "", ""]
 
 
+def test_sides_are_first_in_turn(tmp_path, monkeypatch):
+    """As a host warms up and cools down."""
+    started = []
+    monkeypatch.setattr(
+        latency, "run_side", lambda job, *_: started.append((job["pair"], job["side"])) or {"batches": []}
+    )
+    files = ["--output-json", str(tmp_path / "latency.json"), "--plot", str(tmp_path / "latency.png")]
+    latency.benchmark(latency.parse_arguments(["--model", "tiny-llama", "--pairs", "3", *files]))
+    assert started == [(0, "without"), (0, "with"), (1, "with"), (1, "without"), (2, "without"), (2, "with")]
+
+
 def test_pairs_of_starts_have_the_median_of_their_ratios():
     """A start that is slow on both sides does not count for either."""
     whole = {"results": [], "runs": [], "hardware": "1 x GPU", "versions": {"vllm": "0", "torch": "0"}}
