@@ -7,8 +7,8 @@ the same seed, `--pairs` times, since starts differ too; every batch size gets w
 iterations of prompts of --input-len tokens that generate --output-len tokens. Reported is the median time per decoded token,
 from the engine's time stamps of a request's first and last token, and the median of the pairs' ratios; time to first token
 (prefill: --input-len 2048 --output-len 2); a loop of Python before each iteration, as a step that waits for the host takes what a
-shared host gives; seconds and memory of starts (engine_start.py). `--profile` says where the time goes (decode_profile.py). The engine runs inside the measuring process (VLLM_ENABLE_V1_MULTIPROCESSING=1
-gives it its own).
+shared host gives; seconds and memory of starts (engine_start.py). `--profile` says where the time goes (decode_profile.py). The engine
+runs inside the measuring process (VLLM_ENABLE_V1_MULTIPROCESSING=1 gives it its own).
 
 `--rank-of 8` stands in for eight GPUs on one: heads, widths and vocabulary are what one of eight tensor parallel ranks has, and
 there are no collectives. On an NVIDIA GPU the ops need VLLM_ROCM_OPS_ON_NVIDIA=1, on a CPU VLLM_ROCM_OPS_ON_CPU=1. What failed is reported
@@ -350,9 +350,8 @@ def benchmark(arguments: argparse.Namespace) -> dict:
         }
         for name in arguments.model
         for pair in range(arguments.pairs)
-        for side in list(SIDES)[
-            :: -1 if pair % 2 else 1
-        ]  # each side is first in turn, as a host warms up and cools down
+        # Each side is first in turn, as a host warms up and cools down.
+        for side in (reversed(SIDES) if pair % 2 else SIDES)
         if side in arguments.side
     ]
     iterations = len(arguments.batch_size) * (arguments.num_iters_warmup + arguments.num_iters)

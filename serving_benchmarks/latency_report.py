@@ -15,7 +15,7 @@ CHARACTERS_PER_INCH = 14  # of a plot's caption
 
 
 def summarise(job: dict, batch: dict) -> dict:
-    """One batch size of one side, in the form of `vllm bench latency` with what we add."""
+    """Return one batch size of one side, in the form of `vllm bench latency` with what we add."""
     import numpy
 
     latencies, decode = batch["latencies"], batch["decode_ms"]

@@ -263,13 +263,13 @@ def model_table() -> str:
 
 
 def beside(answer: str) -> str:
-    """The kernel of vLLM's beside ours in an answer of selection.csv, or the one that runs alone."""
+    """Return the kernel of vLLM's beside ours in an answer of selection.csv, or the one that runs alone."""
     alone, holds, held = answer.partition(" holds ")
     return f"`{held.split()[0]}`" if holds else f"`{alone.split()[0]}` alone"
 
 
 def aiter_table() -> str:
-    """What of vLLM's is beside ours, without AITER and with it, in the newest release."""
+    """Return a table of vLLM's kernels beside ours, without AITER and with it, in the newest release."""
     kinds = ("linear ", "experts ", "attention", "latent attention")
     rows = []
     for what in dict.fromkeys(what for what, _ in selection()):

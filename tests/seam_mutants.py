@@ -157,7 +157,7 @@ SEAM_MUTANTS = {
     # Reach
     "a layer without ours counted as taken": of(REACH, "next(kernels_of(module), None) is not None", "True"),
     "attention that says what it lacks counted as taken": of(
-        REACH, '"layers of attention", not lacks', '"layers of attention", True'
+        REACH, "ours is not None and not ours.lacks", "ours is not None"
     ),
     "layers of seams that are off": of(REACH, "if on.isdisjoint(SEAMS[kind]):", "if False:"),
     "what is left counted as missed": of(REACH, "if not taken:", "if left or not taken:"),

@@ -211,7 +211,7 @@ def measured_shapes(call: LayerCall, arch: str) -> list[str]:
 
 
 def measured_call(call: LayerCall, arch: str, record: kernel_selection.Record) -> str | None:
-    """The key under which a call was measured: its op, its shape and vLLM's kernel, a word. A compiled one comes before an eager one."""
+    """Return the key under which a call was measured: its op, its shape and vLLM's kernel, a word. Compiled comes before eager."""
     shapes = [f"{call.op.name} {shape}" for shape in measured_shapes(call, arch)] if record.shapes else []
     keys = sorted(record.shapes, key=lambda key: key.endswith(kernel_selection.EAGER))
     return next((key for shape in shapes for key in keys if key.rpartition(" ")[0] == shape), None)

@@ -318,7 +318,7 @@ def test_an_all_reduce_of_two_stages_is_not_fused(aiter, caplog, hidden, ranks, 
 
 
 def test_what_is_measured_holds_for_one_baseline(kernels, monkeypatch):
-    """Eager or compiled, fused with the quantisation or not, AITER's or not."""
+    """Eager or compiled, fused with the quantization or not, AITER's or not."""
     from vllm_rocm_ops.vllm import native_kernel
 
     model, keys = Layer(KEYS[0]), []

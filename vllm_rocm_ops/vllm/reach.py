@@ -66,16 +66,17 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, bool, str]]:
             left = taken and module._forward_method == getattr(module, "vllm_forward", None)
             yield kind, taken, left, type(module).__name__
         elif kind is not None:
-            yield kind, next(kernels_of(module), None) is not None, False, type(module.quant_method).__name__
+            method = type(getattr(module, "quant_method", module)).__name__
+            yield kind, next(kernels_of(module), None) is not None, False, method
 
 
 def attention(config) -> Iterator[tuple[str, bool, bool, str]]:
     """Yield the same of the layers of attention, which a model's configuration lists."""
     for layer in config.compilation_config.static_forward_context.values():
         if impl := getattr(layer, "impl", None):
-            lacks = getattr(getattr(impl, "rocm_ops", None), "lacks", "no seam")
-            why = f"{type(impl).__name__}, {lacks}" if hasattr(impl, "rocm_ops") else type(impl).__name__
-            yield "layers of attention", not lacks, False, why
+            what, ours = type(impl).__name__, getattr(impl, "rocm_ops", None)
+            taken = ours is not None and not ours.lacks
+            yield "layers of attention", taken, False, f"{what}, {ours.lacks}" if ours and ours.lacks else what
 
 
 def found(worker) -> dict[str, Reach]:

@@ -9,7 +9,7 @@ loaded its model and vLLM has not compiled it yet, once for all numbers of token
     unmeasured  vLLM's where one of its passes fuses norms, or activations, with the quantisation; else ours.
     off         vLLM's, as our op was wrong on this GPU.
 
-Where vLLM's stays, the layer gets vLLM's forward back, and the linear quantises its own input. What stays vLLM's is in the
+Where vLLM's stays, the layer gets vLLM's forward back, and the linear quantizes its own input. What stays vLLM's is in the
 fingerprint of vLLM's compile cache.
 
 With AITER and tensor parallelism a pass of vLLM's fuses norms with the all-reduce in front of them. AITER has a one-stage kernel for
@@ -43,7 +43,7 @@ SAMPLED_ROWS = 8
 DECODE_TOKENS = 8  # up to which AITER's one-stage kernel has to take an all-reduce with a norm
 EPSILONS = 1e-5, 1e-6  # of vLLM's patterns
 ALL_REDUCE = "all-reduce with norms"
-FUSED = "fused"  # the word of a key where a pass of vLLM's fuses the quantisation
+FUSED = "fused"  # the word of a key where a pass of vLLM's fuses the quantization
 STAYS = "vllm_rocm_ops_stays_vllms"  # the mark of a linear whose input vLLM's forward makes
 
 _stay: set[str] = set()
@@ -221,7 +221,7 @@ def producers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.n
 
 
 def fused_in(model: torch.nn.Module, hidden: int, dtype: torch.dtype, baseline: Callable[[bool], str]) -> list[Fused]:
-    """Return what of a model runs our ops for a norm or an activation with the quantisation of its result. Norms as wide as the
+    """Return what of a model runs our ops for a norm or an activation with the quantization of its result. Norms as wide as the
     model are those of its decoder layers, with a residual. `baseline` names vLLM's for norms, and for activations."""
     from vllm_rocm_ops.vllm import fused_quant
 
@@ -251,7 +251,7 @@ def leave(producer: torch.nn.Module, linear: torch.nn.Module | None) -> None:
 
 
 def decide(found: list[Fused], decided: Decided) -> dict[str, bool]:
-    """By key, whether our op runs: where it was not measured, unless a pass of vLLM's fuses the quantisation."""
+    """Return by key whether our op runs: where it was not measured, unless a pass of vLLM's fuses the quantization."""
     ours = {}
     for one in found:
         measured = decided.shapes.get(one.key)
@@ -262,14 +262,12 @@ def decide(found: list[Fused], decided: Decided) -> dict[str, bool]:
 
 def compiler(config) -> Callable[[Callable], Callable]:
     """What compiles a function as vLLM compiles a piece of the model of this configuration: with its settings of Inductor and its
-    passes, for any number of tokens. Nothing, where vLLM does not compile."""
+    passes, for any number of tokens. Nothing, where that is not Inductor."""
     from vllm.compilation.backends import VllmBackend
     from vllm.compilation.passes.inductor_pass import pass_context
-    from vllm.config import CompilationMode
     from vllm.config.utils import Range
 
-    settings = config.compilation_config
-    if settings.mode != CompilationMode.VLLM_COMPILE or settings.backend not in ("", "inductor"):
+    if config.compilation_config.backend not in ("", "inductor"):
         return lambda function: function
     backend = VllmBackend(config)
     backend.configure_post_pass()
@@ -310,7 +308,7 @@ def is_compiled(config, model: torch.nn.Module) -> bool:
 
 
 def baseline_of(config, model: torch.nn.Module) -> Callable[[bool], str]:
-    """Return a word for vLLM's norms in a model, and one for its activations: with AITER or not, fused with the quantisation or not, compiled
+    """Return a word for vLLM's norms in a model, and one for its activations: with AITER or not, fused with the quantization or not, compiled
     or eager. What is measured beside one does not hold beside another."""
     passes, compiles = config.compilation_config.pass_config, is_compiled(config, model)
     runs = compiles and seam.served_platform() != "cpu"  # which sets the switches, too
