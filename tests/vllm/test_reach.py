@@ -1,5 +1,6 @@
 """What is said of the layers that seams have taken, and of those that they have not."""
 
+import json
 import logging
 import types
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops.vllm import reach, row_selection, seam
+from vllm_rocm_ops.vllm.worker import Extension
 
 
 class OtherRMSNorm(torch.nn.Module):
@@ -79,6 +81,12 @@ def test_layers_of_seams_that_are_off_are_not_counted(monkeypatch):
     """Which the log has said already."""
     monkeypatch.setattr(seam, "active", lambda: ["norm"])
     assert list(reach.found(worker([linear("Marlin"), experts(None), OtherRMSNorm()]))) == ["norms"]
+
+
+def test_a_worker_returns_what_json_can_hold():
+    """As latency.py writes it into its results."""
+    returned = Extension.vllm_rocm_ops_reach(worker([OtherRMSNorm(), OtherRMSNorm()]))
+    assert json.loads(json.dumps(returned)) == {"norms": {"taken": 0, "left": 0, "missed": {"OtherRMSNorm": 2}}}
 
 
 def test_one_line_warns(caplog):

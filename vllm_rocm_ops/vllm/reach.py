@@ -3,7 +3,6 @@ norms, for instance, are a class that no seam replaces."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ class Reach:
 
     taken: int = 0
     left: int = 0
-    missed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    missed: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def kernels_of(module: torch.nn.Module) -> Iterator[object]:
@@ -91,7 +90,7 @@ def found(worker) -> dict[str, Reach]:
         reach.taken += taken
         reach.left += left
         if not taken:
-            reach.missed[what] += 1
+            reach.missed[what] = reach.missed.get(what, 0) + 1
     return result
 
 
@@ -105,7 +104,7 @@ def say(reached: dict[str, Reach]) -> None:
     if counts:
         logger.info("vllm-rocm-ops: takes %s", ", ".join(counts))
     missed = [
-        f"{one.missed.total()} {kind} ({', '.join(f'{count} {what}' for what, count in sorted(one.missed.items()))})"
+        f"{sum(one.missed.values())} {kind} ({', '.join(f'{count} {what}' for what, count in sorted(one.missed.items()))})"
         for kind, one in reached.items()
         if one.missed
     ]
