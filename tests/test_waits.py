@@ -363,13 +363,13 @@ def test_stages_stay_in_flight(arch, module):
 @full
 @pytest.mark.parametrize("arch", ARCHS)
 def test_streaming_kernels_are_found(arch):
-    """The kernels for few tokens stream, and no other kernel does."""
+    """The kernels for few tokens stream, except those whose loads go through LDS, and no other kernel does."""
     streaming = {name for module in MODULES for name, _ in shipped_loops(arch, module)}
     expected = {
         name
         for module in MODULES
         for name in CodeObject(launch.CODE / arch / f"{module}.co").kernels
-        if any(word in name for word in STREAM)
+        if any(word in name for word in STREAM) and "_lds_" not in name
     }
     assert streaming == expected
 

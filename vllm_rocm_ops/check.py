@@ -58,7 +58,7 @@ EMULATED_SECONDS = 0.5  # of processor time for an op's cases
 SOFT = 0.8  # of these: then a part stops by itself, between two pieces
 GOOD = ("done", "stopped", "left out")  # ways to end
 GRACE_SECONDS = 10.0  # for a process that was killed
-SAID = 16000  # characters of what a part wrote that are kept
+SAID = 16000  # characters of a part's output that are kept, from its start and its end
 OPS = ("scaled_mm", "block_scaled_mm", "mxfp8_scaled_mm", "unquantized_gemm", "fused_experts")
 
 
@@ -327,7 +327,8 @@ def supervise(context, part: Callable, arguments: tuple, arch: str | None, secon
             ended = f"hung: killed after {seconds:.0f} s"
         elif not any("end" in line for line in found):
             ended = f"died: exit code {process.exitcode}"
-        text = Path(said).read_text(errors="replace")[-SAID:] if os.path.exists(said) else ""
+        text = Path(said).read_text(errors="replace") if os.path.exists(said) else ""
+        text = text if len(text) <= SAID else f"{text[: SAID // 2]}\n[...]\n{text[-SAID // 2 :]}"
     took = round(time.monotonic() - start, 1)
     return {"ended": ended, "seconds": took, "found": pieces, "said": "" if ended in GOOD else text}
 

@@ -117,7 +117,7 @@ def test_what_is_wrong_is_found(gpu, monkeypatch, tmp_path):
 
 
 def dies(*_):
-    os.write(2, b"Memory access fault by GPU node-1\n")
+    os.write(2, b"Memory access fault by GPU node-1\n" + b"frame\n" * check.SAID)
     ctypes.string_at(0)
 
 
