@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,7 +64,8 @@ class Emulator:
         self.options = Options(compute_units=self.arch.compute_units, lds_bytes=self.arch.lds_bytes, **options)
         self.last: Counters | None = None
         self.history: list[tuple[str, Counters]] = []
-        self._stored: dict[Program, set[str]] = {}  # the arguments that launches so far wrote to
+        # The arguments that launches so far wrote to. A bound kernel takes megabytes, and is let go with the process's cache.
+        self._stored: weakref.WeakKeyDictionary[Program, set[str]] = weakref.WeakKeyDictionary()
 
     def launch(self, launch, uninitialised: tuple = ()) -> None:
         """Runs a launch of an op's module."""
