@@ -49,9 +49,15 @@ def generated(engines) -> dict[str, dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "op"), [("llama", "paged_attention_decode"), ("deepseek", "mla_decode")])
-def test_tokens_are_stock_vllms(generated, model, op):
-    """Also where prefixes are cached. Ours has one call for each layer and step behind the prefill, and none unless asked for."""
+@pytest.mark.parametrize(
+    ("model", "op", "bound"), [("llama", "paged_attention_decode", 0.018), ("deepseek", "mla_decode", 0.003)]
+)
+def test_tokens_are_stock_vllms(generated, model, op, bound):
+    """Also where prefixes are cached. Ours has one call for each layer and step behind the prefill, and none unless asked for.
+
+    The bound is on the mean, as one log probability moves by two roundings of a bf16 logit (0.125) and by the processor's own
+    kernels. Attention that is 2 % too large has means of 0.025 and 0.005; right, they are 0.010 and 0.001.
+    """
     ours, stock = generated[f"{model} ours"], generated[f"{model} stock"]
     assert ours["tokens"] == stock["tokens"]
     assert ours["then"] == stock["then"]
@@ -63,7 +69,7 @@ def test_tokens_are_stock_vllms(generated, model, op):
     assert not {op, "batched_gemm"} & stock["stats"].keys()
     assert ours["logprobs"] != stock["logprobs"]  # by rounding: two implementations ran
     difference = torch.tensor(ours["logprobs"]) - torch.tensor(stock["logprobs"])
-    assert difference.abs().max() < 0.1
+    assert difference.abs().mean() < bound
 
 
 MEASURED = """
