@@ -256,9 +256,14 @@ def model_table() -> str:
             )
         )
     rows.append(
-        ("any that another plugin brings", "refused: its norms and activations are not linked", "not run", "no")
+        (
+            "any that another plugin brings",
+            "not run; its norms and activations are ours where vLLM compiles it",
+            "not run",
+            "no",
+        )
     )
-    rows.append(("any other", "selected by class and by the source of its layers, not run", "not run", "no"))
+    rows.append(("any other", "selected by class and by its compiled graph, not run", "not run", "no"))
     return markdown(("model", "engine on CPU", "engine on H200", "`explain`, `tune`"), rows)
 
 

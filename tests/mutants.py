@@ -412,7 +412,7 @@ MUTANTS = {
         "0x80000000u",
         "0x40000000u",
         "scaled_mm",
-        large("test_skinny_products[gfx942-5-scaled_mm]"),
+        large("test_skinny_products[5-scaled_mm-gfx942]"),
     ),
     # Tiled products
     "scale of a block beyond N": Mutant(

@@ -70,13 +70,14 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(source.replace(self.mutant.text, self.mutant.replacement), self.path, "exec", dont_inherit=True)
 
 
-ATTENTION, GUARDS, LATENT, ABSORBED, ROWS, REACH = (
+ATTENTION, GUARDS, LATENT, ABSORBED, ROWS, REACH, GRAPH = (
     ("attention.py", "test_decode_attention.py"),
     ("attention.py", "test_seam_guards.py"),
     ("latent_attention.py", "test_latent_attention.py"),
     ("absorbed_products.py", "test_absorbed_products.py"),
     ("row_selection.py", "test_row_selection.py"),
     ("reach.py", "test_reach.py"),
+    ("graph.py", "test_graph.py"),
 )
 
 
@@ -160,20 +161,17 @@ SEAM_MUTANTS = {
         REACH, "ours is not None and not ours.lacks", "ours is not None"
     ),
     "layers of seams that are off": of(REACH, "if on.isdisjoint(SEAMS[kind]):", "if False:"),
-    "what is left counted as missed": of(REACH, "if not taken:", "if left or not taken:"),
     # Norms and activations
     "an op that is off": of(ROWS, "runs and one.op.name not in decided.off", "runs"),
     "a fusion of norms taken for one of activations": of(
         ROWS, "passes.fuse_norm_quant if is_norm else", "passes.fuse_norm_quant or"
     ),
-    "a linear that is left and linked again": of(ROWS, "        setattr(linear, STAYS, True)\n", ""),
     "a compile cache that does not know what stays": of(
         ROWS, "_stay.update(key for key, runs in ours.items() if not runs)", ""
     ),
     "a residual that is not checked": of(ROWS, "*([] if residual is None else [residual])", ""),
-    "AITER's fusion of norms lost": of(ROWS, "passes.fuse_allreduce_rms) or seam", "False) or seam"),
+    "AITER's fusion of norms lost": of(ROWS, "if not (passes.fuse_allreduce_rms and any(", "if not (False and any("),
     "a fusion in two stages": of(ROWS, "if takes_one_stage(communicator, config):", "if True:"),
-    "a pattern that vLLM lacks": of(ROWS, "fused_quant.KEYS) in patterns", "fused_quant.KEYS) is not False"),
     "a draft model without its norms": of(ROWS, '("speculator", "drafter")', '("drafter",)'),
     "an eager time for a compiled norm": of(
         ROWS, "kernel_selection.COMPILED if compiles else kernel_selection.EAGER", '"eager"'
@@ -189,9 +187,56 @@ SEAM_MUTANTS = {
     "a late failure of vLLM's kernel taken for ours": SeamMutant(
         "kernel_timing.py", "    clock.finish()\n    with marked:", "    with marked:", "test_kernel_selection.py"
     ),
-    "a result that grows in place is not read": SeamMutant(
-        "readers.py", "for part in (node.target, node.value):", "for part in (node.value,):", "test_links.py"
+    "an activation told of a linear that another reader has": SeamMutant(
+        "producers.py", "return got == [made]", "return True", "test_row_selection.py"
     ),
+    "a linear without a partition": SeamMutant(
+        "producers.py",
+        'linear.input_size_per_partition if hasattr(linear, "input_size_per_partition") else linear.input_size',
+        "linear.input_size_per_partition",
+        "test_row_selection.py",
+    ),
+    "a baseline that is measured with markers": SeamMutant(
+        "row_selection.py",
+        'getattr(quantize.quant_fp8, "vllm_forward", quantize.quant_fp8)',
+        "quantize.quant_fp8",
+        "test_fusion_seam.py",
+    ),
+    # The graph
+    "a norm that others read, too": of(GRAPH, "len(quantizes) != len(readers) or ", ""),
+    "quantizations that differ": of(GRAPH, " or len({(q.target, *map(str, q.args)) for q in quantizes}) != 1", ""),
+    "a residual that is read later": of(GRAPH, "not any(self.node < user for user in residual.users) and ", ""),
+    "a residual that shares memory": of(GRAPH, " and not is_view(residual)", ""),
+    "a residual that somebody holds": of(
+        GRAPH, "residual not in inputs or inputs.index(residual) in get_pass_context().donated_input_ids", "True"
+    ),
+    "a norm behind a norm": of(GRAPH, " or producer.is_behind()", ""),
+    "a part of a row": of(GRAPH, " or self.is_partial", ""),
+    "a weight of another type": of(GRAPH, ' or weight.meta["val"].dtype != x.dtype', ""),
+    "rows whose elements lie apart": of(
+        GRAPH, "rows.dtype in fused_quant.DTYPES and fused_quant.in_rows(rows)", "True"
+    ),
+    "scales that are powers of two": of(GRAPH, "how.tma_aligned or how.ue8m0 or ", ""),
+    "rows that are padded": of(GRAPH, " or how.padding != -1", ""),
+    "an op that is off in a graph": of(GRAPH, "if op.name in choices.off:", "if False:"),
+    "a first norm on its own": of(
+        GRAPH, "for adds in (producer.residual is not None, True):", "for adds in (producer.residual is not None,):"
+    ),
+    "ours where a pass of vLLM's fuses": of(GRAPH, "return not (self.pass", "return True or (self.pass"),
+    "all epsilons with an all-reduce": of(GRAPH, " and norm.epsilon in EPSILONS", ""),
+    "an op in front of its scale": of(
+        GRAPH, "return producer.node if last is producer.node else last.next", "return producer.node"
+    ),
+    "a sum read before it is there": of(GRAPH, "if producer.added is not None and any(", "if False and any("),
+    "choices that the compile cache does not know": of(GRAPH, "            sorted(choices.ours.items()),\n", ""),
+    "a residual that is copied": of(GRAPH, "        update_in_place(graph)\n", "        pass\n"),
+    "the sum read where the result is": of(
+        GRAPH, "producer.added.replace_all_uses_with(outputs[-1])", "producer.added.replace_all_uses_with(outputs[0])"
+    ),
+    "a norm that is fused with a cast": of(
+        GRAPH, "if not quantizes and all(map(is_whole, readers))", "if not quantizes and any(map(is_whole, readers))"
+    ),
+    "a seam that is off": of(GRAPH, "producer.name in choices.on and ", ""),
     # Experts of several ranks
     "tokens in batches of an expert's": SeamMutant(
         "expert_support.py", "if config.use_batched_activation_format:", "if False:", "test_experts.py"

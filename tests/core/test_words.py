@@ -79,7 +79,6 @@ REPLACED = {
     "can_hold": "can_keep",
     "handover": "fused_quant",
     "put_first": "register_first",
-    "link_all": "set_consumers",
     # Results
     "steps_apart": "count_ulps",
     "HALF_STEP": "HALF_ULP",

@@ -124,15 +124,14 @@ def select(plugin: str) -> dict[str, str]:
 
 
 def layers(torch) -> dict[str, str]:
-    """The classes that RMSNorm() and SiluAndMul() are, and which forward they run."""
+    """Return the classes that RMSNorm() and SiluAndMul() are, which forward they run, and what runs the passes of compiled models."""
     from vllm.model_executor.layers.activation import SiluAndMul
-    from vllm.model_executor.layers.fusion.fused_act_quant import _FUSED_ACT_QUANT
     from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.platforms import current_platform
 
     made = {"RMSNorm()": RMSNorm(64), "SiluAndMul()": SiluAndMul()}
     answer = {name: f"{type(layer).__name__}.{layer._forward_method.__name__}" for name, layer in made.items()}
-    rows = sum(act is type(made["SiluAndMul()"]) for act, _ in _FUSED_ACT_QUANT)
-    return {**answer, "fused rows of SiluAndMul()": str(rows)}
+    return answer | {"passes": current_platform.get_pass_manager_cls()}
 
 
 def linear_kernels(torch) -> dict[str, str]:

@@ -1,9 +1,11 @@
 """vLLM generates with the ops in it: the same tokens, the ops called exactly as often as the model has places for them."""
 
+import collections
 import importlib.metadata
 
 import checkpoints
 import pytest
+import test_selection
 import torch
 from engines import FLAVOURS, NOT_COMPILED, STEPS, STOCK, identity
 from marks import FULL, full
@@ -44,46 +46,39 @@ def test_vllm_finds_the_plugin():
     assert entry.value == "vllm_rocm_ops.vllm:register"
 
 
-def expected_calls(flavour: tuple[str, str], steps: int = STEPS) -> dict[str, int]:
-    """How often each op runs in one generation: places in the model, times steps."""
+def expected_calls(flavour: tuple[str, str], steps: int = STEPS, compiled: bool = False) -> dict[str, int]:
+    """Return how often each op runs in one generation: places in the model, times steps. Norms quantize in compiled models."""
     model, kind = flavour
     layers = checkpoints.LLAMA["num_hidden_layers"] if model == "llama" else checkpoints.DEEPSEEK["num_hidden_layers"]
     dense = layers if model == "llama" else checkpoints.DEEPSEEK["first_k_dense_replace"]
-    latent = 0 if model == "llama" else layers  # DeepSeek's norms of the two latents, one linked to a linear, one not
-    plain_norms, plain_add_norms = latent, 1 + layers - dense  # the last norm, and those in front of a router
-    linked, linked_add = 1 + latent, layers - 1 + dense
+    latent = (
+        0 if model == "llama" else layers
+    )  # DeepSeek's norms of the two latents, one read by a linear, one by attention
+    norms, add_norms = latent, 1 + layers - dense  # the last norm, and those in front of a router
+    quantized, quantized_add = 1 + latent, layers - 1 + dense
     linears = 4 * layers + latent  # two around attention, or three; two of a feed-forward
-    calls = {
-        "bf16": {
-            "rms_norm": plain_norms + linked,
-            "fused_add_rms_norm": plain_add_norms + linked_add,
-            "silu_and_mul": layers,
-        },
-        "static": {
-            "rms_norm_static_fp8_quant": linked,
-            "fused_add_rms_norm_static_fp8_quant": linked_add,
-            "silu_and_mul_quant": layers,
-            "scaled_mm": linears,
-        },
-        "token": {
-            "rms_norm_dynamic_per_token_quant": linked + linked_add,
-            "silu_and_mul_per_token_quant": layers,
-            "scaled_mm": linears,
-        },
-        "block": {
-            "rms_norm_per_block_quant": linked + linked_add,
-            "silu_and_mul_per_block_quant": layers,
-            "block_scaled_mm": linears,
-        },
+    names = {
+        "static": (
+            "rms_norm_static_fp8_quant",
+            "fused_add_rms_norm_static_fp8_quant",
+            "silu_and_mul_quant",
+            "scaled_mm",
+        ),
+        "token": (*["rms_norm_dynamic_per_token_quant"] * 2, "silu_and_mul_per_token_quant", "scaled_mm"),
+        "block": (*["rms_norm_per_block_quant"] * 2, "silu_and_mul_per_block_quant", "block_scaled_mm"),
+        "bf16": ("rms_norm", "fused_add_rms_norm", "silu_and_mul", ""),
+        "mxfp8": ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "mxfp8_scaled_mm"),
     }
-    calls["bounded"] = calls["token"]
-    calls["mxfp8"] = {**calls["bf16"], "mxfp8_scaled_mm": linears}  # no op makes this format, so nothing is linked
-    per_step = calls[kind]
-    if kind not in ("bf16", "mxfp8"):
-        per_step = {"rms_norm": plain_norms, "fused_add_rms_norm": plain_add_norms, **per_step}
-    routers = layers - dense
-    per_step = {**per_step, "grouped_topk": routers, "fused_experts": routers}
-    total = {op: count * steps for op, count in per_step.items() if count}
+    norm, add_norm, activation, linear = names[kind.replace("bounded", "token")]
+    if not compiled:
+        norm, add_norm = "rms_norm", "fused_add_rms_norm"
+    per_step = collections.Counter({"rms_norm": norms, "fused_add_rms_norm": add_norms})
+    per_step.update({norm: quantized})
+    per_step.update({add_norm: quantized_add})
+    per_step.update(
+        {activation: layers, linear: linears, "grouped_topk": layers - dense, "fused_experts": layers - dense}
+    )
+    total = {op: count * steps for op, count in per_step.items() if count and op}
     if kind == "block" and not torch.cpu._is_amx_tile_supported():  # with AMX, attention reads that weight itself
         total["block_scaled_mm"] += latent  # expands the latents of the prompts, in the first step
     return total
@@ -91,11 +86,13 @@ def expected_calls(flavour: tuple[str, str], steps: int = STEPS) -> dict[str, in
 
 @pytest.mark.parametrize(("mode", "flavour"), MODES_OF, ids=identity)
 def test_ops_are_called(request, mode, flavour):
-    """Every norm, activation and quantized linear of the model runs our op, and no other quantizes where one can do both."""
+    """Every norm, activation and quantized linear of the model runs our op. In compiled models no other quantizes where one can do both."""
     answer = request.getfixturevalue(mode)[identity(flavour)]
     off = {name for name, reason in answer["seams"].items() if reason != "on"}
     assert off == {"unquantized_linear", "rope_and_cache"}
-    assert {op: sum(kernels.values()) for op, kernels in answer["stats"].items()} == expected_calls(flavour)
+    assert {op: sum(kernels.values()) for op, kernels in answer["stats"].items()} == expected_calls(
+        flavour, compiled=mode == "compiled"
+    )
 
 
 @pytest.mark.parametrize(("mode", "flavour"), MODES_OF, ids=identity)
@@ -113,6 +110,19 @@ def agree(answer: dict, plain_logprobs: list[torch.Tensor], steps: int = STEPS) 
         if logprobs:
             error = (torch.tensor(logprobs) - wanted[torch.arange(steps), tokens]).abs()
             assert error.mean() < 0.03, error
+
+
+@full
+@pytest.mark.parametrize("release", [release for release in test_selection.RELEASES if release != "0.32"])
+def test_other_releases(engines, expected, release, tmp_path):
+    """Their Python files on the installed vLLM's binaries, through their passes."""
+    flavours = [("llama", "static"), ("llama", "token"), ("deepseek", "block")]
+    jobs = {identity(flavour): engines.job(flavour, compiled=True) for flavour in flavours}
+    answers = engines.run(jobs, cache=f"cache-{release}", vllm=test_selection.runnable(release, tmp_path))
+    for flavour in flavours:
+        answer = answers[identity(flavour)]
+        assert {op: sum(by.values()) for op, by in answer["stats"].items()} == expected_calls(flavour, compiled=True)
+        agree(answer, expected(flavour, answer["tokens"]))
 
 
 EXPERTS = [flavour for flavour in FLAVOURS if flavour[0] == "deepseek"]

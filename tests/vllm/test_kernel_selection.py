@@ -898,7 +898,7 @@ def test_inside_vllm(engines, expected, tmp_path, factor):
     ]
     [path] = tmp_path.glob("*/measured-*.json")
     record = selection.read(path)
-    rows = {"rms_norm_dynamic_per_token_quant", "silu_and_mul_per_token_quant"}
+    rows = {"silu_and_mul_per_token_quant"}  # norms quantize in compiled models
     assert rows & answer["stats"].keys() == (rows if factor == 1.0 else set())
     assert {key.partition(" ")[0] for key in record.shapes if selection.is_whole(key)} == rows
     if factor == 1.0:

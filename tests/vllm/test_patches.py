@@ -1,11 +1,9 @@
 """What the patches change in vLLM 0.33.0, by their own tests and ours, before and after; and that the seams use what they bring.
 
-They are applied to a copy of its Python files. Where an engine runs, it does on the binaries of the vLLM for CPU that is
-installed, whose Python files are another release's.
+They are applied to a copy of its Python files.
 """
 
 import csv
-import importlib.util
 import json
 import pathlib
 import shutil
@@ -14,7 +12,7 @@ import subprocess
 import processes
 import pytest
 import test_selection
-from engines import HERE, identity
+from engines import HERE
 from marks import full
 
 import vllm_rocm_ops
@@ -47,18 +45,6 @@ def patched(source, tmp_path_factory) -> pathlib.Path:
     """A copy with all patches."""
     package = copy(source, tmp_path_factory.mktemp("patched"))
     patch.apply(package, patch.known(package))
-    return package
-
-
-def runnable(package: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """A copy that runs on CPU: with binaries, and said to be installed, by which vLLM finds its platform."""
-    package = copy(package, folder)
-    installed = pathlib.Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
-    for binary in installed.glob("*.so"):
-        (package / binary.name).symlink_to(binary)
-    metadata = folder / f"vllm-{RELEASE}.0+cpu.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {RELEASE}.0+cpu\n")
     return package
 
 
@@ -162,37 +148,6 @@ print(json.dumps([{k: [backend.name, cls.__name__] for k, (backend, cls) in answ
     assert chosen == named | {"fp8": ["AITER", "Early"], "bf16": ["TRITON", "Plain"]}
     assert [(name, form) for name, _, form in asked] == [(n, "Standard") for n in ("Unable", "Early", "Plain")]
     assert [key for _, key, _ in asked][2] == "None"
-
-
-NORMS = {
-    ("llama", "static"): {
-        "rms_norm_static_fp8_quant": 1,
-        "fused_add_rms_norm_static_fp8_quant": 3,
-        "silu_and_mul_quant": 2,
-    },
-    ("llama", "block"): {"rms_norm_per_block_quant": 4, "silu_and_mul_per_block_quant": 2},
-    ("deepseek", "block"): {"rms_norm_per_block_quant": 7, "silu_and_mul_per_block_quant": 3},
-}
-"""What quantizes in the same kernel in one step of a model that has no links."""
-PLAIN_NORMS = {"llama": 1, "deepseek": 3}
-"""Norms with a residual in one step whose result is no linear's alone: the last one, and those before a router."""
-
-
-@full
-def test_norms_quantize_without_links(engines, expected, source, patched, tmp_path):
-    """The models' own forwards hand them their linear. The tokens are right."""
-    jobs = {identity(flavour): engines.job(flavour) for flavour in NORMS}
-    options = {"VLLM_ROCM_OPS_SEAMS": "-links", "cache": "patched"}
-    answers = engines.run(jobs, vllm=runnable(patched, tmp_path / "patched"), **options)
-    for flavour, calls in NORMS.items():
-        answer = answers[identity(flavour)]
-        steps = sum(answer["stats"]["fused_add_rms_norm"].values()) // PLAIN_NORMS[flavour[0]]
-        found = {op: sum(by.values()) for op, by in answer["stats"].items() if op.endswith("quant")}
-        assert found == {op: count * steps for op, count in calls.items()}
-        assert answer["tokens"] == [w.argmax(-1).tolist() for w in expected(flavour, answer["tokens"])]
-    job = engines.job(("deepseek", "block"))
-    answer = engines.run({"it": job}, vllm=runnable(source, tmp_path / "released"), **options)["it"]
-    assert not [op for op in answer["stats"] if op.endswith("quant")], "vLLM fuses them now: the patch can go"
 
 
 def test_registered_gemms_come_first(patched):

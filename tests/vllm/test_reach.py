@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from vllm_rocm_ops.vllm import reach, row_selection, seam
+from vllm_rocm_ops.vllm import reach, seam
 from vllm_rocm_ops.vllm.worker import Extension
 
 
@@ -59,22 +59,12 @@ def test_layers_are_counted_by_kind_and_class():
     layers = [linear("RocmOpsScaledLinear"), linear("Marlin"), linear("Marlin"), linear(None, torch.bfloat16)]
     layers += [experts("RocmOpsFp8Experts"), experts("TritonExperts"), OtherRMSNorm()]
     found = reach.found(worker(layers, [mine(), lacking(), theirs(), None]))
-    assert {kind: (one.taken, one.left, dict(one.missed)) for kind, one in found.items()} == {
-        "linear layers": (1, 0, {"Method": 2}),
-        "layers of experts": (1, 0, {"Method": 1}),
-        "norms": (0, 0, {"OtherRMSNorm": 1}),
-        "layers of attention": (1, 0, {"RocmOpsOther, it has ALiBi": 1, "FlashImpl": 1}),
+    assert {kind: (one.taken, dict(one.missed)) for kind, one in found.items()} == {
+        "linear layers": (1, {"Method": 2}),
+        "layers of experts": (1, {"Method": 1}),
+        "norms": (0, {"OtherRMSNorm": 1}),
+        "layers of attention": (1, {"RocmOpsOther, it has ALiBi": 1, "FlashImpl": 1}),
     }
-
-
-@pytest.mark.usefixtures("configuration")
-def test_what_is_left_is_told_from_what_is_missed():
-    """A norm that vLLM serves as it is the faster, or is fused with an all-reduce."""
-    from vllm.model_executor.layers.layernorm import RMSNorm
-
-    ours, left = (RMSNorm(64, dtype=torch.bfloat16) for _ in range(2))
-    row_selection.leave(left, None)
-    assert reach.found(worker([ours, left])) == {"norms": reach.Reach(2, 1)}
 
 
 def test_layers_of_seams_that_are_off_are_not_counted(monkeypatch):
@@ -86,7 +76,7 @@ def test_layers_of_seams_that_are_off_are_not_counted(monkeypatch):
 def test_a_worker_returns_what_json_can_hold():
     """As latency.py writes it into its results."""
     returned = Extension.vllm_rocm_ops_reach(worker([OtherRMSNorm(), OtherRMSNorm()]))
-    assert json.loads(json.dumps(returned)) == {"norms": {"taken": 0, "left": 0, "missed": {"OtherRMSNorm": 2}}}
+    assert json.loads(json.dumps(returned)) == {"norms": {"taken": 0, "missed": {"OtherRMSNorm": 2}}}
 
 
 def test_one_line_warns(caplog):
@@ -100,3 +90,16 @@ def test_one_line_warns(caplog):
     caplog.clear()
     reach.say({})
     assert not caplog.records
+
+
+def test_a_pattern_that_no_graph_holds_is_warned_of(monkeypatch, caplog):
+    """It was chosen, but no call of its op has been seen when all is captured."""
+    calls = {"silu_and_mul_quant": {"kernel": 3, "fallback": 1}}
+    monkeypatch.setattr(reach.vllm_rocm_ops, "stats", lambda: calls)
+    with caplog.at_level(logging.INFO):
+        reach.say_calls({"silu_and_mul_quant 512 bfloat16": True, "rms_norm_static_fp8_quant 512 bfloat16": False})
+    assert caplog.messages == ["vllm-rocm-ops: calls up to the end of the warm-up: silu_and_mul_quant 4"]
+    caplog.clear()
+    calls.clear()
+    reach.say_calls({"silu_and_mul_quant 512 bfloat16": True})
+    assert caplog.messages == ["vllm-rocm-ops: chosen, but in no graph of this model: silu_and_mul_quant 512 bfloat16"]

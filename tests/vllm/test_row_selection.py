@@ -47,11 +47,15 @@ class Layer(torch.nn.Module):
         super().__init__()
         self.input_layernorm, self.q_norm = (RMSNorm(n, dtype=torch.bfloat16) for n in (HIDDEN, LATENT))
         self.qkv_proj, self.q_b_proj = Linear(key, HIDDEN), Linear(key, LATENT)
-        self.act_fn, self.down_proj = SiluAndMul(), Linear(key, INNER)
+        self.gate_up_proj, self.act_fn, self.down_proj = torch.nn.Identity(), SiluAndMul(), Linear(key, INNER)
         self.act_fn.vllm_forward = self.act_fn.forward_native  # which compiles nothing
-        for norm, name in ((self.input_layernorm, "qkv_proj"), (self.q_norm, "q_b_proj")):
+        for norm in (self.input_layernorm, self.q_norm):
             norm.weight.data = torch.linspace(0.5, 2, len(norm.weight)).bfloat16()
-            norm.consumer = (self, name)
+
+    def forward(self, x):
+        x, _ = self.gate_up_proj(x)
+        x, _ = self.down_proj(self.act_fn(x))
+        return x
 
 
 class Clock:
@@ -77,7 +81,10 @@ def kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
     monkeypatch.setattr(kernel_selection, "machine", lambda: {"arch": "gfx942", "gpu": "MI300X", "code": "1"})
     monkeypatch.setattr(row_selection, "_stay", set())
+    monkeypatch.setattr(row_selection, "choices", row_selection.Choices())
     monkeypatch.setattr(kernel_timing, "MOST_SECONDS", 1000.0)
+    monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: True)
+    monkeypatch.setattr(row_selection, "compiler", lambda config: lambda function: function)
     for name in OPS:
         op = getattr(ops, name)
         monkeypatch.setattr(op, "run_kernels", lambda *a, op=op: op.reference(*a, *op._defaults[len(a) :]))
@@ -100,24 +107,17 @@ def worker(model, compiled: list | None = None, **passes):
 
 
 def decide(model, clock, gather=lambda mine: [mine], says=True, **passes) -> dict[str, bool]:
-    """Which of a layer's three are ours afterwards."""
+    """Return which of a layer's three are ours afterwards. The activation knows its linear then, for where nothing is compiled."""
     row_selection.before_compiling(worker(model, **passes), clock, gather, says)
-    x, residual = torch.ones(3, HIDDEN, dtype=torch.bfloat16), torch.ones(3, HIDDEN, dtype=torch.bfloat16)
-    results = {
-        "norm": model.input_layernorm(x, residual)[0],
-        "q": model.q_norm(x[:, :LATENT].contiguous()),
-        "act": model.act_fn(x),
+    kinds = {f" {HIDDEN} ": "norm", f" {LATENT} ": "q", f" {INNER} ": "act"}
+    ours = {
+        name: runs
+        for pattern, runs in row_selection.choices.ours.items()
+        for columns, name in kinds.items()
+        if columns in pattern
     }
-    linears = {"norm": model.qkv_proj, "q": model.q_b_proj, "act": model.down_proj}
-    ours = {}
-    for name, result in results.items():
-        key = linears[name]._input_quant_key
-        if name == "act":  # whose linear is known to vLLM's model, not to the activation
-            ours[name] = key is not None
-            assert (model.act_fn._forward_method == model.act_fn.rocm_ops_forward) == ours[name]
-            continue
-        ours[name] = not isinstance(result, torch.Tensor)
-        assert ours[name] == (key is not None)
+    result = model.act_fn(torch.ones(3, 2 * INNER, dtype=torch.bfloat16))
+    assert isinstance(result, torch.Tensor) is not ours["act"]
     return ours
 
 
@@ -137,7 +137,7 @@ def test_the_faster_serves(kernels, key, caplog):
     assert decide(Layer(key), again := Clock()) == ALL and again.asked == []
     [path] = kernel_selection.envs.tables().glob("*/measured-*.json")
     record = kernel_selection.read(path)
-    assert len(record.shapes) == 3 and all(name.endswith(" eager") for name in record.shapes)
+    assert len(record.shapes) == 3 and all(name.endswith(" compiled") for name in record.shapes)
     for by_tokens in record.shapes.values():
         assert all(
             one.error <= 2 * one.native_error + 1e-5 and 1e-3 < one.native_error < 0.1 for one in by_tokens.values()
@@ -146,7 +146,7 @@ def test_the_faster_serves(kernels, key, caplog):
     with caplog.at_level(logging.INFO):
         assert decide(Layer(key), Clock(lambda tokens: 20.0)) == NONE
     assert len(row_selection.stay()) == 3
-    assert "eager" in caplog.text and "vLLM's" in caplog.text
+    assert "compiled" in caplog.text and "vLLM's" in caplog.text
 
 
 def test_scales_may_be_negative(kernels, caplog):
@@ -236,9 +236,9 @@ def test_unmeasured_vllms_stays_where_it_fuses(kernels, monkeypatch, measures):
 def test_ranks_agree(kernels):
     """Ours runs where it does for all ranks."""
     [layer] = [Layer(KEYS[0])]
-    found = row_selection.fused_in(layer, HIDDEN, torch.bfloat16, lambda is_norm: "eager")
-    slow = kernel_selection.Decided({}, {found[0].key: bytes([0]), found[1].key: bytes([1])})
-    wrong = kernel_selection.Decided({found[2].op.name: "wrong there"}, {})
+    norm, q, act = row_selection.fused_in(layer, HIDDEN, torch.bfloat16, lambda is_norm: "compiled", True)
+    slow = kernel_selection.Decided({}, {norm.key: bytes([0]), q.key: bytes([1])})
+    wrong = kernel_selection.Decided({act.op.name: "wrong there"}, {})
     assert decide(layer, Clock(), lambda mine: [mine, slow, wrong]) == {"norm": False, "q": True, "act": False}
 
 
@@ -270,27 +270,24 @@ def aiter(kernels, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("how", "key", "left"),
+    ("how", "left"),
     [
-        ({"ranks": 8}, KEYS[2], 2),
-        ({"ranks": 8, "per_group": False}, KEYS[2], 1),  # an older AITER
-        ({"ranks": 8}, KEYS[0], 1),  # no pattern for static scales
-        ({"ranks": 8}, KEYS[1], 1),  # nor for scales per token
-        ({"ranks": None}, KEYS[2], 0),  # VLLM_ROCM_USE_AITER_CUSTOM_AR=0
-        ({"ranks": 8, "switch": "norm,all"}, KEYS[2], 0),
-        ({"ranks": 8, "platform": "cuda"}, KEYS[2], 0),
+        ({"ranks": 8}, (None, "kFp8Dynamic128Sym")),
+        ({"ranks": 8, "per_group": False}, (None,)),  # an older AITER
+        ({"ranks": None}, ()),  # VLLM_ROCM_USE_AITER_CUSTOM_AR=0
+        ({"ranks": 8, "switch": "norm,all"}, ()),
+        ({"ranks": 8, "platform": "cuda"}, ()),
     ],
 )
-def test_norms_stay_vllms_where_it_fuses_them_with_aiters_all_reduce(aiter, caplog, how, key, left):
-    """Those behind all-reduces with no linear behind, and those for whose quantization vLLM has a pattern; the user can have ours."""
+def test_norms_stay_vllms_where_it_fuses_them_with_aiters_all_reduce(aiter, caplog, how, left):
+    """Those that do not quantize, and those for whose quantization vLLM has a pattern; the user can have ours."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
     aiter(**how)
-    layer = Layer(key)
-    layer.norm, layer.other = (type(layer.q_norm)(HIDDEN, eps, dtype=torch.bfloat16) for eps in (1e-6, 1e-4))
     with caplog.at_level(logging.INFO):
-        assert decide(layer, None, fuse_allreduce_rms=True) == {"norm": left < 2, "q": True, "act": True}
-    assert (layer.norm._forward_method == layer.norm.vllm_forward) == (left > 0)
-    assert layer.other._forward_method == layer.other.rocm_ops_forward  # an epsilon that the patterns lack
-    assert (f"{left} norms stay vLLM's" in caplog.text) == (left > 0)
+        assert decide(Layer(KEYS[2]), None, fuse_allreduce_rms=True) == ALL
+    assert row_selection.choices.all_reduced == {name and getattr(quant_utils, name) for name in left}
+    assert ("norms stay vLLM's" in caplog.text) == bool(left)
     assert "two-stage" not in caplog.text
 
 
@@ -367,8 +364,10 @@ def test_norms_of_a_draft_model_are_decided(kernels, runner):
     one = worker(model)
     setattr(one.model_runner, runner, types.SimpleNamespace(model=draft))
     assert row_selection.models_of(one) == [model, draft]
-    row_selection.before_compiling(one, Clock(lambda tokens: 20.0), lambda mine: [mine], False)
-    assert all(row_selection.stays_vllms(linear) for linear in (model.qkv_proj, draft.qkv_proj, draft.q_b_proj))
+    draft.q_norm = type(draft.q_norm)(2 * LATENT, dtype=torch.bfloat16)
+    draft.q_b_proj = Linear(KEYS[0], 2 * LATENT)
+    row_selection.before_compiling(one, None, lambda mine: [mine], False)
+    assert sum("rms_norm" in pattern for pattern in row_selection.choices.ours) == 3
 
 
 def test_the_compile_cache_knows_what_stays(kernels, monkeypatch):
@@ -388,17 +387,38 @@ def test_the_compile_cache_knows_what_stays(kernels, monkeypatch):
     assert decide(Layer(KEYS[0]), None) == NONE  # the next process reads the same
 
 
-def test_a_linear_that_is_left_stays_left(kernels):
-    """Also when weights are loaded again, which tells the layers again what their linears take."""
-    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
+class Scaled(Layer):
+    """A layer that does more with its activation's result than to hand it on."""
 
-    quant = types.SimpleNamespace(column_major_scales=False)
-    kernel = types.SimpleNamespace(input_quant_key=lambda: "a key", quant_fp8=quant)
-    layer, other = Layer(KEYS[0]), Layer(KEYS[0])
-    decide(layer, Clock(lambda tokens: 20.0))
-    for linear, key in ((layer.down_proj, None), (other.down_proj, "a key")):
-        FP8ScaledMMLinearKernel.process_weights_after_loading(kernel, linear)
-        assert linear._input_quant_key == key
+    def forward(self, x):
+        x, _ = self.gate_up_proj(x)
+        x, _ = self.down_proj(2 * self.act_fn(x))
+        return x
+
+
+class Beside(Layer):
+    """A layer whose linear reads another tensor."""
+
+    def forward(self, x):
+        x, _ = self.gate_up_proj(x)
+        return self.act_fn(x), self.down_proj(x)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Beside])
+def test_an_activation_whose_result_is_read_otherwise_does_not_quantize(kernels, kind):
+    """Where nothing is compiled. In a graph the pass sees who reads it."""
+    layer = kind(KEYS[0])
+    row_selection.before_compiling(worker(layer), None, lambda mine: [mine], False)
+    assert not any("silu" in pattern for pattern in row_selection.choices.ours)
+    assert layer.act_fn.consumer is None
+
+
+def test_a_linear_that_every_rank_holds_whole(kernels):
+    """It has no input size of a partition. The norm in front is measured all the same."""
+    layer = Layer(KEYS[0])
+    del layer.q_b_proj.input_size_per_partition
+    layer.q_b_proj.input_size = LATENT
+    assert decide(layer, None) == ALL
 
 
 def test_a_worker_that_fails_starts(caplog):

@@ -34,22 +34,22 @@ def test_broken_seams_are_off_and_the_others_on(engines, expected):
     before = """
 import dataclasses
 from vllm.model_executor.kernels import linear
-from vllm.model_executor.layers.fusion import fused_act_quant
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm_rocm_ops.vllm.seams import norm
-known = fused_act_quant.maybe_fused_act_quant
-fused_act_quant.maybe_fused_act_quant = lambda activation, x, linear: known(activation, x, linear)
+known = SiluAndMul.forward_native
+SiluAndMul.forward_native = staticmethod(lambda rows: known(rows))
 choose = linear.choose_scaled_mm_linear_kernel
 linear.choose_scaled_mm_linear_kernel = lambda **keywords: choose(**keywords)
 norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
 """
-    answers = engines.run({"broken": engines.job(MODEL)}, before=before, VLLM_ROCM_OPS_SEAMS="-links")
+    answers = engines.run({"broken": engines.job(MODEL)}, before=before, VLLM_ROCM_OPS_SEAMS="-fusion")
     answer = answers["broken"]
     off = {name: reason for name, reason in answer["seams"].items() if reason != "on"}
     broken = {"activation", "norm", "scaled_linear", "block_scaled_linear", "mxfp8_linear", "int8_linear"}
-    assert off.keys() == broken | {"links", "unquantized_linear", "rope_and_cache"}
-    assert off["activation"].startswith("this vLLM lacks ") and "(act_fn, x, linear), it has" in off["activation"]
+    assert off.keys() == broken | {"fusion", "unquantized_linear", "rope_and_cache"}
+    assert off["activation"].startswith("this vLLM lacks ") and "(x), it has (rows)" in off["activation"]
     assert off["norm"] == "IndexError: list index out of range"
-    assert off["links"] == "VLLM_ROCM_OPS_SEAMS=-links"
+    assert off["fusion"] == "VLLM_ROCM_OPS_SEAMS=-fusion"
     assert "(config, possible_kernels), it has (keywords)" in off["scaled_linear"]
     assert off["unquantized_linear"] == "for rocm and cuda only"
     assert lines_about(answers["output"]) == {name: off[name] for name in broken}
@@ -71,43 +71,6 @@ def test_an_unknown_vllm_is_left_alone(engines, expected):
     assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(MODEL, answer["tokens"])]
 
 
-COMPILE_AS_ON_ROCM = """
-import torch
-from vllm.config import CompilationMode
-from vllm.platforms import current_platform
-from vllm_rocm_ops import vllm as holder
-
-current_platform.import_kernels()
-holder.library = torch.library.Library("_C", "FRAGMENT")
-for op in (
-    "fused_add_rms_norm_static_fp8_quant",
-    "fused_qk_norm_rope",
-    "rms_norm_dynamic_per_token_quant",
-    "rms_norm_static_fp8_quant",
-    "silu_and_mul",
-    "silu_and_mul_quant",
-):
-    if not hasattr(torch.ops._C, op):
-        holder.library.define(op + "(Tensor! out) -> ()")
-
-platform = type(current_platform)
-complete = platform.check_and_update_config
-
-def check_and_update_config(cls, vllm_config):
-    config = vllm_config.compilation_config
-    mode = config.mode
-    complete(vllm_config)
-    if mode == CompilationMode.VLLM_COMPILE:
-        config.mode, config.ir_enable_torch_wrap, config.compile_sizes = mode, True, config.compile_sizes or []
-        for option in ("dce", "cpp.dynamic_threads"):
-            config.inductor_compile_config.pop(option, None)
-
-platform.check_and_update_config = classmethod(check_and_update_config)
-"""
-"""CPU's platform replaces vLLM's own compilation, with its cache and its passes, by a plain one: undo that. The passes
-name ops that CPU builds lack."""
-
-
 @full
 @pytest.mark.slow
 def test_stale_compiled_graphs_are_not_run(engines, expected):
@@ -117,7 +80,7 @@ def test_stale_compiled_graphs_are_not_run(engines, expected):
     def run(flavour: tuple[str, str], *names: str) -> dict:
         installed = f"from vllm_rocm_ops.vllm import seam\nseam.NAMES = {names}\n"
         job = engines.job(flavour, compiled=True)
-        return engines.run({"it": job}, before=COMPILE_AS_ON_ROCM + installed, cache="stale")["it"]
+        return engines.run({"it": job}, before=installed, cache="stale", generates=True)["it"]
 
     flavour, others = ("llama", "bf16"), [name for name in seam.NAMES if name != "compile_cache"]
     assert run(flavour, "cpu_gaps")["stats"] == {}
@@ -132,7 +95,7 @@ def installed(monkeypatch, caplog):
     """A function that installs three seams that do nothing, and one for NVIDIA. It gives the active ones and what was logged."""
 
     def install(version: str = "0.33.0", **changed) -> tuple[list[str], list[str]]:
-        seams = {name: seam.Seam(name, "nothing", lambda: None, lambda: None) for name in ("first", "norm", "links")}
+        seams = {name: seam.Seam(name, "nothing", lambda: None, lambda: None) for name in ("first", "norm", "fusion")}
         seams["other"] = dataclasses.replace(seams["norm"], name="other", platforms=("cuda",))
         seams |= {name: dataclasses.replace(seams[name], **change) for name, change in changed.items()}
         monkeypatch.setattr(seam, "_status", {})
@@ -151,12 +114,12 @@ def installed(monkeypatch, caplog):
 
 def test_one_reason_is_one_line(installed, monkeypatch):
     """A reason of all seams turns the plugin off; that a seam is for another platform is no reason to mention."""
-    assert installed() == (["first", "norm", "links"], [])
+    assert installed() == (["first", "norm", "fusion"], [])
     off = "vllm-rocm-ops is off: {}. vLLM's own code runs."
     assert installed("0.34.0") == ([], [off.format("tried on vLLM 0.30 to 0.33, this is 0.34.0")])
     old = {"versions": ("0.30", "0.32")}
-    line = "vllm-rocm-ops: first, links off: tried on vLLM 0.30 to 0.32, this is 0.33.0. vLLM's own code runs."
-    assert installed(first=old, links=old) == (["norm"], [line])
+    line = "vllm-rocm-ops: first, fusion off: tried on vLLM 0.30 to 0.32, this is 0.33.0. vLLM's own code runs."
+    assert installed(first=old, fusion=old) == (["norm"], [line])
     monkeypatch.setattr(seam, "lacks", lambda platform: "there are kernels for gfx942 and gfx950 only")
     assert installed() == ([], [off.format("there are kernels for gfx942 and gfx950 only")])
     monkeypatch.setattr(seam, "wanted", lambda name, switch: False)
@@ -165,10 +128,10 @@ def test_one_reason_is_one_line(installed, monkeypatch):
 
 
 def test_what_the_user_switches_off_is_no_warning(installed, monkeypatch, caplog):
-    monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", "-links")
+    monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", "-fusion")
     assert installed()[0] == ["first", "norm"]
     ours = [record for record in caplog.records if record.name == "vllm.vllm_rocm_ops"]
-    line = "vllm-rocm-ops: links off: VLLM_ROCM_OPS_SEAMS=-links. vLLM's own code runs."
+    line = "vllm-rocm-ops: fusion off: VLLM_ROCM_OPS_SEAMS=-fusion. vLLM's own code runs."
     assert [(record.levelname, record.message) for record in ours] == [("INFO", line)]
 
 
@@ -182,12 +145,12 @@ def test_untested_versions_have_to_be_asked_for(installed, monkeypatch, version)
         raise seam.Unavailable("this vLLM lacks it")
 
     active, lines = installed(version, norm={"probe": probe})
-    assert active == ["first", "links"]
+    assert active == ["first", "fusion"]
     assert lines == [
         "vllm-rocm-ops: norm off: this vLLM lacks it. vLLM's own code runs.",
-        f"vllm-rocm-ops: VLLM_ROCM_OPS_ANY_VERSION=1 turns on first, links, not tried on this vLLM, {version}",
+        f"vllm-rocm-ops: VLLM_ROCM_OPS_ANY_VERSION=1 turns on first, fusion, not tried on this vLLM, {version}",
     ]
-    assert installed() == (["first", "norm", "links"], [])
+    assert installed() == (["first", "norm", "fusion"], [])
 
 
 @pytest.mark.parametrize(("switch", "platform"), [(None, None), ("0", None), ("1", "cpu")])
@@ -197,7 +160,7 @@ def test_the_cpu_has_to_be_asked_for(installed, monkeypatch, switch, platform):
     if switch is not None:
         monkeypatch.setenv("VLLM_ROCM_OPS_ON_CPU", switch)
     assert seam.served_platform() == platform
-    assert installed() == (["first", "norm", "links"] if platform else [], [])
+    assert installed() == (["first", "norm", "fusion"] if platform else [], [])
 
 
 def test_register_never_raises(monkeypatch, caplog):
@@ -245,7 +208,7 @@ def test_vllm_knows_our_variables(monkeypatch):
         ("none", set()),
         ("norm, activation", {"norm", "activation"}),
         ("-norm", set(seam.NAMES) - {"norm"}),
-        ("all,-norm,-links", set(seam.NAMES) - {"norm", "links"}),
+        ("all,-norm,-fusion", set(seam.NAMES) - {"norm", "fusion"}),
     ],
 )
 def test_switch(switch, wanted):

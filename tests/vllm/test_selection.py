@@ -6,9 +6,11 @@ writes the new ones beside the build, to be looked at and copied.
 
 import concurrent.futures
 import csv
+import importlib.util
 import io
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -43,7 +45,7 @@ OTHER_SEAMS = [
     "quantized_input",
     "norm",
     "activation",
-    "links",
+    "fusion",
     "measured_selection",
 ]
 PLUGIN_SEAMS = {*LINEAR_SEAMS, *EXPERT_SEAMS, *ATTENTION_SEAMS, *OTHER_SEAMS}
@@ -66,6 +68,19 @@ def python_files(requirement: str) -> pathlib.Path:
             wheels.rmdir()
             partial.rename(folder)
     return folder
+
+
+def runnable(release: str, folder: pathlib.Path) -> pathlib.Path:
+    """Return a copy of a release's package that runs on CPU: with the installed vLLM's binaries, and said to be installed, by which vLLM
+    finds its platform."""
+    package = shutil.copytree(python_files(RELEASES[release]) / "vllm", folder / "vllm")
+    installed = pathlib.Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+    for binary in installed.glob("*.so"):
+        (package / binary.name).symlink_to(binary)
+    metadata = folder / f"vllm-{release}.0+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}.0+cpu\n")
+    return package
 
 
 def ask(release: str) -> dict[str, dict[str, str]]:

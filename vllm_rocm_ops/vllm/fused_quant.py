@@ -1,11 +1,7 @@
-"""One op for a norm or an activation and the quantization of its result, for the linear that consumes it.
+"""The ops for a norm or an activation and the quantization of its result, and which of them this machine has.
 
-A linear says through vLLM's `get_input_quant_key` which quantized input it takes. This file imports vLLM, so seams import it
-in their `install` only.
-
-Whether an op runs is decided when a graph is traced, by conditions that hold for every number of tokens. For other layers the
-compiler sees vLLM's own forward. Where an op was chosen on a GPU its kernel runs, or vLLM's (native_rows.py), never its
-reference.
+Whether an op runs is decided when a graph is traced, by conditions that hold for every number of tokens. Where an op was chosen on a
+GPU its kernel runs, or vLLM's (native_rows.py), never its reference. This file imports vLLM, so seams import it in their `install` only.
 """
 
 import torch
@@ -19,7 +15,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import native_kernel
+from vllm_rocm_ops.vllm import kernel_selection, native_kernel
 
 KEYS = (kFp8StaticTensorSym, kFp8DynamicTokenSym, kFp8Dynamic128Sym)
 GROUP = 128
@@ -51,8 +47,14 @@ def _has_kernels(name: str) -> bool:
 
 
 def runnable(table: dict[QuantKey | None, tuple[str, ...]]) -> tuple[QuantKey | None, ...]:
-    """The quantization keys whose ops all have kernels for this machine. The key None stands for no quantization."""
+    """Return the quantization keys whose ops all have kernels for this machine. The key None stands for no quantization."""
     return tuple(key for key, names in table.items() if all(map(_has_kernels, names)))
+
+
+def pattern(op, columns: int, dtype: torch.dtype, has_residual: bool, is_bounded: bool, column_major: bool) -> str:
+    """Return what tells a norm or an activation with its quantization from another, for all numbers of tokens."""
+    traits = " residual" * has_residual + " bound" * is_bounded + " column-major" * column_major
+    return f"{op.name} {columns} {kernel_selection.types(dtype)}{traits}"
 
 
 def in_rows(x: torch.Tensor) -> bool:
@@ -86,35 +88,6 @@ def key_of(linear: torch.nn.Module | None, columns: int, keys: tuple[QuantKey | 
     if key == kFp8Dynamic128Sym and columns % GROUP != 0:
         return None
     return key if key in keys else None
-
-
-def rms_norm(
-    linear: torch.nn.Module,
-    key: QuantKey,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight,
-    epsilon: float,
-    one_plus: bool,
-) -> Quantized:
-    """RMSNorm of x, or of `residual += x`, quantized as `key` says for `linear`."""
-    if key == kFp8StaticTensorSym:
-        scale = linear.input_scale
-        if residual is None:
-            data = ops.rms_norm_static_fp8_quant.call(x, weight, scale, epsilon, QUANT_DTYPE, one_plus)
-        else:
-            data = ops.fused_add_rms_norm_static_fp8_quant.call(
-                x, residual, weight, scale, epsilon, QUANT_DTYPE, one_plus
-            )
-    elif key == kFp8DynamicTokenSym:
-        upper_bound = getattr(linear, "input_scale_ub", None)
-        arguments = x, weight, epsilon, QUANT_DTYPE, upper_bound, residual, one_plus
-        data, scale = ops.rms_norm_dynamic_per_token_quant.call(*arguments)
-    else:
-        column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
-        arguments = x, weight, epsilon, QUANT_DTYPE, GROUP, column_major, None, residual, one_plus
-        data, scale = ops.rms_norm_per_block_quant.call(*arguments)
-    return Quantized(data, scale, x.dtype, data.shape, key)
 
 
 def silu_and_mul(linear: torch.nn.Module, key: QuantKey, x: torch.Tensor) -> Quantized:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+import vllm_rocm_ops
 from vllm_rocm_ops.vllm import row_selection, seam
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -25,11 +26,9 @@ SEAMS = {
 
 @dataclasses.dataclass
 class Reach:
-    """Layers of a kind: how many run through a seam, how many of these were left to vLLM before it compiled, and those that no seam
-    took, by class."""
+    """Layers of a kind: how many run through a seam, and those that no seam took, by class."""
 
     taken: int = 0
-    left: int = 0
     missed: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -56,26 +55,24 @@ def kind_of(module: torch.nn.Module) -> str | None:
     return None
 
 
-def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, bool, str]]:
-    """Yield of each layer its kind, whether a seam has taken it, whether it was left to vLLM, and what it is."""
+def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]:
+    """Yield the kind of each layer, whether a seam has taken it, and what it is."""
     for module in model.modules():
         kind = kind_of(module)
         if kind in ("norms", "activations"):
-            taken = hasattr(module, "rocm_ops_forward")
-            left = taken and module._forward_method == getattr(module, "vllm_forward", None)
-            yield kind, taken, left, type(module).__name__
+            yield kind, hasattr(module, "rocm_ops_forward"), type(module).__name__
         elif kind is not None:
             method = type(getattr(module, "quant_method", module)).__name__
-            yield kind, next(kernels_of(module), None) is not None, False, method
+            yield kind, next(kernels_of(module), None) is not None, method
 
 
-def attention(config) -> Iterator[tuple[str, bool, bool, str]]:
+def attention(config) -> Iterator[tuple[str, bool, str]]:
     """Yield the same of the layers of attention, which a model's configuration lists."""
     for layer in config.compilation_config.static_forward_context.values():
         if impl := getattr(layer, "impl", None):
             what, ours = type(impl).__name__, getattr(impl, "rocm_ops", None)
             taken = ours is not None and not ours.lacks
-            yield "layers of attention", taken, False, f"{what}, {ours.lacks}" if ours and ours.lacks else what
+            yield "layers of attention", taken, f"{what}, {ours.lacks}" if ours and ours.lacks else what
 
 
 def found(worker) -> dict[str, Reach]:
@@ -83,12 +80,11 @@ def found(worker) -> dict[str, Reach]:
     in it."""
     on, result = set(seam.active()), {}
     every = [one for model in row_selection.models_of(worker) for one in layers(model)]
-    for kind, taken, left, what in (*every, *attention(worker.vllm_config)):
+    for kind, taken, what in (*every, *attention(worker.vllm_config)):
         if on.isdisjoint(SEAMS[kind]):
             continue
         reach = result.setdefault(kind, Reach())
         reach.taken += taken
-        reach.left += left
         if not taken:
             reach.missed[what] = reach.missed.get(what, 0) + 1
     return result
@@ -96,11 +92,7 @@ def found(worker) -> dict[str, Reach]:
 
 def say(reached: dict[str, Reach]) -> None:
     """Log what was taken, and warn of what was not."""
-    counts = [
-        f"{one.taken} {kind}" + (f" ({one.left} of them left to vLLM)" if one.left else "")
-        for kind, one in reached.items()
-        if one.taken
-    ]
+    counts = [f"{one.taken} {kind}" for kind, one in reached.items() if one.taken]
     if counts:
         logger.info("vllm-rocm-ops: takes %s", ", ".join(counts))
     missed = [
@@ -110,3 +102,15 @@ def say(reached: dict[str, Reach]) -> None:
     ]
     if missed:
         logger.warning("vllm-rocm-ops: vLLM's own code runs %s", "; ".join(missed))
+
+
+def say_calls(ours: dict[str, bool]) -> None:
+    """Log how often a worker has called each op when it has warmed up and captured its graphs, and warn of patterns that were chosen
+    and that no graph holds (`row_selection.choices`)."""
+    calls = {op: sum(kernels.values()) for op, kernels in vllm_rocm_ops.stats().items()}
+    if calls:
+        text = ", ".join(f"{op} {count}" for op, count in sorted(calls.items()))
+        logger.info("vllm-rocm-ops: calls up to the end of the warm-up: %s", text)
+    unreached = sorted(pattern for pattern, runs in ours.items() if runs and pattern.partition(" ")[0] not in calls)
+    if unreached:
+        logger.warning("vllm-rocm-ops: chosen, but in no graph of this model: %s", ", ".join(unreached))

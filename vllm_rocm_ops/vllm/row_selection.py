@@ -1,16 +1,15 @@
 """Which norms and activations of a model run our ops: those that vLLM's compiler does not serve as well.
 
 Our op makes the norm, or the activation, and the quantised input of the linear behind it. In vLLM that is a part of the compiled
-graph, a kernel of Inductor's or of one of vLLM's fusion passes. So it cannot be chosen at a call. It is decided when a worker has
-loaded its model and vLLM has not compiled it yet, once for all numbers of tokens:
+graph, a kernel of Inductor's or of one of vLLM's fusion passes. So it cannot be chosen at a call. It is decided by pattern when a worker
+has loaded its model and vLLM has not compiled it yet, once for all numbers of tokens. graph.py asks for each place.
 
-    measured    the same small graph is compiled with the model's settings and passes, and timed beside our op (kernel_timing.py).
+    measured    the same small graph is compiled with the model's settings and vLLM's passes, and timed beside our op (kernel_timing.py).
                 Ours has to win over all that was measured, and may nowhere be the slower.
     unmeasured  vLLM's where one of its passes fuses norms, or activations, with the quantisation; else ours.
     off         vLLM's, as our op was wrong on this GPU.
 
-Where vLLM's stays, the layer gets vLLM's forward back, and the linear quantizes its own input. What stays vLLM's is in the
-fingerprint of vLLM's compile cache.
+What stays vLLM's is in the fingerprint of vLLM's compile cache.
 
 With AITER and tensor parallelism a pass of vLLM's fuses norms with the all-reduce in front of them. AITER has a one-stage kernel for
 small tensors and a two-stage kernel, which is slower than an all-reduce and a norm. A norm stays vLLM's where the pass has a pattern for
@@ -19,6 +18,8 @@ its quantization and a decode step's tensors are small enough; where they are no
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import logging
 import statistics
@@ -31,7 +32,7 @@ from vllm_rocm_ops import envs, ops
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.quantization import LIMIT
-from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, native_kernel, seam
+from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, native_kernel, producers, seam
 from vllm_rocm_ops.vllm.kernel_selection import NATIVE, Decided, Measured, Record
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -41,11 +42,22 @@ SHARE = 0.4  # of the time to measure in a start, of which the rest is for linea
 SETS = 16  # of inputs, one for each call of a graph
 SAMPLED_ROWS = 8
 DECODE_TOKENS = 8  # up to which AITER's one-stage kernel has to take an all-reduce with a norm
-EPSILONS = 1e-5, 1e-6  # of vLLM's patterns
 ALL_REDUCE = "all-reduce with norms"
 FUSED = "fused"  # the word of a key where a pass of vLLM's fuses the quantization
-STAYS = "vllm_rocm_ops_stays_vllms"  # the mark of a linear whose input vLLM's forward makes
 
+
+@dataclasses.dataclass
+class Choices:
+    """What was decided before vLLM compiles: which patterns are ours (`fused_quant.pattern`), which ops are off, which quantizations
+    behind an all-reduce and a norm are vLLM's, and which seams are on."""
+
+    ours: dict[str, bool] = dataclasses.field(default_factory=dict)
+    off: frozenset[str] = frozenset()
+    all_reduced: frozenset = frozenset()
+    on: frozenset[str] = frozenset()
+
+
+choices = Choices()
 _stay: set[str] = set()
 
 
@@ -54,21 +66,17 @@ def stay() -> list[str]:
     return sorted(_stay)
 
 
-def stays_vllms(linear: torch.nn.Module) -> bool:
-    """Whether vLLM's forward makes a linear's input."""
-    return getattr(linear, STAYS, False)
-
-
 def quantizer(layer: torch.nn.Module, kernel) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """How vLLM quantises the input of a layer."""
     quantize = getattr(kernel, "native", None) or kernel
+    quant_fp8 = getattr(quantize.quant_fp8, "vllm_forward", quantize.quant_fp8)
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         params = kernel._get_layer_params(layer)
         if hasattr(kernel, "use_triton"):  # scales per block
             how = params.input_scale, params.input_scale_ub
-            return quantize.quant_fp8(x, *how, use_triton=quantize.use_triton)
-        return quantize.quant_fp8(x, *params[2:])
+            return quant_fp8(x, *how, use_triton=quantize.use_triton)
+        return quant_fp8(x, *params[2:])
 
     return run
 
@@ -86,13 +94,15 @@ class Fused:
         has_residual: bool,
         baseline: str = kernel_selection.EAGER,
     ):
+        from vllm_rocm_ops.vllm import fused_quant
+
         self.op, self.producer, self.linear, self.columns, self.dtype = op, producer, linear, columns, dtype
         self.is_norm, self.has_residual = "weight" in op.Arguments._fields, has_residual
         self.column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
-        bound = " bound" * (self.bound() is not None) + " column-major" * self.column_major
-        residual = " residual" * self.has_residual
-        self.shape = f"{columns} {kernel_selection.types(dtype)}{residual}{bound}"
-        self.key = f"{op.name} {self.shape} {baseline}"
+        traits = has_residual, self.bound() is not None, self.column_major
+        self.pattern = fused_quant.pattern(op, columns, dtype, *traits)
+        self.shape = self.pattern.removeprefix(f"{op.name} ")
+        self.key = f"{self.pattern} {baseline}"
         self.layers = dict.fromkeys(range(SETS), ())
         self.kernels, self.compiled = self, None
 
@@ -207,56 +217,38 @@ def models_of(worker) -> list[torch.nn.Module]:
     return [runner.get_model(), *(model for model in drafts if isinstance(model, torch.nn.Module))]
 
 
-def producers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Module | None]]:
-    """Our norms and activations in a model, each with the one linear that reads its result, if that is known."""
-    behind = {
-        layer.act_fn: layer.down_proj
-        for layer in model.modules()
-        if hasattr(layer, "act_fn") & hasattr(layer, "down_proj")
-    }
-    for layer in model.modules():
-        if hasattr(layer, "rocm_ops_forward"):
-            consumer = getattr(layer, "consumer", None)
-            yield layer, behind.get(layer) if consumer is None else getattr(*consumer, None)
-
-
-def fused_in(model: torch.nn.Module, hidden: int, dtype: torch.dtype, baseline: Callable[[bool], str]) -> list[Fused]:
-    """Return what of a model runs our ops for a norm or an activation with the quantization of its result. Norms as wide as the
-    model are those of its decoder layers, with a residual. `baseline` names vLLM's for norms, and for activations."""
+def fused_in(
+    model: torch.nn.Module, hidden: int, dtype: torch.dtype, baseline: Callable[[bool], str], compiles: bool
+) -> Iterator[Fused]:
+    """Yield the pairs of a norm or an activation and a linear whose input it may make. Norms quantize in models that vLLM `compiles`;
+    those as wide as the model are of its decoder layers, with a residual. `baseline` names vLLM's for norms, and for activations."""
     from vllm_rocm_ops.vllm import fused_quant
 
-    runnable = {True: fused_quant.runnable(fused_quant.NORMS), False: fused_quant.runnable(fused_quant.ACTIVATIONS)}
-    found = []
-    for producer, linear in producers(model):
-        is_norm = hasattr(producer, "variance_epsilon")
-        if linear is None or not hasattr(linear, "vllm_rocm_ops_quantize"):
+    wide = collections.defaultdict(list)
+    for linear in model.modules():
+        if hasattr(linear, "vllm_rocm_ops_quantize"):
+            wide[producers.width(linear)].append(linear)
+    pairs = [(norm, linear) for norm in producers.norms(model) if compiles for linear in wide[norm.weight.shape[0]]]
+    pairs += [(layer.act_fn, layer.down_proj) for layer in producers.gated(model)]
+    for producer, linear in pairs:
+        if not hasattr(linear, "vllm_rocm_ops_quantize"):
             continue
-        columns = producer.weight.shape[0] if is_norm else linear.input_size_per_partition
-        key = fused_quant.key_of(linear, columns, runnable[is_norm])
-        if key is None:
-            continue
-        names = (fused_quant.NORMS if is_norm else fused_quant.ACTIVATIONS)[key]
-        has_residual = is_norm and columns == hidden
-        op = getattr(ops, names[-1 if has_residual else 0])
-        found.append(Fused(op, producer, linear, columns, dtype, has_residual, baseline(is_norm)))
-    return found
-
-
-def leave(producer: torch.nn.Module, linear: torch.nn.Module | None) -> None:
-    """Leave a norm or an activation to vLLM."""
-    producer._forward_method = producer.vllm_forward
-    if linear is not None and hasattr(linear, "vllm_rocm_ops_quantize"):
-        linear._input_quant_key = None
-        setattr(linear, STAYS, True)
+        is_norm, columns = hasattr(producer, "variance_epsilon"), producers.width(linear)
+        table = fused_quant.NORMS if is_norm else fused_quant.ACTIVATIONS
+        key = fused_quant.key_of(linear, columns, fused_quant.runnable(table))
+        if key is not None:
+            has_residual = is_norm and columns == hidden
+            op = getattr(ops, table[key][-1 if has_residual else 0])
+            yield Fused(op, producer, linear, columns, dtype, has_residual, baseline(is_norm))
 
 
 def decide(found: list[Fused], decided: Decided) -> dict[str, bool]:
-    """Return by key whether our op runs: where it was not measured, unless a pass of vLLM's fuses the quantization."""
+    """Return by pattern whether our op runs: where it was not measured, unless a pass of vLLM's fuses the quantization."""
     ours = {}
     for one in found:
         measured = decided.shapes.get(one.key)
         runs = FUSED not in one.key.rpartition(" ")[2].split("-") if measured is None else bool(measured[0])
-        ours[one.key] = runs and one.op.name not in decided.off
+        ours[one.pattern] = ours.get(one.pattern, True) and runs and one.op.name not in decided.off
     return ours
 
 
@@ -265,11 +257,13 @@ def compiler(config) -> Callable[[Callable], Callable]:
     passes, for any number of tokens. Nothing, where that is not Inductor."""
     from vllm.compilation.backends import VllmBackend
     from vllm.compilation.passes.inductor_pass import pass_context
+    from vllm.compilation.passes.pass_manager import PostGradPassManager
     from vllm.config.utils import Range
 
     if config.compilation_config.backend not in ("", "inductor"):
         return lambda function: function
     backend = VllmBackend(config)
+    backend.pass_manager = PostGradPassManager()  # without ours
     backend.configure_post_pass()
     most = config.scheduler_config.max_num_batched_tokens
 
@@ -329,52 +323,47 @@ def takes_one_stage(communicator, config) -> bool:
     return takes(torch.empty(DECODE_TOKENS, model.get_hidden_size(), dtype=model.dtype, device="meta"))
 
 
-def behind_all_reduces(
-    communicator, model: torch.nn.Module, hidden: int
-) -> Iterator[tuple[torch.nn.Module, torch.nn.Module | None]]:
-    """Yield our norms of a model that vLLM's pass fuses with AITER's all-reduce, each with the linear behind. It has patterns for a
-    norm alone, and for one with a quantization by groups."""
+def leave_to_all_reduce(config, models: list[torch.nn.Module], says: bool) -> frozenset:
+    """Return the quantizations behind norms that vLLM fuses with AITER's all-reduce in one stage, None for a norm alone; or have it fuse
+    none. Its pass has patterns for a norm alone and for one with a quantization by groups."""
     from vllm_rocm_ops.vllm import fused_quant
 
-    groups = getattr(communicator, "supports_per_group_quant", False)
-    patterns = {None, fused_quant.kFp8Dynamic128Sym} if groups else {None}
-    for norm, linear in producers(model):
-        matches = getattr(norm, "variance_epsilon", None) in EPSILONS and norm.weight.shape[0] == hidden
-        if matches and fused_quant.key_of(linear, hidden, fused_quant.KEYS) in patterns:
-            yield norm, linear
-
-
-def leave_to_all_reduce(config, models: list[torch.nn.Module], says: bool) -> None:
-    """Leave the norms to vLLM that it fuses with AITER's all-reduce in one stage, or have it fuse none."""
-    passes, models = config.compilation_config.pass_config, [one for one in models if is_compiled(config, one)]
-    if not (models and passes.fuse_allreduce_rms) or seam.served_platform() != "rocm" or seam.names("norm"):
-        return
+    passes = config.compilation_config.pass_config
+    if not (passes.fuse_allreduce_rms and any(is_compiled(config, model) for model in models)):
+        return frozenset()
+    if seam.served_platform() != "rocm" or seam.names("norm"):
+        return frozenset()
     from vllm._aiter_ops import rocm_aiter_ops
 
     communicator, hidden = rocm_aiter_ops.get_aiter_allreduce(), config.model_config.get_hidden_size()
     if communicator is None:  # the pass fuses nothing
-        return
+        return frozenset()
+    keys = {None}
     if takes_one_stage(communicator, config):
-        text = "vllm-rocm-ops: %d norms stay vLLM's, which fuses them with AITER's all-reduce. VLLM_ROCM_OPS_SEAMS=norm,all has ours"
-        pairs = [pair for model in models for pair in behind_all_reduces(communicator, model, hidden)]
-        for pair in pairs:
-            leave(*pair)
-        said = [len(pairs)]
+        text = "vllm-rocm-ops: norms stay vLLM's where it fuses them with AITER's all-reduce. VLLM_ROCM_OPS_SEAMS=norm,all has ours"
+        if getattr(communicator, "supports_per_group_quant", False):
+            keys.add(fused_quant.kFp8Dynamic128Sym)
+        said = []
     else:
-        passes.fuse_allreduce_rms = False
+        keys, passes.fuse_allreduce_rms = set(), False
         text = "vllm-rocm-ops: vLLM's fusion of AITER's all-reduce with norms is off: %d tokens of %d take its two-stage kernel"
         said = [DECODE_TOKENS, hidden]
     _stay.add(f"{ALL_REDUCE} {'on' if passes.fuse_allreduce_rms else 'off'}")
     if says:
         logger.info(text, *said)
+    return frozenset(keys)
 
 
 def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable, says: bool) -> None:
     """Decide for the model that a worker has loaded."""
     config, models = worker.vllm_config, models_of(worker)
-    leave_to_all_reduce(config, models, says)
+    all_reduced = leave_to_all_reduce(config, models, says)
     sizes = config.model_config.get_hidden_size(), config.model_config.dtype
-    found = [one for model in models for one in fused_in(model, *sizes, baseline_of(config, model))]
+    found = [
+        one
+        for model in models
+        for one in fused_in(model, *sizes, baseline_of(config, model), is_compiled(config, model))
+    ]
     distinct = {one.key: one for one in found}
     most = config.scheduler_config.max_num_batched_tokens
     if clock is not None and distinct:
@@ -387,9 +376,11 @@ def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
         record, decided = kernel_timing.agree(wanted, clock, gather, measure_pair, SHARE)
     ours = decide(found, decided)
-    for one in found:
-        if not ours[one.key]:
-            leave(one.producer, one.linear)
+    patterns = {one.producer: one.pattern for one in found if not one.is_norm}
+    for layer in (layer for model in models for layer in producers.gated(model)):
+        layer.act_fn.consumer = (layer, "down_proj") if ours.get(patterns.get(layer.act_fn)) else None
+    on = frozenset(seam.active()) & {"norm", "activation"}
+    choices.ours, choices.off, choices.all_reduced, choices.on = ours, frozenset(decided.off), all_reduced, on
     _stay.update(key for key, runs in ours.items() if not runs)
     if says:
         kernel_timing.say(record, decided, set(distinct))

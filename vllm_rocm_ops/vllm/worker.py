@@ -35,8 +35,7 @@ class Extension:
         ]
 
     def vllm_rocm_ops_reach(self) -> dict[str, dict]:
-        """Return what the seams have taken of the worker's models, by kind of layer: how many layers, how many of them were left to vLLM, and
-        what no seam took, by class."""
+        """Return what the seams have taken of the worker's models, by kind of layer: how many layers, and what no seam took, by class."""
         return {kind: dataclasses.asdict(one) for kind, one in reach.found(self).items()}
 
     def vllm_rocm_ops_seams(self) -> list[dict]:

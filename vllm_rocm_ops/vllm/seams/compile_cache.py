@@ -2,7 +2,7 @@
 
 vLLM's compile cache is keyed by vLLM's environment and configuration, and not by what a plugin replaced. A graph that was
 compiled without the ops, or with other ops, would be loaded and run. vLLM hashes `additional_config` into the key, so the
-fingerprint goes there. A vLLM with patch 05 also asks for it.
+fingerprint goes there. A vLLM with patch 03 also asks for it.
 """
 
 import hashlib

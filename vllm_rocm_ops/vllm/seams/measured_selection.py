@@ -58,6 +58,7 @@ def install() -> None:
         if theirs is None:
             result = worker.compile_or_warm_up_model()
             warm_up(worker)
+            say_calls(worker)
             return result
 
         @functools.wraps(theirs)
@@ -68,12 +69,20 @@ def install() -> None:
 
         setattr(module, WARM_UP, kernel_warmup)
         try:
-            return worker.compile_or_warm_up_model()
+            result = worker.compile_or_warm_up_model()
         finally:
             setattr(module, WARM_UP, theirs)
+        say_calls(worker)
+        return result
 
     WorkerWrapperBase.init_device = init_device
     setattr(WorkerWrapperBase, METHOD, compile_or_warm_up_model)
+
+
+def say_calls(worker) -> None:
+    """Say on the first rank what a worker has called so far."""
+    if getattr(worker, "rank", 0) == 0:
+        reach.say_calls(row_selection.choices.ours)
 
 
 def warm_up(worker) -> None:

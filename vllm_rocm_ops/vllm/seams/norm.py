@@ -1,15 +1,8 @@
-"""Seam: vLLM's `RMSNorm` and `GemmaRMSNorm`, that of 1 + weight, run our RMSNorm ops, which also quantize if the norm knows its
-consumer (see links.py and patches/).
+"""Seam: vLLM's `RMSNorm` and `GemmaRMSNorm`, that of 1 + weight, run our RMSNorm ops.
 
-In a compiled graph a norm that does not quantize is ours where the compiler would fuse it with nothing, as in front of experts.
-Elsewhere it is vLLM's, which Inductor fuses: q and k norms with the rotary embedding, others with a quantization that is not ours or with what computes their input.
-
-Some of vLLM's compiler passes look for vLLM's own RMSNorm: AITER's all-reduce with RMSNorm, for which row_selection.py leaves norms,
-and its dual RMSNorm for latent attention, which finds none while this seam is on. `VLLM_ROCM_OPS_SEAMS=-norm` turns the seam off, so
-that both can be measured.
+In a model that vLLM compiles a norm is a node of its IR, and graph.py puts our ops in its place, with the quantization behind it.
+This seam serves what is not compiled, where a norm runs alone. `VLLM_ROCM_OPS_SEAMS=-norm` turns off both.
 """
-
-import importlib.util
 
 from vllm_rocm_ops.vllm import seam
 
@@ -35,23 +28,18 @@ def probe() -> None:
 
 def install() -> None:
     """Register the subclasses by vLLM's `register_oot`."""
-    from vllm import envs
     from vllm.model_executor.layers import layernorm
 
     from vllm_rocm_ops.vllm import fused_quant, native_rows
 
-    keys = fused_quant.runnable(fused_quant.NORMS)
-    # A patched vLLM passes norms the linear that reads their result, see patches/. Looked up before anything is registered.
-    table = "vllm.model_executor.layers.fusion.fused_norm_quant"
-    offers = importlib.util.find_spec(table) and not envs.VLLM_BATCH_INVARIANT
-    fused = importlib.import_module(table)._FUSED_NORM_QUANT if offers else {}
-    ours = [made_of(getattr(layernorm, name), one_plus, keys) for name, one_plus in CLASSES.items()]
+    if None in fused_quant.runnable(fused_quant.NORMS):
+        for name, one_plus in CLASSES.items():
+            made_of(getattr(layernorm, name), one_plus)
     native_rows.install(native_rows.NORMS)
-    fused |= {(norm, key): norm.for_linear for norm in ours for key in keys if key is not None}
 
 
-def made_of(norm: type, one_plus: bool, keys: tuple) -> type:
-    """Our subclass of a norm of vLLM's, registered in its place."""
+def made_of(norm: type, one_plus: bool) -> type:
+    """Register our subclass of a norm of vLLM's in its place."""
     import torch
     from vllm import envs
 
@@ -59,48 +47,29 @@ def made_of(norm: type, one_plus: bool, keys: tuple) -> type:
     from vllm_rocm_ops.vllm import fused_quant
 
     class RocmOpsNorm(norm):
-        """vLLM's norm, with our ops for the inputs that they take."""
-
-        consumer: tuple[torch.nn.Module, str] | None = None
-        """The one linear that reads the result: its parent module, and its name in the parent."""
-        stands_alone = False
-        """Whether the compiler would fuse the norm with nothing behind it."""
-        is_behind = False
-        """Whether the compiler makes the input, as that of Gemma's norms by another norm: it fuses both, and the quantization."""
-        overwrites_residual = not one_plus
-        """Whether the residual may be updated in place. vLLM's own norm of 1 + weight leaves it, so there the model must say so."""
+        """vLLM's norm, with our ops where it is not compiled, for the inputs that they take."""
 
         def dispatch_forward(self, compile_native: bool):
-            """Return our forward. Keep the one that vLLM chose, compiled or not."""
+            """Return our forward. Keep the one that vLLM chose."""
             self.vllm_forward = super().dispatch_forward(compile_native)
             return self.vllm_forward if envs.VLLM_BATCH_INVARIANT else self.rocm_ops_forward
 
         def rocm_ops_forward(self, x, residual=None):
-            """Our op for the norm's consumer, if that is known."""
-            return self.for_linear(x, residual, None if self.consumer is None else getattr(*self.consumer))
-
-        def for_linear(self, x, residual, linear):
-            """Our op for a linear, or vLLM's forward for inputs that the kernels do not take. Updates the residual in place."""
+            """Run our op, which updates the residual in place. vLLM's norm of 1 + weight leaves its residual, and is vLLM's then."""
             takes = (
-                getattr(self, "variance_size_override", None) is None
+                not torch.compiler.is_compiling()
+                and getattr(self, "variance_size_override", None) is None
                 and getattr(self, "has_weight", True)
                 and x.dtype == self.weight.dtype
                 and x.dtype in fused_quant.DTYPES
                 and (fused_quant.in_rows(x) or (residual is None and fused_quant.in_heads(x)))
-                and (residual is None or (self.overwrites_residual and fused_quant.in_rows(residual)))
+                and (residual is None or (not one_plus and fused_quant.in_rows(residual)))
             )
-            key = fused_quant.key_of(linear, x.shape[-1], keys)
-            fuses = torch.compiler.is_compiling() and (self.is_behind or (key is None and not self.stands_alone))
-            if not takes or fuses or key not in keys:
+            if not takes:
                 return self.vllm_forward(x, residual)
-            weight, epsilon = self.weight.data, self.variance_epsilon
-            if key is not None:
-                result = fused_quant.rms_norm(linear, key, x, residual, weight, epsilon, one_plus)
-            elif residual is None:
-                result = ops.rms_norm.call(x, weight, epsilon, one_plus)
-            else:
-                result = ops.fused_add_rms_norm.call(x, residual, weight, epsilon, one_plus)
-            return result if residual is None else (result, residual)
+            if residual is None:
+                return ops.rms_norm.call(x, self.weight.data, self.variance_epsilon, one_plus)
+            return ops.fused_add_rms_norm.call(x, residual, self.weight.data, self.variance_epsilon, one_plus), residual
 
     RocmOpsNorm.__name__ = RocmOpsNorm.__qualname__ = f"RocmOps{norm.__name__}"
     return norm.register_oot(RocmOpsNorm)

@@ -55,8 +55,7 @@ def install() -> None:
     def tell(layer, kernel) -> None:
         """Store in a layer which quantized input its kernel takes, for the layer that makes the input."""
         # With batch invariance, Fp8LinearMethod reads the input as a tensor.
-        takes = kernel.input_quant_key() is not None and not envs.VLLM_BATCH_INVARIANT
-        if takes and not row_selection.stays_vllms(layer):
+        if kernel.input_quant_key() is not None and not envs.VLLM_BATCH_INVARIANT:
             layer.vllm_rocm_ops_quantize = row_selection.quantizer(layer, kernel)
             layer.vllm_rocm_ops_column_major_scales = kernel.quant_fp8.column_major_scales
             expose_input_quant_key(layer, kernel)

@@ -1,0 +1,98 @@
+"""When vLLM's quantizations are marked, and by whose class vLLM runs its passes."""
+
+import types
+
+import pytest
+import torch
+
+from vllm_rocm_ops.vllm import row_selection, seam
+from vllm_rocm_ops.vllm.seams import fusion
+
+pytestmark = pytest.mark.usefixtures("configuration")
+
+
+def quantization(mode: str, backend: str = "inductor"):
+    """vLLM's quantization per token in a model of a mode."""
+    from vllm.config import CompilationMode, get_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    settings = get_current_vllm_config().compilation_config
+    settings.mode, settings.backend = CompilationMode[mode], backend
+    return QuantFP8(False, GroupShape.PER_TOKEN, use_ue8m0=False, compile_native=False)
+
+
+def traced(function) -> set[str]:
+    """Return what a function of a row calls in a graph."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, fullgraph=True)(torch.ones(2, 256, dtype=torch.bfloat16))
+    [calls] = graphs
+    return calls
+
+
+MARK = "vllm_rocm_ops.marked_dynamic_quant.default"
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend", "marks"),
+    [
+        ("VLLM_COMPILE", "inductor", True),
+        ("VLLM_COMPILE", "", True),
+        ("VLLM_COMPILE", "eager", False),
+        ("DYNAMO_TRACE_ONCE", "inductor", False),
+        ("NONE", "inductor", False),
+    ],
+)
+def test_quantizations_are_marked_where_passes_run(mode, backend, marks):
+    """And only while a graph is traced."""
+    quant, x = quantization(mode, backend), torch.ones(2, 256, dtype=torch.bfloat16)
+    assert (MARK in traced(quant)) is marks
+    values, scale = quant(x)
+    assert values.shape == x.shape and scale.shape == (2, 1)
+
+
+def test_nothing_is_marked_without_the_pass(monkeypatch):
+    monkeypatch.setattr(seam, "active", list)
+    assert MARK not in traced(quantization("VLLM_COMPILE"))
+
+
+def test_static_scales_of_tokens_are_not_marked():
+    """vLLM returns them in another shape than it is given."""
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    quantization("VLLM_COMPILE")
+    for shape, marks in ((GroupShape.PER_TENSOR, True), (GroupShape.PER_TOKEN, False)):
+        quant = QuantFP8(True, shape, use_ue8m0=False, compile_native=False)
+        calls = traced(lambda x, quant=quant: quant(x, torch.ones(1)))
+        assert ("vllm_rocm_ops.marked_static_quant.default" in calls) is marks
+
+
+def test_what_is_measured_is_vllms():
+    """The baseline is compiled without markers and without our pass."""
+    params = (None, None, None, None)
+    kernel = types.SimpleNamespace(quant_fp8=quantization("VLLM_COMPILE"), _get_layer_params=lambda layer: params)
+    kernel.quant_fp8.vllm_forward = kernel.quant_fp8.forward_native
+    assert MARK not in traced(row_selection.quantizer(None, kernel))
+
+
+def test_another_plugins_passes_are_left(monkeypatch):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "get_pass_manager_cls", classmethod(lambda cls: "other.Passes"))
+    with pytest.raises(seam.Unavailable, match="as the platform's passes, it has other.Passes"):
+        fusion.probe()
+
+
+def test_a_marker_that_runs_quantizes():
+    """As where nothing runs the passes after all."""
+
+    quant, x = quantization("VLLM_COMPILE"), torch.randn(3, 256).bfloat16()
+    found, wanted = quant.marked(x), quant.vllm_forward(x)
+    assert all(torch.equal(one.float(), other.float()) for one, other in zip(found, wanted))

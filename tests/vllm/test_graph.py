@@ -1,0 +1,429 @@
+"""The pass that puts our norms and activations into vLLM's compiled graphs: what it takes, what it leaves as vLLM would have it, and what
+becomes of a residual."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._inductor import config
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm import row_selection
+
+pytestmark = pytest.mark.usefixtures("configuration", "schemas")
+
+ROWS, HIDDEN, EPSILON = 5, 256, 1e-6
+KEYS = ("kFp8StaticTensorSym", "kFp8DynamicTokenSym", "kFp8Dynamic128Sym")
+ALL = frozenset(("norm", "activation"))
+
+
+@pytest.fixture(scope="module")
+def schemas():
+    """What vLLM's passes name and its CPU build lacks."""
+    import passes
+
+    passes.define_schemas()
+
+
+@pytest.fixture(autouse=True)
+def choices(monkeypatch) -> row_selection.Choices:
+    from vllm_rocm_ops.vllm import graph
+
+    made = row_selection.Choices(on=ALL)
+    monkeypatch.setattr(graph, "choices", made)
+    return made
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def quantizer(key: str, **how):
+    """Return vLLM's quantization as a model calls it while it is traced, and as vLLM computes it."""
+    from vllm.model_executor.layers.quantization import input_quant_fp8
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    from vllm_rocm_ops.vllm import markers
+
+    scale = getattr(quant_utils, key).scale
+    how = {"use_ue8m0": False, "compile_native": False} | how
+    quant = input_quant_fp8.QuantFP8(scale.static, scale.group_shape, **how)
+    theirs = input_quant_fp8.QuantFP8.forward_native.__get__(quant)
+    marked = markers.of_quantization(quant, theirs)
+
+    def quantize(form):
+        def run(x, at=None):
+            return form(x, torch.full((1,), 0.02) if at is None else at) if scale.static else form(x)
+
+        return run
+
+    return quantize(marked), quantize(theirs)
+
+
+def piece(function, *inputs: torch.Tensor, donated=(), table: dict | None = None, **passes: bool):
+    """Trace a function and run vLLM's passes on its graph, ours among them. Return it, and the names of what it calls."""
+    from vllm.compilation.passes.inductor_pass import get_pass_context, pass_context
+    from vllm.config import get_current_vllm_config
+    from vllm.config.utils import Range
+
+    from vllm_rocm_ops.vllm import graph
+
+    configuration, module = get_current_vllm_config(), make_fx(function, table or {}, "fake")(*inputs)
+    settings = configuration.compilation_config.pass_config
+    settings.fuse_norm_quant = settings.fuse_act_quant = settings.fuse_allreduce_rms = False
+    manager = graph.PassManager()
+    manager.configure(configuration)
+    [ours] = [one for one in manager.passes if isinstance(one, graph.Fusion)]
+    ours.pass_config = dataclasses.replace(settings, **passes)
+    with pass_context(Range(1, 64)):
+        get_pass_context().donated_input_ids = set(donated)
+        manager(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module, [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+
+
+def called(names: list[str]) -> list[str]:
+    """Return those of our ops that a graph calls."""
+    return [name.split(".")[1] for name in names if name.startswith("vllm_rocm_ops.")]
+
+
+def norm(x, weight, epsilon: float = EPSILON, *size):
+    return torch.ops.vllm_ir.rms_norm(x, weight, epsilon, *size)
+
+
+def add_norm(x, residual, weight):
+    return torch.ops.vllm_ir.fused_add_rms_norm(x, residual, weight, EPSILON)
+
+
+def expected(key: str, x, weight, residual=None, **more):
+    """Return what our ops compute: values, scales and the residual."""
+    fp8, scale = torch.float8_e4m3fn, torch.tensor([0.02])
+    if key == KEYS[0]:
+        if residual is None:
+            return ops.rms_norm_static_fp8_quant(x, weight, scale, EPSILON, fp8, **more), scale
+        return ops.fused_add_rms_norm_static_fp8_quant(x, residual, weight, scale, EPSILON, fp8, **more), scale
+    op = ops.rms_norm_dynamic_per_token_quant if key == KEYS[1] else ops.rms_norm_per_block_quant
+    return op(x, weight, EPSILON, fp8, residual=residual, **more)
+
+
+def same(found, wanted) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_norm_that_only_a_quantization_reads(key, times):
+    """Or equal ones, of two linears."""
+    marked, _ = quantizer(key)
+    x, weight = random(ROWS, HIDDEN), random(HIDDEN, seed=1)
+
+    def function(x, weight):
+        y, scale = norm(x, weight), torch.full((1,), 0.02)
+        return [part for _ in range(times) for part in marked(y, scale)]
+
+    module, names = piece(function, x, weight)
+    assert len(called(names)) == 1 and not [name for name in names if "vllm_ir" in name]
+    same(module(x, weight), expected(key, x, weight) * times)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_norm_with_a_residual(key):
+    """It updates the residual that it was given, and what reads the sum reads that."""
+    marked, _ = quantizer(key)
+    x, residual, weight = random(ROWS, HIDDEN), random(ROWS, HIDDEN, seed=2), random(HIDDEN, seed=1)
+
+    def function(x, residual, weight):
+        y, added = add_norm(x, residual, weight)
+        return *marked(y), added
+
+    module, names = piece(function, x, residual, weight, donated=[1])
+    assert len(called(names)) == 1 and "aten.clone.default" not in names
+    assert str(auto_functionalized) not in names
+    given, wanted = residual.clone(), residual.clone()
+    *found, added = module(x, given, weight)
+    assert added.data_ptr() == given.data_ptr()
+    same([*found, added], [*expected(key, x, weight, wanted), wanted])
+
+
+def layers(count: int, marked):
+    """A chain of layers, each a norm with a residual and a product."""
+
+    def function(x, residual, weight, product):
+        for _ in range(count):
+            y, residual = add_norm(x, residual, weight)
+            values, scale = marked(y)
+            x = (values.bfloat16() * scale.bfloat16()) @ product
+        return x, residual
+
+    return function
+
+
+def test_a_chain_of_residuals():
+    """Each is updated where it lies, through all layers."""
+    marked, _ = quantizer(KEYS[1])
+    x, residual, weight = random(ROWS, HIDDEN), random(ROWS, HIDDEN, seed=2), random(HIDDEN, seed=1)
+    product = random(HIDDEN, HIDDEN, seed=3) / 16
+    function = layers(3, marked)
+    module, names = piece(function, x, residual, weight, product, donated=[1])
+    assert called(names) == ["rms_norm_dynamic_per_token_quant"] * 3 and "aten.clone.default" not in names
+    given = residual.clone()
+    result, added = module(x, given, weight, product)
+    assert added.data_ptr() == given.data_ptr()
+    wanted, now = x, residual.clone()
+    for _ in range(3):
+        values, scale = expected(KEYS[1], wanted, weight, now)
+        wanted = (values.bfloat16() * scale.bfloat16()) @ product
+    same([result, added], [wanted, now])
+
+
+READ_LATER = {
+    "read again": lambda y, added, residual, marked: (*marked(y), added, residual + 1),
+    "a view": lambda y, added, residual, marked: (*marked(y), added),
+    "not given": lambda y, added, residual, marked: (*marked(y), added),
+}
+
+
+@pytest.mark.parametrize("why", READ_LATER)
+def test_a_residual_that_is_not_ours_to_update(why):
+    """It is read again, shares another's memory, or is an input that somebody holds: vLLM's norm serves."""
+    marked, theirs = quantizer(KEYS[1])
+    x, residual, weight = random(ROWS, HIDDEN), random(ROWS, 2 * HIDDEN, seed=2), random(HIDDEN, seed=1)
+
+    def of(marked):
+        def function(x, wide, weight):
+            residual = wide[:, :HIDDEN] if why == "a view" else wide
+            y, added = add_norm(x, residual, weight)
+            return READ_LATER[why](y, added, residual, marked)
+
+        return function
+
+    residual = residual if why == "a view" else residual[:, :HIDDEN].contiguous()
+    module, names = piece(of(marked), x, residual, weight, donated=[] if why == "not given" else [1])
+    assert called(names) == []
+    before = residual.clone()
+    same(module(x, residual, weight), of(theirs)(x, residual, weight))
+    assert torch.equal(residual, before)
+
+
+def test_a_residual_that_was_read_before():
+    """As a model's first layer reads it, by its first norm."""
+    marked, _ = quantizer(KEYS[1])
+    x, weight = random(ROWS, HIDDEN), random(HIDDEN, seed=1)
+
+    def function(x, weight):
+        x = x @ torch.eye(HIDDEN, dtype=x.dtype)
+        first, scale = marked(norm(x, weight))
+        y, added = add_norm(first.bfloat16() * scale.bfloat16(), x, weight)
+        return *marked(y), added
+
+    module, names = piece(function, x, weight)
+    assert called(names) == ["rms_norm_dynamic_per_token_quant"] * 2
+    values, scale = expected(KEYS[1], x, weight)
+    now = x.clone()
+    same(module(x, weight), [*expected(KEYS[1], values.bfloat16() * scale.bfloat16(), weight, now), now])
+
+
+def readers(marked, other):
+    """What else may read a norm, by why the norm is vLLM's then."""
+    return {
+        "another reader": lambda y: (*marked(y), y + 1),
+        "its caller": lambda y: (*marked(y), y),
+        "two quantizations": lambda y: (*marked(y), *other(y)),
+        "pointwise": lambda y: (y * 2,),
+    }
+
+
+@pytest.mark.parametrize("what", readers(None, None))
+def test_a_norm_that_others_read_is_vllms(what):
+    """So are the quantizations, as vLLM would have traced them."""
+    (marked, theirs), (other, others) = quantizer(KEYS[1]), quantizer(KEYS[0])
+    x, weight = random(ROWS, HIDDEN), random(HIDDEN, seed=1)
+    table = select_decomp_table()
+    module, names = piece(lambda x, weight: readers(marked, other)[what](norm(x, weight)), x, weight, table=table)
+    _, wanted = piece(lambda x, weight: readers(theirs, others)[what](norm(x, weight)), x, weight, table=table)
+    assert called(names) == [] and sorted(names) == sorted(wanted)
+    same(module(x, weight), readers(theirs, others)[what](norm(x, weight)))
+
+
+@pytest.mark.parametrize("reads", ["product", "caller", "cast"])
+def test_a_norm_alone(reads):
+    """Ours where the compiler takes what reads it as a whole."""
+    x, weight, product = random(ROWS, HIDDEN), random(HIDDEN, seed=1), random(HIDDEN, 8, seed=3)
+    how = {"product": lambda y, p: y @ p, "caller": lambda y, p: y, "cast": lambda y, p: y.float() @ p.float()}
+    module, names = piece(lambda x, w, p: how[reads](norm(x, w), p), x, weight, product)
+    assert called(names) == ([] if reads == "cast" else ["rms_norm"])
+    torch.testing.assert_close(module(x, weight, product), how[reads](norm(x, weight), product), atol=0.3, rtol=0.02)
+
+
+@pytest.mark.parametrize("gates", ["product", "quantized", "pointwise"])
+def test_an_activation(gates):
+    """Alone in front of a product, with its quantization, and left where the compiler fuses it."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    from vllm_rocm_ops.vllm import markers
+
+    (marked, _), act = quantizer(KEYS[2]), markers.of_activation(SiluAndMul.forward_native)
+    x, product = random(ROWS, 2 * HIDDEN), random(HIDDEN, 8, seed=3)
+    how = {"product": lambda y, p: (y @ p,), "quantized": lambda y, p: marked(y), "pointwise": lambda y, p: (y + 1,)}
+    module, names = piece(lambda x, p: how[gates](act(x), p), x, product)
+    ours = {"product": ["silu_and_mul"], "quantized": ["silu_and_mul_per_block_quant"], "pointwise": []}
+    assert called(names) == ours[gates]
+    exact = {
+        "product": lambda: (ops.silu_and_mul(x) @ product,),
+        "quantized": lambda: ops.silu_and_mul_per_block_quant(x, torch.float8_e4m3fn, 128),
+        "pointwise": lambda: (SiluAndMul.forward_native(x) + 1,),
+    }
+    same(module(x, product), exact[gates]())
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_weight_of_one_plus(key):
+    """Gemma's, which vLLM's graph computes in float32."""
+    marked, _ = quantizer(key)
+    x, weight = random(ROWS, HIDDEN), random(HIDDEN, seed=1)
+    module, names = piece(lambda x, weight: marked(norm(x, weight.float() + 1.0)), x, weight)
+    assert len(called(names)) == 1 and "aten.add.Tensor" not in names
+    same(module(x, weight), expected(key, x, weight, one_plus_weight=True))
+
+
+VLLMS = {
+    "a part of the row": lambda x, w: norm(x, w, EPSILON, HIDDEN // 2),
+    "no weight": lambda x, w: norm(x, None),
+    "another type": lambda x, w: norm(x, w.half()),
+    "columns apart": lambda x, w: norm(torch.cat((x, x), 1)[:, ::2], w),
+    "behind a norm": lambda x, w: norm(norm(x, w) * 2, w),
+}
+
+
+@pytest.mark.parametrize("what", VLLMS)
+def test_norms_that_are_vllms(what):
+    (marked, theirs), x, weight = quantizer(KEYS[1]), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
+    module, names = piece(lambda x, weight: marked(VLLMS[what](x, weight)), x, weight)
+    assert called(names) == []
+    same(module(x, weight), theirs(VLLMS[what](x, weight)))
+
+
+@pytest.mark.parametrize("how", [{"use_ue8m0": True}, {"num_token_padding": 3}, {"tma_aligned_scales": True}], ids=str)
+def test_quantizations_that_are_vllms(how):
+    """Scales that are powers of two, and results with more rows than the input."""
+    key = KEYS[0] if "num_token_padding" in how else KEYS[2]
+    (marked, theirs), x, weight = quantizer(key, **how), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
+    module, names = piece(lambda x, weight: marked(norm(x, weight)), x, weight)
+    assert called(names) == []
+    same(module(x, weight), theirs(norm(x, weight)))
+
+
+PATTERN = f"rms_norm_dynamic_per_token_quant {HIDDEN} bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("made", "passes", "ours"),
+    [
+        ({}, {}, True),
+        ({}, {"fuse_norm_quant": True}, False),
+        ({}, {"fuse_act_quant": True}, True),
+        ({"ours": {PATTERN: True}}, {"fuse_norm_quant": True}, True),
+        ({"ours": {PATTERN: False}}, {}, False),
+        ({"ours": {f"{PATTERN} residual": False}}, {}, False),
+        ({"ours": {PATTERN: True, f"{PATTERN} residual": False}}, {}, True),
+        ({"off": frozenset({"rms_norm_dynamic_per_token_quant"})}, {}, False),
+        ({"off": frozenset({"rms_norm_per_block_quant"})}, {}, True),
+        ({"on": frozenset({"activation"})}, {}, False),
+    ],
+)
+def test_what_was_decided(choices, made, passes, ours):
+    """By pattern; a model's first norm goes with those that have a residual. The compile cache tells choices apart."""
+    from vllm.config import get_current_vllm_config
+
+    from vllm_rocm_ops.vllm import graph
+
+    before = graph.Fusion(get_current_vllm_config()).uuid()
+    vars(choices).update(made)
+    (marked, theirs), x, weight = quantizer(KEYS[1]), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
+    module, names = piece(lambda x, weight: marked(norm(x, weight)), x, weight, **passes)
+    assert bool(called(names)) is ours
+    same(module(x, weight), expected(KEYS[1], x, weight) if ours else theirs(norm(x, weight)))
+    assert (graph.Fusion(get_current_vllm_config()).uuid() == before) is (made == {})
+
+
+@pytest.mark.parametrize(("epsilon", "reduced"), itertools.product((1e-6, 1e-4), (True, False)))
+@pytest.mark.parametrize("key", [None, *KEYS])
+def test_what_vllm_fuses_with_an_all_reduce_is_vllms(choices, key, epsilon, reduced):
+    """A norm behind one, with an epsilon that vLLM's patterns have, alone or with a quantization that they have."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    choices.all_reduced = frozenset((None, quant_utils.kFp8Dynamic128Sym))
+    marked = (lambda y: (y,)) if key is None else quantizer(key)[0]
+    x, weight = random(ROWS, HIDDEN), random(HIDDEN, seed=1)
+
+    def function(x, weight):
+        x = torch.ops.vllm_rocm_ops_tests.all_reduce(x) if reduced else x
+        return marked(norm(x, weight, epsilon))
+
+    _, names = piece(function, x, weight)
+    names = [name for name in names if "all_reduce" not in name]
+    theirs = reduced and epsilon == 1e-6 and key in (None, KEYS[2])
+    assert (called(names) == []) is theirs
+
+
+LIBRARY = torch.library.Library("vllm_rocm_ops_tests", "FRAGMENT")
+LIBRARY.define("all_reduce(Tensor x) -> Tensor")
+LIBRARY.impl("all_reduce", torch.clone, "CompositeExplicitAutograd")
+LIBRARY.define("quantize(Tensor x, Tensor! out) -> ()")
+LIBRARY.impl("quantize", lambda x, out: (out.copy_(x.clamp(-448, 448).to(out.dtype)), None)[1], "CPU")
+LIBRARY.impl("quantize", lambda x, out: None, "Meta")
+
+
+def test_a_scale_that_is_computed_behind_the_norm():
+    """Ours runs behind both, unless something reads the residual between them."""
+    x, residual, weight, scale = (
+        random(ROWS, HIDDEN),
+        random(ROWS, HIDDEN, seed=2),
+        random(HIDDEN, seed=1),
+        torch.ones(1),
+    )
+    marked, _ = quantizer(KEYS[0])
+
+    def function(x, residual, weight, scale):
+        y, added = add_norm(x, residual, weight)
+        return *marked(y, scale * 0.02), added
+
+    def reads(x, residual, weight, scale):
+        y, added = add_norm(x, residual, weight)
+        return added * 2, *marked(y, scale * 0.02), added
+
+    for one, ours in ((function, ["fused_add_rms_norm_static_fp8_quant"]), (reads, [])):
+        module, names = piece(one, x, residual, weight, scale, donated=[1])
+        assert called(names) == ours
+        module(x, residual.clone(), weight, scale)
+
+
+def test_a_kernel_that_writes_its_argument_is_functional_again():
+    """As in the graph that vLLM's passes look at."""
+    from vllm.model_executor.layers.quantization import input_quant_fp8
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    from vllm_rocm_ops.vllm import graph, markers
+
+    def theirs(x, scale, bound=None):
+        out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+        torch.ops.vllm_rocm_ops_tests.quantize(x, out)
+        return out, scale
+
+    quant = input_quant_fp8.QuantFP8(True, quant_utils.GroupShape.PER_TENSOR, compile_native=False, num_token_padding=3)
+    marked = markers.of_quantization(quant, theirs)
+    x, scale = random(ROWS, HIDDEN), torch.ones(1)
+    module = make_fx(lambda x, scale: marked(x, scale)[0], tracing_mode="fake")(x, scale)
+    [marker] = module.graph.find_nodes(op="call_function", target=markers.STATIC)
+    with config.patch(enable_auto_functionalized_v2=False):  # as vLLM has it
+        graph.lower(marker)
+    [node] = module.graph.find_nodes(op="call_function", target=auto_functionalized)
+    assert node.args[0] == torch.ops.vllm_rocm_ops_tests.quantize.default
+    module.recompile()
+    assert torch.equal(module(x, scale).float(), theirs(x, scale)[0].float())

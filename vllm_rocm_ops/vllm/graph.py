@@ -1,0 +1,384 @@
+"""Our norms and activations in vLLM's compiled graph, with the quantization behind them: a pass in front of vLLM's own.
+
+vLLM's platform names the class that runs the passes on each piece of a compiled model. Norms are nodes of vLLM's IR there, quantizations
+and activations are markers (markers.py). The pass replaces
+
+    norm -> quantizations         whose result nothing else reads, by one op of ours, where that was measured to win
+    activation -> quantizations   likewise
+    norm, activation              by ours, where the compiler would fuse nothing with it
+    every other marker            by what vLLM would have traced: its own passes find what they find without us
+
+An op that updates a residual is functional until vLLM's last pass, as vLLM's are. Then it updates the residual itself.
+"""
+
+from __future__ import annotations
+
+import collections
+import operator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from vllm.compilation.passes.fx_utils import is_func
+from vllm.compilation.passes.inductor_pass import get_pass_context
+from vllm.compilation.passes.pass_manager import PostGradPassManager
+from vllm.compilation.passes.utility.noop_elimination import NoOpEliminationPass
+from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.op import Op, registered
+from vllm_rocm_ops.vllm import fused_quant, markers
+from vllm_rocm_ops.vllm.markers import ACTIVATION, DYNAMIC, STATIC
+from vllm_rocm_ops.vllm.row_selection import choices
+
+aten = torch.ops.aten
+NORM, ADD_NORM = torch.ops.vllm_ir.rms_norm.default, torch.ops.vllm_ir.fused_add_rms_norm.default
+VIEWS = (
+    aten.reshape.default,
+    aten.view.default,
+    aten.split_with_sizes.default,
+    aten.slice.Tensor,
+    aten.permute.default,
+)
+GEMMS = (aten.mm.default, aten.addmm.default)
+CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+EPSILONS = 1e-5, 1e-6  # of vLLM's patterns
+
+
+found: collections.Counter[str] = collections.Counter()
+"""How often the pass has put in each op, and left each kind of producer, in this process."""
+
+
+class Producer:
+    """A norm or an activation in a graph, and who reads its result."""
+
+    name = ""
+    table: ClassVar[dict] = {}
+    residual: fx.Node | None = None
+    added: fx.Node | None = None
+
+    def __init__(self, node: fx.Node):
+        self.node = self.result = node
+
+    def arguments(self) -> dict[str, object]:
+        """Return the arguments that our ops take, by name."""
+        return {"input": self.node.args[0]}
+
+    def takes(self) -> bool:
+        """Return whether our kernels take the inputs for any number of tokens."""
+        x = self.node.args[0]
+        rows = x.meta["val"]
+        return rows.dtype in fused_quant.DTYPES and fused_quant.in_rows(rows)
+
+    def is_behind(self) -> bool:
+        """Return whether the compiler makes the input in one kernel with a norm, and the result."""
+        return makes_with_norm(self.node.args[0])
+
+    def op(self, key) -> Op:
+        return getattr(ops, self.table[key][-1 if self.residual is not None else 0])
+
+
+class Norm(Producer):
+    name, table = "norm", fused_quant.NORMS
+
+    def __init__(self, node: fx.Node):
+        self.node, adds = node, node.target is ADD_NORM
+        parts = {user.args[1]: user for user in node.users if is_func(user, operator.getitem)}
+        self.result, self.added = (parts.get(0), parts.get(1)) if adds else (node, None)
+        self.residual = node.args[1] if adds else None
+        self.weight, self.epsilon, *sizes = node.args[2:] if adds else node.args[1:]
+        self.is_partial = any(size is not None for size in sizes)
+        self.one_plus = False
+        if isinstance(self.weight, fx.Node) and (inner := one_plus_of(self.weight)) is not None:
+            self.weight, self.one_plus = inner, True
+
+    def arguments(self) -> dict[str, object]:
+        given = {"weight": self.weight, "epsilon": self.epsilon, "one_plus_weight": self.one_plus}
+        return super().arguments() | given | {"residual": self.residual}
+
+    def takes(self) -> bool:
+        x, weight = self.node.args[0].meta["val"], self.weight
+        if not isinstance(weight, fx.Node) or weight.meta["val"].dtype != x.dtype or self.is_partial:
+            return False
+        return super().takes() and (self.residual is None or self.may_update(self.residual))
+
+    def may_update(self, residual: fx.Node) -> bool:
+        """Return whether a residual may be updated in place: nothing else reads it, and it is no input that somebody holds."""
+        is_last = not any(self.node < user for user in residual.users) and not is_view(residual)
+        inputs = residual.graph.find_nodes(op="placeholder")
+        is_given = residual not in inputs or inputs.index(residual) in get_pass_context().donated_input_ids
+        return is_last and is_given and fused_quant.in_rows(residual.meta["val"])
+
+
+class Activation(Producer):
+    name, table = "activation", fused_quant.ACTIVATIONS
+
+
+class Fusion(VllmInductorPass):
+    """Puts our ops into a piece of a compiled model."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.runnable = {kind.name: fused_quant.runnable(kind.table) for kind in (Norm, Activation)}
+
+    @VllmInductorPass.time_and_log
+    def __call__(self, graph: fx.Graph) -> None:
+        kinds = {NORM: Norm, ADD_NORM: Norm, ACTIVATION: Activation}
+        for node in [node for node in graph.nodes if node.op == "call_function" and node.target in kinds]:
+            producer = kinds[node.target](node)
+            taken = producer.name in choices.on and self.take(producer)
+            if not taken and node.target is ACTIVATION:
+                lower(node)
+            found[taken or f"{producer.name} left"] += 1
+        graph.eliminate_dead_code()
+        for node in [node for node in graph.nodes if node.target in (STATIC, DYNAMIC)]:
+            lower(node)
+        graph.eliminate_dead_code()
+
+    def take(self, producer: Producer) -> str:
+        """Put an op of ours in a producer's place where it serves, and return its name."""
+        readers = list(producer.result.users) if producer.result is not None else []
+        quantizes = [reader for reader in readers if reader.target in (STATIC, DYNAMIC)]
+        if not readers or not producer.takes() or producer.is_behind():
+            return ""
+        if not quantizes and all(map(is_whole, readers)) and None in self.runnable[producer.name]:
+            if producer.name == "norm" and self.is_all_reduced(producer, None):
+                return ""
+            op = producer.op(None)
+            if op.torch_op is not producer.node.target:
+                insert(producer, op, producer.arguments(), [])
+            return op.name
+        if len(quantizes) != len(readers) or len({(q.target, *map(str, q.args)) for q in quantizes}) != 1:
+            return ""
+        key, given = quantization(quantizes[0])
+        if key not in self.runnable[producer.name] or (producer.name == "norm" and self.is_all_reduced(producer, key)):
+            return ""
+        op, given = producer.op(key), given | producer.arguments()
+        theirs = quantizes[0].meta["val"]
+        values = fx.map_arg(given, lambda node: node.meta["val"])
+        outputs = op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields if name in values}))
+        columns = producer.result.meta["val"].shape[-1]
+        if not are_alike(outputs, theirs) or not self.is_ours(producer, key, given, columns):
+            return ""
+        if producer.added is not None and any(user < place_of(producer, given) for user in producer.added.users):
+            return ""
+        insert(producer, op, given, quantizes)
+        return op.name
+
+    def is_ours(self, producer: Producer, key, given: dict, columns: int) -> bool:
+        """Return what was decided for a pattern. A model's first norm, which has no residual, goes with those behind it. A pattern that
+        was not measured is ours unless a pass of vLLM's has it."""
+        traits = given.get("scale_ub") is not None, given.get("is_scale_transposed", False)
+        names, dtype = producer.table[key], given["input"].meta["val"].dtype
+        for adds in (producer.residual is not None, True):
+            op = getattr(ops, names[-1 if adds else 0])
+            if op.name in choices.off:
+                return False
+            decided = choices.ours.get(fused_quant.pattern(op, columns, dtype, adds, *traits))
+            if decided is not None:
+                return decided
+        return not (self.pass_config.fuse_norm_quant if producer.name == "norm" else self.pass_config.fuse_act_quant)
+
+    def is_all_reduced(self, norm: Norm, key) -> bool:
+        """Return whether vLLM fuses a norm with AITER's all-reduce in front of it."""
+        before = unviewed(norm.node.args[0])
+        return key in choices.all_reduced and norm.epsilon in EPSILONS and "all_reduce" in str(before.target)
+
+    def uuid(self) -> str:
+        """Return what a compiled piece depends on: the source and the choices."""
+        sources = [Path(path).read_text() for path in (__file__, markers.__file__)]
+        made = (
+            sorted(choices.ours.items()),
+            sorted(choices.off),
+            sorted(map(str, choices.all_reduced)),
+            sorted(choices.on),
+        )
+        return VllmInductorPass.hash_source(*sources, *map(str, made))
+
+
+def quantization(marker: fx.Node) -> tuple[object, dict[str, object]]:
+    """Return vLLM's key of a marker, or None for one that our ops do not have, and our ops' arguments for it."""
+    how = markers.How(*marker.args[-1])
+    if how.tma_aligned or how.ue8m0 or how.padding != -1:
+        return None, {}
+    keys = {(key.scale.static, *key.scale.group_shape): key for key in fused_quant.KEYS}
+    key = keys.get((bool(how.static), how.rows, how.columns))
+    given: dict[str, object] = {"quant_dtype": fused_quant.QUANT_DTYPE}
+    if how.static:
+        return key, given | {"scale": marker.args[1]}
+    if how.columns == fused_quant.GROUP:
+        return key, given | {"group_size": fused_quant.GROUP, "is_scale_transposed": bool(how.column_major)}
+    return key, given | {"scale_ub": marker.args[1]}
+
+
+def are_alike(ours, theirs) -> bool:
+    """Return whether results have the same shapes, types and strides for any number of tokens."""
+    ours, theirs = (value if isinstance(value, tuple) else (value,) for value in (ours, theirs))
+    return len(ours) == len(theirs) and all(
+        one.dtype == other.dtype
+        and one.dim() == other.dim()
+        and all(map(statically_known_true, map(operator.eq, one.shape, other.shape)))
+        and all(map(statically_known_true, map(operator.eq, one.stride(), other.stride())))
+        for one, other in zip(ours, theirs)
+    )
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether a node shares another's memory."""
+    return node.target in VIEWS or (is_func(node, operator.getitem) and node.args[0].target in VIEWS)
+
+
+def unviewed(node: fx.Node) -> fx.Node:
+    """Return what computes a node's values."""
+    while node.target in VIEWS or is_func(node, operator.getitem):
+        node = node.args[0]
+    return node
+
+
+def is_whole(node: fx.Node) -> bool:
+    """Return whether the compiler takes what computes a node as a whole: a graph's input or output, a GEMM, an op that is not
+    PyTorch's."""
+    node = unviewed(node)
+    is_pytorchs = isinstance(node.target, OpOverload) and node.target.namespace in ("aten", "prims", "vllm_ir")
+    return node.op != "call_function" or node.target in GEMMS or not is_pytorchs
+
+
+def makes_with_norm(node: fx.Node) -> bool:
+    """Return whether a kernel of the compiler's that makes a node holds a norm."""
+    seen, left = set(), [node]
+    while left:
+        node = unviewed(left.pop())
+        if node.target in (NORM, ADD_NORM):
+            return True
+        if node not in seen and not is_whole(node):
+            seen.add(node)
+            left += node.all_input_nodes
+    return False
+
+
+def one_plus_of(weight: fx.Node) -> fx.Node | None:
+    """Return w where a weight is 1 + w in float32, as that of Gemma's norms."""
+    if not is_func(weight, aten.add.Tensor) or weight.args[1] != 1.0:
+        return None
+    cast = weight.args[0]
+    return cast.args[0] if isinstance(cast, fx.Node) and cast.target in CASTS else None
+
+
+# Changes to a graph
+
+
+def place_of(producer: Producer, given: dict) -> fx.Node:
+    """Return the node in front of which all arguments are there: the producer, or what follows a scale that is computed behind it."""
+    last = max([producer.node, *(value for value in given.values() if isinstance(value, fx.Node))])
+    return producer.node if last is producer.node else last.next
+
+
+def insert(producer: Producer, op: Op, given: dict, quantizes: list[fx.Node]) -> None:
+    """Put an op of ours in a producer's place, and in that of the quantizations that read it."""
+    node, residual = producer.node, producer.residual
+    given = dict(zip(op.Arguments._fields, op._defaults)) | given
+    given = {name: given[name] for name in op.Arguments._fields}
+    replaced = quantizes or [producer.result]
+    values = replaced[0].meta["val"]
+    parts = values if isinstance(values, tuple) else (values,)
+    with node.graph.inserting_before(place_of(producer, given)):
+        if residual is None:
+            ours = node.graph.call_function(op.torch_op, tuple(given.values()))
+            ours.meta["val"] = values
+        else:
+            ours = node.graph.call_function(auto_functionalized, (op.torch_op,), given)
+            ours.meta["val"] = (*parts, residual.meta["val"])
+        is_one = residual is None and not isinstance(values, tuple)
+        outputs = [ours] if is_one else list(items(ours))
+    if producer.added is not None:
+        producer.added.replace_all_uses_with(outputs[-1])
+    for one in replaced:
+        if not isinstance(values, tuple):
+            one.replace_all_uses_with(outputs[0])
+            continue
+        for user in list(one.users):
+            user.replace_all_uses_with(outputs[user.args[1]])
+
+
+def items(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield nodes for the parts of a node's result."""
+    for index, value in enumerate(node.meta["val"]):
+        got = node.graph.call_function(operator.getitem, (node, index))
+        got.meta["val"] = value
+        yield got
+
+
+def trace(function: Callable, args: tuple) -> fx.Graph:
+    """Trace a function of nodes and constants. Kernels that write their arguments become functional, as they are in vLLM's graph."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._guards import detect_fake_mode
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+
+    def called(*tensors):
+        values = iter(tensors)
+        return function(*(next(values) if isinstance(arg, fx.Node) else arg for arg in args))
+
+    tensors = [arg.meta["val"] for arg in args if isinstance(arg, fx.Node)]
+    with enable_python_dispatcher(), detect_fake_mode(tensors):
+        traced = make_fx(dispatch_functionalize(called, FunctionalTensorMode()), select_decomp_table())(*tensors).graph
+    traced.eliminate_dead_code()
+    return traced
+
+
+def lower(marker: fx.Node) -> None:
+    """Put what vLLM would have traced in a marker's place."""
+    inputs, copies = (arg for arg in marker.args if isinstance(arg, fx.Node)), {}
+    with marker.graph.inserting_before(marker):
+        for node in trace(markers.FORMS[marker.target], marker.args).nodes:
+            if node.op == "placeholder":
+                copies[node] = next(inputs)
+            elif node.op == "output":
+                results = fx.map_arg(node.args[0], copies.__getitem__)
+            else:
+                copies[node] = marker.graph.node_copy(node, copies.__getitem__)
+    if isinstance(results, fx.Node):
+        marker.replace_all_uses_with(results)
+    else:
+        for user in list(marker.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            marker.graph.erase_node(user)
+    marker.graph.erase_node(marker)
+
+
+def update_in_place(graph: fx.Graph) -> None:
+    """Have our ops update their residual, which `Norm.may_update` allowed."""
+    ours = {op.torch_op for op in registered()}
+    for node in graph.find_nodes(op="call_function", target=auto_functionalized):
+        if node.args[0] not in ours:
+            continue
+        *parts, _ = node.meta["val"]
+        with graph.inserting_before(node):
+            called = graph.call_function(node.args[0], kwargs=node.kwargs)
+            called.meta["val"] = tuple(parts) if len(parts) > 1 else parts[0]
+            outputs = [*(items(called) if len(parts) > 1 else [called]), node.kwargs["residual"]]
+        for user in list(node.users):
+            user.replace_all_uses_with(outputs[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+class PassManager(PostGradPassManager):
+    """vLLM's passes, with ours in front of those that fuse."""
+
+    def configure(self, config) -> None:
+        """Add our pass behind vLLM's removal of views that change nothing."""
+        super().configure(config)
+        at = sum(isinstance(one, NoOpEliminationPass) for one in self.passes[:1])
+        self.passes.insert(at, Fusion(config))
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Run all passes on a graph."""
+        super().__call__(graph)
+        update_in_place(graph)

@@ -1,0 +1,107 @@
+"""Quantizations and activations as one node each of a traced model.
+
+vLLM computes them in different forms: aten chains, `_C` kernels, AITER's. While vLLM traces a model for its compiled mode, each is a
+marker, an op that says how vLLM would compute it. graph.py puts our ops in the place of markers, or what vLLM would have traced. A marker
+that runs computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.config import CompilationMode, get_current_vllm_config_or_none
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm import seam
+
+_quantize: dict[tuple[int, ...], Callable] = {}
+_activate: list[Callable] = []
+
+
+class How(NamedTuple):
+    """What tells one of vLLM's quantizations from another, as integers."""
+
+    static: int
+    rows: int
+    columns: int
+    column_major: int
+    tma_aligned: int
+    ue8m0: int
+    padding: int
+
+
+def static(x: Tensor, scale: Tensor, how: list[int]) -> Tensor:
+    """Quantize with a scale that is known."""
+    return _quantize[tuple(how)](x, scale)[0]
+
+
+def dynamic(x: Tensor, bound: Tensor | None, how: list[int]) -> tuple[Tensor, Tensor]:
+    """Quantize with scales of the values, and return them."""
+    return _quantize[tuple(how)](x, None, bound)
+
+
+def activate(x: Tensor) -> Tensor:
+    """Return vLLM's SiluAndMul of x."""
+    return _activate[0](x)
+
+
+_library = torch.library.Library("vllm_rocm_ops", "FRAGMENT")
+_library.define("marked_static_quant(Tensor x, Tensor scale, int[] how) -> Tensor")
+_library.define("marked_dynamic_quant(Tensor x, Tensor? bound, int[] how) -> (Tensor, Tensor)")
+for _name, _run in (("marked_static_quant", static), ("marked_dynamic_quant", dynamic)):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"vllm_rocm_ops::{_name}", _run, lib=_library)
+
+STATIC, DYNAMIC = (
+    torch.ops.vllm_rocm_ops.marked_static_quant.default,
+    torch.ops.vllm_rocm_ops.marked_dynamic_quant.default,
+)
+ACTIVATION = ops.silu_and_mul.torch_op
+FORMS = {STATIC: static, DYNAMIC: dynamic, ACTIVATION: activate}
+"""Markers, and what vLLM traces in their place. The activation's is our own op."""
+
+
+def runs_passes() -> bool:
+    """Return whether vLLM runs its passes, and ours, on the model that is being built."""
+    config = get_current_vllm_config_or_none()
+    if config is None or "fusion" not in seam.active():
+        return False
+    settings = config.compilation_config
+    return settings.mode == CompilationMode.VLLM_COMPILE and settings.backend in ("", "inductor")
+
+
+def of_quantization(quant: torch.nn.Module, forward: Callable) -> Callable:
+    """Return a forward that marks one of vLLM's quantizations while a model is traced. vLLM's forms do not read `use_triton`.
+
+    Args:
+        quant: vLLM's QuantFP8.
+        forward: What it computes, not compiled on its own.
+    """
+    group, padding = quant.group_shape, quant.num_token_padding
+    if quant.static and not group.is_per_tensor():  # which has scales of other shapes than it is given
+        return forward
+    how = How(
+        quant.static,
+        group.row,
+        group.col,
+        quant.column_major_scales,
+        getattr(quant, "tma_aligned_scales", False),
+        bool(quant.use_ue8m0),
+        -1 if padding is None else padding,
+    )
+    numbers = list(map(int, how))
+    _quantize[tuple(numbers)] = forward
+
+    def marked(x: Tensor, scale: Tensor | None = None, scale_ub: Tensor | None = None, use_triton: bool = False):
+        return (STATIC(x, scale, numbers), scale) if quant.static else DYNAMIC(x, scale_ub, numbers)
+
+    return marked
+
+
+def of_activation(forward: Callable) -> Callable:
+    """Return a forward that marks vLLM's SiluAndMul while a model is traced."""
+    _activate[:] = [forward]
+    return ACTIVATION
