@@ -173,7 +173,7 @@ def test_a_machine_without_a_gpu_shows_kernels_and_predicted_times(tmp_path, cap
             "30",
         ]
     assert "scaled_mm_narrow_8" in out and "fused_experts_gate_up_block" in out
-    assert "A sum is not a decode step" in out and predict.LEFT_OUT in " ".join(out.split())
+    assert "A sum is not a decode step" in out
     assert all(len(line) <= 120 or line.startswith(str(tmp_path)) for line in out.splitlines())
     path = tmp_path / "predicted-MI300X.svg"
     assert out.splitlines()[-1] == str(path)

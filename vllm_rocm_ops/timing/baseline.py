@@ -7,6 +7,7 @@ machine's `profiled` for each kernel, but never below `LEAST`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -24,7 +25,7 @@ LAUNCH = Constant(
     3.84, "us of a launch of vLLM's without its bytes", "published", f"vLLM's SwiGLU + FP8, one row: {_FACE}"
 )
 GAP = Constant(
-    0.0, "us behind a launch beyond its time in a graph", "assumed", "a launch's time in a graph contains its gap"
+    0.0, "us behind a launch; more behind one below LEAST", "assumed", "a launch's time in a graph contains its gap"
 )
 MOST_GAP = Constant(
     4.5 - LEAST.value, "us: the largest gap", "published", "Kog, 2026-05: about 4.5 us a launch on MI300X"
@@ -41,9 +42,7 @@ ALL_REDUCE = Constant(
 )
 LARGER = {24: 6.3, 96: 6.8, 192: 7.0, 768: 9.6, 1536: 12.9}  # us by KB
 LARGER_SOURCE = Constant(1, "us by KB: LARGER", "published", "vllm#39080, MI355X, TP8")
-LINKS = {
-    "MI300X": Constant(1.2, "times the increase of MI355X", "assumed", "the ratio of link rates, 153.6 / 128 GB/s")
-}
+LINKS = Constant(1.2, "times MI355X's increase, on gfx942", "assumed", "the ratio of link rates, 153.6 / 128 GB/s")
 
 H200_GAP = Constant(0.45, "us behind a launch under the profiler", "fitted", "two of sixteen H200 profiles, batch 1")
 H200_HOST = Constant(320, "us of a step outside its graph", "fitted", "two of sixteen H200 profiles, batch 1")
@@ -68,8 +67,8 @@ def rule(machine: Machine, launches: int, read: float) -> Time:
 
 def all_reduce(machine: Machine, kilobytes: float) -> Time:
     """Return the time of one all-reduce over 8 GPUs."""
-    if machine.name in LINKS:
-        increase = LINKS[machine.name].value * (_between(LARGER, kilobytes) - LARGER[24])
+    if machine.arch.name == "gfx942":
+        increase = LINKS.value * (_between(LARGER, kilobytes) - LARGER[24])
         return Time(ALL_REDUCE.value + max(increase, 0), 1, "assumed", f"{ALL_REDUCE.source}; {LARGER_SOURCE.source}")
     return Time(_between(LARGER, kilobytes), 1, "published", LARGER_SOURCE.source)
 
@@ -80,7 +79,7 @@ def _between(points: dict[int, float], at: float) -> float:
     if at <= known[0][0] or len(known) == 1:
         return known[0][1]
     (x, y), (next_x, next_y) = next(
-        (pair for pair in zip(known, known[1:]) if at <= pair[1][0]), (known[-2], known[-1])
+        (pair for pair in itertools.pairwise(known) if at <= pair[1][0]), (known[-2], known[-1])
     )
     return y + (next_y - y) * (at - x) / (next_x - x)
 

@@ -161,7 +161,7 @@ def nodes(
     context: int = CONTEXT,
 ) -> list[Node]:
     """Return the launches of a step in the order of their first occurrence, equal ones once with their count."""
-    if side not in SIDES or machine.name not in baseline.PRODUCTS:
+    if side not in SIDES or (side == "baseline" and machine.name not in baseline.PRODUCTS):
         raise ValueError(
             f"a step must be of {' or '.join(SIDES)} on {' or '.join(baseline.PRODUCTS)}, got {side} on {machine.name}"
         )
@@ -181,7 +181,7 @@ def nodes(
             time = _baseline(call, layer, tokens, machine, read)
         floor = read / machine["hbm_bandwidth"] / 1e3
         name = call.op.name if call else ""
-        gap = time.launches * baseline.GAP.value
+        gap = time.launches * baseline.GAP.value + max(time.launches * baseline.LEAST.value - time.us, 0)
         made[layer, call] = Node(layer, name, time.us, time.launches, time.kind, time.source, floor, gap, stream, band)
     return list(made.values())
 
