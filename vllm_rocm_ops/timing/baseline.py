@@ -40,9 +40,11 @@ PREFILL = Constant(
 ALL_REDUCE = Constant(
     5.2, "us of an all-reduce of 10 KB", "published", "aiter#3549, fused with the norm, 8 MI300X; muiLLM: 5"
 )
-LARGER = {24: 6.3, 96: 6.8, 192: 7.0, 768: 9.6, 1536: 12.9}  # us by KB
+LARGER_PRODUCT, LARGER = "MI355X", {24: 6.3, 96: 6.8, 192: 7.0, 768: 9.6, 1536: 12.9}  # us by KB
 LARGEST = Constant(LARGER[1536], "us of one of 1536 KB; more in LARGER", "published", "vllm#39080, MI355X, TP8")
-LINKS = Constant(1.2, "times MI355X's increase, on gfx942", "assumed", "the ratio of link rates, 153.6 / 128 GB/s")
+LINKS = Constant(
+    1.2, "times MI355X's increase, on other products", "assumed", "the ratio of link rates, 153.6 / 128 GB/s"
+)
 
 H200_GAP = Constant(0.45, "us behind a launch under the profiler", "fitted", "two of sixteen H200 profiles, batch 1")
 H200_HOST = Constant(320, "us of a step outside its graph", "fitted", "two of sixteen H200 profiles, batch 1")
@@ -67,7 +69,7 @@ def rule(machine: Machine, launches: int, read: float) -> Time:
 
 def all_reduce(machine: Machine, kilobytes: float) -> Time:
     """Return the time of one all-reduce over 8 GPUs."""
-    if machine.arch.name == "gfx942":
+    if machine.name != LARGER_PRODUCT:
         increase = LINKS.value * (_between(LARGER, kilobytes) - LARGER[24])
         return Time(ALL_REDUCE.value + max(increase, 0), 1, "assumed", f"{ALL_REDUCE.source}; {LARGEST.source}")
     return Time(_between(LARGER, kilobytes), 1, "published", LARGEST.source)
