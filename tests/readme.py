@@ -181,6 +181,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     DOCS / "decode_steps.md": {
         "steps": step_table.steps,
         "published": step_table.published,
+        "others": step_table.others,
         "profiles": step_table.h200,
         "worst": step_table.worst,
         "launches": step_table.every,

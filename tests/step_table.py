@@ -193,6 +193,20 @@ def profiles() -> Iterator[Profile]:
                 yield Profile(name, side, batch, us, hidden, launches, ranks[0]["span_us"], predicted, ms and ms * 1e3)
 
 
+def others() -> str:
+    """Return published / predicted of other engines, whether the band holds it, and their sources."""
+    low, high = published_steps.spread()
+    rows = []
+    for other in published_steps.OTHERS:
+        cells = dict.fromkeys((1, 4, 8, 16, 32, 64), "")
+        for batch, ms in other.ms.items():
+            found = published_steps.other_ms(other, batch)
+            ratio = f"{ms / found:.2f}"
+            cells[batch] = f"{ms:.1f} / {found:.1f} = " + (ratio if low <= ms / found <= high else f"**{ratio}**")
+        rows.append((other.name, other.product, *cells.values(), other.source))
+    return markdown(("engine and model", "GPU", *(f"batch {batch}" for batch in cells), "source"), rows)
+
+
 def h200() -> str:
     """Return a row for each profile."""
     sides = {"without": "baseline", "with": "plugin"}

@@ -161,6 +161,16 @@ def test_batch_1_of_both_releases_is_predicted_within_seven_percent():
     assert all(abs(each.ratio - 1) < 0.07 for each in published_steps.admitted() if each.batch == 1)
 
 
+def test_steps_of_other_engines_are_in_the_band():
+    """Both of DeepSeek-R1 on MI355X, held out; those of an older vLLM are shown in bold."""
+    low, high = published_steps.spread()
+    for other in published_steps.OTHERS:
+        ratios = [ms / published_steps.other_ms(other, batch) for batch, ms in other.ms.items()]
+        assert all(low <= ratio <= high for ratio in ratios) == (other.product == "MI355X")
+    bold = step_table.others().splitlines()[-1]
+    assert bold.startswith("| an older vLLM") and bold.count("**") == 6
+
+
 def test_gaps_and_streams_of_h200_profiles_are_predicted_within_seven_percent():
     """Both models at batch 1, 8 and 32 on both sides, with measured kernel times."""
     found = list(step_table.profiles())
