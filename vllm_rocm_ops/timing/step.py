@@ -67,12 +67,14 @@ class Total(NamedTuple):
     bound_us: float
 
 
-def frozen_time(machine: Machine) -> Known:
-    """Return the kernel model as the newest frozen predictions have it. Raises KeyError for a call that is not in them."""
+def frozen_time(machine: Machine, calls: dict[str, dict] | None = None) -> Known:
+    """Return the kernel model as frozen predictions have it, by default the newest. It raises KeyError for a call that they lack."""
     from . import frozen
 
+    calls = frozen.newest()["calls"] if calls is None else calls
+
     def known(call: LayerCall, tokens: int) -> tuple[float, int, float | None] | None:
-        values = frozen.newest()["calls"][frozen.key(machine.name, call, tokens)]
+        values = calls[frozen.key(machine.name, call, tokens)]
         return values["us"], values["launches"], values["band"]
 
     return known
