@@ -68,14 +68,18 @@ class Total(NamedTuple):
 
 
 def frozen_time(machine: Machine, calls: dict[str, dict] | None = None) -> Known:
-    """Return the kernel model as frozen predictions have it, by default the newest. It raises KeyError for a call that they lack."""
+    """Return the kernel model as frozen predictions have it, by default the newest. It has no time for a call that they lack, and raises
+    ValueError for a number of tokens of which they have none."""
     from . import frozen
 
     calls = frozen.newest()["calls"] if calls is None else calls
+    sizes = {name.rsplit(" ", 2)[1] for name in calls if name.startswith(f"{machine.name} ")}
 
     def known(call: LayerCall, tokens: int) -> tuple[float, int, float | None] | None:
-        values = calls[frozen.key(machine.name, call, tokens)]
-        return values["us"], values["launches"], values["band"]
+        if str(tokens) not in sizes:
+            raise ValueError(f"frozen predictions of {machine.name} must have {tokens} tokens, got {', '.join(sizes)}")
+        values = calls.get(frozen.key(machine.name, call, tokens))
+        return values and (values["us"], values["launches"], values["band"])
 
     return known
 
@@ -190,10 +194,7 @@ def nodes(
 
 def _ours(call: LayerCall, tokens: int, known: Known) -> tuple[float, int, float | None] | None:
     """Return the kernel model's time of a call. Its tokens go to all experts in turn: those of random routing hit fewer."""
-    try:
-        found = known(call, tokens)
-    except KeyError:  # not frozen
-        return None
+    found = known(call, tokens)
     if found and call.layer == "experts":
         experts, _, topk = call.parameters[:3]
         return found[0] * hit(experts, topk, tokens) / min(topk * tokens / experts, 1), *found[1:]
