@@ -8,7 +8,7 @@ from typing import NamedTuple
 from measurements import RESULTS, markdown
 
 from vllm_rocm_ops import model_config
-from vllm_rocm_ops.timing import CONTEXT, baseline, machines, published_steps, step, step_report
+from vllm_rocm_ops.timing import CONTEXT, baseline, frozen, machines, published_steps, step, step_report
 
 MODELS = {"Llama-3.1-405B FP8": "llama-3.1-405b-fp8", "DeepSeek-V3": "deepseek-v3"}
 RANKS = 8
@@ -19,7 +19,7 @@ BATCHES = (1, 8, 32, 64)
 def nodes(product: str, model: str, side: str, batch: int) -> tuple[step.Node, ...]:
     """Return the launches of a step, our kernels as they are frozen."""
     machine = machines.named(product)
-    given = model_config.read(MODELS[model]), RANKS, None, batch, machine, side, step.frozen_time(machine)
+    given = model_config.read(MODELS[model]), RANKS, None, batch, machine, side, frozen.kernel_times(machine)
     return tuple(step.nodes(*given))
 
 

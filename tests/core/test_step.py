@@ -187,7 +187,7 @@ def test_gaps_and_streams_of_h200_profiles_are_predicted_within_seven_percent():
 
 
 def test_frozen_times_are_those_of_the_side_with_the_plugin():
-    known = step.frozen_time(MI300X)
+    known = frozen.kernel_times(MI300X)
     made = nodes(DEEPSEEK, "plugin", tokens=8, known=known)
     values = frozen.newest()["calls"]
     [call] = (call for call in model_layers.calls(DEEPSEEK, 8) if call.layer == "q_b")
@@ -202,13 +202,13 @@ def test_frozen_times_are_those_of_the_side_with_the_plugin():
     assert all(node.kind == "predicted" for node in made if node.op)
     with pytest.raises(ValueError, match="frozen predictions of MI300X must have 16 tokens, got "):
         nodes(DEEPSEEK, "plugin", tokens=16, known=known)
-    lacking = step.frozen_time(MI300X, {name: each for name, each in values.items() if "batched_gemm" not in name})
+    lacking = frozen.kernel_times(MI300X, {name: each for name, each in values.items() if "batched_gemm" not in name})
     [rule] = (node for node in nodes(DEEPSEEK, "plugin", tokens=8, known=lacking) if node.layer == "W_UK")
     assert rule.kind == "assumed" and rule.us > baseline.LAUNCH.value
 
 
 def test_the_worst_launches_are_above_their_bytes_and_not_hidden():
-    made = nodes(DEEPSEEK, "plugin", tokens=8, known=step.frozen_time(MI300X))
+    made = nodes(DEEPSEEK, "plugin", tokens=8, known=frozen.kernel_times(MI300X))
     found = step.worst(made)
     costs = [node.cost_us for node in found]
     assert (

@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -85,7 +85,7 @@ def steps(calls: dict[str, dict], products: tuple[str, ...], tokens: tuple[int, 
     from . import step, step_report
 
     for machine in map(machines.named, products):
-        known = step.frozen_time(machine, calls)
+        known = kernel_times(machine, calls)
         for name, tp in MODELS.items():
             for side in step_report.sides(machine):
                 for size in tokens:
@@ -100,6 +100,23 @@ def newest() -> dict:
     """Return the file that was frozen last: its `date`, `commit` and `calls`."""
     paths = sorted(FOLDER.glob("*.json"))
     return json.loads(paths[-1].read_text()) if paths else {"date": "", "commit": "", "calls": {}}
+
+
+def kernel_times(
+    machine: machines.Machine, calls: dict[str, dict] | None = None
+) -> Callable[[LayerCall, int], tuple[float, int, float | None] | None]:
+    """Return the kernel model as frozen predictions have it, by default the newest. It has no time for a call that they lack, and raises
+    ValueError for a number of tokens of which they have none."""
+    calls = newest()["calls"] if calls is None else calls
+    sizes = {name.rsplit(" ", 2)[1] for name in calls if name.startswith(f"{machine.name} ")}
+
+    def known(call: LayerCall, tokens: int) -> tuple[float, int, float | None] | None:
+        if str(tokens) not in sizes:
+            raise ValueError(f"frozen predictions of {machine.name} must have {tokens} tokens, got {', '.join(sizes)}")
+        values = calls.get(key(machine.name, call, tokens))
+        return values and (values["us"], values["launches"], values["band"])
+
+    return known
 
 
 def product_of(gpu: str) -> str | None:

@@ -1,6 +1,6 @@
 """A decode step of one rank as vLLM launches it: every launch in order, with its time, the floor of its bytes and the gap behind it.
 
-    nodes = step.nodes(model_config.read("deepseek-v3"), 8, None, 1, machines.named("MI300X"), "plugin", step.frozen_time(machine))
+    nodes = step.nodes(model_config.read("deepseek-v3"), 8, None, 1, machines.named("MI300X"), "plugin", frozen.kernel_times(machine))
     step.total(nodes)
 
 A call of ours has the time of the kernel model on the side "plugin"; on the side "baseline" that of baseline.py's table, or of its
@@ -65,23 +65,6 @@ class Total(NamedTuple):
     gap_us: float
     known_us: float
     bound_us: float
-
-
-def frozen_time(machine: Machine, calls: dict[str, dict] | None = None) -> Known:
-    """Return the kernel model as frozen predictions have it, by default the newest. It has no time for a call that they lack, and raises
-    ValueError for a number of tokens of which they have none."""
-    from . import frozen
-
-    calls = frozen.newest()["calls"] if calls is None else calls
-    sizes = {name.rsplit(" ", 2)[1] for name in calls if name.startswith(f"{machine.name} ")}
-
-    def known(call: LayerCall, tokens: int) -> tuple[float, int, float | None] | None:
-        if str(tokens) not in sizes:
-            raise ValueError(f"frozen predictions of {machine.name} must have {tokens} tokens, got {', '.join(sizes)}")
-        values = calls.get(frozen.key(machine.name, call, tokens))
-        return values and (values["us"], values["launches"], values["band"])
-
-    return known
 
 
 def live_time(machine: Machine, context: int) -> Known:
