@@ -13,6 +13,7 @@ from vllm_rocm_ops.timing import CONTEXT, baseline, frozen, machines, published_
 MODELS = {"Llama-3.1-405B FP8": "llama-3.1-405b-fp8", "DeepSeek-V3": "deepseek-v3"}
 RANKS = 8
 BATCHES = (1, 8, 32, 64)
+MOST = 10  # launches that are named
 
 
 @functools.cache
@@ -238,26 +239,42 @@ def h200() -> str:
 # What to do next
 
 
+def _by_cost(product: str, model: str) -> list[tuple[tuple, dict[int, step.Node]]]:
+    """Return the launches of the plugin's steps by batch size, with the largest mean share of a step's cost above the floor first."""
+    found: dict[tuple, dict[int, step.Node]] = {}
+    for batch in BATCHES:
+        for node in nodes(product, model, "plugin", batch):
+            found.setdefault((node.layer, node.op, node.count, node.stream), {})[batch] = node
+    return sorted(found.items(), key=lambda item: -sum(_share(product, model, *each) for each in item[1].items()))
+
+
+def _share(product: str, model: str, batch: int, node: step.Node) -> float:
+    """Return a launch's part of what its step costs above the floor; what the second stream hides is no part of it."""
+    of = total(product, model, "plugin", batch)
+    return node.cost_us / (of.us - of.floor_us) if node.stream != step.SECOND else 0.0
+
+
 def worst() -> str:
-    """Return for each GPU, model and batch size the ten launches of the plugin's step that cost most above their bytes."""
+    """Return for each GPU and model the ten launches of the plugin's step that cost most above their bytes."""
     tables = []
     for product in baseline.PRODUCTS:
         for model in MODELS:
-            for batch in BATCHES:
-                found = nodes(product, model, "plugin", batch)
-                of = step.total(found)
-                rows = [
-                    (
-                        node.layer, f"`{node.op}`" if node.op else "", str(node.count), f"{node.us:.1f}", f"{node.floor_us:.1f}",
-                        f"{node.gap_us:.1f}", f"{node.cost_us / 1e3:.2f}", f"{node.cost_us / (of.us - of.floor_us):.0%}",
-                        step.cause(node),
-                    )
-                    for node in step.worst(found)
-                ]  # fmt: skip
-                head = ("launch", "op", "calls", "us", "floor", "gap", "ms above the floor", "share", "cause")
-                tables.append(
-                    f"### {product}, {model}, batch {batch}: {of.us / 1e3:.1f} ms, floor {of.floor_us / 1e3:.1f}\n\n{markdown(head, rows)}"
+            rows = [
+                (
+                    layer,
+                    f"`{op}`" if op else "",
+                    str(count),
+                    *(
+                        f"{of[batch].cost_us / 1e3:.2f} ({_share(product, model, batch, of[batch]):.0%})"
+                        for batch in BATCHES
+                    ),
+                    step.cause(of[BATCHES[0]]),
+                    step.cause(of[BATCHES[-1]]),
                 )
+                for (layer, op, count, _), of in _by_cost(product, model)[:MOST]
+            ]
+            head = ("launch", "op", "calls", *(f"batch {batch}" for batch in BATCHES), "cause at 1", "cause at 64")
+            tables.append(f"### {product}, {model}\n\n{markdown(head, rows)}")
     return "\n\n".join(tables)
 
 
@@ -266,20 +283,22 @@ def every() -> str:
     tables = []
     for product in baseline.PRODUCTS:
         for model in MODELS:
-            by_name: dict[tuple, dict[int, step.Node]] = {}
-            for batch in BATCHES:
-                for node in nodes(product, model, "plugin", batch):
-                    by_name.setdefault((node.layer, node.op, node.count, node.kind), {})[batch] = node
-            ordered = sorted(by_name.items(), key=lambda item: -sum(node.cost_us for node in item[1].values()))
             rows = [
-                (layer, f"`{op}`" if op else "", str(count), kind, *(_launch(of.get(batch)) for batch in BATCHES))
-                for (layer, op, count, kind), of in ordered
+                (
+                    layer,
+                    f"`{op}`" if op else "",
+                    str(count),
+                    of[BATCHES[0]].kind,
+                    stream,
+                    *(_launch(of[batch]) for batch in BATCHES),
+                )
+                for (layer, op, count, stream), of in _by_cost(product, model)
             ]
-            head = ("launch", "op", "calls", "kind", *(f"batch {batch}" for batch in BATCHES))
-            tables.append(f"### {product}, {model}\n\n{markdown(head, rows)}")
+            head = ("launch", "op", "calls", "kind", "stream", *(f"batch {batch}" for batch in BATCHES))
+            tables.append(f"### {product}, {model}, all\n\n{markdown(head, rows)}")
     about = f"us / floor of bytes / gap behind it; {CONTEXT} keys a request; largest cost above the floor first."
     return about + "\n\n" + "\n\n".join(tables)
 
 
-def _launch(node: step.Node | None) -> str:
-    return f"{node.us:.1f} / {node.floor_us:.1f} / {node.gap_us:.1f}" if node else ""
+def _launch(node: step.Node) -> str:
+    return f"{node.us:.1f} / {node.floor_us:.1f} / {node.gap_us:.1f}"

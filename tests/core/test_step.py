@@ -216,7 +216,12 @@ def test_the_worst_launches_are_above_their_bytes_and_not_hidden():
     )
     others = [node for node in made if node not in found and node.stream != step.SECOND]
     assert max(node.cost_us for node in others) <= costs[-1]
-    assert all(step.cause(node) for node in found)
+    causes = {node.layer: step.cause(node) for node in found}
+    assert causes["all-reduce"].startswith("synchronization") and causes["rotation"].startswith("no op of ours")
+    assert causes["attention"].startswith("latency: bytes explain ") and causes["experts"].startswith("bandwidth: ")
+    rows = [row for row in step_table.worst().splitlines() if row.startswith("| ") and "---" not in row]
+    assert len(rows) == 4 * (1 + step_table.MOST) and not any(row.startswith("| shared") for row in rows)
+    assert step_table.every().count("| all-reduce |") == 4 and step_table.every().count("| shared down |") == 2
 
 
 def test_a_step_must_be_of_a_side_and_a_product_with_times():

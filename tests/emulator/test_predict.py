@@ -184,7 +184,7 @@ def test_what_cannot_be_predicted_says_why(capsys, arguments, message):
 @pytest.mark.usefixtures("few_blocks")
 def test_a_model_is_predicted_launch_by_launch(capsys):
     assert cli.main(["predict", "--model", "tiny-llama-fp8", "--batch", "2"]) == 0
-    head, *rows, baseline, plugin, last = capsys.readouterr().out.splitlines()
+    head, *rows, baseline, plugin, most, last = capsys.readouterr().out.splitlines()
     assert "predicted times in us, not measured" in head and "of 4096 keys a request" in head
     layers = [re.split(r"  +", row)[0] for row in rows[1:]]
     assert layers.index("qkv") < layers.index("rotation") < layers.index("attention") < layers.index("o")
@@ -195,6 +195,7 @@ def test_a_model_is_predicted_launch_by_launch(capsys):
     found = re.fullmatch(r"predicted step with 2 tokens: plugin (\S+) ms in (\d+) launches, between .*", plugin)
     assert int(found[2]) == sum(counts) and float(found[1]) * 1e3 == pytest.approx(of_each, abs=30)
     assert baseline.startswith("predicted step with 2 tokens: baseline ") and "published steps" in last
+    assert most.startswith("most above the floor of its bytes: ") and most.count(" ms, ") == 3
     assert any("predicted +-25%" in row for row in rows) and any("assumed" in row for row in rows)
 
 

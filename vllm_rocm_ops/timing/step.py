@@ -224,9 +224,9 @@ def cause(node: Node) -> str:
     if node.layer == "all-reduce":
         return "synchronization of 8 GPUs"
     if not node.op:
-        return f"launches: no op of ours, {node.launches} of {node.us:.1f} us by the rule"
+        return f"no op of ours: {node.us:.1f} us by the rule"
     fixed = node.launches * baseline.LEAST.value
     share = node.floor_us / node.us if node.us else 1.0
     if fixed >= node.us - node.floor_us:
         return f"launches: {node.launches} of at least {baseline.LEAST.value} us"
-    return f"bandwidth: {share:.0%} of what reads reach" if share >= 0.5 else f"latency: bytes explain {share:.0%}"
+    return f"bandwidth: {share:.0%} of the read bandwidth" if share >= 0.5 else f"latency: bytes explain {share:.0%}"

@@ -10,6 +10,8 @@ from . import baseline, published_steps, step
 from .machines import Machine
 from .step import Node, Total
 
+WORST = 3  # launches that are named
+
 
 def interval(found: Total) -> tuple[float, float]:
     """Return between what ms a step lies: by the spread of published steps, and the error bands of the kernels that have one."""
@@ -53,6 +55,11 @@ def lines(
         yield from explain.table(rows)
         for side, of_side in found.items():
             yield f"predicted step with {batch} tokens: {said(side, step.total(of_side))}"
+        named = (
+            f"{node.layer} {node.cost_us / 1e3:.2f} ms, {step.cause(node)}"
+            for node in step.worst(found["plugin"], WORST)
+        )
+        yield f"most above the floor of its bytes: {'; '.join(named)}"
     low, high = published_steps.spread()
     yield (
         f"The limits: {len(published_steps.admitted())} published steps of Llama-3.1-405B took {low:.2f} to {high:.2f} of what is "
