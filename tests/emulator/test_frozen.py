@@ -65,6 +65,13 @@ def test_calls_with_the_same_code_are_kept(monkeypatch):
         assert again == marked | {key: made[key] for key in (name, frozen.key("MI325X", call, 1))}
 
 
+def test_attention_and_what_it_absorbs_are_frozen(monkeypatch):
+    pytest.importorskip("tinygrad")
+    monkeypatch.setattr(frozen, "MODELS", {"tiny-deepseek-v3-fp8": 1})
+    names = {name.split()[1] for name, _ in frozen.predictions(("MI300X",), (1,))}
+    assert {"mla_decode", "batched_gemm", "grouped_topk", "fused_experts"} <= names
+
+
 def test_steps_are_frozen_with_their_calls():
     """Those of the newest file, of both sides where a product has both, as the step gives them now."""
     known = frozen.newest()
