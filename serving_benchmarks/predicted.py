@@ -1,5 +1,5 @@
 """Predicted times of the kernels of decode steps on a GPU that is not here, beside published times of others' GEMMs. Never a measured time
-of ours. Their sum is not a step: launches cost nothing in it, and all-reduces, rotation, cache writes and absorbed GEMMs are left out.
+of ours. Their sum is not a step, which `vllm-rocm-ops predict --model` predicts.
 
     python serving_benchmarks/predicted.py [--device MI300X] [--batch 1 16 32] [--published FOLDER]
 
@@ -121,8 +121,8 @@ def summary(found: list[dict]) -> Iterator[str]:
         yield from explain.table(rows)
         yield ""
     about = (
-        f"A sum is not a decode step: it does not have {predict.LEFT_OUT}. It has our kernels also where vLLM's own run until ours were "
-        "measured to be faster. Its +- leaves out kernels whose band is unknown."
+        "A sum is not a decode step, which `vllm-rocm-ops predict --model` predicts. It has our kernels also where vLLM's own run until "
+        "ours were measured to be faster. Its +- leaves out kernels whose band is unknown."
     )
     yield from textwrap.wrap(about, explain.WIDTH, break_on_hyphens=False)
 

@@ -33,6 +33,7 @@ GUIDES = (
     "architecture",
     "emulator",
     "timing",
+    "decode_steps",
     "CHANGELOG",
 )
 WRITTEN = "<!-- Written by `python tests/readme.py`: change what it is made of, not this page. -->"

@@ -1,18 +1,12 @@
-"""The tables of predicted times, for pages that readme.py writes: kernels of decode steps, their sums, and others' published points."""
+"""The tables of predicted times, for pages that readme.py writes: kernels of decode steps, and others' published points."""
 
 import json
 
-import measurements
 from measurements import ROOT, links, markdown, measured
-
-from vllm_rocm_ops.timing import predict
 
 PUBLISHED = ROOT / "vllm_rocm_ops" / "timing" / "published.json"
 OTHERS = {"aiter's tuner": ("aiter_us", "profiled_us"), "Hugging Face": ("hugging_face_us", "predicted_us")}
 """By who published times of products: the field of a line, and which of ours is counted in the same way."""
-
-
-STEP = "vLLM's published step of Llama-3.1-405B FP8 is 22.1 ms at batch 1 and 26.5 ms at batch 16 (8 MI300X, vLLM 0.8.3, 128 tokens in, 2048 out)."
 
 
 def _by_step(newest: dict) -> dict[str, dict[int, list[dict]]]:
@@ -21,15 +15,6 @@ def _by_step(newest: dict) -> dict[str, dict[int, list[dict]]]:
     for line, _ in newest.values():
         found.setdefault(line["model"], {}).setdefault(line["batch"], []).append(line)
     return found
-
-
-def _sum(lines: list[dict]) -> str:
-    """Return the sum of the kernels of one batch size, and its error band."""
-    total = sum(line["predicted_us"] * line["count"] for line in lines)
-    known = [line for line in lines if line["band"] is not None]
-    part = sum(line["predicted_us"] * line["count"] for line in known)
-    bound = sum(line["predicted_us"] * line["count"] * line["band"] for line in known)
-    return f"{total / 1e3:.1f}, +-{bound / 1e3:.1f} for {part / 1e3:.1f} of it"
 
 
 def _beside(lines: list[dict], field: str, ours: str) -> str:
@@ -41,8 +26,8 @@ def _beside(lines: list[dict], field: str, ours: str) -> str:
     return " / ".join(f"{each:.1f}" for each in sums)
 
 
-def steps() -> str:
-    """Return a row for each model, the sum of its kernels, and one for each published table of its GEMMs."""
+def products() -> str:
+    """Return a row for each model and each published table of its GEMMs."""
     tables = []
     for newest in measured("predicted"):
         line, _ = next(iter(newest.values()))
@@ -51,19 +36,13 @@ def steps() -> str:
         batches = list(dict.fromkeys(batch for of in models.values() for batch in of))
         rows = []
         for model, of in models.items():
-            launches = measurements.each(
-                str(sum(line["count"] * line["kernels"] for line in of[batch])) for batch in batches
-            )
-            rows.append((model, launches, "sum of these kernels", *(_sum(of[batch]) for batch in batches)))
             for who, fields in OTHERS.items():
                 cells = [_beside(of[batch], *fields) for batch in batches]
                 if any(cells):
-                    rows.append((model, "", f"GEMMs, ours predicted / {who} published", *cells))
+                    rows.append((model, who, *cells))
         tables.append(
-            f"**{line['device']}**, predicted, never measured: ms of the kernels of one rank, summed, {line['context']} keys a "
-            f"request. The error of the rest is unknown. Kernels of {commits}. A sum is not a decode step: launches cost nothing in it, "
-            f"and it does not have {predict.LEFT_OUT.partition(', ')[2]}. {STEP}\n\n"
-            + markdown(("model", "launches", "what", *(f"batch {batch}" for batch in batches)), rows)
+            f"**{line['device']}**: ms of a step's GEMMs with a published time, ours predicted / published. Kernels of {commits}.\n\n"
+            + markdown(("model", "published by", *(f"batch {batch}" for batch in batches)), rows)
         )
     return "\n\n".join(tables) or "Nothing yet."
 

@@ -15,6 +15,7 @@ import measurements
 import op_pages
 import predicted_table
 import quality_table
+import step_table
 import systems
 from measurements import RESULTS, ROOT, markdown
 from op_pages import DOCS
@@ -87,29 +88,6 @@ def support() -> str:
     return markdown(("weights and activations", *titles), rows)
 
 
-def predictions() -> str:
-    """Return a line for each model: the predicted sum of the kernels of a decode step at batch 1."""
-    lines = []
-    for newest in measurements.measured("predicted"):
-        models: dict[str, list[dict]] = {}
-        for line, _ in newest.values():
-            if line["batch"] == 1:
-                models.setdefault(line["model"], []).append(line)
-        for model, of in models.items():
-            known = [line for line in of if line["band"] is not None]
-            launches = sum(line["count"] * line["kernels"] for line in of)
-            band = sum(line["predicted_us"] * line["count"] * line["band"] for line in known) / 1e3
-            lines.append(
-                f"- {of[0]['device']}, {model}, batch 1: {_sum_ms(of):.1f} ms in {launches:,} launches. The error band is ±{band:.1f} ms "
-                f"on {_sum_ms(known):.1f} ms of the sum, and unknown on the rest."
-            )
-    return "\n".join(lines)
-
-
-def _sum_ms(lines: list[dict]) -> float:
-    return sum(line["predicted_us"] * line["count"] for line in lines) / 1e3
-
-
 SHOWN = ("vllm-rocm-ops", "GPUs", "measured", "vLLM", "seams")  # of doctor's sections, in README
 SHOWN_SEAMS = ("scaled_linear", "block_scaled_linear", "fp8_experts")
 
@@ -177,7 +155,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     README: {
         "unmeasured": measurements.unmeasured,
         "engine": measurements.whole_models_table,
-        "predicted": predictions,
+        "predicted": step_table.readme,
         "support": support,
         "doctor": doctor_sample,
     },
@@ -196,9 +174,19 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     },
     DOCS / "architecture.md": {"tree": tree},
     DOCS / "timing.md": {
-        "steps": predicted_table.steps,
+        "products": predicted_table.products,
         "published": predicted_table.published,
         "simpler": predicted_table.simpler,
+    },
+    DOCS / "decode_steps.md": {
+        "steps": step_table.steps,
+        "published": step_table.published,
+        "others": step_table.others,
+        "profiles": step_table.h200,
+        "worst": step_table.worst,
+        "launches": step_table.every,
+        "constants": step_table.constants,
+        "times": step_table.times,
     },
     RESULTS / "README.md": {
         "profiles": measurements.profiles,

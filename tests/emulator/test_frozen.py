@@ -51,6 +51,36 @@ def test_what_is_frozen_is_what_predict_says(monkeypatch):
             assert all(re.fullmatch("[0-9a-f]{16}", code) for code in values["code"].values())
 
 
+def test_calls_with_the_same_code_are_kept(monkeypatch):
+    """Those of other code, and those that one product lacks, are predicted again."""
+    pytest.importorskip("tinygrad")
+    monkeypatch.setattr(frozen, "MODELS", TINY)
+    products, call = ("MI300X", "MI325X"), calls()[1]
+    made = dict(frozen.predictions(products, (1,)))
+    name = frozen.key("MI300X", call, 1)
+    marked = {key: values | {"us": 0.5} for key, values in made.items()}
+    assert dict(frozen.predictions(products, (1,), marked)) == marked
+    for changed in ({name: marked[name] | {"code": {"other": "0" * 16}}}, {name: None}):
+        again = dict(frozen.predictions(products, (1,), marked | changed))
+        assert again == marked | {key: made[key] for key in (name, frozen.key("MI325X", call, 1))}
+
+
+def test_attention_and_what_it_absorbs_are_frozen(monkeypatch):
+    pytest.importorskip("tinygrad")
+    monkeypatch.setattr(frozen, "MODELS", {"tiny-deepseek-v3-fp8": 1})
+    names = {name.split()[1] for name, _ in frozen.predictions(("MI300X",), (1,))}
+    assert {"mla_decode", "batched_gemm", "grouped_topk", "fused_experts"} <= names
+
+
+def test_steps_are_frozen_with_their_calls():
+    """Those of the newest file, of both sides where a product has both, as the step gives them now."""
+    known = frozen.newest()
+    made = dict(frozen.steps(known["calls"], frozen.PRODUCTS, frozen.TOKENS))
+    assert known["steps"].keys() == made.keys() and len(made) == 3 * 4 * (2 + 1 + 2)
+    for name, values in made.items():
+        assert values["launches"] > 500 and values["band"][0] < values["us"] < values["band"][1], name
+
+
 def test_the_newest_file_counts_and_only_for_its_code(file):
     call, arch = calls()[1], archs.ARCHS["gfx942"]
     assert frozen.find("MI300X", call, 8, arch) is None  # no file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -181,29 +182,21 @@ def test_what_cannot_be_predicted_says_why(capsys, arguments, message):
 
 
 @pytest.mark.usefixtures("few_blocks")
-def test_a_model_is_predicted_call_by_call(capsys, monkeypatch):
-    some = cli.calls_of(cli.parse_arguments(["predict", "--model", "tiny-llama-fp8"]))[:4]
-    monkeypatch.setattr(cli, "calls_of", lambda arguments: some)
-    assert cli.main(["predict", "--model", "tiny-llama-fp8", "--batch", "1"]) == 0
-    head, *rows, total, last = capsys.readouterr().out.splitlines()
-    assert "predicted times in us, not measured" in head
-    cells = [row.split() for row in rows[1:]]
-    assert cells and all("-" not in row for row in cells)
-    launches = [int(row[-3]) for row in cells]
-    assert f" us in {sum(launches)} launches; error " in total and total.startswith(
-        "predicted sum of these kernels with 1 tokens: "
-    )
-    for missing in (
-        "not a decode step",
-        "launch overhead",
-        "all-reduces",
-        "rotary",
-        "KV-cache writes",
-        "absorbed GEMMs",
-    ):
-        assert missing in last
-    assert len(rows) == 6 and any("+-" in row for row in rows)
-    assert rows[-1].split()[:2] == ["attention", "paged_attention_decode"] and "of 4096 keys a request" in head
+def test_a_model_is_predicted_launch_by_launch(capsys):
+    assert cli.main(["predict", "--model", "tiny-llama-fp8", "--batch", "2"]) == 0
+    head, *rows, baseline, plugin, most, last = capsys.readouterr().out.splitlines()
+    assert "predicted times in us, not measured" in head and "of 4096 keys a request" in head
+    layers = [re.split(r"  +", row)[0] for row in rows[1:]]
+    assert layers.index("qkv") < layers.index("rotation") < layers.index("attention") < layers.index("o")
+    cells = [re.split(r"  +", row) for row in rows[1:]]
+    counts = [int(row[4]) for row in cells]
+    us = [float(row[7].partition(",")[0]) for row in cells]
+    of_each = sum(int(row[3]) * time for row, time in zip(cells, us))
+    found = re.fullmatch(r"predicted step with 2 tokens: plugin (\S+) ms in (\d+) launches, between .*", plugin)
+    assert int(found[2]) == sum(counts) and float(found[1]) * 1e3 == pytest.approx(of_each, abs=30)
+    assert baseline.startswith("predicted step with 2 tokens: baseline ") and "published steps" in last
+    assert most.startswith("most above the floor of its bytes: ") and most.count(" ms, ") == 3
+    assert any("predicted +-25%" in row for row in rows) and any("assumed" in row for row in rows)
 
 
 def printed(capsys, *arguments: str) -> str:
@@ -223,15 +216,13 @@ def test_explain_predicts_the_call_that_it_explains(capsys, product):
 
 
 @pytest.mark.usefixtures("few_blocks")
-def test_explain_predicts_the_calls_of_a_model(capsys, monkeypatch):
-    some = cli.calls_of(cli.parse_arguments(["explain", "--model", "tiny-llama-fp8"]))[:4]
-    monkeypatch.setattr(cli, "calls_of", lambda arguments: some)
+def test_explain_predicts_the_step_of_a_model(capsys):
     model = "--model", "tiny-llama-fp8", "--batch", "2"
     explained, predicted = (
         printed(capsys, "explain", *model, "--arch", "MI308X"),
         printed(capsys, "predict", *model, "--device", "MI308X"),
     )
-    assert "predicted sum of these kernels with 2 tokens: " in predicted
+    assert "predicted step with 2 tokens: plugin " in predicted and "tokens: baseline " not in predicted
     assert printed(capsys, "explain", *model, "--predict", "MI308X") == explained + predicted
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from vllm_rocm_ops import explain, model_config, model_layers
+from vllm_rocm_ops import explain, model_config
 from vllm_rocm_ops.model_layers import LayerCall
 
 from . import CONTEXT, machines
@@ -117,11 +117,19 @@ def _asked(
     arguments: argparse.Namespace, machine: machines.Machine, context: int, calls: Callable[[], list[LayerCall]], ops
 ) -> Iterator[str]:
     """Lines about a model's calls or a call of an op."""
-    from . import predict
+    from . import predict, step, step_report
 
     if arguments.model:
-        attention = model_layers.attention(model_config.read(arguments.model), arguments.tp or 1)
-        return predict.model_lines([*calls(), attention], arguments.batch or (1,), machine, context)
+        calls()  # names the model in what it raises
+        given = (
+            model_config.read(arguments.model),
+            arguments.tp or 1,
+            arguments.ep,
+            arguments.batch or (1,),
+            machine,
+            context,
+        )
+        return step_report.lines(*given, step.live_time(machine, context))
     op = getattr(ops, arguments.op)
     given = explain.parse_arguments_of(op, arguments.given)
     dtype = explain.DTYPES.get(arguments.dtype)

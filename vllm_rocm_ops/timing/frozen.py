@@ -3,7 +3,7 @@ it measures beside them.
 
     python -m vllm_rocm_ops.timing.frozen --date 2026-11-24 --commit 1234567 > vllm_rocm_ops/timing/frozen/2026-11-24-1234567.json
 
-Makes a file, in some forty minutes; needs the extra [emulator]. A prediction holds for the code objects whose hashes it has, and is not
+Makes a file, in some forty minutes, with --keep in less; needs the extra [emulator]. A prediction holds for the code objects whose hashes it has, and is not
 set beside others.
 """
 
@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -45,9 +45,11 @@ def key(product: str, call: LayerCall, tokens: int) -> str:
     return f"{product} {call.op.name} {call.parameters!r} {str(call.dtype).removeprefix('torch.')} {tokens} tokens"
 
 
-def predictions(products: tuple[str, ...], tokens: tuple[int, ...]) -> Iterator[tuple[str, dict]]:
+def predictions(
+    products: tuple[str, ...], tokens: tuple[int, ...], kept: dict[str, dict] | None = None
+) -> Iterator[tuple[str, dict]]:
     """Yield the key of each call of the models' decode steps, and its prediction: microseconds, the band as a share of them or None where
-    it is unknown, launches, and the code."""
+    it is unknown, launches, and the code. Calls that are in `kept` for all products, with the same code, are not predicted again."""
     from . import launch_time, predict
 
     done = set()
@@ -55,11 +57,16 @@ def predictions(products: tuple[str, ...], tokens: tuple[int, ...]) -> Iterator[
         alike = [machines.named(product) for product in products if machines.named(product).arch == arch]
         for name, tp in MODELS.items():
             config = model_config.read(name)
-            for call in [*model_layers.calls(config, tp), model_layers.attention(config, tp)]:
+            others = [model_layers.attention(config, tp), *model_layers.absorbed(config, tp)]
+            for call in [*model_layers.calls(config, tp), *others]:
                 for size in tokens if call.count else ():
                     if key(alike[0].name, call, size) in done:
                         continue
                     done.add(key(alike[0].name, call, size))
+                    before = {each: (kept or {}).get(each) for each in (key(one.name, call, size) for one in alike)}
+                    if all(values and values["code"] == code_of(call, size, arch) for values in before.values()):
+                        yield from before.items()
+                        continue
                     case = call.case(size).make("meta", torch.Generator(), arch.fp8_dtype)
                     try:
                         kernels = predict.predict_call(call.op, call.op.Arguments(*case)._asdict(), alike[0])
@@ -73,11 +80,43 @@ def predictions(products: tuple[str, ...], tokens: tuple[int, ...]) -> Iterator[
                         yield key(machine.name, call, size), values
 
 
+def steps(calls: dict[str, dict], products: tuple[str, ...], tokens: tuple[int, ...]) -> Iterator[tuple[str, dict]]:
+    """Yield the key of each model's step on each side, with these calls, and its prediction: microseconds, launches, and the band."""
+    from . import step, step_report
+
+    for machine in map(machines.named, products):
+        known = kernel_times(machine, calls)
+        for name, tp in MODELS.items():
+            for side in step_report.sides(machine):
+                for size in tokens:
+                    found = step.total(step.nodes(model_config.read(name), tp, None, size, machine, side, known))
+                    band = [round(1e3 * limit, 1) for limit in step_report.interval(found)]
+                    values = {"us": round(found.us, 1), "launches": found.launches, "band": band}
+                    yield f"{machine.name} {name} TP {tp} {side} {size} tokens", values
+
+
 @functools.cache
 def newest() -> dict:
     """Return the file that was frozen last: its `date`, `commit` and `calls`."""
     paths = sorted(FOLDER.glob("*.json"))
     return json.loads(paths[-1].read_text()) if paths else {"date": "", "commit": "", "calls": {}}
+
+
+def kernel_times(
+    machine: machines.Machine, calls: dict[str, dict] | None = None
+) -> Callable[[LayerCall, int], tuple[float, int, float | None] | None]:
+    """Return the kernel model as frozen predictions have it, by default the newest. It has no time for a call that they lack, and raises
+    ValueError for a number of tokens of which they have none."""
+    calls = newest()["calls"] if calls is None else calls
+    sizes = {name.rsplit(" ", 2)[1] for name in calls if name.startswith(f"{machine.name} ")}
+
+    def known(call: LayerCall, tokens: int) -> tuple[float, int, float | None] | None:
+        if str(tokens) not in sizes:
+            raise ValueError(f"frozen predictions of {machine.name} must have {tokens} tokens, got {', '.join(sizes)}")
+        values = calls.get(key(machine.name, call, tokens))
+        return values and (values["us"], values["launches"], values["band"])
+
+    return known
 
 
 def product_of(gpu: str) -> str | None:
@@ -118,14 +157,24 @@ def main() -> None:
     parser.add_argument("--commit", required=True, help="of the kernels and of the model")
     parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=PRODUCTS)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    meaning = "a frozen file of the same model of the GPU: its calls whose code is the same are not predicted again"
+    parser.add_argument("--keep", type=Path, metavar="FILE", help=meaning)
     arguments = parser.parse_args()
-    calls = {}
-    for name, values in predictions(tuple(arguments.products), tuple(arguments.tokens)):
+    calls, products, tokens = {}, tuple(arguments.products), tuple(arguments.tokens)
+    kept = json.loads(arguments.keep.read_text())["calls"] if arguments.keep else {}
+    for name, values in predictions(products, tokens, kept):
         calls[name] = values
         print(f"{name}: {values['us']} us", file=sys.stderr, flush=True)
     head = {"date": arguments.date, "commit": arguments.commit, "context": CONTEXT}
-    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(values)}" for name, values in calls.items())
-    print(f'{json.dumps(head)[:-1]}, "calls": {{\n{lines}\n}}}}')
+    print(
+        f'{json.dumps(head)[:-1]}, "calls": {_lines(calls)}, "steps": {_lines(dict(steps(calls, products, tokens)))}}}'
+    )
+
+
+def _lines(of: dict[str, dict]) -> str:
+    """Return JSON with a line for each value."""
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(values)}" for name, values in of.items())
+    return f"{{\n{lines}\n}}"
 
 
 if __name__ == "__main__":

@@ -235,34 +235,6 @@ def step(calls: Sequence[LayerCall], tokens: int, machine: Machine, context: int
             )
 
 
-LEFT_OUT = (
-    "launch overhead, all-reduces, rotary embedding, KV-cache writes, the absorbed GEMMs of MLA, sampling, and calls that "
-    "run no kernel of ours"
-)
-"""What a decode step has beside the kernels of `step`."""
-
-
-def model_lines(
-    calls: Sequence[LayerCall], batches: Sequence[int], machine: Machine, context: int = CONTEXT
-) -> Iterator[str]:
-    """Lines for people about the calls of a step of a model."""
-    yield f"{machine.name}: predicted times in us, not measured; attention of {context} keys a request"
-    for batch in batches:
-        rows = [("layer", "op", "tokens", "calls", "launches", "predicted", "band")]
-        launches, total, unknown, bound = 0, 0.0, 0.0, 0.0
-        for call, us, kernels, of in step(calls, batch, machine, context):
-            named = call.layer, call.op.name, str(batch), str(call.count), str(call.count * kernels)
-            rows.append((*named, "-", "no kernel of ours") if us is None else (*named, f"{us:.1f}", str(of)))
-            launches += call.count * kernels
-            total += (us or 0) * call.count
-            unknown += (us or 0) * call.count * (of.ratio is None)
-            bound += (us or 0) * call.count * (of.ratio or 0)
-        yield from explain.table(rows)
-        known = f"+-{bound:.0f} us for {total - unknown:.0f} us of it, unknown for {unknown:.0f} us"
-        yield f"predicted sum of these kernels with {batch} tokens: {total:.0f} us in {launches} launches; error {known}"
-    yield f"This sum is not a decode step. It has the kernels above, one after another. It does not have: {LEFT_OUT}."
-
-
 def check_lines(folder: Path) -> Iterator[str]:
     """Lines about the microbenchmarks in a folder and about the committed calibration."""
     results = list(microbenchmarks.run(machines.MI308X, folder))

@@ -1,0 +1,118 @@
+"""The constants of a decode step beside our kernels: baseline kernels, all-reduces, gaps. Each has its source and kind: published,
+measured (by us), fitted or assumed.
+
+Times are what a launch adds to a captured graph, with the gap behind it. A profiler counts more: its times are reduced by the
+machine's `profiled` for each kernel, but never below `LEAST`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from .machines import Constant, Machine
+
+KINDS = ("published", "measured", "fitted", "assumed")
+PRODUCTS = ("MI300X", "MI355X")  # that have baseline times
+
+_FACE = "Hugging Face, hf-rocm-kernels and its blog, MI300X"
+
+LEAST = Constant(1.93, "us of the shortest launch in a graph", "published", f"SwiGLU + FP8, one row: {_FACE}")
+LAUNCH = Constant(
+    3.84, "us of a launch of vLLM's without its bytes", "published", f"vLLM's SwiGLU + FP8, one row: {_FACE}"
+)
+GAP = Constant(
+    0.0, "us behind a launch; more behind one below LEAST", "assumed", "a launch's time in a graph contains its gap"
+)
+MOST_GAP = Constant(
+    4.5 - LEAST.value, "us: the largest gap", "published", "Kog, 2026-05: about 4.5 us a launch on MI300X"
+)
+REST = Constant(
+    24, "launches of a step outside the layers", "measured", "our H200 profiles: embedding, inputs, sampling"
+)
+PREFILL = Constant(
+    649, "TFLOP/s of a GPU in a prefill", "published", "ROCm/aiter fbb52ddfad72: 256x13312x16384 in 172.3 us on MI300X"
+)
+
+ALL_REDUCE = Constant(
+    5.2, "us of an all-reduce of 10 KB", "published", "aiter#3549, fused with the norm, 8 MI300X; muiLLM: 5"
+)
+LARGER_PRODUCT, LARGER = "MI355X", {24: 6.3, 96: 6.8, 192: 7.0, 768: 9.6, 1536: 12.9}  # us by KB
+LARGEST = Constant(LARGER[1536], "us of one of 1536 KB; more in LARGER", "published", "vllm#39080, MI355X, TP8")
+LINKS = Constant(
+    1.2, "times MI355X's increase, on other products", "assumed", "the ratio of link rates, 153.6 / 128 GB/s"
+)
+
+H200_GAP = Constant(0.45, "us behind a launch under the profiler", "fitted", "two of sixteen H200 profiles, batch 1")
+H200_HOST = Constant(320, "us of a step outside its graph", "fitted", "two of sixteen H200 profiles, batch 1")
+
+
+class Time(NamedTuple):
+    """A time in us of all launches of a call, their number, and where it comes from."""
+
+    us: float
+    launches: int
+    kind: str
+    source: str
+
+
+def rule(machine: Machine, launches: int, read: float) -> Time:
+    """Return the time of launches without a published one that read so many bytes: the one rule of baseline kernels."""
+    us = launches * LAUNCH.value + read / machine["hbm_bandwidth"] / 1e3
+    return Time(
+        us, launches, "assumed", f"rule: {LAUNCH.value} us a launch + bytes at {machine['hbm_bandwidth']:.0f} GB/s"
+    )
+
+
+def all_reduce(machine: Machine, kilobytes: float) -> Time:
+    """Return the time of one all-reduce over 8 GPUs."""
+    if machine.name != LARGER_PRODUCT:
+        increase = LINKS.value * (_between(LARGER, kilobytes) - LARGER[24])
+        return Time(ALL_REDUCE.value + max(increase, 0), 1, "assumed", f"{ALL_REDUCE.source}; {LARGEST.source}")
+    return Time(_between(LARGER, kilobytes), 1, "published", LARGEST.source)
+
+
+def _between(points: dict[int, float], at: float) -> float:
+    """Interpolate linearly; beyond the last point with the last slope, before the first its value."""
+    known = sorted(points.items())
+    if at <= known[0][0] or len(known) == 1:
+        return known[0][1]
+    (x, y), (next_x, next_y) = next(
+        (pair for pair in itertools.pairwise(known) if at <= pair[1][0]), (known[-2], known[-1])
+    )
+    return y + (next_y - y) * (at - x) / (next_x - x)
+
+
+TABLE = json.loads(Path(__file__).with_name("baseline_times.json").read_text())
+"""Times of others' kernels: `us` by tokens, of launches of a product, an op and its sizes. Missing tokens are interpolated."""
+
+
+def kind_of(op: str) -> str:
+    """Return the name that `TABLE` has for an op of ours."""
+    return "norm" if "rms_norm" in op else "activation" if op.startswith("silu_and_mul") else op
+
+
+def published(machine: Machine, op: str, parameters: tuple, tokens: int) -> Time | None:
+    """Return a baseline's published time of a call in a graph, None where there is none."""
+    found: dict[int, Time] = {}
+    for row in TABLE:
+        sizes = tuple(row["sizes"])
+        if row["product"] != machine.name or row["op"] != kind_of(op) or parameters[: len(sizes)] != sizes:
+            continue
+        beyond = machine["profiled"] * row["kernels"] if row["timer"] == "profiler" else 0
+        for rows, us in row["us"].items():
+            us = max(us - beyond, LEAST.value * row["kernels"])
+            found[int(rows)] = Time(us, row["kernels"], row["kind"], row["source"])
+    if not found:
+        return None
+    nearest = min(found, key=lambda rows: abs(math.log(rows / tokens)))
+    us = found[tokens].us if tokens in found else _within({rows: time.us for rows, time in found.items()}, tokens)
+    return found[nearest]._replace(us=us)
+
+
+def _within(points: dict[int, float], at: int) -> float:
+    """Interpolate, and keep the ends."""
+    return _between(points, min(max(at, min(points)), max(points)))

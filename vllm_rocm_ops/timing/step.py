@@ -1,0 +1,232 @@
+"""A decode step of one rank as vLLM launches it: every launch in order, with its time, the floor of its bytes and the gap behind it.
+
+    nodes = step.nodes(model_config.read("deepseek-v3"), 8, None, 1, machines.named("MI300X"), "plugin", frozen.kernel_times(machine))
+    step.total(nodes)
+
+A call of ours has the time of the kernel model on the side "plugin"; on the side "baseline" that of baseline.py's table, or of its
+rule. What no op of ours does, such as rotation or the cache write, has the rule on both sides. The shared experts run on a
+second stream beside routing and experts: of the two the shorter costs nothing. All times are predictions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from vllm_rocm_ops import explain, model_layers, ops
+from vllm_rocm_ops.model_layers import LayerCall
+
+from . import CONTEXT, baseline
+from .baseline import Time
+from .machines import Machine
+
+SIDES = ("baseline", "plugin")
+MAIN, BESIDE, SECOND = "", "beside the second stream", "second stream"
+LAUNCHES = {"attention": 2, "experts": 4}  # of a baseline's call by the rule; others have one
+
+Known = Callable[[LayerCall, int], "tuple[float, int, float | None] | None"]
+"""The kernel model: us, launches and error band of a call with so many tokens; None where no kernel of ours runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A launch, or the launches of a call. `us` and `floor_us` are of one call, of which a step has `count`; `band` is the error of
+    predictions of such kernels, None where it is unknown; `op` is "" where no op of ours does it."""
+
+    layer: str
+    op: str
+    us: float
+    launches: int
+    kind: str
+    source: str
+    floor_us: float
+    gap_us: float
+    stream: str = MAIN
+    band: float | None = None
+    count: int = 1
+
+    @property
+    def cost_us(self) -> float:
+        """Return what all calls of a step take beyond the floor of their bytes."""
+        return self.count * (self.us + self.gap_us - self.floor_us)
+
+
+class Total(NamedTuple):
+    """A step in us: `hidden_us` is what the second stream saves; `known_us` is the part with an error band, and `bound_us` the sum of
+    these errors."""
+
+    us: float
+    launches: int
+    hidden_us: float
+    floor_us: float
+    gap_us: float
+    known_us: float
+    bound_us: float
+
+
+def live_time(machine: Machine, context: int) -> Known:
+    """Return the kernel model itself, which needs the emulator."""
+    from . import predict
+
+    def known(call: LayerCall, tokens: int) -> tuple[float, int, float | None] | None:
+        [found] = predict.step([dataclasses.replace(call, count=1)], tokens, machine, context)
+        return None if found.us is None else (found.us, found.kernels, found.band.ratio)
+
+    return known
+
+
+def read_bytes(call: LayerCall, tokens: int, machine: Machine, context: int) -> float:
+    """Return the bytes that a call reads: its arguments, of experts the part that is hit, of caches `context` keys a request."""
+    given = call.op.Arguments(*call.case(tokens).make("meta", torch.Generator(), machine.arch.fp8_dtype))._asdict()
+    sizes = {
+        name: value.numel() * value.element_size() for name, value in given.items() if isinstance(value, torch.Tensor)
+    }
+    if "w1" in sizes:
+        share = hit(*call.parameters[:3:2], tokens)
+        sizes = {name: size * (share if name.startswith("w") else 1) for name, size in sizes.items()}
+    if call.op.name in explain.ATTENTION:
+        positions = next(value for value in reversed(call.parameters) if type(value) is int)
+        sizes = {name: size * context / positions if "cache" in name else size for name, size in sizes.items()}
+    return float(sum(sizes.values()))
+
+
+def hit(experts: int, topk: int, tokens: int) -> float:
+    """Return the expected share of experts that tokens with random routing hit."""
+    return 1 - (1 - topk / experts) ** tokens
+
+
+def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCall | None, str]]:
+    """Yield what a step launches: the layer, the call if it is an op of ours, and the stream."""
+    attention = dataclasses.replace(model_layers.attention(config, tp), count=1)
+    absorbed = [dataclasses.replace(call, count=1) for call in model_layers.absorbed(config, tp)]
+    calls = [call for call in model_layers.sequence(config, tp, ep) if call.count]
+    latent = bool(absorbed)
+    yield "embedding", None, MAIN
+    yield from _reduced(tp)
+    for place, call in enumerate(calls):
+        layer, following = call.layer, calls[place + 1].layer if place + 1 < len(calls) else ""
+        shared = layer.startswith("shared")
+        if layer == "shared gate_up":
+            yield "shared experts' input quantization", None, SECOND
+        beside = layer in ("routing", "experts") and "n_shared_experts" in config
+        yield layer, call, SECOND if shared else BESIDE if beside else MAIN
+        if layer == ("kv_a norm" if latent else "qkv"):
+            yield "rotation", None, MAIN
+            yield "cache write", None, MAIN
+            yield from (("W_UK", absorbed[0], MAIN),) if latent else ()
+            yield "attention", attention, MAIN
+            yield from (("W_UV", absorbed[1], MAIN),) if latent else ()
+            if not _unquantized(calls[place + 1 :]):
+                yield "o's input quantization", None, MAIN
+        if layer == "shared down":
+            yield "sum with shared experts", None, MAIN
+        if layer in ("o", "down", "dense down", "shared down") or (layer == "experts" and "shared" not in following):
+            yield from _reduced(tp)
+    for _ in range(int(baseline.REST.value)):
+        yield "inputs, sampling and copies", None, MAIN
+
+
+def _reduced(tp: int) -> Iterator[tuple[str, None, str]]:
+    if tp > 1:
+        yield "all-reduce", None, MAIN
+
+
+def _unquantized(calls: Sequence[LayerCall]) -> bool:
+    """Return whether the next `o` of these calls takes inputs as attention leaves them."""
+    return next((call.op.name == ops.unquantized_gemm.name for call in calls if call.layer == "o"), True)
+
+
+def nodes(
+    config: dict,
+    tp: int,
+    ep: int | None,
+    tokens: int,
+    machine: Machine,
+    side: str,
+    known: Known,
+    context: int = CONTEXT,
+) -> list[Node]:
+    """Return the launches of a step in the order of their first occurrence, equal ones once with their count."""
+    if side not in SIDES or (side == "baseline" and machine.name not in baseline.PRODUCTS):
+        raise ValueError(
+            f"a step must be of {' or '.join(SIDES)} on {' or '.join(baseline.PRODUCTS)}, got {side} on {machine.name}"
+        )
+    hidden = config["hidden_size"]
+    made: dict[tuple, Node] = {}
+    for layer, call, stream in order(config, tp, ep):
+        if (layer, call) in made:
+            made[layer, call] = dataclasses.replace(made[layer, call], count=made[layer, call].count + 1)
+            continue
+        band, read = None, 0.0 if call is None else read_bytes(call, tokens, machine, context)
+        ours = None if call is None or side == "baseline" else _ours(call, tokens, known)
+        if ours:
+            time, band = Time(*ours[:2], "predicted", "kernel model"), ours[2]
+        elif layer == "all-reduce":
+            time = baseline.all_reduce(machine, tokens * hidden * 2 / 1024)
+        else:
+            time = _baseline(call, layer, tokens, machine, read)
+        floor = read / machine["hbm_bandwidth"] / 1e3
+        name = call.op.name if call else ""
+        gap = time.launches * baseline.GAP.value + max(time.launches * baseline.LEAST.value - time.us, 0)
+        made[layer, call] = Node(layer, name, time.us, time.launches, time.kind, time.source, floor, gap, stream, band)
+    return list(made.values())
+
+
+def _ours(call: LayerCall, tokens: int, known: Known) -> tuple[float, int, float | None] | None:
+    """Return the kernel model's time of a call. Its tokens go to all experts in turn: those of random routing hit fewer."""
+    found = known(call, tokens)
+    if found and call.layer == "experts":
+        experts, _, topk = call.parameters[:3]
+        return found[0] * hit(experts, topk, tokens) / min(topk * tokens / experts, 1), *found[1:]
+    return found
+
+
+def _baseline(call: LayerCall | None, layer: str, tokens: int, machine: Machine, read: float) -> Time:
+    found = call and baseline.published(machine, call.op.name, call.parameters, tokens)
+    if found and layer == "experts":  # without the sort of tokens and the quantization of their input
+        more = baseline.rule(machine, 2, 0)
+        return found._replace(us=found.us + more.us, launches=found.launches + more.launches)
+    return found or baseline.rule(machine, LAUNCHES.get(layer, 1), read)
+
+
+def total(found: Sequence[Node]) -> Total:
+    """Return the time of a step."""
+
+    def sum_of(value: Callable[[Node], float], *streams: str) -> float:
+        return sum(node.count * value(node) for node in found if not streams or node.stream in streams)
+
+    def whole(node: Node) -> float:
+        return node.us + node.gap_us
+
+    hidden = min(sum_of(whole, BESIDE), sum_of(whole, SECOND))
+    return Total(
+        sum_of(whole) - hidden,
+        sum(node.count * node.launches for node in found),
+        hidden,
+        sum_of(lambda node: node.floor_us),
+        sum_of(lambda node: node.gap_us),
+        sum_of(lambda node: node.us if node.band is not None else 0),
+        sum_of(lambda node: node.us * (node.band or 0)),
+    )
+
+
+def worst(found: Sequence[Node], most: int = 10) -> list[Node]:
+    """Return the launches with the largest cost above the floor of their bytes; what the second stream hides is left out."""
+    seen = [node for node in found if node.stream != SECOND]
+    return sorted(seen, key=lambda node: -node.cost_us)[:most]
+
+
+def cause(node: Node) -> str:
+    """Return why a launch takes longer than its bytes, by the part of its time that they explain and by its launches."""
+    if node.layer == "all-reduce":
+        return "synchronization of 8 GPUs"
+    if not node.op:
+        return f"no op of ours: {node.us:.1f} us by the rule"
+    fixed = node.launches * baseline.LEAST.value
+    share = node.floor_us / node.us if node.us else 1.0
+    if fixed >= node.us - node.floor_us:
+        return f"launches: {node.launches} of at least {baseline.LEAST.value} us"
+    return f"bandwidth: {share:.0%} of the read bandwidth" if share >= 0.5 else f"latency: bytes explain {share:.0%}"

@@ -1,0 +1,67 @@
+"""Decode steps for people: the lines of `predict --model`, and the band of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from vllm_rocm_ops import explain
+
+from . import baseline, published_steps, step
+from .machines import Machine
+from .step import Node, Total
+
+WORST = 3  # launches that are named
+
+
+def interval(found: Total) -> tuple[float, float]:
+    """Return between what ms a step lies: by the spread of published steps, and the error bands of the kernels that have one."""
+    low, high = published_steps.spread()
+    return (found.us - found.bound_us) * low / 1e3, (found.us + found.bound_us) * high / 1e3
+
+
+def sides(machine: Machine) -> Sequence[str]:
+    """Return the sides that a product has: without times of a baseline's kernels the plugin alone."""
+    return step.SIDES if machine.name in baseline.PRODUCTS else step.SIDES[1:]
+
+
+def _cell(node: Node | None) -> str:
+    if node is None:
+        return "-"
+    return f"{node.us:.1f}, {node.kind}" + (f" +-{node.band:.0%}" if node.band else "")
+
+
+def said(side: str, found: Total) -> str:
+    """Return a sentence about a step."""
+    low, high = interval(found)
+    unknown = (
+        f"; the kernels' error is unknown for {(found.us - found.known_us) / 1e3:.1f} ms" if found.known_us else ""
+    )
+    return f"{side} {found.us / 1e3:.2f} ms in {found.launches} launches, between {low:.1f} and {high:.1f}{unknown}"
+
+
+def lines(
+    config: dict, tp: int, ep: int | None, batches: Sequence[int], machine: Machine, context: int, known: step.Known
+) -> Iterator[str]:
+    """Yield a table of the launches of a step for each batch size, and both sides' steps."""
+    yield f"{machine.name}: predicted times in us, not measured; attention of {context} keys a request"
+    for batch in batches:
+        found = {side: step.nodes(config, tp, ep, batch, machine, side, known, context) for side in sides(machine)}
+        plugin = {(node.layer, node.op): node for node in found["plugin"]}
+        other = {(node.layer, node.op): node for node in found.get("baseline", ())}
+        rows = [("layer", "op", "tokens", "calls", "launches", "floor", "baseline", "plugin")]
+        for name, node in plugin.items():
+            counts = str(batch), str(node.count), str(node.count * node.launches), f"{node.floor_us:.1f}"
+            rows.append((node.layer, node.op or "-", *counts, _cell(other.get(name)), _cell(node)))
+        yield from explain.table(rows)
+        for side, of_side in found.items():
+            yield f"predicted step with {batch} tokens: {said(side, step.total(of_side))}"
+        named = (
+            f"{node.layer} {node.cost_us / 1e3:.2f} ms, {step.cause(node)}"
+            for node in step.worst(found["plugin"], WORST)
+        )
+        yield f"most above the floor of its bytes: {'; '.join(named)}"
+    low, high = published_steps.spread()
+    yield (
+        f"The limits: {len(published_steps.admitted())} published steps of Llama-3.1-405B took {low:.2f} to {high:.2f} of what is "
+        "predicted, the most at batch 64; and the bands of kernels. Host time between steps is taken as hidden."
+    )
