@@ -156,24 +156,26 @@ def unquantized(model: torch.nn.Module, dtype: torch.dtype, replaced: Callable) 
 
 
 def rows(model: torch.nn.Module, dtype: torch.dtype) -> Found:
-    """Yield norms and activations with the quantized input of the linear after them."""
-    from vllm_rocm_ops.vllm import row_selection
+    """Yield norms, and activations with the quantized input of the linear behind them, as they run where nothing is compiled."""
+    from vllm_rocm_ops.vllm import producers
 
-    seen = set()
-    for producer, linear in row_selection.producers(model):
-        is_norm, quantize = hasattr(producer, "variance_epsilon"), getattr(linear, "vllm_rocm_ops_quantize", None)
-        columns = producer.weight.shape[0] if is_norm else getattr(linear, "input_size_per_partition", 0)
-        kind = is_norm, columns, quantize is not None
-        if not columns or kind in seen or row_selection.stays_vllms(linear):
+    device, seen = next(model.parameters()).device, set()
+    found = [(norm, None, norm.weight.shape[0]) for norm in producers.norms(model)]
+    for layer in producers.gated(model):
+        quantize = layer.act_fn.consumer and getattr(layer.down_proj, "vllm_rocm_ops_quantize", None)
+        found.append((layer.act_fn, quantize, producers.width(layer.down_proj)))
+    for producer, quantize, columns in found:
+        kind = type(producer), columns, quantize is not None
+        if kind in seen:
             continue
         seen.add(kind)
-        device = next(model.parameters()).device
+        is_norm = hasattr(producer, "variance_epsilon")
         x = torch.randn(1, columns * (1 if is_norm else 2), device=device).to(dtype)
         given = (x, torch.zeros_like(x)) if is_norm else (x,)
 
         def vllms(producer=producer, given=given, quantize=quantize):
             output = producer.vllm_forward(*given)
-            return quantize(output[0] if isinstance(output, tuple) else output) if quantize else output
+            return quantize(output) if quantize else output
 
         name = f"{type(producer).__name__} of {columns}" + " and quantization" * bool(quantize)
         ours = functools.partial(producer.rocm_ops_forward, *given)

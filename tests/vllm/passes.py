@@ -59,16 +59,23 @@ def run_nodes(self, graph_module, inputs, *_):
     return AsItIs(gm=lambda values: graph_module(*values))
 
 
-LIBRARY = torch.library.Library("_C", "FRAGMENT")
-
-
-def define_schemas() -> None:
-    """Have the kernels that vLLM's passes name exist."""
+def define_schemas() -> torch.library.Library:
+    """Have the kernels that vLLM's passes name exist, until `forget_schemas`."""
     import vllm._custom_ops  # noqa: F401  which registers what there is
 
+    library = torch.library.Library("_C", "FRAGMENT")
     for schema in SCHEMAS:
         if not hasattr(torch.ops._C, schema.partition("(")[0]):
-            LIBRARY.define(schema)
+            library.define(schema)
+    return library
+
+
+def forget_schemas(library: torch.library.Library) -> None:
+    """Undo `define_schemas`."""
+    names = {name.partition("::")[2].partition(".")[0] for name in library._op_defs}
+    library._destroy()
+    for name in names:
+        vars(torch.ops._C).pop(name, None)
 
 
 def install(generates: bool) -> None:
@@ -77,7 +84,8 @@ def install(generates: bool) -> None:
     from vllm.model_executor.layers.fused_moe.runner import moe_runner
     from vllm.platforms.cpu import CpuPlatform
 
-    define_schemas()
+    global library
+    library = define_schemas()
     moe_runner.current_platform = Platform(moe_runner.current_platform)
     complete = CpuPlatform.check_and_update_config.__func__
 

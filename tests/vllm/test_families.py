@@ -2,12 +2,14 @@
 structure has places for."""
 
 import collections
+import csv
 import json
 import re
 
 import checkpoints
 import pytest
-from engines import FAMILIES, STEPS, identity
+import test_selection
+from engines import FAMILIES, HERE, STEPS, identity
 from marks import FULL, full
 
 pytestmark = pytest.mark.slow
@@ -116,6 +118,58 @@ def test_each_layer_is_taken(eager, family):
     assert found.get("layers of experts", {"taken": 0})["taken"] == routed + drafts
     assert found["norms"]["taken"] > config["num_hidden_layers"] and found["linear layers"]["taken"] > 0
     assert ("activations" in found) == (family[0] not in ("gemma3_text", "mixtral"))
+
+
+# What the seams reach, by model and release
+
+RECORDED = HERE.parent / "data" / "reach.csv"
+BUILT = test_selection.BUILD / "reach.csv"
+RELEASES = list(test_selection.RELEASES)
+INSTALLED = "0.32"
+PATTERNS = "norms and activations"
+
+
+def reached(answer: dict, steps: int) -> dict[str, str]:
+    """Return, by kind of layer, how many a seam has taken and which it has not, and the calls of a step of our norms and activations."""
+    cells = {}
+    for kind, one in answer["reach"].items():
+        if kind != "layers of attention":  # whose backends are others on a GPU
+            missed = ", ".join(f"{count} {what}" for what, count in sorted(one["missed"].items()))
+            cells[kind] = f"{one['taken']}" + (f"; vLLM's: {missed}" if missed else "")
+    calls = {op: sum(kernels.values()) // steps for op, kernels in answer["stats"].items()}
+    found = [f"{op} {count}" for op, count in sorted(calls.items()) if re.search("norm|silu", op)]
+    return cells | {f"{PATTERNS} in a step": ", ".join(found)}
+
+
+def recorded_reach() -> dict[tuple[str, str], dict[str, str]]:
+    with RECORDED.open(newline="") as file:
+        return {(row["model"], row["layers"]): row for row in csv.DictReader(file)}
+
+
+@pytest.mark.parametrize("family", [family for family in RUN if family[0] != "deepseek_v3"], ids=identity)
+def test_reach_is_as_recorded(compiled, family):
+    """In the installed release. deepseek_v3 drafts, in a number of steps of its own."""
+    known = recorded_reach()
+    for kind, cell in reached(compiled[identity(family)], STEPS).items():
+        assert known[family[0], kind][INSTALLED] == cell
+
+
+@full
+def test_reach_of_every_release_is_as_recorded(engines, tmp_path):
+    """One token of each family, through the passes of each release. Writes build/reach.csv."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for release in RELEASES:
+        jobs = {family[0]: engines.job(family, compiled=True, max_tokens=1) for family in FAMILIES}
+        package = None if release == INSTALLED else test_selection.runnable(release, tmp_path / release)
+        answers = engines.run(jobs, cache=f"reach-{release}", vllm=package)
+        for model in jobs:
+            for kind, cell in reached(answers[model], 1).items():
+                rows.setdefault((model, kind), dict.fromkeys(RELEASES, ""))[release] = cell
+    with BUILT.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["model", "layers", *RELEASES])
+        writer.writerows([*of, *row.values()] for of, row in rows.items())
+    assert BUILT.read_text() == RECORDED.read_text(), "build/reach.csv differs from tests/data/reach.csv"
 
 
 COUNTED = [family for family in FAMILIES if family[0] in ("qwen3", "mixtral", "glm4_moe", "gemma3_text", "kimi_k2")]

@@ -26,7 +26,9 @@ def schemas():
     """What vLLM's passes name and its CPU build lacks."""
     import passes
 
-    passes.define_schemas()
+    library = passes.define_schemas()
+    yield
+    passes.forget_schemas(library)
 
 
 @pytest.fixture(autouse=True)
