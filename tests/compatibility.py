@@ -285,6 +285,18 @@ def aiter_table() -> str:
     return markdown(("layer", *header), rows)
 
 
+def reach_table() -> str:
+    """Return a table of the layers that the seams take and the patterns that a step's graph holds, of vLLM's releases."""
+    with (ROOT / "tests" / "data" / "reach.csv").open(newline="") as file:
+        known = list(csv.DictReader(file))
+    rows = []
+    for row in known:
+        cells = [row[release] for release in releases()]
+        alike = len(set(cells)) == 1
+        rows.append((row["model"], row["layers"], cells[0] if alike else "; ".join(map(" ".join, zip(releases(), cells)))))
+    return markdown(("model", "layers", f"taken, vLLM {releases()[0]} to {releases()[-1]}"), rows)
+
+
 def page() -> str:
     parts = (
         WRITTEN,
@@ -320,13 +332,18 @@ def page() -> str:
         aiter_table(),
         "## Models",
         (
-            "In every model a norm or an activation quantises in its own kernel where the source of the model's layers says that one "
-            "linear alone reads the result: so in front of attention and of a feed-forward, and inside of the latter and of shared "
-            "experts. The log of vLLM says which these are, and why others are not. Others are ours in a compiled graph where the "
-            "compiler would fuse nothing with them, as in front of experts. Norms of queries and keys, which it fuses with their "
-            "rotation, and Gemma's, which follow one another, are vLLM's there. A compiled graph has as many kernels as without ours, "
-            "and one more for the embedding, and for the sum of routed and shared experts."
+            "In a compiled model a norm or an activation quantises in its own kernel where nothing but equal quantizations reads the "
+            "result: so in front of attention and of a feed-forward, and inside of the latter and of shared experts. Other norms and "
+            "activations are ours where the compiler would fuse nothing with them, as in front of experts. Norms of queries and keys, "
+            "which it fuses with their rotation, and Gemma's, which follow one another, are vLLM's. A compiled graph has as many "
+            "kernels as without ours."
         ),
         model_table(),
+        "### What the seams reach",
+        (
+            "Tiny models of each family on CPU, through vLLM's passes: layers that a seam takes, those that it leaves, and the calls of our "
+            "norms and activations in a step."
+        ),
+        reach_table(),
     )
     return wrapped("\n\n".join(parts))
