@@ -14,9 +14,20 @@
 #include "device/gpu.h"
 
 enum Bug {
-  kRight, kStoreScope, kLoadScope, kWait, kEpoch, kSwap, kBlockCounter, kSkipPeer, kSkipEmpty, kNarrowEpoch, kSharedPhase, kTorn
+  kRight,
+  kStoreScope,
+  kLoadScope,
+  kWait,
+  kEpoch,
+  kSwap,
+  kBlockCounter,
+  kSkipPeer,
+  kSkipEmpty,
+  kNarrowEpoch,
+  kSharedPhase,
+  kTorn
 };
-constexpr u32 kRanks = 8, kPhases = 2;
+constexpr u32 kRanks = 8, kPhases = 2, kThreads = 128;
 
 struct Group {
   u64* inbox[kRanks];  // of each rank: [2 buffers, phases, ranks, capacity]
@@ -36,7 +47,9 @@ DEVICE void push(u64* slot, u32 value, u32 epoch) {
     __scoped_atomic_store_n(half, value, __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);      // bug: torn
     __scoped_atomic_store_n(half + 1, epoch, __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);  // bug: torn
   } else {
-    __scoped_atomic_store_n(mem::global(slot), word, __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);  // bug: swap skip_peer skip_empty narrow_epoch shared_phase block_counter streams
+    __scoped_atomic_store_n(
+        mem::global(slot), word, __ATOMIC_RELAXED,
+        __MEMORY_SCOPE_SYSTEM);  // bug: swap skip_peer skip_empty narrow_epoch shared_phase block_counter streams
   }
 }
 
@@ -44,7 +57,8 @@ template <Bug bug>
 DEVICE u64 look(u64* slot) {
   if constexpr (bug == kLoadScope)
     return __scoped_atomic_load_n(mem::global(slot), __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);  // bug: load_scope
-  return __scoped_atomic_load_n(mem::global(slot), __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);  // bug: wait epoch residency
+  return __scoped_atomic_load_n(mem::global(slot), __ATOMIC_RELAXED,
+                                __MEMORY_SCOPE_SYSTEM);  // bug: wait epoch residency
 }
 
 // The values of all ranks, added in the order of ranks. `words` are the inbox's slots of this rank and phase.
@@ -69,15 +83,14 @@ DEVICE u32 exchange(const Group& group, u32 value, i64 slots, i64 at, u32 capaci
 // `values` and `sums` [words]; `counters` are arrivals and the group's epoch, and with kBlockCounter an epoch per block.
 template <Bug bug>
 DEVICE void one_shot(const Group& group, const u32* values, u32* sums, u32* counters, u32 words, u32 capacity, u32 rank,
-                     u32 ranks, u32 phases) {
-  const u32 block = __builtin_amdgcn_workgroup_id_x(), blocks = __builtin_amdgcn_grid_size_x() / __builtin_amdgcn_workgroup_size_x();
+                     u32 ranks, u32 phases, u32 blocks) {
+  const u32 block = wave::block_id_x();
   u32* counter = counters + 1 + (bug == kBlockCounter ? block : 0);
   u32 epoch = load_counter(counter) + 1;
   if (bug == kNarrowEpoch) epoch &= 3;
   const u32 buffer = bug == kSwap ? 0 : epoch & 1;
-  const u32 stride = blocks * __builtin_amdgcn_workgroup_size_x();
   const u32 exchanged = words || bug == kSkipEmpty ? words : 1;
-  for (u32 at = block * __builtin_amdgcn_workgroup_size_x() + wave::thread_id(); at < exchanged; at += stride) {
+  for (u32 at = block * kThreads + wave::thread_id(); at < exchanged; at += blocks * kThreads) {
     u32 value = at < words ? mem::load<u32>(values + at) : 0;
     for (u32 phase = 0; phase < phases; ++phase) {
       const u32 place = bug == kSharedPhase ? 0 : phase;
@@ -92,10 +105,11 @@ DEVICE void one_shot(const Group& group, const u32* values, u32* sums, u32* coun
   else if (block_count(counters, blocks) == blocks - 1) *mem::global(counter) = epoch;
 }
 
-#define KERNELS(name, bug)                                                                                               \
-  KERNEL(256) name(Group group, const u32* values, u32* sums, u32* counters, u32 words, u32 capacity, u32 rank, u32 ranks, \
-                   u32 phases) {                                                                                         \
-    one_shot<bug>(group, values, sums, counters, words, capacity, rank, ranks, phases);                                  \
+#define KERNELS(name, bug)                                                                                     \
+  KERNEL(128)                                                                                                  \
+  name(Group group, const u32* values, u32* sums, u32* counters, u32 words, u32 capacity, u32 rank, u32 ranks, \
+       u32 phases, u32 blocks) {                                                                               \
+    one_shot<bug>(group, values, sums, counters, words, capacity, rank, ranks, phases, blocks);                \
   }
 KERNELS(right, kRight)
 KERNELS(store_scope, kStoreScope)

@@ -35,6 +35,8 @@ class Waves:
         self.undefined: set[int] = set()  # register codes that some lane never wrote
         self.defined: dict[int, np.ndarray] = {}  # for those, the lanes that did
         self.alert: set[int] = set()  # undefined and pending
+        self.looked = -1  # how often memory had changed at the last load
+        self.sleeps = False  # whether an s_sleep ended the last turn
         self.mode = scheduler.kernel.float_mode
         for name in self.PER_WAVE:
             setattr(self, name, state[name])
@@ -89,6 +91,15 @@ class Waves:
         if code == 126:
             self.exec_changed()
 
+    def forbid(self, code: int, lanes: np.ndarray) -> None:
+        """Takes a VGPR for unwritten in these lanes."""
+        defined = self.defined.get(code)
+        if defined is None:
+            defined = np.full((self.count, LANES), code not in self.undefined)
+        self.defined[code] = defined & ~lanes
+        self.undefined.add(code)
+        self.alert.add(code)
+
     # Splitting and joining
 
     def split(self, chosen: np.ndarray) -> Waves:
@@ -118,7 +129,7 @@ class Waves:
     def join(self, other: Waves) -> None:
         """Takes in `other`'s waves."""
         for mine, theirs in zip(self.order, other.order, strict=True):
-            mine.join(theirs, self.count)
+            mine.join(theirs, self.count, other.count)
         never = {
             code for code in self.undefined & other.undefined if not (code in self.defined or code in other.defined)
         }
@@ -126,6 +137,7 @@ class Waves:
             lanes = [w.defined.get(code, np.full((w.count, LANES), code not in w.undefined)) for w in (self, other)]
             self.defined[code] = np.concatenate(lanes)
         self.undefined |= other.undefined
+        self.looked, self.sleeps = min(self.looked, other.looked), False
         self.alert = self.undefined | self.pending.keys()
         self.vgpr = np.concatenate([self.vgpr, other.vgpr], axis=1)
         for name in self.PER_WAVE[1:]:
