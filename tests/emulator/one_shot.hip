@@ -18,7 +18,7 @@ enum Bug {
   kStoreScope,
   kLoadScope,
   kWait,
-  kEpoch,
+  kAnyEpoch,
   kSwap,
   kBlockCounter,
   kSkipPeer,
@@ -33,49 +33,55 @@ struct Group {
   u64* inbox[kRanks];  // of each rank: [2 buffers, phases, ranks, capacity]
 };
 
-DEVICE u32 load_counter(u32* counter) {
-  return __scoped_atomic_load_n(counter, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+template <u32 scope>
+DEVICE void store_word(u64* slot, u32 value, u32 epoch) {
+  // bug: store_scope epochs swap skip_peer skip_empty narrow_epoch shared_phase block_counter two_streams
+  __scoped_atomic_store_n(mem::global(slot), value | u64(epoch) << 32, __ATOMIC_RELAXED, scope);
+}
+DEVICE void store_halves(u64* slot, u32 value, u32 epoch) {
+  auto* half = (mem::Global<u32>*)mem::global(slot);
+  // bug: torn
+  __scoped_atomic_store_n(half, value, __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);
+  __scoped_atomic_store_n(half + 1, epoch, __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);
+}
+template <u32 scope>
+DEVICE u64 load_word(u64* slot) {
+  // bug: load_scope wait any_epoch torn residency
+  return __scoped_atomic_load_n(mem::global(slot), __ATOMIC_RELAXED, scope);
 }
 
+// The sum of all ranks' values, in the order of ranks. `slots` is the place of this epoch and phase in an inbox.
 template <Bug bug>
-DEVICE void push(u64* slot, u32 value, u32 epoch) {
-  const u64 word = value | u64(epoch) << 32;
-  if constexpr (bug == kStoreScope) {
-    __scoped_atomic_store_n(mem::global(slot), word, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);  // bug: store_scope
-  } else if constexpr (bug == kTorn) {
-    auto* half = (mem::Global<u32>*)mem::global(slot);
-    __scoped_atomic_store_n(half, value, __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);      // bug: torn
-    __scoped_atomic_store_n(half + 1, epoch, __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);  // bug: torn
-  } else {
-    __scoped_atomic_store_n(
-        mem::global(slot), word, __ATOMIC_RELAXED,
-        __MEMORY_SCOPE_SYSTEM);  // bug: swap skip_peer skip_empty narrow_epoch shared_phase block_counter streams
+DEVICE u32 exchange(const Group& group, u32 value, u32 slots, u32 at, u32 capacity, u32 epoch, u32 rank, u32 ranks) {
+  constexpr u32 kStored = bug == kStoreScope ? __MEMORY_SCOPE_DEVICE : __MEMORY_SCOPE_SYSTEM;
+  constexpr u32 kLoaded = bug == kLoadScope ? __MEMORY_SCOPE_DEVICE : __MEMORY_SCOPE_SYSTEM;
+  const u32 mine = slots + rank * capacity + at;
+#pragma unroll
+  for (u32 peer = 0; peer < kRanks; ++peer) {
+    if (peer >= ranks) break;
+    if constexpr (bug == kTorn) store_halves(group.inbox[peer] + mine, value, epoch);
+    else store_word<kStored>(group.inbox[peer] + mine, value, epoch);
   }
-}
-
-template <Bug bug>
-DEVICE u64 look(u64* slot) {
-  if constexpr (bug == kLoadScope)
-    return __scoped_atomic_load_n(mem::global(slot), __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);  // bug: load_scope
-  return __scoped_atomic_load_n(mem::global(slot), __ATOMIC_RELAXED,
-                                __MEMORY_SCOPE_SYSTEM);  // bug: wait epoch residency
-}
-
-// The values of all ranks, added in the order of ranks. `words` are the inbox's slots of this rank and phase.
-template <Bug bug>
-DEVICE u32 exchange(const Group& group, u32 value, i64 slots, i64 at, u32 capacity, u32 epoch, u32 rank, u32 ranks) {
-  for (u32 peer = 0; peer < ranks; ++peer) push<bug>(group.inbox[peer] + slots + rank * capacity + at, value, epoch);
+  u64* const inbox = group.inbox[rank] + slots + at;
+  u64 words[kRanks];
+#pragma unroll
+  for (u32 peer = 0; peer < kRanks; ++peer) {
+    if (peer < ranks) words[peer] = load_word<kLoaded>(inbox + peer * capacity);
+  }
   u32 sum = 0;
-  for (u32 peer = 0; peer < ranks; ++peer) {
-    if (bug == kSkipPeer && rank == 0 && peer == ranks - 1) continue;
-    u64* slot = group.inbox[rank] + slots + peer * capacity + at;
-    u64 word = look<bug>(slot);
-    const auto is_there = [&] { return bug == kWait || (bug == kEpoch ? word >> 32 != 0 : word >> 32 == epoch); };
+#pragma unroll
+  for (u32 peer = 0; peer < kRanks; ++peer) {
+    if (peer >= ranks) break;
+    if (bug == kSkipPeer && rank == 0 && peer == ranks - 1) break;
+    const auto is_there = [&] {
+      const u32 found = words[peer] >> 32;
+      return bug == kWait || (bug == kAnyEpoch ? found != 0 : found == epoch);
+    };
     while (!is_there()) {
       __builtin_amdgcn_s_sleep(1);
-      word = look<bug>(slot);
+      words[peer] = load_word<kLoaded>(inbox + peer * capacity);
     }
-    sum += u32(word);
+    sum += u32(words[peer]);
   }
   return sum;
 }
@@ -86,7 +92,8 @@ DEVICE void one_shot(const Group& group, const u32* values, u32* sums, u32* coun
                      u32 ranks, u32 phases, u32 blocks) {
   const u32 block = wave::block_id_x();
   u32* counter = counters + 1 + (bug == kBlockCounter ? block : 0);
-  u32 epoch = load_counter(counter) + 1;
+  u32 epoch = __scoped_atomic_load_n(mem::global(counter), __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE) + 1;
+  epoch = wave::uniform(epoch);
   if (bug == kNarrowEpoch) epoch &= 3;
   const u32 buffer = bug == kSwap ? 0 : epoch & 1;
   const u32 exchanged = words || bug == kSkipEmpty ? words : 1;
@@ -94,8 +101,8 @@ DEVICE void one_shot(const Group& group, const u32* values, u32* sums, u32* coun
     u32 value = at < words ? mem::load<u32>(values + at) : 0;
     for (u32 phase = 0; phase < phases; ++phase) {
       const u32 place = bug == kSharedPhase ? 0 : phase;
-      const i64 slots = i64(buffer * kPhases + place) * kRanks * capacity;
-      value = exchange<bug>(group, value, slots, at, capacity, epoch, rank, ranks);
+      value =
+          exchange<bug>(group, value, (buffer * kPhases + place) * kRanks * capacity, at, capacity, epoch, rank, ranks);
     }
     if (at < words) mem::store(sums + at, value);  // bug: used
   }
@@ -115,7 +122,7 @@ KERNELS(right, kRight)
 KERNELS(store_scope, kStoreScope)
 KERNELS(load_scope, kLoadScope)
 KERNELS(wait, kWait)
-KERNELS(epoch, kEpoch)
+KERNELS(any_epoch, kAnyEpoch)
 KERNELS(swap, kSwap)
 KERNELS(block_counter, kBlockCounter)
 KERNELS(skip_peer, kSkipPeer)

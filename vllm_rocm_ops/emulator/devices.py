@@ -51,7 +51,7 @@ class Devices:
     schedule is chosen by `seed`: how fast devices are, when launches start, how long stores take, and which waves run. `options` are
     those of `Options`; patience: instructions of each launch without a change before a deadlock is reported."""
 
-    def __init__(self, arch_name: str, count: int = 1, seed: int = 0, patience: int = 4000, **options):
+    def __init__(self, arch_name: str, count: int = 1, seed: int = 0, patience: int = 1000, **options):
         if not 1 <= count <= MOST:
             raise ValueError(f"devices must be 1 to {MOST}, got {count}")
         self.emulator, self.count, self.seed, self.patience = Emulator(arch_name, **options), count, seed, patience
@@ -98,6 +98,8 @@ class _Run:
         for queue in queues:
             queue.begins = self._pause()
         self.steps = self.changed_at = 0
+        self.is_lazy = self.random.random() < 0.75  # whether waves that sleep wake late
+        self.is_forced = False  # whether waves run that sleep
 
     def _space(self, devices: Devices, queues: list[_Queue], queued: list[_Queued], uninitialised: tuple) -> Space:
         program = queued[0].program
@@ -130,7 +132,7 @@ class _Run:
                 if queue.running is None and queue.launches and queue.begins <= fabric.now:
                     self._begin(queue)
             running = [i for i, queue in enumerate(self.queues) if queue.running]
-            able = [i for i in running if not self.queues[i].running.is_waiting]
+            able = running if self.is_forced else self._able(running)
             if able:
                 chosen = self.random.choices(able, [self.weights[i] for i in able])[0] if len(able) > 1 else able[0]
                 fabric.now += 1
@@ -139,11 +141,18 @@ class _Run:
             later = [words.next_due for words in held if words.next_due < 1 << 62]
             later += [queue.begins for queue in self.queues if queue.running is None and queue.launches]
             if later:
-                fabric.now = max(fabric.now, int(min(later)))
-            elif running:
-                raise self._deadlock("every wave sleeps, and nothing will change")
+                fabric.now = max(fabric.now, int((max if self.is_lazy else min)(later)))
+            elif running:  # a wave may sleep before it has looked
+                self.is_forced, self.changed_at = True, self.steps
             else:
                 return self.counted
+
+    def _able(self, running: list[int]) -> list[int]:
+        """Those of the queues whose waves do not all sleep; of a lazy schedule those that slept only if there is no other."""
+        able = [i for i in running if not self.queues[i].running.is_waiting]
+        if able and self.is_lazy:
+            able = [i for i in able if not self.queues[i].running.has_slept] or able
+        return able
 
     def _begin(self, queue: _Queue) -> None:
         one = queue.launches.popleft()
@@ -157,7 +166,7 @@ class _Run:
         scheduler.turn()
         self.steps += scheduler.steps - before
         if self.space.changes != changes:
-            self.changed_at = self.steps
+            self.changed_at, self.is_forced = self.steps, False
         running = sum(each.running is not None for each in self.queues)
         if self.steps - self.changed_at > self.patience * running:
             raise self._deadlock(f"nothing has changed for {self.patience} instructions of every launch")

@@ -213,7 +213,8 @@ class Space:
     def load(self, a: np.ndarray, size: int, align: int, w, where, atomic: bool, scope: int = 0) -> np.ndarray:
         """The bytes at each address, [n, size] as uint8. scope: 1 with sc1, 2 with sc0 sc1."""
         out = None
-        w.looked = self.changes
+        if w.looked < 0:
+            w.looked = self.changes
         for region, offsets, index, unit in self.find(a, size, align, where):
             if region.words is not None:
                 rows = where.rows if index is None else where.rows[index]

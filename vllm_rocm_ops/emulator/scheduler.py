@@ -149,13 +149,20 @@ class Scheduler:
         return index
 
     def is_asleep(self, w: Waves) -> bool:
-        """Whether waves sleep, and nothing has changed since they last looked at memory."""
-        return w.sleeps and w.looked == self.space.changes
+        """Whether waves sleep, and nothing that they wait for has changed since they last looked."""
+        if not w.sleeps or not w.awaited:
+            return w.sleeps and w.looked == self.space.changes
+        return not any(words.has_changed(at, values) for words, at, values in w.awaited)
 
     @property
     def is_waiting(self) -> bool:
         """Whether all waves that could run sleep until something changes."""
         return bool(self.queue) and all(map(self.is_asleep, self.queue)) and not self._room()
+
+    @property
+    def has_slept(self) -> bool:
+        """Whether all waves that could run have stopped to sleep."""
+        return bool(self.queue) and all(w.sleeps for w in self.queue) and not self._room()
 
     def turn(self) -> None:
         """Runs a group of waves for a while."""
@@ -289,7 +296,8 @@ class Scheduler:
         bound, counts = self.program.bound, self.counts
         pc, count = w.pc, w.count
         joins = self.joins
-        w.sleeps = False
+        if w.sleeps:
+            w.sleeps, w.looked, w.awaited = False, -1, []
         steps = 0
         try:
             while steps < quantum:

@@ -25,6 +25,7 @@ from .coherence import SYSTEM
 from .errors import SlotOverwritten, StaleRead, TornWord, WrongEpoch
 
 _NEVER = np.int64(1) << 62
+_ARRIVALS = 3  # how many times one store's pieces become visible at most
 _WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -86,6 +87,7 @@ class Words:
         self.unread = np.zeros(count, np.int32)  # the store that it has not read
         self.held: list[Held] = []
         self.next_due = _NEVER
+        self.version = 0  # how often something became visible
 
     # Stores
 
@@ -104,7 +106,8 @@ class Words:
             self._release(lambda held: np.isin(held.units * held.size >> 3, units * piece >> 3))
         due = np.full(len(units), _NEVER)
         if scope == SYSTEM:
-            due = fabric.now + fabric.rng.integers(0, fabric.delay, len(units))
+            few = fabric.rng.integers(0, fabric.delay, _ARRIVALS)
+            due = fabric.now + few[fabric.rng.integers(0, _ARRIVALS, len(units))]
             self.next_due = min(self.next_due, int(due.min()))
         clock = scheduler.space.coherence.clock
         self.held.append(Held(number, clock, piece, units, data, waves, due))
@@ -146,6 +149,7 @@ class Words:
                 kept.append(held.part(~out))
         if released:
             self.held = kept
+            self.version += 1
             self.next_due = min((int(held.due.min()) for held in kept), default=_NEVER)
         return released
 
@@ -212,11 +216,13 @@ class Words:
         if w.scheduler.device == self.device:
             self.unread[words[fresh]] = 0
         if fresh.all():
+            w.looked, w.awaited = -1, []
             if w.scheduler.stale:
                 for wave in w.id.tolist():
                     w.scheduler.stale.pop(wave, None)
         else:
             where.stale = ~fresh
+            w.awaited.append((self, words[~fresh], values[~fresh]))
             bad = int(np.argmin(fresh))
             w.scheduler.stale[int(w.id[rows[bad]])] = (where.ins, self, int(words[bad]))
         return values.view(np.uint8).reshape(-1, 8)
@@ -254,6 +260,10 @@ class Words:
                     f"{self._place(words[bad])} is read in parts; {self.fabric.stores[number]} stored it as a word"
                 )
                 raise where(TornWord, bad, message)
+
+    def has_changed(self, words, values) -> bool:
+        """Whether one of these words has another value than it had."""
+        return bool((self.region.views[8][words] != values).any())
 
     def _place(self, word) -> str:
         return f"byte {8 * int(word) - self.region.start} of {self.region.name}"

@@ -206,7 +206,7 @@ def scope_of(ins: Instruction) -> int:
 
 def of_flag(scope: int, rows: np.ndarray, addresses: np.ndarray) -> bool:
     """Whether an access at agent scope is that of a flag: each wave touches one address, as it does with an atomic."""
-    if not scope:
+    if not scope or len(rows) > 1 and rows[0] == rows[1] and addresses[0] != addresses[1]:
         return False
     starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
     return bool((np.repeat(addresses[starts], np.diff(np.append(starts, len(rows)))) == addresses).all())
