@@ -30,7 +30,7 @@ enum Bug {
 constexpr u32 kRanks = 8, kPhases = 2, kThreads = 128;
 
 struct Group {
-  u64* inbox[kRanks];  // of each rank: [2 buffers, phases, ranks, capacity]
+  u64* inbox[kRanks];  // of each rank: [2 buffers, kPhases, ranks, capacity]
 };
 
 template <u32 scope>
@@ -50,46 +50,52 @@ DEVICE u64 load_word(u64* slot) {
   return __scoped_atomic_load_n(mem::global(slot), __ATOMIC_RELAXED, scope);
 }
 
-// The sum of all ranks' values, in the order of ranks. `slots` is the place of this epoch and phase in an inbox.
-template <Bug bug>
-DEVICE u32 exchange(const Group& group, u32 value, u32 slots, u32 at, u32 capacity, u32 epoch, u32 rank, u32 ranks) {
+// The sum of all ranks' values, in the order of ranks. `slots` is the place of this epoch and phase in an inbox, `at` the byte in
+// what a rank stores there.
+template <Bug bug, u32 ranks>
+DEVICE u32 exchange(const Group& group, u32 value, u32 slots, u32 at, u32 capacity, u32 epoch, u32 rank) {
   constexpr u32 kStored = bug == kStoreScope ? __MEMORY_SCOPE_DEVICE : __MEMORY_SCOPE_SYSTEM;
   constexpr u32 kLoaded = bug == kLoadScope ? __MEMORY_SCOPE_DEVICE : __MEMORY_SCOPE_SYSTEM;
-  const u32 mine = slots + rank * capacity + at;
+  const auto slot = [&](u32 inbox, u32 from) {
+    return (u64*)((u8*)(group.inbox[inbox] + slots + from * capacity) + at);
+  };
 #pragma unroll
-  for (u32 peer = 0; peer < kRanks; ++peer) {
-    if (peer >= ranks) break;
-    if constexpr (bug == kTorn) store_halves(group.inbox[peer] + mine, value, epoch);
-    else store_word<kStored>(group.inbox[peer] + mine, value, epoch);
+  for (u32 peer = 0; peer < ranks; ++peer) {
+    if constexpr (bug == kTorn) store_halves(slot(peer, rank), value, epoch);
+    else store_word<kStored>(slot(peer, rank), value, epoch);
   }
-  u64* const inbox = group.inbox[rank] + slots + at;
-  u64 words[kRanks];
+  u64 words[ranks];
+  const auto look = [&] {
 #pragma unroll
-  for (u32 peer = 0; peer < kRanks; ++peer) {
-    if (peer < ranks) words[peer] = load_word<kLoaded>(inbox + peer * capacity);
+    for (u32 peer = 0; peer < ranks; ++peer) words[peer] = load_word<kLoaded>(slot(rank, peer));
+  };
+  const auto is_there = [&] {
+    u32 differ = 0;
+#pragma unroll
+    for (u32 peer = 0; peer < ranks; ++peer) {
+      const u32 found = words[peer] >> 32;
+      if (bug == kSkipPeer && rank == 0 && peer == ranks - 1) continue;
+      differ |= bug == kAnyEpoch ? found == 0 : found ^ epoch;
+    }
+    return bug == kWait || differ == 0;
+  };
+  look();
+  while (!is_there()) {
+    __builtin_amdgcn_s_sleep(1);
+    look();
   }
   u32 sum = 0;
 #pragma unroll
-  for (u32 peer = 0; peer < kRanks; ++peer) {
-    if (peer >= ranks) break;
-    if (bug == kSkipPeer && rank == 0 && peer == ranks - 1) break;
-    const auto is_there = [&] {
-      const u32 found = words[peer] >> 32;
-      return bug == kWait || (bug == kAnyEpoch ? found != 0 : found == epoch);
-    };
-    while (!is_there()) {
-      __builtin_amdgcn_s_sleep(1);
-      words[peer] = load_word<kLoaded>(inbox + peer * capacity);
-    }
-    sum += u32(words[peer]);
+  for (u32 peer = 0; peer < ranks; ++peer) {
+    if (bug != kSkipPeer || rank != 0 || peer != ranks - 1) sum += u32(words[peer]);
   }
   return sum;
 }
 
 // `values` and `sums` [words]; `counters` are arrivals and the group's epoch, and with kBlockCounter an epoch per block.
-template <Bug bug>
+template <Bug bug, u32 ranks, u32 phases>
 DEVICE void one_shot(const Group& group, const u32* values, u32* sums, u32* counters, u32 words, u32 capacity, u32 rank,
-                     u32 ranks, u32 phases, u32 blocks) {
+                     u32 blocks) {
   const u32 block = wave::block_id_x();
   u32* counter = counters + 1 + (bug == kBlockCounter ? block : 0);
   u32 epoch = __scoped_atomic_load_n(mem::global(counter), __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE) + 1;
@@ -99,10 +105,11 @@ DEVICE void one_shot(const Group& group, const u32* values, u32* sums, u32* coun
   const u32 exchanged = words || bug == kSkipEmpty ? words : 1;
   for (u32 at = block * kThreads + wave::thread_id(); at < exchanged; at += blocks * kThreads) {
     u32 value = at < words ? mem::load<u32>(values + at) : 0;
+#pragma unroll
     for (u32 phase = 0; phase < phases; ++phase) {
       const u32 place = bug == kSharedPhase ? 0 : phase;
-      value =
-          exchange<bug>(group, value, (buffer * kPhases + place) * kRanks * capacity, at, capacity, epoch, rank, ranks);
+      value = exchange<bug, ranks>(group, value, (buffer * kPhases + place) * ranks * capacity, 8 * at, capacity, epoch,
+                                   rank);
     }
     if (at < words) mem::store(sums + at, value);  // bug: used
   }
@@ -112,21 +119,24 @@ DEVICE void one_shot(const Group& group, const u32* values, u32* sums, u32* coun
   else if (block_count(counters, blocks) == blocks - 1) *mem::global(counter) = epoch;
 }
 
-#define KERNELS(name, bug)                                                                                     \
-  KERNEL(128)                                                                                                  \
-  name(Group group, const u32* values, u32* sums, u32* counters, u32 words, u32 capacity, u32 rank, u32 ranks, \
-       u32 phases, u32 blocks) {                                                                               \
-    one_shot<bug>(group, values, sums, counters, words, capacity, rank, ranks, phases, blocks);                \
+#define KERNEL_OF(name, bug, ranks, phases)                                                                   \
+  KERNEL(128)                                                                                                 \
+  name##_##ranks(Group group, const u32* values, u32* sums, u32* counters, u32 words, u32 capacity, u32 rank, \
+                 u32 blocks) {                                                                                \
+    one_shot<bug, ranks, phases>(group, values, sums, counters, words, capacity, rank, blocks);               \
   }
-KERNELS(right, kRight)
-KERNELS(store_scope, kStoreScope)
-KERNELS(load_scope, kLoadScope)
-KERNELS(wait, kWait)
-KERNELS(any_epoch, kAnyEpoch)
-KERNELS(swap, kSwap)
-KERNELS(block_counter, kBlockCounter)
-KERNELS(skip_peer, kSkipPeer)
-KERNELS(skip_empty, kSkipEmpty)
-KERNELS(narrow_epoch, kNarrowEpoch)
-KERNELS(shared_phase, kSharedPhase)
-KERNELS(torn, kTorn)
+#define KERNELS(name, bug, phases) \
+  KERNEL_OF(name, bug, 2, phases) KERNEL_OF(name, bug, 4, phases) KERNEL_OF(name, bug, 8, phases)
+KERNELS(two_phases, kRight, 2)
+KERNELS(right, kRight, 1)
+KERNELS(store_scope, kStoreScope, 1)
+KERNELS(load_scope, kLoadScope, 1)
+KERNELS(wait, kWait, 1)
+KERNELS(any_epoch, kAnyEpoch, 1)
+KERNELS(swap, kSwap, 1)
+KERNELS(block_counter, kBlockCounter, 1)
+KERNELS(skip_peer, kSkipPeer, 1)
+KERNELS(skip_empty, kSkipEmpty, 1)
+KERNELS(narrow_epoch, kNarrowEpoch, 1)
+KERNELS(shared_phase, kSharedPhase, 2)
+KERNELS(torn, kTorn, 1)

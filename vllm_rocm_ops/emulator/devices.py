@@ -21,6 +21,7 @@ from .words import Fabric, Words
 
 MOST = 8
 _DELAYS = (1, 8, 64, 512)  # turns that stores of a schedule take at most
+_STORES_PAUSE = (0.0, 0.0, 0.1, 0.5)  # how often others run while a store is on its way
 _SPREADS = (0.0, 1.0, 3.0)  # of the logarithm of how often devices get their turn
 _PAUSES = (0, 0, 0, 20, 400)  # turns at most between two launches of a queue
 
@@ -84,7 +85,7 @@ class _Run:
         self.emulator, self.queues, self.patience = devices.emulator, queues, devices.patience
         self.rng, self.random = np.random.default_rng(devices.seed), random.Random(devices.seed)
         self.counted: list[Counters] = []
-        self.fabric = Fabric(self.rng, self.random.choice(_DELAYS))
+        self.fabric = Fabric(self.rng, self.random.choice(_DELAYS), self.random.choice(_STORES_PAUSE))
         queued = [one for queue in queues for one in queue.launches]
         if len({id(one.program.code_object) for one in queued}) > 1:
             raise errors.LaunchError("launches that run at the same time must be of one code object")
@@ -97,7 +98,7 @@ class _Run:
         self.pause = pause
         for queue in queues:
             queue.begins = self._pause()
-        self.steps = self.changed_at = 0
+        self.steps = self.changed_at = self.turns = 0
         self.is_lazy = self.random.random() < 0.75  # whether waves that sleep wake late
         self.is_forced = False  # whether waves run that sleep
 
@@ -134,7 +135,7 @@ class _Run:
             running = [i for i, queue in enumerate(self.queues) if queue.running]
             able = running if self.is_forced else self._able(running)
             if able:
-                chosen = self.random.choices(able, [self.weights[i] for i in able])[0] if len(able) > 1 else able[0]
+                chosen = self._choose(able)
                 fabric.now += 1
                 self._turn(self.queues[chosen])
                 continue
@@ -153,6 +154,15 @@ class _Run:
         if able and self.is_lazy:
             able = [i for i in able if not self.queues[i].running.has_slept] or able
         return able
+
+    def _choose(self, able: list[int]) -> int:
+        """The queue whose turn it is: at random, unless nothing has changed for long; then each in its turn."""
+        if len(able) == 1:
+            return able[0]
+        if self.is_forced or self.steps - self.changed_at > self.patience:
+            self.turns += 1
+            return able[self.turns % len(able)]
+        return self.random.choices(able, [self.weights[i] for i in able])[0]
 
     def _begin(self, queue: _Queue) -> None:
         one = queue.launches.popleft()

@@ -112,10 +112,10 @@ class Scheduler:
         """An error that says where it happened."""
         where = self.wave_name(int(w.id[row])) + ("" if lane is None else f", lane {lane}")
         read = self.stale.get(int(w.id[row]))
-        if kind is errors.Uninitialised and read:
+        if kind is errors.Uninitialised and read and message.startswith("v"):
             load, words, word = read
             kind = errors.StaleWord
-            message = f"{message} of this epoch: `{load.text}`{self.line(load)} awaits {words.awaited(word)}"
+            message = f"{message} in this epoch: `{load.text}`{self.line(load)} awaits {words.awaited(word)}"
         place = f"{self.kernel.name}+{ins.address - self.kernel.entry:#x} `{ins.text}`{self.line(ins)}"
         error = kind(f"{place}, {where}: {message}")
         error.located = True
@@ -320,6 +320,9 @@ class Scheduler:
                 elif result == Signal.YIELD:
                     pc += 1
                     w.sleeps = True
+                    break
+                elif result == Signal.PAUSE:
+                    pc += 1
                     break
                 elif result == Signal.END:
                     w.pc = pc

@@ -52,19 +52,28 @@ class Held:
     values: np.ndarray
     waves: np.ndarray
     due: np.ndarray
+    span: tuple[int, int]  # the first byte and the end
 
     def part(self, keep: np.ndarray) -> Held:
         """The pieces that `keep` chooses."""
         return Held(
-            self.number, self.clock, self.size, self.units[keep], self.values[keep], self.waves[keep], self.due[keep]
+            self.number,
+            self.clock,
+            self.size,
+            self.units[keep],
+            self.values[keep],
+            self.waves[keep],
+            self.due[keep],
+            self.span,
         )
 
 
 class Fabric:
-    """What the shared regions of a run have in common: the turn, the stores, and how long they take."""
+    """What the shared regions of a run have in common: the turn, the stores, how many turns they take at most, and how often others run
+    while one is on its way."""
 
-    def __init__(self, rng: np.random.Generator, delay: int):
-        self.rng, self.delay = rng, delay
+    def __init__(self, rng: np.random.Generator, delay: int, pauses: float):
+        self.rng, self.delay, self.pauses = rng, delay, pauses
         self.now = 0
         self.has_narrow = False  # whether a store was below system scope
         self.stores: list[Store] = [None]  # 0: before the run
@@ -110,7 +119,19 @@ class Words:
             due = fabric.now + few[fabric.rng.integers(0, _ARRIVALS, len(units))]
             self.next_due = min(self.next_due, int(due.min()))
         clock = scheduler.space.coherence.clock
-        self.held.append(Held(number, clock, piece, units, data, waves, due))
+        where.pauses = bool(fabric.pauses and fabric.rng.random() < fabric.pauses)
+        self.held.append(
+            Held(
+                number,
+                clock,
+                piece,
+                units,
+                data,
+                waves,
+                due,
+                (int(units.min()) * piece, (int(units.max()) + 1) * piece),
+            )
+        )
 
     def _check_store(self, words, data, number: int, w, where) -> None:
         epoch, found = w.scheduler.place.epoch, data >> np.uint64(32)
@@ -160,6 +181,8 @@ class Words:
 
     def deliver(self, waves: np.ndarray, clock: int, scope: int) -> None:
         """Makes visible what these waves stored before a clock, at this scope at least."""
+        if not self.held:
+            return
         stores = self.fabric.stores
         self._release(
             lambda held: (
@@ -184,7 +207,14 @@ class Words:
 
     def see(self, offsets, size: int, w) -> None:
         """Has these waves see what they stored here themselves."""
-        mine = [held for held in self.held if self.fabric.stores[held.number].scheduler is w.scheduler]
+        stores, first, last = self.fabric.stores, int(offsets[0]), int(offsets[-1]) + size
+        if first > last:  # the lanes' addresses are in no order
+            first, last = int(offsets.min()), int(offsets.max()) + size
+        mine = [
+            held
+            for held in self.held
+            if stores[held.number].scheduler is w.scheduler and held.span[0] < last and held.span[1] > first
+        ]
         if mine:
             words = (offsets[:, None] + np.arange(size)) >> 3
 

@@ -15,6 +15,7 @@ from ..events import Event, issue
 from ..operands import APERTURES, I64, U32, U64, pair, register
 from ..waves import LANES
 from . import load_to_lds, scratch
+from .scalar import Signal
 from .transfer import (
     ATOMICS,
     LOADS,
@@ -97,7 +98,7 @@ def _bind_store(ins, program, address, size: int, shift: int, source: str):
 
     def run(w):
         rows, lanes = w.active()
-        clock = w.scheduler.space.coherence.clock
+        clock, signal = w.scheduler.space.coherence.clock, None
         if len(rows):
             a = lanes_of(w, address(w))
             values = collect(w, first, size, shift)
@@ -107,7 +108,9 @@ def _bind_store(ins, program, address, size: int, shift: int, source: str):
             if w.scheduler.space.store(a, values, min(size, 4), w, site, flag, scope):
                 w.scheduler.progress()
             w.scheduler.counters.vector_access(ins, w, a, size)
+            signal = Signal.PAUSE if site.pauses else None
         issue(w, Event("vm", load=False, clock=clock))
+        return signal
 
     return run
 

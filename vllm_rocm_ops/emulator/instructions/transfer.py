@@ -18,10 +18,11 @@ from ..waves import LANES
 class Site:
     """Where an access happens: makes errors that name instruction, block, wave and lane of its n-th active lane."""
 
-    __slots__ = ("ins", "lanes", "rows", "stale", "w")
+    __slots__ = ("ins", "lanes", "pauses", "rows", "stale", "w")
 
     def __init__(self, ins, w, rows, lanes):
         self.ins, self.w, self.rows, self.lanes = ins, w, rows, lanes
+        self.pauses = False  # after a store: whether others shall run while it is on its way
         self.stale = None  # after a load: which active lanes got a word of another epoch than the awaited one
 
     def __call__(self, kind, index: int, message: str):
