@@ -50,14 +50,14 @@ DEVICE u64 load_word(u64* slot) {
   return __scoped_atomic_load_n(mem::global(slot), __ATOMIC_RELAXED, scope);
 }
 
-// The sum of all ranks' values, in the order of ranks. `slots` is the place of this epoch and phase in an inbox, `at` the byte in
+// The sum of all ranks' values, in the order of ranks. `slots` is the place of this epoch and phase in an inbox, `at` the word in
 // what a rank stores there.
 template <Bug bug, u32 ranks>
 DEVICE u32 exchange(const Group& group, u32 value, u32 slots, u32 at, u32 capacity, u32 epoch, u32 rank) {
   constexpr u32 kStored = bug == kStoreScope ? __MEMORY_SCOPE_DEVICE : __MEMORY_SCOPE_SYSTEM;
   constexpr u32 kLoaded = bug == kLoadScope ? __MEMORY_SCOPE_DEVICE : __MEMORY_SCOPE_SYSTEM;
   const auto slot = [&](u32 inbox, u32 from) {
-    return (u64*)((u8*)(group.inbox[inbox] + slots + from * capacity) + at);
+    return (u64*)((u8*)group.inbox[inbox] + 8 * (slots + from * capacity + at));
   };
 #pragma unroll
   for (u32 peer = 0; peer < ranks; ++peer) {
@@ -108,8 +108,8 @@ DEVICE void one_shot(const Group& group, const u32* values, u32* sums, u32* coun
 #pragma unroll
     for (u32 phase = 0; phase < phases; ++phase) {
       const u32 place = bug == kSharedPhase ? 0 : phase;
-      value = exchange<bug, ranks>(group, value, (buffer * kPhases + place) * ranks * capacity, 8 * at, capacity, epoch,
-                                   rank);
+      value =
+          exchange<bug, ranks>(group, value, (buffer * kPhases + place) * ranks * capacity, at, capacity, epoch, rank);
     }
     if (at < words) mem::store(sums + at, value);  // bug: used
   }

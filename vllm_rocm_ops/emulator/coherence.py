@@ -50,7 +50,7 @@ class Coherence:
         self.clock = 4  # a multiple of 4; a key of a store adds its scope
         self.launches: list = []  # the schedulers, in the order in which they begin
         self.first_waves: list[int] = []
-        self.block_of = self.device_of = np.zeros(0, np.int64)  # by wave
+        self.block_of = self.device_of = self.queue_of = np.zeros(0, np.int64)  # by wave
         self.stores_held: list = []  # of words.Words: stores that are on their way to other devices
         # wave -> [4, waves]: the clock up to which it has seen each; of its stores, those that loads with sc1 read
         self.seen: dict[int, np.ndarray] = {}
@@ -73,6 +73,8 @@ class Coherence:
         numbers = block + np.arange(waves) // scheduler.waves_per_block
         self.block_of = np.concatenate([self.block_of, numbers])
         self.device_of = np.concatenate([self.device_of, np.full(waves, scheduler.device)])
+        queue = scheduler.place.queue if scheduler.place else 0
+        self.queue_of = np.concatenate([self.queue_of, np.full(waves, queue)])
         if not self.launches:
             self.completed, self.at_barrier = np.zeros(total, np.int64), np.zeros((3, total), np.int64)
         self.launches.append(scheduler)
@@ -84,6 +86,10 @@ class Coherence:
             for known in (self.seen, self.read_plainly, self.read_below):
                 known.update(dict.fromkeys(range(start, start + waves), base))
         return start, block
+
+    def _is_before(self, waves: np.ndarray, scheduler) -> np.ndarray:
+        """Whether waves are of launches that came before this one in its queue."""
+        return (waves < scheduler.first_wave) & (self.queue_of[waves] == scheduler.place.queue)
 
     def scheduler_of(self, wave: int):
         """The scheduler of a wave."""
@@ -143,6 +149,8 @@ class Coherence:
         other = np.maximum((keys & 0xFFFFF) - 1, 0)
         me = w.id[rows][:, None]
         hidden = (keys != 0) & (self.block_of[other] != self.block_of[me])
+        if w.scheduler.place:
+            hidden &= ~self._is_before(other, w.scheduler)
         if not hidden.any():
             return hidden
         clock = keys >> 32
@@ -185,6 +193,8 @@ class Coherence:
         me = w.id[rows][:, None]
         if suspect.any():
             suspect &= other != me
+            if w.scheduler.place:
+                suspect &= ~self._is_before(other, w.scheduler)
         if not suspect.any():
             return suspect
         epochs = w.scheduler.epochs[w.block[rows]][:, None]

@@ -134,13 +134,13 @@ class _Run:
                     self._begin(queue)
             running = [i for i, queue in enumerate(self.queues) if queue.running]
             able = running if self.is_forced else self._able(running)
-            if able:
+            later = [words.next_due for words in held if words.next_due < 1 << 62]
+            later += [queue.begins for queue in self.queues if queue.running is None and queue.launches]
+            if able and not (self.is_lazy and later and self._would_look_in_vain(able)):
                 chosen = self._choose(able)
                 fabric.now += 1
                 self._turn(self.queues[chosen])
                 continue
-            later = [words.next_due for words in held if words.next_due < 1 << 62]
-            later += [queue.begins for queue in self.queues if queue.running is None and queue.launches]
             if later:
                 fabric.now = max(fabric.now, int((max if self.is_lazy else min)(later)))
             elif running:  # a wave may sleep before it has looked
@@ -153,7 +153,11 @@ class _Run:
         able = [i for i in running if not self.queues[i].running.is_waiting]
         if able and self.is_lazy:
             able = [i for i in able if not self.queues[i].running.has_slept] or able
+            able = [i for i in able if not self.queues[i].running.looks_in_vain] or able
         return able
+
+    def _would_look_in_vain(self, able: list[int]) -> bool:
+        return all(self.queues[i].running.looks_in_vain for i in able)
 
     def _choose(self, able: list[int]) -> int:
         """The queue whose turn it is: at random, unless nothing has changed for long; then each in its turn."""
@@ -168,7 +172,16 @@ class _Run:
         one = queue.launches.popleft()
         kernarg = self.emulator.kernarg(self.space, one.path, one.launch, one.program.object)
         joins = self.random.random() < 0.9  # otherwise waves go each its own way
-        place = Place(queue.device, one.epoch, queue.before, self.waves, self.room[queue.device], self.rng, joins)
+        place = Place(
+            queue.device,
+            self.queues.index(queue),
+            one.epoch,
+            queue.before,
+            self.waves,
+            self.room[queue.device],
+            self.rng,
+            joins,
+        )
         queue.running = Scheduler(one.program, one.launch, self.space, kernarg, self.emulator.options, None, place)
 
     def _turn(self, queue: _Queue) -> None:

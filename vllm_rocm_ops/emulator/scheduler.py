@@ -33,6 +33,7 @@ class Place:
     among waves; with `joins`, waves that meet go on together all the same."""
 
     device: int = 0
+    queue: int = 0
     epoch: int = 0
     after: range = range(0)
     waves: int = 0
@@ -152,12 +153,19 @@ class Scheduler:
         """Whether waves sleep, and nothing that they wait for has changed since they last looked."""
         if not w.sleeps or not w.awaited:
             return w.sleeps and w.looked == self.space.changes
-        return not any(words.has_changed(at, values) for words, at, values in w.awaited)
+        return not any(words.has_changed(at, values) for words, at, values in w.awaited.values())
 
     @property
     def is_waiting(self) -> bool:
         """Whether all waves that could run sleep until something changes."""
         return bool(self.queue) and all(map(self.is_asleep, self.queue)) and not self._room()
+
+    @property
+    def looks_in_vain(self) -> bool:
+        """Whether all waves that could run sleep, and for each a word that it waits for is as it was."""
+        return self.has_slept and all(
+            any(not words.has_changed(at, values) for words, at, values in w.awaited.values()) for w in self.queue
+        )
 
     @property
     def has_slept(self) -> bool:
@@ -297,7 +305,7 @@ class Scheduler:
         pc, count = w.pc, w.count
         joins = self.joins
         if w.sleeps:
-            w.sleeps, w.looked, w.awaited = False, -1, []
+            w.sleeps, w.looked, w.awaited = False, -1, {}
         steps = 0
         try:
             while steps < quantum:

@@ -37,7 +37,9 @@ class Waves:
         self.alert: set[int] = set()  # undefined and pending
         self.looked = -1  # how often memory had changed at the first load since the last s_sleep
         self.sleeps = False  # whether an s_sleep ended the last turn
-        self.awaited: list = []  # of loads since then: words.Words, words that are not the awaited ones, and their values
+        self.awaited: dict[
+            int, tuple
+        ] = {}  # of each load since then: words.Words, words that are not the awaited ones, and their values
         self.mode = scheduler.kernel.float_mode
         for name in self.PER_WAVE:
             setattr(self, name, state[name])
@@ -138,7 +140,7 @@ class Waves:
             lanes = [w.defined.get(code, np.full((w.count, LANES), code not in w.undefined)) for w in (self, other)]
             self.defined[code] = np.concatenate(lanes)
         self.undefined |= other.undefined
-        self.looked, self.sleeps, self.awaited = min(self.looked, other.looked), False, []
+        self.looked, self.sleeps, self.awaited = min(self.looked, other.looked), False, {}
         self.alert = self.undefined | self.pending.keys()
         self.vgpr = np.concatenate([self.vgpr, other.vgpr], axis=1)
         for name in self.PER_WAVE[1:]:

@@ -246,13 +246,14 @@ class Words:
         if w.scheduler.device == self.device:
             self.unread[words[fresh]] = 0
         if fresh.all():
-            w.looked, w.awaited = -1, []
+            if where.ins.address in w.awaited:
+                w.awaited = {load: of for load, of in w.awaited.items() if load != where.ins.address}
             if w.scheduler.stale:
                 for wave in w.id.tolist():
                     w.scheduler.stale.pop(wave, None)
         else:
             where.stale = ~fresh
-            w.awaited.append((self, words[~fresh], values[~fresh]))
+            w.awaited = {**w.awaited, where.ins.address: (self, words[~fresh], values[~fresh])}
             bad = int(np.argmin(fresh))
             w.scheduler.stale[int(w.id[rows[bad]])] = (where.ins, self, int(words[bad]))
         return values.view(np.uint8).reshape(-1, 8)
