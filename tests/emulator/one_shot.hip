@@ -35,7 +35,7 @@ struct Group {
 
 template <u32 scope>
 DEVICE void store_word(u64* slot, u32 value, u32 epoch) {
-  // bug: store_scope epochs swap skip_peer skip_empty narrow_epoch shared_phase block_counter two_streams
+  // bug: store_scope swap skip_empty narrow_epoch shared_phase block_counter two_streams
   __scoped_atomic_store_n(mem::global(slot), value | u64(epoch) << 32, __ATOMIC_RELAXED, scope);
 }
 DEVICE void store_halves(u64* slot, u32 value, u32 epoch) {
@@ -46,7 +46,7 @@ DEVICE void store_halves(u64* slot, u32 value, u32 epoch) {
 }
 template <u32 scope>
 DEVICE u64 load_word(u64* slot) {
-  // bug: load_scope wait any_epoch torn residency
+  // bug: load_scope wait any_epoch skip_peer swap torn residency
   return __scoped_atomic_load_n(mem::global(slot), __ATOMIC_RELAXED, scope);
 }
 
@@ -86,9 +86,7 @@ DEVICE u32 exchange(const Group& group, u32 value, u32 slots, u32 at, u32 capaci
   }
   u32 sum = 0;
 #pragma unroll
-  for (u32 peer = 0; peer < ranks; ++peer) {
-    if (bug != kSkipPeer || rank != 0 || peer != ranks - 1) sum += u32(words[peer]);
-  }
+  for (u32 peer = 0; peer < ranks; ++peer) sum += u32(words[peer]);
   return sum;
 }
 

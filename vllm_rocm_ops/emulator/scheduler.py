@@ -62,9 +62,8 @@ class Scheduler:
         blocks = int(np.prod(launch.grid))
         self.space, self.kernarg, self.options, self.place = space, kernarg, options, place
         self.device = place.device if place else 0
-        self.stale: dict[
-            int, tuple
-        ] = {}  # wave -> the load of a word that is not the awaited one, words.Words and the word
+        # (wave, address of a load) -> the load of a word that is not the awaited one, its words.Words and the word
+        self.stale: dict[tuple[int, int], tuple] = {}
         self.counters = Counters(program.arch, traffic=space.traffic)
         self.counts = [0] * len(program.instructions)
         self.steps = self.last_progress = 0
@@ -112,11 +111,12 @@ class Scheduler:
     def error(self, kind, ins, w, row: int, lane: int | None, message: str) -> errors.EmulatorError:
         """An error that says where it happened."""
         where = self.wave_name(int(w.id[row])) + ("" if lane is None else f", lane {lane}")
-        read = self.stale.get(int(w.id[row]))
-        if kind is errors.Uninitialised and read and message.startswith("v"):
-            load, words, word = read
-            kind = errors.StaleWord
-            message = f"{message} in this epoch: `{load.text}`{self.line(load)} awaits {words.awaited(word)}"
+        if kind is errors.Uninitialised and self.stale and message.startswith("v"):
+            mine = [read for (wave, _), read in self.stale.items() if wave == w.id[row]]
+            load, words, word = (mine or list(self.stale.values()))[0]
+            kind, register = errors.StaleWord, message.partition(" ")[0]
+            message = f"{register} is computed from a word that has not come: `{load.text}`{self.line(load)} awaits "
+            message += words.awaited(word)
         place = f"{self.kernel.name}+{ins.address - self.kernel.entry:#x} `{ins.text}`{self.line(ins)}"
         error = kind(f"{place}, {where}: {message}")
         error.located = True

@@ -250,12 +250,12 @@ class Words:
                 w.awaited = {load: of for load, of in w.awaited.items() if load != where.ins.address}
             if w.scheduler.stale:
                 for wave in w.id.tolist():
-                    w.scheduler.stale.pop(wave, None)
+                    w.scheduler.stale.pop((wave, where.ins.address), None)
         else:
             where.stale = ~fresh
             w.awaited = {**w.awaited, where.ins.address: (self, words[~fresh], values[~fresh])}
             bad = int(np.argmin(fresh))
-            w.scheduler.stale[int(w.id[rows[bad]])] = (where.ins, self, int(words[bad]))
+            w.scheduler.stale[int(w.id[rows[bad]]), where.ins.address] = (where.ins, self, int(words[bad]))
         return values.view(np.uint8).reshape(-1, 8)
 
     def _check_scope(self, words, sources, scope: int, w, where) -> None:
