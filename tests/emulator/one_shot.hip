@@ -7,7 +7,8 @@
 //      says that the peer's launch of epoch e has ended. An empty launch exchanges one word.
 //   2. One stream per rank orders its collectives, so that a launch starts after the reads of the launch before it.
 //   3. A group has one epoch counter, advanced by the last block. With a counter per block, grids of different sizes diverge.
-//   4. Epochs have 32 bits. With fewer bits a word of an old epoch looks new.
+//   4. Epochs have 32 bits. With fewer bits a word of an old epoch looks new. Epoch 0 is what fresh memory holds: a group starts
+//      at epoch 1, and must not come round to 0 with a buffer that no store has reached.
 //   5. Each phase of a launch has slots of its own, since phases of one epoch have the same buffer.
 //   6. All blocks are resident: a block that waits for a peer's block holds a slot until that has run.
 // Each Bug violates one of these, or leaves out one part of the exchange. Lines marked "bug:" are where the emulator points to.
@@ -46,7 +47,7 @@ DEVICE void store_halves(u64* slot, u32 value, u32 epoch) {
 }
 template <u32 scope>
 DEVICE u64 load_word(u64* slot) {
-  // bug: load_scope wait any_epoch skip_peer swap torn residency
+  // bug: load_scope wait any_epoch skip_peer swap torn fresh_memory residency
   return __scoped_atomic_load_n(mem::global(slot), __ATOMIC_RELAXED, scope);
 }
 

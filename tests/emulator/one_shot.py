@@ -44,7 +44,19 @@ class Group:
     `replayed` epochs have the tensors of the first of them, as a captured graph has. `streams` are the streams that launches alternate
     between; `epoch` is the epoch before the first."""
 
-    def __init__(self, path: Path, arch_name: str, ranks: int, words, seed: int, *, replayed=(), kernel="right", streams=1, epoch=0):
+    def __init__(
+        self,
+        path: Path,
+        arch_name: str,
+        ranks: int,
+        words,
+        seed: int,
+        *,
+        replayed=(),
+        kernel="right",
+        streams=1,
+        epoch=0,
+    ):
         self.ranks, self.words, self.phases = ranks, words, PHASES if "phase" in kernel else 1
         self.devices = Devices(arch_name, ranks, seed)
         generator = torch.Generator().manual_seed(seed)

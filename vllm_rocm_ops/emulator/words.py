@@ -8,8 +8,8 @@ An 8-byte access is taken for one of a word: a value in the low half and an epoc
 accesses. A launch awaits one epoch. A word is right if
 
 - it is stored as one, at system scope, with the epoch of the launch, when its reader has read the one before;
-- it is loaded as one, at system scope, and its value is used only if its epoch is the awaited one. The value of any other word
-  counts as never written; see sanitizer.py for what passes it on and what refuses it.
+- it is loaded as one, at system scope, and its value is used only if a store of the run gave it the awaited epoch. The value of any
+  other word counts as never written; see sanitizer.py for what passes it on and what refuses it.
 
 All other accesses follow coherence.py.
 """
@@ -242,7 +242,7 @@ class Words:
             seen = "what was there before" if older is None else f"what {older} stored"
             raise where(TornWord, bad, f"{self._place(words[bad])} has one half that {newer} stored beside {seen}")
         values = self.region.views[8][words]
-        fresh = values >> np.uint64(32) == w.scheduler.place.epoch
+        fresh = (values >> np.uint64(32) == w.scheduler.place.epoch) & (sources[:, 0] > 0)
         if w.scheduler.device == self.device:
             self.unread[words[fresh]] = 0
         if fresh.all():
