@@ -15,14 +15,16 @@ from . import errors
 from .counters import Counters
 from .device import Emulator, tensors_of, waves_of
 from .memory import Space
+from .place import Place
 from .program import Program
-from .scheduler import Place, Scheduler
+from .scheduler import Scheduler
 from .words import Fabric, Words
 
 MOST = 8
 _DELAYS = (1, 8, 64, 512)  # turns that stores of a schedule take at most
 _STORES_PAUSE = (0.0, 0.0, 0.1, 0.5)  # how often others run while a store is on its way
 _SPREADS = (0.0, 1.0, 3.0)  # of the logarithm of how often devices get their turn
+_LOOKS = 1000  # instructions in which waves that sleep look at all that they wait for
 _PAUSES = (0, 0, 0, 20, 400)  # turns at most between two launches of a queue
 
 
@@ -50,9 +52,10 @@ class Devices:
 
     Each device has queues of launches, named by `stream`; those of a queue run one after the other, all else at the same time. The
     schedule is chosen by `seed`: how fast devices are, when launches start, how long stores take, and which waves run. `options` are
-    those of `Options`; patience: instructions of each launch without a change before a deadlock is reported."""
+    those of `Options`; patience: instructions of every wave
+    without a change before a deadlock is reported; of waves that sleep far fewer."""
 
-    def __init__(self, arch_name: str, count: int = 1, seed: int = 0, patience: int = 1000, **options):
+    def __init__(self, arch_name: str, count: int = 1, seed: int = 0, patience: int = 20_000, **options):
         if not 1 <= count <= MOST:
             raise ValueError(f"devices must be 1 to {MOST}, got {count}")
         self.emulator, self.count, self.seed, self.patience = Emulator(arch_name, **options), count, seed, patience
@@ -163,7 +166,7 @@ class _Run:
         """The queue whose turn it is: at random, unless nothing has changed for long; then each in its turn."""
         if len(able) == 1:
             return able[0]
-        if self.is_forced or self.steps - self.changed_at > self.patience:
+        if self.is_forced or self.steps - self.changed_at > _LOOKS:
             self.turns += 1
             return able[self.turns % len(able)]
         return self.random.choices(able, [self.weights[i] for i in able])[0]
@@ -171,7 +174,8 @@ class _Run:
     def _begin(self, queue: _Queue) -> None:
         one = queue.launches.popleft()
         kernarg = self.emulator.kernarg(self.space, one.path, one.launch, one.program.object)
-        joins = self.random.random() < 0.9  # otherwise waves go each its own way
+        # words find what goes wrong between devices; without them waves go each its own way
+        joins = bool(self.space.coherence.stores_held) and self.random.random() < 0.9
         place = Place(
             queue.device,
             self.queues.index(queue),
@@ -190,9 +194,11 @@ class _Run:
         self.steps += scheduler.steps - before
         if self.space.changes != changes:
             self.changed_at, self.is_forced = self.steps, False
-        running = sum(each.running is not None for each in self.queues)
-        if self.steps - self.changed_at > self.patience * running:
-            raise self._deadlock(f"nothing has changed for {self.patience} instructions of every launch")
+        idle = self.steps - self.changed_at
+        if idle > _LOOKS:
+            patience = _LOOKS if self.is_forced else self.patience
+            if idle > patience * sum(len(each.running.queue) + 1 for each in self.queues if each.running):
+                raise self._deadlock(f"nothing has changed for {patience} instructions of every wave")
         if scheduler.is_done:
             self.counted.append(scheduler.finish())
             queue.before, queue.running = scheduler.waves, None

@@ -6,7 +6,6 @@ divides them splits the group, a common program counter joins it again.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
@@ -18,28 +17,13 @@ from .decode import AGPR, EXEC, M0, VCC, VGPR
 from .instructions.scalar import Diverge, Signal
 from .lds import Lds
 from .memory import Space
+from .place import Place
 from .program import Program
 from .waves import LANES, SGPRS, Waves
 
 _QUANTUM = 4096  # instructions that a group runs before others get their turn
 _GROUP = 64  # waves that start as one group
 _POISON = 0xFFA5A5A5  # a NaN in every float format
-
-
-@dataclasses.dataclass
-class Place:
-    """Where a launch stands among those that run at the same time. after: the waves of the launch that it comes after. epoch: that of
-    the words which it stores and awaits. waves: of all launches. room: the share of the device that is free, in a list. rng: chooses
-    among waves; with `joins`, waves that meet go on together all the same."""
-
-    device: int = 0
-    queue: int = 0
-    epoch: int = 0
-    after: range = range(0)
-    waves: int = 0
-    room: list[float] | None = None
-    rng: np.random.Generator | None = None
-    joins: bool = True
 
 
 class Scheduler:
