@@ -91,7 +91,7 @@ BUGS = {
     "torn": (errors.TornWord, {}),
     "skip_peer": (errors.StaleWord, {}),
     # the conditions under which two buffers are enough
-    "skip_empty": (errors.SlotOverwritten, {"words": (WORDS, 0, WORDS)}),
+    "skip_empty": ((errors.SlotOverwritten, errors.Deadlock), {"words": (WORDS, 0, WORDS)}),
     "two_streams": (errors.WrongEpoch, {"kernel": "right", "streams": 2}),
     "block_counter": (errors.WrongEpoch, {"words": (WORDS, WORDS // 2, WORDS)}),
     "narrow_epoch": (errors.WrongEpoch, {"words": (WORDS,) * 4}),

@@ -137,7 +137,7 @@ class Scheduler:
         """Whether waves sleep, and nothing that they wait for has changed since they last looked."""
         if not w.sleeps or not w.awaited:
             return w.sleeps and w.looked == self.space.changes
-        return not any(words.has_changed(at, values) for words, at, values in w.awaited.values())
+        return not w.news()[0]
 
     @property
     def is_waiting(self) -> bool:
@@ -146,10 +146,8 @@ class Scheduler:
 
     @property
     def looks_in_vain(self) -> bool:
-        """Whether all waves that could run sleep, and for each a word that it waits for is as it was."""
-        return self.has_slept and all(
-            any(not words.has_changed(at, values) for words, at, values in w.awaited.values()) for w in self.queue
-        )
+        """Whether all waves that could run sleep, and of each a load that it waits for would find what it found."""
+        return self.has_slept and not any(w.news()[1] for w in self.queue)
 
     @property
     def has_slept(self) -> bool:

@@ -40,6 +40,7 @@ class Waves:
         self.awaited: dict[
             int, tuple
         ] = {}  # of each load since then: words.Words, words that are not the awaited ones, and their values
+        self._news = None
         self.mode = scheduler.kernel.float_mode
         for name in self.PER_WAVE:
             setattr(self, name, state[name])
@@ -102,6 +103,14 @@ class Waves:
         self.defined[code] = defined & ~lanes
         self.undefined.add(code)
         self.alert.add(code)
+
+    def news(self) -> tuple[bool, bool]:
+        """Whether one of the awaited words has changed; and whether something has changed for each load that awaits some."""
+        key = (self.awaited, *[words.version for words, _, _ in self.awaited.values()])
+        if self._news is None or self._news[0][0] is not key[0] or self._news[0][1:] != key[1:]:
+            changed = [words.has_changed(at, values) for words, at, values in self.awaited.values()]
+            self._news = key, (any(changed), all(changed))
+        return self._news[1]
 
     # Splitting and joining
 
