@@ -219,8 +219,9 @@ class Words:
             words = (offsets[:, None] + np.arange(size)) >> 3
 
             def own(held):
-                is_mine = any(held is each for each in mine)
-                return np.isin(held.waves, w.id) & np.isin(held.units * held.size >> 3, words) & is_mine
+                if not any(held is each for each in mine):
+                    return np.zeros(len(held.units), bool)
+                return np.isin(held.waves, w.id) & np.isin(held.units * held.size >> 3, words)
 
             self._release(own)
 
