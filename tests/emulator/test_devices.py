@@ -182,6 +182,8 @@ WRONG = {
     (sends("released_to_the_agent", "", ("buffer_wbl2 sc1", WAIT)), RECEIVED): "it has no sc0 sc1, and no buffer_wbl2",
     (sends("not_complete", release=()), RECEIVED): "no s_waitcnt says that it was complete",
     (SENT, receives("loaded_for_the_agent", load=AGENT)): "this access has no sc0 sc1",
+    (sends("flag_for_the_agent", flag=AGENT), RECEIVED): "the store has no sc0 sc1, so that devices may miss it",
+    (SENT, receives("flag_of_the_agent", flag=AGENT)): "this access has no sc0 sc1, so that devices may miss it",
     (SENT, receives("acquired_by_the_agent", ("buffer_inv sc1",), "")): "this access has no sc0 sc1",
 }
 

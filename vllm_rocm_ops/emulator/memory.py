@@ -218,7 +218,7 @@ class Space:
         for region, offsets, index, unit in self.find(a, size, align, where):
             if region.words is not None:
                 rows = where.rows if index is None else where.rows[index]
-                values = region.words.load(offsets, size, scope, w, where, rows)
+                values = region.words.load(offsets, size, scope, w, where, rows, atomic)
                 if values is not None:
                     if index is None:
                         return values

@@ -225,13 +225,13 @@ class Words:
 
             self._release(own)
 
-    def load(self, offsets, size: int, scope: int, w, where, rows) -> np.ndarray | None:
+    def load(self, offsets, size: int, scope: int, w, where, rows, is_flag: bool) -> np.ndarray | None:
         """The words at these offsets as [n, 8] uint8, if the access is one of words. `where.stale` then says which lanes may not use
         theirs."""
         self.see(offsets, size, w)
         words = offsets >> 3
         sources = self.sources[words]
-        self._check_scope(words, sources, scope, w, where)
+        self._check_scope(words, sources, scope, w, where, is_flag)
         if size != 8 or (offsets & 7).any():
             if sources.any():
                 self._check_parts(words, sources, where)
@@ -259,22 +259,22 @@ class Words:
             w.scheduler.stale[int(w.id[rows[bad]]), where.ins.address] = (where.ins, self, int(words[bad]))
         return values.view(np.uint8).reshape(-1, 8)
 
-    def _check_scope(self, words, sources, scope: int, w, where) -> None:
-        """Refuses a load that may miss another device's store."""
+    def _check_scope(self, words, sources, scope: int, w, where, is_flag: bool) -> None:
+        """Refuses a load of a word, or of a flag, that may miss another device's store."""
         stores, device = self.fabric.stores, w.scheduler.device
         if scope == SYSTEM and not self.fabric.has_narrow:
             return
         for number in np.unique(sources).tolist():
             store = stores[number]
-            if store is None or store.scheduler.device == device or not store.is_word:
+            if store is None or store.scheduler.device == device or not (store.is_word or is_flag):
                 continue
             if min(scope, store.scope) < SYSTEM:
                 bad = int(np.argmax((sources == number).any(axis=1)))
                 self._raise_scope(store, scope, words[bad], bad, where)
         for held in self.held:
             store = stores[held.number]
-            if store.scheduler.device != device and store.is_word and min(scope, store.scope) < SYSTEM:
-                missed = np.isin(words, held.units)
+            if store.scheduler.device != device and (store.is_word or is_flag) and min(scope, store.scope) < SYSTEM:
+                missed = np.isin(words, held.units * held.size >> 3)
                 if missed.any():
                     bad = int(np.argmax(missed))
                     self._raise_scope(store, scope, words[bad], bad, where)
