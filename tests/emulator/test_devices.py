@@ -241,3 +241,15 @@ def test_a_rank_that_never_comes(built):
 def test_counts(run):
     with pytest.raises(ValueError, match="devices must be 1 to 8, got 9"):
         Devices("gfx942", 9)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_streams_share_the_room_of_a_device(seed, tmp_path):
+    """Two launches, each with more blocks than are resident."""
+    path = assemble([SENT], "gfx942", tmp_path)
+    devices, outputs = Devices("gfx942:1", seed=seed), []
+    for stream in range(2):
+        outputs += [torch.zeros(64, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)]
+        devices.enqueue(0, path, Launch("", SENT.name, (80, 1, 1), (64, 1, 1), tuple(outputs[-2:])), stream=stream)
+    assert len(devices.run()) == 2
+    assert all((output == 7).all() for output in outputs)

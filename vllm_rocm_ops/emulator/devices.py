@@ -136,7 +136,9 @@ class _Run:
                 if queue.running is None and queue.launches and queue.begins <= fabric.now:
                     self._begin(queue)
             running = [i for i, queue in enumerate(self.queues) if queue.running]
-            able = running if self.is_forced else self._able(running)
+            able = self._able(running)
+            if self.is_forced:
+                able = [i for i in running if not self.queues[i].running.has_none]
             later = [words.next_due for words in held if words.next_due < 1 << 62]
             later += [queue.begins for queue in self.queues if queue.running is None and queue.launches]
             if able and not (self.is_lazy and later and self._would_look_in_vain(able)):

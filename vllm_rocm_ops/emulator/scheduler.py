@@ -141,8 +141,13 @@ class Scheduler:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether all waves that could run sleep until something changes."""
-        return bool(self.queue) and all(map(self.is_asleep, self.queue)) and not self._room()
+        """Whether all waves that could run sleep until something changes, or blocks wait for room on the device."""
+        return self.has_none or all(map(self.is_asleep, self.queue)) and bool(self.queue) and not self._room()
+
+    @property
+    def has_none(self) -> bool:
+        """Whether there is no wave to run, and no room for a block."""
+        return not (self.queue or self.waiting or self._room())
 
     @property
     def looks_in_vain(self) -> bool:
