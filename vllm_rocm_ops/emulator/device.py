@@ -92,7 +92,7 @@ class Emulator:
         return self.last
 
     def checked(self, path: Path | str, launch) -> Program:
-        """The program of a launch that fits it."""
+        """Return the program of a launch, and refuse a launch that does not fit."""
         program = self.program(path, launch.symbol)
         kernel = program.object
         threads = int(np.prod(launch.block))
@@ -109,7 +109,7 @@ class Emulator:
         return program
 
     def kernarg(self, space: Space, path: Path, launch, kernel: KernelObject) -> int:
-        """The address of a launch's arguments in `space`, which has its tensors."""
+        """Store a launch's arguments in `space`, which has its tensors, and return their address."""
         content = self.packed(path, launch, space)
         explicit = [arg for arg in kernel.metadata.get(".args", ()) if not arg[".value_kind"].startswith("hidden_")]
         expected = max((arg[".offset"] + arg[".size"] for arg in explicit), default=0)
@@ -145,12 +145,12 @@ class Emulator:
 
 
 def tensors_of(launch) -> list[tuple]:
-    """The tensors among a launch's arguments, with their names."""
+    """Return the tensors among a launch's arguments, with their names."""
     return [(name, arg) for name, arg in launch.named.items() if isinstance(arg, torch.Tensor)]
 
 
 def waves_of(launch) -> int:
-    """The waves of a launch."""
+    """Return the number of waves of a launch."""
     return int(np.prod(launch.grid)) * -(-int(np.prod(launch.block)) // LANES)
 
 

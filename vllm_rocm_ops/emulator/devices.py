@@ -52,8 +52,8 @@ class Devices:
 
     Each device has queues of launches, named by `stream`; those of a queue run one after the other, all else at the same time. The
     schedule is chosen by `seed`: how fast devices are, when launches start, how long stores take, and which waves run. `options` are
-    those of `Options`; patience: instructions of every wave
-    without a change before a deadlock is reported; of waves that sleep far fewer."""
+    those of `Options`; patience: instructions of every wave without a change before a deadlock is reported; of waves that sleep far
+    fewer."""
 
     def __init__(self, arch_name: str, count: int = 1, seed: int = 0, patience: int = 20_000, **options):
         if not 1 <= count <= MOST:
@@ -64,18 +64,18 @@ class Devices:
         self._shared: list[tuple[int, torch.Tensor, str]] = []
 
     def share(self, device: int, tensor: torch.Tensor, name: str = "") -> torch.Tensor:
-        """Makes a tensor uncached fine-grained memory of a device."""
+        """Make a tensor uncached fine-grained memory of a device."""
         self._shared.append((device, tensor, name or f"shared memory of rank {device}"))
         return tensor
 
     def enqueue(self, device: int, path: Path | str, launch, epoch: int | None = None, stream=0) -> None:
-        """Adds a launch to a queue. epoch: that of the words which it stores and awaits; by default launches are counted from 1."""
+        """Add a launch to a queue. epoch: that of the words which it stores and awaits; by default launches are counted from 1."""
         queue = self._queues.setdefault((device, stream), _Queue(device))
         epoch = len(queue.launches) + 1 if epoch is None else epoch & 0xFFFFFFFF
         queue.launches.append(_Queued(self.emulator.checked(path, launch), Path(path), launch, epoch))
 
     def run(self, uninitialised: Sequence[torch.Tensor] = ()) -> list[Counters]:
-        """Runs all launches, and returns the counters of each, in the order in which they ended."""
+        """Run all launches, and return the counters of each, in the order in which they ended."""
         queues = list(self._queues.values())
         self._queues = {}
         run = _Run(self, queues, tuple(uninitialised))
@@ -126,7 +126,7 @@ class _Run:
         return self.fabric.now + (self.random.randrange(self.pause) if self.pause else 0)
 
     def run(self) -> list[Counters]:
-        """Runs turns until all launches have ended."""
+        """Run turns until all launches have ended."""
         held, fabric = self.space.coherence.stores_held, self.fabric
         while True:
             for words in held:
@@ -154,7 +154,7 @@ class _Run:
                 return self.counted
 
     def _able(self, running: list[int]) -> list[int]:
-        """Those of the queues whose waves do not all sleep; of a lazy schedule those that slept only if there is no other."""
+        """Return the queues whose waves do not all sleep; in a lazy schedule, those that slept only if there is no other."""
         able = [i for i in running if not self.queues[i].running.is_waiting]
         if able and self.is_lazy:
             able = [i for i in able if not self.queues[i].running.has_slept] or able
@@ -165,7 +165,7 @@ class _Run:
         return all(self.queues[i].running.looks_in_vain for i in able)
 
     def _choose(self, able: list[int]) -> int:
-        """The queue whose turn it is: at random, unless nothing has changed for long; then each in its turn."""
+        """Choose the next queue: at random, but one after the other if nothing has changed for long."""
         if len(able) == 1:
             return able[0]
         if self.is_forced or self.steps - self.changed_at > _LOOKS:

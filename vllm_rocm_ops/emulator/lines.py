@@ -55,12 +55,12 @@ class Lines:
         self._addresses = [address for address, _ in self._rows]
 
     def at(self, address: int) -> str:
-        """The file and line of an instruction, as "file:line"; "" if there is none."""
+        """Return the file and line of an instruction, as "file:line"; "" if there is none."""
         found = bisect.bisect_right(self._addresses, address) - 1
         return self._rows[found][1] if found >= 0 else ""
 
     def _table(self, reader: _Reader) -> list[str]:
-        """The first string of each entry of a table of directories or files."""
+        """Return the first string of each entry of a table of directories or files."""
         formats = [(reader.unsigned(), reader.unsigned()) for _ in range(reader.take("B"))]
         names = []
         for _ in range(reader.unsigned()):

@@ -88,7 +88,7 @@ class Scheduler:
         return not (self.next_blocks or self.queue or self.waiting)
 
     def finish(self) -> Counters:
-        """Returns what was counted."""
+        """Return what was counted."""
         self.counters.finish(self.program.instructions, self.counts)
         return self.counters
 
@@ -118,7 +118,7 @@ class Scheduler:
         return f"rank {self.device} in epoch {self.place.epoch}" if self.place else ""
 
     def line(self, ins) -> str:
-        """The source line of an instruction, in parentheses; "" without debug information."""
+        """Return the source line of an instruction, in parentheses; "" without debug information."""
         found = self.program.code_object.lines.at(ins.address)
         return f" ({found})" if found else ""
 
@@ -134,7 +134,7 @@ class Scheduler:
         return index
 
     def is_asleep(self, w: Waves) -> bool:
-        """Whether waves sleep, and nothing that they wait for has changed since they last looked."""
+        """Return whether waves sleep, and nothing that they wait for has changed since they last looked."""
         if not w.sleeps or not w.awaited:
             return w.sleeps and w.looked == self.space.changes
         return not w.news()[0]
@@ -183,7 +183,7 @@ class Scheduler:
         return self.error(errors.Deadlock, self.program.instructions[at], w, 0, None, message)
 
     def _room(self) -> int:
-        """How many blocks can start."""
+        """Return how many blocks can start."""
         count = min(len(self.next_blocks), len(self.free_slots), max(1, _GROUP // self.waves_per_block))
         if count and self.place and self.place.room:
             count = min(count, int(self.place.room[0] * self.held_blocks + 1e-6))

@@ -96,7 +96,7 @@ class Waves:
             self.exec_changed()
 
     def forbid(self, code: int, lanes: np.ndarray) -> None:
-        """Takes a VGPR for unwritten in these lanes."""
+        """Take a VGPR for unwritten in these lanes."""
         defined = self.defined.get(code)
         if defined is None:
             defined = np.full((self.count, LANES), code not in self.undefined)
@@ -105,7 +105,7 @@ class Waves:
         self.alert.add(code)
 
     def news(self) -> tuple[bool, bool]:
-        """Whether one of the awaited words has changed; and whether something has changed for each load that awaits some."""
+        """Return whether one of the awaited words has changed, and whether something has changed for each load that awaits some."""
         key = (self.awaited, *[words.version for words, _, _ in self.awaited.values()])
         if self._news is None or self._news[0][0] is not key[0] or self._news[0][1:] != key[1:]:
             changed = [words.has_changed(at, values) for words, at, values in self.awaited.values()]

@@ -55,7 +55,7 @@ class Held:
     span: tuple[int, int]  # the first byte and the end
 
     def part(self, keep: np.ndarray) -> Held:
-        """The pieces that `keep` chooses."""
+        """Return the pieces that `keep` chooses."""
         return Held(
             self.number,
             self.clock,
@@ -79,7 +79,7 @@ class Fabric:
         self.stores: list[Store] = [None]  # 0: before the run
 
     def note(self, ins, scheduler, scope: int, is_word: bool) -> int:
-        """The number of a store."""
+        """Return the number of a new store."""
         self.has_narrow |= scope < SYSTEM
         self.stores.append(Store(ins, scheduler, scope, is_word))
         return len(self.stores) - 1
@@ -101,7 +101,7 @@ class Words:
     # Stores
 
     def store(self, offsets, values: np.ndarray, scope: int, w, where, rows) -> None:
-        """Puts [n, size] uint8 values into the store buffer."""
+        """Put [n, size] uint8 values into the store buffer."""
         fabric, scheduler, size = self.fabric, w.scheduler, values.shape[1]
         is_word = size == 8 and not (offsets & 7).any()
         number = fabric.note(where.ins, scheduler, scope, is_word)
@@ -155,7 +155,7 @@ class Words:
             self.sources.ravel()[held.units * held.size >> 2] = held.number
 
     def _release(self, chosen) -> bool:
-        """Makes the pieces visible that `chosen` finds in each store; returns whether there were any."""
+        """Make the pieces visible that `chosen` finds in each store; return whether there were any."""
         kept, released = [], False
         for held in self.held:
             out = chosen(held)
@@ -175,12 +175,12 @@ class Words:
         return released
 
     def settle(self) -> bool:
-        """Makes visible what is due; returns whether anything was."""
+        """Make visible what is due; return whether anything was."""
         now = self.fabric.now
         return self.next_due <= now and self._release(lambda held: held.due <= now)
 
     def deliver(self, waves: np.ndarray, clock: int, scope: int) -> None:
-        """Makes visible what these waves stored before a clock, at this scope at least."""
+        """Make visible what these waves stored before a clock, at this scope at least."""
         if not self.held:
             return
         stores = self.fabric.stores
@@ -193,7 +193,7 @@ class Words:
         )
 
     def end(self, waves: range) -> int:
-        """Takes note that a launch with these waves has ended; returns when all that it stored is visible."""
+        """Take note that a launch with these waves has ended; return when all that it stored is visible."""
         last = 0
         for held in self.held:
             mine = (held.waves >= waves.start) & (held.waves < waves.stop)
@@ -206,7 +206,7 @@ class Words:
     # Loads
 
     def see(self, offsets, size: int, w) -> None:
-        """Has these waves see what they stored here themselves."""
+        """Let these waves see what they stored here themselves."""
         stores, first, last = self.fabric.stores, int(offsets[0]), int(offsets[-1]) + size
         if first > last:  # the lanes' addresses are in no order
             first, last = int(offsets.min()), int(offsets.max()) + size
@@ -226,7 +226,7 @@ class Words:
             self._release(own)
 
     def load(self, offsets, size: int, scope: int, w, where, rows, is_flag: bool) -> np.ndarray | None:
-        """The words at these offsets as [n, 8] uint8, if the access is one of words. `where.stale` then says which lanes may not use
+        """Return the words at these offsets as [n, 8] uint8, if the access is one of words. `where.stale` then says which lanes may not use
         theirs."""
         self.see(offsets, size, w)
         words = offsets >> 3
@@ -260,7 +260,7 @@ class Words:
         return values.view(np.uint8).reshape(-1, 8)
 
     def _check_scope(self, words, sources, scope: int, w, where, is_flag: bool) -> None:
-        """Refuses a load of a word, or of a flag, that may miss another device's store."""
+        """Refuse a load of a word, or of a flag, that may miss another device's store."""
         stores, device = self.fabric.stores, w.scheduler.device
         if scope == SYSTEM and not self.fabric.has_narrow:
             return
@@ -294,14 +294,14 @@ class Words:
                 raise where(TornWord, bad, message)
 
     def has_changed(self, words, values) -> bool:
-        """Whether one of these words has another value than it had."""
+        """Return whether one of these words has another value than it had."""
         return bool((self.region.views[8][words] != values).any())
 
     def _place(self, word) -> str:
         return f"byte {8 * int(word) - self.region.start} of {self.region.name}"
 
     def awaited(self, word: int) -> str:
-        """What a wave that waits for a word finds."""
+        """Describe the word that a wave waits for."""
         found = int(self.region.views[8][word]) >> 32
         source = self.fabric.stores[self.sources[word, 0]]
         by = f", stored by {source}" if source else ", which nothing stored"
