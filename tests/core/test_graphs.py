@@ -11,7 +11,7 @@ from marks import full
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import launch, ops
-from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.emulator import Devices
 from vllm_rocm_ops.emulator.errors import EmulatorError
 from vllm_rocm_ops.launch import Counters, Workspace
 from vllm_rocm_ops.op import Op
@@ -44,14 +44,14 @@ def counted(planned) -> int:
 # In the emulator
 
 
-def run_beside(emulator: Emulator, op: Op, given: list[tuple], share: bool) -> list[torch.Tensor]:
+def run_beside(arch_name: str, seed: int, op: Op, given: list[tuple], share: bool) -> list[torch.Tensor]:
     """The results of calls that run at once, by the configuration with the most blocks, and, as it was not always so, with
     the same counters."""
-    calls, counters = [], None
+    calls, counters, devices = [], None, Devices(arch_name, seed=seed)
     for arguments in given:
         a = op.Arguments(*arguments)
         out = op.allocate(a).fill_(float("nan"))
-        plans = [op.plan(config, out, a, emulator.arch)[0] for config in op.configs(a, emulator.arch)]
+        plans = [op.plan(config, out, a, devices.arch)[0] for config in op.configs(a, devices.arch)]
         planned = max((plan for plan in plans if counted([plan])), key=lambda plan: plan.grid)
         if counters is None or not share:
             counters = torch.zeros(counted([planned]), dtype=torch.int32)
@@ -62,9 +62,9 @@ def run_beside(emulator: Emulator, op: Op, given: list[tuple], share: bool) -> l
             return counters if isinstance(arg, Counters) else arg
 
         calls.append((planned.with_each(memory), out))
-    (first, _), *others = calls
-    code = launch.code_object(first.module, emulator.arch.name)
-    emulator.run(code, first, beside=[planned for planned, _ in others])
+    for stream, (planned, _) in enumerate(calls):
+        devices.enqueue(0, launch.code_object(planned.module, devices.arch.name), planned, stream=stream)
+    devices.run()
     return [out for _, out in calls]
 
 
@@ -77,10 +77,10 @@ def test_launches_that_run_at_once(kind, arch_name):
     expected = [op.reference(*each).float() for each in given]
     wrong = 0
     for seed in range(4):
-        for out, right in zip(run_beside(Emulator(arch_name, seed=seed), op, given, share=False), expected):
+        for out, right in zip(run_beside(arch_name, seed, op, given, share=False), expected):
             torch.testing.assert_close(out.float(), right, rtol=0.02, atol=1.0)
         try:
-            for out, right in zip(run_beside(Emulator(arch_name, seed=seed), op, given, share=True), expected):
+            for out, right in zip(run_beside(arch_name, seed, op, given, share=True), expected):
                 torch.testing.assert_close(out.float(), right, rtol=0.02, atol=1.0)
         except (AssertionError, EmulatorError):
             wrong += 1

@@ -12,6 +12,8 @@ sanitizer.py has registers. vllm_rocm_ops/docs/emulator.md says how to run kerne
 What it checks, as subclasses of `EmulatorError` that name kernel, instruction, block, wave and lane: see errors.py.
 `Emulator(arch, seed=n)` runs waves one by one in a random order, which finds more; `races=False` leaves races to luck.
 
+`Devices` are several GPUs, or several queues of one, whose launches run at the same time: devices.py, words.py.
+
 Blocks may be on dies whose L2 caches are not coherent: coherence.py has the rules for what blocks pass to each other.
 
 What it does not see: the caches of scalars and instructions, the s_nop that some instruction pairs need (but for M0, whose
@@ -30,7 +32,8 @@ except ImportError as error:
     raise ImportError(f"the emulator needs {error.name}: pip install 'vllm-rocm-ops[emulator]'") from error
 
 from .device import Emulator
+from .devices import Devices
 from .errors import *
 from .objects import CodeObject
 
-__all__ = ["CodeObject", "Emulator"]
+__all__ = ["CodeObject", "Devices", "Emulator"]

@@ -13,6 +13,9 @@ another block's store is right if
 Atomics execute where all dies see them; by themselves they order nothing. Sources: LLVM's AMDGPUUsage, "Memory Model gfx942" (load,
 store and atomicrmw monotonic agent; fence release and acquire agent), which gfx950 shares. A global or flat
 access with sc1 by which a wave touches one address is taken for one of a flag, any other for data.
+
+Devices are coherent in uncached memory only (words.py), and at system scope: what sc1 is to blocks of one device, sc0 sc1 is to those
+of two. A launch comes after the launches before it in its queue, with all that these have seen.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ import numpy as np
 
 from .errors import GlobalRace, StaleRead
 
-# What a wave has seen of another: what came before; of its stores those that arrived, of stores without sc1 and with.
-_ORDER, _PLAIN, _DEVICE = 0, 1, 2
+# What a wave has seen of another: what came before; of its stores those that arrived, of stores without sc1 and with, and of
+# stores below system scope those that a write-back at system scope has taken.
+_ORDER, _PLAIN, _DEVICE, _SYSTEM = 0, 1, 2, 3
+AGENT, SYSTEM = 1, 2  # scopes of an access: sc1, sc0 sc1
 
 
 def _sparse_zeros(count: int) -> np.ndarray:
@@ -37,25 +42,62 @@ def _sparse_zeros(count: int) -> np.ndarray:
 
 class Coherence:
     """What waves have seen of each other's accesses. Each region has `last`: clock << 32 | barrier epoch << 20 | wave id + 1 of each
-    granule's last writer; and `readers`: the same of readers. The clock's lowest bit says whether a store had sc1."""
+    granule's last writer; and `readers`: the same of readers. The clock's two lowest bits are the scope of a store. Blocks and waves are
+    numbered over all launches, in the order in which they begin."""
 
     def __init__(self, granule: int, races: bool):
         self.granule, self.races = granule, races
-        self.clock = 2  # even; a key of a store with sc1 has the next odd one
-        # wave -> [3, waves]: the clock up to which it has seen each; of its stores, those that loads with sc1 read
+        self.clock = 4  # a multiple of 4; a key of a store adds its scope
+        self.launches: list = []  # the schedulers, in the order in which they begin
+        self.first_waves: list[int] = []
+        self.block_of = self.device_of = self.queue_of = np.zeros(0, np.int64)  # by wave
+        self.stores_held: list = []  # of words.Words: stores that are on their way to other devices
+        # wave -> [4, waves]: the clock up to which it has seen each; of its stores, those that loads with sc1 read
         self.seen: dict[int, np.ndarray] = {}
         self.read_plainly: dict[int, np.ndarray] = {}  # the same, of those that loads without sc1 read
+        self.read_below: dict[int, np.ndarray] = {}  # the same, of another device's, that loads below system scope read
         self.left: dict[int, np.ndarray] = {}  # address -> the same, as the last atomics there leave it
         self.barriers: dict[int, int] = {}  # block -> the clock of its last barrier
         self.completed = np.zeros(0, np.int64)  # per wave: the clock up to which its stores are complete
-        self.at_barrier = np.zeros((2, 0), np.int64)  # that at the last barrier; and up to which they were written back
-        # wave -> per wave of its block, up to which it wrote back what that stored
+        # that at the last barrier; and up to which they were written back, at agent and at system scope
+        self.at_barrier = np.zeros((3, 0), np.int64)
+        # wave -> [2, waves of its block], up to which it wrote back what those stored, at agent and at system scope
         self.written_back: dict[int, np.ndarray] = {}
         self.stores: tuple[list[int], list] = ([], [])  # the clock and the instruction of each
 
-    def begin(self, waves: int) -> None:
-        """Prepares for a launch of so many waves."""
-        self.completed, self.at_barrier = np.zeros(waves, np.int64), np.zeros((2, waves), np.int64)
+    def begin(self, scheduler, waves: int, total: int, after: range = range(0)) -> tuple[int, int]:
+        """Prepares for a launch of so many waves, of so many in all launches to come; returns its first wave and block. It comes after
+        the launch that had the waves `after`."""
+        start = len(self.block_of)
+        block = int(self.block_of[-1]) + 1 if start else 0
+        numbers = block + np.arange(waves) // scheduler.waves_per_block
+        self.block_of = np.concatenate([self.block_of, numbers])
+        self.device_of = np.concatenate([self.device_of, np.full(waves, scheduler.device)])
+        queue = scheduler.place.queue if scheduler.place else 0
+        self.queue_of = np.concatenate([self.queue_of, np.full(waves, queue)])
+        if not self.launches:
+            self.completed, self.at_barrier = np.zeros(total, np.int64), np.zeros((3, total), np.int64)
+        self.launches.append(scheduler)
+        self.first_waves.append(start)
+        if after and self.races:
+            seen = [self.seen[wave] for wave in after if wave in self.seen]
+            base = functools.reduce(np.maximum, seen, np.zeros((4, total), np.int64))
+            base[:, after.start : after.stop] = self.clock
+            for known in (self.seen, self.read_plainly, self.read_below):
+                known.update(dict.fromkeys(range(start, start + waves), base))
+        return start, block
+
+    def _is_before(self, waves: np.ndarray, scheduler) -> np.ndarray:
+        """Whether waves are of launches that came before this one in its queue."""
+        return (waves < scheduler.first_wave) & (self.queue_of[waves] == scheduler.place.queue)
+
+    def scheduler_of(self, wave: int):
+        """The scheduler of a wave."""
+        return self.launches[bisect.bisect_right(self.first_waves, wave) - 1]
+
+    def wave_name(self, wave: int) -> str:
+        """The launch, block and wave of a wave number."""
+        return self.scheduler_of(wave).wave_name(wave)
 
     def note_store(self, ins) -> None:
         """Remembers which instruction stores now."""
@@ -69,7 +111,7 @@ class Coherence:
         count = max(1, size >> shift)
         return first[:, None] + np.arange(count)
 
-    def check_order(self, region, offsets, size, index, w, where, values, device: bool) -> None:
+    def check_order(self, region, offsets, size, index, w, where, values, scope: int) -> None:
         """Refuses an access that nothing orders after another wave's: a read after a write; a write (`values` are the old and
         the new bytes) after a write of something else, or after a read. And one that may miss another block's store."""
         if region.last is None and region.readers is None:
@@ -91,39 +133,57 @@ class Coherence:
                 other = int(who[bad, np.argmax(suspect[bad])] & 0xFFFFF) - 1
                 action = "read" if values is None else "overwritten"
                 message = f"byte {int(offsets[bad]) - region.start} of {region.name}, {action} here, was {kind} by "
-                message += f"{w.scheduler.wave_name(other)} with nothing that orders the two"
+                message += f"{self.wave_name(other)} with nothing that orders the two"
                 raise where(GlobalRace, bad if index is None else int(index[bad]), message)
             if kind == "written":
-                hidden = self._hidden(who, w, rows, device) & changed
+                hidden = self._hidden(region, who, w, rows, scope) & changed
                 if hidden.any():
                     bad = int(np.argmax(hidden.any(axis=1)))
                     key, reader = int(who[bad, np.argmax(hidden[bad])]), int(w.id[rows[bad]])
-                    message = self._of_hidden(key, reader, w.scheduler)
+                    message = self._of_hidden(region, key, reader)
                     message = f"byte {int(offsets[bad]) - region.start} of {region.name} was stored by {message}"
                     raise where(StaleRead, bad if index is None else int(index[bad]), message)
 
-    def _hidden(self, keys, w, rows, device: bool) -> np.ndarray:
+    def _hidden(self, region, keys, w, rows, scope: int) -> np.ndarray:
         """Where a granule's last store is another block's, and this access may not find it."""
         other = np.maximum((keys & 0xFFFFF) - 1, 0)
-        hidden = (keys != 0) & (w.scheduler.block_of[other] != w.block[rows][:, None])
+        me = w.id[rows][:, None]
+        hidden = (keys != 0) & (self.block_of[other] != self.block_of[me])
+        if w.scheduler.place:
+            hidden &= ~self._is_before(other, w.scheduler)
         if not hidden.any():
             return hidden
         clock = keys >> 32
-        seen = self._seen_by(w.id[rows][:, None], other, _PLAIN + (clock & 1), device)
+        seen = self._seen_by(me, other, _PLAIN + (clock & 3 > 0), self.seen if scope else self.read_plainly)
+        across = self.device_of[other] != w.scheduler.device
+        if across.any():
+            kind = np.where(clock & 3 == SYSTEM, _DEVICE, _SYSTEM)
+            far = self._seen_by(me, other, kind, self.seen if scope == SYSTEM else self.read_below)
+            seen = np.where(across, far if region.words else 0, seen)
         return hidden & (seen <= clock)
 
-    def _of_hidden(self, key: int, reader: int, scheduler) -> str:
+    def _of_hidden(self, region, key: int, reader: int) -> str:
         """By which instruction of which wave a granule was stored, and what is missing between that and the reader."""
         clock, wave = key >> 32, (key & 0xFFFFF) - 1
-        ins = self.stores[1][bisect.bisect_left(self.stores[0], clock & ~1)]
-        arrived = self._seen_by(np.array([reader]), np.array([wave]), np.array([_PLAIN + (clock & 1)]), True)[0] > clock
-        if arrived:
-            missing = "this access has no sc1, and no buffer_inv sc1 came before it and after what orders the two"
-        elif clock & 1:
+        ins = self.stores[1][bisect.bisect_left(self.stores[0], clock & ~3)]
+        across = self.device_of[wave] != self.device_of[reader]
+        bits = "sc0 sc1" if across else "sc1"
+        is_wide = clock & 3 >= (SYSTEM if across else AGENT)
+        kind = _DEVICE if is_wide else _SYSTEM if across else _PLAIN
+        arrived = self._seen_by(np.array([reader]), np.array([wave]), np.array([kind]), self.seen)[0] > clock
+        if across and not region.words:
+            missing = "devices do not see each other's stores to cached memory"
+        elif arrived:
+            missing = (
+                f"this access has no {bits}, and no buffer_inv {bits} came before it and after what orders the two"
+            )
+        elif is_wide:
             missing = "no s_waitcnt says that it was complete before what orders the two"
         else:
-            missing = "it has no sc1, and no buffer_wbl2 sc1 was complete before what orders the two"
-        return f"+{ins.address - scheduler.kernel.entry:#x} `{ins.text}` of {scheduler.wave_name(wave)}: {missing}"
+            missing = f"it has no {bits}, and no buffer_wbl2 {bits} was complete before what orders the two"
+        scheduler = self.scheduler_of(wave)
+        place = f"+{ins.address - scheduler.kernel.entry:#x} `{ins.text}`{scheduler.line(ins)}"
+        return f"{place} of {scheduler.wave_name(wave)}: {missing}"
 
     def _unordered(self, keys, w, rows) -> np.ndarray:
         """Where a granule's last access is another wave's, and not before this one: no barrier in the block, no atomics
@@ -133,11 +193,13 @@ class Coherence:
         me = w.id[rows][:, None]
         if suspect.any():
             suspect &= other != me
+            if w.scheduler.place:
+                suspect &= ~self._is_before(other, w.scheduler)
         if not suspect.any():
             return suspect
-        block = w.block[rows][:, None]
-        after_barrier = (w.scheduler.block_of[other] == block) & ((keys >> 20 & 0xFFF) < w.scheduler.epochs[block])
-        return suspect & ~after_barrier & (self._seen_by(me, other, _ORDER, True) <= keys >> 32)
+        epochs = w.scheduler.epochs[w.block[rows]][:, None]
+        after_barrier = (self.block_of[other] == self.block_of[me]) & ((keys >> 20 & 0xFFF) < epochs)
+        return suspect & ~after_barrier & (self._seen_by(me, other, _ORDER, self.seen) <= keys >> 32)
 
     def stamp_readers(self, region, offsets, size, index, w, where) -> None:
         """Remembers each granule's last reader, and the last one before that was another wave."""
@@ -153,12 +215,12 @@ class Coherence:
             before[granules[another]] = old[another]
         last[granules] = key
 
-    def _key(self, w, rows, device: bool = False) -> np.ndarray:
-        return (self.clock | device) << 32 | (w.scheduler.epochs[w.block[rows]] & 0xFFF) << 20 | w.id[rows] + 1
+    def _key(self, w, rows, scope: int = 0) -> np.ndarray:
+        return (self.clock | scope) << 32 | (w.scheduler.epochs[w.block[rows]] & 0xFFF) << 20 | w.id[rows] + 1
 
-    def _seen_by(self, mine: np.ndarray, other: np.ndarray, kind, device: bool) -> np.ndarray:
-        """The clock up to which wave `mine` has seen wave `other`, of a kind; of what loads with sc1 read, or others."""
-        known = self.seen if device else self.read_plainly
+    @staticmethod
+    def _seen_by(mine: np.ndarray, other: np.ndarray, kind, known: dict[int, np.ndarray]) -> np.ndarray:
+        """The clock up to which wave `mine` has seen wave `other`, of a kind, by what is known."""
         waves = [wave for wave in dict.fromkeys(mine.ravel().tolist()) if wave in known] if known else ()
         mine, other, kind = np.broadcast_arrays(mine, other, kind)
         out = np.zeros(mine.shape, np.int64)
@@ -171,7 +233,7 @@ class Coherence:
         """Atomics order waves: what one did, and its block before the last barrier, comes before those whose atomics follow at
         that address; of its stores, those that have arrived are seen. Returns what waves see once this access is complete."""
         scheduler = w.scheduler
-        if not self.races or len(w.scheduler.block_of) == 1:
+        if not self.races or len(self.completed) == 1:
             return []
         acquired = []
         for wave, address in dict.fromkeys(zip(w.id[site.rows].tolist(), addresses.tolist(), strict=True)):
@@ -179,17 +241,27 @@ class Coherence:
             if acquire and left is not None:
                 acquired.append((wave, left))
             if release:
-                mine = np.zeros((3, len(w.scheduler.block_of)), np.int64) if seen is None else seen.copy()
-                block = int(w.scheduler.block_of[wave])
-                mates = slice(block * scheduler.waves_per_block, (block + 1) * scheduler.waves_per_block)
-                completed, written_back = self.at_barrier[:, mates]
-                known = (np.int64(self.barriers.get(block, 0)), self.written_back.get(wave, written_back), completed)
+                mine = np.zeros((4, len(self.completed)), np.int64) if seen is None else seen.copy()
+                block, mates = int(self.block_of[wave]), self._mates(scheduler, wave)
+                completed, *at_barrier = self.at_barrier[:, mates]
+                agent, system = self.written_back.get(wave, at_barrier)
+                known = (np.int64(self.barriers.get(block, 0)), agent, completed, system)
                 for row, clock in zip(mine[:, mates], known, strict=True):
                     np.maximum(row, clock, out=row)
-                np.maximum(mine[_PLAIN, mates], written_back, out=mine[_PLAIN, mates])
+                for row, clock in zip((_PLAIN, _SYSTEM), at_barrier, strict=True):
+                    np.maximum(mine[row, mates], clock, out=mine[row, mates])
                 mine[_ORDER, wave], mine[_DEVICE, wave] = self.clock + 1, self.completed[wave]
                 self.left[address] = mine if left is None else np.maximum(mine, left)
         return acquired
+
+    @staticmethod
+    def _mates(scheduler, wave: int) -> slice:
+        """The waves of a wave's block."""
+        first = (
+            scheduler.first_wave
+            + (wave - scheduler.first_wave) // scheduler.waves_per_block * scheduler.waves_per_block
+        )
+        return slice(first, first + scheduler.waves_per_block)
 
     def acquire(self, waves: np.ndarray, acquired: list) -> None:
         """Of what `synchronise` returned, what these waves see now."""
@@ -201,26 +273,37 @@ class Coherence:
 
     def complete(self, waves: np.ndarray, clock: int | None) -> None:
         """All stores of these waves are complete, up to a clock."""
-        self.completed[waves] = np.maximum(self.completed[waves], self.clock if clock is None else clock)
+        clock = self.clock if clock is None else clock
+        self.completed[waves] = np.maximum(self.completed[waves], clock)
+        for held in self.stores_held:
+            held.deliver(waves, clock, SYSTEM)
 
-    def write_back(self, w) -> list:
+    def write_back(self, w, scope: int) -> list:
         """Which stores a buffer_wbl2 of these waves writes back: their own, and of their blocks those complete at a barrier."""
-        written, per_block = [], w.scheduler.waves_per_block
+        written = []
         for wave in w.id.tolist() if self.races else ():
-            first = wave // per_block * per_block
-            clocks = self.at_barrier[0, first : first + per_block].copy()
-            clocks[wave - first] = self.clock
+            mates = self._mates(w.scheduler, wave)
+            clocks = np.zeros((2, mates.stop - mates.start), np.int64)
+            clocks[:scope] = self.at_barrier[0, mates]
+            clocks[:scope, wave - mates.start] = self.clock
             written.append((wave, clocks))
         return written
 
     def has_written_back(self, waves: np.ndarray, written: list) -> None:
         """Of what `write_back` returned, what these waves have written back now."""
         here = set(waves.tolist())
-        self.written_back.update((wave, clocks) for wave, clocks in written if wave in here)
+        for wave, clocks in written:
+            if wave not in here:
+                continue
+            before = self.written_back.get(wave)
+            self.written_back[wave] = clocks if before is None else np.maximum(before, clocks)
+            for held in self.stores_held if clocks[1].any() else ():
+                held.deliver(np.array([wave]), int(clocks[1].max()), 0)
 
-    def invalidate(self, w) -> None:
-        """A buffer_inv of these waves: loads without sc1 now read what those with sc1 do."""
-        self.read_plainly.update((wave, self.seen[wave]) for wave in w.id.tolist() if wave in self.seen)
+    def invalidate(self, w, scope: int) -> None:
+        """A buffer_inv of these waves: loads without sc1 now read what those with sc1 do; at system scope, other devices' too."""
+        for known in (self.read_plainly, self.read_below)[:scope]:
+            known.update((wave, self.seen[wave]) for wave in w.id.tolist() if wave in self.seen)
 
     def pass_barrier(self, block: int, waves: range) -> None:
         """All that a block's waves have seen, each of them sees after a barrier."""
@@ -229,17 +312,17 @@ class Coherence:
         self.at_barrier[0, mates] = self.completed[mates]
         for wave in waves if self.written_back else ():
             if wave in self.written_back:
-                self.at_barrier[1, mates] = np.maximum(self.at_barrier[1, mates], self.written_back[wave])
-        for known in (self.seen, self.read_plainly):
+                self.at_barrier[1:, mates] = np.maximum(self.at_barrier[1:, mates], self.written_back[wave])
+        for known in (self.seen, self.read_plainly, self.read_below):
             of_waves = {id(known[wave]): known[wave] for wave in waves if wave in known}
             if of_waves:
                 known.update(dict.fromkeys(waves, functools.reduce(np.maximum, of_waves.values())))
 
-    def stamp(self, region, offsets, size, index, w, where, values, device: bool = False) -> None:
+    def stamp(self, region, offsets, size, index, w, where, values, scope: int = 0) -> None:
         if region.last is None:
             region.last = _sparse_zeros(-(-region.data.size // self.granule))
         rows = where.rows if index is None else where.rows[index]
-        key = self._key(w, rows, device)
+        key = self._key(w, rows, scope)
         granules = self._granules(offsets, size)
         region.last[granules] = key[:, None]
         if values is None or w.count == 1:
@@ -253,5 +336,5 @@ class Coherence:
                 bad = int(np.argmax(lost))
                 winner = int(region.last[granules[bad]].max() & 0xFFFFF) - 1
                 message = f"byte {int(offsets[bad]) - region.start} of {region.name} is also written by "
-                message += f"{w.scheduler.wave_name(winner)}, with another value and nothing that orders the two"
+                message += f"{self.wave_name(winner)}, with another value and nothing that orders the two"
                 raise where(GlobalRace, bad if index is None else int(index[bad]), message)

@@ -7,6 +7,7 @@ modelled. instructions/matrix.py has the matrix instructions' cycles.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
@@ -20,7 +21,11 @@ _CONTROL = ("s_branch", "s_cbranch", "s_endpgm", "s_setpc", "s_swappc", "s_call"
 
 def instruction_class(ins) -> str:
     """salu, smem, branch, wait, barrier, valu, transcendental, matrix, global, scratch or lds."""
-    name, encoding = ins.mnemonic, ins.encoding
+    return _class_of(ins.mnemonic, ins.encoding)
+
+
+@functools.cache
+def _class_of(name: str, encoding: str) -> str:
     if name.startswith(_CONTROL):
         return "branch"
     if name.startswith(("s_waitcnt", "s_nop", "s_sleep")):

@@ -77,10 +77,22 @@ class Emulator:
         launch,
         uninitialised: tuple = (),
         blocks: Sequence[int] | None = None,
-        beside: Sequence = (),
     ) -> Counters:
-        """Runs a launch of the code object at `path`; of its blocks only those given, as if the others were late. `beside` are
-        launches that differ in their arguments alone and run at the same time, as launches on several streams do."""
+        """Runs a launch of the code object at `path`; of its blocks only those given, as if the others were late."""
+        program = self.checked(path, launch)
+        traffic = Traffic(waves_of(launch)) if self.options.traffic else None
+        space = Space(program.space_granule, self.options.races, traffic)
+        assert space.add_bytes("the code object", bytes(program.code_object.relocated(program.base))) == program.base
+        space.add_tensors([(f"argument {name}", tensor) for name, tensor in tensors_of(launch)], uninitialised)
+        kernarg = self.kernarg(space, Path(path), launch, program.object)
+        space.watch(self._stored.get(program))
+        self.last = self.scheduler_type(program, launch, space, kernarg, self.options, blocks).run()
+        self._stored[program] = self._stored.get(program, set()) | space.stored_names()
+        self.history.append((launch.symbol, self.last))
+        return self.last
+
+    def checked(self, path: Path | str, launch) -> Program:
+        """Return the program of a launch, and refuse a launch that does not fit."""
         program = self.program(path, launch.symbol)
         kernel = program.object
         threads = int(np.prod(launch.block))
@@ -94,20 +106,10 @@ class Emulator:
             )
         if not int(np.prod(launch.grid)):
             raise errors.LaunchError(f"{launch.symbol}: grid must be positive, got {launch.grid}")
-        waves = int(np.prod(launch.grid)) * -(-threads // LANES) * (1 + len(beside))
-        traffic = Traffic(waves) if self.options.traffic else None
-        space = Space(program.space_granule, self.options.races, traffic)
-        assert space.add_bytes("the code object", bytes(program.code_object.relocated(program.base))) == program.base
-        kernargs = [self._kernarg(space, Path(path), each, kernel, uninitialised) for each in (launch, *beside)]
-        space.watch(self._stored.get(program))
-        self.last = self.scheduler_type(program, launch, space, kernargs, self.options, blocks).run()
-        self._stored[program] = self._stored.get(program, set()) | space.stored_names()
-        self.history.append((launch.symbol, self.last))
-        return self.last
+        return program
 
-    def _kernarg(self, space: Space, path: Path, launch, kernel: KernelObject, uninitialised: tuple) -> int:
-        tensors = [(f"argument {name}", arg) for name, arg in launch.named.items() if isinstance(arg, torch.Tensor)]
-        space.add_tensors(tensors, uninitialised)
+    def kernarg(self, space: Space, path: Path, launch, kernel: KernelObject) -> int:
+        """Store a launch's arguments in `space`, which has its tensors, and return their address."""
         content = self.packed(path, launch, space)
         explicit = [arg for arg in kernel.metadata.get(".args", ()) if not arg[".value_kind"].startswith("hidden_")]
         expected = max((arg[".offset"] + arg[".size"] for arg in explicit), default=0)
@@ -140,6 +142,16 @@ class Emulator:
         if symbol not in code.kernels:
             raise errors.LaunchError(f"{path} must hold {symbol}, got {sorted(code.kernels)}")
         return _program(self.program_type, *stamp, symbol)
+
+
+def tensors_of(launch) -> list[tuple]:
+    """Return the tensors among a launch's arguments, with their names."""
+    return [(name, arg) for name, arg in launch.named.items() if isinstance(arg, torch.Tensor)]
+
+
+def waves_of(launch) -> int:
+    """Return the number of waves of a launch."""
+    return int(np.prod(launch.grid)) * -(-int(np.prod(launch.block)) // LANES)
 
 
 @functools.lru_cache(maxsize=64)

@@ -53,6 +53,22 @@ class StaleRead(EmulatorError):
     """A read of what another block stored, which may still be in the cache of that block's die, or not yet in this one's."""
 
 
+class WrongEpoch(EmulatorError):
+    """A word stored with another epoch than that of its launch."""
+
+
+class StaleWord(EmulatorError):
+    """A word's value used, although its epoch is not the awaited one."""
+
+
+class TornWord(EmulatorError):
+    """A word that is not stored or not read as one: a value beside the epoch of another."""
+
+
+class SlotOverwritten(EmulatorError):
+    """A word stored before its reader has read the one before."""
+
+
 class DivergentBarrier(EmulatorError):
     """A barrier that some waves of the block never reach."""
 

@@ -10,15 +10,18 @@ import copy
 
 import numpy as np
 
+from .waves import LANES
+
 
 class Event:
     """An outstanding memory operation. `registers` arrive when it is done; `granules` [n, k] are the LDS that it writes, one
     row for each active lane, whose wave `rows` [n] tells. `region` names the memory that each wave, on average, has `size`
-    bytes from. `clock` is that before a store; `acquired` and `written_back` is what waves see, and have written back, then."""
+    bytes from. `clock` is that before a store; `acquired` and `written_back` is what waves see, and have written back, then;
+    `stale` [waves, lanes] where the first register then holds the value of a word that is not the awaited one."""
 
     __slots__ = (
-        "acquired", "clock", "granules", "kind", "lgkm", "load", "region", "registers", "rows", "scalar", "size", "vm",
-        "written_back",
+        "acquired", "clock", "granules", "kind", "lgkm", "load", "region", "registers", "rows", "scalar", "size", "stale",
+        "vm", "written_back",
     )  # fmt: skip
 
     def __init__(
@@ -28,6 +31,7 @@ class Event:
         self.granules, self.rows, self.clock = granules, rows, clock
         self.acquired: list = []
         self.written_back: list = []
+        self.stale: np.ndarray | None = None
         self.vm = kind in ("vm", "flat")
         self.lgkm = kind in ("lds", "scalar", "flat")
         self.scalar = kind == "scalar"
@@ -35,14 +39,19 @@ class Event:
     def part(self, keep: np.ndarray) -> Event:
         """The event as the waves that `keep` (bool [waves]) names see it."""
         other = copy.copy(self)
+        other.stale = None if self.stale is None else self.stale[keep]
         if self.granules is not None:
             chosen = keep[self.rows]
             other.granules, other.rows = self.granules[chosen], (np.cumsum(keep) - 1)[self.rows[chosen]]
         return other
 
-    def join(self, other: Event, waves: int) -> None:
-        """Takes in the same event of further waves; `waves` were here before."""
+    def join(self, other: Event, waves: int, count: int) -> None:
+        """Takes in the same event of `count` further waves; `waves` were here before."""
         self.acquired, self.written_back = self.acquired + other.acquired, self.written_back + other.written_back
+        if self.stale is not None or other.stale is not None:
+            mine = np.zeros((waves, LANES), bool) if self.stale is None else self.stale
+            theirs = np.zeros((count, LANES), bool) if other.stale is None else other.stale
+            self.stale = np.concatenate([mine, theirs])
         self.clock = min((event.clock for event in (self, other) if event.clock is not None), default=None)
         if self.granules is None or other.granules is None:
             theirs = other.granules, None if other.rows is None else other.rows + waves
@@ -103,6 +112,8 @@ def wait(w, vm: int, lgkm: int) -> None:
         scheduler.counters.traffic.wait(w.id, order, kept)
     w.order = kept
     for event in done:
+        if event.stale is not None:
+            w.forbid(event.registers[0], event.stale)
         if event.acquired:
             scheduler.space.coherence.acquire(w.id, event.acquired)
         if event.written_back:

@@ -9,8 +9,8 @@ import ctypes
 
 import numpy as np
 
-from .coherence import Coherence
-from .errors import Misaligned, OutOfBounds, Uninitialised
+from .coherence import AGENT, SYSTEM, Coherence
+from .errors import Misaligned, OutOfBounds, StaleRead, Uninitialised
 
 SLOT = 36  # log2 of the distance of regions
 _WATCHED = 1 << 24  # readers are remembered in regions of up to so many bytes
@@ -79,6 +79,7 @@ class Region:
         self.readers: np.ndarray | None = None  # who read it last, and who before
         self.watched = False  # whether readers are remembered
         self.stored = False  # whether this launch wrote to it
+        self.words = None  # of words.Words, where devices share it
 
     def track_writes(self) -> None:
         """Starts with all bytes written."""
@@ -95,6 +96,7 @@ class Space:
         self.races, self.traffic = races, traffic
         self.coherence = Coherence(granule, races)
         self.addresses: dict[int, int] = {}
+        self.changes = 0  # how often memory or a wave's progress changed what others may wait for
         self._keep: list = []
 
     def add_bytes(self, name: str, content: bytes) -> int:
@@ -208,10 +210,19 @@ class Space:
         units = offsets >> (unit.bit_length() - 1)
         return units if size == unit else units[:, None] + np.arange(size // unit)
 
-    def load(self, a: np.ndarray, size: int, align: int, w, where, atomic: bool, device: bool = False) -> np.ndarray:
-        """The bytes at each address, [n, size] as uint8. device: with sc1."""
+    def load(self, a: np.ndarray, size: int, align: int, w, where, atomic: bool, scope: int = 0) -> np.ndarray:
+        """The bytes at each address, [n, size] as uint8. scope: 1 with sc1, 2 with sc0 sc1."""
         out = None
+        if w.looked < 0:
+            w.looked = self.changes
         for region, offsets, index, unit in self.find(a, size, align, where):
+            if region.words is not None:
+                rows = where.rows if index is None else where.rows[index]
+                values = region.words.load(offsets, size, scope, w, where, rows, atomic)
+                if values is not None:
+                    if index is None:
+                        return values
+                    raise where(OutOfBounds, int(index[0]), f"{region.name} is read together with other memory")
             units = self._units(offsets, size, unit)
             values = np.ascontiguousarray(region.views[unit][units]).view(np.uint8).reshape(len(offsets), size)
             if region.written is not None:
@@ -219,7 +230,7 @@ class Space:
             if self.traffic is not None and where.lanes is not None:
                 self.traffic.load(region.name, offsets, w.block[where.rows if index is None else where.rows[index]])
             if self.races and not atomic:
-                self.coherence.check_order(region, offsets, size, index, w, where, None, device)
+                self.coherence.check_order(region, offsets, size, index, w, where, None, scope)
                 if region.watched and where.lanes is not None:
                     self.coherence.stamp_readers(region, offsets, size, index, w, where)
             if index is None:
@@ -234,7 +245,7 @@ class Space:
         region = self.regions.get(int(a[0]) >> SLOT)
         if self.races and region is not None and region.last is not None:
             for region, offsets, index, _ in self.find(a, size, 4, where):
-                self.coherence.check_order(region, offsets, size, index, w, where, None, False)
+                self.coherence.check_order(region, offsets, size, index, w, where, None, 0)
 
     def _check_written(self, region, units, unit, size, index, where) -> None:
         written = np.ascontiguousarray(region.written_views[unit][units]).view(np.uint8)
@@ -244,10 +255,8 @@ class Space:
             message = f"{size} bytes at byte {at} of {region.name} were never written"
             raise where(Uninitialised, bad if index is None else int(index[bad]), message)
 
-    def store(
-        self, a: np.ndarray, values: np.ndarray, align: int, w, where, atomic: bool, device: bool = False
-    ) -> bool:
-        """Writes [n, size] uint8 values; returns whether any byte changed. device: with sc1."""
+    def store(self, a: np.ndarray, values: np.ndarray, align: int, w, where, atomic: bool, scope: int = 0) -> bool:
+        """Writes [n, size] uint8 values; returns whether any byte changed. scope: 1 with sc1, 2 with sc0 sc1."""
         size = values.shape[1]
         self.coherence.note_store(where.ins)
         changed = False
@@ -258,6 +267,17 @@ class Space:
             if not region.writable:
                 raise where(OutOfBounds, 0 if index is None else int(index[0]), f"{region.name} is read-only")
             mine = values if index is None else values[index]
+            if region.words is not None:
+                rows = where.rows if index is None else where.rows[index]
+                is_word = size == 8 and not (offsets & 7).any()
+                if self.races and not atomic and not is_word:
+                    old = region.data[offsets[:, None] + np.arange(size)]
+                    self.coherence.check_order(region, offsets, size, index, w, where, (old, mine), SYSTEM)
+                region.words.store(offsets, mine, scope, w, where, rows)
+                if self.races and not is_word:
+                    self.coherence.stamp(region, offsets, size, index, w, where, None, scope)
+                changed = True
+                continue
             units = self._units(offsets, size, unit)
             new = np.ascontiguousarray(mine).view(WORD[unit]).reshape(units.shape)
             view = region.views[unit]
@@ -265,18 +285,18 @@ class Space:
             if not changed:
                 changed = old.tobytes() != new.tobytes()
             if self.races and not atomic:
-                self.coherence.check_order(region, offsets, size, index, w, where, (old, new), True)
+                self.coherence.check_order(region, offsets, size, index, w, where, (old, new), SYSTEM)
             view[units] = new
             if self.races:
                 self.coherence.stamp(
-                    region, offsets, size, index, w, where, None if atomic else (view, units, new), device
+                    region, offsets, size, index, w, where, None if atomic else (view, units, new), scope
                 )
             if region.written is not None:
                 region.written_views[unit][units] = _ONES[unit]
-        self.coherence.clock += 2
+        self.coherence.clock += 4
         return changed
 
-    def atomic(self, a: np.ndarray, size: int, update, w, where) -> np.ndarray:
+    def atomic(self, a: np.ndarray, size: int, update, w, where, scope: int = AGENT) -> np.ndarray:
         """Changes the words at these addresses: `update(view, units, chosen)` changes units of a region's view for the chosen
         lanes and returns what they were. Returns the old words of all."""
         old = np.empty(len(a), WORD[size])
@@ -284,10 +304,14 @@ class Space:
             chosen = slice(None) if index is None else index
             units = offsets >> (size.bit_length() - 1)
             region.stored = True
+            if region.words is not None:
+                region.words.see(offsets, size, w)
+                if scope != SYSTEM and region.words.device != w.scheduler.device:
+                    raise where(StaleRead, 0, f"{region.name} is another device's, and this atomic has no sc1")
             if region.written is not None:
                 self._check_written(region, units, size, size, index, where)
             old[chosen] = update(region.views[size], units, chosen)
             if self.races:
-                self.coherence.stamp(region, offsets, size, index, w, where, None, True)
-        self.coherence.clock += 2
+                self.coherence.stamp(region, offsets, size, index, w, where, None, scope)
+        self.coherence.clock += 4
         return old

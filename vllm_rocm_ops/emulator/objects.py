@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from .lines import Lines
+
 _R_AMDGPU_ABS64, _R_AMDGPU_RELATIVE64 = 3, 13
 _NT_AMDGPU_METADATA = 32
 _SHT_SYMTAB, _SHT_RELA, _SHT_NOTE, _SHT_DYNSYM = 2, 4, 7, 11
@@ -179,6 +181,13 @@ class CodeObject:
             start = strings + section["name"]
             section["name"] = data[start : data.index(b"\0", start)].decode()
         return sections
+
+    @cached_property
+    def lines(self) -> Lines:
+        """The source lines of instructions, if there is debug information."""
+        return Lines(
+            {s["name"]: self._data[s["offset"] :][: s["size"]] for s in self._sections if "debug" in s["name"]}
+        )
 
     @cached_property
     def symbols(self) -> dict[str, tuple[int, int]]:

@@ -95,6 +95,9 @@ def effects(ins: Instruction) -> tuple[frozenset[int], frozenset[int]]:
         reads |= set(operands["sdst"].registers)
         if scalar.scc == "only":
             writes.clear()
+    if name in ("s_or_b64", "s_andn2_b64") and operands["ssrc1"].code == EXEC:
+        # a loop's mask of lanes that are done: the bits of active lanes are written, those of others stay and may be unwritten
+        reads -= writes
     if name.startswith(("s_store_", "s_atomic_")):
         reads |= set(operands["sdata"].registers)
         writes = reads & writes if "atomic" in name and ins.fields["glc"] else set()

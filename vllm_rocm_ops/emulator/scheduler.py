@@ -17,6 +17,7 @@ from .decode import AGPR, EXEC, M0, VCC, VGPR
 from .instructions.scalar import Diverge, Signal
 from .lds import Lds
 from .memory import Space
+from .place import Place
 from .program import Program
 from .waves import LANES, SGPRS, Waves
 
@@ -26,31 +27,46 @@ _POISON = 0xFFA5A5A5  # a NaN in every float format
 
 
 class Scheduler:
-    """Runs the chosen blocks, by default all, of as many launches as there are kernel arguments: their blocks are numbered launch by
-    launch. `options` are those of device.Options."""
+    """Runs the chosen blocks of a launch, by default all. `options` are those of device.Options."""
 
     def __init__(
-        self, program: Program, launch, space: Space, kernargs: list[int], options, chosen: Sequence[int] | None
+        self,
+        program: Program,
+        launch,
+        space: Space,
+        kernarg: int,
+        options,
+        chosen: Sequence[int] | None,
+        place: Place | None = None,
     ):
         self.program, self.kernel = program, program.object
         threads = int(np.prod(launch.block))
         self.grid, self.block_size, self.threads = launch.grid, launch.block, threads
         self.waves_per_block = -(-threads // LANES)
-        self.blocks_per_launch = int(np.prod(launch.grid))
-        blocks = self.blocks_per_launch * len(kernargs)
-        self.space, self.kernargs, self.options = space, kernargs, options
+        blocks = int(np.prod(launch.grid))
+        self.space, self.kernarg, self.options, self.place = space, kernarg, options, place
+        self.device = place.device if place else 0
+        # (wave, address of a load) -> the load of a word that is not the awaited one, its words.Words and the word
+        self.stale: dict[tuple[int, int], tuple] = {}
         self.counters = Counters(program.arch, traffic=space.traffic)
         self.counts = [0] * len(program.instructions)
         self.steps = self.last_progress = 0
         self.rng = None if options.seed is None else np.random.default_rng(options.seed)
+        self.joins = self.rng is None
+        if place:
+            self.rng, self.joins = place.rng, place.joins
         self.epochs = np.ones(blocks, np.int64)
         self.arrived = np.zeros(blocks, np.int64)
         self.ended = np.zeros(blocks, np.int64)
-        self.block_of = np.arange(blocks * self.waves_per_block) // self.waves_per_block
-        space.coherence.begin(len(self.block_of))
+        waves = blocks * self.waves_per_block
+        after = place.after if place else range(0)
+        self.first_wave, self.first_block = space.coherence.begin(self, waves, place.waves if place else waves, after)
+        self.waves = range(self.first_wave, self.first_wave + waves)
         lds = self.kernel.lds + launch.lds
         order = np.arange(blocks) if chosen is None else np.array(chosen)
-        resident = min(len(order), options.resident_blocks(self.kernel, self.waves_per_block, lds))
+        self.held_blocks = options.resident_blocks(self.kernel, self.waves_per_block, lds)
+        resident = min(len(order), self.held_blocks)
+        self.resident = resident
         self.lds = Lds(resident, lds, program.lds_granule, options.races)
         self.lds.checked = not program.trusted
         self.slots = np.full(blocks, -1, np.int64)
@@ -62,27 +78,54 @@ class Scheduler:
     def run(self) -> Counters:
         """Runs all waves to their end."""
         with np.errstate(all="ignore"):
-            while self.next_blocks or self.queue or self.waiting:
-                self._turn()
+            while not self.is_done:
+                self.turn()
+        return self.finish()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all waves have ended."""
+        return not (self.next_blocks or self.queue or self.waiting)
+
+    def finish(self) -> Counters:
+        """Return what was counted."""
         self.counters.finish(self.program.instructions, self.counts)
         return self.counters
 
     def error(self, kind, ins, w, row: int, lane: int | None, message: str) -> errors.EmulatorError:
         """An error that says where it happened."""
         where = self.wave_name(int(w.id[row])) + ("" if lane is None else f", lane {lane}")
-        error = kind(f"{self.kernel.name}+{ins.address - self.kernel.entry:#x} `{ins.text}`, {where}: {message}")
+        if kind is errors.Uninitialised and self.stale and message.startswith("v"):
+            mine = [read for (wave, _), read in self.stale.items() if wave == w.id[row]]
+            load, words, word = (mine or list(self.stale.values()))[0]
+            kind, register = errors.StaleWord, message.partition(" ")[0]
+            message = f"{register} is computed from a word that has not come: `{load.text}`{self.line(load)} awaits "
+            message += words.awaited(word)
+        place = f"{self.kernel.name}+{ins.address - self.kernel.entry:#x} `{ins.text}`{self.line(ins)}"
+        error = kind(f"{place}, {where}: {message}")
         error.located = True
         return error
 
     def wave_name(self, wave: int) -> str:
         """The block and wave of a wave number."""
-        block, wave = divmod(wave, self.waves_per_block)
+        block, wave = divmod(wave - self.first_wave, self.waves_per_block)
         x, y, _ = self.grid
-        return f"block ({block % x}, {block // x % y}, {block // x // y}), wave {wave}"
+        return f"{self.name}{', ' if self.name else ''}block ({block % x}, {block // x % y}, {block // x // y}), wave {wave}"
+
+    @property
+    def name(self) -> str:
+        """The device and the epoch of the launch, if there are several."""
+        return f"rank {self.device} in epoch {self.place.epoch}" if self.place else ""
+
+    def line(self, ins) -> str:
+        """Return the source line of an instruction, in parentheses; "" without debug information."""
+        found = self.program.code_object.lines.at(ins.address)
+        return f" ({found})" if found else ""
 
     def progress(self) -> None:
         """Something changed that another wave may be waiting for."""
         self.last_progress = self.steps
+        self.space.changes += 1
 
     def index_of(self, address: int) -> int:
         """The index of the instruction at a virtual address."""
@@ -90,34 +133,75 @@ class Scheduler:
         self.counts += [0] * (len(self.program.instructions) - len(self.counts))
         return index
 
-    def _turn(self) -> None:
+    def is_asleep(self, w: Waves) -> bool:
+        """Return whether waves sleep, and nothing that they wait for has changed since they last looked."""
+        if not w.sleeps or not w.awaited:
+            return w.sleeps and w.looked == self.space.changes
+        return not w.news()[0]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether all waves that could run sleep until something changes, or blocks wait for room on the device."""
+        return self.has_none or all(map(self.is_asleep, self.queue)) and bool(self.queue) and not self._room()
+
+    @property
+    def has_none(self) -> bool:
+        """Whether there is no wave to run, and no room for a block."""
+        return not (self.queue or self.waiting or self._room())
+
+    @property
+    def looks_in_vain(self) -> bool:
+        """Whether all waves that could run sleep, and of each a load that it waits for would find what it found."""
+        return self.has_slept and not any(w.news()[1] for w in self.queue)
+
+    @property
+    def has_slept(self) -> bool:
+        """Whether all waves that could run have stopped to sleep."""
+        return bool(self.queue) and all(w.sleeps for w in self.queue) and not self._room()
+
+    def turn(self) -> None:
+        """Runs a group of waves for a while."""
         if not self.queue and not self._start():
             raise self._deadlock(self.waiting[0], "no wave can run")
         if self.rng is not None and len(self.queue) > 1:
             self.queue.rotate(int(self.rng.integers(len(self.queue))))
+        if self.place:
+            for _ in range(len(self.queue) - 1):
+                if not self.is_asleep(self.queue[0]):
+                    break
+                self.queue.rotate(-1)
         w = self.queue.popleft()
         quantum = _QUANTUM if self.rng is None else int(self.rng.integers(1, 200))
         if self._run(w, quantum):
             self.queue.append(w)
             self._start()
-            if self.steps - self.last_progress > self.options.patience * (len(self.queue) + 1):
+            if not self.place and self.steps - self.last_progress > self.options.patience * (len(self.queue) + 1):
                 raise self._deadlock(w, f"nothing has changed for {self.options.patience} instructions of every wave")
 
     def _deadlock(self, w, message: str):
         at = max(0, w.pc - 1) if w in self.waiting else w.pc
         return self.error(errors.Deadlock, self.program.instructions[at], w, 0, None, message)
 
+    def _room(self) -> int:
+        """Return how many blocks can start."""
+        count = min(len(self.next_blocks), len(self.free_slots), max(1, _GROUP // self.waves_per_block))
+        if count and self.place and self.place.room:
+            count = min(count, int(self.place.room[0] * self.held_blocks + 1e-6))
+        return count
+
     def _start(self) -> bool:
         """Starts the next blocks that fit; returns whether there were any."""
-        count = min(len(self.next_blocks), len(self.free_slots), max(1, _GROUP // self.waves_per_block))
+        count = self._room()
         if not count:
             return False
+        if self.place and self.place.room:
+            self.place.room[0] -= count / self.held_blocks
         blocks = np.array([self.next_blocks.popleft() for _ in range(count)])
         for block in blocks:
             self.slots[block] = self.free_slots.pop()
             self.lds.clear(self.slots[block])
         waves = self._new_waves(blocks)
-        if self.rng is None:
+        if self.joins:
             self.queue.append(waves)
             return True
         while waves.count > 1:
@@ -150,7 +234,7 @@ class Scheduler:
             scc=np.zeros((count, 1), bool),
             block=block,
             wave=wave,
-            id=block * per_block + wave,
+            id=self.first_wave + block * per_block + wave,
             scratch=scratch,
         )
         registers = {
@@ -169,8 +253,7 @@ class Scheduler:
     def _set_sgprs(self, sgpr: np.ndarray, block: np.ndarray) -> set[int]:
         """Initial SGPRs, in the order of AMDGPUUsage "Initial Kernel Execution State"; returns which are set."""
         properties, rsrc2 = self.kernel.properties, self.kernel.rsrc2
-        which, block = np.divmod(block, self.blocks_per_launch)
-        kernarg = np.array(self.kernargs)[which]
+        kernarg = np.full(len(block), self.kernarg)
         at = 0
         known: set[int] = set()
 
@@ -188,8 +271,7 @@ class Scheduler:
                 put(count, (kernarg & 0xFFFFFFFF, kernarg >> 32) if bit == 3 else None)
         preloaded, first = self.kernel.kernarg_preload, self.kernel.kernarg_preload_offset
         if self.options.preloads_arguments and preloaded:
-            regions = [self.space.regions[address >> 36] for address in self.kernargs]
-            put(preloaded, np.array([region.views[4][first:][:preloaded] for region in regions])[which].T)
+            put(preloaded, self.space.regions[self.kernarg >> 36].views[4][first:][:preloaded])
         else:
             at += preloaded
         assert at == self.kernel.user_sgprs
@@ -208,7 +290,9 @@ class Scheduler:
         """Runs a group until it ends, waits or its quantum is over; returns whether it can go on."""
         bound, counts = self.program.bound, self.counts
         pc, count = w.pc, w.count
-        joins = self.rng is None
+        joins = self.joins
+        if w.sleeps:
+            w.sleeps, w.looked, w.awaited = False, -1, {}
         steps = 0
         try:
             while steps < quantum:
@@ -229,6 +313,10 @@ class Scheduler:
                 elif type(result) is int and result >= 0:
                     pc = result
                 elif result == Signal.YIELD:
+                    pc += 1
+                    w.sleeps = True
+                    break
+                elif result == Signal.PAUSE:
                     pc += 1
                     break
                 elif result == Signal.END:
@@ -294,6 +382,8 @@ class Scheduler:
         for block in np.unique(w.block):
             if self.ended[block] == self.waves_per_block:
                 self.free_slots.append(int(self.slots[block]))
+                if self.place and self.place.room:
+                    self.place.room[0] += 1 / self.held_blocks
 
     def _arrive(self, w: Waves) -> None:
         np.add.at(self.arrived, w.block, 1)
@@ -336,11 +426,11 @@ class Scheduler:
         self.epochs[complete] += 1
         for block in np.flatnonzero(complete).tolist():
             self.space.coherence.pass_barrier(
-                block, range(block * self.waves_per_block, (block + 1) * self.waves_per_block)
+                self.first_block + block, self.waves[block * self.waves_per_block :][: self.waves_per_block]
             )
         self.arrived[complete] = 0
         self.progress()
-        if self.rng is not None:
+        if not self.joins:
             self.queue.extend(opened)
             return
         joined: list[Waves] = []

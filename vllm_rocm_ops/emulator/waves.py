@@ -35,6 +35,12 @@ class Waves:
         self.undefined: set[int] = set()  # register codes that some lane never wrote
         self.defined: dict[int, np.ndarray] = {}  # for those, the lanes that did
         self.alert: set[int] = set()  # undefined and pending
+        self.looked = -1  # how often memory had changed at the first load since the last s_sleep
+        self.sleeps = False  # whether an s_sleep ended the last turn
+        self.awaited: dict[
+            int, tuple
+        ] = {}  # of each load since then: words.Words, words that are not the awaited ones, and their values
+        self._news = None
         self.mode = scheduler.kernel.float_mode
         for name in self.PER_WAVE:
             setattr(self, name, state[name])
@@ -89,6 +95,23 @@ class Waves:
         if code == 126:
             self.exec_changed()
 
+    def forbid(self, code: int, lanes: np.ndarray) -> None:
+        """Take a VGPR for unwritten in these lanes."""
+        defined = self.defined.get(code)
+        if defined is None:
+            defined = np.full((self.count, LANES), code not in self.undefined)
+        self.defined[code] = defined & ~lanes
+        self.undefined.add(code)
+        self.alert.add(code)
+
+    def news(self) -> tuple[bool, bool]:
+        """Return whether one of the awaited words has changed, and whether something has changed for each load that awaits some."""
+        key = (self.awaited, *[words.version for words, _, _ in self.awaited.values()])
+        if self._news is None or self._news[0][0] is not key[0] or self._news[0][1:] != key[1:]:
+            changed = [words.has_changed(at, values) for words, at, values in self.awaited.values()]
+            self._news = key, (any(changed), all(changed))
+        return self._news[1]
+
     # Splitting and joining
 
     def split(self, chosen: np.ndarray) -> Waves:
@@ -118,7 +141,7 @@ class Waves:
     def join(self, other: Waves) -> None:
         """Takes in `other`'s waves."""
         for mine, theirs in zip(self.order, other.order, strict=True):
-            mine.join(theirs, self.count)
+            mine.join(theirs, self.count, other.count)
         never = {
             code for code in self.undefined & other.undefined if not (code in self.defined or code in other.defined)
         }
@@ -126,6 +149,7 @@ class Waves:
             lanes = [w.defined.get(code, np.full((w.count, LANES), code not in w.undefined)) for w in (self, other)]
             self.defined[code] = np.concatenate(lanes)
         self.undefined |= other.undefined
+        self.looked, self.sleeps, self.awaited = min(self.looked, other.looked), False, {}
         self.alert = self.undefined | self.pending.keys()
         self.vgpr = np.concatenate([self.vgpr, other.vgpr], axis=1)
         for name in self.PER_WAVE[1:]:

@@ -19,7 +19,6 @@ from .global_memory import bind_atomic
 from .transfer import (
     LOADS,
     Site,
-    at_agent_scope,
     buffer_load,
     collect,
     deliver,
@@ -27,6 +26,7 @@ from .transfer import (
     first_register,
     lanes_of,
     load_or_store,
+    scope_of,
 )
 
 
@@ -69,7 +69,7 @@ def bind(ins: Instruction, program) -> Callable:
     codes = tuple(ins.operands["vdata"].code + n for n in range(max(1, size // 4)))
     first = first_register(ins.operands["vdata"], size // 4, program)
     unit = min(size, 4)
-    device = at_agent_scope(ins)
+    scope = scope_of(ins)
 
     def run(w):
         rows, lanes = w.active()
@@ -84,7 +84,7 @@ def bind(ins: Instruction, program) -> Callable:
                 values = collect(w, first, size, shift)
                 site = Site(ins, w, rows, lanes)
                 if inside.all():
-                    if w.scheduler.space.store(address, values, unit, w, site, False, device):
+                    if w.scheduler.space.store(address, values, unit, w, site, False, scope):
                         w.scheduler.progress()
                 else:
                     for n in range(inside.shape[1]):
@@ -92,7 +92,7 @@ def bind(ins: Instruction, program) -> Callable:
                         if len(chosen):
                             part = Site(ins, w, rows[chosen], lanes[chosen])
                             piece = values[chosen, unit * n : unit * (n + 1)]
-                            w.scheduler.space.store(address[chosen] + U64(4 * n), piece, unit, w, part, False, device)
+                            w.scheduler.space.store(address[chosen] + U64(4 * n), piece, unit, w, part, False, scope)
                             w.scheduler.progress()
             w.scheduler.counters.vector_access(ins, w, address, size, inside)
         loaded = codes if is_load else ()
@@ -102,15 +102,17 @@ def bind(ins: Instruction, program) -> Callable:
 
 
 def _bind_cache(ins, program, name: str):
-    """BUFFER_WBL2 writes the die's L2 cache back, BUFFER_INV invalidates what it has of others' memory; at agent scope, by sc1."""
-    if not at_agent_scope(ins):
+    """BUFFER_WBL2 writes the die's L2 cache back, BUFFER_INV invalidates what it has of others' memory: at agent scope with sc1,
+    at system scope with sc0 sc1."""
+    scope = scope_of(ins)
+    if not scope:
         return lambda w: None
     if name == "inv":
-        return lambda w: w.scheduler.space.coherence.invalidate(w)
+        return lambda w: w.scheduler.space.coherence.invalidate(w, scope)
 
     def write_back(w):
         event = Event("vm", load=False)
-        event.written_back = w.scheduler.space.coherence.write_back(w)
+        event.written_back = w.scheduler.space.coherence.write_back(w, scope)
         issue(w, event)
 
     return write_back

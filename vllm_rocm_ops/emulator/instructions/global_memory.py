@@ -13,14 +13,15 @@ from ..decode import NO_ADDRESS, Instruction
 from ..errors import UnsupportedInstruction
 from ..events import Event, issue
 from ..operands import APERTURES, I64, U32, U64, pair, register
+from ..waves import LANES
 from . import load_to_lds, scratch
+from .scalar import Signal
 from .transfer import (
     ATOMICS,
     LOADS,
     STORES,
     Load,
     Site,
-    at_agent_scope,
     check_code,
     collect,
     deliver,
@@ -29,6 +30,7 @@ from .transfer import (
     first_register,
     lanes_of,
     of_flag,
+    scope_of,
     signed_offset,
     update,
 )
@@ -67,7 +69,7 @@ def bind(ins: Instruction, program) -> Callable:
 def _bind_load(ins, program, address, load: Load, destination: str):
     codes = tuple(destination_codes(ins.operands[destination], load))
     first = first_register(ins.operands[destination], len(codes), program)
-    device = at_agent_scope(ins)
+    scope = scope_of(ins)
     align = min(load.size, 4)
 
     def run(w):
@@ -76,10 +78,13 @@ def _bind_load(ins, program, address, load: Load, destination: str):
         if len(rows):
             a = lanes_of(w, address(w))
             event.region, event.size = w.scheduler.space.name_at(a[0]), len(rows) * load.size // w.count
-            flag, site = of_flag(device, rows, a), Site(ins, w, rows, lanes)
-            values = w.scheduler.space.load(a, load.size, align, w, site, flag, device)
+            flag, site = of_flag(scope, rows, a), Site(ins, w, rows, lanes)
+            values = w.scheduler.space.load(a, load.size, align, w, site, flag, scope)
             deliver(w, first, extend(values, load), load)
             w.scheduler.counters.vector_access(ins, w, a, load.size)
+            if site.stale is not None:
+                event.stale = np.zeros((w.count, LANES), bool)
+                event.stale[rows, lanes] = site.stale
             if flag:
                 event.acquired = w.scheduler.space.coherence.synchronise(w, site, a, release=False, acquire=True)
         issue(w, event)
@@ -89,28 +94,30 @@ def _bind_load(ins, program, address, load: Load, destination: str):
 
 def _bind_store(ins, program, address, size: int, shift: int, source: str):
     first = first_register(ins.operands[source], size // 4, program)
-    device = at_agent_scope(ins)
+    scope = scope_of(ins)
 
     def run(w):
         rows, lanes = w.active()
-        clock = w.scheduler.space.coherence.clock
+        clock, signal = w.scheduler.space.coherence.clock, None
         if len(rows):
             a = lanes_of(w, address(w))
             values = collect(w, first, size, shift)
-            flag, site = of_flag(device, rows, a), Site(ins, w, rows, lanes)
+            flag, site = of_flag(scope, rows, a), Site(ins, w, rows, lanes)
             if flag:
                 w.scheduler.space.coherence.synchronise(w, site, a, release=True, acquire=False)
-            if w.scheduler.space.store(a, values, min(size, 4), w, site, flag, device):
+            if w.scheduler.space.store(a, values, min(size, 4), w, site, flag, scope):
                 w.scheduler.progress()
             w.scheduler.counters.vector_access(ins, w, a, size)
+            signal = Signal.PAUSE if site.pauses else None
         issue(w, Event("vm", load=False, clock=clock))
+        return signal
 
     return run
 
 
 def bind_atomic(ins, program, address, kind: str):
     wide = kind.endswith(("_x2", "f64"))
-    name = kind.removesuffix("_x2")
+    name, scope = kind.removesuffix("_x2"), scope_of(ins)
     swap = name == "cmpswap"
     if not swap and name not in ATOMICS:
         raise UnsupportedInstruction(ins.mnemonic)
@@ -137,7 +144,7 @@ def bind_atomic(ins, program, address, kind: str):
             def change(view, units, chosen):
                 return update(view, units, fn, data[chosen], None if compare is None else compare[chosen])
 
-            old = space.atomic(a, size, change, w, site)
+            old = space.atomic(a, size, change, w, site, scope)
             w.scheduler.progress()
             if returns:
                 deliver(w, register(destination), old.view(np.uint8).reshape(-1, size).view(U32), Load(size))
@@ -155,10 +162,10 @@ def _bind_flat(ins, program, address, what):
     codes = tuple(operand.code + n for n in range(max(1, size // 4)))
     first = first_register(operand, size // 4, program)
     lds_high, private_high = APERTURES[235] >> 32, APERTURES[237] >> 32
-    device = at_agent_scope(ins)
+    scope = scope_of(ins)
 
     def flag(site, addresses) -> bool:
-        return of_flag(device, site.rows, addresses)
+        return of_flag(scope, site.rows, addresses)
 
     def run(w):
         rows, lanes = w.active()
@@ -191,8 +198,8 @@ def _bind_flat(ins, program, address, what):
                     else:
                         scratch.store_bytes(w, low, values[index], site)
                 elif is_load:
-                    values[index] = w.scheduler.space.load(part, size, min(size, 4), w, site, flag(site, part), device)
-                elif w.scheduler.space.store(part, values[index], min(size, 4), w, site, flag(site, part), device):
+                    values[index] = w.scheduler.space.load(part, size, min(size, 4), w, site, flag(site, part), scope)
+                elif w.scheduler.space.store(part, values[index], min(size, 4), w, site, flag(site, part), scope):
                     w.scheduler.progress()
             if is_load:
                 deliver(w, first, extend(values, what), what)

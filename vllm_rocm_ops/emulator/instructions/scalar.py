@@ -274,7 +274,7 @@ class Diverge:
 class Signal:
     """What an instruction asks of the scheduler."""
 
-    END, BARRIER, YIELD = -1, -2, -3
+    END, BARRIER, YIELD, PAUSE = -1, -2, -3, -4
 
 
 _CONDITIONS = {

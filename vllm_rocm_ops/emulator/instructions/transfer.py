@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import formats
+from ..coherence import AGENT, SYSTEM
 from ..decode import Instruction, Operand
 from ..errors import UnsupportedInstruction
 from ..operands import F16, F32, F64, I32, I64, U16, U32, U64, check_allocated, register
@@ -17,10 +18,12 @@ from ..waves import LANES
 class Site:
     """Where an access happens: makes errors that name instruction, block, wave and lane of its n-th active lane."""
 
-    __slots__ = ("ins", "lanes", "rows", "w")
+    __slots__ = ("ins", "lanes", "pauses", "rows", "stale", "w")
 
     def __init__(self, ins, w, rows, lanes):
         self.ins, self.w, self.rows, self.lanes = ins, w, rows, lanes
+        self.pauses = False  # after a store: whether others shall run while it is on its way
+        self.stale = None  # after a load: which active lanes got a word of another epoch than the awaited one
 
     def __call__(self, kind, index: int, message: str):
         lane = None if self.lanes is None else int(self.lanes[index])
@@ -194,14 +197,17 @@ def signed_offset(ins: Instruction, bits: int) -> int:
     return offset - (1 << bits) if offset >> (bits - 1) & 1 else offset
 
 
-def at_agent_scope(ins: Instruction) -> bool:
-    """sc1 marks accesses at agent or system scope: past the L2 cache of the die."""
-    return bool(ins.fields.get("sc1"))
+def scope_of(ins: Instruction) -> int:
+    """The scope of an access: 1 (agent) with sc1, past the L2 cache of the die; 2 (system) with sc0 sc1; otherwise 0. sc0 of an
+    atomic asks for the old value, and sc1 is system scope."""
+    if "atomic" in ins.mnemonic:
+        return SYSTEM if ins.fields.get("sc1") else AGENT
+    return (SYSTEM if ins.fields.get("sc0") else AGENT) if ins.fields.get("sc1") else 0
 
 
-def of_flag(device: bool, rows: np.ndarray, addresses: np.ndarray) -> bool:
+def of_flag(scope: int, rows: np.ndarray, addresses: np.ndarray) -> bool:
     """Whether an access at agent scope is that of a flag: each wave touches one address, as it does with an atomic."""
-    if not device:
+    if not scope or len(rows) > 1 and rows[0] == rows[1] and addresses[0] != addresses[1]:
         return False
     starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
     return bool((np.repeat(addresses[starts], np.diff(np.append(starts, len(rows)))) == addresses).all())
@@ -211,14 +217,14 @@ def buffer_load(ins, w, address, inside, size: int) -> np.ndarray:
     """[n, size] bytes; dwords out of the resource's range are 0."""
     rows, lanes = w.active()
     unit = min(size, 4)
-    device = at_agent_scope(ins)
+    scope = scope_of(ins)
     if inside.all():
-        return w.scheduler.space.load(address, size, unit, w, Site(ins, w, rows, lanes), False, device)
+        return w.scheduler.space.load(address, size, unit, w, Site(ins, w, rows, lanes), False, scope)
     values = np.zeros((len(rows), size), np.uint8)
     for n in range(inside.shape[1]):
         chosen = np.flatnonzero(inside[:, n])
         if len(chosen):
             part = Site(ins, w, rows[chosen], lanes[chosen])
-            loaded = w.scheduler.space.load(address[chosen] + U64(4 * n), unit, unit, w, part, False, device)
+            loaded = w.scheduler.space.load(address[chosen] + U64(4 * n), unit, unit, w, part, False, scope)
             values[chosen, unit * n : unit * (n + 1)] = loaded
     return values

@@ -1,0 +1,95 @@
+"""Schedules of the all-reduce in one_shot.hip: ranks, sizes and launches, run by emulated devices."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+from assembly import build_module
+
+from vllm_rocm_ops.emulator import Devices
+from vllm_rocm_ops.launch import Launch
+
+SOURCE = Path(__file__).with_suffix(".hip")
+THREADS, PHASES, RANKS = 128, 2, 8
+
+
+def compile_one_shot(arch_name: str, folder: Path) -> Path:
+    """Compile the kernels with line tables, and return the code object."""
+    output = folder / f"{arch_name}.co"
+    build_module().compile_source(SOURCE, arch_name, output, debug=True)
+    return output
+
+
+@functools.cache
+def lines_of(bug: str) -> frozenset[str]:
+    """Return the places, as errors name them, of the statements that "bug:" comments mark for a bug."""
+    found = set()
+    for number, line in enumerate(SOURCE.read_text().splitlines(), 1):
+        code, _, names = line.partition("// bug: ")
+        if bug in names.split():
+            # A comment of its own marks the statements behind it, up to the end of the block.
+            found |= {number} if code.strip() else {number + 1, number + 2}
+    return frozenset(f"{SOURCE.name}:{number}" for number in found)
+
+
+def words_of(hidden: int) -> int:
+    """Return the words of one token: two values of 16 bits in each."""
+    return hidden // 2
+
+
+class Group:
+    """Ranks with inboxes, counters, and launches. `words` are the sizes of an epoch's all-reduce, one for each epoch. The launches of
+    `replayed` epochs have the tensors of the first of them, as a captured graph has. `streams` are the streams that launches alternate
+    between; `epoch` is the epoch before the first."""
+
+    def __init__(
+        self,
+        path: Path,
+        arch_name: str,
+        ranks: int,
+        words,
+        seed: int,
+        *,
+        replayed=(),
+        kernel="right",
+        streams=1,
+        epoch=0,
+    ):
+        self.ranks, self.words, self.phases = ranks, words, PHASES if "phase" in kernel else 1
+        self.devices = Devices(arch_name, ranks, seed)
+        generator = torch.Generator().manual_seed(seed)
+        capacity = max(*words, 1)
+        inboxes = [torch.zeros(2 * PHASES * ranks * capacity, dtype=torch.int64) for _ in range(ranks)]
+        for rank, inbox in enumerate(inboxes):
+            self.devices.share(rank, inbox, f"the inbox of rank {rank}")
+        self.calls: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # by rank and epoch: values and sums
+        for rank in range(ranks):
+            most = -(-capacity // THREADS)
+            counters = torch.full((1 + most,), epoch - (1 << 32 if epoch >> 31 else 0), dtype=torch.int32)
+            counters[0] = 0
+            mine = []
+            for number, count in enumerate(words):
+                call = mine[replayed[0]] if number in replayed[1:] else self._call(count, generator)
+                mine.append(call)
+                blocks = max(1, -(-count // THREADS))
+                pointers = (*inboxes, *[None] * (RANKS - ranks), *call, counters)
+                launch = Launch(
+                    "", f"{kernel}_{ranks}", (blocks, 1, 1), (THREADS, 1, 1), (*pointers, count, capacity, rank, blocks)
+                )
+                self.devices.enqueue(rank, path, launch, epoch + number + 1, number % streams)
+            self.calls.append(mine)
+
+    @staticmethod
+    def _call(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        values = torch.randint(0, 1 << 20, (max(count, 1),), generator=generator, dtype=torch.int32)
+        return values, torch.full_like(values, -1)
+
+    def run(self) -> None:
+        """Run the schedule, and compare all sums."""
+        self.devices.run()
+        for number, count in enumerate(self.words):
+            expected = sum(mine[number][0] for mine in self.calls) * self.ranks ** (self.phases - 1)
+            for rank, mine in enumerate(self.calls):
+                assert torch.equal(mine[number][1][:count], expected[:count]), f"rank {rank}, launch {number}"

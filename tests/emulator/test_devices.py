@@ -1,0 +1,255 @@
+"""Several emulated devices: an all-reduce whose words are data and flag is right in every schedule, and each way in which it may go
+wrong is found, with its line."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from assembly import Kernel, assemble
+from marks import full
+from one_shot import Group, compile_one_shot, lines_of, words_of
+
+from vllm_rocm_ops.emulator import Devices, errors
+from vllm_rocm_ops.launch import Launch
+
+ARCHS = ("gfx942", "gfx950")
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def built(request, tmp_path_factory):
+    """The architecture, and the code object of one_shot.hip."""
+    return request.param, compile_one_shot(request.param, tmp_path_factory.mktemp("one_shot"))
+
+
+# The protocol is right
+
+
+def epochs_of(hidden: int, seed: int) -> dict:
+    """Return the sizes of the launches of a schedule, and which of them replay the first: eager launches, of other sizes and of none,
+    stand between replays."""
+    words = words_of(hidden)
+    if seed % 2:
+        return {"words": (words, words // 2, words), "replayed": (0, 2)}
+    return {"words": (words, words, 0, words), "replayed": (0, 1, 3)}
+
+
+DEFAULT = {512: 8, 7168: 1, 16384: 1}  # schedules by hidden size
+ALL = {512: 10_000, 7168: 200, 16384: 200}
+
+
+def check_schedules(built, ranks: int, hidden: int, seeds) -> None:
+    arch_name, path = built
+    for seed in seeds:
+        try:
+            Group(path, arch_name, ranks, seed=seed, **epochs_of(hidden, seed)).run()
+        except (errors.EmulatorError, AssertionError) as error:
+            raise AssertionError(f"{ranks} ranks, hidden {hidden}, seed {seed}: {error}") from error
+
+
+@pytest.mark.parametrize("hidden", DEFAULT)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_all_reduce(built, ranks, hidden):
+    check_schedules(built, ranks, hidden, range(DEFAULT[hidden]))
+
+
+@full
+@pytest.mark.parametrize("hidden", ALL)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_all_reduce_in_many_schedules(built, ranks, hidden):
+    check_schedules(built, ranks, hidden, range(ALL[hidden]))
+
+
+def test_phases_with_slots_of_their_own(built):
+    arch_name, path = built
+    for seed in range(4):
+        Group(path, arch_name, 4, (256, 0, 256), seed, kernel="two_phases").run()
+
+
+def test_processor_time(built):
+    """One epoch of 8 ranks; the least of several, as the machine has other work."""
+    arch_name, path = built
+    taken = []
+    for seed in range(8):
+        group = Group(path, arch_name, 8, (words_of(512),), seed)
+        start = time.process_time()
+        group.run()
+        taken.append(time.process_time() - start)
+    assert min(taken) < 0.1
+
+
+# What is wrong is found
+
+WORDS = words_of(512)
+BUGS = {
+    "store_scope": (errors.StaleRead, {}),
+    "load_scope": (errors.StaleRead, {}),
+    "wait": (errors.StaleWord, {}),
+    "any_epoch": (errors.StaleWord, {}),
+    "swap": ((errors.SlotOverwritten, errors.Deadlock), {}),
+    "torn": (errors.TornWord, {}),
+    "skip_peer": (errors.StaleWord, {}),
+    # the conditions under which two buffers are enough
+    "skip_empty": ((errors.SlotOverwritten, errors.Deadlock), {"words": (WORDS, 0, WORDS)}),
+    "two_streams": (errors.WrongEpoch, {"kernel": "right", "streams": 2}),
+    "block_counter": (errors.WrongEpoch, {"words": (WORDS, WORDS // 2, WORDS)}),
+    "narrow_epoch": (errors.WrongEpoch, {"words": (WORDS,) * 4}),
+    "fresh_memory": (errors.StaleWord, {"kernel": "right", "epoch": 2**32 - 2}),
+    "shared_phase": (errors.SlotOverwritten, {}),
+    "residency": (errors.Deadlock, {"kernel": "right", "words": (16 * WORDS,)}),
+}
+MOST_SEEDS = 32
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_bugs(built, bug):
+    """Each is found in one of few schedules, and never as something else; the message names a rank, an epoch and a marked line."""
+    arch_name, path = built
+    kinds, changed = BUGS[bug]
+    arguments = {"words": (WORDS,) * 3, "kernel": bug} | changed
+    for seed in range(MOST_SEEDS):
+        group = Group(path, arch_name + ":1" * (bug == "residency"), 4, seed=seed, **arguments)
+        try:
+            group.run()
+        except kinds as error:
+            text = str(error)
+            assert lines_of(bug) and any(f"({place})" in text for place in lines_of(bug)), text
+            assert "rank " in text and "in epoch " in text
+            return
+    pytest.fail(f"not found in {MOST_SEEDS} schedules")
+
+
+# Flags and data, in uncached memory
+
+WAIT = "s_waitcnt vmcnt(0)"
+SYSTEM, AGENT = "sc0 sc1", "sc1"
+NEXT = "\n  "
+
+
+def sends(name: str, store: str = SYSTEM, release: tuple = (WAIT,), flag: str = SYSTEM) -> Kernel:
+    """Stores 64 words of 4 bytes, then a flag."""
+    return Kernel(
+        name,
+        f"""
+  s_load_dwordx4 s[4:7], s[0:1], 0x0
+  s_waitcnt lgkmcnt(0)
+  v_lshlrev_b32 v1, 2, v0
+  v_mov_b32 v2, 7
+  v_mov_b32 v3, 0
+  global_store_dword v1, v2, s[4:5] {store}
+  {NEXT.join(release)}
+  global_store_dword v3, v2, s[6:7] {flag}
+  {WAIT}""",
+        max_block=64,
+    )
+
+
+def receives(name: str, acquire: tuple = (), load: str = SYSTEM, flag: str = SYSTEM) -> Kernel:
+    """Waits for the flag, then loads the words, and stores them at the third pointer."""
+    return Kernel(
+        name,
+        f"""
+  s_load_dwordx4 s[4:7], s[0:1], 0x0
+  s_load_dwordx2 s[8:9], s[0:1], 0x10
+  s_waitcnt lgkmcnt(0)
+  v_lshlrev_b32 v1, 2, v0
+  v_mov_b32 v3, 0
+.L{name}_again:
+  s_sleep 1
+  global_load_dword v4, v3, s[6:7] {flag}
+  {WAIT}
+  v_readfirstlane_b32 s10, v4
+  s_cmp_eq_u32 s10, 0
+  s_cbranch_scc1 .L{name}_again
+  {NEXT.join(acquire)}
+  global_load_dword v5, v1, s[4:5] {load}
+  {WAIT}
+  global_store_dword v1, v5, s[8:9]""",
+        pointers=3,
+        max_block=64,
+    )
+
+
+WRITE_BACK, INVALIDATE = f"buffer_wbl2 {SYSTEM}", f"buffer_inv {SYSTEM}"
+SENT, RECEIVED = sends("sent"), receives("received")
+RIGHT = [
+    (SENT, RECEIVED),
+    (sends("by_fence", "", (WRITE_BACK, WAIT)), receives("behind_fence", (INVALIDATE,), "")),
+]
+WRONG = {
+    (sends("stored_for_the_agent", AGENT), RECEIVED): "it has no sc0 sc1, and no buffer_wbl2 sc0 sc1",
+    (sends("released_to_the_agent", "", ("buffer_wbl2 sc1", WAIT)), RECEIVED): "it has no sc0 sc1, and no buffer_wbl2",
+    (sends("not_complete", release=()), RECEIVED): "no s_waitcnt says that it was complete",
+    (SENT, receives("loaded_for_the_agent", load=AGENT)): "this access has no sc0 sc1",
+    (sends("flag_for_the_agent", flag=AGENT), RECEIVED): "the store has no sc0 sc1, so that devices may miss it",
+    (SENT, receives("flag_of_the_agent", flag=AGENT)): "this access has no sc0 sc1, so that devices may miss it",
+    (SENT, receives("acquired_by_the_agent", ("buffer_inv sc1",), "")): "this access has no sc0 sc1",
+}
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def run(request, tmp_path_factory):
+    pairs = [*RIGHT, *WRONG]
+    kernels = list(dict.fromkeys(kernel for pair in pairs for kernel in pair))
+    path = assemble(kernels, request.param, tmp_path_factory.mktemp("flags"))
+
+    def run(pair, seed: int, share: bool = True):
+        data, flag, output = (torch.zeros(n, dtype=torch.int32) for n in (64, 1, 64))
+        devices = Devices(request.param, 2, seed)
+        devices.share(1, flag, "the flag")
+        if share:
+            devices.share(1, data, "the data")
+        for device, kernel, pointers in ((0, pair[0], (data, flag)), (1, pair[1], (data, flag, output))):
+            devices.enqueue(device, path, Launch("", kernel.name, (1, 1, 1), (64, 1, 1), pointers))
+        devices.run()
+        return output
+
+    return run
+
+
+@pytest.mark.parametrize("pair", RIGHT, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
+def test_flags(run, pair):
+    for seed in range(8):
+        assert (run(pair, seed) == 7).all()
+
+
+@pytest.mark.parametrize("pair", WRONG, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
+def test_wrong_flags(run, pair):
+    for seed in range(8):
+        with pytest.raises(errors.StaleRead, match=WRONG[pair]) as caught:
+            run(pair, seed)
+        assert "rank 1 in epoch 1" in str(caught.value) and "rank 0 in epoch 1" in str(caught.value)
+
+
+def test_cached_memory_is_not_coherent(run):
+    with pytest.raises(errors.StaleRead, match="devices do not see each other's stores to cached memory"):
+        run(RIGHT[0], 0, share=False)
+
+
+def test_a_rank_that_never_comes(built):
+    """A deadlock names the rank that waits, and for whose word."""
+    arch_name, path = built
+    group = Group(path, arch_name, 2, (WORDS,), 0)
+    del group.devices._queues[1, 0]
+    with pytest.raises(
+        errors.Deadlock, match="rank 0 in epoch 1: .* awaits byte .* finds epoch 0, which nothing stored"
+    ):
+        group.run()
+
+
+def test_counts(run):
+    with pytest.raises(ValueError, match="devices must be 1 to 8, got 9"):
+        Devices("gfx942", 9)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_streams_share_the_room_of_a_device(seed, tmp_path):
+    """Two launches, each with more blocks than are resident."""
+    path = assemble([SENT], "gfx942", tmp_path)
+    devices, outputs = Devices("gfx942:1", seed=seed), []
+    for stream in range(2):
+        outputs += [torch.zeros(64, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)]
+        devices.enqueue(0, path, Launch("", SENT.name, (80, 1, 1), (64, 1, 1), tuple(outputs[-2:])), stream=stream)
+    assert len(devices.run()) == 2
+    assert all((output == 7).all() for output in outputs)
