@@ -293,7 +293,9 @@ def reach_table() -> str:
     for row in known:
         cells = [row[release] for release in releases()]
         alike = len(set(cells)) == 1
-        rows.append((row["model"], row["layers"], cells[0] if alike else "; ".join(map(" ".join, zip(releases(), cells)))))
+        rows.append(
+            (row["model"], row["layers"], cells[0] if alike else "; ".join(map(" ".join, zip(releases(), cells))))
+        )
     return markdown(("model", "layers", f"taken, vLLM {releases()[0]} to {releases()[-1]}"), rows)
 
 

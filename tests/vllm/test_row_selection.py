@@ -242,6 +242,22 @@ def test_ranks_agree(kernels):
     assert decide(layer, Clock(), lambda mine: [mine, slow, wrong]) == {"norm": False, "q": True, "act": False}
 
 
+def test_equal_layers_are_one_pair(kernels, monkeypatch):
+    """A model of 200 layers has as many pairs to decide as one of its layers, but for activations, which know their linear."""
+    asked, key_of = [], fused_quant().key_of
+    monkeypatch.setattr(fused_quant(), "key_of", lambda *given: asked.append(given) or key_of(*given))
+    layers = torch.nn.ModuleList(Layer(KEYS[1]) for _ in range(200))
+    found = list(row_selection.fused_in(layers, HIDDEN, torch.bfloat16, lambda is_norm: "compiled", True))
+    assert [one.is_norm for one in found] == [True] * 2 + [False] * 200
+    assert len(asked) <= 3 * 200 + 2 + 200
+
+
+def fused_quant():
+    from vllm_rocm_ops.vllm import fused_quant
+
+    return fused_quant
+
+
 class Communicator:
     """AITER's all-reduce in a group of fully connected GPUs, by vLLM's own rule for its one-stage kernel."""
 

@@ -18,7 +18,6 @@ its quantization and a decode step's tensors are small enough; where they are no
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import logging
@@ -224,21 +223,26 @@ def fused_in(
     those as wide as the model are of its decoder layers, with a residual. `baseline` names vLLM's for norms, and for activations."""
     from vllm_rocm_ops.vllm import fused_quant
 
-    wide = collections.defaultdict(list)
+    tables = {True: fused_quant.NORMS, False: fused_quant.ACTIVATIONS}
+    keys = {is_norm: fused_quant.runnable(table) for is_norm, table in tables.items()}
+    norms = {(type(norm), norm.weight.shape[0]): norm for norm in producers.norms(model) if compiles}
+    kinds = {}  # of the linears, which are many
     for linear in model.modules():
         if hasattr(linear, "vllm_rocm_ops_quantize"):
-            wide[producers.width(linear)].append(linear)
-    pairs = [(norm, linear) for norm in producers.norms(model) if compiles for linear in wide[norm.weight.shape[0]]]
+            traits = getattr(linear, "input_scale_ub", None) is None, linear.vllm_rocm_ops_column_major_scales
+            kinds.setdefault((producers.width(linear), fused_quant.key_of(linear, 0, keys[True]), *traits), linear)
+    pairs = [
+        (norm, one) for norm in norms.values() for one in kinds.values() if producers.width(one) == len(norm.weight)
+    ]
     pairs += [(layer.act_fn, layer.down_proj) for layer in producers.gated(model)]
     for producer, linear in pairs:
         if not hasattr(linear, "vllm_rocm_ops_quantize"):
             continue
         is_norm, columns = hasattr(producer, "variance_epsilon"), producers.width(linear)
-        table = fused_quant.NORMS if is_norm else fused_quant.ACTIVATIONS
-        key = fused_quant.key_of(linear, columns, fused_quant.runnable(table))
+        key = fused_quant.key_of(linear, columns, keys[is_norm])
         if key is not None:
             has_residual = is_norm and columns == hidden
-            op = getattr(ops, table[key][-1 if has_residual else 0])
+            op = getattr(ops, tables[is_norm][key][-1 if has_residual else 0])
             yield Fused(op, producer, linear, columns, dtype, has_residual, baseline(is_norm))
 
 
