@@ -382,6 +382,22 @@ LIBRARY.impl("quantize", lambda x, out: (out.copy_(x.clamp(-448, 448).to(out.dty
 LIBRARY.impl("quantize", lambda x, out: None, "Meta")
 
 
+def test_equal_markers_are_traced_once(monkeypatch):
+    """As a model has them in every layer."""
+    from vllm_rocm_ops.vllm import graph
+
+    traced, trace = [], graph.trace
+    monkeypatch.setattr(graph, "trace", lambda *given: traced.append(given) or trace(*given))
+    (marked, theirs), (other, others), x = quantizer(KEYS[1]), quantizer(KEYS[2]), random(ROWS, HIDDEN)
+
+    def function(marked, other):
+        return lambda x: [part for n in range(3) for part in (*marked(x + n), *other(x + n), *marked((x + n)[:2]))]
+
+    module, names = piece(function(marked, other), x)
+    assert called(names) == [] and len(traced) == 3
+    same(module(x), function(theirs, others)(x))
+
+
 def test_a_scale_that_is_computed_behind_the_norm():
     """Ours runs behind both, unless something reads the residual between them."""
     x, residual, weight, scale = (
@@ -424,7 +440,7 @@ def test_a_kernel_that_writes_its_argument_is_functional_again():
     module = make_fx(lambda x, scale: marked(x, scale)[0], tracing_mode="fake")(x, scale)
     [marker] = module.graph.find_nodes(op="call_function", target=markers.STATIC)
     with config.patch(enable_auto_functionalized_v2=False):  # as vLLM has it
-        graph.lower(marker)
+        graph.lower(marker, {})
     [node] = module.graph.find_nodes(op="call_function", target=auto_functionalized)
     assert node.args[0] == torch.ops.vllm_rocm_ops_tests.quantize.default
     module.recompile()

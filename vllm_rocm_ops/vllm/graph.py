@@ -126,6 +126,7 @@ class Fusion(VllmInductorPass):
     def __init__(self, config):
         super().__init__(config)
         self.runnable = {kind.name: fused_quant.runnable(kind.table) for kind in (Norm, Activation)}
+        self.traces: dict[tuple, fx.Graph] = {}  # a model has few kinds of markers in many places
 
     @VllmInductorPass.time_and_log
     def __call__(self, graph: fx.Graph) -> None:
@@ -134,11 +135,11 @@ class Fusion(VllmInductorPass):
             producer = kinds[node.target](node)
             taken = producer.name in choices.on and self.take(producer)
             if not taken and node.target is ACTIVATION:
-                lower(node)
+                lower(node, self.traces)
             found[taken or f"{producer.name} left"] += 1
         graph.eliminate_dead_code()
         for node in [node for node in graph.nodes if node.target in (STATIC, DYNAMIC)]:
-            lower(node)
+            lower(node, self.traces)
         graph.eliminate_dead_code()
 
     def take(self, producer: Producer) -> str:
@@ -332,11 +333,18 @@ def trace(function: Callable, args: tuple) -> fx.Graph:
     return traced
 
 
-def lower(marker: fx.Node) -> None:
+def lower(marker: fx.Node, traces: dict[tuple, fx.Graph]) -> None:
     """Put what vLLM would have traced in a marker's place."""
-    inputs, copies = (arg for arg in marker.args if isinstance(arg, fx.Node)), {}
+    inputs, copies = [arg for arg in marker.args if isinstance(arg, fx.Node)], {}
+    values = [arg.meta["val"] for arg in inputs]
+    facts = [(value.shape, value.stride(), value.dtype, value.device) for value in values]
+    key = values[0].fake_mode, marker.target, str(marker.args[len(inputs) :]), str(facts)
+    traced = traces.get(key)
+    if traced is None:
+        traced = traces[key] = trace(markers.FORMS[marker.target], marker.args)
+    inputs = iter(inputs)
     with marker.graph.inserting_before(marker):
-        for node in trace(markers.FORMS[marker.target], marker.args).nodes:
+        for node in traced.nodes:
             if node.op == "placeholder":
                 copies[node] = next(inputs)
             elif node.op == "output":
