@@ -1,9 +1,13 @@
 """When vLLM's quantizations are marked, and by whose class vLLM runs its passes."""
 
+import json
 import types
 
+import processes
 import pytest
+import test_selection
 import torch
+from engines import HERE
 
 from vllm_rocm_ops.vllm import row_selection, seam
 from vllm_rocm_ops.vllm.seams import fusion
@@ -96,3 +100,16 @@ def test_a_marker_that_runs_quantizes():
     quant, x = quantization("VLLM_COMPILE"), torch.randn(3, 256).bfloat16()
     found, wanted = quant.marked(x), quant.vllm_forward(x)
     assert all(torch.equal(one.float(), other.float()) for one, other in zip(found, wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", test_selection.ASKED)
+def test_vllms_own_fusions_find_what_is_left(release):
+    """As many as without markers, of each quantization as a custom op and as an aten chain, on a faked MI300X. Nor does vLLM find its own
+    fusion with groups of an aten chain."""
+    folders = test_selection.python_files(test_selection.RELEASES[release]), HERE.parents[1], HERE
+    options = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": "none"}
+    output = processes.run("import own_fusions; own_fusions.main()", *folders, **options)
+    found = json.loads(output.splitlines()[-1])
+    assert len(found) == 12 and sum(without for _, without in found.values()) == 10
+    assert all(marked == without for marked, without in found.values()), found

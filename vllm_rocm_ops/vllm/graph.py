@@ -329,6 +329,8 @@ def trace(function: Callable, args: tuple) -> fx.Graph:
     tensors = [arg.meta["val"] for arg in args if isinstance(arg, fx.Node)]
     with enable_python_dispatcher(), detect_fake_mode(tensors):
         traced = make_fx(dispatch_functionalize(called, FunctionalTensorMode()), select_decomp_table())(*tensors).graph
+    for view in traced.find_nodes(op="call_function", target=aten.view.default):
+        view.target = aten.reshape.default  # as Inductor has it where passes run
     traced.eliminate_dead_code()
     return traced
 
