@@ -41,9 +41,9 @@ SCHEMAS = (
 KEYS = ("kFp8StaticTensorSym", "kFp8DynamicTokenSym", "kFp8Dynamic128Sym")
 
 
-def main() -> None:
-    """Print the answers as JSON."""
-    selection.fake_amd("gfx942", "0")
+def main(aiter: str) -> None:
+    """Print the answers as JSON, without AITER ("0") or with it ("1"), which has a pass of its own."""
+    selection.fake_amd("gfx942", aiter)
     import torch
 
     library = torch.library.Library("_C", "FRAGMENT")
@@ -57,15 +57,15 @@ def main() -> None:
 
     register()
     answers = {}
-    for form in ("custom op", "native"):
+    for form in ("custom op",) if aiter == "1" else ("custom op", "native"):
         settings = CompilationConfig(custom_ops=["none", "+quant_fp8"] if form == "custom op" else ["none"])
         config = VllmConfig(device_config=DeviceConfig("cuda"), compilation_config=settings)
         with set_current_vllm_config(config, check_compile=False):
-            answers |= {f"{form} {what}": found for what, found in matches(config, form == "native")}
+            answers |= {f"{form} {what}": found for what, found in matches(config, form == "native", aiter == "1")}
     print("\n" + json.dumps(answers))
 
 
-def matches(config, native: bool):
+def matches(config, native: bool, aiter: bool):
     """Yield a key and whether there is a residual, and how many fusions vLLM's pass finds with markers and without."""
     import torch
     from torch._inductor import config as inductor
@@ -73,7 +73,6 @@ def matches(config, native: bool):
     from torch._inductor.fx_passes.post_grad import view_to_reshape
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
-    from vllm.compilation.passes.fusion.rms_quant_fusion import RMSNormQuantFusionPass
     from vllm.compilation.passes.inductor_pass import pass_context
     from vllm.config.utils import Range
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
@@ -81,7 +80,11 @@ def matches(config, native: bool):
 
     from vllm_rocm_ops.vllm import graph, markers
 
-    theirs = RMSNormQuantFusionPass(config)
+    if aiter:
+        from vllm.compilation.passes.fusion.rocm_aiter_fusion import RocmAiterRMSNormQuantFusionPass as Theirs
+    else:
+        from vllm.compilation.passes.fusion.rms_quant_fusion import RMSNormQuantFusionPass as Theirs
+    theirs = Theirs(config)
     graph.choices.on = frozenset()  # all are vLLM's
     sizes = (5, 256), (256,), (5, 256)
     for key in KEYS:

@@ -438,7 +438,7 @@ def test_a_kernel_that_writes_its_argument_is_functional_again():
     marked = markers.of_quantization(quant, theirs)
     x, scale = random(ROWS, HIDDEN), torch.ones(1)
     module = make_fx(lambda x, scale: marked(x, scale)[0], tracing_mode="fake")(x, scale)
-    [marker] = module.graph.find_nodes(op="call_function", target=markers.STATIC)
+    [marker] = module.graph.find_nodes(op="call_function", target=markers.QUANTIZATION)
     with config.patch(enable_auto_functionalized_v2=False):  # as vLLM has it
         graph.lower(marker, {})
     [node] = module.graph.find_nodes(op="call_function", target=auto_functionalized)

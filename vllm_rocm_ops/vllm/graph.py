@@ -34,7 +34,7 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.op import Op, registered
 from vllm_rocm_ops.vllm import fused_quant, markers
-from vllm_rocm_ops.vllm.markers import ACTIVATION, DYNAMIC, STATIC
+from vllm_rocm_ops.vllm.markers import ACTIVATION, QUANTIZATION
 from vllm_rocm_ops.vllm.row_selection import choices
 
 aten = torch.ops.aten
@@ -138,14 +138,14 @@ class Fusion(VllmInductorPass):
                 lower(node, self.traces)
             found[taken or f"{producer.name} left"] += 1
         graph.eliminate_dead_code()
-        for node in [node for node in graph.nodes if node.target in (STATIC, DYNAMIC)]:
+        for node in graph.find_nodes(op="call_function", target=QUANTIZATION):
             lower(node, self.traces)
         graph.eliminate_dead_code()
 
     def take(self, producer: Producer) -> str:
         """Put an op of ours in a producer's place where it serves, and return its name."""
         readers = list(producer.result.users) if producer.result is not None else []
-        quantizes = [reader for reader in readers if reader.target in (STATIC, DYNAMIC)]
+        quantizes = [reader for reader in readers if reader.target is QUANTIZATION]
         if not readers or not producer.takes() or producer.is_behind():
             return ""
         if not quantizes and all(map(is_whole, readers)) and None in self.runnable[producer.name]:
@@ -155,17 +155,18 @@ class Fusion(VllmInductorPass):
             if op.torch_op is not producer.node.target:
                 insert(producer, op, producer.arguments(), [])
             return op.name
-        if len(quantizes) != len(readers) or len({(q.target, *map(str, q.args)) for q in quantizes}) != 1:
+        if len(quantizes) != len(readers) or len({str(q.args) for q in quantizes}) != 1:
             return ""
         key, given = quantization(quantizes[0])
         if key not in self.runnable[producer.name] or (producer.name == "norm" and self.is_all_reduced(producer, key)):
             return ""
         op, given = producer.op(key), given | producer.arguments()
-        theirs = quantizes[0].meta["val"]
         values = fx.map_arg(given, lambda node: node.meta["val"])
         outputs = op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields if name in values}))
         columns = producer.result.meta["val"].shape[-1]
-        if not are_alike(outputs, theirs) or not self.is_ours(producer, key, given, columns):
+        if not are_alike(made_by(op, outputs, values), quantizes[0].meta["val"]) or not self.is_ours(
+            producer, key, given, columns
+        ):
             return ""
         if producer.added is not None and any(user < place_of(producer, given) for user in producer.added.users):
             return ""
@@ -205,28 +206,33 @@ class Fusion(VllmInductorPass):
 
 def quantization(marker: fx.Node) -> tuple[object, dict[str, object]]:
     """Return vLLM's key of a marker, or None for one that our ops do not have, and our ops' arguments for it."""
-    how = markers.How(*marker.args[-1])
+    _, scale, bound, how = marker.args
+    how = markers.How(*how)
     if how.tma_aligned or how.ue8m0 or how.padding != -1:
         return None, {}
     keys = {(key.scale.static, *key.scale.group_shape): key for key in fused_quant.KEYS}
     key = keys.get((bool(how.static), how.rows, how.columns))
     given: dict[str, object] = {"quant_dtype": fused_quant.QUANT_DTYPE}
     if how.static:
-        return key, given | {"scale": marker.args[1]}
+        return key, given | {"scale": scale}
     if how.columns == fused_quant.GROUP:
         return key, given | {"group_size": fused_quant.GROUP, "is_scale_transposed": bool(how.column_major)}
-    return key, given | {"scale_ub": marker.args[1]}
+    return key, given | {"scale_ub": bound}
 
 
-def are_alike(ours, theirs) -> bool:
+def made_by(op: Op, outputs, given: dict[str, object]) -> tuple:
+    """Return what takes the place of a quantization: values and scales, which an op with a static scale is given."""
+    return (outputs, given["scale"]) if "scale" in op.Arguments._fields else outputs
+
+
+def are_alike(ours: tuple, theirs: tuple) -> bool:
     """Return whether results have the same shapes, types and strides for any number of tokens."""
-    ours, theirs = (value if isinstance(value, tuple) else (value,) for value in (ours, theirs))
-    return len(ours) == len(theirs) and all(
+    return all(
         one.dtype == other.dtype
         and one.dim() == other.dim()
         and all(map(statically_known_true, map(operator.eq, one.shape, other.shape)))
         and all(map(statically_known_true, map(operator.eq, one.stride(), other.stride())))
-        for one, other in zip(ours, theirs)
+        for one, other in zip(ours, theirs, strict=True)
     )
 
 
@@ -282,29 +288,28 @@ def place_of(producer: Producer, given: dict) -> fx.Node:
 
 def insert(producer: Producer, op: Op, given: dict, quantizes: list[fx.Node]) -> None:
     """Put an op of ours in a producer's place, and in that of the quantizations that read it."""
-    node, residual = producer.node, producer.residual
+    node, residual, is_static = producer.node, producer.residual, "scale" in op.Arguments._fields
+    place = place_of(producer, given)
     given = dict(zip(op.Arguments._fields, op._defaults)) | given
     given = {name: given[name] for name in op.Arguments._fields}
-    replaced = quantizes or [producer.result]
-    values = replaced[0].meta["val"]
-    parts = values if isinstance(values, tuple) else (values,)
-    with node.graph.inserting_before(place_of(producer, given)):
+    values = quantizes[0].meta["val"] if quantizes else (producer.result.meta["val"],)
+    values = values[:1] if is_static else values
+    with node.graph.inserting_before(place):
         if residual is None:
             ours = node.graph.call_function(op.torch_op, tuple(given.values()))
-            ours.meta["val"] = values
+            ours.meta["val"] = values if len(values) > 1 else values[0]
         else:
             ours = node.graph.call_function(auto_functionalized, (op.torch_op,), given)
-            ours.meta["val"] = (*parts, residual.meta["val"])
-        is_one = residual is None and not isinstance(values, tuple)
-        outputs = [ours] if is_one else list(items(ours))
-    if producer.added is not None:
-        producer.added.replace_all_uses_with(outputs[-1])
-    for one in replaced:
-        if not isinstance(values, tuple):
-            one.replace_all_uses_with(outputs[0])
-            continue
-        for user in list(one.users):
-            user.replace_all_uses_with(outputs[user.args[1]])
+            ours.meta["val"] = (*values, residual.meta["val"])
+        outputs = list(items(ours)) if isinstance(ours.meta["val"], tuple) else [ours]
+    if residual is not None:
+        added = outputs.pop()
+        if producer.added is not None:
+            producer.added.replace_all_uses_with(added)
+    if not quantizes:
+        producer.result.replace_all_uses_with(outputs[0])
+    for user in [user for one in quantizes for user in one.users]:
+        user.replace_all_uses_with(made_by(op, outputs[0], given)[user.args[1]] if is_static else outputs[user.args[1]])
 
 
 def items(node: fx.Node) -> Iterator[fx.Node]:
@@ -340,7 +345,8 @@ def lower(marker: fx.Node, traces: dict[tuple, fx.Graph]) -> None:
     inputs, copies = [arg for arg in marker.args if isinstance(arg, fx.Node)], {}
     values = [arg.meta["val"] for arg in inputs]
     facts = [(value.shape, value.stride(), value.dtype, value.device) for value in values]
-    key = values[0].fake_mode, marker.target, str(marker.args[len(inputs) :]), str(facts)
+    constants = [arg for arg in marker.args if not isinstance(arg, fx.Node)]
+    key = values[0].fake_mode, marker.target, str(constants), str(facts)
     traced = traces.get(key)
     if traced is None:
         traced = traces[key] = trace(markers.FORMS[marker.target], marker.args)

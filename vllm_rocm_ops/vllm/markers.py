@@ -33,14 +33,14 @@ class How(NamedTuple):
     padding: int
 
 
-def static(x: Tensor, scale: Tensor, how: list[int]) -> Tensor:
-    """Quantize with a scale that is known."""
-    return _quantize[tuple(how)](x, scale)[0]
+def quantize(x: Tensor, scale: Tensor | None, bound: Tensor | None, how: list[int]) -> tuple[Tensor, Tensor]:
+    """Return vLLM's quantization of x and its scales, which are `scale` or its own where that is static."""
+    return _quantize[tuple(how)](x, scale, bound)
 
 
-def dynamic(x: Tensor, bound: Tensor | None, how: list[int]) -> tuple[Tensor, Tensor]:
-    """Quantize with scales of the values, and return them."""
-    return _quantize[tuple(how)](x, None, bound)
+def _run(x: Tensor, scale: Tensor | None, bound: Tensor | None, how: list[int]) -> tuple[Tensor, Tensor]:
+    values, scales = quantize(x, scale, bound, how)
+    return values, scales if scale is None else scales.clone()  # an op returns no argument
 
 
 def activate(x: Tensor) -> Tensor:
@@ -49,18 +49,13 @@ def activate(x: Tensor) -> Tensor:
 
 
 _library = torch.library.Library("vllm_rocm_ops", "FRAGMENT")
-_library.define("marked_static_quant(Tensor x, Tensor scale, int[] how) -> Tensor")
-_library.define("marked_dynamic_quant(Tensor x, Tensor? bound, int[] how) -> (Tensor, Tensor)")
-for _name, _run in (("marked_static_quant", static), ("marked_dynamic_quant", dynamic)):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"vllm_rocm_ops::{_name}", _run, lib=_library)
+_library.define("marked_quant(Tensor x, Tensor? scale, Tensor? bound, int[] how) -> (Tensor, Tensor)")
+_library.impl("marked_quant", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("vllm_rocm_ops::marked_quant", _run, lib=_library)
 
-STATIC, DYNAMIC = (
-    torch.ops.vllm_rocm_ops.marked_static_quant.default,
-    torch.ops.vllm_rocm_ops.marked_dynamic_quant.default,
-)
+QUANTIZATION = torch.ops.vllm_rocm_ops.marked_quant.default
 ACTIVATION = ops.silu_and_mul.torch_op
-FORMS = {STATIC: static, DYNAMIC: dynamic, ACTIVATION: activate}
+FORMS = {QUANTIZATION: quantize, ACTIVATION: activate}
 """Markers, and what vLLM traces in their place. The activation's is our own op."""
 
 
@@ -81,8 +76,6 @@ def of_quantization(quant: torch.nn.Module, forward: Callable) -> Callable:
         forward: What it computes, not compiled on its own.
     """
     group, padding = quant.group_shape, quant.num_token_padding
-    if quant.static and not group.is_per_tensor():  # which has scales of other shapes than it is given
-        return forward
     how = How(
         quant.static,
         group.row,
@@ -96,7 +89,7 @@ def of_quantization(quant: torch.nn.Module, forward: Callable) -> Callable:
     _quantize[tuple(numbers)] = forward
 
     def marked(x: Tensor, scale: Tensor | None = None, scale_ub: Tensor | None = None, use_triton: bool = False):
-        return (STATIC(x, scale, numbers), scale) if quant.static else DYNAMIC(x, scale_ub, numbers)
+        return QUANTIZATION(x, scale, scale_ub, numbers)
 
     return marked
 
