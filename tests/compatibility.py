@@ -334,7 +334,7 @@ def page() -> str:
         aiter_table(),
         "## Models",
         (
-            "In a compiled model a norm or an activation quantises in its own kernel where nothing but equal quantizations reads the "
+            "In a compiled model a norm or an activation quantizes in its own kernel where nothing but equal quantizations reads the "
             "result: so in front of attention and of a feed-forward, and inside of the latter and of shared experts. Other norms and "
             "activations are ours where the compiler would fuse nothing with them, as in front of experts. Norms of queries and keys, "
             "which it fuses with their rotation, and Gemma's, which follow one another, are vLLM's. A compiled graph has as many "

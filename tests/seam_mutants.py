@@ -210,7 +210,7 @@ SEAM_MUTANTS = {
     "a residual that somebody holds": of(
         GRAPH, "residual not in inputs or inputs.index(residual) in get_pass_context().donated_input_ids", "True"
     ),
-    "a norm behind a norm": of(GRAPH, " or producer.is_behind()", ""),
+    "a norm behind a norm": of(GRAPH, " or makes_with_norm(producer.node.args[0])", ""),
     "a part of a row": of(GRAPH, " or self.is_partial", ""),
     "a weight of another type": of(GRAPH, ' or weight.meta["val"].dtype != x.dtype', ""),
     "rows whose elements lie apart": of(

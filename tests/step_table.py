@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from measurements import RESULTS, markdown
@@ -130,7 +130,7 @@ QUANTIZED = {"without": 2, "with": 1}  # launches of a shared expert that quanti
 
 
 class Profile(NamedTuple):
-    """A recorded step in us: its kernels, those of the second stream, launches, and the spans measured and predicted."""
+    """A recorded step in us: its kernels, the second stream's kernels, launches, and the spans measured and predicted."""
 
     name: str
     side: str
@@ -161,8 +161,8 @@ def _alone(side: str) -> dict[tuple[int, int, int], float]:
 
 
 def second_stream(kernels: dict, side: str, batch: int, experts: int, layers: int) -> float:
-    """Return us of the shared experts. The profile has one sum for all block-scaled linears: those of the main stream take at most
-    what they take alone, and those of the second at least their share."""
+    """Return us of the shared experts. The profile has one sum for all block-scaled linears: the main stream's take at most
+    what they take alone, and the second stream's at least their share."""
 
     def sums(pattern: str) -> tuple[float, float]:
         found = [times for name, times in kernels.items() if pattern in name]
@@ -254,50 +254,38 @@ def _share(product: str, model: str, batch: int, node: step.Node) -> float:
     return node.cost_us / (of.us - of.floor_us) if node.stream != step.SECOND else 0.0
 
 
-def worst() -> str:
-    """Return for each GPU and model the ten launches of the plugin's step that cost most above their bytes."""
+def _tables(suffix: str, head: Sequence[str], row: Callable[..., tuple[str, ...]], most: int | None = None) -> str:
+    """Return a table for each GPU and model: a `row(product, model, stream, nodes by batch size)` for each launch, behind its name."""
+    titles = ("launch", "op", "calls", *head)
     tables = []
     for product in baseline.PRODUCTS:
         for model in MODELS:
             rows = [
-                (
-                    layer,
-                    f"`{op}`" if op else "",
-                    str(count),
-                    *(
-                        f"{of[batch].cost_us / 1e3:.2f} ({_share(product, model, batch, of[batch]):.0%})"
-                        for batch in BATCHES
-                    ),
-                    step.cause(of[BATCHES[0]]),
-                    step.cause(of[BATCHES[-1]]),
-                )
-                for (layer, op, count, _), of in _by_cost(product, model)[:MOST]
+                (layer, f"`{op}`" if op else "", str(count), *row(product, model, stream, of))
+                for (layer, op, count, stream), of in _by_cost(product, model)[:most]
             ]
-            head = ("launch", "op", "calls", *(f"batch {batch}" for batch in BATCHES), "cause at 1", "cause at 64")
-            tables.append(f"### {product}, {model}\n\n{markdown(head, rows)}")
+            tables.append(f"### {product}, {model}{suffix}\n\n{markdown(titles, rows)}")
     return "\n\n".join(tables)
+
+
+def worst() -> str:
+    """Return for each GPU and model the ten launches of the plugin's step that cost most above their bytes."""
+
+    def row(product: str, model: str, stream: str, of: dict[int, step.Node]) -> tuple[str, ...]:
+        costs = (f"{of[batch].cost_us / 1e3:.2f} ({_share(product, model, batch, of[batch]):.0%})" for batch in BATCHES)
+        return *costs, step.cause(of[BATCHES[0]]), step.cause(of[BATCHES[-1]])
+
+    return _tables("", (*(f"batch {batch}" for batch in BATCHES), "cause at 1", "cause at 64"), row, MOST)
 
 
 def every() -> str:
     """Return every launch of the plugin's steps, largest cost first: us, floor and gap by batch size."""
-    tables = []
-    for product in baseline.PRODUCTS:
-        for model in MODELS:
-            rows = [
-                (
-                    layer,
-                    f"`{op}`" if op else "",
-                    str(count),
-                    of[BATCHES[0]].kind,
-                    stream,
-                    *(_launch(of[batch]) for batch in BATCHES),
-                )
-                for (layer, op, count, stream), of in _by_cost(product, model)
-            ]
-            head = ("launch", "op", "calls", "kind", "stream", *(f"batch {batch}" for batch in BATCHES))
-            tables.append(f"### {product}, {model}, all\n\n{markdown(head, rows)}")
+
+    def row(product: str, model: str, stream: str, of: dict[int, step.Node]) -> tuple[str, ...]:
+        return of[BATCHES[0]].kind, stream, *(_launch(of[batch]) for batch in BATCHES)
+
     about = f"us / floor of bytes / gap behind it; {CONTEXT} keys a request; largest cost above the floor first."
-    return about + "\n\n" + "\n\n".join(tables)
+    return about + "\n\n" + _tables(", all", ("kind", "stream", *(f"batch {batch}" for batch in BATCHES)), row)
 
 
 def _launch(node: step.Node) -> str:

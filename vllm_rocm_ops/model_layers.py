@@ -1,7 +1,7 @@
 """What one rank calls in a step of a model: each op with its arguments, from a Hugging Face config.json and the division.
 
 `calls(model_config.read(model), tp, ep)` lists them as vLLM with this package runs them: linear layers; the norms and
-activations around them, which quantise for the linears that read their result (see vllm/graph.py); routing and
+activations around them, which quantize for the linears that read their result (see vllm/graph.py); routing and
 experts. What runs no op of ours is left out: attention, rotary embeddings, collectives, Qwen3's norms of queries and keys,
 experts in INT8, and in DeepSeek the products that latent attention absorbs.
 """

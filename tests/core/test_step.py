@@ -162,7 +162,7 @@ def test_batch_1_of_both_releases_is_predicted_within_seven_percent():
 
 
 def test_steps_of_other_engines_are_in_the_band():
-    """Both of DeepSeek-R1 on MI355X, held out; those of an older vLLM are shown in bold."""
+    """Both of DeepSeek-R1 on MI355X, held out; the steps of an older vLLM are shown in bold."""
     low, high = published_steps.spread()
     for other in published_steps.OTHERS:
         ratios = [ms / published_steps.other_ms(other, batch) for batch, ms in other.ms.items()]

@@ -468,7 +468,7 @@ def test_runs_what_a_launch_packs(device, monkeypatch):
 
 
 def test_an_emulator_keeps_no_kernel_that_the_process_lets_go(device):
-    """Bound kernels take megabytes each: those of 10,000 random calls took 16 GB."""
+    """Bound kernels take megabytes each: 10,000 random calls' kernels took 16 GB."""
     device.run("copy", arange(64))
     kernel = weakref.ref(device.emulator.program(device.path, "copy"))
     device_module._program.cache_clear()

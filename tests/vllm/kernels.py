@@ -6,12 +6,12 @@ import json
 import types
 
 import torch
+from passes import AsItIs
 from torch._dynamo import device_interface
 from torch._functorch import config as autograd_config
 from torch._inductor import compile_fx, config, scheduler
 from torch._inductor.fx_passes import reinplace
 from torch._inductor.graph import GraphLowering
-from torch._inductor.output_code import MockFXGraphCacheOutput
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
@@ -48,13 +48,6 @@ def install() -> None:
 def scattered(inp, src, view_ops):
     """A write to a slice, without the copy by which Inductor checks shapes: there is no device to copy on."""
     return inp
-
-
-class AsItIs(MockFXGraphCacheOutput):
-    """A graph that is run node by node."""
-
-    def prepare_for_serialization(self) -> None:
-        pass
 
 
 def run_and_count(self, graph_module, inputs, *_):

@@ -5,38 +5,20 @@ import contextlib
 import json
 import os
 
+import passes
 import selection
 
 SCHEMAS = (
-    "fused_qk_norm_rope(Tensor! qkv) -> ()",
+    *passes.SCHEMAS,
     "static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()",
     "dynamic_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()",
     "dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()",
-    (
-        "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, float fp8_min, "
-        "float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed=False, bool dummy_is_tma_aligned=False) -> ()"
-    ),
-    (
-        "rms_norm_per_block_quant(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, Tensor? scale_ub, "
-        "Tensor!? residual, int group_size, bool is_scale_transposed) -> ()"
-    ),
+    "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, float fp8_min, float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed=False, bool dummy_is_tma_aligned=False) -> ()",
+    "rms_norm_per_block_quant(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, Tensor? scale_ub, Tensor!? residual, int group_size, bool is_scale_transposed) -> ()",
     "rms_norm(Tensor! result, Tensor input, Tensor weight, float epsilon) -> ()",
     "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon) -> ()",
     "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, bool is_neox) -> ()",
-    (
-        "fused_add_rms_norm_static_fp8_quant(Tensor! result, Tensor input, Tensor! residual, Tensor weight, Tensor scale, "
-        "float epsilon) -> ()"
-    ),
-    "rms_norm_static_fp8_quant(Tensor! result, Tensor input, Tensor weight, Tensor scale, float epsilon) -> ()",
-    (
-        "rms_norm_dynamic_per_token_quant(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, "
-        "Tensor? scale_ub, Tensor!? residual) -> ()"
-    ),
-    "silu_and_mul_quant(Tensor! result, Tensor input, Tensor scale) -> ()",
-    (
-        "silu_and_mul_per_block_quant(Tensor! out, Tensor input, Tensor! scales, int group_size, Tensor? scale_ub=None, "
-        "bool is_scale_transposed=False) -> ()"
-    ),
+    "silu_and_mul_per_block_quant(Tensor! out, Tensor input, Tensor! scales, int group_size, Tensor? scale_ub=None, bool is_scale_transposed=False) -> ()",
 )
 KEYS = ("kFp8StaticTensorSym", "kFp8DynamicTokenSym", "kFp8Dynamic128Sym")
 
@@ -117,7 +99,7 @@ def matches(config, native: bool, aiter: bool):
 
 
 def functional(function):
-    """Return a function whose kernels do not write their arguments, as those of a compiled model."""
+    """Return a function whose kernels do not write their arguments, as in a compiled model."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 
     return dispatch_functionalize(function, FunctionalTensorMode())

@@ -46,7 +46,7 @@ def without(engines) -> dict[str, dict]:
 
 def calls_of_a_layer(config: dict, layer: int, compiled: bool) -> dict[str, int]:
     """Return how often each op runs in a layer in one step. In compiled models norms quantize for the linear that alone reads them, and
-    those of heads, which are rotated, and Gemma's, which follow one another, are the compiler's."""
+    norms of heads, which are rotated, and Gemma's, which follow one another, are the compiler's."""
     family = config["model_type"]
     routed, latent = checkpoints.has_experts(config, layer), "kv_lora_rank" in config
     dense = not routed or family not in ("mixtral", "qwen3_moe")  # or experts that all tokens share

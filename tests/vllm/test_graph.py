@@ -23,7 +23,7 @@ ALL = frozenset(("norm", "activation"))
 
 @pytest.fixture(scope="module")
 def schemas():
-    """What vLLM's passes name and its CPU build lacks."""
+    """Define the ops that vLLM's passes name and its CPU build lacks."""
     import passes
 
     library = passes.define_schemas()
@@ -90,7 +90,7 @@ def piece(function, *inputs: torch.Tensor, donated=(), table: dict | None = None
 
 
 def called(names: list[str]) -> list[str]:
-    """Return those of our ops that a graph calls."""
+    """Return our ops that a graph calls."""
     return [name.split(".")[1] for name in names if name.startswith("vllm_rocm_ops.")]
 
 
@@ -232,7 +232,7 @@ def test_a_residual_that_was_read_before():
 
 
 def readers(marked, other):
-    """What else may read a norm, by why the norm is vLLM's then."""
+    """Return other readers of a norm, by why the norm is vLLM's then."""
     return {
         "another reader": lambda y: (*marked(y), y + 1),
         "its caller": lambda y: (*marked(y), y),

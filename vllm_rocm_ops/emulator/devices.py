@@ -50,7 +50,7 @@ class Devices:
     """Up to 8 GPUs of one architecture, each with XCDs and L2 caches of its own. `share` makes a tensor uncached fine-grained memory,
     which is coherent between devices at system scope (words.py). Every other tensor is cached memory.
 
-    Each device has queues of launches, named by `stream`; those of a queue run one after the other, all else at the same time. The
+    Each device has queues of launches, named by `stream`; launches of a queue run one after the other, all else at the same time. The
     schedule is chosen by `seed`: how fast devices are, when launches start, how long stores take, and which waves run. `options` are
     those of `Options`; patience: instructions of every wave without a change before a deadlock is reported; of waves that sleep far
     fewer."""
@@ -69,7 +69,7 @@ class Devices:
         return tensor
 
     def enqueue(self, device: int, path: Path | str, launch, epoch: int | None = None, stream=0) -> None:
-        """Add a launch to a queue. epoch: that of the words which it stores and awaits; by default launches are counted from 1."""
+        """Add a launch to a queue. epoch: the epoch of the words which it stores and awaits; by default launches are counted from 1."""
         queue = self._queues.setdefault((device, stream), _Queue(device))
         epoch = len(queue.launches) + 1 if epoch is None else epoch & 0xFFFFFFFF
         queue.launches.append(_Queued(self.emulator.checked(path, launch), Path(path), launch, epoch))

@@ -54,7 +54,7 @@ class StaleRead(EmulatorError):
 
 
 class WrongEpoch(EmulatorError):
-    """A word stored with another epoch than that of its launch."""
+    """A word stored with another epoch than its launch has."""
 
 
 class StaleWord(EmulatorError):

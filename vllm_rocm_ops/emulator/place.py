@@ -1,4 +1,4 @@
-"""Where a launch stands among those that run at the same time on several devices."""
+"""The place of a launch among the launches that run at the same time on several devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass
 class Place:
-    """Where a launch stands among those that run at the same time. after: the waves of the launch that it comes after. epoch: that of
+    """The place of a launch among the launches that run at the same time. after: the waves of the launch that it comes after. epoch: the epoch of
     the words which it stores and awaits. waves: of all launches. room: the share of the device that is free, in a list. rng: chooses
     among waves; with `joins`, waves that meet go on together all the same."""
 

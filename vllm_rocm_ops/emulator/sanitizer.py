@@ -96,7 +96,7 @@ def effects(ins: Instruction) -> tuple[frozenset[int], frozenset[int]]:
         if scalar.scc == "only":
             writes.clear()
     if name in ("s_or_b64", "s_andn2_b64") and operands["ssrc1"].code == EXEC:
-        # a loop's mask of lanes that are done: the bits of active lanes are written, those of others stay and may be unwritten
+        # a loop's mask of lanes that are done: the bits of active lanes are written, the other bits stay and may be unwritten
         reads -= writes
     if name.startswith(("s_store_", "s_atomic_")):
         reads |= set(operands["sdata"].registers)

@@ -48,7 +48,7 @@ class Held:
     number: int  # in Traffic.stores
     clock: int
     size: int
-    units: np.ndarray  # of so many bytes
+    units: np.ndarray  # bytes of a unit
     values: np.ndarray
     waves: np.ndarray
     due: np.ndarray
@@ -69,7 +69,7 @@ class Held:
 
 
 class Fabric:
-    """What the shared regions of a run have in common: the turn, the stores, how many turns they take at most, and how often others run
+    """The state that the shared regions of a run have in common: the turn, the stores, how many turns they take at most, and how often others run
     while one is on its way."""
 
     def __init__(self, rng: np.random.Generator, delay: int, pauses: float):

@@ -60,7 +60,7 @@ class Time(NamedTuple):
 
 
 def rule(machine: Machine, launches: int, read: float) -> Time:
-    """Return the time of launches without a published one that read so many bytes: the one rule of baseline kernels."""
+    """Return the time of launches without a published one by the bytes that they read: the one rule of baseline kernels."""
     us = launches * LAUNCH.value + read / machine["hbm_bandwidth"] / 1e3
     return Time(
         us, launches, "assumed", f"rule: {LAUNCH.value} us a launch + bytes at {machine['hbm_bandwidth']:.0f} GB/s"

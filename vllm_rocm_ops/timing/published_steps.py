@@ -27,7 +27,7 @@ FASTEST = Constant(5, "us of a small all-reduce", "published", "muiLLM PR 6, 8 M
 
 class Admitted(NamedTuple):
     """A published point in ms. `gap` is the interval of us behind a launch that it admits with an all-reduce between the fastest and the
-    slowest published one; `reduce` that of us an all-reduce, with a gap between 0 and the largest published one."""
+    slowest published one; `reduce` the interval of us an all-reduce, with a gap between 0 and the largest published one."""
 
     release: str
     batch: int

@@ -3,7 +3,7 @@
     nodes = step.nodes(model_config.read("deepseek-v3"), 8, None, 1, machines.named("MI300X"), "plugin", frozen.kernel_times(machine))
     step.total(nodes)
 
-A call of ours has the time of the kernel model on the side "plugin"; on the side "baseline" that of baseline.py's table, or of its
+A call of ours has the time of the kernel model on the side "plugin"; on the side "baseline" the time of baseline.py's table, or of its
 rule. What no op of ours does, such as rotation or the cache write, has the rule on both sides. The shared experts run on a
 second stream beside routing and experts: of the two the shorter costs nothing. All times are predictions.
 """
@@ -28,7 +28,7 @@ MAIN, BESIDE, SECOND = "", "beside the second stream", "second stream"
 LAUNCHES = {"attention": 2, "experts": 4}  # of a baseline's call by the rule; others have one
 
 Known = Callable[[LayerCall, int], "tuple[float, int, float | None] | None"]
-"""The kernel model: us, launches and error band of a call with so many tokens; None where no kernel of ours runs."""
+"""The kernel model: us, launches and error band of a call by its tokens; None where no kernel of ours runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ def nodes(
 
 
 def _ours(call: LayerCall, tokens: int, known: Known) -> tuple[float, int, float | None] | None:
-    """Return the kernel model's time of a call. Its tokens go to all experts in turn: those of random routing hit fewer."""
+    """Return the kernel model's time of a call. Its tokens go to all experts in turn: tokens with random routing hit fewer."""
     found = known(call, tokens)
     if found and call.layer == "experts":
         experts, _, topk = call.parameters[:3]

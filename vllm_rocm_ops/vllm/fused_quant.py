@@ -51,6 +51,11 @@ def runnable(table: dict[QuantKey | None, tuple[str, ...]]) -> tuple[QuantKey | 
     return tuple(key for key, names in table.items() if all(map(_has_kernels, names)))
 
 
+def op_of(table: dict[QuantKey | None, tuple[str, ...]], key: QuantKey | None, has_residual: bool):
+    """Return the op of a table for a quantization, with a residual or without."""
+    return getattr(ops, table[key][-1 if has_residual else 0])
+
+
 def pattern(op, columns: int, dtype: torch.dtype, has_residual: bool, is_bounded: bool, column_major: bool) -> str:
     """Return what tells a norm or an activation with its quantization from another, for all numbers of tokens."""
     traits = " residual" * has_residual + " bound" * is_bounded + " column-major" * column_major

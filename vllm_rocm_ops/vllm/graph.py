@@ -13,7 +13,6 @@ An op that updates a residual is functional until vLLM's last pass, as vLLM's ar
 
 from __future__ import annotations
 
-import collections
 import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +30,6 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.compilation.passes.utility.noop_elimination import NoOpEliminationPass
 from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 
-from vllm_rocm_ops import ops
 from vllm_rocm_ops.op import Op, registered
 from vllm_rocm_ops.vllm import fused_quant, markers
 from vllm_rocm_ops.vllm.markers import ACTIVATION, QUANTIZATION
@@ -49,10 +47,6 @@ VIEWS = (
 GEMMS = (aten.mm.default, aten.addmm.default)
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 EPSILONS = 1e-5, 1e-6  # of vLLM's patterns
-
-
-found: collections.Counter[str] = collections.Counter()
-"""How often the pass has put in each op, and left each kind of producer, in this process."""
 
 
 class Producer:
@@ -76,12 +70,8 @@ class Producer:
         rows = x.meta["val"]
         return rows.dtype in fused_quant.DTYPES and fused_quant.in_rows(rows)
 
-    def is_behind(self) -> bool:
-        """Return whether the compiler makes the input in one kernel with a norm, and the result."""
-        return makes_with_norm(self.node.args[0])
-
     def op(self, key) -> Op:
-        return getattr(ops, self.table[key][-1 if self.residual is not None else 0])
+        return fused_quant.op_of(self.table, key, self.residual is not None)
 
 
 class Norm(Producer):
@@ -133,33 +123,31 @@ class Fusion(VllmInductorPass):
         kinds = {NORM: Norm, ADD_NORM: Norm, ACTIVATION: Activation}
         for node in [node for node in graph.nodes if node.op == "call_function" and node.target in kinds]:
             producer = kinds[node.target](node)
-            taken = producer.name in choices.on and self.take(producer)
-            if not taken and node.target is ACTIVATION:
+            if not (producer.name in choices.on and self.take(producer)) and node.target is ACTIVATION:
                 lower(node, self.traces)
-            found[taken or f"{producer.name} left"] += 1
         graph.eliminate_dead_code()
         for node in graph.find_nodes(op="call_function", target=QUANTIZATION):
             lower(node, self.traces)
         graph.eliminate_dead_code()
 
-    def take(self, producer: Producer) -> str:
-        """Put an op of ours in a producer's place where it serves, and return its name."""
+    def take(self, producer: Producer) -> bool:
+        """Put an op of ours in a producer's place, and return whether one serves there."""
         readers = list(producer.result.users) if producer.result is not None else []
         quantizes = [reader for reader in readers if reader.target is QUANTIZATION]
-        if not readers or not producer.takes() or producer.is_behind():
-            return ""
+        if not readers or not producer.takes() or makes_with_norm(producer.node.args[0]):
+            return False
         if not quantizes and all(map(is_whole, readers)) and None in self.runnable[producer.name]:
             if producer.name == "norm" and self.is_all_reduced(producer, None):
-                return ""
+                return False
             op = producer.op(None)
             if op.torch_op is not producer.node.target:
                 insert(producer, op, producer.arguments(), [])
-            return op.name
+            return True
         if len(quantizes) != len(readers) or len({str(q.args) for q in quantizes}) != 1:
-            return ""
+            return False
         key, given = quantization(quantizes[0])
         if key not in self.runnable[producer.name] or (producer.name == "norm" and self.is_all_reduced(producer, key)):
-            return ""
+            return False
         op, given = producer.op(key), given | producer.arguments()
         values = fx.map_arg(given, lambda node: node.meta["val"])
         outputs = op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields if name in values}))
@@ -167,19 +155,19 @@ class Fusion(VllmInductorPass):
         if not are_alike(made_by(op, outputs, values), quantizes[0].meta["val"]) or not self.is_ours(
             producer, key, given, columns
         ):
-            return ""
+            return False
         if producer.added is not None and any(user < place_of(producer, given) for user in producer.added.users):
-            return ""
+            return False
         insert(producer, op, given, quantizes)
-        return op.name
+        return True
 
     def is_ours(self, producer: Producer, key, given: dict, columns: int) -> bool:
         """Return what was decided for a pattern. A model's first norm, which has no residual, goes with those behind it. A pattern that
         was not measured is ours unless a pass of vLLM's has it."""
         traits = given.get("scale_ub") is not None, given.get("is_scale_transposed", False)
-        names, dtype = producer.table[key], given["input"].meta["val"].dtype
+        dtype = given["input"].meta["val"].dtype
         for adds in (producer.residual is not None, True):
-            op = getattr(ops, names[-1 if adds else 0])
+            op = fused_quant.op_of(producer.table, key, adds)
             if op.name in choices.off:
                 return False
             decided = choices.ours.get(fused_quant.pattern(op, columns, dtype, adds, *traits))
@@ -270,7 +258,7 @@ def makes_with_norm(node: fx.Node) -> bool:
 
 
 def one_plus_of(weight: fx.Node) -> fx.Node | None:
-    """Return w where a weight is 1 + w in float32, as that of Gemma's norms."""
+    """Return w where a weight is 1 + w in float32, as in Gemma's norms."""
     if not is_func(weight, aten.add.Tensor) or weight.args[1] != 1.0:
         return None
     cast = weight.args[0]
@@ -287,7 +275,7 @@ def place_of(producer: Producer, given: dict) -> fx.Node:
 
 
 def insert(producer: Producer, op: Op, given: dict, quantizes: list[fx.Node]) -> None:
-    """Put an op of ours in a producer's place, and in that of the quantizations that read it."""
+    """Put an op of ours in the place of a producer and of the quantizations that read it."""
     node, residual, is_static = producer.node, producer.residual, "scale" in op.Arguments._fields
     place = place_of(producer, given)
     given = dict(zip(op.Arguments._fields, op._defaults)) | given

@@ -22,7 +22,7 @@ _activate: list[Callable] = []
 
 
 class How(NamedTuple):
-    """What tells one of vLLM's quantizations from another, as integers."""
+    """The traits that tell one of vLLM's quantizations from another, as integers."""
 
     static: int
     rows: int

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops import envs, ops
+from vllm_rocm_ops import envs
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.quantization import LIMIT
@@ -47,7 +47,7 @@ FUSED = "fused"  # the word of a key where a pass of vLLM's fuses the quantizati
 
 @dataclasses.dataclass
 class Choices:
-    """What was decided before vLLM compiles: which patterns are ours (`fused_quant.pattern`), which ops are off, which quantizations
+    """Choices made before vLLM compiles: which patterns are ours (`fused_quant.pattern`), which ops are off, which quantizations
     behind an all-reduce and a norm are vLLM's, and which seams are on."""
 
     ours: dict[str, bool] = dataclasses.field(default_factory=dict)
@@ -242,7 +242,7 @@ def fused_in(
         key = fused_quant.key_of(linear, columns, keys[is_norm])
         if key is not None:
             has_residual = is_norm and columns == hidden
-            op = getattr(ops, tables[is_norm][key][-1 if has_residual else 0])
+            op = fused_quant.op_of(tables[is_norm], key, has_residual)
             yield Fused(op, producer, linear, columns, dtype, has_residual, baseline(is_norm))
 
 

@@ -1,4 +1,4 @@
-"""Seam: vLLM's `RMSNorm` and `GemmaRMSNorm`, that of 1 + weight, run our RMSNorm ops.
+"""Seam: vLLM's `RMSNorm` and `GemmaRMSNorm` run our RMSNorm ops.
 
 In a model that vLLM compiles a norm is a node of its IR, and graph.py puts our ops in its place, with the quantization behind it.
 This seam serves what is not compiled, where a norm runs alone. `VLLM_ROCM_OPS_SEAMS=-norm` turns off both.
