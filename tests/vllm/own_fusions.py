@@ -33,7 +33,7 @@ def main(aiter: str) -> None:
         library.define(schema)
         library.impl(schema.partition("(")[0], lambda *_, **__: None, "Meta")
     os.environ["VLLM_ROCM_OPS_SEAMS"] = "all"
-    from vllm.config import CompilationConfig, DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.config import CompilationConfig, CompilationMode, DeviceConfig, VllmConfig, set_current_vllm_config
 
     from vllm_rocm_ops.vllm import register
 
@@ -41,6 +41,7 @@ def main(aiter: str) -> None:
     answers = {}
     for form in ("custom op",) if aiter == "1" else ("custom op", "native"):
         settings = CompilationConfig(custom_ops=["none", "+quant_fp8"] if form == "custom op" else ["none"])
+        settings.mode = CompilationMode.VLLM_COMPILE
         config = VllmConfig(device_config=DeviceConfig("cuda"), compilation_config=settings)
         with set_current_vllm_config(config, check_compile=False):
             answers |= {f"{form} {what}": found for what, found in matches(config, form == "native", aiter == "1")}
@@ -60,7 +61,7 @@ def matches(config, native: bool, aiter: bool):
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    from vllm_rocm_ops.vllm import graph, markers
+    from vllm_rocm_ops.vllm import graph
 
     if aiter:
         from vllm.compilation.passes.fusion.rocm_aiter_fusion import RocmAiterRMSNormQuantFusionPass as Theirs
@@ -83,7 +84,7 @@ def matches(config, native: bool, aiter: bool):
                 return (*(quantize(y, at) if static else quantize(y)), *([residual] if adds else []))
 
             found = []
-            for quantize in (markers.of_quantization(quant, forward), forward):
+            for quantize in (quant.marked, forward):
                 with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
                     stack.enter_context(inductor.patch(enable_auto_functionalized_v2=False))
                     stack.enter_context(pass_context(Range(1, 64)))

@@ -74,6 +74,23 @@ def test_what_is_measured_is_vllms():
     assert MARK not in traced(row_selection.quantizer(None, kernel))
 
 
+@pytest.mark.parametrize("switch", ["+", "-"])
+def test_custom_ops_switch_our_subclasses_by_vllms_names(switch):
+    """`custom_ops` chooses which of vLLM's forwards runs where ours does not."""
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    names = [f"{switch}{theirs.name}" for theirs in (QuantFP8, SiluAndMul, RMSNorm, GemmaRMSNorm)]
+    settings = CompilationConfig(custom_ops=["all" if switch == "-" else "none", *names])
+    with set_current_vllm_config(VllmConfig(compilation_config=settings), check_compile=False):
+        layers = QuantFP8(False, GroupShape.PER_TOKEN), SiluAndMul(), RMSNorm(8), GemmaRMSNorm(8)
+        for layer in layers:
+            assert type(layer).__name__.startswith("RocmOps") and type(layer).enabled() is (switch == "+")
+
+
 def test_another_plugins_passes_are_left(monkeypatch):
     from vllm.platforms import current_platform
 

@@ -236,7 +236,7 @@ def test_unmeasured_vllms_stays_where_it_fuses(kernels, monkeypatch, measures):
 def test_ranks_agree(kernels):
     """Ours runs where it does for all ranks."""
     [layer] = [Layer(KEYS[0])]
-    norm, q, act = row_selection.fused_in(layer, HIDDEN, torch.bfloat16, lambda is_norm: "compiled", True)
+    norm, q, act = row_selection.fused_in(layer, HIDDEN, torch.bfloat16, lambda *_: "compiled", True)
     slow = kernel_selection.Decided({}, {norm.key: bytes([0]), q.key: bytes([1])})
     wrong = kernel_selection.Decided({act.op.name: "wrong there"}, {})
     assert decide(layer, Clock(), lambda mine: [mine, slow, wrong]) == {"norm": False, "q": True, "act": False}
@@ -247,7 +247,7 @@ def test_equal_layers_are_one_pair(kernels, monkeypatch):
     asked, key_of = [], fused_quant().key_of
     monkeypatch.setattr(fused_quant(), "key_of", lambda *given: asked.append(given) or key_of(*given))
     layers = torch.nn.ModuleList(Layer(KEYS[1]) for _ in range(200))
-    found = list(row_selection.fused_in(layers, HIDDEN, torch.bfloat16, lambda is_norm: "compiled", True))
+    found = list(row_selection.fused_in(layers, HIDDEN, torch.bfloat16, lambda *_: "compiled", True))
     assert [one.is_norm for one in found] == [True] * 2 + [False] * 200
     assert len(asked) <= 3 * 200 + 2 + 200
 
@@ -346,6 +346,7 @@ def test_what_is_measured_holds_for_one_baseline(kernels, monkeypatch):
         monkeypatch.setattr(native_kernel, "asks_for_aiter", lambda kind, aiters=aiters: aiters)
         name = row_selection.baseline_of(worker(model, **passes).vllm_config, model)
         keys.append((name(True), name(False)))
+        assert name(False, is_opaque=True) == ("AITER-eager" if aiters else "eager")
     assert keys == [
         ("eager", "eager"),
         ("compiled", "compiled"),

@@ -20,6 +20,11 @@ def gated(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield layer
 
 
+def opaque(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """Return the layers of a model that its compiler and passes do not see: shared experts run inside an op of vLLM's."""
+    return {part for shared in model.modules() if type(shared).__name__ == "SharedExperts" for part in shared.modules()}
+
+
 def feeds(layer: torch.nn.Module) -> bool:
     """Return whether a layer hands the result of `act_fn` to `down_proj` as it is: its forward is run with stand-ins that tell."""
     made, got = object(), []

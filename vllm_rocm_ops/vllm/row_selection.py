@@ -217,16 +217,16 @@ def models_of(worker) -> list[torch.nn.Module]:
 
 
 def fused_in(
-    model: torch.nn.Module, hidden: int, dtype: torch.dtype, baseline: Callable[[bool], str], compiles: bool
+    model: torch.nn.Module, hidden: int, dtype: torch.dtype, baseline: Callable[..., str], compiles: bool
 ) -> Iterator[Fused]:
     """Yield the pairs of a norm or an activation and a linear whose input it may make. Norms quantize in models that vLLM `compiles`;
-    those as wide as the model are of its decoder layers, with a residual. `baseline` names vLLM's for norms, and for activations."""
+    those as wide as the model are of its decoder layers, with a residual. `baseline` is `baseline_of` the model."""
     from vllm_rocm_ops.vllm import fused_quant
 
     tables = {True: fused_quant.NORMS, False: fused_quant.ACTIVATIONS}
     keys = {is_norm: fused_quant.runnable(table) for is_norm, table in tables.items()}
     norms = {(type(norm), norm.weight.shape[0]): norm for norm in producers.norms(model) if compiles}
-    kinds = {}  # of the linears, which are many
+    kinds, opaque = {}, producers.opaque(model)  # kinds of linears, which are many
     for linear in model.modules():
         if hasattr(linear, "vllm_rocm_ops_quantize"):
             traits = getattr(linear, "input_scale_ub", None) is None, linear.vllm_rocm_ops_column_major_scales
@@ -243,7 +243,7 @@ def fused_in(
         if key is not None:
             has_residual = is_norm and columns == hidden
             op = fused_quant.op_of(tables[is_norm], key, has_residual)
-            yield Fused(op, producer, linear, columns, dtype, has_residual, baseline(is_norm))
+            yield Fused(op, producer, linear, columns, dtype, has_residual, baseline(is_norm, producer in opaque))
 
 
 def decide(found: list[Fused], decided: Decided) -> dict[str, bool]:
@@ -305,16 +305,18 @@ def is_compiled(config, model: torch.nn.Module) -> bool:
     return any(isinstance(m, Compiled) and not getattr(m, "do_not_compile", True) for m in model.modules())
 
 
-def baseline_of(config, model: torch.nn.Module) -> Callable[[bool], str]:
-    """Return a word for vLLM's norms in a model, and one for its activations: with AITER or not, fused with the quantization or not, compiled
-    or eager. What is measured beside one does not hold beside another."""
+def baseline_of(config, model: torch.nn.Module) -> Callable[..., str]:
+    """Return what names vLLM's kernel of a norm or an activation in a model: with AITER or not, fused with the quantization or not, compiled
+    or eager, as opaque layers are. What is measured beside one does not hold beside another."""
     passes, compiles = config.compilation_config.pass_config, is_compiled(config, model)
     runs = compiles and seam.served_platform() != "cpu"  # which sets the switches, too
     aiter = ["AITER"] * native_kernel.asks_for_aiter("RMSNORM")
 
-    def name(is_norm: bool) -> str:
+    def name(is_norm: bool, is_opaque: bool = False) -> str:
+        if not compiles or is_opaque:
+            return "-".join([*aiter, kernel_selection.EAGER])
         fused = [FUSED] * bool(runs and (passes.fuse_norm_quant if is_norm else passes.fuse_act_quant))
-        return "-".join([*aiter, *fused, kernel_selection.COMPILED if compiles else kernel_selection.EAGER])
+        return "-".join([*aiter, *fused, kernel_selection.COMPILED])
 
     return name
 

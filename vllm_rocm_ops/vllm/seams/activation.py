@@ -52,7 +52,7 @@ def install() -> None:
             return ops.silu_and_mul.call(x) if key is None else fused_quant.silu_and_mul(linear, key, x)
 
     if None in keys:
-        SiluAndMul.register_oot(RocmOpsSiluAndMul)
+        seam.replace(SiluAndMul, RocmOpsSiluAndMul)
     native_rows.install(native_rows.ACTIVATIONS)
 
 

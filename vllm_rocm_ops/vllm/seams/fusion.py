@@ -43,7 +43,6 @@ def install() -> None:
 
     from vllm_rocm_ops.vllm import markers
 
-    @QuantFP8.register_oot
     class RocmOpsQuantFP8(QuantFP8):
         """vLLM's quantization, marked in models that it compiles."""
 
@@ -59,6 +58,7 @@ def install() -> None:
             forward = self.marked if torch.compiler.is_compiling() else self.vllm_forward
             return forward(*arguments, **keywords)
 
+    seam.replace(QuantFP8, RocmOpsQuantFP8)
     type(current_platform).get_pass_manager_cls = classmethod(lambda cls: "vllm_rocm_ops.vllm.graph.PassManager")
 
 

@@ -72,7 +72,7 @@ def made_of(norm: type, one_plus: bool) -> type:
             return ops.fused_add_rms_norm.call(x, residual, self.weight.data, self.variance_epsilon, one_plus), residual
 
     RocmOpsNorm.__name__ = RocmOpsNorm.__qualname__ = f"RocmOps{norm.__name__}"
-    return norm.register_oot(RocmOpsNorm)
+    return seam.replace(norm, RocmOpsNorm)
 
 
 SEAM = seam.Seam(
