@@ -422,6 +422,12 @@ def speedup_text(run: EngineRun) -> str:
     return f"{times([latency_report.speedup(run.sides)])} ({low:.2f} to {high:.2f})"
 
 
+def host_loop(run: EngineRun) -> str:
+    """Return the microseconds of the same loop of Python beside both sides, where it was timed: without the plugin / with it."""
+    timed = [[one["host_us"] for one in run.sides[side] if "host_us" in one] for side in latency_report.SIDES]
+    return " / ".join(f"{statistics.median(us):.0f}" for us in timed) if all(timed) else ""
+
+
 def engine() -> str:
     """Return a table for each way in which the engine was measured, with a row for each model and batch size."""
     made = []
@@ -431,7 +437,7 @@ def engine() -> str:
             for batch, run in case.runs.items():
                 medians = (f"{latency_report.median_ms(run.sides[side]):.2f}" for side in latency_report.SIDES)
                 generated = str(run.sides["with"][0]["output_len"])
-                body.append((*case[:3], generated, str(batch), samples(run), *medians, speedup_text(run)))
+                body.append((*case[:3], generated, str(batch), samples(run), *medians, speedup_text(run), host_loop(run)))
         header = (
             "model",
             "GPU",
@@ -442,6 +448,7 @@ def engine() -> str:
             "vLLM ms",
             "with the plugin ms",
             "speedup (p10 to p90)",
+            "host loop us",
         )
         made.append(f"{how}\n\n{markdown(header, body)}")
     return "\n\n".join(made) or "Nothing yet."
