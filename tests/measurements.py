@@ -437,7 +437,9 @@ def engine() -> str:
             for batch, run in case.runs.items():
                 medians = (f"{latency_report.median_ms(run.sides[side]):.2f}" for side in latency_report.SIDES)
                 generated = str(run.sides["with"][0]["output_len"])
-                body.append((*case[:3], generated, str(batch), samples(run), *medians, speedup_text(run), host_loop(run)))
+                body.append(
+                    (*case[:3], generated, str(batch), samples(run), *medians, speedup_text(run), host_loop(run))
+                )
         header = (
             "model",
             "GPU",

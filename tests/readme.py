@@ -104,6 +104,7 @@ def doctor_sample() -> str:
         "code_objects": {arch: {}},
         "tables": {"yours": {"rows": {}, "folder": ""}},
         "measured": [],
+        "reached": [],
         "machine": {},
         "vllm": {
             "version": f"{known[0].versions[1]}.0",

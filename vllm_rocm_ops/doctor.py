@@ -37,6 +37,7 @@ def find() -> dict:
         "code_objects": {arch: find_code_objects(arch) for arch in archs.ARCHS},
         "tables": {"yours": find_tables(envs.tables()), "shipped": find_tables(tuned_tables.TABLES)},
         "measured": find_measured(envs.tables()),
+        "reached": find_reached(envs.tables()),
         "machine": kernel_selection.machine(),
         "vllm": find_vllm(),
         "emulator": find_emulator(),
@@ -90,6 +91,27 @@ def find_measured(folder: Path) -> list[dict]:
         {"path": str(path), **dataclasses.asdict(kernel_selection.read(path))}
         for path in sorted(folder.glob("*/measured-*.json"))
     ]
+
+
+def find_reached(folder: Path) -> list[dict]:
+    """Return what vLLM's workers called at their last start, by arch."""
+    if importlib.util.find_spec("vllm") is None:
+        return []
+    from vllm_rocm_ops.vllm import reach
+
+    return reach.read(folder)
+
+
+def reached_lines(found: list[dict]) -> list[str]:
+    """Return lines for what `find_reached` found."""
+    lines = []
+    for one in found:
+        calls = ", ".join(f"{of} {count}" for of, count in one["seams"].items()) or "no seam"
+        lines.append(f"{one['path']}: {one['model']} called {calls}")
+        missed = [f"{count} {what}" for layer in one["layers"].values() for what, count in layer["missed"].items()]
+        lines += [f"vLLM's own code ran {', '.join(missed)}"] * bool(missed)
+        lines += [f"chosen, but in no graph: {', '.join(one['unreached'])}"] * bool(one["unreached"])
+    return lines or ["nothing: vLLM's workers say so when they have started"]
 
 
 def measured_lines(found: list[dict], machine: dict[str, str]) -> list[str]:
@@ -180,6 +202,7 @@ def text(found: dict) -> str:
         tuned.append((whose, ", ".join(counts) or "no rows", tables["folder"]))
     section("tuned tables", *table(tuned))
     section("measured", *measured_lines(found["measured"], found["machine"]))
+    section("reached", *reached_lines(found["reached"]))
     section("vLLM", *filter(None, [vllm["version"], vllm["why_off"]]))
     if not vllm["plugin"]:
         section(

@@ -7,6 +7,8 @@ import types
 import pytest
 import torch
 
+from vllm_rocm_ops import doctor
+from vllm_rocm_ops.op import registered
 from vllm_rocm_ops.vllm import reach, seam
 from vllm_rocm_ops.vllm.worker import Extension
 
@@ -92,14 +94,64 @@ def test_one_line_warns(caplog):
     assert not caplog.records
 
 
-def test_a_pattern_that_no_graph_holds_is_warned_of(monkeypatch, caplog):
-    """It was chosen, but no call of its op has been seen when all is captured."""
-    calls = {"silu_and_mul_quant": {"kernel": 3, "fallback": 1}}
-    monkeypatch.setattr(reach.vllm_rocm_ops, "stats", lambda: calls)
+@pytest.fixture
+def called(monkeypatch):
+    """The calls of a start whose linears were chosen for 8 tokens, of four seams that are on."""
+    counts = {"silu_and_mul_quant": {"kernel": 3, "fallback": 1}, "scaled_mm": {"kernel": 2}}
+    ours = {"silu_and_mul_quant 512 bfloat16": True, "rms_norm_static_fp8_quant 512 bfloat16": False}
+    linear = types.SimpleNamespace(key="scaled_mm 512x512", is_ours=lambda tokens: tokens == 8)
+    monkeypatch.setattr(reach.vllm_rocm_ops, "stats", lambda: counts)
+    monkeypatch.setattr(reach.row_selection.choices, "ours", ours)
+    monkeypatch.setattr(reach.kernel_selection, "choices", lambda: [linear])
+    monkeypatch.setattr(
+        seam, "active", lambda: ["fusion", "activation", "scaled_linear", "fp8_experts", "mxfp8_experts"]
+    )
+    return counts
+
+
+def test_calls_are_counted_by_seam_and_pattern(called, caplog):
+    """Seams that share their op share its count; what is no seam's, or calls nothing, has none."""
+    found = reach.calls((1, 8))
+    assert found.seams == {"activation": 4, "scaled_linear": 2, "fp8_experts/mxfp8_experts": 0}
+    assert found.patterns == {"silu_and_mul_quant 512 bfloat16": 4} and found.unreached == []
     with caplog.at_level(logging.INFO):
-        reach.say_calls({"silu_and_mul_quant 512 bfloat16": True, "rms_norm_static_fp8_quant 512 bfloat16": False})
-    assert caplog.messages == ["vllm-rocm-ops: calls up to the end of the warm-up: silu_and_mul_quant 4"]
-    caplog.clear()
-    calls.clear()
-    reach.say_calls({"silu_and_mul_quant 512 bfloat16": True})
-    assert caplog.messages == ["vllm-rocm-ops: chosen, but in no graph of this model: silu_and_mul_quant 512 bfloat16"]
+        reach.say_calls(found)
+    assert caplog.messages == ["vllm-rocm-ops: calls up to the end of the warm-up: activation 4, scaled_linear 2"]
+
+
+@pytest.mark.parametrize(("captured", "seams"), [((1, 8), ["scaled_linear"]), ((1, 2), []), ((), [])])
+def test_what_was_chosen_and_not_called_is_warned_of(called, caplog, captured, seams):
+    """A pattern always, a seam where a captured number of tokens is its."""
+    called.clear()
+    found = reach.calls(captured)
+    assert found.unreached == ["silu_and_mul_quant 512 bfloat16", *seams]
+    reach.say_calls(found)
+    [record] = caplog.records
+    assert record.getMessage().endswith(f"in no graph of this model: {', '.join(found.unreached)}")
+
+
+def test_doctor_shows_what_the_last_start_has_reached(called, monkeypatch, tmp_path):
+    """Of each architecture; a file that is not one is left out."""
+    monkeypatch.setattr(reach.kernel_selection, "path_of", lambda machine: tmp_path / "gfx942" / "measured-1.json")
+    one = worker([OtherRMSNorm()])
+    one.vllm_config.model_config = types.SimpleNamespace(model="Llama")
+    monkeypatch.setattr(seam, "active", lambda: ["norm", "activation"])
+    reach.write(one, reach.calls())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "reached.json").write_text("{}")
+    [found] = doctor.find_reached(tmp_path)
+    assert found["seams"] == {"norm": 0, "activation": 4} and found["layers"]["norms"]["missed"] == {"OtherRMSNorm": 1}
+    first, second = doctor.reached_lines([found])
+    assert (
+        first.endswith("reached.json: Llama called norm 0, activation 4")
+        and second == "vLLM's own code ran 1 OtherRMSNorm"
+    )
+
+
+def test_every_seam_names_ops_that_there_are():
+    """But those that change what is around ours."""
+    begins = {name: seam.load(name).ops for name in seam.NAMES}
+    names = [one.name for one in registered()]
+    assert all(any(name.startswith(begin) for name in names) for ops in begins.values() for begin in ops)
+    others = {"checked_scales", "compile_cache", "cpu_gaps", "fusion", "measured_selection", "quantized_input"}
+    assert {name for name, ops in begins.items() if not ops} == others

@@ -114,13 +114,16 @@ def _attributes(node: ast.ClassDef) -> set[str]:
     return declared | {part.attr for part in found if isinstance(part.value, ast.Name) and part.value.id == "self"}
 
 
-def seam_of(name: str, replaces: str, backends: dict[str, Backend], platforms: dict[str, tuple[str, ...]]) -> seam.Seam:
-    """The seam that replaces these backends, on each platform those that it has."""
+def seam_of(
+    name: str, replaces: str, backends: dict[str, Backend], platforms: dict[str, tuple[str, ...]], op: str
+) -> seam.Seam:
+    """Return the seam that replaces these backends by an op, on each platform those that it has."""
 
     def served() -> dict[str, Backend]:
         return {member: backends[member] for member in platforms[seam.served_platform()]}
 
-    return seam.Seam(name=name, replaces=replaces, probe=lambda: probe(served()), install=lambda: install(served()))
+    calls = {"probe": lambda: probe(served()), "install": lambda: install(served())}
+    return seam.Seam(name=name, replaces=replaces, ops=(op,), **calls)
 
 
 def probe(backends: dict[str, Backend]) -> None:

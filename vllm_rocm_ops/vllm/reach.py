@@ -1,16 +1,19 @@
-"""Which layers of a model the seams have taken. A probe finds a name that vLLM no longer has, not a model with layers of its own, whose
-norms, for instance, are a class that no seam replaces."""
+"""Which layers of a model the seams have taken, and which ops a start has called. A probe finds a name that vLLM no longer has, not a
+model with layers of its own, whose norms, for instance, are a class that no seam replaces."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 import vllm_rocm_ops
-from vllm_rocm_ops.vllm import row_selection, seam
+from vllm_rocm_ops import tables
+from vllm_rocm_ops.vllm import kernel_selection, row_selection, seam
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -104,13 +107,63 @@ def say(reached: dict[str, Reach]) -> None:
         logger.warning("vllm-rocm-ops: vLLM's own code runs %s", "; ".join(missed))
 
 
-def say_calls(ours: dict[str, bool]) -> None:
-    """Log how often a worker has called each op when it has warmed up and captured its graphs, and warn of patterns that were chosen
-    and that no graph holds (`row_selection.choices`)."""
-    calls = {op: sum(kernels.values()) for op, kernels in vllm_rocm_ops.stats().items()}
-    if calls:
-        text = ", ".join(f"{op} {count}" for op, count in sorted(calls.items()))
-        logger.info("vllm-rocm-ops: calls up to the end of the warm-up: %s", text)
-    unreached = sorted(pattern for pattern, runs in ours.items() if runs and pattern.partition(" ")[0] not in calls)
-    if unreached:
-        logger.warning("vllm-rocm-ops: chosen, but in no graph of this model: %s", ", ".join(unreached))
+@dataclasses.dataclass
+class Calls:
+    """What a worker has called up to the end of its warm-up: by seams that are on, which share a count where they share their ops, and by
+    pattern that was chosen."""
+
+    seams: dict[str, int]
+    patterns: dict[str, int]
+    unreached: list[str]
+    """Patterns that no graph holds, and seams that were chosen for a captured number of tokens and not called."""
+
+
+def calls(captured: tuple[int, ...] = ()) -> Calls:
+    """Return this process's calls. Shapes of layers tell which seams should have been called for the `captured` numbers of tokens."""
+    counts = {op: sum(kernels.values()) for op, kernels in vllm_rocm_ops.stats().items()}
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for name in seam.active():
+        shared.setdefault(seam.load(name).ops, []).append(name)
+    shared.pop((), None)
+    chosen = [one.key for one in kernel_selection.choices() if any(map(one.is_ours, captured))]
+    ours = [pattern for pattern, runs in row_selection.choices.ours.items() if runs]
+    result = Calls({}, {pattern: counts.get(pattern.partition(" ")[0], 0) for pattern in sorted(ours)}, [])
+    result.unreached += [pattern for pattern, count in result.patterns.items() if not count]
+    for ops, names in shared.items():
+        of = "/".join(names)
+        result.seams[of] = sum(count for op, count in counts.items() if op.startswith(ops))
+        if not result.seams[of] and any(key.startswith(ops) for key in chosen):
+            result.unreached.append(of)
+    return result
+
+
+def say_calls(called: Calls) -> None:
+    """Log what a worker has called, and warn of what was chosen and that no graph holds."""
+    counts = [f"{of} {count}" for of, count in called.seams.items() if count]
+    if counts:
+        logger.info("vllm-rocm-ops: calls up to the end of the warm-up: %s", ", ".join(counts))
+    if called.unreached:
+        logger.warning("vllm-rocm-ops: chosen, but in no graph of this model: %s", ", ".join(called.unreached))
+
+
+def write(worker, called: Calls) -> None:
+    """Write what this start has reached, for `doctor`."""
+    path = kernel_selection.path_of(kernel_selection.machine()).with_name("reached.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    layers = {kind: dataclasses.asdict(one) for kind, one in found(worker).items()}
+    said = {"model": worker.vllm_config.model_config.model, "layers": layers, **dataclasses.asdict(called)}
+    tables.replace(path, json.dumps(said, indent=1))
+
+
+def read(folder: Path) -> list[dict]:
+    """Return what the last starts have reached, by architecture. A file that is no such file is left out."""
+    result = []
+    for path in sorted(folder.glob("*/reached.json")):
+        try:
+            one = json.loads(path.read_text())
+            result.append(
+                {"path": str(path), **{name: one[name] for name in ("model", "layers", *Calls.__annotations__)}}
+            )
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return result

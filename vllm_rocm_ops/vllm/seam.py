@@ -37,7 +37,7 @@ class Seam:
     """One replacement inside vLLM.
 
     `versions` are the first and last vLLM minor releases that the seam was tried on. `probe` raises when a name or a
-    signature that `install` relies on is missing; it changes nothing. `after` names seams that are installed before this one.
+    signature that `install` relies on is missing; it changes nothing. `after` names seams that are installed before this one. `ops` begin the names of the ops that it calls.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Seam:
     platforms: tuple[str, ...] = ("rocm", "cuda", "cpu")
     versions: tuple[str, str] = ("0.30", "0.33")
     after: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,4 +61,5 @@ SEAM = seam.Seam(
     replaces="SiluAndMul, through CustomOp.register_oot",
     probe=probe,
     install=install,
+    ops=("silu_and_mul",),
 )

@@ -156,4 +156,5 @@ SEAM = seam.Seam(
     replaces="the first row of _POSSIBLE_FP8_BLOCK_KERNELS",
     probe=probe,
     install=install,
+    ops=("block_scaled_mm",),
 )

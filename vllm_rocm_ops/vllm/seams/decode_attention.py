@@ -8,4 +8,5 @@ SEAM = attention_backends.seam_of(
     "ROCM_ATTN, ROCM_AITER_FA and TRITON_ATTN of AttentionBackendEnum, by subclasses; on CPU CPU_ATTN",
     attention.BACKENDS,
     attention.PLATFORMS,
+    "paged_attention_decode",
 )

@@ -60,4 +60,5 @@ SEAM = seam.Seam(
     replaces="select_fp8_moe_backend of fused_moe/oracle/fp8.py",
     probe=probe,
     install=install,
+    ops=("fused_experts",),
 )

@@ -163,4 +163,5 @@ SEAM = seam.Seam(
     replaces="the first row of _POSSIBLE_INT8_KERNELS",
     probe=probe,
     install=install,
+    ops=("gemm",),
 )

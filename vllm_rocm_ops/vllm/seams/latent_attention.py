@@ -8,4 +8,5 @@ SEAM = attention_backends.seam_of(
     "TRITON_MLA and ROCM_AITER_MLA of AttentionBackendEnum, by subclasses; on CPU CPU_MLA; torch.bmm with their W_UK_T and W_UV",
     latent_attention.BACKENDS,
     latent_attention.PLATFORMS,
+    "mla_decode",
 )

@@ -80,20 +80,32 @@ def install() -> None:
 
 
 def say_calls(worker) -> None:
-    """Say on the first rank what a worker has called so far."""
-    if getattr(worker, "rank", 0) == 0:
-        reach.say_calls(row_selection.choices.ours)
+    """Say on the first rank what a worker has called so far, and write it."""
+    if getattr(worker, "rank", 0):
+        return
+    try:
+        called = reach.calls(captured_by(worker.vllm_config) or ())
+        reach.say_calls(called)
+        reach.write(worker, called)
+    except Exception as error:  # noqa: BLE001  the worker starts without it
+        logger.info("vllm-rocm-ops: not said to `doctor` what this start called: %s: %s", type(error).__name__, error)
+
+
+def captured_by(config) -> list[int] | None:
+    """Return the numbers of tokens that graphs are captured for. None where none are."""
+    from vllm.config import CUDAGraphMode
+
+    settings = config.compilation_config
+    return None if settings.cudagraph_mode == CUDAGraphMode.NONE else settings.cudagraph_capture_sizes
 
 
 def warm_up(worker) -> None:
     """Measure for a worker, and agree with those of its tensor-parallel group, the first of which says what was found."""
     try:
-        from vllm.config import CUDAGraphMode, set_current_vllm_config
+        from vllm.config import set_current_vllm_config
         from vllm.distributed.parallel_state import get_tp_group
 
         config, group = worker.vllm_config, get_tp_group()
-        captures = config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
-        captured = config.compilation_config.cudagraph_capture_sizes if captures else None
         most = config.scheduler_config.max_num_batched_tokens * config.parallel_config.data_parallel_size
         says = group.rank_in_group == 0
         gather = functools.partial(gather_from, group)
@@ -102,7 +114,7 @@ def warm_up(worker) -> None:
             if timer is not None:
                 tokens = config.scheduler_config.max_num_batched_tokens
                 left = call_others(row_selection.models_of(worker), tokens, config.model_config.dtype)
-            kernel_timing.warm_up(captured or (), most, timer, gather, says)
+            kernel_timing.warm_up(captured_by(config) or (), most, timer, gather, says)
         if left and says:
             text = "vllm-rocm-ops: unmeasured, so that fixed limits hold, as vLLM's profile run did not call them: %s"
             logger.info(text, ", ".join(left))

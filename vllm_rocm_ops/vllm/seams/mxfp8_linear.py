@@ -144,5 +144,6 @@ SEAM = seam.Seam(
     replaces="the first row of _POSSIBLE_MXFP8_KERNELS",
     probe=probe,
     install=install,
+    ops=("mxfp8_scaled_mm",),
     platforms=("rocm", "cpu"),
 )

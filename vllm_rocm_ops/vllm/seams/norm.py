@@ -80,4 +80,5 @@ SEAM = seam.Seam(
     replaces="RMSNorm and GemmaRMSNorm, through CustomOp.register_oot",
     probe=probe,
     install=install,
+    ops=("rms_norm", "fused_add_rms_norm"),
 )

@@ -44,6 +44,7 @@ SEAM = seam.Seam(
     replaces="do_rope_and_kv_cache_update of the backends of decode_attention, with VLLM_ROCM_OPS_ATTENTION=1",
     probe=probe,
     install=install,
+    ops=("rope_and_cache",),
     platforms=("rocm",),
     after=("decode_attention",),
 )

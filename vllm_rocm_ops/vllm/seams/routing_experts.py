@@ -213,5 +213,6 @@ SEAM = seam.Seam(
     replaces="routing in the layers of fp8_experts and unquantized_experts",
     probe=probe,
     install=install,
+    ops=("grouped_topk", "topk_softmax", "topk_sigmoid"),
     after=("fp8_experts", "unquantized_experts"),
 )

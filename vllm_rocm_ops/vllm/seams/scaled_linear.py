@@ -188,4 +188,5 @@ SEAM = seam.Seam(
     replaces="the first row of _POSSIBLE_FP8_KERNELS",
     probe=probe,
     install=install,
+    ops=("scaled_mm",),
 )

@@ -39,4 +39,5 @@ SEAM = seam.Seam(
     replaces="select_unquantized_moe_backend of fused_moe/oracle/unquantized.py",
     probe=probe,
     install=install,
+    ops=("fused_experts",),
 )

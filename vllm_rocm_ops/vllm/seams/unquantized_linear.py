@@ -168,5 +168,6 @@ SEAM = seam.Seam(
     replaces="rocm_unquantized_gemm, on CUDA default_unquantized_gemm, of model_executor/layers/utils.py",
     probe=probe,
     install=install,
+    ops=("unquantized_gemm",),
     platforms=("rocm", "cuda"),
 )
