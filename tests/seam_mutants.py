@@ -161,7 +161,15 @@ SEAM_MUTANTS = {
         REACH, "ours is not None and not ours.lacks", "ours is not None"
     ),
     "layers of seams that are off": of(REACH, "if on.isdisjoint(SEAMS[kind]):", "if False:"),
+    "seams that were chosen for no captured number of tokens": of(REACH, "any(map(one.is_ours, captured))", "True"),
+    "patterns that were not chosen": of(REACH, "choices.ours.items() if runs]", "choices.ours.items()]"),
     # Norms and activations
+    "a subclass that custom_ops does not know": SeamMutant(
+        "seam.py", "    ours.name = theirs.name\n", "", "test_fusion_seam.py"
+    ),
+    "an activation inside experts taken for a compiled one": of(
+        ROWS, "if not compiles or is_opaque:", "if not compiles:"
+    ),
     "an op that is off": of(ROWS, "runs and one.op.name not in decided.off", "runs"),
     "a fusion of norms taken for one of activations": of(
         ROWS, "passes.fuse_norm_quant if is_norm else", "passes.fuse_norm_quant or"

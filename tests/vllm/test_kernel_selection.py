@@ -24,7 +24,7 @@ from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import doctor, model_config, model_layers, tables
 from vllm_rocm_ops.bench.clock import tensor_bytes
 from vllm_rocm_ops.vllm import kernel_selection as selection
-from vllm_rocm_ops.vllm import kernel_timing, native_kernel, row_selection
+from vllm_rocm_ops.vllm import kernel_timing, native_kernel, reach, row_selection
 
 N, K, LIMIT = 48, 64, 16
 CAPTURED, MOST = (1, 8, 32, 64), 256
@@ -901,6 +901,10 @@ def test_inside_vllm(engines, expected, tmp_path, factor):
     rows = {"silu_and_mul_per_token_quant"}  # norms quantize in compiled models
     assert rows & answer["stats"].keys() == (rows if factor == 1.0 else set())
     assert {key.partition(" ")[0] for key in record.shapes if selection.is_whole(key)} == rows
+    [reached] = reach.read(tmp_path)
+    assert (
+        reached["seams"].keys() >= {"norm", "activation", "scaled_linear"} and reached["layers"]["norms"]["taken"] == 5
+    )
     if factor == 1.0:
         assert answer["stats"]["scaled_mm"] == {"ours": layers * (steps - 1)}
         assert answer["stats"]["vllm"] == {"its kernel": layers}
