@@ -51,11 +51,13 @@ def main(aiter: str) -> None:
 def matches(config, native: bool, aiter: bool):
     """Yield a key and whether there is a residual, and how many fusions vLLM's pass finds with markers and without."""
     import torch
+    from torch._dynamo.source import ConstantSource
     from torch._inductor import config as inductor
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.post_grad import view_to_reshape
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
     from vllm.compilation.passes.inductor_pass import pass_context
     from vllm.config.utils import Range
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
@@ -69,14 +71,13 @@ def matches(config, native: bool, aiter: bool):
         from vllm.compilation.passes.fusion.rms_quant_fusion import RMSNormQuantFusionPass as Theirs
     theirs = Theirs(config)
     graph.choices.on = frozenset()  # all are vLLM's
-    sizes = (5, 256), (256,), (5, 256)
     for key in KEYS:
         scale = getattr(quant_utils, key).scale
         quant = QuantFP8(scale.static, scale.group_shape, use_ue8m0=False, compile_native=False)
         forward = (QuantFP8.forward_native if native else QuantFP8.forward_hip).__get__(quant)
         for adds in (False, True):
 
-            def function(x, weight, residual, at, quantize, static=scale.static, adds=adds):
+            def function(tokens, x, weight, residual, at, quantize, static=scale.static, adds=adds):
                 if adds:
                     y, residual = torch.ops.vllm_ir.fused_add_rms_norm(x, residual, weight, 1e-6)
                 else:
@@ -85,11 +86,16 @@ def matches(config, native: bool, aiter: bool):
 
             found = []
             for quantize in (quant.marked, forward):
-                with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
+                environment = ShapeEnv()
+                with FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment), contextlib.ExitStack() as stack:
                     stack.enter_context(inductor.patch(enable_auto_functionalized_v2=False))
                     stack.enter_context(pass_context(Range(1, 64)))
+                    tokens = environment.create_symintnode(
+                        environment.create_symbol(5, ConstantSource("tokens")), hint=5, source=ConstantSource("tokens")
+                    )
+                    sizes = (tokens, 256), (256,), (tokens, 256)
                     inputs = [torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in sizes]
-                    inputs.append(torch.empty(1, device="cuda"))
+                    inputs = [tokens, *inputs, torch.empty(1, device="cuda")]  # as vLLM's pieces have it
                     traced = functional(lambda *given, quantize=quantize: function(*given, quantize))
                     module = make_fx(traced, select_decomp_table())(*inputs)
                     view_to_reshape(module)

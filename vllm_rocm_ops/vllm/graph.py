@@ -328,6 +328,15 @@ def trace(function: Callable, args: tuple) -> fx.Graph:
     return traced
 
 
+def size_in(graph: fx.Graph, size: torch.SymInt) -> fx.Node | None:
+    """Return the input of a graph that is a size. A result whose size is read has one more reader, and vLLM's patterns do not match it."""
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
+            return node
+    return None
+
+
 def lower(marker: fx.Node, traces: dict[tuple, fx.Graph]) -> None:
     """Put what vLLM would have traced in a marker's place."""
     inputs, copies = [arg for arg in marker.args if isinstance(arg, fx.Node)], {}
@@ -343,6 +352,8 @@ def lower(marker: fx.Node, traces: dict[tuple, fx.Graph]) -> None:
         for node in traced.nodes:
             if node.op == "placeholder":
                 copies[node] = next(inputs)
+            elif node.target is aten.sym_size.int and (size := size_in(marker.graph, node.meta["val"])) is not None:
+                copies[node] = size
             elif node.op == "output":
                 results = fx.map_arg(node.args[0], copies.__getitem__)
             else:
