@@ -161,7 +161,7 @@ SEAM_MUTANTS = {
         REACH, "ours is not None and not ours.lacks", "ours is not None"
     ),
     "layers of seams that are off": of(REACH, "if on.isdisjoint(SEAMS[kind]):", "if False:"),
-    "seams that were chosen for no captured number of tokens": of(REACH, "any(map(one.is_ours, captured))", "True"),
+    "seams that were chosen for no captured number of tokens": of(REACH, "one.is_ours(tokens) for", "True for"),
     "patterns that were not chosen": of(REACH, "choices.ours.items() if runs]", "choices.ours.items()]"),
     # Norms and activations
     "a subclass that custom_ops does not know": SeamMutant(

@@ -99,12 +99,15 @@ def called(monkeypatch):
     """The calls of a start whose linears were chosen for 8 tokens, of four seams that are on."""
     counts = {"silu_and_mul_quant": {"kernel": 3, "fallback": 1}, "scaled_mm": {"kernel": 2}}
     ours = {"silu_and_mul_quant 512 bfloat16": True, "rms_norm_static_fp8_quant 512 bfloat16": False}
-    linear = types.SimpleNamespace(key="scaled_mm 512x512", is_ours=lambda tokens: tokens == 8)
+    linears = [types.SimpleNamespace(key=f"scaled_mm {n}x512", is_ours=lambda m, n=n: m in (8, n)) for n in (2, 4)]
+    attention = types.SimpleNamespace(key="paged_attention_decode 64", is_ours=lambda tokens: True)
     monkeypatch.setattr(reach.vllm_rocm_ops, "stats", lambda: counts)
     monkeypatch.setattr(reach.row_selection.choices, "ours", ours)
-    monkeypatch.setattr(reach.kernel_selection, "choices", lambda: [linear])
+    monkeypatch.setattr(reach.kernel_selection, "choices", lambda: [*linears, attention])
     monkeypatch.setattr(
-        seam, "active", lambda: ["fusion", "activation", "scaled_linear", "fp8_experts", "mxfp8_experts"]
+        seam,
+        "active",
+        lambda: ["fusion", "activation", "scaled_linear", "fp8_experts", "mxfp8_experts", "decode_attention"],
     )
     return counts
 
@@ -112,7 +115,7 @@ def called(monkeypatch):
 def test_calls_are_counted_by_seam_and_pattern(called, caplog):
     """Seams that share their op share its count; what is no seam's, or calls nothing, has none."""
     found = reach.calls((1, 8))
-    assert found.seams == {"activation": 4, "scaled_linear": 2, "fp8_experts/mxfp8_experts": 0}
+    assert found.seams == {"activation": 4, "scaled_linear": 2, "fp8_experts/mxfp8_experts": 0, "decode_attention": 0}
     assert found.patterns == {"silu_and_mul_quant 512 bfloat16": 4} and found.unreached == []
     with caplog.at_level(logging.INFO):
         reach.say_calls(found)
@@ -121,7 +124,7 @@ def test_calls_are_counted_by_seam_and_pattern(called, caplog):
 
 @pytest.mark.parametrize(("captured", "seams"), [((1, 8), ["scaled_linear"]), ((1, 2), []), ((), [])])
 def test_what_was_chosen_and_not_called_is_warned_of(called, caplog, captured, seams):
-    """A pattern always, a seam where a captured number of tokens is its."""
+    """A pattern always, a seam where a captured number of tokens is its for all shapes."""
     called.clear()
     found = reach.calls(captured)
     assert found.unreached == ["silu_and_mul_quant 512 bfloat16", *seams]

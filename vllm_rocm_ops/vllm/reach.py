@@ -115,7 +115,8 @@ class Calls:
     seams: dict[str, int]
     patterns: dict[str, int]
     unreached: list[str]
-    """Patterns that no graph holds, and seams that were chosen for a captured number of tokens and not called."""
+    """Patterns that no graph holds, and seams that were not called though all shapes of a captured number of tokens are theirs.
+    Attention may run outside of graphs."""
 
 
 def calls(captured: tuple[int, ...] = ()) -> Calls:
@@ -125,14 +126,15 @@ def calls(captured: tuple[int, ...] = ()) -> Calls:
     for name in seam.active():
         shared.setdefault(seam.load(name).ops, []).append(name)
     shared.pop((), None)
-    chosen = [one.key for one in kernel_selection.choices() if any(map(one.is_ours, captured))]
     ours = [pattern for pattern, runs in row_selection.choices.ours.items() if runs]
     result = Calls({}, {pattern: counts.get(pattern.partition(" ")[0], 0) for pattern in sorted(ours)}, [])
     result.unreached += [pattern for pattern, count in result.patterns.items() if not count]
     for ops, names in shared.items():
         of = "/".join(names)
         result.seams[of] = sum(count for op, count in counts.items() if op.startswith(ops))
-        if not result.seams[of] and any(key.startswith(ops) for key in chosen):
+        shapes = [one for one in kernel_selection.choices() if one.key.startswith(ops)]
+        chosen = any(shapes and all(one.is_ours(tokens) for one in shapes) for tokens in captured)
+        if chosen and not result.seams[of] and names[0] not in SEAMS["layers of attention"]:
             result.unreached.append(of)
     return result
 
