@@ -182,7 +182,7 @@ SEAM_MUTANTS = {
     "a fusion in two stages": of(ROWS, "if takes_one_stage(communicator, config):", "if True:"),
     "a draft model without its norms": of(ROWS, '("speculator", "drafter")', '("drafter",)'),
     "an eager time for a compiled norm": of(
-        ROWS, "kernel_selection.COMPILED if compiles else kernel_selection.EAGER", '"eager"'
+        ROWS, "*fused, kernel_selection.COMPILED", "*fused, kernel_selection.EAGER"
     ),
     "a negative static scale": of(ROWS, "self.linear.input_scale.float().abs()", "self.linear.input_scale.float()"),
     "somewhere slower": SeamMutant("kernel_selection.py", "max(ratios) <= 1 + MARGIN and", "", "test_row_selection.py"),

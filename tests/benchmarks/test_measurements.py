@@ -53,7 +53,11 @@ def line(us: float, m: int = 1, gpu: str = "Made-up GPU", case: str = "", **more
 
 
 def report(
-    *results: tuple[str, int, float], layers: int | None = 4, rank_of: int = 1, options: str = "--rank-of 8"
+    *results: tuple[str, int, float],
+    layers: int | None = 4,
+    rank_of: int = 1,
+    options: str = "--rank-of 8",
+    **more: float,
 ) -> str:
     versions = {"torch": "2.11.0", "vllm": "0.33.0"}
     lines = [
@@ -68,6 +72,7 @@ def report(
             "latencies": [0.1] * 5,
             "num_layers": layers,
             "rank_of": rank_of,
+            **more,
         }
         for side, batch, ms in results
     ]
@@ -85,12 +90,14 @@ def test_the_newest_pair_through_the_engine_counts(folder):
     assert engine() == engine_commands() == "Nothing yet."
     pair = [("without", 1, 3.0), ("with", 1, 2.0), ("without", 16, 5.0)]
     write(folder / "2026-11-21-b-latency.json", report(*pair, rank_of=8))
-    write(folder / "2026-11-21-c-latency.json", report(("without", 1, 2.0), ("with", 1, 4.0), layers=None))
+    write(
+        folder / "2026-11-21-c-latency.json", report(("without", 1, 2.0), ("with", 1, 4.0), layers=None, host_us=320.4)
+    )
     write(folder / "2026-11-21-a-latency.json", report(("without", 1, 9.0), ("with", 1, 9.0), rank_of=8), age=1)
     rank = "llama, one TP8 rank, no all-reduce | 1 x Made-up GPU"
     assert engine().splitlines()[4:] == [
-        f"| {rank} | 4 | 64 | 1 | 1 x 5 | 3.00 | 2.00 | 1.50x (0.83 to 2.67) |",
-        "| llama | 1 x Made-up GPU | all | 64 | 1 | 1 x 5 | 2.00 | 4.00 | **0.50x** (0.30 to 0.86) |",
+        f"| {rank} | 4 | 64 | 1 | 1 x 5 | 3.00 | 2.00 | 1.50x (0.83 to 2.67) |  |",
+        "| llama | 1 x Made-up GPU | all | 64 | 1 | 1 x 5 | 2.00 | 4.00 | **0.50x** (0.30 to 0.86) | 320 / 320 |",
     ]
     commands = engine_commands()
     assert "(made-up-gpu/2026-11-21-b-latency.json)" in commands and "\npython it --rank-of 8\n" in commands
@@ -225,7 +232,7 @@ def test_the_spread_covers_all_pairs(folder):
     """n is pairs x iterations; the speedup is the median of the pairs, its bounds are of the widest percentiles."""
     pairs = [("without", 1, 3.0), ("with", 1, 2.0), ("without", 1, 4.0), ("with", 1, 2.5)]
     write(folder / "2026-11-21-a-latency.json", report(*pairs))
-    assert engine().endswith(f" | 2 x 5 | 3.50 | 2.25 | 1.55x ({2.5 / 3.5:.2f} to {5 / 1.5:.2f}) |")
+    assert engine().endswith(f" | 2 x 5 | 3.50 | 2.25 | 1.55x ({2.5 / 3.5:.2f} to {5 / 1.5:.2f}) |  |")
 
 
 def test_the_switches_of_the_baseline_are_said(folder):
