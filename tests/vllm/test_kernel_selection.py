@@ -872,9 +872,9 @@ def test_layers_are_noted_from_the_start_of_a_worker(worker, monkeypatch):
     assert happened == ["noting", "device"]
 
 
-FRAMES_OF_A_STEP, FRAMES_OF_A_STEP_OF_VLLMS = 190, 66
+FRAMES_OF_A_STEP, FRAMES_OF_A_STEP_OF_VLLMS = 190, 120
 """The package's Python frames in a decode step, references aside: of two layers with eight linears, five norms, two activations and two
-of attention that are ours; and where linears, norms and activations are vLLM's."""
+of attention that are ours; and where linears and activations are vLLM's. Norms are ours in a model that is not compiled."""
 
 
 @pytest.mark.slow
