@@ -199,7 +199,9 @@ class Session:
 
 def measured(tables: pathlib.Path) -> dict:
     """The one table of what was measured, which must be whole, with no file beside it that a process left."""
-    found = [path for path in tables.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    found = [
+        path for path in tables.rglob("*") if path.is_file() and path.suffix != ".lock" and path.name != "reached.json"
+    ]
     if [path.suffix for path in found] != [".json"]:
         raise Wrong(f"the folder of measured tables has {sorted(path.name for path in found)}, not one table")
     return json.loads(found[0].read_text())

@@ -126,6 +126,8 @@ def test_calls_are_counted_by_seam_and_pattern(called, caplog):
 def test_what_was_chosen_and_not_called_is_warned_of(called, caplog, captured, seams):
     """A pattern always, a seam where a captured number of tokens is its for all shapes."""
     called.clear()
+    assert reach.calls(captured).unreached == []  # nothing has run
+    called["fused_experts"] = {"kernel": 1}
     found = reach.calls(captured)
     assert found.unreached == ["silu_and_mul_quant 512 bfloat16", *seams]
     reach.say_calls(found)

@@ -128,12 +128,13 @@ def calls(captured: tuple[int, ...] = ()) -> Calls:
     shared.pop((), None)
     ours = [pattern for pattern, runs in row_selection.choices.ours.items() if runs]
     result = Calls({}, {pattern: counts.get(pattern.partition(" ")[0], 0) for pattern in sorted(ours)}, [])
-    result.unreached += [pattern for pattern, count in result.patterns.items() if not count]
+    has_run = bool(counts)  # a worker on CPU may not, before its first request
+    result.unreached += [pattern for pattern, count in result.patterns.items() if has_run and not count]
     for ops, names in shared.items():
         of = "/".join(names)
         result.seams[of] = sum(count for op, count in counts.items() if op.startswith(ops))
         shapes = [one for one in kernel_selection.choices() if one.key.startswith(ops)]
-        chosen = any(shapes and all(one.is_ours(tokens) for one in shapes) for tokens in captured)
+        chosen = has_run and any(shapes and all(one.is_ours(tokens) for one in shapes) for tokens in captured)
         if chosen and not result.seams[of] and names[0] not in SEAMS["layers of attention"]:
             result.unreached.append(of)
     return result
