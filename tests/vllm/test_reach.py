@@ -136,7 +136,7 @@ def test_what_was_chosen_and_not_called_is_warned_of(called, caplog, captured, s
 
 
 def test_doctor_shows_what_the_last_start_has_reached(called, monkeypatch, tmp_path):
-    """Of each architecture; a file that is not one is left out."""
+    """Show one start for each architecture; leave out a file that is not one."""
     monkeypatch.setattr(reach.kernel_selection, "path_of", lambda machine: tmp_path / "gfx942" / "measured-1.json")
     one = worker([OtherRMSNorm()])
     one.vllm_config.model_config = types.SimpleNamespace(model="Llama")

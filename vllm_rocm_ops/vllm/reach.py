@@ -109,7 +109,7 @@ def say(reached: dict[str, Reach]) -> None:
 
 @dataclasses.dataclass
 class Calls:
-    """What a worker has called up to the end of its warm-up: by seams that are on, which share a count where they share their ops, and by
+    """Count a worker's calls up to the end of its warm-up: by seams that are on, which share a count where they share their ops, and by
     pattern that was chosen."""
 
     seams: dict[str, int]

@@ -84,19 +84,20 @@ def say_calls(worker) -> None:
     if getattr(worker, "rank", 0):
         return
     try:
-        called = reach.calls(captured_by(worker.vllm_config) or ())
+        called = reach.calls(captured_by(worker.vllm_config))
         reach.say_calls(called)
         reach.write(worker, called)
     except Exception as error:  # noqa: BLE001  the worker starts without it
         logger.info("vllm-rocm-ops: not said to `doctor` what this start called: %s: %s", type(error).__name__, error)
 
 
-def captured_by(config) -> list[int] | None:
-    """Return the numbers of tokens that graphs are captured for. None where none are."""
+def captured_by(config) -> list[int] | tuple[()]:
+    """Return the numbers of tokens that graphs are captured for."""
     from vllm.config import CUDAGraphMode
 
     settings = config.compilation_config
-    return None if settings.cudagraph_mode == CUDAGraphMode.NONE else settings.cudagraph_capture_sizes
+    captures = settings.cudagraph_mode != CUDAGraphMode.NONE
+    return (captures and settings.cudagraph_capture_sizes) or ()
 
 
 def warm_up(worker) -> None:
@@ -114,7 +115,7 @@ def warm_up(worker) -> None:
             if timer is not None:
                 tokens = config.scheduler_config.max_num_batched_tokens
                 left = call_others(row_selection.models_of(worker), tokens, config.model_config.dtype)
-            kernel_timing.warm_up(captured_by(config) or (), most, timer, gather, says)
+            kernel_timing.warm_up(captured_by(config), most, timer, gather, says)
         if left and says:
             text = "vllm-rocm-ops: unmeasured, so that fixed limits hold, as vLLM's profile run did not call them: %s"
             logger.info(text, ", ".join(left))
