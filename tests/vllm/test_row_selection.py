@@ -149,6 +149,27 @@ def test_the_faster_serves(kernels, key, caplog):
     assert "compiled" in caplog.text and "vLLM's" in caplog.text
 
 
+def test_the_compilers_start_is_no_time_to_measure(kernels, monkeypatch):
+    """vLLM compiles the model next, and saves the seconds. A start that has nothing to measure starts no compiler."""
+    now, started = [0.0], []
+
+    def compiler(config):
+        started.append(config)
+
+        def compiled(function):
+            now[0] += 100.0 if function is torch.neg else 0.0
+            return function
+
+        return compiled
+
+    monkeypatch.setattr(kernel_timing, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(kernel_timing, "MOST_SECONDS", 10.0)
+    monkeypatch.setattr(row_selection, "compiler", compiler)
+    for _ in range(2):
+        assert decide(Layer(KEYS[1]), Clock()) == ALL
+    assert now == [100.0] and len(started) == 1 and kernel_selection.spent() < 1.0
+
+
 def test_scales_may_be_negative(kernels, caplog):
     """As half of the random ones are that vLLM has for `load_format="dummy"`."""
     layer = Layer(KEYS[1])

@@ -1,8 +1,7 @@
 """Which norms and activations of a model run our ops: those that vLLM's compiler does not serve as well.
 
 Our op makes the norm, or the activation, and the quantised input of the linear behind it. In vLLM that is a part of the compiled
-graph, a kernel of Inductor's or of one of vLLM's fusion passes. So it cannot be chosen at a call. It is decided by pattern when a worker
-has loaded its model and vLLM has not compiled it yet, once for all numbers of tokens. graph.py asks for each place.
+graph, so it cannot be chosen at a call. It is decided by pattern between loading and compilation, once for all numbers of tokens.
 
     measured    the same small graph is compiled with the model's settings and vLLM's passes, and timed beside our op (kernel_timing.py).
                 Ours has to win over all that was measured, and may nowhere be the slower.
@@ -18,6 +17,7 @@ its quantization and a decode step's tensors are small enough; where they are no
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -295,6 +295,14 @@ def compiler(config) -> Callable[[Callable], Callable]:
     return compiled
 
 
+def start(compiles: Callable, wanted: dict[Fused, list[int]]) -> None:
+    """Start the compiler if baselines are to be compiled. vLLM's own compilation needs it next, so this is no time to measure."""
+    here = kernel_selection.machine()
+    if kernel_timing.in_order(wanted, kernel_selection.read(kernel_selection.path_of(here), here), 1.0):
+        with contextlib.suppress(Exception):  # which measuring says
+            compiles()(torch.neg)(next(iter(wanted)).inputs(TOKENS[0], 0)[0])
+
+
 def is_compiled(config, model: torch.nn.Module) -> bool:
     """Return whether vLLM compiles classes of a model, and runs its passes on them. Some models of its compiled mode have none."""
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Compiled
@@ -372,12 +380,14 @@ def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable
     ]
     distinct = {one.key: one for one in found}
     most = config.scheduler_config.max_num_batched_tokens
-    if clock is not None and distinct:
-        compiled = functools.cache(lambda: compiler(config))
-        for one in distinct.values():
-            one.compiled = _lazily(one, compiled) if one.key.endswith(kernel_selection.COMPILED) else one.vllms
     at = sorted({*(tokens for tokens in TOKENS if tokens < most), most})
     wanted = {one: at for one in distinct.values()}
+    if clock is not None and envs.VLLM_ROCM_OPS_MEASURE != "0":
+        compiles = functools.cache(lambda: compiler(config))
+        graphs = {one: at for one in wanted if one.key.endswith(kernel_selection.COMPILED)}
+        for one in wanted:
+            one.compiled = _lazily(one, compiles) if one in graphs else one.vllms
+        start(compiles, graphs)
     record, decided = Record({}), Decided({}, {})
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
         record, decided = kernel_timing.agree(wanted, clock, gather, measure_pair, SHARE)
@@ -392,7 +402,7 @@ def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable
         kernel_timing.say(record, decided, set(distinct))
 
 
-def _lazily(one: Fused, compiled: Callable) -> Callable:
-    """vLLM's compiled graph of a shape, compiled when it is called."""
-    graph = functools.cache(lambda: compiled()(one.vllms))
+def _lazily(one: Fused, compiles: Callable) -> Callable:
+    """Return vLLM's graph of a shape, compiled at its first call."""
+    graph = functools.cache(lambda: compiles()(one.vllms))
     return lambda *tensors: graph()(*tensors)
