@@ -19,13 +19,14 @@
 // A kernel named `symbol`; `...` is its ScaleGranularity and, for kBlock, the type of the scales.
 #define STREAMED_TILE(symbol, type, tokens, ...)                                                                    \
   KERNEL((StreamedTile<type, tokens, __VA_ARGS__>::kThreads), (StreamedTile<type, tokens, __VA_ARGS__>::kResident)) \
-  symbol(SkinnyProblem problem) {                                                                                   \
+  symbol(StreamedTile<type, tokens, __VA_ARGS__>::Problem problem) {                                                \
     wait_for_arguments(problem);                                                                                    \
     StreamedTile<type, tokens, __VA_ARGS__>::run(problem);                                                          \
   }
-#define WAVE_SPLIT_K(symbol, type, tokens, ...)                                                                  \
-  KERNEL((WaveSplitK<type, tokens, __VA_ARGS__>::kThreads), tokens == 8 ? 4 : 3) symbol(SkinnyProblem problem) { \
-    LDS static WaveSplitK<type, tokens, __VA_ARGS__>::Buffer buffer;                                             \
-    const WaveSplitK<type, tokens, __VA_ARGS__> kernel{problem, buffer};                                         \
-    kernel.multiply();                                                                                           \
+#define WAVE_SPLIT_K(symbol, type, tokens, ...)                                                                     \
+  KERNEL((WaveSplitK<type, tokens, __VA_ARGS__>::kThreads), tokens == 8 ? 4 : 3)                                    \
+  symbol(WaveSplitK<type, tokens, __VA_ARGS__>::Problem problem) {                                                  \
+    LDS static WaveSplitK<type, tokens, __VA_ARGS__>::Buffer buffer;                                                \
+    const WaveSplitK<type, tokens, __VA_ARGS__> kernel{problem, buffer};                                            \
+    kernel.multiply();                                                                                              \
   }

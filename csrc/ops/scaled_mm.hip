@@ -10,3 +10,11 @@ WAVE_SPLIT_K(scaled_mm_narrow_16, E4m3, 16, ScaleGranularity::kRow)
 STREAMED_TILE(scaled_mm_skinny_16, E4m3, 16, ScaleGranularity::kRow)
 STREAMED_TILE(scaled_mm_skinny_32, E4m3, 32, ScaleGranularity::kRow)
 STREAMED_TILE(scaled_mm_skinny_64, E4m3, 64, ScaleGranularity::kRow)
+
+// With a weight [gate | up]: out[m, c] = e4m3(silu(gate) * up / out_scale), of out[m, n] rounded to T.
+#define GATED ScaleGranularity::kRow, Fp32Scale, true
+WAVE_SPLIT_K(scaled_mm_silu_narrow_8, E4m3, 8, GATED)
+WAVE_SPLIT_K(scaled_mm_silu_narrow_16, E4m3, 16, GATED)
+STREAMED_TILE(scaled_mm_silu_skinny_16, E4m3, 16, GATED)
+STREAMED_TILE(scaled_mm_silu_skinny_32, E4m3, 32, GATED)
+STREAMED_TILE(scaled_mm_silu_skinny_64, E4m3, 64, GATED)

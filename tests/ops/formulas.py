@@ -183,6 +183,19 @@ def scaled_mm(before, after, outputs: tuple) -> Found:
     yield from product(left, right, a.bias, outputs[0])
 
 
+def scaled_mm_silu_and_mul_quant(before, after, outputs: tuple) -> Found:
+    a = before
+    left = a.a.double() * a.scale_a.double().reshape(-1, 1)
+    right = (a.b.t() if a.b.dim() == 2 else plain(a.b)).double() * a.scale_b.double().reshape(-1, 1)
+    sums, terms = left @ right.t(), left.abs() @ right.abs().t()
+    sums = sums.where(terms < torch.finfo(a.dtype).max, torch.nan)
+    (gate, up), (gate_off, up_off) = (x.chunk(2, 1) for x in (sums, rounded(sums, a.dtype) + OF_TERMS * terms))
+    y = silu(gate) * up
+    off = 1.1 * (up.abs() + up_off) * gate_off + silu(gate).abs() * up_off  # silu rises by at most 1.1
+    off += FP32 * y.abs() + rounded(y, a.dtype, 2) + LEAST[a.dtype] * up.abs() + SIGMOID * (gate * up).abs()
+    yield from quantized("values", y, off, outputs[0], a.scale.double().reshape(()))
+
+
 def block_scaled_mm(before, after, outputs: tuple) -> Found:
     a = before
     left, right = of_blocks(a.a, a.scale_a, 1, 128), of_blocks(plain(a.b), a.scale_b, 128, 128)
@@ -661,6 +674,7 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     "softmax": softmax,
     "stream_memory": stream_memory,
     "scaled_mm": scaled_mm,
+    "scaled_mm_silu_and_mul_quant": scaled_mm_silu_and_mul_quant,
     "block_scaled_mm": block_scaled_mm,
     "mxfp8_scaled_mm": mxfp8_scaled_mm,
     "unquantized_gemm": unquantized_gemm,

@@ -98,6 +98,7 @@ class Product(NamedTuple):
     scale_a: tuple[Tensor | Workspace | None, int, int] = (None, 0, 0)
     scale_b: tuple[Tensor | Workspace | None, int] = (None, 0)
     bias: Tensor | None = None
+    rounds_to: torch.dtype | None = None  # before what the epilogue computes, by default `out`'s dtype
 
     def arguments(self, tiles: int, partial_bytes: int) -> dict:
         """What the problems of the skinny and of the tiled kernels both have. Without partial sums no block shares a tile."""
@@ -117,7 +118,7 @@ class Product(NamedTuple):
             "scale_a_row": self.scale_a[1],
             "scale_a_k": self.scale_a[2],
             "scale_b_row": self.scale_b[1],
-            "out_type": OUT_TYPES[self.out.dtype],
+            "out_type": OUT_TYPES[self.rounds_to or self.out.dtype],
         }
 
 

@@ -188,9 +188,9 @@ def arguments(product: Product, division: tuple[int, int, int], blocks: int, par
 
 
 def launch(
-    module: str, config: SkinnyConfig, product: Product, arch: Arch, unit: int = 1, kind: str = ""
+    module: str, config: SkinnyConfig, product: Product, arch: Arch, unit: int = 1, kind: str = "", **further
 ) -> list[Launch]:
-    """The launch of csrc/ops/<module>.hip's skinny kernel of that kind."""
+    """Return the launch of csrc/ops/<module>.hip's skinny kernel of a kind, whose problem may have further fields."""
     a, b = product.a, product.b
     if a.rows == 0:
         return []
@@ -201,4 +201,4 @@ def launch(
     shape = "skinny" if config.rows == 64 else "narrow"
     symbol = "_".join(filter(None, (module, kind, shape, str(tokens))))
     lds = _stage_panels(config, tokens, arch) * PANEL * (config.rows + tokens)
-    return [Launch(module, symbol, (config.blocks, 1, 1), (threads, 1, 1), fields("problem", args), lds)]
+    return [Launch(module, symbol, (config.blocks, 1, 1), (threads, 1, 1), fields("problem", args | further), lds)]

@@ -1,4 +1,5 @@
-"""FP8 matrix product with scales per tensor, per token and per output channel; see csrc/gemm/skinny.h for the kernels."""
+"""FP8 matrix product with scales per tensor, per token and per output channel, and the same with SwiGLU and static quantization in its
+epilogue; see csrc/gemm/skinny.h for the kernels."""
 
 from __future__ import annotations
 
@@ -14,17 +15,18 @@ from vllm_rocm_ops.families import tiled_gemm as tiled
 from vllm_rocm_ops.families.tiled_gemm import TiledConfig
 from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops.ops.silu_and_mul import silu_and_mul_quant
 from vllm_rocm_ops.quantization import LIMIT
 from vllm_rocm_ops.tensors import describe
 
-__all__ = ["scaled_mm"]
+__all__ = ["scaled_mm", "scaled_mm_silu_and_mul_quant"]
 
 
 def _weight(a) -> gemm.Operand:
     return gemm.weight(a.b, transposed=True)
 
 
-def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
+def _operand_contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "a", "e4m3 [M, K]", describe(a.a), a.a.dim() == 2 and a.a.dtype in LIMIT
     wanted = f"{describe(a.a)[: describe(a.a).index('[')]}[K={a.a.shape[1]}, N] or a shuffled weight of this K"
     holds = a.b.dtype == a.a.dtype and gemm.is_weight(a.b, a.a.shape[1], transposed=True)
@@ -33,6 +35,11 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     for name, scale, rows in (("scale_a", a.scale_a, m), ("scale_b", a.scale_b, n)):
         holds = scale.dtype == torch.float32 and scale.numel() in (1, rows)
         yield name, f"float32 with 1 or {rows} elements", describe(scale), holds
+
+
+def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    yield from _operand_contract(a)
+    n = _weight(a).rows
     yield "out_dtype", "bfloat16, float16 or float32", str(a.out_dtype), a.out_dtype in gemm.OUT_TYPES
     yield from gemm.bias_contract(a.bias, n, a.out_dtype)
 
@@ -41,10 +48,14 @@ def _allocate(a) -> Tensor:
     return a.a.new_empty((a.a.shape[0], _weight(a).rows), dtype=a.out_dtype)
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def _operand_envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"{arch.name} multiplies a's dtype ({arch.fp8_dtype})", a.a.dtype == arch.fp8_dtype
-    rest = [t for t in (a.scale_a, a.scale_b, a.bias) if t is not None]
-    yield "scales and bias are contiguous", all(t.is_contiguous() for t in rest)
+    yield "scales are contiguous", a.scale_a.is_contiguous() and a.scale_b.is_contiguous()
+
+
+def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    yield from _operand_envelope(a, arch)
+    yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
     operands = _operands(a)
     yield from gemm.envelope(*operands)
     if tiled.is_for(operands[0]):
@@ -64,9 +75,12 @@ def _cost(config, a, arch: Arch) -> dict[str, float]:
     return (tiled if isinstance(config, TiledConfig) else skinny_gemm).cost(config, *_operands(a), arch)
 
 
+def _scales(a) -> tuple[tuple[Tensor, int, int], tuple[Tensor, int]]:
+    return (a.scale_a, int(a.scale_a.numel() > 1), 0), (a.scale_b, int(a.scale_b.numel() > 1))
+
+
 def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
-    scale_a, scale_b = (a.scale_a, int(a.scale_a.numel() > 1), 0), (a.scale_b, int(a.scale_b.numel() > 1))
-    product = gemm.Product(out, *_operands(a), scale_a, scale_b, a.bias)
+    product = gemm.Product(out, *_operands(a), *_scales(a), a.bias)
     if isinstance(config, TiledConfig):
         return tiled.launches(config, product, arch, kind="row")
     return skinny_gemm.launch("scaled_mm", config, product, arch)
@@ -147,3 +161,81 @@ def scaled_mm(
     if bias is not None:
         product = product + bias.to(exact)
     return product.to(out_dtype)
+
+
+# With SwiGLU and quantization
+
+
+def _gated_contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    yield from _operand_contract(a)
+    n = _weight(a).rows
+    yield "b", "an even number of output channels", str(n), n % 2 == 0
+    yield "scale", "float32 with 1 element", describe(a.scale), a.scale.dtype == torch.float32 and a.scale.numel() == 1
+    yield "dtype", "bfloat16 or float16", str(a.dtype), a.dtype in gemm.HALVES
+
+
+def _gated_envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    yield from _operand_envelope(a, arch)
+    tokens, weight = operands = _operands(a)
+    yield from gemm.envelope(*operands)
+    yield f"there are at most {skinny_gemm.MOST_TOKENS} tokens", tokens.rows <= skinny_gemm.MOST_TOKENS
+    yield "N is a multiple of 32", weight.rows % 32 == 0
+    yield "half of b's rows are below 2 GB", weight.rows // 2 * max(weight.stride or weight.k, 1) < 2**31
+    yield "b is not shuffled on NVIDIA", arch.wave_lanes == 64 or not weight.is_shuffled
+
+
+def _gated_plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
+    product = gemm.Product(out, *_operands(a), *_scales(a), rounds_to=a.dtype)
+    return skinny_gemm.launch("scaled_mm", config, product, arch, kind="silu", out_scale=a.scale)
+
+
+def _gated_cases() -> Iterator[Case]:
+    """Every instance, tiles shared by few blocks and by many, N and K around their tiles, scales in every mix."""
+
+    def case(name: str, m: int, n: int, k: int, **given) -> Case:
+        return Case(name, functools.partial(_gated_inputs, m, n, k, given))
+
+    for m in (1, 2, 7, 8, 9, 16, 17, 32, 33, 64):
+        yield case(f"m{m}", m, 96, 1024)
+    yield case("four-tiles", 3, 224, 1600)
+    yield case("shuffled", 5, 160, 640, shuffled=True)
+    yield case("shuffled-m20", 20, 160, 640, shuffled=True)
+    yield case("per-tensor", 3, 64, 256, per_row=False)
+    yield case("fp16", 4, 32, 512, out_dtype=torch.float16)
+    yield case("padded", 5, 32, 512, padding=256)
+    yield case("k-tail", 2, 64, 16 * 67)
+    yield case("shortest-k", 2, 32, 16)
+    yield case("no-tokens", 0, 32, 64)
+
+
+def _gated_inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
+    a, b, scale_a, scale_b, dtype, _ = _inputs(m, n, k, given, device, generator, fp8_dtype)
+    return a, b, scale_a, scale_b, torch.tensor([0.0123 * k**0.5 / 16], device=device), dtype
+
+
+def _gated_op(reference) -> Op:
+    return Op(
+        reference,
+        allocate=lambda a: a.a.new_empty((a.a.shape[0], _weight(a).rows // 2)),
+        contract=_gated_contract,
+        envelope=_gated_envelope,
+        configs=lambda a, arch: skinny_gemm.configs(*_operands(a), arch),
+        cost=lambda config, a, arch: skinny_gemm.cost(config, *_operands(a), arch),
+        plan=_gated_plan,
+        problem=lambda a: gemm.problem(*_operands(a)),
+        cases=_gated_cases,
+        sums=True,
+    )
+
+
+@_gated_op
+def scaled_mm_silu_and_mul_quant(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """`scaled_mm` with a weight [gate | up], then `silu_and_mul_quant` by `scale` (float32, one element), to the dtype of a.
+
+    a [M, K] and b [K, N] as `scaled_mm` takes them, N / 2 columns of gate and then those of up. Sums are rounded to dtype, bf16 or
+    fp16, before the activation. Kernels take at most 64 tokens. Returns [M, N / 2].
+    """
+    product = scaled_mm.reference(a, b, scale_a, scale_b, dtype)
+    return silu_and_mul_quant.reference(product, scale, a.dtype)

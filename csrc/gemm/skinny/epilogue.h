@@ -28,7 +28,7 @@ DEVICE FloatVec<kVec> load_bias(const SkinnyProblem& p, int row) {
 // Value [i][j] of a thread belongs to token token(i) and to kVec rows of b from row(j) on. The epilogue may use registers for
 // kFreeFloats floats. The stages of kMx leave few, so with kMx the bias is loaded after the sums.
 template <ScaleGranularity kScales, int kLaneTokens, int kLaneVecs, int kVec, int kGroupSteps, int kThreads,
-          int kFreeFloats>
+          int kFreeFloats, bool kGated = false>
 struct TileEpilogue {
   static constexpr bool kMx = kScales == ScaleGranularity::kMx;
   using Value = FloatVec<kVec>;
@@ -40,6 +40,7 @@ struct TileEpilogue {
   int row[kLaneVecs] = {}, token[kLaneTokens] = {};
   float scale_a[kLaneTokens] = {};
   Value scale_b[kLaneVecs] = {}, bias[kLaneVecs] = {};
+  float out_scale = 1.0f;
 
   // Called when a tile begins: loads and divisions are done when it ends.
   template <class RowOf, class TokenOf>
@@ -49,6 +50,7 @@ struct TileEpilogue {
       first_block = schedule.first_block(tile), last_block = schedule.last_block(tile);
       is_second_tile = schedule.first_step(first_block) < tile * p.steps_per_tile;
     }
+    if constexpr (kGated) out_scale = mem::load<float>(static_cast<const GatedProblem&>(p).out_scale);
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) {
       token[i] = token_of(i);
@@ -60,8 +62,10 @@ struct TileEpilogue {
       row[j] = row_of(j);
       if (kScales == ScaleGranularity::kRow)
         for (int i = 0; i < kVec; ++i)
-          scale_b[j][i] = row[j] + i < p.n ? mem::load<float>(p.scale_b + u64(row[j] + i) * u32(p.scale_b_row)) : 0.0f;
-      if (!kMx) bias[j] = load_bias<kVec>(p, row[j]);
+          scale_b[j][i] = kGated || row[j] + i < p.n
+                              ? mem::load<float>(p.scale_b + u64(weight_row<kGated>(p, row[j] + i)) * u32(p.scale_b_row))
+                              : 0.0f;
+      if (!kMx && !kGated) bias[j] = load_bias<kVec>(p, row[j]);
     }
   }
 
@@ -120,6 +124,7 @@ struct TileEpilogue {
         sum[i][j] += added;
       }
     }
+    if constexpr (kGated) return store_gated(sum);
     auto store = [&](auto store_value) __attribute__((always_inline)) {
 #pragma unroll
       for (int i = 0; i < kLaneTokens; ++i)
@@ -146,5 +151,32 @@ struct TileEpilogue {
       with_output_type(p.out_type, [&](auto* type) __attribute__((always_inline)) {
         store([&](auto... value) __attribute__((always_inline)) { store_one(type, value...); });
       });
+  }
+
+  // Lanes with sums of gate get those of up, and store columns as silu_and_mul_quant rounds them.
+  DEVICE void store_gated(const Value (&sum)[kLaneTokens][kLaneVecs]) const {
+    static_assert(kLaneVecs == 1);
+    constexpr int kLanesApart = kVec == 2 ? 8 : 16;  // of rows that are kGatedRows apart
+    const float inverse = 1.0f / out_scale;
+    const int columns = p.n / 2, column = gated_column(row[0]), other = wave::lane() ^ kLanesApart;
+    auto store = [&]<class T>(T*) __attribute__((always_inline)) {
+#pragma unroll
+      for (int i = 0; i < kLaneTokens; ++i) {
+        f32x4 y = {};
+#pragma unroll
+        for (int r = 0; r < kVec; ++r) {
+          const float up = round_to<T>(wave::from_lane(sum[i][0][r], other));
+          y[r] = round_to<T>(up * round_to<T>(silu(round_to<T>(sum[i][0][r])))) * inverse;
+        }
+        const u32 bytes = numerics::to_e4m3x4(y.lo, y.hi);
+        u8* to = (u8*)p.out + u64(u32(token[i])) * u32(columns) + u32(column);
+        const bool inside = token[i] < p.m && !is_up(row[0]) && column < columns;
+        if constexpr (kVec == 4) mem::store_if(inside, to, bytes);
+        else if constexpr (kVec == 2) mem::store_if(inside, to, u16(bytes));
+        else if (inside) mem::store(to, u8(bytes));
+      }
+    };
+    if (p.out_type == 0) store((Bf16*)nullptr);
+    else store((F16*)nullptr);
   }
 };

@@ -33,3 +33,27 @@ DEVICE void wait_for_arguments(const SkinnyProblem& p) {
 }
 
 constexpr int kTileRows = mma::kWaves * mma::kRows;
+
+// b is [gate | up], and the epilogue stores silu(gate) * up, quantized: out is [M, N / 2] e4m3.
+struct GatedProblem : SkinnyProblem {
+  const float* out_scale;  // [1]
+};
+template <bool kGated>
+struct ProblemOf {
+  using Type = SkinnyProblem;
+};
+template <>
+struct ProblemOf<true> {
+  using Type = GatedProblem;
+};
+// A tile of it has rows of gate and of up in turn, four of each. So a column's two rows are four apart, in one wave.
+constexpr int kGatedRows = 4;
+DEVICE int gated_column(int row) { return row / (2 * kGatedRows) * kGatedRows + row % kGatedRows; }
+DEVICE bool is_up(int row) { return row / kGatedRows % 2; }
+// The row of b, of which the rows of the tiles past the last one are the last.
+template <bool kGated>
+DEVICE int weight_row(const SkinnyProblem& p, int row) {
+  if constexpr (!kGated) return row < p.n ? row : p.n - 1;
+  const int columns = p.n / 2, column = gated_column(row);
+  return (column < columns ? column : columns - 1) + (is_up(row) ? columns : 0);
+}

@@ -10,14 +10,15 @@
 #include "gemm/skinny/epilogue.h"
 #include "gemm/skinny/weights.h"
 
-template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32Scale>
+template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32Scale, bool kGated = false>
 struct WaveSplitK {
+  using Problem = typename ProblemOf<kGated>::Type;
   static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kSliceSteps = 2,
                        kStages = mma::kStages;
   static constexpr int kThreads = mma::kWaves * wave::kLanes, kUnitSteps = kSliceSteps * mma::kWaves;
   static constexpr bool kScaled = kScales == ScaleGranularity::kBlock;
   static_assert(!kScaled || kSliceSteps * mma::kDepth == kScaleBlock);
-  using Epilogue = TileEpilogue<kScales, kTiles, 1, 1, kUnitSteps, kThreads, 8>;
+  using Epilogue = TileEpilogue<kScales, kTiles, 1, 1, kUnitSteps, kThreads, 8, kGated>;
   struct Buffer {
     // Double-buffered: a slow wave may still read the last tile's.
     float sum[2][mma::kWaves][kTiles][4][wave::kLanes];
@@ -29,7 +30,9 @@ struct WaveSplitK {
   const int lane = wave::lane();
 
   using WeightTile = ScaledTileWeights<Scale>;
-  DEVICE WeightTile weight_tile(int tile) const { return scaled_tile_weights<Scale>(p, tile * mma::kRows, 0); }
+  DEVICE WeightTile weight_tile(int tile) const {
+    return scaled_tile_weights<Scale, kGated>(p, tile * mma::kRows, 0);
+  }
 
   struct KSlice {
     mma::Weights weights[kSliceSteps] = {};

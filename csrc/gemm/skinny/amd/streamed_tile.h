@@ -7,8 +7,9 @@
 #include "gemm/skinny/epilogue.h"
 #include "gemm/skinny/weights.h"
 
-template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32Scale>
+template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32Scale, bool kGated = false>
 struct StreamedTile {
+  using Problem = typename ProblemOf<kGated>::Type;
   static constexpr int kStages = 8, kStepBytes = kTokens * mma::kDepth, kStepVecs = kTokens * 4;
   static constexpr int kChunkSteps = mma::kChunkBytes / kStepBytes < 4 ? mma::kChunkBytes / kStepBytes : 4;
   static constexpr int kChunks = kStages / kChunkSteps;  // even, so that the first step is in the first buffer
@@ -24,7 +25,8 @@ struct StreamedTile {
     float scales_a[kChunkScales + 1];
   };
 
-  using Epilogue = TileEpilogue<kScales, Sum::kLaneTokens, 1, Sum::kLaneRows, kStages, mma::kWaves * wave::kLanes, 16>;
+  using Epilogue =
+      TileEpilogue<kScales, Sum::kLaneTokens, 1, Sum::kLaneRows, kStages, mma::kWaves * wave::kLanes, 16, kGated>;
 
   const SkinnyProblem& p;
   Buffer* buffers;  // [2] in LDS
@@ -99,7 +101,7 @@ struct StreamedTile {
 
   using WeightTile = ScaledTileWeights<Scale>;
   DEVICE WeightTile weight_tile(int tile) const {
-    return scaled_tile_weights<Scale>(p, tile * kTileRows, wave::index() * mma::kRows);
+    return scaled_tile_weights<Scale, kGated>(p, tile * kTileRows, wave::index() * mma::kRows);
   }
 
   struct Stage {

@@ -23,8 +23,9 @@
 
 extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [consumer groups][panels][weight rows, then tokens]
 
-template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32Scale>
+template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32Scale, bool kGated = false>
 struct StreamedTile {
+  using Problem = typename ProblemOf<kGated>::Type;
   static constexpr int kConsumerGroups = 2, kConsumerThreads = mma::kWaves * wave::kLanes,
                        kThreads = kConsumerGroups * kConsumerThreads;
   static constexpr int kWeightBytes = kTileRows * tile::kDepth, kPanelBytes = kWeightBytes + kTokens * tile::kDepth;
@@ -49,14 +50,14 @@ struct StreamedTile {
 };
 
 // The main loop with so many stages. The panels of a stage have one barrier, and a thread computes their offsets once.
-template <class Type, int kTokens, ScaleGranularity kScales, class Scale>
+template <class Type, int kTokens, ScaleGranularity kScales, class Scale, bool kGated>
 template <int kStages, int kPanels>
-struct StreamedTile<Type, kTokens, kScales, Scale>::MainLoop {
+struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
   static constexpr int kPanelSteps = tile::kDepth / mma::kDepth, kStageSteps = kPanels * kPanelSteps;
   static constexpr int kGroupSteps = kConsumerGroups * kStageSteps;
   static constexpr int kSums = kTokens / 2;
   static constexpr int kProducts = kTokens == 64 ? 1 : kPanels;  // at once, as many as registers suffice for
-  using Epilogue = TileEpilogue<kScales, kTokens / 8, 1, 2, kGroupSteps, kThreads, 64>;
+  using Epilogue = TileEpilogue<kScales, kTokens / 8, 1, 2, kGroupSteps, kThreads, 64, kGated>;
 
   // The copies of a panel's rows, one after the other, by a consumer group, 16 at a time. In pairs, row 2 * i of 16 is in place
   // i and the next one in i + 8, so that a lane's sums are of two rows in a row. In fragment order rows stay as they lie
@@ -69,11 +70,16 @@ struct StreamedTile<Type, kTokens, kScales, Scale>::MainLoop {
     const u8* from;  // its first 16 bytes
     int rows;        // that there are from its first one on
 
-    DEVICE RowLoader(const tile::Layout& layout, int thread) {
+    DEVICE RowLoader(const tile::Layout& layout, int thread, int gated_columns = 0) {
       const tile::PanelVec place = tile::PanelVec::at(thread, layout.is_fragment_order());
       const u32 at = place.row, vec = place.vec;
       row = kPairs && !layout.is_fragment_order() ? at % 8 * 2 + at / 8 : at;
-      offset = row * layout.row + vec % 4 * layout.vec + vec / 4 * layout.step;
+      int from_row = row;
+      if constexpr (kPairs && kGated) {
+        from_row = gated_column(row) + (is_up(row) ? gated_columns : 0);
+        row = 2 * gated_column(row);
+      }
+      offset = from_row * layout.row + vec % 4 * layout.vec + vec / 4 * layout.step;
       column = vec * tile::kVecBytes;
     }
     DEVICE void begin(const u8* first, int count) { from = first + offset, rows = count - row; }
@@ -117,10 +123,12 @@ struct StreamedTile<Type, kTokens, kScales, Scale>::MainLoop {
     const int wave_offset =
         consumer_wave * wave::kLanes * tile::kVecBytes;  // of a panel: where the wave's first bytes go
     TileWork current = schedule.begin(), prefetch = current;
-    RowLoader<kTileRows, true> weights({p.b_tile, p.b_row, int(u32(p.b_step) / 4), p.b_step}, thread);
+    // A tile of [gate | up] has half as many columns as rows.
+    const i64 b_tile = kGated ? p.b_tile / 2 : p.b_tile;
+    RowLoader<kTileRows, true> weights({p.b_tile, p.b_row, int(u32(p.b_step) / 4), p.b_step}, thread, p.n / 2);
     RowLoader<kTokens, false> tokens({16 * i64(p.a_stride), p.a_stride, tile::kVecBytes, 4 * tile::kVecBytes}, thread);
     auto begin_copies = [&] {
-      weights.begin(p.b + prefetch.tile * (kTileRows / mma::kRows) * p.b_tile, p.n - prefetch.tile * kTileRows);
+      weights.begin(p.b + prefetch.tile * (kTileRows / mma::kRows) * b_tile, p.n - prefetch.tile * kTileRows);
     };
     begin_copies();
     tokens.begin(p.a, p.m);
@@ -134,7 +142,7 @@ struct StreamedTile<Type, kTokens, kScales, Scale>::MainLoop {
         for (int i = 0; i < kPanels; ++i) {
           const int step = first + i * kPanelSteps, left = bytes - i * tile::kDepth;
           auto* to = lds + (stage * kPanels + i) * kPanelBytes + wave_offset;
-          weights.start(step * p.b_step, p.b_tile, left, to);
+          weights.start(step * p.b_step, b_tile, left, to);
           tokens.start(step * mma::kDepth, i64(16) * p.a_stride, left, to + kWeightBytes);
           if (kScaled && thread <= kTokens)
             start_scale(scales + step / kPanelSteps * step_of_scales, left > 0 && (thread < p.m || thread == kTokens),
