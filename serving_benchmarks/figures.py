@@ -1,11 +1,8 @@
-"""Draw the kinds of work of a decode step from the results of decode_step.py, stock beside ours, or of predicted.py. `speedups`
-draws README's figure for `python tests/readme.py`.
+"""Draw predicted.py's kernels of a decode step by kind of work. `speedups` draws README's figure for `python tests/readme.py`.
 
-    python serving_benchmarks/figures.py RESULTS.jsonl ... [--batch M] [--output DIR]
+    python serving_benchmarks/figures.py PREDICTED.jsonl ... [--output DIR]
 
-Each model and division gets two SVG files. `-share` shows each kind's share of the time at one batch size. `-batches` stacks the
-kinds' times for every batch size. The kinds are timed alone, so a stack is not exactly the step. A diamond marks the step. Fills
-differ in hatches too, and have labels where there is room. Predicted kernels get one file, with a bar for each model and batch size.
+The SVG file has a bar for each model and batch size, in which the times of kinds are stacked. Fills differ in hatches too.
 """
 
 from __future__ import annotations
@@ -14,14 +11,12 @@ import argparse
 import html
 import json
 import math
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 OUT = Path(__file__).parent / "out"
-PATHS = ("stock", "ours")
-UPRIGHT, ACROSS, FALLING, RISING = "M3 0V8", "M0 3H8", "M0 0L8 8", "M0 8L8 0"
+ACROSS, FALLING, RISING = "M0 3H8", "M0 0L8 8", "M0 8L8 0"
 FILLS = {  # by kind: colour, and the hatch of a square of 8 pixels
     "linear": ("#4e79a7", ""),
     "moe": ("#f28e2b", RISING),
@@ -30,17 +25,10 @@ FILLS = {  # by kind: colour, and the hatch of a square of 8 pixels
     "routing": ("#59a14f", "M3 3h1v1h-1z"),
     "lm_head": ("#edc948", ACROSS),
     "attention": ("#d4d4d4", "M2 4L4 2L6 4L4 6z"),
-    "rotation": ("#bab0ac", RISING + UPRIGHT),
-    "absorbed": ("#ff9da7", FALLING + ACROSS),
-    "quantization": ("#b07aa1", UPRIGHT + ACROSS),
-    "collectives": ("#9c755f", UPRIGHT),
-    "rest": ("#ffffff", ""),
 }
-USUAL_BATCH = 32
-LABELLED = {"across": 0.08, "upright": 0.015}  # the least share that gets a label in this direction
 STYLE = (
     "text{font:11px sans-serif;text-anchor:middle;dominant-baseline:middle}.left{text-anchor:start}.right{text-anchor:end}"
-    ".label{paint-order:stroke;stroke:#fff;stroke-width:4px}.grid{stroke:#ddd}.axis{fill:none}rect,.axis,.step{stroke:#000}.step{fill:#fff}"
+    ".grid{stroke:#ddd}.axis{fill:none}rect,.axis{stroke:#000}"
 )
 COLUMNS = 5  # of the legend
 LINES = (  # of the speedups: color, and a marker around its point
@@ -65,32 +53,12 @@ def kind_of(layer: str, op: str) -> str:
 
 
 def predicted_lines(paths: Iterable[Path]) -> list[dict]:
-    """Return the lines of predicted.py in files."""
+    """Return the lines of predicted.py in files. Raises ValueError if there are none."""
     lines = (json.loads(line) for path in paths for line in path.read_text().splitlines())
-    return [line for line in lines if "predicted_us" in line]
-
-
-def read(paths: Iterable[Path]) -> dict[str, dict[int, dict]]:
-    """The last line of each batch size, by the rest of the case's name. Raises ValueError if there is none."""
-    found: dict[str, dict[int, dict]] = {}
-    for path in paths:
-        for line in map(json.loads, path.read_text().splitlines()):
-            if line["op"] == "decode_step":
-                what = line["case"].rpartition(", batch ")[0]
-                found.setdefault(what, {})[line["shape"]["batch"]] = line
+    found = [line for line in lines if "predicted_us" in line]
     if not found:
-        raise ValueError(f"there is no decode step in {', '.join(map(str, paths))}")
-    return {what: dict(sorted(lines.items())) for what, lines in found.items()}
-
-
-def stacks(line: dict) -> dict[str, dict[str, float]]:
-    """Microseconds by kind of each path, in the order of `FILLS`."""
-    alone = line["kinds_alone_us"]
-    return {path: {kind: alone[path][kind] for kind in FILLS if kind in alone[path]} for path in PATHS}
-
-
-def _step_us(line: dict, path: str) -> float:
-    return line["us"] if path == "ours" else line["peers"]["stock"]
+        raise ValueError(f"there is no predicted time in {', '.join(map(str, paths))}")
+    return found
 
 
 def _text(x: float, y: float, text: str, kind: str = "", upright: bool = False) -> str:
@@ -101,15 +69,6 @@ def _text(x: float, y: float, text: str, kind: str = "", upright: bool = False) 
 
 def _rectangle(x: float, y: float, width: float, height: float, kind: str) -> str:
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="url(#{kind})"/>'
-
-
-def _measured_svg(width: int, height: int, title: tuple[str, str], body: Iterable[str], lines: Iterable[dict]) -> str:
-    """A figure of decode_step.py's lines."""
-    lines = list(lines)
-    kinds = {kind for line in lines for of_path in stacks(line).values() for kind in of_path}
-    versions = ", ".join(f"{name} {lines[0]['versions'][name]}" for name in ("vllm", "torch"))
-    left_out = f"; left out: {', '.join(lines[0]['left_out'])}" if lines[0]["left_out"] else ""
-    return _svg(width, height, title, body, kinds, f"{lines[0]['gpu']}; {versions}{left_out}")
 
 
 def _svg(width: int, height: int, title: tuple[str, str], body: Iterable[str], used: set[str], caption: str) -> str:
@@ -136,29 +95,6 @@ def _document(width: int, height: int, defs: Iterable[str], parts: Iterable[str]
     return "\n".join((head, f"<style>{STYLE}</style>", *defs, background, *parts, "</svg>\n"))
 
 
-def share(what: str, line: dict) -> str:
-    """Two bars of 100 % each."""
-    left, wide, high = 80, 780, 90
-
-    def body() -> Iterator[str]:
-        for place, (path, kinds) in enumerate(stacks(line).items()):
-            x, y, total = float(left), 45 + place * (high + 20), sum(kinds.values())
-            yield _text(left - 8, y + high / 2 - 7, path, "right")
-            yield _text(left - 8, y + high / 2 + 7, f"{_step_us(line, path) / 1000:.2f} ms", "right")
-            for kind, us in kinds.items():
-                part = us / total
-                yield _rectangle(x, y, part * wide, high, kind)
-                if part >= LABELLED["upright"]:
-                    label = f"{kind} {100 * part:.0f} %"
-                    yield _text(x + part * wide / 2, y + high / 2, label, "label", part < LABELLED["across"])
-                x += part * wide
-        for tick in range(0, 101, 20):
-            yield _text(left + wide * tick / 100, 260, f"{tick} %")
-
-    title = f"Share of a decode step, batch {line['shape']['batch']}", what
-    return _measured_svg(left + wide + 40, 270, title, body(), [line])
-
-
 def _axis(left: int, right: int, bottom: int, high: int, highest_us: float, title: str) -> Iterator[str]:
     """An axis of milliseconds with its grid."""
     ticks = tick_step(highest_us / 1000)
@@ -175,35 +111,6 @@ def _stack(x: float, bottom: float, kinds: dict[str, float], scale: float) -> It
     for kind in (kind for kind in FILLS if kind in kinds):
         y -= kinds[kind] * scale
         yield _rectangle(x - 21, y, 42, kinds[kind] * scale, kind)
-
-
-def batches(what: str, lines: dict[int, dict]) -> str:
-    """A bar of each path for every batch size."""
-    left, group, high, bottom = 60, 110, 300, 370
-    width = max(left + group * len(lines) + 20, 110 * COLUMNS + 20)
-    highest = max(
-        max(_step_us(line, path), sum(stacks(line)[path].values())) for line in lines.values() for path in PATHS
-    )
-    scale = high / highest
-
-    def body() -> Iterator[str]:
-        yield from _axis(left, width - 20, bottom, high, highest, "ms of a decode step (diamond: the whole step)")
-        for index, (batch, line) in enumerate(lines.items()):
-            middle = left + group * (index + 0.5)
-            yield _text(middle, bottom + 12, f"{batch}")
-            for place, (path, kinds) in enumerate(stacks(line).items()):
-                x = middle + 46 * (place - 0.5)
-                yield from _stack(x, bottom, kinds, scale)
-                step = _step_us(line, path)
-                at = bottom - step * scale
-                yield f'<path class="step" d="M{x:.1f} {at - 5:.1f}l5 5l-5 5l-5 -5z"/>'
-                above = min(bottom - sum(kinds.values()) * scale, at)
-                yield _text(x, above - 24, path) + _text(x, above - 12, f"{step / 1000:.2f}")
-        yield _text(left + group * len(lines) / 2, bottom + 28, "batch size")
-
-    return _measured_svg(
-        width, bottom + 34, ("Decode step by kind of work, stock and ours", what), body(), lines.values()
-    )
 
 
 def predicted(lines: list[dict]) -> str:
@@ -303,45 +210,19 @@ def tick_step(largest: float) -> float:
     return next(step * power for step in (1, 2, 5, 10) if step * power * 10 >= largest)
 
 
-def stem(what: str) -> str:
-    """The beginning of the names of a case's files."""
-    return re.sub(r"[^\w.]+", "-", what).strip("-")
-
-
-def draw(found: dict[str, dict[int, dict]], batch: int | None, output: Path) -> list[Path]:
-    """Write both figures of each case. Raises ValueError if a case lacks the batch size."""
-    output.mkdir(parents=True, exist_ok=True)
-    written = []
-    for what, lines in found.items():
-        chosen = batch or (USUAL_BATCH if USUAL_BATCH in lines else max(lines))
-        if chosen not in lines:
-            raise ValueError(f"{what} has batch sizes {', '.join(map(str, lines))}, not {chosen}")
-        for name, figure in (("share", share(what, lines[chosen])), ("batches", batches(what, lines))):
-            path = output / f"{stem(what)}-{name}.svg"
-            path.write_text(figure)
-            written.append(path)
-    return written
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path, help="files of decode_step.py or predicted.py")
-    parser.add_argument(
-        "--batch", type=int, help=f"for the shares; default: {USUAL_BATCH} if measured, else the largest"
-    )
+    parser.add_argument("results", nargs="+", type=Path, help="files of predicted.py")
     parser.add_argument("--output", type=Path, default=OUT, help="folder; default: serving_benchmarks/out")
     options = parser.parse_args(argv)
     try:
         lines = predicted_lines(options.results)
-        if lines:
-            written = [options.output / f"predicted-{lines[0]['device']}.svg"]
-            options.output.mkdir(parents=True, exist_ok=True)
-            written[0].write_text(predicted(lines))
-        else:
-            written = draw(read(options.results), options.batch, options.output)
+        options.output.mkdir(parents=True, exist_ok=True)
+        written = options.output / f"predicted-{lines[0]['device']}.svg"
+        written.write_text(predicted(lines))
     except (ValueError, OSError) as error:
         sys.exit(f"figures.py: {error}")
-    print("\n".join(map(str, written)))
+    print(written)
 
 
 if __name__ == "__main__":

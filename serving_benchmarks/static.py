@@ -37,7 +37,6 @@ from typing import NamedTuple
 
 import torch
 from decode_shapes import MODELS, DecodeShape
-from options import RESULTS
 
 from vllm_rocm_ops import doctor, launch, ops
 from vllm_rocm_ops.arch import Arch
@@ -50,6 +49,7 @@ from vllm_rocm_ops.families.weight_layout import shuffle_weight
 from vllm_rocm_ops.launch import Launch, Workspace
 from vllm_rocm_ops.op import Op
 
+RESULTS = Path(__file__).parent / "results"
 SHOWN = ("llama405b_tp8", "dsv3_tp8")
 PLAIN, MXFP8, SHUFFLED = WEIGHTS = ("plain", "mxfp8", "shuffled")
 EXPERTS = {"dsv3_tp8": (256, 256, 7168, 256), "dsv3_ep8": (32, 256, 7168, 2048)}  # here, of all, hidden, intermediate

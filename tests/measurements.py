@@ -255,52 +255,6 @@ def by_batch(header: tuple[str, ...], rows: dict[tuple[str, ...], dict[int, str]
     return markdown((*header, *(f"batch {batch}" for batch in batches)), body)
 
 
-def decode_summary() -> str:
-    """A row for each step, milliseconds by batch size."""
-    tables = []
-    for newest in measured("decode_step"):
-        lines = [line for line, _ in newest.values()]
-        steps: dict[str, dict[int, dict]] = {}
-        for line in lines:
-            steps.setdefault(line["case"].rpartition(", batch ")[0], {})[line["shape"]["batch"]] = line
-
-        def cell(line: dict) -> str:
-            return f"{line['peers']['stock'] / 1000:.1f} → {line['us'] / 1000:.1f}: {times([ratio(line)])}"
-
-        rows = {(what,): {batch: cell(line) for batch, line in step.items()} for what, step in sorted(steps.items())}
-        table = by_batch(("a rank's step, ms",), rows)
-        tables.append(f"{head(lines)}:\n\n{table}")
-    return "\n\n".join(tables) or "Nothing yet."
-
-
-def beside_the_engine() -> str:
-    """The ratios of engines that ran alone as one rank of several, and of steps of the same layers with vLLM's attention: with a
-    model's own scales and few keys, as engines have, where such a step was measured."""
-    steps: dict[tuple, dict[tuple, dict[int, dict]]] = {}
-    for newest in measured("decode_step"):
-        for line, path in newest.values():
-            shape = line["shape"]
-            per_token = line["quantization"] == "token" and shape["model"].startswith("llama")  # not as engines have it
-            if line["ranks"] == 1 and shape["ep"] is None and "attention" not in line["ours"] and not per_token:
-                rank = path.parent.name, shape["model"], shape["tp"], shape["layers"]
-                how = line["quantization"] == "config", -shape["context"]
-                steps.setdefault(rank, {}).setdefault(how, {})[shape["batch"]] = line
-    rows: dict[tuple, dict[int, str]] = {}
-    for run in engine_runs():
-        result = run.sides["with"][0]
-        layers = result["num_layers"] or layers_of(result["model_id"])
-        found = steps.get((run.paths[-1].parent.name, result["model_id"], result["rank_of"], layers))
-        asked = backend_of(run.command)  # a step has vLLM's choice
-        if asked or not found or result["batch_size"] not in (step := found[max(found)]):
-            continue
-        line = step[result["batch_size"]]
-        row = result["model_id"], f"1 of {result['rank_of']}", str(layers), str(line["shape"]["context"])
-        cell = f"{times([latency_report.speedup(run.sides)])}, {times([ratio(line)])}"
-        rows.setdefault(row, {})[result["batch_size"]] = cell
-    header = ("ratios of the engine, of the step", "rank", "layers", "keys in the step")
-    return by_batch(header, rows) if rows else "Nothing yet."
-
-
 def layers_of(model: str) -> int:
     """How many layers a shipped model has."""
     return model_config.read(str(latency.find_model(model)))["num_hidden_layers"]
@@ -625,28 +579,6 @@ def experts() -> str:
     return "\n\n".join(tables)
 
 
-def decode() -> str:
-    """One table per GPU on which decode steps were timed. Empty if none were."""
-    tables = []
-    for newest in measured("decode_step"):
-        body = []
-        for line, _ in sorted(
-            newest.values(), key=lambda found: (found[0]["case"].rpartition(" ")[0], found[0]["shape"]["batch"])
-        ):
-            what, _, batch = line["case"].rpartition(", batch ")
-            stock, ours = line["peers"]["stock"], line["us"]
-            milliseconds = (f"{us / 1000:.2f}" for us in (stock, ours, line["floor_us"]))
-            launches = " / ".join(str(line["launches"][path] or "?") for path in ("stock", "ours"))
-            body.append((what, batch, *milliseconds, f"{stock / ours:.2f}x", launches, ", ".join(line["left_out"])))
-        header = ("step", "batch", "stock ms", "ours ms", "floor ms", "ratio", "launches, stock / ours", "left out")
-        tables.append(
-            "A whole decode step of one rank, all layers in one graph, vLLM's kernels (stock) beside the same step with ours,"
-            f" by `python serving_benchmarks/decode_step.py`.\n{head([line for line, _ in newest.values()])}: {links(path for _, path in newest.values())}\n\n"
-            + markdown(header, body)
-        )
-    return "\n\n".join(tables)
-
-
 def engine_commands() -> str:
     """The commands that measured the engine."""
     commands: dict[pathlib.Path, str] = {}
@@ -722,10 +654,10 @@ def weights_us(gpu: str, model: str, command: str) -> dict[str, float]:
     options = options_of(command)
     config = model_config.read(str(latency.find_model(model)))
     config["num_hidden_layers"] = options.num_layers or config["num_hidden_layers"]
-    steps = newest_lines(RESULTS / gpu, ("decode_step",))
-    if not steps:
+    timed = newest_lines(RESULTS / gpu, PER_OP)
+    if not timed:
         return {}
-    copy_gb_s = statistics.median(line["copy_gb_s"] for line, _ in steps.values())
+    copy_gb_s = statistics.median(line["copy_gb_s"] for line, _ in timed.values())
     found: dict[str, float] = {}
     for call in model_layers.calls(config, options.tensor_parallel_size * options.rank_of, 0):
         if not call.op.name.endswith(("mm", "gemm")):

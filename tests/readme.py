@@ -164,8 +164,6 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     DOCS / "measuring.md": {
         "unmeasured": measurements.unmeasured,
         "engine": measurements.engine,
-        "decode": measurements.decode_summary,
-        "beside the engine": measurements.beside_the_engine,
         "attention in the engine": measurements.attention_in_engine,
         "experts": measurements.experts_summary,
         "decode attention": attention_table.decode_summary,
@@ -193,7 +191,6 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "profiles": measurements.profiles,
         "engine": measurements.engine_commands,
         "serving": measurements.serving,
-        "decode": measurements.decode,
         "experts": measurements.experts,
         "decode attention": attention_table.decode,
         "attention": attention_table.prompts,

@@ -4,13 +4,16 @@ import argparse
 import functools
 import json
 import pathlib
+import subprocess
 import sys
 
 import pytest
 import torch
+from marks import few_of
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import cli, ops
+from vllm_rocm_ops.bench import report
 from vllm_rocm_ops.bench.shapes import ROW_OPS, routing, rows
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -43,25 +46,14 @@ def test_the_other_trees_ops_are_its_own(compare, tmp_path):
     x = torch.randn(3, 512, dtype=torch.bfloat16)
     assert other.silu_and_mul is not ops.silu_and_mul and other.silu_and_mul.torch_op is not ops.silu_and_mul.torch_op
     assert torch.equal(other.silu_and_mul(x), ops.silu_and_mul(x))
-    compare.MODELS, compare.STEP_TOKENS = ("tiny-llama-fp8",), (3,)
-    compare.OF_STEPS = {**compare.OF_STEPS, "layers": 1, "device": "cpu"}
-    [(_, case, calls, sets, _)] = compare.steps(archs.ARCHS["gfx950"], other)
-    assert case == "tiny-llama-fp8 tp8, 1 layers, batch 3" and sets == [()]
-    stepped = {}
-    for tree, call in calls.items():
-        stepped[tree] = call.take_down()[0], {one.function for one in call.taken}
-    assert torch.equal(stepped["this"][0], stepped["other"][0])
-    assert ops.scaled_mm in stepped["this"][1] and ops.scaled_mm not in stepped["other"][1]
     assert hasattr(sys.modules[f"{compare.OTHER}.ops.silu_and_mul"], "OF_THE_OTHER")
     assert not hasattr(sys.modules["vllm_rocm_ops.ops.silu_and_mul"], "OF_THE_OTHER")
 
 
 def test_each_shape_of_a_kind_is_a_line(compare, tmp_path, monkeypatch, capsys):
     called, output = [], tmp_path / "lines.jsonl"
-    clock = argparse.Namespace(device="cpu", calls=lambda bytes_of_call: 2)
-    options = argparse.Namespace(other=tmp_path, kinds=["rows", "routing"], tolerance=0.1, clock=clock, output=output)
-    options.versions, options.commit = {"torch": "2.11.0"}, "abc"
-
+    clock = argparse.Namespace(device="cpu", calls=lambda bytes_of_call: 2, arch=archs.ARCHS["gfx950"])
+    origin = report.Origin("Made-up GPU", 1.0, {"torch": "2.11.0"}, "abc")
     others = {op.name: functools.partial(op) for op in (*ROW_OPS, ops.grouped_topk)}
     for op in (*ROW_OPS, ops.grouped_topk):
         others[op.name].explain = op.explain
@@ -71,13 +63,13 @@ def test_each_shape_of_a_kind_is_a_line(compare, tmp_path, monkeypatch, capsys):
         call(*sets[0])
         called.append(call)
 
-    monkeypatch.setattr(compare, "parse", lambda *_: (options, archs.ARCHS["gfx950"]))
+    monkeypatch.setattr(compare, "GpuClock", lambda: clock)
+    monkeypatch.setattr(compare.report, "origin", lambda *_: origin)
     monkeypatch.setattr(compare, "import_other", lambda tree, folder: argparse.Namespace(**others))
     monkeypatch.setattr(compare, "capture", capture)
     monkeypatch.setattr(compare, "measure", lambda graphs, calls: {"other": 2.0, "this": 3.0})
     monkeypatch.setattr(compare, "KINDS", {"rows": lambda: rows((1, 2), (128,)), "routing": lambda: routing((3,))})
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Made-up GPU")
-    compare.main()
+    compare.main([str(tmp_path), "--kinds", "rows", "routing", "--tolerance", "0.1", "--output", str(output)])
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert len(lines) == 2 * 8 + 1 and called[::2] == [others[line["op"]] for line in lines]
     assert called[1::2] == [getattr(ops, line["op"]) for line in lines]
@@ -85,6 +77,9 @@ def test_each_shape_of_a_kind_is_a_line(compare, tmp_path, monkeypatch, capsys):
         "us": 3.0,
         "other_us": 2.0,
         "case": "3x256",
+        "gpu": "Made-up GPU",
+        "versions": {"torch": "2.11.0"},
+        "commit": "abc",
     }
     out = capsys.readouterr().out
     assert "silu_and_mul: 1.500 of the other's time as a geometric mean" in out and out.count("slower: ") == len(lines)
@@ -96,3 +91,10 @@ def test_the_kinds_are_those_of_the_command_bench(compare):
         names = {(shape.op.name, shape.case.name) for shape in make()}
         counts = {"rows": 8 * 2 * 4, "gemm": 6 * 25, "routing": 7, "moe": 6 * 13, "attention": 24}
         assert len(names) == (counts | {"products": 96, "decode-attention": 2 * 52 + 3 * 3})[kind]
+
+
+@pytest.mark.parametrize("script", few_of(["compare.py", "host_time.py", "figures.py"]))
+def test_help(script):
+    command = [sys.executable, str(ROOT / "serving_benchmarks" / script), "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and result.stdout.startswith("usage: " + script), result.stderr

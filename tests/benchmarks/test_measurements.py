@@ -13,7 +13,6 @@ import readme
 from measurements import (
     NO_ATTENTION,
     attention_in_engine,
-    beside_the_engine,
     engine,
     engine_commands,
     measured,
@@ -104,29 +103,6 @@ def test_the_newest_pair_through_the_engine_counts(folder):
     assert "2026-11-21-a" not in commands
 
 
-def test_the_engine_stands_beside_the_step_of_its_layers(folder):
-    """Not beside a step of other layers, of whole experts, with our attention or with scales that a Llama does not have, nor an
-    engine with another backend than vLLM's choice; a model's own scales come first, then few keys."""
-
-    def step(us: float, ours: tuple[str, ...] = ("norm",), quantization: str = "", **shape) -> str:
-        rank = {"model": "llama", "tp": 8, "ep": None, "batch": 8, "context": 1024, "layers": 4, **shape}
-        more = {"op": "decode_step", "ours": ours, "quantization": quantization, "ranks": 1}
-        return line(us, case=f"{us}, batch 8", shape=rank, peers={"stock": 120.0}, **more)
-
-    assert beside_the_engine() == "Nothing yet."
-    others = {"layers": 5}, {"ep": 8}, {"ours": ("norm", "attention")}, {"tp": 4}, {"quantization": "token"}
-    others += {"quantization": "token", "layers": 6}, {"quantization": ""}
-    lines = [step(i, **{"quantization": "config", "context": 1, **other}) for i, other in enumerate(others, 1)]
-    lines += step(60, quantization="config"), step(40, quantization="config", context=64)
-    write(folder / "2026-11-21-decode_step.jsonl", "".join(lines))
-    pairs = [("without", 1, 3.0), ("with", 1, 2.0), ("without", 8, 5.0), ("with", 8, 2.0)]
-    write(folder / "2026-11-21-a-latency.json", report(*pairs, rank_of=8))
-    write(folder / "2026-11-21-b-latency.json", report(*pairs, rank_of=8, layers=6))
-    asked = """--rank-of 8 --engine-args '{"attention_backend": "TRITON_MLA"}'"""
-    write(folder / "2026-11-21-c-latency.json", report(("without", 8, 9.0), ("with", 8, 1.0), rank_of=8, options=asked))
-    assert beside_the_engine().splitlines()[2:] == ["| llama | 1 of 8 | 4 | 64 | 2.50x, 3.00x |"]
-
-
 def test_attention_in_the_engine_stands_beside_the_run_without_it(folder):
     """Which is no side of the other tables, nor is a run of vLLM's own choice of a backend one of a backend asked for."""
 
@@ -167,7 +143,7 @@ def test_the_newest_profile_counts(folder, half):
     assert profiles() == "Nothing yet."
     write(folder / "2026-11-21-b-latency.json", profiled(7.0))
     write(folder / "2026-11-21-a-latency.json", profiled(9.0), age=1)
-    write(folder / "2026-11-21-decode_step.jsonl", line(1.0, copy_gb_s=2.0))
+    write(folder / "2026-11-21-ops.jsonl", line(1.0, copy_gb_s=2.0))
     assert (
         profiles().splitlines()[0].startswith("**tiny-llama**, 2 layers, 1 x Made-up GPU, [2026-11-21-b-latency.json]")
     )
@@ -303,7 +279,10 @@ def tables(page: pathlib.Path, lines: list[str], path: pathlib.Path) -> set[str]
     return {name for name, make in readme.BLOCKS[page].items() if make() not in ("", "Nothing yet.")} - {"unmeasured"}
 
 
-RESULT_FILES = sorted(measurements.RESULTS.glob("*/*.jsonl"))
+NOT_SHOWN = "decode_step"  # the kind of files whose benchmark is gone
+RESULT_FILES = sorted(
+    path for path in measurements.RESULTS.glob("*/*.jsonl") if measurements.kind_of(path) != NOT_SHOWN
+)
 
 
 @pytest.mark.parametrize("file", RESULT_FILES, ids=lambda path: f"{path.parent.name}/{path.name}")

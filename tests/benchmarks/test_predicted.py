@@ -194,6 +194,23 @@ def test_a_machine_without_a_gpu_shows_kernels_and_predicted_times(tmp_path, cap
     )  # and the legend
 
 
+@pytest.mark.parametrize(("largest", "step"), [(26.3, 5), (41.7, 5), (1.9, 0.2), (10.0, 1), (0.11, 0.02)])
+def test_an_axis_has_at_most_ten_ticks(largest, step):
+    assert figures.tick_step(largest) == pytest.approx(step)
+
+
+def test_each_kind_of_work_has_a_fill_of_its_own():
+    calls = [call for model in predicted.MODELS.values() for call in predicted.calls(*model)]
+    assert {figures.kind_of(call.layer, call.op.name) for call in calls} == set(figures.FILLS)
+    assert len(set(figures.FILLS.values())) == len(figures.FILLS)
+
+
+def test_a_file_without_predicted_times_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(SystemExit, match="there is no predicted time in"):
+        figures.main([str(tmp_path / "empty.jsonl")])
+
+
 @pytest.mark.usefixtures("quick")
 def test_what_predictions_lack_is_said_after_the_rest(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(without_gpu.doctor, "find_emulator", lambda: {"why_off": "the emulator needs Python 3.11"})
