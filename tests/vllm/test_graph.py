@@ -3,6 +3,7 @@ becomes of a residual."""
 
 import dataclasses
 import itertools
+import types
 
 import pytest
 import torch
@@ -282,6 +283,48 @@ def test_an_activation(gates):
         "pointwise": lambda: (SiluAndMul.forward_native(x) + 1,),
     }
     same(module(x, product), exact[gates]())
+
+
+GATED = {"alone": True, "read again": False, "with a bias": False, "another quantization": False, "switched off": False}
+
+
+@pytest.mark.parametrize("how", GATED)
+def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choices):
+    """One op in the place of three, by which a call is served as by the two that it replaces."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    from vllm_rocm_ops.vllm import kernel_selection, markers, native_kernel
+
+    class Native:
+        config, quant_fp8 = "of a test", types.SimpleNamespace(static=False)
+        apply_scaled_mm = staticmethod(lambda *, A, B, out_dtype, As, Bs, bias, output_shape: wanted(A, B, bias))
+
+    def wanted(a, b, bias):
+        return ops.scaled_mm.reference(a, b, one, one, torch.bfloat16, bias)
+
+    monkeypatch.setattr(native_kernel, "_kernels", {})
+    monkeypatch.setattr(kernel_selection, "_choices", {})
+    name, one, at = native_kernel.keep(Native()), torch.ones(1), torch.full((1,), 0.5)
+    (marked, _), act = (
+        quantizer(KEYS[1 if how == "another quantization" else 0]),
+        markers.of_activation(SiluAndMul.forward_native),
+    )
+    a, weight = (random(rows, HIDDEN, seed=rows).to(torch.float8_e4m3fn) for rows in (ROWS, 128))
+    bias = random(128)
+    if how == "switched off":
+        choices.on = frozenset(("norm",))
+
+    def function(a, weight, scale, one, bias):
+        bias = bias if how == "with a bias" else None
+        both = torch.ops.vllm_rocm_ops.scaled_linear(a, weight.t(), one, one, bias, torch.bfloat16, False, name)
+        return *marked(act(both), scale), *([both] if how == "read again" else [])
+
+    module, names = piece(function, a, weight, at, one, bias)
+    assert ("gated_linear" in called(names)) is GATED[how] and ("scaled_linear" in called(names)) is not GATED[how]
+    both = wanted(a, weight.t(), bias if how == "with a bias" else None)
+    values = module(a, weight, at, one, bias)[0]
+    if how != "another quantization":
+        same([values], [ops.silu_and_mul_quant(both, at, torch.float8_e4m3fn)])
 
 
 @pytest.mark.parametrize("key", KEYS)

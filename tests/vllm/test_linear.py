@@ -912,6 +912,44 @@ def test_what_is_measured_serves(make, kind, native, fault, monkeypatch):
     assert len(kernel.native.calls) == (4 if fault else 2)
 
 
+@pytest.mark.parametrize("fault", [None, "scale_b", "scale", "halves"])
+@pytest.mark.parametrize(("kind", "native"), [("static", Right), ("channel", Right), ("channel", RightInFragments)])
+def test_a_linear_with_its_activation_is_measured(make, kind, native, fault, monkeypatch):
+    """Against two launches, which serve where it is the slower, or wrong."""
+    kernel_selection.start()
+    (layer, kernel, _), op = make(kind, native), ops.scaled_mm_silu_and_mul_quant
+
+    def ours(*arguments):
+        a = op.Arguments(*arguments)
+        if fault == "halves":
+            return op.reference(
+                a.a, plain_weight(a.b).t().roll(N // 2, 1) if a.b.dim() == 5 else a.b.roll(N // 2, 1), *a[2:]
+            )
+        return op.reference(*(a._replace(**{fault: 1.05 * getattr(a, fault)}) if fault else a))
+
+    monkeypatch.setattr(op, "run_kernels", ours)
+    scale_b, scale = layer.weight_scale.data.float(), torch.tensor([0.3])
+
+    def call(tokens: int) -> torch.Tensor:
+        a, scale_a = kernel.quant_fp8(random(tokens, K).bfloat16(), layer.input_scale)
+        further = scale_a, scale_b, scale, torch.bfloat16, kernel.order == "fragments", kernel.native_name
+        return torch.ops.vllm_rocm_ops.gated_linear(a, layer.weight, *further)
+
+    assert call(MANY).shape == (MANY, N // 2)
+    kernel_timing.warm_up((1, 17), MANY, InTurn(17), lambda mine: [mine])
+    [one] = [choice for choice in kernel_selection.choices() if choice.kernels.op is op]
+    assert one.state == ("off" if fault else "measured"), one.why
+    assert not fault or "relative error" in one.why
+    before = call(17)
+    kernel.native.calls.clear()
+    for tokens in (1, 17, 18, MANY):
+        call(tokens)
+    assert len(kernel.native.calls) == (4 if fault else 2)
+    if not fault:
+        kernel_selection.settle(kernel_selection.Decided({op.name: "so that two launches serve"}, {}))
+        assert torch.equal(call(17).view(torch.uint8), before.view(torch.uint8))
+
+
 def test_what_won_above_the_limit_runs_tiled_kernels(make):
     """So that ours serve prompts too."""
     (layer, kernel, exact), x = make("channel", Right), random(MANY, K).bfloat16()

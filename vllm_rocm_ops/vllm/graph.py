@@ -4,7 +4,7 @@ vLLM's platform names the class that runs the passes on each piece of a compiled
 and activations are markers (markers.py). The pass replaces
 
     norm -> quantizations         whose result nothing else reads, by one op of ours, where that was measured to win
-    activation -> quantizations   likewise
+    activation -> quantizations   likewise; a static one with the linear in front of it, where nothing else reads that
     norm, activation              by ours, where the compiler would fuse nothing with it
     every other marker            by what vLLM would have traced: its own passes find what they find without us
 
@@ -30,12 +30,18 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.compilation.passes.utility.noop_elimination import NoOpEliminationPass
 from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 
+from vllm_rocm_ops import ops
 from vllm_rocm_ops.op import Op, registered
 from vllm_rocm_ops.vllm import fused_quant, markers
 from vllm_rocm_ops.vllm.markers import ACTIVATION, QUANTIZATION
 from vllm_rocm_ops.vllm.row_selection import choices
+from vllm_rocm_ops.vllm.seams import scaled_linear
 
 aten = torch.ops.aten
+LINEAR, GATED = (
+    getattr(torch.ops.vllm_rocm_ops, kernels.run.__name__).default
+    for kernels in (scaled_linear.KERNELS, scaled_linear.GATED)
+)
 NORM, ADD_NORM = torch.ops.vllm_ir.rms_norm.default, torch.ops.vllm_ir.fused_add_rms_norm.default
 VIEWS = (
     aten.reshape.default,
@@ -109,6 +115,11 @@ class Norm(Producer):
 class Activation(Producer):
     name, table = "activation", fused_quant.ACTIVATIONS
 
+    def linear(self) -> fx.Node | None:
+        """Return our linear whose result nothing but the activation reads."""
+        x = self.node.args[0]
+        return x if is_func(x, LINEAR) and x.args[4] is None and len(x.users) == 1 else None
+
 
 class Fusion(VllmInductorPass):
     """Puts our ops into a piece of a compiled model."""
@@ -158,7 +169,10 @@ class Fusion(VllmInductorPass):
             return False
         if producer.added is not None and any(user < place_of(producer, given) for user in producer.added.users):
             return False
-        insert(producer, op, given, quantizes)
+        if op is ops.silu_and_mul_quant and (linear := producer.linear()) is not None:
+            insert_gated(producer, linear, given["scale"], quantizes)
+        else:
+            insert(producer, op, given, quantizes)
         return True
 
     def is_ours(self, producer: Producer, key, given: dict, columns: int) -> bool:
@@ -298,6 +312,16 @@ def insert(producer: Producer, op: Op, given: dict, quantizes: list[fx.Node]) ->
         producer.result.replace_all_uses_with(outputs[0])
     for user in [user for one in quantizes for user in one.users]:
         user.replace_all_uses_with(made_by(op, outputs[0], given)[user.args[1]] if is_static else outputs[user.args[1]])
+
+
+def insert_gated(producer: Producer, linear: fx.Node, scale: fx.Node, quantizes: list[fx.Node]) -> None:
+    """Put one op in the place of a linear, the activation that reads it and the static quantizations that read that."""
+    a, b, scale_a, scale_b, _, *rest = linear.args
+    with producer.node.graph.inserting_before(place_of(producer, {"scale": scale})):
+        values = producer.node.graph.call_function(GATED, (a, b, scale_a, scale_b, scale, *rest))
+    values.meta["val"] = quantizes[0].meta["val"][0]
+    for user in [user for one in quantizes for user in one.users]:
+        user.replace_all_uses_with((values, scale)[user.args[1]])
 
 
 def items(node: fx.Node) -> Iterator[fx.Node]:

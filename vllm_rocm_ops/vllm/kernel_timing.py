@@ -169,7 +169,8 @@ def measure_pair(
     x = torch.randn(tokens, columns_in, generator=generator, device=device).to(dtype)
     sets = [kernels.arguments(layer, x, seed) for seed, layer in enumerate(layers)]
     native = one.call(False, *sets[0])
-    reached = native.any(1).nonzero().flatten()  # not the tokens that have no expert here
+    bits = native.view(torch.uint8) if native.itemsize == 1 else native
+    reached = bits.any(1).nonzero().flatten()  # not the tokens that have no expert here
     rows = reached[sample(len(reached), kernels.sampled_rows).to(device)]
     starts = sample(-(-columns_out // GROUP), SAMPLED_GROUPS) * GROUP
     columns = (starts[:, None] + torch.arange(GROUP)).flatten()

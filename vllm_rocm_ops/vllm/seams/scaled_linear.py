@@ -5,6 +5,9 @@ layouts that it may leave: rows of K, on ROCm often padded, or the order of AITE
 With `VLLM_ROCM_OPS_SHUFFLE=1` a weight is put in fragment order at loading where ours was measured to be the faster at every
 number of tokens, in a start before, or nothing else serves. The native kernel does not read that order, so our op then serves any
 number of tokens.
+
+`gated_linear` is such a linear with SwiGLU and static quantization behind, which graph.py puts in the place of the three. Few tokens take
+one launch where that was measured to be faster than two.
 """
 
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.families.weight_layout import FRAGMENT_ROWS, plain_weight
+from vllm_rocm_ops.quantization import LIMIT
 from vllm_rocm_ops.vllm import kernel_selection, native_kernel, seam
 
 MOST_TOKENS = 64  # that ours takes where it was not measured (kernel_selection.py)
@@ -95,11 +99,79 @@ class ScaledLinear(native_kernel.Linear):
 KERNELS = ScaledLinear()
 
 
+def gated_linear(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    scale: Tensor,
+    out_dtype: torch.dtype,
+    in_fragments: bool,
+    native: str,
+) -> Tensor:
+    """`scaled_mm_silu_and_mul_quant`, or `scaled_linear` and `silu_and_mul_quant`. b is [gate | up]; `scale` is the result's."""
+    given = a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native
+    return GATED.serve(GATED.choice_of(*given), *given)
+
+
+class GatedLinear(ScaledLinear):
+    """`gated_linear` as it is measured. A layer: the arguments but a and its scale, a static scale, K."""
+
+    op, run = ops.scaled_mm_silu_and_mul_quant, staticmethod(gated_linear)
+
+    def choice_of(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
+        def layer() -> tuple:
+            static = scale_a if native_kernel.kept(native).quant_fp8.static else None
+            return b, scale_b, scale, out_dtype, in_fragments, native, static, a.shape[1]
+
+        return self.choice(("gated", native, b.shape, in_fragments), native, layer, b, a.shape[0])
+
+    def theirs(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
+        both = scaled_linear(a, b, scale_a, scale_b, None, out_dtype, in_fragments, native)
+        return ops.silu_and_mul_quant.call(both, scale, a.dtype)
+
+    def taken(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
+        return a, _weight(b, in_fragments), scale_a, scale_b, scale, out_dtype
+
+    def columns(self, layer):
+        k, n = super().columns(layer)
+        return k, n // 2
+
+    def work(self, layer, tokens):
+        k, n = self.columns(layer)
+        return layer[0].nbytes + tokens * (k + n), 4.0 * tokens * n * k
+
+    def describe(self, layer):
+        return super().describe((*layer[:2], None, *layer[3:]))
+
+    def arguments(self, layer, x, seed):
+        a, b, scale_a, scale_b, _, *rest = super().arguments((*layer[:2], None, *layer[3:]), x, seed)
+        return a, b, scale_a, scale_b, layer[2], *rest
+
+    def exact(self, arguments, x, rows, columns):
+        a, b, scale_a, scale_b, scale, *rest = arguments
+        half = b.numel() // a.shape[1] // 2
+        gate, up = (
+            super(GatedLinear, self).exact((a, b, scale_a, scale_b, None, *rest), x, rows, places)
+            for places in (columns, columns + half)
+        )
+        limit = LIMIT[a.dtype]
+        return (torch.nn.functional.silu(gate) * up / scale).clamp(-limit, limit)
+
+
+GATED = GatedLinear()
+
+
 def _fake(a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
     return a.new_empty((a.shape[0], b.numel() // a.shape[1]), dtype=out_dtype)
 
 
+def _gated_fake(a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
+    return a.new_empty((a.shape[0], b.numel() // a.shape[1] // 2))
+
+
 native_kernel.define(scaled_linear, _fake)
+native_kernel.define(gated_linear, _gated_fake)
 
 
 def probe() -> None:
@@ -188,5 +260,5 @@ SEAM = seam.Seam(
     replaces="the first row of _POSSIBLE_FP8_KERNELS",
     probe=probe,
     install=install,
-    ops=("scaled_mm",),
+    ops=("scaled_mm", "scaled_mm_silu_and_mul_quant"),
 )
