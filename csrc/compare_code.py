@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
+import importlib
 import re
 import struct
 import sys
@@ -42,11 +42,9 @@ Kernel = dict[str, bytes | tuple[str, ...]]  # by the name of the part
 @functools.cache
 def objects() -> ModuleType:
     """vllm_rocm_ops/emulator/objects.py, which reads code objects, without the packages that it lies in: they need torch."""
-    path = Path(__file__).parents[1] / "vllm_rocm_ops" / "emulator" / "objects.py"
-    spec = importlib.util.spec_from_file_location("objects", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
+    package = sys.modules["emulator"] = ModuleType("emulator")
+    package.__path__ = [str(Path(__file__).parents[1] / "vllm_rocm_ops" / "emulator")]
+    return importlib.import_module("emulator.objects")
 
 
 def amd_kernels(path: Path) -> dict[str, Kernel]:

@@ -23,10 +23,10 @@
     wait_for_arguments(problem);                                                                                    \
     StreamedTile<type, tokens, __VA_ARGS__>::run(problem);                                                          \
   }
-#define WAVE_SPLIT_K(symbol, type, tokens, ...)                                                                     \
-  KERNEL((WaveSplitK<type, tokens, __VA_ARGS__>::kThreads), tokens == 8 ? 4 : 3)                                    \
-  symbol(WaveSplitK<type, tokens, __VA_ARGS__>::Problem problem) {                                                  \
-    LDS static WaveSplitK<type, tokens, __VA_ARGS__>::Buffer buffer;                                                \
-    const WaveSplitK<type, tokens, __VA_ARGS__> kernel{problem, buffer};                                            \
-    kernel.multiply();                                                                                              \
+#define WAVE_SPLIT_K(symbol, type, tokens, ...)                                  \
+  KERNEL((WaveSplitK<type, tokens, __VA_ARGS__>::kThreads), tokens == 8 ? 4 : 3) \
+  symbol(WaveSplitK<type, tokens, __VA_ARGS__>::Problem problem) {               \
+    LDS static WaveSplitK<type, tokens, __VA_ARGS__>::Buffer buffer;             \
+    const WaveSplitK<type, tokens, __VA_ARGS__> kernel{problem, buffer};         \
+    kernel.multiply();                                                           \
   }

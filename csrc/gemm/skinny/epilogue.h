@@ -40,7 +40,7 @@ struct TileEpilogue {
   int row[kLaneVecs] = {}, token[kLaneTokens] = {};
   float scale_a[kLaneTokens] = {};
   Value scale_b[kLaneVecs] = {}, bias[kLaneVecs] = {};
-  float out_scale = 1.0f;
+  float out_scale[kGated] = {};
 
   // Called when a tile begins: loads and divisions are done when it ends.
   template <class RowOf, class TokenOf>
@@ -50,7 +50,7 @@ struct TileEpilogue {
       first_block = schedule.first_block(tile), last_block = schedule.last_block(tile);
       is_second_tile = schedule.first_step(first_block) < tile * p.steps_per_tile;
     }
-    if constexpr (kGated) out_scale = mem::load<float>(static_cast<const GatedProblem&>(p).out_scale);
+    if constexpr (kGated) out_scale[0] = mem::load<float>(static_cast<const GatedProblem&>(p).out_scale);
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) {
       token[i] = token_of(i);
@@ -62,9 +62,11 @@ struct TileEpilogue {
       row[j] = row_of(j);
       if (kScales == ScaleGranularity::kRow)
         for (int i = 0; i < kVec; ++i)
-          scale_b[j][i] = kGated || row[j] + i < p.n
-                              ? mem::load<float>(p.scale_b + u64(weight_row<kGated>(p, row[j] + i)) * u32(p.scale_b_row))
-                              : 0.0f;
+          if constexpr (kGated)
+            scale_b[j][i] = mem::load<float>(p.scale_b + u64(gated_row(p, row[j] + i)) * u32(p.scale_b_row));
+          else
+            scale_b[j][i] =
+                row[j] + i < p.n ? mem::load<float>(p.scale_b + u64(row[j] + i) * u32(p.scale_b_row)) : 0.0f;
       if (!kMx && !kGated) bias[j] = load_bias<kVec>(p, row[j]);
     }
   }
@@ -157,7 +159,7 @@ struct TileEpilogue {
   DEVICE void store_gated(const Value (&sum)[kLaneTokens][kLaneVecs]) const {
     static_assert(kLaneVecs == 1);
     constexpr int kLanesApart = kVec == 2 ? 8 : 16;  // of rows that are kGatedRows apart
-    const float inverse = 1.0f / out_scale;
+    const float inverse = 1.0f / out_scale[0];
     const int columns = p.n / 2, column = gated_column(row[0]), other = wave::lane() ^ kLanesApart;
     auto store = [&]<class T>(T*) __attribute__((always_inline)) {
 #pragma unroll

@@ -50,10 +50,8 @@ struct ProblemOf<true> {
 constexpr int kGatedRows = 4;
 DEVICE int gated_column(int row) { return row / (2 * kGatedRows) * kGatedRows + row % kGatedRows; }
 DEVICE bool is_up(int row) { return row / kGatedRows % 2; }
-// The row of b, of which the rows of the tiles past the last one are the last.
-template <bool kGated>
-DEVICE int weight_row(const SkinnyProblem& p, int row) {
-  if constexpr (!kGated) return row < p.n ? row : p.n - 1;
+// The row of b that a row of the tiles is. Past the last column it is a row of the last one.
+DEVICE int gated_row(const SkinnyProblem& p, int row) {
   const int columns = p.n / 2, column = gated_column(row);
   return (column < columns ? column : columns - 1) + (is_up(row) ? columns : 0);
 }

@@ -30,9 +30,7 @@ struct WaveSplitK {
   const int lane = wave::lane();
 
   using WeightTile = ScaledTileWeights<Scale>;
-  DEVICE WeightTile weight_tile(int tile) const {
-    return scaled_tile_weights<Scale, kGated>(p, tile * mma::kRows, 0);
-  }
+  DEVICE WeightTile weight_tile(int tile) const { return scaled_tile_weights<Scale, kGated>(p, tile * mma::kRows, 0); }
 
   struct KSlice {
     mma::Weights weights[kSliceSteps] = {};

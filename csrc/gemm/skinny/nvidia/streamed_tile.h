@@ -26,6 +26,7 @@ extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [consumer groups
 template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32Scale, bool kGated = false>
 struct StreamedTile {
   using Problem = typename ProblemOf<kGated>::Type;
+  static constexpr int kTileColumns = kGated ? kTileRows / 2 : kTileRows;
   static constexpr int kConsumerGroups = 2, kConsumerThreads = mma::kWaves * wave::kLanes,
                        kThreads = kConsumerGroups * kConsumerThreads;
   static constexpr int kWeightBytes = kTileRows * tile::kDepth, kPanelBytes = kWeightBytes + kTokens * tile::kDepth;
@@ -123,12 +124,10 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
     const int wave_offset =
         consumer_wave * wave::kLanes * tile::kVecBytes;  // of a panel: where the wave's first bytes go
     TileWork current = schedule.begin(), prefetch = current;
-    // A tile of [gate | up] has half as many columns as rows.
-    const i64 b_tile = kGated ? p.b_tile / 2 : p.b_tile;
     RowLoader<kTileRows, true> weights({p.b_tile, p.b_row, int(u32(p.b_step) / 4), p.b_step}, thread, p.n / 2);
     RowLoader<kTokens, false> tokens({16 * i64(p.a_stride), p.a_stride, tile::kVecBytes, 4 * tile::kVecBytes}, thread);
     auto begin_copies = [&] {
-      weights.begin(p.b + prefetch.tile * (kTileRows / mma::kRows) * b_tile, p.n - prefetch.tile * kTileRows);
+      weights.begin(p.b + prefetch.tile * (kTileColumns / mma::kRows) * p.b_tile, p.n - prefetch.tile * kTileRows);
     };
     begin_copies();
     tokens.begin(p.a, p.m);
@@ -142,7 +141,7 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
         for (int i = 0; i < kPanels; ++i) {
           const int step = first + i * kPanelSteps, left = bytes - i * tile::kDepth;
           auto* to = lds + (stage * kPanels + i) * kPanelBytes + wave_offset;
-          weights.start(step * p.b_step, b_tile, left, to);
+          weights.start(step * p.b_step, kGated ? p.b_tile / 2 : p.b_tile, left, to);
           tokens.start(step * mma::kDepth, i64(16) * p.a_stride, left, to + kWeightBytes);
           if (kScaled && thread <= kTokens)
             start_scale(scales + step / kPanelSteps * step_of_scales, left > 0 && (thread < p.m || thread == kTokens),
