@@ -36,8 +36,8 @@ FAMILIES = {
     ("kimi_k2", "mixed"): (72, 75, 169),
     ("deepseek_v3", "mixed"): (16, 34, 54),
 }
-NOT_COMPILED = ("bounded", "mxfp8")
-"""Kinds that run eagerly only: compiled, they are like "token" and "bf16"."""
+NOT_COMPILED = ("bounded",)
+"""Kinds that run eagerly only: compiled, they are like "token"."""
 STOCK = [("llama", "bf16"), ("llama", "token"), ("deepseek", "bf16")]
 """What vLLM's CPU build runs without the plugin."""
 

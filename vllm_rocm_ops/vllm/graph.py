@@ -32,7 +32,7 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 
 from vllm_rocm_ops.op import Op, registered
 from vllm_rocm_ops.vllm import fused_quant, markers
-from vllm_rocm_ops.vllm.markers import ACTIVATION, QUANTIZATION
+from vllm_rocm_ops.vllm.markers import ACTIVATION, MX_QUANTIZATION, QUANTIZATION
 from vllm_rocm_ops.vllm.row_selection import choices
 
 aten = torch.ops.aten
@@ -133,37 +133,44 @@ class Fusion(VllmInductorPass):
     def take(self, producer: Producer) -> bool:
         """Put an op of ours in a producer's place, and return whether one serves there."""
         readers = list(producer.result.users) if producer.result is not None else []
-        quantizes = [reader for reader in readers if reader.target is QUANTIZATION]
         if not readers or not producer.takes() or makes_with_norm(producer.node.args[0]):
             return False
-        if not quantizes and all(map(is_whole, readers)) and None in self.runnable[producer.name]:
-            if producer.name == "norm" and self.is_all_reduced(producer, None):
-                return False
-            op = producer.op(None)
-            if op.torch_op is not producer.node.target:
-                insert(producer, op, producer.arguments(), [])
+        if self.quantize(producer, readers):
             return True
-        if len(quantizes) != len(readers) or len({str(q.args) for q in quantizes}) != 1:
+        if QUANTIZATION in {reader.target for reader in readers} or not all(map(is_whole, readers)):
             return False
-        key, given = quantization(quantizes[0])
-        if key not in self.runnable[producer.name] or (producer.name == "norm" and self.is_all_reduced(producer, key)):
+        is_all_reduced = producer.name == "norm" and self.is_all_reduced(producer, None)
+        if is_all_reduced or None not in self.runnable[producer.name]:
+            return False
+        op = producer.op(None)
+        if op.torch_op is not producer.node.target:
+            insert(producer, op, producer.arguments(), [])
+        return True
+
+    def quantize(self, producer: Producer, readers: list[fx.Node]) -> bool:
+        """Put an op of ours that quantizes in a producer's place, if equal quantizations alone read it, and return whether one serves."""
+        if len({(reader.target, str(reader.args)) for reader in readers}) != 1 or not is_quantization(readers[0]):
+            return False
+        key, given = quantization(readers[0])
+        if key is None or key not in self.runnable[producer.name]:
+            return False
+        if producer.name == "norm" and self.is_all_reduced(producer, key):
             return False
         op, given = producer.op(key), given | producer.arguments()
         values = fx.map_arg(given, lambda node: node.meta["val"])
         outputs = op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields if name in values}))
         columns = producer.result.meta["val"].shape[-1]
-        if not are_alike(made_by(op, outputs, values), quantizes[0].meta["val"]) or not self.is_ours(
-            producer, key, given, columns
-        ):
+        is_like = are_alike(made_by(op, outputs, values), readers[0].meta["val"])
+        if not is_like or not self.is_ours(producer, key, given, columns):
             return False
         if producer.added is not None and any(user < place_of(producer, given) for user in producer.added.users):
             return False
-        insert(producer, op, given, quantizes)
+        insert(producer, op, given, readers)
         return True
 
     def is_ours(self, producer: Producer, key, given: dict, columns: int) -> bool:
         """Return what was decided for a pattern. A model's first norm, which has no residual, goes with those behind it. A pattern that
-        was not measured is ours unless a pass of vLLM's has it."""
+        was not measured is ours unless a pass of vLLM's has it, which none of MX-FP8 does."""
         traits = given.get("scale_ub") is not None, given.get("is_scale_transposed", False)
         dtype = given["input"].meta["val"].dtype
         for adds in (producer.residual is not None, True):
@@ -173,7 +180,8 @@ class Fusion(VllmInductorPass):
             decided = choices.ours.get(fused_quant.pattern(op, columns, dtype, adds, *traits))
             if decided is not None:
                 return decided
-        return not (self.pass_config.fuse_norm_quant if producer.name == "norm" else self.pass_config.fuse_act_quant)
+        passes, is_norm = self.pass_config, producer.name == "norm"
+        return key == fused_quant.MX or not (passes.fuse_norm_quant if is_norm else passes.fuse_act_quant)
 
     def is_all_reduced(self, norm: Norm, key) -> bool:
         """Return whether vLLM fuses a norm with AITER's all-reduce in front of it."""
@@ -192,8 +200,17 @@ class Fusion(VllmInductorPass):
         return VllmInductorPass.hash_source(*sources, *map(str, made))
 
 
+def is_quantization(node: fx.Node) -> bool:
+    """Return whether a node quantizes: a marker, or vLLM's op to MX-FP8."""
+    return node.target in (QUANTIZATION, MX_QUANTIZATION)
+
+
 def quantization(marker: fx.Node) -> tuple[object, dict[str, object]]:
-    """Return vLLM's key of a marker, or None for one that our ops do not have, and our ops' arguments for it."""
+    """Return vLLM's key of a quantization, or None for one that our ops do not have, and our ops' arguments for it."""
+    if (
+        marker.target is MX_QUANTIZATION
+    ):  # the arguments behind x: whether scales are swizzled, and how they are aligned
+        return (None if any(marker.args[1:]) or marker.kwargs else fused_quant.MX), {}
     _, scale, bound, how = marker.args
     how = markers.How(*how)
     if how.tma_aligned or how.ue8m0 or how.padding != -1:
