@@ -329,6 +329,16 @@ def test_quantizations_that_are_vllms(how):
     same(module(x, weight), theirs(norm(x, weight)))
 
 
+def test_mx_bits_are_those_of_vllms_quantization():
+    """It is what a graph has without ours, behind our norm alone: also for groups of zeros and of the least numbers."""
+    (quantize, _), x, weight = quantizer(MX), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
+    weight[:32], weight[32:64] = 0.0, 1e-38
+    same(ops.rms_norm_mxfp8_quant(x, weight, EPSILON), quantize(ops.rms_norm(x, weight, EPSILON)))
+    exact = torch.tensor([448 / 8, 450 * 8, 1.75]).repeat_interleave(32).bfloat16().expand(2, -1)
+    gate = torch.full_like(exact, 100.0)  # whose silu is itself
+    same(ops.silu_and_mul_mxfp8_quant(torch.cat((gate, exact), 1)), quantize(exact * gate))
+
+
 @pytest.mark.parametrize("how", [{"swizzled": True}, {"aligned": 64}], ids=str)
 def test_mx_scales_in_another_order_are_vllms(how):
     """The norm alone is ours in front of vLLM's quantization, as in front of any op that the compiler takes as a whole."""
