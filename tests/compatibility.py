@@ -337,8 +337,10 @@ def page() -> str:
             "In a compiled model a norm or an activation quantizes in its own kernel where nothing but equal quantizations reads the "
             "result: so in front of attention and of a feed-forward, and inside of the latter and of shared experts. Other norms and "
             "activations are ours where the compiler would fuse nothing with them, as in front of experts. Norms of queries and keys, "
-            "which it fuses with their rotation, and Gemma's, which follow one another, are vLLM's. A compiled graph has as many "
-            "kernels as without ours."
+            "which it fuses with their rotation, and Gemma's, which follow one another, are vLLM's. So are MiniMax-M2's norms over all "
+            "heads of q and of k, as the model computes them without a call of their layers, with an all-reduce of their variances "
+            "on several ranks; and its routing, sigmoids with a bias but no groups. A compiled graph has at most as many kernels as "
+            "without ours."
         ),
         model_table(),
         "### What the seams reach",

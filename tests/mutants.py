@@ -154,6 +154,12 @@ def cases(op: str, *names: str, arch: str = "gfx942") -> tuple[str, ...]:
     return tuple(f"test_ops.py::test_case[{arch}-{op}-{name}]" for name in names)
 
 
+def gated(path: str, text: str, replacement: str, *names: str) -> Mutant:
+    """Return a mutant of the kernels with SwiGLU in their epilogue."""
+    op = "scaled_mm_silu_and_mul_quant"
+    return Mutant(path, text, replacement, op, cases(op, *names))
+
+
 def large(test: str) -> tuple[str, ...]:
     return (f"test_large_tensors.py::{test}",)
 
@@ -392,6 +398,20 @@ MUTANTS = {
         "block_scaled_mm",
         (),
         "the steps of a block of a wave split-K kernel are a multiple of 8",
+    ),
+    "columns stored by the lanes that have up": gated(EPILOGUE, "&& !is_up(row[0])", "&& is_up(row[0])", "m1"),
+    "a sum of gate that is not rounded": gated(
+        EPILOGUE, "silu(round_to<T>(sum[i][0][r]))", "silu(sum[i][0][r])", "m64"
+    ),
+    "a sum of up from the other half of the wave": gated(EPILOGUE, "kVec == 2 ? 8 : 16;", "32;", "m1", "m16"),
+    "scales of gate's channels for those of up": gated(
+        EPILOGUE, "u64(gated_row(p, row[j] + i))", "u64(gated_column(row[j] + i))", "four-tiles"
+    ),
+    "columns past the last one": gated(
+        "gemm/skinny/problem.h", "(column < columns ? column : columns - 1)", "column", "four-tiles"
+    ),
+    "a second token's columns behind N": gated(
+        EPILOGUE, "* u32(columns) + u32(column)", "* u32(p.n) + u32(column)", "m2"
     ),
     "elements of a product in 32 bits (skinny)": Mutant(
         EPILOGUE,

@@ -338,7 +338,8 @@ def definitions() -> dict[tuple[str, str], ast.AST]:
 
 @functools.cache
 def reached(file: str) -> frozenset[tuple[str, str]]:
-    """The definitions of a file, the definitions of other files of the seams that they refer to, and so on."""
+    """The definitions of a file, the definitions of other files of the seams that they refer to, also by a dotted name that vLLM
+    imports, and so on."""
     ahead = [key for key in definitions() if key[0] == file]
     found: set[tuple[str, str]] = set()
     while ahead:
@@ -351,6 +352,8 @@ def reached(file: str) -> frozenset[tuple[str, str]]:
                 ahead.append((node.value.id, node.attr))
             elif isinstance(node, ast.Name):
                 ahead.append((key[0], node.id))
+            elif isinstance(node, ast.Constant) and str(node.value).startswith(f"{seam.__package__}."):
+                ahead.append(tuple(node.value.rsplit(".", 2)[1:]))
     return frozenset(found)
 
 
@@ -363,14 +366,19 @@ def names_op(node: ast.AST, name: str) -> bool:
     )
 
 
+def tabulates_op(node: ast.AST, name: str) -> bool:
+    """Whether a syntax tree has an op's name, as the tables of norms and activations in fused_quant.py have it."""
+    return any(isinstance(part, ast.Constant) and part.value == name for part in ast.walk(node))
+
+
 @functools.cache
 def seams_of(op: Op) -> dict[str, int | None]:
-    """The seams that call an op, and the most tokens that they give it if they keep a kernel of vLLM's for more."""
+    """The seams that call an op in vLLM's place, and the most tokens that they give it if they keep a kernel of vLLM's for more."""
     found: dict[str, int | None] = {}
-    for name in seam.NAMES:
+    for name in [name for name in seam.NAMES if not seam.load(name).replaces.startswith("nothing")]:
         for file, what in reached(name):
             node = definitions()[file, what]
-            if names_op(node, op.name):
+            if names_op(node, op.name) or (file == "fused_quant" and tabulates_op(node, op.name)):
                 limited = any(isinstance(part, ast.Name) and part.id == "MOST_TOKENS" for part in ast.walk(node))
                 most = definitions()[file, "MOST_TOKENS"].value.value if limited else None
                 found[name] = found.get(name) if most is None else most

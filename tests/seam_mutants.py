@@ -70,7 +70,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(source.replace(self.mutant.text, self.mutant.replacement), self.path, "exec", dont_inherit=True)
 
 
-ATTENTION, GUARDS, LATENT, ABSORBED, ROWS, REACH, GRAPH = (
+ATTENTION, GUARDS, LATENT, ABSORBED, ROWS, REACH, GRAPH, MX_LINEAR = (
     ("attention.py", "test_decode_attention.py"),
     ("attention.py", "test_seam_guards.py"),
     ("latent_attention.py", "test_latent_attention.py"),
@@ -78,6 +78,7 @@ ATTENTION, GUARDS, LATENT, ABSORBED, ROWS, REACH, GRAPH = (
     ("row_selection.py", "test_row_selection.py"),
     ("reach.py", "test_reach.py"),
     ("graph.py", "test_graph.py"),
+    ("seams/mxfp8_linear.py", "test_linear.py"),
 )
 
 
@@ -211,12 +212,28 @@ SEAM_MUTANTS = {
         "test_fusion_seam.py",
     ),
     # The graph
-    "a norm that others read, too": of(GRAPH, "len(quantizes) != len(readers) or ", ""),
-    "quantizations that differ": of(GRAPH, " or len({str(q.args) for q in quantizes}) != 1", ""),
+    "a norm that others read, too": of(
+        GRAPH, "for reader in readers}) != 1 or", "for reader in readers if is_quantization(reader)}) != 1 or"
+    ),
+    "quantizations that differ": of(
+        GRAPH,
+        "len({(reader.target, str(reader.args)) for reader in readers}) != 1 or not is_quantization(readers[0])",
+        "not all(map(is_quantization, readers))",
+    ),
+    "a norm alone in front of markers": of(GRAPH, "QUANTIZATION in {reader.target for reader in readers} or ", ""),
+    "MX-FP8 scales in another order": of(
+        GRAPH, "None if any(marker.args[1:]) or marker.kwargs else fused_quant.MX", "fused_quant.MX"
+    ),
+    "MX-FP8 left to passes that have none": of(GRAPH, "return key == fused_quant.MX or not (", "return not ("),
     "a residual that is read later": of(GRAPH, "not any(self.node < user for user in residual.users) and ", ""),
     "a residual that shares memory": of(GRAPH, " and not is_view(residual)", ""),
     "a residual that somebody holds": of(
         GRAPH, "residual not in inputs or inputs.index(residual) in get_pass_context().donated_input_ids", "True"
+    ),
+    "a linear that others read, too": of(GRAPH, " and len(x.users) == 1", ""),
+    "a linear with a bias": of(GRAPH, "x.args[4] is None and ", ""),
+    "gate for the quantized result": of(
+        GRAPH, "((values, scale)[user.args[1]])", "((values, scale)[1 - user.args[1]])"
     ),
     "a norm behind a norm": of(GRAPH, " or makes_with_norm(producer.node.args[0])", ""),
     "a part of a row": of(GRAPH, " or self.is_partial", ""),
@@ -230,7 +247,9 @@ SEAM_MUTANTS = {
     "a first norm on its own": of(
         GRAPH, "for adds in (producer.residual is not None, True):", "for adds in (producer.residual is not None,):"
     ),
-    "ours where a pass of vLLM's fuses": of(GRAPH, "return not (self.pass", "return True or (self.pass"),
+    "ours where a pass of vLLM's fuses": of(
+        GRAPH, "fused_quant.MX or not (passes", "fused_quant.MX or True or (passes"
+    ),
     "all epsilons with an all-reduce": of(GRAPH, " and norm.epsilon in EPSILONS", ""),
     "an op in front of its scale": of(
         GRAPH, "return producer.node if last is producer.node else last.next", "return producer.node"
@@ -242,9 +261,15 @@ SEAM_MUTANTS = {
         GRAPH, "producer.added.replace_all_uses_with(added)", "producer.added.replace_all_uses_with(outputs[0])"
     ),
     "a norm that is fused with a cast": of(
-        GRAPH, "if not quantizes and all(map(is_whole, readers))", "if not quantizes and any(map(is_whole, readers))"
+        GRAPH, "or not all(map(is_whole, readers))", "or not any(map(is_whole, readers))"
     ),
     "a seam that is off": of(GRAPH, "producer.name in choices.on and ", ""),
+    # MX-FP8 linears
+    "rows that vLLM's kernel cannot read": of(MX_LINEAR, "(x.values, x.scale) if isinstance(x, Rows) else ", ""),
+    "rows for vLLM's emulation": of(MX_LINEAR, "self.hands_rows and ", ""),
+    "an input quantized for one side alone": of(
+        MX_LINEAR, "(*torch.ops.vllm.mxfp8_quantize(x, False, 0), *layer)", "(x, x, *layer)"
+    ),
     # Experts of several ranks
     "tokens in batches of an expert's": SeamMutant(
         "expert_support.py", "if config.use_batched_activation_format:", "if False:", "test_experts.py"

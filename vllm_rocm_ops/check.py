@@ -223,7 +223,7 @@ class ModelCall:
         if self.op.name == "mxfp8_scaled_mm":
             _, weight, scale_a, scale_b, *_ = a
             tokens = a[0].float() * torch.exp2(scale_a.view(torch.uint8).float() - 127).repeat_interleave(32, 1)
-            return mxfp8_linear.KERNELS.exact((None, weight, scale_b, None, None), tokens, rows, columns)
+            return mxfp8_linear.KERNELS.exact((None, None, weight, scale_b, None), tokens, rows, columns)
         scales = argparse.Namespace(
             w1_scale=a.w1_scale, w2_scale=a.w2_scale, a1_scale=None, a2_scale=None, shuffled=a.shuffled
         )

@@ -88,6 +88,11 @@ def block_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon
     return *quantized, BLOCK, False, upper_bound, rest
 
 
+def mx_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    x, *rest, weight, epsilon = norm(tokens, inputs, hidden, residual, epsilon)
+    return x, weight, epsilon, *(rest or [None])
+
+
 def activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
     return (inputs.values(tokens, 2 * hidden),)
 

@@ -159,6 +159,7 @@ class _Model:
             STATIC: (static, model_arguments.static_norm),
             TOKEN: (ops.rms_norm_dynamic_per_token_quant, model_arguments.token_norm),
             BLOCKS: (ops.rms_norm_per_block_quant, model_arguments.block_norm),
+            MX: (ops.rms_norm_mxfp8_quant, model_arguments.mx_norm),
         }.get(quantization, (plain, model_arguments.norm))
         return self._call(layer, op, arguments, hidden, residual, self.number("rms_norm_eps"))
 
@@ -168,6 +169,7 @@ class _Model:
             STATIC: (ops.silu_and_mul_quant, model_arguments.static_activation),
             TOKEN: (ops.silu_and_mul_per_token_quant, model_arguments.dynamic_activation),
             BLOCKS: (ops.silu_and_mul_per_block_quant, model_arguments.dynamic_activation),
+            MX: (ops.silu_and_mul_mxfp8_quant, model_arguments.activation),
         }.get(quantization, (ops.silu_and_mul, model_arguments.activation))
         return self._call(layer, op, arguments, hidden)
 

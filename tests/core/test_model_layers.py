@@ -228,10 +228,13 @@ MXFP8 = {
 @pytest.mark.parametrize("name", MXFP8)
 def test_mx_fp8(name):
     by_layer = {call.layer: call for call in calls(read("tiny-llama") | {"quantization_config": MXFP8[name]})}
-    assert by_layer["input norm"].op is ops.fused_add_rms_norm and by_layer["lm_head"].op is ops.unquantized_gemm
+    assert by_layer["input norm"].op is ops.rms_norm_mxfp8_quant and by_layer["lm_head"].op is ops.unquantized_gemm
     down = by_layer["down"]
     assert down.op is ops.mxfp8_scaled_mm
     generator = torch.Generator().manual_seed(0)
+    for layer, width in (("input norm", 512), ("SwiGLU", down.case(1).make("meta", generator, None)[0].shape[1])):
+        values, scale = by_layer[layer].op(*by_layer[layer].case(3).make("cpu", generator, torch.float8_e4m3fnuz))
+        assert values.shape == (3, width) and scale.shape == (3, width // 32)
     result = down.op(*down.case(3).make("cpu", generator, torch.float8_e4m3fnuz))
     assert result.shape == (3, 512) and result.isfinite().all()
     explained = down.op.explain(*down.case(3).make("meta", generator, torch.float8_e4m3fn), arch="gfx950")

@@ -89,6 +89,13 @@ FAMILIES = {
         **GLM_EXPERTS,
     },
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2},
+    "minimax_m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "scoring_func": "softmax",  # vLLM's CPU build has no sigmoid without groups
+        "rotary_dim": 32,
+    },
     "gemma3_text": {
         "architectures": ["Gemma3ForCausalLM"],
         "hidden_activation": "gelu_pytorch_tanh",
@@ -99,6 +106,8 @@ FAMILIES = {
     "deepseek_v3": {**DEEPSEEK, "num_nextn_predict_layers": 1},
 }
 """Other models, by vLLM's name of their configuration."""
+SPARSE_BLOCKS = ("mixtral", "minimax_m2")
+"""Families whose checkpoints name experts as Mixtral's does."""
 
 ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True}
 MX_ARGUMENTS = {**ARGUMENTS, "strategy": "group", "group_size": GROUP, "scale_dtype": "torch.uint8"}
@@ -216,6 +225,9 @@ def family_weights(config: dict) -> dict[str, torch.Tensor]:
         if family in ("qwen3", "qwen3_moe", "glm4_moe", "gemma3_text"):
             for name in ("q_norm", "k_norm"):
                 weights[f"{prefix}.self_attn.{name}.weight"] = norm(generator, head_dim)
+        if family == "minimax_m2":  # one norm for all heads
+            for name, heads in (("q_norm", "num_attention_heads"), ("k_norm", "num_key_value_heads")):
+                weights[f"{prefix}.self_attn.{name}.weight"] = norm(generator, config[heads] * head_dim)
         if family == "gemma3_text":
             for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
                 weights[f"{prefix}.{name}.weight"] = norm(generator, hidden)
@@ -225,7 +237,7 @@ def family_weights(config: dict) -> dict[str, torch.Tensor]:
             del weights[f"{prefix}.mlp.{name}.weight"]
         experts = config.get("num_local_experts") or config["num_experts"]
         inner = config.get("moe_intermediate_size", config["intermediate_size"])
-        block = f"{prefix}.block_sparse_moe" if family == "mixtral" else f"{prefix}.mlp"
+        block = f"{prefix}.block_sparse_moe" if family in SPARSE_BLOCKS else f"{prefix}.mlp"
         weights[f"{block}.gate.weight"] = linear(generator, experts, hidden)
         for expert in range(experts):
             weights |= mlp(generator, f"{block}.experts.{expert}", hidden, inner, 0.5)
@@ -235,7 +247,7 @@ def family_weights(config: dict) -> dict[str, torch.Tensor]:
         if family == "qwen2_moe":
             weights |= mlp(generator, f"{block}.shared_expert", hidden, config["shared_expert_intermediate_size"])
             weights[f"{block}.shared_expert_gate.weight"] = linear(generator, 1, hidden)
-    if family == "mixtral":
+    if family in SPARSE_BLOCKS:
         named = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
         for name in [name for name in weights if ".experts." in name]:
             stem, part, _ = name.rsplit(".", 2)

@@ -67,11 +67,12 @@ def expected_calls(flavour: tuple[str, str], steps: int = STEPS, compiled: bool 
         "token": (*["rms_norm_dynamic_per_token_quant"] * 2, "silu_and_mul_per_token_quant", "scaled_mm"),
         "block": (*["rms_norm_per_block_quant"] * 2, "silu_and_mul_per_block_quant", "block_scaled_mm"),
         "bf16": ("rms_norm", "fused_add_rms_norm", "silu_and_mul", ""),
-        "mxfp8": ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "mxfp8_scaled_mm"),
+        "mxfp8": (*["rms_norm_mxfp8_quant"] * 2, "silu_and_mul_mxfp8_quant", "mxfp8_scaled_mm"),
     }
     norm, add_norm, activation, linear = names[kind.replace("bounded", "token")]
     if not compiled:
         norm, add_norm = "rms_norm", "fused_add_rms_norm"
+        activation = "silu_and_mul" if kind == "mxfp8" else activation
     per_step = collections.Counter({"rms_norm": norms, "fused_add_rms_norm": add_norms})
     per_step.update({norm: quantized})
     per_step.update({add_norm: quantized_add})
@@ -116,7 +117,7 @@ def agree(answer: dict, plain_logprobs: list[torch.Tensor], steps: int = STEPS) 
 @pytest.mark.parametrize("release", [release for release in test_selection.RELEASES if release != "0.32"])
 def test_other_releases(engines, expected, release, tmp_path):
     """Their Python files on the installed vLLM's binaries, through their passes."""
-    flavours = [("llama", "static"), ("llama", "token"), ("deepseek", "block")]
+    flavours = [("llama", "static"), ("llama", "token"), ("llama", "mxfp8"), ("deepseek", "block")]
     jobs = {identity(flavour): engines.job(flavour, compiled=True) for flavour in flavours}
     answers = engines.run(jobs, cache=f"cache-{release}", vllm=test_selection.runnable(release, tmp_path))
     for flavour in flavours:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("configuration", "schemas")
 
 ROWS, HIDDEN, EPSILON = 5, 256, 1e-6
 KEYS = ("kFp8StaticTensorSym", "kFp8DynamicTokenSym", "kFp8Dynamic128Sym")
+MX = "kMxfp8Dynamic"
 ALL = frozenset(("norm", "activation"))
 
 
@@ -46,7 +47,10 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> t
 
 
 def quantizer(key: str, **how):
-    """Return vLLM's quantization as a model calls it while it is traced, and as vLLM computes it."""
+    """Return vLLM's quantization as a model calls it while it is traced, and as vLLM computes it. To MX-FP8 both are its op."""
+    if key == MX:
+        swizzled, aligned = how.get("swizzled", False), how.get("aligned", 0)
+        return (lambda x, at=None: torch.ops.vllm.mxfp8_quantize(x, swizzled, aligned),) * 2
     from vllm.model_executor.layers.quantization import input_quant_fp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
@@ -110,6 +114,8 @@ def expected(key: str, x, weight, residual=None, **more):
         if residual is None:
             return ops.rms_norm_static_fp8_quant(x, weight, scale, EPSILON, fp8, **more), scale
         return ops.fused_add_rms_norm_static_fp8_quant(x, residual, weight, scale, EPSILON, fp8, **more), scale
+    if key == MX:
+        return ops.rms_norm_mxfp8_quant(x, weight, EPSILON, residual=residual, **more)
     op = ops.rms_norm_dynamic_per_token_quant if key == KEYS[1] else ops.rms_norm_per_block_quant
     return op(x, weight, EPSILON, fp8, residual=residual, **more)
 
@@ -119,7 +125,7 @@ def same(found, wanted) -> None:
         assert one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", [*KEYS, MX])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_norm_that_only_a_quantization_reads(key, times):
     """Or equal ones, of two linears."""
@@ -135,7 +141,7 @@ def test_a_norm_that_only_a_quantization_reads(key, times):
     same(module(x, weight), expected(key, x, weight) * times)
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", [*KEYS, MX])
 def test_a_norm_with_a_residual(key):
     """It updates the residual that it was given, and what reads the sum reads that."""
     marked, _ = quantizer(key)
@@ -264,22 +270,24 @@ def test_a_norm_alone(reads):
     torch.testing.assert_close(module(x, weight, product), how[reads](norm(x, weight), product), atol=0.3, rtol=0.02)
 
 
-@pytest.mark.parametrize("gates", ["product", "quantized", "pointwise"])
+@pytest.mark.parametrize("gates", ["product", "quantized", "mx", "pointwise"])
 def test_an_activation(gates):
     """Alone in front of a product, with its quantization, and left where the compiler fuses it."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
     from vllm_rocm_ops.vllm import markers
 
-    (marked, _), act = quantizer(KEYS[2]), markers.of_activation(SiluAndMul.forward_native)
+    (marked, _), act = quantizer(MX if gates == "mx" else KEYS[2]), markers.of_activation(SiluAndMul.forward_native)
     x, product = random(ROWS, 2 * HIDDEN), random(HIDDEN, 8, seed=3)
-    how = {"product": lambda y, p: (y @ p,), "quantized": lambda y, p: marked(y), "pointwise": lambda y, p: (y + 1,)}
+    how = {"product": lambda y, p: (y @ p,), "pointwise": lambda y, p: (y + 1,)}
+    how |= dict.fromkeys(("quantized", "mx"), lambda y, p: marked(y))
     module, names = piece(lambda x, p: how[gates](act(x), p), x, product)
-    ours = {"product": ["silu_and_mul"], "quantized": ["silu_and_mul_per_block_quant"], "pointwise": []}
-    assert called(names) == ours[gates]
+    ours = {"product": "silu_and_mul", "quantized": "silu_and_mul_per_block_quant", "mx": "silu_and_mul_mxfp8_quant"}
+    assert called(names) == ([] if gates == "pointwise" else [ours[gates]])
     exact = {
         "product": lambda: (ops.silu_and_mul(x) @ product,),
         "quantized": lambda: ops.silu_and_mul_per_block_quant(x, torch.float8_e4m3fn, 128),
+        "mx": lambda: ops.silu_and_mul_mxfp8_quant(x),
         "pointwise": lambda: (SiluAndMul.forward_native(x) + 1,),
     }
     same(module(x, product), exact[gates]())
@@ -327,7 +335,7 @@ def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choic
         same([values], [ops.silu_and_mul_quant(both, at, torch.float8_e4m3fn)])
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", [*KEYS, MX])
 def test_a_weight_of_one_plus(key):
     """Gemma's, which vLLM's graph computes in float32."""
     marked, _ = quantizer(key)
@@ -362,6 +370,59 @@ def test_quantizations_that_are_vllms(how):
     module, names = piece(lambda x, weight: marked(norm(x, weight)), x, weight)
     assert called(names) == []
     same(module(x, weight), theirs(norm(x, weight)))
+
+
+def test_mx_bits_are_those_of_vllms_quantization():
+    """It is what a graph has without ours, behind our norm alone: also for groups of zeros and of the least numbers."""
+    (quantize, _), x, weight = quantizer(MX), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
+    weight[:32], weight[32:64] = 0.0, 1e-38
+    same(ops.rms_norm_mxfp8_quant(x, weight, EPSILON), quantize(ops.rms_norm(x, weight, EPSILON)))
+    exact = torch.tensor([448 / 8, 450 * 8, 1.75]).repeat_interleave(32).bfloat16().expand(2, -1)
+    gate = torch.full_like(exact, 100.0)  # whose silu is itself
+    same(ops.silu_and_mul_mxfp8_quant(torch.cat((gate, exact), 1)), quantize(exact * gate))
+
+
+@pytest.mark.parametrize("how", [{"swizzled": True}, {"aligned": 64}], ids=str)
+def test_mx_scales_in_another_order_are_vllms(how):
+    """The norm alone is ours in front of vLLM's quantization, as in front of any op that the compiler takes as a whole."""
+    (quantize, _), x, weight = quantizer(MX, **how), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
+    module, names = piece(lambda x, weight: quantize(norm(x, weight)), x, weight)
+    assert called(names) == ["rms_norm"] and "vllm.mxfp8_quantize.default" in names
+    same(module(x, weight), quantize(ops.rms_norm(x, weight, EPSILON)))
+
+
+@pytest.mark.parametrize("made", [{"off": frozenset({"rms_norm_mxfp8_quant"})}, {"on": frozenset({"activation"})}])
+def test_mx_norms_that_are_off(choices, made):
+    """vLLM's passes fuse none, so ours is on where they are: unless it is wrong on this GPU, or its seam is off."""
+    quantize, _ = quantizer(MX)
+    x, weight = random(ROWS, HIDDEN), random(HIDDEN, seed=1)
+
+    def function(x, weight):
+        return quantize(norm(x, weight))
+
+    _, names = piece(function, x, weight, fuse_norm_quant=True, fuse_act_quant=True)
+    assert called(names) == ["rms_norm_mxfp8_quant"]
+    vars(choices).update(made)
+    _, names = piece(function, x, weight)
+    assert called(names) == (["rms_norm"] if "off" in made else []) and "vllm.mxfp8_quantize.default" in names
+
+
+@pytest.mark.parametrize("reads", ["product", "pointwise", "another quantization"])
+def test_an_mx_norm_with_other_readers(reads):
+    """Ours alone where the compiler takes all as a whole, else vLLM's."""
+    (quantize, _), (marked, _) = quantizer(MX), quantizer(KEYS[1])
+    how = {"product": lambda y, p: (y @ p,), "pointwise": lambda y, p: (y * 2,)}
+    how["another quantization"] = lambda y, p: marked(y)
+
+    def function(x, weight, product):
+        y = norm(x, weight)
+        return *quantize(y), *how[reads](y, product)
+
+    x, weight, product = random(ROWS, HIDDEN), random(HIDDEN, seed=1), random(HIDDEN, 8, seed=3)
+    module, names = piece(function, x, weight, product)
+    assert called(names) == (["rms_norm"] if reads == "product" else [])
+    assert names.count("vllm.mxfp8_quantize.default") == 1
+    module(x, weight, product)
 
 
 PATTERN = f"rms_norm_dynamic_per_token_quant {HIDDEN} bfloat16"

@@ -226,9 +226,9 @@ def test_which_results_kernels_make(monkeypatch, arch):
     monkeypatch.setattr(fused_quant, "QUANT_DTYPE", archs.named(arch).fp8_dtype)
     tables = fused_quant.NORMS, fused_quant.ACTIVATIONS
     for table in tables:
-        assert fused_quant.runnable(table) == (None, *fused_quant.KEYS)
+        assert fused_quant.runnable(table) == (None, *fused_quant.KEYS, fused_quant.MX)
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "fused_add_rms_norm,silu_and_mul_per_token_quant")
-    assert [len(fused_quant.runnable(table)) for table in tables] == [3, 3]
+    assert [len(fused_quant.runnable(table)) for table in tables] == [4, 4]
     assert None not in fused_quant.runnable(fused_quant.NORMS)
     monkeypatch.setattr(launch, "CODE", pathlib.Path("/nowhere"))
     assert [fused_quant.runnable(table) for table in tables] == [(), ()]
@@ -247,7 +247,7 @@ def test_kernels_that_do_not_load_are_none(monkeypatch):
 
     monkeypatch.setattr(seam, "arch_here", lambda _: "gfx950")
     monkeypatch.setattr(launch, "runtime", lambda: (NoBinary(), ""))
-    assert fused_quant.runnable(fused_quant.ACTIVATIONS) == (None, *fused_quant.KEYS)
+    assert fused_quant.runnable(fused_quant.ACTIVATIONS) == (None, *fused_quant.KEYS, fused_quant.MX)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     warned.clear()

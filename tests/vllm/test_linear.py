@@ -78,13 +78,13 @@ def make(monkeypatch):
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
         if native is not None:
-            from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
+            from vllm.model_executor.kernels.linear.mxfp8.rocm_native import RocmDotScaledMxfp8LinearKernel
             from vllm.model_executor.kernels.linear.scaled_mm import (
                 Fp8BlockScaledMMLinearKernel,
                 FP8ScaledMMLinearKernel,
             )
 
-            bases = {"block": Fp8BlockScaledMMLinearKernel, "mxfp8": Mxfp8LinearKernel}
+            bases = {"block": Fp8BlockScaledMMLinearKernel, "mxfp8": RocmDotScaledMxfp8LinearKernel}
             native = (MxStock if kind == "mxfp8" else native).of(bases.get(kind, FP8ScaledMMLinearKernel))
         monkeypatch.setattr(native_kernel, "choose", lambda *_: native)
         layer, weight = torch.nn.Module(), random(N, k).to(FP8)
@@ -768,7 +768,8 @@ def test_fake_results_are_like_real_ones(make, kind):
     for tokens in (FEW, MANY):
         x = random(tokens, K).bfloat16()
         if kind == "mxfp8":
-            name, arguments = "mxfp8_linear", (x, layer.weight, layer.weight_scale, None)
+            quantized = torch.ops.vllm.mxfp8_quantize(x, False, 0)
+            name, arguments = "mxfp8_linear", (*quantized, layer.weight, layer.weight_scale, None, torch.bfloat16)
         else:
             data, scale = kernel.quant_fp8(x)
             weight_scale = layer.weight_scale if kind == "channel" else layer.weight_scale_inv
@@ -972,11 +973,12 @@ def test_mx_layers_are_measured(make, monkeypatch):
 
     def native(self, layer, x, bias=None):
         self.calls.append({})
-        return (x.float() @ exact.t()).to(x.dtype)
+        is_quantized = isinstance(x, mxfp8_linear.Rows)
+        values = x.values.float() * torch.exp2(x.scale.float() - 127).repeat_interleave(32, 1) if is_quantized else x
+        return (values.float() @ exact.t()).to(x.dtype)
 
     monkeypatch.setattr(type(kernel.native), "apply_weights", native)
     kernel.apply_weights(layer, random(MANY, K).bfloat16())
-    monkeypatch.setattr(kernel_timing, "LARGEST_ERROR", 50.0)  # that native kernel rounds no tokens
     kernel_timing.warm_up((1, 17), MANY, InTurn(17), lambda mine: [mine])
     [one] = kernel_selection.choices()
     assert one.state == "measured", one.why
@@ -984,6 +986,47 @@ def test_mx_layers_are_measured(make, monkeypatch):
     for tokens in (1, 17, 18, MANY):
         kernel.apply_weights(layer, random(tokens, K).bfloat16())
     assert len(kernel.native.calls) == 2
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_vllms_mx_kernel_takes_what_is_quantized(make, shared, monkeypatch):
+    """Its own code hands our values and scales to its products, and quantizes only what is not: with a scale for 32 rows, and without."""
+    from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
+
+    def product(a, scale_a, weight, scale, dtype):
+        assert len(scale) == len(weight) // (32 if shared else 1)
+        return ops.mxfp8_scaled_mm(a, weight, scale_a, scale, dtype)
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda a, scale_a, w, scale, out, *_, **__: out.copy_(product(a, scale_a, w, scale, out.dtype))
+
+    monkeypatch.setattr(rocm_native, "rocm_mxfp8_block32_gemm", product)
+    monkeypatch.setattr(rocm_native, "_mxfp8_linear_kernel", Kernel())
+    monkeypatch.setattr(rocm_native, "triton", types.SimpleNamespace(cdiv=lambda one, other: -(-one // other)))
+    layer, kernel, _ = make("mxfp8", Native)
+    if not shared:
+        layer.weight_scale.data = layer.weight_scale.data.repeat_interleave(32, 0)
+        layer.weight_scale.data[0] += 1
+    theirs = rocm_native.RocmDotScaledMxfp8LinearKernel.apply_weights
+    monkeypatch.setattr(type(kernel.native), "apply_weights", theirs)
+    x, bias = random(MANY, K).bfloat16(), random(N).bfloat16()
+    wanted = theirs(kernel.native, layer, x, bias)
+    assert torch.equal(kernel.apply_weights(layer, x, bias), wanted)
+    rows = mxfp8_linear.Rows(*torch.ops.vllm.mxfp8_quantize(x / 2, False, 0), x.dtype)
+    torch.testing.assert_close(theirs(kernel.native, layer, rows) * 2 + bias, wanted, atol=0.3, rtol=0.02)
+
+
+def test_an_emulated_mx_product_reads_what_is_not_quantized(make):
+    """vLLM's emulation does, if a user has asked it to keep weights of 8 bits."""
+    from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
+
+    layer, kernel, _ = make("mxfp8", Native)
+    kernel.native, kernel.hands_rows = EmulationMxfp8LinearKernel(kernel.config), False
+    layer.weight_scale.data = layer.weight_scale.data.repeat_interleave(32, 0)
+    x = random(FEW, K).bfloat16()
+    assert torch.equal(kernel.apply_weights(layer, x), kernel.native.apply_weights(layer, x))
+    assert vllm_rocm_ops.stats() == {}
 
 
 def test_unquantized_layers_are_measured(monkeypatch):

@@ -180,7 +180,7 @@ def run(monkeypatch, tmp_path, *options: str) -> tuple[int, dict[str, dict]]:
     """The command's exit status and its lines, by case."""
     for name, value in {"VLLM_ROCM_OPS_ON_CPU": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
         monkeypatch.setenv(name, os.environ.get(name, value))
-    status = quality.main([*options, "--tokens", "8192", "--output", str(tmp_path / "it.jsonl")])
+    status = quality.main(["--tokens", "8192", *options, "--output", str(tmp_path / "it.jsonl")])
     found = map(json.loads, (tmp_path / "it.jsonl").read_text().splitlines())
     return status, {line["case"]: line for line in found}
 
@@ -205,7 +205,9 @@ def test_vllm_answers_as_well_with_the_ops(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", ["0.down_proj", "1.q_proj"])
 def test_vllm_with_a_wrong_scale_answers_otherwise(monkeypatch, tmp_path, layer):
-    """The comparison fails if the side with the ops reads a checkpoint whose scale is wrong by 2 % in one layer."""
+    """The comparison fails if the side with the ops reads a checkpoint whose scale is wrong by 2 % in one layer. It has the command's
+    default number of tokens. On the CPU our norms round as vLLM's GPU kernels do, vLLM's norms round the product with the weight
+    too, and 8192 tokens with that noise hide 2 % in q_proj."""
     checkpoint = trained.checkpoint("llama", "token", trained.cache())
     [name] = trained.scaled_layers(trained.trained_weights("llama", trained.cache()))[layer]
     tensors = trained.load_file(checkpoint / "model.safetensors")
@@ -219,6 +221,6 @@ def test_vllm_with_a_wrong_scale_answers_otherwise(monkeypatch, tmp_path, layer)
         return run_side(side, jobs, folder)
 
     monkeypatch.setattr(quality, "run_side", planted)
-    status, found = run(monkeypatch, tmp_path, "--model", "llama", "--kind", "token")
+    status, found = run(monkeypatch, tmp_path, "--model", "llama", "--kind", "token", "--tokens", "65536")
     assert status == 1
     assert any(f"the scale of {layer} is off" in why for why in found["llama token"]["wrong"])

@@ -180,7 +180,7 @@ def _gated_envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield from gemm.envelope(*operands)
     yield f"there are at most {skinny_gemm.MOST_TOKENS} tokens", tokens.rows <= skinny_gemm.MOST_TOKENS
     yield "N is a multiple of 32", weight.rows % 32 == 0
-    yield "half of b's rows are below 2 GB", weight.rows // 2 * max(weight.stride or weight.k, 1) < 2**31
+    yield "half of b's rows, and 64, are below 2 GB", (weight.rows // 2 + 64) * (weight.stride or weight.k) < 2**31
     yield "b is not shuffled on NVIDIA", arch.wave_lanes == 64 or not weight.is_shuffled
 
 

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8Dynamic128Sym,
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
+    kMxfp8Dynamic,
 )
 from vllm.platforms import current_platform
 
@@ -18,6 +19,8 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import kernel_selection, native_kernel
 
 KEYS = (kFp8StaticTensorSym, kFp8DynamicTokenSym, kFp8Dynamic128Sym)
+MX = kMxfp8Dynamic
+"""Quantizations by QuantFP8, and that to MX-FP8, which is an op of vLLM's."""
 GROUP = 128
 DTYPES = (torch.bfloat16, torch.float16)
 QUANT_DTYPE = current_platform.fp8_dtype()
@@ -26,12 +29,14 @@ NORMS = {
     kFp8StaticTensorSym: ("rms_norm_static_fp8_quant", "fused_add_rms_norm_static_fp8_quant"),
     kFp8DynamicTokenSym: ("rms_norm_dynamic_per_token_quant",),
     kFp8Dynamic128Sym: ("rms_norm_per_block_quant",),
+    MX: ("rms_norm_mxfp8_quant",),
 }
 ACTIVATIONS = {
     None: ("silu_and_mul",),
     kFp8StaticTensorSym: ("silu_and_mul_quant",),
     kFp8DynamicTokenSym: ("silu_and_mul_per_token_quant",),
     kFp8Dynamic128Sym: ("silu_and_mul_per_block_quant",),
+    MX: ("silu_and_mul_mxfp8_quant",),
 }
 """The ops by the quantization of their result."""
 

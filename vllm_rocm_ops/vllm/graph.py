@@ -14,7 +14,7 @@ An op that updates a residual is functional until vLLM's last pass, as vLLM's ar
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,7 +22,6 @@ import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._ops import OpOverload
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from vllm.compilation.passes.fx_utils import is_func
 from vllm.compilation.passes.inductor_pass import get_pass_context
@@ -32,8 +31,9 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.op import Op, registered
-from vllm_rocm_ops.vllm import fused_quant, markers
-from vllm_rocm_ops.vllm.markers import ACTIVATION, QUANTIZATION
+from vllm_rocm_ops.vllm import fused_quant, lowering, markers
+from vllm_rocm_ops.vllm.lowering import lower
+from vllm_rocm_ops.vllm.markers import ACTIVATION, MX_QUANTIZATION, QUANTIZATION
 from vllm_rocm_ops.vllm.row_selection import choices
 from vllm_rocm_ops.vllm.seams import scaled_linear
 
@@ -144,40 +144,47 @@ class Fusion(VllmInductorPass):
     def take(self, producer: Producer) -> bool:
         """Put an op of ours in a producer's place, and return whether one serves there."""
         readers = list(producer.result.users) if producer.result is not None else []
-        quantizes = [reader for reader in readers if reader.target is QUANTIZATION]
         if not readers or not producer.takes() or makes_with_norm(producer.node.args[0]):
             return False
-        if not quantizes and all(map(is_whole, readers)) and None in self.runnable[producer.name]:
-            if producer.name == "norm" and self.is_all_reduced(producer, None):
-                return False
-            op = producer.op(None)
-            if op.torch_op is not producer.node.target:
-                insert(producer, op, producer.arguments(), [])
+        if self.quantize(producer, readers):
             return True
-        if len(quantizes) != len(readers) or len({str(q.args) for q in quantizes}) != 1:
+        if QUANTIZATION in {reader.target for reader in readers} or not all(map(is_whole, readers)):
             return False
-        key, given = quantization(quantizes[0])
-        if key not in self.runnable[producer.name] or (producer.name == "norm" and self.is_all_reduced(producer, key)):
+        is_all_reduced = producer.name == "norm" and self.is_all_reduced(producer, None)
+        if is_all_reduced or None not in self.runnable[producer.name]:
+            return False
+        op = producer.op(None)
+        if op.torch_op is not producer.node.target:
+            insert(producer, op, producer.arguments(), [])
+        return True
+
+    def quantize(self, producer: Producer, readers: list[fx.Node]) -> bool:
+        """Put an op of ours that quantizes in a producer's place, if equal quantizations alone read it, and return whether one serves."""
+        if len({(reader.target, str(reader.args)) for reader in readers}) != 1 or not is_quantization(readers[0]):
+            return False
+        key, given = quantization(readers[0])
+        if key is None or key not in self.runnable[producer.name]:
+            return False
+        if producer.name == "norm" and self.is_all_reduced(producer, key):
             return False
         op, given = producer.op(key), given | producer.arguments()
         values = fx.map_arg(given, lambda node: node.meta["val"])
         outputs = op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields if name in values}))
         columns = producer.result.meta["val"].shape[-1]
-        if not are_alike(made_by(op, outputs, values), quantizes[0].meta["val"]) or not self.is_ours(
-            producer, key, given, columns
-        ):
+        is_like = are_alike(made_by(op, outputs, values), readers[0].meta["val"])
+        if not is_like or not self.is_ours(producer, key, given, columns):
             return False
         if producer.added is not None and any(user < place_of(producer, given) for user in producer.added.users):
             return False
         if op is ops.silu_and_mul_quant and (linear := producer.linear()) is not None:
-            insert_gated(producer, linear, given["scale"], quantizes)
+            insert_gated(producer, linear, given["scale"], readers)
         else:
-            insert(producer, op, given, quantizes)
+            insert(producer, op, given, readers)
         return True
 
     def is_ours(self, producer: Producer, key, given: dict, columns: int) -> bool:
         """Return what was decided for a pattern. A model's first norm, which has no residual, goes with those behind it. A pattern that
-        was not measured is ours unless a pass of vLLM's has it."""
+        was not measured is ours unless a pass of vLLM's has it, which none of MX-FP8 does."""
         traits = given.get("scale_ub") is not None, given.get("is_scale_transposed", False)
         dtype = given["input"].meta["val"].dtype
         for adds in (producer.residual is not None, True):
@@ -187,7 +194,8 @@ class Fusion(VllmInductorPass):
             decided = choices.ours.get(fused_quant.pattern(op, columns, dtype, adds, *traits))
             if decided is not None:
                 return decided
-        return not (self.pass_config.fuse_norm_quant if producer.name == "norm" else self.pass_config.fuse_act_quant)
+        passes, is_norm = self.pass_config, producer.name == "norm"
+        return key == fused_quant.MX or not (passes.fuse_norm_quant if is_norm else passes.fuse_act_quant)
 
     def is_all_reduced(self, norm: Norm, key) -> bool:
         """Return whether vLLM fuses a norm with AITER's all-reduce in front of it."""
@@ -196,7 +204,7 @@ class Fusion(VllmInductorPass):
 
     def uuid(self) -> str:
         """Return what a compiled piece depends on: the source and the choices."""
-        sources = [Path(path).read_text() for path in (__file__, markers.__file__)]
+        sources = [Path(path).read_text() for path in (__file__, lowering.__file__, markers.__file__)]
         made = (
             sorted(choices.ours.items()),
             sorted(choices.off),
@@ -206,8 +214,17 @@ class Fusion(VllmInductorPass):
         return VllmInductorPass.hash_source(*sources, *map(str, made))
 
 
+def is_quantization(node: fx.Node) -> bool:
+    """Return whether a node quantizes: a marker, or vLLM's op to MX-FP8."""
+    return node.target in (QUANTIZATION, MX_QUANTIZATION)
+
+
 def quantization(marker: fx.Node) -> tuple[object, dict[str, object]]:
-    """Return vLLM's key of a marker, or None for one that our ops do not have, and our ops' arguments for it."""
+    """Return vLLM's key of a quantization, or None for one that our ops do not have, and our ops' arguments for it."""
+    if (
+        marker.target is MX_QUANTIZATION
+    ):  # the arguments behind x: whether scales are swizzled, and how they are aligned
+        return (None if any(marker.args[1:]) or marker.kwargs else fused_quant.MX), {}
     _, scale, bound, how = marker.args
     how = markers.How(*how)
     if how.tma_aligned or how.ue8m0 or how.padding != -1:
@@ -330,65 +347,6 @@ def items(node: fx.Node) -> Iterator[fx.Node]:
         got = node.graph.call_function(operator.getitem, (node, index))
         got.meta["val"] = value
         yield got
-
-
-def trace(function: Callable, args: tuple) -> fx.Graph:
-    """Trace a function of nodes and constants. Kernels that write their arguments become functional, as they are in vLLM's graph."""
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._guards import detect_fake_mode
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
-
-    def called(*tensors):
-        values = iter(tensors)
-        return function(*(next(values) if isinstance(arg, fx.Node) else arg for arg in args))
-
-    tensors = [arg.meta["val"] for arg in args if isinstance(arg, fx.Node)]
-    with enable_python_dispatcher(), detect_fake_mode(tensors):
-        traced = make_fx(dispatch_functionalize(called, FunctionalTensorMode()), select_decomp_table())(*tensors).graph
-    for view in traced.find_nodes(op="call_function", target=aten.view.default):
-        view.target = aten.reshape.default  # as Inductor has it where passes run
-    traced.eliminate_dead_code()
-    return traced
-
-
-def size_in(graph: fx.Graph, size: torch.SymInt) -> fx.Node | None:
-    """Return the input of a graph that is a size. A result whose size is read has one more reader, and vLLM's patterns do not match it."""
-    for node in graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
-            return node
-    return None
-
-
-def lower(marker: fx.Node, traces: dict[tuple, fx.Graph]) -> None:
-    """Put what vLLM would have traced in a marker's place."""
-    inputs, copies = [arg for arg in marker.args if isinstance(arg, fx.Node)], {}
-    values = [arg.meta["val"] for arg in inputs]
-    facts = [(value.shape, value.stride(), value.dtype, value.device) for value in values]
-    constants = [arg for arg in marker.args if not isinstance(arg, fx.Node)]
-    key = values[0].fake_mode, marker.target, str(constants), str(facts)
-    traced = traces.get(key)
-    if traced is None:
-        traced = traces[key] = trace(markers.FORMS[marker.target], marker.args)
-    inputs = iter(inputs)
-    with marker.graph.inserting_before(marker):
-        for node in traced.nodes:
-            if node.op == "placeholder":
-                copies[node] = next(inputs)
-            elif node.target is aten.sym_size.int and (size := size_in(marker.graph, node.meta["val"])) is not None:
-                copies[node] = size
-            elif node.op == "output":
-                results = fx.map_arg(node.args[0], copies.__getitem__)
-            else:
-                copies[node] = marker.graph.node_copy(node, copies.__getitem__)
-    if isinstance(results, fx.Node):
-        marker.replace_all_uses_with(results)
-    else:
-        for user in list(marker.users):
-            user.replace_all_uses_with(results[user.args[1]])
-            marker.graph.erase_node(user)
-    marker.graph.erase_node(marker)
 
 
 def update_in_place(graph: fx.Graph) -> None:

@@ -2,7 +2,7 @@
 
 vLLM computes them in different forms: aten chains, `_C` kernels, AITER's. While vLLM traces a model for its compiled mode, each is a
 marker, an op that says how vLLM would compute it. graph.py puts our ops in the place of markers, or what vLLM would have traced. A marker
-that runs computes the same.
+that runs computes the same. A quantization to MX-FP8 is an op of vLLM's in every form, and needs no marker.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from vllm.config import CompilationMode, get_current_vllm_config_or_none
+from vllm.model_executor.layers.quantization.utils import mxfp8_utils  # noqa: F401  defines vllm::mxfp8_quantize
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import seam
@@ -54,6 +55,7 @@ _library.impl("marked_quant", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("vllm_rocm_ops::marked_quant", _run, lib=_library)
 
 QUANTIZATION = torch.ops.vllm_rocm_ops.marked_quant.default
+MX_QUANTIZATION = torch.ops.vllm.mxfp8_quantize.default
 ACTIVATION = ops.silu_and_mul.torch_op
 FORMS = {QUANTIZATION: quantize, ACTIVATION: activate}
 """Markers, and what vLLM traces in their place. The activation's is our own op."""

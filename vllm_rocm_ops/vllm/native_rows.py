@@ -73,6 +73,11 @@ def _per_block(x: Tensor, group_size: int, column_major: bool) -> tuple[Tensor, 
     return quantized[0].view(x.shape), quantized[1]
 
 
+def _mx(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, scale = torch.ops.vllm.mxfp8_quantize(x.view(-1, x.shape[-1]), False, 0)
+    return values.view(x.shape), scale
+
+
 NORMS: dict[str, Callable] = {
     "rms_norm": lambda x, weight, epsilon, one_plus: _norm(x, weight, epsilon, None, one_plus),
     "fused_add_rms_norm": lambda x, residual, weight, epsilon, one_plus: _norm(x, weight, epsilon, residual, one_plus),
@@ -88,6 +93,9 @@ NORMS: dict[str, Callable] = {
     "rms_norm_per_block_quant": lambda x, weight, epsilon, dtype, group, column_major, bound, residual, one_plus: (
         _per_block(_norm(x, weight, epsilon, residual, one_plus), group, column_major)
     ),
+    "rms_norm_mxfp8_quant": lambda x, weight, epsilon, residual, one_plus: _mx(
+        _norm(x, weight, epsilon, residual, one_plus)
+    ),
 }
 ACTIVATIONS: dict[str, Callable] = {
     "silu_and_mul": _activation,
@@ -96,6 +104,7 @@ ACTIVATIONS: dict[str, Callable] = {
     "silu_and_mul_per_block_quant": lambda x, dtype, group, column_major, bound: _per_block(
         _activation(x), group, column_major
     ),
+    "silu_and_mul_mxfp8_quant": lambda x: _mx(_activation(x)),
 }
 """By op, with the op's arguments. Scales per block have no bound, as no seam gives one."""
 

@@ -19,6 +19,7 @@ def probe() -> None:
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.custom_op import CustomOp, op_registry_oot
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils import mxfp8_utils  # noqa: F401
     from vllm.platforms import current_platform
 
     named = getattr(current_platform, "get_pass_manager_cls", lambda: None)()
@@ -27,6 +28,7 @@ def probe() -> None:
     seam.require_parameters(get_current_vllm_config_or_none)
     for name in ("rms_norm", "fused_add_rms_norm"):
         seam.require(hasattr(vllm.ir.ops, name) and hasattr(torch.ops.vllm_ir, name), f"vllm_ir::{name}")
+    seam.require(hasattr(torch.ops.vllm, "mxfp8_quantize"), "torch.ops.vllm.mxfp8_quantize")
     seam.require(issubclass(QuantFP8, CustomOp), "QuantFP8 as a CustomOp")
     seam.require("QuantFP8" not in op_registry_oot, "a free QuantFP8: another plugin has replaced it")
     seam.require_parameters(CustomOp.dispatch_forward, "compile_native")
