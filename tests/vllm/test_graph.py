@@ -488,10 +488,10 @@ LIBRARY.impl("quantize", lambda x, out: None, "Meta")
 
 def test_equal_markers_are_traced_once(monkeypatch):
     """As a model has them in every layer."""
-    from vllm_rocm_ops.vllm import graph
+    from vllm_rocm_ops.vllm import lowering
 
-    traced, trace = [], graph.trace
-    monkeypatch.setattr(graph, "trace", lambda *given: traced.append(given) or trace(*given))
+    traced, trace = [], lowering.trace
+    monkeypatch.setattr(lowering, "trace", lambda *given: traced.append(given) or trace(*given))
     (marked, theirs), (other, others), x = quantizer(KEYS[1]), quantizer(KEYS[2]), random(ROWS, HIDDEN)
 
     def function(marked, other):
@@ -531,7 +531,7 @@ def test_a_kernel_that_writes_its_argument_is_functional_again():
     from vllm.model_executor.layers.quantization import input_quant_fp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    from vllm_rocm_ops.vllm import graph, markers
+    from vllm_rocm_ops.vllm import lowering, markers
 
     def theirs(x, scale, bound=None):
         out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
@@ -544,7 +544,7 @@ def test_a_kernel_that_writes_its_argument_is_functional_again():
     module = make_fx(lambda x, scale: marked(x, scale)[0], tracing_mode="fake")(x, scale)
     [marker] = module.graph.find_nodes(op="call_function", target=markers.QUANTIZATION)
     with config.patch(enable_auto_functionalized_v2=False):  # as vLLM has it
-        graph.lower(marker, {})
+        lowering.lower(marker, {})
     [node] = module.graph.find_nodes(op="call_function", target=auto_functionalized)
     assert node.args[0] == torch.ops.vllm_rocm_ops_tests.quantize.default
     module.recompile()
