@@ -21,7 +21,6 @@ from vllm_rocm_ops.bench import report, shapes, stream, tune
 from vllm_rocm_ops.bench import run as bench
 from vllm_rocm_ops.bench.attention import attention
 from vllm_rocm_ops.bench.clock import GpuClock
-from vllm_rocm_ops.bench.contests import command as contests
 from vllm_rocm_ops.bench.decode_attention import decode_attention
 from vllm_rocm_ops.bench.experts import experts
 from vllm_rocm_ops.bench.peers import load_vllm, peers
@@ -305,7 +304,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     jobs = min(2, os.cpu_count() or 1)
     command.add_argument("--jobs", type=int, default=jobs, metavar="N", help=f"processes of --emulate; default: {jobs}")
-    contests.add_options(command)
     stream.add_options(command)
 
     check.add_command(commands)
@@ -326,7 +324,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if arguments.command == "bench" and arguments.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
     if arguments.command == "bench":
-        contests.refuse(parser, arguments)
         stream.refuse(parser, arguments)
     return arguments
 
@@ -346,8 +343,6 @@ def main(argv: list[str] | None = None) -> int:
             return predict.run(arguments, lambda: calls_of(arguments), vllm_rocm_ops.ops)
         elif arguments.command == "tune":
             tune_model(arguments)
-        elif arguments.command == "bench" and arguments.contest:
-            return contests.run(arguments)
         elif arguments.command == "bench":
             run = emulate_cases if arguments.emulate else predict_shapes if arguments.predict else bench_shapes
             return run(arguments)
