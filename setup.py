@@ -54,7 +54,22 @@ class BuildExtension(build_ext):
         super().run()
 
 
+def urls() -> dict[str, str]:
+    """Return the links of the package's page: of the repository whose workflow builds it, none elsewhere."""
+    if "GITHUB_REPOSITORY" not in os.environ:
+        return {}
+    repository = f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
+    docs = f"{repository}/blob/HEAD/vllm_rocm_ops/docs"
+    return {
+        "Source": repository,
+        "Documentation": f"{docs}/README.md",
+        "Changelog": f"{docs}/CHANGELOG.md",
+        "Issues": f"{repository}/issues",
+    }
+
+
 setup(
+    project_urls=urls(),
     cmdclass={"build_py": BuildCodeObjects, "build_ext": BuildExtension},
     ext_modules=[
         Pybind11Extension(
