@@ -1,5 +1,4 @@
-"""Builds what pyproject.toml cannot say: code objects from csrc/ops and the extension vllm_rocm_ops._C from csrc/runtime.
-A wheel also gets the patches.
+"""Build what pyproject.toml cannot say: code objects from csrc/ops and the extension vllm_rocm_ops._C from csrc/runtime.
 
 Neither needs ROCm, CUDA, a GPU or torch. Without a C++ compiler on the machine, ziglang's builds the extension.
 """
@@ -22,16 +21,10 @@ import build
 
 
 class BuildCodeObjects(build_py):
-    """Adds the code objects to the package: into the wheel, or in place for an editable install, which finds the patches."""
+    """Adds the code objects to the package: into the wheel, or in place for an editable install."""
 
     def run(self) -> None:
         super().run()
-        self.patches = []
-        if not self.editable_mode:
-            target = Path(self.build_lib, "vllm_rocm_ops", "patches")
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(ROOT / "patches", target)
-            self.patches = [str(path) for path in target.rglob("*.*")]
         output = build.CODE if self.editable_mode else Path(self.build_lib, "vllm_rocm_ops", "code")
         try:
             self.code_objects = build.build(output=output.absolute())
@@ -40,7 +33,7 @@ class BuildCodeObjects(build_py):
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         stamped = [str(file) for path in self.code_objects for file in (path, path.with_suffix(".json"))]
-        return super().get_outputs(include_bytecode) + stamped + self.patches
+        return super().get_outputs(include_bytecode) + stamped
 
 
 class BuildExtension(build_ext):
@@ -61,7 +54,22 @@ class BuildExtension(build_ext):
         super().run()
 
 
+def urls() -> dict[str, str]:
+    """Return the links of the package's page: of the repository whose workflow builds it, none elsewhere."""
+    if "GITHUB_REPOSITORY" not in os.environ:
+        return {}
+    repository = f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
+    docs = f"{repository}/blob/HEAD/vllm_rocm_ops/docs"
+    return {
+        "Source": repository,
+        "Documentation": f"{docs}/README.md",
+        "Changelog": f"{docs}/CHANGELOG.md",
+        "Issues": f"{repository}/issues",
+    }
+
+
 setup(
+    project_urls=urls(),
     cmdclass={"build_py": BuildCodeObjects, "build_ext": BuildExtension},
     ext_modules=[
         Pybind11Extension(

@@ -112,7 +112,6 @@ def doctor_sample() -> str:
             "why_off": "",
             "seams": [{"name": one.name, "on": True, "replaces": one.replaces, "reason": ""} for one in known],
         },
-        "patches": {"patches": [], "why_none": ""},
         "emulator": {"why_off": ""},
         "environment": {},
         "ops": {},

@@ -39,8 +39,8 @@ class Row:
 
     @property
     def command(self) -> list[str]:
-        """Arguments of `vllm-rocm-ops`, if these are what is ours."""
-        return self.ours.split() if self.ours.startswith(("bench ", "tune ", "explain ")) else []
+        """Return the words behind `vllm-rocm-ops`, or behind `serving_benchmarks/`, if a command is ours."""
+        return self.ours.split() if self.ours.startswith(("bench ", "tune ", "explain ", "contests ")) else []
 
     @property
     def ops(self) -> list[str]:
@@ -62,7 +62,7 @@ def link(path: str) -> str:
 
 def cells(row: Row) -> tuple[str, ...]:
     if row.command:
-        ours = f"`vllm-rocm-ops {row.ours}`"
+        ours = f"`{'python serving_benchmarks/' if row.command[0] == 'contests' else 'vllm-rocm-ops '}{row.ours}`"
     else:
         ours = ", ".join(f"[{name}]({name}.md)" for name in row.ops)
     said = [row.state if row.state != "there" else "", row.why]

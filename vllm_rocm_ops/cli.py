@@ -15,13 +15,12 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import check, doctor, envs, explain, model_config, model_layers, patch
+from vllm_rocm_ops import check, doctor, envs, explain, model_config, model_layers
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.bench import report, shapes, stream, tune
 from vllm_rocm_ops.bench import run as bench
 from vllm_rocm_ops.bench.attention import attention
 from vllm_rocm_ops.bench.clock import GpuClock
-from vllm_rocm_ops.bench.contests import command as contests
 from vllm_rocm_ops.bench.decode_attention import decode_attention
 from vllm_rocm_ops.bench.experts import experts
 from vllm_rocm_ops.bench.peers import load_vllm, peers
@@ -240,22 +239,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     command.add_argument("--force", action="store_true", help="measure again what has a row")
     command.add_argument("--no-peers", action="store_true", help="leave out PyTorch's, vLLM's and AITER's own ops")
 
-    command = commands.add_parser(
-        "patch", help="apply what no plugin reaches to the installed vLLM, or undo it; optional"
-    )
-    command.add_argument("patch", nargs="*", help="names or numbers of patches; default: all")
-    mode = command.add_mutually_exclusive_group()
-    for action, meaning in {
-        "list": "what there is, what is applied, and what is lost without it; the default",
-        "apply": "apply what is not; all or nothing",
-        "revert": "undo what is applied; all or nothing",
-        "check": "as --list; fails if a patch cannot be applied",
-    }.items():
-        mode.add_argument(
-            f"--{action}", action="store_const", dest="action", const=action, default="list", help=meaning
-        )
-    command.add_argument("--vllm", metavar="PATH", help="the folder of vLLM's package; default: where Python finds it")
-
     meaning = (
         "check and benchmark the ops' test cases, a model's calls or a list of shapes, optionally against other kernels"
     )
@@ -305,7 +288,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     jobs = min(2, os.cpu_count() or 1)
     command.add_argument("--jobs", type=int, default=jobs, metavar="N", help=f"processes of --emulate; default: {jobs}")
-    contests.add_options(command)
     stream.add_options(command)
 
     check.add_command(commands)
@@ -326,7 +308,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if arguments.command == "bench" and arguments.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
     if arguments.command == "bench":
-        contests.refuse(parser, arguments)
         stream.refuse(parser, arguments)
     return arguments
 
@@ -340,14 +321,10 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps(found, indent=1) if arguments.json else doctor.text(found))
         elif arguments.command == "check":
             return check.run(arguments)
-        elif arguments.command == "patch":
-            return patch.run(arguments.action, arguments.vllm, arguments.patch)
         elif arguments.command == "predict":
             return predict.run(arguments, lambda: calls_of(arguments), vllm_rocm_ops.ops)
         elif arguments.command == "tune":
             tune_model(arguments)
-        elif arguments.command == "bench" and arguments.contest:
-            return contests.run(arguments)
         elif arguments.command == "bench":
             run = emulate_cases if arguments.emulate else predict_shapes if arguments.predict else bench_shapes
             return run(arguments)

@@ -14,7 +14,7 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import envs, patch
+from vllm_rocm_ops import envs
 from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops import tables as tuned_tables
@@ -41,7 +41,6 @@ def find() -> dict:
         "machine": kernel_selection.machine(),
         "vllm": find_vllm(),
         "emulator": find_emulator(),
-        "patches": patch.find(),
         "environment": {name: os.environ[name] for name in envs.VARIABLES if name in os.environ},
         "ops": {
             op.name: {arch: what_runs(op, arch) for arch in dict.fromkeys(known or archs.ARCHS)}
@@ -213,11 +212,6 @@ def text(found: dict) -> str:
             ("on" if s["on"] else "off", s["name"], s["replaces"] if s["on"] else s["reason"]) for s in vllm["seams"]
         ]
         section("seams", *table(seams))
-    patches = [
-        ("applied" if row["applied"] else "not applied", row["name"], row["reason"] or row["loss"])
-        for row in found["patches"]["patches"]
-    ]
-    section("patches", *(table(patches) or [f"none: {found['patches']['why_none']}"]))
     section("emulator", found["emulator"]["why_off"] or "installed")
     if found["environment"]:
         section("environment", *(f"{name}={value}" for name, value in found["environment"].items()))

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from contests import moe
+from contests.contest import compare, unstaged
 
 from vllm_rocm_ops import launch
-from vllm_rocm_ops.bench.contests import moe
-from vllm_rocm_ops.bench.contests.contest import compare, unstaged
 from vllm_rocm_ops.emulator import Emulator
 
 

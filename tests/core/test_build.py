@@ -432,23 +432,21 @@ def test_sdist_and_wheel_in_a_clean_environment(tmp_path, monkeypatch):
         """
 import torch, vllm_rocm_ops
 from importlib.metadata import distribution
-from vllm_rocm_ops import _C, launch, patch
+from vllm_rocm_ops import _C, launch
 print(vllm_rocm_ops.__file__)
 print(torch.ops.vllm_rocm_ops.silu_and_mul(torch.ones(2, 64)).shape)
 print(*sorted(str(path.relative_to(launch.CODE)) for path in launch.CODE.rglob("*.*")))
 print(*(entry.value for entry in distribution("vllm-rocm-ops").entry_points))
 print(_C.status())
-print(*sorted(path.name for path in patch.folder().glob("vllm-*/*.patch")))
 print(*sorted(path.name for path in launch.CODE.parent.glob("docs/*")))
 import vllm_rocm_ops.emulator
 print(vllm_rocm_ops.emulator.__file__)
 """,
     )
-    package, shape, code, entries, status, patches, docs, emulator = output.splitlines()
+    package, shape, code, entries, status, docs, emulator = output.splitlines()
     assert Path(package) == site / "vllm_rocm_ops/__init__.py"
     assert Path(emulator) == site / "vllm_rocm_ops/emulator/__init__.py"
     assert shape == "torch.Size([2, 32])"
-    assert patches.split() == sorted(path.name for path in ROOT.glob("patches/vllm-*/*.patch"))
     assert docs.split() == sorted(path.name for path in ROOT.glob("vllm_rocm_ops/docs/*"))
     build = load_build(ROOT / "csrc")
     assert set(code.split()) == {

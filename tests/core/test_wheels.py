@@ -1,4 +1,5 @@
-"""The wheels to release: the compiler and the glibc that they are built for, and what is refused."""
+"""What is released: the compiler and the glibc that wheels are built for, what is refused, what the package says of itself, and the
+workflow that does it."""
 
 import importlib
 import os
@@ -6,13 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from distutils.core import run_setup  # setuptools has one for Pythons without
 from pathlib import Path
 
 import pytest
+import yaml
 
 import vllm_rocm_ops
+from vllm_rocm_ops import arch as archs
 
 ROOT = Path(__file__).resolve().parents[2]
 TAG = "cp312-cp312-manylinux_2_28_x86_64"
@@ -101,14 +105,22 @@ def test_zig_builds_where_a_glibc_or_no_other_compiler_is_named(
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("FULL_TESTS"), reason="zig compiles its C++ library first: FULL_TESTS=1")
 def test_the_command_makes_a_wheel_to_release(tmp_path):
-    """Of this Python; what it would be refused for is tested above."""
+    """Of this Python, and the source; what it would be refused for is tested above."""
     command = [sys.executable, ROOT / "csrc/wheels.py", "--python", sys.executable, "--out", tmp_path / "dist"]
-    made = subprocess.run(command, check=False, capture_output=True, text=True)
+    on_github = {"GITHUB_SERVER_URL": "https://github.example", "GITHUB_REPOSITORY": "who/what"}
+    made = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | on_github)
     assert made.returncode == 0, made.stdout + made.stderr
-    (wheel,) = (tmp_path / "dist").iterdir()
+    wheel, sdist = sorted((tmp_path / "dist").iterdir())
+    assert sdist.name == f"vllm_rocm_ops-{vllm_rocm_ops.__version__}.tar.gz"
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"csrc/build.py", "pyproject.toml", "setup.py", "LICENSE", "vllm_rocm_ops/cli.py"} <= names
+    assert not [name for name in names if name.endswith((".co", ".so"))]
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert wheel.name == f"vllm_rocm_ops-{vllm_rocm_ops.__version__}-{python}-{python}-manylinux_2_28_x86_64.whl"
     with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        assert b"\nProject-URL: Source, https://github.example/who/what\n" in archive.read(metadata)
         archive.extractall(tmp_path / "installed", [name for name in archive.namelist() if name.endswith(".so")])
     (extension,) = (tmp_path / "installed").rglob("*.so")
     code = f"import sys; sys.path.insert(0, {str(extension.parent)!r}); import _C; assert _C.status()"
@@ -121,3 +133,59 @@ def test_a_python_that_is_not_there_is_named(wheels, tmp_path, capfd):
     with pytest.raises(SystemExit, match=f"no wheel for Python {absent}, as uv says above"):
         wheels.make([absent], tmp_path / "dist")
     assert absent in capfd.readouterr().err and not (tmp_path / "dist").exists()
+
+
+def configured(monkeypatch):
+    """Return the distribution that setup.py and pyproject.toml describe."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return run_setup("setup.py", stop_after="config").metadata
+
+
+def test_the_package_names_the_repository_that_builds_it_and_no_other(monkeypatch):
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    assert not configured(monkeypatch).project_urls
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.example")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "who/what")
+    urls = configured(monkeypatch).project_urls
+    assert urls["Source"] == "https://github.example/who/what"
+    for url in urls.values():
+        file = url.removeprefix(urls["Source"])
+        assert file in ("", "/issues") or (ROOT / file.removeprefix("/blob/HEAD/")).is_file()
+
+
+def test_the_package_says_which_pythons_it_has_wheels_for(wheels, monkeypatch):
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(configured(monkeypatch).classifiers))
+    assert tuple(named) == wheels.PYTHONS
+
+
+# The workflows, and what people report
+
+
+def test_the_workflow_tries_each_wheel_in_a_bare_system(wheels):
+    workflow = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text())
+    tried = workflow["jobs"]["try"]["strategy"]["matrix"]["include"]
+    assert tuple(one["python"].replace("cp3", "3.") for one in tried) == wheels.PYTHONS
+    script = (ROOT / "tests/bare_root.sh").read_text()
+    for one in tried:
+        assert f"{one['python'].replace('cp3', '3.')} in {one['suite']}" in script
+    project = (ROOT / "pyproject.toml").read_text()
+    (pinned,) = re.findall(r'pip install uv "(.*)"', (ROOT / ".github/workflows/wheels.yml").read_text())
+    assert f'"{pinned}"' in project and "tinygrad==0.14.0" in project
+    assert f"refs/tags/v{vllm_rocm_ops.__version__}\n" in (ROOT / "vllm_rocm_ops/docs/development.md").read_text()
+
+
+def test_the_workflow_runs_what_must_pass_and_installs_what_the_readme_says():
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["tests"]["steps"]
+    assert steps[-1]["run"] == "bash .ci/run"
+    packages = re.search(r"sudo apt-get install -y ([\w+ -]+)", (ROOT / "README.md").read_text())[1]
+    assert steps[-2]["run"].endswith(packages)
+
+
+def test_a_report_has_the_file_of_check_the_gpu_the_version_and_what_happened():
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/report.yml").read_text())
+    fields = {field["id"]: field for field in form["body"]}
+    assert list(fields) == ["check", "gpu", "vllm", "happened"]
+    assert all(field["validations"]["required"] for field in fields.values())
+    assert set(fields["gpu"]["attributes"]["options"]) == {*archs.PRODUCTS, "another, or none"}
+    assert "`vllm-rocm-ops check`" in fields["check"]["attributes"]["label"]

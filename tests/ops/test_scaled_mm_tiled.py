@@ -6,10 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from contests import gemm as contest
 from marks import CHIPS
 
 from vllm_rocm_ops import launch
-from vllm_rocm_ops.bench.contests import gemm as contest
 from vllm_rocm_ops.correctness import FLOOR, check, generator_of
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.families import gemm, tiled_gemm

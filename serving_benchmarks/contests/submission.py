@@ -11,13 +11,13 @@ from typing import Any
 
 
 def load(path: Path) -> Callable[[object], object]:
-    """The custom_kernel of a file. As in the contests it may import `input_t` and `output_t` from `task`. Raises ValueError, which
-    names the file."""
+    """Return the custom_kernel of a file. As in the contests it may import `input_t` and `output_t` from `task`. Raise ValueError,
+    which names the file."""
     if not path.is_file():
-        raise ValueError(f"bench --submission: there is no file {path}")
+        raise ValueError(f"--submission: there is no file {path}")
     spec = importlib.util.spec_from_file_location("submission", path)
     if spec is None:
-        raise ValueError(f"bench --submission: {path} must be a Python file")
+        raise ValueError(f"--submission: {path} must be a Python file")
     module = importlib.util.module_from_spec(spec)
     task = types.ModuleType("task")
     task.input_t = task.output_t = Any
@@ -26,7 +26,7 @@ def load(path: Path) -> Callable[[object], object]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"bench --submission: {path} does not load: {type(error).__name__}: {error}") from error
+        raise ValueError(f"--submission: {path} does not load: {type(error).__name__}: {error}") from error
     finally:
         for name, module_before in before.items():
             if module_before is None:
@@ -35,5 +35,5 @@ def load(path: Path) -> Callable[[object], object]:
                 sys.modules[name] = module_before
     found = getattr(module, "custom_kernel", None)
     if found is None:
-        raise ValueError(f"bench --submission: {path} must have a function custom_kernel(data)")
+        raise ValueError(f"--submission: {path} must have a function custom_kernel(data)")
     return found

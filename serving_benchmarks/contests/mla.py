@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import linear
 
+from contests.contest import Contest, Sizes, Stage
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.bench.contests.contest import Contest, Sizes, Stage
 from vllm_rocm_ops.families.skinny_gemm import MOST_TOKENS
 from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
 
@@ -59,7 +59,7 @@ class KVCache:
         self.data, self.seq_len, self.filled = data, seq_len, seq_len
 
     def __call__(self, c_kv: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Appends rows [batch, rows, 576]; returns all filled ones and how many."""
+        """Append rows [batch, rows, 576]; return all filled ones and how many."""
         end = self.seq_len + c_kv.shape[1]
         if end > self.data.shape[1]:
             raise ValueError(f"the cache holds {self.data.shape[1]} rows, got {end}")
@@ -109,21 +109,21 @@ def _again(data: Data) -> None:
 
 
 def _cos_sin(positions: int, device: torch.device) -> torch.Tensor:
-    """Cosines and then sines of each position's angles, [positions, 64] bf16."""
+    """Return cosines and then sines of each position's angles, [positions, 64] bf16."""
     places = torch.arange(ROPE // 2, dtype=torch.bfloat16, device=device) / (ROPE // 2)
     angles = torch.arange(positions, device=device).bfloat16()[:, None] * THETA**-places
     return torch.cat((angles.cos(), angles.sin()), -1)
 
 
 def _rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """x [..., rows, 64] by the angles of its rows [rows, 64], in bf16."""
+    """Rotate x [..., rows, 64] by the angles of its rows [rows, 64], in bf16."""
     cos, sin = (torch.cat((part, part), -1) for part in cos_sin.chunk(2, -1))
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def _reference(data: Data) -> tuple[torch.Tensor, torch.Tensor]:
-    """Request by request: the keys and values of all heads take 100 times the memory of the cache."""
+    """Go request by request: the keys and values of all heads take 100 times the memory of the cache."""
     config, x, cache = data
     rows, length = cache(linear(x, config.KV_proj_down_weight))
     queries = linear(linear(x, config.Q_proj_down_weight), config.Q_proj_up_weight)
@@ -141,7 +141,7 @@ def _reference(data: Data) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """By our kernel where there are few enough rows for it."""
+    """Use our kernel where there are few enough rows for it."""
     return ops.unquantized_gemm(x, weight) if len(x) <= MOST_TOKENS else linear(x, weight)
 
 
@@ -180,14 +180,14 @@ def _ours(data: Data, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rotate(query: torch.Tensor, rows: torch.Tensor, positions, cos_sin, cache: torch.Tensor, slots) -> None:
-    """Rotates query [tokens, heads, 64] in place, and writes rows [tokens, 576], their last 64 elements rotated, to slots of a
+    """Rotate query [tokens, heads, 64] in place, and write rows [tokens, 576], their last 64 elements rotated, to slots of a
     cache."""
     key = rows[:, LATENT:].clone()
     ops.rope_and_cache_mla(query, key, rows[:, :LATENT], positions, cos_sin, True, cache, slots)
 
 
 def _flops(sizes: Sizes) -> float:
-    """With the products of heads and latents in place of those of keys and values, which would take more."""
+    """Count the products of heads and latents in place of those of keys and values, which would take more."""
     heads, rank, dim = sizes.get("heads", HEADS), sizes["dq"], sizes["dim"]
     projections = dim * rank + dim * (LATENT + ROPE) + rank * heads * (NOPE + ROPE) + heads * VALUE * dim
     absorbed = heads * LATENT * (NOPE + VALUE)

@@ -1,59 +1,57 @@
-"""`vllm-rocm-ops bench --contest KIND`: a contest's problems, judged on a GPU in full or in the emulator at reduced size."""
+"""Judge the problems of AMD and GPU MODE's contests, on a GPU in full or in the emulator at reduced size.
+
+python serving_benchmarks/contests gemm                        # on a GPU: checks, times, score
+python serving_benchmarks/contests mla --emulate gfx942        # without one: reduced sizes, checked, not timed
+python serving_benchmarks/contests moe --submission mine.py    # judges the custom_kernel(data) of a file the same way
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+if not __package__:  # Python ran the folder, and looks for modules in it.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from contests import gemm, mla, moe, submission
+from contests.judge import Emulated, Gpu, Judge, Verdict, score
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.bench.clock import GpuClock
-from vllm_rocm_ops.bench.contests import gemm, mla, moe, submission
-from vllm_rocm_ops.bench.contests.judge import Emulated, Gpu, Judge, Verdict, score
 
 CONTESTS = {module.CONTEST.name: module.CONTEST for module in (gemm, moe, mla)}
-OPTIONS = ("submission", "number", "stage", "ranked")  # that mean something with --contest alone
-WITH = ("command", "contest", "once", "profile", "emulate", "jobs", "vllm_version", "shapes", "model", *OPTIONS)
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options of contests to those of bench."""
-    add = command.add_argument_group("contests of AMD and GPU MODE's Inference Sprint").add_argument
-    meaning = "the problems of a contest, checked and timed by its rules; with --emulate checked at reduced size; "
-    add("--contest", choices=CONTESTS, help=meaning + "-b checks and times one call each, -p only calls")
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the options; end with an error where they do not fit."""
+    parser = argparse.ArgumentParser(
+        prog="contests", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("contest", choices=CONTESTS, help="its problems are checked and timed by its rules")
     add("--submission", type=Path, metavar="FILE", help="judge the custom_kernel(data) of this file in place of ours")
+    add("--emulate", metavar="ARCH", help="check in the emulator of this architecture, at reduced size; time nothing")
     add("--ranked", action="store_true", help="new inputs for each call, each checked, as in a ranked run")
     add("-c", dest="number", type=int, metavar="N", help="the benchmark of this number only, from 0")
     add("-t", dest="stage", type=int, metavar="N", help="with -c: print the best us of ours' stage N only; 0 is all")
-
-
-def refuse(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Ends with an error where options do not fit."""
-    given = {
-        name for name, value in vars(arguments).items() if value is not None and value is not False and value != ""
-    }
-    if arguments.contest is None:
-        names = {"number": "-c", "stage": "-t", "submission": "--submission", "ranked": "--ranked"}
-        without = [names[name] for name in OPTIONS if name in given]
-        if without:
-            parser.error(f"{' '.join(without)} needs --contest")
-        return
-    others = given - set(WITH) | given & {"shapes", "model"}
-    if others:
-        parser.error(
-            f"--contest goes with none of {' '.join(f'--{name}'.replace('_', '-') for name in sorted(others))}"
-        )
-    if arguments.emulate and given & {"number", "stage", "ranked"}:
+    add("-b", "--once", action="store_true", help="check and time one call each")
+    add("-p", "--profile", action="store_true", help="only call, for a profiler")
+    arguments = parser.parse_args(argv)
+    if arguments.emulate and (arguments.number is not None or arguments.stage is not None or arguments.ranked):
         parser.error("--emulate times nothing: it goes with none of -c -t --ranked")
+    if arguments.profile and (arguments.once or arguments.emulate):
+        parser.error("-p checks nothing: it goes neither with -b nor with --emulate")
     if arguments.stage is not None and (arguments.number is None or arguments.submission):
         parser.error("-t needs -c, and ours: a submission has no stages")
     count = len(CONTESTS[arguments.contest].benchmarks)
     if arguments.number is not None and not 0 <= arguments.number < count:
-        parser.error(f"-c must be 0 to {count - 1} with --contest {arguments.contest}, got {arguments.number}")
+        parser.error(f"-c must be 0 to {count - 1} for {arguments.contest}, got {arguments.number}")
+    return arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the verdicts and the score; 1 if a result is wrong."""
+    """Print the verdicts and the score; return 1 if a result is wrong."""
     contest = CONTESTS[arguments.contest]
     kernel = contest.ours
     if arguments.submission:
@@ -73,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         judge = Judge(contest, kernel, Gpu(GpuClock().arch.fp8_dtype))
     except RuntimeError as error:
-        raise RuntimeError(f"--contest needs a GPU or --emulate: {error}") from None
+        raise RuntimeError(f"a contest needs a GPU or --emulate: {error}") from None
     if arguments.stage is not None:
         return _print_stage(judge, arguments.number, arguments.stage)
     if judge.machine.rounding and contest.terms is gemm.CONTEST.terms:
@@ -99,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _say(kind: str, verdicts: Iterator[Verdict]) -> int:
-    """Prints verdicts as they come; 1 if one is wrong."""
+    """Print verdicts as they come; return 1 if one is wrong."""
     failed = 0
     for verdict in verdicts:
         print("\n".join(verdict.lines(kind)), flush=True)
@@ -108,12 +106,29 @@ def _say(kind: str, verdicts: Iterator[Verdict]) -> int:
 
 
 def _print_stage(judge: Judge, number: int, stage: int) -> int:
-    """Prints the best microseconds of a stage, for scripts."""
+    """Print the best microseconds of a stage, for scripts."""
     verdict = judge.timed(number, once=False, ranked=False)
     if verdict.wrong:
         return _say("case", iter([verdict]))
     best = [min(verdict.times), *verdict.stages.values()]
     if not 0 <= stage < len(best):
-        raise ValueError(f"bench --contest: -t must be 0 to {len(best) - 1}, got {stage}")
+        raise ValueError(f"-t must be 0 to {len(best) - 1}, got {stage}")
     print(f"{best[stage] * 1e6:.6f}")
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        return run(arguments)
+    except (ImportError, TypeError, ValueError, RuntimeError) as error:
+        print(str(error).partition("\n")[0], file=sys.stderr)  # torch's errors go on with a stack
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

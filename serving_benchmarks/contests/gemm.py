@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from contests.contest import Contest, Sizes, Stage
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.bench.contests.contest import Contest, Sizes, Stage
 from vllm_rocm_ops.families.gemm import BLOCK
 
 TESTS = (
@@ -68,7 +68,7 @@ def _make(sizes: Sizes, seed: int, device: str, fp8_dtype: torch.dtype) -> tuple
 
 
 def _values(data: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B with their scales."""
+    """Return A and B with their scales."""
     a, b, scale_a, scale_b, _ = data
     n, k = b.shape
     of_b = scale_b.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]

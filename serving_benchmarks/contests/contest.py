@@ -19,7 +19,7 @@ SHOWN = 3  # of the wrong elements of a result
 
 
 def unstaged(name: str) -> AbstractContextManager:
-    """A `Stage` that does nothing."""
+    """Do nothing: a `Stage` without a clock."""
     return contextlib.nullcontext()
 
 
@@ -51,13 +51,13 @@ class Contest:
     terms: Callable[[object], torch.Tensor | float] = lambda data: 0.0
 
     def data(self, sizes: Sizes, device: str, fp8_dtype: torch.dtype, later: int = 0) -> object:
-        """The inputs of a problem; with the seed of so many later ones in a ranked run."""
+        """Return the inputs of a problem. A ranked run adds `later` to the seed."""
         given = dict(sizes)
         return self.make(given, given.pop("seed") + later, device, fp8_dtype)
 
 
 def copy(data):
-    """A copy with tensors of its own, of the same strides."""
+    """Return a copy with tensors of its own, of the same strides."""
     if isinstance(data, torch.Tensor):
         return data.clone()
     if isinstance(data, (tuple, list)):
@@ -70,7 +70,7 @@ def copy(data):
 def compare(
     contest: Contest, result: object, expected: tuple[torch.Tensor, ...], slack: torch.Tensor | float = 0.0
 ) -> str:
-    """What is wrong with a result, which may be off by `slack` more than the contest allows; empty if nothing is."""
+    """Say what is wrong with a result, which may be off by `slack` more than the contest allows; empty if nothing is."""
     results = result if isinstance(result, tuple) else (result,)
     results = [value for value in results if not isinstance(value, dict)]  # auxiliary data
     if len(results) != len(expected):
@@ -92,7 +92,7 @@ def compare(
 
 
 def wrong_elements(got: torch.Tensor, wanted: torch.Tensor, rtol: float, atol: torch.Tensor | float) -> torch.Tensor:
-    """Which elements the contests' judge calls wrong. It computes in the tensors' dtypes."""
+    """Mark the elements that the contests' judge calls wrong. It computes in the tensors' dtypes."""
     off = (got - wanted).abs() > atol + rtol * wanted.abs()
     for kind in (torch.isnan, torch.isposinf, torch.isneginf):
         off |= kind(got) != kind(wanted)

@@ -1,4 +1,4 @@
-"""Judges ours, or a user's own file, as the contests do: results first, then times, then the score.
+"""Judge ours, or a user's own file, as the contests do: results first, then times, then the score.
 
 A time is the host's, from a call to the end of its work on the GPU. A problem is called 3 to 100 times, until the standard error of
 the mean is small enough, or 10 s (in a ranked run 30 s) are over. The score is the geometric mean of the means. RadeonFlow's
@@ -16,8 +16,8 @@ from typing import Protocol
 
 import torch
 
-from vllm_rocm_ops.bench.contests import contest as contests
-from vllm_rocm_ops.bench.contests.contest import Contest, Sizes
+from contests import contest as contests
+from contests.contest import Contest, Sizes
 from vllm_rocm_ops.correctness import NVIDIA_ROUNDING
 from vllm_rocm_ops.stats import reset_stats, stats
 
@@ -72,7 +72,7 @@ class Raised(RuntimeError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of a problem: what is wrong, if anything is (None if it was not checked), the seconds of its calls and of ours' stages, and
+    """What was found of a problem: what is wrong (None if it was not checked), the seconds of its calls and of ours' stages, and
     what our ops ran."""
 
     number: int
@@ -105,14 +105,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judge:
-    """Of a contest. `kernel` is called with data and a `Stage`."""
+    """A contest's judge. `kernel` is called with data and a `Stage`."""
 
     contest: Contest
     kernel: Kernel
     machine: Machine
 
     def call(self, data: object, stage: contests.Stage = contests.unstaged) -> object:
-        """A result; raises `Raised`."""
+        """Return a result; raise `Raised` where the kernel fails."""
         try:
             with torch.no_grad():
                 return self.kernel(data, stage)
@@ -120,7 +120,7 @@ class Judge:
             raise Raised(f"the kernel raises {type(error).__name__}: {error}".splitlines()[0]) from error
 
     def check(self, data: object) -> str:
-        """What is wrong with the result for these data, which the call may change."""
+        """Say what is wrong with the result for these data, which the call may change."""
         own = contests.copy(data)
         try:
             result = self.call(data)
@@ -129,13 +129,13 @@ class Judge:
         return self.compare(result, own)
 
     def compare(self, result: object, own: object) -> str:
-        """What is wrong with the result for data that no call has changed."""
+        """Say what is wrong with the result for data that no call has changed."""
         with torch.no_grad():
             slack = self.machine.rounding and self.machine.rounding * self.contest.terms(own)
             return contests.compare(self.contest, result, self.contest.reference(own), slack)
 
     def time(self, sizes: Sizes, once: bool, ranked: bool) -> tuple[str, tuple[float, ...]]:
-        """What is wrong, and how long calls take. The first call is checked; in a ranked run all are, on new data each."""
+        """Say what is wrong, and how long calls take. The first call is checked; in a ranked run each is, on new data."""
         data = self.contest.data(sizes, self.machine.device, self.machine.fp8_dtype)
         wrong = self.check(data)
         if wrong:
@@ -165,7 +165,7 @@ class Judge:
         return certain or sum(times) > seconds or time.perf_counter() - begun > WALL_SECONDS
 
     def stages(self, sizes: Sizes) -> dict[str, float]:
-        """The best seconds of each stage of a kernel, which all end on the GPU before the next begins."""
+        """Return the best seconds of each stage of a kernel. A stage ends on the GPU before the next begins."""
         data = self.contest.data(sizes, self.machine.device, self.machine.fp8_dtype)
         found: dict[str, list[float]] = {}
 
@@ -181,13 +181,13 @@ class Judge:
         return {name: min(times) for name, times in found.items()}
 
     def checked(self, number: int, sizes: Sizes) -> Verdict:
-        """Of a problem that is not timed."""
+        """Check a problem; time nothing."""
         reset_stats()
         wrong = self.check(self.contest.data(sizes, self.machine.device, self.machine.fp8_dtype))
         return Verdict(number, sizes, wrong, ran=_ran())
 
     def timed(self, number: int, once: bool, ranked: bool) -> Verdict:
-        """Of a benchmark."""
+        """Check and time a benchmark."""
         sizes = self.contest.benchmarks[number]
         reset_stats()
         wrong, times = self.time(sizes, once, ranked)
@@ -197,7 +197,7 @@ class Judge:
         return Verdict(number, sizes, wrong, times, flops, floor, stages, ran)
 
     def profiled(self, number: int) -> Verdict:
-        """Of a benchmark that is only called, for a profiler."""
+        """Only call a benchmark, for a profiler."""
         sizes = self.contest.benchmarks[number]
         data = self.contest.data(sizes, self.machine.device, self.machine.fp8_dtype)
         reset_stats()
@@ -209,12 +209,12 @@ class Judge:
 
 
 def _ran() -> tuple[str, ...]:
-    """What each op ran."""
+    """Return what each op ran."""
     return tuple(f"{op}: {kernel}" for op, kernels in stats().items() for kernel in kernels)
 
 
 def score(verdicts: list[Verdict]) -> str:
-    """The geometric means of what was timed; the mean times' one is the contests' score."""
+    """Return the geometric means of what was timed. The contests' score is the one of the mean times."""
     timed = [verdict for verdict in verdicts if verdict.times]
     if not timed:
         return "nothing is timed"

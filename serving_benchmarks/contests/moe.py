@@ -16,8 +16,8 @@ import math
 import torch
 from torch.nn.functional import linear, silu
 
+from contests.contest import Contest, Sizes, Stage
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.bench.contests.contest import Contest, Sizes, Stage
 
 NAMES = ("dhidden", "dexpert", "nroutedexperts", "nsharedexperts", "nexpertspertoken", "bs", "seqlen", "seed")
 CONFIG = (
@@ -64,7 +64,7 @@ def _make(sizes: Sizes, seed: int, device: str, fp8_dtype: torch.dtype) -> Data:
 def _route(
     x: torch.Tensor, weights: dict[str, torch.Tensor], config: dict[str, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores and the numbers of each token's experts, [tokens, topk]."""
+    """Return the scores and the numbers of each token's experts, [tokens, topk]."""
     scores = linear(x, weights["router.weight"]).softmax(-1)
     found, ids = scores.topk(config["n_experts_per_token"], dim=-1, sorted=False)
     return found.flatten(0, -2), ids.flatten(0, -2)
@@ -74,7 +74,7 @@ COEFFICIENTS = {"router_z_loss_coef": 0.001, "load_balance_loss_coef": 0.01}
 
 
 def aux_data(x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, config: dict) -> dict[str, torch.Tensor]:
-    """The losses and statistics of a router [experts, hidden] that sends tokens x [..., hidden] to ids [tokens, topk], by the names
+    """Return the losses and statistics of a router [experts, hidden] that sends tokens x [..., hidden] to ids [tokens, topk], by the names
     of the wrapper, losses in x's dtype. Coefficients that the configuration lacks are the wrapper's own."""
     logits, experts = linear(x, router).flatten(0, -2), len(router)
     z, balance = (float(config.get(name, usual)) for name, usual in COEFFICIENTS.items())
@@ -134,7 +134,7 @@ def _ours(data: Data, stage: Stage) -> torch.Tensor | tuple[torch.Tensor, dict[s
 
 
 def _flops(sizes: Sizes) -> float:
-    """Of the router and of the experts that tokens go to."""
+    """Count the router and the experts that tokens go to."""
     of_token = sizes["nroutedexperts"] + 3 * sizes["dexpert"] * (sizes["nexpertspertoken"] + sizes["nsharedexperts"])
     return 2.0 * sizes["bs"] * sizes["seqlen"] * sizes["dhidden"] * of_token
 
