@@ -4,6 +4,8 @@ import json
 
 from measurements import ROOT, links, markdown, measured
 
+from vllm_rocm_ops.timing import microbenchmarks
+
 PUBLISHED = ROOT / "vllm_rocm_ops" / "timing" / "published.json"
 OTHERS = {"aiter's tuner": ("aiter_us", "profiled_us"), "Hugging Face": ("hugging_face_us", "predicted_us")}
 """By who published times of products: the field of a line, and which of ours is counted in the same way."""
@@ -78,6 +80,20 @@ def _cell(line: dict | None) -> str:
         return ""
     others = [f"{who} {line[name]:.1f}" for who, name in (("A", "aiter_us"), ("H", "hugging_face_us")) if name in line]
     return ", ".join([f"{line['predicted_us']:.1f} ({line['profiled_us']:.1f})", *others])
+
+
+def facts() -> str:
+    """Return a row for each public number of the chip: what was published, what the model said first, and what it says now."""
+    rows = []
+    for row in microbenchmarks.FACTS:
+        low, high = row["least"], row["most"]
+        published = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        cells = [f"{value:.3g} ({value / min(max(value, low), high) - 1:+.0%})" for value in (row["first"], row["now"])]
+        rule = row.get("rule", "no rule was changed for it")
+        what = f"{row['test']}: {row['condition']}", f"{published} {row['unit']}", row["source"]
+        rows.append((*what, *cells, rule))
+    header = ("what", "published", "source", "held out, first prediction", "the model now", "what was fitted")
+    return markdown(header, rows)
 
 
 SETS = {
