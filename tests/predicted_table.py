@@ -89,11 +89,11 @@ def facts() -> str:
         low, high = row["least"], row["most"]
         published = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         cells = [f"{value:.3g} ({value / min(max(value, low), high) - 1:+.0%})" for value in (row["first"], row["now"])]
-        rule = row.get("rule", "no rule was changed for it")
-        what = f"{row['test']}: {row['condition']}", f"{published} {row['unit']}", row["source"]
-        rows.append((*what, *cells, rule))
-    header = ("what", "published", "source", "held out, first prediction", "the model now", "what was fitted")
-    return markdown(header, rows)
+        rule = row.get("rule", "nothing")
+        rows.append((f"{row['test']}: {row['condition']}", f"{published} {row['unit']}", *cells, rule))
+    header = ("what", "published", "held out, first prediction", "the model now", "what was fitted")
+    sources = "; ".join(dict.fromkeys(row["source"] for row in microbenchmarks.FACTS))
+    return f"{markdown(header, rows)}\n\nSources: {sources}."
 
 
 SETS = {

@@ -1,7 +1,7 @@
 """How long blocks wait for one another through memory: events, barriers of all blocks, and data that are polled.
 
-An event is a release, an atomic on a counter, a poll that sees it, and an acquire. Each is a trip of one lane, or half a trip, to the
-level of memory where the blocks meet: the L2 of their die, or Infinity Cache.
+An event is a release (buffer_wbl2), an atomic on a counter, a poll that sees it, and an acquire (buffer_inv). Each is a trip of one lane, or
+half a trip: a release to Infinity Cache, an acquire to L2, the others to where the blocks meet.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ WAVE_LINES = tuple(range(8))  # that a wave stores or polls as data
 
 
 class Stream(NamedTuple):
-    """What other blocks load meanwhile: TB/s of the chip, cycles of a load, and of a request's wait at Infinity Cache, on average."""
+    """What other blocks load meanwhile: TB/s of the chip, and cycles of a load on average."""
 
     bandwidth: float = 0.0
     load: float = 0.0
-    wait: float = 0.0
 
 
 QUIET = Stream()
 
 
 def trip(machine: Machine, level: int, beside: Stream = QUIET) -> float:
-    """Return the cycles of one lane's way to a level and back."""
-    return Memory(machine).latency[level] + (beside.wait if level != L2 else 0)
+    """Return the cycles of one lane's way to a level and back. A die's L2 answers in order, so that beside a stream no trip is shorter than
+    the loads that it awaits."""
+    return max(Memory(machine).latency[level], beside.load)
 
 
 def poll(machine: Machine, seen: float) -> float:
@@ -42,10 +42,16 @@ def poll(machine: Machine, seen: float) -> float:
     return between / 2 + seen / 2
 
 
-def hop(machine: Machine, level: int, beside: Stream = QUIET) -> float:
-    """Return the cycles of an event from one block to one other."""
-    there = trip(machine, level, beside)
-    return there / 2 + poll(machine, there)
+def release(machine: Machine, blocks: int = 1, beside: Stream = QUIET) -> float:
+    """Return the cycles until what so many blocks of a die stored before is where other dies see it. The L2 writes back for one after the
+    other, each time a trip."""
+    return blocks * trip(machine, MALL, beside)
+
+
+def hop(machine: Machine, level: int, beside: Stream = QUIET, blocks: int = 1) -> float:
+    """Return the cycles of an event from one block to one other, or from so many of a die that release at the same time."""
+    there, back = trip(machine, level, beside), trip(machine, L2, beside)
+    return release(machine, blocks, beside) + there / 2 + poll(machine, there) + back
 
 
 def round_trip_us(machine: Machine, level: int, beside: Stream = QUIET) -> float:
@@ -53,9 +59,15 @@ def round_trip_us(machine: Machine, level: int, beside: Stream = QUIET) -> float
     return 2 * hop(machine, level, beside) / machine["clock"]
 
 
+def of_die(machine: Machine) -> int:
+    """Return the compute units of a die."""
+    return machine.arch.compute_units // int(machine["xcds"])
+
+
 def barrier_us(machine: Machine) -> float:
-    """Return us of a barrier of all blocks, one on each compute unit, that come at the same time."""
-    return hop(machine, MALL) / machine["clock"]
+    """Return us of a barrier of all blocks, one on each compute unit, that come at the same time. Atomics on its counter take no time of
+    their own."""
+    return hop(machine, MALL, blocks=of_die(machine)) / machine["clock"]
 
 
 def data_us(machine: Machine) -> float:
@@ -87,23 +99,17 @@ def _run(machine: Machine, depth: int, idle: int) -> Stream:
     """A compute unit of a chip on whose others all the same runs: one block of four waves that streams from HBM."""
     memory, units = Memory(machine), machine.arch.compute_units
     loads: list[float] = []
-    queue: list[tuple[float, float]] = []
     inner = memory.load
 
     def load(time: float, access: Access) -> float:
         arrival = inner(time, access)
         loads.append(arrival - time)
-        queue.append((time, memory.free[MALL]))
         return arrival
 
     memory.load = load
     block = Block(0, [_streaming(wave << 20, depth, idle) for wave in range(4)])
     end = ComputeUnit(machine, memory).run([block], [0.0], 1, lambda place, running: float(units))
-    times = [time for time, _ in queue]
-    probes = [end * (n + 0.5) / 1000 for n in range(250, 750)]
-    waits = (max(0.0, queue[max(bisect.bisect(times, at) - 1, 0)][1] - at) for at in probes)
-    bandwidth = len(loads) * KIB * units / (end / machine["clock"] * 1e6)
-    return Stream(bandwidth, sum(loads) / len(loads), sum(waits) / len(probes))
+    return Stream(len(loads) * KIB * units / (end / machine["clock"] * 1e6), sum(loads) / len(loads))
 
 
 def stream(machine: Machine, depth: int, bandwidth: float) -> Stream:

@@ -370,7 +370,9 @@ PUBLIC = {
     "reads": lambda machine, row: _reads(machine, row["depth"]),
     "experts": lambda machine, row: _layers(machine, None),
     "experts, last arrival releases": lambda machine, row: _layers(machine, events.hop(machine, L2)),
-    "experts, each releases": lambda machine, row: _layers(machine, events.hop(machine, L2)),
+    "experts, each releases": lambda machine, row: _layers(
+        machine, events.hop(machine, L2, blocks=events.of_die(machine))
+    ),
     "event, other die": lambda machine, row: events.round_trip_us(machine, MALL),
     "event, same die": lambda machine, row: events.round_trip_us(machine, L2),
     "event beside a stream": lambda machine, row: events.round_trip_us(
