@@ -152,6 +152,11 @@ def published() -> str:
         for each in found["classes"]
     ]  # fmt: skip
     reasons = sorted({reason for each in found["classes"] for reason in each["why"]})
+    left = [
+        f"{count} rows of {_class(each)[0]} on {_class(each)[1]}, as {reason}"
+        for each in found["classes"]
+        for reason, count in each.get("left out", {}).items()
+    ]
     pairs = [
         (OPS.get(each["op"], each["op"]), each["gpu"].partition(" (")[0], f"{each['right']} of {each['pairs']}")
         for each in found["pairs"]
@@ -170,6 +175,7 @@ def published() -> str:
         (
             markdown(header, rows),
             "Why rows have no time: " + "; ".join(reasons) + ".",
+            "Left out: " + "; ".join(left) + ".",
             markdown(("pairs of", "GPU", "in order"), [*pairs, ("all", "", f"{total[0]} of {total[1]}")]),
         )
     )
