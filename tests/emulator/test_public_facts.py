@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from assembly import Kernel, assemble
 
-from vllm_rocm_ops.timing import events, machines, microbenchmarks
+from vllm_rocm_ops.launch import Launch
+from vllm_rocm_ops.timing import events, launch_time, machines, microbenchmarks, trace
 from vllm_rocm_ops.timing.compute_unit import ComputeUnit
 from vllm_rocm_ops.timing.hierarchy import L2, MALL, Memory
 from vllm_rocm_ops.timing.trace import Block, Instr
@@ -49,6 +52,20 @@ def test_a_fence_in_a_wave_takes_a_trip(text, level):
 
     more = cycles(text) - cycles("global_load_dword v0, v1, off")
     assert more == pytest.approx(Memory(MACHINE).latency[level], abs=MACHINE["issue"])
+
+
+def test_fences_of_a_code_object_take_time(tmp_path):
+    bodies = {
+        "fences": "buffer_wbl2 sc1\n s_waitcnt vmcnt(0)\n buffer_inv sc1\n s_waitcnt vmcnt(0)",
+        "none": "s_waitcnt vmcnt(0)",
+    }
+    path = assemble([Kernel(name, body) for name, body in bodies.items()], "gfx942", tmp_path)
+    emulator, cycles = trace.RecordingEmulator("gfx942", races=False), {}
+    for name in bodies:
+        launch = Launch("", name, (1, 1, 1), (64, 1, 1), (torch.zeros(64), torch.zeros(64)))
+        cycles[name] = launch_time.predict(MACHINE, trace.record(emulator, path, launch, [0])).cycles
+    trips = events.release(MACHINE) + events.trip(MACHINE, L2)
+    assert cycles["fences"] - cycles["none"] == pytest.approx(trips, abs=20)
 
 
 def test_a_die_releases_for_one_block_after_the_other():
