@@ -86,11 +86,14 @@ def facts() -> str:
     """Return a row for each public number of the chip: what was published, what the model said first, and what it says now."""
     rows = []
     for row in microbenchmarks.FACTS:
-        low, high = row["least"], row["most"]
+        low, high, rule = row["least"], row["most"], row.get("rule", "nothing")
+        first, now = (
+            f"{value:.3g} ({100 * (value / min(max(value, low), high) - 1):+.0f} %)"
+            for value in (row["first"], row["now"])
+        )
+        half = ", fitted" if rule.endswith("chosen by it") else ", held out" if row["first"] != row["now"] else ""
         published = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-        cells = [f"{value:.3g} ({value / min(max(value, low), high) - 1:+.0%})" for value in (row["first"], row["now"])]
-        rule = row.get("rule", "nothing")
-        rows.append((f"{row['test']}: {row['condition']}", f"{published} {row['unit']}", *cells, rule))
+        rows.append((f"{row['test']}: {row['condition']}", f"{published} {row['unit']}", first, now + half, rule))
     header = ("what", "published", "held out, first prediction", "the model now", "what was fitted")
     sources = "; ".join(dict.fromkeys(row["source"] for row in microbenchmarks.FACTS))
     return f"{markdown(header, rows)}\n\nSources: {sources}."

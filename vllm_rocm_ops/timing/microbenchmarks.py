@@ -388,7 +388,7 @@ def public(machine: Machine) -> Iterator[Result]:
     for row in FACTS:
         predicted = PUBLIC[row["test"]](machine, row)
         measured = min(max(predicted, row["least"]), row["most"])
-        yield Result(row["test"], "", row["condition"], measured, predicted, BAND, True)
+        yield Result(row["test"], f"in {row['unit']}", row["condition"], measured, predicted, BAND, True)
 
 
 def main() -> None:
