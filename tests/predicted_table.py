@@ -4,6 +4,8 @@ import json
 
 from measurements import ROOT, links, markdown, measured
 
+from vllm_rocm_ops.timing import microbenchmarks
+
 PUBLISHED = ROOT / "vllm_rocm_ops" / "timing" / "published.json"
 OTHERS = {"aiter's tuner": ("aiter_us", "profiled_us"), "Hugging Face": ("hugging_face_us", "predicted_us")}
 """By who published times of products: the field of a line, and which of ours is counted in the same way."""
@@ -80,6 +82,23 @@ def _cell(line: dict | None) -> str:
     return ", ".join([f"{line['predicted_us']:.1f} ({line['profiled_us']:.1f})", *others])
 
 
+def facts() -> str:
+    """Return a row for each public number of the chip: what was published, what the model said first, and what it says now."""
+    rows = []
+    for row in microbenchmarks.FACTS:
+        low, high, rule = row["least"], row["most"], row.get("rule", "nothing")
+        first, now = (
+            f"{value:.3g} ({100 * (value / min(max(value, low), high) - 1):+.0f} %)"
+            for value in (row["first"], row["now"])
+        )
+        half = ", fitted" if rule.endswith("chosen by it") else ", held out" if row["first"] != row["now"] else ""
+        published = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        rows.append((f"{row['test']}: {row['condition']}", f"{published} {row['unit']}", first, now + half, rule))
+    header = ("what", "published", "held out, first prediction", "the model now", "what was fitted")
+    sources = "; ".join(dict.fromkeys(row["source"] for row in microbenchmarks.FACTS))
+    return f"{markdown(header, rows)}\n\nSources: {sources}."
+
+
 SETS = {
     "fit": "fit",
     "fit_clock": "fit, clock",
@@ -136,6 +155,11 @@ def published() -> str:
         for each in found["classes"]
     ]  # fmt: skip
     reasons = sorted({reason for each in found["classes"] for reason in each["why"]})
+    left = [
+        f"{count} rows of {_class(each)[0]} on {_class(each)[1]}, as {reason}"
+        for each in found["classes"]
+        for reason, count in each.get("left out", {}).items()
+    ]
     pairs = [
         (OPS.get(each["op"], each["op"]), each["gpu"].partition(" (")[0], f"{each['right']} of {each['pairs']}")
         for each in found["pairs"]
@@ -154,6 +178,7 @@ def published() -> str:
         (
             markdown(header, rows),
             "Why rows have no time: " + "; ".join(reasons) + ".",
+            "Left out: " + "; ".join(left) + ".",
             markdown(("pairs of", "GPU", "in order"), [*pairs, ("all", "", f"{total[0]} of {total[1]}")]),
         )
     )

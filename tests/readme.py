@@ -175,6 +175,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "products": predicted_table.products,
         "published": predicted_table.published,
         "simpler": predicted_table.simpler,
+        "facts": predicted_table.facts,
     },
     DOCS / "decode_steps.md": {
         "steps": step_table.steps,

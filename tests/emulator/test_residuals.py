@@ -14,7 +14,17 @@ import pytest
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops.timing import choices, foreign, machines, predict, published, published_mla, residuals, simpler
+from vllm_rocm_ops.timing import (
+    choices,
+    foreign,
+    left_out,
+    machines,
+    predict,
+    published,
+    published_mla,
+    residuals,
+    simpler,
+)
 
 OBJECT = "hsa/gfx950/bf16gemm/a_64x64.co"
 
@@ -125,6 +135,48 @@ def test_errors_and_pairs_are_those_of_the_rows(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
+def moe(us: str, **others) -> dict[str, str]:
+    given = {
+        "op": "fused_moe stage 1",
+        "gpu": "MI308X",
+        "N": 512,
+        "K": 7168,
+        "batch_or_experts": 256,
+        "extra": "topk=8",
+    }
+    return point(1, **(given | {"M": 1024} | others)) | {"us": us}
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        ([moe("763.616"), moe("763.616", M=2048), moe("763.617", M=4)], [left_out.COPY, left_out.COPY, None]),
+        ([moe("763.61"), moe("763.61", M=2048)], [left_out.COPY] * 2),
+        ([moe("763.6"), moe("763.60", M=2048)], [None] * 2),  # four digits
+        ([moe("763.61"), moe("763.6100", M=2048)], [left_out.COPY] * 2),
+        ([moe("763.616"), moe("763.616", code_object="b.co")], [None] * 2),  # as many tokens
+        ([moe("763.616"), moe("763.616", M=2048, N=256), moe("763.616", M=2048, gpu="MI300X")], [None] * 3),
+        ([moe("698", M=4096)], [left_out.IMPOSSIBLE]),  # 688 TFLOP/s take 699 us
+        ([moe("705", M=4096), moe("690", M=4096, op="fused_moe stage 1+2", N=341)], [None, left_out.IMPOSSIBLE]),
+        ([moe("140", M=4096, gpu="MI300X"), moe("190", M=4096, gpu="MI300X")], [left_out.IMPOSSIBLE, None]),
+        ([moe("1", op="bf16", M=4096, batch_or_experts=1), moe("1", op="attn_fwd", K="128")], [left_out.IMPOSSIBLE, None]),
+    ],
+)  # fmt: skip
+def test_times_that_cannot_be_are_left_out(rows, wanted):
+    found = left_out.reasons(rows)
+    assert [found.get(id(row)) for row in rows] == wanted
+
+
+def test_rows_that_are_left_out_are_in_no_class_and_no_pair():
+    rows = [
+        point(10, 10, M=1), point(12, 11, M=1, code_object="b.co"),
+        *(point(11.2345, 9, M=m, code_object="c.co") for m in (1, 2)),
+    ]  # fmt: skip
+    found = residuals.judged(rows)
+    assert [(each["points"], each["left out"]) for each in found["classes"]] == [(2, {left_out.COPY: 2})]
+    assert found["pairs"] == [{"gpu": "MI308X", "op": "bf16", "pairs": 1, "right": 1}]
+
+
 @pytest.mark.parametrize(
     ("requests", "keys", "units", "blocks", "most"),
     [(1, 21, 304, 2, 1), (16, 21, 304, 32, 1), (128, 21, 304, 128, 1), (256, 21, 304, 256, 1), (256, 21, 80, 64, 4),
@@ -229,6 +281,7 @@ def test_simpler_models_know_half_of_each_kernels_shapes(tmp_path, monkeypatch):
     monkeypatch.setattr(residuals, "REPORT", tmp_path / "published.json")
     residuals.REPORT.write_text('{"classes": [], "pairs": []}')
     write(tmp_path / "points.csv", list(rows[0]), rows)
+    monkeypatch.setattr(left_out, "reasons", lambda rows: {})  # the times above are no GPU's
     assert residuals.main(["simpler", str(tmp_path / "points.csv")]) == 0
     assert json.loads(residuals.REPORT.read_text()) == {"classes": [], "pairs": [], "simpler": [fit, other, peer]}
 

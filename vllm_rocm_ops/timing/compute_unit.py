@@ -18,6 +18,8 @@ from .trace import Access, Block, Step
 SIMDS = 4
 VECTOR = frozenset(("valu", "wide", "transcendental", "packed", "matrix"))
 ATOMIC = ("global_atomic", "buffer_atomic")
+RELEASE = "buffer_wbl2"
+FENCES = (RELEASE, "buffer_inv")
 NOTHING = Access()
 
 
@@ -161,7 +163,7 @@ class ComputeUnit:
         elif kind == "lds":
             self._lds(time, wave, access or NOTHING)
         elif kind == "vmem":
-            self._vmem(time, wave, access, instr.text.startswith(ATOMIC))
+            self._vmem(time, wave, access, instr.text)
         elif kind == "smem":
             self._smem(time, wave, access)
         elif kind == "salu":
@@ -231,12 +233,14 @@ class ComputeUnit:
             queue.popleft()
         _complete(wave.lgkm, simd.lds + machine["lds_latency"])
 
-    def _vmem(self, time: float, wave: _Wave, access: Access | None, is_atomic: bool) -> None:
-        if access is None:  # no lane of it is active
+    def _vmem(self, time: float, wave: _Wave, access: Access | None, text: str) -> None:
+        if text.startswith(FENCES):
+            _complete(wave.vm, self.memory.fence(time, text.startswith(RELEASE)))
+        elif access is None:  # no lane of it is active
             _complete(wave.vm, time)
         elif access.store:
             wave.simd.stores = time + access.bytes / self.machine["vmem_bytes"]
-            more = self.machine["atomic"] if is_atomic else 0
+            more = self.machine["atomic"] if text.startswith(ATOMIC) else 0
             _complete(wave.vm, self.memory.store(time, access) + more)
         else:
             _complete(wave.vm, self.memory.load(time, access))

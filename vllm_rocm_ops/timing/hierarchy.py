@@ -124,6 +124,10 @@ class Memory:
         self._await(done, access.bytes)
         return done
 
+    def fence(self, time: float, releases: bool) -> float:
+        """When a fence that issues at `time` is complete: a write-back of the die's L2, or else an invalidation of it."""
+        return time + self.latency[MALL if releases else L2]
+
     @property
     def drained(self) -> float:
         """When every level has served what was asked of it."""

@@ -1,11 +1,15 @@
-"""Published microbenchmarks of gfx942's issue, LDS and vector memory queue, run on the model of a compute unit.
+"""Published microbenchmarks of gfx942, run on the model: issue, LDS and vector memory queue, streams from HBM, events.
 
-Each is rebuilt as its source describes it, as steps of waves. `run` reads only the file with the measured numbers.
+Each is rebuilt as its source describes it, as steps of waves. `run` reads only the file with the measured numbers of a compute unit,
+`public` only public_facts.json, the chip's. What the model says of them is written there by
+
+    python -m vllm_rocm_ops.timing.microbenchmarks
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -14,10 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import events, launch_time
 from .compute_unit import ComputeUnit
-from .hierarchy import Memory
-from .machines import MI308X, Machine
-from .trace import LINE, Access, Block, Instr, Step, bank_cycles
+from .hierarchy import L2, MALL, Memory
+from .machines import CALIBRATION, MI300X, MI308X, Machine
+from .trace import LINE, Access, Block, Instr, Recording, Step, bank_cycles
 
 FILE = f"{MI308X.arch.name}_issue_microbench.csv"
 REGISTER_LIMIT = 0.5  # cycles
@@ -255,3 +260,142 @@ def run(machine: Machine, folder: Path) -> Iterator[Result]:
             if predicted is not None:
                 yield Result(*named, float(row["value"]), predicted, REGISTER_LIMIT, False)
     yield from _strides(machine, [row for row in rows if row["test"] == "lds_stride"])
+
+
+# The chip
+
+FILE_OF_FACTS = Path(__file__).with_name("public_facts.json")
+FACTS = json.loads(FILE_OF_FACTS.read_text())
+"""Public numbers of MI300X, each with its source: the `least` and `most` of what was measured, what the model said `first`, before a rule was
+changed for one of them, and what it says `now`."""
+BAND = max(half["largest"] for half in CALIBRATION["classes"]["skinny GEMM"].values())
+"""The error band of calls that stream, which is the limit of public facts too."""
+
+REGION = 7  # of memory that no cache has
+READS = 512  # of each wave
+EXPERTS, LAYERS, HIDDEN, INNER = 8, 4, 2048, 1408  # experts of a layer, each on a die; layers that are run
+KIB_LINES = 8
+
+
+def _blocks(machine: Machine, make, count: int = 8) -> Recording:
+    """A launch of a block on each compute unit, `make(number)` for some of them."""
+    units = machine.arch.compute_units
+    return Recording(
+        "", units, 1, [make(n * units // count // 8 * 8 + n % 8) for n in range(count)], frozenset({REGION})
+    )
+
+
+def _kib(stream: Stream, place: int) -> None:
+    """A load of the KiB at a place of the cold region."""
+    first = (REGION << 29) % (1 << 50) + KIB_LINES * place
+    stream.add("vmem", 8, Access(tuple(range(first, first + KIB_LINES)), KIB_LINES * LINE))
+
+
+def _reads(machine: Machine, depth: int) -> float:
+    """TB/s of four waves on each compute unit that add up what they load, `depth` KiB of each at once."""
+    units = machine.arch.compute_units
+
+    def block(number: int) -> Block:
+        waves = []
+        for wave in range(4):
+            stream = Stream()
+            for turn in range(READS // depth):
+                stream.address = 0
+                for n in range(depth):
+                    stream.add("valu")
+                    stream.add("valu")
+                    _kib(stream, ((turn * depth + n) * units + number) * 4 + wave)
+                for n in range(depth):
+                    stream.add("wait", vm=depth - 1 - n)
+                    for _ in range(4):
+                        stream.add("valu", reads=(1000,), writes=(1000,))
+                stream.add("salu")
+                stream.add("wide", 8)
+                stream.add("branch")
+            stream.add("end")
+            waves.append(stream.steps)
+        return Block(number, waves)
+
+    found = launch_time.predict(machine, _blocks(machine, block))
+    return found.megabytes / found.us
+
+
+def _rows(stream: Stream, groups: range, loads: int, place: int) -> None:
+    """Products of groups of two rows, `loads` KiB each, with a vector in LDS; the next group's loads are issued before one is used."""
+    sums = 12  # steps of two rows' sums over lanes
+    for at, group in enumerate((*groups, None)):
+        ahead = group is not None
+        for n in range(loads if ahead else 0):
+            stream.add("valu", 8)
+            _kib(stream, place + group * loads + n)
+        for n in range(loads if at else 0):
+            stream.add("wait", vm=loads - 1 - n + loads * ahead)
+            stream.add("lds", 8, Access((), 1024, 8))
+            stream.add("wait", lgkm=0)
+            for _ in range(16):
+                stream.add("valu")
+        for _ in range(sums if at else 0):
+            stream.add("lds", 8, Access((), 256, 2))
+            stream.add("wait", lgkm=0)
+            stream.add("valu")
+
+
+def _layers(machine: Machine, handshake: float | None) -> float:
+    """TB/s of layers of experts for one token, each on the compute units of a die: gate_up, a handshake of so many cycles, down."""
+    units, workers = machine.arch.compute_units, machine.arch.compute_units // EXPERTS
+
+    def block(number: int) -> Block:
+        waves, worker = [], number // EXPERTS
+        for wave in range(4):
+            stream = Stream()
+            for layer in range(LAYERS):
+                stream.address, place = 0, (layer * units + number) << 11
+                _rows(stream, range(wave, len(range(worker, INNER, workers)), 4), 8, place)
+                stream.add("barrier")
+                if handshake is not None:
+                    if not wave:
+                        stream.add("sleep", count=round(handshake / 64))
+                    stream.add("barrier")
+                _rows(stream, range(wave, -(-len(range(worker, HIDDEN, workers)) // 2), 4), 6, place + 1024)
+                stream.add("barrier")
+            stream.add("end")
+            waves.append(stream.steps)
+        return Block(number, waves)
+
+    found = launch_time.predict(machine, _blocks(machine, block))
+    return LAYERS * EXPERTS * 3 * INNER * HIDDEN * 2 / 1e6 / found.us
+
+
+PUBLIC = {
+    "reads": lambda machine, row: _reads(machine, row["depth"]),
+    "experts": lambda machine, row: _layers(machine, None),
+    "experts, last arrival releases": lambda machine, row: _layers(machine, events.hop(machine, L2)),
+    "experts, each releases": lambda machine, row: _layers(
+        machine, events.hop(machine, L2, blocks=events.of_die(machine))
+    ),
+    "event, other die": lambda machine, row: events.round_trip_us(machine, MALL),
+    "event, same die": lambda machine, row: events.round_trip_us(machine, L2),
+    "event beside a stream": lambda machine, row: events.round_trip_us(
+        machine, MALL, events.stream(machine, row["depth"], row["bandwidth"])
+    ),
+    "barrier of the grid": lambda machine, row: events.barrier_us(machine),
+    "data polled": lambda machine, row: events.data_us(machine),
+}
+
+
+def public(machine: Machine) -> Iterator[Result]:
+    """The public facts of the chip. Of a range that was measured its nearest end counts."""
+    for row in FACTS:
+        predicted = PUBLIC[row["test"]](machine, row)
+        measured = min(max(predicted, row["least"]), row["most"])
+        yield Result(row["test"], f"in {row['unit']}", row["condition"], measured, predicted, BAND, True)
+
+
+def main() -> None:
+    rows = [row | {"now": float(f"{of.predicted:.3g}")} for row, of in zip(FACTS, public(MI300X), strict=True)]
+    lines = (json.dumps({"first": row["now"], **row}) for row in rows)
+    FILE_OF_FACTS.write_text("[\n" + ",\n".join(f" {line}" for line in lines) + "\n]\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from . import machines, simpler
+from . import left_out, machines, simpler
 from .report import APART
 
 REPORT = Path(__file__).with_name("published.json")
@@ -138,10 +138,15 @@ def _ratio(log: float) -> float:
 
 
 def judged(rows: Sequence[Row]) -> dict:
-    """What `published.json` says: of each class its errors as parts of the time, and why rows have none; pairs by GPU and op."""
+    """What `published.json` says: of each class its errors as parts of the time, why rows have none, and why rows are left out; pairs by
+    GPU and op."""
     classes: dict[tuple, list[Row]] = defaultdict(list)
+    doubtful, left = left_out.reasons(rows), defaultdict(Counter)
     for row in rows:
-        classes[kind(row)].append(row)
+        if id(row) in doubtful:
+            left[kind(row)][doubtful[id(row)]] += 1
+        else:
+            classes[kind(row)].append(row)
     found = []
     for (op, gpu, of), mine in sorted(classes.items()):
         logs = [_log(row) for row in mine if row["predicted_us"]]
@@ -155,9 +160,11 @@ def judged(rows: Sequence[Row]) -> dict:
             "p90": None if math.isinf(p90) else _ratio(p90),
         }
         entry |= {"bias": _ratio(statistics.median(logs)) if logs else None, "why": dict(why.most_common())}
+        if (op, gpu, of) in left:
+            entry["left out"] = dict(left[op, gpu, of].most_common())
         found.append(entry)
     ranks: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
-    for one, other in apart(row for row in rows if row["predicted_us"]):
+    for one, other in apart(row for row in rows if row["predicted_us"] and id(row) not in doubtful):
         count = ranks[one["gpu"], one["op"]]
         count[0] += 1
         count[1] += (float(one["us"]) - float(other["us"])) * (
@@ -209,7 +216,8 @@ def main(argv: list[str] | None = None) -> int:
         rows = [row for path in arguments.rows for row in _read(path)]
         known = json.loads(REPORT.read_text())
         if arguments.command == "simpler":
-            found = known | {"simpler": simpler.errors(rows)}
+            doubtful = left_out.reasons(rows)
+            found = known | {"simpler": simpler.errors([row for row in rows if id(row) not in doubtful])}
         else:
             found = known | (merged(known, judged(rows)) if arguments.keep else judged(rows))
     except (OSError, KeyError, ValueError, subprocess.CalledProcessError) as error:
