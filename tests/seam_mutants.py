@@ -70,12 +70,13 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(source.replace(self.mutant.text, self.mutant.replacement), self.path, "exec", dont_inherit=True)
 
 
-ATTENTION, GUARDS, LATENT, ABSORBED, ROWS, REACH, GRAPH, MX_LINEAR = (
+ATTENTION, GUARDS, LATENT, ABSORBED, ROWS, ALL_REDUCE, REACH, GRAPH, MX_LINEAR = (
     ("attention.py", "test_decode_attention.py"),
     ("attention.py", "test_seam_guards.py"),
     ("latent_attention.py", "test_latent_attention.py"),
     ("absorbed_products.py", "test_absorbed_products.py"),
     ("row_selection.py", "test_row_selection.py"),
+    ("all_reduce.py", "test_row_selection.py"),
     ("reach.py", "test_reach.py"),
     ("graph.py", "test_graph.py"),
     ("seams/mxfp8_linear.py", "test_linear.py"),
@@ -179,8 +180,10 @@ SEAM_MUTANTS = {
         ROWS, "_stay.update(key for key, runs in ours.items() if not runs)", ""
     ),
     "a residual that is not checked": of(ROWS, "*([] if residual is None else [residual])", ""),
-    "AITER's fusion of norms lost": of(ROWS, "if not (passes.fuse_allreduce_rms and any(", "if not (False and any("),
-    "a fusion in two stages": of(ROWS, "if takes_one_stage(communicator, config):", "if True:"),
+    "AITER's fusion of norms lost": of(ALL_REDUCE, "if not (passes.fuse_allreduce_rms and", "if not (False and"),
+    "a fusion in two stages": of(ALL_REDUCE, "if takes_one_stage(communicator, config):", "if True:"),
+    "exponents for scales": of(ROWS, "torch.exp2(scale.float() - 127) if", "scale.float() if"),
+    "MX-FP8 in front of an opaque linear": of(ROWS, " and not (is_mx and is_opaque)", ""),
     "a draft model without its norms": of(ROWS, '("speculator", "drafter")', '("drafter",)'),
     "an eager time for a compiled norm": of(
         ROWS, "*fused, kernel_selection.COMPILED", "*fused, kernel_selection.EAGER"

@@ -170,6 +170,35 @@ def test_the_compilers_start_is_no_time_to_measure(kernels, monkeypatch):
     assert now == [100.0] and len(started) == 1 and kernel_selection.spent() < 1.0
 
 
+@pytest.mark.parametrize("fault", [None, "rms_norm_mxfp8_quant", "silu_and_mul_mxfp8_quant"])
+def test_mx_patterns_are_measured(kernels, monkeypatch, fault):
+    """Where vLLM compiles. A wrong op is off. No linear of the kind takes a quantized input elsewhere."""
+    for name in ("rms_norm_mxfp8_quant", "silu_and_mul_mxfp8_quant"):
+        op = getattr(ops, name)
+
+        def run(*a, op=op):
+            values, scale = op.reference(*a, *op._defaults[len(a) :])
+            return values, scale + 1 if op.name == fault else scale
+
+        monkeypatch.setattr(op, "run_kernels", run)
+
+    def layer() -> Layer:
+        made = Layer(KEYS[0])
+        for linear in (made.qkv_proj, made.q_b_proj, made.down_proj):
+            del linear._input_quant_key
+            linear.vllm_rocm_ops_is_mx = True
+            linear.vllm_rocm_ops_quantize = lambda x: torch.ops.vllm.mxfp8_quantize(x, False, 0)
+        return made
+
+    row_selection.before_compiling(worker(layer(), fuse_norm_quant=True), Clock(), lambda mine: [mine], True)
+    ours = row_selection.choices.ours
+    assert len(ours) == 3 and all(runs is not name.startswith(str(fault)) for name, runs in ours.items())
+    assert row_selection.choices.off == frozenset({fault} - {None})
+    monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: False)
+    row_selection.before_compiling(worker(uncompiled := layer()), Clock(), lambda mine: [mine], True)
+    assert row_selection.choices.ours == {} and uncompiled.act_fn.consumer is None
+
+
 def test_scales_may_be_negative(kernels, caplog):
     """As half of the random ones are that vLLM has for `load_format="dummy"`."""
     layer = Layer(KEYS[1])

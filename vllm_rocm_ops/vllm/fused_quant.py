@@ -100,6 +100,12 @@ def key_of(linear: torch.nn.Module | None, columns: int, keys: tuple[QuantKey | 
     return key if key in keys else None
 
 
+def made_for(linear: torch.nn.Module, columns: int, keys: tuple[QuantKey | None, ...]) -> QuantKey | None:
+    """Return the key of a linear's input in a compiled graph, as `key_of`. MX-FP8 linears take no quantized input elsewhere."""
+    is_mx = getattr(linear, "vllm_rocm_ops_is_mx", False) and MX in keys
+    return MX if is_mx else key_of(linear, columns, keys)
+
+
 def silu_and_mul(linear: torch.nn.Module, key: QuantKey, x: torch.Tensor) -> Quantized:
     """silu(first half of x) * second half, quantized as `key` says for `linear`."""
     if key == kFp8StaticTensorSym:

@@ -9,10 +9,6 @@ graph, so it cannot be chosen at a call. It is decided by pattern between loadin
     off         vLLM's, as our op was wrong on this GPU.
 
 What stays vLLM's is in the fingerprint of vLLM's compile cache.
-
-With AITER and tensor parallelism a pass of vLLM's fuses norms with the all-reduce in front of them. AITER has a one-stage kernel for
-small tensors and a two-stage kernel, which is slower than an all-reduce and a norm. A norm stays vLLM's where the pass has a pattern for
-its quantization and a decode step's tensors are small enough; where they are not, the pass is off.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from vllm_rocm_ops import envs
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.quantization import LIMIT
-from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, native_kernel, producers, seam
+from vllm_rocm_ops.vllm import all_reduce, kernel_selection, kernel_timing, native_kernel, producers, seam
 from vllm_rocm_ops.vllm.kernel_selection import NATIVE, Decided, Measured, Record
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -40,8 +36,6 @@ TOKENS = (2, 8, 64, 256)  # that are measured, and the most of a step. Not one, 
 SHARE = 0.4  # of the time to measure in a start, of which the rest is for linear layers, experts and attention
 SETS = 16  # of inputs, one for each call of a graph
 SAMPLED_ROWS = 8
-DECODE_TOKENS = 8  # up to which AITER's one-stage kernel has to take an all-reduce with a norm
-ALL_REDUCE = "all-reduce with norms"
 FUSED = "fused"  # the word of a key where a pass of vLLM's fuses the quantization
 
 
@@ -165,7 +159,8 @@ class Fused:
 
 
 def dequantized(values: Tensor, scale: Tensor) -> Tensor:
-    """A quantised result in float32. Some of vLLM's kernels pad the tokens of the scales."""
+    """A quantised result in float32. Some of vLLM's kernels pad the tokens of the scales. Scales of MX-FP8 are exponents."""
+    scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale
     groups = values.float().unflatten(1, (scale.shape[-1] if scale.dim() == 2 else 1, -1))
     scale = scale[: len(values)].unsqueeze(-1) if scale.dim() == 2 and len(scale) > 1 else scale.reshape(-1)[0]
     return (groups * scale).flatten(1)
@@ -230,7 +225,7 @@ def fused_in(
     for linear in model.modules():
         if hasattr(linear, "vllm_rocm_ops_quantize"):
             traits = getattr(linear, "input_scale_ub", None) is None, linear.vllm_rocm_ops_column_major_scales
-            kinds.setdefault((producers.width(linear), fused_quant.key_of(linear, 0, keys[True]), *traits), linear)
+            kinds.setdefault((producers.width(linear), fused_quant.made_for(linear, 0, keys[True]), *traits), linear)
     pairs = [
         (norm, one) for norm in norms.values() for one in kinds.values() if producers.width(one) == len(norm.weight)
     ]
@@ -239,11 +234,13 @@ def fused_in(
         if not hasattr(linear, "vllm_rocm_ops_quantize"):
             continue
         is_norm, columns = hasattr(producer, "variance_epsilon"), producers.width(linear)
-        key = fused_quant.key_of(linear, columns, keys[is_norm])
-        if key is not None:
-            has_residual = is_norm and columns == hidden
+        key, is_opaque = fused_quant.made_for(linear, columns, keys[is_norm]), producer in opaque or not compiles
+        is_mx = key == fused_quant.MX  # which no pass of vLLM's fuses, and no linear takes
+        if key is not None and not (is_mx and is_opaque):
+            has_residual, how = is_norm and columns == hidden, baseline(is_norm, producer in opaque)
             op = fused_quant.op_of(tables[is_norm], key, has_residual)
-            yield Fused(op, producer, linear, columns, dtype, has_residual, baseline(is_norm, producer in opaque))
+            how = how.replace(f"{FUSED}-", "") if is_mx else how
+            yield Fused(op, producer, linear, columns, dtype, has_residual, how)
 
 
 def decide(found: list[Fused], decided: Decided) -> dict[str, bool]:
@@ -329,65 +326,28 @@ def baseline_of(config, model: torch.nn.Module) -> Callable[..., str]:
     return name
 
 
-def takes_one_stage(communicator, config) -> bool:
-    """Return whether AITER's one-stage kernel takes the all-reduce and norm of a decode step, as vLLM's communicator says."""
-    takes, model = getattr(communicator, "use_1stage_fused_ar_rms", None), config.model_config
-    if takes is None:  # an older vLLM does not say, and keeps its fusion
-        return True
-    return takes(torch.empty(DECODE_TOKENS, model.get_hidden_size(), dtype=model.dtype, device="meta"))
-
-
-def leave_to_all_reduce(config, models: list[torch.nn.Module], says: bool) -> frozenset:
-    """Return the quantizations behind norms that vLLM fuses with AITER's all-reduce in one stage, None for a norm alone; or have it fuse
-    none. Its pass has patterns for a norm alone and for one with a quantization by groups."""
-    from vllm_rocm_ops.vllm import fused_quant
-
-    passes = config.compilation_config.pass_config
-    if not (passes.fuse_allreduce_rms and any(is_compiled(config, model) for model in models)):
-        return frozenset()
-    if seam.served_platform() != "rocm" or seam.names("norm"):
-        return frozenset()
-    from vllm._aiter_ops import rocm_aiter_ops
-
-    communicator, hidden = rocm_aiter_ops.get_aiter_allreduce(), config.model_config.get_hidden_size()
-    if communicator is None:  # the pass fuses nothing
-        return frozenset()
-    keys = {None}
-    if takes_one_stage(communicator, config):
-        text = "vllm-rocm-ops: norms stay vLLM's where it fuses them with AITER's all-reduce. VLLM_ROCM_OPS_SEAMS=norm,all has ours"
-        if getattr(communicator, "supports_per_group_quant", False):
-            keys.add(fused_quant.kFp8Dynamic128Sym)
-        said = []
-    else:
-        keys, passes.fuse_allreduce_rms = set(), False
-        text = "vllm-rocm-ops: vLLM's fusion of AITER's all-reduce with norms is off: %d tokens of %d take its two-stage kernel"
-        said = [DECODE_TOKENS, hidden]
-    _stay.add(f"{ALL_REDUCE} {'on' if passes.fuse_allreduce_rms else 'off'}")
-    if says:
-        logger.info(text, *said)
-    return frozenset(keys)
-
-
 def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable, says: bool) -> None:
     """Decide for the model that a worker has loaded."""
     config, models = worker.vllm_config, models_of(worker)
-    all_reduced = leave_to_all_reduce(config, models, says)
+    compiles = [is_compiled(config, model) for model in models]
+    all_reduced, stays = all_reduce.leave(config, any(compiles), says)
+    _stay.update(stays)
     sizes = config.model_config.get_hidden_size(), config.model_config.dtype
     found = [
         one
-        for model in models
-        for one in fused_in(model, *sizes, baseline_of(config, model), is_compiled(config, model))
+        for model, compiled in zip(models, compiles)
+        for one in fused_in(model, *sizes, baseline_of(config, model), compiled)
     ]
     distinct = {one.key: one for one in found}
     most = config.scheduler_config.max_num_batched_tokens
     at = sorted({*(tokens for tokens in TOKENS if tokens < most), most})
     wanted = {one: at for one in distinct.values()}
     if clock is not None and envs.VLLM_ROCM_OPS_MEASURE != "0":
-        compiles = functools.cache(lambda: compiler(config))
+        made = functools.cache(lambda: compiler(config))
         graphs = {one: at for one in wanted if one.key.endswith(kernel_selection.COMPILED)}
         for one in wanted:
-            one.compiled = _lazily(one, compiles) if one in graphs else one.vllms
-        start(compiles, graphs)
+            one.compiled = _lazily(one, made) if one in graphs else one.vllms
+        start(made, graphs)
     record, decided = Record({}), Decided({}, {})
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
         record, decided = kernel_timing.agree(wanted, clock, gather, measure_pair, SHARE)

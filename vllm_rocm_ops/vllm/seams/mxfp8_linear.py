@@ -22,6 +22,11 @@ MOST_TOKENS = 64  # that ours takes where it was not measured (kernel_selection.
 GROUP = 32
 
 
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return vLLM's quantization of x [M, K]: values and scales."""
+    return torch.ops.vllm.mxfp8_quantize(x, False, 0)
+
+
 class Rows:
     """Stand for the input of vLLM's native kernel, which takes the values and scales in place of a quantization of it."""
 
@@ -34,12 +39,12 @@ class Rows:
         return self
 
 
-def unless_quantized(quantize: Callable) -> Callable:
+def unless_quantized(within: Callable) -> Callable:
     """Return vLLM's quantization with `Rows` left as they are."""
 
-    @functools.wraps(quantize)
+    @functools.wraps(within)
     def quantized(x, *arguments, **keywords):
-        return (x.values, x.scale) if isinstance(x, Rows) else quantize(x, *arguments, **keywords)
+        return (x.values, x.scale) if isinstance(x, Rows) else within(x, *arguments, **keywords)
 
     return quantized
 
@@ -81,7 +86,7 @@ class Mxfp8Linear(native_kernel.Linear):
         return self.sizes(layer, layer[3], bias=layer[2])
 
     def arguments(self, layer, x, seed):
-        return (*torch.ops.vllm.mxfp8_quantize(x, False, 0), *layer)
+        return (*quantize(x), *layer)
 
     def exact(self, arguments, x, rows, columns):
         _, _, weight, weight_scale, bias, *_ = arguments
@@ -117,8 +122,8 @@ def probe() -> None:
     seam.require_parameters(Mxfp8LinearKernel.apply_weights, "layer", "x", "bias")
     seam.require(mxfp8_utils.MXFP8_BLOCK_SIZE == GROUP, f"groups of {GROUP}")
     seam.require(hasattr(torch.ops.vllm, "mxfp8_quantize"), "torch.ops.vllm.mxfp8_quantize")
-    quantize = inspect.unwrap(getattr(rocm_native, "mxfp8_e4m3_quantize", None))
-    seam.require(quantize is mxfp8_utils.mxfp8_e4m3_quantize, "mxfp8_e4m3_quantize in rocm_native.py")
+    within = inspect.unwrap(getattr(rocm_native, "mxfp8_e4m3_quantize", None))
+    seam.require(within is mxfp8_utils.mxfp8_e4m3_quantize, "mxfp8_e4m3_quantize in rocm_native.py")
     seam.require_parameters(rocm_native._mxfp8_dot_scaled_linear, "x", "w", "w_scale")
 
 
@@ -132,6 +137,11 @@ def install() -> None:
 
     table, takes_rows = linear._POSSIBLE_MXFP8_KERNELS, rocm_native.RocmDotScaledMxfp8LinearKernel
     rocm_native.mxfp8_e4m3_quantize = unless_quantized(rocm_native.mxfp8_e4m3_quantize)
+
+    def tell(layer: torch.nn.Module) -> None:
+        """Store in a layer how its input is quantized, for the norm or the activation in front of it."""
+        layer.vllm_rocm_ops_quantize, layer.vllm_rocm_ops_is_mx = quantize, True
+        layer.vllm_rocm_ops_column_major_scales = False
 
     class RocmOpsMxfp8Linear(Mxfp8LinearKernel):
         """`mxfp8_scaled_mm` and the native kernel of a layer."""
@@ -158,18 +168,23 @@ def install() -> None:
         def process_weights_after_loading(self, layer):
             if self.native is not None:
                 self.native.process_weights_after_loading(layer)
+                if self.quantizes(layer):
+                    tell(layer)
                 return
+            tell(layer)
             n, k = layer.weight.shape
             replace_parameter(layer, "weight", layer.weight.data.contiguous())
             replace_parameter(layer, "weight_scale", layer.weight_scale.data[:n, : k // GROUP].contiguous())
 
+        def quantizes(self, layer) -> bool:
+            """Return whether the input is quantized. The native kernel keeps some weights in bf16, vLLM's emulation quantizes no input."""
+            return self.native is None or (self.hands_rows and layer.weight.dtype == torch.float8_e4m3fn)
+
         def apply_weights(self, layer, x, bias=None):
-            # The native kernel keeps some weights in bf16. vLLM's emulation quantizes no input.
-            serves = self.native is None or (self.hands_rows and layer.weight.dtype == torch.float8_e4m3fn)
-            if not serves or native_kernel.leaves(self, x):
+            if not self.quantizes(layer) or native_kernel.leaves(self, x):
                 return self.native.apply_weights(layer, x, bias)
             weight, weight_scale = layer.weight, layer.weight_scale
-            a, scale_a = torch.ops.vllm.mxfp8_quantize(x.reshape(-1, x.shape[-1]), False, 0)
+            a, scale_a = quantize(x.reshape(-1, x.shape[-1]))
             if self.native is None:
                 output = torch.ops.vllm_rocm_ops.mxfp8_scaled_mm(a, weight, scale_a, weight_scale, x.dtype, bias)
             else:
