@@ -168,7 +168,7 @@ def install() -> None:
         def process_weights_after_loading(self, layer):
             if self.native is not None:
                 self.native.process_weights_after_loading(layer)
-                if self.quantizes(layer):
+                if self.hands_rows and layer.weight.dtype == torch.float8_e4m3fn:
                     tell(layer)
                 return
             tell(layer)
@@ -176,12 +176,10 @@ def install() -> None:
             replace_parameter(layer, "weight", layer.weight.data.contiguous())
             replace_parameter(layer, "weight_scale", layer.weight_scale.data[:n, : k // GROUP].contiguous())
 
-        def quantizes(self, layer) -> bool:
-            """Return whether the input is quantized. The native kernel keeps some weights in bf16, vLLM's emulation quantizes no input."""
-            return self.native is None or (self.hands_rows and layer.weight.dtype == torch.float8_e4m3fn)
-
         def apply_weights(self, layer, x, bias=None):
-            if not self.quantizes(layer) or native_kernel.leaves(self, x):
+            # The native kernel keeps some weights in bf16. vLLM's emulation quantizes no input.
+            serves = self.native is None or (self.hands_rows and layer.weight.dtype == torch.float8_e4m3fn)
+            if not serves or native_kernel.leaves(self, x):
                 return self.native.apply_weights(layer, x, bias)
             weight, weight_scale = layer.weight, layer.weight_scale
             a, scale_a = quantize(x.reshape(-1, x.shape[-1]))
