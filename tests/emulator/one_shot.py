@@ -12,7 +12,7 @@ from vllm_rocm_ops.emulator import Devices
 from vllm_rocm_ops.launch import Launch
 
 SOURCE = Path(__file__).with_suffix(".hip")
-THREADS, PHASES, RANKS = 128, 2, 8
+PHASES, RANKS = 2, 8
 
 
 def compile_one_shot(arch_name: str, folder: Path) -> Path:
@@ -58,6 +58,7 @@ class Group:
         epoch=0,
     ):
         self.ranks, self.words, self.phases = ranks, words, PHASES if "phase" in kernel else 1
+        threads = 64 * self.phases
         self.devices = Devices(arch_name, ranks, seed)
         generator = torch.Generator().manual_seed(seed)
         capacity = max(*words, 1)
@@ -66,17 +67,17 @@ class Group:
             self.devices.share(rank, inbox, f"the inbox of rank {rank}")
         self.calls: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # by rank and epoch: values and sums
         for rank in range(ranks):
-            most = -(-capacity // THREADS)
+            most = -(-capacity // threads)
             counters = torch.full((1 + most,), epoch - (1 << 32 if epoch >> 31 else 0), dtype=torch.int32)
             counters[0] = 0
             mine = []
             for number, count in enumerate(words):
                 call = mine[replayed[0]] if number in replayed[1:] else self._call(count, generator)
                 mine.append(call)
-                blocks = max(1, -(-count // THREADS))
+                blocks = max(1, -(-count // threads))
                 pointers = (*inboxes, *[None] * (RANKS - ranks), *call, counters)
                 launch = Launch(
-                    "", f"{kernel}_{ranks}", (blocks, 1, 1), (THREADS, 1, 1), (*pointers, count, capacity, rank, blocks)
+                    "", f"{kernel}_{ranks}", (blocks, 1, 1), (threads, 1, 1), (*pointers, count, capacity, rank, blocks)
                 )
                 self.devices.enqueue(rank, path, launch, epoch + number + 1, number % streams)
             self.calls.append(mine)

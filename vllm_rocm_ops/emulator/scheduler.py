@@ -6,6 +6,7 @@ divides them splits the group, a common program counter joins it again.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -40,15 +41,15 @@ class Scheduler:
         place: Place | None = None,
     ):
         self.program, self.kernel = program, program.object
-        threads = int(np.prod(launch.block))
+        threads = math.prod(launch.block)
         self.grid, self.block_size, self.threads = launch.grid, launch.block, threads
         self.waves_per_block = -(-threads // LANES)
-        blocks = int(np.prod(launch.grid))
+        blocks = math.prod(launch.grid)
         self.space, self.kernarg, self.options, self.place = space, kernarg, options, place
         self.device = place.device if place else 0
         # (wave, address of a load) -> the load of a word that is not the awaited one, its words.Words and the word
         self.stale: dict[tuple[int, int], tuple] = {}
-        self.counters = Counters(program.arch, traffic=space.traffic)
+        self.counters = Counters(program.arch, traffic=space.traffic, _patterns=space.patterns)
         self.counts = [0] * len(program.instructions)
         self.steps = self.last_progress = 0
         self.rng = None if options.seed is None else np.random.default_rng(options.seed)
@@ -142,7 +143,10 @@ class Scheduler:
     @property
     def is_waiting(self) -> bool:
         """Whether all waves that could run sleep until something changes, or blocks wait for room on the device."""
-        return self.has_none or all(map(self.is_asleep, self.queue)) and bool(self.queue) and not self._room()
+        for w in self.queue:
+            if not self.is_asleep(w):
+                return False
+        return bool(self.queue or not self.waiting) and not self._room()
 
     @property
     def has_none(self) -> bool:
@@ -157,7 +161,10 @@ class Scheduler:
     @property
     def has_slept(self) -> bool:
         """Whether all waves that could run have stopped to sleep."""
-        return bool(self.queue) and all(w.sleeps for w in self.queue) and not self._room()
+        for w in self.queue:
+            if not w.sleeps:
+                return False
+        return bool(self.queue) and not self._room()
 
     def turn(self) -> None:
         """Runs a group of waves for a while."""
@@ -184,6 +191,8 @@ class Scheduler:
 
     def _room(self) -> int:
         """Return how many blocks can start."""
+        if not self.next_blocks:
+            return 0
         count = min(len(self.next_blocks), len(self.free_slots), max(1, _GROUP // self.waves_per_block))
         if count and self.place and self.place.room:
             count = min(count, int(self.place.room[0] * self.held_blocks + 1e-6))
