@@ -9,6 +9,7 @@ import ctypes
 
 import numpy as np
 
+from .accesses import Accesses
 from .coherence import AGENT, SYSTEM, Coherence
 from .errors import Misaligned, OutOfBounds, StaleRead, Uninitialised
 
@@ -95,7 +96,8 @@ class Space:
     def __init__(self, granule: int, races: bool, traffic=None):
         self.regions: dict[int, Region] = {}
         self.races, self.traffic = races, traffic
-        self.coherence = Coherence(granule, races)
+        self.coherence = Coherence(races)
+        self.accesses = Accesses(granule, self.coherence)
         self.addresses: dict[int, int] = {}
         self.changes = 0  # how often memory or a wave's progress changed what others may wait for
         self.patterns: dict = {}  # see Counters
@@ -234,9 +236,9 @@ class Space:
             if self.traffic is not None and where.lanes is not None:
                 self.traffic.load(region.name, offsets, w.block[where.rows if index is None else where.rows[index]])
             if self.races and not atomic:
-                self.coherence.check_order(region, offsets, size, index, w, where, None, scope)
+                self.accesses.check_order(region, offsets, size, index, w, where, None, scope)
                 if region.watched and where.lanes is not None:
-                    self.coherence.stamp_readers(region, offsets, size, index, w, where)
+                    self.accesses.stamp_readers(region, offsets, size, index, w, where)
             if index is None:
                 return values
             if out is None:
@@ -249,7 +251,7 @@ class Space:
         region = self.regions.get(int(a[0]) >> SLOT)
         if self.races and region is not None and region.last is not None:
             for region, offsets, index, _ in self.find(a, size, 4, where):
-                self.coherence.check_order(region, offsets, size, index, w, where, None, 0)
+                self.accesses.check_order(region, offsets, size, index, w, where, None, 0)
 
     def _check_written(self, region, units, unit, size, index, where) -> None:
         written = np.ascontiguousarray(region.written_views[unit][units]).view(np.uint8)
@@ -276,10 +278,10 @@ class Space:
                 is_word = size == unit == 8
                 if self.races and not atomic and not is_word:
                     old = region.data[offsets[:, None] + np.arange(size)]
-                    self.coherence.check_order(region, offsets, size, index, w, where, (old, mine), SYSTEM)
+                    self.accesses.check_order(region, offsets, size, index, w, where, (old, mine), SYSTEM)
                 region.words.store(offsets, mine, scope, is_word, w, where, rows)
                 if self.races and not is_word:
-                    self.coherence.stamp(region, offsets, size, index, w, where, None, scope)
+                    self.accesses.stamp(region, offsets, size, index, w, where, None, scope)
                 changed = True
                 continue
             units = self._units(offsets, size, unit)
@@ -289,10 +291,10 @@ class Space:
             if not changed:
                 changed = old.tobytes() != new.tobytes()
             if self.races and not atomic:
-                self.coherence.check_order(region, offsets, size, index, w, where, (old, new), SYSTEM)
+                self.accesses.check_order(region, offsets, size, index, w, where, (old, new), SYSTEM)
             view[units] = new
             if self.races:
-                self.coherence.stamp(
+                self.accesses.stamp(
                     region, offsets, size, index, w, where, None if atomic else (view, units, new), scope
                 )
             if region.written is not None:
@@ -316,6 +318,6 @@ class Space:
                 self._check_written(region, units, size, size, index, where)
             old[chosen] = update(region.views[size], units, chosen)
             if self.races:
-                self.coherence.stamp(region, offsets, size, index, w, where, None, scope)
+                self.accesses.stamp(region, offsets, size, index, w, where, None, scope)
         self.coherence.clock += 4
         return old
