@@ -174,8 +174,11 @@ class Coherence:
                 continue
             before = self.written_back.get(wave)
             self.written_back[wave] = clocks if before is None else np.maximum(before, clocks)
-            for held in self.stores_held if clocks[1].any() else ():
-                held.deliver(np.array([wave]), int(clocks[1].max()), 0)
+            mates = self._mates(self.scheduler_of(wave), wave)
+            mates = np.arange(mates.start, mates.stop)
+            for clock in dict.fromkeys(clocks[1][clocks[1] > 0].tolist()):
+                for held in self.stores_held:
+                    held.deliver(mates[clocks[1] == clock], clock, 0)
 
     def invalidate(self, w, scope: int) -> None:
         """A buffer_inv of these waves: loads without sc1 now read what those with sc1 do; at system scope, other devices' too."""

@@ -129,7 +129,8 @@ class Words:
         else:
             units = ((offsets // piece)[:, None] + np.arange(size // piece)).ravel()
             waves = np.repeat(waves, size // piece)
-            self._release(lambda held: np.isin(held.units * held.size >> 3, units * piece >> 3))
+        # stores to one place stay in order; of two words the second is refused
+        self._release(lambda held: (held.size < 8 or not is_word) and held.in_words(units * piece >> 3))
         if scope == SYSTEM:
             drawn = fabric.rng.random(_ARRIVALS + len(units))
             few = fabric.now + (drawn[:_ARRIVALS] * fabric.delay).astype(np.int64)
