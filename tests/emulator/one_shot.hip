@@ -51,25 +51,35 @@ DEVICE u64 load_word(u64* slot) {
   return __scoped_atomic_load_n(mem::global(slot), __ATOMIC_RELAXED, scope);
 }
 
+DEVICE u64* slot(u64* inbox, u32 bytes) { return (u64*)((u8*)inbox + bytes); }
+
 // The sum of all ranks' values, in the order of ranks. `slots` is the place of this epoch and phase in an inbox, `at` the word in
 // what a rank stores there.
 template <Bug bug, u32 ranks>
 DEVICE u32 exchange(const Group& group, u32 value, u32 slots, u32 at, u32 capacity, u32 epoch, u32 rank) {
   constexpr u32 kStored = bug == kStoreScope ? __MEMORY_SCOPE_DEVICE : __MEMORY_SCOPE_SYSTEM;
   constexpr u32 kLoaded = bug == kLoadScope ? __MEMORY_SCOPE_DEVICE : __MEMORY_SCOPE_SYSTEM;
-  const u32 step = 8 * capacity;
-  u32 offset = 8 * (slots + at);
-  const auto slot = [&](u32 inbox, u32 from) { return (u64*)((u8*)group.inbox[inbox] + (offset + from * step)); };
+  const u32 step = 8 * capacity, first = 8 * (slots + at);
 #pragma unroll
   for (u32 peer = 0; peer < ranks; ++peer) {
-    if constexpr (bug == kTorn) store_halves(slot(peer, rank), value, epoch);
-    else store_word<kStored>(slot(peer, rank), value, epoch);
+    if constexpr (bug == kTorn) store_halves(slot(group.inbox[peer], first + rank * step), value, epoch);
+    else store_word<kStored>(slot(group.inbox[peer], first + rank * step), value, epoch);
+  }
+  u64* const inbox = group.inbox[rank];
+  u32 offsets[ranks];
+  u32 offset = first;
+#pragma unroll
+  for (u32 peer = 0; peer < ranks; ++peer, offset += step) {
+    asm volatile("" : "+v"(offset));  // added up, not multiplied
+    offsets[peer] = offset;
   }
   u64 words[ranks];
   const auto look = [&] {
-    asm volatile("" : "+v"(offset));  // no address of 64 bits is kept for each peer
 #pragma unroll
-    for (u32 peer = 0; peer < ranks; ++peer) words[peer] = load_word<kLoaded>(slot(rank, peer));
+    for (u32 peer = 0; peer < ranks; ++peer) {
+      asm volatile("" : "+v"(offsets[peer]));  // 32 bits are kept for each peer, and no address of 64
+      words[peer] = load_word<kLoaded>(slot(inbox, offsets[peer]));
+    }
   };
   const auto is_there = [&] {
     u32 differ = 0;
@@ -81,10 +91,10 @@ DEVICE u32 exchange(const Group& group, u32 value, u32 slots, u32 at, u32 capaci
     }
     return bug == kWait || differ == 0;
   };
-  look();
-  while (!is_there()) {
-    __builtin_amdgcn_s_sleep(1);
+  while (true) {
     look();
+    if (wave::count(!is_there()) == 0) break;  // the wave goes on as one
+    __builtin_amdgcn_s_sleep(1);
   }
   u32 sum = 0;
 #pragma unroll
@@ -92,7 +102,8 @@ DEVICE u32 exchange(const Group& group, u32 value, u32 slots, u32 at, u32 capaci
   return sum;
 }
 
-// Each thread has one word. `values` and `sums` [words, at least 1]; `counters` are arrivals and the group's epoch, and with kBlockCounter an epoch per block.
+// Each thread has one word. `values` and `sums` [words, at least 1]; `counters` are arrivals and the epoch of the group, and with
+// kBlockCounter an epoch per block.
 template <Bug bug, u32 ranks, u32 phases, u32 threads>
 DEVICE void one_shot(const Group& group, const u32* values, u32* sums, u32* counters, u32 words, u32 capacity, u32 rank,
                      u32 blocks) {

@@ -34,7 +34,7 @@ PLANTED = {
     "residency": "residency: a grid larger than what is resident",
 }
 SEEDS_OF_BUGS = 16
-SLICES = 40  # of each cell, so that all cells go on together
+SLICES = 100  # of each cell, so that all cells go on together
 FIELDS = ("planted", "arch", "ranks", "hidden", "first", "schedules", "expected", "ms")
 """A line has the schedules from seed `first` on: in how many the sums were right, or the planted bug was found; their processor time."""
 

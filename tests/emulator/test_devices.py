@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 import torch
 from assembly import Kernel, assemble
@@ -55,16 +56,25 @@ def test_phases_with_slots_of_their_own(built):
         Group(path, arch_name, 4, (256, 0, 256), seed, kernel="two_phases").run()
 
 
+def seconds_of_numpy() -> float:
+    """Return the processor time of 60,000 small operations, which is what a machine makes of such work while it has other work."""
+    values, start = np.arange(256), time.process_time()
+    for number in range(20_000):
+        (values + number > 3).any()
+    return time.process_time() - start
+
+
 def test_processor_time(built):
-    """Three epochs of 8 ranks; the least of several, as the machine has other work."""
+    """Three epochs of 8 ranks take 100 ms where 60,000 operations take 45; the least of several."""
     arch_name, path = built
-    taken = []
+    taken, compared = [], []
     for seed in range(8):
+        compared.append(seconds_of_numpy())
         group = Group(path, arch_name, 8, (WORDS,) * 3, seed)
         start = time.process_time()
         group.run()
         taken.append(time.process_time() - start)
-    assert min(taken) < 0.1
+    assert min(taken) / min(compared) < 100 / 45, (taken, compared)
 
 
 # What is wrong is found

@@ -112,8 +112,9 @@ class Coherence:
         scheduler = w.scheduler
         if not self.races or len(self.completed) == 1:
             return []
-        acquired = []
-        for wave, address in dict.fromkeys(zip(w.id[site.rows].tolist(), addresses.tolist(), strict=True)):
+        acquired, rows = [], site.rows
+        starts = np.append(0, 1 + np.flatnonzero((rows[1:] != rows[:-1]) | (addresses[1:] != addresses[:-1])))
+        for wave, address in dict.fromkeys(zip(w.id[rows[starts]].tolist(), addresses[starts].tolist(), strict=True)):
             seen, left = self.seen.get(wave), self.left.get(address)
             if acquire and left is not None:
                 acquired.append((wave, left))
