@@ -12,7 +12,7 @@ from assembly import Kernel, assemble
 from marks import full
 from one_shot import ARCHS, BUGS, RANKS, SCHEDULES, WORDS, Group, compile_one_shot, finds, run_schedule
 
-from vllm_rocm_ops.emulator import Devices, errors
+from vllm_rocm_ops.emulator import Devices, devices, errors
 from vllm_rocm_ops.launch import Launch
 
 
@@ -54,6 +54,18 @@ def test_phases_with_slots_of_their_own(built):
     arch_name, path = built
     for seed in range(4):
         Group(path, arch_name, 4, (256, 0, 256), seed, kernel="two_phases").run()
+
+
+def test_words_wake_waves(built, monkeypatch):
+    """Waves that sleep go on when words come: they need not be woken for want of others, and look twice at most."""
+    arch_name, path = built
+    forced, turn = set(), devices._Run._turn
+    monkeypatch.setattr(devices._Run, "_turn", lambda run, queue: (forced.add(run.is_forced), turn(run, queue)))
+    for seed in range(16):
+        launches = Group(path, arch_name, 2, (WORDS,) * 4, seed).devices.run()
+        loads = sum(launch.mnemonics["global_load_dwordx2"] for launch in launches)
+        assert loads <= 2 * 2 * len(launches) * WORDS // 64
+    assert forced == {False}
 
 
 def seconds_of_numpy() -> float:

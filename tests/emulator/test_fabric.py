@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 from assembly import LOAD_POINTERS, Kernel, assemble
-from one_shot import ARCHS, WORDS, Group, compile_one_shot
+from one_shot import ARCHS, Group, compile_one_shot
 
-from vllm_rocm_ops.emulator import Devices, errors
+from vllm_rocm_ops.emulator import Devices, devices, errors
 from vllm_rocm_ops.launch import Launch
 
 SEEDS = range(16)
@@ -63,6 +63,17 @@ AWAITS = f"global_load_dword v8, v3, s[6:7] {SYSTEM}"
 COPIES = kernel("copies", "global_load_dword v8, v1, s[4:5]", WAIT, "global_store_dword v1, v8, s[6:7]")
 SENDS = kernel("sends", f"global_store_dword v1, v4, s[4:5] {SYSTEM}", WAIT, RAISES)
 AWAITS_FLAG = polls("awaits_flag", AWAITS, "v8", VALUE)
+LOOKS_FIRST = kernel(
+    "looks_first",
+    "s_branch .Llook",
+    ".Lsleep:",
+    "s_sleep 1",
+    ".Llook:",
+    AWAITS,
+    WAIT,
+    f"v_cmp_ne_u32 vcc, {VALUE}, v8",
+    "s_cbranch_vccnz .Lsleep",
+)
 LOADS_BACK = kernel(
     "loads_back",
     f"global_store_dword v1, v4, s[4:5] {SYSTEM}",
@@ -89,6 +100,41 @@ STORES_PARTS_AND_WORD = kernel(
     f"global_store_dword v2, v3, s[4:5] {SYSTEM}",
     f"global_store_dword v2, v3, s[4:5] offset:4 {SYSTEM}",
     f"global_store_dwordx2 v2, v[4:5], s[4:5] {SYSTEM}",
+)
+ADDS_TO_ITS_STORE = kernel(
+    "adds_to_its_store",
+    f"global_store_dword v1, v4, s[4:5] {SYSTEM}",
+    "global_atomic_add v1, v4, s[4:5] sc1",
+)
+LOADS_FROM_BOTH = kernel(
+    "loads_from_both",
+    *(f"v_mov_b32 v{6 + n}, s{4 + n}" for n in range(4)),
+    "v_cmp_gt_u32 vcc, 32, v0",
+    "v_cndmask_b32 v6, v8, v6, vcc",
+    "v_cndmask_b32 v7, v9, v7, vcc",
+    f"global_load_dwordx2 v[10:11], v[6:7], off {SYSTEM}",
+)
+LOADS_ANOTHERS = kernel(
+    "loads_anothers",
+    "s_lshl_b32 s10, s2, 8",
+    "v_add_u32 v5, s10, v1",
+    "global_store_dword v5, v4, s[6:7]",
+    "s_xor_b32 s10, s10, 0x100",
+    "v_add_u32 v5, s10, v1",
+    "global_load_dword v8, v5, s[6:7]",
+    WAIT,
+)
+MEETS = kernel(
+    "meets",
+    "v_mov_b32 v6, 1",
+    "global_atomic_add v3, v6, s[4:5]",
+    WAIT,
+    ".Lmeet:",
+    "s_sleep 1",
+    "global_load_dword v8, v3, s[4:5] sc1",
+    WAIT,
+    f"v_cmp_ne_u32 vcc, {5 * RESIDENT * 64}, v8",
+    "s_cbranch_vccnz .Lmeet",
 )
 LOADS_PART = polls("loads_part", f"global_load_dword v8, v2, s[4:5] {SYSTEM}", "v8", VALUE)
 ADDS = kernel("adds", "global_atomic_add v3, v4, s[4:5]")
@@ -136,7 +182,17 @@ KERNELS = [
     *BLOCKS_RIGHT,
     *BLOCKS_WRONG,
     *(COPIES, SENDS, AWAITS_FLAG, LOADS_BACK, LOADS_WORD_BACK, STORES_TWICE, STORES_PARTS_AND_WORD, LOADS_PART, ADDS),
-    *(ADDS_FOR_THE_SYSTEM, RECEIVES, STORES_ANOTHER, STORES_ALONE),
+    *(
+        MEETS,
+        LOOKS_FIRST,
+        LOADS_ANOTHERS,
+        LOADS_FROM_BOTH,
+        ADDS_TO_ITS_STORE,
+        ADDS_FOR_THE_SYSTEM,
+        RECEIVES,
+        STORES_ANOTHER,
+        STORES_ALONE,
+    ),
 ]
 
 
@@ -180,12 +236,13 @@ def test_a_wave_sees_its_own_stores(code, kernel):
         assert (output == VALUE).all(), seed
 
 
-def test_stores_of_a_wave_to_one_place_stay_in_order(code):
+@pytest.mark.parametrize(("kernel", "value"), [(STORES_TWICE, VALUE), (ADDS_TO_ITS_STORE, 2 * VALUE)])
+def test_stores_of_a_wave_to_one_place_stay_in_order(code, kernel, value):
     for seed in SEEDS:
         fabric = Fabric(code, 2, seed)
-        fabric.enqueue(0, STORES_TWICE)
+        fabric.enqueue(0, kernel)
         fabric.run()
-        assert (fabric.shared[:64] == VALUE).all(), seed
+        assert (fabric.shared[:64] == value).all(), seed
 
 
 def test_a_word_stays_behind_its_parts(code):
@@ -197,13 +254,22 @@ def test_a_word_stays_behind_its_parts(code):
 
 
 @pytest.mark.parametrize("scope", STORES)
+def test_stores_are_visible_when_all_launches_have_ended(code, scope):
+    for seed in SEEDS:
+        fabric = Fabric(code, 2, seed)
+        fabric.enqueue(0, STORES[scope])
+        fabric.run()
+        assert (fabric.shared[:64] == VALUE).all(), seed
+
+
+@pytest.mark.parametrize("scope", STORES)
 def test_a_launch_finds_what_the_one_before_it_stored(code, scope):
     for seed in SEEDS:
         fabric = Fabric(code, 1, seed)
         fabric.enqueue(0, STORES[scope])
         output = fabric.enqueue(0, COPIES)
         fabric.run()
-        assert (output == VALUE).all() and (fabric.shared[:64] == VALUE).all(), seed
+        assert (output == VALUE).all(), seed
 
 
 def test_a_launch_finds_what_the_one_before_it_has_seen(code):
@@ -276,6 +342,13 @@ def test_a_word_is_not_read_in_parts(code):
             fabric.run()
 
 
+def test_words_are_not_read_with_other_memory(code):
+    fabric = Fabric(code, 1, 0)
+    fabric.enqueue(0, LOADS_FROM_BOTH)
+    with pytest.raises(errors.OutOfBounds, match="shared is read together with other memory"):
+        fabric.run()
+
+
 def test_atomics_between_devices(code):
     for seed in SEEDS:
         fabric = Fabric(code, 2, seed)
@@ -301,6 +374,23 @@ def test_launches_of_two_streams_race(code):
             fabric.run()
 
 
+def test_blocks_of_a_launch_race(code):
+    for seed in SEEDS:
+        fabric = Fabric(code, 1, seed)
+        fabric.enqueue(0, LOADS_ANOTHERS, fabric.shared, fabric.zeros(128), blocks=2)
+        with pytest.raises(errors.GlobalRace, match="nothing that orders the two"):
+            fabric.run()
+
+
+def test_devices_race(code):
+    for seed in SEEDS:
+        fabric = Fabric(code, 2, seed)
+        for device, kernel in enumerate((STORES[SYSTEM], STORES_ANOTHER)):
+            fabric.enqueue(device, kernel)
+        with pytest.raises(errors.GlobalRace, match="of shared, overwritten here, was written by rank"):
+            fabric.run()
+
+
 def test_streams_take_room_from_each_other(code):
     """Blocks that wait fill the device, where they start first, and what they wait for has no room."""
     found: set[str] = set()
@@ -321,11 +411,15 @@ def test_streams_take_room_from_each_other(code):
 
 
 def test_all_blocks_of_each_device_are_resident(tmp_path):
-    """As many blocks as a device holds wait for those of its peers, and each device has room of its own."""
-    path = compile_one_shot("gfx942", tmp_path)
-    words = RESIDENT * 64
-    assert words == 8 * WORDS
-    Group(path, "gfx942:1", 2, (words,), 0).run()
+    """As many blocks as a device holds wait for those of its peer, and each device has room of its own."""
+    Group(compile_one_shot("gfx942", tmp_path), "gfx942:1", 2, (RESIDENT * 64,), 0).run()
+
+
+def test_all_blocks_of_a_launch_meet(code):
+    """Each block waits for all others, on 5 compute units, whose blocks have shares of the room that are no binary fractions."""
+    fabric = Fabric(code, 1, 0, ":5")
+    fabric.enqueue(0, MEETS, fabric.zeros(1), fabric.zeros(1), blocks=5 * RESIDENT)
+    fabric.run()
 
 
 def test_schedules_vary(code):
@@ -341,6 +435,40 @@ def test_schedules_vary(code):
         assert sorted(counts) == [2 * blocks for blocks in range(1, 7)]
         ends.add("".join("01"[count > 6] for count in counts))
     assert {"000111", "111000"} < ends and len(ends) > 6
+
+
+def test_a_flag_wakes_waves(code, monkeypatch):
+    """Waves that have looked before they sleep go on when the flag is raised, and need not be woken for want of others."""
+    forced, turn = set(), devices._Run._turn
+    monkeypatch.setattr(devices._Run, "_turn", lambda run, queue: (forced.add(run.is_forced), turn(run, queue)))
+    for seed in range(2 * len(SEEDS)):
+        fabric = Fabric(code, 2, seed)
+        flag = fabric.devices.share(1, fabric.zeros(1), "the flag")
+        fabric.enqueue(0, SENDS, fabric.shared, flag)
+        fabric.enqueue(1, LOOKS_FIRST, fabric.shared, flag)
+        fabric.run()
+    assert forced == {False}
+
+
+def test_devices_are_skewed(code, monkeypatch):
+    """Some schedules have devices of one speed, some one that is several times as fast, and some pause between launches."""
+    ratios, pauses = set(), set()
+    turn = devices._Run._turn
+
+    def watched(run, queue):
+        turn(run, queue)
+        ratios.add(round(max(run.weights) / min(run.weights), 3))
+        if queue.running is None and queue.launches:
+            pauses.add(queue.begins - run.fabric.now)
+
+    monkeypatch.setattr(devices._Run, "_turn", watched)
+    for seed in SEEDS:
+        fabric = Fabric(code, 2, seed)
+        for device in (0, 0, 1, 1):
+            fabric.enqueue(device, COPIES)
+        fabric.run()
+    assert 1 in ratios and max(ratios) > 4
+    assert 0 in pauses and max(pauses) > 20
 
 
 def test_what_is_refused(code, tmp_path):
