@@ -28,7 +28,7 @@ enum Bug {
   kSharedPhase,
   kTorn
 };
-constexpr u32 kRanks = 8, kPhases = 2, kThreads = 128;
+constexpr u32 kRanks = 8, kPhases = 2;
 
 struct Group {
   u64* inbox[kRanks];  // of each rank: [2 buffers, kPhases, ranks, capacity]
@@ -51,24 +51,35 @@ DEVICE u64 load_word(u64* slot) {
   return __scoped_atomic_load_n(mem::global(slot), __ATOMIC_RELAXED, scope);
 }
 
+DEVICE u64* slot(u64* inbox, u32 bytes) { return (u64*)((u8*)inbox + bytes); }
+
 // The sum of all ranks' values, in the order of ranks. `slots` is the place of this epoch and phase in an inbox, `at` the word in
 // what a rank stores there.
 template <Bug bug, u32 ranks>
 DEVICE u32 exchange(const Group& group, u32 value, u32 slots, u32 at, u32 capacity, u32 epoch, u32 rank) {
   constexpr u32 kStored = bug == kStoreScope ? __MEMORY_SCOPE_DEVICE : __MEMORY_SCOPE_SYSTEM;
   constexpr u32 kLoaded = bug == kLoadScope ? __MEMORY_SCOPE_DEVICE : __MEMORY_SCOPE_SYSTEM;
-  const auto slot = [&](u32 inbox, u32 from) {
-    return (u64*)((u8*)group.inbox[inbox] + 8 * (slots + from * capacity + at));
-  };
+  const u32 step = 8 * capacity, first = 8 * (slots + at);
 #pragma unroll
   for (u32 peer = 0; peer < ranks; ++peer) {
-    if constexpr (bug == kTorn) store_halves(slot(peer, rank), value, epoch);
-    else store_word<kStored>(slot(peer, rank), value, epoch);
+    if constexpr (bug == kTorn) store_halves(slot(group.inbox[peer], first + rank * step), value, epoch);
+    else store_word<kStored>(slot(group.inbox[peer], first + rank * step), value, epoch);
+  }
+  u64* const inbox = group.inbox[rank];
+  u32 offsets[ranks];
+  u32 offset = first;
+#pragma unroll
+  for (u32 peer = 0; peer < ranks; ++peer, offset += step) {
+    asm volatile("" : "+v"(offset));  // added up, not multiplied
+    offsets[peer] = offset;
   }
   u64 words[ranks];
   const auto look = [&] {
 #pragma unroll
-    for (u32 peer = 0; peer < ranks; ++peer) words[peer] = load_word<kLoaded>(slot(rank, peer));
+    for (u32 peer = 0; peer < ranks; ++peer) {
+      asm volatile("" : "+v"(offsets[peer]));  // 32 bits are kept for each peer, and no address of 64
+      words[peer] = load_word<kLoaded>(slot(inbox, offsets[peer]));
+    }
   };
   const auto is_there = [&] {
     u32 differ = 0;
@@ -80,10 +91,10 @@ DEVICE u32 exchange(const Group& group, u32 value, u32 slots, u32 at, u32 capaci
     }
     return bug == kWait || differ == 0;
   };
-  look();
-  while (!is_there()) {
-    __builtin_amdgcn_s_sleep(1);
+  while (true) {
     look();
+    if (wave::count(!is_there()) == 0) break;  // the wave goes on as one
+    __builtin_amdgcn_s_sleep(1);
   }
   u32 sum = 0;
 #pragma unroll
@@ -91,8 +102,9 @@ DEVICE u32 exchange(const Group& group, u32 value, u32 slots, u32 at, u32 capaci
   return sum;
 }
 
-// `values` and `sums` [words]; `counters` are arrivals and the group's epoch, and with kBlockCounter an epoch per block.
-template <Bug bug, u32 ranks, u32 phases>
+// Each thread has one word. `values` and `sums` [words, at least 1]; `counters` are arrivals and the epoch of the group, and with
+// kBlockCounter an epoch per block.
+template <Bug bug, u32 ranks, u32 phases, u32 threads>
 DEVICE void one_shot(const Group& group, const u32* values, u32* sums, u32* counters, u32 words, u32 capacity, u32 rank,
                      u32 blocks) {
   const u32 block = wave::block_id_x();
@@ -102,8 +114,9 @@ DEVICE void one_shot(const Group& group, const u32* values, u32* sums, u32* coun
   if (bug == kNarrowEpoch) epoch &= 3;
   const u32 buffer = bug == kSwap ? 0 : epoch & 1;
   const u32 exchanged = words || bug == kSkipEmpty ? words : 1;
-  for (u32 at = block * kThreads + wave::thread_id(); at < exchanged; at += blocks * kThreads) {
-    u32 value = at < words ? mem::load<u32>(values + at) : 0;
+  const u32 at = block * threads + wave::thread_id();
+  if (at < exchanged) {
+    u32 value = mem::load<u32>(values + at);
 #pragma unroll
     for (u32 phase = 0; phase < phases; ++phase) {
       const u32 place = bug == kSharedPhase ? 0 : phase;
@@ -118,24 +131,25 @@ DEVICE void one_shot(const Group& group, const u32* values, u32* sums, u32* coun
   else if (block_count(counters, blocks) == blocks - 1) *mem::global(counter) = epoch;
 }
 
-#define KERNEL_OF(name, bug, ranks, phases)                                                                   \
-  KERNEL(128)                                                                                                 \
+#define KERNEL_OF(name, bug, ranks, phases, threads)                                                          \
+  KERNEL(threads)                                                                                             \
   name##_##ranks(Group group, const u32* values, u32* sums, u32* counters, u32 words, u32 capacity, u32 rank, \
                  u32 blocks) {                                                                                \
-    one_shot<bug, ranks, phases>(group, values, sums, counters, words, capacity, rank, blocks);               \
+    one_shot<bug, ranks, phases, threads>(group, values, sums, counters, words, capacity, rank, blocks);      \
   }
-#define KERNELS(name, bug, phases) \
-  KERNEL_OF(name, bug, 2, phases) KERNEL_OF(name, bug, 4, phases) KERNEL_OF(name, bug, 8, phases)
-KERNELS(two_phases, kRight, 2)
-KERNELS(right, kRight, 1)
-KERNELS(store_scope, kStoreScope, 1)
-KERNELS(load_scope, kLoadScope, 1)
-KERNELS(wait, kWait, 1)
-KERNELS(any_epoch, kAnyEpoch, 1)
-KERNELS(swap, kSwap, 1)
-KERNELS(block_counter, kBlockCounter, 1)
-KERNELS(skip_peer, kSkipPeer, 1)
-KERNELS(skip_empty, kSkipEmpty, 1)
-KERNELS(narrow_epoch, kNarrowEpoch, 1)
-KERNELS(shared_phase, kSharedPhase, 2)
-KERNELS(torn, kTorn, 1)
+#define KERNELS(name, bug, phases, threads) \
+  KERNEL_OF(name, bug, 2, phases, threads)  \
+  KERNEL_OF(name, bug, 4, phases, threads) KERNEL_OF(name, bug, 8, phases, threads)
+KERNELS(two_phases, kRight, 2, 128)
+KERNELS(shared_phase, kSharedPhase, 2, 128)
+KERNELS(right, kRight, 1, 64)
+KERNELS(store_scope, kStoreScope, 1, 64)
+KERNELS(load_scope, kLoadScope, 1, 64)
+KERNELS(wait, kWait, 1, 64)
+KERNELS(any_epoch, kAnyEpoch, 1, 64)
+KERNELS(swap, kSwap, 1, 64)
+KERNELS(block_counter, kBlockCounter, 1, 64)
+KERNELS(skip_peer, kSkipPeer, 1, 64)
+KERNELS(skip_empty, kSkipEmpty, 1, 64)
+KERNELS(narrow_epoch, kNarrowEpoch, 1, 64)
+KERNELS(torn, kTorn, 1, 64)

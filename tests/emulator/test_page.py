@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import schedules
 import torch
 from assembly import build_module
 from pages import block_of
@@ -76,3 +77,15 @@ def test_an_offload_bundle_is_named(tmp_path):
     wanted = "must be an AMDGPU ELF file, got an offload bundle: compile with --no-gpu-bundle-output"
     with pytest.raises(ValueError, match=wanted):
         CodeObject(tmp_path / "bundle.co")
+
+
+def test_the_tables_of_schedules_are_those_of_what_ran():
+    """All that ran is as expected, or a planted bug that was found at least once, but for residency with 2 ranks."""
+    assert schedules.with_tables(PAGE) == PAGE, "run: python tests/emulator/schedules.py page FILE"
+    seen = schedules.read(schedules.SUMS)
+    assert seen.keys() == schedules.cells().keys()
+    for (bug, _, ranks, _), [line] in seen.items():
+        if not bug:
+            assert line["expected"] == line["schedules"]
+        elif bug != "residency" or ranks > 2:
+            assert line["expected"] > 0, bug

@@ -6,7 +6,7 @@
     emulator.last.lds_conflict_cycles
 
 A device holds the programs of code objects; a program is a kernel whose instructions are bound to functions on waves
-(instructions/); a scheduler runs one launch of it. memory.py has bounds, coherence.py and lds.py have races, events.py has waits,
+(instructions/); a scheduler runs one launch of it. memory.py has bounds, accesses.py and lds.py have races, events.py has waits,
 sanitizer.py has registers. vllm_rocm_ops/docs/emulator.md says how to run kernels of one's own.
 
 What it checks, as subclasses of `EmulatorError` that name kernel, instruction, block, wave and lane: see errors.py.

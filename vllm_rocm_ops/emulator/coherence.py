@@ -22,32 +22,22 @@ from __future__ import annotations
 
 import bisect
 import functools
-import mmap
 
 import numpy as np
 
-from .errors import GlobalRace, StaleRead
-
 # What a wave has seen of another: what came before; of its stores those that arrived, of stores without sc1 and with, and of
 # stores below system scope those that a write-back at system scope has taken.
-_ORDER, _PLAIN, _DEVICE, _SYSTEM = 0, 1, 2, 3
+OF_ORDER, OF_PLAIN, OF_DEVICE, OF_SYSTEM = 0, 1, 2, 3
 AGENT, SYSTEM = 1, 2  # scopes of an access: sc1, sc0 sc1
 
 
-def _sparse_zeros(count: int) -> np.ndarray:
-    """int64 zeros that take memory only where they are written, and may be more than there is."""
-    no_reserve = 0x4000  # Linux's MAP_NORESERVE
-    return np.frombuffer(mmap.mmap(-1, 8 * count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve), np.int64)
-
-
 class Coherence:
-    """What waves have seen of each other's accesses. Each region has `last`: clock << 32 | barrier epoch << 20 | wave id + 1 of each
-    granule's last writer; and `readers`: the same of readers. The clock's two lowest bits are the scope of a store. Blocks and waves are
-    numbered over all launches, in the order in which they begin."""
+    """What waves have seen of each other's accesses, which accesses.py checks. Blocks and waves are numbered over all launches, in the order
+    in which they begin."""
 
-    def __init__(self, granule: int, races: bool):
-        self.granule, self.races = granule, races
-        self.clock = 4  # a multiple of 4; a key of a store adds its scope
+    def __init__(self, races: bool):
+        self.races = races
+        self.clock = 4  # a multiple of 4; what accesses.py keeps of a store adds its scope
         self.launches: list = []  # the schedulers, in the order in which they begin
         self.first_waves: list[int] = []
         self.block_of = self.device_of = self.queue_of = np.zeros(0, np.int64)  # by wave
@@ -87,7 +77,7 @@ class Coherence:
                 known.update(dict.fromkeys(range(start, start + waves), base))
         return start, block
 
-    def _is_before(self, waves: np.ndarray, scheduler) -> np.ndarray:
+    def is_before(self, waves: np.ndarray, scheduler) -> np.ndarray:
         """Whether waves are of launches that came before this one in its queue."""
         return (waves < scheduler.first_wave) & (self.queue_of[waves] == scheduler.place.queue)
 
@@ -105,121 +95,8 @@ class Coherence:
             self.stores[0].append(self.clock)
             self.stores[1].append(ins)
 
-    def _granules(self, offsets, size):
-        shift = self.granule.bit_length() - 1
-        first = offsets >> shift
-        count = max(1, size >> shift)
-        return first[:, None] + np.arange(count)
-
-    def check_order(self, region, offsets, size, index, w, where, values, scope: int) -> None:
-        """Refuses an access that nothing orders after another wave's: a read after a write; a write (`values` are the old and
-        the new bytes) after a write of something else, or after a read. And one that may miss another block's store."""
-        if region.last is None and region.readers is None:
-            return
-        rows = where.rows if index is None else where.rows[index]
-        granules = self._granules(offsets, size)
-        changed = True
-        if values is not None:
-            old, new = (np.ascontiguousarray(x).view(np.uint8).reshape(len(offsets), -1) for x in values)
-            changed = (old != new).any(axis=1)[:, None]
-        kinds = [("written", region.last)] if region.last is not None else []
-        if values is not None and region.readers is not None:
-            kinds += [("read", readers) for readers in region.readers]
-        for kind, keys in kinds:
-            who = keys[granules]
-            suspect = self._unordered(who, w, rows) & changed
-            if suspect.any():
-                bad = int(np.argmax(suspect.any(axis=1)))
-                other = int(who[bad, np.argmax(suspect[bad])] & 0xFFFFF) - 1
-                action = "read" if values is None else "overwritten"
-                message = f"byte {int(offsets[bad]) - region.start} of {region.name}, {action} here, was {kind} by "
-                message += f"{self.wave_name(other)} with nothing that orders the two"
-                raise where(GlobalRace, bad if index is None else int(index[bad]), message)
-            if kind == "written":
-                hidden = self._hidden(region, who, w, rows, scope) & changed
-                if hidden.any():
-                    bad = int(np.argmax(hidden.any(axis=1)))
-                    key, reader = int(who[bad, np.argmax(hidden[bad])]), int(w.id[rows[bad]])
-                    message = self._of_hidden(region, key, reader)
-                    message = f"byte {int(offsets[bad]) - region.start} of {region.name} was stored by {message}"
-                    raise where(StaleRead, bad if index is None else int(index[bad]), message)
-
-    def _hidden(self, region, keys, w, rows, scope: int) -> np.ndarray:
-        """Where a granule's last store is another block's, and this access may not find it."""
-        other = np.maximum((keys & 0xFFFFF) - 1, 0)
-        me = w.id[rows][:, None]
-        hidden = (keys != 0) & (self.block_of[other] != self.block_of[me])
-        if w.scheduler.place:
-            hidden &= ~self._is_before(other, w.scheduler)
-        if not hidden.any():
-            return hidden
-        clock = keys >> 32
-        seen = self._seen_by(me, other, _PLAIN + (clock & 3 > 0), self.seen if scope else self.read_plainly)
-        across = self.device_of[other] != w.scheduler.device
-        if across.any():
-            kind = np.where(clock & 3 == SYSTEM, _DEVICE, _SYSTEM)
-            far = self._seen_by(me, other, kind, self.seen if scope == SYSTEM else self.read_below)
-            seen = np.where(across, far if region.words else 0, seen)
-        return hidden & (seen <= clock)
-
-    def _of_hidden(self, region, key: int, reader: int) -> str:
-        """By which instruction of which wave a granule was stored, and what is missing between that and the reader."""
-        clock, wave = key >> 32, (key & 0xFFFFF) - 1
-        ins = self.stores[1][bisect.bisect_left(self.stores[0], clock & ~3)]
-        across = self.device_of[wave] != self.device_of[reader]
-        bits = "sc0 sc1" if across else "sc1"
-        is_wide = clock & 3 >= (SYSTEM if across else AGENT)
-        kind = _DEVICE if is_wide else _SYSTEM if across else _PLAIN
-        arrived = self._seen_by(np.array([reader]), np.array([wave]), np.array([kind]), self.seen)[0] > clock
-        if across and not region.words:
-            missing = "devices do not see each other's stores to cached memory"
-        elif arrived:
-            missing = (
-                f"this access has no {bits}, and no buffer_inv {bits} came before it and after what orders the two"
-            )
-        elif is_wide:
-            missing = "no s_waitcnt says that it was complete before what orders the two"
-        else:
-            missing = f"it has no {bits}, and no buffer_wbl2 {bits} was complete before what orders the two"
-        scheduler = self.scheduler_of(wave)
-        place = f"+{ins.address - scheduler.kernel.entry:#x} `{ins.text}`{scheduler.line(ins)}"
-        return f"{place} of {scheduler.wave_name(wave)}: {missing}"
-
-    def _unordered(self, keys, w, rows) -> np.ndarray:
-        """Where a granule's last access is another wave's, and not before this one: no barrier in the block, no atomics
-        that hand over."""
-        suspect = keys != 0
-        other = np.maximum((keys & 0xFFFFF) - 1, 0)
-        me = w.id[rows][:, None]
-        if suspect.any():
-            suspect &= other != me
-            if w.scheduler.place:
-                suspect &= ~self._is_before(other, w.scheduler)
-        if not suspect.any():
-            return suspect
-        epochs = w.scheduler.epochs[w.block[rows]][:, None]
-        after_barrier = (self.block_of[other] == self.block_of[me]) & ((keys >> 20 & 0xFFF) < epochs)
-        return suspect & ~after_barrier & (self._seen_by(me, other, _ORDER, self.seen) <= keys >> 32)
-
-    def stamp_readers(self, region, offsets, size, index, w, where) -> None:
-        """Remembers each granule's last reader, and the last one before that was another wave."""
-        if region.readers is None:
-            region.readers = np.zeros((2, -(-region.data.size // self.granule)), np.int64)
-        rows = where.rows if index is None else where.rows[index]
-        granules = self._granules(offsets, size)
-        key = self._key(w, rows)[:, None]
-        last, before = region.readers
-        old = last[granules]
-        another = (old & 0xFFFFF) != (key & 0xFFFFF)
-        if another.any():
-            before[granules[another]] = old[another]
-        last[granules] = key
-
-    def _key(self, w, rows, scope: int = 0) -> np.ndarray:
-        return (self.clock | scope) << 32 | (w.scheduler.epochs[w.block[rows]] & 0xFFF) << 20 | w.id[rows] + 1
-
     @staticmethod
-    def _seen_by(mine: np.ndarray, other: np.ndarray, kind, known: dict[int, np.ndarray]) -> np.ndarray:
+    def seen_by(mine: np.ndarray, other: np.ndarray, kind, known: dict[int, np.ndarray]) -> np.ndarray:
         """The clock up to which wave `mine` has seen wave `other`, of a kind, by what is known."""
         waves = [wave for wave in dict.fromkeys(mine.ravel().tolist()) if wave in known] if known else ()
         mine, other, kind = np.broadcast_arrays(mine, other, kind)
@@ -235,8 +112,9 @@ class Coherence:
         scheduler = w.scheduler
         if not self.races or len(self.completed) == 1:
             return []
-        acquired = []
-        for wave, address in dict.fromkeys(zip(w.id[site.rows].tolist(), addresses.tolist(), strict=True)):
+        acquired, rows = [], site.rows
+        starts = np.append(0, 1 + np.flatnonzero((rows[1:] != rows[:-1]) | (addresses[1:] != addresses[:-1])))
+        for wave, address in dict.fromkeys(zip(w.id[rows[starts]].tolist(), addresses[starts].tolist(), strict=True)):
             seen, left = self.seen.get(wave), self.left.get(address)
             if acquire and left is not None:
                 acquired.append((wave, left))
@@ -248,9 +126,9 @@ class Coherence:
                 known = (np.int64(self.barriers.get(block, 0)), agent, completed, system)
                 for row, clock in zip(mine[:, mates], known, strict=True):
                     np.maximum(row, clock, out=row)
-                for row, clock in zip((_PLAIN, _SYSTEM), at_barrier, strict=True):
+                for row, clock in zip((OF_PLAIN, OF_SYSTEM), at_barrier, strict=True):
                     np.maximum(mine[row, mates], clock, out=mine[row, mates])
-                mine[_ORDER, wave], mine[_DEVICE, wave] = self.clock + 1, self.completed[wave]
+                mine[OF_ORDER, wave], mine[OF_DEVICE, wave] = self.clock + 1, self.completed[wave]
                 self.left[address] = mine if left is None else np.maximum(mine, left)
         return acquired
 
@@ -297,8 +175,11 @@ class Coherence:
                 continue
             before = self.written_back.get(wave)
             self.written_back[wave] = clocks if before is None else np.maximum(before, clocks)
-            for held in self.stores_held if clocks[1].any() else ():
-                held.deliver(np.array([wave]), int(clocks[1].max()), 0)
+            mates = self._mates(self.scheduler_of(wave), wave)
+            mates = np.arange(mates.start, mates.stop)
+            for clock in dict.fromkeys(clocks[1][clocks[1] > 0].tolist()):
+                for held in self.stores_held:
+                    held.deliver(mates[clocks[1] == clock], clock, 0)
 
     def invalidate(self, w, scope: int) -> None:
         """A buffer_inv of these waves: loads without sc1 now read what those with sc1 do; at system scope, other devices' too."""
@@ -317,24 +198,3 @@ class Coherence:
             of_waves = {id(known[wave]): known[wave] for wave in waves if wave in known}
             if of_waves:
                 known.update(dict.fromkeys(waves, functools.reduce(np.maximum, of_waves.values())))
-
-    def stamp(self, region, offsets, size, index, w, where, values, scope: int = 0) -> None:
-        if region.last is None:
-            region.last = _sparse_zeros(-(-region.data.size // self.granule))
-        rows = where.rows if index is None else where.rows[index]
-        key = self._key(w, rows, scope)
-        granules = self._granules(offsets, size)
-        region.last[granules] = key[:, None]
-        if values is None or w.count == 1:
-            return
-        other = region.last[granules] != key[:, None]
-        if other.any():
-            view, units, new = values
-            lost = np.ascontiguousarray(view[units]).view(np.uint8) != np.ascontiguousarray(new).view(np.uint8)
-            lost = lost.reshape(len(offsets), -1).any(axis=1) & other.any(axis=1)
-            if lost.any():
-                bad = int(np.argmax(lost))
-                winner = int(region.last[granules[bad]].max() & 0xFFFFF) - 1
-                message = f"byte {int(offsets[bad]) - region.start} of {region.name} is also written by "
-                message += f"{self.wave_name(winner)}, with another value and nothing that orders the two"
-                raise where(GlobalRace, bad if index is None else int(index[bad]), message)

@@ -104,23 +104,28 @@ class Counters:
     loads_in_flight: int = 0  # most loads that one wave had outstanding
     bytes_in_flight: Counter = field(default_factory=Counter)  # most bytes per wave that they asked for, by region
     traffic: Traffic | None = None  # if asked for
-    _patterns: dict = field(default_factory=dict, repr=False)
+    _patterns: dict = field(default_factory=dict, repr=False)  # lines and cycles of accesses that were counted before
 
     def vector_access(self, ins, w, addresses: np.ndarray, size: int, inside: np.ndarray | None = None) -> None:
         """Counts a global access of the active lanes; `addresses` is 1-d. inside: per lane and dword, whether a buffer has it; what it
         has not moves nothing."""
-        chosen = slice(None) if inside is None or inside.all() else inside.any(axis=1)
-        total = len(addresses) * size if inside is None else int(inside.sum()) * min(size, 4)
+        if inside is None:
+            chosen, total = slice(None), len(addresses) * size
+        else:
+            chosen = slice(None) if inside.all() else inside.any(axis=1)
+            total = int(inside.sum()) * min(size, 4)
         if "store" in ins.mnemonic:
             self.bytes_stored += total
         else:
             self.bytes_loaded += total
         if not total:
             return
-        base = int(addresses[0]) & ~127
-        relative = addresses - np.uint64(base)
-        lanes = b"" if isinstance(chosen, slice) else chosen.tobytes()
-        key = (size, w.full, lanes, relative.tobytes() if w.full else (relative.tobytes(), w.mask.tobytes()))
+        relative = addresses - (addresses[0] & ~np.uint64(127))
+        if w.full and inside is None:
+            key = size, relative.tobytes()
+        else:
+            lanes = b"" if isinstance(chosen, slice) else chosen.tobytes()
+            key = size, relative.tobytes(), lanes, w.mask.tobytes()
         lines = self._patterns.get(key)
         if lines is None:
             rows, relative = w.active()[0][chosen].astype(np.int64) << 48, relative[chosen]
@@ -168,17 +173,19 @@ class Counters:
 
     def finish(self, code: list, counts: list[int]) -> None:
         """Adds what follows from how often each instruction ran."""
-        self._patterns.clear()
+        self._patterns = {}
+        of_kinds: defaultdict = defaultdict(int)
         for ins, count in zip(code, counts, strict=True):
-            if not count:
-                continue
-            kind = instruction_class(ins)
+            if count:
+                of_kinds[ins.counted_as] += count
+        for (name, encoding, *formats), count in of_kinds.items():
+            kind = _class_of(name, encoding)
+            self.mnemonics[name] += count
             self.instructions[kind] += count
-            self.mnemonics[ins.mnemonic] += count
             cycles = {"transcendental": 16}.get(kind, 4)
-            if kind == "valu" and ("_f64" in ins.mnemonic or "_u64_u32" in ins.mnemonic or "_i64_i32" in ins.mnemonic):
+            if kind == "valu" and ("_f64" in name or "_u64_u32" in name or "_i64_i32" in name):
                 cycles = 8
             if kind == "matrix":
-                cycles = MATRIX[ins.mnemonic].cycles(self.arch, ins.fields.get("cbsz", 0), ins.fields.get("blgp", 0))
+                cycles = MATRIX[name].cycles(self.arch, *formats)
                 self.matrix_cycles += cycles * count
             self.issue_cycles += cycles * count

@@ -74,6 +74,11 @@ class Instruction:
             .strip()
         )
 
+    @cached_property
+    def counted_as(self) -> tuple[str, str, int, int]:
+        """What its class and its cycles follow from: mnemonic, encoding, and a matrix instruction's formats."""
+        return self.mnemonic, self.encoding, self.fields.get("cbsz", 0), self.fields.get("blgp", 0)
+
     @property
     def sources(self) -> list[Operand]:
         """The src operands in order."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from vllm_rocm_ops import arch, kernel_arguments
@@ -95,7 +95,7 @@ class Emulator:
         """Return the program of a launch, and refuse a launch that does not fit."""
         program = self.program(path, launch.symbol)
         kernel = program.object
-        threads = int(np.prod(launch.block))
+        threads = math.prod(launch.block)
         if threads > kernel.max_block or not threads:
             raise errors.LaunchError(
                 f"{launch.symbol}: block must be at most {kernel.max_block} threads, got {launch.block}"
@@ -104,7 +104,7 @@ class Emulator:
             raise errors.LaunchError(
                 f"{launch.symbol}: lds must be at most {self.arch.lds_bytes}, got {kernel.lds + launch.lds}"
             )
-        if not int(np.prod(launch.grid)):
+        if not math.prod(launch.grid):
             raise errors.LaunchError(f"{launch.symbol}: grid must be positive, got {launch.grid}")
         return program
 
@@ -151,7 +151,7 @@ def tensors_of(launch) -> list[tuple]:
 
 def waves_of(launch) -> int:
     """Return the number of waves of a launch."""
-    return int(np.prod(launch.grid)) * -(-int(np.prod(launch.block)) // LANES)
+    return math.prod(launch.grid) * -(-math.prod(launch.block) // LANES)
 
 
 @functools.lru_cache(maxsize=64)

@@ -70,9 +70,13 @@ def issue(w, event: Event) -> None:
     if not (event.load and event.vm):
         return
     counters, region = w.scheduler.counters, event.region
-    loads = [e for e in w.order if e.load and e.vm]
-    counters.loads_in_flight = max(counters.loads_in_flight, len(loads))
-    in_flight = sum(e.size for e in loads if e.region == region)
+    loads = in_flight = 0
+    for e in w.order:
+        if e.load and e.vm:
+            loads += 1
+            if e.region == region:
+                in_flight += e.size
+    counters.loads_in_flight = max(counters.loads_in_flight, loads)
     counters.bytes_in_flight[region] = max(counters.bytes_in_flight[region], in_flight)
 
 
@@ -82,14 +86,18 @@ def wait(w, vm: int, lgkm: int) -> None:
     order, scheduler = w.order, w.scheduler
     if not order:
         return
-    excess_vm = sum(e.vm for e in order) - vm
-    excess_lgkm = sum(e.lgkm for e in order) - lgkm
-    if lgkm and any(e.scalar and e.lgkm for e in order):
+    excess_vm, excess_lgkm, is_scalar = -vm, -lgkm, False  # operations beyond those that may stay
+    for event in order:
+        excess_vm += event.vm
+        if event.lgkm:
+            excess_lgkm += 1
+            is_scalar |= event.scalar
+    if lgkm and is_scalar:
         excess_lgkm = 0
     if excess_vm <= 0 and excess_lgkm <= 0:
         return
     waits_for_memory = excess_vm > 0
-    kept, done = [], []
+    kept, done, has_stored = [], [], False
     for event in order:
         if event.vm and excess_vm > 0:
             event.vm = False
@@ -101,6 +109,7 @@ def wait(w, vm: int, lgkm: int) -> None:
             kept.append(event)
             continue
         done.append(event)
+        has_stored |= event.clock is not None
         for code in event.registers:
             if w.pending.get(code) is event:
                 del w.pending[code]
@@ -118,5 +127,5 @@ def wait(w, vm: int, lgkm: int) -> None:
             scheduler.space.coherence.acquire(w.id, event.acquired)
         if event.written_back:
             scheduler.space.coherence.has_written_back(w.id, event.written_back)
-    if any(event.clock is not None for event in done):
+    if has_stored:
         scheduler.space.coherence.complete(w.id, next((event.clock for event in kept if event.clock is not None), None))

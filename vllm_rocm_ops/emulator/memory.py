@@ -9,12 +9,14 @@ import ctypes
 
 import numpy as np
 
+from .accesses import Accesses
 from .coherence import AGENT, SYSTEM, Coherence
 from .errors import Misaligned, OutOfBounds, StaleRead, Uninitialised
 
 SLOT = 36  # log2 of the distance of regions
 _WATCHED = 1 << 24  # readers are remembered in regions of up to so many bytes
 WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+_least, _most, _any_bits = np.minimum.reduce, np.maximum.reduce, np.bitwise_or.reduce
 _ONES = {size: np.frombuffer(b"\1" * size, dtype)[0] for size, dtype in WORD.items()}
 
 
@@ -94,9 +96,11 @@ class Space:
     def __init__(self, granule: int, races: bool, traffic=None):
         self.regions: dict[int, Region] = {}
         self.races, self.traffic = races, traffic
-        self.coherence = Coherence(granule, races)
+        self.coherence = Coherence(races)
+        self.accesses = Accesses(granule, self.coherence)
         self.addresses: dict[int, int] = {}
         self.changes = 0  # how often memory or a wave's progress changed what others may wait for
+        self.patterns: dict = {}  # see Counters
         self._keep: list = []
 
     def add_bytes(self, name: str, content: bytes) -> int:
@@ -162,8 +166,10 @@ class Space:
 
     def find(self, a: np.ndarray, size: int, align: int, where) -> list:
         """[(region, byte offsets, index into a or None for all, access size in bytes that divides all)]."""
-        low, high = int(a.min()), int(a.max())
-        bits = int(np.bitwise_or.reduce(a))
+        if len(a) == 1:
+            low = high = bits = int(a[0])
+        else:
+            low, high, bits = int(_least(a)), int(_most(a)), int(_any_bits(a))
         if bits & (align - 1):
             bad = int(np.argmax(a & np.uint64(align - 1) != 0))
             raise where(Misaligned, bad, f"address {int(a[bad]):#x} must be a multiple of {align}")
@@ -218,7 +224,7 @@ class Space:
         for region, offsets, index, unit in self.find(a, size, align, where):
             if region.words is not None:
                 rows = where.rows if index is None else where.rows[index]
-                values = region.words.load(offsets, size, scope, w, where, rows, atomic)
+                values = region.words.load(offsets, size, scope, size == unit == 8, w, where, rows, atomic)
                 if values is not None:
                     if index is None:
                         return values
@@ -230,9 +236,9 @@ class Space:
             if self.traffic is not None and where.lanes is not None:
                 self.traffic.load(region.name, offsets, w.block[where.rows if index is None else where.rows[index]])
             if self.races and not atomic:
-                self.coherence.check_order(region, offsets, size, index, w, where, None, scope)
+                self.accesses.check_order(region, offsets, size, index, w, where, None, scope)
                 if region.watched and where.lanes is not None:
-                    self.coherence.stamp_readers(region, offsets, size, index, w, where)
+                    self.accesses.stamp_readers(region, offsets, size, index, w, where)
             if index is None:
                 return values
             if out is None:
@@ -245,7 +251,7 @@ class Space:
         region = self.regions.get(int(a[0]) >> SLOT)
         if self.races and region is not None and region.last is not None:
             for region, offsets, index, _ in self.find(a, size, 4, where):
-                self.coherence.check_order(region, offsets, size, index, w, where, None, 0)
+                self.accesses.check_order(region, offsets, size, index, w, where, None, 0)
 
     def _check_written(self, region, units, unit, size, index, where) -> None:
         written = np.ascontiguousarray(region.written_views[unit][units]).view(np.uint8)
@@ -269,13 +275,13 @@ class Space:
             mine = values if index is None else values[index]
             if region.words is not None:
                 rows = where.rows if index is None else where.rows[index]
-                is_word = size == 8 and not (offsets & 7).any()
+                is_word = size == unit == 8
                 if self.races and not atomic and not is_word:
                     old = region.data[offsets[:, None] + np.arange(size)]
-                    self.coherence.check_order(region, offsets, size, index, w, where, (old, mine), SYSTEM)
-                region.words.store(offsets, mine, scope, w, where, rows)
+                    self.accesses.check_order(region, offsets, size, index, w, where, (old, mine), SYSTEM)
+                region.words.store(offsets, mine, scope, is_word, w, where, rows)
                 if self.races and not is_word:
-                    self.coherence.stamp(region, offsets, size, index, w, where, None, scope)
+                    self.accesses.stamp(region, offsets, size, index, w, where, None, scope)
                 changed = True
                 continue
             units = self._units(offsets, size, unit)
@@ -285,10 +291,10 @@ class Space:
             if not changed:
                 changed = old.tobytes() != new.tobytes()
             if self.races and not atomic:
-                self.coherence.check_order(region, offsets, size, index, w, where, (old, new), SYSTEM)
+                self.accesses.check_order(region, offsets, size, index, w, where, (old, new), SYSTEM)
             view[units] = new
             if self.races:
-                self.coherence.stamp(
+                self.accesses.stamp(
                     region, offsets, size, index, w, where, None if atomic else (view, units, new), scope
                 )
             if region.written is not None:
@@ -312,6 +318,6 @@ class Space:
                 self._check_written(region, units, size, size, index, where)
             old[chosen] = update(region.views[size], units, chosen)
             if self.races:
-                self.coherence.stamp(region, offsets, size, index, w, where, None, scope)
+                self.accesses.stamp(region, offsets, size, index, w, where, None, scope)
         self.coherence.clock += 4
         return old

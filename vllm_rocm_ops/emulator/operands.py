@@ -292,10 +292,11 @@ def write_lanes(operand: Operand, and_exec: bool) -> Callable:
     code = operand.code
 
     def run(w, lanes, active=None):
-        active = w.mask if active is None else active
-        lanes = lanes & active
-        if lanes.shape != active.shape:
-            lanes = np.broadcast_to(lanes, active.shape)
+        if active is not None or not w.full or lanes.shape[1] == 1:
+            active = w.mask if active is None else active
+            lanes = lanes & active
+        if len(lanes) != w.count:
+            lanes = np.broadcast_to(lanes, (w.count, LANES))
         w.S64[code][...] = w.bits(lanes)
         if and_exec:
             w.write_pair(126, w.S64[code])

@@ -134,7 +134,10 @@ def _memory_kind(ins: Instruction) -> str:
 def examine(w, ins: Instruction, bound) -> Callable:
     """Checks an instruction that touches undefined or pending registers; returns what to do after it ran."""
     reads, writes, flow = bound.reads, bound.writes, bound.flow
-    for code in (reads | writes) & w.pending.keys():
+    is_pending = not bound.registers.isdisjoint(w.pending)
+    if not is_pending and reads.isdisjoint(w.undefined) and (bound.ignores_exec or w.full):
+        return functools.partial(_define, w, writes)
+    for code in bound.registers & w.pending.keys() if is_pending else ():
         event = w.pending[code]
         in_order = code not in reads and _memory_kind(ins) == event.kind and event.kind != "scalar"
         if not in_order and not w.scheduler.program.trusted:
@@ -186,6 +189,16 @@ def examine(w, ins: Instruction, bound) -> Callable:
                 w.alert.discard(code)
 
     return after
+
+
+def _define(w, writes: frozenset[int]) -> None:
+    """Take note that all lanes of these registers are written."""
+    for code in writes:
+        if code in w.undefined:
+            w.undefined.discard(code)
+            w.defined.pop(code, None)
+            if code not in w.pending:
+                w.alert.discard(code)
 
 
 def _undefined_lanes(w, ins: Instruction, code: int) -> np.ndarray:

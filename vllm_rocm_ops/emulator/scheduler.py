@@ -6,6 +6,7 @@ divides them splits the group, a common program counter joins it again.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -13,17 +14,16 @@ import numpy as np
 
 from . import errors, sanitizer
 from .counters import Counters
-from .decode import AGPR, EXEC, M0, VCC, VGPR
 from .instructions.scalar import Diverge, Signal
 from .lds import Lds
 from .memory import Space
 from .place import Place
 from .program import Program
-from .waves import LANES, SGPRS, Waves
+from .start import new_waves
+from .waves import LANES, Waves
 
 _QUANTUM = 4096  # instructions that a group runs before others get their turn
 _GROUP = 64  # waves that start as one group
-_POISON = 0xFFA5A5A5  # a NaN in every float format
 
 
 class Scheduler:
@@ -40,15 +40,15 @@ class Scheduler:
         place: Place | None = None,
     ):
         self.program, self.kernel = program, program.object
-        threads = int(np.prod(launch.block))
+        threads = math.prod(launch.block)
         self.grid, self.block_size, self.threads = launch.grid, launch.block, threads
         self.waves_per_block = -(-threads // LANES)
-        blocks = int(np.prod(launch.grid))
+        blocks = math.prod(launch.grid)
         self.space, self.kernarg, self.options, self.place = space, kernarg, options, place
         self.device = place.device if place else 0
         # (wave, address of a load) -> the load of a word that is not the awaited one, its words.Words and the word
         self.stale: dict[tuple[int, int], tuple] = {}
-        self.counters = Counters(program.arch, traffic=space.traffic)
+        self.counters = Counters(program.arch, traffic=space.traffic, _patterns=space.patterns)
         self.counts = [0] * len(program.instructions)
         self.steps = self.last_progress = 0
         self.rng = None if options.seed is None else np.random.default_rng(options.seed)
@@ -142,7 +142,10 @@ class Scheduler:
     @property
     def is_waiting(self) -> bool:
         """Whether all waves that could run sleep until something changes, or blocks wait for room on the device."""
-        return self.has_none or all(map(self.is_asleep, self.queue)) and bool(self.queue) and not self._room()
+        for w in self.queue:
+            if not self.is_asleep(w):
+                return False
+        return bool(self.queue or not self.waiting) and not self._room()
 
     @property
     def has_none(self) -> bool:
@@ -157,7 +160,10 @@ class Scheduler:
     @property
     def has_slept(self) -> bool:
         """Whether all waves that could run have stopped to sleep."""
-        return bool(self.queue) and all(w.sleeps for w in self.queue) and not self._room()
+        for w in self.queue:
+            if not w.sleeps:
+                return False
+        return bool(self.queue) and not self._room()
 
     def turn(self) -> None:
         """Runs a group of waves for a while."""
@@ -184,6 +190,8 @@ class Scheduler:
 
     def _room(self) -> int:
         """Return how many blocks can start."""
+        if not self.next_blocks:
+            return 0
         count = min(len(self.next_blocks), len(self.free_slots), max(1, _GROUP // self.waves_per_block))
         if count and self.place and self.place.room:
             count = min(count, int(self.place.room[0] * self.held_blocks + 1e-6))
@@ -200,7 +208,7 @@ class Scheduler:
         for block in blocks:
             self.slots[block] = self.free_slots.pop()
             self.lds.clear(self.slots[block])
-        waves = self._new_waves(blocks)
+        waves = new_waves(self, blocks)
         if self.joins:
             self.queue.append(waves)
             return True
@@ -210,81 +218,6 @@ class Scheduler:
             self.queue.append(waves.split(chosen))
         self.queue.append(waves)
         return True
-
-    def _new_waves(self, blocks: np.ndarray) -> Waves:
-        kernel, per_block = self.kernel, self.waves_per_block
-        block = np.repeat(blocks, per_block)
-        wave = np.tile(np.arange(per_block), len(blocks))
-        count = len(block)
-        poison = 0 if self.program.trusted else _POISON
-        vgpr = np.full((kernel.vgprs + kernel.agprs, count, LANES), poison, np.uint32)
-        thread = wave[:, None] * LANES + np.arange(LANES)
-        x, y, _ = self.block_size
-        axes = kernel.rsrc2 >> 11 & 3  # ENABLE_VGPR_WORKITEM_ID: x, xy or xyz, packed
-        vgpr[0] = thread % x | (thread // x % y << 10 if axes else 0) | (thread // x // y << 20 if axes > 1 else 0)
-        sgpr = np.full((count, SGPRS), poison, np.uint32)
-        known = self._set_sgprs(sgpr, block)
-        sgpr.view(np.uint64)[:, EXEC // 2] = Waves.bits(thread < self.threads)[:, 0]
-        scratch = np.zeros((count, LANES, 2 * kernel.scratch), np.uint8) if kernel.scratch else None
-        start = kernel.preloaded_entry if self.options.preloads_arguments else kernel.entry
-        w = Waves(
-            self,
-            vgpr=vgpr,
-            sgpr=sgpr,
-            scc=np.zeros((count, 1), bool),
-            block=block,
-            wave=wave,
-            id=self.first_wave + block * per_block + wave,
-            scratch=scratch,
-        )
-        registers = {
-            *range(VGPR + 1, VGPR + kernel.vgprs),
-            *range(AGPR, AGPR + kernel.agprs),
-            *range(102),
-            VCC,
-            VCC + 1,
-            M0,
-        }
-        w.pc = self.program.index[start]
-        w.undefined = set() if self.program.trusted else registers - known
-        w.alert = set(w.undefined)
-        return w
-
-    def _set_sgprs(self, sgpr: np.ndarray, block: np.ndarray) -> set[int]:
-        """Initial SGPRs, in the order of AMDGPUUsage "Initial Kernel Execution State"; returns which are set."""
-        properties, rsrc2 = self.kernel.properties, self.kernel.rsrc2
-        kernarg = np.full(len(block), self.kernarg)
-        at = 0
-        known: set[int] = set()
-
-        def put(count: int, values=None) -> None:
-            nonlocal at
-            for n in range(count):
-                sgpr[:, at + n] = 0 if values is None else values[n]
-            known.update(range(at, at + count))
-            at += count
-
-        for bit, count in enumerate(
-            (4, 2, 2, 2, 2, 2, 1)
-        ):  # private buffer, dispatch, queue, kernarg, dispatch id, scratch, size
-            if properties >> bit & 1:
-                put(count, (kernarg & 0xFFFFFFFF, kernarg >> 32) if bit == 3 else None)
-        preloaded, first = self.kernel.kernarg_preload, self.kernel.kernarg_preload_offset
-        if self.options.preloads_arguments and preloaded:
-            put(preloaded, self.space.regions[self.kernarg >> 36].views[4][first:][:preloaded])
-        else:
-            at += preloaded
-        assert at == self.kernel.user_sgprs
-        gx, gy, _ = self.grid
-        coordinates = (block % gx, block // gx % gy, block // gx // gy)
-        for axis, bit in enumerate((7, 8, 9)):
-            if rsrc2 >> bit & 1:
-                put(1, (coordinates[axis],))
-        if rsrc2 >> 10 & 1:
-            put(1)
-        if rsrc2 & 1:
-            put(1)
-        return known
 
     def _run(self, w: Waves, quantum: int) -> bool:
         """Runs a group until it ends, waits or its quantum is over; returns whether it can go on."""

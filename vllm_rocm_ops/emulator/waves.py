@@ -7,13 +7,35 @@ import functools
 import numpy as np
 
 LANES = 64
-ALL = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+_FULL = b"\xff" * 8  # EXEC with all lanes
+_NUMBERS = {"I": np.int32, "F": np.float32}
 SGPRS = 128
+
+
+@functools.cache
+def _all_lanes(count: int) -> np.ndarray:
+    lanes = np.ones((count, LANES), bool)
+    lanes.setflags(write=False)
+    return lanes
 
 
 @functools.cache
 def _everyone(count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(np.arange(count), LANES), np.tile(np.arange(LANES), count)
+
+
+class _Columns(dict):
+    """Scalar registers, by code, as [waves, 1] of what has a column for each `step` of them."""
+
+    __slots__ = ("columns", "step")
+
+    def __init__(self, columns: np.ndarray, step: int):
+        self.columns, self.step = columns, step
+
+    def __missing__(self, code: int) -> np.ndarray:
+        at = code // self.step
+        self[code] = column = self.columns[:, at : at + 1]
+        return column
 
 
 class Waves:
@@ -50,21 +72,33 @@ class Waves:
         vgprs, agprs = self.scheduler.kernel.vgprs, self.scheduler.kernel.agprs
         self.count = self.vgpr.shape[1]
         self.U = self._named(list(self.vgpr), vgprs, agprs)
-        self.I = self._named(list(self.vgpr.view(np.int32)), vgprs, agprs)
-        self.F = self._named(list(self.vgpr.view(np.float32)), vgprs, agprs)
-        pairs = self.sgpr.view(np.uint64)
-        self.S = list(self.sgpr.T[:, :, None])
-        self.S64 = [pair for pair in pairs.T[:, :, None] for _ in range(2)]
+        self.__dict__.pop("I", None)
+        self.__dict__.pop("F", None)
+        self.S, self.S64 = _Columns(self.sgpr, 1), _Columns(self.sgpr.view(np.uint64), 2)
         self.exec_changed()
 
     @staticmethod
     def _named(rows: list, vgprs: int, agprs: int) -> list:
         return rows[:vgprs] + [None] * (256 - vgprs) + rows[vgprs : vgprs + agprs]
 
+    def __getattr__(self, name: str):
+        """Derive what follows from EXEC and from the VGPRs, when it is first asked for."""
+        if name == "full":
+            value = self.S64[126].tobytes() == _FULL * self.count
+        elif name == "mask":
+            value = _all_lanes(self.count) if self.full else self.lanes(126)
+        elif name in _NUMBERS:
+            vgprs, agprs = self.scheduler.kernel.vgprs, self.scheduler.kernel.agprs
+            value = self._named(list(self.vgpr.view(_NUMBERS[name])), vgprs, agprs)
+        else:
+            raise AttributeError(name)
+        self.__dict__[name] = value
+        return value
+
     def exec_changed(self) -> None:
-        """Derives `mask` and `full` from EXEC; to be called by whatever writes it."""
-        self.full = bool((self.S64[126] == ALL).all())
-        self.mask = self.lanes(126)
+        """Forget `mask` and `full`, which follow from EXEC; to be called by whatever writes it."""
+        self.__dict__.pop("full", None)
+        self.__dict__.pop("mask", None)
         self._active = None
 
     def active(self) -> tuple[np.ndarray, np.ndarray]:
@@ -106,11 +140,18 @@ class Waves:
 
     def news(self) -> tuple[bool, bool]:
         """Return whether one of the awaited words has changed, and whether something has changed for each load that awaits some."""
-        key = (self.awaited, *[words.version for words, _, _ in self.awaited.values()])
-        if self._news is None or self._news[0][0] is not key[0] or self._news[0][1:] != key[1:]:
-            changed = [words.has_changed(at, values) for words, at, values in self.awaited.values()]
-            self._news = key, (any(changed), all(changed))
-        return self._news[1]
+        awaited, news = self.awaited, self._news
+        seen = next(iter(awaited.values()))[0].fabric.seen if awaited else 0
+        if news is not None and news[0] is awaited and news[1] == seen:
+            return news[3]
+        versions = [words.version for words, _, _ in awaited.values()]
+        if news is not None and news[0] is awaited and news[2] == versions:
+            found = news[3]
+        else:
+            changed = [words.has_changed(at, values) for words, at, values in awaited.values()]
+            found = any(changed), all(changed)
+        self._news = awaited, seen, versions, found
+        return found
 
     # Splitting and joining
 

@@ -16,7 +16,7 @@ All other accesses follow coherence.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -41,31 +41,45 @@ class Store(NamedTuple):
         return f"`{self.ins.text}`{self.scheduler.line(self.ins)} of {self.scheduler.name}"
 
 
-@dataclass
 class Held:
     """Pieces of one store, in a device's store buffer until their turn is due."""
 
-    number: int  # in Traffic.stores
-    clock: int
-    size: int
-    units: np.ndarray  # bytes of a unit
-    values: np.ndarray
-    waves: np.ndarray
-    due: np.ndarray
-    span: tuple[int, int]  # the first byte and the end
+    __slots__ = ("_span", "clock", "due", "first_due", "number", "size", "store", "units", "values", "waves", "who")
+
+    def __init__(self, number: int, store: Store, clock: int, who: frozenset, size: int, units, values, waves, due):
+        self.number, self.store, self.clock = number, store, clock
+        self.who, self.waves = who, waves  # waves that may have pieces, and the wave of each
+        self.size, self.units, self.values = size, units, values  # bytes of a unit, the units and what they get
+        self.due, self.first_due = due, int(due.min())
+        self._span: tuple[int, int] | None = None
 
     def part(self, keep: np.ndarray) -> Held:
         """Return the pieces that `keep` chooses."""
-        return Held(
-            self.number,
-            self.clock,
-            self.size,
-            self.units[keep],
-            self.values[keep],
-            self.waves[keep],
-            self.due[keep],
-            self.span,
-        )
+        other = copy.copy(self)
+        other.units, other.values = self.units[keep], self.values[keep]
+        other.waves, other.due = self.waves[keep], self.due[keep]
+        other.first_due = int(other.due.min())
+        return other
+
+    def touches(self, first: int, last: int) -> bool:
+        """Return whether the store had bytes between these two."""
+        if self._span is None:
+            self._span = int(self.units.min()) * self.size, (int(self.units.max()) + 1) * self.size
+        return self._span[0] < last and self._span[1] > first
+
+    def of_waves(self, waves: np.ndarray) -> np.ndarray | bool:
+        """Return which pieces these waves stored: all, none, or a bool for each."""
+        chosen = self.who.intersection(waves.tolist())
+        return len(chosen) == len(self.who) or bool(chosen) and np.isin(self.waves, waves)
+
+    def in_words(self, words: np.ndarray) -> np.ndarray | bool:
+        """Return which pieces lie in these words: all, or a bool for each."""
+        of_pieces = self.units * self.size >> 3
+        return of_pieces.tobytes() == words.tobytes() or np.isin(of_pieces, words)
+
+    def due_until(self, now: int) -> np.ndarray | bool:
+        """Return which pieces are due."""
+        return self.first_due <= now and self.due <= now
 
 
 class Fabric:
@@ -75,6 +89,7 @@ class Fabric:
     def __init__(self, rng: np.random.Generator, delay: int, pauses: float):
         self.rng, self.delay, self.pauses = rng, delay, pauses
         self.now = 0
+        self.seen = 0  # how often something became visible
         self.has_narrow = False  # whether a store was below system scope
         self.stores: list[Store] = [None]  # 0: before the run
 
@@ -86,62 +101,57 @@ class Fabric:
 
 
 class Words:
-    """A shared region of one device. `sources` has by word and half which store is visible, `unread` whether the device has not read
-    the last word that was stored."""
+    """A shared region of one device. `sources` has by word and half which store is visible, `pairs` the same by word; `unread` has the
+    last store to a word, if the device has not read that."""
 
     def __init__(self, region, device: int, fabric: Fabric):
         self.region, self.device, self.fabric = region, device, fabric
         count = region.data.size // 8
         self.sources = np.zeros((count, 2), np.int32)
-        self.unread = np.zeros(count, np.int32)  # the store that it has not read
+        self.pairs = self.sources.view(np.int64)[:, 0]
+        self.has_parts = False  # whether anything but words became visible
+        self.unread = np.zeros(count, np.int32)
         self.held: list[Held] = []
         self.next_due = _NEVER
         self.version = 0  # how often something became visible
 
     # Stores
 
-    def store(self, offsets, values: np.ndarray, scope: int, w, where, rows) -> None:
-        """Put [n, size] uint8 values into the store buffer."""
+    def store(self, offsets, values: np.ndarray, scope: int, is_word: bool, w, where, rows) -> None:
+        """Put [n, size] uint8 values into the store buffer. is_word: each is an aligned word."""
         fabric, scheduler, size = self.fabric, w.scheduler, values.shape[1]
-        is_word = size == 8 and not (offsets & 7).any()
         number = fabric.note(where.ins, scheduler, scope, is_word)
-        piece = 8 if is_word else min(4, size)
-        units = (offsets // piece)[:, None] + np.arange(size // piece)
+        piece, waves = 8 if is_word else min(4, size), w.id[rows]
         data = np.ascontiguousarray(values).view(_WORD[piece]).ravel()
-        units, waves = units.ravel(), np.repeat(w.id[rows], size // piece)
         if is_word:
+            units = offsets >> 3
             self._check_store(units, data, number, w, where)
         else:
-            self._release(lambda held: np.isin(held.units * held.size >> 3, units * piece >> 3))
-        due = np.full(len(units), _NEVER)
+            units = ((offsets // piece)[:, None] + np.arange(size // piece)).ravel()
+            waves = np.repeat(waves, size // piece)
+        # stores to one place stay in order; of two words the second is refused
+        self._release(lambda held: (held.size < 8 or not is_word) and held.in_words(units * piece >> 3))
         if scope == SYSTEM:
-            few = fabric.rng.integers(0, fabric.delay, _ARRIVALS)
-            due = fabric.now + few[fabric.rng.integers(0, _ARRIVALS, len(units))]
-            self.next_due = min(self.next_due, int(due.min()))
+            drawn = fabric.rng.random(_ARRIVALS + len(units))
+            few = fabric.now + (drawn[:_ARRIVALS] * fabric.delay).astype(np.int64)
+            due = few[(drawn[_ARRIVALS:] * _ARRIVALS).astype(np.int64)]
+        else:
+            due = np.full(len(units), _NEVER)
         clock = scheduler.space.coherence.clock
         where.pauses = bool(fabric.pauses and fabric.rng.random() < fabric.pauses)
-        self.held.append(
-            Held(
-                number,
-                clock,
-                piece,
-                units,
-                data,
-                waves,
-                due,
-                (int(units.min()) * piece, (int(units.max()) + 1) * piece),
-            )
-        )
+        held = Held(number, fabric.stores[number], clock, frozenset(w.id.tolist()), piece, units, data, waves, due)
+        self.held.append(held)
+        self.next_due = min(self.next_due, held.first_due)
 
     def _check_store(self, words, data, number: int, w, where) -> None:
-        epoch, found = w.scheduler.place.epoch, data >> np.uint64(32)
+        epoch, found = w.scheduler.place.epoch, data.view(np.uint32)[1::2]
         wrong = found != epoch
-        if wrong.any():
+        if np.count_nonzero(wrong):
             bad = int(np.argmax(wrong))
             message = f"{self._place(words[bad])} gets a word of epoch {int(found[bad])} in a launch of epoch {epoch}"
             raise where(WrongEpoch, bad, message)
         before = self.unread[words]
-        if before.any():
+        if np.count_nonzero(before):
             bad = int(np.argmax(before != 0))
             message = f"{self._place(words[bad])} is overwritten before device {self.device} has read what "
             raise where(SlotOverwritten, bad, f"{message}{self.fabric.stores[before[bad]]} stored")
@@ -150,20 +160,21 @@ class Words:
     def _apply(self, held: Held) -> None:
         self.region.views[held.size][held.units] = held.values
         if held.size == 8:
-            self.sources[held.units] = held.number
+            self.pairs[held.units] = held.number * 0x1_0000_0001
         else:
+            self.has_parts = True
             self.sources.ravel()[held.units * held.size >> 2] = held.number
 
     def _release(self, chosen) -> bool:
-        """Make the pieces visible that `chosen` finds in each store; return whether there were any."""
+        """Make the pieces visible that `chosen` finds in each store: all, none, or a bool for each. Return whether there were any."""
         kept, released = [], False
         for held in self.held:
             out = chosen(held)
-            if not out.any():
+            if out is False or out is not True and not out.any():
                 kept.append(held)
                 continue
             released = True
-            if out.all():
+            if out is True or out.all():
                 self._apply(held)
             else:
                 self._apply(held.part(out))
@@ -171,26 +182,20 @@ class Words:
         if released:
             self.held = kept
             self.version += 1
-            self.next_due = min((int(held.due.min()) for held in kept), default=_NEVER)
+            self.fabric.seen += 1
+            self.next_due = min((held.first_due for held in kept), default=_NEVER)
         return released
 
     def settle(self) -> bool:
         """Make visible what is due; return whether anything was."""
         now = self.fabric.now
-        return self.next_due <= now and self._release(lambda held: held.due <= now)
+        return self.next_due <= now and self._release(lambda held: held.due_until(now))
 
     def deliver(self, waves: np.ndarray, clock: int, scope: int) -> None:
         """Make visible what these waves stored before a clock, at this scope at least."""
         if not self.held:
             return
-        stores = self.fabric.stores
-        self._release(
-            lambda held: (
-                np.isin(held.waves, waves)
-                if held.clock < clock and stores[held.number].scope >= scope
-                else np.zeros(len(held.units), bool)
-            )
-        )
+        self._release(lambda held: held.clock < clock and held.store.scope >= scope and held.of_waves(waves))
 
     def end(self, waves: range) -> int:
         """Take note that a launch with these waves has ended; return when all that it stored is visible."""
@@ -200,53 +205,46 @@ class Words:
             if mine.any():
                 held.due[mine] = np.where(held.due[mine] == _NEVER, self.fabric.now, held.due[mine])
                 last = max(last, int(held.due[mine].max()))
-                self.next_due = min(self.next_due, int(held.due.min()))
+                held.first_due = int(held.due.min())
+                self.next_due = min(self.next_due, held.first_due)
         return last
 
     # Loads
 
     def see(self, offsets, size: int, w) -> None:
         """Let these waves see what they stored here themselves."""
-        stores, first, last = self.fabric.stores, int(offsets[0]), int(offsets[-1]) + size
+        if not self.held:
+            return
+        first, last = int(offsets[0]), int(offsets[-1]) + size
         if first > last:  # the lanes' addresses are in no order
             first, last = int(offsets.min()), int(offsets.max()) + size
-        mine = [
-            held
-            for held in self.held
-            if stores[held.number].scheduler is w.scheduler and held.span[0] < last and held.span[1] > first
-        ]
+        mine = [held for held in self.held if held.store.scheduler is w.scheduler and held.touches(first, last)]
         if mine:
-            words = (offsets[:, None] + np.arange(size)) >> 3
+            is_word = size == 8 and not (offsets & 7).any()
+            words = offsets >> 3 if is_word else (offsets[:, None] + np.arange(size) >> 3).ravel()
+            self._release(lambda held: held in mine and held.of_waves(w.id) & held.in_words(words))
 
-            def own(held):
-                if not any(held is each for each in mine):
-                    return np.zeros(len(held.units), bool)
-                return np.isin(held.waves, w.id) & np.isin(held.units * held.size >> 3, words)
-
-            self._release(own)
-
-    def load(self, offsets, size: int, scope: int, w, where, rows, is_flag: bool) -> np.ndarray | None:
-        """Return the words at these offsets as [n, 8] uint8, if the access is one of words. `where.stale` then says which lanes may not use
-        theirs."""
+    def load(self, offsets, size: int, scope: int, is_word: bool, w, where, rows, is_flag: bool) -> np.ndarray | None:
+        """Return the words at these offsets as [n, 8] uint8, if each access is one of an aligned word. `where.stale` then says which lanes
+        may not use theirs."""
         self.see(offsets, size, w)
         words = offsets >> 3
-        sources = self.sources[words]
-        self._check_scope(words, sources, scope, w, where, is_flag)
-        if size != 8 or (offsets & 7).any():
-            if sources.any():
-                self._check_parts(words, sources, where)
+        if scope < SYSTEM or self.fabric.has_narrow:
+            self._check_scope(words, self.sources[words], scope, w, where, is_flag)
+        pairs = self.pairs[words]
+        if not is_word:
+            if np.count_nonzero(pairs):
+                self._check_parts(words, self.sources[words], where)
             return None
-        torn = sources[:, 0] != sources[:, 1]
-        if torn.any():
-            bad = int(np.argmax(torn))
-            newer, older = (self.fabric.stores[n] for n in sorted(sources[bad].tolist(), reverse=True))
-            seen = "what was there before" if older is None else f"what {older} stored"
-            raise where(TornWord, bad, f"{self._place(words[bad])} has one half that {newer} stored beside {seen}")
+        if self.has_parts:
+            self._check_torn(words, self.sources[words], where)
         values = self.region.views[8][words]
-        fresh = (values >> np.uint64(32) == w.scheduler.place.epoch) & (sources[:, 0] > 0)
-        if w.scheduler.device == self.device:
-            self.unread[words[fresh]] = 0
-        if fresh.all():
+        fresh = values.view(np.uint32)[1::2] == w.scheduler.place.epoch
+        fresh &= pairs != 0
+        count = np.count_nonzero(fresh)
+        if count and w.scheduler.device == self.device:
+            self.unread[words if count == len(words) else words[fresh]] = 0
+        if count == len(words):
             if where.ins.address in w.awaited:
                 w.awaited = {load: of for load, of in w.awaited.items() if load != where.ins.address}
             if w.scheduler.stale:
@@ -254,16 +252,22 @@ class Words:
                     w.scheduler.stale.pop((wave, where.ins.address), None)
         else:
             where.stale = ~fresh
-            w.awaited = {**w.awaited, where.ins.address: (self, words[~fresh], values[~fresh])}
+            w.awaited = {**w.awaited, where.ins.address: (self, words[where.stale], values[where.stale])}
             bad = int(np.argmin(fresh))
             w.scheduler.stale[int(w.id[rows[bad]]), where.ins.address] = (where.ins, self, int(words[bad]))
         return values.view(np.uint8).reshape(-1, 8)
 
+    def _check_torn(self, words, sources, where) -> None:
+        torn = sources[:, 0] != sources[:, 1]
+        if torn.any():
+            bad = int(np.argmax(torn))
+            newer, older = (self.fabric.stores[n] for n in sorted(sources[bad].tolist(), reverse=True))
+            seen = "what was there before" if older is None else f"what {older} stored"
+            raise where(TornWord, bad, f"{self._place(words[bad])} has one half that {newer} stored beside {seen}")
+
     def _check_scope(self, words, sources, scope: int, w, where, is_flag: bool) -> None:
         """Refuse a load of a word, or of a flag, that may miss another device's store."""
         stores, device = self.fabric.stores, w.scheduler.device
-        if scope == SYSTEM and not self.fabric.has_narrow:
-            return
         for number in np.unique(sources).tolist():
             store = stores[number]
             if store is None or store.scheduler.device == device or not (store.is_word or is_flag):
@@ -295,7 +299,7 @@ class Words:
 
     def has_changed(self, words, values) -> bool:
         """Return whether one of these words has another value than it had."""
-        return bool((self.region.views[8][words] != values).any())
+        return self.region.views[8][words].tobytes() != values.tobytes()
 
     def _place(self, word) -> str:
         return f"byte {8 * int(word) - self.region.start} of {self.region.name}"

@@ -44,8 +44,8 @@ def _global_address(ins: Instruction, program):
     i = check_code(vector, program)
     if scalar == NO_ADDRESS or ins.encoding == "FLAT":
         check_code(vector + 1, program)
-        return lambda w: pair(w, i, U64) + offset
-    return lambda w: w.S64[scalar] + w.U[i] + offset
+        return (lambda w: pair(w, i, U64) + offset) if offset else lambda w: pair(w, i, U64)
+    return (lambda w: w.S64[scalar] + w.U[i] + offset) if offset else lambda w: w.S64[scalar] + w.U[i]
 
 
 def bind(ins: Instruction, program) -> Callable:
@@ -84,7 +84,7 @@ def _bind_load(ins, program, address, load: Load, destination: str):
             w.scheduler.counters.vector_access(ins, w, a, load.size)
             if site.stale is not None:
                 event.stale = np.zeros((w.count, LANES), bool)
-                event.stale[rows, lanes] = site.stale
+                event.stale[w.mask] = site.stale
             if flag:
                 event.acquired = w.scheduler.space.coherence.synchronise(w, site, a, release=False, acquire=True)
         issue(w, event)

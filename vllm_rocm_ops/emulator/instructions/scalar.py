@@ -411,6 +411,11 @@ def _bind_index_mode(ins: Instruction, program):
     return run
 
 
+def set_scc(w, value: np.ndarray) -> None:
+    """Write SCC, which has a row for each wave; constants give one row."""
+    w.scc = value if len(value) == w.count else np.broadcast_to(value, w.scc.shape)
+
+
 def bind(ins: Instruction, program) -> Callable:
     """Resolves a scalar instruction to a function on waves."""
     name = ins.mnemonic
@@ -461,7 +466,7 @@ def bind(ins: Instruction, program) -> Callable:
     if entry.scc == "only":
 
         def compare(w):
-            w.scc = np.broadcast_to(compute(w), w.scc.shape)
+            set_scc(w, compute(w))
 
         return compare
     code = destination.code
@@ -473,14 +478,14 @@ def bind(ins: Instruction, program) -> Callable:
         def run_second(w):
             result, scc = compute(w)
             write(w, result)
-            w.scc = np.broadcast_to(scc, w.scc.shape)
+            set_scc(w, scc)
 
         return run_second
 
     def run(w):
         result = compute(w)
         write(w, result)
-        w.scc = np.broadcast_to(result != 0, w.scc.shape)
+        set_scc(w, result != 0)
 
     return run
 
@@ -489,12 +494,12 @@ def _writer(code: int, dwords: int):
     changes_exec = code >= EXEC
 
     def write32(w, value):
-        w.S[code][...] = value.astype(U32, copy=False) if isinstance(value, np.ndarray) else value
+        w.S[code][...] = value if not isinstance(value, np.ndarray) or value.dtype == U32 else value.astype(U32)
         if changes_exec:
             w.exec_changed()
 
     def write64(w, value):
-        w.S64[code][...] = value.astype(U64, copy=False) if isinstance(value, np.ndarray) else value
+        w.S64[code][...] = value if not isinstance(value, np.ndarray) or value.dtype == U64 else value.astype(U64)
         if changes_exec:
             w.exec_changed()
 

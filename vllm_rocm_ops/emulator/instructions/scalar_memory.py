@@ -85,15 +85,12 @@ def bind(ins: Instruction, program) -> Callable:
             address = address & U64(0xFFFF_FFFF_FFFF) if immediate >= 0 else address
         if offset is not None:
             address = address + offset(w)[:, 0].astype(U64)
+        if not buffer and w.count > 1 and (address == address[0]).all():
+            address = address[:1]
         address = address & ~U64(3)
         site = Site(ins, w, np.arange(w.count), None)
         if buffer:
             words = _scalar_buffer(w, address, site)
-        elif w.count > 1 and (address == address[0]).all():
-            w.scheduler.space.check_scalar_load(address, size, w, site)
-            words = np.broadcast_to(
-                w.scheduler.space.load(address[:1], size, 4, w, site, True).view(U32), (w.count, count)
-            )
         else:
             w.scheduler.space.check_scalar_load(address, size, w, site)
             words = w.scheduler.space.load(address, size, 4, w, site, True).view(U32)

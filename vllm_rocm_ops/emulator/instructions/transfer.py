@@ -111,6 +111,13 @@ def update(view: np.ndarray, units: np.ndarray, fn, data: np.ndarray, compare=No
     if fn is None:
         fn = lambda old, pair_: np.where(old == pair_[1], pair_[0], old)
     found, rest = np.empty_like(data), np.arange(len(units))
+    if len(units) and (units == units[0]).all():  # all meet
+        place = view[units[0] : units[0] + 1]
+        for lane in range(len(units)):
+            found[lane] = place[0]
+            mine = data[lane : lane + 1]
+            place[...] = fn(place, mine) if compare is None else np.where(place == compare[lane], mine, place)
+        return found
     while len(rest):
         first = np.unique(units[rest], return_index=True)[1]  # of the lanes that meet
         lanes = rest[first]
@@ -181,8 +188,12 @@ def collect(w, first: int, size: int, shift: int) -> np.ndarray:
         column = column >> U32(shift) if shift else column
         return np.ascontiguousarray(column.astype(np.uint8 if size == 1 else U16)).view(np.uint8).reshape(-1, size)
     count = size // 4
-    columns = [w.U[first + n].ravel() if w.full else w.U[first + n][w.mask] for n in range(count)]
-    return np.ascontiguousarray(np.stack(columns, axis=1)).view(np.uint8)
+    if count == 1:
+        return np.ascontiguousarray(w.U[first].ravel() if w.full else w.U[first][w.mask])[:, None].view(np.uint8)
+    columns = np.empty((w.count * LANES if w.full else len(w.active()[0]), count), U32)
+    for n in range(count):
+        columns[:, n] = w.U[first + n].ravel() if w.full else w.U[first + n][w.mask]
+    return columns.view(np.uint8)
 
 
 def lanes_of(w, values: np.ndarray) -> np.ndarray:
@@ -209,6 +220,8 @@ def of_flag(scope: int, rows: np.ndarray, addresses: np.ndarray) -> bool:
     """Whether an access at agent scope is that of a flag: each wave touches one address, as it does with an atomic."""
     if not scope or len(rows) > 1 and rows[0] == rows[1] and addresses[0] != addresses[1]:
         return False
+    if len(addresses) == 1 or (addresses == addresses[0]).all():
+        return True
     starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
     return bool((np.repeat(addresses[starts], np.diff(np.append(starts, len(rows)))) == addresses).all())
 
