@@ -234,6 +234,9 @@ SEAM_MUTANTS = {
         GRAPH, "residual not in inputs or inputs.index(residual) in get_pass_context().donated_input_ids", "True"
     ),
     "a linear that others read, too": of(GRAPH, " and len(x.users) == 1", ""),
+    "one launch where vLLM's linear is faster": SeamMutant(
+        "seams/scaled_linear.py", "choice.must_be_ours or alone.is_ours(a.shape[0])", "True", "test_linear.py"
+    ),
     "a linear with a bias": of(GRAPH, "x.args[4] is None and ", ""),
     "gate for the quantized result": of(
         GRAPH, "((values, scale)[user.args[1]])", "((values, scale)[1 - user.args[1]])"

@@ -918,10 +918,11 @@ def test_what_is_measured_serves(make, kind, native, fault, monkeypatch):
 def test_a_linear_with_its_activation_is_measured(make, kind, native, fault, monkeypatch):
     """Against two launches, which serve where it is the slower, or wrong."""
     kernel_selection.start()
-    (layer, kernel, _), op = make(kind, native), ops.scaled_mm_silu_and_mul_quant
+    (layer, kernel, _), op, ran = make(kind, native), ops.scaled_mm_silu_and_mul_quant, []
 
     def ours(*arguments):
         a = op.Arguments(*arguments)
+        ran.append(len(a.a))
         if fault == "halves":
             return op.reference(
                 a.a, plain_weight(a.b).t().roll(N // 2, 1) if a.b.dim() == 5 else a.b.roll(N // 2, 1), *a[2:]
@@ -929,6 +930,7 @@ def test_a_linear_with_its_activation_is_measured(make, kind, native, fault, mon
         return op.reference(*(a._replace(**{fault: 1.05 * getattr(a, fault)}) if fault else a))
 
     monkeypatch.setattr(op, "run_kernels", ours)
+    monkeypatch.setattr(ops.scaled_mm, "run_kernels", ops.scaled_mm.reference)
     scale_b, scale = layer.weight_scale.data.float(), torch.tensor([0.3])
 
     def call(tokens: int) -> torch.Tensor:
@@ -941,14 +943,13 @@ def test_a_linear_with_its_activation_is_measured(make, kind, native, fault, mon
     [one] = [choice for choice in kernel_selection.choices() if choice.kernels.op is op]
     assert one.state == ("off" if fault else "measured"), one.why
     assert not fault or "relative error" in one.why
-    before = call(17)
-    kernel.native.calls.clear()
-    for tokens in (1, 17, 18, MANY):
-        call(tokens)
-    assert len(kernel.native.calls) == (4 if fault else 2)
-    if not fault:
-        kernel_selection.settle(kernel_selection.Decided({op.name: "so that two launches serve"}, {}))
-        assert torch.equal(call(17).view(torch.uint8), before.view(torch.uint8))
+    ran.clear()
+    results = [call(tokens) for tokens in (1, 17, 18, MANY)]
+    assert ran == ([] if fault else [1, 17])
+    for off in (op, ops.scaled_mm):  # two launches serve
+        kernel_selection.settle(kernel_selection.Decided({off.name: "of a test"}, {one.key: one.ours}))
+        assert torch.equal(call(17).view(torch.uint8), results[1].view(torch.uint8))
+    assert ran == ([] if fault else [1, 17])
 
 
 def test_what_won_above_the_limit_runs_tiled_kernels(make):

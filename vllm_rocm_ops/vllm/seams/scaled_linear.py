@@ -119,6 +119,14 @@ class GatedLinear(ScaledLinear):
 
     op, run = ops.scaled_mm_silu_and_mul_quant, staticmethod(gated_linear)
 
+    def serve(self, choice, *arguments):
+        """Run a call by its choice, where ours serves the linear alone, too: it was not measured beside vLLM's linear."""
+        a, b, scale_a, scale_b, _, *rest = arguments
+        alone = KERNELS.choice_of(a, b, scale_a, scale_b, None, *rest)
+        if not (choice.must_be_ours or alone.is_ours(a.shape[0])):
+            return self.theirs(*arguments)
+        return super().serve(choice, *arguments)
+
     def choice_of(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
         def layer() -> tuple:
             static = scale_a if native_kernel.kept(native).quant_fp8.static else None
