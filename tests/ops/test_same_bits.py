@@ -47,3 +47,20 @@ def test_any_order_gives_the_same_bits(arch_name, monkeypatch):
         same = results(most_divided, range(CALLS))
     op.forget()
     assert len(same) == 1 and others - same
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [TOKENS, 20])
+@pytest.mark.parametrize("arch_name", CHIPS)
+def test_one_launch_gives_the_bits_of_two(arch_name, tokens, dtype):
+    """SwiGLU and quantization in a product's epilogue, of sums that are exact but too long for their type."""
+    emulator, generator = Emulator(arch_name, races=False), torch.Generator().manual_seed(0)
+    fp8 = emulator.arch.fp8_dtype
+    a, b = (torch.randint(-4, 5, (rows, 256), generator=generator).to(fp8) for rows in (tokens, ROWS))
+    scales = torch.full((tokens, 1), 0.0625), torch.full((ROWS, 1), 0.0625)
+    scale = torch.tensor([0.03])
+    with launch.executor(emulator):
+        both = ops.silu_and_mul_quant(ops.scaled_mm(a, b.t(), *scales, dtype), scale, fp8)
+        one = ops.scaled_mm_silu_and_mul_quant(a, b.t(), *scales, scale, dtype)
+    assert torch.equal(one.view(torch.uint8), both.view(torch.uint8))
+    assert one.float().unique().numel() > 50
