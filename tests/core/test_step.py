@@ -204,6 +204,15 @@ def test_gaps_and_streams_of_h200_profiles_are_predicted_within_seven_percent():
     assert min(alone) > 0.07, "one stream would not do"
 
 
+@pytest.mark.parametrize("product", frozen.PRODUCTS)
+@pytest.mark.parametrize(("name", "tp"), frozen.MODELS.items())
+def test_every_call_of_a_frozen_model_has_a_frozen_time(name, tp, product):
+    machine = machines.named(product)
+    for tokens in frozen.TOKENS:
+        made = step.nodes(model_config.read(name), tp, None, tokens, machine, "plugin", frozen.kernel_times(machine))
+        assert all(node.kind == "predicted" for node in made if node.op)
+
+
 def test_frozen_times_are_those_of_the_side_with_the_plugin():
     known = frozen.kernel_times(MI300X)
     made = nodes(DEEPSEEK, "plugin", tokens=8, known=known)
