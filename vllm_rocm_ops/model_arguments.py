@@ -41,16 +41,17 @@ class Inputs(NamedTuple):
         return drawn.to(dtype).to(self.device)
 
 
-def scaled(tokens: int, inputs: Inputs, n: int, k: int, per_row: bool) -> tuple:
+def scaled(tokens: int, inputs: Inputs, n: int, k: int, per_row: bool, *has_bias: bool) -> tuple:
     a, b = (inputs.values(rows, k, dtype=inputs.fp8_dtype) for rows in (tokens, n))
     scales = (inputs.scales(rows if per_row else 1, 1) for rows in (tokens, n))
-    return a, b.t(), *scales, inputs.dtype
+    return a, b.t(), *scales, inputs.dtype, *(inputs.values(n) for _ in has_bias)
 
 
-def int8_scaled(tokens: int, inputs: Inputs, n: int, k: int, per_token: bool) -> tuple:
+def int8_scaled(tokens: int, inputs: Inputs, n: int, k: int, per_token: bool, *has_bias: bool) -> tuple:
     """Weights have a scale for each channel; the input has one for each token, or one."""
     a, b = ((40 * inputs.values(rows, k)).clamp(-127, 127).to(torch.int8) for rows in (tokens, n))
-    return a, b.t(), inputs.dtype, inputs.scales(tokens if per_token else 1, 1), inputs.scales(n, 1)
+    scales = inputs.scales(tokens if per_token else 1, 1), inputs.scales(n, 1)
+    return a, b.t(), inputs.dtype, *scales, *(inputs.values(n) for _ in has_bias)
 
 
 def block_scaled(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
@@ -59,13 +60,14 @@ def block_scaled(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
     return a, b, inputs.scales(tokens, blocks), inputs.scales(-(-n // BLOCK), blocks), inputs.dtype
 
 
-def mx_scaled(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
+def mx_scaled(tokens: int, inputs: Inputs, n: int, k: int, *has_bias: bool) -> tuple:
     a, b = (inputs.values(rows, k, dtype=torch.float8_e4m3fn) for rows in (tokens, n))
-    return a, b, *(inputs.exponents(rows, k // MX_BLOCK) for rows in (tokens, n)), inputs.dtype
+    scales = (inputs.exponents(rows, k // MX_BLOCK) for rows in (tokens, n))
+    return a, b, *scales, inputs.dtype, *(inputs.values(n) for _ in has_bias)
 
 
-def unquantized(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
-    return inputs.values(tokens, k), inputs.values(n, k)
+def unquantized(tokens: int, inputs: Inputs, n: int, k: int, *has_bias: bool) -> tuple:
+    return inputs.values(tokens, k), inputs.values(n, k), *(inputs.values(n) for _ in has_bias)
 
 
 def norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:

@@ -2,8 +2,8 @@
 
 `calls(model_config.read(model), tp, ep)` lists them as vLLM with this package runs them: linear layers; the norms and
 activations around them, which quantize for the linears that read their result (see vllm/graph.py); routing and
-experts. What runs no op of ours is left out: attention, rotary embeddings, collectives, Qwen3's norms of queries and keys,
-experts in INT8, and in DeepSeek the products that latent attention absorbs.
+experts. What runs no op of ours is left out: attention, rotary embeddings, collectives, norms of queries and keys in Qwen3 and GLM,
+experts in INT8, in DeepSeek the products that latent attention absorbs, and in GLM the router with the norm in front of it.
 """
 
 from __future__ import annotations
@@ -138,18 +138,20 @@ class _Model:
     def _call(self, layer: str, op: Op, arguments: Callable, *parameters, count: int = 1) -> LayerCall:
         return LayerCall(layer, op, arguments, parameters, self.dtype, count)
 
-    def linear(self, layer: str, n: int, k: int, quantization: str, count: int = 1) -> LayerCall:
-        """A product with a weight [n, k] of the rank."""
+    def linear(self, layer: str, n: int, k: int, quantization: str, count: int = 1, bias: bool = False) -> LayerCall:
+        """A product with a weight [n, k] of the rank. vLLM adds a bias to a block-scaled one by itself."""
+        sizes, has_bias = (n, k), (True,) if bias else ()
         if quantization == UNQUANTIZED:
-            return self._call(layer, ops.unquantized_gemm, model_arguments.unquantized, n, k, count=count)
-        if quantization == BLOCKS:
-            return self._call(layer, ops.block_scaled_mm, model_arguments.block_scaled, n, k, count=count)
-        if quantization == MX:
-            return self._call(layer, ops.mxfp8_scaled_mm, model_arguments.mx_scaled, n, k, count=count)
-        if quantization in (INT8, INT8_STATIC):
-            of_token = quantization == INT8
-            return self._call(layer, ops.gemm, model_arguments.int8_scaled, n, k, of_token, count=count)
-        return self._call(layer, ops.scaled_mm, model_arguments.scaled, n, k, quantization == TOKEN, count=count)
+            op, arguments = ops.unquantized_gemm, model_arguments.unquantized
+        elif quantization == BLOCKS:
+            op, arguments, has_bias = ops.block_scaled_mm, model_arguments.block_scaled, ()
+        elif quantization == MX:
+            op, arguments = ops.mxfp8_scaled_mm, model_arguments.mx_scaled
+        elif quantization in (INT8, INT8_STATIC):
+            op, arguments, sizes = ops.gemm, model_arguments.int8_scaled, (*sizes, quantization == INT8)
+        else:
+            op, arguments, sizes = ops.scaled_mm, model_arguments.scaled, (*sizes, quantization == TOKEN)
+        return self._call(layer, op, arguments, *sizes, *has_bias, count=count)
 
     def norm(self, layer: str, hidden: int, quantization: str = UNQUANTIZED, residual: bool = True) -> LayerCall:
         """An RMSNorm, of `residual += input` if there is a residual, quantised for a linear that is quantised so."""
@@ -222,13 +224,13 @@ def _kv_heads(model: _Model) -> tuple[int, int]:
     return max(kv_heads // model.tp, 1), head_dim
 
 
-def _attention(model: _Model, layer: int) -> Iterator[LayerCall]:
-    """What is around attention with grouped queries."""
+def _attention(model: _Model, layer: int, bias: bool = False) -> Iterator[LayerCall]:
+    """What is around attention with grouped queries, whose qkv may have a bias."""
     heads, (kv_heads, head_dim) = model.part("num_attention_heads"), _kv_heads(model)
     module = f"model.layers.{layer}.self_attn"
     qkv = model.quantization(*(f"{module}.{name}_proj" for name in "qkv"))
     yield model.norm("input norm", model.hidden, qkv, residual=layer > 0)
-    yield model.linear("qkv", (heads + 2 * kv_heads) * head_dim, model.hidden, qkv)
+    yield model.linear("qkv", (heads + 2 * kv_heads) * head_dim, model.hidden, qkv, bias=bias)
     yield model.linear("o", model.hidden, heads * head_dim, model.quantization(f"{module}.o_proj"))
 
 
@@ -294,12 +296,31 @@ def _deepseek(model: _Model) -> Iterator[LayerCall]:
             yield model.norm("post-attention norm", model.hidden)  # read by the router and by experts
             yield model.linear("router", model["n_routed_experts"], model.hidden, UNQUANTIZED)
             yield from model.experts(f"{module}.mlp.experts", "n_routed_experts")
-            if shared := model.size("n_shared_experts", least=0, default=0):
-                intermediate = model.part("moe_intermediate_size") * shared
-                yield from model.mlp("shared ", f"{module}.mlp.shared_experts", intermediate)
+            yield from _shared(model, i)
         else:
             yield from _dense(model, i, "dense ")
     yield from model.head()
+
+
+def _glm4_moe(model: _Model) -> Iterator[LayerCall]:
+    """In a layer of experts the router is vLLM's, in float32. So is the norm, which the compiler fuses with the router's cast."""
+    model.config = model.config | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # as vLLM's class has them
+    for i in range(model.layers):
+        yield from _attention(model, i, bias=bool(model.config.get("attention_bias")))
+        if _has_experts(model, i):
+            for call in model.experts(f"model.layers.{i}.mlp.experts", "n_routed_experts"):
+                yield dataclasses.replace(call, dtype=torch.float32) if call.layer == "routing" else call
+            yield from _shared(model, i)
+        else:
+            yield from _dense(model, i, "dense ")
+    yield from model.head()
+
+
+def _shared(model: _Model, layer: int) -> Iterator[LayerCall]:
+    """The experts that all tokens share."""
+    if shared := model.size("n_shared_experts", least=0, default=0):
+        intermediate = model.part("moe_intermediate_size") * shared
+        yield from model.mlp("shared ", f"model.layers.{layer}.mlp.shared_experts", intermediate)
 
 
 def _has_experts(model: _Model, layer: int) -> bool:
@@ -313,4 +334,5 @@ FAMILIES: dict[str, Callable[[_Model], Iterator[LayerCall]]] = {
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "DeepseekV2ForCausalLM": _deepseek,
     "DeepseekV3ForCausalLM": _deepseek,
+    "Glm4MoeForCausalLM": _glm4_moe,
 }

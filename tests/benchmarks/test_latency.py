@@ -292,6 +292,8 @@ def test_real_configurations_hold_the_published_sizes():
     assert of("qwen3-8b-fp8", *sizes, "num_key_value_heads") == [4096, 36, 12288, 32, 151936, 8]
     experts = "num_experts", "num_experts_per_tok", "moe_intermediate_size"
     assert of("qwen3-30b-a3b-fp8", *sizes, *experts) == [2048, 48, 6144, 32, 151936, 128, 8, 768]
+    experts = "n_routed_experts", *experts[1:]
+    assert of("glm-4.5-air-fp8", *sizes, *experts) == [4096, 46, 10944, 96, 151552, 128, 8, 1408]
 
 
 STUB = """
@@ -363,6 +365,14 @@ def test_a_rank_has_its_share_of_a_model():
         "intermediate_size": 3072,
         "moe_intermediate_size": 384,
         "vocab_size": 75968,
+    }
+    assert latency.overrides(latency.find_model("glm-4.5-air-fp8"), None, 4) == {
+        "num_attention_heads": 24,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 2736,
+        "moe_intermediate_size": 352,
+        "vocab_size": 37888,
     }
     assert latency.overrides(latency.find_model("deepseek-v3"), None, 1) == {}
     assert latency.overrides(latency.find_model("tiny-llama"), None, 8)["num_key_value_heads"] == 1
@@ -445,6 +455,10 @@ NEEDS_AVX512 = pytest.mark.skipif(
         pytest.param(*("qwen3-8b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64}, "block_scaled_mm"), marks=full),
         pytest.param(
             *("qwen3-30b-a3b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 16}, "fused_experts"),
+            marks=full,
+        ),
+        pytest.param(
+            *("glm-4.5-air-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64, "n_routed_experts": 16}, "grouped_topk"),
             marks=full,
         ),
     ],

@@ -398,7 +398,7 @@ def test_explain_of_a_model_says_which_row_and_which_rule(capsys, monkeypatch, t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "nothing"], "model must be a config.json, a folder with one, or one of deepseek-v3, llama"),
+        (["--model", "nothing"], "model must be a config.json, a folder with one, or one of deepseek-v3, glm"),
         (["--model", "deepseek-v3", "--tp", "3"], "tp must divide num_attention_heads=128, got 3"),
         (["--model", "deepseek-v3", "--arch", "gfx90a"], "arch must be one of gfx942"),
     ],

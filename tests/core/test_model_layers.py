@@ -116,6 +116,75 @@ def test_layers_of_qwen3_without_experts():
     assert layers["experts"][0][-1] == 3 and layers["dense down"] == [("block_scaled_mm", 2048, 3072, 5)]
 
 
+GLM = "glm-4.5-air-fp8"
+
+
+def test_glm_at_tp4():
+    """Nothing of ours is in front of experts: the router reads its input in float32."""
+    norm, activation = "rms_norm_dynamic_per_token_quant", "silu_and_mul_per_token_quant"
+    assert found(read(GLM), 4) == {
+        "input norm": [(norm, 4096, 1), (norm, 4096, 45)],
+        "qkv": [("scaled_mm", 3584, 4096, 46)],
+        "o": [("scaled_mm", 4096, 3072, 46)],
+        "dense post-attention norm": [(norm, 4096, 1)],
+        "dense gate_up": [("scaled_mm", 5472, 4096, 1)],
+        "dense SwiGLU": [(activation, 2736, 1)],
+        "dense down": [("scaled_mm", 4096, 2736, 1)],
+        "routing": [("grouped_topk", 128, 8, 45)],
+        "experts": [("fused_experts", 8, 128, 4096, 352, 45)],
+        "shared gate_up": [("scaled_mm", 704, 4096, 45)],
+        "shared SwiGLU": [(activation, 352, 45)],
+        "shared down": [("scaled_mm", 4096, 352, 45)],
+        "final norm": [("fused_add_rms_norm", 4096, 1)],
+        "lm_head": [("unquantized_gemm", 37888, 4096, 1)],
+    }
+
+
+def test_arguments_of_glm():
+    """The router's logits and its bias are in float32, and qkv alone has a bias."""
+    made = {
+        call.layer: call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
+        for call in calls(read(GLM), 4)
+    }
+    routing, experts = made["routing"], made["experts"]
+    assert routing.gating_output.dtype == routing.e_score_correction_bias.dtype == torch.float32
+    assert routing.gating_output.shape == (3, 128) and routing.e_score_correction_bias.shape == (128,)
+    assert (routing.topk, routing.renormalize, routing.num_expert_group, routing.topk_group) == (8, True, 1, 1)
+    assert (routing.scoring_func, routing.routed_scaling_factor) == ("sigmoid", 1.0)
+    assert experts.hidden.dtype == torch.bfloat16 and experts.topk_ids.shape == (3, 8)
+    assert experts.w1.shape == (128, 704, 4096) and experts.w2.shape == (128, 4096, 352)
+    assert experts.w1_scale.shape == (128, 704) and experts.w2_scale.shape == (128, 4096)
+    biased = {layer: a.bias.shape for layer, a in made.items() if getattr(a, "bias", None) is not None}
+    assert biased == {"qkv": (3584,)} and made["qkv"].bias.dtype == torch.bfloat16
+    assert made["qkv"].scale_a.shape == (3, 1) and made["qkv"].scale_b.shape == (3584, 1)
+
+
+def test_glm_without_experts_shared_experts_or_a_bias():
+    small = read(GLM) | {"num_hidden_layers": 4}
+    assert found(small | {"first_k_dense_replace": 3})["dense down"] == [("scaled_mm", 4096, 10944, 3)]
+    assert "experts" not in found(small | {"n_routed_experts": None})
+    assert found(small | {"n_shared_experts": None}).keys().isdisjoint({"shared gate_up", "shared down"})
+    assert found(small | {"use_qk_norm": True}) == found(small), "the compiler fuses these norms with their rotation"
+    [qkv] = [call for call in calls(small | {"attention_bias": False}) if call.layer == "qkv"]
+    assert qkv.op.Arguments(*qkv.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn)).bias is None
+    layers = found(small | {"quantization_config": int8()})
+    assert layers["qkv"][0][0] == "gemm" and layers.keys().isdisjoint({"routing", "experts"})
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "block", "mx", "static", "token"])
+def test_a_bias_is_an_argument_of_every_linear_but_block_scaled_ones(quantization):
+    """vLLM adds it to these."""
+    model = model_layers._Model(read("tiny-llama"), 1, None)
+    plain, biased = (model.linear("x", 64, 256, quantization, bias=bias) for bias in (False, True))
+    arguments = biased.op.Arguments(*biased.case(3).make("cpu", torch.Generator(), torch.float8_e4m3fn))
+    if quantization == "block":
+        assert biased == plain
+        return
+    assert biased != plain and arguments.bias.shape == (64,)
+    result = biased.op(*arguments)
+    assert not torch.equal(result, biased.op(*arguments._replace(bias=None)))
+
+
 @pytest.mark.parametrize(("groups", "scale", "op"), [(1, 1.0, "topk_softmax"), (1, 16.0, None), (8, 1.0, None)])
 def test_softmax_without_groups_is_routed_by_the_simpler_op(groups, scale, op):
     """As the seam does."""
@@ -365,9 +434,7 @@ def test_bad_files_are_refused(tmp_path, text, message):
 
 
 def test_unknown_models_are_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="model must be a config.json, a folder with one, or one of deepseek-v3, llama"
-    ):
+    with pytest.raises(ValueError, match="model must be a config.json, a folder with one, or one of deepseek-v3, glm"):
         read(str(tmp_path))
 
 

@@ -9,7 +9,8 @@ from vllm_rocm_ops import model_config, model_layers
 from vllm_rocm_ops.timing import baseline, frozen, machines, published_steps, step, step_report
 
 MI300X = machines.MI300X
-LLAMA, DEEPSEEK = (model_config.read(name) for name in ("llama-3.1-405b-fp8", "deepseek-v3"))
+NAMES = "llama-3.1-405b-fp8", "deepseek-v3", "glm-4.5-air-fp8"
+LLAMA, DEEPSEEK, GLM = map(model_config.read, NAMES)
 KIND_WORDS = {"published", "measured", "fitted", "assumed"}
 
 
@@ -40,8 +41,25 @@ def test_a_step_launches_what_vllm_does_in_its_order():
     assert "o's input quantization" not in counts(model_config.read("tiny-llama")), "nothing there is quantized"
 
 
+def test_a_step_has_what_is_vllms_in_front_of_experts():
+    """GLM's norm and router, after the all-reduce; no other model's."""
+    layers = [layer for layer, _, _ in step.order(GLM, 4, None)]
+    start = len(layers) - 1 - layers[::-1].index("qkv")
+    assert layers[start : start + 16] == [
+        "qkv", "rotation", "cache write", "attention", "o's input quantization", "o", "all-reduce", "post-attention norm",
+        "router", "routing", "experts", "shared experts' input quantization", "shared gate_up", "shared SwiGLU", "shared down",
+        "sum with shared experts",
+    ]  # fmt: skip
+    found = counts(GLM, tp=4)
+    assert found["router"] == found["post-attention norm"] == found["experts"] == found["shared down"] == 45
+    assert found["dense post-attention norm"] == found["dense down"] == 1 and found["all-reduce"] == 2 * 46 + 1
+    [router] = (node for node in nodes(GLM, tp=4) if node.layer == "router")
+    assert (router.op, router.kind, router.stream) == ("", "assumed", step.MAIN)
+    assert all(node.op for node in nodes(DEEPSEEK) if node.layer in ("router", "post-attention norm"))
+
+
 def test_every_call_of_the_model_is_in_its_step():
-    for config in (LLAMA, DEEPSEEK):
+    for config in (LLAMA, DEEPSEEK, GLM):
         calls = [
             *model_layers.sequence(config, 8),
             *[model_layers.attention(config, 8)],
@@ -184,6 +202,15 @@ def test_gaps_and_streams_of_h200_profiles_are_predicted_within_seven_percent():
     assert len(deepseek) == 6 and all(each.hidden > 0 for each in deepseek)
     alone = [each._replace(predicted=each.predicted + each.hidden).error for each in deepseek if each.side == "without"]
     assert min(alone) > 0.07, "one stream would not do"
+
+
+@pytest.mark.parametrize("product", frozen.PRODUCTS)
+@pytest.mark.parametrize(("name", "tp"), frozen.MODELS.items())
+def test_every_call_of_a_frozen_model_has_a_frozen_time(name, tp, product):
+    machine = machines.named(product)
+    for tokens in frozen.TOKENS:
+        made = step.nodes(model_config.read(name), tp, None, tokens, machine, "plugin", frozen.kernel_times(machine))
+        assert all(node.kind == "predicted" for node in made if node.op)
 
 
 def test_frozen_times_are_those_of_the_side_with_the_plugin():

@@ -27,7 +27,7 @@ from vllm_rocm_ops.model_layers import LayerCall
 from . import CONTEXT, machines
 
 FOLDER = Path(__file__).parent / "frozen"
-MODELS = {"llama-3.1-405b-fp8": 8, "deepseek-v3": 8, "qwen3-30b-a3b-fp8": 1}  # tensor-parallel ranks
+MODELS = {"llama-3.1-405b-fp8": 8, "deepseek-v3": 8, "qwen3-30b-a3b-fp8": 1, "glm-4.5-air-fp8": 4}  # ranks
 PRODUCTS = ("MI300X", "MI325X", "MI355X")
 TOKENS = (1, 8, 32, 64)
 WORST = 5  # predictions that are named

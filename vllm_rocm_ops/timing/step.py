@@ -4,7 +4,7 @@
     step.total(nodes)
 
 A call of ours has the time of the kernel model on the side "plugin"; on the side "baseline" the time of baseline.py's table, or of its
-rule. What no op of ours does, such as rotation or the cache write, has the rule on both sides. The shared experts run on a
+rule. What no op of ours does, such as rotation, the cache write or GLM's router, has the rule on both sides. The shared experts run on a
 second stream beside routing and experts: of the two the shorter costs nothing. All times are predictions.
 """
 
@@ -125,6 +125,9 @@ def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCal
             yield "sum with shared experts", None, MAIN
         if layer in ("o", "down", "dense down", "shared down") or (layer == "experts" and "shared" not in following):
             yield from _reduced(tp)
+        if layer == "o" and not following.endswith("post-attention norm"):
+            yield "post-attention norm", None, MAIN
+            yield "router", None, MAIN
     for _ in range(int(baseline.REST.value)):
         yield "inputs, sampling and copies", None, MAIN
 
