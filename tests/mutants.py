@@ -405,7 +405,7 @@ MUTANTS = {
         "silu(round_to<T>(sum[i][0][r]))",
         "silu(sum[i][0][r])",
         "scaled_mm",
-        ("test_same_bits.py::test_one_launch_gives_the_bits_of_two[gfx942-3-dtype0]",),
+        ("test_same_bits.py::test_one_launch_gives_the_bits_of_two[gfx942-20-dtype0]",),
     ),
     "a sum of up from the other half of the wave": gated(EPILOGUE, "kVec == 2 ? 8 : 16;", "32;", "m1", "m16"),
     "scales of gate's channels for those of up": gated(

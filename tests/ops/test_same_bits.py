@@ -56,7 +56,7 @@ def test_one_launch_gives_the_bits_of_two(arch_name, tokens, dtype):
     """SwiGLU and quantization in a product's epilogue, of sums that are exact but too long for their type."""
     emulator, generator = Emulator(arch_name, races=False), torch.Generator().manual_seed(0)
     fp8 = emulator.arch.fp8_dtype
-    a, b = (torch.randint(-4, 5, (rows, 256), generator=generator).to(fp8) for rows in (tokens, ROWS))
+    a, b = (torch.randint(-8, 9, (rows, 1024), generator=generator).to(fp8) for rows in (tokens, ROWS))
     scales = torch.full((tokens, 1), 0.0625), torch.full((ROWS, 1), 0.0625)
     scale = torch.tensor([0.03])
     with launch.executor(emulator):
