@@ -273,9 +273,7 @@ SEAM_MUTANTS = {
     # MX-FP8 linears
     "rows that vLLM's kernel cannot read": of(MX_LINEAR, "(x.values, x.scale) if isinstance(x, Rows) else ", ""),
     "rows for vLLM's emulation": of(MX_LINEAR, "self.hands_rows and ", ""),
-    "an input quantized for one side alone": of(
-        MX_LINEAR, "(*torch.ops.vllm.mxfp8_quantize(x, False, 0), *layer)", "(x, x, *layer)"
-    ),
+    "an input quantized for one side alone": of(MX_LINEAR, "(*quantize(x), *layer)", "(x, x, *layer)"),
     # Experts of several ranks
     "tokens in batches of an expert's": SeamMutant(
         "expert_support.py", "if config.use_batched_activation_format:", "if False:", "test_experts.py"

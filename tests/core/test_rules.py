@@ -108,6 +108,7 @@ def inputs(the_op) -> Iterator[tuple]:
 
 
 BYTES = 2**25  # of a row, from which on it is too long
+GATED = "scaled_mm_silu_and_mul_quant"
 
 BREACHES = [
     # Products
@@ -115,6 +116,11 @@ BREACHES = [
     Breach("N is a multiple of 64 there", "batched_gemm/bf16-transposed-m1", weights=[2, 128, 72]),
     Breach("N is at least 1", "block_scaled_mm/m1", a=(1, 16), b=(2**30, 16), scale_a=(1, 1), scale_b=(2**23, 1)),
     Breach("N is at least 1", "scaled_mm/m1", a=(1, 16), b=(16, 2**30), scale_b=(1,)),
+    Breach("N is at least 1", f"{GATED}/m1", a=(1, 16), b=at((16, 2**30), 1, 0), scale_b=(1,)),
+    Breach("rows are a multiple of 16 bytes", f"{GATED}/m2", a=[2, 1000], b=[1000, 96]),
+    Breach("rows are at least 1 long", f"{GATED}/m2", a=at((2, BYTES), 0, 1), b=at((BYTES, 96), 1, 0)),
+    Breach("half of b's rows, and 48", f"{GATED}/m1", b={1: BYTES - 16}),
+    Breach("b is not shuffled on NVIDIA", f"{GATED}/shuffled", "sm_90"),
     Breach("rows are a multiple of 16 bytes", "block_scaled_mm/m5", a=[5, 1000], b=[192, 1000]),
     Breach("rows are a multiple of 16 bytes", "scaled_mm/m2", a=[2, 1000], b=[1000, 48]),
     Breach("rows are a multiple of 16 bytes", "unquantized_gemm/bf16-m16", x=[16, 500], weight=[80, 500]),

@@ -946,8 +946,9 @@ def test_a_linear_with_its_activation_is_measured(make, kind, native, fault, mon
     ran.clear()
     results = [call(tokens) for tokens in (1, 17, 18, MANY)]
     assert ran == ([] if fault else [1, 17])
+    won = {one.key: one.ours}
     for off in (op, ops.scaled_mm):  # two launches serve
-        kernel_selection.settle(kernel_selection.Decided({off.name: "of a test"}, {one.key: one.ours}))
+        kernel_selection.settle(kernel_selection.Decided({off.name: "of a test"}, won))
         assert torch.equal(call(17).view(torch.uint8), results[1].view(torch.uint8))
     assert ran == ([] if fault else [1, 17])
 

@@ -180,7 +180,8 @@ def _gated_envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield from gemm.envelope(*operands)
     yield f"there are at most {skinny_gemm.MOST_TOKENS} tokens", tokens.rows <= skinny_gemm.MOST_TOKENS
     yield "N is a multiple of 32", weight.rows % 32 == 0
-    yield "half of b's rows, and 64, are below 2 GB", (weight.rows // 2 + 64) * (weight.stride or weight.k) < 2**31
+    stride = weight.k if weight.is_shuffled else weight.stride or 0
+    yield "half of b's rows, and 48, are below 2 GB", (weight.rows // 2 + 48) * stride < 2**31
     yield "b is not shuffled on NVIDIA", arch.wave_lanes == 64 or not weight.is_shuffled
 
 
@@ -198,6 +199,7 @@ def _gated_cases() -> Iterator[Case]:
     for m in (1, 2, 7, 8, 9, 16, 17, 32, 33, 64):
         yield case(f"m{m}", m, 96, 1024)
     yield case("four-tiles", 3, 224, 1600)
+    yield case("part-tile", 3, 160, 256)
     yield case("shuffled", 5, 160, 640, shuffled=True)
     yield case("shuffled-m20", 20, 160, 640, shuffled=True)
     yield case("per-tensor", 3, 64, 256, per_row=False)

@@ -61,12 +61,13 @@ struct TileEpilogue {
     for (int j = 0; j < kLaneVecs; ++j) {
       row[j] = row_of(j);
       if (kScales == ScaleGranularity::kRow)
-        for (int i = 0; i < kVec; ++i)
+        for (int i = 0; i < kVec; ++i) {
           if constexpr (kGated)
             scale_b[j][i] = mem::load<float>(p.scale_b + u64(gated_row(p, row[j] + i)) * u32(p.scale_b_row));
           else
             scale_b[j][i] =
                 row[j] + i < p.n ? mem::load<float>(p.scale_b + u64(row[j] + i) * u32(p.scale_b_row)) : 0.0f;
+        }
       if (!kMx && !kGated) bias[j] = load_bias<kVec>(p, row[j]);
     }
   }

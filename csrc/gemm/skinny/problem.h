@@ -26,10 +26,11 @@ struct SkinnyProblem {
 };
 
 // One wait for all arguments that a kernel begins with.
-DEVICE void wait_for_arguments(const SkinnyProblem& p) {
+template <class... More>
+DEVICE void wait_for_arguments(const SkinnyProblem& p, const More&... more) {
   mem::wait_for_scalars(p.b, p.b_tile, p.b_row, p.b_step, p.a, p.a_stride, p.m, p.n, p.k, p.steps_per_tile,
                         p.steps_per_unit, p.units_per_block, p.remainder, p.units_per_tile_divisor.inverse,
-                        p.units_per_tile_divisor.shift);
+                        p.units_per_tile_divisor.shift, more...);
 }
 
 constexpr int kTileRows = mma::kWaves * mma::kRows;
@@ -38,6 +39,9 @@ constexpr int kTileRows = mma::kWaves * mma::kRows;
 struct GatedProblem : SkinnyProblem {
   const float* out_scale;  // [1]
 };
+DEVICE void wait_for_arguments(const GatedProblem& p) {
+  wait_for_arguments(static_cast<const SkinnyProblem&>(p), p.bias, p.out_scale);  // bias: for one wide load
+}
 template <bool kGated>
 struct ProblemOf {
   using Type = SkinnyProblem;
