@@ -42,6 +42,14 @@ def test_the_peer_that_an_op_names_takes_its_arguments_and_computes_the_same(the
         torch.testing.assert_close(theirs, ours, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
+def test_two_launches_are_the_peer_of_one():
+    op = ops.scaled_mm_silu_and_mul_quant
+    for case in itertools.islice(op.cases(), 3):
+        arguments = case.make("cpu", GENERATOR, torch.float8_e4m3fn)
+        theirs = peers(op)["two launches"].call(*arguments)
+        assert torch.equal(theirs.view(torch.uint8), op.reference(*arguments).view(torch.uint8))
+
+
 @pytest.mark.parametrize("kind", ["int8", "e4m3", "bf16"])
 def test_the_peer_of_products_takes_the_arguments_that_are_timed(kind, monkeypatch):
     monkeypatch.setattr(products, "LARGE", ((32, 16, 48),))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_rocm_ops import ops
 from vllm_rocm_ops.bench import vllm_experts
 from vllm_rocm_ops.bench.clock import Clock
 from vllm_rocm_ops.families.gemm import BLOCK
@@ -146,6 +147,17 @@ def _cutlass_tensorwise(a, b, sa, sb, dtype, bias=None):
     return _cutlass(a, b, sa[:1], sb[:1], dtype, bias)
 
 
+def _two_launches(a, b, sa, sb, scale, dtype=torch.bfloat16):
+    """Ours, one after the other."""
+    return ops.silu_and_mul_quant(ops.scaled_mm(a, b, sa, sb, dtype), scale, a.dtype)
+
+
+def _cutlass_and_silu(a, b, sa, sb, scale, dtype=torch.bfloat16):
+    out = a.new_empty((len(a), b.shape[1] // 2))
+    torch.ops._C.silu_and_mul_quant(out, _cutlass(a, b, sa, sb, dtype), scale)
+    return out
+
+
 def _padded_blocks(a, b, sa, sb, dtype):
     """Padded to a multiple of 4 tokens, which vLLM's kernel takes."""
     missing = -len(a) % 4
@@ -231,6 +243,7 @@ def _has_aiter() -> bool:
 
 PYTORCH: dict[str, dict[str, Peer]] = {
     "scaled_mm": {"torch": Peer(_torch_scaled), "torch tensorwise": Peer(_torch_tensorwise)},
+    "scaled_mm_silu_and_mul_quant": {"two launches": Peer(_two_launches)},
     "block_scaled_mm": {"torch": Peer(_torch_blocks, column_major)},
     "fused_experts": {},  # the reference goes through all experts, one by one
 }
@@ -242,6 +255,7 @@ OTHERS: dict[str, tuple[tuple[str, Peer, Callable[[], bool]], ...]] = {
         ("aiter", Peer(_aiter_rows), _has_aiter),
         ("aiter shuffled", Peer(_aiter_shuffled_rows, _aiter_shuffled), _has_aiter),
     ),
+    "scaled_mm_silu_and_mul_quant": (("vllm", Peer(_cutlass_and_silu), _has_cutlass),),
     "block_scaled_mm": (
         ("vllm", Peer(_cutlass_blocks, _padded_blocks), _has_cutlass),
         ("vllm triton", Peer(_triton_blocks), vllm_experts.has_vllm),
