@@ -122,6 +122,15 @@ def test_calls_are_counted_by_seam_and_pattern(called, caplog):
     assert caplog.messages == ["vllm-rocm-ops: calls up to the end of the warm-up: activation 4, scaled_linear 2"]
 
 
+def test_a_pattern_may_be_reached_with_its_linear(called):
+    """In one launch, where no call has more tokens than that takes."""
+    called.pop("silu_and_mul_quant")
+    called["scaled_mm_silu_and_mul_quant"] = {"kernel": 5}
+    found = reach.calls((1, 8))
+    assert found.patterns == {"silu_and_mul_quant 512 bfloat16": 5} and found.unreached == []
+    assert found.seams["scaled_linear"] == 7
+
+
 @pytest.mark.parametrize(("captured", "seams"), [((1, 8), ["scaled_linear"]), ((1, 2), []), ((), [])])
 def test_what_was_chosen_and_not_called_is_warned_of(called, caplog, captured, seams):
     """A pattern always, a seam where a captured number of tokens is its for all shapes."""

@@ -127,7 +127,9 @@ def calls(captured: tuple[int, ...] = ()) -> Calls:
         shared.setdefault(seam.load(name).ops, []).append(name)
     shared.pop((), None)
     ours = [pattern for pattern, runs in row_selection.choices.ours.items() if runs]
-    result = Calls({}, {pattern: counts.get(pattern.partition(" ")[0], 0) for pattern in sorted(ours)}, [])
+    op_of = {pattern: pattern.partition(" ")[0] for pattern in sorted(ours)}
+    patterns = {pattern: counts.get(op, 0) + counts.get(f"scaled_mm_{op}", 0) for pattern, op in op_of.items()}
+    result = Calls({}, patterns, [])
     has_run = bool(counts)  # a worker on CPU may not, before its first request
     result.unreached += [pattern for pattern, count in result.patterns.items() if has_run and not count]
     for ops, names in shared.items():
