@@ -11,7 +11,7 @@ from vllm_rocm_ops import check, launch, model_config, model_layers
 from vllm_rocm_ops.timing import frozen
 
 TINY = {"tiny-llama-fp8": 1}
-SINCE = {"glm-4.5-air-fp8": "2026-11-25-f1df9a8"}
+SINCE = {"glm-4.5-air-fp8": "2026-11-25-6d0f875"}
 """The first file that has a model, of those that were frozen later."""
 
 
