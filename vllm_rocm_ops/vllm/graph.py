@@ -221,9 +221,7 @@ def is_quantization(node: fx.Node) -> bool:
 
 def quantization(marker: fx.Node) -> tuple[object, dict[str, object]]:
     """Return vLLM's key of a quantization, or None for one that our ops do not have, and our ops' arguments for it."""
-    if (
-        marker.target is MX_QUANTIZATION
-    ):  # the arguments behind x: whether scales are swizzled, and how they are aligned
+    if marker.target is MX_QUANTIZATION:  # behind x: whether scales are swizzled, and how they are aligned
         return (None if any(marker.args[1:]) or marker.kwargs else fused_quant.MX), {}
     _, scale, bound, how = marker.args
     how = markers.How(*how)
