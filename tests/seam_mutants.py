@@ -235,7 +235,10 @@ SEAM_MUTANTS = {
     ),
     "a linear that others read, too": of(GRAPH, " and len(x.users) == 1", ""),
     "one launch where vLLM's linear is faster": SeamMutant(
-        "seams/scaled_linear.py", "choice.must_be_ours or alone.is_ours(a.shape[0])", "True", "test_linear.py"
+        "seams/scaled_linear.py",
+        "wins = KERNELS.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(a.shape[0])",
+        "wins = True",
+        "test_linear.py",
     ),
     "a linear with a bias": of(GRAPH, "x.args[4] is None and ", ""),
     "gate for the quantized result": of(

@@ -43,13 +43,13 @@ def poll(machine: Machine, seen: float) -> float:
 
 
 def release(machine: Machine, blocks: int = 1, beside: Stream = QUIET) -> float:
-    """Return the cycles until what so many blocks of a die stored before is where other dies see it. The L2 writes back for one after the
+    """Return the cycles until earlier stores of a die's `blocks` are where other dies see them. The L2 writes back for one after the
     other, each time a trip."""
     return blocks * trip(machine, MALL, beside)
 
 
 def hop(machine: Machine, level: int, beside: Stream = QUIET, blocks: int = 1) -> float:
-    """Return the cycles of an event from one block to one other, or from so many of a die that release at the same time."""
+    """Return the cycles of an event from one block to one other, or from `blocks` of a die that release at the same time."""
     there, back = trip(machine, level, beside), trip(machine, L2, beside)
     return release(machine, blocks, beside) + there / 2 + poll(machine, there) + back
 
@@ -85,7 +85,7 @@ MOST_IDLE = 1024  # issue slots before a load
 
 
 def _streaming(first: int, depth: int, idle: int) -> list[Step]:
-    """A wave that loads `depth` KiB at once, with so many empty issue slots before each KiB."""
+    """Return the steps of a wave that loads `depth` KiB at once, with `idle` empty issue slots before each KiB."""
     steps: list[Step] = []
     for n in range(BURSTS * depth):
         steps.append((Instr("nop", 0, 4, count=idle), None))
@@ -113,7 +113,7 @@ def _run(machine: Machine, depth: int, idle: int) -> Stream:
 
 
 def stream(machine: Machine, depth: int, bandwidth: float) -> Stream:
-    """Return a stream of four waves on each compute unit, `depth` loads of each at once, that takes about so many TB/s, as it computes
+    """Return a stream of four waves on each compute unit, `depth` loads of each at once, that takes about `bandwidth` TB/s, as it computes
     between its loads."""
     idle = bisect.bisect(range(MOST_IDLE), -bandwidth, key=lambda count: -_run(machine, depth, count).bandwidth)
     return _run(machine, depth, idle)

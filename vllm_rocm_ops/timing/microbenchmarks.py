@@ -341,7 +341,7 @@ def _rows(stream: Stream, groups: range, loads: int, place: int) -> None:
 
 
 def _layers(machine: Machine, handshake: float | None) -> float:
-    """TB/s of layers of experts for one token, each on the compute units of a die: gate_up, a handshake of so many cycles, down."""
+    """Return the TB/s of layers of experts for one token, each on the compute units of a die: gate_up, `handshake` cycles, down."""
     units, workers = machine.arch.compute_units, machine.arch.compute_units // EXPERTS
 
     def block(number: int) -> Block:

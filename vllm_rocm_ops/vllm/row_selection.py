@@ -159,7 +159,7 @@ class Fused:
 
 
 def dequantized(values: Tensor, scale: Tensor) -> Tensor:
-    """A quantised result in float32. Some of vLLM's kernels pad the tokens of the scales. Scales of MX-FP8 are exponents."""
+    """Return a quantized result in float32. Some of vLLM's kernels pad the tokens of the scales. Scales of MX-FP8 are exponents."""
     scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale
     groups = values.float().unflatten(1, (scale.shape[-1] if scale.dim() == 2 else 1, -1))
     scale = scale[: len(values)].unsqueeze(-1) if scale.dim() == 2 and len(scale) > 1 else scale.reshape(-1)[0]
@@ -237,9 +237,8 @@ def fused_in(
         key, is_opaque = fused_quant.made_for(linear, columns, keys[is_norm]), producer in opaque or not compiles
         is_mx = key == fused_quant.MX  # which no pass of vLLM's fuses, and no linear takes
         if key is not None and not (is_mx and is_opaque):
-            has_residual, how = is_norm and columns == hidden, baseline(is_norm, producer in opaque)
+            has_residual, how = is_norm and columns == hidden, baseline(is_norm, producer in opaque, not is_mx)
             op = fused_quant.op_of(tables[is_norm], key, has_residual)
-            how = how.replace(f"{FUSED}-", "") if is_mx else how
             yield Fused(op, producer, linear, columns, dtype, has_residual, how)
 
 
@@ -317,10 +316,10 @@ def baseline_of(config, model: torch.nn.Module) -> Callable[..., str]:
     runs = compiles and seam.served_platform() != "cpu"  # which sets the switches, too
     aiter = ["AITER"] * native_kernel.asks_for_aiter("RMSNORM")
 
-    def name(is_norm: bool, is_opaque: bool = False) -> str:
+    def name(is_norm: bool, is_opaque: bool = False, has_pass: bool = True) -> str:
         if not compiles or is_opaque:
             return "-".join([*aiter, kernel_selection.EAGER])
-        fused = [FUSED] * bool(runs and (passes.fuse_norm_quant if is_norm else passes.fuse_act_quant))
+        fused = [FUSED] * bool(runs and has_pass and (passes.fuse_norm_quant if is_norm else passes.fuse_act_quant))
         return "-".join([*aiter, *fused, kernel_selection.COMPILED])
 
     return name

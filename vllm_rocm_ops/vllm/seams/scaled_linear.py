@@ -121,11 +121,10 @@ class GatedLinear(ScaledLinear):
 
     def serve(self, choice, *arguments):
         """Run a call by its choice, where ours serves the linear alone, too: it was not measured beside vLLM's linear."""
-        a, b, scale_a, scale_b, _, *rest = arguments
-        alone = KERNELS.choice_of(a, b, scale_a, scale_b, None, *rest)
-        if not (choice.must_be_ours or alone.is_ours(a.shape[0])):
-            return self.theirs(*arguments)
-        return super().serve(choice, *arguments)
+        (a, b, scale_a, scale_b, _, *rest), wins = arguments, choice.must_be_ours
+        if not wins and choice.is_ours(a.shape[0]):
+            wins = KERNELS.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(a.shape[0])
+        return super().serve(choice, *arguments) if wins else self.theirs(*arguments)
 
     def choice_of(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
         def layer() -> tuple:
