@@ -47,6 +47,12 @@ def scaled(tokens: int, inputs: Inputs, n: int, k: int, per_row: bool, *has_bias
     return a, b.t(), *scales, inputs.dtype, *(inputs.values(n) for _ in has_bias)
 
 
+def gated_scaled(tokens: int, inputs: Inputs, n: int, k: int, per_row: bool) -> tuple:
+    """A result's scale keeps most products of k terms below FP8's limit."""
+    a, b, *scales, dtype = scaled(tokens, inputs, n, k, per_row)
+    return a, b, *scales, inputs.scales(1) * (k / 16), dtype
+
+
 def int8_scaled(tokens: int, inputs: Inputs, n: int, k: int, per_token: bool, *has_bias: bool) -> tuple:
     """Weights have a scale for each channel; the input has one for each token, or one."""
     a, b = ((40 * inputs.values(rows, k)).clamp(-127, 127).to(torch.int8) for rows in (tokens, n))

@@ -181,6 +181,7 @@ GEMMS: dict[Op, tuple] = {
     ops.scaled_mm: (model_arguments.scaled, True),  # a scale per token and channel
     ops.block_scaled_mm: (_column_major_blocks,),
     ops.unquantized_gemm: (model_arguments.unquantized,),
+    ops.scaled_mm_silu_and_mul_quant: (model_arguments.gated_scaled, False),
 }
 
 
@@ -193,6 +194,7 @@ def gemm(tokens: Iterable[int] = TOKENS, tp: int = TP, shuffled: bool = False) -
             for name, model in MODELS.items()
             for call, n, k in linear_layers(model, tp)
             if call.count and (call.op is ops.unquantized_gemm) == (op is ops.unquantized_gemm)
+            if call.layer.endswith("gate_up") or op is not ops.scaled_mm_silu_and_mul_quant
         }
         for (layer, (n, k)), m in itertools.product(layers.items(), tokens):
             case = made_case(f"{layer} {m}x{n}x{k}" + " shuffled" * shuffled, torch.bfloat16, arguments, m, n, k, *how)
