@@ -44,7 +44,7 @@ from vllm_rocm_ops.bench.clock import GpuClock, tensor_bytes
 from vllm_rocm_ops.bench.peers import Peer, peers
 from vllm_rocm_ops.bench.shapes import Shape
 from vllm_rocm_ops.timing import frozen
-from vllm_rocm_ops.vllm import experts, kernel_selection, kernel_timing, native_kernel
+from vllm_rocm_ops.vllm import experts, kernel_selection, kernel_timing
 from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
 
 MODELS = {"llama-3.1-405b-fp8": 8, "deepseek-v3": 8}  # with so many ranks
@@ -130,7 +130,7 @@ def beside(
     """Yield our kernels beside another for one call of a model, by tokens; on a product that has frozen predictions, beside these too."""
     kernels = ModelCall(call, peer, arch)
     layer = torch.empty(0, device=kernels.device), call.dtype  # weights are made for each size
-    choice = kernels.choice = kernel_selection.Choice(kernels, other, layer)
+    choice = kernel_selection.Choice(kernels, other, layer)
     for tokens in sizes:
         found = {
             "layer": call.layer,
@@ -171,7 +171,6 @@ class ModelCall:
         self.call, self.op, self.peer, self.arch = call, call.op, peer, arch
         self.device = "cpu" if launch.cpu_executor() else "cuda"
         self.sampled_rows = experts.KERNELS.sampled_rows if self.op.name == "fused_experts" else 8
-        self.choice: kernel_selection.Choice | None = None
 
     def on_meta(self, tokens: int):
         return self.op.Arguments(*self.call.case(tokens).make("meta", torch.Generator(), self.arch.fp8_dtype))
@@ -206,10 +205,11 @@ class ModelCall:
         given = self.call.case(len(x)).make(self.device, generator, self.arch.fp8_dtype)
         return given, self.peer.prepare(*given)
 
-    def run(self, given, prepared):
-        return native_kernel.run_or_native(
-            lambda: self.peer.call(*prepared)[: len(given[0])], self.op, self.choice, *given
-        )
+    def ours(self, given, prepared):
+        return self.op.run_kernels(*given)
+
+    def theirs(self, given, prepared):
+        return self.peer.call(*prepared)[: len(given[0])]
 
     def exact(self, arguments, x, rows, columns):
         a = self.op.Arguments(*arguments[0])

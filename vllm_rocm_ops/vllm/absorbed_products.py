@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from vllm_rocm_ops import envs, ops
 from vllm_rocm_ops.families.attention import ELEMENTS
 from vllm_rocm_ops.vllm import kernel_selection
-from vllm_rocm_ops.vllm.kernel_selection import Choice, Refused
+from vllm_rocm_ops.vllm.kernel_selection import Choice
 
 WEIGHTS = "W_UK_T", "W_UV"
 MOST_TOKENS = 64  # that our kernels take
@@ -73,20 +73,13 @@ def leave(weights: Tensor) -> None:
 def product(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor | None:
     """What torch.bmm returns, by our op; None where it is not ours. x [heads, rows, K]; out [heads, rows, N]."""
     choice = weights.rocm_ops_choice
-    if choice is not None and not choice.must_be_ours and not choice.is_ours(x.shape[1]):
+    if choice is not None and not choice.is_ours(x.shape[1]):
         if choice.is_never_ours:
             leave(weights)
         return None
     if x.dtype != weights.dtype:
         return None
-    given = x.transpose(0, 1), weights, None if out is None else out.transpose(0, 1)
-    if choice is not None and choice.must_be_ours:
-        with ops.batched_gemm.trial():
-            found = _run(*given)
-        if found is None:
-            raise Refused
-    else:
-        found = _run(*given)
+    found = _run(x.transpose(0, 1), weights, None if out is None else out.transpose(0, 1))
     if found is None:
         return None
     return found.transpose(0, 1) if out is None else out
@@ -125,10 +118,14 @@ class AbsorbedProducts:
     def arguments(self, layer: tuple, x: Tensor, seed: int) -> tuple:
         return x.view(len(x), layer[0].shape[0], -1), layer[0]
 
-    def run(self, x: Tensor, weights: Tensor) -> Tensor:
-        """As vLLM calls it, which asks the weight's choice."""
+    def ours(self, x: Tensor, weights: Tensor) -> Tensor | None:
         out = x.new_empty((*x.shape[:2], weights.shape[2]))
-        torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
+        return None if _run(x, weights, out) is None else out.flatten(1)
+
+    def theirs(self, x: Tensor, weights: Tensor) -> Tensor:
+        out = x.new_empty((*x.shape[:2], weights.shape[2]))
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
         return out.flatten(1)
 
     def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

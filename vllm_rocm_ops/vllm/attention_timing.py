@@ -16,7 +16,6 @@ from torch import Tensor
 from vllm_rocm_ops import envs
 from vllm_rocm_ops.families.attention import ELEMENTS
 from vllm_rocm_ops.vllm import kernel_selection
-from vllm_rocm_ops.vllm.kernel_selection import Refused
 
 if TYPE_CHECKING:
     from vllm_rocm_ops.vllm.attention import Decoder
@@ -127,16 +126,13 @@ class Context:
         query = x.view(requests * self.query_len, of.decoder.impl.num_heads, -1)
         return query, of, metadata
 
-    def run(self, query: Tensor, of: Layer, metadata) -> Tensor:
-        choice, batch = kernel_selection.choice(self.key), (len(query) // self.query_len, self.query_len)
-        output = None
-        if choice.must_be_ours:
-            with self.op.trial():
-                output = of.decoder.ours(batch, of.module, query, metadata)
-            if output is None:
-                raise Refused
-        output = of.decoder.theirs(of.module, query, metadata) if output is None else output
-        return output.reshape(batch[0], -1)
+    def ours(self, query: Tensor, of: Layer, metadata) -> Tensor | None:
+        requests = len(query) // self.query_len
+        output = of.decoder.ours((requests, self.query_len), of.module, query, metadata)
+        return output if output is None else output.reshape(requests, -1)
+
+    def theirs(self, query: Tensor, of: Layer, metadata) -> Tensor:
+        return of.decoder.theirs(of.module, query, metadata).reshape(len(query) // self.query_len, -1)
 
     def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         query, of, metadata = arguments

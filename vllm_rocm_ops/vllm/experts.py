@@ -46,6 +46,16 @@ APPLY = (
 """The parameters of `FusedMoEExpertsModular.apply`."""
 
 
+def op_arguments(
+    experts, hidden, w1, w2, topk_weights, topk_ids, expert_map, on_input: bool, hidden_scale, out_dtype: torch.dtype
+) -> tuple:
+    """Return the arguments of `fused_experts`, with the scales in `experts`. Hidden that vLLM has quantized comes with its scale."""
+    hidden_scale = experts.a1_scale if hidden_scale is None else hidden_scale
+    scales = experts.w1_scale, experts.w2_scale, hidden_scale, experts.a2_scale
+    routing = topk_weights, topk_ids, out_dtype
+    return hidden, w1, w2, *routing, *scales, expert_map, 0, on_input, experts.shuffled
+
+
 def run(
     experts,
     theirs: Callable[[], Tensor] | None,
@@ -63,11 +73,9 @@ def run(
 ) -> Tensor:
     """`fused_experts` with the scales in `experts`, or `theirs()` for calls that it does not take. Hidden that vLLM has quantized
     comes with its scale and the type of the result."""
-    hidden_scale = experts.a1_scale if hidden_scale is None else hidden_scale
-    out_dtype = out_dtype or hidden.dtype
-    scales = experts.w1_scale, experts.w2_scale, hidden_scale, experts.a2_scale
-    routing = topk_weights, topk_ids, out_dtype
-    arguments = hidden, w1, w2, *routing, *scales, expert_map, 0, apply_router_weight_on_input, experts.shuffled
+    out_dtype, on_input = out_dtype or hidden.dtype, apply_router_weight_on_input
+    routed = hidden, w1, w2, topk_weights, topk_ids
+    arguments = op_arguments(experts, *routed, expert_map, on_input, hidden_scale, out_dtype)
     if theirs is None:
         return torch.ops.vllm_rocm_ops.fused_experts(*arguments)
     choice = getattr(experts, "choice", None)
@@ -127,11 +135,15 @@ class Experts:
         weights, ids = scores.topk(topk, 1)
         return layer, x, weights / weights.sum(1, keepdim=True), ids.to(ids_dtype)
 
-    def run(self, layer, x, weights, ids):
+    def ours(self, layer, x, weights, ids):
+        w1, w2, dtype, experts, _, _, expert_map, on_input, *_ = layer
+        arguments = op_arguments(experts, x, w1, w2, weights, ids, expert_map, on_input, None, dtype)
+        return self.op.run_kernels(*arguments)
+
+    def theirs(self, layer, x, weights, ids):
         w1, w2, _, experts, _, _, expert_map, on_input, activation, total = layer
         how = activation, total, experts.map_of_native(expert_map), on_input
-        routed = x, w1, w2, weights, ids
-        return run(experts, lambda: experts.whole.apply(*routed, *how), *routed, expert_map, on_input, *how[:2])
+        return experts.whole.apply(x, w1, w2, weights, ids, *how)
 
     def exact(self, arguments, x, rows, columns):
         layer, _, weights, ids = arguments

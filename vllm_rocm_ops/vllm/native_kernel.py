@@ -7,7 +7,6 @@ compile to equal graphs. A kernel has no other state: the weights are arguments 
 """
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from vllm_rocm_ops import launch as launches
 from vllm_rocm_ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP, fits, shuffle_weight
 from vllm_rocm_ops.op import NAMESPACE, Op
 from vllm_rocm_ops.vllm import kernel_selection, seam
-from vllm_rocm_ops.vllm.kernel_selection import Choice, Refused
+from vllm_rocm_ops.vllm.kernel_selection import Choice
 
 MARK = "vllm_rocm_ops_order"
 """The name of the buffer that holds the layout of a layer's weight. vLLM's weight cache keeps buffers beside the weights."""
@@ -116,19 +115,8 @@ def run_or_native(native: Callable[[], Tensor], op: Op, choice: Choice, *argumen
     """Our op, where the choice for as many tokens as the first argument has rows is ours, and its kernels take the arguments;
     else `native()`."""
     tokens = arguments[0].numel() // max(arguments[0].shape[-1], 1)
-    output = run_ours(op, choice, *arguments) if choice.is_ours(tokens) else None
+    output = op.run_kernels(*arguments) if choice.is_ours(tokens) else None
     return native() if output is None else output
-
-
-def run_ours(op: Op, choice: Choice, *arguments) -> Tensor | None:
-    """Run our op, or return None where its kernels do not take the arguments. Raises `Refused` there in a call that measures ours."""
-    if not choice.must_be_ours:
-        return op.run_kernels(*arguments)
-    with op.trial():
-        output = op.run_kernels(*arguments)
-    if output is None:
-        raise Refused
-    return output
 
 
 def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
@@ -178,12 +166,13 @@ class Linear:
     """The arguments of our op, from those of `run`."""
     sampled_rows = 8
 
+    def ours(self, *arguments) -> Tensor | None:
+        """Run our op, or return None where its kernels do not take the arguments."""
+        return self.op.run_kernels(*self.taken(*arguments))
+
     def serve(self, choice: Choice, *arguments) -> Tensor:
         """Run a call by its choice. The first argument is [tokens, K]."""
-        output = None
-        if choice.is_ours(arguments[0].shape[0]):
-            run = functools.partial(run_ours, self.op, choice) if choice.must_be_ours else self.op.run_kernels
-            output = run(*self.taken(*arguments))
+        output = self.ours(*arguments) if choice.is_ours(arguments[0].shape[0]) else None
         return self.theirs(*arguments) if output is None else output
 
     def call(self, kernel, *arguments) -> Tensor:
@@ -194,7 +183,7 @@ class Linear:
         if choice is None or choice.layers is not None:  # a key takes as long to make as an op to launch
             choice = kernel.choice = self.choice_of(*arguments)
             return self.serve(choice, *arguments)
-        output = self.op.run_kernels(*self.taken(*arguments))
+        output = self.op.run_kernels(*self.taken(*arguments))  # as `ours`, in a frame less
         return self.theirs(*arguments) if output is None else output
 
     def most_tokens(self) -> int:

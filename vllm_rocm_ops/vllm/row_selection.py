@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import statistics
 from collections.abc import Callable, Iterator
 
 import torch
@@ -28,7 +27,7 @@ from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.quantization import LIMIT
 from vllm_rocm_ops.vllm import all_reduce, kernel_selection, kernel_timing, native_kernel, producers, seam
-from vllm_rocm_ops.vllm.kernel_selection import NATIVE, Decided, Measured, Record
+from vllm_rocm_ops.vllm.kernel_selection import Decided, Measured, Record
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -97,7 +96,7 @@ class Fused:
         self.shape = self.pattern.removeprefix(f"{op.name} ")
         self.key = f"{self.pattern} {baseline}"
         self.layers = dict.fromkeys(range(SETS), ())
-        self.kernels, self.compiled = self, None
+        self.kernels, self.theirs = self, self.vllms
 
     def bound(self) -> Tensor | None:
         takes = "scale_ub" in self.op.Arguments._fields and "block" not in self.op.name
@@ -118,8 +117,8 @@ class Fused:
         x = random(self.columns * (1 if self.is_norm else 2))
         return x, random(self.columns) if self.has_residual else None
 
-    def ours(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The quantised result, its scales and the residual, by our kernels. Raises `Refused` where they do not take it."""
+    def ours(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Return the quantized result, its scales and the residual, by our kernels, or None where they do not take it."""
         from vllm_rocm_ops.vllm import fused_quant
 
         given = {"input": x, "residual": residual, "quant_dtype": fused_quant.QUANT_DTYPE, "group_size": BLOCK}
@@ -127,10 +126,9 @@ class Fused:
         given |= {"is_scale_transposed": self.column_major, "one_plus_weight": False}
         if self.is_norm:
             given |= {"weight": self.producer.weight.data, "epsilon": self.producer.variance_epsilon}
-        with self.op.trial():
-            output = self.op.run_kernels(*(given[name] for name in self.op.Arguments._fields))
+        output = self.op.run_kernels(*(given[name] for name in self.op.Arguments._fields))
         if output is None:
-            raise kernel_selection.Refused
+            return None
         return (*output, residual) if isinstance(output, tuple) else (output, given["scale"], residual)
 
     def vllms(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -167,36 +165,26 @@ def dequantized(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def measure_pair(one: Fused, layers: list[tuple], tokens: int, clock: kernel_timing.Clock, marked) -> Measured:
-    """Check and time our op against vLLM's, as `kernel_timing.measure_pair`."""
+    """Check and time our op against vLLM's, as `kernel_timing.compare`."""
     sets = [one.inputs(tokens, seed) for seed in range(len(layers))]
     rows = kernel_timing.sample(tokens, SAMPLED_ROWS).to(sets[0][0].device)
     columns = torch.arange(one.columns, device=rows.device)
     exact = one.exact(*(value if value is None else value[rows] for value in sets[0]))
 
-    def fresh() -> tuple[Tensor, Tensor | None]:
-        return tuple(value if value is None else value.clone() for value in sets[0])
+    def fresh(given: tuple) -> tuple[Tensor, Tensor | None]:
+        return tuple(value if value is None else value.clone() for value in given)
 
     def results(output: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
         values, scale, residual = output
         return [dequantized(values[:tokens], scale), *([] if residual is None else [residual])]
 
-    native = results(one.compiled(*fresh()))
-    clock.finish()
-    with marked:
-        try:
-            ours = results(one.ours(*fresh()))
-            clock.finish()
-        except kernel_selection.Refused:
-            return NATIVE
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise kernel_timing.Mismatch(f"{type(error).__name__}: {error}") from error
-        found = [kernel_timing.check(*pair, rows, columns) for pair in zip(ours, native, exact)]
-        del ours, native
-        times = clock.times({"ours": one.ours, "native": one.compiled}, sets)
-    medians = (statistics.median(times[name]) for name in ("ours", "native"))
-    return Measured(*medians, *found[0])
+    def judge(ours: tuple, native: tuple) -> tuple[float, float]:
+        of_values, *_ = [
+            kernel_timing.check(*pair, rows, columns) for pair in zip(results(ours), results(native), exact)
+        ]
+        return of_values
+
+    return kernel_timing.compare(one, sets, judge, clock, marked, fresh)
 
 
 # The model
@@ -345,7 +333,7 @@ def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable
         made = functools.cache(lambda: compiler(config))
         graphs = {one: at for one in wanted if one.key.endswith(kernel_selection.COMPILED)}
         for one in wanted:
-            one.compiled = _lazily(one, made) if one in graphs else one.vllms
+            one.theirs = _lazily(one, made) if one in graphs else one.vllms
         start(made, graphs)
     record, decided = Record({}), Decided({}, {})
     if envs.VLLM_ROCM_OPS_MEASURE != "0":

@@ -121,9 +121,9 @@ class GatedLinear(ScaledLinear):
 
     def serve(self, choice, *arguments):
         """Run a call by its choice, where ours serves the linear alone, too: it was not measured beside vLLM's linear."""
-        (a, b, scale_a, scale_b, _, *rest), wins = arguments, choice.must_be_ours
-        if not wins and choice.is_ours(a.shape[0]):
-            wins = KERNELS.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(a.shape[0])
+        a, b, scale_a, scale_b, _, *rest = arguments
+        tokens = a.shape[0]
+        wins = choice.is_ours(tokens) and KERNELS.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(tokens)
         return super().serve(choice, *arguments) if wins else self.theirs(*arguments)
 
     def choice_of(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):

@@ -6,6 +6,7 @@ its graphs, where the host's time counts: there no torch op is in between, and a
 back.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -23,12 +24,7 @@ MOST_TOKENS = 16  # that ours takes where it was not measured (kernel_selection.
 
 def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`unquantized_gemm`, or vLLM's own function on the same arguments."""
-
-    def theirs() -> Tensor:
-        if replaced() == "default_unquantized_gemm":
-            return torch.nn.functional.linear(x, weight, bias)
-        return torch.ops.vllm.rocm_unquantized_gemm(x, weight, bias)
-
+    theirs = functools.partial(KERNELS.theirs, x, weight, bias)
     return native_kernel.run_or_native(theirs, ops.unquantized_gemm, _noted(x, weight, bias), x, weight, bias)
 
 
@@ -58,6 +54,14 @@ class UnquantizedLinear(native_kernel.Linear):
 
     def describe(self, layer):
         return self.sizes(layer, layer[0].dtype, layer[2], bias=layer[1])
+
+    def theirs(self, x, weight, bias):
+        if replaced() == "default_unquantized_gemm":
+            return torch.nn.functional.linear(x, weight, bias)
+        return torch.ops.vllm.rocm_unquantized_gemm(x, weight, bias)
+
+    def taken(self, *arguments):
+        return arguments
 
     def arguments(self, layer, x, seed):
         return x, *layer[:2]
@@ -155,8 +159,7 @@ def install() -> None:
                 give_back(layer, unquantized_gemm, theirs)
             if choice.layers is None and layer is not None:
                 setattr(layer, DECIDED, choice)
-        ours = choice.is_ours(rows_of(x))
-        output = native_kernel.run_ours(ops.unquantized_gemm, choice, x, weight, bias) if ours else None
+        output = ops.unquantized_gemm.run_kernels(x, weight, bias) if choice.is_ours(rows_of(x)) else None
         return theirs(layer, x, weight, bias) if output is None else output
 
     unquantized_gemm.__wrapped__ = theirs
