@@ -865,6 +865,36 @@ def test_a_worker_that_fails_leaves_vllm_as_it_was(worker):
     assert happened == ["vLLM's warm-up", "ours", "capture"]
 
 
+def test_a_pair_is_compared_on_fresh_arguments_in_a_trial():
+    """Both kernels add one to their input where it lies. Each is timed by its name, and ours is always called in a trial of its op."""
+    ran, trials = [], []
+
+    @contextlib.contextmanager
+    def trial():
+        trials.append("begun")
+        yield
+        trials.pop()
+
+    def add(name: str, x):
+        ran.append((name, *trials))
+        return x.add_(1)
+
+    kernels = types.SimpleNamespace(
+        op=types.SimpleNamespace(trial=trial),
+        ours=functools.partial(add, "ours"),
+        theirs=functools.partial(add, "theirs"),
+    )
+
+    class Clock(FakeClock):
+        def times(self, calls, sets):
+            return {name: [float(call(*sets[0])[0])] for name, call in calls.items()}
+
+    given = kernels, [(torch.zeros(1),)], lambda ours, native: (float(ours[0]), float(native[0])), Clock()
+    found = kernel_timing.compare(*given, contextlib.nullcontext(), lambda given: [value.clone() for value in given])
+    assert found == (1.0, 2.0, 1.0, 1.0)
+    assert ran == [("theirs",), ("ours", "begun"), ("ours", "begun"), ("theirs",)]
+
+
 def test_layers_are_noted_from_the_start_of_a_worker(worker, monkeypatch):
     from vllm.config import VllmConfig
 
