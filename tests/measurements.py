@@ -557,7 +557,7 @@ def choices() -> list[str]:
     tables = []
     for newest in measured("configurations"):
         lines, files = [line for line, _ in newest.values()], links(path for _, path in newest.values())
-        caption = f"Regret of the default configuration, {lines[0]['gpu']}, by `python -m vllm_rocm_ops.timing.configurations`: {files}"
+        caption = f"Regret of the default configuration, {lines[0]['gpu']}, all configurations timed from graphs, all tensors cold: {files}"
         header = "op", "calls", "configurations", "geometric mean", "largest"
         tables.append(f"{caption}\n\n{markdown(header, by_op(lines, cells))}")
     return tables

@@ -30,11 +30,11 @@ from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.ops import fused_experts
 
 from . import machines, predict
-from .configurations import SHARES
 from .machines import Machine
 
 MODELS = ("llama-3.1-405b-fp8", "deepseek-v3")
 RANKS = 8
+SHARES = ("deepseek-v3-tp8", "deepseek-v3-ep8", "qwen3-30b-a3b", "mixtral-8x7b-tp2")  # of experts
 HEADER = ("device", "op", "M", "layer", "config", "cost_us", "predicted_us")
 Row = dict[str, str]
 
