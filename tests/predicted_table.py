@@ -3,10 +3,9 @@
 import json
 
 from measurements import ROOT, links, markdown, measured
+from timing import microbenchmarks
 
-from vllm_rocm_ops.timing import microbenchmarks
-
-PUBLISHED = ROOT / "vllm_rocm_ops" / "timing" / "published.json"
+PUBLISHED = ROOT / "tests" / "timing" / "published.json"
 OTHERS = {"aiter's tuner": ("aiter_us", "profiled_us"), "Hugging Face": ("hugging_face_us", "predicted_us")}
 """By who published times of products: the field of a line, and which of ours is counted in the same way."""
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from marks import full
 
+from timing import calibrate, points
 from vllm_rocm_ops import cli, emulated, explain, model_arguments, model_config, ops
 from vllm_rocm_ops.families import experts_tiled
 from vllm_rocm_ops.families.tiled_gemm import TiledConfig
-from vllm_rocm_ops.timing import calibrate, launch_time, machines, points, predict, refit
+from vllm_rocm_ops.timing import launch_time, machines, predict, refit
 from vllm_rocm_ops.timing.trace import LINE, Access, Block, Instr, Recording
 
 MACHINE = machines.MI300X
@@ -173,7 +174,6 @@ def test_attention_reads_as_many_keys_as_are_said(op):
     [
         (["rms_norm", "--arch", "H200"], "a timing model exists of MI300X, MI308X, MI325X, MI355X, got H200"),
         (["rms_norm", "--shape", "0x4096"], "must run a kernel of ours"),
-        (["--check", "nowhere"], "nowhere must hold gfx942_issue_microbench.csv"),
     ],
 )
 def test_what_cannot_be_predicted_says_why(capsys, arguments, message):

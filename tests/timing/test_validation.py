@@ -11,8 +11,9 @@ import time
 import pytest
 import torch
 
-from vllm_rocm_ops import cli, launch
-from vllm_rocm_ops.timing import foreign, launch_time, machines, published, published_gemm, validation
+from timing import foreign, published, published_gemm, validation
+from vllm_rocm_ops import launch
+from vllm_rocm_ops.timing import launch_time, machines
 
 HEAD = [
     "set",
@@ -150,7 +151,7 @@ def test_files_that_are_not_as_wanted(tmp_path, git, capsys, rows, git_folder, m
     path = tmp_path / "points.csv"
     if rows:
         path.write_text(rows + "\n")
-    assert cli.main(["predict", "--points", str(path), "--git", str(git_folder or git[0])]) == 2
+    assert validation.main([str(path), "--git", str(git_folder or git[0])]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -8,9 +8,10 @@ import struct
 import pytest
 import torch
 
-from vllm_rocm_ops import cli, launch, ops
+from timing import foreign
+from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.emulator import CodeObject
-from vllm_rocm_ops.timing import foreign, launch_time, machines, trace
+from vllm_rocm_ops.timing import launch_time, machines, trace
 
 MACHINE = machines.MI300X
 PATH = launch.code_object("rms_norm", "gfx942")
@@ -55,9 +56,10 @@ def as_json(one: foreign.ObjectLaunch) -> str:
 
 
 def command(one: foreign.ObjectLaunch, args: str, **others) -> list[str]:
-    given = {"object": PATH, "symbol": one.symbol, "grid": "x".join(map(str, one.grid)), "args": args}
+    path = others.pop("object", PATH)
+    given = {"symbol": one.symbol, "grid": "x".join(map(str, one.grid)), "args": args}
     given |= {"block": "x".join(map(str, one.block)), "lds": one.lds} | others
-    return ["predict", *(f"--{name}={value}" for name, value in given.items())]
+    return [str(path), *(f"--{name}={value}" for name, value in given.items())]
 
 
 def test_results_are_those_of_the_op(norm):
@@ -68,7 +70,7 @@ def test_results_are_those_of_the_op(norm):
 
 
 def test_hex_and_json_give_the_same_time(norm, capsys):
-    assert cli.main(command(norm, as_json(norm))) == 0
+    assert foreign.main(command(norm, as_json(norm))) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{norm.symbol} on MI300X: predicted ") and first.endswith(
         "us, not measured; error unknown"
@@ -78,7 +80,7 @@ def test_hex_and_json_give_the_same_time(norm, capsys):
         offset: struct.pack("<Q", value.numel() * value.element_size()) if isinstance(value, torch.Tensor) else value
         for offset, value in norm.args.items()
     }
-    assert cli.main(command(norm, foreign.packed(args, int).hex())) == 0
+    assert foreign.main(command(norm, foreign.packed(args, int).hex())) == 0
     assert capsys.readouterr().out.splitlines() == [first, second]
 
 
@@ -118,7 +120,7 @@ def test_bad_input_says_what_is_wrong(norm, capsys, tmp_path):
         (command(norm, "7"), "--args must be a list or an object, got 7"),
     ):
         try:
-            assert cli.main(arguments) == 2, arguments
+            assert foreign.main(arguments) == 2, arguments
         except SystemExit as error:
             assert error.code == 2
         assert message in capsys.readouterr().err, arguments
@@ -126,9 +128,9 @@ def test_bad_input_says_what_is_wrong(norm, capsys, tmp_path):
 
 def test_a_fault_names_symbol_offset_and_instruction(norm, capsys, tmp_path):
     small = as_json(norm).replace(f"buffer:{2 * ROWS * HIDDEN}", "buffer:64")
-    assert cli.main(command(norm, small)) == 2
+    assert foreign.main(command(norm, small)) == 2
     shown = capsys.readouterr().err
-    assert f"predict: {norm.symbol}+0x" in shown and "load_dword" in shown and "has 64" in shown
+    assert f"foreign: {norm.symbol}+0x" in shown and "load_dword" in shown and "has 64" in shown
     image = bytearray(PATH.read_bytes())
     kernel = CodeObject(PATH).kernels[norm.symbol]
     code = bytes(CodeObject(PATH).image[kernel.preloaded_entry :][:64])
@@ -136,9 +138,9 @@ def test_a_fault_names_symbol_offset_and_instruction(norm, capsys, tmp_path):
     image[at : at + 4] = b"\xff" * 4
     other = tmp_path / "unknown.co"
     other.write_bytes(image)
-    assert cli.main(command(norm, as_json(norm), object=other)) == 2
+    assert foreign.main(command(norm, as_json(norm), object=other)) == 2
     offset = kernel.preloaded_entry - kernel.entry
-    assert f"predict: {norm.symbol}+{offset:#x} `undecodable`" in capsys.readouterr().err
+    assert f"foreign: {norm.symbol}+{offset:#x} `undecodable`" in capsys.readouterr().err
 
 
 def test_axes_of_the_grid_say_what_blocks_share():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_rocm_ops.timing import calibrate, machines, traced
+from timing import calibrate, traced
+from timing.traced import Traced
+from vllm_rocm_ops.timing import machines
 from vllm_rocm_ops.timing.trace import Block, Instr, Recording
-from vllm_rocm_ops.timing.traced import Traced
 
-FOUND = machines.CALIBRATION["traced"]
+FOUND = calibrate.read()["traced"]
 COLUMNS = "assembly,wall_cycles_per_tile_at_1800MHz,att_critical_cycles_per_tile"
 
 

@@ -1,8 +1,8 @@
 """What the model says of the configurations that products of few tokens and experts could have, beside the one that `cost` chooses.
 
-    python -m vllm_rocm_ops.timing.choices --device MI300X --tokens 1 16 64 > choices.csv
-    python -m vllm_rocm_ops.timing.choices --op fused_experts --tokens 1 8 32 > experts.csv
-    python -m vllm_rocm_ops.timing.choices --read choices.csv
+    python -m timing.choices --device MI300X --tokens 1 16 64 > choices.csv
+    python -m timing.choices --op fused_experts --tokens 1 8 32 > experts.csv
+    python -m timing.choices --read choices.csv
 
 The first predicts the linear layers of Llama-3.1-405B and DeepSeek-V3 on one GPU of eight, and experts, whose tokens go where one random
 draw sends them, in their cheapest configurations; the second experts alone. The last says, from such a file, what today's choice loses to
@@ -28,9 +28,8 @@ from vllm_rocm_ops.bench.shapes import linear_layers
 from vllm_rocm_ops.model_arguments import Inputs
 from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.ops import fused_experts
-
-from . import machines, predict
-from .machines import Machine
+from vllm_rocm_ops.timing import machines, predict
+from vllm_rocm_ops.timing.machines import Machine
 
 MODELS = ("llama-3.1-405b-fp8", "deepseek-v3")
 RANKS = 8
@@ -105,7 +104,7 @@ def losses(found: Iterable[Row]) -> Iterator[tuple[Row, Row]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m vllm_rocm_ops.timing.choices", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m timing.choices", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default=machines.COMPARED)
     parser.add_argument("--tokens", type=int, nargs="+", default=(1, 16, 64))
     parser.add_argument("--op", default="", help="of these alone")

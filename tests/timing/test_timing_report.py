@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from vllm_rocm_ops.timing import calibrate, machines, report
-from vllm_rocm_ops.timing.report import Case
+from timing import calibrate, report
+from timing.report import Case
+from vllm_rocm_ops.timing import machines
 
-FOUND = machines.CALIBRATION
+FOUND = calibrate.read()
 CASES = [Case(*row) for row in FOUND["points"]]
 
 
@@ -21,7 +22,7 @@ def test_the_committed_report_is_that_of_the_committed_points():
     assert FOUND["classes"] == report.classes(CASES)
     assert FOUND["baselines"] == report.baselines(CASES, machines.MI300X["hbm_bandwidth"])
     assert FOUND["same_shape"] == report.ranks(CASES, same_shape=True)
-    assert calibrate.written(FOUND) == calibrate.CALIBRATION.read_text()
+    assert calibrate.written(FOUND) == {path: path.read_text() for path in (calibrate.CALIBRATION, calibrate.EVIDENCE)}
     assert calibrate.figure(FOUND) == calibrate.FIGURE.read_text()
 
 

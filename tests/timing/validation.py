@@ -1,14 +1,20 @@
-"""Published times of others' kernels, predicted row by row: each gets a time or a reason, whatever is in it, in bounded time."""
+"""Published times of others' kernels, predicted row by row: each gets a time or a reason, whatever is in it, in bounded time.
+
+PYTHONPATH=tests python -m timing.validation points.csv --git DIR --jobs 2 --cache FOLDER > predicted.csv
+"""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import hashlib
+import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections import deque
@@ -18,8 +24,9 @@ from typing import IO, NamedTuple
 
 from vllm_rocm_ops.emulator import CodeObject
 from vllm_rocm_ops.emulator.objects import KernelObject
+from vllm_rocm_ops.timing import machines
 
-from . import machines, published, published_attention, published_gemm, published_mla, published_moe
+from . import published, published_attention, published_gemm, published_mla, published_moe
 
 LIMIT = 60.0  # seconds of a row
 PORTION = 8  # rows of like launches that one process gets
@@ -206,8 +213,9 @@ class _Kept:
 
 def _model() -> str:
     """The hash of all files that a prediction comes from."""
-    digest, package = hashlib.sha256(), Path(__file__).parents[1]
-    for path in sorted((*package.glob("emulator/**/*.py"), *package.glob("timing/*.*"), package / "arch.py")):
+    digest, package, mine = hashlib.sha256(), Path(machines.__file__).parents[1], Path(__file__).parent
+    parts = package.glob("emulator/**/*.py"), package.glob("timing/*.*"), mine.glob("*.*"), [package / "arch.py"]
+    for path in sorted(itertools.chain(*parts)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -241,12 +249,12 @@ def run(
             reader = csv.DictReader(file, restval="")
             rows, names = list(reader), list(reader.fieldnames or ())
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"predict: --points {path} must be a CSV file, got {type(error).__name__}: {error}") from None
+        raise ValueError(f"validation: {path} must be a CSV file, got {type(error).__name__}: {error}") from None
     missing = [name for name in COLUMNS if name not in names]
     if missing:
-        raise ValueError(f"predict: --points {path} must have the columns {', '.join(COLUMNS)}, got no {missing[0]}")
+        raise ValueError(f"validation: {path} must have the columns {', '.join(COLUMNS)}, got no {missing[0]}")
     if not (git / "objects").is_dir():
-        raise ValueError(f"predict: --git must be a bare git directory of ROCm/aiter, got {git}")
+        raise ValueError(f"validation: --git must be a bare git directory of ROCm/aiter, got {git}")
     added = [name for name in ("predicted_us", "why") if name not in names]
     writer = csv.DictWriter(out, [*names, *added], lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
@@ -254,3 +262,26 @@ def run(
         us = "" if found.us is None else f"{found.us:.4g}"
         writer.writerow({**fields, "predicted_us": us, "why": found.why})
         out.flush()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m timing.validation", description=__doc__.splitlines()[0])
+    parser.add_argument("points", type=Path, metavar="CSV", help="a file like validation_points_gfx942.csv")
+    parser.add_argument("--git", type=Path, required=True, metavar="DIR", help="a bare git directory of ROCm/aiter")
+    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="of a row")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
+    meaning = "a folder that keeps what rows got, for the next time that the same model is asked"
+    parser.add_argument("--cache", type=Path, metavar="FOLDER", help=meaning)
+    given = parser.parse_args(argv)
+    if not given.limit > 0 or given.jobs < 1:
+        parser.error("--limit and --jobs must be positive")
+    try:
+        run(given.points, given.git, sys.stdout, sys.stderr, given.limit, given.jobs, given.cache)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,12 +1,12 @@
 """Fits the constants that no microbenchmark gives, and says how far predictions are from published times.
 
-    python -m vllm_rocm_ops.timing.calibrate MEASUREMENTS OBJECTS
+    python -m timing.calibrate MEASUREMENTS OBJECTS
 
 MEASUREMENTS is a folder with peer_measurements.csv, gfx942_issue_microbench.csv and gfx942_traced_asm.csv; nothing else is read of it.
 OBJECTS has the kernels that were measured, compiled for gfx942: residual_rms.co, swiglu.co and skinny_gemm.co from
 huggingface/hf-rocm-kernels, wvsplitk.co from vLLM's csrc/rocm/skinny_gemms.cu, and what traced.py reads. The barrier is fitted first, on
-one traced kernel, then the others on decode. The result goes to calibration.json and figure.svg beside this file; `--check` only prints
-it. Held-out points are predicted with the constants that the others gave, never fitted.
+one traced kernel, then the others on decode. What the package needs goes to its calibration.json, the evidence to the file of that name
+and figure.svg beside this one; `--check` only prints. Held-out points are predicted with the constants that the others gave, never fitted.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ import torch
 from vllm_rocm_ops import emulated
 from vllm_rocm_ops.emulator import CodeObject
 from vllm_rocm_ops.launch import Launch
+from vllm_rocm_ops.timing import fitting, launch_time, machines
+from vllm_rocm_ops.timing.launch_time import Prediction
+from vllm_rocm_ops.timing.machines import Machine
+from vllm_rocm_ops.timing.trace import Recording, RecordingEmulator, aligned, record
 
-from . import fitting, launch_time, machines, microbenchmarks, points, report, scatter, traced
-from .launch_time import Prediction
-from .machines import Machine
+from . import microbenchmarks, points, report, scatter, traced
 from .points import Point
 from .report import HALVES, Case
-from .trace import Recording, RecordingEmulator, aligned, record
 
-CALIBRATION = Path(__file__).with_name("calibration.json")
+CALIBRATION = Path(machines.__file__).with_name("calibration.json")
+EVIDENCE = Path(__file__).with_name("calibration.json")
+SHIPPED = ("fitted", "classes")  # of what was found: what predictions and their error bands need
 FIGURE = Path(__file__).with_name("figure.svg")
 BLOCKS = 64  # of a launch that are recorded
 STEPS = {"start": (0.0, 3.0, 0.1), "wave_latency": (0, 1000, 50), "mall_bandwidth": (4000, 12000, 500)}
@@ -195,11 +198,19 @@ def _case(point: Point, found: Prediction) -> Case:
     return Case(*point[:5], half, point.us, predicted, megabytes, found.blocks)
 
 
-def written(found: dict) -> str:
-    """A calibration as the file has it: a line for each point."""
+def read() -> dict:
+    """The committed calibration, of both files."""
+    return machines.CALIBRATION | json.loads(EVIDENCE.read_text())
+
+
+def written(found: dict) -> dict[Path, str]:
+    """A calibration as its files have it, a line for each point."""
+    shipped = {name: found[name] for name in SHIPPED}
+    found = {name: value for name, value in found.items() if name not in SHIPPED}
     rows = ",\n".join(f"  {json.dumps(row)}" for row in found["points"])
     text = json.dumps(found | {"points": []}, indent=1)
-    return text.replace('"points": []', f'"points": [\n{rows}\n ]') + "\n"
+    text = text.replace('"points": []', f'"points": [\n{rows}\n ]')
+    return {CALIBRATION: json.dumps(shipped, indent=1) + "\n", EVIDENCE: text + "\n"}
 
 
 def figure(found: dict) -> str:
@@ -208,9 +219,7 @@ def figure(found: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m vllm_rocm_ops.timing.calibrate", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m timing.calibrate", description=__doc__.splitlines()[0])
     parser.add_argument("measurements", type=Path)
     parser.add_argument("objects", type=Path)
     parser.add_argument("--check", action="store_true", help="fit nothing and write nothing")
@@ -220,10 +229,11 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    text = written(found)
-    print(text, end="")
+    for path, text in written(found).items():
+        print(text, end="")
+        if not arguments.check:
+            path.write_text(text)
     if not arguments.check:
-        CALIBRATION.write_text(text)
         FIGURE.write_text(figure(found))
     return 0
 

@@ -3,16 +3,20 @@ them.
 
     launch = foreign.ObjectLaunch("name", (80, 1, 1), (256, 1, 1), {0: torch.zeros(4096), 8: struct.pack("<I", 512)})
     foreign.predict(machines.named("MI300X"), foreign.record("gfx942", path, launch), launch.grid)
+
+As a command: PYTHONPATH=tests python -m timing.foreign --help
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
 import math
 import re
 import struct
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -22,16 +26,15 @@ import torch
 from vllm_rocm_ops import emulated, kernel_arguments
 from vllm_rocm_ops.emulator import CodeObject
 from vllm_rocm_ops.emulator.objects import KernelObject
-
-from . import launch_time, trace
-from .compute_unit import SIMDS
-from .hierarchy import Sharing
-from .launch_time import Prediction
-from .machines import Machine
+from vllm_rocm_ops.timing import launch_time, machines, refit, trace
+from vllm_rocm_ops.timing.compute_unit import SIMDS
+from vllm_rocm_ops.timing.hierarchy import Sharing
+from vllm_rocm_ops.timing.launch_time import Prediction
+from vllm_rocm_ops.timing.machines import Machine
 
 BLOCKS = 16  # of a grid with one axis that are recorded
 MOST_BYTES = 1 << 33  # of a launch's buffers
-PREFIX = "predict --object"
+PREFIX = "foreign"
 
 
 class Pointers(NamedTuple):
@@ -347,3 +350,29 @@ def lines(
     found = predict(machine, record(str(machine.arch), path, launch), launch.grid)
     yield f"{kernel.name} on {machine.name}: predicted {found.us:.1f} us, not measured; error unknown"
     yield f"  {found.details}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m timing.foreign", description="Predict a launch of a code object.")
+    parser.add_argument("object", type=Path, help="a code object of whoever")
+    parser.add_argument("--arch", default=machines.COMPARED, metavar="PRODUCT")
+    parser.add_argument("--symbol", help="the kernel, where the object holds several")
+    parser.add_argument("--grid", default="1", metavar="X[xY[xZ]]", help="blocks")
+    parser.add_argument("--block", default="256", metavar="X[xY[xZ]]", help="threads of a block")
+    parser.add_argument("--lds", type=int, default=0, metavar="BYTES", help="of LDS beyond the kernel's own")
+    parser.add_argument("--args", default="", metavar="HEX|JSON", help="the argument buffer; see docs/timing.md")
+    given = parser.parse_args(argv)
+    try:
+        machine = refit.of_user(machines.named(given.arch))
+        found = lines(machine, given.object, given.symbol, given.grid, given.block, given.args, given.lds)
+        for line in itertools.chain(refit.said(machine), found):
+            print(line)
+    except (ValueError, RuntimeError) as error:
+        why = str(error).partition("\n")[0]  # torch's errors go on with a stack
+        print(f"{PREFIX}: {why}" if isinstance(error, RuntimeError) else why, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 
 from vllm_rocm_ops.emulator.objects import KernelObject
+from vllm_rocm_ops.timing.machines import Machine
+from vllm_rocm_ops.timing.trace import Recording, aligned
 
 from . import foreign
 from .foreign import Arguments, ObjectLaunch, Pointers, explicit_bytes
-from .machines import Machine
-from .trace import Recording, aligned
 
 KEPT = 4  # recordings
 SLOT = 16  # bytes of each argument

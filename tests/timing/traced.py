@@ -18,12 +18,11 @@ import torch
 
 from vllm_rocm_ops.emulator import CodeObject
 from vllm_rocm_ops.launch import Launch
-
-from . import launch_time
-from .compute_unit import ComputeUnit
-from .hierarchy import Memory
-from .machines import MI308X, Machine
-from .trace import Block, Recording, RecordingEmulator, aligned, record
+from vllm_rocm_ops.timing import launch_time
+from vllm_rocm_ops.timing.compute_unit import ComputeUnit
+from vllm_rocm_ops.timing.hierarchy import Memory
+from vllm_rocm_ops.timing.machines import MI308X, Machine
+from vllm_rocm_ops.timing.trace import Block, Recording, RecordingEmulator, aligned, record
 
 FILE = f"{MI308X.arch.name}_traced_asm.csv"
 BOUND = 0x200000  # bytes of K that the loop goes through, of 0xa00000

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .machines import Machine
+from vllm_rocm_ops.timing.machines import Machine
 
 HALVES = ("fit", "held out")
 APART = 0.10  # of two measured times, from which on their order is judged
@@ -23,7 +23,7 @@ START_US = 2.5  # of the baseline of bytes
 
 class Case(NamedTuple):
     """A published time beside its prediction, both in us. `megabytes` are what memory moves, `blocks` those of the compute unit with
-    most. A row of `points` in calibration.json."""
+    most. A row of `points` in calibration.json beside this file."""
 
     kind: str
     kernel: str

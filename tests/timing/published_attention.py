@@ -7,10 +7,10 @@ import struct
 import torch
 
 from vllm_rocm_ops.emulator.objects import KernelObject
+from vllm_rocm_ops.timing.trace import aligned
 
 from .foreign import ObjectLaunch
 from .published import Call, Row, laid_out, zeros
-from .trace import aligned
 
 TILE = 256  # query rows of a block
 SHORT, LONG = 512, 1024  # keys of the launches that are run; time grows evenly from one to the other and on

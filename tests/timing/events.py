@@ -9,10 +9,10 @@ from __future__ import annotations
 import bisect
 from typing import NamedTuple
 
-from .compute_unit import ComputeUnit
-from .hierarchy import L2, MALL, Memory
-from .machines import Machine
-from .trace import LINE, Access, Block, Instr, Step
+from vllm_rocm_ops.timing.compute_unit import ComputeUnit
+from vllm_rocm_ops.timing.hierarchy import L2, MALL, Memory
+from vllm_rocm_ops.timing.machines import Machine
+from vllm_rocm_ops.timing.trace import LINE, Access, Block, Instr, Step
 
 SLEEP = 1  # of the s_sleep between two polls
 LOOP = 4  # other instructions of a poll: a wait, a comparison, two of the branch

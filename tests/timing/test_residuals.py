@@ -13,18 +13,9 @@ import subprocess
 import pytest
 import torch
 
+from timing import choices, foreign, left_out, published, published_mla, residuals, simpler
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops.timing import (
-    choices,
-    foreign,
-    left_out,
-    machines,
-    predict,
-    published,
-    published_mla,
-    residuals,
-    simpler,
-)
+from vllm_rocm_ops.timing import machines, predict
 
 OBJECT = "hsa/gfx950/bf16gemm/a_64x64.co"
 
@@ -39,7 +30,7 @@ def write(path, header, rows):
 
 
 def point(us: float, predicted: float | str = "", **others) -> dict[str, str]:
-    """A row as `predict --points` prints it."""
+    """A row as validation.py prints it."""
     given = dict.fromkeys(residuals.HEADER, "") | {"set": "fit", "gpu": "MI308X", "op": "bf16", "code_object": "a.co"}
     given |= {"M": "1", "N": "2", "K": "3", "us": str(us), "predicted_us": str(predicted), "why": ""}
     return given | {key: str(value) for key, value in others.items()}

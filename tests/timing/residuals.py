@@ -1,9 +1,9 @@
 """How far predictions are from all published times whose code objects can be had, by class, and how they rank kernels on one shape.
 
-    python -m vllm_rocm_ops.timing.residuals points MEASUREMENTS --git DIR > points.csv
-    vllm-rocm-ops predict --points points.csv --git DIR --jobs 2 --cache FOLDER > predicted.csv
-    python -m vllm_rocm_ops.timing.residuals judge predicted.csv
-    python -m vllm_rocm_ops.timing.residuals simpler points.csv
+    python -m timing.residuals points MEASUREMENTS --git DIR > points.csv
+    python -m timing.validation points.csv --git DIR --jobs 2 --cache FOLDER > predicted.csv
+    python -m timing.residuals judge predicted.csv
+    python -m timing.residuals simpler points.csv
 
 MEASUREMENTS has validation_points_gfx942.csv, aiter_gemm_gfx950_256cu.csv and peer_measurements.csv; DIR is a bare git directory of
 ROCm/aiter. `points` lists their rows with a code object, `judge` writes published.json beside this file; with `--keep` what it says of
@@ -26,7 +26,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from . import left_out, machines, simpler
+from vllm_rocm_ops.timing import machines
+
+from . import left_out, simpler
 from .report import APART
 
 REPORT = Path(__file__).with_name("published.json")
@@ -193,9 +195,7 @@ def _reason(why: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m vllm_rocm_ops.timing.residuals", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m timing.residuals", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("points", help="list the rows")
     command.add_argument("measurements", type=Path)

@@ -9,7 +9,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from . import machines
+from vllm_rocm_ops.timing import machines
+
 from .validation import machine_of
 
 Row = dict[str, str]

@@ -3,7 +3,9 @@
 Each is rebuilt as its source describes it, as steps of waves. `run` reads only the file with the measured numbers of a compute unit,
 `public` only public_facts.json, the chip's. What the model says of them is written there by
 
-    python -m vllm_rocm_ops.timing.microbenchmarks
+    python -m timing.microbenchmarks
+
+With a FOLDER it says of all in which the model is beyond its limits, and how far the calibration is from published times.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import events, launch_time
-from .compute_unit import ComputeUnit
-from .hierarchy import L2, MALL, Memory
-from .machines import CALIBRATION, MI300X, MI308X, Machine
-from .trace import LINE, Access, Block, Instr, Recording, Step, bank_cycles
+from vllm_rocm_ops.timing import launch_time
+from vllm_rocm_ops.timing.compute_unit import ComputeUnit
+from vllm_rocm_ops.timing.hierarchy import L2, MALL, Memory
+from vllm_rocm_ops.timing.machines import CALIBRATION, MI300X, MI308X, Machine
+from vllm_rocm_ops.timing.trace import LINE, Access, Block, Instr, Recording, Step, bank_cycles
+
+from . import events
 
 FILE = f"{MI308X.arch.name}_issue_microbench.csv"
 REGISTER_LIMIT = 0.5  # cycles
@@ -391,11 +396,38 @@ def public(machine: Machine) -> Iterator[Result]:
         yield Result(row["test"], f"in {row['unit']}", row["condition"], measured, predicted, BAND, True)
 
 
-def main() -> None:
+def lines(folder: Path) -> Iterator[str]:
+    """Lines about the microbenchmarks in a folder and about the committed calibration."""
+    results = [*run(MI308X, folder), *public(MI300X)]
+    yield f"microbenchmarks: {sum(result.passes for result in results)} of {len(results)} within their limits; the others:"
+    for result in results:
+        if not result.passes:
+            yield (
+                f"  {result.test} {result.instruction}, {result.condition}: "
+                f"measured {result.measured:.3g}, predicted {result.predicted:.3g}"
+            )
+    for kind, halves in CALIBRATION["classes"].items():
+        for half, found in halves.items():
+            yield (
+                f"{kind}, {half}: {found['points']} published times; median error {found['median']:.0%}, "
+                f"nine of ten within {found['p90']:.0%}, largest {found['largest']:.0%}"
+            )
+
+
+def main(argv: list[str]) -> int:
+    if argv:
+        try:
+            for line in lines(Path(argv[0])):
+                print(line)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        return 0
     rows = [row | {"now": float(f"{of.predicted:.3g}")} for row, of in zip(FACTS, public(MI300X), strict=True)]
-    lines = (json.dumps({"first": row["now"], **row}) for row in rows)
-    FILE_OF_FACTS.write_text("[\n" + ",\n".join(f" {line}" for line in lines) + "\n]\n")
+    texts = (json.dumps({"first": row["now"], **row}) for row in rows)
+    FILE_OF_FACTS.write_text("[\n" + ",\n".join(f" {line}" for line in texts) + "\n]\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -6,8 +6,9 @@ import pytest
 import torch
 from assembly import Kernel, assemble
 
+from timing import events, microbenchmarks
 from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.timing import events, launch_time, machines, microbenchmarks, trace
+from vllm_rocm_ops.timing import launch_time, machines, trace
 from vllm_rocm_ops.timing.compute_unit import ComputeUnit
 from vllm_rocm_ops.timing.hierarchy import L2, MALL, Memory
 from vllm_rocm_ops.timing.trace import Block, Instr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from load_build import load_build
 
-_CSRC = Path(__file__).resolve().parents[2] / "csrc"
+_CSRC = Path(__file__).resolve().parents[1] / "csrc"
 
 
 @dataclass(frozen=True)
