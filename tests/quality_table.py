@@ -1,11 +1,11 @@
-"""The tables of tests/vllm/quality.py's and arithmetic.py's results, for a page that readme.py writes."""
+"""The tables of serving_benchmarks/quality/quality.py's and arithmetic.py's results, for a page that readme.py writes."""
 
 from compatibility import QUANTISATIONS
 from measurements import head, markdown, measured, plural
 
 NAMES = {flavour or "dynamic": name for name, (*_, flavour) in QUANTISATIONS.items() if flavour is not None}
 ABOUT = (
-    "Perplexity of held-out text in vLLM, of small models trained by `python tests/vllm/quality.py`: of the bf16 checkpoint "
+    "Perplexity of held-out text in vLLM, of small models trained by `python serving_benchmarks/quality/quality.py`: of the bf16 checkpoint "
     "without the ops, then of each checkpoint without and with them. A worst scale error is that of the layer whose scale "
     "would explain most of the difference. Tokens are counted up to the first that differs."
 )
@@ -34,7 +34,7 @@ def row(line: dict) -> tuple[str, ...]:
 
 
 ARITHMETIC = (
-    "What each op makes of the activations and weights of these models, by `python tests/vllm/arithmetic.py`: the norm of the "
+    "What each op makes of the activations and weights of these models, by `python serving_benchmarks/quality/arithmetic.py`: the norm of the "
     "error over that of the exact result, which is float64's. A cell has the largest error of a call and, of all calls, the most "
     "that ours is of stock's. Stock is vLLM's kernel or, emulated and where vLLM has none, the op's reference, which rounds where "
     "vLLM does. The files have every layer."

@@ -1,6 +1,6 @@
 """Does a model answer as well with the ops? Perplexity and greedy tokens of small trained models in vLLM, with the ops, without.
 
-    python tests/vllm/quality.py [--model llama deepseek] [--kind block ...] [--tokens 65536] [--output FILE.jsonl]
+    python serving_benchmarks/quality/quality.py [--model llama deepseek] [--kind block ...] [--tokens 65536] [--output FILE.jsonl]
 
 Trains the models if the folder of checkpoints lacks them (trained.py), once: some minutes of one core, or of a GPU. Each side runs in a process
 of its own and reads the same held-out text; vLLM gives the log probability of every token of it. A checkpoint is right if

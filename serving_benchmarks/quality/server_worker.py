@@ -12,7 +12,7 @@ SECONDS = "SERVER_LOAD_PAIR_SECONDS"
 """The variable that has a server measure on CPU too, so many seconds for each pair of kernels."""
 
 if SECONDS in os.environ and not torch.cuda.is_available():
-    import measured_on_cpu
+    import measured_on_cpu  # of tests/vllm
 
     measured_on_cpu.install(seconds=float(os.environ[SECONDS]))
 

@@ -9,16 +9,20 @@ import json
 import os
 import pathlib
 import re
+import sys
 import sysconfig
 import time
 from collections.abc import Callable
 
-import checkpoints
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "tests" / "vllm"))
+import checkpoints
+
+sys.path.pop()
 WINDOW = 256
 """Tokens of a sequence, in training and in the measurement."""
 HELD_OUT_EVERY = 8  # files

@@ -1,6 +1,6 @@
 """What each op computes of the activations and weights that trained models have: its error beside stock's, against float64.
 
-    python tests/vllm/arithmetic.py [--model llama deepseek] [--kind block ...] [--emulate gfx942 gfx950] [--output FILE.jsonl]
+    python serving_benchmarks/quality/arithmetic.py [--model llama deepseek] [--kind block ...] [--emulate gfx942 gfx950] [--output FILE.jsonl]
 
 vLLM decodes held-out text with the ops, a token of each of --requests at a time, and what every op is called with in the last
 step is kept, by layer (the checkpoints are those of quality.py, which are made if the folder lacks them). Each call then runs again:
