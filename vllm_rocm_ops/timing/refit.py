@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_rocm_ops import envs, explain, ops
-from vllm_rocm_ops.bench import clock
+from vllm_rocm_ops import clock, envs, explain, ops
 from vllm_rocm_ops.op import Op
 
 from . import fitting, launch_time, machines, predict
