@@ -14,10 +14,10 @@ import subprocess
 import sys
 
 import pytest
-import readme
 from marks import BUILT
-from measurements import in_git
-from op_pages import DOCS, GUIDES, launches_of
+from pages import readme
+from pages.measurements import in_git
+from pages.op_pages import DOCS, GUIDES, launches_of
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import check, cli, envs, launch
@@ -447,7 +447,7 @@ def test_what_is_generated_is_fresh():
     """README, the page of results, and a page for every op and for nothing else."""
     documents = readme.documents()
     stale = [name(path) for path, text in documents.items() if not path.exists() or path.read_text() != text]
-    assert not stale, "run: python tests/readme.py"
+    assert not stale, "run: python tests/pages"
     assert set(DOCS.glob("*")) == {path for path in documents if path.parent == DOCS} | {
         DOCS / f"{page}.md" for page in GUIDES
     }

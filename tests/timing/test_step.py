@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-import step_table
+from pages import step_table
 
 from vllm_rocm_ops import model_config, model_layers
 from vllm_rocm_ops.timing import baseline, frozen, machines, published_steps, step, step_report

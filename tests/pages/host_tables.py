@@ -1,15 +1,12 @@
 """The tables of what the plugin costs the host and a start, from the results of host_time.py and of latency.py."""
 
 import json
-import sys
-
-import measurements
-from measurements import ROOT, kind_of, lines_of, links, markdown, oldest_first
-
-sys.path.insert(0, str(ROOT / "serving_benchmarks"))
 
 import host_time
 import latency_report
+
+from . import measurements
+from .measurements import kind_of, lines_of, links, markdown, oldest_first
 
 
 def host_times() -> str:

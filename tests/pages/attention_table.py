@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable
 
-from measurements import both, head, links, markdown, measured, ratio, time, times, versus
+from .measurements import both, head, links, markdown, measured, ratio, time, times, versus
 
 DECODE, PREFILL = "decode-attention", "attention"
 SHORT = "up to 4096 keys and 16 requests"

@@ -7,13 +7,13 @@ import importlib.util
 import pathlib
 import re
 
-import measurements
-from measurements import ROOT, markdown
-from op_pages import DOCS, WRITTEN, types, wrapped
-
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import model_config, model_layers, ops
 from vllm_rocm_ops.vllm import seam
+
+from . import measurements
+from .measurements import ROOT, markdown
+from .op_pages import DOCS, WRITTEN, types, wrapped
 
 PAGE = DOCS / "compatibility.md"
 VLLM_TESTS = ROOT / "tests" / "vllm"

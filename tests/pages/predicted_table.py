@@ -2,8 +2,9 @@
 
 import json
 
-from measurements import ROOT, links, markdown, measured
 from timing import microbenchmarks
+
+from .measurements import ROOT, links, markdown, measured
 
 PUBLISHED = ROOT / "tests" / "timing" / "published.json"
 OTHERS = {"aiter's tuner": ("aiter_us", "profiled_us"), "Hugging Face": ("hugging_face_us", "predicted_us")}

@@ -1,5 +1,5 @@
-"""Write what is generated: parts of README.md and of pages, each between `<!-- name -->` and
-`<!-- /name -->`, README's figure, and whole pages: python tests/readme.py"""
+"""What is generated: parts of README.md and of pages, each between `<!-- name -->` and `<!-- /name -->`, README's figure, and whole
+pages."""
 
 import ast
 import itertools
@@ -8,23 +8,25 @@ import re
 import textwrap
 from collections.abc import Callable
 
-import attention_table
-import compatibility
-import host_tables
-import measurements
-import op_pages
-import predicted_table
-import quality_table
-import step_table
-import systems
-from measurements import RESULTS, ROOT, markdown
-from op_pages import DOCS
-
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import doctor, envs, ops
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.vllm import seam
+
+from . import (
+    attention_table,
+    compatibility,
+    host_tables,
+    measurements,
+    op_pages,
+    predicted_table,
+    quality_table,
+    step_table,
+    systems,
+)
+from .measurements import RESULTS, ROOT, markdown
+from .op_pages import DOCS
 
 README = ROOT / "README.md"
 FIGURE = RESULTS / "speedup.svg"
@@ -222,8 +224,3 @@ def documents() -> dict[pathlib.Path, str]:
     pages = {compatibility.PAGE: compatibility.page(), systems.PAGE: systems.page()}
     pages[FIGURE] = measurements.whole_models_figure()
     return {path: fresh(path) for path in BLOCKS} | op_pages.pages() | pages
-
-
-if __name__ == "__main__":
-    for path, text in documents().items():
-        path.write_text(text)

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "vllm_rocm_ops"
+PACKAGE = Path(__file__).resolve().parents[2] / "vllm_rocm_ops"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The tables of serving_benchmarks/quality/quality.py's and arithmetic.py's results, for a page that readme.py writes."""
 
-from compatibility import QUANTISATIONS
-from measurements import head, markdown, measured, plural
+from .compatibility import QUANTISATIONS
+from .measurements import head, markdown, measured, plural
 
 NAMES = {flavour or "dynamic": name for name, (*_, flavour) in QUANTISATIONS.items() if flavour is not None}
 ABOUT = (

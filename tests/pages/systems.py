@@ -3,8 +3,8 @@
 import csv
 from dataclasses import dataclass
 
-from measurements import ROOT, markdown
-from op_pages import DOCS, WRITTEN
+from .measurements import ROOT, markdown
+from .op_pages import DOCS, WRITTEN
 
 PAGE = DOCS / "systems.md"
 DATA = ROOT / "tests" / "data" / "systems.csv"

@@ -5,10 +5,10 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from measurements import RESULTS, markdown
-
 from vllm_rocm_ops import model_config
 from vllm_rocm_ops.timing import CONTEXT, baseline, frozen, machines, published_steps, step, step_report
+
+from .measurements import RESULTS, markdown
 
 MODELS = {"Llama-3.1-405B FP8": "llama-3.1-405b-fp8", "DeepSeek-V3": "deepseek-v3"}
 RANKS = 8

@@ -9,23 +9,19 @@ import shlex
 import shutil
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+import decode_profile
+import figures
+import latency
+import latency_report
 import torch
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import model_config, model_layers
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "serving_benchmarks"))
-import decode_profile
-import figures
-import latency
-import latency_report
-
-sys.path.pop()
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "serving_benchmarks" / "results"
 ROWS = (1, 8, 32, 128, 512, 2048)  # in the tables with times
 SUMMARY_ROWS = (1, 8, 16, 32, 64, 128, 1024)

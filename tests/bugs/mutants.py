@@ -1,4 +1,4 @@
-"""Plausible mistakes in kernels and seams, each a change of one line, and the tests that catch it: python tests/mutants.py [names]
+"""Plausible mistakes in kernels and seams, each a change of one line, and the tests that catch it: python tests/bugs [names]
 
 Those of seams are in seam_mutants.py, which has them imported. Each mutant of a kernel is compiled in a folder of its own, and tests
 run on that code until one fails: those that it names, with --full; else all of tests/ops that concern an op which launches a kernel
@@ -30,9 +30,10 @@ from pathlib import Path
 
 import pytest
 from load_build import load_build
-from seam_mutants import SEAM_MUTANTS, SeamMutant
 
-TESTS = Path(__file__).parent
+from .seam_mutants import SEAM_MUTANTS, SeamMutant
+
+TESTS = Path(__file__).resolve().parents[1]
 CSRC = TESTS.parent / "csrc"
 CODE = TESTS.parent / "vllm_rocm_ops" / "code"
 ARCHS = ("gfx942", "gfx950")
@@ -664,7 +665,10 @@ MUTANTS = {
         "moe_routing",
         large("test_last_of_many_tokens[gfx942]"),
     ),
-    **{name: Mutant(**mutant) for name, mutant in json.loads((TESTS / "data" / "mutants.json").read_text()).items()},
+    **{
+        name: Mutant(**mutant)
+        for name, mutant in json.loads(Path(__file__).with_name("mutants.json").read_text()).items()
+    },
     **SEAM_MUTANTS,
 }
 
@@ -810,7 +814,9 @@ def apart(call: Callable, *arguments):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bugs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="name", help="parts of mutants' names, or of their files'")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="how many run at a time")
     arguments = parser.parse_args()
@@ -842,8 +848,3 @@ def main() -> int:
                 print(f"    {of.said[:200]}", file=sys.stderr, flush=True)
     print(f"{len(found) - lived} of {len(found)} mutants are caught or equivalent")
     return int(lived > 0)
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(TESTS.parent))
-    sys.exit(main())

@@ -9,15 +9,16 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 
-import measurements
 import torch
-from measurements import ROOT, markdown
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import correctness, explain, model_config, model_layers, quantization
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.op import Op
 from vllm_rocm_ops.vllm import seam
+
+from . import measurements
+from .measurements import ROOT, markdown
 
 DOCS = ROOT / "vllm_rocm_ops" / "docs"
 SEAMS = ROOT / "vllm_rocm_ops" / "vllm"
@@ -36,7 +37,7 @@ GUIDES = (
     "decode_steps",
     "CHANGELOG",
 )
-WRITTEN = "<!-- Written by `python tests/readme.py`: change what it is made of, not this page. -->"
+WRITTEN = "<!-- Written by `python tests/pages`: change what it is made of, not this page. -->"
 FIRST = next(iter(archs.ARCHS))
 
 

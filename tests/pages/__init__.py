@@ -1,4 +1,4 @@
-"""What tests take from the pages of the documentation."""
+"""The pages of the documentation: what writes them, and what tests take from them."""
 
 import re
 
