@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from timing import other_steps
+
 from vllm_rocm_ops import model_config
 from vllm_rocm_ops.timing import CONTEXT, baseline, frozen, machines, published_steps, step, step_report
 
@@ -97,12 +99,12 @@ def published() -> str:
     head = ("vLLM", "batch", "published ms", "predicted ms", "published / predicted", "gaps, us", "all-reduces, us")
     slopes = [
         (release, f"1 to {batch}", f"+{ms:.1f}", f"+{found:.1f}", f"{found / ms - 1:+.0%}")
-        for release, batch, ms, found in published_steps.slopes()
+        for release, batch, ms, found in other_steps.slopes()
     ]
     low, high = published_steps.spread()
     verdict = (
         "All slopes are explained within 15 %."
-        if published_steps.explained()
+        if other_steps.explained()
         else f"**The slope over batch is not explained within 15 %.** The spread, {low:.2f} to {high:.2f}, is the band of a step."
     )
     steeper = markdown(("vLLM", "batch", "published ms", "predicted ms", "error"), slopes)
@@ -198,10 +200,10 @@ def others() -> str:
     """Return published / predicted of other engines, whether the band holds it, and their sources."""
     low, high = published_steps.spread()
     rows = []
-    for other in published_steps.OTHERS:
+    for other in other_steps.OTHERS:
         cells = dict.fromkeys((1, 4, 8, 16, 32, 64), "")
         for batch, ms in other.ms.items():
-            found = published_steps.other_ms(other, batch)
+            found = other_steps.other_ms(other, batch)
             ratio = f"{ms / found:.2f}"
             cells[batch] = f"{ms:.1f} / {found:.1f} = " + (ratio if low <= ms / found <= high else f"**{ratio}**")
         rows.append((other.name, other.product, *cells.values(), other.source))

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from timing import freeze
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import check, launch, model_config, model_layers
 from vllm_rocm_ops.timing import frozen
@@ -38,8 +39,8 @@ def test_what_is_frozen_is_what_predict_says(monkeypatch):
     pytest.importorskip("tinygrad")
     from vllm_rocm_ops.timing import machines, predict
 
-    monkeypatch.setattr(frozen, "MODELS", TINY)
-    found = list(frozen.predictions(("MI300X", "MI325X"), (1, 8)))
+    monkeypatch.setattr(freeze, "MODELS", TINY)
+    found = list(freeze.predictions(("MI300X", "MI325X"), (1, 8)))
     made = dict(found)
     assert len(made) == len(found)
     for product in ("MI300X", "MI325X"):
@@ -56,28 +57,28 @@ def test_what_is_frozen_is_what_predict_says(monkeypatch):
 def test_calls_with_the_same_code_are_kept(monkeypatch):
     """Those of other code, and those that one product lacks, are predicted again."""
     pytest.importorskip("tinygrad")
-    monkeypatch.setattr(frozen, "MODELS", TINY)
+    monkeypatch.setattr(freeze, "MODELS", TINY)
     products, call = ("MI300X", "MI325X"), calls()[1]
-    made = dict(frozen.predictions(products, (1,)))
+    made = dict(freeze.predictions(products, (1,)))
     name = frozen.key("MI300X", call, 1)
     marked = {key: values | {"us": 0.5} for key, values in made.items()}
-    assert dict(frozen.predictions(products, (1,), marked)) == marked
+    assert dict(freeze.predictions(products, (1,), marked)) == marked
     for changed in ({name: marked[name] | {"code": {"other": "0" * 16}}}, {name: None}):
-        again = dict(frozen.predictions(products, (1,), marked | changed))
+        again = dict(freeze.predictions(products, (1,), marked | changed))
         assert again == marked | {key: made[key] for key in (name, frozen.key("MI325X", call, 1))}
 
 
 def test_attention_and_what_it_absorbs_are_frozen(monkeypatch):
     pytest.importorskip("tinygrad")
-    monkeypatch.setattr(frozen, "MODELS", {"tiny-deepseek-v3-fp8": 1})
-    names = {name.split()[1] for name, _ in frozen.predictions(("MI300X",), (1,))}
+    monkeypatch.setattr(freeze, "MODELS", {"tiny-deepseek-v3-fp8": 1})
+    names = {name.split()[1] for name, _ in freeze.predictions(("MI300X",), (1,))}
     assert {"mla_decode", "batched_gemm", "grouped_topk", "fused_experts"} <= names
 
 
 def test_steps_are_frozen_with_their_calls():
     """Those of the newest file, of both sides where a product has both, as the step gives them now."""
     known = frozen.newest()
-    made = dict(frozen.steps(known["calls"], frozen.PRODUCTS, frozen.TOKENS))
+    made = dict(freeze.steps(known["calls"], frozen.PRODUCTS, freeze.TOKENS))
     assert known["steps"].keys() == made.keys() and len(made) == 4 * 4 * (2 + 1 + 2)
     for name, values in made.items():
         assert values["launches"] > 500 and values["band"][0] < values["us"] < values["band"][1], name
@@ -137,16 +138,23 @@ def test_calls_of_models_are_set_beside_the_file(file, monkeypatch):
     assert of == [values, None]
 
 
-@pytest.mark.parametrize("path", sorted(frozen.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((*freeze.OLDER.glob("*.json"), *frozen.FOLDER.glob("*.json"))), ids=lambda path: path.stem
+)
 def test_committed_files_have_every_product_and_model(path):
     """Also after the kernels have changed: such files stay as they are."""
     of = json.loads(path.read_text())
     assert path.stem == f"{of['date']}-{of['commit']}"
     assert {name.split()[0] for name in of["calls"]} == set(frozen.PRODUCTS)
     assert all(values["us"] > 0 and values["code"] for values in of["calls"].values())
-    for model, tp in frozen.MODELS.items():
+    for model, tp in freeze.MODELS.items():
         if path.stem < SINCE.get(model, ""):
             continue
         attention = model_layers.attention(model_config.read(model), tp)
         for product in frozen.PRODUCTS:
-            assert {frozen.key(product, attention, tokens) for tokens in frozen.TOKENS} <= of["calls"].keys()
+            assert {frozen.key(product, attention, tokens) for tokens in freeze.TOKENS} <= of["calls"].keys()
+
+
+def test_the_newest_file_alone_ships():
+    [shipped] = frozen.FOLDER.glob("*.json")
+    assert shipped.stem > max(path.stem for path in freeze.OLDER.glob("*.json"))

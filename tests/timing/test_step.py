@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from pages import step_table
 
+from timing import freeze, other_steps
 from vllm_rocm_ops import model_config, model_layers
 from vllm_rocm_ops.timing import baseline, frozen, machines, published_steps, step, step_report
 
@@ -182,8 +183,8 @@ def test_batch_1_of_both_releases_is_predicted_within_seven_percent():
 def test_steps_of_other_engines_are_in_the_band():
     """Both of DeepSeek-R1 on MI355X, held out; the steps of an older vLLM are shown in bold."""
     low, high = published_steps.spread()
-    for other in published_steps.OTHERS:
-        ratios = [ms / published_steps.other_ms(other, batch) for batch, ms in other.ms.items()]
+    for other in other_steps.OTHERS:
+        ratios = [ms / other_steps.other_ms(other, batch) for batch, ms in other.ms.items()]
         assert all(low <= ratio <= high for ratio in ratios) == (other.product == "MI355X")
     bold = step_table.others().splitlines()[-1]
     assert bold.startswith("| an older vLLM") and bold.count("**") == 6
@@ -205,10 +206,10 @@ def test_gaps_and_streams_of_h200_profiles_are_predicted_within_seven_percent():
 
 
 @pytest.mark.parametrize("product", frozen.PRODUCTS)
-@pytest.mark.parametrize(("name", "tp"), frozen.MODELS.items())
+@pytest.mark.parametrize(("name", "tp"), freeze.MODELS.items())
 def test_every_call_of_a_frozen_model_has_a_frozen_time(name, tp, product):
     machine = machines.named(product)
-    for tokens in frozen.TOKENS:
+    for tokens in freeze.TOKENS:
         made = step.nodes(model_config.read(name), tp, None, tokens, machine, "plugin", frozen.kernel_times(machine))
         assert all(node.kind == "predicted" for node in made if node.op)
 
