@@ -1,4 +1,4 @@
-"""Draw predicted.py's kernels of a decode step by kind of work. `speedups` draws README's figure for `python tests/readme.py`.
+"""Draw predicted.py's kernels of a decode step by kind of work. `speedups` draws README's figure for `python tests/pages`.
 
     python serving_benchmarks/figures.py PREDICTED.jsonl ... [--output DIR]
 

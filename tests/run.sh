@@ -2,7 +2,7 @@
 # Sets up all that the tests need, once, and runs them: bash tests/run.sh [--full] [pytest arguments]
 # Without a GPU the kernels' gfx942 and gfx950 code runs in the emulator; vLLM runs on the CPU.
 # --full: every op on more chips (test_ops.py), what marks.py has for it, and then what the tests catch of plausible
-# mistakes (mutants.py).
+# mistakes (tests/bugs).
 set -euo pipefail
 full=
 if [ "${1-}" = --full ]; then full=1; shift; fi
@@ -13,4 +13,4 @@ if [ "${1-}" = --full ]; then full=1; shift; fi
 workers=$(nproc)
 export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 FULL_TESTS=$full "$python" -m pytest -q -n $((workers < 8 ? workers + 1 : 9)) --dist loadfile --no-loadscope-reorder "$@"
-[ -z "$full" ] || exec "$python" tests/mutants.py
+[ -z "$full" ] || exec "$python" tests/bugs

@@ -23,8 +23,8 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
+from bugs.mutants import CSRC, KernelCopy
 from marks import CHIPS, few_of, full
-from mutants import CSRC, KernelCopy
 
 from vllm_rocm_ops import launch
 from vllm_rocm_ops.emulator.decode import Instruction, decode

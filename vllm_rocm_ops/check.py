@@ -40,9 +40,9 @@ from vllm_rocm_ops import doctor, explain, launch, model_config, model_layers, o
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops import smoke as smoke_stages
 from vllm_rocm_ops.bench import run as bench
-from vllm_rocm_ops.bench.clock import GpuClock, tensor_bytes
 from vllm_rocm_ops.bench.peers import Peer, peers
 from vllm_rocm_ops.bench.shapes import Shape
+from vllm_rocm_ops.clock import GpuClock, tensor_bytes
 from vllm_rocm_ops.timing import frozen
 from vllm_rocm_ops.vllm import experts, kernel_selection, kernel_timing
 from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear

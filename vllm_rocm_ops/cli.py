@@ -20,11 +20,11 @@ from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.bench import report, shapes, stream, tune
 from vllm_rocm_ops.bench import run as bench
 from vllm_rocm_ops.bench.attention import attention
-from vllm_rocm_ops.bench.clock import GpuClock
 from vllm_rocm_ops.bench.decode_attention import decode_attention
 from vllm_rocm_ops.bench.experts import experts
 from vllm_rocm_ops.bench.peers import load_vllm, peers
 from vllm_rocm_ops.bench.products import products
+from vllm_rocm_ops.clock import GpuClock
 from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.timing import command as predict
 

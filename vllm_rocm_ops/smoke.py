@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import correctness, doctor, launch, ops
+from vllm_rocm_ops import clock, correctness, doctor, launch, ops
 from vllm_rocm_ops import op as op_module
-from vllm_rocm_ops.bench import clock
-from vllm_rocm_ops.bench.clock import tensor_bytes
+from vllm_rocm_ops.clock import tensor_bytes
 
 FIRST = ops.silu_and_mul
 """The op that is launched first."""

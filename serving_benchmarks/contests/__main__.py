@@ -18,7 +18,7 @@ if not __package__:  # Python ran the folder, and looks for modules in it.
 from contests import gemm, mla, moe, submission
 from contests.judge import Emulated, Gpu, Judge, Verdict, score
 from vllm_rocm_ops import launch
-from vllm_rocm_ops.bench.clock import GpuClock
+from vllm_rocm_ops.clock import GpuClock
 
 CONTESTS = {module.CONTEST.name: module.CONTEST for module in (gemm, moe, mla)}
 

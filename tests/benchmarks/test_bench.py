@@ -4,9 +4,9 @@ import csv
 import functools
 import json
 
-import measurements
 import pytest
 import torch
+from pages import measurements
 from test_tune import EmulatorClock
 
 from vllm_rocm_ops import cli, launch, ops

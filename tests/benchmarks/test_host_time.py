@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from measurements import ROOT
+from pages.measurements import ROOT
 
 sys.path.insert(0, str(ROOT / "serving_benchmarks"))
 

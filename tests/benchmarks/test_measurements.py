@@ -6,11 +6,9 @@ import pathlib
 import re
 import xml.etree.ElementTree
 
-import measurements
-import op_pages
 import pytest
-import readme
-from measurements import (
+from pages import measurements, op_pages, readme
+from pages.measurements import (
     NO_ATTENTION,
     attention_in_engine,
     engine,

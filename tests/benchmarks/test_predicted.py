@@ -8,8 +8,8 @@ import sys
 from concurrent.futures import Future
 from xml.etree import ElementTree
 
-import predicted_table
 import pytest
+from pages import predicted_table
 
 from vllm_rocm_ops.timing import predict
 

@@ -2,10 +2,9 @@
 
 import json
 
-import measurements
 import pytest
-import readme
-from quality_table import quality
+from pages import measurements, readme
+from pages.quality_table import quality
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import cli, launch, model_config, model_layers, ops, tables
+from vllm_rocm_ops import cli, clock, launch, model_config, model_layers, ops, tables
 from vllm_rocm_ops import op as op_module
-from vllm_rocm_ops.bench import clock, tune
 from vllm_rocm_ops.bench import run as bench
+from vllm_rocm_ops.bench import tune
 from vllm_rocm_ops.bench.peers import Peer, peers
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.stats import reset_stats, stats

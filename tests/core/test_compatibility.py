@@ -1,7 +1,7 @@
 """The page of what works with what leaves out nothing that the tests know. That it is fresh, test_repo.py tests."""
 
-import compatibility
 import pytest
+from pages import compatibility
 
 from vllm_rocm_ops import model_config
 

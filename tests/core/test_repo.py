@@ -14,10 +14,10 @@ import subprocess
 import sys
 
 import pytest
-import readme
 from marks import BUILT
-from measurements import in_git
-from op_pages import DOCS, GUIDES, launches_of
+from pages import readme
+from pages.measurements import in_git
+from pages.op_pages import DOCS, GUIDES, launches_of
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import check, cli, envs, launch
@@ -309,6 +309,49 @@ def test_only_the_vllm_folder_knows_vllm():
     assert knows == ["vllm_rocm_ops/doctor.py"]  # it asks for the version
 
 
+COMMANDS = ("bench", "timing", "emulator", "emulated", "cli", "check", "correctness", "doctor", "explain", "smoke")
+"""What no process that serves imports: packages and modules of `vllm_rocm_ops`."""
+WORKER_MODULES = 98  # at most; fewer is better
+
+
+def reached(graph: dict[str, set[str]], starts: set[str]) -> set[str]:
+    """Return the modules that these import, and their packages, at any time."""
+    found, ahead = set(), set(starts)
+    while ahead:
+        module = ahead.pop()
+        found.add(module)
+        package = {module.rpartition(".")[0]} - {""}
+        ahead |= (graph.get(module, set()) | package) - found
+    return found
+
+
+def belongs(module: str, *folders: str) -> bool:
+    """Return whether a module of the package is one of these, or in one."""
+    return module.partition(".")[2].partition(".")[0] in folders
+
+
+def test_a_worker_imports_no_command():
+    """The plugin and its seams, which vLLM's workers import, and what these import, within functions too."""
+    graph = import_graph(ROOT / "vllm_rocm_ops")
+    worker = reached(graph, {module for module in graph if belongs(module, "vllm")})
+    assert {"vllm_rocm_ops.vllm.seams.norm", "vllm_rocm_ops.clock", "vllm_rocm_ops.ops.gemm"} < worker
+    assert sorted(module for module in worker if belongs(module, *COMMANDS)) == []
+    assert len(worker) <= WORKER_MODULES
+
+
+def test_only_these_commands_import_the_plugin():
+    graph = import_graph(ROOT / "vllm_rocm_ops")
+    plugin = {module for module in graph if belongs(module, "vllm")}
+    asks = {module for module in graph.keys() - plugin if graph[module] & plugin}
+    assert asks == {"vllm_rocm_ops.check", "vllm_rocm_ops.doctor", "vllm_rocm_ops.explain"}
+
+
+def test_the_emulator_imports_neither_the_plugin_nor_a_command():
+    graph = import_graph(ROOT / "vllm_rocm_ops")
+    found = reached(graph, {module for module in graph if belongs(module, "emulator")})
+    assert [name for name in found if belongs(name, "vllm", *set(COMMANDS) - {"emulator"})] == []
+
+
 def test_the_package_imports_neither_tests_nor_benchmarks():
     theirs = {path.stem for folder in ("tests", SCRIPTS) for path in under(folder, ".py")}
     product = under("vllm_rocm_ops", ".py")
@@ -404,7 +447,7 @@ def test_what_is_generated_is_fresh():
     """README, the page of results, and a page for every op and for nothing else."""
     documents = readme.documents()
     stale = [name(path) for path, text in documents.items() if not path.exists() or path.read_text() != text]
-    assert not stale, "run: python tests/readme.py"
+    assert not stale, "run: python tests/pages"
     assert set(DOCS.glob("*")) == {path for path in documents if path.parent == DOCS} | {
         DOCS / f"{page}.md" for page in GUIDES
     }

@@ -4,9 +4,9 @@ import ast
 import contextlib
 
 import pytest
-import systems
 from contests import __main__ as contests
-from measurements import ROOT
+from pages import systems
+from pages.measurements import ROOT
 
 from vllm_rocm_ops import cli
 from vllm_rocm_ops import op as op_module

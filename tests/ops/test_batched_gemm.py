@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
+from bugs.mutants import CSRC
 from marks import full
-from mutants import CSRC
 from test_large_tensors import reserved
 from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught  # noqa: F401
 

@@ -8,8 +8,8 @@ import functools
 import pytest
 import test_far_apart as far_apart
 import test_large_tensors as large
+from bugs.mutants import CSRC, MUTANTS, KernelCopy, SeamMutant
 from marks import few_of
-from mutants import CSRC, MUTANTS, KernelCopy, SeamMutant
 
 from vllm_rocm_ops import launch, ops
 from vllm_rocm_ops.correctness import generator_of, run_and_check

@@ -22,7 +22,7 @@ from marks import full
 
 from vllm_rocm_ops import arch as archs
 from vllm_rocm_ops import doctor, model_config, model_layers, tables
-from vllm_rocm_ops.bench.clock import tensor_bytes
+from vllm_rocm_ops.clock import tensor_bytes
 from vllm_rocm_ops.vllm import kernel_selection as selection
 from vllm_rocm_ops.vllm import kernel_timing, native_kernel, reach, row_selection
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.bench.clock import Clock
 from vllm_rocm_ops.bench.peers import Peer, load
 from vllm_rocm_ops.bench.shapes import Check, Shape
+from vllm_rocm_ops.clock import Clock
 from vllm_rocm_ops.op import Case
 from vllm_rocm_ops.ops import flash_attention
 

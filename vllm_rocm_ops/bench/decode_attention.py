@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.bench.clock import COLD_BYTES, Clock
 from vllm_rocm_ops.bench.peers import Peer, load
 from vllm_rocm_ops.bench.shapes import Check, Shape
+from vllm_rocm_ops.clock import COLD_BYTES, Clock
 from vllm_rocm_ops.op import Case, Op
 from vllm_rocm_ops.ops import mla_decode, paged_attention_decode
 from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE

@@ -16,9 +16,9 @@ import torch
 
 from vllm_rocm_ops import model_arguments
 from vllm_rocm_ops.bench import vllm_experts
-from vllm_rocm_ops.bench.clock import Clock
 from vllm_rocm_ops.bench.peers import Peer
 from vllm_rocm_ops.bench.shapes import Check, Shape, made_case
+from vllm_rocm_ops.clock import Clock
 from vllm_rocm_ops.model_arguments import Inputs
 from vllm_rocm_ops.model_config import BLOCKS, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.ops import fused_experts

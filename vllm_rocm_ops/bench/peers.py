@@ -13,7 +13,7 @@ import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.bench import vllm_experts
-from vllm_rocm_ops.bench.clock import Clock
+from vllm_rocm_ops.clock import Clock
 from vllm_rocm_ops.families.gemm import BLOCK
 from vllm_rocm_ops.op import Op
 

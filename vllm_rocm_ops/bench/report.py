@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import vllm_rocm_ops
-from vllm_rocm_ops.bench.clock import Clock
+from vllm_rocm_ops.clock import Clock
 
 COPIED = 1 << 30  # float32 values
 COPIES = 4

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from vllm_rocm_ops.bench.clock import Clock
 from vllm_rocm_ops.bench.peers import prepare
 from vllm_rocm_ops.bench.report import Line
 from vllm_rocm_ops.bench.shapes import Shape
+from vllm_rocm_ops.clock import Clock
 from vllm_rocm_ops.op import Explanation, Op
 
 PROFILED_CALLS = 10

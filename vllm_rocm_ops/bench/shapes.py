@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_rocm_ops import correctness, model_arguments, model_config, model_layers, ops
-from vllm_rocm_ops.bench.clock import Clock, tensor_bytes
 from vllm_rocm_ops.bench.peers import Peer, column_major, peers, vllm_call
+from vllm_rocm_ops.clock import Clock, tensor_bytes
 from vllm_rocm_ops.families import weight_layout
 from vllm_rocm_ops.model_arguments import Inputs
 from vllm_rocm_ops.op import Case, Op

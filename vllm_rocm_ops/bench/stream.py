@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.bench.clock import Clock
+from vllm_rocm_ops.clock import Clock
 from vllm_rocm_ops.ops.stream_memory import DIRECTIONS, MOST_BLOCKS, WORDS
 
 MIB = 1 << 20

@@ -24,8 +24,8 @@ import vllm_rocm_ops
 from vllm_rocm_ops import model_layers, tables
 from vllm_rocm_ops import op as op_module
 from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.bench.clock import Clock, tensor_bytes
 from vllm_rocm_ops.bench.peers import prepare
+from vllm_rocm_ops.clock import Clock, tensor_bytes
 from vllm_rocm_ops.op import Case, Op
 
 MARGIN = 0.03

@@ -81,24 +81,10 @@ def _chosen(recording: Recording, count: int, shared: Sharing) -> list[Block]:
     return chosen
 
 
-class Work(NamedTuple):
-    """What a compute unit runs of a launch: `chosen` of the `most` blocks that it has, `held` at once, beside those of a `grid`. `moved`
-    are the bytes that come from a cache or from memory, and of them those of the regions `cold`; `busy` is how much of what the chosen
-    blocks load the mean block does."""
-
-    grid: int
-    held: int
-    most: int
-    chosen: list[Block]
-    shared: Sharing
-    cold: frozenset[int]
-    moved: tuple[float, float]
-    busy: float
-
-
-def work(machine: Machine, recording: Recording, shared: Sharing | None = None) -> Work:
-    """What a compute unit of the machine runs of a launch. `shared` is by default what the recorded blocks share. Of turns with more than
-    `MOST_STEPS` steps at least two are run."""
+def predict(machine: Machine, recording: Recording, shared: Sharing | None = None) -> Prediction:
+    """The time of a launch: at least that of its bytes, as a late block would else have too large a part of the bandwidth. `shared` is
+    by default what the recorded blocks share. Of turns with more than `MOST_STEPS` steps at least two are run; the others are taken to be
+    like the last of them."""
     units, dies, grid = machine.arch.compute_units, int(machine["xcds"]), recording.grid
     shared = shared or sharing(machine, recording)
     per_block, moved = grid / len(recording.blocks), [0.0, 0.0]
@@ -111,16 +97,8 @@ def work(machine: Machine, recording: Recording, shared: Sharing | None = None) 
     chosen = _chosen(recording, ran, shared)
     mean = sum(len(block.lines) for block in recording.blocks) / len(recording.blocks)
     busy = mean * len(chosen) / max(1, sum(len(block.lines) for block in chosen))
-    return Work(grid, held, most, chosen, shared, recording.cold, (sum(moved), moved[1]), busy)
-
-
-def of_work(machine: Machine, one: Work) -> Prediction:
-    """The time of a launch: at least that of its bytes, as a late block would else have too large a part of the bandwidth. Turns that are
-    not run are taken to be like the last that is."""
-    units, dies = machine.arch.compute_units, int(machine["xcds"])
-    grid, held, most, ran = one.grid, one.held, one.most, len(one.chosen)
-    cold = one.cold if one.moved[0] - one.moved[1] <= machine["mall_bytes"] else None
-    waves = len(one.chosen[0].waves)
+    cold = recording.cold if moved[0] <= machine["mall_bytes"] else None
+    waves = len(chosen[0].waves)
     between = machine["dispatch"] + machine["dispatch_wave"] * (waves - 1)
     turns = math.ceil(min(grid, units * held) / (dies * machine["engines"]) / held)
     starts = [between * turns * (place + 1) if place < held else 0.0 for place in range(most)]
@@ -128,17 +106,12 @@ def of_work(machine: Machine, one: Work) -> Prediction:
 
     def others(place: int, running: int) -> float:
         resident = min(max(grid - place // held * capacity, 1), capacity)
-        return max(1.0, resident * min(one.busy, 1.0) / running)
+        return max(1.0, resident * min(busy, 1.0) / running)
 
-    unit = ComputeUnit(machine, Memory(machine, one.shared, cold))
-    cycles = unit.run(one.chosen, starts, held, others)
+    unit = ComputeUnit(machine, Memory(machine, shared, cold))
+    cycles = unit.run(chosen, starts, held, others)
     if ran < most:
         cycles += (most - ran) * (cycles - unit.ends[ran - held - 1]) / held
-    least = one.moved[0] / machine["mall_bandwidth"], one.moved[1] / machine["hbm_bandwidth"]
+    least = sum(moved) / machine["mall_bandwidth"], moved[1] / machine["hbm_bandwidth"]
     us = machine["start"] + max(cycles / machine["clock"], max(least) / 1e3)
-    return Prediction(us, cycles, max(least) / 1e3, most, one.moved[0] / 1e6)
-
-
-def predict(machine: Machine, recording: Recording, shared: Sharing | None = None) -> Prediction:
-    """The time of a launch. `shared` is by default what the recorded blocks share."""
-    return of_work(machine, work(machine, recording, shared))
+    return Prediction(us, cycles, max(least) / 1e3, most, sum(moved) / 1e6)

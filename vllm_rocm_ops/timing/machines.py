@@ -68,11 +68,11 @@ class Machine:
 
 
 CALIBRATION = json.loads(Path(__file__).with_name("calibration.json").read_text())
-"""What calibrate.py found: the fitted constants, and how far predictions are from published times."""
+"""What tests/timing/calibrate.py found: the fitted constants, and how far predictions are from published times."""
 
 
 def _fitted(name: str, unit: str, on: str = "published decode times") -> Constant:
-    return Constant(CALIBRATION["fitted"][name], unit, "fitted", f"timing/calibrate.py on {on}")
+    return Constant(CALIBRATION["fitted"][name], unit, "fitted", f"tests/timing/calibrate.py on {on}")
 
 
 _CONSTANTS = {
@@ -95,7 +95,9 @@ _CONSTANTS = {
     ),
     "branch": Constant(16, "cycles of a taken branch", "measured", _TRACES),
     "barrier": _fitted(
-        "barrier", "cycles from the last wave's arrival to the next instruction", "one traced kernel, timing/traced.py"
+        "barrier",
+        "cycles from the last wave's arrival to the next instruction",
+        "one traced kernel, tests/timing/traced.py",
     ),
     "salu_latency": Constant(4, "cycles to a scalar result", "guessed", "as long as its issue"),
     "valu_latency": Constant(

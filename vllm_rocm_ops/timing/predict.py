@@ -1,12 +1,11 @@
-"""How long a call, or a model's calls, would take on a GPU that is not here. Always a prediction, with the error band that calibrate.py
-found, never a measured time."""
+"""How long a call, or a model's calls, would take on a GPU that is not here. Always a prediction, with the error band that
+tests/timing/calibrate.py found, never a measured time."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.model_layers import LayerCall
 from vllm_rocm_ops.op import Op
 
-from . import CONTEXT, launch_time, machines, microbenchmarks
+from . import CONTEXT, launch_time, machines
 from .launch_time import Prediction
 from .machines import Machine
 from .trace import Recording, RecordingEmulator, aligned, record
@@ -232,22 +231,4 @@ def step(calls: Sequence[LayerCall], tokens: int, machine: Machine, context: int
         else:
             yield Predicted(
                 call, sum(kernel.prediction.us for kernel in kernels), len(kernels), band(call.op, machine.name)
-            )
-
-
-def check_lines(folder: Path) -> Iterator[str]:
-    """Lines about the microbenchmarks in a folder and about the committed calibration."""
-    results = [*microbenchmarks.run(machines.MI308X, folder), *microbenchmarks.public(machines.MI300X)]
-    yield f"microbenchmarks: {sum(result.passes for result in results)} of {len(results)} within their limits; the others:"
-    for result in results:
-        if not result.passes:
-            yield (
-                f"  {result.test} {result.instruction}, {result.condition}: "
-                f"measured {result.measured:.3g}, predicted {result.predicted:.3g}"
-            )
-    for kind, halves in machines.CALIBRATION["classes"].items():
-        for half, found in halves.items():
-            yield (
-                f"{kind}, {half}: {found['points']} published times; median error {found['median']:.0%}, "
-                f"nine of ten within {found['p90']:.0%}, largest {found['largest']:.0%}"
             )

@@ -13,7 +13,7 @@ from vllm_rocm_ops import model_config
 from . import baseline, machines, step
 from .machines import Constant
 
-MODEL, RANKS, PARAMETERS, KEPT, PROMPT, OUTPUT = "llama-3.1-405b-fp8", 8, 405e9, 0.15, 128, 2048
+MODEL, RANKS, PARAMETERS, PROMPT, OUTPUT = "llama-3.1-405b-fp8", 8, 405e9, 128, 2048
 RELEASES = {"0.8.3": {1: 22.1, 16: 26.5, 64: 40.0}, "0.11.1": {1: 23.5, 16: 27.2, 64: 42.3}}  # ms a token, 8 MI300X
 FIRST = Constant(
     RELEASES["0.8.3"][1],
@@ -70,68 +70,6 @@ def admitted() -> list[Admitted]:
             reduces = sorted((left - launches * gap) / count for gap in (0, baseline.MOST_GAP.value))
             rows.append(Admitted(release, batch, ms, us / 1e3, (gaps[0], gaps[1]), (reduces[0], reduces[1])))
     return rows
-
-
-def slopes() -> list[tuple[str, int, float, float]]:
-    """Return release, batch, and ms more than at batch 1, published and predicted."""
-    return [
-        (release, batch, points[batch] - points[1], (predicted(batch)[0] - predicted(1)[0]) / 1e3)
-        for release, points in RELEASES.items()
-        for batch in points
-        if batch > 1
-    ]
-
-
-def explained() -> bool:
-    """Return whether the setting of baseline.py explains all slopes within `KEPT`."""
-    return all(abs(found / published - 1) <= KEPT for _, _, published, found in slopes())
-
-
-class Other(NamedTuple):
-    """Published ms a token by requests at once, of another engine or an older vLLM. `context` are the keys of a request on average."""
-
-    name: str
-    model: str
-    product: str
-    context: int
-    ms: dict[int, float]
-    source: str
-
-
-OTHERS = (
-    Other(
-        "ATOM in vLLM, DeepSeek-R1 FP8, TP 8",
-        "deepseek-v3",
-        "MI355X",
-        1536,
-        {4: 11.2, 8: 12.0, 16: 13.5, 32: 17.8, 64: 21.3},
-        "2026-03, 1k in, 1k out; the GPU is presumed",
-    ),
-    Other(
-        "SGLang, DeepSeek-R1 FP8, TP 8",
-        "deepseek-v3",
-        "MI355X",
-        1536,
-        {4: 9.6, 8: 10.7, 16: 13.6, 32: 18.4, 64: 23.0},
-        "2026-05, 1k in, 1k out",
-    ),
-    Other(
-        "an older vLLM, Llama-3.1-405B FP8, TP 8",
-        MODEL,
-        "MI300X",
-        192,
-        {1: 27.6, 8: 31.0, 16: 34.2, 32: 40.1, 64: 54.1},
-        "Oracle, 128 in, 128 out: requests over tokens a second, with the prefill",
-    ),
-)
-"""Held-out checks of the baseline's step: nothing is fitted to them, and the band does not contain them by construction."""
-
-
-def other_ms(other: Other, batch: int) -> float:
-    """Return the predicted ms of the baseline's step for a point of `OTHERS`."""
-    machine = machines.named(other.product)
-    given = model_config.read(other.model), RANKS, None, batch, machine, "baseline", lambda *_: None, other.context
-    return step.total(step.nodes(*given)).us / 1e3
 
 
 def spread() -> tuple[float, float]:

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_rocm_ops import envs, explain, ops
-from vllm_rocm_ops.bench import clock
+from vllm_rocm_ops import clock, envs, explain, ops
 from vllm_rocm_ops.op import Op
 
 from . import fitting, launch_time, machines, predict
@@ -113,16 +112,22 @@ def of_user(machine: Machine) -> Machine:
     return machine.but(**{name: Constant(value, units[name], "fitted", str(path)) for name, value in constants.items()})
 
 
+def said(machine: Machine) -> Iterator[str]:
+    """A line that says which constants are the user's, if any are."""
+    if file_of(machine).is_file():
+        yield f"constants refitted by --check, of {file_of(machine)}"
+
+
 def machine_here() -> tuple[Machine, Callable[[Op, dict], float]]:
     """The machine of this process's first GPU, and what times calls on it. Raises ValueError where there is none of AMD."""
     try:
         timer = clock.GpuClock()
     except RuntimeError as error:
-        raise ValueError(f"predict: --check without a folder needs an AMD GPU: {error}") from error
+        raise ValueError(f"predict: --check needs an AMD GPU: {error}") from error
     name = torch.cuda.get_device_name()
     alike = [each for each in machines.MACHINES.values() if str(each.arch) == str(timer.arch)]
     if not alike:
-        raise ValueError(f"predict: --check without a folder needs one of {', '.join(machines.MACHINES)}, got {name}")
+        raise ValueError(f"predict: --check needs one of {', '.join(machines.MACHINES)}, got {name}")
     machine = next((each for each in alike if each.name in name), alike[0])
     return machine, lambda op, given: on_gpu(timer, op, given)
 

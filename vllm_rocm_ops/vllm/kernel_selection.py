@@ -37,9 +37,9 @@ from torch import Tensor
 
 import vllm_rocm_ops
 from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import clock as clocks
 from vllm_rocm_ops import envs, tables
 from vllm_rocm_ops import launch as launches
-from vllm_rocm_ops.bench import clock as clocks
 from vllm_rocm_ops.op import Op
 
 MARGIN = 0.02  # by which ours has to be faster

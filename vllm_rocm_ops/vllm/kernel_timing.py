@@ -2,7 +2,7 @@
 
 The layers of a shape are known from vLLM's profile run, which calls the seams with the model's own weights. At vLLM's kernel
 warm-up, before graphs are captured, each shape is measured: graphs of one call per layer, which walk the model's weights, so
-that no cache holds them, ours and native in turn (bench/clock.py). Each pair is checked first: against a sample of rows and
+that no cache holds them, ours and native in turn (clock.py). Each pair is checked first: against a sample of rows and
 columns that is computed in float32 from the dequantised weights, our error may be at most `LARGEST_ERROR` of the native
 kernel's, and the two whole results may be no further apart than that allows.
 
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import clock as clocks
 from vllm_rocm_ops import tables
-from vllm_rocm_ops.bench import clock as clocks
 from vllm_rocm_ops.vllm import kernel_selection
 from vllm_rocm_ops.vllm.kernel_selection import GROUP, NATIVE, Choice, Decided, Kernels, Measured, Record, Refused
 

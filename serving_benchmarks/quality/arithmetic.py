@@ -1,0 +1,387 @@
+"""What each op computes of the activations and weights that trained models have: its error beside stock's, against float64.
+
+    python serving_benchmarks/quality/arithmetic.py [--model llama deepseek] [--kind block ...] [--emulate gfx942 gfx950] [--output FILE.jsonl]
+
+vLLM decodes held-out text with the ops, a token of each of --requests at a time, and what every op is called with in the last
+step is kept, by layer (the checkpoints are those of quality.py, which are made if the folder lacks them). Each call then runs again:
+on this machine's GPU or, with --emulate and where there is none, as the emulated code objects; and as stock has it. That is vLLM's own
+kernel on a GPU, where bench/peers.py knows one that takes the call, else the op's reference, which rounds where vLLM does. On a CPU
+vLLM strides its cache of keys; emulated calls have them side by side, as on a GPU. There bf16 products are vLLM's, whose arguments
+`unquantized_gemm` gets. Rotations are ours on ROCm alone.
+
+Errors are norms of the difference from the exact result (tests/ops/formulas.py, in float64) over the norm of that. A result is right if
+no element of it is off by more than its formula allows, and if its error is at most 1.1 times stock's. gfx942's e4m3fnuz gets the bits
+of e4m3fn, which stand for half as much, and scales twice as large, as in vLLM.
+
+Prints a line for each checkpoint and result of an op, with the layer whose error is largest beside stock's. Fails if one is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+import trained
+from torch import Tensor
+
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops.bench import peers, report
+from vllm_rocm_ops.correctness import SUMS_FLOOR, as_tuple, clone, unwritten_is_nan
+from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.quantization import MX_SCALES
+from vllm_rocm_ops.stats import FALLBACK, reset_stats, stats
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "serving_benchmarks"), str(ROOT / "tests" / "ops")]
+import formulas
+import latency
+
+del sys.path[-2:]
+MOST = 1.1  # of stock's error
+FLOOR = 1e-6  # an error that is always right: a few roundings of fp32
+MINUS_ZERO = 0x80  # of e4m3fn, which is NaN in e4m3fnuz
+CPU_LINEAR = "cpu_linear"  # what a layer of vLLM's calls for a product of bf16 on a CPU
+GENERATED = 3
+LONGEST = 128  # tokens of a request with its answer
+
+Call = tuple[str, str, tuple]
+"""An op, the layer that calls it, the arguments."""
+
+# In the capturing process
+
+
+@contextlib.contextmanager
+def recorded(model: torch.nn.Module, rows: int) -> Iterator[list[Call]]:
+    """What the ops are called with, within, in the last pass of a model with so many tokens."""
+    names, running, calls = {id(module): name for name, module in model.named_modules()}, [], []
+    execution, records = Op._execution, False
+
+    def begin(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        nonlocal records
+        if module is model:
+            tokens = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+            records = len(tokens) == rows
+            calls.clear() if records else None
+        running.append(names.get(id(module), ""))
+
+    def end(module: torch.nn.Module, args: tuple, output: object) -> None:
+        running.pop()
+
+    def kept(self: Op, args: tuple):
+        if records and not self._is_trial:
+            calls.append((self.name, running[-1] if running else "", tuple(map(clone, args))))
+        return execution(self, args)
+
+    def product(layer: str, linear: Callable, *args):
+        if records and args[0].dtype == args[1].dtype == torch.bfloat16:
+            calls.append(("unquantized_gemm", layer, tuple(map(clone, args))))
+        return linear(*args)
+
+    on_cpu = {module: linear for module in model.modules() if (linear := getattr(module, CPU_LINEAR, None))}
+    for module, linear in on_cpu.items():
+        setattr(module, CPU_LINEAR, functools.partial(product, names[id(module)], linear))
+    hooks = [
+        handle
+        for module in model.modules()
+        for handle in (
+            module.register_forward_pre_hook(begin, with_kwargs=True),
+            module.register_forward_hook(end, always_call=True),
+        )
+    ]
+    Op._execution = kept
+    try:
+        yield calls
+    finally:
+        Op._execution = execution
+        for module, linear in on_cpu.items():
+            setattr(module, CPU_LINEAR, linear)
+        for handle in hooks:
+            handle.remove()
+
+
+def capture(job: dict) -> list[Call]:
+    """The calls of a step of decode."""
+    from vllm import LLM, SamplingParams
+    from vllm.model_executor.layers import utils
+    from vllm.platforms import current_platform
+
+    settings = {
+        "model": job["model"],
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "max_model_len": LONGEST,
+        "max_num_batched_tokens": LONGEST * job["requests"],
+        "max_num_seqs": job["requests"],
+        "dtype": "bfloat16",
+        "seed": 0,
+        "distributed_executor_backend": "uni",
+        "gpu_memory_utilization": 0.3,
+        "num_gpu_blocks_override": 16 * job["requests"],  # each call keeps the whole cache
+        "enforce_eager": True,  # the hooks are not in a graph
+        "async_scheduling": False,
+        "allow_deprecated_quantization": True,  # fbgemm's
+    }
+    if current_platform.is_cpu():  # vLLM's rotation for CPU, which eager mode takes, is wrong for latent attention
+        settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+        dispatch = utils.dispatch_cpu_unquantized_gemm
+        utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: dispatch(layer, remove_weight=False)
+    llm = LLM(**settings | job["engine_args"])
+    text = trained.windows(job["requests"] * trained.WINDOW, trained.held_out(pathlib.Path(job["folder"])))
+    prompts = [{"prompt_token_ids": row[: 40 + 9 * (place % 8)].tolist()} for place, row in enumerate(text)]
+    sampling = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, detokenize=False)
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    with recorded(model, job["requests"]) as calls:
+        llm.generate(prompts, sampling, use_tqdm=False)
+    return calls
+
+
+def worker(path: pathlib.Path) -> None:
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    for job in json.loads(path.read_text()):
+        torch.save(capture(job), job["calls"])
+        cleanup_dist_env_and_memory()
+
+
+# In the process that the user started
+
+
+def captured(jobs: list[dict], folder: pathlib.Path) -> None:
+    """Has a process of vLLM's write the calls of each job. Raises RuntimeError."""
+    environment = {
+        "VLLM_ROCM_OPS_MEASURE": "0",
+        "VLLM_ROCM_OPS_ATTENTION": "1",
+        "VLLM_ROCM_OPS_ON_NVIDIA": "1",
+        "VLLM_ROCM_OPS_ON_CPU": "1",
+        **latency.environment("with"),
+    }
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, __file__, "--worker", str(folder / "jobs.json")]
+    with (folder / "log").open("w") as log:
+        ended = subprocess.run(
+            command, check=False, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        ).returncode
+    if ended:
+        raise RuntimeError(
+            f"vLLM ended with exit status {ended}:\n{(folder / 'log').read_text(errors='replace')[-4000:]}"
+        )
+
+
+def as_on_a_gpu(the_op: Op, given: tuple) -> tuple:
+    """A call's arguments with the caches' elements side by side."""
+    caches = ("key_cache", "value_cache")
+    return tuple(v.contiguous() if name in caches else v for name, v in zip(the_op.Arguments._fields, given))
+
+
+def in_type_of(fp8_dtype: torch.dtype, the_op: Op, given: tuple) -> tuple:
+    """A call's arguments with a GPU's FP8, whose values are half as large where it is e4m3fnuz, so that scales are twice as large.
+    MX-FP8 is e4m3fn everywhere."""
+    types = [value.dtype if isinstance(value, Tensor) else value for value in given]
+    is_mx = any(dtype in types for dtype in MX_SCALES)
+    if fp8_dtype == torch.float8_e4m3fn or torch.float8_e4m3fn not in types or is_mx:
+        return given
+
+    def converted(name: str, value):
+        if not isinstance(value, Tensor):
+            return fp8_dtype if isinstance(value, torch.dtype) and value == torch.float8_e4m3fn else value
+        if value.dtype == torch.float8_e4m3fn:
+            bits = clone(value).view(torch.uint8)
+            return bits.masked_fill_(bits == MINUS_ZERO, 0).view(fp8_dtype)
+        doubles = "scale" in name and name != "scale_ub" and value.dtype == torch.float32
+        return value * 2 if doubles else value
+
+    return tuple(converted(name, value) for name, value in zip(the_op.Arguments._fields, given))
+
+
+def of_vllm(the_op: Op, a) -> tuple | None:
+    """The results of vLLM's own kernel, if one takes the call. It updates what the op updates in place."""
+    peer = peers.peers(the_op).get("vllm")
+    if peer is None:
+        return None
+    try:
+        prepared = peer.prepare(*map(clone_here, a))
+        found = peer.call(*prepared)
+    except Exception:  # noqa: BLE001  whatever it says, it does not take the call
+        return None
+    if found is None:
+        found, changed = prepared
+        found = changed.input if the_op.name == "fused_add_rms_norm" else found
+        for name in the_op.mutates:
+            if getattr(a, name) is not None:
+                getattr(a, name).copy_(getattr(changed, name))
+    like = as_tuple(the_op.allocate(a))
+    return tuple(result[: len(one)] for result, one in zip(as_tuple(found), like, strict=True))  # without padding
+
+
+def stock(the_op: Op, a) -> tuple[tuple, str]:
+    """The results of vLLM's kernel for a call on a GPU, else of the reference; and which it is. Both update what the op does."""
+    found = of_vllm(the_op, a) if a_tensor(a).is_cuda else None
+    return (as_tuple(the_op.reference(*a)), "reference") if found is None else (found, "vllm")
+
+
+def a_tensor(a) -> Tensor:
+    return next(value for value in a if isinstance(value, Tensor))
+
+
+def clone_here(value):
+    return clone(value, value.device) if isinstance(value, Tensor) else value
+
+
+def error(found: Tensor, wanted: Tensor, allowed: Tensor) -> tuple[float, float]:
+    """The norm of a result's error over that of the exact result, and the largest error of an element over the allowed one."""
+    known = wanted.isfinite()
+    off, size = (found - wanted)[known], wanted[known]
+    share = (off.abs() / allowed.expand(wanted.shape)[known]).where(off != 0, 0.0)
+    return (off.norm() / size.norm().clamp(min=1e-300)).item(), share.max().item() if len(share) else 0.0
+
+
+def compared(the_op: Op, given: tuple, device: str) -> Iterator[dict]:
+    """Of each result of a call its error and stock's."""
+    before = the_op.Arguments(*map(clone, given))
+    ours, theirs = (the_op.Arguments(*(clone(value, device) for value in given)) for _ in range(2))
+    reset_stats()
+    with unwritten_is_nan():
+        found = as_tuple(the_op(*ours))
+    [ran] = stats()[the_op.name]
+    if ran.startswith(FALLBACK):
+        yield {"fallback": ran.removeprefix(FALLBACK)}
+        return
+    others, which = stock(the_op, theirs)
+    formula = functools.partial(formulas.FORMULAS[the_op.name], before)
+    sides = (formula(on_cpu(the_op, after), cpu(outputs)) for after, outputs in ((ours, found), (theirs, others)))
+    for (name, *of_ours), (_, *of_stock) in zip(*sides, strict=True):
+        (mine, share), (reference, _) = error(*of_ours), error(*of_stock)
+        beside = (mine + FLOOR) / (reference + FLOOR)
+        errors = {"ours": mine, "stock": reference, "beside": beside, "of_allowed": share}
+        yield {"result": name} | {what: float(f"{value:.4g}") for what, value in errors.items()} | {"stock_is": which}
+
+
+def cpu(values) -> tuple:
+    return tuple(value.cpu() if isinstance(value, Tensor) else value for value in values)
+
+
+def on_cpu(the_op: Op, a):
+    return the_op.Arguments(*cpu(a))
+
+
+def machines(emulate: list[str]) -> Iterator[tuple[str, str, archs.Arch, Callable]]:
+    """Where the calls run: its name, the tensors' device, the architecture, and the context in which kernels run."""
+    if torch.cuda.is_available() and not emulate:
+        yield torch.cuda.get_device_name(0), "cuda", archs.of_device(0), contextlib.nullcontext
+        return
+    from vllm_rocm_ops.emulator import Emulator
+
+    for name in emulate or ("gfx942", "gfx950"):
+        emulator = Emulator(name)
+        yield f"{name}, emulated", "cpu", emulator.arch, functools.partial(launch.executor, emulator)
+
+
+def judged(calls: list[Call], device: str, arch: archs.Arch, within: Callable) -> dict:
+    """The results of all calls on a machine, what no kernel took, and under "wrong" what is too far off."""
+    results, fallbacks, wrong = [], {}, []
+    for name, layer, given in calls:
+        the_op = getattr(ops, name)
+        if device == "cpu":
+            given = in_type_of(arch.fp8_dtype, the_op, as_on_a_gpu(the_op, given))
+        with within():
+            for one in compared(the_op, given, device):
+                if "fallback" in one:
+                    fallbacks[name] = one["fallback"]
+                    continue
+                why = why_wrong(one)
+                results.append({"op": name, "layer": layer, **one, "wrong": bool(why)})
+                wrong += [f"{layer}: {name}'s {one['result']} {what}" for what in why]
+    return {"results": results, "fallbacks": fallbacks, "wrong": wrong + ["no kernel ran"] * (not results)}
+
+
+def why_wrong(one: dict) -> list[str]:
+    found = []
+    if not one["of_allowed"] <= 1:
+        found.append(f"is off by {one['of_allowed']:.3g} times what is allowed")
+    if not one["ours"] <= MOST * one["stock"] + FLOOR:
+        found.append(f"has an error of {one['ours']:.3g}, at most {MOST} times {one['stock']:.3g}")
+    return found
+
+
+def text(line: dict) -> Iterator[str]:
+    """A line of results for people."""
+    yield f"{line['case']}, {line['machine']}:"
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for one in line["results"]:
+        groups.setdefault((one["op"], one["result"]), []).append(one)
+    for (op, result), found in groups.items():
+        worst = max(found, key=lambda one: one["beside"])
+        errors = f"{worst['ours']:.3e} beside {worst['stock']:.3e} of {worst['stock_is']}"
+        yield f"  {op:40} {result:12} {len(found):3} calls, worst {worst['beside']:.3f}x: {errors} in {worst['layer']}"
+    yield from (f"  {op} has no kernel for it: {why}" for op, why in line["fallbacks"].items())
+    yield from (f"  WRONG: {why}" for why in line["wrong"])
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    trained.add_arguments(add)
+    add("--requests", type=int, default=8, help="which decode at a time; default: %(default)s")
+    add("--emulate", nargs="+", default=[], metavar="ARCH", help="default, without a GPU: gfx942 gfx950")
+    add("--output", type=pathlib.Path, help="the .jsonl file that lines are appended to; {} stands for the machine")
+    add("--commit", default=report.commit())
+    add("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.requests < 1:
+        parser.error(f"--requests must be at least 1, got {arguments.requests}")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments, wrong = parse(argv), False
+    if arguments.worker:
+        worker(arguments.worker)
+        return 0
+    warnings.filterwarnings("ignore", ".*runs without its kernels")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary)
+        jobs = [
+            {
+                "case": f"{model} {kind}",
+                "model": str(trained.checkpoint(model, kind, arguments.folder)),
+                "folder": str(arguments.folder),
+                "requests": arguments.requests,
+                "engine_args": arguments.engine_args,
+                "calls": str(folder / f"{model}-{kind}.pt"),
+            }
+            for model in arguments.model
+            for kind in trained.KINDS[model]
+            if kind in arguments.kind
+        ]
+        captured(jobs, folder)
+        for job in jobs:
+            calls = torch.load(job["calls"], weights_only=False)
+            for name, device, arch, within in machines(arguments.emulate):
+                if device == "cuda":
+                    formulas.OF_TERMS = SUMS_FLOOR.get(arch.wave_lanes, formulas.OF_TERMS)
+                line = {"op": "arithmetic", "case": job["case"], "machine": name, "requests": arguments.requests}
+                line |= {"gpu": name} if device == "cuda" else {}
+                line |= judged(calls, device, arch, within) | {"versions": latency.versions()}
+                print(*text(line), sep="\n", flush=True)
+                wrong |= bool(line["wrong"])
+                if arguments.output:
+                    path = pathlib.Path(str(arguments.output).format(arch.name))
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with path.open("a") as file:
+                        file.write(json.dumps(line | {"commit": arguments.commit}) + "\n")
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""Does a model answer as well with the ops? Perplexity and greedy tokens of small trained models in vLLM, with the ops, without.
+
+    python serving_benchmarks/quality/quality.py [--model llama deepseek] [--kind block ...] [--tokens 65536] [--output FILE.jsonl]
+
+Trains the models if the folder of checkpoints lacks them (trained.py), once: some minutes of one core, or of a GPU. Each side runs in a process
+of its own and reads the same held-out text; vLLM gives the log probability of every token of it. A checkpoint is right if
+- the perplexity with the ops differs from that without by at most 0.1 % with static scales, and 0.3 % with dynamic ones;
+- no layer's scale is wrong by more than 1 %, with certainty. Near its best a model's perplexity hardly depends on a scale, but single tokens'
+  log probabilities do. PyTorch finds what a wrong scale of each layer does to them; how much of that is in the differences
+  between the two sides is a least squares fit.
+
+Each model has processes of its own; --at-once of them run in parallel, on a GPU all.
+
+A step has at most --step-tokens tokens, 16 by default, so that the ops for few tokens run too. VLLM_ROCM_OPS_MEASURE is 0 unless it
+is set: ours then takes every call that it can. On a CPU the ops need VLLM_ROCM_OPS_ON_CPU=1. Appends a line of JSON for each checkpoint to the output. Fails if a checkpoint is not right.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+
+import torch
+import trained
+from torch import Tensor
+from trained import WINDOW
+
+from vllm_rocm_ops.bench import report
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "serving_benchmarks"))
+import latency
+
+sys.path.pop()
+MOST_OFF = {"bf16": 0.001, "static": 0.001}
+MOST_OFF_DYNAMIC = 0.003  # of the perplexity, where scales are found at run time
+MOST_SCALE_ERROR = 0.01
+CERTAIN = 5  # standard errors
+PROMPT, GENERATED, REQUESTS = 64, 64, 32
+
+
+# In the measuring process
+
+
+def answer(job: dict, with_ops: bool) -> dict:
+    """The log probability of each token of the sequences behind the first, and what the model says after their beginnings."""
+    from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
+
+    step_tokens = job["step_tokens"] or (WINDOW if current_platform.is_cpu() else 16)
+    settings = {
+        "model": job["model"],
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "max_model_len": WINDOW + GENERATED,
+        "max_num_batched_tokens": step_tokens,
+        "max_num_seqs": min(step_tokens, 16),
+        "dtype": "bfloat16",
+        "seed": 0,
+        "distributed_executor_backend": "uni",
+        "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": 64 << 20,
+        "enforce_eager": job["enforce_eager"],
+        "allow_deprecated_quantization": True,  # fbgemm's
+    }
+    if with_ops:
+        settings["worker_extension_cls"] = "vllm_rocm_ops.vllm.worker.Extension"
+    if current_platform.is_cpu():  # vLLM's rotation for CPU, which eager mode takes, is wrong for latent attention
+        settings |= {"enforce_eager": True, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+        settings["max_num_batched_tokens"] = max(step_tokens, WINDOW + GENERATED)
+    llm = LLM(**settings | job["engine_args"])
+    if with_ops:
+        llm.collective_rpc("vllm_rocm_ops_reset_stats")
+    sequences = trained.windows(job["tokens"], trained.held_out(pathlib.Path(job["folder"]))).tolist()
+    once = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    read = llm.generate([{"prompt_token_ids": tokens} for tokens in sequences], once, use_tqdm=False)
+    found = [
+        [entry[token].logprob for entry, token in zip(request.prompt_logprobs[1:], tokens[1:], strict=True)]
+        for request, tokens in zip(read, sequences, strict=True)
+    ]
+    greedy = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": tokens[:PROMPT]} for tokens in sequences[:REQUESTS]]
+    said = [list(request.outputs[0].token_ids) for request in llm.generate(prompts, greedy, use_tqdm=False)]
+    stats = llm.collective_rpc("vllm_rocm_ops_stats")[0] if with_ops else {}
+    if not with_ops and "vllm_rocm_ops.vllm" in sys.modules:
+        raise RuntimeError("the plugin was loaded on the side without it")
+    return {"log_probabilities": found, "tokens": said, "stats": stats}
+
+
+def worker(path: pathlib.Path) -> None:
+    """Answers jobs one after the other, until one fails, which spoils the process."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    request = json.loads(path.read_text())
+    for name, job in request["jobs"].items():
+        try:
+            found = answer(job, request["side"] == "with")
+        except Exception as error:  # noqa: BLE001  it is the result
+            traceback.print_exc()
+            found = {"error": f"{type(error).__name__}: {error}".strip()}
+        found |= {"hardware": latency.hardware(), "versions": latency.versions()}
+        with open(request["answers"], "a") as file:
+            file.write(json.dumps({name: found}) + "\n")
+        if "error" in found:
+            break
+        cleanup_dist_env_and_memory()
+        torch._dynamo.reset()
+
+
+# In the process that the user started
+
+
+def run_side(side: str, jobs: dict[str, dict], folder: pathlib.Path) -> dict[str, dict]:
+    """The answers of one side. A job that failed has an "error", and the jobs after it another process."""
+    answers: dict[str, dict] = {}
+    found, request, log = (folder / f"{side}-{min(jobs)}.{suffix}" for suffix in ("answers", "json", "log"))
+    environment = {"VLLM_ROCM_OPS_MEASURE": "0", "VLLM_ROCM_OPS_ON_NVIDIA": "1", **latency.environment(side)}
+    while left := {name: job for name, job in jobs.items() if name not in answers}:
+        request.write_text(json.dumps({"side": side, "jobs": left, "answers": str(found)}))
+        with log.open("a") as output:
+            command = [sys.executable, __file__, "--worker", str(request)]
+            subprocess.run(
+                command, check=False, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        before = len(answers)
+        for line in found.read_text().splitlines() if found.exists() else ():
+            answers |= json.loads(line)
+        if len(answers) == before:
+            raise RuntimeError(f"the process {side} the ops ended early:\n{log.read_text(errors='replace')[-4000:]}")
+    return answers
+
+
+def run_sides(jobs: dict[str, dict], folder: pathlib.Path, at_once: int) -> dict[str, dict[str, dict]]:
+    """The answers of both sides, so many processes at a time, each with the jobs of a model."""
+    models = {name.partition("-")[0]: {} for name in jobs}
+    for name, job in jobs.items():
+        models[name.partition("-")[0]][name] = job
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        running = {side: [pool.submit(run_side, side, of, folder) for of in models.values()] for side in latency.SIDES}
+        return {
+            side: {name: found for one in of_side for name, found in one.result().items()}
+            for side, of_side in running.items()
+        }
+
+
+def perplexity(log_probabilities: Tensor) -> float:
+    return math.exp(-log_probabilities.mean().item())
+
+
+def scale_errors(difference: Tensor, effects: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """By layer, the scale error that explains best a difference of tokens' log probabilities, were no other layer's wrong; and the
+    standard error of that."""
+    found = {}
+    for layer, effect in effects.items():
+        effect = effect.double()
+        error = (difference * effect).sum() / effect.square().sum()
+        rest = difference - error * effect
+        found[layer] = error.item(), ((rest * effect).norm() / effect.square().sum()).item()
+    return found
+
+
+def first_difference(ours: list[int], stock: list[int]) -> int:
+    """How many tokens are equal before the first that is not."""
+    return next((place for place, (one, other) in enumerate(zip(ours, stock)) if one != other), len(stock))
+
+
+def compare(ours: dict, stock: dict, effects: dict[str, Tensor], kind: str) -> dict:
+    """What two sides' answers differ by, and under "wrong" why that is too much."""
+    found = {side: torch.tensor(a["log_probabilities"]).double() for side, a in (("ours", ours), ("stock", stock))}
+    difference = found["ours"] - found["stock"]
+    off = perplexity(found["ours"]) / perplexity(found["stock"]) - 1
+    most_off = MOST_OFF.get(kind, MOST_OFF_DYNAMIC)
+    errors, wrong = scale_errors(difference, effects), ["no op ran"] * (not ours["stats"])
+    if not abs(off) <= most_off:
+        wrong.append(f"the perplexity differs by {off:+.3%}, at most {most_off:.1%}")
+    for layer, (error, standard) in errors.items():
+        if not abs(error) <= max(MOST_SCALE_ERROR, CERTAIN * standard):
+            wrong.append(f"the scale of {layer} is off by {error:+.2%}, at most {MOST_SCALE_ERROR:.0%}")
+    return {
+        "perplexity_off": off,
+        "log_probabilities_off": difference.abs().mean().item(),
+        "scale_errors": {layer: round(error, 6) for layer, (error, _) in errors.items()},
+        "standard_errors": {layer: round(standard, 6) for layer, (_, standard) in errors.items()},
+        "tokens_equal": sum(map(first_difference, ours["tokens"], stock["tokens"])),
+        "wrong": wrong,
+    }
+
+
+def effects_of_scales(model: str, tokens: int, folder: pathlib.Path) -> dict[str, Tensor]:
+    """Those on the tokens of a measurement, from the folder if they are there."""
+
+    def make() -> dict[str, Tensor]:
+        sequences = trained.windows(tokens, trained.held_out(folder))
+        return trained.effects_of_scales(model, trained.trained_weights(model, folder), sequences)
+
+    return trained.cached(folder / f"{model}-scales-{tokens}.safetensors", make)
+
+
+def lines(arguments: argparse.Namespace, sides: dict[str, dict[str, dict]]) -> Iterator[dict]:
+    """A line of results for each checkpoint."""
+    for name in sides["with"]:
+        model, kind = name.split("-")
+        ours, stock = sides["with"][name], sides["without"][name]
+        exact = sides["without"].get(f"{model}-bf16", {})
+        line = {
+            "op": "quality",
+            "case": f"{model} {kind}",
+            "shape": {"model": model, "quantization": kind, "tokens": arguments.tokens},
+            "gpu": ours["hardware"].partition(" x ")[2] or "CPU",
+            "perplexity": {
+                name: perplexity(torch.tensor(found["log_probabilities"]).double())
+                for name, found in (("bf16", exact), ("stock", stock), ("ours", ours))
+                if "log_probabilities" in found
+            },
+            "greedy_tokens": GENERATED * min(REQUESTS, arguments.tokens // WINDOW),
+        }
+        if "error" not in ours | stock:
+            line |= compare(ours, stock, effects_of_scales(model, arguments.tokens, arguments.folder), kind)
+        else:
+            line["unavailable"] = {side: f["error"] for side, f in (("ours", ours), ("stock", stock)) if "error" in f}
+            only_ours = "error" in ours and "error" not in stock
+            line["wrong"] = [f"with the ops: {ours['error']}"] if only_ours else []
+        yield line | {"calls": ours.get("stats", {}), "versions": ours["versions"], "commit": arguments.commit}
+
+
+def text(line: dict) -> str:
+    """A line of results for people."""
+    found = "  ".join(f"{name} {value:.4f}" for name, value in line["perplexity"].items())
+    parts = [f"{line['case']:18} {found}"]
+    if "perplexity_off" in line:
+        layer, error = max(line["scale_errors"].items(), key=lambda item: abs(item[1]))
+        parts.append(f"{line['perplexity_off']:+.3%}, worst scale {error:+.3%} of {layer}")
+        parts.append(f"{line['tokens_equal']} of {line['greedy_tokens']} tokens equal")
+    parts += [f"{side} not runnable: {why}" for side, why in line.get("unavailable", {}).items()]
+    return ", ".join(parts) + "".join(f"\n  WRONG: {why}" for why in line["wrong"])
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    trained.add_arguments(add)
+    add("--tokens", type=int, default=65536, help="held-out tokens; default: %(default)s")
+    add("--step-tokens", type=int, help="of a step of the engine; default: 16, on a CPU as many as there are")
+    add("--enforce-eager", action="store_true", help="no compilation, no graph capture")
+    at_once = 4 if torch.cuda.is_available() else 1
+    add("--at-once", type=int, default=at_once, help="processes, which share a GPU; default: %(default)s")
+    add("--only-checkpoints", action="store_true", help="train, write the checkpoints, and end")
+    add("--output", type=pathlib.Path, help="the .jsonl file that lines are appended to; without, they are printed")
+    add("--commit", default=report.commit())
+    add("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.tokens < WINDOW:
+        parser.error(f"--tokens must be at least {WINDOW}, got {arguments.tokens}")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    if arguments.worker:
+        worker(arguments.worker)
+        return 0
+    names = [(model, kind) for model in arguments.model for kind in trained.KINDS[model] if kind in arguments.kind]
+    jobs = {
+        f"{model}-{kind}": {
+            "model": str(trained.checkpoint(model, kind, arguments.folder)),
+            "folder": str(arguments.folder),
+            **{name: getattr(arguments, name) for name in ("tokens", "step_tokens", "enforce_eager", "engine_args")},
+        }
+        for model, kind in names
+    }
+    if arguments.only_checkpoints:
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        sides = run_sides(jobs, pathlib.Path(folder), arguments.at_once)
+    wrong = False
+    for line in lines(arguments, sides):
+        print(text(line), flush=True)
+        wrong |= bool(line["wrong"])
+        if arguments.output:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            with arguments.output.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        else:
+            print(json.dumps(line))
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,396 @@
+"""A small Llama and a small DeepSeek V3, trained on text that ships with Python, with bytes for tokens.
+
+A wrong scale changes the perplexity of a trained model on text that it has not seen. Of a random model it does not. Training
+takes some minutes of one core for each model, with the same steps every time, or a minute of a GPU. Checkpoints are cached in the user's cache folder, one
+for each quantization that the seams take.
+"""
+
+import json
+import os
+import pathlib
+import re
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "tests" / "vllm"))
+import checkpoints
+
+sys.path.pop()
+WINDOW = 256
+"""Tokens of a sequence, in training and in the measurement."""
+HELD_OUT_EVERY = 8  # files
+MOST_OF_ENTROPY = 0.6
+"""The loss of a trained model, of the entropy of the bytes one by one."""
+
+SHARED = {"vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2, "num_hidden_layers": 2}
+CONFIGS = {"llama": checkpoints.LLAMA | SHARED, "deepseek": checkpoints.DEEPSEEK | SHARED}
+KINDS = {
+    "llama": ("bf16", "static", "dynamic", "token", "bounded", "block", "mxfp8"),
+    "deepseek": ("bf16", "static", "dynamic", "token", "block", "mxfp8"),
+}
+"""vLLM has no experts for fbgemm's format, "bounded"."""
+STEPS = {"llama": 700, "deepseek": 500}
+SEQUENCES = 4  # of a step
+RATES = {"llama": (3e-3, 3e-3), "deepseek": (1e-3, 6e-3)}  # of layers; of the embedding and lm_head
+BIAS_RATE = 3e-3  # of a router's bias, a step
+
+
+# Text
+
+
+def files(held_out: bool) -> list[pathlib.Path]:
+    """Modules of Python's own library, in the order of their names. Every eighth is held out."""
+    found = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return [path for place, path in enumerate(found) if (place % HELD_OUT_EVERY == 0) == held_out]
+
+
+def text(held_out: bool) -> Tensor:
+    """The bytes of those files."""
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files(held_out))), dtype=torch.uint8)
+
+
+def windows(tokens: int, held_out: Tensor | None = None) -> Tensor:
+    """Held-out sequences [tokens / WINDOW, WINDOW], spread evenly over that text, by default this Python's."""
+    held_out, count = text(held_out=True) if held_out is None else held_out, tokens // WINDOW
+    starts = torch.linspace(0, len(held_out) - WINDOW, count).long()
+    return torch.stack([held_out[start : start + WINDOW] for start in starts]).long()
+
+
+def entropy(tokens: Tensor) -> float:
+    """Nats per token, if the tokens were drawn one by one."""
+    share = torch.bincount(tokens.flatten().long(), minlength=256).double() / tokens.numel()
+    return -(share * share.clamp(min=1e-30).log()).sum().item()
+
+
+# Models
+
+
+def among_experts(name: str) -> str:
+    """The name of a layer that all routed experts are one in."""
+    return re.sub(r"(?<=experts\.)\d+\.", "", name)
+
+
+class Model:
+    """The forward pass of a model in fp32, over weights with the names that checkpoints have."""
+
+    def __init__(self, config: dict, weights: dict[str, Tensor]):
+        self.config, self.weights = config, weights
+        self.largest: dict[str, Tensor] | None = None  # of the inputs of each linear layer, where they are wanted
+        self.loads: dict[str, Tensor] = {}  # how many tokens each expert of a layer had in the last pass
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The logits [sequences, tokens, vocabulary] after each token of the sequences [sequences, tokens]."""
+        hidden = self.weights["model.embed_tokens.weight"][tokens]
+        attention = self.latent_attention if "kv_lora_rank" in self.config else self.attention
+        for layer in range(self.config["num_hidden_layers"]):
+            prefix = f"model.layers.{layer}"
+            dense = layer < self.config.get("first_k_dense_replace", self.config["num_hidden_layers"])
+            hidden = hidden + attention(f"{prefix}.self_attn", self.norm(f"{prefix}.input_layernorm", hidden))
+            normed = self.norm(f"{prefix}.post_attention_layernorm", hidden)
+            hidden = hidden + (self.mlp if dense else self.experts)(f"{prefix}.mlp", normed)
+        return functional.linear(self.norm("model.norm", hidden), self.weights["lm_head.weight"])
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Nats per token behind the first."""
+        logits = self.logits(tokens[:, :-1])
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.config["rms_norm_eps"])
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        if self.largest is not None and len(x):
+            found, among = x.detach().abs().amax(), among_experts(name)
+            self.largest[among] = torch.maximum(self.largest.get(among, found), found)
+        return functional.linear(x, self.weights[f"{name}.weight"])
+
+    def mlp(self, name: str, x: Tensor) -> Tensor:
+        gate, up = (self.linear(f"{name}.{part}_proj", x) for part in ("gate", "up"))
+        return self.linear(f"{name}.down_proj", functional.silu(gate) * up)
+
+    def experts(self, name: str, x: Tensor) -> Tensor:
+        """Routed by sigmoids with a bias, among the experts of the best groups; and the shared expert."""
+        config, rows = self.config, x.flatten(0, -2)
+        scores = torch.sigmoid(functional.linear(rows, self.weights[f"{name}.gate.weight"]))
+        biased = scores.detach() + self.weights[f"{name}.gate.e_score_correction_bias"]
+        grouped = biased.unflatten(1, (config["n_group"], -1))
+        best = grouped.topk(2).values.sum(-1).topk(config["topk_group"]).indices
+        kept = torch.zeros(grouped.shape[:2], dtype=torch.bool).scatter_(1, best, True)
+        chosen = (
+            grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1).topk(config["num_experts_per_tok"]).indices
+        )
+        share = scores.gather(1, chosen)
+        share = share / share.sum(-1, keepdim=True) * config["routed_scaling_factor"]
+        total = self.mlp(f"{name}.shared_experts", rows)
+        for expert in range(config["n_routed_experts"]):
+            row, slot = (chosen == expert).nonzero(as_tuple=True)
+            total = total.index_add(0, row, share[row, slot, None] * self.mlp(f"{name}.experts.{expert}", rows[row]))
+        self.loads[name] = torch.bincount(chosen.flatten(), minlength=config["n_routed_experts"])
+        return total.view(x.shape)
+
+    def attention(self, name: str, x: Tensor) -> Tensor:
+        parts = (self.linear(f"{name}.{part}_proj", x) for part in "qkv")
+        query, key, value = (part.unflatten(-1, (-1, self.config["head_dim"])).transpose(1, 2) for part in parts)
+        query, key = (torch.cat(self.rotated(*part.chunk(2, -1)), -1) for part in (query, key))
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.linear(f"{name}.o_proj", out.transpose(1, 2).flatten(2))
+
+    def latent_attention(self, name: str, x: Tensor) -> Tensor:
+        config, heads = self.config, self.config["num_attention_heads"]
+        nope, rope, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
+        query = self.linear(f"{name}.q_b_proj", self.norm(f"{name}.q_a_layernorm", self.linear(f"{name}.q_a_proj", x)))
+        query = query.unflatten(-1, (heads, nope + rope)).transpose(1, 2)
+        latent = self.linear(f"{name}.kv_a_proj_with_mqa", x)
+        turned = (
+            torch.stack(self.rotated(part[..., 0::2], part[..., 1::2]), -1).flatten(-2)
+            for part in (query[..., nope:], latent[:, None, :, rank:])
+        )
+        query_rope, key_rope = turned
+        expanded = self.linear(f"{name}.kv_b_proj", self.norm(f"{name}.kv_a_layernorm", latent[..., :rank]))
+        key, value = expanded.unflatten(-1, (heads, -1)).transpose(1, 2).split([nope, config["v_head_dim"]], -1)
+        query = torch.cat([query[..., :nope], query_rope], -1)
+        key = torch.cat([key, key_rope.expand(-1, heads, -1, -1)], -1)
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.linear(f"{name}.o_proj", out.transpose(1, 2).flatten(2))
+
+    def rotated(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotary embedding of the two halves of [..., tokens, width]."""
+        steps = torch.arange(first.shape[-1]) / first.shape[-1]
+        angles = torch.outer(torch.arange(first.shape[-2]).float(), self.config["rope_theta"] ** -steps)
+        cos, sin = angles.cos(), angles.sin()
+        return first * cos - second * sin, second * cos + first * sin
+
+
+# Training
+
+
+def initial(config: dict, like: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """What weights are before training: norms 1, biases 0, the rest random."""
+    weights = {}
+    deviations = {"model.embed_tokens.weight": 0.5, "lm_head.weight": 0.02}
+    for name, weight in like.items():
+        if name.endswith("norm.weight"):
+            weights[name] = torch.ones(weight.shape)
+        elif name.endswith("bias"):
+            weights[name] = torch.zeros(weight.shape)
+        else:
+            ends = name.endswith(("o_proj.weight", "down_proj.weight"))  # as many sums into a token as layers have
+            deviation = (
+                deviations.get(name, weight.shape[1] ** -0.5) / (2 * config["num_hidden_layers"] if ends else 1) ** 0.5
+            )
+            weights[name] = torch.randn(weight.shape, generator=generator) * deviation
+    if "kv_lora_rank" in config:
+        look_back(config, weights, torch.randn(config["hidden_size"], generator=generator).sign())
+    return weights
+
+
+def look_back(config: dict, weights: dict[str, Tensor], constant: Tensor) -> None:
+    """Have each head of latent attention look at one of the tokens before, the first head at the last. From random weights it
+    takes far longer to learn that: a constant part of all tokens becomes queries and keys that only their positions turn."""
+    heads, nope, rope = (config[name] for name in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
+    frequencies = config["rope_theta"] ** -(torch.arange(0, rope, 2) / rope)
+    weights["model.embed_tokens.weight"] += 0.5 * constant
+    unit = constant / len(constant) * 2**0.5  # gives 1 for what the norm makes of a token
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.self_attn"
+        weights[f"{prefix}.kv_a_proj_with_mqa.weight"][config["kv_lora_rank"] :: 2] += 1.3 * unit
+        weights[f"{prefix}.q_a_proj.weight"][0] = 11 * unit  # 8 behind the norm
+        queries = weights[f"{prefix}.q_b_proj.weight"].view(heads, nope + rope, -1)
+        for head in range(heads):
+            angles = frequencies * (head + 1)
+            queries[head, nope::2, 0], queries[head, nope + 1 :: 2, 0] = 0.16 * angles.cos(), -0.16 * angles.sin()
+
+
+def train(model: str, steps: int, report=lambda step, loss: None) -> dict[str, Tensor]:
+    """The weights, in bf16, after so many steps."""
+    config, generator = CONFIGS[model], torch.Generator().manual_seed(0)
+    shapes = (checkpoints.llama_weights if model == "llama" else checkpoints.deepseek_weights)(config)
+    device = find_device()
+    weights = {name: weight.to(device) for name, weight in initial(config, shapes, generator).items()}
+    trained = Model(config, weights)
+    parameters = {name: weight.requires_grad_() for name, weight in weights.items() if not name.endswith("bias")}
+    outer = {"model.embed_tokens.weight", "lm_head.weight"}
+    groups = [
+        {"params": [weight for name, weight in parameters.items() if (name in outer) == is_outer], "rate": rate}
+        for is_outer, rate in zip((False, True), RATES[model])
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    source = text(held_out=False)
+    for step in range(steps):
+        for group in optimizer.param_groups:  # up over 20 steps, then down to zero
+            group["lr"] = group["rate"] * min((step + 1) / 20, (steps - step) / steps)
+        starts = torch.randint(len(source) - WINDOW, (SEQUENCES,), generator=generator)
+        sequences = torch.stack([source[start : start + WINDOW] for start in starts]).long().to(device)
+        with torch.device(device):
+            loss = trained.loss(sequences)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
+        optimizer.step()
+        for name, load in trained.loads.items():  # as DeepSeek balances experts, without a loss
+            weights[f"{name}.gate.e_score_correction_bias"] += BIAS_RATE * (load.float().mean() - load).sign()
+        report(step, loss.item())
+    return {name: weight.detach().to("cpu", shapes[name].dtype) for name, weight in weights.items()}
+
+
+def find_device() -> str:
+    """A GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# What a trained model tells
+
+
+def log_probabilities(model: str, weights: dict[str, Tensor], sequences: Tensor) -> Tensor:
+    """Of each token behind the first, [sequences, tokens - 1]."""
+    device = find_device()
+    with torch.no_grad(), torch.device(device):
+        here = Model(CONFIGS[model], {name: weight.float().to(device) for name, weight in weights.items()})
+        found = [
+            here.logits(part[:, :-1]).log_softmax(-1).gather(2, part[:, 1:, None]).squeeze(2)
+            for part in sequences.to(device).split(SEQUENCES)
+        ]
+    return torch.cat(found).cpu()
+
+
+def largest_inputs(model: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The largest magnitude in the inputs of each linear layer, over text of the training. vLLM has one for all routed experts."""
+    trained = Model(CONFIGS[model], {name: weight.float() for name, weight in weights.items()})
+    trained.largest = {}
+    source = text(held_out=False)
+    with torch.no_grad():
+        for start in torch.linspace(0, len(source) - WINDOW, 32).long():
+            trained.logits(source[None, start : start + WINDOW].long())
+    return trained.largest
+
+
+SCALED = ("q_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "down_proj")
+"""A wrong scale of another linear layer does the same as one of these: k_proj's as q_proj's, v_proj's as o_proj's and up_proj's as
+down_proj's; kv_b_proj's as several. q_a_proj's does nothing, as a norm follows."""
+
+
+def scaled_layers(weights: dict[str, Tensor]) -> dict[str, list[str]]:
+    """The weights whose scales can be wrong on their own, by layer. All routed experts of a layer are one."""
+    found: dict[str, list[str]] = {}
+    for name in weights:
+        layer = re.sub(r"model\.layers\.|self_attn\.|mlp\.|\.weight", "", among_experts(name))
+        if layer.endswith(SCALED):
+            found.setdefault(layer, []).append(name)
+    return found
+
+
+def with_scale_error(weights: dict[str, Tensor], names: list[str], error: float) -> dict[str, Tensor]:
+    return weights | {name: weights[name].float() * (1 + error) for name in names}
+
+
+def effects_of_scales(model: str, weights: dict[str, Tensor], sequences: Tensor) -> dict[str, Tensor]:
+    """By layer, what a scale that is wrong by 1 would add to each token's log probability, if all was linear."""
+    exact, error = log_probabilities(model, weights, sequences), 0.02
+    return {
+        layer: (log_probabilities(model, with_scale_error(weights, names, error), sequences) - exact) / error
+        for layer, names in scaled_layers(weights).items()
+    }
+
+
+# Checkpoints
+
+
+def add_arguments(add: Callable) -> None:
+    """The options that say which of the checkpoints vLLM runs, and how."""
+    kinds = list(dict.fromkeys(kind for of in KINDS.values() for kind in of))
+    add("--model", nargs="+", choices=list(KINDS), default=list(KINDS), help="default: all")
+    add("--kind", nargs="+", choices=kinds, default=kinds, help="quantizations, default: all that a model has")
+    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
+    add("--folder", type=pathlib.Path, default=cache(), help="of checkpoints; default: %(default)s")
+
+
+def cache() -> pathlib.Path:
+    """Where checkpoints are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "vllm-rocm-ops" / "trained"
+
+
+def held_out(folder: pathlib.Path) -> Tensor:
+    """The text that the checkpoints of a folder have not seen. Another Python has other modules."""
+    return cached(folder / "held-out.safetensors", lambda: {"text": text(held_out=True)})["text"]
+
+
+def trained_weights(model: str, folder: pathlib.Path, say=print) -> dict[str, Tensor]:
+    """The weights of a trained model, from the folder if they are there."""
+    return cached(folder / f"{model}.safetensors", lambda: train_until_good(model, say))
+
+
+def cached(path: pathlib.Path, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of a file, which is made if it is not there."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(make(), path)
+    return load_file(path)
+
+
+def train_until_good(model: str, say) -> dict[str, Tensor]:
+    """The weights of a model that knows enough of its text. Raises RuntimeError."""
+    threads, start = torch.get_num_threads(), time.process_time()
+    torch.set_num_threads(1)
+    try:
+        weights = train(model, STEPS[model], lambda step, loss: step % 50 or say(f"{model}: {step}, loss {loss:.3f}"))
+    finally:
+        torch.set_num_threads(threads)
+    loss = -log_probabilities(model, weights, windows(8192)).mean().item()
+    most = MOST_OF_ENTROPY * entropy(text(held_out=True))
+    say(f"{model}: held-out loss {loss:.3f}, at most {most:.3f}; {time.process_time() - start:.0f} s of one core")
+    if loss > most:
+        raise RuntimeError(f"{model} must have a loss of at most {most:.3f} on held-out text, got {loss:.3f}")
+    return weights
+
+
+def quantized(weights: dict[str, Tensor], kind: str, largest: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint's tensors in a quantization."""
+    if kind not in ("static", "dynamic", "block"):
+        return checkpoints.quantize(weights, kind)
+    result = dict(weights)
+    for name in [name for name in weights if "_proj" in name]:
+        weight, layer = weights[name].float(), name.removesuffix(".weight")
+        if kind == "block":
+            result[name], result[f"{name}_scale_inv"] = checkpoints.quantize_blocks(weight)
+            continue
+        result[f"{name}_scale"] = scale = weight.abs().amax() / checkpoints.LIMIT
+        result[name] = (weight / scale).to(torch.float8_e4m3fn)
+        if kind == "static":
+            result[f"{layer}.input_scale"] = largest[among_experts(layer)] / checkpoints.LIMIT
+    return result
+
+
+QUANTIZATION = checkpoints.QUANTIZATION | {
+    "dynamic": checkpoints.QUANTIZATION["static"] | {"activation_scheme": "dynamic"},
+    "bounded": checkpoints.QUANTIZATION["bounded"] | {"activation_scale_ub": 1200.0},
+}
+
+
+def checkpoint(model: str, kind: str, folder: pathlib.Path) -> pathlib.Path:
+    """The folder of a trained model's checkpoint in a quantization, which is written if it is not there."""
+    path = folder / f"{model}-{kind}"
+    held_out(folder)
+    if not (path / "config.json").exists():
+        weights = trained_weights(model, folder)
+        largest = largest_inputs(model, weights) if kind == "static" else {}
+        write(path, model, kind, quantized(weights, kind, largest))
+    return path
+
+
+def write(path: pathlib.Path, model: str, kind: str, tensors: dict[str, Tensor]) -> None:
+    """A checkpoint of these tensors, its config.json last."""
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors", {"format": "pt"}
+    )
+    config = CONFIGS[model] | ({"quantization_config": QUANTIZATION[kind]} if QUANTIZATION[kind] else {})
+    (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+    (path / "config.json").write_text(json.dumps(config, indent=1))

@@ -1,0 +1,1 @@
+"""Plausible mistakes that tests must catch."""

@@ -1,0 +1,12 @@
+"""Plant plausible mistakes, and say which tests catch them: python tests/bugs [names]"""
+
+import sys
+from pathlib import Path
+
+if not __package__:  # Python ran the folder, and looks for modules in it.
+    TESTS = Path(__file__).resolve().parents[1]
+    sys.path[:1] = [str(TESTS), str(TESTS.parent)]
+
+from bugs import mutants
+
+sys.exit(mutants.main())

@@ -1,0 +1,226 @@
+"""What is generated: parts of README.md and of pages, each between `<!-- name -->` and `<!-- /name -->`, README's figure, and whole
+pages."""
+
+import ast
+import itertools
+import pathlib
+import re
+import textwrap
+from collections.abc import Callable
+
+import vllm_rocm_ops
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops import doctor, envs, ops
+from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.vllm import seam
+
+from . import (
+    attention_table,
+    compatibility,
+    host_tables,
+    measurements,
+    op_pages,
+    predicted_table,
+    quality_table,
+    step_table,
+    systems,
+)
+from .measurements import RESULTS, ROOT, markdown
+from .op_pages import DOCS
+
+README = ROOT / "README.md"
+FIGURE = RESULTS / "speedup.svg"
+
+
+def variables() -> str:
+    rows = ((f"`{v.name}`", f"`{v.default}`" if v.default else "", v.meaning) for v in envs.VARIABLES.values())
+    return markdown(("variable", "default", "meaning"), rows)
+
+
+def seams() -> str:
+    """Return a row for each seam that a user may name."""
+    loaded = (seam.load(name) for name in seam.NAMES)
+    return markdown(
+        ("seam", "replaces"), ((f"`{one.name}`", one.replaces) for one in loaded if "rocm" in one.platforms)
+    )
+
+
+FORMATS = {
+    # weights and activations -> the rows of selection.csv for linears and for experts
+    "BF16, FP16": (("linear unquantized",), ("experts bf16",)),
+    "FP8, per tensor, static or dynamic": (
+        ("linear static", "linear dynamic"),
+        ("experts fp8 static", "experts fp8 dynamic"),
+    ),
+    "FP8, per token and channel": (("linear per token", "linear fbgemm"), ("experts fp8 channel",)),
+    "FP8, 1x128 and 128x128 blocks": (("linear block",), ("experts fp8 block",)),
+    "MXFP8": (("linear mxfp8",), ("experts mxfp8",)),
+    "INT8 W8A8, symmetric": (("linear int8",), ()),
+}
+ATTENTION = {"MHA, GQA": (ops.paged_attention_decode, "key_cache"), "MLA": (ops.mla_decode, "kv_cache")}
+
+
+def support() -> str:
+    """Return the support matrix: which formats and KV cache dtypes have kernels on which GPU."""
+
+    def runs(arch: str, linears: tuple[str, ...], experts: tuple[str, ...]) -> str:
+        kinds = {"linear": linears, "MoE": experts}
+        served = (
+            kind
+            for kind, rows in kinds.items()
+            if rows and all(compatibility.selected(row, arch) == "selected" for row in rows)
+        )
+        return ", ".join(served) or "vLLM's kernels"
+
+    def cached(arch: str, op: Op, cache: str) -> str:
+        dtypes = {getattr(a, cache).dtype for a, _, _ in op_pages.launches_of(op, arch)}
+        names = ("FP8" if dtype.itemsize == 1 else op_pages.short(dtype).upper() for dtype in dtypes)
+        return ", ".join(sorted(names, key=("BF16", "FP16", "FP8").index))
+
+    rows = [(name, *(runs(arch, *of) for arch in compatibility.AMD)) for name, of in FORMATS.items()]
+    rows.append(("; ".join(compatibility.REFUSED), *["vLLM's kernels"] * len(compatibility.AMD)))
+    for name, of in ATTENTION.items():
+        rows.append((f"{name} decode attention, KV cache", *(cached(arch, *of) for arch in compatibility.AMD)))
+    fp8 = (str(archs.ARCHS[arch].fp8_dtype).removeprefix("torch.") for arch in compatibility.AMD)
+    rows.append(("FP8 dtype", *(f"`{dtype}`" for dtype in fp8)))
+    titles = []
+    for arch in compatibility.AMD:
+        products = (name for name, of in archs.PRODUCTS.items() if of.partition(":")[0] == arch)
+        titles.append(f"{', '.join(products)} ({arch})")
+    return markdown(("weights and activations", *titles), rows)
+
+
+SHOWN = ("vllm-rocm-ops", "GPUs", "measured", "vLLM", "seams")  # of doctor's sections, in README
+SHOWN_SEAMS = ("scaled_linear", "block_scaled_linear", "fp8_experts")
+
+
+def doctor_sample() -> str:
+    """Return the sections of `doctor` that a user looks at first, as they are for an MI300X."""
+    product, arch = next(iter(archs.PRODUCTS.items()))
+    known = [seam.load(name) for name in SHOWN_SEAMS]
+    found = {
+        "package": {"version": vllm_rocm_ops.__version__, "path": ".../site-packages/vllm_rocm_ops"},
+        "torch": {"version": "", "hip": "", "cuda": ""},
+        "driver": {"backend": "hip", "status": "", "versions": {}},
+        "gpus": [{"name": f"AMD Instinct {product}", "arch": arch}],
+        "code_objects": {arch: {}},
+        "tables": {"yours": {"rows": {}, "folder": ""}},
+        "measured": [],
+        "reached": [],
+        "machine": {},
+        "vllm": {
+            "version": f"{known[0].versions[1]}.0",
+            "plugin": True,
+            "why_off": "",
+            "seams": [{"name": one.name, "on": True, "replaces": one.replaces, "reason": ""} for one in known],
+        },
+        "emulator": {"why_off": ""},
+        "environment": {},
+        "ops": {},
+    }
+    shown, lines = False, []
+    for line in doctor.text(found).splitlines():
+        shown = line.startswith(SHOWN) or (shown and line.startswith(" "))
+        lines += [line] if shown else []
+    return "\n".join(("```", "$ vllm-rocm-ops doctor", *lines, " " * 14 + "...", "```"))
+
+
+SUFFIXES = (".py", ".h", ".hip", ".cpp")
+
+
+def tree() -> str:
+    """Return every source file of the package and of csrc with its first sentence, folder by folder."""
+
+    def said(path: pathlib.Path) -> str:
+        if path.suffix == ".py":
+            text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        else:
+            lines = itertools.takewhile(lambda line: line.startswith("//"), path.read_text().splitlines())
+            text = " ".join(line.removeprefix("//") for line in lines)
+        if not text:
+            raise ValueError(f"{path.relative_to(ROOT)} must begin with a docstring or comment that says what it is")
+        return textwrap.shorten(re.split(r"[.;](?: |$)", " ".join(text.split()))[0], 110, placeholder=" ...")
+
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for top in ("vllm_rocm_ops", "csrc"):
+        for path in sorted((ROOT / top).rglob("*"), key=lambda path: (path.parent, path.name)):
+            if path.suffix in SUFFIXES and path.name != "__init__.py":
+                place = path.relative_to(ROOT)
+                folder = (
+                    "/".join(place.parts[:2] if top == "csrc" else place.parts[:-1]) if len(place.parts) > 2 else top
+                )
+                rows.setdefault(folder, []).append((f"`{place.relative_to(folder)}`", said(path)))
+    return "\n\n".join(f"### {folder}/\n\n{markdown(('file', 'what'), body)}" for folder, body in rows.items())
+
+
+BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
+    README: {
+        "unmeasured": measurements.unmeasured,
+        "engine": measurements.whole_models_table,
+        "predicted": step_table.readme,
+        "support": support,
+        "doctor": doctor_sample,
+    },
+    DOCS / "configuration.md": {"variables": variables, "seams": seams},
+    DOCS / "measuring.md": {
+        "unmeasured": measurements.unmeasured,
+        "engine": measurements.engine,
+        "attention in the engine": measurements.attention_in_engine,
+        "experts": measurements.experts_summary,
+        "decode attention": attention_table.decode_summary,
+        "single ops": measurements.single_ops,
+        "quality": quality_table.quality,
+        "arithmetic": quality_table.arithmetic,
+    },
+    DOCS / "architecture.md": {"tree": tree},
+    DOCS / "timing.md": {
+        "products": predicted_table.products,
+        "published": predicted_table.published,
+        "simpler": predicted_table.simpler,
+        "facts": predicted_table.facts,
+    },
+    DOCS / "decode_steps.md": {
+        "steps": step_table.steps,
+        "published": step_table.published,
+        "others": step_table.others,
+        "profiles": step_table.h200,
+        "worst": step_table.worst,
+        "launches": step_table.every,
+        "constants": step_table.constants,
+        "times": step_table.times,
+    },
+    RESULTS / "README.md": {
+        "profiles": measurements.profiles,
+        "engine": measurements.engine_commands,
+        "serving": measurements.serving,
+        "experts": measurements.experts,
+        "decode attention": attention_table.decode,
+        "attention": attention_table.prompts,
+        "host time": host_tables.host_times,
+        "starts": host_tables.starts,
+        "single ops": measurements.results,
+        "predicted": predicted_table.calls,
+        "static": measurements.static,
+        "waits": measurements.waits,
+    },
+}
+
+
+def fresh(path: pathlib.Path) -> str:
+    """A file's text with every generated part written anew."""
+    text = path.read_text()
+    for name, make in BLOCKS[path].items():
+        block = f"<!-- {name} -->\n{make()}\n<!-- /{name} -->"
+        text, count = re.subn(
+            rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, block=block: block, text, flags=re.DOTALL
+        )
+        if count != 1:
+            raise ValueError(f"{path.relative_to(ROOT)} must have the part {name} once, got {count} times")
+    return text
+
+
+def documents() -> dict[pathlib.Path, str]:
+    """Every file that has generated parts, with the text that it should have."""
+    pages = {compatibility.PAGE: compatibility.page(), systems.PAGE: systems.page()}
+    pages[FIGURE] = measurements.whole_models_figure()
+    return {path: fresh(path) for path in BLOCKS} | op_pages.pages() | pages

@@ -1,0 +1,294 @@
+"""The tables of predicted decode steps: both sides, published steps, our H200 profiles, and the worst launches."""
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from timing import other_steps
+
+from vllm_rocm_ops import model_config
+from vllm_rocm_ops.timing import CONTEXT, baseline, frozen, machines, published_steps, step, step_report
+
+from .measurements import RESULTS, markdown
+
+MODELS = {"Llama-3.1-405B FP8": "llama-3.1-405b-fp8", "DeepSeek-V3": "deepseek-v3"}
+RANKS = 8
+BATCHES = (1, 8, 32, 64)
+MOST = 10  # launches that are named
+
+
+@functools.cache
+def nodes(product: str, model: str, side: str, batch: int) -> tuple[step.Node, ...]:
+    """Return the launches of a step, our kernels as they are frozen."""
+    machine = machines.named(product)
+    given = model_config.read(MODELS[model]), RANKS, None, batch, machine, side, frozen.kernel_times(machine)
+    return tuple(step.nodes(*given))
+
+
+def total(product: str, model: str, side: str, batch: int) -> step.Total:
+    return step.total(nodes(product, model, side, batch))
+
+
+def _ms(found: step.Total) -> str:
+    low, high = step_report.interval(found)
+    return f"{found.us / 1e3:.1f} ({low:.1f} to {high:.1f})"
+
+
+def readme() -> str:
+    """Return a line for each model's step at batch 1, for README."""
+    lines = []
+    for model in MODELS:
+        without, plugin = (total("MI300X", model, side, 1) for side in step.SIDES)
+        unknown = (plugin.us - plugin.known_us) / 1e3
+        lines.append(
+            f"- MI300X, {model}, TP {RANKS}, batch 1: baseline {_ms(without)} ms in {without.launches:,} launches, plugin {_ms(plugin)} "
+            f"ms in {plugin.launches:,}. The kernels' error is unknown on {unknown:.1f} ms of the plugin's."
+        )
+    return "\n".join(lines)
+
+
+def steps() -> str:
+    """Return both sides of all steps, with their bands."""
+    rows = []
+    for product in baseline.PRODUCTS:
+        for model in MODELS:
+            for side in step.SIDES:
+                found = [total(product, model, side, batch) for batch in BATCHES]
+                rows.append((product, model, side, str(found[0].launches), *map(_ms, found)))
+            rows.append((product, model, "floor of bytes", "", *(f"{of.floor_us / 1e3:.1f}" for of in found)))
+    return markdown(("GPU", "model, TP 8", "side", "launches", *(f"batch {batch}" for batch in BATCHES)), rows)
+
+
+def constants() -> str:
+    """Return every constant of a step with its kind and source."""
+    found = {**vars(baseline), **vars(published_steps)}
+    rows = [
+        (f"`{name}`", f"{each.value:g} {each.unit}", each.kind, each.source)
+        for name, each in found.items()
+        if isinstance(each, machines.Constant)
+    ]
+    return markdown(("constant", "value", "kind", "source"), rows)
+
+
+def times() -> str:
+    """Return the baseline's kernels with published times."""
+    rows = [
+        (
+            row["product"], f"{row['op']} {'x'.join(map(str, row['sizes']))}",
+            ", ".join(f"{tokens}: {us:g}" for tokens, us in row["us"].items()), row["timer"], row["kind"], row["source"],
+        )
+        for row in baseline.TABLE
+    ]  # fmt: skip
+    return markdown(("GPU", "kernel", "us by tokens", "timer", "kind", "source"), rows)
+
+
+def _interval(low: float, high: float, digits: int) -> str:
+    return "none" if high < 0 else f"{max(low, 0):.{digits}f} to {high:.{digits}f}"
+
+
+def published() -> str:
+    """Return what each published step admits, and the verdict on the slopes."""
+    rows = [
+        (
+            each.release, str(each.batch), f"{each.published:.1f}", f"{each.predicted:.1f}", f"{each.ratio:.2f}",
+            _interval(*each.gap, 2), _interval(*each.reduce, 1),
+        )
+        for each in published_steps.admitted()
+    ]  # fmt: skip
+    head = ("vLLM", "batch", "published ms", "predicted ms", "published / predicted", "gaps, us", "all-reduces, us")
+    slopes = [
+        (release, f"1 to {batch}", f"+{ms:.1f}", f"+{found:.1f}", f"{found / ms - 1:+.0%}")
+        for release, batch, ms, found in other_steps.slopes()
+    ]
+    low, high = published_steps.spread()
+    verdict = (
+        "All slopes are explained within 15 %."
+        if other_steps.explained()
+        else f"**The slope over batch is not explained within 15 %.** The spread, {low:.2f} to {high:.2f}, is the band of a step."
+    )
+    steeper = markdown(("vLLM", "batch", "published ms", "predicted ms", "error"), slopes)
+    return f"{markdown(head, rows)}\n\n{steeper}\n\n{verdict}"
+
+
+# Our own profiles on H200
+
+PROFILES = {  # of serving_benchmarks/results/nvidia-h200: layers with shared experts, of all layers
+    "2026-11-22-215c3c3-llama-tp4": (0, 30),
+    "2026-11-23-9afc31a-llama-rank-of-8": (0, 40),
+    "2026-11-23-9afd86e-deepseek-rank-of-8": (17, 20),
+    "2026-11-23-e10d0ef-deepseek-whole-rank-of-8": (58, 61),
+}
+FITTED = {("2026-11-23-9afc31a-llama-rank-of-8", "without"), ("2026-11-23-e10d0ef-deepseek-whole-rank-of-8", "without")}
+ALONE = "2026-11-22-cf0696c-gemm.jsonl"  # times of block-scaled products alone
+ONCE, DENSE, SHARED = (
+    ((2112, 7168), (3072, 1536), (7168, 2048)),
+    ((4608, 7168), (7168, 2304)),
+    ((512, 7168), (7168, 256)),
+)
+LINEARS = {"without": "gemm_fp8_blockwise", "with": "block_scaled_mm"}
+ACTIVATIONS = {"without": "mul_silu", "with": "silu_and_mul"}
+QUANTIZED = {"without": 2, "with": 1}  # launches of a shared expert that quantize alone
+
+
+class Profile(NamedTuple):
+    """A recorded step in us: its kernels, the second stream's kernels, launches, and the spans measured and predicted."""
+
+    name: str
+    side: str
+    batch: int
+    kernels: float
+    hidden: float
+    launches: float
+    span: float
+    predicted: float
+    engine: float | None
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.span - 1
+
+    @property
+    def fitted(self) -> bool:
+        return (self.name, self.side) in FITTED and self.batch == 1
+
+
+@functools.cache
+def _alone(side: str) -> dict[tuple[int, int, int], float]:
+    found = {}
+    for line in map(json.loads, (RESULTS / "nvidia-h200" / ALONE).read_text().splitlines()):
+        if line["op"] == "block_scaled_mm":
+            found[tuple(line["shape"].values())] = line["us"] if side == "with" else line["peers"]["vllm"]
+    return found
+
+
+def second_stream(kernels: dict, side: str, batch: int, experts: int, layers: int) -> float:
+    """Return us of the shared experts. The profile has one sum for all block-scaled linears: the main stream's take at most
+    what they take alone, and the second stream's at least their share."""
+
+    def sums(pattern: str) -> tuple[float, float]:
+        found = [times for name, times in kernels.items() if pattern in name]
+        return sum(calls for calls, _ in found), sum(us for _, us in found)
+
+    if not experts:
+        return 0.0
+    alone = {shape: us for (m, *shape), us in _alone(side).items() if m == batch for shape in [tuple(shape)]}
+    main = layers * sum(alone[shape] for shape in ONCE) + (layers - experts) * sum(alone[shape] for shape in DENSE)
+    second = experts * sum(alone[shape] for shape in SHARED)
+    _, us = sums(LINEARS[side])
+    linears = max(us * second / (main + second), us - main)
+    (calls, quantize), (acts, activate) = sums("per_token_group_quant"), sums(ACTIVATIONS[side])
+    return linears + QUANTIZED[side] * experts * quantize / calls + experts * activate / acts
+
+
+def profiles() -> Iterator[Profile]:
+    """Yield every profile of the engine with its step: measured kernels, two streams, gaps and one time outside the graph."""
+    for name, (experts, layers) in PROFILES.items():
+        report = json.loads((RESULTS / "nvidia-h200" / f"{name}-latency.json").read_text())
+        engine = {(line["side"], line["batch_size"]): line["decode_ms_per_token"] for line in report["results"]}
+        for run in report["runs"]:
+            for size, ranks in run["profile"].items():
+                kernels, batch, side = ranks[0]["kernels"], int(size), run["side"]
+                launches, us = (sum(times) for times in zip(*kernels.values()))
+                hidden = second_stream(kernels, side, batch, experts, layers)
+                predicted = us - hidden + launches * baseline.H200_GAP.value + baseline.H200_HOST.value
+                ms = engine.get((side, batch))
+                yield Profile(name, side, batch, us, hidden, launches, ranks[0]["span_us"], predicted, ms and ms * 1e3)
+
+
+def others() -> str:
+    """Return published / predicted of other engines, whether the band holds it, and their sources."""
+    low, high = published_steps.spread()
+    rows = []
+    for other in other_steps.OTHERS:
+        cells = dict.fromkeys((1, 4, 8, 16, 32, 64), "")
+        for batch, ms in other.ms.items():
+            found = other_steps.other_ms(other, batch)
+            ratio = f"{ms / found:.2f}"
+            cells[batch] = f"{ms:.1f} / {found:.1f} = " + (ratio if low <= ms / found <= high else f"**{ratio}**")
+        rows.append((other.name, other.product, *cells.values(), other.source))
+    return markdown(("engine and model", "GPU", *(f"batch {batch}" for batch in cells), "source"), rows)
+
+
+def h200() -> str:
+    """Return a row for each profile."""
+    sides = {"without": "baseline", "with": "plugin"}
+    found = list(profiles())
+    rows = [
+        (
+            each.name, sides[each.side], str(each.batch), f"{each.launches:.0f}", f"{each.kernels:.0f}", f"{each.hidden:.0f}",
+            f"{each.span:.0f}", f"{each.predicted:.0f}", f"{each.error:+.1%}" + ", fitted" * each.fitted,
+            f"{each.engine:.0f}" if each.engine else "",
+        )
+        for each in found
+    ]  # fmt: skip
+    head = (
+        "profile",
+        "side",
+        "batch",
+        "launches",
+        "kernels",
+        "second stream",
+        "step",
+        "predicted",
+        "error",
+        "without the profiler",
+    )
+    held = [abs(each.error) for each in found if not each.fitted]
+    return f"{markdown(head, rows)}\n\nHeld out: {len(held)} steps, largest error {max(held):.1%}."
+
+
+# What to do next
+
+
+def _by_cost(product: str, model: str) -> list[tuple[tuple, dict[int, step.Node]]]:
+    """Return the launches of the plugin's steps by batch size, with the largest mean share of a step's cost above the floor first."""
+    found: dict[tuple, dict[int, step.Node]] = {}
+    for batch in BATCHES:
+        for node in nodes(product, model, "plugin", batch):
+            found.setdefault((node.layer, node.op, node.count, node.stream), {})[batch] = node
+    return sorted(found.items(), key=lambda item: -sum(_share(product, model, *each) for each in item[1].items()))
+
+
+def _share(product: str, model: str, batch: int, node: step.Node) -> float:
+    """Return a launch's part of what its step costs above the floor; what the second stream hides is no part of it."""
+    of = total(product, model, "plugin", batch)
+    return node.cost_us / (of.us - of.floor_us) if node.stream != step.SECOND else 0.0
+
+
+def _tables(suffix: str, head: Sequence[str], row: Callable[..., tuple[str, ...]], most: int | None = None) -> str:
+    """Return a table for each GPU and model: a `row(product, model, stream, nodes by batch size)` for each launch, behind its name."""
+    titles = ("launch", "op", "calls", *head)
+    tables = []
+    for product in baseline.PRODUCTS:
+        for model in MODELS:
+            rows = [
+                (layer, f"`{op}`" if op else "", str(count), *row(product, model, stream, of))
+                for (layer, op, count, stream), of in _by_cost(product, model)[:most]
+            ]
+            tables.append(f"### {product}, {model}{suffix}\n\n{markdown(titles, rows)}")
+    return "\n\n".join(tables)
+
+
+def worst() -> str:
+    """Return for each GPU and model the ten launches of the plugin's step that cost most above their bytes."""
+
+    def row(product: str, model: str, stream: str, of: dict[int, step.Node]) -> tuple[str, ...]:
+        costs = (f"{of[batch].cost_us / 1e3:.2f} ({_share(product, model, batch, of[batch]):.0%})" for batch in BATCHES)
+        return *costs, step.cause(of[BATCHES[0]]), step.cause(of[BATCHES[-1]])
+
+    return _tables("", (*(f"batch {batch}" for batch in BATCHES), "cause at 1", "cause at 64"), row, MOST)
+
+
+def every() -> str:
+    """Return every launch of the plugin's steps, largest cost first: us, floor and gap by batch size."""
+
+    def row(product: str, model: str, stream: str, of: dict[int, step.Node]) -> tuple[str, ...]:
+        return of[BATCHES[0]].kind, stream, *(_launch(of[batch]) for batch in BATCHES)
+
+    about = f"us / floor of bytes / gap behind it; {CONTEXT} keys a request; largest cost above the floor first."
+    return about + "\n\n" + _tables(", all", ("kind", "stream", *(f"batch {batch}" for batch in BATCHES)), row)
+
+
+def _launch(node: step.Node) -> str:
+    return f"{node.us:.1f} / {node.floor_us:.1f} / {node.gap_us:.1f}"

@@ -1,0 +1,378 @@
+"""Kernels of code objects that no op of ours launches: the caller says what they take, the emulator runs some blocks, the model times
+them.
+
+    launch = foreign.ObjectLaunch("name", (80, 1, 1), (256, 1, 1), {0: torch.zeros(4096), 8: struct.pack("<I", 512)})
+    foreign.predict(machines.named("MI300X"), foreign.record("gfx942", path, launch), launch.grid)
+
+As a command: PYTHONPATH=tests python -m timing.foreign --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import re
+import struct
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from vllm_rocm_ops import emulated, kernel_arguments
+from vllm_rocm_ops.emulator import CodeObject
+from vllm_rocm_ops.emulator.objects import KernelObject
+from vllm_rocm_ops.timing import launch_time, machines, refit, trace
+from vllm_rocm_ops.timing.compute_unit import SIMDS
+from vllm_rocm_ops.timing.hierarchy import Sharing
+from vllm_rocm_ops.timing.launch_time import Prediction
+from vllm_rocm_ops.timing.machines import Machine
+
+BLOCKS = 16  # of a grid with one axis that are recorded
+MOST_BYTES = 1 << 33  # of a launch's buffers
+PREFIX = "foreign"
+
+
+class Pointers(NamedTuple):
+    """A pointer to `table`, which starts with pointers to `tensors`."""
+
+    table: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+
+
+Arguments = dict[int, torch.Tensor | bytes | Pointers]
+
+
+class ObjectLaunch(NamedTuple):
+    """A launch of a kernel that has no stamp. `args` are by their offsets in the argument buffer: tensors for pointers, or `Pointers`,
+    bytes for all else; what none covers is zero."""
+
+    symbol: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    args: Arguments
+    lds: int = 0
+
+    @property
+    def named(self) -> dict[str, object]:
+        """The arguments by what errors call them."""
+        found: dict[str, object] = {}
+        for offset, value in self.args.items():
+            is_nested = isinstance(value, Pointers)
+            found[f"at byte {offset}"] = value.table if is_nested else value
+            for place, tensor in enumerate(value.tensors if is_nested else ()):
+                found[f"{place} of that at byte {offset}"] = tensor
+        return found
+
+
+def packed(args: Arguments, address: Callable[[torch.Tensor], int]) -> bytes:
+    """The argument buffer, as far as the arguments go."""
+    content = bytearray()
+    for offset, value in args.items():
+        if isinstance(value, Pointers):
+            inner = struct.pack(f"<{len(value.tensors)}Q", *map(address, value.tensors))
+            value.table[: len(inner)] = torch.frombuffer(bytearray(inner), dtype=torch.uint8)
+            value = value.table
+        raw = struct.pack("<Q", address(value)) if isinstance(value, torch.Tensor) else value
+        content.extend(bytes(max(0, offset + len(raw) - len(content))))
+        content[offset : offset + len(raw)] = raw
+    return bytes(content)
+
+
+class _AllRegisters(KernelObject):
+    """A kernel whose waves may name all registers: those beyond the VGPRs of its descriptor are, in hardware, AGPRs by other names."""
+
+    vgprs = agprs = 256
+
+
+class ObjectProgram(trace.RecordingEmulator.program_type):
+    """A program of a code object that others published, which runs on the hardware as it is."""
+
+    trusted = True
+
+    def __init__(self, code: CodeObject, name: str, arch: str):
+        super().__init__(code, name, arch)
+        fields = dataclasses.fields(KernelObject)
+        self.object = _AllRegisters(**{field.name: getattr(self.object, field.name) for field in fields})
+
+
+class _TimedProgram(ObjectProgram):
+    computes_matrices = False
+
+
+class ObjectEmulator(trace.RecordingEmulator):
+    """An emulator that takes `ObjectLaunch`, and gives the results that the hardware would."""
+
+    program_type = ObjectProgram
+
+    def packed(self, path: Path, launch: ObjectLaunch, space) -> bytes:
+        """The bytes of a launch's arguments."""
+        return packed(launch.args, space.address)
+
+
+class TimedEmulator(ObjectEmulator):
+    """One whose matrix instructions leave their results as they were, as no address and no branch of most kernels needs them."""
+
+    program_type = _TimedProgram
+
+
+# Time
+
+
+class _ByRegion(Mapping):
+    """How many blocks load a line, by the region that it is in. `everywhere` are the regions of which all blocks load the same."""
+
+    def __init__(self, factors: dict[int, float], everywhere: Collection[int]):
+        self.factors, self.everywhere = factors, everywhere
+
+    def __contains__(self, line: object) -> bool:
+        return trace.region_of(line) in self.everywhere
+
+    def __getitem__(self, line: int) -> float:
+        return self.factors[trace.region_of(line)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.factors)
+
+    def __len__(self) -> int:
+        return len(self.factors)
+
+
+def probes(grid: tuple[int, int, int], whole_axis: int | None = None) -> list[int]:
+    """The numbers of a block in the middle of a grid, of its next along each axis, and of one beyond all three. Along `whole_axis` there
+    are all."""
+    steps = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)]
+    found: dict[int, None] = {}
+    for step in steps:
+        at = [min((size // 2 if size > 2 else 0) + more, size - 1) for size, more in zip(grid, step, strict=True)]
+        for place in range(grid[whole_axis]) if whole_axis is not None else (None,):
+            if place is not None:
+                at[whole_axis] = place
+            found[at[0] + grid[0] * (at[1] + grid[1] * at[2])] = None
+    return list(found)
+
+
+def sharing(machine: Machine, recording: trace.Recording, grid: tuple[int, int, int], running: int) -> Sharing:
+    """How many blocks load the lines of each region, by which axes of the grid change the lines that a block loads: of the whole grid,
+    and of those of a die that run at once."""
+    of = {block.number: _by_region(block.lines) for block in recording.blocks}
+    first, dies = recording.blocks[0].number, int(machine["xcds"])
+    strides = (1, grid[0], grid[0] * grid[1])
+    at_once = min(running, recording.grid)
+    chip, die, everywhere = {}, {}, set()
+    for region in set().union(*of.values()):
+        axes = [
+            axis
+            for axis, stride in enumerate(strides)
+            if grid[axis] > 1 and of.get(first + stride, {}).get(region) != of[first].get(region)
+        ]
+        if not axes:
+            everywhere.add(region)
+        chip[region] = recording.grid / math.prod(grid[axis] for axis in axes)
+        keys = {
+            (tuple(number // strides[axis] % grid[axis] for axis in axes), number % dies) for number in range(at_once)
+        }
+        die[region] = max(1.0, at_once / len(keys))
+    return Sharing(_ByRegion(die, everywhere), _ByRegion(chip, everywhere))
+
+
+def _by_region(lines: Collection[int]) -> dict[int, frozenset[int]]:
+    ordered = sorted(lines, key=trace.region_of)
+    return {region: frozenset(of) for region, of in itertools.groupby(ordered, trace.region_of)}
+
+
+def record(
+    arch: str,
+    path: Path,
+    launch: ObjectLaunch,
+    cold: Collection[torch.Tensor] | None = None,
+    whole_axis: int | None = None,
+) -> trace.Recording:
+    """Runs some blocks of a launch. `cold` are the tensors that no cache has, by default all; `whole_axis` the axis of the grid whose
+    blocks wait for each other. Raises ValueError and the emulator's errors, which name the symbol, the instruction and its offset."""
+    has_axes = launch.grid[1:] != (1, 1)
+    blocks = probes(launch.grid, whole_axis) if has_axes else emulated.sample(launch.grid[0], BLOCKS)
+    return trace.record(TimedEmulator(arch, races=False), path, launch, blocks, cold=cold)
+
+
+def predict(
+    machine: Machine, recording: trace.Recording, grid: tuple[int, int, int], repeats: float = 1.0
+) -> Prediction:
+    """The predicted time of a recorded launch. Only a grid with more than one axis says what blocks share; so many, `repeats`, load what
+    no axis says that they share."""
+    if grid[1:] == (1, 1):
+        return timed(machine, recording)
+    shared = sharing(machine, recording, grid, recording.held * machine.arch.compute_units)
+    for of, least in ((shared.chip, repeats), (shared.die, repeats / machine["xcds"])):
+        of.factors = {region: max(factor, least) for region, factor in of.factors.items()}
+    return timed(machine, recording, shared)
+
+
+def timed(machine: Machine, recording: trace.Recording, shared: Sharing | None = None) -> Prediction:
+    """The time of a recorded launch, at the clock that its matrix instructions leave."""
+    block = recording.blocks[0]
+    matrix = sum(instr.cycles for wave in block.waves for instr, _ in wave) / SIMDS
+    if not matrix:
+        return launch_time.predict(machine, recording, shared)
+    found = launch_time.predict(machine.but(clock=machine["matrix_clock"]), recording, shared)
+    busy = matrix * found.blocks / found.cycles
+    clock = machine["clock"] + (machine["matrix_clock"] - machine["clock"]) * min(1.0, busy / machine["matrix_load"])
+    return found._replace(us=machine["start"] + max(found.cycles / clock, found.bandwidth_us))
+
+
+# What the command takes
+
+
+def kernel_of(path: Path, symbol: str | None, arch: str) -> KernelObject:
+    """The kernel of a code object; the only one if no symbol is given. Raises ValueError."""
+    try:
+        code = CodeObject(path)
+        kernels = code.kernels
+    except (OSError, KeyError, IndexError, struct.error, UnicodeDecodeError) as error:
+        raise ValueError(f"{PREFIX}: {path} must be a code object, got {type(error).__name__}: {error}") from None
+    if code.arch != arch:
+        raise ValueError(f"{PREFIX}: {symbol or 'the kernel'} of {path} must be compiled for {arch}, got {code.arch}")
+    if symbol is None and len(kernels) == 1:
+        return next(iter(kernels.values()))
+    if symbol not in kernels:
+        raise ValueError(f"{PREFIX}: --symbol must be one of {', '.join(sorted(kernels))}, got {symbol}")
+    return kernels[symbol]
+
+
+def dimensions(name: str, text: str) -> tuple[int, int, int]:
+    """'80x4' -> (80, 4, 1). Raises ValueError."""
+    sizes = text.split("x")
+    if not 1 <= len(sizes) <= 3 or not all(re.fullmatch("[1-9][0-9]{0,9}", size) for size in sizes):
+        raise ValueError(f"{PREFIX}: {name} must be one to three positive numbers with x between them, got {text}")
+    return tuple(map(int, sizes + ["1", "1"]))[:3]
+
+
+def arguments(kernel: KernelObject, text: str) -> Arguments:
+    """The arguments that a user gives, see docs/timing.md. Raises ValueError."""
+    where = f"{PREFIX}: {kernel.name}: --args"
+    if re.fullmatch("([0-9a-fA-F]{2})*", text):
+        found = _from_hex(where, kernel, bytes.fromhex(text))
+    else:
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{where} must be hex digits or JSON, got {text[:60]}: {error}") from None
+        found = _from_json(where, given)
+    total = sum(value.numel() for value in found.values() if isinstance(value, torch.Tensor))
+    if total > MOST_BYTES:
+        raise ValueError(f"{where} must have at most {MOST_BYTES} bytes of buffers, got {total}")
+    end = max(
+        (offset + (8 if isinstance(value, torch.Tensor) else len(value)) for offset, value in found.items()), default=0
+    )
+    wanted = explicit_bytes(kernel)
+    if end != wanted:
+        raise ValueError(f"{where} must be {wanted} bytes, got {end}")
+    return found
+
+
+def explicit_bytes(kernel: KernelObject) -> int:
+    """The bytes of the arguments that a caller gives."""
+    named = [arg for arg in kernel.metadata.get(".args", ()) if not arg[".value_kind"].startswith("hidden_")]
+    return max((arg[".offset"] + arg[".size"] for arg in named), default=kernel.kernarg_size)
+
+
+def _buffer(where: str, size: int, content: bytes = b"") -> torch.Tensor:
+    if not 0 < size <= MOST_BYTES or len(content) > size:
+        raise ValueError(f"{where} must have buffers of 1 to {MOST_BYTES} bytes that hold what is in them, got {size}")
+    made = trace.aligned(torch.empty(size, dtype=torch.uint8, device="meta"))
+    if content:
+        made[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return made
+
+
+def _from_hex(where: str, kernel: KernelObject, content: bytes) -> Arguments:
+    """The bytes of an argument buffer, with the size of its buffer in place of each pointer."""
+    pointers = [arg[".offset"] for arg in kernel.metadata.get(".args", ()) if arg[".value_kind"] == "global_buffer"]
+    found: Arguments = {}
+    at = 0
+    for offset in sorted(pointers):
+        if offset + 8 <= len(content):
+            (size,) = struct.unpack_from("<Q", content, offset)
+            found |= {at: content[at:offset], offset: _buffer(where, size) if size else bytes(8)}
+            at = offset + 8
+    return found | {at: content[at:]} if at < len(content) else found
+
+
+def _from_json(where: str, given) -> Arguments:
+    """A list of arguments in order, or an object that has them by their offsets."""
+    if type(given) not in (list, dict):
+        raise ValueError(f"{where} must be a list or an object, got {given!r}")
+    found, end = {}, 0
+    items = given.items() if isinstance(given, dict) else ((None, each) for each in given)
+    for place, (offset, text) in enumerate(items):
+        here = f"{where} {place if offset is None else f'at byte {offset}'}"
+        if offset is not None and not re.fullmatch("[0-9]{1,5}", offset):
+            raise ValueError(f"{where} must be by their offsets, got {offset!r}")
+        value, size = _value(here, text)
+        start = -(-end // size) * size if offset is None else int(offset)
+        found[start], end = value, start + size
+    return found
+
+
+def _value(here: str, text) -> tuple[torch.Tensor | bytes, int]:
+    """An argument of JSON and its bytes."""
+    kind, _, rest = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if text == "null":
+        return bytes(8), 8
+    if match := re.fullmatch("([0-9]{1,12})(?::((?:[0-9a-fA-F]{2})*))?", rest if kind == "buffer" else ""):
+        return _buffer(here, int(match[1]), bytes.fromhex(match[2] or "")), 8
+    code = kernel_arguments.FORMATS.get(kind)
+    try:
+        if code is None or kind == "pointer":
+            raise ValueError(kind)
+        raw = struct.pack("<" + code, float(rest) if kind.startswith("f") else int(rest))
+    except (ValueError, struct.error, OverflowError):
+        kinds = ", ".join(sorted(kernel_arguments.FORMATS.keys() - {"pointer"}))
+        wanted = f"like buffer:4096, buffer:4:00000001, null, u32:7 or f32:0.5, of {kinds}"
+        raise ValueError(f"{here} must be {wanted}, got {text!r}") from None
+    return raw, len(raw)
+
+
+def lines(
+    machine: Machine, path: Path, symbol: str | None, grid: str, block: str, args: str, lds: int
+) -> Iterator[str]:
+    """Lines for people about a launch of a code object. Raises ValueError and the emulator's errors."""
+    kernel = kernel_of(path, symbol, machine.arch.name)
+    if lds < 0:
+        raise ValueError(f"{PREFIX}: --lds must not be negative, got {lds}")
+    launch = ObjectLaunch(
+        kernel.name, dimensions("--grid", grid), dimensions("--block", block), arguments(kernel, args), lds
+    )
+    found = predict(machine, record(str(machine.arch), path, launch), launch.grid)
+    yield f"{kernel.name} on {machine.name}: predicted {found.us:.1f} us, not measured; error unknown"
+    yield f"  {found.details}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m timing.foreign", description="Predict a launch of a code object.")
+    parser.add_argument("object", type=Path, help="a code object of whoever")
+    parser.add_argument("--arch", default=machines.COMPARED, metavar="PRODUCT")
+    parser.add_argument("--symbol", help="the kernel, where the object holds several")
+    parser.add_argument("--grid", default="1", metavar="X[xY[xZ]]", help="blocks")
+    parser.add_argument("--block", default="256", metavar="X[xY[xZ]]", help="threads of a block")
+    parser.add_argument("--lds", type=int, default=0, metavar="BYTES", help="of LDS beyond the kernel's own")
+    parser.add_argument("--args", default="", metavar="HEX|JSON", help="the argument buffer; see docs/timing.md")
+    given = parser.parse_args(argv)
+    try:
+        machine = refit.of_user(machines.named(given.arch))
+        found = lines(machine, given.object, given.symbol, given.grid, given.block, given.args, given.lds)
+        for line in itertools.chain(refit.said(machine), found):
+            print(line)
+    except (ValueError, RuntimeError) as error:
+        why = str(error).partition("\n")[0]  # torch's errors go on with a stack
+        print(f"{PREFIX}: {why}" if isinstance(error, RuntimeError) else why, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Write predictions down before anybody measures them: every call and every decode step of some models.
+
+    PYTHONPATH=tests python -m timing.freeze --date 2026-11-24 --commit 1234567 > vllm_rocm_ops/timing/frozen/2026-11-24-1234567.json
+
+Makes a file, in some forty minutes, with --keep in less. The one that was there before goes to frozen/ beside this file, as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from vllm_rocm_ops import model_config, model_layers
+from vllm_rocm_ops.timing import CONTEXT, frozen, machines, step, step_report
+
+OLDER = Path(__file__).with_name("frozen")
+MODELS = {"llama-3.1-405b-fp8": 8, "deepseek-v3": 8, "qwen3-30b-a3b-fp8": 1, "glm-4.5-air-fp8": 4}  # ranks
+TOKENS = (1, 8, 32, 64)
+
+
+def predictions(
+    products: tuple[str, ...], tokens: tuple[int, ...], kept: dict[str, dict] | None = None
+) -> Iterator[tuple[str, dict]]:
+    """Yield the key of each call of the models' decode steps, and its prediction: microseconds, the band as a share of them or None where
+    it is unknown, launches, and the code. Calls that are in `kept` for all products, with the same code, are not predicted again."""
+    from vllm_rocm_ops.timing import launch_time, predict
+
+    done = set()
+    for arch in dict.fromkeys(machines.named(product).arch for product in products):
+        alike = [machines.named(product) for product in products if machines.named(product).arch == arch]
+        for name, tp in MODELS.items():
+            config = model_config.read(name)
+            others = [model_layers.attention(config, tp), *model_layers.absorbed(config, tp)]
+            for call in [*model_layers.calls(config, tp), *others]:
+                for size in tokens if call.count else ():
+                    if frozen.key(alike[0].name, call, size) in done:
+                        continue
+                    done.add(frozen.key(alike[0].name, call, size))
+                    before = {
+                        each: (kept or {}).get(each) for each in (frozen.key(one.name, call, size) for one in alike)
+                    }
+                    if all(values and values["code"] == frozen.code_of(call, size, arch) for values in before.values()):
+                        yield from before.items()
+                        continue
+                    case = call.case(size).make("meta", torch.Generator(), arch.fp8_dtype)
+                    try:
+                        kernels = predict.predict_call(call.op, call.op.Arguments(*case)._asdict(), alike[0])
+                    except ValueError:  # PyTorch runs it
+                        continue
+                    code = frozen.code_of(call, size, arch)
+                    for machine in alike:  # which run the same instructions
+                        us = sum(launch_time.predict(machine, kernel.recording).us for kernel in kernels)
+                        band = predict.band(call.op, machine.name).ratio
+                        values = {"us": round(us, 2), "band": band, "launches": len(kernels), "code": code}
+                        yield frozen.key(machine.name, call, size), values
+
+
+def steps(calls: dict[str, dict], products: tuple[str, ...], tokens: tuple[int, ...]) -> Iterator[tuple[str, dict]]:
+    """Yield the key of each model's step on each side, with these calls, and its prediction: microseconds, launches, and the band."""
+    for machine in map(machines.named, products):
+        known = frozen.kernel_times(machine, calls)
+        for name, tp in MODELS.items():
+            for side in step_report.sides(machine):
+                for size in tokens:
+                    found = step.total(step.nodes(model_config.read(name), tp, None, size, machine, side, known))
+                    band = [round(1e3 * limit, 1) for limit in step_report.interval(found)]
+                    values = {"us": round(found.us, 1), "launches": found.launches, "band": band}
+                    yield f"{machine.name} {name} TP {tp} {side} {size} tokens", values
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--date", required=True, help="of the file")
+    parser.add_argument("--commit", required=True, help="of the kernels and of the model")
+    parser.add_argument("--products", nargs="+", choices=frozen.PRODUCTS, default=frozen.PRODUCTS)
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    meaning = "a frozen file of the same model of the GPU: its calls whose code is the same are not predicted again"
+    parser.add_argument("--keep", type=Path, metavar="FILE", help=meaning)
+    arguments = parser.parse_args()
+    calls, products, tokens = {}, tuple(arguments.products), tuple(arguments.tokens)
+    kept = json.loads(arguments.keep.read_text())["calls"] if arguments.keep else {}
+    for name, values in predictions(products, tokens, kept):
+        calls[name] = values
+        print(f"{name}: {values['us']} us", file=sys.stderr, flush=True)
+    head = {"date": arguments.date, "commit": arguments.commit, "context": CONTEXT}
+    print(
+        f'{json.dumps(head)[:-1]}, "calls": {_lines(calls)}, "steps": {_lines(dict(steps(calls, products, tokens)))}}}'
+    )
+
+
+def _lines(of: dict[str, dict]) -> str:
+    """Return JSON with a line for each value."""
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(values)}" for name, values in of.items())
+    return f"{{\n{lines}\n}}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What published steps say of the baseline's step beyond its band: their slope over batch, and steps of other engines."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vllm_rocm_ops import model_config
+from vllm_rocm_ops.timing import machines, published_steps, step
+
+KEPT = 0.15  # of a published slope
+
+
+def slopes() -> list[tuple[str, int, float, float]]:
+    """Return release, batch, and ms more than at batch 1, published and predicted."""
+    return [
+        (
+            release,
+            batch,
+            points[batch] - points[1],
+            (published_steps.predicted(batch)[0] - published_steps.predicted(1)[0]) / 1e3,
+        )
+        for release, points in published_steps.RELEASES.items()
+        for batch in points
+        if batch > 1
+    ]
+
+
+def explained() -> bool:
+    """Return whether the setting of baseline.py explains all slopes within `KEPT`."""
+    return all(abs(found / published - 1) <= KEPT for _, _, published, found in slopes())
+
+
+class Other(NamedTuple):
+    """Published ms a token by requests at once, of another engine or an older vLLM. `context` are the keys of a request on average."""
+
+    name: str
+    model: str
+    product: str
+    context: int
+    ms: dict[int, float]
+    source: str
+
+
+OTHERS = (
+    Other(
+        "ATOM in vLLM, DeepSeek-R1 FP8, TP 8",
+        "deepseek-v3",
+        "MI355X",
+        1536,
+        {4: 11.2, 8: 12.0, 16: 13.5, 32: 17.8, 64: 21.3},
+        "2026-03, 1k in, 1k out; the GPU is presumed",
+    ),
+    Other(
+        "SGLang, DeepSeek-R1 FP8, TP 8",
+        "deepseek-v3",
+        "MI355X",
+        1536,
+        {4: 9.6, 8: 10.7, 16: 13.6, 32: 18.4, 64: 23.0},
+        "2026-05, 1k in, 1k out",
+    ),
+    Other(
+        "an older vLLM, Llama-3.1-405B FP8, TP 8",
+        published_steps.MODEL,
+        "MI300X",
+        192,
+        {1: 27.6, 8: 31.0, 16: 34.2, 32: 40.1, 64: 54.1},
+        "Oracle, 128 in, 128 out: requests over tokens a second, with the prefill",
+    ),
+)
+"""Held-out checks of the baseline's step: nothing is fitted to them, and the band does not contain them by construction."""
+
+
+def other_ms(other: Other, batch: int) -> float:
+    """Return the predicted ms of the baseline's step for a point of `OTHERS`."""
+    machine = machines.named(other.product)
+    given = (
+        model_config.read(other.model),
+        published_steps.RANKS,
+        None,
+        batch,
+        machine,
+        "baseline",
+        lambda *_: None,
+        other.context,
+    )
+    return step.total(step.nodes(*given)).us / 1e3

@@ -1,0 +1,363 @@
+"""Predicted times of launches, calls and models: what they depend on, how they are labelled, and what was held out of their fit."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from marks import full
+
+from timing import calibrate, points
+from vllm_rocm_ops import cli, emulated, explain, model_arguments, model_config, ops
+from vllm_rocm_ops.families import experts_tiled
+from vllm_rocm_ops.families.tiled_gemm import TiledConfig
+from vllm_rocm_ops.timing import launch_time, machines, predict, refit
+from vllm_rocm_ops.timing.trace import LINE, Access, Block, Instr, Recording
+
+MACHINE = machines.MI300X
+WEIGHTS = 7 << 29  # the first line of region 7
+
+
+def loading(number: int, first: int, count: int, waves: int = 4) -> Block:
+    """A block whose waves load so many KiB each, eight at a time."""
+
+    def wave(at: int):
+        steps = []
+        for n in range(count):
+            start = first + 8 * (at * count + n)
+            steps.append((Instr("vmem", 8 * n, 8), Access(tuple(range(start, start + 8)), 8 * LINE)))
+            if n % 8 == 7:
+                steps.append((Instr("wait", 8 * n, 4, vm=0), None))
+        return [*steps, (Instr("wait", 8 * count, 4, vm=0), None), (Instr("end", 8 * count + 4, 4), None)]
+
+    return Block(number, [wave(at) for at in range(waves)])
+
+
+def streaming(grid: int, count: int = 64, held: int = 8, cold=frozenset({7})) -> Recording:
+    """A launch whose blocks load memory of their own."""
+    blocks = [loading(n, WEIGHTS + n * 32 * count, count) for n in range(16)]
+    return Recording("streaming", grid, held, blocks, cold)
+
+
+def test_a_stream_takes_as_long_as_its_bytes():
+    found = launch_time.predict(MACHINE, streaming(8 * 304))
+    assert found.megabytes == pytest.approx(8 * 304 * 4 * 64 * 1024 / 1e6)
+    assert found.bandwidth_us == pytest.approx(found.megabytes * 1e3 / MACHINE["hbm_bandwidth"])
+    assert found.bandwidth_us < found.us < 1.15 * found.bandwidth_us
+
+
+def test_blocks_that_stand_for_others_load_memory_of_their_own():
+    found = launch_time.predict(MACHINE, streaming(24 * 304, 8))
+    assert found.blocks == 24 and found.bandwidth_us < found.us
+
+
+def test_infinity_cache_is_faster_than_hbm_while_it_lasts():
+    cold, hot = (launch_time.predict(MACHINE, streaming(304, cold=regions)) for regions in ({7}, frozenset()))
+    assert hot.us < cold.us
+    too_much = launch_time.predict(MACHINE, streaming(8 * 304, cold=frozenset()))
+    assert (
+        too_much.megabytes > MACHINE["mall_bytes"] / 1e6
+        and too_much.us > too_much.megabytes * 1e3 / MACHINE["hbm_bandwidth"]
+    )
+
+
+def test_blocks_beyond_the_compute_units_take_a_second_round():
+    one, two = (launch_time.predict(MACHINE, streaming(grid, 8, held=1)) for grid in (304, 305))
+    assert (one.blocks, two.blocks) == (1, 2) and two.us > 1.2 * one.us
+
+
+def test_what_blocks_share_is_loaded_once():
+    blocks = [loading(n, WEIGHTS, 64) for n in range(16)]
+    shared = launch_time.predict(MACHINE, Recording("shared", 304, 1, blocks, frozenset({7})))
+    assert shared.megabytes == pytest.approx(4 * 64 * 1024 / 1e6)
+    assert shared.us < launch_time.predict(MACHINE, streaming(304, held=1)).us
+    of = launch_time.sharing(MACHINE, Recording("shared", 304, 1, blocks, frozenset({7})))
+    assert of.chip[WEIGHTS] == 304 and of.die[WEIGHTS] == 38
+
+
+def test_idle_blocks_leave_their_bandwidth_to_others():
+    busy = streaming(304, held=1)
+    half = busy.blocks[:8] + [Block(8 + n, [[(Instr("end", 0, 4), None)]] * 4) for n in range(8)]
+    found = launch_time.predict(MACHINE, Recording("half", 304, 1, half, busy.cold))
+    assert found.us < 0.7 * launch_time.predict(MACHINE, busy).us
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "least", "most"), [(ops.rms_norm, (8, 16384), 1, 8), (ops.scaled_mm, (1, 4096), 1, 20)]
+)
+def test_a_call_is_predicted(capsys, op, shape, least, most):
+    assert cli.main(["predict", op.name, "--shape", "x".join(map(str, shape))]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{op.name} on MI300X: predicted ") and " us, not measured; +-" in first
+    assert least < float(first.partition("predicted ")[2].split()[0]) < most
+    assert others and all(": predicted " in line for line in others)
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+    monkeypatch.setattr(predict, "BLOCKS", 16)
+
+
+@pytest.mark.usefixtures("few_blocks")
+def test_more_memory_takes_longer():
+    def us(n: int) -> float:
+        a, b = (torch.empty(1, 2048, device="meta"), torch.empty(n, 2048, device="meta").t())
+        given = {"a": a.to(MACHINE.arch.fp8_dtype), "b": b.to(MACHINE.arch.fp8_dtype), "bias": None}
+        given |= {"scale_a": torch.empty(1, device="meta"), "scale_b": torch.empty(1, device="meta")}
+        return sum(
+            kernel.prediction.us
+            for kernel in predict.predict_call(ops.scaled_mm, given | {"out_dtype": torch.bfloat16}, MACHINE)
+        )
+
+    assert us(65536) > 2 * us(16384) > 10
+
+
+@pytest.mark.usefixtures("few_blocks")
+def test_launches_find_what_the_ones_before_left_them(monkeypatch):
+    """Blocks of the second product read which experts were hit; without that they load nothing."""
+    monkeypatch.setattr(predict, "MOST_WAVES", 0)
+    assert weights_read(experts_of(4, 16)) > 0.8 * 16
+
+
+@pytest.mark.usefixtures("few_blocks")
+def test_tiled_experts_find_all_tiles_however_many_waves_sort_tokens(monkeypatch):
+    """A block of the sort writes the tiles of one expert."""
+    monkeypatch.setattr(predict, "MOST_WAVES", 0)
+    assert weights_read(experts_of(8, 200), experts_tiled.TiledConfig(64)) > 0.8 * 64
+
+
+@pytest.mark.usefixtures("few_blocks")
+def test_tokens_go_to_the_experts_that_ids_name():
+    given = experts_of(4, 16)
+    ids = torch.arange(given["topk_ids"].numel(), dtype=torch.int32).reshape(given["topk_ids"].shape) % 2
+    assert 0.5 < weights_read(given | {"topk_ids": ids}) < 2.4
+
+
+def experts_of(tokens: int, experts: int) -> dict:
+    """Arguments of a call of experts."""
+    inputs = model_arguments.Inputs("meta", torch.Generator(), MACHINE.arch.fp8_dtype, torch.bfloat16)
+    sizes = experts, experts, 8, 256, 128
+    return ops.fused_experts.Arguments(*model_arguments.experts(tokens, inputs, *sizes, model_config.BLOCKS))._asdict()
+
+
+def weights_read(given: dict, config=None) -> float:
+    """Of how many experts' weights a call moves the bytes: the fewer of its two products."""
+    kernels, found = predict.predict_call(ops.fused_experts, given, MACHINE, config=config), []
+    for name, weight in (("gate_up", given["w1"]), ("down", given["w2"])):
+        (kernel,) = [kernel for kernel in kernels if name in kernel.symbol]
+        found.append(kernel.prediction.megabytes * 1e6 / (weight[0].numel() * weight.element_size()))
+    return min(found)
+
+
+def test_no_launch_is_faster_than_its_bytes():
+    for grid in (8 * 304 - 1, 8 * 304 + 1, 9 * 304):
+        found = launch_time.predict(MACHINE, streaming(grid, 16))
+        assert found.us >= found.bandwidth_us
+
+
+@pytest.mark.usefixtures("few_blocks")
+@pytest.mark.parametrize("op", [pytest.param(ops.mla_decode, marks=full), ops.paged_attention_decode])
+def test_attention_reads_as_many_keys_as_are_said(op):
+    given = explain.example(op, "gfx942")
+    cache = given["kv_cache" if op is ops.mla_decode else "key_cache"]
+    bytes_of_key = cache[0, 0].numel() * cache.element_size() * (1 if op is ops.mla_decode else 2)
+    keys = (512 - 128) * len(given["seq_lens"])
+    short, long = (predict.predict_call(op, given, MACHINE, context)[0].prediction for context in (128, 512))
+    assert long.us > short.us
+    assert 0.9 < (long.megabytes - short.megabytes) * 1e6 / (keys * bytes_of_key) < 1.6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rms_norm", "--arch", "H200"], "a timing model exists of MI300X, MI308X, MI325X, MI355X, got H200"),
+        (["rms_norm", "--shape", "0x4096"], "must run a kernel of ours"),
+    ],
+)
+def test_what_cannot_be_predicted_says_why(capsys, arguments, message):
+    assert cli.main(["predict", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("few_blocks")
+def test_a_model_is_predicted_launch_by_launch(capsys):
+    assert cli.main(["predict", "--model", "tiny-llama-fp8", "--batch", "2"]) == 0
+    head, *rows, baseline, plugin, most, last = capsys.readouterr().out.splitlines()
+    assert "predicted times in us, not measured" in head and "of 4096 keys a request" in head
+    layers = [re.split(r"  +", row)[0] for row in rows[1:]]
+    assert layers.index("qkv") < layers.index("rotation") < layers.index("attention") < layers.index("o")
+    cells = [re.split(r"  +", row) for row in rows[1:]]
+    counts = [int(row[4]) for row in cells]
+    us = [float(row[7].partition(",")[0]) for row in cells]
+    of_each = sum(int(row[3]) * time for row, time in zip(cells, us))
+    found = re.fullmatch(r"predicted step with 2 tokens: plugin (\S+) ms in (\d+) launches, between .*", plugin)
+    assert int(found[2]) == sum(counts) and float(found[1]) * 1e3 == pytest.approx(of_each, abs=30)
+    assert baseline.startswith("predicted step with 2 tokens: baseline ") and "published steps" in last
+    assert most.startswith("most above the floor of its bytes: ") and most.count(" ms, ") == 3
+    assert any("predicted +-25%" in row for row in rows) and any("assumed" in row for row in rows)
+
+
+def printed(capsys, *arguments: str) -> str:
+    """What a command that succeeds prints."""
+    assert cli.main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("few_blocks")
+@pytest.mark.parametrize("product", ["mi300x", "MI308X"])
+def test_explain_predicts_the_call_that_it_explains(capsys, product):
+    call = "rms_norm", "--shape", "3x512", "--dtype", "fp16", "--with", "weight=none"
+    explained = printed(capsys, "explain", *call, "--arch", product)
+    predicted = printed(capsys, "predict", *call, "--device", product)
+    assert f"rms_norm on {product.upper()}: predicted " in predicted and "not measured; " in predicted
+    assert printed(capsys, "explain", *call, "--predict", product) == explained + predicted
+
+
+@pytest.mark.usefixtures("few_blocks")
+def test_explain_predicts_the_step_of_a_model(capsys):
+    model = "--model", "tiny-llama-fp8", "--batch", "2"
+    explained, predicted = (
+        printed(capsys, "explain", *model, "--arch", "MI308X"),
+        printed(capsys, "predict", *model, "--device", "MI308X"),
+    )
+    assert "predicted step with 2 tokens: plugin " in predicted and "tokens: baseline " not in predicted
+    assert printed(capsys, "explain", *model, "--predict", "MI308X") == explained + predicted
+
+
+def test_explain_tells_of_constants_that_were_refitted(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
+    call = "rms_norm", "--shape", "3x512"
+    before = printed(capsys, "explain", *call, "--predict", "MI300X")
+    refit.file_of(MACHINE).write_text(json.dumps({"start": 3.0}))
+    after = printed(capsys, "explain", *call, "--predict", "MI300X")
+    assert f"constants refitted by --check, of {refit.file_of(MACHINE)}" in after.splitlines()
+    times = [float(text.partition("MI300X: predicted ")[2].split()[0]) for text in (before, after)]
+    assert times[1] > times[0] + 2
+
+
+@pytest.mark.usefixtures("few_blocks")
+def test_bench_predicts_lists_and_cases(capsys):
+    assert cli.main(["bench", "--predict", "MI300X", "--shapes", "rows", "--batch", "4", "--hidden", "512"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "MI300X: predicted times in us, not measured" and len(lines) > 4
+    assert all(": predicted " in line and line.endswith(" us, band +-13%") for line in lines), lines
+    assert cli.main(["bench", "--predict", "MI355X", "--op", "rms_norm", "paged_attention*", "--case", "bf16*"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    case = next(case for case in ops.rms_norm.cases() if case.name.startswith("bf16"))
+    mi355x = machines.MI355X
+    given = ops.rms_norm.Arguments(*case.make("meta", torch.Generator(), mi355x.arch.fp8_dtype))._asdict()
+    us = sum(kernel.prediction.us for kernel in predict.predict_call(ops.rms_norm, given, mi355x))
+    assert first.startswith("MI355X") and f"  rms_norm {case.name}: predicted {us:.1f} us, band unknown" in lines
+    assert any(line.endswith("see vllm-rocm-ops predict paged_attention_decode --context") for line in lines)
+
+
+def test_bench_refuses_what_has_no_prediction(capsys):
+    assert cli.main(["bench", "--predict", "H200", "--op", "rms_norm"]) == 2
+    assert "a timing model exists of MI300X" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--predict", "MI300X", "--jsonl"])
+    assert "nor with --predict" in capsys.readouterr().err
+
+
+def test_kinds_of_kernels_that_were_never_compared_have_no_band():
+    assert predict.band(ops.topk_softmax).ratio is None and "unknown" in predict.band(ops.fused_experts).text
+    of = machines.CALIBRATION["classes"]["skinny GEMM"]
+    assert predict.band(ops.scaled_mm).ratio == max(half["largest"] for half in of.values())
+
+
+# Calibration
+
+
+def written(folder, rows):
+    lines = ["source,gpu,op,kernel,dtype,M,N,K,extra,us,timing,note"]
+    lines += [f"s,MI300X,{op},{kernel},d,{m},64,,,{us},t," for op, kernel, m, us in rows]
+    (folder / points.FILE).write_text("\n".join(lines))
+    return folder
+
+
+def every_class(us):
+    return [
+        (op, kernel, m, us + m) for op, kernels in points.CLASSES.values() for kernel in kernels for m in range(1, 8)
+    ]
+
+
+def test_half_of_the_times_are_held_out_whatever_they_are(tmp_path):
+    found = points.read(written(tmp_path, every_class(10)))
+    assert [sum(p.kernel == "hfrk_swiglu" and p.held_out is held for p in found) for held in (False, True)] == [4, 3]
+    assert all((point.us is None) == point.held_out for point in found)
+    others = points.read(written(tmp_path, every_class(99)))
+    assert {point[:5] for point in found if point.held_out} == {point[:5] for point in others if point.held_out}
+    assert all(point.us is not None for point in points.read(tmp_path, held_out=True))
+
+
+def test_points_need_their_file_and_all_classes(tmp_path):
+    with pytest.raises(ValueError, match="must hold peer_measurements.csv"):
+        points.read(tmp_path)
+    with pytest.raises(ValueError, match="must have rows of gemv"):
+        points.read(written(tmp_path, [row for row in every_class(1) if row[0] != "gemv"]))
+
+
+def test_a_fit_finds_the_constants_and_takes_no_held_out_point():
+    truth = MACHINE.but(start=1.0, wave_latency=300, mall_bandwidth=6000)
+    recorded = {}
+    for grid, count in ((38, 8), (304, 32), (608, 16)):
+        each = streaming(grid, count, cold=frozenset())
+        point = points.Point("kind", f"{grid}", grid, count, 0, False, launch_time.predict(truth, each).us)
+        recorded[point] = each
+    found = calibrate.fit(MACHINE, recorded)
+    assert max(map(abs, calibrate.errors(found, recorded).values())) < 0.06
+    held = {point._replace(held_out=True): each for point, each in recorded.items()}
+    with pytest.raises(AssertionError):
+        calibrate.fit(MACHINE, held)
+
+
+def test_calibration_is_that_of_the_machine():
+    fitted = {name: constant.value for name, constant in MACHINE.constants.items() if constant.kind == "fitted"}
+    assert fitted == machines.CALIBRATION["fitted"] and set(fitted) == set(calibrate.FITTED)
+    for halves in machines.CALIBRATION["classes"].values():
+        assert set(halves) == {"fit", "held out"} and sum(half["points"] for half in halves.values()) > 4
+
+
+def test_calibrating_without_files_says_what_is_missing(tmp_path, capsys):
+    assert calibrate.main([str(tmp_path), str(tmp_path), "--check"]) == 2
+    assert "must hold peer_measurements.csv" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("grid", "tiles"), [(96, 24), (144, 24), (864, 144), (132, 4), (1008, 36), (528, 33), (147, 21)]
+)
+def test_of_blocks_that_share_tiles_whole_tiles_are_recorded(grid, tiles):
+    found, sharing = predict.sampled(grid, 64, tiles), -(-grid // tiles)
+    assert found == sorted(set(found)) and 0 <= found[0] and found[-1] < grid
+    assert len(found) <= 64 + 2 * sharing
+
+    def remapped(block: int) -> int:  # remap_to_xcd
+        die, each, more = block % 8, grid // 8, grid % 8
+        return die * each + min(die, more) + block // 8
+
+    assert sorted(remapped(block) for block in range(grid)) == list(range(grid))
+    orders = {
+        "neighbours": [block * tiles // grid for block in range(grid)],
+        "apart": [remapped(block) % tiles for block in range(grid)],
+        "neighbours on a die": [remapped(block) * tiles // grid for block in range(grid)],
+    }
+    for order, tile_of in orders.items():
+        assert any(tile_of.count(tile) == [tile_of[b] for b in found].count(tile) for tile in range(tiles)), order
+
+
+def test_blocks_that_share_nothing_are_spread():
+    assert predict.sampled(1000, 64, 0) == predict.sampled(1000, 64, 1000) == emulated.sample(1000, 64)
+    assert predict.sampled(40, 64, 10) == list(range(40))
+
+
+def test_a_split_product_adds_up_what_others_left_whatever_the_number_of_slices():
+    """Of six slices no 16 neighbours have all of a tile's."""
+    arguments = model_arguments.block_scaled(
+        128, model_arguments.Inputs("meta", torch.Generator(), torch.float8_e4m3fnuz, torch.bfloat16), 3072, 768
+    )
+    a, op = ops.block_scaled_mm.Arguments(*arguments), ops.block_scaled_mm
+    (kernel,) = predict.predict_call(op, a._asdict(), MACHINE, config=TiledConfig(128, 128, 6))
+    steps = sorted(sum(map(len, block.waves)) for block in kernel.recording.blocks)
+    assert kernel.recording.grid == 144 and steps[-1] > 1.5 * steps[0]

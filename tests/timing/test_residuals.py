@@ -1,0 +1,293 @@
+"""Published points as one list, how far predictions are from them, and what the model says of configurations."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import shutil
+import statistics
+import subprocess
+
+import pytest
+import torch
+
+from timing import choices, foreign, left_out, published, published_mla, residuals, simpler
+from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops.timing import machines, predict
+
+OBJECT = "hsa/gfx950/bf16gemm/a_64x64.co"
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="published objects are read from git")
+
+
+def write(path, header, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, header, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def point(us: float, predicted: float | str = "", **others) -> dict[str, str]:
+    """A row as validation.py prints it."""
+    given = dict.fromkeys(residuals.HEADER, "") | {"set": "fit", "gpu": "MI308X", "op": "bf16", "code_object": "a.co"}
+    given |= {"M": "1", "N": "2", "K": "3", "us": str(us), "predicted_us": str(predicted), "why": ""}
+    return given | {key: str(value) for key, value in others.items()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The published tables, and a bare git directory with two versions of an object."""
+    git, work = tmp_path / "git", tmp_path / "work"
+
+    def run(*command) -> str:
+        of = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", f"--git-dir={git}", f"--work-tree={work}", *command]
+        return subprocess.run(of, check=True, capture_output=True, text=True).stdout.strip()
+
+    subprocess.run(["git", "init", "-q", "--bare", str(git)], check=True)
+    commits = []
+    for content in ("old", "new"):
+        for name in (OBJECT, residuals.LATENT):
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            (work / name).write_text(content + name)
+        run("add", ".")
+        run("commit", "-q", "-m", content)
+        commits.append((run("rev-parse", "HEAD"), run("rev-parse", f"HEAD:{OBJECT}")))
+    gemm = {"gpu": "MI350X/MI355X (256 CU)", "op": "bf16", "code_object": OBJECT, "M": "8", "N": "64", "K": "128"}
+    gemm |= {"us": "5", "B": "1", "splitK": "3", "dtype": "bfloat16->bfloat16"}
+    rows = [gemm | {"commit": commit} for commit, _ in commits]
+    rows[0] |= {"dtype": "bfloat16->float32"}
+    rows += [rows[0] | {"code_object": ""}, rows[0] | {"us": "0"}]
+    write(tmp_path / residuals.GEMMS, [*gemm, "commit"], rows)
+    peer = {
+        "gpu": "MI300X",
+        "op": "mla_decode",
+        "kernel": "aiter asm",
+        "extra": "batch 16 heads 128 ctx 21",
+        "us": "16.4",
+    }
+    write(tmp_path / residuals.PEERS, list(peer), [peer, peer | {"kernel": "hipkittens"}, peer | {"gpu": "MI355X"}])
+    points = [point(10 + n, M=n) for n in range(5)] + [
+        point(30, M=0, code_object="b.co"),
+        point(3, M=4, set="holdout_op"),
+    ]
+    write(
+        tmp_path / residuals.POINTS, residuals.HEADER, [{key: row[key] for key in residuals.HEADER} for row in points]
+    )
+    return tmp_path, git, [blob for _, blob in commits], run("rev-parse", f"HEAD:{residuals.LATENT}")
+
+
+@needs_git
+def test_all_points_with_an_object_are_listed_each_with_the_object_that_was_measured(folder, capsys):
+    path, git, blobs, latent = folder
+    rows = residuals.listed(path, git)
+    assert [row["set"] for row in rows] == ["fit"] * 6 + ["holdout_op", "peer"] + ["other architecture"] * 2
+    assert [row["blob_at_measurement"] for row in rows[-2:]] == blobs
+    assert [row["extra"] for row in rows[-2:]] == ["splitK=3 out=float32", "splitK=3"]
+    assert residuals.shape(rows[-1]) != residuals.shape(rows[-2])
+    assert [rows[7][name] for name in ("M", "N", "K", "blob_latest", "us")] == ["16", "21", "128", latent, "16.4"]
+    few = residuals.listed(path, git, 1)
+    assert {"0"} == {row["M"] for row in few if row["set"] == "fit" and row["us"] in ("10", "30")}, "the pair is whole"
+    assert len(few) in (5, 6) and residuals.listed(path, git, 1) == few
+    assert residuals.main(["points", str(path), "--git", str(git), "--most", "1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(few)
+    assert residuals.main(["points", str(path / "none"), "--git", str(git)]) == 2
+    assert "FileNotFoundError" in capsys.readouterr().err
+
+
+def test_errors_and_pairs_are_those_of_the_rows(tmp_path, monkeypatch):
+    fault = "OutOfBounds: _Z4name+0x10 `buffer_load_dword v7`, block (1, 0, 0): 4 bytes"
+    rows = [
+        point(10, 11, M=1), point(12, 9, M=1, code_object="b.co"),  # in the wrong order
+        point(10, 12, M=2), point(20, 30, M=2, code_object="b.co"), point(30, 31, M=2, code_object="b.co", extra="splitK=2"),
+        point(10, 5, M=3), point(10.5, 20, M=3, code_object="b.co"),  # not apart
+        point(10, 10, M=4), point(30, 10, M=4),  # one kernel twice
+        point(10, M=5, why=fault), point(40, M=5, code_object="b.co", why="x/b.co sorts tokens itself"),
+        point(10, M=6, set="holdout_op", why="no"), point(10, 20, M=7, set="holdout_op"),
+    ]  # fmt: skip
+    found = residuals.judged(rows)
+    assert found["pairs"] == [{"gpu": "MI308X", "op": "bf16", "pairs": 3, "right": 2}]
+    fit, other = found["classes"]
+    assert (fit["points"], fit["predicted"], fit["median"], fit["p90"]) == (11, 9, 0.5, None)
+    assert fit["bias"] == 0.033 and fit["why"] == {"OutOfBounds in buffer_load_dword": 1, "it sorts tokens itself": 1}
+    assert (other["points"], other["predicted"], other["median"], other["p90"]) == (2, 1, 1.0, None)
+    monkeypatch.setattr(residuals, "REPORT", tmp_path / "published.json")
+    residuals.REPORT.write_text('{"simpler": []}')
+    write(tmp_path / "predicted.csv", list(rows[0]), rows)
+    assert residuals.main(["judge", str(tmp_path / "predicted.csv")]) == 0
+    assert json.loads(residuals.REPORT.read_text()) == found | {"simpler": []}
+    others = [point(10, 11, gpu="MI300X"), point(10, 12, M=7, set="holdout_op")]
+    write(tmp_path / "others.csv", list(rows[0]), others)
+    assert residuals.main(["judge", str(tmp_path / "others.csv"), "--keep"]) == 0
+    both = json.loads(residuals.REPORT.read_text())
+    assert both["pairs"] == found["pairs"] and [(each["gpu"], each["set"], each["points"]) for each in both["classes"]] == [
+        ("MI300X", "fit", 1), ("MI308X", "fit", 11), ("MI308X", "holdout_op", 1),
+    ]  # fmt: skip
+
+
+def moe(us: str, **others) -> dict[str, str]:
+    given = {
+        "op": "fused_moe stage 1",
+        "gpu": "MI308X",
+        "N": 512,
+        "K": 7168,
+        "batch_or_experts": 256,
+        "extra": "topk=8",
+    }
+    return point(1, **(given | {"M": 1024} | others)) | {"us": us}
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        ([moe("763.616"), moe("763.616", M=2048), moe("763.617", M=4)], [left_out.COPY, left_out.COPY, None]),
+        ([moe("763.61"), moe("763.61", M=2048)], [left_out.COPY] * 2),
+        ([moe("763.6"), moe("763.60", M=2048)], [None] * 2),  # four digits
+        ([moe("763.61"), moe("763.6100", M=2048)], [left_out.COPY] * 2),
+        ([moe("763.616"), moe("763.616", code_object="b.co")], [None] * 2),  # as many tokens
+        ([moe("763.616"), moe("763.616", M=2048, N=256), moe("763.616", M=2048, gpu="MI300X")], [None] * 3),
+        ([moe("698", M=4096)], [left_out.IMPOSSIBLE]),  # 688 TFLOP/s take 699 us
+        ([moe("705", M=4096), moe("690", M=4096, op="fused_moe stage 1+2", N=341)], [None, left_out.IMPOSSIBLE]),
+        ([moe("140", M=4096, gpu="MI300X"), moe("190", M=4096, gpu="MI300X")], [left_out.IMPOSSIBLE, None]),
+        ([moe("1", op="bf16", M=4096, batch_or_experts=1), moe("1", op="attn_fwd", K="128")], [left_out.IMPOSSIBLE, None]),
+    ],
+)  # fmt: skip
+def test_times_that_cannot_be_are_left_out(rows, wanted):
+    found = left_out.reasons(rows)
+    assert [found.get(id(row)) for row in rows] == wanted
+
+
+def test_rows_that_are_left_out_are_in_no_class_and_no_pair():
+    rows = [
+        point(10, 10, M=1), point(12, 11, M=1, code_object="b.co"),
+        *(point(11.2345, 9, M=m, code_object="c.co") for m in (1, 2)),
+    ]  # fmt: skip
+    found = residuals.judged(rows)
+    assert [(each["points"], each["left out"]) for each in found["classes"]] == [(2, {left_out.COPY: 2})]
+    assert found["pairs"] == [{"gpu": "MI308X", "op": "bf16", "pairs": 1, "right": 1}]
+
+
+@pytest.mark.parametrize(
+    ("requests", "keys", "units", "blocks", "most"),
+    [(1, 21, 304, 2, 1), (16, 21, 304, 32, 1), (128, 21, 304, 128, 1), (256, 21, 304, 256, 1), (256, 21, 80, 64, 4),
+     (256, 21, 228, 128, 2), (3, 4000, 304, 84, 1), (40, 640, 304, 200, 1)],
+)  # fmt: skip
+def test_requests_are_divided_among_blocks(requests, keys, units, blocks, most):
+    found = published_mla.divided(requests, keys, units)
+    assert len(found) == blocks <= units and max(map(len, found)) == most
+    works = [work for block in found for work in block]
+    for request in range(requests):
+        mine = [work for work in works if work.request == request]
+        ends = [(work.start, work.end) for work in mine]
+        assert ends[0][0] == request * keys and ends[-1][1] == (request + 1) * keys
+        assert all(end == start for (_, end), (start, _) in itertools.pairwise(ends))
+        assert (len(mine) == 1) == (mine[0].part < 0)
+    parts = [work.part for work in works if work.part >= 0]
+    assert parts == list(range(len(parts)))
+
+
+def test_a_pointer_to_pointers_is_packed_and_named():
+    table, one, other = torch.zeros(32, dtype=torch.uint8), torch.zeros(4), torch.zeros(8)
+    addresses = {id(table): 7 << 36, id(one): 1 << 36, id(other): 2 << 36}
+    launch = foreign.ObjectLaunch("k", (1, 1, 1), (64, 1, 1), {8: foreign.Pointers(table, (one, other))})
+    assert foreign.packed(launch.args, lambda tensor: addresses[id(tensor)]) == bytes(8) + (7 << 36).to_bytes(
+        8, "little"
+    )
+    assert table.view(torch.int64).tolist() == [1 << 36, 2 << 36, 0, 0]
+    assert [id(value) for value in launch.named.values()] == [id(table), id(one), id(other)]
+
+
+def test_launches_whose_blocks_are_told_other_things_are_recorded_apart(monkeypatch, tmp_path):
+    made = []
+    recording = foreign.trace.Recording("k", 1, 1, [], frozenset())
+    monkeypatch.setattr(foreign, "record", lambda *arguments: made.append(arguments) or recording)
+    recorder = published.Recorder()
+    for told in ((0, 1), (0, 2), (0, 1)):
+        args = {0: foreign.Pointers(published.zeros(16), (published.numbers(told),))}
+        launch = foreign.ObjectLaunch("k", (1, 1, 1), (64, 1, 1), args)
+        recorder.record("x", tmp_path / "a.co", published.Call(launch, (1, 1, 1), (), True), launch)
+    assert len(made) == 2
+
+
+def test_configurations_are_compared_with_the_one_that_is_chosen(monkeypatch, tmp_path, capsys):
+    (of, layer), call = next(iter(choices.layers().items()))
+    _, known = choices.costs(call, 1, archs.named("MI300X"))
+    first, second, *_ = known
+    assert known[first] <= known[second] and of == "scaled_mm"
+    times = {first: 12.0, second: 10.0}
+    kernel = type("Kernel", (), {})
+    kernel.prediction = foreign.Prediction(1.0, 1.0, 0.0, 1, 0.0)
+    monkeypatch.setattr(
+        predict, "predict_call",
+        lambda op, given, machine, config: [predict.Kernel("k", kernel.prediction._replace(us=times[config]), None)],
+    )  # fmt: skip
+    monkeypatch.setattr(choices, "layers", lambda: {(of, layer): call})
+    found = list(choices.rows(machines.MI300X, (1,), 2))
+    assert [float(row["predicted_us"]) for row in found] == [12, 10]
+    write(tmp_path / "choices.csv", choices.HEADER, found)
+    assert choices.main(["--read", str(tmp_path / "choices.csv")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"1.20 scaled_mm 1x{layer}: {first}, best {second}") and "at most 1.20" in out
+
+
+def test_experts_whose_configurations_are_compared_get_the_tokens_of_a_draw():
+    """As likely all as `cost` takes them; of one token, at least one expert is here."""
+    call, arch = choices.layers()["fused_experts", "deepseek-v3-ep8"], archs.named("MI300X")
+    one, many = (choices.costs(call, tokens, arch)[0] for tokens in (1, 512))
+    assert (one.topk_ids < len(one.w1)).any() and choices.costs(call, 1, arch)[0].topk_ids.equal(one.topk_ids)
+    assert all(len(set(ids)) == 8 for ids in many.topk_ids.tolist())
+    assert (many.topk_ids < len(many.w1)).sum().item() == pytest.approx(512, rel=0.1)
+
+
+def test_simpler_models_know_half_of_each_kernels_shapes(tmp_path, monkeypatch):
+    bandwidth = machines.MI308X["hbm_bandwidth"] * 1e3  # bytes / us
+
+    def row(kernel: str, m: int, n: int, k: int, us: float, **others) -> dict[str, str]:
+        name = f"hsa/gfx942/bf16gemm/bf16gemm_{kernel}_64x64.co"
+        return point(us, M=m, N=n, K=k, extra="splitK=1", code_object=name, **others)
+
+    shapes = [(64 * 80 * m, 64 * n, 512 * k) for n in (1, 3, 9) for k in (1, 5, 8) for m in (1, 2)]
+    rows = [row("a", m, n, k, 2.5 + 2 * ((m + n) * k + m * n) / bandwidth, set="holdout_kernel") for m, n, k in shapes]
+    rows += [row("b", m, n, k, 3 + m * n / 64**2 / 80 * (1 + k / 1000), set="fit") for m, n, k in shapes]
+    rows += [row("c", *shapes[0], us=1, set="alone"), point(5, op="other", M=1, N=1, K=1, set="unknown")]
+    rows += [point(5 + keys, op="mla_decode", M=1, N=keys, K=128, set="peer", code_object="c.co") for keys in (1, 20)]
+    fit, other, peer = simpler.errors(rows)
+    assert [(each["set"], each["points"]) for each in (fit, other, peer)] == [
+        ("fit", 8), ("holdout_kernel", 8), ("peer", 1),
+    ]  # fmt: skip
+    assert other["bytes / bandwidth + 2.5 us"] == 0 == other["regression per kernel"] < other["median of the class"]
+    assert fit["regression per kernel"] == 0 and peer["regression per kernel"] is None
+    found = simpler.cases(rows)
+    logs = [
+        abs(math.log((2.5 + case.megabytes * 1e6 / bandwidth) / case.us))
+        for case in found
+        if case.half == "held out" and case.kind.endswith("fit")
+    ]
+    assert fit["bytes / bandwidth + 2.5 us"] == pytest.approx(math.expm1(statistics.median(logs)), abs=0.001)
+    late = simpler.cases([each | {"us": f"{7 * float(each['us']) ** 2}"} for each in rows])
+    assert [case.half for case in found] == [case.half for case in late]
+    halves = {(case.kernel, case.n, case.k): case.half for case in found}
+    assert all(halves[case.kernel, case.n, case.k] == case.half for case in found), "whatever M is"
+    monkeypatch.setattr(residuals, "REPORT", tmp_path / "published.json")
+    residuals.REPORT.write_text('{"classes": [], "pairs": []}')
+    write(tmp_path / "points.csv", list(rows[0]), rows)
+    monkeypatch.setattr(left_out, "reasons", lambda rows: {})  # the times above are no GPU's
+    assert residuals.main(["simpler", str(tmp_path / "points.csv")]) == 0
+    assert json.loads(residuals.REPORT.read_text()) == {"classes": [], "pairs": [], "simpler": [fit, other, peer]}
+
+
+@pytest.mark.parametrize(
+    ("op", "fields", "bytes"),
+    [
+        ("fp8_blockscale_bpreshuffle", {"M": 2, "N": 3, "K": 5}, 25 + 12),
+        ("bf16", {"M": 2, "N": 3, "K": 5, "extra": "splitK=1 out=float32"}, 50 + 24),
+        ("attn_fwd", {"M": 7, "N": 11, "K": 128, "extra": "q_heads=4 kv_heads=2 causal=0"}, 512 * (28 + 22)),
+        ("attn_fwd varlen", {"M": 7, "N": 11, "K": "192/128", "extra": "q_heads=4 kv_heads=2"}, 640 * (28 + 22)),
+        ("fused_moe stage 1", {"M": 1, "N": 3, "K": 5, "batch_or_experts": 8, "extra": "topk=2"}, 60 + 5 + 12),
+        ("fused_moe stage 1+2", {"M": 1, "N": 3, "K": 5, "batch_or_experts": 8, "extra": "topk=2"}, 90 + 5 + 10),
+        ("mla_decode", {"M": 3, "N": 5, "K": 7}, 15 * 576 + 21 * (576 + 1024)),
+    ],
+)
+def test_bytes_of_calls(op, fields, bytes):
+    assert simpler.moved(point(1, op=op, **fields)) == bytes

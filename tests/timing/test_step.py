@@ -1,0 +1,262 @@
+"""Predicted decode steps: what is launched, what it costs, and what published and measured steps say of it."""
+
+import dataclasses
+
+import pytest
+from pages import step_table
+
+from timing import freeze, other_steps
+from vllm_rocm_ops import model_config, model_layers
+from vllm_rocm_ops.timing import baseline, frozen, machines, published_steps, step, step_report
+
+MI300X = machines.MI300X
+NAMES = "llama-3.1-405b-fp8", "deepseek-v3", "glm-4.5-air-fp8"
+LLAMA, DEEPSEEK, GLM = map(model_config.read, NAMES)
+KIND_WORDS = {"published", "measured", "fitted", "assumed"}
+
+
+def nodes(config: dict, side: str = "baseline", tokens: int = 1, tp: int = 8, known=lambda *_: None, **given) -> list:
+    return step.nodes(config, tp, None, tokens, MI300X, side, known, **given)
+
+
+def counts(config: dict, **given) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for node in nodes(config, **given):
+        found[node.layer] = found.get(node.layer, 0) + node.count
+    return found
+
+
+def test_a_step_launches_what_vllm_does_in_its_order():
+    layers = [layer for layer, _, _ in step.order(LLAMA, 8, None)]
+    assert layers[2:17] == [
+        "input norm", "qkv", "rotation", "cache write", "attention", "o's input quantization", "o", "all-reduce",
+        "post-attention norm", "gate_up", "SwiGLU", "down", "all-reduce", "input norm", "qkv",
+    ]  # fmt: skip
+    found = counts(LLAMA)
+    assert found["all-reduce"] == 2 * 126 + 1 and found["attention"] == found["cache write"] == found["qkv"] == 126
+    assert "all-reduce" not in counts(LLAMA, tp=1)
+    latent = counts(DEEPSEEK)
+    assert latent["W_UK"] == latent["W_UV"] == latent["attention"] == latent["o's input quantization"] == 61
+    assert latent["shared down"] == latent["sum with shared experts"] == latent["experts"] == 58
+    assert latent["all-reduce"] == 2 * 61 + 1
+    assert "o's input quantization" not in counts(model_config.read("tiny-llama")), "nothing there is quantized"
+
+
+def test_a_step_has_what_is_vllms_in_front_of_experts():
+    """GLM's norm and router, after the all-reduce; no other model's."""
+    layers = [layer for layer, _, _ in step.order(GLM, 4, None)]
+    start = len(layers) - 1 - layers[::-1].index("qkv")
+    assert layers[start : start + 16] == [
+        "qkv", "rotation", "cache write", "attention", "o's input quantization", "o", "all-reduce", "post-attention norm",
+        "router", "routing", "experts", "shared experts' input quantization", "shared gate_up", "shared SwiGLU", "shared down",
+        "sum with shared experts",
+    ]  # fmt: skip
+    found = counts(GLM, tp=4)
+    assert found["router"] == found["post-attention norm"] == found["experts"] == found["shared down"] == 45
+    assert found["dense post-attention norm"] == found["dense down"] == 1 and found["all-reduce"] == 2 * 46 + 1
+    [router] = (node for node in nodes(GLM, tp=4) if node.layer == "router")
+    assert (router.op, router.kind, router.stream) == ("", "assumed", step.MAIN)
+    assert all(node.op for node in nodes(DEEPSEEK) if node.layer in ("router", "post-attention norm"))
+
+
+def test_every_call_of_the_model_is_in_its_step():
+    for config in (LLAMA, DEEPSEEK, GLM):
+        calls = [
+            *model_layers.sequence(config, 8),
+            *[model_layers.attention(config, 8)],
+            *model_layers.absorbed(config, 8),
+        ]
+        wanted = {(call.layer, call.op.name) for call in calls if call.count}
+        assert wanted == {(node.layer, node.op) for node in nodes(config) if node.op}
+
+
+def test_the_second_stream_costs_only_what_is_longer():
+    """The shorter of the two streams is hidden, whichever it is."""
+    made = nodes(DEEPSEEK)
+    found = step.total(made)
+    second = sum(node.count * node.us for node in made if node.stream == step.SECOND)
+    beside = sum(node.count * node.us for node in made if node.stream == step.BESIDE)
+    everything = sum(node.count * node.us for node in made)
+    assert found.hidden_us == pytest.approx(min(second, beside)) and 0 < second < beside
+    assert found.us == pytest.approx(everything - second)
+    longer = [dataclasses.replace(node, us=100 * node.us) if node.stream == step.SECOND else node for node in made]
+    assert step.total(longer).us == pytest.approx(everything + 99 * second - beside)
+
+
+def test_a_launch_below_the_shortest_published_one_has_a_gap():
+    made = nodes(LLAMA, "plugin", known=lambda call, tokens: (1.0, 2, 0.5))
+    ours = [node for node in made if node.op]
+    assert all(node.gap_us == pytest.approx(2 * baseline.LEAST.value - 1.0) for node in ours)
+    assert all(node.gap_us == 0 for node in nodes(LLAMA)), "published times in a graph contain it"
+    found = step.total(made)
+    assert found.gap_us == pytest.approx(sum(node.count * node.gap_us for node in ours))
+    assert found.known_us == pytest.approx(sum(node.count for node in ours)) and found.bound_us == found.known_us / 2
+
+
+def test_times_of_a_profiler_lose_what_it_adds():
+    time = baseline.published(MI300X, "scaled_mm", (16384, 2048, False), 1)
+    assert time.us == pytest.approx(12.32 - MI300X["profiled"]) and time.kind == "published"
+    assert baseline.published(MI300X, "block_scaled_mm", (7168, 256), 16).us == baseline.LEAST.value, "no less"
+    graph = baseline.published(MI300X, "scaled_mm", (13312, 16384, False), 1)
+    assert graph.us == 77.64 and "torch._scaled_mm" in graph.source
+    between = baseline.published(MI300X, "scaled_mm", (2304, 16384, False), 4)
+    assert 14.94 < between.us < 16.3
+    assert baseline.published(MI300X, "scaled_mm", (2304, 4096, False), 4) is None
+    assert baseline.published(machines.MI325X, "scaled_mm", (2304, 16384, False), 1) is None
+
+
+def test_what_has_no_published_time_has_the_rule():
+    [head] = (node for node in nodes(LLAMA) if node.layer == "lm_head")
+    read = 2 * (16032 * 16384 + 16384)
+    assert head.kind == "assumed" and head.source.startswith("rule: ")
+    assert head.us == pytest.approx(baseline.LAUNCH.value + read / MI300X["hbm_bandwidth"] / 1e3)
+    assert head.floor_us == pytest.approx(read / MI300X["hbm_bandwidth"] / 1e3)
+
+
+def test_bytes_are_those_of_the_keys_and_of_the_experts_that_are_hit():
+    attention = {
+        context: next(n for n in nodes(LLAMA, context=context) if n.layer == "attention") for context in (1024, 4096)
+    }
+    few, many = (attention[context].floor_us * MI300X["hbm_bandwidth"] * 1e3 for context in (1024, 4096))
+    assert many - few == pytest.approx(3072 * 2 * 128 * 2, rel=0.01)
+    experts = [next(n for n in nodes(DEEPSEEK, tokens=tokens) if n.layer == "experts") for tokens in (1, 64)]
+    assert experts[1].floor_us / experts[0].floor_us == pytest.approx((1 - (31 / 32) ** 64) * 32, rel=0.02)
+
+
+def test_experts_of_the_model_are_scaled_to_random_routing():
+    """Its tokens go to all experts in turn: 32 tokens hit all 256, at random 63.8 %."""
+    made = nodes(DEEPSEEK, "plugin", tokens=32, known=lambda call, tokens: (100.0, 4, None))
+    [experts] = (node for node in made if node.layer == "experts")
+    assert experts.us == pytest.approx(100 * (1 - (31 / 32) ** 32))
+    [one] = (
+        node
+        for node in nodes(DEEPSEEK, "plugin", known=lambda call, tokens: (100.0, 4, None))
+        if node.layer == "experts"
+    )
+    assert one.us == pytest.approx(100)
+
+
+def test_all_reduces_grow_with_their_bytes():
+    small, large = (baseline.all_reduce(MI300X, kilobytes).us for kilobytes in (14, 1536))
+    assert small == 5.2 and large == pytest.approx(5.2 + 1.2 * (12.9 - 6.3))
+    assert baseline.all_reduce(machines.MI355X, 768).us == 9.6
+    assert baseline.all_reduce(machines.MI355X, 2304).us == pytest.approx(12.9 + 3.3), "the last slope goes on"
+
+
+def test_every_constant_says_where_it_is_from():
+    found = [
+        each for of in (baseline, published_steps) for each in vars(of).values() if isinstance(each, machines.Constant)
+    ]
+    assert len(found) > 10 and all(each.source and each.unit and each.kind in KIND_WORDS for each in found)
+    assert KIND_WORDS == set(baseline.KINDS)
+    for row in baseline.TABLE:
+        assert row["kind"] in KIND_WORDS and row["source"] and row["timer"] in ("graph", "profiler")
+
+
+def test_a_published_step_admits_gaps_that_give_it_back():
+    """A gap at either end of the interval and its all-reduce add up to the published step."""
+    for each in published_steps.admitted():
+        us, kernels, launches, reduce, count = published_steps.predicted(each.batch)
+        larger = reduce - baseline.ALL_REDUCE.value
+        for gap, small in zip(each.gap, (published_steps.SLOWEST, published_steps.FASTEST)):
+            assert kernels + launches * gap + count * (small.value + larger) == pytest.approx(each.published * 1e3)
+        for reduced, gap in zip(each.reduce, (baseline.MOST_GAP.value, 0)):
+            assert kernels + launches * gap + count * reduced == pytest.approx(each.published * 1e3)
+        assert us == pytest.approx(each.predicted * 1e3) and kernels + count * reduce == pytest.approx(us)
+
+
+def test_the_band_of_a_step_holds_every_published_step():
+    low, high = published_steps.spread()
+    assert low < 1 < high
+    for each in published_steps.admitted():
+        assert low <= each.published / each.predicted <= high
+    made = step.total(nodes(LLAMA, "plugin", known=lambda call, tokens: (10.0, 1, 0.2)))
+    least, most = step_report.interval(made)
+    assert least == pytest.approx((made.us - made.bound_us) * low / 1e3)
+    assert most == pytest.approx((made.us + made.bound_us) * high / 1e3) and made.bound_us > 0
+
+
+def test_batch_1_of_both_releases_is_predicted_within_seven_percent():
+    assert all(abs(each.ratio - 1) < 0.07 for each in published_steps.admitted() if each.batch == 1)
+
+
+def test_steps_of_other_engines_are_in_the_band():
+    """Both of DeepSeek-R1 on MI355X, held out; the steps of an older vLLM are shown in bold."""
+    low, high = published_steps.spread()
+    for other in other_steps.OTHERS:
+        ratios = [ms / other_steps.other_ms(other, batch) for batch, ms in other.ms.items()]
+        assert all(low <= ratio <= high for ratio in ratios) == (other.product == "MI355X")
+    bold = step_table.others().splitlines()[-1]
+    assert bold.startswith("| an older vLLM") and bold.count("**") == 6
+
+
+def test_gaps_and_streams_of_h200_profiles_are_predicted_within_seven_percent():
+    """Both models at batch 1, 8 and 32 on both sides, with measured kernel times."""
+    found = list(step_table.profiles())
+    held = {(each.name.split("-")[4], each.side, each.batch) for each in found if not each.fitted}
+    assert len(found) == 16 and sum(each.fitted for each in found) == 2
+    assert {("llama", side, batch) for side in ("with", "without") for batch in (1, 8, 32)} < {
+        (name.rstrip("-"), side, batch) for name, side, batch in held
+    }
+    assert all(abs(each.error) < 0.07 for each in found)
+    deepseek = [each for each in found if "whole" in each.name]
+    assert len(deepseek) == 6 and all(each.hidden > 0 for each in deepseek)
+    alone = [each._replace(predicted=each.predicted + each.hidden).error for each in deepseek if each.side == "without"]
+    assert min(alone) > 0.07, "one stream would not do"
+
+
+@pytest.mark.parametrize("product", frozen.PRODUCTS)
+@pytest.mark.parametrize(("name", "tp"), freeze.MODELS.items())
+def test_every_call_of_a_frozen_model_has_a_frozen_time(name, tp, product):
+    machine = machines.named(product)
+    for tokens in freeze.TOKENS:
+        made = step.nodes(model_config.read(name), tp, None, tokens, machine, "plugin", frozen.kernel_times(machine))
+        assert all(node.kind == "predicted" for node in made if node.op)
+
+
+def test_frozen_times_are_those_of_the_side_with_the_plugin():
+    known = frozen.kernel_times(MI300X)
+    made = nodes(DEEPSEEK, "plugin", tokens=8, known=known)
+    values = frozen.newest()["calls"]
+    [call] = (call for call in model_layers.calls(DEEPSEEK, 8) if call.layer == "q_b")
+    [node] = (node for node in made if node.layer == "q_b")
+    found = values[frozen.key("MI300X", call, 8)]
+    assert (node.us, node.launches, node.band, node.kind) == (
+        found["us"],
+        found["launches"],
+        found["band"],
+        "predicted",
+    )
+    assert all(node.kind == "predicted" for node in made if node.op)
+    with pytest.raises(ValueError, match="frozen predictions of MI300X must have 16 tokens, got "):
+        nodes(DEEPSEEK, "plugin", tokens=16, known=known)
+    lacking = frozen.kernel_times(MI300X, {name: each for name, each in values.items() if "batched_gemm" not in name})
+    [rule] = (node for node in nodes(DEEPSEEK, "plugin", tokens=8, known=lacking) if node.layer == "W_UK")
+    assert rule.kind == "assumed" and rule.us > baseline.LAUNCH.value
+
+
+def test_the_worst_launches_are_above_their_bytes_and_not_hidden():
+    made = nodes(DEEPSEEK, "plugin", tokens=8, known=frozen.kernel_times(MI300X))
+    found = step.worst(made)
+    costs = [node.cost_us for node in found]
+    assert (
+        len(found) == 10 and costs == sorted(costs, reverse=True) and step.SECOND not in {node.stream for node in found}
+    )
+    others = [node for node in made if node not in found and node.stream != step.SECOND]
+    assert max(node.cost_us for node in others) <= costs[-1]
+    causes = {node.layer: step.cause(node) for node in found}
+    assert causes["all-reduce"].startswith("synchronization") and causes["rotation"].startswith("no op of ours")
+    assert causes["attention"].startswith("latency: bytes explain ") and causes["experts"].startswith("bandwidth: ")
+    rows = [row for row in step_table.worst().splitlines() if row.startswith("| ") and "---" not in row]
+    assert len(rows) == 4 * (1 + step_table.MOST) and not any(row.startswith("| shared") for row in rows)
+    assert step_table.every().count("| all-reduce |") == 4 and step_table.every().count("| shared down |") == 2
+
+
+def test_a_step_must_be_of_a_side_and_a_product_with_times():
+    with pytest.raises(
+        ValueError, match="a step must be of baseline or plugin on MI300X or MI355X, got stock on MI300X"
+    ):
+        nodes(LLAMA, "stock")
+    with pytest.raises(ValueError, match="got baseline on MI325X"):
+        step.nodes(LLAMA, 8, None, 1, machines.MI325X, "baseline", lambda *_: None)
+    assert step_report.sides(machines.MI325X) == ("plugin",) and step_report.sides(MI300X) == step.SIDES

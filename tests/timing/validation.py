@@ -1,0 +1,287 @@
+"""Published times of others' kernels, predicted row by row: each gets a time or a reason, whatever is in it, in bounded time.
+
+PYTHONPATH=tests python -m timing.validation points.csv --git DIR --jobs 2 --cache FOLDER > predicted.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import itertools
+import json
+import multiprocessing
+import multiprocessing.connection
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from vllm_rocm_ops.emulator import CodeObject
+from vllm_rocm_ops.emulator.objects import KernelObject
+from vllm_rocm_ops.timing import machines
+
+from . import published, published_attention, published_gemm, published_mla, published_moe
+
+LIMIT = 60.0  # seconds of a row
+PORTION = 8  # rows of like launches that one process gets
+LATE = "took longer than"
+COLUMNS = (
+    "gpu", "op", "code_object", "blob_at_measurement", "blob_latest", "commit", "M", "N", "K", "batch_or_experts", "extra",
+)  # fmt: skip
+FAMILIES = {
+    "fp8gemm_blockscale": published_gemm.eight_bits,
+    "i8gemm": published_gemm.eight_bits,
+    "bf16gemm": published_gemm.bf16,
+    "fmha_v3_fwd": published_attention.call,
+    "fmoe": published_moe.call,
+    "fmoe_2stages": published_moe.call,
+    "mla": published_mla.call,
+}
+"""By the folder of a code object: the call of a row."""
+STAND_IN = "MI300X"  # for products without a machine of their own
+
+
+class Found(NamedTuple):
+    """What a row got: a time in us, or why there is none."""
+
+    us: float | None
+    why: str
+
+
+def object_at(git: Path, blob: str, folder: Path) -> Path:
+    """The code object of a blob, from a bare git directory. Raises ValueError."""
+    if not re.fullmatch("[0-9a-f]{40}", blob):
+        raise ValueError(f"no code object is named: its blob must be 40 hex digits, got {blob!r}")
+    path = folder / f"{blob}.co"
+    if not path.is_file():
+        command = ["git", f"--git-dir={git}", "cat-file", "blob", blob]
+        try:
+            content = subprocess.run(command, capture_output=True, check=True, timeout=LIMIT).stdout
+        except (OSError, subprocess.SubprocessError):
+            raise ValueError(f"{git} does not have the blob {blob}") from None
+        path.write_bytes(content)
+    return path
+
+
+def machine_of(gpu: str) -> machines.Machine:
+    """The machine of a row's product. Raises ValueError."""
+    names = re.findall("MI[0-9]+[A-Z]", gpu)
+    if not names:
+        raise ValueError(f"the GPU must be a product such as {STAND_IN}, got {gpu!r}")
+    return machines.MACHINES[next((name for name in names if name in machines.MACHINES), STAND_IN)]
+
+
+def call(of: published.Row, kernel: KernelObject) -> published.Call:
+    """The call of a row by the kernel of its object. Raises ValueError where the layout is not known."""
+    if of.family not in FAMILIES:
+        raise ValueError(f"the arguments of {of.family or of.code_object} are not known")
+    return FAMILIES[of.family](of, kernel)
+
+
+def predict_row(fields: dict[str, str], git: Path, folder: Path, recorder: published.Recorder) -> Found:
+    """What a row gets; no error leaves this function."""
+    try:
+        row = published.row(fields)
+        machine = machine_of(row.gpu)
+        if not row.family:
+            raise ValueError(f"{row.code_object} is no code object of aiter")
+        path = object_at(git, row.blob, folder)
+        code = CodeObject(path)
+        if len(code.kernels) != 1:
+            raise ValueError(f"{row.code_object} must have one kernel, got {len(code.kernels)}")
+        what = call(row, next(iter(code.kernels.values())))
+        return Found(published.predict(machine, what, path, recorder), "")
+    except Exception as error:  # noqa: BLE001  a row of whatever must not stop the others
+        text = " ".join(str(error).split())
+        return Found(None, text if type(error) is ValueError else f"{type(error).__name__}: {text}")
+
+
+def _work(connection, git: Path, folder: Path) -> None:
+    """A process that predicts the rows that it is sent."""
+    recorder = published.Recorder()
+    while fields := connection.recv():
+        connection.send(predict_row(fields, git, folder, recorder))
+
+
+class _Worker:
+    """A process that can be stopped in the middle of a row. `asked` is the row that it has, `until` when it must be done, `ahead` what is
+    for it after that."""
+
+    def __init__(self, git: Path, folder: Path):
+        context = multiprocessing.get_context("fork")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=_work, args=(other, git, folder), daemon=True)
+        self.process.start()
+        other.close()
+        self.asked: tuple | None = None
+        self.ahead: deque[tuple] = deque()
+        self.until = 0.0
+
+    def ask(self, key: tuple, limit: float) -> None:
+        """Gives it a row, for at most so many seconds."""
+        self.asked, self.until = key, time.monotonic() + limit
+        self.connection.send(dict(zip(COLUMNS, key, strict=True)))
+
+    def answer(self) -> Found | None:
+        """What its row gets; None, and the process is at its end, if it failed or took too long."""
+        try:
+            if self.connection.poll():
+                return self.connection.recv()
+        except (EOFError, OSError):
+            pass
+        self.stop()
+        return None
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def _portions(keys: list[tuple]) -> list[list[tuple]]:
+    """Rows of like launches together, as a process keeps recordings; `PORTION` at most, so that processes end at about the same time. In
+    the order in which they begin in the file."""
+    place = {key: at for at, key in enumerate(keys)}
+    alike: dict[tuple, list[tuple]] = {}
+    for key in keys:
+        of = dict(zip(COLUMNS, key, strict=True))
+        names = ("code_object", "blob_at_measurement", "blob_latest", "N", "K", "batch_or_experts", "extra")
+        alike.setdefault(tuple(of[name] for name in names), []).append(key)
+    rows_of_m = COLUMNS.index("M")
+    found = []
+    for rows in alike.values():
+        rows.sort(key=lambda key: (key[rows_of_m].zfill(9), key))
+        found += [rows[at : at + PORTION] for at in range(0, len(rows), PORTION)]
+    return sorted(found, key=lambda portion: min(place[key] for key in portion))
+
+
+def _answers(keys: list[tuple], git: Path, limit: float, jobs: int) -> Iterator[tuple[tuple, Found]]:
+    """What rows get, as their processes have it."""
+    ahead, workers = deque(map(deque, _portions(keys))), []
+    late = Found(None, f"{LATE} {limit:.0f} s, or more memory than there is")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while ahead or any(worker.asked or worker.ahead for worker in workers):
+                while ahead and len(workers) < jobs:
+                    workers.append(_Worker(git, Path(folder)))
+                for worker in workers:
+                    if not worker.asked and not worker.ahead and ahead:
+                        worker.ahead = ahead.popleft()
+                    if not worker.asked and worker.ahead:
+                        worker.ask(worker.ahead.popleft(), limit)
+                busy = [worker for worker in workers if worker.asked]
+                first = max(0.0, min(worker.until for worker in busy) - time.monotonic())
+                ready = multiprocessing.connection.wait([worker.connection for worker in busy], first)
+                for worker in busy:
+                    if worker.connection in ready or worker.until <= time.monotonic():
+                        key, worker.asked = worker.asked, None
+                        found = worker.answer()
+                        if found is None:
+                            workers.remove(worker)
+                            ahead.extendleft([worker.ahead] if worker.ahead else [])
+                        yield key, found or late
+        finally:
+            for worker in workers:
+                worker.stop()
+
+
+class _Kept:
+    """What rows got before, in a file of a folder; another model has another file."""
+
+    def __init__(self, folder: Path | None):
+        self.path = folder / f"points-{_model()}.jsonl" if folder else None
+        self.found: dict[tuple, Found] = {}
+        if self.path and self.path.is_file():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                key, us, why = json.loads(line)
+                self.found[tuple(key)] = Found(us, why)
+
+    def add(self, key: tuple, found: Found) -> None:
+        """Keeps what a row got, but for one that took too long here."""
+        self.found[key] = found
+        if self.path and not found.why.startswith(LATE):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([key, *found]) + "\n")
+
+
+def _model() -> str:
+    """The hash of all files that a prediction comes from."""
+    digest, package, mine = hashlib.sha256(), Path(machines.__file__).parents[1], Path(__file__).parent
+    parts = package.glob("emulator/**/*.py"), package.glob("timing/*.*"), mine.glob("*.py"), [package / "arch.py"]
+    for path in sorted(itertools.chain(*parts)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def predictions(
+    rows: list[dict[str, str]], git: Path, log: IO[str], limit: float = LIMIT, jobs: int = 1, kept: Path | None = None
+) -> Iterator[Found]:
+    """What each row gets, in order; a row that was there before, or in the folder `kept`, gets the same. `jobs` processes run at once.
+    `log` is told of each as it is found."""
+    begin, known = time.monotonic(), _Kept(kept)
+    keys = [tuple(fields[name] for name in COLUMNS) for fields in rows]
+    new = [key for key in dict.fromkeys(keys) if key not in known.found]
+    answers, shown = _answers(new, git, limit, jobs), 0
+    for key in keys:
+        while key not in known.found:
+            known.add(*(answer := next(answers)))
+            shown, found = shown + 1, answer[1]
+            text = f"{found.us:.1f} us" if found.us else found.why
+            print(f"{shown} of {len(new)}, {time.monotonic() - begin:.0f} s: {text}", file=log, flush=True)
+        yield known.found[key]
+    answers.close()
+
+
+def run(
+    path: Path, git: Path, out: IO[str], log: IO[str], limit: float = LIMIT, jobs: int = 1, kept: Path | None = None
+) -> None:
+    """Prints the rows of a file with `predicted_us` and `why`, see `predictions`. Raises ValueError for a file that has no such rows, or without git's
+    directory."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file, restval="")
+            rows, names = list(reader), list(reader.fieldnames or ())
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"validation: {path} must be a CSV file, got {type(error).__name__}: {error}") from None
+    missing = [name for name in COLUMNS if name not in names]
+    if missing:
+        raise ValueError(f"validation: {path} must have the columns {', '.join(COLUMNS)}, got no {missing[0]}")
+    if not (git / "objects").is_dir():
+        raise ValueError(f"validation: --git must be a bare git directory of ROCm/aiter, got {git}")
+    added = [name for name in ("predicted_us", "why") if name not in names]
+    writer = csv.DictWriter(out, [*names, *added], lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    for fields, found in zip(rows, predictions(rows, git, log, limit, jobs, kept), strict=True):
+        us = "" if found.us is None else f"{found.us:.4g}"
+        writer.writerow({**fields, "predicted_us": us, "why": found.why})
+        out.flush()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m timing.validation", description=__doc__.splitlines()[0])
+    parser.add_argument("points", type=Path, metavar="CSV", help="a file like validation_points_gfx942.csv")
+    parser.add_argument("--git", type=Path, required=True, metavar="DIR", help="a bare git directory of ROCm/aiter")
+    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="of a row")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
+    meaning = "a folder that keeps what rows got, for the next time that the same model is asked"
+    parser.add_argument("--cache", type=Path, metavar="FOLDER", help=meaning)
+    given = parser.parse_args(argv)
+    if not given.limit > 0 or given.jobs < 1:
+        parser.error("--limit and --jobs must be positive")
+    try:
+        run(given.points, given.git, sys.stdout, sys.stderr, given.limit, given.jobs, given.cache)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
