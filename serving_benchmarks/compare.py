@@ -23,13 +23,13 @@ from types import ModuleType
 
 import torch
 
-from vllm_rocm_ops.bench import report
-from vllm_rocm_ops.bench.attention import attention
-from vllm_rocm_ops.bench.decode_attention import decode_attention
-from vllm_rocm_ops.bench.experts import experts
-from vllm_rocm_ops.bench.products import products
-from vllm_rocm_ops.bench.shapes import Shape, gemm, routing, rows
-from vllm_rocm_ops.clock import GpuClock, capture, measure
+from vllm_rocm_ops.core.clock import GpuClock, capture, measure
+from vllm_rocm_ops.tools.bench import report
+from vllm_rocm_ops.tools.bench.attention import attention
+from vllm_rocm_ops.tools.bench.decode_attention import decode_attention
+from vllm_rocm_ops.tools.bench.experts import experts
+from vllm_rocm_ops.tools.bench.products import products
+from vllm_rocm_ops.tools.bench.shapes import Shape, gemm, routing, rows
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGE, OTHER = "vllm_rocm_ops", "other_vllm_rocm_ops"

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops.bench.shapes import linear_layers
-from vllm_rocm_ops.model_layers import LayerCall
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.models.layers import LayerCall
+from vllm_rocm_ops.tools.bench.shapes import linear_layers
 
 GPUS = ("gfx942", "gfx942:80", "gfx950", "sm_90")
 MODELS = {

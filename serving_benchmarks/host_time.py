@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch
 
 CALLS, ROUNDS = 20, 60
 ALLOWED_US = 10.0  # that a call of ours may take longer than vLLM's
@@ -111,7 +111,7 @@ Found = Iterator[tuple[str, str, dict[str, Timed]]]
 def chosen(serves: bool) -> Callable[[], None]:
     """Return what has every choice of the process take one side for a decode step. Where ours leaves the call, another number of tokens
     is ours, so that nothing is given back for good."""
-    from vllm_rocm_ops.vllm import kernel_selection
+    from vllm_rocm_ops.vllm.selection import kernel_selection
 
     ours = bytes([1]) * (1 << 16) if serves else bytes(1 << 16) + bytes([1])
 
@@ -157,7 +157,7 @@ def unquantized(model: torch.nn.Module, dtype: torch.dtype, replaced: Callable) 
 
 def rows(model: torch.nn.Module, dtype: torch.dtype) -> Found:
     """Yield norms, and activations with the quantized input of the linear behind them, as they run where nothing is compiled."""
-    from vllm_rocm_ops.vllm import producers
+    from vllm_rocm_ops.vllm.fusion import producers
 
     device, seen = next(model.parameters()).device, set()
     found = [(norm, None, norm.weight.shape[0]) for norm in producers.norms(model)]
@@ -203,7 +203,7 @@ def attention(recorded: dict[type, Recorded]) -> Found:
 
 def absorbed(model: torch.nn.Module, dtype: torch.dtype) -> Found:
     """Yield the products that absorb projections of latent attention."""
-    from vllm_rocm_ops.vllm import absorbed_products
+    from vllm_rocm_ops.vllm.attention import absorbed_products
 
     for name, module in model.named_modules():
         for weight in absorbed_products.WEIGHTS:
@@ -222,8 +222,8 @@ def absorbed(model: torch.nn.Module, dtype: torch.dtype) -> Found:
 
 def experts(recorded: dict[type, Recorded]) -> Found:
     """Yield the experts that a decode step called. vLLM's own path routes with the router that vLLM would have made."""
-    from vllm_rocm_ops.vllm import experts as in_vllm
-    from vllm_rocm_ops.vllm.seams import routing_experts
+    from vllm_rocm_ops.vllm.experts import base as in_vllm
+    from vllm_rocm_ops.vllm.experts import routing_experts
 
     for kind, (ours, method, _, named) in recorded.items():
         if method != "apply" or ours.native is None:
@@ -260,8 +260,8 @@ def experts(recorded: dict[type, Recorded]) -> Found:
 def recording(model: torch.nn.Module) -> Iterator[dict[type, Recorded]]:
     """Record the last call of each class of ours for attention and experts, with what it was given."""
     from vllm_rocm_ops.vllm import reach
-    from vllm_rocm_ops.vllm.attention import DecodeImpl
-    from vllm_rocm_ops.vllm.latent_attention import LatentImpl
+    from vllm_rocm_ops.vllm.attention.decoder import DecodeImpl
+    from vllm_rocm_ops.vllm.attention.mla import LatentImpl
 
     found: dict[type, Recorded] = {}
     kinds = {front: front.METHOD[0] for front in (DecodeImpl, LatentImpl)}
@@ -304,7 +304,7 @@ def seams(options: argparse.Namespace) -> list[dict]:
     from vllm.model_executor.layers import utils
 
     from vllm_rocm_ops.vllm import register
-    from vllm_rocm_ops.vllm.seams import unquantized_linear
+    from vllm_rocm_ops.vllm.linear import unquantized_linear
 
     register()
     of_linears = getattr(utils, unquantized_linear.replaced())

@@ -22,10 +22,12 @@ from pathlib import Path
 
 import figures
 
-from vllm_rocm_ops import explain, model_config, model_layers
-from vllm_rocm_ops.bench import report
-from vllm_rocm_ops.model_layers import LayerCall
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import layers as model_layers
+from vllm_rocm_ops.models.layers import LayerCall
 from vllm_rocm_ops.timing import CONTEXT, machines
+from vllm_rocm_ops.tools import explain
+from vllm_rocm_ops.tools.bench import report
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = {

@@ -38,16 +38,18 @@ from typing import NamedTuple
 import torch
 from decode_shapes import MODELS, DecodeShape
 
-from vllm_rocm_ops import doctor, launch, ops
-from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.bench import report
-from vllm_rocm_ops.bench.shapes import linear_layers
-from vllm_rocm_ops.emulated import executable, run
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch, Workspace
+from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.families.gemm import BLOCK
-from vllm_rocm_ops.families.weight_layout import shuffle_weight
-from vllm_rocm_ops.launch import Launch, Workspace
-from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.emulator.cases import executable, run
+from vllm_rocm_ops.ops.families.gemm import BLOCK
+from vllm_rocm_ops.ops.families.weight_layout import shuffle_weight
+from vllm_rocm_ops.tools import doctor
+from vllm_rocm_ops.tools.bench import report
+from vllm_rocm_ops.tools.bench.shapes import linear_layers
 
 RESULTS = Path(__file__).parent / "results"
 SHOWN = ("llama405b_tp8", "dsv3_tp8")

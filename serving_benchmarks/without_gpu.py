@@ -23,8 +23,10 @@ import latency
 import latency_report
 import predicted
 
-from vllm_rocm_ops import doctor, explain, model_config, model_layers
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.timing import machines
+from vllm_rocm_ops.tools import doctor, explain
 
 MODELS = "Llama-3.1-405B FP8, TP 8", "DeepSeek-V3, TP 8"
 TINY = "--model tiny-llama --batch-size 1 --output-len 8 --num-iters 1 --num-iters-warmup 1 --enforce-eager"

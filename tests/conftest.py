@@ -45,7 +45,7 @@ def state() -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def process_is_left_as_it_was():
     """Clear the warnings that a process gives once, and fail a test that leaves another state to the tests after it."""
-    stats = sys.modules.get("vllm_rocm_ops.stats")
+    stats = sys.modules.get("vllm_rocm_ops.core.stats")
     if stats:
         stats.warned.clear()
     before = state()

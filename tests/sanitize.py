@@ -32,10 +32,11 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import op, ops  # noqa: F401  the ops register when they are imported
-from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.op import Case, Op
+from vllm_rocm_ops import ops  # noqa: F401  the ops register when they are imported
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import op
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.op import Case, Op
 
 OP_TESTS = pathlib.Path(__file__).resolve().parent / "ops"
 TOOLS = "memcheck", "racecheck", "initcheck", "synccheck"

@@ -26,7 +26,7 @@ import pytest
 from bugs.mutants import CSRC, KernelCopy
 from marks import CHIPS, few_of, full
 
-from vllm_rocm_ops import launch
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator.decode import Instruction, decode
 from vllm_rocm_ops.emulator.objects import CodeObject
 from vllm_rocm_ops.emulator.sanitizer import effects

@@ -11,7 +11,7 @@ __all__ = ["__version__", "fallbacks", "ops", "reset_stats", "stats"]
 
 if importlib.util.find_spec("torch"):
     from vllm_rocm_ops import ops
-    from vllm_rocm_ops.stats import fallbacks, reset_stats, stats  # the function, in place of its module
+    from vllm_rocm_ops.core.stats import fallbacks, reset_stats, stats  # the function, in place of its module
 else:
 
     def __getattr__(name: str):

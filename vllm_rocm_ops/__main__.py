@@ -11,7 +11,7 @@ def main() -> int:
             f"vllm-rocm-ops needs torch, and {sys.executable} has none: install the build for your GPU", file=sys.stderr
         )
         return 2
-    from vllm_rocm_ops import cli
+    from vllm_rocm_ops.tools import cli
 
     return cli.main()
 

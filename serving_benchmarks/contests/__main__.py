@@ -17,8 +17,8 @@ if not __package__:  # Python ran the folder, and looks for modules in it.
 
 from contests import gemm, mla, moe, submission
 from contests.judge import Emulated, Gpu, Judge, Verdict, score
-from vllm_rocm_ops import launch
-from vllm_rocm_ops.clock import GpuClock
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.clock import GpuClock
 
 CONTESTS = {module.CONTEST.name: module.CONTEST for module in (gemm, moe, mla)}
 
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             return custom_kernel(data)
 
     if arguments.emulate:
-        from vllm_rocm_ops import emulated  # an extra
+        from vllm_rocm_ops.emulator import cases as emulated  # an extra
 
         emulator = emulated.emulator_of(arguments.emulate)
         print(f"{contest.name} in the emulator of {emulator.arch}, at reduced size; nothing is timed")

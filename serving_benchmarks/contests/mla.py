@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from contests.contest import Contest, Sizes, Stage
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.families.skinny_gemm import MOST_TOKENS
+from vllm_rocm_ops.ops.families.skinny_gemm import MOST_TOKENS
 from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
 
 NOPE, VALUE = 128, 128  # elements of a head's key that are not rotated, and of its value

@@ -31,7 +31,7 @@ import trained
 from torch import Tensor
 from trained import WINDOW
 
-from vllm_rocm_ops.bench import report
+from vllm_rocm_ops.tools.bench import report
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "serving_benchmarks"))

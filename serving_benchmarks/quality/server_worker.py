@@ -5,7 +5,8 @@ import os
 
 import torch
 
-from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.vllm.worker import Extension as Base
 
 SECONDS = "SERVER_LOAD_PAIR_SECONDS"

@@ -5,7 +5,7 @@ import torch
 from contests import moe
 from contests.contest import compare, unstaged
 
-from vllm_rocm_ops import launch
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
 
 

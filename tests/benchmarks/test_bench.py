@@ -9,10 +9,12 @@ import torch
 from pages import measurements
 from test_tune import EmulatorClock
 
-from vllm_rocm_ops import cli, launch, ops
-from vllm_rocm_ops.bench import decode_attention, experts, peers, products, report, shapes
-from vllm_rocm_ops.bench import run as bench
-from vllm_rocm_ops.op import Case
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.op import Case
+from vllm_rocm_ops.tools import cli
+from vllm_rocm_ops.tools.bench import decode_attention, experts, peers, products, report, shapes
+from vllm_rocm_ops.tools.bench import run as bench
 
 
 @pytest.fixture

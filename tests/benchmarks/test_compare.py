@@ -11,10 +11,11 @@ import pytest
 import torch
 from marks import few_of
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import cli, ops
-from vllm_rocm_ops.bench import report
-from vllm_rocm_ops.bench.shapes import ROW_OPS, routing, rows
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.tools import cli
+from vllm_rocm_ops.tools.bench import report
+from vllm_rocm_ops.tools.bench.shapes import ROW_OPS, routing, rows
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

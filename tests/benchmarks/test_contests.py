@@ -14,7 +14,7 @@ from contests import __main__ as command
 from contests import contest, gemm, judge, mla, moe
 from marks import FULL, full
 
-from vllm_rocm_ops.stats import FALLBACK
+from vllm_rocm_ops.core.stats import FALLBACK
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONTESTS = [gemm.CONTEST, moe.CONTEST, mla.CONTEST]

@@ -22,7 +22,7 @@ from pages.measurements import (
     whole_models_table,
 )
 
-from vllm_rocm_ops import op as op_module
+from vllm_rocm_ops.core import op as op_module
 
 RESULTS_PAGE = measurements.RESULTS / "README.md"
 CONFIG = json.loads((measurements.latency.CONFIGS / "tiny-llama" / "config.json").read_text())

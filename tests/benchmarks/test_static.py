@@ -8,7 +8,7 @@ import sys
 import pytest
 from marks import full
 
-from vllm_rocm_ops import launch
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import CodeObject
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

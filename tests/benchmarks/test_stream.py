@@ -5,9 +5,10 @@ import argparse
 import pytest
 import torch
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import cli, ops
-from vllm_rocm_ops.bench import run, stream
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.tools import cli
+from vllm_rocm_ops.tools.bench import run, stream
 
 
 class Recorder:

@@ -9,8 +9,9 @@ import pytest
 
 PROGRAM = """
 import torch
-from vllm_rocm_ops import ops, quantization
-from vllm_rocm_ops.bench.peers import OTHERS
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import quantization
+from vllm_rocm_ops.tools.bench.peers import OTHERS
 
 def product(m, n, k):
     (a, scale_a), (b, scale_b) = (quantization.mx(torch.randn(rows, k)) for rows in (m, n))

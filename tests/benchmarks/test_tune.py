@@ -10,14 +10,18 @@ import sys
 import pytest
 import torch
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import cli, clock, launch, model_config, model_layers, ops, tables
-from vllm_rocm_ops import op as op_module
-from vllm_rocm_ops.bench import run as bench
-from vllm_rocm_ops.bench import tune
-from vllm_rocm_ops.bench.peers import Peer, peers
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import clock, launch, tables
+from vllm_rocm_ops.core import op as op_module
+from vllm_rocm_ops.core.stats import reset_stats, stats
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.stats import reset_stats, stats
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import layers as model_layers
+from vllm_rocm_ops.tools import cli
+from vllm_rocm_ops.tools.bench import run as bench
+from vllm_rocm_ops.tools.bench import tune
+from vllm_rocm_ops.tools.bench.peers import Peer, peers
 
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1} | {
     "head_dim": 64,
@@ -330,5 +334,5 @@ def test_the_command_writes_the_users_tables(folders, capsys, monkeypatch, tmp_p
 
 
 def test_importing_the_package_imports_no_tuner():
-    code = "import sys, vllm_rocm_ops; assert 'vllm_rocm_ops.bench' not in sys.modules"
+    code = "import sys, vllm_rocm_ops; assert 'vllm_rocm_ops.tools.bench' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -136,7 +136,7 @@ def launched_by() -> dict[str, set[str]]:
     """The ops of which a case launches a kernel of a module, by module."""
     import torch
 
-    from vllm_rocm_ops import arch, op
+    from vllm_rocm_ops.core import arch, op
 
     found = collections.defaultdict(set)
     for of, (the_op, case) in itertools.product(
@@ -732,7 +732,7 @@ def find(test: str) -> str:
 
 def judge(name: str) -> Result:
     """Run a mutant's tests on its code, in this process. The process is not used again."""
-    from vllm_rocm_ops import launch
+    from vllm_rocm_ops.core import launch
 
     mutant, start, first = MUTANTS[name], time.monotonic(), FirstFailure()
 

@@ -79,7 +79,7 @@ ATTENTION, GUARDS, LATENT, ABSORBED, ROWS, ALL_REDUCE, REACH, GRAPH, MX_LINEAR =
     ("all_reduce.py", "test_row_selection.py"),
     ("reach.py", "test_reach.py"),
     ("graph.py", "test_graph.py"),
-    ("seams/mxfp8_linear.py", "test_linear.py"),
+    ("linear/mxfp8_linear.py", "test_linear.py"),
 )
 
 
@@ -235,7 +235,7 @@ SEAM_MUTANTS = {
     ),
     "a linear that others read, too": of(GRAPH, " and len(x.users) == 1", ""),
     "one launch where vLLM's linear is faster": SeamMutant(
-        "seams/scaled_linear.py",
+        "linear/scaled_linear.py",
         "wins = KERNELS.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(a.shape[0])",
         "wins = True",
         "test_linear.py",
@@ -285,7 +285,7 @@ SEAM_MUTANTS = {
         "expert_support.py", "if config.use_all2all_kernels and not (", "if False and not (", "test_experts.py"
     ),
     "routing of tokens that other ranks have": SeamMutant(
-        "seams/routing_experts.py",
+        "experts/routing_experts.py",
         "alone = config.dp_size == 1 and not",
         "alone = not",
         "test_experts.py",
@@ -303,7 +303,7 @@ SEAM_MUTANTS = {
         "test_experts.py",
     ),
     "measured for the tokens of one rank": SeamMutant(
-        "seams/measured_selection.py",
+        "selection/measured_selection.py",
         "config.scheduler_config.max_num_batched_tokens * config.parallel_config.data_parallel_size",
         "config.scheduler_config.max_num_batched_tokens",
         "test_kernel_selection.py",

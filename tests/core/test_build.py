@@ -14,8 +14,8 @@ import torch
 from load_build import load_build
 from marks import full
 
-from vllm_rocm_ops import launch
-from vllm_rocm_ops.arch import ARCHS
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.arch import ARCHS
 from vllm_rocm_ops.emulator import Emulator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -432,7 +432,8 @@ def test_sdist_and_wheel_in_a_clean_environment(tmp_path, monkeypatch):
         """
 import torch, vllm_rocm_ops
 from importlib.metadata import distribution
-from vllm_rocm_ops import _C, launch
+from vllm_rocm_ops import _C
+from vllm_rocm_ops.core import launch
 print(vllm_rocm_ops.__file__)
 print(torch.ops.vllm_rocm_ops.silu_and_mul(torch.ones(2, 64)).shape)
 print(*sorted(str(path.relative_to(launch.CODE)) for path in launch.CODE.rglob("*.*")))

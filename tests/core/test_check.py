@@ -13,8 +13,12 @@ import pytest
 import torch
 
 import vllm_rocm_ops
-from vllm_rocm_ops import check, cli, launch, model_config, model_layers, ops, smoke
-from vllm_rocm_ops.bench.peers import Peer
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import layers as model_layers
+from vllm_rocm_ops.tools import check, cli, smoke
+from vllm_rocm_ops.tools.bench.peers import Peer
 
 FORKS = multiprocessing.get_context("fork")
 
@@ -109,7 +113,7 @@ def test_parts_go_on_after_one_that_fails(tmp_path, monkeypatch, capsys):
     written = json.loads((tmp_path / "it.json").read_text())
     parts = {part["part"]: part["ended"] for part in written["parts"]}
     assert parts["op rms_norm"].startswith("died") and parts["op silu_and_mul"] == "done"
-    assert {f"op {op.name}" for op in vllm_rocm_ops.op.registered()} < parts.keys()
+    assert {f"op {op.name}" for op in vllm_rocm_ops.core.op.registered()} < parts.keys()
     assert {f"model {name} {tp}" for name, tp in check.TINY.items()} < parts.keys()
     assert all(there for _, there in seen[1:])
     assert "1 with something wrong" in capsys.readouterr().out
@@ -151,7 +155,7 @@ def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
 @pytest.fixture
 def emulator():
     pytest.importorskip("tinygrad")
-    from vllm_rocm_ops import emulated
+    from vllm_rocm_ops.emulator import cases as emulated
 
     with launch.executor(emulated.emulator_of("gfx942")):
         yield

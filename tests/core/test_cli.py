@@ -11,13 +11,16 @@ import sys
 import pytest
 
 import vllm_rocm_ops
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import cli, doctor, envs, explain, launch, model_config, model_layers
-from vllm_rocm_ops import op as op_module
-from vllm_rocm_ops.vllm import kernel_selection
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import envs, launch
+from vllm_rocm_ops.core import op as op_module
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import layers as model_layers
+from vllm_rocm_ops.tools import cli, doctor, explain
+from vllm_rocm_ops.vllm.selection import kernel_selection
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-COMMAND = [sys.executable, "-m", "vllm_rocm_ops.cli"]
+COMMAND = [sys.executable, "-m", "vllm_rocm_ops.tools.cli"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -187,7 +190,7 @@ def test_explain_says_what_predictions_need():
         ["explain", "rms_norm", "--predict", "MI300X"],
         ["explain", "--model", "tiny-llama", "--predict", "MI300X"],
     ]
-    code = "import sys; sys.modules['tinygrad.renderer.amd'] = None; from vllm_rocm_ops import cli\n"
+    code = "import sys; sys.modules['tinygrad.renderer.amd'] = None; from vllm_rocm_ops.tools import cli\n"
     code += f"sys.exit([cli.main(given) for given in {[*asked, ['predict', 'rms_norm']]}] != [2, 2, 2])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, ""), result.stderr

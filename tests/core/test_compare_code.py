@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from marks import full
 
-from vllm_rocm_ops import launch
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator.objects import CodeObject
 
 pytestmark = full  # NVIDIA's code is compared, too

@@ -3,7 +3,7 @@
 import pytest
 from pages import compatibility
 
-from vllm_rocm_ops import model_config
+from vllm_rocm_ops.models import config as model_config
 
 
 def table_below(title: str) -> list[list[str]]:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from marks import full
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.launch import Counters, Workspace
+from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.emulator import Devices
 from vllm_rocm_ops.emulator.errors import EmulatorError
-from vllm_rocm_ops.launch import Counters, Workspace
-from vllm_rocm_ops.op import Op
 
 TOKENS, ROWS, K = 16, 2304, 16384
 

@@ -8,9 +8,9 @@ import struct
 import pytest
 import torch
 
-from vllm_rocm_ops import launch
-from vllm_rocm_ops.kernel_arguments import Parameters, in_order, pack, packer, parameters
-from vllm_rocm_ops.launch import I64, Counters, Launch, Workspace, fields
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.kernel_arguments import Parameters, in_order, pack, packer, parameters
+from vllm_rocm_ops.core.launch import I64, Counters, Launch, Workspace, fields
 
 TAKES = Parameters(
     48,

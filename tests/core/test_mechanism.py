@@ -21,14 +21,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.optests.generate_tests import DEFAULT_TEST_UTILS
 
 import vllm_rocm_ops
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import dispatch, envs, launch, op, ops
-from vllm_rocm_ops import tables as tuned_tables
-from vllm_rocm_ops.explanation import EXPLAINED_CONFIGS
-from vllm_rocm_ops.kernel_arguments import Parameters, packer
-from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.stats import fallbacks, reset_stats, stats, warned
-from vllm_rocm_ops.vllm.seams import compile_cache
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import envs, launch, op
+from vllm_rocm_ops.core import execution
+from vllm_rocm_ops.core import tables as tuned_tables
+from vllm_rocm_ops.core.explanation import EXPLAINED_CONFIGS
+from vllm_rocm_ops.core.kernel_arguments import Parameters, packer
+from vllm_rocm_ops.core.launch import Launch
+from vllm_rocm_ops.core.stats import fallbacks, reset_stats, stats, warned
+from vllm_rocm_ops.vllm.guards import compile_cache
 
 DEVICE = "cuda" if torch.cuda.is_available() and archs.of_device(0) is not None else "cpu"
 FP8 = archs.of_device(0).fp8_dtype if DEVICE == "cuda" else torch.float8_e4m3fn
@@ -445,7 +447,7 @@ def bind(driver: Driver, kernel: Launch, x: torch.Tensor, launches: int = 1):
     named, device = collections.namedtuple("arguments", "x")(x), torch.device("cpu")
     packed = packer(kernel, Parameters(20, {"x": (0, "pointer"), "counters": (8, "pointer"), "n": (16, "i32")}))
     many = (kernel,) * launches, [5] * launches, [packed] * launches
-    return dispatch.bind_device(driver, device, *many, torch.empty(2), named, "Set SWITCH=op")
+    return execution.bind_device(driver, device, *many, torch.empty(2), named, "Set SWITCH=op")
 
 
 def test_each_launch_asks_for_its_counters(gpu_of_cpu):

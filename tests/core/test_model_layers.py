@@ -5,11 +5,14 @@ import json
 import pytest
 import torch
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import cli, explain, model_config, model_layers, ops
-from vllm_rocm_ops.model_config import read
-from vllm_rocm_ops.model_layers import calls
-from vllm_rocm_ops.vllm import kernel_selection
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import layers as model_layers
+from vllm_rocm_ops.models.config import read
+from vllm_rocm_ops.models.layers import calls
+from vllm_rocm_ops.tools import cli, explain
+from vllm_rocm_ops.vllm.selection import kernel_selection
 
 LLAMA = "llama-3.1-405b-fp8"
 

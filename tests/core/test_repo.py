@@ -19,12 +19,15 @@ from pages import readme
 from pages.measurements import in_git
 from pages.op_pages import DOCS, GUIDES, launches_of
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import check, cli, envs, launch
-from vllm_rocm_ops import op as op_module
-from vllm_rocm_ops.families.decode import MOST_ROWS
-from vllm_rocm_ops.vllm import experts, kernel_selection, kernel_timing, seam
-from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import envs, launch
+from vllm_rocm_ops.core import op as op_module
+from vllm_rocm_ops.ops.families.decode import MOST_ROWS
+from vllm_rocm_ops.tools import check, cli
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.experts import base as experts
+from vllm_rocm_ops.vllm.linear import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 ROOT = readme.ROOT
 LARGEST_FILE = 200_000
@@ -113,7 +116,7 @@ def test_kernels_speak_of_vendors_only_in_their_folders(tokens):
 
 def test_python_names_archs_only_in_their_registry():
     """A spec asks the Arch for what it needs to know, never for its name."""
-    allowed = {"vllm_rocm_ops/arch.py", "vllm_rocm_ops/envs.py"}
+    allowed = {"vllm_rocm_ops/core/arch.py", "vllm_rocm_ops/core/envs.py"}
     pattern = rf"['\"].*?\b({'|'.join(archs.ARCHS)})\b"
     emulator = set(under("vllm_rocm_ops/emulator", ".py"))  # of these instructions only
     found = [
@@ -154,7 +157,7 @@ def test_vendors_export_the_same_names():
 def test_every_kernel_file_has_its_spec():
     """An op's file of its name, or one of what several ops share, which names it as its MODULE."""
     specs = {path.stem for path in files("vllm_rocm_ops/ops/*.py")}
-    for path in files("vllm_rocm_ops/families/*.py"):
+    for path in files("vllm_rocm_ops/ops/families/*.py"):
         specs |= set(re.findall(r'^MODULE = "(\w+)"$', path.read_text(), re.MULTILINE))
     assert {path.stem for path in files("csrc/ops/*.hip")} <= specs
 
@@ -200,7 +203,9 @@ def test_environment_variables_are_declared_and_used():
         return set(re.findall(r"VLLM_ROCM_OPS_[A-Z_]*[A-Z]", path.read_text()))
 
     product = [path for path in FILES if path.suffix in TEXT and not path.is_relative_to(ROOT / "tests")]
-    readers = [path for path in product if path.suffix in (".py", ".cpp") and name(path) != "vllm_rocm_ops/envs.py"]
+    readers = [
+        path for path in product if path.suffix in (".py", ".cpp") and name(path) != "vllm_rocm_ops/core/envs.py"
+    ]
     assert set().union(*map(mentions, product)) == set(envs.VARIABLES)
     assert set().union(*map(mentions, readers)) == set(envs.VARIABLES)
 
@@ -210,7 +215,7 @@ def test_environment_is_read_in_one_place():
     python = [path for path in FILES if path.suffix == ".py" and path.parts[len(ROOT.parts)] not in ("tests", SCRIPTS)]
     readers = {name(path) for path in python if re.search(r"os\.(environ|getenv)", path.read_text())}
     built = {"csrc/build.py", "csrc/wheels.py", "setup.py"}
-    assert readers == {"vllm_rocm_ops/envs.py", "vllm_rocm_ops/doctor.py"} | built
+    assert readers == {"vllm_rocm_ops/core/envs.py", "vllm_rocm_ops/tools/doctor.py"} | built
     for path in under("csrc/runtime", ".cpp", ".h"):
         assert set(re.findall(r'getenv\("(\w+)"\)', path.read_text())) <= set(envs.VARIABLES)
 
@@ -273,8 +278,12 @@ def import_graph(package: pathlib.Path) -> dict[str, set[str]]:
 
 def test_imports_of_the_package_have_no_cycle():
     graph = import_graph(ROOT / "vllm_rocm_ops")
-    assert {"vllm_rocm_ops.cli", "vllm_rocm_ops.emulator.scheduler", "vllm_rocm_ops.vllm.seams.norm"} < graph.keys()
-    assert "vllm_rocm_ops.launch" in graph["vllm_rocm_ops.dispatch"] and graph["vllm_rocm_ops.ops"]
+    assert {
+        "vllm_rocm_ops.tools.cli",
+        "vllm_rocm_ops.emulator.scheduler",
+        "vllm_rocm_ops.vllm.fusion.norm",
+    } < graph.keys()
+    assert "vllm_rocm_ops.core.launch" in graph["vllm_rocm_ops.core.execution"] and graph["vllm_rocm_ops.ops"]
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
@@ -306,7 +315,7 @@ def test_cycles_are_seen(tmp_path, line, is_cycle):
 def test_only_the_vllm_folder_knows_vllm():
     outside = [path for path in under("vllm_rocm_ops", ".py") if not name(path).startswith("vllm_rocm_ops/vllm/")]
     knows = [name(path) for path in outside if "vllm" in packages_imported(path)]
-    assert knows == ["vllm_rocm_ops/doctor.py"]  # it asks for the version
+    assert knows == ["vllm_rocm_ops/tools/doctor.py"]  # it asks for the version
 
 
 COMMANDS = ("bench", "timing", "emulator", "emulated", "cli", "check", "correctness", "doctor", "explain", "smoke")
@@ -334,7 +343,7 @@ def test_a_worker_imports_no_command():
     """The plugin and its seams, which vLLM's workers import, and what these import, within functions too."""
     graph = import_graph(ROOT / "vllm_rocm_ops")
     worker = reached(graph, {module for module in graph if belongs(module, "vllm")})
-    assert {"vllm_rocm_ops.vllm.seams.norm", "vllm_rocm_ops.clock", "vllm_rocm_ops.ops.gemm"} < worker
+    assert {"vllm_rocm_ops.vllm.fusion.norm", "vllm_rocm_ops.core.clock", "vllm_rocm_ops.ops.gemm"} < worker
     assert sorted(module for module in worker if belongs(module, *COMMANDS)) == []
     assert len(worker) <= WORKER_MODULES
 
@@ -343,7 +352,7 @@ def test_only_these_commands_import_the_plugin():
     graph = import_graph(ROOT / "vllm_rocm_ops")
     plugin = {module for module in graph if belongs(module, "vllm")}
     asks = {module for module in graph.keys() - plugin if graph[module] & plugin}
-    assert asks == {"vllm_rocm_ops.check", "vllm_rocm_ops.doctor", "vllm_rocm_ops.explain"}
+    assert asks == {"vllm_rocm_ops.tools.check", "vllm_rocm_ops.tools.doctor", "vllm_rocm_ops.tools.explain"}
 
 
 def test_the_emulator_imports_neither_the_plugin_nor_a_command():

@@ -11,10 +11,10 @@ import pytest
 import torch
 from variants import cases, donors, laid, moved, on_cpu, resized, together, variants
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import op
-from vllm_rocm_ops.stats import FALLBACK
-from vllm_rocm_ops.tensors import canonical
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import op
+from vllm_rocm_ops.core.stats import FALLBACK
+from vllm_rocm_ops.core.tensors import canonical
 
 OPS = list(op.registered())
 ARCH = archs.ARCHS["gfx950"]

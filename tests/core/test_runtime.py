@@ -20,7 +20,7 @@ import pytest
 import torch
 from load_build import load_build
 
-from vllm_rocm_ops import arch
+from vllm_rocm_ops.core import arch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

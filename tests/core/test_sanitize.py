@@ -6,8 +6,8 @@ import sys
 import pytest
 import sanitize
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import op as op_module
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import op as op_module
 
 KERNELS = {"rms_norm_bf16_x1", "scaled_mm_skinny_16"}
 PASSED = "271 passed in 95.31s (0:01:35)\n"

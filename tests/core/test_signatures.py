@@ -11,11 +11,12 @@ import pytest
 import torch
 from variants import cases, donors, laid, moved, on_cpu, roomy, strided, unit_strides, variants
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch, op, ops
-from vllm_rocm_ops.correctness import generator_of, run_and_check
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch, op
+from vllm_rocm_ops.core.stats import FALLBACK, fallbacks, reset_stats, stats
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.stats import FALLBACK, fallbacks, reset_stats, stats
+from vllm_rocm_ops.tools.correctness import generator_of, run_and_check
 
 OPS = list(op.registered())
 each_op = pytest.mark.parametrize("the_op", OPS, ids=lambda o: o.name)
@@ -36,7 +37,7 @@ class Recorder:
 @pytest.fixture(autouse=True)
 def counts_of_its_own(monkeypatch):
     """Others see no reasons that were first given here."""
-    monkeypatch.setattr(sys.modules["vllm_rocm_ops.stats"], "_counts", {})
+    monkeypatch.setattr(sys.modules["vllm_rocm_ops.core.stats"], "_counts", {})
 
 
 @pytest.fixture

@@ -11,8 +11,10 @@ import time
 
 import pytest
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import check, launch, ops, smoke
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.tools import check, smoke
 
 ARCH = archs.ARCHS["gfx942"]
 PATTERN = "silu_and_mul"
@@ -52,7 +54,7 @@ class Graph:
 def gpu(monkeypatch) -> Driver:
     """A process with one GPU, as far as the stages see: its driver."""
     pytest.importorskip("tinygrad")
-    from vllm_rocm_ops import emulated
+    from vllm_rocm_ops.emulator import cases as emulated
 
     found = Driver()
     monkeypatch.setattr(smoke.torch.cuda, "device_count", lambda: 1)

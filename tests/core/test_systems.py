@@ -8,8 +8,8 @@ from contests import __main__ as contests
 from pages import systems
 from pages.measurements import ROOT
 
-from vllm_rocm_ops import cli
-from vllm_rocm_ops import op as op_module
+from vllm_rocm_ops.core import op as op_module
+from vllm_rocm_ops.tools import cli
 
 ROWS = systems.rows()
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import vllm_rocm_ops
-from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops.core import arch as archs
 
 ROOT = Path(__file__).resolve().parents[2]
 TAG = "cp312-cp312-manylinux_2_28_x86_64"
@@ -114,7 +114,7 @@ def test_the_command_makes_a_wheel_to_release(tmp_path):
     assert sdist.name == f"vllm_rocm_ops-{vllm_rocm_ops.__version__}.tar.gz"
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"csrc/build.py", "pyproject.toml", "setup.py", "LICENSE", "vllm_rocm_ops/cli.py"} <= names
+    assert {"csrc/build.py", "pyproject.toml", "setup.py", "LICENSE", "vllm_rocm_ops/tools/cli.py"} <= names
     assert not [name for name in names if name.endswith((".co", ".so"))]
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert wheel.name == f"vllm_rocm_ops-{vllm_rocm_ops.__version__}-{python}-{python}-manylinux_2_28_x86_64.whl"

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from assembly import build_module
 
+from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Devices, errors
-from vllm_rocm_ops.launch import Launch
 
 SOURCE = Path(__file__).with_suffix(".hip")
 PHASES, MOST_RANKS = 2, 8

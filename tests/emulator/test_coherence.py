@@ -6,8 +6,8 @@ import pytest
 import torch
 from assembly import Kernel, assemble
 
+from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Emulator, errors
-from vllm_rocm_ops.launch import Launch
 
 ARCHS = ("gfx942", "gfx950")
 BLOCKS, WAVES = 3, 2

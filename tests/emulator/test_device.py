@@ -11,11 +11,11 @@ import torch
 from assembly import LOAD_POINTERS, PRELOAD_PROLOGUE, Kernel, assemble
 from marks import full
 
-from vllm_rocm_ops import launch
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.launch import I64, Launch
 from vllm_rocm_ops.emulator import CodeObject, Emulator, errors
 from vllm_rocm_ops.emulator import device as device_module
 from vllm_rocm_ops.emulator.memory import Space
-from vllm_rocm_ops.launch import I64, Launch
 
 GLOBAL_THREAD = LOAD_POINTERS + "  s_lshl_b32 s3, s2, 6\n  v_add_u32 v1, s3, v0\n  v_lshlrev_b32 v1, 2, v1\n"
 LDS_SLOT = "  v_lshlrev_b32 v3, 2, v0\n"

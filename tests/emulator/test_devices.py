@@ -12,8 +12,8 @@ from assembly import Kernel, assemble
 from marks import full
 from one_shot import ARCHS, BUGS, RANKS, SCHEDULES, WORDS, Group, compile_one_shot, finds, run_schedule
 
+from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Devices, devices, errors
-from vllm_rocm_ops.launch import Launch
 
 
 @pytest.fixture(scope="module", params=ARCHS)

@@ -11,10 +11,13 @@ import pytest
 import torch
 from marks import full
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import cli, emulated, explain, op, ops
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import op
+from vllm_rocm_ops.core.launch import CODE, code_object
 from vllm_rocm_ops.emulator import CodeObject, Emulator, errors
-from vllm_rocm_ops.launch import CODE, code_object
+from vllm_rocm_ops.emulator import cases as emulated
+from vllm_rocm_ops.tools import cli, explain
 
 AMD = ("gfx942", "gfx950")
 
@@ -116,7 +119,7 @@ def test_a_kernels_fault_is_told_as_the_emulator_tells_it(monkeypatch, capsys):
 
 
 def test_no_code_object_is_no_right_result(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("vllm_rocm_ops.launch.CODE", tmp_path)
+    monkeypatch.setattr("vllm_rocm_ops.core.launch.CODE", tmp_path)
     assert cli.main(["bench", "--emulate", "gfx942", "--op", "rms_norm", "--case", "bf16", "--jobs", "1"]) == 1
     assert "no code object of rms_norm for gfx942" in capsys.readouterr().out
 

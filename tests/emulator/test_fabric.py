@@ -8,8 +8,8 @@ import torch
 from assembly import LOAD_POINTERS, Kernel, assemble
 from one_shot import ARCHS, Group, compile_one_shot
 
+from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Devices, devices, errors
-from vllm_rocm_ops.launch import Launch
 
 SEEDS = range(16)
 SYSTEM, AGENT, NONE = "sc0 sc1", "sc1", ""

@@ -17,9 +17,9 @@ import pytest
 import torch
 from assembly import LOAD_POINTERS, Kernel, assemble
 
+from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.instructions import transfer
-from vllm_rocm_ops.launch import Launch
 
 OLD = 0xAAAAAAAA
 LANES = range(64)

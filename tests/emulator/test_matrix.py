@@ -16,7 +16,7 @@ import torch
 from assembly import build_module
 from marks import full
 
-from vllm_rocm_ops import launch
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.decode import decode
 from vllm_rocm_ops.emulator.errors import EmulatorError

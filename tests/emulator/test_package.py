@@ -25,10 +25,10 @@ class Refuse:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Refuse())
-import vllm_rocm_ops.cli, vllm_rocm_ops.doctor, vllm_rocm_ops.vllm
+import vllm_rocm_ops.tools.cli, vllm_rocm_ops.tools.doctor, vllm_rocm_ops.vllm
 sys.version_info = {version}
-print(vllm_rocm_ops.doctor.find_emulator()["why_off"])
-sys.exit(vllm_rocm_ops.cli.main(["bench", "--emulate", "gfx942"]))
+print(vllm_rocm_ops.tools.doctor.find_emulator()["why_off"])
+sys.exit(vllm_rocm_ops.tools.cli.main(["bench", "--emulate", "gfx942"]))
 """
 
 

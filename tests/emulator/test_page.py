@@ -67,7 +67,7 @@ def test_the_table_names_every_error():
 @pytest.mark.parametrize("seed", [1, 2])
 def test_other_options_of_the_page(folder, seed):
     x, y = torch.randn(64), torch.empty(64)
-    launch = vllm_rocm_ops.launch.Launch("", "scale", (1, 1, 1), (64, 1, 1), (x, y, 0.5, 64))
+    launch = vllm_rocm_ops.core.launch.Launch("", "scale", (1, 1, 1), (64, 1, 1), (x, y, 0.5, 64))
     Emulator("gfx942:80", seed=seed, preloads_arguments=False).run(folder / "scale.co", launch, (y,))
     assert torch.equal(y, x / 2)
 

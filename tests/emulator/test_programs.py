@@ -13,8 +13,8 @@ import torch
 from assembly import build_module
 from marks import full
 
+from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Emulator, errors
-from vllm_rocm_ops.launch import Launch
 
 build = build_module()
 ARCHS = ("gfx942", "gfx950")

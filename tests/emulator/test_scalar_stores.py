@@ -6,8 +6,8 @@ import pytest
 import torch
 from assembly import LOAD_POINTERS, Kernel, assemble
 
+from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.launch import Launch
 
 BODY = f"""
 {LOAD_POINTERS}

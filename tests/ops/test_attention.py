@@ -15,12 +15,13 @@ from marks import CHIPS, full
 from test_large_tensors import reserved
 from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch, op, ops, quantization
-from vllm_rocm_ops.correctness import check_case, generator_of
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch, op, quantization
+from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.objects import CodeObject
-from vllm_rocm_ops.op import Case
+from vllm_rocm_ops.tools.correctness import check_case, generator_of
 
 LEAVES = "leaves another "
 DECODE, SUMS, MLA, MLA_64 = (

@@ -11,11 +11,12 @@ from marks import full
 from test_large_tensors import reserved
 from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch, ops
-from vllm_rocm_ops.correctness import generator_of
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.objects import CodeObject
+from vllm_rocm_ops.tools.correctness import generator_of
 
 BATCHED = "gemm/batched.h"
 

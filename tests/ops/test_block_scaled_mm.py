@@ -6,9 +6,10 @@ import pytest
 import torch
 from marks import full
 
-from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.families.gemm import BLOCK
+from vllm_rocm_ops.ops.families.gemm import BLOCK
 
 BLOCKS = 32  # of K in a call: scales
 OTHER = 0.5  # scale of the other operand: nothing overflows

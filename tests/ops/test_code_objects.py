@@ -11,11 +11,11 @@ import pytest
 import torch
 from marks import BUILT, full
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch, op
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch, op
+from vllm_rocm_ops.core.kernel_arguments import FORMATS, Parameters, packer, parameters
 from vllm_rocm_ops.emulator.decode import decode
 from vllm_rocm_ops.emulator.objects import CodeObject
-from vllm_rocm_ops.kernel_arguments import FORMATS, Parameters, packer, parameters
 
 AMD = ("gfx942", "gfx950")
 

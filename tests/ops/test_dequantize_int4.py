@@ -6,10 +6,11 @@ import pytest
 import torch
 from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
-from vllm_rocm_ops import launch, ops
-from vllm_rocm_ops.correctness import generator_of
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.dequantize_int4 import quantize
+from vllm_rocm_ops.tools.correctness import generator_of
 
 FILE = "ops/dequantize_int4.hip"
 BUGS = {

@@ -12,8 +12,9 @@ import torch
 from marks import cover
 from test_ops import executor  # noqa: F401
 
-from vllm_rocm_ops import op, ops, tensors
-from vllm_rocm_ops.correctness import generator_of
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import op, tensors
+from vllm_rocm_ops.tools.correctness import generator_of
 
 STEPS = (
     2**32 + 4096,

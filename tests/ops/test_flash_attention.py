@@ -13,13 +13,14 @@ from marks import full
 from test_large_tensors import reserved
 from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch, ops
-from vllm_rocm_ops.bench.attention import attention
-from vllm_rocm_ops.correctness import check_case, generator_of
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.families import flash
-from vllm_rocm_ops.op import Case
+from vllm_rocm_ops.ops.families import flash
+from vllm_rocm_ops.tools.bench.attention import attention
+from vllm_rocm_ops.tools.correctness import check_case, generator_of
 
 FLASH, LOADER, TILE, GENERAL = (f"attention/flash{name}.h" for name in ("", "_loader", "_tile", "_general"))
 

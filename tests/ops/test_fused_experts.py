@@ -4,14 +4,14 @@ import pytest
 import torch
 from marks import full
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch
-from vllm_rocm_ops.correctness import run_and_check
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.stats import stats
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.families.experts_streamed import StreamedConfig
-from vllm_rocm_ops.families.experts_tiled import TiledConfig
 from vllm_rocm_ops.ops import fused_experts
-from vllm_rocm_ops.stats import stats
+from vllm_rocm_ops.ops.families.experts_streamed import StreamedConfig
+from vllm_rocm_ops.ops.families.experts_tiled import TiledConfig
+from vllm_rocm_ops.tools.correctness import run_and_check
 
 CASES = {case.name: case for case in fused_experts.cases()}
 ROUTINGS = 4

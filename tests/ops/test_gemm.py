@@ -9,10 +9,11 @@ import torch
 from marks import full
 from test_planted_bugs import WRONG, kernels, plant, require_caught  # noqa: F401
 
-from vllm_rocm_ops import launch, ops
-from vllm_rocm_ops.correctness import generator_of, run_and_check
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.families.gemm_cases import inputs
+from vllm_rocm_ops.ops.families.gemm_cases import inputs
+from vllm_rocm_ops.tools.correctness import generator_of, run_and_check
 
 FILE, LOADER, BYTES = "gemm/any.h", "gemm/tiled/element_loader.h", "device/amd/tile_mma_bytes.h"
 MAIN_LOOP = "gemm/tiled/main_loop.h"

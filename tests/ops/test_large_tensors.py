@@ -14,9 +14,14 @@ import torch
 from marks import CHIPS, few_of
 from test_ops import executor, executors  # noqa: F401
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch, op, ops, quantization
-from vllm_rocm_ops.correctness import (
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch, op, quantization
+from vllm_rocm_ops.core.launch import Workspace
+from vllm_rocm_ops.core.stats import reset_stats, stats
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.ops.families import experts_quantize, experts_tiled, gemm, skinny_gemm
+from vllm_rocm_ops.tools.correctness import (
     FLOOR,
     SUMS_FLOOR,
     as_tuple,
@@ -27,10 +32,6 @@ from vllm_rocm_ops.correctness import (
     in_float64,
     unwritten_is_nan,
 )
-from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.families import experts_quantize, experts_tiled, gemm, skinny_gemm
-from vllm_rocm_ops.launch import Workspace
-from vllm_rocm_ops.stats import reset_stats, stats
 
 GB = 2**30
 FAR = 2**25 - 16  # bytes between the rows of a skinny product, at most

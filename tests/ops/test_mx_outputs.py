@@ -6,9 +6,10 @@ import torch
 from marks import FULL
 from test_planted_bugs import few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
-from vllm_rocm_ops import launch, ops, quantization
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch, quantization
+from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.op import Op
 
 HIDDEN = 2048
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from marks import full
 
-from vllm_rocm_ops import launch
-from vllm_rocm_ops.correctness import generator_of
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import UNIT_BYTES, MxConfig, mxfp8_scaled_mm
+from vllm_rocm_ops.tools.correctness import generator_of
 
 ARCH = "gfx950"
 WEIGHT_BYTES = 16 * UNIT_BYTES  # of the weight, of a wave

@@ -6,9 +6,10 @@ import pytest
 import torch
 from marks import CHIPS, FULL
 
-from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.launch import Counters
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.launch import Counters
 
 CALLS = 100 if FULL else 25
 TOKENS, ROWS, K = 3, 64, 1280

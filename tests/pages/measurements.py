@@ -18,8 +18,9 @@ import latency
 import latency_report
 import torch
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import model_config, model_layers
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import layers as model_layers
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "serving_benchmarks" / "results"

@@ -9,9 +9,11 @@ import textwrap
 from collections.abc import Callable
 
 import vllm_rocm_ops
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import doctor, envs, ops
-from vllm_rocm_ops.op import Op
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.tools import doctor
 from vllm_rocm_ops.vllm import seam
 
 from . import (

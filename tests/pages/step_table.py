@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from timing import other_steps
 
-from vllm_rocm_ops import model_config
+from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.timing import CONTEXT, baseline, frozen, machines, published_steps, step, step_report
 
 from .measurements import RESULTS, markdown

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from vllm_rocm_ops import emulated
+from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import CodeObject
-from vllm_rocm_ops.launch import Launch
+from vllm_rocm_ops.emulator import cases as emulated
 from vllm_rocm_ops.timing import fitting, launch_time, machines
 from vllm_rocm_ops.timing.launch_time import Prediction
 from vllm_rocm_ops.timing.machines import Machine

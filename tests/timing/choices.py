@@ -21,15 +21,15 @@ from pathlib import Path
 
 import torch
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.bench import experts
-from vllm_rocm_ops.bench.shapes import linear_layers
-from vllm_rocm_ops.model_arguments import Inputs
-from vllm_rocm_ops.model_layers import LayerCall
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.models.arguments import Inputs
+from vllm_rocm_ops.models.layers import LayerCall
 from vllm_rocm_ops.ops import fused_experts
 from vllm_rocm_ops.timing import machines, predict
 from vllm_rocm_ops.timing.machines import Machine
+from vllm_rocm_ops.tools.bench import experts
+from vllm_rocm_ops.tools.bench.shapes import linear_layers
 
 MODELS = ("llama-3.1-405b-fp8", "deepseek-v3")
 RANKS = 8

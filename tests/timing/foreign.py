@@ -23,8 +23,9 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_rocm_ops import emulated, kernel_arguments
+from vllm_rocm_ops.core import kernel_arguments
 from vllm_rocm_ops.emulator import CodeObject
+from vllm_rocm_ops.emulator import cases as emulated
 from vllm_rocm_ops.emulator.objects import KernelObject
 from vllm_rocm_ops.timing import launch_time, machines, refit, trace
 from vllm_rocm_ops.timing.compute_unit import SIMDS

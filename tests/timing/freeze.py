@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_rocm_ops import model_config, model_layers
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.timing import CONTEXT, frozen, machines, step, step_report
 
 OLDER = Path(__file__).with_name("frozen")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vllm_rocm_ops import model_config
+from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.timing import machines, published_steps, step
 
 KEPT = 0.15  # of a published slope

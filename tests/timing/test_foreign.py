@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from timing import foreign
-from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import CodeObject
 from vllm_rocm_ops.timing import launch_time, machines, trace
 

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from timing import freeze
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import check, launch, model_config, model_layers
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.timing import frozen
+from vllm_rocm_ops.tools import check
 
 TINY = {"tiny-llama-fp8": 1}
 SINCE = {"glm-4.5-air-fp8": "2026-11-25-6d0f875"}
@@ -125,7 +128,7 @@ def test_what_was_measured_is_set_beside_what_was_predicted(file):
 def test_calls_of_models_are_set_beside_the_file(file, monkeypatch):
     """As `check` measures them."""
     pytest.importorskip("tinygrad")
-    from vllm_rocm_ops import emulated
+    from vllm_rocm_ops.emulator import cases as emulated
 
     call, arch = next(call for call in calls() if call.op.name == "scaled_mm"), archs.ARCHS["gfx942"]
     values = {"us": 5.0, "band": 0.2, "launches": 1, "code": frozen.code_of(call, 1, arch)}

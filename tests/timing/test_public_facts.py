@@ -7,7 +7,7 @@ import torch
 from assembly import Kernel, assemble
 
 from timing import events, microbenchmarks
-from vllm_rocm_ops.launch import Launch
+from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.timing import launch_time, machines, trace
 from vllm_rocm_ops.timing.compute_unit import ComputeUnit
 from vllm_rocm_ops.timing.hierarchy import L2, MALL, Memory

@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 
-from vllm_rocm_ops import cli, ops
+from vllm_rocm_ops import ops
 from vllm_rocm_ops.timing import machines, predict, refit
+from vllm_rocm_ops.tools import cli
 
 MACHINE = machines.MI300X
 TRUTH = MACHINE.but(start=1.5, wave_latency=800)

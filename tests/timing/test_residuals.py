@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from timing import choices, foreign, left_out, published, published_mla, residuals, simpler
-from vllm_rocm_ops import arch as archs
+from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.timing import machines, predict
 
 OBJECT = "hsa/gfx950/bf16gemm/a_64x64.co"

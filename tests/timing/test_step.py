@@ -6,7 +6,8 @@ import pytest
 from pages import step_table
 
 from timing import freeze, other_steps
-from vllm_rocm_ops import model_config, model_layers
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.timing import baseline, frozen, machines, published_steps, step, step_report
 
 MI300X = machines.MI300X

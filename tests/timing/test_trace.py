@@ -6,10 +6,10 @@ import pytest
 import torch
 from assembly import LOAD_POINTERS, Kernel, assemble
 
+from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.program import Program
 from vllm_rocm_ops.emulator.scheduler import Scheduler
-from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.timing import machines, trace
 from vllm_rocm_ops.timing.compute_unit import ComputeUnit
 from vllm_rocm_ops.timing.hierarchy import Memory

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from timing import foreign, published, published_gemm, validation
-from vllm_rocm_ops import launch
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.timing import launch_time, machines
 
 HEAD = [

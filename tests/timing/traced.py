@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import CodeObject
-from vllm_rocm_ops.launch import Launch
 from vllm_rocm_ops.timing import launch_time
 from vllm_rocm_ops.timing.compute_unit import ComputeUnit
 from vllm_rocm_ops.timing.hierarchy import Memory

@@ -6,7 +6,8 @@ import torch
 from engines import Engines, prompts
 
 import vllm_rocm_ops
-from vllm_rocm_ops.vllm import kernel_selection, register
+from vllm_rocm_ops.vllm import register
+from vllm_rocm_ops.vllm.selection import kernel_selection
 
 
 @pytest.fixture

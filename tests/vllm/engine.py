@@ -112,7 +112,7 @@ def emulated(arch: str | None):
     if arch is None:
         yield
         return
-    from vllm_rocm_ops import launch
+    from vllm_rocm_ops.core import launch
     from vllm_rocm_ops.emulator import Emulator
 
     with launch.executor(Emulator(arch)):
@@ -148,7 +148,7 @@ def release() -> None:
     import torch
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    from vllm_rocm_ops.vllm import kernel_selection
+    from vllm_rocm_ops.vllm.selection import kernel_selection
 
     kernel_selection.forget()
     gc.collect()

@@ -6,9 +6,10 @@ from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorc
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.stats import counter
-from vllm_rocm_ops.vllm import kernel_timing, native_kernel, row_selection
-from vllm_rocm_ops.vllm.seams import measured_selection
+from vllm_rocm_ops.core.stats import counter
+from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.selection import kernel_timing, measured_selection
 
 
 class Clock:

@@ -63,7 +63,7 @@ def matches(config, native: bool, aiter: bool):
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    from vllm_rocm_ops.vllm import graph
+    from vllm_rocm_ops.vllm.fusion import graph
 
     if aiter:
         from vllm.compilation.passes.fusion.rocm_aiter_fusion import RocmAiterRMSNormQuantFusionPass as Theirs

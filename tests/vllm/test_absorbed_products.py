@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import vllm_rocm_ops
-from vllm_rocm_ops import launch
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.vllm import absorbed_products, kernel_selection, kernel_timing
-from vllm_rocm_ops.vllm.kernel_selection import Decided
+from vllm_rocm_ops.vllm.attention import absorbed_products
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection.kernel_selection import Decided
 
 HEADS, NOPE, V, LATENT = 2, 128, 64, 256
 

@@ -14,7 +14,7 @@ import plain
 import pytest
 import torch
 
-from vllm_rocm_ops.stats import FALLBACK
+from vllm_rocm_ops.core.stats import FALLBACK
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = [

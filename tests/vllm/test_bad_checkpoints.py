@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_rocm_ops.vllm.seams import checked_scales
+from vllm_rocm_ops.vllm.guards import checked_scales
 
 HERE = pathlib.Path(__file__).parent
 LAYER = "model.layers.1.mlp.down_proj"

@@ -11,7 +11,8 @@ import dcp
 import pytest
 import torch
 
-from vllm_rocm_ops import launch, ops, reset_stats, stats
+from vllm_rocm_ops import ops, reset_stats, stats
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
 
 RANKS = 2

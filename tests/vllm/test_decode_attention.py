@@ -11,11 +11,15 @@ from marks import full
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vllm_rocm_ops
-from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.families.attention import CacheLayout
-from vllm_rocm_ops.vllm import attention, attention_backends, kernel_selection, seam
-from vllm_rocm_ops.vllm.seams import decode_attention, rope_and_cache
+from vllm_rocm_ops.ops.families.attention import CacheLayout
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.attention import backends as attention_backends
+from vllm_rocm_ops.vllm.attention import decode_attention, rope_and_cache
+from vllm_rocm_ops.vllm.attention import decoder as attention
+from vllm_rocm_ops.vllm.selection import kernel_selection
 
 LAYERS = {
     "llama": checkpoints.LLAMA["num_hidden_layers"],
@@ -74,8 +78,8 @@ def test_tokens_are_stock_vllms(generated, model, op, bound):
 
 MEASURED = """
 import os
-from vllm_rocm_ops.vllm import attention, attention_timing
-from vllm_rocm_ops.vllm.seams import measured_selection
+from vllm_rocm_ops.vllm.attention import decoder as attention, timing as attention_timing
+from vllm_rocm_ops.vllm.selection import measured_selection
 
 class Clock:
     def times(self, calls, sets):

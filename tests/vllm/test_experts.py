@@ -12,10 +12,14 @@ from linears import ask_for_aiter, random
 from torch import Tensor
 
 import vllm_rocm_ops
-from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.vllm import experts, kernel_selection, kernel_timing, native_kernel, seam
-from vllm_rocm_ops.vllm.seams import fp8_experts, mxfp8_experts, routing_experts, unquantized_experts
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.experts import base as experts
+from vllm_rocm_ops.vllm.experts import fp8_experts, mxfp8_experts, routing_experts, unquantized_experts
+from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 8, 3, 256, 128, 5
 GROUPS, TOPK_GROUP, SCALE = 4, 2, 1.5

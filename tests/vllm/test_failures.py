@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 MODEL = ("llama", "token")
 
 NO_LAUNCH = """
-from vllm_rocm_ops import arch, launch
+from vllm_rocm_ops.core import arch, launch
 
 class Broken:
     arch = arch.named("gfx950")

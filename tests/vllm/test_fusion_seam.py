@@ -9,8 +9,8 @@ import test_selection
 import torch
 from engines import HERE
 
-from vllm_rocm_ops.vllm import row_selection, seam
-from vllm_rocm_ops.vllm.seams import fusion
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.fusion import fusion, row_selection
 
 pytestmark = pytest.mark.usefixtures("configuration")
 

@@ -189,8 +189,8 @@ MANY_TOKENS_TO_VLLM = """
 import torch
 from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
 from vllm.model_executor.layers import vocab_parallel_embedding
-from vllm_rocm_ops.vllm import native_kernel
-from vllm_rocm_ops.vllm.seams import scaled_linear, unquantized_linear
+from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.linear import scaled_linear, unquantized_linear
 
 native_kernel.choose = lambda *_: ChannelWiseTorchFP8ScaledMMLinearKernel
 scaled_linear.MOST_TOKENS = 16

@@ -13,7 +13,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import row_selection
+from vllm_rocm_ops.vllm.fusion import row_selection
 
 pytestmark = pytest.mark.usefixtures("configuration", "schemas")
 
@@ -35,7 +35,7 @@ def schemas():
 
 @pytest.fixture(autouse=True)
 def choices(monkeypatch) -> row_selection.Choices:
-    from vllm_rocm_ops.vllm import graph
+    from vllm_rocm_ops.vllm.fusion import graph
 
     made = row_selection.Choices(on=ALL)
     monkeypatch.setattr(graph, "choices", made)
@@ -54,7 +54,7 @@ def quantizer(key: str, **how):
     from vllm.model_executor.layers.quantization import input_quant_fp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    from vllm_rocm_ops.vllm import markers
+    from vllm_rocm_ops.vllm.fusion import markers
 
     scale = getattr(quant_utils, key).scale
     how = {"use_ue8m0": False, "compile_native": False} | how
@@ -77,7 +77,7 @@ def piece(function, *inputs: torch.Tensor, donated=(), table: dict | None = None
     from vllm.config import get_current_vllm_config
     from vllm.config.utils import Range
 
-    from vllm_rocm_ops.vllm import graph
+    from vllm_rocm_ops.vllm.fusion import graph
 
     configuration, module = get_current_vllm_config(), make_fx(function, table or {}, "fake")(*inputs)
     settings = configuration.compilation_config.pass_config
@@ -275,7 +275,7 @@ def test_an_activation(gates):
     """Alone in front of a product, with its quantization, and left where the compiler fuses it."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    from vllm_rocm_ops.vllm import markers
+    from vllm_rocm_ops.vllm.fusion import markers
 
     (marked, _), act = quantizer(MX if gates == "mx" else KEYS[2]), markers.of_activation(SiluAndMul.forward_native)
     x, product = random(ROWS, 2 * HIDDEN), random(HIDDEN, 8, seed=3)
@@ -301,7 +301,9 @@ def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choic
     """One op in the place of three, by which a call is served as by the two that it replaces."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    from vllm_rocm_ops.vllm import kernel_selection, markers, native_kernel
+    from vllm_rocm_ops.vllm.fusion import markers
+    from vllm_rocm_ops.vllm.linear import native_kernel
+    from vllm_rocm_ops.vllm.selection import kernel_selection
 
     class Native:
         config, quant_fp8 = "of a test", types.SimpleNamespace(static=False)
@@ -447,7 +449,7 @@ def test_what_was_decided(choices, made, passes, ours):
     """By pattern; a model's first norm goes with those that have a residual. The compile cache tells choices apart."""
     from vllm.config import get_current_vllm_config
 
-    from vllm_rocm_ops.vllm import graph
+    from vllm_rocm_ops.vllm.fusion import graph
 
     before = graph.Fusion(get_current_vllm_config()).uuid()
     vars(choices).update(made)
@@ -488,7 +490,7 @@ LIBRARY.impl("quantize", lambda x, out: None, "Meta")
 
 def test_equal_markers_are_traced_once(monkeypatch):
     """As a model has them in every layer."""
-    from vllm_rocm_ops.vllm import lowering
+    from vllm_rocm_ops.vllm.fusion import lowering
 
     traced, trace = [], lowering.trace
     monkeypatch.setattr(lowering, "trace", lambda *given: traced.append(given) or trace(*given))
@@ -531,7 +533,7 @@ def test_a_kernel_that_writes_its_argument_is_functional_again():
     from vllm.model_executor.layers.quantization import input_quant_fp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    from vllm_rocm_ops.vllm import lowering, markers
+    from vllm_rocm_ops.vllm.fusion import lowering, markers
 
     def theirs(x, scale, bound=None):
         out = torch.empty_like(x, dtype=torch.float8_e4m3fn)

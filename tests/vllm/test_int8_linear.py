@@ -5,10 +5,12 @@ import torch
 from linears import FEW, MANY, random, require_products
 
 import vllm_rocm_ops
-from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, native_kernel, seam
-from vllm_rocm_ops.vllm.seams import int8_linear
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.linear import int8_linear, native_kernel
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 N, K = 48, 160
 NAMES = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]

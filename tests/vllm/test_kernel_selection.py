@@ -20,11 +20,17 @@ import pytest
 import torch
 from marks import full
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import doctor, model_config, model_layers, tables
-from vllm_rocm_ops.clock import tensor_bytes
-from vllm_rocm_ops.vllm import kernel_selection as selection
-from vllm_rocm_ops.vllm import kernel_timing, native_kernel, reach, row_selection
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import tables
+from vllm_rocm_ops.core.clock import tensor_bytes
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import layers as model_layers
+from vllm_rocm_ops.tools import doctor
+from vllm_rocm_ops.vllm import reach
+from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.selection import kernel_selection as selection
+from vllm_rocm_ops.vllm.selection import kernel_timing
 
 N, K, LIMIT = 48, 64, 16
 CAPTURED, MOST = (1, 8, 32, 64), 256
@@ -714,7 +720,7 @@ def worker(monkeypatch):
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     from vllm_rocm_ops.vllm import register
-    from vllm_rocm_ops.vllm.seams import measured_selection
+    from vllm_rocm_ops.vllm.selection import measured_selection
 
     register()
     happened, module = [], types.ModuleType("a_worker_for_gpus")
@@ -774,7 +780,7 @@ def as_ranks(rank) -> list:
 
 
 def gather(group):
-    from vllm_rocm_ops.vllm.seams import measured_selection
+    from vllm_rocm_ops.vllm.selection import measured_selection
 
     return functools.partial(measured_selection.gather_from, group)
 
@@ -819,7 +825,7 @@ def test_ranks_do_not_wait_for_one_that_was_killed():
 
 
 def test_a_vllm_that_is_otherwise_starts(caplog):
-    from vllm_rocm_ops.vllm.seams import measured_selection
+    from vllm_rocm_ops.vllm.selection import measured_selection
 
     measured_selection.warm_up(types.SimpleNamespace())
     assert "vllm-rocm-ops: fixed limits hold: " in caplog.text
@@ -828,7 +834,7 @@ def test_a_vllm_that_is_otherwise_starts(caplog):
 def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
     """One of each shape, so that it is measured too, up to the most tokens; what cannot be called is named. A layer whose shape was
     called gets the same decision, and one that ours alone reads needs none."""
-    from vllm_rocm_ops.vllm.seams import measured_selection
+    from vllm_rocm_ops.vllm.selection import measured_selection
 
     product, calls = started(Product()), []
 
@@ -958,7 +964,7 @@ def test_pairs_are_measured_for_the_tokens_of_all_data_parallel_ranks(monkeypatc
     import vllm.config
     from vllm.distributed import parallel_state
 
-    from vllm_rocm_ops.vllm.seams import measured_selection
+    from vllm_rocm_ops.vllm.selection import measured_selection
 
     called = []
     config = SimpleNamespace(

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import attention, attention_backends, latent_attention, seam
-from vllm_rocm_ops.vllm.latent_attention import LATENT, ROPE
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.attention import backends as attention_backends
+from vllm_rocm_ops.vllm.attention import decoder as attention
+from vllm_rocm_ops.vllm.attention import mla as latent_attention
+from vllm_rocm_ops.vllm.attention.mla import LATENT, ROPE
 
 HEADS, PAGE, SCALE = 3, 16, 0.09
 

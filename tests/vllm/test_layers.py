@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import vllm_rocm_ops
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch, ops, quantization
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch, quantization
+from vllm_rocm_ops.core.stats import warned
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.stats import warned
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.seams import norm as norm_seam
+from vllm_rocm_ops.vllm.fusion import norm as norm_seam
 
 ROWS, HIDDEN = 5, 256
 
@@ -120,7 +121,7 @@ def made_again(monkeypatch, module, name: str, keys: tuple):
     """vLLM's layer of a name, with a seam installed where kernels make only the results of these keys."""
     from vllm.model_executor.custom_op import op_registry_oot
 
-    from vllm_rocm_ops.vllm import fused_quant
+    from vllm_rocm_ops.vllm.fusion import fused_quant
 
     monkeypatch.delitem(op_registry_oot, name)
     monkeypatch.setattr(fused_quant, "runnable", lambda table: keys)
@@ -133,7 +134,7 @@ def test_without_kernels_layers_are_vllms(monkeypatch, plain):
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    from vllm_rocm_ops.vllm.seams import activation
+    from vllm_rocm_ops.vllm.fusion import activation
 
     monkeypatch.delitem(op_registry_oot, "GemmaRMSNorm")
     made_again(monkeypatch, norm_seam, "RMSNorm", (None,) if plain else ())
@@ -146,7 +147,7 @@ def test_without_kernels_layers_are_vllms(monkeypatch, plain):
 
 
 def natives() -> list[str]:
-    from vllm_rocm_ops.vllm import native_rows
+    from vllm_rocm_ops.vllm.fusion import native_rows
 
     return [*native_rows.NORMS, *native_rows.ACTIVATIONS]
 
@@ -166,7 +167,7 @@ def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, one_plus, monke
     apart. Without AVX-512 vLLM rounds sums toward zero."""
     from vllm.model_executor.layers.quantization.utils import fp8_utils
 
-    from vllm_rocm_ops.vllm import native_rows
+    from vllm_rocm_ops.vllm.fusion import native_rows
 
     monkeypatch.setattr(fp8_utils, "per_token_group_quant_fp8", groups_of)
     op = getattr(ops, name)
@@ -202,7 +203,7 @@ def test_ops_have_vllms_kernels_behind_them_on_a_gpu(monkeypatch):
     """And on CPU their references."""
     from vllm.platforms import current_platform
 
-    from vllm_rocm_ops.vllm import native_rows
+    from vllm_rocm_ops.vllm.fusion import native_rows
 
     assert {getattr(ops, name).native for name in natives()} == {None}
     for name in natives():
@@ -220,7 +221,7 @@ def test_ops_have_vllms_kernels_behind_them_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_which_results_kernels_make(monkeypatch, arch):
     """All that there are, on the GPUs that there is code for, unless switched off."""
-    from vllm_rocm_ops.vllm import fused_quant
+    from vllm_rocm_ops.vllm.fusion import fused_quant
 
     monkeypatch.setattr(seam, "arch_here", lambda _: arch)
     monkeypatch.setattr(fused_quant, "QUANT_DTYPE", archs.named(arch).fp8_dtype)
@@ -243,7 +244,7 @@ class NoBinary:
 
 def test_kernels_that_do_not_load_are_none(monkeypatch):
     """Asked in a process that has initialised its GPU, as where weights are put in an order that vLLM's kernels do not read."""
-    from vllm_rocm_ops.vllm import fused_quant
+    from vllm_rocm_ops.vllm.fusion import fused_quant
 
     monkeypatch.setattr(seam, "arch_here", lambda _: "gfx950")
     monkeypatch.setattr(launch, "runtime", lambda: (NoBinary(), ""))

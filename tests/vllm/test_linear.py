@@ -9,13 +9,21 @@ from linears import FEW, MANY, ask_for_aiter, random, require_products
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vllm_rocm_ops
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch, ops
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.stats import fallbacks
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.families.weight_layout import plain_weight, shuffle_weight
-from vllm_rocm_ops.stats import fallbacks
-from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, native_kernel, seam
-from vllm_rocm_ops.vllm.seams import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
+from vllm_rocm_ops.ops.families.weight_layout import plain_weight, shuffle_weight
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.linear import (
+    block_scaled_linear,
+    mxfp8_linear,
+    native_kernel,
+    scaled_linear,
+    unquantized_linear,
+)
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 N, K = 256, 256
 FP8 = torch.float8_e4m3fn
@@ -190,7 +198,7 @@ def test_quantized_input_is_taken(make, kind):
     """A layer says which quantized input it takes, and an input in that form is not quantized again."""
     from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
 
-    from vllm_rocm_ops.vllm import fused_quant
+    from vllm_rocm_ops.vllm.fusion import fused_quant
 
     layer, kernel, exact = make(kind, Native)
     key = get_input_quant_key(layer)
@@ -397,7 +405,7 @@ def test_weights_are_shuffled_where_ours_won_at_every_size(make, kind, monkeypat
     """In a start before, up to the most tokens of this one, by a measurement that still holds. The graph's cache knows of it."""
     from vllm.config import get_current_vllm_config
 
-    from vllm_rocm_ops.vllm.seams import compile_cache
+    from vllm_rocm_ops.vllm.guards import compile_cache
 
     monkeypatch.setattr(native_kernel, "shuffled", set())
     scheduler = get_current_vllm_config().scheduler_config
@@ -813,7 +821,7 @@ def test_the_probe_for_unquantized_layers_notices_another_dispatch(monkeypatch):
 
 def test_the_order_of_weights_is_in_the_fingerprint(monkeypatch):
     """A graph that was compiled for plain weights is not loaded for shuffled ones."""
-    from vllm_rocm_ops.vllm.seams import compile_cache
+    from vllm_rocm_ops.vllm.guards import compile_cache
 
     plain = compile_cache.fingerprint()
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
@@ -822,7 +830,7 @@ def test_the_order_of_weights_is_in_the_fingerprint(monkeypatch):
 
 def test_the_code_objects_are_in_the_fingerprint(tmp_path, monkeypatch):
     """Nor is one that was compiled for other kernels."""
-    from vllm_rocm_ops.vllm.seams import compile_cache
+    from vllm_rocm_ops.vllm.guards import compile_cache
 
     monkeypatch.setattr(vllm_rocm_ops, "__file__", str(tmp_path / "__init__.py"))
     monkeypatch.setattr(launch, "CODE", tmp_path / "code")

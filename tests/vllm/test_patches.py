@@ -264,7 +264,7 @@ def register_linear_kernel(kernel_class, *arguments, **keywords):
 register_linear_kernel.__wrapped__ = register  # what inspect.signature shows
 linear.register_linear_kernel = register_linear_kernel
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.seams import compile_cache
+from vllm_rocm_ops.vllm.guards import compile_cache
 off = [entry.reason for entry in seam.install_all() if not entry.on and entry.name not in ("cpu_gaps", "mxfp8_linear")]
 warnings = []
 compile_cache.logger.warning = warnings.append

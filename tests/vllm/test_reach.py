@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 
-from vllm_rocm_ops import doctor
-from vllm_rocm_ops.op import registered
+from vllm_rocm_ops.core.op import registered
+from vllm_rocm_ops.tools import doctor
 from vllm_rocm_ops.vllm import reach, seam
 from vllm_rocm_ops.vllm.worker import Extension
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import kernel_selection, kernel_timing, row_selection, seam
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 HIDDEN, INNER, LATENT, MOST = 512, 256, 128, 96
 KEYS = ("kFp8DynamicTokenSym", "kFp8StaticTensorSym", "kFp8Dynamic128Sym")
@@ -303,7 +305,7 @@ def test_equal_layers_are_one_pair(kernels, monkeypatch):
 
 
 def fused_quant():
-    from vllm_rocm_ops.vllm import fused_quant
+    from vllm_rocm_ops.vllm.fusion import fused_quant
 
     return fused_quant
 
@@ -382,7 +384,7 @@ def test_an_all_reduce_of_two_stages_is_not_fused(aiter, caplog, hidden, ranks, 
 
 def test_what_is_measured_holds_for_one_baseline(kernels, monkeypatch):
     """Eager or compiled, fused with the quantization or not, AITER's or not."""
-    from vllm_rocm_ops.vllm import native_kernel
+    from vllm_rocm_ops.vllm.linear import native_kernel
 
     model, keys = Layer(KEYS[0]), []
     monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
@@ -439,7 +441,7 @@ def test_norms_of_a_draft_model_are_decided(kernels, runner):
 
 def test_the_compile_cache_knows_what_stays(kernels, monkeypatch):
     """In the worker's configuration, and in the one that a compiled part of the model holds."""
-    from vllm_rocm_ops.vllm.seams import compile_cache
+    from vllm_rocm_ops.vllm.guards import compile_cache
 
     layer = Layer(KEYS[0])
     held = types.SimpleNamespace(additional_config={})
@@ -489,7 +491,7 @@ def test_a_linear_that_every_rank_holds_whole(kernels):
 
 
 def test_a_worker_that_fails_starts(caplog):
-    from vllm_rocm_ops.vllm.seams import measured_selection
+    from vllm_rocm_ops.vllm.selection import measured_selection
 
     measured_selection.before_compiling(types.SimpleNamespace())
     assert "norms and activations are not chosen: " in caplog.text

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import absorbed_products, attention, attention_timing, latent_attention
+from vllm_rocm_ops.vllm.attention import absorbed_products
+from vllm_rocm_ops.vllm.attention import decoder as attention
+from vllm_rocm_ops.vllm.attention import mla as latent_attention
+from vllm_rocm_ops.vllm.attention import timing as attention_timing
 
 
 def choices(*ours: bool) -> tuple:

@@ -9,8 +9,8 @@ import types
 import pytest
 from marks import full
 
-from vllm_rocm_ops import envs
 from vllm_rocm_ops import vllm as plugin
+from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.vllm import seam
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ def test_broken_seams_are_off_and_the_others_on(engines, expected):
 import dataclasses
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm_rocm_ops.vllm.seams import norm
+from vllm_rocm_ops.vllm.fusion import norm
 known = SiluAndMul.forward_native
 SiluAndMul.forward_native = staticmethod(lambda rows: known(rows))
 choose = linear.choose_scaled_mm_linear_kernel

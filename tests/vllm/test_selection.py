@@ -172,7 +172,7 @@ def test_nvidia_is_served_where_it_is_asked_for(selected, release):
     assert asked["SiluAndMul()"] == "RocmOpsSiluAndMul.rocm_ops_forward"
     assert asked["fingerprint"] == "True"
     assert without["linear unquantized"] == "vllm.model_executor.layers.utils.default_unquantized_gemm"
-    assert asked["linear unquantized"].startswith("vllm_rocm_ops.vllm.seams.unquantized_linear.")
+    assert asked["linear unquantized"].startswith("vllm_rocm_ops.vllm.linear.unquantized_linear.")
     for kind, (ours, stock, takes) in {
         "static": ("Scaled", "CutlassFP8ScaledMMLinearKernel", "kFp8StaticTensorSym"),
         "per token": ("Scaled", "CutlassFP8ScaledMMLinearKernel", "kFp8DynamicTokenSym"),
@@ -205,7 +205,7 @@ def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
         assert with_plugin[f"linear {kind}"] == f"RocmOps{name}Linear holds {stock} takes {takes}"
     if arch == "gfx942":
         assert with_plugin["linear mxfp8"] == without["linear mxfp8"]
-    assert with_plugin["linear unquantized"].startswith("vllm_rocm_ops.vllm.seams.unquantized_linear.")
+    assert with_plugin["linear unquantized"].startswith("vllm_rocm_ops.vllm.linear.unquantized_linear.")
 
 
 @pytest.mark.parametrize("release", ASKED)

@@ -18,8 +18,8 @@ import torch
 from engines import FLAVOURS, FORKED, STEPS, prompts_of
 from server_load import errors_of
 
-from vllm_rocm_ops.stats import FALLBACK
-from vllm_rocm_ops.vllm import kernel_selection
+from vllm_rocm_ops.core.stats import FALLBACK
+from vllm_rocm_ops.vllm.selection import kernel_selection
 
 GPUS = torch.cuda.device_count()
 ON_GPU = GPUS >= 2

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_rocm_ops import arch, kernel_arguments
-from vllm_rocm_ops import launch as launches
+from vllm_rocm_ops.core import arch, kernel_arguments
+from vllm_rocm_ops.core import launch as launches
 
 from . import errors
 from .counters import Counters, Traffic
@@ -48,7 +48,7 @@ class Options:
 
 class Emulator:
     """A CPU device for one architecture, by a name that arch.named takes ("gfx950:3" has 3 compute units): an executor of
-    `vllm_rocm_ops.launch.Launch`.
+    `vllm_rocm_ops.core.launch.Launch`.
 
     `options` are those of `Options`. `last` is the last launch's `Counters`, `history` those of all launches with their
     symbols. What runs a launch, and what it runs, are of the two types.

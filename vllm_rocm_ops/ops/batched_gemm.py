@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families import attention, skinny_gemm
-from vllm_rocm_ops.families.gemm import Operand, Product
-from vllm_rocm_ops.launch import Launch, fields
-from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.tensors import describe, is_wide_float, overlaps_itself
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch, fields
+from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.tensors import describe, is_wide_float, overlaps_itself
+from vllm_rocm_ops.ops.families import attention, skinny_gemm
+from vllm_rocm_ops.ops.families.gemm import Operand, Product
 
 __all__ = ["batched_gemm"]
 

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families import gemm, skinny_gemm, weight_layout
-from vllm_rocm_ops.families import tiled_gemm as tiled
-from vllm_rocm_ops.families.gemm import BLOCK
-from vllm_rocm_ops.families.tiled_gemm import TiledConfig
-from vllm_rocm_ops.launch import Launch, Workspace
-from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.quantization import LIMIT
-from vllm_rocm_ops.tensors import describe
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch, Workspace
+from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.quantization import LIMIT
+from vllm_rocm_ops.core.tensors import describe
+from vllm_rocm_ops.ops.families import gemm, skinny_gemm, weight_layout
+from vllm_rocm_ops.ops.families import tiled_gemm as tiled
+from vllm_rocm_ops.ops.families.gemm import BLOCK
+from vllm_rocm_ops.ops.families.tiled_gemm import TiledConfig
 
 __all__ = ["block_scaled_mm"]
 

@@ -10,19 +10,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops import quantization
-from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families import experts_streamed as streamed
-from vllm_rocm_ops.families import experts_tiled as tiled
-from vllm_rocm_ops.families.experts import BYTES, HALVES, scheme, slots
-from vllm_rocm_ops.families.experts_contract import contract
-from vllm_rocm_ops.families.experts_quantize import quantizing
-from vllm_rocm_ops.families.experts_streamed import StreamedConfig
-from vllm_rocm_ops.families.experts_tiled import TiledConfig
-from vllm_rocm_ops.families.gemm import BLOCK
-from vllm_rocm_ops.families.weight_layout import shuffle_weight, unshuffled
-from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.quantization import E5M2, MX_BLOCK, MX_SCALES
+from vllm_rocm_ops.core import quantization
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.quantization import E5M2, MX_BLOCK, MX_SCALES
+from vllm_rocm_ops.ops.families import experts_streamed as streamed
+from vllm_rocm_ops.ops.families import experts_tiled as tiled
+from vllm_rocm_ops.ops.families.experts import BYTES, HALVES, scheme, slots
+from vllm_rocm_ops.ops.families.experts_contract import contract
+from vllm_rocm_ops.ops.families.experts_quantize import quantizing
+from vllm_rocm_ops.ops.families.experts_streamed import StreamedConfig
+from vllm_rocm_ops.ops.families.experts_tiled import TiledConfig
+from vllm_rocm_ops.ops.families.gemm import BLOCK
+from vllm_rocm_ops.ops.families.weight_layout import shuffle_weight, unshuffled
 
 __all__ = ["fused_experts"]
 

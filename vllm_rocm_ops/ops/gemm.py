@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families import gemm as products
-from vllm_rocm_ops.families import gemm_blocks, gemm_cases
-from vllm_rocm_ops.families import skinny_gemm as skinny
-from vllm_rocm_ops.families import tiled_gemm as tiled
-from vllm_rocm_ops.families.gemm import E5M2, HALVES, Operand, Product
-from vllm_rocm_ops.families.skinny_gemm import SkinnyConfig
-from vllm_rocm_ops.families.tiled_gemm import TiledConfig
-from vllm_rocm_ops.launch import Counters, Launch, Workspace, fields
-from vllm_rocm_ops.op import Op
-from vllm_rocm_ops.tensors import describe
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Counters, Launch, Workspace, fields
+from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.core.tensors import describe
+from vllm_rocm_ops.ops.families import gemm as products
+from vllm_rocm_ops.ops.families import gemm_blocks, gemm_cases
+from vllm_rocm_ops.ops.families import skinny_gemm as skinny
+from vllm_rocm_ops.ops.families import tiled_gemm as tiled
+from vllm_rocm_ops.ops.families.gemm import E5M2, HALVES, Operand, Product
+from vllm_rocm_ops.ops.families.skinny_gemm import SkinnyConfig
+from vllm_rocm_ops.ops.families.tiled_gemm import TiledConfig
 
 __all__ = ["gemm"]
 

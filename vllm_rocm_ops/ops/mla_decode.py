@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families import attention, decode, decode_times
-from vllm_rocm_ops.families.decode import DecodeConfig
-from vllm_rocm_ops.launch import Launch, Workspace, fields
-from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.tensors import describe, is_wide_float
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch, Workspace, fields
+from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.tensors import describe, is_wide_float
+from vllm_rocm_ops.ops.families import attention, decode, decode_times
+from vllm_rocm_ops.ops.families.decode import DecodeConfig
 
 __all__ = ["mla_decode"]
 

@@ -10,16 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families.gemm import OUT_TYPES, Product, activations, bias_contract, weight
-from vllm_rocm_ops.families.skinny_gemm import arguments
-from vllm_rocm_ops.launch import Launch, fields
-from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.quantization import (
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch, fields
+from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.quantization import (
     MX_BLOCK as BLOCK,
 )  # of K per scale; of N, where neighbouring rows of b share theirs
-from vllm_rocm_ops.quantization import MX_SCALES, mx_numbers
-from vllm_rocm_ops.tensors import aligned, describe, row_stride
+from vllm_rocm_ops.core.quantization import MX_SCALES, mx_numbers
+from vllm_rocm_ops.core.tensors import aligned, describe, row_stride
+from vllm_rocm_ops.ops.families.gemm import OUT_TYPES, Product, activations, bias_contract, weight
+from vllm_rocm_ops.ops.families.skinny_gemm import arguments
 
 __all__ = ["mxfp8_scaled_mm"]
 

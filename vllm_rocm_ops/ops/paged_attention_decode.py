@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops import quantization
-from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families import attention, decode, decode_times
-from vllm_rocm_ops.families.attention import CacheLayout
-from vllm_rocm_ops.families.decode import DecodeConfig
-from vllm_rocm_ops.launch import Launch, fields
-from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.tensors import describe, is_wide_float
+from vllm_rocm_ops.core import quantization
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch, fields
+from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.tensors import describe, is_wide_float
+from vllm_rocm_ops.ops.families import attention, decode, decode_times
+from vllm_rocm_ops.ops.families.attention import CacheLayout
+from vllm_rocm_ops.ops.families.decode import DecodeConfig
 
 __all__ = ["paged_attention_decode"]
 

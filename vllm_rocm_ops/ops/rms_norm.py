@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops import quantization
-from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families import rowwise
-from vllm_rocm_ops.families.gemm import divisor
-from vllm_rocm_ops.families.rowwise import RowConfig
-from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.quantization import MX_BLOCK
-from vllm_rocm_ops.tensors import row_stride, rows_of
+from vllm_rocm_ops.core import quantization
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch
+from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.quantization import MX_BLOCK
+from vllm_rocm_ops.core.tensors import row_stride, rows_of
+from vllm_rocm_ops.ops.families import rowwise
+from vllm_rocm_ops.ops.families.gemm import divisor
+from vllm_rocm_ops.ops.families.rowwise import RowConfig
 
 __all__ = [
     "fused_add_rms_norm",

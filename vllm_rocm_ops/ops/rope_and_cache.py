@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops import quantization
-from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families import attention
-from vllm_rocm_ops.families.attention import CacheLayout, CacheStrides
-from vllm_rocm_ops.families.gemm import OUT_TYPES, divisor
-from vllm_rocm_ops.launch import Launch, fields
-from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.tensors import describe, is_wide_float
+from vllm_rocm_ops.core import quantization
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch, fields
+from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.tensors import describe, is_wide_float
+from vllm_rocm_ops.ops.families import attention
+from vllm_rocm_ops.ops.families.attention import CacheLayout, CacheStrides
+from vllm_rocm_ops.ops.families.gemm import OUT_TYPES, divisor
 
 __all__ = ["rope_and_cache", "rope_and_cache_mla"]
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families import routing
-from vllm_rocm_ops.launch import Counters, Launch, Workspace, fields
-from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.tensors import describe
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Counters, Launch, Workspace, fields
+from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.tensors import describe
+from vllm_rocm_ops.ops.families import routing
 
 __all__ = ["load_balancing_loss", "router_z_loss"]
 

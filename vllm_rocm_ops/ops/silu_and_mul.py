@@ -10,8 +10,8 @@ import functools
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops import quantization
-from vllm_rocm_ops.families import gated, rowwise
+from vllm_rocm_ops.core import quantization
+from vllm_rocm_ops.ops.families import gated, rowwise
 
 __all__ = [
     "silu_and_mul",

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops import quantization
-from vllm_rocm_ops.families import gated, rowwise
-from vllm_rocm_ops.op import Case
+from vllm_rocm_ops.core import quantization
+from vllm_rocm_ops.core.op import Case
+from vllm_rocm_ops.ops.families import gated, rowwise
 
 __all__ = [
     "silu_and_mul_with_clamp",

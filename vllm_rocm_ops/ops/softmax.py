@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.families import routing, rowwise
-from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.tensors import row_stride, rows_of
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch
+from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.tensors import row_stride, rows_of
+from vllm_rocm_ops.ops.families import routing, rowwise
 
 __all__ = ["softmax"]
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.arch import Arch
-from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.op import Case, Op
-from vllm_rocm_ops.tensors import aligned, describe
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch
+from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.tensors import aligned, describe
 
 __all__ = ["stream_memory"]
 

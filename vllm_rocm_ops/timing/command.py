@@ -6,8 +6,9 @@ import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from vllm_rocm_ops import explain, model_config
-from vllm_rocm_ops.model_layers import LayerCall
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models.layers import LayerCall
+from vllm_rocm_ops.tools import explain
 
 from . import CONTEXT, machines
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import launch
-from vllm_rocm_ops.model_layers import LayerCall
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.models.layers import LayerCall
 
 from . import machines
 

@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_rocm_ops import emulated, explain, launch
-from vllm_rocm_ops.bench.shapes import Shape
-from vllm_rocm_ops.launch import Launch
-from vllm_rocm_ops.model_layers import LayerCall
-from vllm_rocm_ops.op import Op
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.launch import Launch
+from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.emulator import cases as emulated
+from vllm_rocm_ops.models.layers import LayerCall
+from vllm_rocm_ops.tools import explain
+from vllm_rocm_ops.tools.bench.shapes import Shape
 
 from . import CONTEXT, launch_time, machines
 from .launch_time import Prediction

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from vllm_rocm_ops import model_config
+from vllm_rocm_ops.models import config as model_config
 
 from . import baseline, machines, step
 from .machines import Constant

@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_rocm_ops import clock, envs, explain, ops
-from vllm_rocm_ops.op import Op
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import clock, envs
+from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.tools import explain
 
 from . import fitting, launch_time, machines, predict
 from .machines import Constant, Machine

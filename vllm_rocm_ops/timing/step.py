@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_rocm_ops import explain, model_layers, ops
-from vllm_rocm_ops.model_layers import LayerCall
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.models import layers as model_layers
+from vllm_rocm_ops.models.layers import LayerCall
+from vllm_rocm_ops.tools import explain
 
 from . import CONTEXT, baseline
 from .baseline import Time

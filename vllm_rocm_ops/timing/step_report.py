@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vllm_rocm_ops import explain
+from vllm_rocm_ops.tools import explain
 
 from . import baseline, published_steps, step
 from .machines import Machine

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_rocm_ops import tensors
+from vllm_rocm_ops.core import tensors
+from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.counters import Counters, instruction_class
 from vllm_rocm_ops.emulator.decode import Instruction
@@ -25,7 +26,6 @@ from vllm_rocm_ops.emulator.memory import SLOT
 from vllm_rocm_ops.emulator.program import Program
 from vllm_rocm_ops.emulator.sanitizer import effects
 from vllm_rocm_ops.emulator.scheduler import Scheduler
-from vllm_rocm_ops.launch import Launch
 
 LINE = 128  # bytes of a cache line
 APART = 1 << 50  # between the lines of copies of a block

@@ -9,7 +9,8 @@ import logging
 import os
 from multiprocessing import util
 
-from vllm_rocm_ops import envs, fallbacks
+from vllm_rocm_ops import fallbacks
+from vllm_rocm_ops.core import envs
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 

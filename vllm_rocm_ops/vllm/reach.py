@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 
 import vllm_rocm_ops
-from vllm_rocm_ops import tables
-from vllm_rocm_ops.vllm import kernel_selection, row_selection, seam
+from vllm_rocm_ops.core import tables
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.selection import kernel_selection
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 

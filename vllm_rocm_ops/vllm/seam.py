@@ -1,4 +1,4 @@
-"""A seam is one place where vLLM takes our code instead of its own: one file in seams/ with a `SEAM`.
+"""A seam is one place where vLLM takes our code instead of its own: a file with a `SEAM`, and its line in `FILES`.
 
 A seam is installed if the user asks for it, it is made for this platform, it was tried on this vLLM version, and its probe
 finds every name and signature that the seam touches. Otherwise the seam stays off, vLLM's own code runs, and `status` says why.
@@ -14,18 +14,40 @@ import dataclasses
 import importlib
 import inspect
 import logging
-import pkgutil
 import re
 from collections.abc import Callable
 
-from vllm_rocm_ops import arch as archs
-from vllm_rocm_ops import envs
-from vllm_rocm_ops import launch as launches
-from vllm_rocm_ops.vllm import seams
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.core import launch as launches
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
-NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(seams.__path__)))
+FILES = {
+    "activation": "fusion",
+    "block_scaled_linear": "linear",
+    "checked_scales": "guards",
+    "compile_cache": "guards",
+    "cpu_gaps": "guards",
+    "decode_attention": "attention.decoder",
+    "fp8_experts": "experts",
+    "fusion": "fusion",
+    "int8_linear": "linear",
+    "latent_attention": "attention.mla",
+    "measured_selection": "selection",
+    "mxfp8_experts": "experts",
+    "mxfp8_linear": "linear",
+    "norm": "fusion",
+    "quantized_input": "fusion",
+    "rope_and_cache": "attention",
+    "routing_experts": "experts",
+    "scaled_linear": "linear",
+    "unquantized_experts": "experts",
+    "unquantized_linear": "linear",
+}
+"""The file of each seam, or the folder that has a file of its name."""
+
+NAMES = tuple(FILES)
 
 
 class Unavailable(Exception):
@@ -86,7 +108,8 @@ def log_off(level: int, what: str, reason: str) -> None:
 
 def load(name: str) -> Seam:
     """The seam of that name. Imports the seam's file, which does not import vLLM."""
-    return importlib.import_module(f"{seams.__name__}.{name}").SEAM
+    place = FILES[name] if "." in FILES[name] else f"{FILES[name]}.{name}"
+    return importlib.import_module(f"{__package__}.{place}").SEAM
 
 
 def install_all() -> list[Status]:

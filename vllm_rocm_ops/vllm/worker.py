@@ -3,7 +3,8 @@
 import dataclasses
 
 import vllm_rocm_ops
-from vllm_rocm_ops.vllm import kernel_selection, reach, seam
+from vllm_rocm_ops.vllm import reach, seam
+from vllm_rocm_ops.vllm.selection import kernel_selection
 
 
 class Extension:

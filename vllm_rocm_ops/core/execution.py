@@ -1,0 +1,162 @@
+"""How a call runs when an op has seen its signature before: the execution of the signature binds pointers and launches."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable
+
+import torch
+
+from vllm_rocm_ops.core.launch import Counters, Launch, NotLaunched, Workspace
+from vllm_rocm_ops.core.stats import counter
+
+
+class Execution:
+    """How one signature of one op runs: by the reference, or by bound launches."""
+
+    def __init__(self, op: str, kernel: str, run: Callable[[tuple], object], is_fallback: bool = False):
+        self.apart: tuple[tuple[int, int, int, int], ...] = ()  # see arguments.apart
+        self.become(op, kernel, run, is_fallback)
+
+    def become(self, op: str, kernel: str, run: Callable[[tuple], object], is_fallback: bool) -> None:
+        """Run this from now on."""
+        self.run = run
+        self.is_fallback = is_fallback
+        self.count = counter(op, kernel)
+
+    def __call__(self, args: tuple):
+        self.count.calls += 1
+        return self.run(args)
+
+
+def signature(names: tuple[str, ...], hints: dict[str, object]) -> Callable[..., tuple]:
+    """A function (executor, *arguments) -> signature, by everything that the choice of a kernel depends on. Its code is generated
+    for each op: this takes half the time of a loop over the arguments, and is a fifth of a call's dispatch."""
+    parts = ["executor"]
+    for name in names:
+        layout = f"{name}.shape if {name}.is_contiguous() else ({name}.shape, {name}.stride())"
+        seen = f"{layout}, {name}.dtype, {name}.data_ptr() & 15, {name}.get_device()"
+        if hints[name] is torch.Tensor:
+            parts.append(seen)
+        elif hints[name] == (torch.Tensor | None):
+            parts.append(f"{name} if {name} is None else ({seen})")
+        else:
+            parts.append(name)
+    return eval(f"lambda executor, {', '.join(names)}: ({', '.join(parts)})")
+
+
+def _outputs(outputs) -> tuple[torch.Tensor, ...]:
+    """None is no outputs."""
+    return outputs if isinstance(outputs, tuple) else () if outputs is None else (outputs,)
+
+
+def _buffers(planned: tuple[Launch, ...], outputs, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The buffers that each call allocates: the outputs, then the launches' workspaces."""
+    return (*_outputs(outputs), *(torch.empty(w, dtype=torch.uint8, device=device) for w in _workspaces(planned)))
+
+
+def _workspaces(planned: tuple[Launch, ...]) -> list[Workspace]:
+    """The launches' workspaces. One that several of them name is one."""
+    return list({id(arg): arg for l in planned for arg in l.args.values() if isinstance(arg, Workspace)}.values())
+
+
+def _allocator(buffers: tuple[torch.Tensor, ...]) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """A function that allocates buffers of the same shapes, strides and dtypes."""
+    makers = [
+        functools.partial(torch.empty_strided, b.size(), b.stride(), dtype=b.dtype, device=b.device) for b in buffers
+    ]
+    return lambda: tuple([make() for make in makers])
+
+
+def _positions(planned: tuple[Launch, ...], buffers: tuple, a) -> list[list[tuple[str, int]]]:
+    """For each launch, for each pointer of its arguments that differs between calls: its name, and its place in (*buffers, *a).
+    The workspaces are the last of the buffers."""
+    place = {id(tensor): i for i, tensor in enumerate((*buffers, *a)) if isinstance(tensor, torch.Tensor)}
+    workspaces = _workspaces(planned)
+    place |= {id(workspace): len(buffers) - len(workspaces) + i for i, workspace in enumerate(workspaces)}
+    pointers = (torch.Tensor, Workspace)
+    return [[(name, place[id(arg)]) for name, arg in l.args.items() if isinstance(arg, pointers)] for l in planned]
+
+
+def _counters(l: Launch) -> tuple[str, int] | None:
+    """The name of the launch's argument that wants counters, and how many; None where there is none."""
+    found = [(name, int(arg)) for name, arg in l.args.items() if isinstance(arg, Counters)]
+    if len(found) > 1:
+        raise TypeError(f"{l.symbol} must have one Counters, got {len(found)}")
+    return found[0] if found else None
+
+
+def bind_device(
+    runtime,
+    device: torch.device,
+    planned: tuple[Launch, ...],
+    handles: list[int],
+    packers: list[tuple[struct.Struct, dict[str, object]]],
+    outputs,
+    a,
+    advice: str,
+) -> Callable[[tuple], object]:
+    """Calls of one signature on a GPU: allocate, fill in the pointers, launch on the current stream. `packers` are those of the
+    arguments. `advice` ends the message of a launch that fails: of a call's first one `NotLaunched`, else RuntimeError."""
+    index = device.index
+    # Workspaces are allocated like outputs. While a graph is captured they come from the graph's pool: a stream does not get memory
+    # there that another stream freed, and graphs that share a pool may not run at the same time. Counters outlive a call, so
+    # the runtime owns them.
+    buffers = _buffers(planned, outputs, device)
+    allocate, count, single = _allocator(buffers), len(_outputs(outputs)), isinstance(outputs, torch.Tensor)
+    bound = []
+    for l, handle, (layout, values), positions in zip(planned, handles, packers, _positions(planned, buffers, a)):
+        slot, counters = {name: i for i, name in enumerate(values)}, _counters(l)
+        slots = [(slot[name], place) for name, place in positions]
+        how = (handle, *l.grid, *l.block, l.lds)
+        bound.append((layout.pack, [*values.values()], slots, counters and (slot[counters[0]], counters[1]), how))
+    current_device, stream_of, launch = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, runtime.launch
+    counters_of = runtime.counters
+
+    def run(args: tuple):
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return run(args)
+        new = allocate()
+        tensors = new + args
+        stream, failure = stream_of(index), NotLaunched
+        try:
+            for pack, values, slots, counters, how in bound:
+                for slot, place in slots:
+                    values[slot] = tensors[place].data_ptr()
+                if counters:
+                    slot, number = counters
+                    values[slot] = counters_of(index, stream, 4 * number)
+                launch(*how, stream, pack(*values))
+                failure = RuntimeError
+        except RuntimeError as error:
+            raise failure(f"{error}. {advice}") from error
+        return new[0] if single else new[:count] or None
+
+    return run
+
+
+def bind_executor(executor, planned: tuple[Launch, ...], outputs, a) -> Callable[[tuple], object]:
+    """Calls of one signature on CPU tensors through `executor`."""
+    device = torch.device("cpu")
+    buffers = _buffers(planned, outputs, device)
+    allocate, count, single = _allocator(buffers), len(_outputs(outputs)), isinstance(outputs, torch.Tensor)
+    counters = [(at[0], torch.zeros(at[1], dtype=torch.int32)) if (at := _counters(l)) else None for l in planned]
+    bound = list(zip(planned, _positions(planned, buffers, a), counters))
+
+    def run(args: tuple):
+        new = allocate()
+        tensors = new + args
+        unwritten = new
+        for l, positions, zeroed in bound:
+            values = dict(l.args)
+            for name, place in positions:
+                values[name] = tensors[place]
+            if zeroed:
+                name, values[name] = zeroed
+            executor.launch(Launch(l.module, l.symbol, l.grid, l.block, values, l.lds), unwritten)
+            unwritten = ()
+        return new[0] if single else new[:count] or None
+
+    return run

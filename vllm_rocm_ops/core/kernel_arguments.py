@@ -1,0 +1,109 @@
+"""A kernel's arguments: what its stamp says that it takes, and how a launch's values become their buffer.
+
+Names, offsets and types are those that the compiler knew; csrc/build.py leaves them in the stamp. HIP, CUDA and the emulator get
+the same buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from vllm_rocm_ops.core.launch import I64, Counters, Launch, Workspace
+
+FORMATS = {"i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
+FORMATS |= {"f32": "f", "f64": "d", "pointer": "Q"}  # of the module struct, by type
+POINTERS = (torch.Tensor, Workspace, Counters, type(None))
+
+
+class Parameters(NamedTuple):
+    """What a kernel takes: the bytes of its argument buffer, and offset and type of each argument, by its name."""
+
+    bytes: int
+    arguments: dict[str | int, tuple[int, str]]
+
+
+def parameters(path: Path, symbol: str) -> Parameters:
+    """What a kernel takes, as the stamp of its code object says. RuntimeError if that does not know the kernel."""
+    stamp = path.with_suffix(".json")
+    try:
+        return Parameters(**_kernels(stamp, stamp.stat().st_mtime_ns)[symbol])
+    except (OSError, ValueError, KeyError):
+        raise RuntimeError(f"the stamp of {path} does not have the arguments of {symbol}") from None
+
+
+@functools.cache
+def _kernels(stamp: Path, version: int) -> dict[str, dict]:
+    """The kernels of one version of a stamp."""
+    return json.loads(stamp.read_text())["kernels"]
+
+
+def in_order(l: Launch) -> Parameters:
+    """What a kernel without a stamp takes, whose arguments are in order: as they look."""
+    end, found = 0, {}
+    for place, arg in enumerate(l.args):
+        types = ("i64",) if isinstance(arg, I64) else ("pointer", "i32", "f32")
+        of = next((type for type in types if _fits(arg, type)), None)
+        if of is None:
+            raise TypeError(
+                f"{l.symbol}: argument {place} must be a tensor, None, int, I64 or float, got {_shown(arg)}"
+            )
+        size = struct.calcsize(FORMATS[of])
+        found[place] = start, _ = -(-end // size) * size, of
+        end = start + size
+    return Parameters(end, found)
+
+
+def _fits(arg, type: str) -> bool:
+    """Whether an argument can have a type."""
+    if type == "pointer" or isinstance(arg, POINTERS):
+        return type == "pointer" and isinstance(arg, POINTERS)
+    if type.startswith("f"):
+        return isinstance(arg, float)
+    bits = int(type[1:])
+    least = -(1 << bits - 1) if type.startswith("i") else 0
+    return isinstance(arg, int) and least <= arg < least + (1 << bits)
+
+
+def _wanted(type: str) -> str:
+    kinds = {"p": "a tensor, Workspace, Counters or None", "f": "a float"}
+    return f"{kinds.get(type[0], 'an int within its range')} ({type})"
+
+
+def _shown(arg) -> str:
+    return "a tensor" if isinstance(arg, torch.Tensor) else f"{type(arg).__name__} {arg!r}"
+
+
+def packer(l: Launch, takes: Parameters) -> tuple[struct.Struct, dict[str | int, object]]:
+    """The layout of the launch's argument buffer, and its values by name, with pointers as 0: `layout.pack(*values.values())` is
+    the buffer. TypeError where the kernel takes others."""
+    given = l.named
+    if given.keys() != takes.arguments.keys():
+        missing, unknown = (
+            [*one.keys() - other] for one, other in ((takes.arguments, given), (given, takes.arguments))
+        )
+        got = " and ".join([f"no {name}" for name in sorted(missing)] + [f"also {name}" for name in sorted(unknown)])
+        raise TypeError(f"{l.symbol}: arguments must be {', '.join(map(str, takes.arguments))}, got {got}")
+    codes, end, values = "=", 0, {}
+    for name, (offset, type) in takes.arguments.items():
+        arg = given[name]
+        if not _fits(arg, type):
+            raise TypeError(f"{l.symbol}: argument {name} must be {_wanted(type)}, got {_shown(arg)}")
+        codes += f"{offset - end}x{FORMATS[type]}"
+        end = offset + struct.calcsize(FORMATS[type])
+        values[name] = 0 if type == "pointer" else arg
+    return struct.Struct(f"{codes}{takes.bytes - end}x"), values
+
+
+def pack(l: Launch, takes: Parameters, address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr) -> bytes:
+    """The argument buffer (AMD's kernarg segment without hidden arguments; CUDA's parameter buffer), with an address for each
+    tensor."""
+    layout, values = packer(l, takes)
+    values |= {name: address(arg) for name, arg in l.named.items() if isinstance(arg, torch.Tensor)}
+    return layout.pack(*values.values())

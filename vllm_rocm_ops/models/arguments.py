@@ -1,0 +1,184 @@
+"""The arguments of the ops that a model's step calls, in their order: random ones, of the sizes of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.models.config import BLOCKS, MX, STATIC, TOKEN, UNQUANTIZED
+from vllm_rocm_ops.ops.families.gemm import BLOCK
+from vllm_rocm_ops.ops.mxfp8_scaled_mm import BLOCK as MX_BLOCK
+
+
+class Inputs(NamedTuple):
+    """What arguments are made with: random ones with the generator, on its device; on the meta device none."""
+
+    device: str
+    generator: torch.Generator
+    fp8_dtype: torch.dtype
+    dtype: torch.dtype
+
+    def values(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Normally distributed, of the model's dtype or another."""
+        return self._tensor(torch.randn, shape, dtype or self.dtype)
+
+    def scales(self, *shape: int) -> Tensor:
+        """float32 in [0.5, 1.5)."""
+        scales = self._tensor(torch.rand, shape, torch.float32)
+        return scales if scales.is_meta else scales + 0.5
+
+    def exponents(self, *shape: int) -> Tensor:
+        """e8m0 scales as uint8, of 2^-2 to 2^3."""
+        return (self.scales(*shape) * 6 + 122).to(torch.uint8)
+
+    def _tensor(self, random: Callable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.device == "meta":
+            return torch.empty(shape, dtype=dtype, device="meta")
+        drawn = random(shape, generator=self.generator, device=self.generator.device)
+        return drawn.to(dtype).to(self.device)
+
+
+def scaled(tokens: int, inputs: Inputs, n: int, k: int, per_row: bool, *has_bias: bool) -> tuple:
+    a, b = (inputs.values(rows, k, dtype=inputs.fp8_dtype) for rows in (tokens, n))
+    scales = (inputs.scales(rows if per_row else 1, 1) for rows in (tokens, n))
+    return a, b.t(), *scales, inputs.dtype, *(inputs.values(n) for _ in has_bias)
+
+
+def gated_scaled(tokens: int, inputs: Inputs, n: int, k: int, per_row: bool) -> tuple:
+    """A result's scale keeps most products of k terms below FP8's limit."""
+    a, b, *scales, dtype = scaled(tokens, inputs, n, k, per_row)
+    return a, b, *scales, inputs.scales(1) * (k / 16), dtype
+
+
+def int8_scaled(tokens: int, inputs: Inputs, n: int, k: int, per_token: bool, *has_bias: bool) -> tuple:
+    """Weights have a scale for each channel; the input has one for each token, or one."""
+    a, b = ((40 * inputs.values(rows, k)).clamp(-127, 127).to(torch.int8) for rows in (tokens, n))
+    scales = inputs.scales(tokens if per_token else 1, 1), inputs.scales(n, 1)
+    return a, b.t(), inputs.dtype, *scales, *(inputs.values(n) for _ in has_bias)
+
+
+def block_scaled(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
+    a, b = (inputs.values(rows, k, dtype=inputs.fp8_dtype) for rows in (tokens, n))
+    blocks = -(-k // BLOCK)
+    return a, b, inputs.scales(tokens, blocks), inputs.scales(-(-n // BLOCK), blocks), inputs.dtype
+
+
+def mx_scaled(tokens: int, inputs: Inputs, n: int, k: int, *has_bias: bool) -> tuple:
+    a, b = (inputs.values(rows, k, dtype=torch.float8_e4m3fn) for rows in (tokens, n))
+    scales = (inputs.exponents(rows, k // MX_BLOCK) for rows in (tokens, n))
+    return a, b, *scales, inputs.dtype, *(inputs.values(n) for _ in has_bias)
+
+
+def unquantized(tokens: int, inputs: Inputs, n: int, k: int, *has_bias: bool) -> tuple:
+    return inputs.values(tokens, k), inputs.values(n, k), *(inputs.values(n) for _ in has_bias)
+
+
+def norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    rows = [inputs.values(tokens, hidden) for _ in range(2 if residual else 1)]
+    return *rows, inputs.values(hidden), epsilon
+
+
+def static_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    *tensors, epsilon = norm(tokens, inputs, hidden, residual, epsilon)
+    return *tensors, inputs.scales(1), epsilon, inputs.fp8_dtype
+
+
+def token_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    x, *rest, weight, epsilon = norm(tokens, inputs, hidden, residual, epsilon)
+    return x, weight, epsilon, inputs.fp8_dtype, None, *(rest or [None])
+
+
+def block_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    *quantized, upper_bound, rest = token_norm(tokens, inputs, hidden, residual, epsilon)
+    return *quantized, BLOCK, False, upper_bound, rest
+
+
+def mx_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    x, *rest, weight, epsilon = norm(tokens, inputs, hidden, residual, epsilon)
+    return x, weight, epsilon, *(rest or [None])
+
+
+def activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
+    return (inputs.values(tokens, 2 * hidden),)
+
+
+def static_activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
+    return inputs.values(tokens, 2 * hidden), inputs.scales(1), inputs.fp8_dtype
+
+
+def dynamic_activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
+    return inputs.values(tokens, 2 * hidden), inputs.fp8_dtype
+
+
+def routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool, *rest) -> tuple:
+    *how, has_bias = rest
+    return inputs.values(tokens, experts), topk, renormalize, *how, inputs.scales(experts) if has_bias else None
+
+
+def softmax_routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool) -> tuple:
+    return inputs.values(tokens, experts), topk, renormalize, None
+
+
+def experts(
+    tokens: int, inputs: Inputs, experts: int, here: int, topk: int, hidden: int, intermediate: int, quantization: str
+) -> tuple:
+    """Each token goes to `topk` of all experts, all as likely; the rank has the first of them."""
+    w1, w2 = (here, 2 * intermediate, hidden), (here, hidden, intermediate)
+    weight_dtype = {UNQUANTIZED: None, MX: torch.float8_e4m3fn}.get(quantization, inputs.fp8_dtype)
+
+    def scale(weight: tuple[int, int, int]) -> Tensor | None:
+        if quantization == UNQUANTIZED:
+            return None
+        _, n, k = weight
+        if quantization == MX:
+            return inputs.exponents(here, n, k // MX_BLOCK)
+        of_one = {BLOCKS: (-(-n // BLOCK), -(-k // BLOCK)), TOKEN: (n,)}.get(quantization, ())
+        return inputs.scales(here, *of_one)
+
+    weights, ids = inputs.scales(tokens, experts).topk(topk)
+    expert_map = None
+    if here < experts:
+        numbers = torch.arange(experts, dtype=torch.int32, device=weights.device)
+        expert_map = torch.where(numbers < here, numbers, -1)
+    static = [inputs.scales(1) if quantization == STATIC else None for _ in range(2)]
+    values = inputs.values(tokens, hidden), *(inputs.values(*size, dtype=weight_dtype) for size in (w1, w2))
+    return *values, weights, ids.int(), inputs.dtype, scale(w1), scale(w2), *static, expert_map
+
+
+PAGE = 16  # vLLM's tokens of a page
+
+
+def heads_attention(
+    tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, positions: int, native: bool
+) -> tuple:
+    """Requests of one token, with as many keys as there are positions, in a cache as ROCM_ATTN or as TRITON_ATTN has it."""
+    places, width = _pages(tokens, inputs, positions)
+    x = 16 // inputs.dtype.itemsize
+    shapes = ((kv_heads, size // x, PAGE, x), (kv_heads, size, PAGE)) if native else ((PAGE, kv_heads, size),) * 2
+    caches = (inputs.values(tokens * width, *shape) for shape in shapes)
+    return inputs.values(tokens, heads, size), *caches, *places, size**-0.5
+
+
+def latent_attention(
+    tokens: int, inputs: Inputs, heads: int, latent: int, rope: int, size: int, positions: int
+) -> tuple:
+    """The same for heads of this size that share a latent and a rotated part."""
+    places, width = _pages(tokens, inputs, positions)
+    queries = inputs.values(tokens, heads, latent), inputs.values(tokens, heads, rope)
+    return *queries, inputs.values(tokens * width, PAGE, latent + rope), *places, size**-0.5
+
+
+def absorbed(tokens: int, inputs: Inputs, heads: int, k: int, n: int, transposed: bool) -> tuple:
+    """A weight of each head [heads, K, N], with N side by side if transposed, else K."""
+    weights = inputs.values(heads, k, n) if transposed else inputs.values(heads, n, k).transpose(1, 2)
+    return inputs.values(tokens, heads, k), weights
+
+
+def _pages(tokens: int, inputs: Inputs, positions: int) -> tuple[tuple[Tensor, Tensor], int]:
+    """The block table and the lengths of requests, and how many pages a request has."""
+    width = -(-positions // PAGE)
+    table = torch.arange(tokens * width, dtype=torch.int32, device=inputs.device).view(tokens, width)
+    return (table, torch.full((tokens,), positions, dtype=torch.int32, device=inputs.device)), width

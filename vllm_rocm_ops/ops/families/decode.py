@@ -1,0 +1,299 @@
+"""Flash decoding: a few query rows per request attend to a paged cache. What its ops share; kernels: csrc/attention/."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Counters, Workspace
+from vllm_rocm_ops.core.quantization import LIMIT
+from vllm_rocm_ops.core.tensors import describe, overlaps_itself
+from vllm_rocm_ops.ops.families import attention
+from vllm_rocm_ops.ops.families.attention import ELEMENTS, CacheLayout
+from vllm_rocm_ops.ops.families.gemm import divisor
+
+MOST_ROWS = 8  # of a request
+COLUMNS = 16  # rows times heads of a group that an instruction has
+FAN_IN = 16  # sums that a block adds
+PARTITION = 128  # a constant partition is a multiple of it
+MOST_PARTS = 128
+NOMINAL_KEYS = 4096  # of most requests, where the block table has room for more
+LONG_SHARE = 0.05  # of the others
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """The keys of a request are in at most `parts` parts, a block each. A part has at least `least_steps` steps: 128 keys each, or
+    32 of MLA."""
+
+    parts: int
+    least_steps: int = 1
+
+
+def exact(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+# References
+
+
+def _request(query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows [query_len, heads, size], scaled, attend to keys and values [length, key heads, size]. Weights are rounded to values'
+    dtype; everything else has query's."""
+    rows, heads, _ = query.shape
+    length, kv_heads, _ = keys.shape
+    grouped = query.unflatten(1, (kv_heads, -1))
+    scores = torch.einsum("rkgd,nkd->rkgn", grouped, keys.to(query.dtype)).flatten(1, 2)
+    last = torch.arange(length - rows, length, device=query.device)[:, None]
+    places = torch.arange(length, device=query.device)
+    seen = (places <= last) & (places > last - window) if window > 0 else places <= last
+    scores = scores.masked_fill(~seen[:, None], -math.inf)
+    if sinks is not None:
+        sink = sinks.to(query.dtype).expand(rows, heads)
+        lse = torch.cat((scores, sink[..., None]), -1).logsumexp(-1)
+    else:
+        lse = scores.logsumexp(-1)
+    largest = torch.full_like(lse, -math.inf) if length == 0 else scores.amax(-1)
+    largest = largest.nan_to_num(neginf=0.0)[..., None]
+    weights = (scores - largest).exp()
+    rounded = weights.to(values.dtype).to(query.dtype).unflatten(1, (kv_heads, -1))
+    out = torch.einsum("rkgn,nkd->rkgd", rounded, values.to(query.dtype)).flatten(1, 2)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sink[..., None] - largest).exp()
+    return torch.where(total != 0, out / total, 0.0), lse
+
+
+def reference(
+    query: Tensor,
+    layout: CacheLayout,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_len: int,
+    scale: float,
+    scales: tuple[Tensor | None, Tensor | None],
+    window: int = 0,
+    sinks: Tensor | None = None,
+    quantize: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The rows [rows, heads, size of a value] of query's dtype, or quantized, and the logarithms of their sums [rows, heads]."""
+    of, (k_scale, v_scale) = exact(query), scales
+    factor = scale if k_scale is None else scale * k_scale.to(of)
+    requests = query.to(of).mul(factor).unflatten(0, (-1, query_len)) if len(seq_lens) else ()
+    quantize = quantize or (lambda rows: rows.to(query.dtype))
+    out = quantize(query.new_zeros((*query.shape[:2], layout.value_size), dtype=of))
+    lse = query.new_empty(query.shape[:2], dtype=of)
+    for r, (of_request, length) in enumerate(zip(requests, seq_lens.tolist())):
+        places = torch.arange(max(length, 0), device=query.device)
+        pages, slots = block_table[r, places // layout.page_size].long(), places % layout.page_size
+        keys, values = layout.keys(pages, slots), layout.values(pages, slots)
+        if attention.is_quantized(values):
+            values = values.to(query.dtype)
+        found, sums = _request(of_request, keys, values, window, sinks)
+        at = slice(r * query_len, (r + 1) * query_len)
+        out[at] = quantize(found if v_scale is None else found * v_scale.to(of))
+        lse[at] = sums
+    return out, lse
+
+
+def returned(out: Tensor | None, return_lse: bool, found: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """What an op returns: nothing for what the caller has a tensor for, or does not want."""
+    if out is not None:
+        found = out.copy_(found).new_empty(0)
+    return found, lse if return_lse else lse.new_empty((0, 0))
+
+
+def allocate(a, query: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """The same, unwritten."""
+    out = query.new_empty(query.shape) if a.out is None else a.out.new_empty(0)
+    shape = (query.shape[0], heads) if a.return_lse else (0, 0)
+    return out, query.new_empty(shape, dtype=exact(query))
+
+
+# Rules
+
+
+def cache_dtype_contract(name: str, cache: Tensor, dtype: torch.dtype) -> tuple[str, str, str, bool]:
+    holds = cache.dtype == dtype or attention.is_quantized(cache)
+    return name, f"of dtype {dtype} or e4m3", describe(cache), holds
+
+
+def requests_contract(a, name: str, query: Tensor) -> Iterator[tuple[str, str, str, bool]]:
+    """What says where keys are, and the argument's rows."""
+    table, lens = a.block_table, a.seq_lens
+    holds = table.dtype == torch.int32 and table.dim() == 2 and table.shape[1] > 0
+    yield "block_table", "int32 [requests, pages]", describe(table), holds
+    requests = table.shape[0]
+    holds = lens.dtype == torch.int32 and lens.shape == (requests,)
+    yield "seq_lens", f"int32 [requests={requests}]", describe(lens), holds
+    yield "query_len", "positive", str(a.query_len), a.query_len > 0
+    rows = query.shape[0]
+    yield name, f"of requests * query_len = {requests * a.query_len} rows", str(rows), rows == requests * a.query_len
+
+
+def out_contract(a, query: Tensor, scale: Tensor | None = None) -> Iterator[tuple[str, str, str, bool]]:
+    if scale is not None:
+        yield "out", "a tensor where there is an out_scale", "None", a.out is not None
+    if a.out is not None:
+        dtype, holds = (query.dtype, a.out.dtype == query.dtype) if scale is None else ("e4m3", a.out.dtype in LIMIT)
+        yield "out", f"{dtype} {list(query.shape)}", describe(a.out), holds and a.out.shape == query.shape
+        yield "out", "without elements in the same place", describe(a.out), not overlaps_itself(a.out)
+
+
+def out_envelope(a, size: int, arch: Arch) -> Iterator[tuple[str, bool]]:
+    if a.out is not None:
+        yield f"out is of 16 bits, or e4m3 as {arch.name} has it", a.out.dtype in (*ELEMENTS, arch.fp8_dtype)
+        yield attention.heads_envelope("out", attention.heads(a.out, size))
+
+
+def partition_contract(a) -> tuple[str, str, str, bool]:
+    holds = a.partition >= 0 and a.partition % PARTITION == 0
+    return "partition", f"0 or a multiple of {PARTITION}", str(a.partition), holds
+
+
+def requests_envelope(a, layout: CacheLayout, limit: int) -> Iterator[tuple[str, bool]]:
+    yield f"query_len is at most {MOST_ROWS}", a.query_len <= MOST_ROWS
+    yield "block_table's pages lie side by side", a.block_table.stride(1) == 1
+    yield "seq_lens is contiguous", a.seq_lens.is_contiguous()
+    keys = capacity(a, layout)
+    yield "there is room for fewer than 2^30 keys of a request", keys < 2**30
+    yield "the caches span fewer than 2^35 elements", _span(layout.key) < 2**35 and _span(layout.value) < 2**35
+    yield f"there are at most {limit} parts", a.partition == 0 or -(-keys // a.partition) <= limit
+
+
+def _span(x: Tensor) -> int:
+    """Elements from the first to the last."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1
+
+
+def capacity(a, layout: CacheLayout) -> int:
+    """The most keys of a request."""
+    return a.block_table.shape[1] * layout.page_size
+
+
+# Plans
+
+
+def configs(a, layout: CacheLayout, step: int, least_steps: int = 1) -> list[DecodeConfig]:
+    """Powers of two of parts; with a constant partition, as many as there may be."""
+    keys = capacity(a, layout)
+    if a.partition:
+        return [DecodeConfig(-(-keys // a.partition), a.partition // step)]
+    most = min(-(-keys // (step * least_steps)), MOST_PARTS)
+    return [DecodeConfig(1 << i, least_steps) for i in range(most.bit_length())]
+
+
+def divided(config: DecodeConfig, keys: int, step: int) -> tuple[int, int]:
+    """The parts of so many keys, and the most steps of a part."""
+    steps = -(-keys // step)
+    parts = max(min(config.parts, -(-steps // config.least_steps)), 1)
+    return parts, -(-steps // parts)
+
+
+def tree(parts: int) -> list[int]:
+    """How many sums there are: those of parts, of groups of FAN_IN of them, and so on."""
+    counts = [parts]
+    while counts[-1] > 1:
+        counts.append(-(-counts[-1] // FAN_IN))
+    return counts
+
+
+def problem_arguments(
+    config: DecodeConfig,
+    a,
+    query: Tensor,
+    layout: CacheLayout,
+    caches: tuple[Tensor, Tensor],
+    scales: tuple[Tensor | None, Tensor | None],
+    outputs: tuple[Tensor, Tensor],
+    columns: int,
+    *,
+    counts: bool = True,
+) -> dict[str, object]:
+    """DecodeProblem of csrc/attention/problem.h without query, sinks and window. A block has so many columns; the last of those
+    of a request adds the parts, if they are counted."""
+    heads, group = query.shape[1], query.shape[1] // layout.heads
+    out = outputs[0] if a.out is None else a.out
+    of_out = attention.heads(out, layout.value_size).stride()
+    tiles = column_tiles(a, query, layout, columns)
+    blocks, sums = a.block_table.shape[0] * layout.heads * tiles, tree(config.parts)
+    shared, slots, groups = config.parts > 1, sum(sums[:-1]), sum(sums[1:])
+
+    def of_cache(cache: Tensor, scale: Tensor | None, strides) -> dict:
+        return {"data": cache, "scale": scale, "offset": 0, **vars(strides)}
+
+    return {
+        "out": out,
+        "out_scale": getattr(a, "out_scale", None),
+        "lse": outputs[1] if a.return_lse else None,
+        "key_cache": of_cache(caches[0], scales[0], layout.key_strides()),
+        "value_cache": of_cache(caches[1], scales[1], layout.value_strides()),
+        "block_table": a.block_table,
+        "seq_lens": a.seq_lens,
+        "partials": Workspace(4 * blocks * slots * columns * (layout.value_size + 2)) if shared else None,
+        "counters": Counters(blocks * groups) if shared and counts else None,
+        "query_stride": query.stride(0),
+        "query_head_stride": query.stride(1),
+        "out_stride": of_out[0],
+        "out_head_stride": of_out[1],
+        "table_stride": a.block_table.stride(0),
+        "scale": a.scale / math.log(2.0),
+        "query_len": a.query_len,
+        "query_heads": heads,
+        "kv_heads": layout.heads,
+        "group": group,
+        "column_tiles": tiles,
+        "page_size": layout.page_size,
+        "table_pages": a.block_table.shape[1],
+        "parts": config.parts,
+        "least_steps": config.least_steps,
+        "slots": slots,
+        "groups": groups,
+        "page_divisor": divisor(layout.page_size),
+        "least_divisor": divisor(config.least_steps),
+        "group_divisor": divisor(group),
+        "tiles_divisor": divisor(tiles),
+        "heads_divisor": divisor(layout.heads),
+    }
+
+
+def column_tiles(a, query: Tensor, layout: CacheLayout, columns: int) -> int:
+    """Blocks that a request's rows and the heads of a group need."""
+    return -(-a.query_len * query.shape[1] // (layout.heads * columns))
+
+
+# Cases
+
+
+def pages_of(lens, given: dict, generator: torch.Generator) -> tuple[Tensor, int]:
+    """A block table with pages in any order, and how many pages there are."""
+    page = given.get("page", 16)
+    width = max(-(-max(lens, default=0) // page), 1) + given.get("wider", 2)
+    pages = len(lens) * width + 2
+    order = torch.randperm(pages, generator=generator).to(torch.int32)[: len(lens) * width]
+    return order.view(len(lens), width), pages
+
+
+def out_of(given: dict, rows: int, heads: int, size: int, dtype: torch.dtype, device: str) -> Tensor | None:
+    """Rows and heads that lie apart, if the case asks for them."""
+    if not given.get("out"):
+        return None
+    shape = (rows, heads + 1, size + 8)
+    return torch.full(shape, math.nan).to(given.get("out_dtype", dtype)).to(device)[:, 1:, :size]
+
+
+def fill(layout: CacheLayout, table: Tensor, lens, given: dict, generator: torch.Generator) -> None:
+    """Writes keys and values, with garbage behind them in the table; slots that are not used stay."""
+    for row, length in zip(table, lens):
+        places = torch.arange(length)
+        sizes = layout.key_size, layout.value_size
+        new = [torch.randn(length, layout.heads, size, generator=generator) for size in sizes]
+        new[0][length // 2 : length // 2 + 1] *= given.get("peak", 1.0)
+        parts = [part.to(layout.key.dtype) for part in new]
+        layout.write(row[places // layout.page_size].long(), places % layout.page_size, *parts)
+        row[-(-length // layout.page_size) :] = 2**30

@@ -1,0 +1,203 @@
+"""The experts of fused_experts for few tokens: the kernels of csrc/ops/fused_experts.hip, which stream weights."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch, Workspace, fields
+from vllm_rocm_ops.ops.families.experts import (
+    expected_hit,
+    expected_tiles,
+    intermediate,
+    scale_strides,
+    scheme,
+    slots,
+    weight_strides,
+)
+from vllm_rocm_ops.ops.families.experts_quantize import Activations, Rows, hidden_operand, operand, quantizing
+from vllm_rocm_ops.ops.families.gemm import OUT_TYPES
+from vllm_rocm_ops.ops.families.rowwise import ELEMENTS, VECTOR
+from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_BYTES
+
+MODULE = "fused_experts"
+MOST_TOKENS, MOST_SLOTS = 64, 32  # that blocks group in LDS
+TILE_ROWS, GATE_UP_ROWS = 16, 8  # of weights in a tile; of these the gate rows
+TILE_TOKENS = {32: 8, 64: 16}  # by the lanes of a wave
+WAVES = 4  # of a block
+SLICE_BYTES = 128  # a K slice, which a wave takes at a time
+MOST_UNIT_SLICES = 4  # K slices of a unit of down, which one wave has
+SUM_THREADS = 256
+RESIDENT = {"gate_up": 3, "down": 4}  # blocks of a compute unit
+# The model of `cost`, fitted to H200 at the shares of bench/experts.py: the share of the bandwidth that gate_up gets, and
+# the one that down would get with no end of blocks; bytes a microsecond that a block of down gets by itself, by the lanes of a
+# wave, on AMD what it has in flight; of a further tile of an expert's tokens, a constant and the share of the time of the
+# first one's bytes, which caches may hold; for a launch; for the one that sums up split-K; and for each further time that all
+# blocks of down are new ones.
+GATE_UP_BANDWIDTH, DOWN_BANDWIDTH = 1.03, 1.55
+BLOCK_RATE = {32: 17.2e3, 64: 16.4e3}
+FURTHER_TILE_US, FURTHER_TILE_COST = 0.2, 0.69
+LAUNCH_US, SUM_US, ROUND_US = 3.1, 2.8, 1.0
+
+
+@dataclass(frozen=True)
+class StreamedConfig:
+    """For few tokens: blocks stream the weights of the experts that are hit; for the second product `split_k` blocks share each
+    tile of its rows, and a launch adds up their partial sums."""
+
+    split_k: int
+
+
+def takes(a, arch: Arch) -> bool:
+    """Whether these kernels take so many tokens, slots and experts. Items times the square of an item's tiles: see divide_by."""
+    m, tiles = a.hidden.shape[0], intermediate(a) // GATE_UP_ROWS
+    fits = m <= MOST_TOKENS and slots(a) <= MOST_SLOTS and m * slots(a) * tiles**2 < 2**31
+    return fits and max(_gate_up_lds(a) + 2 * WAVES * 4 * arch.wave_lanes * 4, _down_lds(a)) <= arch.lds_bytes
+
+
+def _lists_bytes(a) -> int:
+    """Of the pairs in the order of their experts, as gate_up leaves them to down."""
+    return 16 + 10 * _padded_pairs(a)
+
+
+def _padded_pairs(a) -> int:
+    return (a.hidden.shape[0] * slots(a) + 8) // 8 * 8
+
+
+def _gate_up_lds(a) -> int:
+    """Bytes of LDS in which a block groups the pairs, beside the sums of its waves."""
+    return _lists_bytes(a) + 6 * _padded_pairs(a) + 4 * len(a.w1)
+
+
+def _down_lds(a) -> int:
+    """Bytes of LDS for the pairs and for each wave's sums."""
+    return _lists_bytes(a) + WAVES * a.hidden.shape[0] * TILE_ROWS * 4
+
+
+def configs(a, arch: Arch) -> list[StreamedConfig]:
+    """Whole tiles, or split-K so that all blocks fit on the chip at once, or in two rounds; each wave with a unit at least."""
+    at_once, (_, units) = RESIDENT["down"] * arch.compute_units, _units(a)
+    most = -(-a.hidden.shape[0] * slots(a) * units // WAVES)
+    split_k = {max(min(rounds * at_once // _down_tiles(a), most), 1) for rounds in (0, 1, 2)}
+    return [StreamedConfig(n) for n in sorted(split_k)]
+
+
+def _down_tiles(a) -> int:
+    return -(-a.hidden.shape[1] // TILE_ROWS)
+
+
+def _units(a) -> tuple[int, int]:
+    """K slices in a unit of down, and units of an item: as even as can be."""
+    slices = -(-intermediate(a) * a.w2.element_size() // SLICE_BYTES)
+    units = -(-slices // MOST_UNIT_SLICES)
+    return -(-slices // units), units
+
+
+def cost(config: StreamedConfig, a, arch: Arch) -> dict[str, float]:
+    """The time to stream the experts that are hit if all are as likely, each further tile of an expert's tokens, and launches."""
+    (m, h), bandwidth, lanes = a.hidden.shape, arch.bandwidth_gb_s * 1e3, arch.wave_lanes
+    hit, tiles = expected_hit(a), expected_tiles(a, TILE_TOKENS[lanes])
+    most = RESIDENT["down"] * arch.compute_units
+    blocks = _down_tiles(a) * config.split_k
+    w1, w2 = (weight.numel() // len(weight) * weight.element_size() for weight in (a.w1, a.w2))  # bytes of an expert
+    us = w1 / (GATE_UP_BANDWIDTH * bandwidth)
+    us += w2 * (1 / (DOWN_BANDWIDTH * bandwidth) + 1 / (BLOCK_RATE[lanes] * min(blocks, most)))
+    terms = {
+        "streaming": hit * us,
+        "further tiles": (tiles - hit) * (FURTHER_TILE_US + FURTHER_TILE_COST * us),
+        "launches": (2 + quantizing(a)) * LAUNCH_US + (-(-blocks // most) - 1) * ROUND_US,
+    }
+    if config.split_k > 1:
+        terms["sum"] = SUM_US + 8 * config.split_k * m * h / bandwidth
+    return terms
+
+
+def launches(config: StreamedConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+    """The launches of a call: out [M, H] is contiguous."""
+    m, h = a.hidden.shape
+    if m == 0:
+        return []
+    inner, pairs = intermediate(a), m * slots(a)
+    act, lists, num_rows = Workspace(pairs * inner * 2), Workspace(_lists_bytes(a)), Workspace(4)
+    hidden, quantize_hidden = hidden_operand(a, arch)
+    activation, quantize_act = operand(a, Rows(act, pairs, inner, inner, a.out_dtype), a.act_scale, arch, num_rows)
+    tiles = inner // GATE_UP_ROWS
+    blocks = min(pairs * tiles, RESIDENT["gate_up"] * arch.compute_units)
+    product, grid = functools.partial(_product, a, arch, lists), (_down_tiles(a), config.split_k, 1)
+    partial = out if config.split_k == 1 else Workspace(config.split_k * m * h * 4)
+    given = num_rows if quantize_act else None
+    gate_up = product("gate_up", hidden, a.w1, a.w1_scale, act, given, (blocks, 1, 1), blocks, tiles)
+    down = product("down", activation, a.w2, a.w2_scale, partial, None, grid, *_units(a))
+    planned = [*quantize_hidden, gate_up, *quantize_act, down]
+    if config.split_k > 1:
+        grid = -(-m * h // (VECTOR * SUM_THREADS)), 1, 1
+        symbol = f"{MODULE}_sum_{ELEMENTS[a.out_dtype]}"
+        args = {"partials": partial, "out": out, "count": config.split_k, "elements": m * h}
+        planned.append(Launch(MODULE, symbol, grid, (SUM_THREADS, 1, 1), fields("sums", args)))
+    return planned
+
+
+def _product(
+    a,
+    arch: Arch,
+    lists: Workspace,
+    name: str,
+    tokens: Activations,
+    weight: Tensor,
+    scale: Tensor | None,
+    out: Tensor | Workspace,
+    num_rows: Workspace | None,
+    grid: tuple[int, int, int],
+    step: int,
+    work_per_item: int,
+) -> Launch:
+    """The launch of one of the two products."""
+    experts, rows, k = weight.shape
+    m, kind, size = a.hidden.shape[0], scheme(weight, scale), weight.element_size()
+    scale_size = 0 if scale is None else scale.element_size()
+    scale_expert, scale_row = (scale_size * n for n in scale_strides(weight, scale))
+    tile, row, vector = weight_strides(a, weight)
+    args = {
+        "tokens": tokens.rows,
+        "weights": weight,
+        "out": out,
+        "scale_a": tokens.scale,
+        "scale_b": scale,
+        "ids": a.topk_ids,
+        "router": a.topk_weights,
+        "lists": lists,
+        "num_rows": num_rows,
+        "expert_map": a.expert_map,
+        "expert_bytes": weight.stride(0) * size,
+        "expert_scales": scale_expert,
+        "token_bytes": tokens.row_bytes,
+        "row_bytes": row,
+        "tile_bytes": tile,
+        "spread": vector // FRAGMENT_BYTES,
+        "m": m,
+        "n": rows,
+        "k": k * size,
+        "pairs": m * slots(a),
+        "scale_a_row": tokens.scale_row * scale_size,
+        "scale_b_row": scale_row,
+        "topk": a.topk_ids.shape[1],
+        "shared": a.shared_experts,
+        "routed": experts - a.shared_experts,
+        "mapped": 0 if a.expert_map is None else len(a.expert_map),
+        "id_words": a.topk_ids.element_size() // 4,
+        "per_slot": 2**20 // slots(a) + 1,
+        "out_type": OUT_TYPES[a.out_dtype],
+        "apply_weights": int(a.apply_router_weight_on_input == (name == "gate_up")),
+        "step": step,
+        "split_k": grid[1],
+        "work_per_item": work_per_item,
+        "work_per_item_inverse": 2**31 // work_per_item + 1,
+    }
+    lds = _down_lds(a) if name == "down" else _gate_up_lds(a)
+    kinds = {"none": "bf16" if weight.dtype == torch.bfloat16 else "fp16", "tensor": "row", "channel": "row"}
+    symbol = f"{MODULE}_{name}_{kinds.get(kind, kind)}"
+    return Launch(MODULE, symbol, grid, (WAVES * arch.wave_lanes, 1, 1), fields("experts", args), lds)

@@ -1,0 +1,186 @@
+"""The experts of fused_experts for many tokens: the kernels of csrc/ops/fused_experts_tiled.hip."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch, Workspace, fields
+from vllm_rocm_ops.ops.families import experts_bytes
+from vllm_rocm_ops.ops.families.experts import (
+    expected_hit,
+    expected_pairs,
+    expected_tiles,
+    intermediate,
+    scale_strides,
+    scheme,
+    slots,
+    weight_strides,
+)
+from vllm_rocm_ops.ops.families.experts_quantize import (
+    MOST_COLUMNS,
+    Activations,
+    Rows,
+    hidden_operand,
+    operand,
+    quantizing,
+)
+from vllm_rocm_ops.ops.families.gemm import OUT_TYPES
+from vllm_rocm_ops.ops.families.rowwise import ELEMENTS, VECTOR
+from vllm_rocm_ops.ops.families.tiled_gemm import FLOPS_PER_BYTE, PANEL, RATE, RESIDENT, SINGLE_BLOCK_RATE, lds_bytes
+
+MODULE = "fused_experts_tiled"
+TOKENS, ROWS = (64, 128), 128  # of a tile: pairs of one expert, rows of its weight
+THREADS, SORT_THREADS, COMBINE_THREADS = 256, 1024, 256
+MOST_EXPERTS = 1024
+# Fitted to H200 at the shares of bench/experts.py: the rate of multiplying, beside that of scaled_mm_tiled; the share of
+# the bandwidth; for each of the times that all blocks are new ones; for a launch.
+MULTIPLYING = {64: 1.07, 128: 0.85}
+STREAMING, ROUND_US, LAUNCH_US = {64: 0.92, 128: 0.55}, 0.93, 2.3
+
+
+@dataclass(frozen=True)
+class TiledConfig:
+    """Tiles of `tokens` pairs of one expert."""
+
+    tokens: int
+
+
+def envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    """What the tiled kernels need beyond what the streamed ones do."""
+    (m, h), inner, experts = a.hidden.shape, intermediate(a), len(a.w1)
+    yield f"there are at most {MOST_EXPERTS} experts", experts <= MOST_EXPERTS
+    yield "a token has a slot, and there are fewer than 2^28 pairs", 0 < slots(a) and m * slots(a) < 2**28
+    yield "a token's results take less than 2 GB", slots(a) * h * 4 < 2**31
+    kind = scheme(a.w1, a.w1_scale)
+    scales = [scale for scale in (a.w1_scale, a.w2_scale) if scale is not None]
+    yield "scales of the weights are float32", all(scale.dtype == torch.float32 for scale in scales)
+    yield "weights alone have a scale per row or tensor", not a.weight_only or kind in ("tensor", "channel")
+    yield "out_dtype is that of weights without scales", kind != "none" or a.out_dtype == a.w1.dtype
+    once = not a.apply_router_weight_on_input or a.topk_ids.shape[1] == 1  # an id that a token repeats is another pair
+    yield "weights on the input are those of one expert a token", once
+    columns = [h] if a.hidden_scale is None else []
+    columns += [inner] if a.act_scale is None else []
+    if a.w1.dtype == torch.int8:
+        columns = [h, inner]  # with a static scale too, rows are blocks'
+    holds = kind not in ("tensor", "channel") or a.weight_only or max(columns, default=0) <= MOST_COLUMNS
+    yield f"what is quantised per token has at most {MOST_COLUMNS} columns", holds
+
+
+def configs(a, arch: Arch) -> list[TiledConfig]:
+    """Every tile size."""
+    return [TiledConfig(tokens) for tokens in TOKENS]
+
+
+def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
+    """The time by the model of scaled_mm_tiled, in microseconds: per product the multiplying of the compute unit that has most, or
+    the bytes that HBM brings if they take longer; and what the other launches move."""
+    (m, h), inner, size = a.hidden.shape, intermediate(a), a.w1.element_size()
+    pairs, tiles = expected_pairs(a), expected_tiles(a, config.tokens)
+    bandwidth = arch.bandwidth_gb_s * 1e3  # bytes / us
+    # A panel of bf16 has half the products, and takes as long.
+    rate = MULTIPLYING[config.tokens] * RATE[config.tokens] * FLOPS_PER_BYTE * bandwidth / arch.compute_units
+    hit = expected_hit(a) / len(a.w1)
+    at_once = RESIDENT[ROWS] * arch.compute_units
+    terms = {}
+    for name, weight, rows, k in (("gate_up", a.w1, 2 * inner, h), ("down", a.w2, h, inner)):
+        blocks = tiles * -(-rows // ROWS)
+        of_unit = math.ceil(blocks / arch.compute_units)
+        single = of_unit % RESIDENT[ROWS]
+        of_block = 2 * config.tokens * ROWS * PANEL * -(-k * size // PANEL) / rate
+        moved = weight.numel() * size * hit + pairs * (k * size + rows * 4)
+        terms[name] = max(
+            (of_unit - single + single / SINGLE_BLOCK_RATE) * of_block, moved / (STREAMING[config.tokens] * bandwidth)
+        )
+        terms[name] += blocks / at_once * ROUND_US
+    terms["rest"] = (pairs * (h * 4 + inner * 3) + m * h * 5) / bandwidth + (4 + quantizing(a)) * LAUNCH_US
+    return terms
+
+
+def _kind(weight: Tensor, scale: Tensor | None) -> str:
+    """What the symbols of these kernels say of types and scales."""
+    return ELEMENTS.get(weight.dtype, "block" if scheme(weight, scale) == "block" else "row")
+
+
+def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+    """The launches of a call: out [M, H] is contiguous."""
+    (m, h), inner, topk = a.hidden.shape, intermediate(a), a.topk_ids.shape[1]
+    if m == 0:
+        return []
+    pairs, experts = m * slots(a), len(a.w1)
+    routing = {
+        "ids": a.topk_ids,
+        "expert_map": a.expert_map,
+        "tokens": m,
+        "topk": topk,
+        "shared": a.shared_experts,
+        "routed": experts - a.shared_experts,
+        "mapped": 0 if a.expert_map is None else len(a.expert_map),
+        "id_words": a.topk_ids.element_size() // 4,
+    }
+    most_tiles = min(pairs, pairs // config.tokens + experts)
+    order, tiles = Workspace(pairs * 4), Workspace((1 + most_tiles) * 16)
+    args = {"routing": routing, "sorted": order, "tiles": tiles, "experts": experts, "tile": config.tokens}
+    sort = Launch(MODULE, f"{MODULE}_sort", (experts, 1, 1), (SORT_THREADS, 1, 1), fields("sort", args))
+    act = Rows(Workspace(pairs * inner * a.out_dtype.itemsize), pairs, inner, inner, a.out_dtype)
+    results = Workspace(pairs * h * 4)
+    tokens, quantize_hidden = hidden_operand(a, arch)
+    activations, quantize_act = operand(a, act, a.act_scale, arch, tiles)  # tiles begin with the number of rows
+
+    def product(
+        name: str, x: Activations, dtype: torch.dtype, weight: Tensor, scale: Tensor | None, to, router, tiles_n: int
+    ) -> Launch:
+        _, rows, k = weight.shape
+        size, (scale_expert, scale_row) = weight.element_size(), scale_strides(weight, scale)
+        b_tile, b_row, b_vec = weight_strides(a, weight)
+        args = {
+            "a": x.rows,
+            "b": weight,
+            "out": to,
+            "sorted": order,
+            "tiles": tiles,
+            "scale_a": x.scale,
+            "scale_b": scale,
+            "router": router,
+            "a_stride": x.row_bytes,
+            "b_expert": weight.stride(0) * size,
+            "scale_b_expert": scale_expert,
+            "b_tile": b_tile,
+            "b_row": b_row,
+            "b_vec": b_vec,
+            "n": rows,
+            "k": k * (a.hidden.element_size() if a.weight_only else size),
+            "scale_a_row": x.scale_row,
+            "scale_a_k": x.scale_k,
+            "scale_b_row": scale_row,
+            "slots": slots(a),
+            "topk": topk,
+            "out_type": OUT_TYPES[a.out_dtype],
+            "tiles_n": tiles_n,
+        }
+        module, kind = experts_bytes.kernels(a, weight, scale, dtype) or (MODULE, _kind(weight, scale))
+        symbol = f"{module}_{name}_{kind}_{config.tokens}"
+        lds, grid = lds_bytes(config.tokens, ROWS, arch), (most_tiles * tiles_n, 1, 1)
+        return Launch(module, symbol, grid, (THREADS, 1, 1), fields("problem", args), lds)
+
+    on_input, on_output = (a.topk_weights, None) if a.apply_router_weight_on_input else (None, a.topk_weights)
+    gate_up = product(
+        "gate_up", tokens, a.hidden.dtype, a.w1, a.w1_scale, act.buffer, on_input, -(-inner // (ROWS // 2))
+    )
+    down = product("down", activations, a.out_dtype, a.w2, a.w2_scale, results, None, -(-h // ROWS))
+    args = {
+        "routing": routing,
+        "results": results,
+        "router": on_output,
+        "out": out,
+        "columns": h,
+        "out_type": OUT_TYPES[a.out_dtype],
+    }
+    grid = m, -(-h // (VECTOR * COMBINE_THREADS)), 1
+    combine = Launch(MODULE, f"{MODULE}_combine", grid, (COMBINE_THREADS, 1, 1), fields("combine", args))
+    return [sort, *quantize_hidden, gate_up, *quantize_act, down, combine]

@@ -1,0 +1,397 @@
+"""What the ops on rows share: norms and activations, each plain or quantised per tensor, per token, per block or to MX-FP8.
+
+A kernel of theirs keeps a row, or a part of it, in the registers of a block: each thread owns
+`vectors_per_thread` vectors of 8 elements. Symbols end in the element type and that number, or in `general` for the kernel that takes any size
+and alignment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core import quantization
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.op import Case
+from vllm_rocm_ops.core.quantization import MX_BLOCK, MX_SCALES
+from vllm_rocm_ops.core.tensors import aligned, describe, is_wide_float, overlaps_itself, row_stride, rows_of
+
+VECTOR = 8  # elements of a 16-byte access
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+GROUP_SIZES = (64, 128)
+MAX_THREADS = {0: 1024, 1: 1024, 2: 1024, 4: 512, 8: 512}  # by vectors of a thread; as the kernels' launch bounds say
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """A block has `threads` threads, each of which owns so many vectors; 0 is the general kernel."""
+
+    threads: int
+    vectors_per_thread: int
+
+
+def contract(
+    a, parts: int, columns: Iterable[str] = ("weight",), mx: bool = False
+) -> Iterator[tuple[str, str, str, bool]]:
+    """What the callers of every op on rows must respect; a row of input is `parts` times as long as a row of the output.
+    `columns` names the arguments that have an element for each column, or are None."""
+    x = a.input
+    yield "input", "at least one-dimensional", f"{x.dim()} dimensions", x.dim() >= 1
+    yield "input", "floating point of 16 bits or more", _name(x.dtype), is_wide_float(x)
+    hidden = x.shape[-1] // parts
+    for name, value in _given(a, columns):
+        holds = value.shape == (hidden,) and value.dtype == x.dtype
+        yield name, f"{_name(x.dtype)}[hidden={hidden}]", describe(value), holds
+    residual = getattr(a, "residual", None)
+    if residual is not None:
+        holds = residual.shape == x.shape and residual.dtype == x.dtype
+        yield "residual", f"{_name(x.dtype)}{list(x.shape)} like input", describe(residual), holds
+        yield "residual", "without elements in the same place", describe(residual), not overlaps_itself(residual)
+    for name, value in _given(a, ("scale", "scale_ub")):
+        holds = value.numel() == 1 and value.dtype == torch.float32
+        yield name, "float32 with one element", describe(value), holds
+    if hasattr(a, "quant_dtype"):
+        yield (
+            "quant_dtype",
+            "float8_e4m3fn or float8_e4m3fnuz",
+            _name(a.quant_dtype),
+            a.quant_dtype in quantization.LIMIT,
+        )
+    if hasattr(a, "scale_ub"):
+        yield "input", "rows of one element or more", str(list(x.shape)), hidden > 0
+    if mx:
+        wanted = f"a multiple of {MX_BLOCK} above 0 in its last output dimension"
+        yield "input", wanted, str(hidden), hidden > 0 and hidden % MX_BLOCK == 0
+    if hasattr(a, "group_size"):
+        yield "group_size", "positive", str(a.group_size), a.group_size > 0
+        wanted = f"a multiple of group_size={a.group_size} in its last output dimension"
+        yield "input", wanted, str(hidden), hidden % a.group_size == 0
+
+
+def envelope(
+    a, arch: Arch, hidden: int, columns: Iterable[str] = ("weight",), two_strides: bool = False
+) -> Iterator[tuple[str, bool]]:
+    """What the kernels need beyond the contract. With `two_strides`, rows of the input may lie as those of heads do, where there is no
+    residual."""
+    x, residual = a.input, getattr(a, "residual", None)
+    yield "input is bfloat16 or float16", x.dtype in ELEMENTS
+    if two_strides and residual is None:
+        fits = _is_side_by_side(x) and (row_stride(x) is not None or heads(x) is not None)
+        yield "input's rows lie at one stride or at two, as heads in a wider row, their elements side by side", fits
+    else:
+        yield "input's rows lie at one stride, their elements side by side", _is_rows(x)
+    yield "residual's rows lie at one stride, their elements side by side", residual is None or _is_rows(residual)
+    for name in columns:
+        value = getattr(a, name, None)
+        yield f"{name} is contiguous", value is None or value.is_contiguous()
+    yield "hidden is at least 1 and below 2^30", 1 <= hidden < 2**30
+    yield "there are fewer than 2^31 rows", rows_of(x) < 2**31
+    if hasattr(a, "quant_dtype"):
+        yield f"{arch.name} converts to quant_dtype ({_name(arch.fp8_dtype)})", a.quant_dtype == arch.fp8_dtype
+    if hasattr(a, "group_size"):
+        yield f"group_size is one of {GROUP_SIZES}", a.group_size in GROUP_SIZES
+
+
+def allocate(a, hidden: int, mx: bool = False):
+    """The outputs: plain [..., hidden] in the input's dtype, or quantised, with the scales of the dynamic kinds behind."""
+    x = a.input
+    if mx:
+        scale = x.new_empty((rows_of(x), hidden // MX_BLOCK), dtype=MX_SCALES[0])
+        return x.new_empty((*x.shape[:-1], hidden), dtype=torch.float8_e4m3fn), scale
+    out = x.new_empty((*x.shape[:-1], hidden), dtype=getattr(a, "quant_dtype", x.dtype))
+    if not hasattr(a, "scale_ub"):
+        return out
+    rows = out.numel() // hidden if hidden else 0
+    groups = hidden // a.group_size if hasattr(a, "group_size") else 1
+    return out, scales(x, rows, groups, getattr(a, "is_scale_transposed", False))
+
+
+def scales(like: Tensor, rows: int, groups: int, transposed: bool) -> Tensor:
+    """[rows, groups] float32, column-major if transposed."""
+    if transposed:
+        return like.new_empty((groups, rows), dtype=torch.float32).t()
+    return like.new_empty((rows, groups), dtype=torch.float32)
+
+
+def problem(a, hidden: int) -> dict[str, object]:
+    """What a tuned row is keyed by."""
+    return {"dtype": ELEMENTS.get(a.input.dtype), "rows": a.input.numel() // a.input.shape[-1], "hidden": hidden}
+
+
+class Heads(NamedTuple):
+    """Rows that lie at two strides: `inner_count` neighbours at the inner one, in elements, and such groups at the outer one."""
+
+    outer_stride: int
+    inner_stride: int
+    inner_count: int
+
+
+def heads(tensor: Tensor) -> Heads | None:
+    """How a tensor's rows lie at two strides; None where they lie otherwise, or further apart than the kernels can say."""
+    groups: list[tuple[int, int]] = []  # rows and their step, innermost first
+    for size, step in zip(tensor.shape[-2::-1], tensor.stride()[-2::-1]):
+        if groups and step == groups[-1][0] * groups[-1][1]:
+            groups[-1] = size * groups[-1][0], groups[-1][1]
+        elif size != 1:
+            groups.append((size, step))
+    if len(groups) != 2:
+        return None
+    (inner_count, inner_stride), (_, outer_stride) = groups
+    return Heads(outer_stride, inner_stride, inner_count) if max(inner_count, inner_stride) < 2**31 else None
+
+
+def is_vector(hidden: int, *tensors: Tensor | None) -> bool:
+    """Whether rows of `hidden` elements can be read and written in vectors."""
+    return hidden % VECTOR == 0 and all(aligned(tensor) for tensor in tensors)
+
+
+def configs(hidden: int, vector: bool, vectors_per_thread: tuple[int, ...], arch: Arch) -> Iterator[RowConfig]:
+    """The configurations that hold a whole row in one block, fewest vectors per thread first, and the general one."""
+    if vector:
+        for count in vectors_per_thread:
+            threads = threads_for(hidden // VECTOR, count, arch)
+            if threads <= MAX_THREADS[count]:
+                yield RowConfig(threads, count)
+    yield RowConfig(min(threads_for(hidden, 4, arch), MAX_THREADS[0]), 0)
+
+
+def threads_for(count: int, per_thread: int, arch: Arch) -> int:
+    """Whole waves, enough to hold so many elements or vectors."""
+    waves = -(-count // (per_thread * arch.wave_lanes))
+    return max(waves, 1) * arch.wave_lanes
+
+
+def symbol(op_name: str, dtype: torch.dtype, config: RowConfig) -> str:
+    return f"{op_name}_{ELEMENTS[dtype]}_" + (
+        f"x{config.vectors_per_thread}" if config.vectors_per_thread else "general"
+    )
+
+
+def default(a, fitting: list[RowConfig], mx: bool = False) -> RowConfig:
+    """Of those that fit a norm, the one of the fewest vectors per thread with at most 512 threads; measured on H200, it is within 5 % of
+    the best everywhere. Per block, where more waves hide the shuffles, the one of the fewest of all; MX-FP8 has the same shuffles."""
+    limit = MAX_THREADS[1] if mx or hasattr(a, "group_size") else 512
+    return next((config for config in fitting if config.threads <= limit), fitting[0])
+
+
+def output_args(a, outputs) -> dict[str, object]:
+    """The arguments of RowOutput in csrc/device/row_output.h: the outputs, as `allocate` gives them, and how to quantise."""
+    out, scale_out = outputs if isinstance(outputs, tuple) else (outputs, None)
+    scale_row_stride, scale_stride = (0, 0) if scale_out is None else scale_out.stride()
+    return {
+        "scale": getattr(a, "scale", getattr(a, "scale_ub", None)),
+        "out": out,
+        "scale_out": scale_out,
+        "scale_row_stride": scale_row_stride,  # elements between the scales of neighbouring rows
+        "scale_stride": scale_stride,  # and of neighbouring groups
+        "group_size": getattr(a, "group_size", 0),
+    }
+
+
+def exact(x: Tensor) -> Tensor:
+    """x in the precision that references compute in."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def per_block(
+    y: Tensor, quant_dtype: torch.dtype, scale_ub: Tensor | None, group_size: int, is_scale_transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """The reference of quantisation with a scale per group: y [..., hidden] -> (quantised, scale [rows, hidden / group_size])."""
+    q, scale = quantization.per_token(exact(y).unflatten(-1, (-1, group_size)), quant_dtype, scale_ub)
+    result = scales(y, rows_of(y), y.shape[-1] // group_size, is_scale_transposed)
+    return q.flatten(-2), result.copy_(scale.view(result.shape))
+
+
+def mx(y: Tensor) -> tuple[Tensor, Tensor]:
+    """The reference of quantisation to MX-FP8: y [..., hidden] -> (e4m3fn, scale [rows, hidden / 32])."""
+    q, scale = quantization.mx(exact(y))
+    return q, scale.reshape(rows_of(y), y.shape[-1] // MX_BLOCK)
+
+
+Fill = Callable[[tuple[int, ...], torch.dtype, torch.Generator], Tensor]
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def corners(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Rows with a spike in the last, the first and the middle column, of zeros, and with the largest finite values."""
+    x = torch.randn(shape, generator=generator)
+    for row, column in enumerate((-1, 0, shape[-1] // 2)):
+        x[row, column] = 300.0
+    x[3] = 0.0
+    x[4, ::7] = 60000.0
+    return x.to(dtype)
+
+
+def special(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Nine rows, in an order of each tensor's own: with infinities and NaN in the first half and in the second, of zeros, of
+    small values and of large ones."""
+    x, half = torch.randn(shape, generator=generator), shape[-1] // 2
+    for row, value in enumerate((math.inf, -math.inf, math.nan)):
+        x[row, 5] = x[row + 3, half + 7] = value
+    x[6:] *= torch.tensor([0.0, 1e-3, 20.0])[:, None]
+    return x[torch.randperm(len(x), generator=generator)].to(dtype)
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Makes the cases of an op: `standard` has those of every op on rows, and an op adds its own by `case`. A row of input is `parts`
+    times as long as a row of the output. `columns` fills the arguments that have an element for each column. A row of the output is a
+    multiple of `whole` elements, where no group_size says so. `further` arguments are those of all cases that do not give their own."""
+
+    reference: Callable
+    parts: int
+    columns: Mapping[str, Fill]
+    whole: int = 1
+    further: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, object]:
+        """The types of the op's arguments by name."""
+        return {k: v for k, v in typing.get_type_hints(self.reference).items() if k != "return"}
+
+    def case(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype=torch.bfloat16,
+        fill: Fill = normal,
+        padding=0,
+        heads_of=0,
+        **given,
+    ) -> Case:
+        """One whose output has this shape. `fill` makes input and residual, whose rows are `padding` elements and more apart, or are heads
+        of rows `heads_of` elements apart. An argument is as `given`, which for one of `columns` may be another way to fill it; else as
+        usual; else its default."""
+        return Case(
+            name, functools.partial(self._make, shape, dtype, fill, (padding, heads_of), {**self.further, **given})
+        )
+
+    def standard(self) -> Iterator[Case]:
+        """Inputs that reach every path: vectors per thread and their tails, strides, the general kernel, corner and special values,
+        bounds from below the least scale to none."""
+        case, parameters = self.case, self.parameters
+        columns = [name for name in self.columns if name in parameters]
+        grouped = "group_size" in parameters
+        whole = 128 if grouped else self.whole
+        for dtype, label in ELEMENTS.items():
+            yield case(f"{label}", (3, 4096), dtype)
+            yield case(f"{label}-corners", (5, 1024), dtype, corners)
+            yield case(f"{label}-special", (9, 512), dtype, special)
+            for name in columns:
+                yield case(f"{label}-special-{name}", (2, 512), dtype, **{name: special_columns})
+            if columns:
+                yield case(f"{label}-far-from-zero", (3, 4224), dtype, far_from_zero)
+                yield case(f"{label}-tiny-variance", (3, 1024), dtype, tiny_variance)
+                yield case(f"{label}-far-from-zero-general", (2, 1152), dtype, far_from_zero, padding=1)
+            yield case(f"{label}-general", (2, 384 if whole > 1 else 333), dtype, padding=1)
+            if parameters.get("residual") == Tensor | None:
+                yield case(f"{label}-no-residual", (3, 4096), dtype, residual=None)
+                yield case(f"{label}-no-residual-general", (2, 384), dtype, residual=None, padding=1)
+        for hidden in (whole, 8 * whole, 2048 - whole, 2048 + whole):
+            yield case(f"hidden{hidden}", (2, hidden))
+        yield case("hidden2040-tail" if whole == 1 else "hidden1920-tail", (2, 2040 if whole == 1 else 1920))
+        yield case("one-row", (1, 7168))
+        yield case("no-rows", (0, 512))
+        yield case("strided", (4, 704 - 704 % whole), padding=64)
+        yield case("three-dimensional", (2, 3, 512), padding=8)
+        if self.parts == 1:
+            yield case("llama", (1, 16384))
+        for name in columns:
+            if parameters[name] == Tensor | None:
+                yield case(f"no-{name}", (2, 512), **{name: None})
+        if "scale_ub" in parameters:
+            yield case("scale_ub", (2, 512), scale_ub=0.004)
+            for bound in (1e-9, 0.5, math.inf):
+                yield case(f"scale_ub-{bound:g}", (9, 512), fill=special, scale_ub=bound)
+            for name in columns:
+                yield case(f"scale_ub-special-{name}", (2, 512), scale_ub=0.5, **{name: special_columns})
+        if grouped:
+            yield case("group64", (2, 1024), group_size=64)
+            yield case("group64-general", (2, 192), group_size=64, padding=1)
+            yield case("transposed", (3, 1024), is_scale_transposed=True)
+
+    def _make(
+        self, shape, dtype, fill: Fill, apart: tuple[int, int], given, device: str, generator, fp8_dtype
+    ) -> tuple:
+        hidden, (padding, heads_of) = shape[-1], apart
+
+        def rows(columns: int, padding: int) -> Tensor:
+            values = fill((*shape[:-1], columns), dtype, generator)
+            if heads_of:
+                wide = torch.nn.functional.pad(values.flatten(1), (0, heads_of - shape[-2] * columns)).to(device)
+                return wide[:, : shape[-2] * columns].unflatten(1, (shape[-2], columns))
+            return torch.nn.functional.pad(values, (0, padding)).to(device)[..., :columns]
+
+        usual = {
+            "input": lambda: rows(self.parts * hidden, padding),
+            "residual": lambda: rows(hidden, 2 * padding),  # a stride of its own
+            "epsilon": lambda: 1e-5,
+            "scale": lambda: torch.tensor([0.013], device=device),
+            "quant_dtype": lambda: fp8_dtype,
+        }
+
+        def value(name: str):
+            found = given.get(name, self.columns.get(name))
+            if callable(found):
+                return found((hidden,), torch.float32, generator).to(dtype).to(device)
+            if name not in given and name in usual:
+                return usual[name]()
+            if name == "scale_ub" and name in given:
+                return torch.tensor([found], device=device)
+            return found if name in given else inspect.signature(self.reference).parameters[name].default
+
+        return tuple(value(name) for name in self.parameters)
+
+
+def far_from_zero(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Of mean 1000 and standard deviation 1."""
+    return (torch.randn(shape, generator=generator) + 1000).to(dtype)
+
+
+def tiny_variance(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Three rows whose variances are 0, that of one element a step away from the others, and a tenth of the usual epsilon."""
+    x = torch.full(shape, 7.0)
+    x[1, 5] += 2.0**-5
+    x[2] = 1e-3 * torch.randn(shape[-1], generator=generator)
+    return x.to(dtype)
+
+
+def around_one(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    return (torch.randn(shape, generator=generator) * 0.2 + 1).to(dtype)
+
+
+def special_columns(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """One with infinities and a zero in its first block, a NaN in its second."""
+    values = around_one(shape, dtype, generator)
+    values[[7, 8, 40, 130]] = torch.tensor([math.inf, -math.inf, 0.0, math.nan])
+    return values
+
+
+def _given(a, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Those of the arguments of these names that there are and that are not None."""
+    values = ((name, getattr(a, name, None)) for name in names)
+    return ((name, value) for name, value in values if value is not None)
+
+
+def _is_side_by_side(tensor: Tensor) -> bool:
+    return tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+
+
+def _is_rows(tensor: Tensor) -> bool:
+    return _is_side_by_side(tensor) and row_stride(tensor) is not None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

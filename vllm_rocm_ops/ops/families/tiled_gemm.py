@@ -1,0 +1,156 @@
+"""What the ops scaled_mm and block_scaled_mm share for many tokens: the tiled kernels of csrc/ops/scaled_mm_tiled.hip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch, fields
+from vllm_rocm_ops.ops.families.gemm import PANEL, Operand, Product, divisor
+from vllm_rocm_ops.ops.families.skinny_gemm import MOST_TOKENS, SUMMED
+from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
+
+MODULE = "scaled_mm_tiled"
+TILES = ((64, 128), (128, 128), (256, 256))  # of the output: tokens, rows of the weight
+THREADS = {128: 256, 256: 512}  # of a block, by the rows of its tile
+RESIDENT = {128: 2, 256: 1}  # blocks that a compute unit runs at once
+SPLIT_K = (1, 2, 3, 4, 6, 8, 12, 16)
+GROUP_M = 8  # kGroupM of csrc/gemm/tiled/rasterize.h: tiles along M whose blocks run next to each other
+
+# The model of `cost`. No AMD GPU was there to measure: rates are shares of what the chips are built for.
+FLOPS_PER_BYTE = 500  # that the matrix cores do while HBM brings a byte: about so on all archs
+RATE = {64: 0.35, 128: 0.45, 256: 0.55}  # of that, by the tokens of a tile: the larger, the fewer operands are read
+SINGLE_BLOCK_RATE = 0.6  # of the rate, while one block of two is there
+LATENCY_US = 2.0  # from a block's first load to its first product, and from its last to its results
+SHARING_US = 2.0  # for the last block of a tile to arrive and see the others' sums
+SHARING_GB_S = {32: 100.0, 64: SUMMED[64] / 1e3}  # at which one block reads them, by the lanes of a wave
+
+
+@dataclass(frozen=True)
+class TiledConfig:
+    """Tiles of `tokens` times `rows` results; K is split into `split_k` slices, each a block's."""
+
+    tokens: int
+    rows: int
+    split_k: int
+
+
+def is_for(a: Operand) -> bool:
+    """Whether these kernels are the ones for so many tokens."""
+    return a.rows > MOST_TOKENS
+
+
+def envelope(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:
+    """What the tiled kernels need beyond what the skinny ones do."""
+    for name, operand, rows in (("a", a, max(t for t, _ in TILES)), ("b", b, max(r for _, r in TILES))):
+        reach = rows * (operand.stride or operand.k) + operand.k
+        yield f"{rows} rows of {name} reach over less than 2 GB", reach < 2**31
+    yield "M and N are below 2^30, M * N is below 2^42", max(a.rows, b.rows) < 2**30 and a.rows * b.rows < 2**42
+
+
+def _tiles(config: TiledConfig, a: Operand, b: Operand) -> tuple[int, int]:
+    return -(-a.rows // config.tokens), -(-b.rows // config.rows)
+
+
+def _panels(a: Operand) -> int:
+    return -(-a.k // PANEL)
+
+
+def _fits(tokens: int, rows: int, arch: Arch) -> bool:
+    """Whether LDS holds two panels of a tile, and eight waves its sums, 128 per lane."""
+    return 2 * (tokens + rows) * PANEL <= arch.lds_bytes and tokens * rows <= 8 * arch.wave_lanes * 128
+
+
+def lds_bytes(tokens: int, rows: int, arch: Arch) -> int:
+    """What a block needs: kBuffers of csrc/device/*/lds_async.h, as many as leave room for two blocks of 128 x 128."""
+    return (tokens + rows) * PANEL * (arch.lds_bytes // (4 * 128 * PANEL))
+
+
+def configs(a: Operand, b: Operand, arch: Arch) -> list[TiledConfig]:
+    """Every tile size; split-K as long as there are no more blocks than run at once."""
+    found = []
+    for tokens, rows in TILES:
+        if not _fits(tokens, rows, arch):
+            continue
+        for split_k in SPLIT_K:
+            config = TiledConfig(tokens, rows, split_k)
+            tiles_m, tiles_n = _tiles(config, a, b)
+            at_once = RESIDENT[rows] * arch.compute_units
+            if split_k == 1 or (split_k <= _panels(a) and tiles_m * tiles_n * split_k <= at_once):
+                found.append(config)
+    return found
+
+
+def cost(config: TiledConfig, a: Operand, b: Operand, arch: Arch) -> dict[str, float]:
+    """The time of a configuration by a model of the GPU, in microseconds: the products of the compute unit that has most, or
+    the bytes that HBM brings if they take longer; what blocks wait for while nothing else runs; the sharing of tiles."""
+    tiles_m, tiles_n = _tiles(config, a, b)
+    results, resident = config.tokens * config.rows, RESIDENT[config.rows]
+    blocks = -(-tiles_m * tiles_n * config.split_k // arch.compute_units)  # of a compute unit
+    single = blocks % resident
+    bandwidth = arch.bandwidth_gb_s * 1e3  # bytes / us
+    rate = RATE[config.tokens] * FLOPS_PER_BYTE * bandwidth / arch.compute_units  # flops / us
+    of_block = 2 * results * PANEL * -(-_panels(a) // config.split_k) / rate
+    bytes_moved = (a.rows + b.rows) * a.k + 2 * a.rows * b.rows
+    of_sums = results * 4 / (SHARING_GB_S[arch.wave_lanes] * 1e3)
+    return {
+        "multiplying": max((blocks - single + single / SINGLE_BLOCK_RATE) * of_block, bytes_moved / bandwidth),
+        "latency": -(-blocks // resident) * LATENCY_US,
+        "sharing": SHARING_US + config.split_k * of_sums if config.split_k > 1 else 0.0,
+    }
+
+
+def tiles(config: TiledConfig, a: Operand, b: Operand) -> int:
+    """Of the output."""
+    tiles_m, tiles_n = _tiles(config, a, b)
+    return tiles_m * tiles_n
+
+
+def partial_bytes(config: TiledConfig, a: Operand, b: Operand) -> int:
+    """What the blocks that share tiles leave for the last of them."""
+    return tiles(config, a, b) * config.split_k * config.tokens * config.rows * 4 if config.split_k > 1 else 0
+
+
+def division(config: TiledConfig, a: Operand, b: Operand) -> dict:
+    """The fields of a kernel's problem that say how its work is divided."""
+    tiles_m, tiles_n = _tiles(config, a, b)
+    return {
+        "tiles_m": tiles_m,
+        "tiles_n": tiles_n,
+        "tiles": tiles_m * tiles_n,
+        "split_k": config.split_k,
+        "panels_per_slice": _panels(a) // config.split_k,
+        "remainder": _panels(a) % config.split_k,
+        "tiles_divisor": divisor(tiles_m * tiles_n),
+        "group_divisor": divisor(GROUP_M * tiles_n),
+        "last_group_divisor": divisor(tiles_m % GROUP_M or GROUP_M),
+    }
+
+
+def launch(module: str, kind: str, config: TiledConfig, a: Operand, b: Operand, arch: Arch, problem: dict) -> Launch:
+    """The launch of a kernel of csrc/ops/<module>.hip, a block for each slice of each tile."""
+    symbol = f"{module}_{kind}_{config.tokens}x{config.rows}"
+    grid, lds = tiles(config, a, b) * config.split_k, lds_bytes(config.tokens, config.rows, arch)
+    return Launch(module, symbol, (grid, 1, 1), (THREADS[config.rows], 1, 1), fields("problem", problem), lds)
+
+
+def launches(config: TiledConfig, product: Product, arch: Arch, kind: str) -> list[Launch]:
+    """The launches of a product: out is written row by row. `kind` is "row", "block" or "block_e8m0"."""
+    a, b = product.a, product.b
+    if a.rows == 0:
+        return []
+    if b.is_shuffled:
+        fragment = FRAGMENT_ROWS * FRAGMENT_BYTES
+        tile, row, vec, step = FRAGMENT_ROWS * b.k, FRAGMENT_BYTES, fragment, FRAGMENT_ROWS * STEP
+    else:
+        tile, row, vec, step = FRAGMENT_ROWS * b.stride, b.stride, FRAGMENT_BYTES, STEP
+    args = {
+        **product.arguments(tiles(config, a, b), partial_bytes(config, a, b)),
+        **division(config, a, b),
+        "b_tile": tile,
+        "b_row": row,
+        "b_vec": vec,
+        "b_step": step,
+    }
+    return [launch(MODULE, kind, config, a, b, arch, args)]

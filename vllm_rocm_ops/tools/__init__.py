@@ -1,0 +1,1 @@
+"""The commands behind `vllm-rocm-ops`. Nothing that serves imports them."""

@@ -1,0 +1,102 @@
+"""Attention of prompts, to be timed beside PyTorch's and FlashAttention: heads of public models, and shapes that perf-kernels times.
+
+Of a causal call only the scores that rows see are counted as work.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core.clock import Clock
+from vllm_rocm_ops.core.op import Case
+from vllm_rocm_ops.ops import flash_attention
+from vllm_rocm_ops.tools.bench.peers import Peer, load
+from vllm_rocm_ops.tools.bench.shapes import Check, Shape
+
+# batch, heads, key heads, rows, keys, size of a key, size of a value; all once causal, where rows see keys, and once not
+SHAPES = {
+    "llama-3.1-405b tp8": [(1, 16, 1, rows, rows, 128, 128) for rows in (1024, 4096, 8192)],
+    "llama-3.1-8b": [(1, 32, 8, rows, rows, 128, 128) for rows in (1024, 4096, 16384)],
+    "deepseek-v3 tp8": [(1, 16, 16, rows, rows, 192, 128) for rows in (1024, 4096)],
+    "perf-kernels": [(16, 16, 16, 1024, 1024, 128, 128), (2, 48, 48, 8181, 1021, 128, 128)]
+    + [(4, 48, 24, 1024, 1024, 64, 64), (1, 4, 4, 8081, 7099, 256, 256)],
+}
+
+
+@dataclass(frozen=True)
+class Attention(Shape):
+    """Dense attention."""
+
+    def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
+        return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
+
+    def sets(self, clock: Clock, arguments: tuple) -> list[tuple]:
+        """One: a call does more with its arguments than to read them."""
+        return [arguments]
+
+    def flops(self, sizes: Mapping[str, int]) -> int:
+        return sizes["flops"]
+
+    def peers(self, sets: list[tuple]) -> Mapping[str, Peer]:
+        return {"torch": Peer(_torch), "flash-attn 3": Peer(lambda attend: attend(), _as_vllm)}
+
+    def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
+        """The error of our results, by their norm, beside the reference's in fp32."""
+        arguments = sets[0]
+        exact, _, _ = flash_attention.reference(*(v.float() if isinstance(v, Tensor) else v for v in arguments))
+
+        def found() -> dict[str, object]:
+            return {"relative_error": ((flash_attention(*arguments)[0] - exact).norm() / exact.norm()).item()}
+
+        return found
+
+
+def _torch(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    if causal and q.shape[1] != k.shape[1]:
+        raise ValueError("its causal rows are counted from the first key")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _as_vllm(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple:
+    """Its call, as vLLM makes it."""
+    load()
+    attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
+    begins = {
+        f"cu_seqlens_{name}": torch.arange(len(x) + 1, dtype=torch.int32, device=x.device) * x.shape[1]
+        for name, x in (("q", q), ("k", k))
+    }
+    most = {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
+    how = {"softmax_scale": scale, "causal": causal, "fa_version": 3}
+    return (functools.partial(attend, *(x.flatten(0, 1) for x in (q, k, v)), **begins, **most, **how),)
+
+
+def attention(dtype: torch.dtype = torch.bfloat16) -> Iterator[Attention]:
+    """The shapes. Raises ValueError for a dtype that kernels do not take."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"the dtype of attention must be bfloat16 or float16, got {dtype}")
+    for model, shapes in SHAPES.items():
+        for (batch, heads, kv_heads, rows, keys, size, value_size), causal in ((s, c) for s in shapes for c in (1, 0)):
+
+            def make(device, generator, fp8_dtype, of=(batch, heads, kv_heads, rows, keys, size, value_size, causal)):
+                batch, heads, kv_heads, rows, keys, size, value_size, causal = of
+                q, k, v = (
+                    torch.randn(batch, *shape, generator=generator, device=device, dtype=dtype)
+                    for shape in ((rows, heads, size), (keys, kv_heads, size), (keys, kv_heads, value_size))
+                )
+                return q, k, v, size**-0.5, bool(causal)
+
+            seen = rows * keys
+            if causal:
+                seen = sum(max(min(keys - rows + row + 1, keys), 0) for row in range(rows))
+            sizes = {"batch": batch, "heads": heads, "rows": rows, "keys": keys, "size": size}
+            sizes["flops"] = 2 * batch * heads * seen * (size + value_size)
+            name = f"{model} {batch}x{heads}:{kv_heads}x{rows}x{keys}x{size}{' causal' * causal}"
+            yield Attention(flash_attention, Case(name, make), sizes)

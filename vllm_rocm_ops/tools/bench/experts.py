@@ -1,0 +1,148 @@
+"""The routed experts of public models' layers, to be timed beside vLLM's fused MoE (vllm_experts.py).
+
+Each of `SHARES` is one rank's share of a layer: with `tp8` every expert and an eighth of each, with `ep8` an eighth of the
+experts and the tokens of all ranks; with `+shared` the shared expert is one more that every token goes to. All experts are
+as likely. Weights are larger than the cache, and each call of a graph has tokens and experts of its own. The floor is the time
+to move the weights of the experts that are hit, with tokens in and out, averaged over the calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vllm_rocm_ops.core.clock import Clock
+from vllm_rocm_ops.models import arguments as model_arguments
+from vllm_rocm_ops.models.arguments import Inputs
+from vllm_rocm_ops.models.config import BLOCKS, TOKEN, UNQUANTIZED
+from vllm_rocm_ops.ops import fused_experts
+from vllm_rocm_ops.tools.bench import vllm_experts
+from vllm_rocm_ops.tools.bench.peers import Peer
+from vllm_rocm_ops.tools.bench.shapes import Check, Shape, made_case
+
+TOKENS = tuple(2**i for i in range(11))
+CALLS = {16: 32, 256: 16, 1024: 4}  # of a sample, by the most tokens
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's share of a layer: `routed` of `known` experts, `topk` of which a token goes to, `intermediate` columns of each;
+    the shared expert or not; FP8 weights with a scale per block of 128x128, or per row, with tokens quantised likewise."""
+
+    known: int
+    routed: int
+    topk: int
+    hidden: int
+    intermediate: int
+    shared: bool = False
+    blocks: bool = True
+
+    @property
+    def experts(self) -> int:
+        return self.routed + self.shared
+
+
+SHARES = {
+    "deepseek-v3-tp8": Share(256, 256, 8, 7168, 256),
+    "deepseek-v3-tp8+shared": Share(256, 256, 8, 7168, 256, shared=True),
+    "deepseek-v3-ep8": Share(256, 32, 8, 7168, 2048),
+    "deepseek-v3-ep8+shared": Share(256, 32, 8, 7168, 2048, shared=True),
+    "kimi-k2-ep8": Share(384, 48, 8, 7168, 2048),
+    "qwen3-30b-a3b": Share(128, 128, 8, 2048, 768),
+    "qwen3-235b-a22b-tp4": Share(128, 128, 8, 4096, 384),
+    "mixtral-8x7b-tp2": Share(8, 8, 2, 4096, 7168),
+    "mixtral-8x22b-tp8": Share(8, 8, 2, 6144, 2048),
+    "glm-4.5-air": Share(128, 128, 8, 4096, 1408),
+    "llama-4-maverick-tp8": Share(128, 128, 1, 5120, 1024),
+    "gpt-oss-120b": Share(128, 128, 4, 2880, 2880, blocks=False),
+    "deepseek-v2-lite": Share(64, 64, 6, 2048, 1408),
+}
+
+
+@dataclass(frozen=True)
+class Experts(Shape):
+    """A share of a layer with so many tokens."""
+
+    share: Share | None = None
+
+    def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
+        return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
+
+    def sets(self, clock: Clock, arguments: tuple) -> list[tuple]:
+        """All with the same weights."""
+        a = fused_experts.Arguments(*arguments)
+        m, generator = len(a.hidden), torch.Generator(clock.device).manual_seed(1)
+        found = [arguments]
+        for _ in range(next(calls for most, calls in CALLS.items() if m <= most or most == max(CALLS)) - 1):
+            weights, ids = torch.rand(m, self.share.known, generator=generator, device=clock.device).topk(
+                self.share.topk
+            )
+            tokens = {"hidden": torch.randn_like(a.hidden), "topk_weights": weights, "topk_ids": ids.int()}
+            found.append(a._replace(**tokens))
+        return found
+
+    def hits(self, arguments: tuple) -> int:
+        """How many of the rank's experts a call reads."""
+        ids = fused_experts.Arguments(*arguments).topk_ids
+        return len(ids[ids < self.share.routed].unique()) + self.share.shared
+
+    def bytes_moved(self, sets: list[tuple]) -> float:
+        a = fused_experts.Arguments(*sets[0])
+        weights = (a.w1, a.w2, a.w1_scale, a.w2_scale)
+        of_expert = sum(weight.nbytes for weight in weights if weight is not None) / self.share.experts
+        return sum(map(self.hits, sets)) / len(sets) * of_expert + 2 * a.hidden.nbytes
+
+    def peers(self, sets: list[tuple]) -> Mapping[str, Peer]:
+        found = vllm_experts.variants(sets[0]) if vllm_experts.has_vllm() else {}
+        return {name: Peer(call, vllm_experts.prepare) for name, call in found.items()}
+
+    def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
+        """The largest difference from the result of each peer, relative to the largest result, for the call with most experts:
+        another may hit none of this rank."""
+        hits = [self.hits(arguments) for arguments in sets]
+        arguments = sets[hits.index(max(hits))]
+        theirs = {}
+        for name, peer in peers.items():
+            with contextlib.suppress(Exception):  # `peers.prepare` says why it is unavailable
+                theirs[name] = peer.call(*peer.prepare(*arguments)).float()
+        hit, file = round(sum(hits) / len(hits), 2), vllm_experts.tuned(sets[0])[0] if peers else None
+
+        def found() -> dict[str, object]:
+            own = fused_experts(*arguments).float()
+            differs = {
+                name: ((own - result).abs().max() / result.abs().max()).item() for name, result in theirs.items()
+            }
+            return {"experts_hit": hit, "vllm_tiles": file, "differs": differs}
+
+        return found
+
+
+def arguments_of(m: int, inputs: Inputs, share: Share, quantization: str) -> tuple:
+    """Of our op, with weights that keep results about as large as tokens; shared experts are not in ids."""
+    sizes = share.known, share.experts, share.topk, share.hidden, share.intermediate
+    a = fused_experts.Arguments(*model_arguments.experts(m, inputs, *sizes, quantization))
+    given = {"shared_experts": int(share.shared), "topk_weights": a.topk_weights / a.topk_weights.sum(1, keepdim=True)}
+    if a.expert_map is not None:
+        given["expert_map"] = torch.where(a.expert_map < share.routed, a.expert_map, -1)
+    for weight, scale in ((a.w1, a.w1_scale), (a.w2, a.w2_scale)):
+        (weight if scale is None else scale).mul_(weight.shape[2] ** -0.5)
+    if quantization == TOKEN:
+        given |= {"w1_scale": a.w1_scale[..., None], "w2_scale": a.w2_scale[..., None]}  # as vLLM has them
+    return tuple(a._replace(**given))
+
+
+def experts(tokens: Iterable[int] = TOKENS, dtype: torch.dtype = torch.float8_e4m3fn) -> Iterator[Experts]:
+    """The shares, with weights in the architecture's e4m3 or in bf16. Raises ValueError for another dtype."""
+    if dtype not in (torch.float8_e4m3fn, torch.bfloat16):
+        raise ValueError(f"the dtype of experts' weights must be float8_e4m3fn or bfloat16, got {dtype}")
+    for name, share in SHARES.items():
+        sizes = {"topk": share.topk, "known": share.known, "routed": share.routed, "shared": int(share.shared)}
+        sizes |= {"hidden": share.hidden, "intermediate": share.intermediate}
+        quantization = UNQUANTIZED if dtype == torch.bfloat16 else BLOCKS if share.blocks else TOKEN
+        for m in tokens:
+            what = f"{name} {m} {'bf16' if dtype == torch.bfloat16 else 'fp8'}"
+            case = made_case(what, torch.bfloat16, arguments_of, m, share, quantization)
+            yield Experts(fused_experts, case, {"m": m} | sizes, group=name, share=share)

@@ -1,0 +1,125 @@
+"""Runs shapes on this machine: are the results right, how long do they take, and how long what else computes the same?
+
+All configurations and peers of a shape are timed in turn, as the tuner times them (clock.py). Bytes are those of all tensors, those
+updated in place twice; operations are counted for products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from vllm_rocm_ops.core.clock import Clock
+from vllm_rocm_ops.core.op import Explanation, Op
+from vllm_rocm_ops.tools.bench.peers import prepare
+from vllm_rocm_ops.tools.bench.report import Line
+from vllm_rocm_ops.tools.bench.shapes import Shape
+
+PROFILED_CALLS = 10
+HBM_BYTES = tuple(2**i for i in range(20, 33, 2))
+READ_COLUMNS = 8192
+
+
+def run(
+    shapes: Iterable[Shape],
+    clock: Clock | None,
+    once: bool = False,
+    profile: bool = False,
+    sweep: bool = False,
+    peers: bool = False,
+) -> Iterator[list[Line]]:
+    """Each shape, checked and timed: a line, or in a sweep one of each configuration, the fastest first. It is called once and
+    checked, if `once`; only called, a few times, if `profile`. Without a clock the reference runs, on CPU: there is nothing to
+    check and to time. Of ours kernels alone are timed, and beside them `peers`."""
+    device = clock.device if clock else "cpu"
+    for shape in shapes:
+        op = shape.op
+        given = shape.arguments(device, clock.arch.fp8_dtype if clock else torch.float8_e4m3fn)
+        ours = shape.layout(*given)
+        explained = op.explain(*ours, arch=clock and clock.arch, require_code=True)
+        kernel = " + ".join(launch.symbol for launch in explained.launches) or explained.source
+        sizes = shape.sizes or op.problem(op.Arguments(*ours))
+        line = Line(op.name, shape.case.name, kernel, "", sizes=sizes, group=shape.group)
+        if profile or clock is None:
+            for _ in range(PROFILED_CALLS if profile else 1):
+                op(*ours)
+            yield [line]
+        elif once:
+            yield [_with(line, shape.check([given], device, {})())]
+        else:
+            yield _timed(shape, clock, given, explained, line, sweep, peers)
+        torch.cuda.empty_cache()  # of what graphs held
+
+
+def _with(line: Line, found: dict[str, object], **fields) -> Line:
+    """The line with what a check found."""
+    wrong = found.pop("wrong", "")
+    return dataclasses.replace(line, wrong=wrong, found=found, **fields)
+
+
+def _timed(
+    shape: Shape, clock: Clock, given: tuple, explained: Explanation, line: Line, sweep: bool, with_peers: bool
+) -> list[Line]:
+    op, runs = shape.op, bool(explained.launches)
+    sets = shape.sets(clock, given) if runs or with_peers else [given]
+    ours = [shape.layout(*arguments) for arguments in sets]
+    configs = [explained.config] if runs else []
+    if sweep and runs:
+        configs = list(dict.fromkeys((*configs, *op.configs(op.Arguments(*ours[0]), clock.arch))))
+    peers = shape.peers(sets) if with_peers else {}
+    check = shape.check(sets, clock.device, peers)
+    prepared, found = {}, {}
+    for config in configs:
+        with op.running(config):
+            found[config] = check()
+            prepared[config] = clock.prepare(op, ours)
+    of_peers, unavailable = prepare(peers, clock, sets)
+    samples = clock.samples(prepared | of_peers) if prepared or of_peers else {}
+    medians = {name: statistics.median(samples[name]) for name in of_peers}
+    line = dataclasses.replace(
+        line,
+        bytes_moved=shape.bytes_moved(sets),
+        flops=shape.flops(line.sizes),
+        peers=medians,
+        unavailable=unavailable,
+    )
+    if not runs:
+        return [_with(line, check(), config=f"none: {explained.source}")]
+    timed = [
+        _with(line, found[c], samples=tuple(samples[c]), config=str(c), chosen=c == explained.config) for c in configs
+    ]
+    return sorted(timed, key=lambda line: line.median)
+
+
+# Memory bandwidth
+
+
+def bandwidths(clock: Clock, op: Op, size: int) -> dict[str, float]:
+    """GB/s of moving `size` bytes of HBM: a copy (read and written), PyTorch's sum of them, and `op`, our `unquantized_gemm`,
+    which multiplies one token with them as a weight."""
+    count = clock.calls(size)
+    sources = [torch.ones(size // 2, dtype=torch.bfloat16, device=clock.device) for _ in range(count)]
+    total = torch.zeros((), dtype=torch.bfloat16, device=clock.device)
+    token = torch.ones(1, READ_COLUMNS, dtype=torch.bfloat16, device=clock.device)
+    weights = [(token, source.view(-1, READ_COLUMNS)) for source in sources]
+    prepared = {
+        "copy": clock.prepare(
+            lambda source: source[: size // 4].copy_(source[size // 4 :]), [(source,) for source in sources]
+        ),
+        "sum": clock.prepare(lambda source: torch.sum(source, dim=0, out=total), [(source,) for source in sources]),
+        op.name: clock.prepare(op, weights),
+    }
+    return {name: size / statistics.median(us) / 1e3 for name, us in clock.samples(prepared).items()}
+
+
+def hbm(clock: Clock, op: Op) -> Iterator[str]:
+    """A table of bandwidths by size, line by line."""
+    yield f"{'MB':>8} {'copy':>8} {'sum':>8} {op.name:>18}  GB/s"
+    for size in HBM_BYTES:
+        found = bandwidths(clock, op, size)
+        yield f"{size / 1e6:8.0f} {found['copy']:8.0f} {found['sum']:8.0f} {found[op.name]:18.0f}"
+    usual = clock.arch.bandwidth_gb_s
+    yield f"costs are fitted to {usual:.0f} GB/s of reading on {clock.arch.name}"

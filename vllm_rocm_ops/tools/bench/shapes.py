@@ -1,0 +1,229 @@
+"""What is timed: an op's case or a model's call, or a list of shapes of public models: rows, gemm, routing, and moe (experts.py)."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.clock import Clock, tensor_bytes
+from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.models import arguments as model_arguments
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import layers as model_layers
+from vllm_rocm_ops.models.arguments import Inputs
+from vllm_rocm_ops.ops.families import weight_layout
+from vllm_rocm_ops.tools import correctness
+from vllm_rocm_ops.tools.bench.peers import Peer, column_major, peers, vllm_call
+
+Check = Callable[[], dict[str, object]]  # gives fields of a line
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An op with arguments, checked as the tests check it unless `compare(op, arguments)` gives another check. Arguments are
+    made on the CPU for the tests' check, else on the clock's device; ours may want them in another `layout` than peers."""
+
+    op: Op
+    case: Case
+    sizes: dict[str, int] = field(default_factory=dict)
+    compare: Callable[[Op, tuple], Check] | None = None
+    layout: Callable[..., tuple] = lambda *arguments: arguments
+    group: str = ""  # of cases that a summary takes together
+
+    def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
+        """Those of one call."""
+        if self.compare:
+            return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
+        made = self.case.make("cpu", correctness.generator_of(self.case.name), fp8_dtype)
+        return tuple(correctness.clone(value, device) for value in made)
+
+    def sets(self, clock: Clock, arguments: tuple) -> list[tuple]:
+        """As many sets of arguments as the clock wants, the first as given."""
+        copies = range(clock.calls(self.bytes_moved([arguments])) - 1)
+        return [arguments, *(tuple(correctness.clone(value, clock.device) for value in arguments) for _ in copies)]
+
+    def bytes_moved(self, sets: list[tuple]) -> float:
+        """By a call, on average: all tensors, those updated in place twice."""
+        a = self.op.Arguments(*sets[0])
+        outputs = correctness.as_tuple(self.op.allocate(a))
+        return tensor_bytes(*a, *outputs, *(getattr(a, name) for name in self.op.mutates))
+
+    def flops(self, sizes: Mapping[str, int]) -> int:
+        """Of a call; of products alone."""
+        return 2 * sizes["m"] * sizes["n"] * sizes["k"] if {"m", "n", "k"} <= set(sizes) else 0
+
+    def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
+        """Of what runs when it is called."""
+        if self.compare:
+            return self.compare(self.op, self.layout(*sets[0]))
+        on_cpu = tuple(correctness.clone(value) for value in sets[0])
+
+        def found() -> dict[str, object]:
+            try:
+                with correctness.unwritten_is_nan():
+                    correctness.run_and_check(self.op, on_cpu, device)
+            except correctness.Wrong as error:
+                return {"wrong": str(error)}
+            return {"wrong": None}
+
+        return found
+
+    def peers(self, sets: list[tuple]) -> Mapping[str, Peer]:
+        return peers(self.op)
+
+
+def select(shapes: Iterable[Shape], op: Iterable[str], case: Iterable[str]) -> list[Shape]:
+    """Those whose names match one of the patterns each. Raises ValueError where none do."""
+    op, case = list(op), list(case)
+
+    def matches(name: str, patterns: list[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    found = [shape for shape in shapes if matches(shape.op.name, op) and matches(shape.case.name, case)]
+    if not found:
+        raise ValueError(f"no case matches --op {' '.join(op)} --case {' '.join(case)}")
+    return found
+
+
+def made_case(name: str, dtype: torch.dtype, arguments: Callable, *sizes) -> Case:
+    """One whose arguments `model_arguments` makes."""
+
+    def make(device: str, generator: torch.Generator, fp8_dtype: torch.dtype) -> tuple:
+        tokens, *parameters = sizes
+        return arguments(tokens, Inputs(device, generator, fp8_dtype, dtype), *parameters)
+
+    return Case(name, make)
+
+
+# Rows
+
+ROWS = tuple(2**i for i in range(12))
+HIDDEN = (16384, 7168)  # of Llama-3.1-405B and of DeepSeek-V3
+NORM = True, 1e-6  # with a residual
+ROW_OPS: dict[Op, tuple] = {
+    ops.fused_add_rms_norm: (model_arguments.norm, *NORM),
+    ops.fused_add_rms_norm_static_fp8_quant: (model_arguments.static_norm, *NORM),
+    ops.rms_norm_dynamic_per_token_quant: (model_arguments.token_norm, *NORM),
+    ops.rms_norm_per_block_quant: (model_arguments.block_norm, *NORM),
+    ops.silu_and_mul: (model_arguments.activation,),
+    ops.silu_and_mul_quant: (model_arguments.static_activation,),
+    ops.silu_and_mul_per_token_quant: (model_arguments.dynamic_activation,),
+    ops.silu_and_mul_per_block_quant: (model_arguments.dynamic_activation,),
+}
+
+
+def rows(
+    tokens: Iterable[int] = ROWS, hidden: Iterable[int] = HIDDEN, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[Shape]:
+    """Norms and activations. Raises ValueError for a dtype that they do not take."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"the dtype of rows must be bfloat16 or float16, got {dtype}")
+    for (op, (arguments, *how)), h, m in itertools.product(ROW_OPS.items(), hidden, tokens):
+        name = f"{m}x{h} {str(dtype).removeprefix('torch.')}"
+        yield Shape(op, made_case(name, dtype, arguments, m, h, *how), {"rows": m, "hidden": h}, beside_vllm)
+
+
+def beside_vllm(op: Op, arguments: tuple) -> Check:
+    """How our results differ from those of vLLM's op: the share of elements of the output, and of what is updated in place, with
+    other bits; and the largest relative difference of a scale."""
+    call = vllm_call(op)
+    if call is None:
+        return lambda: {"differs_from_vllm": None}
+
+    def share(a: torch.Tensor, b: torch.Tensor) -> float:
+        bits = torch.uint8 if a.element_size() == 1 else torch.int16
+        return (a.view(bits) != b.view(bits)).float().mean().item()
+
+    def own() -> tuple:
+        return op.Arguments(*(correctness.clone(value, arguments[0].device) for value in arguments))
+
+    of_vllm = own()
+    theirs = op.allocate(of_vllm)
+    call(theirs, of_vllm)
+    if op is ops.fused_add_rms_norm:  # vLLM's op returns in its input
+        theirs = of_vllm.input
+
+    def found() -> dict[str, object]:
+        of_ours = own()
+        ours, result = op(*of_ours), {}
+        if isinstance(ours, tuple):
+            result["scale_relative"] = ((ours[1] - theirs[1]).abs() / theirs[1]).max().item()
+        result["out"] = share(correctness.as_tuple(ours)[0], correctness.as_tuple(theirs)[0])
+        result |= {name: share(getattr(of_ours, name), getattr(of_vllm, name)) for name in op.mutates}
+        return {"differs_from_vllm": result}
+
+    return found
+
+
+# Products
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64)
+MODELS = {"llama": "llama-3.1-405b-fp8", "deepseek": "deepseek-v3"}
+TP = 8
+
+
+def linear_layers(model: str, tp: int, **changes) -> Iterator[tuple[model_layers.LayerCall, int, int]]:
+    """The linear layers of a model, with changes of its configuration, each with its N and K."""
+    for call in model_layers.calls(model_config.read(model) | changes, tp):
+        arguments = call.case(1).make("meta", torch.Generator(), torch.float8_e4m3fn)
+        sizes = call.op.problem(call.op.Arguments(*arguments))
+        if list(sizes) == ["m", "n", "k"]:
+            yield call, sizes["n"], sizes["k"]
+
+
+def _column_major_blocks(*sizes) -> tuple:
+    """With the scales of the activations as most peers want them."""
+    return column_major(*model_arguments.block_scaled(*sizes))
+
+
+GEMMS: dict[Op, tuple] = {
+    ops.scaled_mm: (model_arguments.scaled, True),  # a scale per token and channel
+    ops.block_scaled_mm: (_column_major_blocks,),
+    ops.unquantized_gemm: (model_arguments.unquantized,),
+    ops.scaled_mm_silu_and_mul_quant: (model_arguments.gated_scaled, False),
+}
+
+
+def gemm(tokens: Iterable[int] = TOKENS, tp: int = TP, shuffled: bool = False) -> Iterator[Shape]:
+    """The linear layers of a decode step of one of `tp` ranks, all FP8 ones with each kind of scales; ours with weights in
+    fragment order if they are to be shuffled."""
+    for op, (arguments, *how) in GEMMS.items():
+        layers = {
+            f"{name}{f' tp{tp}' * (tp != TP)} {call.layer}": (n, k)
+            for name, model in MODELS.items()
+            for call, n, k in linear_layers(model, tp)
+            if call.count and (call.op is ops.unquantized_gemm) == (op is ops.unquantized_gemm)
+            if call.layer.endswith("gate_up") or op is not ops.scaled_mm_silu_and_mul_quant
+        }
+        for (layer, (n, k)), m in itertools.product(layers.items(), tokens):
+            case = made_case(f"{layer} {m}x{n}x{k}" + " shuffled" * shuffled, torch.bfloat16, arguments, m, n, k, *how)
+            layout = {"layout": _shuffle} if shuffled else {}
+            yield Shape(op, case, {"m": m, "n": n, "k": k}, beside_float64, **layout)
+
+
+def _shuffle(a, weight, *rest) -> tuple:
+    weight = weight if weight.is_contiguous() else weight.t()
+    return a, weight_layout.shuffle_weight(weight), *rest
+
+
+def beside_float64(op: Op, arguments: tuple) -> Check:
+    """The error of our results, by their norm."""
+    exact = op.reference(*(torch.float64 if value is torch.bfloat16 else value for value in arguments)).double()
+    return lambda: {"relative_error": ((op(*arguments).double() - exact).norm() / exact.norm()).item()}
+
+
+# Routing
+
+DEEPSEEK_ROUTING = 256, 8, True, 8, 4, "sigmoid", 2.5, True
+
+
+def routing(tokens: Iterable[int] = (*TOKENS, 128, 1024)) -> Iterator[Shape]:
+    """Tokens to DeepSeek-V3's experts."""
+    for m in tokens:
+        case = made_case(f"{m}x{DEEPSEEK_ROUTING[0]}", torch.bfloat16, model_arguments.routing, m, *DEEPSEEK_ROUTING)
+        yield Shape(ops.grouped_topk, case, {"tokens": m, "experts": DEEPSEEK_ROUTING[0]})

@@ -1,0 +1,122 @@
+"""vLLM's fused MoE on the arguments of `fused_experts`: its functional `fused_experts`, and the modular kernel with
+`TritonExperts` that its engine runs, with all their launches.
+
+Both run in the tiles of the tuned file that vLLM ships for so many experts or for one less, where it does, or in those that it
+takes without a file. A shared expert is one more global expert, which every token lists with weight 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+
+import torch
+
+from vllm_rocm_ops.ops import fused_experts
+from vllm_rocm_ops.ops.families.gemm import BLOCK
+from vllm_rocm_ops.ops.fused_experts import scheme
+
+
+def has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def _moe(module: str = ""):
+    """vLLM's module for fused experts."""
+    return importlib.import_module("vllm.model_executor.layers.fused_moe" + module)
+
+
+def _quantization(a):
+    """vLLM's description of how weights and tokens are quantised."""
+    config, kind = _moe(".config"), scheme(a.w1, a.w1_scale)
+    workspace = importlib.import_module("vllm.v1.worker.workspace")
+    if not workspace.is_workspace_manager_initialized():
+        workspace.init_workspace_manager(a.w1.device)
+    if kind == "mx":
+        raise ValueError("it takes scales of float32")
+    if kind == "none":
+        return config.FUSED_MOE_UNQUANTIZED_CONFIG
+    how = {"per_act_token_quant": kind == "channel", "per_out_ch_quant": kind == "channel"}
+    how["block_shape"] = [BLOCK, BLOCK] if kind == "block" else None
+    return config.fp8_w8a8_moe_quant_config(a.w1_scale, a.w2_scale, a.hidden_scale, a.act_scale, **how)
+
+
+def prepare(*arguments) -> tuple[tuple, dict]:
+    """The tensors that vLLM takes, and how."""
+    a = fused_experts.Arguments(*arguments)
+    weights, ids, expert_map, routed = a.topk_weights, a.topk_ids, a.expert_map, len(a.w1) - a.shared_experts
+    known = routed if expert_map is None else len(expert_map)
+    if a.shared_experts:
+        others = torch.arange(a.shared_experts, dtype=torch.int32, device=ids.device)
+        weights = torch.cat((weights, weights.new_ones(len(ids), a.shared_experts)), 1)
+        ids = torch.cat((ids, (known + others).to(ids.dtype).expand(len(ids), -1)), 1)
+        expert_map = None if expert_map is None else torch.cat((expert_map, routed + others))
+    how = {"quant_config": _quantization(a), "expert_map": expert_map, "global_num_experts": known + a.shared_experts}
+    how["apply_router_weight_on_input"] = a.apply_router_weight_on_input
+    return (a.hidden, a.w1, a.w2, weights, ids), how
+
+
+def call(tensors: tuple, how: dict, tiles: dict[str, int] | None = None):
+    """The functional form, in these tiles or in those that it chooses."""
+    with _moe().override_config(tiles):
+        return _moe(".fused_moe").fused_experts(*tensors, **how)
+
+
+def _modular(tensors: tuple, how: dict, tiles: dict[str, int], kernel):
+    how = {name: value for name, value in how.items() if name != "quant_config"}
+    with _moe().override_config(tiles):
+        return kernel.apply(*tensors, activation=_moe(".activation").MoEActivation.SILU, **how)
+
+
+def _kernel(tensors: tuple, how: dict):
+    """vLLM's modular kernel."""
+    (hidden, w1, w2, _, ids), config = tensors, _moe(".config")
+    settings = config.FusedMoEConfig(
+        num_experts=how["global_num_experts"],
+        experts_per_token=ids.shape[1],
+        hidden_dim=hidden.shape[1],
+        intermediate_size=w2.shape[2],
+        num_local_experts=len(w1),
+        num_logical_experts=how["global_num_experts"],
+        activation=_moe(".activation").MoEActivation.SILU,
+        device=w1.device,
+        routing_method=config.RoutingMethodType.DeepSeekV3,
+        moe_parallel_config=config.FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=hidden.dtype,
+    )
+    without_ranks = _moe(".prepare_finalize").make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False)
+    experts = _moe(".experts.triton_moe").TritonExperts(settings, how["quant_config"])
+    return _moe(".modular_kernel").FusedMoEKernel(without_ranks, experts)
+
+
+def tuned(arguments: tuple) -> tuple[str | None, dict[int, dict[str, int]]]:
+    """The name of the tuned file for a call, and its tiles by tokens; None and nothing where vLLM ships none."""
+    a = fused_experts.Arguments(*arguments)
+    fused_moe, quantization = _moe(".fused_moe"), _quantization(a)
+    for experts in dict.fromkeys((len(a.w1), len(a.w1) - a.shared_experts)):
+        of_file = experts, a.w2.shape[2], quantization.config_name(torch.bfloat16)
+        found = fused_moe.get_moe_configs(*of_file, *(quantization.block_shape or (None, None)))
+        if found:
+            return fused_moe.get_config_file_name(*of_file, quantization.block_shape), found
+    return None, {}
+
+
+def variants(arguments: tuple) -> dict[str, Callable]:
+    """All forms in all tiles, by name, for calls with as many tokens as these arguments and with their weights: they take what
+    `prepare` gives."""
+    tensors, how = prepare(*arguments)
+    (hidden, w1, w2, _, ids), quantization = tensors, how["quant_config"]
+    sizes = {"E": len(w1), "N": w2.shape[2], "K": hidden.shape[1], "topk": ids.shape[1]}
+    sizes |= {"dtype": quantization.config_name(torch.bfloat16), "block_shape": quantization.block_shape}
+    tiles = {", default tiles": _moe(".fused_moe").get_default_config(len(hidden), **sizes)}
+    by_tokens = tuned(arguments)[1]
+    if by_tokens:
+        tiles[""] = by_tokens[min(by_tokens, key=lambda tokens: abs(tokens - len(hidden)))]
+    forms = {"fused_experts": call, "TritonExperts": functools.partial(_modular, kernel=_kernel(tensors, how))}
+    return {
+        f"vllm {form}{which}": functools.partial(run, tiles=chosen)
+        for form, run in forms.items()
+        for which, chosen in tiles.items()
+    }

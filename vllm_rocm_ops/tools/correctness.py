@@ -1,0 +1,262 @@
+"""Whether an op computes the result of its reference: the rules for results, for the tests and for `vllm-rocm-ops bench`.
+
+- Against the reference in the same precision, an element of 8 or 16 bits may be off by one ULP, and few elements may be off.
+- Against float64, the error may exceed the reference's error by given factors only. For fp32 results that are no long sums,
+  errors are relative to the element.
+- An element of a matrix product may be off by what its own terms allow.
+- A matrix product of whole numbers (`whole_numbers`) is exact in any order of summation, so its bits must be the reference's.
+- Arguments that an op updates in place must have the reference's bits.
+- Outputs start as NaN (`unwritten_is_nan`), so that an element that no kernel wrote is noticed.
+
+A result that breaks a rule raises `Wrong`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.quantization import MX_SCALES
+from vllm_rocm_ops.core.stats import reset_stats, stats
+from vllm_rocm_ops.core.tensors import describe
+
+OFF_BY_ONE = 0.01  # the share of elements that may be off by one ULP
+LARGEST_ERROR, MEAN_ERROR = 2.0, 1.1  # against float64, relative to the reference's errors
+FLOOR = 1e-6  # relative to the largest element, or to a product's sum of absolute terms: a few roundings of fp32
+SMALLEST = 2.0**-126  # the smallest normal fp32: an error that is always allowed
+PRODUCTS = (
+    "scaled_mm",
+    "block_scaled_mm",
+    "mxfp8_scaled_mm",
+    "unquantized_gemm",
+    "batched_gemm",
+    "gemm",
+)  # ops that are linear in their operands
+HALF_ULP = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+    torch.float32: 2.0**-24,
+}  # at most, relative to an element
+SMALLEST_HALF_ULP = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}
+STEP, SHARE_OF_SUMS = 2.0**-3, 2.0**-7  # of e4m3 results that are long sums: of an element, and of the largest
+NVIDIA_ROUNDING = (
+    2.0**-11
+)  # of the terms of a sum of e4m3 products, of which wgmma keeps 14 bits; AMD's instructions keep fp32
+SUMS_FLOOR = {32: NVIDIA_ROUNDING}  # by the lanes of a wave
+
+
+class Wrong(AssertionError):
+    """A result that breaks a rule."""
+
+
+def require(holds: bool, what: str) -> None:
+    """Raise `Wrong` unless a rule holds."""
+    if not holds:
+        raise Wrong(what)
+
+
+@contextlib.contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """A context in which tensors that PyTorch allocates start as NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    require(torch.utils.deterministic.fill_uninitialized_memory, "torch.utils.deterministic fills no memory")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def generator_of(name: str) -> torch.Generator:
+    """A random generator whose seed is the case's name."""
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+
+def clone(value, device: str = "cpu"):
+    """A copy with the same strides, in memory of its own."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    extent = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride())) + 1 if value.numel() else 0
+    return value.as_strided((extent,), (1,)).clone().to(device).as_strided(value.shape, value.stride())
+
+
+def as_tuple(value) -> tuple:
+    """An op's outputs as a tuple, also if there is one or none."""
+    return value if isinstance(value, tuple) else () if value is None else (value,)
+
+
+def ulp_index(x: torch.Tensor) -> torch.Tensor:
+    """The position of each element in the ordered list of its format's values. Both zeros have position 0."""
+    width = 8 * x.element_size()
+    bits = x.contiguous().view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[width]).long() & (1 << width) - 1
+    sign = bits >> (width - 1)
+    magnitude = bits & (1 << (width - 1)) - 1
+    return torch.where(sign == 1, -magnitude, magnitude)
+
+
+def check(
+    name: str, ours: torch.Tensor, reference: torch.Tensor, oracle: torch.Tensor, count_ulps: bool, floor: float
+) -> None:
+    """Check an output against the reference in the same precision and in float64. With `count_ulps`, no element may be off by
+    more than one ULP. `floor` is an error that is always allowed, relative to the largest element."""
+    require(
+        (ours.shape, ours.dtype, ours.stride()) == (reference.shape, reference.dtype, reference.stride()),
+        f"{name}: {describe(ours)}, not {describe(reference)}",
+    )
+    ours = ours.cpu()
+    require(torch.equal(ours.isnan(), reference.isnan()), f"{name}: NaNs differ")
+    if not ours.is_floating_point():
+        # A row that overflows where its result is rounded has another MX scale in float64.
+        same = torch.equal(ours, reference) and (ours.dtype in MX_SCALES or torch.equal(ours.double(), oracle))
+        require(same, f"{name}: {ours.flatten()[:8].tolist()}..., not {reference.flatten()[:8].tolist()}...")
+        return
+    if ours.numel() == 0:
+        return
+    if ours.dtype != torch.float32 and count_ulps:
+        off = (ulp_index(ours) - ulp_index(reference)).abs().masked_fill(reference.isnan(), 0)
+        worst = off.argmax()
+        got, wanted = ours.flatten()[worst].item(), reference.flatten()[worst].item()
+        require(off.max() <= 1, f"{name}: element {int(worst)} is {got}, not {wanted}")
+        require(off.sum() <= max(OFF_BY_ONE * off.numel(), 2), f"{name}: {int(off.sum())} of {off.numel()} are off")
+    if ours.element_size() == 1 and not count_ulps:
+        steps, largest = STEP * oracle.abs(), oracle.abs().nan_to_num().max()
+        off = ((ours.double() - oracle).abs() - steps).nan_to_num().max()
+        require(off <= SHARE_OF_SUMS * largest, f"{name}: off by {off} and a step")
+    if ours.element_size() > 1:  # an error of 8 bits is rounding: ULPs say more
+        infinite = reference.isinf()  # in float64 it may be finite, which would allow any error elsewhere
+        require(
+            count_ulps and ours.element_size() < 4 or torch.equal(ours[infinite], reference[infinite]),
+            f"{name}: infinities differ",
+        )
+        largest = oracle.abs().nan_to_num(posinf=0.0).max()
+        error, allowed = (
+            (x.double() - oracle).abs().nan_to_num().masked_fill(infinite, 0.0) for x in (ours, reference)
+        )
+        if ours.dtype == torch.float32 and count_ulps:
+            sizes = oracle.abs().nan_to_num(posinf=1.0).clamp_min(SMALLEST / floor)
+            error, allowed, largest = error / sizes, allowed / sizes, 1.0
+        require(
+            error.max() <= LARGEST_ERROR * allowed.max() + floor * largest,
+            f"{name}: error {error.max()}, not {allowed.max()}",
+        )
+        require(error.mean() <= MEAN_ERROR * allowed.mean() + floor * largest, f"{name}: mean error {error.mean()}")
+
+
+def check_terms(name: str, ours: torch.Tensor, oracle: torch.Tensor, terms: torch.Tensor, share: float) -> None:
+    """Check each element of a matrix product. It may be off by half a ULP and, for the order of summation, by a share of `terms`,
+    the matrix product of the absolute values."""
+    allowed = HALF_ULP[ours.dtype] * oracle.abs() + SMALLEST_HALF_ULP[ours.dtype] + share * terms
+    off = (ours.cpu().double() - oracle).abs() / allowed
+    off = off.where(ours.cpu().isfinite() & oracle.isfinite() & terms.isfinite(), 0.0)
+    if off.numel() and off.max() > 1:
+        worst = off.argmax()
+        got, exact = ours.flatten()[worst].item(), oracle.flatten()[worst].item()
+        raise Wrong(
+            f"{name}: element {int(worst)} is {got}, not {exact}: the error is {off.max():.3g} times the allowed one"
+        )
+
+
+def absolute(value):
+    """An argument with the absolute values of its elements. MX scales have no sign."""
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.dtype in MX_SCALES
+        or not (value.is_floating_point() or value.dtype == torch.int8)
+    ):
+        return value
+    copy = clone(value)
+    return copy.copy_(value.double().abs())
+
+
+def whole_numbers(the_op: Op, arguments: tuple, generator: torch.Generator) -> tuple:
+    """A matrix product's arguments with small whole numbers as values and powers of two as scales. No sum of their products is
+    rounded in fp32."""
+
+    def small(value: torch.Tensor) -> torch.Tensor:
+        return torch.randint(-3, 4, value.shape, generator=generator)
+
+    return tuple(
+        whole(name, value, small, generator) if isinstance(value, torch.Tensor) else value
+        for name, value in zip(the_op.Arguments._fields, arguments)
+    )
+
+
+def whole(
+    name: str, value: torch.Tensor, numbers: Callable[[torch.Tensor], torch.Tensor], generator: torch.Generator
+) -> torch.Tensor:
+    """Return a copy of an argument that holds `numbers(value)`, or powers of two if it is a scale by name or type."""
+    copy = clone(value)
+    if value.dtype in MX_SCALES:
+        copy.view(torch.uint8).copy_(torch.randint(125, 130, value.shape, generator=generator))
+    else:
+        is_scale = "scale" in name
+        copy.copy_(2.0 ** torch.randint(-2, 3, value.shape, generator=generator) if is_scale else numbers(value))
+    return copy
+
+
+def in_float64(value):
+    """An argument as the reference takes it in float64: 16-bit tensors and the output dtype become float64."""
+    halves = (torch.bfloat16, torch.float16)
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.dtype in halves else clone(value)
+    return torch.float64 if value in (*halves, torch.float32) else value
+
+
+def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False) -> None:
+    """Run the op once, and check it against its reference and against its oracle, the reference in float64. With `exact`, the
+    result must have the reference's bits."""
+    reference_arguments, ours_arguments = [clone(v) for v in arguments], [clone(v, device) for v in arguments]
+    oracle_arguments = [in_float64(v) for v in reference_arguments]
+    oracle = as_tuple(the_op.reference(*oracle_arguments))
+    reference = as_tuple(the_op.reference(*reference_arguments))
+    ours = as_tuple(the_op(*ours_arguments))
+    names = [str(i) for i in range(len(ours))]
+    for name, got, wanted, true in zip(the_op.Arguments._fields, ours_arguments, reference_arguments, oracle_arguments):
+        if isinstance(got, torch.Tensor) and name in the_op.writes:
+            ours, reference, oracle, names = (*ours, got), (*reference, wanted), (*oracle, true), [*names, name]
+        elif isinstance(got, torch.Tensor):
+            left, expected = got.cpu().float(), wanted.float()
+            same = (left == expected) | (left.isnan() & expected.isnan())
+            require(bool(same.all()), f"{the_op.name}: leaves another {name}")
+    floor = SUMS_FLOOR.get(archs.of_device(0).wave_lanes, FLOOR) if the_op.sums and device == "cuda" else FLOOR
+    for what, got, wanted, true in zip(names, ours, reference, oracle):
+        name = f"{the_op.name} output {what}"
+        check(name, got, wanted, true.double(), not the_op.sums, floor)
+        if exact:
+            differ = (got.cpu() != wanted) & ~wanted.isnan()
+            require(not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()} elements of exact sums differ")
+        elif the_op.name in PRODUCTS and got.numel() and got.is_floating_point():
+            operands = [None if n in the_op.writes else v for n, v in zip(the_op.Arguments._fields, arguments)]
+            terms = the_op.reference(*[in_float64(absolute(v)) for v in operands]).double()
+            check_terms(name, got, true.double(), terms, floor)
+
+
+def check_case(
+    the_op: Op, case: Case, device: str, arch: Arch, configs: Iterable | None = None, whole: bool = False
+) -> None:
+    """Check a case in some configurations, by default in all, and that the configuration's kernels ran. If the configuration is
+    None, or no kernel takes the case, the reference must have run. With `whole`, a matrix product runs in each configuration on
+    whole numbers, and with each kernel once on the values of the case."""
+    arguments = case.make("cpu", generator_of(case.name), arch.fp8_dtype)
+    a = the_op.Arguments(*arguments)
+    exact = whole_numbers(the_op, arguments, generator_of(case.name)) if whole and the_op.name in PRODUCTS else None
+    seen = set()
+    for config in (the_op.configs(a, arch) or [None]) if configs is None else configs:
+        planned = the_op.plan(config, the_op.allocate(a), a, arch) if config else ()
+        kernels = " + ".join(launch.symbol for launch in planned)
+        reset_stats()
+        with unwritten_is_nan(), the_op.running(config):
+            if exact:
+                run_and_check(the_op, exact, device, exact=True)
+            if not exact or kernels not in seen:
+                run_and_check(the_op, arguments, device)
+        seen.add(kernels)
+        (ran,) = stats()[the_op.name]
+        wanted = (kernels or "nothing to do") if config else "fallback"
+        require(ran == wanted if config else ran.startswith(wanted), f"{the_op.name}: ran {ran}, not {wanted}")

@@ -1,0 +1,226 @@
+"""What is installed and used on this machine, and why the rest is not."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib.metadata
+import importlib.util
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+import vllm_rocm_ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.core import launch as launches
+from vllm_rocm_ops.core import op as op_module
+from vllm_rocm_ops.core import tables as tuned_tables
+from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.tools.explain import explain, table
+from vllm_rocm_ops.vllm.selection import kernel_selection
+
+PLUGIN = "rocm_ops"
+
+
+def find() -> dict:
+    """Everything that the choice of kernels on this machine depends on, as plain data."""
+    gpus = find_gpus()
+    known = [gpu["arch"] for gpu in gpus if gpu["arch"] in archs.ARCHS]
+    return {
+        "package": {"version": vllm_rocm_ops.__version__, "path": str(Path(vllm_rocm_ops.__file__).parent)},
+        "torch": {"version": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda},
+        "driver": find_driver(),
+        "gpus": gpus,
+        "code_objects": {arch: find_code_objects(arch) for arch in archs.ARCHS},
+        "tables": {"yours": find_tables(envs.tables()), "shipped": find_tables(tuned_tables.TABLES)},
+        "measured": find_measured(envs.tables()),
+        "reached": find_reached(envs.tables()),
+        "machine": kernel_selection.machine(),
+        "vllm": find_vllm(),
+        "emulator": find_emulator(),
+        "environment": {name: os.environ[name] for name in envs.VARIABLES if name in os.environ},
+        "ops": {
+            op.name: {arch: what_runs(op, arch) for arch in dict.fromkeys(known or archs.ARCHS)}
+            for op in op_module.registered()
+        },
+    }
+
+
+def find_driver() -> dict:
+    """The GPU driver that launches kernels, or why there is none."""
+    runtime, why = launches.runtime()
+    if runtime is None:
+        return {"backend": None, "status": why, "versions": {}}
+    return {"backend": runtime.backend(), "status": runtime.status(), "versions": runtime.versions()}
+
+
+def find_gpus() -> list[dict]:
+    """The GPUs that torch sees."""
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        arch = archs.of_device(index)
+        units = properties.multi_processor_count
+        gpus.append({"name": properties.name, "arch": arch.name if arch else None, "compute_units": units})
+    return gpus
+
+
+def find_code_objects(arch: str) -> dict[str, dict]:
+    """The stamps of the code objects for `arch`, by module."""
+    suffix = archs.ARCHS[arch].code_suffix
+    return {path.stem: launches.stamp(path) for path in sorted((launches.CODE / arch).glob("*" + suffix))}
+
+
+def find_tables(folder: Path) -> dict:
+    """A folder of tuned tables, with the number of rows that change a configuration, by arch and op."""
+    rows: dict[str, dict[str, int]] = {}
+    for path in sorted(folder.glob("*/*.csv")):
+        with path.open(newline="", errors="replace") as file:
+            changing = [row for row in csv.DictReader(file) if any(row[k] for k in row if k and "config." in k)]
+        rows.setdefault(path.parent.name, {})[path.stem] = len(changing)
+    return {"folder": str(folder), "rows": rows}
+
+
+def find_measured(folder: Path) -> list[dict]:
+    """What vLLM's workers measured of our kernels and vLLM's, by the machine that they ran on."""
+    return [
+        {"path": str(path), **dataclasses.asdict(kernel_selection.read(path))}
+        for path in sorted(folder.glob("*/measured-*.json"))
+    ]
+
+
+def find_reached(folder: Path) -> list[dict]:
+    """Return what vLLM's workers called at their last start, by arch."""
+    if importlib.util.find_spec("vllm") is None:
+        return []
+    from vllm_rocm_ops.vllm import reach
+
+    return reach.read(folder)
+
+
+def reached_lines(found: list[dict]) -> list[str]:
+    """Return lines for what `find_reached` found."""
+    lines = []
+    for one in found:
+        calls = ", ".join(f"{of} {count}" for of, count in one["seams"].items()) or "no seam"
+        lines.append(f"{one['path']}: {one['model']} called {calls}")
+        missed = [f"{count} {what}" for layer in one["layers"].values() for what, count in layer["missed"].items()]
+        lines += [f"vLLM's own code ran {', '.join(missed)}"] * bool(missed)
+        lines += [f"chosen, but in no graph: {', '.join(one['unreached'])}"] * bool(one["unreached"])
+    return lines or ["nothing: vLLM's workers say so when they have started"]
+
+
+def measured_lines(found: list[dict], machine: dict[str, str]) -> list[str]:
+    """What `find_measured` found: tables of this machine, and where there are others."""
+    lines = []
+    for one in found:
+        record = kernel_selection.Record(one["machine"], one["off"], one["shapes"])
+        what = "{path}: {number} shapes".format(path=one["path"], number=len(record.shapes))
+        if record.machine != machine:
+            differs = [f"{k} {v}" for k, v in record.machine.items() if machine.get(k) != v]
+            lines.append(f"{what}, on another machine: {', '.join(differs) or 'unknown'}")
+            continue
+        lines.append(f"{what}, on this machine")
+        lines += [f"{op} is off: {why}. To measure again, remove the file" for op, why in record.off.items()]
+        lines += kernel_selection.table(record)
+    return lines or ["nothing: vLLM's workers do so when they start"]
+
+
+def find_vllm() -> dict:
+    """vLLM's version and the status of each seam in it."""
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    result = {"version": None, "plugin": any(plugin.name == PLUGIN for plugin in plugins), "why_off": "", "seams": []}
+    if importlib.util.find_spec("vllm") is None:
+        return result | {"why_off": "vLLM is not installed"}
+    previous = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # vLLM's log; the seams' status has all that matters here
+    try:
+        import vllm
+
+        result["version"] = vllm.__version__
+        allowed = vllm.envs.VLLM_PLUGINS
+        if allowed is not None and PLUGIN not in allowed:
+            return result | {"why_off": f"VLLM_PLUGINS={','.join(allowed)} leaves out {PLUGIN}"}
+        from vllm_rocm_ops.vllm import seam
+
+        result["seams"] = [vars(status) for status in seam.install_all()]
+        if not result["seams"]:
+            result["why_off"] = "vLLM does not run on ROCm here; see VLLM_ROCM_OPS_ON_NVIDIA and VLLM_ROCM_OPS_ON_CPU"
+    except Exception as error:  # noqa: BLE001  a vLLM that does not import is a finding, not a failure
+        result["why_off"] = f"{type(error).__name__}: {error}"
+    finally:
+        logging.disable(previous)
+    return result
+
+
+def find_emulator() -> dict:
+    """Whether kernels can run in the emulator, which is an extra, and why not."""
+    try:
+        import vllm_rocm_ops.emulator  # noqa: F401
+    except ImportError as error:
+        return {"why_off": str(error)}
+    return {"why_off": ""}
+
+
+def what_runs(op: Op, arch: str) -> str:
+    """The kernel that the op's first case runs on `arch`, or "fallback: why"."""
+    explained = explain(op, arch, require_code=True)
+    return " + ".join(launch.symbol for launch in explained.launches) or explained.source
+
+
+def text(found: dict) -> str:
+    """The result of `find` as text."""
+    lines = []
+
+    def section(title: str, first: str, *more: str) -> None:
+        lines.append(f"{title:<14}{first}")
+        lines.extend(" " * 14 + line for line in more)
+
+    package, driver, vllm, pytorch = found["package"], found["driver"], found["vllm"], found["torch"]
+    section("vllm-rocm-ops", f"{package['version']} in {package['path']}")
+    build = f"HIP {pytorch['hip']}" if pytorch["hip"] else f"CUDA {pytorch['cuda']}" if pytorch["cuda"] else "CPU build"
+    section("torch", f"{pytorch['version']}, {build}")
+    versions = ", ".join(f"{name} {version}" for name, version in driver["versions"].items())
+    section("driver", f"{driver['backend']}: {versions}" if driver["backend"] else f"none: {driver['status']}")
+    gpus = [f"{i}: {gpu['name']}, {gpu['arch'] or 'no kernels for it'}" for i, gpu in enumerate(found["gpus"])]
+    section("GPUs", *(gpus or ["none: the ops run their PyTorch reference"]))
+    built = []
+    for arch, modules in found["code_objects"].items():
+        compilers = {stamp.get("compiler", "unknown") for stamp in modules.values()}
+        debug = ", debug" if any(stamp.get("debug") for stamp in modules.values()) else ""
+        built.append(
+            (arch, ", ".join(modules) + debug, "; ".join(sorted(compilers))) if modules else (arch, "none", "")
+        )
+    section("code objects", *table(built))
+    tuned = []
+    for whose, tables in found["tables"].items():
+        counts = [f"{op} {rows}" for by_op in tables["rows"].values() for op, rows in by_op.items()]
+        tuned.append((whose, ", ".join(counts) or "no rows", tables["folder"]))
+    section("tuned tables", *table(tuned))
+    section("measured", *measured_lines(found["measured"], found["machine"]))
+    section("reached", *reached_lines(found["reached"]))
+    section("vLLM", *filter(None, [vllm["version"], vllm["why_off"]]))
+    if not vllm["plugin"]:
+        section(
+            "", f"the entry point {PLUGIN} is not installed, so vLLM does not find the ops: pip install vllm-rocm-ops"
+        )
+    if vllm["seams"]:
+        seams = [
+            ("on" if s["on"] else "off", s["name"], s["replaces"] if s["on"] else s["reason"]) for s in vllm["seams"]
+        ]
+        section("seams", *table(seams))
+    section("emulator", found["emulator"]["why_off"] or "installed")
+    if found["environment"]:
+        section("environment", *(f"{name}={value}" for name, value in found["environment"].items()))
+    ops, unbuilt = [], {arch for arch, modules in found["code_objects"].items() if not modules}
+    for name, by_arch in found["ops"].items():
+        built_for = {arch: kernel for arch, kernel in by_arch.items() if arch not in unbuilt}
+        for kernel in dict.fromkeys(built_for.values()):
+            ops.append((name, " ".join(arch for arch in built_for if built_for[arch] == kernel), kernel))
+    asked = dict.fromkeys(arch for by_arch in found["ops"].values() for arch in by_arch if arch in unbuilt)
+    ops += [("every op", arch, "fallback: no code object was built for it") for arch in asked]
+    lines += ["", "ops, each with the kernel of its first test case", *("  " + line for line in table(ops))]
+    return "\n".join(lines)

@@ -1,0 +1,326 @@
+"""Which kernels a call, or the calls of a model, run, and why. Needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import textwrap
+import typing
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core.op import Explanation, Op
+from vllm_rocm_ops.models import layers as model_layers
+from vllm_rocm_ops.models.layers import LayerCall
+from vllm_rocm_ops.vllm.attention import absorbed_products
+from vllm_rocm_ops.vllm.attention.decoder import is_forced
+from vllm_rocm_ops.vllm.experts import base as experts
+from vllm_rocm_ops.vllm.linear import block_scaled_linear, int8_linear, mxfp8_linear, scaled_linear, unquantized_linear
+from vllm_rocm_ops.vllm.selection import kernel_selection
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "e4m3fn": torch.float8_e4m3fn,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+}
+MOST_ELEMENTS = 2**60  # of a tensor that `explain` takes
+MOST_NUMBER = 2**31
+WIDTH = 120  # of a model's table
+
+
+def example(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype | None = None, **given) -> dict:
+    """Arguments like those of the op's first case, on the meta device.
+
+    `shape` and `dtype` replace those of the first tensor, and equal sizes and dtypes of the others. The order of strides stays.
+    `given` replaces whole arguments by name.
+    """
+    case = next(iter(op.cases()))
+    of_case = op.Arguments(*case.make("meta", torch.Generator().manual_seed(0), archs.named(arch).fp8_dtype))
+    first = next(value for value in of_case if isinstance(value, torch.Tensor))
+    sizes = dict(zip(reversed(first.shape), reversed(shape or first.shape)))
+
+    def like(value: torch.Tensor) -> torch.Tensor:
+        new_shape = shape if shape and value.shape == first.shape else [sizes.get(size, size) for size in value.shape]
+        new_dtype = dtype if dtype and value.dtype == first.dtype else value.dtype
+        if (*new_shape, new_dtype) == (*value.shape, value.dtype):
+            return value
+        if len(new_shape) != value.dim():
+            return torch.empty(new_shape, dtype=new_dtype, device="meta")
+        outermost_first = sorted(range(value.dim()), key=value.stride, reverse=True)
+        return torch.empty_permuted(new_shape, outermost_first, dtype=new_dtype, device="meta")
+
+    return {k: like(v) if isinstance(v, torch.Tensor) else v for k, v in of_case._asdict().items()} | given
+
+
+def explain(op: Op, arch: str, *changes, require_code: bool = False, **given) -> Explanation:
+    """The explanation of a call on `arch` with the arguments of `example`. No memory is allocated, and no GPU is needed."""
+    return op.explain(**example(op, arch, *changes, **given), arch=arch, require_code=require_code)
+
+
+def emulate(op: Op, arch: str, *changes, **given) -> Iterator[str]:
+    """Lines about that call in the emulator: its kernels' registers, LDS and waves, and its instructions, bytes and waits."""
+    from vllm_rocm_ops.emulator import cases as emulated  # an extra
+
+    case = None if any(changes) or given else next(iter(op.cases()))
+    return emulated.describe(op, op.Arguments(**example(op, arch, *changes, **given)), case, arch)
+
+
+def usual_arch() -> str:
+    """The architecture of this machine's first GPU if there are kernels for it, else the first of `ARCHS`."""
+    arch = archs.of_device(0) if torch.cuda.is_available() else None
+    return str(arch or next(iter(archs.ARCHS)))
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """'8x7168' -> (8, 7168)."""
+    sizes = [int(size) if re.fullmatch(r"[0-9]{1,18}", size) else -1 for size in text.split("x")]
+    if min(sizes) < 0 or math.prod(filter(None, sizes)) >= MOST_ELEMENTS:
+        raise argparse.ArgumentTypeError(f"must be sizes with x between them, as 8x7168, got {text}")
+    return tuple(sizes)
+
+
+def parse_argument(text: str) -> tuple[str, object]:
+    """'name=value' -> (name, value). A value is bf16[8x7168] (a tensor), e4m3fn (a dtype), none, true, false or a number."""
+    name, found, value = text.partition("=")
+    tensor = re.fullmatch(r"(\w+)\[([\dx]+)\]", value)
+    if not found:
+        raise ValueError(f"{text} must be name=value")
+    if tensor and tensor[1] in DTYPES:
+        try:
+            return name, torch.empty(parse_shape(tensor[2]), dtype=DTYPES[tensor[1]], device="meta")
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{name}: the shape {error}") from None
+    if value in DTYPES:
+        return name, DTYPES[value]
+    constants = {"none": None, "true": True, "false": False}
+    try:
+        return name, constants[value] if value in constants else json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{name} must be a number, true, false, none, a dtype or dtype[shape], got {value}") from None
+
+
+KINDS = {
+    torch.Tensor: "a tensor, as bf16[8x7168]",
+    torch.dtype: "a dtype, as e4m3fn",
+    float: "a number",
+    int: "a whole number",
+    bool: "true or false",
+    str: "a text in quotes",
+    type(None): "none",
+}
+
+
+def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
+    """Arguments of an op by name. Raises ValueError for an unknown name, or a value of another type than the op takes."""
+    given = {}
+    hints = typing.get_type_hints(op.reference)
+    for text in texts:
+        name, value = parse_argument(text)
+        if name not in op.Arguments._fields:
+            raise ValueError(f"{op.name} has no argument {name}, only {', '.join(op.Arguments._fields)}")
+        kinds = typing.get_args(hints[name]) or (hints[name],)
+        taken = (*kinds, int) if float in kinds else kinds
+        if type(value) not in taken or (type(value) is int and abs(value) >= MOST_NUMBER):
+            wanted = " or ".join(KINDS[kind] for kind in kinds)
+            raise ValueError(f"{op.name}: {name} must be {wanted}, got {text.partition('=')[2]}")
+        given[name] = value
+    return given
+
+
+# a model
+
+
+LIMITED = {
+    "scaled_mm": scaled_linear,
+    "block_scaled_mm": block_scaled_linear,
+    "mxfp8_scaled_mm": mxfp8_linear,
+    "gemm": int8_linear,
+    "unquantized_gemm": unquantized_linear,
+    "fused_experts": experts,
+    "batched_gemm": absorbed_products,
+}
+"""By op: the seam that calls it for few tokens only, and runs vLLM's kernel for more."""
+
+
+FORCED = "VLLM_ROCM_OPS_ATTENTION=1"
+UNMEASURED = "unmeasured: vLLM's own until ours was measured to be faster"
+ATTENTION = ("paged_attention_decode", "mla_decode")
+"""Ops that vLLM calls only where they were measured to be faster (vllm/attention.py), at every length of requests."""
+
+
+def attention(config: dict, tp: int, arch: str) -> LayerCall:
+    """The attention of a model's decode, with the cache as vLLM has it on `arch`."""
+    return model_layers.attention(config, tp, native=archs.named(arch).wave_lanes == 64)
+
+
+def around(config: dict, tp: int, arch: str) -> list[LayerCall]:
+    """The calls of decode that vLLM gives ops of ours where they were measured to be faster."""
+    return [*model_layers.absorbed(config, tp), attention(config, tp, arch)]
+
+
+def most_tokens(op: Op) -> int | None:
+    """The most tokens that vLLM gives an op on a GPU where nothing was measured. None for any number."""
+    module = LIMITED.get(op.name)
+    return module and module.MOST_TOKENS
+
+
+def measured_shapes(call: LayerCall, arch: str) -> list[str]:
+    """The shapes, as kernel_selection.py names them, under which a call may have been measured."""
+    a = call.op.Arguments(*call.case(2).make("meta", torch.Generator(), archs.named(arch).fp8_dtype))
+    name, module = call.op.name, LIMITED.get(call.op.name)
+    if name == "scaled_mm":
+        static = a.scale_a if a.scale_a.numel() == 1 else None
+        k = a.a.shape[1]
+        layers = [(a.b, a.scale_b, a.bias, a.out_dtype, fragments, None, static, k) for fragments in (False, True)]
+    elif name == "block_scaled_mm":
+        layers = [(a.b, a.scale_b, a.out_dtype, None)]
+    elif name == "mxfp8_scaled_mm":
+        layers = [(a.b, a.scale_b, a.bias, None, a.out_dtype)]
+    elif name == "gemm":
+        static = a.scale_a if a.scale_a.numel() == 1 else None
+        layers = [(a.b, a.scale_b, static, a.bias, None, a.out_dtype)]
+    elif name == "unquantized_gemm":
+        layers = [(a.weight, a.bias, a.x.dtype)]
+    elif name == "fused_experts":
+        total = len(a.w1 if a.expert_map is None else a.expert_map)
+        how = a.topk_ids.shape[1], a.topk_ids.dtype, a.expert_map, a.apply_router_weight_on_input, None, total
+        scales = [
+            argparse.Namespace(w1_scale=a.w1_scale, w2_scale=a.w2_scale, shuffled=order) for order in (False, True)
+        ]
+        layers = [(a.w1, a.w2, a.out_dtype, one, *how) for one in scales]
+    elif name == "batched_gemm":
+        layers = [(a.weights, a.x.dtype)]
+    elif hasattr(a, "quant_dtype"):
+        columns = a.input.shape[1] // (1 if hasattr(a, "weight") else 2)
+        residuals = ("", " residual") if getattr(a, "residual", None) is None else (" residual",)
+        start = f"{columns} {kernel_selection.types(a.input.dtype)}"
+        return [f"{start}{residual}{way}" for residual in residuals for way in ("", " column-major", " bound")]
+    else:
+        return []
+    return [module.KERNELS.describe(layer) for layer in layers]
+
+
+def measured_call(call: LayerCall, arch: str, record: kernel_selection.Record) -> str | None:
+    """Return the key under which a call was measured: its op, its shape and vLLM's kernel, a word. Compiled comes before eager."""
+    shapes = [f"{call.op.name} {shape}" for shape in measured_shapes(call, arch)] if record.shapes else []
+    keys = sorted(record.shapes, key=lambda key: key.endswith(kernel_selection.EAGER))
+    return next((key for shape in shapes for key in keys if key.rpartition(" ")[0] == shape), None)
+
+
+def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
+    """Whether ours serves a call with so many tokens, and what says so: a measurement on this machine, or a fixed limit. Nothing
+    says so of ops that no seam limits."""
+    name = call.op.name
+    if name in record.off:
+        return False, f"off on this GPU: {record.off[name]}"
+    if name in ATTENTION:
+        return attention_decision(call, record, tokens)
+    if name == "batched_gemm" and is_forced():
+        return tokens <= absorbed_products.MOST_TOKENS, FORCED
+    if name == "batched_gemm" and key is None:
+        return False, UNMEASURED
+    if key is None:
+        most = most_tokens(call.op)
+        if most is None:
+            return True, ""
+        if most == 0:
+            return False, UNMEASURED
+        few = tokens <= most
+        return few, "unmeasured" if few else f"unmeasured: of more than {most} tokens the seam leaves to vLLM"
+    measured = record.shapes[key]
+    ours = kernel_selection.ours_of(key, measured)
+    compiled = kernel_selection.is_whole(key)
+    runs = bool(ours[0] if compiled else tokens < len(ours) and ours[tokens])
+    if one := measured.get(tokens):
+        us = [
+            f"{whose} {time:.1f} us" for whose, time in (("ours", one.ours), ("vLLM's", one.native)) if time is not None
+        ]
+        return runs, f"measured: {', '.join(us) or 'not ours'}"
+    return runs, f"measured at {', '.join(map(str, sorted(measured)))} tokens"
+
+
+def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
+    """The same of attention, which is ours where it was faster at every length of requests, in each of vLLM's backends that were
+    measured."""
+    if is_forced():
+        return True, FORCED
+    heads, *sizes = call.parameters
+    shape = (
+        f"{heads}:{sizes[0]}x{sizes[1]} "
+        if call.op.name == "paged_attention_decode"
+        else f"{heads}x{sizes[0]}+{sizes[1]} "
+    )
+    found = {key: one for key, one in record.shapes.items() if key.startswith(f"{call.op.name} {shape}")}
+    served = [kernel_selection.ours_of(key, one) for key, one in found.items()]
+    if not served:
+        return False, UNMEASURED
+    return all(
+        tokens < len(ours) and ours[tokens] for ours in served
+    ), f"measured with {len(served)} lengths and backends"
+
+
+def measured_here(arch: archs.Arch) -> kernel_selection.Record:
+    """What was measured on this machine, if its GPU is of that architecture."""
+    here = kernel_selection.machine()
+    known = here["arch"] == arch.name and here["units"] == str(arch.compute_units)
+    return kernel_selection.read(kernel_selection.path_of(here), here) if known else kernel_selection.Record({})
+
+
+def explain_model(
+    calls: list[LayerCall], arch: str, batches: tuple[int, ...], verbose: bool = True
+) -> list[tuple[str, ...]]:
+    """A table of the calls of a rank on `arch`: the layer, calls per step, op, batch sizes, kernels, the kernels' blocks at each
+    size, and the configuration with its reason. Sizes that differ in blocks only share a row. What was measured on this machine
+    says which kernel serves, or the fixed limit of what was not. Without `verbose` op, blocks and configurations are left out, and
+    reasons follow the kernels. Needs no GPU."""
+    lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
+    known = archs.named(arch)
+    record = measured_here(known)
+    for call in calls:
+        same: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        key = measured_call(call, arch, record)
+        for batch in batches:
+            ours, said = decision(call, key, record, batch)
+            if not ours:
+                same.setdefault(("vLLM's own", said), []).append((batch, ""))
+                continue
+            arguments = call.case(batch).make("meta", torch.Generator(), known.fp8_dtype)
+            explained = call.op.explain(*arguments, arch=known)
+            row = call.op.tuned_row(call.op.Arguments(*arguments), known) if explained.launches else None
+            kernel = " + ".join(launch.symbol for launch in explained.launches) or "PyTorch"
+            blocks = "+".join(str(math.prod(launch.grid)) for launch in explained.launches)
+            why = f"{explained.source}: {row.path}: {row.source}" if row else explained.source
+            if not verbose and explained.launches:
+                why = "tuned" if row else ""
+            same.setdefault((kernel, ": ".join(filter(None, (said, why)))), []).append((batch, blocks))
+        for (kernel, why), sizes in same.items():
+            tokens, blocks = (",".join(filter(None, map(str, column))) for column in zip(*sizes))
+            lines.append((call.layer, str(call.count), call.op.name, tokens, kernel, blocks, why))
+    if verbose:
+        return lines
+    return [
+        ("layer", "calls", "tokens", "kernel"),
+        *(
+            (layer, count, tokens, f"{kernel} ({why})" if why else kernel)
+            for layer, count, _, tokens, kernel, _, why in lines[1:]
+        ),
+    ]
+
+
+def table(rows: list[tuple[str, ...]], width: int | None = None) -> list[str]:
+    """The rows as lines of text with aligned columns. The last column is broken so that no line is wider than `width`."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    left = sum(widths[:-1]) + 2 * len(widths[:-1])
+    lines = []
+    for *row, last in rows:
+        parts = textwrap.wrap(last, max(width - left, 1), break_on_hyphens=False) if width else [last]
+        for part in parts or [""]:
+            lines.append("  ".join((*map(str.ljust, row, widths), part)).rstrip())
+            row = [""] * len(row)
+    return lines

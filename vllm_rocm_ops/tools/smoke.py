@@ -1,0 +1,147 @@
+"""The stages of `vllm-rocm-ops check` that come before any other use of a GPU, the least dangerous first.
+
+Each runs in a process of its own (check.py), and its name is in the file before it starts: a hang, a fault or a machine that goes down
+tells which stage it was. Nothing runs on the GPU after a stage that failed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator
+
+import torch
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import clock, launch
+from vllm_rocm_ops.core import op as op_module
+from vllm_rocm_ops.core.clock import tensor_bytes
+from vllm_rocm_ops.tools import correctness, doctor
+
+FIRST = ops.silu_and_mul
+"""The op that is launched first."""
+
+
+def smallest_first(op: op_module.Op, arch: archs.Arch) -> list:
+    """Return the cases of an op by the bytes of their arguments."""
+    return sorted(op.cases(), key=lambda case: tensor_bytes(*case.make("meta", torch.Generator(), arch.fp8_dtype)))
+
+
+def smallest(op: op_module.Op, arch: archs.Arch):
+    """Return an op's smallest case that launches a kernel, or the smallest where none does."""
+    cases = smallest_first(op, arch)
+    given = ((case, case.make("meta", torch.Generator(), arch.fp8_dtype)) for case in cases)
+    return next((case for case, of in given if op.explain(*of, arch=arch, require_code=True).launches), cases[0])
+
+
+def here(arch: str | None) -> archs.Arch:
+    """Return the architecture that is emulated, else the first GPU's. Raises RuntimeError where there are no kernels for it."""
+    found = archs.named(arch) if arch else archs.of_device(0)
+    if found is None:
+        raise RuntimeError(f"there are no kernels for {torch.cuda.get_device_name()}")
+    return found
+
+
+def driver(arch: str | None) -> Iterator[dict]:
+    """Load the driver, which launches nothing, and name the GPUs."""
+    yield {"gpus": [{"name": torch.cuda.get_device_name(index)} for index in range(torch.cuda.device_count())]}
+    runtime, why = launch.runtime()
+    if runtime is None:
+        raise RuntimeError(why)
+    yield {"case": "driver", "status": runtime.status(), "versions": runtime.versions(), "arch": str(here(arch))}
+
+
+def modules(name: str) -> dict[str, list[str]]:
+    """Return the symbols of each code object for an architecture, as the stamps have them. Raises RuntimeError where one is damaged, or
+    there are none."""
+    found = doctor.find_code_objects(name)
+    if not found:
+        raise RuntimeError(f"no code objects for {name} in {launch.CODE}")
+    for module in found:
+        launch.built(module, name)
+    return {module: list(stamp["kernels"]) for module, stamp in found.items()}
+
+
+def stamps(arch: str | None) -> Iterator[dict]:
+    """Compare each code object with its stamp."""
+    for module, symbols in modules(here(arch).name).items():
+        yield {"case": module, "symbols": len(symbols)}
+
+
+def load(arch: str | None) -> Iterator[dict]:
+    """Load each kernel, without a launch."""
+    name = here(arch).name
+    loader, why = launch.runtime()
+    if loader is None:
+        raise RuntimeError(why)
+    for module, symbols in modules(name).items():
+        yield {"case": module, "begun": True}
+        for symbol in symbols:
+            loader.load(str(launch.code_object(module, name)), symbol, 0)
+
+
+def checked(op: op_module.Op, case, known: archs.Arch) -> dict:
+    """Return what one call of a case is: the kernel, and what is wrong with its result."""
+    device = "cpu" if launch.cpu_executor() else "cuda"
+    given = case.make("cpu", correctness.generator_of(case.name), known.fp8_dtype)
+    explained = op.explain(*given, arch=known, require_code=True)
+    wrong = None
+    try:
+        with torch.inference_mode(), correctness.unwritten_is_nan():
+            correctness.run_and_check(op, given, device)
+    except correctness.Wrong as error:
+        wrong = str(error)
+    kernel = " + ".join(one.symbol for one in explained.launches) or explained.source
+    return {"case": f"{op.name}/{case.name}", "kernel": kernel, "launches": len(explained.launches), "wrong": wrong}
+
+
+def first_launch(arch: str | None) -> Iterator[dict]:
+    """Launch one kernel once."""
+    known = here(arch)
+    found = checked(FIRST, smallest(FIRST, known), known)
+    if not found["launches"]:
+        raise RuntimeError(f"{FIRST.name} has no kernel here: {found['kernel']}")
+    yield found
+
+
+def replay(arch: str | None) -> Iterator[dict]:
+    """Capture the same launch in a graph, and replay it on other values."""
+    known = here(arch)
+    case = smallest(FIRST, known)
+    device = "cpu" if launch.cpu_executor() else "cuda"
+    x, *rest = (
+        correctness.clone(v, device) for v in case.make("cpu", correctness.generator_of(case.name), known.fp8_dtype)
+    )
+    with torch.inference_mode():
+        output = FIRST(x, *rest)
+        graph = clock.capture(lambda: output.copy_(FIRST(x, *rest)), [()])
+        x.mul_(-2)
+        graph.replay()
+        wanted = FIRST(x, *rest)
+        same = torch.equal(output, wanted)  # which waits for both
+    yield {
+        "case": f"{FIRST.name}/{case.name}",
+        "wrong": None if same else "a replayed graph gives another result than a call",
+    }
+
+
+def every_op(arch: str | None, pattern: str) -> Iterator[dict]:
+    """Check the smallest case of each op."""
+    known = here(arch)
+    for op in op_module.registered():
+        if fnmatch.fnmatchcase(op.name, pattern):
+            case = smallest(op, known)
+            yield {"case": f"{op.name}/{case.name}", "begun": True}
+            yield checked(op, case, known)
+
+
+STAGES: dict[str, Callable[..., Iterator[dict]]] = {
+    "driver": driver,
+    "stamps": stamps,
+    "load": load,
+    "launch": first_launch,
+    "replay": replay,
+    "ops": every_op,
+}
+EMULATED = "stamps", "launch"
+"""Those that run without a GPU, too, in the emulator."""

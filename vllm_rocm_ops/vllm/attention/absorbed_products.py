@@ -1,0 +1,138 @@
+"""The two products by which latent attention absorbs its projections: W_UK_T in front of its decode, W_UV behind it.
+
+vLLM computes both by torch.bmm, in the middle of a long method. So a layer's two weights get a class of ours, which has torch.bmm
+ask first: our `batched_gemm` serves where it was measured to be faster, with VLLM_ROCM_OPS_ATTENTION=1 wherever it fits. Values,
+memory and all other uses of a weight stay as they are. Where ours is never the faster, the weight gets its class back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.ops.families.attention import ELEMENTS
+from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
+
+WEIGHTS = "W_UK_T", "W_UV"
+MOST_TOKENS = 64  # that our kernels take
+
+
+class Absorbed:
+    """In front of a weight's class. `rocm_ops_choice` is the weight's, None where ours serves wherever it fits."""
+
+    rocm_ops_choice: Choice | None
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        keywords = keywords or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is torch.bmm and len(arguments) == 2 and isinstance(arguments[1], Absorbed):
+                found = product(*arguments, **keywords)
+                if found is not None:
+                    return found
+            return function(*arguments, **keywords)
+
+
+class AbsorbedParameter(Absorbed, Parameter):
+    pass
+
+
+class AbsorbedTensor(Absorbed, Tensor):
+    pass
+
+
+CLASSES = {Parameter: AbsorbedParameter, Tensor: AbsorbedTensor}
+
+
+def adopt(layer: torch.nn.Module, is_forced: bool, most_tokens: int) -> None:
+    """Give a layer's weights our class, if ours may serve. A step has so many tokens at most."""
+    if not is_forced and envs.VLLM_ROCM_OPS_MEASURE == "0":
+        return
+    for name in WEIGHTS:
+        weights = getattr(layer, name, None)
+        if type(weights) not in CLASSES or weights.dim() != 3 or weights.dtype not in ELEMENTS:
+            continue
+        of, choice = (weights, weights.dtype), None
+        if not is_forced:
+            key = "absorbed", KERNELS.describe(of)
+            choice = kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, "bmm", of)
+            if choice.layers is not None:
+                choice.note(weights, min(most_tokens, MOST_TOKENS), lambda of=of: of)
+        weights.rocm_ops_choice = choice
+        weights.__class__ = CLASSES[type(weights)]
+
+
+def leave(weights: Tensor) -> None:
+    """Give a weight its class back."""
+    weights.__class__ = next(plain for plain, ours in CLASSES.items() if isinstance(weights, ours))
+
+
+def product(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor | None:
+    """What torch.bmm returns, by our op; None where it is not ours. x [heads, rows, K]; out [heads, rows, N]."""
+    choice = weights.rocm_ops_choice
+    if choice is not None and not choice.is_ours(x.shape[1]):
+        if choice.is_never_ours:
+            leave(weights)
+        return None
+    if x.dtype != weights.dtype:
+        return None
+    found = _run(x.transpose(0, 1), weights, None if out is None else out.transpose(0, 1))
+    if found is None:
+        return None
+    return found.transpose(0, 1) if out is None else out
+
+
+def _run(*arguments) -> Tensor | None:
+    """What `Op.run_kernels` returns, None for more tokens than kernels take; on CPU the op's reference runs, or the emulator."""
+    op = ops.batched_gemm
+    if len(arguments[0]) > MOST_TOKENS:
+        return None
+    return op(*arguments) if arguments[0].device.type == "cpu" else op.run_kernels(*arguments)
+
+
+class AbsorbedProducts:
+    """The products as they are measured. A layer: its weights, and their type."""
+
+    op = ops.batched_gemm
+    sampled_rows = 8
+
+    def most_tokens(self) -> int:
+        return 0
+
+    def describe(self, layer: tuple) -> str:
+        heads, k, n = layer[0].shape
+        order = " transposed" * (layer[0].stride(2) == 1)
+        return f"{heads}x{n}x{k} {kernel_selection.types(layer[1])}{order}"
+
+    def columns(self, layer: tuple) -> tuple[int, int]:
+        heads, k, n = layer[0].shape
+        return heads * k, heads * n
+
+    def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
+        heads, k, n = layer[0].shape
+        return 2.0 * heads * (k * n + tokens * (k + n)), 2.0 * tokens * heads * k * n
+
+    def arguments(self, layer: tuple, x: Tensor, seed: int) -> tuple:
+        return x.view(len(x), layer[0].shape[0], -1), layer[0]
+
+    def ours(self, x: Tensor, weights: Tensor) -> Tensor | None:
+        out = x.new_empty((*x.shape[:2], weights.shape[2]))
+        return None if _run(x, weights, out) is None else out.flatten(1)
+
+    def theirs(self, x: Tensor, weights: Tensor) -> Tensor:
+        out = x.new_empty((*x.shape[:2], weights.shape[2]))
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
+        return out.flatten(1)
+
+    def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        of_rows, weights = arguments
+        found = torch.bmm(of_rows[rows].float().transpose(0, 1), weights.float())
+        return found.transpose(0, 1).flatten(1)[:, columns]
+
+
+KERNELS = AbsorbedProducts()

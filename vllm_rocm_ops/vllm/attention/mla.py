@@ -1,0 +1,165 @@
+"""Seam: in vLLM's backends of latent attention our `mla_decode` serves decode rows where it is the faster, as decoder.py has it for heads
+with keys and values of their own, and `batched_gemm` the products before and behind it (absorbed_products.py).
+
+vLLM itself puts decode rows first and calls `forward_mqa` for these alone, mixed batch or not. Where it asks for the same bits in
+any batch, a request's keys are added in parts of a constant size.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.ops.families.attention import ELEMENTS
+from vllm_rocm_ops.ops.families.decode import MOST_ROWS
+from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
+from vllm_rocm_ops.vllm.attention import absorbed_products
+from vllm_rocm_ops.vllm.attention import decoder as attention
+from vllm_rocm_ops.vllm.attention import timing as attention_timing
+from vllm_rocm_ops.vllm.attention.backends import NO_BATCH, Backend, Batch, find, seam_of
+from vllm_rocm_ops.vllm.attention.decoder import STOCK, Decoder
+
+PARTITION = 512
+"""Keys of a part, where bits may not depend on the batch."""
+
+
+class LatentDecoder(Decoder):
+    """Of layers that keep a latent and a rotated part of each token."""
+
+    op = ops.mla_decode
+
+    def unfit(self):
+        impl = self.impl
+        yield from super().unfit()
+        yield f"a latent of {impl.kv_lora_rank}", impl.kv_lora_rank != LATENT
+        yield f"a rotated part of {impl.qk_rope_head_dim}", impl.qk_rope_head_dim != ROPE
+        yield "prefills split over GPUs", getattr(impl, "pcp_world_size", 1) > 1
+        yield "AITER's decode of a cache split over GPUs", impl.dcp_world_size > 1 and "Aiter" in self.backend.name
+
+    def takes(self, query_len: int) -> bool:
+        """Of a cache that is split over GPUs each has a part of the last keys, so that rows would see other keys."""
+        is_split = self.impl.dcp_world_size > 1
+        return super().takes(query_len) and not self.is_cut() and (query_len == 1 or not is_split)
+
+    def adopt(self, layer: torch.nn.Module) -> None:
+        """The products around attention, unless bits may not depend on the batch."""
+        if not self.is_batch_invariant:
+            scheduler = self.config.scheduler_config
+            most = max(scheduler.max_num_seqs, 1) * MOST_ROWS
+            absorbed_products.adopt(layer, self.is_forced, min(most, scheduler.max_num_batched_tokens))
+
+    def serve(self, q, kv_cache: Tensor, metadata, layer) -> tuple[Tensor, Tensor | None] | None:
+        """The output and, for a cache that is split over GPUs, the logarithms of sums. None unless ours serves the batch."""
+        if self.lacks or metadata.causal is not True:
+            return None
+        q = q if isinstance(q, tuple) else q.split([LATENT, ROPE], -1)
+        batch = batch_of_rows(len(q[0]), metadata)
+        if q[0].dtype not in ELEMENTS or batch == NO_BATCH or not self.is_ours(batch):
+            return None
+        return self.run(batch, q, kv_cache, metadata, layer)
+
+    def run(self, batch: Batch, q: tuple[Tensor, Tensor], kv_cache: Tensor, metadata, layer):
+        places, is_split = (metadata.decode.block_table, metadata.decode.seq_lens), self.impl.dcp_world_size > 1
+        rest = self.impl.scale, batch[1], self.scale(layer), PARTITION * self.is_batch_invariant, is_split
+        found = attention.run(self.op, *q, self.cache(kv_cache), *places, *rest)
+        return found and (found[0], found[1] if is_split else None)
+
+    def cache(self, kv_cache: Tensor) -> Tensor:
+        """The cache in the dtype that it holds."""
+        from vllm.platforms import current_platform
+
+        return kv_cache.view(current_platform.fp8_dtype()) if self.is_fp8 else kv_cache
+
+    def scale(self, layer) -> Tensor | None:
+        return layer._k_scale if self.is_fp8 else None
+
+    # When it is measured
+
+    def describe(self) -> str:
+        return f"{self.impl.num_heads}x{LATENT}+{ROPE} {self.impl.kv_cache_dtype}"
+
+    def widths(self) -> tuple[int, int, int]:
+        heads = self.impl.num_heads
+        return heads * (LATENT + ROPE), heads * LATENT, LATENT + ROPE
+
+    def page_size(self, layer) -> int:
+        return layer.kv_cache.shape[1]
+
+    def ours(self, batch: Batch, layer, query: Tensor, metadata) -> Tensor | None:
+        found = self.run(batch, query.split([LATENT, ROPE], -1), layer.kv_cache, metadata, layer)
+        return found and found[0]
+
+    def theirs(self, layer, query: Tensor, metadata) -> Tensor:
+        q, cache = tuple(query.split([LATENT, ROPE], -1)), self.cache(layer.kv_cache)
+        return super(LatentImpl, self.impl).forward_mqa(q, cache, metadata, layer)[0]
+
+    def exact(self, query_len: int, keys: int, layer, query: Tensor, metadata, requests: Tensor) -> Tensor:
+        decode = metadata.decode
+        pages, table = attention_timing.pages_of(decode.block_table, requests, keys, self.page_size(layer))
+        cache = self.cache(layer.kv_cache)
+        held = cache.view(torch.uint8)[pages].view(cache.dtype) if self.is_fp8 else cache[pages]
+        rows = query.unflatten(0, (-1, query_len))[requests].flatten(0, 1).float().split([LATENT, ROPE], -1)
+        rest = self.impl.scale, query_len, self.scale(layer)
+        return self.op.reference(*rows, held.float(), table, decode.seq_lens[requests], *rest)[0]
+
+
+def batch_of_rows(rows: int, metadata) -> Batch:
+    """The batch of decode rows. Beside prefills only single rows are known to be of equal length: each request has one or more."""
+    requests = metadata.decode.seq_lens.shape[0]
+    query_len = 1 if metadata.num_prefills else metadata.max_query_len
+    return (requests, query_len) if rows == requests * query_len else NO_BATCH
+
+
+class LatentImpl:
+    """In front of a backend's implementation."""
+
+    METHOD = "forward_mqa", "q", "kv_c_and_k_pe_cache", "attn_metadata", "layer"
+    rocm_ops_backend: Backend
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.rocm_ops = LatentDecoder(self, self.rocm_ops_backend)
+
+    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+        given = q, kv_c_and_k_pe_cache, attn_metadata, layer
+        if found := self.rocm_ops.serve(*given):
+            return found
+        if self.rocm_ops.is_never_ours():
+            self.forward_mqa = super().forward_mqa
+        return super().forward_mqa(*given)
+
+
+_COMMON = "vllm.model_executor.layers.attention.mla_attention"
+_NEEDS = (
+    (
+        f"{_COMMON}.MLACommonBaseImpl",
+        ("num_heads", "scale", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dtype"),
+    ),
+    (f"{_COMMON}.MLACommonMetadata", ("max_query_len", "num_prefills", "causal", "decode")),
+    (f"{_COMMON}.MLACommonDecodeMetadata", ("block_table", "seq_lens")),
+)
+
+
+def _of_latent(module: str, stem: str, **given) -> Backend:
+    return Backend(f"{STOCK}.mla.{module}.{stem}Backend", LatentImpl, f"{stem}Impl", _NEEDS, **given)
+
+
+BACKENDS = {
+    "TRITON_MLA": _of_latent("triton_mla", "TritonMLA"),
+    "ROCM_AITER_MLA": _of_latent("rocm_aiter_mla", "AiterMLA"),
+    "CPU_MLA": _of_latent("cpu_mla", "CPUMLA", on_gpu=False),
+}
+PLATFORMS = {"rocm": ("TRITON_MLA", "ROCM_AITER_MLA"), "cuda": ("TRITON_MLA",), "cpu": ("CPU_MLA",)}
+
+SEAM = seam_of(
+    "latent_attention",
+    "TRITON_MLA and ROCM_AITER_MLA of AttentionBackendEnum, by subclasses; on CPU CPU_MLA; torch.bmm with their W_UK_T and W_UV",
+    BACKENDS,
+    PLATFORMS,
+    "mla_decode",
+)
+
+__getattr__ = functools.partial(find, BACKENDS, __name__)

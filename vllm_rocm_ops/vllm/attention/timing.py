@@ -1,0 +1,173 @@
+"""Our decode attention and vLLM's, as kernel_timing.py times them when a worker starts.
+
+The builders of vLLM's metadata know their layers, and are made before the warm-up, when the caches are there and hold nothing. A
+layer's choices are one for each length of `LENGTHS`, which is of all requests; the numbers of tokens are those of requests. Ours
+serves a batch if it does at every length, since a captured graph has any.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.ops.families.attention import ELEMENTS
+from vllm_rocm_ops.vllm.selection import kernel_selection
+
+if TYPE_CHECKING:
+    from vllm_rocm_ops.vllm.attention.decoder import Decoder
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+LENGTHS = (128, 1024, 8192)
+"""Keys of each request. Longer ones than the model's are left out."""
+
+
+class NotingBuilder:
+    """In front of a backend's builder of metadata."""
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device, *arguments, **keywords):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *arguments, **keywords)
+        try:
+            layers = vllm_config.compilation_config.static_forward_context
+            for name in layer_names:
+                decoder = getattr(getattr(layers.get(name), "impl", None), "rocm_ops", None)
+                if decoder is not None:
+                    decoder.adopt(layers[name])
+                if decoder is not None and is_measured(decoder):
+                    choose(decoder, layers[name], self, kv_cache_spec.block_size)
+        except Exception as error:  # noqa: BLE001  nothing is measured then, and vLLM's own serves
+            logger.warning("vllm-rocm-ops: attention is not measured: %s: %s", type(error).__name__, error)
+
+
+def is_measured(decoder: Decoder) -> bool:
+    """Whether it has to be. Queries in FP8, which vLLM gives some of its implementations, ours does not take. Kernels chosen by the
+    batch are not the same in any batch."""
+    if decoder.is_batch_invariant or getattr(decoder.impl, "dcp_world_size", 1) > 1:  # heads are then gathered
+        return False
+    in_fp8 = decoder.is_fp8 and getattr(decoder.impl, "supports_quant_query_input", False)
+    may_serve = not decoder.lacks and not in_fp8 and decoder.config.model_config.dtype in ELEMENTS
+    return may_serve and not decoder.is_forced and envs.VLLM_ROCM_OPS_MEASURE != "0"
+
+
+def choose(decoder: Decoder, layer: torch.nn.Module, builder, page_size: int) -> None:
+    """Make or find the choices of a layer."""
+    config = decoder.config
+    longest, dtype = config.model_config.max_model_len, config.model_config.dtype
+    drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
+    for query_len in filter(decoder.takes, {1, 1 + drafts}):
+        found = []
+        for keys in [keys for keys in LENGTHS if keys <= longest] or [longest]:
+            of = layer._k_scale, dtype, Layer(decoder, layer, builder)
+            context = Context(decoder, page_size, query_len, keys)
+            choice = kernel_selection.choice(context.key)
+            choice = choice or kernel_selection.choose(context.key, context, decoder.backend.name, of)
+            if choice.layers is not None:
+                choice.note(layer._k_scale, config.scheduler_config.max_num_seqs, lambda of=of: of)
+            found.append(choice)
+        decoder.choices[query_len], decoder.never_ours = tuple(found), None
+
+
+class Layer:
+    """A layer and what calls it. Pages below `filled` of its cache have random values."""
+
+    def __init__(self, decoder: Decoder, module: torch.nn.Module, builder):
+        self.decoder, self.module, self.builder, self.filled = decoder, module, builder, 0
+
+    @property
+    def cache(self) -> Tensor:
+        return self.module.kv_cache
+
+    def fill(self, pages: int) -> None:
+        """Put random values into the first pages of the cache."""
+        part, self.filled = self.cache[self.filled : pages], max(self.filled, pages)
+        if part.element_size() > 1:
+            part.normal_()
+            return
+        part = part.view(torch.uint8)
+        part.random_(0, 256).bitwise_and_(0xBF)  # magnitudes below 2
+        part.masked_fill_(part == 0x80, 0)  # NaN of e4m3fnuz
+
+
+class Context:
+    """What `kernel_selection.Kernels` is asked, of requests of one query length, each with so many keys. A layer of it: a tensor of
+    the layer's own, the dtype of queries, and a `Layer`."""
+
+    sampled_rows = 4
+
+    def __init__(self, decoder: Decoder, page_size: int, query_len: int, keys: int):
+        self.op, self.query_len, self.keys = decoder.op, query_len, keys
+        rows = f" {query_len} rows" * (query_len > 1)
+        longest = decoder.config.model_config.max_model_len
+        self.shape = f"{decoder.describe()} page {page_size}{rows} {keys} of {longest} keys"
+        self.key = "attention", decoder.backend.name, self.shape
+
+    def most_tokens(self) -> int:
+        return 0
+
+    def describe(self, layer: tuple) -> str:
+        return self.shape
+
+    def columns(self, layer: tuple) -> tuple[int, int]:
+        of_query, of_output, _ = layer[-1].decoder.widths()
+        return self.query_len * of_query, self.query_len * of_output
+
+    def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
+        of_query, of_output, of_key = layer[-1].decoder.widths()
+        moved = tokens * self.keys * of_key * layer[-1].cache.element_size()
+        return moved, 2.0 * tokens * self.query_len * self.keys * (of_query + of_output)
+
+    def arguments(self, layer: tuple, x: Tensor, seed: int) -> tuple:
+        of, requests = layer[-1], len(x)
+        metadata = of.builder.build(0, common_metadata(of, requests, self.query_len, self.keys))
+        query = x.view(requests * self.query_len, of.decoder.impl.num_heads, -1)
+        return query, of, metadata
+
+    def ours(self, query: Tensor, of: Layer, metadata) -> Tensor | None:
+        requests = len(query) // self.query_len
+        output = of.decoder.ours((requests, self.query_len), of.module, query, metadata)
+        return output if output is None else output.reshape(requests, -1)
+
+    def theirs(self, query: Tensor, of: Layer, metadata) -> Tensor:
+        return of.decoder.theirs(of.module, query, metadata).reshape(len(query) // self.query_len, -1)
+
+    def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        query, of, metadata = arguments
+        found = of.decoder.exact(self.query_len, self.keys, of.module, query, metadata, rows)
+        return found.reshape(len(rows), -1)[:, columns]
+
+
+def common_metadata(of: Layer, requests: int, query_len: int, keys: int):
+    """vLLM's description of a batch of decode rows, as a captured graph has it. Where the cache has too few pages, requests share
+    them."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    config, device, page_size = of.decoder.config, of.cache.device, of.decoder.page_size(of.module)
+    longest, used, pages = config.model_config.max_model_len, -(-keys // page_size), of.cache.shape[0]
+    table = torch.zeros(requests, -(-longest // page_size), dtype=torch.int32)
+    table[:, :used] = (torch.arange(requests * used) % (pages - 1) + 1).view(requests, used)
+    of.fill(min(requests * used + 1, pages))
+    starts = torch.arange(0, (requests + 1) * query_len, query_len, dtype=torch.int32)
+    lens, mode = torch.full((requests,), keys, dtype=torch.int32), config.compilation_config.cudagraph_mode
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=lens.to(device),
+        num_reqs=requests,
+        num_actual_tokens=requests * query_len,
+        max_query_len=query_len,
+        max_seq_len=longest if mode is not None and mode.has_full_cudagraphs() else keys,
+        block_table_tensor=table.to(device),
+        slot_mapping=torch.full((requests * query_len,), -1, dtype=torch.int64, device=device),
+        seq_lens_cpu_upper_bound=lens,
+    )
+
+
+def pages_of(block_table: Tensor, requests: Tensor, keys: int, page_size: int) -> tuple[Tensor, Tensor]:
+    """The pages of some requests, one behind the other, and the block table for a cache of these."""
+    table = block_table[requests, : -(-keys // page_size)]
+    places = torch.arange(table.numel(), dtype=torch.int32, device=table.device)
+    return table.flatten().long(), places.view(table.shape)

@@ -1,0 +1,1 @@
+"""Layers of experts: a file for each seam, and what they share."""

@@ -1,0 +1,220 @@
+"""Seam: our experts also route tokens, where vLLM lets them: `grouped_topk` or `topk_softmax`, then `fused_experts`.
+
+vLLM calls such experts monolithic. Their classes come before those of the seams fp8_experts and unquantized_experts. They save
+the kernels of vLLM's routing and two copies of the result. vLLM routes in layers with expert load balancing, in layers that
+report where tokens went, in layers that Quark quantized, and for any call that our kernels do not take.
+"""
+
+import inspect
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.experts import base as experts
+from vllm_rocm_ops.vllm.experts import fp8_experts, unquantized_experts
+from vllm_rocm_ops.vllm.linear import native_kernel
+
+METHODS = {"DeepSeekV3": ("sigmoid", True), "RenormalizeNaive": ("softmax", True), "Default": ("softmax", False)}
+"""vLLM's methods of routing: the function from logits to scores, and whether a token's weights are normalised to sum to one."""
+
+ROUTER = {
+    *("use_grouped_topk", "num_expert_group", "topk_group", "scoring_func", "routed_scaling_factor"),
+    "e_score_correction_bias",
+}
+"""Keywords of vLLM's `create_fused_moe_router` that `route` uses."""
+
+APPLY = (
+    *("hidden_states", "w1", "w2", "router_logits", "activation", "global_num_experts", "expert_map", "a1q_scale"),
+    *("apply_router_weight_on_input", "num_expert_group", "e_score_correction_bias", "routed_scaling_factor"),
+    "topk_group",
+)
+"""The parameters of `FusedMoEExpertsMonolithic.apply`."""
+
+
+def route(
+    method: tuple[str, bool],
+    topk: int,
+    router_logits: Tensor,
+    num_expert_group: int | None,
+    topk_group: int | None,
+    bias: Tensor | None,
+    scale: float,
+    has_native: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The weights and ids that vLLM's router returns for these arguments of a layer. If the layer `has_native` experts, vLLM's
+    router itself runs for calls that our kernels do not take."""
+    scoring_func, renormalize = method
+
+    def theirs() -> tuple[Tensor, Tensor]:
+        router = router_factory().create_fused_moe_router(
+            topk,
+            router_logits.shape[-1],
+            renormalize,
+            use_grouped_topk=bool(num_expert_group),
+            num_expert_group=num_expert_group,
+            topk_group=topk_group,
+            scoring_func=scoring_func,
+            routed_scaling_factor=scale,
+            e_score_correction_bias=bias,
+        )
+        return router.select_experts(router_logits, router_logits)
+
+    if bias is None and (not num_expert_group or (num_expert_group == 1 and scale == 1.0)):
+        arguments = router_logits, topk, renormalize
+        if not has_native:
+            return torch.ops.vllm_rocm_ops.topk_softmax(*arguments)
+        routes = ops.topk_softmax.run_kernels(*arguments)
+        if routes is None:
+            return theirs()
+        (weights, ids), padding = routes, is_padding(len(router_logits))
+        return weights, ids if padding is None else ids.masked_fill(padding[:, None], -1)
+    groups, among = num_expert_group or 1, router_logits.shape[-1]
+    groups = (groups, topk_group) if groups < among and among % groups == 0 else (1, 1)
+    arguments = router_logits, topk, renormalize, *groups, scoring_func, scale, bias
+    if not has_native:
+        return torch.ops.vllm_rocm_ops.grouped_topk(*arguments)
+    return ops.grouped_topk.run_kernels(*arguments) or theirs()
+
+
+def takes(method: tuple[str, bool], config) -> bool:
+    """Whether kernels route for layers of this configuration. A layer's groups are known only at a call."""
+    scoring_func, renormalize = method
+    logits = torch.empty(1, config.num_experts, dtype=config.router_logits_dtype, device="meta")
+    what = logits, config.experts_per_token, renormalize
+    if scoring_func == "softmax" and not native_kernel.has_kernels(ops.topk_softmax, *what):
+        return False
+    bias = logits[0] if scoring_func == "sigmoid" else None
+    return native_kernel.has_kernels(ops.grouped_topk, *what, 1, 1, scoring_func, 1.0, bias)
+
+
+def router_factory():
+    """vLLM's module that makes a layer's router."""
+    from vllm.model_executor.layers.fused_moe.router import router_factory
+
+    return router_factory
+
+
+def is_padding(tokens: int) -> Tensor | None:
+    """Which tokens only pad a captured graph's batch. vLLM's routers without groups send these to no expert."""
+    from vllm.model_executor.layers.fused_moe.router import fused_topk_router
+
+    return fused_topk_router._get_padding_mask(tokens)
+
+
+def kept_by() -> str:
+    """Which part of vLLM's configuration needs vLLM's own routing. Empty if none does."""
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config()
+    outputs = getattr(config, "aux_output_config", config.model_config)  # model_config: before vLLM 0.31
+    if getattr(outputs, "enable_return_routed_experts", False):
+        return "a report of where tokens went"
+    quark = config.quant_config is not None and config.quant_config.get_name() == "quark"
+    return "a layer of Quark's, which calls no experts that route" if quark else ""
+
+
+def monolithic(modular: type) -> type:
+    """Our class of experts that route tokens, for the layers that a modular class serves."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+
+    class RocmOpsRoutingExperts(experts.Predicates, modular_kernel.FusedMoEExpertsMonolithic):
+        schemes, native_class = modular.schemes, staticmethod(modular.native_class)
+        oracle, backend, beside_aiter = modular.oracle, modular.backend, modular.beside_aiter
+        shuffled = modular.shuffled
+
+        def __init__(self, moe_config, quant_config):
+            super().__init__(moe_config, quant_config)
+            self.method, self.topk = METHODS[moe_config.routing_method.name], moe_config.experts_per_token
+            native = self.native_class()
+            self.whole = self.native = native and experts.whole(native(moe_config, quant_config))
+
+        @staticmethod
+        def is_supported_config(experts_class, moe_config, weight_key, activation_key, activation_format):
+            if kept_by():
+                return False, f"{experts_class.__name__} does not support {kept_by()}"
+            asked = moe_config, weight_key, activation_key, activation_format
+            supported, why = experts.Predicates.is_supported_config(experts_class, *asked)
+            if supported and not takes(METHODS[moe_config.routing_method.name], moe_config):
+                return False, f"{experts_class.__name__} has no kernels for that routing"
+            return supported, why
+
+        @staticmethod
+        def _supports_routing_method(routing_method, weight_key, activation_key):
+            return routing_method.name in METHODS
+
+        @staticmethod
+        def _supports_router_logits_dtype(router_logits_dtype, routing_method):
+            return True  # is_supported_config asks the kernels
+
+        @staticmethod
+        def _supports_parallel_config(config):
+            alone = config.dp_size == 1 and not config.use_all2all_kernels
+            return experts.Predicates._supports_parallel_config(config) and alone and not config.enable_eplb
+
+        def apply(
+            self,
+            hidden_states,
+            w1,
+            w2,
+            router_logits,
+            activation,
+            global_num_experts,
+            expert_map,
+            a1q_scale,
+            apply_router_weight_on_input,
+            num_expert_group=None,
+            e_score_correction_bias=None,
+            routed_scaling_factor=None,
+            topk_group=None,
+            routing_replay_out=None,
+        ):
+            scale = 1.0 if routed_scaling_factor is None else routed_scaling_factor
+            groups = num_expert_group, topk_group, e_score_correction_bias, scale
+            weights, ids = route(self.method, self.topk, router_logits, *groups, has_native=self.native is not None)
+
+            def theirs() -> Tensor:
+                how = activation, global_num_experts, expert_map, apply_router_weight_on_input
+                return self.native.apply(hidden_states, w1, w2, weights, ids, *how)
+
+            leave = None if self.native is None else theirs
+            routed = hidden_states, w1, w2, weights, ids
+            how = expert_map, apply_router_weight_on_input, activation, global_num_experts
+            return experts.run(self, leave, *routed, *how)
+
+    RocmOpsRoutingExperts.__name__ = RocmOpsRoutingExperts.__qualname__ = modular.__name__.replace("Ops", "OpsRouting")
+    return RocmOpsRoutingExperts
+
+
+def probe() -> None:
+    """fp8_experts or unquantized_experts is on, and vLLM's class of monolithic experts is as expected."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
+    from vllm.model_executor.layers.fused_moe.router import fused_topk_router
+
+    if not fp8_experts.OURS + unquantized_experts.OURS:
+        raise seam.Unavailable("it needs fp8_experts or unquantized_experts")
+    seam.require_parameters(modular_kernel.FusedMoEExpertsMonolithic.apply, *APPLY)
+    seam.require_parameters(fused_topk_router._get_padding_mask, "num_tokens")
+    seam.require_parameters(router_factory().create_fused_moe_router, "top_k", "global_num_experts", "renormalize")
+    factory = inspect.signature(router_factory().create_fused_moe_router).parameters
+    seam.require(ROUTER <= factory.keys(), f"create_fused_moe_router({', '.join(sorted(ROUTER))})")
+    seam.require(METHODS.keys() <= set(RoutingMethodType.__members__), f"RoutingMethodType with {', '.join(METHODS)}")
+
+
+def install() -> None:
+    """Have vLLM ask our experts that route first."""
+    for ours in (fp8_experts.OURS, unquantized_experts.OURS):
+        for modular in [one for one in ours[::-1] if not one.shuffled]:  # beside AITER's experts, its routing stays
+            experts.register_first(monolithic(modular), ours)
+
+
+SEAM = seam.Seam(
+    name="routing_experts",
+    replaces="routing in the layers of fp8_experts and unquantized_experts",
+    probe=probe,
+    install=install,
+    ops=("grouped_topk", "topk_softmax", "topk_sigmoid"),
+    after=("fp8_experts", "unquantized_experts"),
+)

@@ -1,0 +1,358 @@
+"""Which norms and activations of a model run our ops: those that vLLM's compiler does not serve as well.
+
+Our op makes the norm, or the activation, and the quantised input of the linear behind it. In vLLM that is a part of the compiled
+graph, so it cannot be chosen at a call. It is decided by pattern between loading and compilation, once for all numbers of tokens.
+
+    measured    the same small graph is compiled with the model's settings and vLLM's passes, and timed beside our op (kernel_timing.py).
+                Ours has to win over all that was measured, and may nowhere be the slower.
+    unmeasured  vLLM's where one of its passes fuses norms, or activations, with the quantisation; else ours.
+    off         vLLM's, as our op was wrong on this GPU.
+
+What stays vLLM's is in the fingerprint of vLLM's compile cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.core.quantization import LIMIT
+from vllm_rocm_ops.ops.families.gemm import BLOCK
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.fusion import all_reduce, producers
+from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection.kernel_selection import Decided, Measured, Record
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+TOKENS = (2, 8, 64, 256)  # that are measured, and the most of a step. Not one, for which Dynamo would compile once more
+SHARE = 0.4  # of the time to measure in a start, of which the rest is for linear layers, experts and attention
+SETS = 16  # of inputs, one for each call of a graph
+SAMPLED_ROWS = 8
+FUSED = "fused"  # the word of a key where a pass of vLLM's fuses the quantization
+
+
+@dataclasses.dataclass
+class Choices:
+    """Choices made before vLLM compiles: which patterns are ours (`fused_quant.pattern`), which ops are off, which quantizations
+    behind an all-reduce and a norm are vLLM's, and which seams are on."""
+
+    ours: dict[str, bool] = dataclasses.field(default_factory=dict)
+    off: frozenset[str] = frozenset()
+    all_reduced: frozenset = frozenset()
+    on: frozenset[str] = frozenset()
+
+
+choices = Choices()
+_stay: set[str] = set()
+
+
+def stay() -> list[str]:
+    """The keys of what stays vLLM's in this process."""
+    return sorted(_stay)
+
+
+def quantizer(layer: torch.nn.Module, kernel) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """How vLLM quantises the input of a layer."""
+    quantize = getattr(kernel, "native", None) or kernel
+    quant_fp8 = getattr(quantize.quant_fp8, "vllm_forward", quantize.quant_fp8)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        params = kernel._get_layer_params(layer)
+        if hasattr(kernel, "use_triton"):  # scales per block
+            how = params.input_scale, params.input_scale_ub
+            return quant_fp8(x, *how, use_triton=quantize.use_triton)
+        return quant_fp8(x, *params[2:])
+
+    return run
+
+
+class Fused:
+    """A norm or an activation of ours, with the linear that takes its quantised result: as `kernel_timing.measure` takes it."""
+
+    def __init__(
+        self,
+        op: Op,
+        producer: torch.nn.Module,
+        linear: torch.nn.Module,
+        columns: int,
+        dtype: torch.dtype,
+        has_residual: bool,
+        baseline: str = kernel_selection.EAGER,
+    ):
+        from vllm_rocm_ops.vllm.fusion import fused_quant
+
+        self.op, self.producer, self.linear, self.columns, self.dtype = op, producer, linear, columns, dtype
+        self.is_norm, self.has_residual = "weight" in op.Arguments._fields, has_residual
+        self.column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
+        traits = has_residual, self.bound() is not None, self.column_major
+        self.pattern = fused_quant.pattern(op, columns, dtype, *traits)
+        self.shape = self.pattern.removeprefix(f"{op.name} ")
+        self.key = f"{self.pattern} {baseline}"
+        self.layers = dict.fromkeys(range(SETS), ())
+        self.kernels, self.theirs = self, self.vllms
+
+    def bound(self) -> Tensor | None:
+        takes = "scale_ub" in self.op.Arguments._fields and "block" not in self.op.name
+        return getattr(self.linear, "input_scale_ub", None) if takes else None
+
+    def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
+        tensors = 2 + 2 * self.has_residual
+        return float(tokens * self.columns * (tensors * self.dtype.itemsize + 1)), 0.0
+
+    def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor | None]:
+        """The input and the residual."""
+        device = next(self.linear.parameters()).device
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def random(columns: int) -> Tensor:
+            return torch.randn(tokens, columns, generator=generator, device=device).to(self.dtype)
+
+        x = random(self.columns * (1 if self.is_norm else 2))
+        return x, random(self.columns) if self.has_residual else None
+
+    def ours(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Return the quantized result, its scales and the residual, by our kernels, or None where they do not take it."""
+        from vllm_rocm_ops.vllm.fusion import fused_quant
+
+        given = {"input": x, "residual": residual, "quant_dtype": fused_quant.QUANT_DTYPE, "group_size": BLOCK}
+        given |= {"scale": getattr(self.linear, "input_scale", None), "scale_ub": self.bound()}
+        given |= {"is_scale_transposed": self.column_major, "one_plus_weight": False}
+        if self.is_norm:
+            given |= {"weight": self.producer.weight.data, "epsilon": self.producer.variance_epsilon}
+        output = self.op.run_kernels(*(given[name] for name in self.op.Arguments._fields))
+        if output is None:
+            return None
+        return (*output, residual) if isinstance(output, tuple) else (output, given["scale"], residual)
+
+    def vllms(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The same by vLLM's layers."""
+        if residual is None:
+            return *self.linear.vllm_rocm_ops_quantize(self.producer.vllm_forward(x)), None
+        output, residual = self.producer.vllm_forward(x, residual)
+        return *self.linear.vllm_rocm_ops_quantize(output), residual
+
+    def exact(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The result, which is not quantised but bounded as its quantised values are, and the residual, in float32."""
+        from vllm_rocm_ops.vllm.fusion import fused_quant
+
+        x = x.float()
+        if not self.is_norm:
+            gate, up = x.chunk(2, 1)
+            result = torch.nn.functional.silu(gate) * up
+        else:
+            x = x if residual is None else x + residual.float()
+            scale = torch.rsqrt(x.square().mean(1, keepdim=True) + self.producer.variance_epsilon)
+            result = x * scale * self.producer.weight.data.float()
+        most = self.bound()
+        if "scale" in self.op.Arguments._fields:
+            most = self.linear.input_scale.float().abs() * LIMIT[fused_quant.QUANT_DTYPE]
+        return result if most is None else result.clamp(-most, most), x if self.has_residual else None
+
+
+def dequantized(values: Tensor, scale: Tensor) -> Tensor:
+    """Return a quantized result in float32. Some of vLLM's kernels pad the tokens of the scales. Scales of MX-FP8 are exponents."""
+    scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale
+    groups = values.float().unflatten(1, (scale.shape[-1] if scale.dim() == 2 else 1, -1))
+    scale = scale[: len(values)].unsqueeze(-1) if scale.dim() == 2 and len(scale) > 1 else scale.reshape(-1)[0]
+    return (groups * scale).flatten(1)
+
+
+def measure_pair(one: Fused, layers: list[tuple], tokens: int, clock: kernel_timing.Clock, marked) -> Measured:
+    """Check and time our op against vLLM's, as `kernel_timing.compare`."""
+    sets = [one.inputs(tokens, seed) for seed in range(len(layers))]
+    rows = kernel_timing.sample(tokens, SAMPLED_ROWS).to(sets[0][0].device)
+    columns = torch.arange(one.columns, device=rows.device)
+    exact = one.exact(*(value if value is None else value[rows] for value in sets[0]))
+
+    def fresh(given: tuple) -> tuple[Tensor, Tensor | None]:
+        return tuple(value if value is None else value.clone() for value in given)
+
+    def results(output: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
+        values, scale, residual = output
+        return [dequantized(values[:tokens], scale), *([] if residual is None else [residual])]
+
+    def judge(ours: tuple, native: tuple) -> tuple[float, float]:
+        of_values, *_ = [
+            kernel_timing.check(*pair, rows, columns) for pair in zip(results(ours), results(native), exact)
+        ]
+        return of_values
+
+    return kernel_timing.compare(one, sets, judge, clock, marked, fresh)
+
+
+# The model
+
+
+def models_of(worker) -> list[torch.nn.Module]:
+    """The model that a worker has loaded, and the one that drafts tokens for it, if there is one."""
+    runner = worker.model_runner
+    drafts = (
+        getattr(getattr(runner, name, None), "model", None) for name in ("speculator", "drafter")
+    )  # of runner V2, V1
+    return [runner.get_model(), *(model for model in drafts if isinstance(model, torch.nn.Module))]
+
+
+def fused_in(
+    model: torch.nn.Module, hidden: int, dtype: torch.dtype, baseline: Callable[..., str], compiles: bool
+) -> Iterator[Fused]:
+    """Yield the pairs of a norm or an activation and a linear whose input it may make. Norms quantize in models that vLLM `compiles`;
+    those as wide as the model are of its decoder layers, with a residual. `baseline` is `baseline_of` the model."""
+    from vllm_rocm_ops.vllm.fusion import fused_quant
+
+    tables = {True: fused_quant.NORMS, False: fused_quant.ACTIVATIONS}
+    keys = {is_norm: fused_quant.runnable(table) for is_norm, table in tables.items()}
+    norms = {(type(norm), norm.weight.shape[0]): norm for norm in producers.norms(model) if compiles}
+    kinds, opaque = {}, producers.opaque(model)  # kinds of linears, which are many
+    for linear in model.modules():
+        if hasattr(linear, "vllm_rocm_ops_quantize"):
+            traits = getattr(linear, "input_scale_ub", None) is None, linear.vllm_rocm_ops_column_major_scales
+            kinds.setdefault((producers.width(linear), fused_quant.made_for(linear, 0, keys[True]), *traits), linear)
+    pairs = [
+        (norm, one) for norm in norms.values() for one in kinds.values() if producers.width(one) == len(norm.weight)
+    ]
+    pairs += [(layer.act_fn, layer.down_proj) for layer in producers.gated(model)]
+    for producer, linear in pairs:
+        if not hasattr(linear, "vllm_rocm_ops_quantize"):
+            continue
+        is_norm, columns = hasattr(producer, "variance_epsilon"), producers.width(linear)
+        key, is_opaque = fused_quant.made_for(linear, columns, keys[is_norm]), producer in opaque or not compiles
+        is_mx = key == fused_quant.MX  # which no pass of vLLM's fuses, and no linear takes
+        if key is not None and not (is_mx and is_opaque):
+            has_residual, how = is_norm and columns == hidden, baseline(is_norm, producer in opaque, not is_mx)
+            op = fused_quant.op_of(tables[is_norm], key, has_residual)
+            yield Fused(op, producer, linear, columns, dtype, has_residual, how)
+
+
+def decide(found: list[Fused], decided: Decided) -> dict[str, bool]:
+    """Return by pattern whether our op runs: where it was not measured, unless a pass of vLLM's fuses the quantization."""
+    ours = {}
+    for one in found:
+        measured = decided.shapes.get(one.key)
+        runs = FUSED not in one.key.rpartition(" ")[2].split("-") if measured is None else bool(measured[0])
+        ours[one.pattern] = ours.get(one.pattern, True) and runs and one.op.name not in decided.off
+    return ours
+
+
+def compiler(config) -> Callable[[Callable], Callable]:
+    """What compiles a function as vLLM compiles a piece of the model of this configuration: with its settings of Inductor and its
+    passes, for any number of tokens. Nothing, where that is not Inductor."""
+    from vllm.compilation.backends import VllmBackend
+    from vllm.compilation.passes.inductor_pass import pass_context
+    from vllm.compilation.passes.pass_manager import PostGradPassManager
+    from vllm.config.utils import Range
+
+    if config.compilation_config.backend not in ("", "inductor"):
+        return lambda function: function
+    backend = VllmBackend(config)
+    backend.pass_manager = PostGradPassManager()  # without ours
+    backend.configure_post_pass()
+    most = config.scheduler_config.max_num_batched_tokens
+
+    def inductor(graph, inputs):
+        from torch._inductor.compile_fx import compile_fx
+
+        with pass_context(Range(1, most)):
+            return compile_fx(graph, inputs, config_patches=backend.inductor_config)
+
+    def compiled(function: Callable) -> Callable:
+        def graph(*tensors):
+            return function(*tensors)
+
+        graph.__code__ = graph.__code__.replace()  # Dynamo counts compilations by the object
+        run = torch.compile(graph, backend=inductor, fullgraph=True)
+
+        def call(*tensors):
+            for tensor in tensors:
+                if tensor is not None:
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            return run(*tensors)
+
+        return call
+
+    return compiled
+
+
+def start(compiles: Callable, wanted: dict[Fused, list[int]]) -> None:
+    """Start the compiler if baselines are to be compiled. vLLM's own compilation needs it next, so this is no time to measure."""
+    here = kernel_selection.machine()
+    if kernel_timing.in_order(wanted, kernel_selection.read(kernel_selection.path_of(here), here), 1.0):
+        with contextlib.suppress(Exception):  # which measuring says
+            compiles()(torch.neg)(next(iter(wanted)).inputs(TOKENS[0], 0)[0])
+
+
+def is_compiled(config, model: torch.nn.Module) -> bool:
+    """Return whether vLLM compiles classes of a model, and runs its passes on them. Some models of its compiled mode have none."""
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Compiled
+    from vllm.config import CompilationMode
+
+    if config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
+        return False
+    return any(isinstance(m, Compiled) and not getattr(m, "do_not_compile", True) for m in model.modules())
+
+
+def baseline_of(config, model: torch.nn.Module) -> Callable[..., str]:
+    """Return what names vLLM's kernel of a norm or an activation in a model: with AITER or not, fused with the quantization or not, compiled
+    or eager, as opaque layers are. What is measured beside one does not hold beside another."""
+    passes, compiles = config.compilation_config.pass_config, is_compiled(config, model)
+    runs = compiles and seam.served_platform() != "cpu"  # which sets the switches, too
+    aiter = ["AITER"] * native_kernel.asks_for_aiter("RMSNORM")
+
+    def name(is_norm: bool, is_opaque: bool = False, has_pass: bool = True) -> str:
+        if not compiles or is_opaque:
+            return "-".join([*aiter, kernel_selection.EAGER])
+        fused = [FUSED] * bool(runs and has_pass and (passes.fuse_norm_quant if is_norm else passes.fuse_act_quant))
+        return "-".join([*aiter, *fused, kernel_selection.COMPILED])
+
+    return name
+
+
+def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable, says: bool) -> None:
+    """Decide for the model that a worker has loaded."""
+    config, models = worker.vllm_config, models_of(worker)
+    compiles = [is_compiled(config, model) for model in models]
+    all_reduced, stays = all_reduce.leave(config, any(compiles), says)
+    _stay.update(stays)
+    sizes = config.model_config.get_hidden_size(), config.model_config.dtype
+    found = [
+        one
+        for model, compiled in zip(models, compiles)
+        for one in fused_in(model, *sizes, baseline_of(config, model), compiled)
+    ]
+    distinct = {one.key: one for one in found}
+    most = config.scheduler_config.max_num_batched_tokens
+    at = sorted({*(tokens for tokens in TOKENS if tokens < most), most})
+    wanted = {one: at for one in distinct.values()}
+    if clock is not None and envs.VLLM_ROCM_OPS_MEASURE != "0":
+        made = functools.cache(lambda: compiler(config))
+        graphs = {one: at for one in wanted if one.key.endswith(kernel_selection.COMPILED)}
+        for one in wanted:
+            one.theirs = _lazily(one, made) if one in graphs else one.vllms
+        start(made, graphs)
+    record, decided = Record({}), Decided({}, {})
+    if envs.VLLM_ROCM_OPS_MEASURE != "0":
+        record, decided = kernel_timing.agree(wanted, clock, gather, measure_pair, SHARE)
+    ours = decide(found, decided)
+    patterns = {one.producer: one.pattern for one in found if not one.is_norm}
+    for layer in (layer for model in models for layer in producers.gated(model)):
+        layer.act_fn.consumer = (layer, "down_proj") if ours.get(patterns.get(layer.act_fn)) else None
+    on = frozenset(seam.active()) & {"norm", "activation"}
+    choices.ours, choices.off, choices.all_reduced, choices.on = ours, frozenset(decided.off), all_reduced, on
+    _stay.update(key for key, runs in ours.items() if not runs)
+    if says:
+        kernel_timing.say(record, decided, set(distinct))
+
+
+def _lazily(one: Fused, compiles: Callable) -> Callable:
+    """Return vLLM's graph of a shape, compiled at its first call."""
+    graph = functools.cache(lambda: compiles()(one.vllms))
+    return lambda *tensors: graph()(*tensors)

@@ -1,0 +1,145 @@
+"""Seam: a checkpoint whose FP8 scales are missing or cannot be scales, or whose weights are e5m2, is refused when it is loaded.
+
+vLLM finds scales of a wrong shape. Without this seam the others load, and the model answers with anything. Some scales of a
+layer's experts may be missing, as of experts that only pad: these get back what vLLM had there, and a line says so.
+"""
+
+import functools
+import logging
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core.quantization import MX_SCALES
+from vllm_rocm_ops.vllm import seam
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
+WEIGHT_SCALE = re.compile(r"(.*weight)_scale(_inv)?$")
+INPUT_SCALE = re.compile(r".*input_scale$")
+NOT_LOADED = torch.finfo(torch.float32).min
+"""What vLLM fills scales with. Where a checkpoint has merged layers with one scale per tensor, all scales but the first keep it."""
+MX_NAN = 255
+
+
+def probe() -> None:
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    seam.require_parameters(DefaultModelLoader.load_weights, "model", "model_config")
+    seam.require_parameters(DefaultModelLoader.get_all_weights, "model_config", "model")
+
+
+def install() -> None:
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    load, read = DefaultModelLoader.load_weights, DefaultModelLoader.get_all_weights
+
+    @functools.wraps(load)
+    def load_weights(self, model, model_config):
+        before = forget_scales(model)
+        result = load(self, model, model_config)
+        keep_padding(model, before)
+        check(model)
+        return result
+
+    @functools.wraps(read)
+    def get_all_weights(self, model_config, model):
+        for name, tensor in read(self, model_config, model):
+            if tensor.dtype in E5M2 and model_config.quantization is not None:
+                raise ValueError(f"{name} must be e4m3, as {model_config.quantization} has it, got {tensor.dtype}")
+            yield name, tensor
+
+    DefaultModelLoader.load_weights, DefaultModelLoader.get_all_weights = load_weights, get_all_weights
+
+
+def scales(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """The scales of e4m3 weights: name, scale, and the weight unless it is a scale of inputs."""
+    for layer, module in model.named_modules():
+        own = {name: value.data for name, value in module.named_parameters(recurse=False) if not value.is_meta}
+        if not any(value.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz) for value in own.values()):
+            continue
+        for name, value in own.items():
+            of_weight = WEIGHT_SCALE.match(name)
+            if value.dtype not in (torch.float32, *MX_SCALES):
+                continue
+            if of_weight and of_weight[1] in own:
+                yield f"{layer}.{name}", value, own[of_weight[1]]
+            elif INPUT_SCALE.match(name):
+                yield f"{layer}.{name}", value, None
+
+
+def unloaded(scale: Tensor) -> Tensor:
+    """Where nothing was loaded into a scale since `forget_scales`."""
+    return scale.view(torch.uint8) == MX_NAN if scale.dtype in MX_SCALES else scale == NOT_LOADED
+
+
+def forget_scales(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Mark the scales of weights as not loaded. Returns what those of experts were."""
+    before = {}
+    for name, scale, weight in scales(model):
+        if weight is not None and weight.dim() == 3:
+            before[name] = scale.clone()
+        if scale.dtype in MX_SCALES:
+            scale.view(torch.uint8).fill_(MX_NAN)
+        elif weight is not None and not is_per_tensor(scale, weight):
+            scale.fill_(NOT_LOADED)
+    return before
+
+
+def keep_padding(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
+    """Give scales of experts that were not loaded, while others of the layer were, what they had before."""
+    for name, scale, _ in scales(model):
+        left = unloaded(scale)
+        if name in before and left.any() and not left.all():
+            scale.copy_(torch.where(left, before[name].float(), scale.float()).to(scale.dtype))
+            logger.warning(
+                "vllm-rocm-ops: %d of %d elements of %s are not in the checkpoint", left.sum(), left.numel(), name
+            )
+
+
+def is_per_tensor(scale: Tensor, weight: Tensor | None) -> bool:
+    """Whether a linear layer has a scale for each of the layers that it was merged of."""
+    return scale.dim() < 2 and (weight is None or weight.dim() == 2)
+
+
+def check(model: torch.nn.Module) -> None:
+    """Raise ValueError for a scale that was not loaded or cannot be one."""
+    for name, scale, weight in scales(model):
+        if scale.dtype in MX_SCALES:
+            bad, wanted = scale.view(torch.uint8) == MX_NAN, "be in the checkpoint and no NaN"
+        else:
+            first = scale.flatten()[:1]
+            left = (scale == NOT_LOADED) & (first != NOT_LOADED) & is_per_tensor(scale, weight)
+            bad, wanted = ~(scale.isfinite() & (scale >= 0) | left), "be in the checkpoint, finite and positive"
+            zero = scale == 0
+            if zero.all() if weight is None else any(not_zero(weight, scale, at) for at in zero.nonzero().tolist()):
+                bad |= zero
+        if bad.any():
+            got = "nothing" if unloaded(scale)[bad][0] else scale.float()[bad][0].item()
+            raise ValueError(f"{name} must {wanted}, got {got} in {int(bad.sum())} of {bad.numel()} elements")
+
+
+def not_zero(weight: Tensor, scale: Tensor, at: list[int]) -> bool:
+    """Whether any value of a weight that one element of its scale is for is not zero."""
+    part = weight
+    if scale.dim() == weight.dim():
+        for dimension, place in enumerate(at):
+            size = (
+                1 << (-(-weight.shape[dimension] // scale.shape[dimension]) - 1).bit_length()
+            )  # the last block may be partial
+            start = min(place * size, weight.shape[dimension])
+            part = part.narrow(dimension, start, min(size, weight.shape[dimension] - start))
+    elif weight.dim() == 3:
+        part = weight[at[0]]
+    return bool((part.view(torch.uint8) & 0x7F).any())
+
+
+SEAM = seam.Seam(
+    name="checked_scales",
+    replaces="nothing; checks FP8 scales behind DefaultModelLoader.load_weights, and types in get_all_weights",
+    probe=probe,
+    install=install,
+)

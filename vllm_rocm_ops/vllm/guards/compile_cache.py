@@ -1,0 +1,95 @@
+"""Seam: a fingerprint of the ops in vLLM's configuration.
+
+vLLM's compile cache is keyed by vLLM's environment and configuration, and not by what a plugin replaced. A graph that was
+compiled without the ops, or with other ops, would be loaded and run. vLLM hashes `additional_config` into the key, so the
+fingerprint goes there. A vLLM with patch 03 also asks for it.
+"""
+
+import hashlib
+import logging
+
+import vllm_rocm_ops
+from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.core import launch as launches
+from vllm_rocm_ops.core.stats import warn_once
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.linear import native_kernel
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+
+def fingerprint() -> str:
+    """The version, the active seams, the order of weights, a hash of the code objects' stamps, the names of stamps that cannot be
+    read, the shapes of shuffled weights, and the norms and activations that stay vLLM's."""
+    stamps, unreadable = hashlib.sha256(), []
+    for stamp in sorted(launches.CODE.glob("*/*.json")):
+        try:
+            stamps.update(stamp.read_bytes())
+        except OSError as error:
+            unreadable.append(f"{stamp.parent.name}/{stamp.name}")
+            warn_once(str(stamp), f"{stamp} cannot be read: {error}. After an update, clear vLLM's compile cache.")
+    order = "shuffled" if envs.VLLM_ROCM_OPS_SHUFFLE == "1" else "plain"
+    what = f"{', '.join(seam.active())}; {order} weights; code {stamps.hexdigest()[:16]}"
+    what += f"; unreadable {', '.join(unreadable)}" if unreadable else ""
+    what += f"; shuffled {', '.join(sorted(native_kernel.shuffled))}" if native_kernel.shuffled else ""
+    what += f"; vLLM's {', '.join(row_selection.stay())}" if row_selection.stay() else ""
+    return f"{vllm_rocm_ops.__version__} with {what}"
+
+
+def mark(vllm_config) -> None:
+    """Put the fingerprint into a configuration and into the log. vLLM has set up logging and loaded all plugins by now."""
+    from vllm import plugins
+
+    found = fingerprint()
+    if isinstance(vllm_config.additional_config, dict):
+        vllm_config.additional_config = {**vllm_config.additional_config, "vllm_rocm_ops": found}
+    elif not hasattr(plugins, "register_compile_factor"):
+        logger.warning("vllm-rocm-ops: additional_config is no dict. After an update, clear vLLM's compile cache.")
+    logger.info("vllm-rocm-ops %s", found)
+
+
+def mark_again(worker) -> None:
+    """Put what was decided when a worker loaded its model into the fingerprint, also in copies of the configuration that the model
+    holds."""
+    if SEAM.name not in seam.active() or not (row_selection.stay() or native_kernel.shuffled):
+        return
+    modules = (module for model in row_selection.models_of(worker) for module in model.modules())
+    held = [worker.vllm_config, *(getattr(module, "vllm_config", None) for module in modules)]
+    for config in {id(config): config for config in held if config is not None}.values():
+        mark(config)
+
+
+def probe() -> None:
+    """`VllmConfig` has the field `additional_config`, and the platform completes configurations."""
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
+
+    seam.require("additional_config" in VllmConfig.__dataclass_fields__, "VllmConfig.additional_config")
+    seam.require_parameters(current_platform.check_and_update_config, "vllm_config")
+
+
+def install() -> None:
+    """Mark each configuration when the platform has completed it."""
+    from vllm import plugins
+    from vllm.platforms import current_platform
+
+    if hasattr(plugins, "register_compile_factor"):
+        plugins.register_compile_factor("rocm_ops", fingerprint)
+
+    platform = type(current_platform)
+    complete = platform.check_and_update_config
+
+    def check_and_update_config(cls, vllm_config):
+        complete(vllm_config)
+        mark(vllm_config)
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+SEAM = seam.Seam(
+    name="compile_cache",
+    replaces="nothing; adds a fingerprint to VllmConfig.additional_config, so that no stale compiled graph is loaded",
+    probe=probe,
+    install=install,
+)

@@ -1,0 +1,1 @@
+"""Linear layers: a file for each seam, and what they share."""

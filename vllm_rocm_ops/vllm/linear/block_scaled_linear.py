@@ -1,0 +1,161 @@
+"""Seam: FP8 linear layers with scales per 128x128 block of the weight run our `block_scaled_mm` where it is the faster.
+
+vLLM's native kernel, if there is one, serves all other calls (native_kernel.py), prepares the weight and says how the input is
+quantized. With `VLLM_ROCM_OPS_SHUFFLE=1` our op may serve any number of tokens, see scaled_linear.py.
+"""
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.ops.families.gemm import BLOCK
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.linear import native_kernel
+
+MOST_TOKENS = 64  # that ours takes where it was not measured (kernel_selection.py)
+
+
+def block_scaled_linear(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, native: str
+) -> Tensor:
+    """`block_scaled_mm`, or the kernel that is kept by the name `native`, on the same arguments."""
+    given = a, b, scale_a, scale_b, out_dtype, native
+    return KERNELS.serve(KERNELS.choice_of(*given), *given)
+
+
+class BlockScaledLinear(native_kernel.Linear):
+    """`block_scaled_linear` as it is measured. A layer: the arguments but a and its scale."""
+
+    op, run = ops.block_scaled_mm, staticmethod(block_scaled_linear)
+
+    def limit(self):
+        return MOST_TOKENS
+
+    def choice_of(self, a, b, scale_a, scale_b, out_dtype, native):
+        return self.choice((native, b.shape), native, lambda: (b, scale_b, out_dtype, native), b, a.shape[0])
+
+    def theirs(self, a, b, scale_a, scale_b, out_dtype, native):
+        return native_kernel.kept(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
+
+    def taken(self, a, b, scale_a, scale_b, out_dtype, native):
+        return a, b, scale_a, scale_b, out_dtype
+
+    def describe(self, layer):
+        return self.sizes(layer, layer[0].dtype, layer[2])
+
+    def arguments(self, layer, x, seed):
+        b, scale_b, out_dtype, native = layer
+        a, scale_a = native_kernel.kept(native).quant_fp8.forward_native(x)  # which compiles nothing
+        return a, b, scale_a, scale_b, out_dtype, native
+
+    def exact(self, arguments, x, rows, columns):
+        a, b, scale_a, scale_b, *_ = arguments
+
+        def scaled(values, scale):
+            return values * scale.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
+
+        tokens = scaled(native_kernel.rows_at(a, rows), scale_a[rows])
+        return tokens @ scaled(native_kernel.rows_at(b, columns), scale_b[columns // BLOCK]).t()
+
+
+KERNELS = BlockScaledLinear()
+
+
+def _fake(a, b, scale_a, scale_b, out_dtype, native):
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+native_kernel.define(block_scaled_linear, _fake)
+
+
+def probe() -> None:
+    """vLLM's table of block-scaled kernels, the function that chooses one and their base class are as expected."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+
+    seam.require(isinstance(getattr(linear, "_POSSIBLE_FP8_BLOCK_KERNELS", None), dict), "_POSSIBLE_FP8_BLOCK_KERNELS")
+    seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
+    seam.require_parameters(Fp8BlockScaledMMLinearKernel.__init__, "config")
+    seam.require_parameters(Fp8BlockScaledMMLinearKernel.is_supported, "compute_capability")
+    seam.require_parameters(Fp8BlockScaledMMLinearKernel.can_implement, "config")
+    seam.require_parameters(Fp8BlockScaledMMLinearKernel.process_weights_after_loading, "layer")
+    seam.require_parameters(Fp8BlockScaledMMLinearKernel.apply_weights, "layer", "x", "bias")
+    seam.require_parameters(Fp8BlockScaledMMLinearKernel.apply_block_scaled_mm, "A", "B", "As", "Bs")
+
+
+def install() -> None:
+    """Put our kernel first in vLLM's table. vLLM's `register_linear_kernel` appends, and before 0.33 takes no block kernels."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.model_executor.utils import replace_parameter
+
+    table = linear._POSSIBLE_FP8_BLOCK_KERNELS
+
+    class RocmOpsBlockScaledLinear(Fp8BlockScaledMMLinearKernel):
+        """`block_scaled_mm` and the native kernel of a layer."""
+
+        @classmethod
+        def is_supported(cls, compute_capability=None):
+            return native_kernel.is_supported()
+
+        @classmethod
+        def can_implement(cls, config):
+            weight, activation = (
+                key.scale.group_shape for key in (config.weight_quant_key, config.activation_quant_key)
+            )
+            if (*weight, *activation) != (BLOCK, BLOCK, 1, BLOCK):
+                return False, f"takes blocks of {BLOCK}x{BLOCK} and groups of {BLOCK} only"
+            possible, why = super().can_implement(config)
+            return (
+                native_kernel.can_keep(cls.native_class(config), Fp8BlockScaledMMLinearKernel)
+                if possible
+                else (False, why)
+            )
+
+        @classmethod
+        def native_class(cls, config):
+            """The kernel that vLLM would choose without ours."""
+            return native_kernel.choose(cls, config, table, "fp8_block_w8a8")
+
+        def __init__(self, config):
+            super().__init__(config)
+            native = self.native_class(config)
+            self.native = native and native(config)
+            self.order = None if native else "plain"  # None: not known yet, the native kernel runs
+            if self.native is not None:
+                self.quant_fp8, self.use_triton = self.native.quant_fp8, self.native.use_triton
+                self.native_name = native_kernel.keep(self.native)
+
+        def process_weights_after_loading(self, layer):
+            prepare = super() if self.native is None else self.native
+            prepare.process_weights_after_loading(layer)
+            order, params = "plain", self._get_layer_params(layer)
+            if params.block_scale.dtype == torch.float8_e8m0fnu:  # the op takes float32, as inputs' scales are
+                replace_parameter(layer, params.block_scale_attr, params.block_scale.data.float())
+            scale = self._get_layer_params(layer).block_scale.data
+            described = params.weight, scale, self.config.out_dtype, None
+            fragments = layer, params.weight, KERNELS, self.native, described, scale, self.config.out_dtype
+            if native_kernel.wants_fragments(*fragments):
+                replace_parameter(layer, params.WEIGHT, native_kernel.in_fragments(params.weight.data))
+                order, self.native = "fragments", None
+            native_kernel.note_order(self, layer, order)
+
+        def apply_block_scaled_mm(self, A, B, As, Bs):
+            out_dtype = self.config.out_dtype
+            if self.order is None or native_kernel.leaves(self, A):
+                return self.native.apply_block_scaled_mm(A=A, B=B, As=As, Bs=Bs)
+            if self.native is None:
+                weight = native_kernel.fragments_of(B) if self.order == "fragments" else B
+                return torch.ops.vllm_rocm_ops.block_scaled_mm(A, weight, As, Bs, out_dtype)
+            return KERNELS.call(self, A, B, As, Bs, out_dtype, self.native_name)
+
+    native_kernel.register_first(RocmOpsBlockScaledLinear, table, "fp8_block")
+
+
+SEAM = seam.Seam(
+    name="block_scaled_linear",
+    replaces="the first row of _POSSIBLE_FP8_BLOCK_KERNELS",
+    probe=probe,
+    install=install,
+    ops=("block_scaled_mm",),
+)

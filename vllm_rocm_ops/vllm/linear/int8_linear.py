@@ -1,0 +1,168 @@
+"""Seam: INT8 linear layers (W8A8, symmetric) run our `gemm` where it was measured to be the faster.
+
+Weights have a scale each or one per output channel; activations are quantized by vLLM's own op, with one static scale or a scale
+per token. vLLM's native kernel serves all other calls (native_kernel.py) and prepares the weight. Until ours was measured on a GPU,
+the native kernel serves there. Layers whose activations have a zero point are left to vLLM.
+"""
+
+import types
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.linear import native_kernel
+
+MOST_TOKENS = 0  # that ours takes where it was not measured (kernel_selection.py)
+
+
+def int8_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None, bias: Tensor | None, native: str
+) -> Tensor:
+    """`gemm` of x [M, K], which is quantized first, and weight [K, N], or the kernel that is kept by the name `native`, on x.
+    Without an input_scale each token has its own."""
+
+    given = x, weight, weight_scale, input_scale, bias, native
+    return KERNELS.serve(KERNELS.choice_of(*given), *given)
+
+
+def quantized(x: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x as int8 and its scale, by vLLM's op."""
+    from vllm import _custom_ops
+
+    return _custom_ops.scaled_int8_quant(x.contiguous(), input_scale)[:2]
+
+
+class Int8Linear(native_kernel.Linear):
+    """`int8_linear` as it is measured. A layer: the arguments but x, and its type."""
+
+    op, run = ops.gemm, staticmethod(int8_linear)
+
+    def limit(self):
+        return MOST_TOKENS
+
+    def choice_of(self, x, weight, weight_scale, input_scale, bias, native):
+        def layer() -> tuple:
+            return weight, weight_scale, input_scale, bias, native, x.dtype
+
+        return self.choice((native, weight.shape, bias is None), native, layer, weight, x.shape[0])
+
+    def theirs(self, x, weight, weight_scale, input_scale, bias, native):
+        kernel = native_kernel.kept(native)
+        values = weight, weight_scale, input_scale, None, None
+        return kernel.apply_weights(types.SimpleNamespace(**dict(zip(kernel.layer_param_names, values))), x, bias)
+
+    def taken(self, x, weight, weight_scale, input_scale, bias, native):
+        a, scale_a = quantized(x, input_scale)
+        return a, weight, x.dtype, scale_a, weight_scale, bias
+
+    def columns(self, layer):
+        return layer[0].shape
+
+    def describe(self, layer):
+        weight, weight_scale, input_scale, bias, _, dtype = layer
+        scales = f" {weight_scale.numel()} scales" + " static" * (input_scale is not None)
+        return self.sizes(layer, weight.dtype, dtype, bias=bias) + scales
+
+    def arguments(self, layer, x, seed):
+        return (x, *layer[:-1])
+
+    def exact(self, arguments, x, rows, columns):
+        _, weight, weight_scale, input_scale, bias, _ = arguments
+        a, scale_a = quantized(x, input_scale)
+        tokens = a[rows].float() * (scale_a if scale_a.numel() == 1 else scale_a[rows].view(-1, 1))
+        scale = weight_scale if weight_scale.numel() == 1 else weight_scale.flatten()[columns].view(-1, 1)
+        return tokens @ (weight.t()[columns].float() * scale).t() + native_kernel.bias_at(bias, columns)
+
+
+KERNELS = Int8Linear()
+
+
+def _fake(x, weight, weight_scale, input_scale, bias, native):
+    return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+native_kernel.define(int8_linear, _fake)
+
+
+def probe() -> None:
+    """vLLM's table of INT8 kernels, the function that chooses one, a kernel's methods and the quantization op are as expected."""
+    from vllm import _custom_ops
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel as Kernel
+
+    seam.require(isinstance(getattr(linear, "_POSSIBLE_INT8_KERNELS", None), dict), "_POSSIBLE_INT8_KERNELS")
+    seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
+    seam.require_parameters(Kernel.__init__, "c", "layer_param_names")
+    seam.require_parameters(Kernel.is_supported, "compute_capability")
+    seam.require_parameters(Kernel.can_implement, "c")
+    seam.require_parameters(Kernel.process_weights_after_loading, "layer")
+    seam.require_parameters(Kernel.apply_weights, "layer", "x", "bias")
+    seam.require_parameters(Kernel._get_layer_params, "layer")
+    seam.require_parameters(_custom_ops.scaled_int8_quant, "input", "scale", "azp", "symmetric")
+
+
+def install() -> None:
+    """Put our kernel first in vLLM's table. `register_linear_kernel` would append it, behind kernels that take everything."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
+
+    table = linear._POSSIBLE_INT8_KERNELS
+
+    class RocmOpsInt8Linear(CutlassInt8ScaledMMLinearKernel):
+        """`gemm` and the native kernel of a layer. Without one, weights are prepared as those of CUTLASS and of Triton."""
+
+        @classmethod
+        def is_supported(cls, compute_capability=None):
+            return native_kernel.is_supported()
+
+        @classmethod
+        def can_implement(cls, c):
+            if not c.input_symmetric:
+                return False, "takes no activations with a zero point"
+            return True, None
+
+        def __init__(self, c, layer_param_names):
+            super().__init__(c, layer_param_names)
+            native = native_kernel.choose(type(self), c, table, "int8_w8a8")
+            self.native = native and native(c, layer_param_names)
+            self.native_name = native and native_kernel.keep(self.native)
+            self.order = None if self.native else "plain"  # None: not known, the native kernel runs
+
+        def process_weights_after_loading(self, layer):
+            if self.native is None:
+                super().process_weights_after_loading(layer)
+                native_kernel.note_order(self, layer, "plain")
+                return
+            name = self.layer_param_names[0]
+            shape, before = getattr(layer, name).shape, native_kernel.checksum(getattr(layer, name).data)
+            self.native.process_weights_after_loading(layer)
+            weight = getattr(layer, name)
+            is_plain = weight is not None and (weight.dtype, weight.t().shape) == (torch.int8, shape)
+            is_plain = is_plain and native_kernel.checksum(weight.data.t()).equal(before)
+            native_kernel.note_order(self, layer, "plain" if is_plain else None)
+
+        def apply_weights(self, layer, x, bias=None):
+            if self.order is None or native_kernel.leaves(self, x):
+                return self.native.apply_weights(layer, x, bias)
+            weight, weight_scale, input_scale = self._get_layer_params(layer)[:3]
+            tokens = x.reshape(-1, x.shape[-1])
+            if self.native is None:
+                a, scale_a = quantized(tokens, input_scale)
+                output = torch.ops.vllm_rocm_ops.gemm(a, weight, x.dtype, scale_a, weight_scale, bias)
+            else:
+                arguments = tokens, weight, weight_scale, input_scale, bias, self.native_name
+                output = KERNELS.call(self, *arguments)
+            return output.view(*x.shape[:-1], output.shape[-1])
+
+    native_kernel.register_first(RocmOpsInt8Linear, table, "int8")
+
+
+SEAM = seam.Seam(
+    name="int8_linear",
+    replaces="the first row of _POSSIBLE_INT8_KERNELS",
+    probe=probe,
+    install=install,
+    ops=("gemm",),
+)

@@ -1,0 +1,203 @@
+"""Seam: MX-FP8 linear layers (e4m3fn with one e8m0 scale per 32 of K) run our `mxfp8_scaled_mm` where it is the faster.
+
+On ROCm only gfx950 has matrix instructions for this format. There vLLM's native kernel serves all other calls (native_kernel.py)
+and prepares the weight. The prepared weight may have one scale for 32 rows, which our op reads too.
+
+The input is quantized by vLLM's op in front of either, where a compiled graph shows it to graph.py. vLLM's native kernel quantizes
+within; handed `Rows`, it finds that done.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.linear import native_kernel
+
+MOST_TOKENS = 64  # that ours takes where it was not measured (kernel_selection.py)
+GROUP = 32
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return vLLM's quantization of x [M, K]: values and scales."""
+    return torch.ops.vllm.mxfp8_quantize(x, False, 0)
+
+
+class Rows:
+    """Stand for the input of vLLM's native kernel, which takes the values and scales in place of a quantization of it."""
+
+    def __init__(self, values: Tensor, scale: Tensor, dtype: torch.dtype):
+        self.values, self.scale, self.dtype = values, scale, dtype
+        self.shape, self.device = values.shape, values.device
+
+    def reshape(self, *shape: int) -> "Rows":
+        """Return the rows, which are in two dimensions already."""
+        return self
+
+
+def unless_quantized(within: Callable) -> Callable:
+    """Return vLLM's quantization with `Rows` left as they are."""
+
+    @functools.wraps(within)
+    def quantized(x, *arguments, **keywords):
+        return (x.values, x.scale) if isinstance(x, Rows) else within(x, *arguments, **keywords)
+
+    return quantized
+
+
+def mxfp8_linear(
+    a: Tensor,
+    scale_a: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    native: str,
+) -> Tensor:
+    """`mxfp8_scaled_mm` of a [M, K] and weight [N, K], or the kernel that is kept by the name `native`, on the same values."""
+    given = a, scale_a, weight, weight_scale, bias, out_dtype, native
+    return KERNELS.serve(KERNELS.choice_of(*given), *given)
+
+
+class Mxfp8Linear(native_kernel.Linear):
+    """`mxfp8_linear` as it is measured. A layer: the arguments but a and its scales."""
+
+    op, run = ops.mxfp8_scaled_mm, staticmethod(mxfp8_linear)
+
+    def limit(self):
+        return MOST_TOKENS
+
+    def choice_of(self, a, scale_a, weight, weight_scale, bias, out_dtype, native):
+        key, layer = (native, weight.shape, bias is None), (weight, weight_scale, bias, out_dtype, native)
+        return self.choice(key, native, lambda: layer, weight, a.shape[0])
+
+    def theirs(self, a, scale_a, weight, weight_scale, bias, out_dtype, native):
+        layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
+        return native_kernel.kept(native).apply_weights(layer, Rows(a, scale_a, out_dtype), bias)
+
+    def taken(self, a, scale_a, weight, weight_scale, bias, out_dtype, native):
+        return a, weight, scale_a, weight_scale, out_dtype, bias
+
+    def describe(self, layer):
+        return self.sizes(layer, layer[3], bias=layer[2])
+
+    def arguments(self, layer, x, seed):
+        return (*quantize(x), *layer)
+
+    def exact(self, arguments, x, rows, columns):
+        _, _, weight, weight_scale, bias, *_ = arguments
+        shared = len(weight) // len(weight_scale)
+        scale = torch.exp2(weight_scale.view(torch.uint8)[columns // shared].float() - 127)
+        exact = native_kernel.rows_at(weight, columns) * scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+        return x[rows].float() @ exact.t() + native_kernel.bias_at(bias, columns)
+
+
+KERNELS = Mxfp8Linear()
+
+
+def _fake(a, scale_a, weight, weight_scale, bias, out_dtype, native):
+    return a.new_empty((a.shape[0], weight.shape[0]), dtype=out_dtype)
+
+
+native_kernel.define(mxfp8_linear, _fake)
+
+
+def probe() -> None:
+    """vLLM's table of MX-FP8 kernels, the function that chooses one, their base class and the quantization op are as expected."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
+    from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
+    from vllm.model_executor.layers.quantization.utils import mxfp8_utils
+
+    seam.require(isinstance(getattr(linear, "_POSSIBLE_MXFP8_KERNELS", None), dict), "_POSSIBLE_MXFP8_KERNELS")
+    seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
+    seam.require_parameters(Mxfp8LinearKernel.__init__, "c")
+    seam.require_parameters(Mxfp8LinearKernel.is_supported, "compute_capability")
+    seam.require_parameters(Mxfp8LinearKernel.can_implement, "c")
+    seam.require_parameters(Mxfp8LinearKernel.process_weights_after_loading, "layer")
+    seam.require_parameters(Mxfp8LinearKernel.apply_weights, "layer", "x", "bias")
+    seam.require(mxfp8_utils.MXFP8_BLOCK_SIZE == GROUP, f"groups of {GROUP}")
+    seam.require(hasattr(torch.ops.vllm, "mxfp8_quantize"), "torch.ops.vllm.mxfp8_quantize")
+    within = inspect.unwrap(getattr(rocm_native, "mxfp8_e4m3_quantize", None))
+    seam.require(within is mxfp8_utils.mxfp8_e4m3_quantize, "mxfp8_e4m3_quantize in rocm_native.py")
+    seam.require_parameters(rocm_native._mxfp8_dot_scaled_linear, "x", "w", "w_scale")
+
+
+def install() -> None:
+    """Put our kernel first in vLLM's table. `register_linear_kernel` would append it, behind a kernel that takes everything."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
+    from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
+    from vllm.model_executor.utils import replace_parameter
+    from vllm.platforms import current_platform
+
+    table, takes_rows = linear._POSSIBLE_MXFP8_KERNELS, rocm_native.RocmDotScaledMxfp8LinearKernel
+    rocm_native.mxfp8_e4m3_quantize = unless_quantized(rocm_native.mxfp8_e4m3_quantize)
+
+    def tell(layer: torch.nn.Module) -> None:
+        """Store in a layer how its input is quantized, for the norm or the activation in front of it."""
+        layer.vllm_rocm_ops_quantize, layer.vllm_rocm_ops_is_mx = quantize, True
+        layer.vllm_rocm_ops_column_major_scales = False
+
+    class RocmOpsMxfp8Linear(Mxfp8LinearKernel):
+        """`mxfp8_scaled_mm` and the native kernel of a layer."""
+
+        supports_pre_processed_weights = True  # as in the native kernels: preparation only rewrites parameters
+
+        @classmethod
+        def is_supported(cls, compute_capability=None):
+            if not (current_platform.is_cpu() or current_platform.supports_mx()):
+                return False, "needs matrix instructions that take block scales"
+            return native_kernel.is_supported()
+
+        @classmethod
+        def can_implement(cls, c):
+            return True, None
+
+        def __init__(self, c):
+            super().__init__(c)
+            native = native_kernel.choose(type(self), c, table, "mxfp8")
+            self.native = native and native(c)
+            self.native_name = native and native_kernel.keep(self.native)
+            self.hands_rows = isinstance(self.native, takes_rows)
+
+        def process_weights_after_loading(self, layer):
+            if self.native is not None:
+                self.native.process_weights_after_loading(layer)
+                if self.hands_rows and layer.weight.dtype == torch.float8_e4m3fn:
+                    tell(layer)
+                return
+            tell(layer)
+            n, k = layer.weight.shape
+            replace_parameter(layer, "weight", layer.weight.data.contiguous())
+            replace_parameter(layer, "weight_scale", layer.weight_scale.data[:n, : k // GROUP].contiguous())
+
+        def apply_weights(self, layer, x, bias=None):
+            # The native kernel keeps some weights in bf16. vLLM's emulation quantizes no input.
+            serves = self.native is None or (self.hands_rows and layer.weight.dtype == torch.float8_e4m3fn)
+            if not serves or native_kernel.leaves(self, x):
+                return self.native.apply_weights(layer, x, bias)
+            weight, weight_scale = layer.weight, layer.weight_scale
+            a, scale_a = quantize(x.reshape(-1, x.shape[-1]))
+            if self.native is None:
+                output = torch.ops.vllm_rocm_ops.mxfp8_scaled_mm(a, weight, scale_a, weight_scale, x.dtype, bias)
+            else:
+                output = KERNELS.call(self, a, scale_a, weight, weight_scale, bias, x.dtype, self.native_name)
+            return output.view(*x.shape[:-1], output.shape[-1])
+
+    native_kernel.register_first(RocmOpsMxfp8Linear, table, "mxfp8")
+
+
+SEAM = seam.Seam(
+    name="mxfp8_linear",
+    replaces="the first row of _POSSIBLE_MXFP8_KERNELS",
+    probe=probe,
+    install=install,
+    ops=("mxfp8_scaled_mm",),
+    platforms=("rocm", "cpu"),
+)

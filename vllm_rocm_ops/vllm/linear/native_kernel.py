@@ -1,0 +1,355 @@
+"""Our linear kernels keep vLLM's native kernel for the same layer, for the calls that our ops do not take.
+
+Each call chooses between our op and the native kernel (kernel_selection.py), inside one opaque torch op: a compiled graph
+serves every number of tokens, and a captured graph holds the choice for its batch size. The torch op names the native kernel by
+class and configuration. Both are the same in every process, so graphs from vLLM's compile cache find the kernel, and equal layers
+compile to equal graphs. A kernel has no other state: the weights are arguments of the torch op.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.core import launch as launches
+from vllm_rocm_ops.core.op import NAMESPACE, Op
+from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP, fits, shuffle_weight
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
+
+MARK = "vllm_rocm_ops_order"
+"""The name of the buffer that holds the layout of a layer's weight. vLLM's weight cache keeps buffers beside the weights."""
+
+STATES = [(order, alone) for order in (None, "plain", "fragments") for alone in (False, True)]
+"""The values of that buffer, by index: the order of the weight, and whether our kernel alone reads it."""
+
+PART_BYTES = 16 << 20  # of a weight that is summed or reordered at a time
+
+shuffled: set[str] = set()
+"""The shapes of weights that this process has put in fragment order."""
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_kernels: dict[str, object] = {}
+
+
+def define(function: Callable, fake: Callable) -> None:
+    """Register a function as a torch op of the same name."""
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+    name = function.__name__
+    _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=tags)
+    _library.impl(name, function, "CPU")
+    _library.impl(name, function, "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+
+
+def is_supported() -> tuple[bool, str | None]:
+    """A kernel's answer to vLLM. Our kernels sum in an order that depends on the number of tokens."""
+    from vllm import envs as vllm_envs
+
+    return (False, "is not batch invariant") if vllm_envs.VLLM_BATCH_INVARIANT else (True, None)
+
+
+def register_first(ours: type, table: dict, kind: str) -> None:
+    """Have vLLM ask our kernel before its own: by `register_linear_kernel` if that can prepend, as a patch in patches/ lets it,
+    else in vLLM's table."""
+    from vllm.model_executor.kernels.linear import register_linear_kernel
+    from vllm.platforms import current_platform
+
+    if "prepend" in inspect.signature(register_linear_kernel).parameters:
+        register_linear_kernel(ours, current_platform._enum, kind, prepend=True)
+    else:
+        table.setdefault(current_platform._enum, []).insert(0, ours)
+
+
+@contextlib.contextmanager
+def without(kernels: list[type], ours: type):
+    """Take our kernel out of vLLM's list for a while."""
+    place = kernels.index(ours)
+    del kernels[place]
+    try:
+        yield
+    finally:
+        kernels.insert(place, ours)
+
+
+def choose(ours: type, config, table: dict, quantization: str) -> type | None:
+    """The kernel that vLLM would choose without ours. None if there is none, and on CPU, where the tests need our ops'
+    references to run."""
+    from vllm.model_executor.kernels.linear import choose_scaled_mm_linear_kernel
+    from vllm.platforms import current_platform
+
+    if seam.served_platform() == "cpu":
+        return None
+    with without(table[current_platform._enum], ours):
+        try:
+            return choose_scaled_mm_linear_kernel(config, table, quantization=quantization)
+        except ValueError:
+            return None
+
+
+def can_keep(native: type | None, base: type) -> tuple[bool, str]:
+    """A kernel's answer to vLLM. The native kernel must have its input quantized by `base`, as ours has."""
+    plain = native is None or (
+        native.apply_weights is base.apply_weights and getattr(native, "apply_input_quant", True)
+    )
+    return plain, "" if plain else f"leaves the layer to {native.__name__}, which quantizes its input itself"
+
+
+def keep(kernel: object) -> str:
+    """Keep a kernel. Returns the name by which `kept` finds it."""
+    name = f"{type(kernel).__name__} {kernel.config}"
+    _kernels.setdefault(name, kernel)
+    return name
+
+
+def kept(name: str) -> object:
+    """The native kernel of that name."""
+    return _kernels[name]
+
+
+def run_or_native(native: Callable[[], Tensor], op: Op, choice: Choice, *arguments) -> Tensor:
+    """Our op, where the choice for as many tokens as the first argument has rows is ours, and its kernels take the arguments;
+    else `native()`."""
+    tokens = arguments[0].numel() // max(arguments[0].shape[-1], 1)
+    output = op.run_kernels(*arguments) if choice.is_ours(tokens) else None
+    return native() if output is None else output
+
+
+def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
+    """Rows of a tensor, in float32."""
+    one_byte = tensor.element_size() == 1
+    return tensor.view(torch.uint8)[places].view(tensor.dtype).float() if one_byte else tensor[places].float()
+
+
+def bias_at(bias: Tensor | None, places: Tensor) -> Tensor | float:
+    """A bias in float32, 0 where there is none."""
+    return 0.0 if bias is None else bias[places].float()
+
+
+def asks_for_aiter(kind: str) -> bool:
+    """Return whether vLLM runs AITER's kernels of a kind ("LINEAR", "MOE"): by the value of its switches, whoever set them, where the
+    library is installed."""
+    from vllm import _aiter_ops
+    from vllm import envs as vllm_envs
+
+    switched_on = vllm_envs.VLLM_ROCM_USE_AITER and getattr(vllm_envs, f"VLLM_ROCM_USE_AITER_{kind}")
+    return switched_on and _aiter_ops.IS_AITER_FOUND
+
+
+def leaves(kernel, tokens: Tensor) -> bool:
+    """Return whether a kernel of ours leaves a call outside of compiled graphs to the kernel it keeps, with nothing left to measure. A
+    kernel that never serves its layer hands all later calls over."""
+    choice = None if torch.compiler.is_compiling() else getattr(kernel, "choice", None)
+    if choice is None or choice.layers is not None or choice.is_ours(tokens.numel() // max(tokens.shape[-1], 1)):
+        return False
+    if choice.is_never_ours:
+        kernel.apply_weights = kernel.native.apply_weights
+    return True
+
+
+class Linear:
+    """What `kernel_selection.Kernels` wants to know of linear layers. A layer's first value is its weight, [N, K] unless
+    `columns` says otherwise."""
+
+    op: Op
+    limit: Callable[[], int]
+    choice_of: Callable[..., Choice]
+    run: Callable[..., Tensor]
+    """The function of the seam's torch op, which serves a call by its choice."""
+    theirs: Callable[..., Tensor]
+    """vLLM's kernel on the arguments of `run`."""
+    taken: Callable[..., tuple]
+    """The arguments of our op, from those of `run`."""
+    sampled_rows = 8
+
+    def ours(self, *arguments) -> Tensor | None:
+        """Run our op, or return None where its kernels do not take the arguments."""
+        return self.op.run_kernels(*self.taken(*arguments))
+
+    def serve(self, choice: Choice, *arguments) -> Tensor:
+        """Run a call by its choice. The first argument is [tokens, K]."""
+        output = self.ours(*arguments) if choice.is_ours(arguments[0].shape[0]) else None
+        return self.theirs(*arguments) if output is None else output
+
+    def call(self, kernel, *arguments) -> Tensor:
+        """Run a call that `leaves` did not leave: the torch op in a compiled graph, its function elsewhere."""
+        if torch.compiler.is_compiling():
+            return getattr(torch.ops.vllm_rocm_ops, self.run.__name__)(*arguments)
+        choice = getattr(kernel, "choice", None)
+        if choice is None or choice.layers is not None:  # a key takes as long to make as an op to launch
+            choice = kernel.choice = self.choice_of(*arguments)
+            return self.serve(choice, *arguments)
+        output = self.op.run_kernels(*self.taken(*arguments))  # as `ours`, in a frame less
+        return self.theirs(*arguments) if output is None else output
+
+    def most_tokens(self) -> int:
+        return 0 if asks_for_aiter("LINEAR") else self.limit()
+
+    def columns(self, layer: tuple) -> tuple[int, int]:
+        n, k = layer[0].shape
+        return k, n
+
+    def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
+        k, n = self.columns(layer)
+        return layer[0].nbytes + tokens * (k * layer[0].element_size() + 2 * n), 2.0 * tokens * n * k
+
+    def sizes(self, layer: tuple, *types: torch.dtype, bias: Tensor | None = None) -> str:
+        """A layer's sizes and types, and whether it has a bias, for its description."""
+        k, n = self.columns(layer)
+        return f"{n}x{k} {kernel_selection.types(*types)}" + " bias" * (bias is not None)
+
+    def choice(self, key: tuple, native: str, layer: Callable[[], tuple], weight: Tensor, tokens: int) -> Choice:
+        """The choice for layers of a key, noted for one of them with so many tokens if it is to be measured."""
+        choice = kernel_selection.choice(key) or kernel_selection.choose(key, self, native, layer())
+        if choice.layers is not None:
+            choice.note(weight, tokens, layer)
+        return choice
+
+
+def has_kernels(op: Op, *arguments, **keywords) -> bool:
+    """Whether installed kernels for this machine, which its GPU loads, take these arguments, which are on the meta device. True on
+    CPU, where our ops' references run."""
+    arch = seam.arch_here(seam.served_platform())
+    if arch is None:
+        return True
+    try:
+        planned = op.explain(*arguments, arch=arch, require_code=True, **keywords).launches
+    except ValueError:
+        return False
+    if why := launches.not_loaded(planned, arch):
+        op.warn("load", why)
+    return bool(planned) and not why
+
+
+def rows_of(weight: Tensor) -> Tensor:
+    """A weight as [N, K]. It is given as [N, K], or as the transposed view [K, N] that vLLM makes for some kernels."""
+    return weight if weight.stride(-1) == 1 else weight.t()
+
+
+def fragments_of(weight: Tensor) -> Tensor:
+    """A weight in fragment order, given with the shape [N, K] or [K, N], in the shape that `shuffle_weight` returns."""
+    rows = rows_of(weight)
+    (n, k), size = rows.shape, weight.element_size()
+    return rows.view(
+        n // FRAGMENT_ROWS, k * size // STEP, STEP // FRAGMENT_BYTES, FRAGMENT_ROWS, FRAGMENT_BYTES // size
+    )
+
+
+class Digest(NamedTuple):
+    """What tells the order of a weight [N, K] without a copy of it: checksums of it in rows and, if it fits, in fragment order."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    plain: Tensor
+    fragments: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "Digest":
+        rows = rows_of(weight)
+        fragments = checksum(rows, shuffle_weight) if fits(rows.shape, rows.dtype) else None
+        return cls(rows.shape, rows.dtype, checksum(rows), fragments)
+
+
+def parts(rows: Tensor) -> tuple[Tensor, ...]:
+    """A weight [N, K] in parts of `PART_BYTES` at most, of whole fragments: no second weight is held while they are read."""
+    return rows.split(max(PART_BYTES // (rows.shape[1] * rows.element_size() * FRAGMENT_ROWS), 1) * FRAGMENT_ROWS)
+
+
+def checksum(rows: Tensor, reorder: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
+    """Return the sum, modulo 2^64, of a weight's words as `reorder` leaves them, each times a random number of its row and one of
+    its column."""
+    row_bytes = rows.shape[1] * rows.element_size()
+    word = torch.int32 if row_bytes % 4 == 0 else torch.uint8
+    generator = torch.Generator(rows.device).manual_seed(0)
+
+    def random(count: int) -> Tensor:
+        return torch.randint(1 << 62, (count,), generator=generator, dtype=torch.int64, device=rows.device)
+
+    of_columns, total = random(row_bytes // word.itemsize), torch.zeros((), dtype=torch.int64, device=rows.device)
+    for part in parts(rows):
+        words = reorder(part).contiguous().flatten().view(word).view(len(part), -1)
+        total += ((words * of_columns).sum(1) * random(len(part))).sum()
+    return total
+
+
+def order(weight: Tensor, before: Digest) -> str | None:
+    """The order in which vLLM's kernel left a weight that was `before`: "plain"; "fragments", as some of AITER's kernels want
+    it; None for an unknown one."""
+    rows = rows_of(weight)
+    if (rows.shape, rows.dtype) != before[:2]:
+        return None
+    found = checksum(rows)
+    if found.equal(before.plain):
+        return "plain"
+    return (
+        "fragments" if before.fragments is not None and rows.is_contiguous() and found.equal(before.fragments) else None
+    )
+
+
+def in_fragments(weight: Tensor) -> Tensor:
+    """Put a weight in fragment order where it lies, and return it as [N, K] without the padding of its rows."""
+    rows = rows_of(weight)
+    packed = rows.as_strided(rows.shape, (rows.shape[1], 1))  # no row ends behind its own in `rows`
+    for source, place in zip(parts(rows), parts(packed)):
+        place.copy_(shuffle_weight(source).view(place.shape))
+    return packed
+
+
+def note_order(kernel, layer: torch.nn.Module, order: str | None) -> None:
+    """Note the order of the weight that was just prepared, in our kernel and in a buffer of the layer."""
+    kernel.order = order
+    state = torch.tensor(STATES.index((order, kernel.native is None)), dtype=torch.uint8, device="cpu")
+    layer.register_buffer(MARK, state, persistent=False)
+
+
+def recall_order(kernel, layer: torch.nn.Module) -> None:
+    """Read the order of a weight that another process prepared from the layer's buffer, if there is one."""
+    state = getattr(layer, MARK, None)
+    if state is None:
+        return
+    order, alone = STATES[int(state)]
+    if hasattr(kernel, "native"):  # it is ours
+        kernel.order, kernel.native = order, None if alone else kernel.native
+    elif alone and order == "fragments":
+        raise RuntimeError(
+            f"the weight was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which {type(kernel).__name__} cannot read"
+        )
+
+
+def wants_fragments(
+    layer: torch.nn.Module, weight: Tensor, kernels: Linear, kept: object, description: tuple, scale: Tensor, out_dtype
+) -> bool:
+    """Whether to put a layer's weight in fragment order. The user must ask for it, the sizes must allow it, nothing but the
+    linear kernel may read the weight, and our op must have kernels, as vLLM's do not read that order. Where a kernel of vLLM's is
+    kept, ours must have been measured to be the faster at every number of tokens, in a start before; `description` is the layer
+    as `kernels` describe it."""
+    # Latent attention marks a projection that it reads by the first name, DeepSeek V4 by the second.
+    read_elsewhere = ("_cpu_skip_gemm_dispatch", "is_bmm")
+    asked = envs.VLLM_ROCM_OPS_SHUFFLE == "1" and not any(getattr(layer, mark, False) for mark in read_elsewhere)
+    rows = rows_of(weight).to("meta")
+    if not asked or not fits(rows.shape, rows.dtype):
+        return False
+    shape = kernels.describe(description)
+    if kept is not None and not won_everywhere(f"{kernels.op.name} {shape} {type(kept).__name__}"):
+        return False
+    a = torch.empty(1, rows.shape[1], dtype=rows.dtype, device="meta")
+    scale_a = torch.empty(1, scale.shape[1] if scale.dim() == 2 and scale.shape[1] > 1 else 1, device="meta")
+    wants = has_kernels(kernels.op, a, fragments_of(rows), scale_a, scale.to("meta"), out_dtype)
+    if wants:
+        shuffled.add(shape)
+    return wants
+
+
+def won_everywhere(key: str) -> bool:
+    """Whether ours was measured to be the faster for a shape at every number of tokens of this vLLM. A graph that was compiled for
+    the other order must not be found again, which the seam that measures sees to (row_selection.py)."""
+    from vllm.config import get_current_vllm_config
+
+    scheduler = get_current_vllm_config().scheduler_config
+    ours = kernel_selection.wins(key) if "measured_selection" in seam.active() else b""
+    return len(ours) > scheduler.max_num_batched_tokens and all(ours[1:])

@@ -1,0 +1,273 @@
+"""Seam: FP8 linear layers with scales per tensor, per token or per output channel run our `scaled_mm` where it is the faster.
+
+vLLM's native kernel, if there is one, serves all other calls (native_kernel.py) and prepares the weight. Our op reads both
+layouts that it may leave: rows of K, on ROCm often padded, or the order of AITER's tuned kernels, which is our fragment order.
+With `VLLM_ROCM_OPS_SHUFFLE=1` a weight is put in fragment order at loading where ours was measured to be the faster at every
+number of tokens, in a start before, or nothing else serves. The native kernel does not read that order, so our op then serves any
+number of tokens.
+
+`gated_linear` is such a linear with SwiGLU and static quantization behind, which graph.py puts in the place of the three. Few tokens take
+one launch where that was measured to be faster than two.
+"""
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.quantization import LIMIT
+from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_ROWS, plain_weight
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.selection import kernel_selection
+
+MOST_TOKENS = 64  # that ours takes where it was not measured (kernel_selection.py)
+BESIDE_CUTLASS = 32  # the same on NVIDIA: 64 took 1.04 of the time without ours (a step of Llama-3.1-405B, four H200)
+
+
+def scaled_linear(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    in_fragments: bool,
+    native: str,
+) -> Tensor:
+    """`scaled_mm`, or the kernel that is kept by the name `native`, on the same arguments. The native kernel prepared b."""
+    given = a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native
+    return KERNELS.serve(KERNELS.choice_of(*given), *given)
+
+
+def _weight(b: Tensor, in_fragments: bool) -> Tensor:
+    """A weight as `scaled_mm` takes it."""
+    if in_fragments:
+        return native_kernel.fragments_of(b)
+    return b.t() if b.stride(-1) == 1 else b
+
+
+class ScaledLinear(native_kernel.Linear):
+    """`scaled_linear` as it is measured. A layer: the arguments but a and its scale, a static scale, K."""
+
+    op, run = ops.scaled_mm, staticmethod(scaled_linear)
+
+    def limit(self):
+        return MOST_TOKENS if torch.version.cuda is None else BESIDE_CUTLASS
+
+    def choice_of(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
+        def layer() -> tuple:
+            static = scale_a if native_kernel.kept(native).quant_fp8.static else None
+            return b, scale_b, bias, out_dtype, in_fragments, native, static, a.shape[1]
+
+        return self.choice((native, b.shape, in_fragments, bias is None), native, layer, b, a.shape[0])
+
+    def theirs(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
+        shape = [a.shape[0], b.numel() // a.shape[1]]
+        return native_kernel.kept(native).apply_scaled_mm(
+            A=a, B=b, out_dtype=out_dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=shape
+        )
+
+    def taken(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
+        return a, _weight(b, in_fragments), scale_a, scale_b, out_dtype, bias
+
+    def columns(self, layer):
+        return layer[-1], layer[0].numel() // layer[-1]
+
+    def describe(self, layer):
+        b, scale_b, bias, out_dtype, in_fragments, _, static, _ = layer
+        types = kernel_selection.types(b.dtype, out_dtype)
+        parts = ["{1}x{0}".format(*self.columns(layer)), types, f"{scale_b.numel()} scales"]
+        parts += [name for name, holds in (("static", static is not None), ("bias", bias is not None)) if holds]
+        return " ".join(parts + ["fragments"] * in_fragments)
+
+    def arguments(self, layer, x, seed):
+        b, scale_b, bias, out_dtype, in_fragments, native, static, _ = layer
+        a, scale_a = native_kernel.kept(native).quant_fp8.forward_native(x, static)  # which compiles nothing
+        scale_a = scale_a if scale_a.numel() == 1 else scale_a[: len(x)]  # some native kernels pad the tokens
+        return a[: len(x)], b, scale_a, scale_b, bias, out_dtype, in_fragments, native
+
+    def exact(self, arguments, x, rows, columns):
+        a, b, scale_a, scale_b, bias, _, in_fragments, _ = arguments
+        weight = _weight(b, in_fragments)
+        if in_fragments:
+            values = plain_weight(native_kernel.rows_at(weight, columns[::FRAGMENT_ROWS] // FRAGMENT_ROWS))
+        else:
+            values = native_kernel.rows_at(weight.t(), columns)
+        tokens = native_kernel.rows_at(a, rows) * (scale_a if scale_a.numel() == 1 else scale_a[rows].view(-1, 1))
+        scaled = values * (scale_b if scale_b.numel() == 1 else scale_b.flatten()[columns].view(-1, 1))
+        return tokens @ scaled.t() + native_kernel.bias_at(bias, columns)
+
+
+KERNELS = ScaledLinear()
+
+
+def gated_linear(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    scale: Tensor,
+    out_dtype: torch.dtype,
+    in_fragments: bool,
+    native: str,
+) -> Tensor:
+    """`scaled_mm_silu_and_mul_quant`, or `scaled_linear` and `silu_and_mul_quant`. b is [gate | up]; `scale` is the result's."""
+    given = a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native
+    return GATED.serve(GATED.choice_of(*given), *given)
+
+
+class GatedLinear(ScaledLinear):
+    """`gated_linear` as it is measured. A layer: the arguments but a and its scale, a static scale, K."""
+
+    op, run = ops.scaled_mm_silu_and_mul_quant, staticmethod(gated_linear)
+
+    def serve(self, choice, *arguments):
+        """Run a call by its choice, where ours serves the linear alone, too: it was not measured beside vLLM's linear."""
+        a, b, scale_a, scale_b, _, *rest = arguments
+        tokens = a.shape[0]
+        wins = choice.is_ours(tokens) and KERNELS.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(tokens)
+        return super().serve(choice, *arguments) if wins else self.theirs(*arguments)
+
+    def choice_of(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
+        def layer() -> tuple:
+            static = scale_a if native_kernel.kept(native).quant_fp8.static else None
+            return b, scale_b, scale, out_dtype, in_fragments, native, static, a.shape[1]
+
+        return self.choice(("gated", native, b.shape, in_fragments), native, layer, b, a.shape[0])
+
+    def theirs(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
+        both = scaled_linear(a, b, scale_a, scale_b, None, out_dtype, in_fragments, native)
+        return ops.silu_and_mul_quant.call(both, scale, a.dtype)
+
+    def taken(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
+        return a, _weight(b, in_fragments), scale_a, scale_b, scale, out_dtype
+
+    def columns(self, layer):
+        k, n = super().columns(layer)
+        return k, n // 2
+
+    def work(self, layer, tokens):
+        k, n = self.columns(layer)
+        return layer[0].nbytes + tokens * (k + n), 4.0 * tokens * n * k
+
+    def describe(self, layer):
+        return super().describe((*layer[:2], None, *layer[3:]))
+
+    def arguments(self, layer, x, seed):
+        a, b, scale_a, scale_b, _, *rest = super().arguments((*layer[:2], None, *layer[3:]), x, seed)
+        return a, b, scale_a, scale_b, layer[2], *rest
+
+    def exact(self, arguments, x, rows, columns):
+        a, b, scale_a, scale_b, scale, *rest = arguments
+        half = b.numel() // a.shape[1] // 2
+        gate, up = (
+            super(GatedLinear, self).exact((a, b, scale_a, scale_b, None, *rest), x, rows, places)
+            for places in (columns, columns + half)
+        )
+        limit = LIMIT[a.dtype]
+        return (torch.nn.functional.silu(gate) * up / scale).clamp(-limit, limit)
+
+
+GATED = GatedLinear()
+
+
+def _fake(a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
+    return a.new_empty((a.shape[0], b.numel() // a.shape[1]), dtype=out_dtype)
+
+
+def _gated_fake(a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
+    return a.new_empty((a.shape[0], b.numel() // a.shape[1] // 2))
+
+
+native_kernel.define(scaled_linear, _fake)
+native_kernel.define(gated_linear, _gated_fake)
+
+
+def probe() -> None:
+    """vLLM's table of FP8 kernels, the function that chooses one and their base class are as expected."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
+
+    seam.require(isinstance(getattr(linear, "_POSSIBLE_FP8_KERNELS", None), dict), "_POSSIBLE_FP8_KERNELS")
+    seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
+    seam.require_parameters(FP8ScaledMMLinearKernel.is_supported, "compute_capability")
+    seam.require_parameters(FP8ScaledMMLinearKernel.can_implement, "c")
+    seam.require_parameters(FP8ScaledMMLinearKernel.process_weights_after_loading, "layer")
+    seam.require_parameters(FP8ScaledMMLinearKernel.apply_weights, "layer", "x", "bias")
+    names = ("A", "B", "out_dtype", "As", "Bs", "bias", "output_shape")
+    seam.require_parameters(FP8ScaledMMLinearKernel.apply_scaled_mm, *names)
+
+
+def install() -> None:
+    """Put our kernel first in vLLM's table. `register_linear_kernel` would append it, behind kernels that take everything."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
+    from vllm.model_executor.utils import replace_parameter
+
+    table = linear._POSSIBLE_FP8_KERNELS
+
+    class RocmOpsScaledLinear(FP8ScaledMMLinearKernel):
+        """`scaled_mm` and the native kernel of a layer."""
+
+        @classmethod
+        def is_supported(cls, compute_capability=None):
+            return native_kernel.is_supported()
+
+        @classmethod
+        def can_implement(cls, c):
+            if c.activation_quant_key.scale.group_shape.is_per_group():
+                return False, "takes no scales per group"
+            return native_kernel.can_keep(cls.native_class(c), FP8ScaledMMLinearKernel)
+
+        @classmethod
+        def native_class(cls, c):
+            """The kernel that vLLM would choose without ours."""
+            return native_kernel.choose(cls, c, table, "fp8_w8a8")
+
+        def __init__(self, c, layer_param_names):
+            super().__init__(c, layer_param_names)
+            native = self.native_class(c)
+            self.native = native and native(c, layer_param_names)
+            self.native_name = native and native_kernel.keep(self.native)
+            self.order = None if self.native else "plain"  # None: not known yet, the native kernel runs
+
+        def process_weights_after_loading(self, layer):
+            name, order = self.layer_param_names[0], "plain"
+            if self.native is not None:
+                before = native_kernel.Digest.of(getattr(layer, name).data)
+                self.native.process_weights_after_loading(layer)
+                order = native_kernel.order(getattr(layer, name).data, before)
+            super().process_weights_after_loading(layer)
+            weight = getattr(layer, name).data
+            scale, out_dtype = self._get_layer_params(layer)[1].data, self.config.out_dtype
+            static = weight if self.quant_fp8.static else None
+            bias, k = getattr(layer, "bias", None), native_kernel.rows_of(weight).shape[1]
+            described = weight, scale, bias, out_dtype, False, self.native_name, static, k
+            fragments = layer, weight, KERNELS, self.native, described, scale, out_dtype
+            if order == "plain" and native_kernel.wants_fragments(*fragments):
+                replace_parameter(layer, name, native_kernel.in_fragments(weight).t())
+                order, self.native = "fragments", None
+            native_kernel.note_order(self, layer, order)
+
+        def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
+            in_fragments = self.order == "fragments"
+            if self.order is None or native_kernel.leaves(self, A):
+                arguments = {"A": A, "B": B, "As": As, "Bs": Bs, "bias": bias, "output_shape": output_shape}
+                output = self.native.apply_scaled_mm(out_dtype=out_dtype, **arguments)
+            elif self.native is None:
+                weight = _weight(B, in_fragments)
+                output = torch.ops.vllm_rocm_ops.scaled_mm(A, weight, As, Bs, out_dtype, bias)
+            else:
+                output = KERNELS.call(self, A, B, As, Bs, bias, out_dtype, in_fragments, self.native_name)
+            return output if len(output_shape) == 2 else output.view(*output_shape[:-1], output.shape[-1])
+
+    native_kernel.register_first(RocmOpsScaledLinear, table, "fp8")
+
+
+SEAM = seam.Seam(
+    name="scaled_linear",
+    replaces="the first row of _POSSIBLE_FP8_KERNELS",
+    probe=probe,
+    install=install,
+    ops=("scaled_mm", "scaled_mm_silu_and_mul_quant"),
+)

@@ -1,0 +1,178 @@
+"""Seam, GPUs only: linear layers in bf16 and fp16, as lm_head is, run our `unquantized_gemm` where it is the faster.
+
+vLLM's own function serves all other calls: on ROCm a torch op that chooses among kernels, on CUDA PyTorch's linear. Compiled graphs
+hold our torch op in its place, unless a compiler pass of vLLM's looks for vLLM's op beside a norm. vLLM calls lm_head outside of
+its graphs, where the host's time counts: there no torch op is in between, and a layer that ours never serves gets vLLM's function
+back.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.tensors import rows_of
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.selection import kernel_selection
+
+DECIDED = "vllm_rocm_ops_choice"
+"""The attribute of a layer that holds its choice, where nothing is left to measure."""
+
+MOST_TOKENS = 16  # that ours takes where it was not measured (kernel_selection.py)
+
+
+def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`unquantized_gemm`, or vLLM's own function on the same arguments."""
+    theirs = functools.partial(KERNELS.theirs, x, weight, bias)
+    return native_kernel.run_or_native(theirs, ops.unquantized_gemm, _noted(x, weight, bias), x, weight, bias)
+
+
+def _noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> kernel_selection.Choice:
+    """Return the choice for a call, noted where it is to be measured."""
+    layer = weight, bias, x.dtype
+    choice = _choice(layer)
+    if choice.layers is not None:
+        choice.note(weight, rows_of(x), lambda: layer)
+    return choice
+
+
+def _choice(layer: tuple, native: str = "") -> kernel_selection.Choice:
+    """The choice for layers of this shape beside vLLM's function, or one that a name tells apart."""
+    weight, bias, dtype = layer
+    key = "unquantized", weight.shape, dtype, bias is None
+    return kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, native or replaced(), layer)
+
+
+class UnquantizedLinear(native_kernel.Linear):
+    """`unquantized_linear` as it is measured. A layer: the arguments but x, and its type."""
+
+    op, run = ops.unquantized_gemm, staticmethod(unquantized_linear)
+
+    def limit(self):
+        return MOST_TOKENS
+
+    def describe(self, layer):
+        return self.sizes(layer, layer[0].dtype, layer[2], bias=layer[1])
+
+    def theirs(self, x, weight, bias):
+        if replaced() == "default_unquantized_gemm":
+            return torch.nn.functional.linear(x, weight, bias)
+        return torch.ops.vllm.rocm_unquantized_gemm(x, weight, bias)
+
+    def taken(self, *arguments):
+        return arguments
+
+    def arguments(self, layer, x, seed):
+        return x, *layer[:2]
+
+    def exact(self, arguments, x, rows, columns):
+        _, weight, bias = arguments
+        return x[rows].float() @ weight[columns].float().t() + native_kernel.bias_at(bias, columns)
+
+
+KERNELS = UnquantizedLinear()
+
+
+def _fake(x, weight, bias):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+native_kernel.define(unquantized_linear, _fake)
+
+
+def few_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """`unquantized_gemm`, or None for what it leaves to vLLM's own."""
+    choice = _choice((weight, bias, x.dtype), "within vLLM's op")  # which is not measured: it has no call without ours
+    return native_kernel.run_or_native(lambda: None, ops.unquantized_gemm, choice, x, weight, bias)
+
+
+def replaced() -> str:
+    """The name of vLLM's function for such layers on this platform."""
+    from vllm.platforms import current_platform
+
+    return "default_unquantized_gemm" if current_platform.is_cuda() else "rocm_unquantized_gemm"
+
+
+def probe() -> None:
+    """vLLM's dispatch returns its function for this platform, and the function for ROCm calls a torch op."""
+    from vllm.model_executor.layers import utils
+
+    theirs = getattr(utils, replaced())
+    seam.require_parameters(theirs, "layer", "x", "weight", "bias")
+    seam.require(utils.dispatch_unquantized_gemm() is theirs, f"{replaced()} in its dispatch")
+    seam.require(hasattr(torch.ops.vllm, "rocm_unquantized_gemm"), "torch.ops.vllm.rocm_unquantized_gemm")
+
+
+def is_matched() -> bool:
+    """Return whether a pass of vLLM's matches its op beside a norm: AITER's norm with padding, AITER's all-reduce with a norm and the
+    indexer's projection."""
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.platforms import current_platform
+
+    config = get_current_vllm_config_or_none()
+    passes = config and config.compilation_config.pass_config
+    names = "fuse_act_padding", "fuse_allreduce_rms"
+    return current_platform.is_rocm() and any(getattr(passes, name, False) for name in names)
+
+
+def give_back(layer: torch.nn.Module, replacement: Callable, theirs: Callable) -> None:
+    """Give a layer that ours never serves vLLM's function back. Layers of embeddings look it up at each call, so that they get it when
+    ours serves none of them."""
+    from vllm.model_executor.layers import utils
+
+    method = getattr(layer, "quant_method", None)
+    if getattr(method, "_gemm_impl", None) is replacement:
+        method._gemm_impl = theirs
+    elif all(one.is_never_ours for one in _looked_up) and getattr(utils, replaced()) is replacement:
+        setattr(utils, replaced(), theirs)
+
+
+_looked_up: set[kernel_selection.Choice] = set()
+"""The choices of layers that look vLLM's function up at each call."""
+
+
+def install() -> None:
+    """Register our op with vLLM's if this vLLM lets plugins do so, else replace the function where vLLM's dispatch finds it."""
+    from vllm import envs
+    from vllm.model_executor.layers import utils
+
+    name = replaced()
+    theirs = getattr(utils, name)
+
+    if theirs is utils.rocm_unquantized_gemm and hasattr(utils, "register_rocm_unquantized_gemm"):  # see patches/
+        utils.register_rocm_unquantized_gemm(few_tokens)
+        return
+
+    def unquantized_gemm(layer, x, weight, bias=None):
+        compiles = torch.compiler.is_compiling()
+        choice = None if compiles else getattr(layer, DECIDED, None)
+        if choice is None:
+            if envs.VLLM_BATCH_INVARIANT or not x.is_cuda or compiles and is_matched():
+                return theirs(layer, x, weight, bias)
+            if compiles:
+                return torch.ops.vllm_rocm_ops.unquantized_linear(x, weight, bias)
+            choice = _noted(x, weight, bias)
+            if not hasattr(getattr(layer, "quant_method", None), "_gemm_impl"):
+                _looked_up.add(choice)
+            if choice.is_never_ours:
+                give_back(layer, unquantized_gemm, theirs)
+            if choice.layers is None and layer is not None:
+                setattr(layer, DECIDED, choice)
+        output = ops.unquantized_gemm.run_kernels(x, weight, bias) if choice.is_ours(rows_of(x)) else None
+        return theirs(layer, x, weight, bias) if output is None else output
+
+    unquantized_gemm.__wrapped__ = theirs
+    setattr(utils, name, unquantized_gemm)
+
+
+SEAM = seam.Seam(
+    name="unquantized_linear",
+    replaces="rocm_unquantized_gemm, on CUDA default_unquantized_gemm, of model_executor/layers/utils.py",
+    probe=probe,
+    install=install,
+    ops=("unquantized_gemm",),
+    platforms=("rocm", "cuda"),
+)

@@ -1,1 +1,0 @@
-"""The seams: one file each, found by listing this folder, see ../seam.py."""

@@ -1,0 +1,199 @@
+"""Seam: at vLLM's kernel warm-up our linear kernels and experts are timed against vLLM's, see kernel_timing.py; before vLLM
+compiles a model, its norms and activations, see row_selection.py."""
+
+import functools
+import logging
+import sys
+
+import torch
+
+from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.vllm import reach, seam
+from vllm_rocm_ops.vllm.experts import base as experts
+from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.guards import compile_cache
+from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+METHOD, WARM_UP, LOAD = "compile_or_warm_up_model", "kernel_warmup", "load_model"
+
+
+def probe() -> None:
+    """Executors reach a worker's methods through its wrapper, which looks for its own first."""
+    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+
+    seam.require_parameters(getattr(WorkerBase, METHOD))
+    seam.require_parameters(getattr(WorkerBase, LOAD))
+    seam.require_parameters(WorkerWrapperBase.init_device)
+    seam.require_parameters(WorkerWrapperBase.__getattr__, "attr")
+    for name in (METHOD, LOAD):
+        seam.require(name not in vars(WorkerWrapperBase), f"a free WorkerWrapperBase.{name}")
+
+
+def install() -> None:
+    """Decide on norms and activations when a worker has loaded its model. Note layers from the start of its device to its warm-up,
+    and measure then. With VLLM_ROCM_OPS_MEASURE=0 nothing is noted or measured."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    def load_model(self, *arguments, **keywords):
+        result = self.worker.load_model(*arguments, **keywords)
+        before_compiling(self.worker)
+        return result
+
+    setattr(WorkerWrapperBase, LOAD, load_model)
+    if envs.VLLM_ROCM_OPS_MEASURE == "0":
+        return
+
+    begin = WorkerWrapperBase.init_device
+
+    @functools.wraps(begin)
+    def init_device(self, *arguments, **keywords):
+        kernel_selection.start()
+        return begin(self, *arguments, **keywords)
+
+    def compile_or_warm_up_model(self):
+        """The worker's own, with our measurement behind vLLM's kernel warm-up: before graphs are captured. A worker without one,
+        as on CPU, captures none."""
+        worker = self.worker
+        module = sys.modules[getattr(type(worker), METHOD).__module__]
+        theirs = getattr(module, WARM_UP, None)
+        if theirs is None:
+            result = worker.compile_or_warm_up_model()
+            warm_up(worker)
+            say_calls(worker)
+            return result
+
+        @functools.wraps(theirs)
+        def kernel_warmup(of, *arguments, **keywords):
+            theirs(of, *arguments, **keywords)
+            if not keywords.get("process_local_only"):  # of one rank, without the others
+                warm_up(of)
+
+        setattr(module, WARM_UP, kernel_warmup)
+        try:
+            result = worker.compile_or_warm_up_model()
+        finally:
+            setattr(module, WARM_UP, theirs)
+        say_calls(worker)
+        return result
+
+    WorkerWrapperBase.init_device = init_device
+    setattr(WorkerWrapperBase, METHOD, compile_or_warm_up_model)
+
+
+def say_calls(worker) -> None:
+    """Say on the first rank what a worker has called so far, and write it."""
+    if getattr(worker, "rank", 0):
+        return
+    try:
+        called = reach.calls(captured_by(worker.vllm_config))
+        reach.say_calls(called)
+        reach.write(worker, called)
+    except Exception as error:  # noqa: BLE001  the worker starts without it
+        logger.info("vllm-rocm-ops: not said to `doctor` what this start called: %s: %s", type(error).__name__, error)
+
+
+def captured_by(config) -> list[int] | tuple[()]:
+    """Return the numbers of tokens that graphs are captured for."""
+    from vllm.config import CUDAGraphMode
+
+    settings = config.compilation_config
+    captures = settings.cudagraph_mode != CUDAGraphMode.NONE
+    return (captures and settings.cudagraph_capture_sizes) or ()
+
+
+def warm_up(worker) -> None:
+    """Measure for a worker, and agree with those of its tensor-parallel group, the first of which says what was found."""
+    try:
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed.parallel_state import get_tp_group
+
+        config, group = worker.vllm_config, get_tp_group()
+        most = config.scheduler_config.max_num_batched_tokens * config.parallel_config.data_parallel_size
+        says = group.rank_in_group == 0
+        gather = functools.partial(gather_from, group)
+        with set_current_vllm_config(config):
+            timer, left = clock(), []
+            if timer is not None:
+                tokens = config.scheduler_config.max_num_batched_tokens
+                left = call_others(row_selection.models_of(worker), tokens, config.model_config.dtype)
+            kernel_timing.warm_up(captured_by(config), most, timer, gather, says)
+        if left and says:
+            text = "vllm-rocm-ops: unmeasured, so that fixed limits hold, as vLLM's profile run did not call them: %s"
+            logger.info(text, ", ".join(left))
+    except Exception as error:  # noqa: BLE001  the worker starts without it
+        logger.warning("vllm-rocm-ops: fixed limits hold: %s: %s", type(error).__name__, error)
+
+
+def call_others(models: list[torch.nn.Module], most: int, dtype: torch.dtype) -> list[str]:
+    """Call each FP8 linear layer of a shape that the profile run did not call, so that it is measured too: a projection of latent
+    attention, for instance, or what drafts tokens. Returns the names of layers that cannot be called so, experts among them."""
+    seen = {
+        (layer[0].shape, layer[0].dtype) for one in kernel_selection.choices() for layer in (one.layers or {}).values()
+    }
+    left = []
+    for name, module in (named for model in models for named in model.named_modules()):
+        method = getattr(module, "quant_method", None)
+        has_experts = isinstance(
+            getattr(getattr(method, "moe_kernel", None), "fused_experts", None), experts.Predicates
+        )
+        weight = getattr(module, "w13_weight" if has_experts else "weight", None)
+        mark = getattr(module, native_kernel.MARK, None)
+        is_ours = has_experts or (mark is not None and not native_kernel.STATES[int(mark)][1])
+        if not is_ours or (weight.shape, weight.dtype) in seen:
+            continue
+        seen.add((weight.shape, weight.dtype))
+        before = set(kernel_selection.choices())
+        try:
+            x = torch.zeros(1, module.input_size_per_partition, dtype=dtype, device=weight.device)
+            with torch.inference_mode():
+                method.apply(module, x, getattr(module, "bias", None))
+        except Exception:  # noqa: BLE001  it has its fixed limit
+            left.append(name)
+        for one in set(kernel_selection.choices()) - before:
+            one.most = most
+    return left
+
+
+def before_compiling(worker) -> None:
+    """Decide on a worker's norms and activations, as `warm_up`."""
+    try:
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group = get_tp_group()
+        gather = functools.partial(gather_from, group)
+        try:
+            with set_current_vllm_config(worker.vllm_config):
+                row_selection.before_compiling(worker, clock(), gather, group.rank_in_group == 0)
+                if group.rank_in_group == 0:
+                    reach.say(reach.found(worker))
+        finally:
+            compile_cache.mark_again(worker)
+    except Exception as error:  # noqa: BLE001  the worker starts without it
+        logger.warning("vllm-rocm-ops: norms and activations are not chosen: %s: %s", type(error).__name__, error)
+
+
+def clock() -> kernel_timing.Clock | None:
+    """What times on this device; None on CPU, and where the user wants no measurement."""
+    measures = envs.VLLM_ROCM_OPS_MEASURE != "0" and seam.served_platform() != "cpu"
+    return kernel_timing.GraphClock() if measures else None
+
+
+def gather_from(group, decided: kernel_selection.Decided) -> list[kernel_selection.Decided]:
+    """What each rank of a group has decided."""
+    if group.world_size == 1:
+        return [decided]
+    found = [None] * group.world_size
+    torch.distributed.all_gather_object(found, decided, group=group.cpu_group)
+    return found
+
+
+SEAM = seam.Seam(
+    name="measured_selection",
+    replaces="nothing; times ours against vLLM's when a model is loaded and at vLLM's kernel warm-up, through WorkerWrapperBase",
+    probe=probe,
+    install=install,
+)
