@@ -47,6 +47,12 @@ def scaled(tokens: int, inputs: Inputs, n: int, k: int, per_row: bool, *has_bias
     return a, b.t(), *scales, inputs.dtype, *(inputs.values(n) for _ in has_bias)
 
 
+def gated(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
+    """A weight [gate | up] with n rows, and the scale of the result."""
+    *product, dtype = scaled(tokens, inputs, n, k, False)
+    return *product, inputs.scales(1), dtype
+
+
 def int8_scaled(tokens: int, inputs: Inputs, n: int, k: int, per_token: bool, *has_bias: bool) -> tuple:
     """Weights have a scale for each channel; the input has one for each token, or one."""
     a, b = ((40 * inputs.values(rows, k)).clamp(-127, 127).to(torch.int8) for rows in (tokens, n))

@@ -16,7 +16,8 @@ SINCE = {"glm-4.5-air-fp8": "2026-11-25-6d0f875"}
 
 
 def calls() -> list[model_layers.LayerCall]:
-    return [call for call in model_layers.calls(model_config.read("tiny-llama-fp8")) if call.count]
+    config = model_config.read("tiny-llama-fp8")
+    return [call for call in (*model_layers.calls(config), *model_layers.gated(config)) if call.count]
 
 
 @pytest.fixture
