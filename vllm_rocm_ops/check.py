@@ -1,8 +1,7 @@
 """`vllm-rocm-ops check`: everything that can be found out about the ops on one machine, in one file to send.
 
-The parts run one after another in a process of their own (check_worker.py), each within a time: one that hangs or faults the GPU is
-written down, with the end of what it said, and the next one runs in a new process. The process that starts them touches no GPU. The
-parts:
+The parts run one after another in another process (check_worker.py), each within a time: one that hangs or faults the GPU is written down,
+with the end of what it said, and the next one runs in a new process. The process that starts them touches no GPU. The parts:
 
     smoke ...    stages from loading the driver to the smallest case of each op (smoke.py); after one that fails, nothing else runs
     machine      what `doctor` finds
@@ -124,7 +123,7 @@ def run_parts(worker: Worker, arguments: argparse.Namespace, end: float) -> tupl
             if path is not None:
                 write(part | {"ended": "begun"})  # what a machine that goes down leaves
             sharing = sum(one[0] == "model" for one in plan[number:]) if kind == "model" else 1
-            seconds = min(SECONDS[kind], left / sharing)
+            seconds = min(SECONDS[kind], max(left / sharing, LEAST_SECONDS))
             part |= worker.run(kind, tuple(rest), arguments.emulate, seconds)
         parts.append(part)
         print(line_of(part), flush=True)
@@ -137,7 +136,7 @@ def run_parts(worker: Worker, arguments: argparse.Namespace, end: float) -> tupl
             )
         if wrong_of(part):
             worker.close(kill=True)  # what wrote a wrong result may have written elsewhere, too
-            failed = part["part"] if kind == "smoke" else ""
+            failed = part["part"] if kind == "smoke" else failed
     return parts, path, failed
 
 

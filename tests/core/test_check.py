@@ -172,15 +172,19 @@ def test_time_that_runs_out_is_said(tmp_path, monkeypatch, capsys):
 
 
 def test_models_share_the_time_that_is_left(tmp_path, monkeypatch):
-    """Or the first would leave none to the second."""
-    done, given = {"ended": "done", "seconds": 1.0, "found": [], "said": ""}, {}
-    monkeypatch.setattr(
-        check.Worker, "run", lambda _, kind, rest, arch, seconds: given.setdefault((kind, *rest), seconds) and done
-    )
+    """Or the first would leave none to the second. None gets less than it needs to start."""
+    done = {"ended": "done", "seconds": 1.0, "found": [], "said": ""}
     monkeypatch.setattr(check.time, "monotonic", lambda: 0.0)
-    check.run(options(tmp_path, minutes=1.5))
-    assert given["op", "rms_norm"] == check.SECONDS["op"]
-    assert [given[("model", *of)] for of in check.TINY.items()] == [45.0, 90.0]
+    for minutes, seconds in ((1.5, [45.0, 90.0]), (0.4, [check.LEAST_SECONDS, 24.0])):
+        given = {}
+        monkeypatch.setattr(
+            check.Worker,
+            "run",
+            lambda _, kind, rest, arch, seconds, given=given: given.setdefault((kind, *rest), seconds) and done,
+        )
+        check.run(options(tmp_path, minutes=minutes))
+        assert given["op", "rms_norm"] == min(check.SECONDS["op"], 60 * minutes)
+        assert [given[("model", *of)] for of in check.TINY.items()] == pytest.approx(seconds)
 
 
 def test_parts_on_a_gpu():

@@ -3,9 +3,10 @@
     nodes = step.nodes(model_config.read("deepseek-v3"), 8, None, 1, machines.named("MI300X"), "plugin", frozen.kernel_times(machine))
     step.total(nodes)
 
-A call of ours has the time of the kernel model on the side "plugin", where gate_up and SwiGLU are one launch if that is faster; on the side "baseline" the time of baseline.py's table, or of its
-rule. What no op of ours does, such as rotation, the cache write or GLM's router, has the rule on both sides. The shared experts run on a
-second stream beside routing and experts: of the two the shorter costs nothing. All times are predictions.
+On the side "plugin" a call of ours has the time of the kernel model, and gate_up and SwiGLU are one launch where that is faster; on the side
+"baseline" it has the time of baseline.py's table, or of its rule. What no op of ours does, such as rotation, the cache write or GLM's
+router, has the rule on both sides. The shared experts run on a second stream beside routing and experts: of the two the shorter costs
+nothing. All times are predictions.
 """
 
 from __future__ import annotations
