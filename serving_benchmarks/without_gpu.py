@@ -59,7 +59,7 @@ def kernels(name: str, arch: str, batches: list[int]) -> Iterator[str]:
     """Lines of `explain --model` for a rank of a model of predicted.py."""
     model, tp, ep = predicted.MODELS[name]
     config = model_config.read(model)
-    calls = [*model_layers.calls(config, tp, ep), *explain.around(config, tp, arch)]
+    calls = [*model_layers.calls(config, tp, ep), *explain.around(config, tp, ep, arch)]
     yield f"{name} on {arch}: kernels by tokens of a step"
     yield from explain.table(explain.explain_model(calls, arch, tuple(batches), verbose=False), explain.WIDTH)
 

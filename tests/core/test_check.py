@@ -1,6 +1,7 @@
 """The command `check`: parts that fail in any way are written down and the next one runs; here the emulator stands in for a GPU."""
 
 import argparse
+import contextlib
 import ctypes
 import json
 import multiprocessing
@@ -17,10 +18,14 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
-from vllm_rocm_ops.tools import check, cli, smoke
+from vllm_rocm_ops.tools import check, check_parts, check_worker, cli, smoke
 from vllm_rocm_ops.tools.bench.peers import Peer
 
 FORKS = multiprocessing.get_context("fork")
+
+
+def nothing(*_):
+    yield from ()
 
 
 def good(arch):
@@ -79,9 +84,12 @@ SECONDS = {hangs: 1.5, hangs_and_ignores_signals: 1.5, takes_long: 4.0}
 
 
 @pytest.mark.parametrize("part", ENDS, ids=lambda part: part.__name__)
-def test_how_parts_end(part):
+def test_how_parts_end(monkeypatch, part):
     """What was found before is kept, and what the process said where it did not end well."""
-    found = check.supervise(FORKS, part, (), None, SECONDS.get(part, 30.0))
+    monkeypatch.setattr(check_parts, "PARTS", {"op": part})
+    with contextlib.closing(check_worker.Worker(FORKS)) as worker:
+        found = worker.run("op", (), None, SECONDS.get(part, 30.0))
+        assert (worker.process is None) == (part not in (good, is_wrong, takes_long))
     assert found["ended"] == ENDS[part]
     assert not multiprocessing.active_children()
     assert {piece["case"] for piece in found["found"]} == {"first"}
@@ -95,27 +103,63 @@ def test_how_parts_end(part):
 
 def options(tmp_path, **changes) -> argparse.Namespace:
     return argparse.Namespace(
-        **{"output": tmp_path / "it.json", "op": "*", "minutes": 5.0, "emulate": "gfx942"} | changes
+        **{"output": tmp_path / "it.json", "op": "*", "minutes": 3.0, "emulate": "gfx942"} | changes
     )
 
 
-def test_parts_go_on_after_one_that_fails(tmp_path, monkeypatch, capsys):
-    """The file has all of them, and is there after each: also when the command is stopped."""
-    seen = []
+def says_who(arch, name):
+    yield {"case": name, "process": os.getpid()}
 
-    def supervise(context, part, arguments, arch, seconds):
-        seen.append((arguments, (tmp_path / "it.json").exists()))
-        ended = "died: exit code -11" if arguments == ("rms_norm",) else "done"
-        return {"ended": ended, "seconds": 1.0, "found": [], "said": "a fault"}
 
-    monkeypatch.setattr(check, "supervise", supervise)
+def faults_late(arch, name):
+    """Raise where the GPU says it, which is when it is waited for."""
+    yield from says_who(arch, name)
+    torch.cuda.is_initialized = lambda: True
+
+    def synchronize():
+        raise RuntimeError("illegal memory access")
+
+    torch.cuda.synchronize = synchronize
+
+
+FAILS = {
+    "dies": lambda arch, name: faults(arch),
+    "leaves": lambda arch, name: leaves(arch),
+    "hangs": lambda arch, name: hangs(arch),
+    "raises": lambda arch, name: raises(arch),
+    "is wrong": lambda arch, name: is_wrong(arch),
+    "faults late": faults_late,
+}
+
+
+@pytest.mark.parametrize("way", FAILS)
+def test_a_part_that_fails_costs_no_other(tmp_path, monkeypatch, capsys, way):
+    """Ops share a process until one fails. The file names each before it starts, and has those before it."""
+    path, bad = tmp_path / "it.json", "rms_norm"
+
+    def part(arch, name="it"):
+        *before, last = json.loads(path.read_text())["parts"]
+        assert (last["part"], last["ended"]) == (f"op {name}", "begun"), "so that a machine that goes down tells which"
+        assert all(one["ended"] != "begun" for one in before)
+        yield from FAILS[way](arch, name) if name == bad else says_who(arch, name)
+
+    quiet = dict.fromkeys(check_parts.PARTS, nothing)
+    monkeypatch.setattr(check_parts, "PARTS", quiet | {"op": part})
+    monkeypatch.setattr(check, "SECONDS", check.SECONDS | {"op": 1.5 if way == "hangs" else 30.0})
+    monkeypatch.setattr(check.multiprocessing, "get_context", lambda _: FORKS)
     assert check.run(options(tmp_path)) == 1
-    written = json.loads((tmp_path / "it.json").read_text())
-    parts = {part["part"]: part["ended"] for part in written["parts"]}
-    assert parts["op rms_norm"].startswith("died") and parts["op silu_and_mul"] == "done"
-    assert {f"op {op.name}" for op in vllm_rocm_ops.core.op.registered()} < parts.keys()
+    assert not multiprocessing.active_children()
+    parts = {part["part"]: part for part in json.loads(path.read_text())["parts"]}
+    order = [f"op {op.name}" for op in vllm_rocm_ops.core.op.registered()]
+    at = order.index(f"op {bad}")
+    assert [name for name in parts if name.startswith("op ")] == order and 0 < at < len(order) - 1
+    assert check.wrong_of(parts[order[at]])
+    assert {part["ended"] for name, part in parts.items() if name != order[at]} == {"done"}
+    before, after = ([parts[name]["found"][0] for name in names] for names in (order[:at], order[at + 1 :]))
+    assert [f"op {piece['case']}" for piece in before + after] == order[:at] + order[at + 1 :]
+    processes = [{piece["process"] for piece in pieces} for pieces in (before, after)]
+    assert [len(of) for of in processes] == [1, 1] and processes[0] != processes[1]
     assert {f"model {name} {tp}" for name, tp in check.TINY.items()} < parts.keys()
-    assert all(there for _, there in seen[1:])
     assert "1 with something wrong" in capsys.readouterr().out
 
 
@@ -123,12 +167,28 @@ def test_time_that_runs_out_is_said(tmp_path, monkeypatch, capsys):
     now = iter(range(0, 100000, 20))
     monkeypatch.setattr(check.time, "monotonic", lambda: next(now))
     done, given = {"ended": "done", "seconds": 1.0, "found": [], "said": ""}, []
-    monkeypatch.setattr(check, "supervise", lambda *arguments: given.append(arguments[-1]) or done)
+    monkeypatch.setattr(check.Worker, "run", lambda *arguments: given.append(arguments[-1]) or done)
     assert check.run(options(tmp_path, minutes=2.2)) == 0
     assert min(given) > check.LEAST_SECONDS, "a part that cannot start in what is left would look like one that hangs"
     ended = [part["ended"] for part in json.loads((tmp_path / "it.json").read_text())["parts"]]
     assert ended[0] == "done" and ended[-1] == "left out"
     assert f"{ended.count('left out')} left out for lack of time" in capsys.readouterr().out
+
+
+def test_models_share_the_time_that_is_left(tmp_path, monkeypatch):
+    """Or the first would leave none to the second. None gets less than it needs to start."""
+    done = {"ended": "done", "seconds": 1.0, "found": [], "said": ""}
+    monkeypatch.setattr(check.time, "monotonic", lambda: 0.0)
+    for minutes, seconds in ((1.5, [45.0, 90.0]), (0.4, [check.LEAST_SECONDS, 24.0])):
+        given = {}
+        monkeypatch.setattr(
+            check.Worker,
+            "run",
+            lambda _, kind, rest, arch, seconds, given=given: given.setdefault((kind, *rest), seconds) and done,
+        )
+        check.run(options(tmp_path, minutes=minutes))
+        assert given["op", "rms_norm"] == min(check.SECONDS["op"], 60 * minutes)
+        assert [given[("model", *of)] for of in check.TINY.items()] == pytest.approx(seconds)
 
 
 def test_parts_on_a_gpu():
@@ -139,14 +199,14 @@ def test_parts_on_a_gpu():
     assert [part[1:] for part in parts if part[0] == "model"] == [("llama-3.1-405b-fp8", 8), ("deepseek-v3", 8)]
     assert [part[1] for part in parts if part[0] == "smoke"] == list(smoke.STAGES)
     assert parts[:2] == [("smoke", "driver"), ("machine",)] and parts[7][0] == "op"  # none before the last stage
-    assert check.SECONDS.keys() == check.PARTS.keys() >= kinds
+    assert check.SECONDS.keys() == check_parts.PARTS.keys() >= kinds
     with pytest.raises(ValueError, match="no op matches --op nothing"):
         check.planned(None, "nothing")
 
 
 def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
     found = {"ended": "done", "seconds": 1.0, "found": [{"gpus": []}], "said": ""}
-    monkeypatch.setattr(check, "supervise", lambda *_: found)
+    monkeypatch.setattr(check.Worker, "run", lambda *_: found)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["check"]) == 2
     assert "there is no GPU; --emulate gfx942" in capsys.readouterr().err
@@ -173,9 +233,9 @@ def test_layers_of_models_are_checked(emulator, monkeypatch, op):
     """Emulated kernels beside the reference: right as they are, and found wrong where a scale or a weight is another's."""
     call, arch = layer(op), check.archs.named("gfx942")
     sizes = (1,) if op is ops.fused_experts else (1, 17)  # which takes seconds
-    arguments = call, "PyTorch's reference", Peer(op.reference), arch, check.Untimed(), sizes
+    arguments = call, "PyTorch's reference", Peer(op.reference), arch, check_parts.Untimed(), sizes
     vllm_rocm_ops.reset_stats()
-    found = list(check.beside(*arguments))
+    found = list(check_parts.beside(*arguments))
     assert [(piece["tokens"], piece["wrong"]) for piece in found] == [(tokens, None) for tokens in sizes]
     assert all(0 < piece["error"] <= 2 * piece["other error"] and piece["us"] is None for piece in found)
     assert all(piece["predicted us"] > 0 and "fallback" not in piece["kernel"] for piece in found)
@@ -189,7 +249,7 @@ def test_layers_of_models_are_checked(emulator, monkeypatch, op):
         return kernels(*a._replace(**{name: getattr(a, name) * 1.25}))
 
     monkeypatch.setattr(op, "run_kernels", wrong)
-    assert all("relative error" in piece["wrong"] for piece in check.beside(*arguments[:-1], (1,)))
+    assert all("relative error" in piece["wrong"] for piece in check_parts.beside(*arguments[:-1], (1,)))
 
 
 def test_another_kernel_that_does_not_take_a_call_is_named(emulator):
@@ -197,7 +257,7 @@ def test_another_kernel_that_does_not_take_a_call_is_named(emulator):
         raise RuntimeError("not this one")
 
     call, arch = layer(ops.unquantized_gemm), check.archs.named("gfx942")
-    [found] = check.beside(call, "another", Peer(refuses), arch, check.Untimed(), (1, 17))
+    [found] = check_parts.beside(call, "another", Peer(refuses), arch, check_parts.Untimed(), (1, 17))
     assert found["unavailable"] == "RuntimeError: not this one"
 
 
@@ -218,8 +278,8 @@ def test_cases_on_a_gpu(emulator, monkeypatch):
 
     cases = list(ops.router_z_loss.cases())[:2]
     monkeypatch.setattr(ops.router_z_loss, "cases", lambda: cases)
-    monkeypatch.setattr(check, "GpuClock", Clock)
-    found = list(check.op_cases(None, "router_z_loss"))
+    monkeypatch.setattr(check_parts, "GpuClock", Clock)
+    found = list(check_parts.op_cases(None, "router_z_loss"))
     assert [(piece["case"], piece["wrong"], piece["us"]) for piece in found] == [
         (case.name, None, 3.0) for case in cases
     ]
@@ -228,7 +288,7 @@ def test_cases_on_a_gpu(emulator, monkeypatch):
 
 @pytest.mark.slow
 def test_the_command(tmp_path):
-    """One op, whole: processes of their own from a server that has imported everything."""
+    """One op, whole: a process of its own from a server that has imported everything."""
     pytest.importorskip("tinygrad")
     path = tmp_path / "it.json"
     result = os.spawnv(

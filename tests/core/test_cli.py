@@ -312,6 +312,46 @@ def test_explain_of_a_model_says_that_attention_is_measured_first(capsys, monkey
     assert "VLLM_ROCM_OPS_ATTENTION=1: default DecodeConfig" in explained()
 
 
+def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys, monkeypatch):
+    """Where it wins over two, and ours serves the linear alone, too."""
+
+    def explained(shapes: dict | None = None, off: dict | None = None) -> dict[str, list[str]]:
+        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, off or {}, shapes or {}))
+        config = model_config.read("llama-3.1-405b-fp8")
+        calls = [*model_layers.calls(config, 8), *explain.around(config, 8, None, "gfx942")]
+        found: dict[str, list[str]] = {}
+        for layer, _, _, tokens, kernel, _, why in explain.explain_model(calls, "gfx942", (1, 64, 65))[1:]:
+            found.setdefault(layer, []).append(f"{tokens} {kernel}: {why}")
+        return found
+
+    one, parts = "gate_up + SwiGLU", ("gate_up", "SwiGLU")
+    found = explained()
+    assert found[one][0].startswith("1 scaled_mm_silu_narrow_8: unmeasured: default SkinnyConfig")
+    assert found[one][2].startswith("65 two launches: gate_up: unmeasured: of more than 64 tokens")
+    assert [found[part][0] for part in parts] == ["1,64 in gate_up + SwiGLU: "] * 2
+    assert found["SwiGLU"][1].startswith("65 silu_and_mul_quant_bf16")
+    wins, loses = kernel_selection.Measured(50.0, 60.0), kernel_selection.Measured(60.0, 50.0)
+    names = (
+        "scaled_mm_silu_and_mul_quant 6656x16384 float8_e4m3fnuz bfloat16 1 scales static VllmKernel",
+        "scaled_mm 13312x16384 float8_e4m3fnuz bfloat16 1 scales static VllmKernel",
+    )
+
+    def measured(*of: kernel_selection.Measured) -> dict[str, list[str]]:
+        return explained({name: {1: each} for name, each in zip(names, of)})
+
+    assert measured(wins, wins)[one][0].startswith(
+        "1 scaled_mm_silu_narrow_8: measured: ours 50.0 us, two launches 60.0 us: default"
+    )
+    found = measured(loses, wins)
+    assert found[one][0] == "1 two launches: measured: ours 60.0 us, two launches 50.0 us"
+    assert found["gate_up"][0].startswith("1 scaled_mm_narrow_8: measured: ours 50.0 us, vLLM's 60.0 us")
+    found = measured(wins, loses)
+    assert found[one][0] == "1 two launches: gate_up: measured: ours 60.0 us, vLLM's 50.0 us"
+    assert found["gate_up"][0] == "1 vLLM's own: measured: ours 60.0 us, vLLM's 50.0 us"
+    found = explained(off={"silu_and_mul_quant": "wrong here"})
+    assert found[one] == ["1,64 two launches: SwiGLU: off on this GPU: wrong here", found[one][1]]
+
+
 def test_explain_of_a_model_says_that_absorbed_products_are_measured_first(capsys, monkeypatch):
     def explained(shapes: dict | None = None) -> dict[str, str]:
         monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, shapes or {}))
@@ -368,7 +408,7 @@ def test_explain_takes_a_model(model, arch, capsys):
     assert cli.main(asked) == 0
     short = capsys.readouterr().out
     assert max(map(len, short.splitlines())) <= 120
-    assert {kernel.strip() for kernel in kernels} <= set(re.findall(r"vLLM's own|\w+", short))
+    assert {kernel.strip() for kernel in kernels} <= set(re.findall(r"vLLM's own|in gate_up|\w+", short))
 
 
 @pytest.mark.parametrize("model", model_config.shipped())

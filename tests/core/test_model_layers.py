@@ -1,5 +1,6 @@
 """What a step of a model calls, from its config.json."""
 
+import dataclasses
 import json
 
 import pytest
@@ -51,6 +52,21 @@ def test_deepseek_at_tp8():
     assert layers["router"] == [("unquantized_gemm", 256, 7168, 58)]
     assert layers["shared SwiGLU"] == [("silu_and_mul_per_block_quant", 256, 58)]
     assert layers["q_a norm"] == [("rms_norm_per_block_quant", 1536, 61)]
+
+
+def test_gate_up_and_swiglu_in_one_launch():
+    """Of static scales alone: the work of two calls of the step, as often."""
+    [call] = model_layers.gated(read(LLAMA), 8)
+    assert (call.layer, call.op, call.count) == ("gate_up + SwiGLU", ops.scaled_mm_silu_and_mul_quant, 126)
+    a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
+    assert a.a.shape == (3, 16384) and a.b.shape == (16384, 13312) and call.op.allocate(a).shape == (3, 6656)
+    assert a.scale_a.numel() == a.scale_b.numel() == a.scale.numel() == 1
+    product, activation = model_layers.two_launches(call)
+    assert {product, activation} < set(calls(read(LLAMA), 8)) and model_layers.one_launch(product, activation) == call
+    for parameters in ((13312, 16384, True), (13312, 16384, False, True)):  # scales per token, a bias
+        assert model_layers.one_launch(dataclasses.replace(product, parameters=parameters), activation) is None
+    for model in ("deepseek-v3", GLM, "qwen3-8b-fp8", "tiny-llama"):
+        assert model_layers.gated(read(model)) == []
 
 
 @pytest.mark.parametrize(
@@ -400,7 +416,7 @@ def test_patterns_of_ignored_layers(pattern):
 @pytest.mark.parametrize("arch", archs.ARCHS)
 @pytest.mark.parametrize("model", model_config.shipped())
 def test_every_call_has_arguments_that_its_op_takes(model, arch):
-    for call in [*calls(read(model)), *explain.around(read(model), 1, arch)]:
+    for call in [*calls(read(model)), *explain.around(read(model), 1, None, arch)]:
         arguments = call.case(3).make("meta", torch.Generator(), archs.ARCHS[arch].fp8_dtype)
         assert call.op.explain(*arguments, arch=arch).launches, call.layer
 
@@ -408,7 +424,7 @@ def test_every_call_has_arguments_that_its_op_takes(model, arch):
 def test_arguments_run():
     """Random ones on CPU, through the references: shapes and types fit together."""
     for model in ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8"):
-        for call in [*calls(read(model)), *explain.around(read(model), 1, "gfx942")]:
+        for call in [*calls(read(model)), *explain.around(read(model), 1, None, "gfx942")]:
             generator = torch.Generator().manual_seed(0)
             result = call.op(*call.case(2).make("cpu", generator, torch.float8_e4m3fn))
             first = result[0] if isinstance(result, tuple) else result

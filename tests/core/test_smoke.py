@@ -14,7 +14,7 @@ import pytest
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
-from vllm_rocm_ops.tools import check, smoke
+from vllm_rocm_ops.tools import check, check_parts, check_worker, smoke
 
 ARCH = archs.ARCHS["gfx942"]
 PATTERN = "silu_and_mul"
@@ -118,8 +118,12 @@ def test_what_is_wrong_is_found(gpu, monkeypatch, tmp_path):
         run("stamps")
 
 
+def nothing(*_):
+    yield from ()
+
+
 def dies(*_):
-    os.write(2, b"Memory access fault by GPU node-1\n" + b"frame\n" * check.SAID)
+    os.write(2, b"Memory access fault by GPU node-1\n" + b"frame\n" * check_worker.SAID)
     ctypes.string_at(0)
 
 
@@ -158,16 +162,16 @@ def test_a_fault_names_its_stage(gpu, monkeypatch, tmp_path, capsys, stage, faul
 
     stages = {name: at(name, function) for name, function in smoke.STAGES.items()}
     monkeypatch.setattr(smoke, "STAGES", stages)
-    monkeypatch.setattr(check, "PARTS", {"smoke": check.smoke} | dict.fromkeys(("machine", "op"), lambda *_: iter(())))
-    supervise = check.supervise
+    quiet = dict.fromkeys(check_parts.PARTS, nothing)
+    monkeypatch.setattr(check_parts, "PARTS", quiet | {"smoke": check_parts.smoke})
+    run = check.Worker.run
 
-    def in_time(context, part, arguments, *rest):
-        seconds = 5.0 if (arguments[:1], fault) == ((stage,), hangs) else 60.0
-        return supervise(context, part, arguments, rest[0], seconds)
+    def in_time(worker, kind, arguments, arch, seconds):
+        return run(worker, kind, arguments, arch, 5.0 if (arguments[:1], fault) == ((stage,), hangs) else 60.0)
 
-    monkeypatch.setattr(check, "supervise", in_time)
+    monkeypatch.setattr(check.Worker, "run", in_time)
     monkeypatch.setattr(check.multiprocessing, "get_context", lambda _: FORKS)
-    assert check.run(argparse.Namespace(output=path, op=PATTERN, minutes=5.0, emulate=None)) == 1
+    assert check.run(argparse.Namespace(output=path, op=PATTERN, minutes=3.0, emulate=None)) == 1
     parts = {part["part"]: part for part in json.loads(path.read_text())["parts"]}
     order = [name for name in parts if name.startswith("smoke")]
     assert [name.split()[1] for name in order] == list(smoke.STAGES)

@@ -399,7 +399,8 @@ def in_vllm(op: Op) -> str:
     parts = ["\n".join(lines) or "No seam calls this op, so vLLM does not run it. Your own programs can call it."]
     counts: dict[tuple[str, str, str], int] = {}
     for model in MODELS:
-        for call in model_layers.calls(model_config.read(model), TP):
+        config = model_config.read(model)
+        for call in [*model_layers.calls(config, TP), *model_layers.gated(config, TP)]:
             if call.op is op and call.count:
                 a = op.Arguments(*call.case(1).make("meta", torch.Generator(), archs.ARCHS[FIRST].fp8_dtype))
                 sizes = (f"{name} {size}" for name, size in op.problem(a).items() if name not in ("m", "rows", "dtype"))

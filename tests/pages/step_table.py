@@ -274,8 +274,9 @@ def worst() -> str:
     """Return for each GPU and model the ten launches of the plugin's step that cost most above their bytes."""
 
     def row(product: str, model: str, stream: str, of: dict[int, step.Node]) -> tuple[str, ...]:
-        costs = (f"{of[batch].cost_us / 1e3:.2f} ({_share(product, model, batch, of[batch]):.0%})" for batch in BATCHES)
-        return *costs, step.cause(of[BATCHES[0]]), step.cause(of[BATCHES[-1]])
+        costs = _cells(of, lambda node, batch: f"{node.cost_us / 1e3:.2f} ({_share(product, model, batch, node):.0%})")
+        causes = _cells(of, lambda node, batch: step.cause(node))
+        return *costs, causes[0], causes[-1]
 
     return _tables("", (*(f"batch {batch}" for batch in BATCHES), "cause at 1", "cause at 64"), row, MOST)
 
@@ -284,10 +285,15 @@ def every() -> str:
     """Return every launch of the plugin's steps, largest cost first: us, floor and gap by batch size."""
 
     def row(product: str, model: str, stream: str, of: dict[int, step.Node]) -> tuple[str, ...]:
-        return of[BATCHES[0]].kind, stream, *(_launch(of[batch]) for batch in BATCHES)
+        return next(iter(of.values())).kind, stream, *_cells(of, lambda node, batch: _launch(node))
 
     about = f"us / floor of bytes / gap behind it; {CONTEXT} keys a request; largest cost above the floor first."
     return about + "\n\n" + _tables(", all", ("kind", "stream", *(f"batch {batch}" for batch in BATCHES)), row)
+
+
+def _cells(of: dict[int, step.Node], text: Callable[[step.Node, int], str]) -> list[str]:
+    """Return a text for each batch size, nothing where the step has no such launch: one in the place of two is not at all sizes."""
+    return [text(of[batch], batch) if batch in of else "" for batch in BATCHES]
 
 
 def _launch(node: step.Node) -> str:

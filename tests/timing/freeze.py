@@ -36,8 +36,8 @@ def predictions(
         alike = [machines.named(product) for product in products if machines.named(product).arch == arch]
         for name, tp in MODELS.items():
             config = model_config.read(name)
-            others = [model_layers.attention(config, tp), *model_layers.absorbed(config, tp)]
-            for call in [*model_layers.calls(config, tp), *others]:
+            others = [*model_layers.gated(config, tp), *model_layers.absorbed(config, tp)]
+            for call in [*model_layers.calls(config, tp), model_layers.attention(config, tp), *others]:
                 for size in tokens if call.count else ():
                     if frozen.key(alike[0].name, call, size) in done:
                         continue

@@ -12,7 +12,7 @@ from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.timing import frozen
-from vllm_rocm_ops.tools import check
+from vllm_rocm_ops.tools import check_parts
 
 TINY = {"tiny-llama-fp8": 1}
 SINCE = {"glm-4.5-air-fp8": "2026-11-25-6d0f875"}
@@ -20,7 +20,8 @@ SINCE = {"glm-4.5-air-fp8": "2026-11-25-6d0f875"}
 
 
 def calls() -> list[model_layers.LayerCall]:
-    return [call for call in model_layers.calls(model_config.read("tiny-llama-fp8")) if call.count]
+    config = model_config.read("tiny-llama-fp8")
+    return [call for call in (*model_layers.calls(config), *model_layers.gated(config)) if call.count]
 
 
 @pytest.fixture
@@ -133,11 +134,11 @@ def test_calls_of_models_are_set_beside_the_file(file, monkeypatch):
     call, arch = next(call for call in calls() if call.op.name == "scaled_mm"), archs.ARCHS["gfx942"]
     values = {"us": 5.0, "band": 0.2, "launches": 1, "code": frozen.code_of(call, 1, arch)}
     file("2026-11-24-aaa.json", {frozen.key("MI300X", call, 1): values})
-    measured = check.kernel_selection.Measured(4.0, 5.0, 0.0, 0.0)
-    monkeypatch.setattr(check.kernel_timing, "measure_pair", lambda *_: measured)
-    given = call, "PyTorch", check.Peer(call.op.reference), arch, None, (1, 17)
+    measured = check_parts.kernel_selection.Measured(4.0, 5.0, 0.0, 0.0)
+    monkeypatch.setattr(check_parts.kernel_timing, "measure_pair", lambda *_: measured)
+    given = call, "PyTorch", check_parts.Peer(call.op.reference), arch, None, (1, 17)
     with torch.inference_mode(), launch.executor(emulated.emulator_of("gfx942")):
-        of = [one["frozen"] for one in check.beside(*given, "MI300X")]
+        of = [one["frozen"] for one in check_parts.beside(*given, "MI300X")]
     assert of == [values, None]
 
 

@@ -94,6 +94,32 @@ def test_a_launch_below_the_shortest_published_one_has_a_gap():
     assert found.known_us == pytest.approx(sum(node.count for node in ours)) and found.bound_us == found.known_us / 2
 
 
+def test_gate_up_and_swiglu_are_one_launch_where_that_is_faster():
+    """With the gap behind SwiGLU, which is below the shortest launch."""
+
+    def found(one: float | None, side: str = "plugin") -> dict:
+        us = {"scaled_mm": 54.4, "silu_and_mul_quant": 1.5, "scaled_mm_silu_and_mul_quant": one}
+        given = {"known": lambda call, tokens: us.get(call.op.name, 3.0) and (us.get(call.op.name, 3.0), 1, 0.25)}
+        return {node.layer: node for node in nodes(LLAMA, side, **given)}
+
+    two, gap = 54.4 + 1.5, baseline.LEAST.value - 1.5
+    joined = found(two + gap - 0.1)
+    node = joined["gate_up + SwiGLU"]
+    assert (node.op, node.us, node.launches, node.count) == ("scaled_mm_silu_and_mul_quant", two + gap - 0.1, 1, 126)
+    assert "gate_up" not in joined and "SwiGLU" not in joined and joined["down"].count == 126
+    for apart in (found(two + gap + 0.1), found(None), found(1.0, "baseline")):
+        assert apart["gate_up"].count == apart["SwiGLU"].count == 126 and "gate_up + SwiGLU" not in apart
+    few, many = (step.total(tuple(of.values())) for of in (joined, apart | found(None)))
+    assert many.launches - few.launches == 126 and many.us - few.us == pytest.approx(126 * 0.1)
+
+
+def test_one_launch_is_beside_the_two_of_the_baseline(monkeypatch):
+    lines = list(step_report.lines(LLAMA, 8, None, [1], MI300X, 4096, lambda call, tokens: (9.0, 1, 0.25)))
+    [row] = (line for line in lines if line.startswith("gate_up + SwiGLU"))
+    both = sum(node.us for node in nodes(LLAMA) if node.layer in ("gate_up", "SwiGLU"))
+    assert f"  {both:.1f}, published" in row and row.endswith("  9.0, predicted +-25%")
+
+
 def test_times_of_a_profiler_lose_what_it_adds():
     time = baseline.published(MI300X, "scaled_mm", (16384, 2048, False), 1)
     assert time.us == pytest.approx(12.32 - MI300X["profiled"]) and time.kind == "published"

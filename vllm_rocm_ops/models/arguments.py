@@ -47,10 +47,10 @@ def scaled(tokens: int, inputs: Inputs, n: int, k: int, per_row: bool, *has_bias
     return a, b.t(), *scales, inputs.dtype, *(inputs.values(n) for _ in has_bias)
 
 
-def gated_scaled(tokens: int, inputs: Inputs, n: int, k: int, per_row: bool) -> tuple:
-    """A result's scale keeps most products of k terms below FP8's limit."""
-    a, b, *scales, dtype = scaled(tokens, inputs, n, k, per_row)
-    return a, b, *scales, inputs.scales(1) * (k / 16), dtype
+def gated(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
+    """A weight [gate | up] with n rows. The result's scale keeps most products of k terms below FP8's limit."""
+    *product, dtype = scaled(tokens, inputs, n, k, False)
+    return *product, inputs.scales(1) * (k / 16), dtype
 
 
 def int8_scaled(tokens: int, inputs: Inputs, n: int, k: int, per_token: bool, *has_bias: bool) -> tuple:

@@ -9,6 +9,7 @@ experts in INT8, in DeepSeek the products that latent attention absorbs, and in 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,6 +93,31 @@ def absorbed(config: dict, tp: int = 1) -> list[LayerCall]:
     sizes = {"W_UK": (model["qk_nope_head_dim"], latent, True), "W_UV": (latent, model["v_head_dim"], False)}
     op, arguments = ops.batched_gemm, model_arguments.absorbed
     return [LayerCall(n, op, arguments, (heads, *of), model.dtype, model.layers) for n, of in sizes.items()]
+
+
+def one_launch(product: LayerCall, activation: LayerCall) -> LayerCall | None:
+    """Return the call that does both, which vLLM may run for few tokens: gate_up, SwiGLU and static quantization. None for other calls."""
+    if (product.op, activation.op) != (ops.scaled_mm, ops.silu_and_mul_quant) or product.parameters[2:] != (False,):
+        return None
+    layer, op = f"{product.layer} + {activation.layer}", ops.scaled_mm_silu_and_mul_quant
+    return dataclasses.replace(
+        product, layer=layer, op=op, arguments=model_arguments.gated, parameters=product.parameters[:2]
+    )
+
+
+def two_launches(call: LayerCall) -> tuple[LayerCall, LayerCall]:
+    """Return the calls in whose place is one that `one_launch` gave."""
+    (product, activation), (n, k) = call.layer.split(" + "), call.parameters
+    made = (product, ops.scaled_mm, model_arguments.scaled, (n, k, False)), (
+        activation, ops.silu_and_mul_quant, model_arguments.static_activation, (n // 2,)
+    )  # fmt: skip
+    return tuple(LayerCall(*of, call.dtype, call.count) for of in made)
+
+
+def gated(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
+    """The calls of `one_launch` in a step. `sequence` has the two in their place."""
+    found = Counter(filter(None, itertools.starmap(one_launch, itertools.pairwise(sequence(config, tp, ep)))))
+    return [dataclasses.replace(call, count=times) for call, times in found.items()]
 
 
 class _Model:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from vllm_rocm_ops import ops
 from vllm_rocm_ops.tools import explain
 
 from . import baseline, published_steps, step
@@ -24,10 +25,19 @@ def sides(machine: Machine) -> Sequence[str]:
     return step.SIDES if machine.name in baseline.PRODUCTS else step.SIDES[1:]
 
 
-def _cell(node: Node | None) -> str:
-    if node is None:
+def _cell(*found: Node) -> str:
+    if not found:
         return "-"
-    return f"{node.us:.1f}, {node.kind}" + (f" +-{node.band:.0%}" if node.band else "")
+    kinds = " + ".join(dict.fromkeys(node.kind for node in found))
+    return f"{sum(node.us for node in found):.1f}, {kinds}" + "".join(f" +-{n.band:.0%}" for n in found if n.band)
+
+
+def _in_place_of(node: Node, other: dict[tuple[str, str], Node]) -> list[Node]:
+    """Return the baseline's launches for which a node of the plugin is: two where it does the work of both."""
+    names = [(node.layer, node.op)]
+    if node.op == ops.scaled_mm_silu_and_mul_quant.name:
+        names = [*zip(node.layer.split(" + "), (ops.scaled_mm.name, ops.silu_and_mul_quant.name))]
+    return [other[name] for name in names if name in other]
 
 
 def said(side: str, found: Total) -> str:
@@ -46,12 +56,11 @@ def lines(
     yield f"{machine.name}: predicted times in us, not measured; attention of {context} keys a request"
     for batch in batches:
         found = {side: step.nodes(config, tp, ep, batch, machine, side, known, context) for side in sides(machine)}
-        plugin = {(node.layer, node.op): node for node in found["plugin"]}
         other = {(node.layer, node.op): node for node in found.get("baseline", ())}
         rows = [("layer", "op", "tokens", "calls", "launches", "floor", "baseline", "plugin")]
-        for name, node in plugin.items():
+        for node in found["plugin"]:
             counts = str(batch), str(node.count), str(node.count * node.launches), f"{node.floor_us:.1f}"
-            rows.append((node.layer, node.op or "-", *counts, _cell(other.get(name)), _cell(node)))
+            rows.append((node.layer, node.op or "-", *counts, _cell(*_in_place_of(node, other)), _cell(node)))
         yield from explain.table(rows)
         for side, of_side in found.items():
             yield f"predicted step with {batch} tokens: {said(side, step.total(of_side))}"

@@ -114,7 +114,7 @@ def explanation(arguments: argparse.Namespace) -> Iterator[str]:
         predicted = predict.explained(arguments, lambda: calls_of(arguments), ops)
     arch = arguments.predict or arguments.arch or explain.usual_arch()
     if arguments.model:
-        around = explain.around(model_config.read(arguments.model), arguments.tp or 1, arch)
+        around = explain.around(model_config.read(arguments.model), arguments.tp or 1, arguments.ep, arch)
         calls, batches = [*calls_of(arguments), *around], arguments.batch or (1,)
         rows = explain.explain_model(calls, arch, batches, arguments.verbose)
         yield from explain.table(rows, None if arguments.verbose else explain.WIDTH)

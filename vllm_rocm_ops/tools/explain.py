@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core.op import Explanation, Op
 from vllm_rocm_ops.models import layers as model_layers
@@ -138,6 +139,7 @@ def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
 
 LIMITED = {
     "scaled_mm": scaled_linear,
+    "scaled_mm_silu_and_mul_quant": scaled_linear,
     "block_scaled_mm": block_scaled_linear,
     "mxfp8_scaled_mm": mxfp8_linear,
     "gemm": int8_linear,
@@ -159,9 +161,10 @@ def attention(config: dict, tp: int, arch: str) -> LayerCall:
     return model_layers.attention(config, tp, native=archs.named(arch).wave_lanes == 64)
 
 
-def around(config: dict, tp: int, arch: str) -> list[LayerCall]:
-    """The calls of decode that vLLM gives ops of ours where they were measured to be faster."""
-    return [*model_layers.absorbed(config, tp), attention(config, tp, arch)]
+def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
+    """The calls of decode that vLLM gives ops of ours where they were measured to be faster, or in place of two others."""
+    gated = model_layers.gated(config, tp, ep)
+    return [*gated, *model_layers.absorbed(config, tp), attention(config, tp, arch)]
 
 
 def most_tokens(op: Op) -> int | None:
@@ -174,6 +177,11 @@ def measured_shapes(call: LayerCall, arch: str) -> list[str]:
     """The shapes, as kernel_selection.py names them, under which a call may have been measured."""
     a = call.op.Arguments(*call.case(2).make("meta", torch.Generator(), archs.named(arch).fp8_dtype))
     name, module = call.op.name, LIMITED.get(call.op.name)
+    if name == "scaled_mm_silu_and_mul_quant":
+        layers = [
+            (a.b, a.scale_b, a.scale, a.dtype, fragments, None, a.scale_a, a.a.shape[1]) for fragments in (False, True)
+        ]
+        return [module.GATED.describe(layer) for layer in layers]
     if name == "scaled_mm":
         static = a.scale_a if a.scale_a.numel() == 1 else None
         k = a.a.shape[1]
@@ -245,6 +253,27 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
     return runs, f"measured at {', '.join(map(str, sorted(measured)))} tokens"
 
 
+def served(call: LayerCall, arch: str, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
+    """The same of a call of a model, for which both calls in whose place it is have to be ours, too."""
+    parts = model_layers.two_launches(call) if is_gated(call) else ()
+    for part in parts:
+        ours, said = served(part, arch, record, tokens)
+        if not ours:
+            return False, f"{part.layer}: {said}"
+    if parts:
+        given = call.case(tokens).make("meta", torch.Generator(), archs.named(arch).fp8_dtype)
+        explained = call.op.explain(*given, arch=arch)
+        if not explained.launches:
+            return False, explained.source
+    ours, said = decision(call, measured_call(call, arch, record), record, tokens)
+    return ours, re.sub("vLLM('s)?", "two launches", said) if parts else said
+
+
+def is_gated(call: LayerCall) -> bool:
+    """Whether a call is one launch in the place of two."""
+    return call.op is ops.scaled_mm_silu_and_mul_quant
+
+
 def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
     """The same of attention, which is ours where it was faster at every length of requests, in each of vLLM's backends that were
     measured."""
@@ -282,13 +311,16 @@ def explain_model(
     lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
     known = archs.named(arch)
     record = measured_here(known)
+    gated = {part: call for call in filter(is_gated, calls) for part in model_layers.two_launches(call)}
     for call in calls:
         same: dict[tuple[str, str], list[tuple[int, str]]] = {}
-        key = measured_call(call, arch, record)
         for batch in batches:
-            ours, said = decision(call, key, record, batch)
+            ours, said = served(call, arch, record, batch)
+            if call in gated and served(gated[call], arch, record, batch)[0]:
+                same.setdefault((f"in {gated[call].layer}", ""), []).append((batch, ""))
+                continue
             if not ours:
-                same.setdefault(("vLLM's own", said), []).append((batch, ""))
+                same.setdefault(("two launches" if is_gated(call) else "vLLM's own", said), []).append((batch, ""))
                 continue
             arguments = call.case(batch).make("meta", torch.Generator(), known.fp8_dtype)
             explained = call.op.explain(*arguments, arch=known)

@@ -1,7 +1,7 @@
 """The stages of `vllm-rocm-ops check` that come before any other use of a GPU, the least dangerous first.
 
-Each runs in a process of its own (check.py), and its name is in the file before it starts: a hang, a fault or a machine that goes down
-tells which stage it was. Nothing runs on the GPU after a stage that failed.
+The name of each is in the file before it starts: a hang, a fault or a machine that goes down tells which stage it was. Nothing runs on the
+GPU after a stage that failed.
 """
 
 from __future__ import annotations

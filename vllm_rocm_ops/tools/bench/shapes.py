@@ -185,7 +185,7 @@ GEMMS: dict[Op, tuple] = {
     ops.scaled_mm: (model_arguments.scaled, True),  # a scale per token and channel
     ops.block_scaled_mm: (_column_major_blocks,),
     ops.unquantized_gemm: (model_arguments.unquantized,),
-    ops.scaled_mm_silu_and_mul_quant: (model_arguments.gated_scaled, False),
+    ops.scaled_mm_silu_and_mul_quant: (model_arguments.gated,),
 }
 
 

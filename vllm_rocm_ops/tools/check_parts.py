@@ -1,0 +1,220 @@
+"""The parts of `vllm-rocm-ops check`: each a function that yields what it finds, piece by piece."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.clock import GpuClock, tensor_bytes
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import layers as model_layers
+from vllm_rocm_ops.timing import frozen
+from vllm_rocm_ops.tools import doctor, explain
+from vllm_rocm_ops.tools import smoke as smoke_stages
+from vllm_rocm_ops.tools.bench import run as bench
+from vllm_rocm_ops.tools.bench.peers import Peer, peers
+from vllm_rocm_ops.tools.bench.shapes import Shape
+from vllm_rocm_ops.vllm.experts import base as experts
+from vllm_rocm_ops.vllm.linear import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+
+TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
+TINY_TOKENS = (1, 17)
+EMULATED_SECONDS = 0.5  # of processor time for an op's cases
+OPS = ("scaled_mm", "block_scaled_mm", "mxfp8_scaled_mm", "unquantized_gemm", "fused_experts")
+
+
+def smoke(arch: str | None, stage: str, *arguments) -> Iterator[dict]:
+    """A stage of smoke.py."""
+    yield from smoke_stages.STAGES[stage](arch, *arguments)
+
+
+def machine(arch: str | None) -> Iterator[dict]:
+    """What `doctor` finds."""
+    yield doctor.find()
+
+
+def op_cases(arch: str | None, name: str) -> Iterator[dict]:
+    """An op's cases. In the emulator the smallest, for some time."""
+    op = getattr(ops, name)
+    if arch is None:
+        clock = GpuClock()
+        with torch.inference_mode():
+            for [line] in bench.run([Shape(op, case) for case in op.cases()], clock):
+                yield {
+                    "case": line.case,
+                    "kernel": line.kernel,
+                    "wrong": line.wrong,
+                    "bytes": line.bytes_moved,
+                    "us": line.median if line.samples else None,
+                }
+        return
+    from vllm_rocm_ops.emulator import cases as emulated  # an extra
+
+    known = archs.named(arch)
+
+    start = time.process_time()
+    for task in emulated.tasks([(op, case) for case in smoke_stages.smallest_first(op, known)], known):
+        done = emulated.check(task, arch)
+        kernels = " + ".join(sorted(done.kernels)) or "fallback"
+        yield {"case": task.case.name, "kernel": kernels, "wrong": done.wrong or None, "us": None}
+        if done.kernels and time.process_time() - start > EMULATED_SECONDS:
+            return
+
+
+def bandwidth(arch: str | None) -> Iterator[dict]:
+    """Of the GPU's memory."""
+    for line in bench.hbm(GpuClock(), ops.unquantized_gemm):
+        yield {"line": line}
+
+
+def model(arch: str | None, name: str, tp: int) -> Iterator[dict]:
+    """Our kernels beside others, for the linear layers and experts of a model's rank."""
+    known = archs.named(arch) if arch else GpuClock().arch
+    clock = Untimed() if arch else kernel_timing.GraphClock()
+    product = None if arch else frozen.product_of(torch.cuda.get_device_name(0))
+    with torch.inference_mode():
+        for call in model_layers.calls(model_config.read(name), tp):
+            if call.op.name not in OPS:
+                continue
+            others = {"PyTorch's reference": Peer(call.op.reference)} if arch else peers(call.op)
+            for other, peer in others.items():
+                if "tensorwise" not in other:  # another product
+                    yield from beside(call, other, peer, known, clock, TINY_TOKENS if arch else TOKENS, product)
+
+
+def beside(
+    call, other: str, peer: Peer, arch: archs.Arch, clock, sizes: tuple[int, ...], product: str | None = None
+) -> Iterator[dict]:
+    """Yield our kernels beside another for one call of a model, by tokens; on a product that has frozen predictions, beside these too."""
+    kernels = ModelCall(call, peer, arch)
+    layer = torch.empty(0, device=kernels.device), call.dtype  # weights are made for each size
+    choice = kernel_selection.Choice(kernels, other, layer)
+    for tokens in sizes:
+        found = {
+            "layer": call.layer,
+            "op": call.op.name,
+            "beside": other,
+            "tokens": tokens,
+            **kernels.predicted(tokens),
+            "frozen": frozen.find(product, call, tokens, arch),
+        }
+        calls = kernel_timing.estimate(kernels, layer, max(call.count, 1), tokens, arch.bandwidth_gb_s)[0]
+        try:
+            measured = kernel_timing.measure_pair(choice, [layer] * calls, tokens, clock, contextlib.nullcontext())
+            timed = {"us": measured.ours, "other us": measured.native}
+            timed = dict.fromkeys(timed) if isinstance(clock, Untimed) else timed
+            errors = {"error": measured.error, "other error": measured.native_error}
+            yield {**found, **timed, **errors, "wins": measured.wins, "wrong": None}
+        except kernel_timing.Mismatch as error:
+            yield {**found, "wrong": str(error)}
+        except Exception as error:  # noqa: BLE001  whatever the other kernel says, it is not available
+            yield {**found, "wrong": None, "unavailable": f"{type(error).__name__}: {error}".splitlines()[0]}
+            return
+
+
+class Untimed:
+    """Runs calls once and gives no times, for the emulator."""
+
+    def times(self, calls, sets):
+        return {name: [0.0] for name in calls}
+
+    def finish(self):
+        pass
+
+
+class ModelCall:
+    """A call of a model as `kernel_timing` measures it: arguments are an op's, then those of the other kernel."""
+
+    def __init__(self, call, peer: Peer, arch: archs.Arch):
+        self.call, self.op, self.peer, self.arch = call, call.op, peer, arch
+        self.device = "cpu" if launch.cpu_executor() else "cuda"
+        self.sampled_rows = experts.KERNELS.sampled_rows if self.op.name == "fused_experts" else 8
+
+    def on_meta(self, tokens: int):
+        return self.op.Arguments(*self.call.case(tokens).make("meta", torch.Generator(), self.arch.fp8_dtype))
+
+    def predicted(self, tokens: int) -> dict:
+        """Our kernel, and the microseconds of our cost model for it."""
+        explained = self.op.explain(*self.on_meta(tokens), arch=self.arch, require_code=True)
+        cost = next((terms for config, terms in explained.considered if config == explained.config), None)
+        kernel = " + ".join(one.symbol for one in explained.launches) or explained.source
+        return {"kernel": kernel, "predicted us": cost and sum(cost.values())}
+
+    def most_tokens(self):
+        return 0
+
+    def describe(self, layer):
+        return self.call.layer
+
+    def columns(self, layer):
+        a = self.on_meta(1)
+        return a[0].shape[-1], self.op.allocate(a).shape[-1]
+
+    def work(self, layer, tokens):
+        a = self.on_meta(tokens)
+        if self.op.name == "fused_experts":
+            among = len(a.w1) if a.expert_map is None else len(a.expert_map)
+            return tensor_bytes(*a), 2.0 * a.topk_ids.numel() * len(a.w1) / among * (a.w1[0].numel() + a.w2[0].numel())
+        k, n = self.columns(layer)
+        return tensor_bytes(*a), 2.0 * tokens * n * k
+
+    def arguments(self, layer, x, seed):
+        generator = torch.Generator(self.device).manual_seed(seed)
+        given = self.call.case(len(x)).make(self.device, generator, self.arch.fp8_dtype)
+        return given, self.peer.prepare(*given)
+
+    def ours(self, given, prepared):
+        return self.op.run_kernels(*given)
+
+    def theirs(self, given, prepared):
+        return self.peer.call(*prepared)[: len(given[0])]
+
+    def exact(self, arguments, x, rows, columns):
+        a = self.op.Arguments(*arguments[0])
+        if self.op.name == "scaled_mm":
+            given = a.a, a.b, a.scale_a, a.scale_b, a.bias, None, False, None
+            return scaled_linear.KERNELS.exact(given, x, rows, columns)
+        if self.op.name == "block_scaled_mm":
+            return block_scaled_linear.KERNELS.exact(a, x, rows, columns)
+        if self.op.name == "unquantized_gemm":
+            return unquantized_linear.KERNELS.exact(tuple(a), a[0], rows, columns)
+        if self.op.name == "mxfp8_scaled_mm":
+            _, weight, scale_a, scale_b, *_ = a
+            tokens = a[0].float() * torch.exp2(scale_a.view(torch.uint8).float() - 127).repeat_interleave(32, 1)
+            return mxfp8_linear.KERNELS.exact((None, None, weight, scale_b, None), tokens, rows, columns)
+        scales = argparse.Namespace(
+            w1_scale=a.w1_scale, w2_scale=a.w2_scale, a1_scale=None, a2_scale=None, shuffled=a.shuffled
+        )
+        layer = a.w1, a.w2, None, scales, None, None, a.expert_map, a.apply_router_weight_on_input, None, None
+        return experts.KERNELS.exact((layer, None, a.topk_weights, a.topk_ids), a.hidden, rows, columns)
+
+
+def counted(arch: str | None, name: str) -> Iterator[dict]:
+    """What the emulator counts for the kernels of an op's first case."""
+    from vllm_rocm_ops.emulator import cases as emulated  # an extra
+
+    op = getattr(ops, name)
+    case = next(iter(op.cases()))
+    here = archs.named(arch or explain.usual_arch())
+    known = here if here.code_suffix == ".co" else next(iter(archs.ARCHS.values()))
+    arguments = case.make("meta", torch.Generator(), known.fp8_dtype)
+    for line in emulated.describe(op, arguments, case, str(known)):
+        yield {"case": case.name, "arch": str(known), "line": line}
+
+
+PARTS: dict[str, Callable[..., Iterator[dict]]] = {
+    "smoke": smoke,
+    "machine": machine,
+    "op": op_cases,
+    "bandwidth": bandwidth,
+    "model": model,
+    "emulator": counted,
+}
