@@ -16,10 +16,12 @@ def sources() -> list[Path]:
 
 
 def lines_of(text: str) -> list[tuple[int, str]]:
-    """The lines that say something, with their numbers: no comments, no lines of brackets alone, and any spaces as one."""
+    """Return the lines that say something, with their numbers: no comments, imports or brackets alone, and any spaces as one."""
     lines = ((number, " ".join(line.split())) for number, line in enumerate(text.splitlines(), 1))
     return [
-        (number, line) for number, line in lines if line and not re.fullmatch(r"(#(?!\w)|//).*|[\[\](){},;]+", line)
+        (number, line)
+        for number, line in lines
+        if line and not re.fullmatch(r"(#(?!\w)|//).*|(from \S+ )?import .*|[\[\](){},;]+", line)
     ]
 
 

@@ -216,7 +216,8 @@ def exactness(op: Op) -> str:
     outputs = [output for arch in archs.ARCHS for _, output, _ in launches_of(op, arch)]
     dtypes = {tensor.dtype for output in outputs for tensor in c.as_tuple(output)}
     floats = {dtype for dtype in dtypes if dtype.is_floating_point}
-    rules_file = f"the rules of [{(name := pathlib.Path(c.__file__).name)}](../{name})"
+    path = pathlib.Path(c.__file__)
+    rules_file = f"the rules of [{path.name}](../{path.parent.name}/{path.name})"
     lines = [
         f"Every test case is compared with the PyTorch reference in the same precision and in float64, by {rules_file}:",
         "",

@@ -108,8 +108,13 @@ def log_off(level: int, what: str, reason: str) -> None:
 
 def load(name: str) -> Seam:
     """The seam of that name. Imports the seam's file, which does not import vLLM."""
-    place = FILES[name] if "." in FILES[name] else f"{FILES[name]}.{name}"
-    return importlib.import_module(f"{__package__}.{place}").SEAM
+    return importlib.import_module(module_of(name)).SEAM
+
+
+def module_of(name: str) -> str:
+    """Return the module of a seam."""
+    place = FILES[name]
+    return f"{__package__}.{place}" if "." in place else f"{__package__}.{place}.{name}"
 
 
 def install_all() -> list[Status]:
