@@ -18,8 +18,8 @@ import torch
 
 from contests import contest as contests
 from contests.contest import Contest, Sizes
+from vllm_rocm_ops.core.correctness import NVIDIA_ROUNDING
 from vllm_rocm_ops.core.stats import reset_stats, stats
-from vllm_rocm_ops.tools.correctness import NVIDIA_ROUNDING
 
 LEAST_CALLS, MOST_CALLS = 3, 100
 SECONDS, RANKED_SECONDS, WALL_SECONDS = 10.0, 30.0, 120.0

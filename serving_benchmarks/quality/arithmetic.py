@@ -36,11 +36,11 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.correctness import SUMS_FLOOR, as_tuple, clone, unwritten_is_nan
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.quantization import MX_SCALES
 from vllm_rocm_ops.core.stats import FALLBACK, reset_stats, stats
 from vllm_rocm_ops.tools.bench import peers, report
-from vllm_rocm_ops.tools.correctness import SUMS_FLOOR, as_tuple, clone, unwritten_is_nan
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "serving_benchmarks"), str(ROOT / "tests" / "ops")]

@@ -8,11 +8,11 @@ import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import op
+from vllm_rocm_ops.core.correctness import as_tuple, clone
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools.bench import experts, products, vllm_experts
 from vllm_rocm_ops.tools.bench.peers import OTHERS, PYTORCH, ROWS, peers, vllm_call
-from vllm_rocm_ops.tools.correctness import as_tuple, clone
 
 TINY = ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8")
 CALLS = [call for model in TINY for call in model_layers.calls(model_config.read(model)) if call.count]

@@ -12,8 +12,8 @@ from marks import full
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch, op, tensors
+from vllm_rocm_ops.core.correctness import run_and_check
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.tools.correctness import run_and_check
 
 OPS = list(op.registered())
 each_op = pytest.mark.parametrize("the_op", OPS, ids=lambda o: o.name)

@@ -14,9 +14,9 @@ from variants import cases, donors, laid, moved, on_cpu, roomy, strided, unit_st
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch, op
+from vllm_rocm_ops.core.correctness import generator_of, run_and_check
 from vllm_rocm_ops.core.stats import FALLBACK, fallbacks, reset_stats, stats
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.tools.correctness import generator_of, run_and_check
 
 OPS = list(op.registered())
 each_op = pytest.mark.parametrize("the_op", OPS, ids=lambda o: o.name)

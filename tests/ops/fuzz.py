@@ -35,10 +35,10 @@ import torch
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core import op as op_module
+from vllm_rocm_ops.core.correctness import SUMS_FLOOR, as_tuple, clone, unwritten_is_nan
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.stats import reset_stats, stats
 from vllm_rocm_ops.ops.families import rowwise
-from vllm_rocm_ops.tools.correctness import SUMS_FLOOR, as_tuple, clone, unwritten_is_nan
 
 REFUSALS = (ValueError, TypeError, RuntimeError)
 WHOLE = 10000  # calls, after which every kernel must have run

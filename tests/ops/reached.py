@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.correctness import as_tuple, generator_of
 from vllm_rocm_ops.core.launch import Counters, Workspace
 from vllm_rocm_ops.core.op import Case, Op
-from vllm_rocm_ops.tools.correctness import as_tuple, generator_of
 
 SMALL = 4  # numbers below are told apart: they are types, orders and levels
 BOUNDS = (0, SMALL, 65, 129, 2**16, 2**31)  # others are told apart by these: a wave has 64 lanes, a tile 128 rows

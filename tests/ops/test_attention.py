@@ -18,10 +18,10 @@ from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch, op, quantization
+from vllm_rocm_ops.core.correctness import check_case, generator_of
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.objects import CodeObject
-from vllm_rocm_ops.tools.correctness import check_case, generator_of
 
 LEAVES = "leaves another "
 DECODE, SUMS, MLA, MLA_64 = (

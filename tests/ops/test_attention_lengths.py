@@ -12,10 +12,10 @@ from test_large_tensors import reserved
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.correctness import check_case, generator_of
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.cases import executable
-from vllm_rocm_ops.tools.correctness import check_case, generator_of
 
 ARCHS = pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 LLAMA = {"layout": "native", "wider": 0}

@@ -14,9 +14,9 @@ from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.correctness import generator_of
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.objects import CodeObject
-from vllm_rocm_ops.tools.correctness import generator_of
 
 BATCHED = "gemm/batched.h"
 

@@ -7,7 +7,7 @@ from test_planted_bugs import kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import quantization
-from vllm_rocm_ops.tools.correctness import generator_of
+from vllm_rocm_ops.core.correctness import generator_of
 
 OP = ops.fused_experts
 

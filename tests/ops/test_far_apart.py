@@ -14,7 +14,7 @@ from test_ops import executor  # noqa: F401
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import op, tensors
-from vllm_rocm_ops.tools.correctness import generator_of
+from vllm_rocm_ops.core.correctness import generator_of
 
 STEPS = (
     2**32 + 4096,

@@ -16,11 +16,11 @@ from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.correctness import check_case, generator_of
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.families import flash
 from vllm_rocm_ops.tools.bench.attention import attention
-from vllm_rocm_ops.tools.correctness import check_case, generator_of
 
 FLASH, LOADER, TILE, GENERAL = (f"attention/flash{name}.h" for name in ("", "_loader", "_tile", "_general"))
 

@@ -11,12 +11,12 @@ from marks import CHIPS, few_of
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.correctness import generator_of, run_and_check, unwritten_is_nan
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.core.stats import reset_stats, stats
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.families import experts_tiled as tiled
 from vllm_rocm_ops.ops.fused_experts import TILED_FROM
-from vllm_rocm_ops.tools.correctness import generator_of, run_and_check, unwritten_is_nan
 
 OP = ops.fused_experts
 

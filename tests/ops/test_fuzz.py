@@ -14,7 +14,7 @@ import torch
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import op as op_module
-from vllm_rocm_ops.tools.correctness import as_tuple, clone
+from vllm_rocm_ops.core.correctness import as_tuple, clone
 
 OPS = {op.name: op for op in op_module.registered()}
 ARCH = archs.ARCHS["gfx942"]

@@ -11,9 +11,9 @@ from test_planted_bugs import WRONG, kernels, plant, require_caught  # noqa: F40
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.correctness import generator_of, run_and_check
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.families.gemm_cases import inputs
-from vllm_rocm_ops.tools.correctness import generator_of, run_and_check
 
 FILE, LOADER, BYTES = "gemm/any.h", "gemm/tiled/element_loader.h", "device/amd/tile_mma_bytes.h"
 MAIN_LOOP = "gemm/tiled/main_loop.h"

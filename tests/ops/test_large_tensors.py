@@ -17,11 +17,7 @@ from test_ops import executor, executors  # noqa: F401
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch, op, quantization
-from vllm_rocm_ops.core.launch import Workspace
-from vllm_rocm_ops.core.stats import reset_stats, stats
-from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.families import experts_quantize, experts_tiled, gemm, skinny_gemm
-from vllm_rocm_ops.tools.correctness import (
+from vllm_rocm_ops.core.correctness import (
     FLOOR,
     SUMS_FLOOR,
     as_tuple,
@@ -32,6 +28,10 @@ from vllm_rocm_ops.tools.correctness import (
     in_float64,
     unwritten_is_nan,
 )
+from vllm_rocm_ops.core.launch import Workspace
+from vllm_rocm_ops.core.stats import reset_stats, stats
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.ops.families import experts_quantize, experts_tiled, gemm, skinny_gemm
 
 GB = 2**30
 FAR = 2**25 - 16  # bytes between the rows of a skinny product, at most

@@ -7,9 +7,9 @@ import torch
 from marks import full
 
 from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.correctness import generator_of
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import UNIT_BYTES, MxConfig, mxfp8_scaled_mm
-from vllm_rocm_ops.tools.correctness import generator_of
 
 ARCH = "gfx950"
 WEIGHT_BYTES = 16 * UNIT_BYTES  # of the weight, of a wave

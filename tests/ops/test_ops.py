@@ -3,7 +3,7 @@
 The executors: the GPU of this machine if it has one of ours, else the emulator with the gfx942 and gfx950 code that ships,
 the latter on a chip of three compute units. There blocks take several tiles one after the other, as with large weights, and
 products are of whole numbers, whose bits must be the reference's; each kernel takes the values of the case, too.
-What a result must be, vllm_rocm_ops/tools/correctness.py says. Outputs start out as NaN, so that an element nobody wrote shows.
+What a result must be, vllm_rocm_ops/core/correctness.py says. Outputs start out as NaN, so that an element nobody wrote shows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reached import runs_of
 
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch, op
-from vllm_rocm_ops.tools.correctness import check_case
+from vllm_rocm_ops.core.correctness import check_case
 
 FEW_UNITS = 3
 OPS = list(op.registered())

@@ -13,10 +13,10 @@ from marks import few_of
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.correctness import generator_of, run_and_check
 from vllm_rocm_ops.core.stats import stats
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.errors import EmulatorError
-from vllm_rocm_ops.tools.correctness import generator_of, run_and_check
 
 WRONG = "error|NaNs differ"  # what a case says of values; those that nobody wrote are NaN
 

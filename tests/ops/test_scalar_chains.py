@@ -12,11 +12,11 @@ from marks import CHIPS
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch, op
+from vllm_rocm_ops.core.correctness import generator_of, run_and_check
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.decode import Instruction, decode
 from vllm_rocm_ops.emulator.objects import CodeObject, KernelObject
 from vllm_rocm_ops.ops.families import gemm
-from vllm_rocm_ops.tools.correctness import generator_of, run_and_check
 
 AMD = ("gfx942", "gfx950")
 ROWS = sorted(

@@ -10,11 +10,11 @@ from contests import gemm as contest
 from marks import CHIPS
 
 from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.correctness import FLOOR, check, generator_of
 from vllm_rocm_ops.core.launch import Counters, Workspace
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.families import gemm, tiled_gemm
 from vllm_rocm_ops.ops.families.gemm import BLOCK
-from vllm_rocm_ops.tools.correctness import FLOOR, check, generator_of
 
 DIES = 8
 

@@ -18,10 +18,10 @@ import torch
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch, op
+from vllm_rocm_ops.core.correctness import as_tuple, clone, generator_of, unwritten_is_nan, whole
 from vllm_rocm_ops.core.quantization import MX_SCALES
 from vllm_rocm_ops.emulator import Emulator, device, formats
 from vllm_rocm_ops.emulator.instructions.table import VECTOR
-from vllm_rocm_ops.tools.correctness import as_tuple, clone, generator_of, unwritten_is_nan, whole
 
 ROUNDED = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 FILLS = ("whole", "ones", "no queries")

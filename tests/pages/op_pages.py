@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import correctness, quantization
 from vllm_rocm_ops.core import op as op_module
-from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
-from vllm_rocm_ops.tools import correctness, explain
+from vllm_rocm_ops.tools import explain
 from vllm_rocm_ops.vllm import seam
 
 from . import measurements

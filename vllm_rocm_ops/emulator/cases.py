@@ -17,13 +17,13 @@ import torch
 
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.correctness import Wrong, check_case, generator_of
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import extent
 from vllm_rocm_ops.emulator import Emulator, EmulatorError
 from vllm_rocm_ops.emulator.counters import Counters
 from vllm_rocm_ops.emulator.objects import KernelObject
-from vllm_rocm_ops.tools.correctness import Wrong, check_case, generator_of
 
 NEIGHBOURS = 16  # blocks that run side by side: of four waves, as many as the emulator runs in lockstep
 EXPLAINED_BLOCKS = 64  # of a launch

@@ -13,10 +13,10 @@ import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import clock, launch
+from vllm_rocm_ops.core import clock, correctness, launch
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.clock import tensor_bytes
-from vllm_rocm_ops.tools import correctness, doctor
+from vllm_rocm_ops.tools import doctor
 
 FIRST = ops.silu_and_mul
 """The op that is launched first."""

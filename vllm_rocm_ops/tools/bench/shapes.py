@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import correctness
 from vllm_rocm_ops.core.clock import Clock, tensor_bytes
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.models import arguments as model_arguments
@@ -17,7 +18,6 @@ from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.arguments import Inputs
 from vllm_rocm_ops.ops.families import weight_layout
-from vllm_rocm_ops.tools import correctness
 from vllm_rocm_ops.tools.bench.peers import Peer, column_major, peers, vllm_call
 
 Check = Callable[[], dict[str, object]]  # gives fields of a line
