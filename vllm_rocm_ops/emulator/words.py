@@ -251,14 +251,17 @@ class Words:
             where.stale = ~fresh
             if where.ins.encoding != "GLOBAL":  # no other load keeps a value from being used
                 raise where(UnsupportedInstruction, int(np.argmin(fresh)), "words are awaited with global_load")
-            w.awaited = {**w.awaited, where.ins.address: (self, words[where.stale], values[where.stale])}
-            lanes = np.flatnonzero(where.stale)
-            late = dict(zip(w.id[rows[lanes[::-1]]].tolist(), words[lanes[::-1]].tolist(), strict=True))
+            at, of = words[where.stale], rows[where.stale]
+            w.awaited = {**w.awaited, where.ins.address: (self, at, values[where.stale])}
+            first = np.flatnonzero(of[1:] != of[:-1]) + 1  # lanes of a wave are side by side
+            late = {int(w.id[of[lane]]): int(at[lane]) for lane in (0, *first.tolist())}
         for wave in w.id.tolist() if late or stale else ():
             if wave in late:
                 stale.setdefault(wave, {})[where.ins.address] = (where.ins, self, late[wave])
             elif wave in stale:
                 stale[wave].pop(where.ins.address, None)
+                if not stale[wave]:
+                    del stale[wave]
         return values.view(np.uint8).reshape(-1, 8)
 
     def _check_torn(self, words, sources, where) -> None:
