@@ -754,7 +754,7 @@ def split_cost(config: Split, a, arch) -> dict[str, float]:
     return {"read": waves * a.input.numel() / config.parts, "combine": 2.0 * config.parts}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # torch registers an op once in a process, and a module's fixtures may begin again
 def split_op():
     """An op with a cost and no default."""
 

@@ -14,6 +14,8 @@ from vllm_rocm_ops.emulator import Devices, errors
 SOURCE = Path(__file__).with_suffix(".hip")
 PHASES, MOST_RANKS = 2, 8
 ARCHS, RANKS = ("gfx942", "gfx950"), (2, 4, 8)
+TURNS = 500
+"""The turns that a run has for each wave: several times what any takes, and few enough that one that goes on for ever ends soon."""
 SCHEDULES = {512: 10_000, 7168: 200, 16384: 200}
 """By hidden size, how many schedules show that the protocol is right."""
 
@@ -83,7 +85,7 @@ class Group:
     ):
         self.ranks, self.words, self.phases = ranks, words, PHASES if "phase" in kernel else 1
         threads = 64 * self.phases
-        self.devices = Devices(arch_name, ranks, seed)
+        self.devices = Devices(arch_name, ranks, seed, turns=TURNS)
         generator = torch.Generator().manual_seed(seed)
         capacity = max(*words, 1)
         inboxes = [torch.zeros(2 * PHASES * ranks * capacity, dtype=torch.int64) for _ in range(ranks)]

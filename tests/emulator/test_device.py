@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import weakref
 
 import numpy as np
@@ -15,9 +16,10 @@ from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.launch import I64, Launch
 from vllm_rocm_ops.emulator import CodeObject, Emulator, errors
 from vllm_rocm_ops.emulator import device as device_module
-from vllm_rocm_ops.emulator.memory import Space
+from vllm_rocm_ops.emulator.memory import MOST_BYTES, Space
 
 GLOBAL_THREAD = LOAD_POINTERS + "  s_lshl_b32 s3, s2, 6\n  v_add_u32 v1, s3, v0\n  v_lshlrev_b32 v1, 2, v1\n"
+MAP_NORESERVE = 0x4000  # Linux's: memory is taken where it is touched
 LDS_SLOT = "  v_lshlrev_b32 v3, 2, v0\n"
 COPY_PRELOADED = """
   v_lshlrev_b32 v1, 2, v0
@@ -474,6 +476,21 @@ def test_an_emulator_keeps_no_kernel_that_the_process_lets_go(device):
     device_module._program.cache_clear()
     gc.collect()
     assert kernel() is None
+
+
+def test_a_tensor_must_fit_its_slot(device):
+    """Wherever in a page it starts."""
+    for start in (0, 4094, 4095):
+        memory = mmap.mmap(-1, MOST_BYTES + (1 << 13), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        memory = torch.frombuffer(memory, dtype=torch.uint8)[start:]
+        space = Space(4, races=True)
+        space.add_tensors([("the largest", memory[:MOST_BYTES])], ())
+        first = space.address(memory)
+        assert first & 0xFFF == start and space.name_at(first + MOST_BYTES - 1) == "the largest"
+    output = torch.zeros(64, dtype=torch.int32)
+    most = f"copy: argument 0 must be at most {MOST_BYTES} bytes, got {MOST_BYTES + 1}"
+    with pytest.raises(errors.LaunchError, match=most):
+        device.run("copy", memory[: MOST_BYTES + 1], output)
 
 
 def test_launch_must_fit_the_kernel(device):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from assembly import Kernel, assemble
 from marks import full
-from one_shot import ARCHS, BUGS, RANKS, SCHEDULES, WORDS, Group, compile_one_shot, finds, run_schedule
+from one_shot import ARCHS, BUGS, RANKS, SCHEDULES, TURNS, WORDS, Group, compile_one_shot, finds, run_schedule
 
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Devices, devices, errors
@@ -177,7 +177,7 @@ def run(request, tmp_path_factory):
 
     def run(pair, seed: int, share: bool = True):
         data, flag, output = (torch.zeros(n, dtype=torch.int32) for n in (64, 1, 64))
-        devices = Devices(request.param, 2, seed)
+        devices = Devices(request.param, 2, seed, turns=TURNS)
         devices.share(1, flag, "the flag")
         if share:
             devices.share(1, data, "the data")
@@ -213,9 +213,11 @@ def test_a_rank_that_never_comes(built):
     arch_name, path = built
     group = Group(path, arch_name, 2, (WORDS,), 0)
     del group.devices._queues[1, 0]
-    with pytest.raises(
-        errors.Deadlock, match="rank 0 in epoch 1: .* awaits byte .* finds epoch 0, which nothing stored"
-    ):
+    unchanged = "nothing has changed for 1000 instructions of every wave"
+    waits = (
+        r"rank 0 in epoch 1: `global_load.*` \(one_shot.hip:\d+\) awaits byte .* finds epoch 0, which nothing stored"
+    )
+    with pytest.raises(errors.Deadlock, match=f"^{unchanged}\n{waits}$"):
         group.run()
 
 
@@ -228,7 +230,7 @@ def test_counts(run):
 def test_streams_share_the_room_of_a_device(seed, tmp_path):
     """Two launches, each with more blocks than are resident."""
     path = assemble([SENT], "gfx942", tmp_path)
-    devices, outputs = Devices("gfx942:1", seed=seed), []
+    devices, outputs = Devices("gfx942:1", seed=seed, turns=TURNS), []
     for stream in range(2):
         outputs += [torch.zeros(64, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)]
         devices.enqueue(0, path, Launch("", SENT.name, (80, 1, 1), (64, 1, 1), tuple(outputs[-2:])), stream=stream)

@@ -3,44 +3,17 @@ instructions, right or refused."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from assembly import LOAD_POINTERS, Kernel, assemble
+from assembly import Kernel, assemble
+from fabric import AGENT, NONE, SEEDS, SYSTEM, VALUE, WAIT, WRITE_BACK, Fabric, kernel, polls
 from one_shot import ARCHS, Group, compile_one_shot
 
-from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Devices, devices, errors
 
-SEEDS = range(16)
-SYSTEM, AGENT, NONE = "sc0 sc1", "sc1", ""
-WAIT, WRITE_BACK, BARRIER = "s_waitcnt vmcnt(0)", f"buffer_wbl2 {SYSTEM}", "s_barrier"
-VALUE = 7
 RESIDENT = 32  # blocks of one wave that a compute unit holds
-
-# v1 is the thread's offset of 4 bytes, v2 of 8, v3 is 0, v4 the value
-START = f"""{LOAD_POINTERS}
-  v_lshlrev_b32 v1, 2, v0
-  v_lshlrev_b32 v2, 3, v0
-  v_mov_b32 v3, 0
-  v_mov_b32 v4, {VALUE}"""
-
-
-def kernel(name: str, *lines: str, pointers: int = 2, threads: int = 64) -> Kernel:
-    """Return a kernel of these lines, behind START."""
-    return Kernel(name, "\n  ".join((START, *lines)), pointers=pointers, max_block=threads)
-
-
-def polls(name: str, load: str, register: str, value: int, *lines: str, pointers: int = 2) -> Kernel:
-    """Return a kernel that loads until a register has a value in all lanes."""
-    again = (
-        f".L{name}:",
-        "s_sleep 1",
-        load,
-        WAIT,
-        f"v_cmp_ne_u32 vcc, {value}, {register}",
-        f"s_cbranch_vccnz .L{name}",
-    )
-    return kernel(name, *again, *lines, pointers=pointers)
 
 
 def stores_word(epoch: int) -> Kernel:
@@ -138,6 +111,16 @@ MEETS = kernel(
 )
 LOADS_PART = polls("loads_part", f"global_load_dword v8, v2, s[4:5] {SYSTEM}", "v8", VALUE)
 ADDS = kernel("adds", "global_atomic_add v3, v4, s[4:5]")
+LOOPS = 600
+ADDS_OFTEN = kernel(
+    "adds_often",
+    f"s_mov_b32 s10, {LOOPS}",
+    ".Ladd:",
+    "global_atomic_add v3, v4, s[4:5]",
+    WAIT,
+    "s_sub_u32 s10, s10, 1",
+    "s_cbranch_scc0 .Ladd",
+)
 ADDS_FOR_THE_SYSTEM = kernel("adds_for_the_system", "global_atomic_add v3, v4, s[4:5] sc1")
 
 
@@ -162,6 +145,7 @@ RECEIVES = polls(
     "global_store_dword v1, v11, s[8:9] offset:256",
     pointers=3,
 )
+
 BLOCKS_RIGHT = [
     block_sends("first_writes_back", (WAIT,), (WRITE_BACK, WAIT)),
     block_sends("each_writes_back", (WRITE_BACK, WAIT), ()),
@@ -183,6 +167,7 @@ KERNELS = [
     *BLOCKS_WRONG,
     *(COPIES, SENDS, AWAITS_FLAG, LOADS_BACK, LOADS_WORD_BACK, STORES_TWICE, STORES_PARTS_AND_WORD, LOADS_PART, ADDS),
     *(
+        ADDS_OFTEN,
         MEETS,
         LOOKS_FIRST,
         LOADS_ANOTHERS,
@@ -200,28 +185,6 @@ KERNELS = [
 def code(request, tmp_path_factory):
     """The architecture, and the code object of all kernels."""
     return request.param, assemble(KERNELS, request.param, tmp_path_factory.mktemp("fabric"))
-
-
-class Fabric:
-    """Devices with one shared tensor, which is the last device's."""
-
-    def __init__(self, code, count: int, seed: int, units: str = ""):
-        self.devices, self.path = Devices(code[0] + units, count, seed), code[1]
-        self.shared = self.devices.share(count - 1, self.zeros(128), "shared")
-
-    @staticmethod
-    def zeros(count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int32)
-
-    def enqueue(self, device: int, kernel: Kernel, *tensors, blocks: int = 1, **options) -> torch.Tensor:
-        """Add a launch; return its last tensor, the shared one and a new one by default."""
-        tensors = tensors or (self.shared, self.zeros(64))
-        launch = Launch("", kernel.name, (blocks, 1, 1), (kernel.max_block, 1, 1), tensors)
-        self.devices.enqueue(device, self.path, launch, **options)
-        return tensors[-1]
-
-    def run(self) -> list:
-        return self.devices.run()
 
 
 # Store buffers
@@ -352,8 +315,8 @@ def test_words_are_not_read_with_other_memory(code):
 def test_atomics_between_devices(code):
     for seed in SEEDS:
         fabric = Fabric(code, 2, seed)
-        for device, kernel in ((0, ADDS_FOR_THE_SYSTEM), (1, ADDS)):
-            fabric.enqueue(device, kernel)
+        for device, adds in ((0, ADDS_FOR_THE_SYSTEM), (1, ADDS)):
+            fabric.enqueue(device, adds)
         fabric.run()
         assert fabric.shared[0] == 128 * VALUE
         fabric.enqueue(0, ADDS)
@@ -368,8 +331,8 @@ def test_launches_of_two_streams_race(code):
     for seed in SEEDS:
         fabric = Fabric(code, 1, seed)
         data = fabric.zeros(64)
-        for stream, kernel in enumerate((STORES_ALONE, STORES_ANOTHER)):
-            fabric.enqueue(0, kernel, data, fabric.zeros(1), stream=stream)
+        for stream, storing in enumerate((STORES_ALONE, STORES_ANOTHER)):
+            fabric.enqueue(0, storing, data, fabric.zeros(1), stream=stream)
         with pytest.raises(errors.GlobalRace, match="nothing that orders the two"):
             fabric.run()
 
@@ -385,8 +348,8 @@ def test_blocks_of_a_launch_race(code):
 def test_devices_race(code):
     for seed in SEEDS:
         fabric = Fabric(code, 2, seed)
-        for device, kernel in enumerate((STORES[SYSTEM], STORES_ANOTHER)):
-            fabric.enqueue(device, kernel)
+        for device, storing in enumerate((STORES[SYSTEM], STORES_ANOTHER)):
+            fabric.enqueue(device, storing)
         with pytest.raises(errors.GlobalRace, match="of shared, overwritten here, was written by rank"):
             fabric.run()
 
@@ -403,7 +366,10 @@ def test_streams_take_room_from_each_other(code):
             fabric.run()
             found.add("right")
         except errors.Deadlock as error:
-            assert "blocks wait for" in str(error)
+            unchanged, *waits = str(error).splitlines()
+            assert unchanged == "nothing has changed for 1000 instructions of every wave"
+            assert any(re.search(r"rank 0 in epoch 1, block .*, wave 0 is at `", line) for line in waits)
+            assert any("1 blocks wait for" in line for line in waits)
             found.add("deadlock")
         if len(found) == 2:
             return
@@ -420,6 +386,23 @@ def test_all_blocks_of_a_launch_meet(code):
     fabric = Fabric(code, 1, 0, ":5")
     fabric.enqueue(0, MEETS, fabric.zeros(1), fabric.zeros(1), blocks=5 * RESIDENT)
     fabric.run()
+
+
+def test_a_run_that_changes_memory_for_ever_ends(code):
+    """A turn has fewer than 200 instructions, and a loop four: 3 turns do not reach the end."""
+    for seed in SEEDS:
+        fabric = Fabric(code, 1, seed, turns=3)
+        fabric.enqueue(0, ADDS_OFTEN)
+        with pytest.raises(errors.Deadlock, match="not ended after 3 turns\nrank 0 in epoch 1: .*, wave 0 is at `"):
+            fabric.run()
+
+
+def test_a_run_that_changes_memory_is_no_deadlock(code):
+    for seed in SEEDS:
+        fabric = Fabric(code, 1, seed, patience=100)
+        fabric.enqueue(0, ADDS_OFTEN)
+        fabric.run()
+        assert fabric.shared[0] == 64 * (LOOPS + 1) * VALUE
 
 
 def test_schedules_vary(code):

@@ -18,6 +18,9 @@ LIMIT = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
 E4M3, E4M3_LEAST = 2.0**-4, 2.0**-10  # half steps
 FP32 = 1e-5  # of some sums in fp32
 SIGMOID = 2.0**-126  # a smaller one may be 0 in fp32
+EXPONENT = 1.25 * 2.0**-24
+"""The error of x in the exponent of exp2(x * log2(e)) in fp32, relative to x: the product is rounded, and so is log2(e)."""
+SCORE = 2.0**-19  # of a score, a sum of few or their quotient otherwise: 32 roundings
 OF_TERMS = 4e-6  # of a long sum in fp32, of its terms' absolute values
 
 
@@ -346,7 +349,19 @@ def fused_experts(before, after, outputs: tuple) -> Found:
 # Routing
 
 
-def top(scores: Tensor, values: Tensor, before, outputs: tuple, factor: float, kept: Tensor, epsilon: float) -> Found:
+def scored(x: Tensor, score: str) -> tuple[Tensor, Tensor]:
+    """Return the scores of logits, and how far each may be off, relative to it: by exp2(x * log2(e)), which Triton's exp is too."""
+    if score == "sigmoid":
+        scores = torch.sigmoid(x)
+        return scores, EXPONENT * x.abs() * (1 - scores) + SCORE
+    scores, below = torch.softmax(x, -1), x.amax(-1, keepdim=True) - x
+    off = 2 * EXPONENT * below  # the difference is rounded, too
+    return scores, off + (scores * off).sum(-1, keepdim=True) + SCORE
+
+
+def top(
+    scores: Tensor, off: Tensor, values: Tensor, before, outputs: tuple, factor: float, kept: Tensor, epsilon: float
+) -> Found:
     """Ids are those of the largest `values` among the experts that are kept; weights are their scores."""
     weights, ids = outputs
     a = before
@@ -357,33 +372,36 @@ def top(scores: Tensor, values: Tensor, before, outputs: tuple, factor: float, k
     values = values.masked_fill(~kept, -torch.inf)
     wanted = values.topk(a.topk, -1)
     mine = values.gather(-1, ids.long())
-    off = torch.full_like(mine, 2e-6).where(clear[:, None], torch.inf)
-    yield "chosen values", mine, wanted.values.where(clear[:, None], torch.nan), off + 1e-5 * wanted.values.abs()
+    near = torch.full_like(mine, 2e-6).where(clear[:, None], torch.inf)
+    yield "chosen values", mine, wanted.values.where(clear[:, None], torch.nan), near + 1e-5 * wanted.values.abs()
     ordered, _ = ids.long().sort(-1)
     repeated = (ordered[:, 1:] == ordered[:, :-1]).double().sum(-1)
     yield "repeated ids", repeated, torch.zeros_like(repeated), torch.zeros_like(repeated)
-    share = scores.gather(-1, ids.long())
+    share, off = (of_experts.gather(-1, ids.long()) for of_experts in (scores, off))
+    least = SIGMOID * (share < 2 * SIGMOID)
     if a.renormalize:
-        share = share / (share.sum(-1, keepdim=True) + epsilon)
+        total = share.sum(-1, keepdim=True) + epsilon
+        off = off + (share * off).sum(-1, keepdim=True) / total + SCORE
+        share, least = share / total, least / total
     share = (factor * share).where(clear[:, None], torch.nan)
-    yield "weights", weights.double(), share, 1e-5 * share.abs() + 1e-30
+    yield "weights", weights.double(), share, off * share.abs() + factor * least + LEAST[torch.float32]
 
 
 def flat_top(score: str) -> Callable:
     def formula(before, after, outputs: tuple) -> Found:
         x = exact(before.gating_output)
-        scores = torch.softmax(x, -1) if score == "softmax" else torch.sigmoid(x)
-        bias = 0.0 if before.e_score_correction_bias is None else exact(before.e_score_correction_bias)
-        kept = torch.ones_like(x, dtype=torch.bool)
-        yield from top(scores, scores + bias, before, outputs, getattr(before, "routed_scaling_factor", 1.0), kept, 0.0)
+        scores, off = scored(x, score)
+        values = x if before.e_score_correction_bias is None else scores + exact(before.e_score_correction_bias)
+        kept, factor = torch.ones_like(x, dtype=torch.bool), getattr(before, "routed_scaling_factor", 1.0)
+        yield from top(scores, off, values, before, outputs, factor, kept, 0.0)
 
     return formula
 
 
 def grouped_topk(before, after, outputs: tuple) -> Found:
     a, x = before, exact(before.gating_output)
-    scores = torch.softmax(x, -1) if a.scoring_func == "softmax" else torch.sigmoid(x)
-    values = scores if a.e_score_correction_bias is None else scores + exact(a.e_score_correction_bias)
+    scores, off = scored(x, a.scoring_func)
+    values = x if a.e_score_correction_bias is None else scores + exact(a.e_score_correction_bias)
     grouped = values.nan_to_num(nan=-torch.inf).unflatten(-1, (a.num_expert_group, -1))
     best = grouped.topk(min(1 if a.e_score_correction_bias is None else 2, grouped.shape[-1]), -1).values.sum(-1)
     # A group that is as good as the last one that is kept, but for rounding, may take its place: those rows tell nothing.
@@ -392,11 +410,11 @@ def grouped_topk(before, after, outputs: tuple) -> Found:
     if chosen < a.num_expert_group:
         unclear = ~(order[:, chosen - 1] - order[:, chosen] > 1e-5)
         x, outputs = x[~unclear], tuple(output[~unclear] for output in outputs)
-        scores, values, best = scores[~unclear], values[~unclear], best[~unclear]
+        scores, off, values, best = scores[~unclear], off[~unclear], values[~unclear], best[~unclear]
         before = before._replace(gating_output=before.gating_output[~unclear])
     kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(chosen, -1).indices, True)
     kept = kept.repeat_interleave(scores.shape[-1] // a.num_expert_group, -1)
-    yield from top(scores, values, before, outputs, a.routed_scaling_factor, kept, 1e-20)
+    yield from top(scores, off, values, before, outputs, a.routed_scaling_factor, kept, 1e-20)
 
 
 def router_z_loss(before, after, outputs: tuple) -> Found:

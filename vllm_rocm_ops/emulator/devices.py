@@ -53,12 +53,15 @@ class Devices:
     Each device has queues of launches, named by `stream`; launches of a queue run one after the other, all else at the same time. The
     schedule is chosen by `seed`: how fast devices are, when launches start, how long stores take, and which waves run. `options` are
     those of `Options`; patience: instructions of every wave without a change before a deadlock is reported; of waves that sleep far
-    fewer."""
+    fewer; turns: how many a run has at most for each wave, whatever changes."""
 
-    def __init__(self, arch_name: str, count: int = 1, seed: int = 0, patience: int = 20_000, **options):
+    def __init__(
+        self, arch_name: str, count: int = 1, seed: int = 0, patience: int = 20_000, turns: int = 10_000, **options
+    ):
         if not 1 <= count <= MOST:
             raise ValueError(f"devices must be 1 to {MOST}, got {count}")
-        self.emulator, self.count, self.seed, self.patience = Emulator(arch_name, **options), count, seed, patience
+        self.emulator, self.count, self.seed = Emulator(arch_name, **options), count, seed
+        self.patience, self.turns = patience, turns
         self.arch = self.emulator.arch
         self._queues: dict[tuple[int, object], _Queue] = {}
         self._shared: list[tuple[int, torch.Tensor, str]] = []
@@ -94,6 +97,7 @@ class _Run:
             raise errors.LaunchError("launches that run at the same time must be of one code object")
         self.space = self._space(devices, queues, queued, uninitialised)
         self.waves = sum(waves_of(one.launch) for one in queued)
+        self.most_turns = devices.turns * self.waves
         self.room = [[1.0] for _ in range(devices.count)]
         spread, pause = self.random.choice(_SPREADS), self.random.choice(_PAUSES)
         speeds = [np.exp(spread * self.random.gauss(0, 1)) for _ in range(devices.count)]
@@ -128,7 +132,7 @@ class _Run:
     def run(self) -> list[Counters]:
         """Run turns until all launches have ended."""
         held, fabric = self.space.coherence.stores_held, self.fabric
-        while True:
+        for _ in range(self.most_turns):  # without a wave that runs, too
             for words in held:
                 if words.settle():
                     self.space.changes += 1
@@ -152,6 +156,7 @@ class _Run:
                 self.is_forced, self.changed_at = True, self.steps
             else:
                 return self.counted
+        raise self._deadlock(f"the launches have not ended after {self.most_turns} turns")
 
     def _able(self, running: list[int]) -> list[int]:
         """Return the queues whose waves do not all sleep; in a lazy schedule, those that slept only if there is no other."""
@@ -208,12 +213,5 @@ class _Run:
             queue.begins = max(self._pause(), visible)
 
     def _deadlock(self, message: str) -> errors.Deadlock:
-        waits = []
-        for scheduler in (queue.running for queue in self.queues if queue.running):
-            said = f"{scheduler.name}: "
-            for load, words, word in list(scheduler.stale.values())[-1:]:
-                said += f"`{load.text}`{scheduler.line(load)} awaits {words.awaited(word)}; "
-            if scheduler.next_blocks:
-                said += f"{len(scheduler.next_blocks)} blocks wait for the {scheduler.resident} that are resident; "
-            waits.append(said)
-        return errors.Deadlock(message + "\n" + "\n".join(waits))
+        waits = [queue.running.waits() for queue in self.queues if queue.running]
+        return errors.Deadlock("\n".join((message, *waits)))

@@ -14,13 +14,14 @@ from .coherence import AGENT, SYSTEM, Coherence
 from .errors import Misaligned, OutOfBounds, StaleRead, Uninitialised
 
 SLOT = 36  # log2 of the distance of regions
+MOST_BYTES = (1 << SLOT) - 0x1000  # of a tensor, which starts as far into its slot as into its page
 _WATCHED = 1 << 24  # readers are remembered in regions of up to so many bytes
 WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _least, _most, _any_bits = np.minimum.reduce, np.maximum.reduce, np.bitwise_or.reduce
 _ONES = {size: np.frombuffer(b"\1" * size, dtype)[0] for size, dtype in WORD.items()}
 
 
-def _span(tensor) -> tuple[int, int]:
+def span_of(tensor) -> tuple[int, int]:
     """First byte and end of the memory that a tensor's elements occupy."""
     start = tensor.data_ptr()
     if not tensor.numel():
@@ -113,7 +114,7 @@ class Space:
 
     def add_tensors(self, tensors: list, uninitialised: tuple) -> None:
         """One region per group of tensors that overlap; `addresses` maps data_ptr to virtual addresses."""
-        spans = sorted(((*_span(t), t, name) for name, t in tensors), key=lambda s: s[:2])
+        spans = sorted(((*span_of(t), t, name) for name, t in tensors), key=lambda s: s[:2])
         spans = [span for span in spans if span[0] < span[1]]
         groups: list[list] = []
         for span in spans:
@@ -140,7 +141,7 @@ class Space:
         if len(starts) > 1:
             region.runs = starts - low, ends - low
         for tensor in uninitialised:
-            first, last = _span(tensor)
+            first, last = span_of(tensor)
             if start <= first < last <= end:
                 region.track_writes()
                 region.written[_bytes_of(tensor, low)] = 0

@@ -149,9 +149,8 @@ def examine(w, ins: Instruction, bound) -> Callable:
     if wrong and flow is None:
         code, lanes = next(iter(wrong.items()))
         row, lane = (int(i[0]) for i in np.nonzero(lanes))
-        name = Operand(code, 1, "", 32)
-        lane = None if code < VGPR else lane
-        raise w.scheduler.error(errors.Uninitialised, ins, w, row, lane, f"{name} was never written")
+        kind, message = w.scheduler.unwritten(w, row, code)
+        raise w.scheduler.error(kind, ins, w, row, None if code < VGPR else lane, message)
     if wrong and ins.mnemonic == "v_cndmask_b32":
         wrong = _selected(w, ins, wrong)
     bad_of = {

@@ -14,6 +14,7 @@ import numpy as np
 
 from . import errors, sanitizer
 from .counters import Counters
+from .decode import Operand
 from .instructions.scalar import Diverge, Signal
 from .lds import Lds
 from .memory import Space
@@ -46,8 +47,8 @@ class Scheduler:
         blocks = math.prod(launch.grid)
         self.space, self.kernarg, self.options, self.place = space, kernarg, options, place
         self.device = place.device if place else 0
-        # (wave, address of a load) -> the load of a word that is not the awaited one, its words.Words and the word
-        self.stale: dict[tuple[int, int], tuple] = {}
+        # wave -> address of a load -> the load of a word that is not the awaited one, its words.Words and the word
+        self.stale: dict[int, dict[int, tuple]] = {}
         self.counters = Counters(program.arch, traffic=space.traffic, _patterns=space.patterns)
         self.counts = [0] * len(program.instructions)
         self.steps = self.last_progress = 0
@@ -95,16 +96,20 @@ class Scheduler:
     def error(self, kind, ins, w, row: int, lane: int | None, message: str) -> errors.EmulatorError:
         """An error that says where it happened."""
         where = self.wave_name(int(w.id[row])) + ("" if lane is None else f", lane {lane}")
-        if kind is errors.Uninitialised and self.stale and message.startswith("v"):
-            mine = [read for (wave, _), read in self.stale.items() if wave == w.id[row]]
-            load, words, word = (mine or list(self.stale.values()))[0]
-            kind, register = errors.StaleWord, message.partition(" ")[0]
-            message = f"{register} is computed from a word that has not come: `{load.text}`{self.line(load)} awaits "
-            message += words.awaited(word)
         place = f"{self.kernel.name}+{ins.address - self.kernel.entry:#x} `{ins.text}`{self.line(ins)}"
         error = kind(f"{place}, {where}: {message}")
         error.located = True
         return error
+
+    def unwritten(self, w, row: int, code: int) -> tuple[type[errors.EmulatorError], str]:
+        """Return what an error says of a register without a value: nothing wrote it, or a word of this wave has not come."""
+        name, mine = Operand(code, 1, "", 32), list(self.stale.get(int(w.id[row]), {}).values())
+        if not mine or code not in w.defined:  # what nothing wrote has no lanes that are
+            return errors.Uninitialised, f"{name} was never written"
+        # a register that no load has as its first is computed from one that some load has
+        load, words, word = next((read for read in mine if read[0].operands["vdst"].code == code), mine[0])
+        awaits = f"`{load.text}`{self.line(load)} awaits {words.awaited(word)}"
+        return errors.StaleWord, f"{name} is computed from a word that has not come: {awaits}"
 
     def wave_name(self, wave: int) -> str:
         """The block and wave of a wave number."""
@@ -185,8 +190,21 @@ class Scheduler:
                 raise self._deadlock(w, f"nothing has changed for {self.options.patience} instructions of every wave")
 
     def _deadlock(self, w, message: str):
-        at = max(0, w.pc - 1) if w in self.waiting else w.pc
-        return self.error(errors.Deadlock, self.program.instructions[at], w, 0, None, message)
+        return self.error(errors.Deadlock, self._instruction_of(w), w, 0, None, message)
+
+    def _instruction_of(self, w: Waves):
+        return self.program.instructions[max(0, w.pc - 1) if w in self.waiting else w.pc]
+
+    def waits(self) -> str:
+        """Describe what the launch waits for: a word, or else where a wave stands; and room."""
+        stale = [read for of_wave in self.stale.values() for read in of_wave.values()][-1:]
+        said = [f"`{load.text}`{self.line(load)} awaits {words.awaited(word)}" for load, words, word in stale]
+        for w in (*self.queue, *self.waiting)[: not said]:
+            ins = self._instruction_of(w)
+            said.append(f"{self.wave_name(int(w.id[0]))} is at `{ins.text}`{self.line(ins)}")
+        if self.next_blocks:
+            said.append(f"{len(self.next_blocks)} blocks wait for the {self.resident} that are resident")
+        return f"{self.name}: {'; '.join(said)}"
 
     def _room(self) -> int:
         """Return how many blocks can start."""
@@ -310,6 +328,8 @@ class Scheduler:
 
     def _end(self, w: Waves) -> None:
         self.progress()
+        for wave in w.id.tolist() if self.stale else ():
+            self.stale.pop(wave, None)
         np.add.at(self.ended, w.block, 1)
         self._check_barriers(w)
         for block in np.unique(w.block):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .coherence import SYSTEM
-from .errors import SlotOverwritten, StaleRead, TornWord, WrongEpoch
+from .errors import SlotOverwritten, StaleRead, TornWord, UnsupportedInstruction, WrongEpoch
 
 _NEVER = np.int64(1) << 62
 _ARRIVALS = 3  # how many times one store's pieces become visible at most
@@ -241,20 +241,27 @@ class Words:
         values = self.region.views[8][words]
         fresh = values.view(np.uint32)[1::2] == w.scheduler.place.epoch
         fresh &= pairs != 0
-        count = np.count_nonzero(fresh)
+        count, late, stale = np.count_nonzero(fresh), {}, w.scheduler.stale
         if count and w.scheduler.device == self.device:
             self.unread[words if count == len(words) else words[fresh]] = 0
         if count == len(words):
             if where.ins.address in w.awaited:
                 w.awaited = {load: of for load, of in w.awaited.items() if load != where.ins.address}
-            if w.scheduler.stale:
-                for wave in w.id.tolist():
-                    w.scheduler.stale.pop((wave, where.ins.address), None)
         else:
             where.stale = ~fresh
-            w.awaited = {**w.awaited, where.ins.address: (self, words[where.stale], values[where.stale])}
-            bad = int(np.argmin(fresh))
-            w.scheduler.stale[int(w.id[rows[bad]]), where.ins.address] = (where.ins, self, int(words[bad]))
+            if where.ins.encoding != "GLOBAL":  # no other load keeps a value from being used
+                raise where(UnsupportedInstruction, int(np.argmin(fresh)), "words are awaited with global_load")
+            at, of = words[where.stale], rows[where.stale]
+            w.awaited = {**w.awaited, where.ins.address: (self, at, values[where.stale])}
+            first = np.flatnonzero(of[1:] != of[:-1]) + 1  # lanes of a wave are side by side
+            late = {int(w.id[of[lane]]): int(at[lane]) for lane in (0, *first.tolist())}
+        for wave in w.id.tolist() if late or stale else ():
+            if wave in late:
+                stale.setdefault(wave, {})[where.ins.address] = (where.ins, self, late[wave])
+            elif wave in stale:
+                stale[wave].pop(where.ins.address, None)
+                if not stale[wave]:
+                    del stale[wave]
         return values.view(np.uint8).reshape(-1, 8)
 
     def _check_torn(self, words, sources, where) -> None:

@@ -1,6 +1,7 @@
 """Which experts a token goes to; kernels: csrc/ops/moe_routing.hip.
 
-Names and arguments are those of vLLM, but results are returned, and everything is computed in fp32. Experts are ordered by
+Names and arguments are those of vLLM, but results are returned, and everything is computed in fp32. exp(x) is exp2(x * log2(e)), as
+Triton compiles it for vLLM's routing: a small sigmoid has a relative error of about |logit| * 2^-24. Experts are ordered by
 score + bias, or without a bias by their logits, whose order is that of the scores before rounding. Of equals the smaller index
 comes first. A NaN logit counts as -inf, a sum of NaN or -inf as the lowest finite number: a row of nothing else goes to experts
 0 to topk - 1.
