@@ -71,14 +71,14 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 ATTENTION, GUARDS, LATENT, ABSORBED, ROWS, ALL_REDUCE, REACH, GRAPH, MX_LINEAR = (
-    ("attention.py", "test_decode_attention.py"),
-    ("attention.py", "test_seam_guards.py"),
-    ("latent_attention.py", "test_latent_attention.py"),
-    ("absorbed_products.py", "test_absorbed_products.py"),
-    ("row_selection.py", "test_row_selection.py"),
-    ("all_reduce.py", "test_row_selection.py"),
+    ("attention/decoder.py", "test_decode_attention.py"),
+    ("attention/decoder.py", "test_seam_guards.py"),
+    ("attention/mla.py", "test_latent_attention.py"),
+    ("attention/absorbed_products.py", "test_absorbed_products.py"),
+    ("fusion/row_selection.py", "test_row_selection.py"),
+    ("fusion/all_reduce.py", "test_row_selection.py"),
     ("reach.py", "test_reach.py"),
-    ("graph.py", "test_graph.py"),
+    ("fusion/graph.py", "test_graph.py"),
     ("linear/mxfp8_linear.py", "test_linear.py"),
 )
 
@@ -118,22 +118,22 @@ SEAM_MUTANTS = {
     "interleaved values": of(GUARDS, 'if getattr(impl, "_use_interleaved_v_cache", False):', "if False:"),
     # When attention is measured
     "attention measured where heads are gathered": SeamMutant(
-        "attention_timing.py",
+        "attention/timing.py",
         'or getattr(decoder.impl, "dcp_world_size", 1) > 1:',
         ":",
         "test_seam_guards.py",
     ),
     "lengths that a model does not have": SeamMutant(
-        "attention_timing.py",
+        "attention/timing.py",
         "for keys in [keys for keys in LENGTHS if keys <= longest] or [longest]:",
         "for keys in LENGTHS:",
         "test_seam_guards.py",
     ),
     "attention measured though it is forced": SeamMutant(
-        "attention_timing.py", "may_serve and not decoder.is_forced and", "may_serve and", "test_seam_guards.py"
+        "attention/timing.py", "may_serve and not decoder.is_forced and", "may_serve and", "test_seam_guards.py"
     ),
     "single rows not measured where there are drafts": SeamMutant(
-        "attention_timing.py", "{1, 1 + drafts}", "{1 + drafts}", "test_seam_guards.py"
+        "attention/timing.py", "{1, 1 + drafts}", "{1 + drafts}", "test_seam_guards.py"
     ),
     # Latent attention
     "single rows beside prefills taken for longer": of(
@@ -189,27 +189,32 @@ SEAM_MUTANTS = {
         ROWS, "*fused, kernel_selection.COMPILED", "*fused, kernel_selection.EAGER"
     ),
     "a negative static scale": of(ROWS, "self.linear.input_scale.float().abs()", "self.linear.input_scale.float()"),
-    "somewhere slower": SeamMutant("kernel_selection.py", "max(ratios) <= 1 + MARGIN and", "", "test_row_selection.py"),
+    "somewhere slower": SeamMutant(
+        "selection/kernel_selection.py", "max(ratios) <= 1 + MARGIN and", "", "test_row_selection.py"
+    ),
     "ours where one rank measured so": SeamMutant(
-        "kernel_selection.py", "bytes(a & b for", "bytes(a | b for", "test_row_selection.py"
+        "selection/kernel_selection.py", "bytes(a & b for", "bytes(a | b for", "test_row_selection.py"
     ),
     "an op off where the last rank has it off": SeamMutant(
-        "kernel_selection.py", "off = {**decided.off, **off}", "off = dict(decided.off)", "test_kernel_selection.py"
+        "selection/kernel_selection.py",
+        "off = {**decided.off, **off}",
+        "off = dict(decided.off)",
+        "test_kernel_selection.py",
     ),
     "a late failure of vLLM's kernel taken for ours": SeamMutant(
-        "kernel_timing.py", "    clock.finish()\n    with marked:", "    with marked:", "test_kernel_selection.py"
+        "selection/kernel_timing.py", "    clock.finish()\n    run_ours", "    run_ours", "test_kernel_selection.py"
     ),
     "an activation told of a linear that another reader has": SeamMutant(
-        "producers.py", "return got == [made]", "return True", "test_row_selection.py"
+        "fusion/producers.py", "return got == [made]", "return True", "test_row_selection.py"
     ),
     "a linear without a partition": SeamMutant(
-        "producers.py",
+        "fusion/producers.py",
         'linear.input_size_per_partition if hasattr(linear, "input_size_per_partition") else linear.input_size',
         "linear.input_size_per_partition",
         "test_row_selection.py",
     ),
     "a baseline that is measured with markers": SeamMutant(
-        "row_selection.py",
+        "fusion/row_selection.py",
         'getattr(quantize.quant_fp8, "vllm_forward", quantize.quant_fp8)',
         "quantize.quant_fp8",
         "test_fusion_seam.py",
@@ -236,8 +241,8 @@ SEAM_MUTANTS = {
     "a linear that others read, too": of(GRAPH, " and len(x.users) == 1", ""),
     "one launch where vLLM's linear is faster": SeamMutant(
         "linear/scaled_linear.py",
-        "wins = KERNELS.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(a.shape[0])",
-        "wins = True",
+        " and KERNELS.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(tokens)",
+        "",
         "test_linear.py",
     ),
     "a linear with a bias": of(GRAPH, "x.args[4] is None and ", ""),
@@ -279,10 +284,10 @@ SEAM_MUTANTS = {
     "an input quantized for one side alone": of(MX_LINEAR, "(*quantize(x), *layer)", "(x, x, *layer)"),
     # Experts of several ranks
     "tokens in batches of an expert's": SeamMutant(
-        "expert_support.py", "if config.use_batched_activation_format:", "if False:", "test_experts.py"
+        "experts/expert_support.py", "if config.use_batched_activation_format:", "if False:", "test_experts.py"
     ),
     "tokens that another way sends": SeamMutant(
-        "expert_support.py", "if config.use_all2all_kernels and not (", "if False and not (", "test_experts.py"
+        "experts/expert_support.py", "if config.use_all2all_kernels and not (", "if False and not (", "test_experts.py"
     ),
     "routing of tokens that other ranks have": SeamMutant(
         "experts/routing_experts.py",
@@ -291,13 +296,13 @@ SEAM_MUTANTS = {
         "test_experts.py",
     ),
     "tokens of data parallel ranks quantised twice": SeamMutant(
-        "experts.py", "use_all2all_kernels or moe_config.dp_size > 1", "use_all2all_kernels", "test_experts.py"
+        "experts/base.py", "use_all2all_kernels or moe_config.dp_size > 1", "use_all2all_kernels", "test_experts.py"
     ),
     "a rank's first expert hidden from AITER": SeamMutant(
-        "expert_support.py", "mask[:-1] = expert_map >= 0", "mask[:-1] = expert_map > 0", "test_experts.py"
+        "experts/expert_support.py", "mask[:-1] = expert_map >= 0", "mask[:-1] = expert_map > 0", "test_experts.py"
     ),
     "experts timed as if all were here": SeamMutant(
-        "experts.py",
+        "experts/base.py",
         "among = len(layer[0]) if expert_map is None else total",
         "among = len(layer[0])",
         "test_experts.py",

@@ -214,7 +214,7 @@ class _Kept:
 def _model() -> str:
     """The hash of all files that a prediction comes from."""
     digest, package, mine = hashlib.sha256(), Path(machines.__file__).parents[1], Path(__file__).parent
-    parts = package.glob("emulator/**/*.py"), package.glob("timing/*.*"), mine.glob("*.py"), [package / "arch.py"]
+    parts = package.glob("emulator/**/*.py"), package.glob("timing/*.*"), mine.glob("*.py"), [package / "core/arch.py"]
     for path in sorted(itertools.chain(*parts)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

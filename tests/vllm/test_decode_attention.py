@@ -17,7 +17,7 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.families.attention import CacheLayout
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends as attention_backends
-from vllm_rocm_ops.vllm.attention import decode_attention, rope_and_cache
+from vllm_rocm_ops.vllm.attention import rope_and_cache
 from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
@@ -576,8 +576,8 @@ def test_another_plugins_backend_is_left_alone(configuration, monkeypatch):
 
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {registry.AttentionBackendEnum.CPU_ATTN: "theirs.Backend"})
     with pytest.raises(seam.Unavailable, match="another plugin replaces CPU_ATTN by theirs.Backend"):
-        decode_attention.SEAM.probe()
+        attention.SEAM.probe()
     registry._ATTN_OVERRIDES.clear()
-    decode_attention.SEAM.probe()
-    decode_attention.SEAM.install()
+    attention.SEAM.probe()
+    attention.SEAM.install()
     assert registry.AttentionBackendEnum.CPU_ATTN.get_class() is attention_backends.made(attention.BACKENDS["CPU_ATTN"])

@@ -1,5 +1,5 @@
 """The experts of a mixture-of-experts layer, from routed tokens to their weighted sum; kernels: csrc/ops/fused_experts.hip
-for few tokens (families/experts_streamed.py), csrc/ops/fused_experts_tiled.hip for many (families/experts_tiled.py)."""
+for few tokens (ops/families/experts_streamed.py), csrc/ops/fused_experts_tiled.hip for many (ops/families/experts_tiled.py)."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ SLICE_BYTES = 128  # a K slice, which a wave takes at a time
 MOST_UNIT_SLICES = 4  # K slices of a unit of down, which one wave has
 SUM_THREADS = 256
 RESIDENT = {"gate_up": 3, "down": 4}  # blocks of a compute unit
-# The model of `cost`, fitted to H200 at the shares of bench/experts.py: the share of the bandwidth that gate_up gets, and
+# The model of `cost`, fitted to H200 at the shares of tools/bench/experts.py: the share of the bandwidth that gate_up gets, and
 # the one that down would get with no end of blocks; bytes a microsecond that a block of down gets by itself, by the lanes of a
 # wave, on AMD what it has in flight; of a further tile of an expert's tokens, a constant and the share of the time of the
 # first one's bytes, which caches may hold; for a launch; for the one that sums up split-K; and for each further time that all

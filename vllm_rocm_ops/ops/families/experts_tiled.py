@@ -38,7 +38,7 @@ MODULE = "fused_experts_tiled"
 TOKENS, ROWS = (64, 128), 128  # of a tile: pairs of one expert, rows of its weight
 THREADS, SORT_THREADS, COMBINE_THREADS = 256, 1024, 256
 MOST_EXPERTS = 1024
-# Fitted to H200 at the shares of bench/experts.py: the rate of multiplying, beside that of scaled_mm_tiled; the share of
+# Fitted to H200 at the shares of tools/bench/experts.py: the rate of multiplying, beside that of scaled_mm_tiled; the share of
 # the bandwidth; for each of the times that all blocks are new ones; for a launch.
 MULTIPLYING = {64: 1.07, 128: 0.85}
 STREAMING, ROUND_US, LAUNCH_US = {64: 0.92, 128: 0.55}, 0.93, 2.3
