@@ -17,8 +17,8 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.families.attention import CacheLayout
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends as attention_backends
-from vllm_rocm_ops.vllm.attention import rope_and_cache
 from vllm_rocm_ops.vllm.attention import decoder as attention
+from vllm_rocm_ops.vllm.attention import rope_and_cache
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 LAYERS = {
