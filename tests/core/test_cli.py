@@ -17,6 +17,7 @@ from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools import cli, doctor, explain
+from vllm_rocm_ops.vllm import kernels
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -371,11 +372,11 @@ def test_explain_of_a_model_says_that_absorbed_products_are_measured_first(capsy
 
 def test_the_limits_are_those_of_the_seams():
     """Every seam with a limit says it to `explain`."""
-    folder = pathlib.Path(explain.experts.__file__).parents[1]
+    folder = pathlib.Path(kernels.__file__).parent
     limited = {
         path.stem for path in folder.rglob("*.py") if re.search(r"^MOST_TOKENS = ", path.read_text(), re.MULTILINE)
     }
-    assert limited == {module.__name__.rpartition(".")[2] for module in explain.LIMITED.values()}
+    assert limited == {type(one).__module__.rpartition(".")[2] for one in kernels.KERNELS.values()}
 
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["explain", "rms_norm"], ["--version"]])

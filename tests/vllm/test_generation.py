@@ -193,7 +193,7 @@ from vllm_rocm_ops.vllm.linear import native_kernel
 from vllm_rocm_ops.vllm.linear import scaled_linear, unquantized_linear
 
 native_kernel.choose = lambda *_: ChannelWiseTorchFP8ScaledMMLinearKernel
-scaled_linear.MOST_TOKENS = 16
+scaled_linear.ScaledLinear.limit = 16
 op = torch.ops.vllm_rocm_ops.unquantized_linear
 torch.ops.vllm.rocm_unquantized_gemm = torch.nn.functional.linear
 vocab_parallel_embedding.dispatch_unquantized_gemm = lambda: lambda layer, x, weight, bias=None: op(x, weight, bias)

@@ -26,6 +26,17 @@ from vllm_rocm_ops.models.config import BLOCKS, INT8, INT8_STATIC, MX, STATIC, T
 VOCABULARY_UNIT = 64  # vLLM pads to a multiple
 MOST_LAYERS, MOST_SIZE = 4096, 2**20
 POSITIONS = 8192  # of a model that does not say it
+ATTENTION = ops.paged_attention_decode, ops.mla_decode
+"""Ops of attention's decode, which vLLM calls where they were measured to be faster at every length of requests."""
+LINEARS = (
+    ops.scaled_mm,
+    ops.scaled_mm_silu_and_mul_quant,
+    ops.block_scaled_mm,
+    ops.mxfp8_scaled_mm,
+    ops.gemm,
+    ops.unquantized_gemm,
+)
+"""Ops of linear layers."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.emulator import cases as emulated
+from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
-from vllm_rocm_ops.tools import explain
 from vllm_rocm_ops.tools.bench.shapes import Shape
 
 from . import CONTEXT, launch_time, machines
@@ -71,7 +71,7 @@ def with_context(given: dict, context: int) -> dict:
 def predict_call(op: Op, given: dict, machine: Machine, context: int = CONTEXT, config=None) -> list[Kernel]:
     """The kernels of a call with arguments of the meta device, and so many keys of each request where it is attention; in a
     configuration of the op, by default the one that a call gets. Raises ValueError where none of ours runs."""
-    if op.name in explain.ATTENTION:
+    if op in model_layers.ATTENTION:
         given = with_context(given, context)
     experts = len(given["w1"]) if "w1" in given else 1
     values = {name: _argument(name, value, experts) for name, value in given.items()}
@@ -172,7 +172,7 @@ def band(op: Op, product: str = machines.COMPARED) -> Band:
     """The error band of an op's kernels, from all published times of kernels that do the same."""
     if product != machines.COMPARED:
         return Band(None, f"error unknown: no published decode time of {product} was compared")
-    gemm = op.name in explain.LIMITED and op.name not in ("batched_gemm", "fused_experts")
+    gemm = op in model_layers.LINEARS
     kinds = COMPARED["GEMM" if gemm else "rows"] if gemm or op.name.startswith(ROWS) else ()
     halves = [half for kind in kinds for half in machines.CALIBRATION["classes"][kind].values()]
     if not halves:
@@ -187,7 +187,7 @@ def call_lines(op: Op, given: dict, machine: Machine, context: int = CONTEXT) ->
     """Lines for people about a call."""
     kernels = predict_call(op, given, machine, context)
     total = sum(kernel.prediction.us for kernel in kernels)
-    of = f" of {context} keys a request" if op.name in explain.ATTENTION else ""
+    of = f" of {context} keys a request" if op in model_layers.ATTENTION else ""
     yield f"{op.name}{of} on {machine.name}: predicted {total:.1f} us, not measured; {band(op, machine.name).text}"
     for symbol, prediction, _ in kernels:
         yield f"  {symbol}: predicted {prediction.us:.1f} us; {prediction.details}"
@@ -198,7 +198,7 @@ def shape_lines(found: Iterable[Shape], machine: Machine) -> Iterator[str]:
     yield f"{machine.name}: predicted times in us, not measured"
     for shape in found:
         name, op = f"{shape.op.name} {shape.case.name}", shape.op
-        if op.name in explain.ATTENTION:
+        if op in model_layers.ATTENTION:
             yield f"  {name}: see vllm-rocm-ops predict {op.name} --context"
             continue
         made = shape.case.make("meta", torch.Generator(), machine.arch.fp8_dtype)

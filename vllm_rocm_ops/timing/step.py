@@ -23,7 +23,6 @@ import torch
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
-from vllm_rocm_ops.tools import explain
 
 from . import CONTEXT, baseline
 from .baseline import Time
@@ -99,7 +98,7 @@ def read_bytes(call: LayerCall, tokens: int, machine: Machine, context: int) -> 
     if "w1" in sizes:
         share = hit(*call.parameters[:3:2], tokens)
         sizes = {name: size * (share if name.startswith("w") else 1) for name, size in sizes.items()}
-    if call.op.name in explain.ATTENTION:
+    if call.op in model_layers.ATTENTION:
         positions = next(value for value in reversed(call.parameters) if type(value) is int)
         sizes = {name: size * context / positions if "cache" in name else size for name, size in sizes.items()}
     return float(sum(sizes.values()))

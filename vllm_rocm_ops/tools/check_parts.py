@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ import torch
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
-from vllm_rocm_ops.core.clock import GpuClock, tensor_bytes
+from vllm_rocm_ops.core.clock import GpuClock
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.timing import frozen
@@ -21,14 +20,12 @@ from vllm_rocm_ops.tools import smoke as smoke_stages
 from vllm_rocm_ops.tools.bench import run as bench
 from vllm_rocm_ops.tools.bench.peers import Peer, peers
 from vllm_rocm_ops.tools.bench.shapes import Shape
-from vllm_rocm_ops.vllm.experts import base as experts
-from vllm_rocm_ops.vllm.linear import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
+from vllm_rocm_ops.vllm import kernels
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 TINY_TOKENS = (1, 17)
 EMULATED_SECONDS = 0.5  # of processor time for an op's cases
-OPS = ("scaled_mm", "block_scaled_mm", "mxfp8_scaled_mm", "unquantized_gemm", "fused_experts")
 
 
 def smoke(arch: str | None, stage: str, *arguments) -> Iterator[dict]:
@@ -82,7 +79,7 @@ def model(arch: str | None, name: str, tp: int) -> Iterator[dict]:
     product = None if arch else frozen.product_of(torch.cuda.get_device_name(0))
     with torch.inference_mode():
         for call in model_layers.calls(model_config.read(name), tp):
-            if call.op.name not in OPS:
+            if call.op not in kernels.KERNELS:
                 continue
             others = {"PyTorch's reference": Peer(call.op.reference)} if arch else peers(call.op)
             for other, peer in others.items():
@@ -94,19 +91,19 @@ def beside(
     call, other: str, peer: Peer, arch: archs.Arch, clock, sizes: tuple[int, ...], product: str | None = None
 ) -> Iterator[dict]:
     """Yield our kernels beside another for one call of a model, by tokens; on a product that has frozen predictions, beside these too."""
-    kernels = ModelCall(call, peer, arch)
-    layer = torch.empty(0, device=kernels.device), call.dtype  # weights are made for each size
-    choice = kernel_selection.Choice(kernels, other, layer)
+    of_call = ModelCall(call, peer, arch)
+    layer = torch.empty(0, device=of_call.device), call.dtype  # weights are made for each size
+    choice = kernel_selection.Choice(of_call, other, layer)
     for tokens in sizes:
         found = {
             "layer": call.layer,
             "op": call.op.name,
             "beside": other,
             "tokens": tokens,
-            **kernels.predicted(tokens),
+            **of_call.predicted(tokens),
             "frozen": frozen.find(product, call, tokens, arch),
         }
-        calls = kernel_timing.estimate(kernels, layer, max(call.count, 1), tokens, arch.bandwidth_gb_s)[0]
+        calls = kernel_timing.estimate(of_call, layer, max(call.count, 1), tokens, arch.bandwidth_gb_s)[0]
         try:
             measured = kernel_timing.measure_pair(choice, [layer] * calls, tokens, clock, contextlib.nullcontext())
             timed = {"us": measured.ours, "other us": measured.native}
@@ -136,7 +133,8 @@ class ModelCall:
     def __init__(self, call, peer: Peer, arch: archs.Arch):
         self.call, self.op, self.peer, self.arch = call, call.op, peer, arch
         self.device = "cpu" if launch.cpu_executor() else "cuda"
-        self.sampled_rows = experts.KERNELS.sampled_rows if self.op.name == "fused_experts" else 8
+        self.in_vllm = kernels.KERNELS[self.op]
+        self.sampled_rows = self.in_vllm.sampled_rows
 
     def on_meta(self, tokens: int):
         return self.op.Arguments(*self.call.case(tokens).make("meta", torch.Generator(), self.arch.fp8_dtype))
@@ -155,16 +153,10 @@ class ModelCall:
         return self.call.layer
 
     def columns(self, layer):
-        a = self.on_meta(1)
-        return a[0].shape[-1], self.op.allocate(a).shape[-1]
+        return self.in_vllm.columns(self.in_vllm.layers_of(self.on_meta(1))[0])
 
     def work(self, layer, tokens):
-        a = self.on_meta(tokens)
-        if self.op.name == "fused_experts":
-            among = len(a.w1) if a.expert_map is None else len(a.expert_map)
-            return tensor_bytes(*a), 2.0 * a.topk_ids.numel() * len(a.w1) / among * (a.w1[0].numel() + a.w2[0].numel())
-        k, n = self.columns(layer)
-        return tensor_bytes(*a), 2.0 * tokens * n * k
+        return self.in_vllm.work(self.in_vllm.layers_of(self.on_meta(tokens))[0], tokens)
 
     def arguments(self, layer, x, seed):
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -178,23 +170,7 @@ class ModelCall:
         return self.peer.call(*prepared)[: len(given[0])]
 
     def exact(self, arguments, x, rows, columns):
-        a = self.op.Arguments(*arguments[0])
-        if self.op.name == "scaled_mm":
-            given = a.a, a.b, a.scale_a, a.scale_b, a.bias, None, False, None
-            return scaled_linear.KERNELS.exact(given, x, rows, columns)
-        if self.op.name == "block_scaled_mm":
-            return block_scaled_linear.KERNELS.exact(a, x, rows, columns)
-        if self.op.name == "unquantized_gemm":
-            return unquantized_linear.KERNELS.exact(tuple(a), a[0], rows, columns)
-        if self.op.name == "mxfp8_scaled_mm":
-            _, weight, scale_a, scale_b, *_ = a
-            tokens = a[0].float() * torch.exp2(scale_a.view(torch.uint8).float() - 127).repeat_interleave(32, 1)
-            return mxfp8_linear.KERNELS.exact((None, None, weight, scale_b, None), tokens, rows, columns)
-        scales = argparse.Namespace(
-            w1_scale=a.w1_scale, w2_scale=a.w2_scale, a1_scale=None, a2_scale=None, shuffled=a.shuffled
-        )
-        layer = a.w1, a.w2, None, scales, None, None, a.expert_map, a.apply_router_weight_on_input, None, None
-        return experts.KERNELS.exact((layer, None, a.topk_weights, a.topk_ids), a.hidden, rows, columns)
+        return self.in_vllm.exact_of(self.op.Arguments(*arguments[0]), rows, columns)
 
 
 def counted(arch: str | None, name: str) -> Iterator[dict]:

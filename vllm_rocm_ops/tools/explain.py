@@ -17,10 +17,8 @@ from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core.op import Explanation, Op
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
-from vllm_rocm_ops.vllm.attention import absorbed_products
 from vllm_rocm_ops.vllm.attention.decoder import is_forced
-from vllm_rocm_ops.vllm.experts import base as experts
-from vllm_rocm_ops.vllm.linear import block_scaled_linear, int8_linear, mxfp8_linear, scaled_linear, unquantized_linear
+from vllm_rocm_ops.vllm.kernels import KERNELS
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 DTYPES = {
@@ -137,23 +135,8 @@ def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
 # a model
 
 
-LIMITED = {
-    "scaled_mm": scaled_linear,
-    "scaled_mm_silu_and_mul_quant": scaled_linear,
-    "block_scaled_mm": block_scaled_linear,
-    "mxfp8_scaled_mm": mxfp8_linear,
-    "gemm": int8_linear,
-    "unquantized_gemm": unquantized_linear,
-    "fused_experts": experts,
-    "batched_gemm": absorbed_products,
-}
-"""By op: the seam that calls it for few tokens only, and runs vLLM's kernel for more."""
-
-
 FORCED = "VLLM_ROCM_OPS_ATTENTION=1"
 UNMEASURED = "unmeasured: vLLM's own until ours was measured to be faster"
-ATTENTION = ("paged_attention_decode", "mla_decode")
-"""Ops that vLLM calls only where they were measured to be faster (vllm/attention.py), at every length of requests."""
 
 
 def attention(config: dict, tp: int, arch: str) -> LayerCall:
@@ -167,51 +150,17 @@ def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
     return [*gated, *model_layers.absorbed(config, tp), attention(config, tp, arch)]
 
 
-def most_tokens(op: Op) -> int | None:
-    """The most tokens that vLLM gives an op on a GPU where nothing was measured. None for any number."""
-    module = LIMITED.get(op.name)
-    return module and module.MOST_TOKENS
-
-
 def measured_shapes(call: LayerCall, arch: str) -> list[str]:
     """The shapes, as kernel_selection.py names them, under which a call may have been measured."""
     a = call.op.Arguments(*call.case(2).make("meta", torch.Generator(), archs.named(arch).fp8_dtype))
-    name, module = call.op.name, LIMITED.get(call.op.name)
-    if name == "scaled_mm_silu_and_mul_quant":
-        layers = [
-            (a.b, a.scale_b, a.scale, a.dtype, fragments, None, a.scale_a, a.a.shape[1]) for fragments in (False, True)
-        ]
-        return [module.GATED.describe(layer) for layer in layers]
-    if name == "scaled_mm":
-        static = a.scale_a if a.scale_a.numel() == 1 else None
-        k = a.a.shape[1]
-        layers = [(a.b, a.scale_b, a.bias, a.out_dtype, fragments, None, static, k) for fragments in (False, True)]
-    elif name == "block_scaled_mm":
-        layers = [(a.b, a.scale_b, a.out_dtype, None)]
-    elif name == "mxfp8_scaled_mm":
-        layers = [(a.b, a.scale_b, a.bias, None, a.out_dtype)]
-    elif name == "gemm":
-        static = a.scale_a if a.scale_a.numel() == 1 else None
-        layers = [(a.b, a.scale_b, static, a.bias, None, a.out_dtype)]
-    elif name == "unquantized_gemm":
-        layers = [(a.weight, a.bias, a.x.dtype)]
-    elif name == "fused_experts":
-        total = len(a.w1 if a.expert_map is None else a.expert_map)
-        how = a.topk_ids.shape[1], a.topk_ids.dtype, a.expert_map, a.apply_router_weight_on_input, None, total
-        scales = [
-            argparse.Namespace(w1_scale=a.w1_scale, w2_scale=a.w2_scale, shuffled=order) for order in (False, True)
-        ]
-        layers = [(a.w1, a.w2, a.out_dtype, one, *how) for one in scales]
-    elif name == "batched_gemm":
-        layers = [(a.weights, a.x.dtype)]
-    elif hasattr(a, "quant_dtype"):
-        columns = a.input.shape[1] // (1 if hasattr(a, "weight") else 2)
-        residuals = ("", " residual") if getattr(a, "residual", None) is None else (" residual",)
-        start = f"{columns} {kernel_selection.types(a.input.dtype)}"
-        return [f"{start}{residual}{way}" for residual in residuals for way in ("", " column-major", " bound")]
-    else:
+    if in_vllm := KERNELS.get(call.op):
+        return [in_vllm.describe(layer) for layer in in_vllm.layers_of(a)]
+    if not hasattr(a, "quant_dtype"):
         return []
-    return [module.KERNELS.describe(layer) for layer in layers]
+    columns = a.input.shape[1] // (1 if hasattr(a, "weight") else 2)
+    residuals = ("", " residual") if getattr(a, "residual", None) is None else (" residual",)
+    start = f"{columns} {kernel_selection.types(a.input.dtype)}"
+    return [f"{start}{residual}{way}" for residual in residuals for way in ("", " column-major", " bound")]
 
 
 def measured_call(call: LayerCall, arch: str, record: kernel_selection.Record) -> str | None:
@@ -227,17 +176,15 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
     name = call.op.name
     if name in record.off:
         return False, f"off on this GPU: {record.off[name]}"
-    if name in ATTENTION:
+    if call.op in model_layers.ATTENTION:
         return attention_decision(call, record, tokens)
-    if name == "batched_gemm" and is_forced():
-        return tokens <= absorbed_products.MOST_TOKENS, FORCED
-    if name == "batched_gemm" and key is None:
-        return False, UNMEASURED
+    most = KERNELS[call.op].limit if call.op in KERNELS else None
+    if call.op is ops.batched_gemm and is_forced():
+        return tokens <= most, FORCED
     if key is None:
-        most = most_tokens(call.op)
         if most is None:
             return True, ""
-        if most == 0:
+        if most == 0 or call.op is ops.batched_gemm:
             return False, UNMEASURED
         few = tokens <= most
         return few, "unmeasured" if few else f"unmeasured: of more than {most} tokens the seam leaves to vLLM"
@@ -282,7 +229,7 @@ def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens:
     heads, *sizes = call.parameters
     shape = (
         f"{heads}:{sizes[0]}x{sizes[1]} "
-        if call.op.name == "paged_attention_decode"
+        if call.op is ops.paged_attention_decode
         else f"{heads}x{sizes[0]}+{sizes[1]} "
     )
     found = {key: one for key, one in record.shapes.items() if key.startswith(f"{call.op.name} {shape}")}

@@ -97,8 +97,7 @@ def _run(*arguments) -> Tensor | None:
 class AbsorbedProducts:
     """The products as they are measured. A layer: its weights, and their type."""
 
-    op = ops.batched_gemm
-    sampled_rows = 8
+    op, limit, sampled_rows = ops.batched_gemm, MOST_TOKENS, 8
 
     def most_tokens(self) -> int:
         return 0
@@ -133,6 +132,12 @@ class AbsorbedProducts:
         of_rows, weights = arguments
         found = torch.bmm(of_rows[rows].float().transpose(0, 1), weights.float())
         return found.transpose(0, 1).flatten(1)[:, columns]
+
+    def layers_of(self, a):
+        return [(a.weights, a.x.dtype)]
+
+    def exact_of(self, a, rows, columns):
+        return self.exact((a.x, a.weights), None, rows, columns)
 
 
 KERNELS = AbsorbedProducts()

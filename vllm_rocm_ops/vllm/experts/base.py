@@ -23,6 +23,7 @@ here.
 import copy
 import dataclasses
 import sys
+import types
 from collections.abc import Callable
 
 import torch
@@ -107,10 +108,10 @@ class Experts:
     """Calls of experts as they are measured: routing is uniform over all experts, also those of other ranks. A layer: both
     weights, the tokens' type, who keeps the scales, and the rest of `run`'s arguments."""
 
-    op, sampled_rows = ops.fused_experts, 3  # a row takes the whole weights of its experts
+    op, limit, sampled_rows = ops.fused_experts, MOST_TOKENS, 3  # a row takes the whole weights of its experts
 
     def most_tokens(self):
-        return 0 if native_kernel.asks_for_aiter("MOE") else MOST_TOKENS
+        return 0 if native_kernel.asks_for_aiter("MOE") else self.limit
 
     def columns(self, layer):
         return layer[0].shape[2], layer[1].shape[1]
@@ -163,6 +164,17 @@ class Experts:
                 result = _exact(w2, experts.w2_scale, expert, experts.shuffled)[columns] @ inner
                 results[place] += result * (1.0 if on_input else weight)
         return results
+
+    def layers_of(self, a):
+        total = len(a.w1 if a.expert_map is None else a.expert_map)
+        how = a.topk_ids.shape[1], a.topk_ids.dtype, a.expert_map, a.apply_router_weight_on_input, None, total
+        scales = {"w1_scale": a.w1_scale, "w2_scale": a.w2_scale, "a1_scale": None, "a2_scale": None}
+        orders = (types.SimpleNamespace(**scales, shuffled=shuffled) for shuffled in (False, True))
+        return [(a.w1, a.w2, a.out_dtype, order, *how) for order in orders]
+
+    def exact_of(self, a, rows, columns):
+        layer = self.layers_of(a)[a.shuffled]
+        return self.exact((layer, None, a.topk_weights, a.topk_ids), a.hidden, rows, columns)
 
 
 KERNELS = Experts()

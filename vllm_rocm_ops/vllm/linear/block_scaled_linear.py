@@ -26,10 +26,7 @@ def block_scaled_linear(
 class BlockScaledLinear(native_kernel.Linear):
     """`block_scaled_linear` as it is measured. A layer: the arguments but a and its scale."""
 
-    op, run = ops.block_scaled_mm, staticmethod(block_scaled_linear)
-
-    def limit(self):
-        return MOST_TOKENS
+    op, run, limit = ops.block_scaled_mm, staticmethod(block_scaled_linear), MOST_TOKENS
 
     def choice_of(self, a, b, scale_a, scale_b, out_dtype, native):
         return self.choice((native, b.shape), native, lambda: (b, scale_b, out_dtype, native), b, a.shape[0])
@@ -56,6 +53,12 @@ class BlockScaledLinear(native_kernel.Linear):
 
         tokens = scaled(native_kernel.rows_at(a, rows), scale_a[rows])
         return tokens @ scaled(native_kernel.rows_at(b, columns), scale_b[columns // BLOCK]).t()
+
+    def layers_of(self, a):
+        return [(a.b, a.scale_b, a.out_dtype, None)]
+
+    def exact_of(self, a, rows, columns):
+        return self.exact(a, None, rows, columns)
 
 
 KERNELS = BlockScaledLinear()

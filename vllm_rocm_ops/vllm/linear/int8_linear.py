@@ -37,10 +37,7 @@ def quantized(x: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:
 class Int8Linear(native_kernel.Linear):
     """`int8_linear` as it is measured. A layer: the arguments but x, and its type."""
 
-    op, run = ops.gemm, staticmethod(int8_linear)
-
-    def limit(self):
-        return MOST_TOKENS
+    op, run, limit = ops.gemm, staticmethod(int8_linear), MOST_TOKENS
 
     def choice_of(self, x, weight, weight_scale, input_scale, bias, native):
         def layer() -> tuple:
@@ -71,9 +68,18 @@ class Int8Linear(native_kernel.Linear):
     def exact(self, arguments, x, rows, columns):
         _, weight, weight_scale, input_scale, bias, _ = arguments
         a, scale_a = quantized(x, input_scale)
-        tokens = a[rows].float() * (scale_a if scale_a.numel() == 1 else scale_a[rows].view(-1, 1))
-        scale = weight_scale if weight_scale.numel() == 1 else weight_scale.flatten()[columns].view(-1, 1)
-        return tokens @ (weight.t()[columns].float() * scale).t() + native_kernel.bias_at(bias, columns)
+        return self.exact_of(
+            self.op.Arguments(a, weight, x.dtype, scale_a, weight_scale, bias, "none", False), rows, columns
+        )
+
+    def layers_of(self, a):
+        static = a.scale_a if a.scale_a.numel() == 1 else None
+        return [(a.b, a.scale_b, static, a.bias, None, a.out_dtype)]
+
+    def exact_of(self, a, rows, columns):
+        tokens = a.a[rows].float() * (a.scale_a if a.scale_a.numel() == 1 else a.scale_a[rows].view(-1, 1))
+        scale = a.scale_b if a.scale_b.numel() == 1 else a.scale_b.flatten()[columns].view(-1, 1)
+        return tokens @ (a.b.t()[columns].float() * scale).t() + native_kernel.bias_at(a.bias, columns)
 
 
 KERNELS = Int8Linear()

@@ -67,10 +67,7 @@ def mxfp8_linear(
 class Mxfp8Linear(native_kernel.Linear):
     """`mxfp8_linear` as it is measured. A layer: the arguments but a and its scales."""
 
-    op, run = ops.mxfp8_scaled_mm, staticmethod(mxfp8_linear)
-
-    def limit(self):
-        return MOST_TOKENS
+    op, run, limit = ops.mxfp8_scaled_mm, staticmethod(mxfp8_linear), MOST_TOKENS
 
     def choice_of(self, a, scale_a, weight, weight_scale, bias, out_dtype, native):
         key, layer = (native, weight.shape, bias is None), (weight, weight_scale, bias, out_dtype, native)
@@ -95,6 +92,13 @@ class Mxfp8Linear(native_kernel.Linear):
         scale = torch.exp2(weight_scale.view(torch.uint8)[columns // shared].float() - 127)
         exact = native_kernel.rows_at(weight, columns) * scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
         return x[rows].float() @ exact.t() + native_kernel.bias_at(bias, columns)
+
+    def layers_of(self, a):
+        return [(a.b, a.scale_b, a.bias, a.out_dtype, None)]
+
+    def exact_of(self, a, rows, columns):
+        tokens = a.a.float() * torch.exp2(a.scale_a.view(torch.uint8).float() - 127).repeat_interleave(GROUP, 1)
+        return self.exact((None, None, a.b, a.scale_b, a.bias), tokens, rows, columns)
 
 
 KERNELS = Mxfp8Linear()

@@ -49,10 +49,11 @@ def _weight(b: Tensor, in_fragments: bool) -> Tensor:
 class ScaledLinear(native_kernel.Linear):
     """`scaled_linear` as it is measured. A layer: the arguments but a and its scale, a static scale, K."""
 
-    op, run = ops.scaled_mm, staticmethod(scaled_linear)
+    op, run, limit = ops.scaled_mm, staticmethod(scaled_linear), MOST_TOKENS
 
-    def limit(self):
-        return MOST_TOKENS if torch.version.cuda is None else BESIDE_CUTLASS
+    def most_tokens(self):
+        most = super().most_tokens()
+        return most if torch.version.cuda is None else min(most, BESIDE_CUTLASS)
 
     def choice_of(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
         def layer() -> tuple:
@@ -96,6 +97,13 @@ class ScaledLinear(native_kernel.Linear):
         tokens = native_kernel.rows_at(a, rows) * (scale_a if scale_a.numel() == 1 else scale_a[rows].view(-1, 1))
         scaled = values * (scale_b if scale_b.numel() == 1 else scale_b.flatten()[columns].view(-1, 1))
         return tokens @ scaled.t() + native_kernel.bias_at(bias, columns)
+
+    def layers_of(self, a):
+        static, k = a.scale_a if a.scale_a.numel() == 1 else None, a.a.shape[1]
+        return [(a.b, a.scale_b, a.bias, a.out_dtype, fragments, None, static, k) for fragments in (False, True)]
+
+    def exact_of(self, a, rows, columns):
+        return self.exact((a.a, a.b, a.scale_a, a.scale_b, a.bias, None, False, None), None, rows, columns)
 
 
 KERNELS = ScaledLinear()
@@ -166,6 +174,13 @@ class GatedLinear(ScaledLinear):
         )
         limit = LIMIT[a.dtype]
         return (torch.nn.functional.silu(gate) * up / scale).clamp(-limit, limit)
+
+    def layers_of(self, a):
+        k = a.a.shape[1]
+        return [(a.b, a.scale_b, a.scale, a.dtype, fragments, None, a.scale_a, k) for fragments in (False, True)]
+
+    def exact_of(self, a, rows, columns):
+        return self.exact((a.a, a.b, a.scale_a, a.scale_b, a.scale, None, False, None), None, rows, columns)
 
 
 GATED = GatedLinear()

@@ -49,10 +49,7 @@ def _choice(layer: tuple, native: str = "") -> kernel_selection.Choice:
 class UnquantizedLinear(native_kernel.Linear):
     """`unquantized_linear` as it is measured. A layer: the arguments but x, and its type."""
 
-    op, run = ops.unquantized_gemm, staticmethod(unquantized_linear)
-
-    def limit(self):
-        return MOST_TOKENS
+    op, run, limit = ops.unquantized_gemm, staticmethod(unquantized_linear), MOST_TOKENS
 
     def describe(self, layer):
         return self.sizes(layer, layer[0].dtype, layer[2], bias=layer[1])
@@ -71,6 +68,12 @@ class UnquantizedLinear(native_kernel.Linear):
     def exact(self, arguments, x, rows, columns):
         _, weight, bias = arguments
         return x[rows].float() @ weight[columns].float().t() + native_kernel.bias_at(bias, columns)
+
+    def layers_of(self, a):
+        return [(a.weight, a.bias, a.x.dtype)]
+
+    def exact_of(self, a, rows, columns):
+        return self.exact(a, a.x, rows, columns)
 
 
 KERNELS = UnquantizedLinear()
