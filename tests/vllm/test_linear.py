@@ -1,5 +1,6 @@
 """Our linear kernels in vLLM: what they compute, which calls they leave to vLLM's native kernel, and how."""
 
+import importlib
 import types
 
 import frames
@@ -532,9 +533,9 @@ def test_a_kernel_that_quantizes_its_input_itself_keeps_the_layer():
 
 def test_batch_invariance_is_left_to_vllm(monkeypatch):
     """Our sums depend on the number of tokens."""
-    assert native_kernel.is_supported() == (True, None)
+    assert native_kernel.Keeping.is_supported() == (True, None)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert native_kernel.is_supported() == (False, "is not batch invariant")
+    assert native_kernel.Keeping.is_supported() == (False, "is not batch invariant")
 
 
 def test_a_kernel_that_quantizes_its_input_is_not_kept(make):
@@ -1088,3 +1089,30 @@ def test_an_aiter_switch_is_undone_by_a_measurement_only(make, monkeypatch):
     assert not kernel.native.calls
     monkeypatch.setenv("VLLM_ROCM_USE_AITER_LINEAR", "0")
     assert scaled_linear.KERNELS.most_tokens() == 64
+
+
+LINEARS = "vllm.model_executor.kernels.linear"
+BASES = {
+    "scaled_linear": (f"{LINEARS}.scaled_mm.ScaledMMLinearKernel", "FP8ScaledMMLinearKernel", "apply_scaled_mm"),
+    "block_scaled_linear": (
+        *(f"{LINEARS}.scaled_mm.BlockScaledMMLinearKernel", "Fp8BlockScaledMMLinearKernel", "apply_block_scaled_mm"),
+        "__init__",
+    ),
+    "int8_linear": (
+        *(f"{LINEARS}.scaled_mm.cutlass", "CutlassInt8ScaledMMLinearKernel", "_get_layer_params", "__init__"),
+    ),
+    "mxfp8_linear": (f"{LINEARS}.mxfp8.Mxfp8LinearKernel", "Mxfp8LinearKernel", "__init__"),
+}
+"""By seam: the module and the name of vLLM's base class, and its methods besides those of all."""
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [(name, method) for name, (_, _, *own) in BASES.items() for method in (*own, *native_kernel.METHODS)],
+)
+def test_a_probe_sees_a_method_with_other_parameters(monkeypatch, name, method):
+    file, base, *_ = BASES[name]
+    seam.load(name).probe()
+    monkeypatch.setattr(getattr(importlib.import_module(file), base), method, lambda self, other: None)
+    with pytest.raises(seam.Unavailable, match=r"this vLLM lacks .*<lambda>"):
+        seam.load(name).probe()

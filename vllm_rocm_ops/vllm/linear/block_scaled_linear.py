@@ -73,17 +73,10 @@ native_kernel.define(block_scaled_linear, _fake)
 
 def probe() -> None:
     """vLLM's table of block-scaled kernels, the function that chooses one and their base class are as expected."""
-    from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 
-    seam.require(isinstance(getattr(linear, "_POSSIBLE_FP8_BLOCK_KERNELS", None), dict), "_POSSIBLE_FP8_BLOCK_KERNELS")
-    seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
-    seam.require_parameters(Fp8BlockScaledMMLinearKernel.__init__, "config")
-    seam.require_parameters(Fp8BlockScaledMMLinearKernel.is_supported, "compute_capability")
-    seam.require_parameters(Fp8BlockScaledMMLinearKernel.can_implement, "config")
-    seam.require_parameters(Fp8BlockScaledMMLinearKernel.process_weights_after_loading, "layer")
-    seam.require_parameters(Fp8BlockScaledMMLinearKernel.apply_weights, "layer", "x", "bias")
-    seam.require_parameters(Fp8BlockScaledMMLinearKernel.apply_block_scaled_mm, "A", "B", "As", "Bs")
+    methods = {"__init__": ("config",), "apply_block_scaled_mm": ("A", "B", "As", "Bs")}
+    native_kernel.probe("_POSSIBLE_FP8_BLOCK_KERNELS", Fp8BlockScaledMMLinearKernel, "config", **methods)
 
 
 def install() -> None:
@@ -94,12 +87,8 @@ def install() -> None:
 
     table = linear._POSSIBLE_FP8_BLOCK_KERNELS
 
-    class RocmOpsBlockScaledLinear(Fp8BlockScaledMMLinearKernel):
+    class RocmOpsBlockScaledLinear(native_kernel.Keeping, Fp8BlockScaledMMLinearKernel):
         """`block_scaled_mm` and the native kernel of a layer."""
-
-        @classmethod
-        def is_supported(cls, compute_capability=None):
-            return native_kernel.is_supported()
 
         @classmethod
         def can_implement(cls, config):
@@ -122,12 +111,9 @@ def install() -> None:
 
         def __init__(self, config):
             super().__init__(config)
-            native = self.native_class(config)
-            self.native = native and native(config)
-            self.order = None if native else "plain"  # None: not known yet, the native kernel runs
+            self.keep_native(self.native_class(config), config)
             if self.native is not None:
                 self.quant_fp8, self.use_triton = self.native.quant_fp8, self.native.use_triton
-                self.native_name = native_kernel.keep(self.native)
 
         def process_weights_after_loading(self, layer):
             prepare = super() if self.native is None else self.native

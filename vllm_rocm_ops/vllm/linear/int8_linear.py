@@ -95,17 +95,10 @@ native_kernel.define(int8_linear, _fake)
 def probe() -> None:
     """vLLM's table of INT8 kernels, the function that chooses one, a kernel's methods and the quantization op are as expected."""
     from vllm import _custom_ops
-    from vllm.model_executor.kernels import linear
-    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel as Kernel
+    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
 
-    seam.require(isinstance(getattr(linear, "_POSSIBLE_INT8_KERNELS", None), dict), "_POSSIBLE_INT8_KERNELS")
-    seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
-    seam.require_parameters(Kernel.__init__, "c", "layer_param_names")
-    seam.require_parameters(Kernel.is_supported, "compute_capability")
-    seam.require_parameters(Kernel.can_implement, "c")
-    seam.require_parameters(Kernel.process_weights_after_loading, "layer")
-    seam.require_parameters(Kernel.apply_weights, "layer", "x", "bias")
-    seam.require_parameters(Kernel._get_layer_params, "layer")
+    methods = {"__init__": ("c", "layer_param_names"), "_get_layer_params": ("layer",)}
+    native_kernel.probe("_POSSIBLE_INT8_KERNELS", CutlassInt8ScaledMMLinearKernel, "c", **methods)
     seam.require_parameters(_custom_ops.scaled_int8_quant, "input", "scale", "azp", "symmetric")
 
 
@@ -116,12 +109,8 @@ def install() -> None:
 
     table = linear._POSSIBLE_INT8_KERNELS
 
-    class RocmOpsInt8Linear(CutlassInt8ScaledMMLinearKernel):
+    class RocmOpsInt8Linear(native_kernel.Keeping, CutlassInt8ScaledMMLinearKernel):
         """`gemm` and the native kernel of a layer. Without one, weights are prepared as those of CUTLASS and of Triton."""
-
-        @classmethod
-        def is_supported(cls, compute_capability=None):
-            return native_kernel.is_supported()
 
         @classmethod
         def can_implement(cls, c):
@@ -131,10 +120,7 @@ def install() -> None:
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
-            native = native_kernel.choose(type(self), c, table, "int8_w8a8")
-            self.native = native and native(c, layer_param_names)
-            self.native_name = native and native_kernel.keep(self.native)
-            self.order = None if self.native else "plain"  # None: not known, the native kernel runs
+            self.keep_native(native_kernel.choose(type(self), c, table, "int8_w8a8"), c, layer_param_names)
 
         def process_weights_after_loading(self, layer):
             if self.native is None:

@@ -113,18 +113,11 @@ native_kernel.define(mxfp8_linear, _fake)
 
 def probe() -> None:
     """vLLM's table of MX-FP8 kernels, the function that chooses one, their base class and the quantization op are as expected."""
-    from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
     from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
     from vllm.model_executor.layers.quantization.utils import mxfp8_utils
 
-    seam.require(isinstance(getattr(linear, "_POSSIBLE_MXFP8_KERNELS", None), dict), "_POSSIBLE_MXFP8_KERNELS")
-    seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
-    seam.require_parameters(Mxfp8LinearKernel.__init__, "c")
-    seam.require_parameters(Mxfp8LinearKernel.is_supported, "compute_capability")
-    seam.require_parameters(Mxfp8LinearKernel.can_implement, "c")
-    seam.require_parameters(Mxfp8LinearKernel.process_weights_after_loading, "layer")
-    seam.require_parameters(Mxfp8LinearKernel.apply_weights, "layer", "x", "bias")
+    native_kernel.probe("_POSSIBLE_MXFP8_KERNELS", Mxfp8LinearKernel, "c", __init__=("c",))
     seam.require(mxfp8_utils.MXFP8_BLOCK_SIZE == GROUP, f"groups of {GROUP}")
     seam.require(hasattr(torch.ops.vllm, "mxfp8_quantize"), "torch.ops.vllm.mxfp8_quantize")
     within = inspect.unwrap(getattr(rocm_native, "mxfp8_e4m3_quantize", None))
@@ -148,7 +141,7 @@ def install() -> None:
         layer.vllm_rocm_ops_quantize, layer.vllm_rocm_ops_is_mx = quantize, True
         layer.vllm_rocm_ops_column_major_scales = False
 
-    class RocmOpsMxfp8Linear(Mxfp8LinearKernel):
+    class RocmOpsMxfp8Linear(native_kernel.Keeping, Mxfp8LinearKernel):
         """`mxfp8_scaled_mm` and the native kernel of a layer."""
 
         supports_pre_processed_weights = True  # as in the native kernels: preparation only rewrites parameters
@@ -157,7 +150,7 @@ def install() -> None:
         def is_supported(cls, compute_capability=None):
             if not (current_platform.is_cpu() or current_platform.supports_mx()):
                 return False, "needs matrix instructions that take block scales"
-            return native_kernel.is_supported()
+            return super().is_supported(compute_capability)
 
         @classmethod
         def can_implement(cls, c):
@@ -165,9 +158,7 @@ def install() -> None:
 
         def __init__(self, c):
             super().__init__(c)
-            native = native_kernel.choose(type(self), c, table, "mxfp8")
-            self.native = native and native(c)
-            self.native_name = native and native_kernel.keep(self.native)
+            self.keep_native(native_kernel.choose(type(self), c, table, "mxfp8"), c)
             self.hands_rows = isinstance(self.native, takes_rows)
 
         def process_weights_after_loading(self, layer):

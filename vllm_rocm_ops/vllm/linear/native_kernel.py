@@ -47,11 +47,42 @@ def define(function: Callable, fake: Callable) -> None:
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
-def is_supported() -> tuple[bool, str | None]:
-    """A kernel's answer to vLLM. Our kernels sum in an order that depends on the number of tokens."""
-    from vllm import envs as vllm_envs
+METHODS = {
+    "is_supported": ("compute_capability",),
+    "process_weights_after_loading": ("layer",),
+    "apply_weights": ("layer", "x", "bias"),
+}
+"""The methods of each base class of vLLM's linear kernels that ours override or call, and their parameters."""
 
-    return (False, "is not batch invariant") if vllm_envs.VLLM_BATCH_INVARIANT else (True, None)
+
+def probe(table: str, base: type, config: str, **methods: tuple[str, ...]) -> None:
+    """Require vLLM's table of kernels, the function that chooses one, and the methods of their base class, whose argument for a
+    configuration has that name."""
+    from vllm.model_executor.kernels import linear
+
+    seam.require(isinstance(getattr(linear, table, None), dict), table)
+    seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
+    for name, parameters in (METHODS | {"can_implement": (config,)} | methods).items():
+        seam.require_parameters(getattr(base, name), *parameters)
+
+
+class Keeping:
+    """In front of vLLM's base class of a kind of kernels: ours, which keeps vLLM's own for the same layer."""
+
+    order = None
+
+    @classmethod
+    def is_supported(cls, compute_capability=None) -> tuple[bool, str | None]:
+        """Answer vLLM. Our kernels sum in an order that depends on the number of tokens."""
+        from vllm import envs as vllm_envs
+
+        return (False, "is not batch invariant") if vllm_envs.VLLM_BATCH_INVARIANT else (True, None)
+
+    def keep_native(self, native: type | None, *arguments) -> None:
+        """Make and keep the kernel that vLLM would run. Until the order of the weight is known, it serves alone."""
+        self.native = native and native(*arguments)
+        self.native_name = native and keep(self.native)
+        self.order = None if self.native else "plain"
 
 
 def register_first(ours: type, table: dict, kind: str) -> None:

@@ -200,17 +200,10 @@ native_kernel.define(gated_linear, _gated_fake)
 
 def probe() -> None:
     """vLLM's table of FP8 kernels, the function that chooses one and their base class are as expected."""
-    from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
 
-    seam.require(isinstance(getattr(linear, "_POSSIBLE_FP8_KERNELS", None), dict), "_POSSIBLE_FP8_KERNELS")
-    seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
-    seam.require_parameters(FP8ScaledMMLinearKernel.is_supported, "compute_capability")
-    seam.require_parameters(FP8ScaledMMLinearKernel.can_implement, "c")
-    seam.require_parameters(FP8ScaledMMLinearKernel.process_weights_after_loading, "layer")
-    seam.require_parameters(FP8ScaledMMLinearKernel.apply_weights, "layer", "x", "bias")
     names = ("A", "B", "out_dtype", "As", "Bs", "bias", "output_shape")
-    seam.require_parameters(FP8ScaledMMLinearKernel.apply_scaled_mm, *names)
+    native_kernel.probe("_POSSIBLE_FP8_KERNELS", FP8ScaledMMLinearKernel, "c", apply_scaled_mm=names)
 
 
 def install() -> None:
@@ -221,12 +214,8 @@ def install() -> None:
 
     table = linear._POSSIBLE_FP8_KERNELS
 
-    class RocmOpsScaledLinear(FP8ScaledMMLinearKernel):
+    class RocmOpsScaledLinear(native_kernel.Keeping, FP8ScaledMMLinearKernel):
         """`scaled_mm` and the native kernel of a layer."""
-
-        @classmethod
-        def is_supported(cls, compute_capability=None):
-            return native_kernel.is_supported()
 
         @classmethod
         def can_implement(cls, c):
@@ -241,10 +230,7 @@ def install() -> None:
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
-            native = self.native_class(c)
-            self.native = native and native(c, layer_param_names)
-            self.native_name = native and native_kernel.keep(self.native)
-            self.order = None if self.native else "plain"  # None: not known yet, the native kernel runs
+            self.keep_native(self.native_class(c), c, layer_param_names)
 
         def process_weights_after_loading(self, layer):
             name, order = self.layer_param_names[0], "plain"
