@@ -13,6 +13,8 @@ from vllm_rocm_ops.tools import explain
 from vllm_rocm_ops.tools.bench import lists, shapes
 
 MOST_TOKENS = 2**24  # of a step
+OF_LISTS = "1, or the list's own"  # tokens of a step
+TP_OF_LISTS = f", {shapes.TP} with the lists linear and linear-shuffled"
 
 
 def op_names() -> list[str]:
@@ -57,7 +59,7 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", nargs="+", metavar="PATTERN", help="ops of such names, e.g. 'rms_norm*'")
     meaning = "cases of such names, e.g. 'm16' 'deepseek-v3-ep8 *'"
     parser.add_argument("--case", nargs="+", metavar="PATTERN", help=meaning)
-    add_model(parser, "1, or the list's own", f", {shapes.TP} with the lists linear and linear-shuffled")
+    add_model(parser, OF_LISTS, TP_OF_LISTS)
 
 
 def calls_of(model: str, tp: int | None, ep: int | None) -> list[LayerCall]:

@@ -20,7 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     meaning = f"an op, as explain takes it, or a list of shapes, one of: {', '.join(lists.LISTS)}"
     parser.add_argument("what", nargs="?", choices=[*options.op_names(), *lists.LISTS], metavar="op", help=meaning)
-    options.add_model(parser, "1, or the list's own")
+    options.add_model(parser, options.OF_LISTS, options.TP_OF_LISTS)
     products = f"one of {', '.join(machines.MACHINES)}; error bands are known of {machines.COMPARED} alone"
     parser.add_argument("--arch", default=machines.COMPARED, metavar="PRODUCT", help=products)
     options.add_call(parser)
