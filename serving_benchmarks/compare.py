@@ -1,10 +1,10 @@
 """Time the ops of this tree beside those of another tree of this project, on the same inputs, in one process on this GPU.
 
-    python serving_benchmarks/compare.py /path/to/other [--kinds rows gemm routing moe attention] [--tolerance 0.01]
+    python serving_benchmarks/compare.py /path/to/other [--kinds rows linear routing moe attention] [--tolerance 0.01]
 
 The other tree is a checkout with its extension and code objects built. Its package is imported under another name, so that both
 trees' graphs are replayed in turn, each after other memory has filled the last-level cache; the median counts. The cases are those
-of `vllm-rocm-ops bench --shapes`. One line per case goes to serving_benchmarks/results/<gpu>/<date>-<commit>-compare.jsonl. What is
+of the lists of `vllm-rocm-ops bench`. One line per case goes to serving_benchmarks/results/<gpu>/<date>-<commit>-compare.jsonl. What is
 slower by more than the tolerance is listed last.
 """
 
@@ -36,7 +36,7 @@ PACKAGE, OTHER = "vllm_rocm_ops", "other_vllm_rocm_ops"
 TOKENS = (1, 8, 16, 32, 64, 128)
 KINDS: dict[str, Callable[[], Iterable[Shape]]] = {
     "rows": lambda: rows((1, 8, 64, 1024)),
-    "gemm": lambda: gemm(TOKENS),
+    "linear": lambda: gemm(TOKENS),
     "products": products,
     "routing": lambda: routing((*TOKENS, 1024)),
     "moe": lambda: experts(TOKENS),

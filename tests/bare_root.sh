@@ -114,7 +114,7 @@ if [ "${1:-}" = --wheel ]; then
     op='import torch, vllm_rocm_ops; print(vllm_rocm_ops.ops.silu_and_mul(torch.ones(2, 64)), vllm_rocm_ops.stats())'
     check 0 root sh -c "cd / && /wheel/bin/python -c '$op'"
     case "$*" in
-      *tinygrad*) check 0 root sh -c 'cd / && /wheel/bin/vllm-rocm-ops bench --emulate gfx942 --op rms_norm' ;;
+      *tinygrad*) check 0 root sh -c 'cd / && /wheel/bin/vllm-rocm-ops verify --emulate gfx942 --op rms_norm' ;;
     esac
   fi
   exit "$failed"

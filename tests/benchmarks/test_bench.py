@@ -1,4 +1,6 @@
-"""The command bench: what it says of right and wrong results, and of times, with the emulator's cycles as a clock."""
+"""The commands bench, sweep, verify and profile: what they say of right and wrong results, and of times.
+
+The emulator's cycles are the clock."""
 
 import csv
 import functools
@@ -10,10 +12,10 @@ from pages import measurements
 from test_tune import EmulatorClock
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import clock, launch
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.tools import cli
-from vllm_rocm_ops.tools.bench import decode_attention, experts, peers, products, report, shapes
+from vllm_rocm_ops.tools.bench import attention, decode_attention, experts, lists, peers, products, report, shapes
 from vllm_rocm_ops.tools.bench import run as bench
 
 
@@ -54,8 +56,8 @@ def test_wrong_results_are_said_and_counted(emulated, capsys, monkeypatch):
         [[line]] = bench.run(cases(ops.rms_norm, "bf16"), emulated, once=True)
         assert line.wrong == "rms_norm output 0: NaNs differ" and "WRONG" in str(line)
         assert "1 cases, 1 wrong" in report.summary([line])
-        monkeypatch.setattr(cli, "GpuClock", lambda: emulated)
-        assert cli.main(["bench", "--op", "rms_norm", "--case", "bf16", "--once"]) == 1
+        monkeypatch.setattr(clock, "GpuClock", lambda: emulated)
+        assert cli.main(["verify", "--op", "rms_norm", "--case", "bf16"]) == 1
     assert "NaNs differ" in capsys.readouterr().out
 
 
@@ -69,6 +71,9 @@ def test_profile_only_calls(emulated, monkeypatch):
     monkeypatch.setattr(emulated, "launch", lambda launch, uninitialised: launched.append(launch.symbol))
     [[line]] = bench.run(cases(ops.silu_and_mul, "bf16"), emulated, profile=True)
     assert line.wrong == "" and not line.samples and launched == [line.kernel] * bench.PROFILED_CALLS
+    monkeypatch.setattr(clock, "GpuClock", lambda: emulated)
+    assert cli.main(["profile", "--op", "silu_and_mul", "--case", "bf16"]) == 0
+    assert launched == [line.kernel] * 2 * bench.PROFILED_CALLS
 
 
 def test_nothing_to_do_is_not_timed(emulated):
@@ -77,8 +82,8 @@ def test_nothing_to_do_is_not_timed(emulated):
 
 
 def test_a_models_calls_are_cases_too(emulated, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "GpuClock", lambda: emulated)
-    command = ["bench", "--model", "tiny-llama-fp8", "--batch", "1,3", "--op", "rms_norm*", "--once"]
+    monkeypatch.setattr(clock, "GpuClock", lambda: emulated)
+    command = ["verify", "--model", "tiny-llama-fp8", "--batch", "1,3", "--op", "rms_norm*"]
     assert cli.main(command) == 0
     out = capsys.readouterr().out
     assert "input norm 1 " in out and "input norm 3 " in out and "2 cases, all right" in out
@@ -86,11 +91,9 @@ def test_a_models_calls_are_cases_too(emulated, capsys, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without one")
 def test_without_a_gpu_it_says_that_the_reference_runs(capsys):
-    assert cli.main(["bench", "--op", "rms_norm", "--case", "bf16-special*"]) == 0
+    assert cli.main(["verify", "--op", "rms_norm", "--case", "bf16-special*"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(
-        "The ops run their PyTorch reference here (there is no GPU): no kernel is checked, nothing is "
-    )
+    assert out.startswith("The ops run their PyTorch reference here (there is no GPU): no kernel is checked.")
     assert "fallback: PyTorch reference on this device" in out and "right" not in out and "2 cases" in out
 
 
@@ -153,7 +156,7 @@ class Turns(EmulatorClock):
 @pytest.fixture
 def turns(monkeypatch):
     found = Turns("gfx950")
-    monkeypatch.setattr(cli, "GpuClock", lambda: found)
+    monkeypatch.setattr(clock, "GpuClock", lambda: found)
     monkeypatch.setattr(report, "COPIED", 1 << 10)
     with launch.executor(found):
         yield found
@@ -167,6 +170,7 @@ def small(monkeypatch):
     shares = {"all": experts.Share(routed=8, shared=True, **sizes), "half": experts.Share(routed=4, **sizes)}
     shares["half+shared"] = experts.Share(routed=4, shared=True, **sizes)
     monkeypatch.setattr(experts, "SHARES", shares)
+    monkeypatch.setattr(shapes, "HIDDEN", (256,))
     for name, sizes in (("LARGE", ((3, 16, 32),)), ("FEW", ((1, 5, 7),)), ("LAYERS", ((16, 32),))):
         monkeypatch.setattr(products, name, sizes)
 
@@ -182,8 +186,14 @@ COMMON |= {"copy_gb_s", "kernel", "chosen", "versions", "commit"}
 @pytest.mark.parametrize(
     ("options", "count", "case", "sizes", "found"),
     [
-        (["rows", "--batch", "2", "--hidden", "256"], 8, "2x256 bfloat16", ["rows", "hidden"], {"differs_from_vllm"}),
-        (["gemm", "--batch", "2", "--tp", "2", "--op", "*scaled_mm"], 8, "tiny tp2 qkv 2x", "mnk", {"relative_error"}),
+        (["rows", "--batch", "2"], 8, "2x256 bfloat16", ["rows", "hidden"], {"differs_from_vllm"}),
+        (
+            ["linear", "--batch", "2", "--tp", "2", "--op", "*scaled_mm"],
+            8,
+            "tiny tp2 qkv 2x",
+            "mnk",
+            {"relative_error"},
+        ),
         (["products", "--batch", "2"], 8, "3x16x32 int8", "mnk", {"relative_error"}),
         (["routing", "--batch", "2"], 1, "2x256", ["tokens", "experts"], {"wrong"}),
         (
@@ -199,7 +209,7 @@ def test_a_list_of_shapes_gives_the_lines_that_results_have(
     turns, small, tmp_path, capsys, options, count, case, sizes, found
 ):
     output = tmp_path / "there" / "lines.jsonl"
-    assert cli.main(["bench", "--shapes", *options, "--jsonl", str(output)]) == 0, capsys.readouterr().err
+    assert cli.main(["bench", *options, "--output", str(output)]) == 0, capsys.readouterr().err
     lines = lines_of(output)
     assert len(lines) == count and lines[0]["case"].startswith(case) and all(line["us"] == 1.0 for line in lines)
     for line in lines:
@@ -232,8 +242,8 @@ def test_each_call_has_tensors_of_its_own(turns):
 
 
 def test_ours_alone_has_shuffled_weights(turns, small, tmp_path, capsys):
-    command = ["bench", "--shapes", "gemm", "--batch", "16", "--shuffled", "--peers", "--op", "unquantized_gemm"]
-    assert cli.main([*command, "--jsonl", str(tmp_path / "a.jsonl")]) == 0, capsys.readouterr().err
+    command = ["bench", "linear-shuffled", "--batch", "16", "--peers", "--op", "unquantized_gemm"]
+    assert cli.main([*command, "--output", str(tmp_path / "a.jsonl")]) == 0, capsys.readouterr().err
     [line] = lines_of(tmp_path / "a.jsonl")
     assert f"  relative_error {line['relative_error']:.2g}\n" in capsys.readouterr().out
     assert line["case"].endswith(" shuffled") and line["peers"]["torch"] == 2.0 and line["relative_error"] < 0.01
@@ -243,8 +253,8 @@ def test_ours_alone_has_shuffled_weights(turns, small, tmp_path, capsys):
 
 
 def test_peers_are_timed_beside_a_sweep_and_the_fastest_come_first(turns, tmp_path, capsys):
-    command = ["bench", "--op", "silu_and_mul", "--case", "bf16", "--peers", "--sweep"]
-    assert cli.main([*command, "--jsonl", str(tmp_path / "a.jsonl")]) == 0
+    command = ["sweep", "--op", "silu_and_mul", "--case", "bf16", "--peers"]
+    assert cli.main([*command, "--output", str(tmp_path / "a.jsonl")]) == 0
     lines, out = lines_of(tmp_path / "a.jsonl"), capsys.readouterr().out
     configs = len(lines)
     assert configs > 3 and [line["us"] for line in lines] == sorted(line["us"] for line in lines)
@@ -259,23 +269,16 @@ def test_peers_are_timed_beside_a_sweep_and_the_fastest_come_first(turns, tmp_pa
 def test_each_measurement_is_a_row_of_the_table(turns, small, tmp_path, monkeypatch):
     path = tmp_path / "there" / "times.csv"
     monkeypatch.setattr(shapes, "peers", lambda op: {"torch": peers.Peer(op.reference)})
-    command = ["bench", "--shapes", "products", "--batch", "2", "--peers", "--csv", str(path), "--commit", "abc"]
+    monkeypatch.setenv("VLLM_ROCM_OPS_COMMIT", "abc")
+    command = ["bench", "products", "--batch", "2", "--peers", "--output", str(path)]
     assert cli.main([*command, "--case", "3x16x32 int8"]) == 0
-    assert cli.main([*command, "--case", "1x5x7 *", "--once"]) == 0
     with path.open(newline="") as file:
-        timed, theirs, checked = csv.DictReader(file)
+        timed, theirs = csv.DictReader(file)
     assert tuple(timed) == report.COLUMNS and timed["op"] == "gemm" and timed["shape"] == "m=3 n=16 k=32"
     assert timed["by"] == "vllm_rocm_ops" and timed["kernel"] and timed["us"] == "1.0"
     assert (theirs["by"], theirs["us"], theirs["best_us"]) == ("torch", "2.0", "")
     assert float(timed["tflops"]) == round(2 * 3 * 16 * 32 / 1e6, 2) and timed["commit"] == "abc" == theirs["commit"]
-    assert (checked["case"], checked["us"], checked["gpu"]) == ("1x5x7 fp16", "", "cpu")
-
-
-@pytest.mark.parametrize("mode", [["--hbm"], ["--emulate", "gfx942"]])
-def test_what_is_not_timed_so_has_no_table(mode, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["bench", *mode, "--csv", "times.csv"])
-    assert "--csv and --jsonl go neither with --hbm nor with --emulate" in capsys.readouterr().err
+    assert timed["gpu"] == "cpu"
 
 
 def test_a_wrong_configuration_of_a_sweep_is_found(turns):
@@ -319,11 +322,11 @@ def test_differences_from_vllm_are_shares_of_elements(monkeypatch):
 def test_files_are_named_after_the_list_as_the_tables_want_them(turns, small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, options in {
-        "ops": ["rows", "--hidden", "256"],
-        "gemm": ["gemm"],
+        "ops": ["rows"],
+        "gemm": ["linear"],
         "moe": ["moe", "--case", "all*"],
     }.items():
-        command = ["bench", "--shapes", *options, "--batch", "2", "--jsonl"]
+        command = ["bench", *options, "--batch", "2", "--output", "serving_benchmarks/results"]
         assert cli.main([*command, *(["--op", "silu_and_mul"] if name == "ops" else [])]) == 0
         [path] = tmp_path.glob(f"serving_benchmarks/results/cpu/*-unknown-{name}.jsonl")
         assert measurements.kind_of(path) == name and lines_of(path)
@@ -335,10 +338,13 @@ def test_files_are_named_after_the_list_as_the_tables_want_them(turns, small, tm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--shapes", "moe", "--hidden", "128"], "--shapes moe takes no --hidden"),
-        (["--shapes", "rows", "--dtype", "fp8"], "the dtype of rows must be bfloat16 or float16, got torch.float8"),
-        (["--shapes", "moe", "--dtype", "fp16"], "must be float8_e4m3fn or bfloat16, got torch.float16"),
-        (["--shuffled"], "bench without --shapes takes no --shuffled"),
+        (["moe", "--tp", "8"], "the list moe takes no --tp"),
+        (["attention", "--tp", "8", "--batch", "1"], "the list attention takes no --batch --tp"),
+        (["rows", "--model", "tiny-llama"], "either the list rows or --model tiny-llama"),
+        (
+            ["rows", "--batch", "1", "--output", "times.txt"],
+            "must be a .jsonl file, a .csv file or a folder, got times",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(turns, options, message, capsys):
@@ -347,10 +353,28 @@ def test_options_that_do_not_fit_are_refused(turns, options, message, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without one")
-@pytest.mark.parametrize("option", [["--shapes", "rows"], ["--peers"], ["--sweep"], ["--jsonl"], ["--csv", "a.csv"]])
-def test_what_only_a_gpu_can_is_refused_without_one(option, capsys):
-    assert cli.main(["bench", *option]) == 2
-    assert "bench: there is no GPU" in capsys.readouterr().err
+@pytest.mark.parametrize("command", [["bench", "rows"], ["bench"], ["sweep"], ["profile"], ["verify", "rows"]])
+def test_what_only_a_gpu_can_is_refused_without_one(command, capsys):
+    assert cli.main(command) == 2
+    assert f"{command[0]}: there is no GPU" in capsys.readouterr().err
+
+
+def test_lists_of_another_dtype_have_the_same_shapes_and_files(small):
+    for name in lists.LISTS:
+        kind = name
+        for variant in lists.VARIANTS:
+            kind = kind.removesuffix(variant)
+        assert lists.kind_of(name, None) == lists.kind_of(kind, None)
+        assert len(list(lists.of_list(name, None, None))) == len(list(lists.of_list(kind, None, None)))
+    names = {shape.case.name for shape in lists.of_list("rows-fp16", None, (3,))}
+    assert names == {"3x256 float16"}
+    assert lists.kind_of(None, "tiny-llama") == "model" and lists.kind_of(None, None) == "cases"
+
+
+@pytest.mark.parametrize("make", [shapes.rows, attention.attention, decode_attention.decode_attention])
+def test_a_dtype_that_kernels_do_not_take_is_refused(make):
+    with pytest.raises(ValueError, match="must be bfloat16 or float16, got torch.float8"):
+        next(iter(make(dtype=torch.float8_e4m3fn)))
 
 
 def test_decode_attention_is_checked_by_its_first_and_last_request(emulated):

@@ -13,8 +13,7 @@ from marks import few_of
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.tools import cli
-from vllm_rocm_ops.tools.bench import report
+from vllm_rocm_ops.tools.bench import lists, report, shapes
 from vllm_rocm_ops.tools.bench.shapes import ROW_OPS, routing, rows
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -69,7 +68,8 @@ def test_each_shape_of_a_kind_is_a_line(compare, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "import_other", lambda tree, folder: argparse.Namespace(**others))
     monkeypatch.setattr(compare, "capture", capture)
     monkeypatch.setattr(compare, "measure", lambda graphs, calls: {"other": 2.0, "this": 3.0})
-    monkeypatch.setattr(compare, "KINDS", {"rows": lambda: rows((1, 2), (128,)), "routing": lambda: routing((3,))})
+    monkeypatch.setattr(shapes, "HIDDEN", (128,))
+    monkeypatch.setattr(compare, "KINDS", {"rows": lambda: rows((1, 2)), "routing": lambda: routing((3,))})
     compare.main([str(tmp_path), "--kinds", "rows", "routing", "--tolerance", "0.1", "--output", str(output)])
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert len(lines) == 2 * 8 + 1 and called[::2] == [others[line["op"]] for line in lines]
@@ -87,10 +87,10 @@ def test_each_shape_of_a_kind_is_a_line(compare, tmp_path, monkeypatch, capsys):
 
 
 def test_the_kinds_are_those_of_the_command_bench(compare):
-    assert list(compare.KINDS) == list(cli.LISTS)
+    assert list(compare.KINDS) == [name for name in lists.LISTS if not name.endswith(lists.VARIANTS)]
     for kind, make in compare.KINDS.items():
         names = {(shape.op.name, shape.case.name) for shape in make()}
-        counts = {"rows": 8 * 2 * 4, "gemm": 6 * 28, "routing": 7, "moe": 6 * 13, "attention": 24}
+        counts = {"rows": 8 * 2 * 4, "linear": 6 * 28, "routing": 7, "moe": 6 * 13, "attention": 24}
         assert len(names) == (counts | {"products": 96, "decode-attention": 2 * 52 + 3 * 3})[kind]
 
 

@@ -1,12 +1,11 @@
-"""bench --hbm with its flags: the bytes that count, the blocks of a sweep, and what is refused."""
-
-import argparse
+"""The command bandwidth: the bytes that count, the blocks of a sweep, and what is refused."""
 
 import pytest
 import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import clock
 from vllm_rocm_ops.tools import cli
 from vllm_rocm_ops.tools.bench import run, stream
 
@@ -33,14 +32,14 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch):
     found = Recorder()
-    monkeypatch.setattr(cli, "GpuClock", lambda: found)
+    monkeypatch.setattr(clock, "GpuClock", lambda: found)
     monkeypatch.setattr(run, "hbm", lambda clock, op: ["by size"])
     monkeypatch.setattr(stream, "SIZE", 1)
     return found
 
 
 def test_a_copy_moves_its_bytes_twice(recorder, capsys):
-    assert cli.main(["bench", "--hbm", "--size", "2", "--workgroups", "3,608"]) == 0
+    assert cli.main(["bandwidth", "--size", "2", "--workgroups", "3,608"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["blocks", "read", "write", "copy", "GB/s", "of", "2", "MiB"]
     assert [line.split() for line in lines] == [["3", "2", "2", "4"], ["608", "2", "2", "4"]]
@@ -49,16 +48,21 @@ def test_a_copy_moves_its_bytes_twice(recorder, capsys):
 
 
 def test_without_flags_bandwidths_by_size_come_first(recorder, capsys):
-    assert cli.main(["bench", "--hbm"]) == 0
+    assert cli.main(["bandwidth"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "by size" and [line.split()[0] for line in lines[2:]] == ["304", "608", "1216", "2432"]
 
 
 def test_a_sweep_has_powers_of_two_and_multiples_of_the_compute_units(recorder, capsys):
-    assert cli.main(["bench", "--hbm", "--sweep", "--direction", "copy"]) == 0
+    assert cli.main(["bandwidth", "--sweep", "--direction", "copy"]) == 0
     found = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
     assert found == sorted({*(2**i for i in range(12)), 304, 608, 1216, 2432})
     assert {direction for _, direction, _ in recorder.called} == {"copy"}
+
+
+def test_numbers_of_blocks_that_are_given_are_the_ones_that_run(recorder, capsys):
+    assert cli.main(["bandwidth", "--sweep", "--workgroups", "5"]) == 0
+    assert {count for _, _, count in recorder.called} == {5} and "by size" not in capsys.readouterr().out
 
 
 def test_a_wrong_result_ends_it(recorder, capsys, monkeypatch):
@@ -67,24 +71,22 @@ def test_a_wrong_result_ends_it(recorder, capsys, monkeypatch):
 
     wrong.reference = ops.stream_memory.reference
     monkeypatch.setattr(stream.ops, "stream_memory", wrong)
-    assert cli.main(["bench", "--hbm", "--workgroups", "2"]) == 2
-    assert "bench: stream_memory is wrong: copy with 2 blocks" in capsys.readouterr().err
+    assert cli.main(["bandwidth", "--workgroups", "2"]) == 2
+    assert "bandwidth: stream_memory is wrong: copy with 2 blocks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--size", "4"], "--size needs --hbm"),
-        (["--direction", "read", "--workgroups", "1"], "--direction --workgroups needs --hbm"),
-        (["--hbm", "--size", "0"], "must be MiB, 1 to 1048576, got 0"),
-        (["--hbm", "--workgroups", "1,x"], "--workgroups must be numbers from 1 to 65536 with commas"),
-        (["--hbm", "--workgroups", "0"], "--workgroups must be numbers from 1 to 65536 with commas"),
-        (["--hbm", "--direction", "sideways"], "invalid choice: 'sideways'"),
+        (["--size", "0"], "must be MiB, 1 to 1048576, got 0"),
+        (["--workgroups", "1,x"], "argument --workgroups: must be numbers from 1 to 65536 with commas"),
+        (["--workgroups", "0"], "argument --workgroups: must be numbers from 1 to 65536 with commas"),
+        (["--direction", "sideways"], "invalid choice: 'sideways'"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(options, said, capsys):
     with pytest.raises(SystemExit) as found:
-        cli.main(["bench", *options])
+        cli.main(["bandwidth", *options])
     assert found.value.code == 2 and said in capsys.readouterr().err
 
 
@@ -95,4 +97,3 @@ def test_blocks_share_runs_of_words():
     assert ops.stream_memory(x, "read", 2).tolist() == wanted
     with pytest.raises(ValueError, match="stream_memory: direction must be read or write or copy, got up"):
         ops.stream_memory(x, "up", 2)
-    assert stream.blocks_of(argparse.Namespace(workgroups="5", sweep=True), 304) == [5]

@@ -301,7 +301,7 @@ def test_on_a_gpu_all_is_timed_and_rows_win(folders):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what there is not")
-@pytest.mark.parametrize("command", [["tune", "--model", "tiny-llama"], ["bench", "--hbm"], ["bench", "--profile"]])
+@pytest.mark.parametrize("command", [["tune", "--model", "tiny-llama"], ["bandwidth"], ["profile"]])
 def test_without_a_gpu_it_says_so(command, capsys):
     assert cli.main(command) == 2
     assert capsys.readouterr().err == f"{command[0]}: there is no GPU\n"
@@ -315,14 +315,14 @@ def test_without_a_gpu_it_says_so(command, capsys):
     ],
 )
 def test_bad_models_are_refused_plainly(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "GpuClock", lambda: ScriptedClock(lambda what, turn: 100.0))
+    monkeypatch.setattr(clock, "GpuClock", lambda: ScriptedClock(lambda what, turn: 100.0))
     assert cli.main(["tune", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_the_command_writes_the_users_tables(folders, capsys, monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_of_model()))
-    monkeypatch.setattr(cli, "GpuClock", lambda: ScriptedClock(lambda what, turn: 100.0))
+    monkeypatch.setattr(clock, "GpuClock", lambda: ScriptedClock(lambda what, turn: 100.0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     command = ["tune", "--model", str(tmp_path), "--batch", "1", "--op", "scaled_mm", "--no-peers"]
     assert cli.main(command) == 0

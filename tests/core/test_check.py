@@ -1,6 +1,5 @@
 """The command `check`: parts that fail in any way are written down and the next one runs; here the emulator stands in for a GPU."""
 
-import argparse
 import contextlib
 import ctypes
 import json
@@ -20,6 +19,7 @@ from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools import check, check_parts, check_worker, cli, smoke
 from vllm_rocm_ops.tools.bench.peers import Peer
+from vllm_rocm_ops.tools.commands import check as command
 
 FORKS = multiprocessing.get_context("fork")
 
@@ -101,10 +101,8 @@ def test_how_parts_end(monkeypatch, part):
     assert check.line_of({"part": "op it", **found}).endswith(ends[part] if part in ends else f"WRONG: {wrong[0]}")
 
 
-def options(tmp_path, **changes) -> argparse.Namespace:
-    return argparse.Namespace(
-        **{"output": tmp_path / "it.json", "op": "*", "minutes": 3.0, "emulate": "gfx942"} | changes
-    )
+def options(tmp_path, **changes) -> dict[str, object]:
+    return {"output": tmp_path / "it.json", "op": "*", "minutes": 3.0, "emulate": "gfx942"} | changes
 
 
 def says_who(arch, name):
@@ -146,8 +144,8 @@ def test_a_part_that_fails_costs_no_other(tmp_path, monkeypatch, capsys, way):
     quiet = dict.fromkeys(check_parts.PARTS, nothing)
     monkeypatch.setattr(check_parts, "PARTS", quiet | {"op": part})
     monkeypatch.setattr(check, "SECONDS", check.SECONDS | {"op": 1.5 if way == "hangs" else 30.0})
-    monkeypatch.setattr(check.multiprocessing, "get_context", lambda _: FORKS)
-    assert check.run(options(tmp_path)) == 1
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: FORKS)
+    assert command.run(**options(tmp_path)) == 1
     assert not multiprocessing.active_children()
     parts = {part["part"]: part for part in json.loads(path.read_text())["parts"]}
     order = [f"op {op.name}" for op in vllm_rocm_ops.core.op.registered()]
@@ -165,10 +163,10 @@ def test_a_part_that_fails_costs_no_other(tmp_path, monkeypatch, capsys, way):
 
 def test_time_that_runs_out_is_said(tmp_path, monkeypatch, capsys):
     now = iter(range(0, 100000, 20))
-    monkeypatch.setattr(check.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
     done, given = {"ended": "done", "seconds": 1.0, "found": [], "said": ""}, []
     monkeypatch.setattr(check.Worker, "run", lambda *arguments: given.append(arguments[-1]) or done)
-    assert check.run(options(tmp_path, minutes=2.2)) == 0
+    assert command.run(**options(tmp_path, minutes=2.2)) == 0
     assert min(given) > check.LEAST_SECONDS, "a part that cannot start in what is left would look like one that hangs"
     ended = [part["ended"] for part in json.loads((tmp_path / "it.json").read_text())["parts"]]
     assert ended[0] == "done" and ended[-1] == "left out"
@@ -178,7 +176,7 @@ def test_time_that_runs_out_is_said(tmp_path, monkeypatch, capsys):
 def test_models_share_the_time_that_is_left(tmp_path, monkeypatch):
     """Or the first would leave none to the second. None gets less than it needs to start."""
     done = {"ended": "done", "seconds": 1.0, "found": [], "said": ""}
-    monkeypatch.setattr(check.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
     for minutes, seconds in ((1.5, [45.0, 90.0]), (0.4, [check.LEAST_SECONDS, 24.0])):
         given = {}
         monkeypatch.setattr(
@@ -186,7 +184,7 @@ def test_models_share_the_time_that_is_left(tmp_path, monkeypatch):
             "run",
             lambda _, kind, rest, arch, seconds, given=given: given.setdefault((kind, *rest), seconds) and done,
         )
-        check.run(options(tmp_path, minutes=minutes))
+        command.run(**options(tmp_path, minutes=minutes))
         assert given["op", "rms_norm"] == min(check.SECONDS["op"], 60 * minutes)
         assert [given[("model", *of)] for of in check.TINY.items()] == pytest.approx(seconds)
 

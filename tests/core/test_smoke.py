@@ -1,7 +1,6 @@
 """What `check` does before it times anything: stages whose names are in the file before they start. The emulator launches here, and a
 driver and a graph stand in for a GPU's."""
 
-import argparse
 import ctypes
 import json
 import multiprocessing
@@ -15,6 +14,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.tools import check, check_parts, check_worker, smoke
+from vllm_rocm_ops.tools.commands import check as command
 
 ARCH = archs.ARCHS["gfx942"]
 PATTERN = "silu_and_mul"
@@ -170,8 +170,8 @@ def test_a_fault_names_its_stage(gpu, monkeypatch, tmp_path, capsys, stage, faul
         return run(worker, kind, arguments, arch, 5.0 if (arguments[:1], fault) == ((stage,), hangs) else 60.0)
 
     monkeypatch.setattr(check.Worker, "run", in_time)
-    monkeypatch.setattr(check.multiprocessing, "get_context", lambda _: FORKS)
-    assert check.run(argparse.Namespace(output=path, op=PATTERN, minutes=3.0, emulate=None)) == 1
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: FORKS)
+    assert command.run(output=path, op=PATTERN, minutes=3.0, emulate=None) == 1
     parts = {part["part"]: part for part in json.loads(path.read_text())["parts"]}
     order = [name for name in parts if name.startswith("smoke")]
     assert [name.split()[1] for name in order] == list(smoke.STAGES)

@@ -1,4 +1,4 @@
-"""The ops in the emulator, as `bench --emulate` and `explain --emulate` have them: every kernel runs in some case, wrong ones are named,
+"""The ops in the emulator, as `verify --emulate` and `emulate` have them: every kernel runs in some case, wrong ones are named,
 and what is counted is what a call moves."""
 
 import math
@@ -44,8 +44,8 @@ def test_what_runs_by_default_comes_first():
         assert task.configs[0] == task.op.explain(*a, arch=arch).config
 
 
-def test_bench_says_what_is_right_and_how_long_it_took(capsys):
-    assert cli.main(["bench", "--emulate", "MI300X", "--op", "silu_and_mul*", "--case", "bf16", "--jobs", "1"]) == 0
+def test_verify_says_what_is_right_and_how_long_it_took(capsys):
+    assert cli.main(["verify", "--emulate", "MI300X", "--op", "silu_and_mul*", "--case", "bf16", "--jobs", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [o.name for o in op.registered() if o.name.startswith("silu")]
     assert [line.split()[0] for line in lines] == ["op", *names, str(len(names))]
@@ -57,12 +57,12 @@ def test_bench_says_what_is_right_and_how_long_it_took(capsys):
 
 
 @full
-def test_bench_divides_the_cases_over_processes():
+def test_verify_divides_the_cases_over_processes():
     command = [
         sys.executable,
         "-m",
         "vllm_rocm_ops",
-        "bench",
+        "verify",
         "--emulate",
         "gfx950",
         "--op",
@@ -76,7 +76,7 @@ def test_bench_divides_the_cases_over_processes():
 
 
 def test_a_case_that_no_kernel_takes_is_not_called_right(capsys):
-    command = ["bench", "--once", "--emulate", "gfx942", "--op", "mxfp8*", "--case", "m1", "--jobs", "1"]
+    command = ["verify", "--emulate", "gfx942", "--op", "mxfp8*", "--case", "m1", "--jobs", "1"]
     assert cli.main(command) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[1].split() == ["mxfp8_scaled_mm", "1", "1", "0", out.splitlines()[1].split()[4]]
@@ -101,7 +101,7 @@ def emulators():
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_wrong_result_fails_and_names_the_case(jobs, monkeypatch, capsys):
     broken(monkeypatch, lambda self, launch, uninitialised: None)  # leaves the outputs as they are
-    assert cli.main(["bench", "--emulate", "gfx942", "--op", "rms_norm", "--case", "bf16", "--jobs", jobs]) == 1
+    assert cli.main(["verify", "--emulate", "gfx942", "--op", "rms_norm", "--case", "bf16", "--jobs", jobs]) == 1
     out = capsys.readouterr().out
     assert "WRONG" in out and re.search(
         r"^  bf16 in RowConfig\(.*\): Wrong: rms_norm output 0: NaNs differ$", out, re.MULTILINE
@@ -114,33 +114,33 @@ def test_a_kernels_fault_is_told_as_the_emulator_tells_it(monkeypatch, capsys):
         raise errors.OutOfBounds("rms_norm+0x40: 16 bytes at byte 64")
 
     broken(monkeypatch, launch)
-    assert cli.main(["bench", "--emulate", "gfx942", "--op", "rms_norm", "--case", "fp16", "--jobs", "1"]) == 1
+    assert cli.main(["verify", "--emulate", "gfx942", "--op", "rms_norm", "--case", "fp16", "--jobs", "1"]) == 1
     assert "OutOfBounds: rms_norm+0x40: 16 bytes at byte 64" in capsys.readouterr().out
 
 
 def test_no_code_object_is_no_right_result(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("vllm_rocm_ops.core.launch.CODE", tmp_path)
-    assert cli.main(["bench", "--emulate", "gfx942", "--op", "rms_norm", "--case", "bf16", "--jobs", "1"]) == 1
+    assert cli.main(["verify", "--emulate", "gfx942", "--op", "rms_norm", "--case", "bf16", "--jobs", "1"]) == 1
     assert "no code object of rms_norm for gfx942" in capsys.readouterr().out
 
 
 def test_an_arch_of_another_vendor_is_refused(capsys):
-    assert cli.main(["bench", "--emulate", "sm_90", "--op", "rms_norm"]) == 2
+    assert cli.main(["verify", "--emulate", "sm_90", "--op", "rms_norm"]) == 2
     assert capsys.readouterr().err == "the emulator runs gfx942 and gfx950, got sm_90\n"
 
 
-# explain --emulate
+# emulate
 
 
-def explained(capsys, *arguments: str) -> str:
-    assert cli.main(["explain", *arguments, "--emulate"]) == 0
+def emulate(capsys, *arguments: str) -> str:
+    assert cli.main(["emulate", *arguments]) == 0
     return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arch", AMD)
 @pytest.mark.parametrize("name", ["scaled_mm", "fused_experts"])
-def test_explain_shows_what_the_code_objects_hold(name, arch, capsys):
-    text, planned = explained(capsys, name, "--arch", arch), explain.explain(getattr(ops, name), arch).launches
+def test_emulate_shows_what_the_code_objects_hold(name, arch, capsys):
+    text, planned = emulate(capsys, name, "--arch", arch), explain.explain(getattr(ops, name), arch).launches
     found = re.findall(
         r"^  (\w+: .*) bytes of LDS, .* blocks of (\d+) waves; a compute unit holds (\d+) blocks$", text, re.MULTILINE
     )
@@ -155,36 +155,27 @@ def test_explain_shows_what_the_code_objects_hold(name, arch, capsys):
     assert any(one.lds for one in planned) or name != "fused_experts"
 
 
-def test_explain_counts_the_bytes_of_the_whole_call(capsys):
+def test_emulate_counts_the_bytes_of_the_whole_call(capsys):
     """Of a few blocks, and of many, some of which stand for all."""
     case = next(case for case in ops.silu_and_mul.cases())
     (x,) = case.make("meta", torch.Generator(), torch.float8_e4m3fn)
-    text = explained(capsys, "silu_and_mul", "--arch", "gfx950")
+    text = emulate(capsys, "silu_and_mul", "--arch", "gfx950")
     assert (
         f"loads {x.nbytes} bytes, stores {x.nbytes // 2}" in text and f"on the values of the case {case.name}" in text
     )
-    text = explained(capsys, "silu_and_mul", "--arch", "gfx950", "--shape", "4096x2048")
+    text = emulate(capsys, "silu_and_mul", "--arch", "gfx950", "--shape", "4096x2048")
     assert f"loads {4096 * 4096} bytes, stores {4096 * 2048}" in text and "on zeros" in text
     assert re.search(r"\b64 of \d+ blocks ran; sums are scaled up", text)
     waits = int(re.search(r"(\d+) s_waitcnt", text)[1])
     assert waits >= 4096 and waits % 64 == 0
 
 
-def test_explain_runs_launches_that_need_each_other(capsys):
-    text = explained(capsys, "fused_experts", "--arch", "gfx942")
-    assert (
-        len(re.findall(r"^  \w+: \d+ VGPRs", text, re.MULTILINE))
-        == len(re.findall(r"^  \w+ grid", text, re.MULTILINE))
-        > 1
-    )
+def test_emulate_runs_launches_that_need_each_other(capsys):
+    text = emulate(capsys, "fused_experts", "--arch", "gfx942")
+    planned = explain.explain(ops.fused_experts, "gfx942").launches
+    assert len(re.findall(r"^  \w+: \d+ VGPRs", text, re.MULTILINE)) == len(planned) > 1
 
 
-def test_explain_of_what_no_kernel_takes(capsys):
-    text = explained(capsys, "mxfp8_scaled_mm", "--arch", "gfx942")
+def test_emulate_of_what_no_kernel_takes(capsys):
+    text = emulate(capsys, "mxfp8_scaled_mm", "--arch", "gfx942")
     assert text.splitlines()[-1] == "  no kernel runs that could be emulated"
-
-
-def test_explain_emulates_no_model(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["explain", "--model", "tiny-llama", "--emulate"])
-    assert "--emulate takes an op, not --model" in capsys.readouterr().err

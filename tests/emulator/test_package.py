@@ -28,7 +28,7 @@ sys.meta_path.insert(0, Refuse())
 import vllm_rocm_ops.tools.cli, vllm_rocm_ops.tools.doctor, vllm_rocm_ops.vllm
 sys.version_info = {version}
 print(vllm_rocm_ops.tools.doctor.find_emulator()["why_off"])
-sys.exit(vllm_rocm_ops.tools.cli.main(["bench", "--emulate", "gfx942"]))
+sys.exit(vllm_rocm_ops.tools.cli.main(["verify", "--emulate", "gfx942"]))
 """
 
 

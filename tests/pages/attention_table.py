@@ -79,7 +79,7 @@ def decode() -> str:
         return markdown(("heads of", "keys", *(f"batch {batch}" for batch in batches)), rows)
 
     what = "Decode attention of one layer, microseconds, ours / the best peer (FlashAttention 3, FlashMLA, vLLM's Triton kernels)"
-    return _tables(DECODE, f"{what}, by `vllm-rocm-ops bench --shapes decode-attention --peers --jsonl`", table)
+    return _tables(DECODE, f"{what}, by `vllm-rocm-ops bench decode-attention --peers --output FILE.jsonl`", table)
 
 
 def prompts() -> str:
@@ -95,7 +95,7 @@ def prompts() -> str:
         return f"Ours is {losses(lines)}.\n\n{table}"
 
     what = "Prefill attention by `flash_attention`, which vLLM does not call, microseconds"
-    return _tables(PREFILL, f"{what}, by `vllm-rocm-ops bench --shapes attention --peers --jsonl`", table)
+    return _tables(PREFILL, f"{what}, by `vllm-rocm-ops bench attention --peers --output FILE.jsonl`", table)
 
 
 def _tables(kind: str, what: str, table: Callable[[list[dict]], str]) -> str:

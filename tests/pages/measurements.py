@@ -507,7 +507,7 @@ def products() -> list[str]:
         kinds = list(dict.fromkeys(kind for found in rows.values() for kind in found))
         body = [(size, *(both(found[kind]) if kind in found else "" for kind in kinds)) for size, found in rows.items()]
         tables.append(
-            f"`gemm`, {head(lines)}: microseconds, ours / best peer, by `vllm-rocm-ops bench --shapes products --peers --jsonl`; "
+            f"`gemm`, {head(lines)}: microseconds, ours / best peer, by `vllm-rocm-ops bench products --peers --output FILE.jsonl`; "
             f"{versus(lines, ' as a geometric mean')}. {links(path for _, path in newest.values())}\n\n"
             + markdown(("M x N x K", *kinds), body)
         )
@@ -570,7 +570,7 @@ def experts() -> str:
         header = ("experts of a layer", *tokens, "geometric mean")
         tables.append(
             "All launches of one layer's experts, random routing, microseconds, ours / the best of vLLM's fused MoE (Triton), by"
-            f" `vllm-rocm-ops bench --shapes moe --peers --jsonl`.\n{head(lines)}: {links(path for _, path in newest.values())}\n\n"
+            f" `vllm-rocm-ops bench moe --peers --output FILE.jsonl`.\n{head(lines)}: {links(path for _, path in newest.values())}\n\n"
             + markdown(header, body)
         )
     return "\n\n".join(tables)

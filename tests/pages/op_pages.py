@@ -293,7 +293,7 @@ def tested(op: Op) -> str:
             lines.append(f"- {arch.name}: PyTorch runs {shown}. The kernels need that {why}.")
     how = (
         "The tests run on the GPU if there is one, else AMD's machine code runs in an emulator: "
-        f"`bash tests/run.sh -k {op.name}` in a checkout, or `vllm-rocm-ops bench --op {op.name} --once` on a GPU."
+        f"`bash tests/run.sh -k {op.name}` in a checkout, or `vllm-rocm-ops verify --op {op.name}` on a GPU."
     )
     cases = f"{len(cases_of(op, FIRST))} cases run in every configuration of the kernels. {sentence(op.cases)}"
     return "\n\n".join(filter(None, (cases, "\n".join(lines), how)))

@@ -3,6 +3,8 @@
 import csv
 from dataclasses import dataclass
 
+from vllm_rocm_ops.tools import cli
+
 from .measurements import ROOT, markdown
 from .op_pages import DOCS, WRITTEN
 
@@ -40,7 +42,7 @@ class Row:
     @property
     def command(self) -> list[str]:
         """Return the words behind `vllm-rocm-ops`, or behind `serving_benchmarks/`, if a command is ours."""
-        return self.ours.split() if self.ours.startswith(("bench ", "tune ", "explain ", "contests ")) else []
+        return self.ours.split() if self.ours.partition(" ")[0] in (*cli.COMMANDS, "contests") else []
 
     @property
     def ops(self) -> list[str]:

@@ -19,6 +19,7 @@ from vllm_rocm_ops.ops.families.tiled_gemm import TiledConfig
 from vllm_rocm_ops.timing import launch_time, machines, predict, refit
 from vllm_rocm_ops.timing.trace import LINE, Access, Block, Instr, Recording
 from vllm_rocm_ops.tools import cli, explain
+from vllm_rocm_ops.tools.bench import lists, shapes
 
 MACHINE = machines.MI300X
 WEIGHTS = 7 << 29  # the first line of region 7
@@ -178,6 +179,11 @@ def test_attention_reads_as_many_keys_as_are_said(op):
     [
         (["rms_norm", "--arch", "H200"], "a timing model exists of MI300X, MI308X, MI325X, MI355X, got H200"),
         (["rms_norm", "--shape", "0x4096"], "must run a kernel of ours"),
+        (["rows", "--arch", "H200"], "a timing model exists of MI300X"),
+        (["rows", "--tp", "2"], "the list rows takes no --tp"),
+        ([], "predict takes an op, a list of shapes or --model"),
+        (["rms_norm", "--model", "tiny-llama"], "predict takes an op, a list of shapes or --model"),
+        (["mla_decode", "--context", "0"], "predict takes a --context of 1 to 1048576 keys, got 0"),
     ],
 )
 def test_what_cannot_be_predicted_says_why(capsys, arguments, message):
@@ -210,59 +216,48 @@ def printed(capsys, *arguments: str) -> str:
 
 
 @pytest.mark.usefixtures("few_blocks")
-@pytest.mark.parametrize("product", ["mi300x", "MI308X"])
-def test_explain_predicts_the_call_that_it_explains(capsys, product):
-    call = "rms_norm", "--shape", "3x512", "--dtype", "fp16", "--with", "weight=none"
-    explained = printed(capsys, "explain", *call, "--arch", product)
-    predicted = printed(capsys, "predict", *call, "--device", product)
-    assert f"rms_norm on {product.upper()}: predicted " in predicted and "not measured; " in predicted
-    assert printed(capsys, "explain", *call, "--predict", product) == explained + predicted
+def test_a_call_is_predicted_with_its_arguments_on_a_product(capsys):
+    call = "rms_norm", "--with", "weight=none", "--arch", "MI308X", "--shape"
+    predicted = printed(capsys, "predict", *call, "fp16[3x512]")
+    assert "rms_norm on MI308X: predicted " in predicted and "not measured; " in predicted
+    assert "rms_norm_fp16_" in predicted and "rms_norm_bf16_" in printed(capsys, "predict", *call, "3x512")
 
 
 @pytest.mark.usefixtures("few_blocks")
-def test_explain_predicts_the_step_of_a_model(capsys):
-    model = "--model", "tiny-llama-fp8", "--batch", "2"
-    explained, predicted = (
-        printed(capsys, "explain", *model, "--arch", "MI308X"),
-        printed(capsys, "predict", *model, "--device", "MI308X"),
-    )
+def test_a_baseline_is_of_the_product_that_was_measured(capsys):
+    predicted = printed(capsys, "predict", "--model", "tiny-llama-fp8", "--batch", "2", "--arch", "MI308X")
     assert "predicted step with 2 tokens: plugin " in predicted and "tokens: baseline " not in predicted
-    assert printed(capsys, "explain", *model, "--predict", "MI308X") == explained + predicted
 
 
-def test_explain_tells_of_constants_that_were_refitted(capsys, monkeypatch, tmp_path):
+def test_it_tells_of_constants_that_were_refitted(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
     call = "rms_norm", "--shape", "3x512"
-    before = printed(capsys, "explain", *call, "--predict", "MI300X")
+    before = printed(capsys, "predict", *call)
     refit.file_of(MACHINE).write_text(json.dumps({"start": 3.0}))
-    after = printed(capsys, "explain", *call, "--predict", "MI300X")
-    assert f"constants refitted by --check, of {refit.file_of(MACHINE)}" in after.splitlines()
+    after = printed(capsys, "predict", *call)
+    assert f"constants by refit, of {refit.file_of(MACHINE)}" in after.splitlines()
     times = [float(text.partition("MI300X: predicted ")[2].split()[0]) for text in (before, after)]
     assert times[1] > times[0] + 2
 
 
 @pytest.mark.usefixtures("few_blocks")
-def test_bench_predicts_lists_and_cases(capsys):
-    assert cli.main(["bench", "--predict", "MI300X", "--shapes", "rows", "--batch", "4", "--hidden", "512"]) == 0
+def test_lists_are_predicted(capsys, monkeypatch):
+    monkeypatch.setattr(shapes, "HIDDEN", (512,))
+    assert cli.main(["predict", "rows", "--batch", "4"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "MI300X: predicted times in us, not measured" and len(lines) > 4
     assert all(": predicted " in line and line.endswith(" us, band +-13%") for line in lines), lines
-    assert cli.main(["bench", "--predict", "MI355X", "--op", "rms_norm", "paged_attention*", "--case", "bf16*"]) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
     case = next(case for case in ops.rms_norm.cases() if case.name.startswith("bf16"))
+    attention = next(iter(ops.paged_attention_decode.cases()))
+    some = [shapes.Shape(ops.rms_norm, case), shapes.Shape(ops.paged_attention_decode, attention)]
+    monkeypatch.setitem(lists.LISTS, "rows", lambda: some)
+    assert cli.main(["predict", "rows", "--arch", "MI355X"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
     mi355x = machines.MI355X
     given = ops.rms_norm.Arguments(*case.make("meta", torch.Generator(), mi355x.arch.fp8_dtype))._asdict()
     us = sum(kernel.prediction.us for kernel in predict.predict_call(ops.rms_norm, given, mi355x))
     assert first.startswith("MI355X") and f"  rms_norm {case.name}: predicted {us:.1f} us, band unknown" in lines
     assert any(line.endswith("see vllm-rocm-ops predict paged_attention_decode --context") for line in lines)
-
-
-def test_bench_refuses_what_has_no_prediction(capsys):
-    assert cli.main(["bench", "--predict", "H200", "--op", "rms_norm"]) == 2
-    assert "a timing model exists of MI300X" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli.main(["bench", "--predict", "MI300X", "--jsonl"])
-    assert "nor with --predict" in capsys.readouterr().err
 
 
 def test_kinds_of_kernels_that_were_never_compared_have_no_band():

@@ -1,4 +1,4 @@
-"""`predict --check` on a GPU, with the model itself in place of the GPU; and other products."""
+"""`refit` on a GPU, with the model itself in place of the GPU; and other products."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_refit_finds_the_machine_that_was_measured(capsys):
     mine = refit.of_user(MACHINE)
     assert {name: mine[name] for name in written} == written and mine.constants["start"].source.endswith(".json")
     assert cli.main(["predict", "rms_norm", "--shape", "1x4096"]) == 0
-    assert "refitted by --check" in capsys.readouterr().out
+    assert "constants by refit, of" in capsys.readouterr().out
     assert refit.of_user(machines.MI355X) is machines.MI355X
 
 
@@ -59,13 +59,13 @@ def test_a_file_of_something_else_is_refused(text, message):
 
 def test_without_an_amd_gpu_it_says_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["predict", "--check"]) == 2
-    assert "predict: --check needs an AMD GPU: there is no GPU" in capsys.readouterr().err
+    assert cli.main(["refit"]) == 2
+    assert "refit needs an AMD GPU: there is no GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("product", ["mi325x", "MI355X"])
 def test_other_products_have_no_error_band(capsys, product):
-    assert cli.main(["predict", "rms_norm", "--shape", "1x4096", "--device", product]) == 0
+    assert cli.main(["predict", "rms_norm", "--shape", "1x4096", "--arch", product]) == 0
     head = capsys.readouterr().out.splitlines()[0]
     assert (
         f"on {product.upper()}: predicted " in head

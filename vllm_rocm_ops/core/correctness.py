@@ -1,4 +1,4 @@
-"""Whether an op computes the result of its reference: the rules for results, for the tests and for `vllm-rocm-ops bench`.
+"""Whether an op computes the result of its reference: the rules for results, for the tests and for `vllm-rocm-ops bench` and `verify`.
 
 - Against the reference in the same precision, an element of 8 or 16 bits may be off by one ULP, and few elements may be off.
 - Against float64, the error may exceed the reference's error by given factors only. For fp32 results that are no long sums,

@@ -109,7 +109,7 @@ def check_all(found: list[Task], arch_name: str, jobs: int) -> Iterator[Checked]
         yield from pool.map(check_numbered, range(len(found)))
 
 
-def bench(cases: Iterable[tuple[Op, Case]], arch_name: str, jobs: int) -> Iterator[tuple[str, bool]]:
+def verify(cases: Iterable[tuple[Op, Case]], arch_name: str, jobs: int) -> Iterator[tuple[str, bool]]:
     """Checks the cases; lines for people, and whether each tells of a failure."""
     arch = emulator_of(arch_name).arch
     found = tasks(cases, arch)

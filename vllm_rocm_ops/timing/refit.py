@@ -117,7 +117,7 @@ def of_user(machine: Machine) -> Machine:
 def said(machine: Machine) -> Iterator[str]:
     """A line that says which constants are the user's, if any are."""
     if file_of(machine).is_file():
-        yield f"constants refitted by --check, of {file_of(machine)}"
+        yield f"constants by refit, of {file_of(machine)}"
 
 
 def machine_here() -> tuple[Machine, Callable[[Op, dict], float]]:
@@ -125,11 +125,11 @@ def machine_here() -> tuple[Machine, Callable[[Op, dict], float]]:
     try:
         timer = clock.GpuClock()
     except RuntimeError as error:
-        raise ValueError(f"predict: --check needs an AMD GPU: {error}") from error
+        raise ValueError(f"refit needs an AMD GPU: {error}") from error
     name = torch.cuda.get_device_name()
     alike = [each for each in machines.MACHINES.values() if str(each.arch) == str(timer.arch)]
     if not alike:
-        raise ValueError(f"predict: --check needs one of {', '.join(machines.MACHINES)}, got {name}")
+        raise ValueError(f"refit needs one of {', '.join(machines.MACHINES)}, got {name}")
     machine = next((each for each in alike if each.name in name), alike[0])
     return machine, lambda op, given: on_gpu(timer, op, given)
 

@@ -16,14 +16,10 @@ With `--emulate` the emulator stands in for a GPU: some small cases of each op, 
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import datetime
 import fnmatch
 import importlib.util
 import json
-import math
-import multiprocessing
 import re
 import time
 from pathlib import Path
@@ -31,7 +27,6 @@ from pathlib import Path
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core import tables
-from vllm_rocm_ops.timing import frozen
 from vllm_rocm_ops.tools import smoke
 from vllm_rocm_ops.tools.check_worker import GOOD, Worker
 
@@ -56,23 +51,6 @@ def planned(arch: str | None, pattern: str) -> list[tuple]:
     if importlib.util.find_spec("tinygrad") and not arch:
         found += [("emulator", name) for name in names]
     return found
-
-
-def add_command(commands) -> None:
-    """Adds the command to a parser's commands."""
-    meaning = (
-        "check every op on this GPU, benchmark it against other kernels, and write one file to send; three minutes"
-    )
-    command = commands.add_parser("check", help=meaning)
-    command.add_argument(
-        "--output", type=Path, metavar="FILE", help="default: vllm-rocm-ops-check-<GPU>-<time>.json here"
-    )
-    command.add_argument("--op", default="*", metavar="PATTERN", help="ops of such names only, and no models")
-    command.add_argument(
-        "--minutes", type=float, default=MINUTES, help=f"default: {MINUTES:.0f}; parts beyond are left out"
-    )
-    meaning = "the emulator of this architecture stands in for a GPU; needs the extra [emulator]"
-    command.add_argument("--emulate", metavar="ARCH", help=meaning)
 
 
 def wrong_of(part: dict) -> list[str]:
@@ -105,16 +83,18 @@ def file_name(found: list[dict], arch: str | None) -> Path:
     return Path(f"vllm-rocm-ops-check-{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}.json")
 
 
-def run_parts(worker: Worker, arguments: argparse.Namespace, end: float) -> tuple[list[dict], Path, str]:
+def run_parts(
+    worker: Worker, path: Path | None, pattern: str, arch: str | None, end: float
+) -> tuple[list[dict], Path, str]:
     """Run all parts until a time, and write the file before and after each. Return what they found, the file, and the smoke stage that
     failed, or none."""
-    parts, path, failed = [], arguments.output, ""
+    parts, failed = [], ""
 
     def write(*part: dict) -> None:
-        found = {"command": "check", "emulated": arguments.emulate, "parts": [*parts, *part]}
+        found = {"command": "check", "emulated": arch, "parts": [*parts, *part]}
         tables.replace(path, json.dumps(found, indent=1))
 
-    plan = planned(arguments.emulate, arguments.op)
+    plan = planned(arch, pattern)
     for number, (kind, *rest) in enumerate(plan):
         part = {"part": " ".join(map(str, (kind, *rest))), "ended": "left out", "seconds": 0.0, "found": [], "said": ""}
         left = end - time.monotonic()
@@ -125,13 +105,13 @@ def run_parts(worker: Worker, arguments: argparse.Namespace, end: float) -> tupl
                 write(part | {"ended": "begun"})  # what a machine that goes down leaves
             sharing = sum(one[0] == "model" for one in plan[number:]) if kind == "model" else 1
             seconds = min(SECONDS[kind], max(left / sharing, LEAST_SECONDS))
-            part |= worker.run(kind, tuple(rest), arguments.emulate, seconds)
+            part |= worker.run(kind, tuple(rest), arch, seconds)
         parts.append(part)
         print(line_of(part), flush=True)
         if path is None:
-            path = file_name(parts, arguments.emulate)
+            path = file_name(parts, arch)
         write()
-        if not arguments.emulate and any(piece.get("gpus") == [] for piece in part["found"]):
+        if not arch and any(piece.get("gpus") == [] for piece in part["found"]):
             raise RuntimeError(
                 f"there is no GPU; --emulate {next(iter(archs.ARCHS))} has the emulator stand in for one"
             )
@@ -139,27 +119,3 @@ def run_parts(worker: Worker, arguments: argparse.Namespace, end: float) -> tupl
             worker.close(kill=True)  # what wrote a wrong result may have written elsewhere, too
             failed = part["part"] if kind == "smoke" else failed
     return parts, path, failed
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs all parts and writes the file after each. 1 if something is wrong, or did not end."""
-    if arguments.emulate:
-        archs.named(arguments.emulate)
-    if not 0 < arguments.minutes < math.inf:
-        raise ValueError(f"check: --minutes must be positive, got {arguments.minutes}")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vllm_rocm_ops.tools.check"])
-    end = time.monotonic() + 60 * arguments.minutes
-    with contextlib.closing(Worker(context)) as worker:
-        parts, path, failed = run_parts(worker, arguments, end)
-    for line in frozen.beside([piece for part in parts for piece in part["found"]]):
-        print(line)
-    bad = sum(bool(wrong_of(part)) for part in parts)
-    left_out = sum(part["ended"] == "left out" for part in parts)
-    text = f"{len(parts)} parts, {f'{bad} with something wrong' if bad else 'all right'}"
-    why = f"as {failed} failed" if failed else "for lack of time"
-    print(text + (f", {left_out} left out {why}" if left_out else ""))
-    if not (arguments.emulate or any(part["part"].startswith("emulator") for part in parts)):
-        print("without the emulator's counts: they need the extra vllm-rocm-ops[emulator]")
-    print(f"please send {path.resolve()}")
-    return int(bad > 0)

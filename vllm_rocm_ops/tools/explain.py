@@ -84,6 +84,14 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def parse_first(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
+    """'8x7168' -> ((8, 7168), None), 'fp16[8x7168]' -> ((8, 7168), torch.float16)."""
+    dtype, found, sizes = text.partition("[")
+    if found and dtype in DTYPES and sizes.endswith("]"):
+        return parse_shape(sizes[:-1]), DTYPES[dtype]
+    return parse_shape(text), None
+
+
 def parse_argument(text: str) -> tuple[str, object]:
     """'name=value' -> (name, value). A value is bf16[8x7168] (a tensor), e4m3fn (a dtype), none, true, false or a number."""
     name, found, value = text.partition("=")

@@ -37,7 +37,7 @@ LIMITS = {
 # 24e3 there since their loads no longer drain; that alone would move 105 of the recorded choices, beside constants that no AMD
 # GPU has confirmed, so it waits for a model of the whole GPU.
 IN_FLIGHT = {32: {16: 12e3}, 64: {16: 12.5e3, 64: 27e3}}
-# Microseconds, fitted to all configurations of the decode shapes on H200: `vllm-rocm-ops bench --shapes gemm --sweep` says what the choice
+# Microseconds, fitted to all configurations of the decode shapes on H200: `vllm-rocm-ops sweep linear` says what the choice
 # costs. That a load takes; of each tile of a block.
 LATENCY_US, TILE_EPILOGUE_US = 1.5, 0.5
 # That a compute unit issues instructions for what a block does once: emulated on AMD, among LIMITS on H200.

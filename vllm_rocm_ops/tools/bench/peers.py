@@ -6,7 +6,7 @@ What an op's own file names as its peer is not repeated here. `torch._scaled_mm`
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -54,12 +54,8 @@ def prepare(found: Mapping[str, Peer], clock: Clock, sets: list[tuple]) -> tuple
     return prepared, unavailable
 
 
-def load_vllm(libraries: Sequence[str] = (), version: str = "") -> str | None:
-    """Registers vLLM's compiled ops: of these libraries, of this version, or those that are installed. Returns the version."""
-    for library in libraries:
-        torch.ops.load_library(library)
-    if libraries:
-        return version or "library"
+def load_vllm() -> str | None:
+    """Register vLLM's compiled ops if vLLM is installed, and return its version."""
     load()
     with contextlib.suppress(ImportError):
         return importlib.import_module("vllm").__version__

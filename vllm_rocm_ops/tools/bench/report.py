@@ -8,18 +8,20 @@ import datetime
 import json
 import statistics
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 import vllm_rocm_ops
+from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core.clock import Clock
 
 COPIED = 1 << 30  # float32 values
 COPIES = 4
 FEW_TOKENS = 64
+SHOWN = 3  # of the configurations of a sweep; more where they are chosen or wrong
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ def copy_bandwidth(clock: Clock) -> float:
 
 
 def commit() -> str:
-    """That of the checkout in the working directory."""
+    """Return the one that VLLM_ROCM_OPS_COMMIT names, or that of the checkout in the working directory."""
+    if named := envs.VLLM_ROCM_OPS_COMMIT:
+        return named
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -231,6 +235,35 @@ def summary(lines: list[Line]) -> str:
             mean = statistics.geometric_mean(line.median / best[line.op, line.case] for line in of_op)
             text += f"\n{op}: the chosen configurations take {mean:.3f}x the time of the best ones"
     return text
+
+
+def show(results: Iterable[list[Line]], keep: Callable[[list[Line]], None] | None = None) -> int:
+    """Print results as they come, and what they sum up to, and `keep` each. Return 1 if one is wrong."""
+    lines = []
+    print(HEADER)
+    for of_shape in results:
+        lines += of_shape
+        for place, line in enumerate(of_shape):
+            if place < SHOWN or line.chosen or line.wrong:
+                print(line, flush=True)
+        for peer, why in of_shape[0].unavailable.items():
+            print(f"  no {peer}: {why}")
+        if keep:
+            keep(of_shape)
+    print(summary(lines))
+    return int(any(line.wrong for line in lines))
+
+
+def keeper(output: Path, kind: str, clock: Clock, vllm: str | None) -> Callable[[list[Line]], None]:
+    """Return what appends lines to a .jsonl or .csv file, or to a file of this kind in a folder. Raises ValueError for another file."""
+    measured = commit()
+    if output.suffix == ".csv":
+        return lambda lines: append_csv(lines, gpu_name(clock), measured, output)
+    if output.suffix not in (".jsonl", "") and not output.is_dir():
+        raise ValueError(f"--output must be a .jsonl file, a .csv file or a folder, got {output}")
+    here = origin(clock, vllm, measured)
+    path = output if output.suffix == ".jsonl" else here.file(output, kind)
+    return lambda lines: append(lines, here, path)
 
 
 def _what(line: Line) -> str:

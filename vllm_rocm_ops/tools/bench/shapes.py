@@ -117,13 +117,11 @@ ROW_OPS: dict[Op, tuple] = {
 }
 
 
-def rows(
-    tokens: Iterable[int] = ROWS, hidden: Iterable[int] = HIDDEN, dtype: torch.dtype = torch.bfloat16
-) -> Iterator[Shape]:
+def rows(tokens: Iterable[int] = ROWS, dtype: torch.dtype = torch.bfloat16) -> Iterator[Shape]:
     """Norms and activations. Raises ValueError for a dtype that they do not take."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"the dtype of rows must be bfloat16 or float16, got {dtype}")
-    for (op, (arguments, *how)), h, m in itertools.product(ROW_OPS.items(), hidden, tokens):
+    for (op, (arguments, *how)), h, m in itertools.product(ROW_OPS.items(), HIDDEN, tokens):
         name = f"{m}x{h} {str(dtype).removeprefix('torch.')}"
         yield Shape(op, made_case(name, dtype, arguments, m, h, *how), {"rows": m, "hidden": h}, beside_vllm)
 

@@ -1,4 +1,4 @@
-"""The bandwidth of a GPU's memory by direction and number of blocks (workgroups): `bench --hbm` with its flags."""
+"""The bandwidth of a GPU's memory by direction and number of blocks (workgroups)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.clock import Clock
-from vllm_rocm_ops.ops.stream_memory import DIRECTIONS, MOST_BLOCKS, WORDS
+from vllm_rocm_ops.ops.stream_memory import MOST_BLOCKS, WORDS
 
 MIB = 1 << 20
 SIZE = 1024  # MiB
 PER_UNIT = (1, 2, 4, 8)  # blocks for each compute unit
 MOST_POWER = 2048  # of the numbers of blocks in a sweep
-OPTIONS = ("direction", "size", "workgroups")  # of bench, with --hbm only
 
 
 def parse_size(text: str) -> int:
@@ -26,34 +25,18 @@ def parse_size(text: str) -> int:
     return int(text)
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds the flags of --hbm to those of bench."""
-    add = command.add_argument_group("the bandwidth of memory").add_argument
-    add("--direction", nargs="+", choices=DIRECTIONS, help="with --hbm: of our kernels; default: all")
-    add("--size", type=parse_size, metavar="MIB", help=f"with --hbm: of the memory that a call has; default: {SIZE}")
-    meaning = (
-        f"with --hbm: blocks of a launch; default: {', '.join(map(str, PER_UNIT))} for each compute unit; with --sweep "
-    )
-    add("--workgroups", metavar="N,N,...", help=f"{meaning}also 1, 2, 4, ... {MOST_POWER}")
+def parse_workgroups(text: str) -> tuple[int, ...]:
+    """'304,608' -> (304, 608)."""
+    numbers = text.split(",")
+    if not all(number.isdecimal() and 1 <= int(number) <= MOST_BLOCKS for number in numbers):
+        wanted = f"numbers from 1 to {MOST_BLOCKS} with commas between them"
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text}")
+    return tuple(map(int, numbers))
 
 
-def refuse(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Ends with an error where options do not fit."""
-    given = [f"--{name}" for name in OPTIONS if getattr(arguments, name) is not None]
-    if given and not arguments.hbm:
-        parser.error(f"{' '.join(given)} needs --hbm")
-    if arguments.workgroups is not None:
-        numbers = arguments.workgroups.split(",")
-        if not all(number.isdecimal() and 1 <= int(number) <= MOST_BLOCKS for number in numbers):
-            wanted = f"numbers from 1 to {MOST_BLOCKS} with commas between them"
-            parser.error(f"--workgroups must be {wanted}, got {arguments.workgroups}")
-
-
-def blocks_of(arguments: argparse.Namespace, compute_units: int) -> list[int]:
-    """The numbers of blocks that were asked for."""
-    if arguments.workgroups is not None:
-        return [int(number) for number in arguments.workgroups.split(",")]
-    powers = [1 << i for i in range(MOST_POWER.bit_length())] if arguments.sweep else []
+def usual_blocks(compute_units: int, sweep: bool) -> list[int]:
+    """The numbers of blocks that are tried, and in a `sweep` powers of two."""
+    powers = [1 << i for i in range(MOST_POWER.bit_length())] if sweep else []
     return sorted({*powers, *(times * compute_units for times in PER_UNIT)})
 
 
@@ -76,9 +59,3 @@ def table(clock: Clock, directions: Iterable[str], size: int, blocks: Iterable[i
         found = {direction: statistics.median(us) for direction, us in clock.samples(prepared).items()}
         rates = (size * (2 if name == "copy" else 1) / found[name] / 1e3 for name in directions)
         yield f"{count:8} " + " ".join(f"{rate:8.0f}" for rate in rates)
-
-
-def run(arguments: argparse.Namespace, clock: Clock) -> Iterator[str]:
-    """The table that was asked for."""
-    directions, size = arguments.direction or DIRECTIONS, (arguments.size or SIZE) * MIB
-    yield from table(clock, directions, size, blocks_of(arguments, clock.arch.compute_units))

@@ -1,0 +1,51 @@
+"""The lists of shapes of public models, by name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+
+import torch
+
+from vllm_rocm_ops.tools.bench import shapes
+from vllm_rocm_ops.tools.bench.attention import attention
+from vllm_rocm_ops.tools.bench.decode_attention import decode_attention
+from vllm_rocm_ops.tools.bench.experts import experts
+from vllm_rocm_ops.tools.bench.products import products
+
+LISTS: dict[str, Callable[..., Iterable[shapes.Shape]]] = {
+    "rows": shapes.rows,
+    "rows-fp16": functools.partial(shapes.rows, dtype=torch.float16),
+    "linear": shapes.gemm,
+    "linear-shuffled": functools.partial(shapes.gemm, shuffled=True),
+    "products": products,
+    "routing": shapes.routing,
+    "moe": experts,
+    "moe-bf16": functools.partial(experts, dtype=torch.bfloat16),
+    "attention": attention,
+    "attention-fp16": functools.partial(attention, dtype=torch.float16),
+    "decode-attention": decode_attention,
+    "decode-attention-fp16": functools.partial(decode_attention, dtype=torch.float16),
+}
+VARIANTS = ("-fp16", "-bf16", "-shuffled")
+KINDS = {"rows": "ops", "linear": "gemm"}  # of files of results, where it is not the list's name
+
+
+def kind_of(name: str | None, model: str | None) -> str:
+    """The kind of results, after which their files are named: of a list, of a model or of the ops' cases."""
+    if name is None:
+        return "model" if model else "cases"
+    for variant in VARIANTS:
+        name = name.removesuffix(variant)
+    return KINDS.get(name, name)
+
+
+def of_list(name: str, tp: int | None, tokens: tuple[int, ...] | None) -> Iterable[shapes.Shape]:
+    """The shapes of a list for so many ranks and tokens, or for its own. Raises ValueError where it has neither."""
+    options = {"tp": ("--tp", tp), "tokens": ("--batch", tokens)}
+    given = {key: value for key, (_, value) in options.items() if value is not None}
+    refused = given.keys() - inspect.signature(LISTS[name]).parameters
+    if refused:
+        raise ValueError(f"the list {name} takes no {' '.join(sorted(options[key][0] for key in refused))}")
+    return LISTS[name](**given)

@@ -1,0 +1,52 @@
+"""Time the ops' test cases, a model's calls or a list of shapes on this GPU, and check the results."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from vllm_rocm_ops.core import clock as clocks
+from vllm_rocm_ops.tools import options
+from vllm_rocm_ops.tools.bench import lists, report
+from vllm_rocm_ops.tools.bench import run as bench
+from vllm_rocm_ops.tools.bench.peers import load_vllm
+from vllm_rocm_ops.tools.bench.shapes import Shape
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    options.add_cases(parser)
+    meaning = "time PyTorch's, vLLM's and AITER's own ops too, as far as installed (or on PYTHONPATH)"
+    parser.add_argument("--peers", action="store_true", help=meaning)
+    meaning = (
+        "append each measurement to this file, FILE.jsonl or FILE.csv, or to <gpu>/<date>-<commit>-<kind>.jsonl in "
+        "this folder"
+    )
+    parser.add_argument("--output", type=Path, metavar="PATH", help=meaning)
+
+
+def run(
+    shapes: str | None,
+    op: list[str] | None,
+    case: list[str] | None,
+    model: str | None,
+    tp: int | None,
+    ep: int | None,
+    batch: tuple[int, ...] | None,
+    peers: bool,
+    output: Path | None,
+) -> int:
+    """Print the times; 1 if a result is wrong. Raises RuntimeError without a GPU."""
+    found = options.shapes_of(shapes, op, case, model, tp, ep, batch)
+    return measure(found, lists.kind_of(shapes, model), peers, output)
+
+
+def measure(found: list[Shape], kind: str, peers: bool, output: Path | None, sweep: bool = False) -> int:
+    """Print the times of shapes, in a `sweep` of every configuration; 1 if a result is wrong."""
+    clock = clocks.GpuClock()
+    vllm = load_vllm() if peers else None
+    keep = report.keeper(output, kind, clock, vllm) if output else None
+    with torch.inference_mode():
+        return report.show(bench.run(found, clock, sweep=sweep, peers=peers), keep)

@@ -1,0 +1,51 @@
+"""Check every op on this GPU, benchmark it against other kernels, and write one file to send; three minutes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import multiprocessing
+import time
+from pathlib import Path
+
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.timing import frozen
+from vllm_rocm_ops.tools import check
+from vllm_rocm_ops.tools.check_worker import Worker
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: vllm-rocm-ops-check-<GPU>-<time>.json here"
+    )
+    parser.add_argument("--op", default="*", metavar="PATTERN", help="ops of such names only, and no models")
+    meaning = f"minutes that it takes at most; parts beyond are left out; default: {check.MINUTES:.0f}"
+    parser.add_argument("--minutes", type=float, default=check.MINUTES, help=meaning)
+    meaning = "the emulator of this architecture stands in for a GPU; needs the extra [emulator]"
+    parser.add_argument("--emulate", metavar="ARCH", help=meaning)
+
+
+def run(output: Path | None, op: str, minutes: float, emulate: str | None) -> int:
+    """Runs all parts and writes the file after each. 1 if something is wrong, or did not end."""
+    if emulate:
+        archs.named(emulate)
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"check: --minutes must be positive, got {minutes}")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm_rocm_ops.tools.check"])
+    end = time.monotonic() + 60 * minutes
+    with contextlib.closing(Worker(context)) as worker:
+        parts, path, failed = check.run_parts(worker, output, op, emulate, end)
+    for line in frozen.beside([piece for part in parts for piece in part["found"]]):
+        print(line)
+    bad = sum(bool(check.wrong_of(part)) for part in parts)
+    left_out = sum(part["ended"] == "left out" for part in parts)
+    text = f"{len(parts)} parts, {f'{bad} with something wrong' if bad else 'all right'}"
+    why = f"as {failed} failed" if failed else "for lack of time"
+    print(text + (f", {left_out} left out {why}" if left_out else ""))
+    if not (emulate or any(part["part"].startswith("emulator") for part in parts)):
+        print("without the emulator's counts: they need the extra vllm-rocm-ops[emulator]")
+    print(f"please send {path.resolve()}")
+    return int(bad > 0)

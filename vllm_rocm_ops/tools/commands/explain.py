@@ -1,0 +1,55 @@
+"""Explain which kernel a call, or each call of a model, runs and why; needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+import vllm_rocm_ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.tools import explain, options
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    pages = Path(vllm_rocm_ops.__file__).parent / "docs"
+    parser.epilog = f"What each op computes and takes, and how exact it is: {pages}"
+    names = options.op_names()
+    parser.add_argument("op", nargs="?", choices=names, metavar="op", help="one of: " + ", ".join(names))
+    options.add_model(parser)
+    arch = "an architecture, or one and its count of compute units, or a product; default: this machine's GPU, else "
+    parser.add_argument("--arch", help=arch + next(iter(archs.ARCHS)))
+    options.add_call(parser)
+    meaning = "with --model: also the op, the blocks and the configuration of each call"
+    parser.add_argument("--verbose", action="store_true", help=meaning)
+
+
+def run(
+    op: str | None,
+    model: str | None,
+    tp: int | None,
+    ep: int | None,
+    batch: tuple[int, ...] | None,
+    arch: str | None,
+    first: tuple[tuple[int, ...], torch.dtype | None],
+    given: list[str],
+    verbose: bool,
+) -> int:
+    """Print the explanation. Raises ValueError, TypeError and RuntimeError."""
+    if (op is None) == (model is None):
+        raise ValueError("explain takes an op or --model")
+    arch = arch or explain.usual_arch()
+    if op:
+        the_op = getattr(vllm_rocm_ops.ops, op)
+        print(explain.explain(the_op, arch, *first, **explain.parse_arguments_of(the_op, given)), flush=True)
+        return 0
+    around = explain.around(model_config.read(model), tp or 1, ep, arch)
+    calls = [*options.calls_of(model, tp, ep), *around]
+    for line in explain.table(
+        explain.explain_model(calls, arch, batch or (1,), verbose), None if verbose else explain.WIDTH
+    ):
+        print(line, flush=True)
+    return 0

@@ -1,0 +1,33 @@
+"""Call each test case, each call of a model or each shape of a list a few times, for a profiler; checks and times nothing."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from vllm_rocm_ops.core import clock as clocks
+from vllm_rocm_ops.tools import options
+from vllm_rocm_ops.tools.bench import report
+from vllm_rocm_ops.tools.bench import run as bench
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    options.add_cases(parser)
+
+
+def run(
+    shapes: str | None,
+    op: list[str] | None,
+    case: list[str] | None,
+    model: str | None,
+    tp: int | None,
+    ep: int | None,
+    batch: tuple[int, ...] | None,
+) -> int:
+    """Print what was called. Raises RuntimeError without a GPU."""
+    found = options.shapes_of(shapes, op, case, model, tp, ep, batch)
+    clock = clocks.GpuClock()
+    with torch.inference_mode():
+        return report.show(bench.run(found, clock, profile=True))

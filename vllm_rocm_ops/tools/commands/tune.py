@@ -1,0 +1,52 @@
+"""Find and keep the best configurations for a model on this GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from vllm_rocm_ops.core import clock as clocks
+from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.tools import options
+from vllm_rocm_ops.tools.bench import tune
+from vllm_rocm_ops.tools.bench.peers import peers
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    decode = f"1, 2, 4, 8, 16, 24, ... {tune.DECODE[-1]}, as vLLM captures graphs"
+    options.add_model(parser, decode, required=True)
+    parser.add_argument("--op", choices=options.op_names(), metavar="OP", help="this one only")
+    parser.add_argument("--prefill", action="store_true", help=f"also {', '.join(map(str, tune.PREFILL))} tokens")
+    parser.add_argument("--force", action="store_true", help="measure again what has a row")
+    parser.add_argument("--no-peers", action="store_true", help="leave out PyTorch's, vLLM's and AITER's own ops")
+
+
+def run(
+    model: str,
+    tp: int | None,
+    ep: int | None,
+    batch: tuple[int, ...] | None,
+    op: str | None,
+    prefill: bool,
+    force: bool,
+    no_peers: bool,
+) -> int:
+    """Write the rows, each when it is found, and print what was won. Raises RuntimeError without a GPU."""
+    clock = clocks.GpuClock()
+    calls = [call for call in options.calls_of(model, tp, ep) if op in (None, call.op.name)]
+    in_decode, refused = tune.problems([call for call in calls if call.count], batch or tune.DECODE, clock.arch)
+    in_prefill, more = tune.problems(calls, tune.PREFILL if prefill else (), clock.arch)
+    done = tune.tune(
+        [*in_decode, *in_prefill],
+        clock,
+        envs.tables(),
+        peers=(lambda op: {}) if no_peers else peers,
+        force=force,
+        on=torch.cuda.get_device_name(),
+        log=sys.stderr,
+    )
+    print(tune.summary(done, refused | more, clock))
+    return 0
