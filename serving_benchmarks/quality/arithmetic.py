@@ -5,7 +5,7 @@
 vLLM decodes held-out text with the ops, a token of each of --requests at a time, and what every op is called with in the last
 step is kept, by layer (the checkpoints are those of quality.py, which are made if the folder lacks them). Each call then runs again:
 on this machine's GPU or, with --emulate and where there is none, as the emulated code objects; and as stock has it. That is vLLM's own
-kernel on a GPU, where tools/bench/peers.py knows one that takes the call, else the op's reference, which rounds where vLLM does. On a CPU
+kernel on a GPU, where tools/bench/peers has one that takes the call, else the op's reference, which rounds where vLLM does. On a CPU
 vLLM strides its cache of keys; emulated calls have them side by side, as on a GPU. There bf16 products are vLLM's, whose arguments
 `unquantized_gemm` gets. Rotations are ours on ROCm alone.
 
