@@ -32,10 +32,10 @@ SLICE_BYTES = 128  # a K slice, which a wave takes at a time
 MOST_UNIT_SLICES = 4  # K slices of a unit of down, which one wave has
 SUM_THREADS = 256
 RESIDENT = {"gate_up": 3, "down": 4}  # blocks of a compute unit
-# The model of `cost`, fitted to H200 at the shares of tools/bench/experts.py: the share of the bandwidth that gate_up gets, and
-# the one that down would get with no end of blocks, beside what a block gets by itself (`arch.costs`); of a further tile of an expert's tokens, a constant and the share of the time of the
-# first one's bytes, which caches may hold; for a launch; for the one that sums up split-K; and for each further time that all
-# blocks of down are new ones.
+# The model of `cost`, where archs are alike; `arch.costs` has the rest. Fitted to H200 at the shares of tools/bench/experts.py: the
+# share of the bandwidth that gate_up gets, and the one that down would get with no end of blocks; of a further tile of an expert's
+# tokens, a constant and the share of the time of the first one's bytes, which caches may hold; for a launch; for the one that sums
+# up split-K; and for each further time that all blocks of down are new ones.
 GATE_UP_BANDWIDTH, DOWN_BANDWIDTH = 1.03, 1.55
 FURTHER_TILE_US, FURTHER_TILE_COST = 0.2, 0.69
 LAUNCH_US, SUM_US, ROUND_US = 3.1, 2.8, 1.0
