@@ -3,9 +3,9 @@
     python csrc/build.py [--arch gfx942,gfx950] [--debug] [--force] [stem ...]
 
 builds in place (vllm_rocm_ops/code/<arch>/<stem>.co or .ptx); `pip install` calls `build` for the wheel. There is no list
-of ops: every file in csrc/ops is one. Kernels use clang builtins and the headers of csrc only, so that any
+of ops or archs: each is a file in csrc/ops or core/archs. Kernels use clang builtins and the headers of csrc only, so that any
 clang with the target compiles them, without ROCm, CUDA or a GPU. For each architecture the first of these that really compiles
-a kernel is used:
+one is used:
 
     $VLLM_ROCM_OPS_CLANG      a command; must compile for AMD, and is used for NVIDIA if it can
     ROCm's clang              under $ROCM_PATH, /opt/rocm
@@ -41,7 +41,7 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent
 CODE = CSRC.parent / "vllm_rocm_ops" / "code"
-ARCHS = ("gfx942", "gfx950", "sm_90")
+ARCHS = tuple(sorted(path.stem for path in CODE.parent.glob("core/archs/[!_]*.py")))
 ROCM = "/opt/rocm"
 
 # Version 5 is what both ROCm 6 and ROCm 7 load. Naming no xnack or sramecc setting makes an object that runs with any.
@@ -79,7 +79,7 @@ def is_amd(arch: str) -> bool:
 
 
 def suffix(arch: str) -> str:
-    """The suffix of a code object: linked ELF for AMD, PTX text for NVIDIA."""
+    """The suffix of a code object: ELF for AMD, PTX text for NVIDIA."""
     return ".co" if is_amd(arch) else ".ptx"
 
 

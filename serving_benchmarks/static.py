@@ -39,6 +39,7 @@ import torch
 from decode_shapes import MODELS, DecodeShape
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, Workspace
@@ -59,7 +60,7 @@ TOPK = 8
 CONTEXTS, PAGE = (1024, 8192), 16  # keys of a sequence; tokens of a page
 LINE_BYTES = 128
 SIMDS = 4  # of a compute unit
-CLOCK_GHZ = {"gfx942": 2.1, "gfx950": 2.4}  # peak, of MI300X and MI355X
+AMD = [name for name, arch in archs.ARCHS.items() if arch.vendor == "amd"]
 
 
 def shapes(weights: str, options) -> list[DecodeShape]:
@@ -207,9 +208,7 @@ def study(of: Study, emulator: Emulator, options) -> dict:
         "lds_conflicts": round(counters.lds_conflict_cycles / max(counters.lds_cycles, 1), 4),
         "issue_cycles_per_byte": round(counters.issue_cycles / weight_bytes, 4),
         "matrix_cycles_per_byte": round(counters.matrix_cycles / weight_bytes, 4),
-        "cycles_per_byte_at_bandwidth": round(
-            SIMDS * arch.compute_units * CLOCK_GHZ[arch.name] / arch.bandwidth_gb_s, 4
-        ),
+        "cycles_per_byte_at_bandwidth": round(SIMDS * arch.compute_units * arch.clock_ghz / arch.bandwidth_gb_s, 4),
         "compiler": doctor.find_code_objects(arch.name)[planned.module].get("compiler"),
         "commit": options.commit,
     }
@@ -217,7 +216,7 @@ def study(of: Study, emulator: Emulator, options) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", nargs="+", choices=list(CLOCK_GHZ), default=list(CLOCK_GHZ))
+    parser.add_argument("--arch", nargs="+", choices=AMD, default=AMD)
     parser.add_argument("--m", nargs="+", type=int, default=[1, 8, 16, 64])
     parser.add_argument("--layers", nargs="+", help="names of layers; all by default")
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=(PLAIN, MXFP8))

@@ -7,15 +7,19 @@ from collections.abc import Callable, Hashable, Sequence
 
 import pytest
 
+from vllm_rocm_ops.core.arch import ARCHS
+
 FULL = bool(os.environ.get("FULL_TESTS"))
 """With --full."""
 full = pytest.mark.skipif(not FULL, reason="takes long: bash tests/run.sh --full")
 
-BUILT = ("gfx942", "gfx950", pytest.param("sm_90", marks=full))
+AMD = tuple(name for name, arch in ARCHS.items() if arch.vendor == "amd")
+
+BUILT = (*AMD, *(pytest.param(name, marks=full) for name in ARCHS if name not in AMD))
 """Whose code objects are there: without a GPU NVIDIA's are built with --full only."""
 
-CHIPS = ("gfx942", pytest.param("gfx950", marks=full))
-"""Emulated, or read: gfx942 by default, both with --full."""
+CHIPS = (AMD[0], *(pytest.param(name, marks=full) for name in AMD[1:]))
+"""Emulated, or read: the first by default, all with --full."""
 
 
 def cover(reached: Sequence[frozenset[Hashable]], costs: Sequence[float]) -> set[int]:

@@ -24,14 +24,13 @@ from pathlib import Path
 
 import pytest
 from bugs.mutants import CSRC, KernelCopy
-from marks import CHIPS, few_of, full
+from marks import AMD, CHIPS, few_of, full
 
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator.decode import Instruction, decode
 from vllm_rocm_ops.emulator.objects import CodeObject
 from vllm_rocm_ops.emulator.sanitizer import effects
 
-ARCHS = ("gfx942", "gfx950")
 ATTENTION = "paged_attention_decode"  # its keys and values are in flight in turn: ops/test_attention.py
 STAGED = re.compile(r"flash_attention_(bf16|fp16)_\d+")  # the general ones convert what they load
 STREAM = ("_narrow_", "_skinny_", "_stream_", "experts_gate_up_", "experts_down_", "mla_decode_bf16", "mla_decode_fp16")
@@ -340,7 +339,7 @@ def _last_first(following: dict[int, list[int]]) -> list[int]:
     return list(found)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", AMD)
 def test_the_next_keys_are_in_flight_while_keys_are_multiplied(arch):
     """In flash attention."""
     code = CodeObject(launch.CODE / arch / "flash_attention.co")
@@ -361,7 +360,7 @@ def test_stages_stay_in_flight(arch, module):
 
 
 @full
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", AMD)
 def test_streaming_kernels_are_found(arch):
     """The kernels for few tokens stream, except those whose loads go through LDS, and no other kernel does."""
     streaming = {name for module in MODULES for name, _ in shipped_loops(arch, module)}
@@ -424,7 +423,7 @@ def test_planted_wait_for_the_next_keys_is_seen(kernels):
 def main() -> None:
     commit, *folder = sys.argv[1:]
     root = Path(*folder) if folder else launch.CODE
-    for arch in ARCHS:
+    for arch in AMD:
         for path in sorted((root / arch).glob("*.co")):
             for name, loop in streaming_loops(path):
                 left = [[wait.left for wait in stage] for stage in loop.stages]

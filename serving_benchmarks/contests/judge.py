@@ -18,7 +18,7 @@ import torch
 
 from contests import contest as contests
 from contests.contest import Contest, Sizes
-from vllm_rocm_ops.core.correctness import NVIDIA_ROUNDING
+from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core.stats import reset_stats, stats
 
 LEAST_CALLS, MOST_CALLS = 3, 100
@@ -43,10 +43,9 @@ class Gpu:
     """The first GPU."""
 
     device = "cuda"
-    rounding = 0.0 if torch.version.hip else NVIDIA_ROUNDING
 
     def __init__(self, fp8_dtype: torch.dtype):
-        self.fp8_dtype = fp8_dtype
+        self.fp8_dtype, self.rounding = fp8_dtype, archs.of_device(0).sum_rounding
 
     def seconds(self) -> float:
         torch.cuda.synchronize()

@@ -5,7 +5,7 @@
 vLLM decodes held-out text with the ops, a token of each of --requests at a time, and what every op is called with in the last
 step is kept, by layer (the checkpoints are those of quality.py, which are made if the folder lacks them). Each call then runs again:
 on this machine's GPU or, with --emulate and where there is none, as the emulated code objects; and as stock has it. That is vLLM's own
-kernel on a GPU, where tools/bench/peers.py knows one that takes the call, else the op's reference, which rounds where vLLM does. On a CPU
+kernel on a GPU, where tools/bench/peers has one that takes the call, else the op's reference, which rounds where vLLM does. On a CPU
 vLLM strides its cache of keys; emulated calls have them side by side, as on a GPU. There bf16 products are vLLM's, whose arguments
 `unquantized_gemm` gets. Rotations are ours on ROCm alone.
 
@@ -36,7 +36,7 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
-from vllm_rocm_ops.core.correctness import SUMS_FLOOR, as_tuple, clone, unwritten_is_nan
+from vllm_rocm_ops.core.correctness import as_tuple, clone, unwritten_is_nan
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.quantization import MX_SCALES
 from vllm_rocm_ops.core.stats import FALLBACK, reset_stats, stats
@@ -282,7 +282,7 @@ def machines(emulate: list[str]) -> Iterator[tuple[str, str, archs.Arch, Callabl
         return
     from vllm_rocm_ops.emulator import Emulator
 
-    for name in emulate or ("gfx942", "gfx950"):
+    for name in emulate or [of.name for of in archs.ARCHS.values() if of.vendor == "amd"]:
         emulator = Emulator(name)
         yield f"{name}, emulated", "cpu", emulator.arch, functools.partial(launch.executor, emulator)
 
@@ -370,7 +370,7 @@ def main(argv: list[str] | None = None) -> int:
             calls = torch.load(job["calls"], weights_only=False)
             for name, device, arch, within in machines(arguments.emulate):
                 if device == "cuda":
-                    formulas.OF_TERMS = SUMS_FLOOR.get(arch.wave_lanes, formulas.OF_TERMS)
+                    formulas.OF_TERMS = max(formulas.OF_TERMS, arch.sum_rounding)
                 line = {"op": "arithmetic", "case": job["case"], "machine": name, "requests": arguments.requests}
                 line |= {"gpu": name} if device == "cuda" else {}
                 line |= judged(calls, device, arch, within) | {"versions": latency.versions()}

@@ -311,7 +311,14 @@ def test_differences_from_vllm_are_shares_of_elements(monkeypatch):
         out.copy_(op.reference(*a))
         out.view(-1)[:3] += 1
 
-    monkeypatch.setattr(shapes, "vllm_call", lambda op: lambda out, a: theirs(op, out, a))
+    def beside(op):
+        return {
+            "vllm": peers.Peer(
+                functools.partial(theirs, op), lambda *of: (op.allocate(op.Arguments(*of)), op.Arguments(*of))
+            )
+        }
+
+    monkeypatch.setattr(shapes, "peers", beside)
     x, residual, weight = torch.randn(2, 24).bfloat16(), torch.randn(2, 12).bfloat16(), torch.ones(12).bfloat16()
     check = shapes.beside_vllm(ops.silu_and_mul, (x,))
     assert check() == {"differs_from_vllm": {"out": pytest.approx(3 / 24)}}

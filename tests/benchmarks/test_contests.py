@@ -65,10 +65,10 @@ def test_rounding_of_nvidia_is_allowed_there_alone():
     def off(data):
         (result,), terms = of.reference(data), of.terms(data)
         seen.append(terms)
-        return result + (terms * judge.NVIDIA_ROUNDING).to(result.dtype)
+        return result + (terms * judge.archs.ARCHS["sm_90"].sum_rounding).to(result.dtype)
 
     assert "are wrong" in judge_of(of, off).check(contest.copy(data))
-    machine.rounding = judge.NVIDIA_ROUNDING
+    machine.rounding = judge.archs.ARCHS["sm_90"].sum_rounding
     assert judge.Judge(of, lambda data, stage: off(data), machine).check(contest.copy(data)) == ""
     a, b = (x.float().abs() for x in data[:2])
     scales = data[2].abs(), data[3].abs()  # one block of K

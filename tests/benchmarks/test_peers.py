@@ -1,7 +1,11 @@
 """What is timed beside the ops. Most of it needs a GPU: here, that arguments and names fit."""
 
+import functools
 import importlib.util
 import itertools
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,18 +15,26 @@ from vllm_rocm_ops.core import op
 from vllm_rocm_ops.core.correctness import as_tuple, clone
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
-from vllm_rocm_ops.tools.bench import experts, products, vllm_experts
-from vllm_rocm_ops.tools.bench.peers import OTHERS, PYTORCH, ROWS, peers, vllm_call
+from vllm_rocm_ops.tools.bench import decode_attention, experts, products
+from vllm_rocm_ops.tools.bench.peers import PEERS, attention, installed, peers
+from vllm_rocm_ops.tools.bench.peers import experts as vllm_experts
+from vllm_rocm_ops.vllm.fusion.native_rows import COMPILED
 
 TINY = ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8")
 CALLS = [call for model in TINY for call in model_layers.calls(model_config.read(model)) if call.count]
 ON_GPUS = (ops.block_scaled_mm, ops.fused_experts)  # alone PyTorch multiplies so, or nothing of it does
+DECODES = ops.paged_attention_decode, ops.mla_decode
+KERNELS = ("flash_attn_varlen_func", "get_scheduler_metadata", "unified_attention", "get_mla_metadata")
+KERNELS += "flash_mla_with_kvcache", "decode_attention_fwd"
+OF_OTHERS = (
+    r"torch\.ops\._C\.|_custom_ops\.(rms|fused)|vllm_flash_attn|unified_attention|flashmla|w8a8_triton|gemm_a8w8"
+)
 GENERATOR = torch.Generator().manual_seed(0)
 
 
 def test_peers_are_named_after_ops():
     names = {o.name for o in op.registered()}
-    assert {*ROWS, *PYTORCH, *OTHERS} <= names
+    assert set(PEERS) <= names
 
 
 @pytest.mark.parametrize(
@@ -66,24 +78,67 @@ def test_the_peer_of_products_takes_the_arguments_that_are_timed(kind, monkeypat
 def test_block_peers_get_whole_fours_of_tokens_and_their_layout_of_scales():
     arguments = (torch.ones(3, 256).to(torch.float8_e4m3fn), torch.ones(128, 256).to(torch.float8_e4m3fn))
     arguments += (torch.rand(3, 2), torch.rand(1, 2), torch.bfloat16)
-    [cutlass] = [peer for name, peer, _ in OTHERS["block_scaled_mm"] if name == "vllm"]
+    cutlass = PEERS["block_scaled_mm"]["vllm"]
     a, b, scale_a, *_ = cutlass.prepare(*arguments)
     assert a.shape == (4, 256) and not a[3].float().any() and torch.equal(a[:3].float(), arguments[0].float())
     assert scale_a.shape == (4, 2) and scale_a.stride() == (1, 4) and torch.equal(scale_a[:3], arguments[2])
     assert b is arguments[1]
 
 
+def test_caches_have_scales_of_one_where_triton_multiplies_by_them_alone(monkeypatch):
+    """And PyTorch's and FlashAttention's kernels of prompts and steps are peers for bench's lists of them, not for other arguments."""
+    given = {}
+
+    def call(peer: str, *_, **options) -> tuple:
+        given[peer] = options
+        return (None,)
+
+    def kernels_of(peer: str):
+        return SimpleNamespace(**dict.fromkeys(KERNELS, functools.partial(call, peer)))
+
+    installed.load()  # once in a process, with the real modules
+    sizes = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: sizes)
+    for the_op in DECODES:
+        shape = next(shape for shape in decode_attention.decode_attention() if shape.op is the_op)
+        assert list(peers(the_op)) == ["torch"]
+        arguments = shape.arguments("cpu", torch.float8_e4m3fn)
+        for name, peer in shape.peers([arguments]).items():
+            kernels = kernels_of(f"{the_op.name} {name}")
+            monkeypatch.setattr(attention.importlib, "import_module", lambda _, kernels=kernels: kernels)
+            peer.call(*peer.prepare(*arguments))
+    scales = {
+        which: {name: value.tolist() for name, value in options.items() if "scale" in name and torch.is_tensor(value)}
+        for which, options in given.items()
+    }
+    assert scales == {
+        "paged_attention_decode flash-attn 3": {},
+        "paged_attention_decode vllm triton": {"k_descale": [[1.0]], "v_descale": [[1.0]]},
+        "mla_decode flash-attn 3": {},
+        "mla_decode flashmla": {},
+        "mla_decode vllm triton": {"k_scale": [1.0], "v_scale": [1.0]},
+    }
+
+
+def test_what_vllm_runs_is_written_in_one_package():
+    """And in the file of rows, to which a worker falls back."""
+    root = Path(__file__).resolve().parents[2]
+    paths = [*root.glob("vllm_rocm_ops/**/*.py"), *root.glob("serving_benchmarks/**/*.py")]
+    found = {path.relative_to(root) for path in paths if re.search(OF_OTHERS, path.read_text())}
+    named = {str(path) for path in found if path.parent.name != "peers"}
+    assert named == {"vllm_rocm_ops/vllm/fusion/native_rows.py"} and len(found) > 2
+
+
 def test_peers_say_what_they_do_not_take():
     per_tensor = (None, None, None, torch.ones(1, 1), torch.bfloat16)
-    per_row = ("vllm tensorwise", "aiter", "aiter shuffled")
-    found = [peer for name, peer, _ in OTHERS["scaled_mm"] if name in per_row]
-    for peer in (PYTORCH["scaled_mm"]["torch tensorwise"], *found):
+    per_row = ("torch tensorwise", "vllm tensorwise", "aiter", "aiter shuffled")
+    for peer in map(PEERS["scaled_mm"].get, per_row):
         with pytest.raises(ValueError, match="it takes scales per token and channel"):
             peer.call(*per_tensor)
     for tokens, blocks in ((4, 3), (3, 4)):
         with pytest.raises(ValueError, match="it takes K a multiple of 512 and M one of 4"):
             a, scale_b = torch.ones(tokens, 128 * blocks), torch.ones(1, blocks)
-            PYTORCH["block_scaled_mm"]["torch"].call(a, None, None, scale_b, torch.bfloat16)
+            PEERS["block_scaled_mm"]["torch"].call(a, None, None, scale_b, torch.bfloat16)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -91,13 +146,13 @@ def test_vllms_own_ops_on_cpu_compute_the_same():
     """vLLM for CPU has a few of them: their arguments are in the right order."""
     tried = []
     for call in CALLS:
-        run = vllm_call(call.op)
-        if run is None:
+        vllm = peers(call.op).get("vllm")
+        if vllm is None or call.op.name not in COMPILED:
             continue
         arguments = call.case(4).make("cpu", GENERATOR, torch.float8_e4m3fn)
         ours, theirs = list(map(clone, arguments)), list(map(clone, arguments))
-        outputs = call.op.allocate(call.op.Arguments(*theirs))
-        run(outputs, theirs)
+        outputs, a = vllm.prepare(*theirs)
+        vllm.call(outputs, a)
         if call.op is ops.fused_add_rms_norm:
             outputs = theirs[0]
         for mine, other in zip(as_tuple(call.op.reference(*ours)), as_tuple(outputs), strict=True):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from marks import full
+from marks import AMD, full
 
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import CodeObject
@@ -30,7 +30,7 @@ def lines(folder: pathlib.Path, arch: str, blocks: int) -> list[dict]:
 
 
 @full
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", AMD)
 def test_some_blocks_stand_for_all(arch, tmp_path):
     of_all, of_some = lines(tmp_path / "whole", arch, 10**6), lines(tmp_path / "sampled", arch, 32)
     forms = [name for form, name in FORMS.items() if form != "mxfp8" or arch == "gfx950"]

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from marks import AMD
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
@@ -113,7 +114,7 @@ def other_config(problem: tune.Problem):
     return default, next(c for c in problem.op.configs(a, ScriptedClock.arch) if c != default)
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", AMD)
 def test_every_op_of_a_model_is_tuned_and_its_rows_win(folders, arch):
     """The kernels that ship, in the emulator; the fastest by its count runs afterwards."""
     emulated = EmulatorClock(arch)

@@ -30,13 +30,13 @@ from pathlib import Path
 
 import pytest
 from load_build import load_build
+from marks import AMD
 
 from .seam_mutants import SEAM_MUTANTS, SeamMutant
 
 TESTS = Path(__file__).resolve().parents[1]
 CSRC = TESTS.parent / "csrc"
 CODE = TESTS.parent / "vllm_rocm_ops" / "code"
-ARCHS = ("gfx942", "gfx950")
 
 
 class DoesNotFit(AssertionError):
@@ -111,7 +111,7 @@ class Mutant:
 
     @property
     def archs(self) -> list[str]:
-        return [arch for arch in ARCHS if any(arch in test for test in self.tests)] or list(ARCHS)
+        return [arch for arch in AMD if any(arch in test for test in self.tests)] or list(AMD)
 
     @property
     def change(self) -> str:
@@ -140,7 +140,7 @@ def launched_by() -> dict[str, set[str]]:
 
     found = collections.defaultdict(set)
     for of, (the_op, case) in itertools.product(
-        map(arch.named, ARCHS), ((o, c) for o in op.registered() for c in o.cases())
+        map(arch.named, AMD), ((o, c) for o in op.registered() for c in o.cases())
     ):
         a = the_op.Arguments(*case.make("meta", torch.Generator(), of.fp8_dtype))
         for config in the_op.configs(a, of):

@@ -35,7 +35,9 @@ def make_tree(root: Path):
         path = root / "csrc" / name
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    shutil.copy(ROOT / "csrc" / "build.py", root / "csrc" / "build.py")
+    for name in ("csrc/build.py", *(f"vllm_rocm_ops/core/archs/{arch}.py" for arch in ARCHS)):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
     return load_build(root / "csrc")
 
 

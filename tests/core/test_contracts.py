@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from marks import full
+from marks import AMD, full
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch, op, tensors
@@ -184,7 +184,7 @@ def test_no_gradient_is_lost_silently(the_op):
 # What is allowed is the same for reference and kernels
 
 
-@pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch_name", AMD)
 @pytest.mark.parametrize("the_op", [o for o in OPS if "scale_ub" in o.Arguments._fields], ids=lambda o: o.name)
 def test_a_bound_that_is_nan_bounds_nothing(the_op, arch_name):
     emulator = Emulator(arch_name)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 from assembly import build_module
+from marks import AMD
 
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Devices, errors
 
 SOURCE = Path(__file__).with_suffix(".hip")
 PHASES, MOST_RANKS = 2, 8
-ARCHS, RANKS = ("gfx942", "gfx950"), (2, 4, 8)
+ARCHS, RANKS = AMD, (2, 4, 8)
 TURNS = 500
 """The turns that a run has for each wave: several times what any takes, and few enough that one that goes on for ever ends soon."""
 SCHEDULES = {512: 10_000, 7168: 200, 16384: 200}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from assembly import Kernel, assemble
+from marks import AMD
 
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Emulator, errors
 
-ARCHS = ("gfx942", "gfx950")
 BLOCKS, WAVES = 3, 2
 WAIT, BARRIER, WRITE_BACK, INVALIDATE = "s_waitcnt vmcnt(0)", "s_barrier", "buffer_wbl2 sc1", "buffer_inv sc1"
 NEXT = "\n  "
@@ -82,7 +82,7 @@ WRONG = {
 }
 
 
-@pytest.fixture(scope="module", params=ARCHS)
+@pytest.fixture(scope="module", params=AMD)
 def run(request, tmp_path_factory):
     path = assemble([*RIGHT, *WRONG], request.param, tmp_path_factory.mktemp("coherence"))
 

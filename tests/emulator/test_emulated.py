@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from marks import full
+from marks import AMD, full
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
@@ -18,8 +18,6 @@ from vllm_rocm_ops.core.launch import CODE, code_object
 from vllm_rocm_ops.emulator import CodeObject, Emulator, errors
 from vllm_rocm_ops.emulator import cases as emulated
 from vllm_rocm_ops.tools import cli, explain
-
-AMD = ("gfx942", "gfx950")
 
 
 def all_cases() -> list[tuple]:

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 from assembly import build_module
-from marks import full
+from marks import AMD, full
 
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Emulator, errors
 
 build = build_module()
-ARCHS = ("gfx942", "gfx950")
 THREADS = 128  # two blocks
 PROGRAMS = 12  # per architecture
 
@@ -238,7 +237,7 @@ void gemm(const short* a, const short* b, float* c, float* parts, unsigned* coun
 """
 
 
-@pytest.fixture(scope="module", params=ARCHS)
+@pytest.fixture(scope="module", params=AMD)
 def gemm(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gemm")
     (folder / "gemm.hip").write_text(GEMM)
@@ -302,7 +301,7 @@ extern "C" __attribute__((global)) void shape(unsigned* out) {
 """
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", AMD)
 def test_three_dimensions(arch, tmp_path):
     (tmp_path / "shape.hip").write_text(SHAPE)
     build.compile_source(tmp_path / "shape.hip", arch, tmp_path / "shape.co")
@@ -335,7 +334,7 @@ extern "C" __attribute__((global)) void calls(const float* in, float* out) {
 """
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", AMD)
 def test_calls_with_generic_pointers(arch, tmp_path):
     (tmp_path / "calls.hip").write_text(CALLS)
     build.compile_source(tmp_path / "calls.hip", arch, tmp_path / "calls.co")

@@ -31,11 +31,12 @@ from collections.abc import Callable
 
 import formulas
 import torch
+from marks import AMD
 
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core import op as op_module
-from vllm_rocm_ops.core.correctness import SUMS_FLOOR, as_tuple, clone, unwritten_is_nan
+from vllm_rocm_ops.core.correctness import as_tuple, clone, unwritten_is_nan
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.stats import reset_stats, stats
 from vllm_rocm_ops.ops.families import rowwise
@@ -357,7 +358,7 @@ def executors(emulate: list[str]):
         return
     from vllm_rocm_ops.emulator import Emulator
 
-    for name in emulate or ("gfx942", "gfx950"):
+    for name in emulate or AMD:
         emulator = Emulator(name)
         yield "cpu", emulator.arch, functools.partial(launch.executor, emulator)
 
@@ -384,7 +385,7 @@ def work(options: argparse.Namespace, worker: int) -> Found:
     torch.set_num_threads(1)  # the formulas' tensors are small
     machines, fuzz = list(executors(options.emulate)), Fuzz(options.op, options.seed)
     if machines[0][0] == "cuda":
-        formulas.OF_TERMS = SUMS_FLOOR.get(machines[0][1].wave_lanes, formulas.OF_TERMS)
+        formulas.OF_TERMS = max(formulas.OF_TERMS, machines[0][1].sum_rounding)
         torch.cuda.set_device(worker % torch.cuda.device_count())
     start = time.process_time()
     for kind, count in (("malformed", options.malformed), ("valid", options.calls)):

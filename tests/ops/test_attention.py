@@ -11,7 +11,7 @@ import pytest
 import test_waits
 import torch
 from bugs.mutants import CSRC
-from marks import CHIPS, full
+from marks import AMD, CHIPS, full
 from test_large_tensors import reserved
 from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
@@ -732,7 +732,7 @@ def test_an_out_scale_without_an_out_for_it_is_refused():
         ops.paged_attention_decode(*given._replace(out_scale=torch.ones(2)))
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", AMD)
 def test_an_out_of_e4m3_is_as_vllm_rounds_it(arch):
     """One key, whose value is the result: exact but for the last rounding. Values beyond the type's limit are clamped."""
     emulator = Emulator(arch)
@@ -837,7 +837,7 @@ def test_planted_wait_for_all_keys_is_seen(kernels):  # noqa: F811
     assert keys_and_values_wait(code) == [name]
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", AMD)
 def test_nothing_of_mla_is_spilled(arch):
     """And of up to 16 columns a compute unit has two blocks."""
     for name, kernel in CodeObject(launch.CODE / arch / "mla_decode.co").kernels.items():
@@ -860,7 +860,7 @@ def test_keys_of_mla_that_only_some_ways_load_are_seen(kernels):  # noqa: F811
 
 
 @full
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", AMD)
 @pytest.mark.parametrize("lens", [(4097,), (1, 0, 33, 1200, 64), tuple(range(97, 130))], ids=["long", "ragged", "many"])
 @pytest.mark.parametrize(("heads", "given"), [(16, {"fp8": True}), (128, {"page": 64}), (16, {"query_len": 4})])
 def test_long_and_many_requests_of_mla(heads, given, lens, arch):

@@ -7,7 +7,7 @@ import importlib
 
 import pytest
 import torch
-from marks import full
+from marks import AMD, full
 from test_large_tensors import reserved
 
 from vllm_rocm_ops import ops
@@ -17,7 +17,7 @@ from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.cases import executable
 
-ARCHS = pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+ARCHS = pytest.mark.parametrize("arch", AMD)
 LLAMA = {"layout": "native", "wider": 0}
 LONG = {
     "heads": (ops.paged_attention_decode, (131072,), (16, 1), 128, LLAMA),

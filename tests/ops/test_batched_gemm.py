@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from bugs.mutants import CSRC
-from marks import full
+from marks import AMD, full
 from test_large_tensors import reserved
 from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
@@ -125,7 +125,7 @@ def test_another_planted_bug_is_caught(bug, kernels, plant, monkeypatch):  # noq
     check_caught(MORE[bug], kernels, plant, monkeypatch)
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", AMD)
 def test_nothing_is_spilled(arch):
     for name, kernel in CodeObject(launch.CODE / arch / "batched_gemm.co").kernels.items():
         assert not any(kernel.statistics[kind] for kind in ("scratch", "vgpr_spills", "sgpr_spills")), name

@@ -9,15 +9,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from marks import BUILT, full
+from marks import AMD, BUILT, full
 
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch, op
 from vllm_rocm_ops.core.kernel_arguments import FORMATS, Parameters, packer, parameters
 from vllm_rocm_ops.emulator.decode import decode
 from vllm_rocm_ops.emulator.objects import CodeObject
-
-AMD = ("gfx942", "gfx950")
 
 
 def objects(arch: str) -> dict[str, CodeObject]:
@@ -149,7 +147,7 @@ def test_a_wrong_stamp_is_found(module, symbol, of, arch, read):
 
 
 @full
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", AMD)
 def test_caches_are_left_alone(arch):
     """What blocks leave for each other goes past the caches of their dies: no kernel writes back or invalidates all that others
     have there. And no store has a scalar offset: clang may miss that the next instruction overwrites its data."""

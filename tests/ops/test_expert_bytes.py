@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from marks import full
+from marks import AMD, full
 from test_planted_bugs import kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import ops
@@ -18,7 +18,7 @@ def arguments(name: str, **changes):
 
 
 @pytest.mark.parametrize("kind", ["int8", "e5m2"])
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", AMD)
 def test_kernels_of_8_bits(kind, arch):
     a = OP.Arguments(
         *next(c for c in OP.cases() if c.name == kind).make(

@@ -9,7 +9,7 @@ import importlib
 import pytest
 import torch
 from formulas import random_words
-from marks import full
+from marks import AMD, full
 from test_large_tensors import reserved
 from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
@@ -281,7 +281,7 @@ KINDS = {
 
 
 @full
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", AMD)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes_of_perf_kernels(shape, kind, arch):
@@ -295,7 +295,7 @@ def test_shapes_of_perf_kernels(shape, kind, arch):
 
 
 @full
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", AMD)
 @pytest.mark.parametrize("causal", [False, True])
 def test_lengths_of_sequences(causal, arch):
     make = importlib.import_module("vllm_rocm_ops.ops.flash_attention")._inputs

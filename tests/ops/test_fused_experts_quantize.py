@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marks import AMD
 
 from vllm_rocm_ops.core import launch, quantization
 from vllm_rocm_ops.core.correctness import generator_of
@@ -40,7 +41,7 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-@pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch_name", AMD)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [8, 80, 128, 208, 2048, 2184, 16400])
 def test_rows_are_quantised(columns, dtype, arch_name):

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from marks import CHIPS, few_of
+from marks import AMD, CHIPS, few_of
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
@@ -92,7 +92,7 @@ def test_any_order_gives_the_same_bits(emulator, monkeypatch):
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch_name", AMD)
 @pytest.mark.parametrize("skewed", [False, True], ids=["even", "skewed"])
 def test_pairs_are_sorted(skewed, arch_name):
     """More ids than the waves of a block take at a time; of some experts, among them the first, the last and a shared one."""

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from marks import full
+from marks import AMD, full
 from test_planted_bugs import WRONG, kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import ops
@@ -174,7 +174,7 @@ PAIRS = [pair for pair in itertools.product(KINDS, KINDS) if set(pair) != {"bf16
 
 
 @full
-@pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch_name", AMD)
 @pytest.mark.parametrize("a, b", PAIRS)
 def test_every_pair_in_every_order(a, b, arch_name):
     emulator = Emulator(arch_name)

@@ -19,7 +19,6 @@ from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch, op, quantization
 from vllm_rocm_ops.core.correctness import (
     FLOOR,
-    SUMS_FLOOR,
     as_tuple,
     check,
     check_terms,
@@ -81,7 +80,7 @@ def run(the_op: op.Op, arguments: tuple, apart: dict[str, tuple[int, ...]], exec
             ours = as_tuple(the_op(*large))
         (ran,) = stats()[the_op.name]
         assert not ran.startswith("fallback"), ran
-        floor = SUMS_FLOOR.get(arch.wave_lanes, FLOOR) if the_op.sums and device == "cuda" else FLOOR
+        floor = max(FLOOR, arch.sum_rounding) if the_op.sums and device == "cuda" else FLOOR
         for i, (mine, theirs, exact) in enumerate(zip(ours, reference, oracle)):
             check(f"{config} output {i}", mine, theirs, exact.double(), not the_op.sums, floor)
         for name in the_op.mutates:

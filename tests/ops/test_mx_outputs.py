@@ -3,7 +3,7 @@ both chips, and what they write is what `mxfp8_scaled_mm` takes."""
 
 import pytest
 import torch
-from marks import FULL
+from marks import AMD, FULL
 from test_planted_bugs import few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import ops
@@ -14,7 +14,7 @@ from vllm_rocm_ops.emulator import Emulator
 HIDDEN = 2048
 
 
-@pytest.fixture(scope="module", params=["gfx942", "gfx950"])
+@pytest.fixture(scope="module", params=AMD)
 def arch(request):
     emulator = Emulator(request.param)
     with launch.executor(emulator):

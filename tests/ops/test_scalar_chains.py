@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from marks import CHIPS
+from marks import AMD, CHIPS
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch, op
@@ -18,7 +18,6 @@ from vllm_rocm_ops.emulator.decode import Instruction, decode
 from vllm_rocm_ops.emulator.objects import CodeObject, KernelObject
 from vllm_rocm_ops.ops.families import gemm
 
-AMD = ("gfx942", "gfx950")
 ROWS = sorted(
     {Path(o.reference.__code__.co_filename).stem for o in op.registered() if "rowwise" in o.reference.__globals__}
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fuzz
 import pytest
 import torch
+from marks import AMD
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
@@ -31,7 +32,7 @@ def each(test):
 
 
 @each
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", AMD)
 def test_kernels(arch, the_op, renormalize, logit):
     with launch.executor(Emulator(arch)):
         assert fuzz.run(the_op, call(the_op, logit, renormalize), None, "cpu") == "moe_topk_fp32_x2"

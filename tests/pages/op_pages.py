@@ -243,9 +243,7 @@ def exactness(op: Op) -> str:
             "- Matrix products of small whole numbers with scales that are powers of two have the reference's bits.",
         ]
     if op.sums:
-        wide = [
-            f"{a.name} {c.SUMS_FLOOR[a.wave_lanes]:.1e}" for a in archs.ARCHS.values() if a.wave_lanes in c.SUMS_FLOOR
-        ]
+        wide = [f"{a.name} {a.sum_rounding:.1e}" for a in archs.ARCHS.values() if a.sum_rounding]
         lines.append(
             f"- Results are long sums, which may cancel, so ULPs are not counted. On {', '.join(wide)} of the largest element is "
             "allowed, because matrix instructions keep fewer bits of a sum there."

@@ -87,7 +87,7 @@ def support() -> str:
     rows.append(("FP8 dtype", *(f"`{dtype}`" for dtype in fp8)))
     titles = []
     for arch in compatibility.AMD:
-        products = (name for name, of in archs.PRODUCTS.items() if of.partition(":")[0] == arch)
+        products = (name for name, of in archs.PRODUCTS.items() if of.name == arch)
         titles.append(f"{', '.join(products)} ({arch})")
     return markdown(("weights and activations", *titles), rows)
 
@@ -98,7 +98,7 @@ SHOWN_SEAMS = ("scaled_linear", "block_scaled_linear", "fp8_experts")
 
 def doctor_sample() -> str:
     """Return the sections of `doctor` that a user looks at first, as they are for an MI300X."""
-    product, arch = next(iter(archs.PRODUCTS.items()))
+    product, arch = next((product, of.name) for product, of in archs.PRODUCTS.items())
     known = [seam.load(name) for name in SHOWN_SEAMS]
     found = {
         "package": {"version": vllm_rocm_ops.__version__, "path": ".../site-packages/vllm_rocm_ops"},

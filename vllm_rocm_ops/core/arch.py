@@ -1,53 +1,41 @@
-"""GPU architectures: the properties that planning a launch needs."""
+"""Find a GPU architecture: by its name, or of a device."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import importlib
 import re
-from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class Arch:
-    """One GPU architecture, or a product of that architecture with another number of compute units. `str` gives the name that
-    `named` takes."""
-
-    name: str
-    wave_lanes: int
-    fp8_dtype: torch.dtype
-    compute_units: int
-    lds_bytes: int
-    bandwidth_gb_s: float  # HBM reads
-    block_scales: bool  # matrix instructions take MX formats, with an e8m0 scale per 32 of K
-    code_suffix: str
-
-    def __str__(self) -> str:
-        usual = self.compute_units == ARCHS[self.name].compute_units
-        return self.name if usual else f"{self.name}:{self.compute_units}"
+from vllm_rocm_ops.core import archs
+from vllm_rocm_ops.core.archs import Arch
 
 
-ARCHS = {
-    arch.name: arch
-    for arch in (
-        Arch("gfx942", 64, torch.float8_e4m3fnuz, 304, 64 * 1024, 5300.0, False, ".co"),
-        Arch("gfx950", 64, torch.float8_e4m3fn, 256, 160 * 1024, 8000.0, True, ".co"),
-        Arch("sm_90", 32, torch.float8_e4m3fn, 132, 227 * 1024, 4200.0, False, ".ptx"),  # development only
-    )
-}
-PRODUCTS = {"MI300X": "gfx942", "MI325X": "gfx942", "MI308X": "gfx942:80", "MI355X": "gfx950"}
+def load(name: str) -> Arch:
+    """The arch that a file of `core/archs` defines. Raises TypeError if it lacks a property or a cost."""
+    try:
+        return importlib.import_module(f"{archs.__name__}.{name}").ARCH
+    except TypeError as error:
+        raise TypeError(f"core/archs/{name}.py: {error}") from error
+
+
+ARCHS = {name: load(name) for name in archs.NAMES}
+PRODUCTS = {product: arch.of_units(units) for arch in ARCHS.values() for product, units in arch.products.items()}
 
 
 def named(name: str) -> Arch:
     """The architecture of a name: one of `ARCHS`, such a name with a number of compute units (gfx942:80), or one of `PRODUCTS`.
     Case does not matter. Raises ValueError."""
-    match = re.fullmatch(r"(\w+)(?::([1-9]\d{0,3}))?", PRODUCTS.get(name.upper(), name.lower()))
+    if name.upper() in PRODUCTS:
+        return PRODUCTS[name.upper()]
+    match = re.fullmatch(r"(\w+)(?::([1-9]\d{0,3}))?", name.lower())
     if match is None or match[1] not in ARCHS:
-        raise ValueError(f"arch must be one of {', '.join((*ARCHS, *PRODUCTS))} or like gfx942:80, got {name}")
+        raise ValueError(
+            f"arch must be one of {', '.join((*ARCHS, *PRODUCTS))} or like {next(iter(ARCHS))}:80, got {name}"
+        )
     arch = ARCHS[match[1]]
-    return dataclasses.replace(arch, compute_units=int(match[2] or arch.compute_units))
+    return arch.of_units(int(match[2] or arch.compute_units))
 
 
 @functools.cache
@@ -59,6 +47,4 @@ def of_device(index: int) -> Arch | None:
     else:
         name = f"sm_{properties.major}{properties.minor}"
     arch = ARCHS.get(name)
-    if arch is None:
-        return None
-    return dataclasses.replace(arch, compute_units=properties.multi_processor_count)
+    return None if arch is None else arch.of_units(properties.multi_processor_count)

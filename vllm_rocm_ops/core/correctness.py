@@ -45,10 +45,6 @@ HALF_ULP = {
 }  # at most, relative to an element
 SMALLEST_HALF_ULP = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}
 STEP, SHARE_OF_SUMS = 2.0**-3, 2.0**-7  # of e4m3 results that are long sums: of an element, and of the largest
-NVIDIA_ROUNDING = (
-    2.0**-11
-)  # of the terms of a sum of e4m3 products, of which wgmma keeps 14 bits; AMD's instructions keep fp32
-SUMS_FLOOR = {32: NVIDIA_ROUNDING}  # by the lanes of a wave
 
 
 class Wrong(AssertionError):
@@ -224,7 +220,7 @@ def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False
             left, expected = got.cpu().float(), wanted.float()
             same = (left == expected) | (left.isnan() & expected.isnan())
             require(bool(same.all()), f"{the_op.name}: leaves another {name}")
-    floor = SUMS_FLOOR.get(archs.of_device(0).wave_lanes, FLOOR) if the_op.sums and device == "cuda" else FLOOR
+    floor = max(FLOOR, archs.of_device(0).sum_rounding) if the_op.sums and device == "cuda" else FLOOR
     for what, got, wanted, true in zip(names, ours, reference, oracle):
         name = f"{the_op.name} output {what}"
         check(name, got, wanted, true.double(), not the_op.sums, floor)

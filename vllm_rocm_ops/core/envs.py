@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_rocm_ops.core import archs
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -35,7 +37,7 @@ VARIABLES = {
         Variable("VLLM_ROCM_OPS_HIP_LIBRARY", "", "path of the libamdhip64 to use instead of the one found"),
         Variable("VLLM_ROCM_OPS_COMMIT", "", "the commit that results name, where the folder is no checkout"),
         Variable("VLLM_ROCM_OPS_CLANG", "", "build: the clang that compiles device code, before all others"),
-        Variable("VLLM_ROCM_OPS_ARCHS", "gfx942,gfx950,sm_90", "build: comma list of the archs to compile for"),
+        Variable("VLLM_ROCM_OPS_ARCHS", ",".join(archs.NAMES), "build: comma list of the archs to compile for"),
         Variable("VLLM_ROCM_OPS_DEBUG", "", "build: 1 compiles device code with line tables and little optimisation"),
     )
 }

@@ -58,8 +58,8 @@ class Emulator:
 
     def __init__(self, arch_name: str, **options):
         self.arch = arch.named(arch_name)
-        if self.arch.code_suffix != ".co":
-            known = " and ".join(name for name, each in arch.ARCHS.items() if each.code_suffix == ".co")
+        if self.arch.vendor != "amd":
+            known = " and ".join(name for name, each in arch.ARCHS.items() if each.vendor == "amd")
             raise ValueError(f"the emulator runs {known}, got {arch_name}")
         self.options = Options(compute_units=self.arch.compute_units, lds_bytes=self.arch.lds_bytes, **options)
         self.last: Counters | None = None

@@ -62,7 +62,7 @@ def _dequantized(values: Tensor, scale: Tensor | None, exact: torch.dtype) -> Te
 
 
 def _reads_order(a, arch: Arch) -> bool:
-    return not a.shuffled or arch.code_suffix == ".co"
+    return not a.shuffled or arch.vendor == "amd"
 
 
 def _can_stream(a, arch: Arch) -> bool:

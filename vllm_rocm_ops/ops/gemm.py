@@ -160,7 +160,7 @@ def _configs(a, arch: Arch) -> list:
     if kind not in LARGE or not _is_fast(a, operands):
         found = [c for c in found if c.tokens == tiled.TILES[0][0]]
     if _is_skinny(a, kind):
-        narrow = arch.wave_lanes == 32  # HAS_INT8_STREAMS in csrc/device
+        narrow = arch.vendor == "nvidia"  # HAS_INT8_STREAMS in csrc/device
         found += [c for c in skinny.configs(*_skinny_operands(a), arch, _unit(a)) if c.rows == 16 or not narrow]
     return [FewConfig(t) for t in FEW if t >= a.a.shape[0]][:1] + found
 

@@ -15,7 +15,7 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, Workspace, fields
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
-from vllm_rocm_ops.ops.families import attention, decode, decode_times
+from vllm_rocm_ops.ops.families import attention, decode
 from vllm_rocm_ops.ops.families.decode import DecodeConfig
 
 __all__ = ["mla_decode"]
@@ -102,8 +102,8 @@ def _configs(a, arch: Arch) -> list[MlaConfig]:
     if (a.q_nope.shape[2], a.q_pe.shape[2]) != (LATENT, ROPE):
         return []
     # With a partition there is one kind, whatever else is in the batch.
-    can_be_in_lds = arch.wave_lanes == 32 and not attention.is_quantized(a.kv_cache) and not a.partition
-    if arch.wave_lanes == 64:
+    can_be_in_lds = arch.vendor == "nvidia" and not attention.is_quantized(a.kv_cache) and not a.partition
+    if arch.vendor == "amd":
         kinds = {_needed_tiles(a) > 2: LEAST_STEPS}
     else:
         kinds = {False: LEAST_STEPS} | ({True: LEAST_STEPS_IN_LDS} if can_be_in_lds else {})
@@ -126,15 +126,15 @@ def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
     bytes_of_key = a.kv_cache.shape[2] * a.kv_cache.element_size()
     tiles = _tiles(a, arch, config.in_lds)
     blocks_of_part = _blocks(a, arch, config.in_lds)
-    bandwidth, capacity, times = arch.bandwidth_gb_s * 1e3, decode.capacity(a, _layout(a)), decode_times.of(arch)
+    bandwidth, capacity, costs = arch.bandwidth_gb_s * 1e3, decode.capacity(a, _layout(a)), arch.costs.decode
     if config.in_lds:
-        unit_gb_s, block_us = times.lds_gb_s * a.kv_cache.element_size() / 2, times.lds_block * tiles
+        unit_gb_s, block_us = costs.lds_gb_s * a.kv_cache.element_size() / 2, costs.lds_block_us * tiles
     else:
-        unit_gb_s, block_us = times.latent_gb_s[tiles], times.block
+        unit_gb_s, block_us = costs.latent_gb_s[tiles], costs.block_us
 
     def of_keys(parts: int, steps: int) -> float:
         blocks, part_bytes = blocks_of_part * parts, steps * STEP * bytes_of_key
-        of_block = block_us + part_bytes / decode_times.rate(unit_gb_s, arch, blocks)
+        of_block = block_us + part_bytes / decode.rate(unit_gb_s, arch, blocks)
         return max(-(-blocks // arch.compute_units) * of_block, blocks * part_bytes / bandwidth)
 
     def of_length(keys: int) -> tuple[float, float]:
@@ -142,9 +142,9 @@ def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
         parts, steps = decode.divided(dataclasses.replace(config, parts=most), keys, STEP)
         of_parts = blocks_of_part * parts * decode.COLUMNS * tiles * (LATENT + 2) * 8 / bandwidth  # stored and loaded
         if _is_counted(config, tiles):
-            sharing = times.latent + times.counted * tiles * parts
+            sharing = costs.latent_us + costs.counted_us * tiles * parts
         else:
-            sharing = attention.LAUNCH_US + times.added * parts
+            sharing = attention.LAUNCH_US + costs.added_us * parts
         return of_keys(parts, steps), sharing + of_parts if parts > 1 else 0.0
 
     streaming, sharing = of_length(min(capacity, decode.NOMINAL_KEYS))
@@ -152,7 +152,7 @@ def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
     if capacity > decode.NOMINAL_KEYS:
         terms["long"] = decode.LONG_SHARE * sum(of_length(capacity))
     if config.even:
-        terms["even"] = times.even
+        terms["even"] = costs.even_us
     elif config.in_lds and a.block_table.shape[0] > 1:
         terms["longest"] = RAGGED_SHARE * (streaming + terms.get("long", 0.0))
     return terms
@@ -185,7 +185,7 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
     kind = attention.ELEMENTS[a.q_nope.dtype]
     fp8 = "_fp8" * attention.is_quantized(a.kv_cache)
     block = (WAVES * arch.wave_lanes, 1, 1)
-    even, lds = "_even" * config.even, _lds_bytes(columns) if config.in_lds and arch.wave_lanes == 32 else 0
+    even, lds = "_even" * config.even, _lds_bytes(columns) if config.in_lds and arch.vendor == "nvidia" else 0
     symbol = f"mla_decode_{kind}{fp8}{'_lds' * config.in_lds}{even}_{tiles}"
     parts = (config.parts, 1, 1) if config.even else (blocks, config.parts, 1)
     launches = [Launch("mla_decode", symbol, parts, block, args, lds)]

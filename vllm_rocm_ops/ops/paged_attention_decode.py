@@ -14,7 +14,7 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
-from vllm_rocm_ops.ops.families import attention, decode, decode_times
+from vllm_rocm_ops.ops.families import attention, decode
 from vllm_rocm_ops.ops.families.attention import CacheLayout
 from vllm_rocm_ops.ops.families.decode import DecodeConfig
 
@@ -87,17 +87,17 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
     known: most are nominal, a few fill the block table."""
     layout = _layout(a)
     bytes_of_key = 2 * layout.key_size * layout.key.element_size()
-    bandwidth, capacity, times = arch.bandwidth_gb_s * 1e3, decode.capacity(a, layout), decode_times.of(arch)
+    bandwidth, capacity, costs = arch.bandwidth_gb_s * 1e3, decode.capacity(a, layout), arch.costs.decode
 
     def of_keys(blocks: int, keys: int) -> float:
         rounds = -(-blocks // (RESIDENT * arch.compute_units))
         part_bytes = decode.divided(config, keys, STEP)[1] * STEP * bytes_of_key
-        of_block = times.block + part_bytes / decode_times.rate(times.unit_gb_s, arch, blocks)
+        of_block = costs.block_us + part_bytes / decode.rate(costs.unit_gb_s, arch, blocks)
         return max(rounds * of_block, blocks * part_bytes / bandwidth)
 
     def of_length(keys: int) -> tuple[float, float]:
         parts = decode.divided(config, keys, STEP)[0]
-        return of_keys(_blocks(a) * parts, keys), times.sharing * (len(decode.tree(parts)) - 1)
+        return of_keys(_blocks(a) * parts, keys), costs.sharing_us * (len(decode.tree(parts)) - 1)
 
     streaming, sharing = of_length(min(capacity, decode.NOMINAL_KEYS))
     terms = {"launch": attention.LAUNCH_US, "streaming": streaming, "sharing": sharing}

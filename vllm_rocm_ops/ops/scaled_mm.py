@@ -182,7 +182,7 @@ def _gated_envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "N is a multiple of 32", weight.rows % 32 == 0
     stride = weight.k if weight.is_shuffled else weight.stride or 0
     yield "half of b's rows, and 48, are below 2 GB", (weight.rows // 2 + 48) * stride < 2**31
-    yield "b is not shuffled on NVIDIA", arch.wave_lanes == 64 or not weight.is_shuffled
+    yield "b is not shuffled on NVIDIA", arch.vendor == "amd" or not weight.is_shuffled
 
 
 def _gated_plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:

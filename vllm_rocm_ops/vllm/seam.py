@@ -186,7 +186,7 @@ def lacks(platform: str) -> str:
 
 
 def _known(platform: str) -> list[str]:
-    return [name for name in archs.ARCHS if name.startswith("gfx") == (platform == "rocm")]
+    return [name for name, arch in archs.ARCHS.items() if (arch.vendor == "amd") == (platform == "rocm")]
 
 
 def arch_here(platform: str | None) -> str | None:

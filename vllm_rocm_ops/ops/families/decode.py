@@ -267,6 +267,13 @@ def column_tiles(a, query: Tensor, layout: CacheLayout, columns: int) -> int:
     return -(-a.query_len * query.shape[1] // (layout.heads * columns))
 
 
+def rate(most_gb_s: float | None, arch: Arch, blocks: int) -> float:
+    """Bytes per microsecond of a compute unit that reads at this rate at most, while so many blocks run."""
+    if most_gb_s is None:
+        return arch.bandwidth_gb_s * 1e3 / arch.compute_units
+    return 1e3 * min(most_gb_s, arch.bandwidth_gb_s / max(min(blocks, arch.compute_units), 1))
+
+
 # Cases
 
 

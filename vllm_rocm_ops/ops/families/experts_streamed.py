@@ -27,19 +27,16 @@ from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_BYTES
 MODULE = "fused_experts"
 MOST_TOKENS, MOST_SLOTS = 64, 32  # that blocks group in LDS
 TILE_ROWS, GATE_UP_ROWS = 16, 8  # of weights in a tile; of these the gate rows
-TILE_TOKENS = {32: 8, 64: 16}  # by the lanes of a wave
 WAVES = 4  # of a block
 SLICE_BYTES = 128  # a K slice, which a wave takes at a time
 MOST_UNIT_SLICES = 4  # K slices of a unit of down, which one wave has
 SUM_THREADS = 256
 RESIDENT = {"gate_up": 3, "down": 4}  # blocks of a compute unit
-# The model of `cost`, fitted to H200 at the shares of tools/bench/experts.py: the share of the bandwidth that gate_up gets, and
-# the one that down would get with no end of blocks; bytes a microsecond that a block of down gets by itself, by the lanes of a
-# wave, on AMD what it has in flight; of a further tile of an expert's tokens, a constant and the share of the time of the
-# first one's bytes, which caches may hold; for a launch; for the one that sums up split-K; and for each further time that all
-# blocks of down are new ones.
+# The model of `cost`, where archs are alike; `arch.costs` has the rest. Fitted to H200 at the shares of tools/bench/experts.py: the
+# share of the bandwidth that gate_up gets, and the one that down would get with no end of blocks; of a further tile of an expert's
+# tokens, a constant and the share of the time of the first one's bytes, which caches may hold; for a launch; for the one that sums
+# up split-K; and for each further time that all blocks of down are new ones.
 GATE_UP_BANDWIDTH, DOWN_BANDWIDTH = 1.03, 1.55
-BLOCK_RATE = {32: 17.2e3, 64: 16.4e3}
 FURTHER_TILE_US, FURTHER_TILE_COST = 0.2, 0.69
 LAUNCH_US, SUM_US, ROUND_US = 3.1, 2.8, 1.0
 
@@ -99,13 +96,13 @@ def _units(a) -> tuple[int, int]:
 
 def cost(config: StreamedConfig, a, arch: Arch) -> dict[str, float]:
     """The time to stream the experts that are hit if all are as likely, each further tile of an expert's tokens, and launches."""
-    (m, h), bandwidth, lanes = a.hidden.shape, arch.bandwidth_gb_s * 1e3, arch.wave_lanes
-    hit, tiles = expected_hit(a), expected_tiles(a, TILE_TOKENS[lanes])
+    (m, h), bandwidth, costs = a.hidden.shape, arch.bandwidth_gb_s * 1e3, arch.costs.experts
+    hit, tiles = expected_hit(a), expected_tiles(a, costs.tile_tokens)
     most = RESIDENT["down"] * arch.compute_units
     blocks = _down_tiles(a) * config.split_k
     w1, w2 = (weight.numel() // len(weight) * weight.element_size() for weight in (a.w1, a.w2))  # bytes of an expert
     us = w1 / (GATE_UP_BANDWIDTH * bandwidth)
-    us += w2 * (1 / (DOWN_BANDWIDTH * bandwidth) + 1 / (BLOCK_RATE[lanes] * min(blocks, most)))
+    us += w2 * (1 / (DOWN_BANDWIDTH * bandwidth) + 1 / (costs.block_bytes_per_us * min(blocks, most)))
     terms = {
         "streaming": hit * us,
         "further tiles": (tiles - hit) * (FURTHER_TILE_US + FURTHER_TILE_COST * us),

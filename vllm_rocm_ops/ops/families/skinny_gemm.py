@@ -14,43 +14,11 @@ WAVE_SPLIT_K_UNIT = 8  # steps of a unit with 16 rows, a K slice of each wave
 # All stages of csrc/gemm/skinny/nvidia/streamed_tile.h, of both consumer groups, by tokens: of one block on a compute unit, and of two.
 STAGE_PANELS = {16: (20, 8), 32: (16, 8), 64: (12, 6)}
 SHORTEST = 4  # steps: with fewer a block is over before it streams
-# What a kernel of so many rows and tokens is limited by, by the lanes of a wave: blocks that a compute unit holds at once, for
-# registers and LDS; and bytes of weight a microsecond that it keeps up with, as measured on H200 and as emulated, by the cycles
-# that instructions are issued in.
-LIMITS = {
-    32: {
-        (16, 8): (4, 15e3),
-        (16, 16): (3, 8e3),
-        (64, 16): (2, 58e3),
-        (64, 32): (2, 52e3),
-        (64, 64): (2, 38e3),
-    },
-    64: {
-        (16, 8): (4, 45e3),
-        (16, 16): (4, 45e3),
-        (64, 16): (3, 84e3),
-        (64, 32): (3, 56e3),
-        (64, 64): (2, 35e3),
-    },
-}
-# Bytes that a long stream through registers keeps under way: fitted on H200, as the emulator counts them on AMD. Tiles of 16 rows keep
-# 24e3 there since their loads no longer drain; that alone would move 105 of the recorded choices, beside constants that no AMD
-# GPU has confirmed, so it waits for a model of the whole GPU.
-IN_FLIGHT = {32: {16: 12e3}, 64: {16: 12.5e3, 64: 27e3}}
-# Microseconds, fitted to all configurations of the decode shapes on H200: `vllm-rocm-ops sweep linear` says what the choice
-# costs. That a load takes; of each tile of a block.
+# The model of `cost`, where archs are alike; `arch.costs` has the rest. Microseconds, fitted to all configurations of the decode shapes
+# on H200: `vllm-rocm-ops sweep linear` says what the choice costs. That a load takes; of each tile of a block.
 LATENCY_US, TILE_EPILOGUE_US = 1.5, 0.5
-# That a compute unit issues instructions for what a block does once: emulated on AMD, among LIMITS on H200.
-BLOCK_US = {32: 0.0, 64: 1.3}
-SHARING_US = {
-    32: 3.0,
-    64: 5.0,
-}  # that blocks which share tiles take longer; on AMD as of kernels through registers on H200
 SPLIT_TILE_US = 1.5  # where a block's share ends within a tile, it waits for its copies and other blocks for it
-SUMMED = {32: 150e3, 64: 85e3}  # bytes of partial sums a microsecond that a block reads; AMD: see docs/timing.md
-# That a block waits for the partial sums of as many further blocks as it loads at once, kBlocksAtOnce in
-# csrc/gemm/skinny/epilogue.h at most; AMD: see docs/timing.md; among SUMMED on H200.
-SUM_ROUND_US, SUMMED_AT_ONCE = {32: 0.0, 64: 0.85}, 8
+SUMMED_AT_ONCE = 8  # blocks whose sums a block loads at once: at most kBlocksAtOnce in csrc/gemm/skinny/epilogue.h
 # Of kernels through LDS only: that a block takes longer beside another, by tokens; and what is lost of the time in which some
 # compute units have no block.
 CO_RESIDENT_PENALTY_US, IDLE_COST = {16: 1.0, 32: 0.6, 64: 0.0}, 0.15
@@ -100,8 +68,8 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     blocks at once, each that of their bytes or the least that a block's loads in flight allow; or that of issuing its instructions;
     and what blocks that share tiles wait for and move."""
     tiles, steps, unit_steps = _division(config, b, unit)
-    lanes, tokens = arch.wave_lanes, _tokens(config, a)
-    resident, keeps_up = LIMITS[lanes][config.rows, tokens]
+    costs, tokens = arch.costs.skinny, _tokens(config, a)
+    resident, keeps_up = costs.limits[config.rows, tokens]
     slices = tiles * config.split_k or config.blocks
     longest = -(-tiles * steps // (unit_steps * slices)) * unit_steps * STEP * config.rows  # bytes
     hbm = arch.bandwidth_gb_s * 1e3  # bytes a microsecond
@@ -114,7 +82,7 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
         streaming += rest * of_slice + max(least - rest * of_slice, 0.0) / max(rounds, 1) ** 2
     # Of the compute unit that has the most.
     most_blocks, most_slices = (-(-count // arch.compute_units) for count in (config.blocks, slices))
-    issuing = most_blocks * BLOCK_US[lanes] + most_slices * longest / keeps_up
+    issuing = most_blocks * costs.block_us + most_slices * longest / keeps_up
     terms = {
         "streaming": max(streaming, issuing),
         "ends": -(-slices // config.blocks) * tiles // slices * TILE_EPILOGUE_US,
@@ -124,10 +92,12 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
         if config.split_k and rest and rounds:
             terms["idle"] = IDLE_COST * streaming * (at_once - rest) / slices
     if config.split_k != 1:
-        terms["sharing"] = SHARING_US[lanes] + (SPLIT_TILE_US if config.split_k == 0 else 0.0)
+        terms["sharing"] = costs.sharing_us + (SPLIT_TILE_US if config.split_k == 0 else 0.0)
         of_tile = config.rows * a.rows * 4
         share = config.blocks / tiles
-        summing = share * of_tile / SUMMED[lanes] + max(share / SUMMED_AT_ONCE - 1, 0) * SUM_ROUND_US[lanes]
+        summing = (
+            share * of_tile / arch.costs.sums_bytes_per_us + max(share / SUMMED_AT_ONCE - 1, 0) * costs.sum_round_us
+        )
         terms["partials"] = 2 * _partial_bytes(config, a.rows) / hbm + summing
     return terms
 
@@ -135,12 +105,12 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
 def _in_flight(config: SkinnyConfig, tokens: int, arch: Arch) -> float:
     """Bytes that a block has under way: of its stages, all but what its two consumer groups wait for, two panels each, or one of three."""
     panels = _stage_panels(config, tokens, arch)
-    return max(panels - 4, 4) * PANEL * config.rows if panels else IN_FLIGHT[arch.wave_lanes][config.rows]
+    return max(panels - 4, 4) * PANEL * config.rows if panels else arch.costs.skinny.in_flight[config.rows]
 
 
 def _stage_panels(config: SkinnyConfig, tokens: int, arch: Arch) -> int:
     """0 where a block streams through registers."""
-    if config.rows == 16 or arch.wave_lanes == 64:
+    if config.rows == 16 or arch.vendor == "amd":
         return 0
     return STAGE_PANELS[tokens][config.blocks > arch.compute_units]
 
@@ -158,7 +128,7 @@ def _partial_bytes(config: SkinnyConfig, tokens: int) -> int:
 def _waves(config: SkinnyConfig, arch: Arch) -> int:
     """Of a block: four multiply. Where 64 rows go through registers, a fifth is the producer of the tokens; where through LDS, there
     are two consumer groups."""
-    return 4 if config.rows == 16 else 8 if arch.wave_lanes == 32 else 5
+    return 4 if config.rows == 16 else 8 if arch.vendor == "nvidia" else 5
 
 
 def arguments(product: Product, division: tuple[int, int, int], blocks: int, partial_bytes: int) -> dict:

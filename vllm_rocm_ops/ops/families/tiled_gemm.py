@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.ops.families.gemm import PANEL, Operand, Product, divisor
-from vllm_rocm_ops.ops.families.skinny_gemm import MOST_TOKENS, SUMMED
+from vllm_rocm_ops.ops.families.skinny_gemm import MOST_TOKENS
 from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
 
 MODULE = "scaled_mm_tiled"
@@ -24,7 +24,6 @@ RATE = {64: 0.35, 128: 0.45, 256: 0.55}  # of that, by the tokens of a tile: the
 SINGLE_BLOCK_RATE = 0.6  # of the rate, while one block of two is there
 LATENCY_US = 2.0  # from a block's first load to its first product, and from its last to its results
 SHARING_US = 2.0  # for the last block of a tile to arrive and see the others' sums
-SHARING_GB_S = {32: 100.0, 64: SUMMED[64] / 1e3}  # at which one block reads them, by the lanes of a wave
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def cost(config: TiledConfig, a: Operand, b: Operand, arch: Arch) -> dict[str, f
     rate = RATE[config.tokens] * FLOPS_PER_BYTE * bandwidth / arch.compute_units  # flops / us
     of_block = 2 * results * PANEL * -(-_panels(a) // config.split_k) / rate
     bytes_moved = (a.rows + b.rows) * a.k + 2 * a.rows * b.rows
-    of_sums = results * 4 / (SHARING_GB_S[arch.wave_lanes] * 1e3)
+    of_sums = results * 4 / arch.costs.tiled_sums_bytes_per_us
     return {
         "multiplying": max((blocks - single + single / SINGLE_BLOCK_RATE) * of_block, bytes_moved / bandwidth),
         "latency": -(-blocks // resident) * LATENCY_US,

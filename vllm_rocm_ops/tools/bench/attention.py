@@ -5,8 +5,6 @@ Of a causal call only the scores that rows see are counted as work.
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,7 +14,7 @@ from torch import Tensor
 from vllm_rocm_ops.core.clock import Clock
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.ops import flash_attention
-from vllm_rocm_ops.tools.bench.peers import Peer, load
+from vllm_rocm_ops.tools.bench.peers import ATTENTION, Peer, peers
 from vllm_rocm_ops.tools.bench.shapes import Check, Shape
 
 # batch, heads, key heads, rows, keys, size of a key, size of a value; all once causal, where rows see keys, and once not
@@ -44,7 +42,7 @@ class Attention(Shape):
         return sizes["flops"]
 
     def peers(self, sets: list[tuple]) -> Mapping[str, Peer]:
-        return {"torch": Peer(_torch), "flash-attn 3": Peer(lambda attend: attend(), _as_vllm)}
+        return peers(self.op, ATTENTION)
 
     def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
         """The error of our results, by their norm, beside the reference's in fp32."""
@@ -55,27 +53,6 @@ class Attention(Shape):
             return {"relative_error": ((flash_attention(*arguments)[0] - exact).norm() / exact.norm()).item()}
 
         return found
-
-
-def _torch(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    if causal and q.shape[1] != k.shape[1]:
-        raise ValueError("its causal rows are counted from the first key")
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def _as_vllm(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple:
-    """Its call, as vLLM makes it."""
-    load()
-    attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
-    begins = {
-        f"cu_seqlens_{name}": torch.arange(len(x) + 1, dtype=torch.int32, device=x.device) * x.shape[1]
-        for name, x in (("q", q), ("k", k))
-    }
-    most = {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
-    how = {"softmax_scale": scale, "causal": causal, "fa_version": 3}
-    return (functools.partial(attend, *(x.flatten(0, 1) for x in (q, k, v)), **begins, **most, **how),)
 
 
 def attention(dtype: torch.dtype = torch.bfloat16) -> Iterator[Attention]:

@@ -7,7 +7,6 @@ table has room for LONGEST keys, as in vLLM: nothing but `seq_lens` on the devic
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from vllm_rocm_ops.core.clock import COLD_BYTES, Clock
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.ops import mla_decode, paged_attention_decode
 from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
-from vllm_rocm_ops.tools.bench.peers import Peer, load
+from vllm_rocm_ops.tools.bench.peers import DECODE_ATTENTION, Peer, peers
 from vllm_rocm_ops.tools.bench.shapes import Check, Shape
 
 BATCHES = tuple(2**i for i in range(8))
@@ -36,10 +35,6 @@ HEADS = {  # heads, key heads, size of a head; of MLA no more than heads
 ALL = "llama-3.1-405b tp8", "deepseek-v3 tp8"  # in the whole grid; of the others a few
 FEW = ((1, 1024), (8, 4096), (64, 1024))
 PAGE, MLA_PAGE = 16, 64  # as vLLM's backends have them
-MOST_SPLITS = 32  # by FlashAttention 3, as vLLM allows in a captured graph
-SEGMENTS = 16  # by the unified kernel in Triton, of up to UNIFIED_BLOCKS key heads of requests
-UNIFIED_BLOCKS = 128
-SPLIT_KEYS = 512  # at least, by the MLA kernel in Triton
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ class Decode(Shape):
         return sizes["flops"]
 
     def peers(self, sets: list[tuple]) -> Mapping[str, Peer]:
-        return MLA_PEERS if self.op is mla_decode else PEERS
+        return peers(self.op, DECODE_ATTENTION)
 
     def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
         """The error of the first and last request by their norm."""
@@ -84,120 +79,6 @@ class Decode(Shape):
             return {"relative_error": ((results - exact).norm() / exact.norm()).item()}
 
         return found
-
-
-# Peers: vLLM's kernels, as its backends call them. `prepare` takes the op's arguments
-
-
-def _starts(lens: Tensor) -> Tensor:
-    return torch.arange(len(lens) + 1, dtype=torch.int32, device=lens.device)
-
-
-def _flash(a, q: Tensor, k: Tensor, v: Tensor, **more) -> tuple:
-    """FlashAttention 3, which divides its work ahead; `more` is of MLA."""
-    load()
-    flash = importlib.import_module("vllm.vllm_flash_attn")
-    longest, starts = int(a.seq_lens.max()), _starts(a.seq_lens)
-    of_rows = {"max_seqlen_q": 1, "max_seqlen_k": longest, "cu_seqlens_q": starts, "causal": True}
-    schedule = flash.get_scheduler_metadata(
-        batch_size=len(a.seq_lens),
-        num_heads_q=q.shape[1],
-        num_heads_kv=k.shape[2],
-        headdim=q.shape[2],
-        headdim_v=v.shape[3],
-        cache_seqlens=a.seq_lens,
-        qkv_dtype=q.dtype,
-        page_size=k.shape[1],
-        num_splits=MOST_SPLITS,
-        **of_rows,
-    )
-    how = {"seqused_k": a.seq_lens, "block_table": a.block_table, "softmax_scale": a.scale, "fa_version": 3}
-    how |= {"scheduler_metadata": schedule, "num_splits": MOST_SPLITS}
-    return (functools.partial(flash.flash_attn_varlen_func, q=q, k=k, v=v, **of_rows, **how, **more),)
-
-
-def _flash_paged(*arguments) -> tuple:
-    a = paged_attention_decode.Arguments(*arguments)
-    return _flash(a, a.query, a.key_cache, a.value_cache)
-
-
-def _flash_latent(*arguments) -> tuple:
-    a = mla_decode.Arguments(*arguments)
-    cache = a.kv_cache.unsqueeze(2)
-    return _flash(a, a.q_pe, cache[..., LATENT:], cache[..., :LATENT], q_v=a.q_nope)
-
-
-def _unified(*arguments) -> tuple:
-    """The kernel of TRITON_ATTN, with a launch that adds segments where there are few requests."""
-    a = paged_attention_decode.Arguments(*arguments)
-    attend = importlib.import_module("vllm.v1.attention.ops.triton_unified_attention").unified_attention
-    rows, heads, size = a.query.shape
-    kept = [a.query.new_empty(rows, heads, SEGMENTS, *of, dtype=torch.float32) for of in ((size,), (), ())]
-    how = {
-        "q": a.query,
-        "k": a.key_cache,
-        "v": a.value_cache,
-        "out": torch.empty_like(a.query),
-        "cu_seqlens_q": _starts(a.seq_lens),
-        "max_seqlen_q": 1,
-        "seqused_k": a.seq_lens,
-        "max_seqlen_k": int(a.seq_lens.max()),
-        "softmax_scale": a.scale,
-        "causal": True,
-        "window_size": (-1, -1),
-        "block_table": a.block_table,
-        "softcap": 0.0,
-        "q_descale": None,
-        "k_descale": torch.ones(rows, a.key_cache.shape[2], device=a.query.device),
-        "v_descale": torch.ones(rows, a.key_cache.shape[2], device=a.query.device),
-        "seq_threshold_3D": UNIFIED_BLOCKS // a.key_cache.shape[2],
-        "num_par_softmax_segments": SEGMENTS,
-        **dict(zip(("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"), kept)),
-    }
-    return (functools.partial(attend, **how),)
-
-
-def _flash_mla(*arguments) -> tuple:
-    """FlashMLA takes a query in one tensor, which is made here: its time is not counted."""
-    a = mla_decode.Arguments(*arguments)
-    ops = importlib.import_module("vllm.v1.attention.ops.flashmla")
-    query, schedule = torch.cat((a.q_nope, a.q_pe), -1).unsqueeze(1), ops.get_mla_metadata()[0]
-    given = query, a.kv_cache.unsqueeze(2), a.block_table, a.seq_lens, LATENT, schedule
-    return (functools.partial(ops.flash_mla_with_kvcache, *given, softmax_scale=a.scale, causal=True),)
-
-
-def _triton_mla(*arguments) -> tuple:
-    """As TRITON_MLA calls it, which also puts the parts of a query together."""
-    a = mla_decode.Arguments(*arguments)
-    attend = importlib.import_module("vllm.v1.attention.ops.triton_decode_attention").decode_attention_fwd
-    rows, heads, _ = a.q_nope.shape
-    multiprocessors = torch.cuda.get_device_properties(a.q_nope.device).multi_processor_count
-    wanted = 1 << (max(int(a.seq_lens.max()) // SPLIT_KEYS, 1) - 1).bit_length()
-    splits = min(wanted, 2 * multiprocessors)
-    logits = a.q_nope.new_empty(rows, heads, splits, LATENT + 1, dtype=torch.float32)
-    cache, one = a.kv_cache.unsqueeze(2), torch.ones(1, device=a.q_nope.device)
-
-    def call() -> Tensor:
-        query = torch.cat((a.q_nope, a.q_pe), -1)
-        out = torch.zeros_like(a.q_nope, memory_format=torch.contiguous_format)
-        lse = query.new_zeros(rows, heads)
-        of = query, cache, cache[..., :LATENT], out, lse, a.block_table, a.seq_lens, logits, splits, a.scale
-        attend(*of, cache.shape[1], k_scale=one, v_scale=one, is_mla=True)
-        return out
-
-    return (call,)
-
-
-def _run(call):
-    return call()
-
-
-PEERS = {"flash-attn 3": Peer(_run, _flash_paged), "vllm triton": Peer(_run, _unified)}
-MLA_PEERS = {
-    "flash-attn 3": Peer(_run, _flash_latent),
-    "flashmla": Peer(_run, _flash_mla),
-    "vllm triton": Peer(_run, _triton_mla),
-}
 
 
 # Shapes

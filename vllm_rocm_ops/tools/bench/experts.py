@@ -1,4 +1,4 @@
-"""The routed experts of public models' layers, to be timed beside vLLM's fused MoE (vllm_experts.py).
+"""The routed experts of public models' layers, to be timed beside vLLM's fused MoE (peers/experts.py).
 
 Each of `SHARES` is one rank's share of a layer: with `tp8` every expert and an eighth of each, with `ep8` an eighth of the
 experts and the tokens of all ranks; with `+shared` the shared expert is one more that every token goes to. All experts are
@@ -19,8 +19,8 @@ from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models.arguments import Inputs
 from vllm_rocm_ops.models.config import BLOCKS, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.ops import fused_experts
-from vllm_rocm_ops.tools.bench import vllm_experts
-from vllm_rocm_ops.tools.bench.peers import Peer
+from vllm_rocm_ops.tools.bench.peers import Peer, of_experts
+from vllm_rocm_ops.tools.bench.peers import experts as vllm_experts
 from vllm_rocm_ops.tools.bench.shapes import Check, Shape, made_case
 
 TOKENS = tuple(2**i for i in range(11))
@@ -96,8 +96,7 @@ class Experts(Shape):
         return sum(map(self.hits, sets)) / len(sets) * of_expert + 2 * a.hidden.nbytes
 
     def peers(self, sets: list[tuple]) -> Mapping[str, Peer]:
-        found = vllm_experts.variants(sets[0]) if vllm_experts.has_vllm() else {}
-        return {name: Peer(call, vllm_experts.prepare) for name, call in found.items()}
+        return of_experts(sets[0])
 
     def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
         """The largest difference from the result of each peer, relative to the largest result, for the call with most experts:

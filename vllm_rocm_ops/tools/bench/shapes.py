@@ -18,7 +18,8 @@ from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.arguments import Inputs
 from vllm_rocm_ops.ops.families import weight_layout
-from vllm_rocm_ops.tools.bench.peers import Peer, column_major, peers, vllm_call
+from vllm_rocm_ops.tools.bench.peers import Peer, peers
+from vllm_rocm_ops.tools.bench.peers.products import column_major
 
 Check = Callable[[], dict[str, object]]  # gives fields of a line
 
@@ -129,8 +130,8 @@ def rows(tokens: Iterable[int] = ROWS, dtype: torch.dtype = torch.bfloat16) -> I
 def beside_vllm(op: Op, arguments: tuple) -> Check:
     """How our results differ from those of vLLM's op: the share of elements of the output, and of what is updated in place, with
     other bits; and the largest relative difference of a scale."""
-    call = vllm_call(op)
-    if call is None:
+    peer = peers(op).get("vllm")
+    if peer is None:
         return lambda: {"differs_from_vllm": None}
 
     def share(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -140,9 +141,8 @@ def beside_vllm(op: Op, arguments: tuple) -> Check:
     def own() -> tuple:
         return op.Arguments(*(correctness.clone(value, arguments[0].device) for value in arguments))
 
-    of_vllm = own()
-    theirs = op.allocate(of_vllm)
-    call(theirs, of_vllm)
+    theirs, of_vllm = peer.prepare(*own())
+    peer.call(theirs, of_vllm)
     if op is ops.fused_add_rms_norm:  # vLLM's op returns in its input
         theirs = of_vllm.input
 

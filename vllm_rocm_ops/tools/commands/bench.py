@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 
 import torch
@@ -12,7 +13,6 @@ from vllm_rocm_ops.tools import options
 from vllm_rocm_ops.tools.bench import lists, report
 from vllm_rocm_ops.tools.bench import run as bench
 from vllm_rocm_ops.tools.bench.peers import load_vllm
-from vllm_rocm_ops.tools.bench.shapes import Shape
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="PATH", help=meaning)
 
 
-def run(
+def measure(
+    sweep: bool,
     shapes: str | None,
     op: list[str] | None,
     case: list[str] | None,
@@ -38,15 +39,12 @@ def run(
     peers: bool,
     output: Path | None,
 ) -> int:
-    """Print the times; 1 if a result is wrong. Raises RuntimeError without a GPU."""
-    found = options.shapes_of(shapes, op, case, model, tp, ep, batch)
-    return measure(found, lists.kind_of(shapes, model), peers, output)
-
-
-def measure(found: list[Shape], kind: str, peers: bool, output: Path | None, sweep: bool = False) -> int:
-    """Print the times of shapes, in a `sweep` of every configuration; 1 if a result is wrong."""
-    clock = clocks.GpuClock()
+    """Print the times, in a `sweep` of every configuration; 1 if a result is wrong. Raises RuntimeError without a GPU."""
+    found, clock = options.shapes_of(shapes, op, case, model, tp, ep, batch), clocks.GpuClock()
     vllm = load_vllm() if peers else None
-    keep = report.keeper(output, kind, clock, vllm) if output else None
+    keep = report.keeper(output, lists.kind_of(shapes, model), clock, vllm) if output else None
     with torch.inference_mode():
         return report.show(bench.run(found, clock, sweep=sweep, peers=peers), keep)
+
+
+run = functools.partial(measure, False)

@@ -1,4 +1,4 @@
-"""What runs in vLLM, on a GPU, for a call of a norm or an activation that our kernels do not take: vLLM's own kernels, in place of
+"""vLLM's kernels of rows, which bench times beside ours, and what runs in vLLM, on a GPU, for a call of a norm or an activation that our kernels do not take: vLLM's own kernels, in place of
 an op's PyTorch reference.
 
 Layers that our kernels cannot serve run vLLM's forward, see fused_quant.py. Left are single calls: of addresses that are not
@@ -13,20 +13,43 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 
+COMPILED: dict[str, Callable] = {
+    "rms_norm": lambda out, a: torch.ops._C.rms_norm(out, a.input, a.weight, a.epsilon),
+    "fused_add_rms_norm": lambda out, a: torch.ops._C.fused_add_rms_norm(a.input, a.residual, a.weight, a.epsilon),
+    "rms_norm_static_fp8_quant": lambda out, a: torch.ops._C.rms_norm_static_fp8_quant(
+        out, a.input, a.weight, a.scale, a.epsilon
+    ),
+    "fused_add_rms_norm_static_fp8_quant": lambda out, a: torch.ops._C.fused_add_rms_norm_static_fp8_quant(
+        out, a.input, a.residual, a.weight, a.scale, a.epsilon
+    ),
+    "rms_norm_dynamic_per_token_quant": lambda out, a: torch.ops._C.rms_norm_dynamic_per_token_quant(
+        out[0], a.input, a.weight, out[1], a.epsilon, a.scale_ub, a.residual
+    ),
+    "rms_norm_per_block_quant": lambda out, a: torch.ops._C.rms_norm_per_block_quant(
+        out[0], a.input, a.weight, out[1], a.epsilon, a.scale_ub, a.residual, a.group_size, a.is_scale_transposed
+    ),
+    "silu_and_mul": lambda out, a: torch.ops._C.silu_and_mul(out, a.input),
+    "silu_and_mul_quant": lambda out, a: torch.ops._C.silu_and_mul_quant(out, a.input, a.scale),
+    "silu_and_mul_per_block_quant": lambda out, a: torch.ops._C.silu_and_mul_per_block_quant(
+        out[0], a.input, out[1], a.group_size, a.scale_ub, a.is_scale_transposed
+    ),
+}
+"""vLLM's compiled ops, by the names of ours: of our outputs, which they write, and our arguments."""
+
 
 def _norm(
     input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None, one_plus_weight: bool = False
 ) -> Tensor:
-    from vllm import _custom_ops
+    from vllm import _custom_ops  # noqa: F401  which registers `COMPILED`
 
     if one_plus_weight:
         return _gemma(input, weight, epsilon, residual)
     if residual is None:
         output = torch.empty_like(input, memory_format=torch.contiguous_format)
-        _custom_ops.rms_norm(output, input.contiguous(), weight, epsilon)
+        COMPILED["rms_norm"](output, ops.rms_norm.Arguments(input.contiguous(), weight, epsilon))
         return output
     output, added = input.clone(memory_format=torch.contiguous_format), residual.contiguous()
-    _custom_ops.fused_add_rms_norm(output, added, weight, epsilon)
+    COMPILED["fused_add_rms_norm"](None, ops.fused_add_rms_norm.Arguments(output, added, weight, epsilon))
     if added is not residual:
         residual.copy_(added)
     return output
@@ -47,7 +70,7 @@ def _gemma(input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | Non
 
 def _activation(input: Tensor) -> Tensor:
     output = input.new_empty(*input.shape[:-1], input.shape[-1] // 2)
-    torch.ops._C.silu_and_mul(output, input.contiguous())
+    COMPILED["silu_and_mul"](output, ops.silu_and_mul.Arguments(input.contiguous()))
     return output
 
 

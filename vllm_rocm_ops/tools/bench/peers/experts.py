@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -17,10 +16,6 @@ import torch
 from vllm_rocm_ops.ops import fused_experts
 from vllm_rocm_ops.ops.families.gemm import BLOCK
 from vllm_rocm_ops.ops.fused_experts import scheme
-
-
-def has_vllm() -> bool:
-    return importlib.util.find_spec("vllm") is not None
 
 
 def _moe(module: str = ""):

@@ -1,0 +1,21 @@
+"""AMD's CDNA4: MI350X and MI355X. Its costs are those of gfx942: nothing is known that tells them apart."""
+
+import torch
+
+from vllm_rocm_ops.core.archs import Arch
+from vllm_rocm_ops.core.archs.gfx942 import COSTS
+
+ARCH = Arch(
+    name="gfx950",
+    vendor="amd",
+    wave_lanes=64,
+    fp8_dtype=torch.float8_e4m3fn,
+    compute_units=256,
+    lds_bytes=160 * 1024,
+    bandwidth_gb_s=8000.0,
+    clock_ghz=2.4,
+    block_scales=True,
+    sum_rounding=0.0,
+    products={"MI355X": 256},
+    costs=COSTS,
+)

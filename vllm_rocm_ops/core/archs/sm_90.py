@@ -1,0 +1,55 @@
+"""NVIDIA's Hopper: H100 and H200, for development. Its costs were measured on an H200 where no comment says otherwise."""
+
+import torch
+
+from vllm_rocm_ops.core.archs import Arch, Costs, DecodeCosts, ExpertsCosts, SkinnyCosts
+
+SKINNY = SkinnyCosts(
+    limits={
+        (16, 8): (4, 15e3),
+        (16, 16): (3, 8e3),
+        (64, 16): (2, 58e3),
+        (64, 32): (2, 52e3),
+        (64, 64): (2, 38e3),
+    },
+    in_flight={16: 12e3},  # with 64 rows a block streams through LDS
+    block_us=0.0,  # among `limits`
+    sharing_us=3.0,
+    sum_round_us=0.0,  # among `sums_bytes_per_us`
+)
+
+# Those of latents were measured with all configurations of 42 shapes; the others are guesses. lds_block_us and even_us as well: by
+# them the chosen configuration takes 1.006 times the best of four of each of 39 shapes.
+DECODE = DecodeCosts(
+    block_us=2.0,
+    unit_gb_s=None,
+    latent_gb_s=dict.fromkeys((1, 2), 20.6),
+    sharing_us=3.0,
+    latent_us=4.0,
+    counted_us=0.07,
+    added_us=0.05,
+    lds_block_us=2.9,
+    lds_gb_s=47.0,
+    even_us=8.0,
+)
+
+ARCH = Arch(
+    name="sm_90",
+    vendor="nvidia",
+    wave_lanes=32,
+    fp8_dtype=torch.float8_e4m3fn,
+    compute_units=132,
+    lds_bytes=227 * 1024,
+    bandwidth_gb_s=4200.0,
+    clock_ghz=1.98,
+    block_scales=False,
+    sum_rounding=2.0**-11,  # wgmma keeps 14 bits
+    products={},
+    costs=Costs(
+        skinny=SKINNY,
+        experts=ExpertsCosts(tile_tokens=8, block_bytes_per_us=17.2e3),
+        decode=DECODE,
+        sums_bytes_per_us=150e3,
+        tiled_sums_bytes_per_us=100e3,
+    ),
+)
