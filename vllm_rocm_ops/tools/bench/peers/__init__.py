@@ -8,10 +8,8 @@ a worker falls back to them, in vllm/fusion/native_rows.py.
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
-
-import torch
 
 from vllm_rocm_ops.core.clock import Clock
 from vllm_rocm_ops.core.op import Op, registered
