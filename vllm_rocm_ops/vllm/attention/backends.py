@@ -1,4 +1,4 @@
-"""vLLM's attention backends that subclasses of ours replace in place, through its registry: attention.py and latent_attention.py have
+"""vLLM's attention backends that subclasses of ours replace in place, through its registry: decoder.py and mla.py have
 what our layers do.
 """
 

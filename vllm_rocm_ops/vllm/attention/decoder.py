@@ -5,7 +5,7 @@ have the same query length, 1 to 8. Prefill, mixed batches, the cache write and 
 our op lacks something for. What decides is known on the host and constant in a captured graph: shapes, the longest query and the
 layer's configuration. Rows that only pad a graph have no keys; nothing behind the batch's tokens is written.
 
-Ours serves where it was measured to be faster at every length (attention_timing.py), so nowhere until it was measured. With
+Ours serves where it was measured to be faster at every length (timing.py), so nowhere until it was measured. With
 VLLM_ROCM_OPS_ATTENTION=1 it serves wherever it fits.
 """
 

@@ -1,4 +1,4 @@
-"""Seam: FP8 experts run our `fused_experts` where it is the faster, see experts.py.
+"""Seam: FP8 experts run our `fused_experts` where it is the faster, see base.py.
 
 They have scales per 128x128 block, tensor or channel. Activations are quantized as vLLM quantizes them, except with one
 dynamic scale per tensor: our op has one scale per token then.

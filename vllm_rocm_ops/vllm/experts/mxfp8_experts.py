@@ -1,4 +1,4 @@
-"""Seam: MX-FP8 experts (e4m3fn with one e8m0 scale per 32 of K) run our `fused_experts` where it is the faster, see experts.py.
+"""Seam: MX-FP8 experts (e4m3fn with one e8m0 scale per 32 of K) run our `fused_experts` where it is the faster, see base.py.
 
 On ROCm only gfx950 has matrix instructions for this format. There vLLM's Triton experts serve all other calls. AITER's experts,
 if installed, come after ours. vLLM routes the tokens.

@@ -1,4 +1,4 @@
-"""Seam: experts in bf16 and fp16 run our `fused_experts` where it is the faster, see experts.py."""
+"""Seam: experts in bf16 and fp16 run our `fused_experts` where it is the faster, see base.py."""
 
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.experts import base as experts
