@@ -188,11 +188,11 @@ def problem_fields(p: Parts, a) -> dict:
     }
 
 
-def launches(name: str, config: RopeConfig, p: Parts, items: int, args: dict) -> list[Launch]:
+def launches(name: str, config: RopeConfig, p: Parts, items: int, args: dict, kind: str = "") -> list[Launch]:
     """Return the launch of a kernel whose threads have `items` of a token's parts each, or nothing without tokens."""
     if p.query.shape[0] == 0:
         return []
-    symbol = f"{name}_{attention.ELEMENTS[p.query.dtype]}" + "_fp8" * attention.is_quantized(p.key_cache)
+    symbol = f"{name}_{attention.ELEMENTS[p.query.dtype]}" + "_fp8" * attention.is_quantized(p.key_cache) + kind
     grid = p.query.shape[0], -(-items // config.threads), 1
     given = {**fields("problem", args), "threads": config.threads}
     return [Launch("rope_and_cache", symbol, grid, (config.threads, 1, 1), given)]
