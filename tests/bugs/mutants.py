@@ -554,20 +554,22 @@ MUTANTS = {
         ("test_same_bits.py::test_one_launch_gives_the_bits_of_three[gfx942-dtype0-False]",),
     ),
     "elements behind the pairs as halves": normed("p.is_neox && is_rotated;", "p.is_neox;", "glm-4.5"),
-    "lanes behind a head read and write": normed(
-        "any_head < heads && vec < p.head_vecs", "any_head < heads", "odd-lanes"
-    ),
+    "lanes behind a head read and write": normed("p.kv_heads && vec < p.head_vecs", "p.kv_heads", "odd-lanes"),
     "keys as far apart as tokens' queries": normed(
         "(is_key ? p.kv_heads : p.query_heads) + head", "p.query_heads + head", "qwen3"
     ),
     "the cache gets keys before their rotation": normed(
-        "<true>(p.key_cache, head, first, vecs[0])",
-        "<true>(p.key_cache, head, first, pack<T>(normalize(x, x_weight, inverse_rms)))",
+        "<true>(p.key_cache, head, first, vecs[0],",
+        "<true>(p.key_cache, head, first, pack<T>(normalize<T>(x, x_weight, inverse_rms)),",
         "bf16-fp8-native",
     ),
     "values of a token's last head left out": normed(
         "of_all < p.kv_heads * p.value_vecs)", "of_all < p.kv_heads * p.value_vecs - 1)", "bf16-interleaved"
     ),
+    "values by the scale of keys": normed(
+        "element, elements, value_scale)", "element, elements, key_scale)", "bf16-fp8-256"
+    ),
+    "a key without a slot written": normed("if (is_key && cache.is_cached)", "if (is_key)", "bf16-packed"),
     # Experts
     "sums of the last wave left out": Mutant(
         EXPERTS,

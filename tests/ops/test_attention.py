@@ -90,8 +90,8 @@ BUGS = {
     ),
     "scale of K used for V": (
         "ops/rope_and_cache.hip",
-        "Scale(cache.scale ? mem::load<float>(cache.scale) : 1.0f)",
-        "Scale(mem::load<float>(p.key_cache.scale))",
+        "cache.scale ? mem::load<float>(cache.scale) : 1.0f;",
+        "mem::load<float>(p.key_cache.scale);",
         ops.rope_and_cache,
         "bf16-fp8-interleaved",
         "gfx950",

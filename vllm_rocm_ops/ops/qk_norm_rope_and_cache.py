@@ -24,6 +24,7 @@ from vllm_rocm_ops.ops.families.rowwise import exact
 __all__ = ["qk_norm_rope_and_cache"]
 
 OF_LANE = 2 * attention.VECTOR  # elements of a head
+WAVE = 64
 LARGEST = {8: 128, 16: 256}  # head that so many lanes have
 
 
@@ -67,9 +68,14 @@ def _configs(a, arch: Arch) -> list[rotation.RopeConfig]:
     return rotation.configs(a, arch) if size % OF_LANE == 0 and size <= max(LARGEST.values()) else []
 
 
+def _first_value(p: rotation.Parts, lanes: int) -> int:
+    """The first item that copies values: no wave has heads and values."""
+    return -(-(p.query.shape[1] + p.layout.heads) * lanes // WAVE) * WAVE
+
+
 def _items(p: rotation.Parts, lanes: int) -> int:
     """Of a token: what a thread does."""
-    return (p.query.shape[1] + p.layout.heads) * lanes + p.layout.heads * (p.sizes[1] // attention.VECTOR)
+    return _first_value(p, lanes) + p.layout.heads * (p.sizes[1] // attention.VECTOR)
 
 
 def _plan(config: rotation.RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
@@ -81,6 +87,7 @@ def _plan(config: rotation.RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
         "query_weight": a.q_weight,
         "key_weight": a.k_weight,
         "head_vecs": size // OF_LANE,
+        "first_value": _first_value(p, lanes),
         "inverse_size": 1.0 / size,
         "epsilon": float(a.epsilon),
     }
