@@ -118,9 +118,10 @@ SEAM_MUTANTS = {
     ),
     "keys by the weight of queries in the call": of(
         ATTENTION,
-        "norm = self.caches(layer, kv_cache), (q_weight, k_weight,",
-        "norm = self.caches(layer, kv_cache), (q_weight, q_weight,",
+        "norm = q_weight, k_weight,",
+        "norm = q_weight, q_weight,",
     ),
+    "vLLM's pass where it cannot be made": of(ATTENTION, "ours = may_pass and self", "ours = self"),
     "norms left out where ours does not serve": of(
         ATTENTION, "out.copy_(vllm.ir.ops.rms_norm(x, weight, epsilon))", "out.copy_(x)"
     ),

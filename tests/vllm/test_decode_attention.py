@@ -496,7 +496,10 @@ def normed(configuration, monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
     monkeypatch.setattr(attention.HeadsDecoder, "norm_rope", ops.qk_norm_rope_and_cache)
 
-    def call(member: str, kv_cache_dtype: str = "auto", stock_can: bool = False) -> list[str]:
+    def call(member: str, kv_cache_dtype: str = "auto", stock_can: bool = False, has_aiter: bool = True) -> list[str]:
+        monkeypatch.setattr(torch.ops.vllm, "rocm_aiter_per_tensor_quant", None, raising=False)
+        if not has_aiter:
+            monkeypatch.delattr(torch.ops.vllm, "rocm_aiter_per_tensor_quant")
         backend, done = attention_backends.made(attention.BACKENDS[member]), []
         stock = backend.get_impl_cls().__mro__[2]
         monkeypatch.setattr(stock, "fused_qk_norm_rope_kvcache_supported", lambda self: stock_can)
@@ -544,6 +547,7 @@ def test_norms_rotation_and_write_are_ours_where_asked_for(normed, member):
     """Values keep their order unless AITER's op may write them."""
     assert normed(member) == ["ours", True]
     assert normed(member, stock_can=True) == ["ours", "interleaved", True]
+    assert normed(member, has_aiter=False) == ["ours", False]
 
 
 def test_norms_rotation_and_write_are_stock_otherwise(normed, monkeypatch):

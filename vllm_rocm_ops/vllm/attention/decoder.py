@@ -191,8 +191,8 @@ class HeadsDecoder(Decoder):
 
     def rotate(self, layer, query, key, value, positions, cos_sin_cache, is_neox, kv_cache, slot_mapping) -> bool:
         """Rotate queries and keys, and write the cache, unless our kernels do not take it."""
-        caches = self.caches(layer, kv_cache)
-        if caches is None:
+        caches = self.may_rotate(self.rope) and self.caches(layer, kv_cache)
+        if not caches:
             return False
         given = query, key, value, positions, cos_sin_cache, is_neox, *caches, slot_mapping, *self.scales(layer)
         return run(self.rope, *given) is not None
@@ -205,9 +205,10 @@ class HeadsDecoder(Decoder):
     def normalize_and_rotate(self, layer, qkv, q_out, k_out, positions, q_weight, k_weight, epsilon, *rest) -> bool:
         """Write queries and keys, normalized and rotated, and the cache, unless our kernels do not take it."""
         *angles, kv_cache, slots = rest
-        caches, norm = self.caches(layer, kv_cache), (q_weight, k_weight, epsilon)
-        if caches is None:
+        caches = self.may_rotate(self.norm_rope) and self.caches(layer, kv_cache)
+        if not caches:
             return False
+        norm = q_weight, k_weight, epsilon
         given = *self.heads_of(qkv), *norm, positions, *angles, q_out, k_out, *caches, slots, *self.scales(layer)
         return run(self.norm_rope, *given) is not None
 
@@ -297,7 +298,7 @@ class DecodeImpl:
         self, layer, query, key, value, positions, cos_sin_cache, is_neox, kv_cache, layer_slot_mapping
     ):
         given = layer, query, key, value, positions, cos_sin_cache, is_neox, kv_cache, layer_slot_mapping
-        if self.rocm_ops.may_rotate(self.rocm_ops.rope) and self.rocm_ops.rotate(*given):
+        if self.rocm_ops.rotate(*given):
             return
         if super().fused_rope_kvcache_supported():
             super().do_rope_and_kv_cache_update(*given)
@@ -308,7 +309,10 @@ class DecodeImpl:
         self.do_kv_cache_update(layer, key, value, kv_cache, layer_slot_mapping)
 
     def fused_qk_norm_rope_kvcache_supported(self):
-        return super().fused_qk_norm_rope_kvcache_supported() or self.rocm_ops.may_rotate(self.rocm_ops.norm_rope)
+        # The pass names an op of AITER's, which need not be used.
+        may_pass = hasattr(torch.ops.vllm, "rocm_aiter_per_tensor_quant")
+        ours = may_pass and self.rocm_ops.may_rotate(self.rocm_ops.norm_rope)
+        return super().fused_qk_norm_rope_kvcache_supported() or ours
 
     def set_interleaved_v_cache(self):
         """Leave the order of values, which vLLM's pass changes for AITER's op, unless that op is there."""
@@ -316,7 +320,7 @@ class DecodeImpl:
             super().set_interleaved_v_cache()
 
     def do_qk_norm_rope_kvcache_update(self, layer, qkv, *given):
-        if self.rocm_ops.may_rotate(self.rocm_ops.norm_rope) and self.rocm_ops.normalize_and_rotate(layer, qkv, *given):
+        if self.rocm_ops.normalize_and_rotate(layer, qkv, *given):
             return
         if super().fused_qk_norm_rope_kvcache_supported():
             super().do_qk_norm_rope_kvcache_update(layer, qkv, *given)

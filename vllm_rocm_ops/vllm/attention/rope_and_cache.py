@@ -3,8 +3,9 @@ and `qk_norm_rope_and_cache` does so behind the norms of their heads.
 
 vLLM's passes fuse_rope_kvcache and fuse_qk_norm_rope_kvcache put these into one call of a backend that says that it can. Without
 AITER none of vLLM's does; ours does with VLLM_ROCM_OPS_ATTENTION=1, as this was never measured. The user asks for a pass, which ROCm
-alone has, by `-cc.pass_config.fuse_rope_kvcache=true -cc.use_inductor_graph_partition=true`. The pass for latent attention calls
-vLLM's op and asks no backend.
+alone has, by `-cc.pass_config.fuse_rope_kvcache=true -cc.use_inductor_graph_partition=true`, or with fuse_qk_norm_rope_kvcache,
+which finds the norms of Qwen3 and GLM from vLLM 0.31 on, and only where AITER is installed, used or not: it names an op of AITER's. The
+pass for latent attention calls vLLM's op and asks no backend.
 """
 
 from vllm_rocm_ops import ops
