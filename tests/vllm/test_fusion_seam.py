@@ -133,4 +133,4 @@ def test_vllms_pass_finds_norms_rotation_and_write_for_our_backends(release, ask
     backends = ["ROCM_ATTN", "TRITON_ATTN"]
     output = processes.run(f"import own_norms; own_norms.main({backends})", *folders, **options)
     found = int(asked) if release != "0.30" else 0
-    assert json.loads(output.splitlines()[-1]) == {name: [found, False] for name in backends}
+    assert json.loads(output.splitlines()[-1]) == {name: [found, found, False] for name in backends}
