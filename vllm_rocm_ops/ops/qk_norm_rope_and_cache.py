@@ -24,7 +24,7 @@ from vllm_rocm_ops.ops.families.rowwise import exact
 __all__ = ["qk_norm_rope_and_cache"]
 
 OF_LANE = 2 * attention.VECTOR  # elements of a head
-WAVE = 64
+WAVE = 64  # lanes, at most
 LARGEST = {8: 128, 16: 256}  # head that so many lanes have
 
 
