@@ -1,9 +1,11 @@
-// Rotary position embedding of queries and keys in place, and the write of keys and values to a paged cache, in one launch.
+// Rotary position embedding of queries and keys, and the write of keys and values to a paged cache, in one launch; with RMSNorm of
+// each head of queries and keys in front, or without.
 //
 //     x, y = x * cos - y * sin, y * cos + x * sin      (fp32, rounded once to T), of the pairs of a head
 //     neox:         pair i is elements i and i + rotary_dim / 2;  cos, sin = row `position` of cos_sin_cache, halves
 //     interleaved:  pair i is elements 2 * i and 2 * i + 1
 //     cache[slot] = T(key), value   or   e4m3(key / k_scale), e4m3(value / v_scale)
+//     with the norm, x and y are T(x * rsqrt(mean(x^2) + epsilon) * weight) of their head
 //
 // A thread rotates 8 pairs, or copies 8 elements of what is not rotated. Slot -1 is not written. The strides say which layout
 // the cache has, see families/attention.py. All is latency: a token of 16 + 1 heads of 128 is 5 KB.
@@ -11,6 +13,7 @@
 #include "attention/operands.h"
 #include "device/divisor.h"
 #include "device/float8.h"
+#include "device/reduce.h"
 
 struct Heads {  // of all tokens: 8 elements lie together and are aligned
   void* data;
@@ -43,10 +46,39 @@ DEVICE Chunk load_8(const void* row, i64 column, int type) {
   return {low.lo, low.hi, high.lo, high.hi};
 }
 
+struct Angles {  // of 8 pairs
+  Chunk cos, sin;
+};
+
+// Of 8 pairs.
+DEVICE Angles angles(const RopeAndCacheProblem& p, i64 position, int vec) {
+  const int half = p.rotary_vecs * kChunk;
+  const i64 row = position * 2 * half;
+  const Chunk cos = load_8(p.cos_sin, row + vec * kChunk, p.cos_sin_type);
+  const Chunk sin = load_8(p.cos_sin, row + half + vec * kChunk, p.cos_sin_type);
+  return {cos, sin};
+}
+
 // One pair.
 DEVICE f32x2 rotate(float x, float y, float cos, float sin) {
   using numerics::rounded_product;
   return {rounded_product(x, cos) - rounded_product(y, sin), rounded_product(y, cos) + rounded_product(x, sin)};
+}
+
+// 8 pairs, their elements as they lie in memory.
+DEVICE void rotate(const Chunk& x, const Chunk& y, const Angles& by, bool is_neox, Chunk (&rotated)[2]) {
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    const float c = by.cos.pair[i / 2][i % 2], s = by.sin.pair[i / 2][i % 2];
+    if (is_neox) {
+      const f32x2 pair = rotate(x.pair[i / 2][i % 2], y.pair[i / 2][i % 2], c, s);
+      rotated[0].pair[i / 2][i % 2] = pair.x;
+      rotated[1].pair[i / 2][i % 2] = pair.y;
+    } else {
+      const f32x2 pair = (i < kChunk / 2 ? x : y).pair[i % (kChunk / 2)];
+      rotated[i / (kChunk / 2)].pair[i % (kChunk / 2)] = rotate(pair.x, pair.y, c, s);
+    }
+  }
 }
 
 template <class T, class Cache>
@@ -60,29 +92,39 @@ struct RopeAndCache {
   using Vec = typename CacheType<Cache>::Vec;
   static constexpr int kLog2Group = CacheType<Cache>::kLog2Group;
 
-  DEVICE RopeAndCache(const RopeAndCacheProblem& p) : p(p), token(wave::block_id_x()) {
-    const i64 at = token < p.num_slots ? mem::load<i64>(p.slots + token) : -1;
+  DEVICE static i64 slot_of_token(const RopeAndCacheProblem& p) {
+    const int token = wave::block_id_x();
+    return token < p.num_slots ? mem::load<i64>(p.slots + token) : -1;
+  }
+
+  DEVICE RopeAndCache(const RopeAndCacheProblem& p) : RopeAndCache(p, slot_of_token(p)) {}
+  DEVICE RopeAndCache(const RopeAndCacheProblem& p, i64 at) : p(p), token(wave::block_id_x()) {
     is_cached = at >= 0;
     page = u32(is_cached ? at : 0) / p.page_divisor;
     slot = u32(is_cached ? at : 0) - u32(page) * u32(p.page_size);
   }
 
-  // Stores 8 elements of the token, from `element` on, a multiple of 8.
-  DEVICE void store(const CacheView& cache, int head, int element, u32x4 elements) const {
-    if (!is_cached) return;
+  // Writes 8 elements of the token, from `element` on, a multiple of 8. Of a key they lie side by side.
+  template <bool kSideBySide = false, class GetScale>
+  DEVICE void write(const CacheView& cache, int head, int element, u32x4 elements, GetScale scale) const {
     Element* at = slot_of<Cache>(cache, page, slot, head) + (element >> kLog2Group) * cache.chunk_stride +
                   (element & ((1 << kLog2Group) - 1)) * cache.element_stride;
     Vec vec;
-    if constexpr (__is_same(Cache, E4m3))
-      vec = quantize(unpack<T>(elements), Scale(cache.scale ? mem::load<float>(cache.scale) : 1.0f));
+    if constexpr (__is_same(Cache, E4m3)) vec = quantize(unpack<T>(elements), Scale(scale()));
     else vec = elements;
-    if (cache.element_stride == 1) mem::store(at, vec);
+    if (kSideBySide || cache.element_stride == 1) mem::store(at, vec);
     else {
       constexpr int kBits = 8 * sizeof(Element), kOfWord = 32 / kBits;
 #pragma unroll
       for (int i = 0; i < kChunk; ++i)
         mem::store(at + i * cache.element_stride, Element(vec[i / kOfWord] >> i % kOfWord * kBits));
     }
+  }
+
+  DEVICE void store(const CacheView& cache, int head, int element, u32x4 elements) const {
+    if (!is_cached) return;
+    write(cache, head, element, elements,
+          [&] __attribute__((always_inline)) { return cache.scale ? mem::load<float>(cache.scale) : 1.0f; });
   }
 
   // Rotates 8 pairs of a head of query or, behind these, of key.
@@ -95,22 +137,9 @@ struct RopeAndCache {
     u32x4* const at_first = heads.at(token, head, first);
     u32x4* const at_second = heads.at(token, head, second);
     const Chunk x = unpack<T>(mem::load<u32x4>(at_first)), y = unpack<T>(mem::load<u32x4>(at_second));
-    const i64 row = mem::load<i64>(p.positions + token) * 2 * half;
-    const Chunk cos = load_8(p.cos_sin, row + vec * kChunk, p.cos_sin_type);
-    const Chunk sin = load_8(p.cos_sin, row + half + vec * kChunk, p.cos_sin_type);
+    const Angles by = angles(p, mem::load<i64>(p.positions + token), vec);
     Chunk rotated[2];
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      const float c = cos.pair[i / 2][i % 2], s = sin.pair[i / 2][i % 2];
-      if (p.is_neox) {
-        const f32x2 pair = rotate(x.pair[i / 2][i % 2], y.pair[i / 2][i % 2], c, s);
-        rotated[0].pair[i / 2][i % 2] = pair.x;
-        rotated[1].pair[i / 2][i % 2] = pair.y;
-      } else {
-        const f32x2 pair = (i < kChunk / 2 ? x : y).pair[i % (kChunk / 2)];
-        rotated[i / (kChunk / 2)].pair[i % (kChunk / 2)] = rotate(pair.x, pair.y, c, s);
-      }
-    }
+    rotate(x, y, by, p.is_neox, rotated);
     const u32x4 vecs[2] = {pack<T>(rotated[0]), pack<T>(rotated[1])};
     mem::store(at_first, vecs[0]);
     mem::store(at_second, vecs[1]);
@@ -138,6 +167,88 @@ struct RopeAndCache {
   }
 };
 
+// With the norm
+
+struct QkNormRopeAndCacheProblem : RopeAndCacheProblem {  // kept_vecs is not used
+  void *query_out, *key_out;                              // [tokens, heads, 16 * head_vecs] T
+  const void *query_weight, *key_weight;                  // [16 * head_vecs] T
+  int head_vecs;                                          // 16 elements each, of a head of query or key
+  int first_value;  // the first item that copies values: no wave has heads and values
+  float inverse_size, epsilon;
+};
+
+// 8 elements, rounded to T.
+template <class T>
+DEVICE Chunk normalize(u32x4 elements, u32x4 weight, float inverse_rms) {
+  Chunk x = unpack<T>(elements);
+  const Chunk w = unpack<T>(weight);
+#pragma unroll
+  for (int i = 0; i < kChunk / 2; ++i) x.pair[i] = round_to<T>(x.pair[i] * inverse_rms * w.pair[i]);
+  return x;
+}
+
+// kLanes lanes normalize and rotate a head: 16 elements each, 8 pairs or what lies behind them. All that is loaded is asked for at
+// first, in two steps because angles lie where the position says.
+template <class T, class Cache, int kLanes>
+DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item) {
+  using Write = RopeAndCache<T, Cache>;
+  const int token = wave::block_id_x();
+  const i64 at = Write::slot_of_token(p), position = mem::load<i64>(p.positions + token);
+  const int any_head = u32(item) / kLanes, vec = u32(item) % kLanes;
+  const bool is_of_head = any_head < p.query_heads + p.kv_heads && vec < p.head_vecs;
+  const bool is_rotated = vec < p.rotary_vecs, in_halves = p.is_neox && is_rotated;
+  const bool is_key = any_head >= p.query_heads;
+  const int head = is_key ? any_head - p.query_heads : any_head;
+  const int first = in_halves ? vec * kChunk : 2 * vec * kChunk;
+  const int second = first + (in_halves ? p.rotary_vecs * kChunk : kChunk);
+  // Without a branch: what is loaded for want of a scale is not used.
+  auto scale_of = [&](const CacheView& cache) {
+    const float loaded = mem::load<float>(cache.scale ? (const void*)cache.scale : p.positions);
+    return [=] __attribute__((always_inline)) { return cache.scale ? loaded : 1.0f; };
+  };
+  const auto key_scale = scale_of(p.key_cache), value_scale = scale_of(p.value_cache);
+  u32x4 x = {}, y = {}, x_weight = {}, y_weight = {};
+  Angles by = {};
+  if (is_of_head) {
+    const Heads& from = is_key ? p.key : p.query;
+    const u16* const weight = (const u16*)(is_key ? p.key_weight : p.query_weight);
+    x = mem::load<u32x4>(from.at(token, head, first));
+    y = mem::load<u32x4>(from.at(token, head, second));
+    x_weight = mem::load<u32x4>(weight + first);
+    y_weight = mem::load<u32x4>(weight + second);
+    if (is_rotated) by = angles(p, position, vec);
+  }
+  const Chunk of_x = unpack<T>(x), of_y = unpack<T>(y);
+  f32x2 squares = {0.0f, 0.0f};
+#pragma unroll
+  for (int i = 0; i < kChunk / 2; ++i) {
+    squares = __builtin_elementwise_fma(of_x.pair[i], of_x.pair[i], squares);
+    squares = __builtin_elementwise_fma(of_y.pair[i], of_y.pair[i], squares);
+  }
+  // All lanes of a wave take part, also those without elements.
+  const float sum = wave::reduce_group<kLanes>(squares.x + squares.y, 0.0f, Add{});
+  const Write cache(p, at);
+  if (is_of_head) {
+    const float mean = divide(sum, float(2 * kChunk * p.head_vecs), p.inverse_size);
+    const float inverse_rms = numerics::rsqrt_approx(mean + p.epsilon);
+    Chunk found[2] = {normalize<T>(x, x_weight, inverse_rms), normalize<T>(y, y_weight, inverse_rms)};
+    if (is_rotated) rotate(Chunk(found[0]), Chunk(found[1]), by, p.is_neox, found);
+    const u32x4 vecs[2] = {pack<T>(found[0]), pack<T>(found[1])};
+    const i64 row = i64(token) * (is_key ? p.kv_heads : p.query_heads) + head;
+    u16* const to = (u16*)(is_key ? p.key_out : p.query_out) + row * (2 * kChunk * p.head_vecs);
+    mem::store((u32x4*)(to + first), vecs[0]);
+    mem::store((u32x4*)(to + second), vecs[1]);
+    if (is_key && cache.is_cached) {
+      cache.template write<true>(p.key_cache, head, first, vecs[0], key_scale);
+      cache.template write<true>(p.key_cache, head, second, vecs[1], key_scale);
+    }
+  } else if (const int of_all = item - p.first_value; of_all >= 0 && of_all < p.kv_heads * p.value_vecs) {
+    const int of = u32(of_all) / p.value_divisor, element = (of_all - of * p.value_vecs) * kChunk;
+    const u32x4 elements = mem::load<u32x4>(p.value.at(token, of, element));
+    if (cache.is_cached) cache.write(p.value_cache, of, element, elements, value_scale);
+  }
+}
+
 #define INSTANCE(symbol, T, Cache)                                                         \
   KERNEL(256) symbol(const RopeAndCacheProblem problem, int threads) {                     \
     RopeAndCache<T, Cache>(problem).run(wave::block_id_y() * threads + wave::thread_id()); \
@@ -147,3 +258,17 @@ INSTANCE(rope_and_cache_bf16, Bf16, Bf16)
 INSTANCE(rope_and_cache_bf16_fp8, Bf16, E4m3)
 INSTANCE(rope_and_cache_fp16, F16, F16)
 INSTANCE(rope_and_cache_fp16_fp8, F16, E4m3)
+
+#define NORM_INSTANCE(symbol, T, Cache, lanes)                                                          \
+  KERNEL(256) symbol(const QkNormRopeAndCacheProblem problem, int threads) {                            \
+    qk_norm_rope_and_cache<T, Cache, lanes>(problem, wave::block_id_y() * threads + wave::thread_id()); \
+  }
+// The symbols end in the largest size of a head.
+#define NORM_INSTANCES(symbol, T, Cache)   \
+  NORM_INSTANCE(symbol##_128, T, Cache, 8) \
+  NORM_INSTANCE(symbol##_256, T, Cache, 16)
+
+NORM_INSTANCES(qk_norm_rope_and_cache_bf16, Bf16, Bf16)
+NORM_INSTANCES(qk_norm_rope_and_cache_bf16_fp8, Bf16, E4m3)
+NORM_INSTANCES(qk_norm_rope_and_cache_fp16, F16, F16)
+NORM_INSTANCES(qk_norm_rope_and_cache_fp16_fp8, F16, E4m3)

@@ -161,6 +161,12 @@ def gated(path: str, text: str, replacement: str, *names: str) -> Mutant:
     return Mutant(path, text, replacement, "scaled_mm", cases(op, *names))
 
 
+def normed(text: str, replacement: str, *names: str) -> Mutant:
+    """Return a mutant of the kernels that normalize, rotate and write."""
+    op = "qk_norm_rope_and_cache"
+    return Mutant("ops/rope_and_cache.hip", text, replacement, "rope_and_cache", cases(op, *names))
+
+
 def large(test: str) -> tuple[str, ...]:
     return (f"test_large_tensors.py::{test}",)
 
@@ -532,6 +538,38 @@ MUTANTS = {
         "mxfp8_scaled_mm",
         cases("mxfp8_scaled_mm", "padded", arch="gfx950"),
     ),
+    # Norms in front of a rotation
+    "keys by the weight of queries": normed("is_key ? p.key_weight : p.query_weight", "p.query_weight", "bf16-packed"),
+    "squares of half of a head": normed(
+        "squares = __builtin_elementwise_fma(of_y.pair[i], of_y.pair[i], squares);", "", "bf16-packed"
+    ),
+    "a head of 256 summed over 8 lanes": normed("reduce_group<kLanes>(squares", "reduce_group<8>(squares", "bf16-256"),
+    "the mean of all lanes' elements": normed("float(2 * kChunk * p.head_vecs)", "float(2 * kChunk * kLanes)", "part"),
+    "no epsilon": normed("rsqrt_approx(mean + p.epsilon)", "rsqrt_approx(mean)", "epsilon"),
+    "a norm that is not rounded before its rotation": Mutant(
+        "ops/rope_and_cache.hip",
+        "round_to<T>(x.pair[i] * inverse_rms * w.pair[i])",
+        "x.pair[i] * inverse_rms * w.pair[i]",
+        "rope_and_cache",
+        ("test_same_bits.py::test_one_launch_gives_the_bits_of_three[gfx942-dtype0-False]",),
+    ),
+    "elements behind the pairs as halves": normed("p.is_neox && is_rotated;", "p.is_neox;", "glm-4.5"),
+    "lanes behind a head read and write": normed("p.kv_heads && vec < p.head_vecs", "p.kv_heads", "odd-lanes"),
+    "keys as far apart as tokens' queries": normed(
+        "(is_key ? p.kv_heads : p.query_heads) + head", "p.query_heads + head", "qwen3"
+    ),
+    "the cache gets keys before their rotation": normed(
+        "<true>(p.key_cache, head, first, vecs[0],",
+        "<true>(p.key_cache, head, first, pack<T>(normalize<T>(x, x_weight, inverse_rms)),",
+        "bf16-fp8-native",
+    ),
+    "values of a token's last head left out": normed(
+        "of_all < p.kv_heads * p.value_vecs)", "of_all < p.kv_heads * p.value_vecs - 1)", "bf16-interleaved"
+    ),
+    "values by the scale of keys": normed(
+        "element, elements, value_scale)", "element, elements, key_scale)", "bf16-fp8-256"
+    ),
+    "a key without a slot written": normed("if (is_key && cache.is_cached)", "if (is_key)", "bf16-packed"),
     # Experts
     "sums of the last wave left out": Mutant(
         EXPERTS,

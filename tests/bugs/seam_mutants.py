@@ -110,8 +110,20 @@ SEAM_MUTANTS = {
     "ours where bits may not depend on the batch": of(
         ATTENTION, '"rows that must not depend on the batch", self.is_batch_invariant', '"no rows", False'
     ),
-    "rotation that was not asked for": of(
-        ATTENTION, "self.rope is not None and self.is_forced and", "self.rope is not None and"
+    "rotation that was not asked for": of(ATTENTION, "op is not None and self.is_forced and", "op is not None and"),
+    "values reordered for ours": of(
+        ATTENTION,
+        "if super().fused_qk_norm_rope_kvcache_supported():\n            super().set",
+        "if self.fused_qk_norm_rope_kvcache_supported():\n            super().set",
+    ),
+    "keys by the weight of queries in the call": of(
+        ATTENTION,
+        "norm = q_weight, k_weight,",
+        "norm = q_weight, q_weight,",
+    ),
+    "vLLM's pass where it cannot be made": of(ATTENTION, "ours = may_pass and self", "ours = self"),
+    "norms left out where ours does not serve": of(
+        ATTENTION, "out.copy_(vllm.ir.ops.rms_norm(x, weight, epsilon))", "out.copy_(x)"
     ),
     "AMX's order of keys": of(GUARDS, 'layer.isa not in ("vec", "vec16")', 'layer.isa not in ("vec", "vec16", "amx")'),
     "AITER's shuffled cache": of(GUARDS, "return None if rocm_aiter_ops.is_shuffle_kv_cache_enabled() else", "return"),

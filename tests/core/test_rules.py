@@ -237,6 +237,23 @@ BREACHES = [
         cos_sin_cache=(97, 72),
         kv_cache=[1, 16, 584],
     ),
+    Breach(
+        "sizes of heads are multiples of 8",
+        "qk_norm_rope_and_cache/bf16-packed",
+        value=[3, 2, 68],
+        value_cache=[1, 16, 2, 68],
+    ),
+    *(
+        Breach(
+            rule,
+            "qk_norm_rope_and_cache/bf16-packed",
+            **{name: [3, heads, size] for name, heads in (("query", 4), ("key", 2))},
+            **{f"{name}_out": (3, heads, size) for name, heads in (("query", 4), ("key", 2))},
+            **{name: (size,) for name in ("q_weight", "k_weight")},
+            key_cache=[1, 16, 2, size],
+        )
+        for rule, size in (("a multiple of 16 elements", 72), ("at most 256 elements", 272))
+    ),
     # Routing
     Breach("topk is at most 32", "topk_softmax/bf16", topk=33),
     Breach("topk is at most 32", "topk_sigmoid/bf16", topk=33),

@@ -492,6 +492,24 @@ def rope_and_cache(before, after, outputs: tuple) -> Found:
     )
 
 
+def qk_norm_rope_and_cache(before, after, outputs: tuple) -> Found:
+    a = before
+    old, new = (by_slot(caches.key_cache, caches.value_cache) for caches in (before, after))
+    size, dtype = old[0].shape[-1], a.query.dtype
+    for name, weight in (("query", a.q_weight), ("key", a.k_weight)):
+        x = getattr(before, name).double().reshape(len(a.positions), -1, size)
+        n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + a.epsilon) * weight.double()
+        wanted, sizes = turned(n, a.positions, a.cos_sin_cache, a.is_neox)
+        # Each term has the rounding of the norm.
+        off = rounded(wanted, dtype) + rounded(sizes, dtype) + 2 * FP32 * sizes
+        yield f"{name}_out", getattr(after, f"{name}_out").double().reshape(x.shape), wanted, off
+    value = a.value.reshape(len(a.positions), -1, old[1].shape[-1])
+    yield from written("key_cache", old[0], new[0], wanted, a.slot_mapping, a.k_scale, off)
+    yield from written(
+        "value_cache", old[1], new[1], value, a.slot_mapping, a.v_scale, torch.zeros_like(value).double()
+    )
+
+
 def rope_and_cache_mla(before, after, outputs: tuple) -> Found:
     a = before
     for name in ("q_pe", "k_pe"):
@@ -708,6 +726,7 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     "load_balancing_loss": load_balancing_loss,
     "rope_and_cache": rope_and_cache,
     "rope_and_cache_mla": rope_and_cache_mla,
+    "qk_norm_rope_and_cache": qk_norm_rope_and_cache,
     "paged_attention_decode": paged_attention_decode,
     "mla_decode": mla_decode,
 }

@@ -196,6 +196,10 @@ TIED = {
     "block_table": (0,),
     "sinks": (0,),
     "out": (0, -1),
+    "query_out": (0, -1),
+    "key_out": (0, -1),
+    "q_weight": (0,),
+    "k_weight": (0,),
     "x": (-1,),
     "weights": (0, 1),
 }

@@ -90,12 +90,21 @@ BUGS = {
     ),
     "scale of K used for V": (
         "ops/rope_and_cache.hip",
-        "Scale(cache.scale ? mem::load<float>(cache.scale) : 1.0f)",
-        "Scale(mem::load<float>(p.key_cache.scale))",
+        "cache.scale ? mem::load<float>(cache.scale) : 1.0f;",
+        "mem::load<float>(p.key_cache.scale);",
         ops.rope_and_cache,
         "bf16-fp8-interleaved",
         "gfx950",
         LEAVES + "value_cache",
+    ),
+    "keys not normalized": (
+        "ops/rope_and_cache.hip",
+        "const float inverse_rms = numerics::rsqrt_approx(mean + p.epsilon);",
+        "const float inverse_rms = is_key ? 1.0f : numerics::rsqrt_approx(mean + p.epsilon);",
+        ops.qk_norm_rope_and_cache,
+        "bf16-fp8-packed",
+        "gfx950",
+        "output key_out: " + WRONG,
     ),
     "one key masked wrongly": (
         DECODE,

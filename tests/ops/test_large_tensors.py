@@ -71,7 +71,8 @@ def run(the_op: op.Op, arguments: tuple, apart: dict[str, tuple[int, ...]], exec
     small = the_op.Arguments(*arguments)
     left = [clone(v) for v in small]
     reference = as_tuple(the_op.reference(*left))
-    oracle = as_tuple(the_op.reference(*map(in_float64, small)))
+    of_oracle = [*map(in_float64, small)]
+    oracle = as_tuple(the_op.reference(*of_oracle))
     on_device = small._replace(**{n: clone(v, device) for n, v in small._asdict().items()})
     for config in configs or the_op.configs(small, arch):
         large = on_device._replace(**{n: spread(getattr(small, n), *s, device=device) for n, s in apart.items()})
@@ -83,9 +84,14 @@ def run(the_op: op.Op, arguments: tuple, apart: dict[str, tuple[int, ...]], exec
         floor = max(FLOOR, arch.sum_rounding) if the_op.sums and device == "cuda" else FLOOR
         for i, (mine, theirs, exact) in enumerate(zip(ours, reference, oracle)):
             check(f"{config} output {i}", mine, theirs, exact.double(), not the_op.sums, floor)
-        for name in the_op.mutates:
-            expected = left[small._fields.index(name)]
-            assert expected is None or torch.equal(getattr(large, name).cpu(), expected), name
+        for name in (*the_op.mutates, *the_op.writes):
+            expected, found = left[small._fields.index(name)], getattr(large, name)
+            if name in (*the_op.inexact, *the_op.writes) and expected is not None:
+                exact = of_oracle[small._fields.index(name)].double()
+                found = found.contiguous()
+                check(f"{config} {name}", found, expected.contiguous(), exact, not the_op.sums, floor)
+            else:
+                assert expected is None or torch.equal(found.cpu(), expected), name
 
 
 def gemm_arguments(the_op: op.Op, m: int, n: int, k: int, fp8: torch.dtype) -> tuple:

@@ -1,4 +1,5 @@
-"""Products whose K is divided over blocks give the same bits, in whatever order blocks and waves run and arrive."""
+"""Products whose K is divided over blocks give the same bits, in whatever order blocks and waves run and arrive; and one
+launch those of several."""
 
 import dataclasses
 
@@ -65,3 +66,28 @@ def test_one_launch_gives_the_bits_of_two(arch_name, tokens, dtype):
         one = ops.scaled_mm_silu_and_mul_quant(a, b.t(), *scales, scale, dtype)
     assert torch.equal(one.view(torch.uint8), both.view(torch.uint8))
     assert one.float().unique().numel() > 50
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("arch_name", CHIPS)
+def test_one_launch_gives_the_bits_of_three(arch_name, dtype, fp8):
+    """Norms of queries and of keys, rotation and write, of squares whose sums are exact."""
+    emulator, generator = Emulator(arch_name, races=False), torch.Generator().manual_seed(0)
+    size, heads, slots = 128, (8, 2), torch.tensor([5, -1, 17])
+    qkv = torch.randint(-8, 9, (TOKENS, sum(heads) + heads[1], size), generator=generator).to(dtype).flatten(1)
+    query, key, value = qkv.split([size * n for n in (*heads, heads[1])], 1)
+    weights = [(torch.rand(size, generator=generator) + 0.5).to(dtype) for _ in heads]
+    angles = torch.rand(50, size // 2, generator=generator) * 6
+    rotation = torch.tensor([7, 1, 49]), torch.cat((angles.cos(), angles.sin()), 1).to(dtype), True
+    kind = emulator.arch.fp8_dtype if fp8 else dtype
+    one, three = ([torch.zeros(2, 16, heads[1], size).to(kind) for _ in range(2)] for _ in range(2))
+    scales = [torch.tensor([s]) if fp8 else None for s in (0.03, 0.02)]
+    outs = [torch.full((TOKENS, n * size), torch.nan, dtype=dtype) for n in heads]
+    with launch.executor(emulator):
+        ops.qk_norm_rope_and_cache(query, key, value, *weights, 1e-6, *rotation, *outs, *one, slots, *scales)
+        by_head = (x.unflatten(1, (-1, size)) for x in (query, key))
+        normed = [ops.rms_norm(x, weight, 1e-6).flatten(1) for x, weight in zip(by_head, weights)]
+        ops.rope_and_cache(*normed, value, *rotation, *three, slots, *scales)
+    for ours, separate in zip((*outs, *one), (*normed, *three)):
+        assert torch.equal(ours.view(torch.uint8), separate.view(torch.uint8))

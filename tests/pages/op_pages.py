@@ -213,7 +213,8 @@ def configurations(op: Op) -> str:
 def exactness(op: Op) -> str:
     """The rules for results, and the errors that were measured."""
     c = correctness
-    outputs = [output for arch in archs.ARCHS for _, output, _ in launches_of(op, arch)]
+    launches = [of for arch in archs.ARCHS for of in launches_of(op, arch)]
+    outputs = [output for _, output, _ in launches] + [getattr(a, name) for a, *_ in launches for name in op.inexact]
     dtypes = {tensor.dtype for output in outputs for tensor in c.as_tuple(output)}
     floats = {dtype for dtype in dtypes if dtype.is_floating_point}
     path = pathlib.Path(c.__file__)
@@ -248,8 +249,11 @@ def exactness(op: Op) -> str:
             f"- Results are long sums, which may cancel, so ULPs are not counted. On {', '.join(wide)} of the largest element is "
             "allowed, because matrix instructions keep fewer bits of a sum there."
         )
-    if op.mutates:
-        lines.append(f"- Arguments that are updated in place (`{'`, `'.join(op.mutates)}`) have the reference's bits.")
+    exact = [argument for argument in op.mutates if argument not in op.inexact]
+    if exact:
+        lines.append(f"- Arguments that are updated in place (`{'`, `'.join(exact)}`) have the reference's bits.")
+    if op.inexact:
+        lines.append(f"- Those that take results (`{'`, `'.join(op.inexact)}`) may be as far off as these.")
     lines.append("- The same arguments give the same bits in every call.")
     if "quantization" in op.reference.__code__.co_names:
         lines += ["", documentation(quantization)[1]]

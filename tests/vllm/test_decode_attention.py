@@ -488,6 +488,83 @@ def roped(configuration, monkeypatch):
     return call
 
 
+@pytest.fixture
+def normed(configuration, monkeypatch):
+    """A function that has a layer normalize, rotate and write; it gives who did, and checks what ours did."""
+    from vllm import _custom_ops
+
+    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
+    monkeypatch.setattr(attention.HeadsDecoder, "norm_rope", ops.qk_norm_rope_and_cache)
+
+    def call(member: str, kv_cache_dtype: str = "auto", stock_can: bool = False, has_aiter: bool = True) -> list[str]:
+        monkeypatch.setattr(torch.ops.vllm, "rocm_aiter_per_tensor_quant", None, raising=False)
+        if not has_aiter:
+            monkeypatch.delattr(torch.ops.vllm, "rocm_aiter_per_tensor_quant")
+        backend, done = attention_backends.made(attention.BACKENDS[member]), []
+        stock = backend.get_impl_cls().__mro__[2]
+        monkeypatch.setattr(stock, "fused_qk_norm_rope_kvcache_supported", lambda self: stock_can)
+        monkeypatch.setattr(stock, "do_qk_norm_rope_kvcache_update", lambda *_: done.append("stock's"))
+        monkeypatch.setattr(stock, "set_interleaved_v_cache", lambda self: done.append("interleaved"), raising=False)
+        monkeypatch.setattr(stock, "do_kv_cache_update", lambda *_: done.append("stock's write"))
+        monkeypatch.setattr(_custom_ops, "rotary_embedding", lambda *_: done.append("stock's rotation"))
+        impl = backend.get_impl_cls()(HEADS, SIZE, SCALE, KV_HEADS, None, None, kv_cache_dtype)
+        batch, generator = Batch([20], [5]), torch.Generator().manual_seed(0)
+        cache = torch.zeros_like(batch.native() if member == "ROCM_ATTN" else batch.packed())
+        qkv = torch.randn(5, (HEADS + 2 * KV_HEADS) * SIZE, generator=generator).bfloat16()
+        given, slots = qkv.clone(), torch.tensor([3, 21, -1, 100, 64])
+        weights = [(torch.rand(SIZE, generator=generator) + 0.5).bfloat16() for _ in range(2)]
+        outs = [torch.full((5, heads, SIZE), torch.nan).bfloat16() for heads in (HEADS, KV_HEADS)]
+        angles = torch.rand(50, SIZE // 2, dtype=torch.float64, generator=generator) * 3
+        table, positions = torch.cat([angles.cos(), angles.sin()], -1).float(), torch.tensor([7, 1, 0, 30, 49])
+        module = types.SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
+        can = impl.fused_qk_norm_rope_kvcache_supported()
+        impl.set_interleaved_v_cache()
+        impl.do_qk_norm_rope_kvcache_update(module, qkv, *outs, positions, *weights, 1e-5, table, True, cache, slots)
+        assert torch.equal(qkv, given)
+        heads = qkv.unflatten(1, (-1, SIZE)).double().split([HEADS, KV_HEADS, KV_HEADS], 1)
+        wanted = [
+            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight for x, weight in zip(heads, weights)
+        ]
+        if done not in ([], ["interleaved"]):
+            assert not cache.any()
+            if "stock's" not in done:
+                assert all((out.double() - x).abs().max() < 0.05 for out, x in zip(outs, wanted))
+            return [*done, can]
+        for out, x in zip(outs, wanted):
+            assert (out.double() - rotated(x, angles[positions], True)).abs().max() < 0.05
+        layout = CacheLayout(*impl.rocm_ops.caches(module, cache))
+        kept = slots >= 0
+        pages, places = slots[kept] // PAGE, slots[kept] % PAGE
+        assert torch.equal(layout.keys(pages, places), outs[1][kept])
+        assert torch.equal(layout.values(pages, places).double(), heads[2][kept])
+        return ["ours", *done, can]
+
+    return call
+
+
+@pytest.mark.parametrize("member", GPU_BACKENDS)
+def test_norms_rotation_and_write_are_ours_where_asked_for(normed, member):
+    """Values keep their order unless AITER's op may write them."""
+    assert normed(member) == ["ours", True]
+    assert normed(member, stock_can=True) == ["ours", "interleaved", True]
+    assert normed(member, has_aiter=False) == ["ours", False]
+
+
+def test_norms_rotation_and_write_are_stock_otherwise(normed, monkeypatch):
+    """By AITER's op if that is there, else by norms, rotation and write."""
+    three = ["stock's rotation", "stock's write"]
+    assert normed("TRITON_ATTN", kv_cache_dtype="int8_per_token_head") == [*three, False]
+    monkeypatch.setattr(attention.HeadsDecoder, "norm_rope", None)
+    assert normed("ROCM_ATTN") == [*three, False]
+    assert normed("ROCM_ATTN", stock_can=True) == ["interleaved", "stock's", True]
+
+
+def test_norms_have_to_be_asked_for(normed, monkeypatch):
+    """They were never measured."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "0")
+    assert normed("ROCM_ATTN") == ["stock's rotation", "stock's write", False]
+
+
 @pytest.mark.parametrize("member", GPU_BACKENDS)
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_rotation_and_write_are_ours_where_asked_for(roped, member, is_neox):
@@ -518,6 +595,11 @@ def test_the_seam_of_rotation_needs_the_hooks(configuration, monkeypatch):
     rope_and_cache.probe()
     monkeypatch.setattr(rope_and_cache, "PARAMETERS", ("layer", "query"))
     with pytest.raises(seam.Unavailable, match="do_rope_and_kv_cache_update.layer, query., it has .layer, query, key,"):
+        rope_and_cache.probe()
+    monkeypatch.undo()
+    monkeypatch.setattr(seam, "active", lambda: ["decode_attention"])
+    monkeypatch.setattr(rope_and_cache, "NORM_PARAMETERS", ("layer",))
+    with pytest.raises(seam.Unavailable, match="do_qk_norm_rope_kvcache_update.layer., it has .layer, qkv, q_out,"):
         rope_and_cache.probe()
 
 

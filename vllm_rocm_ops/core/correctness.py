@@ -5,7 +5,7 @@
   errors are relative to the element.
 - An element of a matrix product may be off by what its own terms allow.
 - A matrix product of whole numbers (`whole_numbers`) is exact in any order of summation, so its bits must be the reference's.
-- Arguments that an op updates in place must have the reference's bits.
+- Arguments that an op updates in place must have the reference's bits, but those that take results.
 - Outputs start as NaN (`unwritten_is_nan`), so that an element that no kernel wrote is noticed.
 
 A result that breaks a rule raises `Wrong`.
@@ -214,7 +214,7 @@ def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False
     ours = as_tuple(the_op(*ours_arguments))
     names = [str(i) for i in range(len(ours))]
     for name, got, wanted, true in zip(the_op.Arguments._fields, ours_arguments, reference_arguments, oracle_arguments):
-        if isinstance(got, torch.Tensor) and name in the_op.writes:
+        if isinstance(got, torch.Tensor) and name in (*the_op.writes, *the_op.inexact):
             ours, reference, oracle, names = (*ours, got), (*reference, wanted), (*oracle, true), [*names, name]
         elif isinstance(got, torch.Tensor):
             left, expected = got.cpu().float(), wanted.float()

@@ -59,7 +59,8 @@ class Case:
 
 @dataclass(eq=False)
 class Op:
-    """One op; see the module's text for the parts. `mutates` names the arguments that it updates in place; `sums` says
+    """One op; see the module's text for the parts. `mutates` names the arguments that it updates in place, `inexact` those of them
+    that take results, which may be as far off as returned ones, where the others have the reference's bits; `sums` says
     that results are long sums, which may cancel, so that their rounding errors are not a step or so of each result; `writes` names
     the arguments that may hold a result, in place of a tensor that the op returns, and shares no memory with others. `peer` is what
     PyTorch itself has for the op's arguments, to be timed beside it: the reference unless it is named. `native`, which a caller
@@ -78,6 +79,7 @@ class Op:
     mutates: tuple[str, ...] = ()
     sums: bool = False
     writes: tuple[str, ...] = ()
+    inexact: tuple[str, ...] = ()
     peer: Callable | None = None
     native: Callable | None = None
     name: str = field(init=False)

@@ -115,7 +115,9 @@ class HeadsDecoder(Decoder):
 
     op = ops.paged_attention_decode
     rope: Op | None = None
-    """Our op that rotates and writes the cache. The seam rope_and_cache sets it."""
+    """Our op that rotates and writes the cache. The seam rope_and_cache sets it, and the next one."""
+    norm_rope: Op | None = None
+    """Our op that normalizes each head first."""
 
     def unfit(self):
         impl = self.impl
@@ -180,20 +182,35 @@ class HeadsDecoder(Decoder):
         """Of keys and of values."""
         return (layer._k_scale, layer._v_scale) if self.is_fp8 else (None, None)
 
-    def may_rotate(self) -> bool:
+    def may_rotate(self, op: Op | None) -> bool:
         """Whether our op rotates for the layer and writes its cache. This is not measured."""
         takes_cache = (
             self.impl.kv_cache_dtype in PLAIN + E4M3 and getattr(self.impl, "attn_type", "decoder") == "decoder"
         )
-        return self.rope is not None and self.is_forced and takes_cache
+        return op is not None and self.is_forced and takes_cache
 
     def rotate(self, layer, query, key, value, positions, cos_sin_cache, is_neox, kv_cache, slot_mapping) -> bool:
         """Rotate queries and keys, and write the cache, unless our kernels do not take it."""
-        caches = self.caches(layer, kv_cache)
-        if caches is None:
+        caches = self.may_rotate(self.rope) and self.caches(layer, kv_cache)
+        if not caches:
             return False
         given = query, key, value, positions, cos_sin_cache, is_neox, *caches, slot_mapping, *self.scales(layer)
         return run(self.rope, *given) is not None
+
+    def heads_of(self, qkv: Tensor) -> list[Tensor]:
+        """Return queries, keys and values [tokens, heads, size] of rows that hold all three."""
+        impl, rows = self.impl, qkv.unflatten(1, (-1, self.impl.head_size))
+        return [*rows.split([impl.num_heads, impl.num_kv_heads, impl.num_kv_heads], 1)]
+
+    def normalize_and_rotate(self, layer, qkv, q_out, k_out, positions, q_weight, k_weight, epsilon, *rest) -> bool:
+        """Write queries and keys, normalized and rotated, and the cache, unless our kernels do not take it."""
+        *angles, kv_cache, slots = rest
+        caches = self.may_rotate(self.norm_rope) and self.caches(layer, kv_cache)
+        if not caches:
+            return False
+        norm = q_weight, k_weight, epsilon
+        given = *self.heads_of(qkv), *norm, positions, *angles, q_out, k_out, *caches, slots, *self.scales(layer)
+        return run(self.norm_rope, *given) is not None
 
     # When it is measured
 
@@ -275,13 +292,13 @@ class DecodeImpl:
         return super().forward(*given)
 
     def fused_rope_kvcache_supported(self):
-        return super().fused_rope_kvcache_supported() or self.rocm_ops.may_rotate()
+        return super().fused_rope_kvcache_supported() or self.rocm_ops.may_rotate(self.rocm_ops.rope)
 
     def do_rope_and_kv_cache_update(
         self, layer, query, key, value, positions, cos_sin_cache, is_neox, kv_cache, layer_slot_mapping
     ):
         given = layer, query, key, value, positions, cos_sin_cache, is_neox, kv_cache, layer_slot_mapping
-        if self.rocm_ops.may_rotate() and self.rocm_ops.rotate(*given):
+        if self.rocm_ops.rotate(*given):
             return
         if super().fused_rope_kvcache_supported():
             super().do_rope_and_kv_cache_update(*given)
@@ -290,6 +307,31 @@ class DecodeImpl:
 
         _custom_ops.rotary_embedding(positions, query, key, self.head_size, cos_sin_cache, is_neox)
         self.do_kv_cache_update(layer, key, value, kv_cache, layer_slot_mapping)
+
+    def fused_qk_norm_rope_kvcache_supported(self):
+        # The pass names an op of AITER's, which need not be used.
+        may_pass = hasattr(torch.ops.vllm, "rocm_aiter_per_tensor_quant")
+        ours = may_pass and self.rocm_ops.may_rotate(self.rocm_ops.norm_rope)
+        return super().fused_qk_norm_rope_kvcache_supported() or ours
+
+    def set_interleaved_v_cache(self):
+        """Leave the order of values, which vLLM's pass changes for AITER's op, unless that op is there."""
+        if super().fused_qk_norm_rope_kvcache_supported():
+            super().set_interleaved_v_cache()
+
+    def do_qk_norm_rope_kvcache_update(self, layer, qkv, *given):
+        if self.rocm_ops.normalize_and_rotate(layer, qkv, *given):
+            return
+        if super().fused_qk_norm_rope_kvcache_supported():
+            super().do_qk_norm_rope_kvcache_update(layer, qkv, *given)
+            return
+        import vllm.ir.ops
+
+        q_out, k_out, positions, q_weight, k_weight, epsilon, *places = given
+        *both, value = self.rocm_ops.heads_of(qkv)
+        for x, weight, out in zip(both, (q_weight, k_weight), (q_out, k_out)):
+            out.copy_(vllm.ir.ops.rms_norm(x, weight, epsilon))
+        self.do_rope_and_kv_cache_update(layer, q_out, k_out, value, positions, *places)
 
 
 # Caches and batches

@@ -1,9 +1,11 @@
-"""Seam: in the layers of the seam decode_attention our `rope_and_cache` rotates queries and keys and writes the cache, in one launch.
+"""Seam: in the layers of the seam decode_attention our `rope_and_cache` rotates queries and keys and writes the cache, in one launch,
+and `qk_norm_rope_and_cache` does so behind the norms of their heads.
 
-vLLM's pass fuse_rope_kvcache puts rotation and write into one call of a backend that says that it can. Without AITER none of
-vLLM's does; ours does with VLLM_ROCM_OPS_ATTENTION=1, as this was never measured. The user asks for the pass, which ROCm alone
-has, by `-cc.pass_config.fuse_rope_kvcache=true -cc.use_inductor_graph_partition=true`. The pass for latent attention calls
-vLLM's op and asks no backend.
+vLLM's passes fuse_rope_kvcache and fuse_qk_norm_rope_kvcache put these into one call of a backend that says that it can. Without
+AITER none of vLLM's does; ours does with VLLM_ROCM_OPS_ATTENTION=1, as this was never measured. The user asks for a pass, which ROCm
+alone has, by `-cc.pass_config.fuse_rope_kvcache=true -cc.use_inductor_graph_partition=true`, or with fuse_qk_norm_rope_kvcache,
+which finds the norms of Qwen3 and GLM from vLLM 0.31 on, and only where AITER is installed, used or not: it names an op of AITER's. The
+pass for latent attention calls vLLM's op and asks no backend.
 """
 
 from vllm_rocm_ops import ops
@@ -23,6 +25,11 @@ PARAMETERS = (
     "layer_slot_mapping",
 )
 
+NORM_PARAMETERS = (
+    *("layer", "qkv", "q_out", "k_out", "positions", "q_weight", "k_weight", "rms_norm_eps"),
+    *("cos_sin_cache", "is_neox", "kv_cache", "layer_slot_mapping"),
+)
+
 
 def probe() -> None:
     """Our backends are there, and vLLM asks a backend for the fusion."""
@@ -30,23 +37,26 @@ def probe() -> None:
 
     if "decode_attention" not in seam.active():
         raise seam.Unavailable("it needs decode_attention")
-    seam.require("fuse_rope_kvcache" in PassConfig.__dataclass_fields__, "PassConfig.fuse_rope_kvcache")
     base = "vllm.v1.attention.backend.AttentionImpl"
-    attention_backends.require_method(base, "fused_rope_kvcache_supported")
+    for name in ("rope_kvcache", "qk_norm_rope_kvcache"):
+        seam.require(f"fuse_{name}" in PassConfig.__dataclass_fields__, f"PassConfig.fuse_{name}")
+        attention_backends.require_method(base, f"fused_{name}_supported")
     attention_backends.require_method(base, "do_rope_and_kv_cache_update", *PARAMETERS)
+    attention_backends.require_method(base, "do_qk_norm_rope_kvcache_update", *NORM_PARAMETERS)
 
 
 def install() -> None:
-    """Give our backends the op."""
-    attention.HeadsDecoder.rope = ops.rope_and_cache
+    """Give our backends the ops."""
+    attention.HeadsDecoder.rope, attention.HeadsDecoder.norm_rope = ops.rope_and_cache, ops.qk_norm_rope_and_cache
 
 
 SEAM = seam.Seam(
     name="rope_and_cache",
-    replaces="do_rope_and_kv_cache_update of the backends of decode_attention, with VLLM_ROCM_OPS_ATTENTION=1",
+    replaces="do_rope_and_kv_cache_update and do_qk_norm_rope_kvcache_update of the backends of decode_attention, with "
+    "VLLM_ROCM_OPS_ATTENTION=1",
     probe=probe,
     install=install,
-    ops=("rope_and_cache",),
+    ops=("rope_and_cache", "qk_norm_rope_and_cache"),
     platforms=("rocm",),
     after=("decode_attention",),
 )

@@ -1,0 +1,197 @@
+"""RMSNorm of each head of queries and keys, their rotary position embedding, the write of keys and values to a paged cache and their
+quantisation, in one launch; kernels: csrc/ops/rope_and_cache.hip.
+
+What `rms_norm` of queries and of keys and `rope_and_cache` do in three launches, with their roundings: the norm is rounded to the
+dtype of query before it is rotated, as in Qwen3Attention of vLLM 0.33. vLLM's fused_qk_norm_rope, which writes no cache, does not
+round there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch
+from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.tensors import describe
+from vllm_rocm_ops.ops.families import attention, rotation
+from vllm_rocm_ops.ops.families.rowwise import exact
+
+__all__ = ["qk_norm_rope_and_cache"]
+
+OF_LANE = 2 * attention.VECTOR  # elements of a head
+WAVE = 64  # lanes, at most
+LARGEST = {8: 128, 16: 256}  # head that so many lanes have
+
+
+def _weights(a) -> tuple[tuple[str, Tensor], ...]:
+    return ("q_weight", a.q_weight), ("k_weight", a.k_weight)
+
+
+def _outs(a) -> tuple[tuple[str, Tensor], ...]:
+    return ("query_out", a.query_out), ("key_out", a.key_out)
+
+
+def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    yield from rotation.heads_contract(a)
+    p = rotation.heads_parts(a)
+    dtype, size = a.query.dtype, p.sizes[0]
+    for name, x in _weights(a):
+        yield name, f"{dtype} [size={size}]", describe(x), x.dtype == dtype and x.shape == (size,)
+    for (name, x), given in zip(_outs(a), (p.query, p.key)):
+        tokens, heads = given.shape[:2]
+        wanted = f"{dtype} [T={tokens}, {heads}, {size}] or [T, {heads * size}]"
+        yield name, wanted, describe(x), x.dtype == dtype and attention.is_heads(x, tokens, heads, size)
+
+
+def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    yield from rotation.envelope(rotation.heads_parts, a, arch)
+    size = a.q_weight.shape[0]
+    yield f"heads of queries have a multiple of {OF_LANE} elements", size % OF_LANE == 0
+    yield f"heads of queries have at most {max(LARGEST.values())} elements", size <= max(LARGEST.values())
+    for name, x in (*_weights(a), *_outs(a)):
+        yield f"{name} is contiguous", x.is_contiguous()
+        yield f"{name} is 16-byte aligned", x.is_meta or x.data_ptr() % 16 == 0
+
+
+def _lanes(a) -> int:
+    """Of a head."""
+    return next(lanes for lanes, size in LARGEST.items() if a.q_weight.shape[0] <= size)
+
+
+def _configs(a, arch: Arch) -> list[rotation.RopeConfig]:
+    size = a.q_weight.shape[0]
+    return rotation.configs(a, arch) if size % OF_LANE == 0 and size <= max(LARGEST.values()) else []
+
+
+def _first_value(p: rotation.Parts, lanes: int) -> int:
+    """The first item that copies values: no wave has heads and values."""
+    return -(-(p.query.shape[1] + p.layout.heads) * lanes // WAVE) * WAVE
+
+
+def _items(p: rotation.Parts, lanes: int) -> int:
+    """Of a token: what a thread does."""
+    return _first_value(p, lanes) + p.layout.heads * (p.sizes[1] // attention.VECTOR)
+
+
+def _plan(config: rotation.RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
+    p, lanes, size = rotation.heads_parts(a), _lanes(a), a.q_weight.shape[0]
+    args = {
+        **rotation.problem_fields(p, a),
+        "query_out": a.query_out,
+        "key_out": a.key_out,
+        "query_weight": a.q_weight,
+        "key_weight": a.k_weight,
+        "head_vecs": size // OF_LANE,
+        "first_value": _first_value(p, lanes),
+        "inverse_size": 1.0 / size,
+        "epsilon": float(a.epsilon),
+    }
+    return rotation.launches("qk_norm_rope_and_cache", config, p, _items(p, lanes), args, f"_{LARGEST[lanes]}")
+
+
+def _cost(config: rotation.RopeConfig, a, arch: Arch) -> dict[str, float]:
+    p = rotation.heads_parts(a)
+    return rotation.cost(config, p, _items(p, _lanes(a)), p.sizes[0], arch)
+
+
+# Cases
+
+
+def _inputs(tokens, heads, size, given, device, generator, fp8_dtype) -> tuple:
+    query, key, value, *rest = rotation.heads_inputs(tokens, heads, size, given, device, generator, fp8_dtype)
+    for x in (query, key):
+        x.mul_(given.get("factor", 1.0))
+    weights = ((1 + 0.2 * torch.randn(size, generator=generator)).to(query.dtype).to(device) for _ in range(2))
+    positions, cos_sin, is_neox, *caches = rest
+    outs = (torch.full(x.shape, torch.nan, dtype=x.dtype, device=device) for x in (query, key))
+    return query, key, value, *weights, given.get("epsilon", 1e-6), positions, cos_sin, is_neox, *outs, *caches
+
+
+def _cases() -> Iterator[Case]:
+    """Every kernel and layout, heads of 16 to 256 elements, both kinds of pairs, parts of heads rotated, an epsilon that counts, slot -1,
+    fewer slots than tokens, any page size."""
+
+    def case(name: str, tokens: int, heads: tuple[int, int], size: int, **given) -> Case:
+        return Case(name, functools.partial(_inputs, tokens, heads, size, given))
+
+    for dtype, kind in attention.ELEMENTS.items():
+        for fp8 in (False, True):
+            label = kind + "-fp8" * fp8
+            for layout in ("packed", "native", "interleaved"):
+                yield case(f"{label}-{layout}", 3, (4, 2), 64, dtype=dtype, fp8=fp8, layout=layout)
+            yield case(f"{label}-256", 2, (3, 1), 256, dtype=dtype, fp8=fp8)
+    yield case("qwen3", 2, (32, 4), 128, layout="native")
+    yield case("glm-4.5", 2, (12, 1), 128, rotary=64, apart=True, epsilon=1e-5)
+    yield case("gptj", 3, (2, 1), 64, is_neox=False)
+    yield case("gptj-part", 3, (2, 1), 128, rotary=32, is_neox=False, fp8=True, cos_dtype=torch.float32)
+    yield case("part", 3, (3, 1), 96, rotary=32, dtype=torch.float16, cos_dtype=torch.float32)
+    yield case("odd-lanes", 3, (3, 2), 80, rotary=16)
+    yield case("one-lane", 2, (5, 3), 16)
+    yield case("epsilon", 3, (2, 1), 128, factor=2.0**-9, epsilon=1e-5)
+    yield case("large", 3, (2, 1), 128, factor=2.0**60)
+    yield case("page5-padded", 7, (2, 2), 32, page=5, padding=24)
+    yield case("unmapped", 4, (2, 1), 64, unmapped=2)
+    yield case("odd-rotary", 2, (2, 1), 32, rotary=20)
+    yield case("large-heads", 2, (1, 1), 512)
+    yield case("long-context", 3, (1, 1), 32, rotary=16, first=2**16)
+    yield case("no-tokens", 0, (2, 1), 64)
+
+
+def _normalized(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    z = exact(x)
+    return (z * torch.rsqrt(z.square().mean(-1, keepdim=True) + epsilon) * weight).to(x.dtype)
+
+
+@functools.partial(
+    Op,
+    allocate=lambda a: None,
+    contract=_contract,
+    envelope=_envelope,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=functools.partial(rotation.problem, rotation.heads_parts),
+    cases=_cases,
+    mutates=("key_cache", "value_cache"),
+    writes=("query_out", "key_out"),
+    inexact=("key_cache",),
+    sums=True,
+)
+def qk_norm_rope_and_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    epsilon: float,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    query_out: Tensor,
+    key_out: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write heads, normalized and rotated, to query_out and key_out, and keys and values to their slots of a paged cache.
+
+    q_weight and k_weight [size] are of query's dtype, as are query_out and key_out, which are like query and key. Query and key stay
+    as they are. The rest is as of `rope_and_cache`.
+    """
+    a = qk_norm_rope_and_cache.Arguments(
+        query, key, value, q_weight, k_weight, epsilon, positions, cos_sin_cache, is_neox, query_out, key_out,
+        key_cache, value_cache, slot_mapping, k_scale, v_scale,
+    )  # fmt: skip
+    p = rotation.heads_parts(a)
+    found = [attention.heads(x, p.sizes[0]) for x in (query_out, key_out)]
+    for x, weight, out in zip((p.query, p.key), (q_weight, k_weight), found):
+        out.copy_(_normalized(x, weight, epsilon))
+        rotation.rotate(out, positions, cos_sin_cache, is_neox)
+    rotation.write(p.layout, found[1], p.value, slot_mapping, p.scales)
