@@ -789,6 +789,7 @@ def judge(name: str) -> Result:
             if not mutant.tests:
                 return judge_by_ops(mutant, result)
             selection = [find(test) for test in mutant.tests]
+            take_tests("1")  # a test that is named runs, also where it is not among the default ones
             status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *selection], plugins=[first])
     except DoesNotFit as error:
         return result(f"does not fit: {error}", False)
@@ -812,8 +813,14 @@ def judge_by_ops(mutant: Mutant, result: Callable[..., Result]) -> Result:
     return result("SURVIVED", False)
 
 
-def run_tests_of(ops: set[str], full: str) -> tuple[int, str, str]:
+def take_tests(full: str) -> None:
+    """Have this process run the default tests, or all."""
     os.environ["FULL_TESTS"] = full
+    sys.modules.pop("marks", None)  # which has read it
+
+
+def run_tests_of(ops: set[str], full: str) -> tuple[int, str, str]:
+    take_tests(full)
     first = FirstFailure(ops)
     with silent():
         status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", str(TESTS / "ops")], plugins=[first])
