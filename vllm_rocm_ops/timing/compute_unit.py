@@ -17,7 +17,6 @@ from .trace import Access, Block, Step
 
 SIMDS = 4
 VECTOR = frozenset(("valu", "wide", "transcendental", "packed", "matrix"))
-ATOMIC = ("global_atomic", "buffer_atomic")
 RELEASE = "buffer_wbl2"
 FENCES = (RELEASE, "buffer_inv")
 NOTHING = Access()
@@ -213,7 +212,7 @@ class ComputeUnit:
         machine, simd, kind, chain = self.machine, wave.simd, instr.kind, None
         if kind == "matrix":
             simd.vector = time + machine["matrix_issue"]
-            simd.matrix, simd.matrix_wave = time + instr.cycles * machine["matrix_cycles"], wave
+            simd.matrix, simd.matrix_wave = time + instr.cycles, wave
             done, chain = simd.matrix + machine["matrix_latency"], simd.matrix + machine["matrix_chain"]
         else:
             unit = {"wide": "wide_valu", "transcendental": "transcendental"}.get(kind, "valu")
@@ -240,8 +239,7 @@ class ComputeUnit:
             _complete(wave.vm, time)
         elif access.store:
             wave.simd.stores = time + access.bytes / self.machine["vmem_bytes"]
-            more = self.machine["atomic"] if text.startswith(ATOMIC) else 0
-            _complete(wave.vm, self.memory.store(time, access) + more)
+            _complete(wave.vm, self.memory.store(time, access))
         else:
             _complete(wave.vm, self.memory.load(time, access))
 

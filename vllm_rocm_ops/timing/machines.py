@@ -32,7 +32,6 @@ _SLOW = "1420 to 1480 in the slow state: tingqli/pyhip docs/attn_gemm_optimizati
 _GLUON_COISSUE = "ROCm's gluon tutorials attention/mfma_coissue_scheduling.md@82b7a3a3, MI355X"
 _GLUON_LDS = "ROCm's gluon tutorials docs/lds_throughput.md@62624bf8, MI355X"
 _GLUON_HBM = "ROCm's gluon tutorials, 256 workgroups, MI350X or MI355X"
-_COUNTERS = "ROCm/rocprofiler-compute@95b600e tests/workloads/device_filter, MI300X"
 
 
 class Constant(NamedTuple):
@@ -81,7 +80,6 @@ _CONSTANTS = {
     "valu": Constant(4, "cycles of the vector ALU, 64 lanes on 16", "measured", _COISSUE),
     "wide_valu": Constant(8, "cycles of an instruction on 64-bit numbers", "guessed", "half the rate, as " + _ISA),
     "transcendental": Constant(16, "cycles of the vector ALU", "measured", _COISSUE),
-    "matrix_cycles": Constant(1, "of the cycles of a matrix instruction", "documented", "they are this GPU's"),
     "matrix_issue": Constant(4, "cycles that a matrix instruction keeps the vector ALU", "measured", _COISSUE),
     "packed_after_matrix": Constant(
         8, "cycles from the end of a wave's matrix instruction to a packed one of it", "measured", _COISSUE
@@ -122,7 +120,6 @@ _CONSTANTS = {
     "l2_latency": Constant(212, "cycles", "measured", _CHASE),
     "wave_latency": _fitted("wave_latency", "cycles beyond L1 that a wave's data take more than a lane's"),
     "mall_latency": Constant(116, "ns beyond L2", "measured", "455 cycles: " + _CHASE),
-    "atomic": Constant(0, "cycles that an atomic takes longer than a store", "guessed", "nobody published it"),
     "hbm_latency": Constant(318, "ns beyond L2", "measured", "877 cycles: " + _CHASE),
     "l2_bandwidth": Constant(27000, "GB/s of all XCDs", "measured", _CACHE),
     "mall_bandwidth": _fitted("mall_bandwidth", "GB/s; 5400 to 11900 measured"),

@@ -180,7 +180,7 @@ def counted(arch: str | None, name: str) -> Iterator[dict]:
     op = getattr(ops, name)
     case = next(iter(op.cases()))
     here = archs.named(arch or explain.usual_arch())
-    known = here if here.code_suffix == ".co" else next(iter(archs.ARCHS.values()))
+    known = here if here.vendor == "amd" else next(iter(archs.ARCHS.values()))
     arguments = case.make("meta", torch.Generator(), known.fp8_dtype)
     for line in emulated.describe(op, arguments, case, str(known)):
         yield {"case": case.name, "arch": str(known), "line": line}

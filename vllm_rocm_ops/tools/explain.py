@@ -149,7 +149,7 @@ UNMEASURED = "unmeasured: vLLM's own until ours was measured to be faster"
 
 def attention(config: dict, tp: int, arch: str) -> LayerCall:
     """The attention of a model's decode, with the cache as vLLM has it on `arch`."""
-    return model_layers.attention(config, tp, native=archs.named(arch).wave_lanes == 64)
+    return model_layers.attention(config, tp, native=archs.named(arch).vendor == "amd")
 
 
 def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
