@@ -15,7 +15,7 @@ SHARES = {ops.scaled_mm_silu_and_mul_quant: 0.05, ops.fused_experts: 0.1}  # of 
 
 @pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)
 def test_exact_of_a_call_is_near_the_reference(op):
-    """Of the last group of columns of some tokens, in every case that has tokens enough."""
+    """Compare the last group of columns of two tokens, in up to six cases of each op."""
     found = 0
     for case in op.cases():
         a = op.Arguments(*case.make("cpu", generator_of(case.name), torch.float8_e4m3fn))

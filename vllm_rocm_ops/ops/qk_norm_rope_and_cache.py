@@ -1,5 +1,5 @@
 """RMSNorm of each head of queries and keys, their rotary position embedding, the write of keys and values to a paged cache and their
-quantisation, in one launch; kernels: csrc/ops/rope_and_cache.hip.
+quantization, in one launch; kernels: csrc/ops/rope_and_cache.hip.
 
 What `rms_norm` of queries and of keys and `rope_and_cache` do in three launches, with their roundings: the norm is rounded to the
 dtype of query before it is rotated, as in Qwen3Attention of vLLM 0.33. vLLM's fused_qk_norm_rope, which writes no cache, does not
@@ -25,7 +25,7 @@ __all__ = ["qk_norm_rope_and_cache"]
 
 OF_LANE = 2 * attention.VECTOR  # elements of a head
 WAVE = 64  # lanes, at most
-LARGEST = {8: 128, 16: 256}  # head that so many lanes have
+LARGEST = {8: 128, 16: 256}  # head, by lanes
 
 
 def _weights(a) -> tuple[tuple[str, Tensor], ...]:
@@ -59,7 +59,7 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 
 def _lanes(a) -> int:
-    """Of a head."""
+    """Return the lanes of a head."""
     return next(lanes for lanes, size in LARGEST.items() if a.q_weight.shape[0] <= size)
 
 
@@ -69,12 +69,12 @@ def _configs(a, arch: Arch) -> list[rotation.RopeConfig]:
 
 
 def _first_value(p: rotation.Parts, lanes: int) -> int:
-    """The first item that copies values: no wave has heads and values."""
+    """Return the first item that copies values: no wave has heads and values."""
     return -(-(p.query.shape[1] + p.layout.heads) * lanes // WAVE) * WAVE
 
 
 def _items(p: rotation.Parts, lanes: int) -> int:
-    """Of a token: what a thread does."""
+    """Return the items of a token, one a thread."""
     return _first_value(p, lanes) + p.layout.heads * (p.sizes[1] // attention.VECTOR)
 
 

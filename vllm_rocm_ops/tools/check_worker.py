@@ -40,7 +40,7 @@ def work(pipe: connection.Connection) -> None:
 
 
 def run_part(kind: str, arguments: tuple, arch: str | None, seconds: float, results: str, said: str) -> None:
-    """Write a line of JSON for each piece that a part finds, as soon as it is found, for so many seconds."""
+    """Write a line of JSON for each piece that a part finds, as soon as it is found, for `seconds` at most."""
     start = time.monotonic()
     with open(said, "wb") as file:
         os.dup2(file.fileno(), 1)
@@ -72,7 +72,7 @@ def run_part(kind: str, arguments: tuple, arch: str | None, seconds: float, resu
 
 
 def settle() -> None:
-    """Wait for the GPU, so that a fault is that of the part which caused it, and free what the part held."""
+    """Wait for the GPU, so that a fault is charged to the part which caused it, and free what the part held."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -110,7 +110,7 @@ class Worker:
         return process.exitcode
 
     def run(self, kind: str, arguments: tuple, arch: str | None, seconds: float) -> dict:
-        """Run a part. Says how it ended: "done", "stopped" in time, "error: why", "hung" after so many seconds, or "died"."""
+        """Run a part. Says how it ended: "done", "stopped" in time, "error: why", "hung" after its seconds, or "died"."""
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             results, said = os.path.join(folder, "results"), os.path.join(folder, "said")

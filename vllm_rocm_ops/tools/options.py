@@ -38,7 +38,7 @@ def add_model(parser: argparse.ArgumentParser, batches: str = "1", tp: str = "",
     add, shipped = parser.add_argument, ", ".join(model_config.shipped())
     add("--model", required=required, help=f"a config.json, a folder with one, or of: {shipped}")
     add("--tp", type=int, metavar="GPUS", help=f"GPUs that each layer is divided over; default: 1{tp}")
-    ep = "routed experts stay whole and are divided over the GPUs of --tp, or over so many GPUs"
+    ep = "routed experts stay whole and are divided over the GPUs of --tp, or over this number of GPUs"
     add("--ep", type=int, nargs="?", const=0, metavar="GPUS", help=ep)
     add("--batch", type=parse_batches, metavar="N,N,...", help=f"tokens of a step; default: {batches}")
 

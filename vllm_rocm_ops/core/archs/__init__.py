@@ -18,7 +18,7 @@ NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 @dataclass(frozen=True, kw_only=True)
 class SkinnyCosts:
-    """What limits the kernels of csrc/gemm/skinny.h; their model is in ops/families/skinny_gemm.py."""
+    """Limits of the kernels of csrc/gemm/skinny.h; their model is in ops/families/skinny_gemm.py."""
 
     limits: Mapping[tuple[int, int], tuple[int, float]]
     """By a tile's rows of the weight and its tokens: blocks that a compute unit holds at once, for registers and LDS; and bytes of
@@ -35,7 +35,7 @@ class SkinnyCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsCosts:
-    """What limits the kernels of csrc/ops/fused_experts.hip; their model is in ops/families/experts_streamed.py."""
+    """Limits of the kernels of csrc/ops/fused_experts.hip; their model is in ops/families/experts_streamed.py."""
 
     tile_tokens: int
     """Tokens of an expert that a tile of its products has."""
@@ -45,7 +45,7 @@ class ExpertsCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCosts:
-    """What limits flash decoding; its models are in ops/paged_attention_decode.py and ops/mla_decode.py."""
+    """Limits of flash decoding; its models are in ops/paged_attention_decode.py and ops/mla_decode.py."""
 
     block_us: float
     """Microseconds of a block beside its keys."""
@@ -102,7 +102,7 @@ class Arch:
     block_scales: bool
     """Whether matrix instructions take MX formats, with an e8m0 scale per 32 of K."""
     sum_rounding: float
-    """What matrix instructions lose of a sum of e4m3 products, relative to its absolute terms; 0 where they keep fp32."""
+    """Return the relative error of matrix instructions in a sum of e4m3 products, by its absolute terms; 0 where they keep fp32."""
     products: Mapping[str, int] = field(hash=False, repr=False)
     """Compute units of GPUs that are sold, by their names."""
     costs: Costs = field(hash=False, repr=False)
@@ -118,5 +118,5 @@ class Arch:
         return ".co" if self.vendor == "amd" else ".ptx"
 
     def of_units(self, count: int) -> Arch:
-        """The product with so many compute units."""
+        """Return the product with these compute units."""
         return dataclasses.replace(self, compute_units=count, is_whole=count == self.compute_units)

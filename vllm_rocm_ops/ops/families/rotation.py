@@ -1,4 +1,4 @@
-"""What the ops of rotation and the write of a paged cache share; kernels: csrc/ops/rope_and_cache.hip."""
+"""Common parts of the ops that rotate and write a paged cache; kernels: csrc/ops/rope_and_cache.hip."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ THREADS = (64, 256)
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """A block has so many threads. A token has as many blocks as its heads need."""
+    """Threads of a block. A token has as many blocks as its heads need."""
 
     threads: int
 

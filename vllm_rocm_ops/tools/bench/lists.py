@@ -42,7 +42,7 @@ def kind_of(name: str | None, model: str | None) -> str:
 
 
 def of_list(name: str, tp: int | None, tokens: tuple[int, ...] | None) -> Iterable[shapes.Shape]:
-    """The shapes of a list for so many ranks and tokens, or for its own. Raises ValueError where it has neither."""
+    """Return the shapes of a list for these ranks and tokens, or for its own. Raises ValueError where it has neither."""
     options = {"tp": ("--tp", tp), "tokens": ("--batch", tokens)}
     given = {key: value for key, (_, value) in options.items() if value is not None}
     refused = given.keys() - inspect.signature(LISTS[name]).parameters

@@ -58,7 +58,7 @@ def copy_bandwidth(clock: Clock) -> float:
 
 
 def commit() -> str:
-    """Return the one that VLLM_ROCM_OPS_COMMIT names, or that of the checkout in the working directory."""
+    """Return the commit that VLLM_ROCM_OPS_COMMIT names, else the commit of the checkout in the working directory."""
     if named := envs.VLLM_ROCM_OPS_COMMIT:
         return named
     command = ["git", "rev-parse", "--short", "HEAD"]

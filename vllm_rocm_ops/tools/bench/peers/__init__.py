@@ -99,7 +99,7 @@ NOT_PYTORCHS = (
 
 
 def peers(op: Op, shapes: str = "") -> dict[str, Peer]:
-    """The peers of an op that are installed, by name, PyTorch's first; with `shapes`, those of a list of bench alone."""
+    """Return the installed peers of an op by name, PyTorch's first; with `shapes`, the peers of a list of bench alone."""
     own = {} if shapes or op.name in NOT_PYTORCHS else {"torch": Peer(op.peer or op.reference)}
     return own | {n: peer for n, peer in PEERS.get(op.name, {}).items() if peer.shapes == shapes and peer.is_there()}
 
@@ -112,7 +112,7 @@ def of_experts(arguments: tuple) -> dict[str, Peer]:
 
 
 def prepare(found: Mapping[str, Peer], clock: Clock, sets: list[tuple]) -> tuple[dict[str, object], dict[str, str]]:
-    """What a clock takes of each peer, on so many sets of the op's arguments; and why the others are unavailable."""
+    """Return each peer as a clock takes it, on these sets of the op's arguments, and why the others are unavailable."""
     prepared, unavailable = {}, {}
     for name, peer in found.items():
         try:
