@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch._ops import OpOverload
 
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import arguments, envs, kernel_arguments, tables
@@ -47,6 +48,26 @@ REMEMBERED_SIGNATURES = 4096  # per op, the newest; each number of tokens of a p
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _registered: list[Op] = []
+
+
+def define(
+    function: Callable, fake: Callable, like: Callable | None = None, mutates: tuple[str, ...] = ()
+) -> OpOverload:
+    """Register a function as a torch op for CPU and GPU, and return the op.
+
+    Args:
+        function: What the op runs. It takes its arguments by position.
+        fake: What the op returns for tensors without data.
+        like: The function whose name and parameters are the op's; by default the function itself.
+        mutates: The parameters that the op updates.
+    """
+    like = like or function
+    schema = torch.library.infer_schema(like, mutates_args=mutates)
+    _library.define(like.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    for key in ("CPU", "CUDA"):
+        _library.impl(like.__name__, function, key)
+    torch.library.register_fake(f"{NAMESPACE}::{like.__name__}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), like.__name__).default
 
 
 @dataclass(frozen=True)
@@ -100,15 +121,9 @@ class Op:
         self._is_trial = False
         self.hints = typing.get_type_hints(self.reference)
         self._signature = signature(self.Arguments._fields, self.hints)
-        schema = torch.library.infer_schema(self.reference, mutates_args=(*self.mutates, *self.writes))
-        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-        _library.define(self.name + schema, tags=tags)
-        _library.impl(self.name, self._dispatch, "CPU")
-        _library.impl(self.name, self._dispatch, "CUDA")
-        torch.library.register_fake(
-            f"{NAMESPACE}::{self.name}", lambda *a, **k: self.allocate(self.Arguments(*a, **k)), lib=_library
-        )
-        self.torch_op = getattr(getattr(torch.ops, NAMESPACE), self.name).default
+        fake = lambda *a, **k: self.allocate(self.Arguments(*a, **k))
+        updated = (*self.mutates, *self.writes)
+        self.torch_op = define(self._dispatch, fake, like=self.reference, mutates=updated)
         _registered.append(self)
 
     def __call__(self, *args, **kwargs):

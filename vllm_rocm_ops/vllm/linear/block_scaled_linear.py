@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.ops.families.gemm import BLOCK
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import native_kernel
@@ -68,7 +69,7 @@ def _fake(a, b, scale_a, scale_b, out_dtype, native):
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-native_kernel.define(block_scaled_linear, _fake)
+define(block_scaled_linear, _fake)
 
 
 def probe() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import native_kernel
 
@@ -89,7 +90,7 @@ def _fake(x, weight, weight_scale, input_scale, bias, native):
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 
-native_kernel.define(int8_linear, _fake)
+define(int8_linear, _fake)
 
 
 def probe() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import native_kernel
 
@@ -108,7 +109,7 @@ def _fake(a, scale_a, weight, weight_scale, bias, out_dtype, native):
     return a.new_empty((a.shape[0], weight.shape[0]), dtype=out_dtype)
 
 
-native_kernel.define(mxfp8_linear, _fake)
+define(mxfp8_linear, _fake)
 
 
 def probe() -> None:

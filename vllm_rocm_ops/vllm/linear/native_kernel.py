@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core import launch as launches
-from vllm_rocm_ops.core.op import NAMESPACE, Op
+from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP, fits, shuffle_weight
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -33,18 +33,7 @@ PART_BYTES = 16 << 20  # of a weight that is summed or reordered at a time
 shuffled: set[str] = set()
 """The shapes of weights that this process has put in fragment order."""
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _kernels: dict[str, object] = {}
-
-
-def define(function: Callable, fake: Callable) -> None:
-    """Register a function as a torch op of the same name."""
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-    name = function.__name__
-    _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=tags)
-    _library.impl(name, function, "CPU")
-    _library.impl(name, function, "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
 METHODS = {

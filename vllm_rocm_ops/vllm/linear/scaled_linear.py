@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_ROWS, plain_weight
 from vllm_rocm_ops.vllm import seam
@@ -194,8 +195,8 @@ def _gated_fake(a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
     return a.new_empty((a.shape[0], b.numel() // a.shape[1] // 2))
 
 
-native_kernel.define(scaled_linear, _fake)
-native_kernel.define(gated_linear, _gated_fake)
+define(scaled_linear, _fake)
+define(gated_linear, _gated_fake)
 
 
 def probe() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.core.tensors import rows_of
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import native_kernel
@@ -83,7 +84,7 @@ def _fake(x, weight, bias):
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-native_kernel.define(unquantized_linear, _fake)
+define(unquantized_linear, _fake)
 
 
 def few_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
