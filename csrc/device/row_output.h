@@ -117,7 +117,8 @@ struct RowOutput {
         const int column = group * kMxGroup + lane;
         const bool in_bounds = lane < kMxGroup;
         const float y = in_bounds ? value(column) : 0.0f;
-        const u32 scale = absmax_to_e8m0(wave::reduce(__builtin_fabsf(y), 0.0f, Max{}));
+        const float absmax = Max{}(0.0f, __builtin_fabsf(y));  // 0 for NaN, as store_group has it
+        const u32 scale = absmax_to_e8m0(wave::reduce(absmax, 0.0f, Max{}));
         if (lane == 0) mem::store((u8*)scale_out + group * scale_stride, u8(scale));
         const f32x2 scaled = {y * inverse_e8m0(scale), 0.0f};
         if (in_bounds) {
