@@ -5,6 +5,7 @@
 //     groups:   those topk_group with the largest max(choice), or with a bias, sum of the two largest choices
 //     ids     = the topk experts of these groups with the largest choice, in that order
 //     weights = scores[ids], or scores[ids] / (sum(scores[ids]) + epsilon); times scale
+//     ids of a token that is padding = -1
 //
 //     router_z_loss       = scale * sum over tokens of logsumexp(logits)^2
 //     load_balancing_loss = scale * sum over experts of sum(softmax(logits)) * how often ids name the expert
@@ -146,6 +147,7 @@ struct Top {
 struct TopkRouting {
   const void* logits;  // [tokens, experts] T, rows stride elements apart
   const void* bias;    // [experts] of bias_type, or null
+  const u8* padding;   // [tokens] bool, or null
   float* weights;      // [tokens, topk]
   int* ids;            // [tokens, topk]
   i64 stride, tokens, bias_type;
@@ -197,6 +199,7 @@ DEVICE void route(const TopkRouting& p) {
   Biases<kValues> bias;
   logits.load(row_of<T>(p.logits, token, p.stride), own, p.experts);
   if (p.bias) bias.load(p.bias, p.bias_type, own, p.experts);
+  const bool is_padding = p.padding && mem::load<u8>(p.padding + token);
   float choice[kValues], score[kValues];
   logits.logits(choice, own);
 
@@ -247,7 +250,7 @@ DEVICE void route(const TopkRouting& p) {
   }
   if (lane < p.topk) {
     mem::store(p.weights + token * p.topk + lane, weight * p.scale);
-    mem::store(p.ids + token * p.topk + lane, id);
+    mem::store(p.ids + token * p.topk + lane, is_padding ? -1 : id);
   }
 }
 

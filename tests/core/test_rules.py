@@ -266,6 +266,11 @@ BREACHES = [
         gating_output=(3, 520),
         e_score_correction_bias=(520,),
     ),
+    *(
+        Breach("is_padding", f"{name}/padding", is_padding=wrong)
+        for name in ("topk_softmax", "topk_sigmoid")
+        for wrong in ((6,), torch.uint8)
+    ),
     Breach("num_expert_group", "grouped_topk/deepseek-v3", num_expert_group=256),
     *(
         Breach("e_score_correction_bias is", f"{name}/bf16-bias-bf16", e_score_correction_bias=torch.float64)

@@ -365,6 +365,15 @@ def top(
     """Ids are those of the largest `values` among the experts that are kept; weights are their scores."""
     weights, ids = outputs
     a = before
+    padding = getattr(a, "is_padding", None)
+    if padding is not None:
+        here = ids[padding].double()
+        yield "ids of padding", here, torch.full_like(here, -1.0), torch.zeros_like(here)
+        kept_rows = {"gating_output": a.gating_output[~padding], "is_padding": None}
+        rows = (x[~padding] for x in (scores, off, values))
+        outputs = weights[~padding], ids[~padding]
+        yield from top(*rows, a._replace(**kept_rows), outputs, factor, kept[~padding], epsilon)
+        return
     clear = torch.isfinite(before.gating_output.double()).all(-1)
     bias = a.e_score_correction_bias
     if bias is not None and not torch.isfinite(bias.double()).all():

@@ -188,6 +188,7 @@ TIED = {
     "topk_weights": (0, 1),
     "topk_ids": (0,),
     "e_score_correction_bias": (0,),
+    "is_padding": (0,),
     "positions": (0,),
     "value": (0, -1),
     "k_pe": (0, -1),

@@ -47,6 +47,7 @@ def _route(
     groups: int = 1,
     topk_group: int = 1,
     epsilon: float = 0.0,
+    is_padding: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     logits = routing.logits(gating_output)
     scores = logits.sigmoid() if scoring_func == "sigmoid" else routing.softmax(logits)
@@ -63,6 +64,8 @@ def _route(
     if renormalize:
         total = weights.sum(-1, keepdim=True) + epsilon
         weights = weights / torch.where(total > 0, total, 1.0)
+    if is_padding is not None:
+        ids = ids.masked_fill(is_padding[:, None], -1)
     return weights * scale, ids.to(torch.int32, memory_format=torch.contiguous_format)
 
 
@@ -94,6 +97,11 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         wanted = f"[E={experts}], floating point of 16 bits or more"
         holds = bias.shape == (experts,) and is_wide_float(bias)
         yield "e_score_correction_bias", wanted, describe(bias), holds
+    is_padding = getattr(a, "is_padding", None)
+    if is_padding is not None:
+        tokens = a.gating_output.shape[0]
+        holds = is_padding.shape == (tokens,) and is_padding.dtype == torch.bool
+        yield "is_padding", f"bool [M={tokens}]", describe(is_padding), holds
     groups, topk_group = _groups(a)
     wanted = f"a divisor of E={experts}"
     yield "num_expert_group", wanted, str(groups), groups > 0 and experts % groups == 0
@@ -120,6 +128,8 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     if bias is not None:
         yield "e_score_correction_bias is bfloat16, float16 or float32", bias.dtype in routing.ELEMENTS
         yield "e_score_correction_bias is contiguous", bias.is_contiguous()
+    if (is_padding := getattr(a, "is_padding", None)) is not None:
+        yield "is_padding is contiguous", is_padding.is_contiguous()
     _, lanes, per_lane = _division(a, arch)
     yield f"there are at most {arch.wave_lanes} groups, a lane for each", lanes > 0
     yield f"a lane has at most {TOPK_VALUES[-1]} experts", per_lane <= TOPK_VALUES[-1]
@@ -141,6 +151,7 @@ def _plan(is_sigmoid: Callable[..., bool], epsilon: float, config: TopkConfig, o
     args = {
         "logits": x,
         "bias": bias,
+        "padding": getattr(a, "is_padding", None),
         "weights": weights,
         "ids": ids,
         "stride": x.stride(0),
@@ -187,7 +198,8 @@ def _topk_case(
         dtype = given.get("dtype", torch.bfloat16)
         x = routing.matrix(fill(m, experts, generator), dtype, given.get("padding", 0), device)
         correction = torch.rand(experts, generator=generator).to(bias).to(device) if bias else None
-        return x, topk, given.get("renormalize", True), *given.get("before", ()), correction, *rest
+        arguments = x, topk, given.get("renormalize", True), *given.get("before", ()), correction, *rest
+        return (*arguments, torch.arange(m, device=device) % 3 == 1) if given.get("is_padded") else arguments
 
     return Case(name, make)
 
@@ -208,7 +220,8 @@ def _topk_cases(*rest) -> Iterator[Case]:
     yield _topk_case("equal", 4, 130, 16, *rest, fill=routing.equal)
     yield _topk_case("not-finite", 5, 70, 8, *rest, fill=routing.not_finite)
     yield _topk_case("not-finite-bias", 5, 70, 8, *rest, fill=routing.not_finite, bias=torch.float32)
-    yield _topk_case("padded", 5, 64, 6, *rest, padding=7)
+    yield _topk_case("strided", 5, 64, 6, *rest, padding=7)
+    yield _topk_case("padding", 7, 64, 6, *rest, is_padded=True)
     yield _topk_case("one-token", 1, 256, 8, *rest)
     yield _topk_case("no-tokens", 0, 256, 8, *rest)
 
@@ -248,15 +261,20 @@ def _grouped_cases() -> Iterator[Case]:
 
 @_op(lambda a: False, 0.0, _topk_cases)
 def topk_softmax(
-    gating_output: Tensor, topk: int, renormalize: bool = False, e_score_correction_bias: Tensor | None = None
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool = False,
+    e_score_correction_bias: Tensor | None = None,
+    is_padding: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The topk experts of each token by softmax, and their weights.
 
     gating_output [M, E] bf16, fp16 or fp32, rows at any stride; e_score_correction_bias [E], of any of these types, is added to
-    choose by, not to the weights, which renormalize divides by their sum. Returns weights [M, topk] float32 and ids [M, topk]
-    int32.
+    choose by, not to the weights, which renormalize divides by their sum. is_padding, bool [M], marks tokens that go to no expert.
+    Returns weights [M, topk] float32 and ids [M, topk] int32, -1 for padding.
     """
-    return _route(gating_output, e_score_correction_bias, topk, renormalize, "softmax")
+    how = topk, renormalize, "softmax"
+    return _route(gating_output, e_score_correction_bias, *how, is_padding=is_padding)
 
 
 @_op(lambda a: True, 0.0, functools.partial(_topk_cases, 2.5))
@@ -266,14 +284,16 @@ def topk_sigmoid(
     renormalize: bool = False,
     e_score_correction_bias: Tensor | None = None,
     routed_scaling_factor: float = 1.0,
+    is_padding: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The topk experts of each token by sigmoid, and their weights, times routed_scaling_factor.
 
     gating_output [M, E] bf16, fp16 or fp32, rows at any stride; e_score_correction_bias [E], of any of these types, is added to
-    choose by, not to the weights, which renormalize divides by their sum. Returns weights [M, topk] float32 and ids [M, topk]
-    int32.
+    choose by, not to the weights, which renormalize divides by their sum. is_padding, bool [M], marks tokens that go to no expert.
+    Returns weights [M, topk] float32 and ids [M, topk] int32, -1 for padding.
     """
-    return _route(gating_output, e_score_correction_bias, topk, renormalize, "sigmoid", routed_scaling_factor)
+    how = topk, renormalize, "sigmoid", routed_scaling_factor
+    return _route(gating_output, e_score_correction_bias, *how, is_padding=is_padding)
 
 
 @_op(lambda a: a.scoring_func == "sigmoid", EPSILON, _grouped_cases)

@@ -65,11 +65,7 @@ def route(
         arguments = router_logits, topk, renormalize
         if not has_native:
             return torch.ops.vllm_rocm_ops.topk_softmax(*arguments)
-        routes = ops.topk_softmax.run_kernels(*arguments)
-        if routes is None:
-            return theirs()
-        (weights, ids), padding = routes, is_padding(len(router_logits))
-        return weights, ids if padding is None else ids.masked_fill(padding[:, None], -1)
+        return ops.topk_softmax.run_kernels(*arguments, None, is_padding(len(router_logits))) or theirs()
     groups, among = num_expert_group or 1, router_logits.shape[-1]
     groups = (groups, topk_group) if groups < among and among % groups == 0 else (1, 1)
     arguments = router_logits, topk, renormalize, *groups, scoring_func, scale, bias
