@@ -14,13 +14,14 @@
 // sums of the waves meet in LDS at the end of each tile.
 //
 // down: a block has one tile of the output and goes through all items. Each wave adds to sums of its own in LDS, in the order
-// of the items. Where tiles are too few to fill the GPU, split_k blocks divide the units of each tile among them, and
-// fused_experts_sum adds up their partial sums. No block waits for another and no value is added atomically, so every run gives
-// the same bits.
+// of the items. Where tiles are too few to fill the GPU, split_k blocks divide the units of each tile among them, and the last
+// one to arrive adds up their partial sums in the order of the blocks. No block waits for another and no value is added
+// atomically, so every run gives the same bits.
 //
 // A launch before these quantises the tokens. Blocks that quantise them for themselves, on their way to the matrix instruction
 // or, few of them, into LDS, save the launch and were slower even for one token, measured on H200: 31.9 and 31.0 against 29.2
 // us.
+#include "device/arrive.h"
 #include "device/scale.h"
 #include "device/vec.h"
 #include "gemm/group_pairs.h"
@@ -29,6 +30,8 @@ struct Experts {
   const u8* tokens;   // [rows, K]; gate_up: hidden, a row per token; down: act, a row per pair, in their order
   const u8* weights;  // [E, N, K], or each expert's in fragment order [N / 16, K bytes / 64, 4, 16 rows, 16 bytes]
   void* out;          // gate_up: [pairs, N / 2]; down: [tokens, N]; of out_type
+  float* partials;    // down with split_k > 1: [tiles, split_k, tokens, 16 rows]
+  u32* counters;      // down with split_k > 1: [tiles], 0
   const u8* scale_a;  // block: [rows, ceil(K / 128)]; row: [rows] or [1]; mx: [rows, K / 32]
   const u8* scale_b;  // block: [E, ceil(N / 128), ceil(K / 128)]; row: [E, N] or [E]; mx: [E, N, K / 32]; of E experts
   const u32* ids;     // [tokens, topk], id_words words each
@@ -46,12 +49,12 @@ struct Experts {
   int out_type;       // 0 bf16, 1 fp16
   int apply_weights;  // whether results are multiplied by the weight of their pair
   int step;           // gate_up: blocks; down: K slices of a unit, which one wave has
-  int split_k;  // down: blocks that share the units of a tile; with more than one, out is fp32 [split_k, tokens, N]
+  int split_k;        // down: blocks that share the units of a tile
   int work_per_item;  // gate_up: tiles of an item; down: units
   u32 work_per_item_inverse;
 };
 
-constexpr int kSliceSteps = 2, kSliceBytes = kSliceSteps * mma::kDepth, kMxBlock = 32, kSumThreads = 256;
+constexpr int kSliceSteps = 2, kSliceBytes = kSliceSteps * mma::kDepth, kMxBlock = 32;
 static_assert(kSliceBytes == kScaleBlock);
 extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];
 
@@ -326,37 +329,28 @@ DEVICE void down(const Experts& p) {
   main_loop.multiply_all(UnitWalk{p, items * p.work_per_item, wave::block_id_y() * mma::kWaves + wave::index()},
                          end_unit);
   block_barrier();  // hazard: the waves' sums are read before they are written
-  for (int i = wave::thread_id(); i < of_wave; i += kThreads) {
+  const mem::Buffer partials = mem::buffer(p.partials + i64(wave::block_id_x()) * p.split_k * of_wave);
+  auto store = [&](int i, float total) {
     const int token = i / mma::kRows, row = wave::block_id_x() * mma::kRows + i % mma::kRows;
+    if (row < p.n) store_output(p.out, i64(token) * p.n + row, total, p.out_type);
+  };
+#pragma unroll 1
+  for (int i = wave::thread_id(); i < of_wave; i += kThreads) {
     float total = 0.0f;
 #pragma unroll
     for (int w = 0; w < mma::kWaves; ++w) total += sums[w * of_wave + i];
-    if (row >= p.n) continue;
-    if (p.split_k == 1) store_output(p.out, i64(token) * p.n + row, total, p.out_type);
-    else mem::store((float*)p.out + (i64(wave::block_id_y()) * p.m + token) * p.n + row, total);
+    if (p.split_k == 1) store(i, total);
+    else mem::store_device(partials, i * 4, wave::block_id_y() * of_wave * 4, total);
   }
-}
-
-struct PartialSums {
-  const float* partials;  // [count, elements]
-  u16* out;               // [elements]
-  int count, elements;
-};
-
-// out = the partial sums added up in their order. `elements` is a multiple of kChunk; a thread adds kChunk of them.
-template <class T>
-DEVICE void add_split_k(const PartialSums& p) {
-  const int at = (wave::block_id_x() * kSumThreads + wave::thread_id()) * kChunk;
-  if (at >= p.elements) return;
-  const mem::Buffer partials = mem::buffer(p.partials);
-  f32x4 low = {}, high = {};
-#pragma unroll 4
-  for (int i = 0; i < p.count; ++i) {
-    const int partial = i * p.elements * 4;
-    low += __builtin_bit_cast(f32x4, mem::load_or_zero(partials, at * 4, partial, true));
-    high += __builtin_bit_cast(f32x4, mem::load_or_zero(partials, at * 4 + 16, partial, true));
+  if (p.split_k == 1 || !is_last_block(p.counters + wave::block_id_x(), p.split_k, *(u32*)dynamic_lds)) return;
+#pragma unroll 1
+  for (int i = wave::thread_id(); i < of_wave; i += kThreads) {
+    float total = 0.0f;
+#pragma unroll 8
+    for (int y = 0; y < p.split_k; ++y)
+      total += mem::load_device_or_zero<float>(partials, i * 4, y * of_wave * 4, true);
+    store(i, total);
   }
-  mem::store(p.out + at, pack<T>(Chunk{{low.lo, low.hi, high.lo, high.hi}}));
 }
 
 // clang-format off
@@ -368,8 +362,6 @@ INSTANCES(block, E4m3, ScaleGranularity::kBlock)
 INSTANCES(row,   E4m3, ScaleGranularity::kRow)
 INSTANCES(bf16,  Bf16, ScaleGranularity::kNone)
 INSTANCES(fp16,  F16,  ScaleGranularity::kNone)
-KERNEL(kSumThreads) fused_experts_sum_bf16(PartialSums sums) { add_split_k<Bf16>(sums); }
-KERNEL(kSumThreads) fused_experts_sum_fp16(PartialSums sums) { add_split_k<F16>(sums); }
 #ifdef HAS_BLOCK_SCALED_MMA
 INSTANCES(mx,    E4m3, ScaleGranularity::kMx)
 #endif

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
-from vllm_rocm_ops.core.launch import Launch, Workspace, fields
+from vllm_rocm_ops.core.launch import Counters, Launch, Workspace, fields
 from vllm_rocm_ops.ops.families.experts import (
     expected_hit,
     expected_tiles,
@@ -21,7 +21,6 @@ from vllm_rocm_ops.ops.families.experts import (
 )
 from vllm_rocm_ops.ops.families.experts_quantize import Activations, Rows, hidden_operand, operand, quantizing
 from vllm_rocm_ops.ops.families.gemm import OUT_TYPES
-from vllm_rocm_ops.ops.families.rowwise import ELEMENTS, VECTOR
 from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_BYTES
 
 MODULE = "fused_experts"
@@ -30,7 +29,6 @@ TILE_ROWS, GATE_UP_ROWS = 16, 8  # of weights in a tile; of these the gate rows
 WAVES = 4  # of a block
 SLICE_BYTES = 128  # a K slice, which a wave takes at a time
 MOST_UNIT_SLICES = 4  # K slices of a unit of down, which one wave has
-SUM_THREADS = 256
 RESIDENT = {"gate_up": 3, "down": 4}  # blocks of a compute unit
 # The model of `cost`, where archs are alike; `arch.costs` has the rest. Fitted to H200 at the shares of tools/bench/experts.py: the
 # share of the bandwidth that gate_up gets, and the one that down would get with no end of blocks; of a further tile of an expert's
@@ -44,7 +42,7 @@ LAUNCH_US, SUM_US, ROUND_US = 3.1, 2.8, 1.0
 @dataclass(frozen=True)
 class StreamedConfig:
     """For few tokens: blocks stream the weights of the experts that are hit; for the second product `split_k` blocks share each
-    tile of its rows, and a launch adds up their partial sums."""
+    tile of its rows, and the last one to arrive adds up their partial sums."""
 
     split_k: int
 
@@ -115,7 +113,7 @@ def cost(config: StreamedConfig, a, arch: Arch) -> dict[str, float]:
 
 def launches(config: StreamedConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     """The launches of a call: out [M, H] is contiguous."""
-    m, h = a.hidden.shape
+    m = a.hidden.shape[0]
     if m == 0:
         return []
     inner, pairs = intermediate(a), m * slots(a)
@@ -125,17 +123,10 @@ def launches(config: StreamedConfig, out: Tensor, a, arch: Arch) -> list[Launch]
     tiles = inner // GATE_UP_ROWS
     blocks = min(pairs * tiles, RESIDENT["gate_up"] * arch.compute_units)
     product, grid = functools.partial(_product, a, arch, lists), (_down_tiles(a), config.split_k, 1)
-    partial = out if config.split_k == 1 else Workspace(config.split_k * m * h * 4)
     given = num_rows if quantize_act else None
     gate_up = product("gate_up", hidden, a.w1, a.w1_scale, act, given, (blocks, 1, 1), blocks, tiles)
-    down = product("down", activation, a.w2, a.w2_scale, partial, None, grid, *_units(a))
-    planned = [*quantize_hidden, gate_up, *quantize_act, down]
-    if config.split_k > 1:
-        grid = -(-m * h // (VECTOR * SUM_THREADS)), 1, 1
-        symbol = f"{MODULE}_sum_{ELEMENTS[a.out_dtype]}"
-        args = {"partials": partial, "out": out, "count": config.split_k, "elements": m * h}
-        planned.append(Launch(MODULE, symbol, grid, (SUM_THREADS, 1, 1), fields("sums", args)))
-    return planned
+    down = product("down", activation, a.w2, a.w2_scale, out, None, grid, *_units(a))
+    return [*quantize_hidden, gate_up, *quantize_act, down]
 
 
 def _product(
@@ -158,10 +149,13 @@ def _product(
     scale_size = 0 if scale is None else scale.element_size()
     scale_expert, scale_row = (scale_size * n for n in scale_strides(weight, scale))
     tile, row, vector = weight_strides(a, weight)
+    splits = grid[1] > 1
     args = {
         "tokens": tokens.rows,
         "weights": weight,
         "out": out,
+        "partials": Workspace(grid[0] * grid[1] * m * TILE_ROWS * 4) if splits else None,
+        "counters": Counters(grid[0]) if splits else None,
         "scale_a": tokens.scale,
         "scale_b": scale,
         "ids": a.topk_ids,
