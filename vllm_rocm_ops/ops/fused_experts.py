@@ -16,8 +16,7 @@ from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.quantization import E5M2, MX_BLOCK, MX_SCALES
 from vllm_rocm_ops.ops.families import experts_streamed as streamed
 from vllm_rocm_ops.ops.families import experts_tiled as tiled
-from vllm_rocm_ops.ops.families.experts import BYTES, HALVES, scheme, slots
-from vllm_rocm_ops.ops.families.experts_contract import contract
+from vllm_rocm_ops.ops.families.experts import BYTES, HALVES, contract, scheme, slots
 from vllm_rocm_ops.ops.families.experts_quantize import quantizing
 from vllm_rocm_ops.ops.families.experts_streamed import StreamedConfig
 from vllm_rocm_ops.ops.families.experts_tiled import TiledConfig

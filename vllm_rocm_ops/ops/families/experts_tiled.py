@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, Workspace, fields
-from vllm_rocm_ops.ops.families import experts_bytes
+from vllm_rocm_ops.core.quantization import E5M2
 from vllm_rocm_ops.ops.families.experts import (
     expected_hit,
     expected_pairs,
@@ -35,6 +35,7 @@ from vllm_rocm_ops.ops.families.rowwise import ELEMENTS, VECTOR
 from vllm_rocm_ops.ops.families.tiled_gemm import FLOPS_PER_BYTE, PANEL, RATE, RESIDENT, SINGLE_BLOCK_RATE, lds_bytes
 
 MODULE = "fused_experts_tiled"
+BYTES_MODULE = "fused_experts_tiled_bytes"  # weights of 8 bits other than e4m3 with e4m3
 TOKENS, ROWS = (64, 128), 128  # of a tile: pairs of one expert, rows of its weight
 THREADS, SORT_THREADS, COMBINE_THREADS = 256, 1024, 256
 MOST_EXPERTS = 1024
@@ -107,6 +108,18 @@ def _kind(weight: Tensor, scale: Tensor | None) -> str:
     return ELEMENTS.get(weight.dtype, "block" if scheme(weight, scale) == "block" else "row")
 
 
+def _kernels(a, weight: Tensor, scale: Tensor | None, tokens: torch.dtype) -> tuple[str, str]:
+    """Return the module, and what its symbols say of types and scales. `tokens` is the tokens' type in front of a quantization."""
+    name = "int8" if weight.dtype == torch.int8 else "e5m2" if weight.dtype in E5M2 else "e4m3"
+    if a.weight_only:
+        return BYTES_MODULE, f"{name}_with_{ELEMENTS[tokens]}"
+    if name == "int8":
+        return BYTES_MODULE, name
+    if name == "e5m2":
+        return BYTES_MODULE, f"e5m2_{_kind(weight, scale)}"
+    return MODULE, _kind(weight, scale)
+
+
 def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     """The launches of a call: out [M, H] is contiguous."""
     (m, h), inner, topk = a.hidden.shape, intermediate(a), a.topk_ids.shape[1]
@@ -163,7 +176,7 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
             "out_type": OUT_TYPES[a.out_dtype],
             "tiles_n": tiles_n,
         }
-        module, kind = experts_bytes.kernels(a, weight, scale, dtype) or (MODULE, _kind(weight, scale))
+        module, kind = _kernels(a, weight, scale, dtype)
         symbol = f"{module}_{name}_{kind}_{config.tokens}"
         lds, grid = lds_bytes(config.tokens, ROWS, arch), (most_tiles * tiles_n, 1, 1)
         return Launch(module, symbol, grid, (THREADS, 1, 1), fields("problem", args), lds)
