@@ -48,7 +48,8 @@ struct RankRow {
 #pragma unroll
     for (u32 i = 0; i < kChunks; ++i) mine[i] = own(chunk[i]);
     const u32 slots = slots_of<Protocol>(group, 0, epoch);
-    await<Protocol, kRanks>(group, epoch, Protocol::others(group), slots, group.capacity * 8, planes, chunk, limit, values);
+    await<Protocol, kRanks>(group, epoch, Protocol::others(group), slots, group.capacity * 8, planes, chunk, limit,
+                            values);
 #pragma unroll
     for (u32 i = 0; i < kChunks; ++i) {
       Chunk total;
@@ -143,8 +144,10 @@ DEVICE void for_rows(const Group& group, const RowsOfRanks& rows, u32 row_count,
   const u32 index = wave::block_id_x(), part = wave::block_id_y();
   const u32 epoch = epoch_of<Protocol>(group), columns = rows.chunks * 8;
   const u16* input = (const u16*)rows.input + index * rows.input_stride;
-  const RankRow<Protocol, T, kRanks> row{group, input,
-                                         epoch, rows.parts,
+  const RankRow<Protocol, T, kRanks> row{group,
+                                         input,
+                                         epoch,
+                                         rows.parts,
                                          {index * columns * kPlanes, columns},
                                          u64(group.limit_us) * wave::kTicksPerMicrosecond};
   const u32 first = part * rows.part_chunks, end = first + rows.part_chunks;

@@ -44,6 +44,6 @@
 #define SIZES(instance, ...) instance(__VA_ARGS__, 2) instance(__VA_ARGS__, 4)
 #define GROUPS(instance, ...) \
   SIZES(instance, __VA_ARGS__, 2) SIZES(instance, __VA_ARGS__, 4) SIZES(instance, __VA_ARGS__, 8)
-#define NORMS(name, output_kind)                         \
+#define NORMS(name, output_kind)                       \
   GROUPS(NORM_INSTANCE, name, bf16, Bf16, output_kind) \
   GROUPS(NORM_INSTANCE, name, fp16, F16, output_kind)

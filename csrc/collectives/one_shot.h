@@ -51,11 +51,14 @@ struct OneShot {
 };
 
 // What went wrong: the rank that did not come, the one that waited for it, and the lowest bits of the epoch.
-DEVICE u32 error_of(u32 missing, u32 rank, u32 epoch) { return 1u << 31 | missing | rank << 4 | (epoch & 0x7fffff) << 8; }
+DEVICE u32 error_of(u32 missing, u32 rank, u32 epoch) {
+  return 1u << 31 | missing | rank << 4 | (epoch & 0x7fffff) << 8;
+}
 
 template <class Protocol>
 DEVICE u32 epoch_of(const Group& group) {
-  const u32 before = __scoped_atomic_load_n(mem::global(Protocol::counter(group)), __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+  const u32 before =
+      __scoped_atomic_load_n(mem::global(Protocol::counter(group)), __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
   return wave::uniform(Protocol::next(wave::uniform(before)));
 }
 

@@ -51,7 +51,8 @@ DEVICE void rms_norm_vector(NormRow row, RowOutput<T, kOutput> output, Source so
     if constexpr (!Source::kLoads) {
       // -0 without one, which changes no sum
       const u32 nothing = row.residual ? 0 : T::pack({-0.0f, -0.0f});
-      residual[i] = mem::load_vector_or_zero(row.residual, chunks.index[i], chunks.in_bounds[i] && row.residual) | nothing;
+      residual[i] =
+          mem::load_vector_or_zero(row.residual, chunks.index[i], chunks.in_bounds[i] && row.residual) | nothing;
       continue;
     }
     if constexpr (kResidual && !kRounded) residual[i] = load(row.residual);

@@ -13,7 +13,8 @@ DEVICE void store_system(void* address, T value) {
 template <class T>
 DEVICE T load_system(const void* address) {
   T value;
-  if constexpr (sizeof(T) == 8) asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(global(address)));
+  if constexpr (sizeof(T) == 8)
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(global(address)));
   else asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(global(address)));
   return value;
 }
