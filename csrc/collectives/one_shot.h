@@ -50,10 +50,8 @@ struct OneShot {
   }
 };
 
-// What went wrong: the rank that did not come, the one that waited for it, and the lowest bits of the epoch.
-DEVICE u32 error_of(u32 missing, u32 rank, u32 epoch) {
-  return 1u << 31 | missing | rank << 4 | (epoch & 0x7fffff) << 8;
-}
+// What went wrong: the ranks that did not come, a bit each, the one that waited for them, and the lowest bits of the epoch.
+DEVICE u32 error_of(u32 missing, u32 rank, u32 epoch) { return 1u << 31 | missing | rank << 8 | (epoch & 0xfffff) << 11; }
 
 template <class Protocol>
 DEVICE u32 epoch_of(const Group& group) {
@@ -103,7 +101,7 @@ template <u32 kRanks>
 DEVICE void give_up(const Group& group, u32 epoch, u32 missing, u32 error) {
   if (wave::lane() != 0) return;
   if (error == 0) {
-    error = error_of(__builtin_ctz(missing), group.rank, epoch);
+    error = error_of(missing, group.rank, epoch);
 #pragma unroll
     for (u32 peer = 0; peer < kRanks; ++peer)
       if (peer < group.ranks) mem::store_system(group.inbox[peer], error);
