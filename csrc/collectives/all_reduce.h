@@ -65,7 +65,7 @@ struct RankRow {
 
   // Hands the sums of a part to the row's first block.
   DEVICE void hand_part(u32 first, u32 end, u32 threads) const {
-    const u32 slots = slots_of<Protocol>(group, kMostRanks, epoch);
+    const u32 slots = slots_of<Protocol>(group, Protocol::kHanded, epoch);
 #pragma nounroll
     for (u32 base = first; base < end; base += kAtOnce * threads) {
       u32 chunk[kAtOnce];
@@ -105,7 +105,7 @@ struct RankRow {
       if (parts == 1) {
         sum(chunk, found);
       } else {
-        const u32 slots = slots_of<Protocol>(group, kMostRanks, epoch);
+        const u32 slots = slots_of<Protocol>(group, Protocol::kHanded, epoch);
         await<Protocol, kRanks>(group, epoch, 1, slots, 0, planes, chunk, 2 * limit, handed);
 #pragma unroll
         for (u32 i = 0; i < kStep; ++i) found[i] = handed[0][i];

@@ -41,6 +41,7 @@ struct OneShot {
   DEVICE static u64 load(const u64* slot) { return mem::load_system<u64>(slot); }
   DEVICE static u32 differs(u32 found, u32 epoch) { return found ^ epoch; }
   DEVICE static u32 buffer(u32 epoch) { return epoch & 1; }
+  static constexpr u32 kHanded = kMostRanks;  // whose slots a rank's own blocks pass sums in
   DEVICE static u32 next(u32 epoch) { return epoch == ~0u ? 2 : epoch + 1; }
   // Ranks to wait for, a bit each.
   DEVICE static u32 others(const Group& group) { return ((1u << group.ranks) - 1) & ~(1u << group.rank); }
@@ -51,7 +52,9 @@ struct OneShot {
 };
 
 // What went wrong: the ranks that did not come, a bit each, the one that waited for them, and the lowest bits of the epoch.
-DEVICE u32 error_of(u32 missing, u32 rank, u32 epoch) { return 1u << 31 | missing | rank << 8 | (epoch & 0xfffff) << 11; }
+DEVICE u32 error_of(u32 missing, u32 rank, u32 epoch) {
+  return 1u << 31 | missing | rank << 8 | (epoch & 0xfffff) << 11;
+}
 
 template <class Protocol>
 DEVICE u32 epoch_of(const Group& group) {
