@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from all_reduce_calls import EPSILON, arguments, bits, check_results, generator_of, inputs_of, place_of_residual
 from emulated_group import EmulatedGroup
 from marks import AMD, CHIPS, FULL, full
 
@@ -15,54 +16,7 @@ from vllm_rocm_ops.collectives import RankMissing, launches, one_shot
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import correctness
 
-EPSILON = 1e-6
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def generator_of(*what) -> torch.Generator:
-    return correctness.generator_of(repr(what))
-
-
-def arguments(op, arch, dtype, rows, hidden, generator, *, has_residual=True, adds_one=False, has_weight=True) -> list:
-    """The arguments behind the input, as a rank has them: all ranks have the same."""
-    weight = torch.randn(hidden, generator=generator) * 0.1 + (0.0 if adds_one else 1.0)
-    residual = torch.randn(rows, hidden, generator=generator).to(dtype)
-    values = {
-        "residual": residual if has_residual else None,
-        "weight": weight.to(dtype) if has_weight else None,
-        "scale": torch.tensor([0.05]),
-        "epsilon": EPSILON,
-        "quant_dtype": arch.fp8_dtype,
-        "group_size": 128,
-        "is_scale_transposed": rows > 1,
-        "scale_ub": None,
-        "one_plus_weight": adds_one,
-    }
-    return [values[name] for name in op.Arguments._fields[1:]]
-
-
-def inputs_of(ranks: int, rows: int, hidden: int, dtype: torch.dtype, generator, padding=0) -> list[torch.Tensor]:
-    made = (torch.randn(rows, hidden + padding, generator=generator).to(dtype) for _ in range(ranks))
-    return [each[:, :hidden] for each in made]
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-def check_results(op, inputs, args, results, residuals) -> None:
-    """All ranks have the same bits; they are right beside the reference in the same precision and in float64."""
-    for got in results[1:]:
-        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(results[0], got, strict=True))
-    wanted_args, exact_args = [correctness.clone(v) for v in args], [correctness.in_float64(v) for v in args]
-    wanted = correctness.as_tuple(launches.reference(op, inputs, *wanted_args))
-    exact = correctness.as_tuple(launches.reference(op, [x.double() for x in inputs], *exact_args))
-    for number, (ours, reference, oracle) in enumerate(zip(results[0], wanted, exact)):
-        floor = correctness.FLOOR
-        correctness.check(f"output {number}", ours, reference, oracle.double(), True, floor)
-    place = op and op.Arguments._fields.index("residual") - 1 if op and "residual" in op.Arguments._fields else None
-    for residual in residuals if place is not None and args[place] is not None else ():
-        assert torch.equal(residual, wanted_args[place])
 
 
 def check_call(
@@ -74,7 +28,7 @@ def check_call(
     calls = []
     for _ in range(epochs):
         inputs = inputs_of(ranks, rows, hidden, dtype, generator, padding)
-        args = arguments(op, arch, dtype, rows, hidden, generator, **how) if op else []
+        args = arguments(op, arch, dtype, rows, hidden, generator, **how)
         of_ranks = [[correctness.clone(v) for v in args] for _ in range(ranks)]
         results = []
         for reduce, x, own in zip(group.reduces, inputs, of_ranks):
@@ -84,7 +38,7 @@ def check_call(
         calls.append((inputs, args, results, of_ranks))
     group.run()
     for inputs, args, results, of_ranks in calls:
-        place = op.Arguments._fields.index("residual") - 1 if op and "residual" in op.Arguments._fields else None
+        place = place_of_residual(op)
         residuals = [] if place is None else [own[place] for own in of_ranks]
         if with_norm:
             normed = [(got[-1],) for got in results]
