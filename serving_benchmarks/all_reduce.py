@@ -21,10 +21,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault(
-    "CUDA_DEVICE_MAX_CONNECTIONS", "32"
-)  # before CUDA starts: streams that share a queue wait for each other
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -41,6 +37,7 @@ OPS = {
     "block": ops.rms_norm_per_block_quant,
     "norm": ops.fused_add_rms_norm,
 }
+OTHERS = ["nccl", "vllm", "flashinfer"]
 CALLS, ROUNDS, EPSILON = 32, 15, 1e-6
 DTYPE = torch.bfloat16
 LIMIT_SECONDS = 20.0
@@ -128,12 +125,13 @@ def table(title: str, columns: list[str], rows: list[tuple[int, int, str, dict[s
 def quantized_apart(op, reduce, x: torch.Tensor, args: tuple) -> None:
     """Add, norm and quantize to FP8 in a launch each, of PyTorch, ours and of vLLM or PyTorch."""
     a = op.Arguments(x, *args)
-    total = torch.add(x, a.residual)
-    y = ops.rms_norm(total, a.weight, EPSILON)
-    if hasattr(torch.ops._C, "static_scaled_fp8_quant"):
-        torch.ops._C.static_scaled_fp8_quant(torch.empty_like(y, dtype=reduce.arch.fp8_dtype), y, _one(x.device))
-    else:
+    y = ops.rms_norm(torch.add(x, a.residual), a.weight, EPSILON)
+    try:
+        from vllm._custom_ops import scaled_fp8_quant
+    except ImportError:
         y.to(reduce.arch.fp8_dtype)
+    else:
+        scaled_fp8_quant(y, _one(x.device))
 
 
 @functools.cache
@@ -143,20 +141,13 @@ def _one(device: torch.device) -> torch.Tensor:
 
 def time_streams(options: argparse.Namespace, op) -> None:
     """Print times of ranks that are streams of this process, which share one GPU's compute units and memory."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that share a queue would wait for each other
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # to load a kernel would wait for all kernels
     device, ranks = torch.device("cuda", 0), options.ranks
     capacity = max(options.hidden) * max(options.tokens) // 2
-    with contextlib.suppress(ImportError):
-        from vllm import _custom_ops  # noqa: F401
     group = collectives.in_process(ranks, device, capacity=capacity, seconds=LIMIT_SECONDS)
     streams, found = [torch.cuda.Stream(device) for _ in group], []
     fp8, x0 = group[0].arch.fp8_dtype, torch.zeros(1, 512, dtype=DTYPE, device=device)
-    for stream in streams:
-        with torch.cuda.stream(
-            stream
-        ):  # memory that calls take while others run: to map more would wait for all kernels
-            reserved = [torch.empty(size, dtype=torch.uint8, device=device) for size in [2048] * 64 + [1 << 22] * 8]
-            del reserved
-    torch.cuda.synchronize(device)
     for hidden in options.hidden:
         for tokens in options.tokens:
             for is_cold in (True, False):
@@ -169,11 +160,12 @@ def time_streams(options: argparse.Namespace, op) -> None:
                 for name, call in alone.items():
                     call(*sets[0][0])
                     times[name] = timed(capture(call, sets[0]), lambda: None, flush)
-                if why := group[0].unsupported(op, sets[0][0][0], *sets[0][0][1]):
-                    found.append((hidden, tokens, "cold" if is_cold else "warm", times | {f"{ranks} ranks": "-"}))
-                    print(f"{tokens} x {hidden}: {why}")
+                if group[0].unsupported(op, sets[0][0][0], *sets[0][0][1]):
+                    times[f"{ranks} ranks"] = "unsupported"
+                    found.append((hidden, tokens, "cold" if is_cold else "warm", times))
                     continue
                 graphs = []
+                reserve(streams, device)
                 for reduce, stream, own in zip(group, streams, sets):
                     with torch.cuda.stream(stream):
                         reduce(op, own[0][0], *own[0][1])
@@ -181,6 +173,7 @@ def time_streams(options: argparse.Namespace, op) -> None:
                 for reduce, stream, own in zip(group, streams, sets):
                     call = functools.partial(lambda reduce, x, args: reduce(op, x, *args), reduce)
                     graphs.append(capture(call, own, stream))
+                reserve(streams, device)
                 times[f"{ranks} ranks"] = replay_together(group, graphs, streams, flush, x0)
                 found.append((hidden, tokens, "cold" if is_cold else "warm", times))
     table(
@@ -191,6 +184,17 @@ def time_streams(options: argparse.Namespace, op) -> None:
     for reduce in group:
         reduce.check()
         reduce.close()
+
+
+def reserve(streams: list, device: torch.device) -> None:
+    """Have memory that calls may take: mapping more would wait for all kernels, which wait for a rank's next call."""
+    torch.cuda.synchronize(device)
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            sizes = [2048] * 64 + [1 << 22] * 4
+            taken = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+            del taken
+    torch.cuda.synchronize(device)
 
 
 def replay_together(group, graphs: list, streams: list, flush: Callable[[], None], x0: torch.Tensor) -> float:
@@ -227,7 +231,8 @@ class Others:
         self.calls: dict[str, Call] = {}
         self.around: dict[str, Callable] = {}
         self.why: list[str] = []
-        for name in ("nccl", "vllm", "flashinfer"):
+        self.kept: list[torch.cuda.CUDAGraph] = []  # other processes have their memory open
+        for name in options.beside:
             self._try(name)
 
     def _try(self, name: str) -> None:
@@ -236,7 +241,7 @@ class Others:
 
         try:
             made, why = getattr(self, f"_{name}")(), ""
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  it is then not there
             made, why = {}, f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         found: list = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(found, why, group=self.group)
@@ -326,6 +331,7 @@ def time_process(rank: int, options: argparse.Namespace, store: str) -> None:
     """Time one rank; the first prints."""
     import torch.distributed as dist
 
+    os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")  # which takes long
     ranks, device = options.ranks, torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group(
@@ -380,9 +386,10 @@ def time_call(name: str, call: Call, size: tuple, others: Others, reduce, stream
         as_tuple(call(x.clone(), tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)))
         torch.cuda.synchronize(device)
         graph = capture(call, sets, stream, others.around.get(name, contextlib.nullcontext))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  the table says so
         print(f"rank {dist.get_rank()}: {name}, {tokens} x {hidden}: {type(error).__name__}: {error}", flush=True)
         return "failed"
+    others.kept.append(graph)
     dist.barrier()
     return timed(graph, lambda: reduce.sum(x0), flusher(is_cold, device))
 
@@ -394,6 +401,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--processes", action="store_true", help="a rank for each GPU; default: streams on one")
     add("--ranks", type=int, help="default: all GPUs, or 8 streams")
     add("--op", choices=list(OPS), default="static", help="what follows the all-reduce; default: %(default)s")
+    add("--beside", choices=OTHERS, nargs="*", default=OTHERS, help="of processes; default: what is installed of all")
     add("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="default: %(default)s")
     add("--hidden", type=int, nargs="+", default=[16384, 7168], help="default: %(default)s")
     options = parser.parse_args(argv)

@@ -22,10 +22,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-os.environ.setdefault(
-    "CUDA_DEVICE_MAX_CONNECTIONS", "32"
-)  # before CUDA starts: streams that share a queue wait for each other
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -35,7 +31,7 @@ from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.collectives import RankMissing
 from vllm_rocm_ops.core import correctness
 
-SIZES = ((1, 7168), (5, 1024), (2, 2880), (1, 16384), (4, 512), (3, 4096))
+SIZES = ((1, 7168), (5, 1024), (2, 2944), (1, 16384), (4, 512), (3, 4096))
 OPS = (
     None,
     ops.rms_norm_dynamic_per_token_quant,
@@ -45,7 +41,7 @@ OPS = (
 )
 CALLS, GRAPHS, EAGER_EVERY = 15, 2, 16  # of a graph; rounds
 SKEW_CYCLES = 40_000  # 20 us at most
-LIMIT_SECONDS, SHORT_SECONDS = 20.0, 1.0
+LIMIT_SECONDS, SHORT_SECONDS, MOST_SECONDS = 20.0, 1.0, 150.0
 
 
 class Call:
@@ -98,13 +94,19 @@ class Rank:
         self.expected: list[torch.Tensor] = []
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
-        with torch.cuda.stream(self.stream):  # memory that eager calls take: to map more would wait for all kernels
-            reserved = [torch.empty(size, dtype=torch.uint8, device=device) for size in [2048] * 512 + [1 << 21] * 16]
-            del reserved
-            self.skew()
+        self.reserve()
+        with torch.cuda.stream(self.stream):  # what eager calls run is loaded
+            torch.cuda._sleep(1)
             self._count(self._bytes(self.calls[:2], inputs=True), torch.zeros_like(self._bytes(self.calls[:2], True)))
             self.wrong.zero_()
         torch.cuda.synchronize(device)
+
+    def reserve(self) -> None:
+        """Have memory that eager calls may take: mapping more would wait for all kernels, which wait for this rank."""
+        with torch.cuda.stream(self.stream):
+            sizes = [2048] * 2048 + [1 << 21] * 16
+            taken = [torch.empty(size, dtype=torch.uint8, device=self.wrong.device) for size in sizes]
+            del taken
 
     @staticmethod
     def _bytes(calls: list[OnRank], inputs: bool = False) -> torch.Tensor:
@@ -154,7 +156,7 @@ class Rank:
 
 
 def in_flat_memory(device: torch.device, act: Callable[[], None]) -> str:
-    """Act, and say by how much memory grew. RuntimeError if the device's or PyTorch's did."""
+    """Act, and say by how much memory grew. RuntimeError if it was more than noise of other processes."""
 
     def used() -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(device)
@@ -165,7 +167,7 @@ def in_flat_memory(device: torch.device, act: Callable[[], None]) -> str:
     grown = [now - then for now, then in zip(used(), before)]
     grown_host = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - host) // 1024
     told = f"memory grew by {grown[0]} bytes on the GPU, {grown[1]} of PyTorch's tensors, {grown_host} MiB on the host"
-    if grown[1] > 0 or grown_host > 64:
+    if grown[0] > 32 << 20 or grown[1] > 0 or grown_host > 64:
         raise RuntimeError(told)
     return told
 
@@ -175,35 +177,44 @@ def calls_of(ranks: int, arch) -> list[Call]:
     return [Call(number, ranks, arch) for number in range(CALLS * GRAPHS)]
 
 
-def replay_all(members: list[Rank], launches: int, device: torch.device) -> Iterator[str]:
-    """Replay graphs until each rank has made so many launches, all ranks the same ones; yield what was seen."""
-    shared, rounds = random.Random(0), -(-launches // CALLS)
-    begun, eager = time.perf_counter(), 0
+def replay_all(members: list[Rank], launches: int, device: torch.device, seconds: float = 1e9) -> Iterator[str]:
+    """Replay graphs until each rank has made so many launches, all ranks the same ones, or until it took so long; yield what was seen."""
+    shared, begun, rounds, eager = random.Random(0), time.perf_counter(), 0, 0
 
     def act() -> None:
-        nonlocal eager
-        for number in range(rounds):
+        nonlocal rounds, eager
+        for number in range(-(-launches // CALLS)):
             graph, between = shared.randrange(GRAPHS), shared.randrange(CALLS * GRAPHS)
             for member in members:
                 member.replay(graph)
                 if number % EAGER_EVERY == 0:
                     member.eager(between)
-            eager += number % EAGER_EVERY == 0
+            rounds, eager = rounds + 1, eager + (number % EAGER_EVERY == 0)
             if number % 64 == 63:  # the host is a few rounds ahead at most
                 torch.cuda.synchronize(device)
+                for member in members:
+                    member.reduce.check()
+                if time.perf_counter() - begun > seconds:
+                    break
         torch.cuda.synchronize(device)
 
     for number in range(GRAPHS):  # first replays load what they need
         for member in members:
             member.replay(number)
         torch.cuda.synchronize(device)
+    for member in members:
+        member.reserve()
+    torch.cuda.synchronize(device)
     memory = in_flat_memory(device, act)
     for member in members:
         member.reduce.check()
         if wrong := int(member.wrong):
             raise RuntimeError(f"rank {member.rank}: {wrong} bytes differed in {rounds} replays")
-    seconds = time.perf_counter() - begun
-    yield f"{rounds} replays of {CALLS} launches and {eager} eager calls in {seconds:.1f} s, all bits right"
+    took = time.perf_counter() - begun
+    yield (
+        f"{rounds * CALLS + eager} launches of each rank: {rounds} replays of {CALLS} and {eager} eager calls, in {took:.1f} s, "
+        "all bits right"
+    )
     yield memory
 
 
@@ -227,6 +238,8 @@ def caught(reduce) -> RankMissing | None:
 
 def run_streams(ranks: int, launches: int) -> Iterator[str]:
     """Run all ranks in this process."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that share a queue would wait for each other
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # to load a kernel would wait for all kernels
     device = torch.device("cuda", 0)
     group = collectives.in_process(ranks, device, seconds=LIMIT_SECONDS)
     calls = calls_of(ranks, group[0].arch)
@@ -239,12 +252,15 @@ def run_streams(ranks: int, launches: int) -> Iterator[str]:
             member.reduce.check()
         found = [member.calls[number].results() for member in members]
         check_results(call.op, call.inputs, call.args, [outputs for outputs, _ in found], [r for _, r in found])
-    yield f"{len(calls)} eager calls of {ranks} ranks are right"
+    yield f"{len(calls)} eager calls of {ranks} streams on {torch.cuda.get_device_name()} are right"
     for member in members:
         member.capture()
-    yield from replay_all(members, launches, device)
+    yield from replay_all(members, launches, device, MOST_SECONDS)
     for reduce in group:
         reduce.close()
+    for member in members:
+        member.reserve()
+    torch.cuda.synchronize(device)
 
     short = collectives.in_process(ranks, device, seconds=SHORT_SECONDS)
     x, streams = torch.ones(1, 1024, dtype=torch.bfloat16, device=device), [member.stream for member in members]
@@ -265,8 +281,8 @@ def run_streams(ranks: int, launches: int) -> Iterator[str]:
         told = missing(caught(reduce), ranks - 1, 2, result, seconds)
     yield told
     call_of(range(ranks - 1, ranks))
-    yield f"the rank that comes late: {caught(short[-1]) is not None and 'fails too'}"
-    assert caught(short[-1])
+    assert caught(short[-1]), "the rank that comes late sees no error"
+    yield "the rank that comes late fails too"
 
 
 def run_process(rank: int, ranks: int, launches: int, store: str) -> None:
@@ -292,7 +308,8 @@ def run_process(rank: int, ranks: int, launches: int, store: str) -> None:
         dist.all_gather_object(found, member.calls[number].results())
         if rank == 0:
             check_results(call.op, call.inputs, call.args, [outputs for outputs, _ in found], [r for _, r in found])
-    said = [f"{len(calls)} eager calls of {ranks} processes on {torch.cuda.device_count()} GPUs are right"]
+    gpus = f"{min(ranks, torch.cuda.device_count())} x {torch.cuda.get_device_name(device)}"
+    said = [f"{len(calls)} eager calls of {ranks} processes on {gpus} are right"]
     member.capture()
     dist.barrier()
     said += replay_all([member], launches, device)
@@ -313,7 +330,7 @@ def run_process(rank: int, ranks: int, launches: int, store: str) -> None:
         assert caught(short), "the rank that comes late sees no error"
     dist.barrier()
     if rank == 0:
-        print("\n".join(said), flush=True)
+        print("\n".join([*said, "the rank that comes late fails too"]), flush=True)
     dist.destroy_process_group()
 
 
@@ -325,7 +342,6 @@ def main(argv: list[str] | None = None) -> None:
     add("--ranks", type=int, default=8, help="default: %(default)s")
     add("--launches", type=int, default=1_000_000, help="of each rank; default: %(default)s")
     options = parser.parse_args(argv)
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}", flush=True)
     if not options.processes:
         with torch.inference_mode():
             for line in run_streams(options.ranks, options.launches):

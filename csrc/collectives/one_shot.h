@@ -145,11 +145,10 @@ DEVICE void await(const Group& group, u32 epoch, u32 missing, u32 slots, u32 ste
       }
       if (wave::count(differ != 0) == 0) missing &= ~(1u << source);
     }
-    if (missing == 0) break;
-    if (error != 0 || wave::time() - begin > limit) {
-      give_up<kRanks>(group, epoch, kSources > 1 ? missing : 1u << group.rank, error);
-      break;
-    }
+    // A rank that comes late finds all words, and fails as those do that waited for it.
+    const bool fails = error != 0 || (missing != 0 && wave::time() - begin > limit);
+    if (fails) give_up<kRanks>(group, epoch, kSources > 1 ? missing : 1u << group.rank, error);
+    if (fails || missing == 0) break;
     wave::sleep();
   }
 #pragma unroll
