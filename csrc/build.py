@@ -97,6 +97,7 @@ def flags(arch: str, debug: bool) -> Flags:
         compile=(*source, "-x", "hip", *amd, "--no-gpu-bundle-output", "-emit-llvm", "-c"),
         lower=(
             *optimise,
+            *(("-mllvm", "-disable-promote-alloca-to-lds") if debug else ()),  # it reads a dispatch's packet
             "-Wno-unused-command-line-argument",
             "--target=amdgcn-amd-amdhsa",
             f"-mcpu={arch}",

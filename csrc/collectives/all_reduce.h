@@ -56,6 +56,7 @@ struct RankRow {
 #pragma unroll
       for (u32 peer = 0; peer < kRanks; ++peer) {
         if (peer >= group.ranks) continue;
+        // bug: skip_peer
         const Chunk x = unpack<T>(peer == group.rank ? mine[i] : values[peer][i]);
         for (int j = 0; j < kChunk / 2; ++j) total.pair[j] = peer == 0 ? x.pair[j] : total.pair[j] + x.pair[j];
       }

@@ -1,5 +1,5 @@
 // The all-reduce of csrc/collectives with its own protocol, and with protocols that have one thing wrong each. Lines marked "bug:", here and
-// in csrc/collectives/one_shot.h, are where the emulator points to.
+// in csrc/collectives/all_reduce.h, are where the emulator points to.
 #include "collectives/all_reduce.h"
 
 struct Right : OneShot {};
