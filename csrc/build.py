@@ -88,7 +88,7 @@ def flags(arch: str, debug: bool) -> Flags:
     optimise = (
         ("-O1", "-g", "-fdebug-compilation-dir=.", "-mllvm", "-disable-promote-alloca-to-lds") if debug else ("-O3",)
     )
-    # -nostdinc: no header of this machine takes part.
+    # -nostdinc: no header of this machine
     source = (*optimise, "-std=c++20", "-nostdinc", "-I.", "-Wall", "-Wextra", "--cuda-device-only")
     source += ("-DVLLM_ROCM_OPS_DEBUG=1",) if debug else ()
     if not is_amd(arch):
