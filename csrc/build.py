@@ -85,8 +85,10 @@ def suffix(arch: str) -> str:
 
 def flags(arch: str, debug: bool) -> Flags:
     """The flags that make an object what it is; paths are not among them."""
-    optimise = ("-O1", "-g", "-fdebug-compilation-dir=.") if debug else ("-O3",)
-    # -nostdinc: no header of the machine that builds takes part, so every machine builds the same.
+    optimise = (
+        ("-O1", "-g", "-fdebug-compilation-dir=.", "-mllvm", "-disable-promote-alloca-to-lds") if debug else ("-O3",)
+    )
+    # -nostdinc: no header of this machine
     source = (*optimise, "-std=c++20", "-nostdinc", "-I.", "-Wall", "-Wextra", "--cuda-device-only")
     source += ("-DVLLM_ROCM_OPS_DEBUG=1",) if debug else ()
     if not is_amd(arch):

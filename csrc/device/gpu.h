@@ -14,6 +14,7 @@
 #include "amd/mx.h"
 #include "amd/numerics.h"
 #include "amd/sync.h"
+#include "amd/system.h"
 #include "amd/wave.h"
 #elif defined(__NVPTX__)
 #define KERNEL(threads, ...) extern "C" __attribute__((global, launch_bounds(threads __VA_OPT__(, ) __VA_ARGS__))) void
@@ -23,5 +24,6 @@
 #include "nvidia/mx.h"
 #include "nvidia/numerics.h"
 #include "nvidia/sync.h"
+#include "nvidia/system.h"
 #include "nvidia/wave.h"
 #endif

@@ -15,6 +15,9 @@ using Context = struct ContextObject*;  // CUDA only; HIP has a current device
 using Graph = struct GraphObject*;
 using Node = struct NodeObject*;
 using UserObject = struct UserObjectObject*;  // calls back when the graphs that retain it are destroyed
+struct MemoryHandle {                         // of memory that another process opens
+  char bytes[64];
+};
 
 // X(name here, HIP's function, CUDA's function, type): functions of both with the same meaning.
 #define API_SHARED(X)                                                                                                \
@@ -42,24 +45,33 @@ using UserObject = struct UserObjectObject*;  // calls back when the graphs that
     Result(Graph, UserObject, unsigned references, unsigned flags))
 
 // X(name here, the vendor's function, type): functions that the two have in different forms.
-#define API_HIP(X)                                               \
-  X(get_device, hipGetDevice, Result(int* device))               \
-  X(set_device, hipSetDevice, Result(int device))                \
-  X(runtime_version, hipRuntimeGetVersion, Result(int* version)) \
-  X(error_name, hipGetErrorName, const char*(Result))            \
-  X(error_string, hipGetErrorString, const char*(Result))        \
-  X(clear_error, hipGetLastError, Result())                      \
-  X(allocate, hipMalloc, Result(void** memory, std::size_t))     \
+#define API_HIP(X)                                                                                  \
+  X(get_device, hipGetDevice, Result(int* device))                                                  \
+  X(set_device, hipSetDevice, Result(int device))                                                   \
+  X(runtime_version, hipRuntimeGetVersion, Result(int* version))                                    \
+  X(error_name, hipGetErrorName, const char*(Result))                                               \
+  X(error_string, hipGetErrorString, const char*(Result))                                           \
+  X(clear_error, hipGetLastError, Result())                                                         \
+  X(allocate, hipMalloc, Result(void** memory, std::size_t))                                        \
+  X(allocate_with_flags, hipExtMallocWithFlags, Result(void** memory, std::size_t, unsigned flags)) \
+  X(free, hipFree, Result(void*))                                                                   \
+  X(get_handle, hipIpcGetMemHandle, Result(MemoryHandle*, void*))                                   \
+  X(open_handle, hipIpcOpenMemHandle, Result(void** memory, MemoryHandle, unsigned flags))          \
+  X(close_handle, hipIpcCloseMemHandle, Result(void*))                                              \
   X(set_bytes, hipMemsetAsync, Result(void*, int value, std::size_t, Stream))
 
-#define API_CUDA(X)                                                                 \
-  X(error_name, cuGetErrorName, Result(Result, const char** text))                  \
-  X(error_string, cuGetErrorString, Result(Result, const char** text))              \
-  X(retain_primary_context, cuDevicePrimaryCtxRetain, Result(Context*, int device)) \
-  X(get_context, cuCtxGetCurrent, Result(Context*))                                 \
-  X(set_context, cuCtxSetCurrent, Result(Context))                                  \
-  X(set_attribute, cuFuncSetAttribute, Result(Function, int attribute, int value))  \
-  X(allocate, cuMemAlloc_v2, Result(unsigned long long* memory, std::size_t))       \
+#define API_CUDA(X)                                                                                       \
+  X(error_name, cuGetErrorName, Result(Result, const char** text))                                        \
+  X(error_string, cuGetErrorString, Result(Result, const char** text))                                    \
+  X(retain_primary_context, cuDevicePrimaryCtxRetain, Result(Context*, int device))                       \
+  X(get_context, cuCtxGetCurrent, Result(Context*))                                                       \
+  X(set_context, cuCtxSetCurrent, Result(Context))                                                        \
+  X(set_attribute, cuFuncSetAttribute, Result(Function, int attribute, int value))                        \
+  X(allocate, cuMemAlloc_v2, Result(unsigned long long* memory, std::size_t))                             \
+  X(free, cuMemFree_v2, Result(unsigned long long))                                                       \
+  X(get_handle, cuIpcGetMemHandle, Result(MemoryHandle*, unsigned long long))                             \
+  X(open_handle, cuIpcOpenMemHandle_v2, Result(unsigned long long* memory, MemoryHandle, unsigned flags)) \
+  X(close_handle, cuIpcCloseMemHandle, Result(unsigned long long))                                        \
   X(set_bytes, cuMemsetD8Async, Result(unsigned long long, unsigned char value, std::size_t, Stream))
 
 // A table of function pointers for each list.
@@ -85,7 +97,9 @@ struct Cuda {
   X(kHipCaptureActive, hipStreamCaptureStatusActive, 1)     \
   X(kHipNoDestructorSync, hipUserObjectNoDestructorSync, 1) \
   X(kHipMoveReferences, hipGraphUserObjectMove, 1)          \
-  X(kHipNonBlocking, hipStreamNonBlocking, 1)
+  X(kHipNonBlocking, hipStreamNonBlocking, 1)               \
+  X(kHipUncached, hipDeviceMallocUncached, 3)               \
+  X(kHipPeerAccess, hipIpcMemLazyEnablePeerAccess, 1)
 
 #define API_CUDA_CONSTANTS(X)                                            \
   X(kCudaArguments, CU_LAUNCH_PARAM_BUFFER_POINTER, 1)                   \
@@ -96,6 +110,7 @@ struct Cuda {
   X(kCudaNoDestructorSync, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, 1)         \
   X(kCudaMoveReferences, CU_GRAPH_USER_OBJECT_MOVE, 1)                   \
   X(kCudaNonBlocking, CU_STREAM_NON_BLOCKING, 1)                         \
+  X(kCudaPeerAccess, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, 1)              \
   X(kCudaErrorLog, CU_JIT_ERROR_LOG_BUFFER, 5)                           \
   X(kCudaErrorLogBytes, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES, 6)           \
   X(kCudaDynamicLds, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 8) \
@@ -107,6 +122,6 @@ API_CUDA_CONSTANTS(API_CONSTANT)
 static_assert(kHipArguments == kCudaArguments && kHipArgumentsSize == kCudaArgumentsSize &&
               kHipCaptureRelaxed == kCudaCaptureRelaxed && kHipNonBlocking == kCudaNonBlocking &&
               kHipCaptureActive == kCudaCaptureActive && kHipNoDestructorSync == kCudaNoDestructorSync &&
-              kHipMoveReferences == kCudaMoveReferences);
+              kHipMoveReferences == kCudaMoveReferences && kHipPeerAccess == kCudaPeerAccess);
 
 }  // namespace api

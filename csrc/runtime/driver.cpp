@@ -75,6 +75,19 @@ class HipDriver final : public Driver {
     check(own_.allocate(&memory, bytes), std::to_string(bytes) + " bytes");
     return memory;
   }
+  void* allocate_shared(std::size_t bytes) const override {
+    void* memory = nullptr;
+    check(own_.allocate_with_flags(&memory, bytes, api::kHipUncached), std::to_string(bytes) + " bytes, uncached");
+    return memory;
+  }
+  api::Result free(void* memory) const override { return own_.free(memory); }
+  api::Result get_handle(api::MemoryHandle* handle, void* memory) const override {
+    return own_.get_handle(handle, memory);
+  }
+  api::Result open_handle(void** memory, const api::MemoryHandle& handle, unsigned flags) const override {
+    return own_.open_handle(memory, handle, flags);
+  }
+  api::Result close_handle(void* memory) const override { return own_.close_handle(memory); }
   api::Result set_zero(void* memory, std::size_t bytes, api::Stream stream) const override {
     return own_.set_bytes(memory, 0, bytes, stream);
   }
@@ -138,8 +151,21 @@ class CudaDriver final : public Driver {
     check(own_.allocate(&memory, bytes), std::to_string(bytes) + " bytes");
     return reinterpret_cast<void*>(memory);
   }
+  static unsigned long long number(void* memory) { return reinterpret_cast<unsigned long long>(memory); }
+  void* allocate_shared(std::size_t bytes) const override { return allocate(bytes); }
+  api::Result free(void* memory) const override { return own_.free(number(memory)); }
+  api::Result get_handle(api::MemoryHandle* handle, void* memory) const override {
+    return own_.get_handle(handle, number(memory));
+  }
+  api::Result open_handle(void** memory, const api::MemoryHandle& handle, unsigned flags) const override {
+    unsigned long long address = 0;
+    const api::Result result = own_.open_handle(&address, handle, flags);
+    *memory = reinterpret_cast<void*>(address);
+    return result;
+  }
+  api::Result close_handle(void* memory) const override { return own_.close_handle(number(memory)); }
   api::Result set_zero(void* memory, std::size_t bytes, api::Stream stream) const override {
-    return own_.set_bytes(reinterpret_cast<unsigned long long>(memory), 0, bytes, stream);
+    return own_.set_bytes(number(memory), 0, bytes, stream);
   }
   void* arguments_end() const override { return reinterpret_cast<void*>(api::kCudaArgumentsEnd); }
   unsigned max_dynamic_lds() const override { return 48 * 1024; }
@@ -254,16 +280,43 @@ void Driver::on_device_relaxed(int device, const std::function<void()>& action) 
 
 void* Driver::zeroed_memory(int device, std::size_t bytes) const {
   void* memory = nullptr;
-  on_device_relaxed(device, [&] {
-    memory = allocate(bytes);
-    api::Stream stream = nullptr;  // not the default stream, which synchronizes with other streams
-    check(shared_.create_stream(&stream, api::kHipNonBlocking), "stream");
-    api::Result result = set_zero(memory, bytes, stream);
-    if (result == 0) result = shared_.wait_for_stream(stream);
-    shared_.destroy_stream(stream);
-    check(result, "zeroing " + std::to_string(bytes) + " bytes");
-  });
+  on_device_relaxed(device, [&] { set_zero_now(memory = allocate(bytes), bytes); });
   return memory;
+}
+
+void Driver::set_zero_now(void* memory, std::size_t bytes) const {
+  api::Stream stream = nullptr;  // not the default stream, which synchronizes with other streams
+  check(shared_.create_stream(&stream, api::kHipNonBlocking), "stream");
+  api::Result result = set_zero(memory, bytes, stream);
+  if (result == 0) result = shared_.wait_for_stream(stream);
+  shared_.destroy_stream(stream);
+  check(result, "zeroing " + std::to_string(bytes) + " bytes");
+}
+
+void* Driver::shared_memory(int device, std::size_t bytes) const {
+  void* memory = nullptr;
+  on_device_relaxed(device, [&] { set_zero_now(memory = allocate_shared(bytes), bytes); });
+  return memory;
+}
+
+void Driver::free_shared_memory(int device, void* memory) const {
+  on_device(device, [&] { check(free(memory), "freeing shared memory"); });
+}
+
+api::MemoryHandle Driver::memory_handle(int device, void* memory) const {
+  api::MemoryHandle handle{};
+  on_device(device, [&] { check(get_handle(&handle, memory), "the handle of shared memory"); });
+  return handle;
+}
+
+void* Driver::open_memory(int device, const api::MemoryHandle& handle) const {
+  void* memory = nullptr;
+  on_device(device, [&] { check(open_handle(&memory, handle, api::kHipPeerAccess), "another process's memory"); });
+  return memory;
+}
+
+void Driver::close_memory(int device, void* memory) const {
+  on_device(device, [&] { check(close_handle(memory), "closing another process's memory"); });
 }
 
 Capture Driver::capture_info(api::Stream stream, int device) const {

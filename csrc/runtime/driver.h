@@ -44,6 +44,13 @@ class Driver {
   Kernel find_kernel(api::Module module, const std::string& path, const std::string& symbol, int device) const;
   // Memory of `device`, zero when this returns, and never freed. Allowed during stream capture.
   void* zeroed_memory(int device, std::size_t bytes) const;
+  // Memory of `device` that its peers store to while kernels read it: uncached on AMD. Zero when this returns.
+  void* shared_memory(int device, std::size_t bytes) const;
+  void free_shared_memory(int device, void* memory) const;
+  // What another process opens such memory by, and the address that it has there, for kernels of that process's `device`.
+  api::MemoryHandle memory_handle(int device, void* memory) const;
+  void* open_memory(int device, const api::MemoryHandle& handle) const;
+  void close_memory(int device, void* memory) const;
   // The capture under way on `stream`, a stream of `device`; without one the graph is null.
   Capture capture_info(api::Stream stream, int device) const;
   // Whether the driver has user objects, which report that a graph was destroyed. Older drivers lack them.
@@ -62,6 +69,11 @@ class Driver {
   // Runs `action` with `device` current, then restores the device that was.
   virtual void on_device(int device, const std::function<void()>& action) const = 0;
   virtual void* allocate(std::size_t bytes) const = 0;
+  virtual void* allocate_shared(std::size_t bytes) const = 0;
+  virtual api::Result free(void* memory) const = 0;
+  virtual api::Result get_handle(api::MemoryHandle* handle, void* memory) const = 0;
+  virtual api::Result open_handle(void** memory, const api::MemoryHandle& handle, unsigned flags) const = 0;
+  virtual api::Result close_handle(void* memory) const = 0;
   virtual api::Result set_zero(void* memory, std::size_t bytes, api::Stream stream) const = 0;
   virtual void* arguments_end() const = 0;
   virtual unsigned max_dynamic_lds() const = 0;
@@ -78,6 +90,7 @@ class Driver {
 
  private:
   int count_devices() const;  // at least 1, or it throws
+  void set_zero_now(void* memory, std::size_t bytes) const;
   // As on_device, in relaxed capture mode: a thread that captures a stream may load modules and allocate.
   void on_device_relaxed(int device, const std::function<void()>& action) const;
 

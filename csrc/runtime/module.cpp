@@ -67,6 +67,23 @@ std::uintptr_t counters(int device, std::uintptr_t stream, std::size_t bytes) {
   return reinterpret_cast<std::uintptr_t>(memory);
 }
 
+std::uintptr_t number(void* memory) { return reinterpret_cast<std::uintptr_t>(memory); }
+void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+py::bytes memory_handle(int device, std::uintptr_t address) {
+  const api::MemoryHandle handle = driver().memory_handle(device, pointer(address));
+  return py::bytes(handle.bytes, sizeof handle.bytes);
+}
+
+std::uintptr_t open_memory(int device, const std::string& bytes) {
+  api::MemoryHandle handle;
+  if (bytes.size() != sizeof handle.bytes)
+    throw std::invalid_argument("open_memory: handle must have " + std::to_string(sizeof handle.bytes) +
+                                " bytes, got " + std::to_string(bytes.size()));
+  bytes.copy(handle.bytes, sizeof handle.bytes);
+  return number(driver().open_memory(device, handle));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -92,6 +109,21 @@ PYBIND11_MODULE(_C, module) {
   module.def("counters", &counters, py::arg("device"), py::arg("stream"), py::arg("bytes"),
              "The address of so many bytes of zeros for the next launch on a stream of a device, which must leave them "
              "zero. While the stream is captured they are this launch's own, for as long as the graph lives.");
+  module.def(
+      "shared_memory", [](int device, std::size_t bytes) { return number(driver().shared_memory(device, bytes)); },
+      py::arg("device"), py::arg("bytes"),
+      "The address of so many bytes of zeros of a device, which its peers may store to; uncached on AMD.");
+  module.def(
+      "free_shared_memory",
+      [](int device, std::uintptr_t address) { driver().free_shared_memory(device, pointer(address)); },
+      py::arg("device"), py::arg("address"), "Free what shared_memory returned. No process may have it open.");
+  module.def("memory_handle", &memory_handle, py::arg("device"), py::arg("address"),
+             "What another process of this machine opens shared memory by.");
+  module.def("open_memory", &open_memory, py::arg("device"), py::arg("handle"),
+             "The address of another process's shared memory, for kernels of a device of this process.");
+  module.def(
+      "close_memory", [](int device, std::uintptr_t address) { driver().close_memory(device, pointer(address)); },
+      py::arg("device"), py::arg("address"), "Close what open_memory returned.");
   module.def("launch", &launch, py::arg("handle"), py::arg("grid_x"), py::arg("grid_y"), py::arg("grid_z"),
              py::arg("block_x"), py::arg("block_y"), py::arg("block_z"), py::arg("lds"), py::arg("stream"),
              py::arg("packed_args"),

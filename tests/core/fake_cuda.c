@@ -47,6 +47,19 @@ int cuMemAlloc_v2(unsigned long long* address, unsigned long bytes) {
   *address = (unsigned long long)memset(memory + fake_allocated, 0xff, bytes);
   return fake_allocated += (int)bytes, kSuccess;
 }
+struct handle {
+  char bytes[64];
+};
+int fake_opened = 0, fake_freed = 0; /* how many */
+int cuMemFree_v2(unsigned long long address) { return address ? (++fake_freed, kSuccess) : kInvalidValue; }
+int cuIpcGetMemHandle(struct handle* handle, unsigned long long address) {
+  memset(handle, 0, sizeof *handle);
+  return memcpy(handle, &address, sizeof address), kSuccess;
+}
+int cuIpcOpenMemHandle_v2(unsigned long long* address, struct handle handle, unsigned flags) {
+  return flags == 1 ? ++fake_opened, memcpy(address, &handle, sizeof *address), kSuccess : kInvalidValue;
+}
+int cuIpcCloseMemHandle(unsigned long long address) { return address ? (--fake_opened, kSuccess) : kInvalidValue; }
 int cuStreamCreate(void** stream, unsigned flags) { return *stream = (void*)77, flags == 1 ? kSuccess : kInvalidValue; }
 int cuMemsetD8Async(unsigned long long address, unsigned char value, unsigned long bytes, void* stream) {
   (void)stream;

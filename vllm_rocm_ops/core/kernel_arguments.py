@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_rocm_ops.core.launch import I64, Counters, Launch, Workspace
+from vllm_rocm_ops.core.launch import I64, Address, Counters, Launch, Workspace
 
 FORMATS = {"i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 FORMATS |= {"f32": "f", "f64": "d", "pointer": "Q"}  # of the module struct, by type
-POINTERS = (torch.Tensor, Workspace, Counters, type(None))
+POINTERS = (torch.Tensor, Workspace, Counters, Address, type(None))
 
 
 class Parameters(NamedTuple):
@@ -72,7 +72,7 @@ def _fits(arg, type: str) -> bool:
 
 
 def _wanted(type: str) -> str:
-    kinds = {"p": "a tensor, Workspace, Counters or None", "f": "a float"}
+    kinds = {"p": "a tensor, Workspace, Counters, Address or None", "f": "a float"}
     return f"{kinds.get(type[0], 'an int within its range')} ({type})"
 
 
@@ -81,7 +81,7 @@ def _shown(arg) -> str:
 
 
 def packer(l: Launch, takes: Parameters) -> tuple[struct.Struct, dict[str | int, object]]:
-    """The layout of the launch's argument buffer, and its values by name, with pointers as 0: `layout.pack(*values.values())` is
+    """The layout of the launch's argument buffer, and its values by name, with tensors as 0: `layout.pack(*values.values())` is
     the buffer. TypeError where the kernel takes others."""
     given = l.named
     if given.keys() != takes.arguments.keys():
@@ -97,7 +97,7 @@ def packer(l: Launch, takes: Parameters) -> tuple[struct.Struct, dict[str | int,
             raise TypeError(f"{l.symbol}: argument {name} must be {_wanted(type)}, got {_shown(arg)}")
         codes += f"{offset - end}x{FORMATS[type]}"
         end = offset + struct.calcsize(FORMATS[type])
-        values[name] = 0 if type == "pointer" else arg
+        values[name] = 0 if type == "pointer" and not isinstance(arg, Address) else arg
     return struct.Struct(f"{codes}{takes.bytes - end}x"), values
 
 

@@ -34,12 +34,16 @@ class Counters(int):
     the same time. A launch has one such argument at most."""
 
 
+class Address(int):
+    """An argument: an address of memory that is no tensor's, the same in all calls."""
+
+
 class Launch(NamedTuple):
     """One kernel launch.
 
     `module` is the stem of csrc/ops/<module>.hip, `symbol` the kernel. `grid` counts blocks, `block` threads, `lds` bytes
     of dynamic LDS. `args` are the kernel's arguments by their names, those of a structure as `fields` has them: a pointer is a
-    tensor, `Workspace`, `Counters` or None. Executors see tensors in place of workspaces and counters. Arguments of a kernel
+    tensor, `Workspace`, `Counters`, `Address` or None. Executors see tensors in place of workspaces and counters. Arguments of a kernel
     without a stamp are a tuple, in order and naturally aligned: a pointer, `I64`, an int of 32 bits or a float for fp32.
     """
 

@@ -70,12 +70,23 @@ class DecodeCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CollectiveCosts:
+    """Limits of the kernels of csrc/collectives; their model is in collectives/launches.py."""
+
+    unit_bytes_per_us: float
+    """Bytes of an inbox a microsecond that a block reads."""
+    hand_us: float
+    """Microseconds from a block's store to another block's use of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """Constants of the models by which ops choose a configuration, where they differ between archs."""
 
     skinny: SkinnyCosts
     experts: ExpertsCosts
     decode: DecodeCosts
+    collective: CollectiveCosts
     sums_bytes_per_us: float
     """Bytes of products' partial sums a microsecond that a block reads through registers: of skinny kernels."""
     tiled_sums_bytes_per_us: float

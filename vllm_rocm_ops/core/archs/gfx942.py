@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_rocm_ops.core.archs import Arch, Costs, DecodeCosts, ExpertsCosts, SkinnyCosts
+from vllm_rocm_ops.core.archs import Arch, CollectiveCosts, Costs, DecodeCosts, ExpertsCosts, SkinnyCosts
 
 # As emulated, by the cycles that instructions are issued in.
 SKINNY = SkinnyCosts(
@@ -47,6 +47,8 @@ COSTS = Costs(
     skinny=SKINNY,
     experts=ExpertsCosts(tile_tokens=16, block_bytes_per_us=16.4e3),  # what it has in flight
     decode=DECODE,
+    # what a unit reads of keys, and a store and a load of another XCD (`latent_us` without its sums; fleet-mi300x: 1.44 us idle)
+    collective=CollectiveCosts(unit_bytes_per_us=48e3, hand_us=1.5),
     sums_bytes_per_us=SUMS_BYTES_PER_US,
     tiled_sums_bytes_per_us=SUMS_BYTES_PER_US,
 )

@@ -1,0 +1,29 @@
+// Words that devices exchange, and what a wave needs to wait for them. System scope is sc0 sc1 (LLVM AMDGPU usage, "Memory Model
+// gfx942"), which reaches other devices in uncached fine-grained memory.
+#pragma once
+#include "../mem.h"
+
+namespace mem {
+
+template <class T>
+DEVICE void store_system(void* address, T value) {
+  __scoped_atomic_store_n(global((T*)address), value, __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);
+}
+template <class T>
+DEVICE T load_system(const void* address) {
+  return __scoped_atomic_load_n(global((T*)address), __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);
+}
+
+}  // namespace mem
+
+namespace wave {
+
+constexpr u32 kTicksPerMicrosecond = 100;
+// Time in ticks, which clocks of all speeds share.
+DEVICE u64 time() { return __builtin_amdgcn_s_memrealtime(); }
+// Computes a value here, in lanes.
+DEVICE void in_lanes(u32& value) { asm volatile("" : "+v"(value)); }
+// Leaves the compute unit to other waves for some 64 cycles.
+DEVICE void sleep() { __builtin_amdgcn_s_sleep(1); }
+
+}  // namespace wave

@@ -1,0 +1,103 @@
+// RMSNorm of a row that a block keeps in registers: ops/rms_norm.hip loads it from HBM, collectives/ sums it up from all ranks.
+#pragma once
+#include "row_output.h"
+
+struct NormRow {
+  const void* input;   // [hidden] T
+  void* residual;      // [hidden] T, updated, or null
+  const void* weight;  // [hidden] T, or null for ones
+  int hidden;
+  float inverse_hidden, epsilon;
+  bool adds_one = false;  // to the weight, of Factor::kEither
+};
+
+DEVICE float inverse_rms(float sum_of_squares, const NormRow& row) {
+  return numerics::rsqrt_approx(divide(sum_of_squares, float(row.hidden), row.inverse_hidden) + row.epsilon);
+}
+
+// What z is multiplied with: the weight, or 1 + weight, as Gemma has it; or the row says which.
+enum class Factor { kWeight, kOnePlusWeight, kEither };
+
+// z * rms * factor, before the last rounding.
+template <class T, bool kRoundTwice, Factor kFactor>
+DEVICE f32x2 normalize(f32x2 z, float rms, f32x2 weight, bool adds_one = false) {
+  f32x2 n = z * rms;
+  if (kFactor == Factor::kOnePlusWeight || (kFactor == Factor::kEither && adds_one)) return n * (1.0f + weight);
+  if constexpr (kRoundTwice) n = round_to<T>(n);
+  return n * weight;
+}
+
+// Whether z is rounded before it is used.
+constexpr bool rounds_sum(Output output) { return !is_dynamic(output) || output == Output::kMx; }
+
+// Where a row comes from, and what else is done with it: from HBM, and nothing. Another source fills `input` once all other loads are
+// issued, and its rows may have a residual or none.
+struct FromMemory {
+  static constexpr bool kLoads = true;
+};
+
+// hidden is a multiple of 8 and at most threads * kChunks * 8; rows and weight are 16-byte aligned.
+template <class T, bool kResidual, Factor kFactor, int kChunks, Output kOutput, class Source = FromMemory>
+DEVICE void rms_norm_vector(NormRow row, RowOutput<T, kOutput> output, Source source = {}) {
+  constexpr bool kRounded = rounds_sum(kOutput);
+  LDS static float sums[kMaxWaves];
+  RowChunks<kChunks, u32x4> chunks;
+  u32x4 input[kChunks], residual[kChunks], weight[kChunks];
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    chunks.index[i] = wave::thread_id() + i * output.threads;
+    chunks.in_bounds[i] = chunks.index[i] * kChunk < row.hidden;
+    auto load = [&](const void* from) { return mem::load_vector_or_zero(from, chunks.index[i], chunks.in_bounds[i]); };
+    if constexpr (!Source::kLoads) {
+      // -0 without one, which changes no sum
+      const u32 nothing = row.residual ? 0 : T::pack({-0.0f, -0.0f});
+      residual[i] =
+          mem::load_vector_or_zero(row.residual, chunks.index[i], chunks.in_bounds[i] && row.residual) | nothing;
+      continue;
+    }
+    if constexpr (kResidual && !kRounded) residual[i] = load(row.residual);
+    input[i] = load(row.input);
+    if constexpr (kResidual && kRounded) residual[i] = load(row.residual);
+  }
+  // Ones without a weight: in place of the loads where those take predicates, else in place of the zeros that they give.
+  const u32 one = T::pack({1.0f, 1.0f}), ones = mem::kPredicates || row.weight ? 0 : one;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    if constexpr (mem::kPredicates) weight[i] = u32x4{one, one, one, one};
+    if (!mem::kPredicates || (chunks.in_bounds[i] && row.weight))
+      weight[i] = mem::load_vector_or_zero(row.weight, chunks.index[i], chunks.in_bounds[i] && row.weight);
+  }
+  if constexpr (!Source::kLoads) source.fill(chunks, input);
+  mem::wait_for_scalars(row.inverse_hidden, row.epsilon);
+  output.locate(row.hidden);
+
+  // z: the row, rounded ones kept packed.
+  Chunk exact[kChunks];
+  f32x2 squares = {0.0f, 0.0f};
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    Chunk z = unpack<T>(input[i]);
+    if constexpr (kResidual) {
+      Chunk r = unpack<T>(residual[i]);
+      for (int j = 0; j < kChunk / 2; ++j) z.pair[j] += r.pair[j];
+      u32x4 rounded = pack<T>(z);
+      if (chunks.in_bounds[i] && (Source::kLoads || row.residual))
+        mem::store((u32x4*)row.residual + chunks.index[i], rounded);
+      if constexpr (kRounded) z = unpack<T>(rounded);
+    }
+    for (f32x2 pair : z.pair) squares = __builtin_elementwise_fma(pair, pair, squares);
+    exact[i] = z;
+  }
+  const float rms = inverse_rms(reduce_block(squares.x + squares.y, 0.0f, sums, output.waves, Add{}), row);
+
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    Chunk w = unpack<T>(weight[i] | ones), n;
+    for (int j = 0; j < kChunk / 2; ++j)
+      n.pair[j] = normalize<T, !kRounded, kFactor>(exact[i].pair[j], rms, w.pair[j], row.adds_one);
+    chunks.y[i] = pack<T>(n);
+    if constexpr (!Source::kLoads) source.keep(chunks.index[i], chunks.in_bounds[i], chunks.y[i]);
+    output.store(chunks.index[i], chunks.in_bounds[i], chunks.y[i]);
+  }
+  output.finish(chunks);
+}

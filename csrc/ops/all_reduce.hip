@@ -1,0 +1,6 @@
+// Sums of all ranks' rows, and RMSNorm of them: collectives/all_reduce.h.
+#include "collectives/instances.h"
+
+GROUPS(SUM_INSTANCE, bf16, Bf16)
+GROUPS(SUM_INSTANCE, fp16, F16)
+NORMS(rms_norm, kPlain)

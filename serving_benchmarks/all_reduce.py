@@ -1,0 +1,418 @@
+"""Latency of all-reduce + residual + RMSNorm + FP8 quantization: one kernel, and others' all-reduces with a norm behind them.
+
+    python serving_benchmarks/all_reduce.py                     ranks are streams of this process on one GPU: no link
+    python serving_benchmarks/all_reduce.py --processes         a rank for each GPU: beside NCCL, vLLM's and FlashInfer's
+
+Calls are timed from captured graphs. Cold: each call has inputs of its own, and other memory is read before a replay until no cache
+holds them; warm: all calls have the same. All ranks meet before each replay. Times are of the slowest rank, medians over replays, in
+microseconds per call. Streams also show what has no all-reduce: the norm with quantization in one launch, and in three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import functools
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from vllm_rocm_ops import collectives, ops
+from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.core import clock
+from vllm_rocm_ops.core.correctness import as_tuple
+from vllm_rocm_ops.tools.bench.peers import PEERS
+
+OPS = {
+    "static": ops.fused_add_rms_norm_static_fp8_quant,
+    "token": ops.rms_norm_dynamic_per_token_quant,
+    "block": ops.rms_norm_per_block_quant,
+    "norm": ops.fused_add_rms_norm,
+}
+OTHERS = ["nccl", "vllm", "flashinfer"]
+CALLS, ROUNDS, EPSILON = 32, 15, 1e-6
+DTYPE = torch.bfloat16
+LIMIT_SECONDS = 20.0
+
+Call = Callable[[torch.Tensor, tuple], object]
+"""Of a rank's input and of the op's arguments behind it."""
+
+
+def arguments(op, rows: int, hidden: int, device: torch.device, fp8: torch.dtype) -> tuple:
+    """Return the op's arguments behind the input."""
+    values = {
+        "residual": torch.randn(rows, hidden, device=device, dtype=DTYPE),
+        "weight": torch.rand(hidden, device=device, dtype=DTYPE) + 0.5,
+        "scale": torch.tensor([0.05], device=device),
+        "epsilon": EPSILON,
+        "quant_dtype": fp8,
+        "group_size": 128,
+        "is_scale_transposed": True,
+        "scale_ub": None,
+        "one_plus_weight": False,
+    }
+    return tuple(values[name] for name in op.Arguments._fields[1:])
+
+
+def sets_of(op, rows: int, hidden: int, device: torch.device, fp8: torch.dtype, is_cold: bool) -> list[tuple]:
+    """Return a call's input and arguments for each call of a graph."""
+    count = CALLS if is_cold else 1
+    made = [
+        (torch.randn(rows, hidden, device=device, dtype=DTYPE), arguments(op, rows, hidden, device, fp8))
+        for _ in range(count)
+    ]
+    return made * (CALLS // count)
+
+
+def capture(call: Call, sets: list[tuple], stream: torch.cuda.Stream | None = None, around=contextlib.nullcontext):
+    """Return a graph of a call for each set."""
+    graph = torch.cuda.CUDAGraph()
+    with around(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for x, args in sets:
+            call(x, args)
+    graph.reads = sets  # what is freed may be unmapped before a replay
+    return graph
+
+
+def timed(graph: torch.cuda.CUDAGraph, meet: Callable[[], None], flush: Callable[[], None]) -> float:
+    """Return the median microseconds of a call of a graph on the current stream."""
+    times = []
+    for number in range(ROUNDS + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        flush()
+        meet()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if number > 1:
+            times.append(start.elapsed_time(end) * 1000 / CALLS)
+    return statistics.median(times)
+
+
+def flusher(is_cold: bool, device: torch.device) -> Callable[[], None]:
+    """Return what takes a graph's memory out of caches."""
+    if not is_cold:
+        return lambda: None
+    other, total = _other(device), torch.zeros((), device=device)
+    return lambda: torch.sum(other, dim=0, out=total)
+
+
+@functools.cache
+def _other(device: torch.device) -> torch.Tensor:
+    return torch.zeros(clock.COLD_BYTES // 4, device=device)
+
+
+def table(title: str, columns: list[str], rows: list[tuple[int, int, str, dict[str, float | str]]]) -> None:
+    """Print the times of each size."""
+    print(f"\n{title}\n{'hidden':>6} {'tokens':>6} {'caches':>6}  " + "  ".join(f"{c:>14}" for c in columns))
+    for hidden, tokens, caches, times in rows:
+        cells = (f"{v:14.2f}" if isinstance(v := times.get(c, "-"), float) else f"{v:>14}" for c in columns)
+        print(f"{hidden:6} {tokens:6} {caches:>6}  " + "  ".join(cells), flush=True)
+
+
+# Streams of one process
+
+
+def quantized_apart(op, reduce, x: torch.Tensor, args: tuple) -> None:
+    """Add, norm and quantize to FP8 in a launch each, of PyTorch, ours and of vLLM or PyTorch."""
+    a = op.Arguments(x, *args)
+    y = ops.rms_norm(torch.add(x, a.residual), a.weight, EPSILON)
+    try:
+        from vllm._custom_ops import scaled_fp8_quant
+    except ImportError:
+        y.to(reduce.arch.fp8_dtype)
+    else:
+        scaled_fp8_quant(y, _one(x.device))
+
+
+@functools.cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones(1, device=device)
+
+
+def time_streams(options: argparse.Namespace, op) -> None:
+    """Print times of ranks that are streams of this process, which share one GPU's compute units and memory."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that share a queue would wait for each other
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # to load a kernel would wait for all kernels
+    device, ranks = torch.device("cuda", 0), options.ranks
+    capacity = max(options.hidden) * max(options.tokens) // 2
+    group = collectives.in_process(ranks, device, capacity=capacity, seconds=LIMIT_SECONDS)
+    streams, found = [torch.cuda.Stream(device) for _ in group], []
+    fp8, x0 = group[0].arch.fp8_dtype, torch.zeros(1, 512, dtype=DTYPE, device=device)
+    for hidden in options.hidden:
+        for tokens in options.tokens:
+            for is_cold in (True, False):
+                flush, times = flusher(is_cold, device), {}
+                sets = [sets_of(op, tokens, hidden, device, fp8, is_cold) for _ in group]
+                alone = {
+                    "norm": lambda x, args: op(x, *args),
+                    "3 launches": lambda x, args: quantized_apart(op, group[0], x, args),
+                }
+                for name, call in alone.items():
+                    call(*sets[0][0])
+                    times[name] = timed(capture(call, sets[0]), lambda: None, flush)
+                if group[0].unsupported(op, sets[0][0][0], *sets[0][0][1]):
+                    times[f"{ranks} ranks"] = "unsupported"
+                    found.append((hidden, tokens, "cold" if is_cold else "warm", times))
+                    continue
+                graphs = []
+                reserve(streams, device)
+                for reduce, stream, own in zip(group, streams, sets):
+                    with torch.cuda.stream(stream):
+                        reduce(op, own[0][0], *own[0][1])
+                torch.cuda.synchronize(device)
+                for reduce, stream, own in zip(group, streams, sets):
+                    call = functools.partial(lambda reduce, x, args: reduce(op, x, *args), reduce)
+                    graphs.append(capture(call, own, stream))
+                reserve(streams, device)
+                times[f"{ranks} ranks"] = replay_together(group, graphs, streams, flush, x0)
+                found.append((hidden, tokens, "cold" if is_cold else "warm", times))
+    table(
+        f"{ranks} ranks as streams of one {torch.cuda.get_device_name()}, {op.name}: us per call, without a link",
+        [f"{ranks} ranks", "norm", "3 launches"],
+        found,
+    )
+    for reduce in group:
+        reduce.check()
+        reduce.close()
+
+
+def reserve(streams: list, device: torch.device) -> None:
+    """Have memory that calls may take: mapping more would wait for all kernels, which wait for a rank's next call."""
+    torch.cuda.synchronize(device)
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            sizes = [2048] * 64 + [1 << 22] * 4
+            taken = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+            del taken
+    torch.cuda.synchronize(device)
+
+
+def replay_together(group, graphs: list, streams: list, flush: Callable[[], None], x0: torch.Tensor) -> float:
+    """Return the median microseconds of a call, of the slowest rank in each round."""
+    rounds = []
+    for number in range(ROUNDS + 2):
+        flush()
+        torch.cuda._sleep(400_000)  # all graphs are queued before the first begins
+        ready, events = torch.cuda.Event(), []
+        ready.record()
+        for reduce, graph, stream in zip(group, graphs, streams):
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                reduce.sum(x0)
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                graph.replay()
+                end.record()
+                events.append((start, end))
+        torch.cuda.synchronize()
+        if number > 1:
+            rounds.append(max(start.elapsed_time(end) for start, end in events) * 1000 / CALLS)
+    return statistics.median(rounds)
+
+
+# Processes, with a GPU each
+
+
+class Others:
+    """Others' all-reduces, as far as they are there: calls by name, and the context that their graphs are captured in."""
+
+    def __init__(self, options: argparse.Namespace, op, reduce, group, device: torch.device):
+        self.op, self.reduce, self.group, self.device, self.options = op, reduce, group, device, options
+        self.calls: dict[str, Call] = {}
+        self.around: dict[str, Callable] = {}
+        self.why: list[str] = []
+        self.kept: list[torch.cuda.CUDAGraph] = []  # other processes have their memory open
+        for name in options.beside:
+            self._try(name)
+
+    def _try(self, name: str) -> None:
+        """Add what one library has, on all ranks or on none."""
+        import torch.distributed as dist
+
+        try:
+            made, why = getattr(self, f"_{name}")(), ""
+        except Exception as error:  # noqa: BLE001  it is then not there
+            made, why = {}, f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        found: list = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, why, group=self.group)
+        if reasons := [each for each in found if each]:
+            self.why.append(reasons[0][:300])
+        else:
+            self.calls |= made
+
+    def _norms(self, name: str, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Call]:
+        op, of_vllm = self.op, PEERS.get(self.op.name, {}).get("vllm")
+        made: dict[str, Call] = {f"{name}+ours": lambda x, args: op(all_reduce(x), *args)}
+        if of_vllm and of_vllm.is_there():
+            made[f"{name}+vllm"] = lambda x, args: of_vllm.call(*of_vllm.prepare(all_reduce(x), *args))
+        return made
+
+    def _nccl(self) -> dict[str, Call]:
+        import torch.distributed as dist
+
+        nccl = dist.new_group(backend="nccl", timeout=datetime.timedelta(seconds=60))
+
+        def all_reduce(x: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(x, group=nccl)
+            return x
+
+        all_reduce(torch.ones(512, device=self.device))
+        torch.cuda.synchronize(self.device)
+        return self._norms("nccl", all_reduce)
+
+    def _vllm(self) -> dict[str, Call]:
+        from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+
+        custom = CustomAllreduce(self.group, self.device)
+        if custom.disabled:
+            raise RuntimeError("CustomAllreduce is disabled")
+        made = self._norms("vllm", lambda x: custom.custom_all_reduce(x))
+        self.around |= dict.fromkeys(made, custom.capture)
+        return made
+
+    def _flashinfer(self) -> dict[str, Call]:
+        import torch.distributed as dist
+        from flashinfer import comm
+
+        patterns = comm.AllReduceFusionPattern
+        if self.op is OPS["static"]:
+            pattern = patterns.kARResidualRMSNormFP8Quant
+        elif self.op is OPS["norm"]:
+            pattern = patterns.kARResidualRMSNorm
+        else:
+            raise RuntimeError(f"has no pattern for {self.op.name}")
+        workspace = comm.create_allreduce_fusion_workspace(
+            backend="trtllm",
+            world_size=dist.get_world_size(self.group),
+            rank=dist.get_rank(self.group),
+            max_token_num=max(self.options.tokens),
+            hidden_dim=max(self.options.hidden),
+            dtype=DTYPE,
+            group=self.group,
+        )
+        fp8 = self.reduce.arch.fp8_dtype
+
+        def call(x: torch.Tensor, args: tuple) -> object:
+            a = self.op.Arguments(x, *args)
+            out = torch.empty_like(x, dtype=fp8) if pattern == patterns.kARResidualRMSNormFP8Quant else None
+            comm.allreduce_fusion(
+                input=x,
+                workspace=workspace,
+                pattern=pattern,
+                launch_with_pdl=True,
+                residual_in=a.residual,
+                residual_out=torch.empty_like(x),
+                norm_out=torch.empty_like(x),
+                quant_out=out,
+                rms_gamma=a.weight,
+                rms_eps=EPSILON,
+                scale_factor=1.0 / 0.05,
+                use_oneshot=True,
+                fp32_acc=True,
+            )
+            return out
+
+        call(*sets_of(self.op, 1, min(self.options.hidden), self.device, fp8, False)[0])
+        torch.cuda.synchronize(self.device)
+        return {"flashinfer": call}
+
+
+def time_process(rank: int, options: argparse.Namespace, store: str) -> None:
+    """Time one rank; the first prints."""
+    import torch.distributed as dist
+
+    os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")  # which takes long
+    ranks, device = options.ranks, torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo", f"file://{store}", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=90)
+    )
+    group, op, stream = dist.group.WORLD, OPS[options.op], torch.cuda.Stream(device)
+    capacity = max(options.hidden) * max(options.tokens) // 2
+    reduce = collectives.create(group, device, capacity=capacity, seconds=LIMIT_SECONDS)
+    x0, found = torch.zeros(1, 512, dtype=DTYPE, device=device), []
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        others = Others(options, op, reduce, group, device)
+        calls: dict[str, Call] = {"ours": lambda x, args: reduce(op, x, *args), **others.calls}
+        for hidden in options.hidden:
+            for tokens in options.tokens:
+                for is_cold in (True, False):
+                    times = {
+                        name: time_call(name, call, (hidden, tokens, is_cold), others, reduce, stream, x0)
+                        for name, call in calls.items()
+                    }
+                    of_ranks: list = [None] * ranks
+                    dist.all_gather_object(of_ranks, times)
+                    slowest = {
+                        name: max(each[name] for each in of_ranks)
+                        if all(isinstance(each[name], float) for each in of_ranks)
+                        else next(each[name] for each in of_ranks if isinstance(each[name], str))
+                        for name in times
+                    }
+                    found.append((hidden, tokens, "cold" if is_cold else "warm", slowest))
+    reduce.check()
+    if rank == 0:
+        print("\n".join(others.why))
+        limit = launches.CAPACITY * launches.VALUES_IN_WORD * 2 // 1024
+        name = torch.cuda.get_device_name(device)
+        table(f"{ranks} x {name}, {op.name}: us per call (by default ours to {limit} KiB)", list(calls), found)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # others' communicators are not asked to end
+
+
+def time_call(name: str, call: Call, size: tuple, others: Others, reduce, stream, x0: torch.Tensor) -> float | str:
+    """Time one call of one size on this rank; what fails says so. All ranks fail alike or none does."""
+    import torch.distributed as dist
+
+    hidden, tokens, is_cold = size
+    device, op = others.device, others.op
+    torch.manual_seed(dist.get_rank())
+    sets = sets_of(op, tokens, hidden, device, reduce.arch.fp8_dtype, is_cold)
+    if name == "ours" and reduce.unsupported(op, sets[0][0], *sets[0][1]):
+        return "unsupported"
+    try:
+        x, args = sets[0]
+        as_tuple(call(x.clone(), tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)))
+        torch.cuda.synchronize(device)
+        graph = capture(call, sets, stream, others.around.get(name, contextlib.nullcontext))
+    except Exception as error:  # noqa: BLE001  the table says so
+        print(f"rank {dist.get_rank()}: {name}, {tokens} x {hidden}: {type(error).__name__}: {error}", flush=True)
+        return "failed"
+    others.kept.append(graph)
+    dist.barrier()
+    return timed(graph, lambda: reduce.sum(x0), flusher(is_cold, device))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--processes", action="store_true", help="a rank for each GPU; default: streams on one")
+    add("--ranks", type=int, help="default: all GPUs, or 8 streams")
+    add("--op", choices=list(OPS), default="static", help="what follows the all-reduce; default: %(default)s")
+    add("--beside", choices=OTHERS, nargs="*", default=OTHERS, help="of processes; default: what is installed of all")
+    add("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="default: %(default)s")
+    add("--hidden", type=int, nargs="+", default=[16384, 7168], help="default: %(default)s")
+    options = parser.parse_args(argv)
+    options.ranks = options.ranks or (torch.cuda.device_count() if options.processes else 8)
+    if not options.processes:
+        with torch.inference_mode():
+            time_streams(options, OPS[options.op])
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(time_process, (options, f"{folder}/store"), nprocs=options.ranks)
+
+
+if __name__ == "__main__":
+    main()

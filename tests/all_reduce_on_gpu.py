@@ -1,0 +1,356 @@
+"""The all-reduce on GPUs, for long: right, with the same bits on all ranks, in flat memory, and never a hang.
+
+    python tests/all_reduce_on_gpu.py                        ranks are streams of this process on one GPU
+    python tests/all_reduce_on_gpu.py --processes            ranks are processes, with a GPU each if there are as many
+
+Two graphs of calls of different kernels and sizes are replayed in random order, with eager calls between, until each rank has made
+--launches launches. Ranks are skewed at random: each sleeps before replays, and between calls of its graphs. The first results
+are checked in float64 and against all ranks' bits; the GPU compares all later ones with the first. Neighbouring calls have different
+inputs, so that a word of another epoch shows. Then the last rank stays away, and the error must name it and the epoch. Processes
+that share a GPU take turns, a time slice each: --launches 1000 takes seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from all_reduce_calls import arguments, bits, check_results, generator_of, inputs_of, place_of_residual
+
+from vllm_rocm_ops import collectives, ops
+from vllm_rocm_ops.collectives import RankMissing
+from vllm_rocm_ops.core import correctness
+
+SIZES = ((1, 7168), (5, 1024), (2, 2944), (1, 16384), (4, 512), (3, 4096))
+OPS = (
+    None,
+    ops.rms_norm_dynamic_per_token_quant,
+    ops.fused_add_rms_norm,
+    ops.fused_add_rms_norm_static_fp8_quant,
+    ops.rms_norm_per_block_quant,
+)
+CALLS, GRAPHS, EAGER_EVERY = 15, 2, 16  # of a graph; rounds
+SKEW_CYCLES = 40_000  # 20 us at most
+LIMIT_SECONDS, SHORT_SECONDS, MOST_SECONDS = 20.0, 1.0, 150.0
+
+
+class Call:
+    """A call of all ranks, and on a rank its tensors."""
+
+    def __init__(self, number: int, ranks: int, arch):
+        self.op, (self.rows, self.hidden) = OPS[number % len(OPS)], SIZES[number % len(SIZES)]
+        generator, dtype = generator_of("on GPUs", number, ranks), torch.bfloat16
+        self.inputs = inputs_of(ranks, self.rows, self.hidden, dtype, generator)
+        self.args = arguments(self.op, arch, dtype, self.rows, self.hidden, generator)
+
+
+class OnRank:
+    """A call's tensors on a rank: `run` makes it, `found` is what it gave last."""
+
+    def __init__(self, call: Call, rank: int, reduce, device: torch.device):
+        self.call, self.reduce = call, reduce
+        self.input = call.inputs[rank].to(device)
+        self.args = [correctness.clone(value, device) for value in call.args]
+        self.place = place_of_residual(call.op)
+        self.residual = None if self.place is None else self.args[self.place].clone()
+        self.found: tuple[torch.Tensor, ...] = ()
+
+    def restore(self) -> None:
+        """Write the residual that the call updates."""
+        if self.residual is not None:
+            self.args[self.place].copy_(self.residual)
+
+    def run(self) -> None:
+        """Make the call."""
+        op = self.call.op
+        found = self.reduce(op, self.input, *self.args) if op else self.reduce.sum(self.input)
+        residual = () if self.residual is None else (self.args[self.place],)
+        self.found = (*correctness.as_tuple(found), *residual)
+
+    def results(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Return the outputs and the residual, in the host's memory."""
+        found = [each.cpu() for each in self.found]
+        return (tuple(found), None) if self.residual is None else (tuple(found[:-1]), found[-1])
+
+
+class Rank:
+    """A rank's stream, calls and graphs. Its counter `wrong` has the bytes that ever differed from the first results."""
+
+    def __init__(self, rank: int, reduce, device: torch.device, calls: list[Call]):
+        self.rank, self.reduce = rank, reduce
+        self.stream = torch.cuda.Stream(device)
+        self.random = random.Random(rank)
+        self.calls = [OnRank(call, rank, reduce, device) for call in calls]
+        self.expected: list[torch.Tensor] = []
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.wrong = torch.zeros((), dtype=torch.int64, device=device)
+        self.reserve()
+        with torch.cuda.stream(self.stream):  # what eager calls run is loaded
+            torch.cuda._sleep(1)
+            self._count(self._bytes(self.calls[:2], inputs=True), torch.zeros_like(self._bytes(self.calls[:2], True)))
+            self.wrong.zero_()
+        torch.cuda.synchronize(device)
+
+    def reserve(self) -> None:
+        """Have memory that eager calls may take: mapping more would wait for all kernels, which wait for this rank."""
+        with torch.cuda.stream(self.stream):
+            sizes = [2048] * 2048 + [1 << 21] * 16
+            taken = [torch.empty(size, dtype=torch.uint8, device=self.wrong.device) for size in sizes]
+            del taken
+
+    @staticmethod
+    def _bytes(calls: list[OnRank], inputs: bool = False) -> torch.Tensor:
+        return torch.cat([bits(x).flatten() for call in calls for x in ((call.input,) if inputs else call.found)])
+
+    def _count(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        self.wrong.add_((found != expected).sum())
+
+    def skew(self) -> None:
+        """Sleep on the GPU for a random time, half the times not at all."""
+        if self.random.random() < 0.5:
+            torch.cuda._sleep(self.random.randrange(SKEW_CYCLES))
+
+    def eager(self, number: int) -> None:
+        """Make a call outside a graph, and compare it where its results are known."""
+        with torch.cuda.stream(self.stream):
+            self.skew()
+            call = self.calls[number]
+            captured = call.found
+            call.restore()
+            call.run()
+            if number < len(self.expected):
+                self._count(self._bytes([call]), self.expected[number])
+                call.found = captured
+
+    def capture(self) -> None:
+        """Capture the graphs, which compare their results with those known."""
+        self.expected = [self._bytes([call]) for call in self.calls]
+        for first in range(0, len(self.calls), CALLS):
+            calls, graph = self.calls[first : first + CALLS], torch.cuda.CUDAGraph()
+            expected = torch.cat(self.expected[first : first + CALLS])
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                for call in calls:
+                    call.restore()
+                for call in calls:
+                    self.skew()
+                    call.run()
+                self._count(self._bytes(calls), expected)
+            graph.reads = expected  # what is freed may be unmapped before a replay
+            self.graphs.append(graph)
+
+    def replay(self, number: int) -> None:
+        """Replay a graph."""
+        with torch.cuda.stream(self.stream):
+            self.skew()
+            self.graphs[number].replay()
+
+
+def in_flat_memory(device: torch.device, act: Callable[[], None]) -> str:
+    """Act, and say by how much memory grew. RuntimeError if it was more than noise of other processes."""
+
+    def used() -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free, torch.cuda.memory_allocated(device)
+
+    before, host = used(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    act()
+    grown = [now - then for now, then in zip(used(), before)]
+    grown_host = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - host) // 1024
+    told = f"memory grew by {grown[0]} bytes on the GPU, {grown[1]} of PyTorch's tensors, {grown_host} MiB on the host"
+    if grown[0] > 32 << 20 or grown[1] > 0 or grown_host > 64:
+        raise RuntimeError(told)
+    return told
+
+
+def calls_of(ranks: int, arch) -> list[Call]:
+    """Return the calls of all graphs."""
+    return [Call(number, ranks, arch) for number in range(CALLS * GRAPHS)]
+
+
+def replay_all(members: list[Rank], launches: int, device: torch.device, seconds: float = 1e9) -> Iterator[str]:
+    """Replay graphs until each rank has made so many launches, all ranks the same ones, or until it took so long; yield what was seen."""
+    shared, begun, rounds, eager = random.Random(0), time.perf_counter(), 0, 0
+
+    def act() -> None:
+        nonlocal rounds, eager
+        for number in range(-(-launches // CALLS)):
+            graph, between = shared.randrange(GRAPHS), shared.randrange(CALLS * GRAPHS)
+            for member in members:
+                member.replay(graph)
+                if number % EAGER_EVERY == 0:
+                    member.eager(between)
+            rounds, eager = rounds + 1, eager + (number % EAGER_EVERY == 0)
+            if number % 64 == 63:  # the host is a few rounds ahead at most
+                torch.cuda.synchronize(device)
+                for member in members:
+                    member.reduce.check()
+                if time.perf_counter() - begun > seconds:
+                    break
+        torch.cuda.synchronize(device)
+
+    for number in range(GRAPHS):  # first replays load what they need
+        for member in members:
+            member.replay(number)
+        torch.cuda.synchronize(device)
+    for member in members:
+        member.reserve()
+    torch.cuda.synchronize(device)
+    memory = in_flat_memory(device, act)
+    for member in members:
+        member.reduce.check()
+        if wrong := int(member.wrong):
+            raise RuntimeError(f"rank {member.rank}: {wrong} bytes differed in {rounds} replays")
+    took = time.perf_counter() - begun
+    yield (
+        f"{rounds * CALLS + eager} launches of each rank: {rounds} replays of {CALLS} and {eager} eager calls, in {took:.1f} s, "
+        "all bits right"
+    )
+    yield memory
+
+
+def missing(error: RankMissing | None, late: int, epoch: int, result: torch.Tensor, seconds: float) -> str:
+    """Check what is said of a rank that stayed away, and that its peers have NaN."""
+    text = str(error)
+    assert f"rank {late} of " in text and f"did not come in epoch {epoch}:" in text, text
+    assert result.isnan().all(), "a result without a rank is no NaN"
+    assert seconds < 10 * SHORT_SECONDS, seconds
+    return f"a rank that stays away, after {seconds:.2f} s: {text}"
+
+
+def caught(reduce) -> RankMissing | None:
+    """Return what check raises."""
+    try:
+        reduce.check()
+    except RankMissing as error:
+        return error
+    return None
+
+
+def run_streams(ranks: int, launches: int) -> Iterator[str]:
+    """Run all ranks in this process."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that share a queue would wait for each other
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # to load a kernel would wait for all kernels
+    device = torch.device("cuda", 0)
+    group = collectives.in_process(ranks, device, seconds=LIMIT_SECONDS)
+    calls = calls_of(ranks, group[0].arch)
+    members = [Rank(rank, reduce, device, calls) for rank, reduce in enumerate(group)]
+    for number, call in enumerate(calls):
+        for member in members:
+            member.eager(number)
+        torch.cuda.synchronize(device)
+        for member in members:
+            member.reduce.check()
+        found = [member.calls[number].results() for member in members]
+        check_results(call.op, call.inputs, call.args, [outputs for outputs, _ in found], [r for _, r in found])
+    yield f"{len(calls)} eager calls of {ranks} streams on {torch.cuda.get_device_name()} are right"
+    for member in members:
+        member.capture()
+    yield from replay_all(members, launches, device, MOST_SECONDS)
+    for reduce in group:
+        reduce.close()
+    for member in members:
+        member.reserve()
+    torch.cuda.synchronize(device)
+
+    short = collectives.in_process(ranks, device, seconds=SHORT_SECONDS)
+    x, streams = torch.ones(1, 1024, dtype=torch.bfloat16, device=device), [member.stream for member in members]
+
+    def call_of(who: range) -> list[torch.Tensor]:
+        results = []
+        for rank in who:
+            with torch.cuda.stream(streams[rank]):
+                results.append(short[rank].sum(x))
+        torch.cuda.synchronize(device)
+        return results
+
+    call_of(range(ranks))
+    begun = time.perf_counter()
+    results = call_of(range(ranks - 1))
+    seconds = time.perf_counter() - begun
+    for reduce, result in zip(short, results):
+        told = missing(caught(reduce), ranks - 1, 2, result, seconds)
+    yield told
+    call_of(range(ranks - 1, ranks))
+    assert caught(short[-1]), "the rank that comes late sees no error"
+    yield "the rank that comes late fails too"
+
+
+def run_process(rank: int, ranks: int, launches: int, store: str) -> None:
+    """Run one rank of a group of processes; the first prints."""
+    import datetime
+
+    import torch.distributed as dist
+
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo", f"file://{store}", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=120)
+    )
+    group = dist.group.WORLD
+    reduce = collectives.create(group, device, seconds=LIMIT_SECONDS)
+    calls = calls_of(ranks, reduce.arch)
+    member = Rank(rank, reduce, device, calls)
+    for number, call in enumerate(calls):
+        member.eager(number)
+        torch.cuda.synchronize(device)
+        reduce.check()
+        found: list = [None] * ranks
+        dist.all_gather_object(found, member.calls[number].results())
+        if rank == 0:
+            check_results(call.op, call.inputs, call.args, [outputs for outputs, _ in found], [r for _, r in found])
+    gpus = f"{min(ranks, torch.cuda.device_count())} x {torch.cuda.get_device_name(device)}"
+    said = [f"{len(calls)} eager calls of {ranks} processes on {gpus} are right"]
+    member.capture()
+    dist.barrier()
+    said += replay_all([member], launches, device)
+    reduce.close()
+    short = collectives.create(group, device, seconds=SHORT_SECONDS)
+    x = torch.ones(1, 1024, dtype=torch.bfloat16, device=device)
+    short.sum(x)
+    torch.cuda.synchronize(device)
+    dist.barrier()
+    if rank < ranks - 1:
+        begun, result = time.perf_counter(), short.sum(x)
+        torch.cuda.synchronize(device)
+        said.append(missing(caught(short), ranks - 1, 2, result, time.perf_counter() - begun))
+    dist.barrier()
+    if rank == ranks - 1:
+        short.sum(x)
+        torch.cuda.synchronize(device)
+        assert caught(short), "the rank that comes late sees no error"
+    dist.barrier()
+    if rank == 0:
+        print("\n".join([*said, "the rank that comes late fails too"]), flush=True)
+    dist.destroy_process_group()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--processes", action="store_true", help="ranks are processes; default: streams of one")
+    add("--ranks", type=int, default=8, help="default: %(default)s")
+    add("--launches", type=int, default=1_000_000, help="of each rank; default: %(default)s")
+    options = parser.parse_args(argv)
+    if not options.processes:
+        with torch.inference_mode():
+            for line in run_streams(options.ranks, options.launches):
+                print(line, flush=True)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        args = options.ranks, options.launches, f"{folder}/store"
+        torch.multiprocessing.spawn(run_process, args, nprocs=options.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""A group of ranks on emulated devices: calls of its all-reduces are queued, and run together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from vllm_rocm_ops.collectives import OneShotAllReduce, launches
+from vllm_rocm_ops.core import launch as core
+from vllm_rocm_ops.core.launch import Address, Launch
+from vllm_rocm_ops.emulator import Devices
+
+TURNS = 500
+"""The turns that a run has for each wave: several times what any takes, and few enough that one that goes on for ever ends soon."""
+LIMIT_US = 10**6  # instructions of a launch in hundreds, on the emulator's clock: never
+
+
+class EmulatedGroup:
+    """`reduces` are the ranks' all-reduces. `run` runs what they were called for. `epoch` is the epoch before the first."""
+
+    def __init__(
+        self,
+        arch_name: str,
+        ranks: int,
+        seed: int = 0,
+        *,
+        capacity: int = launches.CAPACITY,
+        limit_us: int = LIMIT_US,
+        epoch: int = 0,
+        streams: int = 1,
+        blocks: int = 64,
+        code: Path | None = None,
+        adapt: Callable[[Launch], Launch] = lambda launch: launch,
+        turns: int = TURNS,
+    ):
+        self.devices = Devices(arch_name, ranks, seed, turns=turns)
+        arch, self.code, self.adapt = self.devices.arch, code, adapt
+        words = launches.inbox_bytes(capacity) // 8
+        self.inboxes = [torch.zeros(words, dtype=torch.int64) for _ in range(ranks)]
+        before = epoch - (1 << 32 if epoch >> 31 else 0)
+        self.counters = [torch.full((1 + blocks,), before, dtype=torch.int32) for _ in range(ranks)]
+        for counters in self.counters:
+            counters[0] = 0
+        self.reports = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+        for rank, inbox in enumerate(self.inboxes):
+            self.devices.share(rank, inbox, f"the inbox of rank {rank}")
+        tensors = (*self.inboxes, *self.counters, *self.reports)
+        self.tensor_at = {tensor.data_ptr(): tensor for tensor in tensors}
+        addresses = tuple(inbox.data_ptr() for inbox in self.inboxes)
+        self.reduces, self.queues = [], []
+        for rank, (counters, report) in enumerate(zip(self.counters, self.reports)):
+            pointers = counters.data_ptr(), report.data_ptr()
+            group = launches.Group(rank, addresses, *pointers, blocks, limit_us, capacity)
+            self.queues.append(Queue(self, rank, epoch, streams))
+            self.reduces.append(OneShotAllReduce(group, arch, report, executor=self.queues[-1]))
+
+    def run(self) -> list:
+        """Run the launches of all calls so far; return their counters."""
+        return self.devices.run()
+
+
+class Queue:
+    """Puts the launches of a rank into its device's queue, in turn into those of its streams."""
+
+    def __init__(self, group: EmulatedGroup, rank: int, epoch: int, streams: int):
+        self.group, self.rank, self.epoch, self.streams = group, rank, epoch, streams
+        self.arch = group.devices.arch
+        self.launches: list[tuple[Path, Launch]] = []
+
+    def launch(self, launch: Launch, uninitialised: tuple = ()) -> None:
+        """Queue a launch."""
+        tensor_at = self.group.tensor_at
+        path = self.group.code or core.code_object(launch.module, self.arch.name)
+        launch = launch.with_each(lambda arg: tensor_at[arg] if isinstance(arg, Address) else arg)
+        self._enqueue(path, self.group.adapt(launch))
+
+    def replay(self, number: int) -> None:
+        """Queue a launch again."""
+        self._enqueue(*self.launches[number])
+
+    def _enqueue(self, path: Path, launch: Launch) -> None:
+        self.epoch = 2 if self.epoch == (1 << 32) - 1 else self.epoch + 1
+        self.group.devices.enqueue(self.rank, path, launch, self.epoch, len(self.launches) % self.streams)
+        self.launches.append((path, launch))

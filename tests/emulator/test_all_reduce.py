@@ -1,0 +1,267 @@
+"""All-reduce, norm and quantization in one kernel, on emulated devices: right, with the same bits on all ranks, and never a hang."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+from all_reduce_calls import EPSILON, arguments, bits, check_results, generator_of, inputs_of, place_of_residual
+from emulated_group import EmulatedGroup
+from marks import AMD, CHIPS, FULL, full
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.collectives import RankMissing, launches, one_shot
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import correctness
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def check_call(
+    arch_name: str, ranks: int, op, dtype, rows: int, hidden: int, epochs=2, padding=0, with_norm=False, **how
+):
+    """Each epoch has inputs of its own."""
+    group = EmulatedGroup(arch_name, ranks, seed=rows + hidden)
+    arch, generator = group.devices.arch, generator_of(arch_name, ranks, op and op.name, dtype, rows, hidden)
+    calls = []
+    for _ in range(epochs):
+        inputs = inputs_of(ranks, rows, hidden, dtype, generator, padding)
+        args = arguments(op, arch, dtype, rows, hidden, generator, **how)
+        of_ranks = [[correctness.clone(v) for v in args] for _ in range(ranks)]
+        results = []
+        for reduce, x, own in zip(group.reduces, inputs, of_ranks):
+            with correctness.unwritten_is_nan():
+                got = reduce(op, x, *own, with_norm=with_norm) if op else reduce.sum(x)
+            results.append(correctness.as_tuple(got))
+        calls.append((inputs, args, results, of_ranks))
+    group.run()
+    for inputs, args, results, of_ranks in calls:
+        place = place_of_residual(op)
+        residuals = [] if place is None else [own[place] for own in of_ranks]
+        if with_norm:
+            normed = [(got[-1],) for got in results]
+            plain = ops.rms_norm if place is None or args[place] is None else ops.fused_add_rms_norm
+            names = [name for name in plain.Arguments._fields[1:]]
+            of_plain = [dict(zip(op.Arguments._fields[1:], args))[name] for name in names]
+            if op.name not in ("rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant"):  # those round otherwise
+                check_results(plain, inputs, of_plain, normed, [])
+            assert all(torch.equal(bits(got[0]), bits(normed[0][0])) for got in normed)
+            results = [got[:-1] for got in results]
+        check_results(op, inputs, args, results, residuals)
+
+
+KERNELS = [(None, torch.bfloat16), *itertools.product(launches.NORMS.values(), DTYPES)]
+
+
+def name_of(value) -> str:
+    return "sum" if value is None else getattr(value, "name", str(value).removeprefix("torch."))
+
+
+@pytest.mark.parametrize("arch_name", CHIPS)
+@pytest.mark.parametrize(("op", "dtype"), KERNELS, ids=name_of)
+def test_every_kind(arch_name, op, dtype):
+    check_call(arch_name, 2, op, dtype, 2, 1024)
+
+
+@pytest.mark.parametrize("ranks", launches.RANKS)
+def test_every_number_of_ranks(ranks):
+    check_call(AMD[0], ranks, ops.rms_norm_dynamic_per_token_quant, torch.bfloat16, 1, 1024)
+
+
+@pytest.mark.parametrize("arch_name", AMD)
+@pytest.mark.parametrize(
+    ("ranks", "rows", "hidden"),
+    [(8, 5, 512), (4, 3, 1536), (2, 1, 16384), (8, 1, 7168), (3, 1, 2880), (2, 1, 8), (5, 2, 136)],
+)
+def test_sizes(arch_name, ranks, rows, hidden):
+    """Five tokens on 8 ranks, several blocks a row, the largest row, and rows that no wave divides."""
+    check_call(arch_name, ranks, ops.fused_add_rms_norm, torch.bfloat16, rows, hidden, epochs=1)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"has_residual": False}, {"adds_one": True}, {"adds_one": True, "has_residual": False}, {"padding": 8}],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "op", [ops.rms_norm_dynamic_per_token_quant, ops.rms_norm_mxfp8_quant, ops.rms_norm_per_block_quant], ids=name_of
+)
+def test_options(op, how):
+    check_call(AMD[0], 2, op, torch.bfloat16, 2, 512, epochs=1, **how)
+
+
+def test_without_a_weight():
+    check_call(AMD[0], 2, ops.fused_add_rms_norm, torch.float16, 2, 512, epochs=1, has_weight=False)
+
+
+@pytest.mark.parametrize("op", list(launches.NORMS.values())[2:], ids=name_of)
+def test_with_norm(op):
+    check_call(AMD[0], 2, op, torch.bfloat16, 2, 512, epochs=1, with_norm=True)
+
+
+@full
+@pytest.mark.parametrize("arch_name", AMD)
+@pytest.mark.parametrize("hidden", (1024, 12288))
+@pytest.mark.parametrize("ranks", (2, 4, 8))
+@pytest.mark.parametrize(("op", "dtype"), [(None, torch.float16), *KERNELS], ids=name_of)
+def test_every_kernel(arch_name, op, dtype, ranks, hidden):
+    check_call(arch_name, ranks, op, dtype, 1 + (hidden < 2048), hidden)
+
+
+@pytest.mark.parametrize("arch_name", CHIPS)
+def test_the_bits_of_two_ops(arch_name):
+    """Those of the op behind the all-reduce alone, which the emulator runs by itself, in every configuration."""
+    from vllm_rocm_ops.core import launch as core
+    from vllm_rocm_ops.emulator import Emulator
+
+    ranks, rows, hidden, op = 4, 2, 1024, ops.rms_norm_per_block_quant
+    generator = generator_of("two ops")
+    inputs = inputs_of(ranks, rows, hidden, torch.bfloat16, generator)
+    args = arguments(op, archs.named(arch_name), torch.bfloat16, rows, hidden, generator)
+    found = []
+    configs = launches.configs(
+        op.Arguments(inputs[0], *args), archs.named(arch_name), EmulatedGroup(arch_name, 2).reduces[0].group
+    )
+    assert [config.parts for config in configs] == [1, 2, 4]
+    for config in configs:
+        group = EmulatedGroup(arch_name, ranks)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launches, "default", lambda *of, config=config: config)
+            results = [reduce(op, x, *map(correctness.clone, args)) for reduce, x in zip(group.reduces, inputs)]
+        group.run()
+        found += results
+    with core.executor(Emulator(arch_name)):
+        wanted = op(launches.reference(None, inputs), *map(correctness.clone, args))
+    for got in found:
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(got, wanted, strict=True))
+
+
+# A rank that never comes
+
+
+def assert_names(text: str, late: int, ranks: int) -> None:
+    """The limit is short: of several peers some may be slower than that too."""
+    match = re.fullmatch(
+        rf"all_reduce: ranks? ([0-9, ]+) of {ranks} did not come in epoch 2: rank \d waited for more than 8e-06 s\. .*",
+        text,
+    )
+    assert match and str(late) in match[1].split(", "), text
+
+
+@pytest.mark.parametrize("arch_name", AMD)
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 1), (8, 2)])
+def test_a_rank_that_never_comes(arch_name, ranks, rows):
+    """Its peers end, with NaN in place of all results, and say whom they waited for and when; the next calls end at once, and so does the
+    rank when it comes."""
+    group = EmulatedGroup(arch_name, ranks, seed=ranks, limit_us=8)
+    generator = generator_of("never", ranks)
+    late = ranks - 1
+
+    def call(of_ranks) -> list[torch.Tensor]:
+        inputs = inputs_of(ranks, rows, 1024, torch.bfloat16, generator)
+        args = arguments(ops.fused_add_rms_norm, group.devices.arch, torch.bfloat16, rows, 1024, generator)
+        made = {
+            rank: ops.fused_add_rms_norm.Arguments(inputs[rank], *map(correctness.clone, args)) for rank in of_ranks
+        }
+        return [group.reduces[rank](ops.fused_add_rms_norm, *a) for rank, a in made.items()]
+
+    whole = call(range(ranks))
+    group.run()
+    failed = call(range(late))
+    after = call(range(late))
+    group.run()
+    assert not any(result.isnan().any() for result in whole)
+    assert all(result.isnan().any(dim=-1).all() for result in (*failed, *after))
+    for rank in range(late):
+        with pytest.raises(RankMissing) as caught:
+            group.reduces[rank].sum(torch.zeros(1, 512, dtype=torch.bfloat16))
+        assert_names(str(caught.value), late, ranks)
+    group.reduces[late].check()
+    group.inboxes[late][launches.HEADER_BYTES // 8 :] = 0  # words are of one run
+    comes = call([late])
+    group.run()
+    with pytest.raises(RankMissing) as caught:
+        group.reduces[late].check()
+    assert_names(str(caught.value), late, ranks)
+    assert comes[0].shape == (rows, 1024)
+
+
+@pytest.mark.parametrize(("epoch", "seen"), [(1, 1), (17, 19), (2**20 - 1, 2**20 + 1), (2**32 - 1, 3), (5, 4)])
+def test_what_an_error_says(epoch, seen):
+    group = EmulatedGroup(AMD[0], 8).reduces[0].group
+    error = 1 << 31 | 0b101000 | 7 << 8 | (epoch & 0xFFFFF) << 11
+    text = one_shot.said(seen << 32 | error, group)
+    assert text.startswith(
+        f"all_reduce: ranks 3, 5 of 8 did not come in epoch {epoch}: rank 7 waited for more than 1 s."
+    )
+
+
+# What no kernel takes
+
+
+def test_what_is_unsupported():
+    group = EmulatedGroup(AMD[0], 2)
+    reduce, op = group.reduces[0], ops.rms_norm
+    weight = torch.ones(512, dtype=torch.bfloat16)
+    few = torch.zeros(2, 512, dtype=torch.bfloat16)
+    assert reduce.unsupported(op, few, weight, EPSILON) == "" == reduce.unsupported(None, few)
+    many = torch.zeros(129, 512, dtype=torch.bfloat16)
+    assert "input has at most 65536 values, 128 KiB, which are twice as much between ranks" in reduce.unsupported(
+        None, many
+    )
+    assert "there are at most 64 rows, so that all blocks are resident" in reduce.unsupported(None, many)
+    wide = torch.zeros(1, 16392, dtype=torch.bfloat16)
+    assert reduce.unsupported(None, wide) == "the kernels need that hidden is at most 16384"
+    assert "multiple of 8" in reduce.unsupported(None, torch.zeros(2, 12, dtype=torch.bfloat16))
+    assert "bfloat16 or float16" in reduce.unsupported(None, few.float())
+    assert "layer_norm is one of rms_norm" in reduce.unsupported(ops.layer_norm, few, weight, None, EPSILON)
+    with pytest.raises(ValueError, match="rms_norm: weight must be bfloat16"):
+        reduce(op, few, weight[:8], EPSILON)
+    with pytest.raises(ValueError, match="all_reduce: the kernels need that .*`all_reduce` must be given, got None"):
+        reduce.sum(wide)
+    with pytest.raises(ValueError, match="fused_add_rms_norm: residual must have memory of its own"):
+        reduce(ops.fused_add_rms_norm, few, few, weight, EPSILON)
+
+
+def test_another_sums_up_what_no_kernel_takes():
+    group = EmulatedGroup(AMD[0], 2)
+    reduce = one_shot.OneShotAllReduce(
+        group.reduces[0].group, group.devices.arch, group.reports[0], all_reduce=lambda x: 2 * x
+    )
+    x = torch.randn(2, 12, generator=generator_of("elsewhere")).bfloat16()
+    weight = torch.ones(12, dtype=torch.bfloat16)
+    assert torch.equal(reduce.sum(x), 2 * x)
+    assert torch.equal(reduce(ops.rms_norm, x, weight, EPSILON), ops.rms_norm(2 * x, weight, EPSILON))
+    scale = torch.tensor([0.1])
+    got, normed = reduce(ops.rms_norm_static_fp8_quant, x, weight, scale, EPSILON, torch.float8_e4m3fn, with_norm=True)
+    assert torch.equal(normed, ops.rms_norm(2 * x, weight, EPSILON)) and got.dtype == torch.float8_e4m3fn
+    empty = x.new_empty(0, 12)
+    assert reduce.sum(empty).shape == (0, 12)
+
+
+def test_blocks_of_a_row():
+    """A row has more blocks where each reads less than it takes to hand sums on, and as many as are resident."""
+
+    def parts(ranks: int, rows: int, hidden: int, blocks: int = 304) -> int:
+        group = launches.Group(0, (0,) * ranks, 0, 0, blocks, 1)
+        return launches.default(
+            launches.Sum(torch.empty(rows, hidden, dtype=torch.bfloat16)), archs.named(AMD[0]), group
+        ).parts
+
+    assert (parts(8, 1, 7168), parts(8, 4, 16384), parts(8, 5, 7168)) == (8, 8, 8)
+    assert (parts(2, 1, 7168), parts(8, 1, 1024), parts(8, 40, 7168), parts(8, 300, 7168)) == (1, 1, 4, 1)
+    assert (parts(8, 5, 7168, blocks=23), parts(8, 5, 7168, blocks=16)) == (4, 1)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "1e9", "nan"])
+def test_limit(monkeypatch, value):
+    assert one_shot.limit_us(None) == 60_000_000
+    monkeypatch.setenv("VLLM_ROCM_OPS_ALL_REDUCE_LIMIT", value)
+    with pytest.raises(ValueError, match=f"must be above 0 and at most 4294 seconds, got {value}"):
+        one_shot.limit_us(None)
+
+
+def test_kernels_are_those_of_plans():
+    assert sum(map(len, launches.symbols().values())) == 72 and FULL in (True, False)

@@ -1,0 +1,202 @@
+"""Launches of csrc/collectives/all_reduce.h: which kernel sums up rows of all ranks and norms them, in how many blocks.
+
+`Sum` and the norms of ops/rms_norm.py are what may follow an all-reduce; `a` is the named tuple of that op's arguments, whose `input`
+is this rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Address, Launch
+from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.core.tensors import row_stride, rows_of
+from vllm_rocm_ops.ops.families import rowwise
+
+RANKS = range(2, 9)
+MOST_RANKS = RANKS[-1]
+HEADER_BYTES = 128  # of an inbox
+BUFFERS, SLOTS = 2, MOST_RANKS + 1  # of an inbox: those of all ranks, and that of its owner's blocks
+WORD_BYTES, VALUES_IN_WORD = 8, 2  # a word has two values of 16 bits beside its epoch
+CAPACITY = 128 * 1024 // 2 // VALUES_IN_WORD
+"""Words of a call: 128 KiB of values, which are 256 KiB on each link and 5.5 us of MI300X's (48 GB/s, one direction). Twice as much would
+take the time that a vLLM all-reduce of 192 KiB and a norm take (7.0 us on MI355X, vllm#39080, and 4.5 us)."""
+THREADS, CHUNKS = 512, (2, 4)  # of a block at most, and of a thread
+PARTS = (1, 2, 4, 8)
+LARGEST_HIDDEN = THREADS * CHUNKS[-1] * rowwise.VECTOR
+SUM, PER_TENSOR, PER_GROUP = "all_reduce", "all_reduce_quant", "all_reduce_group_quant"
+MODULES = {
+    "rms_norm": SUM,
+    "fused_add_rms_norm": SUM,
+    "rms_norm_static_fp8_quant": PER_TENSOR,
+    "fused_add_rms_norm_static_fp8_quant": PER_TENSOR,
+    "rms_norm_dynamic_per_token_quant": PER_TENSOR,
+    "rms_norm_per_block_quant": PER_GROUP,
+    "rms_norm_mxfp8_quant": PER_GROUP,
+}
+"""The file of csrc/ops by op."""
+NORMS: dict[str, Op] = {name: getattr(ops, name) for name in MODULES}
+
+
+class Sum(NamedTuple):
+    """The arguments of an all-reduce alone."""
+
+    input: Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """A rank's view of its group: addresses of all inboxes, of its counters and of the word that its host reads; `capacity` in words,
+    and how many blocks of a launch may be resident at once."""
+
+    rank: int
+    inboxes: tuple[int, ...]
+    counters: int
+    report: int
+    blocks: int
+    limit_us: int
+    capacity: int = CAPACITY
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.inboxes)
+
+    def args(self) -> dict[str, object]:
+        """The arguments of a kernel that say so."""
+        inboxes = {f"inbox{rank}": None for rank in range(MOST_RANKS)}
+        inboxes |= {f"inbox{rank}": Address(address) for rank, address in enumerate(self.inboxes)}
+        return {
+            **inboxes,
+            "mine": Address(self.inboxes[self.rank]),
+            "counters": Address(self.counters),
+            "report": Address(self.report),
+            "capacity": self.capacity,
+            "rank": self.rank,
+            "ranks": self.ranks,
+            "limit_us": self.limit_us,
+        }
+
+
+@dataclass(frozen=True)
+class Config:
+    """A row has `parts` blocks of `threads` threads; in the first, a thread has `chunks` vectors of 8 elements."""
+
+    parts: int
+    threads: int
+    chunks: int
+
+
+def inbox_bytes(capacity: int) -> int:
+    """Bytes of an inbox of so many words in each slot."""
+    return HEADER_BYTES + BUFFERS * SLOTS * capacity * WORD_BYTES
+
+
+def rules(op: Op | None, a, arch: Arch, group: Group) -> Iterator[tuple[str, bool]]:
+    """What the kernels need, in the words of a rule, and whether it holds."""
+    if op is None:
+        yield "input is bfloat16 or float16", a.input.dtype in rowwise.ELEMENTS
+    else:
+        yield f"{op.name} is one of {', '.join(MODULES)}", op.name in MODULES
+        yield from op.envelope(a, arch)
+    hidden, rows = a.input.shape[-1], rows_of(a.input)
+    yield "rows of input lie at one stride", row_stride(a.input) is not None
+    tensors = (a.input, getattr(a, "residual", None), getattr(a, "weight", None))
+    yield "hidden is a multiple of 8, and rows are 16-byte aligned", rowwise.is_vector(hidden, *tensors)
+    yield f"hidden is at most {LARGEST_HIDDEN}", hidden <= LARGEST_HIDDEN
+    values = group.capacity * VALUES_IN_WORD
+    yield (
+        f"input has at most {values} values, {values * 2 // 1024} KiB, which are twice as much between ranks",
+        (a.input.numel() <= values),
+    )
+    yield f"there are at most {group.blocks} rows, so that all blocks are resident", rows <= group.blocks
+
+
+def configs(a, arch: Arch, group: Group) -> list[Config]:
+    """All configurations that fit, fewest blocks first."""
+    vectors, rows = a.input.shape[-1] // rowwise.VECTOR, rows_of(a.input)
+    threads, chunks = next(
+        (threads, count) for count in CHUNKS if (threads := rowwise.threads_for(vectors, count, arch)) <= THREADS
+    )
+    fitting = (parts for parts in PARTS if parts == 1 or (rows * parts <= group.blocks and vectors >= parts * 32))
+    return [Config(parts, threads, chunks) for parts in fitting]
+
+
+def cost(config: Config, a, arch: Arch, group: Group) -> float:
+    """Microseconds that a row is expected to take from the last rank's stores on."""
+    costs = arch.costs.collective
+    row_bytes = a.input.shape[-1] // VALUES_IN_WORD * WORD_BYTES
+    read = (group.ranks - 1) * row_bytes / config.parts / costs.unit_bytes_per_us
+    return read if config.parts == 1 else read + costs.hand_us + row_bytes / costs.unit_bytes_per_us
+
+
+def default(a, arch: Arch, group: Group) -> Config:
+    """The configuration of the least cost, of equals the one of the fewest blocks."""
+    return min(configs(a, arch, group), key=lambda config: cost(config, a, arch, group))
+
+
+def symbol(op: Op | None, dtype: torch.dtype, ranks: int, config: Config) -> str:
+    """The kernel's name."""
+    most = next(most for most in (2, 4, 8) if ranks <= most)
+    norm = "" if op is None else op.name.removeprefix("fused_add_") + "_"
+    return f"all_reduce_{norm}{rowwise.ELEMENTS[dtype]}_{most}_x{config.chunks}"
+
+
+def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group: Group) -> Launch:
+    """The launch. `outputs` are those of the op, `normed` gets the norm before it is quantised."""
+    vectors, rows = a.input.shape[-1] // rowwise.VECTOR, rows_of(a.input)
+    args = group.args() | {
+        "input": a.input,
+        "input_stride": row_stride(a.input),
+        "rows": rows,
+        "row_chunks": vectors,
+        "parts": config.parts,
+        "part_chunks": -(-vectors // config.parts),
+        "threads_per_block": config.threads,
+    }
+    if op is None:
+        args["out"] = outputs
+    else:
+        residual = getattr(a, "residual", None)
+        args |= {
+            "residual": residual,
+            "residual_stride": 0 if residual is None else row_stride(residual),
+            "weight": a.weight,
+            "hidden": a.input.shape[-1],
+            "inverse_hidden": 1.0 / a.input.shape[-1],
+            "epsilon": float(a.epsilon),
+            "one_plus_weight": int(a.one_plus_weight and a.weight is not None),
+            "normed": normed,
+            **rowwise.output_args(a, outputs),
+        }
+    module = SUM if op is None else MODULES[op.name]
+    name = symbol(op, a.input.dtype, group.ranks, config)
+    return Launch(module, name, (rows, config.parts, 1), (config.threads, 1, 1), args)
+
+
+def symbols() -> dict[str, set[str]]:
+    """All kernels by the file of csrc/ops."""
+    found: dict[str, set[str]] = {}
+    for op in (None, *NORMS.values()):
+        for dtype in rowwise.ELEMENTS:
+            for most in (2, 4, 8):
+                for chunks in CHUNKS:
+                    name = symbol(op, dtype, most, Config(1, THREADS, chunks))
+                    found.setdefault(SUM if op is None else MODULES[op.name], set()).add(name)
+    return found
+
+
+def reference(op: Op | None, inputs: list[Tensor], *args):
+    """What a rank gets, in plain PyTorch: the sum of all ranks' inputs in their order, rounded once, then the op."""
+    total = rowwise.exact(inputs[0])
+    for each in inputs[1:]:
+        total = total + rowwise.exact(each)
+    total = total.to(inputs[0].dtype)
+    return total if op is None else op.reference(total, *args)

@@ -1,0 +1,189 @@
+"""All-reduce of few rows in one shot, alone or with RMSNorm and quantization behind it in the same kernel.
+
+    reduce = collectives.create(cpu_group, device, all_reduce=other)    # on all ranks
+    x = reduce.sum(partial)
+    y, scale = reduce(ops.rms_norm_dynamic_per_token_quant, partial, weight, 1e-6, torch.float8_e4m3fnuz, None, residual)
+    reduce.check()    # behind a synchronization of the step
+    reduce.close()    # on all ranks
+
+`reduce(op, input, ...)` has the bits of `op(reduce.sum(input), ...)`, and all ranks have the same. Where no kernel takes a call, by its
+sizes, so that it is the same on all ranks, `other` sums up and the op follows. Every rank makes the same calls in the same order, on
+one stream at a time; calls may be captured.
+
+A rank that waits longer than $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT seconds gives up: its launch ends, and so do all launches to come, on all
+ranks, with NaN in place of what did not come. The kernel leaves the reason in memory of the host, where `check` finds it without
+a synchronization. Each eager call checks, and so should whoever uses the results of a replay.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.collectives.launches import Group, Sum
+from vllm_rocm_ops.core import arguments, envs, kernel_arguments
+from vllm_rocm_ops.core import launch as core
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.execution import Execution, bind_device, bind_executor
+from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.core.stats import FALLBACK
+from vllm_rocm_ops.core.tensors import rows_of
+
+MOST_SECONDS = (2**32 - 1) // 10**6
+REMEMBERED_SIGNATURES = 1024
+ADVICE = "All ranks must make the same calls of an all-reduce"
+
+
+class RankMissing(RuntimeError):
+    """A rank did not come to an all-reduce within the limit: results since then are NaN, and the group is of no more use."""
+
+
+class OneShotAllReduce:
+    """A rank's all-reduce. `report` is the host's tensor that a kernel leaves an error in. `executor` runs launches in place of a GPU.
+    `all_reduce` sums up where no kernel takes a call. `release` frees what the group has."""
+
+    def __init__(
+        self,
+        group: Group,
+        arch: Arch,
+        report: Tensor,
+        *,
+        executor: core.Executor | None = None,
+        all_reduce: Callable[[Tensor], Tensor] | None = None,
+        release: Callable[[], None] = lambda: None,
+    ):
+        self.group, self.arch, self.executor, self._release = group, arch, executor, release
+        self._elsewhere = all_reduce
+        self._report = report.numpy()
+        self._executions: dict[tuple, Execution] = {}
+        self.is_closed = False
+
+    def check(self) -> None:
+        """Raise RankMissing if a rank did not come. It reads a word of the host's memory."""
+        report = int(self._report[0])
+        if report:
+            raise RankMissing(said(report & (1 << 64) - 1, self.group))
+
+    def unsupported(self, op: Op | None, *args) -> str:
+        """Why no kernel takes a call; empty if one does. `op` None is the all-reduce alone. Only shapes, dtypes, strides and alignment
+        matter. ValueError where the op's contract is broken."""
+        a = self._arguments(op, args)
+        broken = [rule for rule, holds in launches.rules(op, a, self.arch, self.group) if not holds]
+        return f"the kernels need that {'; '.join(broken)}" if broken else ""
+
+    def sum(self, input: Tensor) -> Tensor:
+        """The sum of all ranks' inputs [..., hidden], rounded once."""
+        return self._execution(None, False, (input,))((input,))
+
+    def __call__(self, op: Op, *args, with_norm: bool = False):
+        """What `op` gives for the sum of all ranks' inputs, the op's first argument; `op` is a norm of ops/rms_norm.py. With `with_norm`,
+        the norm before it is quantized follows the op's results."""
+        args += op._defaults[len(args) :]
+        return self._execution(op, with_norm, args)(args)
+
+    def close(self) -> None:
+        """Free what the group has, which no launch may use any more. Collective."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._release()
+
+    def _arguments(self, op: Op | None, args: tuple):
+        return Sum(*args) if op is None else arguments.checked(op, op.Arguments(*args))
+
+    def _execution(self, op: Op | None, with_norm: bool, args: tuple) -> Execution:
+        self.check()
+        if self.is_closed:
+            raise RuntimeError("all_reduce: the group was closed")
+        input = args[0]
+        seen = (
+            (input.shape, input.stride(), input.dtype, input.data_ptr() & 15)
+            if op is None
+            else op._signature(None, *args)
+        )
+        key = op and op.name, with_norm, seen
+        execution = self._executions.get(key)
+        if execution is None:
+            if len(self._executions) >= REMEMBERED_SIGNATURES:
+                del self._executions[next(iter(self._executions))]
+            execution = self._executions[key] = self._decide(op, with_norm, args)
+            execution.apart = arguments.apart(op, op.Arguments(*args)) if op else ()
+        for updated, other, before, behind in execution.apart:
+            distance = args[updated].data_ptr() - args[other].data_ptr()
+            if -before < distance < behind:
+                arguments.refuse_overlap(op, args, updated, other, distance)
+        return execution
+
+    def _decide(self, op: Op | None, with_norm: bool, args: tuple) -> Execution:
+        a = self._arguments(op, args)
+        name = "all_reduce" if op is None else f"all_reduce_{op.name}"
+        if rows_of(a.input) == 0:
+            return Execution(name, "nothing to do", lambda args: self._without_kernel(op, with_norm, torch.clone, args))
+        if why := self.unsupported(op, *args):
+            if self._elsewhere is None:
+                raise ValueError(f"{name}: {why}; where no kernel takes a call, `all_reduce` must be given, got None")
+            elsewhere = functools.partial(self._without_kernel, op, with_norm, self._elsewhere)
+            return Execution(name, FALLBACK + why, elsewhere, is_fallback=True)
+        outputs = torch.empty_like(a.input, memory_format=torch.contiguous_format) if op is None else op.allocate(a)
+        normed = a.input.new_empty(a.input.shape) if with_norm else None
+        config = launches.default(a, self.arch, self.group)
+        planned = launches.plan(op, a, outputs, normed, config, self.group)
+        if with_norm:
+            outputs = (*(outputs if isinstance(outputs, tuple) else (outputs,)), normed)
+        code = core.built(planned.module, self.arch.name)
+        packers = [kernel_arguments.packer(planned, kernel_arguments.parameters(code, planned.symbol))]
+        if self.executor:
+            return Execution(name, planned.symbol, bind_executor(self.executor, (planned,), outputs, a))
+        runtime, why = core.runtime()
+        if why:
+            raise RuntimeError(f"{name}: {why}")
+        device = a.input.device
+        handles = [runtime.load(str(code), planned.symbol, device.index)]
+        run = bind_device(runtime, device, (planned,), handles, packers, outputs, a, ADVICE)
+        return Execution(name, planned.symbol, run)
+
+    @staticmethod
+    def _without_kernel(op: Op | None, with_norm: bool, all_reduce: Callable[[Tensor], Tensor], args: tuple):
+        total = all_reduce(args[0])
+        if op is None:
+            return total
+        if not with_norm:
+            return op.call(total, *args[1:])
+        residual = dict(zip(op.Arguments._fields, args)).get("residual")
+        before = None if residual is None else residual.clone()
+        found = op.call(total, *args[1:])
+        a = op.Arguments(total, *args[1:])
+        norm = launches.NORMS["rms_norm" if before is None else "fused_add_rms_norm"]
+        normed = norm.call(total, *(() if before is None else (before,)), a.weight, a.epsilon, a.one_plus_weight)
+        return (*(found if isinstance(found, tuple) else (found,)), normed)
+
+
+def said(report: int, group: Group) -> str:
+    """The message of an error that a kernel left."""
+    seen_in, error = report >> 32, report & 0xFFFFFFFF
+    missing = [rank for rank in range(group.ranks) if error >> rank & 1]
+    behind = (seen_in - (error >> 11)) & 0xFFFFF  # epochs since then
+    epoch = (seen_in - behind if behind < 1 << 19 else seen_in + (1 << 20) - behind) & 0xFFFFFFFF
+    ranks = f"rank {missing[0]}" if len(missing) == 1 else "ranks " + ", ".join(map(str, missing))
+    return (
+        f"all_reduce: {ranks} of {group.ranks} did not come in epoch {epoch}: rank {error >> 8 & 7} waited for more than "
+        f"{group.limit_us / 1e6:g} s. Results since then are NaN on all ranks. A longer limit is set by "
+        f"VLLM_ROCM_OPS_ALL_REDUCE_LIMIT, in seconds"
+    )
+
+
+def limit_us(seconds: float | None) -> int:
+    """The limit that kernels take, by default that of $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT."""
+    text = envs.VLLM_ROCM_OPS_ALL_REDUCE_LIMIT if seconds is None else seconds
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= MOST_SECONDS:
+        raise ValueError(
+            f"VLLM_ROCM_OPS_ALL_REDUCE_LIMIT must be above 0 and at most {MOST_SECONDS} seconds, got {text}"
+        )
+    return max(1, round(found * 1e6))

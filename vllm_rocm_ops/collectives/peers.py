@@ -1,0 +1,144 @@
+"""Groups of ranks: each has an inbox that all others store to, found by handles that processes exchange, or in one process."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.collectives.launches import Group
+from vllm_rocm_ops.collectives.one_shot import OneShotAllReduce, limit_us
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch as core
+
+
+class Own:
+    """What a rank has of its own: the inbox, counters, and the word of the host's memory that a kernel leaves an error in."""
+
+    def __init__(self, device: torch.device, capacity: int):
+        arch = archs.of_device(device.index) if device.type == "cuda" else None
+        if arch is None:
+            raise RuntimeError(f"there are no kernels for {device}")
+        self.device, self.arch = device, arch
+        self.runtime, why = core.runtime()
+        if why:
+            raise RuntimeError(why)
+        self.inbox = self.runtime.shared_memory(device.index, launches.inbox_bytes(capacity))
+        self.counters = torch.zeros(2, dtype=torch.int32, device=device)
+        self.report = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        torch.cuda.synchronize(device)
+
+    def group(self, rank: int, inboxes: list[int], on_device: int, limit_us: int, capacity: int) -> Group:
+        """This rank's view, with so many ranks on its GPU."""
+        pointers = self.counters.data_ptr(), self.report.data_ptr()
+        return Group(rank, tuple(inboxes), *pointers, self.arch.compute_units // on_device, limit_us, capacity)
+
+    def free(self) -> None:
+        """Free the inbox."""
+        self.runtime.free_shared_memory(self.device.index, self.inbox)
+
+
+def _agree(cpu_group, act: Callable[[], object]) -> list:
+    """What an action returns on each rank. RuntimeError on all of them if it fails on one."""
+    import torch.distributed as dist
+
+    try:
+        mine = "", act()
+    except (RuntimeError, ValueError, OSError) as error:
+        mine = f"{type(error).__name__}: {error}", None
+    found: list = [None] * dist.get_world_size(cpu_group)
+    dist.all_gather_object(found, mine, group=cpu_group)
+    failed = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(found) if why]
+    if failed:
+        raise RuntimeError(f"all_reduce: the ranks cannot share memory: {'; '.join(failed)}")
+    return [value for _, value in found]
+
+
+def _boot() -> str:
+    """What two processes of one running machine have in common."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname() + (path.read_text().strip() if path.exists() else "")
+
+
+def _check_ranks(ranks: int) -> None:
+    if ranks not in launches.RANKS:
+        raise ValueError(f"all_reduce: ranks must be {launches.RANKS[0]} to {launches.MOST_RANKS}, got {ranks}")
+
+
+def create(
+    cpu_group,
+    device: torch.device,
+    *,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
+    capacity: int = launches.CAPACITY,
+    seconds: float | None = None,
+) -> OneShotAllReduce:
+    """The all-reduce of a torch.distributed group whose ranks are processes of this machine, each with a GPU of its own; `all_reduce`
+    sums up where no kernel takes a call. Collective: if one rank fails, RuntimeError on all, with its reason."""
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(cpu_group), dist.get_world_size(cpu_group)
+    limit, owns, opened = limit_us(seconds), [], {}
+
+    def make():
+        _check_ranks(ranks)
+        own = Own(device, capacity)
+        owns.append(own)
+        return _boot(), own.arch.name, capacity, limit, own.runtime.memory_handle(device.index, own.inbox)
+
+    def open_all(found: list) -> None:
+        for what, values in zip(("machine", "architecture", "capacity", "limit"), zip(*found)):
+            if len(set(values)) > 1:
+                raise ValueError(f"all ranks must have one {what}, got {', '.join(map(str, values))}")
+        for peer, (*_, handle) in enumerate(found):
+            if peer != rank:
+                opened[peer] = owns[0].runtime.open_memory(device.index, handle)
+
+    def close() -> None:
+        while opened:
+            owns[0].runtime.close_memory(device.index, opened.popitem()[1])
+
+    def release() -> None:
+        if any(own.report[0] for own in owns):
+            return  # a rank is missing: nobody knows what still stores to this memory
+        torch.cuda.synchronize(device)
+        _agree(cpu_group, lambda: None)  # no launch of any rank stores any more
+        _agree(cpu_group, close)
+        for own in owns:
+            own.free()
+
+    try:
+        found = _agree(cpu_group, make)
+        _agree(cpu_group, lambda: open_all(found))
+    except RuntimeError:
+        release()
+        raise
+    own = owns[0]
+    inboxes = [own.inbox if peer == rank else opened[peer] for peer in range(ranks)]
+    group = own.group(rank, inboxes, 1, limit, capacity)
+    return OneShotAllReduce(group, own.arch, own.report, all_reduce=all_reduce, release=release)
+
+
+def in_process(
+    ranks: int, device: torch.device, *, capacity: int = launches.CAPACITY, seconds: float | None = None
+) -> list[OneShotAllReduce]:
+    """All ranks of a group within this process, on one GPU: each rank's calls go to a stream of its own."""
+    _check_ranks(ranks)
+    limit, owns = limit_us(seconds), [Own(device, capacity) for _ in range(ranks)]
+    inboxes = [own.inbox for own in owns]
+
+    def release() -> None:
+        torch.cuda.synchronize(device)
+        if all(each.is_closed for each in group):
+            for own in owns:
+                own.free()
+
+    group = [
+        OneShotAllReduce(own.group(rank, inboxes, ranks, limit, capacity), own.arch, own.report, release=release)
+        for rank, own in enumerate(owns)
+    ]
+    return group
