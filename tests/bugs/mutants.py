@@ -167,6 +167,12 @@ def normed(text: str, replacement: str, *names: str) -> Mutant:
     return Mutant("ops/rope_and_cache.hip", text, replacement, "rope_and_cache", cases(op, *names))
 
 
+def latent(text: str, replacement: str, *names: str) -> Mutant:
+    """Return a mutant of the kernels between latent attention's first projection and its scores."""
+    op = "latent_norm_rope_and_cache"
+    return Mutant(f"ops/{op}.hip", text, replacement, op, cases(op, *names))
+
+
 def large(test: str) -> tuple[str, ...]:
     return (f"test_large_tensors.py::{test}",)
 
@@ -570,6 +576,44 @@ MUTANTS = {
         "element, elements, value_scale)", "element, elements, key_scale)", "bf16-fp8-256"
     ),
     "a key without a slot written": normed("if (is_key && cache.is_cached)", "if (is_key)", "bf16-packed"),
+    # Latents' norms, rotation and write
+    "keys' latent by the weight of queries": latent(
+        "kv_weight, kv_size, inverse_kv_size", "q_weight, kv_size, inverse_kv_size", "bf16"
+    ),
+    "keys' mean over queries' elements": latent(
+        "kv_size, inverse_kv_size, epsilon", "kv_size, inverse_q_size, epsilon", "bf16"
+    ),
+    "keys from the start of a row": latent("({row + q_size, nullptr", "({row, nullptr", "bf16"),
+    "the last pairs left out": latent("is_here(vec < r.rotary_vecs)", "is_here(vec < r.rotary_vecs - 1)", "bf16"),
+    "a part of a wave not summed": latent(
+        "u32(kv_size + kOfWave - 1) / u32(kOfWave)", "u32(kv_size) / u32(kOfWave)", "one-wave"
+    ),
+    "halves taken for neighbours": latent(
+        "first = r.is_neox ? vec * kChunk : 2 * vec * kChunk;", "first = 2 * vec * kChunk;", "neox"
+    ),
+    "the cache gets k_pe before its rotation": latent(
+        "cache.write(kv_size + first, vecs[0])", "cache.write(kv_size + first, x)", "bf16"
+    ),
+    "half of k_pe over the latent": latent("cache.write(kv_size + second,", "cache.write(second,", "bf16-fp8"),
+    "a token without a slot written": latent("if (!is_cached) return;", "", "bf16"),
+    "slots read for tokens that have none": latent("token < cache.num_slots ?", "true ?", "one-wave"),
+    "pages of 16 slots": latent("u32(page) * u32(cache.page_size)", "u32(page) * 16u", "one-wave"),
+    "the cache's scale ignored": latent("E4m3) && cache.scale ?", "E4m3) && false ?", "bf16-fp8"),
+    "latents of all tokens in one place": latent("(u16*)kv_out + token * kv_size", "(u16*)kv_out", "bf16"),
+    "rotated parts of all tokens in one place": latent("(u16*)k_pe_out + token * k_pe_size", "(u16*)k_pe_out", "bf16"),
+    "rows side by side": latent(
+        "u32(wave::block_id_x()) * row_stride",
+        "u32(wave::block_id_x()) * (q_size + kv_size + 16 * rotation.rotary_vecs)",
+        "longer-keys",
+    ),
+    "the position of the first token": latent("r.positions + u32(wave::block_id_x())", "r.positions", "bf16"),
+    "the last bit of a latent": Mutant(
+        "ops/latent_norm_rope_and_cache.hip",
+        "mem::store((u32x4*)out + index, y);",
+        "mem::store((u32x4*)out + index, y + 1u);",
+        "latent_norm_rope_and_cache",
+        ("test_same_bits.py::test_one_launch_gives_the_bits_of_a_latents_three[gfx942-dtype0-False]",),
+    ),
     # Experts
     "sums of the last wave left out": Mutant(
         EXPERTS,

@@ -35,7 +35,7 @@ PART, OUTPUT = "attention/part.h", "attention/output.h"
 # As in test_planted_bugs.py.
 BUGS = {
     "pairs rotated the wrong way": (
-        "ops/rope_and_cache.hip",
+        "attention/rotation.h",
         "rounded_product(x, cos) - rounded_product(y, sin), rounded_product(y, cos) + rounded_product(x, sin)",
         "rounded_product(x, cos) + rounded_product(y, sin), rounded_product(y, cos) - rounded_product(x, sin)",
         ops.rope_and_cache,
@@ -105,6 +105,15 @@ BUGS = {
         "bf16-fp8-packed",
         "gfx950",
         "output key_out: " + WRONG,
+    ),
+    "keys' latent with another epsilon": (
+        "ops/latent_norm_rope_and_cache.hip",
+        "kv_size, inverse_kv_size, epsilon}",
+        "kv_size, inverse_kv_size, 1.0f}",
+        ops.latent_norm_rope_and_cache,
+        "bf16-block",
+        "gfx950",
+        "output kv_out: " + WRONG,
     ),
     "one key masked wrongly": (
         DECODE,

@@ -50,7 +50,7 @@ BUGS = {
         "output 0: element",
     ),
     "last chunk dropped": (
-        "ops/rms_norm.hip",
+        "device/norm_row.h",
         "in_bounds[i] = chunks.index[i] * kChunk < row.hidden;",
         "in_bounds[i] = (chunks.index[i] + 1) * kChunk < row.hidden;",
         ops.rms_norm_static_fp8_quant,
@@ -100,7 +100,7 @@ BUGS = {
         "output 0",
     ),
     "epsilon of another norm forgotten": (
-        "ops/rms_norm.hip",
+        "device/norm_row.h",
         "row.inverse_hidden) + row.epsilon",
         "row.inverse_hidden)",
         ops.fused_add_rms_norm_static_fp8_quant,
@@ -163,7 +163,7 @@ BUGS = {
         "argument input",
     ),
     "one forgotten": (
-        "ops/rms_norm.hip",
+        "device/norm_row.h",
         "n * (1.0f + weight)",
         "n * weight",
         ops.fused_add_rms_norm,
@@ -172,7 +172,7 @@ BUGS = {
         "output 0",
     ),
     "one plus the weight rounded": (
-        "ops/rms_norm.hip",
+        "device/norm_row.h",
         "n * (1.0f + weight)",
         "n * round_to<T>(1.0f + weight)",
         ops.rms_norm_per_block_quant,
@@ -199,7 +199,7 @@ BUGS = {
         "leaves another residual",
     ),
     "residual not stored": (
-        "ops/rms_norm.hip",
+        "device/norm_row.h",
         "if (chunks.in_bounds[i]) mem::store((u32x4*)row.residual + chunks.index[i], rounded);",
         "",
         ops.fused_add_rms_norm,
@@ -631,7 +631,7 @@ BUGS = {
         WRONG,
     ),
     "weight before the rounding": (
-        "ops/rms_norm.hip",
+        "device/norm_row.h",
         "normalize<T, !kRounded, kFactor>(exact[i]",
         "normalize<T, kRounded, kFactor>(exact[i]",
         ops.rms_norm,
