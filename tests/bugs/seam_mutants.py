@@ -70,10 +70,12 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(source.replace(self.mutant.text, self.mutant.replacement), self.path, "exec", dont_inherit=True)
 
 
-ATTENTION, GUARDS, LATENT, ABSORBED, ROWS, ALL_REDUCE, REACH, GRAPH, MX_LINEAR = (
+ATTENTION, GUARDS, LATENT, FRONT, OF_FRONT, ABSORBED, ROWS, ALL_REDUCE, REACH, GRAPH, MX_LINEAR = (
     ("attention/decoder.py", "test_decode_attention.py"),
     ("attention/decoder.py", "test_seam_guards.py"),
     ("attention/mla.py", "test_latent_attention.py"),
+    ("attention/latent_norms.py", "test_latent_norms.py"),
+    ("attention/latent_front.py", "test_latent_norms.py"),
     ("attention/absorbed_products.py", "test_absorbed_products.py"),
     ("fusion/row_selection.py", "test_row_selection.py"),
     ("fusion/all_reduce.py", "test_row_selection.py"),
@@ -124,6 +126,47 @@ SEAM_MUTANTS = {
     "vLLM's pass where it cannot be made": of(ATTENTION, "ours = may_pass and self", "ours = self"),
     "norms left out where ours does not serve": of(
         ATTENTION, "out.copy_(vllm.ir.ops.rms_norm(x, weight, epsilon))", "out.copy_(x)"
+    ),
+    # Between the first projection and the scores
+    "slots of tokens that pad a graph": of(FRONT, "slots.flatten()[: len(qkv)]", "slots.flatten()"),
+    "a cache's scale left out": of(FRONT, "[: len(qkv)], decoder.scale(layer)", "[: len(qkv)], None"),
+    "beside vLLM's pass that writes the cache": of(
+        FRONT, " and UPDATE not in (settings.splitting_ops or ())", " and False"
+    ),
+    "left to a pass that cannot serve": of(FRONT, " and UPDATE not in (settings.splitting_ops or ())", ""),
+    "our op inside of a piece": of(FRONT, "if found and UPDATE in found and OURS not in found:", "if False:"),
+    "our op twice where vLLM splits": of(
+        FRONT, "if found and UPDATE in found and OURS not in found:", "if found and UPDATE in found:"
+    ),
+    "split where vLLM does not": of(
+        FRONT, "if found and UPDATE in found and OURS not in found:", "if found is not None:"
+    ),
+    "scales of rows for a linear that reads columns": of(
+        OF_FRONT, 'self.is_column_major = self.kind == "block" and', "self.is_column_major = False and"
+    ),
+    "one epsilon for both norms": of(FRONT, "!= norms[-1].variance_epsilon", "!= norms[0].variance_epsilon"),
+    "a layer with an index": of(FRONT, " or layer.is_sparse or layer.indexer is not None", ""),
+    "heads of other GPUs": of(FRONT, 'getattr(layer, "dcp_q_replicate", False)', "False"),
+    "queries in MX-FP8 quantized again": of(FRONT, 'getattr(layer.q_b_proj, "vllm_rocm_ops_is_mx", False)', "False"),
+    "sizes that kernels do not take": of(FRONT, " and one.has_kernels(config.model_config.dtype)", ""),
+    "all of a query's head rotated": of(
+        FRONT,
+        "q[..., nope:], _ = self.rotary_emb(positions, q[..., nope:], unrotated)",
+        "q, _ = self.rotary_emb(positions, q, unrotated)",
+    ),
+    "keys that are not rotated": of(FRONT, "q, kv, k_pe.unsqueeze(1), output", "q, kv, unrotated, output"),
+    "attention before the write": of(FRONT, "kv_cache_dummy_dep=kv", "kv_cache_dummy_dep=None"),
+    "scaled queries": of(FRONT, "if front is None or llama_4_scaling is not None:", "if front is None:"),
+    "ours though it loses": of(OF_FRONT, "self if is_ours or self.decoder.is_forced else None", "self"),
+    "ours where it was not measured": of(
+        OF_FRONT, "return self.decoder.is_forced\n\n    def take", "return True\n\n    def take"
+    ),
+    "the rotated part not judged": of(OF_FRONT, "kv, rotated.squeeze(1), rows]", "kv, None, rows]"),
+    "the cache not judged": of(OF_FRONT, "kv, rotated.squeeze(1), rows]", "kv, rotated.squeeze(1), None]"),
+    "queries of no latent from the wrong layer": of(
+        FRONT,
+        "made = self.kv_a_proj_with_mqa(hidden_states)[0], self.q_proj(hidden_states)[0]",
+        "made = self.kv_a_proj_with_mqa(hidden_states)[0], self.kv_a_proj_with_mqa(hidden_states)[0]",
     ),
     "AMX's order of keys": of(GUARDS, 'layer.isa not in ("vec", "vec16")', 'layer.isa not in ("vec", "vec16", "amx")'),
     "AITER's shuffled cache": of(GUARDS, "return None if rocm_aiter_ops.is_shuffle_kv_cache_enabled() else", "return"),
@@ -191,7 +234,11 @@ SEAM_MUTANTS = {
     "a compile cache that does not know what stays": of(
         ROWS, "_stay.update(key for key, runs in ours.items() if not runs)", ""
     ),
-    "a residual that is not checked": of(ROWS, "*([] if residual is None else [residual])", ""),
+    "a residual that is not checked": of(
+        ROWS,
+        "return [dequantized(values[:tokens], scale), residual]",
+        "return [dequantized(values[:tokens], scale), None]",
+    ),
     "AITER's fusion of norms lost": of(ALL_REDUCE, "if not (passes.fuse_allreduce_rms and", "if not (False and"),
     "a fusion in two stages": of(ALL_REDUCE, "if takes_one_stage(communicator, config):", "if True:"),
     "exponents for scales": of(ROWS, "torch.exp2(scale.float() - 127) if", "scale.float() if"),
