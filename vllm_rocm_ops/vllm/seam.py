@@ -34,6 +34,7 @@ FILES = {
     "fusion": "fusion",
     "int8_linear": "linear",
     "latent_attention": "attention.mla",
+    "latent_norms": "attention",
     "measured_selection": "selection",
     "mxfp8_experts": "experts",
     "mxfp8_linear": "linear",
