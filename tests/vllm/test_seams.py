@@ -225,6 +225,13 @@ def test_switch(switch, wanted):
     assert {name for name in seam.NAMES if seam.wanted(name, switch)} == wanted
 
 
+def test_each_file_with_a_seam_has_its_line():
+    """A file that `FILES` does not name is never installed."""
+    package = pathlib.Path(seam.__file__).parent
+    files = {path for path in package.rglob("*.py") if re.search(r"^SEAM = ", path.read_text(), re.MULTILINE)}
+    assert files == {package.joinpath(*seam.module_of(name).split(".")[2:]).with_suffix(".py") for name in seam.NAMES}
+
+
 def test_a_seam_comes_after_those_that_it_names():
     """Experts that route are made of the classes of other seams, and a launch with norms needs theirs; the rest goes by name. Seams that wait for each other are refused."""
     seams = [seam.load(name) for name in seam.NAMES]

@@ -195,7 +195,7 @@ def arch_here(platform: str | None) -> str | None:
     if platform == "rocm":
         from vllm.platforms import rocm
 
-        return next((name for name in _known(platform) if getattr(rocm, f"on_{name}")()), None)
+        return next((name for name in _known(platform) if getattr(rocm, f"on_{name}", bool)()), None)
     if platform == "cuda":
         from vllm.platforms import current_platform
 
