@@ -320,15 +320,16 @@ def insert(producer: Producer, op: Op, given: dict, quantizes: list[fx.Node], su
     node, residual, is_static = producer.node, producer.residual, "scale" in op.Arguments._fields
     place = place_of(producer, given)
     given = dict(zip(op.Arguments._fields, op._defaults)) | given
-    torch_op, called = op.torch_op, {name: given[name] for name in op.Arguments._fields}
-    if summed is not None:
-        torch_op, called = reduced.OP, reduced.node_arguments(op, given, summed)
     values = quantizes[0].meta["val"] if quantizes else (producer.result.meta["val"],)
     values = values[:1] if is_static else values
+    torch_op, called = op.torch_op, {name: given[name] for name in op.Arguments._fields}
+    if summed is not None:
+        values = reduced.pair(*values)
+        torch_op, called = reduced.OP, reduced.node_arguments(op, given, summed)
     with node.graph.inserting_before(place):
         if residual is None:
             ours = node.graph.call_function(torch_op, tuple(called.values()))
-            ours.meta["val"] = values if len(values) > 1 or summed is not None else values[0]
+            ours.meta["val"] = values if len(values) > 1 else values[0]
         else:
             ours = node.graph.call_function(auto_functionalized, (torch_op,), called)
             ours.meta["val"] = (*values, residual.meta["val"])
@@ -368,11 +369,10 @@ def update_in_place(graph: fx.Graph) -> None:
         if node.args[0] not in ours:
             continue
         *parts, _ = node.meta["val"]
-        are_parts = len(parts) > 1 or node.args[0] is reduced.OP
         with graph.inserting_before(node):
             called = graph.call_function(node.args[0], kwargs=node.kwargs)
-            called.meta["val"] = tuple(parts) if are_parts else parts[0]
-            outputs = [*(items(called) if are_parts else [called]), node.kwargs["residual"]]
+            called.meta["val"] = tuple(parts) if len(parts) > 1 else parts[0]
+            outputs = [*(items(called) if len(parts) > 1 else [called]), node.kwargs["residual"]]
         for user in list(node.users):
             user.replace_all_uses_with(outputs[user.args[1]])
             graph.erase_node(user)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.correctness import as_tuple
 from vllm_rocm_ops.core.op import Op, define
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
@@ -114,8 +115,8 @@ def all_reduce_norm(
     one_plus_weight: bool,
     norm: str,
     group: str,
-) -> list[Tensor]:
-    """Return what the op `norm` returns for the sum of all ranks' inputs."""
+) -> tuple[Tensor, Tensor]:
+    """Return what the op `norm` returns for the sum of all ranks' inputs, with an empty tensor behind it where that is one."""
     raise NotImplementedError  # a schema
 
 
@@ -128,7 +129,12 @@ def _arguments(values: tuple) -> tuple[Op, tuple, str]:
     return op, tuple(given[name] for name in op.Arguments._fields), given["group"]
 
 
-def _run(*values) -> list[Tensor]:
+def pair(values: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return two results: PyTorch takes no list from an op that updates an argument."""
+    return values, values.new_empty(0) if scale is None else scale
+
+
+def _run(*values) -> tuple[Tensor, Tensor]:
     op, args, group = _arguments(values)
     shared = groups.get(group)
     if shared is not None and shared.serves(call_of(op, op.Arguments(*args)._asdict()), len(args[0])):
@@ -139,13 +145,12 @@ def _run(*values) -> list[Tensor]:
         from vllm_rocm_ops.collectives.one_shot import without_kernel
 
         found = without_kernel(op, False, lambda x: parallel_state.all_reduce(x, group), args)
-    return list(found) if isinstance(found, tuple) else [found]
+    return pair(*as_tuple(found))
 
 
-def _fake(*values) -> list[Tensor]:
+def _fake(*values) -> tuple[Tensor, Tensor]:
     op, args, _ = _arguments(values)
-    outputs = op.allocate(op.Arguments(*args))
-    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+    return pair(*as_tuple(op.allocate(op.Arguments(*args))))
 
 
 OP = define(_run, _fake, like=all_reduce_norm, mutates=("residual",))
