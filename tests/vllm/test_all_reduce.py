@@ -4,15 +4,19 @@ Ranks are threads or processes on the CPU; a stand-in sums up over gloo, or in t
 """
 
 import collections
+import functools
+import os
 import types
 
 import pytest
 import torch
 from test_graph import HIDDEN, KEYS, MX, ROWS, add_norm, called, expected, norm, piece, quantizer, random, same
+from test_kernel_selection import as_ranks
 
-from vllm_rocm_ops import ops
+from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.core.correctness import as_tuple
 from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.selection import kernel_selection
 
 pytestmark = pytest.mark.usefixtures("configuration", "schemas")
 TP, EPSILON = "tp:0", 1e-6
@@ -166,3 +170,283 @@ def test_beside_aiters_fused_kernel(shared, choices):
     shared.choices.choice.ours = bytes(1) + b"\1" * (ROWS - 1) + b"\0"
     _, names = piece(function, x, weight, held, donated={2})
     assert called(names) == []
+
+
+# What ranks measure together
+
+
+HERE = "2-ranks"
+
+
+class OverGloo:
+    """An all-reduce of ranks that are processes, in one order. It is wrong by a bit of the first result where `flips`."""
+
+    def __init__(self, cpu_group, device, *, all_reduce, blocks=4, flips=False):
+        self.group, self.flips, self.missing, self.is_closed = types.SimpleNamespace(blocks=blocks), flips, "", False
+
+    def sum(self, x):
+        found = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(found, x)
+        total = sum(each.float() for each in found).to(x.dtype)
+        if self.flips:
+            total.view(torch.int16)[0, 0] ^= 1
+        return total
+
+    def __call__(self, op, x, *args):
+        return op(self.sum(x), *args)
+
+    def check(self):
+        if self.missing:
+            raise collectives.RankMissing(self.missing)
+
+    def close(self):
+        self.is_closed = True
+
+
+class Clock:
+    """Ours wins with fewer tokens than `slow`; a clock that `fails` raises there."""
+
+    def __init__(self, slow: int, fails: bool = False):
+        self.slow, self.fails, self.pairs = slow, fails, []
+
+    def times(self, group, agree, calls, sets):
+        tokens = len(sets[0][0])
+        self.pairs.append(tokens)
+        for name, call in calls.items():
+            failing = self.fails and tokens >= self.slow and name == "native"
+            agree(lambda call=call, failing=failing: call(*sets[0]) and (1 / 0 if failing else None))
+        return {"ours": [3.0 if tokens >= self.slow else 1.0], "native": [2.0]}
+
+    def finish(self):
+        pass
+
+
+class Communicator:
+    """vLLM's, over gloo."""
+
+    def all_reduce(self, x):
+        total = x.float()
+        torch.distributed.all_reduce(total)
+        return total.to(x.dtype)
+
+
+def group_of(rank) -> types.SimpleNamespace:
+    """A group as vLLM has it, for one of `as_ranks`."""
+    communicator = Communicator()
+    rank.unique_name, rank.device, rank.device_communicator = TP, torch.device("cpu"), communicator
+    rank._all_reduce_out_place = lambda x: rank.device_communicator.all_reduce(x)
+    return rank
+
+
+class Worker:
+    """A worker with a model of one norm."""
+
+    def __init__(self, norm=None):
+        model = torch.nn.Module()
+        model.norm = norm
+        self.model_runner = types.SimpleNamespace(get_model=lambda: model)
+        hidden = types.SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.bfloat16)
+        self.vllm_config = types.SimpleNamespace(
+            model_config=hidden, parallel_config=types.SimpleNamespace(use_ubatching=False)
+        )
+
+    def execute_model(self):
+        return None
+
+    def sample_tokens(self):
+        return types.SimpleNamespace(get_output=lambda: "tokens")
+
+
+PATTERN = f"rms_norm_per_block_quant {HIDDEN} bfloat16 residual column-major"
+KEYS_MEASURED = [
+    f"all_reduce {HIDDEN} bfloat16 {HERE}",
+    f"all_reduce_fused_add_rms_norm {HIDDEN} bfloat16 residual {HERE}",
+    f"all_reduce_rms_norm_per_block_quant {HIDDEN} bfloat16 residual column-major {HERE}",
+]
+
+
+@pytest.fixture
+def compiled(monkeypatch, choices):
+    """vLLM compiles the model, and one norm with its quantization is ours."""
+    monkeypatch.setattr(row_selection, "choices", choices)
+    monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: True)
+    choices.ours = {PATTERN: True, f"rms_norm_per_block_quant {2 * HIDDEN} bfloat16 residual": True}
+
+
+def start(group, clock: Clock, create=OverGloo) -> tuple:
+    """Return what a start has decided: where each launch serves, and what was put in place; and what it has measured."""
+    from vllm_rocm_ops.vllm.fusion import reduced
+    from vllm_rocm_ops.vllm.selection import measured_all_reduce
+
+    group, worker = group_of(group), Worker()
+    measured_all_reduce.before_compiling(worker, group, clock, create)
+    shared = reduced.groups.get(TP)
+    serves = {c.key: [m for m in range(6) if c.is_ours(m)] for c in shared.choices.values()} if shared else {}
+    replaced = "all_reduce" in vars(group.device_communicator), "execute_model" in vars(worker)
+    return serves, replaced, clock.pairs
+
+
+def both(rank) -> list:
+    """Return what two ranks found, which is alike: rank(group) in processes of their own."""
+
+    def run(group, results):
+        results.put((group.rank_in_group, rank(group)))
+
+    (_, one), (_, other) = sorted(as_ranks(run))
+    assert one == other
+    return one
+
+
+def recorded() -> kernel_selection.Record:
+    return kernel_selection.read(kernel_selection.path_of(kernel_selection.machine()))
+
+
+OFF = {}, (False, False)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_ranks_measure_together_and_agree():
+    """The slowest rank's time counts. What was measured is not measured again."""
+
+    def rank(group):
+        found = [start(group, Clock(slow)) for slow in (4 if group.rank_in_group else 8, 0)]
+        os.environ["VLLM_ROCM_OPS_DISABLE"] = "all_reduce"
+        return *found, start(group, Clock(8))
+
+    first, again, disabled = both(rank)
+    served = {key: [1, 2] for key in KEYS_MEASURED}
+    assert first == (served, (True, True), [m for m in (1, 2, 4) for _ in KEYS_MEASURED])
+    assert again == (*first[:2], [])
+    assert disabled == (*OFF, [])
+    record = recorded()
+    assert sorted(record.shapes) == KEYS_MEASURED and record.off == {}
+    assert all(one[4].ours == 3.0 and one[4].native == 2.0 and 0 < one[1].error < 0.1 for one in record.shapes.values())
+
+
+@pytest.mark.usefixtures("compiled")
+def test_nothing_wins():
+    """Nothing is replaced."""
+    assert both(lambda group: start(group, Clock(0))) == (*OFF, [1, 1, 1, 2, 2, 2, 4, 4, 4])
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_with_other_bits(which):
+    """Every launch is off on both ranks, though each is within the error that is allowed."""
+
+    def rank(group):
+        create = functools.partial(OverGloo, flips=group.rank_in_group == which)
+        return start(group, Clock(8), create)
+
+    assert both(rank) == (*OFF, [])
+    assert sorted(recorded().off) == [key.partition(" ")[0] for key in KEYS_MEASURED]
+    assert all(why.startswith("the ranks have not the same bits (") for why in recorded().off.values())
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("what", ["times", "memory", "its seam"])
+def test_a_rank_that_fails(what, monkeypatch):
+    """Both do without: whether its measurement fails, it shares no memory, or its seam is off."""
+    from vllm_rocm_ops.vllm import seam
+
+    def rank(group):
+        fails = group.rank_in_group == 1
+        if what == "its seam" and fails:
+            monkeypatch.setattr(seam, "active", list)
+        create = collectives.create if what == "memory" else OverGloo
+        return start(group, Clock(2, fails=fails and what == "times"), create)
+
+    assert both(rank) == (*OFF, [1, 1, 1, 2] if what == "times" else [])
+
+
+def test_a_process_that_ended_there(compiled):
+    """It is measured again once. After the second it is off."""
+
+    def rank(group):
+        def create(*arguments, **how):
+            made = OverGloo(*arguments, **how)
+            if sum(dies):
+                made.check = lambda: os._exit(9)
+            return made
+
+        return start(group, Clock(8), create)
+
+    for dies in ([1], [1], [0]):
+        found = as_ranks(lambda group, results: results.put((group.rank_in_group, rank(group))))
+        if not sum(dies):
+            assert len(found) == 2 and found[0][1] == found[1][1]
+            assert "all_reduce" in recorded().off and found[0][1][1] == (False, True)
+    assert recorded().ended == {}
+
+
+# A start without measurement, and steps
+
+
+def test_what_a_group_lacks(monkeypatch):
+    """One reason each."""
+    from vllm_rocm_ops.vllm.selection import measured_all_reduce
+
+    config, timer = types.SimpleNamespace(parallel_config=types.SimpleNamespace(use_ubatching=False)), Clock(1)
+
+    def lacks(clock: Clock | None = timer, ranks: int = 2) -> str:
+        return measured_all_reduce.lacks(config, types.SimpleNamespace(world_size=ranks), clock)
+
+    assert lacks() == ""
+    assert lacks(None) == "nothing is measured here"
+    assert (lacks(ranks=9), lacks(ranks=8)) == ("9 ranks", "")
+    config.parallel_config.use_ubatching = True
+    assert "halves of a batch" in lacks()
+    monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "all")
+    assert lacks() == "VLLM_ROCM_OPS_DISABLE"
+
+
+@pytest.mark.parametrize("name", ["execute_model", "sample_tokens"])
+def test_a_step_whose_rank_was_missing_fails(name):
+    """Before its results are given away: at its end, or where vLLM waits for them."""
+    from vllm_rocm_ops.vllm.selection import measured_all_reduce
+
+    reduce, worker = OverGloo(None, None, all_reduce=None), Worker()
+    step = measured_all_reduce.checked(getattr(worker, name), reduce.check)
+    early = step()
+    assert early is None or early.get_output() == "tokens"
+    late = step()
+    reduce.missing = "rank 1 of 2 did not come in epoch 7"
+    with pytest.raises(collectives.RankMissing, match="rank 1 of 2 did not come in epoch 7"):
+        late.get_output() if late is not None else step()
+
+
+@pytest.mark.parametrize("name", ["fused_allreduce_rms_norm", "fused_allreduce_gemma_rms_norm"])
+def test_functions_of_models_that_are_not_compiled(shared, name):
+    """Ours has the values of an all-reduce and vLLM's norm; beyond what a launch takes vLLM's runs."""
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+    from vllm_rocm_ops.vllm.fusion import reduced
+
+    gemma = "gemma" in name
+    layer = (GemmaRMSNorm if gemma else RMSNorm)(HIDDEN, eps=EPSILON)
+    layer.weight.data = random(HIDDEN, seed=1)
+    call = reduced.Call("fused_add_rms_norm", HIDDEN, torch.bfloat16, True, helper=name)
+    fused = reduced.helper(lambda *given: "vLLM's", shared, call)
+    x, residual = random(ROWS, HIDDEN), random(ROWS, HIDDEN, seed=2)
+    given = residual.clone()
+    y, added = fused(x, given, layer)
+    wanted, summed = layer.forward_native(2 * x, residual.clone())
+    torch.testing.assert_close(y, wanted, atol=0, rtol=2**-6)
+    assert torch.equal(added, summed) and torch.equal(given, residual) == gemma
+    more = random(ROWS + 1, HIDDEN)
+    assert fused(more, more.clone(), layer) == "vLLM's" == fused(x.float(), given.float(), layer)
+    module = types.ModuleType("model")
+    module.kept = setattr(module, name, len)
+    reduced.replace_everywhere([module, types.ModuleType("other")], name, len, fused)
+    assert getattr(module, name) is fused and fused.vllms is not fused
+
+
+def test_an_all_reduce_alone(shared):
+    """The communicator's, of rows that a launch takes."""
+    from vllm_rocm_ops.vllm.fusion import reduced
+
+    all_reduce = reduced.communicator(lambda x: "vLLM's", shared, reduced.Call("", HIDDEN, torch.bfloat16))
+    x = random(ROWS, HIDDEN)
+    assert torch.equal(all_reduce(x), 2 * x) and shared.reduce.calls == {"sum": 1}
+    others = random(ROWS + 1, HIDDEN), random(ROWS, 8), x.float(), random(1, ROWS, HIDDEN)
+    assert [all_reduce(other) for other in others] == ["vLLM's"] * 4

@@ -105,7 +105,8 @@ def create(
     def release() -> None:
         if any(own.report[0] for own in owns):
             return  # a rank is missing: nobody knows what still stores to this memory
-        torch.cuda.synchronize(device)
+        if owns:
+            torch.cuda.synchronize(device)
         agree(cpu_group, lambda: None)  # no launch of any rank stores any more
         agree(cpu_group, close)
         for own in owns:

@@ -289,6 +289,7 @@ def measure_all(every: list[Both], clock: Clock, agree: Callable, path, here: di
 
     def after_crashes() -> Record:
         if is_first:
+            path.parent.mkdir(parents=True, exist_ok=True)
             kernel_timing.take_marker(running, record, lambda: keep([]))
         return record
 
