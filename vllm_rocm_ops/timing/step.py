@@ -3,10 +3,10 @@
     nodes = step.nodes(model_config.read("deepseek-v3"), 8, None, 1, machines.named("MI300X"), "plugin", frozen.kernel_times(machine))
     step.total(nodes)
 
-On the side "plugin" a call of ours has the time of the kernel model, and gate_up and SwiGLU are one launch where that is faster; on the side
-"baseline" it has the time of baseline.py's table, or of its rule. What no op of ours does, such as rotation, the cache write or GLM's
-router, has the rule on both sides. The shared experts run on a second stream beside routing and experts: of the two the shorter costs
-nothing. All times are predictions.
+On the side "plugin" a call of ours has the time of the kernel model. gate_up and SwiGLU are one launch where that is faster, and so are an
+all-reduce and the norm behind it, by baseline.py's rule. On the side "baseline" a call has the time of baseline.py's table, or of its rule.
+What no op of ours does, such as rotation, the cache write or GLM's router, has the rule on both sides. The shared experts run on a second
+stream beside routing and experts: of the two the shorter costs nothing. All times are predictions.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
 
@@ -30,6 +32,7 @@ from .machines import Machine
 
 SIDES = ("baseline", "plugin")
 MAIN, BESIDE, SECOND = "", "beside the second stream", "second stream"
+REDUCED = "all-reduce"
 KERNEL_MODEL = "kernel model"  # the source of its times
 LAUNCHES = {"attention": 2, "experts": 4}  # of a baseline's call by the rule; others have one
 
@@ -145,7 +148,7 @@ def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCal
 
 def _reduced(tp: int) -> Iterator[tuple[str, None, str]]:
     if tp > 1:
-        yield "all-reduce", None, MAIN
+        yield REDUCED, None, MAIN
 
 
 def _unquantized(calls: Sequence[LayerCall]) -> bool:
@@ -173,11 +176,14 @@ def nodes(
     @functools.cache
     def node(layer: str, call: LayerCall | None, stream: str) -> Node:
         band, read = None, 0.0 if call is None else read_bytes(call, tokens, machine, context)
-        ours = None if call is None or side == "baseline" else _ours(call, tokens, known)
+        is_ours = call is not None and side != "baseline" and not layer.startswith(REDUCED)
+        ours = _ours(call, tokens, known) if is_ours else None
         if ours:
             time, band = Time(*ours[:2], "predicted", KERNEL_MODEL), ours[2]
-        elif layer == "all-reduce":
+        elif layer == REDUCED:
             time = baseline.all_reduce(machine, tokens * hidden * 2 / 1024)
+        elif layer.startswith(REDUCED):
+            time = baseline.fused_all_reduce(machine, tp, tokens, hidden) or Time(math.inf, 1, "", "no kernel")
         else:
             time = _baseline(call, layer, tokens, machine, read)
         floor = read / machine["hbm_bandwidth"] / 1e3
@@ -193,14 +199,22 @@ def _faster(launched: Iterable[tuple], node: Callable[..., Node]) -> Iterator[tu
     """Yield what a step launches, with one launch of ours in the place of two where it is predicted to be faster."""
     joined = False
     for first, second in itertools.pairwise([*launched, ("", None, MAIN)]):
-        one = None if joined or not (first[1] and second[1]) else model_layers.one_launch(first[1], second[1])
+        one = None if joined else _one_launch(first, second)
         each = (one.layer, one, first[2]) if one else first
         if one:
             found, both = node(*each), node(*first).whole_us + node(*second).whole_us
-            each = each if found.source == KERNEL_MODEL and found.whole_us < both else first
+            is_ours = KERNEL_MODEL in (found.source, node(*second).source if first[0] == REDUCED else "")
+            each = each if is_ours and found.whole_us < both else first
         if not joined:
             yield each
         joined = each is not first
+
+
+def _one_launch(first: tuple, second: tuple) -> LayerCall | None:
+    """Return the call of ours that may have the place of two of `order`."""
+    if first[0] == REDUCED and second[1] and second[1].op.name in launches.NORMS:
+        return dataclasses.replace(second[1], layer=f"{REDUCED} + {second[0]}")
+    return model_layers.one_launch(first[1], second[1]) if first[1] and second[1] else None
 
 
 def _ours(call: LayerCall, tokens: int, known: Known) -> tuple[float, int, float | None] | None:
@@ -246,7 +260,7 @@ def worst(found: Sequence[Node], most: int = 10) -> list[Node]:
 
 def cause(node: Node) -> str:
     """Return why a launch takes longer than its bytes, by the part of its time that they explain and by its launches."""
-    if node.layer == "all-reduce":
+    if node.layer.startswith(REDUCED):
         return "synchronization of 8 GPUs"
     if not node.op:
         return f"no op of ours: {node.us:.1f} us by the rule"

@@ -37,6 +37,8 @@ def _in_place_of(node: Node, other: dict[tuple[str, str], Node]) -> list[Node]:
     names = [(node.layer, node.op)]
     if node.op == ops.scaled_mm_silu_and_mul_quant.name:
         names = [*zip(node.layer.split(" + "), (ops.scaled_mm.name, ops.silu_and_mul_quant.name))]
+    if node.op and node.layer.startswith(step.REDUCED):
+        names = [(step.REDUCED, ""), (node.layer.partition(" + ")[2], node.op)]
     return [other[name] for name in names if name in other]
 
 

@@ -8,8 +8,11 @@ import functools
 import os
 import types
 
+import checkpoints
 import pytest
 import torch
+from engines import FORKED, STEPS
+from reduced_on_cpu import Clock, OverGloo
 from test_graph import HIDDEN, KEYS, MX, ROWS, add_norm, called, expected, norm, piece, quantizer, random, same
 from test_kernel_selection import as_ranks
 
@@ -176,49 +179,6 @@ def test_beside_aiters_fused_kernel(shared, choices):
 
 
 HERE = "2-ranks"
-
-
-class OverGloo:
-    """An all-reduce of ranks that are processes, in one order. It is wrong by a bit of the first result where `flips`."""
-
-    def __init__(self, cpu_group, device, *, all_reduce, blocks=4, flips=False):
-        self.group, self.flips, self.missing, self.is_closed = types.SimpleNamespace(blocks=blocks), flips, "", False
-
-    def sum(self, x):
-        found = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather(found, x)
-        total = sum(each.float() for each in found).to(x.dtype)
-        if self.flips:
-            total.view(torch.int16)[0, 0] ^= 1
-        return total
-
-    def __call__(self, op, x, *args):
-        return op(self.sum(x), *args)
-
-    def check(self):
-        if self.missing:
-            raise collectives.RankMissing(self.missing)
-
-    def close(self):
-        self.is_closed = True
-
-
-class Clock:
-    """Ours wins with fewer tokens than `slow`; a clock that `fails` raises there."""
-
-    def __init__(self, slow: int, fails: bool = False):
-        self.slow, self.fails, self.pairs = slow, fails, []
-
-    def times(self, group, agree, calls, sets):
-        tokens = len(sets[0][0])
-        self.pairs.append(tokens)
-        for name, call in calls.items():
-            failing = self.fails and tokens >= self.slow and name == "native"
-            agree(lambda call=call, failing=failing: call(*sets[0]) and (1 / 0 if failing else None))
-        return {"ours": [3.0 if tokens >= self.slow else 1.0], "native": [2.0]}
-
-    def finish(self):
-        pass
 
 
 class Communicator:
@@ -450,3 +410,50 @@ def test_an_all_reduce_alone(shared):
     assert torch.equal(all_reduce(x), 2 * x) and shared.reduce.calls == {"sum": 1}
     others = random(ROWS + 1, HIDDEN), random(ROWS, 8), x.float(), random(1, ROWS, HIDDEN)
     assert [all_reduce(other) for other in others] == ["vLLM's"] * 4
+
+
+def engine_of_two(engines, how: str, cache: str = "cache", **environment: str) -> dict:
+    """Return the answer of a compiled model on two ranks, where ours wins with fewer than five tokens."""
+    job = engines.job(("llama", "token"), compiled=True)
+    job["engine"] |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    before = (
+        FORKED + f"import measured_on_cpu, reduced_on_cpu; measured_on_cpu.install(); reduced_on_cpu.install({how})\n"
+    )
+    environment |= {"VLLM_ROCM_OPS_TABLES": str(engines.folder / f"tables-{cache}")}
+    answers = engines.run({"it": job}, before=before, cache=cache, **environment)
+    return answers["it"] | {"output": answers["output"]}
+
+
+def one_launches(of_rank: dict) -> dict[str, int]:
+    """Return how often each all-reduce of ours was one launch."""
+    return {op: kernels["one launch"] for op, kernels in of_rank.items() if op.startswith("all_reduce")}
+
+
+@pytest.mark.slow
+def test_two_ranks_in_the_engine(engines):
+    """A step of few tokens has one launch for each all-reduce and norm, of which all but the last quantize; a prompt's has vLLM's all-reduce
+    and our norms. Tokens are those without an all-reduce of ours, which has twice as many launches there."""
+    found = engine_of_two(engines, "5", "cache-reduced")
+    plain = engine_of_two(engines, "5", VLLM_ROCM_OPS_SEAMS="-all_reduce")
+    assert found["tokens"] == plain["tokens"]
+    assert [found["seams"]["all_reduce"], plain["seams"]["all_reduce"]] == ["on", "VLLM_ROCM_OPS_SEAMS=-all_reduce"]
+    layers, steps = checkpoints.LLAMA["num_hidden_layers"], STEPS - 1
+    quantizes, last = "all_reduce_rms_norm_dynamic_per_token_quant", "all_reduce_fused_add_rms_norm"
+    for rank in (found["stats"], *found["other_ranks"]):
+        assert one_launches(rank) == {quantizes: (2 * layers - 1) * steps, last: steps}
+    assert one_launches(plain["stats"]) == {}
+    norms = [sum(rank["stats"]["rms_norm_dynamic_per_token_quant"].values()) for rank in (found, plain)]
+    assert norms[1] - norms[0] == (2 * layers - 1) * steps
+    ours, others = ([one for one in rank if one["shape"].startswith("all_reduce")] for rank in found["choices"])
+    assert ours == others and [one["ours"] for one in ours] == [[1, 2, 3, 4]] * 3
+    assert f"{quantizes}  256 bfloat16 residual 2-ranks" in found["output"]
+    assert "in no graph" not in found["output"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_missing_ends_the_engine(engines):
+    """In a step of decode, with a message that names it."""
+    with pytest.raises(AssertionError) as caught:
+        engine_of_two(engines, "5, missing_after=30", "cache-missing")
+    open("/tmp/h/k1_miss.txt", "w").write(str(caught.value))
+    assert "RankMissing: all_reduce: rank 1 of 2 did not come in epoch 31" in str(caught.value)
