@@ -83,6 +83,18 @@ class OnRank:
         return (tuple(found), None) if self.residual is None else (tuple(found[:-1]), found[-1])
 
 
+def packed(results: tuple) -> tuple:
+    """Return outputs and residual as bytes beside their types: PyTorch does not load a pickled FP8 tensor."""
+    outputs, residual = results
+    return [(each.view(torch.uint8) if each.element_size() == 1 else each, each.dtype) for each in outputs], residual
+
+
+def unpacked(results: tuple) -> tuple:
+    """Return what `packed` was given."""
+    outputs, residual = results
+    return tuple(data.view(dtype) for data, dtype in outputs), residual
+
+
 class Rank:
     """A rank's stream, calls and graphs. Its counter `wrong` has the bytes that ever differed from the first results."""
 
@@ -305,7 +317,8 @@ def run_process(rank: int, ranks: int, launches: int, store: str) -> None:
         torch.cuda.synchronize(device)
         reduce.check()
         found: list = [None] * ranks
-        dist.all_gather_object(found, member.calls[number].results())
+        dist.all_gather_object(found, packed(member.calls[number].results()))
+        found = [unpacked(of_rank) for of_rank in found]
         if rank == 0:
             check_results(call.op, call.inputs, call.args, [outputs for outputs, _ in found], [r for _, r in found])
     gpus = f"{min(ranks, torch.cuda.device_count())} x {torch.cuda.get_device_name(device)}"

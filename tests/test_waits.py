@@ -23,8 +23,8 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
-from bugs.mutants import CSRC, KernelCopy
-from marks import AMD, CHIPS, few_of, full
+from bugs.kernel_copy import CSRC
+from marks import AMD, CHIPS, full
 
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator.decode import Instruction, decode
@@ -373,51 +373,20 @@ def test_streaming_kernels_are_found(arch):
     assert streaming == expected
 
 
-# name: (file, text, replacement, module, a part of the names of the kernels whose waits become wrong)
-DRAINS = {
-    "slices that load nothing": (
-        "gemm/skinny/wave_split_k.h",
-        "if (mem::kPredicates && !more) continue;",
-        "if (!more) continue;",
-        "unquantized_gemm",
-        "narrow",
-    ),
-    "a wait for a slice's loads": (
-        "gemm/skinny/wave_split_k.h",
-        "const float scale_b = kScaled",
-        "__builtin_amdgcn_s_waitcnt(0x0f70);\nconst float scale_b = kScaled",
-        "unquantized_gemm",
-        "narrow",
-    ),
-    "loads of units in any order": (
-        "gemm/skinny/amd/streamed_tile.h",
-        "__builtin_amdgcn_sched_barrier(kScalarAndLds);",
-        "{}",
-        "block_scaled_mm",
-        "skinny",
-    ),
-}
+def drained(path: Path) -> set[str]:
+    """Return the kernels of a code object that wait for what they need later."""
+    return {name for name, loop in streaming_loops(path) if faults(loop)}
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    return KernelCopy(tmp_path_factory.mktemp("drained"))
+def unsteady(path: Path) -> set[str]:
+    """Return the kernels of a code object that have faults, or do not stream: no loads are on their steady path."""
+    return set(CodeObject(path).kernels) - {name for name, loop in streaming_loops(path) if not faults(loop)}
 
 
-@pytest.mark.parametrize("drain", few_of(DRAINS))
-def test_planted_drain_is_seen(drain, kernels):
-    file, text, replacement, module, of_names = DRAINS[drain]
-    kernels.plant(file, text, replacement, [module], ["gfx942"])
-    seen = {name for name, loop in streaming_loops(kernels.code / "gfx942" / f"{module}.co") if faults(loop)}
-    assert seen and all(of_names in name for name in seen)
-
-
-def test_planted_wait_for_the_next_keys_is_seen(kernels):
-    name, text = "flash_attention_bf16_64", "attention::issue_now();"
-    replacement = f"{text}\n__builtin_amdgcn_s_waitcnt(0x0f70);"
-    path = kernels.compile("attention/flash.h", text, replacement, "flash_attention", name, "gfx942")
-    (loop,) = Flow(CodeObject(path), name).loops()
-    assert early_waits(loop)
+def early(path: Path) -> set[str]:
+    """Return the kernels of a code object that wait for the next keys too early."""
+    code = CodeObject(path)
+    return {name for name in code.kernels for loop in Flow(code, name).loops() if early_waits(loop)}
 
 
 def main() -> None:

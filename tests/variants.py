@@ -22,7 +22,7 @@ def cases(the_op, fp8: torch.dtype) -> dict[str, tuple]:
     """The arguments of an op's cases without values, by name."""
     found = {}
     for case in the_op.cases():
-        made = case.make("meta", torch.Generator().manual_seed(1), fp8)
+        made = the_op.Arguments(*case.make("meta", torch.Generator().manual_seed(1), fp8))  # with all defaults
         found[case.name] = tuple(v.to("meta") if isinstance(v, torch.Tensor) else v for v in made)
     return found
 

@@ -304,7 +304,7 @@ def test_the_page_of_an_op_shows_every_kind_of_its_results():
     ops = {op.name: op for op in op_module.registered()}
     assert {"scaled_mm", "flash_attention", "mla_decode"} < timed.keys() & ops.keys()
     for name in timed.keys() & ops.keys():
-        text = op_pages.measured(ops[name])
+        text = op_pages.measured([ops[name]])
         for gpu, kind in timed[name]:
             assert re.search(rf"/{gpu}/[\d-]+\w+-{kind}\.jsonl", text), f"{kind} of {gpu} is not on the page of {name}"
         assert re.search(r"\| \**\d+\.\d\dx", text), f"the page of {name} has no ratio"

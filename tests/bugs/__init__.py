@@ -1,1 +1,1 @@
-"""Plausible mistakes that tests must catch."""
+"""Plausible mistakes that tests must catch: table/ has them, run.py plants them."""

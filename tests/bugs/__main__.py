@@ -5,8 +5,8 @@ from pathlib import Path
 
 if not __package__:  # Python ran the folder, and looks for modules in it.
     TESTS = Path(__file__).resolve().parents[1]
-    sys.path[:1] = [str(TESTS), str(TESTS.parent)]
+    sys.path[:1] = [str(TESTS), str(TESTS / "ops"), str(TESTS.parent)]
 
-from bugs import mutants
+from bugs import run
 
-sys.exit(mutants.main())
+sys.exit(run.main())

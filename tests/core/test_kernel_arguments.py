@@ -87,7 +87,10 @@ def test_pointers_without_an_address_are_zero():
         (GIVEN | {"rows": None}, r"argument rows must be .* \(i32\), got NoneType None"),
         (GIVEN | {"rows": Workspace(3)}, r"argument rows must be .* \(i32\), got Workspace 3"),
         (GIVEN | {"epsilon": 1}, r"argument epsilon must be a float \(f32\), got int 1"),
-        (GIVEN | {"input": 3}, r"argument input must be a tensor, Workspace, Counters or None \(pointer\), got int 3"),
+        (
+            GIVEN | {"input": 3},
+            r"argument input must be a tensor, Workspace, Counters, Address or None \(pointer\), got int 3",
+        ),
     ],
 )
 def test_wrong_arguments_name_kernel_argument_wanted_and_got(args, message):

@@ -2,127 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
-from bugs.mutants import CSRC
-from marks import AMD, full
+from marks import AMD
 from test_large_tensors import reserved
-from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.correctness import generator_of
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.objects import CodeObject
-
-BATCHED = "gemm/batched.h"
-
-BUGS = {
-    "columns of a pair swapped": (
-        BATCHED,
-        "return r % 2 ? a >> 16",
-        "return r % 2 == 0 ? a >> 16",
-        "bf16-transposed-m1",
-        "gfx942",
-        WRONG,
-    ),
-    "waves' sums without a barrier": (
-        BATCHED,
-        "block_barrier();  // hazard: the waves' sums",
-        "{}  // hazard: the waves' sums",
-        "out-transposed",
-        "gfx950",
-        "read here|written here",
-    ),
-    "sums of the last tokens written over": (
-        BATCHED,
-        "if (t > 0) block_barrier();",
-        "{}",
-        "out-transposed",
-        "gfx942",
-        "read here|written here",
-    ),
-    "tokens of another head": (
-        BATCHED,
-        "p.a += head * a_head_stride;",
-        "",
-        "k-tail",
-        "gfx950",
-        WRONG,
-    ),
-}
-MORE = {
-    "every wave with the same K": (
-        BATCHED,
-        "first_k = wave::index() * mma::kDepth / 2 +",
-        "first_k =",
-        "fp16-transposed-m17",
-        "gfx942",
-        WRONG,
-    ),
-    "tokens behind the last stored": (
-        BATCHED,
-        "mem::store_if(token < p.m,",
-        "mem::store_if(true,",
-        "bf16-transposed-m17",
-        "gfx950",
-        "argument|its rows|is in no tensor|also written",
-    ),
-    "weights of another head": (
-        BATCHED,
-        "p.b += head * b_head_stride;",
-        "",
-        "heads-8-transposed",
-        "gfx942",
-        WRONG,
-    ),
-    "heads of out side by side": (
-        BATCHED,
-        "head * out_head_stride;",
-        "head * a_head_stride;",
-        "out",
-        "gfx950",
-        "its rows|NaNs differ|argument|also written",
-    ),
-    "the first tile in every block": (
-        "ops/batched_gemm.hip",
-        "{p, wave::block_id_y()}",
-        "{p, 0}",
-        "heads-8",
-        "gfx942",
-        WRONG,
-    ),
-}
-
-
-def check_caught(bug: tuple, kernels, plant, monkeypatch) -> None:  # noqa: F811
-    """With the one kernel that the case runs, which compiles in a tenth of the time."""
-    *_, case_name, arch, _ = bug
-    case = next(case for case in ops.batched_gemm.cases() if case.name == case_name)
-    a = ops.batched_gemm.Arguments(*case.make("meta", torch.Generator(), archs.ARCHS[arch].fp8_dtype))
-    [launched] = ops.batched_gemm.explain(*a, arch=arch).launches
-    kind, form, tokens = re.search(r"_(bf16|fp16)_(\w+)_(\d+)$", launched.symbol).groups()
-    source = (CSRC / "ops" / "batched_gemm.hip").read_text()
-    head, macro, _ = source.partition("#define TOKENS")
-    assert macro
-    form = {"narrow": "WAVES", "transposed": "TRANSPOSED"}[form]
-    instance = f"{form}({kind}, {'Bf16' if kind == 'bf16' else 'F16'}, {tokens})\n"
-    (kernels.csrc / "ops" / "batched_gemm.hip").write_text(head + instance)
-    require_caught(bug, plant, monkeypatch, ops.batched_gemm)
-
-
-@pytest.mark.parametrize("bug", few_of_bugs(BUGS))
-def test_planted_bug_is_caught(bug, kernels, plant, monkeypatch):  # noqa: F811
-    check_caught(BUGS[bug], kernels, plant, monkeypatch)
-
-
-@full
-@pytest.mark.parametrize("bug", MORE)
-def test_another_planted_bug_is_caught(bug, kernels, plant, monkeypatch):  # noqa: F811
-    check_caught(MORE[bug], kernels, plant, monkeypatch)
 
 
 @pytest.mark.parametrize("arch", AMD)

@@ -11,7 +11,6 @@ import torch
 from formulas import random_words
 from marks import AMD, full
 from test_large_tensors import reserved
-from test_planted_bugs import WRONG, few_of_bugs, kernels, plant, require_caught  # noqa: F401
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
@@ -21,130 +20,6 @@ from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.families import flash
 from vllm_rocm_ops.tools.bench.attention import attention
-
-FLASH, LOADER, TILE, GENERAL = (f"attention/flash{name}.h" for name in ("", "_loader", "_tile", "_general"))
-
-BUGS = {
-    "a causal row sees the next key": (TILE, "keys - rows + 1;", "keys - rows + 2;", "tiles", "gfx942", WRONG),
-    "keys read before they are written": (
-        FLASH,
-        "block_barrier();  // hazard: keys are read",
-        "// keys are read",
-        "full",
-        "gfx950",
-        "barrier|written",
-    ),
-    "a page's slots counted from the first": (
-        GENERAL,
-        "slot -= u32(slot) / e.page_divisor * e.page_size;",
-        "",
-        "cache",
-        "gfx942",
-        "argument|tensor|" + WRONG,
-    ),
-}
-MORE_BUGS = {
-    "another random word": (FLASH, "w ? words.y : words.x", "w ? words.x : words.y", "dropout", "gfx950", WRONG),
-    "keys in no order": (
-        LOADER,
-        "attention::key(tile % 2, row)",
-        "attention::key(0, row)",
-        "full",
-        "gfx942",
-        WRONG,
-    ),
-    "a key behind the last loaded": (
-        LOADER,
-        "return key < count ? key : count - 1;",
-        "return key;",
-        "full",
-        "gfx942",
-        "argument",
-    ),
-    "a window of one key less": (TILE, "+ 1 - p.window;", "+ 2 - p.window;", "window", "gfx950", WRONG),
-    "the sequence before": (
-        TILE,
-        ": 0x7fffffff) <= of_rows",
-        ": 0x7fffffff) < of_rows",
-        "lengths",
-        "gfx950",
-        WRONG + "|never written",
-    ),
-    "sums kept as they were": (FLASH, "sum[t][v] *= by[v];", "", "large-scores", "gfx942", WRONG),
-    "sums of all batches in the first": (
-        FLASH,
-        "p.lse + tile.sequence * p.lse_batch_stride",
-        "p.lse",
-        "batch",
-        "gfx942",
-        WRONG + "|written",
-    ),
-    "rows behind the last written": (
-        FLASH,
-        "if (row(t, v) >= tile.rows) continue;",
-        "",
-        "bhsd",
-        "gfx942",
-        "argument|tensor|written",
-    ),
-    "scores of no cap": (GENERAL, "return e.softcap * __builtin_copysignf", "return __builtin_copysignf", "softcap")
-    + ("gfx942", WRONG),
-    "slopes added": (GENERAL, "return x - slope", "return x + slope", "alibi", "gfx950", WRONG),
-    "one bias for all": (GENERAL, "sequence * e.bias_batch_stride", "0", "bias", "gfx942", WRONG),
-    "int8 without its sign": (
-        GENERAL,
-        "float(int(word << (3 - i) * 8) >> 24)",
-        "float(word << (3 - i) * 8 >> 24)",
-        "int8",
-        "gfx950",
-        WRONG,
-    ),
-    "no scale of values": (
-        GENERAL,
-        "flash_scale(p.value.scale, e.value_scale_stride, kv_head) * e.factor",
-        "e.factor",
-        "fp8",
-        "gfx942",
-        WRONG,
-    ),
-    "scales of other heads": (
-        GENERAL,
-        "e.key_scale_stride, tile.kv_head)",
-        "e.key_scale_stride, 0)",
-        "int8-keys",
-        "gfx950",
-        WRONG,
-    ),
-    "elements of values in their order": (
-        LOADER,
-        "return element % 4 * kQuarter + element / 4;",
-        "return element;",
-        "transposed",
-        "gfx950",
-        WRONG,
-    ),
-    "elements behind a row's last": (
-        GENERAL,
-        "const u16 x = element < e.size ? ",
-        "const u16 x = element < 256 ? ",
-        "sizes-33-5",
-        "gfx942",
-        "argument|tensor|" + WRONG,
-    ),
-    "dropped weights left out of the sum": (
-        FLASH,
-        "if constexpr (kGeneral) drop(step, t, score[t], *scores);",
-        "if constexpr (kGeneral) { drop(step, t, score[t], *scores); sum[t][0] *= 0.9f; }",
-        "dropout-lengths",
-        "gfx942",
-        WRONG,
-    ),
-}
-
-
-@pytest.mark.parametrize("bug", few_of_bugs(BUGS | MORE_BUGS))
-def test_planted_bug_is_caught(bug, plant, monkeypatch):  # noqa: F811
-    require_caught((BUGS | MORE_BUGS)[bug], plant, monkeypatch, ops.flash_attention)
 
 
 def inputs(case_name: str):

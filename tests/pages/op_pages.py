@@ -1,4 +1,4 @@
-"""A page for each op, made from its spec, vLLM's seams, the rules for results and the files of results."""
+"""A page for each op file, made from its ops' specs, an example, vLLM's seams, the rules for results and the files of results."""
 
 import ast
 import dataclasses
@@ -7,7 +7,7 @@ import inspect
 import pathlib
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -20,7 +20,7 @@ from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools import explain
 from vllm_rocm_ops.vllm import seam
 
-from . import measurements
+from . import examples, measurements
 from .measurements import ROOT, markdown
 
 DOCS = ROOT / "vllm_rocm_ops" / "docs"
@@ -74,7 +74,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def types(op: Op, arch_name: str) -> str:
-    """The dtypes that the kernels take and, if they differ, the dtypes that they return."""
+    """Return the dtypes that the kernels take and, if they differ, the dtypes that they return."""
     found = launches_of(op, arch_name)
     inputs = dict.fromkeys(short(a[0].dtype) for a, _, _ in found)
     outputs = {short(out.dtype) for _, output, _ in found for out in correctness.as_tuple(output)[:1]}
@@ -82,10 +82,53 @@ def types(op: Op, arch_name: str) -> str:
     return f"{', '.join(inputs)}{to}"
 
 
+OPERANDS = ("b", "w1", "k", "key_cache", "kv_cache")
+
+
+def operand(a) -> torch.Tensor | None:
+    """Return what the first argument is multiplied with, or is written to, if it has a dtype of its own."""
+    return next((getattr(a, name) for name in OPERANDS if name in a._fields), None)
+
+
+def by_file() -> dict[str, list[Op]]:
+    """Return the ops of each op file, by its name."""
+    found: dict[str, list[Op]] = {}
+    for op in op_module.registered():
+        found.setdefault(file_of(op).stem, []).append(op)
+    return found
+
+
+def file_of(op: Op) -> pathlib.Path:
+    return pathlib.Path(inspect.getmodule(op.reference).__file__)
+
+
+def link(name: str) -> str:
+    """Return the address of an op's page, and of its heading where several ops share the page."""
+    file, of = next((file, of) for file, of in by_file().items() if name in {op.name for op in of})
+    return f"{file}.md" + (f"#{name}" if len(of) > 1 else "")
+
+
+def merged(ops: list[Op], lines_of: Callable[[Op], Iterable[str]]) -> Iterator[str]:
+    """Yield each line once: first those of all ops, then those of some with their names."""
+    found: dict[str, list[str]] = {}
+    for op in ops:
+        for line in lines_of(op):
+            found.setdefault(line, []).append(f"`{op.name}`")
+    yield from (line for line, names in found.items() if len(names) == len(ops))
+    for line, names in found.items():
+        if len(names) < len(ops):
+            mark = "- " * line.startswith("- ")
+            yield f"{mark}{', '.join(names)}: {line.removeprefix('- ')}"
+
+
 def documentation(of) -> tuple[str, str]:
     """The first line of a docstring, and the rest with one paragraph per line."""
     first, _, rest = inspect.getdoc(of).partition("\n")
     return first, "\n\n".join(" ".join(paragraph.split()) for paragraph in rest.strip().split("\n\n"))
+
+
+def paragraphs(of) -> list[str]:
+    return [" ".join(paragraph.split()) for paragraph in inspect.getdoc(of).split("\n\n")]
 
 
 def sentence(of) -> str:
@@ -119,109 +162,197 @@ def value(of) -> str:
     return short(of) if isinstance(of, torch.dtype) else str(of)
 
 
-def arguments(op: Op) -> str:
-    """Each argument with what the contract requires of it, in the case with the most requirements."""
-    name, a = max(cases_of(op, FIRST), key=lambda case: (len(list(op.contract(case[1]))), case[1][0].numel() > 0))
-    wanted: dict[str, list[str]] = {}
-    for argument, must_be, _, _ in op.contract(a):
-        wanted.setdefault(argument, []).append(must_be.replace("torch.", ""))
-    rows = [
-        (f"`{argument}`", value(getattr(a, argument, "")), "; ".join(wanted.get(argument, [])))
-        for argument in dict.fromkeys((*a._fields, *wanted))
-    ]
-    return (
-        "A call that breaks one of these rules raises ValueError before anything is written. The values are those of the test "
-        f"case `{name}`:\n\n" + markdown(("argument", "value", "must be"), rows)
+def arguments(ops: list[Op]) -> str:
+    """Return each argument with what contracts require of it, in the case of each op with the most requirements."""
+    found: dict[str, dict[str, tuple[str, str, list[str]]]] = {}
+    for op in ops:
+        _, a = max(cases_of(op, FIRST), key=lambda case: (len(list(op.contract(case[1]))), case[1][0].numel() > 0))
+        wanted: dict[str, list[str]] = {}
+        for argument, must_be, _, _ in op.contract(a):
+            wanted.setdefault(argument, []).append(must_be.replace("torch.", ""))
+        for argument in dict.fromkeys((*a._fields, *wanted)):
+            must = "; ".join(wanted.get(argument, []))
+            alike = found.setdefault(argument, {}).setdefault(
+                re.sub(r"\d+", "0", must), (value_of(a, argument), must, [])
+            )
+            alike[2].append(f"`{op.name}`")
+    rows = []
+    for argument, by_rule in found.items():
+        several = len(by_rule) > 1 or len(next(iter(by_rule.values()))[2]) < len(ops)
+        for shown, must, names in by_rule.values():
+            rows.append((f"`{argument}`", shown, must, ", ".join(names) if several else "all"))
+    about = "A call that breaks a rule raises ValueError and writes nothing. Sizes are of a test case."
+    header = ("argument", "for example", "must be", "ops")
+    return f"{about}\n\n" + (
+        markdown(header, rows) if len(ops) > 1 else markdown(header[:3], [row[:3] for row in rows])
     )
 
 
-def rules(op: Op) -> str:
-    """Every rule of the envelope in any case: first the rules for all calls, then those for some calls, with an example."""
-    met: dict[str, dict[str, object]] = {}
+def value_of(a, argument: str) -> str:
+    return value(getattr(a, argument, ""))
+
+
+def rules(ops: list[Op]) -> str:
+    """Return every rule of the envelopes in any case: first the rules for all calls of all ops, then those for some."""
+    scope: dict[str, dict[str, str]] = {}
     held = set()
-    for arch in archs.ARCHS.values():
-        for name, a in cases_of(op, arch.name):
-            for rule, holds in op.envelope(a, arch):
-                met.setdefault(rule, {})[name] = a
-                held |= {rule} if holds else set()
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for rule in sorted(met, key=lambda rule: not any(arch in rule for arch in archs.ARCHS)):
-        groups.setdefault(tuple(met[rule]), []).append(rule)
+    for op in ops:
+        met: dict[str, dict[str, object]] = {}
+        for arch in archs.ARCHS.values():
+            for name, a in cases_of(op, arch.name):
+                for rule, holds in op.envelope(a, arch):
+                    met.setdefault(rule, {})[name] = a
+                    held |= {rule} if holds else set()
+        for rule, cases in met.items():
+            name, a = next(iter(cases.items()))
+            sizes = ", ".join(f"{name} {size}" for name, size in op.problem(a).items())
+            some = "" if len(cases) == len(cases_of(op, FIRST)) else f"`{name}` ({sizes})"
+            scope.setdefault(rule, {})[op.name] = some
+    groups: dict[tuple, list[str]] = {}
+    for rule in sorted(scope, key=lambda rule: not any(arch in rule for arch in archs.ARCHS)):
+        by_op = scope[rule]
+        everywhere = tuple(f"`{name}`" for name, some in by_op.items() if not some)
+        in_part = tuple(f"`{name}`" for name, some in by_op.items() if some)
+        example = next(filter(None, by_op.values()), "")
+        groups.setdefault((everywhere, in_part, example if len(ops) == 1 else example.partition(" (")[0]), []).append(
+            rule
+        )
     parts = []
-    for cases, group in sorted(groups.items(), key=lambda found: -len(found[0])):
-        if len(cases) < len(cases_of(op, FIRST)):
-            sizes = op.problem(met[group[0]][cases[0]]).items()
-            parts.append(
-                f"For some calls only, such as `{cases[0]}` ({', '.join(f'{name} {size}' for name, size in sizes)}):"
-            )
+    for (everywhere, in_part, example), group in sorted(groups.items(), key=lambda of: (-len(of[0][0]), len(of[0][1]))):
+        said = [", ".join(everywhere)] if everywhere and len(everywhere) < len(ops) else []
+        if in_part:
+            which = f" of {', '.join(in_part)}" if len(in_part) < len(ops) else ""
+            said.append(f"some calls{which}, such as {example}")
+        if said:
+            parts.append(f"For {'; for '.join(said)}:")
         parts.append("\n".join(f"- {rule.replace('torch.', '')}{'' if rule in held else ': never'}" for rule in group))
     return "\n\n".join(parts)
+
+
+# Support
+
+
+SCALED = ("scale", "scale_a", "scale_b", "q_scale", "k_scale", "v_scale", "p_scale", "kv_scale", "w1_scale")
+
+
+def granularity(op: Op, a, name: str) -> str:
+    """Return what a scale of a call is for."""
+    scale = getattr(a, name)
+    e8m0 = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    if "mxfp8" in op.name or (e8m0 and name == "w1_scale"):
+        return "e8m0 per 1x32"
+    if op.name == "block_scaled_mm" or getattr(a, "block_scales", False) or (name == "w1_scale" and scale.dim() == 3):
+        return "per block, float32 or e8m0" if op.name == "block_scaled_mm" else "per block"
+    if scale.numel() == 1 or (name == "w1_scale" and scale.dim() == 1):
+        return "per tensor"
+    return {"scale_b": "per column", "w1_scale": "per row"}.get(name, "per row" if name == "scale_a" else "per head")
+
+
+def scales(op: Op, calls: Iterable) -> str:
+    """Return the scales that calls take, and those of their results."""
+    found: dict[str, list[str]] = {}
+    for a in calls:
+        for name in (name for name in SCALED if isinstance(getattr(a, name, None), torch.Tensor)):
+            kinds = found.setdefault(f"`{name}`", [])
+            kinds += [kind] if (kind := granularity(op, a, name)) not in kinds else []
+        if op.name.endswith("_mxfp8_quant"):
+            found["dynamic,"] = ["e8m0 per 1x32"]
+        elif "group_size" in a._fields:
+            found["dynamic,"] = ["per block of a row"]
+        elif {"scale_ub", "quant_dtype"} <= set(a._fields):
+            found["dynamic,"] = ["per row"]
+    by_kind: dict[str, list[str]] = {}
+    for name, kinds in found.items():
+        by_kind.setdefault(" or ".join(sorted(kinds)), []).append(name)
+    return "; ".join(f"{', '.join(names)} {kind}" for kind, names in by_kind.items()) or "none"
+
+
+def support(ops: list[Op]) -> str:
+    """Return the matrix of dtypes, scales and GPUs: a row for each op and dtype of what the first argument is multiplied with."""
+    rows = []
+    for op in ops:
+        kinds: dict[str, dict[str, list[tuple]]] = {}
+        for arch in archs.ARCHS:
+            for launch in launches_of(op, arch):
+                kinds.setdefault(kind_of(op, launch[0], arch), {}).setdefault(arch, []).append(launch)
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for (kind, _), by_arch in kinds.items():
+            found = [(arch, *launch) for arch, launches in by_arch.items() for launch in launches]
+            inputs = dict.fromkeys(of_gpu(a[0], op, arch) for arch, a, *_ in found)
+            made = [(arch, a[0], out) for arch, a, of, _ in found for out in correctness.as_tuple(of)[:1]]
+            outputs = dict.fromkeys(of_gpu(out, op, arch) for arch, _, out in made)
+            differ = any(given.dtype != out.dtype for _, given, out in made)
+            here = ("kernels" if arch in by_arch else "PyTorch" for arch in archs.ARCHS)
+            results = ", ".join(outputs) if differ else "as inputs" if made else "in place"
+            cells = ", ".join(inputs), scales(op, [a for _, a, *_ in found]), results, *here
+            alike.setdefault(cells, []).append(kind)
+        rows += [(f"`{op.name}`", inputs, ", ".join(others), *rest) for (inputs, *rest), others in alike.items()]
+    header = ("op", "inputs", "weights or cache", "scales", "results", *archs.ARCHS)
+    shown = [place for place in range(len(header)) if any(row[place] for row in rows) and (place or len(ops) > 1)]
+    fp8 = ", ".join(f"{str(of.fp8_dtype).removeprefix('torch.float8_')} on {name}" for name, of in archs.ARCHS.items())
+    about = "Combinations that test cases cover. PyTorch computes what [the rules](#when-kernels-run) exclude."
+    if any("e4m3" in row for row in rows):
+        about += f" e4m3 is {fp8}."
+    return f"{about}\n\n" + markdown(
+        [header[place] for place in shown], [[row[place] for place in shown] for row in rows]
+    )
+
+
+def kind_of(op: Op, a, arch_name: str) -> tuple[str, bool]:
+    """Return the dtype of what the first argument is multiplied with, and whether its scales are e8m0 per 1x32."""
+    other = operand(a)
+    is_like = other is not None and other.dtype == a[0].dtype and other.dtype.itemsize == 2
+    is_mx = getattr(a, "w1_scale", None) is not None and granularity(op, a, "w1_scale") == "e8m0 per 1x32"
+    return "as inputs" if is_like else of_gpu(other, op, arch_name), is_mx
+
+
+def of_gpu(tensor: torch.Tensor | None, op: Op, arch_name: str) -> str:
+    """Return a dtype's name, where a GPU's FP8 dtypes are e4m3 and e5m2."""
+    if tensor is None:
+        return ""
+    is_own = tensor.dtype == archs.ARCHS[arch_name].fp8_dtype and "mxfp8" not in op.name
+    return "e4m3" if is_own else short(tensor.dtype).removeprefix("float8_").replace("e5m2fnuz", "e5m2")
 
 
 # Kernels
 
 
-def kernels(op: Op) -> str:
-    """The dtypes for each arch, and the kernels with the threads of their blocks for each arch that has them."""
-    found: dict[str, dict[str, set[int]]] = {}
-    for arch in archs.ARCHS:
-        for _, _, launch in launches_of(op, arch):
-            found.setdefault(launch.symbol, {}).setdefault(arch, set()).add(launch.block[0])
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for symbol, by_arch in sorted(found.items()):
-        threads = {arch: f"{min(of)}" + f" to {max(of)}" * (len(of) > 1) for arch, of in by_arch.items()}
-        alike.setdefault(tuple(threads.get(arch, "") for arch in archs.ARCHS), []).append(f"`{symbol}`")
-    files = sorted({f"`csrc/ops/{launch.module}.hip`" for arch in archs.ARCHS for *_, launch in launches_of(op, arch)})
-    return "\n\n".join(
-        (
-            markdown(
-                ("GPU", "takes, and returns if it differs"),
-                ((arch, types(op, arch) or "nothing: PyTorch runs") for arch in archs.ARCHS),
-            ),
-            f"The source is {', '.join(files)}. The columns have the threads of a block:",
-            markdown(("kernels", *archs.ARCHS), ((", ".join(symbols), *threads) for threads, symbols in alike.items())),
-        )
-    )
+def kernels(ops: list[Op]) -> str:
+    """Return the sources, the parts of a configuration, and how one is chosen."""
+    files = {launch.module for op in ops for arch in archs.ARCHS for *_, launch in launches_of(op, arch)}
+    return "Sources: " + ", ".join(f"[{file}.hip](../../csrc/ops/{file}.hip)" for file in sorted(files)) + "."
 
 
-def configurations(op: Op) -> str:
-    """The parts of a configuration, and how a configuration is chosen."""
-    classes = dict.fromkeys(
-        type(config)
-        for arch in archs.ARCHS.values()
-        for _, a in cases_of(op, arch.name)
-        for config in op.configs(a, arch)
-    )
-    lines = ["A configuration says how the kernels are launched:", ""]
-    for of in classes:
-        lines.append(f"- `{of.__name__}({', '.join(part.name for part in dataclasses.fields(of))})`. {sentence(of)}")
-    if op.cost is not None:
-        chosen = (
-            "The configuration of the least cost by a model of the GPU runs. `vllm-rocm-ops explain` shows the others and the terms "
-            "of the cost."
-        )
-    else:
-        chosen = sentence(op.default) if op.default.__doc__ else "The spec chooses one."
-    key = ", ".join(("compute_units", *op.problem(cases_of(op, FIRST)[0][1])))
-    lines += ["", f"{chosen} A row of a tuned table, which `vllm-rocm-ops tune` writes, comes first. Its key: {key}."]
-    return "\n".join(lines)
+def configurations(ops: list[Op]) -> str:
+    def lines(op: Op) -> Iterator[str]:
+        for of in dict.fromkeys(
+            type(config)
+            for arch in archs.ARCHS.values()
+            for _, a in cases_of(op, arch.name)
+            for config in op.configs(a, arch)
+        ):
+            yield f"- `{of.__name__}({', '.join(part.name for part in dataclasses.fields(of))})`: {sentence(of)}"
+        if op.cost is not None:
+            yield "- Default: the lowest predicted cost. `vllm-rocm-ops explain` lists all configurations with their costs."
+        elif op.default.__doc__:
+            yield f"- Default: {sentence(op.default)}"
+        key = ", ".join(("compute_units", *op.problem(cases_of(op, FIRST)[0][1])))
+        yield f"- A tuned row, which `vllm-rocm-ops tune` writes, overrides the default. Its key: {key}."
+
+    return "\n".join(merged(ops, lines))
 
 
 # Results
 
 
-def exactness(op: Op) -> str:
-    """The rules for results, and the errors that were measured."""
+def rules_for_results(op: Op) -> list[str]:
+    """Return the rules for results."""
     c = correctness
     launches = [of for arch in archs.ARCHS for of in launches_of(op, arch)]
     outputs = [output for _, output, _ in launches] + [getattr(a, name) for a, *_ in launches for name in op.inexact]
     dtypes = {tensor.dtype for output in outputs for tensor in c.as_tuple(output)}
     floats = {dtype for dtype in dtypes if dtype.is_floating_point}
-    path = pathlib.Path(c.__file__)
-    rules_file = f"the rules of [{path.name}](../{path.parent.name}/{path.name})"
     lines = [
-        f"Every test case is compared with the PyTorch reference in the same precision and in float64, by {rules_file}:",
-        "",
         "- NaNs are where the reference has them, and nowhere else.",
     ]
     if dtypes - floats:
@@ -255,9 +386,23 @@ def exactness(op: Op) -> str:
     if op.inexact:
         lines.append(f"- Those that take results (`{'`, `'.join(op.inexact)}`) may be as far off as these.")
     lines.append("- The same arguments give the same bits in every call.")
-    if "quantization" in op.reference.__code__.co_names:
-        lines += ["", documentation(quantization)[1]]
-    return "\n".join([*lines, *("\n" + line for line in seen(op))])
+    return lines
+
+
+def exactness(ops: list[Op]) -> str:
+    """Return the rules for results, and the errors that were measured."""
+    path = pathlib.Path(correctness.__file__)
+    parts = [
+        (
+            "Every test case is compared with the PyTorch reference in the same precision and in float64, by "
+            f"[{path.name}](../{path.parent.name}/{path.name}):"
+        ),
+        "\n".join(merged(ops, rules_for_results)),
+    ]
+    if any("quantization" in op.reference.__code__.co_names for op in ops):
+        parts.append(documentation(quantization)[1])
+    errors = [f"- {line}" if len(ops) == 1 else f"- `{op.name}`: {line}" for op in ops for line in seen(op)]
+    return "\n\n".join(filter(None, (*parts, "\n".join(errors))))
 
 
 def seen(op: Op) -> Iterator[str]:
@@ -281,46 +426,59 @@ def seen(op: Op) -> Iterator[str]:
             yield f"{where} {len(found)} cases, {off}."
 
 
-def tested(op: Op) -> str:
-    """The number of cases, their purpose, and those that no kernel takes."""
-    lines = []
-    for arch in archs.ARCHS.values():
-        left: dict[str, list[str]] = {}
-        for name, a in cases_of(op, arch.name):
-            broken = [rule.replace("torch.", "") for rule, holds in op.envelope(a, arch) if not holds]
-            if broken:
-                left.setdefault("; ".join(broken), []).append(f"`{name}`")
-        for why, names in left.items():
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(f"- {arch.name}: PyTorch runs {shown}. The kernels need that {why}.")
+def tested(ops: list[Op]) -> str:
+    """Return the number of cases, their purpose, and those that no kernel takes."""
+
+    def lines(op: Op) -> Iterator[str]:
+        yield f"- {sentence(op.cases)}"
+        for arch in archs.ARCHS.values():
+            left: dict[str, list[str]] = {}
+            for name, a in cases_of(op, arch.name):
+                broken = [rule.replace("torch.", "") for rule, holds in op.envelope(a, arch) if not holds]
+                if broken:
+                    left.setdefault("; ".join(broken), []).append(f"`{name}`")
+            for why, names in left.items():
+                shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+                yield f"- {arch.name}: PyTorch runs {shown}. Kernels need that {why}."
+
     how = (
-        "The tests run on the GPU if there is one, else AMD's machine code runs in an emulator: "
-        f"`bash tests/run.sh -k {op.name}` in a checkout, or `vllm-rocm-ops verify --op {op.name}` on a GPU."
+        f"`vllm-rocm-ops verify --op {ops[0].name}` runs them on a GPU, `bash tests/run.sh -k {ops[0].name}` in a checkout on a GPU "
+        "or in the [emulator](emulator.md)."
     )
-    cases = f"{len(cases_of(op, FIRST))} cases run in every configuration of the kernels. {sentence(op.cases)}"
-    return "\n\n".join(filter(None, (cases, "\n".join(lines), how)))
+    counts = [f"{len(cases_of(op, FIRST))}" + f" of `{op.name}`" * (len(ops) > 1) for op in ops]
+    cases = f"Cases in every configuration: {', '.join(counts)}."
+    return f"{cases}\n\n" + "\n".join(merged(ops, lines)) + f"\n\n{how}"
 
 
-def measured(op: Op) -> str:
-    """Ratios by rows for each GPU, and the GPUs on which nothing was timed."""
+def measured(ops: list[Op]) -> str:
+    """Return speedups by rows for each GPU, and the GPUs on which nothing was timed."""
+    by_gpu: dict[str, list[tuple[Op, list[tuple[dict, pathlib.Path]]]]] = {}
+    for op in ops:
+        for found in measurements.of_op(op.name, *measurements.timed_kinds()):
+            by_gpu.setdefault(measurements.head([line for line, _ in found]), []).append((op, found))
     parts = []
-    for found in measurements.of_op(op.name, *measurements.timed_kinds()):
-        lines = [line for line, _ in found]
+    for gpu, of_ops in by_gpu.items():
+        lines = [line for _, found in of_ops for line, _ in found]
         shown = sorted({measurements.rows_of(line) for line in lines})
         body = []
-        for what, by_rows in measurements.groups_of(lines).items():
-            cells = [measurements.times([measurements.ratio(by_rows[m])]) if m in by_rows else "" for m in shown]
-            body += [(what[1], *cells)] if any(cells) else []
+        for op, found in of_ops:
+            for what, by_rows in measurements.groups_of(line for line, _ in found).items():
+                cells = [measurements.times([measurements.ratio(by_rows[m])]) if m in by_rows else "" for m in shown]
+                body += [(*([f"`{op.name}`"] * (len(ops) > 1)), what[1], *cells)] if any(cells) else []
         peers = "; ".join(sorted({name for line in lines for name in line["peers"]}))
+        header = (*(["op"] * (len(ops) > 1)), "size", *map(str, shown))
         parts.append(
-            f"{measurements.head(lines)}: speedup over the best peer ({peers}), by rows, tokens or requests. Bold is slower. "
-            f"Microseconds, also of what has no peer, are in {files_of([found])}.\n\n"
-            + markdown(("size", *map(str, shown)), body)
+            f"{gpu}: speedup over the fastest baseline ({peers}) by rows, tokens or requests. Bold is slower. Times in microseconds: "
+            f"{files_of([found for _, found in of_ops])}.\n\n" + markdown(header, body)
         )
-    static = measurements.of_op(op.name, "static")
+    static = [found for op in ops for found in measurements.of_op(op.name, "static")]
     if static:
         parts.append(f"Registers, traffic and cycles by layer, from code objects and the emulator: {files_of(static)}.")
-    parts.append(measurements.unmeasured(op.name))
+    said: dict[str, list[str]] = {}
+    for op in ops:
+        said.setdefault(measurements.unmeasured(op.name).replace(f"`{op.name}`", "{}"), []).append(f"`{op.name}`")
+    for text, names in said.items():
+        parts.append(text.format("these ops" if len(names) == len(ops) > 1 else ", ".join(names)))
     return "\n\n".join(filter(None, parts))
 
 
@@ -392,29 +550,34 @@ def seams_of(op: Op) -> dict[str, int | None]:
     return found
 
 
-def in_vllm(op: Op) -> str:
-    """A line for each seam that calls the op, then the layers of the shipped models that call it."""
-    lines = []
-    for name, most in seams_of(op).items():
-        limits = {None: "", 0: " It calls the op where it was measured to be faster than vLLM's kernel."}
-        limit = limits.get(most, f" It calls the op for at most {most} tokens, if vLLM has a kernel for more.")
-        lines.append(f"- The seam `{name}` replaces {seam.load(name).replaces}.{limit}")
-    parts = ["\n".join(lines) or "No seam calls this op, so vLLM does not run it. Your own programs can call it."]
-    counts: dict[tuple[str, str, str], int] = {}
+def in_vllm(ops: list[Op]) -> str:
+    """Return a line for each seam that calls an op, then the layers of the shipped models that call it."""
+
+    def lines(op: Op) -> Iterator[str]:
+        for name, most in seams_of(op).items():
+            limits = {None: "", 0: " It calls the op where it was measured to be faster than vLLM's kernel."}
+            limit = limits.get(most, f" It calls the op for at most {most} tokens, if vLLM has a kernel for more.")
+            yield f"- The seam `{name}` replaces {seam.load(name).replaces}.{limit}"
+        if not seams_of(op):
+            yield "- vLLM does not call it: no seam does."
+
+    parts = ["\n".join(merged(ops, lines))]
+    counts: dict[tuple[str, ...], int] = {}
     for model in MODELS:
         config = model_config.read(model)
         for call in [*model_layers.calls(config, TP), *model_layers.gated(config, TP)]:
-            if call.op is op and call.count:
-                a = op.Arguments(*call.case(1).make("meta", torch.Generator(), archs.ARCHS[FIRST].fp8_dtype))
-                sizes = (f"{name} {size}" for name, size in op.problem(a).items() if name not in ("m", "rows", "dtype"))
-                row = model, call.layer, ", ".join(sizes)
+            if call.op in ops and call.count:
+                a = call.op.Arguments(*call.case(1).make("meta", torch.Generator(), archs.ARCHS[FIRST].fp8_dtype))
+                sizes = (
+                    f"{name} {size}" for name, size in call.op.problem(a).items() if name not in ("m", "rows", "dtype")
+                )
+                row = *([f"`{call.op.name}`"] * (len(ops) > 1)), model, call.layer, ", ".join(sizes)
                 counts[row] = counts.get(row, 0) + call.count
     if counts:
         rows = ((*row, str(count)) for row, count in counts.items())
         parts += [
-            f"In a decode step of one of {TP} tensor parallel ranks:",
-            markdown(("model", "layer", "sizes", "calls"), rows),
-            f"`vllm-rocm-ops explain --model {next(iter(counts))[0]} --tp {TP}` says which kernels they run.",
+            f"Calls of a decode step of one of {TP} tensor parallel ranks:",
+            markdown((*(["op"] * (len(ops) > 1)), "model", "layer", "sizes", "calls"), rows),
         ]
     return "\n\n".join(parts)
 
@@ -422,33 +585,37 @@ def in_vllm(op: Op) -> str:
 # Pages
 
 
-def page(op: Op) -> str:
-    first, rest = documentation(op)
-    module = inspect.getmodule(op.reference)
-    file = pathlib.Path(module.__file__).name
+def page(file: str, ops: list[Op]) -> str:
+    module = inspect.getmodule(ops[0].reference)
+    one = len(ops) == 1
+    described = []
+    for op in ops:
+        first, rest = documentation(op)
+        described += [*([] if one else [f"### `{op.name}`"]), first, rest, f"```python\n{signature(op)}\n```"]
     sections = {
-        "Arguments": arguments(op),
-        "Will kernels take it?": (
-            "If one of these rules does not hold, the PyTorch reference computes the same result, more slowly. "
-            f"`vllm-rocm-ops explain {op.name}` says which rule.\n\n{rules(op)}"
+        "Example": f"```python\n{examples.of(file)}```",
+        "Support": support(ops),
+        ("Signature" if one else "Ops"): "\n\n".join(filter(None, described)),
+        "Arguments": arguments(ops),
+        "When kernels run": (
+            f"Otherwise the PyTorch reference computes the same result, more slowly. `vllm-rocm-ops explain {ops[0].name}` names the "
+            f"rule that a call breaks.\n\n{rules(ops)}"
         ),
-        "Kernels": f"{kernels(op)}\n\n{configurations(op)}",
-        "How exact": exactness(op),
-        "Tested": tested(op),
-        "In vLLM": in_vllm(op),
-        "Measured": measured(op),
+        "Numerics": exactness(ops),
+        "Performance": measured(ops),
+        "In vLLM": in_vllm(ops),
+        "Configurations": configurations(ops),
+        "Tests": tested(ops),
     }
+    name = ops[0].name if one else "<op>"
     parts = [
         WRITTEN,
-        f"# {op.name}",
-        first,
-        rest,
-        f"```python\n{signature(op)}\n```",
+        f"# {file}" + ("" if one else " ops"),
+        *paragraphs(module),
         (
-            f"The op is `vllm_rocm_ops.ops.{op.name}` and `torch.ops.{op_module.NAMESPACE}.{op.name}`. Its spec is "
-            f"[{file}](../ops/{file}). [All ops](README.md)."
+            f"`vllm_rocm_ops.ops.{name}` and `torch.ops.{op_module.NAMESPACE}.{name}` are the same. Spec: "
+            f"[{file}.py](../ops/{file}.py). {kernels(ops)} [All ops](README.md)."
         ),
-        sentence(module),
         *(f"## {title}\n\n{text}" for title, text in sections.items()),
     ]
     return wrapped("\n\n".join(filter(None, parts)))
@@ -482,7 +649,7 @@ def explanation() -> str:
 def index() -> str:
     """The table of all ops."""
     rows = (
-        (f"[`{op.name}`]({op.name}.md)", documentation(op)[0], *(types(op, arch) for arch in archs.ARCHS))
+        (f"[`{op.name}`]({link(op.name)})", documentation(op)[0], *(types(op, arch) for arch in archs.ARCHS))
         for op in op_module.registered()
     )
     about = (
@@ -503,4 +670,4 @@ def index() -> str:
 
 def pages() -> dict[pathlib.Path, str]:
     """All pages, by path."""
-    return {DOCS / "README.md": index()} | {DOCS / f"{op.name}.md": page(op) for op in op_module.registered()}
+    return {DOCS / "README.md": index()} | {DOCS / f"{file}.md": page(file, ops) for file, ops in by_file().items()}

@@ -7,6 +7,7 @@ from vllm_rocm_ops.tools import cli
 
 from .measurements import ROOT, markdown
 from .op_pages import DOCS, WRITTEN
+from .op_pages import link as link_of
 
 PAGE = DOCS / "systems.md"
 DATA = ROOT / "tests" / "data" / "systems.csv"
@@ -66,7 +67,7 @@ def cells(row: Row) -> tuple[str, ...]:
     if row.command:
         ours = f"`{'python serving_benchmarks/' if row.command[0] == 'contests' else 'vllm-rocm-ops '}{row.ours}`"
     else:
-        ours = ", ".join(f"[{name}]({name}.md)" for name in row.ops)
+        ours = ", ".join(f"[{name}]({link_of(name)})" for name in row.ops)
     said = [row.state if row.state != "there" else "", row.why]
     state = ": ".join(filter(None, said)) if row.state != "left out" else f"left out, because {row.why}"
     return (

@@ -1,0 +1,155 @@
+"""A planted bug, and the ways in which it is caught."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core.correctness import generator_of, run_and_check
+from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.core.stats import stats
+from vllm_rocm_ops.emulator.errors import EmulatorError, UnsupportedInstruction
+
+from .kernel_copy import CSRC, ROOT, KernelCopy, PlantedEmulator
+
+WRONG = "error|NaNs differ"
+"""What a case says of values; those that nobody wrote are NaN."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A plausible mistake: in `file`, of csrc or of the package, `old` stands once and becomes `new`. `by` says what catches it."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    by: Cases | Call | Code | Tests | Equivalent
+
+    @property
+    def is_seam(self) -> bool:
+        return self.file.endswith(".py")
+
+    @property
+    def path(self) -> Path:
+        return (ROOT / "vllm_rocm_ops" if self.is_seam else CSRC) / self.file
+
+    @property
+    def text(self) -> tuple[str, str, str]:
+        return self.file, self.old, self.new
+
+    @property
+    def change(self) -> str:
+        return " ".join(f"{self.old} -> {self.new or '(nothing)'}".split()).replace("|", "\\|")
+
+
+class Cases:
+    """Cases of an op in the emulator, in all configurations: one fails and says `said`. Only kernels that they launch are compiled."""
+
+    def __init__(self, op: Op, *names: str, on: str = "gfx942", said: str = ""):
+        self.op, self.names, self.on, self.said = op, names, on, said
+
+    @property
+    def covers(self) -> str:
+        return self.op.name
+
+    def require(self, bug: Bug, kernels: KernelCopy) -> str:
+        """Return the case and the message of the failure, or fail."""
+        emulator = PlantedEmulator(kernels, self.on, *bug.text)
+        for case in (case for case in self.op.cases() if case.name in self.names):
+            arguments = case.make("cpu", generator_of(case.name), emulator.arch.fp8_dtype)
+            try:
+                with launch.executor(emulator):
+                    for config in self.op.configs(
+                        self.op.Arguments(*arguments), emulator.arch
+                    ):  # not all come by the bug
+                        with self.op.running(config):
+                            for _ in range(2):  # what a call leaves behind shows in the next
+                                run_and_check(self.op, arguments, "cpu")
+            except (AssertionError, EmulatorError) as error:
+                return f"{self.op.name}-{case.name} on {self.on}: {as_said(error, self.said)}"
+            assert stats()[self.op.name]
+        pytest.fail(f"no case of {self.op.name} catches: {bug.what}")
+
+
+class Call:
+    """A test of tests/ops, by module and function, called with `arguments` in the emulator. With `as_executor` it also gets what the
+    fixture `executor` gives, else the arch alone."""
+
+    def __init__(self, test: str, *arguments, on: str = "gfx942", as_executor: bool = True):
+        self.test, self.arguments, self.on, self.as_executor = test, arguments, on, as_executor
+
+    @property
+    def covers(self) -> tuple:
+        return self.test, *map(str, self.arguments)
+
+    def require(self, bug: Bug, kernels: KernelCopy) -> str:
+        """Return the message of the failure, or fail."""
+        emulator = PlantedEmulator(kernels, self.on, *bug.text)
+        executor = ("cpu", emulator.arch) if self.as_executor else emulator.arch
+        try:
+            with launch.executor(emulator):
+                found(self.test)(*self.arguments, executor)
+        except (AssertionError, EmulatorError) as error:
+            assert "fallback" not in str(error)
+            return f"{self.test} on {self.on}: {as_said(error, '')}"
+        pytest.fail(f"{self.test} does not catch: {bug.what}")
+
+
+class Code:
+    """A function of tests, by module and name, that is given a code object and returns the names of kernels that are wrong: all have
+    `part` in them. The code object has one kernel, or where `symbol` is empty the whole module."""
+
+    def __init__(self, module: str, symbol: str, check: str, part: str = "", on: str = "gfx942"):
+        self.module, self.symbol, self.check, self.part, self.on = module, symbol, check, part, on
+
+    @property
+    def covers(self) -> str:
+        return self.check
+
+    def require(self, bug: Bug, kernels: KernelCopy) -> str:
+        """Return the kernels that are found, or fail."""
+        if self.symbol:
+            path = kernels.compile(*bug.text, self.module, self.symbol, self.on)
+        else:
+            kernels.plant(*bug.text, [self.module], [self.on])
+            path = kernels.code / self.on / f"{self.module}.co"
+        wrong = sorted(found(self.check)(path))
+        assert wrong and all(self.part in name for name in wrong), f"{self.check} finds {wrong}: {bug.what}"
+        return f"{self.check}: {', '.join(wrong)}"
+
+
+class Tests:
+    """Tests by their names, or files of tests. Without names, those of tests/ops that concern an op which launches a kernel of a module
+    that includes the file. For kernels `module`, by default each that includes the file, is built."""
+
+    __test__ = False  # for pytest
+
+    def __init__(self, *names: str, module: str = ""):
+        self.names, self.module = names, module
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """Nothing catches it, as nothing can see it."""
+
+    why: str
+    module: str = ""
+
+
+def as_said(error: Exception, said: str) -> str:
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    assert not isinstance(error, UnsupportedInstruction), f"the emulator fails, not the test: {message}"
+    assert re.search(said, str(error)), f"{message} is not {said!r}"
+    return message
+
+
+def found(name: str):
+    """Return a function of a module of tests."""
+    module, _, function = name.partition(".")
+    return getattr(importlib.import_module(module), function)

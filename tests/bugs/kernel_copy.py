@@ -1,0 +1,134 @@
+"""A copy of the kernels' sources that mistakes are planted in."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from load_build import load_build
+
+from vllm_rocm_ops.emulator import Emulator
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+CODE = ROOT / "vllm_rocm_ops" / "code"
+TYPES = {"bf16": "Bf16", "fp16": "F16"}
+
+
+class DoesNotFit(AssertionError):
+    """The text that a bug replaces is not in its file, or not once."""
+
+
+def replaced(source: str, file: str, old: str, new: str) -> str:
+    if (count := source.count(old)) != 1:
+        raise DoesNotFit(f"{file} holds {old!r} {count} times, not once")
+    return source.replace(old, new)
+
+
+def _mla(symbol: str) -> str:
+    kind, fp8, lds, tiles = re.search(r"_(bf16|fp16)(_fp8)?(_lds)?_(\d+)$", symbol).groups()
+    element = TYPES[kind]
+    if symbol.startswith("mla_decode_combine"):
+        return f"COMBINE({symbol}, MlaCombine, {element}, {tiles})\n"
+    cache = "E4m3" if fp8 else element
+    return f"DECODE_64({symbol}, {element}, {cache})\n" if lds else f"DECODE({symbol}, {element}, {cache}, {tiles})\n"
+
+
+def _paged(symbol: str) -> str:
+    kind, fp8, size, layout = re.search(r"_(bf16|fp16)(_fp8)?_(\d+)_(\w+)$", symbol).groups()
+    cache = "E4m3" if fp8 else TYPES[kind]
+    return f"INSTANCE({symbol}, {TYPES[kind]}, {cache}, {size}, {str(layout == 'native').lower()})\n"
+
+
+def _batched(symbol: str) -> str:
+    kind, form, tokens = re.search(r"_(bf16|fp16)_(\w+)_(\d+)$", symbol).groups()
+    return f"{ {'narrow': 'WAVES', 'transposed': 'TRANSPOSED'}[form] }({kind}, {TYPES[kind]}, {tokens})\n"
+
+
+INSTANCES: dict[str, tuple[str, Callable[[str], str]]] = {
+    "mla_decode": ("#define COLUMNS", _mla),
+    "paged_attention_decode": ("#define SIZES", _paged),
+    "batched_gemm": ("#define TOKENS", _batched),
+}
+"""By module: before which macro its kernels are not yet made, and the line that makes one. It compiles in a tenth of the time."""
+
+
+class KernelCopy:
+    """A copy of the kernels' sources and of the code objects that ship. Modules, or one kernel, can be built with a mistake in them."""
+
+    def __init__(self, root: Path):
+        shutil.copytree(CSRC, root / "csrc")
+        self._build = load_build(root / "csrc")
+        for path in CODE.glob("*/*.*"):
+            link = self.code / path.relative_to(CODE)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path)
+
+    @property
+    def code(self) -> Path:
+        return self._build.CODE
+
+    @property
+    def csrc(self) -> Path:
+        return self._build.CSRC
+
+    def plant(self, file: str, old: str, new: str, modules: Iterable[str], archs: Iterable[str]) -> None:
+        """Build the modules with one text replaced. The sources stay as they were."""
+        with self._replaced(file, old, new):
+            self._build.build(sorted(modules), list(archs))
+
+    def compile(self, file: str, old: str, new: str, module: str, symbol: str, arch: str) -> Path:
+        """One kernel with one text replaced, as a code object of its own: of a module's other kernels only their names are left."""
+        stamp = json.loads((CODE / arch / f"{module}.json").read_text())
+        others = [other for other in stamp["kernels"] if other != symbol]
+        # A template that nobody calls is read, no more.
+        left_out = "{0}(...)={0}(__VA_ARGS__); template <int> __attribute__((device)) void {0}_left_out(__VA_ARGS__)"
+        code = self.code.with_name("kernels") / arch / f"{symbol}.co"
+        source = self.csrc / "ops" / f"{module}.hip"
+        with self._replaced(file, old, new), self._alone(source, symbol):
+            self._build.compile_source(source, arch, code, [left_out.format(other) for other in others])
+        code.with_suffix(".json").write_text(json.dumps({"kernels": {symbol: stamp["kernels"][symbol]}}))
+        return code
+
+    @contextlib.contextmanager
+    def _replaced(self, file: str, old: str, new: str) -> Iterator[None]:
+        path = self.csrc / file
+        original = path.read_text()
+        try:
+            path.write_text(replaced(original, file, old, new))
+            yield
+        finally:
+            path.write_text(original)
+
+    @contextlib.contextmanager
+    def _alone(self, path: Path, symbol: str) -> Iterator[None]:
+        """Leave one kernel in the source, where INSTANCES says how."""
+        if path.stem not in INSTANCES:
+            yield
+            return
+        first, instance = INSTANCES[path.stem]
+        original = path.read_text()
+        head, macro, _ = original.partition(first)
+        assert macro, f"{path.name} does not hold {first}"
+        try:
+            path.write_text(head + instance(symbol))
+            yield
+        finally:
+            path.write_text(original)
+
+
+class PlantedEmulator(Emulator):
+    """Runs kernels as they are with a bug in their sources; those that are launched are compiled then."""
+
+    def __init__(self, kernels: KernelCopy, chip: str, *bug: str):
+        super().__init__(chip)
+        arch = self.arch.name
+        self.compile = functools.cache(lambda module, symbol: kernels.compile(*bug, module, symbol, arch))
+
+    def launch(self, launch, uninitialised: tuple = ()) -> None:
+        self.run(self.compile(launch.module, launch.symbol), launch, uninitialised)

@@ -1,0 +1,255 @@
+"""Plants bugs of the table, each in a process of its own, and says what catches them: python tests/bugs [names]
+
+A bug that cases, a call or a check of code objects catch has only the kernels that they need compiled. One that tests catch is built
+in a folder of its own, a mistake in Python is imported, and the tests run until one fails: those that the bug names, with --full; else
+all of tests/ops that concern an op which launches a kernel of a module that includes the file, first as they run by default, and where
+none of these fails, with --full. A table lists what failed. The exit status is 1 if a bug survives that is not marked as equivalent.
+Without names all bugs run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import functools
+import io
+import itertools
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+import pytest
+from marks import AMD
+
+from . import import_hook
+from .bug import Bug, Equivalent, Tests
+from .kernel_copy import CSRC, ROOT, DoesNotFit, KernelCopy
+from .table import BUGS
+
+TESTS = ROOT / "tests"
+
+
+@functools.cache
+def included(path: Path) -> frozenset[str]:
+    """A source of kernels and all headers that it includes, by their paths in csrc."""
+    found, left = set(), [path]
+    while left:
+        of = left.pop()
+        if of not in found and of.exists():
+            found.add(of)
+            names = re.findall(r'^#include "(.*)"', of.read_text(), re.MULTILINE)
+            left += [(of.parent / name).resolve() if (of.parent / name).exists() else CSRC / name for name in names]
+    return frozenset(of.relative_to(CSRC).as_posix() for of in found)
+
+
+@functools.cache
+def launched_by() -> dict[str, set[str]]:
+    """The ops of which a case launches a kernel of a module, by module."""
+    import torch
+
+    from vllm_rocm_ops.core import arch, op
+
+    found = collections.defaultdict(set)
+    for of, (the_op, case) in itertools.product(
+        map(arch.named, AMD), ((o, c) for o in op.registered() for c in o.cases())
+    ):
+        a = the_op.Arguments(*case.make("meta", torch.Generator(), of.fp8_dtype))
+        for config in the_op.configs(a, of):
+            for launched in the_op.plan(config, the_op.allocate(a), a, of):
+                found[launched.module].add(the_op.name)
+    return found
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    verdict: str  # the test that failed, or why none did
+    caught: bool
+    said: str
+    seconds: float
+
+
+class FirstFailure:
+    """A pytest plugin that keeps the name and the message of the first test that fails. With `ops` it leaves out what concerns none of
+    them, and what plants bugs of its own."""
+
+    test = said = ""
+
+    def __init__(self, ops: set[str] | None = None):
+        self.ops = ops
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.ops is not None:
+            items[:] = sorted(filter(self.concerns, items), key=lambda item: item.path.stem != "test_ops")
+
+    def concerns(self, item: pytest.Item) -> bool:
+        """Whether a test has one of the ops as a parameter, or else its file names one."""
+        given = getattr(item, "callspec", None)
+        of = given and (given.params.get("the_op") or given.params.get("name"))
+        named = getattr(of, "name", of) in self.ops
+        in_file = any(re.search(rf"\b{op}\b", source_of(item.path)) for op in self.ops)
+        return "planted" not in item.name and (named if given and "the_op" in given.params else in_file)
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        yield
+        if call.excinfo is not None and not self.test and not call.excinfo.errisinstance(pytest.skip.Exception):
+            self.test = item.nodeid.rpartition("/")[2]
+            self.said = " ".join(f"{call.excinfo.typename}: {call.excinfo.value}".split())
+
+
+@functools.cache
+def source_of(path: Path) -> str:
+    return path.read_text()
+
+
+@contextlib.contextmanager
+def silent():
+    """Discard pytest's report and the compilers' warnings."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def find(test: str) -> str:
+    """A test's name with the path of its file, from a name without the folder."""
+    file, separator, rest = test.partition("::")
+    (path,) = TESTS.rglob(file)
+    return f"{path}{separator}{rest}"
+
+
+def judge(name: str) -> Result:
+    """Say what catches a bug, in this process. The process is not used again."""
+    bug, start = BUGS[name], time.monotonic()
+
+    def result(verdict: str, caught: bool, said: str = "") -> Result:
+        return Result(name, verdict, caught, said, time.monotonic() - start)
+
+    try:
+        if bug.is_seam:
+            import_hook.plant(bug)
+            return judge_by_tests(bug, result, "-m", "not slow")
+        with tempfile.TemporaryDirectory() as folder, silent():
+            copy = KernelCopy(Path(folder))
+            if not isinstance(bug.by, Tests | Equivalent):
+                by, _, said = bug.by.require(bug, copy).partition(": ")
+                return result(by, True, said)
+            copy.plant(*bug.text, modules_of(bug), archs_of(bug))
+            if isinstance(bug.by, Equivalent):
+                return result(f"equivalent: {bug.by.why}", True)
+            from vllm_rocm_ops.core import launch
+
+            launch.CODE = copy.code
+            return judge_by_tests(bug, result) if bug.by.names else judge_by_ops(bug, result)
+    except DoesNotFit as error:
+        return result(f"does not fit: {error}", False)
+    except (AssertionError, pytest.fail.Exception) as error:
+        return result(f"SURVIVED: {error}", False)
+    except RuntimeError as error:
+        return result(" ".join(f"does not build: {error}".split()), False)
+
+
+def modules_of(bug: Bug) -> list[str]:
+    """Return the modules of kernels that are built: the one named, or each that includes the file."""
+    return [bug.by.module] if bug.by.module else [m.stem for m in CSRC.glob("ops/*.hip") if bug.file in included(m)]
+
+
+def archs_of(bug: Bug) -> list[str]:
+    """Return the archs that the tests name, or all of AMD's."""
+    names = getattr(bug.by, "names", ())
+    return [arch for arch in AMD if any(arch in name for name in names)] or list(AMD)
+
+
+def judge_by_tests(bug: Bug, result: Callable[..., Result], *options: str) -> Result:
+    """Run the tests that a bug names."""
+    first, selection = FirstFailure(), [find(test) for test in bug.by.names]
+    if not bug.is_seam:
+        take_tests("1")  # a test that is named runs, also where it is not among the default ones
+    with silent():
+        status = pytest.main(["-q", "-x", *options, "-p", "no:cacheprovider", *selection], plugins=[first])
+    if status == pytest.ExitCode.OK:
+        return result("SURVIVED", False)
+    if status != pytest.ExitCode.TESTS_FAILED:
+        return result(f"no such tests: {' '.join(bug.by.names)}", False)
+    unseen = first.said.startswith("UnsupportedInstruction")  # the emulator, not the test
+    return result(first.test, not unseen, first.said)
+
+
+def judge_by_ops(bug: Bug, result: Callable[..., Result]) -> Result:
+    """Run the tests of the ops that a bug may reach, as they run by default and then with --full."""
+    ops = set().union(*(launched_by()[module] for module in modules_of(bug)))
+    for how, full in (("by default", ""), ("with --full", "1")):
+        status, test, said = apart(run_tests_of, ops, full)
+        if status != pytest.ExitCode.OK:
+            return result(f"{test} {how}", status == pytest.ExitCode.TESTS_FAILED, said)
+    return result("SURVIVED", False)
+
+
+def take_tests(full: str) -> None:
+    """Have this process run the default tests, or all."""
+    os.environ["FULL_TESTS"] = full
+    sys.modules.pop("marks", None)  # which has read it
+
+
+def run_tests_of(ops: set[str], full: str) -> tuple[int, str, str]:
+    take_tests(full)
+    first = FirstFailure(ops)
+    with silent():
+        status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", str(TESTS / "ops")], plugins=[first])
+    return int(status), first.test, first.said
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+def apart(call: Callable, *arguments):
+    """The result of a call in a process of its own, whose tests may start others."""
+    receive, send = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=lambda: send.send(call(*arguments)))
+    process.start()
+    send.close()
+    try:
+        return receive.recv()
+    finally:
+        process.join()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="bugs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="name", help="parts of bugs' names, or of their files'")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="how many run at a time")
+    arguments = parser.parse_args()
+    found = [name for name, b in BUGS.items() if any(part in f"{name} {b.file}" for part in arguments.names or [""])]
+    if not found:
+        parser.error(f"names must be parts of {', '.join(BUGS)}")
+    bugs = [BUGS[name] for name in found]
+    # The tests that bugs name run, whatever takes long.
+    os.environ |= {"VLLM_ROCM_OPS_TABLES": os.devnull, "FULL_TESTS": "1"}
+    import torch
+
+    if any(bug.is_seam for bug in bugs):
+        with silent():
+            from vllm import LLM  # noqa: F401  once, before the processes divide; it imports nothing of ours
+    torch.set_num_threads(1)
+    if any(isinstance(bug.by, Tests) and not bug.by.names for bug in bugs):
+        launched_by()  # once, too
+    print("| Bug | File | Change | Caught by | Seconds |\n|---|---|---|---|---|")
+    lived = 0
+    with ThreadPool(arguments.jobs) as pool:
+        for of in pool.imap(functools.partial(apart, judge), found, chunksize=1):
+            bug = BUGS[of.name]
+            lived += not of.caught
+            print(f"| {of.name} | {bug.file} | `{bug.change}` | {of.verdict} | {of.seconds:.0f} |", flush=True)
+            if of.said:
+                print(f"    {of.said[:200]}", file=sys.stderr, flush=True)
+    print(f"{len(found) - lived} of {len(found)} bugs are caught or equivalent")
+    return int(lived > 0)

@@ -1,0 +1,36 @@
+"""All bugs, by what they are."""
+
+from ..bug import Bug
+from . import (
+    decode,
+    experts,
+    flash,
+    gemm,
+    mla,
+    norms,
+    rope,
+    routing,
+    rows,
+    seams,
+    seams_attention,
+    seams_fusion,
+    skinny_gemm,
+    tiled_gemm,
+)
+
+AREAS = (
+    *(norms, rows, gemm, skinny_gemm, tiled_gemm, experts, routing, rope, decode, mla, flash),
+    *(seams, seams_attention, seams_fusion),
+)
+
+
+def _by_name() -> dict[str, Bug]:
+    found = {}
+    for bug in (bug for area in AREAS for bug in area.BUGS):
+        if bug.what in found:
+            raise ValueError(f"two bugs are named {bug.what!r}")
+        found[bug.what] = bug
+    return found
+
+
+BUGS = _by_name()

@@ -1,0 +1,171 @@
+"""Bugs in rotary embedding and cache writes."""
+
+from vllm_rocm_ops import ops
+
+from ..bug import Bug, Cases, Tests
+
+BUGS = (
+    Bug(
+        "pairs rotated the wrong way",
+        "ops/rope_and_cache.hip",
+        "rounded_product(x, cos) - rounded_product(y, sin), rounded_product(y, cos) + rounded_product(x, sin)",
+        "rounded_product(x, cos) + rounded_product(y, sin), rounded_product(y, cos) - rounded_product(x, sin)",
+        Cases(ops.rope_and_cache, "gptj", said="leaves another query"),
+    ),
+    Bug(
+        "halves rotated as neighbours",
+        "ops/rope_and_cache.hip",
+        "p.is_neox ? vec * kChunk : 2 * vec * kChunk",
+        "2 * vec * kChunk",
+        Cases(ops.rope_and_cache_mla, "neox", on="gfx950", said="leaves another q_pe|argument"),
+    ),
+    Bug(
+        "keys unrotated in the cache",
+        "ops/rope_and_cache.hip",
+        "store(p.key_cache, head, first, vecs[0]);",
+        "store(p.key_cache, head, first, pack<T>(x));",
+        Cases(ops.rope_and_cache, "bf16-native", said="leaves another key_cache"),
+    ),
+    Bug(
+        "slot off by one",
+        "ops/rope_and_cache.hip",
+        "mem::load<i64>(p.slots + token) : -1",
+        "mem::load<i64>(p.slots + token) + 1 : -1",
+        Cases(ops.rope_and_cache, "fp16-packed", on="gfx950", said="leaves another key_cache"),
+    ),
+    Bug(
+        "slot -1 written",
+        "ops/rope_and_cache.hip",
+        "is_cached = at >= 0;",
+        "is_cached = token < p.num_slots;",
+        Cases(ops.rope_and_cache_mla, "bf16-fp8", said="is in no tensor"),
+    ),
+    Bug(
+        "slots read behind the last",
+        "ops/rope_and_cache.hip",
+        "token < p.num_slots ? mem::load",
+        "token >= 0 ? mem::load",
+        Cases(ops.rope_and_cache, "unmapped", said="argument"),
+    ),
+    Bug(
+        "scale of K used for V",
+        "ops/rope_and_cache.hip",
+        "cache.scale ? mem::load<float>(cache.scale) : 1.0f;",
+        "mem::load<float>(p.key_cache.scale);",
+        Cases(ops.rope_and_cache, "bf16-fp8-interleaved", on="gfx950", said="leaves another value_cache"),
+    ),
+    Bug(
+        "keys not normalized",
+        "ops/rope_and_cache.hip",
+        "const float inverse_rms = numerics::rsqrt_approx(mean + p.epsilon);",
+        "const float inverse_rms = is_key ? 1.0f : numerics::rsqrt_approx(mean + p.epsilon);",
+        Cases(ops.qk_norm_rope_and_cache, "bf16-fp8-packed", on="gfx950", said="output key_out: error|NaNs differ"),
+    ),
+    Bug(
+        "keys by the weight of queries",
+        "ops/rope_and_cache.hip",
+        "is_key ? p.key_weight : p.query_weight",
+        "p.query_weight",
+        Cases(ops.qk_norm_rope_and_cache, "bf16-packed"),
+    ),
+    Bug(
+        "squares of half of a head",
+        "ops/rope_and_cache.hip",
+        "squares = __builtin_elementwise_fma(of_y.pair[i], of_y.pair[i], squares);",
+        "",
+        Cases(ops.qk_norm_rope_and_cache, "bf16-packed"),
+    ),
+    Bug(
+        "a head of 256 summed over 8 lanes",
+        "ops/rope_and_cache.hip",
+        "reduce_group<kLanes>(squares",
+        "reduce_group<8>(squares",
+        Cases(ops.qk_norm_rope_and_cache, "bf16-256"),
+    ),
+    Bug(
+        "the mean of all lanes' elements",
+        "ops/rope_and_cache.hip",
+        "float(2 * kChunk * p.head_vecs)",
+        "float(2 * kChunk * kLanes)",
+        Cases(ops.qk_norm_rope_and_cache, "part"),
+    ),
+    Bug(
+        "no epsilon",
+        "ops/rope_and_cache.hip",
+        "rsqrt_approx(mean + p.epsilon)",
+        "rsqrt_approx(mean)",
+        Cases(ops.qk_norm_rope_and_cache, "epsilon"),
+    ),
+    Bug(
+        "a norm that is not rounded before its rotation",
+        "ops/rope_and_cache.hip",
+        "round_to<T>(x.pair[i] * inverse_rms * w.pair[i])",
+        "x.pair[i] * inverse_rms * w.pair[i]",
+        Tests(
+            "test_same_bits.py::test_one_launch_gives_the_bits_of_three[gfx942-dtype0-False]", module="rope_and_cache"
+        ),
+    ),
+    Bug(
+        "elements behind the pairs as halves",
+        "ops/rope_and_cache.hip",
+        "p.is_neox && is_rotated;",
+        "p.is_neox;",
+        Cases(ops.qk_norm_rope_and_cache, "glm-4.5"),
+    ),
+    Bug(
+        "lanes behind a head read and write",
+        "ops/rope_and_cache.hip",
+        "p.kv_heads && vec < p.head_vecs",
+        "p.kv_heads",
+        Cases(ops.qk_norm_rope_and_cache, "odd-lanes"),
+    ),
+    Bug(
+        "keys as far apart as tokens' queries",
+        "ops/rope_and_cache.hip",
+        "(is_key ? p.kv_heads : p.query_heads) + head",
+        "p.query_heads + head",
+        Cases(ops.qk_norm_rope_and_cache, "qwen3"),
+    ),
+    Bug(
+        "the cache gets keys before their rotation",
+        "ops/rope_and_cache.hip",
+        "<true>(p.key_cache, head, first, vecs[0],",
+        "<true>(p.key_cache, head, first, pack<T>(normalize<T>(x, x_weight, inverse_rms)),",
+        Cases(ops.qk_norm_rope_and_cache, "bf16-fp8-native"),
+    ),
+    Bug(
+        "values of a token's last head left out",
+        "ops/rope_and_cache.hip",
+        "of_all < p.kv_heads * p.value_vecs)",
+        "of_all < p.kv_heads * p.value_vecs - 1)",
+        Cases(ops.qk_norm_rope_and_cache, "bf16-interleaved"),
+    ),
+    Bug(
+        "values by the scale of keys",
+        "ops/rope_and_cache.hip",
+        "element, elements, value_scale)",
+        "element, elements, key_scale)",
+        Cases(ops.qk_norm_rope_and_cache, "bf16-fp8-256"),
+    ),
+    Bug(
+        "a key without a slot written",
+        "ops/rope_and_cache.hip",
+        "if (is_key && cache.is_cached)",
+        "if (is_key)",
+        Cases(ops.qk_norm_rope_and_cache, "bf16-packed"),
+    ),
+    Bug(
+        "values where keys' rotated elements are",
+        "ops/rope_and_cache.hip",
+        "(is_key ? 2 * p.rotary_vecs : 0);",
+        "(is_key ? p.rotary_vecs : 0);",
+        Tests(),
+    ),
+    Bug(
+        "positions of 16 bits",
+        "ops/rope_and_cache.hip",
+        "const i64 row = position * 2 * half;",
+        "const i64 row = int(position) % 65536 * 2 * half;",
+        Tests(),
+    ),
+)
