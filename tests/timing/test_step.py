@@ -190,7 +190,9 @@ def test_an_all_reduce_and_the_norm_behind_it_are_one_launch_where_that_is_faste
     assert found(1, tp=1).keys() >= {"input norm", "post-attention norm"}
     own = [baseline.fused_all_reduce(machine, 8, 1, 5120).us for machine in (MI300X, machines.MI355X)]
     assert own == pytest.approx([6.2, 6.6], abs=0.1), "the published 5.2 reads half as much, and hands nothing on"
-    assert baseline.fused_all_reduce(MI300X, 9, 1, 5120) is None is baseline.fused_all_reduce(machines.MI325X, 8, 1, 5120)
+    assert (
+        baseline.fused_all_reduce(MI300X, 9, 1, 5120) is None is baseline.fused_all_reduce(machines.MI325X, 8, 1, 5120)
+    )
 
 
 def test_every_constant_says_where_it_is_from():

@@ -160,6 +160,20 @@ def test_what_stays_vllms(shared, choices):
     assert called(names) == ["fused_add_rms_norm"] and "vllm.all_reduce.default" in names
 
 
+def test_what_a_compiled_graph_depends_on(shared):
+    """Where an all-reduce of ours serves at all."""
+    from vllm.config import get_current_vllm_config
+
+    from vllm_rocm_ops.vllm.fusion import graph
+
+    one = graph.Fusion(get_current_vllm_config())
+    found = [one.uuid()]
+    for choice in (Choice(0), Choice(2)):
+        shared.choices.choice = choice
+        found.append(one.uuid())
+    assert found[0] == found[2] != found[1]
+
+
 def test_beside_aiters_fused_kernel(shared, choices):
     """It has the graph unless ours wins at every size that a launch takes."""
     choices.all_reduced = frozenset({None})

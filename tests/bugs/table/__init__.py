@@ -2,6 +2,7 @@
 
 from ..bug import Bug
 from . import (
+    collectives,
     decode,
     experts,
     flash,
@@ -19,7 +20,7 @@ from . import (
 )
 
 AREAS = (
-    *(norms, rows, gemm, skinny_gemm, tiled_gemm, experts, routing, rope, decode, mla, flash),
+    *(norms, rows, gemm, skinny_gemm, tiled_gemm, experts, routing, rope, decode, mla, flash, collectives),
     *(seams, seams_attention, seams_fusion),
 )
 
