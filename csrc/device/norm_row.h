@@ -29,6 +29,10 @@ DEVICE f32x2 normalize(f32x2 z, float rms, f32x2 weight, bool adds_one = false) 
 
 // Whether z is rounded before it is used.
 constexpr bool rounds_sum(Output output) { return !is_dynamic(output) || output == Output::kMx; }
+template <class RowOut>
+constexpr bool kRoundsSum = true;  // of an output that stores y as T
+template <class T, Output kOutput>
+constexpr bool kRoundsSum<RowOutput<T, kOutput>> = rounds_sum(kOutput);
 
 // Where a row comes from, and what else is done with it: from HBM, and nothing. Another source fills `input` once all other loads are
 // issued, and its rows may have a residual or none.
@@ -36,10 +40,11 @@ struct FromMemory {
   static constexpr bool kLoads = true;
 };
 
-// hidden is a multiple of 8 and at most threads * kChunks * 8; rows and weight are 16-byte aligned.
-template <class T, bool kResidual, Factor kFactor, int kChunks, Output kOutput, class Source = FromMemory>
-DEVICE void rms_norm_vector(NormRow row, RowOutput<T, kOutput> output, Source source = {}) {
-  constexpr bool kRounded = rounds_sum(kOutput);
+// hidden is a multiple of 8 and at most threads * kChunks * 8; rows and weight are 16-byte aligned. The output is a RowOutput or has
+// its functions.
+template <class T, bool kResidual, Factor kFactor, int kChunks, class RowOut, class Source = FromMemory>
+DEVICE void rms_norm_vector(NormRow row, RowOut output, Source source = {}) {
+  constexpr bool kRounded = kRoundsSum<RowOut>;
   LDS static float sums[kMaxWaves];
   RowChunks<kChunks, u32x4> chunks;
   u32x4 input[kChunks], residual[kChunks], weight[kChunks];

@@ -370,6 +370,33 @@ def test_explain_of_a_model_says_that_absorbed_products_are_measured_first(capsy
     assert all(line.startswith(f"{ours[name]} VLLM_ROCM_OPS_ATTENTION=1") for name, line in explained().items())
 
 
+def test_explain_of_a_model_knows_the_launch_between_the_first_projection_and_the_scores(monkeypatch):
+    """It says vLLM's until it was measured to be faster; then the norms are in it."""
+    one = "q_a norm + kv_a norm + cache write"
+
+    def explained(shapes: dict | None = None, off: dict | None = None) -> dict[str, str]:
+        record = kernel_selection.Record({}, off or {}, shapes or {})
+        monkeypatch.setattr(explain, "measured_here", lambda arch: record)
+        config = model_config.read("deepseek-v3")
+        of_model = [*model_layers.calls(config, 8), *explain.around(config, 8, None, "gfx942")]
+        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, "gfx942", (1, 64), False)}
+
+    found = explained()
+    assert found[one].startswith("vLLM's own (unmeasured") and found["q_a norm"].startswith("rms_norm_per_block_quant")
+    kernel = "latent_norm_rope_and_cache_bf16_per_block_quant"
+    for cache, order in (("auto", ""), ("fp8", " column-major")):
+        key = f"latent_norm_rope_and_cache 1536+512+64 bfloat16 {cache} block{order} compiled"
+        fast, slow = ({1: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
+        found = explained({key: fast})
+        assert found[one].startswith(kernel) and found["q_a norm"] == found["kv_a norm"] == f"in {one}"
+        assert explained({key: slow})[one].startswith("vLLM's own (measured")
+    assert explained({key: fast}, {"latent_norm_rope_and_cache": "wrong here"})[one].startswith(
+        "vLLM's own (off on this GPU"
+    )
+    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
+    assert explained()[one].startswith(f"{kernel} (VLLM_ROCM_OPS_ATTENTION=1")
+
+
 def test_the_limits_are_those_of_the_seams():
     """Every seam with a limit says it to `explain`."""
     folder = pathlib.Path(kernels.__file__).parent

@@ -9,6 +9,7 @@ import torch
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import joined
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.config import read
 from vllm_rocm_ops.models.layers import calls
@@ -56,17 +57,49 @@ def test_deepseek_at_tp8():
 
 def test_gate_up_and_swiglu_in_one_launch():
     """Of static scales alone: the work of two calls of the step, as often."""
-    [call] = model_layers.gated(read(LLAMA), 8)
+    [call] = joined.gated(read(LLAMA), 8)
     assert (call.layer, call.op, call.count) == ("gate_up + SwiGLU", ops.scaled_mm_silu_and_mul_quant, 126)
     a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
     assert a.a.shape == (3, 16384) and a.b.shape == (16384, 13312) and call.op.allocate(a).shape == (3, 6656)
     assert a.scale_a.numel() == a.scale_b.numel() == a.scale.numel() == 1
-    product, activation = model_layers.two_launches(call)
-    assert {product, activation} < set(calls(read(LLAMA), 8)) and model_layers.one_launch(product, activation) == call
+    product, activation = joined.two_launches(call)
+    assert {product, activation} < set(calls(read(LLAMA), 8)) and joined.one_launch(product, activation) == call
     for parameters in ((13312, 16384, True), (13312, 16384, False, True)):  # scales per token, a bias
-        assert model_layers.one_launch(dataclasses.replace(product, parameters=parameters), activation) is None
+        assert joined.one_launch(dataclasses.replace(product, parameters=parameters), activation) is None
     for model in ("deepseek-v3", GLM, "qwen3-8b-fp8", "tiny-llama"):
-        assert model_layers.gated(read(model)) == []
+        assert joined.gated(read(model)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"), [({}, "block"), ({"quantization_config": None}, "none"), ({"q_lora_rank": None}, "none")]
+)
+def test_latent_attentions_norms_and_cache_write_in_one_launch(change, kind):
+    """The work of a layer's norms and of its write, as often; DeepSeek-V2-Lite has one norm."""
+    config = {
+        name: value
+        for name, value in (read("deepseek-v3") | change).items()
+        if value is not None or name in ("q_lora_rank",)
+    }
+    [call] = joined.fronts(config, 8)
+    latents = (1536 if config["q_lora_rank"] else 0), 512
+    names = ["q_a norm", "kv_a norm", "cache write"][latents[0] == 0 :]
+    assert (call.layer, call.parameters, call.count) == (" + ".join(names), (latents, 64, kind, 1e-6), 61)
+    assert {*joined.norms_of(call)} == {one for one in calls(config, 8) if one.layer in names}
+    a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
+    assert a.qkv.shape == (3, sum(latents) + 64) and a.kv_out.shape == (3, 512) and a.kv_cache.shape == (3, 16, 576)
+    assert (a.q_out is None) == (a.q_weight is None) == (not latents[0])
+    assert (a.scales_out is not None and a.scales_out.shape == (3, 12)) == (kind == "block")
+    assert not call.op.explain(*a, arch="gfx950").is_fallback
+    kept = model_layers.sequence(config, 8)
+    assert [one.layer for one in kept if one.op is call.op] == []
+
+
+def test_no_other_model_has_latents():
+    for model in (LLAMA, GLM, "qwen3-8b-fp8", "tiny-llama"):
+        assert joined.fronts(read(model)) == []
+    q = dataclasses.replace(joined.norms_of(joined.fronts(read("deepseek-v3"))[0])[0], op=ops.rms_norm_mxfp8_quant)
+    kv = dataclasses.replace(q, op=ops.rms_norm)
+    assert joined.one_front(q, kv, 64) is None, "queries in MX-FP8 are quantized by a launch of their own"
 
 
 @pytest.mark.parametrize(
@@ -426,8 +459,10 @@ def test_arguments_run():
     for model in ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8"):
         for call in [*calls(read(model)), *explain.around(read(model), 1, None, "gfx942")]:
             generator = torch.Generator().manual_seed(0)
-            result = call.op(*call.case(2).make("cpu", generator, torch.float8_e4m3fn))
-            first = result[0] if isinstance(result, tuple) else result
+            given = call.op.Arguments(*call.case(2).make("cpu", generator, torch.float8_e4m3fn))
+            result = call.op(*given)
+            result = [getattr(given, name) for name in call.op.writes] if result is None else result
+            first = result[0] if isinstance(result, (tuple, list)) else result
             assert first.shape[0] == 2 and not first.float().isnan().any(), call.layer
 
 

@@ -531,6 +531,36 @@ def rope_and_cache_mla(before, after, outputs: tuple) -> Found:
     yield from written("kv_cache", a.kv_cache, after.kv_cache, rows, a.slot_mapping, a.scale, off)
 
 
+def latent_norm_rope_and_cache(before, after, outputs: tuple) -> Found:
+    """Both latents' norms, of which that of queries may quantize, rotation and write."""
+    a, dtype = before, before.qkv.dtype
+    behind = len(a.kv_weight), a.kv_cache.shape[2] - len(a.kv_weight)
+    q, kv, k_pe = a.qkv.split([a.qkv.shape[1] - sum(behind), *behind], 1)
+    of_rows = {"input": q, "weight": a.q_weight, "epsilon": a.epsilon, "one_plus_weight": False}
+    made = (after.q_out,)
+    if a.q_scale is not None:
+        of_rows |= {"scale": a.q_scale}
+    elif a.scales_out is not None:
+        of_rows |= {
+            "scale_ub": a.scale_ub,
+            "group_size": q.shape[1] // a.scales_out.shape[1],
+            "quant_dtype": a.q_out.dtype,
+        }
+        made = after.q_out, after.scales_out
+    if a.q_weight is not None:
+        queries = type("Queries", (), of_rows | {"_fields": tuple(of_rows)})
+        yield from norm(queries, queries, made)
+    kv = kv.double()
+    kv = kv * torch.rsqrt(kv.square().mean(-1, keepdim=True) + a.epsilon) * a.kv_weight.double()
+    off = FP32 * kv.abs() + rounded(kv, dtype, 2)
+    yield "kv_out", after.kv_out.double(), kv, off
+    wanted, sizes = (of[:, 0] for of in turned(k_pe[:, None], a.positions, a.cos_sin_cache, a.is_neox))
+    of_k_pe = rounded(wanted, dtype) + FP32 * sizes
+    yield "k_pe_out", after.k_pe_out.double(), wanted, of_k_pe
+    rows, offs = torch.cat([kv, wanted], -1), torch.cat([off, of_k_pe], -1)
+    yield from written("kv_cache", a.kv_cache, after.kv_cache, rows, a.slot_mapping, a.cache_scale, offs)
+
+
 def attended(
     a,
     after,
@@ -736,6 +766,7 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     "rope_and_cache": rope_and_cache,
     "rope_and_cache_mla": rope_and_cache_mla,
     "qk_norm_rope_and_cache": qk_norm_rope_and_cache,
+    "latent_norm_rope_and_cache": latent_norm_rope_and_cache,
     "paged_attention_decode": paged_attention_decode,
     "mla_decode": mla_decode,
 }

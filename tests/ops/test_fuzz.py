@@ -60,7 +60,7 @@ def wrong_values(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_formula_knows_a_wrong_result(name):
-    """Any output, and any argument that is updated in place, with one element that is wrong by a fifth."""
+    """Any output, and any argument that is updated or written, with one element that is wrong by a fifth."""
     the_op, given = OPS[name], usual(OPS[name])
     before, after = (the_op.Arguments(*map(clone, given)) for _ in range(2))
     outputs = as_tuple(the_op.reference(*after))
@@ -72,7 +72,7 @@ def test_a_formula_knows_a_wrong_result(name):
             with pytest.raises(fuzz.Wrong):
                 fuzz.check(the_op, before, after, bad)
             checked += 1
-    for argument in the_op.mutates:
+    for argument in (*the_op.mutates, *the_op.writes):
         if getattr(after, argument) is not None:
             bad = after._replace(**{argument: wrong_values(getattr(after, argument))})
             with pytest.raises(fuzz.Wrong):

@@ -91,3 +91,40 @@ def test_one_launch_gives_the_bits_of_three(arch_name, dtype, fp8):
         ops.rope_and_cache(*normed, value, *rotation, *three, slots, *scales)
     for ours, separate in zip((*outs, *one), (*normed, *three)):
         assert torch.equal(ours.view(torch.uint8), separate.view(torch.uint8))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("arch_name", CHIPS)
+def test_one_launch_gives_the_bits_of_a_latents_three(arch_name, dtype, fp8):
+    """Norms of both latents, of which that of queries quantizes, rotation and write, of any numbers."""
+    emulator, generator = Emulator(arch_name, races=False), torch.Generator().manual_seed(0)
+    q_size, kv_size, size, slots = 1536, 512, 64, torch.tensor([5, -1, 17])
+    fp8_dtype, static = emulator.arch.fp8_dtype, torch.tensor([0.03])
+    qkv = torch.randn(TOKENS, q_size + kv_size + size, generator=generator).to(dtype)
+    q, kv, k_pe = qkv.split([q_size, kv_size, size], 1)
+    q_weight, kv_weight = ((torch.rand(n, generator=generator) + 0.5).to(dtype) for n in (q_size, kv_size))
+    angles = torch.rand(50, size // 2, generator=generator) * 6
+    behind = torch.tensor([7, 1, 49]), torch.cat((angles.cos(), angles.sin()), 1).to(dtype), False
+    scale = torch.tensor([0.02]) if fp8 else None
+    how = {
+        "plain": ({}, lambda: (ops.rms_norm(q, q_weight, 1e-6),)),
+        "static": ({"q_scale": static}, lambda: (ops.rms_norm_static_fp8_quant(q, q_weight, static, 1e-6, fp8_dtype),)),
+        "token": ({"scales_out": True}, lambda: ops.rms_norm_dynamic_per_token_quant(q, q_weight, 1e-6, fp8_dtype)),
+        "block": (
+            {"scales_out": True},
+            lambda: ops.rms_norm_per_block_quant(q, q_weight, 1e-6, fp8_dtype, 128, True),
+        ),
+    }
+    for kind, (more, norm) in how.items():
+        one, three = (torch.zeros(2, 16, kv_size + size).to(fp8_dtype if fp8 else dtype) for _ in range(2))
+        with launch.executor(emulator):
+            latent, rotated = ops.rms_norm(kv, kv_weight, 1e-6), k_pe.clone()
+            ops.rope_and_cache_mla(k_pe.clone().unsqueeze(1), rotated, latent, *behind, three, slots, scale)
+            separate = *norm(), latent, rotated
+            outs = [torch.full_like(x.float(), torch.nan).to(x.dtype) for x in separate]
+            given = {"scales_out": outs.pop(1)} if "scales_out" in more else more
+            ops.latent_norm_rope_and_cache(qkv, q_weight, kv_weight, 1e-6, *behind, *outs, one, slots, scale, **given)
+        ours = outs if len(separate) == 3 else [outs[0], given["scales_out"], *outs[1:]]
+        for mine, other in zip((*ours, one), (*separate, three), strict=True):
+            assert torch.equal(mine.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), kind

@@ -16,6 +16,7 @@ from vllm_rocm_ops.core import correctness, quantization
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import joined
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools import explain
 from vllm_rocm_ops.vllm import seam
@@ -565,7 +566,7 @@ def in_vllm(ops: list[Op]) -> str:
     counts: dict[tuple[str, ...], int] = {}
     for model in MODELS:
         config = model_config.read(model)
-        for call in [*model_layers.calls(config, TP), *model_layers.gated(config, TP)]:
+        for call in [*model_layers.calls(config, TP), *joined.gated(config, TP)]:
             if call.op in ops and call.count:
                 a = call.op.Arguments(*call.case(1).make("meta", torch.Generator(), archs.ARCHS[FIRST].fp8_dtype))
                 sizes = (

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import joined
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.timing import CONTEXT, frozen, machines, step, step_report
 
@@ -36,7 +37,11 @@ def predictions(
         alike = [machines.named(product) for product in products if machines.named(product).arch == arch]
         for name, tp in MODELS.items():
             config = model_config.read(name)
-            others = [*model_layers.gated(config, tp), *model_layers.absorbed(config, tp)]
+            others = [
+                *joined.gated(config, tp),
+                *joined.fronts(config, tp),
+                *model_layers.absorbed(config, tp),
+            ]
             for call in [*model_layers.calls(config, tp), model_layers.attention(config, tp), *others]:
                 for size in tokens if call.count else ():
                     if frozen.key(alike[0].name, call, size) in done:

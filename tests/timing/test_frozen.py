@@ -10,6 +10,7 @@ from timing import freeze
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import joined
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.timing import frozen
 from vllm_rocm_ops.tools import check_parts
@@ -21,7 +22,7 @@ SINCE = {"glm-4.5-air-fp8": "2026-11-25-6d0f875"}
 
 def calls() -> list[model_layers.LayerCall]:
     config = model_config.read("tiny-llama-fp8")
-    return [call for call in (*model_layers.calls(config), *model_layers.gated(config)) if call.count]
+    return [call for call in (*model_layers.calls(config), *joined.gated(config)) if call.count]
 
 
 @pytest.fixture

@@ -113,6 +113,38 @@ def test_gate_up_and_swiglu_are_one_launch_where_that_is_faster():
     assert many.launches - few.launches == 126 and many.us - few.us == pytest.approx(126 * 0.1)
 
 
+@pytest.mark.parametrize("queries", [True, False])
+def test_latents_norms_and_the_cache_write_are_one_launch_where_that_is_faster(queries):
+    """The rotation of queries stays. DeepSeek-V2-Lite has no latent of queries."""
+    config = DEEPSEEK if queries else DEEPSEEK | {"q_lora_rank": None}
+
+    def found(one: float | None, side: str = "plugin") -> list:
+        us = {"rms_norm_per_block_quant": 4.0, "rms_norm": 3.5, "latent_norm_rope_and_cache": one}
+        given = {"known": lambda call, tokens: us.get(call.op.name, 9.0) and (us.get(call.op.name, 9.0), 1, 0.25)}
+        return nodes(config, side, **given)
+
+    names = ["q_a norm", "kv_a norm", "cache write"][not queries :]
+    write = next(node for node in found(None) if node.layer == "cache write")
+    apart = 4.0 * queries + 3.5 + write.whole_us
+    joined = {node.layer: node for node in found(apart - 0.1)}
+    one = joined[" + ".join(names)]
+    assert (one.op, one.us, one.launches, one.count) == ("latent_norm_rope_and_cache", apart - 0.1, 1, 61)
+    assert joined["rotation"].count == 61 and not {*names} & joined.keys()
+    assert [*joined].index(one.layer) < [*joined].index("rotation")
+    for others in (found(apart + 0.1), found(None), found(0.1, "baseline")):
+        assert {*names} <= {node.layer for node in others} and one.layer not in {node.layer for node in others}
+    few, many = (step.total(found(us)) for us in (apart - 0.1, None))
+    assert many.launches - few.launches == 61 * (len(names) - 1)
+    assert many.us - few.us == pytest.approx(61 * 0.1)
+
+
+def test_one_launch_is_beside_the_three_of_the_baseline():
+    lines = list(step_report.lines(DEEPSEEK, 8, None, [1], MI300X, 4096, lambda call, tokens: (3.0, 1, 0.25)))
+    [row] = (line for line in lines if line.startswith("q_a norm + kv_a norm + cache write"))
+    three = sum(node.us for node in nodes(DEEPSEEK) if node.layer in ("q_a norm", "kv_a norm", "cache write"))
+    assert f"  {three:.1f}, " in row and row.endswith("  3.0, predicted +-25%")
+
+
 def test_one_launch_is_beside_the_two_of_the_baseline(monkeypatch):
     lines = list(step_report.lines(LLAMA, 8, None, [1], MI300X, 4096, lambda call, tokens: (9.0, 1, 0.25)))
     [row] = (line for line in lines if line.startswith("gate_up + SwiGLU"))

@@ -45,10 +45,19 @@ norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
     answers = engines.run({"broken": engines.job(MODEL)}, before=before, VLLM_ROCM_OPS_SEAMS="-fusion")
     answer = answers["broken"]
     off = {name: reason for name, reason in answer["seams"].items() if reason != "on"}
-    broken = {"activation", "norm", "scaled_linear", "block_scaled_linear", "mxfp8_linear", "int8_linear"}
+    broken = {
+        "activation",
+        "norm",
+        "scaled_linear",
+        "block_scaled_linear",
+        "mxfp8_linear",
+        "int8_linear",
+        "latent_norms",
+    }
     assert off.keys() == broken | {"fusion", "unquantized_linear", "rope_and_cache"}
     assert off["activation"].startswith("this vLLM lacks ") and "(x), it has (rows)" in off["activation"]
     assert off["norm"] == "IndexError: list index out of range"
+    assert "it needs norm" in off["latent_norms"]
     assert off["fusion"] == "VLLM_ROCM_OPS_SEAMS=-fusion"
     assert "(config, possible_kernels), it has (keywords)" in off["scaled_linear"]
     assert off["unquantized_linear"] == "for rocm and cuda only"
@@ -216,11 +225,20 @@ def test_switch(switch, wanted):
     assert {name for name in seam.NAMES if seam.wanted(name, switch)} == wanted
 
 
+def test_each_file_with_a_seam_has_its_line():
+    """A file that `FILES` does not name is never installed."""
+    package = pathlib.Path(seam.__file__).parent
+    files = {path for path in package.rglob("*.py") if re.search(r"^SEAM = ", path.read_text(), re.MULTILINE)}
+    assert files == {package.joinpath(*seam.module_of(name).split(".")[2:]).with_suffix(".py") for name in seam.NAMES}
+
+
 def test_a_seam_comes_after_those_that_it_names():
-    """Experts that route are made of the classes of other seams; the rest goes by name. Seams that wait for each other are refused."""
+    """Experts that route are made of the classes of other seams, and a launch with norms needs theirs; the rest goes by name. Seams that wait for each other are refused."""
     seams = [seam.load(name) for name in seam.NAMES]
     names = [found.name for found in seam.ordered(seams)]
-    assert [name for name in names if name != "routing_experts"] == sorted(set(names) - {"routing_experts"})
+    later = {"routing_experts", "latent_norms"}
+    assert [name for name in names if name not in later] == sorted(set(names) - later)
+    assert names.index("latent_norms") > max(map(names.index, ("latent_attention", "norm")))
     assert names.index("routing_experts") > max(map(names.index, ("fp8_experts", "unquantized_experts")))
     with pytest.raises(ValueError, match="seams that each come after another: norm"):
         seam.ordered([dataclasses.replace(seam.load("norm"), after=("norm",))])

@@ -32,13 +32,14 @@ RELEASES = {
     "0.33": "vllm==0.33.0",
 }
 """Minor release -> where its Python files are from. Only those are used: they are the same for every platform."""
-ASKED = list(RELEASES) if FULL else ["0.33"]
+NEWEST = [*RELEASES][-1]
+ASKED = list(RELEASES) if FULL else [NEWEST]
 """The newest; with --full all. Of others the table repeats what is recorded."""
 MACHINES = [(arch, aiter) for arch in selection.ARCHS for aiter in selection.AITER]
 KEY = ("what", "arch", "aiter", "plugin")
 LINEAR_SEAMS = ["scaled_linear", "block_scaled_linear", "mxfp8_linear", "int8_linear", "unquantized_linear"]
 EXPERT_SEAMS = ["fp8_experts", "mxfp8_experts", "unquantized_experts", "routing_experts"]
-ATTENTION_SEAMS = ["decode_attention", "latent_attention", "rope_and_cache"]
+ATTENTION_SEAMS = ["decode_attention", "latent_attention", "latent_norms", "rope_and_cache"]
 OTHER_SEAMS = [
     "checked_scales",
     "compile_cache",
@@ -115,7 +116,7 @@ def table(selected) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*KEY, *RELEASES])
     before = recorded()
-    for what in selected["0.33"]["gfx942 aiter=0 with"]:
+    for what in selected[NEWEST]["gfx942 aiter=0 with"]:
         for arch, aiter in MACHINES:
             for plugin in selection.PLUGIN:
                 where = f"{arch} aiter={aiter} {plugin}"
@@ -148,7 +149,7 @@ def test_seams_are_on(selected, release, arch, aiter):
 def test_other_gpus_of_amd_are_left_alone():
     """On MI200 there are no kernels: vLLM's log has one line, for all seams."""
     code = "import selection; selection.fake_amd('gfx90a', '0'); from vllm_rocm_ops.vllm import register; register()"
-    output = processes.run(code, python_files(RELEASES["0.33"]), HERE.parents[1], HERE, VLLM_PLUGINS="none")
+    output = processes.run(code, python_files(RELEASES[NEWEST]), HERE.parents[1], HERE, VLLM_PLUGINS="none")
     [line] = [line for line in output.splitlines() if "rocm-ops" in line]
     assert "vllm-rocm-ops is off: there are kernels for gfx942 and gfx950 only. vLLM's own code runs." in line
 

@@ -101,6 +101,36 @@ def mx_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: f
     return x, weight, epsilon, *(rest or [None])
 
 
+def latent_norms(
+    tokens: int, inputs: Inputs, latents: tuple[int, int], rope: int, quantization: str, epsilon: float
+) -> tuple:
+    """The result of the first projection of latent attention, of which the latent of queries may be missing; a page for each token."""
+    q, kv = latents
+    weights = [inputs.values(size) if size else None for size in latents]
+    groups = {TOKEN: 1, BLOCKS: -(-q // BLOCK)}.get(quantization)
+    is_quantized = quantization in (STATIC, TOKEN, BLOCKS)
+    places = torch.arange(tokens, device=inputs.device)
+    outs = (
+        inputs.values(tokens, q, dtype=inputs.fp8_dtype if is_quantized else None),
+        *(inputs.values(tokens, size) for size in (kv, rope)),
+    )
+    return (
+        inputs.values(tokens, q + kv + rope),
+        *weights,
+        epsilon,
+        places,
+        inputs.values(max(tokens, PAGE), rope),
+        False,
+        *(out if out.numel() or not tokens else None for out in outs),
+        inputs.values(tokens, PAGE, kv + rope),
+        places * PAGE,
+        None,
+        inputs.scales(1) if quantization == STATIC else None,
+        inputs.scales(tokens, groups) if groups else None,
+        None,
+    )
+
+
 def activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
     return (inputs.values(tokens, 2 * hidden),)
 

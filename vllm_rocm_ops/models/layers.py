@@ -9,7 +9,6 @@ experts in INT8, in DeepSeek the products that latent attention absorbs, and in 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +36,14 @@ LINEARS = (
     ops.unquantized_gemm,
 )
 """Ops of linear layers."""
+NORMS = {
+    UNQUANTIZED: (ops.rms_norm, model_arguments.norm),
+    STATIC: (ops.rms_norm_static_fp8_quant, model_arguments.static_norm),
+    TOKEN: (ops.rms_norm_dynamic_per_token_quant, model_arguments.token_norm),
+    BLOCKS: (ops.rms_norm_per_block_quant, model_arguments.block_norm),
+    MX: (ops.rms_norm_mxfp8_quant, model_arguments.mx_norm),
+}
+"""Norms without a residual, by the quantization of the linear that reads them; of another it is a launch of its own."""
 
 
 @dataclass(frozen=True)
@@ -106,31 +113,6 @@ def absorbed(config: dict, tp: int = 1) -> list[LayerCall]:
     return [LayerCall(n, op, arguments, (heads, *of), model.dtype, model.layers) for n, of in sizes.items()]
 
 
-def one_launch(product: LayerCall, activation: LayerCall) -> LayerCall | None:
-    """Return the call that does both, which vLLM may run for few tokens: gate_up, SwiGLU and static quantization. None for other calls."""
-    if (product.op, activation.op) != (ops.scaled_mm, ops.silu_and_mul_quant) or product.parameters[2:] != (False,):
-        return None
-    layer, op = f"{product.layer} + {activation.layer}", ops.scaled_mm_silu_and_mul_quant
-    return dataclasses.replace(
-        product, layer=layer, op=op, arguments=model_arguments.gated, parameters=product.parameters[:2]
-    )
-
-
-def two_launches(call: LayerCall) -> tuple[LayerCall, LayerCall]:
-    """Return the calls in whose place is one that `one_launch` gave."""
-    (product, activation), (n, k) = call.layer.split(" + "), call.parameters
-    made = (product, ops.scaled_mm, model_arguments.scaled, (n, k, False)), (
-        activation, ops.silu_and_mul_quant, model_arguments.static_activation, (n // 2,)
-    )  # fmt: skip
-    return tuple(LayerCall(*of, call.dtype, call.count) for of in made)
-
-
-def gated(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
-    """The calls of `one_launch` in a step. `sequence` has the two in their place."""
-    found = Counter(filter(None, itertools.starmap(one_launch, itertools.pairwise(sequence(config, tp, ep)))))
-    return [dataclasses.replace(call, count=times) for call, times in found.items()]
-
-
 class _Model:
     """A configuration and how it is divided."""
 
@@ -194,14 +176,10 @@ class _Model:
 
     def norm(self, layer: str, hidden: int, quantization: str = UNQUANTIZED, residual: bool = True) -> LayerCall:
         """An RMSNorm, of `residual += input` if there is a residual, quantised for a linear that is quantised so."""
-        plain = ops.fused_add_rms_norm if residual else ops.rms_norm
-        static = ops.fused_add_rms_norm_static_fp8_quant if residual else ops.rms_norm_static_fp8_quant
-        op, arguments = {
-            STATIC: (static, model_arguments.static_norm),
-            TOKEN: (ops.rms_norm_dynamic_per_token_quant, model_arguments.token_norm),
-            BLOCKS: (ops.rms_norm_per_block_quant, model_arguments.block_norm),
-            MX: (ops.rms_norm_mxfp8_quant, model_arguments.mx_norm),
-        }.get(quantization, (plain, model_arguments.norm))
+        op, arguments = NORMS.get(quantization, NORMS[UNQUANTIZED])
+        with_residual = {ops.rms_norm: ops.fused_add_rms_norm}
+        with_residual[ops.rms_norm_static_fp8_quant] = ops.fused_add_rms_norm_static_fp8_quant
+        op = with_residual.get(op, op) if residual else op
         return self._call(layer, op, arguments, hidden, residual, self.number("rms_norm_eps"))
 
     def activation(self, layer: str, hidden: int, quantization: str) -> LayerCall:

@@ -3,8 +3,9 @@
     nodes = step.nodes(model_config.read("deepseek-v3"), 8, None, 1, machines.named("MI300X"), "plugin", frozen.kernel_times(machine))
     step.total(nodes)
 
-On the side "plugin" a call of ours has the time of the kernel model. gate_up and SwiGLU are one launch where that is faster, and so are an
-all-reduce and the norm behind it, by baseline.py's rule. On the side "baseline" a call has the time of baseline.py's table, or of its rule.
+On the side "plugin" a call of ours has the time of the kernel model, and one launch is in the place of gate_up and SwiGLU, of latent
+attention's norms and cache write, and of an all-reduce and the norm behind it (by baseline.py's rule), where that is faster; on the side
+"baseline" it has the time of baseline.py's table, or of its rule.
 What no op of ours does, such as rotation, the cache write or GLM's router, has the rule on both sides. The shared experts run on a second
 stream beside routing and experts: of the two the shorter costs nothing. All times are predictions.
 """
@@ -23,6 +24,7 @@ import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.models import joined
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
 
@@ -129,7 +131,7 @@ def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCal
         yield layer, call, SECOND if shared else BESIDE if beside else MAIN
         if layer == ("kv_a norm" if latent else "qkv"):
             yield "rotation", None, MAIN
-            yield "cache write", None, MAIN
+            yield joined.CACHE_WRITE, None, MAIN
             yield from (("W_UK", absorbed[0], MAIN),) if latent else ()
             yield "attention", attention, MAIN
             yield from (("W_UV", absorbed[1], MAIN),) if latent else ()
@@ -196,25 +198,37 @@ def nodes(
 
 
 def _faster(launched: Iterable[tuple], node: Callable[..., Node]) -> Iterator[tuple]:
-    """Yield what a step launches, with one launch of ours in the place of two where it is predicted to be faster."""
-    joined = False
-    for first, second in itertools.pairwise([*launched, ("", None, MAIN)]):
-        one = None if joined else _one_launch(first, second)
-        each = (one.layer, one, first[2]) if one else first
-        if one:
-            found, both = node(*each), node(*first).whole_us + node(*second).whole_us
-            is_ours = KERNEL_MODEL in (found.source, node(*second).source if first[0] == REDUCED else "")
-            each = each if is_ours and found.whole_us < both else first
-        if not joined:
-            yield each
-        joined = each is not first
+    """Yield what a step launches, with one launch of ours in the place of several where it is predicted to be faster."""
+    left: list[tuple | None] = [*launched]
+    for places, one in [*_in_one(left)]:
+        first, *others = places
+        each = one.layer, one, left[first][2]
+        found, apart = node(*each), sum(node(*left[place]).whole_us for place in places)
+        is_ours = KERNEL_MODEL in (found.source, node(*left[others[-1]]).source if left[first][0] == REDUCED else "")
+        if is_ours and found.whole_us < apart:
+            left[first] = each
+            for place in others:
+                left[place] = None
+    yield from filter(None, left)
 
 
-def _one_launch(first: tuple, second: tuple) -> LayerCall | None:
-    """Return the call of ours that may have the place of two of `order`."""
-    if first[0] == REDUCED and second[1] and second[1].op.name in launches.NORMS:
-        return dataclasses.replace(second[1], layer=f"{REDUCED} + {second[0]}")
-    return model_layers.one_launch(first[1], second[1]) if first[1] and second[1] else None
+def _in_one(launched: Sequence[tuple]) -> Iterator[tuple[list[int], LayerCall]]:
+    """Yield the places of launches that are one of ours, and that."""
+    for place, ((layer, first, _), (_, second, _)) in enumerate(itertools.pairwise(launched)):
+        if one := first and second and joined.one_launch(first, second):
+            yield [place, place + 1], one
+        elif layer == REDUCED and second and second.op.name in launches.NORMS:
+            yield [place, place + 1], dataclasses.replace(second, layer=f"{REDUCED} + {second.layer}")
+    q = None
+    for place, (layer, call, _) in enumerate(launched):
+        if layer == "q_a norm":
+            q = place
+        elif layer == "kv_a norm":
+            write = next(i for i in range(place, len(launched)) if launched[i][0] == joined.CACHE_WRITE)
+            rope = next(of for layer, of, _ in launched[place:] if layer == "attention").parameters[2]
+            if one := joined.one_front(None if q is None else launched[q][1], call, rope):
+                yield [*([] if q is None else [q]), place, write], one
+            q = None
 
 
 def _ours(call: LayerCall, tokens: int, known: Known) -> tuple[float, int, float | None] | None:

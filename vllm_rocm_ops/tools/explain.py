@@ -15,8 +15,10 @@ import torch
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core.op import Explanation, Op
+from vllm_rocm_ops.models import joined
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
+from vllm_rocm_ops.vllm.attention import latent_front
 from vllm_rocm_ops.vllm.attention.decoder import is_forced
 from vllm_rocm_ops.vllm.kernels import KERNELS
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -145,6 +147,8 @@ def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
 
 FORCED = "VLLM_ROCM_OPS_ATTENTION=1"
 UNMEASURED = "unmeasured: vLLM's own until ours was measured to be faster"
+BY_ATTENTION = ops.batched_gemm, ops.latent_norm_rope_and_cache
+"""Ops around attention, which the same variable has serve."""
 
 
 def attention(config: dict, tp: int, arch: str) -> LayerCall:
@@ -153,9 +157,9 @@ def attention(config: dict, tp: int, arch: str) -> LayerCall:
 
 
 def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
-    """The calls of decode that vLLM gives ops of ours where they were measured to be faster, or in place of two others."""
-    gated = model_layers.gated(config, tp, ep)
-    return [*gated, *model_layers.absorbed(config, tp), attention(config, tp, arch)]
+    """The calls of decode that vLLM gives ops of ours where they were measured to be faster, or in place of others."""
+    gated, fronts = joined.gated(config, tp, ep), joined.fronts(config, tp, ep)
+    return [*gated, *fronts, *model_layers.absorbed(config, tp), attention(config, tp, arch)]
 
 
 def measured_shapes(call: LayerCall, arch: str) -> list[str]:
@@ -163,6 +167,8 @@ def measured_shapes(call: LayerCall, arch: str) -> list[str]:
     a = call.op.Arguments(*call.case(2).make("meta", torch.Generator(), archs.named(arch).fp8_dtype))
     if in_vllm := KERNELS.get(call.op):
         return [in_vllm.describe(layer) for layer in in_vllm.layers_of(a)]
+    if call.op is ops.latent_norm_rope_and_cache:
+        return latent_front.shapes_of(call.parameters[:3], call.dtype)
     if not hasattr(a, "quant_dtype"):
         return []
     columns = a.input.shape[1] // (1 if hasattr(a, "weight") else 2)
@@ -187,12 +193,12 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
     if call.op in model_layers.ATTENTION:
         return attention_decision(call, record, tokens)
     most = KERNELS[call.op].limit if call.op in KERNELS else None
-    if call.op is ops.batched_gemm and is_forced():
-        return tokens <= most, FORCED
+    if call.op in BY_ATTENTION and is_forced():
+        return most is None or tokens <= most, FORCED
     if key is None:
-        if most is None:
+        if most is None and call.op not in BY_ATTENTION:
             return True, ""
-        if most == 0 or call.op is ops.batched_gemm:
+        if most == 0 or call.op in BY_ATTENTION:
             return False, UNMEASURED
         few = tokens <= most
         return few, "unmeasured" if few else f"unmeasured: of more than {most} tokens the seam leaves to vLLM"
@@ -210,7 +216,7 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
 
 def served(call: LayerCall, arch: str, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
     """The same of a call of a model, for which both calls in whose place it is have to be ours, too."""
-    parts = model_layers.two_launches(call) if is_gated(call) else ()
+    parts = joined.two_launches(call) if is_gated(call) else ()
     for part in parts:
         ours, said = served(part, arch, record, tokens)
         if not ours:
@@ -227,6 +233,13 @@ def served(call: LayerCall, arch: str, record: kernel_selection.Record, tokens: 
 def is_gated(call: LayerCall) -> bool:
     """Whether a call is one launch in the place of two."""
     return call.op is ops.scaled_mm_silu_and_mul_quant
+
+
+def parts_of(call: LayerCall) -> tuple[LayerCall, ...]:
+    """Return the calls of a model in whose place a call is."""
+    if call.op is ops.latent_norm_rope_and_cache:
+        return joined.norms_of(call)
+    return joined.two_launches(call) if is_gated(call) else ()
 
 
 def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
@@ -266,7 +279,7 @@ def explain_model(
     lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
     known = archs.named(arch)
     record = measured_here(known)
-    gated = {part: call for call in filter(is_gated, calls) for part in model_layers.two_launches(call)}
+    gated = {part: call for call in calls for part in parts_of(call)}
     for call in calls:
         same: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for batch in batches:

@@ -35,6 +35,7 @@ FILES = {
     "fusion": "fusion",
     "int8_linear": "linear",
     "latent_attention": "attention.mla",
+    "latent_norms": "attention",
     "measured_selection": "selection",
     "mxfp8_experts": "experts",
     "mxfp8_linear": "linear",
@@ -195,7 +196,7 @@ def arch_here(platform: str | None) -> str | None:
     if platform == "rocm":
         from vllm.platforms import rocm
 
-        return next((name for name in _known(platform) if getattr(rocm, f"on_{name}")()), None)
+        return next((name for name in _known(platform) if getattr(rocm, f"on_{name}", bool)()), None)
     if platform == "cuda":
         from vllm.platforms import current_platform
 

@@ -2,12 +2,12 @@
 
 from vllm_rocm_ops import ops
 
-from ..bug import Bug, Cases, Tests
+from ..bug import WRONG, Bug, Cases, Tests
 
 BUGS = (
     Bug(
         "pairs rotated the wrong way",
-        "ops/rope_and_cache.hip",
+        "attention/rotation.h",
         "rounded_product(x, cos) - rounded_product(y, sin), rounded_product(y, cos) + rounded_product(x, sin)",
         "rounded_product(x, cos) + rounded_product(y, sin), rounded_product(y, cos) - rounded_product(x, sin)",
         Cases(ops.rope_and_cache, "gptj", said="leaves another query"),
@@ -163,9 +163,150 @@ BUGS = (
     ),
     Bug(
         "positions of 16 bits",
-        "ops/rope_and_cache.hip",
+        "attention/rotation.h",
         "const i64 row = position * 2 * half;",
         "const i64 row = int(position) % 65536 * 2 * half;",
         Tests(),
+    ),
+    Bug(
+        "keys' latent by the weight of queries",
+        "ops/latent_norm_rope_and_cache.hip",
+        "kv_weight, kv_size, inverse_kv_size",
+        "q_weight, kv_size, inverse_kv_size",
+        Tests("test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-bf16]", module="latent_norm_rope_and_cache"),
+    ),
+    Bug(
+        "keys' mean over queries' elements",
+        "ops/latent_norm_rope_and_cache.hip",
+        "kv_size, inverse_kv_size, epsilon",
+        "kv_size, inverse_q_size, epsilon",
+        Tests("test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-bf16]", module="latent_norm_rope_and_cache"),
+    ),
+    Bug(
+        "keys from the start of a row",
+        "ops/latent_norm_rope_and_cache.hip",
+        "({row + q_size, nullptr",
+        "({row, nullptr",
+        Tests("test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-bf16]", module="latent_norm_rope_and_cache"),
+    ),
+    Bug(
+        "the last pairs left out",
+        "ops/latent_norm_rope_and_cache.hip",
+        "is_here(vec < r.rotary_vecs)",
+        "is_here(vec < r.rotary_vecs - 1)",
+        Tests("test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-bf16]", module="latent_norm_rope_and_cache"),
+    ),
+    Bug(
+        "a part of a wave not summed",
+        "ops/latent_norm_rope_and_cache.hip",
+        "u32(kv_size + kOfWave - 1) / u32(kOfWave)",
+        "u32(kv_size) / u32(kOfWave)",
+        Tests(
+            "test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-one-wave]", module="latent_norm_rope_and_cache"
+        ),
+    ),
+    Bug(
+        "halves taken for neighbours",
+        "ops/latent_norm_rope_and_cache.hip",
+        "first = r.is_neox ? vec * kChunk : 2 * vec * kChunk;",
+        "first = 2 * vec * kChunk;",
+        Tests("test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-neox]", module="latent_norm_rope_and_cache"),
+    ),
+    Bug(
+        "the cache gets k_pe before its rotation",
+        "ops/latent_norm_rope_and_cache.hip",
+        "cache.write(kv_size + first, vecs[0])",
+        "cache.write(kv_size + first, x)",
+        Tests("test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-bf16]", module="latent_norm_rope_and_cache"),
+    ),
+    Bug(
+        "half of k_pe over the latent",
+        "ops/latent_norm_rope_and_cache.hip",
+        "cache.write(kv_size + second,",
+        "cache.write(second,",
+        Tests(
+            "test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-bf16-fp8]", module="latent_norm_rope_and_cache"
+        ),
+    ),
+    Bug(
+        "a token without a slot written",
+        "ops/latent_norm_rope_and_cache.hip",
+        "if (!is_cached) return;",
+        "",
+        Tests("test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-bf16]", module="latent_norm_rope_and_cache"),
+    ),
+    Bug(
+        "slots read for tokens that have none",
+        "ops/latent_norm_rope_and_cache.hip",
+        "token < cache.num_slots ?",
+        "true ?",
+        Tests(
+            "test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-one-wave]", module="latent_norm_rope_and_cache"
+        ),
+    ),
+    Bug(
+        "pages of 16 slots",
+        "ops/latent_norm_rope_and_cache.hip",
+        "u32(page) * u32(cache.page_size)",
+        "u32(page) * 16u",
+        Tests(
+            "test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-one-wave]", module="latent_norm_rope_and_cache"
+        ),
+    ),
+    Bug(
+        "the cache's scale ignored",
+        "ops/latent_norm_rope_and_cache.hip",
+        "E4m3) && cache.scale ?",
+        "E4m3) && false ?",
+        Tests(
+            "test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-bf16-fp8]", module="latent_norm_rope_and_cache"
+        ),
+    ),
+    Bug(
+        "latents of all tokens in one place",
+        "ops/latent_norm_rope_and_cache.hip",
+        "(u16*)kv_out + token * kv_size",
+        "(u16*)kv_out",
+        Tests("test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-bf16]", module="latent_norm_rope_and_cache"),
+    ),
+    Bug(
+        "rotated parts of all tokens in one place",
+        "ops/latent_norm_rope_and_cache.hip",
+        "(u16*)k_pe_out + token * k_pe_size",
+        "(u16*)k_pe_out",
+        Tests("test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-bf16]", module="latent_norm_rope_and_cache"),
+    ),
+    Bug(
+        "rows side by side",
+        "ops/latent_norm_rope_and_cache.hip",
+        "u32(wave::block_id_x()) * row_stride",
+        "u32(wave::block_id_x()) * (q_size + kv_size + 16 * rotation.rotary_vecs)",
+        Tests(
+            "test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-longer-keys]", module="latent_norm_rope_and_cache"
+        ),
+    ),
+    Bug(
+        "the position of the first token",
+        "ops/latent_norm_rope_and_cache.hip",
+        "r.positions + u32(wave::block_id_x())",
+        "r.positions",
+        Tests("test_ops.py::test_case[gfx942-latent_norm_rope_and_cache-bf16]", module="latent_norm_rope_and_cache"),
+    ),
+    Bug(
+        "the last bit of a latent",
+        "ops/latent_norm_rope_and_cache.hip",
+        "mem::store((u32x4*)out + index, y);",
+        "mem::store((u32x4*)out + index, y + 1u);",
+        Tests(
+            "test_same_bits.py::test_one_launch_gives_the_bits_of_a_latents_three[gfx942-dtype0-False]",
+            module="latent_norm_rope_and_cache",
+        ),
+    ),
+    Bug(
+        "keys' latent with another epsilon",
+        "ops/latent_norm_rope_and_cache.hip",
+        "kv_size, inverse_kv_size, epsilon}",
+        "kv_size, inverse_kv_size, 1.0f}",
+        Cases(ops.latent_norm_rope_and_cache, "bf16-block", on="gfx950", said="output kv_out: " + WRONG),
     ),
 )

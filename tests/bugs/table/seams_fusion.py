@@ -34,8 +34,8 @@ BUGS = (
     Bug(
         "a residual that is not checked",
         "vllm/fusion/row_selection.py",
-        "*([] if residual is None else [residual])",
-        "",
+        "return [dequantized(values[:tokens], scale), residual]",
+        "return [dequantized(values[:tokens], scale), None]",
         Tests("test_row_selection.py"),
     ),
     Bug(

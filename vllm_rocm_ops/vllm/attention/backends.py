@@ -86,12 +86,17 @@ def check(member: str, backend: Backend) -> None:
             seam.require(name in known, f"{path.rpartition('.')[2]}.{name}")
 
 
-def require_method(path: str, name: str, *wanted: str) -> None:
-    """Raise `Unavailable` unless a class has a method with these parameters, and no more."""
-    functions = {node.name: node for node in _class(path).body if isinstance(node, ast.FunctionDef)}
+def require_method(path: str, name: str, *wanted: str, may: tuple[str, ...] = ()) -> None:
+    """Raise `Unavailable` unless a class has a method with these parameters, and no more than those that it `may` have."""
+    functions = methods(path)
     had = [argument.arg for argument in functions[name].args.args[1:]] if name in functions else []
     text = f"{path.rpartition('.')[2]}.{name}({', '.join(wanted)}), it has ({', '.join(had)})"
-    seam.require(name in functions and had == [*wanted], text)
+    seam.require(name in functions and [one for one in had if one not in may] == [*wanted], text)
+
+
+def methods(path: str) -> dict[str, ast.FunctionDef]:
+    """Return the methods that a class itself has."""
+    return {node.name: node for node in _class(path).body if isinstance(node, ast.FunctionDef)}
 
 
 @functools.cache

@@ -158,6 +158,27 @@ class Fused:
             most = self.linear.input_scale.float().abs() * LIMIT[fused_quant.QUANT_DTYPE]
         return result if most is None else result.clamp(-most, most), x if self.has_residual else None
 
+    def results(self, output: tuple[Tensor, Tensor, Tensor | None], tokens: int) -> list[Tensor | None]:
+        """Return what `ours` or `vllms` gave, as `exact` has it."""
+        values, scale, residual = output
+        return [dequantized(values[:tokens], scale), residual]
+
+    def compiled(self, compiles: Callable) -> Callable:
+        """Return vLLM's graph, compiled at its first call."""
+        graph = functools.cache(lambda: compiles()(self.vllms))
+        return lambda *tensors: graph()(*tensors)
+
+    def runs_unmeasured(self) -> bool:
+        """Return whether ours runs where it was not measured: unless a pass of vLLM's fuses the quantization."""
+        return FUSED not in self.key.rpartition(" ")[2].split("-")
+
+    def take(self, is_ours: bool) -> None:
+        """Take what was decided, which a graph's pass reads from `choices`."""
+
+
+finders: list[Callable[[torch.nn.Module, bool], Iterator[Fused]]] = []
+"""Of other seams: what each finds in a model, which vLLM compiles or not, that is to be decided for all numbers of tokens."""
+
 
 def dequantized(values: Tensor, scale: Tensor) -> Tensor:
     """Return a quantized result in float32. Some of vLLM's kernels pad the tokens of the scales. Scales of MX-FP8 are exponents."""
@@ -168,22 +189,19 @@ def dequantized(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def measure_pair(one: Fused, layers: list[tuple], tokens: int, clock: kernel_timing.Clock, marked) -> Measured:
-    """Check and time our op against vLLM's, as `kernel_timing.compare`."""
+    """Check and time our op against vLLM's, as `kernel_timing.compare`. The errors are those of the first result."""
     sets = [one.inputs(tokens, seed) for seed in range(len(layers))]
     rows = kernel_timing.sample(tokens, SAMPLED_ROWS).to(sets[0][0].device)
-    columns = torch.arange(one.columns, device=rows.device)
     exact = one.exact(*(value if value is None else value[rows] for value in sets[0]))
 
-    def fresh(given: tuple) -> tuple[Tensor, Tensor | None]:
+    def fresh(given: tuple) -> tuple[Tensor | None, ...]:
         return tuple(value if value is None else value.clone() for value in given)
-
-    def results(output: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
-        values, scale, residual = output
-        return [dequantized(values[:tokens], scale), *([] if residual is None else [residual])]
 
     def judge(ours: tuple, native: tuple) -> tuple[float, float]:
         of_values, *_ = [
-            kernel_timing.check(*pair, rows, columns) for pair in zip(results(ours), results(native), exact)
+            kernel_timing.check(*pair, wanted, rows, torch.arange(wanted.shape[1], device=rows.device))
+            for *pair, wanted in zip(one.results(ours, tokens), one.results(native, tokens), exact)
+            if wanted is not None
         ]
         return of_values
 
@@ -234,11 +252,11 @@ def fused_in(
 
 
 def decide(found: list[Fused], decided: Decided) -> dict[str, bool]:
-    """Return by pattern whether our op runs: where it was not measured, unless a pass of vLLM's fuses the quantization."""
+    """Return by pattern whether our op runs."""
     ours = {}
     for one in found:
         measured = decided.shapes.get(one.key)
-        runs = FUSED not in one.key.rpartition(" ")[2].split("-") if measured is None else bool(measured[0])
+        runs = one.runs_unmeasured() if measured is None else bool(measured[0])
         ours[one.pattern] = ours.get(one.pattern, True) and runs and one.op.name not in decided.off
     return ours
 
@@ -326,7 +344,11 @@ def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable
     found = [
         one
         for model, compiled in zip(models, compiles)
-        for one in fused_in(model, *sizes, baseline_of(config, model), compiled)
+        for find in (
+            functools.partial(fused_in, hidden=sizes[0], dtype=sizes[1], baseline=baseline_of(config, model)),
+            *finders,
+        )
+        for one in find(model, compiles=compiled)
     ]
     distinct = {one.key: one for one in found}
     most = config.scheduler_config.max_num_batched_tokens
@@ -336,13 +358,15 @@ def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable
         made = functools.cache(lambda: compiler(config))
         graphs = {one: at for one in wanted if one.key.endswith(kernel_selection.COMPILED)}
         for one in wanted:
-            one.theirs = _lazily(one, made) if one in graphs else one.vllms
+            one.theirs = one.compiled(made) if one in graphs else one.vllms
         start(made, graphs)
     record, decided = Record({}), Decided({}, {})
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
         record, decided = kernel_timing.agree(wanted, clock, gather, measure_pair, SHARE)
     ours = decide(found, decided)
-    patterns = {one.producer: one.pattern for one in found if not one.is_norm}
+    for one in found:
+        one.take(ours[one.pattern])
+    patterns = {one.producer: one.pattern for one in found if getattr(one, "is_norm", None) is False}
     for layer in (layer for model in models for layer in producers.gated(model)):
         layer.act_fn.consumer = (layer, "down_proj") if ours.get(patterns.get(layer.act_fn)) else None
     on = frozenset(seam.active()) & {"norm", "activation"}
@@ -350,9 +374,3 @@ def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable
     _stay.update(key for key, runs in ours.items() if not runs)
     if says:
         kernel_timing.say(record, decided, set(distinct))
-
-
-def _lazily(one: Fused, compiles: Callable) -> Callable:
-    """Return vLLM's graph of a shape, compiled at its first call."""
-    graph = functools.cache(lambda: compiles()(one.vllms))
-    return lambda *tensors: graph()(*tensors)

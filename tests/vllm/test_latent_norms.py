@@ -1,0 +1,442 @@
+"""One launch between latent attention's first projection and its scores: which layers have it, when it serves, and what it gives."""
+
+import contextlib
+import types
+
+import checkpoints
+import pytest
+import torch
+from engines import STEPS
+from test_row_selection import Linear
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.ops.families import rotation
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.attention import latent_front, latent_norms
+from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+
+OP = ops.latent_norm_rope_and_cache
+Q, KV, ROPE, NOPE, HEADS = 256, 128, 32, 64, 2
+LAYERS = checkpoints.DEEPSEEK["num_hidden_layers"]
+
+# In the engine
+
+MODELS = {"with a latent of queries": ("deepseek", "block"), "without": ("deepseek_v2", "mixed")}
+"""DeepSeek-V3's layers, as R1's, and DeepSeek-V2-Lite's."""
+
+
+@pytest.fixture(scope="module")
+def generated(engines) -> dict[str, dict]:
+    """Models with our launch and without, compiled and eager, by vLLM's CPU engine; each generates twice, the second time with its weights
+    loaded again."""
+    jobs = {}
+    for whose, switch in {"ours": "1", "stock": "0"}.items():
+        for name, flavour in {**MODELS, "eager": ("deepseek", "bf16")}.items():
+            given = {"environment": {"VLLM_ROCM_OPS_ATTENTION": switch}, "then": ["again"]}
+            jobs[f"{name} {whose}"] = engines.job(flavour, compiled=name != "eager", **given)
+    jobs["eager ours"]["then"].append("reload")
+    jobs["eager stock"]["then"].append("reload")
+    return engines.run(jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MODELS, "eager"])
+def test_tokens_are_stock_vllms(generated, name):
+    """A launch for each layer and step is in the place of its norms; other norms and quantizations are as many as before."""
+    ours, stock = generated[f"{name} ours"], generated[f"{name} stock"]
+    assert ours["tokens"] == stock["tokens"] and ours["then"] == stock["then"]
+
+    def calls(answer: dict, part: str) -> int:
+        return sum(sum(kernels.values()) for op, kernels in answer["stats"].items() if part in op)
+
+    assert calls(ours, OP.name) == LAYERS * STEPS and calls(stock, OP.name) == 0
+    in_place = LAYERS * STEPS * (1 if name == "without" else 2)
+    assert calls(stock, "rms_norm") - calls(ours, "rms_norm") == in_place
+    assert calls(stock, "scaled_mm") == calls(ours, "scaled_mm")
+
+
+MEASURED = """
+import os
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm.attention.latent_norms import Front
+from vllm_rocm_ops.vllm.selection import kernel_timing, measured_selection
+
+class Clock:
+    def times(self, calls, sets):
+        for call in calls.values():
+            call(*sets[0])
+        return {"ours": [float(os.environ["US"])], "native": [2.0]}
+
+    def finish(self):
+        pass
+
+def run_kernels(*arguments):
+    ops.latent_norm_rope_and_cache.reference(*arguments)
+    named = ops.latent_norm_rope_and_cache.Arguments(*arguments)
+    named.k_pe_out.mul_(float(os.environ["FACTOR"]))
+    return True
+
+measured_selection.clock, kernel_timing.MOST_SECONDS = Clock, 1000.0
+ops.latent_norm_rope_and_cache.run_kernels = run_kernels
+"""
+WHAT = {"faster": ("1", "1"), "slower": ("3", "1"), "wrong": ("1", "1.05")}
+
+
+@pytest.fixture(scope="module")
+def measured(engines, tmp_path_factory) -> tuple[dict, dict]:
+    folder, jobs = tmp_path_factory.mktemp("measured"), {}
+    for name, (us, factor) in WHAT.items():
+        environment = {"VLLM_ROCM_OPS_TABLES": str(folder / name), "US": us, "FACTOR": factor}
+        jobs[name] = engines.job(MODELS["with a latent of queries"], compiled=True, environment=environment)
+    answers = engines.run(jobs, before=MEASURED)
+    return answers, {
+        name: [kernel_selection.read(path) for path in (folder / name).glob("*/measured-*.json")] for name in WHAT
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", WHAT)
+def test_what_was_measured_to_be_faster_serves(measured, what):
+    """Beside vLLM's compiled graph of the same, decided once for all numbers of tokens. What is wrong here is off."""
+    answers, records = measured
+    [record], stats = records[what], answers[what]["stats"]
+    key = f"{OP.name} 128+512+64 bfloat16 auto block {kernel_selection.COMPILED}"
+    assert sum(stats.get(OP.name, {}).values()) == (LAYERS * STEPS if what == "faster" else 0)
+    if what == "wrong":
+        assert "128+512+64" in record.off[OP.name]
+        return
+    assert all(one.ours is not None and 0 < one.error < 0.1 for one in record.shapes[key].values())
+    assert {*row_selection.TOKENS} <= {*record.shapes[key]}
+
+
+# A layer
+
+
+class Layer(torch.nn.Module):
+    """What ours needs of vLLM's layer."""
+
+    rocm_ops_front = indexer = None
+    fuse_qkv_rmsnorm = is_sparse = False
+    kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, qk_head_dim, num_heads = KV, ROPE, NOPE, NOPE + ROPE, HEADS
+
+    def __init__(self, key: str | None = "kFp8Dynamic128Sym", q: int | None = Q, fp8: bool = False):
+        from vllm.model_executor.layers.layernorm import RMSNorm
+
+        super().__init__()
+        self.q_lora_rank = q
+        self.kv_a_layernorm = RMSNorm(KV, dtype=torch.bfloat16)
+        self.q_a_layernorm = RMSNorm(q, dtype=torch.bfloat16) if q else None
+        self.q_b_proj = (Linear(key, q) if key else torch.nn.Linear(q, 8)) if q else None
+        for norm in filter(None, (self.q_a_layernorm, self.kv_a_layernorm)):
+            norm.weight.data = torch.linspace(0.5, 2, len(norm.weight)).bfloat16()
+            norm.vllm_forward = norm.forward_native  # which compiles nothing
+        table = rotation.cos_sin(64, ROPE, torch.bfloat16, torch.Generator().manual_seed(0))
+        self.rotary_emb = types.SimpleNamespace(cos_sin_cache=table, is_neox_style=False, forward_native=self.rotate)
+        self.mla_attn = types.SimpleNamespace(
+            impl=types.SimpleNamespace(do_kv_cache_update=self.write),
+            kv_cache_dtype="fp8" if fp8 else "auto",
+            _k_scale=torch.tensor(0.02 if fp8 else 1.0),
+            **dict.fromkeys(("use_direct_call", "use_pcp"), False),
+        )
+        self.mla_attn.impl.rocm_ops = types.SimpleNamespace(
+            **dict.fromkeys(("is_forced", "is_batch_invariant"), False),
+            is_fp8=fp8,
+            cache=lambda cache: cache.view(torch.float8_e4m3fn) if fp8 else cache,
+            scale=lambda layer: layer._k_scale.reshape(1) if fp8 else None,
+        )
+
+    def rotate(self, positions, query, key):
+        key = key.clone()
+        rotation.rotate(key, positions, self.rotary_emb.cos_sin_cache, False)
+        return query, key
+
+    def write(self, kv, k_pe, cache, slots, dtype, scale):
+        rows = torch.cat([kv, k_pe.squeeze(1)], 1)
+        if dtype == "fp8":
+            rows = (rows.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        cache[slots, 0] = rows
+
+
+class Clock:
+    def times(self, calls, sets):
+        for call in calls.values():
+            call(*(value.clone() for value in sets[0]))
+        return {"ours": [1.0], "native": [2.0]}
+
+    def finish(self):
+        pass
+
+
+KEYS = {
+    "": None,
+    "static": "kFp8StaticTensorSym",
+    "token": "kFp8DynamicTokenSym",
+    "block": "kFp8Dynamic128Sym",
+}
+
+
+@pytest.mark.usefixtures("configuration")
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("kind", [*KEYS, "none"])
+def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
+    """The emulated one: as near to the exact values as theirs in q, kv, k_pe and the cache, of scales in both orders."""
+    layer = Layer(KEYS.get(kind), None if kind == "none" else Q, fp8)
+    for is_column_major in (False, True) if kind == "block" else (False,):
+        if layer.q_b_proj is not None:
+            layer.q_b_proj.vllm_rocm_ops_column_major_scales = is_column_major
+        one = latent_front.Front(layer, kernel_selection.COMPILED)
+        traits = f" {kind}" * (kind not in ("", "none")) + " column-major" * is_column_major
+        sizes, cache = f"{0 if kind == 'none' else Q}+{KV}+{ROPE}", "fp8" if fp8 else "auto"
+        assert one.key == f"{OP.name} {sizes} bfloat16 {cache}{traits} compiled"
+        parameters = (one.sizes[0], KV), ROPE, kind or "none"
+        assert one.shape in latent_front.shapes_of(parameters, torch.bfloat16)
+        with launch.executor(Emulator("gfx950", races=False)):
+            found = row_selection.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+        assert (found.ours, found.native) == (1.0, 2.0) and 0 < found.error < 0.05
+
+
+@pytest.mark.usefixtures("configuration")
+@pytest.mark.parametrize("part", ["q", "kv", "k_pe", "cache"])
+def test_each_result_is_checked(part, monkeypatch):
+    """Ours is off where one of its results is."""
+    one = latent_front.Front(Layer(), kernel_selection.COMPILED)
+
+    def wrong(*arguments):
+        OP.reference(*arguments)
+        a = OP.Arguments(*arguments)
+        if part == "q":
+            a.scales_out.mul_(1.1)
+        else:
+            {"kv": a.kv_out, "k_pe": a.k_pe_out, "cache": a.kv_cache}[part].mul_(1.1)
+        return True
+
+    monkeypatch.setattr(OP, "run_kernels", wrong)
+    with pytest.raises(kernel_timing.Mismatch):
+        row_selection.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+
+
+LACKS = {
+    "no rotation": lambda layer: setattr(layer, "rotary_emb", None),
+    "norms that vLLM fuses": lambda layer: setattr(layer, "fuse_qkv_rmsnorm", True),
+    "a backend": lambda layer: delattr(layer.mla_attn.impl, "rocm_ops"),
+    "an index": lambda layer: setattr(layer, "indexer", object()),
+    "sparse": lambda layer: setattr(layer, "is_sparse", True),
+    "heads of other GPUs": lambda layer: setattr(layer, "dcp_q_replicate", True),
+    "a cache that is written elsewhere": lambda layer: setattr(layer.mla_attn, "use_pcp", True),
+    "a cache called directly": lambda layer: setattr(layer.mla_attn, "use_direct_call", True),
+    "hisparse": lambda layer: setattr(layer.mla_attn, "hisparse_cache", object()),
+    "a cache of": lambda layer: setattr(layer.mla_attn, "kv_cache_dtype", "fp8_ds_mla"),
+    "rows that must not": lambda layer: setattr(layer.mla_attn.impl.rocm_ops, "is_batch_invariant", True),
+    "queries in MX-FP8": lambda layer: setattr(layer.q_b_proj, "vllm_rocm_ops_is_mx", True),
+    "norms that are not ours": lambda layer: setattr(layer, "kv_a_layernorm", torch.nn.LayerNorm(KV)),
+    "two epsilons": lambda layer: setattr(layer.q_a_layernorm, "variance_epsilon", 1e-3),
+    "a rotation without a table": lambda layer: setattr(layer, "qk_rope_head_dim", 64),
+}
+
+
+@pytest.mark.usefixtures("configuration")
+@pytest.mark.parametrize("what", LACKS)
+def test_what_is_not_served(what):
+    layer = Layer()
+    assert [*latent_norms.lacks(layer)] == []
+    LACKS[what](layer)
+    assert len([*latent_norms.lacks(layer)]) == 1
+
+
+@pytest.fixture
+def found(configuration, monkeypatch):
+    """A function that returns the launches in a model, or whether its layer is left to vLLM."""
+    from vllm import config as vllm_config
+
+    def fronts(layer: Layer, compiles: bool = True, splits: bool = True, fused: bool = False) -> list:
+        settings = types.SimpleNamespace(
+            pass_config=types.SimpleNamespace(fuse_rope_kvcache_cat_mla=fused, fuse_norm_quant=False),
+            splitting_ops=[latent_norms.UPDATE] if splits else [],
+        )
+        given = types.SimpleNamespace(
+            compilation_config=settings, model_config=types.SimpleNamespace(dtype=torch.bfloat16)
+        )
+        monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: given)
+        monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: compiles)
+        return [*latent_norms.fronts(torch.nn.ModuleList([layer, torch.nn.Linear(2, 2)]), compiles)]
+
+    return fronts
+
+
+def test_where_it_may_serve(found):
+    """Of compiled models, or forced; not where vLLM's pass fuses the rotation with the write. The kernels must take the sizes."""
+    [one] = found(Layer())
+    assert one.key.endswith(" block compiled") and not one.runs_unmeasured()
+    assert found(Layer(), compiles=False) == []
+    forced = Layer()
+    forced.mla_attn.impl.rocm_ops.is_forced = True
+    [one] = found(forced, compiles=False)
+    assert one.key.endswith(" block eager") and one.runs_unmeasured()
+    one.take(False)
+    assert forced.rocm_ops_front is one
+    assert found(Layer(), splits=False, fused=True) == [] and len(found(Layer(), splits=False)) == 1
+    assert len(found(Layer(), fused=True)) == 1
+
+
+def test_kernels_must_take_the_sizes(found, monkeypatch):
+    """As on a GPU, where they are asked."""
+    arch = archs.named("gfx942")
+    monkeypatch.setattr(seam, "arch_here", lambda platform: arch.name)
+    monkeypatch.setattr("vllm_rocm_ops.vllm.linear.native_kernel.launches.not_loaded", lambda *_: "")
+    monkeypatch.setattr("vllm_rocm_ops.vllm.fusion.fused_quant.QUANT_DTYPE", arch.fp8_dtype)
+    assert len(found(Layer())) == 1
+    odd = Layer(None, 132)
+    assert found(odd) == []
+
+
+class Projection(torch.nn.Module):
+    """A linear of vLLM's, which keeps its input."""
+
+    def __init__(self, columns: int, rows: int):
+        super().__init__()
+        self.weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).bfloat16() / 8
+
+    def forward(self, x):
+        self.given = x
+        return getattr(x, "data", x).to(torch.bfloat16) @ self.weight.t(), None
+
+
+class Whole(Layer):
+    """A layer with its projections, as of_wrapper takes it."""
+
+    v_head_dim, g_proj = 8, None
+
+    def __init__(self, kind: str, fp8: bool):
+        super().__init__(KEYS.get(kind), None if kind == "none" else Q, fp8)
+        self.mla_attn.layer_name = "attention"
+        self.o_proj = Projection(HEADS * 8, 4)
+        self.fused_qkv_a_proj = self.kv_a_proj_with_mqa = Projection(32, sum((self.q_lora_rank or 0, KV, ROPE)))
+        last = Projection(self.q_lora_rank or 32, HEADS * (NOPE + ROPE))
+        self.q_proj = last
+        if self.q_lora_rank:
+            last.__dict__ |= {
+                name: value for name, value in vars(self.q_b_proj).items() if "rocm" in name or "key" in name
+            }
+            self.q_b_proj = last
+        angles = vars(self.rotary_emb)
+        self.rotary_emb = lambda positions, query, key: (self.rotate(positions, None, query)[1], key)
+        vars(self.rotary_emb).update(angles)
+
+    def forward(self, positions, hidden_states, llama_4_scaling=None):
+        return "vLLM's"
+
+
+@pytest.mark.parametrize(("kind", "fp8"), [("", False), ("block", True), ("none", False)])
+def test_a_layers_forward(configuration, monkeypatch, kind, fp8):
+    """Attention gets rotated queries and what our op made, and q_b_proj its quantized result."""
+    generator, seen = torch.Generator().manual_seed(1), {}
+    layer = latent_norms.of_wrapper(type("Theirs", (Whole,), {}))(kind, fp8)
+    layer.rocm_ops_front = one = latent_front.Front(layer, kernel_selection.EAGER)
+    x = torch.randn(3, 32, generator=generator).bfloat16()
+    positions, slots = torch.tensor([5, 0, 9]), torch.tensor([2, 4])  # of a batch that is padded
+    cache = torch.zeros(2, 3, KV + ROPE, dtype=torch.uint8 if fp8 else torch.bfloat16)
+    context = lambda name: (None, layer.mla_attn, cache, slots)
+    monkeypatch.setattr("vllm.model_executor.layers.attention.attention.get_attention_context", context)
+
+    def attention(q, kv, k_pe, output, name, kv_cache_dummy_dep):
+        seen.update(q=q, kv=kv, k_pe=k_pe, after=kv_cache_dummy_dep)
+        output.fill_(1)
+
+    monkeypatch.setattr(torch.ops.vllm, "unified_mla_attention_with_output", attention)
+    result = layer(positions, x)
+    assert torch.equal(result, torch.ones(3, HEADS * 8).bfloat16() @ layer.o_proj.weight.t())
+    qkv = x @ layer.fused_qkv_a_proj.weight.t()
+    made, scale, kv, k_pe = one.computed(qkv, positions)
+    assert seen["after"] is seen["kv"]
+    torch.testing.assert_close(seen["kv"], kv, rtol=2**-6, atol=1e-3)
+    torch.testing.assert_close(seen["k_pe"].squeeze(1), k_pe, rtol=2**-6, atol=2**-6)
+    rows = torch.cat([seen["kv"], seen["k_pe"].squeeze(1)], 1)
+    wanted = torch.zeros_like(cache)
+    layer.write(
+        rows[:2, :KV],
+        rows[:2, None, KV:],
+        wanted.view(6, 1, -1),
+        slots,
+        layer.mla_attn.kv_cache_dtype,
+        layer.mla_attn._k_scale,
+    )
+    assert torch.equal(cache, wanted)
+    last = layer.q_proj if kind == "none" else layer.q_b_proj
+    if kind == "none":
+        assert last.given is x
+    elif kind == "block":
+        assert last.given.scale.shape == (3, Q // 128) and last.given.quant_key == one.input_key
+        found, wanted = (row_selection.dequantized(*of) for of in ((last.given.data, last.given.scale), (made, scale)))
+        torch.testing.assert_close(found, wanted, rtol=0.07, atol=1e-2)
+    else:
+        torch.testing.assert_close(last.given, made, rtol=2**-6, atol=1e-3)
+    q = last.forward(last.given)[0].view(3, HEADS, NOPE + ROPE)
+    q[..., NOPE:] = layer.rotate(positions, None, q[..., NOPE:].clone())[1]
+    assert torch.equal(seen["q"], q)
+    assert layer(positions, x, torch.ones(1)) == "vLLM's"
+    layer.rocm_ops_front = None
+    assert layer(positions, x) == "vLLM's"
+
+
+@pytest.mark.usefixtures("configuration")
+def test_the_choice_is_the_layers():
+    one = latent_front.Front(layer := Layer(), kernel_selection.COMPILED)
+    one.take(True)
+    assert layer.rocm_ops_front is one
+    one.take(False)
+    assert layer.rocm_ops_front is None
+
+
+@pytest.mark.usefixtures("configuration")
+def test_a_run_without_a_cache_writes_none():
+    """As vLLM's profile run, which has no slots."""
+    one = latent_front.Front(layer := Layer(), kernel_selection.COMPILED)
+    qkv, *_ = one.inputs(3, 0)
+    _, kv, k_pe, _ = one.outputs(qkv)
+    for slots, cache in ((None, torch.empty(1, 1, KV + ROPE)), (torch.zeros(3, dtype=torch.int64), torch.empty(0))):
+        got, none, scale = latent_norms.cache_of(layer.mla_attn, cache, slots, qkv, kv, k_pe)
+        assert got.shape == (1, 1, KV + ROPE) and len(none) == 0 and scale is None
+    cache = torch.empty(4, 16, KV + ROPE, dtype=torch.bfloat16)
+    slots = torch.arange(8)  # of a batch that is padded
+    assert latent_norms.cache_of(layer.mla_attn, cache, slots, qkv, kv, k_pe)[1].tolist() == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("configuration")
+def test_vllm_splits_a_model_at_our_op():
+    """Where it does at its own write of the cache, once."""
+    from vllm.config import CompilationConfig
+
+    assert "latent_norms" in seam.active()
+    split = CompilationConfig(mode=3)
+    for _ in range(2):
+        split.set_splitting_ops_for_v1(all2all_backend="naive")
+        assert split.splitting_ops.count(latent_norms.OURS) == 1 and latent_norms.UPDATE in split.splitting_ops
+    whole = CompilationConfig(mode=3, splitting_ops=[])
+    whole.set_splitting_ops_for_v1(all2all_backend="naive")
+    assert latent_norms.OURS not in whole.splitting_ops
+
+
+def test_another_layer_is_not_replaced(monkeypatch):
+    """The seam is off, and says so, where vLLM's layer or its write of the cache is another."""
+    active = [*seam.NAMES]
+    monkeypatch.setattr(seam, "active", lambda: active)
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    monkeypatch.delitem(op_registry_oot, "MultiHeadLatentAttentionWrapper", raising=False)
+    latent_norms.probe()
+    monkeypatch.setattr(seam, "active", lambda: [name for name in active if name != "norm"])
+    with pytest.raises(seam.Unavailable, match="it needs norm"):
+        latent_norms.probe()
+    monkeypatch.setattr(seam, "active", lambda: active)
+    real = latent_norms.backends.methods
+    monkeypatch.setattr(
+        latent_norms.backends,
+        "methods",
+        lambda path: real(path) | ({"do_kv_cache_update": None} if "Triton" in path else {}),
+    )
+    with pytest.raises(seam.Unavailable, match="TritonMLAImpl with the common write"):
+        latent_norms.probe()

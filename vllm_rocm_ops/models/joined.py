@@ -1,0 +1,75 @@
+"""Calls that are one launch in the place of several of a model's step: `layers.sequence` has those."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.models import arguments as model_arguments
+from vllm_rocm_ops.models import layers
+from vllm_rocm_ops.models.config import MX, UNQUANTIZED
+from vllm_rocm_ops.models.layers import NORMS, LayerCall
+
+CACHE_WRITE = "cache write"
+"""A launch of a step that is no op of ours."""
+
+
+def one_launch(product: LayerCall, activation: LayerCall) -> LayerCall | None:
+    """Return the call that does both, which vLLM may run for few tokens: gate_up, SwiGLU and static quantization. None for other calls."""
+    if (product.op, activation.op) != (ops.scaled_mm, ops.silu_and_mul_quant) or product.parameters[2:] != (False,):
+        return None
+    layer, op = f"{product.layer} + {activation.layer}", ops.scaled_mm_silu_and_mul_quant
+    return dataclasses.replace(
+        product, layer=layer, op=op, arguments=model_arguments.gated, parameters=product.parameters[:2]
+    )
+
+
+def two_launches(call: LayerCall) -> tuple[LayerCall, LayerCall]:
+    """Return the calls in whose place is one that `one_launch` gave."""
+    (product, activation), (n, k) = call.layer.split(" + "), call.parameters
+    made = (product, ops.scaled_mm, model_arguments.scaled, (n, k, False)), (
+        activation, ops.silu_and_mul_quant, model_arguments.static_activation, (n // 2,)
+    )  # fmt: skip
+    return tuple(LayerCall(*of, call.dtype, call.count) for of in made)
+
+
+def one_front(q: LayerCall | None, kv: LayerCall, rope: int) -> LayerCall | None:
+    """Return the call in the place of latent attention's norms, the rotation of keys and the cache write, or None where q is MX-FP8: `q`
+    is the norm of queries' latent, which a model may lack, `kv` the other one."""
+    size, epsilon = kv.parameters[0], kv.parameters[-1]
+    kinds = {op: kind for kind, (op, _) in NORMS.items()}
+    kind = UNQUANTIZED if q is None else kinds[q.op]
+    if kind == MX:
+        return None
+    layer = " + ".join([*([q.layer] if q else []), kv.layer, CACHE_WRITE])
+    parameters = (q.parameters[0] if q else 0, size), rope, kind, epsilon
+    op, arguments = ops.latent_norm_rope_and_cache, model_arguments.latent_norms
+    return LayerCall(layer, op, arguments, parameters, kv.dtype, kv.count)
+
+
+def norms_of(call: LayerCall) -> tuple[LayerCall, ...]:
+    """Return the calls of `sequence` in whose place is one that `one_front` gave, among what is no op of ours."""
+    sizes, _, kind, epsilon = call.parameters
+    made = zip(call.layer.split(" + "), [size for size in sizes if size], (kind,) * all(sizes) + (UNQUANTIZED,))
+    return tuple(
+        LayerCall(layer, *NORMS[how], (size, False, epsilon), call.dtype, call.count) for layer, size, how in made
+    )
+
+
+def fronts(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
+    """The calls of `one_front` in a step. `sequence` has the norms in their place."""
+    found, q = Counter(), None
+    for call in layers.sequence(config, tp, ep):
+        q = call if call.layer == "q_a norm" else q
+        if call.layer == "kv_a norm":
+            found[one_front(q, call, config["qk_rope_head_dim"])] += 1
+            q = None
+    return [dataclasses.replace(call, count=call.count * times) for call, times in found.items() if call]
+
+
+def gated(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
+    """The calls of `one_launch` in a step. `sequence` has the two in their place."""
+    found = Counter(filter(None, itertools.starmap(one_launch, itertools.pairwise(layers.sequence(config, tp, ep)))))
+    return [dataclasses.replace(call, count=times) for call, times in found.items()]

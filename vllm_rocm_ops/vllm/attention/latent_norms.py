@@ -1,0 +1,229 @@
+"""Seam: in layers of latent attention one launch of ours stands between the first projection and q_b_proj: `latent_norm_rope_and_cache`
+normalizes both latents, quantizes that of queries for q_b_proj, rotates k_pe and writes the cache. Layers whose queries have no latent,
+as DeepSeek-V2-Lite's, have the other latent's norm, the rotation and the write in it.
+
+vLLM lets a plugin replace `MultiHeadLatentAttentionWrapper`. Ours calls one op with the layer's name, which finds the cache and the slots
+as vLLM's unified_mla_kv_cache_update does, and calls vLLM's attention without that. vLLM splits a compiled model at the cache's update,
+as slots are not padded in graphs of pieces; so it does at this op, whose outputs are made in the piece before, as attention's is. The
+rotation of queries stays vLLM's, behind q_b_proj.
+
+Decided before vLLM compiles, once for all numbers of tokens (row_selection.py), where it was measured to win over vLLM's compiled norms,
+quantization and rotation and its write of the cache; with VLLM_ROCM_OPS_ATTENTION=1 it serves wherever it fits.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core import op
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.attention import backends
+from vllm_rocm_ops.vllm.attention import decoder as attention
+from vllm_rocm_ops.vllm.attention.latent_front import Front
+from vllm_rocm_ops.vllm.attention.mla import BACKENDS
+from vllm_rocm_ops.vllm.fusion import row_selection
+
+UPDATE, NAME = "vllm::unified_mla_kv_cache_update", "latent_norms"
+OURS = f"vllm_rocm_ops::{NAME}"
+"""The ops at which vLLM splits a compiled model: its own that writes the cache, and the one that stands in its place."""
+
+
+def lacks(layer: torch.nn.Module) -> Iterator[str]:
+    """Yield what a layer has that our launch does not serve."""
+    attn = layer.mla_attn
+    decoder = getattr(attn.impl, "rocm_ops", None)
+    if layer.rotary_emb is None or layer.fuse_qkv_rmsnorm:
+        yield "no rotation, or norms that vLLM fuses"
+        return
+    if decoder is None or getattr(layer, "dcp_q_replicate", False) or layer.is_sparse or layer.indexer is not None:
+        yield "a backend, an index or heads of other GPUs that are not ours to write for"
+        return
+    if attn.use_direct_call or attn.use_pcp or getattr(attn, "hisparse_cache", None) is not None:
+        yield "a cache that is written elsewhere"
+    if attn.kv_cache_dtype not in attention.PLAIN + attention.E4M3:
+        yield f"a cache of {attn.kv_cache_dtype}"
+    if getattr(layer.q_b_proj, "vllm_rocm_ops_is_mx", False):
+        yield "queries in MX-FP8"
+    if decoder.is_batch_invariant:
+        yield "rows that must not depend on the batch"
+    norms = [norm for norm in (layer.q_a_layernorm, layer.kv_a_layernorm) if norm is not None]
+    if not all(hasattr(norm, "rocm_ops_forward") and not hasattr(norm, "bias") for norm in norms):
+        yield "norms that are not ours"
+    elif norms[0].variance_epsilon != norms[-1].variance_epsilon:
+        yield "two epsilons"
+    table = getattr(layer.rotary_emb, "cos_sin_cache", None)
+    if table is None or table.dim() != 2 or table.shape[1] != layer.qk_rope_head_dim:
+        yield "a rotation without a table of its size"
+
+
+def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[Front]:
+    """Yield what our launch may serve in a model that vLLM compiles, or in any where it is forced."""
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config()
+    settings = config.compilation_config
+    if compiles and settings.pass_config.fuse_rope_kvcache_cat_mla and UPDATE not in (settings.splitting_ops or ()):
+        return  # vLLM's pass fuses the rotation with the write
+    for layer in model.modules():
+        if not hasattr(layer, "rocm_ops_front") or any(lacks(layer)):
+            continue
+        one = Front(layer, row_selection.baseline_of(config, model)(True))
+        if (compiles or one.decoder.is_forced) and one.has_kernels(config.model_config.dtype):
+            yield one
+
+
+# In the place of vLLM's layer
+
+
+def latent_norms(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    kv_weight: Tensor,
+    epsilon: float,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    q_out: Tensor | None,
+    kv_out: Tensor,
+    k_pe_out: Tensor,
+    q_scale: Tensor | None,
+    scales_out: Tensor | None,
+    scale_ub: Tensor | None,
+    layer_name,
+) -> None:
+    """Run our op with the cache and the slots that the step has for a layer."""
+    from vllm.model_executor.layers.attention.attention import get_attention_context
+    from vllm.utils.torch_utils import _resolve_layer_name
+
+    _, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
+    of_cache = cache_of(layer, cache, slots, qkv, kv_out, k_pe_out)
+    given = qkv, q_weight, kv_weight, epsilon, positions, cos_sin_cache, is_neox, q_out, kv_out, k_pe_out
+    Front.op.call(*given, *of_cache, q_scale, scales_out, scale_ub)
+
+
+def cache_of(
+    layer, cache: Tensor, slots: Tensor | None, qkv: Tensor, *written: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return a layer's cache in the dtype that it holds, the slots, and the scale. A run without a cache has no slots."""
+    if slots is None or cache.numel() == 0:
+        none = qkv.new_empty(0, dtype=torch.int64)
+        return qkv.new_empty((1, 1, sum(x.shape[1] for x in written))), none, None
+    decoder = layer.impl.rocm_ops
+    return decoder.cache(cache), slots.flatten()[: len(qkv)], decoder.scale(layer)
+
+
+def define() -> None:
+    """Register the op as one that writes its outputs. As of vLLM's own, the cache is none of its arguments."""
+    from vllm.utils.torch_utils import LayerNameType
+
+    latent_norms.__annotations__["layer_name"] = LayerNameType
+    op.define(latent_norms, lambda *_: None, mutates=("q_out", "kv_out", "k_pe_out", "scales_out"))
+
+
+def of_wrapper(theirs: type) -> type:
+    """Return our subclass of vLLM's layer."""
+    from vllm.utils.torch_utils import _encode_layer_name
+
+    from vllm_rocm_ops.vllm.fusion import fused_quant
+
+    class RocmOpsLatentAttention(theirs):
+        """vLLM's layer, with one launch of ours between its projections where that was chosen."""
+
+        rocm_ops_front: Front | None = None
+
+        def forward(self, positions, hidden_states, llama_4_scaling=None):
+            front = self.rocm_ops_front
+            if front is None or llama_4_scaling is not None:
+                return super().forward(positions, hidden_states, llama_4_scaling)
+            if self.q_lora_rank is None:  # both projections in front of the split, as their input is quantized once
+                qkv, made = self.kv_a_proj_with_mqa(hidden_states)[0], self.q_proj(hidden_states)[0]
+            else:
+                qkv = self.fused_qkv_a_proj(hidden_states)[0]
+            q, kv, k_pe, scales = front.outputs(qkv)
+            static, bound = front.scales()
+            name = _encode_layer_name(self.mla_attn.layer_name)
+            given = qkv, *front.norms(), positions, *front.angles(), q, kv, k_pe, static, scales, bound, name
+            torch.ops.vllm_rocm_ops.latent_norms(*given)
+            if front.kind:
+                scale = static if scales is None else scales
+                q = fused_quant.Quantized(q, scale, qkv.dtype, q.shape, front.input_key)
+            q = made if q is None else self.q_b_proj(q)[0]
+            q = q.view(-1, self.num_heads, self.qk_head_dim)
+            nope = self.qk_nope_head_dim
+            # What rotates keys without need is not run where vLLM's rotation is compiled.
+            unrotated = qkv[:, -self.qk_rope_head_dim :].unsqueeze(1)
+            q[..., nope:], _ = self.rotary_emb(positions, q[..., nope:], unrotated)
+            shape = hidden_states.shape[0], self.num_heads * self.v_head_dim
+            output = torch.empty(shape, dtype=q.dtype, device=q.device)
+            torch.ops.vllm.unified_mla_attention_with_output(
+                q, kv, k_pe.unsqueeze(1), output, name, kv_cache_dummy_dep=kv
+            )
+            if self.g_proj is not None:
+                output = output * self.g_proj(hidden_states)[0].sigmoid()
+            return self.o_proj(output)[0]
+
+    return RocmOpsLatentAttention
+
+
+def probe() -> None:
+    """Our backends are there; vLLM's layer is one that a plugin may replace, with the parts, the ops and the split that ours uses."""
+    from vllm.config import CompilationConfig
+    from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+    from vllm.model_executor.layers import mla
+    from vllm.model_executor.layers.attention import attention as vllm_attention
+    from vllm.model_executor.layers.attention import mla_attention
+    from vllm.utils import torch_utils
+
+    for needed in ("latent_attention", "norm"):
+        if needed not in seam.active():
+            raise seam.Unavailable(f"it needs {needed}")
+    wrapper = mla.MultiHeadLatentAttentionWrapper
+    seam.require(issubclass(wrapper, PluggableLayer), "MultiHeadLatentAttentionWrapper as a PluggableLayer")
+    free = wrapper.__name__ not in op_registry_oot
+    seam.require(free, f"a free {wrapper.__name__}: another plugin has replaced it")
+    seam.require_parameters(wrapper.forward, "positions", "hidden_states", "llama_4_scaling")
+    seam.require_parameters(vllm_attention.get_attention_context, "layer_name")
+    for name in ("LayerNameType", "_encode_layer_name", "_resolve_layer_name"):
+        seam.require(hasattr(torch_utils, name), name)
+    names = "q", "kv_c_normed", "k_pe", "output", "layer_name", "output_scale", "output_block_scale"
+    seam.require_parameters(mla_attention.unified_mla_attention_with_output, *names, "kv_cache_dummy_dep")
+    seam.require_parameters(CompilationConfig.set_splitting_ops_for_v1)
+    update = "kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale"
+    method = "vllm.v1.attention.backend.MLAAttentionImpl", "do_kv_cache_update"
+    backends.require_method(*method, *update, may=("skip_scale",))  # True where the scale is one
+    for backend in BACKENDS.values():
+        if backend.on_gpu:
+            own = backends.methods(f"{backend.module}.{backend.impl}")
+            seam.require("do_kv_cache_update" not in own, f"{backend.impl} with the common write of the cache")
+
+
+def install() -> None:
+    """Define the op, have vLLM split compiled models at it, and put our layer in the place of vLLM's."""
+    from vllm.config import CompilationConfig
+    from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+
+    define()
+    seam.replace(MultiHeadLatentAttentionWrapper, of_wrapper(MultiHeadLatentAttentionWrapper))
+    split = CompilationConfig.set_splitting_ops_for_v1
+
+    @functools.wraps(split)
+    def set_splitting_ops_for_v1(self, *arguments, **keywords):
+        split(self, *arguments, **keywords)
+        found = self.splitting_ops
+        if found and UPDATE in found and OURS not in found:
+            found.append(OURS)
+
+    CompilationConfig.set_splitting_ops_for_v1 = set_splitting_ops_for_v1
+    row_selection.finders.append(fronts)
+
+
+SEAM = seam.Seam(
+    name=NAME,
+    replaces="MultiHeadLatentAttentionWrapper, through PluggableLayer.register_oot; CompilationConfig.set_splitting_ops_for_v1",
+    probe=probe,
+    install=install,
+    ops=("latent_norm_rope_and_cache",),
+    after=("latent_attention", "norm"),
+)
