@@ -318,15 +318,14 @@ def test_a_rank_with_other_bits(which):
 
 
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("what", ["times", "memory", "its seam"])
-def test_a_rank_that_fails(what, monkeypatch):
-    """Both do without: whether its measurement fails, it shares no memory, or its seam is off."""
-    from vllm_rocm_ops.vllm import seam
+@pytest.mark.parametrize("what", ["times", "memory", "a switch"])
+def test_a_rank_that_fails(what):
+    """Both do without: whether its measurement fails, it shares no memory, or it has a switch that the other has not."""
 
     def rank(group):
         fails = group.rank_in_group == 1
-        if what == "its seam" and fails:
-            monkeypatch.setattr(seam, "active", list)
+        if what == "a switch" and fails:
+            os.environ["VLLM_ROCM_OPS_DISABLE"] = "all_reduce"
         create = collectives.create if what == "memory" else OverGloo
         return start(group, Clock(2, fails=fails and what == "times"), create)
 
