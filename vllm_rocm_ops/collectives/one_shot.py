@@ -121,11 +121,11 @@ class OneShotAllReduce:
         a = self._arguments(op, args)
         name = "all_reduce" if op is None else f"all_reduce_{op.name}"
         if rows_of(a.input) == 0:
-            return Execution(name, "nothing to do", lambda args: self._without_kernel(op, with_norm, torch.clone, args))
+            return Execution(name, "nothing to do", lambda args: without_kernel(op, with_norm, torch.clone, args))
         if why := self.unsupported(op, *args):
             if self._elsewhere is None:
                 raise ValueError(f"{name}: {why}; where no kernel takes a call, `all_reduce` must be given, got None")
-            elsewhere = functools.partial(self._without_kernel, op, with_norm, self._elsewhere)
+            elsewhere = functools.partial(without_kernel, op, with_norm, self._elsewhere)
             return Execution(name, FALLBACK + why, elsewhere, is_fallback=True)
         outputs = torch.empty_like(a.input, memory_format=torch.contiguous_format) if op is None else op.allocate(a)
         normed = a.input.new_empty(a.input.shape) if with_norm else None
@@ -145,20 +145,21 @@ class OneShotAllReduce:
         run = bind_device(runtime, device, (planned,), handles, packers, outputs, a, ADVICE)
         return Execution(name, planned.symbol, run)
 
-    @staticmethod
-    def _without_kernel(op: Op | None, with_norm: bool, all_reduce: Callable[[Tensor], Tensor], args: tuple):
-        total = all_reduce(args[0])
-        if op is None:
-            return total
-        if not with_norm:
-            return op.call(total, *args[1:])
-        residual = dict(zip(op.Arguments._fields, args)).get("residual")
-        before = None if residual is None else residual.clone()
-        found = op.call(total, *args[1:])
-        a = op.Arguments(total, *args[1:])
-        norm = launches.NORMS["rms_norm" if before is None else "fused_add_rms_norm"]
-        normed = norm.call(total, *(() if before is None else (before,)), a.weight, a.epsilon, a.one_plus_weight)
-        return (*(found if isinstance(found, tuple) else (found,)), normed)
+
+def without_kernel(op: Op | None, with_norm: bool, all_reduce: Callable[[Tensor], Tensor], args: tuple):
+    """What a call returns by an all-reduce of somebody else's, and the op behind it."""
+    total = all_reduce(args[0])
+    if op is None:
+        return total
+    if not with_norm:
+        return op.call(total, *args[1:])
+    residual = dict(zip(op.Arguments._fields, args)).get("residual")
+    before = None if residual is None else residual.clone()
+    found = op.call(total, *args[1:])
+    a = op.Arguments(total, *args[1:])
+    norm = launches.NORMS["rms_norm" if before is None else "fused_add_rms_norm"]
+    normed = norm.call(total, *(() if before is None else (before,)), a.weight, a.epsilon, a.one_plus_weight)
+    return (*(found if isinstance(found, tuple) else (found,)), normed)
 
 
 def said(report: int, group: Group) -> str:

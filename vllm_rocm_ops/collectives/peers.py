@@ -42,19 +42,19 @@ class Own:
         self.runtime.free_shared_memory(self.device.index, self.inbox)
 
 
-def _agree(cpu_group, act: Callable[[], object]) -> list:
-    """What an action returns on each rank. RuntimeError on all of them if it fails on one."""
+def agree(cpu_group, act: Callable[[], object], what: str = "the ranks cannot share memory") -> list:
+    """What an action returns on each rank. RuntimeError on all of them if it fails on one, which says so by `what`."""
     import torch.distributed as dist
 
     try:
         mine = "", act()
-    except (RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # noqa: BLE001  all ranks raise it
         mine = f"{type(error).__name__}: {error}", None
     found: list = [None] * dist.get_world_size(cpu_group)
     dist.all_gather_object(found, mine, group=cpu_group)
     failed = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(found) if why]
     if failed:
-        raise RuntimeError(f"all_reduce: the ranks cannot share memory: {'; '.join(failed)}")
+        raise RuntimeError(f"all_reduce: {what}: {'; '.join(failed)}")
     return [value for _, value in found]
 
 
@@ -105,15 +105,16 @@ def create(
     def release() -> None:
         if any(own.report[0] for own in owns):
             return  # a rank is missing: nobody knows what still stores to this memory
-        torch.cuda.synchronize(device)
-        _agree(cpu_group, lambda: None)  # no launch of any rank stores any more
-        _agree(cpu_group, close)
+        if owns:
+            torch.cuda.synchronize(device)
+        agree(cpu_group, lambda: None)  # no launch of any rank stores any more
+        agree(cpu_group, close)
         for own in owns:
             own.free()
 
     try:
-        found = _agree(cpu_group, make)
-        _agree(cpu_group, lambda: open_all(found))
+        found = agree(cpu_group, make)
+        agree(cpu_group, lambda: open_all(found))
     except RuntimeError:
         release()
         raise

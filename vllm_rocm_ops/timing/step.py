@@ -4,10 +4,11 @@
     step.total(nodes)
 
 On the side "plugin" a call of ours has the time of the kernel model, and one launch is in the place of several where that is faster: of
-gate_up and SwiGLU, of latent attention's norms and cache write, of attention and the quantization behind it, and with
-VLLM_ROCM_OPS_ATTENTION=1 of rotation and the cache write, with the norms in front of them. On the side "baseline" it has the time of
-baseline.py's table, or of its rule. What no op of ours does, such as GLM's router, has the rule on both sides. The shared experts run on a
-second stream beside routing and experts: of the two the shorter costs nothing. All times are predictions.
+gate_up and SwiGLU, of latent attention's norms and cache write, of attention and the quantization behind it, of an all-reduce and the norm
+behind it (by baseline.py's rule), and with VLLM_ROCM_OPS_ATTENTION=1 of rotation and the cache write, with the norms in front of them. On
+the side "baseline" it has the time of baseline.py's table, or of its rule. What no op of ours does, such as GLM's router, has the rule on
+both sides. The shared experts run on a second stream beside routing and experts: of the two the shorter costs nothing. All times are
+predictions.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -22,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.models import joined
 from vllm_rocm_ops.models import layers as model_layers
@@ -33,6 +36,7 @@ from .machines import Machine
 
 SIDES = ("baseline", "plugin")
 MAIN, BESIDE, SECOND = "", "beside the second stream", "second stream"
+REDUCED = "all-reduce"
 KERNEL_MODEL = "kernel model"  # the source of its times
 LAUNCHES = {"attention": 2, "experts": 4}  # of a baseline's call by the rule; others have one
 
@@ -151,7 +155,7 @@ def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCal
 
 def _reduced(tp: int) -> Iterator[tuple[str, None, str]]:
     if tp > 1:
-        yield "all-reduce", None, MAIN
+        yield REDUCED, None, MAIN
 
 
 def _unquantized(calls: Sequence[LayerCall]) -> bool:
@@ -179,11 +183,14 @@ def nodes(
     @functools.cache
     def node(layer: str, call: LayerCall | None, stream: str) -> Node:
         band, read = None, 0.0 if call is None else read_bytes(call, tokens, machine, context)
-        ours = None if call is None or side == "baseline" else _ours(call, tokens, known)
+        is_ours = call is not None and side != "baseline" and not layer.startswith(REDUCED)
+        ours = _ours(call, tokens, known) if is_ours else None
         if ours:
             time, band = Time(*ours[:2], "predicted", KERNEL_MODEL), ours[2]
-        elif layer == "all-reduce":
+        elif layer == REDUCED:
             time = baseline.all_reduce(machine, tokens * hidden * 2 / 1024)
+        elif layer.startswith(REDUCED):
+            time = baseline.fused_all_reduce(machine, tp, tokens, hidden) or Time(math.inf, 1, "", "no kernel")
         else:
             time = _baseline(call, layer, tokens, machine, read)
         floor = read / machine["hbm_bandwidth"] / 1e3
@@ -209,7 +216,8 @@ def _faster(
         first, *others = places
         each = one.layer, one, left[first][2]
         found, apart = node(*each), sum(node(*left[place]).whole_us for place in places)
-        if found.source == KERNEL_MODEL and found.whole_us < apart:
+        is_ours = KERNEL_MODEL in (found.source, node(*left[others[-1]]).source if left[first][0] == REDUCED else "")
+        if is_ours and found.whole_us < apart:
             left[first] = each
             for place in others:
                 left[place] = None
@@ -226,9 +234,11 @@ def _in_one(
             places = [*range(place, place + 1 + len(others))]
             if names[place + 1 : place + 1 + len(others)] == others:
                 yield places, one
-    for place, ((_, first, _), (_, second, _)) in enumerate(itertools.pairwise(launched)):
+    for place, ((layer, first, _), (_, second, _)) in enumerate(itertools.pairwise(launched)):
         if one := first and second and joined.one_launch(first, second):
             yield [place, place + 1], one
+        elif layer == REDUCED and second and second.op.name in launches.NORMS:
+            yield [place, place + 1], dataclasses.replace(second, layer=f"{REDUCED} + {second.layer}")
     q = None
     for place, (layer, call, _) in enumerate(launched):
         if layer == "q_a norm":
@@ -284,7 +294,7 @@ def worst(found: Sequence[Node], most: int = 10) -> list[Node]:
 
 def cause(node: Node) -> str:
     """Return why a launch takes longer than its bytes, by the part of its time that they explain and by its launches."""
-    if node.layer == "all-reduce":
+    if node.layer.startswith(REDUCED):
         return "synchronization of 8 GPUs"
     if not node.op:
         return f"no op of ours: {node.us:.1f} us by the rule"

@@ -27,6 +27,7 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 FILES = {
     "activation": "fusion",
+    "all_reduce": "fusion",
     "block_scaled_linear": "linear",
     "checked_scales": "guards",
     "compile_cache": "guards",

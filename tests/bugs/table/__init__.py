@@ -2,6 +2,7 @@
 
 from ..bug import Bug
 from . import (
+    collectives,
     decode,
     decode_output,
     experts,
@@ -22,7 +23,7 @@ from . import (
 
 AREAS = (
     *(norms, rows, gemm, skinny_gemm, tiled_gemm, experts, routing, rope, decode, decode_output, mla, flash),
-    *(seams, seams_attention, seams_fusion, seams_quantized),
+    *(collectives, seams, seams_attention, seams_fusion, seams_quantized),
 )
 
 

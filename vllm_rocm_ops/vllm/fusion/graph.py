@@ -5,6 +5,7 @@ and activations are markers (markers.py). The pass replaces
 
     norm -> quantizations         whose result nothing else reads, by one op of ours, where that was measured to win
     activation -> quantizations   likewise; a static one with the linear in front of it, where nothing else reads that
+    all-reduce -> norm            of either kind, by one op of ours, where all ranks have measured that to win (reduced.py)
     norm, activation              by ours, where the compiler would fuse nothing with it
     every other marker            by what vLLM would have traced: its own passes find what they find without us
 
@@ -14,6 +15,7 @@ An op that updates a residual is functional until vLLM's last pass, as vLLM's ar
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -31,7 +33,7 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op, registered
-from vllm_rocm_ops.vllm.fusion import fused_quant, lowering, markers
+from vllm_rocm_ops.vllm.fusion import fused_quant, lowering, markers, reduced
 from vllm_rocm_ops.vllm.fusion.lowering import lower
 from vllm_rocm_ops.vllm.fusion.markers import ACTIVATION, MX_QUANTIZATION, QUANTIZATION
 from vllm_rocm_ops.vllm.fusion.row_selection import choices
@@ -50,6 +52,7 @@ VIEWS = (
     aten.slice.Tensor,
     aten.permute.default,
 )
+ALL_REDUCE = torch.ops.vllm.all_reduce.default
 GEMMS = (aten.mm.default, aten.addmm.default)
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 EPSILONS = 1e-5, 1e-6  # of vLLM's patterns
@@ -151,11 +154,12 @@ class Fusion(VllmInductorPass):
         if QUANTIZATION in {reader.target for reader in readers} or not all(map(is_whole, readers)):
             return False
         is_all_reduced = producer.name == "norm" and self.is_all_reduced(producer, None)
-        if is_all_reduced or None not in self.runnable[producer.name]:
+        op, given = producer.op(None), producer.arguments()
+        summed = self.summed(producer, op, given, is_all_reduced)
+        if (is_all_reduced and summed is None) or None not in self.runnable[producer.name]:
             return False
-        op = producer.op(None)
-        if op.torch_op is not producer.node.target:
-            insert(producer, op, producer.arguments(), [])
+        if summed is not None or op.torch_op is not producer.node.target:
+            insert(producer, op, given, [], summed)
         return True
 
     def quantize(self, producer: Producer, readers: list[fx.Node]) -> bool:
@@ -179,7 +183,7 @@ class Fusion(VllmInductorPass):
         if op is ops.silu_and_mul_quant and (linear := producer.linear()) is not None:
             insert_gated(producer, linear, given["scale"], readers)
         else:
-            insert(producer, op, given, readers)
+            insert(producer, op, given, readers, self.summed(producer, op, given))
         return True
 
     def is_ours(self, producer: Producer, key, given: dict, columns: int) -> bool:
@@ -202,14 +206,22 @@ class Fusion(VllmInductorPass):
         before = unviewed(norm.node.args[0])
         return key in choices.all_reduced and norm.epsilon in EPSILONS and "all_reduce" in str(before.target)
 
+    def summed(self, producer: Producer, op: Op, given: dict, everywhere: bool = False) -> fx.Node | None:
+        """Return the all-reduce in front of a norm, if that is to be one launch with the norm, which alone reads it."""
+        before = producer.node.args[0]
+        if not (producer.name == "norm" and is_func(before, ALL_REDUCE) and len(before.users) == 1):
+            return None
+        return before if reduced.wins(reduced.group_of(before), op, given, everywhere) else None
+
     def uuid(self) -> str:
         """Return what a compiled piece depends on: the source and the choices."""
-        sources = [Path(path).read_text() for path in (__file__, lowering.__file__, markers.__file__)]
+        sources = [Path(m.__file__).read_text() for m in (sys.modules[__name__], lowering, markers, reduced)]
         made = (
             sorted(choices.ours.items()),
             sorted(choices.off),
             sorted(map(str, choices.all_reduced)),
             sorted(choices.on),
+            reduced.state(),
         )
         return VllmInductorPass.hash_source(*sources, *map(str, made))
 
@@ -303,20 +315,23 @@ def place_of(producer: Producer, given: dict) -> fx.Node:
     return producer.node if last is producer.node else last.next
 
 
-def insert(producer: Producer, op: Op, given: dict, quantizes: list[fx.Node]) -> None:
-    """Put an op of ours in the place of a producer and of the quantizations that read it."""
+def insert(producer: Producer, op: Op, given: dict, quantizes: list[fx.Node], summed: fx.Node | None = None) -> None:
+    """Put an op of ours in the place of a producer, of the quantizations that read it and of the all-reduce in front of it."""
     node, residual, is_static = producer.node, producer.residual, "scale" in op.Arguments._fields
     place = place_of(producer, given)
     given = dict(zip(op.Arguments._fields, op._defaults)) | given
-    given = {name: given[name] for name in op.Arguments._fields}
     values = quantizes[0].meta["val"] if quantizes else (producer.result.meta["val"],)
     values = values[:1] if is_static else values
+    torch_op, called = op.torch_op, {name: given[name] for name in op.Arguments._fields}
+    if summed is not None:
+        values = reduced.pair(*values)
+        torch_op, called = reduced.OP, reduced.node_arguments(op, given, summed)
     with node.graph.inserting_before(place):
         if residual is None:
-            ours = node.graph.call_function(op.torch_op, tuple(given.values()))
+            ours = node.graph.call_function(torch_op, tuple(called.values()))
             ours.meta["val"] = values if len(values) > 1 else values[0]
         else:
-            ours = node.graph.call_function(auto_functionalized, (op.torch_op,), given)
+            ours = node.graph.call_function(auto_functionalized, (torch_op,), called)
             ours.meta["val"] = (*values, residual.meta["val"])
         outputs = list(items(ours)) if isinstance(ours.meta["val"], tuple) else [ours]
     if residual is not None:
@@ -349,7 +364,7 @@ def items(node: fx.Node) -> Iterator[fx.Node]:
 
 def update_in_place(graph: fx.Graph) -> None:
     """Have our ops update their residual, which `Norm.may_update` allowed."""
-    ours = {op.torch_op for op in registered()}
+    ours = {reduced.OP, *(op.torch_op for op in registered())}
     for node in graph.find_nodes(op="call_function", target=auto_functionalized):
         if node.args[0] not in ours:
             continue

@@ -185,7 +185,7 @@ def dequantized(values: Tensor, scale: Tensor) -> Tensor:
     """Return a quantized result in float32. Some of vLLM's kernels pad the tokens of the scales. Scales of MX-FP8 are exponents."""
     scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale
     groups = values.float().unflatten(1, (scale.shape[-1] if scale.dim() == 2 else 1, -1))
-    scale = scale[: len(values)].unsqueeze(-1) if scale.dim() == 2 and len(scale) > 1 else scale.reshape(-1)[0]
+    scale = scale[: len(values)].unsqueeze(-1) if scale.dim() == 2 and scale.numel() > 1 else scale.reshape(-1)[0]
     return (groups * scale).flatten(1)
 
 
