@@ -99,6 +99,7 @@ def test_gate_up_and_swiglu_are_one_launch_where_that_is_faster():
 
     def found(one: float | None, side: str = "plugin") -> dict:
         us = {"scaled_mm": 54.4, "silu_and_mul_quant": 1.5, "scaled_mm_silu_and_mul_quant": one}
+        us |= {"paged_attention_decode": None}  # whose launches may be one, too
         given = {"known": lambda call, tokens: us.get(call.op.name, 3.0) and (us.get(call.op.name, 3.0), 1, 0.25)}
         return {node.layer: node for node in nodes(LLAMA, side, **given)}
 
@@ -143,6 +144,44 @@ def test_one_launch_is_beside_the_three_of_the_baseline():
     [row] = (line for line in lines if line.startswith("q_a norm + kv_a norm + cache write"))
     three = sum(node.us for node in nodes(DEEPSEEK) if node.layer in ("q_a norm", "kv_a norm", "cache write"))
     assert f"  {three:.1f}, " in row and row.endswith("  3.0, predicted +-25%")
+
+
+def test_attentions_launches_are_one_where_that_is_faster(monkeypatch):
+    """The quantization of o's input in attention's end; rotation and the cache write where they are asked for."""
+    qwen = model_config.read("qwen3-30b-a3b-fp8")
+
+    def found(config: dict, side: str = "plugin", **us: float) -> dict:
+        def known(call, tokens):
+            name = "quantized" if call.layer == "attention + o's input quantization" else call.op.name
+            return (us.get(name, 3.0), 1, 0.25) if us.get(name, 3.0) else None
+
+        return {node.layer: node for node in nodes(config, side, known=known, tp=4)}
+
+    rule = next(node for node in nodes(LLAMA) if node.layer == "o's input quantization").whole_us
+    gap = baseline.GAP.value
+    for config, layers in ((LLAMA, 126), (qwen, 48)):
+        both = 9.0 + gap + rule
+        one = found(config, paged_attention_decode=9.0, quantized=both - gap - 0.1)
+        assert one["attention + o's input quantization"].count == layers and one["o"].count == layers
+        assert not {"attention", "o's input quantization"} & one.keys()
+        for apart in (
+            found(config, paged_attention_decode=9.0, quantized=both - gap + 0.1),
+            found(config, paged_attention_decode=9.0, quantized=0),
+            found(config, "baseline", quantized=1.0),
+        ):
+            assert apart["attention"].count == apart["o's input quantization"].count == layers
+    names = ["rotation", "cache write"]
+    for config, more, op in ((LLAMA, [], "rope_and_cache"), (qwen, ["norms of q and k"], "qk_norm_rope_and_cache")):
+        layer, apart = " + ".join(more + names), found(config)
+        assert set(more + names) < apart.keys() and layer not in apart
+        with monkeypatch.context() as patch:
+            patch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
+            one = found(config)
+            assert one[layer].op == op and not set(more + names) & one.keys()
+            assert one[layer].count == apart["rotation"].count and one[layer].floor_us < 0.1, "caches are not read"
+            assert layer not in found(config, **{op: 99.0}) and layer not in found(config, "baseline")
+    assert not {"norms of q and k", "attention + o's input quantization"} & found(DEEPSEEK).keys()
+    assert "norms of q and k" not in found(LLAMA)
 
 
 def test_one_launch_is_beside_the_two_of_the_baseline(monkeypatch):

@@ -3,11 +3,12 @@
     nodes = step.nodes(model_config.read("deepseek-v3"), 8, None, 1, machines.named("MI300X"), "plugin", frozen.kernel_times(machine))
     step.total(nodes)
 
-On the side "plugin" a call of ours has the time of the kernel model, and one launch is in the place of gate_up and SwiGLU, of latent
-attention's norms and cache write, and of an all-reduce and the norm behind it (by baseline.py's rule), where that is faster; on the side
-"baseline" it has the time of baseline.py's table, or of its rule.
-What no op of ours does, such as rotation, the cache write or GLM's router, has the rule on both sides. The shared experts run on a second
-stream beside routing and experts: of the two the shorter costs nothing. All times are predictions.
+On the side "plugin" a call of ours has the time of the kernel model, and one launch is in the place of several where that is faster: of
+gate_up and SwiGLU, of latent attention's norms and cache write, of attention and the quantization behind it, and with
+VLLM_ROCM_OPS_ATTENTION=1 of rotation and the cache write, with the norms in front of them; and by baseline.py's rule of an all-reduce and
+the norm behind it. On the side "baseline" it has the time of
+baseline.py's table, or of its rule. What no op of ours does, such as GLM's router, has the rule on both sides. The shared experts run on a
+second stream beside routing and experts: of the two the shorter costs nothing. All times are predictions.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.models import joined
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
@@ -100,6 +102,8 @@ def read_bytes(call: LayerCall, tokens: int, machine: Machine, context: int) -> 
     sizes = {
         name: value.numel() * value.element_size() for name, value in given.items() if isinstance(value, torch.Tensor)
     }
+    if call.op in joined.ROTATIONS:  # which write caches, and read of angles what tokens need
+        sizes = {name: size for name, size in sizes.items() if "cache" not in name}
     if "w1" in sizes:
         share = hit(*call.parameters[:3:2], tokens)
         sizes = {name: size * (share if name.startswith("w") else 1) for name, size in sizes.items()}
@@ -130,13 +134,14 @@ def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCal
         beside = layer in ("routing", "experts") and "n_shared_experts" in config
         yield layer, call, SECOND if shared else BESIDE if beside else MAIN
         if layer == ("kv_a norm" if latent else "qkv"):
-            yield "rotation", None, MAIN
+            yield from ((joined.HEAD_NORMS, None, MAIN),) if joined.has_norms(config) and not latent else ()
+            yield joined.ROTATION, None, MAIN
             yield joined.CACHE_WRITE, None, MAIN
             yield from (("W_UK", absorbed[0], MAIN),) if latent else ()
-            yield "attention", attention, MAIN
+            yield joined.ATTENTION, attention, MAIN
             yield from (("W_UV", absorbed[1], MAIN),) if latent else ()
             if not _unquantized(calls[place + 1 :]):
-                yield "o's input quantization", None, MAIN
+                yield joined.QUANTIZATION, None, MAIN
         if layer == "shared down":
             yield "sum with shared experts", None, MAIN
         if layer in ("o", "down", "dense down", "shared down") or (layer == "experts" and "shared" not in following):
@@ -193,14 +198,21 @@ def nodes(
         gap = time.launches * baseline.GAP.value + max(time.launches * baseline.LEAST.value - time.us, 0)
         return Node(layer, name, time.us, time.launches, time.kind, time.source, floor, gap, stream, band)
 
-    launched = Counter(_faster(order(config, tp, ep), node))
+    fused = {
+        launches: dataclasses.replace(call, count=1) for launches, call in joined.around_attention(config, tp).items()
+    }
+    if envs.VLLM_ROCM_OPS_ATTENTION != "1":
+        fused = {launches: call for launches, call in fused.items() if call.op not in joined.ROTATIONS}
+    launched = Counter(_faster([*order(config, tp, ep)], fused, node))
     return [dataclasses.replace(node(*each), count=count) for each, count in launched.items()]
 
 
-def _faster(launched: Iterable[tuple], node: Callable[..., Node]) -> Iterator[tuple]:
+def _faster(
+    launched: Sequence[tuple], fused: dict[tuple[str, ...], LayerCall], node: Callable[..., Node]
+) -> Iterator[tuple]:
     """Yield what a step launches, with one launch of ours in the place of several where it is predicted to be faster."""
     left: list[tuple | None] = [*launched]
-    for places, one in [*_in_one(left)]:
+    for places, one in [*_in_one(left, fused)]:
         first, *others = places
         each = one.layer, one, left[first][2]
         found, apart = node(*each), sum(node(*left[place]).whole_us for place in places)
@@ -212,8 +224,16 @@ def _faster(launched: Iterable[tuple], node: Callable[..., Node]) -> Iterator[tu
     yield from filter(None, left)
 
 
-def _in_one(launched: Sequence[tuple]) -> Iterator[tuple[list[int], LayerCall]]:
-    """Yield the places of launches that are one of ours, and that."""
+def _in_one(
+    launched: Sequence[tuple], fused: dict[tuple[str, ...], LayerCall]
+) -> Iterator[tuple[list[int], LayerCall]]:
+    """Yield the places of launches that are one of ours, and that; `fused` are more of these by their names."""
+    names = [layer for layer, *_ in launched]
+    for (start, *others), one in fused.items():
+        for place in (place for place, name in enumerate(names) if name == start):
+            places = [*range(place, place + 1 + len(others))]
+            if names[place + 1 : place + 1 + len(others)] == others:
+                yield places, one
     for place, ((layer, first, _), (_, second, _)) in enumerate(itertools.pairwise(launched)):
         if one := first and second and joined.one_launch(first, second):
             yield [place, place + 1], one

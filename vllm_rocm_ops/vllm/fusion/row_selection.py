@@ -27,6 +27,7 @@ from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.ops.families.gemm import BLOCK
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.attention import quantized_attention
 from vllm_rocm_ops.vllm.fusion import all_reduce, producers
 from vllm_rocm_ops.vllm.linear import native_kernel
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
@@ -363,6 +364,7 @@ def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable
     record, decided = Record({}), Decided({}, {})
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
         record, decided = kernel_timing.agree(wanted, clock, gather, measure_pair, SHARE)
+    quantized_attention.decide(config, decided)
     ours = decide(found, decided)
     for one in found:
         one.take(ours[one.pattern])
