@@ -18,20 +18,6 @@ def _engine(*tests: str) -> Tests:
 
 BUGS = (
     Bug(
-        "zeros pushed over another part's words",
-        ROWS,
-        "        if (base + i * threads < end)\n          push",
-        "          push",
-        _ranks("test_sizes"),
-    ),
-    Bug(
-        "a part loaded beyond its row",
-        ROWS,
-        "base + i * threads, base + i * threads < end);",
-        "base + i * threads, true);",
-        _ranks("test_sizes"),
-    ),
-    Bug(
         "words awaited beyond a row",
         ROWS,
         "chunk[i] = index < chunks ? index : chunks - 1;",
