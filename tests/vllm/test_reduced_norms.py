@@ -25,16 +25,6 @@ pytestmark = pytest.mark.usefixtures("configuration", "schemas")
 TP, EPSILON = "tp:0", 1e-6
 
 
-@pytest.fixture(scope="module")
-def schemas():
-    """Define the ops that vLLM's passes name and its CPU build lacks."""
-    import passes
-
-    library = passes.define_schemas()
-    yield
-    passes.forget_schemas(library)
-
-
 @pytest.fixture(autouse=True)
 def choices(monkeypatch) -> row_selection.Choices:
     from vllm_rocm_ops.vllm.fusion import graph

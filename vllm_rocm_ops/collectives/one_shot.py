@@ -76,11 +76,11 @@ class OneShotAllReduce:
         return f"the kernels need that {'; '.join(broken)}" if broken else ""
 
     def sum(self, input: Tensor) -> Tensor:
-        """The sum of all ranks' inputs [..., hidden], rounded once."""
+        """Return the sum of all ranks' inputs [..., hidden], rounded once."""
         return self._execution(None, False, (input,))((input,))
 
     def __call__(self, op: Op, *args, with_norm: bool = False):
-        """What `op` gives for the sum of all ranks' inputs, the op's first argument; `op` is a norm of ops/rms_norm.py. With `with_norm`,
+        """Return `op` of the sum of all ranks' inputs, its first argument; `op` is a norm of ops/rms_norm.py. With `with_norm`,
         the norm before it is quantized follows the op's results."""
         args += op._defaults[len(args) :]
         return self._execution(op, with_norm, args)(args)
@@ -147,7 +147,7 @@ class OneShotAllReduce:
 
 
 def without_kernel(op: Op | None, with_norm: bool, all_reduce: Callable[[Tensor], Tensor], args: tuple):
-    """What a call returns by an all-reduce of somebody else's, and the op behind it."""
+    """Return a call's result by another all-reduce and the op behind it."""
     total = all_reduce(args[0])
     if op is None:
         return total
@@ -163,7 +163,7 @@ def without_kernel(op: Op | None, with_norm: bool, all_reduce: Callable[[Tensor]
 
 
 def said(report: int, group: Group) -> str:
-    """The message of an error that a kernel left."""
+    """Return the message of an error that a kernel left."""
     seen_in, error = report >> 32, report & 0xFFFFFFFF
     missing = [rank for rank in range(group.ranks) if error >> rank & 1]
     behind = (seen_in - (error >> 11)) & 0xFFFFF  # epochs since then
@@ -177,7 +177,7 @@ def said(report: int, group: Group) -> str:
 
 
 def limit_us(seconds: float | None) -> int:
-    """The limit that kernels take, by default that of $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT."""
+    """Return the kernels' limit, by default $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT."""
     text = envs.VLLM_ROCM_OPS_ALL_REDUCE_LIMIT if seconds is None else seconds
     try:
         found = float(text)

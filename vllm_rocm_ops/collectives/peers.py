@@ -43,7 +43,7 @@ class Own:
 
 
 def agree(cpu_group, act: Callable[[], object], what: str = "the ranks cannot share memory") -> list:
-    """What an action returns on each rank. RuntimeError on all of them if it fails on one, which says so by `what`."""
+    """Return an action's results by rank. Raise RuntimeError on all ranks, with `what`, if it fails on one."""
     import torch.distributed as dist
 
     try:
@@ -59,7 +59,7 @@ def agree(cpu_group, act: Callable[[], object], what: str = "the ranks cannot sh
 
 
 def _boot() -> str:
-    """What two processes of one running machine have in common."""
+    """Return the identity of the running machine, which its processes share."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname() + (path.read_text().strip() if path.exists() else "")
 

@@ -68,7 +68,7 @@ def norms_of(call: LayerCall) -> tuple[LayerCall, ...]:
 
 
 def fronts(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
-    """The calls of `one_front` in a step. `sequence` has the norms in their place."""
+    """Return the calls of `one_front` in a step. `sequence` has the norms in their place."""
     found, q = Counter(), None
     for call in layers.sequence(config, tp, ep):
         q = call if call.layer == "q_a norm" else q
@@ -79,7 +79,7 @@ def fronts(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
 
 
 def gated(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
-    """The calls of `one_launch` in a step. `sequence` has the two in their place."""
+    """Return the calls of `one_launch` in a step. `sequence` has the two in their place."""
     found = Counter(filter(None, itertools.starmap(one_launch, itertools.pairwise(layers.sequence(config, tp, ep)))))
     return [dataclasses.replace(call, count=times) for call, times in found.items()]
 

@@ -349,7 +349,7 @@ def before_compiling(worker, group, clock: Clock | None, create: Callable = coll
     says = group.rank_in_group == 0
 
     def agree(act: Callable[[], object], keep: bool = False):
-        """What an action returns on each rank, or on this one, where others need not have it."""
+        """Return an action's results by rank, or this rank's alone, where others need not have it."""
         mine = []
         found = collectives.agree(group.cpu_group, lambda: mine.append(act()) if keep else act(), "off")
         return mine[0] if keep else found
