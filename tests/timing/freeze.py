@@ -41,6 +41,7 @@ def predictions(
                 *joined.gated(config, tp),
                 *joined.fronts(config, tp),
                 *model_layers.absorbed(config, tp),
+                *joined.quantized_hidden(config, tp),
             ]
             for call in [*model_layers.calls(config, tp), model_layers.attention(config, tp), *others]:
                 for size in tokens if call.count else ():

@@ -9,11 +9,13 @@ from collections import Counter
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import layers
-from vllm_rocm_ops.models.config import MX, UNQUANTIZED
+from vllm_rocm_ops.models.config import BLOCKS, MX, UNQUANTIZED
 from vllm_rocm_ops.models.layers import NORMS, LayerCall
+from vllm_rocm_ops.ops.families.gemm import BLOCK
 
-CACHE_WRITE = "cache write"
-"""A launch of a step that is no op of ours."""
+CACHE_WRITE, SHARED_QUANTIZATION = "cache write", "shared experts' input quantization"
+"""Launches of a step that are no op of ours."""
+EXPERTS_NORM, EXPERTS = "post-attention norm", "experts"
 
 
 def one_launch(product: LayerCall, activation: LayerCall) -> LayerCall | None:
@@ -73,3 +75,20 @@ def gated(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
     """The calls of `one_launch` in a step. `sequence` has the two in their place."""
     found = Counter(filter(None, itertools.starmap(one_launch, itertools.pairwise(layers.sequence(config, tp, ep)))))
     return [dataclasses.replace(call, count=times) for call, times in found.items()]
+
+
+def quantized_hidden(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
+    """The norm in front of experts and these, where the norm quantizes their hidden states: `sequence` has calls of the same layers in their
+    place. The quantization of shared experts' input is none then. Empty for a model whose experts have no scales per block, or whose norm
+    in front of them is vLLM's."""
+    found = {call.layer: call for call in layers.calls(config, tp, ep) if call.layer in (EXPERTS_NORM, EXPERTS)}
+    norm, experts = found.get(EXPERTS_NORM), found.get(EXPERTS)
+    if norm is None or experts is None or norm.op is not ops.fused_add_rms_norm:
+        return []
+    if experts.parameters[-1] != BLOCKS or norm.parameters[0] % BLOCK:
+        return []
+    quantizes = {"op": ops.rms_norm_and_per_block_quant, "arguments": model_arguments.both_norm}
+    return [
+        dataclasses.replace(norm, **quantizes),
+        dataclasses.replace(experts, parameters=(*experts.parameters, True)),
+    ]

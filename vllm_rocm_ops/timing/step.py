@@ -4,9 +4,10 @@
     step.total(nodes)
 
 On the side "plugin" a call of ours has the time of the kernel model, and one launch is in the place of gate_up and SwiGLU, and of latent
-attention's norms and cache write, where that is faster; on the side "baseline" it has the time of baseline.py's table, or of its rule.
-What no op of ours does, such as rotation, the cache write or GLM's router, has the rule on both sides. The shared experts run on a second
-stream beside routing and experts: of the two the shorter costs nothing. All times are predictions.
+attention's norms and cache write, where that is faster, as the norm before experts quantizes their hidden states; on the side "baseline" it
+has the time of baseline.py's table, or of its rule. What no op of ours does, such as rotation, the cache write or GLM's router, has the
+rule on both sides. The shared experts run on a second stream beside routing and experts: of the two the shorter costs nothing. All times
+are predictions.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCal
         layer, following = call.layer, calls[place + 1].layer if place + 1 < len(calls) else ""
         shared = layer.startswith("shared")
         if layer == "shared gate_up":
-            yield "shared experts' input quantization", None, SECOND
+            yield joined.SHARED_QUANTIZATION, None, SECOND
         beside = layer in ("routing", "experts") and "n_shared_experts" in config
         yield layer, call, SECOND if shared else BESIDE if beside else MAIN
         if layer == ("kv_a norm" if latent else "qkv"):
@@ -186,8 +187,21 @@ def nodes(
         gap = time.launches * baseline.GAP.value + max(time.launches * baseline.LEAST.value - time.us, 0)
         return Node(layer, name, time.us, time.launches, time.kind, time.source, floor, gap, stream, band)
 
-    launched = Counter(_faster(order(config, tp, ep), node))
+    launched = Counter(_faster(_quantized(order(config, tp, ep), joined.quantized_hidden(config, tp, ep), node), node))
     return [dataclasses.replace(node(*each), count=count) for each, count in launched.items()]
+
+
+def _quantized(launched: Iterable[tuple], calls: list[LayerCall], node: Callable[..., Node]) -> list[tuple]:
+    """Return what a step launches, with hidden states of experts that the norm before quantizes where that is predicted to be faster."""
+    launched, ours = [*launched], {call.layer: dataclasses.replace(call, count=1) for call in calls}
+    if not ours:
+        return launched
+    changed = {layer: (layer, ours[layer], stream) for layer, _, stream in launched if layer in ours}
+    apart = {each[0]: node(*each).whole_us for each in launched if each[0] in (*ours, joined.SHARED_QUANTIZATION)}
+    found = [node(*each) for each in changed.values()]
+    if any(one.source != KERNEL_MODEL for one in found) or sum(one.whole_us for one in found) >= sum(apart.values()):
+        return launched
+    return [changed.get(each[0], each) for each in launched if each[0] != joined.SHARED_QUANTIZATION]
 
 
 def _faster(launched: Iterable[tuple], node: Callable[..., Node]) -> Iterator[tuple]:

@@ -159,7 +159,8 @@ def attention(config: dict, tp: int, arch: str) -> LayerCall:
 def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
     """The calls of decode that vLLM gives ops of ours where they were measured to be faster, or in place of others."""
     gated, fronts = joined.gated(config, tp, ep), joined.fronts(config, tp, ep)
-    return [*gated, *fronts, *model_layers.absorbed(config, tp), attention(config, tp, arch)]
+    norms = joined.quantized_hidden(config, tp, ep)[:1]
+    return [*gated, *fronts, *norms, *model_layers.absorbed(config, tp), attention(config, tp, arch)]
 
 
 def measured_shapes(call: LayerCall, arch: str) -> list[str]:

@@ -4,6 +4,7 @@ vLLM's platform names the class that runs the passes on each piece of a compiled
 and activations are markers (markers.py). The pass replaces
 
     norm -> quantizations         whose result nothing else reads, by one op of ours, where that was measured to win
+    norm -> experts               by one that quantizes beside, for experts of ours, where that was measured to win (moe_input.py)
     activation -> quantizations   likewise; a static one with the linear in front of it, where nothing else reads that
     norm, activation              by ours, where the compiler would fuse nothing with it
     every other marker            by what vLLM would have traced: its own passes find what they find without us
@@ -31,7 +32,7 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op, registered
-from vllm_rocm_ops.vllm.fusion import fused_quant, lowering, markers
+from vllm_rocm_ops.vllm.fusion import fused_quant, lowering, markers, moe_input
 from vllm_rocm_ops.vllm.fusion.lowering import lower
 from vllm_rocm_ops.vllm.fusion.markers import ACTIVATION, MX_QUANTIZATION, QUANTIZATION
 from vllm_rocm_ops.vllm.fusion.row_selection import choices
@@ -151,6 +152,8 @@ class Fusion(VllmInductorPass):
         if QUANTIZATION in {reader.target for reader in readers} or not all(map(is_whole, readers)):
             return False
         is_all_reduced = producer.name == "norm" and self.is_all_reduced(producer, None)
+        if producer.name == "norm" and not is_all_reduced and self.hand_over(producer, readers):
+            return True
         if is_all_reduced or None not in self.runnable[producer.name]:
             return False
         op = producer.op(None)
@@ -182,6 +185,22 @@ class Fusion(VllmInductorPass):
             insert(producer, op, given, readers)
         return True
 
+    def hand_over(self, norm: Norm, readers: list[fx.Node]) -> bool:
+        """Put our op that quantizes beside its result in a norm's place, for the layer of experts that reads it, and return whether one
+        serves."""
+        rows, op = norm.result.meta["val"], moe_input.OP
+        pattern = fused_quant.pattern(op, rows.shape[-1], rows.dtype, norm.residual is not None, False, False)
+        if not choices.ours.get(pattern) or op.name in choices.off or (layer := moe_input.layer_in(readers)) is None:
+            return False
+        if moe_input.hidden_states(layer) is not norm.result or rows.dim() != 2:
+            return False
+        given = {"quant_dtype": fused_quant.QUANT_DTYPE} | norm.arguments()
+        values = fx.map_arg(given, lambda node: node.meta["val"])
+        outputs = op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields}))
+        _, *quantized = insert(norm, op, given, [], outputs)
+        moe_input.hand_over(layer, *quantized)
+        return True
+
     def is_ours(self, producer: Producer, key, given: dict, columns: int) -> bool:
         """Return what was decided for a pattern. A model's first norm, which has no residual, goes with those behind it. A pattern that
         was not measured is ours unless a pass of vLLM's has it, which none of MX-FP8 does."""
@@ -204,7 +223,9 @@ class Fusion(VllmInductorPass):
 
     def uuid(self) -> str:
         """Return what a compiled piece depends on: the source and the choices."""
-        sources = [Path(path).read_text() for path in (__file__, lowering.__file__, markers.__file__)]
+        sources = [
+            Path(path).read_text() for path in (__file__, *(one.__file__ for one in (lowering, markers, moe_input)))
+        ]
         made = (
             sorted(choices.ours.items()),
             sorted(choices.off),
@@ -303,13 +324,14 @@ def place_of(producer: Producer, given: dict) -> fx.Node:
     return producer.node if last is producer.node else last.next
 
 
-def insert(producer: Producer, op: Op, given: dict, quantizes: list[fx.Node]) -> None:
-    """Put an op of ours in the place of a producer and of the quantizations that read it."""
+def insert(producer: Producer, op: Op, given: dict, quantizes: list[fx.Node], makes: tuple = ()) -> list[fx.Node]:
+    """Put an op of ours in the place of a producer and of the quantizations that read it, and return its outputs. Those of an op that
+    `makes` more than the producer's result begin with that."""
     node, residual, is_static = producer.node, producer.residual, "scale" in op.Arguments._fields
     place = place_of(producer, given)
     given = dict(zip(op.Arguments._fields, op._defaults)) | given
     given = {name: given[name] for name in op.Arguments._fields}
-    values = quantizes[0].meta["val"] if quantizes else (producer.result.meta["val"],)
+    values = quantizes[0].meta["val"] if quantizes else makes or (producer.result.meta["val"],)
     values = values[:1] if is_static else values
     with node.graph.inserting_before(place):
         if residual is None:
@@ -327,6 +349,7 @@ def insert(producer: Producer, op: Op, given: dict, quantizes: list[fx.Node]) ->
         producer.result.replace_all_uses_with(outputs[0])
     for user in [user for one in quantizes for user in one.users]:
         user.replace_all_uses_with(made_by(op, outputs[0], given)[user.args[1]] if is_static else outputs[user.args[1]])
+    return outputs
 
 
 def insert_gated(producer: Producer, linear: fx.Node, scale: fx.Node, quantizes: list[fx.Node]) -> None:
