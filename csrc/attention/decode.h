@@ -13,10 +13,10 @@
 #include "attention/decode_sums.h"
 
 // kD elements of a head. kNative: slots of an element of V lie side by side, else elements of a slot.
-template <class T, class Cache, int kD, bool kNative>
-struct Decode : DecodeSums<T, kD, kNative> {
-  using Part = HeadPart<T, kD>;
-  using Sums = DecodeSums<T, kD, kNative>;
+template <class T, class Cache, int kD, bool kNative, class Problem = DecodeProblem>
+struct Decode : DecodeSums<T, kD, kNative, Problem> {
+  using Part = HeadPart<T, kD, Problem>;
+  using Sums = DecodeSums<T, kD, kNative, Problem>;
   using Part::begin, Part::block, Part::column, Part::end, Part::first_row_end, Part::kAddsAtOnce, Part::kLowest;
   using Part::lane, Part::load_pages, Part::p, Part::parts, Part::request, Part::step_key;
   using Sums::buffer, Sums::dim, Sums::finish, Sums::finish_at_once;
@@ -62,7 +62,7 @@ struct Decode : DecodeSums<T, kD, kNative> {
   const int of_lane = mma::depth(lane) / 16;     // of the 16 bytes that lanes have of a key
   const int first_value = mma::depth(lane) / 2;  // of the lane's eight values
 
-  DEVICE Decode(const DecodeProblem& problem, Buffer& buffer) : Sums(problem, buffer) {
+  DEVICE Decode(const Problem& problem, Buffer& buffer) : Sums(problem, buffer) {
     // Else ptxas loads pages once it is known that the block has keys.
     if constexpr (kHasRegisters) attention::issue_here();
   }

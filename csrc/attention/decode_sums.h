@@ -6,14 +6,14 @@
 
 constexpr int kMostForRegisters = 128;  // elements: of larger heads, keys and values alone fill the registers
 
-template <class T, int kD>
-using HeadPart = DecodePart<DecodeOutput<T, kD, 16, 4, 16, 2, kD <= kMostForRegisters>, 128>;
+template <class T, int kD, class Problem>
+using HeadPart = DecodePart<DecodeOutput<T, kD, 16, 4, 16, 2, kD <= kMostForRegisters, true, Problem>, 128>;
 
 // kD elements of a head. kNative: tiles have elements that follow each other, else kLaneDims of a row do.
-template <class T, int kD, bool kNative>
-struct DecodeSums : HeadPart<T, kD> {
-  using Part = HeadPart<T, kD>;
-  using Part::columns, Part::finish_column, Part::kColumns, Part::kThreads, Part::kWaves;
+template <class T, int kD, bool kNative, class Problem>
+struct DecodeSums : HeadPart<T, kD, Problem> {
+  using Part = HeadPart<T, kD, Problem>;
+  using Part::columns, Part::finish_column, Part::kColumns, Part::kGrouped, Part::kThreads, Part::kWaves;
   using Part::lane, Part::parts, Part::store;
 
   static constexpr int kTiles = kColumns / mma::kTileTokens;
@@ -29,7 +29,7 @@ struct DecodeSums : HeadPart<T, kD> {
 
   Buffer& buffer;
 
-  DEVICE DecodeSums(const DecodeProblem& problem, Buffer& buffer) : Part(problem), buffer(buffer) {}
+  DEVICE DecodeSums(const Problem& problem, Buffer& buffer) : Part(problem), buffer(buffer) {}
 
   // The dim that is this row of a tile.
   DEVICE static int dim(int tile, int row) {
@@ -88,6 +88,7 @@ struct DecodeSums : HeadPart<T, kD> {
       for (int v = 0; v < mma::kValueTokens; ++v) one[t][v] = 1.0f;
     constexpr int kVecs = kColumns * kRound / 4, kThreadVecs = kVecs / kThreads;
     const bool is_whole = parts == 1;
+    f32x4 whole[kThreadVecs][kGroups];
 #pragma unroll
     for (int round = 0; round < kGroups; ++round) {
       if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read
@@ -111,7 +112,8 @@ struct DecodeSums : HeadPart<T, kD> {
 #pragma unroll
         for (int i = 0; i < kThreadVecs; ++i) {
           const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
-          store(c, round * kRound + vec % (kRound / 4) * 4, total[i] * buffer.factor[c]);
+          if constexpr (kGrouped) whole[i][round] = total[i] * buffer.factor[c];
+          else store(c, round * kRound + vec % (kRound / 4) * 4, total[i] * buffer.factor[c]);
         }
       } else {
         const mem::Buffer to = Part::slot(wave::block_id_y());
@@ -122,6 +124,13 @@ struct DecodeSums : HeadPart<T, kD> {
         }
       }
     }
+    if constexpr (kGrouped)
+      if (is_whole)
+#pragma unroll
+        for (int i = 0; i < kThreadVecs; ++i) {
+          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
+          Part::template store_group<kRound / 4>(c, vec % (kRound / 4) * 4, kRound, whole[i], c < columns());
+        }
     if (is_whole) return;
     if (const int c = wave::thread_id(); c < kColumns)
       Part::store_sums(Part::slot(wave::block_id_y()), c, block_maximum(c), block_sum(c));

@@ -5,22 +5,26 @@
 #include "attention/operands.h"
 #include "attention/problem.h"
 #include "device/arrive.h"
+#include "device/float8.h"
 #include "device/reduce.h"
 
-// A thread that adds has kAddedVecs vecs of all at once; or, with kAddsAtOnce, all that registers hold.
+// A thread that adds has kAddedVecs vecs of all at once; or, with kAddsAtOnce, all that registers hold. With kRounds what is
+// quantized is rounded to T first, so that it has the bits of a quantization behind a result in T.
 template <class T, int kD, int kColumns_ = 16, int kWaves_ = 4, int kFanIn_ = 16, int kAddedVecs = 2,
-          bool kAddsAtOnce_ = false>
+          bool kAddsAtOnce_ = false, bool kRounds = false, class Problem_ = DecodeProblem>
 struct DecodeOutput {
-  static constexpr bool kAddsAtOnce = kAddsAtOnce_;
+  using Problem = Problem_;
+  static constexpr bool kAddsAtOnce = kAddsAtOnce_, kGrouped = __is_same(Problem, GroupedProblem);
+  static_assert(!kGrouped || (kAddsAtOnce && kRounds && kD == 128));
   static constexpr int kColumns = kColumns_, kWaves = kWaves_, kThreads = kWaves * wave::kLanes;
   static constexpr float kLowest = -3.0e38f;  // a maximum of no scores, so that there is no infinity to subtract
   static constexpr int kPartFloats = kColumns * (kD + 2);
 
-  const DecodeProblem& p;
+  const Problem& p;
   int block, column_tile, head, request;  // block: of a part
   int parts;                              // of the request
 
-  DEVICE explicit DecodeOutput(const DecodeProblem& p, int block = wave::block_id_x()) : p(p), block(block) {
+  DEVICE explicit DecodeOutput(const Problem& p, int block = wave::block_id_x()) : p(p), block(block) {
     const int of_tiles = u32(block) / p.tiles_divisor;
     column_tile = block - of_tiles * p.column_tiles;
     request = u32(of_tiles) / p.heads_divisor;
@@ -161,6 +165,14 @@ struct DecodeOutput {
         for (int v = 0; v < kThreadVecs; ++v) total[v] += vecs[v][i] * factor;
       }
     }
+    if constexpr (kGrouped)
+      if (to < 0) {
+        const float of_column = finish_column(c, largest, sum, is_column && own == 0);
+#pragma unroll
+        for (int v = 0; v < kThreadVecs; ++v) total[v] *= of_column;
+        store_group<kColumnThreads>(c, own * 4, kColumnThreads * 4, total, is_column);
+        return;
+      }
     if (!is_column) return;
     if (to < 0) {
       const float of_column = finish_column(c, largest, sum, own == 0);
@@ -200,6 +212,7 @@ struct DecodeOutput {
     const i64 row = i64(request) * p.query_len + of.row;
     const i64 at = row * p.out_stride + of.head * p.out_head_stride + first_dim;
     if (p.out_scale) {
+      if constexpr (kRounds) values = rounded(values);
       values *= 1.0f / mem::load<float>(p.out_scale);
       mem::store((u8*)p.out + at, numerics::to_e4m3x4(values.lo, values.hi));
     } else mem::store((u16*)p.out + at, u32x2{T::pack(values.lo), T::pack(values.hi)});
@@ -214,13 +227,46 @@ struct DecodeOutput {
       const float inverse = 1.0f / mem::load<float>(p.out_scale);
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
-        const f32x4 values = vecs[v] * inverse;
+        f32x4 values = vecs[v];
+        if constexpr (kRounds) values = rounded(values);
+        values *= inverse;
         mem::store((u8*)p.out + at + v * apart, numerics::to_e4m3x4(values.lo, values.hi));
       }
     } else {
 #pragma unroll
       for (int v = 0; v < kVecs; ++v)
         mem::store((u16*)p.out + at + v * apart, u32x2{T::pack(vecs[v].lo), T::pack(vecs[v].hi)});
+    }
+  }
+  DEVICE static f32x4 rounded(f32x4 x) {
+    x.lo = round_to<T>(x.lo);
+    x.hi = round_to<T>(x.hi);
+    return x;
+  }
+  // The same with a scale of their own for a column, whose elements so many neighbouring lanes have. All lanes take part.
+  template <int kLanes, int kVecs>
+  DEVICE void store_group(int c, int first_dim, int apart, f32x4 (&vecs)[kVecs], bool stores) const {
+    float absmax = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      vecs[v] = rounded(vecs[v]);
+      absmax = max_abs(max_abs(absmax, vecs[v].lo), vecs[v].hi);
+    }
+    absmax = wave::reduce_group < kLanes<16 ? kLanes : 16>(absmax, 0.0f, Max{});
+    if constexpr (kLanes == 32) absmax = Max{}(absmax, wave::from_lane(absmax, wave::lane() ^ 16));
+    static_assert(kLanes <= 32);
+    if (!stores) return;
+    const Column of = column(c);
+    const i64 row = i64(request) * p.query_len + of.row;
+    const i64 at = row * p.out_stride + of.head * p.out_head_stride + first_dim;
+    const float scale = absmax_to_scale(absmax);
+    const Scale by(scale);
+    if (first_dim == 0)
+      mem::store(p.out_scales + row * p.out_scales_stride + of.head * p.out_scales_head_stride, scale);
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const f32x2 low = divide(vecs[v].lo, by.value, by.inverse), high = divide(vecs[v].hi, by.value, by.inverse);
+      mem::store((u8*)p.out + at + v * apart, numerics::to_e4m3x4(low, high));
     }
   }
 };

@@ -35,7 +35,7 @@ struct DecodePart : Output {
   int own;            // a key of this part, if it has any
   int early_pages;    // of the first keys, without a window; behind the last key any
 
-  DEVICE explicit DecodePart(const DecodeProblem& problem, int block = wave::block_id_x(),
+  DEVICE explicit DecodePart(const typename Output::Problem& problem, int block = wave::block_id_x(),
                              int first_step = wave::block_id_y())
       : Output(problem, block) {
     const int of_request = mem::load<int>(p.seq_lens + request);

@@ -25,6 +25,12 @@ struct DecodeProblem {
   Divisor page_divisor, least_divisor, group_divisor, tiles_divisor, heads_divisor;
 };
 
+// The same, where out is e4m3 with a scale for each row and head of 128 elements.
+struct GroupedProblem : DecodeProblem {
+  float* out_scales;  // [requests * query_len, query_heads]
+  i64 out_scales_stride, out_scales_head_stride;
+};
+
 // Those of MLA: one key head, whose keys are a latent and a rotated part, and whose values are the latent. `query` is that of
 // the latent.
 struct MlaProblem {

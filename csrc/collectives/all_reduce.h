@@ -35,21 +35,10 @@ struct RankRow {
 
   DEVICE u32x4 own(u32 chunk) const { return mem::load<u32x4>((const u32x4*)input + chunk); }
 
-  // The loads of a part come first: a store that waits for each of them takes a trip to HBM for every chunk of a thread.
   DEVICE void push_part(u32 first, u32 end, u32 threads) const {
-    constexpr u32 kLoads = 4;
     const u32 slots = slots_of<Protocol>(group, group.rank, epoch);
-#pragma nounroll
-    for (u32 base = first + wave::thread_id(); base < end; base += kLoads * threads) {
-      u32x4 values[kLoads];
-#pragma unroll
-      for (u32 i = 0; i < kLoads; ++i)
-        values[i] = mem::load_vector_or_zero(input, base + i * threads, base + i * threads < end);
-#pragma unroll
-      for (u32 i = 0; i < kLoads; ++i)
-        if (base + i * threads < end)
-          push<Protocol, kRanks>(group, epoch, slots, planes, base + i * threads, values[i]);
-    }
+    for (u32 chunk = first + wave::thread_id(); chunk < end; chunk += threads)
+      push<Protocol, kRanks>(group, epoch, slots, planes, chunk, own(chunk));
   }
 
   // The sums of chunks, at most kAtOnce of them.

@@ -1,18 +1,19 @@
 // Attention of up to eight query rows per request to a paged cache of keys and values; see attention/decode.h.
 #include "attention/decode.h"
 
-#define INSTANCE(symbol, T, Cache, D, is_native)    \
-  KERNEL(256) symbol(const DecodeProblem problem) { \
-    using Kernel = Decode<T, Cache, D, is_native>;  \
-    LDS static typename Kernel::Buffer buffer;      \
-    Kernel decode(problem, buffer);                 \
-    if (decode.has_work()) decode.run();            \
+#define INSTANCE(symbol, T, Cache, D, is_native, Problem)   \
+  KERNEL(256) symbol(const Problem problem) {               \
+    using Kernel = Decode<T, Cache, D, is_native, Problem>; \
+    LDS static typename Kernel::Buffer buffer;              \
+    Kernel decode(problem, buffer);                         \
+    if (decode.has_work()) decode.run();                    \
   }
-#define SIZES(kind, T, Cache, layout, is_native)                                   \
-  INSTANCE(paged_attention_decode_##kind##_64_##layout, T, Cache, 64, is_native)   \
-  INSTANCE(paged_attention_decode_##kind##_128_##layout, T, Cache, 128, is_native) \
-  INSTANCE(paged_attention_decode_##kind##_192_##layout, T, Cache, 192, is_native) \
-  INSTANCE(paged_attention_decode_##kind##_256_##layout, T, Cache, 256, is_native)
+#define SIZES(kind, T, Cache, layout, is_native)                                                  \
+  INSTANCE(paged_attention_decode_##kind##_64_##layout, T, Cache, 64, is_native, DecodeProblem)   \
+  INSTANCE(paged_attention_decode_##kind##_128_##layout, T, Cache, 128, is_native, DecodeProblem) \
+  INSTANCE(paged_attention_decode_##kind##_192_##layout, T, Cache, 192, is_native, DecodeProblem) \
+  INSTANCE(paged_attention_decode_##kind##_256_##layout, T, Cache, 256, is_native, DecodeProblem) \
+  INSTANCE(paged_attention_decode_##kind##_128_##layout##_grouped, T, Cache, 128, is_native, GroupedProblem)
 #define LAYOUTS(kind, T, Cache)        \
   SIZES(kind, T, Cache, packed, false) \
   SIZES(kind, T, Cache, native, true)

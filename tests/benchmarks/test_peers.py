@@ -121,12 +121,15 @@ def test_caches_have_scales_of_one_where_triton_multiplies_by_them_alone(monkeyp
 
 
 def test_what_vllm_runs_is_written_in_one_package():
-    """And in the file of rows, to which a worker falls back."""
+    """And in the files of rows and of attention's quantization, to which a worker falls back."""
     root = Path(__file__).resolve().parents[2]
     paths = [*root.glob("vllm_rocm_ops/**/*.py"), *root.glob("serving_benchmarks/**/*.py")]
     found = {path.relative_to(root) for path in paths if re.search(OF_OTHERS, path.read_text())}
     named = {str(path) for path in found if path.parent.name != "peers"}
-    assert named == {"vllm_rocm_ops/vllm/fusion/native_rows.py"} and len(found) > 2
+    assert (
+        named == {f"vllm_rocm_ops/vllm/{at}.py" for at in ("fusion/native_rows", "attention/quantized_attention")}
+        and len(found) > 2
+    )
 
 
 def test_peers_say_what_they_do_not_take():

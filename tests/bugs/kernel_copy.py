@@ -41,8 +41,9 @@ def _mla(symbol: str) -> str:
 
 def _paged(symbol: str) -> str:
     kind, fp8, size, layout = re.search(r"_(bf16|fp16)(_fp8)?_(\d+)_(\w+)$", symbol).groups()
-    cache = "E4m3" if fp8 else TYPES[kind]
-    return f"INSTANCE({symbol}, {TYPES[kind]}, {cache}, {size}, {str(layout == 'native').lower()})\n"
+    cache, (layout, _, grouped) = "E4m3" if fp8 else TYPES[kind], layout.partition("_")
+    problem = "GroupedProblem" if grouped else "DecodeProblem"
+    return f"INSTANCE({symbol}, {TYPES[kind]}, {cache}, {size}, {str(layout == 'native').lower()}, {problem})\n"
 
 
 def _batched(symbol: str) -> str:

@@ -313,6 +313,46 @@ def test_explain_of_a_model_says_that_attention_is_measured_first(capsys, monkey
     assert "VLLM_ROCM_OPS_ATTENTION=1: default DecodeConfig" in explained()
 
 
+def test_explain_of_a_model_says_where_attention_quantizes(capsys, monkeypatch):
+    """Where it wins beside vLLM's kernels, and somewhere beside two launches. Other kinds, and attention as it is, do not say so."""
+    joined, parts = "attention + o's input quantization", {"static": "", "groups": " by 128"}
+
+    def explained(found: dict[str, tuple[float, float]], model: str = "llama-3.1-405b-fp8") -> dict[str, str]:
+        shape = "16:1x128 auto" if "llama" in model else "32:8x128 auto"
+        shapes = {
+            f"paged_attention_decode {shape}{kind} page 16 128 of 8192 keys {native}": {
+                n: kernel_selection.Measured(*us, 0.0, 0.0) for n in (1, 64)
+            }
+            for (kind, native), us in ((name.split("|"), us) for name, us in found.items())
+        }
+        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, shapes))
+        config, tp = model_config.read(model), 8 if "llama" in model else 1
+        calls = [*model_layers.calls(config, tp), *explain.around(config, tp, None, "gfx942")]
+        rows = explain.explain_model(calls, "gfx942", (1,))[1:]
+        return {layer: f"{kernel}: {why}" for layer, _, _, _, kernel, _, why in rows}
+
+    wins, loses = (2.0, 3.0), (3.0, 2.0)
+    for model, (kind, by) in zip(("llama-3.1-405b-fp8", "qwen3-8b-fp8"), parts.items()):
+        ours, apart = f" to e4m3{by}|RocmAttentionBackend", f" to e4m3{by}|separate"
+        other = f" to e4m3{parts['static' if by else 'groups']}|RocmAttentionBackend"
+        found = explained({"|RocmAttentionBackend": wins, ours: wins, apart: wins, other: loses}, model)
+        assert found[joined].startswith("paged_attention_decode_bf16_128_native"), kind
+        assert found["attention"] == f"in {joined}: "
+        found = explained({"|RocmAttentionBackend": wins, ours: wins, apart: loses}, model)
+        assert found[joined] == "two launches: measured: not faster than attention and a quantization of its own"
+        assert found["attention"].startswith("paged_attention_decode_bf16_128_native")
+        found = explained({"|RocmAttentionBackend": loses, ours: loses, apart: wins}, model)
+        assert found[joined] == "two launches: measured with 1 lengths and backends"
+        assert found["attention"] == "vLLM's own: measured with 1 lengths and backends"
+        found = explained({"|RocmAttentionBackend": wins}, model)
+        assert found[joined].startswith("two launches: unmeasured") and found["attention"].startswith("paged_")
+    rotation = "norms of q and k + rotation + cache write"
+    assert found[rotation] == "three launches: vLLM's own without VLLM_ROCM_OPS_ATTENTION=1"
+    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
+    found = explained({}, "qwen3-8b-fp8")
+    assert found[rotation].startswith("qk_norm_rope_and_cache_bf16_128: ") and found["attention"] == f"in {joined}: "
+
+
 def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys, monkeypatch):
     """Where it wins over two, and ours serves the linear alone, too."""
 
@@ -436,7 +476,9 @@ def test_explain_takes_a_model(model, arch, capsys):
     assert cli.main(asked) == 0
     short = capsys.readouterr().out
     assert max(map(len, short.splitlines())) <= 120
-    assert {kernel.strip() for kernel in kernels} <= set(re.findall(r"vLLM's own|in gate_up|\w+", short))
+    assert {kernel.strip() for kernel in kernels} <= set(
+        re.findall(r"vLLM's own|(?:two|three) launches|in gate_up|\w+", short)
+    )
 
 
 @pytest.mark.parametrize("model", model_config.shipped())

@@ -495,7 +495,7 @@ def test_other_ops_are_not_switched_off(recorder, monkeypatch, switch):
     assert list(stats()["rms_norm"]) == ["rms_norm_bf16_x1"]
     if "rmsnorm" in switch:
         (message,) = [str(w.message) for w in warned]
-        assert "comma list of all, batched_gemm, " in message and "got rmsnorm too" in message
+        assert "comma list of all, all_reduce, batched_gemm, " in message and "got rmsnorm too" in message
     else:
         assert not warned
 

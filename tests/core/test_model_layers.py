@@ -137,6 +137,57 @@ def test_attention_of_decode(model, tp, wanted):
     assert arguments.block_table.numel() == len(cache)
 
 
+def test_launches_of_attention_in_one():
+    """What of a model's decode is in the place of which launches, with arguments that the ops take."""
+
+    def made(model: str, tp: int) -> dict[str, tuple]:
+        result = {}
+        for launches, call in joined.around_attention(read(model), tp).items():
+            a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fnuz))
+            assert call.op.explain(*a, arch="gfx942").launches and call.layer == " + ".join(launches)
+            result[call.layer] = call.op.name, call.count, a
+        return result
+
+    rotated, quantized, normed = (
+        "rotation + cache write",
+        "attention + o's input quantization",
+        "norms of q and k + rotation + cache write",
+    )
+    llama = made(LLAMA, 8)
+    assert {name: each[:2] for name, each in llama.items()} == {
+        rotated: ("rope_and_cache", 126),
+        quantized: ("paged_attention_decode", 126),
+    }
+    a = llama[quantized][2]
+    assert a.out.dtype == torch.float8_e4m3fnuz and a.out.shape == a.query.shape == (3, 16, 128)
+    assert a.out_scale.numel() == 1 and a.out_scales is None
+    a = llama[rotated][2]
+    assert a.query.shape == (3, 16 * 128) and a.key.shape == a.value.shape == (3, 128)
+    assert a.query.stride(0) == 18 * 128 and a.cos_sin_cache.shape[1] == 128
+    qwen = made("qwen3-8b-fp8", 2)
+    assert {name: each[:2] for name, each in qwen.items()} == {
+        normed: ("qk_norm_rope_and_cache", 36),
+        quantized: ("paged_attention_decode", 36),
+    }
+    a = qwen[quantized][2]
+    assert a.out_scale is None and a.out_scales.shape == (3, 16)
+    glm = made(GLM, 4)
+    assert list(glm) == [rotated] and glm[rotated][2].cos_sin_cache.shape[1] == 64, (
+        "per token, half of a head is rotated"
+    )
+    assert list(joined.around_attention(read(GLM) | {"use_qk_norm": True}, 4)) == [tuple(normed.split(" + "))]
+    assert made("deepseek-v3", 8) == {}
+    static = read(LLAMA) | {"head_dim": 64}
+    assert (
+        len(joined.around_attention(static, 8)) == 2
+        and len(joined.around_attention(read("qwen3-8b-fp8") | {"head_dim": 64}, 2)) == 1
+    )
+    some = read(LLAMA)["quantization_config"] | {"ignored_layers": ["model.layers.0.self_attn.o_proj"]}
+    calls_of = joined.around_attention(read(LLAMA) | {"quantization_config": some}, 8)
+    assert [call.count for call in calls_of.values()] == [126, 125]
+    assert [*joined.around_attention(read("tiny-llama"))] == [("rotation", "cache write")]
+
+
 def test_products_that_latent_attention_absorbs():
     """Each of a head's two weights, which are [K, N], lies as vLLM has it."""
     assert model_layers.absorbed(read(LLAMA), 8) == []
@@ -477,7 +528,8 @@ def test_arguments_run():
             generator = torch.Generator().manual_seed(0)
             given = call.op.Arguments(*call.case(2).make("cpu", generator, torch.float8_e4m3fn))
             result = call.op(*given)
-            result = [getattr(given, name) for name in call.op.writes] if result is None else result
+            if result is None or getattr(given, "out", None) is not None:
+                result = [getattr(given, name) for name in call.op.writes or call.op.mutates]
             first = result[0] if isinstance(result, (tuple, list)) else result
             assert first.shape[0] == 2 and not first.float().isnan().any(), call.layer
 

@@ -4,6 +4,7 @@
 arguments before and after the call are named tuples. Elements are left out whose exact value is not finite: test_ops.py has them.
 """
 
+import types
 from collections.abc import Callable, Iterator
 
 import torch
@@ -609,10 +610,17 @@ def attended(
             off[at] = 2.0**-7 * torch.einsum("hc,chd->hd", weights, seen.abs())
             sums[at] = torch.logsumexp(scores, 1)
             lse_off[at] = 1e-3 + FP32 * scores.abs().amax(1)
-    if getattr(a, "out_scale", None) is None:
-        yield "output", out.reshape(wanted.shape).double(), wanted, off + rounded(wanted, dtype)
+    out, off = out.reshape(wanted.shape), off + rounded(wanted, dtype)
+    if getattr(a, "out_scale", None) is not None:
+        yield from quantized("output", wanted, off, out, a.out_scale.double())
+    elif getattr(a, "out_scales", None) is not None:
+        rows, unbounded = (
+            (wanted.flatten(1), off.flatten(1), (out.flatten(1), after.out_scales)),
+            types.SimpleNamespace(scale_ub=None),
+        )
+        yield from dynamic(unbounded, *rows, 128)
     else:
-        yield from quantized("output", wanted, off, out.reshape(wanted.shape), a.out_scale.double())
+        yield "output", out.double(), wanted, off
     if a.return_lse:
         empty = torch.isinf(sums)
         yield "lse", lse.double().where(~empty, 0.0), sums.where(~empty, 0.0), lse_off

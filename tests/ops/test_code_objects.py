@@ -11,6 +11,7 @@ import pytest
 import torch
 from marks import AMD, BUILT, full
 
+from vllm_rocm_ops.collectives import launches as collectives
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch, op
 from vllm_rocm_ops.core.kernel_arguments import FORMATS, Parameters, packer, parameters
@@ -36,7 +37,8 @@ def test_plans_and_kernels_are_the_same(arch):
     """Each planned symbol exists and may have as many threads; none is unused."""
     kernels = {(module, name): k for module, o in objects(arch).items() for name, k in o.kernels.items()}
     launches = {(l.module, l.symbol): l for l in planned(archs.ARCHS[arch])}
-    assert launches.keys() == kernels.keys()
+    of_ranks = {(module, name) for module, names in collectives.symbols().items() for name in names}
+    assert launches.keys() == kernels.keys() - of_ranks
     for key, l in launches.items():
         assert l.block[0] <= kernels[key].max_block, key
 
@@ -168,5 +170,7 @@ def test_kernels_keep_to_their_registers(arch):
         assert code_object.arch == arch
         for name, kernel in code_object.kernels.items():
             statistics = kernel.statistics
-            assert statistics["vgpr_spills"] == statistics["sgpr_spills"] == statistics["scratch"] == 0, name
+            assert statistics["vgpr_spills"] == statistics["scratch"] == 0, name
+            # Eight inboxes' addresses go to lanes of a vector register.
+            assert statistics["sgpr_spills"] == 0 or name.startswith("all_reduce"), name
             assert statistics["lds"] <= archs.ARCHS[arch].lds_bytes, name

@@ -37,7 +37,7 @@ def test_there_is_a_formula_for_each_op_and_none_is_the_packages():
     tree = ast.parse(pathlib.Path(formulas.__file__).read_text())
     imported = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"collections.abc", "torch", "torch.nn.functional"}
+    assert imported == {"collections.abc", "torch", "torch.nn.functional", "types"}
 
 
 def usual(the_op) -> tuple:

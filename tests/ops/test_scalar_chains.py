@@ -20,6 +20,7 @@ from vllm_rocm_ops.ops.families import gemm
 
 ROWS = sorted(
     {Path(o.reference.__code__.co_filename).stem for o in op.registered() if "rowwise" in o.reference.__globals__}
+    - {"latent_norm_rope_and_cache"}  # which loads positions, slots and angles behind the latents
 )
 PRODUCTS = ("block_scaled_mm", "mxfp8_scaled_mm", "scaled_mm", "scaled_mm_tiled", "unquantized_gemm")
 DIVIDES = {  # by the beginning of kernels' names

@@ -38,6 +38,7 @@ GUIDES = (
     "architecture",
     "emulator",
     "timing",
+    "all_reduce",
     "decode_steps",
     "CHANGELOG",
 )

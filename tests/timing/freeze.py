@@ -40,6 +40,7 @@ def predictions(
             others = [
                 *joined.gated(config, tp),
                 *joined.fronts(config, tp),
+                *joined.around_attention(config, tp).values(),
                 *model_layers.absorbed(config, tp),
                 *joined.quantized_hidden(config, tp),
             ]

@@ -86,7 +86,7 @@ def test_the_second_stream_costs_only_what_is_longer():
 
 def test_a_launch_below_the_shortest_published_one_has_a_gap():
     made = nodes(LLAMA, "plugin", known=lambda call, tokens: (1.0, 2, 0.5))
-    ours = [node for node in made if node.op]
+    ours = [node for node in made if node.op and not node.layer.startswith("all-reduce")]
     assert all(node.gap_us == pytest.approx(2 * baseline.LEAST.value - 1.0) for node in ours)
     assert all(node.gap_us == 0 for node in nodes(LLAMA)), "published times in a graph contain it"
     found = step.total(made)
@@ -99,6 +99,7 @@ def test_gate_up_and_swiglu_are_one_launch_where_that_is_faster():
 
     def found(one: float | None, side: str = "plugin") -> dict:
         us = {"scaled_mm": 54.4, "silu_and_mul_quant": 1.5, "scaled_mm_silu_and_mul_quant": one}
+        us |= {"paged_attention_decode": None}  # whose launches may be one, too
         given = {"known": lambda call, tokens: us.get(call.op.name, 3.0) and (us.get(call.op.name, 3.0), 1, 0.25)}
         return {node.layer: node for node in nodes(LLAMA, side, **given)}
 
@@ -116,12 +117,12 @@ def test_gate_up_and_swiglu_are_one_launch_where_that_is_faster():
 def test_experts_take_hidden_states_that_the_norm_quantizes_where_that_is_faster():
     """Two launches fewer in a layer with shared experts: theirs and that of experts."""
 
-    def found(both: float | None, side: str = "plugin") -> list:
+    def found(both: float | None, side: str = "plugin", tp: int = 1) -> list:
         def known(call, tokens) -> tuple | None:
             us = {"fused_add_rms_norm": 3.0, "rms_norm_and_per_block_quant": both}.get(call.op.name, 20.0)
             return us and (us, (4 - (call.parameters[6:] == (True,))) if call.layer == "experts" else 1, 0.25)
 
-        return nodes(DEEPSEEK, side, known=known)
+        return nodes(DEEPSEEK, side, known=known, tp=tp)
 
     apart, limit = {node.layer: node for node in found(None)}, 60.0
     joined = {node.layer: node for node in found(3.5)}
@@ -129,8 +130,9 @@ def test_experts_take_hidden_states_that_the_norm_quantizes_where_that_is_faster
     assert (norm.op, norm.us, norm.count) == ("rms_norm_and_per_block_quant", 3.5, 58)
     assert (experts.launches, apart["experts"].launches) == (3, 4)
     assert "shared experts' input quantization" in apart and "shared experts' input quantization" not in joined
-    few, many = (step.total(found(us)) for us in (3.5, None))
-    assert many.launches - few.launches == 2 * 58
+    for tp, fewer in (1, 2), (8, 1):  # of 8 ranks, the all-reduce is one launch with a norm of one output alone
+        few, many = (step.total(found(us, tp=tp)) for us in (3.5, None))
+        assert many.launches - few.launches == fewer * 58
     for others in (found(limit), found(None), found(0.1, "baseline")):
         assert [node.op for node in others if node.layer == "post-attention norm"] == ["fused_add_rms_norm"]
 
@@ -174,6 +176,44 @@ def test_a_norm_with_two_outputs_is_beside_that_of_the_baseline():
     assert (
         "rms_norm_and_per_block_quant" in row and f"  {one.us:.1f}, " in row and row.endswith("  3.0, predicted +-25%")
     )
+
+
+def test_attentions_launches_are_one_where_that_is_faster(monkeypatch):
+    """The quantization of o's input in attention's end; rotation and the cache write where they are asked for."""
+    qwen = model_config.read("qwen3-30b-a3b-fp8")
+
+    def found(config: dict, side: str = "plugin", **us: float) -> dict:
+        def known(call, tokens):
+            name = "quantized" if call.layer == "attention + o's input quantization" else call.op.name
+            return (us.get(name, 3.0), 1, 0.25) if us.get(name, 3.0) else None
+
+        return {node.layer: node for node in nodes(config, side, known=known, tp=4)}
+
+    rule = next(node for node in nodes(LLAMA) if node.layer == "o's input quantization").whole_us
+    gap = baseline.GAP.value
+    for config, layers in ((LLAMA, 126), (qwen, 48)):
+        both = 9.0 + gap + rule
+        one = found(config, paged_attention_decode=9.0, quantized=both - gap - 0.1)
+        assert one["attention + o's input quantization"].count == layers and one["o"].count == layers
+        assert not {"attention", "o's input quantization"} & one.keys()
+        for apart in (
+            found(config, paged_attention_decode=9.0, quantized=both - gap + 0.1),
+            found(config, paged_attention_decode=9.0, quantized=0),
+            found(config, "baseline", quantized=1.0),
+        ):
+            assert apart["attention"].count == apart["o's input quantization"].count == layers
+    names = ["rotation", "cache write"]
+    for config, more, op in ((LLAMA, [], "rope_and_cache"), (qwen, ["norms of q and k"], "qk_norm_rope_and_cache")):
+        layer, apart = " + ".join(more + names), found(config)
+        assert set(more + names) < apart.keys() and layer not in apart
+        with monkeypatch.context() as patch:
+            patch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
+            one = found(config)
+            assert one[layer].op == op and not set(more + names) & one.keys()
+            assert one[layer].count == apart["rotation"].count and one[layer].floor_us < 0.1, "caches are not read"
+            assert layer not in found(config, **{op: 99.0}) and layer not in found(config, "baseline")
+    assert not {"norms of q and k", "attention + o's input quantization"} & found(DEEPSEEK).keys()
+    assert "norms of q and k" not in found(LLAMA)
 
 
 def test_one_launch_is_beside_the_two_of_the_baseline(monkeypatch):
@@ -231,6 +271,31 @@ def test_all_reduces_grow_with_their_bytes():
     assert small == 5.2 and large == pytest.approx(5.2 + 1.2 * (12.9 - 6.3))
     assert baseline.all_reduce(machines.MI355X, 768).us == 9.6
     assert baseline.all_reduce(machines.MI355X, 2304).us == pytest.approx(12.9 + 3.3), "the last slope goes on"
+
+
+def test_an_all_reduce_and_the_norm_behind_it_are_one_launch_where_that_is_faster():
+    """For few tokens of a model whose norm is ours, beside two launches of the baseline; their time has the published kernel's at its size,
+    twice its bytes on a link and what a block reads."""
+
+    def found(tokens: int, side: str = "plugin", norm_us: float = 4.0, **given) -> dict:
+        known = {"known": lambda call, tokens: (norm_us, 1, 0.25)}
+        return {node.layer: node for node in nodes(LLAMA, side, tokens=tokens, **known, **given)}
+
+    joined = found(1)
+    counted = {layer: node.count for layer, node in joined.items() if "all-reduce" in layer or "norm" in layer}
+    names = "input norm", "post-attention norm", "final norm"
+    assert counted == dict(zip([f"all-reduce + {name}" for name in names], (125, 126, 1)))
+    node = joined["all-reduce + post-attention norm"]
+    assert (node.launches, node.kind, node.band) == (1, "predicted", None) and "aiter#3549" in node.source
+    assert 5.2 < node.us < 5.2 + 4 and node.floor_us > 0
+    assert "all-reduce" in found(1, norm_us=2.0) and "all-reduce" in found(1, "baseline"), "two launches are faster"
+    assert "all-reduce" in found(8), "a launch takes four rows"
+    assert found(1, tp=1).keys() >= {"input norm", "post-attention norm"}
+    own = [baseline.fused_all_reduce(machine, 8, 1, 5120).us for machine in (MI300X, machines.MI355X)]
+    assert own == pytest.approx([6.2, 6.6], abs=0.1), "the published 5.2 reads half as much, and hands nothing on"
+    assert (
+        baseline.fused_all_reduce(MI300X, 9, 1, 5120) is None is baseline.fused_all_reduce(machines.MI325X, 8, 1, 5120)
+    )
 
 
 def test_every_constant_says_where_it_is_from():

@@ -23,6 +23,16 @@ def configuration(tmp_path, monkeypatch):
         yield
 
 
+@pytest.fixture(scope="module")
+def schemas():
+    """Define the ops that vLLM's passes name and its CPU build lacks."""
+    import passes
+
+    library = passes.define_schemas()
+    yield
+    passes.forget_schemas(library)
+
+
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory) -> Engines:
     """One folder of checkpoints and caches for all tests."""

@@ -255,6 +255,9 @@ def attention(torch) -> dict[str, str]:
     latent = {"head_size": 576, "use_mla": True}
     add("attention", None)
     add("attention, named triton", "TRITON_ATTN")
+    if current_platform.is_rocm():
+        add("attention with sinks", None, has_sink=True)
+        add("attention, named unified", "ROCM_AITER_UNIFIED_ATTN")
     add("latent attention", None, **latent)
     add("latent attention, named triton", "TRITON_MLA", **latent)
     return answer

@@ -23,16 +23,6 @@ MX = "kMxfp8Dynamic"
 ALL = frozenset(("norm", "activation"))
 
 
-@pytest.fixture(scope="module")
-def schemas():
-    """Define the ops that vLLM's passes name and its CPU build lacks."""
-    import passes
-
-    library = passes.define_schemas()
-    yield
-    passes.forget_schemas(library)
-
-
 @pytest.fixture(autouse=True)
 def choices(monkeypatch) -> row_selection.Choices:
     from vllm_rocm_ops.vllm.fusion import graph

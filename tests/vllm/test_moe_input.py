@@ -8,7 +8,7 @@ import checkpoints
 import pytest
 import torch
 from engines import STEPS, prompts_of
-from test_graph import EPSILON, add_norm, called, choices, piece, quantizer, random, schemas  # noqa: F401
+from test_graph import EPSILON, add_norm, called, choices, piece, quantizer, random  # noqa: F401
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from vllm_rocm_ops import ops

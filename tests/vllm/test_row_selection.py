@@ -96,7 +96,10 @@ def worker(model, compiled: list | None = None, **passes):
     """A worker that has loaded a model."""
     off = dict.fromkeys(("fuse_norm_quant", "fuse_act_quant", "fuse_allreduce_rms"), False)
     settings = types.SimpleNamespace(
-        pass_config=types.SimpleNamespace(**off | passes), mode=compiled, backend="inductor"
+        pass_config=types.SimpleNamespace(**off | passes),
+        mode=compiled,
+        backend="inductor",
+        static_forward_context={},
     )
     model_config = types.SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.bfloat16)
     config = types.SimpleNamespace(

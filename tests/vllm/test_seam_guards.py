@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm.attention import absorbed_products
+from vllm_rocm_ops.vllm.attention import absorbed_products, backends
 from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.attention import mla as latent_attention
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
@@ -56,7 +56,7 @@ def test_an_implementation_that_ours_never_serves_is_vllms_own(kind, of, forced,
     impl.rocm_ops = attention.Decoder.__new__(attention.Decoder)
     impl.rocm_ops.choices, impl.rocm_ops.is_forced, impl.rocm_ops.lacks = of, forced, lacks
     impl.rocm_ops.serve = lambda *_: False
-    given = [None if parameter == "output_block_scale" else parameter for parameter in parameters]
+    given = [None if parameter.startswith("output_") else parameter for parameter in parameters]
 
     def call():
         assert getattr(impl, name)(*given) == "theirs"
@@ -84,15 +84,18 @@ def test_caches_in_another_order_are_left_alone(configuration, monkeypatch):
     from vllm._aiter_ops import rocm_aiter_ops
 
     impl, cache = types.SimpleNamespace(head_size=64, num_kv_heads=2), torch.zeros(4, 2, 32, 128)
-    assert [attention.of_cpu(impl, types.SimpleNamespace(isa=isa), cache) is None for isa in ("vec", "amx")] == [
+    assert [backends.of_cpu(impl, types.SimpleNamespace(isa=isa), cache) is None for isa in ("vec", "amx")] == [
         False,
         True,
     ]
     for shuffled in (False, True):
         monkeypatch.setattr(rocm_aiter_ops, "is_shuffle_kv_cache_enabled", lambda shuffled=shuffled: shuffled)
-        assert (attention.packed_unless_shuffled(impl, None, cache) is None) is shuffled
+        assert (backends.packed_unless_shuffled(impl, None, cache) is None) is shuffled
     impl._use_interleaved_v_cache = True
-    assert attention.native(impl, None, cache) is None
+    assert backends.native(impl, None, cache) is None
+    for shuffled in (False, True):
+        impl._shuffle_kv_layout = shuffled
+        assert (backends.packed_unless_interleaved(impl, None, cache) is None) is shuffled
 
 
 def decoder(**changed) -> types.SimpleNamespace:
@@ -105,6 +108,7 @@ def decoder(**changed) -> types.SimpleNamespace:
         "is_fp8": False,
         "is_forced": False,
         "lacks": "",
+        "quantized": "",
         "config": config,
         "choices": {},
     }

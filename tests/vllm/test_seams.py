@@ -53,6 +53,7 @@ norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
         "mxfp8_linear",
         "int8_linear",
         "latent_norms",
+        "quantized_attention",
     }
     assert off.keys() == broken | {"fusion", "unquantized_linear", "rope_and_cache"}
     assert off["activation"].startswith("this vLLM lacks ") and "(x), it has (rows)" in off["activation"]

@@ -39,8 +39,9 @@ MACHINES = [(arch, aiter) for arch in selection.ARCHS for aiter in selection.AIT
 KEY = ("what", "arch", "aiter", "plugin")
 LINEAR_SEAMS = ["scaled_linear", "block_scaled_linear", "mxfp8_linear", "int8_linear", "unquantized_linear"]
 EXPERT_SEAMS = ["fp8_experts", "mxfp8_experts", "unquantized_experts", "routing_experts"]
-ATTENTION_SEAMS = ["decode_attention", "latent_attention", "latent_norms", "rope_and_cache"]
+ATTENTION_SEAMS = ["decode_attention", "latent_attention", "latent_norms", "quantized_attention", "rope_and_cache"]
 OTHER_SEAMS = [
+    "all_reduce",
     "checked_scales",
     "compile_cache",
     "quantized_input",

@@ -1,6 +1,6 @@
 """Collectives between the ranks of a group, with what follows them in one kernel."""
 
 from vllm_rocm_ops.collectives.one_shot import OneShotAllReduce, RankMissing
-from vllm_rocm_ops.collectives.peers import create, in_process
+from vllm_rocm_ops.collectives.peers import agree, create, in_process
 
-__all__ = ["OneShotAllReduce", "RankMissing", "create", "in_process"]
+__all__ = ["OneShotAllReduce", "RankMissing", "agree", "create", "in_process"]

@@ -66,11 +66,11 @@ class Group:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Return the number of ranks."""
         return len(self.inboxes)
 
     def args(self) -> dict[str, object]:
-        """The arguments of a kernel that say so."""
+        """Return the kernel arguments that describe the group."""
         inboxes = {f"inbox{rank}": None for rank in range(MOST_RANKS)}
         inboxes |= {f"inbox{rank}": Address(address) for rank, address in enumerate(self.inboxes)}
         return {
@@ -95,12 +95,12 @@ class Config:
 
 
 def inbox_bytes(capacity: int) -> int:
-    """Bytes of an inbox of so many words in each slot."""
+    """Return the bytes of an inbox whose slots have `capacity` words."""
     return HEADER_BYTES + BUFFERS * SLOTS * capacity * WORD_BYTES
 
 
 def rules(op: Op | None, a, arch: Arch, group: Group) -> Iterator[tuple[str, bool]]:
-    """What the kernels need, in the words of a rule, and whether it holds."""
+    """Yield each rule of the kernels and whether it holds."""
     if op is None:
         yield "input is bfloat16 or float16", a.input.dtype in rowwise.ELEMENTS
     else:
@@ -120,7 +120,7 @@ def rules(op: Op | None, a, arch: Arch, group: Group) -> Iterator[tuple[str, boo
 
 
 def configs(a, arch: Arch, group: Group) -> list[Config]:
-    """All configurations that fit, fewest blocks first."""
+    """Return the configurations that fit, fewest blocks first."""
     vectors, rows = a.input.shape[-1] // rowwise.VECTOR, rows_of(a.input)
     threads, chunks = next(
         (threads, count) for count in CHUNKS if (threads := rowwise.threads_for(vectors, count, arch)) <= THREADS
@@ -130,7 +130,7 @@ def configs(a, arch: Arch, group: Group) -> list[Config]:
 
 
 def cost(config: Config, a, arch: Arch, group: Group) -> float:
-    """Microseconds that a row is expected to take from the last rank's stores on."""
+    """Return the microseconds that a row is expected to take from the last rank's stores on."""
     costs = arch.costs.collective
     row_bytes = a.input.shape[-1] // VALUES_IN_WORD * WORD_BYTES
     read = (group.ranks - 1) * row_bytes / config.parts / costs.unit_bytes_per_us
@@ -138,19 +138,19 @@ def cost(config: Config, a, arch: Arch, group: Group) -> float:
 
 
 def default(a, arch: Arch, group: Group) -> Config:
-    """The configuration of the least cost, of equals the one of the fewest blocks."""
+    """Return the configuration of the least cost, and of equals the one of the fewest blocks."""
     return min(configs(a, arch, group), key=lambda config: cost(config, a, arch, group))
 
 
 def symbol(op: Op | None, dtype: torch.dtype, ranks: int, config: Config) -> str:
-    """The kernel's name."""
+    """Return the kernel's name."""
     most = next(most for most in (2, 4, 8) if ranks <= most)
     norm = "" if op is None else op.name.removeprefix("fused_add_") + "_"
     return f"all_reduce_{norm}{rowwise.ELEMENTS[dtype]}_{most}_x{config.chunks}"
 
 
 def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group: Group) -> Launch:
-    """The launch. `outputs` are those of the op, `normed` gets the norm before it is quantised."""
+    """Return the launch. `outputs` are the op's, and `normed` gets the norm before its quantization."""
     vectors, rows = a.input.shape[-1] // rowwise.VECTOR, rows_of(a.input)
     args = group.args() | {
         "input": a.input,
@@ -182,7 +182,7 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
 
 
 def symbols() -> dict[str, set[str]]:
-    """All kernels by the file of csrc/ops."""
+    """Return all kernels by their file in csrc/ops."""
     found: dict[str, set[str]] = {}
     for op in (None, *NORMS.values()):
         for dtype in rowwise.ELEMENTS:
@@ -194,7 +194,7 @@ def symbols() -> dict[str, set[str]]:
 
 
 def reference(op: Op | None, inputs: list[Tensor], *args):
-    """What a rank gets, in plain PyTorch: the sum of all ranks' inputs in their order, rounded once, then the op."""
+    """Return a rank's result in plain PyTorch: the sum of all ranks' inputs in their order, rounded once, then the op."""
     total = rowwise.exact(inputs[0])
     for each in inputs[1:]:
         total = total + rowwise.exact(each)

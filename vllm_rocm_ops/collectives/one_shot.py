@@ -76,11 +76,11 @@ class OneShotAllReduce:
         return f"the kernels need that {'; '.join(broken)}" if broken else ""
 
     def sum(self, input: Tensor) -> Tensor:
-        """The sum of all ranks' inputs [..., hidden], rounded once."""
+        """Return the sum of all ranks' inputs [..., hidden], rounded once."""
         return self._execution(None, False, (input,))((input,))
 
     def __call__(self, op: Op, *args, with_norm: bool = False):
-        """What `op` gives for the sum of all ranks' inputs, the op's first argument; `op` is a norm of ops/rms_norm.py. With `with_norm`,
+        """Return `op` of the sum of all ranks' inputs, its first argument; `op` is a norm of ops/rms_norm.py. With `with_norm`,
         the norm before it is quantized follows the op's results."""
         args += op._defaults[len(args) :]
         return self._execution(op, with_norm, args)(args)
@@ -121,11 +121,11 @@ class OneShotAllReduce:
         a = self._arguments(op, args)
         name = "all_reduce" if op is None else f"all_reduce_{op.name}"
         if rows_of(a.input) == 0:
-            return Execution(name, "nothing to do", lambda args: self._without_kernel(op, with_norm, torch.clone, args))
+            return Execution(name, "nothing to do", lambda args: without_kernel(op, with_norm, torch.clone, args))
         if why := self.unsupported(op, *args):
             if self._elsewhere is None:
                 raise ValueError(f"{name}: {why}; where no kernel takes a call, `all_reduce` must be given, got None")
-            elsewhere = functools.partial(self._without_kernel, op, with_norm, self._elsewhere)
+            elsewhere = functools.partial(without_kernel, op, with_norm, self._elsewhere)
             return Execution(name, FALLBACK + why, elsewhere, is_fallback=True)
         outputs = torch.empty_like(a.input, memory_format=torch.contiguous_format) if op is None else op.allocate(a)
         normed = a.input.new_empty(a.input.shape) if with_norm else None
@@ -145,24 +145,25 @@ class OneShotAllReduce:
         run = bind_device(runtime, device, (planned,), handles, packers, outputs, a, ADVICE)
         return Execution(name, planned.symbol, run)
 
-    @staticmethod
-    def _without_kernel(op: Op | None, with_norm: bool, all_reduce: Callable[[Tensor], Tensor], args: tuple):
-        total = all_reduce(args[0])
-        if op is None:
-            return total
-        if not with_norm:
-            return op.call(total, *args[1:])
-        residual = dict(zip(op.Arguments._fields, args)).get("residual")
-        before = None if residual is None else residual.clone()
-        found = op.call(total, *args[1:])
-        a = op.Arguments(total, *args[1:])
-        norm = launches.NORMS["rms_norm" if before is None else "fused_add_rms_norm"]
-        normed = norm.call(total, *(() if before is None else (before,)), a.weight, a.epsilon, a.one_plus_weight)
-        return (*(found if isinstance(found, tuple) else (found,)), normed)
+
+def without_kernel(op: Op | None, with_norm: bool, all_reduce: Callable[[Tensor], Tensor], args: tuple):
+    """Return a call's result by another all-reduce and the op behind it."""
+    total = all_reduce(args[0])
+    if op is None:
+        return total
+    if not with_norm:
+        return op.call(total, *args[1:])
+    residual = dict(zip(op.Arguments._fields, args)).get("residual")
+    before = None if residual is None else residual.clone()
+    found = op.call(total, *args[1:])
+    a = op.Arguments(total, *args[1:])
+    norm = launches.NORMS["rms_norm" if before is None else "fused_add_rms_norm"]
+    normed = norm.call(total, *(() if before is None else (before,)), a.weight, a.epsilon, a.one_plus_weight)
+    return (*(found if isinstance(found, tuple) else (found,)), normed)
 
 
 def said(report: int, group: Group) -> str:
-    """The message of an error that a kernel left."""
+    """Return the message of an error that a kernel left."""
     seen_in, error = report >> 32, report & 0xFFFFFFFF
     missing = [rank for rank in range(group.ranks) if error >> rank & 1]
     behind = (seen_in - (error >> 11)) & 0xFFFFF  # epochs since then
@@ -176,7 +177,7 @@ def said(report: int, group: Group) -> str:
 
 
 def limit_us(seconds: float | None) -> int:
-    """The limit that kernels take, by default that of $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT."""
+    """Return the kernels' limit, by default $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT."""
     text = envs.VLLM_ROCM_OPS_ALL_REDUCE_LIMIT if seconds is None else seconds
     try:
         found = float(text)

@@ -42,24 +42,24 @@ class Own:
         self.runtime.free_shared_memory(self.device.index, self.inbox)
 
 
-def _agree(cpu_group, act: Callable[[], object]) -> list:
-    """What an action returns on each rank. RuntimeError on all of them if it fails on one."""
+def agree(cpu_group, act: Callable[[], object], what: str = "the ranks cannot share memory") -> list:
+    """Return an action's results by rank. Raise RuntimeError on all ranks, with `what`, if it fails on one."""
     import torch.distributed as dist
 
     try:
         mine = "", act()
-    except (RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # noqa: BLE001  all ranks raise it
         mine = f"{type(error).__name__}: {error}", None
     found: list = [None] * dist.get_world_size(cpu_group)
     dist.all_gather_object(found, mine, group=cpu_group)
     failed = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(found) if why]
     if failed:
-        raise RuntimeError(f"all_reduce: the ranks cannot share memory: {'; '.join(failed)}")
+        raise RuntimeError(f"all_reduce: {what}: {'; '.join(failed)}")
     return [value for _, value in found]
 
 
 def _boot() -> str:
-    """What two processes of one running machine have in common."""
+    """Return the identity of the running machine, which its processes share."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname() + (path.read_text().strip() if path.exists() else "")
 
@@ -105,15 +105,16 @@ def create(
     def release() -> None:
         if any(own.report[0] for own in owns):
             return  # a rank is missing: nobody knows what still stores to this memory
-        torch.cuda.synchronize(device)
-        _agree(cpu_group, lambda: None)  # no launch of any rank stores any more
-        _agree(cpu_group, close)
+        if owns:
+            torch.cuda.synchronize(device)
+        agree(cpu_group, lambda: None)  # no launch of any rank stores any more
+        agree(cpu_group, close)
         for own in owns:
             own.free()
 
     try:
-        found = _agree(cpu_group, make)
-        _agree(cpu_group, lambda: open_all(found))
+        found = agree(cpu_group, make)
+        agree(cpu_group, lambda: open_all(found))
     except RuntimeError:
         release()
         raise

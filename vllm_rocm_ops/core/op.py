@@ -343,9 +343,9 @@ def registered() -> Iterator[Op]:
 
 
 def disabled() -> set[str]:
-    """The ops that VLLM_ROCM_OPS_DISABLE names. What it names that is no op is warned of."""
+    """The ops that VLLM_ROCM_OPS_DISABLE names, and the all-reduce of collectives/. What it names that is no op is warned of."""
     words = {word.strip() for word in envs.VLLM_ROCM_OPS_DISABLE.split(",")} - {""}
-    names = {op.name for op in registered()} if words else set()
+    names = {op.name for op in registered()} | {"all_reduce"} if words else set()
     is_all = {word for word in words if word.lower() == "all"}
     if unknown := words - names - is_all:
         known = ", ".join(("all", *sorted(names)))

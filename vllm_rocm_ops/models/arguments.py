@@ -206,10 +206,62 @@ def heads_attention(
 ) -> tuple:
     """Requests of one token, with as many keys as there are positions, in a cache as ROCM_ATTN or as TRITON_ATTN has it."""
     places, width = _pages(tokens, inputs, positions)
+    return (
+        inputs.values(tokens, heads, size),
+        *_caches(tokens * width, inputs, kv_heads, size, native),
+        *places,
+        size**-0.5,
+    )
+
+
+def quantized_attention(
+    tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, positions: int, native: bool, kind: str
+) -> tuple:
+    """The same with a result of e4m3, of a static scale, or with a scale of each head."""
+    given = heads_attention(tokens, inputs, heads, kv_heads, size, positions, native)
+    out = inputs.values(tokens, heads, size, dtype=inputs.fp8_dtype)
+    scales = (inputs.scales(1), None) if kind == "static" else (None, inputs.scales(tokens, heads))
+    return *given, 1, None, None, None, 0, 0, False, out, *scales
+
+
+def rotation(
+    tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, rotary: int, positions: int, native: bool
+) -> tuple:
+    """Queries, keys and values are columns of what qkv gives."""
+    *rows, places = _rows_of_heads(tokens, inputs, heads, kv_heads, size)
+    return *rows, places, *_angles_and_cache(tokens, inputs, kv_heads, size, rotary, positions, native), places
+
+
+def normed_rotation(
+    tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, rotary: int, positions: int, native: bool
+) -> tuple:
+    """The same behind norms of heads, with tensors of queries and keys to be written."""
+    *rows, places = _rows_of_heads(tokens, inputs, heads, kv_heads, size)
+    norm = inputs.values(size), inputs.values(size), 1e-6
+    table, is_neox, *caches = _angles_and_cache(tokens, inputs, kv_heads, size, rotary, positions, native)
+    outs = (inputs.values(tokens, count, size) for count in (heads, kv_heads))
+    return *rows, *norm, places, table, is_neox, *outs, *caches, places
+
+
+def _rows_of_heads(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values of one tensor, and a number of each token, which is its position and its slot."""
+    qkv = inputs.values(tokens, (heads + 2 * kv_heads) * size)
+    return *qkv.split([heads * size, kv_heads * size, kv_heads * size], 1), torch.arange(tokens, device=inputs.device)
+
+
+def _angles_and_cache(
+    tokens: int, inputs: Inputs, kv_heads: int, size: int, rotary: int, positions: int, native: bool
+) -> tuple:
+    _, width = _pages(tokens, inputs, positions)
+    caches = _caches(tokens * width, inputs, kv_heads, size, native)
+    return inputs.values(positions, rotary), True, *caches
+
+
+def _caches(pages: int, inputs: Inputs, kv_heads: int, size: int, native: bool) -> tuple[Tensor, ...]:
+    """Of keys and of values."""
     x = 16 // inputs.dtype.itemsize
     shapes = ((kv_heads, size // x, PAGE, x), (kv_heads, size, PAGE)) if native else ((PAGE, kv_heads, size),) * 2
-    caches = (inputs.values(tokens * width, *shape) for shape in shapes)
-    return inputs.values(tokens, heads, size), *caches, *places, size**-0.5
+    return tuple(inputs.values(pages, *shape) for shape in shapes)
 
 
 def latent_attention(

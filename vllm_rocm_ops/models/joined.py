@@ -8,14 +8,22 @@ from collections import Counter
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.models import arguments as model_arguments
+from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers
-from vllm_rocm_ops.models.config import BLOCKS, MX, UNQUANTIZED
+from vllm_rocm_ops.models.config import BLOCKS, MX, STATIC, UNQUANTIZED
 from vllm_rocm_ops.models.layers import NORMS, LayerCall
 from vllm_rocm_ops.ops.families.gemm import BLOCK
 
-CACHE_WRITE, SHARED_QUANTIZATION = "cache write", "shared experts' input quantization"
-"""Launches of a step that are no op of ours."""
-EXPERTS_NORM, EXPERTS = "post-attention norm", "experts"
+ATTENTION, QUANTIZATION = "attention", "o's input quantization"
+HEAD_NORMS, ROTATION, CACHE_WRITE = "norms of q and k", "rotation", "cache write"
+"""Launches of a step around attention, which alone is an op of ours."""
+SHARED_QUANTIZATION, EXPERTS_NORM, EXPERTS = "shared experts' input quantization", "post-attention norm", "experts"
+NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+"""Models whose heads of queries and keys have norms; others say so."""
+KINDS = {STATIC: "static", BLOCKS: "groups"}
+"""Quantizations of o's input that attention's end has, as its op is told."""
+ROTATIONS = ops.rope_and_cache, ops.qk_norm_rope_and_cache
+"""Ops that VLLM_ROCM_OPS_ATTENTION=1 asks for, which are not measured."""
 
 
 def one_launch(product: LayerCall, activation: LayerCall) -> LayerCall | None:
@@ -61,7 +69,7 @@ def norms_of(call: LayerCall) -> tuple[LayerCall, ...]:
 
 
 def fronts(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
-    """The calls of `one_front` in a step. `sequence` has the norms in their place."""
+    """Return the calls of `one_front` in a step. `sequence` has the norms in their place."""
     found, q = Counter(), None
     for call in layers.sequence(config, tp, ep):
         q = call if call.layer == "q_a norm" else q
@@ -72,7 +80,7 @@ def fronts(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
 
 
 def gated(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
-    """The calls of `one_launch` in a step. `sequence` has the two in their place."""
+    """Return the calls of `one_launch` in a step. `sequence` has the two in their place."""
     found = Counter(filter(None, itertools.starmap(one_launch, itertools.pairwise(layers.sequence(config, tp, ep)))))
     return [dataclasses.replace(call, count=times) for call, times in found.items()]
 
@@ -92,3 +100,46 @@ def quantized_hidden(config: dict, tp: int = 1, ep: int | None = None) -> list[L
         dataclasses.replace(norm, **quantizes),
         dataclasses.replace(experts, parameters=(*experts.parameters, True)),
     ]
+
+
+def has_norms(config: dict) -> bool:
+    """Return whether queries and keys have norms of their heads."""
+    return bool(config.get("use_qk_norm")) or not set(NORMED).isdisjoint(model_config.names(config, "architectures"))
+
+
+def around_attention(config: dict, tp: int = 1, native: bool = True) -> dict[tuple[str, ...], LayerCall]:
+    """Return calls of one rank by the launches in whose place they are, with the cache of ROCM_ATTN or the packed one."""
+    if "kv_lora_rank" in config:
+        return {}
+    found = rotation(config, tp, native), quantized_attention(config, tp, native)
+    return {tuple(call.layer.split(" + ")): call for call in found if call is not None}
+
+
+def quantized_attention(config: dict, tp: int, native: bool) -> LayerCall | None:
+    """Return attention that quantizes its result, as often as o takes that."""
+    whole = layers.attention(config, tp, native)
+    name, ignored = model_config.quantization(model_config.section(config, "quantization_config"))
+    count = sum(not ignored(f"model.layers.{i}.self_attn.o_proj") for i in range(whole.count))
+    kind, size = KINDS.get(name), whole.parameters[2]
+    if not count or kind is None or (kind == "groups" and size != BLOCK):
+        return None
+    changed = {"arguments": model_arguments.quantized_attention, "parameters": (*whole.parameters, kind)}
+    return dataclasses.replace(whole, layer=f"{ATTENTION} + {QUANTIZATION}", count=count, **changed)
+
+
+def attention_of(call: LayerCall) -> LayerCall:
+    """Return attention alone, in whose place is a call of `quantized_attention`."""
+    changed = {"arguments": model_arguments.heads_attention, "parameters": call.parameters[:-1]}
+    return dataclasses.replace(call, layer=ATTENTION, **changed)
+
+
+def rotation(config: dict, tp: int, native: bool) -> LayerCall:
+    """Return rotation and cache write of a model's layers in one launch."""
+    whole = layers.attention(config, tp, native)
+    heads, kv_heads, size, positions, _ = whole.parameters
+    rotary = int(size * (config.get("partial_rotary_factor") or 1))
+    sizes = heads, kv_heads, size, rotary, positions, native
+    op, arguments, launches = ops.rope_and_cache, model_arguments.rotation, (ROTATION, CACHE_WRITE)
+    if has_norms(config):
+        op, arguments, launches = ops.qk_norm_rope_and_cache, model_arguments.normed_rotation, (HEAD_NORMS, *launches)
+    return dataclasses.replace(whole, layer=" + ".join(launches), op=op, arguments=arguments, parameters=sizes)

@@ -13,7 +13,7 @@ from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.core.op import Case, Op
-from vllm_rocm_ops.core.tensors import describe, is_wide_float
+from vllm_rocm_ops.core.tensors import describe, is_wide_float, overlaps_itself
 from vllm_rocm_ops.ops.families import attention, decode
 from vllm_rocm_ops.ops.families.attention import CacheLayout
 from vllm_rocm_ops.ops.families.decode import DecodeConfig
@@ -24,6 +24,7 @@ SIZES = (64, 128, 192, 256)  # of a head
 STEP = 128  # keys that a block has at a time
 WAVES = 4
 RESIDENT = 2  # blocks of a compute unit
+GROUP = 128  # elements of a row that share one of out_scales
 
 
 def _layout(a) -> CacheLayout:
@@ -55,7 +56,18 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "window", "0 or more", str(a.window), a.window >= 0
     yield decode.partition_contract(a)
     yield from attention.scale_contract("out_scale", a.out_scale)
-    yield from decode.out_contract(a, a.query, a.out_scale)
+    yield from decode.out_contract(a, a.query, a.out_scale is not None or a.out_scales is not None)
+    if a.out_scales is not None:
+        yield "out_scales", "None where there is an out_scale", "both", a.out_scale is None
+        wanted = a.query.shape[0], heads * size // GROUP
+        holds = a.out_scales.dtype == torch.float32 and a.out_scales.shape == wanted and heads * size % GROUP == 0
+        yield "out_scales", f"float32 {list(wanted)}, one for each {GROUP} elements", describe(a.out_scales), holds
+        yield (
+            "out_scales",
+            "without elements in the same place",
+            describe(a.out_scales),
+            not overlaps_itself(a.out_scales),
+        )
 
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -66,9 +78,15 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "pages of a native cache have a multiple of 8 slots", not layout.is_native or layout.page_size % 8 == 0
     yield attention.heads_envelope("query", _query(a))
     yield from decode.out_envelope(a, layout.value_size, arch)
+    yield f"out_scales are of heads of {GROUP}", _has_groups(a, layout)
     yield from decode.requests_envelope(a, layout, 2**15)
     yield "sinks is contiguous", a.sinks is None or a.sinks.is_contiguous()
     yield "there are fewer than 2^31 blocks of a part", _blocks(a) < 2**31
+
+
+def _has_groups(a, layout: CacheLayout) -> bool:
+    """Whether a head is a group, where groups have scales."""
+    return a.out_scales is None or layout.value_size == GROUP
 
 
 def _blocks(a) -> int:
@@ -79,7 +97,7 @@ def _blocks(a) -> int:
 
 def _configs(a, arch: Arch) -> list[DecodeConfig]:
     layout = _layout(a)
-    return decode.configs(a, layout, STEP) if layout.key_size in SIZES else []
+    return decode.configs(a, layout, STEP) if layout.key_size in SIZES and _has_groups(a, layout) else []
 
 
 def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
@@ -113,9 +131,13 @@ def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
     caches, scales = (a.key_cache, a.value_cache), (a.k_scale, a.v_scale)
     shared = decode.problem_arguments(config, a, query, layout, caches, scales, outputs, decode.COLUMNS)
     args = {"query": a.query, "sinks": a.sinks, "window": a.window, **shared}
+    if a.out_scales is not None:
+        row, head = a.out_scales.stride()
+        args |= {"out_scales": a.out_scales, "out_scales_stride": row, "out_scales_head_stride": head}
     is_fp8 = attention.is_quantized(layout.key)
     kind = attention.ELEMENTS[query.dtype] + "_fp8" * is_fp8
     symbol = f"paged_attention_decode_{kind}_{layout.key_size}_{'native' if layout.is_native else 'packed'}"
+    symbol += "_grouped" * (a.out_scales is not None)
     threads = WAVES * arch.wave_lanes
     return [
         Launch("paged_attention_decode", symbol, (blocks, config.parts, 1), (threads, 1, 1), fields("problem", args))
@@ -145,7 +167,11 @@ def _inputs(lens, heads, size, given, device, generator, fp8_dtype) -> tuple:
     (query_heads, kv_heads), requests, query_len = heads, len(lens), given.get("query_len", 1)
     dtype, page, layout = given.get("dtype", torch.bfloat16), given.get("page", 16), given.get("layout", "packed")
     is_fp8 = given.get("fp8", False)
-    of_out = {"out_dtype": fp8_dtype} if given.get("out_fp8") else {}
+    of_out, groups = {"out_dtype": fp8_dtype} if given.get("out_fp8") else {}, None
+    if given.get("out_fp8") == "grouped":
+        shape = (requests * query_len, query_heads * size // GROUP)
+        groups = torch.full(shape[::-1] if given.get("columns_first") else shape, math.nan, device=device)
+        groups = groups.T if given.get("columns_first") else groups
     kind, x = (fp8_dtype, 16) if is_fp8 else (dtype, 8)
     order, pages = decode.pages_of(lens, given, generator)
     if layout == "packed":
@@ -173,7 +199,8 @@ def _inputs(lens, heads, size, given, device, generator, fp8_dtype) -> tuple:
         given.get("partition", 0),
         given.get("return_lse", True),
         decode.out_of(given | of_out, requests * query_len, query_heads, size, dtype, device),
-        torch.tensor([0.013], device=device) if of_out else None,
+        torch.tensor([0.013], device=device) if of_out and groups is None else None,
+        groups,
     )
 
 
@@ -214,6 +241,18 @@ def _cases() -> Iterator[Case]:
     yield case("out", (40, 129), (3, 1), 64, out=True)
     yield case("out-fp8", (40, 129), (3, 1), 64, out=True, out_fp8=True)
     yield case("out-fp8-of-fp8", (20, 0), (2, 2), 128, out=True, out_fp8=True, fp8=True, dtype=torch.float16, wider=0)
+    grouped, fp16 = {"out": True, "out_fp8": "grouped", "apart": 16}, {"dtype": torch.float16}
+    yield case("groups", (150, 0, 40), (3, 1), 128, **grouped, wider=0)
+    yield case("groups-native", (150, 20), (4, 2), 128, **grouped, layout="native", columns_first=True)
+    yield case("groups-of-fp8", (20, 3), (3, 1), 128, **grouped, fp8=True, query_len=3)
+    yield case("groups-native-of-fp8", (133,), (16, 1), 128, **grouped, fp8=True, layout="native", wider=0)
+    yield case("groups-fp16", (140,), (2, 1), 128, **grouped, **fp16, sinks=True)
+    yield case("groups-native-fp16", (40,), (20, 1), 128, **grouped, **fp16, layout="native", columns_first=True)
+    yield case("groups-fp16-of-fp8", (260,), (2, 1), 128, **grouped, **fp16, fp8=True, partition=128)
+    yield case("groups-native-fp16-of-fp8", (40,), (2, 1), 128, **grouped, **fp16, fp8=True, layout="native")
+    yield case("groups-of-64", (20,), (4, 2), 64, **grouped)
+    yield case("out-fp8-parts", (300, 129), (16, 1), 128, out=True, out_fp8=True, partition=128)
+    yield case("out-fp8-native-192", (40,), (2, 1), 192, out=True, out_fp8=True, layout="native", **fp16)
     yield case("size-80", (20,), (2, 1), 80)
     yield case("no-requests", (), (2, 1), 64)
     yield case("nine-parts", (1030, 140), (2, 1), 128, partition=128)
@@ -231,7 +270,7 @@ def _op(reference) -> Op:
         problem=_problem,
         cases=_cases,
         sums=True,
-        writes=("out",),
+        writes=("out", "out_scales"),
     )
 
 
@@ -252,6 +291,7 @@ def paged_attention_decode(
     return_lse: bool = False,
     out: Tensor | None = None,
     out_scale: Tensor | None = None,
+    out_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last query_len rows of each request to its keys and values in a paged cache.
 
@@ -262,12 +302,18 @@ def paged_attention_decode(
     a request's keys are added in parts of that many, so that its bits do not depend on the batch.
     Keys and values without pages [requests, N, heads, size] are a cache of one page per request, with the block table arange(requests).
     Returns out like query, 0 without keys, and the natural logarithm of the sums [rows, heads] float32, empty unless return_lse.
-    With an `out` like query, rows and heads may be strided, that is written and an empty tensor returned in its place. With an
-    out_scale (float32, one element) an `out` of e4m3 gets the values divided by it.
+    With an `out` like query, rows and heads may be strided, that is written and an empty tensor returned in its place. An `out` of
+    e4m3 gets what is quantized of the values in query's dtype: with an out_scale (float32, one element), which divides them, or with a scale
+    of their own for each 128 of a row, which `out_scales` [rows, heads * size / 128] float32, with any strides, gets.
     """
     layout = CacheLayout(key_cache, value_cache)
     rows = attention.heads(query, layout.key_size)
     of = (rows, layout, block_table, seq_lens, query_len, scale, (k_scale, v_scale), window, sinks)
-    quantize = None if out_scale is None else lambda x: quantization.static(x, out_scale, out.dtype)
-    found, lse = decode.reference(*of, quantize)
+    found, lse = decode.reference(*of)
+    wide = found.to(decode.exact(found))
+    if out_scale is not None:
+        found = quantization.static(wide, out_scale, out.dtype)
+    elif out_scales is not None:
+        found, scales = quantization.per_token(wide.flatten(1).unflatten(1, (-1, GROUP)), out.dtype, None)
+        out_scales.copy_(scales.view(out_scales.shape))
     return decode.returned(out, return_lse, found.view(query.shape), lse)

@@ -174,6 +174,15 @@ def _gated_contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "dtype", "bfloat16 or float16", str(a.dtype), a.dtype in gemm.HALVES
 
 
+def _reads_order(weight, arch: Arch) -> bool:
+    return arch.vendor == "amd" or not weight.is_shuffled
+
+
+def _gated_configs(a, arch: Arch) -> list:
+    tokens, weight = _operands(a)
+    return skinny_gemm.configs(tokens, weight, arch) if _reads_order(weight, arch) else []
+
+
 def _gated_envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield from _operand_envelope(a, arch)
     tokens, weight = operands = _operands(a)
@@ -182,7 +191,7 @@ def _gated_envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "N is a multiple of 32", weight.rows % 32 == 0
     stride = weight.k if weight.is_shuffled else weight.stride or 0
     yield "half of b's rows, and 48, are below 2 GB", (weight.rows // 2 + 48) * stride < 2**31
-    yield "b is not shuffled on NVIDIA", arch.vendor == "amd" or not weight.is_shuffled
+    yield "b is not shuffled on NVIDIA", _reads_order(weight, arch)
 
 
 def _gated_plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
@@ -221,7 +230,7 @@ def _gated_op(reference) -> Op:
         allocate=lambda a: a.a.new_empty((a.a.shape[0], _weight(a).rows // 2)),
         contract=_gated_contract,
         envelope=_gated_envelope,
-        configs=lambda a, arch: skinny_gemm.configs(*_operands(a), arch),
+        configs=_gated_configs,
         cost=lambda config, a, arch: skinny_gemm.cost(config, *_operands(a), arch),
         plan=_gated_plan,
         problem=lambda a: gemm.problem(*_operands(a)),

@@ -13,6 +13,10 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from vllm_rocm_ops.collectives import launches
+
 from .machines import Constant, Machine
 
 KINDS = ("published", "measured", "fitted", "assumed")
@@ -46,6 +50,14 @@ LINKS = Constant(
     1.2, "times MI355X's increase, on other products", "assumed", "the ratio of link rates, 153.6 / 128 GB/s"
 )
 
+FUSED = {
+    "MI300X": (Constant(5.2, "us of 1 x 5120 with a norm, one-shot", "published", "aiter#3549, 8 MI300X"), 1, 5120),
+    "MI355X": (Constant(7.0, "us of 4 x 7168 with a norm, one-shot", "published", "aiter#3458, 8 MI355X"), 4, 7168),
+}
+LINK = Constant(
+    48, "GB/s of a link, one direction, on MI300X", "assumed", "3 / 4 of its 64 GB/s; MI355X by the ratio LINKS"
+)
+
 H200_GAP = Constant(0.45, "us behind a launch under the profiler", "fitted", "two of sixteen H200 profiles, batch 1")
 H200_HOST = Constant(320, "us of a step outside its graph", "fitted", "two of sixteen H200 profiles, batch 1")
 
@@ -73,6 +85,25 @@ def all_reduce(machine: Machine, kilobytes: float) -> Time:
         increase = LINKS.value * (_between(LARGER, kilobytes) - LARGER[24])
         return Time(ALL_REDUCE.value + max(increase, 0), 1, "assumed", f"{ALL_REDUCE.source}; {LARGEST.source}")
     return Time(_between(LARGER, kilobytes), 1, "published", LARGEST.source)
+
+
+def fused_all_reduce(machine: Machine, ranks: int, rows: int, hidden: int) -> Time | None:
+    """Return the time of an all-reduce with the norm behind it in one launch of csrc/collectives; None where none takes it. A published
+    kernel of that kind has a part that does not depend on sizes; ours has the same, and its own bytes on links and to a block."""
+    if machine.name not in FUSED:
+        return None
+    published, *at = FUSED[machine.name]
+    group = launches.Group(0, (0,) * ranks, 0, 0, machine.arch.compute_units, 1)
+    a = launches.Sum(torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta"))
+    if ranks not in launches.RANKS or not all(holds for _, holds in launches.rules(None, a, machine.arch, group)):
+        return None
+    link = LINK.value * 1e3 * (LINKS.value if machine.name == LARGER_PRODUCT else 1)
+    values, unit = 2 * math.prod(at), machine.arch.costs.collective.unit_bytes_per_us
+    fixed = published.value - values / link - 7 * 2 * at[1] / unit
+    words = rows * hidden // launches.VALUES_IN_WORD * launches.WORD_BYTES
+    ours = words / link + launches.cost(launches.default(a, machine.arch, group), a, machine.arch, group)
+    source = f"{published.source}, without its bytes: {fixed:.1f}; words at {link / 1e3:.0f} GB/s, and collectives/launches.py"
+    return Time(fixed + ours, 1, "predicted", source)
 
 
 def _between(points: dict[int, float], at: float) -> float:

@@ -3,11 +3,12 @@
     nodes = step.nodes(model_config.read("deepseek-v3"), 8, None, 1, machines.named("MI300X"), "plugin", frozen.kernel_times(machine))
     step.total(nodes)
 
-On the side "plugin" a call of ours has the time of the kernel model, and one launch is in the place of gate_up and SwiGLU, and of latent
-attention's norms and cache write, where that is faster, as the norm before experts quantizes their hidden states; on the side "baseline" it
-has the time of baseline.py's table, or of its rule. What no op of ours does, such as rotation, the cache write or GLM's router, has the
-rule on both sides. The shared experts run on a second stream beside routing and experts: of the two the shorter costs nothing. All times
-are predictions.
+On the side "plugin" a call of ours has the time of the kernel model, and one launch is in the place of several where that is faster: of
+gate_up and SwiGLU, of latent attention's norms and cache write, of attention and the quantization behind it, of an all-reduce and the norm
+behind it (by baseline.py's rule), of the norm before experts and the quantization of their hidden states, and with VLLM_ROCM_OPS_ATTENTION=1 of rotation and the cache write, with the norms in front of them. On
+the side "baseline" it has the time of baseline.py's table, or of its rule. What no op of ours does, such as GLM's router, has the rule on
+both sides. The shared experts run on a second stream beside routing and experts: of the two the shorter costs nothing. All times are
+predictions.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.models import joined
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
@@ -32,6 +36,7 @@ from .machines import Machine
 
 SIDES = ("baseline", "plugin")
 MAIN, BESIDE, SECOND = "", "beside the second stream", "second stream"
+REDUCED = "all-reduce"
 KERNEL_MODEL = "kernel model"  # the source of its times
 LAUNCHES = {"attention": 2, "experts": 4}  # of a baseline's call by the rule; others have one
 
@@ -97,6 +102,8 @@ def read_bytes(call: LayerCall, tokens: int, machine: Machine, context: int) -> 
     sizes = {
         name: value.numel() * value.element_size() for name, value in given.items() if isinstance(value, torch.Tensor)
     }
+    if call.op in joined.ROTATIONS:  # which write caches, and read of angles what tokens need
+        sizes = {name: size for name, size in sizes.items() if "cache" not in name}
     if "w1" in sizes:
         share = hit(*call.parameters[:3:2], tokens)
         sizes = {name: size * (share if name.startswith("w") else 1) for name, size in sizes.items()}
@@ -127,13 +134,14 @@ def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCal
         beside = layer in ("routing", "experts") and "n_shared_experts" in config
         yield layer, call, SECOND if shared else BESIDE if beside else MAIN
         if layer == ("kv_a norm" if latent else "qkv"):
-            yield "rotation", None, MAIN
+            yield from ((joined.HEAD_NORMS, None, MAIN),) if joined.has_norms(config) and not latent else ()
+            yield joined.ROTATION, None, MAIN
             yield joined.CACHE_WRITE, None, MAIN
             yield from (("W_UK", absorbed[0], MAIN),) if latent else ()
-            yield "attention", attention, MAIN
+            yield joined.ATTENTION, attention, MAIN
             yield from (("W_UV", absorbed[1], MAIN),) if latent else ()
             if not _unquantized(calls[place + 1 :]):
-                yield "o's input quantization", None, MAIN
+                yield joined.QUANTIZATION, None, MAIN
         if layer == "shared down":
             yield "sum with shared experts", None, MAIN
         if layer in ("o", "down", "dense down", "shared down") or (layer == "experts" and "shared" not in following):
@@ -147,7 +155,7 @@ def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCal
 
 def _reduced(tp: int) -> Iterator[tuple[str, None, str]]:
     if tp > 1:
-        yield "all-reduce", None, MAIN
+        yield REDUCED, None, MAIN
 
 
 def _unquantized(calls: Sequence[LayerCall]) -> bool:
@@ -175,11 +183,14 @@ def nodes(
     @functools.cache
     def node(layer: str, call: LayerCall | None, stream: str) -> Node:
         band, read = None, 0.0 if call is None else read_bytes(call, tokens, machine, context)
-        ours = None if call is None or side == "baseline" else _ours(call, tokens, known)
+        is_ours = call is not None and side != "baseline" and not layer.startswith(REDUCED)
+        ours = _ours(call, tokens, known) if is_ours else None
         if ours:
             time, band = Time(*ours[:2], "predicted", KERNEL_MODEL), ours[2]
-        elif layer == "all-reduce":
+        elif layer == REDUCED:
             time = baseline.all_reduce(machine, tokens * hidden * 2 / 1024)
+        elif layer.startswith(REDUCED):
+            time = baseline.fused_all_reduce(machine, tp, tokens, hidden) or Time(math.inf, 1, "", "no kernel")
         else:
             time = _baseline(call, layer, tokens, machine, read)
         floor = read / machine["hbm_bandwidth"] / 1e3
@@ -187,42 +198,60 @@ def nodes(
         gap = time.launches * baseline.GAP.value + max(time.launches * baseline.LEAST.value - time.us, 0)
         return Node(layer, name, time.us, time.launches, time.kind, time.source, floor, gap, stream, band)
 
-    launched = Counter(_faster(_quantized(order(config, tp, ep), joined.quantized_hidden(config, tp, ep), node), node))
-    return [dataclasses.replace(node(*each), count=count) for each, count in launched.items()]
+    fused = {
+        launches: dataclasses.replace(call, count=1) for launches, call in joined.around_attention(config, tp).items()
+    }
+    if envs.VLLM_ROCM_OPS_ATTENTION != "1":
+        fused = {launches: call for launches, call in fused.items() if call.op not in joined.ROTATIONS}
+    apart, quantized = [*order(config, tp, ep)], joined.quantized_hidden(config, tp, ep)
+    found = [
+        [dataclasses.replace(node(*each), count=count) for each, count in Counter(_faster(way, fused, node)).items()]
+        for way in (apart, _quantized(apart, quantized, node))
+    ]
+    return min(found, key=lambda way: total(way).us)
 
 
-def _quantized(launched: Iterable[tuple], calls: list[LayerCall], node: Callable[..., Node]) -> list[tuple]:
-    """Return what a step launches, with hidden states of experts that the norm before quantizes where that is predicted to be faster."""
-    launched, ours = [*launched], {call.layer: dataclasses.replace(call, count=1) for call in calls}
-    if not ours:
-        return launched
+def _quantized(launched: list[tuple], calls: list[LayerCall], node: Callable[..., Node]) -> list[tuple]:
+    """Return a step's launches with experts' hidden states quantized by the norm before, where the kernel model has times of both."""
+    ours = {call.layer: dataclasses.replace(call, count=1) for call in calls}
     changed = {layer: (layer, ours[layer], stream) for layer, _, stream in launched if layer in ours}
-    apart = {each[0]: node(*each).whole_us for each in launched if each[0] in (*ours, joined.SHARED_QUANTIZATION)}
-    found = [node(*each) for each in changed.values()]
-    if any(one.source != KERNEL_MODEL for one in found) or sum(one.whole_us for one in found) >= sum(apart.values()):
+    if not ours or any(node(*each).source != KERNEL_MODEL for each in changed.values()):
         return launched
     return [changed.get(each[0], each) for each in launched if each[0] != joined.SHARED_QUANTIZATION]
 
 
-def _faster(launched: Iterable[tuple], node: Callable[..., Node]) -> Iterator[tuple]:
+def _faster(
+    launched: Sequence[tuple], fused: dict[tuple[str, ...], LayerCall], node: Callable[..., Node]
+) -> Iterator[tuple]:
     """Yield what a step launches, with one launch of ours in the place of several where it is predicted to be faster."""
     left: list[tuple | None] = [*launched]
-    for places, one in [*_in_one(left)]:
+    for places, one in [*_in_one(left, fused)]:
         first, *others = places
         each = one.layer, one, left[first][2]
         found, apart = node(*each), sum(node(*left[place]).whole_us for place in places)
-        if found.source == KERNEL_MODEL and found.whole_us < apart:
+        is_ours = KERNEL_MODEL in (found.source, node(*left[others[-1]]).source if left[first][0] == REDUCED else "")
+        if is_ours and found.whole_us < apart:
             left[first] = each
             for place in others:
                 left[place] = None
     yield from filter(None, left)
 
 
-def _in_one(launched: Sequence[tuple]) -> Iterator[tuple[list[int], LayerCall]]:
-    """Yield the places of launches that are one of ours, and that."""
-    for place, ((_, first, _), (_, second, _)) in enumerate(itertools.pairwise(launched)):
+def _in_one(
+    launched: Sequence[tuple], fused: dict[tuple[str, ...], LayerCall]
+) -> Iterator[tuple[list[int], LayerCall]]:
+    """Yield the places of launches that are one of ours, and that; `fused` are more of these by their names."""
+    names = [layer for layer, *_ in launched]
+    for (start, *others), one in fused.items():
+        for place in (place for place, name in enumerate(names) if name == start):
+            places = [*range(place, place + 1 + len(others))]
+            if names[place + 1 : place + 1 + len(others)] == others:
+                yield places, one
+    for place, ((layer, first, _), (_, second, _)) in enumerate(itertools.pairwise(launched)):
         if one := first and second and joined.one_launch(first, second):
             yield [place, place + 1], one
+        elif layer == REDUCED and second and second.op.name in launches.NORMS:
+            yield [place, place + 1], dataclasses.replace(second, layer=f"{REDUCED} + {second.layer}")
     q = None
     for place, (layer, call, _) in enumerate(launched):
         if layer == "q_a norm":
@@ -278,7 +307,7 @@ def worst(found: Sequence[Node], most: int = 10) -> list[Node]:
 
 def cause(node: Node) -> str:
     """Return why a launch takes longer than its bytes, by the part of its time that they explain and by its launches."""
-    if node.layer == "all-reduce":
+    if node.layer.startswith(REDUCED):
         return "synchronization of 8 GPUs"
     if not node.op:
         return f"no op of ours: {node.us:.1f} us by the rule"

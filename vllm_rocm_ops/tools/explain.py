@@ -18,7 +18,7 @@ from vllm_rocm_ops.core.op import Explanation, Op
 from vllm_rocm_ops.models import joined
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
-from vllm_rocm_ops.vllm.attention import latent_front
+from vllm_rocm_ops.vllm.attention import latent_front, quantized_attention
 from vllm_rocm_ops.vllm.attention.decoder import is_forced
 from vllm_rocm_ops.vllm.kernels import KERNELS
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -146,6 +146,7 @@ def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
 
 
 FORCED = "VLLM_ROCM_OPS_ATTENTION=1"
+TO_E4M3 = quantized_attention.KINDS["static"]
 UNMEASURED = "unmeasured: vLLM's own until ours was measured to be faster"
 BY_ATTENTION = ops.batched_gemm, ops.latent_norm_rope_and_cache
 """Ops around attention, which the same variable has serve."""
@@ -157,10 +158,12 @@ def attention(config: dict, tp: int, arch: str) -> LayerCall:
 
 
 def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
-    """The calls of decode that vLLM gives ops of ours where they were measured to be faster, or in place of others."""
-    gated, fronts = joined.gated(config, tp, ep), joined.fronts(config, tp, ep)
+    """The calls of decode that vLLM gives ops of ours where they were measured to be faster, where it is asked to, or in place of others."""
+    native = archs.named(arch).vendor == "amd"
+    whole = *model_layers.absorbed(config, tp), attention(config, tp, arch)
+    fused = joined.around_attention(config, tp, native).values()
     norms = joined.quantized_hidden(config, tp, ep)[:1]
-    return [*gated, *fronts, *norms, *model_layers.absorbed(config, tp), attention(config, tp, arch)]
+    return [*joined.gated(config, tp, ep), *joined.fronts(config, tp, ep), *norms, *whole, *fused]
 
 
 def measured_shapes(call: LayerCall, arch: str) -> list[str]:
@@ -193,6 +196,8 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
         return False, f"off on this GPU: {record.off[name]}"
     if call.op in model_layers.ATTENTION:
         return attention_decision(call, record, tokens)
+    if call.op in joined.ROTATIONS:
+        return is_forced(), FORCED if is_forced() else f"vLLM's own without {FORCED}"
     most = KERNELS[call.op].limit if call.op in KERNELS else None
     if call.op in BY_ATTENTION and is_forced():
         return most is None or tokens <= most, FORCED
@@ -240,6 +245,8 @@ def parts_of(call: LayerCall) -> tuple[LayerCall, ...]:
     """Return the calls of a model in whose place a call is."""
     if call.op is ops.latent_norm_rope_and_cache:
         return joined.norms_of(call)
+    if call.layer == f"{joined.ATTENTION} + {joined.QUANTIZATION}":
+        return (joined.attention_of(call),)
     return joined.two_launches(call) if is_gated(call) else ()
 
 
@@ -254,13 +261,27 @@ def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens:
         if call.op is ops.paged_attention_decode
         else f"{heads}x{sizes[0]}+{sizes[1]} "
     )
-    found = {key: one for key, one in record.shapes.items() if key.startswith(f"{call.op.name} {shape}")}
-    served = [kernel_selection.ours_of(key, one) for key, one in found.items()]
+    kind = quantized_attention.KINDS.get(sizes[-1], "")
+    found = {
+        key: kernel_selection.ours_of(key, one)
+        for key, one in record.shapes.items()
+        if key.startswith(f"{call.op.name} {shape}") and (f"{kind} page " in key if kind else TO_E4M3 not in key)
+    }
+    separate = [found.pop(key) for key in list(found) if key.endswith(f" {quantized_attention.SEPARATE}")]
+    served = list(found.values())
     if not served:
         return False, UNMEASURED
+    if separate and not quantized_attention.at_some_size(separate):
+        return False, "measured: not faster than attention and a quantization of its own"
     return all(
         tokens < len(ours) and ours[tokens] for ours in served
     ), f"measured with {len(served)} lengths and backends"
+
+
+def apart(call: LayerCall) -> str:
+    """Return what runs where ours does not serve a call."""
+    parts = 1 if call.op is ops.latent_norm_rope_and_cache else len(call.layer.split(" + "))
+    return {1: "vLLM's own", 2: "two launches", 3: "three launches"}[parts]
 
 
 def measured_here(arch: archs.Arch) -> kernel_selection.Record:
@@ -280,16 +301,16 @@ def explain_model(
     lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
     known = archs.named(arch)
     record = measured_here(known)
-    gated = {part: call for call in calls for part in parts_of(call)}
+    whole = {part: call for call in calls for part in parts_of(call)}
     for call in calls:
         same: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for batch in batches:
             ours, said = served(call, arch, record, batch)
-            if call in gated and served(gated[call], arch, record, batch)[0]:
-                same.setdefault((f"in {gated[call].layer}", ""), []).append((batch, ""))
+            if call in whole and served(whole[call], arch, record, batch)[0]:
+                same.setdefault((f"in {whole[call].layer}", ""), []).append((batch, ""))
                 continue
             if not ours:
-                same.setdefault(("two launches" if is_gated(call) else "vLLM's own", said), []).append((batch, ""))
+                same.setdefault((apart(call), said), []).append((batch, ""))
                 continue
             arguments = call.case(batch).make("meta", torch.Generator(), known.fp8_dtype)
             explained = call.op.explain(*arguments, arch=known)

@@ -130,7 +130,8 @@ def calls(captured: tuple[int, ...] = ()) -> Calls:
     shared.pop((), None)
     ours = [pattern for pattern, runs in row_selection.choices.ours.items() if runs]
     op_of = {pattern: pattern.partition(" ")[0] for pattern in sorted(ours)}
-    patterns = {pattern: counts.get(op, 0) + counts.get(f"scaled_mm_{op}", 0) for pattern, op in op_of.items()}
+    names = {pattern: (op, f"scaled_mm_{op}", f"all_reduce_{op}") for pattern, op in op_of.items()}
+    patterns = {pattern: sum(counts.get(name, 0) for name in of) for pattern, of in names.items()}
     result = Calls({}, patterns, [])
     has_run = bool(counts)  # a worker on CPU may not, before its first request
     result.unreached += [pattern for pattern, count in result.patterns.items() if has_run and not count]

@@ -10,12 +10,14 @@ ROCm platform, so that a model can be measured with the ops and without. On CPU,
 unless `VLLM_ROCM_OPS_ON_CPU=1`. Then the ops' references run, for tests.
 """
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import logging
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import envs
@@ -25,6 +27,7 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 FILES = {
     "activation": "fusion",
+    "all_reduce": "fusion",
     "block_scaled_linear": "linear",
     "checked_scales": "guards",
     "compile_cache": "guards",
@@ -39,6 +42,7 @@ FILES = {
     "mxfp8_experts": "experts",
     "mxfp8_linear": "linear",
     "norm": "fusion",
+    "quantized_attention": "attention",
     "quantized_input": "fusion",
     "rope_and_cache": "attention",
     "routing_experts": "experts",
@@ -265,3 +269,28 @@ def require_parameters(function: Callable, *names: str) -> None:
     found = [name for name in inspect.signature(function).parameters if name != "self"]
     text = f"{function.__qualname__}({', '.join(names)}), it has ({', '.join(found)})"
     require(tuple(found[: len(names)]) == names, text)
+
+
+def require_function(path: str, *wanted: str) -> None:
+    """Raise `Unavailable` unless a module has a function with these parameters, and no more."""
+    module, _, name = path.rpartition(".")
+    require_in(
+        {node.name: node for node in body_of(module) if isinstance(node, ast.FunctionDef)}, name, name, 0, wanted
+    )
+
+
+def require_in(
+    functions: dict[str, ast.FunctionDef], name: str, says: str, bound: int, wanted: tuple, may: tuple = ()
+) -> None:
+    """Raise `Unavailable` unless a function has these parameters behind so many that are bound, and none but those that it `may` have."""
+    had = [argument.arg for argument in functions[name].args.args[bound:]] if name in functions else []
+    text = f"{says}({', '.join(wanted)}), it has ({', '.join(had)})"
+    require(name in functions and [one for one in had if one not in may] == [*wanted], text)
+
+
+def body_of(module: str) -> list[ast.stmt]:
+    """Return what a module of vLLM's has, read and not imported."""
+    import vllm
+
+    source = Path(vllm.__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py").read_text()
+    return ast.parse(source).body

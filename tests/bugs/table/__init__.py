@@ -2,7 +2,9 @@
 
 from ..bug import Bug
 from . import (
+    collectives,
     decode,
+    decode_output,
     experts,
     flash,
     gemm,
@@ -14,13 +16,14 @@ from . import (
     seams,
     seams_attention,
     seams_fusion,
+    seams_quantized,
     skinny_gemm,
     tiled_gemm,
 )
 
 AREAS = (
-    *(norms, rows, gemm, skinny_gemm, tiled_gemm, experts, routing, rope, decode, mla, flash),
-    *(seams, seams_attention, seams_fusion),
+    *(norms, rows, gemm, skinny_gemm, tiled_gemm, experts, routing, rope, decode, decode_output, mla, flash),
+    *(collectives, seams, seams_attention, seams_fusion, seams_quantized),
 )
 
 

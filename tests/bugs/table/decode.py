@@ -162,8 +162,8 @@ BUGS = (
     Bug(
         "heads of out side by side",
         "attention/output.h",
-        "row * p.out_stride + of.head * p.out_head_stride + first_dim;\n    if (p.out_scale) {\n      values",
-        "row * p.out_stride + of.head * kD + first_dim;\n    if (p.out_scale) {\n      values",
+        "row * p.out_stride + of.head * p.out_head_stride + first_dim;\n    if (p.out_scale) {\n      if constexpr",
+        "row * p.out_stride + of.head * kD + first_dim;\n    if (p.out_scale) {\n      if constexpr",
         Cases(ops.paged_attention_decode, "out", said="between its rows"),
     ),
     Bug(

@@ -22,8 +22,8 @@ BUGS = (
     Bug(
         "MLA: rows of out as those of the query",
         "attention/output.h",
-        "row * p.out_stride + of.head * p.out_head_stride + first_dim;\n    if (p.out_scale) {\n      values",
-        "row * p.query_stride + of.head * p.out_head_stride + first_dim;\n    if (p.out_scale) {\n      values",
+        "row * p.out_stride + of.head * p.out_head_stride + first_dim;\n    if (p.out_scale) {\n      if constexpr",
+        "row * p.query_stride + of.head * p.out_head_stride + first_dim;\n    if (p.out_scale) {\n      if constexpr",
         Cases(ops.mla_decode, "out", on="gfx950", said="between its rows|problem.out"),
     ),
     Bug(

@@ -33,9 +33,9 @@ BUGS = (
     ),
     Bug(
         "requests of any lengths taken for equal",
-        "vllm/attention/decoder.py",
+        "vllm/attention/backends.py",
         "if metadata.num_actual_tokens == requests * longest else",
-        "if longest <= MOST_ROWS else",
+        "if longest <= 8 else",
         Tests("test_decode_attention.py"),
     ),
     Bug(
@@ -110,21 +110,21 @@ BUGS = (
     ),
     Bug(
         "AMX's order of keys",
-        "vllm/attention/decoder.py",
+        "vllm/attention/backends.py",
         'layer.isa not in ("vec", "vec16")',
         'layer.isa not in ("vec", "vec16", "amx")',
         Tests("test_seam_guards.py"),
     ),
     Bug(
         "AITER's shuffled cache",
-        "vllm/attention/decoder.py",
+        "vllm/attention/backends.py",
         "return None if rocm_aiter_ops.is_shuffle_kv_cache_enabled() else",
         "return",
         Tests("test_seam_guards.py"),
     ),
     Bug(
         "interleaved values",
-        "vllm/attention/decoder.py",
+        "vllm/attention/backends.py",
         'if getattr(impl, "_use_interleaved_v_cache", False):',
         "if False:",
         Tests("test_seam_guards.py"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -79,14 +79,12 @@ def reference(
     scales: tuple[Tensor | None, Tensor | None],
     window: int = 0,
     sinks: Tensor | None = None,
-    quantize: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The rows [rows, heads, size of a value] of query's dtype, or quantized, and the logarithms of their sums [rows, heads]."""
+    """The rows [rows, heads, size of a value] of query's dtype, and the logarithms of their sums [rows, heads]."""
     of, (k_scale, v_scale) = exact(query), scales
     factor = scale if k_scale is None else scale * k_scale.to(of)
     requests = query.to(of).mul(factor).unflatten(0, (-1, query_len)) if len(seq_lens) else ()
-    quantize = quantize or (lambda rows: rows.to(query.dtype))
-    out = quantize(query.new_zeros((*query.shape[:2], layout.value_size), dtype=of))
+    out = query.new_zeros((*query.shape[:2], layout.value_size))
     lse = query.new_empty(query.shape[:2], dtype=of)
     for r, (of_request, length) in enumerate(zip(requests, seq_lens.tolist())):
         places = torch.arange(max(length, 0), device=query.device)
@@ -96,7 +94,7 @@ def reference(
             values = values.to(query.dtype)
         found, sums = _request(of_request, keys, values, window, sinks)
         at = slice(r * query_len, (r + 1) * query_len)
-        out[at] = quantize(found if v_scale is None else found * v_scale.to(of))
+        out[at] = (found if v_scale is None else found * v_scale.to(of)).to(query.dtype)
         lse[at] = sums
     return out, lse
 
@@ -136,11 +134,11 @@ def requests_contract(a, name: str, query: Tensor) -> Iterator[tuple[str, str, s
     yield name, f"of requests * query_len = {requests * a.query_len} rows", str(rows), rows == requests * a.query_len
 
 
-def out_contract(a, query: Tensor, scale: Tensor | None = None) -> Iterator[tuple[str, str, str, bool]]:
-    if scale is not None:
-        yield "out", "a tensor where there is an out_scale", "None", a.out is not None
+def out_contract(a, query: Tensor, quantizes: bool = False) -> Iterator[tuple[str, str, str, bool]]:
+    if quantizes:
+        yield "out", "a tensor where there is an out_scale or out_scales", "None", a.out is not None
     if a.out is not None:
-        dtype, holds = (query.dtype, a.out.dtype == query.dtype) if scale is None else ("e4m3", a.out.dtype in LIMIT)
+        dtype, holds = ("e4m3", a.out.dtype in LIMIT) if quantizes else (query.dtype, a.out.dtype == query.dtype)
         yield "out", f"{dtype} {list(query.shape)}", describe(a.out), holds and a.out.shape == query.shape
         yield "out", "without elements in the same place", describe(a.out), not overlaps_itself(a.out)
 
@@ -290,7 +288,7 @@ def out_of(given: dict, rows: int, heads: int, size: int, dtype: torch.dtype, de
     """Rows and heads that lie apart, if the case asks for them."""
     if not given.get("out"):
         return None
-    shape = (rows, heads + 1, size + 8)
+    shape = (rows, heads + 1, size + given.get("apart", 8))
     return torch.full(shape, math.nan).to(given.get("out_dtype", dtype)).to(device)[:, 1:, :size]
 
 

@@ -96,7 +96,7 @@ def expected_hit(a) -> float:
 
 
 def contract(a) -> Iterator[tuple[str, str, str, bool]]:
-    """What callers must respect: yields (argument, wanted, got, holds)."""
+    """Yield the rules that callers must respect: (argument, wanted, got, holds)."""
     dims = a.hidden.dim() == 2 and a.w1.dim() == a.w2.dim() == 3
     yield "hidden, w1, w2", "[M, H], [E, 2 I, H], [E, H, I]", describe(a.hidden), dims
     m, h = a.hidden.shape

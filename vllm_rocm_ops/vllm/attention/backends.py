@@ -9,7 +9,6 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -88,10 +87,7 @@ def check(member: str, backend: Backend) -> None:
 
 def require_method(path: str, name: str, *wanted: str, may: tuple[str, ...] = ()) -> None:
     """Raise `Unavailable` unless a class has a method with these parameters, and no more than those that it `may` have."""
-    functions = methods(path)
-    had = [argument.arg for argument in functions[name].args.args[1:]] if name in functions else []
-    text = f"{path.rpartition('.')[2]}.{name}({', '.join(wanted)}), it has ({', '.join(had)})"
-    seam.require(name in functions and [one for one in had if one not in may] == [*wanted], text)
+    seam.require_in(methods(path), name, f"{path.rpartition('.')[2]}.{name}", 1, wanted, may)
 
 
 def methods(path: str) -> dict[str, ast.FunctionDef]:
@@ -101,10 +97,7 @@ def methods(path: str) -> dict[str, ast.FunctionDef]:
 
 @functools.cache
 def _classes(module: str) -> dict[str, ast.ClassDef]:
-    import vllm
-
-    source = Path(vllm.__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py").read_text()
-    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    return {node.name: node for node in seam.body_of(module) if isinstance(node, ast.ClassDef)}
 
 
 def _class(path: str) -> ast.ClassDef:
@@ -145,3 +138,63 @@ def install(backends: dict[str, Backend]) -> None:
 
     for member, backend in backends.items():
         register_backend(AttentionBackendEnum[member], f"{backend.kind.__module__}.RocmOps{backend.name}")
+
+
+# Caches and batches
+
+
+def packed(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """[pages, heads, N, key and value], in any order in memory."""
+    return kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
+
+
+def packed_unless_shuffled(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The same, unless the user has AITER shuffle the cache."""
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    return None if rocm_aiter_ops.is_shuffle_kv_cache_enabled() else packed(impl, layer, kv_cache)
+
+
+def packed_unless_interleaved(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The same, unless groups of slots have their elements side by side, as AITER's kernels for gfx1250 may want it."""
+    return None if getattr(impl, "_shuffle_kv_layout", False) else packed(impl, layer, kv_cache)
+
+
+def native(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
+    """[pages, 2, N, heads * size]. A fusion for AITER has vLLM interleave values."""
+    from vllm.v1.attention.ops.paged_attn import PagedAttention
+
+    if getattr(impl, "_use_interleaved_v_cache", False):
+        return None
+    return PagedAttention.split_kv_cache(kv_cache.transpose(0, 1), impl.num_kv_heads, impl.head_size)
+
+
+def of_cpu(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
+    """[pages, heads, N, key and value] as bytes: all keys of a page, transposed, before its values. AMX has another order."""
+    if layer.isa not in ("vec", "vec16"):
+        return None
+    pages, heads, slots, both = kv_cache.shape
+    block, head, _, _ = kv_cache.stride()
+    shape, begin, size = (pages, slots, heads, both // 2), kv_cache.storage_offset(), both // 2
+    keys = kv_cache.as_strided(shape, (block, 1, head, slots), begin)
+    return keys, kv_cache.as_strided(shape, (block, size, head, 1), begin + slots * size)
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """Rows of heads [tokens, heads, size] in the same memory, as ops know columns of one tensor; x where heads are apart."""
+    return x.flatten(1) if x.dim() == 3 and x.stride()[1:] == (x.shape[2], 1) else x
+
+
+def batch_of_all(metadata) -> Batch:
+    """Where requests may have any lengths: their sum is the number of tokens, so they are equal if it is that of the longest."""
+    requests, longest = metadata.block_table.shape[0], metadata.max_query_len
+    return (requests, longest) if metadata.num_actual_tokens == requests * longest else NO_BATCH
+
+
+def batch_of_decodes(metadata) -> Batch:
+    """Where decode rows come first. They are all if they are as many as tokens."""
+    if not metadata.num_decodes:
+        return NO_BATCH
+    requests, longest = metadata.num_decodes, metadata.decode_metadata.max_query_len
+    same = metadata.num_decode_tokens == metadata.num_actual_tokens == requests * longest
+    return (requests, longest) if same and metadata.block_table.shape[0] == requests else NO_BATCH

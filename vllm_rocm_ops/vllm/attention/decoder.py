@@ -24,6 +24,7 @@ from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.ops.families.attention import ELEMENTS, CacheLayout
 from vllm_rocm_ops.ops.families.decode import MOST_ROWS
 from vllm_rocm_ops.ops.paged_attention_decode import SIZES
+from vllm_rocm_ops.vllm.attention import backends, quantized_attention
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 from vllm_rocm_ops.vllm.attention.backends import NO_BATCH, Backend, Batch, find, seam_of
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -64,6 +65,7 @@ class Decoder:
         self.choices: dict[
             int, tuple[kernel_selection.Choice, ...]
         ] = {}  # by query length, one for each length of requests
+        self.quantized = ""  # how the result is quantized in vLLM's graph: not, "static", or "groups"
         if self.is_forced and not self.lacks and getattr(impl, "supports_quant_query_input", False):
             impl.supports_quant_query_input = False  # ours takes queries of 16 bits
 
@@ -139,16 +141,16 @@ class HeadsDecoder(Decoder):
         behind = found[0] if isinstance(found, tuple) else found  # in front of the row's own
         return 0 if behind in (None, -1) else behind + 1
 
-    def serve(self, layer, query: Tensor, kv_cache: Tensor, metadata, output: Tensor, scale: Tensor | None) -> bool:
-        """Write the output of a batch, if ours serves it; with a scale that of e4m3."""
+    def serve(self, layer, query: Tensor, kv_cache: Tensor, metadata, output: Tensor, *scales: Tensor | None) -> bool:
+        """Write the output of a batch, if ours serves it; with a scale, or scales of groups to write, that of e4m3."""
         # First what most calls that are left to vLLM fail for: this is the host's time.
         batch = self.backend.batch(metadata)
         if self.lacks or batch == NO_BATCH or not self.is_ours(batch):
             return False
-        fits = output.dtype in LIMIT if scale is not None else output.dtype == query.dtype
+        fits = output.dtype == query.dtype if scales == (None, None) else output.dtype in LIMIT
         if query.dtype not in ELEMENTS or not fits or not is_causal(metadata):
             return False
-        return self.run(batch, layer, query, kv_cache, metadata, output, scale)
+        return self.run(batch, layer, query, kv_cache, metadata, output, *scales)
 
     def run(
         self,
@@ -159,6 +161,7 @@ class HeadsDecoder(Decoder):
         metadata,
         output: Tensor,
         scale: Tensor | None = None,
+        groups: Tensor | None = None,
     ) -> bool:
         """Write the output of a batch of decode rows, unless our kernels do not take it."""
         (requests, query_len), caches = batch, self.caches(layer, kv_cache)
@@ -167,7 +170,8 @@ class HeadsDecoder(Decoder):
         rows, places = requests * query_len, (metadata.block_table, metadata.seq_lens)
         query, rest = query[:rows], (self.impl.scale, query_len, *self.scales(layer), self.impl.sinks, self.window)
         out = output[:rows].view(query.shape)
-        return run(self.op, query, *caches, *places, *rest, 0, False, out, scale) is not None
+        groups = None if groups is None else groups[:rows]
+        return run(self.op, query, *caches, *places, *rest, 0, False, out, scale, groups) is not None
 
     def caches(self, layer, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
         """The caches of keys and values, in the dtype that they hold."""
@@ -194,7 +198,8 @@ class HeadsDecoder(Decoder):
         caches = self.may_rotate(self.rope) and self.caches(layer, kv_cache)
         if not caches:
             return False
-        given = query, key, value, positions, cos_sin_cache, is_neox, *caches, slot_mapping, *self.scales(layer)
+        rows = backends.in_rows(query), backends.in_rows(key), value
+        given = *rows, positions, cos_sin_cache, is_neox, *caches, slot_mapping, *self.scales(layer)
         return run(self.rope, *given) is not None
 
     def heads_of(self, qkv: Tensor) -> list[Tensor]:
@@ -228,16 +233,16 @@ class HeadsDecoder(Decoder):
     def page_size(self, layer) -> int:
         return CacheLayout(*self.caches(layer, layer.kv_cache)).page_size
 
-    def ours(self, batch: Batch, layer, query: Tensor, metadata) -> Tensor | None:
-        """The output of a batch, by our op."""
-        output = torch.empty_like(query)
-        return output if self.run(batch, layer, query, layer.kv_cache, metadata, output) else None
+    def ours(self, batch: Batch, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...] | None:
+        """The output of a batch and its scales, by our op."""
+        outputs = quantized_attention.outputs(self.quantized, query)
+        return outputs if self.run(batch, layer, query, layer.kv_cache, metadata, *outputs) else None
 
-    def theirs(self, layer, query: Tensor, metadata) -> Tensor:
+    def theirs(self, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...]:
         """The same by vLLM's implementation."""
-        output = torch.empty_like(query)
-        super(DecodeImpl, self.impl).forward(layer, query, None, None, layer.kv_cache, metadata, output)
-        return output
+        outputs = quantized_attention.outputs(self.quantized, query)
+        self.impl.quantized_forward(layer, query, None, None, layer.kv_cache, metadata, *outputs)
+        return outputs
 
     def exact(self, query_len: int, keys: int, layer, query: Tensor, metadata, requests: Tensor) -> Tensor:
         """The output of some requests in float32, of a copy of their pages."""
@@ -283,13 +288,30 @@ class DecodeImpl:
         output_scale=None,
         output_block_scale=None,
     ):
-        may_serve = attn_metadata is not None and output_block_scale is None
-        if may_serve and self.rocm_ops.serve(layer, query, kv_cache, attn_metadata, output, output_scale):
+        scales = output_scale, output_block_scale
+        if attn_metadata is None:  # vLLM's profile run
+            self.rocm_ops.quantized = quantized_attention.kind(*scales)
+        elif self.rocm_ops.serve(layer, query, kv_cache, attn_metadata, output, *scales):
             return output
-        if may_serve and self.rocm_ops.is_never_ours():
-            self.forward = super().forward
-        given = layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-        return super().forward(*given)
+        elif self.rocm_ops.is_never_ours():
+            self.forward = self.quantized_forward if self.lacks_quantization(*scales) else super().forward
+        return self.quantized_forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+
+    def lacks_quantization(self, scale: Tensor | None, groups: Tensor | None) -> bool:
+        """Return whether vLLM's implementation takes no call with these scales."""
+        static = scale is not None and not super().fused_output_quant_supported(quantized_attention.static_key())
+        return groups is not None or static
+
+    def quantized_forward(self, *given, output_scale=None, output_block_scale=None):
+        """Run vLLM's implementation, and a quantization behind it where that has none."""
+        *given, output, scale, groups = given if len(given) == 9 else (*given, output_scale, output_block_scale)
+        if self.lacks_quantization(scale, groups):
+            return quantized_attention.behind(super().forward, self.rocm_ops, given, output, scale, groups)
+        return super().forward(*given, output, scale, groups)
+
+    def fused_output_quant_supported(self, quant_key):
+        ours = quant_key == quantized_attention.static_key() and quantized_attention.may_fuse(self.rocm_ops, "static")
+        return super().fused_output_quant_supported(quant_key) or ours
 
     def fused_rope_kvcache_supported(self):
         return super().fused_rope_kvcache_supported() or self.rocm_ops.may_rotate(self.rocm_ops.rope)
@@ -334,56 +356,6 @@ class DecodeImpl:
         self.do_rope_and_kv_cache_update(layer, q_out, k_out, value, positions, *places)
 
 
-# Caches and batches
-
-
-def packed(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """[pages, heads, N, key and value], in any order in memory."""
-    return kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
-
-
-def packed_unless_shuffled(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The same, unless the user has AITER shuffle the cache."""
-    from vllm._aiter_ops import rocm_aiter_ops
-
-    return None if rocm_aiter_ops.is_shuffle_kv_cache_enabled() else packed(impl, layer, kv_cache)
-
-
-def native(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
-    """[pages, 2, N, heads * size]. A fusion for AITER has vLLM interleave values."""
-    from vllm.v1.attention.ops.paged_attn import PagedAttention
-
-    if getattr(impl, "_use_interleaved_v_cache", False):
-        return None
-    return PagedAttention.split_kv_cache(kv_cache.transpose(0, 1), impl.num_kv_heads, impl.head_size)
-
-
-def of_cpu(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
-    """[pages, heads, N, key and value] as bytes: all keys of a page, transposed, before its values. AMX has another order."""
-    if layer.isa not in ("vec", "vec16"):
-        return None
-    pages, heads, slots, both = kv_cache.shape
-    block, head, _, _ = kv_cache.stride()
-    shape, begin, size = (pages, slots, heads, both // 2), kv_cache.storage_offset(), both // 2
-    keys = kv_cache.as_strided(shape, (block, 1, head, slots), begin)
-    return keys, kv_cache.as_strided(shape, (block, size, head, 1), begin + slots * size)
-
-
-def batch_of_all(metadata) -> Batch:
-    """Where requests may have any lengths: their sum is the number of tokens, so they are equal if it is that of the longest."""
-    requests, longest = metadata.block_table.shape[0], metadata.max_query_len
-    return (requests, longest) if metadata.num_actual_tokens == requests * longest else NO_BATCH
-
-
-def batch_of_decodes(metadata) -> Batch:
-    """Where decode rows come first. They are all if they are as many as tokens."""
-    if not metadata.num_decodes:
-        return NO_BATCH
-    requests, longest = metadata.num_decodes, metadata.decode_metadata.max_query_len
-    same = metadata.num_decode_tokens == metadata.num_actual_tokens == requests * longest
-    return (requests, longest) if same and metadata.block_table.shape[0] == requests else NO_BATCH
-
-
 # Backends
 
 STOCK = "vllm.v1.attention.backends"
@@ -395,35 +367,48 @@ OF_BATCH = ("num_actual_tokens", "seq_lens", "block_table", "causal")
 OF_SPLIT = ("num_decodes", "num_decode_tokens", "decode_metadata")
 
 
-def _of_heads(module: str, stem: str, impl: str, metadata: str, more: tuple[str, ...], *rest, **given) -> Backend:
+def _of_heads(
+    module: str, stem: str, impl: str, metadata: str, more: tuple[str, ...], *rest, base: str | None = None, **given
+) -> Backend:
+    """`base` is the class that an implementation has its attributes from, and whose module has the metadata."""
+    base = f"{STOCK}.{base or f'{module}.{impl}'}"
     module = f"{STOCK}.{module}"
-    needs = (f"{module}.{impl}", OF_IMPL), (f"{module}.{metadata}", (*OF_BATCH, *more))
+    needs = (base, OF_IMPL), (f"{base.rpartition('.')[0]}.{metadata}", (*OF_BATCH, *more))
     return Backend(f"{module}.{stem}Backend", DecodeImpl, impl, needs, *rest, **given)
 
 
 _TRITON = ("max_query_len", "mm_prefix_range_tensor", "rswa_prefix_lens")
-_of_all = ("max_query_len",), native, batch_of_all
+_of_all = ("max_query_len",), backends.native, backends.batch_of_all
 BACKENDS = {
     "ROCM_ATTN": _of_heads("rocm_attn", "RocmAttention", "RocmAttentionImpl", "RocmAttentionMetadata", *_of_all),
     "ROCM_AITER_FA": _of_heads(
         *("rocm_aiter_fa", "AiterFlashAttention", "AiterFlashAttentionImpl", "AiterFlashAttentionMetadata"),
-        *(OF_SPLIT, packed_unless_shuffled, batch_of_decodes),
+        *(OF_SPLIT, backends.packed_unless_shuffled, backends.batch_of_decodes),
+    ),
+    "ROCM_AITER_UNIFIED_ATTN": _of_heads(
+        *("rocm_aiter_unified_attn", "RocmAiterUnifiedAttention", "RocmAiterUnifiedAttentionImpl"),
+        *("RocmAttentionMetadata", ("max_query_len",), backends.packed_unless_interleaved, backends.batch_of_all),
+        base="rocm_attn.RocmAttentionImpl",
     ),
     "TRITON_ATTN": _of_heads(
         *("triton_attn", "TritonAttention", "TritonAttentionImpl", "TritonAttentionMetadata"),
-        *(_TRITON, packed, batch_of_all),
+        *(_TRITON, backends.packed, backends.batch_of_all),
     ),
     "CPU_ATTN": _of_heads(
         *("cpu_attn", "CPUAttention", "CPUAttentionBackendImpl", "CPUAttentionMetadata"),
-        *(("max_query_len", "dynamic_causal"), of_cpu, batch_of_all),
+        *(("max_query_len", "dynamic_causal"), backends.of_cpu, backends.batch_of_all),
         on_gpu=False,
     ),
 }
-PLATFORMS = {"rocm": ("ROCM_ATTN", "ROCM_AITER_FA", "TRITON_ATTN"), "cuda": ("TRITON_ATTN",), "cpu": ("CPU_ATTN",)}
+PLATFORMS = {
+    "rocm": ("ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "TRITON_ATTN"),
+    "cuda": ("TRITON_ATTN",),
+    "cpu": ("CPU_ATTN",),
+}
 
 SEAM = seam_of(
     "decode_attention",
-    "ROCM_ATTN, ROCM_AITER_FA and TRITON_ATTN of AttentionBackendEnum, by subclasses; on CPU CPU_ATTN",
+    "ROCM_ATTN, ROCM_AITER_FA, ROCM_AITER_UNIFIED_ATTN and TRITON_ATTN of AttentionBackendEnum, by subclasses; on CPU CPU_ATTN",
     BACKENDS,
     PLATFORMS,
     "paged_attention_decode",

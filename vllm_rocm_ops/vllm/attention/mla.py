@@ -88,13 +88,13 @@ class LatentDecoder(Decoder):
     def page_size(self, layer) -> int:
         return layer.kv_cache.shape[1]
 
-    def ours(self, batch: Batch, layer, query: Tensor, metadata) -> Tensor | None:
+    def ours(self, batch: Batch, layer, query: Tensor, metadata) -> tuple[Tensor] | None:
         found = self.run(batch, query.split([LATENT, ROPE], -1), layer.kv_cache, metadata, layer)
-        return found and found[0]
+        return found and found[:1]
 
-    def theirs(self, layer, query: Tensor, metadata) -> Tensor:
+    def theirs(self, layer, query: Tensor, metadata) -> tuple[Tensor]:
         q, cache = tuple(query.split([LATENT, ROPE], -1)), self.cache(layer.kv_cache)
-        return super(LatentImpl, self.impl).forward_mqa(q, cache, metadata, layer)[0]
+        return super(LatentImpl, self.impl).forward_mqa(q, cache, metadata, layer)[:1]
 
     def exact(self, query_len: int, keys: int, layer, query: Tensor, metadata, requests: Tensor) -> Tensor:
         decode = metadata.decode

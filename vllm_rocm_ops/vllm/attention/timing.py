@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.ops.families.attention import ELEMENTS
+from vllm_rocm_ops.vllm.attention import quantized_attention
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 if TYPE_CHECKING:
@@ -62,12 +63,16 @@ def choose(decoder: Decoder, layer: torch.nn.Module, builder, page_size: int) ->
         found = []
         for keys in [keys for keys in LENGTHS if keys <= longest] or [longest]:
             of = layer._k_scale, dtype, Layer(decoder, layer, builder)
-            context = Context(decoder, page_size, query_len, keys)
-            choice = kernel_selection.choice(context.key)
-            choice = choice or kernel_selection.choose(context.key, context, decoder.backend.name, of)
-            if choice.layers is not None:
-                choice.note(layer._k_scale, config.scheduler_config.max_num_seqs, lambda of=of: of)
-            found.append(choice)
+            contexts = [Context(decoder, page_size, query_len, keys)]
+            if decoder.quantized:
+                contexts.append(Separate(decoder, page_size, query_len, keys))
+            for context in contexts:
+                choice = kernel_selection.choice(context.key)
+                choice = choice or kernel_selection.choose(context.key, context, context.native, of)
+                if choice.layers is not None:
+                    choice.note(layer._k_scale, config.scheduler_config.max_num_seqs, lambda of=of: of)
+                if not isinstance(context, Separate):
+                    found.append(choice)
         decoder.choices[query_len], decoder.never_ours = tuple(found), None
 
 
@@ -97,13 +102,17 @@ class Context:
     the layer's own, the dtype of queries, and a `Layer`."""
 
     sampled_rows = 4
+    native = ""
+    """The name of what ours is measured beside: of vLLM's backend, unless a class has one."""
 
     def __init__(self, decoder: Decoder, page_size: int, query_len: int, keys: int):
         self.op, self.query_len, self.keys = decoder.op, query_len, keys
+        self.native = self.native or decoder.backend.name
         rows = f" {query_len} rows" * (query_len > 1)
         longest = decoder.config.model_config.max_model_len
-        self.shape = f"{decoder.describe()} page {page_size}{rows} {keys} of {longest} keys"
-        self.key = "attention", decoder.backend.name, self.shape
+        quantized = quantized_attention.KINDS.get(decoder.quantized, "")
+        self.shape = f"{decoder.describe()}{quantized} page {page_size}{rows} {keys} of {longest} keys"
+        self.key = "attention", self.native, self.shape
 
     def most_tokens(self) -> int:
         return 0
@@ -126,18 +135,35 @@ class Context:
         query = x.view(requests * self.query_len, of.decoder.impl.num_heads, -1)
         return query, of, metadata
 
-    def ours(self, query: Tensor, of: Layer, metadata) -> Tensor | None:
+    def ours(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...] | None:
         requests = len(query) // self.query_len
-        output = of.decoder.ours((requests, self.query_len), of.module, query, metadata)
-        return output if output is None else output.reshape(requests, -1)
+        return of.decoder.ours((requests, self.query_len), of.module, query, metadata)
 
-    def theirs(self, query: Tensor, of: Layer, metadata) -> Tensor:
-        return of.decoder.theirs(of.module, query, metadata).reshape(len(query) // self.query_len, -1)
+    def theirs(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...]:
+        return of.decoder.theirs(of.module, query, metadata)
+
+    def shown(self, outputs: tuple[Tensor | None, ...]) -> Tensor:
+        """A row for each request, of what was quantized as its scales say."""
+        rows = quantized_attention.dequantized(*outputs)
+        return rows.reshape(len(rows) // self.query_len, -1)
 
     def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         query, of, metadata = arguments
         found = of.decoder.exact(self.query_len, self.keys, of.module, query, metadata, rows)
         return found.reshape(len(rows), -1)[:, columns]
+
+
+class Separate(Context):
+    """The same of our attention with vLLM's quantization behind it, which says whether one launch is the faster."""
+
+    native = quantized_attention.SEPARATE
+
+    def theirs(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...]:
+        output, *scales = quantized_attention.outputs(of.decoder.quantized, query)
+        plain, batch = torch.empty_like(query), (len(query) // self.query_len, self.query_len)
+        of.decoder.run(batch, of.module, query, of.cache, metadata, plain)
+        quantized_attention.quantize(plain.flatten(1), output.flatten(1), *scales)
+        return output, *scales
 
 
 def common_metadata(of: Layer, requests: int, query_len: int, keys: int):

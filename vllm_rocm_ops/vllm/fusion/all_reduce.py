@@ -1,4 +1,8 @@
-"""Which norms stay vLLM's because its pass fuses them with AITER's all-reduce in front of them, under tensor parallelism.
+"""Seam: an all-reduce, alone or with the norm behind it, is one launch of ours where all ranks have measured together that it wins.
+
+reduced.py has the launch, measured_all_reduce.py measures and puts it in place: in the worker's communicator, in the functions that models
+without a compiled graph call, and in compiled graphs (graph.py). Below are norms that stay vLLM's because its pass fuses them with AITER's
+all-reduce in front of them.
 
 AITER has a one-stage kernel for small tensors and a two-stage kernel, which is slower than an all-reduce and a norm. A norm stays vLLM's
 where the pass has a pattern for its quantization and a decode step's tensors are small enough; where they are not, the pass is off.
@@ -53,3 +57,30 @@ def leave(config, compiles: bool, says: bool) -> tuple[frozenset, list[str]]:
     if says:
         logger.info(text, *said)
     return frozenset(keys), [f"all-reduce with norms {'on' if passes.fuse_allreduce_rms else 'off'}"]
+
+
+def probe() -> None:
+    """Ranks of a group find each other as we need it, and a worker's steps and vLLM's functions have the names that we replace."""
+    from vllm.distributed import parallel_state
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    seam.require(hasattr(torch.ops.vllm, "all_reduce"), "torch.ops.vllm.all_reduce")
+    seam.require_parameters(parallel_state.all_reduce, "tensor", "group_name")
+    seam.require_parameters(parallel_state.GroupCoordinator._all_reduce_out_place, "input_")
+    seam.require_parameters(parallel_state.GroupCoordinator.graph_capture, "graph_capture_context")
+    for name in ("execute_model", "sample_tokens"):
+        seam.require(hasattr(WorkerBase, name), f"WorkerBase.{name}")
+
+
+def install() -> None:
+    """Define the torch op that a compiled graph from vLLM's cache may hold. Nothing is replaced until it was measured."""
+    from vllm_rocm_ops.vllm.fusion import reduced  # noqa: F401
+
+
+SEAM = seam.Seam(
+    name="all_reduce",
+    replaces="vllm.all_reduce with a norm in compiled graphs; all_reduce of a worker's communicator; fused_allreduce_(gemma_)rms_norm",
+    probe=probe,
+    install=install,
+    ops=("all_reduce",),
+)

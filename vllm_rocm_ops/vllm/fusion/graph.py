@@ -3,9 +3,10 @@
 vLLM's platform names the class that runs the passes on each piece of a compiled model. Norms are nodes of vLLM's IR there, quantizations
 and activations are markers (markers.py). The pass replaces
 
-    norm -> quantizations         whose result nothing else reads, by one op of ours, where that was measured to win
-    norm -> experts               by one that quantizes beside, for experts of ours, where that was measured to win (moe_input.py)
+    norm -> quantizations         that alone read the result, by one op of ours, where that was measured to win
+    norm -> experts               by one that quantizes, too, where that was measured to win (moe_input.py)
     activation -> quantizations   likewise; a static one with the linear in front of it, where nothing else reads that
+    all-reduce -> norm            of either kind, by one op of ours, where it wins on all ranks (reduced.py)
     norm, activation              by ours, where the compiler would fuse nothing with it
     every other marker            by what vLLM would have traced: its own passes find what they find without us
 
@@ -15,6 +16,7 @@ An op that updates a residual is functional until vLLM's last pass, as vLLM's ar
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -32,7 +34,7 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op, registered
-from vllm_rocm_ops.vllm.fusion import fused_quant, lowering, markers, moe_input
+from vllm_rocm_ops.vllm.fusion import fused_quant, lowering, markers, moe_input, reduced
 from vllm_rocm_ops.vllm.fusion.lowering import lower
 from vllm_rocm_ops.vllm.fusion.markers import ACTIVATION, MX_QUANTIZATION, QUANTIZATION
 from vllm_rocm_ops.vllm.fusion.row_selection import choices
@@ -51,6 +53,7 @@ VIEWS = (
     aten.slice.Tensor,
     aten.permute.default,
 )
+ALL_REDUCE = torch.ops.vllm.all_reduce.default
 GEMMS = (aten.mm.default, aten.addmm.default)
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 EPSILONS = 1e-5, 1e-6  # of vLLM's patterns
@@ -154,11 +157,12 @@ class Fusion(VllmInductorPass):
         is_all_reduced = producer.name == "norm" and self.is_all_reduced(producer, None)
         if producer.name == "norm" and not is_all_reduced and self.hand_over(producer, readers):
             return True
-        if is_all_reduced or None not in self.runnable[producer.name]:
+        op, given = producer.op(None), producer.arguments()
+        summed = self.summed(producer, op, given, is_all_reduced)
+        if (is_all_reduced and summed is None) or None not in self.runnable[producer.name]:
             return False
-        op = producer.op(None)
-        if op.torch_op is not producer.node.target:
-            insert(producer, op, producer.arguments(), [])
+        if summed is not None or op.torch_op is not producer.node.target:
+            insert(producer, op, given, [], summed)
         return True
 
     def quantize(self, producer: Producer, readers: list[fx.Node]) -> bool:
@@ -182,28 +186,24 @@ class Fusion(VllmInductorPass):
         if op is ops.silu_and_mul_quant and (linear := producer.linear()) is not None:
             insert_gated(producer, linear, given["scale"], readers)
         else:
-            insert(producer, op, given, readers)
+            insert(producer, op, given, readers, self.summed(producer, op, given))
         return True
 
     def hand_over(self, norm: Norm, readers: list[fx.Node]) -> bool:
-        """Put our op that quantizes beside its result in a norm's place, for the layer of experts that reads it, and return whether one
-        serves."""
-        rows, op = norm.result.meta["val"], moe_input.OP
-        pattern = fused_quant.pattern(op, rows.shape[-1], rows.dtype, norm.residual is not None, False, False)
-        if not choices.ours.get(pattern) or op.name in choices.off or (layer := moe_input.layer_in(readers)) is None:
-            return False
-        if moe_input.hidden_states(layer) is not norm.result or rows.dim() != 2:
+        """Have a norm quantize its result, too, for the experts that read it, and return whether that serves."""
+        op, wins = moe_input.OP, choices.ours.get(moe_input.pattern(norm.result, norm.residual))
+        if not wins or op.name in choices.off or (layer := moe_input.layer_of(norm.result, readers)) is None:
             return False
         given = {"quant_dtype": fused_quant.QUANT_DTYPE} | norm.arguments()
         values = fx.map_arg(given, lambda node: node.meta["val"])
-        outputs = op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields}))
-        _, *quantized = insert(norm, op, given, [], outputs)
+        makes = op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields}))
+        _, *quantized = insert(norm, op, given, [], makes=makes)
         moe_input.hand_over(layer, *quantized)
         return True
 
     def is_ours(self, producer: Producer, key, given: dict, columns: int) -> bool:
-        """Return what was decided for a pattern. A model's first norm, which has no residual, goes with those behind it. A pattern that
-        was not measured is ours unless a pass of vLLM's has it, which none of MX-FP8 does."""
+        """Return the decision for a pattern. A model's first norm, which has no residual, goes with the later ones. An unmeasured pattern
+        is ours unless a pass of vLLM's has it, as none of MX-FP8 does."""
         traits = given.get("scale_ub") is not None, given.get("is_scale_transposed", False)
         dtype = given["input"].meta["val"].dtype
         for adds in (producer.residual is not None, True):
@@ -221,22 +221,29 @@ class Fusion(VllmInductorPass):
         before = unviewed(norm.node.args[0])
         return key in choices.all_reduced and norm.epsilon in EPSILONS and "all_reduce" in str(before.target)
 
+    def summed(self, producer: Producer, op: Op, given: dict, everywhere: bool = False) -> fx.Node | None:
+        """Return the all-reduce in front of a norm, if that is to be one launch with the norm, which alone reads it."""
+        before = producer.node.args[0]
+        if not (producer.name == "norm" and is_func(before, ALL_REDUCE) and len(before.users) == 1):
+            return None
+        return before if reduced.wins(reduced.group_of(before), op, given, everywhere) else None
+
     def uuid(self) -> str:
-        """Return what a compiled piece depends on: the source and the choices."""
-        sources = [
-            Path(path).read_text() for path in (__file__, *(one.__file__ for one in (lowering, markers, moe_input)))
-        ]
+        """Return a hash of source and choices."""
+        modules = sys.modules[__name__], lowering, markers, moe_input, reduced
+        sources = [Path(module.__file__).read_text() for module in modules]
         made = (
             sorted(choices.ours.items()),
             sorted(choices.off),
             sorted(map(str, choices.all_reduced)),
             sorted(choices.on),
+            reduced.state(),
         )
         return VllmInductorPass.hash_source(*sources, *map(str, made))
 
 
 def is_quantization(node: fx.Node) -> bool:
-    """Return whether a node quantizes: a marker, or vLLM's op to MX-FP8."""
+    """Return whether a node is a marker or vLLM's op to MX-FP8."""
     return node.target in (QUANTIZATION, MX_QUANTIZATION)
 
 
@@ -287,8 +294,7 @@ def unviewed(node: fx.Node) -> fx.Node:
 
 
 def is_whole(node: fx.Node) -> bool:
-    """Return whether the compiler takes what computes a node as a whole: a graph's input or output, a GEMM, an op that is not
-    PyTorch's."""
+    """Return whether the compiler fuses nothing into what computes a node: an input, an output, a GEMM, an op that is not PyTorch's."""
     node = unviewed(node)
     is_pytorchs = isinstance(node.target, OpOverload) and node.target.namespace in ("aten", "prims", "vllm_ir")
     return node.op != "call_function" or node.target in GEMMS or not is_pytorchs
@@ -319,26 +325,36 @@ def one_plus_of(weight: fx.Node) -> fx.Node | None:
 
 
 def place_of(producer: Producer, given: dict) -> fx.Node:
-    """Return the node in front of which all arguments are there: the producer, or what follows a scale that is computed behind it."""
+    """Return the node before which all arguments exist: the producer, or what follows a scale that is computed after it."""
     last = max([producer.node, *(value for value in given.values() if isinstance(value, fx.Node))])
     return producer.node if last is producer.node else last.next
 
 
-def insert(producer: Producer, op: Op, given: dict, quantizes: list[fx.Node], makes: tuple = ()) -> list[fx.Node]:
-    """Put an op of ours in the place of a producer and of the quantizations that read it, and return its outputs. Those of an op that
-    `makes` more than the producer's result begin with that."""
+def insert(
+    producer: Producer,
+    op: Op,
+    given: dict,
+    quantizes: list[fx.Node],
+    summed: fx.Node | None = None,
+    makes: tuple = (),
+) -> list[fx.Node]:
+    """Replace a producer, the quantizations that read it and the all-reduce before it by an op of ours, and return its outputs: `makes`,
+    where it makes more than the producer."""
     node, residual, is_static = producer.node, producer.residual, "scale" in op.Arguments._fields
     place = place_of(producer, given)
     given = dict(zip(op.Arguments._fields, op._defaults)) | given
-    given = {name: given[name] for name in op.Arguments._fields}
     values = quantizes[0].meta["val"] if quantizes else makes or (producer.result.meta["val"],)
     values = values[:1] if is_static else values
+    torch_op, called = op.torch_op, {name: given[name] for name in op.Arguments._fields}
+    if summed is not None:
+        values = reduced.pair(*values)
+        torch_op, called = reduced.OP, reduced.node_arguments(op, given, summed)
     with node.graph.inserting_before(place):
         if residual is None:
-            ours = node.graph.call_function(op.torch_op, tuple(given.values()))
+            ours = node.graph.call_function(torch_op, tuple(called.values()))
             ours.meta["val"] = values if len(values) > 1 else values[0]
         else:
-            ours = node.graph.call_function(auto_functionalized, (op.torch_op,), given)
+            ours = node.graph.call_function(auto_functionalized, (torch_op,), called)
             ours.meta["val"] = (*values, residual.meta["val"])
         outputs = list(items(ours)) if isinstance(ours.meta["val"], tuple) else [ours]
     if residual is not None:
@@ -372,7 +388,7 @@ def items(node: fx.Node) -> Iterator[fx.Node]:
 
 def update_in_place(graph: fx.Graph) -> None:
     """Have our ops update their residual, which `Norm.may_update` allowed."""
-    ours = {op.torch_op for op in registered()}
+    ours = {reduced.OP, *(op.torch_op for op in registered())}
     for node in graph.find_nodes(op="call_function", target=auto_functionalized):
         if node.args[0] not in ours:
             continue

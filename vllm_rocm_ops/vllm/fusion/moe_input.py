@@ -167,10 +167,19 @@ def ops_beside() -> dict:
 # Graphs
 
 
-def layer_in(readers: list[fx.Node]) -> fx.Node | None:
-    """Return the one layer of experts among what reads a norm's result, which takes that as its hidden states."""
+def layer_of(result: fx.Node, readers: list[fx.Node]) -> fx.Node | None:
+    """Return the one layer of experts among a norm's readers, if the norm's result is its hidden states."""
     found = [reader for reader in readers if reader.op == "call_function" and called(reader) in ops_beside()]
-    return found[0] if len(found) == 1 else None
+    is_input = len(found) == 1 and hidden_states(found[0]) is result and result.meta["val"].dim() == 2
+    return found[0] if is_input else None
+
+
+def pattern(result: fx.Node, residual: fx.Node | None) -> str:
+    """Return the key of a norm with two outputs, as `choices` has it."""
+    from vllm_rocm_ops.vllm.fusion import fused_quant
+
+    rows = result.meta["val"]
+    return fused_quant.pattern(OP, rows.shape[-1], rows.dtype, residual is not None, False, False)
 
 
 def called(node: fx.Node) -> object:

@@ -27,6 +27,7 @@ from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.ops.families.gemm import BLOCK
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.attention import quantized_attention
 from vllm_rocm_ops.vllm.fusion import all_reduce, producers
 from vllm_rocm_ops.vllm.linear import native_kernel
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
@@ -184,7 +185,7 @@ def dequantized(values: Tensor, scale: Tensor) -> Tensor:
     """Return a quantized result in float32. Some of vLLM's kernels pad the tokens of the scales. Scales of MX-FP8 are exponents."""
     scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale
     groups = values.float().unflatten(1, (scale.shape[-1] if scale.dim() == 2 else 1, -1))
-    scale = scale[: len(values)].unsqueeze(-1) if scale.dim() == 2 and len(scale) > 1 else scale.reshape(-1)[0]
+    scale = scale[: len(values)].unsqueeze(-1) if scale.dim() == 2 and scale.numel() > 1 else scale.reshape(-1)[0]
     return (groups * scale).flatten(1)
 
 
@@ -363,6 +364,7 @@ def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable
     record, decided = Record({}), Decided({}, {})
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
         record, decided = kernel_timing.agree(wanted, clock, gather, measure_pair, SHARE)
+    quantized_attention.decide(config, decided)
     ours = decide(found, decided)
     for one in found:
         one.take(ours[one.pattern])

@@ -13,6 +13,7 @@ from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core.stats import warn_once
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.attention import quantized_attention
 from vllm_rocm_ops.vllm.fusion import row_selection
 from vllm_rocm_ops.vllm.linear import native_kernel
 
@@ -21,7 +22,7 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 def fingerprint() -> str:
     """The version, the active seams, the order of weights, a hash of the code objects' stamps, the names of stamps that cannot be
-    read, the shapes of shuffled weights, and the norms and activations that stay vLLM's."""
+    read, the shapes of shuffled weights, the norms and activations that stay vLLM's, and the layers whose attention quantizes."""
     stamps, unreadable = hashlib.sha256(), []
     for stamp in sorted(launches.CODE.glob("*/*.json")):
         try:
@@ -34,6 +35,7 @@ def fingerprint() -> str:
     what += f"; unreadable {', '.join(unreadable)}" if unreadable else ""
     what += f"; shuffled {', '.join(sorted(native_kernel.shuffled))}" if native_kernel.shuffled else ""
     what += f"; vLLM's {', '.join(row_selection.stay())}" if row_selection.stay() else ""
+    what += f"; attention to e4m3 in {quantized_attention.said()}" if quantized_attention.said() else ""
     return f"{vllm_rocm_ops.__version__} with {what}"
 
 
@@ -52,7 +54,8 @@ def mark(vllm_config) -> None:
 def mark_again(worker) -> None:
     """Put what was decided when a worker loaded its model into the fingerprint, also in copies of the configuration that the model
     holds."""
-    if SEAM.name not in seam.active() or not (row_selection.stay() or native_kernel.shuffled):
+    decided = row_selection.stay() or native_kernel.shuffled or quantized_attention.said()
+    if SEAM.name not in seam.active() or not decided:
         return
     modules = (module for model in row_selection.models_of(worker) for module in model.modules())
     held = [worker.vllm_config, *(getattr(module, "vllm_config", None) for module in modules)]

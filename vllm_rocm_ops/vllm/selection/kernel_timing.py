@@ -211,7 +211,8 @@ def measure_pair(
     columns = (starts[:, None] + torch.arange(GROUP)).flatten()
     columns = columns[columns < columns_out].to(device)
 
-    def judge(ours: Tensor, native: Tensor) -> tuple[float, float]:
+    def judge(*results) -> tuple[float, float]:
+        ours, native = map(getattr(kernels, "shown", lambda output: output), results)
         bits = native.view(torch.uint8) if native.itemsize == 1 else native
         reached = bits.any(1).nonzero().flatten()  # not the tokens that have no expert here
         rows = reached[sample(len(reached), kernels.sampled_rows).to(device)]

@@ -13,7 +13,7 @@ from vllm_rocm_ops.vllm.experts import base as experts
 from vllm_rocm_ops.vllm.fusion import row_selection
 from vllm_rocm_ops.vllm.guards import compile_cache
 from vllm_rocm_ops.vllm.linear import native_kernel
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, measured_all_reduce
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -168,6 +168,7 @@ def before_compiling(worker) -> None:
         try:
             with set_current_vllm_config(worker.vllm_config):
                 row_selection.before_compiling(worker, clock(), gather, group.rank_in_group == 0)
+                measured_all_reduce.before_compiling(worker, group, group_clock())
                 if group.rank_in_group == 0:
                     reach.say(reach.found(worker))
         finally:
@@ -180,6 +181,11 @@ def clock() -> kernel_timing.Clock | None:
     """What times on this device; None on CPU, and where the user wants no measurement."""
     measures = envs.VLLM_ROCM_OPS_MEASURE != "0" and seam.served_platform() != "cpu"
     return kernel_timing.GraphClock() if measures else None
+
+
+def group_clock() -> measured_all_reduce.Clock | None:
+    """What times calls that ranks make together, where `clock` times others."""
+    return measured_all_reduce.GraphClock() if clock() is not None and torch.cuda.is_available() else None
 
 
 def gather_from(group, decided: kernel_selection.Decided) -> list[kernel_selection.Decided]:

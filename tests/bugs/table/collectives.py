@@ -1,0 +1,153 @@
+"""Bugs in the all-reduce, its calls, and what vLLM's ranks measure and agree on."""
+
+from ..bug import Bug, Tests
+
+ROWS, HEADER = "collectives/all_reduce.h", "collectives/one_shot.h"
+GRAPH, REDUCED, MEASURED = (
+    f"vllm/{file}.py" for file in ("fusion/graph", "fusion/reduced", "selection/measured_all_reduce")
+)
+
+
+def _ranks(*tests: str, module: str = "all_reduce") -> Tests:
+    return Tests(*(f"emulator/test_all_reduce.py::{test}" for test in tests), module=module)
+
+
+def _engine(*tests: str) -> Tests:
+    return Tests(*(f"vllm/test_reduced_norms.py::{test}" for test in tests))
+
+
+BUGS = (
+    Bug(
+        "words awaited beyond a row",
+        ROWS,
+        "chunk[i] = index < chunks ? index : chunks - 1;",
+        "chunk[i] = index;",
+        _ranks("test_sizes"),
+    ),
+    Bug(
+        "a row's last chunk counted more than once",
+        ROWS,
+        "sums[i] = of.in_bounds[i] ? taken[i] : u32x4{};",
+        "sums[i] = taken[i];",
+        _ranks("test_sizes"),
+    ),
+    Bug(
+        "the first row's residual for all",
+        ROWS,
+        "(u16*)norm.residual + index * residual_stride",
+        "(u16*)norm.residual",
+        _ranks("test_every_kind"),
+    ),
+    Bug(
+        "an error that the host does not see",
+        HEADER,
+        "  mem::store_system(group.report, error | u64(epoch) << 32);\n",
+        "",
+        _ranks("test_a_rank_that_never_comes"),
+    ),
+    Bug(
+        "a peer that is not told of an error",
+        HEADER,
+        "if (peer < group.ranks) mem::store_system(group.inbox[peer], error);",
+        "if (peer == group.rank) mem::store_system(group.inbox[peer], error);",
+        _ranks("test_a_rank_that_never_comes"),
+    ),
+    Bug(
+        "what did not come taken for a value",
+        HEADER,
+        "missing >> source & 1 ? kNotThere : u32(words[source][i][j])",
+        "u32(words[source][i][j])",
+        _ranks("test_a_rank_that_never_comes"),
+    ),
+    Bug(
+        "more blocks than are resident",
+        "collectives/launches.py",
+        "parts == 1 or (rows * parts <= group.blocks and ",
+        "parts == 1 or (",
+        _ranks("test_blocks_of_a_row"),
+    ),
+    Bug(
+        "a norm of the updated residual",
+        "collectives/one_shot.py",
+        "before = None if residual is None else residual.clone()",
+        "before = residual",
+        _ranks("test_another_sums_up_what_no_kernel_takes"),
+    ),
+    Bug(
+        "an all-reduce that something else reads",
+        GRAPH,
+        "is_func(before, ALL_REDUCE) and len(before.users) == 1",
+        "is_func(before, ALL_REDUCE)",
+        _engine("test_what_stays_vllms"),
+    ),
+    Bug(
+        "all-reduces that the compile cache does not know",
+        GRAPH,
+        "            reduced.state(),\n",
+        "",
+        _engine("test_what_a_compiled_graph_depends_on"),
+    ),
+    Bug(
+        "AITER's fused kernel replaced where it wins at some size",
+        GRAPH,
+        "self.summed(producer, op, given, is_all_reduced)",
+        "self.summed(producer, op, given)",
+        _engine("test_beside_aiters_fused_kernel"),
+    ),
+    Bug(
+        "one launch for rows that it was not measured with",
+        REDUCED,
+        "return choice is not None and choice.is_ours(tokens)",
+        "return choice is not None and any(choice.ours)",
+        _engine("test_one_op_in_the_place_of_three"),
+    ),
+    Bug(
+        "Gemma's residual updated in place",
+        REDUCED,
+        "residual = residual.clone() if one_plus else residual",
+        "residual = residual",
+        _engine("test_functions_of_models_that_are_not_compiled"),
+    ),
+    Bug(
+        "an all-reduce of other columns",
+        REDUCED,
+        "input_.dim() == 2 and input_.shape[1] == call.hidden and",
+        "input_.dim() == 2 and",
+        _engine("test_an_all_reduce_alone"),
+    ),
+    Bug(
+        "the time of the fastest rank",
+        MEASURED,
+        "Measured(*map(max, zip(*of_ranks))",
+        "Measured(*map(min, zip(*of_ranks))",
+        _engine("test_ranks_measure_together_and_agree"),
+    ),
+    Bug(
+        "ranks with other bits",
+        MEASURED,
+        "if not wrong and len({bits for _, bits, *_ in judged}) > 1:",
+        "if False:",
+        _engine("test_a_rank_with_other_bits"),
+    ),
+    Bug(
+        "a rank's own settings",
+        MEASURED,
+        "reasons = [why for why in agree(lambda: lacks(config, group, clock)) if why]",
+        "reasons = [why for why in agree(lambda: lacks(config, group, clock))[:1] if why]",
+        _engine("test_a_rank_that_fails"),
+    ),
+    Bug(
+        "a failed step whose results are given away",
+        MEASURED,
+        "            output = later()\n            check()\n",
+        "            output = later()\n",
+        _engine("test_a_step_whose_rank_was_missing_fails"),
+    ),
+    Bug(
+        "a process that ends at each start",
+        MEASURED,
+        "            kernel_timing.take_marker(running, record, lambda: keep([]))\n",
+        "            pass\n",
+        _engine("test_a_process_that_ended_there"),
+    ),
+)

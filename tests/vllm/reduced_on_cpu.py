@@ -1,0 +1,70 @@
+"""All-reduces with norms on ranks of the CPU: gloo sums up in the kernel's place, and a clock makes up times."""
+
+import functools
+import types
+
+import torch
+
+from vllm_rocm_ops import collectives
+from vllm_rocm_ops.core.stats import counter
+
+
+class OverGloo:
+    """An all-reduce of ranks that are processes, in one order. It is wrong by a bit of the first result where `flips`. The other rank is
+    missing after so many launches."""
+
+    def __init__(self, cpu_group, device, *, all_reduce, blocks=4, flips=False, missing_after=0):
+        self.group, self.flips, self.missing, self.is_closed = types.SimpleNamespace(blocks=blocks), flips, "", False
+        self.missing_after, self.launched = missing_after, 0
+
+    def sum(self, x):
+        found = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(found, x)
+        self.launched += 1
+        total = sum(each.float() for each in found).to(x.dtype)
+        if self.flips:
+            total.view(torch.int16)[0, 0] ^= 1
+        return total
+
+    def __call__(self, op, x, *args):
+        counter(f"all_reduce_{op.name}", "one launch").calls += 1
+        return op.reference(self.sum(x), *args)
+
+    def check(self):
+        if self.missing_after and self.launched > self.missing_after:
+            self.missing = f"all_reduce: rank 1 of 2 did not come in epoch {self.missing_after + 1}"
+        if self.missing:
+            raise collectives.RankMissing(self.missing)
+
+    def close(self):
+        self.is_closed = True
+
+
+class Clock:
+    """Ours wins with fewer tokens than `slow`; a clock that `fails` raises there."""
+
+    def __init__(self, slow: int, fails: bool = False):
+        self.slow, self.fails, self.pairs = slow, fails, []
+
+    def times(self, group, agree, calls, sets):
+        tokens = len(sets[0][0])
+        self.pairs.append(tokens)
+        for name, call in calls.items():
+            failing = self.fails and tokens >= self.slow and name == "native"
+            agree(lambda call=call, failing=failing: call(*sets[0]) and (1 / 0 if failing else None))
+        return {"ours": [3.0 if tokens >= self.slow else 1.0], "native": [2.0]}
+
+    def finish(self):
+        pass
+
+
+def install(slow: int, **how) -> None:
+    """Have vLLM's CPU engine name all-reduces as a GPU's does, and measure them: ours wins with fewer tokens than `slow`."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    from vllm_rocm_ops.vllm.selection import measured_all_reduce, measured_selection
+
+    CpuPlatform.use_custom_op_collectives = classmethod(lambda cls: True)
+    measured_selection.group_clock = lambda: Clock(slow)
+    theirs = measured_all_reduce.before_compiling
+    measured_all_reduce.before_compiling = functools.partial(theirs, create=functools.partial(OverGloo, **how))

@@ -1,0 +1,528 @@
+"""Attention that quantizes its own result: which graphs are changed, where that is decided, what a call of vLLM's implementation becomes,
+and the engine's tokens with it and without."""
+
+import types
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import quantization
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.attention import decoder as attention
+from vllm_rocm_ops.vllm.attention import quantized_attention
+from vllm_rocm_ops.vllm.guards import compile_cache
+from vllm_rocm_ops.vllm.selection import kernel_selection
+
+FP8 = torch.float8_e4m3fn
+HEADS, SIZE, GROUP = 2, 128, 128
+COLUMNS = HEADS * SIZE
+BOTH = frozenset(("static", "groups"))
+KEYS = {"static": "kFp8StaticTensorSym", "groups": "kFp8Dynamic128Sym"}
+
+
+# Graphs
+
+
+class Impl:
+    """An implementation that doubles queries, and quantizes the result where it is asked to."""
+
+    def __init__(self):
+        self.calls = []
+
+    def forward(self, layer, query, key, value, cache, metadata, output, output_scale, output_block_scale):
+        self.calls.append(quantized_attention.kind(output_scale, output_block_scale))
+        if self.calls[-1]:
+            rows = (query * 2).flatten(1)
+            quantized_attention.quantize(rows, output.flatten(1), output_scale, output_block_scale)
+        else:
+            output.copy_(query * 2)
+
+
+@pytest.fixture
+def impl(configuration, monkeypatch) -> Impl:
+    """What vLLM's op finds for the layer `layer`, where both kinds are decided."""
+    import vllm.model_executor.layers.attention.attention as module
+
+    made = Impl()
+    layer = types.SimpleNamespace(impl=made)
+    monkeypatch.setattr(module, "get_attention_context", lambda name: (None, layer, None, None))
+    monkeypatch.setattr(quantized_attention, "_fused", {"layer": BOTH})
+    return made
+
+
+def quantizer(kind: str, **how):
+    """vLLM's quantization as a model calls it while it is traced."""
+    from vllm.model_executor.layers.quantization import input_quant_fp8
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    from vllm_rocm_ops.vllm.fusion import markers
+
+    scale = getattr(quant_utils, KEYS.get(kind, kind)).scale
+    quant = input_quant_fp8.QuantFP8(
+        scale.static, scale.group_shape, **{"use_ue8m0": False, "compile_native": False} | how
+    )
+    return markers.of_quantization(quant, input_quant_fp8.QuantFP8.forward_native.__get__(quant))
+
+
+def attend(query: torch.Tensor, name: str = "layer") -> torch.Tensor:
+    """Attention as vLLM's layer calls it."""
+    from vllm.utils.torch_utils import _encode_layer_name
+
+    output = torch.empty(torch.Size((query.shape[0], COLUMNS)), dtype=query.dtype, device=query.device)
+    heads = [x.view(-1, HEADS, SIZE) for x in (query, query, query, output)]
+    torch.ops.vllm.unified_attention_with_output(*heads, _encode_layer_name(name))
+    return heads[-1].view(-1, COLUMNS)
+
+
+def results(function, *inputs: torch.Tensor) -> tuple[int, tuple, tuple, torch.fx.GraphModule]:
+    """Return how many fusions are found in a function's graph, what the graph gives without them and with them, and the graph."""
+    found = []
+
+    def backend(module, _):
+        def run(*given):
+            before = module(*given)
+            count = quantized_attention.fuse(module.graph)
+            module.graph.lint()
+            module.recompile()
+            found.append((count, before, module(*given), module))
+            return found[0][2]
+
+        return run
+
+    torch._dynamo.reset()
+    for x in inputs:
+        torch._dynamo.mark_dynamic(x, 0)
+    torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*inputs)
+    [one] = found
+    return one
+
+
+def rows(seed: int = 0, tokens: int = 5) -> torch.Tensor:
+    return torch.randn(tokens, COLUMNS, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+SCALE = torch.full((1,), 0.02)
+
+
+def assert_same(before: tuple, after: tuple) -> None:
+    """With equal bits, and in the same order in memory."""
+    assert len(before) == len(after)
+    for one, other in zip(before, after):
+        assert one.dtype == other.dtype and torch.equal(one.float(), other.float())
+        assert one.shape[0] == 1 or one.stride() == other.stride()
+
+
+@pytest.mark.parametrize(("kind", "column_major"), [("static", False), ("groups", False), ("groups", True)])
+def test_attention_quantizes_what_a_linear_alone_reads(impl, kind, column_major):
+    """With the bits of the quantization behind it, and scales in the order that the linear takes."""
+    quant = quantizer(kind, column_major_scales=column_major)
+
+    def function(x):
+        y = attend(x)
+        return quant(y, SCALE) if kind == "static" else quant(y)
+
+    count, before, after, module = results(function, rows())
+    assert count == 1 and impl.calls == ["", kind]
+    assert_same(before, after)
+    assert before[0].dtype == FP8 and before[1].shape == ((1,) if kind == "static" else (5, HEADS))
+    assert "marked_quant" not in module.code
+
+
+def test_linears_that_quantize_equally_share_it(impl):
+    """As where two read the same result."""
+    quant = quantizer("groups")
+
+    def function(x):
+        y = attend(x)
+        return (*quant(y), *quant(y))
+
+    count, before, after, _ = results(function, rows())
+    assert count == 1 and impl.calls == ["", "groups"]
+    assert_same(before, after)
+
+
+LEFT = {
+    "also read as it is": lambda x, static, groups: (*static(attended := attend(x), SCALE), attended + 1),
+    "a view of it read as it is": lambda x, static, groups: (
+        *static(attended := attend(x), SCALE),
+        attended.view(-1, HEADS, SIZE) * 2,
+    ),
+    "quantized in two ways": lambda x, static, groups: (*static(attended := attend(x), SCALE), *groups(attended)),
+    "two scales": lambda x, static, groups: (*static(attended := attend(x), SCALE), *static(attended, SCALE * 2)),
+    "a scale that comes later": lambda x, static, groups: static(attend(x), (x[0, :1] * 0 + 1).float()),
+    "a bound": lambda x, static, groups: groups(attend(x), None, SCALE),
+    "heads in rows": lambda x, static, groups: groups(attend(x).view(-1, HEADS, SIZE)),
+    "another layer": lambda x, static, groups: static(attend(x, "other"), SCALE),
+    "an input": lambda x, static, groups: static(x, SCALE),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_what_attention_cannot_give_is_left(impl, what):
+    """Other readers need the result in 16 bits, and a scale has to be there before."""
+    both = quantizer("static"), quantizer("groups")
+    count, before, after, _ = results(lambda x: LEFT[what](x, *both), rows())
+    assert count == 0 and set(impl.calls) <= {""}
+    assert_same(before, after)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("kFp8DynamicTokenSym", {}),
+        ("kFp8Dynamic64Sym", {}),
+        ("groups", {"use_ue8m0": True}),
+        ("static", {"num_token_padding": 17}),
+    ],
+    ids=["per token", "groups of 64", "powers of two", "padded rows"],
+)
+def test_other_quantizations_are_left(impl, kind, how):
+    quant = quantizer(kind, **how)
+    count, *_ = results(lambda x: quant(attend(x), SCALE) if kind == "static" else quant(attend(x)), rows())
+    assert count == 0
+
+
+def test_a_kind_that_was_not_decided_is_left(impl, monkeypatch):
+    quant = quantizer("static")
+    monkeypatch.setattr(quantized_attention, "_fused", {"layer": frozenset(("groups",))})
+    assert results(lambda x: quant(attend(x), SCALE), rows())[0] == 0
+    monkeypatch.setattr(quantized_attention, "_fused", {"layer": BOTH})
+    assert results(lambda x: quant(attend(x), SCALE), rows())[0] == 1
+
+
+def test_layers_are_told_apart(impl, monkeypatch):
+    """Also where PyTorch has a graph take names as inputs."""
+    quant = quantizer("static")
+
+    def function(x):
+        return (*quant(attend(x), SCALE), *quant(attend(x + 1, "other"), SCALE))
+
+    for kinds, count in ((frozenset(), 1), (BOTH, 2)):
+        monkeypatch.setattr(quantized_attention, "_fused", {"layer": BOTH, "other": kinds})
+        impl.calls.clear()
+        found, before, after, _ = results(function, rows())
+        assert found == count and impl.calls == ["", "", "static", "static" if count == 2 else ""]
+        assert_same(before, after)
+
+
+def test_layers_without_names_have_what_all_have(monkeypatch):
+    monkeypatch.setattr(quantized_attention, "_fused", {"a": BOTH, "b": frozenset(("static",))})
+    assert quantized_attention.kinds_of("a") == BOTH and quantized_attention.kinds_of("c") == frozenset()
+    assert quantized_attention.kinds_of(object()) == {"static"}
+    monkeypatch.setattr(quantized_attention, "_fused", {})
+    assert quantized_attention.kinds_of(object()) == frozenset()
+
+
+# Decisions
+
+SHAPE, LONGEST = "32:8x128 auto", 8192
+OP = ops.paged_attention_decode.name
+
+
+def decoder(**changed) -> types.SimpleNamespace:
+    """What is asked of a layer's decoder."""
+    model = types.SimpleNamespace(max_model_len=LONGEST, dtype=torch.bfloat16)
+    made = {"lacks": "", "is_forced": False, "op": ops.paged_attention_decode, "describe": lambda: SHAPE}
+    made |= {"impl": types.SimpleNamespace(head_size=SIZE), "backend": types.SimpleNamespace(name="Backend")}
+    made |= {"config": types.SimpleNamespace(model_config=model)}
+    return types.SimpleNamespace(**made | changed)
+
+
+def decided(off: tuple = (), **ours: tuple[bytes, ...]) -> kernel_selection.Decided:
+    """What was decided at two lengths: `plain`, `static` and `groups` beside vLLM's kernel, and behind `_` beside two launches."""
+    shapes = {}
+    for name, found in ours.items():
+        of, _, separate = name.partition("_")
+        beside = quantized_attention.SEPARATE if separate else "Backend"
+        for keys, one in zip((128, 1024), found):
+            kind = quantized_attention.KINDS.get(of, "")
+            shapes[f"{OP} {SHAPE}{kind} page 16 {keys} of {LONGEST} keys {beside}"] = one
+    return kernel_selection.Decided(dict.fromkeys(off, "wrong"), shapes)
+
+
+WINS, LOSES, FEW, MANY = (b"\0\1\1",) * 2, (b"\0\0\0",) * 2, b"\0\1\0", b"\0\0\1"
+
+
+@pytest.mark.parametrize(
+    ("measured", "changed", "fuses"),
+    [
+        (decided(), {}, False),
+        (decided(plain=WINS), {}, True),
+        (decided(plain=(FEW, FEW)), {}, True),
+        (decided(plain=(FEW, MANY)), {}, False),
+        (decided(plain=LOSES), {}, False),
+        (decided(plain=WINS, static=WINS), {}, True),
+        (decided(plain=WINS, static=LOSES), {}, False),
+        (decided(plain=LOSES, static=WINS), {}, True),
+        (decided(plain=WINS, groups=LOSES), {}, True),
+        (decided(plain=WINS, static=WINS, static_separate=WINS), {}, True),
+        (decided(plain=WINS, static=WINS, static_separate=LOSES), {}, False),
+        (decided(plain=WINS, static=WINS, static_separate=(FEW, MANY)), {}, False),
+        (decided((OP,), plain=WINS), {}, False),
+        (decided(plain=WINS), {"lacks": "it has ALiBi"}, False),
+        (decided(), {"is_forced": True}, True),
+        (decided(), {"is_forced": True, "lacks": "it has ALiBi"}, False),
+    ],
+)
+def test_what_was_measured_decides(measured, changed, fuses):
+    """Attention as it is in the first start; then with its quantization, beside vLLM's kernels and beside two launches."""
+    assert quantized_attention.may_quantize(decoder(**changed), "static", measured) is fuses
+
+
+def test_a_head_is_a_group():
+    """So heads of 64 have no scales of groups."""
+    of = decoder(is_forced=True, impl=types.SimpleNamespace(head_size=64))
+    assert not quantized_attention.may_quantize(of, "groups", decided())
+    assert quantized_attention.may_quantize(of, "static", decided())
+
+
+def test_layers_are_decided_from_the_model(monkeypatch):
+    """One that is not ours keeps its quantization, and latent attention is not asked. The compile cache knows."""
+    changed = []
+    monkeypatch.setattr(seam, "active", lambda: ["quantized_attention"])
+    monkeypatch.setattr(quantized_attention, "change_graphs", lambda: changed.append(True))
+    monkeypatch.setattr(quantized_attention, "writes_scales", lambda: True)
+    monkeypatch.setattr(quantized_attention, "_fused", {"old": BOTH})
+
+    def layer(**given):
+        return types.SimpleNamespace(**{"attn_backend": None} | given)
+
+    ours, latent = decoder(is_forced=True), decoder(is_forced=True, op=ops.mla_decode)
+    layers = {
+        "ours": layer(impl=types.SimpleNamespace(rocm_ops=ours)),
+        "stock": layer(impl=object()),
+        "latent": layer(impl=types.SimpleNamespace(rocm_ops=latent), use_mla=True),
+        "experts": types.SimpleNamespace(),
+    }
+    ours.impl, ours.config.compilation_config = layers["ours"].impl, types.SimpleNamespace()
+    ours.impl.head_size, ours.config.compilation_config.static_forward_context = SIZE, layers
+    quantized_attention.decide(types.SimpleNamespace(compilation_config=ours.config.compilation_config), decided())
+    assert quantized_attention._fused == {"ours": BOTH, "stock": frozenset()}
+    assert quantized_attention.said() == "ours groups/static"
+    assert "attention to e4m3 in ours groups/static" in compile_cache.fingerprint()
+    assert quantized_attention.may_fuse(ours, "static") and changed
+    assert not quantized_attention.may_fuse(types.SimpleNamespace(config=ours.config, impl=None), "static")
+    monkeypatch.setattr(quantized_attention, "writes_scales", lambda: False)
+    quantized_attention.decide(types.SimpleNamespace(compilation_config=ours.config.compilation_config), decided())
+    assert not quantized_attention.said()
+    monkeypatch.setattr(seam, "active", list)
+    quantized_attention.decide(types.SimpleNamespace(compilation_config=ours.config.compilation_config), decided())
+    assert not quantized_attention.said() and "attention to e4m3" not in compile_cache.fingerprint()
+
+
+# Calls of vLLM's implementation
+
+
+def made(takes_scale: bool, is_never_ours: bool = False):
+    """An implementation in front of one of vLLM's that writes 3, and may take a scale. With what that one was called with."""
+    calls = []
+
+    class Stock:
+        def fused_output_quant_supported(self, key):
+            return takes_scale and key == quantized_attention.static_key()
+
+        def forward(self, layer, query, key, value, cache, metadata, output, scale=None, groups=None):
+            calls.append((output.dtype, scale, groups))
+            output.fill_(3.0)
+            return output
+
+    impl = type("Impl", (attention.DecodeImpl, Stock), {"__init__": lambda self: None})()
+    impl.rocm_ops = types.SimpleNamespace(
+        serve=lambda *_: False, is_never_ours=lambda: is_never_ours, config=decoder().config, quantized="?"
+    )
+    return impl, calls
+
+
+def call(impl, kind: str, metadata: object = "a batch", query_dtype: torch.dtype = torch.bfloat16):
+    query = torch.zeros(4, HEADS, SIZE, dtype=query_dtype)
+    output = torch.zeros(4, HEADS, SIZE, dtype=FP8 if kind else torch.bfloat16)
+    groups = torch.zeros(4, HEADS) if kind == "groups" else None
+    scale = torch.tensor([0.5]) if kind == "static" else None
+    assert impl.forward(None, query, query, query, None, metadata, output, scale, groups) is output
+    return output, scale, groups
+
+
+@pytest.mark.parametrize("is_never_ours", [False, True])
+@pytest.mark.parametrize("query_dtype", [torch.bfloat16, FP8])
+def test_vllms_implementation_is_quantized_behind(is_never_ours, query_dtype):
+    """Where it takes no such scale; also from the second call on, where ours serves none. All rows are, as in a graph."""
+    for kind, takes_scale in (("static", False), ("groups", False), ("groups", True)):
+        impl, calls = made(takes_scale, is_never_ours)
+        for _ in range(2):
+            output, _, groups = call(impl, kind, query_dtype=query_dtype)
+            wanted = 3.0 / 0.5 if kind == "static" else quantization.LIMIT[FP8]
+            assert (output.float() == wanted).all()
+            assert groups is None or (groups == 3.0 / quantization.LIMIT[FP8]).all()
+        assert calls == [(torch.bfloat16, None, None)] * 2
+
+
+@pytest.mark.parametrize("is_never_ours", [False, True])
+def test_vllms_implementation_quantizes_where_it_can(is_never_ours):
+    impl, calls = made(True, is_never_ours)
+    for _ in range(2):
+        _, scale, _ = call(impl, "static")
+    assert calls == [(FP8, scale, None)] * 2
+    impl, calls = made(False, is_never_ours)
+    call(impl, "")
+    assert calls == [(torch.bfloat16, None, None)]
+
+
+@pytest.mark.parametrize("kind", ["", *KEYS])
+def test_the_profile_run_says_what_the_graph_has(kind):
+    """By which attention is measured. Its scales are numbers that a linear can multiply by."""
+    impl, calls = made(False)
+    output, _, groups = call(impl, kind, metadata=None)
+    assert impl.rocm_ops.quantized == kind
+    assert calls == [(output.dtype, None, None)]
+    assert groups is None or (groups == 1).all()
+
+
+def test_vllms_pass_is_told(configuration, monkeypatch):
+    """Of static scales in layers that are decided."""
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8StaticTensorSym
+
+    impl, _ = made(False)
+    for fuses in (False, True):
+        monkeypatch.setattr(quantized_attention, "may_fuse", lambda decoder, of, fuses=fuses: fuses)
+        assert impl.fused_output_quant_supported(kFp8StaticTensorSym) is fuses
+        assert not impl.fused_output_quant_supported(kFp8Dynamic128Sym)
+    assert made(True)[0].fused_output_quant_supported(kFp8StaticTensorSym)
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_what_is_measured_is_quantized(kind):
+    """Both results are shown in float32, by their scales."""
+    query = rows(1).view(5, HEADS, SIZE)
+    output, scale, groups = quantized_attention.outputs(kind, query)
+    quantized_attention.quantize(query.flatten(1), output.flatten(1), scale, groups)
+    shown = quantized_attention.dequantized(output, scale, groups)
+    assert output.shape == query.shape and output.dtype == FP8
+    assert ((shown - query.flatten(1).float()).abs() <= query.flatten(1).float().abs() / 16 + 0.01).all()
+    plain = quantized_attention.outputs("", query)
+    assert plain[0].dtype == query.dtype and plain[1:] == (None, None)
+    assert torch.equal(quantized_attention.dequantized(query, None, None), query.flatten(1))
+
+
+# The seam
+
+
+def test_the_seam_needs_marks_and_our_backends(configuration, monkeypatch):
+    for active, lacks in ((["fusion"], "decode_attention"), (["decode_attention"], "fusion")):
+        monkeypatch.setattr(seam, "active", lambda active=active: active)
+        with pytest.raises(seam.Unavailable, match=f"it needs {lacks}$"):
+            quantized_attention.probe()
+    monkeypatch.setattr(seam, "active", lambda: ["decode_attention", "fusion"])
+    quantized_attention.probe()
+    monkeypatch.setattr(quantized_attention, "ARGUMENTS", ("query", "output"))
+    with pytest.raises(
+        seam.Unavailable, match="lacks unified_attention_with_output.query, output., it has .query, key,"
+    ):
+        quantized_attention.probe()
+
+
+def test_vllms_op_writes_what_it_is_given(configuration):
+    import vllm.model_executor.layers.attention.attention  # noqa: F401  which defines it
+
+    assert quantized_attention.writes_scales()
+
+
+# In the engine
+
+MODELS = {"llama": "static", "qwen3": "block", "glm4_moe": "block"}
+"""Scales of groups in heads of 128."""
+SIDES = {"fused": "all", "separate": "all,-quantized_attention"}
+
+
+@pytest.fixture(scope="module")
+def generated(engines) -> dict[str, dict]:
+    """What compiled models generate where attention quantizes its result, and where a quantization of its own does."""
+    folders = {name: engines.folder / f"quantized-{name}" for name in MODELS}
+    for name, flavour in MODELS.items():
+        checkpoints.build(folders[name], name, flavour, **({"head_dim": SIZE} if flavour == "block" else {}))
+
+    def run(side: str) -> dict[str, dict]:
+        jobs = {name: job(engines, flavour, folders[name]) for name, flavour in MODELS.items()}
+        return engines.run(jobs, VLLM_ROCM_OPS_ATTENTION="1", VLLM_ROCM_OPS_SEAMS=SIDES[side])
+
+    return {side: run(side) for side in SIDES}
+
+
+def job(engines, flavour: str, folder: Path) -> dict:
+    return engines.job(("llama", flavour), compiled=True, model=str(folder), logprobs=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_have_the_bits_of_separate_launches(generated, model):
+    """Of a Llama with static scales, and of Qwen3's and GLM's norms of heads with scales of groups."""
+    fused, separate = (generated[side][model] for side in SIDES)
+    assert fused["seams"]["quantized_attention"] == "on" != separate["seams"]["quantized_attention"]
+    assert (fused["tokens"], fused["logprobs"]) == (separate["tokens"], separate["logprobs"])
+    assert fused["stats"] == separate["stats"] and OP in fused["stats"]
+    said = "attention quantizes its result in 2 layers"
+    assert [generated[side]["output"].count(said) for side in SIDES] == [len(MODELS), 0]
+
+
+MEASURED = """
+import os
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm_rocm_ops.vllm.attention import timing as attention_timing
+from vllm_rocm_ops.vllm.selection import kernel_timing, measured_selection
+
+class Clock:
+    def times(self, calls, sets):
+        beside = getattr(calls["native"], "__self__", None)
+        slow = getattr(beside, "native", "") == os.environ["SLOW"]
+        return {"ours": [3.0 if slow else 1.0], "native": [2.0]}
+
+    def finish(self):
+        pass
+
+available = CPUWorker.determine_available_memory
+
+def after_a_profile_run(self):
+    self.model_runner.profile_run()  # as on a GPU
+    return available(self)
+
+CPUWorker.determine_available_memory = after_a_profile_run
+measured_selection.clock, attention_timing.LENGTHS = Clock, (32,)
+kernel_timing.MOST_SECONDS = 1000.0
+"""
+
+
+@pytest.fixture(scope="module")
+def starts(engines, tmp_path_factory) -> dict[str, list[tuple]]:
+    """What three starts on a machine say and record, by what is faster than ours with its quantization."""
+    folder, found = engines.folder / "measured-quantized", {}
+    checkpoints.build(folder, "llama", "static")
+    for slow in ("nothing", quantized_attention.SEPARATE):
+        tables, found[slow] = tmp_path_factory.mktemp("measured"), []
+        for _ in range(3):
+            environment = {"VLLM_ROCM_OPS_TABLES": str(tables), "SLOW": slow}
+            environment["VLLM_ROCM_OPS_SEAMS"] = "all,-norm,-activation"
+            answers = engines.run({"it": job(engines, "static", folder)}, before=MEASURED, **environment)
+            [record] = [kernel_selection.read(path) for path in tables.glob("*/measured-*.json")]
+            found[slow].append((answers["it"], answers["output"], record))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("slow", "fuses"), [("nothing", [False, True, True]), (quantized_attention.SEPARATE, [False, True, False])]
+)
+def test_a_start_measures_and_the_next_decides(starts, slow, fuses):
+    """It is taken back where two launches are the faster."""
+    found = starts[slow]
+    assert ["attention quantizes its result in 2 layers" in output for _, output, _ in found] == fuses
+    shape = "page 128 32 of 256 keys"
+    plain = f"{OP} 4:2x64 auto {shape} CPUAttentionBackend"
+    beside = [f"{OP} 4:2x64 auto to e4m3 {shape} {name}" for name in ("CPUAttentionBackend", "separate")]
+    keys = [sorted(key for key in record.shapes if key.startswith(OP)) for *_, record in found]
+    assert keys == [[plain], [plain, *beside], [plain, *beside]]
+    measured = found[-1][-1].shapes
+    assert all(0 < one.error < 0.05 for key in beside for one in measured[key].values())
+    assert not found[-1][-1].off
+    assert all(answer["stats"].get(OP) for answer, *_ in found)

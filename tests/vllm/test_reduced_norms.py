@@ -1,0 +1,461 @@
+"""All-reduces with the norm behind them as one launch: what graphs hold, what ranks measure together and agree on, and steps that fail.
+
+Ranks are threads or processes on the CPU; a stand-in sums up over gloo, or in the graph, in place of the kernel, which tests/emulator has.
+"""
+
+import collections
+import functools
+import os
+import types
+
+import checkpoints
+import pytest
+import torch
+from engines import FORKED, STEPS
+from reduced_on_cpu import Clock, OverGloo
+from test_graph import HIDDEN, KEYS, MX, ROWS, add_norm, called, expected, norm, piece, quantizer, random, same
+from test_kernel_selection import as_ranks
+
+from vllm_rocm_ops import collectives, ops
+from vllm_rocm_ops.core.correctness import as_tuple
+from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.selection import kernel_selection
+
+pytestmark = pytest.mark.usefixtures("configuration", "schemas")
+TP, EPSILON = "tp:0", 1e-6
+
+
+@pytest.fixture(autouse=True)
+def choices(monkeypatch) -> row_selection.Choices:
+    from vllm_rocm_ops.vllm.fusion import graph
+
+    made = row_selection.Choices(on=frozenset(("norm", "activation")))
+    monkeypatch.setattr(graph, "choices", made)
+    return made
+
+
+class Doubled:
+    """An all-reduce of two ranks with the same inputs, and how often it was called."""
+
+    def __init__(self):
+        self.calls = collections.Counter()
+
+    def __call__(self, op, x, *args):
+        self.calls[op.name] += 1
+        return op(2 * x, *args)
+
+    def sum(self, x):
+        self.calls["sum"] += 1
+        return 2 * x
+
+
+class Choice:
+    """Ours up to so many tokens, at least at some."""
+
+    def __init__(self, most: int):
+        self.ours, self.key = bytes(1) + bytes([1]) * most, "key"
+
+    def is_ours(self, tokens: int) -> bool:
+        return tokens < len(self.ours) and self.ours[tokens] == 1
+
+
+class Alike:
+    """One choice for all calls."""
+
+    def __init__(self, choice: Choice):
+        self.choice = choice
+
+    def get(self, call) -> Choice:
+        return self.choice
+
+    def values(self) -> list[Choice]:
+        return [self.choice]
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """A group whose all-reduces double; every norm of so many rows at most is one launch."""
+    from vllm.distributed import parallel_state
+
+    from vllm_rocm_ops.vllm.fusion import reduced
+
+    made = reduced.Shared(Doubled(), Alike(Choice(ROWS)))
+    theirs = types.SimpleNamespace(_all_reduce_out_place=lambda x: 2 * x)
+    monkeypatch.setitem(reduced.groups, TP, made)
+    monkeypatch.setitem(parallel_state._groups, TP, lambda: theirs)
+    return made
+
+
+def reduce(x):
+    return torch.ops.vllm.all_reduce(x, group_name=TP)
+
+
+ONE = "all_reduce_norm"
+
+
+@pytest.mark.parametrize("rows", [ROWS, ROWS + 1])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("key", [*KEYS, MX, None])
+def test_one_op_in_the_place_of_three(shared, key, residual, rows):
+    """An all-reduce, a norm and what quantizes it. With more rows than a launch takes vLLM's all-reduce and our norm run."""
+    x, weight, held = random(rows, HIDDEN), random(HIDDEN, seed=1), random(rows, HIDDEN, seed=2)
+    marked, _ = quantizer(key) if key else (None, None)
+
+    def function(x, weight, held):
+        total = reduce(x)
+        y, added = add_norm(total, held, weight) if residual else (norm(total, weight), None)
+        found = marked(y, torch.full((1,), 0.02)) if key else (y,)
+        return *found, *([added] if residual else [])
+
+    module, names = piece(function, x, weight, held, donated={2})
+    assert called(names) == [ONE] and not [n for n in names if "all_reduce.default" in n or "auto_functionalized" in n]
+    given = held.clone()
+    found = module(x, weight, given)
+    wanted_residual = held.clone() if residual else None
+    if key:
+        wanted = expected(key, 2 * x, weight, wanted_residual)
+    elif residual:
+        wanted = (ops.fused_add_rms_norm(2 * x, wanted_residual, weight, EPSILON),)
+    else:
+        wanted = (ops.rms_norm(2 * x, weight, EPSILON),)
+    same(as_tuple(found), (*as_tuple(wanted), *([wanted_residual] if residual else [])))
+    assert sum(shared.reduce.calls.values()) == (rows == ROWS)
+
+
+def test_what_stays_vllms(shared, choices):
+    """An all-reduce that something else reads, too, one with another group, one where nothing wins, and norms that are not ours."""
+    x, weight, held = random(ROWS, HIDDEN), random(HIDDEN, seed=1), random(ROWS, HIDDEN, seed=2)
+
+    def read_twice(x, weight, held):
+        total = reduce(x)
+        return norm(total, weight), total
+
+    def plain(x, weight, held):
+        return add_norm(reduce(x), held, weight)
+
+    def of_another_group(x, weight, held):
+        return add_norm(torch.ops.vllm.all_reduce(x, group_name="dp:0"), held, weight)
+
+    for function in (read_twice, of_another_group):
+        _, names = piece(function, x, weight, held, donated={2})
+        assert ONE not in called(names) and "vllm.all_reduce.default" in names
+    _, names = piece(plain, x, weight, held, donated={2})
+    assert ONE in called(names)
+    choices.on = frozenset()
+    _, names = piece(plain, x, weight, held, donated={2})
+    assert called(names) == []
+    choices.on = frozenset(("norm",))
+    shared.choices.choice = Choice(0)
+    _, names = piece(plain, x, weight, held, donated={2})
+    assert called(names) == ["fused_add_rms_norm"] and "vllm.all_reduce.default" in names
+
+
+def test_what_a_compiled_graph_depends_on(shared):
+    """Where an all-reduce of ours serves at all."""
+    from vllm.config import get_current_vllm_config
+
+    from vllm_rocm_ops.vllm.fusion import graph
+
+    one = graph.Fusion(get_current_vllm_config())
+    found = [one.uuid()]
+    for choice in (Choice(0), Choice(2)):
+        shared.choices.choice = choice
+        found.append(one.uuid())
+    assert found[0] == found[2] != found[1]
+
+
+def test_beside_aiters_fused_kernel(shared, choices):
+    """It has the graph unless ours wins at every size that a launch takes."""
+    choices.all_reduced = frozenset({None})
+    x, weight, held = random(ROWS, HIDDEN), random(HIDDEN, seed=1), random(ROWS, HIDDEN, seed=2)
+
+    def function(x, weight, held):
+        return add_norm(reduce(x), held, weight)
+
+    _, names = piece(function, x, weight, held, donated={2})
+    assert called(names) == [ONE]
+    shared.choices.choice.ours = bytes(1) + b"\1" * (ROWS - 1) + b"\0"
+    _, names = piece(function, x, weight, held, donated={2})
+    assert called(names) == []
+
+
+# What ranks measure together
+
+
+HERE = "2-ranks"
+
+
+class Communicator:
+    """vLLM's, over gloo."""
+
+    def all_reduce(self, x):
+        total = x.float()
+        torch.distributed.all_reduce(total)
+        return total.to(x.dtype)
+
+
+def group_of(rank) -> types.SimpleNamespace:
+    """A group as vLLM has it, for one of `as_ranks`."""
+    communicator = Communicator()
+    rank.unique_name, rank.device, rank.device_communicator = TP, torch.device("cpu"), communicator
+    rank._all_reduce_out_place = lambda x: rank.device_communicator.all_reduce(x)
+    return rank
+
+
+class Worker:
+    """A worker with a model of one norm."""
+
+    def __init__(self, norm=None):
+        model = torch.nn.Module()
+        model.norm = norm
+        self.model_runner = types.SimpleNamespace(get_model=lambda: model)
+        hidden = types.SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.bfloat16)
+        self.vllm_config = types.SimpleNamespace(
+            model_config=hidden, parallel_config=types.SimpleNamespace(use_ubatching=False)
+        )
+
+    def execute_model(self):
+        return None
+
+    def sample_tokens(self):
+        return types.SimpleNamespace(get_output=lambda: "tokens")
+
+
+PATTERN = f"rms_norm_per_block_quant {HIDDEN} bfloat16 residual column-major"
+KEYS_MEASURED = [
+    f"all_reduce {HIDDEN} bfloat16 {HERE}",
+    f"all_reduce_fused_add_rms_norm {HIDDEN} bfloat16 residual {HERE}",
+    f"all_reduce_rms_norm_per_block_quant {HIDDEN} bfloat16 residual column-major {HERE}",
+]
+
+
+@pytest.fixture
+def compiled(monkeypatch, choices):
+    """vLLM compiles the model, and one norm with its quantization is ours."""
+    monkeypatch.setattr(row_selection, "choices", choices)
+    monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: True)
+    choices.ours = {PATTERN: True, f"rms_norm_per_block_quant {2 * HIDDEN} bfloat16 residual": True}
+
+
+def start(group, clock: Clock, create=OverGloo) -> tuple:
+    """Return what a start has decided: where each launch serves, and what was put in place; and what it has measured."""
+    from vllm_rocm_ops.vllm.fusion import reduced
+    from vllm_rocm_ops.vllm.selection import measured_all_reduce
+
+    group, worker = group_of(group), Worker()
+    measured_all_reduce.before_compiling(worker, group, clock, create)
+    shared = reduced.groups.get(TP)
+    serves = {c.key: [m for m in range(6) if c.is_ours(m)] for c in shared.choices.values()} if shared else {}
+    replaced = "all_reduce" in vars(group.device_communicator), "execute_model" in vars(worker)
+    return serves, replaced, clock.pairs
+
+
+def both(rank) -> list:
+    """Return what two ranks found, which is alike: rank(group) in processes of their own."""
+
+    def run(group, results):
+        results.put((group.rank_in_group, rank(group)))
+
+    (_, one), (_, other) = sorted(as_ranks(run))
+    assert one == other
+    return one
+
+
+def recorded() -> kernel_selection.Record:
+    return kernel_selection.read(kernel_selection.path_of(kernel_selection.machine()))
+
+
+OFF = {}, (False, False)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_ranks_measure_together_and_agree():
+    """The slowest rank's time counts. What was measured is not measured again."""
+
+    def rank(group):
+        found = [start(group, Clock(slow)) for slow in (4 if group.rank_in_group else 8, 0)]
+        os.environ["VLLM_ROCM_OPS_DISABLE"] = "all_reduce"
+        return *found, start(group, Clock(8))
+
+    first, again, disabled = both(rank)
+    served = {key: [1, 2] for key in KEYS_MEASURED}
+    assert first == (served, (True, True), [m for m in (1, 2, 4) for _ in KEYS_MEASURED])
+    assert again == (*first[:2], [])
+    assert disabled == (*OFF, [])
+    record = recorded()
+    assert sorted(record.shapes) == KEYS_MEASURED and record.off == {}
+    assert all(one[4].ours == 3.0 and one[4].native == 2.0 and 0 < one[1].error < 0.1 for one in record.shapes.values())
+
+
+@pytest.mark.usefixtures("compiled")
+def test_nothing_wins():
+    """Nothing is replaced."""
+    assert both(lambda group: start(group, Clock(0))) == (*OFF, [1, 1, 1, 2, 2, 2, 4, 4, 4])
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_with_other_bits(which):
+    """Every launch is off on both ranks, though each is within the error that is allowed."""
+
+    def rank(group):
+        create = functools.partial(OverGloo, flips=group.rank_in_group == which)
+        return start(group, Clock(8), create)
+
+    assert both(rank) == (*OFF, [])
+    assert sorted(recorded().off) == [key.partition(" ")[0] for key in KEYS_MEASURED]
+    assert all(why.startswith("the ranks have not the same bits (") for why in recorded().off.values())
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("what", ["times", "memory", "a switch"])
+def test_a_rank_that_fails(what):
+    """Both do without: whether its measurement fails, it shares no memory, or it has a switch that the other has not."""
+
+    def rank(group):
+        fails = group.rank_in_group == 1
+        if what == "a switch" and fails:
+            os.environ["VLLM_ROCM_OPS_DISABLE"] = "all_reduce"
+        create = collectives.create if what == "memory" else OverGloo
+        return start(group, Clock(2, fails=fails and what == "times"), create)
+
+    assert both(rank) == (*OFF, [1, 1, 1, 2] if what == "times" else [])
+
+
+def test_a_process_that_ended_there(compiled):
+    """It is measured again once. After the second it is off."""
+
+    def rank(group):
+        def create(*arguments, **how):
+            made = OverGloo(*arguments, **how)
+            if sum(dies):
+                made.check = lambda: os._exit(9)
+            return made
+
+        return start(group, Clock(8), create)
+
+    for dies in ([1], [1], [0]):
+        found = as_ranks(lambda group, results: results.put((group.rank_in_group, rank(group))))
+        if not sum(dies):
+            assert len(found) == 2 and found[0][1] == found[1][1]
+            assert "all_reduce" in recorded().off and found[0][1][1] == (False, True)
+    assert recorded().ended == {}
+
+
+# A start without measurement, and steps
+
+
+def test_what_a_group_lacks(monkeypatch):
+    """One reason each."""
+    from vllm_rocm_ops.vllm.selection import measured_all_reduce
+
+    config, timer = types.SimpleNamespace(parallel_config=types.SimpleNamespace(use_ubatching=False)), Clock(1)
+
+    def lacks(clock: Clock | None = timer, ranks: int = 2) -> str:
+        return measured_all_reduce.lacks(config, types.SimpleNamespace(world_size=ranks), clock)
+
+    assert lacks() == ""
+    assert lacks(None) == "nothing is measured here"
+    assert (lacks(ranks=9), lacks(ranks=8)) == ("9 ranks", "")
+    config.parallel_config.use_ubatching = True
+    assert "halves of a batch" in lacks()
+    monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "all")
+    assert lacks() == "VLLM_ROCM_OPS_DISABLE"
+
+
+@pytest.mark.parametrize("name", ["execute_model", "sample_tokens"])
+def test_a_step_whose_rank_was_missing_fails(name):
+    """Before its results are given away: at its end, or where vLLM waits for them."""
+    from vllm_rocm_ops.vllm.selection import measured_all_reduce
+
+    reduce, worker = OverGloo(None, None, all_reduce=None), Worker()
+    step = measured_all_reduce.checked(getattr(worker, name), reduce.check)
+    early = step()
+    assert early is None or early.get_output() == "tokens"
+    late = step()
+    reduce.missing = "rank 1 of 2 did not come in epoch 7"
+    with pytest.raises(collectives.RankMissing, match="rank 1 of 2 did not come in epoch 7"):
+        late.get_output() if late is not None else step()
+
+
+@pytest.mark.parametrize("name", ["fused_allreduce_rms_norm", "fused_allreduce_gemma_rms_norm"])
+def test_functions_of_models_that_are_not_compiled(shared, name):
+    """Ours has the values of an all-reduce and vLLM's norm; beyond what a launch takes vLLM's runs."""
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+    from vllm_rocm_ops.vllm.fusion import reduced
+
+    gemma = "gemma" in name
+    layer = (GemmaRMSNorm if gemma else RMSNorm)(HIDDEN, eps=EPSILON)
+    layer.weight.data = random(HIDDEN, seed=1)
+    call = reduced.Call("fused_add_rms_norm", HIDDEN, torch.bfloat16, True, helper=name)
+    fused = reduced.helper(lambda *given: "vLLM's", shared, call)
+    x, residual = random(ROWS, HIDDEN), random(ROWS, HIDDEN, seed=2)
+    given = residual.clone()
+    y, added = fused(x, given, layer)
+    wanted, summed = layer.forward_native(2 * x, residual.clone())
+    torch.testing.assert_close(y, wanted, atol=0, rtol=2**-6)
+    assert torch.equal(added, summed) and torch.equal(given, residual) == gemma
+    more = random(ROWS + 1, HIDDEN)
+    assert fused(more, more.clone(), layer) == "vLLM's" == fused(x.float(), given.float(), layer)
+    module = types.ModuleType("model")
+    module.kept = setattr(module, name, len)
+    reduced.replace_everywhere([module, types.ModuleType("other")], name, len, fused)
+    assert getattr(module, name) is fused and fused.vllms is not fused
+
+
+def test_an_all_reduce_alone(shared):
+    """The communicator's, of rows that a launch takes."""
+    from vllm_rocm_ops.vllm.fusion import reduced
+
+    all_reduce = reduced.communicator(lambda x: "vLLM's", shared, reduced.Call("", HIDDEN, torch.bfloat16))
+    x = random(ROWS, HIDDEN)
+    assert torch.equal(all_reduce(x), 2 * x) and shared.reduce.calls == {"sum": 1}
+    others = random(ROWS + 1, HIDDEN), random(ROWS, 8), x.float(), random(1, ROWS, HIDDEN)
+    assert [all_reduce(other) for other in others] == ["vLLM's"] * 4
+
+
+def engine_of_two(engines, how: str, cache: str = "cache", **environment: str) -> dict:
+    """Return the answer of a compiled model on two ranks, where ours wins with fewer than five tokens."""
+    job = engines.job(("llama", "token"), compiled=True)
+    job["engine"] |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    before = (
+        FORKED + f"import measured_on_cpu, reduced_on_cpu; measured_on_cpu.install(); reduced_on_cpu.install({how})\n"
+    )
+    environment |= {"VLLM_ROCM_OPS_TABLES": str(engines.folder / f"tables-{cache}")}
+    answers = engines.run({"it": job}, before=before, cache=cache, **environment)
+    return answers["it"] | {"output": answers["output"]}
+
+
+def one_launches(of_rank: dict) -> dict[str, int]:
+    """Return how often each all-reduce of ours was one launch."""
+    return {op: kernels["one launch"] for op, kernels in of_rank.items() if op.startswith("all_reduce")}
+
+
+@pytest.mark.slow
+def test_two_ranks_in_the_engine(engines):
+    """A step of few tokens has one launch for each all-reduce and norm, of which all but the last quantize; a prompt's has vLLM's all-reduce
+    and our norms. Tokens are those without an all-reduce of ours, which has twice as many launches there."""
+    found = engine_of_two(engines, "5", "cache-reduced")
+    plain = engine_of_two(engines, "5", VLLM_ROCM_OPS_SEAMS="-all_reduce")
+    assert found["tokens"] == plain["tokens"]
+    assert [found["seams"]["all_reduce"], plain["seams"]["all_reduce"]] == ["on", "VLLM_ROCM_OPS_SEAMS=-all_reduce"]
+    layers, steps = checkpoints.LLAMA["num_hidden_layers"], STEPS - 1
+    quantizes, last = "all_reduce_rms_norm_dynamic_per_token_quant", "all_reduce_fused_add_rms_norm"
+    for rank in (found["stats"], *found["other_ranks"]):
+        assert one_launches(rank) == {quantizes: (2 * layers - 1) * steps, last: steps}
+    assert one_launches(plain["stats"]) == {}
+    norms = [sum(rank["stats"]["rms_norm_dynamic_per_token_quant"].values()) for rank in (found, plain)]
+    assert norms[1] - norms[0] == (2 * layers - 1) * steps
+    ours, others = ([one for one in rank if one["shape"].startswith("all_reduce")] for rank in found["choices"])
+    assert ours == others and [one["ours"] for one in ours] == [[1, 2, 3, 4]] * 3
+    assert f"{quantizes}  256 bfloat16 residual 2-ranks" in found["output"]
+    assert "in no graph" not in found["output"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_missing_ends_the_engine(engines):
+    """In a step of decode, with a message that names it."""
+    with pytest.raises(AssertionError) as caught:
+        engine_of_two(engines, "5, missing_after=30", "cache-missing")
+    assert "Worker failed with error 'all_reduce: rank 1 of 2 did not come in epoch 31'" in str(caught.value)

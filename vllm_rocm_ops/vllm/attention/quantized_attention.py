@@ -1,0 +1,369 @@
+"""Seam: attention's own end quantizes its result for the linear behind it, in the layers of the seam decode_attention.
+
+vLLM's pass for that, fuse_attn_quant, is off in every optimization level of 0.30 to 0.33, knows static scales only, and has to have
+attention in a compiled piece: the user asks for it by `-cc.pass_config.fuse_attn_quant=true`, which gives up piecewise graphs unless
+`-cc.use_inductor_graph_partition=true`. Here the whole graph of a model is changed before vLLM splits it at attention:
+
+    attention -> views -> equal quantizations       attention with an output of e4m3, and its scale, or scales per 128 that it writes
+
+where nothing else reads the result. vLLM's op has both arguments. A call that our kernels do not serve runs vLLM's implementation, with
+the scale where that takes one, else with vLLM's quantization behind it, as it was in the graph.
+
+It is decided before vLLM compiles: for layers whose attention was measured to be ours at some batch size, in an earlier start on this GPU,
+and with VLLM_ROCM_OPS_ATTENTION=1 wherever our op fits. The first start measures attention as it is. The next one has the changed graph,
+and measures attention with its quantization twice: beside vLLM's kernels, and beside our attention with vLLM's quantization behind it.
+From then on these decide, and the graph is as vLLM made it where one of them was as fast.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.quantization import LIMIT
+from vllm_rocm_ops.ops.families.attention import ELEMENTS
+from vllm_rocm_ops.ops.paged_attention_decode import GROUP
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.selection import kernel_selection
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+KINDS = {"static": " to e4m3", "groups": f" to e4m3 by {GROUP}"}
+"""How a result is quantized, and what the description of a measurement says of it."""
+SEPARATE = "separate"
+"""The name of two launches, our attention and vLLM's quantization, in the key of a measurement."""
+MEASURED_SCALE = 0.01
+SPLIT, LAYER = "vllm.compilation.backends", "vllm.model_executor.layers.attention.attention"
+ATTENTION = "vllm::unified_attention_with_output"
+ARGUMENTS = "query", "key", "value", "output", "layer_name", "output_scale", "output_block_scale", "kv_cache_dummy_dep"
+
+_fused: dict[str, frozenset[str]] = {}
+"""The kinds that layers of a model may have, by their names."""
+
+
+# Calls
+
+
+@functools.cache
+def static_key():
+    """Return vLLM's key of a static scale per tensor."""
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+
+    return kFp8StaticTensorSym
+
+
+def kind(scale: Tensor | None, groups: Tensor | None) -> str:
+    """Return the kind of a call with these scales; empty where it quantizes nothing."""
+    return "groups" if groups is not None else "static" if scale is not None else ""
+
+
+def behind(forward: Callable, decoder, given: list, output: Tensor, scale: Tensor | None, groups: Tensor | None):
+    """Run an implementation's forward on 16 bits and vLLM's quantization behind it, of all rows, as in a graph."""
+    if given[-1] is None:  # vLLM's profile run, whose forward fills the output
+        if groups is not None:
+            groups.fill_(1.0)
+        return forward(*given, output)
+    dtype = given[1].dtype if given[1].dtype in ELEMENTS else decoder.config.model_config.dtype  # queries may be of FP8
+    plain = output.new_empty(output.shape, dtype=dtype)
+    forward(*given, plain)
+    quantize(plain.flatten(1), output.flatten(1), scale, groups)
+    return output
+
+
+def quantize(x: Tensor, out: Tensor, scale: Tensor | None, groups: Tensor | None) -> None:
+    """Quantize rows by vLLM's kernels; on CPU by PyTorch."""
+    limit = LIMIT[out.dtype]
+    if x.device.type == "cpu":
+        from vllm_rocm_ops.core import quantization
+
+        if groups is None:
+            out.copy_(quantization.static(x.float(), scale, out.dtype))
+            return
+        values, scales = quantization.per_token(x.float().unflatten(1, (-1, GROUP)), out.dtype, None)
+        out.copy_(values.flatten(1))
+        groups.copy_(scales.view(groups.shape))
+    elif groups is None:
+        torch.ops._C.static_scaled_fp8_quant(out, x, scale, None)
+    else:
+        columns_first = groups.stride(0) == 1 and groups.shape[1] > 1
+        torch.ops._C.per_token_group_fp8_quant(x, out, groups, GROUP, 1e-10, -limit, limit, False, columns_first, False)
+
+
+@functools.cache
+def measured_scale(device: torch.device) -> Tensor:
+    """Return the static scale that is measured with."""
+    return torch.full((1,), MEASURED_SCALE, device=device)
+
+
+def outputs(of: str, query: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return a result to be written, its scale, and scales of groups to be written."""
+    if not of:
+        return torch.empty_like(query), None, None
+    from vllm.platforms import current_platform
+
+    output = torch.empty_like(query, dtype=current_platform.fp8_dtype())
+    if of == "static":
+        return output, measured_scale(query.device), None
+    return output, None, query.new_empty(len(query), query[0].numel() // GROUP, dtype=torch.float32)
+
+
+def dequantized(output: Tensor, scale: Tensor | None = None, groups: Tensor | None = None) -> Tensor:
+    """Return what `outputs` are filled with as rows."""
+    rows = output.flatten(1)
+    if groups is not None:
+        return (rows.float().unflatten(1, (-1, GROUP)) * groups[..., None]).flatten(1)
+    return rows if scale is None else rows.float() * scale
+
+
+# Decisions
+
+
+def wins(decoder, of: str, decided: kernel_selection.Decided, beside: str) -> bool | None:
+    """Return whether ours was measured to win beside a kernel at some batch size, at every length. None where it was not measured."""
+    begin = f"{decoder.op.name} {decoder.describe()}{KINDS.get(of, '')} page "
+    end = f" of {decoder.config.model_config.max_model_len} keys {beside}"
+    found = [ours for key, ours in decided.shapes.items() if key.startswith(begin) and key.endswith(end)]
+    return at_some_size(found) if found else None
+
+
+def at_some_size(found: list[bytes]) -> bool:
+    """Return whether ours serves at some batch size in all of these, which are as `Choice.ours`."""
+    found = [ours + ours[-1:] * (max(map(len, found)) - len(ours)) for ours in found]
+    return any(all(at) for at in zip(*found))
+
+
+def may_quantize(decoder, of: str, decided: kernel_selection.Decided) -> bool:
+    """Return whether a layer's attention quantizes its result so."""
+    if decoder.lacks or (of == "groups" and decoder.impl.head_size != GROUP):
+        return False
+    if decoder.is_forced or decoder.op.name in decided.off:
+        return decoder.is_forced
+    if wins(decoder, of, decided, SEPARATE) is False:
+        return False
+    measured = wins(decoder, of, decided, decoder.backend.name)
+    return bool(wins(decoder, "", decided, decoder.backend.name) if measured is None else measured)
+
+
+def decide(config, decided: kernel_selection.Decided) -> None:
+    """Decide for the layers of a model that a worker has loaded, from what is known of this GPU."""
+    _fused.clear()
+    if "quantized_attention" not in seam.active():
+        return
+    for name, layer in config.compilation_config.static_forward_context.items():
+        decoder = getattr(getattr(layer, "impl", None), "rocm_ops", None)
+        if decoder is not None and decoder.op is ops.paged_attention_decode:
+            _fused[name] = frozenset(of for of in KINDS if may_quantize(decoder, of, decided))
+        elif "attn_backend" in vars(layer) and not getattr(layer, "use_mla", False):
+            _fused[name] = frozenset()
+    if any(_fused.values()) and writes_scales():
+        change_graphs()
+    else:
+        _fused.clear()
+
+
+def writes_scales() -> bool:
+    """Return whether vLLM's op says that it writes its output and scales of groups, without which a compiler may leave them out."""
+    arguments = getattr(torch.ops.vllm, ATTENTION.partition("::")[2]).default._schema.arguments
+    written = {one.name for one in arguments if one.alias_info and one.alias_info.is_write}
+    return {"output", "output_block_scale"} <= written
+
+
+def may_fuse(decoder, of: str) -> bool:
+    """Return whether a layer's attention was decided to quantize its result."""
+    context = decoder.config.compilation_config.static_forward_context
+    return any(
+        of in kinds for name, kinds in _fused.items() if getattr(context.get(name), "impl", None) is decoder.impl
+    )
+
+
+def said() -> str:
+    """Return what was decided, for the fingerprint of vLLM's compile cache. Empty where nothing is fused."""
+    return ", ".join(sorted(f"{name} {'/'.join(sorted(kinds))}" for name, kinds in _fused.items() if kinds))
+
+
+def kinds_of(name: object) -> frozenset[str]:
+    """Return the kinds that a layer may have, by its name in a graph; where that does not tell it, those that all layers may have.
+
+    PyTorch 2.11 has a graph take names as inputs.
+    """
+    given = name.meta.get("example_value") if isinstance(name, fx.Node) else name
+    given = getattr(given, "real_obj", given)
+    given = getattr(given, "value", given)
+    if isinstance(given, str):
+        return _fused.get(given, frozenset())
+    return frozenset.intersection(*_fused.values()) if _fused else frozenset()
+
+
+# Graphs
+
+
+class Fusion(NamedTuple):
+    """Attention in a graph, and the quantizations that alone read its result: `views` begin with what allocates that."""
+
+    node: fx.Node
+    views: list[fx.Node]
+    markers: list[fx.Node]
+    kind: str
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Fusion | None:
+        """Return what can be fused at a node, and was decided to be."""
+        from vllm_rocm_ops.vllm.fusion import markers
+
+        given = dict(zip(ARGUMENTS, node.args)) | node.kwargs
+        if given.get("output_scale") is not None or given.get("output_block_scale") is not None:
+            return None
+        views = views_of(given["output"])
+        readers = {user for view in views for user in view.users} - {node, *views}
+        equal = len({(reader.target, str(reader.args[1:])) for reader in readers}) == 1
+        if not equal or next(iter(readers)).target is not markers.QUANTIZATION or not is_allocation(views[0]):
+            return None
+        found = cls(node, views, sorted(readers), kind_of(next(iter(readers))))
+        is_there = found.kind != "static" or found.markers[0].args[1] < node
+        return found if is_there and found.kind in kinds_of(given["layer_name"]) else None
+
+    def apply(self) -> None:
+        """Change the graph: what quantizations made are the output, and its scale."""
+        graph, (values, scales) = self.node.graph, self.markers[0].meta["example_value"]
+        scale, name = self.markers[0].args[1], "output_scale"
+        for view in self.views:
+            view.meta["example_value"] = like(view.meta["example_value"], values.dtype)
+        self.views[0].kwargs = self.views[0].kwargs | {"dtype": values.dtype}
+        if self.kind == "groups":
+            name = "output_block_scale"
+            with graph.inserting_after(self.views[0]):
+                scale = allocate(graph, self.views[0], scales)
+        self.node.kwargs = self.node.kwargs | {name: scale}
+        for marker in self.markers:
+            for part in list(marker.users):
+                part.replace_all_uses_with((marker.args[0], scale)[part.args[1]])
+                graph.erase_node(part)
+            graph.erase_node(marker)
+
+
+def fuse(graph: fx.Graph) -> int:
+    """Have attention quantize its results in a model's graph, and return how often."""
+    found = [fusion for node in graph.nodes if is_attention(node) if (fusion := Fusion.of(node)) is not None]
+    for fusion in found:
+        fusion.apply()
+    return len(found)
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Return whether a node is vLLM's op of attention that writes its output, by whichever overload."""
+    name = getattr(node.target, "_qualified_op_name", None) or getattr(node.target, "name", str)
+    name = name() if callable(name) else name
+    return node.op == "call_function" and name.partition(".")[0] == ATTENTION
+
+
+def is_view(node: object) -> bool:
+    """Return whether a node is another's memory in another shape."""
+    return isinstance(node, fx.Node) and node.op == "call_method" and node.target in ("view", "reshape")
+
+
+def views_of(node: fx.Node) -> list[fx.Node]:
+    """Return what a view is one of, and all its views."""
+    while is_view(node):
+        node = node.args[0]
+    found = [node]
+    for one in found:
+        found += [user for user in one.users if is_view(user)]
+    return found
+
+
+def is_allocation(node: fx.Node) -> bool:
+    """Return whether a node allocates rows, whose number is known in front of it."""
+    return node.op == "call_function" and node.target is torch.empty and len(size_of(node)) == 2
+
+
+def size_of(node: fx.Node) -> tuple:
+    """Return the size that `torch.empty` is given."""
+    size = node.args[0] if len(node.args) == 1 else node.args
+    if isinstance(size, fx.Node):
+        size = size.args[0] if size.target is torch.Size else ()
+    return tuple(size)
+
+
+def kind_of(marker: fx.Node) -> str:
+    """Return the kind of a quantization; empty for one that attention's end does not have."""
+    from vllm_rocm_ops.vllm.fusion.markers import How
+
+    rows, scale, bound, how = marker.args
+    how = How(*how)
+    if bound is not None or how.tma_aligned or how.ue8m0 or how.padding != -1 or rows.meta["example_value"].dim() != 2:
+        return ""
+    if how.static:
+        return "static" if (how.rows, how.columns) == (-1, -1) and isinstance(scale, fx.Node) else ""
+    return "groups" if (how.rows, how.columns) == (1, GROUP) else ""
+
+
+def like(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what stands for a value of another type in a graph."""
+    return value.new_empty(value.shape, dtype=dtype)
+
+
+def allocate(graph: fx.Graph, rows: fx.Node, scales: Tensor) -> fx.Node:
+    """Allocate scales of groups for the rows that a node allocates, in the order in memory that vLLM's quantization has."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # which takes long to import
+
+    tokens, device, columns = size_of(rows)[0], rows.kwargs.get("device"), scales.shape[1]
+    is_transposed = columns > 1 and statically_known_true(scales.stride(0) == 1)
+    size = (columns, tokens) if is_transposed else (tokens, columns)
+    made = graph.call_function(torch.empty, (size,), {"dtype": scales.dtype, "device": device})
+    made.meta["example_value"] = scales.new_empty(scales.shape[::-1] if is_transposed else scales.shape)
+    if not is_transposed:
+        return made
+    with graph.inserting_after(made):
+        turned = graph.call_method("t", (made,))
+    turned.meta["example_value"] = made.meta["example_value"].t()
+    return turned
+
+
+# The seam
+
+
+def probe() -> None:
+    """Our backends are there, quantizations are marked, and vLLM splits a graph and calls attention as expected. Files are read and not
+    imported, which needs vLLM's kernels."""
+    missing = {"decode_attention", "fusion"} - set(seam.active())
+    if missing:
+        raise seam.Unavailable(f"it needs {' and '.join(sorted(missing))}")
+    seam.require_function(f"{SPLIT}.split_graph", "graph", "splitting_ops")
+    seam.require_function(f"{LAYER}.{ATTENTION.partition('::')[2]}", *ARGUMENTS)
+
+
+@functools.cache
+def change_graphs() -> None:
+    """Change a model's graph before vLLM splits it, from now on."""
+    module = importlib.import_module(SPLIT)
+    split = module.split_graph
+
+    @functools.wraps(split)
+    def split_graph(graph, splitting_ops):
+        if any(_fused.values()) and (count := fuse(graph.graph)):
+            graph.recompile()
+            logger.info("vllm-rocm-ops: attention quantizes its result in %d layers", count)
+        return split(graph, splitting_ops)
+
+    module.split_graph = split_graph
+
+
+def install() -> None:
+    """Leave vLLM's function to `decide`, when a worker has loaded a model: a plugin is loaded before the kernels that it needs."""
+
+
+SEAM = seam.Seam(
+    name="quantized_attention",
+    replaces="split_graph of vllm.compilation.backends, in front of which attention gets the quantization behind it",
+    probe=probe,
+    install=install,
+    ops=("paged_attention_decode",),
+    after=("decode_attention", "fusion"),
+)

@@ -1,0 +1,447 @@
+"""Whether an all-reduce and the norm behind it are one launch of ours: measured by all ranks of a tensor-parallel group together, before
+vLLM compiles a model. Until then, and wherever it does not win, vLLM's all-reduce runs.
+
+Every rank takes part in every step, and a step that fails on one rank ends all of it on all ranks, by `collectives.agree` over the group's
+CPU group. All ranks must get the same bits, within the error that is allowed beside vLLM's, and the slowest rank's time counts. What is
+measured is in the machine's file, beside what else is; the first rank reads and writes it.
+
+In a model that vLLM compiles ours is timed against vLLM's all-reduce and our norm, which has won by itself before (row_selection.py), or
+against AITER's fused kernel where a pass has it. In others, against the function of vLLM's that they call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import collectives, ops
+from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.core import tables
+from vllm_rocm_ops.core.correctness import as_tuple
+from vllm_rocm_ops.core.op import disabled
+from vllm_rocm_ops.core.quantization import LIMIT
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.fusion import reduced, row_selection
+from vllm_rocm_ops.vllm.fusion.reduced import Call, Shared
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection.kernel_selection import Choice, Decided, Measured, Record
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+MOST_SECONDS = 5.0  # of a start
+SETS, CALLS, ROUNDS = 4, 16, 9  # of inputs, of a graph, and of its replays
+EPSILON, SCALE, GROUP = 1e-6, 0.05, 128
+AITER = "AITER"
+"""The end of a key whose launch was measured beside AITER's fused one."""
+
+
+class Clock(Protocol):
+    """Times calls that ranks make together."""
+
+    def times(self, group, agree: Callable, calls: dict[str, Callable], sets: list[tuple]) -> dict[str, list[float]]:
+        """Return this rank's microseconds per call of each function, in turn, from replays that all ranks begin together."""
+
+    def finish(self) -> None:
+        """Wait for all that was launched, which raises what went wrong."""
+
+
+class GraphClock:
+    """Replays of graphs that vLLM's communicator captures."""
+
+    def times(self, group, agree, calls, sets):
+        def capture(call: Callable) -> torch.cuda.CUDAGraph:
+            graph = torch.cuda.CUDAGraph()
+            with group.graph_capture() as context, torch.cuda.graph(graph, stream=context.stream):
+                for number in range(CALLS):
+                    call(*sets[number % len(sets)])
+            return graph
+
+        graphs, found = {}, {name: [] for name in calls}
+        for name, call in calls.items():
+            graphs[name] = agree(functools.partial(capture, call), keep=True)
+
+        def replay(name: str) -> None:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            calls["native"](*sets[0])  # where ranks meet
+            start.record()
+            graphs[name].replay()
+            end.record()
+            end.synchronize()
+            found[name].append(start.elapsed_time(end) * 1000 / CALLS)
+
+        for _ in range(ROUNDS):
+            for name in graphs:
+                agree(functools.partial(replay, name))
+        return found
+
+    def finish(self):
+        torch.cuda.synchronize()
+
+
+# What may be one launch
+
+
+def calls_of(config, models: list[torch.nn.Module]) -> dict[Call, torch.nn.Module | None]:
+    """Return the calls of a worker's models, with the norm behind each that a helper of vLLM's is called with."""
+    hidden, dtype = config.model_config.get_hidden_size(), config.model_config.dtype
+    found: dict[Call, torch.nn.Module | None] = {Call("", hidden, dtype): None}
+    choices = row_selection.choices
+    if (
+        "norm" in choices.on
+        and "fusion" in seam.active()
+        and any(row_selection.is_compiled(config, model) for model in models)
+    ):
+        found[Call("fused_add_rms_norm", hidden, dtype, True)] = None
+        for pattern, runs in choices.ours.items():
+            name, columns, *traits = pattern.split()
+            if runs and name in launches.NORMS and int(columns) == hidden:
+                has_residual, is_column_major = "residual" in traits, "column-major" in traits
+                found[Call(name, hidden, dtype, has_residual, is_column_major)] = None
+    for model in models:
+        homes = {type(module).__module__ for module in model.modules()}
+        norms = [m for m in model.modules() if hasattr(m, "variance_epsilon") and m.weight.shape == (hidden,)]
+        for name in reduced.HELPERS:
+            if norms and any(hasattr(sys.modules.get(home), name) for home in homes):
+                found[Call("fused_add_rms_norm", hidden, dtype, True, helper=name)] = norms[0]
+    return {call: norm for call, norm in found.items() if call.dtype in (torch.bfloat16, torch.float16)}
+
+
+def is_aiters(call: Call) -> bool:
+    """Return whether a pass of vLLM's has AITER's fused kernel for a norm alone behind an all-reduce, which takes no quantization here."""
+    return call.norm == "fused_add_rms_norm" and not call.helper and None in row_selection.choices.all_reduced
+
+
+def sizes(call: Call, shared_blocks: int) -> list[int]:
+    """Return the numbers of tokens to measure: powers of two, and the most that a launch takes."""
+    most = min(launches.CAPACITY * launches.VALUES_IN_WORD // call.hidden, shared_blocks)
+    return sorted({1 << power for power in range(most.bit_length())} | {most}) if most else []
+
+
+class Both:
+    """A call by ours and by vLLM's, as ranks measure it: both take this rank's input and what is behind it, which all ranks have."""
+
+    def __init__(self, call: Call, norm: torch.nn.Module | None, group, reduce: Callable, device: torch.device):
+        self.call, self.norm, self.group, self.reduce, self.device = call, norm, group, reduce, device
+        self.op = getattr(ops, call.norm) if call.norm else None
+        self.word = f"{group.world_size}-ranks" + f"-{AITER}" * is_aiters(call)
+
+    def inputs(self, tokens: int, seed: int) -> tuple[list[Tensor], tuple]:
+        """Return the inputs of all ranks, and the arguments behind them."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        hidden, dtype = self.call.hidden, self.call.dtype
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=self.device).to(dtype)
+
+        every = [random(tokens, hidden) for _ in range(self.group.world_size)]
+        if self.op is None:
+            return every, ()
+        from vllm_rocm_ops.vllm.fusion import fused_quant
+
+        values = {
+            "residual": random(tokens, hidden) if self.call.has_residual else None,
+            "weight": self.norm.weight.data if self.norm else 1 + random(hidden) / 8,
+            "scale": torch.full((1,), SCALE, device=self.device),
+            "epsilon": self.norm.variance_epsilon if self.norm else EPSILON,
+            "quant_dtype": fused_quant.QUANT_DTYPE,
+            "group_size": GROUP,
+            "is_scale_transposed": self.call.is_column_major,
+            "scale_ub": None,
+            "one_plus_weight": self.one_plus,
+        }
+        return every, tuple(values[name] for name in self.op.Arguments._fields[1:])
+
+    @property
+    def one_plus(self) -> bool:
+        """Whether 1 + weight takes the weight's place."""
+        return reduced.HELPERS.get(self.call.helper, False)
+
+    def ours(self, x: Tensor, *args) -> tuple:
+        """Return the results of our launch, and the residual behind them."""
+        if self.op is None:
+            return (self.reduce.sum(x),)
+        if self.call.helper:
+            residual, weight, epsilon, one_plus = args
+            return reduced.run_helper(self.reduce, one_plus, x, residual, weight, epsilon)
+        return (*as_tuple(self.reduce(self.op, x, *args)), *self._residual(args))
+
+    def theirs(self, x: Tensor, *args) -> tuple:
+        """Return the same by vLLM's all-reduce, and our norm unless vLLM's is part of it."""
+        if self.call.helper:
+            return helper_of(self.call)(x, args[0], self.norm)
+        if is_aiters(self.call):
+            from vllm._aiter_ops import rocm_aiter_ops
+
+            residual, weight, epsilon, _ = args
+            return rocm_aiter_ops.get_fused_allreduce_rmsnorm_op()(x, residual, weight, epsilon)
+        total = self.group._all_reduce_out_place(x)
+        return (total,) if self.op is None else (*as_tuple(self.op.call(total, *args)), *self._residual(args))
+
+    def _residual(self, args: tuple) -> tuple:
+        return (args[self.op.Arguments._fields.index("residual") - 1],) if self.call.has_residual else ()
+
+    def results(self, found: tuple, args: list) -> list[Tensor]:
+        """Return what a call has computed, without quantization."""
+        found, residual = (found[:-1], found[-1:]) if self.call.has_residual else (found, ())
+        if self.op is not None and "scale" in self.op.Arguments._fields:
+            found = (*found, args[self.op.Arguments._fields.index("scale") - 1])
+        return [row_selection.dequantized(*found) if len(found) == 2 else found[0], *residual]
+
+    def exact(self, every: list[Tensor], args: tuple) -> list[Tensor]:
+        """Return the same in float32."""
+        x = sum(each.float() for each in every)
+        if self.op is None:
+            return [x]
+        a = self.op.Arguments(every[0], *args)
+        residual = getattr(a, "residual", None)
+        x = x if residual is None else x + residual.float()
+        weight = a.weight.float() + a.one_plus_weight
+        y = x * torch.rsqrt(x.square().mean(1, keepdim=True) + a.epsilon) * weight
+        if "scale" in self.op.Arguments._fields:
+            most = SCALE * LIMIT[a.quant_dtype]
+            y = y.clamp(-most, most)
+        return [y, *([] if residual is None else [x])]
+
+
+def helper_of(call: Call) -> Callable:
+    """Return vLLM's function of that name."""
+    found = next(f for m in list(sys.modules.values()) if (f := getattr(m, call.helper, None)) and callable(f))
+    return getattr(found, "vllms", found)
+
+
+# Measuring
+
+
+def digest(tensors: list[Tensor]) -> str:
+    """Return a hash of bits."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def measure(both: Both, tokens: int, clock: Clock, agree: Callable) -> Measured:
+    """Check and time a call on all ranks. `Mismatch` on all of them where ours is wrong on one."""
+    rank, sets = both.group.rank_in_group, [both.inputs(tokens, seed) for seed in range(SETS)]
+
+    def run(function: Callable) -> tuple[list[Tensor], tuple]:
+        every, args = sets[0]
+        x, *args = (arg.clone() if isinstance(arg, Tensor) else arg for arg in (every[rank], *args))
+        found = function(x, *args)
+        clock.finish()
+        return both.results(found, args), found
+
+    native, _ = agree(lambda: run(both.theirs), keep=True)
+    ours, raw = agree(lambda: run(both.ours), keep=True)
+
+    def judge() -> tuple[str, str, float, float]:
+        both.reduce.check()
+        rows, columns = torch.arange(tokens, device=both.device), torch.arange(both.call.hidden, device=both.device)
+        errors = [0.0, 0.0]
+        try:
+            each = zip(ours, native, both.exact(*sets[0]), strict=True)
+            errors, *_ = [kernel_timing.check(*one, rows, columns) for one in each]
+        except kernel_timing.Mismatch as error:
+            return str(error), "", *errors
+        return "", digest(list(raw)), *errors
+
+    judged = agree(judge)
+    wrong = [f"rank {number} has {why}" for number, (why, *_) in enumerate(judged) if why]
+    if not wrong and len({bits for _, bits, *_ in judged}) > 1:
+        wrong = ["the ranks have not the same bits"]
+    if wrong:
+        raise kernel_timing.Mismatch("; ".join(wrong))
+    on_rank = [(every[rank], *args) for every, args in sets]
+    times = clock.times(both.group, agree, {"ours": both.ours, "native": both.theirs}, on_rank)
+    agree(both.reduce.check)
+    of_ranks = agree(lambda: tuple(statistics.median(times[name]) for name in ("ours", "native")))
+    return Measured(*map(max, zip(*of_ranks)), *judged[0][2:])
+
+
+def measure_all(every: list[Both], clock: Clock, agree: Callable, path, here: dict, end: float) -> Record:
+    """Measure what the first rank's record lacks until a time, and return the record, which all ranks have then."""
+    is_first = every[0].group.rank_in_group == 0
+    record = agree(lambda: kernel_selection.read(path, here))[0]
+    running = path.with_name(f"{path.stem}-{reduced.NAME}.running")
+
+    def keep(keys: list[str]) -> None:
+        try:
+            with tables.locked(path.with_suffix(".lock"), 1.0):
+                kept = kernel_selection.read(path, here)
+                for key in keys:
+                    kept.shapes[key] = record.shapes[key]
+                kept.off |= {name: why for name, why in record.off.items() if name.startswith(reduced.NAME)}
+                others = {op: n for op, n in kept.ended.items() if not op.startswith(reduced.NAME)}
+                kept.ended = others | {op: n for op, n in record.ended.items() if op.startswith(reduced.NAME)}
+                kernel_selection.write(path, kept)
+        except OSError as error:
+            logger.warning("vllm-rocm-ops: what is measured of all-reduces is not kept: %s", error)
+
+    def after_crashes() -> Record:
+        if is_first:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kernel_timing.take_marker(running, record, lambda: keep([]))
+        return record
+
+    record = agree(after_crashes)[0]
+    todo = [(both, tokens) for both in every for tokens in sizes(both.call, both.reduce.group.blocks)]
+    done = []
+    for both, tokens in sorted(todo, key=lambda item: item[1]):
+        name = both.call.op.name
+        key = key_of(both)
+        if name in record.off or tokens in record.shapes.get(key, {}):
+            continue
+        if agree(lambda: time.monotonic() > end)[0]:
+            break
+        what = f"{name}\n{key} at {tokens} tokens"
+        with kernel_timing.marker(running, what) if is_first else contextlib.nullcontext():
+            try:
+                record.shapes.setdefault(key, {})[tokens] = measure(both, tokens, clock, agree)
+                done.append(key)
+            except kernel_timing.Mismatch as error:
+                record.off[name] = f"{error} ({both.call.describe()}, {tokens} tokens)"
+    if is_first and (done or record.off or record.ended):
+        record.ended = {op: n for op, n in record.ended.items() if not op.startswith(reduced.NAME)}
+        keep(sorted(set(done)))
+    return record
+
+
+def key_of(both: Both) -> str:
+    """Return the key of what is measured."""
+    return f"{both.call.op.name} {both.call.describe()} {both.word}"
+
+
+# A start
+
+
+def lacks(config, group, clock: Clock | None) -> str:
+    """Why a group does without our all-reduce, before anything is tried; empty if nothing speaks against it."""
+    if reduced.NAME not in seam.active():
+        return "its seam is off"
+    if reduced.NAME in disabled():
+        return "VLLM_ROCM_OPS_DISABLE"
+    if clock is None:
+        return "nothing is measured here"
+    if group.world_size not in launches.RANKS:
+        return f"{group.world_size} ranks"
+    if getattr(config.parallel_config, "use_ubatching", False):
+        return "two halves of a batch run at a time"
+    from vllm import envs as vllms
+
+    return "VLLM_BATCH_INVARIANT" if vllms.VLLM_BATCH_INVARIANT else ""
+
+
+def before_compiling(worker, group, clock: Clock | None, create: Callable = collectives.create) -> None:
+    """Decide for the group of a worker that has loaded its model. All ranks call it. Whatever fails on one leaves all without it."""
+    reduced.groups.pop(group.unique_name, None)
+    if group.world_size == 1:
+        return
+    says = group.rank_in_group == 0
+
+    def agree(act: Callable[[], object], keep: bool = False):
+        """Return an action's results by rank, or this rank's alone, where others need not have it."""
+        mine = []
+        found = collectives.agree(group.cpu_group, lambda: mine.append(act()) if keep else act(), "off")
+        return mine[0] if keep else found
+
+    try:
+        config = worker.vllm_config
+        reasons = [why for why in agree(lambda: lacks(config, group, clock)) if why]
+        if reasons:
+            logger.debug("vllm-rocm-ops: no all-reduce of ours: %s", reasons[0])
+            return
+        start = time.monotonic()
+        with torch.inference_mode():
+            turn_on(worker, group, clock, agree, create, start + MOST_SECONDS)
+        kernel_selection.spend(time.monotonic() - start)
+    except RuntimeError as error:
+        reduced.groups.pop(group.unique_name, None)
+        if says:
+            logger.warning("vllm-rocm-ops: vLLM's own all-reduce runs: %s", error)
+
+
+def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end: float) -> None:
+    """Measure, and put ours in the place of vLLM's where it wins."""
+    communicator = group.device_communicator
+    theirs = communicator.all_reduce
+    try:
+        reduce = create(group.cpu_group, group.device, all_reduce=theirs)
+    except RuntimeError as error:  # on all ranks
+        logger.info("vllm-rocm-ops: vLLM's own all-reduce runs: %s", error)
+        return
+    models = row_selection.models_of(worker)
+    every = agree(
+        lambda: [
+            Both(call, norm, group, reduce, group.device) for call, norm in calls_of(worker.vllm_config, models).items()
+        ],
+        keep=True,
+    )
+    here = kernel_selection.machine()
+    path = kernel_selection.path_of(here)
+    known = agree(lambda: [key_of(both) for both in every])
+    if any(keys != known[0] for keys in known):
+        raise RuntimeError(f"{reduced.NAME}: off: the ranks have not the same calls")
+    record = measure_all(every, clock, agree, path, here, end)
+    decided = record.decided()
+    choices = {both.call: made_choice(both, decided) for both in every}
+    if group.rank_in_group == 0:
+        of_these = Record(record.machine, record.off, {key: m for key, m in record.shapes.items() if key in known[0]})
+        kernel_timing.say(
+            of_these, Decided({o: w for o, w in record.off.items() if o.startswith(reduced.NAME)}, {}), set(known[0])
+        )
+    shared = Shared(reduce, choices)
+    if not any(any(choice.ours) for choice in choices.values()):
+        reduce.close()
+        return
+    reduced.groups[group.unique_name] = shared
+    for both in every:
+        call, wins = both.call, shared.wins(both.call, everywhere=is_aiters(both.call))
+        if wins and not call.norm:
+            communicator.all_reduce = reduced.communicator(theirs, shared, call)
+        elif wins and call.helper:
+            vllms = helper_of(call)
+            ours = reduced.helper(vllms, shared, call)
+            reduced.replace_everywhere(list(sys.modules.values()), call.helper, vllms, ours)
+    for name in ("execute_model", "sample_tokens"):
+        if hasattr(worker, name):
+            setattr(worker, name, checked(getattr(worker, name), reduce.check))
+
+
+def made_choice(both: Both, decided: Decided) -> Choice:
+    """Return the choice of a call, which all ranks decide alike."""
+    choice = kernel_selection.choose((reduced.NAME, both.call), both.call, both.word, ())
+    choice.state, choice.ours = "unmeasured", bytes(1)
+    choice.decide(decided)
+    return choice
+
+
+def checked(run: Callable, check: Callable[[], None]) -> Callable:
+    """Return a worker's function that fails if a rank was missing in its step: when results are there, which may be later."""
+
+    @functools.wraps(run)
+    def call(*arguments, **keywords):
+        result = run(*arguments, **keywords)
+        later = getattr(result, "get_output", None)
+        if later is None:
+            check()
+            return result
+
+        def get_output():
+            output = later()
+            check()
+            return output
+
+        result.get_output = get_output
+        return result
+
+    return call
