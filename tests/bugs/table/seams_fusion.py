@@ -55,7 +55,7 @@ BUGS = (
     Bug(
         "experts that lost the measurement",
         "vllm/fusion/graph.py",
-        "if not choices.ours.get(pattern) or op.name in choices.off",
+        "if not wins or op.name in choices.off",
         "if op.name in choices.off",
         Tests("test_moe_input.py"),
     ),

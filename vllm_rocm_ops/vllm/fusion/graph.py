@@ -266,7 +266,7 @@ def quantization(marker: fx.Node) -> tuple[object, dict[str, object]]:
 
 
 def made_by(op: Op, outputs, given: dict[str, object]) -> tuple:
-    """Return what takes the place of a quantization: values and scales, which an op with a static scale is given."""
+    """Return a quantization's values and scales, the latter given to an op with a static scale."""
     return (outputs, given["scale"]) if "scale" in op.Arguments._fields else outputs
 
 
