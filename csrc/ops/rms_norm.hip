@@ -6,9 +6,9 @@
 // Rounding is that of the ops of the same names in vLLM 0.33.0's wheel. Plain and static outputs take z rounded to T
 // and round y once. Dynamic outputs take z unrounded and round before the weight too. With 1 + weight in the weight's place,
 // as vLLM's GemmaRMSNorm has it, all outputs round y once. The MX output, for which vLLM has no fused op, rounds as the plain one: it
-// is that of a norm and a quantisation of its result.
+// is that of a norm and a quantisation of its result. So is the quantised one of two outputs, the plain y and y per 128 columns.
 //
-// Bytes per element: 2 (input) + 4 (residual, read and written) + 1 or 2 (out); some 10 flops. Latency bounds the time up to
+// Bytes per element: 2 (input) + 4 (residual, read and written) + 1, 2 or both (out); some 10 flops. Latency bounds the time up to
 // about 64 rows, HBM bandwidth above. A block owns a row and keeps it in registers between the reductions. Thread t has the
 // chunks of 8 elements t, t + threads, ... All loads of the row and of the weight are in flight before the first is used. Each
 // reduction has one barrier. Blocks do not share a row: the sum of squares would need a barrier between blocks, which takes
@@ -17,10 +17,34 @@
 #include "device/divisor.h"
 #include "device/norm_row.h"
 
+// Two outputs of a row: y as T, and the same y quantised as ops/fused_experts_quantize.hip quantises it.
+constexpr int kGroup = 128;
+template <class T>
+struct PlainAndPerBlock : RowOutput<T, Output::kPerBlock, ScaleBound::kNone, kGroup> {
+  using Quantised = RowOutput<T, Output::kPerBlock, ScaleBound::kNone, kGroup>;
+  void* plain;  // [columns] T; the first row's before locate()
+
+  DEVICE PlainAndPerBlock(void* plain, void* quantised, float* scale_out, int hidden, int threads)
+      : Quantised(nullptr, quantised, scale_out, u32(hidden) / kGroup, 1, kGroup, threads), plain(plain) {}
+
+  DEVICE void locate(i64 columns) {
+    Quantised::locate(columns);
+    plain = (u16*)plain + u32(wave::block_id_x()) * columns;
+  }
+  DEVICE void store(int index, bool in_bounds, u32x4 y) {
+    if (in_bounds) mem::store((u32x4*)plain + index, y);
+    Quantised::store(index, in_bounds, y);
+  }
+  template <class Value, class Last>
+  DEVICE void store_elements(int columns, Value value, Last) const {
+    Quantised::store_elements(columns, value, [&](int column) { store_element<T>(plain, column, value(column)); });
+  }
+};
+
 // Any hidden size and alignment, one element per access; rereads the row from HBM instead of keeping it.
-template <class T, bool kResidual, Factor kFactor, Output kOutput>
-DEVICE void rms_norm_general(NormRow row, RowOutput<T, kOutput> output) {
-  constexpr bool kRounded = rounds_sum(kOutput);
+template <class T, bool kResidual, Factor kFactor, class Outputs>
+DEVICE void rms_norm_general(NormRow row, Outputs output) {
+  constexpr bool kRounded = kRoundsSum<Outputs>;
   LDS static float sums[kMaxWaves];
   mem::wait_for_scalars(row.inverse_hidden, row.epsilon);
   output.locate(row.hidden);
@@ -53,11 +77,22 @@ DEVICE void rms_norm_general(NormRow row, RowOutput<T, kOutput> output) {
 }
 
 // kChunks == 0 is the general kernel.
-template <class T, bool kResidual, Factor kFactor, int kChunks, Output kOutput>
-DEVICE void rms_norm(NormRow row, RowOutput<T, kOutput> output) {
+template <class T, bool kResidual, Factor kFactor, int kChunks, class Outputs>
+DEVICE void rms_norm(NormRow row, Outputs output) {
   mem::issue_loads();
   if constexpr (kChunks == 0) rms_norm_general<T, kResidual, kFactor>(row, output);
   else rms_norm_vector<T, kResidual, kFactor, kChunks>(row, output);
+}
+
+template <bool kResidual>
+DEVICE NormRow row_of(i64 index, const void* input, void* residual, const void* weight, i64 input_stride,
+                      i64 residual_stride, int hidden, float inverse_hidden, float epsilon) {
+  return {(const u16*)input + index * input_stride,
+          kResidual ? (u16*)residual + index * residual_stride : nullptr,
+          weight,
+          hidden,
+          inverse_hidden,
+          epsilon};
 }
 
 // clang-format off
@@ -74,10 +109,22 @@ DEVICE void rms_norm(NormRow row, RowOutput<T, kOutput> output) {
     const i64 index = u32(wave::block_id_x());                                                                        \
     const RowOutput<T, Output::output_kind> output(                                                                   \
         scale, out, scale_out, scale_row_stride, scale_stride, group_size, threads_per_block);                        \
-    rms_norm<T, residual_add, Factor::factor, chunks>(                                                                \
-        {(const u16*)input + index * input_stride,                                                                    \
-         residual_add ? (u16*)residual + index * residual_stride : nullptr,                                           \
-         weight, hidden, inverse_hidden, epsilon}, output);                                                           \
+    rms_norm<T, residual_add, Factor::factor, chunks>(row_of<residual_add>(                                           \
+        index, input, residual, weight, input_stride, residual_stride, hidden, inverse_hidden, epsilon), output);     \
+  }
+// With two outputs, in the place of one and its kind.
+#define BOTH_INSTANCE(threads, symbol, T, residual_add, factor, chunks)                                               \
+  KERNEL(threads) symbol(                                                                                             \
+      const void* input, void* residual, const void* weight, /* as above, here and below */                           \
+      i64 input_stride, i64 residual_stride, int hidden, int threads_per_block,                                       \
+      void* out,              /* [rows, hidden] T */                                                                  \
+      void* quantized,        /* [rows, hidden] e4m3 */                                                               \
+      float* scale_out,       /* [rows, hidden / 128] */                                                              \
+      float inverse_hidden, float epsilon) {                                                                          \
+    const i64 index = u32(wave::block_id_x());                                                                        \
+    const PlainAndPerBlock<T> output(out, quantized, scale_out, hidden, threads_per_block);                           \
+    rms_norm<T, residual_add, Factor::factor, chunks>(row_of<residual_add>(                                           \
+        index, input, residual, weight, input_stride, residual_stride, hidden, inverse_hidden, epsilon), output);     \
   }
 // Rows that lie at two strides, as those of heads that are a part of wider rows.
 #define HEADS_INSTANCE(threads, symbol, T, output_kind, factor, chunks)                                               \
@@ -110,6 +157,19 @@ DEVICE void rms_norm(NormRow row, RowOutput<T, kOutput> output) {
 #define HEADS_INSTANCES(name, T, output_kind, factor)        \
   HEADS_INSTANCE(1024, name##_x1, T, output_kind, factor, 1) \
   HEADS_INSTANCE(1024, name##_general, T, output_kind, factor, 0)
+#define BOTH_INSTANCES(name, T, residual_add)                 \
+  BOTH_INSTANCE(1024, name##_x1, T, residual_add, kWeight, 1) \
+  BOTH_INSTANCE(1024, name##_x2, T, residual_add, kWeight, 2) \
+  BOTH_INSTANCE(512, name##_x4, T, residual_add, kWeight, 4)  \
+  BOTH_INSTANCE(1024, name##_general, T, residual_add, kWeight, 0)
+#define BOTH_ONE_PLUS_INSTANCES(name, T, residual_add)               \
+  BOTH_INSTANCE(1024, name##_x1, T, residual_add, kOnePlusWeight, 1) \
+  BOTH_INSTANCE(1024, name##_general, T, residual_add, kOnePlusWeight, 0)
+#define BOTH(type, T, name)                                 \
+  BOTH_INSTANCES(name##_##type, T, false)                   \
+  BOTH_INSTANCES(fused_add_##name##_##type, T, true)        \
+  BOTH_ONE_PLUS_INSTANCES(name##_one_plus_##type, T, false) \
+  BOTH_ONE_PLUS_INSTANCES(fused_add_##name##_one_plus_##type, T, true)
 #define ROWS(type, T, output_kind, name)                            \
   INSTANCES(name##_##type, T, output_kind, false)                   \
   INSTANCES(fused_add_##name##_##type, T, output_kind, true)        \
@@ -125,8 +185,10 @@ ALL(bf16, Bf16, kStatic, rms_norm_static_fp8_quant)
 ALL(bf16, Bf16, kPerToken, rms_norm_dynamic_per_token_quant)
 ALL(bf16, Bf16, kPerBlock, rms_norm_per_block_quant)
 ROWS(bf16, Bf16, kMx, rms_norm_mxfp8_quant)
+BOTH(bf16, Bf16, rms_norm_and_per_block_quant)
 ALL(fp16, F16, kPlain, rms_norm)
 ALL(fp16, F16, kStatic, rms_norm_static_fp8_quant)
 ALL(fp16, F16, kPerToken, rms_norm_dynamic_per_token_quant)
 ALL(fp16, F16, kPerBlock, rms_norm_per_block_quant)
 ROWS(fp16, F16, kMx, rms_norm_mxfp8_quant)
+BOTH(fp16, F16, rms_norm_and_per_block_quant)

@@ -55,6 +55,22 @@ def test_deepseek_at_tp8():
     assert layers["q_a norm"] == [("rms_norm_per_block_quant", 1536, 61)]
 
 
+def test_experts_whose_hidden_states_the_norm_quantizes():
+    """As experts quantize them; for other models there are none."""
+    norm, experts = joined.quantized_hidden(read("deepseek-v3"), 8)
+    assert (norm.layer, norm.op, norm.count) == ("post-attention norm", ops.rms_norm_and_per_block_quant, 58)
+    fp8 = torch.float8_e4m3fnuz
+    a = norm.op.Arguments(*norm.case(3).make("meta", torch.Generator(), fp8))
+    _, values, scales = norm.op.allocate(a)
+    b = experts.op.Arguments(*experts.case(3).make("meta", torch.Generator(), fp8))
+    assert (b.hidden.shape, b.hidden.dtype, b.out_dtype) == (values.shape, values.dtype, torch.bfloat16)
+    assert (b.hidden_scale.shape, b.hidden_scale.stride()) == (scales.shape, scales.stride()) and experts.count == 58
+    assert len(experts.op.explain(*b, arch=archs.named("gfx942")).launches) == 3
+    assert [call.count for call in joined.quantized_hidden(read("qwen3-30b-a3b-fp8"))] == [48, 48]
+    for model in (GLM, LLAMA, "tiny-deepseek-v3"):  # a norm that is vLLM's, no experts, experts in bf16
+        assert joined.quantized_hidden(read(model)) == []
+
+
 def test_gate_up_and_swiglu_in_one_launch():
     """Of static scales alone: the work of two calls of the step, as often."""
     [call] = joined.gated(read(LLAMA), 8)

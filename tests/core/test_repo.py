@@ -324,7 +324,7 @@ def test_only_the_vllm_folder_knows_vllm():
 
 COMMANDS = ("tools", "timing", "emulator")
 """Folders of `vllm_rocm_ops` that no process that serves imports."""
-WORKER_MODULES = 114  # at most, packages among them; fewer is better
+WORKER_MODULES = 116  # at most, packages among them; fewer is better
 
 
 def reached(graph: dict[str, set[str]], starts: set[str]) -> set[str]:

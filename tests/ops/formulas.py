@@ -51,7 +51,7 @@ def dynamic(a, y: Tensor, off: Tensor, outputs: tuple, group: int | None, bounds
     columns = y.shape[-1]
     y, off, q = (x.reshape(-1, columns // (group or columns), group or columns) for x in (y, off, q))
     largest = y.abs().amax(-1)
-    if a.scale_ub is not None:
+    if getattr(a, "scale_ub", None) is not None:
         bound = a.scale_ub.double().reshape(()) * (limit if bounds_scale else 1.0)
         largest = torch.minimum(largest, bound.nan_to_num(nan=torch.inf, posinf=torch.inf))
     wanted = (largest / limit).clamp(min=1 / (limit * 512))
@@ -77,7 +77,11 @@ def mx(y: Tensor, off: Tensor, outputs: tuple, most_of_type: float) -> Found:
 
 def output(a, y: Tensor, off: Tensor, outputs: tuple, group: int | None = None, bounds_scale: bool = False) -> Found:
     """What an op on rows makes of y: y itself, or values of a static scale or of dynamic ones."""
-    if len(outputs) == 2 and outputs[1].dtype == torch.uint8:
+    if len(outputs) == 3:
+        plain, *outputs = outputs
+        yield "output", plain.double(), y, off
+        yield from dynamic(a, plain.double(), torch.zeros_like(off), tuple(outputs), 128)  # of the rounded y
+    elif len(outputs) == 2 and outputs[1].dtype == torch.uint8:
         yield from mx(y, off, outputs, torch.finfo(a.input.dtype).max)
     elif len(outputs) == 2:
         yield from dynamic(a, y, off, outputs, group, bounds_scale)
@@ -89,7 +93,7 @@ def output(a, y: Tensor, off: Tensor, outputs: tuple, group: int | None = None, 
 
 def norm(before, after, outputs: tuple) -> Found:
     a, dtype = before, before.input.dtype
-    x, rounds_norm = exact(a.input), "quant_dtype" not in a._fields or "scale" in a._fields
+    x, rounds_norm = exact(a.input), "quant_dtype" not in a._fields or "scale" in a._fields or len(outputs) == 3
     if getattr(a, "residual", None) is not None:
         x = x + exact(a.residual)
         yield "residual", after.residual.double(), x, rounded(x, dtype)
@@ -730,6 +734,7 @@ FORMULAS: dict[str, Callable[..., Found]] = {
         (
             *("rms_norm", "fused_add_rms_norm", "rms_norm_static_fp8_quant", "fused_add_rms_norm_static_fp8_quant"),
             *("rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant", "rms_norm_mxfp8_quant"),
+            "rms_norm_and_per_block_quant",
         ),
         norm,
     ),

@@ -1,4 +1,4 @@
-"""The quantisation of rows inside fused_experts, by itself: bit for bit what quantization.py says."""
+"""The quantisation of rows inside fused_experts, by itself: bit for bit what quantization.py says, and a norm's in front of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from marks import AMD
 
+from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch, quantization
 from vllm_rocm_ops.core.correctness import generator_of
 from vllm_rocm_ops.core.launch import Workspace
@@ -85,6 +86,32 @@ def test_scales_of_32_are_those_of_the_definition():
     exact = torch.exp2(scale.double() - 127)
     assert (x[:, None] / exact <= 448).all() and ((x[:, None] / exact > 224) | (scale == 0)).all()
     assert torch.equal(values[:, :1].double(), (x[:, None] / exact).to(torch.float8_e4m3fn).double())
+
+
+@pytest.mark.parametrize("arch_name", AMD)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "columns, one_plus, has_residual", [(2048, False, True), (2176, True, True), (640, False, False)]
+)
+def test_norm_gives_the_bits_of_two_launches(columns, one_plus, has_residual, dtype, arch_name):
+    """In each configuration of the norm: the result, the residual, and the values and scales of experts."""
+    emulator = Emulator(arch_name)
+    x, residual = rows_of(3, columns, dtype), rows_of(3, columns, dtype).flip(1)
+    weight = (torch.rand(columns, generator=generator_of("weight")) - 0.5 + (not one_plus)).to(dtype)
+    op, given = ops.rms_norm_and_per_block_quant, (x, weight, 1e-6, emulator.arch.fp8_dtype)
+    configs = list(op.configs(op.Arguments(*given, residual, one_plus), emulator.arch))
+    assert {config.vectors_per_thread for config in configs} >= ({0, 1} if one_plus else {0, 1, 2, 4})
+    for config in configs:
+        ours, theirs = ((residual.clone() if has_residual else None) for _ in range(2))
+        with launch.executor(emulator):
+            with op.running(config):
+                out, values, scale = op(*given, ours, one_plus)
+            norm = ops.fused_add_rms_norm if has_residual else ops.rms_norm
+            with norm.running(config):
+                alone = norm(x, *([theirs] if has_residual else []), weight, 1e-6, one_plus)
+        assert same(out, alone) and (not has_residual or same(ours.contiguous(), theirs.contiguous()))
+        quantized, its_scale, _ = run(alone, arch_name, "block")
+        assert same(values, quantized) and torch.equal(scale, its_scale)
 
 
 @pytest.mark.parametrize("weights", ["channel", "block"])

@@ -42,6 +42,7 @@ def predictions(
                 *joined.fronts(config, tp),
                 *joined.around_attention(config, tp).values(),
                 *model_layers.absorbed(config, tp),
+                *joined.quantized_hidden(config, tp),
             ]
             for call in [*model_layers.calls(config, tp), model_layers.attention(config, tp), *others]:
                 for size in tokens if call.count else ():

@@ -114,6 +114,29 @@ def test_gate_up_and_swiglu_are_one_launch_where_that_is_faster():
     assert many.launches - few.launches == 126 and many.us - few.us == pytest.approx(126 * 0.1)
 
 
+def test_experts_take_hidden_states_that_the_norm_quantizes_where_that_is_faster():
+    """Two launches fewer in a layer with shared experts: theirs and that of experts."""
+
+    def found(both: float | None, side: str = "plugin", tp: int = 1) -> list:
+        def known(call, tokens) -> tuple | None:
+            us = {"fused_add_rms_norm": 3.0, "rms_norm_and_per_block_quant": both}.get(call.op.name, 20.0)
+            return us and (us, (4 - (call.parameters[6:] == (True,))) if call.layer == "experts" else 1, 0.25)
+
+        return nodes(DEEPSEEK, side, known=known, tp=tp)
+
+    apart, limit = {node.layer: node for node in found(None)}, 60.0
+    joined = {node.layer: node for node in found(3.5)}
+    norm, experts = joined["post-attention norm"], joined["experts"]
+    assert (norm.op, norm.us, norm.count) == ("rms_norm_and_per_block_quant", 3.5, 58)
+    assert (experts.launches, apart["experts"].launches) == (3, 4)
+    assert "shared experts' input quantization" in apart and "shared experts' input quantization" not in joined
+    for tp, fewer in (1, 2), (8, 1):  # of 8 ranks, the all-reduce is one launch with a norm of one output alone
+        few, many = (step.total(found(us, tp=tp)) for us in (3.5, None))
+        assert many.launches - few.launches == fewer * 58
+    for others in (found(limit), found(None), found(0.1, "baseline")):
+        assert [node.op for node in others if node.layer == "post-attention norm"] == ["fused_add_rms_norm"]
+
+
 @pytest.mark.parametrize("queries", [True, False])
 def test_latents_norms_and_the_cache_write_are_one_launch_where_that_is_faster(queries):
     """The rotation of queries stays. DeepSeek-V2-Lite has no latent of queries."""
@@ -144,6 +167,15 @@ def test_one_launch_is_beside_the_three_of_the_baseline():
     [row] = (line for line in lines if line.startswith("q_a norm + kv_a norm + cache write"))
     three = sum(node.us for node in nodes(DEEPSEEK) if node.layer in ("q_a norm", "kv_a norm", "cache write"))
     assert f"  {three:.1f}, " in row and row.endswith("  3.0, predicted +-25%")
+
+
+def test_a_norm_with_two_outputs_is_beside_that_of_the_baseline():
+    lines = list(step_report.lines(DEEPSEEK, 8, None, [1], MI300X, 4096, lambda call, tokens: (3.0, 1, 0.25)))
+    [row] = (line for line in lines if line.startswith("post-attention norm"))
+    [one] = (node for node in nodes(DEEPSEEK) if node.layer == "post-attention norm")
+    assert (
+        "rms_norm_and_per_block_quant" in row and f"  {one.us:.1f}, " in row and row.endswith("  3.0, predicted +-25%")
+    )
 
 
 def test_attentions_launches_are_one_where_that_is_faster(monkeypatch):

@@ -73,12 +73,16 @@ def expected_calls(flavour: tuple[str, str], steps: int = STEPS, compiled: bool 
     if not compiled:
         norm, add_norm = "rms_norm", "fused_add_rms_norm"
         activation = "silu_and_mul" if kind == "mxfp8" else activation
+    handed = (
+        layers - dense if compiled and kind == "block" else 0
+    )  # norms in front of experts, which take hidden states quantized
     per_step = collections.Counter({"rms_norm": norms, "fused_add_rms_norm": add_norms})
     per_step.update({norm: quantized})
     per_step.update({add_norm: quantized_add})
     per_step.update(
         {activation: layers, linear: linears, "grouped_topk": layers - dense, "fused_experts": layers - dense}
     )
+    per_step.update({"rms_norm_and_per_block_quant": handed, "fused_add_rms_norm": -handed})
     total = {op: count * steps for op, count in per_step.items() if count and op}
     if kind == "block" and not torch.cpu._is_amx_tile_supported():  # with AMX, attention reads that weight itself
         total["block_scaled_mm"] += latent  # expands the latents of the prompts, in the first step

@@ -96,6 +96,11 @@ def block_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon
     return *quantized, BLOCK, False, upper_bound, rest
 
 
+def both_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    *quantized, _, rest = token_norm(tokens, inputs, hidden, residual, epsilon)
+    return *quantized, rest
+
+
 def mx_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
     x, *rest, weight, epsilon = norm(tokens, inputs, hidden, residual, epsilon)
     return x, weight, epsilon, *(rest or [None])
@@ -153,9 +158,18 @@ def softmax_routing(tokens: int, inputs: Inputs, experts: int, topk: int, renorm
 
 
 def experts(
-    tokens: int, inputs: Inputs, experts: int, here: int, topk: int, hidden: int, intermediate: int, quantization: str
+    tokens: int,
+    inputs: Inputs,
+    experts: int,
+    here: int,
+    topk: int,
+    hidden: int,
+    intermediate: int,
+    quantization: str,
+    is_quantized: bool = False,
 ) -> tuple:
-    """Each token goes to `topk` of all experts, all as likely; the rank has the first of them."""
+    """Each token goes to `topk` of all experts, all as likely; the rank has the first of them. Where `is_quantized`, tokens come
+    quantized per 128 columns."""
     w1, w2 = (here, 2 * intermediate, hidden), (here, hidden, intermediate)
     weight_dtype = {UNQUANTIZED: None, MX: torch.float8_e4m3fn}.get(quantization, inputs.fp8_dtype)
 
@@ -174,7 +188,13 @@ def experts(
         numbers = torch.arange(experts, dtype=torch.int32, device=weights.device)
         expert_map = torch.where(numbers < here, numbers, -1)
     static = [inputs.scales(1) if quantization == STATIC else None for _ in range(2)]
-    values = inputs.values(tokens, hidden), *(inputs.values(*size, dtype=weight_dtype) for size in (w1, w2))
+    tokens_dtype = inputs.fp8_dtype if is_quantized else None
+    if is_quantized:
+        static[0] = inputs.scales(tokens, hidden // BLOCK)
+    values = (
+        inputs.values(tokens, hidden, dtype=tokens_dtype),
+        *(inputs.values(*size, dtype=weight_dtype) for size in (w1, w2)),
+    )
     return *values, weights, ids.int(), inputs.dtype, scale(w1), scale(w2), *static, expert_map
 
 

@@ -17,6 +17,7 @@ from vllm_rocm_ops.ops.families.gemm import BLOCK
 ATTENTION, QUANTIZATION = "attention", "o's input quantization"
 HEAD_NORMS, ROTATION, CACHE_WRITE = "norms of q and k", "rotation", "cache write"
 """Launches of a step around attention, which alone is an op of ours."""
+SHARED_QUANTIZATION, EXPERTS_NORM, EXPERTS = "shared experts' input quantization", "post-attention norm", "experts"
 NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Models whose heads of queries and keys have norms; others say so."""
 KINDS = {STATIC: "static", BLOCKS: "groups"}
@@ -82,6 +83,23 @@ def gated(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
     """Return the calls of `one_launch` in a step. `sequence` has the two in their place."""
     found = Counter(filter(None, itertools.starmap(one_launch, itertools.pairwise(layers.sequence(config, tp, ep)))))
     return [dataclasses.replace(call, count=times) for call, times in found.items()]
+
+
+def quantized_hidden(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
+    """The norm in front of experts and these, where the norm quantizes their hidden states: `sequence` has calls of the same layers in their
+    place. The quantization of shared experts' input is none then. Empty for a model whose experts have no scales per block, or whose norm
+    in front of them is vLLM's."""
+    found = {call.layer: call for call in layers.calls(config, tp, ep) if call.layer in (EXPERTS_NORM, EXPERTS)}
+    norm, experts = found.get(EXPERTS_NORM), found.get(EXPERTS)
+    if norm is None or experts is None or norm.op is not ops.fused_add_rms_norm:
+        return []
+    if experts.parameters[-1] != BLOCKS or norm.parameters[0] % BLOCK:
+        return []
+    quantizes = {"op": ops.rms_norm_and_per_block_quant, "arguments": model_arguments.both_norm}
+    return [
+        dataclasses.replace(norm, **quantizes),
+        dataclasses.replace(experts, parameters=(*experts.parameters, True)),
+    ]
 
 
 def has_norms(config: dict) -> bool:

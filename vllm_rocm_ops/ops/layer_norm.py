@@ -79,7 +79,7 @@ def _op(reference: Callable, peer: Callable | None = None, mx: bool = False) -> 
     return Op(
         reference,
         allocate=lambda a: rowwise.allocate(a, _hidden(a), mx),
-        contract=lambda a: rowwise.contract(a, 1, COLUMNS, mx),
+        contract=lambda a: rowwise.contract(a, 1, COLUMNS, MX_BLOCK if mx else 1),
         envelope=lambda a, arch: rowwise.envelope(a, arch, _hidden(a), COLUMNS),
         configs=_configs,
         default=lambda a, arch: rowwise.default(a, _configs(a, arch), mx),

@@ -1,7 +1,7 @@
 """RMSNorm with an optional residual add in front and an optional e4m3 quantisation behind; kernels: csrc/ops/rms_norm.hip.
 
 Names, arguments and roundings are those of the ops in vLLM 0.33.0's wheel, but results are returned. `residual` is
-updated in place. With `one_plus_weight`, 1 + weight takes the weight's place, in float32 and with one rounding behind it, as in
+updated in place. `rms_norm_and_per_block_quant` has no such name there. With `one_plus_weight`, 1 + weight takes the weight's place, in float32 and with one rounding behind it, as in
 vLLM's GemmaRMSNorm.
 """
 
@@ -20,13 +20,14 @@ from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.quantization import MX_BLOCK
 from vllm_rocm_ops.core.tensors import row_stride, rows_of
 from vllm_rocm_ops.ops.families import rowwise
-from vllm_rocm_ops.ops.families.gemm import divisor
+from vllm_rocm_ops.ops.families.gemm import BLOCK, divisor
 from vllm_rocm_ops.ops.families.rowwise import RowConfig
 
 __all__ = [
     "fused_add_rms_norm",
     "fused_add_rms_norm_static_fp8_quant",
     "rms_norm",
+    "rms_norm_and_per_block_quant",
     "rms_norm_dynamic_per_token_quant",
     "rms_norm_mxfp8_quant",
     "rms_norm_per_block_quant",
@@ -80,7 +81,7 @@ def _configs(a, arch: Arch) -> list[RowConfig]:
     )
 
 
-def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
+def _plan(name: str, how_to_store: Callable, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
     if rows_of(a.input) == 0:
         return []
     residual, heads = getattr(a, "residual", None), rowwise.heads(a.input)
@@ -103,10 +104,23 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
         "threads_per_block": config.threads,
         "inverse_hidden": 1.0 / hidden,
         "epsilon": float(a.epsilon),
-        **rowwise.output_args(a, outputs),
+        **how_to_store(a, outputs),
     }
     symbol = rowwise.symbol(name, a.input.dtype, config)
     return [Launch("rms_norm", symbol, (rows_of(a.input), 1, 1), (config.threads, 1, 1), args)]
+
+
+def _allocate_both(a, hidden: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the plain output, the quantized one and its scales."""
+    x = a.input
+    out, quantized = (x.new_empty((*x.shape[:-1], hidden), dtype=dtype) for dtype in (x.dtype, a.quant_dtype))
+    return out, quantized, rowwise.scales(x, rows_of(x), hidden // BLOCK, False)
+
+
+def _both_args(a, outputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, object]:
+    """Return the arguments of PlainAndPerBlock in csrc/ops/rms_norm.hip."""
+    out, quantized, scale_out = outputs
+    return {"out": out, "quantized": quantized, "scale_out": scale_out}
 
 
 def _cases(make: rowwise.Cases) -> Iterator[Case]:
@@ -122,7 +136,8 @@ def _cases(make: rowwise.Cases) -> Iterator[Case]:
             if make.whole == 1:
                 yield make.case(f"{label}-one-plus-heads", (3, 8, 128), dtype, heads_of=9216, **given, **offset)
             else:
-                yield make.case(f"{label}-one-plus-no-residual-general", (2, 96), dtype, padding=1, **given, **offset)
+                shape = 2, 3 * make.whole
+                yield make.case(f"{label}-one-plus-no-residual-general", shape, dtype, padding=1, **given, **offset)
     if make.parameters["weight"] != Tensor:
         yield make.case("one-plus-no-weight", (2, 512), weight=None, one_plus_weight=True)
     if make.parameters.get("residual") == Tensor or make.whole > 1:
@@ -135,17 +150,24 @@ def _cases(make: rowwise.Cases) -> Iterator[Case]:
     yield make.case("fp16-heads-general", (3, 5, 384), torch.float16, heads_of=2049, **given)
 
 
-def _op(mutates: tuple[str, ...] = (), mx: bool = False) -> Callable[[Callable], Op]:
+def _op(
+    mutates: tuple[str, ...] = (),
+    whole: int = 1,
+    allocate: Callable = rowwise.allocate,
+    how_to_store: Callable = rowwise.output_args,
+) -> Callable[[Callable], Op]:
+    """Make an op of a reference. Rows are a multiple of `whole` elements, where the op has groups of one size only."""
+
     def of(reference: Callable) -> Op:
-        make = rowwise.Cases(reference, 1, {"weight": rowwise.around_one}, MX_BLOCK if mx else 1)
+        make = rowwise.Cases(reference, 1, {"weight": rowwise.around_one}, whole)
         return Op(
             reference,
-            allocate=lambda a: rowwise.allocate(a, _hidden(a), mx),
-            contract=lambda a: rowwise.contract(a, 1, mx=mx),
-            envelope=lambda a, arch: rowwise.envelope(a, arch, _hidden(a), two_strides=not mx),
+            allocate=lambda a: allocate(a, _hidden(a)),
+            contract=lambda a: rowwise.contract(a, 1, whole=whole),
+            envelope=lambda a, arch: rowwise.envelope(a, arch, _hidden(a), two_strides=whole == 1),
             configs=_configs,
-            default=lambda a, arch: rowwise.default(a, _configs(a, arch), mx),
-            plan=functools.partial(_plan, reference.__name__),
+            default=lambda a, arch: rowwise.default(a, _configs(a, arch), whole > 1),
+            plan=functools.partial(_plan, reference.__name__, how_to_store),
             problem=lambda a: rowwise.problem(a, _hidden(a)),
             cases=functools.partial(_cases, make),
             mutates=mutates,
@@ -246,7 +268,7 @@ def rms_norm_per_block_quant(
     return rowwise.per_block(n, quant_dtype, scale_ub, group_size, is_scale_transposed)
 
 
-@_op(mutates=("residual",), mx=True)
+@_op(mutates=("residual",), whole=MX_BLOCK, allocate=functools.partial(rowwise.allocate, mx=True))
 def rms_norm_mxfp8_quant(
     input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None, one_plus_weight: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -259,3 +281,24 @@ def rms_norm_mxfp8_quant(
     if residual is not None:
         _add(input, residual)
     return rowwise.mx(_normalize(input if residual is None else residual, weight, epsilon, one_plus_weight))
+
+
+@_op(mutates=("residual",), whole=BLOCK, allocate=_allocate_both, how_to_store=_both_args)
+def rms_norm_and_per_block_quant(
+    input: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    quant_dtype: torch.dtype,
+    residual: Tensor | None = None,
+    one_plus_weight: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """RMSNorm, and the quantisation of its result with one dynamic scale per 128 columns of a row beside it.
+
+    The result is that of `rms_norm` or, with `residual`, which takes the sum over, of `fused_add_rms_norm`. Quantised is the rounded
+    result, as `fused_experts` quantises its tokens: a router reads the one, experts the other. hidden is a multiple of 128. Returns
+    out [..., hidden] of input's dtype, quantised [..., hidden] of quant_dtype and scale [rows, hidden / 128] float32.
+    """
+    if residual is not None:
+        _add(input, residual)
+    out = _normalize(input if residual is None else residual, weight, epsilon, one_plus_weight)
+    return out, *rowwise.per_block(out, quant_dtype, None, BLOCK, False)

@@ -5,7 +5,7 @@
 
 On the side "plugin" a call of ours has the time of the kernel model, and one launch is in the place of several where that is faster: of
 gate_up and SwiGLU, of latent attention's norms and cache write, of attention and the quantization behind it, of an all-reduce and the norm
-behind it (by baseline.py's rule), and with VLLM_ROCM_OPS_ATTENTION=1 of rotation and the cache write, with the norms in front of them. On
+behind it (by baseline.py's rule), of the norm before experts and the quantization of their hidden states, and with VLLM_ROCM_OPS_ATTENTION=1 of rotation and the cache write, with the norms in front of them. On
 the side "baseline" it has the time of baseline.py's table, or of its rule. What no op of ours does, such as GLM's router, has the rule on
 both sides. The shared experts run on a second stream beside routing and experts: of the two the shorter costs nothing. All times are
 predictions.
@@ -130,7 +130,7 @@ def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCal
         layer, following = call.layer, calls[place + 1].layer if place + 1 < len(calls) else ""
         shared = layer.startswith("shared")
         if layer == "shared gate_up":
-            yield "shared experts' input quantization", None, SECOND
+            yield joined.SHARED_QUANTIZATION, None, SECOND
         beside = layer in ("routing", "experts") and "n_shared_experts" in config
         yield layer, call, SECOND if shared else BESIDE if beside else MAIN
         if layer == ("kv_a norm" if latent else "qkv"):
@@ -203,8 +203,21 @@ def nodes(
     }
     if envs.VLLM_ROCM_OPS_ATTENTION != "1":
         fused = {launches: call for launches, call in fused.items() if call.op not in joined.ROTATIONS}
-    launched = Counter(_faster([*order(config, tp, ep)], fused, node))
-    return [dataclasses.replace(node(*each), count=count) for each, count in launched.items()]
+    apart, quantized = [*order(config, tp, ep)], joined.quantized_hidden(config, tp, ep)
+    found = [
+        [dataclasses.replace(node(*each), count=count) for each, count in Counter(_faster(way, fused, node)).items()]
+        for way in (apart, _quantized(apart, quantized, node))
+    ]
+    return min(found, key=lambda way: total(way).us)
+
+
+def _quantized(launched: list[tuple], calls: list[LayerCall], node: Callable[..., Node]) -> list[tuple]:
+    """Return a step's launches with experts' hidden states quantized by the norm before, where the kernel model has times of both."""
+    ours = {call.layer: dataclasses.replace(call, count=1) for call in calls}
+    changed = {layer: (layer, ours[layer], stream) for layer, _, stream in launched if layer in ours}
+    if not ours or any(node(*each).source != KERNEL_MODEL for each in changed.values()):
+        return launched
+    return [changed.get(each[0], each) for each in launched if each[0] != joined.SHARED_QUANTIZATION]
 
 
 def _faster(

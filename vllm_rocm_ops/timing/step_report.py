@@ -34,10 +34,11 @@ def _cell(*found: Node) -> str:
 
 def _in_place_of(node: Node, other: dict[tuple[str, str], Node]) -> list[Node]:
     """Return the baseline's launches for which a node of the plugin is: several where it does their work."""
+    others = ops.scaled_mm_silu_and_mul_quant, ops.latent_norm_rope_and_cache, ops.rms_norm_and_per_block_quant
     if node.op and node.layer.startswith(step.REDUCED):
         names = (step.REDUCED, ""), (node.layer.partition(" + ")[2], node.op)
         return [other[name] for name in names if name in other]
-    if node.op not in (ops.scaled_mm_silu_and_mul_quant.name, ops.latent_norm_rope_and_cache.name):
+    if node.op not in {op.name for op in others}:
         return [other[name] for name in [(node.layer, node.op)] if name in other]
     parts = node.layer.split(" + ")
     return [of for part in parts for (layer, _), of in other.items() if layer == part]

@@ -162,7 +162,8 @@ def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
     native = archs.named(arch).vendor == "amd"
     whole = *model_layers.absorbed(config, tp), attention(config, tp, arch)
     fused = joined.around_attention(config, tp, native).values()
-    return [*joined.gated(config, tp, ep), *joined.fronts(config, tp, ep), *whole, *fused]
+    norms = joined.quantized_hidden(config, tp, ep)[:1]
+    return [*joined.gated(config, tp, ep), *joined.fronts(config, tp, ep), *norms, *whole, *fused]
 
 
 def measured_shapes(call: LayerCall, arch: str) -> list[str]:

@@ -12,6 +12,7 @@ from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.quantization import MX_BLOCK
 from vllm_rocm_ops.core.tensors import row_stride, rows_of
 from vllm_rocm_ops.ops.families import rowwise
 from vllm_rocm_ops.ops.families.rowwise import VECTOR, RowConfig
@@ -35,7 +36,7 @@ def hidden(a) -> int:
 
 def _contract(a, mx: bool):
     yield "input", "[..., 2 * hidden]", str(list(a.input.shape)), a.input.dim() >= 1 and a.input.shape[-1] % 2 == 0
-    yield from rowwise.contract(a, 2, mx=mx)
+    yield from rowwise.contract(a, 2, whole=MX_BLOCK if mx else 1)
 
 
 def _per_token(a) -> bool:

@@ -40,10 +40,11 @@ class RowConfig:
 
 
 def contract(
-    a, parts: int, columns: Iterable[str] = ("weight",), mx: bool = False
+    a, parts: int, columns: Iterable[str] = ("weight",), whole: int = 1
 ) -> Iterator[tuple[str, str, str, bool]]:
     """What the callers of every op on rows must respect; a row of input is `parts` times as long as a row of the output.
-    `columns` names the arguments that have an element for each column, or are None."""
+    `columns` names the arguments that have an element for each column, or are None. A row of the output is a multiple of `whole`
+    elements, where no group_size says so."""
     x = a.input
     yield "input", "at least one-dimensional", f"{x.dim()} dimensions", x.dim() >= 1
     yield "input", "floating point of 16 bits or more", _name(x.dtype), is_wide_float(x)
@@ -68,9 +69,9 @@ def contract(
         )
     if hasattr(a, "scale_ub"):
         yield "input", "rows of one element or more", str(list(x.shape)), hidden > 0
-    if mx:
-        wanted = f"a multiple of {MX_BLOCK} above 0 in its last output dimension"
-        yield "input", wanted, str(hidden), hidden > 0 and hidden % MX_BLOCK == 0
+    if whole > 1:
+        wanted = f"a multiple of {whole} above 0 in its last output dimension"
+        yield "input", wanted, str(hidden), hidden > 0 and hidden % whole == 0
     if hasattr(a, "group_size"):
         yield "group_size", "positive", str(a.group_size), a.group_size > 0
         wanted = f"a multiple of group_size={a.group_size} in its last output dimension"
@@ -176,10 +177,10 @@ def symbol(op_name: str, dtype: torch.dtype, config: RowConfig) -> str:
     )
 
 
-def default(a, fitting: list[RowConfig], mx: bool = False) -> RowConfig:
+def default(a, fitting: list[RowConfig], grouped: bool = False) -> RowConfig:
     """Of those that fit a norm, the one of the fewest vectors per thread with at most 512 threads; measured on H200, it is within 5 % of
-    the best everywhere. Per block, where more waves hide the shuffles, the one of the fewest of all; MX-FP8 has the same shuffles."""
-    limit = MAX_THREADS[1] if mx or hasattr(a, "group_size") else 512
+    the best everywhere. With scales of groups, where more waves hide the shuffles, the one of the fewest of all."""
+    limit = MAX_THREADS[1] if grouped or hasattr(a, "group_size") else 512
     return next((config for config in fitting if config.threads <= limit), fitting[0])
 
 

@@ -111,6 +111,7 @@ ROW_OPS: dict[Op, tuple] = {
     ops.fused_add_rms_norm_static_fp8_quant: (model_arguments.static_norm, *NORM),
     ops.rms_norm_dynamic_per_token_quant: (model_arguments.token_norm, *NORM),
     ops.rms_norm_per_block_quant: (model_arguments.block_norm, *NORM),
+    ops.rms_norm_and_per_block_quant: (model_arguments.both_norm, *NORM),
     ops.silu_and_mul: (model_arguments.activation,),
     ops.silu_and_mul_quant: (model_arguments.static_activation,),
     ops.silu_and_mul_per_token_quant: (model_arguments.dynamic_activation,),

@@ -35,6 +35,7 @@ from vllm_rocm_ops.ops.families import weight_layout
 from vllm_rocm_ops.ops.families.experts import scheme
 from vllm_rocm_ops.ops.families.gemm import BLOCK
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.experts import handed_over
 from vllm_rocm_ops.vllm.experts.expert_support import Predicates, refusal, say_refused
 from vllm_rocm_ops.vllm.linear import native_kernel
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -77,6 +78,9 @@ def run(
     """`fused_experts` with the scales in `experts`, or `theirs()` for calls that it does not take. Hidden that vLLM has quantized
     comes with its scale and the type of the result."""
     out_dtype, on_input = out_dtype or hidden.dtype, apply_router_weight_on_input
+    quantized = None if on_input or hidden_scale is not None else handed_over.quantized(hidden)
+    if quantized is not None and quantized[0].dtype == w1.dtype and scheme(w1, experts.w1_scale) == "block":
+        hidden, hidden_scale = quantized
     routed = hidden, w1, w2, topk_weights, topk_ids
     arguments = op_arguments(experts, *routed, expert_map, on_input, hidden_scale, out_dtype)
     if theirs is None:

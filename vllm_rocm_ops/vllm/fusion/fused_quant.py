@@ -42,7 +42,7 @@ ACTIVATIONS = {
 """The ops by the quantization of their result."""
 
 
-def _has_kernels(name: str) -> bool:
+def has_kernels(name: str) -> bool:
     """Whether this machine has kernels for the op, for rows of any length and number."""
     row, one = torch.empty(2, 2 * GROUP, dtype=DTYPES[0], device="meta"), torch.empty(1, device="meta")
     examples = {"input": row, "residual": row, "weight": row[0], "epsilon": 1e-6, "scale": one}
@@ -54,7 +54,7 @@ def _has_kernels(name: str) -> bool:
 
 def runnable(table: dict[QuantKey | None, tuple[str, ...]]) -> tuple[QuantKey | None, ...]:
     """Return the quantization keys whose ops all have kernels for this machine. The key None stands for no quantization."""
-    return tuple(key for key, names in table.items() if all(map(_has_kernels, names)))
+    return tuple(key for key, names in table.items() if all(map(has_kernels, names)))
 
 
 def op_of(table: dict[QuantKey | None, tuple[str, ...]], key: QuantKey | None, has_residual: bool):

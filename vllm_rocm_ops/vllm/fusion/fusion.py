@@ -43,7 +43,7 @@ def install() -> None:
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.platforms import current_platform
 
-    from vllm_rocm_ops.vllm.fusion import markers
+    from vllm_rocm_ops.vllm.fusion import markers, moe_input, row_selection
 
     class RocmOpsQuantFP8(QuantFP8):
         """vLLM's quantization, marked in models that it compiles."""
@@ -61,6 +61,7 @@ def install() -> None:
             return forward(*arguments, **keywords)
 
     seam.replace(QuantFP8, RocmOpsQuantFP8)
+    row_selection.finders.append(moe_input.found)
     type(current_platform).get_pass_manager_cls = classmethod(lambda cls: "vllm_rocm_ops.vllm.fusion.graph.PassManager")
 
 

@@ -3,9 +3,10 @@
 vLLM's platform names the class that runs the passes on each piece of a compiled model. Norms are nodes of vLLM's IR there, quantizations
 and activations are markers (markers.py). The pass replaces
 
-    norm -> quantizations         whose result nothing else reads, by one op of ours, where that was measured to win
+    norm -> quantizations         that alone read the result, by one op of ours, where that was measured to win
+    norm -> experts               by one that quantizes, too, where that was measured to win (moe_input.py)
     activation -> quantizations   likewise; a static one with the linear in front of it, where nothing else reads that
-    all-reduce -> norm            of either kind, by one op of ours, where all ranks have measured that to win (reduced.py)
+    all-reduce -> norm            of either kind, by one op of ours, where it wins on all ranks (reduced.py)
     norm, activation              by ours, where the compiler would fuse nothing with it
     every other marker            by what vLLM would have traced: its own passes find what they find without us
 
@@ -33,7 +34,7 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op, registered
-from vllm_rocm_ops.vllm.fusion import fused_quant, lowering, markers, reduced
+from vllm_rocm_ops.vllm.fusion import fused_quant, lowering, markers, moe_input, reduced
 from vllm_rocm_ops.vllm.fusion.lowering import lower
 from vllm_rocm_ops.vllm.fusion.markers import ACTIVATION, MX_QUANTIZATION, QUANTIZATION
 from vllm_rocm_ops.vllm.fusion.row_selection import choices
@@ -154,6 +155,8 @@ class Fusion(VllmInductorPass):
         if QUANTIZATION in {reader.target for reader in readers} or not all(map(is_whole, readers)):
             return False
         is_all_reduced = producer.name == "norm" and self.is_all_reduced(producer, None)
+        if producer.name == "norm" and not is_all_reduced and self.hand_over(producer, readers):
+            return True
         op, given = producer.op(None), producer.arguments()
         summed = self.summed(producer, op, given, is_all_reduced)
         if (is_all_reduced and summed is None) or None not in self.runnable[producer.name]:
@@ -186,9 +189,21 @@ class Fusion(VllmInductorPass):
             insert(producer, op, given, readers, self.summed(producer, op, given))
         return True
 
+    def hand_over(self, norm: Norm, readers: list[fx.Node]) -> bool:
+        """Have a norm quantize its result, too, for the experts that read it, and return whether that serves."""
+        op, wins = moe_input.OP, choices.ours.get(moe_input.pattern(norm.result, norm.residual))
+        if not wins or op.name in choices.off or (layer := moe_input.layer_of(norm.result, readers)) is None:
+            return False
+        given = {"quant_dtype": fused_quant.QUANT_DTYPE} | norm.arguments()
+        values = fx.map_arg(given, lambda node: node.meta["val"])
+        makes = op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields}))
+        _, *quantized = insert(norm, op, given, [], makes=makes)
+        moe_input.hand_over(layer, *quantized)
+        return True
+
     def is_ours(self, producer: Producer, key, given: dict, columns: int) -> bool:
-        """Return what was decided for a pattern. A model's first norm, which has no residual, goes with those behind it. A pattern that
-        was not measured is ours unless a pass of vLLM's has it, which none of MX-FP8 does."""
+        """Return the decision for a pattern. A model's first norm, which has no residual, goes with the later ones. An unmeasured pattern
+        is ours unless a pass of vLLM's has it, as none of MX-FP8 does."""
         traits = given.get("scale_ub") is not None, given.get("is_scale_transposed", False)
         dtype = given["input"].meta["val"].dtype
         for adds in (producer.residual is not None, True):
@@ -214,8 +229,9 @@ class Fusion(VllmInductorPass):
         return before if reduced.wins(reduced.group_of(before), op, given, everywhere) else None
 
     def uuid(self) -> str:
-        """Return what a compiled piece depends on: the source and the choices."""
-        sources = [Path(m.__file__).read_text() for m in (sys.modules[__name__], lowering, markers, reduced)]
+        """Return a hash of source and choices."""
+        modules = sys.modules[__name__], lowering, markers, moe_input, reduced
+        sources = [Path(module.__file__).read_text() for module in modules]
         made = (
             sorted(choices.ours.items()),
             sorted(choices.off),
@@ -227,7 +243,7 @@ class Fusion(VllmInductorPass):
 
 
 def is_quantization(node: fx.Node) -> bool:
-    """Return whether a node quantizes: a marker, or vLLM's op to MX-FP8."""
+    """Return whether a node is a marker or vLLM's op to MX-FP8."""
     return node.target in (QUANTIZATION, MX_QUANTIZATION)
 
 
@@ -250,7 +266,7 @@ def quantization(marker: fx.Node) -> tuple[object, dict[str, object]]:
 
 
 def made_by(op: Op, outputs, given: dict[str, object]) -> tuple:
-    """Return what takes the place of a quantization: values and scales, which an op with a static scale is given."""
+    """Return a quantization's values and scales, the latter given to an op with a static scale."""
     return (outputs, given["scale"]) if "scale" in op.Arguments._fields else outputs
 
 
@@ -278,8 +294,7 @@ def unviewed(node: fx.Node) -> fx.Node:
 
 
 def is_whole(node: fx.Node) -> bool:
-    """Return whether the compiler takes what computes a node as a whole: a graph's input or output, a GEMM, an op that is not
-    PyTorch's."""
+    """Return whether the compiler fuses nothing into what computes a node: an input, an output, a GEMM, an op that is not PyTorch's."""
     node = unviewed(node)
     is_pytorchs = isinstance(node.target, OpOverload) and node.target.namespace in ("aten", "prims", "vllm_ir")
     return node.op != "call_function" or node.target in GEMMS or not is_pytorchs
@@ -310,17 +325,25 @@ def one_plus_of(weight: fx.Node) -> fx.Node | None:
 
 
 def place_of(producer: Producer, given: dict) -> fx.Node:
-    """Return the node in front of which all arguments are there: the producer, or what follows a scale that is computed behind it."""
+    """Return the node before which all arguments exist: the producer, or what follows a scale that is computed after it."""
     last = max([producer.node, *(value for value in given.values() if isinstance(value, fx.Node))])
     return producer.node if last is producer.node else last.next
 
 
-def insert(producer: Producer, op: Op, given: dict, quantizes: list[fx.Node], summed: fx.Node | None = None) -> None:
-    """Put an op of ours in the place of a producer, of the quantizations that read it and of the all-reduce in front of it."""
+def insert(
+    producer: Producer,
+    op: Op,
+    given: dict,
+    quantizes: list[fx.Node],
+    summed: fx.Node | None = None,
+    makes: tuple = (),
+) -> list[fx.Node]:
+    """Replace a producer, the quantizations that read it and the all-reduce before it by an op of ours, and return its outputs: `makes`,
+    where it makes more than the producer."""
     node, residual, is_static = producer.node, producer.residual, "scale" in op.Arguments._fields
     place = place_of(producer, given)
     given = dict(zip(op.Arguments._fields, op._defaults)) | given
-    values = quantizes[0].meta["val"] if quantizes else (producer.result.meta["val"],)
+    values = quantizes[0].meta["val"] if quantizes else makes or (producer.result.meta["val"],)
     values = values[:1] if is_static else values
     torch_op, called = op.torch_op, {name: given[name] for name in op.Arguments._fields}
     if summed is not None:
@@ -342,6 +365,7 @@ def insert(producer: Producer, op: Op, given: dict, quantizes: list[fx.Node], su
         producer.result.replace_all_uses_with(outputs[0])
     for user in [user for one in quantizes for user in one.users]:
         user.replace_all_uses_with(made_by(op, outputs[0], given)[user.args[1]] if is_static else outputs[user.args[1]])
+    return outputs
 
 
 def insert_gated(producer: Producer, linear: fx.Node, scale: fx.Node, quantizes: list[fx.Node]) -> None:

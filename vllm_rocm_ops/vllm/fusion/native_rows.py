@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.ops.families import rowwise
+from vllm_rocm_ops.ops.families.gemm import BLOCK
 
 COMPILED: dict[str, Callable] = {
     "rms_norm": lambda out, a: torch.ops._C.rms_norm(out, a.input, a.weight, a.epsilon),
@@ -96,6 +98,19 @@ def _per_block(x: Tensor, group_size: int, column_major: bool) -> tuple[Tensor, 
     return quantized[0].view(x.shape), quantized[1]
 
 
+def _both(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x, *_per_block(x, BLOCK, False)
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize rows per 128 columns by vLLM's kernel, or on CPU by what there is."""
+    if x.device.type == "cpu":
+        from vllm_rocm_ops.vllm.fusion.fused_quant import QUANT_DTYPE
+
+        return rowwise.per_block(x, QUANT_DTYPE, None, BLOCK, False)
+    return _per_block(x, BLOCK, False)
+
+
 def _mx(x: Tensor) -> tuple[Tensor, Tensor]:
     values, scale = torch.ops.vllm.mxfp8_quantize(x.view(-1, x.shape[-1]), False, 0)
     return values.view(x.shape), scale
@@ -115,6 +130,9 @@ NORMS: dict[str, Callable] = {
     ),
     "rms_norm_per_block_quant": lambda x, weight, epsilon, dtype, group, column_major, bound, residual, one_plus: (
         _per_block(_norm(x, weight, epsilon, residual, one_plus), group, column_major)
+    ),
+    "rms_norm_and_per_block_quant": lambda x, weight, epsilon, dtype, residual, one_plus: _both(
+        _norm(x, weight, epsilon, residual, one_plus)
     ),
     "rms_norm_mxfp8_quant": lambda x, weight, epsilon, residual, one_plus: _mx(
         _norm(x, weight, epsilon, residual, one_plus)

@@ -43,6 +43,7 @@ def probe() -> None:
 
 def install() -> None:
     """Wrap the two base classes."""
+    import torch
     from vllm import envs
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
@@ -50,8 +51,11 @@ def install() -> None:
     from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
     from vllm.model_executor.utils import is_weights_pre_processed
 
+    from vllm_rocm_ops.vllm.experts import handed_over
     from vllm_rocm_ops.vllm.fusion import fused_quant, row_selection
     from vllm_rocm_ops.vllm.linear import native_kernel
+
+    current = handed_over.current
 
     def tell(layer, kernel) -> None:
         """Store in a layer which quantized input its kernel takes, for the layer that makes the input."""
@@ -81,11 +85,23 @@ def install() -> None:
         base.process_weights_after_loading = process_weights_after_loading
         base.input_quant_key = lambda self: getattr(self, "rocm_ops_input_key", None)
 
+    def takes_rows(kernel, key) -> bool:
+        """Return whether a kernel takes scales per 128 columns in float32, those of a row side by side."""
+        quant = kernel.quant_fp8
+        return key == fused_quant.kFp8Dynamic128Sym and not (
+            quant.column_major_scales or quant.use_ue8m0 or getattr(quant, "tma_aligned_scales", False)
+        )
+
     quantize_and_multiply = Fp8BlockScaledMMLinearKernel.apply_weights
 
     @functools.wraps(quantize_and_multiply)
     def apply_weights(self, layer, x, bias=None, **keywords):
-        activation = as_quantized_activation(x, self.input_quant_key())
+        key = self.input_quant_key()
+        activation = as_quantized_activation(x, key)
+        may_be_handed = activation is None and not torch.compiler.is_compiling()
+        if may_be_handed and current.given is not None and takes_rows(self, key):  # in a layer of experts
+            made = handed_over.quantized(x)
+            activation = made and fused_quant.Quantized(*made, x.dtype, x.shape, key)
         if activation is None:
             return quantize_and_multiply(self, layer, x, bias, **keywords)
         params = self._get_layer_params(layer)

@@ -1,0 +1,308 @@
+"""Hidden states of experts that the norm before quantizes: in a graph, in a layer's call, and in engines."""
+
+import contextlib
+import json
+import types
+
+import checkpoints
+import pytest
+import torch
+from engines import STEPS, prompts_of
+from test_graph import EPSILON, add_norm, called, choices, piece, quantizer, random  # noqa: F401
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import quantization
+from vllm_rocm_ops.vllm.experts import base, handed_over
+
+pytestmark = pytest.mark.usefixtures("configuration", "schemas")
+
+ROWS, HIDDEN, FP8 = 5, 256, torch.float8_e4m3fn
+BOTH = "rms_norm_and_per_block_quant"
+PATTERNS = {f"{BOTH} {HIDDEN} bfloat16{kind}": True for kind in ("", " residual")}
+
+
+@pytest.fixture
+def runner(configuration, monkeypatch):
+    """Has vLLM's ops of a layer say what the layer was handed."""
+    from vllm.model_executor.layers.fused_moe.runner import moe_runner
+
+    from vllm_rocm_ops.vllm.fusion import moe_input
+
+    seen = []
+
+    def forward(hidden, logits, shared, ids):
+        seen.append((hidden, logits, shared, handed_over.quantized(hidden)))
+        return hidden + 1 if shared is None else (hidden + 2, hidden + 3)
+
+    layer = types.SimpleNamespace(_forward_impl=forward)
+    monkeypatch.setattr(moe_runner, "get_layer_from_name", lambda name: layer)
+    moe_input.ops_beside()
+    return seen
+
+
+def experts(x, shared: bool):
+    """Call vLLM's op of a layer of experts, as a graph has it."""
+    from vllm.utils.torch_utils import _USE_LAYERNAME, LayerName
+
+    name = LayerName("experts") if _USE_LAYERNAME else "experts"
+    given = {"router_logits": x, "shared_experts_input": x if shared else None, "input_ids": None}
+    given |= {"layer_name": name, "hidden_dim_unpadded": 0}
+    if shared:
+        return torch.ops.vllm.moe_forward_shared(x, **given)
+    return auto_functionalized(torch.ops.vllm.moe_forward.default, hidden_states=x, **given)[:1]
+
+
+def layer(shared: bool, reads_more=lambda y, product: ()):
+    def function(x, residual, weight, product):
+        y, added = add_norm(x, residual, weight)
+        return *experts(y, shared), added, *reads_more(y, product)
+
+    return function
+
+
+def inputs():
+    return random(ROWS, HIDDEN), random(ROWS, HIDDEN, seed=2), random(HIDDEN, seed=1), random(HIDDEN, 8, seed=3)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_norm_that_experts_read(choices, runner, shared):  # noqa: F811
+    """Its op quantizes beside, and updates the residual; the layer gets both, and vLLM's op the arguments that it had."""
+    choices.ours = PATTERNS
+    x, residual, weight, product = inputs()
+    module, names = piece(layer(shared), x, residual, weight, product, donated=[1])
+    assert called(names)[0] == BOTH and not [name for name in names if "vllm.moe_forward" in name]
+    given, wanted = residual.clone(), residual.clone()
+    *results, added = module(x, given, weight, product)
+    out, values, scales = ops.rms_norm_and_per_block_quant(x, weight, EPSILON, FP8, wanted)
+    assert added.data_ptr() == given.data_ptr() and torch.equal(added, wanted)
+    (hidden, logits, its_shared, (its_values, its_scales)) = runner[-1]
+    assert torch.equal(hidden, out) and torch.equal(logits, out) and (its_shared is not None) is shared
+    assert torch.equal(its_values.view(torch.uint8), values.view(torch.uint8)) and torch.equal(its_scales, scales)
+    for found, more in zip(results, (2, 3) if shared else (1,), strict=True):
+        assert torch.equal(found, out + more)
+    assert handed_over.current.given is None
+
+
+def test_a_schema_is_vllms_and_two_more(runner):
+    """What vLLM's ops write, ours do, and the tags are theirs."""
+    from vllm_rocm_ops.vllm.fusion import moe_input
+
+    for theirs, ours in moe_input.ops_beside().items():
+        *arguments, _, _ = ours._schema.arguments
+        wanted = str(theirs._schema).replace(theirs.name(), ours.name())
+        assert str(ours._schema) == wanted.replace(") ->", ", Tensor values, Tensor scales) ->")
+        assert len(arguments) == len(theirs._schema.arguments) and ours.tags == theirs.tags
+        written = [[one.name for one in op._schema.arguments if one.alias_info] for op in (ours, theirs)]
+        assert written[0] == written[1]
+
+
+WHY = {
+    "not measured to win": {"ours": {pattern: False for pattern in PATTERNS}},
+    "not a model whose experts take it": {"ours": {}},
+    "off": {"ours": PATTERNS, "off": frozenset({BOTH})},
+}
+
+
+@pytest.mark.parametrize("why", WHY)
+def test_a_norm_that_stays(choices, runner, why):  # noqa: F811
+    """vLLM's op stays, too."""
+    vars(choices).update(WHY[why])
+    x, residual, weight, product = inputs()
+    _, names = piece(layer(True), x, residual, weight, product, donated=[1])
+    assert BOTH not in called(names) and "vllm.moe_forward_shared.default" in names
+
+
+def test_readers_beside_experts(choices, runner):  # noqa: F811
+    """A product reads the result in 16 bits, too; a quantization beside, or what the compiler fuses, leaves the norm vLLM's."""
+    choices.ours = PATTERNS
+    x, residual, weight, product = inputs()
+    marked, _ = quantizer("kFp8Dynamic128Sym")
+    for more, serves in (
+        (lambda y, product: (y @ product,), True),
+        (lambda y, product: marked(y), False),
+        (lambda y, product: (y * 2,), False),
+    ):
+        _, names = piece(layer(True, more), x, residual, weight, product, donated=[1])
+        assert (BOTH in called(names)) is serves
+
+
+def test_experts_take_what_they_were_handed(monkeypatch):
+    """Ours, the values in the place of their own quantization; not other tokens, nor other weights, nor those with weights on the input."""
+    asked = []
+    op = types.SimpleNamespace(fused_experts=lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(torch.ops, "vllm_rocm_ops", op, raising=False)
+    hidden, w1, w2 = random(3, HIDDEN), random(4, 2 * 128, HIDDEN).to(FP8), random(4, HIDDEN, 128).to(FP8)
+    values, scales = random(3, HIDDEN, seed=9).to(FP8), torch.rand(3, 2)
+    kept = {"w1_scale": torch.ones(4, 2, 2), "w2_scale": torch.ones(4, 2, 1), "a1_scale": None, "a2_scale": None}
+    block = types.SimpleNamespace(**kept, shuffled=False)
+    channel = types.SimpleNamespace(**kept | {"w1_scale": torch.ones(4, 256)}, shuffled=False)
+    routing = torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32), None
+
+    def takes(kept, x, on_input=False) -> bool:
+        base.run(kept, None, x, w1, w2, *routing, on_input, None, 4)
+        first, scale, dtype = asked[-1][0], asked[-1][8], asked[-1][5]
+        assert dtype == torch.bfloat16 and (scale is scales) is (first is values)
+        return first is values
+
+    with handed_over.beside(hidden, values, scales):
+        assert takes(block, hidden) and takes(block, hidden.view(3, HIDDEN))
+        assert not takes(block, hidden.clone()) and not takes(block, hidden[:2]) and not takes(channel, hidden)
+        assert not takes(block, hidden, on_input=True)
+    assert not takes(block, hidden)
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "powers of two"])
+def test_shared_experts_take_it_in_rows(configuration, kind):
+    """A block-scaled kernel takes values and scales where it wants scales so; another quantizes its input."""
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+
+    from vllm_rocm_ops.vllm.fusion import fused_quant
+
+    got = []
+
+    class Kernel(Fp8BlockScaledMMLinearKernel):
+        is_supported = can_implement = classmethod(lambda cls, *_: (True, None))
+
+        def __init__(self):
+            self.rocm_ops_input_key, self.use_triton = fused_quant.kFp8Dynamic128Sym, False
+            self.config = types.SimpleNamespace(out_dtype=torch.bfloat16)
+            how = {"column_major_scales": kind == "columns", "use_ue8m0": kind == "powers of two"}
+            self.quant_fp8 = Quantize(how)
+
+        def _get_layer_params(self, layer):
+            weight = torch.zeros(128, HIDDEN).to(FP8)
+            names = "weight_scale", "weight_scale_inv", "block_scale", "input_scale", "input_scale_ub"
+            return types.SimpleNamespace(weight=weight, **dict.fromkeys(names, None))
+
+        def apply_block_scaled_mm(self, A, B, As, Bs):
+            got.append((A, As))
+            return torch.zeros(len(A), len(B), dtype=torch.bfloat16)
+
+    class Quantize(types.SimpleNamespace):
+        def __init__(self, how):
+            super().__init__(**how)
+
+        def __call__(self, x, *_, **__):
+            return quantization.per_token(x.float(), FP8, None)
+
+    x, values, scales = random(3, HIDDEN), random(3, HIDDEN, seed=9).to(FP8), torch.rand(3, 2)
+    kernel = Kernel()
+    with handed_over.beside(x, values, scales):
+        kernel.apply_weights(None, x)
+        kernel.apply_weights(None, x.clone())
+    kernel.apply_weights(None, x)
+    assert [As is scales for _, As in got] == [kind == "rows", False, False]
+    assert (got[0][0].data_ptr() == values.data_ptr()) is (kind == "rows")
+
+
+SEEDS = {"deepseek": (4, 5, 8), "qwen3_moe": (43, 49, 66)}
+QUANTIZED_ONLY = "lambda exact: lambda hidden, *rest: exact(hidden, *rest) if hidden.dtype.itemsize == 1 else 1 / 0"
+APART = "from vllm_rocm_ops.vllm.fusion import moe_input; moe_input.hidden_of = lambda model: 0"
+OTHER_SCALES = "lambda exact: lambda *given: (lambda out, values, scales: (out, values, 4 * scales))(*exact(*given))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", SEEDS)
+def test_in_an_engine(engines, model):
+    """Experts get no hidden states of 16 bits, tokens are those of separate launches, and with other scales they are not."""
+    folder = engines.folder / f"{model}-router"
+    gates = [f"model.layers.{i}.mlp.gate" for i in range(3)]
+    checkpoints.build(folder, model, "block")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignored_layers"] += gates
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def job(**options):
+        engine = {"compilation_config": {"custom_ops": ["none", "-rotary_embedding"]}}
+        asked = {"model": str(folder), "prompts": prompts_of(SEEDS[model]), "max_tokens": STEPS, "logprobs": None}
+        return asked | {"engine": engine, **options}
+
+    jobs = {
+        "with": job(fault={"op": "fused_experts", "make": QUANTIZED_ONLY}),
+        "planted": job(fault={"op": BOTH, "make": OTHER_SCALES}),
+    }
+    found = engines.run(jobs)
+    layers = 2 if model == "deepseek" else 1
+    assert sum(found["with"]["stats"][BOTH].values()) == layers * STEPS
+    apart = engines.run({"apart": job()}, before=APART)["apart"]
+    assert BOTH not in apart["stats"]
+    assert found["with"]["tokens"] == apart["tokens"] != found["planted"]["tokens"]
+
+
+class Model(torch.nn.Module):
+    """A norm and a layer of experts as vLLM has it, whose experts are ours."""
+
+    def __init__(self, monkeypatch, scales=(4, 2, 2), **changed):
+        from vllm.model_executor.layers.layernorm import RMSNorm
+
+        super().__init__()
+        self.norm, self.layer = RMSNorm(HIDDEN, dtype=torch.bfloat16), torch.nn.Module()
+        self.norm.weight.data = torch.linspace(0.5, 2, HIDDEN).bfloat16()
+        ours = type("Ours", (base.Predicates,), {"w1_scale": torch.ones(scales), "a1_scale": None})()
+        kernel = types.SimpleNamespace(fused_experts=changed.pop("experts", ours))
+        self.layer._forward_impl, self.layer.routed_input_transform = None, changed.pop("transform", None)
+        config = {"dp_size": 1, "pcp_size": 1, "is_sequence_parallel": False} | changed
+        self.layer.moe_config, self.layer.routed_experts = types.SimpleNamespace(**config), torch.nn.Module()
+        self.layer.routed_experts.quant_method = types.SimpleNamespace(moe_kernel=kernel)
+        self.layer.routed_experts.w13_weight = torch.zeros(4, 256, HIDDEN).to(FP8)
+
+
+OTHERS = {
+    "vLLM's experts": {"experts": object()},
+    "scales per channel": {"scales": (4, 256)},
+    "tokens of other ranks": {"dp_size": 2},
+    "tokens divided over ranks": {"is_sequence_parallel": True},
+    "another input": {"transform": object()},
+}
+
+
+def test_a_model_whose_experts_take_it(monkeypatch):
+    """All of its layers."""
+    from vllm_rocm_ops.vllm.fusion import moe_input
+
+    model = Model(monkeypatch)
+    assert moe_input.hidden_of(model) == HIDDEN
+    [one] = moe_input.found(model, True)
+    assert one.key == f"{BOTH} {HIDDEN} bfloat16 residual separate" and not list(moe_input.found(model, False))
+    for changed in OTHERS.values():
+        assert moe_input.hidden_of(Model(monkeypatch, **changed)) == 0
+        assert moe_input.hidden_of(torch.nn.ModuleList([model, Model(monkeypatch, **changed)])) == 0
+
+
+FAULTS = {
+    "": lambda out, values, scales, residual: None,
+    "result": lambda out, values, scales, residual: out.mul_(1.05),
+    "values": lambda out, values, scales, residual: scales.mul_(1.5),
+    "residual": lambda out, values, scales, residual: residual.mul_(1.05),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
+    """Each result is checked."""
+    from vllm_rocm_ops.vllm.fusion import moe_input, row_selection
+    from vllm_rocm_ops.vllm.selection import kernel_timing
+
+    def run(x, weight, epsilon, dtype, residual, one_plus):
+        made = moe_input.OP.reference(x, weight, epsilon, dtype, residual, one_plus)
+        FAULTS[fault](*made, residual)
+        return made
+
+    class Clock:
+        def times(self, calls, sets):
+            for call in calls.values():
+                call(*sets[0])
+            return {"ours": [5.0], "native": [8.0]}
+
+        def finish(self):
+            pass
+
+    monkeypatch.setattr(moe_input.OP, "run_kernels", run)
+    [one] = moe_input.found(Model(monkeypatch), True)
+    measure = lambda: row_selection.measure_pair(one, [(), ()], 5, Clock(), contextlib.nullcontext())
+    if fault:
+        with pytest.raises(kernel_timing.Mismatch):
+            measure()
+    else:
+        assert measure()[:2] == (5.0, 8.0)

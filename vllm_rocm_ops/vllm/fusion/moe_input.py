@@ -1,0 +1,202 @@
+"""The norm in front of a layer of experts quantizes its result beside it, in vLLM's compiled graph.
+
+    norm -> vLLM's op of a layer of experts      our norm with two outputs -> an op of ours, which runs vLLM's with the second beside
+
+The router, inside vLLM's op, reads the result in 16 bits, and so do experts of vLLM's. Ours take the quantized one
+(experts/handed_over.py): the values that they would quantize themselves. The first product of shared experts takes it where its kernel
+wants scales in rows, as on ROCm; another quantizes its input itself.
+
+It is done where all layers of a model are such, and the one launch was timed beside the two that it replaces (row_selection.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.ops.families.experts import scheme
+from vllm_rocm_ops.ops.families.gemm import BLOCK
+from vllm_rocm_ops.vllm.experts import base as experts
+from vllm_rocm_ops.vllm.experts import handed_over
+from vllm_rocm_ops.vllm.fusion import producers
+from vllm_rocm_ops.vllm.fusion.row_selection import Fused, dequantized
+
+SEPARATE = "separate"
+"""The word of a measurement's key beside two launches."""
+OP = ops.rms_norm_and_per_block_quant
+NAMES = ("moe_forward", "moe_forward_shared")
+WRITES = {"moe_forward": ["hidden_states"], "moe_forward_shared": []}
+"""What vLLM's ops say that they write, by their names."""
+
+_library = torch.library.Library("vllm_rocm_ops", "FRAGMENT")
+
+
+# Models
+
+
+def layers_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the layers of experts of a model."""
+    for layer in model.modules():
+        if hasattr(layer, "routed_experts") and hasattr(layer, "_forward_impl"):
+            yield layer
+
+
+def takes(layer: torch.nn.Module) -> bool:
+    """Return whether a layer's experts are ours, and quantize their hidden states per 128 columns as they were handed to the layer."""
+    from vllm_rocm_ops.vllm.fusion import fused_quant
+
+    kernel = getattr(getattr(layer.routed_experts, "quant_method", None), "moe_kernel", None)
+    ours, config = getattr(kernel, "fused_experts", None), layer.moe_config
+    if not isinstance(ours, experts.Predicates) or layer.routed_input_transform is not None:
+        return False
+    if config.dp_size > 1 or config.pcp_size > 1 or config.is_sequence_parallel:
+        return False
+    weight = layer.routed_experts.w13_weight
+    return (
+        weight.dtype == fused_quant.QUANT_DTYPE
+        and scheme(weight, ours.w1_scale) == "block"
+        and ours.a1_scale is None
+        and weight.shape[2] % BLOCK == 0
+        and not getattr(layer.routed_experts, "apply_router_weight_on_input", False)
+    )
+
+
+def hidden_of(model: torch.nn.Module) -> int:
+    """Return the size of the hidden states that all layers of experts of a model take quantized; 0 where there is none."""
+    from vllm_rocm_ops.vllm.fusion import fused_quant
+
+    layers = list(layers_of(model))
+    sizes = {layer.routed_experts.w13_weight.shape[2] if takes(layer) else 0 for layer in layers}
+    return sizes.pop() if len(sizes) == 1 and fused_quant.has_kernels(OP.name) else 0
+
+
+class Beside(Fused):
+    """The norm in front of experts, with a residual, which stores its result and quantizes it: beside our norm, which stores it, and a
+    quantization. Both results are checked."""
+
+    def __init__(self, norm: torch.nn.Module):
+        super().__init__(OP, norm, norm, len(norm.weight), norm.weight.dtype, True, SEPARATE)
+
+    def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
+        """Return the bytes of two more accesses to 16 bits."""
+        moved, operations = super().work(layer, tokens)
+        return moved + 2.0 * tokens * self.columns * self.dtype.itemsize, operations
+
+    def vllms(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        """Return our norm's result and what a quantization of vLLM's makes of it."""
+        from vllm_rocm_ops.vllm.fusion import native_rows
+
+        norm = self.producer
+        plain = ops.fused_add_rms_norm.call(x, residual, norm.weight.data, norm.variance_epsilon)
+        return plain, *native_rows.quantized(plain), residual
+
+    def exact(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        """Return the result, which is quantized and which is not, and the residual, in float32."""
+        result, added = super().exact(x, residual)
+        return result, result, added
+
+    def results(self, output: tuple[Tensor, ...], tokens: int) -> list[Tensor]:
+        """Return what `ours` or `vllms` gave, as `exact` has it."""
+        plain, values, scale, residual = output
+        return [dequantized(values[:tokens], scale), plain, residual]
+
+
+def found(model: torch.nn.Module, compiles: bool) -> Iterator[Fused]:
+    """Yield the norm in front of a model's experts, which vLLM compiles."""
+    size = hidden_of(model) if compiles else 0
+    norms = [norm for norm in producers.norms(model) if len(norm.weight) == size] if size else []
+    yield from (Beside(norm) for norm in norms[:1])
+
+
+# The op
+
+
+def run_beside(name: str, *arguments):
+    """Run vLLM's op of a name with quantized hidden states, the last two arguments, beside its own."""
+    *theirs, values, scales = arguments
+    with handed_over.beside(theirs[0], values, scales):
+        return _functions()[name](*theirs)
+
+
+def _functions() -> dict[str, Callable]:
+    from vllm.model_executor.layers.fused_moe.runner import moe_runner
+
+    return {name: getattr(moe_runner, f"_{name}") for name in NAMES}
+
+
+@functools.cache
+def ops_beside() -> dict:
+    """Return our ops by vLLM's, of the same schema and tags and two more arguments. They are defined when a model is compiled."""
+    from vllm.model_executor.layers.fused_moe.runner import moe_runner
+    from vllm.utils.torch_utils import direct_register_custom_op
+
+    made = {}
+    for name, function in _functions().items():
+        theirs, made_fake = getattr(torch.ops.vllm, name).default, getattr(moe_runner, f"_{name}_fake")
+        signature = inspect.signature(function)
+        more = [
+            inspect.Parameter(more, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor)
+            for more in ("values", "scales")
+        ]
+
+        def run(*arguments, name=name):
+            return run_beside(name, *arguments)
+
+        def fake(*arguments, made_fake=made_fake):
+            return made_fake(*arguments[:-2])
+
+        run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more])
+        direct_register_custom_op(
+            f"{name}_quantized",
+            run,
+            mutates_args=WRITES[name],
+            fake_impl=fake,
+            target_lib=_library,
+            tags=tuple(theirs.tags),
+        )
+        made[theirs] = getattr(torch.ops.vllm_rocm_ops, f"{name}_quantized").default
+    return made
+
+
+# Graphs
+
+
+def layer_of(result: fx.Node, readers: list[fx.Node]) -> fx.Node | None:
+    """Return the one layer of experts among a norm's readers, if the norm's result is its hidden states."""
+    found = [reader for reader in readers if reader.op == "call_function" and called(reader) in ops_beside()]
+    is_input = len(found) == 1 and hidden_states(found[0]) is result and result.meta["val"].dim() == 2
+    return found[0] if is_input else None
+
+
+def pattern(result: fx.Node, residual: fx.Node | None) -> str:
+    """Return the key of a norm with two outputs, as `choices` has it."""
+    from vllm_rocm_ops.vllm.fusion import fused_quant
+
+    rows = result.meta["val"]
+    return fused_quant.pattern(OP, rows.shape[-1], rows.dtype, residual is not None, False, False)
+
+
+def called(node: fx.Node) -> object:
+    """Return the op that a node calls, also where it is functional."""
+    return node.args[0] if node.target is auto_functionalized else node.target
+
+
+def hidden_states(layer: fx.Node) -> fx.Node:
+    """Return what a layer of experts takes as hidden states."""
+    return layer.kwargs["hidden_states"] if "hidden_states" in layer.kwargs else layer.args[0]
+
+
+def hand_over(layer: fx.Node, values: fx.Node, scales: fx.Node) -> None:
+    """Have a layer of experts take quantized hidden states, too."""
+    ours = ops_beside()[called(layer)]
+    layer.kwargs = layer.kwargs | {"values": values, "scales": scales}
+    if layer.target is auto_functionalized:
+        layer.args = (ours, *layer.args[1:])
+    else:
+        layer.target = ours
