@@ -28,6 +28,7 @@ struct PlainAndPerBlock : RowOutput<T, Output::kPerBlock, ScaleBound::kNone, kGr
       : Quantised(nullptr, quantised, scale_out, u32(hidden) / kGroup, 1, kGroup, threads), plain(plain) {}
 
   DEVICE void locate(i64 columns) {
+    mem::wait_for_scalars(plain, Quantised::out, Quantised::scale_out);
     Quantised::locate(columns);
     plain = (u16*)plain + u32(wave::block_id_x()) * columns;
   }

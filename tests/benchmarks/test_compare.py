@@ -72,7 +72,7 @@ def test_each_shape_of_a_kind_is_a_line(compare, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "KINDS", {"rows": lambda: rows((1, 2)), "routing": lambda: routing((3,))})
     compare.main([str(tmp_path), "--kinds", "rows", "routing", "--tolerance", "0.1", "--output", str(output)])
     lines = [json.loads(line) for line in output.read_text().splitlines()]
-    assert len(lines) == 2 * 8 + 1 and called[::2] == [others[line["op"]] for line in lines]
+    assert len(lines) == 2 * len(ROW_OPS) + 1 and called[::2] == [others[line["op"]] for line in lines]
     assert called[1::2] == [getattr(ops, line["op"]) for line in lines]
     assert lines[0]["case"] == "1x128 bfloat16" and lines[-1] == lines[-1] | {
         "us": 3.0,
@@ -90,7 +90,7 @@ def test_the_kinds_are_those_of_the_command_bench(compare):
     assert list(compare.KINDS) == [name for name in lists.LISTS if not name.endswith(lists.VARIANTS)]
     for kind, make in compare.KINDS.items():
         names = {(shape.op.name, shape.case.name) for shape in make()}
-        counts = {"rows": 8 * 2 * 4, "linear": 6 * 28, "routing": 7, "moe": 6 * 13, "attention": 24}
+        counts = {"rows": len(ROW_OPS) * 2 * 4, "linear": 6 * 28, "routing": 7, "moe": 6 * 13, "attention": 24}
         assert len(names) == (counts | {"products": 96, "decode-attention": 2 * 52 + 3 * 3})[kind]
 
 
