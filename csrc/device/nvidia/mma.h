@@ -78,8 +78,8 @@ struct Panel {
     high = kEightRows + (fragment_order ? 0 : kSwizzle);
     step = fragment_order ? 2 * kCoreMatrix : 2;
   }
-  // The transposed operand: panel columns are operand rows. `at` counts 16 panel rows, for 64 columns. Groups of 8
-  // panel rows have one stride, whichever field applies.
+  // The transposed operand: panel columns are operand rows. `at` advances by 16 panel rows, 64 columns each. The 8-row
+  // stride fills both descriptor fields, whichever applies.
   struct Transposed {};
   DEVICE explicit Panel(Transposed) : Panel(0, false) {
     low = high % (1u << 16) << 16;
