@@ -331,7 +331,8 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
 #pragma unroll 1
       for (; step_key(step) < end; step += kStages * parts)
 #pragma unroll
-        for (int i = 0; i < kStages; ++i) turn(stages[i], wave::uniform(step + i * parts));  // avoids per-lane address sums
+        for (int i = 0; i < kStages; ++i)
+          turn(stages[i], wave::uniform(step + i * parts));  // avoids per-lane addresses
     }
     finish();
   }

@@ -11,7 +11,7 @@
 
 struct BatchedProblem {
   SkinnyProblem
-      gemm;  // for head 0; n: token stride of out; b_row: byte stride between rows along N, or along K for TransposedTile
+      gemm;  // for head 0; n: out's token stride; b_row: byte stride between rows along N, or along K if transposed
   i64 a_head_stride, b_head_stride, out_head_stride;  // bytes
 
   DEVICE SkinnyProblem of_head(int head) const {

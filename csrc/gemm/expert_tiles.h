@@ -9,10 +9,10 @@
 using tile::BlockTile, tile::Accumulators;
 
 struct GroupedProblem {
-  const u8* a;        // gate_up: [tokens, K], rows a_stride bytes apart; down: [positions, K]
-  const u8* b;        // [experts, N, K], b_expert bytes apart; an expert's b_tile, b_row, b_vec: see tile::Layout
-  void* out;          // gate_up: [positions, N / 2], out_type; down: [pairs, N] fp32
-  const int* sorted;  // [positions]
+  const u8* a;           // gate_up: [tokens, K], rows a_stride bytes apart; down: [positions, K]
+  const u8* b;           // [experts, N, K], b_expert bytes apart; an expert's b_tile, b_row, b_vec: see tile::Layout
+  void* out;             // gate_up: [positions, N / 2], out_type; down: [pairs, N] fp32
+  const int* sorted;     // [positions]
   const i32x4* tiles;    // [1 + tiles]: as in Sort
   const float* scale_a;  // row: [rows of a] or [1]; block: [rows of a, ceil(K / 128)]; or null
   const float* scale_b;  // row: [experts, N] or [experts]; block: [experts, ceil(N / 128), ceil(K / 128)]; or null

@@ -1,19 +1,19 @@
-// RMSNorm of rows, with an optional residual add in front and an optional e4m3 quantisation behind.
+// RMSNorm of rows, with optional fused residual add and e4m3 quantization.
 //
-//     z = input + residual                   (residual := z, rounded to T)
-//     y = T(z * rsqrt(mean(z^2) + epsilon) * weight), which device/row_output.h stores or quantises
+//     z = input + residual           (residual := z, rounded to T)
+//     y = T(z * rsqrt(mean(z^2) + epsilon) * weight), which device/row_output.h stores or quantizes
 //
-// Rounding is that of the ops of the same names in vLLM 0.33.0's wheel. Plain and static outputs take z rounded to T
-// and round y once. Dynamic outputs take z unrounded and round before the weight too. With 1 + weight in the weight's place,
-// as vLLM's GemmaRMSNorm has it, all outputs round y once. The MX output, for which vLLM has no fused op, rounds as the plain one: it
-// is that of a norm and a quantisation of its result.
+// Rounding matches the ops of the same names in vLLM 0.33.0's wheel. Plain and static outputs use z rounded to T and
+// round y once. Dynamic outputs use z unrounded and also round before the weight. With 1 + weight instead of the
+// weight, as in vLLM's GemmaRMSNorm, all outputs round y once. The MX output, for which vLLM has no fused op, rounds as
+// the plain one does: it equals a norm followed by quantization of its result.
 //
-// Bytes per element: 2 (input) + 4 (residual, read and written) + 1 or 2 (out); some 10 flops. Latency bounds the time up to
-// about 64 rows, HBM bandwidth above. A block owns a row and keeps it in registers between the reductions. Thread t has the
-// chunks of 8 elements t, t + threads, ... All loads of the row and of the weight are in flight before the first is used. Each
-// reduction has one barrier. Blocks do not share a row: the sum of squares would need a barrier between blocks, which takes
-// longer than one block takes to read 64 KB. The two reductions of the per-token output do not share a barrier: vLLM's scale
-// depends on the rounded y.
+// Bytes per element: 2 (input) + 4 (residual, read and written) + 1 or 2 (out); about 10 flops. Latency-bound up to
+// about 64 rows, bound by HBM bandwidth above. A block owns a row and keeps it in registers between the reductions.
+// Thread t processes the 8-element chunks t, t + threads, ... All loads of the row and the weight are in flight before
+// the first is used. Each reduction has one barrier. Rejected: blocks that share a row. The sum of squares would need a
+// barrier between blocks, which takes longer than one block takes to read 64 KB. The two reductions of the per-token
+// output cannot share a barrier: vLLM's scale depends on the rounded y.
 #include "device/divisor.h"
 #include "device/norm_row.h"
 
@@ -42,7 +42,7 @@ DEVICE void rms_norm_general(NormRow row, RowOutput<T, kOutput> output) {
   const float rms = inverse_rms(reduce_block(squares, 0.0f, sums, output.waves, Add{}), row);
 
   auto normed = [&](int column) {
-    // The rounded kinds have already left z in the residual.
+    // The rounded kinds have already stored z to the residual.
     float z = kResidual && kRounded ? load_element<T>(row.residual, column) : sum(column);
     float weight = row.weight ? load_element<T>(row.weight, column) : 1.0f;
     return round_to<T>(normalize<T, !kRounded, kFactor>(f32x2{z, 0.0f}, rms, f32x2{weight, 0.0f})).x;
@@ -64,12 +64,12 @@ DEVICE void rms_norm(NormRow row, RowOutput<T, kOutput> output) {
 #define INSTANCE(threads, symbol, T, output_kind, residual_add, factor, chunks)                                       \
   KERNEL(threads) symbol(                                                                                             \
       const void* input,      /* [rows, hidden] T, rows input_stride elements apart */                                \
-      void* residual,         /* [rows, hidden] T, rows residual_stride elements apart; null without */               \
+      void* residual,         /* [rows, hidden] T, rows residual_stride elements apart; or null */                    \
       const void* weight,     /* [hidden] T or null */                                                                \
       i64 input_stride, i64 residual_stride, int hidden, int threads_per_block,                                       \
-      const float* scale,     /* [1], of the static kind; of the dynamic kinds scale_ub or null */                    \
+      const float* scale,     /* [1]: the static scale, or for dynamic outputs scale_ub or null */                    \
       void* out,              /* [rows, hidden] T or e4m3 */                                                          \
-      float* scale_out,       /* [rows, 1] or [rows, hidden / group_size], by the two strides; null without */        \
+      float* scale_out,       /* [rows, 1] or [rows, hidden / group_size], strided; null if unused */                 \
       i64 scale_row_stride, i64 scale_stride, int group_size, float inverse_hidden, float epsilon) {                  \
     const i64 index = u32(wave::block_id_x());                                                                        \
     const RowOutput<T, Output::output_kind> output(                                                                   \
@@ -79,10 +79,10 @@ DEVICE void rms_norm(NormRow row, RowOutput<T, kOutput> output) {
          residual_add ? (u16*)residual + index * residual_stride : nullptr,                                           \
          weight, hidden, inverse_hidden, epsilon}, output);                                                           \
   }
-// Rows that lie at two strides, as those of heads that are a part of wider rows.
+// Rows with two strides, such as heads that are part of wider rows.
 #define HEADS_INSTANCE(threads, symbol, T, output_kind, factor, chunks)                                               \
   KERNEL(threads) symbol(                                                                                             \
-      const void* input,      /* [rows / inner_count, inner_count, hidden] T, by the two strides */                   \
+      const void* input,      /* [rows / inner_count, inner_count, hidden] T, two strides */                          \
       const void* weight,     /* [hidden] T or null */                                                                \
       const float* scale,     /* as above, here and below */                                                          \
       i64 outer_stride, int inner_stride, int inner_count, u32 inverse, int shift, /* the divisor inner_count */      \
@@ -98,7 +98,7 @@ DEVICE void rms_norm(NormRow row, RowOutput<T, kOutput> output) {
   }
 // clang-format on
 
-// Of one element type and kind of output, the symbols end in these.
+// Symbol suffixes for one element type and output kind.
 #define INSTANCES(name, T, output_kind, residual_add)                 \
   INSTANCE(1024, name##_x1, T, output_kind, residual_add, kWeight, 1) \
   INSTANCE(1024, name##_x2, T, output_kind, residual_add, kWeight, 2) \

@@ -52,7 +52,7 @@ class HipDriver final : public Driver {
            std::to_string(number % 100000);
   }
   std::string describe(api::Result result) const override {
-    own_.clear_error();  // or torch would find it in hipGetLastError and take it for an error of its own
+    own_.clear_error();  // otherwise torch would find it in hipGetLastError and report it as its own
     return std::string(own_.error_string(result)) + " (" + own_.error_name(result) + ")";
   }
   api::Module load_image(const std::string& path, const void* image) const override {
@@ -92,7 +92,7 @@ class HipDriver final : public Driver {
     return own_.set_bytes(memory, 0, bytes, stream);
   }
   void* arguments_end() const override { return reinterpret_cast<void*>(api::kHipArgumentsEnd); }
-  // HIP needs no attribute: a launch may have all LDS of the device.
+  // HIP needs no attribute: a launch may use the device's whole LDS.
   unsigned max_dynamic_lds() const override { return std::numeric_limits<unsigned>::max(); }
   void raise_max_dynamic_lds(Kernel&, unsigned) const override {}
   bool recover(api::Result, int) const override { return false; }
@@ -182,7 +182,7 @@ class CudaDriver final : public Driver {
   api::Cuda own_;
 };
 
-// The path of the library of that name which this process has loaded: torch brings a HIP of its own.
+// Returns the path of the library with this name that the process has loaded: torch bundles its own HIP.
 std::string loaded_library(const char* stem) {
   struct Search {
     const char* stem;
@@ -240,7 +240,7 @@ std::unique_ptr<Driver> Driver::find(std::string& status) {
           return false;  // the library stays loaded: drivers do not survive dlclose
         }
       }
-      // The error of a library that exists, but misses a dependency, says more than that a library does not exist.
+      // The error of an existing library that lacks a dependency is more helpful than that of a missing library.
       std::string error = dlerror();
       if (missing.empty() || error.compare(0, library.size(), library) != 0) missing = error;
     }
@@ -320,7 +320,7 @@ void Driver::close_memory(int device, void* memory) const {
 }
 
 Capture Driver::capture_info(api::Stream stream, int device) const {
-  if (stream == nullptr) return {};  // the default stream; during captures of others the query fails
+  if (stream == nullptr) return {};  // the default stream; while another stream captures, the query fails
   int status = 0;
   Capture capture;
   auto ask = [&] { return shared_.get_capture_info(stream, &status, &capture.id, &capture.graph, nullptr, nullptr); };

@@ -4,18 +4,18 @@
 #include "device/scale.h"
 
 struct SkinnyProblem {
-  const u8* a;      // [M, K], rows a_stride bytes apart
-  const u8* b;      // [N, K], or in fragment order [N / 16, K bytes / 64, 4, 16 rows, 16 bytes]
-  void* out;        // [M, N], out_type
-  float* partials;  // [blocks, 2, values per thread, threads, floats per value]; null if every tile has one block
-  u32* counters;    // [tiles], zeros; null if every tile has one block
+  const u8* a;           // [M, K], rows a_stride bytes apart
+  const u8* b;           // [N, K], or in fragment order [N / 16, K bytes / 64, 4, 16 rows, 16 bytes]
+  void* out;             // [M, N], out_type
+  float* partials;       // [blocks, 2, values per thread, threads, floats per value]; null if every tile has one block
+  u32* counters;         // [tiles], zeros; null if every tile has one block
   const float* scale_a;  // kRow: [M] or [1]; kBlock: [M, K / 128], a scale.h type
   const float* scale_b;  // kRow: [N] or [1]; kBlock: [N / 128, K / 128]
   const void* bias;      // [N], out_type, or null
   i64 b_tile;            // byte stride between groups of 16 rows of b
   int a_stride;          // bytes between tokens
-  int b_row, b_step;  // byte strides between rows of b, and between steps; a step's four 16-byte vectors are even
-  int m, n, k;        // k in bytes
+  int b_row, b_step;     // byte strides between rows of b, and between steps; a step's four 16-byte vectors are even
+  int m, n, k;           // k in bytes
   int scale_a_row, scale_a_k, scale_b_row;  // element strides of scales: between tokens, K blocks, rows of b
   int out_type;                             // 0 bf16, 1 fp16, 2 fp32
   int steps_per_tile;
