@@ -150,7 +150,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
       for (int i = 0; i < kProducts; ++i) {
         const int element = kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8;
         if constexpr (kQueryInLds) {
-          if (step_key(wave::block_id_y()) < end)  // hazard: without keys none waits until they are copied
+          if (step_key(wave::block_id_y()) < end)  // hazard: without keys, no wave waits for the copies
             attention::copy_query((u8*)(query_in_lds + (t * kProducts + i) * wave::kLanes), from + element);
         } else query[t][i] = mem::load<u32x4>(from + element);
       }
@@ -219,7 +219,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
             load(keys, at);
             pages = load_pages(step_key(step + 2 * parts));
           }
-          // Otherwise ptxas moves the key loads after the PV product. Hazard: other lanes' sums are written over
+          // Otherwise ptxas moves the key loads after the PV product. Hazard: other lanes' sums overwrite
           // queries.
           if constexpr (kQueryInLds) attention::issue_here();
 

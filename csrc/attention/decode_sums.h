@@ -61,7 +61,7 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
     }
 #pragma unroll
     for (int round = 0; round < kGroups; ++round) {
-      if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read
+      if (round > 0) block_barrier();  // hazard: the previous round's sums are overwritten before they are read
       put_round(round, out, factor);
       block_barrier();  // hazard: the waves' sums are read before they are written
 #pragma unroll
@@ -92,7 +92,7 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
     f32x4 whole[kThreadVecs][kGroups];
 #pragma unroll
     for (int round = 0; round < kGroups; ++round) {
-      if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read
+      if (round > 0) block_barrier();  // hazard: the previous round's sums are overwritten before they are read
       put_round(round, out, one);
       block_barrier();  // hazard: the waves' sums are read before they are written
       f32x4 total[kThreadVecs] = {};

@@ -74,7 +74,7 @@ struct Flash {
         continue;
       }
       u16* rows = (u16*)&buffer + wave::index() * mma::kTileTokens * kD;
-      block_barrier();  // hazard: others still read the last keys, and this wave the last rows
+      block_barrier();  // hazard: other waves still read the previous keys, and this wave the previous rows
 #pragma unroll 1
       for (int i = lane; i < mma::kTileTokens * kD; i += wave::kLanes) {
         const int element = i % kD;
@@ -121,7 +121,7 @@ struct Flash {
     if (begin < end) loader.start();  // before the loop, which then waits for no query load after key loads
 #pragma unroll 1
     for (int step = begin; step < end; step += kKeys) {
-      block_barrier();  // hazard: others still read the last keys
+      block_barrier();  // hazard: other waves still read the previous keys
       loader.finish(buffer);
       block_barrier();  // hazard: keys are read before they are written
       if (step + kKeys < end) loader.start();
@@ -307,7 +307,7 @@ DEVICE void flash_tiles(const FlashProblem& p, const FlashExtras* extras, typena
     if (!p.counter) index += p.blocks;
     else {
       int& next = *(int*)&buffer;
-      block_barrier();  // hazard: others still read the last keys
+      block_barrier();  // hazard: other waves still read the previous keys
       if (wave::thread_id() == 0) next = p.blocks + block_count(p.counter, p.tiles);
       block_barrier();  // hazard: the number is read before it is written
       index = wave::uniform(next);

@@ -84,7 +84,7 @@ struct MlaCombine : MlaPart<T, kColumnTiles> {
 #pragma unroll 4
     for (int part = wave::index(); part < parts; part += kWaves) sums.add(load(part, vec));
     buffer.sums[wave::index()][wave::lane()] = sums;
-    block_barrier();  // hazard: sums of the waves are read before they are written
+    block_barrier();  // hazard: the waves' sums are read before they are written
     if (wave::index() > 0) return;
 #pragma unroll
     for (int w = 1; w < kWaves; ++w) sums.add(buffer.sums[w][wave::lane()]);
@@ -221,9 +221,9 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
 
   DEVICE void multiply(const Operands& of, int first) {
     add_scores(of);
-    block_barrier();  // hazard: scores of the waves are read before they are written
+    block_barrier();  // hazard: the waves' scores are read before they are written
     reduce_scores(first);
-    block_barrier();  // hazard: p is read before it is written, or scores are written over before they are read
+    block_barrier();  // hazard: p is read before it is written, or scores are overwritten before they are read
     u32x4 weights[kTiles];
     read_weights(weights);
 #pragma unroll
@@ -355,7 +355,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
     for (int tile = 0; tile < kColumnTiles; ++tile)
 #pragma unroll
       for (int product = 0; product < kProducts; ++product) {
-        if (tile + product > 0) block_barrier();  // hazard: the last sums are written over before they are read
+        if (tile + product > 0) block_barrier();  // hazard: the previous sums are overwritten before they are read
 #pragma unroll
         for (int t = 0; t < kTilesOf16; ++t)
 #pragma unroll

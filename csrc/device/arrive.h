@@ -8,7 +8,7 @@
 // LDS that no thread uses after the call.
 DEVICE bool is_last_block(u32* counter, u32 blocks, u32& arrived, bool stored = true) {
   if (stored) wait_for_stores();  // this thread's results, before its block's count
-  block_barrier();                // hazard: counted before all threads wrote
+  block_barrier();                // hazard: counted before all threads have written
   if (wave::thread_id() == 0) arrived = block_count(counter, blocks);
   block_barrier();  // hazard: `arrived` is read before it is written
   return wave::uniform(arrived) == int(blocks) - 1;

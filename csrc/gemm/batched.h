@@ -72,7 +72,7 @@ struct TransposedTile {
     const int value = wave::index();  // which of a lane's four values the wave stores
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      if (t > 0) block_barrier();  // hazard: the last sums are written over before they are read
+      if (t > 0) block_barrier();  // hazard: the previous sums are overwritten before they are read
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         buffer.sum[wave::index()][i][lane] = {sum[0][t][i], sum[1][t][i], sum[2][t][i], sum[3][t][i]};

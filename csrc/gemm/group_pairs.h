@@ -100,7 +100,7 @@ DEVICE void sort_by_comparing(const PairLists& lists, int pairs) {
 // For many pairs: a counting sort.
 DEVICE void sort_by_counting(const PairLists& lists, int pairs, int experts) {
   for (int i = wave::thread_id(); i < experts; i += kThreads) lists.expert_pairs[i] = 0;
-  block_barrier();  // hazard: counted on before it is zero; keys are read before all are written
+  block_barrier();  // hazard: a counter is incremented before it is zero; keys are read before all are written
   for (int pair = wave::thread_id(); pair < pairs; pair += kThreads) {
     const int expert = lists.keys[pair] >> 16;
     if (expert == kNoExpert) continue;
@@ -108,7 +108,7 @@ DEVICE void sort_by_counting(const PairLists& lists, int pairs, int experts) {
         __scoped_atomic_fetch_add(lists.expert_pairs + expert, 1u, __ATOMIC_RELAXED, __MEMORY_SCOPE_WRKGRP);
     lists.pairs[pair] = u16(rank);
   }
-  block_barrier();  // hazard: counts are read before all are counted
+  block_barrier();  // hazard: counts are read before they are complete
   if (wave::index() == 0) {
     const int each = (experts + wave::kLanes - 1) / wave::kLanes,
               lane = wave::lane();  // a lane's consecutive experts

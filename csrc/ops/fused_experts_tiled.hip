@@ -81,14 +81,14 @@ KERNEL(kSortThreads) fused_experts_tiled_sort(Sort sort) {
   };
 
   for (int i = wave::thread_id(); i < routing.routed; i += kSortThreads) counts[i] = 0;
-  block_barrier();  // hazard: counted on before they are zero
+  block_barrier();  // hazard: counters are incremented before they are zero
   int wave_count = 0;
   for_all([&](int, int found) __attribute__((always_inline)) {
     if (found >= 0) __scoped_atomic_fetch_add(counts + found, 1, __ATOMIC_RELAXED, __MEMORY_SCOPE_WRKGRP);
     wave_count += wave::count(found == expert);
   });
   if (wave::lane() == 0) of_waves[wave::index()] = wave_count;
-  block_barrier();  // hazard: counts are read before all are there
+  block_barrier();  // hazard: counts are read before they are complete
 
   int position = 0, tile = 0;  // the expert's first
   for (int i = wave::lane(); i < routing.routed && i < expert; i += wave::kLanes)

@@ -104,9 +104,9 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
       for (int unit = 0; unit % kStages > 0 || of.unit_key(unit) < of.end; ++unit) {  // as many iterations as in Sums
         slot = next_slot(slot);
         add(unit % 2, of.unit_key(unit), slot);
-        block_barrier();  // hazard: weights are read before they are written, or keys are written over before they are read
+        block_barrier();  // hazard: weights are read before they are written, or keys are overwritten before they are read
       }
-      block_barrier();  // hazard: sums are written over weights before they are read
+      block_barrier();  // hazard: sums overwrite weights before they are read
     }
     DEVICE void read(int i, int slot) {
       keys[i] = *(const u32x4*)of.at(slot, i / 2, of.lane % 16, i % 2 * 4 + of.lane / 16);
@@ -258,7 +258,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
           }
 #pragma unroll
           for (int k = 0; k < 4; ++k) values[k] = next[k];
-          block_barrier();  // hazard: keys are read before they are written, or written over before they are read
+          block_barrier();  // hazard: keys are read before they are written, or overwritten before they are read
           slot = next_slot(slot);
         }
     }
@@ -323,7 +323,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
       constexpr int kColumnVecs = kLatent / 4;
-      if (t > 0) block_barrier();  // hazard: the last sums are written over before they are read
+      if (t > 0) block_barrier();  // hazard: the previous sums are overwritten before they are read
       group.write(t);
       block_barrier();  // hazard: sums and factors are read before they are written
 #pragma unroll

@@ -78,7 +78,7 @@ struct MlaCombineEven : MlaCombine<T, kColumnTiles> {
     for (int lanes = wave::block_id_y(); lanes < Combine::kColumns * Combine::kColumnVecs / wave::kLanes;
          lanes += blocks) {
       this->add(buffer, lanes);
-      block_barrier();  // hazard: sums are written over before they are read
+      block_barrier();  // hazard: sums are overwritten before they are read
     }
   }
 };

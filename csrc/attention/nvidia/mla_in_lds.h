@@ -167,8 +167,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
       largest[c] = attention::reduce_rows(largest[c], max);
       if (lane / 4 == 0) ((lds::Local<float>*)(maxima + column_of(c)))[group_wave] = largest[c];
     }
-    consumer_barrier<kGroupThreads>(kConsumers +
-                                    group);  // hazard: maxima of the waves are read before they are written
+    consumer_barrier<kGroupThreads>(kConsumers + group);  // hazard: the waves' maxima are read before they are written
 #pragma unroll
     for (int c = 0; c < kLaneColumns; ++c) {
       const f32x4 of_waves = maxima[column_of(c)];
@@ -234,7 +233,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       wait_for_groups<kChunks>(chunk);
-      own_barrier();  // hazard: keys are loaded where other waves still multiply
+      own_barrier();  // hazard: keys are loaded over keys that other waves still multiply
       if (next.any)
 #pragma unroll
         for (int g = 0; g < kConsumerGroups; ++g)
@@ -273,18 +272,18 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
       row_end[c] = first_row_end + this->column(member * kScoreColumns + column_of(c)).row;
     }
     lds::wait_for_copies<kStages>();
-    block_barrier();  // hazard: the query is multiplied before it is there
+    block_barrier();  // hazard: the query is multiplied before it has arrived
     int stage = 0;
 #pragma unroll 1
     for (; has_keys(step); step += next_step) {
       const Rows next = rows(pages, step + kStages * next_step);
       pages = load_any_pages(step_key(step + (kStages + 1) * next_step));
       lds::wait_for_copies<kStages - 1>();
-      own_barrier();  // hazard: keys are multiplied before they are there
+      own_barrier();  // hazard: keys are multiplied before they have arrived
       multiply_query(stage);
       float factor[kLaneColumns];
       weigh(first_key(step), factor);
-      own_barrier();  // hazard: p is multiplied before it is there
+      own_barrier();  // hazard: p is multiplied before it is written
       scale_sums(factor);
       multiply_weights(stage, next);
       stage = stage + 1 < kStages ? stage + 1 : 0;
@@ -295,7 +294,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
   // Stores this split's sums, and combines all splits.
   DEVICE void finish() {
     lds::wait_for_copies<0>();
-    block_barrier();  // hazard: keys and queries are written over before they are read
+    block_barrier();  // hazard: keys and queries are overwritten before they are read
     auto& ends = *(lds::Local<Ends>*)at(kQuery);
 #pragma unroll
     for (int i = 0; i < kLaneColumns; ++i) {
@@ -373,7 +372,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
       ++place.block;
       place.first = step;
       place.steps = even.steps_of(u32(place.block) / problem.decode.tiles_divisor);
-      block_barrier();  // hazard: sums are written over before they are read
+      block_barrier();  // hazard: sums are overwritten before they are read
     }
   }
 };

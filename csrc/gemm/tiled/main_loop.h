@@ -118,11 +118,11 @@ DEVICE void multiply_panels(Accumulators<Tile>& sums, LoaderA& loader_a, LoaderB
     auto* here = lds + buffer * kBuffer;
     if constexpr (!Tile::kPingPong) {
       if (lds::kBuffers == 1 && panel != first)
-        block_barrier();  // hazard: filled while others still read the last panel
+        block_barrier();  // hazard: filled while other waves still read the previous panel
       lds::wait_for_copies<kPrefetch - 1>();
       loader_a.finish(here);
       loader_b.finish(here + kPanelA);
-      block_barrier();  // hazard: read before all waves have filled it; the next one filled while others still read there
+      block_barrier();  // hazard: read before all waves have filled it; the next one filled while other waves still read it
     }
     if (panel + kPrefetch < last) start(panel + kPrefetch, next % lds::kBuffers, scales[next]);
     lds::end_group();

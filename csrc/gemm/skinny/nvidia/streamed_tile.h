@@ -167,7 +167,7 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
     for (int stage = 0;;) {
       const TileWork next = schedule.after(current);
       lds::wait_for_copies<kStages - 2>();
-      // Hazards: read before all filled it; the last stage filled while it is read.
+      // Hazards: read before all waves have filled it; the previous stage filled while it is read.
       consumer_barrier<kConsumerThreads>(group);
       // The tensor cores accumulate e4m3 products with about 14 bits, so their sums span only one panel.
       float product[kProducts][kSums];
@@ -234,7 +234,7 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
     auto* lds = (lds::Local<float>*)dynamic_lds;
     lds::Local<float>* sent = lds + (group * kStages + stage) * kStage + thread;
     const lds::Local<float>* received = lds + ((1 - group) * kStages + stage) * kStage + thread;
-    consumer_barrier<kConsumerThreads>(group);  // hazard: written while other waves' products still read there
+    consumer_barrier<kConsumerThreads>(group);  // hazard: written while other waves' products still read it
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) sent[i * kConsumerThreads] = group == 0 ? sum[kHalf + i] : sum[i];
     block_barrier();  // hazard: read before it is written
