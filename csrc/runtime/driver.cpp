@@ -233,7 +233,7 @@ std::unique_ptr<Driver> Driver::find(std::string& status) {
           int devices = driver->count_devices();
           status = library + ": " + std::to_string(devices) + (devices == 1 ? " device" : " devices");
           if (!driver->has_user_objects())
-            status += "; it has no " + driver->missing_ + ", so what captured graphs hold is kept when they are gone";
+            status += "; it has no " + driver->missing_ + ", so counters of destroyed graphs are not reused";
           return true;
         } catch (const std::runtime_error& error) {
           reasons.push_back(library + ": " + error.what());
@@ -305,13 +305,14 @@ void Driver::free_shared_memory(int device, void* memory) const {
 
 api::MemoryHandle Driver::memory_handle(int device, void* memory) const {
   api::MemoryHandle handle{};
-  on_device(device, [&] { check(get_handle(&handle, memory), "the handle of shared memory"); });
+  on_device(device, [&] { check(get_handle(&handle, memory), "shared memory handle"); });
   return handle;
 }
 
 void* Driver::open_memory(int device, const api::MemoryHandle& handle) const {
   void* memory = nullptr;
-  on_device(device, [&] { check(open_handle(&memory, handle, api::kHipPeerAccess), "another process's memory"); });
+  on_device(device,
+            [&] { check(open_handle(&memory, handle, api::kHipPeerAccess), "opening another process's memory"); });
   return memory;
 }
 
@@ -326,14 +327,14 @@ Capture Driver::capture_info(api::Stream stream, int device) const {
   auto ask = [&] { return shared_.get_capture_info(stream, &status, &capture.id, &capture.graph, nullptr, nullptr); };
   api::Result result = ask();
   if (result != 0 && recover(result, device)) result = ask();
-  check(result, "whether a stream is being captured");
+  check(result, "stream capture status");
   return status == api::kHipCaptureActive ? capture : Capture{};
 }
 
 void Driver::retain_user_object(api::Graph graph, void (*destroy)(void*), void* data) const {
   api::UserObject object = nullptr;
   check(shared_.create_user_object(&object, data, destroy, 1, api::kHipNoDestructorSync), "user object");
-  check(shared_.retain_user_object(graph, object, 1, api::kHipMoveReferences), "user object of a graph");
+  check(shared_.retain_user_object(graph, object, 1, api::kHipMoveReferences), "retaining a graph's user object");
 }
 
 Kernel Driver::find_kernel(api::Module module, const std::string& path, const std::string& symbol, int device) const {
