@@ -6,7 +6,7 @@ struct CacheView {
   u8* data;
   const float* scale;  // [1], for e4m3; null is 1
   i64 offset, block_stride, head_stride;
-  i64 group_stride, slot_stride;     // between groups of 16 bytes of slots, and between a group's slots
+  i64 group_stride, slot_stride;     // between 16-byte groups of slots, and between a group's slots
   i64 chunk_stride, element_stride;  // between 16-byte chunks of a head's elements, and between a chunk's elements
 };
 

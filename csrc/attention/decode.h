@@ -1,5 +1,5 @@
-// Paged split-KV decode: up to 16 columns (packed-GQA rows: query rows times the heads that share a KV head) attend to
-// the keys of one request and one KV head.
+// Paged split-KV decode. In a block, up to 16 columns (packed-GQA rows: query rows times the heads that share a KV
+// head) attend to the keys of one request and one KV head.
 //
 //     scores^T = K q^T,   out^T = V^T p^T,   p = exp2(score - running maximum of the column)
 //
@@ -59,7 +59,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
   static constexpr bool kLastTurnApart = attention::kLastTurnApart && kHasRegisters;
   static_assert(!kQueryInLds || kTiles * kProducts * wave::kLanes * 16 <= sizeof(Buffer::out[0]));
 
-  const int of_lane = mma::depth(lane) / 16;     // of the 16-byte vectors that lanes hold of a key
+  const int of_lane = mma::depth(lane) / 16;     // the lane's 16-byte vector of a key
   const int first_value = mma::depth(lane) / 2;  // of the lane's eight
 
   DEVICE Decode(const Problem& problem, Buffer& buffer) : Sums(problem, buffer) {

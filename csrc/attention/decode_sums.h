@@ -1,4 +1,4 @@
-// Decode epilogue of a block: reduces the waves' sums in LDS, then stores results, or partial sums for the request's
+// Decode epilogue of a block. It reduces the waves' sums in LDS, then stores results, or partial sums for the request's
 // other splits.
 #pragma once
 #include "attention/operands.h"

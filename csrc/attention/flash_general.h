@@ -44,7 +44,7 @@ struct GeneralFlashLoader {
   const FlashProblem& problem;
   const FlashExtras& extras;
   int sequence, head, first_key, step, keys;
-  int pages[kPages], next_pages[kPages];  // of the step's keys, and of the next step's
+  int pages[kPages], next_pages[kPages];  // for the step's keys, and the next step's
   u32x4 key[Layout::kKeyCopies];
   u32x2 value[8];  // a unit, or eight keys for several elements
   static_assert(2 * Layout::kValueCopies <= 8);
@@ -69,7 +69,7 @@ struct GeneralFlashLoader {
         next_pages[i] = mem::load<int>(e.block_table + sequence * e.table_stride + u32(key) / e.page_divisor);
       }
   }
-  // The offset of element `element` of a key in this step.
+  // The offset of a key's element `element` in this step.
   DEVICE i64 at(const FlashExtras& e, const CacheView& of, int key, int element) const {
     const int log2_group = e.key_type == kOfProduct ? 3 : 4, last = (1 << log2_group) - 1;
     int slot = held(step + key), page = sequence;

@@ -28,7 +28,7 @@ struct FlashLayout {
   struct Buffer {
     u32x4 key[kKeys * kKeyChunks], value[kDv * kRowChunks];
   };
-  // A thread copies chunks of keys that are kRound apart, then those 8 chunks further on, and a unit of values, if any.
+  // A thread copies key chunks that are kRound apart, then those 8 chunks further on, and a unit of values, if any.
   static constexpr int kRound = kThreads / 8, kRounds = kKeys / kRound;
   static_assert(kRound == 32);
   DEVICE static int copy_row(int copy) { return copy % kRounds * kRound + wave::thread_id() / 8; }
@@ -56,7 +56,7 @@ struct FlashLayout {
   // The key, within a step, in this row of this tile.
   DEVICE static int key_of(int tile, int row) { return tile / 2 * 32 + attention::key(tile % 2, row); }
   DEVICE static int key_of(int row) { return key_of(row / 16, row % 16); }
-  // The buffer index of eight keys of an element. Row: see row_of.
+  // The buffer index of an element's eight keys. Row: see row_of.
   DEVICE static int value_at(int row, int chunk) {
     const int at = row * kRowChunks + chunk;
     return at / 8 * 8 + (at % 8 ^ attention::swizzle(at / 8));

@@ -33,7 +33,7 @@ struct FlashExtras {
   i64 bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride;
   float softcap, factor;  // softcap: 0 is none; factor: of the results, for dropout
   int size, value_size, page_size;
-  int query_type, key_type;                 // FlashType of queries, and of keys and values
+  int query_type, key_type;                 // FlashType: queries, and keys and values
   int query_order, key_order, value_order;  // FlashOrder
   int bias_type;                            // as in with_output_type
   int query_scale_stride, key_scale_stride, value_scale_stride, weight_scale_stride;
@@ -42,5 +42,5 @@ struct FlashExtras {
 };
 // Element types: the product's, or an 8-bit one that converts to it exactly.
 enum FlashType { kOfProduct = 0, kOfE4m3 = 1, kOfInt8 = 2 };
-// Contiguous and aligned data: 8 elements of a row (4 of a value), 8 keys of an element, or nothing.
+// Contiguous and aligned data: 8 elements per row (4 for values), 8 keys per element, or nothing.
 enum FlashOrder { kByElement = 0, kByKey = 1, kAnyOrder = 2 };

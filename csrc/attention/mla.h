@@ -1,6 +1,6 @@
-// Split-KV decode for multi-head latent attention (MLA): 16 or 32 columns (packed-GQA rows: query rows times heads)
-// attend to the keys of one request, shared by all heads. A key is a latent of 512 elements, which is also its value,
-// and a rotary part of 64.
+// Split-KV decode for multi-head latent attention (MLA). In a block, 16 or 32 columns (packed-GQA rows: query rows
+// times heads) attend to the keys of one request, shared by all heads. A key is a latent of 512 elements, which is also
+// its value, and a rotary part of 64.
 //
 //     scores^T = K q^T,   out^T = latent^T p^T,   p = exp2(score - running maximum of the column)
 //
@@ -28,7 +28,7 @@ struct MlaCombine : MlaPart<T, kColumnTiles> {
   using Part = MlaPart<T, kColumnTiles>;
   using Part::kColumnVecs, Part::kLowest, Part::kMaxima, Part::kSums, Part::kWaves, Part::parts;
 
-  // Elements of a column, divided by exp2(maximum), and the sum of its weights, equally divided.
+  // A column's elements, divided by exp2(maximum), and its weight sum, equally divided.
   struct Sums {
     f32x4 total;
     float maximum, sum;
@@ -144,7 +144,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
 
   DEVICE MlaDecode(const MlaProblem& problem, Buffer& buffer) : Part(problem.decode), mla(problem), buffer(buffer) {}
 
-  // The first of the 8 elements of a wave's latent that operand i reads from a lane.
+  // The first of the 8 latent elements that operand i reads from a lane, relative to the wave's first.
   DEVICE static int first_element(int i, int of_lane) {
     return kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8;
   }

@@ -74,8 +74,8 @@ struct DecodePart : Output {
     const int first = step_key(wave::block_id_y());
     return p.window > 0 ? load_pages(first) : wave::from_lane(early_pages, clamped(first + lane % kWaveKeys) - first);
   }
-  // The offset of the lane's key, of 32 from `first` on in these pages, in a cache, in units of kUnit elements. For V
-  // with contiguous slots: the offset of its eight slots.
+  // The offset in a cache, in units of kUnit elements, of the lane's key: one of 32 from `first` on in these pages. For
+  // V with contiguous slots: the offset of its eight slots.
   template <class Cache, int kUnit, bool kSideBySide = false>
   DEVICE u32 place(const CacheView& cache, int page, int first) const {
     return place_of<Cache, kUnit, kSideBySide>(cache, page, clamped(first + lane % kWaveKeys));

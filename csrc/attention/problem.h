@@ -38,6 +38,6 @@ struct MlaProblem {
   const u16* query_pe;  // [requests * query_len, query_heads, 64]
   i64 query_pe_stride, query_pe_head_stride;
   int requests;
-  int blocks;          // that share the steps of all requests evenly, if requests have no splits of their own
+  int blocks;          // that share all requests' steps evenly, if requests have no splits of their own
   int combine_blocks;  // that then combine a request's splits
 };

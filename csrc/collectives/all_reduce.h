@@ -88,8 +88,8 @@ struct RankRow {
     }
   }
 
-  // Gets the sums of the chunks that a thread of the first block owns, by its index and `threads`; chunks past the row
-  // repeat the last one. They pass through LDS, from a thread to itself: the loop is not unrolled, as its body has
+  // Gets the sums of the first block's chunks that belong to this thread, by its index and `threads`; chunks past the
+  // row repeat the last one. They pass through LDS, from a thread to itself: the loop is not unrolled, as its body has
   // dozens of loads.
   template <u32 kChunks>
   DEVICE void take(u32 chunks, u32 threads, u32x4 (&sums)[kChunks]) const {

@@ -1,4 +1,4 @@
-// Collective kernels: arguments and names, which end in the element type, the maximum number of ranks (2, 4 or 8) and
+// Collective kernels: arguments and names. Names end in the element type, the maximum number of ranks (2, 4 or 8) and
 // the chunks per thread.
 #pragma once
 #include "all_reduce.h"

@@ -1,4 +1,4 @@
-// The one-shot collective protocol: each rank pushes 64-bit words, a 32-bit value with a 32-bit epoch, to all other
+// The one-shot collective protocol. Each rank pushes 64-bit words, a 32-bit value with a 32-bit epoch, to all other
 // ranks.
 //
 // A rank stores its values into every peer's inbox, and waits until its own inbox holds the words of this epoch. A word
@@ -66,7 +66,7 @@ DEVICE u32 epoch_of(const Group& group) {
   return wave::uniform(Protocol::next(wave::uniform(before)));
 }
 
-// Called once by all threads of each block of a launch.
+// Called once by all threads of each block in a launch.
 template <class Protocol>
 DEVICE void end_block(const Group& group, u32 epoch, u32 blocks) {
   block_barrier();  // hazard: the epoch advances before all waves have read it

@@ -1,6 +1,6 @@
-// e4m3 quantization as in vLLM: clamp to the format's limit, round to nearest even, scales of at least 1 / (limit *
-// 512). vLLM 0.33 (csrc/.../quantization) divides by a dynamic scale and multiplies by the inverse of a static one. The
-// results differ in the last bit, so both are here.
+// e4m3 quantization as in vLLM. Values are clamped to the format's limit and rounded to nearest even; scales are at
+// least 1 / (limit * 512). vLLM 0.33 (csrc/.../quantization) divides by a dynamic scale and multiplies by the inverse
+// of a static one. The results differ in the last bit, so both are here.
 #pragma once
 #include "vec.h"
 

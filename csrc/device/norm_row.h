@@ -1,4 +1,4 @@
-// RMSNorm of a row held in a block's registers: ops/rms_norm.hip loads it from HBM, collectives/ sums it over all
+// RMSNorm of a row held in a block's registers. ops/rms_norm.hip loads it from HBM, collectives/ sums it over all
 // ranks.
 #pragma once
 #include "row_output.h"

@@ -1,4 +1,4 @@
-// The epilogue of row kernels (norms, activations, quantization): stores a row y as T, or quantized to e4m3 with
+// The epilogue of row kernels (norms, activations, quantization). It stores a row y as T, or quantized to e4m3 with
 // scales.
 //
 //     plain:     out = T(y)

@@ -1,4 +1,4 @@
-// Grouped GEMM over experts: a gate_up or down block computes one tile of fused_experts_tiled.hip, which defines the
+// Grouped GEMM over experts. A gate_up or down block computes one tile of fused_experts_tiled.hip, which defines the
 // terms.
 #pragma once
 #include "device/vec.h"
@@ -131,8 +131,7 @@ DEVICE void multiply_experts(const GroupedProblem& p) {
   const int rows_n = kGated ? p.n / 2 : p.n, first_n = position.n * kRowsN;
   const int wave_n = first_n + (kGated ? Tile::wave_n() / 2 : Tile::wave_n());
 
-  // The row of a for token m of the tile, relative to a or to the tile's first row. Tokens past the last repeat its
-  // row.
+  // The row of a for the tile's token m, relative to a or to the tile's first row. Tokens past the last repeat its row.
   auto row_of_a = [&](int m) __attribute__((always_inline)) {
     const int inside = m < expert_tile.count ? m : expert_tile.count - 1;
     return kGated ? int(u32(mem::load<int>(p.sorted + expert_tile.first + inside)) / p.slots) : inside;

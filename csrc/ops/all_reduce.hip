@@ -1,4 +1,4 @@
-// All-reduce of rows, with or without RMSNorm: collectives/all_reduce.h.
+// All-reduce of rows, with or without RMSNorm; see collectives/all_reduce.h.
 #include "collectives/instances.h"
 
 GROUPS(SUM_INSTANCE, bf16, Bf16)

@@ -1,4 +1,4 @@
-// All-reduce of rows, RMSNorm and e4m3 quantization with a per-tensor or per-token scale: collectives/all_reduce.h.
+// All-reduce of rows, RMSNorm and e4m3 quantization with a per-tensor or per-token scale; see collectives/all_reduce.h.
 #include "collectives/instances.h"
 
 NORMS(rms_norm_static_fp8_quant, kStatic)

@@ -41,7 +41,7 @@ struct Experts {
   const int* expert_map;  // [mapped], or null
   i64 expert_bytes, expert_scales;  // byte strides between experts: of weights and of scale_b
   int token_bytes, row_bytes;       // byte strides between rows; for weights within 16 rows
-  int tile_bytes, spread;        // byte strides of weights between groups of 16 rows, and per byte of K in steps of 16
+  int tile_bytes, spread;        // byte strides of weights: between groups of 16 rows, and per byte of K in steps of 16
   int m, n, k, pairs;            // tokens, rows of an expert's weight, bytes of K; token-slot pairs
   int scale_a_row, scale_b_row;  // bytes between scales
   int topk, shared, routed, mapped, id_words;
@@ -281,7 +281,7 @@ DEVICE void gate_up(const Experts& p) {
   main_loop.multiply_all(TileWalk{p, items * p.work_per_item, wave::block_id_x()}, end_tile);
 }
 
-// A wave's units. All waves of a tile's blocks take the units of all items round-robin.
+// A wave's units. All waves in a tile's blocks take the units of all items round-robin.
 struct UnitWalk {
   const Experts& p;
   int units, unit, slice = 0;  // units in all items

@@ -1,5 +1,6 @@
-// Fused MLA preprocessing, between the first projection and the scores, in one launch: RMSNorm of the query latent with
-// optional fused e4m3 quantization, RMSNorm of the KV latent, RoPE of k_pe, and the write of both to a paged cache.
+// Fused MLA preprocessing between the first projection and the scores, in one launch. It applies RMSNorm to the query
+// latent, with optional fused e4m3 quantization, RMSNorm to the KV latent and RoPE to k_pe, and writes the KV latent and
+// k_pe to a paged cache.
 //
 //     qkv row = [q | kv | k_pe]
 //     q_out = y(q), kv_out = y(kv) as ops/rms_norm.hip defines y, q_out as device/row_output.h stores or quantizes it

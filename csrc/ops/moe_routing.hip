@@ -152,7 +152,7 @@ struct TopkRouting {
   int* ids;            // [tokens, topk]
   i64 stride, tokens, bias_type;
   int experts, topk, is_sigmoid, renormalize;
-  int groups, topk_group;      // number of groups, and of groups chosen from
+  int groups, topk_group;      // groups in total, and groups to choose from
   int group_size, log2_lanes;  // experts per group, and lanes
   float epsilon, scale;
 };

@@ -157,7 +157,7 @@ DEVICE void multiply_tiles(const MxProblem& p) {
     const mem::Buffer scale_a = mem::buffer((const u8*)p.scale_a + i64(m0) * p.scale_a_row);
     const mem::Buffer scale_b = mem::buffer((const u8*)p.scale_b + i64(n0 >> p.scale_b_shift) * p.scale_b_row);
 
-    // Offsets of the rows that the lane loads to LDS, and of the scales for the rows that the wave multiplies.
+    // Offsets: the rows that the lane loads to LDS, and the scales for the rows that the wave multiplies.
     int token_at[kTiles], weight_at[kTiles], token_scales_at[kTiles], weight_scales_at[kTiles];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {

@@ -1,5 +1,5 @@
-// Fused RoPE of queries and keys and KV cache write, in one launch, with or without QK norm (RMSNorm of each query and
-// key head).
+// Fused RoPE and KV cache write in one launch, with or without QK norm. RoPE rotates queries and keys; QK norm is
+// RMSNorm of each query and key head.
 //
 //     x, y = x * cos - y * sin, y * cos + x * sin      (fp32, rounded once to T), for a head's pairs
 //     neox:         pair i is elements i and i + rotary_dim / 2;  cos, sin = row `position` of cos_sin_cache, halves
@@ -145,8 +145,8 @@ DEVICE Chunk normalize(u32x4 elements, u32x4 weight, float inverse_rms) {
   return x;
 }
 
-// kLanes lanes normalize and rotate a head: 16 elements each, 8 pairs or elements after them. All loads are issued
-// first, in two steps because the position determines the angles' address.
+// kLanes lanes normalize and rotate a head: 16 elements each, 8 pairs, or elements after the rotated ones. All loads are
+// issued first, in two steps because the position determines the angles' address.
 template <class T, class Cache, int kLanes>
 DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item) {
   using Write = RopeAndCache<T, Cache>;

@@ -1,5 +1,5 @@
-// Declarations of the HIP and CUDA driver API functions that load a code object and launch a kernel, so that the build
-// needs no vendor headers. tests/core/test_runtime.py checks every line against them.
+// Declarations of the HIP and CUDA driver functions that load code objects and launch kernels. The build needs no
+// vendor headers. tests/core/test_runtime.py checks every line against the vendor headers.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Declared in counters.h.
+// Implements counters.h.
 #include "counters.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Declared in driver.h.
+// Implements driver.h.
 #include "driver.h"
 
 #include <dlfcn.h>
@@ -240,7 +240,7 @@ std::unique_ptr<Driver> Driver::find(std::string& status) {
           return false;  // the library stays loaded: drivers do not survive dlclose
         }
       }
-      // The error of an existing library that lacks a dependency is more helpful than that of a missing library.
+      // An existing library with a missing dependency gives a more helpful error than a missing library.
       std::string error = dlerror();
       if (missing.empty() || error.compare(0, library.size(), library) != 0) missing = error;
     }

@@ -1,4 +1,4 @@
-// vllm_rocm_ops._C: load a kernel, launch it.
+// vllm_rocm_ops._C: loads and launches kernels.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -14,7 +14,7 @@ namespace py = pybind11;
 
 namespace {
 
-// What this process has loaded. Everything here runs under the GIL.
+// The process's loaded modules and kernels. Everything here runs under the GIL.
 struct Runtime {
   std::string status;
   std::unique_ptr<Driver> driver = Driver::find(status);

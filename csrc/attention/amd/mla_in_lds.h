@@ -22,7 +22,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
   static constexpr bool kFp8 = __is_same(Cache, E4m3);
   static constexpr int kKeys = 16, kStepUnits = kStepKeys / kKeys;  // keys per unit, and units per step
   static constexpr int kSlots = 3, kStages = 2;                     // units in LDS, and in flight
-  static_assert(kStages <= kStepUnits, "the first pages are those of a step");
+  static_assert(kStages <= kStepUnits, "the first pages belong to one step");
   static constexpr int kGroupWaves = kWaves / 2, kColumnTiles = kColumns / 16;
   static constexpr int kPanels = (kLatent + 64) / 64;  // 64 elements each
   // Padding: a row of two adjacent panels covers all banks of gfx950, where two rows cover them.
@@ -263,7 +263,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
         }
     }
 
-    // The eight elements in row r of the tiles, chosen so that lanes reading two rows of keys together cover all banks.
+    // The eight elements in tile row r, chosen so that lanes reading two rows of keys together cover all banks.
     DEVICE static int panel(int r) { return r / 4 % 2; }
     DEVICE static int vec(int r) { return r / 8 * 4 + r % 4; }
 

@@ -1,4 +1,4 @@
-// Matrix instruction operands and conversions for attention: the scores of keys (an instruction's 16 rows) and queries
+// Matrix instruction operands and conversions for attention. The scores of keys (an instruction's 16 rows) and queries
 // (its columns) become the operand of the PV product without lane exchange. An instruction leaves the scores for column
 // l % 16 and rows 4 * (l / 16) to + 3 in lane l, and reads eight elements for column l % 16. With the keys of two tiles
 // in the order below, both are in the same lane.
@@ -45,7 +45,7 @@ DEVICE u32x4 operand(f32x4 tile_0, f32x4 tile_1) {
 // MLA: the number of steps whose keys a wave holds.
 constexpr int stages(int /*column_tiles*/) { return 3; }
 
-// sum + a b over 16 keys, four in each lane's row of a and column of b.
+// sum + a b over 16 keys, four per lane in its row of a and column of b.
 template <class T>
 DEVICE f32x4 multiply_16_keys(f32x4 sum, u32x2 a, u32x2 b) {
   if constexpr (__is_same(T, Bf16)) {
@@ -79,7 +79,7 @@ DEVICE void transpose(const mma::Weights& tile_0, const mma::Weights& tile_1, mm
                             pack_exact<T>(b.z, b.w)};
   }
 }
-// Row of transposed operand `half`: which of the 8 elements that a lane loaded together, and in which quarter of the
+// Row of transposed operand `half`: the element's index among the 8 that a lane loaded together, and its quarter of the
 // 32.
 DEVICE int element(int half, int row) { return half * 4 + row % 4; }
 DEVICE int quarter(int row) { return row / 4; }

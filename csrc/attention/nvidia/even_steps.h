@@ -10,7 +10,7 @@ struct EvenSteps {
   const DecodeProblem& p;
   const int requests;
   int blocks;         // with steps
-  int steps, before;  // of all, and of the requests before the lane's first
+  int steps, before;  // in total, and for the requests before the lane's first
   int lane_requests;
 
   DEVICE explicit EvenSteps(const MlaProblem& problem) : p(problem.decode), requests(problem.requests) {

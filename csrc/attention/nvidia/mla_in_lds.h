@@ -1,4 +1,4 @@
-// MLA split-KV decode with 16-bit latents through LDS: both products (wgmma) read the keys' panels of 64 x 64 elements
+// MLA split-KV decode with 16-bit latents through LDS. Both products (wgmma) read the keys' panels of 64 x 64 elements
 // from there, the PV product as its transposed operand.
 //
 //     scores^T = K q^T,   out^T = latent^T p^T
@@ -56,7 +56,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
   float maximum[kLaneColumns], sum[kLaneColumns];
   int row_end[kLaneColumns];  // end of the keys that the column sees
   float scale;
-  int first_step, next_step, keys_end, slot;  // steps of the split, the end of its keys, and its slot
+  int first_step, next_step, keys_end, slot;  // the split's steps, the end of its keys, and its slot
 
   // Every parts-th step.
   DEVICE explicit MlaDecodeInLds(const MlaProblem& problem) : Part(problem.decode), mla(problem) {
@@ -244,7 +244,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     for (int d = 0; d < kDimTiles; ++d) mma::wait_for_sums(out[d]);
     lds::end_group();
   }
-  // Waits until the first chunk + 1 of kChunks groups of products are complete.
+  // Waits until product groups 0 to `chunk`, of kChunks, are complete.
   template <int kChunks>
   DEVICE static void wait_for_groups(int chunk) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kChunks - 1 - chunk) : "memory");

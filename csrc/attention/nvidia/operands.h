@@ -1,4 +1,4 @@
-// Matrix instruction operands and conversions for attention: the scores of keys (an instruction's 16 rows) and queries
+// Matrix instruction operands and conversions for attention. The scores of keys (an instruction's 16 rows) and queries
 // (its columns) become the operand of the PV product. An instruction leaves the scores for rows l / 4 and l / 4 + 8 and
 // two columns in lane l, and reads two rows of column l / 4: an 8 x 8 transposition (movmatrix; PTX ISA, section
 // 9.7.14.5.17).
@@ -60,7 +60,7 @@ DEVICE void transpose(const mma::Weights& tile_0, const mma::Weights& tile_1, mm
                               transposed(tile_1.load[0][word]), transposed(tile_1.load[1][word])};
     }
 }
-// Row of transposed operand `half`: which of the 8 elements that a lane loaded together, and in which quarter of the
+// Row of transposed operand `half`: the element's index among the 8 that a lane loaded together, and its quarter of the
 // 32.
 DEVICE int element(int half, int row) { return (half * 2 + row / 8) * 2 + row % 2; }
 DEVICE int quarter(int row) { return row % 8 / 2; }

@@ -1,5 +1,6 @@
-// Block-scaled MMA for MX formats: 16 weight rows x 16 tokens x 128 K, e4m3fn with one e8m0 scale per 32 K for both
-// operands, fp32 accumulation (v_mfma_scale_f32_16x16x128_f8f6f4; CDNA4 ISA, section 7.2 "Block scaling").
+// Block-scaled MMA for MX formats. An instruction multiplies 16 weight rows x 16 tokens x 128 K, e4m3fn with one e8m0
+// scale per 32 K for both operands, fp32 accumulation (v_mfma_scale_f32_16x16x128_f8f6f4; CDNA4 ISA, section 7.2 "Block
+// scaling").
 //
 // The unit is an instruction pair, 256 K bytes. Lane l holds row (or token) l % 16 as four 16-byte vectors: from every
 // 64 bytes the 16 at 16 * (l / 16), so the four lanes of a row load 64 contiguous bytes. An instruction reads two

@@ -1,6 +1,6 @@
-// MMA of token panels and weight panels, 128 K bytes, fp32 accumulation, in accumulator tiles of 16 tokens x 32 weight
-// rows: bf16 and fp16 as in mma.h, fp8 (v_mfma_f32_16x16x32_fp8_fp8, CDNA3 ISA, section 7; v_mfma_f32_16x16x128_f8f6f4
-// with unit scales, CDNA4 ISA, section 7, at twice the rate).
+// MMA of token panels and weight panels, 128 K bytes. Accumulation is fp32, in accumulator tiles of 16 tokens x 32
+// weight rows. Types are bf16 and fp16 as in mma.h, and fp8 (v_mfma_f32_16x16x32_fp8_fp8, CDNA3 ISA, section 7;
+// v_mfma_f32_16x16x128_f8f6f4 with unit scales, CDNA4 ISA, section 7, at twice the rate).
 #pragma once
 #include "../swizzle.h"
 #include "lds_async.h"

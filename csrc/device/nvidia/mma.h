@@ -115,11 +115,11 @@ using SumVec = Sum<Type> __attribute__((ext_vector_type(4)));
 #define NAMES_64 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, "\
   "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// d += a * b^T, or d = a * b^T if not `add`, for 32 K bytes, 64 rows of a and kValues * 2 rows of b. Lane l of wave w
-// holds a's rows 16 * w + l / 4 and 8 more, d[i] and d[i + 2], for b's rows 8 * (i / 4) + 2 * (l % 4) + i % 2.
+// d += a * b^T, or d = a * b^T if not `add`, for 32 K bytes, 64 a rows and kValues * 2 b rows. Lane l of wave w holds
+// a's rows 16 * w + l / 4 and 8 more, d[i] and d[i + 2], for b's rows 8 * (i / 4) + 2 * (l % 4) + i % 2.
 template <class Type, int kValues>
 DEVICE void wgmma(Sum<Type> (&d)[kValues], i64 a, i64 b, int add);
-// The same for 64 columns of 16 rows of panel a, 16-bit elements.
+// The same for 64 columns and 16 rows of panel a, 16-bit elements.
 template <class Type, int kValues>
 DEVICE void wgmma_of_transposed(Sum<Type> (&d)[kValues], i64 a, i64 b, int add);
 // Waits until the sums are valid.

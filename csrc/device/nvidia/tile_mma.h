@@ -1,5 +1,5 @@
-// Warpgroup MMA of token panels and weight panels in LDS, 128 K bytes, fp8, bf16 or fp16, fp32 accumulation
-// (wgmma.mma_async.m64nN; PTX ISA, section 9.7.15 "Asynchronous warpgroup level matrix instructions").
+// Warpgroup MMA of token panels and weight panels in LDS, 128 K bytes. Types are fp8, bf16 and fp16, accumulation is
+// fp32 (wgmma.mma_async.m64nN; PTX ISA, section 9.7.15 "Asynchronous warpgroup level matrix instructions").
 #pragma once
 #include "mma.h"
 

@@ -14,7 +14,7 @@ struct SkinnyProblem {
   const void* bias;      // [N], out_type, or null
   i64 b_tile;            // byte stride between groups of 16 rows of b
   int a_stride;          // bytes between tokens
-  int b_row, b_step;     // byte strides between rows of b, and between steps; a step's four 16-byte vectors are even
+  int b_row, b_step;     // byte strides between rows of b, and between steps; a step has four evenly spaced vectors
   int m, n, k;           // k in bytes
   int scale_a_row, scale_a_k, scale_b_row;  // element strides of scales: between tokens, K blocks, rows of b
   int out_type;                             // 0 bf16, 1 fp16, 2 fp32

@@ -30,7 +30,7 @@ struct BlockTile {
 };
 template <class Tile>
 using Accumulators = AccumulatorTile[Tile::kAccumulatorsM][Tile::kAccumulatorsN];
-// The scales of a panel's products, for the lower and the upper half of a lane's weight rows.
+// A panel's scale factors, for the lower and the upper half of a lane's weight rows.
 template <class Tile>
 using ScaleFactors = float[Tile::kAccumulatorsN][2][Tile::kAccumulatorsM][kLaneTokens];
 
